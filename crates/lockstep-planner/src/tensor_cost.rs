@@ -1,61 +1,61 @@
-//! What tensor parallelism sends, by how many dimensions it has: a model of the cost, of layouts that exist in the literature.
+//! Communication volume of tensor parallelism in 1, 2, 2.5 and 3 dimensions, for layouts from the literature.
 //!
-//! A linear layer `y = x W` takes `x [tokens, inputs]` and `W [inputs, outputs]` to `y [tokens, outputs]`, forward and in the two
-//! products of its backward. Below, `X`, `W` and `Y` are the elements of these three, `p` all ranks, and volumes are what one rank
-//! receives, by collectives that waste nothing.
+//! A linear layer `y = x W` maps `x [tokens, inputs]` by `W [inputs, outputs]` to `y [tokens, outputs]`, in the forward and in the two
+//! products of its backward. Below, `X`, `W` and `Y` are the elements of these three, and `p` is the number of ranks. Volumes are what
+//! one rank receives, by bandwidth-optimal collectives.
 //!
 //! ```text
-//! 1D    p          split by outputs: 2 X (p-1)/p        split by inputs: 2 Y (p-1)/p      whole activations between them
+//! 1D    p          by outputs: 2 X (p-1)/p              by inputs: 2 Y (p-1)/p            whole activations between layers
 //! 2D    q x q      3 (q-1) (X + W) / p
-//! 2.5D  q x q x d  3 (q-1) (X / p + W / q^2) + 2 W / q^2 (d-1)/d                          weights d times
+//! 2.5D  q x q x d  3 (q-1) (X / p + W / q^2) + 2 W / q^2 (d-1)/d                          `d` copies of the weights
 //! 3D    l x l x l  (l-1) (3 X + 3 W + 2 Y) / p
 //! ```
 //!
-//! 1D after Shoeybi et al. (2019): one sum in the backward or the forward. 2D after Xu et al. (2021, Optimus), SUMMA of van de
-//! Geijn and Watts (1997): in each of its products two of the three matrices move, panel by panel. 2.5D after Wang et al.
-//! (2021, Tesseract): `d` such squares share out the tokens, and sum the gradients of the weights they all hold. 3D after Bian et
-//! al. (2021): each product gathers two matrices and scatters the third; the backward's two share one of theirs.
+//! 1D after Shoeybi et al. (2019): one all-reduce in the backward or the forward. 2D after Xu et al. (2021, Optimus), SUMMA of van de
+//! Geijn and Watts (1997): each of the products moves two of the three matrices, panel by panel. 2.5D after Wang et al. (2021,
+//! Tesseract): `d` such squares shard the tokens, and all-reduce the gradients of the weights that they replicate. 3D after Bian et al.
+//! (2021): each product gathers two matrices and scatters the third; the two of the backward have one in common.
 //!
-//! So one dimension sends activations only, and more of them send weights as well: they pay where a rank's tokens are many
-//! against the hidden size.
+//! So 1D communicates only activations, and the others weights as well. They pay off if a rank has many tokens relative to the hidden
+//! size.
 
-/// How the ranks that share each linear layer are laid out.
+/// Layout of the ranks of a tensor-parallel group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TensorLayout {
-    /// In a row: columns, then rows of weights.
+    /// 1D: ranks in a row; weights are sharded by columns, then by rows.
     OneDimension {
-        /// How many.
+        /// Number of ranks.
         ranks: usize,
     },
-    /// In a square.
+    /// 2D: ranks in a square.
     TwoDimensions {
-        /// Ranks on a side.
+        /// Ranks on a side of the square.
         side: usize,
     },
-    /// In several squares, each with all weights.
+    /// 2.5D: several squares, each with all weights.
     TwoAndAHalfDimensions {
         /// Ranks on a side of a square.
         side: usize,
-        /// Squares.
+        /// Number of squares.
         depth: usize,
     },
-    /// In a cube.
+    /// 3D: ranks in a cube.
     ThreeDimensions {
-        /// Ranks on a side.
+        /// Ranks on a side of the cube.
         side: usize,
     },
 }
 
-/// Which of its dimensions a linear layer is split by where ranks lie in a row.
+/// Dimension by which a linear layer is sharded in the 1D layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LinearSplit {
-    /// By its outputs: the gradient of the input is a sum.
+    /// Column-parallel: outputs are sharded, and the gradient of the input is all-reduced.
     Outputs,
-    /// By its inputs: the output is a sum.
+    /// Row-parallel: inputs are sharded, and the output is all-reduced.
     Inputs,
 }
 
-/// A linear layer and the tokens that go through it.
+/// Shape of a linear layer and of its input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LinearShape {
     /// Rows of the input: tokens of a micro-batch.
@@ -64,18 +64,18 @@ pub struct LinearShape {
     pub inputs: usize,
     /// Columns of the output.
     pub outputs: usize,
-    /// How it is split in one dimension.
+    /// Sharded dimension in the 1D layout.
     pub split: LinearSplit,
 }
 
-/// What a linear layer costs a rank in one forward and backward.
+/// Cost of a linear layer on a rank, for one forward and backward.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct TensorCost {
     /// Elements that the rank receives.
     pub received_elements: f64,
-    /// Collectives that it takes part in.
+    /// Collectives that the rank takes part in.
     pub collectives: usize,
-    /// Elements of the weight that it holds.
+    /// Elements of the weight on the rank.
     pub weight_elements: f64,
 }
 
@@ -92,7 +92,7 @@ impl std::ops::Add for TensorCost {
 }
 
 impl TensorLayout {
-    /// Every layout of so many ranks, those in a row first. Sides of squares and cubes and the depth are 2 or more.
+    /// Returns every layout of `ranks` ranks, 1D first. Sides of squares and cubes, and the depth, are 2 or more.
     pub fn all_of(ranks: usize) -> Vec<Self> {
         let squares = (2..=ranks).take_while(|side| side * side <= ranks);
         let mut all = vec![Self::OneDimension { ranks }];
@@ -109,7 +109,7 @@ impl TensorLayout {
         all
     }
 
-    /// All its ranks.
+    /// Returns the number of ranks.
     pub const fn ranks(self) -> usize {
         match self {
             Self::OneDimension { ranks } => ranks,
@@ -119,7 +119,7 @@ impl TensorLayout {
         }
     }
 
-    /// What a linear layer costs each rank in one forward and backward.
+    /// Returns the cost of a linear layer on each rank, for one forward and backward.
     pub fn cost(self, linear: LinearShape) -> TensorCost {
         let LinearShape { tokens, inputs, outputs, split } = linear;
         let [x, w, y] = [tokens * inputs, inputs * outputs, tokens * outputs].map(|elements| elements as f64);
@@ -140,7 +140,7 @@ impl TensorLayout {
                 let moved = 3.0 * (q - 1.0) * (x / p + held);
                 TensorCost {
                     received_elements: moved + 2.0 * held * (d - 1.0) / d,
-                    // Two panels in each step of each of three products.
+                    // Two panels in each step of each of the three products.
                     collectives: 6 * side + usize::from(depth > 1),
                     weight_elements: held,
                 }
@@ -153,8 +153,8 @@ impl TensorLayout {
         }
     }
 
-    /// What the four linear layers of a transformer block with a hidden size of `hidden` and a feed-forward of `4 hidden`
-    /// cost each rank.
+    /// Returns the cost on each rank of the four linear layers of a transformer block with hidden size `hidden` and feed-forward width `4
+    /// hidden`.
     pub fn block_cost(self, tokens: usize, hidden: usize) -> TensorCost {
         let (outputs, inputs) = (LinearSplit::Outputs, LinearSplit::Inputs);
         [(hidden, 3 * hidden, outputs), (hidden, hidden, inputs)]
@@ -171,7 +171,7 @@ mod tests {
 
     const HIDDEN: usize = 4096;
 
-    /// Elements that a rank receives, in units of one activation.
+    /// Returns the elements that a rank receives, in units of one activation.
     fn received(layout: TensorLayout, tokens: usize) -> f64 {
         layout.block_cost(tokens, HIDDEN).received_elements / (tokens * HIDDEN) as f64
     }
@@ -226,7 +226,7 @@ mod tests {
         assert_eq!([1, 2, 4, 8, 12, 64].map(count), [1, 1, 2, 3, 2, 5]);
     }
 
-    /// The tokens of a micro-batch, in hidden sizes, from which on a layout sends less than a row of as many ranks.
+    /// Returns the number of tokens, in hidden sizes, from which on a layout receives less than 1D with equally many ranks.
     fn wins_from(layout: TensorLayout) -> f64 {
         let row = TensorLayout::OneDimension { ranks: layout.ranks() };
         let wins = |tokens: &usize| received(layout, *tokens) < received(row, *tokens);

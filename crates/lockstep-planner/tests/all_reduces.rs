@@ -1,7 +1,7 @@
 //! Predicted times of all-reduces against published runs of nccl-tests, and the table of both in docs/clusters.md.
 //!
-//! `tests/clusters/all_reduces.json` has the runs. Links are fitted to some of them (`src/cluster/presets/links.toml`), so this says
-//! how well one set of constants for each kind of link describes sizes over six decades and 8 to 8,192 devices.
+//! The runs are in `tests/clusters/all_reduces.json`. Links are fitted to some of them (`src/cluster/presets/links.toml`). So the test
+//! shows how well one set of constants per kind of link describes sizes over six decades and 8 to 8,192 devices.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::fmt::Write;
@@ -14,11 +14,11 @@ use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
 
-/// AWS p6-b200, which is no preset: four nodes.
+/// Four nodes of AWS p6-b200, which has no preset.
 const EFA: &str = "node = { count = 4, devices = 8, device = \"b200-sxm\" }\n\
                    link = [{ like = \"nvlink5\" }, { like = \"efa-400g\" }]";
 
-/// 10⁹ bytes a second, measured and predicted.
+/// Bus bandwidths in 10⁹ bytes per second, measured and predicted.
 struct Point {
     ranks: usize,
     bytes: u64,
@@ -27,7 +27,7 @@ struct Point {
 }
 
 impl Point {
-    /// By how much the predicted time is off.
+    /// Returns the relative error of the predicted time.
     fn error(&self) -> f64 {
         self.measured / self.predicted - 1.0
     }
@@ -69,7 +69,7 @@ fn point(name: &str, ranks: usize, bytes: u64, measured: f64) -> Point {
     Point { ranks, bytes, measured, predicted: factor * bytes as f64 / seconds / 1e9 }
 }
 
-/// The largest and the mean of the errors of points whose bytes are in a range; none if there are no points.
+/// Returns the largest and the mean error of the points whose bytes are in a range; `None` if there are none.
 fn errors(run: &Run, from: u64, to: u64) -> Option<(f64, f64)> {
     let errors: Vec<f64> = run
         .points
@@ -85,7 +85,7 @@ fn errors(run: &Run, from: u64, to: u64) -> Option<(f64, f64)> {
 fn large_all_reduces_take_what_was_measured() {
     let mut failures = Vec::new();
     for run in runs() {
-        // Switches of B200 add up from 8 GiB on only, which no one set of constants says.
+        // B200 reduces in switches from 8 GiB on only, which no single set of constants describes.
         let largest_allowed = if run.what.contains("B200") { 0.12 } else { 0.11 };
         for (from, to, largest, mean) in
             [(64 * MIB, u64::MAX, largest_allowed, 0.09), (MIB, 64 * MIB, 0.45, 0.17)]
@@ -113,7 +113,7 @@ fn share(errors: Option<(f64, f64)>) -> String {
     errors.map_or("-".to_owned(), |(largest, mean)| format!("{:.0}, {:.0}", 100.0 * largest, 100.0 * mean))
 }
 
-/// Both tables of the page.
+/// Returns both tables of the page.
 fn tables() -> String {
     let mut text = String::new();
     let runs = runs();
@@ -140,7 +140,7 @@ fn tables() -> String {
     text
 }
 
-/// With LOCKSTEP_WRITE_DOCS set this writes the tables instead.
+/// Checks the tables of the page, or writes them if LOCKSTEP_WRITE_DOCS is set.
 #[test]
 fn the_tables_of_the_page_are_current() {
     const BEGIN: &str = "<!-- written by the test all_reduces -->\n";

@@ -1,6 +1,6 @@
-//! Cluster files as users write them, and every way to get one wrong.
+//! Cluster files as users write them, and every kind of mistake in one.
 //!
-//! The files under `tests/clusters/broken/` each end with one `# expect: TEXT` line per problem that they must give.
+//! Each file under `tests/clusters/broken/` ends with one `# expect: TEXT` line per problem that it must cause.
 
 use std::fs;
 use std::path::Path;
@@ -50,7 +50,7 @@ fn ten_lines_describe_a_cluster() {
     assert_eq!((node.host_memory_bytes, node.price_per_hour), (2 << 40, None));
     assert_eq!(node.device.peak_flops(DType::BF16), Some(989e12));
     assert_eq!(cluster.links.iter().map(|link| link.joins).collect::<Vec<_>>(), [Joins::Node, Joins::All]);
-    // One failure of 16,384 devices in three hours: of 8, in 264 days.
+    // One failure of 16,384 devices in three hours is one of 8 devices in 264 days.
     assert!((6300.0..6400.0).contains(&node.hours_between_failures), "{}", node.hours_between_failures);
 }
 
@@ -156,12 +156,12 @@ fn ranks_share_out_the_cores_of_a_host() {
     ] {
         assert!((found / expected - 1.0).abs() < 1e-12, "{found}, not {expected}");
     }
-    // An accelerator has one rank, however many there are.
+    // An accelerator always has one rank.
     let preset = Cluster::preset("dgx-h100").unwrap();
     assert_eq!(preset.nodes[0].device_of(2).as_ref(), &preset.nodes[0].device);
 }
 
-/// Values as files may have them, sound and not.
+/// Values that files may have, valid and invalid.
 fn value() -> impl Strategy<Value = String> {
     const TEXTS: [&str; 9] = ["80GiB", "h100-sxm", "nvlink4", "node", "all", "", "-1", "lockstep", "\\u0000"];
     let leaf = prop_oneof![

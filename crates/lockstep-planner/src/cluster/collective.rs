@@ -1,67 +1,66 @@
-//! How long ranks take to exchange something.
+//! Cost model of collectives and point-to-point messages.
 //!
-//! A collective of `n` ranks takes a time for its steps, `l`, which does not depend on how much is sent, and a time for its bytes,
-//! `b`. Pieces of a message follow each other along the path, so that both overlap but for what it takes to fill the path:
+//! A collective of `n` ranks takes a time `l` for its steps, independent of its size, and a time `b` for its bytes. Messages are sent in
+//! pieces, so the two overlap except for the time to fill the path:
 //!
 //! ```text
 //!     seconds = start + l + b + fill * sqrt(l * b)
 //! ```
 //!
 //! With pieces of the best size, one after another, `fill` is 2 (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
-//! broadcast, reduction and scan", 2009); libraries with more in flight come to less, and what they come to is fitted.
+//! broadcast, reduction and scan", 2009). Libraries with more pieces in flight have a smaller value, which is fitted.
 //!
-//! Bytes go as in hierarchical rings. Where `k` ranks of a group share a node, each has its own share of the network, so that the
-//! group as a whole has `k` of them; it has the bandwidth of its narrowest level. The other ranks of the node are taken to run the
-//! same collective in their own groups at the same time, and use their own shares. Steps are counted as NCCL's tuner counts them
-//! (`src/graph/tuning.cc`): an all-reduce goes along a chain of the ranks of a node and a tree of nodes, up and down; gathering and
-//! scattering goes around a ring of all ranks.
+//! Bandwidth is that of hierarchical rings. If `k` ranks of a group are on one node, each has its own network interface, so the group has
+//! the bandwidth of `k`; the narrowest level decides. The other ranks of the node are assumed to run the same collective in their own
+//! groups at the same time. Steps are counted as in NCCL's tuner (`src/graph/tuning.cc`): an all-reduce follows a chain of the ranks
+//! within a node and a tree of nodes, up and down; all-gathers and reduce-scatters follow a ring of all ranks.
 
 use super::{Cluster, Joins, Link, MAX_LEVELS};
 use lockstep_plan::work::Collective;
 
-/// A step of a ring over a network waits for one neighbour, one of a tree for two children. NCCL's tuner has 14 µs and 20.9 µs
-/// for them; latencies of links were fitted to trees.
+/// Latency of a ring step relative to a tree step, over a network. A ring step waits for one neighbour, a tree step for two children:
+/// NCCL's tuner has 14 µs and 20.9 µs. Latencies of links were fitted to trees.
 const RING_STEP: f64 = 14.0 / 20.9;
 
-/// Ranks of a node from which on NCCL lets switches add up, rather than rings.
+/// Minimum ranks per node for which NCCL reduces in switches rather than in rings.
 const IN_SWITCH_RANKS: f64 = 5.0;
 
-/// How the ranks of a group lie on a cluster.
+/// Placement of a group's ranks on a cluster.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Placement {
     size: usize,
-    /// Ranks that share a part of each level; of the last and beyond it, all.
+    /// Ranks of the group in one part of each level; from the last level on, all of them.
     within: [usize; MAX_LEVELS],
-    /// Ranks from one to the next.
+    /// Distance between consecutive ranks.
     stride: usize,
-    /// Ranks from the first to the last, both counted.
+    /// Number of ranks from the first to the last, inclusive.
     reach: usize,
 }
 
 impl Placement {
-    /// Ranks of the group.
+    /// Returns the size of the group.
     pub const fn size(&self) -> usize {
         self.size
     }
 
-    /// How many of them share a part of a level, such as a node.
+    /// Returns how many ranks of the group are in one part of a level, such as a node.
     pub const fn within(&self, level: usize) -> usize {
         if level < MAX_LEVELS { self.within[level] } else { self.size }
     }
 }
 
-/// What something that ranks exchange takes.
+/// Time of a collective or message, and its load on the links.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LinkTime {
-    /// Seconds from its beginning to its end.
+    /// Duration in seconds.
     pub seconds: f64,
-    /// Seconds for which its bytes fill a device's part of each level of links, on their way or back: what else is to go over a level
-    /// meanwhile comes on top.
+    /// Seconds for which the bytes occupy a device's part of each level of links. Other traffic over the level in the meantime adds to
+    /// it.
     pub filled_s: [f64; MAX_LEVELS],
 }
 
 impl LinkTime {
-    /// The same so many times.
+    /// Returns the time of `number` repetitions.
     #[must_use]
     pub fn times(self, number: f64) -> Self {
         Self { seconds: self.seconds * number, filled_s: self.filled_s.map(|seconds| seconds * number) }
@@ -75,19 +74,19 @@ impl std::ops::AddAssign for LinkTime {
     }
 }
 
-/// A level that a group's messages pass.
+/// A level that a group's messages cross.
 struct Passed<'c> {
     link: &'c Link,
-    /// Its number among the cluster's, from the innermost.
+    /// Index of the level in the cluster, innermost first.
     level: usize,
-    /// Ranks that share a part of the level below.
+    /// Ranks of the group in one part of the level below.
     below: f64,
-    /// Ranks that share a part of it.
+    /// Ranks of the group in one part of this level.
     within: f64,
 }
 
 impl Passed<'_> {
-    /// Bytes a second that a device gets.
+    /// Returns the achieved bandwidth of a device in bytes per second.
     fn rate(&self) -> f64 {
         self.link.gb_per_s * self.link.efficiency * 1e9
     }
@@ -102,8 +101,8 @@ impl Passed<'_> {
 }
 
 impl Cluster {
-    /// Where `size` ranks lie of which each has a number `stride` higher than the one before. Groups that could straddle nodes in
-    /// several ways are taken to be spread evenly over as few as hold them, and nodes of unlike kinds to be the smallest.
+    /// Returns the placement of `size` ranks at distances of `stride`. A group that could straddle nodes in several ways is assumed to be
+    /// spread evenly over as few as possible. All nodes are taken to be as small as the smallest kind.
     pub fn placement(&self, size: usize, stride: usize) -> Placement {
         let (size, stride) = (size.max(1), stride.max(1));
         let mut within = [size; MAX_LEVELS];
@@ -116,7 +115,7 @@ impl Cluster {
         Placement { size, within, stride, reach: (size - 1).saturating_mul(stride).saturating_add(1) }
     }
 
-    /// Where a group of any ranks lies, given in ascending order.
+    /// Returns the placement of arbitrary ranks, given in ascending order.
     pub fn placement_of(&self, ranks: &[usize]) -> Placement {
         let size = ranks.len().max(1);
         let mut within = [size; MAX_LEVELS];
@@ -133,13 +132,13 @@ impl Cluster {
         Placement { size, within, stride, reach }
     }
 
-    /// Seconds of a collective with so many bytes, counted as nccl-tests counts them ([`Exchange::bytes`](lockstep_plan::work::Exchange));
-    /// of a ring, with all of its steps.
+    /// Returns the seconds of a collective. `bytes` are counted as in nccl-tests ([`Exchange::bytes`](crate::work::Exchange)); a ring
+    /// includes all of its steps.
     pub fn seconds(&self, collective: Collective, bytes: u64, placement: &Placement) -> f64 {
         self.time(collective, bytes, placement).seconds
     }
 
-    /// The same, and for how long it fills each level of links.
+    /// Returns the seconds of a collective, and its load on each level of links.
     pub fn time(&self, collective: Collective, bytes: u64, placement: &Placement) -> LinkTime {
         let ranks = placement.size as f64;
         let passed = self.passed(placement);
@@ -148,7 +147,7 @@ impl Cluster {
         for level in &passed {
             filled_s[level.level] = self.bytes_seconds(collective, bytes as f64, level, placement);
         }
-        // Of the levels that takes the time whose bytes take longest.
+        // The level whose bytes take longest decides.
         let (time, narrowest) = passed
             .iter()
             .map(|level| (filled_s[level.level], level.link))
@@ -167,7 +166,7 @@ impl Cluster {
         if collective == Collective::Ring { once.times(ranks - 1.0) } else { once }
     }
 
-    /// Seconds that a collective's bytes take over a level of links; of a ring, those of a step.
+    /// Returns the seconds of a collective's bytes over one level of links; for a ring, of one step.
     fn bytes_seconds(
         &self,
         collective: Collective,
@@ -183,33 +182,33 @@ impl Cluster {
                 others * bytes / self.ring_rate(level, placement)
             }
             Collective::Broadcast | Collective::Reduce => bytes / self.ring_rate(level, placement),
-            // What leaves a part of the level below.
+            // The bytes that leave a part of the level below.
             Collective::AllToAll => match level.link.torus {
-                // A ring of `e` in each dimension, whose bytes go e/4 steps on average, over two wires.
+                // In a ring of `e` ranks per dimension, bytes travel e/4 steps on average, over two wires.
                 Some(_) => bytes * self.torus_extent(level, placement) / 8.0 / level.rate(),
                 None => bytes * (ranks - level.below) / ranks / level.rate(),
             },
-            // One neighbour is beyond it.
+            // One neighbour is across the level.
             Collective::Ring | Collective::Shift => bytes / level.rate(),
         }
     }
 
-    /// Bytes that a rank of a group sends over each level of links in a collective, on average over the group, `bytes` being counted as by
-    /// [`Cluster::seconds`]. What goes around a ring of `k` ranks of a part crosses the next level once for `k` ranks; where switches
-    /// add up, each rank sends its operand once.
+    /// Returns the bytes that a rank sends over each level of links in a collective, averaged over the group; `bytes` is counted as in
+    /// [`Cluster::seconds`]. In a ring, `k` ranks of a part cross the next level once together. With in-switch reduction each rank sends
+    /// its operand once.
     pub fn sent_bytes(&self, collective: Collective, bytes: f64, placement: &Placement) -> [f64; MAX_LEVELS] {
         let ranks = placement.size as f64;
         let others = (ranks - 1.0) / ranks;
         let mut sent = [0.0; MAX_LEVELS];
         for level in self.passed(placement) {
-            // A ring is closed by the outermost level.
+            // The outermost level closes the ring.
             let beyond = if level.within < ranks { 1.0 / level.within } else { 0.0 };
             let of_ring = 1.0 / level.below - beyond;
             sent[level.level] = match collective {
                 Collective::AllReduce if self.adds_in_switch(&level, placement) => bytes,
                 Collective::AllReduce => 2.0 * others * bytes * of_ring,
                 Collective::AllGather | Collective::ReduceScatter => others * bytes * of_ring,
-                // The last of a chain passes nothing on.
+                // The last rank of a chain sends nothing.
                 Collective::Broadcast | Collective::Reduce => others * bytes * of_ring,
                 Collective::AllToAll => bytes * (level.within - level.below) / ranks,
                 Collective::Ring => (ranks - 1.0) * bytes * of_ring,
@@ -219,19 +218,19 @@ impl Cluster {
         sent
     }
 
-    /// The innermost level that joins two ranks; none of a rank and itself, or where nothing does.
+    /// Returns the innermost level that joins two ranks; `None` if the ranks are equal or there are no links.
     pub fn level_between(&self, from: usize, to: usize) -> Option<usize> {
         let joins = |link: &Link| self.part(link, from) == self.part(link, to);
         let last = self.links.len().checked_sub(1)?;
         (from != to).then(|| self.links.iter().position(joins).unwrap_or(last))
     }
 
-    /// Seconds of a message from one rank to another.
+    /// Returns the seconds of a message from one rank to another.
     pub fn send_seconds(&self, bytes: u64, from: usize, to: usize) -> f64 {
         self.send_time(bytes, from, to).seconds
     }
 
-    /// The same, and for how long it fills its level of links.
+    /// Returns the seconds of a message, and its load on its level of links.
     pub fn send_time(&self, bytes: u64, from: usize, to: usize) -> LinkTime {
         let Some(level) = self.level_between(from, to) else { return LinkTime::default() };
         let link = &self.links[level];
@@ -243,7 +242,7 @@ impl Cluster {
         LinkTime { seconds, filled_s }
     }
 
-    /// The levels that messages of a group pass, from the innermost.
+    /// Returns the levels that messages of a group cross, innermost first.
     fn passed(&self, placement: &Placement) -> Vec<Passed<'_>> {
         let mut below = 1;
         let mut passed = Vec::with_capacity(self.links.len());
@@ -257,7 +256,7 @@ impl Cluster {
         passed
     }
 
-    /// Devices of a part of a level; none if it joins all.
+    /// Returns the devices in one part of a level; `None` if it joins all.
     fn joined_devices(&self, link: &Link) -> Option<usize> {
         match link.joins {
             Joins::Node => self.nodes.iter().map(|kind| kind.devices).min(),
@@ -266,7 +265,7 @@ impl Cluster {
         }
     }
 
-    /// Which part of a level a rank belongs to.
+    /// Returns the index of the part of a level that a rank is in.
     fn part(&self, link: &Link, rank: usize) -> usize {
         match link.joins {
             Joins::Node => self.node_of(rank).map_or(usize::MAX, |(_, node)| node),
@@ -275,16 +274,16 @@ impl Cluster {
         }
     }
 
-    /// Bytes a second of a group's ring at a level: of every byte that a rank sends, its part of the level sends one as well.
+    /// Returns the bandwidth of a group's ring at a level in bytes per second: one network interface per rank in the part below.
     fn ring_rate(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
         match level.link.torus {
-            // Rings in each dimension that the group extends in, both ways around.
+            // Rings in each dimension that the group extends in, in both directions.
             Some(_) => level.rate() * 2.0 * self.torus_dimensions(level, placement),
             None => level.rate() * level.below,
         }
     }
 
-    /// The same of an all-reduce, which switches may add up. Ranks of a host add up in its memory, always.
+    /// Returns the bandwidth of an all-reduce, which switches may reduce. Ranks of a host always reduce in its memory.
     fn all_reduce_rate(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
         let ring = self.ring_rate(level, placement);
         match self.switched_rate(level, placement) {
@@ -294,7 +293,7 @@ impl Cluster {
         }
     }
 
-    /// Bytes a second of an all-reduce that a level's switches add up, counted as a ring's; none where they do not.
+    /// Returns the bandwidth of an in-switch all-reduce, counted as that of a ring; `None` if the level has none.
     fn switched_rate(&self, level: &Passed<'_>, placement: &Placement) -> Option<f64> {
         // Every rank sends and receives its operand once.
         let others = (placement.size - 1) as f64 / placement.size as f64;
@@ -303,7 +302,7 @@ impl Cluster {
         (self.is_of_hosts() || has_enough).then_some(rate)
     }
 
-    /// Whether a level's switches, or a host's memory, add up an all-reduce.
+    /// Returns true if a level's switches, or a host's memory, reduce an all-reduce.
     fn adds_in_switch(&self, level: &Passed<'_>, placement: &Placement) -> bool {
         let switched = self.switched_rate(level, placement);
         switched.is_some_and(|rate| self.is_of_hosts() || rate > self.ring_rate(level, placement))
@@ -313,7 +312,7 @@ impl Cluster {
         self.nodes.iter().any(|kind| kind.device.is_host)
     }
 
-    /// Seconds of the steps of a chain within nodes and a tree of nodes, up and down.
+    /// Returns the seconds of the steps of a chain within nodes and a tree of nodes, up and down.
     fn tree(&self, passed: &[Passed<'_>], placement: &Placement) -> f64 {
         let of_level = |level: &Passed<'_>| {
             let parts = level.within / level.below;
@@ -327,7 +326,7 @@ impl Cluster {
         passed.iter().map(of_level).sum()
     }
 
-    /// Seconds of the steps once around a ring of all ranks.
+    /// Returns the seconds of the steps of one round in a ring of all ranks.
     fn ring(&self, passed: &[Passed<'_>], placement: &Placement) -> f64 {
         let ranks = placement.size as f64;
         let of_level = |level: &Passed<'_>| {
@@ -340,30 +339,30 @@ impl Cluster {
         passed.iter().map(of_level).sum()
     }
 
-    /// Dimensions of a torus that a group extends in, if ranks are numbered along one dimension after another and all of them are
-    /// as long.
+    /// Returns the number of torus dimensions that a group extends in. Ranks are assumed to be numbered along one dimension after
+    /// another, all of equal length.
     fn torus_dimensions(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
         let dimensions = level.link.torus.unwrap_or(1) as f64;
         let side = libm::log2(self.devices().max(2) as f64) / dimensions;
         let first = (libm::log2(placement.stride as f64) / side).floor();
-        // A group that just fills a dimension does not begin the next one, whatever rounding says.
+        // Tolerance for rounding: a group that just fills a dimension does not extend into the next one.
         let last = (libm::log2(placement.reach as f64) / side - 1e-9).ceil();
         let most = libm::log2(placement.size as f64).floor().max(1.0).min(dimensions);
         (last - first).clamp(1.0, most)
     }
 
-    /// Ranks of a group along each of its dimensions of a torus.
+    /// Returns the ranks of a group along each of its torus dimensions.
     fn torus_extent(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
         libm::pow(placement.size as f64, 1.0 / self.torus_dimensions(level, placement))
     }
 
-    /// Steps until everything has been half around each dimension, both ways.
+    /// Returns the steps until everything has been half around each dimension, in both directions.
     fn torus_steps(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
         self.torus_dimensions(level, placement) * self.torus_extent(level, placement) / 2.0
     }
 }
 
-/// A step of a ring, in those of a tree. Within a node both were fitted to chains.
+/// Returns the latency of a ring step relative to a tree step; 1 within a node, where both were fitted to chains.
 fn ring_step(level: &Passed<'_>) -> f64 {
     if level.is_innermost() { 1.0 } else { RING_STEP }
 }
@@ -376,7 +375,7 @@ mod tests {
         Cluster::preset(name).unwrap_or_else(|problems| panic!("{problems}"))
     }
 
-    /// 10⁹ bytes a second as nccl-tests count them.
+    /// Returns the bus bandwidth in 10⁹ bytes per second, as nccl-tests define it.
     fn bus(cluster: &Cluster, collective: Collective, bytes: u64, placement: &Placement) -> f64 {
         let factor = (placement.size() - 1) as f64 / placement.size() as f64;
         let factor = if collective == Collective::AllReduce { 2.0 * factor } else { factor };
@@ -411,14 +410,14 @@ mod tests {
             let listed = Placement { stride, ..cluster.placement_of(&ranks) };
             assert_eq!(listed, cluster.placement(size, stride), "{size} ranks, stride {stride}");
         }
-        // Two nodes, four ranks of each, as tensor and replicate axes together may have it.
+        // Two nodes with four ranks each, as for a group along the tensor and replicate axes.
         let found = cluster.placement_of(&[0, 1, 2, 3, 8, 9, 10, 11]);
         assert_eq!([found.within(0), found.within(1)], [4, 8]);
     }
 
     #[test]
     fn what_is_sent_over_all_levels_is_what_a_ring_sends_and_each_level_has_its_share() {
-        // DGX A100 have no switches that add up.
+        // DGX A100 has no in-switch reduction.
         let cluster = preset("dgx-a100x16");
         let bytes = 128.0 * 1024.0;
         for (size, stride) in [(8, 1), (16, 1), (128, 1), (16, 8), (8, 16), (4, 2)] {
@@ -437,7 +436,7 @@ mod tests {
                 let found = sum(collective) / bytes;
                 assert!((found - expected).abs() < 1e-9, "{collective:?} of {size} by {stride}: {found}");
             }
-            // Of ranks of a node one eighth leaves it in a ring; to all others goes what is theirs.
+            // In a ring, one rank's share leaves the node; an all-to-all sends each other rank its own part.
             let within = placement.within(0) as f64;
             if placement.within(0) < size && within > 1.0 {
                 let [ring, all_to_all] =
@@ -446,7 +445,7 @@ mod tests {
                 assert!((all_to_all - bytes * (1.0 - within / size as f64)).abs() < 1e-6, "{all_to_all}");
             }
         }
-        // Eight H100 have: what a rank has goes up once.
+        // Eight H100 reduce in switches: a rank's operand goes up once.
         let cluster = preset("dgx-h100x2");
         let [inside, outside, ..] =
             cluster.sent_bytes(Collective::AllReduce, bytes, &cluster.placement(16, 1));
@@ -462,7 +461,7 @@ mod tests {
         let bytes = 16 << 30;
         let all = bus(&cluster, Collective::AllReduce, bytes, &cluster.placement(128, 1));
         let columns = bus(&cluster, Collective::AllReduce, bytes, &cluster.placement(16, 8));
-        // 192 GB/s of eight devices together, 24 of one by itself (NVIDIA, GTC24 S62129).
+        // 192 GB/s of eight devices together, 24 of a single one (NVIDIA, GTC24 S62129).
         assert!((185.0..197.0).contains(&all), "{all}");
         assert!((23.0..24.6).contains(&columns), "{columns}");
         let node = bus(&cluster, Collective::AllGather, bytes, &cluster.placement(8, 1));
@@ -504,7 +503,7 @@ mod tests {
                     );
                     last = found;
                 }
-                // Of a torus more dimensions may come into use.
+                // In a torus more dimensions may come into use.
                 if cluster.links[0].torus.is_none() {
                     let times: Vec<f64> = [2, 8, 16, 64, 256].map(|size| time(1 << 22, size)).into();
                     let switched =

@@ -1,11 +1,11 @@
-//! The machines that a plan is for: devices, what joins them, and what they cost.
+//! Description of the machines that a plan is for: devices, links, and prices.
 //!
-//! A cluster is nodes of one or several kinds, each with a number of devices, and levels of links from the innermost (NVLink, shared
-//! memory) to the outermost (InfiniBand, Ethernet). Ranks are numbered node by node, device by device, so that the fastest axis of a
-//! [`Mesh`](lockstep_plan::Mesh) stays inside a node.
+//! A cluster has nodes of one or several kinds, each with a number of devices. Its levels of links go from the innermost (NVLink, shared
+//! memory) to the outermost (InfiniBand, Ethernet). Ranks are numbered node by node and device by device, so the fastest axis of a
+//! [`Mesh`](crate::Mesh) stays inside a node.
 //!
-//! A cluster is read from a TOML file ([`Cluster::parse`]), or is one of the [`PRESETS`], which are such files. `docs/clusters.md`
-//! says what may stand in one.
+//! A cluster is read from a TOML file ([`Cluster::parse`]) or is one of the [`PRESETS`], which are such files. `docs/clusters.md`
+//! documents the keys.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -23,184 +23,181 @@ pub use collective::{LinkTime, Placement};
 pub use preset::{DEVICES, LINKS, PRESETS};
 pub use problem::{ClusterError, ClusterProblem};
 
-/// Most levels of links.
+/// Maximum number of levels of links.
 pub const MAX_LEVELS: usize = 4;
-/// No share of a peak is above this: peaks are measured as well.
+/// Upper limit of an efficiency factor; above 1, since measured peaks may exceed the vendor's.
 const MOST_OF_A_PEAK: f64 = 1.2;
 
-/// Machines.
+/// A cluster of machines.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Cluster {
-    /// What it is called.
+    /// Name of the cluster.
     pub name: String,
     /// Kinds of nodes, in the order of their ranks.
     pub nodes: Vec<NodeKind>,
-    /// Levels of links, from the innermost to the outermost; the last joins all. At most [`MAX_LEVELS`]; none where there is one
-    /// device.
+    /// Levels of links, innermost first; the last joins all devices. At most [`MAX_LEVELS`]; empty for a single device.
     pub links: Vec<Link>,
-    /// What the software does that its published or measured figures come from.
+    /// Training system that runs on the cluster; predictions follow its implementation choices.
     pub software: Software,
-    /// 10⁹ bytes a second that all nodes together write to the storage that outlives them, where checkpoints go; `None` if unknown.
+    /// Write bandwidth of shared checkpoint storage, of all nodes together, in 10⁹ bytes per second; `None` if unknown.
     pub storage_gb_per_s: Option<f64>,
 }
 
-/// 10⁹ bytes a second of each node that storage is built for if a cluster does not say it: 20 for 32 nodes (NVIDIA DGX SuperPOD H100 reference
+/// Default write bandwidth of checkpoint storage per node, in 10⁹ bytes per second: 20 for 32 nodes (NVIDIA DGX SuperPOD H100 reference
 /// architecture, standard storage performance, writes).
 const STORAGE_GB_PER_S_OF_NODE: f64 = 20.0 / 32.0;
-/// The same of one node alone, at most.
+/// Minimum of that default for the whole cluster.
 const STORAGE_GB_PER_S_OF_LONE_NODE: f64 = 2.0;
 
-/// Nodes of one kind.
+/// A kind of node, and how many of them there are.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NodeKind {
-    /// How many there are.
+    /// Number of nodes of this kind.
     pub count: usize,
-    /// Devices in each, with a rank each.
+    /// Devices per node, with one rank each.
     pub devices: usize,
-    /// Which. Where it is a core of the host, this is what one comes to while all of them are at work.
+    /// Device of each rank. If it is a CPU core, its rates hold while all cores are busy.
     pub device: Device,
-    /// What a rank is that has all cores of the node to itself, where devices are cores and that was measured.
+    /// Measured device of a rank that has all cores of the node to itself; `None` for accelerators, or if not measured.
     pub alone: Option<Device>,
-    /// Memory of the node, beside that of its devices. Where `Device::is_host` says that ranks live in it, they share it.
+    /// Host memory of a node, apart from device memory. If `Device::is_host`, the ranks share it.
     pub host_memory_bytes: u64,
-    /// 10⁹ bytes a second between a device and host memory, each way.
+    /// Bandwidth between a device and host memory in each direction, in 10⁹ bytes per second.
     pub host_gb_per_s: f64,
-    /// 10⁹ bytes a second of host memory, which the transfers of all devices share, reads and writes together; `None` if unknown.
+    /// Bandwidth of host memory for transfers of all devices together, reads and writes, in 10⁹ bytes per second; `None` if unknown.
     pub host_memory_gb_per_s: Option<f64>,
-    /// 10⁹ bytes a second of the node's disk, which all its ranks share.
+    /// Bandwidth of the node's disk, shared by its ranks, in 10⁹ bytes per second.
     pub disk_gb_per_s: f64,
-    /// Bytes of it.
+    /// Capacity of the node's disk in bytes.
     pub disk_bytes: u64,
     /// Price of a node in dollars an hour; `None` if unknown.
     pub price_per_hour: Option<f64>,
-    /// Source and date of that price.
+    /// Source and date of the price.
     pub price_source: Option<String>,
     /// Electric power of a node under load, in kilowatts, without cooling; `None` if unknown.
     pub kilowatts: Option<f64>,
-    /// Hours until a node fails, on average.
+    /// Mean time between failures of a node, in hours.
     pub hours_between_failures: f64,
 }
 
-/// What computes: an accelerator, or a share of the cores of a host (`is_host`), usually one.
+/// A device that computes for a rank: an accelerator, or a share of a host's cores (`is_host`), usually one core.
 ///
-/// Ranks of a host share its memory: `memory_bytes` is all of it, `memory_gb_per_s` what a share of the cores gets while the others
-/// stream as well, and all rates are those of a share while the others are at work. A plan with fewer ranks than shares gives each
-/// several; [`NodeKind::device_of`] says what they come to.
+/// Ranks of a host share its memory. `memory_bytes` is all of it; `memory_gb_per_s` is the bandwidth of one share while the others stream
+/// as well, and all other rates also hold while the others are busy. A plan with fewer ranks than shares gives each rank several;
+/// [`NodeKind::device_of`] computes their rates.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Device {
-    /// Its name.
+    /// Name of the device.
     pub name: String,
-    /// 10¹² operations a second of matrix products, by type (f32, bf16, f16), without sparsity.
+    /// Peak rate of GEMMs without sparsity by dtype (f32, bf16, f16), in 10¹² operations per second.
     pub peak_tflops: BTreeMap<DType, f64>,
-    /// Bytes of its memory that a rank may use. Of a CPU (`is_host`) the node's memory is meant, which its ranks share.
+    /// Device memory that a rank may use, in bytes. For a CPU (`is_host`), the node's memory, which its ranks share.
     pub memory_bytes: u64,
-    /// 10⁹ bytes a second.
+    /// Bandwidth of device memory in 10⁹ bytes per second.
     pub memory_gb_per_s: f64,
-    /// Whether it is a share of the host itself: a CPU.
+    /// True if the device is a share of the host: a CPU.
     pub is_host: bool,
-    /// How near work comes to these.
+    /// Efficiency factors of its kernels.
     pub efficiency: Efficiency,
 }
 
-/// How near work comes to a device's peaks. One set for all shapes: what a shape costs follows from it.
+/// Efficiency factors of a device's kernels relative to its peaks. One set holds for all shapes; the cost of a shape follows from it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Efficiency {
-    /// Share of the peak that a large product comes to.
+    /// Fraction of the peak that a large GEMM achieves.
     pub product: f64,
-    /// Rows, inner elements and columns with which a product comes to half of that: its rate is
+    /// Rows, inner elements and columns, at each of which the rate of a GEMM halves. With `half` for each side, it is
     /// `product * r/(r+half) * i/(i+half) * c/(c+half)`.
     pub half_shape: [f64; 3],
-    /// Rows and columns of the part of a product that one of `units` makes at a time: a product takes whole waves. None where
-    /// cores share rows finely.
+    /// Output tile of a GEMM on one of `units` compute units, so that a GEMM takes whole waves; `None` if cores split rows finely.
     pub tile: Option<Tile>,
-    /// Share of the peak that attention's products come to where scores are never written.
+    /// Fraction of the peak that fused attention achieves, which never writes scores.
     pub attention: f64,
-    /// Share of the peak that they come to where scores are.
+    /// Fraction of the peak that unfused attention achieves, which writes scores.
     pub scores: f64,
-    /// Share of the bandwidth of memory that passes over it come to.
+    /// Fraction of the memory bandwidth that streaming kernels achieve.
     pub stream: f64,
-    /// 10⁹ bytes a second at which a product fetches weights and stores results that no cache has, beside its computing; 0 where
-    /// computing hides that.
+    /// Bandwidth in 10⁹ bytes per second at which a GEMM reads weights and writes results that are in no cache, in addition to its
+    /// compute; 0 if compute hides it.
     pub cold_gb_per_s: f64,
-    /// Microseconds that starting a task takes.
+    /// Launch time of a task in microseconds.
     pub launch_us: f64,
-    /// Kinds of tasks that were measured by themselves, by name and pass (`RMSNorm forward`), with the type behind it where types differ
-    /// (`RMSNorm forward bf16`): 10⁹ bytes a second, and 10⁹ operations a second of attention. `update` is that of the weights, of 30
-    /// bytes for each.
+    /// Measured rates of single kinds of tasks, by name and pass (`RMSNorm forward`), followed by the dtype if dtypes differ (`RMSNorm
+    /// forward bf16`). They are in 10⁹ bytes per second, and for attention in 10⁹ operations per second. `update` is the optimizer step,
+    /// at 30 bytes per weight.
     pub measured: BTreeMap<String, f64>,
 }
 
-/// The grid of a device's units.
+/// Tile of a GEMM and the number of compute units.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tile {
-    /// Rows.
+    /// Rows of a tile.
     pub rows: u64,
-    /// Columns.
+    /// Columns of a tile.
     pub columns: u64,
-    /// Units that work at once.
+    /// Compute units that work in parallel.
     pub units: u64,
 }
 
 /// A level of links.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Link {
-    /// What it is called.
+    /// Name of the level.
     pub name: String,
-    /// Which devices it joins.
+    /// Set of devices that the level joins.
     pub joins: Joins,
-    /// 10⁹ bytes a second that a device can send and receive at once; of a torus, over one of its wires.
+    /// Bandwidth of a device in each direction, both at once, in 10⁹ bytes per second; in a torus, of one of its wires.
     pub gb_per_s: f64,
-    /// Share of it that collectives and messages come to.
+    /// Fraction of the bandwidth that collectives and messages achieve.
     pub efficiency: f64,
-    /// Share of it at which switches add up what devices send them, in bytes of a rank's operand; none where they do not. Of a host, at
-    /// which its memory does.
+    /// Fraction of the bandwidth at which switches reduce, relative to the bytes of a rank's operand (NVLink SHARP); `None` if they do
+    /// not. For a host, the fraction at which ranks reduce in its memory.
     pub in_switch: Option<f64>,
-    /// Microseconds of a step of a collective.
+    /// Latency of a step of a collective in microseconds.
     pub latency_us: f64,
-    /// Microseconds of a collective beside its steps.
+    /// Start-up time of a collective in microseconds, in addition to its steps.
     pub start_us: f64,
-    /// How much of the time that pieces of a message take to fill the path is seen: a collective whose steps take `l` and whose
-    /// bytes take `b` takes `l + b + fill * sqrt(l * b)`. 2 with pieces of the best size, one after another; 0 if bytes wait for
-    /// nothing.
+    /// Visible part of the time to fill the path with pieces of a message. A collective whose steps take `l` and whose bytes take `b`
+    /// takes `l + b + fill * sqrt(l * b)`: 2 for pieces of the best size one after another, 0 if bytes never wait.
     pub fill: f64,
-    /// Dimensions of the torus that the wires make, each device with two wires in each; none where a switch joins all.
+    /// Dimensions of the torus, in each of which a device has two wires; `None` for a switch.
     pub torus: Option<usize>,
 }
 
-/// Which devices a level of links joins.
+/// Set of devices that a level of links joins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Joins {
-    /// Those of a node.
+    /// Devices of one node.
     Node,
-    /// So many in the order of their ranks, of several nodes.
+    /// Groups of this many consecutive ranks, across nodes.
     Devices(usize),
-    /// All.
+    /// All devices of the cluster.
     All,
 }
 
-/// What the software does, where systems differ. The constants of a device are the same under each.
+/// Training system, for the choices in which systems differ. The constants of a device are the same for all.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Software {
-    /// What Lockstep's engine does.
+    /// Lockstep's own engine.
     Lockstep,
-    /// Megatron-LM of 2021 and 2022: scores are written, gradients in f32 summed after the backward.
+    /// Megatron-LM of 2021 and 2022: attention writes scores, and f32 gradients are reduced after the backward.
     Megatron,
-    /// Megatron Core, of Megatron-LM and NeMo from 2023 on: as Lockstep, but for how tokens come to experts whose matrices are shared.
+    /// Megatron Core (Megatron-LM and NeMo from 2023 on): as Lockstep, except the token dispatch to tensor-parallel experts.
     MegatronCore,
-    /// PyTorch FSDP with fused attention, its other operations one by one: weights are gathered and gradients summed beside the passes.
+    /// PyTorch FSDP with fused attention and unfused other operations; gathers and reductions overlap with compute.
     Fsdp,
-    /// The same as Mosaic's llm-foundry had it in 2023: with attention in Triton, whose backward was slow.
+    /// PyTorch FSDP in Mosaic's llm-foundry of 2023: with Triton attention, whose backward was slow.
     LlmFoundry,
-    /// DeepSpeed's ZeRO: gradients in 16 bits.
+    /// DeepSpeed ZeRO: gradients are reduced in 16 bits.
     DeepSpeed,
 }
 
 impl Software {
-    /// All of them.
+    /// All training systems.
     pub const ALL: [Self; 6] =
         [Self::Lockstep, Self::Megatron, Self::MegatronCore, Self::Fsdp, Self::LlmFoundry, Self::DeepSpeed];
 
-    /// The name in a cluster file.
+    /// Returns the name in a cluster file.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Lockstep => "lockstep",
@@ -214,8 +211,7 @@ impl Software {
 }
 
 impl Default for Efficiency {
-    /// Guesses for a device of which nothing is known but its peaks: what accelerators of the last years come to with large
-    /// shapes.
+    /// Estimates for a device of which only the peaks are known: typical of recent accelerators with large shapes.
     fn default() -> Self {
         Self {
             product: 0.82,
@@ -232,7 +228,7 @@ impl Default for Efficiency {
 }
 
 impl Link {
-    /// All exchanges take `factor` times as long.
+    /// Makes all communication over the link take `factor` times as long.
     pub fn slow_down(&mut self, factor: f64) {
         self.gb_per_s /= factor;
         self.latency_us *= factor;
@@ -241,30 +237,30 @@ impl Link {
 }
 
 impl Cluster {
-    /// How many of so many ranks share a node of a kind.
+    /// Returns how many of `ranks` ranks are on one node of a kind.
     pub fn ranks_of_a_node(&self, node: &NodeKind, ranks: usize) -> usize {
         ranks.div_ceil(self.node_count().max(1)).clamp(1, node.devices.max(1))
     }
 
-    /// 10⁹ bytes a second at which all nodes together write checkpoints to storage that outlives them; `None` where ranks are CPUs, whose
-    /// checkpoints go to the disks of their nodes unless the cluster names such storage.
+    /// Returns the write bandwidth of all nodes to shared checkpoint storage, in 10⁹ bytes per second. `None` if ranks are CPUs and the
+    /// cluster names no such storage: checkpoints then go to the nodes' disks.
     pub fn checkpoint_gb_per_s(&self) -> Option<f64> {
         let usual = (STORAGE_GB_PER_S_OF_NODE * self.node_count() as f64).max(STORAGE_GB_PER_S_OF_LONE_NODE);
         let is_host = self.nodes.iter().any(|node| node.device.is_host);
         self.storage_gb_per_s.or((!is_host).then_some(usual))
     }
 
-    /// Devices of all nodes: at least one, and no more than fit a `u32`.
+    /// Returns the number of devices of all nodes, from 1 to `u32::MAX`.
     pub fn devices(&self) -> usize {
         self.nodes.iter().map(|kind| kind.count * kind.devices).sum()
     }
 
-    /// Nodes of all kinds.
+    /// Returns the number of nodes of all kinds.
     pub fn node_count(&self) -> usize {
         self.nodes.iter().map(|kind| kind.count).sum()
     }
 
-    /// The kind of the node that a rank lives on, and the number of that node; none beyond the last device.
+    /// Returns the kind and the index of the node of a rank; `None` beyond the last device.
     pub fn node_of(&self, rank: usize) -> Option<(&NodeKind, usize)> {
         let (mut first_rank, mut first_node) = (0, 0);
         for kind in &self.nodes {
@@ -280,7 +276,7 @@ impl Cluster {
 }
 
 impl NodeKind {
-    /// The same node of whose cores only so many are there, or which has more ranks than cores: these get less than a core each.
+    /// Returns the node with another number of cores. If there are more ranks than cores, each rank gets a fraction of a core.
     #[must_use]
     pub fn with_cores(&self, cores: usize, ranks: usize) -> Self {
         let (cores, ranks) = (cores.max(1), ranks.max(1));
@@ -294,9 +290,9 @@ impl NodeKind {
         node
     }
 
-    /// What each of `ranks` ranks on such a node computes with, if they share out its devices. An accelerator has one rank. Cores
-    /// are shared out evenly: with a rank on each it is `device`; a rank that has all is `alone`, or as many times as fast as
-    /// there are cores where that was not measured; in between a rank is as much faster as its cores are more.
+    /// Returns the device of each of `ranks` ranks that split such a node. An accelerator always has one rank. Cores are split evenly:
+    /// one per rank is `device`, and all for one rank is `alone`, or if that was not measured, `device` times the number of cores. In
+    /// between, the rates are interpolated.
     pub fn device_of(&self, ranks: usize) -> Cow<'_, Device> {
         let cores = self.devices / ranks.max(1);
         if !self.device.is_host || cores <= 1 {
@@ -305,7 +301,7 @@ impl NodeKind {
         match &self.alone {
             Some(alone) if cores == self.devices => Cow::Borrowed(alone),
             Some(alone) => {
-                // Rates go with a power of the cores, so that both ends are met.
+                // Rates grow with a power of the cores, so that both ends are met.
                 let part = libm::log(cores as f64) / libm::log(self.devices as f64);
                 Cow::Owned(self.device.between(alone, part))
             }
@@ -315,12 +311,12 @@ impl NodeKind {
 }
 
 impl Device {
-    /// The peak of products of a type, in operations a second; none of a type that it does not multiply.
+    /// Returns the peak rate of GEMMs of a dtype in operations per second; `None` if the device has none.
     pub fn peak_flops(&self, dtype: DType) -> Option<f64> {
         self.peak_tflops.get(&dtype).map(|tflops| tflops * 1e12)
     }
 
-    /// Work in each type takes so many times as long as it did.
+    /// Makes the work in each dtype take `factor(dtype)` times as long.
     pub fn slow_down(&mut self, factor: impl Fn(DType) -> f64) {
         let plain = factor(DType::F32);
         let Efficiency { product, attention, scores, stream, cold_gb_per_s, launch_us, measured, .. } =
@@ -335,13 +331,13 @@ impl Device {
             let own = others().find(|dtype| name.ends_with(&format!(" {dtype}")));
             *rate /= own.map_or(plain, &factor);
         }
-        // Shares are of all types: what a type has of its own is its peak.
+        // Efficiency factors hold for all dtypes, so a dtype's own factor goes into its peak.
         for (dtype, peak) in self.peak_tflops.iter_mut().filter(|(dtype, _)| **dtype != DType::F32) {
             *peak *= plain / factor(*dtype);
         }
     }
 
-    /// So many of them at once.
+    /// Returns the device with all rates multiplied by `factor`.
     fn times(&self, factor: f64) -> Self {
         let mut device = self.clone();
         device.peak_tflops.values_mut().for_each(|rate| *rate *= factor);
@@ -351,7 +347,7 @@ impl Device {
         device
     }
 
-    /// Between this (`part` = 0) and `other` (1), geometrically.
+    /// Interpolates between this device (`part` = 0) and `other` (1), rates geometrically.
     fn between(&self, other: &Self, part: f64) -> Self {
         let mean = |a: f64, b: f64| a * libm::pow(b / a, part);
         let mut device = self.clone();

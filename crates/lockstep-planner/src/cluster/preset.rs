@@ -1,12 +1,12 @@
-//! Clusters, devices and links that have a name. They are TOML as users write it: the files in `presets/` open with where their
-//! numbers come from.
+//! Named clusters, devices and links. They are TOML files as users write them; those in `presets/` start with the sources of their
+//! numbers.
 
 use super::{Cluster, ClusterError, ClusterProblem, Device, Efficiency, Joins, Link, NodeKind, Software};
 
 use super::section::{one_of, unknown};
 use lockstep_plan::DType;
 
-/// Names of the presets. A number of nodes may follow each: `dgx-h100x96`.
+/// Names of the presets, which a number of nodes may follow: `dgx-h100x96`.
 pub const PRESETS: [&str; 9] = [
     "dgx-2",
     "dgx-a100",
@@ -31,7 +31,7 @@ const TEXTS: [&str; 9] = [
     include_str!("presets/tpu-v5p.toml"),
 ];
 
-/// Names of accelerators as people say them, with the preset whose nodes have them: `h100x16` is 16 of them, two nodes of `dgx-h100`.
+/// Common names of accelerators, with the preset that has them: `h100x16` is 16 of them, two nodes of `dgx-h100`.
 const ACCELERATORS: [(&str, &str); 10] = [
     ("h100", "dgx-h100"),
     ("h200", "hgx-h200"),
@@ -75,11 +75,12 @@ pub const LINKS: [&str; 12] = [
 ];
 
 impl Cluster {
-    /// One of the [`PRESETS`] with a number of nodes (`dgx-h100x96`), or accelerators in the nodes of theirs, with their number before or after
-    /// the name: `h100x16`, `h100:16`, `16xH100`, `2x8xH100`.
+    /// Returns one of the [`PRESETS`] with a number of nodes (`dgx-h100x96`), or a number of accelerators in the nodes of their preset:
+    /// `h100x16`, `h100:16`, `16xH100`, `2x8xH100`.
     ///
     /// # Errors
-    /// If there is no such name, with the nearest one; for more nodes than can be counted, and accelerators that fill no whole number of nodes.
+    /// If the name is unknown (the message has the nearest one), if there are more nodes than can be counted, or if the accelerators fill
+    /// no whole number of nodes.
     pub fn preset(name: &str) -> Result<Self, ClusterError> {
         let Some(Counted { base, count }) = Counted::of(name) else {
             let allowed = format!(
@@ -121,7 +122,7 @@ impl Cluster {
         }
     }
 
-    /// The preset of a cluster of one node as that of so many.
+    /// Returns the preset with this number of nodes.
     fn with_nodes(mut self, nodes: usize) -> Self {
         if nodes > 1 || self.nodes[0].count > 1 {
             self.name = format!("{}x{nodes}", self.name);
@@ -130,7 +131,7 @@ impl Cluster {
         self
     }
 
-    /// One node with fewer devices, and with that share of everything else that it has.
+    /// Returns one node with fewer devices, and with that share of its host memory, disk and price.
     fn with_devices_of_a_node(mut self, devices: usize) -> Self {
         let node = &mut self.nodes[0];
         let share = devices as f64 / node.devices as f64;
@@ -148,8 +149,8 @@ impl Cluster {
         self
     }
 
-    /// A machine of which no more is known than its cores and its memory: guesses for a core of a server, until
-    /// `lockstep bench machine` has measured it.
+    /// Returns a machine of which only the cores and the memory are known, with estimates for a server core until `lockstep bench
+    /// machine` has measured it.
     pub fn local(cores: usize, memory_bytes: u64) -> Self {
         let device = Device {
             name: "core".to_owned(),
@@ -198,24 +199,24 @@ struct Counted {
 
 /// Machines that have a name, by the preset that describes them.
 enum Base {
-    /// Nodes.
+    /// Nodes of this preset.
     Nodes(&'static str),
-    /// Accelerators.
+    /// Accelerators of this preset.
     Accelerators(&'static str),
 }
 
-/// The number in a name of machines.
+/// Number in a name of machines.
 enum Count {
-    /// None is given.
+    /// No number is given.
     One,
-    /// The product of all that are given.
+    /// Product of all numbers that are given.
     Of(usize),
-    /// What stands in its place is no number, or too large.
+    /// The number cannot be parsed, or is too large.
     Unreadable,
 }
 
 impl Counted {
-    /// The parts of a name such as `dgx-h100x2`, `2x8xH100` or `h100:16`; `None` if no machines have it.
+    /// Parses a name such as `dgx-h100x2`, `2x8xH100` or `h100:16`; `None` if no machines have it.
     fn of(name: &str) -> Option<Self> {
         let name = name.to_ascii_lowercase();
         let mut rest = name.as_str();
@@ -255,7 +256,7 @@ fn refused(what: String, allowed: String) -> ClusterError {
     ClusterError(vec![ClusterProblem { origin, place, what, allowed }])
 }
 
-/// Devices and links that files refer to.
+/// Devices and links that cluster files refer to by name.
 pub(super) mod known {
     use super::super::read::{read_device_table, read_document, read_link};
     use super::{DEVICES, Device, LINKS, Link};
@@ -271,7 +272,7 @@ pub(super) mod known {
         LINKS.to_vec()
     }
 
-    /// One of [`DEVICES`].
+    /// Returns one of [`DEVICES`]; `None` if the name is unknown.
     pub(in super::super) fn device(name: &str) -> Option<Device> {
         let name = DEVICES.into_iter().find(|known| *known == name)?;
         let read = read_document(DEVICE_TEXT, "devices.toml", |mut file, _| {
@@ -280,7 +281,7 @@ pub(super) mod known {
         read.ok()
     }
 
-    /// One of [`LINKS`].
+    /// Returns one of [`LINKS`]; `None` if the name is unknown.
     pub(in super::super) fn link(name: &str) -> Option<Link> {
         let name = LINKS.into_iter().find(|known| *known == name)?;
         let read = read_document(LINK_TEXT, "links.toml", |mut file, _| {

@@ -1,17 +1,17 @@
-//! What can be wrong with a cluster file: where, what, and what would be right. A file is read to its end; all problems are told.
+//! Problems of a cluster file, each with its place and what is allowed. A file is read to its end, and all problems are reported.
 
 use std::fmt;
 
-/// One mistake.
+/// A problem of a cluster file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClusterProblem {
-    /// What the file is called, and the line: `cluster.toml:7`.
+    /// Name of the file, and the line: `cluster.toml:7`.
     pub origin: String,
-    /// The key, with the number of its table where there may be several: `node[1].device.memory`. Empty for the file as a whole.
+    /// Path of the key, with the index of its table if there may be several: `node[1].device.memory`. Empty for the file as a whole.
     pub place: String,
-    /// What is wrong.
+    /// Description of the problem.
     pub what: String,
-    /// What would be right; empty where `what` says it.
+    /// Values that are allowed; empty if `what` says it.
     pub allowed: String,
 }
 
@@ -29,7 +29,7 @@ impl fmt::Display for ClusterProblem {
     }
 }
 
-/// Why a text describes no cluster: everything that is wrong with it, in the order of its lines, one to a line.
+/// Error of a text that is not a cluster file: all problems in the order of its lines, one per line.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))]
 pub struct ClusterError(pub Vec<ClusterProblem>);

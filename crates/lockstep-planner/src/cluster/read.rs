@@ -1,4 +1,4 @@
-//! From TOML to a cluster. What is not said has a default; all that is wrong is told at once.
+//! Reads a cluster from TOML. Omitted keys have defaults, and all problems are reported at once.
 
 use std::collections::BTreeMap;
 
@@ -9,24 +9,24 @@ use super::section::{Notes, Rule, Section, count_of, one_of, quoted, unknown};
 use super::{Cluster, ClusterError, Device, Efficiency, Joins, Link, MAX_LEVELS, NodeKind, Software, Tile};
 use lockstep_plan::DType;
 
-/// Hours of a device until it fails, on average: 419 interruptions that nobody had expected in 54 days on 16,384 H100 ("The Llama
-/// 3 Herd of Models", 2024, section 3.3.4).
+/// Mean time between failures of a device, in hours: 419 unexpected interruptions in 54 days on 16,384 H100 ("The Llama 3 Herd of
+/// Models", 2024, section 3.3.4).
 const HOURS_BETWEEN_FAILURES_OF_DEVICE: f64 = 54.0 * 24.0 * 16_384.0 / 419.0;
 
-/// Types whose products have a peak.
+/// Dtypes whose GEMMs have a peak.
 const PEAKS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 impl Cluster {
-    /// Reads a cluster file. `name` is what messages call it, and what the cluster is called if it does not say.
+    /// Reads a cluster file. `name` stands for the file in messages, and is the cluster's name if the file has none.
     ///
     /// # Errors
-    /// Everything that is wrong with it, each with its place.
+    /// If the file is not valid; the error lists every problem with its place.
     pub fn parse(text: &str, name: &str) -> Result<Self, ClusterError> {
         read_document(text, name, read_cluster)
     }
 }
 
-/// Reads a document, of which `read` makes something if nothing is wrong.
+/// Parses a document and converts it by `read`, if the syntax is valid.
 pub(super) fn read_document<T>(
     text: &str,
     name: &str,
@@ -36,13 +36,13 @@ pub(super) fn read_document<T>(
     let (document, errors) = DeTable::parse_recoverable(text);
     for error in errors {
         let at = error.span().map_or(text.len(), |span| span.start);
-        // What follows on the same line is a consequence.
+        // Further errors on the same line are consequences of the first.
         if !notes.has_line_of(at) {
             let message: String = error.message().chars().take(200).collect();
             notes.add(at, "", format!("this is no TOML: {message}"), "");
         }
     }
-    // Of broken syntax whatever could be read would only cause further errors.
+    // After a syntax error, values that could still be read would only cause further errors.
     let found =
         if notes.is_empty() { read(Section::of_document(&notes, document.get_ref()), name) } else { None };
     match found {
@@ -105,7 +105,7 @@ fn read_node(mut section: Section<'_, '_>) -> Option<NodeKind> {
     }
     section.finish();
     let (device, devices) = (device?, devices.unwrap_or(1));
-    // What ranks of a host have is the host's.
+    // Ranks on a CPU have the host's memory.
     let own_memory = if device.is_host { device.memory_bytes } else { 0 };
     Some(NodeKind {
         count: count.unwrap_or(1),
@@ -124,7 +124,7 @@ fn read_node(mut section: Section<'_, '_>) -> Option<NodeKind> {
     })
 }
 
-/// A device under a key: the name of a known one, or a table.
+/// Reads a device under a key: the name of a known one, or a table.
 fn read_device(parent: &mut Section<'_, '_>, key: &'static str) -> Option<Device> {
     match parent.text_or_other(key)? {
         Ok(name) => known_device(parent, key, name),
@@ -146,7 +146,7 @@ fn known_device(section: &Section<'_, '_>, key: &str, name: &str) -> Option<Devi
     known::device(name)
 }
 
-/// Reads a table with a device. `name` is what it is called if it says nothing.
+/// Reads the table of a device. `name` is its default name.
 pub(super) fn read_device_table(mut section: Section<'_, '_>, name: &str) -> Option<Device> {
     let like = section.text("like");
     let base = like.and_then(|like| known_device(&section, "like", like));
@@ -170,7 +170,7 @@ pub(super) fn read_device_table(mut section: Section<'_, '_>, name: &str) -> Opt
         None => guesses,
     };
     section.finish();
-    // Nobody looks at what stands in for what is missing: the file is refused.
+    // These placeholders are never used: the file is refused if a required key is missing.
     let base = base.unwrap_or_else(|| Device {
         name: if name.is_empty() { "device".to_owned() } else { name.to_owned() },
         peak_tflops: BTreeMap::new(),
@@ -236,7 +236,7 @@ fn read_efficiency(mut section: Section<'_, '_>, guesses: Efficiency) -> Efficie
     }
 }
 
-/// A table, or `false` for none where the device that this one is like has one.
+/// Reads a tile: a table, or `false` to remove the one of the device in `like`.
 fn read_tile(section: &mut Section<'_, '_>) -> Option<Option<Tile>> {
     match section.text_or_other("tile")? {
         Err(DeValue::Boolean(false)) => Some(None),
@@ -261,7 +261,7 @@ fn read_tile(section: &mut Section<'_, '_>) -> Option<Option<Tile>> {
     }
 }
 
-/// Reads a table with a level of links.
+/// Reads the table of a level of links.
 pub(super) fn read_link(mut section: Section<'_, '_>) -> Option<Link> {
     let like = section.text("like");
     let names = known::link_names();
@@ -328,7 +328,7 @@ fn read_joins(section: &mut Section<'_, '_>) -> Option<Joins> {
     None
 }
 
-/// A share, or `false` for none where the link that this one is like has one.
+/// Reads an efficiency factor, or `false` to remove the one of the link in `like`.
 fn read_in_switch(section: &mut Section<'_, '_>) -> Option<Option<f64>> {
     match section.text_or_other("in_switch")? {
         Err(DeValue::Boolean(false)) => Some(None),
@@ -336,8 +336,7 @@ fn read_in_switch(section: &mut Section<'_, '_>) -> Option<Option<f64>> {
     }
 }
 
-/// What tables must have to do with each other. Levels that say nothing of what they join are taken for the node's and, the last,
-/// for the one that joins all.
+/// Checks the tables against each other.
 fn check(cluster: &mut Cluster, file: &Section<'_, '_>) {
     let devices = cluster.nodes.iter().try_fold(0_usize, |sum, kind| {
         sum.checked_add(kind.count.checked_mul(kind.devices)?).filter(|&sum| u32::try_from(sum).is_ok())

@@ -1,5 +1,5 @@
-//! Tables of a TOML file, read key by key: each value is turned into its type, what does not fit is noted with its place, and so
-//! is every key that nobody asked for.
+//! Tables of a TOML file, read key by key. Values are converted and checked; values that do not fit, and keys that were never asked for,
+//! become problems with their place.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -10,12 +10,12 @@ use toml::de::{DeTable, DeValue};
 
 use super::{ClusterProblem, MOST_OF_A_PEAK};
 
-/// Names and values longer than this are cut in messages.
+/// Maximum length of names and values in messages; longer ones are cut.
 const LONGEST_QUOTE: usize = 40;
-/// Rates and times beyond these are mistakes, and would make others infinite.
+/// Range of rates and times; values beyond it are mistakes, and would make others infinite.
 const RATES: std::ops::RangeInclusive<f64> = 1e-9..=1e15;
 
-/// Notes problems with their line.
+/// Collects problems with their lines.
 pub(super) struct Notes<'n> {
     name: &'n str,
     line_starts: Vec<usize>,
@@ -28,7 +28,7 @@ impl<'n> Notes<'n> {
         Self { name, line_starts, problems: RefCell::default() }
     }
 
-    /// Notes that something is wrong with `place`, which stands at an offset of the text.
+    /// Adds a problem of `place`, at byte offset `at` of the text.
     pub(super) fn add(&self, at: usize, place: &str, what: impl Into<String>, allowed: impl Into<String>) {
         let line = self.line_starts.partition_point(|&start| start <= at) + 1;
         let problem = ClusterProblem {
@@ -44,18 +44,18 @@ impl<'n> Notes<'n> {
         self.len() == 0
     }
 
-    /// How many there are.
+    /// Returns the number of problems.
     pub(super) fn len(&self) -> usize {
         self.problems.borrow().len()
     }
 
-    /// Whether something stands on the line of this offset already.
+    /// Returns true if there is a problem on the line of this offset already.
     pub(super) fn has_line_of(&self, at: usize) -> bool {
         let line = |at: usize| self.line_starts.partition_point(|&start| start <= at);
         self.problems.borrow().iter().any(|(other, _)| line(*other) == line(at))
     }
 
-    /// All of them, in the order of the text.
+    /// Returns all problems in the order of the text.
     pub(super) fn into_problems(self) -> Vec<ClusterProblem> {
         let mut problems = self.problems.into_inner();
         problems.sort_by_key(|(at, _)| *at);
@@ -63,14 +63,14 @@ impl<'n> Notes<'n> {
     }
 }
 
-/// Which numbers a key takes.
+/// Range of numbers that a key accepts.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Rule {
-    /// Above 0.
+    /// Positive numbers, without 0.
     Positive,
-    /// 0 or more.
+    /// Positive numbers and 0.
     NotNegative,
-    /// Above 0 and at most 1.2: shares are of peaks that vendors write down, and some devices come to more.
+    /// Fractions from 0, exclusive, to 1.2: they are relative to vendors' peaks, which some devices exceed.
     Share,
 }
 
@@ -105,9 +105,9 @@ type Value<'d> = Spanned<DeValue<'d>>;
 /// A table that is being read.
 pub(super) struct Section<'r, 'd> {
     pub(super) notes: &'r Notes<'r>,
-    /// `node[1].device`; empty for the file.
+    /// Path of the table, such as `node[1].device`; empty for the file.
     place: String,
-    /// Where it stands in the text.
+    /// Byte offset in the text.
     pub(super) at: usize,
     table: &'d DeTable<'d>,
     /// Keys that were asked for.
@@ -119,32 +119,32 @@ impl<'r, 'd> Section<'r, 'd> {
         Self { notes, place: String::new(), at: 0, table, asked: Vec::new() }
     }
 
-    /// The place of one of its keys.
+    /// Returns the path of one of its keys.
     pub(super) fn place_of(&self, key: &str) -> String {
         if self.place.is_empty() { key.to_owned() } else { format!("{}.{key}", self.place) }
     }
 
-    /// Where one of its keys stands in the text, or else the table.
+    /// Returns the byte offset of one of its keys, or of the table if the key is missing.
     pub(super) fn offset_of(&self, key: &str) -> usize {
         self.table.get(key).map_or(self.at, |value| value.span().start)
     }
 
-    /// Notes that something is wrong with one of its keys.
+    /// Adds a problem of one of its keys.
     pub(super) fn refuse(&self, key: &str, what: impl Into<String>, allowed: impl Into<String>) {
         self.notes.add(self.offset_of(key), &self.place_of(key), what, allowed);
     }
 
-    /// Notes that something is wrong with the table as a whole.
+    /// Adds a problem of the table as a whole.
     pub(super) fn refuse_whole(&self, what: impl Into<String>, allowed: impl Into<String>) {
         self.notes.add(self.at, &self.place, what, allowed);
     }
 
-    /// Whether a key is there.
+    /// Returns true if the table has the key.
     pub(super) fn has(&self, key: &str) -> bool {
         self.table.contains_key(key)
     }
 
-    /// Refuses a table that lacks a key.
+    /// Adds a problem if the table lacks a key.
     pub(super) fn require(&self, key: &str, allowed: &str) {
         if !self.has(key) {
             self.refuse(key, "is missing", allowed);
@@ -156,7 +156,7 @@ impl<'r, 'd> Section<'r, 'd> {
         self.table.get(key)
     }
 
-    /// A number.
+    /// Reads a number.
     pub(super) fn number(&mut self, key: &'static str, rule: Rule) -> Option<f64> {
         let value = self.value(key)?;
         self.checked_number(key, value, rule)
@@ -171,7 +171,7 @@ impl<'r, 'd> Section<'r, 'd> {
         found
     }
 
-    /// So many numbers in a list.
+    /// Reads a list of exactly `N` numbers.
     pub(super) fn numbers<const N: usize>(&mut self, key: &'static str, rule: Rule) -> Option<[f64; N]> {
         let value = self.value(key)?;
         let DeValue::Array(items) = value.get_ref() else {
@@ -193,7 +193,7 @@ impl<'r, 'd> Section<'r, 'd> {
         is_sound.then_some(numbers)
     }
 
-    /// How many there are of something: 1 or more.
+    /// Reads a count: a whole number from 1.
     pub(super) fn count(&mut self, key: &'static str) -> Option<usize> {
         let value = self.value(key)?;
         let found = count_of(value.get_ref());
@@ -203,7 +203,7 @@ impl<'r, 'd> Section<'r, 'd> {
         found
     }
 
-    /// A number of bytes.
+    /// Reads a size in bytes.
     pub(super) fn size(&mut self, key: &'static str) -> Option<u64> {
         let value = self.value(key)?;
         let found = match value.get_ref() {
@@ -220,7 +220,7 @@ impl<'r, 'd> Section<'r, 'd> {
         found
     }
 
-    /// A text that is not empty.
+    /// Reads a text of one line that is not empty.
     pub(super) fn text(&mut self, key: &'static str) -> Option<&'d str> {
         let value = self.value(key)?;
         match value.get_ref() {
@@ -234,7 +234,7 @@ impl<'r, 'd> Section<'r, 'd> {
         }
     }
 
-    /// One of a few names.
+    /// Reads one of a few names.
     pub(super) fn choice(&mut self, key: &'static str, names: &[&str]) -> Option<&'d str> {
         let text = self.text(key)?;
         if names.contains(&text) {
@@ -244,7 +244,7 @@ impl<'r, 'd> Section<'r, 'd> {
         None
     }
 
-    /// true or false.
+    /// Reads a boolean.
     pub(super) fn flag(&mut self, key: &'static str) -> Option<bool> {
         let value = self.value(key)?;
         match value.get_ref() {
@@ -256,7 +256,7 @@ impl<'r, 'd> Section<'r, 'd> {
         }
     }
 
-    /// A value that is a text or something else.
+    /// Reads a value that may be a text or something else.
     pub(super) fn text_or_other(&mut self, key: &'static str) -> Option<Result<&'d str, &'d DeValue<'d>>> {
         match self.value(key)?.get_ref() {
             DeValue::String(text) => Some(Ok(text)),
@@ -264,7 +264,7 @@ impl<'r, 'd> Section<'r, 'd> {
         }
     }
 
-    /// A table in it.
+    /// Reads a table.
     pub(super) fn section(&mut self, key: &'static str) -> Option<Section<'r, 'd>> {
         let value = self.value(key)?;
         self.section_of(self.place_of(key), value)
@@ -281,7 +281,7 @@ impl<'r, 'd> Section<'r, 'd> {
         }
     }
 
-    /// Tables of which there may be several, `[[key]]`, or one, `[key]`.
+    /// Reads tables of which there may be several, `[[key]]`, or one, `[key]`.
     pub(super) fn sections(&mut self, key: &'static str) -> Vec<Section<'r, 'd>> {
         let Some(value) = self.value(key) else { return Vec::new() };
         match value.get_ref() {
@@ -294,7 +294,7 @@ impl<'r, 'd> Section<'r, 'd> {
         }
     }
 
-    /// All keys and their positive numbers, whatever they are called.
+    /// Reads all keys with positive numbers, whatever their names.
     pub(super) fn all_numbers(self) -> BTreeMap<String, f64> {
         let number = |(key, value): (&'d Spanned<_>, &'d Value<'d>)| {
             let key: &str = AsRef::<str>::as_ref(key.get_ref());
@@ -303,17 +303,17 @@ impl<'r, 'd> Section<'r, 'd> {
         self.table.iter().filter_map(number).collect()
     }
 
-    /// All keys, for those that are names.
+    /// Returns all keys, for tables whose keys are names.
     pub(super) fn keys(&self) -> impl Iterator<Item = &'d str> {
         self.table.keys().map(|key| AsRef::<str>::as_ref(key.get_ref()))
     }
 
-    /// The value of a key that is only known now.
+    /// Reads the number of a key of such a table.
     pub(super) fn number_of_key(&self, key: &str, rule: Rule) -> Option<f64> {
         self.checked_number(key, self.table.get(key)?, rule)
     }
 
-    /// Refuses every key that nobody asked for.
+    /// Adds a problem for every key that was never asked for.
     pub(super) fn finish(self) {
         for key in self.table.keys() {
             let name: &str = AsRef::<str>::as_ref(key.get_ref());
@@ -325,34 +325,34 @@ impl<'r, 'd> Section<'r, 'd> {
     }
 }
 
-/// What counts are.
+/// Description of valid counts for messages.
 const COUNTS: &str = "a whole number from 1 to 4294967295";
 
-/// What an unknown name is told.
+/// Returns the message for an unknown name, with the nearest known one.
 pub(super) fn unknown(name: &str, names: &[&str]) -> String {
     format!("\"{}\" is not known{}", cut(name), nearest(name, names))
 }
 
-/// All of the names.
+/// Returns all names, separated by commas.
 pub(super) fn one_of(names: &[&str]) -> String {
     names.join(", ")
 }
 
 fn nearest(name: &str, names: &[&str]) -> String {
-    // Comparing takes the product of both lengths.
+    // Comparison takes the product of both lengths.
     let name = cut(name);
     let likeness = |candidate: &&&str| normalized_damerau_levenshtein(&name, candidate);
     let best = names.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
     best.map_or_else(String::new, |best| format!("; the nearest is {best}"))
 }
 
-/// What is too long for a message is cut.
+/// Cuts and escapes a text for a message.
 fn cut(text: &str) -> String {
     let short: String = text.chars().take(LONGEST_QUOTE).flat_map(char::escape_debug).collect();
     if text.chars().nth(LONGEST_QUOTE).is_some() { format!("{short}...") } else { short }
 }
 
-/// A value as a message shows it.
+/// Formats a value for a message.
 pub(super) fn quoted(value: &DeValue<'_>) -> String {
     match value {
         DeValue::String(text) => format!("\"{}\"", cut(text)),
@@ -374,14 +374,14 @@ fn number_of(value: &DeValue<'_>) -> Option<f64> {
     number.is_finite().then_some(number)
 }
 
-/// A whole number from 1 that fits a `u32`.
+/// Returns a whole number from 1 that fits a `u32`; `None` for anything else.
 pub(super) fn count_of(value: &DeValue<'_>) -> Option<usize> {
     let DeValue::Integer(number) = value else { return None };
     let number = i64::from_str_radix(number.as_str(), number.radix()).ok()?;
     u32::try_from(number).ok().filter(|&number| number > 0).map(|number| number as usize)
 }
 
-/// Units of sizes.
+/// Units of sizes, in bytes.
 const UNITS: [(&str, u64); 12] = [
     ("B", 1),
     ("kB", 1000),
@@ -397,7 +397,7 @@ const UNITS: [(&str, u64); 12] = [
     ("PiB", 1 << 50),
 ];
 
-/// `80GiB`, `1.5 TB`, `4096`.
+/// Parses a size such as `80GiB`, `1.5 TB` or `4096`.
 fn bytes_of(text: &str) -> Option<u64> {
     let text = text.trim();
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').len();
@@ -406,14 +406,14 @@ fn bytes_of(text: &str) -> Option<u64> {
         "" => 1,
         unit => UNITS.iter().find(|(name, _)| *name == unit)?.1,
     };
-    // Whole numbers exactly, however large.
+    // Whole numbers are parsed exactly, however large.
     if let Ok(number) = number.parse::<u64>() {
         return number.checked_mul(factor).filter(|&bytes| i64::try_from(bytes).is_ok());
     }
     whole_bytes(number.parse().ok()?, factor)
 }
 
-/// Bytes as TOML can write them.
+/// Rounds to whole bytes; `None` if TOML cannot represent the number.
 fn whole_bytes(number: f64, factor: u64) -> Option<u64> {
     let bytes = number * factor as f64;
     (bytes >= 0.0 && bytes < i64::MAX as f64).then(|| bytes.round() as u64)

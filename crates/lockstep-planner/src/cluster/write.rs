@@ -1,11 +1,11 @@
-//! A cluster as a file, every key of it: read again it is the same.
+//! Writes a cluster as a TOML file with every key, which reads back as the same cluster.
 
 use std::fmt::Write;
 
 use super::{Cluster, Device, Joins, Link, NodeKind};
 
 impl Cluster {
-    /// The cluster as a TOML file, which [`Cluster::parse`] reads as the same cluster.
+    /// Returns the cluster as a TOML file, which [`Cluster::parse`] reads as the same cluster.
     pub fn to_toml(&self) -> String {
         let mut text = String::new();
         line(&mut text, "name", quoted(&self.name));
@@ -112,11 +112,11 @@ fn heading(text: &mut String, heading: &str) {
 }
 
 fn line(text: &mut String, key: &str, value: impl std::fmt::Display) {
-    // Writing to a text cannot fail.
+    // Writing to a `String` cannot fail.
     let _ = writeln!(text, "{key} = {value}");
 }
 
-/// A text or key on one line.
+/// Quotes a text or key on one line.
 fn quoted(text: &str) -> String {
     let mut line = String::from('"');
     for character in text.chars() {
@@ -130,12 +130,12 @@ fn quoted(text: &str) -> String {
     line
 }
 
-/// With a point, so that it is a number and no count to whoever reads types closely; all digits that matter.
+/// Formats a float with a decimal point, so that strict TOML readers take it for one, and with all digits that matter.
 fn number(number: f64) -> String {
     format!("{number:?}")
 }
 
-/// In the largest unit that it is a whole number of, if that is MiB or more.
+/// Formats bytes in the largest unit of which they are a whole number, if that is MiB or more.
 fn size(bytes: u64) -> String {
     for (unit, name) in [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")] {
         if bytes > 0 && bytes.is_multiple_of(unit) {

@@ -1,50 +1,50 @@
-//! What failures cost: how often to save, and what share of the time is work that lasts.
+//! Cost of failures: the optimal checkpoint interval, and the goodput, the fraction of time spent on work that lasts.
 //!
 //! Sources: Young, "A first order approximation to the optimum checkpoint interval", 1974; Daly, "A higher order estimate of the
 //! optimum checkpoint interval for restart dumps", 2006, equations 20 (time to solution) and 37 (interval).
 
 use crate::cluster::Cluster;
 
-/// How often a cluster fails and what a failure takes.
+/// Failure rate of a cluster, and the costs of saves and restarts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Failures {
-    /// Seconds between failures of any node, on average.
+    /// Mean time between failures of any node, in seconds.
     pub between_s: f64,
-    /// Seconds in which a save holds up the steps.
+    /// Seconds for which a save stalls the steps.
     pub save_s: f64,
-    /// Seconds from a failure until steps go on: noticing it, replacing the node, reading the state.
+    /// Seconds from a failure until steps continue: detection, replacement of the node, and loading of the state.
     pub restart_s: f64,
 }
 
-/// The best that a run can come to with failures.
+/// Goodput of a run with failures, at the best checkpoint interval.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Goodput {
-    /// Seconds between two saves.
+    /// Seconds of work between two saves.
     pub interval_s: f64,
-    /// Share of all time that is work which no failure undoes, between 0 and 1.
+    /// Fraction of the time spent on work that no failure undoes, from 0 to 1.
     pub share: f64,
 }
 
 impl Failures {
-    /// Those of a cluster whose nodes fail independently of each other.
+    /// Computes the failure rate of a cluster whose nodes fail independently.
     pub fn of(cluster: &Cluster, save_s: f64, restart_s: f64) -> Self {
         let rate = |node: &crate::cluster::NodeKind| node.count as f64 / node.hours_between_failures;
         let an_hour: f64 = cluster.nodes.iter().map(rate).sum();
         Self { between_s: 3600.0 / an_hour, save_s, restart_s }
     }
 
-    /// With a save as often as is best, and no sooner than `least_s` after another.
+    /// Returns the goodput with the best interval of at least `least_s`.
     pub fn goodput(&self, least_s: f64) -> Goodput {
         let interval_s = self.daly_interval_s().max(least_s);
         Goodput { interval_s, share: self.share_with(interval_s) }
     }
 
-    /// Young's interval: what lost work and saves cost is least to first order.
+    /// Returns Young's interval, which minimizes lost work and saves to first order.
     pub fn young_interval_s(&self) -> f64 {
         (2.0 * self.save_s * self.between_s).sqrt()
     }
 
-    /// Daly's interval of work between two saves.
+    /// Returns Daly's interval of work between two saves.
     pub fn daly_interval_s(&self) -> f64 {
         let Self { between_s, save_s, .. } = *self;
         if save_s >= 2.0 * between_s {
@@ -54,7 +54,7 @@ impl Failures {
         self.young_interval_s() * (1.0 + ratio.sqrt() / 3.0 + ratio / 9.0) - save_s
     }
 
-    /// The share of time that lasts with so many seconds of work between two saves.
+    /// Returns the goodput with `interval_s` of work between two saves.
     pub fn share_with(&self, interval_s: f64) -> f64 {
         let Self { between_s, save_s, restart_s } = *self;
         if !between_s.is_finite() {
@@ -90,7 +90,7 @@ mod tests {
         let failures = Failures { between_s: 1e6, save_s: 1.0, restart_s: 0.0 };
         let (young, daly) = (failures.young_interval_s(), failures.daly_interval_s());
         assert!((daly / young - 1.0).abs() < 1e-3, "{daly} and {young}");
-        // Lost to saves and to repeated work alike: sqrt(2 C / M).
+        // Saves and repeated work lose equally much: sqrt(2 C / M).
         assert!((1.0 - failures.goodput(0.0).share - (2e-6_f64).sqrt()).abs() < 1e-5, "{failures:?}");
     }
 }

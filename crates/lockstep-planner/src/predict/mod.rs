@@ -1,14 +1,14 @@
-//! How long a step of a plan takes on a cluster, before any machine is asked to carry it out.
+//! Step-time model: predicts how long a step of a plan takes on a cluster, before it runs anywhere.
 //!
 //! ```text
 //! recording -> tasks of each unit --Worker--> seconds of each pass of each stage
-//!                 exchanges  --Cluster--> seconds, hidden or not
+//!                 exchanges  --Cluster--> seconds, overlapped or exposed
 //!                                           --Schedule::simulate--> the pipeline's timeline
-//!                                           + sums of gradients, gathers of weights, update = step
+//!                                           + gradient reductions, weight gathers, optimizer step = step
 //! ```
 //!
-//! Ranks with the same pipeline coordinate do the same at the same time, so that one of them stands for all: 16,384 ranks cost no more
-//! than the stages of their pipeline. What differs between nodes of unlike kinds is the device; the slowest of a stage decides.
+//! Ranks with the same pipeline coordinate do the same at the same time, so one of them stands for all: 16,384 ranks cost no more than
+//! the stages of their pipeline. With several kinds of nodes only the device differs; the slowest one of a stage decides.
 
 mod goodput;
 mod saves;

@@ -1,32 +1,32 @@
-//! Stalls of steps by checkpoints and by data.
+//! Stalls of steps by checkpoints and by data loading.
 //!
-//! A background save copies the state that the ranks write, and steps wait for the copy: accelerators copy to host memory, CPUs in their own. The copy
-//! is written while the steps go on; the next save waits if that is not done by then. A foreground save is written while all ranks wait. One of
-//! all replicas writes, all its ranks at once: from accelerators to storage that all nodes share, since a node's disk is lost with the node;
-//! from CPUs to the disks of their nodes, unless the cluster names shared storage.
+//! An asynchronous save copies the state, and steps wait only for the copy: accelerators copy to host memory, CPUs within their own. The
+//! copy is written while the steps continue; the next save waits if it is not done by then. A synchronous save is written while all ranks
+//! wait. One data-parallel replica writes, all its ranks at once. Accelerators write to shared storage, since a node's disk is lost with
+//! the node. CPUs write to the disks of their nodes, unless the cluster names shared storage.
 
 use crate::cluster::{Cluster, NodeKind};
 use crate::predict::timed::device;
 use lockstep_plan::{Axis, DType, Mesh};
 
-/// What a save takes.
+/// Cost of a save.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Saves {
-    /// Bytes that the rank writes which writes most.
+    /// Bytes of the rank that writes most.
     pub bytes: f64,
-    /// Seconds until it has copied them; none where it writes in the foreground.
+    /// Seconds of the copy; `None` for a synchronous save.
     pub copy_s: Option<f64>,
-    /// Seconds until they are written.
+    /// Seconds until everything is written.
     pub write_s: f64,
-    /// Whether they go to storage that all nodes share.
+    /// True if saves go to shared storage.
     is_shared: bool,
 }
 
-/// Fraction of the time that a run may keep shared storage busy, which it has not for itself.
+/// Maximum fraction of the time for which a run may occupy shared storage.
 const SHARE_OF_STORAGE: f64 = 0.05;
 
 impl Saves {
-    /// Saves of ranks laid out so, each of which writes at most so many bytes; from a copy, or in the foreground.
+    /// Predicts the saves of ranks on `mesh`, each of which writes at most `bytes`; asynchronous if `from_copy`.
     pub fn of(cluster: &Cluster, mesh: &Mesh, bytes: f64, from_copy: bool) -> Self {
         let of_a_replica = mesh.world_size() / mesh.ranks().degree(Axis::Replicate).max(1);
         // The first replica fills node after node.
@@ -51,7 +51,7 @@ impl Saves {
         }
     }
 
-    /// Seconds that steps wait for a save, if so many seconds of steps lie between two.
+    /// Returns the seconds that steps wait for a save, if `between_s` seconds of steps lie between two saves.
     pub fn stall_s(&self, between_s: f64) -> f64 {
         match self.copy_s {
             Some(copy_s) => copy_s + f64::max(self.write_s - between_s, 0.0),
@@ -59,7 +59,8 @@ impl Saves {
         }
     }
 
-    /// The shortest sensible time between two saves: neither waits for the other, and shared storage is left to others for most of the time.
+    /// Returns the minimum sensible time between two saves: no save waits for the previous one, and shared storage stays free for most of
+    /// the time.
     pub fn least_interval_s(&self) -> f64 {
         match self.copy_s {
             _ if self.is_shared => self.write_s / SHARE_OF_STORAGE,
@@ -69,8 +70,7 @@ impl Saves {
     }
 }
 
-/// Seconds that a step of so many seconds waits for its sequences: each rank reads its own part of them, so many tokens, while the step
-/// before goes on.
+/// Returns the seconds that a step waits for its data. Each rank reads its own `tokens` while the previous step runs.
 pub fn data_stall_s(cluster: &Cluster, mesh: &Mesh, tokens: f64, step_s: f64) -> f64 {
     let bytes = tokens * DType::U32.size_bytes() as f64;
     let read_s = |node: &NodeKind| disk_s(node, cluster.ranks_of_a_node(node, mesh.world_size()), bytes);
@@ -78,7 +78,7 @@ pub fn data_stall_s(cluster: &Cluster, mesh: &Mesh, tokens: f64, step_s: f64) ->
     f64::max(longest - step_s, 0.0)
 }
 
-/// Seconds in which each of so many ranks of a node moves so many bytes to or from its disk.
+/// Returns the seconds in which each of `ranks` ranks of a node moves `bytes` to or from its disk.
 fn disk_s(node: &NodeKind, ranks: usize, bytes: f64) -> f64 {
     bytes * ranks as f64 / (node.disk_gb_per_s * 1e9)
 }
@@ -99,7 +99,7 @@ mod tests {
         let cluster = Cluster::local(8, 64 << 30);
         let node = &cluster.nodes[0];
         let saves = Saves::of(&cluster, &mesh(1, 8), 40.0 * GB, true);
-        // Eight ranks share a disk, and each copies in its own memory.
+        // Eight ranks share a disk, and each copies within its own memory.
         let memory = node.device.memory_gb_per_s * node.device.efficiency.stream;
         let (copy_s, write_s) = (2.0 * 40.0 / memory, 8.0 * 40.0 / node.disk_gb_per_s);
         assert_eq!((saves.copy_s, saves.write_s), (Some(copy_s), write_s));
@@ -110,7 +110,7 @@ mod tests {
         assert_eq!((waiting.stall_s(1e9), waiting.least_interval_s()), (write_s, 0.0));
     }
 
-    /// 405 billion parameters with two moments and master weights, 12 bytes each, from 2,048 nodes.
+    /// 405 billion parameters with two moments and master weights, 12 bytes each, on 2,048 nodes.
     #[test]
     fn terabytes_go_to_the_storage_that_there_is() {
         let mut cluster = Cluster::preset("dgx-h100x2048").unwrap();

@@ -1,23 +1,23 @@
-//! Products of shapes that were measured: what fits into which cache no formula of three sides knows, and products of about a shape are off
-//! what it says by about as much as that shape is.
+//! Correction of the GEMM model by measured shapes. Cache effects are in no formula of three sides, but GEMMs of similar shapes deviate
+//! from it by similar factors.
 
 use std::collections::BTreeMap;
 
 use lockstep_plan::DType;
 use lockstep_plan::work::Product;
 
-/// Sides that differ by this, in natural logarithms, are alike.
+/// Distance of sides, in natural logarithms, at which shapes count as similar.
 const ALIKE: f64 = 0.25;
 
-/// What a measured product is called in a cluster file: its sides, whether it is the gradient of a weight, which is added to a sum in f32, and
-/// its type, but for f32.
+/// Returns the name of a measured GEMM in a cluster file: its sides, "backward weights" if it is a weight gradient (accumulated in f32),
+/// and its dtype unless f32.
 pub fn product_name(is_of_weight: bool, [rows, inner, columns]: [usize; 3], dtype: DType) -> String {
     let of_weight = if is_of_weight { " backward weights" } else { "" };
     let of_type = if dtype == DType::F32 { String::new() } else { format!(" {dtype}") };
     format!("product{of_weight} {rows}x{inner}x{columns}{of_type}")
 }
 
-/// What stands behind such a name, of products of a type; none of other names and types.
+/// Parses such a name; `None` for other names and other dtypes.
 fn product_of_name(name: &str, dtype: DType) -> Option<(bool, Product)> {
     let name = name.strip_prefix("product ")?;
     let (is_of_weight, name) = match name.strip_prefix("backward weights ") {
@@ -33,7 +33,7 @@ fn product_of_name(name: &str, dtype: DType) -> Option<(bool, Product)> {
     Some((is_of_weight, Product { rows, inner, columns, count: 1 }))
 }
 
-/// By how much measured products are off a formula.
+/// Deviations of measured GEMMs from the formula.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Shapes(Vec<Shape>);
 
@@ -41,13 +41,13 @@ pub(super) struct Shapes(Vec<Shape>);
 struct Shape {
     is_of_weight: bool,
     logarithms: [f64; 3],
-    /// Logarithm of what was measured over what the formula says.
+    /// Logarithm of the measured time over that of the formula.
     off: f64,
 }
 
 impl Shapes {
-    /// Those of a type among what was measured, in 10⁹ operations a second; `formula` says what a product takes in seconds, and whether it is
-    /// the gradient of a weight.
+    /// Reads the GEMMs of a dtype from measured rates in 10⁹ operations per second. `formula` returns the seconds of a GEMM by whether it
+    /// is a weight gradient.
     pub(super) fn new(
         measured: &BTreeMap<String, f64>,
         dtype: DType,
@@ -64,7 +64,7 @@ impl Shapes {
         Self(of_products.filter_map(shape).collect())
     }
 
-    /// How many times as long a product takes as the formula says: the mean of what was measured, by how like it that is.
+    /// Returns the factor by which a GEMM takes longer than by the formula: the mean of the measured ones, weighted by similarity.
     pub(super) fn factor(&self, is_of_weight: bool, product: &Product) -> f64 {
         let own = logarithms(product);
         let (mut sum, mut weights) = (0.0, 0.0);
@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn what_was_measured_is_predicted_and_what_is_like_it_nearly_so() {
-        // The formula says a second for everything.
+        // The formula says one second for everything.
         let rate = |sides: [usize; 3], seconds: f64| product(sides).flops() as f64 / 1e9 / seconds;
         let (small, large) = ([256, 256, 256], [1024, 768, 3072]);
         let measured = BTreeMap::from([
@@ -124,7 +124,7 @@ mod tests {
         assert!((factor(large) - 2.0).abs() < 0.01, "{}", factor(large));
         assert!((1.7..2.0).contains(&factor([1024, 768, 6000])), "{}", factor([1024, 768, 6000]));
         assert!((0.6..1.7).contains(&factor([512, 512, 900])), "{}", factor([512, 512, 900]));
-        // Nobody has measured these.
+        // These were not measured.
         assert_eq!(shapes.factor(true, &product(large)), 1.0);
         assert_eq!(Shapes::new(&measured, DType::BF16, |_, _| 1.0).factor(false, &product(large)), 1.0);
     }

@@ -1,57 +1,56 @@
-//! What ranks send each other of gradients and weights beside passes: sums of gradients, gathers of weights, and what is gathered after
-//! the update.
+//! Collectives of gradients and weights: gradient reductions, weight gathers for passes, and weight gathers after the optimizer step.
 
 use crate::predict::style::Style;
 use lockstep_plan::ZeroStage;
 use lockstep_plan::work::Collective;
 
-/// When something of the state goes between ranks.
+/// Phase of a step in which state is communicated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StatePassage {
-    /// Gradients, after the last backward.
+    /// Gradient reduction after the last backward.
     Sum,
-    /// Gradients of each micro-batch.
+    /// Gradient reduction of each micro-batch.
     SumOfMicroBatch,
-    /// Weights, for passes.
+    /// Weight gather for a pass.
     Gather,
-    /// Weights, after the update.
+    /// Weight gather after the optimizer step.
     Arrive,
 }
 
-/// Collectives that are alike.
+/// A number of equal collectives.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct StateExchange {
     pub(super) passage: StatePassage,
     pub(super) collective: Collective,
-    /// How many there are.
+    /// Number of repetitions.
     pub(super) times: f64,
-    /// Bytes of each, as [`Exchange::bytes`](lockstep_plan::work::Exchange) counts them.
+    /// Bytes of each, counted as in [`Exchange::bytes`](crate::work::Exchange).
     pub(super) bytes: f64,
-    /// They take as long as if there were so many times these bytes: not everybody comes to what links give.
+    /// Factor on the bytes for systems whose collectives do not achieve the link bandwidth.
     pub(super) slowness: f64,
-    /// Ranks, and how far each is from the one before.
+    /// Size and stride of the group.
     pub(super) size: usize,
     pub(super) stride: usize,
 }
 
-/// State that ranks have alike and may share out.
+/// State that is equal on some ranks, which may shard it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct SharedState {
-    /// Bytes of gradients, of the weights that the optimizer step changes, and of all weights.
+    /// Bytes of gradients, of the weights that the optimizer step updates, and of all weights.
     pub(super) gradient_bytes: f64,
     pub(super) updated_bytes: f64,
     pub(super) weight_bytes: f64,
-    /// In how many units.
+    /// Number of units.
     pub(super) units: usize,
-    /// Ranks that may share it out, each `stride` after the other.
+    /// Size and stride of the shard group.
     pub(super) sharers: usize,
     pub(super) stride: usize,
-    /// How many times that is there.
+    /// Data-parallel replicas of the shard group.
     pub(super) replicas: usize,
 }
 
 impl SharedState {
-    /// What goes between its ranks where they share out what `zero_stage` says, in a step of so many micro-batches.
+    /// Returns the collectives of the state under a ZeRO stage, in a step of this many micro-batches.
     pub(super) fn exchanges(
         &self,
         style: &Style,
@@ -71,7 +70,7 @@ impl SharedState {
         if zero_stage == ZeroStage::Nothing {
             return [Some(sum(gradient_bytes, sharers * replicas, stride)), None, None].into_iter().flatten();
         }
-        // What is shared out goes unit by unit.
+        // Sharded state is communicated unit by unit.
         let units = units as f64 * style.gathers_of_a_unit;
         let unit_by_unit = |passage, collective, bytes: f64| StateExchange {
             passage,

@@ -1,4 +1,4 @@
-//! The time of a step: passes through the pipeline, sums of gradients, gathers of weights and the update.
+//! Step time: passes through the pipeline, gradient reductions, weight gathers and the optimizer step.
 
 use std::ops::Range;
 
@@ -20,32 +20,32 @@ pub struct PlanShape<'a> {
     pub zero_stage: ZeroStage,
     /// True if sharded weights (stage 3) are gathered once a step and stay, instead of for each pass.
     pub gathers_once: bool,
-    /// A device that holds the others up.
+    /// Straggler in the cluster; `None` if all devices are equally fast.
     pub slow: Option<SlowDevice>,
     /// Traffic of offloaded state of each pipeline rank in a step; empty if nothing is offloaded.
     pub traffic: &'a [RankTraffic],
 }
 
-/// A device that is slower than the others.
+/// A straggler: a device that is slower than the others.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SlowDevice {
-    /// The rank of the pipeline in whose place it is. All ranks in this place wait for it: those that share blocks or sequences with it
-    /// at each exchange, those that read other parts of the batch at the sums of gradients.
+    /// Pipeline rank of the device. All ranks with this pipeline rank wait for it: its tensor- and context-parallel peers at each
+    /// exchange, other data-parallel ranks at the gradient reduction.
     pub pipeline_rank: usize,
-    /// Its speed, as a share of the others'.
+    /// Speed relative to the other devices, from 0 to 1.
     pub speed: f64,
 }
 
-/// What the passes of a stage take.
+/// Times of a stage's passes of one micro-batch.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StagePrediction {
-    /// A forward of a micro-batch.
+    /// Forward of a micro-batch.
     pub forward: PassCost,
-    /// A backward in one piece.
+    /// Whole backward of a micro-batch.
     pub backward: PassCost,
-    /// The first half of a split one.
+    /// First half of a split backward.
     pub backward_inputs: PassCost,
-    /// The second half.
+    /// Second half of a split backward.
     pub backward_weights: PassCost,
 }
 
@@ -59,50 +59,50 @@ impl StagePrediction {
         }
     }
 
-    /// The same with work at a share of the speed.
+    /// Returns the times with compute slowed down to a fraction `speed`.
     fn at_speed(self, speed: f64) -> Self {
         self.map(|pass| PassCost { work_s: pass.work_s / speed, ..pass })
     }
 }
 
-/// What a step takes. Times are of the rank that is busy longest; the parts add up to the step.
+/// Predicted step time. The parts are those of the rank that ends last, and add up to the step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepPrediction {
-    /// From beginning to end.
+    /// Duration of the whole step.
     pub step_ms: f64,
-    /// Work on micro-batches.
+    /// Compute of micro-batches.
     pub work_ms: f64,
-    /// Waiting for exchanges inside passes: tensor, context and expert parallel, gathers of weights.
+    /// Exposed communication inside passes: tensor, context and expert parallel, and weight gathers.
     pub exchange_ms: f64,
-    /// Waiting for other stages.
+    /// Pipeline bubble: waiting for other stages.
     pub bubble_ms: f64,
-    /// Waiting for sums of gradients, and for weights after the update.
+    /// Exposed gradient reductions, and weight gathers after the optimizer step.
     pub gradients_ms: f64,
-    /// The update.
+    /// Duration of the optimizer step.
     pub update_ms: f64,
-    /// Waiting for offloaded state from host memory, in passes and in the optimizer step.
+    /// Exposed transfers of offloaded state to and from host memory, in passes and in the optimizer step.
     pub host_ms: f64,
-    /// Waiting for offloaded state from disk, in passes and in the optimizer step.
+    /// Exposed transfers of offloaded state to and from disk, in passes and in the optimizer step.
     pub disk_ms: f64,
-    /// The passes of each stage of the model.
+    /// Times of each stage's passes.
     pub stages: Vec<StagePrediction>,
-    /// What happens when in the pipeline, if there is one.
+    /// Timeline of the pipeline; `None` without one.
     pub simulation: Option<Simulation>,
-    /// What all exchanges of the rank take, hidden or not.
+    /// Duration of all communication of the rank, overlapped or exposed.
     pub exchange_busy_ms: f64,
 }
 
 impl StepPrediction {
-    /// What of the step ranks wait for each other, in milliseconds, bubbles left out.
+    /// Returns the exposed communication of the step in milliseconds, without bubbles.
     pub fn exposed_ms(&self) -> f64 {
         self.exchange_ms + self.gradients_ms
     }
 }
 
-/// What a step takes of a model's work, laid out so on a cluster.
+/// Predicts the time of a step of a model's work with this layout on a cluster.
 ///
 /// # Errors
-/// Stages that are not those of the schedule.
+/// If the layout's stages are not those of its schedule.
 pub fn predict_step(
     cluster: &Cluster,
     work: &ModelWork,
@@ -112,10 +112,10 @@ pub fn predict_step(
     Step::new(cluster, &model, shape).predict()
 }
 
-/// The same in milliseconds and no more, of a model whose tasks were timed on this cluster before.
+/// Predicts the milliseconds of a step, for a model whose task times on this cluster are known.
 ///
 /// # Errors
-/// Stages that are not those of the schedule.
+/// If the layout's stages are not those of its schedule.
 pub fn predict_step_ms(
     cluster: &Cluster,
     model: &TimedModel,
@@ -129,11 +129,11 @@ pub(super) struct Step<'a> {
     pub(super) model: &'a TimedModel,
     pub(super) shape: PlanShape<'a>,
     pub(super) style: Style,
-    /// For each rank of the pipeline, the kind of node that decides its time.
+    /// For each pipeline rank, the kind of node that decides its time.
     pub(super) kinds: Vec<usize>,
 }
 
-/// What a pipeline rank has of the model: elements and units; and on which kind of node.
+/// Part of the model on a pipeline rank: its elements and units, and the kind of node.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Holding {
     elements: UnitElements,
@@ -141,39 +141,39 @@ pub(super) struct Holding {
     kind: usize,
 }
 
-/// What the ranks do with gradients and weights beside passes, in seconds.
+/// Times of gradient reductions, weight gathers and the optimizer step, in seconds.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct StateCost {
-    /// Sums after the last backward.
+    /// Gradient reduction after the last backward.
     pub(super) sum: LinkTime,
-    /// Sums of each micro-batch.
+    /// Gradient reduction of each micro-batch.
     sum_of_micro_batch: LinkTime,
-    /// A gather of all weights.
+    /// One gather of all weights.
     gather: LinkTime,
     /// Copies of gathered weights and of their gradients, in a forward and in a backward.
     copies_s: [f64; 2],
-    /// Weights that arrive after the update.
+    /// Gather of weights after the optimizer step.
     pub(super) arrive: LinkTime,
-    /// The update.
+    /// Duration of the optimizer step.
     update_s: f64,
-    /// Waiting for offloaded state in the optimizer step, beyond its own work: for host memory, for the disk.
+    /// Exposed offload transfers of the optimizer step: host memory, disk.
     offload_s: [f64; 2],
 }
 
-/// What a rank of the pipeline has behind it before the update.
+/// Times of a pipeline rank up to the optimizer step.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct RankEnd {
-    /// Its passes of all micro-batches.
+    /// Passes of all micro-batches.
     passes: PassCost,
-    /// When the last of them ends.
+    /// End of the last pass.
     pub(super) passes_end_s: f64,
-    /// What it then waits for sums of gradients.
+    /// Exposed gradient reduction after that.
     pub(super) sum_s: f64,
-    /// What it waits for weights, after the update.
+    /// Exposed weight gather after the optimizer step.
     pub(super) arrive_s: f64,
-    /// What its exchanges take, hidden or not.
+    /// Duration of the rank's communication, overlapped or exposed.
     busy_s: f64,
-    /// What it waits longer for both because passes have exchanges of their own on the same links.
+    /// Additional exposed time of both due to contention with exchanges inside passes.
     after_shared_s: f64,
 }
 
@@ -182,7 +182,7 @@ impl RankEnd {
         self.passes_end_s + self.sum_s + self.arrive_s + self.after_shared_s
     }
 
-    /// What it waits, in passes and after them, because several exchanges are to go over one level of links at once.
+    /// Returns the exposed time due to contention for links, in passes and after them.
     pub(super) fn shared_s(&self) -> f64 {
         self.passes.shared_s + self.after_shared_s
     }
@@ -235,7 +235,7 @@ impl<'a> Step<'a> {
         Ok((last_s + self.update_s(&states).iter().sum::<f64>()) * 1e3)
     }
 
-    /// When each rank has done everything but the update, if a message takes so long.
+    /// Returns the times of each pipeline rank up to the optimizer step, if a message takes `message_s`.
     pub(super) fn ends(
         &self,
         states: &[StateCost],
@@ -252,7 +252,8 @@ impl<'a> Step<'a> {
         Ok(ends.map(|(rank, end_ms)| self.end_of(rank, &states[rank], stages, end_ms)).collect())
     }
 
-    /// What each rank does with state. Ranks that hold as much do the same.
+    /// Returns the times of gradient reductions, gathers and the optimizer step of each pipeline rank. Ranks with equal holdings have
+    /// equal times.
     pub(super) fn states(&self) -> Vec<StateCost> {
         let mut known: Vec<(Holding, StateCost)> = Vec::new();
         let state = |rank: usize| {
@@ -277,7 +278,7 @@ impl<'a> Step<'a> {
         states
     }
 
-    /// What the passes of each stage take. Stages of the same units do the same.
+    /// Returns the times of each stage's passes. Stages of equal units have equal times.
     pub(super) fn stages(&self, states: &[StateCost]) -> Vec<StagePrediction> {
         let mut known: Vec<(&[usize], usize, StagePrediction)> = Vec::new();
         let mut stages = vec![StagePrediction::default(); self.shape.layout.stages.len()];
@@ -301,7 +302,8 @@ impl<'a> Step<'a> {
         stages
     }
 
-    /// The longest optimizer step, the gradient norm before it included, and its waits for host memory and for the disk.
+    /// Returns the longest optimizer step, including the all-reduce of the gradient norm, and its exposed transfers to host memory and
+    /// disk.
     fn update_s(&self, states: &[StateCost]) -> [f64; 3] {
         let of_rank = |state: &StateCost| [state.update_s, state.offload_s[0], state.offload_s[1]];
         let seconds = |update: &[f64; 3]| update.iter().sum::<f64>();
@@ -310,8 +312,8 @@ impl<'a> Step<'a> {
         [update_s + self.norm_s(), host_s, disk_s]
     }
 
-    /// Seconds for a part of these transfers over the link of a pipeline rank to host memory, which goes both ways at once; host memory itself
-    /// is shared by the ranks of a node.
+    /// Returns the seconds of 1/`parts` of these transfers over a rank's host link, which carries both directions at once. The ranks of a
+    /// node share the bandwidth of host memory.
     fn host_s(&self, rank: usize, bytes: OffloadBytes, parts: usize) -> f64 {
         let node = &self.cluster.nodes[self.kinds[rank]];
         let sharers = self.cluster.ranks_of_a_node(node, self.shape.layout.mesh.world_size());
@@ -321,14 +323,14 @@ impl<'a> Step<'a> {
         over_link.max(in_memory) / 1e9 / parts.max(1) as f64
     }
 
-    /// What so many bytes take a rank of the pipeline at its part of its node's disk.
+    /// Returns the seconds in which a pipeline rank moves `bytes` with its share of the node's disk bandwidth.
     fn disk_s(&self, rank: usize, bytes: f64) -> f64 {
         let node = &self.cluster.nodes[self.kinds[rank]];
         let sharers = self.cluster.ranks_of_a_node(node, self.shape.layout.mesh.world_size());
         bytes * sharers as f64 / (node.disk_gb_per_s * 1e9)
     }
 
-    /// The passes of a stage with the messages that go beside them, to the stages before and after: each goes while the next pass goes on.
+    /// Adds the messages to neighbouring stages to the link load of a stage's passes; each overlaps with the next pass.
     fn with_messages(&self, mut prediction: StagePrediction, stage: usize) -> StagePrediction {
         let Some(schedule) = self.schedule().filter(|_| self.style.sends_beside) else {
             return prediction;
@@ -345,8 +347,8 @@ impl<'a> Step<'a> {
         prediction
     }
 
-    /// The passes of a stage with their waits for offloaded state. A transfer that overlaps with nothing is waited for; all others are read
-    /// ahead of the passes and written behind them, and waited for only where they take longer than the passes.
+    /// Adds the exposed offload transfers to a stage's passes. Transfers that overlap with nothing are exposed in full. All others are
+    /// read ahead and written behind, and are exposed only as far as they exceed the passes.
     fn with_offload(
         &self,
         mut prediction: StagePrediction,
@@ -361,7 +363,7 @@ impl<'a> Step<'a> {
         };
         let of_host = |of_units: &[OffloadBytes]| {
             let all = sum(of_units);
-            // What is waited for is read, but for the few last windows that are written.
+            // Transfers that wait are reads, except for the few last windows that are written.
             let waited = OffloadBytes { read: all.waited, written: 0, waited: 0 };
             [self.host_s(rank, all, parts), self.host_s(rank, waited, parts)]
         };
@@ -385,17 +387,17 @@ impl<'a> Step<'a> {
         prediction
     }
 
-    /// What is left of the speed of a pipeline rank's devices: what the slowest of them has.
+    /// Returns the speed of the slowest device of a pipeline rank, relative to the others.
     fn speed_of(&self, rank: usize) -> f64 {
         self.shape.slow.filter(|slow| slow.pipeline_rank == rank).map_or(1.0, |slow| slow.speed)
     }
 
-    /// The units of a rank, in number.
+    /// Returns the number of units on a pipeline rank.
     fn units_of(&self, rank: usize) -> usize {
         self.stages_of(rank).iter().map(|stage| self.shape.layout.stages[*stage].len()).sum()
     }
 
-    /// Whether exchanges go on beside work: a host's ranks make them with the cores that compute.
+    /// Returns true if communication overlaps with compute; the ranks of a host communicate with the cores that compute.
     fn hides(&self) -> bool {
         self.cluster.nodes.iter().all(|node| !node.device.is_host)
     }
@@ -404,12 +406,12 @@ impl<'a> Step<'a> {
         self.shape.layout.stages_of(rank)
     }
 
-    /// The actions of the ranks of a pipeline; `None` without one.
+    /// Returns the schedule of the pipeline; `None` without pipeline parallelism.
     pub(super) fn schedule(&self) -> Option<&'a Schedule> {
         self.shape.layout.schedule.as_deref()
     }
 
-    /// When a rank has done everything but the update; `passes_end_ms` is when its passes end in a pipeline.
+    /// Returns the times of a rank up to the optimizer step; `passes_end_ms` is the end of its passes in a pipeline.
     fn end_of(
         &self,
         rank: usize,
@@ -436,7 +438,7 @@ impl<'a> Step<'a> {
         passes += backward;
         let passes = passes.times(micro_batches);
         let passes_end_s = passes_end_ms.map_or_else(|| passes.seconds(), |end_ms| end_ms / 1e3);
-        // What the last unit's gradients come to has nothing left to go beside.
+        // The reduction of the last unit's gradients has nothing left to overlap with.
         let least_s = state.sum.seconds / units.max(1) as f64;
         let [sum_s, shared_by_sum_s] =
             self.beside(&state.sum, &backward, self.hides() && self.style.sums_beside, least_s);
@@ -446,8 +448,8 @@ impl<'a> Step<'a> {
         RankEnd { passes, passes_end_s, sum_s, arrive_s, busy_s, after_shared_s }
     }
 
-    /// What a rank waits, `least_s` at least, for exchanges of state that go beside a pass if `goes_beside`; and what it waits longer because
-    /// the pass has exchanges of its own on the same links.
+    /// Returns the exposed seconds of exchanges of state that overlap with a pass if `goes_beside`, at least `least_s`; and the
+    /// additional exposed seconds due to contention with the pass's own exchanges.
     fn beside(&self, exchanges: &LinkTime, pass: &PassCost, goes_beside: bool, least_s: f64) -> [f64; 2] {
         if !goes_beside {
             return [exchanges.seconds, 0.0];
@@ -457,7 +459,7 @@ impl<'a> Step<'a> {
         [alone_s, shared_s]
     }
 
-    /// What the passes of some units take on a kind of node, but for gathers and sums of state.
+    /// Returns the times of passes through some units on a kind of node, without gathers and reductions.
     pub(super) fn passes(&self, units: Range<usize>, kind: usize) -> StagePrediction {
         let pass = |tasks: fn(&TimedUnit) -> &Vec<Timed>| {
             PassCost::of(units.clone().flat_map(|unit| tasks(self.model.on(unit, kind))))
@@ -470,7 +472,7 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// The same of a stage with its share of the gathers and sums of its rank, which has `of_rank` units in all.
+    /// Adds a stage's part of its rank's gathers and reductions; the rank has `of_rank` units in all.
     fn with_state(
         &self,
         mut prediction: StagePrediction,
@@ -479,7 +481,7 @@ impl<'a> Step<'a> {
         state: &StateCost,
     ) -> StagePrediction {
         let share = units as f64 / of_rank.max(1) as f64;
-        // What stays is gathered by the first micro-batch's forward.
+        // Weights that stay are gathered by the first micro-batch's forward.
         let parts = if self.shape.gathers_once { self.shape.layout.micro_batches.max(1) as f64 } else { 1.0 };
         let gather = state.gather.times(share / parts);
         let again = if self.shape.gathers_once { LinkTime::default() } else { gather };
@@ -554,7 +556,7 @@ impl<'a> Step<'a> {
         Worker::new(device, self.style, self.model.dtype())
     }
 
-    /// What a rank sends of its state: of what all have, and of experts.
+    /// Returns the state that a rank may shard: of the dense parameters, and of the experts.
     pub(super) fn shared_states(&self, holding: &Holding) -> [SharedState; 2] {
         let view = self.shape.layout.mesh.ranks();
         let experts = self.shape.layout.mesh.experts();
@@ -578,38 +580,38 @@ impl<'a> Step<'a> {
         ]
     }
 
-    /// The same, one exchange after the other.
+    /// Returns the exchanges of that state.
     pub(super) fn state_exchanges(&self, holding: &Holding) -> impl Iterator<Item = StateExchange> {
         let (zero_stage, micro_batches) = (self.shape.zero_stage, self.shape.layout.micro_batches);
         let of = move |state: SharedState| state.exchanges(&self.style, zero_stage, micro_batches);
         self.shared_states(holding).into_iter().flat_map(of)
     }
 
-    /// What all of them take that are alike.
+    /// Returns the time of all repetitions of an exchange.
     fn time_of(&self, exchange: &StateExchange) -> LinkTime {
         let StateExchange { collective, times, bytes, slowness, size, stride, .. } = *exchange;
         self.among(collective, bytes * slowness, size, stride).times(times)
     }
 
-    /// The sum of the gradients' squares over all ranks.
+    /// Returns the seconds of the all-reduce of the squared gradient norm over all ranks.
     fn norm_s(&self) -> f64 {
         self.among(Collective::AllReduce, 8.0, self.shape.layout.mesh.world_size(), 1).seconds
     }
 
-    /// Bytes of a message between stages, and whether each tensor-parallel rank sends a slice of what all of them have.
+    /// Returns the bytes of a message between stages, and whether each tensor-parallel rank sends a slice of the common value.
     pub(super) fn message_bytes(&self) -> (f64, bool) {
         let tensor = self.shape.layout.mesh.ranks().degree(Axis::Tensor);
         let is_sliced = self.model.is_boundary_whole && self.style.slices_messages && tensor > 1;
         (self.model.boundary_bytes as f64 / if is_sliced { tensor as f64 } else { 1.0 }, is_sliced)
     }
 
-    /// How far a rank of the next stage is.
+    /// Returns the distance between ranks of consecutive stages.
     pub(super) fn neighbour(&self) -> usize {
         let mesh = &self.shape.layout.mesh;
         mesh.world_size() / mesh.ranks().degree(Axis::Pipeline).max(1)
     }
 
-    /// What a message between stages takes.
+    /// Returns the time of a message between stages.
     pub(super) fn message(&self) -> LinkTime {
         let (bytes, is_sliced) = self.message_bytes();
         let mut message = self.cluster.send_time(bytes as u64, 0, self.neighbour());
@@ -620,7 +622,7 @@ impl<'a> Step<'a> {
         message
     }
 
-    /// What the pipeline's passes cost, and messages that take so long.
+    /// Returns the inputs of the pipeline simulation, with messages of `message_s`.
     fn costs(&self, stages: &[StagePrediction], message_s: f64) -> Costs {
         let waits_ms = if self.style.sends_beside { 0.0 } else { message_s * 1e3 };
         let last = stages.len().saturating_sub(1);

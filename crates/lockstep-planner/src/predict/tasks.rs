@@ -1,4 +1,4 @@
-//! How long the tasks of a pass take on a device, and what of their exchanges nothing hides.
+//! Predicted times of tasks on a device, and the exposed part of their communication.
 
 use std::borrow::Cow;
 
@@ -8,32 +8,32 @@ use crate::predict::style::{APART_BYTES, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWA
 use lockstep_plan::DType;
 use lockstep_plan::work::{Attention, Collective, Exchange, Labor, Pass, Product, Task};
 
-/// What a pass through some units takes.
+/// Time of a pass through some units.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct PassCost {
-    /// Seconds of work.
+    /// Seconds of compute.
     pub work_s: f64,
-    /// Seconds in which the rank waits for exchanges.
+    /// Seconds of exposed communication.
     pub exposed_s: f64,
-    /// Seconds that exchanges take, hidden or not.
+    /// Seconds of communication, overlapped or exposed.
     pub exchange_s: f64,
-    /// Of `exposed_s`, what it waits because several exchanges are to go over one level of links at once.
+    /// Part of `exposed_s` due to contention: several exchanges use one level of links at once.
     pub shared_s: f64,
-    /// Seconds in which it waits for offloaded state from host memory.
+    /// Seconds of exposed transfers of offloaded state to and from host memory.
     pub host_s: f64,
-    /// Seconds in which it waits for offloaded state from disk.
+    /// Seconds of exposed transfers of offloaded state to and from disk.
     pub disk_s: f64,
-    /// Seconds for which exchanges fill each level of links.
+    /// Seconds for which communication occupies each level of links.
     pub filled_s: [f64; MAX_LEVELS],
 }
 
 impl PassCost {
-    /// From beginning to end.
+    /// Returns the duration of the pass.
     pub fn seconds(&self) -> f64 {
         self.work_s + self.exposed_s + self.host_s + self.disk_s
     }
 
-    /// Of so many micro-batches.
+    /// Returns the times of `number` micro-batches.
     pub fn times(self, number: f64) -> Self {
         let Self { work_s, exposed_s, exchange_s, shared_s, host_s, disk_s, filled_s } = self;
         Self {
@@ -47,18 +47,18 @@ impl PassCost {
         }
     }
 
-    /// Adds something that goes over links beside.
+    /// Adds to the load on each level of links.
     pub(super) fn fill(&mut self, filled_s: &[f64; MAX_LEVELS]) {
         self.filled_s.iter_mut().zip(filled_s).for_each(|(sum, seconds)| *sum += seconds);
     }
 
-    /// How much longer than this pass the links take of which each carries one thing after the other, with `more` to carry.
+    /// Returns by how much the busiest level of links, with additional load `more`, exceeds the duration of the pass.
     pub(super) fn overfilled_s(&self, more: &[f64; MAX_LEVELS]) -> f64 {
         let all = self.filled_s.iter().zip(more).map(|(filled, more)| filled + more);
         f64::max(all.fold(0.0, f64::max) - self.seconds(), 0.0)
     }
 
-    /// The same pass, no shorter than what any level of links has to carry in it.
+    /// Returns the pass extended to the load of its busiest level of links.
     pub(super) fn stretched(mut self) -> Self {
         let longer_s = self.overfilled_s(&[0.0; MAX_LEVELS]);
         self.exposed_s += longer_s;
@@ -80,20 +80,20 @@ impl std::ops::AddAssign for PassCost {
     }
 }
 
-/// A device that does a system's work.
+/// A device that runs a training system's kernels.
 #[derive(Debug, Clone)]
 pub struct Worker<'a> {
-    /// The device.
+    /// Device that computes.
     pub device: Cow<'a, Device>,
-    /// The system.
+    /// Implementation choices of the training system.
     pub style: Style,
-    /// Type of weights and values.
+    /// Dtype of weights and values.
     pub dtype: DType,
     shapes: Shapes,
 }
 
 impl<'a> Worker<'a> {
-    /// A device that does a system's work on values of a type.
+    /// Creates the model of a device that runs a system's kernels on values of a dtype.
     pub fn new(device: Cow<'a, Device>, style: Style, dtype: DType) -> Self {
         let mut worker = Self { device, style, dtype, shapes: Shapes::default() };
         worker.shapes = Shapes::new(&worker.device.efficiency.measured, dtype, |is_of_weight, product| {
@@ -104,7 +104,7 @@ impl<'a> Worker<'a> {
 }
 
 impl Worker<'_> {
-    /// Seconds of a task; none for an exchange.
+    /// Returns the seconds of a task; 0 for an exchange.
     pub fn seconds(&self, task: &Task) -> f64 {
         self.measured(task).unwrap_or_else(|| match task.labor {
             Labor::Product(product) => self.product(task, product),
@@ -117,7 +117,7 @@ impl Worker<'_> {
         })
     }
 
-    /// By what was measured of this kind of task, if it was.
+    /// Returns the seconds of a task by the measured rate of its kind; `None` if it was not measured.
     fn measured(&self, task: &Task) -> Option<f64> {
         let amount = match task.labor {
             Labor::Attention(attention) => attention.flops,
@@ -128,7 +128,7 @@ impl Worker<'_> {
         if measured.is_empty() {
             return None;
         }
-        // Types whose rates are their own are named behind the pass. What is computed again is a forward once more.
+        // Names of dtypes with a rate of their own follow the pass. A recomputation that was not measured takes the rate of the forward.
         let passes = match task.pass {
             Pass::Recompute => [Pass::Recompute, Pass::Forward],
             pass => [pass, pass],
@@ -150,12 +150,12 @@ impl Worker<'_> {
         self.device.efficiency.launch_us * 1e-6
     }
 
-    /// Bytes that pass through memory.
+    /// Returns the seconds in which `bytes` pass through memory.
     fn through_memory(&self, bytes: f64) -> f64 {
         bytes / (self.device.memory_gb_per_s * 1e9 * self.device.efficiency.stream)
     }
 
-    /// An update of so many weights.
+    /// Returns the seconds of an optimizer step of `elements` weights.
     pub fn update(&self, elements: f64) -> f64 {
         let bytes = elements * self.style.update_bytes;
         let measured = &self.device.efficiency.measured;
@@ -165,12 +165,12 @@ impl Worker<'_> {
         }
     }
 
-    /// A pass over memory.
+    /// Returns the seconds of a kernel that streams `bytes` through memory.
     pub fn stream(&self, bytes: f64) -> f64 {
         self.through_memory(bytes) + self.launch()
     }
 
-    /// The share of the peak that a product comes to by its shape: the smaller a side, the less.
+    /// Returns the fraction of the peak that a GEMM achieves by its shape; smaller sides achieve less.
     fn of_peak(&self, product: &Product) -> f64 {
         let Efficiency { product: large, half_shape, tile, .. } = &self.device.efficiency;
         let sides = [product.rows, product.inner, product.columns].map(|side| side as f64);
@@ -192,14 +192,14 @@ impl Worker<'_> {
         by_sides.max(self.through_memory(task.bytes as f64) + self.launch()) + apart
     }
 
-    /// What a product takes by its sides.
+    /// Returns the seconds of a GEMM by the formula of its sides.
     fn by_sides(&self, is_of_weight: bool, product: Product) -> f64 {
         let rate = self.peak() * self.of_peak(&product);
         product.flops() as f64 / rate + self.launch() + self.cold(is_of_weight, product)
     }
 
-    /// What a product takes beside its computing because no cache has the weight that it reads and the memory that it writes to; of the
-    /// gradient of a weight, the input of the forward, and the sum that it adds to.
+    /// Returns the seconds that a GEMM spends on memory that is in no cache, in addition to its compute: the weight that it reads and the
+    /// result that it writes. A weight gradient reads the forward's input and accumulates in f32.
     fn cold(&self, is_of_weight: bool, product: Product) -> f64 {
         let rate = self.device.efficiency.cold_gb_per_s * 1e9;
         if rate <= 0.0 {
@@ -214,7 +214,7 @@ impl Worker<'_> {
         ((written + inner * columns * of_values) * count) as f64 / rate
     }
 
-    /// Of a backward the products are made once more from the scores, unless these were written: five instead of four.
+    /// Returns the seconds of attention. A fused backward recomputes the scores, five products instead of four.
     fn attention(&self, task: &Task, attention: Attention) -> f64 {
         let efficiency = &self.device.efficiency;
         let is_backward = task.pass == Pass::BackwardInputs;
@@ -232,7 +232,7 @@ impl Worker<'_> {
         products * (one + self.launch()) + self.through_memory(bytes * scores) + 2.0 * self.launch()
     }
 
-    /// What each task of a list takes; `exchange` says what an exchange does.
+    /// Returns the times of a list of tasks; `exchange` predicts an exchange.
     pub(super) fn timed<'t>(
         &self,
         tasks: impl IntoIterator<Item = &'t Task>,
@@ -250,7 +250,7 @@ impl Worker<'_> {
         tasks.into_iter().map(timed).collect()
     }
 
-    /// What an exchange goes on beside of.
+    /// Returns the work that an exchange overlaps with.
     fn beside(&self, task: &Task, what: &Exchange) -> Beside {
         let is_gathered_again = task.pass == Pass::Recompute && self.style.gathers_again_beside;
         match what.collective {
@@ -265,7 +265,7 @@ impl Worker<'_> {
     }
 }
 
-/// A task with what it takes.
+/// Predicted time of a task.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Timed {
     seconds: f64,
@@ -273,40 +273,40 @@ pub(super) struct Timed {
     beside: Beside,
 }
 
-/// What a task goes on beside of.
+/// The work that a task overlaps with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Beside {
-    /// It is work itself.
+    /// The task is work itself.
     Work,
-    /// An exchange that the rank waits for.
+    /// An exposed exchange.
     Nothing,
-    /// An exchange beside the work that needs it.
+    /// An exchange that overlaps with the work that needs its result.
     Next,
-    /// An exchange beside the work that made it.
+    /// An exchange that overlaps with the work that made its operand.
     Last,
 }
 
-/// What a rank that does tasks one after the other finds an exchange to take.
+/// Events in the order of tasks, for callers that attribute exposed time to exchanges.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Waited {
-    /// It waits so long for an exchange, given by its place among the tasks, which takes so long.
+    /// Exchange number `task` takes `seconds`, of which the rank waits `exposed_s`.
     For { task: usize, seconds: f64, exposed_s: f64 },
-    /// An exchange that takes so long goes on beside the next work.
+    /// Exchange number `task` takes `seconds` and overlaps with the next work.
     Beside { task: usize, seconds: f64 },
-    /// That work is done, and those beside it take so much longer.
+    /// The next work is done, and the exchanges that overlap with it take `exposed_s` longer.
     After { exposed_s: f64 },
 }
 
 impl PassCost {
-    /// Of tasks that are done one after the other.
+    /// Sums up tasks that run one after the other.
     pub(super) fn of<'t>(tasks: impl IntoIterator<Item = &'t Timed>) -> Self {
         Self::told(tasks, |_| {})
     }
 
-    /// The same, telling `tell` of each exchange.
+    /// Sums up tasks that run one after the other, and reports each exchange to `tell`.
     pub(super) fn told<'t>(tasks: impl IntoIterator<Item = &'t Timed>, mut tell: impl FnMut(Waited)) -> Self {
         let mut cost = Self::default();
-        // What the last task took that a sum may go beside, and what goes beside the next one.
+        // Time of the last work that is left to overlap with, and of exchanges that overlap with the next.
         let (mut before, mut waiting) = (0.0, 0.0);
         for (task, Timed { seconds, filled_s, beside }) in tasks.into_iter().enumerate() {
             let (seconds, beside) = (*seconds, *beside);

@@ -1,5 +1,5 @@
-//! A model's work with what each task of it takes: reckoned once for ranks that share the model in one way, whatever the stages of their
-//! pipeline, its schedule and the sharing of state are. A search asks for thousands of steps of each.
+//! A model's work with predicted task times. It is computed once per tensor-, context- and expert-parallel layout, since it depends on
+//! neither stages, schedule nor ZeRO. A search predicts thousands of steps from each.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -10,14 +10,14 @@ use crate::predict::tasks::{PassCost, Timed, Worker};
 use lockstep_plan::work::{Collective, Exchange, ModelWork, Peers, UnitElements, UnitWork};
 use lockstep_plan::{Axis, DType, ExpertAxis, Mesh};
 
-/// A unit's tasks with what they take on one kind of node.
+/// Tasks of a unit with their times on one kind of node.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct TimedUnit {
     pub(super) forward: Vec<Timed>,
     pub(super) backward: Vec<Timed>,
     pub(super) backward_inputs: Vec<Timed>,
     pub(super) backward_weights: Vec<Timed>,
-    /// Seconds of a forward and of a whole backward by themselves.
+    /// Seconds of a forward and of a whole backward on their own.
     seconds: [f64; 2],
 }
 
@@ -28,7 +28,7 @@ struct OnNodes {
     elements: UnitElements,
 }
 
-/// A model on one of the ranks that share it, with what its tasks take.
+/// Work of a model on one rank, with predicted task times on every kind of node.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TimedModel {
     distinct: Vec<Rc<OnNodes>>,
@@ -39,8 +39,8 @@ pub struct TimedModel {
 }
 
 impl TimedModel {
-    /// What `work` takes on each kind of the cluster's nodes, shared as `mesh` says: of that only what the recording depends on counts
-    /// and, where ranks are cores of a host, how many of them there are.
+    /// Predicts the task times of `work` on each kind of node of the cluster. Of `mesh`, only the degrees that the recording depends on
+    /// matter; on CPUs, the number of ranks matters too.
     pub fn new(cluster: &Cluster, work: &ModelWork, mesh: &Mesh) -> Self {
         let exchange = |exchange: &Exchange| exchange_time(cluster, mesh, exchange);
         let workers: Vec<Worker<'_>> = (0..cluster.nodes.len())
@@ -59,7 +59,7 @@ impl TimedModel {
         }
     }
 
-    /// The same with some units as they are in another recording of the same model: blocks that forget something else.
+    /// Returns the model with `units` replaced by those of another recording of it, whose blocks recompute something else.
     #[must_use]
     pub fn with(&self, units: Range<usize>, other: &Self) -> Self {
         let mut mixed = self.clone();
@@ -71,24 +71,24 @@ impl TimedModel {
         mixed
     }
 
-    /// Type of weights and values.
+    /// Returns the dtype of weights and values.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Number of units.
+    /// Returns the number of units.
     pub fn units(&self) -> usize {
         self.of_unit.len()
     }
 
-    /// Seconds of a forward and of a whole backward of each unit, exchanges included, on a kind of node, given by its number among
-    /// the cluster's.
+    /// Returns the seconds of a forward and of a whole backward of each unit, communication included; `kind` is the index of the kind of
+    /// node.
     pub fn unit_seconds(&self, kind: usize) -> Vec<[f64; 2]> {
         (0..self.units()).map(|unit| self.on(unit, kind).seconds).collect()
     }
 
-    /// Seconds of a forward and a whole backward through consecutive units on a kind of node, exchanges included. At most the sum of
-    /// [`TimedModel::unit_seconds`]: an exchange at the end of a unit overlaps with the work of the next one.
+    /// Returns the seconds of a forward and a whole backward through consecutive units on a kind of node, communication included. At most
+    /// the sum of [`TimedModel::unit_seconds`]: a collective at the end of a unit overlaps with the next one's work.
     pub fn pass_seconds(&self, units: Range<usize>, kind: usize) -> f64 {
         let seconds = |tasks: fn(&TimedUnit) -> &Vec<Timed>| {
             PassCost::of(units.clone().flat_map(|unit| tasks(self.on(unit, kind)))).seconds()
@@ -96,12 +96,12 @@ impl TimedModel {
         seconds(|unit| &unit.forward) + seconds(|unit| &unit.backward)
     }
 
-    /// Elements of a unit's parameters.
+    /// Returns the elements of a unit's parameters.
     pub fn elements(&self, unit: usize) -> UnitElements {
         self.distinct[self.of_unit[unit]].elements
     }
 
-    /// Which distinct units these are: equal for ranges that do the same.
+    /// Returns the index of the distinct unit of each of `units`; ranges with equal indices have equal work.
     pub fn kinds_of_units(&self, units: Range<usize>) -> &[usize] {
         &self.of_unit[units]
     }
@@ -125,13 +125,13 @@ impl TimedUnit {
     }
 }
 
-/// What a rank on a kind of node computes with. Where there are fewer ranks than a host's cores, each has several.
+/// Returns the device of a rank on a kind of node. If there are fewer ranks than a host's cores, each has several cores.
 pub fn device<'c>(cluster: &'c Cluster, mesh: &Mesh, kind: usize) -> Cow<'c, Device> {
     let node = &cluster.nodes[kind];
     node.device_of(cluster.ranks_of_a_node(node, mesh.world_size()))
 }
 
-/// The number of the kind of node, among those on which the ranks of a pipeline's place live, whose devices take longest for a product.
+/// Returns the index of the slowest kind of node, by the rate of GEMMs, among those that the ranks of a pipeline rank are on.
 pub fn slowest_kind(cluster: &Cluster, mesh: &Mesh, dtype: DType, pipeline_rank: usize) -> usize {
     if cluster.nodes.len() == 1 {
         return 0;
@@ -144,7 +144,7 @@ pub fn slowest_kind(cluster: &Cluster, mesh: &Mesh, dtype: DType, pipeline_rank:
     kinds_of(cluster, mesh, pipeline_rank).reduce(slower).unwrap_or(0)
 }
 
-/// The numbers of the kinds of nodes on which the ranks of a pipeline's place live.
+/// Returns the indices of the kinds of nodes that the ranks of a pipeline rank are on.
 pub fn kinds_of(cluster: &Cluster, mesh: &Mesh, pipeline_rank: usize) -> impl Iterator<Item = usize> {
     let of_a_stage = mesh.world_size() / mesh.ranks().degree(Axis::Pipeline).max(1);
     let ranks = pipeline_rank * of_a_stage..(pipeline_rank + 1) * of_a_stage;
@@ -156,7 +156,7 @@ pub fn kinds_of(cluster: &Cluster, mesh: &Mesh, pipeline_rank: usize) -> impl It
     })
 }
 
-/// What an exchange inside a pass takes.
+/// Returns the time of an exchange inside a pass.
 fn exchange_time(cluster: &Cluster, mesh: &Mesh, exchange: &Exchange) -> LinkTime {
     let mut time = LinkTime::default();
     for Leg { collective, bytes, size, stride } in legs(cluster, mesh, exchange) {
@@ -165,7 +165,7 @@ fn exchange_time(cluster: &Cluster, mesh: &Mesh, exchange: &Exchange) -> LinkTim
     time
 }
 
-/// A collective among ranks each of which is `stride` after the other.
+/// One collective of an exchange, among ranks at distances of `stride`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Leg {
     pub(super) collective: Collective,
@@ -174,7 +174,8 @@ pub(super) struct Leg {
     pub(super) stride: usize,
 }
 
-/// The collectives that an exchange is made of: one, unless rows go to experts whose matrices several ranks share, and these gather them.
+/// Returns the collectives that an exchange consists of. It is one, except for tensor-parallel experts whose group dispatches each token
+/// once and then gathers it.
 pub(super) fn legs(
     cluster: &Cluster,
     mesh: &Mesh,
@@ -185,7 +186,7 @@ pub(super) fn legs(
     let is_gathered = peers == Peers::Expert && parts > 1 && cluster.software.style().gathers_for_experts;
     let bytes = bytes as f64;
     let (size, stride) = group_of(mesh, peers);
-    // A scatter of sums takes what a gather does.
+    // A reduce-scatter takes as long as an all-gather.
     let [sent, gathered] = if is_gathered {
         let sent = Leg { collective, bytes: bytes / parts as f64, size: ranks, stride: parts };
         [Some(sent), Some(Leg { collective: Collective::AllGather, bytes, size: parts, stride: 1 })]
@@ -195,7 +196,7 @@ pub(super) fn legs(
     [sent, gathered].into_iter().flatten().filter(|leg| leg.size > 1)
 }
 
-/// How many ranks exchange something, and how far each is from the one before.
+/// Returns the size and the stride of the group that an exchange runs in.
 pub(super) fn group_of(mesh: &Mesh, peers: Peers) -> (usize, usize) {
     let (view, experts) = (mesh.ranks(), mesh.experts());
     let (tensor, context) = (view.degree(Axis::Tensor), view.degree(Axis::Context));
@@ -208,7 +209,7 @@ pub(super) fn group_of(mesh: &Mesh, peers: Peers) -> (usize, usize) {
     }
 }
 
-/// What a collective of `size` ranks takes, each `stride` after the other.
+/// Returns the time of a collective of `size` ranks at distances of `stride`.
 pub(super) fn among(
     cluster: &Cluster,
     collective: Collective,
@@ -234,7 +235,7 @@ mod tests {
         Exchange { peers, collective, bytes, is_beside: false, is_for_host }
     }
 
-    /// Four ranks share each matrix of eight experts, one for each node.
+    /// Each node has one of eight experts, whose matrices four ranks shard.
     #[test]
     fn ranks_that_share_an_expert_gather_its_tokens_in_megatron_core() {
         let degrees = Degrees { shard: 8, tensor: 4, expert: 8, expert_tensor: 4, ..Degrees::default() };

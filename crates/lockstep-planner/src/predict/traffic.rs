@@ -1,9 +1,9 @@
-//! What a rank sends in a step: over which links, how long that takes, and how much of it the rank waits for.
+//! Communication of a rank in a step: bytes over each link, duration, and exposed time, by kind.
 //!
-//! The same exchanges as in the prediction of the step, told apart by who takes part. So what is waited for adds up to the parts of
-//! [`StepPrediction`](crate::predict::StepPrediction): exchanges inside passes to `exchange_ms` and `gradients_ms`, but for
-//! [`StepTraffic::shared_ms`], for which several kinds wait together. Messages between stages are part of `bubble_ms`. The norm's
-//! eight bytes, which the update waits for, are left out.
+//! These are the exchanges of the step-time prediction, told apart by their group. So the exposed times add up to parts of
+//! [`StepPrediction`](crate::predict::StepPrediction): `exchange_ms` and `gradients_ms`, except for [`StepTraffic::shared_ms`], in which
+//! several kinds wait for the same link. Messages between stages are part of `bubble_ms`. The eight bytes of the gradient norm, which the
+//! optimizer step waits for, are omitted.
 
 use std::ops::Range;
 
@@ -16,27 +16,27 @@ use lockstep_plan::Axis;
 use lockstep_plan::schedule::{Action, CostsError, Schedule};
 use lockstep_plan::work::{Collective, Exchange, Labor, ModelWork, Peers, Task, UnitWork};
 
-/// What is sent.
+/// Kind of communication.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Sent {
-    /// Values and their gradients, to ranks that share the matrices of a block.
+    /// Activations and their gradients within the tensor-parallel group.
     Tensor,
-    /// Keys, values and heads, to ranks that share each sequence.
+    /// Keys, values and heads within the context-parallel group.
     Context,
-    /// Values, to ranks of both axes together.
+    /// Activations within the tensor-parallel and context-parallel groups together.
     TensorAndContext,
-    /// Tokens, to the ranks that have their experts.
+    /// Tokens to and from the ranks of their experts.
     Experts,
-    /// Values and their gradients, to the next stage and to the one before.
+    /// Activations and their gradients between pipeline stages.
     Messages,
-    /// Weights that ranks share out.
+    /// All-gathers of sharded weights.
     Weights,
-    /// Gradients that are summed over parts of the batch.
+    /// Gradient reductions over data-parallel and context-parallel ranks.
     Gradients,
 }
 
 impl Sent {
-    /// All of them.
+    /// All kinds of communication.
     pub const ALL: [Self; 7] = [
         Self::Tensor,
         Self::Context,
@@ -47,7 +47,7 @@ impl Sent {
         Self::Gradients,
     ];
 
-    /// In a word or a few.
+    /// Returns the name in reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Tensor => "tensor",
@@ -72,48 +72,48 @@ impl From<Peers> for Sent {
     }
 }
 
-/// What a rank sends of one kind in a step.
+/// Communication of one kind by a rank in a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Traffic {
-    /// What it is.
+    /// Kind of communication.
     pub sent: Sent,
-    /// Ranks that exchange it with each other: of several groups those of the largest.
+    /// Size of the group; if there are several groups, that of the largest.
     pub ranks: usize,
-    /// Bytes over each level of the cluster's links, on average over the ranks of a group.
+    /// Bytes over each level of the cluster's links, averaged over the ranks of a group.
     pub bytes: [f64; MAX_LEVELS],
-    /// What that takes, hidden or not.
+    /// Duration, overlapped or exposed.
     pub busy_ms: f64,
-    /// What the rank waits for it; of messages, what its passes end earlier without.
+    /// Exposed time; for messages, the time by which the passes would end earlier without them.
     pub exposed_ms: f64,
 }
 
 impl Traffic {
-    /// Bytes over all levels.
+    /// Returns the bytes over all levels.
     pub fn total_bytes(&self) -> f64 {
         self.bytes.iter().sum()
     }
 
-    /// The share of its time that work hides, between 0 and 1. Messages may hold up a rank longer than its own take.
+    /// Returns the fraction of the duration that is overlapped, from 0 to 1. Messages may delay a rank by more than their own duration.
     pub fn hidden(&self) -> f64 {
         if self.busy_ms > 0.0 { (1.0 - self.exposed_ms / self.busy_ms).clamp(0.0, 1.0) } else { 1.0 }
     }
 }
 
-/// What the rank sends that is busy longest: the one whose time [`StepPrediction`](crate::predict::StepPrediction) tells.
+/// Communication of the rank that ends last, whose times [`StepPrediction`](crate::predict::StepPrediction) has.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepTraffic {
-    /// Its place in the pipeline.
+    /// Pipeline rank that ends last.
     pub pipeline_rank: usize,
-    /// Each kind that there is anything of, in the order of [`Sent`].
+    /// Kinds of communication with any duration, in the order of [`Sent`].
     pub kinds: Vec<Traffic>,
-    /// What it waits beside, because several of these are to go over one level of links at once: a link carries one after the other.
+    /// Additional exposed time due to contention: several kinds use one level of links at once, which carries one after the other.
     pub shared_ms: f64,
 }
 
-/// What a step sends of a model's work, laid out so on a cluster.
+/// Predicts the communication of a step of a model's work with this layout on a cluster.
 ///
 /// # Errors
-/// Stages that are not those of the schedule.
+/// If the layout's stages are not those of its schedule.
 pub fn traffic(cluster: &Cluster, work: &ModelWork, shape: PlanShape<'_>) -> Result<StepTraffic, CostsError> {
     let model = TimedModel::new(cluster, work, &shape.layout.mesh);
     let step = Step::new(cluster, &model, shape);
@@ -137,7 +137,7 @@ pub fn traffic(cluster: &Cluster, work: &ModelWork, shape: PlanShape<'_>) -> Res
     })
 }
 
-/// What was counted so far, each kind at its place in [`Sent::ALL`].
+/// Sums so far; each kind is at its index in [`Sent::ALL`].
 struct Sums([Traffic; Sent::ALL.len()]);
 
 impl Default for Sums {
@@ -166,10 +166,10 @@ impl Traffic {
     }
 }
 
-/// The tasks of a pass of a unit, and what they take.
+/// Accessors of the tasks of one pass of a unit, and of their times.
 type TasksOf = (fn(&UnitWork) -> &Vec<Task>, fn(&TimedUnit) -> &Vec<Timed>);
 
-/// A rank of the pipeline whose exchanges are counted.
+/// A pipeline rank whose communication is summed.
 struct RankTraffic<'s, 'a> {
     step: &'s Step<'a>,
     work: &'s ModelWork,
@@ -188,7 +188,7 @@ impl RankTraffic<'_, '_> {
         self.step.schedule().is_some_and(splits)
     }
 
-    /// Exchanges inside passes.
+    /// Adds the exchanges inside passes.
     fn add_passes(&self, sums: &mut Sums) {
         let whole: [TasksOf; 2] =
             [(|unit| &unit.forward, |unit| &unit.forward), (|unit| &unit.backward, |unit| &unit.backward)];
@@ -230,7 +230,7 @@ impl RankTraffic<'_, '_> {
                 beside.extend(add(task, seconds, 0.0).map(|sent| (sent, seconds)))
             }
             Waited::After { exposed_s } => {
-                // Of those that went beside the same work each is waited for as it takes.
+                // Exposed time is divided among exchanges that overlap with the same work, in proportion to their duration.
                 let all: f64 = beside.iter().map(|(_, seconds)| seconds).sum();
                 let share = |(sent, seconds): (Sent, f64)| (sent, exposed_s * seconds / all);
                 exposed_beside.extend(beside.drain(..).filter(|_| exposed_s > 0.0).map(share));
@@ -261,7 +261,7 @@ impl RankTraffic<'_, '_> {
         cluster.sent_bytes(collective, bytes, &cluster.placement(size, stride))
     }
 
-    /// Sums of gradients and gathers of weights.
+    /// Adds gradient reductions and weight gathers.
     fn add_state(&self, stages: &[StagePrediction], state: &StateCost, end: &RankEnd, sums: &mut Sums) {
         let Step { shape, .. } = self.step;
         let gathers = if shape.gathers_once { 1.0 } else { 2.0 * self.micro_batches() };
@@ -285,16 +285,16 @@ impl RankTraffic<'_, '_> {
         }
     }
 
-    /// What passes of a stage take longer because weights are gathered and gradients summed beside them.
+    /// Adds the time by which a stage's passes are longer because of gathers and reductions that overlap with them.
     fn add_state_of_passes(&self, stage: usize, with_state: &StagePrediction, sums: &mut Sums) {
         let passes =
             self.step.passes(self.step.shape.layout.stages[stage].clone(), self.step.kinds[self.rank]);
         let micro_batches = self.micro_batches();
-        // Rounding may leave a little where there is nothing.
+        // Rounding may leave a small difference where there is none.
         let more = |with: &PassCost, without: &PassCost| {
             let more =
                 |with: f64, without: f64| if with > without { (with - without) * micro_batches } else { 0.0 };
-            // What several wait for together is told by itself.
+            // Contention is reported separately.
             let exposed_s = with.exposed_s - with.shared_s;
             [more(with.exchange_s, without.exchange_s), more(exposed_s, without.exposed_s)]
         };
@@ -314,7 +314,7 @@ impl RankTraffic<'_, '_> {
         }
     }
 
-    /// Messages between stages, which hold up the rank so long.
+    /// Adds the messages between stages, which delay the rank by `exposed_s`.
     fn add_messages(&self, schedule: &Schedule, exposed_s: f64, sums: &mut Sums) {
         let step = self.step;
         let sends =
@@ -329,7 +329,7 @@ impl RankTraffic<'_, '_> {
         let messages = sums.of(Sent::Messages);
         messages.send(view.degree(Axis::Pipeline), sends, sent);
         if is_sliced {
-            // Who gets slices gathers them.
+            // The receiving ranks all-gather the slices.
             let whole = step.model.boundary_bytes as f64;
             let gathered = self.sent_bytes(Collective::AllGather, whole, view.degree(Axis::Tensor), 1);
             messages.send(1, sends, gathered);

@@ -1,13 +1,11 @@
-//! The search for the best plan: everything that can be chosen, in the order of the least that it could cost, until nothing that is left
-//! could be better.
+//! Search for the best plan: a branch-and-bound search over all choices, in order of their lower bounds.
 //!
-//! A [`Space`] lists every [`Candidate`]: each way to make a mesh of the devices, with each ZeRO stage, micro-batch, schedule and
-//! recomputation that fits the model and the batch. A [`Subject`] knows for each a *bound*, which costs microseconds and is never above
-//! what the candidate comes to, and the *value* itself, which costs milliseconds: the memory of every rank and the simulated step.
-//! Candidates are valued in ascending order of their bounds. When as many as are wanted are known to be better than the next bound, the
-//! search ends, and no candidate that was not looked at could have been among them (branch and bound: Land and Doig 1960). So the
-//! result is that of an exhaustive search of the same space: its gap is 0, and a test holds it to that. A search that an [`Observer`] stops
-//! before returns the best so far, with the gap that is left.
+//! A [`Space`] lists every [`Candidate`]: each mesh of the devices, with each ZeRO stage, micro-batch size, schedule and recomputation
+//! that fits the model and the batch. A [`Subject`] computes a lower *bound* of each, which takes microseconds, and the *value* itself,
+//! which takes milliseconds: the memory of every rank and the simulated step. Candidates are valued in ascending order of their bounds.
+//! When as many as are wanted are better than the next bound, the search ends: no remaining candidate can be among the best (branch and
+//! bound: Land and Doig 1960). So the result equals that of an exhaustive search of the same space, with a gap of 0, as a test checks. If
+//! an [`Observer`] stops the search early, it returns the best so far, with the remaining gap.
 
 mod space;
 
@@ -18,34 +16,34 @@ use lockstep_plan::{
 
 pub use space::Space;
 
-/// A point of the search space: the choices that [`Candidate::plan`] makes a plan of. A search holds hundreds of thousands of them.
+/// A point of the search space: the choices that [`Candidate::plan`] turns into a plan. A search has hundreds of thousands of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Candidate {
-    /// How the devices are laid out.
+    /// Degrees of the mesh.
     pub degrees: Degrees,
-    /// What is shared out over the shard axis.
+    /// ZeRO stage over the shard and context axes.
     pub zero_stage: ZeroStage,
-    /// Sequences of a micro-batch.
+    /// Micro-batch size in sequences.
     pub micro_batch: usize,
-    /// Whether tensor-parallel ranks split norms and residuals along the sequence.
+    /// True for sequence parallelism.
     pub sequence_parallel: bool,
-    /// How ranks that share sequences reach each other's parts; of no meaning where none do.
+    /// Algorithm of context-parallel attention; ignored if the context degree is 1.
     pub context_method: ContextMethod,
-    /// What the ranks of a pipeline do, and stages on each.
+    /// Pipeline schedule, and stages per rank.
     pub schedule: (Kind, usize),
-    /// What blocks forget, at most.
+    /// Recomputation of every block; the most that any block does.
     pub recompute: Recompute,
-    /// The kinds of state that are offloaded, and where to.
+    /// Kinds of state that are offloaded, and their destinations.
     pub offload: Offload,
 }
 
 impl Candidate {
-    /// Micro-batches of each part of a batch of so many sequences.
+    /// Returns the number of micro-batches of each data-parallel rank.
     pub fn micro_batches(&self, global_batch: usize) -> usize {
         global_batch / (self.degrees.replicate * self.degrees.shard) / self.micro_batch
     }
 
-    /// The plan of these choices; what is no choice is that of `base`, and stages are left open.
+    /// Returns the plan of these choices. Everything else is taken from `base`, and stages are left open.
     pub fn plan(&self, base: &Plan) -> Plan {
         let (kind, chunks) = self.schedule;
         let chunks = (self.degrees.pipeline > 1).then_some(chunks);
@@ -68,76 +66,76 @@ impl Candidate {
     }
 }
 
-/// Why a candidate is none.
+/// Reason why a candidate is infeasible.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rejection {
-    /// A rank needs more than its device has.
+    /// A rank does not fit the memory of its device.
     Memory {
-        /// Which stage of the pipeline it is.
+        /// Pipeline stage of the rank.
         stage: usize,
-        /// Bytes that it needs.
+        /// Bytes that the rank needs.
         needed: u64,
-        /// Bytes that there are.
+        /// Bytes that are available.
         available: u64,
-        /// The category that takes most.
+        /// Category with the most bytes.
         most: lockstep_plan::MemoryCategory,
     },
-    /// A rank's share of host memory or disk has no room for its offloaded state.
+    /// The offloaded state of a rank does not fit its part of host memory or disk.
     Room {
-        /// Host memory or disk.
+        /// Place that is too small: host memory or disk.
         place: Residence,
-        /// Bytes that it needs.
+        /// Bytes that the rank needs.
         needed: u64,
-        /// Bytes that there are.
+        /// Bytes that are available.
         available: u64,
     },
-    /// Its stages, or something else of it, do not fit the model.
+    /// The stages, or other choices, do not fit the model.
     Invalid,
-    /// It was found to be worse than as many others as are wanted before it was looked at in full.
+    /// The candidate turned out to be worse than the wanted number of others before it was fully valued.
     Worse,
 }
 
-/// Who knows what candidates come to.
+/// Cost model of candidates.
 pub trait Subject {
-    /// What a candidate comes to in full.
+    /// Full result of a candidate.
     type Value;
 
-    /// The least that a candidate can come to; none if it cannot be.
+    /// Returns a lower bound of the candidate's objective; `None` if the candidate is infeasible.
     fn bound(&mut self, candidate: &Candidate) -> Option<f64>;
 
-    /// What it comes to: a number that is better the less it is, and what stands behind it. What comes to `limit` or more need not be
-    /// looked at to the end.
+    /// Returns the objective, of which less is better, and the full result. Candidates whose objective is `limit` or more need not be
+    /// valued fully.
     ///
     /// # Errors
-    /// Why it is no choice.
+    /// If the candidate is infeasible, or is found to be worse than `limit`.
     fn value(&mut self, candidate: &Candidate, limit: f64) -> Result<(f64, Self::Value), Rejection>;
 }
 
 /// A candidate that was valued.
 #[derive(Debug, Clone)]
 pub struct Found<V> {
-    /// Which.
+    /// Choices of the candidate.
     pub candidate: Candidate,
-    /// The number that it was ranked by.
+    /// Objective that it was ranked by.
     pub objective: f64,
-    /// What it comes to.
+    /// Full result of the candidate.
     pub value: V,
 }
 
-/// What a search has come to.
+/// Result of a search.
 #[derive(Debug, Clone)]
 pub struct Ranking<V> {
-    /// The best, best first.
+    /// Best candidates, best first.
     pub best: Vec<Found<V>>,
-    /// The best candidates that were rejected, by the least that they could have come to, with that and the reason.
+    /// Candidates rejected for memory or room, each with its bound and the reason, in ascending order of bounds.
     pub rejected: Vec<(Candidate, f64, Rejection)>,
-    /// How many candidates there are.
+    /// Number of candidates with a bound; the others are infeasible.
     pub candidates: usize,
-    /// How many of them were valued.
+    /// Number of candidates that were valued.
     pub valued: usize,
-    /// Whether the observer stopped the search.
+    /// True if the observer stopped the search.
     pub is_stopped: bool,
-    /// By what share a candidate that was not looked at could be better than the best; 0 if the search was not stopped.
+    /// Maximum fraction by which a remaining candidate could be better than the best; 0 if the search was not stopped.
     pub gap: f64,
 }
 
@@ -147,22 +145,22 @@ impl<V> Ranking<V> {
     }
 }
 
-/// How far a search is.
+/// Progress of a search.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Progress {
-    /// Number of candidates, if all of them are bounded.
+    /// Number of candidates; `None` until all are bounded.
     pub candidates: Option<usize>,
-    /// Number of candidates looked at so far: bounded, or where all are, valued.
+    /// Number of candidates that were bounded so far, or valued once all are bounded.
     pub done: usize,
-    /// The best objective so far.
+    /// Best objective so far.
     pub best: Option<f64>,
-    /// A lower bound of the objective of every candidate that is left.
+    /// Lower bound of the objective of all remaining candidates.
     pub bound: Option<f64>,
 }
 
-/// Told of a search's progress every few candidates; says whether the search goes on.
+/// Receives the progress of a search every few candidates, and may stop it.
 pub trait Observer {
-    /// Whether the search goes on.
+    /// Returns true if the search may continue.
     fn goes_on(&mut self, progress: Progress) -> bool;
 }
 
@@ -179,13 +177,13 @@ impl<F: FnMut(Progress) -> bool> Observer for F {
     }
 }
 
-/// Rejected candidates that are told.
+/// Maximum number of rejected candidates in a ranking.
 const MOST_REJECTED: usize = 32;
 
-/// Bounds computed, and candidates valued, between two looks at the observer.
+/// Number of bounds computed, and of candidates valued, between two calls of the observer.
 const BETWEEN_LOOKS: [usize; 2] = [256, 1];
 
-/// The `top` best of some candidates, or of those that were looked at until `observer` stopped the search.
+/// Returns the `top` best candidates, or the best of those that were valued before `observer` stopped the search.
 pub fn search<S: Subject>(
     candidates: impl IntoIterator<Item = Candidate>,
     top: usize,
@@ -198,7 +196,7 @@ pub fn search<S: Subject>(
     for (done, candidate) in candidates.into_iter().enumerate() {
         let progress = Progress { candidates: None, done, best: None, bound: None };
         if done.is_multiple_of(BETWEEN_LOOKS[0]) && !observer.goes_on(progress) {
-            // Of what was left out before it was bounded nothing is known.
+            // Nothing is known about candidates without a bound.
             left = Some(0.0);
             break;
         }

@@ -1,36 +1,36 @@
-//! Everything that can be chosen for a model, a batch and so many devices.
+//! Search space: all choices for a model, a batch and a number of devices.
 
 use super::Candidate;
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::{ContextMethod, Degrees, Facts, Offload, Recompute, Residence, ZeroStage};
 
-/// Ranks that share a block or a sequence at most: beyond, what each has of a matrix is no work for a device.
+/// Maximum tensor-parallel and context-parallel degree; beyond it, a rank's part of a matrix is too small for a device.
 const MOST_SHARERS: usize = 64;
-/// The most sequences of a micro-batch that are tried.
+/// Maximum micro-batch size that is tried, in sequences.
 const LARGEST_MICRO_BATCH: usize = 64;
-/// Stages on each rank that are tried, where a schedule takes any number.
+/// Maximum stages per rank that are tried, if a schedule allows any number.
 const MOST_CHUNKS: usize = 8;
 
-/// What there is to choose from.
+/// Search space of a model on a number of devices.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Space {
-    /// The model and the batch; `world_size` is the number of devices.
+    /// Facts about the model and the batch; `world_size` is the number of devices.
     pub facts: Facts,
-    /// Devices of a node: ranks that share out state may be those of a node alone.
+    /// Devices per node; shard groups within a node are tried as well.
     pub devices_of_a_node: usize,
-    /// Sequences of a micro-batch, where somebody has said how many.
+    /// Micro-batch size in sequences; `None` to search for it.
     pub micro_batch: Option<usize>,
-    /// Whether values between blocks are also tried whole on each of the ranks that share these. Split, the same bytes go between the
-    /// ranks, and less memory and work is left; but of a host's ranks exchanges of rows cost more than they save.
+    /// True to try tensor parallelism without sequence parallelism as well. Sequence parallelism has the same communication volume and
+    /// less memory and work; but on CPUs, collectives of rows cost more than they save.
     pub tries_whole_tokens: bool,
-    /// How ranks that share sequences may reach each other's parts; the first where none do.
+    /// Algorithms of context-parallel attention to try; only the first if the context degree is 1.
     pub context_methods: Vec<ContextMethod>,
-    /// What may be offloaded: each of these is tried where the engine can carry it out.
+    /// Offloads to try, where the engine supports them.
     pub offloads: Vec<Offload>,
 }
 
 impl Space {
-    /// Every candidate.
+    /// Returns every candidate.
     pub fn candidates(&self) -> Vec<Candidate> {
         let mut all = Vec::new();
         for degrees in self.meshes() {
@@ -62,7 +62,7 @@ impl Space {
         all
     }
 
-    /// Whether a candidate is one of [`Space::candidates`].
+    /// Returns true if a candidate is one of [`Space::candidates`].
     pub fn contains(&self, candidate: &Candidate) -> bool {
         let Candidate {
             degrees,
@@ -91,8 +91,8 @@ impl Space {
             && self.residences(degrees, *zero_stage).any(|one| one == offload)
     }
 
-    /// What may be offloaded under a ZeRO stage: weights only if no rank keeps those that others update, gradients only if no other rank keeps
-    /// the same.
+    /// Returns the offloads that are valid under a ZeRO stage. Weights are only offloaded if no rank keeps those that others update,
+    /// gradients only if no other rank keeps the same ones.
     fn residences(&self, degrees: &Degrees, zero_stage: ZeroStage) -> impl Iterator<Item = &Offload> {
         let keeps_others = degrees.replicates_parameters(zero_stage.number());
         let has_own_gradients = degrees.replicate == 1 && !degrees.replicates_gradients(zero_stage.number());
@@ -102,7 +102,7 @@ impl Space {
         })
     }
 
-    /// Every way to lay out the devices.
+    /// Returns every mesh of the devices.
     pub fn meshes(&self) -> Vec<Degrees> {
         let facts = &self.facts;
         let mut meshes = Vec::new();
@@ -140,7 +140,7 @@ impl Space {
 
     fn splits_tensors(&self, tensor: usize) -> bool {
         let Facts { intermediate, vocab, step, experts, .. } = self.facts;
-        // Tensor ranks share out the tokens that they bring to experts.
+        // Tensor-parallel ranks shard the tokens that they send to experts.
         let shares_tokens = experts == 0 || step.seq_len.is_multiple_of(tensor);
         (tensor == 1 || !self.facts.step.updates_whole_matrices)
             && tensor <= MOST_SHARERS
@@ -158,7 +158,7 @@ impl Space {
                 && seq_len.is_multiple_of(context * tensor))
     }
 
-    /// How many of the parts of the batch may share out state: none, all, or those of a node.
+    /// Returns the sizes of shard groups to try: 1, those within a node, and all data-parallel ranks.
     fn shards(&self, parts: usize, of_each: usize) -> impl Iterator<Item = usize> + use<> {
         let of_a_node = (self.devices_of_a_node / of_each.max(1)).max(1);
         let mut shards = vec![1];
@@ -199,7 +199,7 @@ impl Space {
             [ZeroStage::Nothing, ZeroStage::Optimizer, ZeroStage::Gradients, ZeroStage::Parameters];
         match (self.facts.step.updates_whole_matrices, degrees.shard, degrees.context) {
             (true, ..) | (false, 1, 1) => &[ZeroStage::Nothing],
-            // Ranks that share sequences share out the state as well.
+            // Context-parallel ranks shard the state as well.
             (false, 1, _) => &CONTEXT,
             _ => &SHARED,
         }
@@ -227,7 +227,7 @@ impl Space {
         }
     }
 
-    /// Tokens are exchanged for heads where there are as many for each rank.
+    /// Returns the context-parallel algorithms to try; all-to-all needs a multiple of the ranks as heads.
     fn methods(&self, degrees: &Degrees) -> impl Iterator<Item = ContextMethod> + use<'_> {
         let ranks = degrees.context * degrees.tensor;
         let can_share_heads = self.facts.heads.is_multiple_of(ranks);
@@ -243,13 +243,13 @@ impl Space {
         if ranks == 1 {
             return vec![(Kind::OneForwardOneBackward, 1)];
         }
-        // All forwards first, as GPipe, takes the time of 1F1B and more memory.
+        // GPipe takes the time of 1F1B and more memory.
         let kinds = Kind::ALL.into_iter().filter(|kind| *kind != Kind::GPipe);
         let chunks = |kind: Kind| {
             let (fewest, most) = kind.chunks();
             (fewest..=most.min(MOST_CHUNKS)).map(move |chunks| (kind, chunks))
         };
-        // Breadth-first with one chunk is GPipe.
+        // Looped breadth-first with one chunk is GPipe.
         let is_gpipe = |(kind, chunks): &(Kind, usize)| *kind == Kind::LoopedBreadthFirst && *chunks == 1;
         let fits = |(kind, chunks): &(Kind, usize)| {
             ranks * chunks <= self.facts.units() && kind.problems(ranks, micro_batches, *chunks).is_empty()

@@ -1,4 +1,4 @@
-//! Rules that need no model: of a plan by itself, and of the step that it lays out.
+//! Rules that need no model: about the plan itself, and about the optimizer step.
 
 use super::Rule;
 use crate::{
@@ -76,7 +76,7 @@ pub(in crate::plan) const ALONE: &[Rule<StepFacts>] = &[
     }),
 ];
 
-/// Returns the problem of a plan's format version; `None` for the version that this program reads.
+/// Returns the problem of a plan file's version; `None` for the version that this program reads.
 pub(in crate::plan) fn version(version: u32) -> Option<String> {
     (version != PLAN_VERSION).then(|| {
         format!("the plan's format has version {version}; this program reads version {PLAN_VERSION}")
@@ -89,7 +89,7 @@ fn at_least_one(name: &str, number: Option<usize>, found: &mut Vec<String>) {
     }
 }
 
-/// Data-parallel ranks, each of which reads its part of the batch; `None` if there are none, or too many to count.
+/// Returns the number of data-parallel ranks, each of which reads its part of the batch; `None` if it is 0 or overflows.
 fn parts(mesh: &Degrees) -> Option<usize> {
     mesh.replicate.checked_mul(mesh.shard).filter(|parts| *parts > 0)
 }
@@ -131,7 +131,7 @@ fn micro_batch_tokens(plan: &Plan, step: &StepFacts, found: &mut Vec<String>) {
     }
 }
 
-/// Ranks over which ZeRO shards the model's state.
+/// Returns the number of ranks over which ZeRO shards the model state.
 fn owners(mesh: &Degrees) -> usize {
     mesh.shard.saturating_mul(mesh.context)
 }
@@ -203,7 +203,7 @@ fn partitioned_activations(plan: &Plan, _: &StepFacts, found: &mut Vec<String>) 
     }
 }
 
-/// Adds a problem if matrices are cut and the optimizer needs them whole.
+/// Adds a problem if matrices are sharded and the optimizer needs them whole.
 fn whole_matrices(step: &StepFacts, is_cut: bool, how: &str, instead: &str, found: &mut Vec<String>) {
     if step.updates_whole_matrices && is_cut {
         let others = "\"adamw\", \"sgd\", \"lion\"";

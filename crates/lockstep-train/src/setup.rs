@@ -1,4 +1,4 @@
-//! From a configuration to a model and an engine for it.
+//! From a configuration to a model and its engine.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -28,23 +28,23 @@ use crate::{Error, Ranks};
 /// The model of a run.
 #[derive(Debug)]
 pub struct ResolvedModel {
-    /// Its configuration, with overrides and the run's dropout.
+    /// Configuration of the model, with overrides and the run's dropout.
     pub config: ModelConfig,
-    /// What of it is trained.
+    /// The part of the model that is trained.
     pub tuning: Tuning,
-    /// Where its first weights come from, if not from the initializers.
+    /// Directory of the initial weights; `None` if they come from the initializers.
     pub pretrained: Option<ModelDirectory>,
-    /// The adapter that training goes on from, if it does not begin anew.
+    /// The adapter that training continues from; `None` if it starts anew, or without one.
     pub adapter: Option<PeftAdapter>,
-    /// What a checkpoint says of the weights that it does not hold, once they have been read.
+    /// Record in checkpoints of the base weights that they do not hold, set once these have been read.
     pub(crate) base: OnceLock<BaseModel>,
 }
 
-/// The model that `[model]` describes.
+/// Returns the model that `[model]` describes.
 ///
 /// # Errors
-/// An unknown preset, a `config.json` that is not supported, overrides that do not fit, a sequence longer than the
-/// model's maximum, ranks that cannot share the model.
+/// If the preset is unknown, the `config.json` is not supported, overrides do not fit, sequences are longer than the model's
+/// maximum, or the plan does not fit the model.
 pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
     let (model, pretrained) = named_model(config)?;
     let mut problems = Vec::new();
@@ -63,10 +63,10 @@ pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
     Ok(ResolvedModel { config: model, tuning, pretrained, adapter, base: OnceLock::new() })
 }
 
-/// The model that `[model]` names, whether it fits the run or not, and the directory of its weights if it takes them from one.
+/// Returns the model that `[model]` names, without checking it against the run, and the directory of its weights if it has one.
 ///
 /// # Errors
-/// An unknown preset, a `config.json` that is not supported, overrides that do not fit.
+/// If the preset is unknown, the `config.json` is not supported, or overrides do not fit.
 pub(crate) fn named_model(config: &RunConfig) -> Result<(ModelConfig, Option<ModelDirectory>), Error> {
     let overrides = overrides_of(config);
     let mut pretrained = None;
@@ -96,13 +96,13 @@ pub(crate) fn named_model(config: &RunConfig) -> Result<(ModelConfig, Option<Mod
     Ok((model, pretrained))
 }
 
-/// The keys of the model that `[model]` changes.
+/// Returns the keys of the model that `[model]` overrides.
 pub(crate) fn overrides_of(config: &RunConfig) -> Map<String, Value> {
     let overrides = config.model.overrides.iter();
     overrides.map(|(key, value)| (key.clone(), serde_json::to_value(value).unwrap_or_default())).collect()
 }
 
-/// The micro-batch of a run, and the type that its kernels read.
+/// Returns the shape of a run's micro-batch, with the type that its kernels read.
 pub(crate) fn shape_of(config: &RunConfig) -> BlockShape {
     let dtype = match config.train.precision {
         Precision::F32 => DType::F32,
@@ -112,7 +112,7 @@ pub(crate) fn shape_of(config: &RunConfig) -> BlockShape {
     BlockShape { sequences: config.micro_batch(), seq_len: config.train.seq_len, dtype }
 }
 
-/// The settings of the run's engine that no plan depends on.
+/// Returns the engine's settings that do not depend on the plan.
 pub fn engine_options(config: &RunConfig) -> EngineOptions {
     let optimizer = &config.optimizer;
     EngineOptions {
@@ -141,14 +141,14 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
     }
 }
 
-/// What is wrong with a limit below what a unit reads.
+/// Returns the error for a limit on live parameters below what a unit reads.
 pub(crate) fn too_few_live(config: &RunConfig, few: TooFewLive) -> Error {
     let allowed = format!("{} or more, padding included", few.needed);
     let problem = config.problem("parallel.max_live_parameters", few.to_string(), allowed);
     Error::Configuration(problem.into())
 }
 
-/// How the engine keeps weights and optimizer state, and where.
+/// Returns the form and place in which the engine stores weights and optimizer state.
 fn storage(config: &RunConfig) -> Storage {
     let parallel = &config.parallel;
     Storage {
@@ -170,21 +170,21 @@ fn storage(config: &RunConfig) -> Storage {
     }
 }
 
-/// The directory of offloaded state.
+/// Returns the directory of offloaded state.
 pub(crate) fn offload_directory(config: &RunConfig) -> PathBuf {
     config.parallel.offload_dir.clone().unwrap_or_else(|| config.checkpoint.dir.clone())
 }
 
-/// Has state on disk lie where a directory is already: for what leaves nothing behind.
+/// Moves disk offload to the nearest directory that exists, for runs that leave nothing behind.
 pub fn offload_to_existing_directory(config: &mut RunConfig) {
     let directory = ScratchFile::existing_directory(&offload_directory(config));
     config.parallel.offload_dir = Some(directory);
 }
 
-/// An engine for the run; its weights are zero.
+/// Builds the engine of the run; its weights are zero.
 ///
 /// # Errors
-/// Out of memory, no threads.
+/// If memory or threads cannot be had, the plan does not fit, or the offload directory is in memory itself.
 pub(crate) fn build_engine(
     config: &RunConfig,
     model: &ResolvedModel,
@@ -205,7 +205,7 @@ pub(crate) fn build_engine(
     let builder = Engine::builder(&model.config, plan).tuning(&model.tuning).groups(groups);
     let engine = builder.options(engine_options(config)).build(arena);
     let mut engine = engine.map_err(|error| match error {
-        // How much a unit reads is known when the model is recorded.
+        // The parameters that a unit reads are known only after recording.
         EngineError::TooFewLive(few) => too_few_live(config, few),
         error => error.into(),
     })?;
@@ -220,10 +220,10 @@ pub(crate) fn build_engine(
     Ok(engine)
 }
 
-/// The weights that the run starts from: those of the model's directory, or what the initializers give.
+/// Loads the run's initial weights: those of the model's directory, or those of the initializers.
 ///
 /// # Errors
-/// Damaged weights.
+/// If the weights cannot be read, are damaged, or are those of another model.
 pub(crate) fn load_first_weights(
     config: &RunConfig,
     model: &ResolvedModel,
@@ -242,7 +242,7 @@ pub(crate) fn load_first_weights(
             })?;
             let path = std::path::absolute(directory.path()).unwrap_or_else(|_| directory.path().to_owned());
             if let Some(digest) = digest {
-                // It is read once; a second reading would find the same.
+                // The directory is read once; a second reading would find the same.
                 let _ = model.base.set(BaseModel { path, digest });
             }
             load_first_adapter(config, model, engine)
@@ -250,7 +250,7 @@ pub(crate) fn load_first_weights(
     }
 }
 
-/// The adapter that the run begins with: the one it goes on from, or what the initializers give.
+/// Loads the initial adapter: the one that training continues from, or that of the initializers.
 fn load_first_adapter(config: &RunConfig, model: &ResolvedModel, engine: &mut Engine) -> Result<(), Error> {
     let given: HashMap<&str, &[f32]> = model.adapter.iter().flat_map(PeftAdapter::parameters).collect();
     let is_adapter = |id: &ParameterId| Adapter::owns(&engine.records()[id.0].name);
@@ -264,19 +264,22 @@ fn load_first_adapter(config: &RunConfig, model: &ResolvedModel, engine: &mut En
     Ok(())
 }
 
-/// Takes weights by name.
+/// Callback that takes a parameter's name and values.
 type Sink<'s> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), Error>;
 
-/// Loads the weights that `read` hands over.
+/// Loads the weights that `read` passes to its callback.
+///
+/// # Errors
+/// If the weights lack a parameter of the model or have others.
 fn load_weights(engine: &mut Engine, read: impl FnOnce(Sink<'_>) -> Result<(), Error>) -> Result<(), Error> {
-    // Also those that other stages of a pipeline hold: this one passes them over.
+    // Includes parameters of other pipeline stages, which this rank skips.
     let owned = engine.records().iter().enumerate().filter(|(_, record)| record.tie.is_none());
     let ids: HashMap<String, ParameterId> =
         owned.map(|(index, record)| (record.name.clone(), ParameterId(index))).collect();
     let mut missing: BTreeSet<String> = ids.keys().filter(|name| !Adapter::owns(name)).cloned().collect();
     let mut left_over = Vec::new();
     read(&mut |name, values| -> Result<(), Error> {
-        // The directory was matched with its own configuration, which [model] may have changed.
+        // The directory was checked against its own configuration, which [model] may override.
         let Some(&id) = ids.get(name) else {
             left_over.push(name.to_owned());
             return Ok(());

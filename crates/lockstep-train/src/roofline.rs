@@ -74,7 +74,7 @@ pub struct Row {
     pub calls: usize,
     /// Bytes that it must move.
     pub bytes: u64,
-    /// Floating-point operations.
+    /// Floating-point operations of all calls.
     pub flops: u64,
     /// Time of all calls, in milliseconds.
     pub ms: f64,

@@ -20,7 +20,7 @@ use serde::Serialize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Decay {
-    /// No decay.
+    /// The rate stays at its peak.
     None,
     /// Linear, `1 - p`.
     Linear,

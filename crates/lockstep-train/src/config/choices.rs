@@ -54,7 +54,7 @@ choices! {
         /// By file name: `.jsonl` and `.ndjson` are JSON lines, a `.bin` is `indexed` if its `.idx` lies beside it and
         /// `tokens` otherwise, everything else is text.
         Auto = "auto",
-        /// UTF-8 text.
+        /// Plain text in UTF-8.
         Text = "text",
         /// One JSON object a line.
         JsonLines = "jsonl",
@@ -104,13 +104,13 @@ choices! {
 
     /// Method of f32 matrix products on a CPU with AMX.
     F32Products {
-        /// By bf16 tiles: each operand in three parts, six products summed in f32; as exact as FMA.
+        /// By bf16 tiles: each operand in three parts, six products summed in f32; at least as exact as FMA.
         Split = "split",
         /// By vector FMA, as on every other CPU.
         Fma = "fma",
     } later []
 
-    /// The optimizer.
+    /// Optimizer of the run.
     OptimizerKind {
         /// Adam with decoupled weight decay.
         AdamW = "adamw",
@@ -132,7 +132,7 @@ choices! {
 
     /// Type of moments and momentum.
     StatePrecision {
-        /// 32-bit floats.
+        /// 32-bit floats, f32.
         F32 = "f32",
         /// bfloat16, which halves their memory.
         BF16 = "bf16",
@@ -148,9 +148,9 @@ choices! {
 
     /// Decay of the learning rate after the warm-up.
     ScheduleKind {
-        /// No decay.
+        /// Constant at the peak.
         Constant = "constant",
-        /// Linear decay.
+        /// Linear decay after the warm-up.
         Linear = "linear",
         /// Decay along half a cosine.
         Cosine = "cosine",
@@ -160,7 +160,7 @@ choices! {
 
     /// Scaling of the learning rate with the global batch.
     LearningRateScaling {
-        /// No scaling.
+        /// The rate is independent of the batch.
         None = "none",
         /// Proportional to the batch (Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1).
         Linear = "linear",

@@ -15,7 +15,7 @@ pub struct Key {
     pub name: &'static str,
     /// Type of its value.
     pub value_type: ValueType,
-    /// Value if nobody sets the key; `null` if it is derived ([`Rules::when_absent`] says how).
+    /// Value if nobody sets the key; `null` if it is derived (`rules.when_absent` says how).
     pub default: Value,
     /// Range, derivation and role.
     pub rules: Rules,

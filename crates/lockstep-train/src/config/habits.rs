@@ -278,7 +278,7 @@ pub const HABITS: &[Habit] = &[
     value("parallel.context_parallel_method", "p2p", "ring"),
     no_value("parallel.transport", "nccl", "\"auto\": shared memory within a machine, TCP between machines"),
     no_value("parallel.transport", "gloo", "\"auto\": shared memory within a machine, TCP between machines"),
-    // Flags; those that are named like a key are answered by it.
+    // Flags; a flag with the name of a key is answered by that key.
     flag("config", "`lockstep train RUN.toml`: the file is no flag"),
     flag(
         "config-file",

@@ -156,7 +156,7 @@ sections! {
     }
     later []
 
-    /// The optimizer.
+    /// The optimizer and its settings.
     optimizer: OptimizerConfig {
         /// `adamw`; `sgd` with momentum; `lion`; or `muon` for the matrices of the blocks, with AdamW for embeddings,
         /// output layer, norms and biases.
@@ -168,7 +168,7 @@ sections! {
             rules().idle(idle::betas).at_least(0.0).below(1.0).when_absent("`[0.9, 0.95]`; for `lion` `[0.9, 0.99]`").defines_numbers();
         /// Term added to AdamW's denominator.
         eps: f64 = 1e-8, rules().idle(idle::eps).above(0.0).defines_numbers();
-        /// Weight decay.
+        /// Strength of the decoupled weight decay.
         weight_decay: f64 = 0.1, rules().at_least(0.0).defines_numbers();
         /// Momentum of `sgd` and `muon`.
         momentum: Option<f64> = None,

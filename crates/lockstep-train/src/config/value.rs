@@ -25,7 +25,7 @@ pub enum ValueType {
     NumberPair,
     /// Two whole numbers.
     IntegerPair,
-    /// A string.
+    /// A single string.
     Text,
     /// A list of strings.
     TextList,

@@ -50,7 +50,7 @@ pub struct Calibrated {
 pub struct WorkFactor {
     /// True for a single rank that has all cores of a machine which several could share.
     pub is_alone: bool,
-    /// Compute type.
+    /// Compute type of the run.
     pub dtype: DType,
     /// The factor, measured over predicted.
     pub factor: f64,
@@ -61,7 +61,7 @@ pub struct WorkFactor {
 /// A run with its predictions.
 #[derive(Debug, Clone)]
 pub struct CalibratedRun {
-    /// The run.
+    /// The run with its measured step.
     pub run: MadeRun,
     /// Prediction before the calibration.
     pub before: PlannedStep,

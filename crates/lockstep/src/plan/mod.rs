@@ -52,13 +52,14 @@ pub(crate) struct Arguments {
     /// Precision of the training [default: on accelerators bf16, f16 before Ampere; on CPUs f32]
     #[arg(long, value_name = "f32|bf16|f16")]
     precision: Option<String>,
-    /// Tokens of a whole training, such as 300B or 1T: how long it takes, and what it costs
+    /// Tokens of a whole training run, such as 300B or 1T: adds its duration and its price
     #[arg(long, value_name = "TOKENS", value_parser = training::tokens)]
     tokens: Option<f64>,
-    /// Table of other numbers of nodes, with the same batch and with one that grows with them; without numbers powers of two
+    /// Add a table of other numbers of nodes, with the same batch (strong scaling) and with one that grows with them (weak
+    /// scaling); without numbers powers of two
     #[arg(long, value_name = "NODES", num_args = 0..=1, require_equals = true, value_delimiter = ',')]
     scaling: Option<Vec<NonZeroUsize>>,
-    /// Time after which the best plan so far is told, with how much better another could be
+    /// Time after which the search ends with the best plan so far, and with a bound on how much better another could be
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = searching::duration)]
     limit: Duration,
     /// Number of plans to show
@@ -80,15 +81,15 @@ pub(crate) struct Arguments {
     /// Print one JSON document
     #[arg(long)]
     json: bool,
-    /// Write the best plan, for train --plan, with what it is predicted to come to
+    /// Write the best plan with its prediction, for train --plan
     #[arg(short, long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
-    /// Learn from a run that was made on these machines, by the directory of its records; several times for several runs. What is learned goes
-    /// to the cluster file, or to what --output names
+    /// Calibrate the machine by a finished run, given by the directory of its records; several times for several runs. The
+    /// calibrated machine is written to the cluster file, or to --output
     #[arg(long, value_name = "RUN_DIR", value_hint = ValueHint::DirPath,
         conflicts_with_all = ["run", "settings", "plan", "model", "seq_len", "global_batch", "explain", "html"])]
     calibrate: Vec<PathBuf>,
-    /// Write one page with the mesh on the machines, the timeline of the step, memory, the roofline and the ranking
+    /// Write one HTML page with the mesh on the machines, the timeline of the step, memory, the roofline and the ranking
     #[arg(long, value_name = "REPORT.html", value_hint = ValueHint::FilePath)]
     html: Option<PathBuf>,
 }

@@ -1,4 +1,4 @@
-//! Rules between values: what each key alone cannot know.
+//! Rules between values of several keys, which no key can check alone.
 
 use lockstep_data::Columns;
 use lockstep_plan::Residence;
@@ -12,11 +12,11 @@ use crate::reader::Reader;
 use crate::run_config::Purpose;
 use crate::value::DataSource;
 
-/// Steps in one trace: a few hundred thousand spans, which is what a browser can show.
+/// Most steps in one trace: a few hundred thousand spans are what a browser can show.
 const MAX_TRACED_STEPS: u64 = 100;
 
-/// Adds a problem for each rule that `config` breaks. Rules that involve a refused value are passed over:
-/// what stands in for it is not what the user meant.
+/// Adds a problem for each rule that `config` breaks. Rules that involve a refused value are skipped: the default in its place is
+/// not what the user meant.
 pub(crate) fn check(purpose: Purpose, config: &RunConfig, reader: &mut Reader<'_>) {
     let mut checker = Checker { purpose, config, reader };
     checker.idle();
@@ -43,7 +43,7 @@ impl Checker<'_, '_, '_> {
         self.config.origin(key) != Origin::Default
     }
 
-    /// Reports a broken rule at the first of `keys` that somebody set.
+    /// Reports a broken rule at the first of `keys` that was set.
     fn refuse(&mut self, keys: &[&str], what: impl Into<String>, allowed: impl Into<String>) {
         if keys.iter().any(|key| self.reader.refused.contains(*key)) {
             return;
@@ -51,8 +51,8 @@ impl Checker<'_, '_, '_> {
         self.reader.problems.push(self.config.problem_at(keys, what, allowed));
     }
 
-    /// Refuses keys that were set though nothing reads them in this combination. An argument that makes another choice than the file overrides what
-    /// the file says of the old one, and a plan says everything.
+    /// Refuses keys that were set although nothing reads them in this combination. Exempt are keys of a plan, which sets every key,
+    /// and keys of a file whose choice an argument overrides.
     fn idle(&mut self) {
         for key in KEYS.iter() {
             let Some(Idle { because, depends_on }) = key.rules.idle.and_then(|idle| idle(self.config)) else {
@@ -168,7 +168,7 @@ impl Checker<'_, '_, '_> {
         }
     }
 
-    /// Reports what of the plan can be judged before the model and the ranks are known.
+    /// Reports the rules of plans that need neither the model nor the ranks.
     fn plan(&mut self) {
         for problem in self.config.problems_of_plan_alone() {
             self.refuse(&keys_of(problem.fields()), problem.in_terms_of(key_of), "");

@@ -1,4 +1,4 @@
-//! The keys whose value is one of a list of words: an enum for each, and what it is to those that act by it.
+//! The keys whose value is one of a list of words: an enum for each, and its conversions to other crates' types.
 //!
 //! A planned word stands under `later` and is refused by name.
 
@@ -24,7 +24,7 @@ macro_rules! choices {
         pub enum $name { $( $(#[doc = $variant_doc])+ #[serde(rename = $word)] $variant, )+ }
 
         impl $name {
-            /// The word that stands for it in RUN.toml.
+            /// Returns the word of this variant in RUN.toml.
             pub const fn word(self) -> &'static str {
                 match self { $( Self::$variant => $word, )+ }
             }
@@ -48,16 +48,16 @@ macro_rules! choices {
 }
 
 choices! {
-    /// How training files are read.
+    /// Format of the training files.
     DataFormat {
         /// By file name: `.jsonl` and `.ndjson` are JSON lines, a `.bin` is `indexed` if its `.idx` lies beside it and
         /// `tokens` otherwise, everything else is text.
         Auto = "auto",
-        /// UTF-8 text.
+        /// Plain text in UTF-8.
         Text = "text",
         /// One JSON object a line.
         JsonLines = "jsonl",
-        /// A table, of which a column holds the text.
+        /// A Parquet table with a column of text.
         Parquet = "parquet",
         /// Megatron's indexed data sets: a `.bin` with its `.idx`.
         Indexed = "indexed",
@@ -65,25 +65,25 @@ choices! {
         Tokens = "tokens",
     } later []
 
-    /// The type of the ids in raw token files.
+    /// Type of the ids in raw token files.
     TokenType {
-        /// Two bytes.
+        /// Two bytes, unsigned.
         U16 = "u16",
-        /// Four bytes.
+        /// Four bytes, unsigned.
         U32 = "u32",
     } later []
 
-    /// How documents are laid into sequences.
+    /// Packing of documents into sequences.
     DataPacking {
-        /// One after another, cut anywhere; a token sees what comes before it, of whatever document.
+        /// One document after another, cut anywhere; a token attends to all tokens before it, across documents.
         Stream = "stream",
-        /// As `stream`, but a token sees its own document only.
+        /// As `stream`, but a token attends to its own document only.
         Documents = "documents",
-        /// As `documents`, and cut only if longer than a sequence.
+        /// As `documents`, and a document is cut only if it is longer than a sequence.
         WholeDocuments = "whole_documents",
     } later []
 
-    /// In which order samples are drawn.
+    /// Order in which samples are drawn.
     DataOrder {
         /// A new permutation each epoch, a function of the seed.
         Shuffle = "shuffle",
@@ -91,7 +91,7 @@ choices! {
         Sequential = "sequential",
     } later []
 
-    /// The type of activations and of the weights that kernels read.
+    /// Type of activations and of the weights that kernels read.
     Precision {
         /// 32-bit floats throughout.
         F32 = "f32",
@@ -101,15 +101,15 @@ choices! {
         F16 = "f16",
     } later []
 
-    /// How f32 matrices are multiplied on a CPU with AMX.
+    /// Method of f32 matrix products on a CPU with AMX.
     F32Products {
-        /// By bf16 tiles: each operand in three parts, six products summed in f32, no less exact than FMA.
+        /// By bf16 tiles: each operand in three parts, six products summed in f32; at least as exact as FMA.
         Split = "split",
         /// By vector FMA, as on every other CPU.
         Fma = "fma",
     } later []
 
-    /// The rule that turns gradients into updates.
+    /// Optimizer of the run.
     OptimizerKind {
         /// Adam with decoupled weight decay.
         AdamW = "adamw",
@@ -117,27 +117,27 @@ choices! {
         Sgd = "sgd",
         /// The sign of an average of gradients.
         Lion = "lion",
-        /// Muon for the matrices of the blocks, AdamW for the rest.
+        /// Muon for the matrices of the blocks, AdamW for the other parameters.
         Muon = "muon",
     } later ["onebit_adam"]
 
-    /// How Muon's step size follows from the shape of a matrix.
+    /// Scaling of Muon's step size by the shape of a matrix.
     MuonScale {
         /// Updates as large as AdamW's.
         MatchAdamW = "match_adamw",
-        /// As in Jordan's own.
+        /// Updates as in Keller Jordan's original.
         Original = "original",
     } later []
 
-    /// The type in which moments and momentum are kept.
+    /// Type of moments and momentum.
     StatePrecision {
-        /// 32-bit floats.
+        /// 32-bit floats, f32.
         F32 = "f32",
-        /// bfloat16.
+        /// bfloat16, which halves their memory.
         BF16 = "bf16",
     } later []
 
-    /// How weights and state that are kept in bf16 are rounded.
+    /// Rounding of weights and optimizer state in bf16.
     Rounding {
         /// To the nearest number.
         Nearest = "nearest",
@@ -145,29 +145,29 @@ choices! {
         Stochastic = "stochastic",
     } later []
 
-    /// How the learning rate falls after the warm-up.
+    /// Decay of the learning rate after the warm-up.
     ScheduleKind {
-        /// Not at all.
+        /// Constant at the peak.
         Constant = "constant",
-        /// In a straight line.
+        /// Linear decay after the warm-up.
         Linear = "linear",
-        /// Along half a cosine.
+        /// Decay along half a cosine.
         Cosine = "cosine",
-        /// Late: warm-up, a long stable phase, then down with 1 - sqrt.
+        /// Warm-up, a long stable phase, then decay with 1 - sqrt.
         WarmupStableDecay = "wsd",
     } later []
 
-    /// How the learning rate grows with the global batch.
+    /// Scaling of the learning rate with the global batch.
     LearningRateScaling {
-        /// Not at all.
+        /// The rate is independent of the batch.
         None = "none",
-        /// With the batch (Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1).
+        /// Proportional to the batch (Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1).
         Linear = "linear",
-        /// With its square root (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
+        /// By the square root of the batch (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
         Sqrt = "sqrt",
     } later []
 
-    /// How strongly an adapter acts.
+    /// Scaling of an adapter's output.
     Scaling {
         /// `alpha / rank`.
         Standard = "standard",
@@ -175,31 +175,31 @@ choices! {
         RankStabilized = "rank_stabilized",
     } later []
 
-    /// How files of offloaded state are read and written.
+    /// Method of reading and writing files of offloaded state.
     OffloadIo {
-        /// As the system can.
+        /// By io_uring where the system has it, else by threads.
         Auto = "auto",
-        /// By io_uring.
+        /// By io_uring alone.
         IoUring = "io_uring",
-        /// By threads.
+        /// By threads with blocking calls.
         Threads = "threads",
     } later []
 
-    /// How ranks reach each other.
+    /// Transport between ranks.
     Transport {
-        /// By shared memory on one machine, by TCP between machines and where another launcher has started them.
+        /// Shared memory on one machine; TCP between machines and where another launcher has started the ranks.
         Auto = "auto",
-        /// By shared memory, on one machine.
+        /// Shared memory, on one machine.
         Shared = "shared",
-        /// By TCP.
+        /// TCP between all ranks.
         Tcp = "tcp",
-        /// By MPI, in a program that was built with the feature `mpi` and started by `mpirun`. Its sums have bits of their own.
+        /// MPI, in a program that was built with the feature `mpi` and started by `mpirun`. Its all-reduce may give other bits.
         Mpi = "mpi",
     } later ["nccl"]
 
-    /// How gradients are summed over a network.
+    /// Algorithm of gradient all-reduces over a network.
     AllReduce {
-        /// In the order of a fixed tree, as shared memory does: the same bits by every way.
+        /// In the order of a fixed tree, as in shared memory: the same bits on every transport.
         Tree = "tree",
         /// Around a ring.
         Ring = "ring",
@@ -242,7 +242,7 @@ impl From<AllReduce> for lockstep_comm::Algorithm {
     }
 }
 
-/// Reads types of plans, whose form in plan files is the word that a key takes.
+/// Implements [`Readable`] for types of plans, whose form in plan files is the word that a key takes.
 macro_rules! words_of_plans {
     ($($Type:ty: $($word:literal),+;)+) => { $(
         impl Readable for $Type {
@@ -264,12 +264,12 @@ words_of_plans! {
     TensorDimensions: "1d", "2d";
 }
 
-/// The word of a plan's choice.
+/// Returns the word of a plan's choice.
 pub fn word_of<T: Serialize>(choice: &T) -> String {
     serde_json::to_value(choice).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
 }
 
-/// `none` for what is not quantized.
+/// `None` is the word `none`: not quantized.
 impl Readable for Option<QuantizedType> {
     const TYPE: ValueType = ValueType::Choice { allowed: &["none", "int8", "int4"], later: &[] };
 
@@ -287,7 +287,7 @@ impl Readable for Option<QuantizedType> {
     }
 }
 
-/// Whether residuals are kept.
+/// Error feedback as a flag: true keeps the residuals.
 impl Readable for Feedback {
     const TYPE: ValueType = ValueType::Flag;
 
@@ -301,7 +301,7 @@ impl Readable for Feedback {
     }
 }
 
-/// The name of a published schedule, a CSV file, or its rows with a line break after each.
+/// A pipeline schedule: the name of a published one, a CSV file, or its rows with a line break after each.
 impl Readable for PassOrder {
     const TYPE: ValueType = ValueType::Text;
 
@@ -321,8 +321,8 @@ impl Readable for PassOrder {
     }
 }
 
-/// The order of passes that a word names: a published schedule's; else that of the CSV file of this name, or of the rows that it is itself, each
-/// with a line break.
+/// Returns the order of passes that `name` stands for: a published schedule, the CSV file of this name, or if it has line breaks,
+/// its own rows.
 ///
 /// # Errors
 /// If the file cannot be read.

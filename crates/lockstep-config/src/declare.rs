@@ -1,5 +1,5 @@
-//! How keys are declared: [`Key`], its [`Rules`], and the macro that makes structs, defaults, reading and the
-//! list of keys out of one table (`keys`).
+//! Declaration of keys: [`Key`], its [`Rules`], and the macro that derives structs, defaults, reading and the list of keys from one
+//! table (`keys`).
 
 use std::fmt;
 
@@ -11,27 +11,27 @@ use crate::value::ValueType;
 /// One key of RUN.toml.
 #[derive(Debug, Clone)]
 pub struct Key {
-    /// `section.key`.
+    /// The name, `section.key`.
     pub name: &'static str,
-    /// What it takes.
+    /// Type of its value.
     pub value_type: ValueType,
-    /// What holds when nobody sets it; `null` where that is derived (the rules say how).
+    /// Value if nobody sets the key; `null` if it is derived (`rules.when_absent` says how).
     pub default: Value,
-    /// Range and role.
+    /// Range, derivation and role.
     pub rules: Rules,
-    /// What it means, as sentences.
+    /// Meaning of the key, in sentences.
     pub doc: String,
-    /// The field of a [`Plan`](lockstep_plan::Plan) that it is read into, as a path; `None` for a key that no plan has.
+    /// Path of the field of a [`Plan`](lockstep_plan::Plan) that the key sets; `None` for a key that plans do not have.
     pub field: Option<&'static str>,
 }
 
 impl Key {
-    /// The section it stands in.
+    /// Returns the section that the key belongs to.
     pub fn section(&self) -> &'static str {
         self.name.split_once('.').map_or(self.name, |(section, _)| section)
     }
 
-    /// Its name within the section.
+    /// Returns the name within the section.
     pub fn key(&self) -> &'static str {
         self.name.split_once('.').map_or(self.name, |(_, key)| key)
     }
@@ -40,55 +40,55 @@ impl Key {
 /// One section of RUN.toml.
 #[derive(Debug, Clone)]
 pub struct Section {
-    /// Its name, without brackets.
+    /// The name, without brackets.
     pub name: &'static str,
-    /// What it is about, as sentences.
+    /// Content of the section, in sentences.
     pub doc: String,
-    /// Keys that are planned and not there yet.
+    /// Keys that are planned but not implemented.
     pub later: &'static [Later],
 }
 
-/// A key that is planned and not there yet.
+/// A key that is planned but not implemented.
 #[derive(Debug, Clone, Copy)]
 pub struct Later {
-    /// Its name within the section.
+    /// The name within the section.
     pub key: &'static str,
-    /// The one value, as JSON, that asks for what happens anyway; empty if there is none.
+    /// The one value, as JSON, that asks for today's behaviour and is accepted; empty if there is none.
     pub accepted: &'static str,
 }
 
 impl Later {
-    /// Whether `value` asks for nothing that is missing.
+    /// Returns true if `value` asks for nothing that is not implemented.
     pub(crate) fn accepts(&self, value: &Value) -> bool {
         serde_json::from_str::<Value>(self.accepted).is_ok_and(|accepted| accepted == *value)
     }
 }
 
-/// What a key demands of its value beyond the type, and what the value decides.
+/// Constraints on a key's value beyond the type, and the role of the key.
 #[derive(Debug, Clone, Copy)]
 pub struct Rules {
     low: Option<Bound>,
     high: Option<Bound>,
-    /// What is used when the key is left out and has no fixed default.
+    /// Value that is used if the key is not set and has no fixed default, in words.
     pub when_absent: Option<&'static str>,
-    /// Whether the losses of the run depend on it (beyond rounding).
+    /// True if the losses of the run depend on the key beyond rounding.
     pub defines_numbers: bool,
-    /// Words of the type's choice that the key takes; `None` for all.
+    /// Words of the type's choice that the key accepts; `None` for all.
     words: Option<&'static [&'static str]>,
-    /// Why the key has no effect in a run; `None` for a key that always has one.
+    /// Function that returns why the key has no effect in a run; `None` for a key that always has one.
     pub(crate) idle: Option<fn(&RunConfig) -> Option<Idle>>,
 }
 
-/// Why a key has no effect.
+/// Reason why a key has no effect.
 #[derive(Debug)]
 pub(crate) struct Idle {
-    /// What leaves nothing to do for it, to follow "has no effect with".
+    /// The reason in words, to follow "has no effect with".
     pub(crate) because: String,
-    /// The key that decides it.
+    /// Name of the key whose value is the reason.
     pub(crate) depends_on: &'static str,
 }
 
-/// A key that has no effect if `is_idle`, because of what `depends_on` says.
+/// Returns the reason why a key has no effect if `is_idle`; `depends_on` is the key whose value decides it.
 pub(crate) fn idle_if(is_idle: bool, depends_on: &'static str, because: impl Into<String>) -> Option<Idle> {
     is_idle.then(|| Idle { because: because.into(), depends_on })
 }
@@ -99,7 +99,7 @@ struct Bound {
     included: bool,
 }
 
-/// No range, and no bearing on the numbers of the run.
+/// Returns rules without a range, for a key that does not affect the numbers of a run.
 pub(crate) const fn rules() -> Rules {
     Rules { low: None, high: None, when_absent: None, defines_numbers: false, words: None, idle: None }
 }
@@ -145,7 +145,7 @@ impl Rules {
         self
     }
 
-    /// A key's type, with the words that it takes.
+    /// Returns a key's type, restricted to the words that it accepts.
     pub(crate) const fn narrowed(&self, value_type: ValueType) -> ValueType {
         match (self.words, value_type) {
             (Some(allowed), ValueType::Choice { later, .. }) => ValueType::Choice { allowed, later },
@@ -153,7 +153,7 @@ impl Rules {
         }
     }
 
-    /// The range as keywords of JSON Schema.
+    /// Returns the range as keywords of JSON Schema.
     pub(crate) fn bounds(&self) -> impl Iterator<Item = (&'static str, f64)> {
         let low = self.low.map(|low| (if low.included { "minimum" } else { "exclusiveMinimum" }, low.value));
         let high =
@@ -161,7 +161,7 @@ impl Rules {
         low.into_iter().chain(high)
     }
 
-    /// Whether a number lies in the range.
+    /// Returns true if a number is in the range.
     pub fn admits(&self, number: f64) -> bool {
         let above = self.low.is_none_or(|low| number > low.value || (low.included && number == low.value));
         let below =
@@ -170,7 +170,7 @@ impl Rules {
     }
 }
 
-/// The range in words, empty if there is none: `>= 0 and < 1`.
+/// Writes the range, such as `>= 0 and < 1`; empty if there is none.
 impl fmt::Display for Rules {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(low) = self.low {
@@ -184,12 +184,12 @@ impl fmt::Display for Rules {
     }
 }
 
-/// Lines of a doc comment as one text.
+/// Joins the lines of a doc comment.
 pub(crate) fn joined(lines: &[&str]) -> String {
     lines.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")
 }
 
-/// A key's name: that of its field, unless another one is given (a word that Rust keeps for itself).
+/// Expands to a key's full name: the section and the field's name, or the name after `as` for a word that Rust reserves.
 macro_rules! key_name {
     ($section:ident.$key:ident) => {
         concat!(stringify!($section), ".", stringify!($key))
@@ -200,7 +200,7 @@ macro_rules! key_name {
 }
 pub(crate) use key_name;
 
-/// A key's name within its section.
+/// Expands to a key's name within its section.
 macro_rules! key_word {
     ($key:ident) => {
         stringify!($key)
@@ -211,9 +211,9 @@ macro_rules! key_word {
 }
 pub(crate) use key_word;
 
-/// Declares the sections of RUN.toml. A key is `name: Type = default, rules;` under its doc comment; `name as "word"` gives it another name than
-/// its field has. A key of a block `in plan` has no field of its own: `name in field.of.plan: Type = default, rules;` is read into the run's
-/// [`Plan`](lockstep_plan::Plan).
+/// Declares the sections of RUN.toml. A key is `name: Type = default, rules;` under its doc comment. `name as "word"` gives it
+/// another name than its field. A key in an `in plan` block has no field of its own: `name in field.of.plan: Type = default,
+/// rules;` is read into the run's [`Plan`](lockstep_plan::Plan).
 macro_rules! sections {
     ($(
         $(#[doc = $section_doc:literal])+
@@ -235,7 +235,7 @@ macro_rules! sections {
             pub struct $Struct {
                 $($( $(#[doc = $doc])+ pub $key: $Type, )*)+
                 $(
-                    /// The other keys given, for whoever knows them to check.
+                    /// The other keys that were given; the model family checks them.
                     pub $extra: serde_json::Map<String, serde_json::Value>,
                 )?
             }
@@ -259,17 +259,17 @@ macro_rules! sections {
             }
         )+
 
-        /// A run, resolved: every key has a value, every value is in its range and fits the others.
+        /// The resolved configuration of a run: every key has a value in its range, and all values are consistent.
         #[derive(Debug, Clone)]
         pub struct RunConfig {
             $( $(#[doc = $section_doc])+ pub $section: $Struct, )+
-            /// How a step is laid out, as far as keys say it: what they leave open follows from the model and the batch.
+            /// The layout of a step as far as keys fix it; the model and the batch determine the rest.
             pub plan: Plan,
             pub(crate) origins: std::collections::BTreeMap<String, Origin>,
         }
 
         impl RunConfig {
-            /// Takes every key out of `reader`; what is left there is unknown.
+            /// Takes every known key out of `reader`; the keys that remain are unknown.
             pub(crate) fn read(reader: &mut Reader<'_>) -> Self {
                 let mut plan = Plan::default();
                 $($($($( plan.$($field).+ = reader.take(
@@ -279,7 +279,7 @@ macro_rules! sections {
                 Self { $($section,)+ plan, origins: std::mem::take(&mut reader.origins) }
             }
 
-            /// Every key's value, by section.
+            /// Returns every key's value, by section.
             pub(crate) fn values(&self) -> Value {
                 let mut sections = serde_json::Map::new();
                 $( sections.insert(stringify!($section).to_owned(), Value::Object(self.$section.to_json())); )+
@@ -290,7 +290,7 @@ macro_rules! sections {
                 Value::Object(sections)
             }
 
-            /// Gives a key that is read into the plan its default.
+            /// Resets a key of the plan to its default.
             pub(crate) fn reset(&mut self, name: &str) {
                 $($($($( if name == key_name!($section.$plan_key $($plan_name)?) {
                     self.plan.$($field).+ = $plan_default;
@@ -298,12 +298,12 @@ macro_rules! sections {
             }
         }
 
-        /// The keys that a plan sets, with their values.
+        /// Returns the keys that a plan sets, with their values.
         pub(crate) fn values_of_plan(plan: &Plan) -> Vec<(&'static str, Value)> {
             vec![$($($($( (key_name!($section.$plan_key $($plan_name)?), plan.$($field).+.to_value()), )*)?)+)+]
         }
 
-        /// Every key that works, in the order of the manual.
+        /// Every implemented key, in the order of the manual.
         pub static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| vec![
             $($(
                 $( Key {

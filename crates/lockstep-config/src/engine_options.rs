@@ -11,7 +11,7 @@ use lockstep_tensor::ScratchFile;
 
 use crate::{Error, MuonScale, OptimizerKind, Precision, Rounding, RunConfig, StatePrecision};
 
-/// The micro-batch of a run, and the type that its kernels read.
+/// Returns the shape of a run's micro-batch, with the type that its kernels read.
 pub fn shape_of(config: &RunConfig) -> BlockShape {
     let dtype = match config.train.precision {
         Precision::F32 => DType::F32,
@@ -21,7 +21,7 @@ pub fn shape_of(config: &RunConfig) -> BlockShape {
     BlockShape { sequences: config.micro_batch(), seq_len: config.train.seq_len, dtype }
 }
 
-/// The settings of the run's engine that no plan depends on.
+/// Returns the engine's settings that do not depend on the plan.
 pub fn engine_options(config: &RunConfig) -> EngineOptions {
     let optimizer = &config.optimizer;
     EngineOptions {
@@ -50,14 +50,14 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
     }
 }
 
-/// What is wrong with a limit below what a unit reads.
+/// Returns the error for a limit on live parameters below what a unit reads.
 pub fn too_few_live(config: &RunConfig, few: TooFewLive) -> Error {
     let allowed = format!("{} or more, padding included", few.needed);
     let problem = config.problem("parallel.max_live_parameters", few.to_string(), allowed);
     Error::Configuration(problem.into())
 }
 
-/// How the engine keeps weights and optimizer state, and where.
+/// Returns the form and place in which the engine stores weights and optimizer state.
 fn storage(config: &RunConfig) -> Storage {
     let parallel = &config.parallel;
     Storage {
@@ -79,12 +79,12 @@ fn storage(config: &RunConfig) -> Storage {
     }
 }
 
-/// The directory of offloaded state.
+/// Returns the directory of offloaded state.
 pub fn offload_directory(config: &RunConfig) -> PathBuf {
     config.parallel.offload_dir.clone().unwrap_or_else(|| config.checkpoint.dir.clone())
 }
 
-/// Has state on disk lie where a directory is already: for what leaves nothing behind.
+/// Moves disk offload to the nearest directory that exists, for runs that leave nothing behind.
 pub fn offload_to_existing_directory(config: &mut RunConfig) {
     let directory = ScratchFile::existing_directory(&offload_directory(config));
     config.parallel.offload_dir = Some(directory);

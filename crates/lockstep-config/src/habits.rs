@@ -1,8 +1,7 @@
-//! Names that people bring from other tools: the one table, in which each is another name that works or has a sentence
-//! that says what to write.
+//! Names from other tools: one table in which each is either an alias of a name here, or has a sentence that says what to write instead.
 //!
-//! Keys are meant in every section but `[model]`, which has a list of its own: its other keys are those of a
-//! `config.json`. Values belong to one key. Flags and commands are looked up where the command line does not know them.
+//! Keys are accepted in every section but `[model]`, whose other keys are those of a `config.json`; it has a list of its own.
+//! Values belong to one key. Flags and commands are looked up when the command line does not know them.
 
 use serde_json::Value;
 
@@ -16,33 +15,33 @@ pub enum Place {
     Key,
     /// A key of `[model]`.
     ModelKey,
-    /// As the value of this key.
+    /// The value of this key.
     Value(&'static str),
-    /// As a flag, without its dashes.
+    /// A flag, without its dashes.
     Flag,
-    /// As a command.
+    /// A command of `lockstep`.
     Command,
-    /// As a model.
+    /// The name of a model.
     Model,
 }
 
 /// The answer to a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
-    /// It is another name of this, and works.
+    /// The name is an alias of this one and works.
     Is(&'static str),
-    /// This is what to write.
+    /// Instructions on what to write instead.
     Write(&'static str),
 }
 
-/// A name that people type.
+/// A name from another tool, with the answer to it.
 #[derive(Debug, Clone, Copy)]
 pub struct Habit {
     /// The place where it is typed.
     pub place: Place,
-    /// In lower case, with underscores in keys and dashes in flags.
+    /// The name in lower case, with underscores in keys and dashes in flags.
     pub typed: &'static str,
-    /// The answer to it.
+    /// The answer to the name.
     pub answer: Answer,
 }
 
@@ -88,7 +87,7 @@ const FEED_FORWARD: &str = "model.intermediate_size, for GPT-2 model.n_inner";
 const SHARDING: &str = "parallel.zero_stage: 3 for FULL_SHARD, 2 for SHARD_GRAD_OP, 0 for NO_SHARD; HYBRID_SHARD is 3 with parallel.data_parallel_replicate";
 const PRECISION: &str = "train.precision = \"bf16\" (or \"f16\", \"f32\")";
 
-/// The table.
+/// Names from other tools, by place.
 pub const HABITS: &[Habit] = &[
     // Keys.
     key("lr", "optimizer.lr"),
@@ -279,7 +278,7 @@ pub const HABITS: &[Habit] = &[
     value("parallel.context_parallel_method", "p2p", "ring"),
     no_value("parallel.transport", "nccl", "\"auto\": shared memory within a machine, TCP between machines"),
     no_value("parallel.transport", "gloo", "\"auto\": shared memory within a machine, TCP between machines"),
-    // Flags; those that are named like a key are answered by it.
+    // Flags; a flag with the name of a key is answered by that key.
     flag("config", "`lockstep train RUN.toml`: the file is no flag"),
     flag(
         "config-file",
@@ -368,7 +367,7 @@ pub const HABITS: &[Habit] = &[
     model("mixtral", "mixtral-8x7b"),
 ];
 
-/// The name as the table has it.
+/// Returns a name in the form of the table.
 fn normal(typed: &str, separator: char) -> String {
     let separated = |c: char| if c == '-' || c == '_' { separator } else { c.to_ascii_lowercase() };
     typed.chars().map(separated).collect()
@@ -378,7 +377,7 @@ fn find(place: Place, typed: &str) -> Option<Answer> {
     HABITS.iter().find(|habit| habit.place == place && habit.typed == typed).map(|habit| habit.answer)
 }
 
-/// The answer to a key that is not ours, written with one of our sections or without any.
+/// Returns the answer to a key that does not exist here, with a known section or without any.
 pub(crate) fn of_key(written: &str) -> Option<Answer> {
     let (section, name) = written.rsplit_once('.').unwrap_or(("", written));
     let root = section.split('.').next().unwrap_or(section);
@@ -390,7 +389,7 @@ pub(crate) fn of_key(written: &str) -> Option<Answer> {
     find(place, &normal(name, '_'))
 }
 
-/// The answer to a word that is no value of a key.
+/// Returns the answer to a word that is no value of a key.
 pub(crate) fn of_value(key: &str, value_type: ValueType, value: &Value) -> Option<Answer> {
     let word = value.as_str()?.to_ascii_lowercase();
     if let ValueType::Choice { allowed, .. } = value_type
@@ -408,7 +407,7 @@ impl Place {
     }
 }
 
-/// The preset that a name of a model means.
+/// Returns the preset that a model's name is an alias of.
 pub fn preset_of(name: &str) -> Option<&'static str> {
     match find(Place::Model, &name.to_ascii_lowercase()) {
         Some(Answer::Is(preset)) => Some(preset),
@@ -416,7 +415,7 @@ pub fn preset_of(name: &str) -> Option<&'static str> {
     }
 }
 
-/// The sentence on a flag that a command does not have; `typed` is without its dashes.
+/// Returns the sentence on a flag that a command does not have; `typed` is without its dashes.
 pub fn of_flag(typed: &str) -> Option<String> {
     let name = name_of_flag(typed);
     let found = HABITS
@@ -432,7 +431,7 @@ fn name_of_flag(typed: &str) -> &str {
     typed.split('=').next().unwrap_or(typed)
 }
 
-/// The setting that a flag means, for commands that have `--set`; `typed` is without its dashes.
+/// Returns the `--set` argument that a flag stands for, for commands that have `--set`; `typed` is without its dashes.
 pub fn setting_of_flag(typed: &str) -> Option<String> {
     let word = normal(name_of_flag(typed), '_');
     let key = KEYS.iter().find(|key| key.name == word || key.key() == word).map(|key| key.name);
@@ -442,7 +441,7 @@ pub fn setting_of_flag(typed: &str) -> Option<String> {
     }
 }
 
-/// The sentence on a command that does not exist.
+/// Returns the sentence on a command that does not exist.
 pub fn of_command(typed: &str) -> Option<String> {
     match find(Place::Command, &normal(typed, '-'))? {
         Answer::Write(sentence) | Answer::Is(sentence) => Some(format!("write {sentence}")),
@@ -454,7 +453,7 @@ mod tests {
     use super::*;
     use crate::RunConfig;
 
-    /// A value that a key takes, in TOML.
+    /// Returns a value that a key accepts, in TOML.
     fn example(name: &str) -> String {
         let key = KEYS.iter().find(|key| key.name == name).unwrap_or_else(|| panic!("{name} is no key"));
         match key.value_type {
@@ -482,7 +481,7 @@ mod tests {
                         crate::Origin::Default,
                         "{section}.{typed} sets {ours}"
                     ),
-                    // Rules between keys may refuse it, under the name that it has here.
+                    // Rules between keys may refuse it, but under its name here.
                     (Answer::Is(ours), Err(problems)) => {
                         assert!(problems.iter().all(|problem| problem.key == *ours), "{typed}: {problems}");
                     }

@@ -1,10 +1,10 @@
-//! Numbers the way people read them: `1.2M`, `3.4 GiB`, `1m 20s`.
+//! Numbers for readers: `1.2M`, `3.4 GiB`, `1m 20s`.
 //!
-//! Three digits say enough; whoever needs more reads `metrics.jsonl`.
+//! Three digits are enough here; `metrics.jsonl` has the exact values.
 
 use std::fmt;
 
-/// A number that displays itself the way people read it, without a string in between.
+/// A number that formats itself for readers without allocating.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Human<'t> {
     number: f64,
@@ -18,17 +18,17 @@ enum Form<'t> {
     Scaled { base: f64, units: [&'t str; 6] },
 }
 
-/// A count with a decimal suffix: `950`, `39.7k`, `1.2M`, `124M`.
+/// Formats a count with a decimal suffix: `950`, `39.7k`, `1.2M`, `124M`.
 pub fn count(number: f64) -> Human<'static> {
     Human { number, form: Form::Scaled { base: 1000.0, units: ["", "k", "M", "G", "T", "P"] } }
 }
 
-/// A number before a unit, with the unit's prefix: `290 G` of `290 GFLOP/s`.
+/// Formats a number that precedes a unit, with the unit's prefix: `290 G` of `290 GFLOP/s`.
 pub fn count_of(number: f64) -> Human<'static> {
     Human { number, form: Form::Scaled { base: 1000.0, units: [" ", " k", " M", " G", " T", " P"] } }
 }
 
-/// A whole number with separators of thousands: `4,194,304`.
+/// Formats an integer with thousands separators: `4,194,304`.
 pub fn thousands(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::with_capacity(digits.len() + digits.len() / 3);
@@ -41,34 +41,34 @@ pub fn thousands(number: u64) -> String {
     text
 }
 
-/// A number of parameters or tokens: `124M`, `8.0B`, `1.0T`.
+/// Formats a number of parameters or tokens: `124M`, `8.0B`, `1.0T`.
 pub fn billions(number: f64) -> Human<'static> {
     Human { number, form: Form::Scaled { base: 1000.0, units: ["", "K", "M", "B", "T", "Q"] } }
 }
 
-/// A percentage with its sign, `+12.3 %`, and without one where it rounds to zero.
+/// Formats a ratio as a relative change with its sign, `+12.3 %`; without a sign if it rounds to zero.
 pub fn change(ratio: f64) -> String {
     let percent = (ratio - 1.0) * 100.0;
     if percent.abs() < 0.05 { "0.0 %".to_owned() } else { format!("{percent:+.1} %") }
 }
 
-/// A number of things: `1 thread`, `4 micro-batches`.
+/// Formats a number of things: `1 thread`, `4 micro-batches`.
 pub fn plural(number: usize, thing: &str) -> Human<'_> {
     Human { number: number as f64, form: Form::Things(thing) }
 }
 
-/// A size in binary units: `512 B`, `1.5 KiB`, `3.4 GiB`.
+/// Formats a size in binary units: `512 B`, `1.5 KiB`, `3.4 GiB`.
 pub fn bytes(number: u64) -> Human<'static> {
     let units = [" B", " KiB", " MiB", " GiB", " TiB", " PiB"];
     Human { number: number as f64, form: Form::Scaled { base: 1024.0, units } }
 }
 
-/// A length of time given in milliseconds: `12.3 ms` below a second, then as [`seconds`].
+/// Formats a duration given in milliseconds: `12.3 ms` below a second, then as [`seconds`].
 pub fn milliseconds(number: f64) -> String {
     if number.abs() < 1000.0 { format!("{number:.1} ms") } else { seconds(number / 1e3).to_string() }
 }
 
-/// The time of a step with as many digits as tell plans apart: `12.3 ms`, `1.23 s`, `25.6 s`, from 100 s on as [`seconds`].
+/// Formats a step time with enough digits to distinguish plans: `12.3 ms`, `1.23 s`, `25.6 s`, from 100 s on as [`seconds`].
 pub fn step_time(ms: f64) -> String {
     match ms.abs() {
         1000.0..9995.0 => format!("{:.2} s", ms / 1e3),
@@ -77,7 +77,7 @@ pub fn step_time(ms: f64) -> String {
     }
 }
 
-/// A length of time with its two leading units: `4.2s`, `42s`, `1m 20s`, `2h 05m`, `3d 04h`.
+/// Formats a duration with its two leading units: `4.2s`, `42s`, `1m 20s`, `2h 05m`, `3d 04h`.
 pub fn seconds(number: f64) -> Human<'static> {
     Human { number, form: Form::Seconds }
 }
@@ -117,7 +117,7 @@ fn write_seconds(f: &mut fmt::Formatter<'_>, number: f64) -> fmt::Result {
     }
 }
 
-/// `number` in the largest unit in which it is 1 or more, with one decimal below 100.
+/// Writes `number` in the largest unit in which it is 1 or more, with one decimal below 100.
 fn write_scaled(f: &mut fmt::Formatter<'_>, number: f64, base: f64, units: &[&str]) -> fmt::Result {
     if !number.is_finite() {
         return write!(f, "{number}{}", units[0]);

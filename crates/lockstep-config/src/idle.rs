@@ -1,6 +1,6 @@
-//! Keys without effect: for each why it has none in a run, as a column of the table of keys.
+//! Keys without effect: for each key, the reason why it has none in a run, as a column of the table of keys.
 //!
-//! A user who sets such a key is told so. In a plan, which says everything, it is passed over.
+//! A user who sets such a key is told so. In a plan, which sets every key, it is ignored.
 
 use lockstep_plan::gathering::ReshardAfterForward;
 use lockstep_plan::{Residence, TensorDimensions};
@@ -11,7 +11,7 @@ use crate::keys::RunConfig;
 
 type Reason = Option<Idle>;
 
-/// The first reason that holds.
+/// Returns the first reason that holds.
 fn first(reasons: impl IntoIterator<Item = Reason>) -> Reason {
     reasons.into_iter().flatten().next()
 }
@@ -20,7 +20,7 @@ pub(crate) fn valid_fraction(run: &RunConfig) -> Reason {
     idle_if(!run.data.valid.is_empty(), "data.valid", "data.valid")
 }
 
-/// A key of the data that some formats do not read.
+/// Returns the reason for a key of the data that only the formats `readers` read.
 fn format_other_than(run: &RunConfig, readers: &[DataFormat]) -> Reason {
     let format = run.data.format;
     let because = format!("data.format = \"{}\"", format.word());
@@ -54,7 +54,7 @@ pub(crate) fn dynamic_loss_scale(run: &RunConfig) -> Reason {
     first([loss_scale(run), idle_if(is_fixed, "train.loss_scale", "a fixed train.loss_scale")])
 }
 
-/// A key of the optimizer that only some kinds read.
+/// Returns the reason for a key that only the optimizers `readers` read.
 fn optimizer_other_than(run: &RunConfig, readers: &[OptimizerKind]) -> Reason {
     let kind = run.optimizer.kind;
     let because = format!("optimizer.kind = \"{}\"", kind.word());
@@ -116,13 +116,13 @@ pub(crate) fn of_own_transports(run: &RunConfig) -> Reason {
     idle_if(run.parallel.transport == Transport::Mpi, "parallel.transport", because)
 }
 
-/// A key that asks one tensor-parallel rank for something.
+/// Returns the reason for a key of the tensor-parallel group if there is only one rank in it.
 fn of_one_tensor_rank(run: &RunConfig, rank: &str) -> Reason {
     let because = format!("parallel.tensor_parallel = 1, {rank}");
     idle_if(run.plan.mesh.tensor == 1, "parallel.tensor_parallel", because)
 }
 
-/// A key that asks a square of tensor-parallel ranks for something.
+/// Returns the reason for a key that the 2D tensor layout makes meaningless.
 fn of_square(run: &RunConfig, square: &str) -> Reason {
     let because = format!("parallel.tensor_layout = \"2d\", {square}");
     idle_if(run.plan.tensor_layout == TensorDimensions::Two, "parallel.tensor_layout", because)

@@ -1,7 +1,7 @@
-//! The table of keys: the one place where a key, its type, default, range and meaning are written down.
+//! The table of keys: the one place that defines a key, its type, default, range and meaning.
 //!
-//! The structs of the configuration, parsing, error messages and `docs/configuration.md` all come from it. A
-//! key stands here only once something reads it; a planned one is named under `later` and refused.
+//! The structs of the configuration, parsing, error messages and `docs/configuration.md` are all generated from it. A key is listed
+//! only once something reads it; a planned key is named under `later` and refused.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -28,15 +28,15 @@ use crate::value::{DataSource, Readable, TokenizerSource};
 /// The preset that is trained when `[model]` names none.
 pub const DEFAULT_PRESET: &str = "llama-15m";
 
-/// Other names under which keys are accepted.
+/// Aliases of keys, as (alias, key).
 pub(crate) const ALIASES: [(&str, &str); 1] = [("train.lr", "optimizer.lr")];
 
-/// The keys that name the model; at most one is given.
+/// The keys that name the model; at most one may be set.
 pub(crate) const MODEL_SOURCES: [&str; 3] = ["model.preset", "model.path", "model.model_type"];
 
 sections! {
-    /// What is trained: one of `preset`, `path` and `model_type`. Any other key is an override of the same
-    /// key of the model's `config.json`, such as `hidden_size = 512`; the model family checks it.
+    /// The model to train: one of `preset`, `path` and `model_type`. Any other key overrides the same key of the model's
+    /// `config.json`, such as `hidden_size = 512`; the model family checks it.
     model: ModelConfig and any other key in overrides {
         /// A named architecture, such as `llama-60m`.
         preset: Option<String> = None,
@@ -45,16 +45,16 @@ sections! {
         path: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
         /// A model family, such as `llama`; its sizes are given as overrides.
         model_type: Option<String> = None, rules().when_absent("none").defines_numbers();
-        /// Start from the weights in `path` and not from random ones.
+        /// Start from the weights in `path` instead of random ones.
         from_pretrained: bool = false, rules().defines_numbers();
     }
     later []
 
-    /// What it is trained on.
+    /// The training and evaluation data.
     data: DataConfig {
-        /// Files, directories and glob patterns to train on, one after another. An entry `{ path = "...", weight =
-        /// 0.3 }` is a source of its own, from which that share of the samples is drawn; the entries without a weight
-        /// are one source together, which has the rest. Where every entry has a weight, only the ratios matter.
+        /// Files, directories and glob patterns to train on, one after another. An entry `{ path = "...", weight = 0.3 }` is a
+        /// source of its own, from which that share of the samples is drawn; the entries without a weight together are one source,
+        /// which has the rest. If every entry has a weight, only the ratios matter.
         train: Vec<DataSource> = Vec::new(),
             rules()
                 .when_absent("text found on the machine: Rust sources that cargo has downloaded, else our own")
@@ -64,7 +64,7 @@ sections! {
             rules().when_absent("`valid_fraction` of the training text, from its end").defines_numbers();
         /// The share of the training text that is kept for evaluation when `valid` is not given.
         valid_fraction: f64 = 0.1, rules().idle(idle::valid_fraction).at_least(0.0).below(1.0).defines_numbers();
-        /// How the files are read; `auto` decides by the file name.
+        /// Format of the files; `auto` decides by the file name.
         format: DataFormat = DataFormat::Auto, rules().defines_numbers();
         /// `bytes`, or the path of a `tokenizer.json`. Files of tokens need none.
         tokenizer: Option<TokenizerSource> = None,
@@ -72,34 +72,31 @@ sections! {
         /// The type of the ids in raw token files (`format = "tokens"`), little-endian.
         token_type: Option<TokenType> = None,
             rules().idle(idle::token_type).when_absent("`u16` for a vocabulary of at most 65,536, else `u32`").defines_numbers();
-        /// How documents are laid into sequences. `stream`: one after another, cut wherever a sequence ends.
-        /// `documents`: as that, but kept apart: a token sees only its own document, positions begin at 0 with each,
-        /// and no token is to predict the first of the next. `whole_documents`: kept apart, and cut only if longer
-        /// than a sequence; what is left of a sequence when the next document does not fit is padding. In raw token
-        /// files a document ends with the tokenizer's end-of-text token.
+        /// Packing of documents into sequences. `stream`: one after another, cut wherever a sequence ends. `documents`: the same,
+        /// but a token attends only to its own document, positions begin at 0 in each, and no token predicts the first of the next.
+        /// `whole_documents`: as `documents`, and cut only if longer than a sequence; when the next document does not fit, the rest
+        /// of a sequence is padding. In raw token files a document ends with the tokenizer's end-of-text token.
         packing: Option<DataPacking> = None,
             rules()
                 .when_absent("`whole_documents` for prompts with completions and for chats, else `stream`")
                 .defines_numbers();
-        /// `shuffle` draws every window of the corpus once an epoch in an order that depends on the seed;
-        /// `sequential` reads them from the start.
+        /// `shuffle` draws every window of the corpus once an epoch, in an order that depends on the seed; `sequential` reads them
+        /// from the start.
         order: DataOrder = DataOrder::Shuffle, rules().defines_numbers();
-        /// The field of a JSON record, or the column of a Parquet file (`a.b` within a struct), that holds the text. A
-        /// record without it may hold `messages` (a list of `{role, content}`) or `conversations` (of `{from, value}`),
-        /// `instruction` and `output` with `input` and `system`, or `prompt` and `completion`; then only what the
-        /// assistant says, the output or the completion is predicted. Chats and instructions are written as the
-        /// tokenizer's chat template says, else in ChatML.
+        /// The field of a JSON record, or the column of a Parquet file (`a.b` within a struct), that holds the text. A record
+        /// without it may hold `messages` (a list of `{role, content}`) or `conversations` (of `{from, value}`), `instruction` and
+        /// `output` with `input` and `system`, or `prompt` and `completion`; then only the assistant's turns, the output or the
+        /// completion are predicted. Chats and instructions are formatted by the tokenizer's chat template, else as ChatML.
         text_field: String = "text".to_owned(), rules().idle(idle::text_field).defines_numbers();
-        /// What fields of JSON records are called here: `{ prompt = "question", completion = "answer" }`. Known are
-        /// `prompt`, `completion`, `instruction`, `input`, `output`, `system`, `messages`, and in a message `role` and
-        /// `content`.
+        /// Names of JSON fields that differ from the known ones: `{ prompt = "question", completion = "answer" }`. Known are
+        /// `prompt`, `completion`, `instruction`, `input`, `output`, `system`, `messages`, and in a message `role` and `content`.
         columns: BTreeMap<String, String> = BTreeMap::new(), rules().defines_numbers();
-        /// Where tokenized text is kept between runs.
+        /// Directory in which tokenized text is kept between runs.
         cache_dir: Option<PathBuf> = None, rules().idle(idle::cache_dir).when_absent("`lockstep` in the user's cache directory");
     }
     later []
 
-    /// How long, in what portions and how precisely.
+    /// Length of the run, batch sizes and precision.
     train: TrainConfig {
         /// Optimizer steps of the whole run.
         steps: u64 = 1000, rules().at_least(1.0).at_most(1e12);
@@ -114,17 +111,16 @@ sections! {
     } {
         /// Tokens in a sequence.
         seq_len: usize = 256, rules().at_least(1.0).at_most(16_777_216.0).defines_numbers();
-        /// Decides initial weights, dropout and data order.
+        /// Seed of initial weights, dropout and data order.
         seed: u64 = 1337, rules().defines_numbers();
-        /// The type of activations and of the weights that kernels read; gradients and the optimizer stay in
-        /// f32.
+        /// The type of activations and of the weights that kernels read; gradients and the optimizer state stay in f32.
         precision: Precision = Precision::F32, rules().defines_numbers();
-        /// How f32 matrices are multiplied where the CPU has AMX: `split` in three parts of bf16 each, or by `fma`.
+        /// Method of f32 matrix products where the CPU has AMX: `split` in three parts of bf16 each, or by `fma`.
         f32_products: F32Products = F32Products::Split, rules().defines_numbers();
         /// Keep an f32 copy of weights that kernels read in another precision, and update that. Without it bf16 weights
         /// are updated in place and should be rounded `stochastic`ally.
         master_weights: bool = true, rules().defines_numbers();
-        /// With `f16`, a fixed factor on the loss; 0 adjusts it: gradients that overflow are skipped and lower it.
+        /// With `f16`, a fixed loss scale; 0 adjusts it dynamically: steps whose gradients overflow are skipped and lower it.
         loss_scale: f64 = 0.0, rules().idle(idle::loss_scale).at_least(0.0).at_most(4294967296.0).defines_numbers();
         /// The loss scale of the first step, as a power of two.
         initial_scale_power: u64 = 16, rules().idle(idle::dynamic_loss_scale).at_most(32.0).defines_numbers();
@@ -132,24 +128,24 @@ sections! {
         loss_scale_window: u64 = 1000, rules().idle(idle::dynamic_loss_scale).at_least(1.0).defines_numbers();
         /// Overflows after which the loss scale is halved.
         hysteresis: u64 = 2, rules().idle(idle::dynamic_loss_scale).at_least(1.0).defines_numbers();
-        /// The least loss scale. An overflow at this one is a step that is not finite like any other.
+        /// The least loss scale. At this one, an overflow is handled as any other step that is not finite.
         min_loss_scale: f64 = 1.0, rules().idle(idle::dynamic_loss_scale).above(0.0).at_most(4294967296.0).defines_numbers();
-        /// The gradient's global L2 norm is clipped to this; 0 switches clipping off.
+        /// Gradients are clipped to this global L2 norm; 0 switches clipping off.
         max_grad_norm: f64 = 1.0, rules().at_least(0.0).defines_numbers();
         /// Probability of dropout, in families that have it.
         dropout: f64 = 0.0,
             rules().at_least(0.0).below(1.0).when_absent("that of the model's `config.json`; `0.0` for a preset")
                 .defines_numbers();
-        /// Threads that compute; 0 takes every core.
+        /// Compute threads; 0 uses every core.
         threads: usize = 0, rules().at_most(4096.0);
-        /// A step whose loss or gradient norm is more than this many times the median of the last 64 sound steps is a
-        /// spike and is skipped; 0 skips only what is not finite.
+        /// A step whose loss or gradient norm is more than this many times the median of the last 64 sound steps is a spike and is
+        /// skipped; 0 skips only steps that are not finite.
         spike_factor: f64 = 0.0, rules().at_least(0.0).defines_numbers();
-        /// Steps skipped in a row after which the run goes back to the last copy of its state in memory, to go on
-        /// with the data after them; 0 never does. (The tenth in a row ends the run.)
+        /// Consecutive skipped steps after which the run restores the last copy of its state in memory and continues with the data
+        /// after them; 0 never does. (The tenth in a row ends the run.)
         rollback_after: Option<u64> = None,
             rules().at_most(9.0).when_absent("3 with `spike_factor`, else 0").defines_numbers();
-        /// Steps between copies of the state in memory to go back to; one is also made with each checkpoint.
+        /// Steps between copies of the state in memory for rollbacks; one is also made with each checkpoint.
         rollback_every: u64 = 100, rules().idle(idle::rollback_every).at_least(1.0).defines_numbers();
         /// Steps between evaluations; 0 switches them off.
         eval_every: u64 = 100, rules();
@@ -160,19 +156,19 @@ sections! {
     }
     later []
 
-    /// The rule that turns gradients into updates.
+    /// The optimizer and its settings.
     optimizer: OptimizerConfig {
         /// `adamw`; `sgd` with momentum; `lion`; or `muon` for the matrices of the blocks, with AdamW for embeddings,
         /// output layer, norms and biases.
         kind: OptimizerKind = OptimizerKind::AdamW, rules().defines_numbers();
         /// The learning rate at its peak; `train.lr` is another name for it.
         lr: f64 = 3e-4, rules().above(0.0).at_most(1e6).defines_numbers();
-        /// Decay rates of AdamW's two averages; Lion's weights of the old average in its direction and its average.
+        /// Decay rates of AdamW's first and second moment; for Lion, the weights of the momentum in its update and in its average.
         betas: Option<[f64; 2]> = None,
             rules().idle(idle::betas).at_least(0.0).below(1.0).when_absent("`[0.9, 0.95]`; for `lion` `[0.9, 0.99]`").defines_numbers();
-        /// Added to AdamW's denominator.
+        /// Term added to AdamW's denominator.
         eps: f64 = 1e-8, rules().idle(idle::eps).above(0.0).defines_numbers();
-        /// Strength of the weight decay.
+        /// Strength of the decoupled weight decay.
         weight_decay: f64 = 0.1, rules().at_least(0.0).defines_numbers();
         /// Momentum of `sgd` and `muon`.
         momentum: Option<f64> = None,
@@ -180,56 +176,52 @@ sections! {
         /// The learning rate of AdamW for the parameters that `muon` leaves to it.
         adam_lr: Option<f64> = None,
             rules().idle(idle::of_muon).above(0.0).at_most(1e6).when_absent("`lr`").defines_numbers();
-        /// How `muon` scales the learning rate of a matrix: `match_adamw` by 0.2 times the root of its longer side, so that
-        /// AdamW's learning rates fit; `original` by the root of rows by columns, at least 1.
+        /// Scaling of a matrix's learning rate in `muon`: `match_adamw` by 0.2 times the square root of its longer side, so that
+        /// AdamW's learning rates fit; `original` by the square root of rows over columns, at least 1.
         muon_scale: MuonScale = MuonScale::MatchAdamW, rules().idle(idle::of_muon).defines_numbers();
-        /// The type in which moments and momentum are kept; `bf16` halves their memory.
+        /// The type of moments and momentum; `bf16` halves their memory.
         state_precision: StatePrecision = StatePrecision::F32, rules().defines_numbers();
-        /// How weights and state that are kept in bf16 are rounded. `stochastic` is right on the average, so that changes
-        /// too small for bf16 are not lost.
+        /// Rounding of weights and state in bf16. `stochastic` is right on average, so that changes too small for bf16 are not lost.
         rounding: Rounding = Rounding::Nearest, rules().defines_numbers();
-        /// Names of the parameters that decay; `*` stands for any characters, as in `*.mlp.*`. An empty list:
-        /// none.
+        /// Names of the parameters with weight decay; `*` matches any characters, as in `*.mlp.*`. An empty list: none.
         decay: Option<Vec<String>> = None, rules().when_absent("all matrices").defines_numbers();
-        /// Factors on the learning rate by name of parameter, as in `{ "*.mlp.*" = 0.1 }`. Where several patterns
-        /// describe a name, the longest counts.
+        /// Factors on the learning rate by parameter name, as in `{ "*.mlp.*" = 0.1 }`. If several patterns match a name, the
+        /// longest counts.
         lr_multipliers: BTreeMap<String, f64> = BTreeMap::new(), rules().above(0.0).at_most(1e6).defines_numbers();
     }
     later []
 
     /// The learning rate over the steps: a linear warm-up, then `kind`.
     schedule: ScheduleConfig {
-        /// `linear` and `cosine` fall after the warm-up, `wsd` stays at the peak and falls with 1 - sqrt at
-        /// the end.
+        /// `linear` and `cosine` decay after the warm-up; `wsd` stays at the peak and decays with 1 - sqrt at the end.
         kind: ScheduleKind = ScheduleKind::Cosine, rules().defines_numbers();
         /// Steps in which the learning rate rises to its peak.
         warmup_steps: Option<u64> = None,
             rules().when_absent("a tenth of `train.steps`; 10 to 100 in runs of 20 steps or more").defines_numbers();
-        /// Steps in which it falls. It ends with the run, or later if it does not fit after the warm-up.
+        /// Steps in which it decays. The decay ends with the run, or later if it does not fit after the warm-up.
         decay_steps: Option<u64> = None,
             rules().idle(idle::decay_of_schedule).at_least(1.0).at_most(1e12)
                 .when_absent("all steps after the warm-up; for `wsd` a fifth of `train.steps`")
                 .defines_numbers();
-        /// The learning rate at the end, as a share of the peak.
+        /// The learning rate at the end, as a fraction of the peak.
         min_lr_ratio: f64 = 0.1, rules().idle(idle::decay_of_schedule).at_least(0.0).at_most(1.0).defines_numbers();
-        /// How `optimizer.lr` grows with the global batch, so that one recipe serves several batches: the peak is
-        /// `lr * global_batch / scale_lr_batch` (`linear`, usual with SGD), or `lr * sqrt(global_batch / scale_lr_batch)` (`sqrt`, usual with
-        /// Adam).
+        /// Scaling of `optimizer.lr` with the global batch, so that one recipe serves several batches: the peak is `lr * global_batch /
+        /// scale_lr_batch` (`linear`, usual with SGD), or `lr * sqrt(global_batch / scale_lr_batch)` (`sqrt`, usual with Adam).
         scale_lr: LearningRateScaling = LearningRateScaling::None, rules().defines_numbers();
         /// The global batch, in sequences, for which `optimizer.lr` was chosen.
         scale_lr_batch: usize = 256, rules().idle(idle::scale_lr_batch).at_least(1.0).defines_numbers();
     }
     later []
 
-    /// Which part of a pretrained model is trained; all of it, unless something is said.
+    /// The part of a pretrained model that is trained; by default all of it.
     fine_tune: FineTuneConfig {
-        /// Names of the parameters that keep the values they have in `model.path`; `*` stands for any characters, as
-        /// in `model.layers.0.*`. They cost neither gradients nor optimizer state.
+        /// Names of the parameters that keep their values from `model.path`; `*` matches any characters, as in `model.layers.0.*`.
+        /// They need neither gradients nor optimizer state.
         freeze: Vec<String> = Vec::new(), rules().idle(idle::freeze).defines_numbers();
         /// Trains a low-rank adapter of this rank (LoRA) and freezes the model itself.
         lora_rank: Option<usize> = None,
             rules().idle(idle::lora_rank).at_least(1.0).at_most(MAX_RANK as f64).when_absent("no adapter").defines_numbers();
-        /// Strength of the adapter.
+        /// LoRA's alpha, which scales the adapter's output.
         lora_alpha: f64 = 16.0, rules().idle(idle::lora).above(0.0).at_most(1e6).defines_numbers();
         /// Probability of dropout of the adapted layers' inputs.
         lora_dropout: f64 = 0.0, rules().idle(idle::lora).at_least(0.0).below(1.0).defines_numbers();
@@ -239,156 +231,155 @@ sections! {
         /// `standard` multiplies what the adapter adds by `lora_alpha / lora_rank`, `rank_stabilized` (rsLoRA) by
         /// `lora_alpha / sqrt(lora_rank)`.
         lora_scaling: Scaling = Scaling::Standard, rules().idle(idle::lora).defines_numbers();
-        /// A directory with an adapter of PEFT's to go on from; rank, strength and targets are those of the adapter.
+        /// Directory of a PEFT adapter to continue from; rank, alpha and targets are those of the adapter.
         adapter: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
     }
     later []
 
-    /// How the work is laid out. With no key of it that says how a step is split, `lockstep train` asks the planner and tells what it
-    /// was told.
+    /// The parallelism. If no key here says how a step is parallelized, `lockstep train` asks the planner and reports its choice.
     parallel: ParallelConfig {} in plan {
-        /// Copies of the model, each of which reads its share of every global batch. Left out: as many as the ranks that
-        /// were started make, or one with `zero_stage`.
+        /// Data-parallel replicas of the model, each of which reads its part of every global batch. Left out: as many as the
+        /// started ranks make, or one with `zero_stage`.
         data_parallel_replicate in mesh.replicate: usize = 1, rules().at_least(1.0).at_most(65536.0);
-        /// Ranks of each copy that read other parts of the global batch. They can share out the model's state (`zero_stage`) and
-        /// experts (`expert_parallel`); of everything else all have the same, as replicas have.
+        /// Ranks of each replica that read different parts of the global batch. Over them the model state can be sharded
+        /// (`zero_stage`) and the experts split (`expert_parallel`); everything else is replicated.
         data_parallel_shard in mesh.shard: usize = 1, rules().at_least(1.0).at_most(65536.0);
-        /// What of the model's state the ranks of `data_parallel_shard` and `context_parallel` share out instead of each holding a copy:
-        /// 0 nothing, 1 the optimizer's state and master weights, 2 gradients as well, 3 parameters as well. Of experts it is what is left of these
-        /// ranks when each has its experts. Without `data_parallel_shard` and `data_parallel_replicate`, the ranks that were started become shards.
+        /// Model state that is sharded over the ranks of `data_parallel_shard` and `context_parallel`: 0 nothing, 1 optimizer state
+        /// and master weights, 2 also gradients, 3 also parameters. Experts are sharded over those of these ranks that hold the
+        /// same experts. Without `data_parallel_shard` and `data_parallel_replicate`, the started ranks become shards.
         zero_stage in zero_stage: u8 = 0, rules().idle(idle::zero_stage).at_most(3.0);
-        /// With `zero_stage = 3`, the form in which weights are gathered (qwZ of ZeRO++): `int8` sends codes of a byte, with a scale for each 256,
-        /// and all ranks work with what these say. What is updated and saved stays exact.
+        /// With `zero_stage = 3`, the form in which weights are all-gathered (qwZ of ZeRO++): `int8` sends one byte for each weight and a
+        /// scale for each 256, and all ranks compute with the quantized weights. The weights that are updated and saved stay exact.
         quantize_weights in quantize_weights: Option<QuantizedType> = None, rules().words(&["none", "int8"]).defines_numbers();
-        /// With `zero_stage` 1, 2 or 3, the form in which gradients go to the ranks that own them (qgZ of ZeRO++), where they are added up in f32.
+        /// With `zero_stage` 1, 2 or 3, the form in which gradients are reduce-scattered (qgZ of ZeRO++); they are summed in f32.
         quantize_gradients in quantize_gradients: Option<QuantizedType> = None, rules().defines_numbers();
-        /// With `quantize_gradients`, whether each rank keeps what its gradients lost to their codes and adds it to the next ones. It takes 2 bytes for
-        /// each parameter on every rank, in memory and in checkpoints.
+        /// With `quantize_gradients`, error feedback: each rank keeps the quantization error of its gradients and adds it to the
+        /// next ones. It takes 2 bytes for each parameter on every rank, in memory and in checkpoints.
         quantize_feedback in quantize_feedback: Feedback = Feedback::Kept, rules().idle(idle::quantize_feedback).defines_numbers();
-        /// With `zero_stage = 3`, or parameters on disk, what happens to a unit's gathered weights (those of the embedding, a block or the head) after its
-        /// forward: `always` drops them, `never` keeps those of all units for the backward and the next micro-batches, `auto` keeps
-        /// those that are needed soonest, as far as `max_live_parameters` allows. What the backward begins with is always kept.
+        /// With `zero_stage = 3`, or parameters on disk, the handling of a unit's gathered weights (embedding, a block or the head) after
+        /// its forward: `always` frees them, `never` keeps those of all units for the backward and the next micro-batches, `auto` keeps
+        /// those that are needed soonest, within `max_live_parameters`. The weights that the backward begins with are always kept.
         reshard_after_forward in sharding.reshard_after_forward: ReshardAfterForward = ReshardAfterForward::Auto, rules().idle(idle::reshard_after_forward);
-        /// With `zero_stage = 3`, or parameters on disk, how many parameters may be whole on a rank at once: those of the unit that computes, those that are
-        /// on their way for the next ones, and those that are kept for later. One unit's must fit.
+        /// With `zero_stage = 3`, or parameters on disk, the most parameters that are unsharded on a rank at once: those of the
+        /// unit that computes, those that are being prefetched, and those that are kept for later. One unit's must fit.
         max_live_parameters in sharding.max_live_parameters: Option<usize> = None,
             rules().idle(idle::max_live_parameters).at_least(1.0).at_most(1e15)
                 .when_absent("those of two units that follow each other; with `reshard_after_forward = \"never\"` all");
-        /// With `zero_stage = 3`, ranks that are near each other, such as those of a machine: among so many neighbours the weights that the
-        /// first gather of a step has brought are kept once more, and its further gathers ask these alone (hpZ of ZeRO++).
+        /// With `zero_stage = 3`, the size of a group of nearby ranks, such as those of a node, which keep a second set of shards:
+        /// the first all-gather of a step fills it, and the further ones stay within the group (hpZ of ZeRO++).
         secondary_shard in sharding.secondary_shard: Option<usize> = None, rules().idle(idle::secondary_shard).at_least(2.0).at_most(256.0).when_absent("nothing is kept twice");
-        /// Ranks that share out the experts of each layer: every rank sends its tokens to those that have their experts. They are
-        /// taken from `tensor_parallel` times `context_parallel` times `data_parallel_shard`.
+        /// Expert-parallel ranks: the experts of each layer are split over them, and every rank sends its tokens to the ranks of
+        /// their experts. They are taken from `tensor_parallel` times `context_parallel` times `data_parallel_shard`.
         expert_parallel in mesh.expert: usize = 1, rules().at_least(1.0).at_most(65536.0);
-        /// Ranks that share each expert's matrices; a divisor of `tensor_parallel`.
+        /// Tensor-parallel ranks of each expert's matrices; a divisor of `tensor_parallel`.
         expert_tensor_parallel in mesh.expert_tensor: usize = 1, rules().at_least(1.0).at_most(65536.0);
-        /// Ranks that share each matrix of the model: heads, features and the vocabulary are split over them.
+        /// Tensor-parallel ranks: heads, features and the vocabulary are split over them.
         tensor_parallel in mesh.tensor: usize = 1, rules().at_least(1.0).at_most(65536.0);
-        /// Whether these ranks split what stands between the products by tokens, so that activations shrink with their number.
+        /// Sequence parallelism: the tensor-parallel ranks split the activations between the matrix products by tokens, so that
+        /// their memory shrinks with the ranks.
         sequence_parallel in sequence_parallel: bool = false, rules().idle(idle::sequence_parallel);
-        /// How they share the linear layers of the blocks: `1d`, each by its columns or its rows (Megatron-LM); `2d`, by blocks of a
-        /// square of 4, 9, 16 ... ranks (SUMMA), each row of which has other sequences of a micro-batch.
+        /// Split of the blocks' linear layers: `1d`, each by its columns or its rows (Megatron-LM); `2d`, by blocks on a square of
+        /// 4, 9, 16 ... ranks (SUMMA), each row of which has different sequences of a micro-batch.
         tensor_layout in tensor_layout: TensorDimensions = TensorDimensions::One, rules().idle(idle::tensor_layout);
-        /// Chunks of rows in which these ranks exchange values while they multiply others; 1 exchanges all at once, and nothing is
-        /// multiplied meanwhile. No bit of the result depends on it.
+        /// Chunks of rows in which tensor-parallel collectives are overlapped with matrix products; 1 overlaps nothing. No bit of
+        /// the result depends on it.
         tensor_chunks in tensor_chunks: Option<usize> = None,
             rules().idle(idle::tensor_chunks).at_least(1.0).at_most(64.0).when_absent("1 where these ranks are on one machine, else 4");
-        /// Ranks that share each sequence: each holds some of its tokens, and what attention needs of the others' goes between them.
+        /// Context-parallel ranks: each holds some of the tokens of every sequence, and attention exchanges what it needs of the others.
         context_parallel in mesh.context: usize = 1, rules().at_least(1.0).at_most(65536.0);
-        /// How: with `ring` keys and values go round the ranks, with `all_gather` each rank has all of them for the time of an
-        /// attention, with `all_to_all` ranks exchange tokens for heads.
+        /// Method of context parallelism: with `ring` keys and values go round the ranks, with `all_gather` each rank has all of
+        /// them during an attention, with `all_to_all` ranks exchange tokens for heads (DeepSpeed-Ulysses).
         context_parallel_method in context_method: ContextMethod = ContextMethod::Ring, rules().idle(idle::context_parallel_method);
-        /// Ranks that each hold some of the layers; micro-batches go through them one after the other.
+        /// Pipeline-parallel ranks: each holds some of the layers, and micro-batches go through them one after the other.
         pipeline_parallel in mesh.pipeline: usize = 1, rules().at_least(1.0).at_most(65536.0);
-        /// What the ranks of a pipeline do in which order: `gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `zb_h1`, `zb_v`,
-        /// `dualpipe_v`, or a CSV file with a row for each rank, as of `torch.distributed.pipelining` (or such rows themselves,
-        /// with a line break after each). No bit of the result depends on it.
+        /// Pipeline schedule: `gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `zb_h1`, `zb_v`, `dualpipe_v`, or a CSV file with
+        /// a row for each rank, as of `torch.distributed.pipelining` (or such rows themselves, with a line break after each). No
+        /// bit of the result depends on it.
         pipeline_schedule in schedule.passes: PassOrder = PassOrder::default(), rules().idle(idle::pipeline);
-        /// Stages of each rank of a pipeline. Left out: as many as its schedule has at least.
+        /// Stages of each pipeline rank. Left out: the fewest that the schedule allows.
         virtual_stages in schedule.chunks: Option<usize> = None, rules().idle(idle::pipeline).at_least(1.0).at_most(256.0).when_absent("the schedule's");
-        /// How many of the model's units (the embedding, each block, the head) every stage of a pipeline has, from the
-        /// first on. Left out: so that the stages cost as much as each other.
+        /// Number of the model's units (the embedding, each block, the head) in every pipeline stage, from the first on. Left out:
+        /// balanced stages.
         pipeline_stages in stages: Vec<usize> = Vec::new(),
             rules().idle(idle::pipeline).at_least(1.0).when_absent("even by operations");
-        /// Gradients are summed over the ranks in buckets of so many MiB, while the backward goes on.
+        /// Size in MiB of the buckets in which gradients are reduced, overlapped with the backward.
         bucket_mb in bucket_mb: f64 = lockstep_plan::DEFAULT_BUCKET_MB, rules().above(0.0).at_most(1e6);
     } {
         /// Steps between comparisons of all ranks' weights; 0 compares them at the start only.
         check_every: u64 = 100, rules();
         /// Seconds that a rank waits for the others before the run ends with an error.
         timeout_s: f64 = 600.0, rules().above(0.0).at_most(86400.0);
-        /// How ranks reach each other. `auto`: by shared memory where they are all on one machine and were started by
-        /// `lockstep` itself, else by TCP.
+        /// Transport between ranks. `auto`: shared memory where they are all on one machine and were started by `lockstep` itself,
+        /// else TCP.
         transport: Transport = Transport::Auto, rules();
-        /// How gradients are summed where they go over a network. `tree` keeps the order of additions that shared memory
-        /// has, and so its bits; the others give bits of their own, the same on all ranks.
+        /// Algorithm of gradient all-reduces over a network. `tree` adds in the same order as shared memory, and so gives the same
+        /// bits; the others give bits of their own, the same on all ranks.
         all_reduce: AllReduce = AllReduce::Tree, rules().idle(idle::of_own_transports);
-        /// Connections for data between every two ranks that are joined by TCP.
+        /// TCP connections for data between every two ranks that use TCP.
         tcp_connections: usize = 2, rules().idle(idle::of_own_transports).at_least(1.0).at_most(16.0);
-        /// Whether what ranks send each other over TCP is encrypted, under keys that each connection's handshake makes. Ranks that share memory send
-        /// nothing over a network. No bit of the result depends on it.
+        /// Encrypt the traffic between ranks over TCP, under keys that each connection's handshake makes. Ranks that share memory
+        /// send nothing over a network. No bit of the result depends on it.
         encrypt: bool = false, rules().idle(idle::of_own_transports);
     } in plan {
-        /// What a block computes again in its backward to save memory; no bit of the result depends on it. One word for all blocks, or rules by
-        /// layer, of which the last one that describes a layer counts: `{ default = "none", layers = [{ from = 0, to = 11, every = 2, mode = "full" }] }`
-        /// is for every other one of the first twelve. `from` is 0 where it is left out, `to` the last layer, `every` 1.
+        /// Activations that a block recomputes in its backward to save memory; no bit of the result depends on it. One word for all blocks,
+        /// or rules by layer, of which the last one that matches a layer counts: `{ default = "none", layers = [{ from = 0, to = 11, every
+        /// = 2, mode = "full" }] }` is for every other one of the first twelve. Left out, `from` is 0, `to` the last layer, and `every` 1.
         recompute in recompute: RecomputeRules = RecomputeRules::default(), rules();
-        /// Whether each rank of `tensor_parallel` keeps a slice of the input of every block whose `recompute` is `full`, and all gather it before the
-        /// block's backward, instead of each keeping the same. No bit of the result depends on it.
+        /// Each tensor-parallel rank keeps a slice of the input of every block whose `recompute` is `full`, and the slices are all-gathered
+        /// before the block's backward, instead of every rank keeping the whole input. No bit of the result depends on it.
         partition_activations in partition_activations: bool = false, rules().idle(idle::partition_activations);
-        /// Where master weights and the optimizer's moments are kept: `disk`, in a file without a name, of which a few windows are
-        /// in memory while they are updated. `cpu` is the memory of the machine, which is that of CPU ranks in any case. No bit of
-        /// the result depends on it.
+        /// Place of master weights and optimizer moments: `disk` is an unnamed file, of which a few windows are in memory while
+        /// they are updated. `cpu` is host memory, which CPU ranks use in any case. No bit of the result depends on it.
         offload_optimizer as "offload.optimizer" in residence.optimizer: Residence = Residence::Memory, rules().idle(idle::offload_optimizer);
-        /// Where gradients are kept, from a unit's backward to the update; those of a table that two layers share stay in memory.
+        /// Place of gradients, from a unit's backward to the optimizer step; those of tied embeddings stay in memory.
         offload_gradients as "offload.gradients" in residence.gradients: Residence = Residence::Memory, rules();
-        /// Where the weights are kept that kernels read, from one use of them to the next: those of a unit come while the one before it
-        /// computes (`max_live_parameters`, `reshard_after_forward`).
+        /// Place of the weights that kernels read, between their uses: a unit's are prefetched while the unit before it computes
+        /// (`max_live_parameters`, `reshard_after_forward`).
         offload_parameters as "offload.parameters" in residence.parameters: Residence = Residence::Memory, rules();
-        /// Where what blocks keep from their forward to their backward is: with `disk` it is written behind the forward and read ahead of the backward,
-        /// and three blocks' are in memory at a time. What the head keeps stays there.
+        /// Place of the activations that blocks save for their backward: with `disk` they are written while the forward goes on and
+        /// prefetched for the backward, and those of three blocks are in memory at a time. The head's activations stay in memory.
         offload_activations as "offload.activations" in residence.activations: Residence = Residence::Memory, rules();
-        /// Fraction of a rank's model state that is offloaded where `offload.optimizer` is, rounded up to whole units of the model, from the
-        /// first on. Activations are offloaded altogether.
+        /// Fraction of a rank's model state that is offloaded to the place of `offload.optimizer`, rounded up to whole units of the
+        /// model, from the first on. Activations are offloaded altogether.
         offload_fraction as "offload.fraction" in residence.fraction: f64 = 1.0, rules().idle(idle::offload_fraction).above(0.0).at_most(1.0);
     } {
-        /// The directory of the files, on a disk with room for them.
+        /// The directory of the offload files, on a disk with room for them.
         offload_dir as "offload.dir": Option<PathBuf> = None, rules().idle(idle::offload_files).when_absent("`checkpoint.dir`");
-        /// How they are read and written: by `io_uring` or by `threads`; `auto` takes `io_uring` where the system has it.
+        /// Method of reading and writing the offload files: `io_uring` or `threads`; `auto` takes `io_uring` where the system has it.
         offload_io as "offload.io": OffloadIo = OffloadIo::Auto, rules().idle(idle::offload_files);
     } in plan {
-        /// Which units of the model (the embedding, each block, the head) stand in one flat buffer, whose gradients are summed and whose weights
-        /// are gathered together: `block` keeps each by itself, `{ min_parameters = N }` joins those that follow each other until they have so many
-        /// parameters, and a list of patterns such as `["model.layers.*"]` joins those that follow each other and are described by one of them.
+        /// Units of the model (the embedding, each block, the head) that share a flat parameter, whose gradients are reduced
+        /// together and whose weights are gathered together: `block` makes one of each unit, `{ min_parameters = N }` joins
+        /// consecutive units until they have so many parameters, and a list of patterns such as `["model.layers.*"]` joins
+        /// consecutive units that match the same one.
         wrap in sharding.wrap: Wrap = Wrap::Block, rules().idle(idle::wrap);
     }
     later []
 
-    /// Where the run is saved.
+    /// Checkpoints of the run.
     checkpoint: CheckpointConfig {
         /// The directory that holds the `step-NNNNNNNN` directories.
         dir: PathBuf = PathBuf::from("checkpoints"), rules();
         /// Steps between checkpoints; 0 saves at the end only.
         every: u64 = 500, rules();
-        /// A second directory, best on another file system: a save goes there when it fails in `dir`, or makes no progress. `--resume auto` looks in
-        /// both.
+        /// A second directory, best on another file system: a save goes there if it fails in `dir`, or makes no progress. `--resume
+        /// auto` looks in both.
         fallback: Option<PathBuf> = None, rules().when_absent("none");
-        /// Seconds without progress after which a save gives up on a directory. From the fifth second on the run says so.
+        /// Seconds without progress after which a save gives up on a directory. The run reports a stall from the fifth second on.
         stall_s: f64 = 60.0, rules().above(0.0);
-        /// Seconds from SIGTERM or Ctrl-C to the end of the process: as long as the scheduler waits before it kills. Saves that make no progress are
-        /// given up in time; on one rank a step that takes longer is abandoned, and the state before it is saved.
+        /// Seconds from SIGTERM or Ctrl-C to the end of the process: as long as the scheduler waits before it kills. Saves that make no
+        /// progress are given up in time; on one rank a step that takes longer is abandoned, and the state before it is saved.
         grace_s: f64 = 30.0, rules().above(0.0);
-        /// How many of the newest checkpoints are kept; 0 keeps all.
+        /// Number of the newest checkpoints that are kept; 0 keeps all.
         keep: usize = 3, rules();
         /// Keep the checkpoint with the lowest evaluation loss as well, of those that were saved after a step that was evaluated.
         keep_best: bool = false, rules().idle(idle::keep_best);
-        /// Write checkpoints beside the training, from a copy of the state in memory. Where there is no memory for
-        /// it, the training waits for each save.
+        /// Write checkpoints in the background, from a copy of the state in memory. Without memory for it, training waits for each save.
         in_background as "async": bool = true, rules();
     }
     later []
 
-    /// Restarts by the launcher after the loss of a rank, without anybody typing the command again.
+    /// Automatic restarts by the launcher after the loss of a rank.
     elastic: ElasticConfig {
         /// Restarts of all ranks from the newest checkpoint that the launcher may have outstanding; 0 ends the run at the first failure. The flag
         /// `--max-restarts` wins. Failures that a restart cannot mend (exit codes 2, 3 and 4) end the run in any case.
@@ -404,7 +395,7 @@ sections! {
     }
     later ["min_nodes"]
 
-    /// What is written down about the run.
+    /// The records of the run.
     metrics: MetricsConfig {
         /// The directory of the run's records.
         dir: PathBuf = PathBuf::from("runs"), rules();
@@ -412,7 +403,8 @@ sections! {
         jsonl: bool = true, rules();
         /// Write the same numbers as TensorBoard event files.
         tensorboard: bool = true, rules();
-        /// An address such as `127.0.0.1:9400` at which Prometheus finds the numbers of the last step, at `/metrics`. The first rank of every machine tells at `/healthz` whether the run moves.
+        /// An address such as `127.0.0.1:9400` at which Prometheus finds the numbers of the last step, at `/metrics`. The first
+        /// rank of every machine reports at `/healthz` whether the run makes progress.
         prometheus: Option<String> = None, rules().when_absent("none");
         /// A file such as `run.prom` with the same text, for the textfile collector of node_exporter; written as a whole, at most once
         /// a second.

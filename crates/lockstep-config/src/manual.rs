@@ -34,7 +34,7 @@ complete and check a file that begins with a line such as
 when the schema lies beside it: `lockstep schema > run.schema.json`.
 ";
 
-/// The manual of RUN.toml, in Markdown.
+/// Returns the manual of RUN.toml, in Markdown.
 pub fn configuration_markdown() -> String {
     let mut out = INTRODUCTION.to_owned();
     for section in SECTIONS.iter() {

@@ -14,23 +14,23 @@ use crate::{Error, ModelSource, Origin, Problems, RunConfig};
 /// The model of a run.
 #[derive(Debug)]
 pub struct ResolvedModel {
-    /// Its configuration, with overrides and the run's dropout.
+    /// Configuration of the model, with overrides and the run's dropout.
     pub config: ModelConfig,
-    /// What of it is trained.
+    /// The part of the model that is trained.
     pub tuning: Tuning,
-    /// Where its first weights come from, if not from the initializers.
+    /// Directory of the initial weights; `None` if they come from the initializers.
     pub pretrained: Option<ModelDirectory>,
-    /// The adapter that training goes on from, if it does not begin anew.
+    /// The adapter that training continues from; `None` if it starts anew, or without one.
     pub adapter: Option<PeftAdapter>,
-    /// What a checkpoint says of the weights that it does not hold, once they have been read.
+    /// Record in checkpoints of the base weights that they do not hold, set once these have been read.
     pub base: OnceLock<BaseModel>,
 }
 
-/// The model that `[model]` describes.
+/// Returns the model that `[model]` describes.
 ///
 /// # Errors
-/// An unknown preset, a `config.json` that is not supported, overrides that do not fit, a sequence longer than the
-/// model's maximum, ranks that cannot share the model.
+/// If the preset is unknown, the `config.json` is not supported, overrides do not fit, sequences are longer than the model's
+/// maximum, or the plan does not fit the model.
 pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
     let (model, pretrained) = named_model(config)?;
     let mut problems = Vec::new();
@@ -49,10 +49,10 @@ pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
     Ok(ResolvedModel { config: model, tuning, pretrained, adapter, base: OnceLock::new() })
 }
 
-/// The model that `[model]` names, whether it fits the run or not, and the directory of its weights if it takes them from one.
+/// Returns the model that `[model]` names, without checking it against the run, and the directory of its weights if it has one.
 ///
 /// # Errors
-/// An unknown preset, a `config.json` that is not supported, overrides that do not fit.
+/// If the preset is unknown, the `config.json` is not supported, or overrides do not fit.
 pub fn named_model(config: &RunConfig) -> Result<(ModelConfig, Option<ModelDirectory>), Error> {
     let overrides = overrides_of(config);
     let mut pretrained = None;
@@ -82,7 +82,7 @@ pub fn named_model(config: &RunConfig) -> Result<(ModelConfig, Option<ModelDirec
     Ok((model, pretrained))
 }
 
-/// The keys of the model that `[model]` changes.
+/// Returns the keys of the model that `[model]` overrides.
 pub fn overrides_of(config: &RunConfig) -> Map<String, Value> {
     let overrides = config.model.overrides.iter();
     overrides.map(|(key, value)| (key.clone(), serde_json::to_value(value).unwrap_or_default())).collect()

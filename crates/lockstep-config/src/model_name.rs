@@ -1,8 +1,7 @@
-//! A model by any of its names: a preset, a directory, a checkpoint, or the name of a
-//! repository of Hugging Face that lies in the local cache.
+//! Finds a model by any of its names: a preset, a directory, a checkpoint, or a Hugging Face repository in the local cache.
 //!
-//! Nothing is downloaded. The cache is laid out as `huggingface_hub` does it:
-//! `models--ORG--NAME/refs/main` names a commit, `models--ORG--NAME/snapshots/COMMIT` holds its files.
+//! Nothing is downloaded. The cache has the layout of `huggingface_hub`: `models--ORG--NAME/refs/main` names a commit, and
+//! `models--ORG--NAME/snapshots/COMMIT` holds its files.
 
 use std::path::{Path, PathBuf};
 use std::{env, fs};
@@ -13,7 +12,7 @@ use lockstep_model::{ModelConfig, presets};
 use crate::Error;
 use crate::habits::preset_of;
 
-/// Where a model is.
+/// The location of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NamedModel {
     /// A named architecture, without weights.
@@ -23,7 +22,7 @@ pub enum NamedModel {
 }
 
 impl NamedModel {
-    /// The key of RUN.toml and its value, as an argument of `--set`.
+    /// Returns the key of RUN.toml that names the model, as an argument of `--set`.
     pub fn setting(&self) -> String {
         match self {
             Self::Preset(name) => format!("model.preset={name}"),
@@ -35,7 +34,7 @@ impl NamedModel {
 /// Finds a model by a name.
 ///
 /// # Errors
-/// No preset, directory or cached repository has that name.
+/// If no preset, directory or cached repository has that name.
 pub fn find_model(name: &str) -> Result<NamedModel, Error> {
     find_in(name, &cache_directories(&|variable| env::var_os(variable).map(PathBuf::from)))
 }
@@ -43,10 +42,10 @@ pub fn find_model(name: &str) -> Result<NamedModel, Error> {
 /// Finds the directory of a model with weights.
 ///
 /// # Errors
-/// As [`find_model`]; a preset, which has none.
+/// As [`find_model`]; if the name is a preset, which has no weights.
 pub fn find_weights(name: &str) -> Result<PathBuf, Error> {
     let found = find_model(name).map_err(|error| match error {
-        // A list of presets, which have no weights, is no help.
+        // The list of presets, which have no weights, would not help.
         Error::Model(_) => Error::NoModel(format!(
             "{name} is no directory, no checkpoint of a run, and no repository in the cache of Hugging Face; presets, as `lockstep models` lists \
              them, have no weights"
@@ -62,7 +61,10 @@ pub fn find_weights(name: &str) -> Result<PathBuf, Error> {
     }
 }
 
-/// The configuration of a model in a directory, or of a checkpoint.
+/// Returns the configuration of a model in a directory, or of a checkpoint.
+///
+/// # Errors
+/// If there is none, or it is not supported.
 pub fn config_of(directory: &Path) -> Result<ModelConfig, Error> {
     let file = directory.join("config.json");
     if file.exists() {
@@ -79,7 +81,7 @@ pub fn config_of(directory: &Path) -> Result<ModelConfig, Error> {
 fn find_in(name: &str, caches: &[PathBuf]) -> Result<NamedModel, Error> {
     let path = Path::new(name);
     if path.is_dir() {
-        // Of a directory of checkpoints the newest; loading it reads and verifies every byte, once.
+        // A directory of checkpoints stands for the newest; loading verifies every byte.
         let is_model = ["config.json", "manifest.json"].iter().any(|file| path.join(file).exists());
         let newest = if is_model { None } else { list(path)?.pop() };
         return Ok(NamedModel::Directory(newest.map_or_else(|| path.to_owned(), |newest| newest.path)));
@@ -112,12 +114,12 @@ fn find_in(name: &str, caches: &[PathBuf]) -> Result<NamedModel, Error> {
             caches.first().map_or("none is set".to_owned(), |cache| cache.display().to_string())
         )));
     }
-    // The message that lists the presets.
+    // Its error lists the presets.
     ModelConfig::preset(name)?;
     Ok(NamedModel::Preset(name.to_owned()))
 }
 
-/// A file of a model stands for its directory.
+/// Returns the directory of a model's file.
 fn of_file(path: &Path, directory: &Path) -> Result<NamedModel, Error> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     if name == "config.json" || name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
@@ -133,12 +135,12 @@ fn of_file(path: &Path, directory: &Path) -> Result<NamedModel, Error> {
     Err(Error::NoModel(format!("{} {what}", path.display())))
 }
 
-/// Whether a name has the form of a path.
+/// Returns true if a name has the form of a path.
 fn is_path(name: &str) -> bool {
     name.starts_with(['/', '.', '~']) || name.ends_with('/') || name.matches('/').count() > 1
 }
 
-/// The repository that a name or an address means.
+/// Returns the repository that a name or a URL stands for.
 fn repository(name: &str) -> Result<&str, Error> {
     let Some((scheme, rest)) = name.split_once("://") else { return Ok(name) };
     let path = match (scheme, rest.split_once('/')) {
@@ -150,12 +152,12 @@ fn repository(name: &str) -> Result<&str, Error> {
             )));
         }
     };
-    // `ORG/NAME/tree/main` and the like.
+    // The rest is `tree/main` and the like.
     let end = path.match_indices('/').nth(1).map_or(path.len(), |(at, _)| at);
     Ok(path[..end].trim_end_matches('/'))
 }
 
-/// Directories in which repositories are cached, the one that is asked for first.
+/// Returns the directories of cached repositories, in order of precedence.
 fn cache_directories(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Vec<PathBuf> {
     let below = |name: &str, rest: &str| variable(name).map(|directory| directory.join(rest));
     [
@@ -170,7 +172,7 @@ fn cache_directories(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Vec<PathBuf>
     .collect()
 }
 
-/// The files of a cached repository: those of `main`, else the newest.
+/// Returns the snapshot of a cached repository: that of `main`, else the newest.
 fn snapshot(cache: &Path, id: &str) -> Option<PathBuf> {
     let is_name = |part: &str| {
         !part.is_empty()

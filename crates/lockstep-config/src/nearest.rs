@@ -1,4 +1,4 @@
-//! The known name that is nearest to an unknown one.
+//! The known name that is most similar to an unknown one.
 
 use strsim::normalized_damerau_levenshtein;
 
@@ -6,13 +6,13 @@ use crate::declare::Key;
 use crate::habits::{Answer, HABITS, Place};
 use crate::keys::{KEYS, SECTIONS};
 
-/// Less alike than this, a name is no misspelling of another.
+/// Least similarity at which a name counts as a misspelling of another.
 const LEAST_LIKENESS: f64 = 0.6;
 
-/// The known `section.key` nearest to what was written, which may lack the section or stand in the wrong one; `None` if none is near.
+/// Returns the known `section.key` most similar to `written`, which may lack the section or have the wrong one; `None` if none is similar.
 pub(crate) fn nearest_key(written: &str) -> Option<&'static str> {
     let last = written.rsplit('.').next().unwrap_or(written);
-    // A right key in a wrong section is nearer than a wrong key in the right one.
+    // A right key in a wrong section counts more than a wrong key in the right one.
     let likeness = |key: &Key| {
         normalized_damerau_levenshtein(written, key.name)
             .max(0.95 * normalized_damerau_levenshtein(last, key.key()))
@@ -21,7 +21,7 @@ pub(crate) fn nearest_key(written: &str) -> Option<&'static str> {
     if likeness(best) >= LEAST_LIKENESS {
         return Some(best.name);
     }
-    // A misspelt name of another tool's.
+    // A misspelt name of another tool.
     let of_others = HABITS.iter().filter(|habit| habit.place == Place::Key);
     let (habit, likeness) = of_others
         .map(|habit| (habit, normalized_damerau_levenshtein(last, habit.typed)))
@@ -32,24 +32,24 @@ pub(crate) fn nearest_key(written: &str) -> Option<&'static str> {
     }
 }
 
-/// The known section nearest to what was written; `None` if none is near.
+/// Returns the known section most similar to `written`; `None` if none is similar.
 pub(crate) fn nearest_section(written: &str) -> Option<&'static str> {
     let likeness = |name: &str| normalized_damerau_levenshtein(written, name);
     let best = SECTIONS.iter().max_by(|a, b| likeness(a.name).total_cmp(&likeness(b.name)))?;
     (likeness(best.name) >= 0.5).then_some(best.name)
 }
 
-/// The names of all sections, for a message.
+/// Returns the names of all sections, for a message.
 pub(crate) fn all_sections() -> String {
     SECTIONS.iter().map(|section| format!("[{}]", section.name)).collect::<Vec<_>>().join(", ")
 }
 
-/// The keys of one section, for a message.
+/// Returns the keys of one section, for a message.
 pub(crate) fn keys_of(section: &str) -> String {
     KEYS.iter().filter(|key| key.section() == section).map(Key::key).collect::<Vec<_>>().join(", ")
 }
 
-/// Whether a key of `[model]` is more likely a misspelt key of ours than one of a `config.json`.
+/// Returns true if a key of `[model]` is more likely a misspelt key of ours than one of a `config.json`.
 pub(crate) fn is_misspelt_model_key(written: &str) -> bool {
     KEYS.iter().filter(|key| key.section() == "model").map(Key::key).any(|key| {
         let tolerance = if key.len() > 5 { 2 } else { 1 };

@@ -1,17 +1,17 @@
-//! Patterns that describe names of parameters, and the names that a pattern without any may have meant.
+//! Patterns that match parameter names, and suggestions for a pattern that matches none.
 
 pub(crate) use lockstep_plan::describes;
 use strsim::normalized_damerau_levenshtein;
 
-/// Names that a message lists.
+/// Most names that a message lists.
 const NEAR: usize = 3;
 
-/// The names most like what `pattern` says, one for each way they are like it.
+/// Returns the names most similar to `pattern`, one for each kind of parameter.
 pub(crate) fn nearest<'n>(pattern: &str, names: impl Iterator<Item = &'n str>) -> Vec<&'n str> {
     let literal = pattern.split('*').max_by_key(|part| part.len()).unwrap_or_default().trim_matches('.');
     let mut ranked: Vec<(f64, &str)> = names.map(|name| (likeness(literal, name), name)).collect();
     ranked.sort_by(|(a, _), (b, _)| b.total_cmp(a));
-    // The same parameter of another layer tells nothing new.
+    // The same parameter of another layer adds no information.
     let kind = |name: &str| name.replace(|c: char| c.is_ascii_digit(), "");
     let mut near: Vec<&str> = Vec::new();
     for (_, name) in ranked {
@@ -22,7 +22,7 @@ pub(crate) fn nearest<'n>(pattern: &str, names: impl Iterator<Item = &'n str>) -
     near
 }
 
-/// How much `literal` is like as many consecutive components of a dotted name, at best.
+/// Returns the similarity of `literal` to the best window of as many consecutive components of a dotted name, in [0, 1].
 fn likeness(literal: &str, name: &str) -> f64 {
     let components: Vec<&str> = name.split('.').collect();
     let width = literal.split('.').count().min(components.len());

@@ -1,7 +1,7 @@
-//! How a run is split over its ranks, held against its model before any of them starts.
+//! The plan of a run, checked against its model before any rank starts.
 //!
-//! The keys of `[parallel]` and a plan file are read into the same [`Plan`]; [`Plan::resolved`] fills in what they leave open, and
-//! [`Plan::check`] finds what does not fit.
+//! The keys of `[parallel]` and a plan file are read into the same [`Plan`]. [`Plan::resolved`] fills in what they leave open, and
+//! [`Plan::check`] finds inconsistencies.
 
 use lockstep_graph::{BlockShape, RecomputeRules};
 use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
@@ -9,7 +9,7 @@ use lockstep_plan::{CheckedPlan, DType, Facts, Places, Plan, PlanProblems};
 
 use crate::{Error, Problem, Problems, ResolvedModel, RunConfig, resolve_model, shape_of};
 
-/// The run's plan, if its ranks can share its model so, and the model.
+/// Returns the run's checked plan and its model.
 ///
 /// # Errors
 /// As [`resolve_model`].
@@ -19,10 +19,10 @@ pub fn check(config: &RunConfig) -> Result<(Plan, ResolvedModel), Error> {
     Ok((plan, model))
 }
 
-/// The run's plan, checked.
+/// Returns the run's plan, checked.
 ///
 /// # Errors
-/// [`Error::Configuration`], with everything that does not fit.
+/// [`Error::Configuration`] with everything that is inconsistent.
 pub fn checked_plan(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Result<CheckedPlan, Error> {
     let costs = || unit_costs(config, model, tuning);
     let facts = Facts { adapter_rank: adapter_rank(tuning), ..facts_of(config, model) };
@@ -30,10 +30,10 @@ pub fn checked_plan(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) ->
     plan.check(&facts).map_err(|problems| Problems::all_of(problems_of(config, &problems)).into())
 }
 
-/// Everything in the run's keys that does not fit its model and what of it is trained, as far as that is known, each where it was set.
+/// Returns everything in the run's keys that does not fit its model and its tuning, as far as that is known, each at the key that was set.
 pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig, tuning: Option<&Tuning>) -> Vec<Problem> {
     let facts = Facts { adapter_rank: tuning.and_then(adapter_rank), ..facts_of(config, model) };
-    // Which units make a stage does not matter here, and what they cost is known only when they are recorded.
+    // The split into stages does not matter here, and the units' costs are known only after recording.
     match plan_of(config, &facts, || vec![1.0; facts.units()]) {
         Ok(plan) => plan.check(&facts).map_or_else(|problems| problems_of(config, &problems), |_| Vec::new()),
         Err(problem) => vec![problem],
@@ -48,7 +48,7 @@ fn adapter_rank(tuning: &Tuning) -> Option<usize> {
     tuning.adapter.as_ref().map(|adapter| adapter.config().rank)
 }
 
-/// The plan that the run's keys describe, whether it fits or not.
+/// Returns the plan that the run's keys describe, unchecked.
 fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) -> Result<Plan, Problem> {
     config.plan.resolved(facts, costs).map_err(|error| {
         config.problem(
@@ -59,7 +59,8 @@ fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) 
     })
 }
 
-/// The operations of a forward and a backward of each unit's products. An embedding has none and costs nothing to speak of.
+/// Returns the FLOPs of forward and backward of each unit's products, which balance the stages. The embedding has none; its cost is
+/// negligible.
 fn unit_costs(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Vec<f64> {
     let shape = BlockShape { dtype: DType::F32, ..shape_of(config) };
     let options = RecordingOptions::training(shape, RecomputeRules::default(), Places::default());
@@ -71,13 +72,13 @@ fn unit_costs(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Vec<f
     (0..recorded.units()).map(cost).collect()
 }
 
-/// What a plan for the run is compared with.
+/// Returns the facts that a plan of the run is checked against.
 pub fn facts_of(config: &RunConfig, model: &ModelConfig) -> Facts {
     Facts { model: digest_of(model), ..model.facts(config.step_facts(), config.ranks()) }
 }
 
-/// What tells a model from others in a plan: a digest of its `config.json` as this program writes it. Dropout, which no plan
-/// depends on, is not in it.
+/// Returns a digest that identifies a model in a plan: of its `config.json` as Lockstep writes it, without dropout, on which no
+/// plan depends.
 fn digest_of(model: &ModelConfig) -> String {
     let text = model.clone().with_dropout(0.0).to_json(DType::F32).to_string();
     blake3::hash(text.as_bytes()).to_hex()[..32].to_owned()
@@ -115,7 +116,7 @@ mod tests {
         let pipeline = "parallel.pipeline_parallel=2";
         let (plan, _) = check(&config(&[pipeline, "parallel.pipeline_stages=[1, 5]"])).unwrap();
         assert_eq!(plan.stages, [1, 5]);
-        // The head costs as much as a part of a block, the embedding nothing.
+        // The head costs as much as a fraction of a block, the embedding nothing.
         assert_eq!(check(&config(&[pipeline])).unwrap().0.stages, [3, 3]);
     }
 

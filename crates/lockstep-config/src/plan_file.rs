@@ -1,4 +1,4 @@
-//! A plan file, as a run takes it, and whether the run keeps to it.
+//! A plan file as the source of a run's plan, and the check that the run keeps to it.
 
 use std::path::{Path, PathBuf};
 
@@ -9,11 +9,11 @@ use crate::keys::values_of_plan;
 use crate::record::toml_value;
 use crate::{Error, Origin, Problem, RunConfig, named_model, plan};
 
-/// A plan, and where it stands.
+/// A plan and the file that it was read from.
 #[derive(Debug, Clone)]
 pub struct PlanFile {
     path: PathBuf,
-    /// The path, as messages have it.
+    /// The name in messages.
     name: String,
     plan: Plan,
 }
@@ -22,7 +22,7 @@ impl PlanFile {
     /// Reads a plan from its file.
     ///
     /// # Errors
-    /// [`Error::Plan`] with what keeps it from being read.
+    /// [`Error::Plan`] if the file cannot be read or is no plan.
     pub fn read(path: &Path) -> Result<Self, Error> {
         Self::read_as(path, &path.display().to_string())
     }
@@ -38,12 +38,12 @@ impl PlanFile {
         Ok(Self { path: name.into(), name: name.to_owned(), plan })
     }
 
-    /// A plan that stands in no file; `name` is what messages call it.
+    /// Wraps a plan without a file; messages call it `name`.
     pub fn unwritten(plan: Plan, name: &str) -> Self {
         Self { path: PathBuf::from(name), name: name.to_owned(), plan }
     }
 
-    /// The plan.
+    /// Returns the plan.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
@@ -53,15 +53,15 @@ impl PlanFile {
         &self.path
     }
 
-    /// What messages call it.
+    /// Returns the name in messages.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Whether a run that has these settings keeps to the plan, and its model is the plan's.
+    /// Checks that a run's settings keep to the plan, and that the plan is for the run's model.
     ///
     /// # Errors
-    /// [`Error::Plan`] with everything that does not fit, or differs; as [`plan::check`].
+    /// [`Error::Plan`] with everything that does not fit or differs; also as [`plan::check`].
     pub fn check(&self, config: &RunConfig) -> Result<(), Error> {
         let (model, _) = named_model(config)?;
         let facts = plan::facts_of(config, &model);
@@ -74,12 +74,12 @@ impl PlanFile {
         if differences.is_empty() { Ok(()) } else { Err(self.refuse(differences.join("\n"))) }
     }
 
-    /// Whether a run of `config`, but for what the plan sets, can keep to it.
+    /// Returns true if a run of `config`, with the plan's keys replaced, can keep to the plan.
     pub fn fits(&self, config: &RunConfig) -> bool {
         config.with_plan(self).is_ok_and(|config| self.check(&config).is_ok())
     }
 
-    /// The same error, as one of this file if all that is wrong are settings of its.
+    /// Returns an error of a configuration as an error of this file, if all its problems come from a plan.
     pub fn blamed(&self, error: Error) -> Error {
         let Error::Configuration(problems) = &error else { return error };
         if !problems.iter().all(|problem| matches!(problem.origin, Origin::Plan(_))) {
@@ -97,7 +97,7 @@ impl PlanFile {
     }
 }
 
-/// What a run says otherwise than its plan file, by `--set` arguments beside it.
+/// Returns the `--set` arguments that contradict the plan file.
 fn differences(file: &PlanFile, config: &RunConfig) -> Vec<String> {
     let now = values_of_plan(&config.plan);
     let of_arguments = |key: &str| matches!(config.origin(key), Origin::Argument(_));
@@ -110,20 +110,20 @@ fn differences(file: &PlanFile, config: &RunConfig) -> Vec<String> {
         .collect()
 }
 
-/// The `--set` arguments that make one plan of another.
+/// Returns the `--set` arguments that turn one plan into another.
 pub fn settings_between(from: &Plan, to: &Plan) -> Vec<String> {
     let entries = values_of_plan(from).into_iter().zip(values_of_plan(to));
     let changed = entries.filter(|((_, from), (_, to))| from != to);
     changed.filter_map(|(_, (key, value))| Some(format!("{key}={}", argument_value(&value)?))).collect()
 }
 
-/// A value as a `--set` argument has it: a word without quotation marks.
+/// Returns a value as in a `--set` argument: a word has no quotation marks.
 fn argument_value(value: &Value) -> Option<String> {
     let is_word = |word: &&str| word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
     value.as_str().filter(is_word).map(str::to_owned).or_else(|| toml_value(value))
 }
 
-/// The rules as TOML, in which a table on one line has the keys and values of JSON.
+/// Returns the `--set` argument of recompute rules, with the rules as an inline TOML table.
 pub fn recompute_setting(rules: &RecomputeRules) -> String {
     let layer = |LayerRule { from, to, every, mode }: &LayerRule| {
         let to = to.map_or(String::new(), |to| format!("to = {to}, "));
@@ -162,7 +162,7 @@ mod tests {
         }
     }
 
-    /// A run under `file`, of a model of as many units.
+    /// Returns a run under `file`, with a model of as many units.
     fn run_under(file: &Plan, more: &[&str]) -> RunConfig {
         let layers = format!("model.n_layer={}", file.stages.iter().sum::<usize>() - 2);
         let settings = ["model.preset=baby-gpt", "model.n_head=8", &layers, "train.global_batch=16"];
@@ -172,7 +172,7 @@ mod tests {
             .unwrap_or_else(|problems| panic!("{problems}"))
     }
 
-    /// The plan of a run under `file`.
+    /// Returns the plan of a run under `file`.
     fn plan_under(file: &Plan, more: &[&str]) -> Plan {
         plan::check(&run_under(file, more)).unwrap_or_else(|error| panic!("{error}")).0
     }

@@ -1,4 +1,4 @@
-//! Problems of a run's plan in terms of its keys.
+//! Problems of a run's plan, reported under the keys that set its fields.
 
 use lockstep_plan::{PlanProblem, StepFacts};
 
@@ -6,7 +6,7 @@ use crate::choices::{OptimizerKind, Precision};
 use crate::keys::{KEYS, RunConfig};
 use crate::problem::{Origin, Problem};
 
-/// Fields of [`StepFacts`] in problems of plans, and the keys that set them.
+/// Fields of [`StepFacts`] that plan problems name, with the keys that set them.
 const FACTS: [(&str, &str); 4] = [
     ("global_batch", "train.global_batch"),
     ("seq_len", "train.seq_len"),
@@ -14,19 +14,19 @@ const FACTS: [(&str, &str); 4] = [
     ("precision", "train.precision"),
 ];
 
-/// The key that sets a field of a plan or a fact of the step.
+/// Returns the key that sets a field of a plan or a fact of the step.
 pub(crate) fn key_of(field: &str) -> Option<&'static str> {
     let of_run = FACTS.iter().find(|(fact, _)| *fact == field).map(|(_, key)| *key);
     of_run.or_else(|| KEYS.iter().find(|key| key.field == Some(field)).map(|key| key.name))
 }
 
-/// The keys of some fields; fields without a key are left out.
+/// Returns the keys of some fields; fields without a key are left out.
 pub(crate) fn keys_of(fields: &[&str]) -> Vec<&'static str> {
     fields.iter().filter_map(|field| key_of(field)).collect()
 }
 
 impl RunConfig {
-    /// Returns the facts of the step that rules of plans ask about.
+    /// Returns the facts of the step that the rules of plans need.
     pub(crate) fn step_facts(&self) -> StepFacts {
         StepFacts {
             global_batch: self.train.global_batch,
@@ -36,7 +36,8 @@ impl RunConfig {
         }
     }
 
-    /// Returns the problems of the run's plan that need no model. A secondary shard is checked once the number of shards is known.
+    /// Returns the problems of the run's plan that can be found without the model. A secondary shard is checked once the number of
+    /// shards is known.
     pub(crate) fn problems_of_plan_alone(&self) -> Vec<PlanProblem> {
         let mut plan = self.plan.clone();
         if self.leaves_shards_open() {
@@ -45,12 +46,12 @@ impl RunConfig {
         plan.check_alone(&self.step_facts())
     }
 
-    /// A problem of the run's plan, at the key that is to blame.
+    /// Returns a problem of the run's plan, at the key to blame.
     pub(crate) fn problem_of_plan(&self, problem: &PlanProblem) -> Problem {
         self.problem_at(&keys_of(problem.fields()), problem.in_terms_of(key_of), "")
     }
 
-    /// A problem at the first of `keys` that somebody set, else at the first.
+    /// Returns a problem at the first of `keys` that was set, else at the first.
     pub(crate) fn problem_at(
         &self,
         keys: &[&str],
@@ -69,7 +70,7 @@ mod tests {
 
     #[test]
     fn every_field_that_a_rule_of_plans_blames_has_a_key() {
-        // Those that only a file has, and that no key is read into.
+        // Fields that only a plan file has and that no key sets.
         let of_files = ["version", "predicted.memory", "model"];
         let without: Vec<&str> = PlanProblem::all_fields().filter(|field| key_of(field).is_none()).collect();
         assert_eq!(without, of_files);

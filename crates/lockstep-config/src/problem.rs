@@ -1,15 +1,15 @@
-//! Mistakes in a configuration: where, what, and what would be right.
+//! Mistakes in a configuration: location, description and remedy.
 //!
-//! A reader of RUN.toml never stops at the first mistake. Each becomes a [`Problem`]; a run starts only when
-//! there are none, and otherwise the user sees them all.
+//! Reading RUN.toml never stops at the first mistake. Each becomes a [`Problem`]; a run starts only if there are none, and
+//! otherwise the user sees all of them.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// Where a value of the configuration came from.
+/// Source of a value of the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
-    /// Nobody set it.
+    /// The default; nobody set the value.
     Default,
     /// A line of a file.
     File {
@@ -20,7 +20,7 @@ pub enum Origin {
     },
     /// A `--set` argument, as it was given.
     Argument(Arc<str>),
-    /// A plan, by its file or by what messages call it.
+    /// A plan: the path of its file, or its name in messages.
     Plan(Arc<str>),
 }
 
@@ -38,13 +38,13 @@ impl fmt::Display for Origin {
 /// One mistake in a configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
-    /// Where it stands.
+    /// Source of the wrong value.
     pub origin: Origin,
     /// The key concerned, `section.key`; empty for a mistake of the file as a whole.
     pub key: String,
-    /// What is wrong.
+    /// Description of the mistake.
     pub what: String,
-    /// What would be right; empty where `what` says it.
+    /// Allowed values or a remedy; empty if `what` includes it.
     pub allowed: String,
 }
 
@@ -78,21 +78,21 @@ impl fmt::Display for Problem {
 pub struct Problems(Vec<Problem>);
 
 impl Problems {
-    /// Nothing if there are no problems.
+    /// Returns `Ok` if there are no problems.
     ///
     /// # Errors
-    /// All of `problems`, if there are any.
+    /// With all of `problems`, if there are any.
     pub fn none_of(problems: Vec<Problem>) -> Result<(), Self> {
         if problems.is_empty() { Ok(()) } else { Err(Self(problems)) }
     }
 
-    /// All of `problems`, of which there is at least one.
+    /// Wraps `problems`, of which there is at least one.
     pub(crate) fn all_of(problems: Vec<Problem>) -> Self {
         debug_assert!(!problems.is_empty());
         Self(problems)
     }
 
-    /// The mistakes: those of the text first, in its order, then those between values.
+    /// Returns the mistakes: those of the text first, in its order, then those between values.
     pub fn iter(&self) -> impl Iterator<Item = &Problem> {
         self.0.iter()
     }
@@ -111,7 +111,7 @@ impl fmt::Display for Problems {
             n => write!(f, "the configuration has {n} problems:")?,
         }
         for problem in &self.0 {
-            // What toml says of broken syntax spans lines; they stay under their problem.
+            // Messages of the TOML parser have several lines; they are indented under their problem.
             write!(f, "\n  {}", problem.to_string().replace('\n', "\n    "))?;
         }
         Ok(())

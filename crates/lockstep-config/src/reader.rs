@@ -1,4 +1,4 @@
-//! Takes entries out one key at a time, turning each into its type and noting what does not fit.
+//! The reader: takes entries one key at a time, converts each to its type and records what does not fit.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,12 +12,12 @@ use crate::problem::{Origin, Problem};
 use crate::sources::{Entries, Entry};
 use crate::value::{Misfit, Readable, shortened};
 
-/// Entries that are still to be read, and what has been learned of those that were.
+/// The entries that are not read yet, with the origins and problems of those that are.
 pub(crate) struct Reader<'p> {
     entries: BTreeMap<String, Entry>,
-    /// Where each given key came from.
+    /// Source of each given key.
     pub(crate) origins: BTreeMap<String, Origin>,
-    /// Keys whose value was refused; a default stands in for them, so rules between values pass them over.
+    /// Keys whose value was refused; a default stands in for them, so rules between values skip them.
     pub(crate) refused: BTreeSet<String>,
     pub(crate) problems: &'p mut Vec<Problem>,
 }
@@ -27,7 +27,7 @@ impl<'p> Reader<'p> {
         Self { entries: entries.0, origins: BTreeMap::new(), refused: BTreeSet::new(), problems }
     }
 
-    /// The value of `name`, or its default if it is not given or does not fit.
+    /// Returns the value of `name`, or its default if it is not given or does not fit.
     pub(crate) fn take<T: Readable>(&mut self, name: &str, default: T, rules: Rules) -> T {
         let Some(Entry { value, origin }) = self.entries.remove(name) else { return default };
         self.origins.insert(name.to_owned(), origin.clone());
@@ -53,7 +53,7 @@ impl<'p> Reader<'p> {
         default
     }
 
-    /// All keys of a section that are not ours to know.
+    /// Takes all keys of a section that the table of keys does not list.
     pub(crate) fn take_rest(&mut self, section: &str) -> Map<String, Value> {
         let mut rest = Map::new();
         let prefix = format!("{section}.");
@@ -72,7 +72,7 @@ impl<'p> Reader<'p> {
         rest
     }
 
-    /// Reports every entry that nobody took.
+    /// Reports every entry that was not taken.
     pub(crate) fn refuse_rest(&mut self) {
         for (name, entry) in std::mem::take(&mut self.entries) {
             let (section, key) = name.split_once('.').unwrap_or((&name, ""));
@@ -93,7 +93,7 @@ impl<'p> Reader<'p> {
     }
 }
 
-/// What is said of a key that nobody knows: what to write if other tools have it, else the nearest of ours, if one is near.
+/// Returns the message on an unknown key: the answer to another tool's name, else the most similar key if there is one.
 fn unknown_key(name: &str, section: &str) -> (String, String) {
     if let Some(Answer::Write(sentence)) = habits::of_key(name) {
         return ("is no key here".to_owned(), sentence.to_owned());

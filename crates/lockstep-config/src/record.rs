@@ -1,5 +1,5 @@
-//! The configuration as data: JSON for a checkpoint's manifest, a hash of what decides the numbers, and what
-//! differs between a stored configuration and this one.
+//! The configuration as data: JSON for a checkpoint's manifest, a hash of the values that decide the losses, and the differences
+//! between a stored configuration and this one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -10,30 +10,30 @@ use crate::keys::{KEYS, RunConfig, SECTIONS};
 use crate::problem::Origin;
 use crate::schedule::Decay;
 
-/// A value of the configuration and where it came from.
+/// A value of the configuration and its source.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setting {
-    /// `section.key`.
+    /// The key, `section.key`.
     pub key: String,
-    /// What holds; `null` where the key has no value and none follows from others.
+    /// The effective value; `null` if the key is not set and none is derived.
     pub value: Value,
-    /// Who said so.
+    /// Source of the value.
     pub origin: Origin,
 }
 
-/// A value that decides the numbers of a run and is not what a stored configuration says.
+/// A value that affects the losses of a run and differs from a stored configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Difference {
-    /// `section.key`.
+    /// The key, `section.key`.
     pub key: String,
-    /// What is stored; `None` if it says nothing of the key.
+    /// The stored value; `None` if the stored configuration lacks the key.
     pub stored: Option<Value>,
-    /// What holds now; `None` if this configuration says nothing of the key.
+    /// The current value; `None` if this configuration lacks the key.
     pub current: Option<Value>,
 }
 
 impl Difference {
-    /// What two sets of settings, by name, do not have in common.
+    /// Returns the differences between two sets of settings, by name.
     pub fn between(stored: &BTreeMap<String, Value>, current: &BTreeMap<String, Value>) -> Vec<Self> {
         let keys: BTreeSet<&String> = current.keys().chain(stored.keys()).collect();
         keys.into_iter()
@@ -55,7 +55,7 @@ impl fmt::Display for Difference {
 }
 
 impl RunConfig {
-    /// The configuration with everything that follows from it, by section; what a checkpoint stores.
+    /// Returns the configuration with all derived values, by section, as checkpoints store it.
     pub fn to_json(&self) -> Value {
         let mut json = self.values();
         let rate = self.learning_rate();
@@ -80,23 +80,22 @@ impl RunConfig {
         json
     }
 
-    /// Hash (blake3, hexadecimal) of the values on which the losses of the run depend beyond rounding. How
-    /// the work is cut, where things are stored and how often they are shown do not enter; nor does the
-    /// number of steps, except through the learning rate.
+    /// Returns the hash (BLAKE3, hexadecimal) of the values on which the losses of the run depend beyond rounding. The parallelization,
+    /// directories and logging intervals do not enter; nor does the number of steps, except through the learning rate.
     pub fn fingerprint(&self) -> String {
         let values = json!(deciding_values(&self.to_json()));
         blake3::hash(values.to_string().as_bytes()).to_hex().to_string()
     }
 
-    /// Digest of everything that must be alike on all ranks: all but the number of threads.
+    /// Returns the digest of all values that must be equal on all ranks: all but the number of threads.
     pub fn digest(&self) -> [u8; 32] {
         let mut values = self.to_json();
         values["train"]["threads"] = Value::Null;
         *blake3::hash(values.to_string().as_bytes()).as_bytes()
     }
 
-    /// What decides the numbers and differs from `stored`, the [`RunConfig::to_json`] of another run. A key that an
-    /// older program did not know had its default.
+    /// Returns the values that affect the losses and differ from `stored`, the [`RunConfig::to_json`] of another run. A key that an
+    /// older version did not know counts as its default.
     pub fn differences(&self, stored: &Value) -> Vec<Difference> {
         let current = deciding_values(&self.to_json());
         let mut stored = deciding_values(stored);
@@ -106,7 +105,7 @@ impl RunConfig {
         Difference::between(&stored, &current)
     }
 
-    /// Every key of the manual and every override, with what holds and who said so.
+    /// Returns every key of the manual and every override, with its effective value and its source.
     pub fn settings(&self) -> Vec<Setting> {
         let json = self.to_json();
         let overrides = self.model.overrides.keys().map(|key| ("model", key.as_str()));
@@ -122,8 +121,8 @@ impl RunConfig {
 }
 
 impl RunConfig {
-    /// The configuration as the text of a RUN.toml: what somebody has set, with who did, and everything else as comments, so that what follows
-    /// from other values goes on to follow.
+    /// Returns the configuration as the text of a RUN.toml: keys that were set with their source, everything else as comments, so
+    /// that derived values stay derived.
     pub fn to_toml(&self) -> String {
         let settings = self.settings();
         let mut text = String::new();
@@ -147,14 +146,14 @@ impl RunConfig {
 }
 
 impl RunConfig {
-    /// [`RunConfig::settings`] as `run.json` has them, from which [`RunConfig::recorded`] makes the configuration again.
+    /// Returns [`RunConfig::settings`] in the form of `run.json`, which [`RunConfig::recorded`] reads.
     pub fn recorded_settings(&self) -> Vec<Value> {
         let record = |Setting { key, value, origin }: Setting| json!({ "key": key, "value": value, "origin": origin.to_string() });
         self.settings().into_iter().map(record).collect()
     }
 }
 
-/// A value as TOML writes it on one line; none of what TOML has no word for.
+/// Returns a value as TOML on one line; `None` if TOML cannot express it.
 pub(crate) fn toml_value(value: &Value) -> Option<String> {
     Some(match value {
         Value::Null => return None,
@@ -174,18 +173,17 @@ pub(crate) fn toml_value(value: &Value) -> Option<String> {
     })
 }
 
-/// Text in quotation marks.
+/// Returns a quoted TOML string.
 fn toml_text(text: &str) -> String {
     toml::Value::String(text.to_owned()).to_string()
 }
 
-/// The leaves of a stored configuration that decide the numbers, by dotted name; values that are not set are
-/// left out.
+/// Returns the leaves of a stored configuration that affect the losses, by dotted name; values that are not set are left out.
 fn deciding_values(json: &Value) -> BTreeMap<String, Value> {
     let mut leaves = BTreeMap::new();
     collect_leaves("", json, &mut leaves);
     leaves.retain(|name, value| {
-        // What is no key of ours in [model] is an override, and decides.
+        // A key of [model] that is not in the table is an override, which affects the losses.
         let of_key = KEYS.iter().find(|key| key.name == name).map(|key| key.rules.defines_numbers);
         let of_rest = || name.starts_with("model.") || name == "derived.stable_steps";
         !value.is_null() && of_key.unwrap_or_else(of_rest)

@@ -1,9 +1,8 @@
 //! The configuration of a run: RUN.toml, the `--set` arguments, and everything that follows from them.
 //!
-//! [`keys`](KEYS) is the one table. [`RunConfig::load`] reads a file and the arguments into it and either
-//! gives a configuration in which every value fits every other, or the list of all mistakes. Each value knows
-//! where it came from ([`RunConfig::origin`]), and what follows from several values is computed here and
-//! nowhere else.
+//! [`keys`](KEYS) is the single table of keys. [`RunConfig::load`] reads a file and the arguments, and returns either a
+//! configuration in which all values are consistent, or the list of all mistakes. Each value knows its source
+//! ([`RunConfig::origin`]). Values that follow from several others are computed here and nowhere else.
 
 use std::env;
 use std::fs::File;
@@ -23,31 +22,31 @@ use crate::{
     PlanFile, Problem, Problems, RunConfig, ScheduleKind, Setting, check, keys, pattern,
 };
 
-/// A configuration file longer than this is not one.
+/// Largest size of a configuration file, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// Which model a run trains.
+/// The model that a run trains, by the key that names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ModelSource<'c> {
     /// A named architecture.
     Preset(&'c str),
     /// A directory with a `config.json`.
     Path(&'c Path),
-    /// A family, with its sizes in [`ModelConfig::overrides`].
+    /// A model family, with its sizes in [`ModelConfig::overrides`].
     ModelType(&'c str),
 }
 
 /// The use that a configuration is read for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// A run.
+    /// A run, which needs weights for fine-tuning.
     Run,
-    /// A plan of one, which has no weights.
+    /// Planning of a run, which needs no weights.
     Plan,
 }
 
 impl RunConfig {
-    /// Reads a file (none: defaults only) and applies the `--set` arguments in their order.
+    /// Reads a file (`None`: defaults only) and applies the `--set` arguments in order.
     ///
     /// # Errors
     /// [`Error::ReadConfiguration`] if the file cannot be read, [`Error::Configuration`] with all mistakes.
@@ -55,10 +54,10 @@ impl RunConfig {
         Self::load_with(path, &[], None, arguments)
     }
 
-    /// As [`RunConfig::load`], with values from a configuration of another tool, and over them a plan, between the file and the arguments.
+    /// As [`RunConfig::load`], with values from another tool's configuration, and over them a plan, between the file and the arguments.
     ///
     /// # Errors
-    /// As [`RunConfig::load`]; if both files say a key, and not the same; [`Error::Plan`] if the plan alone is wrong.
+    /// As [`RunConfig::load`]; if both files set a key to different values; [`Error::Plan`] if the plan alone is wrong.
     pub fn load_with(
         path: Option<&Path>,
         imported: &[Imported],
@@ -68,7 +67,7 @@ impl RunConfig {
         Self::load_to(Purpose::Run, path, imported, plan, arguments)
     }
 
-    /// As [`RunConfig::load`], for a run that is only planned: its model needs no weights, also where fine-tuning keeps some of them.
+    /// As [`RunConfig::load`], for a run that is only planned: it needs no weights, even if fine-tuning would keep some of them.
     ///
     /// # Errors
     /// As [`RunConfig::load`].
@@ -95,10 +94,10 @@ impl RunConfig {
         parse(&text, &name)?.with_found_model()
     }
 
-    /// The run with the preset or the directory that the name of its model means.
+    /// Resolves the name of the run's model to a preset or a directory.
     ///
     /// # Errors
-    /// Nothing has that name; a preset whose weights are asked for.
+    /// If nothing has that name, or a preset's weights are asked for.
     pub fn with_found_model(mut self) -> Result<Self, Error> {
         let model = &self.model;
         let (key, name) = match (&model.path, &model.preset) {
@@ -151,10 +150,10 @@ impl RunConfig {
         Self::parse_to(Purpose::Plan, text, name, &[], None, arguments)
     }
 
-    /// As [`RunConfig::parse`], with values from a configuration of another tool, and over them a plan, between the text and the arguments.
+    /// As [`RunConfig::parse`], with values from another tool's configuration, and over them a plan, between the text and the arguments.
     ///
     /// # Errors
-    /// As [`RunConfig::parse`]; if the text and the other configuration say a key, and not the same.
+    /// As [`RunConfig::parse`]; if the text and the other configuration set a key to different values.
     pub fn parse_with(
         text: &str,
         name: &str,
@@ -180,7 +179,7 @@ impl RunConfig {
         for value in imported {
             entries.add_imported(value, &mut problems);
         }
-        // Values that were to go with a contradicted one would only cause follow-up errors.
+        // Values that depend on a contradicted one would only cause follow-up errors.
         if problems.len() > of_text {
             return Err(Problems::all_of(problems));
         }
@@ -193,10 +192,10 @@ impl RunConfig {
         Self::checked(purpose, entries, problems)
     }
 
-    /// The configuration of a run that was made: `settings` is what its `run.json`, called `name` in messages, says of every key.
+    /// Returns the configuration of a past run from the `settings` of its `run.json`, which messages call `name`.
     ///
     /// # Errors
-    /// All that does not fit, or that this program does not know.
+    /// With all values that are inconsistent or that this version does not know.
     pub fn recorded(settings: &[Value], name: &str) -> Result<Self, Problems> {
         let mut entries = Entries::default();
         for setting in settings.iter().filter(|setting| setting["origin"] != Origin::Default.to_string()) {
@@ -208,11 +207,11 @@ impl RunConfig {
         Self::checked(Purpose::Run, entries, Vec::new())
     }
 
-    /// The configuration of the run that wrote a checkpoint, `stored` being its [`RunConfig::to_json`], called `name` in messages. What
-    /// follows from other keys goes on to do so.
+    /// Returns the configuration of the run that wrote a checkpoint, from its [`RunConfig::to_json`], which messages call `name`.
+    /// Values that follow from other keys stay derived.
     ///
     /// # Errors
-    /// All that does not fit, or that this program does not know.
+    /// With all values that are inconsistent or that this version does not know.
     pub fn stored(stored: &Value, name: &str) -> Result<Self, Problems> {
         const DERIVED: [&str; 7] = [
             "model.preset",
@@ -245,7 +244,7 @@ impl RunConfig {
             }
             Self::checked(Purpose::Run, entries, Vec::new())
         };
-        // Of what can be derived, only that is given which would be something else.
+        // Of the derived values, only those that would otherwise come out differently are set.
         let derived = of(&|key| !DERIVED.contains(&key)).map(|config| config.to_json()).unwrap_or_default();
         let is_same = |key: &str| {
             let (section, key) = key.split_once('.').unwrap_or_default();
@@ -254,25 +253,25 @@ impl RunConfig {
         of(&|key| !DERIVED.contains(&key) || !is_same(key))
     }
 
-    /// This configuration with the number of steps that `stored`, the [`RunConfig::to_json`] of another run, has; none where it says nothing
-    /// of them or they do not fit.
+    /// Returns this configuration with the number of steps of another run, whose [`RunConfig::to_json`] is `stored`. `None` if that
+    /// has no number of steps, the same number, or one that is inconsistent with this configuration.
     pub fn with_steps_of(&self, stored: &Value) -> Option<Self> {
         let steps = stored["train"]["steps"].as_u64().filter(|steps| *steps != self.train.steps)?;
         self.with_settings(&[format!("train.steps={steps}")]).ok()
     }
 
-    /// The same with more `--set` arguments.
+    /// Returns this configuration with more `--set` arguments.
     ///
     /// # Errors
-    /// All that does not fit.
+    /// With all values that are inconsistent.
     pub fn with_settings(&self, arguments: &[impl AsRef<str>]) -> Result<Self, Problems> {
         self.with_changes(None, arguments)
     }
 
-    /// The same under a plan, if there is one, and with more `--set` arguments.
+    /// Returns this configuration under a plan, if there is one, and with more `--set` arguments.
     ///
     /// # Errors
-    /// All that does not fit.
+    /// With all values that are inconsistent.
     pub fn with_changes(
         &self,
         plan: Option<&PlanFile>,
@@ -289,15 +288,15 @@ impl RunConfig {
         Self::checked(self.purpose(), entries, problems)
     }
 
-    /// The same under a plan.
+    /// Returns this configuration under a plan.
     ///
     /// # Errors
-    /// All that does not fit.
+    /// With all values that are inconsistent.
     pub fn with_plan(&self, plan: &PlanFile) -> Result<Self, Problems> {
         self.with_changes(Some(plan), &[""; 0])
     }
 
-    /// The keys that somebody set, of those that `is_kept`.
+    /// Returns the keys that were set and that `is_kept` selects.
     fn entries(&self, is_kept: impl Fn(&str) -> bool) -> Entries {
         let mut entries = Entries::default();
         for Setting { key, value, origin } in self.settings() {
@@ -308,21 +307,21 @@ impl RunConfig {
         entries
     }
 
-    /// The same without what a plan sets: `[parallel]` and the micro-batch.
+    /// Returns this configuration without the keys of a plan: `[parallel]` and the micro-batch.
     ///
     /// # Errors
-    /// Values that fit only with these.
+    /// With all values that are consistent only with these keys.
     pub fn without_plan(&self) -> Result<Self, Problems> {
         let entries = self.entries(|key| !key.starts_with("parallel.") && key != "train.micro_batch");
         Self::checked(self.purpose(), entries, Vec::new())
     }
 
-    /// The use that it was read for, as far as that makes a difference.
+    /// Returns the use that the configuration was read for, as far as it makes a difference.
     fn purpose(&self) -> Purpose {
         if self.keeps_weights() && !self.model.from_pretrained { Purpose::Plan } else { Purpose::Run }
     }
 
-    /// Whether fine-tuning keeps some weights as they are.
+    /// Returns true if fine-tuning keeps some weights as they are.
     pub(crate) fn keeps_weights(&self) -> bool {
         let fine_tune = &self.fine_tune;
         fine_tune.adapter.is_some() || fine_tune.lora_rank.is_some() || !fine_tune.freeze.is_empty()
@@ -343,7 +342,7 @@ impl RunConfig {
         Ok(config)
     }
 
-    /// Gives keys that a plan sets and that have no effect their defaults: a plan says everything.
+    /// Resets keys without effect that come from a plan to their defaults, since a plan sets every key.
     fn pass_over_idle_keys_of_plan(&mut self) {
         for key in KEYS.iter() {
             let is_of_plan = matches!(self.origin(key.name), Origin::Plan(_));
@@ -354,18 +353,18 @@ impl RunConfig {
         }
     }
 
-    /// Where the value of `key` (`section.key`) came from.
+    /// Returns the source of the value of `key` (`section.key`).
     pub fn origin(&self, key: &str) -> Origin {
         self.origins.get(key).cloned().unwrap_or(Origin::Default)
     }
 
-    /// A problem that only a later part of the program can see (a preset that does not exist, an override
-    /// that the model family does not know), located where the user wrote it.
+    /// Returns a problem that only a later part of the program can detect (a preset that does not exist, an override that the model
+    /// family does not know), located where the user wrote it.
     pub fn problem(&self, key: &str, what: impl Into<String>, allowed: impl Into<String>) -> Problem {
         Problem::new(self.origin(key), key, what, allowed)
     }
 
-    /// The model to train: the one that is named, else [`DEFAULT_PRESET`].
+    /// Returns the model to train: the one that is named, else [`DEFAULT_PRESET`].
     pub fn model_source(&self) -> ModelSource<'_> {
         let model = &self.model;
         match (&model.preset, &model.path, &model.model_type) {
@@ -376,39 +375,39 @@ impl RunConfig {
         }
     }
 
-    /// How many ranks there are along each axis.
+    /// Returns the number of ranks along each axis of the mesh.
     pub fn degrees(&self) -> Degrees {
         self.plan.mesh
     }
 
-    /// Whether everything is in memory.
+    /// Returns true if nothing is offloaded to disk.
     pub fn offloads_nothing(&self) -> bool {
         !self.plan.residence.use_disk()
     }
 
-    /// Whether saves are written beside the steps, from copies of the state in memory: of what is on disk because memory has no room for it
-    /// there are none.
+    /// Returns true if checkpoints are written in the background from copies of the state in memory. State that is offloaded to
+    /// disk for lack of memory is never copied.
     pub fn saves_from_copies(&self) -> bool {
         self.saves_from_copies_of(&self.plan)
     }
 
-    /// [`RunConfig::saves_from_copies`] under another plan.
+    /// As [`RunConfig::saves_from_copies`], under another plan.
     pub fn saves_from_copies_of(&self, plan: &lockstep_plan::Plan) -> bool {
         self.checkpoint.in_background && plan.residence.optimizer != Residence::Disk
     }
 
-    /// Returns true if nothing of the model's state is on disk.
+    /// Returns true if no optimizer state is offloaded to disk.
     pub fn has_state_in_memory(&self) -> bool {
         self.plan.residence.optimizer != Residence::Disk
     }
 
-    /// The directories of the run's checkpoints, the first of which is `checkpoint.dir`.
+    /// Returns the directories of the run's checkpoints; the first is `checkpoint.dir`.
     pub fn checkpoint_dirs(&self) -> Vec<&Path> {
         let fallback = self.checkpoint.fallback.as_deref();
         std::iter::once(self.checkpoint.dir.as_path()).chain(fallback).collect()
     }
 
-    /// Whether anything in `[parallel]` says how a step is split; else the planner is free to.
+    /// Returns true if any key of `[parallel]` fixes how a step is parallelized; otherwise the planner may choose.
     pub fn says_how_to_split(&self) -> bool {
         let is_of_split = |key: &str| {
             let is_of_plan = || values_of_plan(&self.plan).iter().any(|(known, _)| *known == key);
@@ -417,17 +416,17 @@ impl RunConfig {
         self.origins.iter().any(|(key, origin)| is_of_split(key) && *origin != Origin::Default)
     }
 
-    /// ZeRO stage of the run; nothing is sharded where one rank holds all of a copy.
+    /// Returns the effective ZeRO stage: nothing is sharded if a replica has a single rank to shard over.
     pub fn zero_stage(&self) -> ZeroStage {
         self.plan.effective_zero_stage()
     }
 
-    /// Ranks over which `zero_stage` shards the model's state.
+    /// Returns the number of ranks over which `zero_stage` shards the model state.
     pub(crate) fn owners(&self) -> usize {
         self.plan.mesh.shard * self.plan.mesh.context
     }
 
-    /// Whether `zero_stage` decides what the ranks are for that no other key of `[parallel]` counts: shards, not replicas.
+    /// Returns true if extra ranks become shards rather than replicas: `zero_stage` is set and neither data-parallel degree is.
     pub fn leaves_shards_open(&self) -> bool {
         let is_open = |key| self.origin(key) == Origin::Default;
         self.plan.zero_stage > 0
@@ -435,7 +434,7 @@ impl RunConfig {
             && is_open("parallel.data_parallel_replicate")
     }
 
-    /// Sentences on what the run trains because nobody has said otherwise: the default model, the text found on this machine.
+    /// Returns sentences on defaults that decide what is trained: the default model, the text found on this machine.
     pub fn taken_by_default(&self) -> Vec<String> {
         let is_open = |keys: &[&str]| keys.iter().all(|key| self.origin(key) == Origin::Default);
         let model = is_open(&keys::MODEL_SOURCES).then(|| {
@@ -450,7 +449,7 @@ impl RunConfig {
         model.into_iter().chain(data).collect()
     }
 
-    /// Why `zero_stage` does nothing in this run, and what to write; `None` if it does something, or is not set.
+    /// Returns the reason why `zero_stage` has no effect in this run, and what to set; `None` if it has an effect or is 0.
     pub fn idle_zero_stage(&self) -> Option<String> {
         let stage = self.plan.zero_stage;
         (stage > 0 && self.owners() == 1).then(|| {
@@ -461,26 +460,27 @@ impl RunConfig {
         })
     }
 
-    /// Ranks that work on the same part of the batch: they share a copy of the model, or its sequences.
+    /// Returns the number of ranks of one data-parallel replica.
     pub fn ranks_of_a_replica(&self) -> usize {
         let Degrees { shard, context, tensor, pipeline, .. } = self.degrees();
         shard * context * tensor * pipeline
     }
 
-    /// How many parts a global batch is read in, each by ranks of its own.
+    /// Returns the number of parts in which a global batch is read: the data-parallel degree (replicate × shard).
     pub fn batch_parts(&self) -> usize {
         self.plan.mesh.replicate * self.plan.mesh.shard
     }
 
-    /// All ranks.
+    /// Returns the world size.
     pub fn ranks(&self) -> usize {
         self.plan.mesh.replicate * self.ranks_of_a_replica()
     }
 
-    /// The setting that makes this a run of so many ranks: those that no key counts become shards if `zero_stage` is set, else replicas.
+    /// Returns the setting that makes this a run of `ranks` ranks: extra ranks become shards if `zero_stage` is set and leaves them
+    /// open, else replicas.
     ///
     /// # Errors
-    /// [`Error::Configuration`] if one of them is left over.
+    /// [`Error::Configuration`] if `ranks` is no positive multiple of the ranks of a replica.
     pub fn setting_for_ranks(&self, ranks: usize) -> Result<String, Error> {
         let replicas = self.replicas_of(ranks)?;
         if self.leaves_shards_open() && replicas > 1 {
@@ -489,10 +489,10 @@ impl RunConfig {
         Ok(format!("parallel.data_parallel_replicate={replicas}"))
     }
 
-    /// How many copies of the model so many ranks make.
+    /// Returns the number of data-parallel replicas that `ranks` ranks make.
     ///
     /// # Errors
-    /// [`Error::Configuration`] if one of them is left over.
+    /// [`Error::Configuration`] if `ranks` is no positive multiple of the ranks of a replica.
     pub fn replicas_of(&self, ranks: usize) -> Result<usize, Error> {
         let of_each = self.ranks_of_a_replica();
         if ranks.is_multiple_of(of_each) && ranks > 0 {
@@ -506,32 +506,32 @@ impl RunConfig {
         Err(Error::Configuration(problem.into()))
     }
 
-    /// Sequences in one forward and backward.
+    /// Returns the sequences of one forward and backward.
     pub fn micro_batch(&self) -> usize {
         self.plan.micro_batch_of(self.train.global_batch)
     }
 
-    /// Steps skipped in a row after which the run goes back to a copy of its state; 0: never.
+    /// Returns the number of consecutive skipped steps after which the run restores a copy of its state; 0 for never.
     pub fn rollback_after(&self) -> u64 {
         self.train.rollback_after.unwrap_or(if self.train.spike_factor > 0.0 { 3 } else { 0 })
     }
 
-    /// Micro-batches of a rank in one optimizer step.
+    /// Returns the micro-batches of a rank in one optimizer step.
     pub fn accumulation_steps(&self) -> usize {
         self.train.global_batch / self.batch_parts() / self.micro_batch()
     }
 
-    /// Tokens in one optimizer step.
+    /// Returns the tokens of one optimizer step.
     pub fn tokens_per_step(&self) -> u64 {
         self.train.global_batch as u64 * self.train.seq_len as u64
     }
 
-    /// Where tokenized text is kept: `data.cache_dir`, else `lockstep` in the user's cache directory.
+    /// Returns the directory of tokenized text: `data.cache_dir`, else `lockstep` in the user's cache directory.
     pub fn cache_dir(&self) -> PathBuf {
         self.data.cache_dir.clone().unwrap_or_else(user_cache_dir)
     }
 
-    /// The factor of `schedule.scale_lr` on the learning rate: what the global batch is of `schedule.scale_lr_batch`, or its square root.
+    /// Returns the factor of `schedule.scale_lr` on the learning rate: global batch over `schedule.scale_lr_batch`, or its square root.
     pub fn lr_scale(&self) -> f64 {
         let ratio = self.train.global_batch as f64 / self.schedule.scale_lr_batch.max(1) as f64;
         match self.schedule.scale_lr {
@@ -541,7 +541,7 @@ impl RunConfig {
         }
     }
 
-    /// The learning rate of every step.
+    /// Returns the learning-rate schedule.
     pub fn learning_rate(&self) -> LearningRate {
         let (steps, schedule) = (self.train.steps, &self.schedule);
         let warmup_steps = schedule.warmup_steps.unwrap_or_else(|| usual_warmup(steps));
@@ -563,33 +563,33 @@ impl RunConfig {
     }
 }
 
-/// Steps of a run from which on its warm-up has ten steps at least, so that Adam's averages have settled before the learning rate is at its peak.
+/// Steps from which on a run's warm-up has at least ten steps, so that Adam's averages settle before the peak learning rate.
 const SETTLED_STEPS: u64 = 20;
 
-/// Steps of the warm-up where nobody says how many: a tenth of all, at most 100, and at least 10 where the run is long enough for that.
+/// Returns the default number of warm-up steps: a tenth of all, at most 100, and at least 10 in runs of [`SETTLED_STEPS`] or more.
 fn usual_warmup(steps: u64) -> u64 {
     if steps < SETTLED_STEPS { steps / 10 } else { (steps / 10).clamp(10, 100) }
 }
 
 impl Default for RunConfig {
-    /// What holds when nobody sets anything.
+    /// Returns the configuration in which no key is set.
     fn default() -> Self {
         Self::read(&mut Reader::new(Entries::default(), &mut Vec::new()))
     }
 }
 
 impl OptimizerConfig {
-    /// `betas`, or what is usual with the rule.
+    /// Returns `betas`, or the default of the optimizer.
     pub fn betas(&self) -> [f64; 2] {
         self.betas.unwrap_or(if self.kind == OptimizerKind::Lion { [0.9, 0.99] } else { [0.9, 0.95] })
     }
 
-    /// `momentum`, or what is usual with the rule.
+    /// Returns `momentum`, or the default of the optimizer.
     pub fn momentum(&self) -> f64 {
         self.momentum.unwrap_or(if self.kind == OptimizerKind::Muon { 0.95 } else { 0.9 })
     }
 
-    /// Whether weight decay applies to a parameter: by the patterns if there are any, else by its record.
+    /// Returns true if weight decay applies to a parameter: by the patterns of `decay` if there are any, else by its record.
     pub fn decays(&self, parameter: &ParameterRecord) -> bool {
         match &self.decay {
             None => parameter.decay,
@@ -597,7 +597,7 @@ impl OptimizerConfig {
         }
     }
 
-    /// The factor on a parameter's learning rate.
+    /// Returns the factor on a parameter's learning rate; of several matching patterns, that of the longest.
     pub fn learning_rate_multiplier(&self, parameter: &ParameterRecord) -> f32 {
         let describing = |(pattern, _): &(&String, &f64)| pattern::describes(pattern, &parameter.name);
         let longest = self.lr_multipliers.iter().filter(describing).max_by_key(|(pattern, _)| pattern.len());
@@ -605,7 +605,7 @@ impl OptimizerConfig {
     }
 }
 
-/// `lockstep` in the user's cache directory.
+/// Returns `lockstep` in the user's cache directory.
 pub fn user_cache_dir() -> PathBuf {
     let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     variable("XDG_CACHE_HOME")
@@ -614,7 +614,10 @@ pub fn user_cache_dir() -> PathBuf {
         .join("lockstep")
 }
 
-/// Reads at most [`MAX_FILE_BYTES`] of UTF-8.
+/// Reads a configuration file of at most [`MAX_FILE_BYTES`] of UTF-8.
+///
+/// # Errors
+/// If the path is a directory or a file of another format, if the file is too long, or if it cannot be read.
 fn read_text(path: &Path) -> io::Result<String> {
     let shown = path.display();
     let instead = match path.extension().and_then(|extension| extension.to_str()) {

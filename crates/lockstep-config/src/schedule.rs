@@ -16,13 +16,13 @@
 
 use serde::Serialize;
 
-/// The shape of the fall from the peak.
+/// Shape of the decay from the peak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Decay {
-    /// It stays.
+    /// The rate stays at its peak.
     None,
-    /// `1 - p`.
+    /// Linear, `1 - p`.
     Linear,
     /// `1 - sqrt(p)`: steep first, as suits a short decay after a long stable phase (Hägele et al. 2024,
     /// "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", section 4).
@@ -34,27 +34,27 @@ pub enum Decay {
 /// The learning rate of every step of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct LearningRate {
-    /// The highest rate.
+    /// The peak learning rate.
     pub peak: f64,
-    /// Steps of the linear rise.
+    /// Steps of the linear warm-up.
     pub warmup_steps: u64,
-    /// Steps of the run; places the decay at its end.
+    /// Steps of the run, with which the decay ends.
     pub total_steps: u64,
-    /// The shape of the fall.
+    /// Shape of the decay.
     pub decay: Decay,
-    /// Steps of the fall; 0 is none.
+    /// Steps of the decay; 0 for none.
     pub decay_steps: u64,
-    /// The rate at the end of the fall, as a share of the peak.
+    /// The rate at the end of the decay, as a fraction of the peak.
     pub min_ratio: f64,
 }
 
 impl LearningRate {
-    /// The rate of the step with index `step`, from 0. Past the end of the fall it stays at the minimum.
+    /// Returns the rate of the step with index `step`, from 0. Past the decay it stays at the minimum.
     pub fn at(&self, step: u64) -> f64 {
         self.peak * self.factor(step)
     }
 
-    /// Steps between warm-up and fall, `S`; all of them if there is no fall.
+    /// Returns the steps between warm-up and decay, `S`; `u64::MAX` if there is no decay.
     pub fn stable_steps(&self) -> u64 {
         match self.decay {
             Decay::None => u64::MAX,
@@ -128,7 +128,7 @@ mod tests {
     #[test]
     fn a_minimum_is_a_share_of_the_peak_and_leaves_the_warm_up_alone() {
         let rate = LearningRate { peak: 2e-3, min_ratio: 0.1, ..BASE };
-        // 2e-3 * (0.1 + 0.9 * 0.5) at half of the fall.
+        // 2e-3 * (0.1 + 0.9 * 0.5) at half of the decay.
         assert_rates(rate, &[(0, 5e-4), (4, 2e-3), (8, 1.1e-3), (12, 2e-4), (1_000_000, 2e-4)]);
     }
 

@@ -1,4 +1,4 @@
-//! The JSON Schema of RUN.toml, written from the table of keys, for editors that complete and check TOML.
+//! The JSON Schema of RUN.toml, generated from the table of keys, for editors that complete and check TOML.
 
 use serde_json::{Map, Value, json};
 
@@ -6,7 +6,7 @@ use crate::declare::Key;
 use crate::keys::{ALIASES, KEYS, SECTIONS};
 use crate::value::ValueType;
 
-/// The JSON Schema (2020-12) of RUN.toml.
+/// Returns the JSON Schema (2020-12) of RUN.toml.
 pub fn configuration_schema() -> Value {
     let mut sections = Map::new();
     for section in SECTIONS.iter() {
@@ -37,7 +37,7 @@ pub fn configuration_schema() -> Value {
     })
 }
 
-/// Puts the schema of `offload.optimizer` and the like below that of its table.
+/// Inserts the schema of a dotted key such as `offload.optimizer` below that of its table.
 fn insert(properties: &mut Map<String, Value>, path: &[&str], schema: Value) {
     match path {
         [] => {}
@@ -99,7 +99,7 @@ fn schema_of(key: &Key) -> Value {
     schema
 }
 
-/// A bound, as an integer where the value is one.
+/// Returns a bound as JSON, as an integer if the value is one.
 fn number(bound: f64, kind: &str) -> Value {
     if kind == "integer" && bound.fract() == 0.0 { json!(bound as i64) } else { json!(bound) }
 }

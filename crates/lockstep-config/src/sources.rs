@@ -1,7 +1,7 @@
-//! From text to entries: what RUN.toml and the `--set` arguments say, as JSON values with their origin.
+//! The sources of a configuration, RUN.toml and the `--set` arguments, as JSON values with their origin.
 //!
-//! Nothing here knows what a key means, except that one which takes text may be given as a bare word to
-//! `--set`. Later sources replace earlier ones; a key and its alias are the same key.
+//! Nothing here knows the meaning of a key, except that a bare word given to `--set` is a string for keys that take text. Later
+//! sources replace earlier ones; a key and its alias are the same key.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,46 +16,46 @@ use crate::nearest::{all_sections, nearest_key, nearest_section};
 use crate::problem::{Origin, Problem};
 use crate::value::shortened;
 
-/// Nothing in a configuration nests deeper than this.
+/// Deepest nesting of a value.
 const MAX_DEPTH: usize = 32;
 
-/// A value and where it came from.
+/// A value and its source.
 #[derive(Debug, Clone)]
 pub(crate) struct Entry {
     pub(crate) value: Value,
     pub(crate) origin: Origin,
 }
 
-/// How a value of another tool's configuration came about.
+/// Status of a value in another tool's configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ImportedFrom {
-    /// The user wrote it there; a run that says otherwise is a contradiction.
+    /// The user wrote it there; a run that sets another value contradicts it.
     User,
-    /// It is the other tool's default, or follows from other values; a run that says otherwise wins.
+    /// It is the other tool's default or derived from other values; a value of the run replaces it.
     Rule,
 }
 
-/// A value that comes from a configuration of another tool.
+/// A value from another tool's configuration.
 #[derive(Debug, Clone)]
 pub struct Imported {
-    /// `section.key`.
+    /// The key, `section.key`.
     pub key: String,
-    /// Its value.
+    /// The value, as JSON.
     pub value: Value,
-    /// The file, and the line that says it; 0 for the file as a whole.
+    /// The file and the line that sets the value; line 0 for the file as a whole.
     pub place: (String, usize),
-    /// How it came about.
+    /// Status of the value in that file.
     pub from: ImportedFrom,
 }
 
-/// What all sources together say, by `section.key`.
+/// The values of all sources together, by `section.key`.
 #[derive(Debug, Default)]
 pub(crate) struct Entries(pub(crate) BTreeMap<String, Entry>);
 
 impl Entries {
-    /// Adds a TOML document. `name` is what messages call it.
+    /// Adds a TOML document, which messages call `name`.
     ///
-    /// With broken syntax nothing is added: whatever could be read of it would only cause follow-up errors.
+    /// If its syntax is broken nothing is added: what could be read of it would only cause follow-up errors.
     pub(crate) fn add_document(&mut self, text: &str, name: &str, problems: &mut Vec<Problem>) {
         let name: Arc<str> = name.into();
         let line_starts: Vec<usize> = text.match_indices('\n').map(|(at, _)| at + 1).collect();
@@ -68,7 +68,7 @@ impl Entries {
             let first = problems.len();
             for error in errors {
                 let origin = origin_at(error.span().map_or(text.len(), |span| span.start));
-                // What follows on the same line is a consequence.
+                // Further errors on the same line are consequences of the first.
                 if problems[first..].iter().all(|problem| problem.origin != origin) {
                     problems.push(Problem::new(origin, "", clipped_lines(&error.to_string()), ""));
                 }
@@ -115,11 +115,11 @@ impl Entries {
         }
     }
 
-    /// Adds what a plan says, over what a document says of the same keys. What `name` calls it stands in messages.
+    /// Adds the keys of a plan, which replace those of a document. Messages call the plan `name`.
     pub(crate) fn add_plan(&mut self, name: &str, plan: &Plan) {
         let mut plan = plan.clone();
         if plan.mesh.shard * plan.mesh.context == 1 {
-            // Nothing is sharded, so that nothing travels to owners.
+            // Nothing is sharded, so neither weights nor gradients are sent in quantized form.
             (plan.quantize_weights, plan.quantize_gradients) = (None, None);
         }
         for (key, value) in values_of_plan(&plan) {
@@ -130,12 +130,12 @@ impl Entries {
         }
     }
 
-    /// Adds what a configuration says of a key.
+    /// Adds the value of a key, replacing an earlier one.
     pub(crate) fn add_known(&mut self, key: String, value: Value, origin: Origin) {
         self.0.insert(key, Entry { value, origin });
     }
 
-    /// Adds an entry of a document, in which a key and its alias must not both stand.
+    /// Adds an entry of a document, which must not have both a key and its alias.
     fn add_new(&mut self, written: &str, entry: Entry, problems: &mut Vec<Problem>) {
         let name = canonical(written);
         if let Some(first) = self.0.get(name) {
@@ -146,8 +146,8 @@ impl Entries {
         self.0.insert(name.to_owned(), entry);
     }
 
-    /// Adds a `--set` argument: `section.key=VALUE`, VALUE in TOML or a bare word. One that names the model sets
-    /// aside another name that a file gives.
+    /// Adds a `--set` argument: `section.key=VALUE`, VALUE in TOML or a bare word. An argument that names the model overrides
+    /// another name in a file.
     pub(crate) fn add_argument(&mut self, argument: &str, problems: &mut Vec<Problem>) {
         let origin = Origin::Argument(shortened(argument).into());
         let Some((written, value)) = argument.split_once('=') else {
@@ -182,7 +182,7 @@ impl Entries {
             });
         }
         match parts[..] {
-            // Overrides of the model's configuration may be tables: `model.rope_scaling.factor=8.0`.
+            // Overrides of the model's configuration may be nested: `model.rope_scaling.factor=8.0`.
             ["model", key, ref path @ ..] if !path.is_empty() => {
                 let entry = self
                     .0
@@ -202,12 +202,12 @@ impl Entries {
     }
 }
 
-/// Whether two values are the same, whole numbers written either way.
+/// Returns true if two values are equal, with integers and floats compared as numbers.
 fn is_same(a: &Value, b: &Value) -> bool {
     a == b || a.as_f64().is_some_and(|a| b.as_f64() == Some(a))
 }
 
-/// A value as values of keys: a table where `name.KEY` is one has one for each of its entries.
+/// Splits a table into one value per entry if `name.KEY` is a key; otherwise returns the value as it is.
 fn flattened(name: String, value: Value) -> Vec<(String, Value)> {
     let is_group =
         || KEYS.iter().any(|key| key.name.strip_prefix(&name).is_some_and(|rest| rest.starts_with('.')));
@@ -219,13 +219,13 @@ fn flattened(name: String, value: Value) -> Vec<(String, Value)> {
     }
 }
 
-/// A message that quotes a line of the file, with what is too long for a screen left out.
+/// Clips the lines of a message that quotes a line of the file.
 fn clipped_lines(message: &str) -> String {
     let clip = |line: &str| line.chars().take(200).collect::<String>();
     message.trim_end().lines().map(clip).collect::<Vec<_>>().join("\n")
 }
 
-/// The name a key is stored under.
+/// Returns the name under which a key is stored.
 fn canonical(written: &str) -> &str {
     if let Some((_, name)) = ALIASES.iter().find(|(alias, _)| *alias == written) {
         return name;
@@ -236,7 +236,7 @@ fn canonical(written: &str) -> &str {
     }
 }
 
-/// What to write for a key that stands in no section.
+/// Returns what to write for a key that was given without a section.
 fn sectionless(name: &str) -> Option<String> {
     let own = KEYS.iter().find(|key| key.key() == name).map(|key| Answer::Is(key.name));
     let ours = match own.or_else(|| habits::of_key(name))? {
@@ -266,8 +266,7 @@ fn unknown_section(name: &str, origin: Origin) -> Problem {
     Problem::new(origin, format!("[{}]", shortened(name)), what, format!("the sections {}", all_sections()))
 }
 
-/// The VALUE of a `--set` argument. What does not begin like a structured TOML value and is none is a bare
-/// word.
+/// Parses the VALUE of a `--set` argument. Text that does not begin like a structured TOML value and is none is a bare word.
 fn argument_value(text: &str, takes_text: bool) -> Result<Value, String> {
     let quoted = text.starts_with(['"', '\'', '[', '{']);
     let (value, errors) = DeValue::parse_recoverable(text);
@@ -279,13 +278,13 @@ fn argument_value(text: &str, takes_text: bool) -> Result<Value, String> {
         Ok(value @ Value::String(_)) => Ok(value),
         _ if takes_text && !quoted => Ok(Value::String(text.to_owned())),
         Ok(value) => Ok(value),
-        // A number or date that no key can take is no bare word either: `1e999`, `2020-01-01`.
+        // A number or date that no key accepts is no bare word either: `1e999`, `2020-01-01`.
         Err(what) if quoted || text.is_empty() || text.starts_with(|c: char| c.is_ascii_digit()) => Err(what),
         Err(_) => Ok(Value::String(text.to_owned())),
     }
 }
 
-/// Puts `value` at `path` within tables, making those that are missing.
+/// Inserts `value` at `path` within tables, creating those that are missing.
 fn insert_at(tree: &mut Value, path: &[&str], value: Value) -> Result<(), String> {
     let Some((first, rest)) = path.split_first() else {
         *tree = value;
@@ -300,7 +299,7 @@ fn insert_at(tree: &mut Value, path: &[&str], value: Value) -> Result<(), String
     }
 }
 
-/// A TOML value as JSON, or why it has none.
+/// Converts a TOML value to JSON, or returns why it cannot.
 fn to_json(value: &DeValue<'_>, depth: usize) -> Result<Value, String> {
     let Some(depth) = depth.checked_sub(1) else {
         return Err(format!("nests deeper than {MAX_DEPTH} levels"));

@@ -1,4 +1,4 @@
-//! Which parameters of a model a run trains, and how: patterns of the configuration held against the model's names.
+//! The parameters that a run trains, and how: patterns of the configuration matched against the model's parameter names.
 
 use lockstep_checkpoint::PeftAdapter;
 use lockstep_model::{
@@ -8,13 +8,13 @@ use lockstep_plan::ParameterRecord;
 
 use crate::{Error, Problem, Problems, RunConfig, Scaling, pattern};
 
-/// What the patterns of an optimizer are about.
+/// The parameters that an optimizer's patterns are matched against, in words.
 const TRAINED: &str = "parameters that are trained";
 
-/// What the run trains of `model`, and the adapter that it goes on from.
+/// Resolves the part of `model` that the run trains, and the adapter that it continues from.
 ///
 /// # Errors
-/// Patterns that describe no parameter, or all of them where some must be left; an adapter that does not fit.
+/// If a pattern matches no parameter, if everything is frozen, or if an adapter does not fit.
 pub(crate) fn resolve_tuning(
     config: &RunConfig,
     model: &ModelConfig,
@@ -77,7 +77,7 @@ fn resolve_adapter(
     }
 }
 
-/// A problem for each pattern that describes none of `records`.
+/// Returns a problem for each pattern that matches none of `records`.
 fn without_effect<'p>(
     config: &RunConfig,
     key: &str,

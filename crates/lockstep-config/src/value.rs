@@ -1,7 +1,7 @@
-//! The types a key can have, each with the one way to read it.
+//! The types of keys, each with the one way to read it.
 //!
-//! TOML is first turned into JSON values (see `sources`), so that what `--set` gives, what a file gives and
-//! what a checkpoint's manifest holds are the same thing; here those become Rust values, or a [`Misfit`].
+//! TOML is first converted to JSON values (see `sources`), so that `--set`, a file and a checkpoint's manifest yield the same
+//! values. Here those become Rust values, or a [`Misfit`].
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use lockstep_plan::{RecomputeRules, Wrap};
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::Value;
 
-/// What kind of value a key takes, for messages and the manual.
+/// Type of a key's value, for messages and the manual.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ValueType {
     /// `true` or `false`.
@@ -25,7 +25,7 @@ pub enum ValueType {
     NumberPair,
     /// Two whole numbers.
     IntegerPair,
-    /// A string.
+    /// A single string.
     Text,
     /// A list of strings.
     TextList,
@@ -37,13 +37,13 @@ pub enum ValueType {
     NumberTable,
     /// Strings by name.
     TextTable,
-    /// What blocks compute again: a word for all, or a table of rules.
+    /// Recomputation of blocks: a word for all, or a table of rules.
     Recompute,
-    /// Which units stand together: a word, a table with a size, or a list of patterns.
+    /// Grouping of units into flat parameters: a word, a table with a size, or a list of patterns.
     Wrap,
     /// One of a list of words.
     Choice {
-        /// The words that work.
+        /// The words that are accepted.
         allowed: &'static [&'static str],
         /// The words that are planned.
         later: &'static [&'static str],
@@ -51,14 +51,14 @@ pub enum ValueType {
 }
 
 impl ValueType {
-    /// Whether a bare word or number given to `--set` is meant as a string.
+    /// Returns true if a bare word or number given to `--set` is meant as a string.
     pub(crate) fn is_text(self) -> bool {
         matches!(self, Self::Text | Self::Choice { .. } | Self::Recompute | Self::Wrap)
     }
 }
 
 impl ValueType {
-    /// Returns false for a word that is not one of a choice.
+    /// Returns false for a word that is not among the choice's.
     pub(crate) fn has_word(self, value: &Value) -> bool {
         match (self, value.as_str()) {
             (Self::Choice { allowed, .. }, Some(word)) => allowed.contains(&word),
@@ -97,7 +97,7 @@ impl fmt::Display for ValueType {
     }
 }
 
-/// Why a value does not fit its key.
+/// Reason why a value does not fit its key.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Misfit {
     pub(crate) what: String,
@@ -106,24 +106,24 @@ pub(crate) struct Misfit {
 
 /// A type that a key of the configuration can have.
 pub(crate) trait Readable: Serialize + Sized {
-    /// For messages and the manual.
+    /// The type, for messages and the manual.
     const TYPE: ValueType;
 
-    /// Reads it, or says why not.
+    /// Reads a value, or returns why it does not fit.
     fn read(value: &Value) -> Result<Self, Misfit>;
 
-    /// The value as TOML and JSON have it.
+    /// Returns the value in the form of TOML and JSON.
     fn to_value(&self) -> Value {
         serde_json::to_value(self).unwrap_or_default()
     }
 
-    /// The numbers in it, to be held against the key's range.
+    /// Returns the numbers in the value, which must be in the key's range.
     fn numbers(&self) -> Vec<f64> {
         Vec::new()
     }
 }
 
-/// The misfit of a value of the wrong type.
+/// Returns the misfit of a value of the wrong type.
 pub(crate) fn wrong_type<T: Readable>(value: &Value) -> Misfit {
     let found = match value {
         Value::Null => "nothing".to_owned(),
@@ -136,7 +136,7 @@ pub(crate) fn wrong_type<T: Readable>(value: &Value) -> Misfit {
     Misfit { what: format!("is {found}"), allowed: T::TYPE.to_string() }
 }
 
-/// At most 60 characters of a text, escaped, for a message.
+/// Returns at most 60 characters of a text, escaped, for a message.
 pub(crate) fn shortened(text: &str) -> String {
     let mut out: String = text.chars().take(60).flat_map(char::escape_debug).collect();
     if text.chars().nth(60).is_some() {
@@ -163,7 +163,7 @@ impl Readable for u64 {
         let mut misfit = wrong_type::<Self>(value);
         match value.as_f64() {
             Some(number) if number < 0.0 => misfit.allowed = "an integer, 0 or more".to_owned(),
-            // `1e3` is a float to TOML; say how to write it.
+            // `1e3` is a float in TOML; say how to write it.
             Some(number) if number.fract() == 0.0 && number < 1e15 => {
                 misfit.allowed = format!("an integer: write {number:.0}");
             }
@@ -194,7 +194,7 @@ impl Readable for u8 {
     const TYPE: ValueType = ValueType::Integer;
 
     fn read(value: &Value) -> Result<Self, Misfit> {
-        // The key's range refuses what does not fit.
+        // The key's range refuses larger numbers.
         u64::read(value).map(|number| Self::try_from(number).unwrap_or(Self::MAX))
     }
 
@@ -292,7 +292,7 @@ impl Readable for Vec<usize> {
     }
 }
 
-/// A value where a list is meant: one string, or one table, is a list of it.
+/// Returns a value as a list: a single string or table becomes a list of one.
 fn listed(value: &Value) -> Cow<'_, Value> {
     match value {
         Value::String(_) | Value::Object(_) => Cow::Owned(Value::Array(vec![value.clone()])),
@@ -317,23 +317,23 @@ fn read_list<List: Readable, T>(
         .collect()
 }
 
-/// One entry of `data.train`: files, and how much of a blend they are.
+/// An entry of `data.train`: files, and their weight in a blend.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum DataSource {
     /// A file, a directory or a glob pattern.
     Plain(String),
-    /// One with a weight.
+    /// Files with a weight.
     Weighted {
         /// A file, a directory or a glob pattern.
         path: String,
-        /// Its share of the samples.
+        /// Share of the samples.
         weight: f64,
     },
 }
 
 impl DataSource {
-    /// The file, directory or pattern.
+    /// Returns the file, directory or pattern.
     pub fn path(&self) -> &str {
         match self {
             Self::Plain(path) | Self::Weighted { path, .. } => path,
@@ -440,7 +440,7 @@ impl Readable for Wrap {
     }
 }
 
-/// A key that may be left out.
+/// A key that need not be set.
 impl<T: Readable> Readable for Option<T> {
     const TYPE: ValueType = T::TYPE;
 
@@ -453,10 +453,10 @@ impl<T: Readable> Readable for Option<T> {
     }
 }
 
-/// Which tokenizer turns text into ids.
+/// The tokenizer that turns text into ids.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TokenizerSource {
-    /// Each byte is a token.
+    /// Byte-level: each byte is a token.
     Bytes,
     /// A Hugging Face `tokenizer.json`.
     File(PathBuf),

@@ -74,7 +74,7 @@ impl Ranks {
         &self.groups
     }
 
-    /// How they are laid out.
+    /// Returns the mesh of the ranks.
     pub fn mesh(&self) -> Mesh {
         self.groups.plan().map_or_else(Mesh::default, |plan| *plan.mesh())
     }

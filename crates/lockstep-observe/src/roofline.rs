@@ -1,7 +1,7 @@
-//! The roofline of a step: what each kind of operation took, beside the least that this machine could take for it.
+//! The roofline of a measured step: the time of each kind of operation, against the least time that this machine could take for it.
 //!
-//! An operation is bound by arithmetic or by memory, whichever takes longer at the machine's measured peak. How
-//! much of its time that is says what is left to gain, and its share of the step what that would be worth.
+//! An operation is bound by arithmetic or by memory, whichever takes longer at the machine's measured peak. The ratio to that bound
+//! is what is left to gain, and the operation's share of the step is its weight.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,19 +14,19 @@ use lockstep_tensor::CpuLevel;
 use lockstep_tensor::cpu::{measure_bandwidth, measure_peak};
 use serde::Serialize;
 
-/// What the machine can do at best, measured.
+/// Measured peaks of the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Limits {
-    /// f32 multiply-adds of all threads, in 10⁹ operations a second.
+    /// Rate of f32 multiply-adds on all threads, in GFLOP/s.
     pub f32_gflops: f64,
-    /// bf16 products summed in f32, likewise.
+    /// Rate of bf16 products summed in f32 on all threads, in GFLOP/s.
     pub bf16_gflops: f64,
-    /// Memory that all threads stream through, in 10⁹ bytes a second.
+    /// Memory bandwidth of all threads together, in GB/s.
     pub memory_gb_per_s: f64,
 }
 
 impl Limits {
-    /// Measures for about half a second.
+    /// Measures the machine for about half a second.
     pub fn measure(level: CpuLevel, threads: usize) -> Self {
         let peak = measure_peak(level, threads);
         Self {
@@ -36,7 +36,7 @@ impl Limits {
         }
     }
 
-    /// Seconds that arithmetic and memory take at least, in this order; products are of `dtype`.
+    /// Returns the least seconds of arithmetic and of memory, in this order; products are of `dtype`.
     fn seconds(&self, cost: &Cost, dtype: DType) -> (f64, f64) {
         let products = if dtype == DType::F32 { self.f32_gflops } else { self.bf16_gflops };
         let arithmetic = cost.product_flops as f64 / products + cost.vector_flops as f64 / self.f32_gflops;
@@ -44,7 +44,7 @@ impl Limits {
     }
 }
 
-/// How finely operations are told apart.
+/// Granularity of a roofline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Detail {
     /// One row for each kind of operation and pass.
@@ -53,62 +53,62 @@ pub enum Detail {
     Layers,
 }
 
-/// What bounds an operation.
+/// The resource that bounds an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Bound {
     /// The arithmetic units.
     Compute,
-    /// The way to memory.
+    /// The memory bandwidth.
     Memory,
 }
 
 /// All operations of one kind in one step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Row {
-    /// The kind.
+    /// Kind of the operation.
     pub operation: String,
-    /// The pass, for operations of the model.
+    /// Name of the pass, for operations of the model.
     pub pass: Option<&'static str>,
-    /// How often it ran.
+    /// Number of calls.
     pub calls: usize,
     /// Bytes that it must move.
     pub bytes: u64,
-    /// Floating-point operations.
+    /// Floating-point operations of all calls.
     pub flops: u64,
-    /// Time taken.
+    /// Time of all calls, in milliseconds.
     pub ms: f64,
-    /// That time as a share of the step.
+    /// Time as a fraction of the step.
     pub share: f64,
-    /// 10⁹ operations a second.
+    /// Achieved rate, in GFLOP/s.
     pub gflops: f64,
-    /// 10⁹ bytes a second.
+    /// Achieved bandwidth, in GB/s.
     pub gb_per_s: f64,
-    /// The least time that the machine could take, if its limits are known.
+    /// The least time that the machine could take, in milliseconds, if its limits are known.
     pub limit_ms: Option<f64>,
-    /// `limit_ms` as a share of `ms`; above 1 where operands were still in a cache.
+    /// `limit_ms` as a fraction of `ms`; above 1 if operands were still in a cache.
     pub of_limit: Option<f64>,
-    /// What bounds it.
+    /// The resource that bounds it, if the machine's limits are known.
     pub bound: Option<Bound>,
 }
 
-/// Where the time of a step went.
+/// Time of a step by operation.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Roofline {
-    /// The longest first.
+    /// Operations, longest first.
     pub rows: Vec<Row>,
-    /// The step, from beginning to end.
+    /// Milliseconds of the whole step.
     pub step_ms: f64,
-    /// The sum of all rows.
+    /// Milliseconds of all rows together.
     pub covered_ms: f64,
-    /// The sum of the rows' limits.
+    /// Milliseconds of the rows' limits together.
     pub limit_ms: Option<f64>,
-    /// What the machine can do, if it was measured.
+    /// Peaks of the machine, if they were measured.
     pub limits: Option<Limits>,
 }
 
 impl Roofline {
-    /// Adds up the spans of a step of `model` that took `step`.
+    /// Sums the spans of a step of `model` that took `step`.
     pub fn new(
         spans: &[Span],
         step: Duration,
@@ -165,12 +165,12 @@ impl Roofline {
     }
 }
 
-/// What is done per second; zero for what took no time that the clock could tell.
+/// Returns the amount per second; zero if the time is below the clock's resolution.
 fn rate(amount: f64, seconds: f64) -> f64 {
     if seconds > 0.0 { amount / seconds } else { 0.0 }
 }
 
-/// What a row calls an operation.
+/// Returns the name of an operation's row.
 pub(crate) fn name(activity: &Activity, model: &RecordedModel, detail: Detail) -> String {
     match (detail, layer(activity, model)) {
         (Detail::Layers, Some(layer)) if activity.name == "linear" => format!("linear {layer}"),
@@ -178,7 +178,7 @@ pub(crate) fn name(activity: &Activity, model: &RecordedModel, detail: Detail) -
     }
 }
 
-/// The layer that an operation belongs to, such as `self_attn.q_proj`: its parameter's name within its unit.
+/// Returns the layer that an operation belongs to, such as `self_attn.q_proj`: its parameter's name within its unit.
 pub(crate) fn layer<'m>(activity: &Activity, model: &'m RecordedModel) -> Option<&'m str> {
     let declared = &model.program(activity.unit?).parameters()[activity.parameter?.0].name;
     Some(declared.strip_suffix(".weight").unwrap_or(declared))
@@ -195,7 +195,7 @@ impl fmt::Display for Roofline {
             write!(f, "  {mb:>8.1}  {gflop:>8.2}  {:>9.3}  {:>5.1}%", row.ms, row.share * 100.0)?;
             write!(f, "  {:>8.1}  {:>6.1}", row.gflops, row.gb_per_s)?;
             match (row.of_limit, row.bound) {
-                // What moves no bytes has no limit.
+                // Operations that move no bytes have no limit.
                 (Some(share), Some(bound)) if row.bytes > 0 => {
                     let bound = if bound == Bound::Compute { "compute" } else { "memory" };
                     writeln!(f, "  {:>4.0}% {bound}", share * 100.0)?;

@@ -1,5 +1,5 @@
-//! Time and candidates of the planner's usual questions: `cargo run --release -p lockstep-planner --example questions [-- FILTER|quick]`.
-//! `quick` asks those that every test run asks. A question whose answer differs from the table is marked.
+//! Time and candidates of the planner's usual questions: `cargo run --release -p lockstep-train --example questions [--
+//! FILTER|quick]`. `quick` runs the questions that every test run asks. An answer that differs from the table is marked.
 
 #[path = "questions/table.rs"]
 mod table;
@@ -9,7 +9,7 @@ use lockstep_planner::cluster::Cluster;
 use lockstep_planner::{Objective, Planner};
 use table::Question;
 
-/// Seconds of processor time of this process.
+/// Returns the CPU time of this process, in seconds.
 fn cpu_seconds() -> f64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9

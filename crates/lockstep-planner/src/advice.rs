@@ -1,4 +1,4 @@
-//! Changes to a question with which a plan would fit, if none does: more nodes, shorter sequences, another batch.
+//! Changes to a planning question with which a plan would fit, if none does: more nodes, shorter sequences, another batch.
 
 use lockstep_config::human;
 use lockstep_plan::{Offload, Residence};
@@ -7,40 +7,40 @@ use crate::cluster::NodeKind;
 use crate::search::{Observer, Progress, search};
 use crate::{Objective, Planner};
 
-/// Most nodes that are tried, as a multiple of those of the question.
+/// Most nodes that are tried, as a multiple of the nodes of the question.
 const MOST_NODES: usize = 1 << 16;
-/// Shortest sequences that are tried.
+/// Shortest sequences that are tried, in tokens.
 const SHORTEST: usize = 512;
 
 /// Bytes of a weight in mixed precision.
 const WEIGHT_BYTES: u64 = 2;
-/// Bytes that Adam adds to a weight that is trained: gradient, master weight and two moments.
+/// Bytes that Adam needs for each trained weight besides the weight: gradient, master weight and two moments.
 const TRAINED_BYTES: u64 = 4 + 4 + 4 + 4;
 
-/// A change to a question.
+/// A change to a question with which a plan fits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Advice {
-    /// The flag that makes it, as a user types it.
+    /// The flag that makes the change, as a user types it.
     pub flag: String,
-    /// The machines or batch in words, with what then fits.
+    /// The new machines or batch in words, with the way in which the model then fits.
     pub words: String,
 }
 
 impl Planner {
-    /// Single changes with which the model fits: into device memory, or with state in host memory. `observer` is asked between candidates
-    /// whether there is time for more; what has been found by then is told.
+    /// Returns single changes with which the model fits, in device memory or with state offloaded to host memory. `observer` may
+    /// stop the search between candidates; changes found by then are returned.
     pub fn advice(&mut self, observer: &mut impl Observer) -> Vec<Advice> {
         let mut advice = Vec::new();
         let name = self.cluster.name.clone();
         let flag_of_nodes = |nodes: usize| format!("--cluster {}", with_nodes(&name, nodes));
-        // A part of a node has no name that another number could follow.
+        // The name of a partial node cannot be followed by a number of nodes.
         let has_name = !name.contains(' ');
         if let [node] = &self.cluster.nodes[..]
             && !node.device.is_host
             && has_name
         {
             let count = node.count;
-            // Fewer nodes than hold the state need not be tried.
+            // Clusters that cannot hold the model state are not tried.
             let (state, _) = self.state_of_all();
             let of_devices = node.device.memory_bytes.saturating_mul(node.devices as u64);
             let at_least = |bytes: u64| (state.div_ceil(bytes.max(1)) as usize).max(count + 1);
@@ -86,8 +86,7 @@ impl Planner {
         advice
     }
 
-    /// The sentence that says that device memory, host memory and disks together are smaller than the state of the model; `None` where they are
-    /// not.
+    /// Returns a sentence that the model state exceeds device memory, host memory and disks together; `None` if it does not.
     pub fn excess_of_state(&self) -> Option<String> {
         let (state, of_each) = self.state_of_all();
         let of_all = |bytes: fn(&NodeKind) -> u64| {
@@ -110,7 +109,7 @@ impl Planner {
         })
     }
 
-    /// Bytes of the state of the model on all ranks of a replica together, and what they are made of.
+    /// Returns the bytes of the model state of one data-parallel replica over all its ranks, and their composition in words.
     fn state_of_all(&self) -> (u64, String) {
         let (parameters, trained) = (self.parameters(), self.trained_parameters());
         let state =
@@ -122,8 +121,8 @@ impl Planner {
         (state, of_each)
     }
 
-    /// The fewest nodes of the cluster's kind, `from` at least, on which the model fits into device memory, or with state in host memory; the
-    /// fewest that are known to do when `observer` ends it.
+    /// Returns the fewest nodes of the cluster's kind, at least `from`, on which the model fits: in device memory, or if
+    /// `may_offload` with state in host memory. If `observer` stops the search, the fewest that are known to suffice.
     fn fewest_nodes(
         &mut self,
         from: usize,
@@ -151,8 +150,8 @@ impl Planner {
         Some(enough)
     }
 
-    /// Returns true if any candidate fits; `None` if `observer` ended the search before one was found. Candidates that leave most memory are
-    /// evaluated first.
+    /// Returns true if any candidate fits; `None` if `observer` stopped the search before one was found. Candidates that leave most
+    /// memory free are evaluated first.
     fn fits_somehow(&mut self, may_offload: bool, observer: &mut impl Observer) -> Option<bool> {
         let (objective, offloads) = (self.objective, self.offloads.clone());
         self.objective = Objective::Headroom;
@@ -173,7 +172,7 @@ impl Planner {
         (fits || !is_stopped).then_some(fits)
     }
 
-    /// An answer for the question on so many nodes.
+    /// Returns `answer` for the question with another number of nodes.
     pub(crate) fn on_nodes<T>(&mut self, nodes: usize, answer: impl FnOnce(&mut Self) -> T) -> T {
         let count = std::mem::replace(&mut self.cluster.nodes[0].count, nodes);
         let answer = self.afresh(answer);
@@ -181,7 +180,7 @@ impl Planner {
         answer
     }
 
-    /// An answer for the question with other sequences.
+    /// Returns `answer` for the question with another sequence length and global batch.
     fn with_batch<T>(
         &mut self,
         seq_len: usize,
@@ -196,7 +195,7 @@ impl Planner {
         answer
     }
 
-    /// An answer of a planner that has kept nothing but recordings, which depend on shapes alone.
+    /// Runs `answer` with empty caches; recordings are kept, since they depend on shapes alone.
     pub(crate) fn afresh<T>(&mut self, answer: impl FnOnce(&mut Self) -> T) -> T {
         let (outlines, uniforms) = (std::mem::take(&mut self.outlines), std::mem::take(&mut self.uniforms));
         let cuts = std::mem::take(&mut self.cuts);
@@ -206,7 +205,7 @@ impl Planner {
     }
 }
 
-/// The name of a cluster with another number of nodes: `dgx-h100x4` with 8 is `dgx-h100x8`.
+/// Returns the name of a cluster with another number of nodes: `dgx-h100x4` with 8 is `dgx-h100x8`.
 pub(crate) fn with_nodes(name: &str, nodes: usize) -> String {
     let base = match name.rsplit_once('x') {
         Some((base, count))

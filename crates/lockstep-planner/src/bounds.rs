@@ -1,5 +1,5 @@
-//! Lower bounds of candidates, a microsecond each: the time that a step takes at least, with as much recomputation and offload as memory makes
-//! necessary at least.
+//! Lower bounds on the step time of candidates, a microsecond each. They assume the least recomputation and offload that memory
+//! makes necessary.
 
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::work::UnitElements;
@@ -15,7 +15,7 @@ use crate::{Objective, Planner};
 /// Slack on the memory limit during bounding: bounds ignore alignment padding.
 const SLACK: f64 = 1.03;
 
-/// The choices of a candidate that the passes of a micro-batch depend on.
+/// The choices of a candidate on which the passes of a micro-batch depend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PassKey {
     tensor: usize,
@@ -25,16 +25,16 @@ pub(crate) struct PassKey {
     sequence_parallel: bool,
     context_method: ContextMethod,
     micro_batch: usize,
-    /// World size on a host, whose ranks divide its cores, and pipeline degree on unlike nodes; else 0.
+    /// World size on a host, whose ranks divide its cores, and pipeline degree in a mixed cluster; else 0.
     ranks: usize,
     pipeline: usize,
 }
 
-/// The choices of a candidate that the cut into stages depends on: its passes, the recomputation and the number of blocks with it, the number of
-/// stages, and true for stages in a V.
+/// The choices of a candidate on which its split into stages depends: its passes, the recompute mode and the number of blocks with
+/// it, the number of stages, and true for V-shaped schedules.
 pub(crate) type CutKey = (PassKey, Recompute, usize, usize, bool);
 
-/// The inputs of bounds: times and saved activations by recompute mode, each recorded when it is first asked for, and the state.
+/// The inputs of the bounds: the model state, and times and saved activations by recompute mode, each recorded on first use.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Outline {
     of_mode: [Option<ModeOutline>; 3],
@@ -46,9 +46,9 @@ pub(crate) struct Outline {
 /// Times and saved activations of a recompute mode.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct ModeOutline {
-    /// Milliseconds of a forward and a backward of a micro-batch through all units.
+    /// Milliseconds of one micro-batch's forward and backward through all units.
     pass_ms: f64,
-    /// Bytes that all blocks save of a micro-batch.
+    /// Activations that all blocks save for one micro-batch, in bytes.
     saved_bytes: f64,
 }
 
@@ -61,29 +61,30 @@ fn index_of(mode: Recompute) -> usize {
 }
 
 impl Planner {
-    /// Returns a lower bound of the objective, `None` for a candidate that cannot fit: the time of all passes if stages take equally long, with the
-    /// first wait of the pipeline and with as much recomputation as memory makes necessary at least.
+    /// Returns a lower bound of the objective; `None` for a candidate that cannot fit. It is the time of all passes with balanced
+    /// stages, with the pipeline's fill and with the least recomputation that memory makes necessary.
     pub(crate) fn lower_bound(&mut self, candidate: &Candidate) -> Option<f64> {
         let outline = self.outline(candidate)?;
         let ranks = candidate.degrees.pipeline as f64;
         let micro_batches = candidate.micro_batches(self.config.train.global_batch) as f64;
         let (kind, chunks) = candidate.schedule;
-        // Where state is offloaded memory is scarce, and a ring's buffers decide what fits.
+        // Where state is offloaded memory is scarce, and the ring's buffers decide what fits.
         if candidate.offload.is_nothing() && self.is_dominated_by_ring(candidate)? {
             return None;
         }
         let ModeOutline { pass_ms: none_ms, saved_bytes: none_bytes } =
             self.mode_outline(candidate, Recompute::None)?;
-        // State of all pipeline ranks of a replica together.
+        // Model state of all pipeline ranks of a replica together.
         let mesh = Mesh::new(candidate.degrees).ok()?;
         let held = state_of_unit(outline.state, &mesh, candidate.zero_stage, outline.elements);
         let state = held.total() as f64;
-        // Without a pipeline there is one micro-batch at a time; the first rank of one has as many as there are ranks, but for a V's.
+        // Micro-batches in flight: one without a pipeline, on the first rank as many as there are ranks, half of that in V-shaped
+        // schedules.
         let at_once = if kind.is_v_shaped() { ranks / 2.0 } else { ranks.min(micro_batches) };
         let available = self.capacity_bytes(self.ranks_of(candidate)) as f64 * SLACK;
         let is_counted = self.config.offloads_nothing();
         let left = available - 0.9 * state / ranks;
-        // What fits without recomputation needs none.
+        // A candidate that fits without recomputation needs none.
         let needs_mode = !candidate.offload.is_nothing()
             || self.objective == Objective::Headroom
             || is_counted && left < 0.8 * none_bytes * at_once / ranks;
@@ -97,7 +98,7 @@ impl Planner {
         if is_counted && left < 0.8 * mode_bytes * at_once / ranks {
             return None;
         }
-        // The share of the blocks that has to forget.
+        // Fraction of the blocks that have to recompute.
         let spared = (none_bytes - mode_bytes) * at_once / ranks;
         let missing = 0.8 * none_bytes * at_once / ranks - left;
         let forgets = if is_counted && spared > 0.0 { (missing / spared).clamp(0.0, 1.0) } else { 0.0 };
@@ -114,10 +115,10 @@ impl Planner {
     }
 }
 
-/// Lower bound of the time of a pipeline without split backwards as a multiple of what its ranks work on average.
+/// Returns a lower bound of a pipeline's time without split backwards, as a multiple of its ranks' mean work.
 ///
-/// Rank `s` waits for one forward and one backward of a chunk of each rank before it, so that with `M` micro-batches and `v` chunks of `t[r] / v`
-/// on rank `r` the step takes `M t[s] + (t[0] + … + t[s - 1]) / v` at least. Stages are whole units, of which the last ranks may have fewer; the
+/// Rank `s` waits for one forward and one backward of a chunk on each rank before it. With `M` micro-batches and `v` chunks of `t[r] / v`
+/// on rank `r`, the step takes at least `M t[s] + (t[0] + … + t[s - 1]) / v`. Stages are whole units, so the last ranks may have fewer. The
 /// largest of these sums is smallest where all are equal: `t[s + 1] = t[s] (1 - 1 / (v M))`. Split backwards fill the wait.
 fn bubble_stretch(kind: Kind, ranks: f64, chunks: f64, micro_batches: f64) -> f64 {
     if kind.splits_backward() {
@@ -128,7 +129,7 @@ fn bubble_stretch(kind: Kind, ranks: f64, chunks: f64, micro_batches: f64) -> f6
 }
 
 impl Planner {
-    /// Returns the choices that the passes of a candidate's micro-batches depend on.
+    /// Returns the choices on which the passes of a candidate's micro-batches depend.
     pub(crate) fn pass_key(&self, candidate: &Candidate) -> PassKey {
         let Degrees { tensor, context, expert, expert_tensor, pipeline, .. } = candidate.degrees;
         let is_even = self.cluster.nodes.len() == 1;
@@ -145,8 +146,8 @@ impl Planner {
         }
     }
 
-    /// Returns true if another context-parallel method than the ring takes as long and saves as many bytes: then it is no better anywhere. `None`
-    /// if there is no such mesh.
+    /// Returns true for a context-parallel method other than ring that neither takes less time nor saves fewer bytes than ring: it
+    /// cannot win. `None` if the candidate's mesh is invalid.
     fn is_dominated_by_ring(&mut self, candidate: &Candidate) -> Option<bool> {
         if candidate.context_method == ContextMethod::Ring || !self.leaves_ring_open() {
             return Some(false);
@@ -161,8 +162,8 @@ impl Planner {
         Some(true)
     }
 
-    /// The inputs of the bound of a candidate that offloads: the state of all pipeline ranks, and the bytes that the blocks of a mean rank save of
-    /// each micro-batch, of which so many are alive at once and so many belong to a step.
+    /// Returns the inputs of the bound of a candidate with offload. `saved_bytes` are the activations that the blocks of a mean
+    /// rank save for one micro-batch; `at_once` micro-batches are in flight, `micro_batches` make a step.
     fn least_offloaded(
         &self,
         state: StateOnRank,
@@ -182,7 +183,7 @@ impl Planner {
         }
     }
 
-    /// The inputs of a candidate's bound; `None` if there is no such mesh.
+    /// Returns the inputs of a candidate's bound; `None` if its mesh is invalid.
     fn outline(&mut self, candidate: &Candidate) -> Option<Outline> {
         let key = self.pass_key(candidate);
         if let Some(known) = self.outlines.get(&key) {
@@ -203,7 +204,7 @@ impl Planner {
         Some(outline)
     }
 
-    /// Times and saved activations of a candidate whose blocks all recompute so much.
+    /// Returns times and saved activations of a candidate whose blocks all use recompute mode `mode`.
     fn mode_outline(&mut self, candidate: &Candidate, mode: Recompute) -> Option<ModeOutline> {
         if let Some(known) = self.outline(candidate)?.of_mode[index_of(mode)] {
             return Some(known);
@@ -216,12 +217,12 @@ impl Planner {
         Some(of_mode)
     }
 
-    /// A recording of a candidate whose blocks all recompute so much, which is not kept, and what it says.
+    /// Records a candidate whose blocks all use `mode`, without caching the recording, and returns it with its outline.
     fn sketch(&mut self, candidate: &Candidate, mode: Recompute) -> Option<(Recording, ModeOutline)> {
         let mesh = Mesh::new(candidate.degrees).ok()?;
         let plan = candidate.plan(&self.config.plan);
         let (recording, saved_bytes) = self.recordings.sketch(&plan, &mesh, mode);
-        // Of unlike nodes the fastest: a bound may not be above what any of them takes.
+        // Of different nodes the fastest: a lower bound must not exceed the time on any of them.
         let times = TimedModel::new(&self.cluster, &recording.work, &mesh);
         let on = |kind: usize| times.pass_seconds(0..times.units(), kind);
         let pass_ms = 1e3 * (0..self.cluster.nodes.len()).map(on).fold(f64::INFINITY, f64::min);

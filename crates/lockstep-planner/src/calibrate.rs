@@ -1,8 +1,8 @@
-//! Calibration of a machine's file by runs that were made on it.
+//! Calibration of a machine file by runs that were made on the machine.
 //!
-//! The file has the rates of tasks that were timed by themselves. In a step they come one after another, with other data in the caches
-//! and other ranks beside them, and each takes a little longer. A run says by how much: what its ranks worked and what they waited for each
-//! other, beside what was predicted of both. All rates of a device are divided by the one factor, all of a link by the other.
+//! The file has the rates of tasks that were timed in isolation. In a step they run back to back, with cold caches and with other
+//! ranks on the same machine, so each takes a little longer. A run tells by how much: its measured compute and its measured
+//! waiting, each over the predicted one. All rates of a device are divided by the first factor, all rates of a link by the second.
 
 use std::path::{Path, PathBuf};
 
@@ -15,58 +15,58 @@ use crate::cluster::Cluster;
 use crate::machine::{for_run, name_of_this};
 use crate::planner::predicted_step;
 
-/// Largest factor that is learned, its inverse the smallest: a run that says more is of another machine.
+/// Largest factor that is learned; its inverse is the smallest. A larger one means that the run was made on another machine.
 const MOST: f64 = 20.0;
-/// A run says something of links if it waits for them for this share of its step at least.
+/// Least predicted exposed communication, as a fraction of the step, for a run to calibrate the links.
 const LEAST_WAIT: f64 = 0.01;
-/// Steps that a run has to have made.
+/// Fewest steps that a run must have made.
 const FEWEST_STEPS: usize = 3;
 
-/// A run that was made.
+/// A finished run to calibrate by.
 #[derive(Debug, Clone)]
 pub struct MadeRun {
     /// Directory of its records.
     pub dir: PathBuf,
     /// Configuration of the run.
     pub config: RunConfig,
-    /// Its usual step.
+    /// The run's median step.
     pub step: UsualStep,
 }
 
-/// A calibrated cluster, with the factors that it was calibrated by.
+/// A calibrated cluster, with the factors that were applied.
 #[derive(Debug, Clone)]
 pub struct Calibrated {
-    /// The machine, by rates that predict the runs better.
+    /// The machine, with rates that predict the runs better.
     pub cluster: Cluster,
-    /// Measured time of work over predicted time, by type and device.
+    /// Measured over predicted compute time, by type and device.
     pub work: Vec<WorkFactor>,
-    /// The same of exchanges; none if no run says anything of them.
+    /// Measured over predicted exposed communication; `None` if no run has enough of it.
     pub exchanges: Option<f64>,
-    /// The runs, beside what was and now is predicted of them.
+    /// The runs, with their predictions before and after the calibration.
     pub runs: Vec<CalibratedRun>,
 }
 
-/// Measured time of work of a kind over its predicted time.
+/// Measured over predicted compute time of one kind of work.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct WorkFactor {
-    /// True for a rank that has all cores of a machine which several could share.
+    /// True for a single rank that has all cores of a machine which several could share.
     pub is_alone: bool,
-    /// The type of its values.
+    /// Compute type of the run.
     pub dtype: DType,
-    /// The ratio.
+    /// The factor, measured over predicted.
     pub factor: f64,
-    /// Number of runs that it is learned from.
+    /// Number of runs that the factor is learned from.
     pub runs: usize,
 }
 
-/// A run beside its predictions.
+/// A run with its predictions.
 #[derive(Debug, Clone)]
 pub struct CalibratedRun {
-    /// The run.
+    /// The run with its measured step.
     pub run: MadeRun,
     /// Prediction before the calibration.
     pub before: PlannedStep,
-    /// Prediction after it.
+    /// Prediction after the calibration.
     pub after: PlannedStep,
 }
 
@@ -74,7 +74,7 @@ impl MadeRun {
     /// Reads the records of a run.
     ///
     /// # Errors
-    /// No run, or [`Error::TeachesNothing`].
+    /// If the directory has no run; [`Error::TeachesNothing`] if the run has made too few steps.
     pub fn read(dir: &Path) -> Result<Self, Error> {
         let (config, step) = measured(dir)?;
         let refuse = |why: String| Error::TeachesNothing { dir: dir.to_owned(), why };
@@ -90,21 +90,21 @@ impl MadeRun {
         engine_options(&self.config).dtype
     }
 
-    /// Returns true if its times are those of cores and links alone: transfers to and from a disk take from both.
+    /// Returns true if the run can calibrate: its times are those of cores and links alone, without transfers to and from a disk.
     fn teaches(&self) -> bool {
         self.config.offloads_nothing()
     }
 
-    /// Returns true if it has one rank on a machine that several could share.
+    /// Returns true if the run has one rank on a machine that several could share.
     fn is_alone(&self, cluster: &Cluster) -> bool {
         self.config.ranks() == 1 && cluster.nodes.iter().any(|node| node.alone.is_some())
     }
 }
 
-/// The machine of `cluster` as `runs` show it. Those with something on disk are held beside their predictions and teach nothing.
+/// Calibrates `cluster` by `runs`. Runs that offload to disk are compared with their predictions but change no factor.
 ///
 /// # Errors
-/// A run whose model cannot be had, or that does not fit the machine; [`Error::TeachesNothing`].
+/// If the model of a run cannot be resolved or does not fit the machine; [`Error::TeachesNothing`] if all runs offload to disk.
 pub fn calibrate(cluster: &Cluster, runs: Vec<MadeRun>) -> Result<Calibrated, Error> {
     if let Some(run) = runs.first().filter(|_| !runs.iter().any(MadeRun::teaches)) {
         let why = "part of it is on disk, and what it waited there says nothing of the cores".to_owned();
@@ -128,7 +128,7 @@ pub fn calibrate(cluster: &Cluster, runs: Vec<MadeRun>) -> Result<Calibrated, Er
         [DType::F32, DType::BF16, DType::F16].into_iter().map(move |dtype| (is_alone, dtype))
     });
     let work: Vec<WorkFactor> = kinds.filter_map(|(is_alone, dtype)| work_of(is_alone, dtype)).collect();
-    // Waits for links, without those for other stages, which take as much longer as these do.
+    // Exposed communication without the pipeline bubble, which grows by the factor of the compute.
     let waits = pairs().filter(|(_, before)| before.exposed_ms > LEAST_WAIT * before.step_ms);
     let factor = |(run, before): (&MadeRun, &PlannedStep)| {
         let bubble_ms = factor_of(&work, false, run.dtype()) * before.bubble_ms;
@@ -156,7 +156,7 @@ pub fn calibrate(cluster: &Cluster, runs: Vec<MadeRun>) -> Result<Calibrated, Er
     Ok(Calibrated { cluster: learned, work, exchanges, runs })
 }
 
-/// The factor of a kind of work: its own, or that of what is most like it.
+/// Returns the factor of a kind of work: its own, or that of the most similar kind; 1 if there is none.
 fn factor_of(work: &[WorkFactor], is_alone: bool, dtype: DType) -> f64 {
     let unlike = |known: &&WorkFactor| (known.is_alone != is_alone, known.dtype != dtype);
     work.iter().min_by_key(unlike).map_or(1.0, |known| known.factor)
@@ -187,7 +187,7 @@ mod tests {
         let work =
             [known(false, DType::F32, 1.1), known(false, DType::BF16, 1.2), known(true, DType::F32, 0.9)];
         assert_eq!(factor_of(&work, true, DType::F32), 0.9);
-        // Ranks that share the machine differ more from one that has it than types do from each other.
+        // Sharing the machine changes the factor more than the type does.
         assert_eq!(factor_of(&work, true, DType::BF16), 0.9);
         assert_eq!(factor_of(&work[..2], true, DType::BF16), 1.2);
         assert_eq!(factor_of(&[], true, DType::BF16), 1.0);

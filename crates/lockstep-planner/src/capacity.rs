@@ -1,4 +1,4 @@
-//! Room of the machines, and what a plan lacks of it: device memory, host memory, disk; and what the machines cost.
+//! Capacities of the machines, a plan's shortage of them (device memory, host memory, disk), and the price of the machines.
 
 use lockstep_plan::{MemoryBytes, MemoryCategory, Plan, Residence, Residences, StepLayout, offloaded_bytes};
 
@@ -7,11 +7,11 @@ use crate::cluster::NodeKind;
 use crate::recordings::Recording;
 use crate::search::Rejection;
 
-/// Fraction of memory that a plan may count on: the rest is the driver's or the system's, and lost between blocks.
+/// Fraction of memory that a plan may use: the rest goes to the driver or the system, and to fragmentation.
 pub(crate) const USABLE: f64 = 0.94;
 
 impl Planner {
-    /// Returns the rejection if host memory or disk has no room for the offloaded state and activations.
+    /// Returns the rejection if host memory or disk is too small for the offloaded state and activations.
     pub(crate) fn lacking_elsewhere(
         &self,
         plan: &Plan,
@@ -51,7 +51,8 @@ impl Planner {
         self.cluster.nodes.iter().map(of_node).min().unwrap_or(0)
     }
 
-    /// The stage that lacks memory, and how much it needs and has; of a host all ranks share what there is.
+    /// Returns the rejection of the pipeline rank that lacks most memory, if any does; on a host, whose ranks share its memory, by
+    /// the mean.
     pub(crate) fn lacking(&self, layout: &StepLayout, memory: &[MemoryBytes]) -> Option<Rejection> {
         let ranks = layout.mesh.world_size();
         let available = self.capacity_bytes(ranks);

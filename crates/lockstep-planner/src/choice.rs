@@ -1,5 +1,5 @@
-//! The plan of a run that says nothing of how to split it: that of the checkpoint which it goes on from, so that no bit of it changes,
-//! or the best that there is for this machine: the fastest, or the simplest of those that are as fast as far as predictions can tell.
+//! The plan of a run whose configuration says nothing about parallelism: that of the checkpoint which it resumes from, so that no
+//! bit changes; or the best one for this machine, which is the simplest of those whose predicted times cannot be told apart.
 
 use std::path::PathBuf;
 
@@ -10,13 +10,13 @@ use lockstep_plan::{Degrees, Plan, Recompute};
 use crate::machine::LocalMachine;
 use crate::{Error, Evaluated, Objective, Planner, Searched};
 
-/// Plans that a choice is made of.
+/// Plans among which the simplest is chosen.
 const RIVALS: usize = 16;
-/// Relative error between two predictions for a machine that was measured.
+/// Relative error of the difference between two predictions for a measured machine.
 const MARGIN: f64 = 0.02;
-/// The same of guesses.
+/// Relative error of the difference between two predictions for a machine with default rates.
 const MARGIN_OF_GUESSES: f64 = 0.1;
-/// Name in messages of a plan that no user has written.
+/// Name in messages of a plan that was not written by a user.
 const NAME: &str = "that was chosen";
 
 /// A plan for a run that had none.
@@ -31,31 +31,31 @@ pub struct Choice {
 /// The reason for the choice of a plan.
 #[derive(Debug)]
 pub enum Reason {
-    /// The run goes on from this checkpoint, which was made by it.
+    /// The run resumes from this checkpoint, which was made by the plan.
     Checkpoint(PathBuf),
     /// The best of a search, as far as predictions can tell.
     Search {
         /// The chosen plan.
         chosen: Box<Evaluated>,
-        /// The fastest of those with another layout, or else of all others.
+        /// The fastest plan with another mesh; if there is none, the fastest of the others.
         rival: Option<Box<Evaluated>>,
         /// Number of candidates.
         candidates: usize,
-        /// Milliseconds that it took.
+        /// Duration of the search, in milliseconds.
         ms: f64,
-        /// Reason why the machine is known by guesses alone; `None` if it was measured.
+        /// Reason why default rates are used instead of measured ones; `None` if the machine was measured.
         doubt: Option<String>,
     },
 }
 
-/// A plan for `config`, which says nothing of how to split it, on this machine: for `ranks` ranks, or for as many as are best. None where
-/// nothing fits.
+/// Chooses a plan on this machine for `config`, which says nothing about parallelism: for `ranks` ranks, or for the best number of
+/// them. `None` if nothing fits.
 ///
 /// # Errors
-/// A model that cannot be had.
+/// If the model cannot be resolved.
 pub fn choose(config: &RunConfig, resume: &Resume, ranks: Option<usize>) -> Result<Option<Choice>, Error> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    // Who says how many threads a rank has says how many cores the run has.
+    // `train.threads` fixes the cores of a rank, so that without a number of ranks there is one.
     let ranks = ranks.or((config.train.threads > 0).then_some(1));
     let is_wanted = |plan: &Plan| match (plan.mesh.world_size(), ranks) {
         (Some(of_plan), Some(ranks)) => of_plan == ranks,
@@ -86,21 +86,22 @@ pub fn choose(config: &RunConfig, resume: &Resume, ranks: Option<usize>) -> Resu
         candidates, ms, step_ms = chosen.step.step_ms, mesh = ?chosen.plan.mesh, zero_stage = chosen.plan.zero_stage,
         guessed = doubt.is_some(), "chose a plan"
     );
-    // Another layout says more than the same with another stage of ZeRO.
+    // A plan with another mesh is a more useful comparison than the same mesh with another ZeRO stage.
     let other = found.iter().position(|other| other.plan.mesh != chosen.plan.mesh).unwrap_or(0);
     let rival = found.into_iter().nth(other).map(Box::new);
     let plan = PlanFile::unwritten(chosen.plan.clone(), NAME);
     Ok(Some(Choice { plan, reason: Reason::Search { chosen, rival, candidates, ms, doubt } }))
 }
 
-/// Returns the index of the simplest plan that takes at most `margin` longer than the fastest; plans are sorted by their step.
+/// Returns the index of the simplest plan that takes at most `margin` longer than the fastest; `found` is sorted by step time.
 fn simplest(found: &[Evaluated], margin: f64) -> Option<usize> {
     let limit_ms = found.first()?.step.step_ms * (1.0 + margin);
     let near = found.iter().enumerate().take_while(|(_, found)| found.step.step_ms <= limit_ms);
     near.min_by_key(|(index, found)| (cuts(&found.plan), *index)).map(|(index, _)| index)
 }
 
-/// Counts what a plan does that one rank need not: axes that cut the model or its sequences, sharding and its stage, recomputation, disk.
+/// Returns a measure of a plan's complexity: axes that split the model or its sequences, sharding and its ZeRO stage,
+/// recomputation, disk offload.
 fn cuts(plan: &Plan) -> usize {
     let Degrees { pipeline, replicate: _, shard, context, tensor, expert, expert_tensor } = plan.mesh;
     let axes = [pipeline, context, tensor, expert, expert_tensor].into_iter().filter(|degree| *degree > 1);
@@ -111,7 +112,7 @@ fn cuts(plan: &Plan) -> usize {
         + usize::from(plan.residence.use_disk())
 }
 
-/// The plan of the newest checkpoint that the run could go on from. Whether the checkpoint is whole is found out when it is read.
+/// Returns the newest checkpoint that the run could resume from, with its plan. The checkpoint's integrity is checked only when it is read.
 fn plan_of_checkpoint(config: &RunConfig, resume: &Resume) -> Option<(PathBuf, Plan)> {
     let checkpoint = match resume {
         Resume::Never => None,

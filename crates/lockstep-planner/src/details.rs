@@ -1,5 +1,5 @@
-//! The parts of a plan's step beyond its sums: what ranks send each other, how near their work comes to the limits of their devices,
-//! and what each rank of the pipeline has in use when.
+//! The parts of a plan's step beyond its totals: traffic between ranks, work against the limits of the devices, and memory over
+//! time of each pipeline rank.
 
 use std::borrow::Cow;
 
@@ -12,30 +12,30 @@ use crate::recordings::{Recording, kept_elsewhere};
 use crate::roofline::Roofline;
 use crate::{Error, Evaluated, Planner};
 
-/// The parts of a plan's step.
+/// Traffic, rooflines and memory over time of a plan's step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Details {
-    /// Traffic of the rank that is busy longest.
+    /// Traffic of the busiest pipeline rank.
     pub traffic: StepTraffic,
-    /// The limits of each kind of node, and the work under them.
+    /// The roofline of each kind of node.
     pub rooflines: Vec<Roofline>,
     /// Memory over time of each pipeline rank, from the first stage on.
     pub memory: Vec<MemoryCurve>,
 }
 
-/// Memory that a rank has in use over a step.
+/// Memory in use on a rank over a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemoryCurve {
-    /// Bytes that do not change: everything but activations, as it is booked.
+    /// Booked bytes other than activations, which are constant.
     pub standing_bytes: usize,
-    /// Bytes that are booked, activations included.
+    /// Booked bytes, activations included.
     pub booked_bytes: usize,
-    /// From which millisecond on how many bytes are in use.
+    /// Bytes in use from a time on, as pairs (milliseconds, bytes).
     pub points: Vec<(f64, usize)>,
 }
 
 impl MemoryCurve {
-    /// The most that is in use, and from which millisecond on.
+    /// Returns the peak, as (milliseconds at which it begins, bytes).
     pub fn peak(&self) -> (f64, usize) {
         let highest = self.points.iter().rev().max_by_key(|(_, bytes)| *bytes);
         highest.copied().unwrap_or((0.0, self.standing_bytes))
@@ -70,7 +70,7 @@ impl Planner {
     /// Computes the parts of the step of a plan.
     ///
     /// # Errors
-    /// A configuration that does not fit its model.
+    /// If the configuration does not fit its model.
     pub fn details(&mut self, found: &Evaluated) -> Result<Details, Error> {
         let config = &found.config;
         let checked = self.described(config)?;
@@ -78,7 +78,7 @@ impl Planner {
         let recording = self.recording_of(checked.plan(), &layout.mesh);
         let on_disk = self.traffic_of(checked.plan(), layout, &recording).unwrap_or_default();
         let shape = self.shape(config.zero_stage(), layout, &on_disk);
-        // The stages are those of the schedule: both come from one valid plan.
+        // Stages and schedule come from the same valid plan.
         let traffic =
             traffic(&self.cluster, &recording.work, shape).expect("costs of every stage of the schedule");
         Ok(Details {
@@ -104,7 +104,7 @@ impl Planner {
         found.memory.iter().enumerate().map(curve).collect()
     }
 
-    /// Returns the saved activations of a pipeline rank; of other systems than Lockstep by the formulas of their papers.
+    /// Returns the saved activations of a pipeline rank; for systems other than Lockstep by the formulas of their papers.
     fn held(
         &self,
         found: &Evaluated,

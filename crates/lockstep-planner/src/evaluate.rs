@@ -1,4 +1,4 @@
-//! The evaluation of a configuration: its memory on every rank, its step and its saves.
+//! The evaluation of a configuration: its memory on every rank, its step and its checkpoint saves.
 
 use lockstep_config::RunConfig;
 use lockstep_plan::gathering::ReshardAfterForward;
@@ -21,7 +21,7 @@ impl Planner {
     /// Evaluates the plan that a configuration's keys describe.
     ///
     /// # Errors
-    /// A configuration that does not fit the model, more ranks than devices.
+    /// If the configuration does not fit the model, or has more ranks than there are devices.
     pub fn evaluate(&mut self, config: &RunConfig) -> Result<Evaluated, Error> {
         machine::check_ranks(&self.cluster, config.ranks())?;
         let plan = self.described(config)?;
@@ -29,11 +29,11 @@ impl Planner {
         self.evaluated(config.clone(), &plan, &recording)
     }
 
-    /// The time of a plan's step as a multiple of what was predicted, if one device comes to a share of its speed, wherever in the pipeline
-    /// that costs most.
+    /// Returns the step time over the predicted one if one device runs at the fraction `speed` of its rate, at the pipeline rank
+    /// where that costs most.
     ///
     /// # Errors
-    /// A plan that does not fit its model.
+    /// If the plan does not fit its model.
     pub fn with_slow_device(&mut self, found: &Evaluated, speed: f64) -> Result<f64, Error> {
         let config = &found.config;
         let checked = self.described(config)?;
@@ -44,7 +44,7 @@ impl Planner {
         let step_ms = |pipeline_rank: usize| {
             let slow = Some(SlowDevice { pipeline_rank, speed });
             let shape = PlanShape { slow, ..self.shape(config.zero_stage(), layout, &traffic) };
-            // The stages are those of the schedule, as above.
+            // Stages and schedule come from the same valid plan.
             predict_step_ms(&self.cluster, &times, shape).unwrap_or(f64::INFINITY)
         };
         let longest = (0..layout.pipeline_ranks()).map(step_ms).fold(0.0, f64::max);
@@ -58,7 +58,7 @@ impl Planner {
         recording: &Recording,
     ) -> Result<Evaluated, Error> {
         let (plan, layout) = (plan.plan(), plan.layout());
-        // What cannot be has no memory either.
+        // A plan that is invalid has no memory either.
         let traffic = self.traffic_of(plan, layout, recording).unwrap_or_default();
         let step = self.step(plan, layout, &recording.work, &traffic);
         let memory = (0..layout.pipeline_ranks()).map(|rank| self.memory_of(plan, layout, recording, rank));
@@ -97,7 +97,8 @@ impl Planner {
         })
     }
 
-    /// Returns the time of a save: of a copy of the state that each pipeline rank holds, of other systems of the optimizer's state.
+    /// Returns the predicted time of a save, whose bytes are a copy of the state that a pipeline rank holds; for other systems, of
+    /// the optimizer state.
     fn saves_of(&self, plan: &Plan, layout: &StepLayout, recording: &Recording) -> Saves {
         let bytes_of = |rank: usize| {
             let stages = &layout.stages_on(rank)[..];
@@ -130,7 +131,7 @@ impl Planner {
         work: &ModelWork,
         traffic: &[RankTraffic],
     ) -> StepPrediction {
-        // The stages are those of the schedule: both come from one valid plan.
+        // Stages and schedule come from the same valid plan.
         predict_step(&self.cluster, work, self.shape(plan.effective_zero_stage(), layout, traffic))
             .expect("costs of every stage of the schedule")
     }
@@ -152,7 +153,7 @@ impl Planner {
     }
 }
 
-/// Returns the recomputed operations as a fraction of those of a forward and a backward, the whole square of scores counted.
+/// Returns the recomputed FLOPs as a fraction of those of forward and backward. Attention counts the full square of scores.
 fn computed_again(work: &ModelWork) -> f64 {
     let (mut once, mut again) = (0.0, 0.0);
     for unit in 0..work.units() {

@@ -1,4 +1,4 @@
-//! Reasons for the best plan: the time and memory of each single change to it, and the change to the machines or the batch
+//! Reasons for the best plan: the time and memory of each single change to it, and the change to the machines or the batch that
 //! would help most.
 
 use std::collections::HashSet;
@@ -16,13 +16,13 @@ use crate::{Evaluated, Planner};
 pub struct Neighbour {
     /// The choice that differs, in words.
     pub change: String,
-    /// The time of its step as a multiple of the best plan's; none if it cannot be carried out.
+    /// Step time over the best plan's; `None` if the plan is infeasible.
     pub step_ratio: Option<f64>,
     /// Reason why it is not the best: the shortage, or the part of the step that takes longer.
     pub reason: String,
 }
 
-/// The offloaded kinds of state with their fraction and place; `None` if everything is in device memory.
+/// Returns the offloaded kinds of state with their fraction and place; `None` if everything is in device memory.
 pub fn residence_in_words(residences: &Residences) -> Option<String> {
     let Residences { optimizer, gradients, parameters, activations, fraction } = *residences;
     let kinds = [("optimizer", optimizer), ("gradients", gradients), ("parameters", parameters)];
@@ -52,35 +52,35 @@ pub fn residence_in_words(residences: &Residences) -> Option<String> {
     (!words.is_empty()).then(|| format!("{} {}", words.join(" and "), place(residence)))
 }
 
-/// Recomputation and offload of a plan.
+/// Returns the recomputation and the offload of a plan in words.
 pub fn recompute_in_words(plan: &Plan) -> String {
     let offloaded = residence_in_words(&plan.residence).map_or(String::new(), |words| format!(", {words}"));
     format!("{}{offloaded}", plan.recompute)
 }
 
-/// A change to the machines or the batch.
+/// A change to the machines or the batch, with its benefit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Help {
     /// The change in words.
     pub change: &'static str,
-    /// Tokens a second with it over those without, by a plan that single changes lead to from the best: at least so much.
+    /// Tokens per second with the change over those without. A lower bound: the plan is the local optimum reached from the best one.
     pub speedup: f64,
 }
 
 /// A part of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepPart {
-    /// Its key in `step_parts_ms` of `plan --json`.
+    /// Key of the part in `step_parts_ms` of `plan --json`.
     pub key: &'static str,
-    /// Its name for readers.
+    /// Name of the part in pages and tables.
     pub name: &'static str,
-    /// Milliseconds of the step.
+    /// Milliseconds of the part.
     pub ms: f64,
-    /// True for a part that plans without offload do not have, so that zero is not shown.
+    /// True for a part that only plans with offload have, which is not shown if it is zero.
     is_of_offload: bool,
 }
 
-/// The parts that a step adds up to; those of offloaded state only if there are any.
+/// Returns the parts whose sum is the step; those of offload only if they are not zero.
 pub fn parts(step: &StepPrediction) -> impl Iterator<Item = StepPart> {
     all_parts(step).into_iter().filter(|part| part.ms > 0.0 || !part.is_of_offload)
 }
@@ -119,7 +119,7 @@ pub fn rejection_in_words(rejection: &Rejection) -> String {
     }
 }
 
-/// The axes that are used.
+/// Returns the mesh in words: the axes whose degree is above 1.
 pub fn mesh_in_words(degrees: &Degrees) -> String {
     let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = *degrees;
     let axes = [
@@ -136,7 +136,7 @@ pub fn mesh_in_words(degrees: &Degrees) -> String {
     if words.is_empty() { "one rank".to_owned() } else { words.join(" × ") }
 }
 
-/// Returns the schedule with the stages of each rank; `None` without a pipeline.
+/// Returns the schedule with the number of stages of each rank; `None` without a pipeline.
 pub fn schedule_in_words(plan: &Plan) -> Option<String> {
     match plan.schedule.kind() {
         _ if plan.mesh.pipeline == 1 => None,
@@ -146,15 +146,15 @@ pub fn schedule_in_words(plan: &Plan) -> Option<String> {
     }
 }
 
-/// A change to the machines or the batch.
+/// A change to the machines or the batch, applied to a planner.
 type Change = fn(&mut Planner);
 
 impl Planner {
-    /// Evaluates the plans that differ from the best in one choice, the nearest in time first.
+    /// Evaluates the plans that differ from the best in one choice, the fastest first.
     pub fn neighbours(&mut self, best: &Candidate, evaluated: &Evaluated) -> Vec<Neighbour> {
         let mut neighbours: Vec<Neighbour> = Vec::new();
         for (change, candidate) in changes(best) {
-            // Of a mesh that there is not, another reason than memory is told by the configuration's own checks.
+            // Meshes outside the search space are skipped: their rejection would not be about memory.
             if candidate == *best || !self.is_candidate(&candidate) {
                 continue;
             }
@@ -170,7 +170,7 @@ impl Planner {
                         reason: longest(&evaluated.step, &other.step),
                     }
                 }
-                // It needs nothing of this, and so is the same plan as without.
+                // The change has no effect here, so this is the same plan.
                 Err(Rejection::Invalid | Rejection::Worse) => continue,
                 Err(rejection) => {
                     Neighbour { change, step_ratio: None, reason: rejection_in_words(&rejection) }
@@ -183,8 +183,8 @@ impl Planner {
         neighbours
     }
 
-    /// Returns the changes to machines or batch that would help, best first. For each the best plan is changed one choice at a time, as long as
-    /// that makes it better.
+    /// Returns the changes to machines or batch that would help, best first. For each, the best plan is improved one choice at a
+    /// time until no change improves it.
     pub fn help(&mut self, best: &Candidate, evaluated: &Evaluated) -> Vec<Help> {
         let mut helps = Vec::new();
         let changes: [(&'static str, Change); 5] = [
@@ -216,7 +216,7 @@ impl Planner {
                 continue;
             };
             apply(&mut planner);
-            // Recordings depend on no machine and on no global batch.
+            // Recordings depend neither on the machine nor on the global batch.
             std::mem::swap(&mut planner.recordings, &mut self.recordings);
             planner.offloads.clone_from(&self.offloads);
             if let Some((_, plan)) = planner.climb(best)
@@ -232,8 +232,8 @@ impl Planner {
 }
 
 impl Planner {
-    /// The objective and the plan that single changes lead to from a candidate, each the best of those that are left: a local
-    /// optimum. `None` if the candidate and all its neighbours do not fit.
+    /// Climbs from a candidate by the best single changes to a local optimum, and returns its objective and plan. `None` if neither
+    /// the candidate nor a neighbour fits.
     fn climb(&mut self, from: &Candidate) -> Option<(f64, Plan)> {
         let mut at = *from;
         let mut best = self.value(&at, f64::INFINITY).ok();
@@ -255,12 +255,12 @@ impl Planner {
     }
 }
 
-/// Each choice made otherwise; what one axis gives up or takes the batch's axes take or give up.
+/// Returns each single change to a candidate. When an axis shrinks or grows, the data-parallel axes grow or shrink to keep the world size.
 fn changes(best: &Candidate) -> Vec<(String, Candidate)> {
     let mut changes = Vec::new();
     let Degrees { replicate, shard, tensor, pipeline, context, .. } = best.degrees;
     let with = |degrees: Degrees| Candidate { degrees, ..*best };
-    // Those that share out the state take what is left over, or the replicas where none do.
+    // The shard axis absorbs the difference; the replicate axis if nothing is sharded.
     let parts = |degrees: Degrees, parts: usize| {
         let shares = degrees.shard > 1;
         let (replicate, shard) = if shares { (replicate, parts / replicate) } else { (parts, 1) };
@@ -272,7 +272,7 @@ fn changes(best: &Candidate) -> Vec<(String, Candidate)> {
             let mut degrees = parts(best.degrees, all * of / to);
             set(&mut degrees, to);
             changes.push((format!("{name} {to} instead of {of}"), with(degrees)));
-            // A schedule of a pipeline, where there was none.
+            // A pipeline where there was none would need a schedule as well.
             if of == 1 && name == "pipeline" {
                 continue;
             }
@@ -322,7 +322,7 @@ fn changes(best: &Candidate) -> Vec<(String, Candidate)> {
     changes
 }
 
-/// The part of a step that takes longer than the best plan's by most.
+/// Returns the part of a step that exceeds the best plan's by most, in words.
 fn longest(best: &StepPrediction, other: &StepPrediction) -> String {
     let both = all_parts(best).into_iter().zip(all_parts(other));
     let most = both.max_by(|a, b| (a.1.ms - a.0.ms).total_cmp(&(b.1.ms - b.0.ms)));

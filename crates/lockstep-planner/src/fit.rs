@@ -1,7 +1,8 @@
-//! Whether the ranks of a machine fit its memory together, and if not, the smallest change to the run that would.
+//! Checks before allocation that the ranks of a machine fit its memory together; if not, finds the smallest change to the run with
+//! which they would.
 //!
-//! Asked before anything is allocated. Only what a step writes to in any case counts as needed: room that may never be
-//! used is given page by page, so that nothing is refused that would have run.
+//! Only memory that a step writes in any case counts as needed. Reserves that may stay unused get pages only on first write, so no
+//! run is refused that would have worked.
 
 use std::fmt;
 use std::ops::Range;
@@ -15,36 +16,36 @@ use lockstep_tensor::host::takable_memory_bytes;
 
 use crate::{Error, Forecast};
 
-/// What a machine lacks for its ranks, and what would fit it.
+/// A run that does not fit the memory of a machine, with a remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Misfit {
-    /// What its ranks need together.
+    /// Memory that all ranks of the machine need.
     pub needed: MemoryBytes,
-    /// What is there.
+    /// Memory that is available, in bytes.
     pub available_bytes: u64,
-    /// The ranks of this machine.
+    /// Ranks on this machine.
     pub ranks: Range<usize>,
-    /// Of these the one that needs most, and how much that is.
+    /// The rank that needs most, and its bytes.
     pub largest: (usize, usize),
-    /// The smallest change that fits, if one does.
+    /// The smallest change with which the run fits, if there is one.
     pub remedy: Option<Change>,
-    /// The most that changes can spare, where none is enough.
+    /// The change that leaves the least shortage, if none is enough.
     pub least: Option<Change>,
 }
 
-/// Settings that change a run's memory, and what its ranks then need.
+/// Settings that reduce a run's memory, and the memory that it then needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
-    /// As `--set` takes them.
+    /// The settings, as `--set` takes them.
     pub settings: Vec<String>,
-    /// What all ranks of the machine need with them.
+    /// Bytes that all ranks of the machine need with the settings.
     pub needed_bytes: usize,
 }
 
 impl fmt::Display for Change {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for setting in &self.settings {
-            // A table has spaces and quotation marks, which shells would take for their own.
+            // A TOML table has spaces and quotation marks, which a shell would interpret.
             let quotation = if setting.contains(' ') { "'" } else { "" };
             write!(f, "--set {quotation}{setting}{quotation} ")?;
         }
@@ -83,10 +84,10 @@ impl fmt::Display for Misfit {
     }
 }
 
-/// Refuses a run whose ranks `ranks`, which are on this machine, need more memory than it has left.
+/// Refuses a run whose ranks `ranks` on this machine need more memory than is available.
 ///
 /// # Errors
-/// [`Error::DoesNotFit`]; a configuration that does not fit its model.
+/// [`Error::DoesNotFit`] if they do; another error if the configuration does not fit its model.
 pub fn require(config: &RunConfig, model: &ResolvedModel, ranks: Range<usize>) -> Result<(), Error> {
     match takable_memory_bytes() {
         Some(available_bytes) => require_within(config, model, ranks, available_bytes),
@@ -94,7 +95,7 @@ pub fn require(config: &RunConfig, model: &ResolvedModel, ranks: Range<usize>) -
     }
 }
 
-/// [`require`] on a machine that has so many bytes left.
+/// As [`require`], with a given amount of available memory.
 ///
 /// # Errors
 /// As [`require`].
@@ -109,7 +110,7 @@ pub fn require_within(
     require_forecast(&forecast, ranks, available_bytes, |fits| changed(config, &STEPS, &foretell, fits))
 }
 
-/// [`require`] of ranks that were foretold by themselves; `search` looks for what would fit.
+/// As [`require`], with the memory of the ranks already predicted; `search` looks for a remedy.
 fn require_forecast(
     forecast: &Forecast,
     ranks: Range<usize>,
@@ -124,7 +125,7 @@ fn require_forecast(
     let of_rank = |rank: usize| (rank, forecast.of_rank(rank).touched().total());
     let largest = ranks.clone().map(of_rank).rev().max_by_key(|(_, bytes)| *bytes).unwrap_or_default();
     let fits = |other: &Forecast| {
-        // Where a plan needs other ranks than there are, the machines would be others too.
+        // The ranks of this machine stay the same, although a changed plan may need more machines.
         let bytes = self::needed(other, ranks.clone()).total();
         (bytes, bytes as u64 <= available_bytes)
     };
@@ -132,11 +133,11 @@ fn require_forecast(
     Err(Error::DoesNotFit(Box::new(Misfit { needed, available_bytes, ranks, largest, remedy, least })))
 }
 
-/// [`require`] of steps that are no run's but a benchmark's, of which `foretell` says what they need as a configuration lays them
-/// out. Batch and precision are the benchmark's own, so that no other ones are proposed.
+/// As [`require`], for the steps of a benchmark; `foretell` predicts their memory under a configuration. Batch and precision are
+/// the benchmark's own, so no remedy changes them.
 ///
 /// # Errors
-/// [`Error::DoesNotFit`]; what `foretell` has to tell of `config` itself.
+/// [`Error::DoesNotFit`] if the steps do not fit; the error of `foretell` for `config` itself.
 pub fn require_for_benchmark(
     config: &RunConfig,
     foretell: &dyn Fn(&RunConfig) -> Result<Forecast, Error>,
@@ -147,7 +148,7 @@ pub fn require_for_benchmark(
     }
 }
 
-/// [`require_for_benchmark`] on a machine that has so many bytes left.
+/// As [`require_for_benchmark`], with a given amount of available memory.
 ///
 /// # Errors
 /// As [`require_for_benchmark`].
@@ -163,27 +164,27 @@ fn require_for_benchmark_within(
     })
 }
 
-/// Bytes that this machine has left for a run, swap included; none where the system does not say.
+/// Returns the bytes of memory that are available to a run, swap included; `None` if the system does not report them.
 pub fn available_bytes() -> Option<u64> {
     takable_memory_bytes()
 }
 
-/// Bytes that some ranks need together.
+/// Returns the memory that some ranks need together.
 pub fn needed(forecast: &Forecast, ranks: Range<usize>) -> MemoryBytes {
     ranks.map(|rank| forecast.of_rank(rank).touched()).sum()
 }
 
-/// What a search for changes has come to.
+/// The result of a search for a remedy.
 #[derive(Debug, Default)]
 struct Found {
     remedy: Option<Change>,
     least: Option<Change>,
 }
 
-/// A change of one setting or a few that belong together; false if it does not apply.
+/// A change of one setting or of a few that belong together; returns false if it does not apply.
 type Step = fn(&mut RunConfig, &mut Vec<String>) -> bool;
 
-/// Changes that cost little come first. All of these but the last two compute the same numbers, but for rounding.
+/// The changes, cheapest first. All but the last two leave the results the same up to rounding.
 const STEPS: [Step; 15] = [
     |config, settings| zero(config, settings, 1),
     |config, settings| recompute(config, settings, Recompute::Selective),
@@ -202,7 +203,7 @@ const STEPS: [Step; 15] = [
     narrow_weights,
 ];
 
-/// Those of them that a benchmark's settings have a say in.
+/// The changes that apply to benchmarks, whose batch and precision are fixed.
 const STEPS_OF_BENCHMARKS: [Step; 10] = [
     |config, settings| zero(config, settings, 1),
     |config, settings| recompute(config, settings, Recompute::Selective),
@@ -216,7 +217,7 @@ const STEPS_OF_BENCHMARKS: [Step; 10] = [
     narrow_state,
 ];
 
-/// The first of the changes that fits, alone or, if none does, together with those before it.
+/// Returns the first change that fits, alone or, if none does alone, together with all before it.
 fn changed(
     config: &RunConfig,
     changes: &[Step],
@@ -232,7 +233,7 @@ fn changed(
         if !applies {
             return None;
         }
-        // A plan that does not fit its model is none.
+        // A changed plan that does not fit its model is no remedy.
         let needed = |run: &RunConfig| Some(fits(&foretell(run).ok()?));
         let (mut needed_bytes, is_enough) = needed(&changed)?;
         if is_enough && is_state_moved(config, &changed) {
@@ -266,13 +267,13 @@ fn changed(
     Found { remedy: None, least }
 }
 
-/// Whether a change has put state on disk.
+/// Returns true if a change has offloaded optimizer state to disk.
 fn is_state_moved(from: &RunConfig, to: &RunConfig) -> bool {
     from.plan.residence.optimizer != Residence::Disk && to.plan.residence.optimizer == Residence::Disk
 }
 
-/// The least share of the state, in sixteenths, that has to be on disk, and the bytes that are needed then, where all is not: `within`
-/// says these of a share that fits, and what fits with one fits with more.
+/// Returns the smallest fraction of the state, in sixteenths, that has to be on disk, and the bytes needed then; `None` if it is
+/// all. `within` returns the bytes of a fraction that fits; a larger fraction fits as well.
 fn least_share(within: impl Fn(f64) -> Option<usize>) -> Option<(f64, usize)> {
     const PARTS: u32 = 16;
     let share = |parts: u32| f64::from(parts) / f64::from(PARTS);
@@ -287,7 +288,7 @@ fn least_share(within: impl Fn(f64) -> Option<usize>) -> Option<(f64, usize)> {
     Some((share(enough.0), enough.1?))
 }
 
-/// A key that is set twice has its last value.
+/// Keeps the last value of each key.
 fn last_of_each(settings: Vec<String>) -> Vec<String> {
     let key = |setting: &String| setting.split('=').next().map(str::to_owned);
     let is_last = |(index, setting): &(usize, &String)| {
@@ -296,7 +297,7 @@ fn last_of_each(settings: Vec<String>) -> Vec<String> {
     settings.iter().enumerate().filter(is_last).map(|(_, setting)| setting.clone()).collect()
 }
 
-/// Has every layer forget at least so much.
+/// Raises every layer to at least the recompute mode `least`.
 fn recompute(config: &mut RunConfig, settings: &mut Vec<String>, least: Recompute) -> bool {
     let more = config.plan.recompute.at_least(least);
     if let Some(rules) = more {
@@ -306,7 +307,7 @@ fn recompute(config: &mut RunConfig, settings: &mut Vec<String>, least: Recomput
     more.is_some()
 }
 
-/// Shares out the state over all ranks that read other parts of the batch, from a stage on.
+/// Shards the model state over all data-parallel ranks, at least by ZeRO stage `stage`.
 fn zero(config: &mut RunConfig, settings: &mut Vec<String>, stage: u8) -> bool {
     let plan = &mut config.plan;
     let ranks = plan.mesh.replicate * plan.mesh.shard;
@@ -342,7 +343,7 @@ fn halve_micro_batch(config: &mut RunConfig, settings: &mut Vec<String>, times: 
     is_less
 }
 
-/// Keeps no state to go back to.
+/// Keeps no copy of the state for rollbacks.
 fn no_copies(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     let keeps = config.rollback_after() > 0;
     if keeps {
@@ -352,7 +353,7 @@ fn no_copies(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     keeps
 }
 
-/// Puts the optimizer's state on disk.
+/// Offloads the optimizer state to disk.
 fn offload_state(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     let is_in_memory = config.plan.residence.optimizer != Residence::Disk;
     if !is_in_memory || config.optimizer.kind == OptimizerKind::Muon || config.rollback_after() > 0 {
@@ -363,12 +364,12 @@ fn offload_state(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     true
 }
 
-/// Whether it is there, or could be put there.
+/// Returns true if the optimizer state is on disk or could be offloaded there.
 fn has_state_on_disk(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     config.plan.residence.optimizer == Residence::Disk || offload_state(config, settings)
 }
 
-/// And gradients, which need it there.
+/// Offloads gradients to disk, which requires the optimizer state there.
 fn offload_gradients(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     let plan = &config.plan;
     let replicas = plan.mesh.replicate;
@@ -385,7 +386,7 @@ fn offload_gradients(config: &mut RunConfig, settings: &mut Vec<String>) -> bool
     true
 }
 
-/// And the weights that kernels read, which need the optimizer's state there and all to be shared out alike.
+/// Offloads the weights that kernels read to disk, which requires the optimizer state there and the same sharding of both.
 fn offload_parameters(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     let plan = &config.plan;
     let has_owners = plan.mesh.shard * plan.mesh.context > 1;
@@ -401,7 +402,7 @@ fn offload_parameters(config: &mut RunConfig, settings: &mut Vec<String>) -> boo
     true
 }
 
-/// Puts what blocks keep for their backward on disk.
+/// Offloads the saved activations of blocks to disk.
 fn offload_activations(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     let is_in_memory = config.plan.residence.activations != Residence::Disk;
     if is_in_memory {
@@ -420,7 +421,7 @@ fn narrow_state(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     is_wide
 }
 
-/// bf16, and no master weights.
+/// Switches to bf16 without master weights.
 fn narrow_weights(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     let has_more = config.train.precision != Precision::BF16 || config.train.master_weights;
     if has_more {
@@ -465,7 +466,7 @@ mod tests {
         require_within(&run, &model, 0..2, needed as u64).unwrap();
         let misfit = refusal(&run, needed - 1);
         assert_eq!((misfit.needed.total(), misfit.available_bytes), (needed, needed as u64 - 1));
-        // One of both ranks needs half of it.
+        // One of two ranks needs half of it.
         require_within(&run, &model, 1..2, needed as u64 / 2 + 1).unwrap();
     }
 
@@ -474,7 +475,7 @@ mod tests {
         let run = config(&["train.micro_batch=4", "parallel.data_parallel_replicate=2"]);
         let of = |settings: &[&str]| total(&config(&[&["train.micro_batch=4"][..], settings].concat()));
         let shards = ["parallel.data_parallel_shard=2", "parallel.zero_stage=1"];
-        // The first that is enough, and not the one that spares most.
+        // The first change that is enough, not the one that saves most.
         let by_stage_1 = refusal(&run, of(&shards)).remedy.unwrap();
         assert_eq!(by_stage_1.needed_bytes, of(&shards));
         let expected = ["parallel.data_parallel_replicate=1", shards[0], shards[1]];
@@ -499,7 +500,7 @@ mod tests {
 
     #[test]
     fn activations_that_dominate_go_to_the_disk() {
-        // One sequence cannot be halved.
+        // A micro-batch of one sequence cannot be halved.
         let run = config(&[
             "train.micro_batch=1",
             "model.n_layer=48",
@@ -557,7 +558,7 @@ mod tests {
 
     #[test]
     fn no_more_of_the_state_goes_to_the_disk_than_has_to() {
-        // Of a small model the windows are larger than what they spare.
+        // For a small model the windows take more memory than offload saves.
         let model = ["model.n_embd=512", "model.n_head=8", "model.n_layer=12"];
         let smallest = [&model[..], &["train.micro_batch=1", "parallel.recompute=full"]].concat();
         let run = config(&smallest);
@@ -567,7 +568,7 @@ mod tests {
         };
         for share in [0.25, 0.5, 1.0] {
             let Change { settings, needed_bytes } = refusal(&run, on_disk(share)).remedy.unwrap();
-            // Whole units go there, so that less may do as well.
+            // Whole units are offloaded, so a smaller fraction may do as well.
             let found =
                 settings.iter().find_map(|setting| setting.strip_prefix("parallel.offload.fraction="));
             let found = found.map_or(1.0, |share| share.parse().unwrap());

@@ -1,5 +1,5 @@
-//! What every rank of a run will hold in memory, before any of them starts: the model is recorded once for each place that
-//! differs, and the rest is arithmetic ([`lockstep_plan::predicted`]).
+//! Predicted memory of every rank of a run, before any of them starts. The model is recorded once for each distinct place of a rank
+//! on the mesh, and the rest is arithmetic ([`lockstep_plan::predicted`]).
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -17,26 +17,26 @@ use lockstep_plan::{
 
 use crate::Error;
 
-/// What the ranks of a run hold.
+/// Predicted memory of the ranks of a run.
 #[derive(Debug, Clone)]
 pub struct Forecast {
-    /// One of each that differ.
+    /// The distinct predictions.
     distinct: Vec<MemoryPrediction>,
-    /// Which of these each rank's is.
+    /// Index into `distinct` for each rank.
     of_rank: Vec<usize>,
     mesh: Mesh,
 }
 
 impl Forecast {
-    /// That of a run of `config`.
+    /// Predicts the memory of a run of `config`.
     ///
     /// # Errors
-    /// A configuration that does not fit its model.
+    /// If the configuration does not fit its model.
     pub fn of(config: &RunConfig, model: &ResolvedModel) -> Result<Self, Error> {
         Self::of_training(config, &model.config, &model.tuning, &Training::of(config))
     }
 
-    /// That of a run on accelerators: copies of the state, and what is offloaded to host memory, are not in theirs.
+    /// Predicts the device memory of a run on accelerators. Copies of the state and state offloaded to host memory are not in it.
     ///
     /// # Errors
     /// If the configuration does not fit its model.
@@ -46,10 +46,10 @@ impl Forecast {
         Self::of_training(config, &model.config, &model.tuning, &training)
     }
 
-    /// That of whatever trains `model` laid out as `config` says.
+    /// Predicts the memory of `training` of `model` with the parallelism of `config`.
     ///
     /// # Errors
-    /// A configuration that does not fit the model.
+    /// If the configuration does not fit the model.
     pub fn of_training(
         config: &RunConfig,
         model: &ModelConfig,
@@ -85,22 +85,22 @@ impl Forecast {
         Ok(Self { distinct, of_rank, mesh })
     }
 
-    /// How many ranks there are.
+    /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
         self.of_rank.len()
     }
 
-    /// How they are laid out.
+    /// Returns the mesh of the ranks.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
 
-    /// What a rank holds.
+    /// Returns the predicted memory of a rank.
     pub fn of_rank(&self, rank: usize) -> &MemoryPrediction {
         &self.distinct[self.of_rank[rank]]
     }
 
-    /// What ranks hold that differ, each with the first rank that has it and how many have, in the order of the ranks.
+    /// Returns the distinct predictions as (first rank, number of ranks, prediction), in the order of the ranks.
     pub fn distinct(&self) -> impl Iterator<Item = (usize, usize, &MemoryPrediction)> {
         self.distinct.iter().enumerate().map(|(index, prediction)| {
             let mut ranks = self.of_rank.iter().enumerate().filter(|(_, of_rank)| **of_rank == index);
@@ -109,7 +109,7 @@ impl Forecast {
         })
     }
 
-    /// What each rank books, as a plan file says it.
+    /// Returns the booked bytes of each rank in the form of a plan file.
     pub fn of_plan(&self) -> PlanPrediction {
         let memory = self.distinct.iter().enumerate().map(|(index, prediction)| {
             let ranks = (0..self.ranks()).filter(|rank| self.of_rank[*rank] == index);
@@ -146,13 +146,13 @@ impl Forecast {
         ))
     }
 
-    /// The most that any rank holds of each category.
+    /// Returns the most that any rank holds, by category.
     pub fn greatest(&self) -> MemoryBytes {
         self.distinct.iter().fold(MemoryBytes::default(), |most, one| most.maximum(&one.by_category()))
     }
 }
 
-/// Copies of the state that a rank makes.
+/// Numbers of copies of the state that a rank makes, for rollbacks and for saves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Copies {
     /// Copies to go back to.
@@ -161,25 +161,25 @@ pub struct Copies {
     pub saved: usize,
 }
 
-/// What is trained, beside the model and its layout.
+/// The inputs of a memory prediction other than the model and its parallelism.
 #[derive(Debug, Clone)]
 pub struct Training {
     options: EngineOptions,
-    /// The plan's residences, as the device has them.
+    /// The plan's residences on this device.
     residences: Residences,
-    /// Whether a state to go back to is kept.
+    /// True if a copy of the state is kept for rollbacks.
     goes_back: bool,
-    /// Whether the state is copied to be saved beside the steps.
+    /// True if the state is copied so that saves overlap with steps.
     saves_beside: bool,
 }
 
 impl Training {
-    /// That of a run.
+    /// Returns the inputs of a run.
     pub fn of(config: &RunConfig) -> Self {
         Self::under(config, &config.plan)
     }
 
-    /// Training of a run under another plan.
+    /// Returns the inputs of a run under another plan.
     pub(crate) fn under(config: &RunConfig, plan: &Plan) -> Self {
         let every = config.checkpoint.every;
         let saves_midway = every > 0 && every < config.train.steps;
@@ -191,7 +191,7 @@ impl Training {
         }
     }
 
-    /// Steps of `plan` that nothing is left of.
+    /// Returns the inputs of steps of `plan` that keep no copies of the state.
     pub fn bare(options: EngineOptions, plan: &Plan) -> Self {
         let residences = plan.residence.on_cpu();
         Self { options, residences, goes_back: false, saves_beside: false }
@@ -204,7 +204,7 @@ impl Training {
     }
 }
 
-/// A model, recorded for the places of some ranks.
+/// A model, recorded for one place on the mesh.
 struct Recorded {
     profile: ModelProfile,
     state: StatePlan,
@@ -250,7 +250,7 @@ mod tests {
         RunConfig::parse("", "RUN.toml", &settings).unwrap_or_else(|problems| panic!("{problems}"))
     }
 
-    /// Bytes of each parameter that are booked of weights, gradients, and with the optimizer.
+    /// Returns the booked bytes per parameter of weights, gradients and optimizer state.
     fn bytes_of_a_parameter(settings: &[&str]) -> [f64; 3] {
         let config = config(settings);
         let model = resolve_model(&config).unwrap();
@@ -289,7 +289,7 @@ mod tests {
                 for (kind, together) in [("lion", one), ("sgd", none)] {
                     let kind = format!("optimizer.kind={kind}");
                     let mut settings = settings.clone();
-                    // Where nothing is kept there is nothing whose precision could be chosen.
+                    // A run without optimizer state has no state precision to choose.
                     if kind.ends_with("sgd") {
                         settings.push("optimizer.momentum=0.0");
                     }
@@ -313,7 +313,7 @@ mod tests {
         let model = resolve_model(&config).unwrap();
         let forecast = Forecast::of(&config, &model).unwrap();
         assert_eq!(forecast.ranks(), 8);
-        // Only the first copy of the model is saved.
+        // Only the first replica is saved.
         let groups: Vec<(usize, usize)> = forecast.distinct().map(|(rank, ranks, _)| (rank, ranks)).collect();
         assert_eq!(groups, [(0, 2), (2, 6)]);
     }

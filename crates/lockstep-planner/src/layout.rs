@@ -1,4 +1,4 @@
-//! The layout of a plan's step: of a configuration as its keys say, of a candidate with stages that take as long as each other.
+//! The layout of a plan's step: for a configuration as its keys say, for a candidate with balanced stages.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,19 +13,20 @@ use crate::trial::shortened;
 use crate::{Error, Planner};
 
 impl Planner {
-    /// The plan that a configuration's keys describe.
+    /// Returns the checked plan that a configuration's keys describe.
     pub(crate) fn described(&self, config: &RunConfig) -> Result<CheckedPlan, Error> {
         Ok(plan::checked_plan(config, &self.model.config, &self.model.tuning)?)
     }
 
-    /// The run with another plan.
+    /// Returns the run with `plan` in place of its own.
     pub fn run_under(&self, plan: Plan) -> RunConfig {
         let mut config = self.config.clone();
         config.plan = plan;
         config
     }
 
-    /// The layout of a candidate whose stages take as long as each other; of a long schedule as many micro-batches as show how it goes on.
+    /// Returns the layout of a candidate with balanced stages, where the first `count` blocks recompute. A long schedule is
+    /// shortened to the micro-batches that show its steady state. `None` if there is no such mesh, schedule or split.
     pub(crate) fn laid_out(
         &mut self,
         candidate: &Candidate,
@@ -46,8 +47,8 @@ impl Planner {
         Some(StepLayout { mesh, schedule: Some(schedule), stages, micro_batches })
     }
 
-    /// The stages of a pipeline that take as long as each other, each on the slowest of its nodes, where so many blocks forget what the
-    /// candidate says.
+    /// Splits the units into balanced stages, each timed on the slowest node that runs it, where the first `count` blocks recompute
+    /// by the candidate's mode.
     fn stages(
         &mut self,
         candidate: &Candidate,
@@ -58,7 +59,7 @@ impl Planner {
     ) -> Option<Vec<Range<usize>>> {
         let stages = schedule.stages();
         let forgotten = if count == 0 { Recompute::None } else { candidate.recompute };
-        // Where all nodes are alike it does not matter which rank has which stage.
+        // If all nodes are alike, the order of ranks in a V makes no difference.
         let is_v = self.cluster.nodes.len() > 1 && candidate.schedule.0.is_v_shaped();
         let key = (self.pass_key(candidate), forgotten, count, stages, is_v);
         if let Some(known) = self.cuts.get(&key) {

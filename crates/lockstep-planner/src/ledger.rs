@@ -1,4 +1,4 @@
-//! The exact figures of a plan's ranks: what each books in its ledger, and what it moves of offloaded state.
+//! The exact figures of a plan's ranks: the bytes that each books in its ledger, and the traffic of its offloaded state.
 
 use std::rc::Rc;
 
@@ -17,6 +17,9 @@ use crate::search::Rejection;
 
 impl Planner {
     /// Returns the bytes that a pipeline rank books.
+    ///
+    /// # Errors
+    /// [`Rejection::Invalid`] if the limit on live parameters leaves no room for a unit's weights.
     pub(crate) fn memory_of(
         &self,
         plan: &Plan,
@@ -38,11 +41,11 @@ impl Planner {
         let shard_ranks = |summing| layout.mesh.shard_ranks(summing);
         let prediction = predicted(&recording.profile, &layout.passes_of(rank), shard_ranks, &state);
         let prediction = prediction.map_err(|_| Rejection::Invalid)?;
-        // A device gives what is booked; a host's system gives pages when they are first written.
+        // A device allocates what is booked; a host's system allocates pages when they are first written.
         Ok(if self.is_host() { prediction.touched() } else { prediction.by_category() })
     }
 
-    /// Residences of a plan's state on these machines: for ranks on CPUs host memory is their own.
+    /// Returns the residences of a plan's state on these machines; for ranks on CPUs, host memory is their own memory.
     pub(crate) fn residences_of(&self, plan: &Plan) -> Residences {
         let residences = plan.residence;
         if self.is_host() { residences.on_cpu() } else { residences }
@@ -53,12 +56,15 @@ impl Planner {
         self.cluster.software == Software::Lockstep && self.residences_of(plan).offload_anything()
     }
 
-    /// The recording of a plan whose blocks recompute by its rules.
+    /// Returns the recording of the model where each block recomputes by the plan's rules.
     pub(crate) fn recording_of(&mut self, plan: &Plan, mesh: &Mesh) -> Rc<Recording> {
         self.recordings.by_layer(plan, mesh)
     }
 
-    /// Traffic of offloaded state of each pipeline rank in a step; empty if nothing is offloaded.
+    /// Returns the traffic of offloaded state of each pipeline rank in a step; empty if nothing is offloaded.
+    ///
+    /// # Errors
+    /// [`Rejection::Invalid`] if the limit on live parameters leaves no room for a unit's weights.
     pub(crate) fn traffic_of(
         &self,
         plan: &Plan,
@@ -88,7 +94,7 @@ impl Planner {
         traffic.map_err(|_| Rejection::Invalid)
     }
 
-    /// Returns the state layout inputs of a pipeline rank.
+    /// Returns the inputs of the state layout of a pipeline rank.
     pub(crate) fn state_plan(
         &self,
         plan: &Plan,
@@ -104,7 +110,7 @@ impl Planner {
             rank * of_a_stage,
             plan.effective_zero_stage(),
         );
-        // Copies of an accelerator's state are in host memory.
+        // Copies of an accelerator's state are in host memory, which is not counted here.
         let is_here = usize::from(self.is_host());
         (state.kept_copies, state.saved_copies) = (is_here * copies.kept, is_here * copies.saved);
         state

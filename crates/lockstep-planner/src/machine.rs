@@ -1,6 +1,6 @@
-//! Machines by name: a preset, a file, or this machine, as `lockstep bench machine` has measured it or by guesses.
+//! Machines by name: a preset, a file, or this machine with the rates that `lockstep bench machine` measured or default ones.
 //!
-//! What was measured of this machine is kept in the user's cache directory, where whoever plans for it looks first.
+//! Measurements of this machine are kept in the user's cache directory, where the planner looks first.
 
 use std::path::{Path, PathBuf};
 
@@ -14,26 +14,26 @@ use crate::advice::with_nodes;
 use crate::cluster::{Cluster, NodeKind};
 use crate::fit::available_bytes;
 
-/// The file with what was measured of this machine, if it is not the usual one.
+/// Environment variable with the path of this machine's measurements, if it is not the default one.
 pub const MACHINE_VARIABLE: &str = "LOCKSTEP_MACHINE";
 
-/// Bytes of a machine of which the system does not say how much memory it has left.
+/// Assumed memory, in bytes, of a machine whose system does not report how much is available.
 const UNKNOWN_MEMORY_BYTES: u64 = 8 << 30;
 
-/// The preset of a name, or what a file says.
+/// Returns the cluster that `name` stands for: a preset, or the content of a TOML file.
 ///
 /// # Errors
-/// [`Error::Cluster`] with everything that is wrong with it.
+/// If the file cannot be read or parsed, or the preset does not exist; [`Error::Cluster`] lists everything that is wrong.
 pub fn cluster(name: &str) -> Result<Cluster, Error> {
     let path = Path::new(name);
     let is_file = path.is_file() || path.extension().is_some_and(|extension| extension == "toml");
     if is_file { read(path) } else { Ok(Cluster::preset(name)?) }
 }
 
-/// Refuses more ranks than a cluster has devices. The CPU cores of one machine are no limit: its ranks may share them.
+/// Rejects more ranks than a cluster has devices. The CPU cores of a single machine are no limit: its ranks may share them.
 ///
 /// # Errors
-/// If there are more ranks than devices, with a cluster of the same kind that has enough.
+/// If there are more ranks than devices; the error names a cluster of the same kind that has enough.
 pub fn check_ranks(cluster: &Cluster, ranks: usize) -> Result<(), Error> {
     let devices = cluster.devices();
     let may_share = cluster.node_count() == 1 && cluster.nodes.iter().all(|node| node.device.is_host);
@@ -48,9 +48,9 @@ pub fn check_ranks(cluster: &Cluster, ranks: usize) -> Result<(), Error> {
     Err(Error::TooManyRanks { ranks, devices, name, larger })
 }
 
-/// The preset of a cluster with as many nodes as `ranks` need; `None` for a cluster that is no preset.
+/// Returns the preset of the same kind with as many nodes as `ranks` need; `None` if the cluster is no preset.
 fn larger_preset(cluster: &Cluster, ranks: usize) -> Option<Cluster> {
-    // The name of a part of a node ends with that of the node.
+    // The name of a partial node ends with the name of the whole node.
     let base = with_nodes(cluster.name.rsplit(' ').next()?, 1);
     let one = Cluster::preset(&base).ok()?;
     let is_same_device = |node: &NodeKind| node.device.name == one.nodes[0].device.name;
@@ -73,17 +73,17 @@ pub fn measured_file() -> PathBuf {
     named.map_or_else(|| user_cache_dir().join("machine.toml"), PathBuf::from)
 }
 
-/// This machine.
+/// This machine as a cluster.
 #[derive(Debug, Clone)]
 pub struct LocalMachine {
-    /// As a cluster of one node.
+    /// The machine as a cluster of one node.
     pub cluster: Cluster,
-    /// Reason why it is known by guesses alone; `None` if it was measured.
+    /// Reason why default rates are used instead of measured ones; `None` if the machine was measured.
     pub doubt: Option<String>,
 }
 
 impl LocalMachine {
-    /// This machine for at least so many ranks, each on its share of the cores, or on `threads` of them if that is not 0.
+    /// Returns this machine for at least `ranks` ranks, each on an equal share of the cores, or on `threads` of them if that is not 0.
     pub fn for_ranks(ranks: usize, threads: usize) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let path = measured_file();
@@ -109,7 +109,7 @@ impl LocalMachine {
         Self { cluster, doubt }
     }
 
-    /// The same with the room that is left where a run would put what does not fit into memory; none where that lies in memory itself.
+    /// Sets the disk capacity to the free space of the run's offload directory; to 0 if that directory is in memory itself.
     #[must_use]
     pub fn with_disk_of(mut self, config: &RunConfig) -> Self {
         let directory = ScratchFile::existing_directory(&offload_directory(config));
@@ -123,25 +123,25 @@ impl LocalMachine {
     }
 }
 
-/// Makes a machine one for at least so many ranks, each on its share of the cores, or on `threads` of them if that is not 0.
+/// Divides the cores of a machine among at least `ranks` ranks: evenly, or `threads` for each if that is not 0.
 fn share_out(cluster: &mut Cluster, ranks: usize, threads: usize) {
     let node = &mut cluster.nodes[0];
     let used = if threads == 0 { node.devices } else { (ranks.max(1) * threads).min(node.devices) };
     *node = node.with_cores(used, ranks);
-    // One that was measured with one rank has no link.
+    // A machine that was measured with one rank has no link.
     if node.devices > 1 && cluster.links.is_empty() {
         cluster.links = Cluster::local(2, 0).links;
     }
 }
 
-/// Returns the name that a machine file gives the machine that it was measured on.
+/// Returns the name by which a machine file identifies this machine: processor and number of cores.
 pub fn name_of_this(cores: usize) -> String {
     format!("{} x {cores}", processor_name())
 }
 
-/// The machine that the ranks of `config` run on, if all of them are on this one and it was measured.
+/// Returns the machine that the ranks of `config` run on; `None` if ranks run elsewhere too, or it was not measured.
 ///
-/// A rank may use its share of the cores and sees no others, so that the file is taken as it is.
+/// A rank may be pinned to its share of the cores and see no others, so the file is not compared with this machine.
 pub(crate) fn of_run(config: &RunConfig) -> Option<Cluster> {
     let place = lockstep_comm::place().ok().flatten();
     if place.is_some_and(|place| place.world_size.is_some_and(|ranks| place.local_size != Some(ranks))) {
@@ -151,8 +151,8 @@ pub(crate) fn of_run(config: &RunConfig) -> Option<Cluster> {
     Some(for_run(&cluster, config))
 }
 
-/// The peak of what this rank computes with in products of `dtype`, in operations a second; none where `lockstep bench machine` has not
-/// measured this machine.
+/// Returns the measured peak of this rank's cores in matrix products of `dtype`, in FLOP/s; `None` if `lockstep bench machine` has
+/// not measured this machine.
 pub fn peak_of_rank(config: &RunConfig, dtype: DType) -> Option<f64> {
     let mut cluster = read(&measured_file()).ok()?;
     let is_of_this = cluster.name.rsplit_once(" x ").is_some_and(|(name, _)| name == processor_name());
@@ -167,7 +167,7 @@ pub fn peak_of_rank(config: &RunConfig, dtype: DType) -> Option<f64> {
     cluster.nodes[0].device_of(ranks).peak_flops(dtype)
 }
 
-/// A machine as the ranks of `config` share it out.
+/// Returns `cluster` with the cores of a host divided among the ranks of `config`.
 pub(crate) fn for_run(cluster: &Cluster, config: &RunConfig) -> Cluster {
     let mut cluster = cluster.clone();
     if cluster.nodes.iter().any(|node| node.device.is_host) {
@@ -176,7 +176,7 @@ pub(crate) fn for_run(cluster: &Cluster, config: &RunConfig) -> Cluster {
     cluster
 }
 
-/// Ranks of this machine; as many as have a share of the cores like this one's where the launcher does not say.
+/// Returns the number of ranks on this machine; if the launcher does not tell, estimated from this rank's share of the cores.
 pub fn local_ranks() -> usize {
     let Some(place) = lockstep_comm::place().ok().flatten() else { return 1 };
     let own_cores = std::thread::available_parallelism().map_or(1, usize::from);

@@ -1,5 +1,5 @@
-//! Memory of a rank under other systems than Lockstep, by the formulas of their papers: state by the bytes of an element
-//! (Rajbhandari et al. 2019, section 3.1), activations by what is kept for gradients (Korthikanti et al. 2022, section 4).
+//! Memory of a rank under systems other than Lockstep, by the formulas of their papers: model state by the bytes of an element
+//! (Rajbhandari et al. 2019, section 3.1), activations by what is saved for the backward (Korthikanti et al. 2022, section 4).
 
 use lockstep_plan::work::UnitElements;
 use lockstep_plan::{
@@ -11,21 +11,21 @@ use crate::Planner;
 use crate::cluster::Software;
 use crate::recordings::Recording;
 
-/// A rank of a sharded model.
+/// The inputs of a rank's model state.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Holding<'a> {
-    /// Bytes of an element's state.
+    /// Bytes of state per element.
     pub(crate) state: StateBytes,
     /// Mesh of all ranks.
     pub(crate) mesh: &'a Mesh,
     /// ZeRO stage of the shard axis.
     pub(crate) zero_stage: ZeroStage,
-    /// The rank's stages.
+    /// Stages of the rank.
     pub(crate) stages: &'a [StageMemory],
 }
 
 impl Planner {
-    /// Bytes of an element's state: of Lockstep what the run's optimizer keeps of every parameter, of others what their style says.
+    /// Returns the bytes of state per element: for Lockstep by the run's optimizer and precision, for others by their style.
     pub(crate) fn state_bytes(&self, recording: &Recording) -> StateBytes {
         let Recording { work, facts, .. } = recording;
         if self.cluster.software != Software::Lockstep {
@@ -36,7 +36,8 @@ impl Planner {
     }
 }
 
-/// Memory of a rank under another system than Lockstep, by the elements of each unit's parameters and the bytes of activations that it saves.
+/// Returns the memory of a rank under another system: `elements` gives the parameters of a unit, `kept` the bytes of activations
+/// that it saves.
 pub(crate) fn memory_elsewhere(
     holding: Holding<'_>,
     elements: impl Fn(usize) -> UnitElements,
@@ -51,7 +52,7 @@ pub(crate) fn memory_elsewhere(
     bytes
 }
 
-/// Weights, gradients and the optimizer's state of a rank, by the bytes of an element.
+/// Returns the weights, gradients and optimizer state of a rank, in bytes.
 pub(crate) fn state_of(holding: Holding<'_>, elements: impl Fn(usize) -> UnitElements) -> MemoryBytes {
     let Holding { state, mesh, zero_stage, stages } = holding;
     let mut bytes = MemoryBytes::default();
@@ -64,7 +65,7 @@ pub(crate) fn state_of(holding: Holding<'_>, elements: impl Fn(usize) -> UnitEle
     bytes
 }
 
-/// State of a unit on a rank: weights of all its parameters, gradients and optimizer state of those that are trained.
+/// Returns the state of a unit on a rank: weights of all its parameters, gradients and optimizer state of the trained ones.
 pub(crate) fn state_of_unit(
     state: StateBytes,
     mesh: &Mesh,

@@ -1,6 +1,7 @@
-//! Plans for a model whose state does not fit into device memory: which part of it is offloaded to host memory or disk, and the time of a step then.
+//! Plans with offload, for a model whose state does not fit into device memory: the part of it that goes to host memory or disk,
+//! and the step time then.
 //!
-//! All blocks of such a plan recompute what the candidate says, or none; and the fraction of the model's state that is offloaded is the
+//! All blocks of such a plan use the candidate's recompute mode, or none of them. The offloaded fraction of the model state is the
 //! smallest with which every rank fits, since moving it takes time.
 
 use lockstep_config::{OptimizerKind, Origin};
@@ -16,34 +17,35 @@ use crate::search::{Candidate, Rejection};
 use crate::trial::{Trial, ranks_to_book};
 use crate::{Objective, Planner};
 
-/// The fraction of state that is offloaded is a multiple of one over this.
+/// Granularity of the offloaded fraction: it is a multiple of 1 / `PARTS`.
 const PARTS: usize = 32;
-/// Fraction of the traffic that bounds leave out: windows, weights and frames that are found in device memory.
+/// Fraction of the traffic that bounds ignore: windows, weights and frames that are still in device memory when they are needed.
 const FOUND: f64 = 0.2;
-/// Elements of the windows that are in device memory, which need not be read.
+/// Elements of the optimizer-state windows that are in device memory and need not be read.
 const WINDOWS: u64 = (WINDOW_SLOTS * WINDOW_ELEMENTS) as u64;
 
-/// Lower bounds of what a mean pipeline rank holds and moves, in bytes.
+/// Lower bounds of the bytes that a mean pipeline rank holds and moves.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Least {
-    /// Weights, gradients and optimizer state.
+    /// Weights, gradients and optimizer state, in bytes.
     pub(crate) state: [f64; 3],
-    /// Saved activations of the micro-batches in flight.
+    /// Saved activations of the micro-batches in flight, in bytes.
     pub(crate) kept: f64,
-    /// Saved activations of all micro-batches, without those of the last blocks, which need not be moved.
+    /// Saved activations of all micro-batches of a step, in bytes, without those of the last blocks, which stay in device memory.
     pub(crate) kept_of_all: f64,
     /// Micro-batches of a step.
     pub(crate) micro_batches: f64,
 }
 
-/// The place that an offload moves anything to; `None` if it moves nothing.
+/// Returns the place that anything is offloaded to; `None` if nothing is.
 fn place_of(offload: &Offload) -> Option<Residence> {
     let Offload { optimizer, gradients, parameters, activations } = *offload;
     [optimizer, gradients, parameters, activations].into_iter().find(|place| *place != Residence::Memory)
 }
 
 impl Planner {
-    /// Returns true if state may be offloaded to `place`: the nodes have it, the run leaves it open, and it keeps no copies of its state.
+    /// Returns true if state may be offloaded to `place`: the nodes have it, the run leaves offload open and keeps no copies of its
+    /// state for rollbacks, and the optimizer supports it.
     pub(crate) fn may_offload_to(&self, place: Residence) -> bool {
         let has_place = |node: &NodeKind| match place {
             Residence::Memory => false,
@@ -58,11 +60,11 @@ impl Planner {
             && matches!(self.config.optimizer.kind, OptimizerKind::AdamW | OptimizerKind::Lion)
     }
 
-    /// Lower bound of the objective of a candidate that offloads; `None` if more than may be offloaded does not fit. `step_ms` is a lower bound
-    /// of its step without the traffic.
+    /// Returns a lower bound of the objective of a candidate with offload; `None` if it does not fit even with everything offloaded
+    /// that may be. `step_ms` is a lower bound of its step without the traffic.
     ///
-    /// Each offloaded byte of the optimizer state is read and written after all passes, and each of a gradient read once more; activations,
-    /// gradients and weights come and go beside the passes of each micro-batch.
+    /// Each offloaded byte of optimizer state is read and written after all passes, and each gradient byte is read once more.
+    /// Traffic of activations, gradients and weights overlaps with the passes of each micro-batch.
     pub(crate) fn bound_offloaded(&self, candidate: &Candidate, step_ms: f64, least: Least) -> Option<f64> {
         let Least { state, kept, kept_of_all, micro_batches } = least;
         let ranks = candidate.degrees.world_size()?;
@@ -97,7 +99,7 @@ impl Planner {
         })
     }
 
-    /// Room that each of `ranks` ranks has at `place` of its node.
+    /// Returns the capacity of `place` for each of `ranks` ranks, in bytes: the smallest over the nodes, each divided by its ranks.
     pub(crate) fn room_bytes(&self, place: Residence, ranks: usize) -> f64 {
         let of_node = |node: &NodeKind| {
             let bytes = match place {
@@ -110,7 +112,8 @@ impl Planner {
         self.cluster.nodes.iter().map(of_node).fold(f64::INFINITY, f64::min)
     }
 
-    /// Lower bound of the milliseconds in which each of `ranks` ranks moves so many bytes from and to `place`, on the fastest node.
+    /// Returns a lower bound of the milliseconds in which each of `ranks` ranks reads and writes so many bytes at `place`, on the
+    /// fastest node.
     fn least_moving_ms(&self, place: Residence, ranks: usize, read: f64, written: f64) -> f64 {
         let on_node = |node: &NodeKind| {
             let sharers = self.cluster.ranks_of_a_node(node, ranks) as f64;
@@ -124,10 +127,13 @@ impl Planner {
         1e3 * (1.0 - FOUND) * fastest / 1e9
     }
 
-    /// The objective of a candidate with the smallest fraction offloaded with which it fits, and its keys.
+    /// Returns the objective and the plan of a candidate with the smallest offloaded fraction with which it fits.
     ///
-    /// Bounds say how small the fraction can be at least, and with it how much host memory or disk a rank needs and how long the step takes;
-    /// the ledgers of ranks, which cost a hundred times as much, are asked only if there is the room, and the step can be below `limit`.
+    /// Cheap bounds give the smallest conceivable fraction, and with it the host memory or disk that a rank needs and the step time. The
+    /// rank ledgers cost a hundred times as much. They are computed only if the capacity suffices and the step can be below `limit`.
+    ///
+    /// # Errors
+    /// If the candidate is invalid or does not fit, or its objective is not below `limit`.
     pub(crate) fn value_offloaded(
         &mut self,
         candidate: &Candidate,
@@ -160,7 +166,8 @@ impl Planner {
         if objective >= limit { Err(Rejection::Worse) } else { Ok((objective, plan)) }
     }
 
-    /// Checks that a candidate with at least a fraction of its state offloaded has room for that, and that its step can be below `limit`.
+    /// Checks that a candidate that offloads at least `fraction` of its state has the capacity for it, and that its objective can
+    /// be below `limit`.
     fn is_not_worse(
         &mut self,
         candidate: &Candidate,
@@ -180,7 +187,7 @@ impl Planner {
         if self.objective_of_time(candidate, least_ms) < limit { Ok(()) } else { Err(Rejection::Worse) }
     }
 
-    /// The rejection of a candidate with at least a fraction of its state offloaded for which host memory or disk has no room.
+    /// Returns the rejection if host memory or disk is too small for at least `fraction` of a candidate's state.
     fn lacks_room(
         &self,
         candidate: &Candidate,
@@ -193,8 +200,8 @@ impl Planner {
         (needed > available).then_some(Rejection::Room { place, needed, available })
     }
 
-    /// The fewest parts, `fewest` at least, with which the ranks fit whose ledgers are asked, and what they book. More parts take no more
-    /// memory, and no less time.
+    /// Returns the fewest offloaded parts, at least `fewest`, with which the ranks whose ledgers are computed fit, and the memory
+    /// of every rank. More parts never take more memory or less time, so the search gallops and then bisects.
     fn fewest_parts_booked(
         &mut self,
         candidate: &Candidate,
@@ -210,7 +217,7 @@ impl Planner {
             if too_few >= fewest {
                 self.is_not_worse(candidate, trial, ranks, (too_few + 1) as f64 / parts as f64, limit)?;
             }
-            // The bounds are near: gallop up from them, then halve.
+            // The bounds are close: gallop up from them, then bisect.
             let tried =
                 enough.as_ref().map_or((too_few + step).min(parts), |(enough, _)| too_few.midpoint(*enough));
             let memory = least_memory(ranks, tried as f64 / parts as f64);
@@ -225,7 +232,7 @@ impl Planner {
         enough.ok_or(lacking)
     }
 
-    /// Lower bound of the parts of the state that have to be offloaded.
+    /// Returns a lower bound of the parts of the state that have to be offloaded.
     fn fewest_parts(
         &self,
         trial: &Trial,
@@ -255,7 +262,7 @@ impl Planner {
             let stages = layout.stages_on(rank);
             let elements = self.elements_of(&units.times, &stages);
             let state = StateByUnit::new(units.state, &layout.mesh, candidate.zero_stage, &stages, elements);
-            // Gradients of a table that both ends of the model share stay.
+            // Gradients of tied embeddings stay in device memory.
             let tied_bytes = match self.model.config.tie_word_embeddings() && is_moved[1] {
                 true => units.times.elements(0).trained[0] as u64 * units.state.gradient,
                 false => 0,
@@ -274,22 +281,22 @@ impl Planner {
     }
 }
 
-/// Lower bounds of what a pipeline rank holds on its device and elsewhere, by the fraction of its state that it offloads.
+/// Lower bounds of the memory of a pipeline rank, on its device and elsewhere, by the offloaded fraction of its state.
 #[derive(Debug)]
 struct OffloadableRank {
     state: StateByUnit,
-    /// True for weights, gradients and optimizer state that are offloaded.
+    /// True for each of weights, gradients and optimizer state that is offloaded.
     is_moved: [bool; 3],
     /// Bytes of gradients that are never offloaded.
     tied_bytes: u64,
-    /// Lower bound of the memory of the rank with all of its model state on its device.
+    /// Lower bound of the rank's device memory with all of its model state on the device.
     memory: MemoryBytes,
-    /// Bytes of activations that are offloaded.
+    /// Bytes of offloaded activations.
     frames_bytes: u64,
 }
 
 impl OffloadableRank {
-    /// Lower bound of the memory on the device with a fraction of the state offloaded.
+    /// Returns a lower bound of the device memory with a fraction of the state offloaded.
     fn memory(&self, fraction: f64) -> MemoryBytes {
         let mut memory = self.memory;
         let moved = self.state.most_moved(fraction);
@@ -303,7 +310,7 @@ impl OffloadableRank {
         memory
     }
 
-    /// Lower bound of the bytes in host memory or on disk.
+    /// Returns a lower bound of the bytes in host memory or on disk.
     fn least_bytes(&self, fraction: f64) -> u64 {
         let [weights, gradients, optimizer] = self.of_kinds(self.state.least_moved(fraction));
         weights + gradients.saturating_sub(self.tied_bytes) + optimizer + self.frames_bytes
@@ -316,12 +323,12 @@ impl OffloadableRank {
     }
 }
 
-/// Lower bound of the memory of each pipeline rank.
+/// Returns a lower bound of the device memory of each pipeline rank.
 fn least_memory(ranks: &[OffloadableRank], fraction: f64) -> Vec<MemoryBytes> {
     ranks.iter().map(|rank| rank.memory(fraction)).collect()
 }
 
-/// The frames of some stages that are offloaded where activations are: stage, unit and bytes of a micro-batch.
+/// Returns the frames of some stages that activation offload moves, as (stage, unit, bytes of a micro-batch).
 fn frames_of<'s>(
     profile: &'s ModelProfile,
     stages: &'s [StageMemory],
@@ -333,7 +340,8 @@ fn frames_of<'s>(
     stages.iter().flat_map(of_stage)
 }
 
-/// Lower bound of the traffic of each pipeline rank with a fraction of its state offloaded: what no window or frame in device memory saves.
+/// Returns a lower bound of the traffic of each pipeline rank with a fraction of its state offloaded: what windows and frames in
+/// device memory cannot save.
 fn least_traffic(
     candidate: &Candidate,
     trial: &Trial,
@@ -377,7 +385,7 @@ fn least_traffic(
     ranks.iter().enumerate().map(of_rank).collect()
 }
 
-/// The traffic of a layout as that of one with more micro-batches: each further one moves as much.
+/// Scales the traffic of a layout to one with another number of micro-batches, each of which moves as much.
 fn of_micro_batches(traffic: &[RankTraffic], whole: &StepLayout, part: &StepLayout) -> Vec<RankTraffic> {
     if whole.micro_batches == part.micro_batches {
         return traffic.to_vec();
@@ -386,7 +394,7 @@ fn of_micro_batches(traffic: &[RankTraffic], whole: &StepLayout, part: &StepLayo
     traffic.iter().map(|traffic| traffic.of_passes(share)).collect()
 }
 
-/// A run with so many of the parts of its state offloaded.
+/// Returns `plan` with `offloaded` of `parts` parts of its model state offloaded.
 fn with_parts(plan: &Plan, offloaded: usize, parts: usize) -> Plan {
     let fraction = offloaded as f64 / parts as f64;
     Plan { residence: Residences { fraction, ..plan.residence }, ..plan.clone() }

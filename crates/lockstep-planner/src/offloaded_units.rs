@@ -1,5 +1,5 @@
-//! Model state of a pipeline rank by unit, for bounds of what a fraction of it comes to: whole units are offloaded, from the first one on, until
-//! they have the fraction of what the rank owns.
+//! Model state of a pipeline rank by unit, for bounds on the bytes that an offloaded fraction moves. Whole units are offloaded,
+//! from the first on, until they have that fraction of the rank's own elements.
 
 use lockstep_plan::work::UnitElements;
 use lockstep_plan::{
@@ -8,12 +8,12 @@ use lockstep_plan::{
 
 use crate::memory::state_of_unit;
 
-/// Fraction of a rank's state by which a border between units may be off: padding of single parameters is left out.
+/// Tolerance of the border between offloaded and other units, as a fraction of a rank's state: padding of single parameters is ignored.
 const BORDER: f64 = 0.02;
-/// Elements of which an owner has whole multiples.
+/// Elements of which a rank's own part is a whole multiple.
 const RANGE_ELEMENTS: f64 = (DISK_ALIGNMENT_BYTES / DType::BF16.size_bytes()) as f64;
 
-/// Model state of a rank by unit. What is trained and what is frozen is offloaded each by itself.
+/// Model state of a rank by unit. Trained and frozen parameters are offloaded separately, each by the same fraction.
 #[derive(Debug)]
 pub(crate) struct StateByUnit {
     units: Vec<usize>,
@@ -21,7 +21,7 @@ pub(crate) struct StateByUnit {
     frozen: Sums,
 }
 
-/// Sums over the units before each, and over all.
+/// Prefix sums over the units: before each of them, and over all.
 #[derive(Debug)]
 struct Sums {
     /// Elements that the rank owns.
@@ -31,7 +31,7 @@ struct Sums {
 }
 
 impl StateByUnit {
-    /// That of the rank with these stages, by the elements of each unit's parameters.
+    /// Sums the state of the rank with these stages; `elements` gives the parameters of a unit.
     pub(crate) fn new(
         state: StateBytes,
         mesh: &Mesh,
@@ -55,17 +55,17 @@ impl StateByUnit {
         all
     }
 
-    /// Upper bound of the bytes of weights, gradients and optimizer state in the units that a fraction offloads.
+    /// Returns an upper bound of the bytes of weights, gradients and optimizer state that a fraction offloads.
     pub(crate) fn most_moved(&self, fraction: f64) -> [u64; 3] {
         self.moved_bytes(fraction + BORDER)
     }
 
-    /// Lower bound of the same.
+    /// Returns a lower bound of the bytes of weights, gradients and optimizer state that a fraction offloads.
     pub(crate) fn least_moved(&self, fraction: f64) -> [u64; 3] {
         self.moved_bytes(fraction - BORDER)
     }
 
-    /// The units of which a fraction offloads what is trained at least, each with its share of what they own.
+    /// Returns the units whose trained parameters a fraction offloads at least, each with its share of the rank's elements in these units.
     pub(crate) fn least_units(&self, fraction: f64) -> impl Iterator<Item = (usize, f64)> {
         let Sums { owned, .. } = &self.trained;
         let moved = self.trained.moved(fraction - BORDER);
@@ -97,7 +97,7 @@ impl Sums {
         (self.owned.last().copied().unwrap_or_default(), self.bytes.last().copied().unwrap_or_default())
     }
 
-    /// Number of units that a fraction offloads.
+    /// Returns the number of units that a fraction offloads.
     fn moved(&self, fraction: f64) -> usize {
         let (all, _) = self.last();
         let wanted = fraction * all;

@@ -1,9 +1,8 @@
-//! The planner: how a model is best trained on some machines, how long a step takes, what each rank needs, and why not otherwise.
+//! The planner: predicts step time and memory of a training run on given machines, and searches for its best plan.
 //!
-//! The pure part is `lockstep_plan`: [`predict`](crate::predict) says how long a step takes,
-//! [`search`](crate::search) which plans there are and which of them is best, and
-//! [`predicted`](lockstep_plan::predicted) what each rank holds. Here they are given a run's model, recorded for every way to share it
-//! that is looked at, and what comes out is a configuration that `train` carries out.
+//! The pure part is `lockstep_plan`: [`predict`](lockstep_plan::predict) is the step-time model, [`search`](lockstep_plan::search)
+//! enumerates and ranks candidates, and [`predicted`](lockstep_plan::predicted) computes the memory of each rank. This module records the
+//! run's model under every sharding that a search visits, and turns the result into a configuration that `train` executes.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -34,7 +33,7 @@ pub enum Objective {
     Headroom,
 }
 
-/// Predicts a step of `config` on this machine; `None` if it was not measured, or if other machines take part.
+/// Predicts a step of `config` on this machine; `None` if the machine was not measured, or if ranks run on other machines too.
 pub fn foretell(config: &RunConfig) -> Option<PlannedStep> {
     predicted_step(config, machine::of_run(config)?).ok()
 }
@@ -51,11 +50,11 @@ pub(crate) fn predicted_step(config: &RunConfig, cluster: Cluster) -> Result<Pla
 pub struct Searched {
     /// The best plans.
     pub ranking: Ranking<Evaluated>,
-    /// Milliseconds.
+    /// Duration of the search, in milliseconds.
     pub ms: f64,
 }
 
-/// A run, and the machines that it is to be planned for.
+/// A run and the machines that it is planned for, with caches of what searches have computed.
 #[derive(Debug)]
 pub struct Planner {
     pub(crate) config: RunConfig,
@@ -71,23 +70,23 @@ pub struct Planner {
     pub(crate) outlines: HashMap<PassKey, Outline>,
     pub(crate) uniforms: HashMap<(PassKey, Recompute), Rc<Uniform>>,
     pub(crate) cuts: HashMap<CutKey, Option<Vec<Range<usize>>>>,
-    /// Ledgers of ranks that candidates were held against.
+    /// Number of rank ledgers that searches have computed so far.
     pub(crate) ledgers: usize,
 }
 
 impl Planner {
-    /// A planner for `config` on `cluster`. What `config` says of `[parallel]` beside degrees, schedule, recomputation and ZeRO holds for
-    /// every plan.
+    /// Returns a planner for `config` on `cluster`. A search chooses degrees, schedule, recomputation and ZeRO stage; all other
+    /// keys of `[parallel]` hold for every plan.
     ///
     /// # Errors
-    /// A model that cannot be had.
+    /// If the model cannot be resolved.
     pub fn new(mut config: RunConfig, cluster: Cluster, objective: Objective) -> Result<Self, Error> {
         let is_host = cluster.nodes.iter().any(|node| node.device.is_host);
         if !is_host {
-            // Nothing of a device's time or memory depends on the cores of the machine that plans.
+            // The cores of the planning machine affect neither the time nor the memory of a device.
             config.train.threads = 1;
         }
-        // Those systems trained with dropout, whose masks they kept.
+        // Runs of these systems used dropout and saved its masks.
         let drops = matches!(cluster.software, Software::Megatron | Software::DeepSpeed);
         if drops && config.origin("train.dropout") == Origin::Default {
             config.train.dropout = 0.1;
@@ -110,28 +109,28 @@ impl Planner {
         })
     }
 
-    /// The same, for plans of so many ranks and no others.
+    /// Restricts the planner to plans of exactly `ranks` ranks.
     #[must_use]
     pub fn with_ranks(self, ranks: usize) -> Self {
         Self { ranks: Some(ranks), ..self }
     }
 
-    /// The machines.
+    /// Returns the machines that the run is planned for.
     pub fn cluster(&self) -> &Cluster {
         &self.cluster
     }
 
-    /// The run.
+    /// Returns the configuration of the run.
     pub fn config(&self) -> &RunConfig {
         &self.config
     }
 
-    /// Parameters of the model, without those of an adapter.
+    /// Returns the number of parameters of the model, without those of an adapter.
     pub fn parameters(&self) -> u64 {
         self.model.config.parameter_count()
     }
 
-    /// Parameters that are trained: all of the model, or what fine-tuning leaves or adds.
+    /// Returns the number of trained parameters: all of the model, or with fine-tuning those that are not frozen and the adapter's.
     pub fn trained_parameters(&self) -> u64 {
         if self.model.tuning == Tuning::default() {
             return self.parameters();
@@ -141,22 +140,22 @@ impl Planner {
         trained.map(|record| record.elements() as u64).sum()
     }
 
-    /// The workload in one line: model, precision and batch.
+    /// Returns the workload in one line: model, precision and batch.
     pub fn workload_in_words(&self) -> String {
         workload::workload_in_words(&self.config, self.parameters(), self.trained_parameters())
     }
 
-    /// Name of the model: its preset, family or directory.
+    /// Returns the name of the model: its preset, family or directory.
     pub fn model_name(&self) -> String {
         workload::model_name(&self.config)
     }
 
-    /// Blocks of the model.
+    /// Returns the number of blocks of the model.
     pub fn layers(&self) -> usize {
         self.model.config.num_hidden_layers()
     }
 
-    /// Number of ledgers of ranks that searches have computed so far: most of the time of a search with offload.
+    /// Returns the number of rank ledgers that searches have computed so far; they take most of the time of a search with offload.
     pub fn ledgers(&self) -> usize {
         self.ledgers
     }
@@ -189,13 +188,13 @@ impl Planner {
         vec![ContextMethod::Ring, ContextMethod::AllGather, ContextMethod::AllToAll]
     }
 
-    /// Every plan that there is to choose from. Of a host's cores a rank may have several.
+    /// Returns every candidate plan. On a host, a rank may have several of its cores.
     pub fn candidates(&self) -> Vec<Candidate> {
         let numbers = self.numbers_of_devices().into_iter();
         numbers.flat_map(|devices| self.space(devices).candidates()).collect()
     }
 
-    /// The numbers of devices that a plan may use.
+    /// Returns the device counts that a plan may use.
     pub(crate) fn numbers_of_devices(&self) -> Vec<usize> {
         let devices = self.cluster.devices();
         match (self.ranks, self.objective) {
@@ -213,7 +212,7 @@ impl Planner {
         devices.into_iter().any(|devices| ranks == Some(devices) && self.space(devices).contains(candidate))
     }
 
-    /// Devices of as many nodes as may pay: halves of all, of clusters with one kind of them.
+    /// Returns the device counts to try for the lowest price: all nodes and their repeated halves; all nodes alone in a mixed cluster.
     pub(crate) fn numbers_of_nodes(&self) -> Vec<usize> {
         let [node] = &self.cluster.nodes[..] else { return vec![self.cluster.devices()] };
         let halves = std::iter::successors(Some(node.count), |nodes| (nodes % 2 == 0).then_some(nodes / 2));
@@ -225,18 +224,19 @@ impl Planner {
         self.cluster.nodes.iter().any(|node| node.device.is_host)
     }
 
-    /// The `top` best plans: in device memory; if none fits, with state offloaded to host memory; if none does, to disk.
+    /// Finds the `top` best plans: with everything in device memory; if none fits, with state offloaded to host memory; if none
+    /// fits then, to disk.
     pub fn find(&mut self, top: usize) -> Searched {
         self.find_observed(top, &mut ())
     }
 
-    /// The same, told to an observer, which may stop the search.
+    /// As [`Planner::find`], with an observer that is told of the progress and may stop the search.
     pub fn find_observed(&mut self, top: usize, observer: &mut impl Observer) -> Searched {
         let begin = Instant::now();
         let mut found = search(self.candidates(), top, self, observer);
         for place in [Residence::Host, Residence::Disk] {
             if found.best.is_empty() && !found.is_stopped && self.may_offload_to(place) {
-                // It stays so: neighbours of what is found are of the same space.
+                // The offloads stay set, so that neighbours of the plans found are evaluated in the same space.
                 self.offloads = Offload::all_to(place);
                 found = search(self.candidates(), top, self, observer);
             }
@@ -254,7 +254,7 @@ impl Planner {
     /// Evaluates the plan that the run's own `[parallel]` describes.
     ///
     /// # Errors
-    /// A configuration that does not fit its model.
+    /// If the configuration does not fit its model, or has more ranks than there are devices.
     pub fn of_run(&mut self) -> Result<Evaluated, Error> {
         let config = self.config.clone();
         self.evaluate(&config)

@@ -1,4 +1,4 @@
-//! Recordings of a model, one for each way to split it that a search meets.
+//! Recordings of a model, one for each sharding of it that a search visits.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -14,27 +14,27 @@ use lockstep_plan::{Mesh, ModelProfile, Places, Plan, Recompute, StateBytes, Sta
 use crate::cluster::{Cluster, Software};
 use crate::predict::TimedModel;
 
-/// A model on one of the ranks that share it.
+/// The recorded model, as one of its ranks runs it.
 #[derive(Debug, Clone)]
 pub(crate) struct Recording {
     /// Work of a micro-batch.
     pub(crate) work: ModelWork,
-    /// Bytes of its units.
+    /// Memory of its units.
     pub(crate) profile: ModelProfile,
-    /// State that the optimizer and the precision keep.
+    /// Facts of the state that optimizer and precision need.
     pub(crate) facts: StateFacts,
 }
 
-/// A recording of which every block forgets the same, with what a search asks of it thousands of times.
+/// A recording whose blocks all use the same recompute mode, with the figures that a search needs thousands of times.
 #[derive(Debug, Clone)]
 pub(crate) struct Uniform {
     /// Times of its tasks on each kind of node.
     pub(crate) times: TimedModel,
-    /// Bytes of its units, without the parameters' records, so that it is cheap to copy.
+    /// Memory of its units, without the parameter records so that it is cheap to clone.
     pub(crate) profile: ModelProfile,
-    /// Bytes of an element's state.
+    /// Bytes of state per element.
     pub(crate) state: StateBytes,
-    /// Bytes of activations that other systems save of each unit.
+    /// Bytes of activations that systems other than Lockstep save in each unit.
     pub(crate) kept_elsewhere: Vec<u64>,
 }
 
@@ -59,7 +59,7 @@ impl Uniform {
         }
     }
 
-    /// The same with some units as they are in `other`.
+    /// Returns a copy with some of its units replaced by those of `other`.
     pub(crate) fn with(&self, units: Range<usize>, other: &Self) -> Self {
         let mut mixed = Self { times: self.times.with(units.clone(), &other.times), ..self.clone() };
         mixed.profile.units[units.clone()].clone_from_slice(&other.profile.units[units.clone()]);
@@ -68,7 +68,8 @@ impl Uniform {
     }
 }
 
-/// Bytes that a system other than Lockstep keeps of a unit, whose block forgets so much: of "selective" everything but its scores.
+/// Returns the bytes of activations that a system other than Lockstep saves in a unit. Selective recomputation saves everything but
+/// the attention scores.
 pub(crate) fn kept_elsewhere(work: &ModelWork, unit: usize, recompute: Recompute, software: Software) -> u64 {
     let is_block = unit > 0 && unit + 1 < work.units();
     let keeping = match recompute {
@@ -80,7 +81,7 @@ pub(crate) fn kept_elsewhere(work: &ModelWork, unit: usize, recompute: Recompute
     work.unit(unit).kept.bytes(keeping, work.dtype)
 }
 
-/// Recordings of a run's model, by what they depend on.
+/// Recordings of a run's model, cached by block shape, places of the rank on the mesh, and recompute mode.
 #[derive(Debug)]
 pub(crate) struct Recordings {
     model: ModelConfig,
@@ -89,12 +90,12 @@ pub(crate) struct Recordings {
     seq_len: usize,
     software: Software,
     known: HashMap<(BlockShape, Places, Recompute), Rc<Recording>>,
-    /// Operations of all ranks together, which do not depend on their places.
+    /// FLOPs of all ranks together, which do not depend on the sharding.
     flops: HashMap<(BlockShape, Recompute), Flops>,
 }
 
 impl Recordings {
-    /// No recordings yet, of a run's model under `software`.
+    /// Returns an empty cache for a run's model under `software`.
     pub(crate) fn new(config: &RunConfig, model: &ResolvedModel, software: Software) -> Self {
         Self {
             model: model.config.clone(),
@@ -107,14 +108,14 @@ impl Recordings {
         }
     }
 
-    /// A micro-batch of `plan`.
+    /// Returns the shape of a block's input in a micro-batch of `plan`.
     fn shape_of(&self, plan: &Plan) -> BlockShape {
         let sequences = plan.micro_batch.expect("a plan that leaves nothing open");
         BlockShape { sequences, seq_len: self.seq_len, dtype: self.options.dtype }
     }
 
-    /// The model as the first rank of `mesh` has it under `plan`, but that every block recomputes the same. "Selective" is what the software
-    /// means by it: where scores are written, they and nothing else are recomputed.
+    /// Returns the model as the first rank of `mesh` runs it under `plan`, with the same recompute mode in every block. "Selective"
+    /// is what the software means by it: where attention scores are written to memory, they alone are recomputed.
     pub(crate) fn uniform(&mut self, plan: &Plan, mesh: &Mesh, recompute: Recompute) -> Rc<Recording> {
         let key = (self.shape_of(plan), Places::of(mesh, 0, plan), recompute);
         if let Some(known) = self.known.get(&key) {
@@ -125,7 +126,7 @@ impl Recordings {
         recording
     }
 
-    /// Records the same without keeping it, and returns the bytes that its blocks save of a micro-batch as well.
+    /// As [`Recordings::uniform`] without caching the recording; also returns the bytes that its blocks save for a micro-batch.
     pub(crate) fn sketch(&mut self, plan: &Plan, mesh: &Mesh, recompute: Recompute) -> (Recording, f64) {
         let made = self.make(plan, mesh, recompute);
         let blocks = 1..made.work.units() - 1;
@@ -137,7 +138,7 @@ impl Recordings {
         (made, kept_bytes)
     }
 
-    /// Records the model where each block recomputes by the plan's rules.
+    /// Returns the recording where each block recomputes by the plan's rules.
     pub(crate) fn by_layer(&mut self, plan: &Plan, mesh: &Mesh) -> Rc<Recording> {
         let (layers, rules) = (self.model.num_hidden_layers(), plan.recompute);
         let first = self.uniform(plan, mesh, rules.of(0));
@@ -162,7 +163,8 @@ impl Recordings {
         Rc::new(mixed)
     }
 
-    /// Records the model. Lockstep repeats what the backward reads; other systems call the forward again, or attention alone.
+    /// Records the model. Recomputation in Lockstep repeats the operations whose outputs the backward reads; in other systems it
+    /// repeats the whole forward, or attention alone.
     fn make(&mut self, plan: &Plan, mesh: &Mesh, recompute: Recompute) -> Recording {
         let repeats = match recompute {
             Recompute::Selective if self.software.style().writes_scores => Some(recompute),

@@ -1,4 +1,4 @@
-//! Remedies for a given plan that does not fit: the fewest changes to it with which it would, and the best plan for the same machines.
+//! Remedies for a given plan that does not fit: the fewest changes with which it would, and the best plan for the same machines.
 
 use lockstep_config::{PlanFile, RunConfig, settings_between};
 use lockstep_plan::{Plan, Recompute};
@@ -9,25 +9,25 @@ use crate::{Advice, Evaluated, Planner};
 /// A plan that fits in place of one that does not.
 #[derive(Debug, Clone)]
 pub struct Remedy {
-    /// The keys that make it of the given plan, as `--set` takes them; empty if keys of the given plan do not go with it and have to be left out.
+    /// Keys that turn the given plan into this one, as `--set` takes them; empty if keys of the given plan have to be removed first.
     pub settings: Vec<String>,
-    /// Its memory and its step.
+    /// Memory and step of the plan.
     pub evaluated: Evaluated,
 }
 
 /// Plans that fit in place of one that does not.
 #[derive(Debug, Clone, Default)]
 pub struct Remedies {
-    /// The fastest with the fewest changes to recomputation, ZeRO stage and micro-batch.
+    /// The fastest of the plans with the fewest changes to recomputation, ZeRO stage and micro-batch.
     pub nearest: Option<Remedy>,
-    /// The best for the same machines, as far as a search has come.
+    /// The best plan that a search has found for the same machines.
     pub best: Option<Remedy>,
     /// Other machines or another batch, if no plan fits.
     pub advice: Vec<Advice>,
 }
 
 impl Planner {
-    /// The plans that fit in place of the run's own. `observer` ends the search for them.
+    /// Returns the plans that fit in place of the run's own. `observer` may stop the search for them.
     pub fn remedies(&mut self, observer: &mut impl Observer) -> Remedies {
         let nearest = self.nearest_that_fits(observer);
         let Ok(open) = self.config.without_plan() else {
@@ -44,7 +44,7 @@ impl Planner {
         Remedies { nearest, best, advice }
     }
 
-    /// The fastest plan that fits with the fewest changes to the run's own.
+    /// Returns the fastest of the plans that fit with the fewest changes to the run's own.
     fn nearest_that_fits(&mut self, observer: &mut impl Observer) -> Option<Remedy> {
         let choices = choices_of(&self.config);
         let mut done = 0;
@@ -68,16 +68,17 @@ impl Planner {
         None
     }
 
-    /// The run's plan with some keys set otherwise; `None` if these do not go together.
+    /// Evaluates the run's plan with some keys changed; `None` if these do not go together.
     fn changed(&mut self, settings: &[String]) -> Option<Evaluated> {
         let mut config = self.config.with_settings(settings).ok()?;
-        // What this planner has set for its machines is no key of the run.
+        // The planner has set these for its machines; they are no keys of the run.
         config.train.threads = self.config.train.threads;
         config.train.dropout = self.config.train.dropout;
         self.evaluate(&config).ok()
     }
 
-    /// Another plan by the keys in which it differs from the run's own, or by none if keys that the run sets do not go with it.
+    /// Returns another plan as a remedy: by the keys in which it differs from the run's own, or without any if keys of the run
+    /// contradict it.
     fn as_remedy(&mut self, other: Evaluated) -> Option<Remedy> {
         let given = self.described(&self.config).ok()?;
         let under = |plan: &Plan| {
@@ -94,7 +95,7 @@ impl Planner {
     }
 }
 
-/// Changes that take less memory, by kind: recomputation, sharding, micro-batch. Each is the keys that make it.
+/// Returns the changes that reduce memory, by kind: recomputation, sharding, micro-batch. A change is a list of settings.
 fn choices_of(config: &RunConfig) -> Vec<Vec<Vec<String>>> {
     let plan = &config.plan;
     let recompute: Vec<Vec<String>> = [Recompute::Selective, Recompute::Full]
@@ -121,7 +122,7 @@ fn choices_of(config: &RunConfig) -> Vec<Vec<Vec<String>>> {
     [recompute, sharding, micro_batch].into_iter().filter(|choices| !choices.is_empty()).collect()
 }
 
-/// The keys of every way to make so many of these choices.
+/// Returns the settings of every combination of `number` changes of different kinds.
 fn combinations(choices: &[Vec<Vec<String>>], number: usize) -> Vec<Vec<String>> {
     let Some((first, rest)) = choices.split_first() else {
         return if number == 0 { vec![Vec::new()] } else { Vec::new() };

@@ -1,4 +1,4 @@
-//! Rooflines: the work of a micro-batch beside the limits of the devices, each product by its shape.
+//! Rooflines: the work of a micro-batch against the peak and the memory bandwidth of the devices, products by their shapes.
 
 use lockstep_config::human;
 use lockstep_plan::StepLayout;
@@ -8,35 +8,35 @@ use crate::predict::{Worker, device, kinds_of};
 use crate::recordings::Recording;
 use crate::{Evaluated, Planner};
 
-/// Tasks that are alike: products of a shape in a pass, or what else has a name.
+/// Tasks of a micro-batch that are drawn as one point: products of one shape in one pass, or operations of one name.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Point {
-    /// The kind of operation.
+    /// Name of the kind of operation.
     pub name: &'static str,
-    /// The pass that it belongs to.
+    /// The pass that the tasks belong to.
     pub pass: Pass,
-    /// Shape of a product.
+    /// Shape of the product; `None` for other operations.
     pub shape: Option<Product>,
     /// Floating-point operations of a micro-batch.
     pub flops: f64,
-    /// Bytes that go through memory for them.
+    /// Memory traffic of a micro-batch, in bytes.
     pub bytes: f64,
-    /// Seconds that they take.
+    /// Predicted seconds of a micro-batch.
     pub seconds: f64,
 }
 
 impl Point {
-    /// Operations for each byte that goes through memory.
+    /// Returns the arithmetic intensity, in FLOP per byte of memory traffic.
     pub fn intensity(&self) -> f64 {
         self.flops / self.bytes.max(1.0)
     }
 
-    /// Operations a second.
+    /// Returns the achieved rate, in FLOP/s.
     pub fn rate(&self) -> f64 {
         self.flops / self.seconds.max(f64::MIN_POSITIVE)
     }
 
-    /// Its shape, `rows × inner × columns`; nothing of what is no product.
+    /// Returns the shape of a product as `rows × inner × columns`; empty for other operations.
     pub fn shape_in_words(&self) -> String {
         self.shape.map_or(String::new(), |Product { rows, inner, columns, count }| {
             let each = if count > 1 { format!("{count} of ") } else { String::new() };
@@ -45,46 +45,46 @@ impl Point {
     }
 }
 
-/// The limits of what a rank on one kind of node computes with, and the work of a micro-batch under them.
+/// The roofline of a rank on one kind of node: the limits of its device, and the work of a micro-batch under them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Roofline {
-    /// The device; of a host with fewer ranks than cores, all cores of a rank.
+    /// Name of the device; on a host with fewer ranks than cores also the number of cores of a rank.
     pub device: String,
-    /// Places in the pipeline whose ranks live on such nodes.
+    /// Pipeline ranks that run on such nodes.
     pub pipeline_ranks: Vec<usize>,
-    /// Operations a second.
+    /// Peak rate, in FLOP/s.
     pub peak: f64,
-    /// Bytes a second.
+    /// Memory bandwidth, in bytes per second.
     pub bandwidth: f64,
-    /// Tasks of the units that are there, those that take longest first.
+    /// Tasks of the units on these ranks, longest first.
     pub points: Vec<Point>,
 }
 
 impl Roofline {
-    /// Returns the most operations a second that a point could reach.
+    /// Returns the highest rate that a point could reach, in FLOP/s.
     pub fn roof(&self, point: &Point) -> f64 {
         self.peak.min(point.intensity() * self.bandwidth)
     }
 
-    /// Returns true if memory bandwidth limits a point, and not the peak.
+    /// Returns true if a point is limited by memory bandwidth rather than by the peak.
     pub fn is_bound_by_memory(&self, point: &Point) -> bool {
         point.intensity() * self.bandwidth < self.peak
     }
 
-    /// The share of its limit that a point comes to: of operations, or of the bandwidth where that is less.
+    /// Returns the fraction of its limit (peak or bandwidth, whichever is lower) that a point achieves.
     pub fn share_of_roof(&self, point: &Point) -> f64 {
         let seconds = (point.flops / self.peak).max(point.bytes / self.bandwidth);
         seconds / point.seconds.max(f64::MIN_POSITIVE)
     }
 
-    /// Seconds of all points.
+    /// Returns the seconds of all points together.
     pub fn seconds(&self) -> f64 {
         self.points.iter().map(|point| point.seconds).sum()
     }
 }
 
 impl Planner {
-    /// The roofline of each kind of node that has any ranks of a plan.
+    /// Returns the roofline of each kind of node that runs any ranks of a plan.
     pub(crate) fn rooflines(
         &self,
         found: &Evaluated,
@@ -146,7 +146,7 @@ impl Planner {
     }
 }
 
-/// A task by itself; none of an exchange.
+/// Returns the point of a single task; `None` for a collective.
 fn point_of(task: &Task, seconds: f64) -> Option<Point> {
     let vector = task.vector_flops as f64;
     let (shape, flops) = match task.labor {

@@ -1,5 +1,5 @@
-//! Scaling of a training with the number of nodes: the best plan for each, with the same global batch (strong scaling) and with one that grows with the
-//! nodes (weak scaling), and Amdahl's law fitted to the former.
+//! Scaling of a run with the number of nodes: the best plan for each number, with the same global batch (strong scaling) and with
+//! one that grows with the nodes (weak scaling), and Amdahl's law fitted to the former.
 
 use crate::search::Observer;
 use crate::{Evaluated, Planner};
@@ -7,28 +7,28 @@ use crate::{Evaluated, Planner};
 /// The best plans for a number of nodes; `None` where nothing fits, or no plan divides the batch.
 #[derive(Debug, Clone)]
 pub struct Scaled {
-    /// Nodes.
+    /// Number of nodes.
     pub nodes: usize,
-    /// With the global batch of the question.
+    /// Best plan with the global batch of the question.
     pub strong: Option<Evaluated>,
-    /// Sequences of the batch that grows with the nodes.
+    /// Sequences of the global batch that grows with the nodes.
     pub weak_batch: usize,
-    /// With that batch.
+    /// Best plan with the batch that grows with the nodes.
     pub weak: Option<Evaluated>,
 }
 
-/// A training on several numbers of nodes.
+/// A run on several numbers of nodes.
 #[derive(Debug, Clone)]
 pub struct Scaling {
-    /// In ascending order of the nodes.
+    /// Best plans, in ascending order of the nodes.
     pub rows: Vec<Scaled>,
-    /// The serial fraction of Amdahl's law that fits the strong scaling best, of the work on the fewest nodes; `None` with fewer than two rows.
+    /// Serial fraction in Amdahl's law, fitted to the strong scaling and relative to the fewest nodes; `None` with fewer than two rows.
     pub serial_fraction: Option<f64>,
 }
 
 impl Planner {
-    /// The best plans for each of these numbers of nodes, of a cluster with one kind of them. The batch of weak scaling is that of the question for
-    /// the number of nodes of the question.
+    /// Finds the best plans for each of these numbers of nodes of a cluster with one kind of node. The weak-scaling batch equals
+    /// the question's batch at the question's number of nodes.
     pub fn scaling(&mut self, nodes: &[usize], observer: &mut impl Observer) -> Scaling {
         let (count, batch) = (self.cluster.nodes[0].count, self.config.train.global_batch);
         let mut rows = Vec::new();
@@ -57,8 +57,8 @@ impl Planner {
     }
 }
 
-/// The serial fraction `s` of `t(n) = t(1) (s + (1 - s) / n)` that fits these times by least squares, with the first for `t(1)` and `n` as a multiple
-/// of its nodes; `None` for fewer than two.
+/// Returns the serial fraction `s` of `t(n) = t(1) (s + (1 - s) / n)` by least squares, with the first time as `t(1)` and `n`
+/// relative to its nodes; `None` for fewer than two times.
 fn amdahl(times: &[(usize, f64)]) -> Option<f64> {
     let (&(fewest, longest), others) = times.split_first()?;
     let (mut products, mut squares) = (0.0, 0.0);
@@ -82,7 +82,7 @@ mod tests {
             assert!((fitted - serial).abs() < 1e-12, "{fitted} instead of {serial}");
         }
         assert_eq!(amdahl(&[(1, 3.0)]), None);
-        // Faster than linear: nothing is serial.
+        // Superlinear scaling: the serial fraction is 0.
         assert_eq!(amdahl(&[(1, 4.0), (2, 1.9)]), Some(0.0));
     }
 }

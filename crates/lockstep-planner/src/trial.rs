@@ -1,4 +1,4 @@
-//! A candidate on trial: its stages for a number of blocks that recompute, lower bounds of its memory, and the time of its step.
+//! A candidate with a given number of blocks that recompute: its stages, lower bounds of its memory, and its step time.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -17,11 +17,11 @@ use crate::recordings::Uniform;
 use crate::search::{Candidate, Rejection};
 use crate::{Objective, Planner};
 
-/// Schedules are looked at with so many times as many micro-batches as ranks: then each further one takes as long as the last.
+/// Micro-batches per rank after which a schedule is in its steady state, where each further one takes as long as the last.
 const ROUNDS: usize = 4;
 
-/// As few micro-batches as show how a schedule of many goes on: as many rounds are left out as there are. All are kept where memory
-/// grows with them.
+/// Returns the micro-batches of a schedule shortened to its steady state, with the same remainder by `ranks`. Schedules whose
+/// memory grows with the micro-batches keep all.
 pub(crate) fn shortened(kind: Kind, ranks: usize, micro_batches: usize) -> usize {
     let grows = matches!(kind, Kind::GPipe | Kind::LoopedBreadthFirst);
     if grows || micro_batches <= ROUNDS * ranks {
@@ -54,8 +54,8 @@ impl Trial {
     }
 }
 
-/// The largest sum of two values that follow each other: the weights of a unit at work and of the next one are whole at once, and the gradients
-/// of two units are on their way to their owners. Of a single value, that value.
+/// Returns the largest sum of two consecutive values; of a single value, that value. Two consecutive units are in memory at once:
+/// one computes while the weights of the next are gathered, and the gradients of two units are in flight to their owners.
 fn pairs(mut values: impl Iterator<Item = f64>) -> f64 {
     let Some(mut last) = values.next() else { return 0.0 };
     let mut largest = last;
@@ -67,7 +67,7 @@ fn pairs(mut values: impl Iterator<Item = f64>) -> f64 {
 }
 
 impl Planner {
-    /// The rules by which the first `count` blocks forget what a candidate says.
+    /// Returns the rules by which the first `count` blocks use the candidate's recompute mode.
     fn rules(&self, candidate: &Candidate, count: usize) -> Option<RecomputeRules> {
         let layers = self.model.config.num_hidden_layers();
         match count {
@@ -80,7 +80,7 @@ impl Planner {
         }
     }
 
-    /// The plan of a candidate as it was tried.
+    /// Returns the plan of a candidate as it was tried.
     pub(crate) fn planned(&self, candidate: &Candidate, trial: &Trial) -> Option<Plan> {
         let recompute = self.rules(candidate, trial.count)?;
         let StepLayout { schedule, stages, .. } = &trial.layout;
@@ -88,7 +88,7 @@ impl Planner {
         Some(Plan { recompute, stages, ..candidate.plan(&self.config.plan) })
     }
 
-    /// A candidate whose blocks all forget the same.
+    /// Returns a candidate's recording with the same recompute mode in every block.
     fn uniform(&mut self, candidate: &Candidate, mesh: &Mesh, recompute: Recompute) -> Rc<Uniform> {
         let key = (self.pass_key(candidate), recompute);
         if let Some(known) = self.uniforms.get(&key) {
@@ -101,14 +101,20 @@ impl Planner {
         uniform
     }
 
-    /// The same where every rank fits by the quick sums; else what lacks.
+    /// As [`Planner::tried`].
+    ///
+    /// # Errors
+    /// If the candidate is invalid, or a rank does not fit by the lower bounds and nothing is offloaded.
     pub(crate) fn fitting(&mut self, candidate: &Candidate, count: usize) -> Result<Trial, Rejection> {
         let trial = self.tried(candidate, count)?;
         let lacking = self.lacking(&trial.layout, &trial.memory);
         lacking.filter(|_| self.config.offloads_nothing()).map_or(Ok(trial), Err)
     }
 
-    /// A candidate of which the first `count` blocks forget, with the stages that then take as long as each other.
+    /// Tries a candidate whose first `count` blocks recompute, with the stages that are balanced then.
+    ///
+    /// # Errors
+    /// [`Rejection::Invalid`] if there is no such mesh, schedule or split into stages.
     pub(crate) fn tried(&mut self, candidate: &Candidate, count: usize) -> Result<Trial, Rejection> {
         let layers = self.model.config.num_hidden_layers();
         let mesh = Mesh::new(candidate.degrees).map_err(|_| Rejection::Invalid)?;
@@ -120,7 +126,7 @@ impl Planner {
                 forgetting
             } else {
                 let others = self.uniform(candidate, &mesh, Recompute::None);
-                // The embedding is before the first block.
+                // Unit 0 is the embedding.
                 Rc::new(forgetting.with(1 + count..1 + layers, &others))
             }
         };
@@ -133,8 +139,8 @@ impl Planner {
         Ok(Trial { count, layout, units, memory })
     }
 
-    /// Returns a lower bound of the bytes that a rank books: activations as in the ledger, state by its elements, and the buffers of one unit for
-    /// gathers and reductions. Padding and smaller buffers are left out, so that the ledger rejects all that this rejects.
+    /// Returns a lower bound of the bytes that a rank books: activations as in the ledger, state by its elements, and the buffers of one
+    /// unit for all-gathers and reductions. Padding and smaller buffers are ignored, so the ledger rejects all that this rejects.
     fn quick_memory(
         &self,
         candidate: &Candidate,
@@ -169,7 +175,7 @@ impl Planner {
         bytes
     }
 
-    /// Elements of each unit of these stages. A table that both ends of the model share is there once.
+    /// Returns the elements of each unit of these stages. Tied embeddings count once if both ends of the model are among them.
     pub(crate) fn elements_of<'t>(
         &self,
         times: &'t TimedModel,
@@ -184,7 +190,7 @@ impl Planner {
         }
     }
 
-    /// Returns the booked bytes: of some ranks by their ledgers, of all others by the lower bounds.
+    /// Returns the booked bytes of every rank: of `ranks` by their ledgers, of all others by the lower bounds.
     pub(crate) fn booked(
         &mut self,
         plan: &Plan,
@@ -194,7 +200,7 @@ impl Planner {
         self.booked_instead(plan, &trial.layout, trial.memory.clone(), ranks)
     }
 
-    /// The same with quick sums of other ranks than a trial's.
+    /// As [`Planner::booked`], with the lower bounds of the other ranks in `memory`.
     pub(crate) fn booked_instead(
         &mut self,
         plan: &Plan,
@@ -210,11 +216,11 @@ impl Planner {
         Ok(memory)
     }
 
-    /// Milliseconds of a candidate's step with this traffic of offloaded state. Of a long schedule two short ones say what each micro-batch takes
-    /// once the pipeline is full.
+    /// Returns the milliseconds of a candidate's step with this traffic of offloaded state. A long schedule is extrapolated from
+    /// two short ones, whose difference is the time of a micro-batch in the steady state.
     ///
     /// # Errors
-    /// [`Rejection::Worse`] where the stages alone take `limit`.
+    /// [`Rejection::Worse`] if the stages alone take `limit` or more; [`Rejection::Invalid`] if the step cannot be predicted.
     pub(crate) fn step_ms(
         &mut self,
         candidate: &Candidate,
@@ -248,8 +254,8 @@ impl Planner {
         Ok(short + each * (micro_batches - layout.micro_batches) as f64)
     }
 
-    /// Lower bound of the seconds of a step's passes in a pipeline: each rank's own work with its wait for the first micro-batch. Stages of
-    /// the same units take as long.
+    /// Returns a lower bound of the seconds of a pipeline's passes: each rank's own work and its wait for the first micro-batch.
+    /// Times of stages with the same kinds of units are computed once.
     fn pipeline_s(&self, candidate: &Candidate, layout: &StepLayout, times: &TimedModel) -> f64 {
         let mut known: Vec<(&[usize], usize, f64)> = Vec::new();
         let mut of_stage = |units: Range<usize>, kind: usize| {
@@ -273,7 +279,7 @@ impl Planner {
                 .collect();
             longest_s = longest_s.max(before_s + micro_batches * stages.iter().sum::<f64>());
             if !kind.splits_backward() {
-                // The first and the last chunk of a rank are those that others wait for.
+                // Other ranks wait for the first or the last chunk of this rank.
                 before_s += stages.iter().copied().fold(f64::INFINITY, f64::min);
             }
         }

@@ -1,5 +1,5 @@
-//! The value of a candidate without offload: the fewest blocks that have to recompute, and the step, looked at in full only where nothing simpler
-//! shows that it is worse.
+//! The value of a candidate without offload: the fewest blocks that have to recompute, and the step time. The full computation is
+//! made only where no cheaper bound shows that the candidate is worse.
 
 use lockstep_plan::{MemoryBytes, Plan, Recompute};
 
@@ -38,7 +38,7 @@ impl Subject for Planner {
                 return Err(Rejection::Worse);
             }
             let Some(lacking) = self.lacking(&trial.layout, &memory) else { return Ok((objective, plan)) };
-            // What was left out of the quick sums.
+            // The lower bounds ignored something: recompute more blocks.
             if trial.count == 0 || trial.count == layers {
                 return Err(lacking);
             }
@@ -49,11 +49,11 @@ impl Subject for Planner {
 }
 
 impl Planner {
-    /// Evaluates a candidate of which the first `count` blocks recompute, with every rank's ledger: tests compare searches with it. Stops early
-    /// where the objective is `limit` or more.
+    /// Evaluates a candidate whose first `count` blocks recompute, with the ledger of every rank; tests compare searches with it.
+    /// Stops early if the objective reaches `limit`.
     ///
     /// # Errors
-    /// Why it is no choice.
+    /// If the candidate is invalid or does not fit, or its objective is `limit` or more.
     pub fn value_of(
         &mut self,
         candidate: &Candidate,
@@ -72,8 +72,8 @@ impl Planner {
         }
     }
 
-    /// A candidate with as many blocks that forget as are best: each takes time, so the fewest with which every rank fits; where memory
-    /// is what counts, as many as leave most of it.
+    /// Returns a candidate with the best number of recomputing blocks: the fewest with which every rank fits, since each takes
+    /// time; all of them if the objective is headroom.
     fn chosen(&mut self, candidate: &Candidate) -> Result<Trial, Rejection> {
         if candidate.recompute == Recompute::None {
             return self.fitting(candidate, 0);
@@ -94,7 +94,7 @@ impl Planner {
         Ok(trial)
     }
 
-    /// Returns true if a candidate recomputes although it fits without. In a pipeline recomputation may still even out its stages.
+    /// Returns true if a candidate recomputes although it fits without. In a pipeline recomputation may still balance the stages.
     fn is_needless(&mut self, candidate: &Candidate) -> Result<bool, Rejection> {
         let is_open = candidate.recompute == Recompute::None || candidate.degrees.pipeline > 1;
         if is_open || self.objective == Objective::Headroom {
@@ -106,8 +106,8 @@ impl Planner {
         Ok(self.lacking(&trial.layout, &memory).is_none())
     }
 
-    /// Evaluates a candidate with one recomputing block without that block, if it then fits by the ledgers: it is another candidate, unless the
-    /// block has the stages cut so that the step is shorter.
+    /// Returns the objective of a candidate without recomputation, if it then fits by the ledgers. A candidate with one recomputing
+    /// block is a duplicate of that one, unless the block makes the split into stages faster.
     fn without(&mut self, candidate: &Candidate) -> Result<Option<f64>, Rejection> {
         let Ok(trial) = self.fitting(candidate, 0) else { return Ok(None) };
         let plan = self.planned(candidate, &trial).ok_or(Rejection::Invalid)?;
@@ -118,7 +118,10 @@ impl Planner {
         self.of_time(candidate, &trial, f64::INFINITY)
     }
 
-    /// The objective where it is time or its price; none where it is memory.
+    /// Returns the objective if it is time or price; `None` for headroom.
+    ///
+    /// # Errors
+    /// [`Rejection::Worse`] if the objective is `limit` or more; [`Rejection::Invalid`] if the step cannot be predicted.
     fn of_time(
         &mut self,
         candidate: &Candidate,
@@ -133,7 +136,7 @@ impl Planner {
         if objective < limit { Ok(Some(objective)) } else { Err(Rejection::Worse) }
     }
 
-    /// The objective of a candidate whose step takes so long, where it is time or its price.
+    /// Returns the objective of a candidate by its step time, in milliseconds or as a price.
     pub(crate) fn objective_of_time(&self, candidate: &Candidate, step_ms: f64) -> f64 {
         match self.objective {
             Objective::Time | Objective::Headroom => step_ms,

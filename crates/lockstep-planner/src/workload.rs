@@ -1,5 +1,5 @@
-//! The workload of a question to the planner: what is trained, in which precision, on how many tokens a step. A question about accelerators that leaves
-//! some of it open means what such machines are used for, not the defaults of a run on a laptop.
+//! The workload of a planning question: model, precision and tokens of a step. For accelerators, the keys that a question leaves
+//! open get values that are usual for such machines, not the defaults of a run on a laptop.
 
 use lockstep_config::{ModelSource, Origin, Precision, RunConfig, human, named_model};
 use lockstep_plan::DType;
@@ -7,30 +7,30 @@ use lockstep_plan::DType;
 use crate::Error;
 use crate::cluster::Cluster;
 
-/// Longest default sequence: beyond it pretraining is a phase of its own (The Llama 3 Herd of Models, section 3.4.2).
+/// Longest default sequence, in tokens: beyond it pretraining is a phase of its own (The Llama 3 Herd of Models, section 3.4.2).
 const LONGEST_SEQUENCE: usize = 32_768;
 
-/// Default tokens of a global batch by parameters of the model, up to so many: GPT-3's (arXiv 2005.14165, table 2.1) below 5 billion, Llama 2's
-/// (arXiv 2307.09288, table 1) up to 200 billion, Llama 3 405B's (arXiv 2407.21783, section 3.4.1) beyond.
+/// Default tokens of a global batch by model size, as pairs (at most so many parameters, tokens): GPT-3's (arXiv 2005.14165, table 2.1)
+/// below 5 billion, Llama 2's (arXiv 2307.09288, table 1) up to 200 billion, Llama 3 405B's (arXiv 2407.21783, section 3.4.1) beyond.
 const BATCH_TOKENS: [(u64, usize); 4] =
     [(1_000_000_000, 1 << 19), (5_000_000_000, 1 << 20), (200_000_000_000, 1 << 22), (u64::MAX, 1 << 24)];
 
-/// A key of the run that the question leaves open, with the value that is taken for it.
+/// A key of the run that the question leaves open, with the value that is assumed for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Assumption {
-    /// `section.key=value`.
+    /// The setting, as `section.key=value`.
     pub setting: String,
     /// The value in words.
     pub value: String,
-    /// The flag that sets another.
+    /// The flag that sets another value.
     pub flag: &'static str,
 }
 
-/// Returns the defaults for the part of a workload on accelerators that `config` leaves open: precision, sequence length, global batch. Empty
-/// on CPUs, where a run has its own defaults.
+/// Returns the assumed values of precision, sequence length and global batch where `config` leaves them open. Empty on CPUs, where
+/// a run has its own defaults.
 ///
 /// # Errors
-/// A model that cannot be had.
+/// If the model cannot be found.
 pub fn assumptions(config: &RunConfig, cluster: &Cluster) -> Result<Vec<Assumption>, Error> {
     if cluster.nodes.iter().any(|node| node.device.is_host) {
         return Ok(Vec::new());
@@ -59,7 +59,7 @@ pub fn assumptions(config: &RunConfig, cluster: &Cluster) -> Result<Vec<Assumpti
     Ok(assumed)
 }
 
-/// bf16, or what the devices multiply of other types: f16 before Ampere.
+/// Returns bf16 if the devices multiply it; else f16 (before Ampere), else f32.
 fn usual_precision(cluster: &Cluster) -> Precision {
     let has = |dtype: DType| cluster.nodes.iter().all(|node| node.device.peak_tflops.contains_key(&dtype));
     match (has(DType::BF16), has(DType::F16)) {
@@ -69,7 +69,7 @@ fn usual_precision(cluster: &Cluster) -> Precision {
     }
 }
 
-/// Sequences of a usual global batch: a power of two times what of the devices is none, so that they divide it.
+/// Returns the sequences of a usual global batch: a power of two times the odd part of the device count, so that the devices divide it.
 fn usual_batch(parameters: u64, seq_len: usize, devices: usize) -> usize {
     let of_size = BATCH_TOKENS.into_iter().find(|(most, _)| parameters <= *most);
     let tokens = of_size.map_or(1 << 22, |(_, tokens)| tokens);
@@ -79,7 +79,7 @@ fn usual_batch(parameters: u64, seq_len: usize, devices: usize) -> usize {
     if odd == 1 { sequences } else { odd * rounds }
 }
 
-/// Name of the model of a run: its preset, family or directory.
+/// Returns the name of a run's model: its preset, family or directory.
 pub(crate) fn model_name(config: &RunConfig) -> String {
     match config.model_source() {
         ModelSource::Preset(name) | ModelSource::ModelType(name) => name.to_owned(),
@@ -87,7 +87,7 @@ pub(crate) fn model_name(config: &RunConfig) -> String {
     }
 }
 
-/// The workload in one line: model, precision and batch.
+/// Returns the workload in one line: model, precision and batch.
 pub(crate) fn workload_in_words(config: &RunConfig, parameters: u64, trained: u64) -> String {
     let (sequences, seq_len) = (config.train.global_batch, config.train.seq_len);
     let trained = match trained == parameters {

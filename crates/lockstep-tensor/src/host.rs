@@ -1,4 +1,4 @@
-//! The host that this process runs on: its processor, the memory that is available to the process, and the memory that it uses.
+//! Memory that is available to this process, and memory that it uses.
 
 use std::fs;
 use std::io::Read;
@@ -18,15 +18,15 @@ pub fn online_cores() -> usize {
     info.lines().filter(|line| line.starts_with("processor")).count().max(1)
 }
 
-/// Bytes that can be taken without swapping, as far as the system and the process's control group tell.
+/// Returns the bytes available without swapping, by the system and the process's control groups; `None` if neither reports them.
 pub fn available_memory_bytes() -> Option<u64> {
     let of_system = fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
     let of_group = fs::read_to_string("/proc/self/cgroup").ok().and_then(|text| left_in_group(&text));
     of_system.into_iter().chain(of_group).min()
 }
 
-/// Bytes that can be taken before the system has to end somebody: swap counts, and pages of files that a control group
-/// would drop. None where the system does not say.
+/// Returns the bytes available before the out-of-memory killer acts: with swap, and with file pages that a control group would
+/// drop. `None` if the system does not report them.
 pub fn takable_memory_bytes() -> Option<u64> {
     let of_system = fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
         let swap = kib(&text, "SwapFree:").unwrap_or(0).checked_mul(1024)?;
@@ -36,17 +36,17 @@ pub fn takable_memory_bytes() -> Option<u64> {
     of_system.into_iter().chain(of_group).min()
 }
 
-/// The most bytes that this process ever had resident; 0 where the system does not say.
+/// Returns the peak resident memory of this process, in bytes; 0 if the system does not report it.
 pub fn peak_resident_bytes() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     kib(&status, "VmHWM:").map_or(0, |kib| kib * 1024)
 }
 
-/// Bytes of this process that are resident, of pages that it shares with others its part (PSS: the sum over processes counts
-/// every page once); 0 where the system does not say. The system walks all page tables for it: milliseconds for each
-/// gigabyte.
+/// Returns the proportional set size (PSS) of this process, in bytes; 0 if the system does not report it. A page shared with other
+/// processes counts by this process's part, so that the sum over processes counts it once. The system walks all page tables for it:
+/// milliseconds per gigabyte.
 pub fn proportional_bytes() -> u64 {
-    // A step that asks for it allocates nothing; the file has some 700 bytes.
+    // Steps must not allocate, so the text is read into the stack; the file has some 700 bytes.
     let mut text = [0; 4096];
     let mut read = 0;
     let Ok(mut file) = fs::File::open("/proc/self/smaps_rollup") else { return 0 };
@@ -57,7 +57,7 @@ pub fn proportional_bytes() -> u64 {
     kib(text, "Pss:").map_or(0, |kib| kib * 1024)
 }
 
-/// [`peak_resident_bytes`] without what other processes answer for of the pages that are shared with them now.
+/// Returns [`peak_resident_bytes`] without the parts of currently shared pages that are accounted to other processes.
 pub fn peak_own_bytes() -> u64 {
     let maps = fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
     let of_others = match (kib(&maps, "Rss:"), kib(&maps, "Pss:")) {
@@ -72,42 +72,42 @@ fn kib(text: &str, key: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse().ok()
 }
 
-/// `MemAvailable` of /proc/meminfo.
+/// Returns `MemAvailable` of /proc/meminfo, in bytes.
 fn mem_available(meminfo: &str) -> Option<u64> {
     kib(meminfo, "MemAvailable:")?.checked_mul(1024)
 }
 
-/// What the tightest limit above the process leaves. Pages of files that nobody has used lately are left, for the system drops them first; those in
-/// use count as used though it would drop them too: this errs to the side of care.
+/// Returns what the tightest limit above the process leaves. Inactive file pages count as free, since the system drops them first;
+/// active ones count as used, although it could drop them too.
 fn left_in_group(cgroup: &str) -> Option<u64> {
     groups_of(cgroup).iter().filter_map(Group::left).min()
 }
 
-/// What the tightest limit leaves if what can be is dropped or swapped.
+/// Returns what the tightest limit leaves after dropping and swapping all that is possible.
 fn takable_in_group(cgroup: &str) -> Option<u64> {
     groups_of(cgroup).iter().filter_map(Group::takable).min()
 }
 
-/// A control group, in the version of control groups that it is of.
+/// A memory control group, of cgroup version 1 or 2.
 #[derive(Debug)]
 struct Group {
     path: PathBuf,
     files: &'static Files,
 }
 
-/// What a version calls the numbers of a group's memory.
+/// File names of a cgroup version.
 #[derive(Debug)]
 struct Files {
-    /// Where its groups are.
+    /// Mount point of its hierarchy.
     root: &'static str,
     limit: &'static str,
     used: &'static str,
-    /// Pages of files, in the group's statistics: those that nobody has used lately, and the others.
+    /// Keys of inactive and active file pages in the group's statistics.
     inactive_files: &'static str,
     active_files: &'static str,
     swap_limit: &'static str,
     swap_used: &'static str,
-    /// Whether the two numbers of swap have memory in them.
+    /// True if the two numbers of swap include memory.
     swap_has_memory: bool,
 }
 
@@ -133,8 +133,8 @@ const VERSION_1: Files = Files {
     swap_has_memory: true,
 };
 
-/// The groups that limit a process, from its own to the outermost, by what the system says of it (`/proc/self/cgroup`). A container sees
-/// its own group as the outermost, whatever it is called outside.
+/// Returns the memory control groups of a process, from its own to the outermost, by its `/proc/self/cgroup`. In a container its
+/// own group is the outermost, whatever its path outside.
 fn groups_of(cgroup: &str) -> Vec<Group> {
     let own = |line: &'static Files, path: &str| {
         let root = Path::new(line.root);
@@ -160,24 +160,24 @@ impl Group {
         fs::read_to_string(self.path.join(name)).ok()?.trim().parse().ok()
     }
 
-    /// A number of the group's statistics; 0 if it is not there.
+    /// Returns a number of the group's statistics; 0 if it is missing.
     fn counted(&self, name: &str) -> u64 {
         let stat = fs::read_to_string(self.path.join("memory.stat")).unwrap_or_default();
         let value = |line: &str| line.strip_prefix(name)?.trim().parse().ok();
         stat.lines().find_map(value).unwrap_or(0)
     }
 
-    /// What its limit leaves; none without one. Version 1 has a limit that is no less than everything there is.
+    /// Returns what the group's limit leaves; `None` without a limit. The unlimited value of version 1 exceeds all memory.
     fn left(&self) -> Option<u64> {
         let used = self.number(self.files.used)?.saturating_sub(self.counted(self.files.inactive_files));
         Some(self.number(self.files.limit)?.saturating_sub(used))
     }
 
-    /// The same if it drops what it can, and swaps as far as it may.
+    /// Returns what the group's limit leaves after dropping its file pages and swapping as much as it may.
     fn takable(&self) -> Option<u64> {
         let left = self.left()?;
         let dropped = self.counted(self.files.active_files);
-        // No limit of its own: the system's counts.
+        // Without a swap limit of the group, the system's free swap is the limit.
         let swap = self.number(self.files.swap_limit).map_or(u64::MAX, |limit| {
             let swap = limit.saturating_sub(self.number(self.files.swap_used).unwrap_or(0));
             if self.files.swap_has_memory { swap.saturating_sub(left) } else { swap }

@@ -7,20 +7,21 @@ use lockstep_observe::metrics::{MemoryUse, PredictedMemory};
 use lockstep_plan::{MemoryBytes, MemoryCategory};
 use lockstep_planner::forecast::{Copies, Training};
 
-/// What the ranks of a run that has begun were predicted to hold.
+/// Predicted memory of the ranks of a run that has started.
 #[derive(Debug, Clone)]
 pub(crate) struct Predicted {
-    /// Of several, in their order.
+    /// Prediction of each rank; empty for a run of one rank.
     pub(crate) by_rank: Vec<PredictedMemory>,
-    /// The most that any holds of each category.
+    /// The most that any rank holds, by category.
     pub(crate) greatest: PredictedMemory,
 }
 
 impl Predicted {
-    /// What the engines of `ranks`, which all call this together, were predicted to hold, with the copies that the run makes.
+    /// Gathers the predictions of the engines of all ranks, with the copies of the state that the run makes. Collective: every rank
+    /// calls it.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a rank does not answer.
     pub(crate) fn of(config: &RunConfig, engine: &Engine, ranks: &Ranks) -> Result<Self, CommError> {
         let mut own = engine.predicted_memory().by_category();
         let Copies { kept, saved } =
@@ -33,13 +34,13 @@ impl Predicted {
         Ok(Self { by_rank: several.map(|one| PredictedMemory(one.by_category)).collect(), greatest })
     }
 
-    /// The rank that holds most, and how many bytes that are.
+    /// Returns the rank that holds most, with its bytes.
     pub(crate) fn largest(&self) -> (usize, MemoryBytes) {
         let largest = self.by_rank.iter().enumerate().rev().max_by_key(|(_, memory)| memory.0.total());
         largest.map_or((0, self.greatest.0), |(rank, memory)| (rank, memory.0))
     }
 
-    /// What all ranks hold together.
+    /// Returns the bytes of all ranks together.
     pub(crate) fn total(&self) -> usize {
         if self.by_rank.is_empty() {
             self.greatest.0.total()

@@ -1,4 +1,4 @@
-//! From a configuration to a model and an engine for it.
+//! From a configuration to a model and its engine.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -14,10 +14,10 @@ use lockstep_tensor::{Arena, ScratchFile};
 
 use crate::Error;
 
-/// An engine for the run; its weights are zero.
+/// Builds the engine of the run; its weights are zero.
 ///
 /// # Errors
-/// Out of memory, no threads.
+/// If memory or threads cannot be had, the plan does not fit, or the offload directory is in memory itself.
 pub(crate) fn build_engine(
     config: &RunConfig,
     model: &ResolvedModel,
@@ -38,7 +38,7 @@ pub(crate) fn build_engine(
     let builder = Engine::builder(&model.config, plan).tuning(&model.tuning).groups(groups);
     let engine = builder.options(engine_options(config)).build(arena);
     let mut engine = engine.map_err(|error| match error {
-        // How much a unit reads is known when the model is recorded.
+        // The parameters that a unit reads are known only after recording.
         EngineError::TooFewLive(few) => Error::from(too_few_live(config, few)),
         error => error.into(),
     })?;
@@ -53,10 +53,10 @@ pub(crate) fn build_engine(
     Ok(engine)
 }
 
-/// The weights that the run starts from: those of the model's directory, or what the initializers give.
+/// Loads the run's initial weights: those of the model's directory, or those of the initializers.
 ///
 /// # Errors
-/// Damaged weights.
+/// If the weights cannot be read, are damaged, or are those of another model.
 pub(crate) fn load_first_weights(
     config: &RunConfig,
     model: &ResolvedModel,
@@ -75,7 +75,7 @@ pub(crate) fn load_first_weights(
             })?;
             let path = std::path::absolute(directory.path()).unwrap_or_else(|_| directory.path().to_owned());
             if let Some(digest) = digest {
-                // It is read once; a second reading would find the same.
+                // The directory is read once; a second reading would find the same.
                 let _ = model.base.set(BaseModel { path, digest });
             }
             load_first_adapter(config, model, engine)
@@ -83,7 +83,7 @@ pub(crate) fn load_first_weights(
     }
 }
 
-/// The adapter that the run begins with: the one it goes on from, or what the initializers give.
+/// Loads the initial adapter: the one that training continues from, or that of the initializers.
 fn load_first_adapter(config: &RunConfig, model: &ResolvedModel, engine: &mut Engine) -> Result<(), Error> {
     let given: HashMap<&str, &[f32]> = model.adapter.iter().flat_map(PeftAdapter::parameters).collect();
     let is_adapter = |id: &ParameterId| Adapter::owns(&engine.records()[id.0].name);
@@ -97,19 +97,22 @@ fn load_first_adapter(config: &RunConfig, model: &ResolvedModel, engine: &mut En
     Ok(())
 }
 
-/// Takes weights by name.
+/// Callback that takes a parameter's name and values.
 type Sink<'s> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), Error>;
 
-/// Loads the weights that `read` hands over.
+/// Loads the weights that `read` passes to its callback.
+///
+/// # Errors
+/// If the weights lack a parameter of the model or have others.
 fn load_weights(engine: &mut Engine, read: impl FnOnce(Sink<'_>) -> Result<(), Error>) -> Result<(), Error> {
-    // Also those that other stages of a pipeline hold: this one passes them over.
+    // Includes parameters of other pipeline stages, which this rank skips.
     let owned = engine.records().iter().enumerate().filter(|(_, record)| record.tie.is_none());
     let ids: HashMap<String, ParameterId> =
         owned.map(|(index, record)| (record.name.clone(), ParameterId(index))).collect();
     let mut missing: BTreeSet<String> = ids.keys().filter(|name| !Adapter::owns(name)).cloned().collect();
     let mut left_over = Vec::new();
     read(&mut |name, values| -> Result<(), Error> {
-        // The directory was matched with its own configuration, which [model] may have changed.
+        // The directory was checked against its own configuration, which [model] may override.
         let Some(&id) = ids.get(name) else {
             left_over.push(name.to_owned());
             return Ok(());

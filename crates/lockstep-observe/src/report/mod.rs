@@ -51,12 +51,12 @@ pub struct Beginning<'a> {
     pub data: Value,
 }
 
-/// What the devices of all ranks could do at best in the type of the run.
+/// Peak of the devices of all ranks in the compute type of the run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DevicePeak {
-    /// Operations a second of all ranks together; a multiply-add counts two.
+    /// FLOP/s of all ranks together; a multiply-add counts two.
     pub flops_per_s: f64,
-    /// Who has measured it, in words.
+    /// Source of the measurement, in words.
     pub source: &'static str,
 }
 

@@ -1,12 +1,13 @@
-//! The planner beside published runs: what it predicts for each, and what was measured.
+//! Predictions of the planner against published runs.
 //!
 //! ```text
 //! cargo bench -p lockstep-planner --bench published [-- --json] [--quick] [--only WORD] [NAME=CLUSTER.toml ...]
 //! ```
 //!
-//! Every row of a kind of machine is predicted with the same constants: those of the preset, or of the cluster file that stands in for it.
-//! Some rows those constants were chosen with; the others, marked "held out", show what predictions of other runs are worth. At the end
-//! stands how far each family of rows is off. `--quick` leaves out pipelines with many stages, whose simulation takes a second.
+//! All rows of one kind of machine are predicted with the same constants: those of the preset, or of the cluster file given in its
+//! place. Some rows were used to fit those constants. The others, marked "held out", show the accuracy of predictions of other
+//! runs. The summary at the end has the errors of each family of rows. `--quick` leaves out pipelines with many stages, whose
+//! simulation takes a second.
 
 mod rows;
 
@@ -16,7 +17,7 @@ use lockstep_planner::cluster::Cluster;
 use rows::{Role, Row};
 use serde_json::json;
 
-/// How far a row is off.
+/// A row with its predicted and its measured rate.
 struct Outcome {
     row: Row,
     predicted: f64,
@@ -77,7 +78,7 @@ fn main() {
     summarize(&outcomes);
 }
 
-/// Prints how far each family is off, in the order of the rows, those that constants were chosen with first.
+/// Prints the errors of each family, in the order of the rows; fitted rows first.
 fn summarize(outcomes: &[Outcome]) {
     println!("\n{:<40} {:>5} {:>8} {:>8}", "", "rows", "median", "largest");
     let print = |name: &str, of: &dyn Fn(&Row) -> bool| {

@@ -3,24 +3,24 @@
 /// A model on machines.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Question {
-    /// A preset of models.
+    /// Name of a model preset.
     pub(crate) model: &'static str,
-    /// A preset of clusters.
+    /// Name of a cluster preset.
     pub(crate) cluster: &'static str,
     /// Tokens of a sequence.
     pub(crate) seq_len: usize,
-    /// Sequences of a step.
+    /// Sequences of a global batch.
     pub(crate) global_batch: usize,
-    /// Whether any plan fits.
+    /// True if any plan fits.
     pub(crate) fits: bool,
     /// Most candidates that may be evaluated for the three best plans.
     pub(crate) most_valued: usize,
-    /// Whether it is answered in half a second.
+    /// True if the answer takes less than half a second.
     pub(crate) is_quick: bool,
 }
 
 impl Question {
-    /// The keys of a run in bf16.
+    /// Returns the settings of a run in bf16.
     pub(crate) fn settings(&self) -> Vec<String> {
         vec![
             format!("model.preset={}", self.model),
@@ -31,7 +31,7 @@ impl Question {
     }
 }
 
-/// A question that is asked in every test run.
+/// Returns a question that every test run asks.
 const fn quick(
     model: &'static str,
     cluster: &'static str,
@@ -42,7 +42,7 @@ const fn quick(
     Question { model, cluster, seq_len, global_batch, fits: true, most_valued, is_quick: true }
 }
 
-/// A question that is asked in long tests.
+/// Returns a question that only long tests ask.
 const fn long(
     model: &'static str,
     cluster: &'static str,
@@ -53,12 +53,12 @@ const fn long(
     Question { model, cluster, seq_len, global_batch, fits: true, most_valued, is_quick: false }
 }
 
-/// A question to which no plan is the answer.
+/// Returns a question for which no plan fits.
 const fn misfit(model: &'static str, cluster: &'static str, seq_len: usize, global_batch: usize) -> Question {
     Question { model, cluster, seq_len, global_batch, fits: false, most_valued: usize::MAX, is_quick: true }
 }
 
-/// All of them.
+/// The planner's usual questions, by model size.
 pub(crate) const QUESTIONS: &[Question] = &[
     quick("gpt2-124m", "dgx-a100", 1024, 512, 50),
     quick("gpt2-124m", "dgx-h100", 1024, 512, 50),

@@ -1,4 +1,4 @@
-//! Memory over a step: what always stands, and activations as micro-batches come and go.
+//! Memory over a step: the constant part, and activations as micro-batches come and go.
 
 use std::fmt::Write;
 
@@ -9,7 +9,7 @@ use super::svg::{WIDTH, colour, figure, legend, line, note, svg, table, text, te
 use crate::details::MemoryCurve;
 use crate::{Details, Evaluated};
 
-/// Width of a column of the picture: of what happens in one its ends, its least and its most are drawn.
+/// Width of a column of the picture: of the values in a column the first, the last, the least and the greatest are drawn.
 const COLUMN: f64 = 2.0;
 /// Largest ratio of capacity to booked bytes at which the capacity is drawn.
 const MOST_ROOM: f64 = 3.0;
@@ -17,7 +17,7 @@ const MOST_ROOM: f64 = 3.0;
 /// Draws the memory that some pipeline ranks have in use over a step.
 pub(super) fn memory(best: &Evaluated, details: &Details) -> String {
     let ranks = details.memory.len();
-    // The ends, the middle, and the one that needs most.
+    // The ends, the middle, and the rank that books most.
     let mut shown = vec![0, ranks / 2, ranks.saturating_sub(1), best.largest().0];
     shown.sort_unstable();
     shown.dedup();
@@ -25,7 +25,7 @@ pub(super) fn memory(best: &Evaluated, details: &Details) -> String {
     let (left, top, height) = (76.0, 14.0, 164.0);
     let booked = details.memory.iter().map(|curve| curve.booked_bytes as f64).fold(1.0, f64::max);
     let limit_bytes = best.capacity_bytes as f64;
-    // A limit far above everything would leave nothing to be seen.
+    // A limit far above the curves would flatten them.
     let shows_limit = limit_bytes <= MOST_ROOM * booked;
     let most = if shows_limit { booked.max(limit_bytes) } else { 1.1 * booked };
     let x = (WIDTH - left) / best.step.step_ms.max(f64::MIN_POSITIVE);
@@ -75,7 +75,7 @@ fn name_of(rank: usize, ranks: usize) -> String {
     if ranks > 1 { format!("pipeline rank {rank}") } else { "each rank".to_owned() }
 }
 
-/// Corners of a curve, as an SVG path has them.
+/// Returns the corners of a curve as an SVG path.
 fn path(curve: &MemoryCurve, step_ms: f64, at: impl Fn(f64, f64) -> [f64; 2]) -> String {
     let corner = |(ms, bytes): (f64, usize)| at(ms, bytes as f64);
     let corners: Vec<[f64; 2]> = curve.points.iter().copied().map(corner).collect();

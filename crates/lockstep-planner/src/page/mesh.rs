@@ -1,4 +1,4 @@
-//! The mesh on the machines: nodes with their devices, and who of them works on what.
+//! The mesh on the machines: nodes, their devices, and the pipeline rank or part of the batch of each.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -10,10 +10,11 @@ use super::svg::{COLOURS, WIDTH, colour, legend, note, rectangle, svg, text};
 use crate::Evaluated;
 use crate::cluster::Cluster;
 
-/// Nodes that are drawn at most.
+/// Most nodes that are drawn.
 const MOST_NODES: usize = 8;
 
-/// Returns the links that the axes use: that which joins all ranks of a group, and how many of them share a node where not all do.
+/// Returns the links that the axes use: for each axis the link that joins a whole group, and the ranks of a group per node if it
+/// spans nodes.
 pub(super) fn links(cluster: &Cluster, best: &Evaluated) -> String {
     let mesh = &best.plan.mesh;
     let mut stride = 1;
@@ -40,15 +41,15 @@ pub(super) fn links(cluster: &Cluster, best: &Evaluated) -> String {
     words.join(", ")
 }
 
-/// A node that has any ranks.
+/// A node that runs any ranks.
 #[derive(Debug, Clone, PartialEq)]
 struct Node {
     ranks: Range<usize>,
-    /// Its number among the kinds of nodes.
+    /// Index of its kind of node in the cluster.
     kind: usize,
 }
 
-/// The nodes of so many ranks: of one kind as the prediction shares them out, else one after the other.
+/// Returns the nodes of `ranks` ranks: in a uniform cluster filled evenly, as the prediction does; in a mixed one filled in order.
 fn nodes(cluster: &Cluster, ranks: usize) -> Vec<Node> {
     let of_a_node = ranks.div_ceil(cluster.node_count().max(1)).max(1);
     let of_kind = |kind: usize| {
@@ -65,8 +66,8 @@ fn nodes(cluster: &Cluster, ranks: usize) -> Vec<Node> {
     (0..cluster.nodes.len()).flat_map(of_kind).map_while(node).collect()
 }
 
-/// Numbers of the nodes that are drawn: all; or of many the first two, the first of each other kind, those where the next ranks of the
-/// pipeline begin, and the last.
+/// Returns the indices of the nodes to draw: all, or of many the first two, the first of each other kind, those where the next
+/// pipeline ranks begin, and the last.
 fn drawn_nodes(nodes: &[Node], of_a_stage: usize) -> Vec<usize> {
     if nodes.len() <= MOST_NODES {
         return (0..nodes.len()).collect();
@@ -86,8 +87,8 @@ fn drawn_nodes(nodes: &[Node], of_a_stage: usize) -> Vec<usize> {
     drawn.into_iter().collect()
 }
 
-/// The first nodes and their devices, coloured by rank of the pipeline, or by part of the batch without one. The number is that of the
-/// device's rank; a frame is around ranks that share each matrix.
+/// Draws nodes and their devices, coloured by pipeline rank, or without a pipeline by part of the batch. The number is the device's
+/// rank; a frame is around a tensor-parallel group.
 pub(super) fn mesh(cluster: &Cluster, best: &Evaluated) -> String {
     let ranks = best.devices;
     let nodes = nodes(cluster, ranks);
@@ -159,7 +160,8 @@ pub(super) fn mesh(cluster: &Cluster, best: &Evaluated) -> String {
     picture + &note(&notes.join(" "))
 }
 
-/// The ranks among `here` that share matrices, row by row of `in_a_row`; none where nobody shares any.
+/// Returns the tensor-parallel groups among the ranks `here`, each cut at the ends of rows of `in_a_row` devices; empty without
+/// tensor parallelism.
 fn frames(here: Range<usize>, tensor: usize, in_a_row: usize) -> Vec<Range<usize>> {
     if tensor < 2 {
         return Vec::new();

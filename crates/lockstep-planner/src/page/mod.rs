@@ -1,8 +1,8 @@
-//! A plan on one page that needs nothing else: the mesh on the machines, the step's timeline, what is sent, memory over time, rooflines
-//! and the ranking.
+//! A plan as one self-contained HTML page: the mesh on the machines, the step's timeline, traffic, memory over time, rooflines and
+//! the ranking.
 //!
-//! All of it is drawn here, as SVG. The page's one script draws the timeline once more, so that one can zoom into it; without it the page
-//! lacks nothing else. Figures say where `plan --json` has them, and tests hold them to that.
+//! Everything is drawn here, as SVG. The page's one script draws the timeline again so that a reader can zoom into it; without it
+//! the page lacks nothing else. Each figure names its place in `plan --json`, and tests compare the two.
 
 mod memory;
 mod mesh;
@@ -30,20 +30,20 @@ const SCRIPT: &str = include_str!("../../assets/plan.js");
 /// The content of a page.
 #[derive(Debug, Clone, Copy)]
 pub struct Page<'a> {
-    /// The best plans, or the one that was asked for; the pictures are of the first.
+    /// The best plans, or the one that was asked for; the pictures show the first.
     pub ranking: &'a [Evaluated],
     /// Parts of the step of the first plan.
     pub details: &'a Details,
     /// Plans that differ from the first in one choice.
     pub neighbours: &'a [Neighbour],
-    /// The search, if there was one.
+    /// The search; `None` if the plan was given.
     pub searched: Option<&'a Searched>,
-    /// The command that made it.
+    /// The command that made the page.
     pub command: Option<&'a str>,
 }
 
 impl Page<'_> {
-    /// The page, for the plans of `planner`; empty without a plan.
+    /// Returns the page for the plans of `planner`; empty if there is no plan.
     pub fn html(&self, planner: &Planner) -> String {
         let Self { ranking, details, neighbours, searched, command } = *self;
         let Some(best) = ranking.first() else { return String::new() };
@@ -104,7 +104,7 @@ impl Page<'_> {
     }
 }
 
-/// Returns the part that takes most of the step.
+/// Returns the largest part of the step and its share, in words.
 fn bound(best: &Evaluated) -> String {
     let largest = parts(&best.step).max_by(|a, b| a.ms.total_cmp(&b.ms));
     largest.map_or(String::new(), |part| {
@@ -119,7 +119,7 @@ fn pieces(best: &Evaluated) -> Vec<(f64, String, String)> {
     parts(&best.step).enumerate().map(piece).collect()
 }
 
-/// One bar of the parts of the step, with their names.
+/// Draws the parts of the step as one bar, with their names.
 fn stacked(best: &Evaluated) -> String {
     let name = |(index, StepPart { key, name, ms, .. }): (usize, StepPart)| {
         let figure = figure(&format!("/ranking/0/step_parts_ms/{key}"), ms, &human::step_time(ms));
@@ -129,7 +129,7 @@ fn stacked(best: &Evaluated) -> String {
     format!("{}<div class=\"legend\">{names}</div>", bar(&pieces(best), ""))
 }
 
-/// Returns the title of a roofline: its device, and on unlike nodes its pipeline ranks.
+/// Returns the title of a roofline: its device, and in a mixed cluster its pipeline ranks.
 fn title_of(roofline: &Roofline, details: &Details) -> String {
     let mut title = "The roofline of a micro-batch".to_owned();
     if details.rooflines.len() > 1 {
@@ -146,7 +146,7 @@ fn title_of(roofline: &Roofline, details: &Details) -> String {
 }
 
 impl Planner {
-    /// The model by its name and its size.
+    /// Returns the model's name and size.
     fn model_in_words(&self) -> String {
         format!("{} ({} parameters)", self.model_name(), human::billions(self.parameters() as f64))
     }
@@ -164,7 +164,7 @@ fn batch_in_words(best: &Evaluated) -> String {
     )
 }
 
-/// Says so where a rank would book more than it may; nothing where all fit.
+/// Returns a warning if a rank would book more than it may; empty if all fit.
 fn verdict(best: &Evaluated) -> String {
     if best.fits {
         return String::new();
@@ -378,7 +378,7 @@ mod tests {
             for tag in ["section", "svg", "table", "div", "p", "main"] {
                 let (opened, closed) =
                     (page.matches(&format!("<{tag}")).count(), page.matches(&format!("</{tag}>")).count());
-                // Of these some are longer names of others.
+                // Some of these are prefixes of others.
                 let longer = ["<polyline", "<path"].iter().filter(|_| tag == "p");
                 let longer: usize = longer.map(|longer| page.matches(longer).count()).sum();
                 assert_eq!(opened - longer, closed, "{tag}");
@@ -418,7 +418,7 @@ mod tests {
 
     #[test]
     fn no_point_is_above_the_roof_of_what_a_rank_has() {
-        // One rank has both cores, and so the bandwidth of both.
+        // The one rank has both cores and their bandwidth.
         for settings in [&["model.preset=baby-gpt"][..], &["model.preset=baby-gpt", "train.precision=bf16"]] {
             let config = RunConfig::parse("", "a test", settings).unwrap();
             let mut planner = Planner::new(config, Cluster::local(2, 16 << 30), Objective::Time).unwrap();

@@ -1,4 +1,4 @@
-//! The roofline of a micro-batch: each product by its shape, and whatever else there is to do, under the limits of a device.
+//! The roofline of a micro-batch: products by shape and all other tasks, under the limits of a device.
 
 use std::fmt::Write;
 
@@ -8,7 +8,7 @@ use super::rate;
 use super::svg::{WIDTH, colour, escaped, figure, legend, line, svg, table, text, text_around, text_before};
 use crate::{Point, Roofline};
 
-/// Rows of the table that are seen at once; the others unfold.
+/// Rows of the table that are shown; the others unfold.
 const FIRST_ROWS: usize = 10;
 const PASSES: [Pass; 4] = [Pass::Forward, Pass::Recompute, Pass::BackwardInputs, Pass::BackwardWeights];
 
@@ -16,8 +16,8 @@ fn colour_of(pass: Pass) -> String {
     colour(PASSES.iter().position(|other| *other == pass).unwrap_or(0))
 }
 
-/// Every kind of task under the device's roof: the larger a point the more of a micro-batch it takes. `number` is that of the roofline
-/// among the plan's.
+/// Draws every kind of task under the device's roof; the area of a point grows with its share of a micro-batch. `number` is the
+/// index of the roofline in the plan's details.
 pub(super) fn roofline(roofline: &Roofline, number: usize) -> String {
     let Roofline { peak, bandwidth, points, .. } = roofline;
     let (left, height) = (90.0, 260.0);
@@ -53,7 +53,7 @@ pub(super) fn roofline(roofline: &Roofline, number: usize) -> String {
     text_before(&mut body, [slope[0] - 6.0, slope[1] - 8.0], &rate(*bandwidth, "B/s"));
     text_before(&mut body, [WIDTH - 20.0, height + 30.0], "operations for each byte of memory");
     let all = roofline.seconds().max(f64::MIN_POSITIVE);
-    // Small ones above large ones.
+    // Points are sorted by time, so small ones are drawn above large ones.
     for point in points.iter().filter(|point| point.flops > 0.0) {
         let [x, y] = at(point.intensity(), point.rate());
         let share = point.seconds / all;
@@ -63,7 +63,7 @@ pub(super) fn roofline(roofline: &Roofline, number: usize) -> String {
             rate(point.rate(), "FLOP/s"),
             share * 100.0
         );
-        // What is no product has a ring.
+        // Tasks other than products are drawn as rings.
         let opacity = if point.shape.is_some() { 0.65 } else { 0.15 };
         let colour = colour_of(point.pass);
         let _ = write!(
@@ -131,12 +131,12 @@ fn row(roofline: &Roofline, index: usize, number: usize) -> Vec<String> {
     ]
 }
 
-/// With as many digits as say something.
+/// Formats a number with as many digits as are significant.
 fn digits(number: f64) -> String {
     if number < 10.0 { format!("{number:.2}") } else { format!("{number:.0}") }
 }
 
-/// Powers of ten between two numbers.
+/// Returns the powers of ten between two numbers.
 fn decades(least: f64, most: f64) -> impl Iterator<Item = f64> {
     let (from, to) = (least.log10().ceil() as i32, most.log10().floor() as i32);
     (from..=to).map(|power| 10.0_f64.powi(power))

@@ -1,19 +1,19 @@
-//! Parts of the pictures on a plan's page: shapes, words and legends.
+//! Parts of the pictures on a plan's page: shapes, text and legends.
 
 use std::fmt::Write;
 
 use serde::Serialize;
 
-/// Width of every picture in its own units.
+/// Width of every picture in SVG units.
 pub(super) const WIDTH: f64 = 1080.0;
-/// The style sheet's colours.
+/// Colours of the style sheet.
 pub(super) const COLOURS: [&str; 8] = ["--a", "--b", "--c", "--d", "--e", "--f", "--g", "--h"];
 
 pub(super) fn colour(index: usize) -> String {
     format!("var({})", COLOURS[index % COLOURS.len()])
 }
 
-/// Text that stands for itself in HTML.
+/// Escapes text for HTML.
 pub(super) fn escaped(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
@@ -28,13 +28,13 @@ pub(super) fn escaped(text: &str) -> String {
     escaped
 }
 
-/// A figure in words, with its exact value and with where `plan --json` has it: a JSON pointer. Tests hold one to the other.
+/// Returns a figure as text, with its exact value and its JSON pointer into `plan --json`; tests compare the two.
 pub(super) fn figure(pointer: &str, value: impl Serialize, words: &str) -> String {
     let value = serde_json::to_string(&value).unwrap_or_default();
     format!("<data value=\"{}\" data-of=\"{}\">{}</data>", escaped(&value), escaped(pointer), escaped(words))
 }
 
-/// A note under a picture.
+/// Returns a note under a picture.
 pub(super) fn note(words: &str) -> String {
     if words.is_empty() { String::new() } else { format!("<p class=\"small\">{}</p>", escaped(words)) }
 }
@@ -46,7 +46,7 @@ pub(super) fn legend(entries: impl IntoIterator<Item = (String, String)>) -> Str
     format!("<div class=\"legend\">{}</div>", entries.into_iter().map(entry).collect::<String>())
 }
 
-/// A table whose first column stays where it is; cells are HTML.
+/// Returns a table with a fixed first column; cells are HTML.
 pub(super) fn table(names: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     let cells = |tag: &str, cells: &[String]| -> String {
         cells.iter().map(|cell| format!("<{tag}>{cell}</{tag}>")).collect()
@@ -84,17 +84,17 @@ pub(super) fn text(to: &mut String, [x, y]: [f64; 2], class: &str, words: &str) 
     let _ = write!(to, "<text x=\"{x:.1}\" y=\"{y:.1}\" class=\"{class}\">{}</text>", escaped(words));
 }
 
-/// Words that end at `x`.
+/// Adds text that ends at `x`.
 pub(super) fn text_before(to: &mut String, [x, y]: [f64; 2], words: &str) {
     let _ = write!(to, "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"end\">{}</text>", escaped(words));
 }
 
-/// Words around `x`.
+/// Adds text centred at `x`.
 pub(super) fn text_around(to: &mut String, [x, y]: [f64; 2], words: &str) {
     let _ = write!(to, "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"middle\">{}</text>", escaped(words));
 }
 
-/// Parts of a bar `share` of its column wide, each a share of them with a title and a colour.
+/// Returns a stacked bar. Each part is (amount, title, colour); `looks` is its CSS.
 pub(super) fn bar(parts: &[(f64, String, String)], looks: &str) -> String {
     let sum: f64 = parts.iter().map(|(part, ..)| part).sum();
     let piece = |(part, title, colour): &(f64, String, String)| {

@@ -1,4 +1,4 @@
-//! The timeline of a step: a picture of it as a whole, and every pass for whoever zooms in, which the page's script draws.
+//! The timeline of a step: a picture of the whole, and the data of every pass, which the page's script draws when a reader zooms in.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -10,19 +10,19 @@ use serde_json::json;
 use super::svg::{WIDTH, colour, legend, note, rectangle, svg, text};
 use crate::Evaluated;
 
-/// Ranks that the picture has at most; of more some from the first to the last.
+/// Most ranks in the picture; of more, evenly spaced ones from the first to the last.
 const MOST_RANKS: usize = 16;
-/// Passes narrower than this on average are drawn as shares of stretches of the step, each this wide.
+/// Width below which passes, on average, are drawn as shares of ranges of the step, each `STRETCH` wide.
 const LEAST_PASS: f64 = 3.0;
 const STRETCH: f64 = 12.0;
-/// Passes that a page has at most to zoom into; of more those of the ranks that the picture has.
+/// Most passes in the page's data; beyond, only those of the drawn ranks.
 const MOST_PASSES: usize = 400_000;
-/// Waiting times are told in so many parts of the step.
+/// Waiting times are given in ticks, of which a step has this many.
 const TICKS: f64 = (1 << 22) as f64;
 
 const KINDS: [&str; 5] = ["forward", "backward", "backward of weights", "sums of gradients", "update"];
 
-/// Numbers of the ranks that are drawn: all, or some from the first to the last.
+/// Returns the ranks that are drawn: all, or evenly spaced ones from the first to the last.
 fn drawn_ranks(ranks: usize) -> Vec<usize> {
     if ranks <= MOST_RANKS {
         return (0..ranks).collect();
@@ -49,7 +49,7 @@ fn kind_of(kind: PassKind) -> usize {
     }
 }
 
-/// The passes of a rank of the pipeline; without one those of every rank, one micro-batch after the other.
+/// Returns the passes of a pipeline rank; without a pipeline those of every rank, one micro-batch after the other.
 fn passes(best: &Evaluated, rank: usize) -> Vec<Pass> {
     let of_span = |span: &lockstep_plan::schedule::Span| match span.action {
         Action::Compute(pass) => {
@@ -60,7 +60,7 @@ fn passes(best: &Evaluated, rank: usize) -> Vec<Pass> {
     best.spans(rank).iter().filter_map(of_span).collect()
 }
 
-/// Returns the spans after the passes: begin, length and kind.
+/// Returns the spans after the passes, as (begin, length, kind).
 fn after(best: &Evaluated) -> impl Iterator<Item = (f64, f64, usize)> {
     let step = &best.step;
     let (gradients_ms, update_ms) = (step.gradients_ms, step.update_ms);
@@ -95,7 +95,7 @@ pub(super) fn timeline(best: &Evaluated) -> String {
             for pass in &passes {
                 let (start, width) = (left + pass.start * scale, (pass.end - pass.start) * scale);
                 let title = format!("{} {}", KINDS[pass.kind], human::step_time(pass.end - pass.start));
-                // A gap says where one micro-batch ends.
+                // A gap marks the border between micro-batches.
                 rectangle(&mut body, [start, y, (width - 0.8).max(0.4), height], &colour(pass.kind), &title);
             }
         }
@@ -125,7 +125,7 @@ pub(super) fn timeline(best: &Evaluated) -> String {
     )
 }
 
-/// Passes that are narrower than a line: how much of each stretch of the step a rank is at which kind of them, as heights.
+/// Draws passes that are narrower than a line: for each range of the step, the share of each kind of pass as a height.
 fn bands(to: &mut String, passes: &[Pass], scale: f64, [left, y, height]: [f64; 3]) {
     let end = passes.iter().map(|pass| pass.end).fold(0.0, f64::max) * scale;
     let mut shares = vec![[0.0_f64; 3]; (end / STRETCH).ceil() as usize + 1];
@@ -155,7 +155,7 @@ fn bands(to: &mut String, passes: &[Pass], scale: f64, [left, y, height]: [f64; 
     }
 }
 
-/// Returns the passes for the script, in a short form: there may be hundreds of thousands.
+/// Returns the passes for the script in a compact form: there may be hundreds of thousands.
 fn data(best: &Evaluated) -> String {
     let all = ranks_of(best);
     let passes = |rank: usize| {
@@ -171,15 +171,15 @@ fn data(best: &Evaluated) -> String {
         "step_ms": best.step.step_ms, "tick_ms": tick_ms, "ranks": all, "kinds": KINDS,
         "after": after, "rows": rows,
     });
-    // Nothing in it may end the element that it stands in.
+    // The JSON must not close the element that it stands in.
     format!(
         "<script type=\"application/json\" id=\"passes\">{}</script>",
         data.to_string().replace('<', "\\u003c")
     )
 }
 
-/// The passes of a rank in their order, each a letter for its stage and kind: before it how many ticks the rank waits, if it does, and
-/// behind it the micro-batch, if it is not the next one of that letter.
+/// Encodes the passes of a rank in order, each as a letter for its stage and kind. A number before it is the ticks that the rank
+/// waits; `:N` behind it is the micro-batch, if it is not the next one of that letter.
 fn row(best: &Evaluated, rank: usize, tick_ms: f64) -> serde_json::Value {
     let mut letters: Vec<serde_json::Value> = Vec::new();
     let mut known: HashMap<(usize, PassKind), (usize, usize)> = HashMap::new();
@@ -192,7 +192,7 @@ fn row(best: &Evaluated, rank: usize, tick_ms: f64) -> serde_json::Value {
             letters.push(json!({ "stage": pass.stage, "kind": kind_of(pass.kind), "ms": ms }));
             (letters.len() - 1, 0)
         });
-        // What was rounded off before is waited for now, so that it never adds up.
+        // Rounding errors of earlier waits are corrected here, so that they never add up.
         let waited = ((span.start_ms - now_ms) / tick_ms.max(f64::MIN_POSITIVE)).round();
         if waited > 0.0 {
             let _ = write!(passes, "{waited:.0}");
@@ -208,7 +208,7 @@ fn row(best: &Evaluated, rank: usize, tick_ms: f64) -> serde_json::Value {
     json!({ "rank": rank, "letters": letters, "passes": passes })
 }
 
-/// The letter of a number: those of the alphabet, then what follows `À`.
+/// Returns the letter of an index: `A` to `Z`, then the characters from `À` on.
 fn letter(index: usize) -> char {
     let after = || char::from_u32(0xC0 + index.saturating_sub(26) as u32);
     u8::try_from(index)

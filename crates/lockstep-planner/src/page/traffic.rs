@@ -11,7 +11,7 @@ fn colour_of(sent: Sent) -> String {
     colour(sent as usize)
 }
 
-/// Bars of the links and a table of what goes over them.
+/// Draws a bar for each level of links, and a table of the traffic by kind.
 pub(super) fn traffic(cluster: &Cluster, best: &Evaluated, traffic: &StepTraffic) -> String {
     let StepTraffic { pipeline_rank, kinds, shared_ms } = traffic;
     if kinds.is_empty() {
@@ -33,7 +33,7 @@ pub(super) fn traffic(cluster: &Cluster, best: &Evaluated, traffic: &StepTraffic
     bars(cluster, best, kinds) + &legend(names) + &rows(cluster, kinds) + &shared + &note(&about)
 }
 
-/// Levels of links that anything goes over.
+/// Returns the levels of links with any traffic.
 fn levels(cluster: &Cluster, kinds: &[Traffic]) -> Vec<usize> {
     let is_used = |level: &usize| kinds.iter().any(|kind| kind.bytes[*level] > 0.0);
     (0..cluster.links.len()).filter(is_used).collect()

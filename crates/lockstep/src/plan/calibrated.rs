@@ -1,4 +1,4 @@
-//! `lockstep plan --calibrate`: what a machine's file learns from runs.
+//! `lockstep plan --calibrate`: calibrates a machine file by runs.
 
 use lockstep_config::human;
 use lockstep_planner::machine::{self, LocalMachine, measured_file};
@@ -10,7 +10,7 @@ use crate::exit::Failure;
 use crate::output::say;
 use crate::verify::plan_in_words;
 
-/// Learns from the runs that the arguments name, tells what, and writes it down.
+/// Calibrates the machine by the runs that the arguments name, prints the factors, and writes the file.
 pub(super) fn run(arguments: &Arguments) -> Result<(), Failure> {
     let (cluster, file) = match &arguments.cluster {
         Some(name) => (machine::cluster(name)?, Some(name.into())),

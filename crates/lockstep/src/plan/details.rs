@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use crate::output::say;
 
-/// The keys that a document has beside its plans.
+/// Returns the keys of a document beside its plans: traffic, rooflines and memory over time.
 pub(super) fn to_json(details: &Details, cluster: &Cluster) -> Map<String, Value> {
     let Details { traffic, rooflines, memory } = details;
     let memory = memory.iter().enumerate().map(curve);

@@ -1,16 +1,15 @@
-//! Mixtures of experts: NVIDIA's NeMo, Megatron-LM and Megatron Bridge in bf16, with as many tokens for each expert, as these
-//! benchmarks have it.
+//! Mixture-of-experts models: NVIDIA's NeMo, Megatron-LM and Megatron Bridge in bf16, with balanced experts, as in these benchmarks.
 
 use lockstep_planner::cluster::Software;
 
 use super::{Measured, Role, Row, parallel};
 
-/// All of them.
+/// Returns all rows of this file.
 pub(super) fn experts() -> Vec<Row> {
     [grok(), mixtral(), gpt_oss(), qwen()].into_iter().flatten().collect()
 }
 
-/// Ranks of each axis.
+/// Degree of each axis.
 #[derive(Debug, Clone, Copy)]
 struct Degrees {
     tensor: usize,
@@ -23,7 +22,7 @@ struct Degrees {
 
 const ALONE: Degrees = Degrees { tensor: 1, context: 1, pipeline: 1, chunks: 1, expert: 8, expert_tensor: 1 };
 
-/// What rows of this file differ in.
+/// A run in terms of the fields in which the rows of this file differ.
 struct Run {
     name: String,
     family: &'static str,
@@ -74,9 +73,9 @@ impl Run {
     }
 }
 
-/// Grok-1 of so many layers, in NeMo of January 2025 (github.com/NVIDIA/dgxc-benchmarking, grok1/README_314b.md and the configuration beside
-/// it) and of mid 2025 (grok1/README.md): an expert takes its even share and no more, nothing is computed again, tensor-parallel exchanges go
-/// beside products. Before, tensor-parallel ranks shared the matrices of experts as well.
+/// Grok-1 with so many layers, in NeMo of January 2025 (github.com/NVIDIA/dgxc-benchmarking, grok1/README_314b.md and its
+/// configuration) and of mid 2025 (grok1/README.md): a capacity factor of 1, no recomputation, tensor-parallel collectives
+/// overlapped with products. In the earlier version the experts' matrices were tensor-parallel as well.
 fn grok() -> Vec<Row> {
     let model = |layers: usize| -> Vec<String> {
         vec![
@@ -90,7 +89,7 @@ fn grok() -> Vec<Row> {
             "model.expert_capacity_factor=1.0".into(),
         ]
     };
-    // Devices, layers, tokens, context, pipeline, ranks that share out experts, batch, seconds.
+    // Devices, layers, sequence length, context, pipeline and expert degree, global batch, seconds.
     let before = [
         (8, 2, 4096, 1, 1, 2, 1024, 24.03),
         (16, 4, 4096, 1, 1, 4, 1024, 21.52),
@@ -138,8 +137,8 @@ fn grok() -> Vec<Row> {
 }
 
 /// Mixtral 8x7B: NeMo 24.07 on H200 (github.com/AI-Hypercomputer/gpu-recipes, training/a3ultra/mixtral-8x7b/nemo-pretraining-gke, with the
-/// configuration that it names), and Megatron-LM 0.9 on H100, whose figure and mapping stand in megatron/core/transformer/moe/README.md. By the
-/// latter the time was chosen that a device waits for its host where nothing is dropped.
+/// configuration that it names), and Megatron-LM 0.9 on H100 (figure and mapping from megatron/core/transformer/moe/README.md). The latter
+/// was used to fit the time that a device waits for its host when no token is dropped.
 fn mixtral() -> Vec<Row> {
     let model = |vocabulary: usize| {
         vec!["model.preset=mixtral-8x7b".into(), format!("model.vocab_size={vocabulary}")]
@@ -175,8 +174,8 @@ fn mixtral() -> Vec<Row> {
     vec![on_h200.row(), on_h100.row()]
 }
 
-/// GPT-OSS 120B in Megatron Bridge (github.com/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md, versions 25.11 and 26.02). Its
-/// attention has windows in every other layer, which are left out here.
+/// GPT-OSS 120B in Megatron Bridge (github.com/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md, versions 25.11 and
+/// 26.02). Its sliding windows in every other layer are ignored here.
 fn gpt_oss() -> Vec<Row> {
     let model = || -> Vec<String> {
         vec![
@@ -192,7 +191,7 @@ fn gpt_oss() -> Vec<Row> {
             "model.vocab_size=201088".into(),
         ]
     };
-    // Machines, devices of a node, tokens of a sequence, pipeline, ranks that share out experts, micro-batch, batch, tokens a second.
+    // Machines, devices of a node, sequence length, pipeline and expert degree, micro-batch, global batch, tokens per second.
     let runs = [
         ("H100", "dgx-h100", 8, 4096, 4, 8, 4, 512, 5630.0),
         ("H100", "dgx-h100", 8, 4096, 4, 8, 1, 1280, 5993.0),
@@ -202,7 +201,7 @@ fn gpt_oss() -> Vec<Row> {
         ("GB200", "gb200-nvl72", 4, 4096, 1, 64, 4, 1280, 15784.0),
     ];
     let of_pipeline = |pipeline: usize| {
-        // As many blocks on each rank, and embedding and head beside them.
+        // The same number of blocks on each rank; the embedding and the head are added to the first and the last.
         let stages = (pipeline > 1).then(|| "parallel.pipeline_stages=[10, 9, 9, 10]".to_owned());
         model().into_iter().chain(stages).collect()
     };
@@ -229,8 +228,8 @@ fn gpt_oss() -> Vec<Row> {
     runs.map(|run| row(run).row()).into()
 }
 
-/// Qwen3 235B-A22B in Megatron Bridge: on H100 by the log that github.com/NVIDIA/dgxc-benchmarking, qwen3/pretrain/README.md shows, on GB200 by
-/// the same summary.
+/// Qwen3 235B-A22B in Megatron Bridge: on H100 by the log in github.com/NVIDIA/dgxc-benchmarking, qwen3/pretrain/README.md, on
+/// GB200 by the same summary.
 fn qwen() -> Vec<Row> {
     let model = || -> Vec<String> {
         vec![

@@ -1,12 +1,12 @@
-//! Runs of whole papers that constants were chosen with: Narayanan et al. 2021 (arXiv 2104.04473, tables 1 and 2), Korthikanti et al. 2022
-//! (2205.05198, table 5), Grattafiori et al. 2024 (2407.21783, table 4).
+//! Runs of whole papers to which constants were fitted: Narayanan et al. 2021 (arXiv 2104.04473, tables 1 and 2), Korthikanti et
+//! al. 2022 (2205.05198, table 5), Grattafiori et al. 2024 (2407.21783, table 4).
 
 use lockstep_planner::cluster::Software;
 
 use super::{Gpt, Measured, Role, Row, gpt, parallel};
 
-/// Table 1 of Narayanan et al. 2021: parameters in 10⁹, layers, hidden size, heads, tensor, pipeline, devices, batch, micro-batch, chunks
-/// and TFLOP/s.
+/// A row of table 1 of Narayanan et al. 2021: parameters in 10⁹, layers, hidden size, heads, tensor degree, pipeline degree,
+/// devices, global batch, micro-batch, chunks and TFLOP/s.
 type MegatronRow = (f64, usize, usize, usize, usize, usize, usize, usize, usize, usize, f64);
 
 const MEGATRON: [MegatronRow; 10] = [
@@ -42,7 +42,7 @@ pub(super) fn megatron() -> Vec<Row> {
         settings.push("parallel.recompute=full".into());
         rows.push(row(format!("{params}B"), devices, settings, tflops));
     }
-    // Table 2: layers, hidden size, heads, pipeline, and for each number of devices the TFLOP/s.
+    // Table 2: layers, hidden size, heads, pipeline degree, global batch, and (devices, TFLOP/s) of each run.
     let larger = [
         (96, 12288, 96, 12, 1536, [(384, 153.0), (768, 149.0), (1536, 141.0)]),
         (105, 20480, 128, 35, 2240, [(560, 171.0), (1120, 167.0), (2240, 159.0)]),
@@ -55,7 +55,7 @@ pub(super) fn megatron() -> Vec<Row> {
             rows.push(row(format!("{layers} layers on {devices}"), devices, settings, tflops));
         }
     }
-    // ZeRO-3 in the same table: layers, hidden size, heads, batch, devices, micro-batch, TFLOP/s.
+    // ZeRO-3 in the same table: layers, hidden size, heads, global batch, devices, micro-batch, TFLOP/s.
     let zero = [
         (96, 12288, 96, 1536, 384, 4, 144.0),
         (96, 12288, 96, 1536, 768, 2, 88.0),
@@ -86,7 +86,7 @@ pub(super) fn megatron() -> Vec<Row> {
 }
 
 pub(super) fn korthikanti() -> Vec<Row> {
-    // Layers, hidden size, heads, pipeline, chunks, micro-batch, batch, seconds with full recomputation and with their work.
+    // Layers, hidden size, heads, pipeline degree, chunks, micro-batch, global batch, seconds with full and with selective recomputation.
     let runs = [
         ("22B", 48, 6144, 64, 1, 1, 4, 4, 1.42, 1.10),
         ("175B", 96, 12288, 96, 8, 3, 1, 64, 18.13, 13.75),
@@ -130,7 +130,7 @@ pub(super) fn korthikanti() -> Vec<Row> {
     rows
 }
 
-/// Table 4: sequence length, context, replicas, batch of a replica, devices, TFLOP/s.
+/// Table 4: sequence length, context degree, shard degree, batch of a data-parallel rank, devices, TFLOP/s.
 pub(super) fn llama3() -> Vec<Row> {
     let runs = [
         (8192, 1, 64, 32, 8192, 430.0),

@@ -1,7 +1,7 @@
-//! Runs that no constant was chosen with: other papers, other systems and other networks.
+//! Runs that were not used to fit any constant: other papers, other systems and other networks.
 //!
-//! Each is here because its source says all that its time depends on. What a source leaves open is named beside the row, and so are
-//! layers that no model family here has and something like it stands in for.
+//! The source of each states all that its time depends on. Assumptions are named at the row where a source leaves something open,
+//! or where a layer that no model family here has is approximated.
 
 use lockstep_planner::cluster::Software;
 
@@ -10,14 +10,14 @@ use super::{
     Measured, NEMOTRON_4_15B, NEMOTRON_4_340B, Role, Row, gpt, llama, parallel,
 };
 
-/// All of them.
+/// Returns all rows of this file.
 pub(super) fn held_out() -> Vec<Row> {
     [nemo(), bloom(), megascale(), fsdp_of_ibm(), torchtitan()].into_iter().flatten().collect()
 }
 
-/// NVIDIA's NeMo 24.09 to 24.12 in bf16, README files of github.com/NVIDIA/dgxc-benchmarking (nemo_megatron, nemotron, llama3.1) and the
-/// configurations beside them: distributed optimizer, nothing computed again (but attention of Nemotron-4 340B, which is left out),
-/// tensor-parallel exchanges beside products except for Nemotron-4 340B.
+/// NVIDIA's NeMo 24.09 to 24.12 in bf16, from README files of github.com/NVIDIA/dgxc-benchmarking (nemo_megatron, nemotron,
+/// llama3.1) and their configurations: distributed optimizer, no recomputation (that of attention in Nemotron-4 340B is ignored),
+/// tensor-parallel collectives overlapped with products except for Nemotron-4 340B.
 fn nemo() -> Vec<Row> {
     struct Run {
         name: &'static str,
@@ -27,7 +27,7 @@ fn nemo() -> Vec<Row> {
         pipeline: usize,
         chunks: usize,
         micro_batch: usize,
-        /// Sequences of a step and a data-parallel rank.
+        /// Sequences of a step on a data-parallel rank.
         of_rank: usize,
         is_beside: bool,
         seconds: &'static [(usize, f64)],
@@ -149,11 +149,11 @@ fn nemo() -> Vec<Row> {
     rows
 }
 
-/// What BigScience tried before BLOOM with the code that it was then trained by: github.com/bigscience-workshop/bigscience,
-/// train/tr11-176B-ml/chronicles-prequel.md, "Rebalancing layers". Blocks, embedding and head are shared out evenly. The time that
-/// starting a kernel took was chosen with the first row (`machines/jean-zay.toml`); the others are held out.
+/// BigScience's trials before BLOOM, with the code that it was then trained by: github.com/bigscience-workshop/bigscience,
+/// train/tr11-176B-ml/chronicles-prequel.md, "Rebalancing layers". Blocks, embedding and head are split evenly. The first row was
+/// used to fit the launch time of a kernel (`machines/jean-zay.toml`); the others are held out.
 fn bloom() -> Vec<Row> {
-    /// Layers, hidden size, heads, tensor, pipeline, micro-batch, seconds.
+    /// Layers, hidden size, heads, tensor degree, pipeline degree, micro-batch, seconds.
     type Bloom = (usize, usize, usize, usize, usize, usize, f64);
     let runs: [Bloom; 9] = [
         (70, 14336, 112, 4, 12, 2, 104.50),
@@ -190,8 +190,8 @@ fn bloom() -> Vec<Row> {
     runs.map(row).into()
 }
 
-/// Jiang et al. 2024, "MegaScale" (arXiv 2402.15627), table 2: Megatron-LM's rows. The micro-batch is taken to be one sequence, and
-/// recomputation that of Korthikanti et al. 2022.
+/// Jiang et al. 2024, "MegaScale" (arXiv 2402.15627), table 2: the rows of Megatron-LM. Assumed are a micro-batch of one sequence,
+/// and the selective recomputation of Korthikanti et al. 2022.
 fn megascale() -> Vec<Row> {
     let runs = [
         (768, 256, 40.0),
@@ -221,7 +221,7 @@ fn megascale() -> Vec<Row> {
 }
 
 /// IBM and Meta, "Maximizing training throughput using PyTorch FSDP" (pytorch.org/blog/maximizing-training, 2024), table 1: 128 A100 and 96
-/// H100, two sequences of 4,096 tokens each. "Selective" is every other block, by their ratio of hardware to model FLOP/s.
+/// H100, two sequences of 4,096 tokens each. "Selective" recomputes every other block, by their ratio of hardware to model FLOP/s.
 fn fsdp_of_ibm() -> Vec<Row> {
     let runs = [
         ("7B", LLAMA_2_7B, "none", 3700.0, 7500.0),
@@ -248,11 +248,11 @@ fn fsdp_of_ibm() -> Vec<Row> {
     rows
 }
 
-/// What every other block computes again.
+/// Recompute rules under which every other block recomputes fully.
 const EVERY_OTHER: &str = r#"{ default = "none", layers = [{ every = 2, mode = "full" }] }"#;
 
-/// torchtitan, docs/performance.md of 2024 (github.com/pytorch/torchtitan): 64 A100, FSDP2. Of the network nothing is said: 200 Gb/s for
-/// each device, of which these runs hide what they need.
+/// torchtitan, docs/performance.md of 2024 (github.com/pytorch/torchtitan): 64 A100, FSDP2. The source does not state the network;
+/// 200 Gb/s for each device are assumed, with which these runs hide their communication.
 fn torchtitan() -> Vec<Row> {
     let runs = [
         ("Llama 2 13B", LLAMA_2_13B, [2, 4096], "none", 2162.0),

@@ -1,7 +1,7 @@
-//! Published runs: what was trained on which machines, how, and how fast it was.
+//! Published runs: model, machines, plan and measured speed of each.
 //!
-//! Some of them the constants of the model were chosen with ([`Role::Fitted`]). The others ([`Role::HeldOut`]) are never used for that: they
-//! show how far predictions of runs can be trusted that nobody has looked at.
+//! Some were used to fit the constants of the cost model ([`Role::Fitted`]). The others ([`Role::HeldOut`]) never are: they show
+//! how far predictions of unseen runs can be trusted.
 
 mod experts;
 mod fitted;
@@ -18,11 +18,11 @@ use lockstep_planner::{Evaluated, Objective, Planner};
 /// A published run.
 #[derive(Debug, Clone)]
 pub(crate) struct Row {
-    /// What it is called in the source.
+    /// Name of the run in the source.
     pub(crate) name: String,
-    /// What it is listed with: rows of one source on one kind of machine.
+    /// Group of the row in the summary: rows of one source on one kind of machine.
     pub(crate) family: &'static str,
-    /// What it is for.
+    /// Use of the row.
     pub(crate) role: Role,
     /// Name of a preset, or of a file in `machines/`.
     pub(crate) machines: String,
@@ -32,29 +32,29 @@ pub(crate) struct Row {
     measured: Measured,
 }
 
-/// What a row is for.
+/// Use of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Role {
-    /// Constants were chosen with it.
+    /// Constants were fitted to it.
     Fitted,
-    /// It is only held against what they predict.
+    /// It is only compared with the prediction.
     HeldOut,
 }
 
-/// What was measured of it.
+/// The published measurement of a run.
 #[derive(Debug, Clone, Copy)]
 enum Measured {
-    /// 10¹² operations a second of a device, with what is computed again.
+    /// TFLOP/s of a device, recomputation included.
     HardwareTflops(f64),
-    /// Without.
+    /// TFLOP/s of a device, without recomputation.
     ModelTflops(f64),
     /// Seconds of a step.
     Seconds(f64),
-    /// Tokens a second of a device.
+    /// Tokens per second of a device.
     Tokens(f64),
 }
 
-/// Machines that have no preset, for no more is known of them than a run needs.
+/// Machines without a preset, since no more is known of them than a run needs.
 const MACHINES: [(&str, &str); 8] = [
     ("dgx-a100-40gb", include_str!("../machines/dgx-a100-40gb.toml")),
     ("gb200-nvl72", include_str!("../machines/gb200-nvl72.toml")),
@@ -67,7 +67,7 @@ const MACHINES: [(&str, &str); 8] = [
 ];
 
 impl Row {
-    /// The machines that it ran on, one node of them.
+    /// Returns the machines of the run, as a cluster of one node.
     pub(crate) fn machines(&self) -> Cluster {
         match MACHINES.iter().find(|(name, _)| *name == self.machines) {
             Some((name, text)) => Cluster::parse(text, name).expect("a cluster file"),
@@ -75,13 +75,13 @@ impl Row {
         }
     }
 
-    /// Whether a pipeline has so many stages that its simulation takes a second.
+    /// Returns true if the pipeline has so many stages that its simulation takes a second.
     pub(crate) fn is_long(&self) -> bool {
         let pipeline = |setting: &String| setting.strip_prefix("parallel.pipeline_parallel=")?.parse().ok();
         self.settings.iter().find_map(pipeline).unwrap_or(1) > 16
     }
 
-    /// What is predicted of it with the devices and links of `machines`.
+    /// Predicts the run with the devices and links of `machines`.
     pub(crate) fn predicted(&self, machines: Cluster) -> Evaluated {
         let mut cluster = machines;
         cluster.nodes[0].count = self.nodes;
@@ -93,7 +93,7 @@ impl Row {
         planner.of_run().unwrap_or_else(|error| panic!("{}: {error}", self.name))
     }
 
-    /// The figure that was published, as a rate, and what is predicted of it.
+    /// Returns the predicted and the published figure, both as rates.
     pub(crate) fn figures(&self, found: &Evaluated) -> [f64; 2] {
         match self.measured {
             Measured::HardwareTflops(tflops) => [found.hardware_tflops_per_device(), tflops],
@@ -104,14 +104,14 @@ impl Row {
     }
 }
 
-/// All of them.
+/// Returns all published runs.
 pub(crate) fn published() -> Vec<Row> {
     let of_papers = [fitted::megatron(), fitted::korthikanti(), fitted::llama3(), mosaic::mosaic()];
     let of_others = [held_out::held_out(), experts::experts(), newer::newer(), volta::volta(), tpu::tpu()];
     of_papers.into_iter().chain(of_others).flatten().collect()
 }
 
-/// A GPT as Megatron-LM's papers train it.
+/// Sizes of a GPT as Megatron-LM's papers train it.
 #[derive(Debug, Clone, Copy)]
 struct Gpt {
     layers: usize,
@@ -119,7 +119,7 @@ struct Gpt {
     heads: usize,
 }
 
-/// Its keys, with micro-batch and batch, and with the sizes of its vocabulary and of a sequence.
+/// Returns the settings of a GPT with these [micro-batch, global batch] and [vocabulary, sequence length].
 fn gpt(
     Gpt { layers, hidden, heads }: Gpt,
     [micro_batch, global_batch]: [usize; 2],
@@ -140,7 +140,7 @@ fn gpt(
     ]
 }
 
-/// A Llama.
+/// Sizes of a Llama model.
 #[derive(Debug, Clone, Copy)]
 struct Llama {
     layers: usize,
@@ -167,7 +167,7 @@ const LLAMA_2_70B: Llama = Llama { layers: 80, intermediate: 28672, ..LLAMA_2_34
 const LLAMA_3_8B: Llama =
     Llama { key_value_heads: 8, intermediate: 14336, vocabulary: 128_256, ..LLAMA_2_7B };
 const LLAMA_3_70B: Llama = Llama { vocabulary: 128_256, ..LLAMA_2_70B };
-/// With 16 heads of keys, as NeMo has it.
+/// Llama 3 405B with 16 key/value heads, as in NeMo.
 const LLAMA_3_405B: Llama = Llama {
     layers: 126,
     hidden: 16384,
@@ -176,8 +176,8 @@ const LLAMA_3_405B: Llama = Llama {
     intermediate: 53248,
     vocabulary: 128_256,
 };
-/// Its layers have two matrices and a squared ReLU, not three and SwiGLU: here three of two thirds of their width, with as many
-/// parameters and operations.
+/// Nemotron-4 15B. Its feed-forward has two matrices and a squared ReLU; here it is a SwiGLU with three matrices of two thirds of
+/// their width, which has as many parameters and FLOPs.
 const NEMOTRON_4_15B: Llama = Llama {
     layers: 32,
     hidden: 6144,
@@ -205,7 +205,7 @@ fn llama(model: Llama, [micro_batch, global_batch]: [usize; 2], seq_len: usize) 
     ]
 }
 
-/// Keys of tensor, pipeline and data parallelism, and of so many chunks of the model on each rank of the pipeline.
+/// Returns the settings of tensor, pipeline and data parallelism, with `chunks` virtual stages on each pipeline rank.
 fn parallel(tensor: usize, pipeline: usize, replicas: usize, chunks: usize) -> Vec<String> {
     let mut settings = vec![
         format!("parallel.tensor_parallel={tensor}"),

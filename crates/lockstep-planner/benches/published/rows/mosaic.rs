@@ -1,9 +1,8 @@
-//! Mosaic's llm-foundry: all bf16 rows of the README of its training benchmarks
-//! (github.com/mosaicml/llm-foundry, scripts/train/benchmarking).
+//! Mosaic's llm-foundry: all bf16 rows of the README of its training benchmarks (github.com/mosaicml/llm-foundry,
+//! scripts/train/benchmarking).
 //!
-//! MPT models, which are GPT-2 without biases, with `Plain` FSDP, with activations that are computed `Again`, or with weights that a rank
-//! `Keeps` from forward to backward (SHARD_GRAD_OP). Constants were chosen with the rows that say `Fitted`; all others are only held
-//! against them.
+//! MPT models, which are GPT-2 without biases, with FSDP: `Plain`; with full recomputation, `Again`; or with weights kept from
+//! forward to backward (SHARD_GRAD_OP), `Keeps`. Constants were fitted to the rows marked `Fitted`; all others are held out.
 
 use Role::{Fitted, HeldOut};
 use Way::{Again, Keeps, Plain};
@@ -11,7 +10,7 @@ use lockstep_planner::cluster::Software;
 
 use super::{Gpt, Measured, Role, Row, gpt};
 
-/// What becomes of activations and weights.
+/// Handling of activations and weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     Plain,
@@ -19,8 +18,8 @@ enum Way {
     Keeps,
 }
 
-/// Model, sequence length, devices, micro-batch, accumulation, what becomes of activations and weights, what the row is for, and model
-/// FLOP/s as a share of the peak in percent.
+/// A row: model, sequence length, devices, micro-batch, accumulation steps, handling of activations and weights, use of the row,
+/// and MFU in percent.
 type Mosaic = (&'static str, usize, usize, usize, usize, Way, Role, f64);
 
 const H100: [Mosaic; 70] = [
@@ -160,7 +159,7 @@ const A100: [Mosaic; 61] = [
     ("125m", 512, 8, 128, 2, Plain, HeldOut, 42.56),
 ];
 
-/// With 40 GB, and a bandwidth of memory of 1,555 GB/s.
+/// Rows on A100 with 40 GB and a memory bandwidth of 1,555 GB/s.
 const A100_40GB: [Mosaic; 78] = [
     ("70b", 2048, 128, 4, 1, Again, HeldOut, 48.91),
     ("70b", 2048, 64, 2, 1, Again, HeldOut, 35.87),
@@ -242,7 +241,7 @@ const A100_40GB: [Mosaic; 78] = [
     ("125m", 512, 8, 104, 3, Plain, HeldOut, 40.26),
 ];
 
-/// All of them.
+/// Returns the rows on all three kinds of machines.
 pub(super) fn mosaic() -> Vec<Row> {
     let of_machines = [
         ("llm-foundry, H100", "dgx-h100", 989.5, &H100[..]),

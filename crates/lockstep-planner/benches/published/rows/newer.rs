@@ -1,7 +1,7 @@
-//! Dense models on what came after the H100: GB200, H200; and MaxText on H100.
+//! Dense models on GB200 and H200, the successors of H100; and MaxText on H100.
 //!
-//! NVIDIA's NeMo in bf16 by github.com/NVIDIA/dgxc-benchmarking (llama3.1/README.md and nemotron/README.md of mid 2025, whose tables of GB200
-//! are meant), and Google's recipes (github.com/AI-Hypercomputer/gpu-recipes, training/a3ultra), whose logs stand in their README files.
+//! NVIDIA's NeMo in bf16, from github.com/NVIDIA/dgxc-benchmarking (llama3.1/README.md and nemotron/README.md of mid 2025, tables of
+//! GB200); and Google's recipes (github.com/AI-Hypercomputer/gpu-recipes, training/a3ultra), with the logs in their README files.
 
 use lockstep_planner::cluster::Software;
 
@@ -10,15 +10,16 @@ use super::{
     parallel,
 };
 
-/// All of them.
+/// Returns all rows of this file.
 pub(super) fn newer() -> Vec<Row> {
     [gb200(), h200(), kempner(), maxtext_on_h100()].into_iter().flatten().collect()
 }
 
-/// Distributed optimizer, nothing computed again, tensor-parallel exchanges beside products.
+/// NeMo with the distributed optimizer, without recomputation, tensor-parallel collectives overlapped with products.
 fn gb200() -> Vec<Row> {
     let with_8_heads = Llama { key_value_heads: 8, ..LLAMA_3_405B };
-    /// Name, model, tokens of a sequence; tensor, context, pipeline, chunks; and devices, sequences of a step and seconds of each run.
+    /// Name, model and sequence length; tensor and context degree, pipeline degree and chunks; and (devices, global batch, seconds)
+    /// of each run.
     type OfModel = (&'static str, Llama, usize, [usize; 4], &'static [(usize, usize, f64)]);
     let runs: [OfModel; 2] = [
         (
@@ -56,7 +57,7 @@ fn gb200() -> Vec<Row> {
                 format!("parallel.data_parallel_shard={sharers}"),
                 "parallel.zero_stage=1".into(),
             ]);
-            // By the first of them the share of its peak was chosen that a product comes to on a B200.
+            // The first row was used to fit the fraction of its peak that a product achieves on a B200.
             let is_fitted = rows.is_empty();
             rows.push(Row {
                 name: format!("NeMo {name} on {devices} GB200, {batch} sequences"),
@@ -73,10 +74,11 @@ fn gb200() -> Vec<Row> {
     rows
 }
 
-/// What a run of MaxText with sharded weights keeps but the outputs of products of its feed-forward: by operations five of six blocks.
+/// Recompute rules that approximate MaxText with sharded weights, which saves all but the outputs of the feed-forward's products:
+/// by FLOPs, five of six blocks are recomputed.
 const ALL_BUT_FEED_FORWARD: &str = r#"{ default = "full", layers = [{ every = 6, mode = "none" }] }"#;
 
-/// MaxText, Llama 3.1 70B: two sequences of each of 256 devices, of which 128 share the weights.
+/// MaxText, Llama 3.1 70B: two sequences for each of 256 devices, with weights sharded over 128.
 fn h200() -> Vec<Row> {
     let mut settings = llama(LLAMA_3_70B, [2, 512], 8192);
     settings.extend([
@@ -97,8 +99,8 @@ fn h200() -> Vec<Row> {
     }]
 }
 
-/// The Kempner Institute's KempnerForge (github.com/KempnerInstitute/KempnerForge, benchmarks/mfu_scaling and weak_scaling_160gpu): FSDP2 with
-/// kernels that are compiled, but for one run, and PyTorch's tensor parallelism, whose exchanges nothing hides. All blocks are computed again.
+/// The Kempner Institute's KempnerForge (github.com/KempnerInstitute/KempnerForge, benchmarks/mfu_scaling and weak_scaling_160gpu): FSDP2
+/// with compiled kernels (one run without), and PyTorch's tensor parallelism, whose communication is exposed. All blocks are recomputed.
 fn kempner() -> Vec<Row> {
     let of_13b = Llama {
         layers: 40,
@@ -108,7 +110,7 @@ fn kempner() -> Vec<Row> {
         intermediate: 17920,
         vocabulary: 128_256,
     };
-    /// Tensor, sharers, micro-batch, accumulation, tokens a second of all devices.
+    /// Tensor degree, shard degree, micro-batch, accumulation steps, tokens per second of all devices.
     type Run = (usize, usize, usize, usize, f64);
     let of_models: [(&str, Llama, &[Run]); 3] = [
         (
@@ -178,8 +180,8 @@ fn kempner() -> Vec<Row> {
     rows
 }
 
-/// MaxText, Llama 2 70B on H100 (github.com/NVIDIA/dgxc-benchmarking, maxtext/README_70b.md): two sequences of 4,096 tokens for each device. What
-/// is computed again is not said there; it is taken to be what Google's recipes say.
+/// MaxText, Llama 2 70B on H100 (github.com/NVIDIA/dgxc-benchmarking, maxtext/README_70b.md): two sequences of 4,096 tokens for
+/// each device. The source does not state the recomputation; that of Google's recipes is assumed.
 fn maxtext_on_h100() -> Vec<Row> {
     let runs = [(64, 64, 6.999), (128, 128, 7.072), (256, 256, 7.153), (512, 128, 7.091), (2048, 128, 7.066)];
     let row = |(devices, sharers, seconds): (usize, usize, f64)| {

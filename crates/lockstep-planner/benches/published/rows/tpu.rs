@@ -1,16 +1,16 @@
-//! TPU: MaxText's published configurations and what they come to (github.com/AI-Hypercomputer/maxtext, MaxText/configs/v5p and v4, each
-//! with its README), and PaLM.
+//! TPU: MaxText's published configurations with their throughput (github.com/AI-Hypercomputer/maxtext, MaxText/configs/v5p and v4,
+//! each with its README), and PaLM.
 
 use lockstep_planner::cluster::Software;
 
 use super::{Llama, Measured, Role, Row, llama};
 
-/// All of them.
+/// Returns all rows of this file.
 pub(super) fn tpu() -> Vec<Row> {
     [v5p(), v4(), palm()].into_iter().flatten().collect()
 }
 
-/// Operations of a token as MaxText counts them: six for each parameter, and the causal half of attention.
+/// Returns the FLOPs of a token as MaxText counts them: six for each parameter, and the causal half of attention.
 fn flops_of_token(model: Llama, head_dim: usize, seq_len: usize) -> f64 {
     let Llama { layers, hidden, heads, key_value_heads, intermediate, vocabulary } = model;
     let attention = 2 * hidden * head_dim * (heads + key_value_heads);
@@ -18,7 +18,7 @@ fn flops_of_token(model: Llama, head_dim: usize, seq_len: usize) -> f64 {
     (6 * (layers * block + 2 * vocabulary * hidden) + 6 * layers * heads * head_dim * seq_len) as f64
 }
 
-/// A model on a slice of so many chips, of which `tensor` share each matrix and all others the weights.
+/// A model on a slice of TPU chips, with tensor parallelism over `tensor` chips and weights sharded over the others.
 struct Slice {
     name: String,
     family: &'static str,
@@ -28,7 +28,7 @@ struct Slice {
     seq_len: usize,
     chips: usize,
     tensor: usize,
-    /// Sequences of a chip.
+    /// Sequences per chip.
     of_chip: usize,
     recompute: &'static str,
     tflops: f64,
@@ -46,7 +46,7 @@ impl Slice {
             format!("parallel.recompute={}", self.recompute),
         ]);
         if self.tensor > 1 {
-            // XLA fuses exchanges with the products beside them.
+            // XLA fuses tensor-parallel collectives with the products next to them.
             settings.extend(["parallel.sequence_parallel=true".into(), "parallel.tensor_chunks=4".into()]);
         }
         let flops = flops_of_token(self.model, self.head_dim, self.seq_len);
@@ -63,7 +63,7 @@ impl Slice {
     }
 }
 
-/// Slices of one pod. `minimal` keeps the outputs of products.
+/// MaxText on slices of one v5p pod. `minimal` saves the outputs of products.
 fn v5p() -> Vec<Row> {
     let of_32b = Llama {
         layers: 32,
@@ -103,7 +103,8 @@ fn v5p() -> Vec<Row> {
     runs.map(|run| row(run).row()).into()
 }
 
-/// Layers of two matrices, which here are three of two thirds of their width. Of sequences 2,048 tokens are taken to be meant.
+/// MaxText on v4. The feed-forward has two matrices; here it has three of two thirds of their width. The sequence length is assumed
+/// to be 2,048 tokens.
 fn v4() -> Vec<Row> {
     let of_22b = Llama {
         layers: 48,
@@ -138,10 +139,10 @@ fn v4() -> Vec<Row> {
     runs.map(|run| row(run).row()).into()
 }
 
-/// Chowdhery et al. 2022, "PaLM" (arXiv 2204.02311), section 4 and table 3: 238.3 thousand tokens a second on two pods of 3,072 v4, of each
-/// of which 12 chips share the matrices and 256 the weights. Three of four blocks are taken to be computed again, by the ratio of hardware to
-/// model FLOP/s. Its one head of keys is twelve here, one for each chip, and its blocks, whose attention and feed-forward go on beside
-/// each other, are the usual ones.
+/// Chowdhery et al. 2022, "PaLM" (arXiv 2204.02311), section 4 and table 3: 238.3 thousand tokens per second on two pods of 3,072
+/// v4, each with a tensor degree of 12 and weights sharded over 256. Three of four blocks are assumed to be recomputed, by the
+/// ratio of hardware to model FLOP/s. Its single key/value head is twelve here, one for each chip, and its parallel attention and
+/// feed-forward are the usual sequential ones.
 fn palm() -> Vec<Row> {
     let model = Llama {
         layers: 118,

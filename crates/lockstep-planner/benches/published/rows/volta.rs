@@ -1,20 +1,20 @@
 //! Megatron-LM of 2020 on V100 and on the first A100, and ZeRO on V100.
 //!
-//! Of Megatron-LM: the four models of its README of that year (github.com/NVIDIA/Megatron-LM, images/tables.tex at commit 1930198), which
-//! have 8 sequences of 1,024 tokens on V100, 16 on A100, and compute every block again, by the operations that the table counts; and
-//! the same models some months before (nv-adlr.github.io/MegatronLMV1, May 2020). All are on one node, but for what says so.
+//! Megatron-LM: the four models of its README of that year (github.com/NVIDIA/Megatron-LM, images/tables.tex at commit 1930198),
+//! with 8 sequences of 1,024 tokens on V100, 16 on A100, and full recomputation, by the FLOPs that the table counts; and the same
+//! models some months earlier (nv-adlr.github.io/MegatronLMV1, May 2020). All run on one node unless stated otherwise.
 
 use lockstep_planner::cluster::Software;
 
 use super::{Gpt, Measured, Role, Row, gpt, parallel};
 
-/// All of them.
+/// Returns all rows of this file.
 pub(super) fn volta() -> Vec<Row> {
     [readme(), zero()].into_iter().flatten().collect()
 }
 
-/// Parameters in 10⁹, layers, hidden size, heads, devices; milliseconds of a step on V100 in May 2020 and with the README, on A100, and on 128
-/// times as many A100.
+/// A model: parameters in 10⁹, layers, hidden size, heads, devices; milliseconds of a step on V100 in May 2020, on V100 with the
+/// README, on A100, and on 128 times as many A100.
 type Model = (f64, usize, usize, usize, usize, [f64; 4]);
 
 fn readme() -> Vec<Row> {
@@ -52,8 +52,8 @@ fn readme() -> Vec<Row> {
     rows
 }
 
-/// Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054): 100 billion parameters on 25 DGX-2, whose 15 PFLOP/s are 38 TFLOP/s of a device; its
-/// appendix has the configuration.
+/// Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054): 100 billion parameters on 25 DGX-2 at 15 PFLOP/s, which are 38 TFLOP/s of a
+/// device; the configuration is in its appendix.
 fn zero() -> Vec<Row> {
     let model = Gpt { layers: 125, hidden: 8192, heads: 64 };
     let mut settings = gpt(model, [32, 32 * 25], [51200, 1024], "f16");

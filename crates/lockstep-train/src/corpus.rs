@@ -24,7 +24,7 @@ const DEMONSTRATION_BYTES: u64 = 8 << 20;
 pub struct Corpus {
     /// Sources of the training blend; one, unless weights are given.
     pub sources: Vec<CorpusSource>,
-    /// Training windows.
+    /// Windows for training, in the configured order.
     pub train: Dataset,
     /// Validation windows in file order; `None` if the text is too short for one.
     pub valid: Option<Dataset>,

@@ -182,7 +182,7 @@ pub enum Error {
          arithmetic, or another build; go on from the last checkpoint without the machine it ran on"
     )]
     WeightsDiffer {
-        /// Completed steps.
+        /// Number of completed steps.
         step: u64,
         /// Rank whose weights differ.
         rank: usize,
@@ -227,7 +227,7 @@ pub enum Error {
         "{name} is not finite after step {step}; nothing is saved; go on from an earlier checkpoint with a lower optimizer.lr"
     )]
     WeightsNotFinite {
-        /// Completed steps.
+        /// Number of completed steps.
         step: u64,
         /// Name of the first such parameter.
         name: String,

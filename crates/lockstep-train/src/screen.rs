@@ -17,13 +17,13 @@ const LABEL_COLUMNS: usize = 11;
 /// The ANSI colour of a word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Colour {
-    /// Labels.
+    /// Labels of fields.
     Bold,
-    /// Success.
+    /// Messages of success.
     Green,
-    /// Warnings.
+    /// Warnings to the user.
     Yellow,
-    /// Errors.
+    /// Errors of the command.
     Red,
 }
 

@@ -23,11 +23,11 @@ use crate::{Corpus, Error, ResolvedModel, RunConfig};
 pub(crate) struct Counters {
     /// Completed steps, skipped ones included.
     pub(crate) step: u64,
-    /// Optimizer steps.
+    /// Optimizer steps taken; skipped steps do not count.
     pub(crate) updates: u64,
-    /// Samples consumed.
+    /// Samples consumed by all ranks.
     pub(crate) samples: u64,
-    /// Tokens seen.
+    /// Tokens seen by all ranks.
     pub(crate) tokens: u64,
 }
 

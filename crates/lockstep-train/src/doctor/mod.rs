@@ -56,9 +56,9 @@ impl Finding {
 /// Choice whether peak throughput is measured as well, which takes a second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peaks {
-    /// Not measured.
+    /// Peaks are not measured.
     Skipped,
-    /// Measured.
+    /// Peaks are measured.
     Measured,
 }
 

@@ -44,7 +44,7 @@ pub struct Analysis {
 pub enum Finding {
     /// Ranks called different operations.
     Mismatch {
-        /// The operation.
+        /// Operation on which they differ.
         place: Place,
         /// The properties that differ: `elements`, `dtype`, ...
         differs: Vec<&'static str>,
@@ -53,7 +53,7 @@ pub enum Finding {
     },
     /// Some ranks have not called an operation for which others wait.
     Missing {
-        /// The operation.
+        /// Operation that some have not called.
         place: Place,
         /// The ranks that have called it.
         came: Vec<Called>,
@@ -66,16 +66,16 @@ pub enum Finding {
     },
     /// All ranks have called an operation, and some have not completed their part.
     Unfinished {
-        /// The operation.
+        /// Operation that some have not completed.
         place: Place,
-        /// The call.
+        /// Description of the call.
         what: String,
         /// Ranks that have completed it.
         finished: Vec<usize>,
         /// Ranks that have not.
         unfinished: Vec<usize>,
     },
-    /// No difference.
+    /// All ranks agree.
     Agreed,
 }
 

@@ -27,7 +27,7 @@ const LAST_US: u64 = 10_000_000_000_000_000;
 pub struct Dump {
     format: String,
     version: u32,
-    /// Host name.
+    /// Name of the host.
     pub host: String,
     /// Time of writing, in microseconds since 1970.
     pub written_us: u64,
@@ -42,7 +42,7 @@ pub struct Dump {
 /// Reason why a run ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ending {
-    /// Error message.
+    /// Message of the error.
     pub message: String,
     /// The lost rank, if losing one ended the run.
     pub lost: Option<usize>,
@@ -90,7 +90,7 @@ pub struct Operation {
     pub caller: String,
 }
 
-/// Process group.
+/// A process group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Group {
     /// Index: 0 for the world group, then in the order of creation.

@@ -171,9 +171,9 @@ impl Serialize for MemoryUse {
 pub struct DiskUse {
     /// Size of the files in bytes.
     pub bytes: u64,
-    /// Bytes read.
+    /// Bytes read in the step.
     pub read_bytes: u64,
-    /// Bytes written.
+    /// Bytes written in the step.
     pub written_bytes: u64,
     /// Milliseconds in which at least one read or write was in flight.
     pub busy_ms: f64,
@@ -194,7 +194,7 @@ impl DiskUse {
 /// Communication of a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct CommunicationUse {
-    /// Bytes sent.
+    /// Bytes sent in the step.
     pub bytes: u64,
     /// Milliseconds in which at least one collective was in flight.
     pub busy_ms: f64,

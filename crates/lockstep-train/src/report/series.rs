@@ -14,7 +14,7 @@ const MAX_POINTS: usize = 600;
 /// A line of a chart, by columns.
 #[derive(Debug, Default, PartialEq, Serialize)]
 pub(super) struct Series {
-    /// Step numbers.
+    /// Step of each point.
     x: Vec<u64>,
     /// Values; `None` where unknown.
     y: Vec<Option<f64>>,

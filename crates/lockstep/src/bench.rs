@@ -65,7 +65,7 @@ pub(crate) struct StepArguments {
     /// A preset, such as baby-gpt, a directory, a checkpoint, or a repository in the cache of Hugging Face
     #[arg(long, value_name = "MODEL")]
     model: String,
-    /// Compute type
+    /// Arithmetic of the model: f32, bf16 or f16
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     precision: Precision,
     /// Sequences in a micro-batch of a replica
@@ -120,7 +120,7 @@ pub(crate) struct GemmArguments {
     /// Compute threads [default: all cores]
     #[arg(long)]
     threads: Option<usize>,
-    /// Compute type
+    /// Arithmetic of the products: f32, bf16 or f16
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     precision: Precision,
     /// Print one JSON document

@@ -1,5 +1,6 @@
 //! `cargo xtask words`: statistics on doc comments. It counts openings that a newcomer has to read twice and comments of one or
-//! two words, crate by crate, and prints doc comments drawn at random, to be read by somebody who has never seen the repository.
+//! two words, crate by crate. It also prints doc comments drawn at random, to be read by somebody who has never seen the
+//! repository.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -169,8 +169,8 @@ fn model_settings(config: &Value) -> BTreeMap<String, Value> {
     keys.map(|(key, value)| (format!("model.{key}"), value.clone())).collect()
 }
 
-/// Moves checkpoints that are newer than the run's starting point to directories beside them, and returns these. They would count
-/// as newer than the run's own checkpoints, which would be pruned in their place.
+/// Moves checkpoints that are newer than the run's starting point to separate directories, and returns these. They would count as
+/// newer than the run's own checkpoints, which would then be pruned in their place.
 pub(crate) fn set_aside_later(
     config: &RunConfig,
     resume: &Resume,

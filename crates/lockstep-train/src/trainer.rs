@@ -1,9 +1,9 @@
 //! The training loop of a rank.
 //!
 //! One step reads this rank's micro-batches of a global batch and counts the valid tokens G of all ranks. It runs forward and
-//! backward of each micro-batch with the seed 1/G, reduces the gradients, clips by the global norm and takes the optimizer step
-//! if the guard accepts it (`guard`). All ranks decide alike because they see the same numbers. Between steps the ranks of the
-//! first replica save checkpoints (`saving`); rank 0 writes the metrics and the messages.
+//! backward of each micro-batch with the seed 1/G, reduces the gradients and computes their global norm. If the guard (`guard`)
+//! accepts the step, the clipped gradients enter the optimizer step. All ranks decide alike because they see the same numbers.
+//! Between steps the ranks of the first replica save checkpoints (`saving`); rank 0 writes the metrics and the messages.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -500,7 +500,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Records the saves that have ended, which a trace shows beside the steps.
+    /// Records the saves that have ended, for the trace.
     fn record_save(&mut self) {
         for ran in self.saver.as_mut().map(Saver::take_ended).unwrap_or_default() {
             self.records.saved(ran);

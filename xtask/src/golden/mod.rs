@@ -1,9 +1,9 @@
 //! `cargo xtask golden`: results and predictions of varied plans, compared with a recorded file.
 //!
-//! A safety net for design changes. No bit of a loss, a gradient norm or a weight, no booked or predicted byte and no predicted
-//! time may change unless the change says so and records them again. Each [`Case`] is trained by the program as a user starts it,
-//! with ranks as processes, and predicted by `lockstep plan` for a cluster of as many devices. Kernels are limited to AVX2, so
-//! that every machine computes the same bits.
+//! A safety net for design changes. No bit of a loss, a gradient norm or a weight may change, and no booked or predicted byte or
+//! predicted time, unless the change records them again. Each [`Case`] is trained by the program as a user starts it, with ranks
+//! as processes, and predicted by `lockstep plan` for a cluster of as many devices. Kernels are limited to AVX2, so that every
+//! machine computes the same bits.
 
 mod cases;
 

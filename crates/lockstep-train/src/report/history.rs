@@ -201,7 +201,7 @@ impl History {
         &self.memory_by_rank
     }
 
-    /// Returns the predicted bytes by category, over all ranks and of each, and the process memory beside the ledger's.
+    /// Returns the predicted bytes by category (maximum and per rank), and process memory paired with the ledger's bytes.
     pub(super) fn memory_beside(&self) -> Value {
         json!({
             "predicted": self.memory_predicted,

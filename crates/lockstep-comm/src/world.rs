@@ -41,7 +41,7 @@ pub struct WorldOptions {
     pub arena_bytes: usize,
     /// Number of cores that the ranks share.
     pub cores: usize,
-    /// Time without a sign of life after which a rank counts as lost.
+    /// Time without a heartbeat after which a rank counts as lost.
     pub silence: Duration,
     /// World rank of the first of these ranks in a run that spans several machines.
     pub first_rank: usize,

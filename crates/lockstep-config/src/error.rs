@@ -18,20 +18,20 @@ pub enum Error {
     /// The configuration file cannot be read.
     #[error("cannot read the configuration {}: {source}", path.display())]
     ReadConfiguration {
-        /// The file asked for.
+        /// Path of the file.
         path: PathBuf,
-        /// The system's error.
+        /// Error of the system.
         source: io::Error,
     },
-    /// A plan file that cannot be used for the run.
+    /// The plan file cannot be used for the run.
     #[error("the plan {} cannot be used:\n  {}", path.display(), problems.replace('\n', "\n  "))]
     Plan {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// All problems of the plan, a line each.
         problems: String,
     },
-    /// The model's configuration.
+    /// Error in the model's configuration.
     #[error(transparent)]
     Model(#[from] lockstep_model::ModelError),
     /// A directory of weights, an adapter or a checkpoint.

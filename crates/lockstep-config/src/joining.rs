@@ -7,12 +7,12 @@ use lockstep_comm::{JoinOptions, TcpOptions};
 use crate::RunConfig;
 
 impl RunConfig {
-    /// Time without a sign of life after which a rank counts as lost.
+    /// Returns the time without a heartbeat after which a rank counts as lost.
     pub fn heartbeat(&self) -> Duration {
         Duration::from_millis(self.elastic.heartbeat_ms)
     }
 
-    /// How the ranks of this run join.
+    /// Returns the options with which the ranks of this run join.
     pub fn join_options(&self) -> JoinOptions {
         let tcp = TcpOptions {
             streams: self.parallel.tcp_connections,

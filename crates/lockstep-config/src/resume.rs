@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
-/// Where a run begins.
+/// Starting point of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resume {
-    /// From the newest good checkpoint in `checkpoint.dir`, if there is one.
+    /// The newest intact checkpoint in `checkpoint.dir`; step 0 if there is none.
     Auto,
-    /// From the start.
+    /// Step 0, whatever checkpoints exist.
     Never,
-    /// From this checkpoint.
+    /// The checkpoint at this path.
     From(PathBuf),
 }

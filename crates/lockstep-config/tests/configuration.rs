@@ -1,6 +1,6 @@
-//! RUN.toml as users write it: values, origins, `--set`, and every way to get it wrong.
+//! RUN.toml as users write it: values, origins, `--set`, and all kinds of mistakes.
 //!
-//! The files under `tests/broken/` each end with one `# expect: TEXT` line per problem they must give.
+//! Each file under `tests/broken/` ends with one `# expect: TEXT` line per problem that it must raise.
 
 use std::fs;
 use std::path::Path;
@@ -344,7 +344,7 @@ fn the_fingerprint_changes_with_what_decides_the_numbers_and_with_nothing_else()
     assert_eq!(constant("train.steps=10"), constant("train.steps=20"), "more steps at a constant rate");
 }
 
-/// A run says in its records what it was told; read again, and with more arguments, it is the same run.
+/// A run records its settings; parsing the record, with further arguments, yields the same run.
 #[test]
 fn what_a_run_records_of_itself_is_the_run() {
     const TEXT: &str = r#"
@@ -502,7 +502,7 @@ fn ranks_that_cannot_share_the_model_are_refused_all_at_once_where_they_were_set
     );
 }
 
-/// With LOCKSTEP_WRITE_DOCS set this writes the file instead; that is what `cargo xtask docs` does.
+/// With LOCKSTEP_WRITE_DOCS set, writes the file instead; `cargo xtask docs` does so.
 #[test]
 fn the_manual_is_current() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/configuration.md");

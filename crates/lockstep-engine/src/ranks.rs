@@ -1,5 +1,5 @@
-//! What a rank of a run knows of the others, and what they agree on: whether to go on, how many tokens count, the loss, and
-//! that all hold the same weights. A run on one rank has nobody to ask.
+//! The ranks of a run as one of them sees them: its process groups, its place in the mesh, and the control-plane collectives.
+//! These agree on whether to go on, token counts, the loss and equal weights. With one rank every operation is local.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,27 +12,27 @@ use lockstep_tensor::{Arena, Device};
 
 use crate::{Engine, EngineError, Groups};
 
-/// Bytes of a digest of the weights.
+/// Bytes of a digest of the weights (BLAKE3).
 const DIGEST_BYTES: usize = 32;
 
-/// The ranks of a run: replicas of one model, each with its share of every global batch, and the ranks that share each.
+/// The process groups of a run as seen by one rank. The run has data-parallel replicas, and each replica may span several ranks.
 #[derive(Debug, Clone)]
 pub struct Ranks {
     groups: Groups,
-    /// The device that this rank computes on; `None` for the host's CPU.
+    /// Device that this rank computes on; `None` for the CPU.
     device: Option<Arc<dyn Device>>,
 }
 
-/// How long a rank waits for the others.
+/// Time limit of a wait for other ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Patience {
-    /// As long as the run says.
+    /// The run's `parallel.timeout_s`.
     Limited,
-    /// As long as it takes, where they may be at work on a disk. Those that have died are known without waiting.
+    /// No limit, because other ranks may be waiting for a disk. A rank that has died is detected without a timeout.
     Unlimited,
 }
 
-/// An operation between ranks, as one of them saw it.
+/// A collective or point-to-point operation with its times, as recorded by one rank.
 #[derive(Debug, Clone, Copy)]
 pub struct Called {
     /// The operation.
@@ -41,14 +41,14 @@ pub struct Called {
     pub sequence: u32,
     /// When this rank called it.
     pub start: Duration,
-    /// When all ranks had come.
+    /// Time at which all ranks had arrived.
     pub met: Duration,
     /// When it was done.
     pub end: Duration,
 }
 
 impl Ranks {
-    /// One rank.
+    /// Returns a group of one rank.
     pub fn alone() -> Self {
         Self { groups: Groups::alone(), device: None }
     }
@@ -58,7 +58,7 @@ impl Ranks {
         Self { groups, device: None }
     }
 
-    /// The same, where this rank computes on `device`.
+    /// Returns the group with `device` as the device on which this rank computes.
     #[must_use]
     pub fn on(self, device: Arc<dyn Device>) -> Self {
         Self { device: Some(device), ..self }
@@ -69,7 +69,7 @@ impl Ranks {
         self.groups.world()
     }
 
-    /// The groups of ranks that the mesh makes.
+    /// Process groups of the mesh.
     pub fn groups(&self) -> &Groups {
         &self.groups
     }
@@ -79,12 +79,12 @@ impl Ranks {
         self.groups.plan().map_or_else(Mesh::default, |plan| *plan.mesh())
     }
 
-    /// Which replica of the model this rank is of.
+    /// Index of the data-parallel replica to which this rank belongs.
     pub fn replica(&self) -> usize {
         self.replica_of(self.rank())
     }
 
-    /// How many replicas there are.
+    /// Number of data-parallel replicas.
     pub fn replicas(&self) -> usize {
         self.mesh().batch_parts()
     }
@@ -94,7 +94,7 @@ impl Ranks {
         Axis::BATCH.iter().fold(0, |index, axis| index * view.degree(*axis) + view.coordinate(rank, *axis))
     }
 
-    /// Whether several ranks share each copy of the model.
+    /// Returns true if each copy of the model is held by several ranks.
     pub fn share_models(&self) -> bool {
         let copies: usize =
             self.axes_of_copies().iter().map(|axis| self.mesh().ranks().degree(*axis)).product();
@@ -105,40 +105,40 @@ impl Ranks {
         self.mesh().axes_of_copies(self.groups.zero_stage())
     }
 
-    /// Whether this rank has the first copy of the model, or a part of it: what others have is the same.
+    /// Returns true if this rank holds the first copy of the model, or a part of that copy. The other copies are equal to it.
     pub fn is_of_first_copy(&self) -> bool {
         self.is_first_along(self.axes_of_copies(), self.rank())
     }
 
-    /// Whether a rank is the first along some axes.
+    /// Returns true if the coordinate of `rank` along each of `axes` is 0.
     fn is_first_along(&self, axes: &[Axis], rank: usize) -> bool {
         axes.iter().all(|axis| self.mesh().ranks().coordinate(rank, *axis) == 0)
     }
 
-    /// Ends all ranks with this exit code, where one that fails leaves the others no way to end by themselves (MPI).
+    /// Ends all ranks with exit code `code`, if the transport cannot end them otherwise (MPI).
     pub fn abort(&self, code: u8) {
         if let Some(group) = self.group() {
             group.abort(code.into());
         }
     }
 
-    /// The own rank.
+    /// Rank of this process; 0 without a group.
     pub fn rank(&self) -> usize {
         self.group().map_or(0, Group::rank)
     }
 
-    /// How many there are.
+    /// Number of ranks.
     pub fn size(&self) -> usize {
         self.group().map_or(1, Group::size)
     }
 
-    /// Whether this is the rank that writes and speaks.
+    /// Returns true on rank 0, which writes files and messages.
     pub fn is_first(&self) -> bool {
         self.rank() == 0
     }
 
-    /// An arena from which the others can reach the gradients, the weights that each has updated for all, and what ranks that share a
-    /// model or sequences exchange.
+    /// Returns the arena of this rank. Its shared categories hold the gradients, the parameters of a sharded optimizer, and the
+    /// buffers of collectives within a replica, so that other ranks can reach them.
     pub fn arena(&self) -> Arena {
         if let Some(device) = &self.device {
             return Arena::on(Arc::clone(device));
@@ -155,7 +155,7 @@ impl Ranks {
         self.group().map_or_else(Arena::new, |group| group.arena(&shared))
     }
 
-    /// Does `work` on the first rank, and then on the others, which find what it has left.
+    /// Runs `work` on the first rank and then on the others, which find the files that the first has left.
     pub fn first_then_others<T, E: From<CommError>>(
         &self,
         work: impl FnOnce() -> Result<T, E>,
@@ -170,29 +170,29 @@ impl Ranks {
         }
     }
 
-    /// Waits until all ranks have come.
+    /// Waits until all ranks have arrived, at most `parallel.timeout_s`.
     pub fn barrier(&self) -> Result<(), CommError> {
         self.group().map_or(Ok(()), |group| group.barrier(self.deadline()))
     }
 
-    /// Waits until all ranks have saved, however long that takes.
+    /// Waits until all ranks have saved, without a time limit.
     pub fn meet(&self) -> Result<(), CommError> {
         self.group().map_or(Ok(()), |group| group.barrier(self.deadline_of(Patience::Unlimited)))
     }
 
-    /// Whether it is so on any rank.
+    /// Returns true if `here` is true on any rank.
     #[track_caller]
     pub fn any(&self, here: bool) -> Result<bool, CommError> {
         self.any_in_time(here, Patience::Limited)
     }
 
-    /// [`Ranks::any`], with as much patience.
+    /// As [`Ranks::any`], with the time limit `patience`.
     #[track_caller]
     pub fn any_in_time(&self, here: bool, patience: Patience) -> Result<bool, CommError> {
         Ok(self.maximum(u8::from(here), patience)? != 0)
     }
 
-    /// The greatest of the numbers that the ranks give.
+    /// Returns the maximum of `own` over all ranks.
     #[track_caller]
     pub fn maximum(&self, own: u8, patience: Patience) -> Result<u8, CommError> {
         let mut answer = [own];
@@ -202,15 +202,15 @@ impl Ranks {
         Ok(answer[0])
     }
 
-    /// Sums of what each replica has, added in the order of the ranks.
+    /// Returns the sums of loss and tokens over all replicas, added in rank order.
     #[track_caller]
     pub fn sum(&self, loss: f64, tokens: u64) -> Result<(f64, u64), CommError> {
         let Some(group) = self.group() else { return Ok((loss, tokens)) };
         Ok(self.sum_of(&self.exchange(group, [loss.to_bits(), tokens])?))
     }
 
-    /// The sums of the loss and the tokens that each rank has of its replica. Tokens are counted by the first rank of each; the
-    /// loss is known to those that have the head, and zero on other stages.
+    /// Returns the sums of loss and tokens over the replicas. Tokens are counted once per replica, by its first rank. The loss is
+    /// known to the ranks of the last pipeline stage and zero on others.
     pub fn sum_of<const N: usize>(&self, shares: &[[u64; N]]) -> (f64, u64) {
         let counted = |axes: &'static [Axis]| {
             let shares = shares.iter().enumerate();
@@ -220,13 +220,13 @@ impl Ranks {
         (loss, counted(&[Axis::Pipeline, Axis::Context, Axis::Tensor]).map(|share| share[1]).sum())
     }
 
-    /// The sum of what each rank has.
+    /// Returns the sum of `own` over all ranks.
     #[track_caller]
     pub fn sum_of_all(&self, own: u64) -> Result<u64, CommError> {
         Ok(self.all_numbers(own)?.into_iter().sum())
     }
 
-    /// The number of every rank, in the order of the ranks.
+    /// Returns the value of each rank, in rank order.
     #[track_caller]
     pub fn all_numbers(&self, own: u64) -> Result<Vec<u64>, CommError> {
         let Some(group) = self.group() else { return Ok(vec![own]) };
@@ -242,7 +242,7 @@ impl Ranks {
         self.group().map_or_else(|| Ok(vec![own]), |group| self.exchange(group, own))
     }
 
-    /// The numbers of every rank, in the order of the ranks.
+    /// All-gathers `N` values of each rank, in rank order.
     #[track_caller]
     fn exchange<const N: usize>(&self, group: &Group, own: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
         let mut all = vec![0_i64; N * group.size()];
@@ -251,7 +251,7 @@ impl Ranks {
         Ok(all.iter().map(|numbers| numbers.map(i64::cast_unsigned)).collect())
     }
 
-    /// Everybody's `bytes` for the first rank, in the order of the ranks; nothing for the others.
+    /// Gathers the bytes of every rank on the first rank, in rank order; returns nothing on the others.
     #[track_caller]
     pub fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
         let Some(group) = self.group() else { return Ok(vec![bytes.to_vec()]) };
@@ -266,7 +266,7 @@ impl Ranks {
         Ok(lengths.into_iter().map_while(part).collect())
     }
 
-    /// What this rank has called of the others, and been done with, since `begin`; when, counted from there.
+    /// Returns the operations that this rank has posted since `begin` and completed; their times count from `begin`.
     pub fn called_since(&self, begin: Instant) -> Vec<Called> {
         let Some(group) = self.group() else { return Vec::new() };
         let begin_us = now_us().saturating_sub(begin.elapsed().as_micros() as u64);
@@ -292,7 +292,7 @@ impl Ranks {
     pub fn check_weights(&self, engine: &mut Engine, step: u64) -> Result<(), EngineError> {
         let Some(group) = self.group() else { return Ok(()) };
         engine.settle_weights()?;
-        // Where parameters are shared out too, only other replicas have what this rank has.
+        // With sharded parameters (ZeRO-3) only other replicas hold what this rank holds.
         let (axes, of_experts) = match self.groups.zero_stage() {
             ZeroStage::Parameters => (&Axis::TOKENS[..1], &[ExpertAxis::Replicate][..]),
             _ => (&Axis::TOKENS[..], &[ExpertAxis::Replicate, ExpertAxis::ExpertShard][..]),
@@ -331,7 +331,7 @@ impl Ranks {
     }
 }
 
-/// The first that differs from what most have, and the first that has that.
+/// Returns the index of the first value that differs from the most frequent one, and the first index of that one.
 fn odd_one<T: PartialEq>(values: &[T]) -> Option<(usize, usize)> {
     let votes = |value: &T| values.iter().filter(|other| *other == value).count();
     let most = values.iter().map(votes).max()?;

@@ -1,18 +1,18 @@
-//! The commit that the program was built from, as its binary knows it.
+//! The commit from which the program was built.
 //!
-//! Only the binary is built again when the commit changes; it tells this crate at its start.
+//! Only the binary is rebuilt when the commit changes; it passes the commit to this crate at its start.
 
 use std::sync::OnceLock;
 
 static COMMIT: OnceLock<&'static str> = OnceLock::new();
 
-/// Tells the commit that the program was built from, once.
+/// Sets the commit from which the program was built; effective once.
 pub fn set_commit(commit: &'static str) {
-    // The first one counts.
+    // The first call wins.
     let _ = COMMIT.set(commit);
 }
 
-/// The commit that the program was built from; none where it is not known.
+/// Returns the commit from which the program was built; `None` if unknown.
 pub fn commit() -> Option<&'static str> {
     COMMIT.get().copied().filter(|commit| !commit.is_empty())
 }

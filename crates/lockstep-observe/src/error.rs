@@ -9,7 +9,7 @@ use lockstep_config::human::plural;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Rows of metrics that could not be written. They wait in memory and are written with the next row that can be.
+    /// Rows of metrics cannot be written. They wait in memory and are written with the next row that succeeds.
     #[error(
         "cannot append to {}: {}{} wait in memory{}",
         path.display(),
@@ -18,38 +18,38 @@ pub enum Error {
         if *lost_rows == 0 { String::new() } else { format!(", {} lost", plural(*lost_rows, "row")) },
     )]
     RowsWait {
-        /// The metrics file.
+        /// Path of the metrics file.
         path: PathBuf,
-        /// The system's error.
+        /// Error of the system.
         source: io::Error,
-        /// Rows that are not in the file yet.
+        /// Number of rows that wait in memory.
         waiting_rows: usize,
-        /// Rows given up because 64 MiB of them waited already.
+        /// Number of rows dropped because 64 MiB of them already waited.
         lost_rows: usize,
     },
-    /// A metrics file that was deleted while the run wrote to it. It has been made anew, with all of its rows.
+    /// The metrics file was deleted while the run wrote to it. It has been recreated with all of its rows.
     #[error("{} was deleted while the run wrote to it; it is there again, with all of its rows", path.display())]
     MetricsDeleted {
-        /// The metrics file.
+        /// Path of the metrics file.
         path: PathBuf,
     },
-    /// A metrics file that another run writes to.
+    /// Another run writes to the metrics file.
     #[error(
         "another run writes its metrics to {}: give this one a directory of its own (--set metrics.dir=DIR)",
         dir.display()
     )]
     MetricsInUse {
-        /// The directory.
+        /// Path of the directory.
         dir: PathBuf,
     },
     /// The metrics file cannot be opened, read or written for another reason.
     #[error("cannot {action} {}: {source}", path.display())]
     Metrics {
-        /// The file or directory at fault.
+        /// Path of the file or directory.
         path: PathBuf,
-        /// What was tried: "create", "append to", ...
+        /// Action that failed: "create", "append to", ...
         action: &'static str,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
     /// The address for Prometheus cannot be listened on.
@@ -57,50 +57,50 @@ pub enum Error {
         "cannot listen on metrics.prometheus = \"{address}\": {source}; give HOST:PORT of this machine with a free port"
     )]
     Prometheus {
-        /// As it was given.
+        /// The address as given.
         address: String,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
-    /// A directory without the records of a run.
+    /// The directory holds no metrics of a run.
     #[error("no metrics.jsonl in {}; give the metrics.dir of a run that writes it", dir.display())]
     NoRun {
-        /// The directory.
+        /// Path of the directory.
         dir: PathBuf,
     },
-    /// Metrics of which no line can be read.
+    /// No line of the metrics can be read.
     #[error("no row of {} can be read ({damaged_lines} damaged line(s))", path.display())]
     NoRows {
-        /// The metrics file.
+        /// Path of the metrics file.
         path: PathBuf,
-        /// Lines that are no rows.
+        /// Number of lines that are not rows.
         damaged_lines: usize,
     },
-    /// A file of the flight recorder cannot be read.
+    /// A flight record cannot be read.
     #[error("cannot read {}: {source}", path.display())]
     ReadRecords {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
-    /// A file of the flight recorder that cannot be believed.
+    /// A flight record is damaged or implausible.
     #[error("{} holds no records of ranks that can be used: {problem}", path.display())]
     BadRecords {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Description of the problem.
         problem: String,
     },
     /// The configuration that a run was recorded with.
     #[error(transparent)]
     Config(#[from] lockstep_config::Error),
-    /// The other ranks of the run.
+    /// Error in the communication with other ranks.
     #[error(transparent)]
     Comm(#[from] lockstep_comm::CommError),
 }
 
-/// Returns true if the system had no room.
+/// Returns true if the disk or the quota is full.
 fn is_full(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }

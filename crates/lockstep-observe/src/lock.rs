@@ -1,17 +1,17 @@
-//! Locks that a run which was just killed may still hold: the kernel gives them back once it has taken the process apart.
+//! Retries for locks that a process which was just killed may still hold until the kernel has released them.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// The longest wait for a dying process.
+/// Longest wait for a dying process.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// The pause between two tries.
+/// Pause between two attempts.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// Takes a lock by `take`, again and again while its error `is_busy`, for three seconds at most.
+/// Takes a lock by calling `take` repeatedly while its error `is_busy`, for three seconds at most.
 ///
 /// # Errors
-/// The last one of `take`.
+/// If the last attempt fails.
 pub fn take_from_the_dying<T, E>(
     mut take: impl FnMut() -> Result<T, E>,
     is_busy: impl Fn(&E) -> bool,

@@ -1,9 +1,8 @@
-//! What a person sees of a run, on standard error.
+//! The progress display of a run, on standard error.
 //!
-//! On a terminal one line is redrawn in place and everything else is printed above it. Elsewhere (a file, a
-//! pipe, a dumb terminal) there is a plain line every `log_every` steps. Both show the same text, made by
-//! [`StepLine`]. Before the first step stand a few lines on the run, labelled, and more of them where
-//! [`Detail::Everything`] is asked for.
+//! On a terminal one line is redrawn in place and everything else is printed above it. Elsewhere (a file, a pipe, a dumb
+//! terminal) there is a plain line every `log_every` steps. Both show the text of [`StepLine`]. A few labelled lines describe the
+//! run before its first step; [`Detail::Everything`] adds more.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -15,13 +14,13 @@ use lockstep_config::human;
 use crate::metrics::{EvalMetrics, StepMetrics};
 use crate::screen;
 
-/// Weight of the newest step in the mean that predicts the time left.
+/// Weight of the newest step in the exponential moving average from which the remaining time is estimated.
 const SMOOTHING: f64 = 0.1;
 
-/// The steps that a run makes and how often it speaks of them.
+/// Steps of a run and the interval of progress lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Steps {
-    /// Steps done before this process began (after a resume), else 0.
+    /// Steps completed before this process began; 0 without a resume.
     pub done: u64,
     /// The last step.
     pub total: u64,
@@ -29,17 +28,17 @@ pub struct Steps {
     pub log_every: u64,
 }
 
-/// How much a run says of itself before its first step.
+/// Amount of description that a run prints before its first step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Detail {
     /// Model, data, step and memory.
     #[default]
     Summary,
-    /// Everything that follows from the configuration.
+    /// Additionally everything else that follows from the configuration.
     Everything,
 }
 
-/// Shows a run to whoever watches. Failing to show never fails the run.
+/// Progress display of a run. A failure to print never fails the run.
 pub struct Progress {
     steps: Steps,
     display: Display,
@@ -50,14 +49,14 @@ pub struct Progress {
 enum Display {
     Bar(ProgressBar),
     Lines(Lines),
-    /// Progress of a rank other than the first, by its number: only its voice is heard.
+    /// Display of a rank other than the first, with its number: it prints only what its [`Voice`] sends.
     OfOther(usize),
 }
 
 /// Destination of plain lines.
 type Lines = Arc<Mutex<Box<dyn Write + Send>>>;
 
-/// Speaks of a run from any thread. Failing to speak never fails the run.
+/// Printer of messages for any thread. A failure to print never fails the run.
 #[derive(Clone)]
 pub struct Voice(Sound);
 
@@ -69,18 +68,18 @@ enum Sound {
 }
 
 impl Voice {
-    /// Returns a voice on standard error, before a run has anything to show.
+    /// Returns a printer to standard error, for use before the progress display exists.
     pub fn on_stderr() -> Self {
         Self(Sound::Lines(Arc::new(Mutex::new(Box::new(io::stderr())))))
     }
 
-    /// Prints a message, above the line in place if there is one.
+    /// Prints a message, above the progress line if there is one.
     pub fn message(&self, text: &str) {
         match &self.0 {
             Sound::Bar(bar) => bar.println(text),
             Sound::Lines(out) => write_line(out, text),
             Sound::OfOther(rank) => {
-                // Nobody may be reading any more.
+                // The reader may be gone.
                 let _ = writeln!(io::stderr(), "rank {rank}: {text}");
             }
         }
@@ -88,7 +87,7 @@ impl Voice {
 }
 
 impl Progress {
-    /// On standard error: a line in place if that is a terminal that can move its cursor, else plain lines.
+    /// Returns a display on standard error: a line in place on a terminal that can move its cursor, else plain lines.
     pub fn on_stderr(steps: Steps) -> Self {
         if screen::is_terminal() {
             Self::in_place(steps, ProgressDrawTarget::stderr())
@@ -97,17 +96,17 @@ impl Progress {
         }
     }
 
-    /// Plain lines to a writer.
+    /// Returns a display that writes plain lines to `out`.
     pub fn as_lines(steps: Steps, out: Box<dyn Write + Send>) -> Self {
         Self::new(steps, Display::Lines(Arc::new(Mutex::new(out))))
     }
 
-    /// Shows nothing but what a [`Voice`] tells.
+    /// Returns a display that prints nothing except the messages of its [`Voice`].
     pub fn of_other_rank(steps: Steps, rank: usize) -> Self {
         Self::new(steps, Display::OfOther(rank))
     }
 
-    /// A voice for other threads.
+    /// Returns a printer of messages for other threads.
     pub fn voice(&self) -> Voice {
         Voice(match &self.display {
             Display::Bar(bar) => Sound::Bar(bar.clone()),
@@ -116,7 +115,7 @@ impl Progress {
         })
     }
 
-    /// One line, redrawn in place.
+    /// Returns a display with one line, redrawn in place.
     pub fn in_place(steps: Steps, target: ProgressDrawTarget) -> Self {
         let style = ProgressStyle::with_template("{bar:16.green} {wide_msg}")
             .unwrap_or_else(|_| ProgressStyle::default_bar())
@@ -130,24 +129,24 @@ impl Progress {
         Self { steps, display, detail: Detail::Summary, smoothed_ms: None }
     }
 
-    /// The same, with as much said of the run as `detail` asks for.
+    /// Sets the amount of description before the first step.
     pub fn with_detail(self, detail: Detail) -> Self {
         Self { detail, ..self }
     }
 
-    /// A labelled line on the run.
+    /// Prints a labelled line about the run.
     pub fn field(&mut self, label: &str, text: &str) {
         self.message(&screen::field(label, text));
     }
 
-    /// A labelled line for those who want to know everything.
+    /// Prints a labelled line if [`Detail::Everything`] is asked for.
     pub fn detail(&mut self, label: &str, text: &str) {
         if self.detail == Detail::Everything {
             self.field(label, text);
         }
     }
 
-    /// A step is done.
+    /// Shows a completed step.
     pub fn step(&mut self, metrics: &StepMetrics) {
         let is_first = self.smoothed_ms.is_none();
         let previous = self.smoothed_ms.unwrap_or(metrics.step_ms);
@@ -172,7 +171,7 @@ impl Progress {
         }
     }
 
-    /// An evaluation is done.
+    /// Shows an evaluation.
     pub fn evaluation(&mut self, metrics: &EvalMetrics) {
         let perplexity = libm::exp(metrics.eval_loss);
         let seconds = human::seconds(metrics.eval_ms / 1e3);
@@ -185,7 +184,7 @@ impl Progress {
         ));
     }
 
-    /// Prints a message, above the line in place if there is one.
+    /// Prints a message, above the progress line if there is one.
     pub fn message(&mut self, text: &str) {
         match &mut self.display {
             Display::Bar(bar) => bar.println(text),
@@ -194,7 +193,7 @@ impl Progress {
         }
     }
 
-    /// Leaves the line in place as it is; what is printed next stands below it.
+    /// Ends the display; the progress line stays, and later output appears below it.
     pub fn finish(self) {
         if let Display::Bar(bar) = self.display {
             bar.abandon();
@@ -202,20 +201,20 @@ impl Progress {
     }
 }
 
-/// Nobody may be reading any more; the run goes on.
+/// Writes a line. Errors are ignored because the reader may be gone; the run goes on.
 fn write_line(out: &Lines, line: impl fmt::Display) {
     let mut out = out.lock().unwrap_or_else(PoisonError::into_inner);
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 
-/// One step in words, with what it means for the run.
+/// Text of one step, with an estimate of the remaining time.
 #[derive(Debug, Clone, Copy)]
 pub struct StepLine<'m> {
-    /// The step.
+    /// Metrics of the step.
     pub metrics: &'m StepMetrics,
-    /// The last step of the run.
+    /// Last step of the run.
     pub total_steps: u64,
-    /// Prediction for the rest of the run.
+    /// Estimate of the remaining time in seconds.
     pub seconds_left: f64,
 }
 
@@ -256,7 +255,7 @@ mod tests {
 
     const STEPS: Steps = Steps { done: 0, total: 25, log_every: 10 };
 
-    /// A writer whose content the test can read while `Progress` owns the other half.
+    /// A writer whose content the test can read while `Progress` owns a clone.
     #[derive(Clone, Default)]
     struct Shared(Arc<Mutex<Vec<u8>>>);
 

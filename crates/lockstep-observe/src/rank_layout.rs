@@ -1,4 +1,4 @@
-//! Who holds what: where each rank is in the mesh, which stages and layers it has, and how much of them. The report draws it.
+//! The state held by each rank, for the report: its coordinates in the mesh, its stages and layers, and their bytes.
 
 use std::path::Path;
 
@@ -9,13 +9,13 @@ use serde_json::{Value, json};
 use crate::Error;
 use crate::trace::{gather_json, write_json};
 
-/// The file, in the directory of a run's records.
+/// Name of the file in `metrics.dir`.
 pub const LAYOUT: &str = "layout.json";
 
-/// Writes down what each rank holds, which all of them call together; the first one writes.
+/// Writes the layout of all ranks. A collective call: the first rank writes.
 ///
 /// # Errors
-/// The file cannot be written; [`Error::Comm`].
+/// If the file cannot be written or the communication with other ranks fails.
 pub fn write(dir: &Path, engine: &Engine, ranks: &Ranks) -> Result<(), Error> {
     if ranks.size() == 1 {
         return Ok(());
@@ -29,7 +29,7 @@ pub fn write(dir: &Path, engine: &Engine, ranks: &Ranks) -> Result<(), Error> {
     }
 }
 
-/// What this rank holds.
+/// Returns the state held by this rank.
 fn of_rank(engine: &Engine, ranks: &Ranks) -> Value {
     let units = engine.model().units();
     let stages: Vec<Value> = match ranks.groups().plan().map(RankPlan::layout) {
@@ -60,7 +60,7 @@ fn of_rank(engine: &Engine, ranks: &Ranks) -> Value {
     })
 }
 
-/// Units of a model that has so many, as people speak of them: `embedding, layers 0-3`.
+/// Describes a range of units of a model with `units` units: `embedding, layers 0-3`.
 fn units_in_words(stage: std::ops::Range<usize>, units: usize) -> String {
     let (head, last) = (units - 1, stage.end.min(units - 1));
     let first = stage.start.max(1);
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn units_are_told_as_people_speak_of_them() {
-        // An embedding, four layers, a head.
+        // The model has an embedding, four layers and a head.
         let cases = [
             (0..6, "embedding, layers 0-3, head"),
             (0..2, "embedding, layer 0"),

@@ -1,34 +1,34 @@
 //! Text on standard error: wrapped at words, coloured where a terminal shows colours, and never an error.
 //!
-//! A reader that has gone away (`lockstep train 2>&1 | head`) must not end a run, so that nothing here fails or panics.
+//! A reader that is gone (`lockstep train 2>&1 | head`) must not end a run, so nothing here fails or panics.
 
 use std::env;
 use std::io::{self, IsTerminal, Write};
 
 use rustix::termios::tcgetwinsize;
 
-/// Columns where nobody says how many there are.
+/// Width in columns if the terminal's is unknown.
 const COLUMNS: usize = 80;
-/// Longer lines are hard to read, however wide the terminal is.
+/// Maximum width in columns; longer lines are hard to read.
 const MOST_COLUMNS: usize = 100;
-/// Columns of a label and the space after it.
+/// Width of a label and the space after it, in columns.
 const LABEL_COLUMNS: usize = 11;
 
 /// The ANSI colour of a word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Colour {
-    /// Labels.
+    /// Labels of fields.
     Bold,
-    /// What went well.
+    /// Messages of success.
     Green,
-    /// Warnings.
+    /// Warnings to the user.
     Yellow,
-    /// Errors.
+    /// Errors of the command.
     Red,
 }
 
 impl Colour {
-    /// The text in this colour, if colours are shown.
+    /// Returns `text` in this colour, or unchanged if colours are off.
     pub fn paint(self, text: &str, colours: Colours) -> String {
         let code = match self {
             Self::Bold => "1",
@@ -43,41 +43,41 @@ impl Colour {
     }
 }
 
-/// Whether colours are shown.
+/// Choice whether colours are shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Colours {
-    /// On a terminal.
+    /// Shown: on a terminal.
     Shown,
-    /// In a file, in a pipe, on a dumb terminal, and where `NO_COLOR` is set.
+    /// Off: in a file, in a pipe, on a dumb terminal, and if `NO_COLOR` is set.
     Off,
 }
 
 impl Colours {
-    /// Those of standard error.
+    /// Returns the choice for standard error.
     pub fn of_stderr() -> Self {
         let is_set = |name| env::var_os(name).is_some_and(|value| !value.is_empty());
         if is_terminal() && !is_set("NO_COLOR") { Self::Shown } else { Self::Off }
     }
 }
 
-/// Whether standard error is a terminal that can move its cursor and that somebody looks at.
+/// Returns true if standard error is a terminal that can move its cursor and has a size.
 pub fn is_terminal() -> bool {
     let is_dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");
     io::stderr().is_terminal() && columns_of_terminal().is_some() && !is_dumb
 }
 
-/// A pseudo-terminal that nobody looks at often has no size, and what is drawn on it is lost.
+/// Returns the width of the terminal. A pseudo-terminal that nobody looks at often has no size, and drawing on it is useless.
 fn columns_of_terminal() -> Option<usize> {
     let size = tcgetwinsize(io::stderr()).ok()?;
     (size.ws_col > 0 && size.ws_row > 0).then_some(size.ws_col.into())
 }
 
-/// Columns that text is wrapped to.
+/// Returns the width at which text is wrapped.
 fn columns() -> usize {
     columns_of_terminal().unwrap_or(COLUMNS).min(MOST_COLUMNS)
 }
 
-/// A label with what it labels, as the lines of 80 columns or of the terminal.
+/// Returns a label and its text, wrapped to the terminal or to 80 columns.
 pub fn field(label: &str, text: &str) -> String {
     field_in(label, text, columns(), Colours::of_stderr())
 }
@@ -90,7 +90,7 @@ fn field_in(label: &str, text: &str, columns: usize, colours: Colours) -> String
     format!("{}{space}{}", colour.paint(label, colours), wrapped.join(&indent))
 }
 
-/// A message that begins with `error` or `warning`; wrapped on a terminal, and left as it is for files and scripts.
+/// Returns a message that begins with `error` or `warning`; wrapped on a terminal, unchanged for files and scripts.
 pub fn message(kind: &str, colour: Colour, text: &str) -> String {
     let shown = match columns_of_terminal() {
         Some(_) => {
@@ -103,8 +103,8 @@ pub fn message(kind: &str, colour: Colour, text: &str) -> String {
     format!("{}{rest}", colour.paint(kind, Colours::of_stderr()))
 }
 
-/// The text in lines of at most `columns`, broken between words. A word that is longer has a line of its own; the indentation of the
-/// first line is that of the others.
+/// Breaks text between words into lines of at most `columns`. A longer word has a line of its own. All lines have the indentation
+/// of the first.
 pub fn wrap(text: &str, columns: usize) -> Vec<String> {
     let text = text.trim_end();
     if text.chars().count() <= columns {
@@ -126,7 +126,7 @@ pub fn wrap(text: &str, columns: usize) -> Vec<String> {
     lines
 }
 
-/// Writes a line to standard error. Nobody may be reading any more; that is no error.
+/// Writes a line to standard error. Errors are ignored because the reader may be gone.
 pub fn line(text: &str) {
     let mut out = io::stderr().lock();
     let _ = out.write_all(format!("{text}\n").as_bytes()).and_then(|()| out.flush());

@@ -19,37 +19,37 @@ pub enum Error {
     /// The ranks of this machine need more memory than it has.
     #[error("{0}")]
     DoesNotFit(Box<Misfit>),
-    /// The machines that a plan is for are described wrongly; everything that is wrong is in it.
+    /// The cluster description has mistakes; all of them are in the list.
     #[error("{0}")]
     Cluster(#[from] ClusterError),
-    /// The file that describes them cannot be read.
+    /// The cluster file cannot be read.
     #[error("cannot read the cluster {}: {source}", path.display())]
     ReadCluster {
-        /// The file asked for.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
-    /// A plan has more ranks than its cluster has devices.
+    /// The plan has more ranks than its cluster has devices.
     #[error(
         "the plan has {ranks} ranks, and the cluster has {devices} devices ({name}): {larger}, or smaller degrees in [parallel]"
     )]
     TooManyRanks {
-        /// Ranks of the plan.
+        /// Number of ranks of the plan.
         ranks: usize,
-        /// Devices of the cluster.
+        /// Number of devices of the cluster.
         devices: usize,
         /// Name of the cluster.
         name: String,
-        /// A cluster that has enough devices, in words.
+        /// Suggestion of a cluster with enough devices.
         larger: String,
     },
-    /// A run whose steps say nothing of the machine.
+    /// The run cannot be used for calibration.
     #[error("nothing can be learned from the run in {}: {why}", dir.display())]
     TeachesNothing {
-        /// The directory of its records.
+        /// Directory of the run's metrics.
         dir: PathBuf,
-        /// What keeps it from that.
+        /// Reason why it cannot be used.
         why: String,
     },
 }

@@ -1,4 +1,4 @@
-//! The planner held against what was published, against an exhaustive search, and against the rules of thumb that people go by.
+//! The planner compared with published runs, with an exhaustive search, and with common rules of thumb.
 
 #[path = "planner/details.rs"]
 mod details;
@@ -33,7 +33,7 @@ fn best(settings: &[&str], cluster: &str) -> Evaluated {
     best.value.clone()
 }
 
-/// Of the papers that the constants of DGX A100 are for: every row within 10 %, half of them within 5 %.
+/// Papers used to calibrate DGX A100: every row within 10 %, half of them within 5 %.
 #[test]
 fn published_runs_are_predicted() {
     let mut errors = Vec::new();
@@ -52,7 +52,7 @@ fn published_runs_are_predicted() {
     assert!(errors.len() > 10 && errors[errors.len() / 2] < 0.05, "{errors:?}");
 }
 
-/// Of sources that no constant was chosen with: every row within 16 %, half of each source within 7.5 %.
+/// Held-out sources, not used for any constant: every row within 16 %, half of each source within 7.5 %.
 #[test]
 fn runs_that_were_held_out_are_predicted() {
     let families = [
@@ -87,14 +87,15 @@ fn runs_that_were_held_out_are_predicted() {
     }
 }
 
-/// No bound is above what its candidate comes to.
+/// No bound exceeds the value of its candidate.
 #[test]
 fn bounds_are_bounds() {
     let settings =
         ["model.preset=gpt2-355m", "train.global_batch=64", "train.seq_len=1024", "train.precision=bf16"];
     let mut planner = planner(&settings, Cluster::preset("dgx-a100x2").unwrap());
     let mut compared = 0;
-    // What a ring is as good at has none; looking at everything shows that nothing is lost by that.
+    // Other context methods have no bound where a ring is as good; the exhaustive test shows that the search loses nothing by
+    // that.
     let candidates = planner.candidates().into_iter().filter(|one| one.context_method == ContextMethod::Ring);
     for candidate in candidates.step_by(41) {
         let bound = planner.bound(&candidate);
@@ -107,7 +108,8 @@ fn bounds_are_bounds() {
     assert!(compared > 20, "{compared}");
 }
 
-/// Nor with an adapter, whose gradients and optimizer state alone are held: in memory of three sizes, the least with offload.
+/// Bounds hold with an adapter as well, whose gradients and optimizer state alone exist. Three memory sizes; the smallest needs
+/// offload.
 #[test]
 fn bounds_of_fine_tuning_are_bounds() {
     let settings = [
@@ -139,8 +141,8 @@ fn bounds_of_fine_tuning_are_bounds() {
     }
 }
 
-/// Tensor parallel stays inside a node; what is left of a large model goes over stages or shards, and data parallel takes the rest
-/// (Narayanan et al. 2021, section 3.5).
+/// Tensor parallelism stays inside a node; the rest of a large model is split over stages or shards, and data parallelism takes
+/// the remaining devices (Narayanan et al. 2021, section 3.5).
 #[test]
 fn tensor_parallel_stays_inside_a_node() {
     let settings =
@@ -150,16 +152,17 @@ fn tensor_parallel_stays_inside_a_node() {
         assert!(plan.mesh.tensor <= 8, "{cluster}: {:?}", plan.mesh);
         assert!(plan.mesh.replicate * plan.mesh.shard > 1, "{cluster}: {:?}", plan.mesh);
         assert!(plan.mesh.pipeline > 1 || plan.zero_stage == 3, "{cluster}: {:?}", plan.mesh);
-        // Shards are gathered for every pass, and a pipeline sends one value for each: the slower the network, the more stages. Narayanan et
-        // al. had ZeRO's gathers take longer than a pipeline's bubbles on 600 GB/s and 8 x 200 Gb/s. Here gathers go beside the passes, unit by
-        // unit, and so shards win where these networks are, and stages where each node has 100 Gb/s.
+        // Shards are gathered for every micro-batch's passes, while a pipeline sends one activation per stage: slower networks
+        // favour more stages. In Narayanan et al., ZeRO's gathers took longer than pipeline bubbles on 600 GB/s and 8 x 200 Gb/s.
+        // Here gathers overlap with compute, unit by unit, so shards win on such networks, and stages on 100 Gb/s per node.
         let is_slow = cluster.starts_with("ethernet");
         assert_eq!(plan.mesh.pipeline > 1, is_slow, "{cluster}: {:?}", plan.mesh);
     }
 }
 
-/// Takeaway 1 of Narayanan et al. 2021: tensor parallel up to the devices of a node, then pipeline over nodes; takeaway 2: and no more
-/// of both than what makes the model fit, data parallel beyond that. 405 billion parameters on 1,024 A100, as in their table 1.
+/// Takeaway 1 of Narayanan et al. 2021: tensor parallelism up to the devices of a node, then pipeline over nodes. Takeaway 2: no
+/// more of both than the model needs to fit, and data parallelism beyond. 405 billion parameters on 1,024 A100, as in their table
+/// 1.
 #[test]
 fn a_model_far_larger_than_a_node_is_cut_as_megatron_cuts_it() {
     let settings =
@@ -170,8 +173,8 @@ fn a_model_far_larger_than_a_node_is_cut_as_megatron_cuts_it() {
     assert!(plan.mesh.pipeline > 1 && plan.mesh.shard * plan.mesh.replicate > 1, "{:?}", plan.mesh);
 }
 
-/// The order of Llama 3 (Grattafiori et al. 2024, section 3.3.2): tensor innermost and inside a node, context next to it, pipeline over
-/// nodes, data parallel outermost; and the plan of their table 4 for 8,192 tokens on 16,384 GPUs.
+/// The axis order of Llama 3 (Grattafiori et al. 2024, section 3.3.2): tensor innermost and inside a node, context next, pipeline
+/// over nodes, data parallel outermost. Also the plan of their table 4 for 8,192 tokens on 16,384 GPUs.
 #[test]
 fn llama_3_is_laid_out_in_its_own_order() {
     let settings =
@@ -179,10 +182,12 @@ fn llama_3_is_laid_out_in_its_own_order() {
     let found = best(&settings, "dgx-h100x2048");
     let mesh = found.plan.mesh;
     assert!(mesh.tensor <= 8 && mesh.pipeline >= 16 && mesh.shard * mesh.replicate > 1, "{mesh:?}");
-    // Theirs has 8 tensor ranks, 16 stages and none that share sequences; the search has fewer tensor ranks, lets some share sequences
-    // instead, and has more stages. By Lockstep's ledger theirs needs more than a device has, for gradients stay whole in f32. With 8 key/value heads of 128 what these exchange is a sixteenth of what tensor ranks do, and it goes
-    // beside attention; and V-shaped schedules, which were not there then, wait for one forward where interleaved ones wait for P - 1. Theirs is
-    // predicted at what was measured (41 % of the peak), the search's faster; that it is faster on machines nobody has shown.
+    // Their plan has tensor degree 8, 16 stages and no context parallelism. The search finds a lower tensor degree, context
+    // parallelism in its place, and more stages. By Lockstep's ledger their plan exceeds the memory of a device because gradients
+    // stay unsharded in f32. With 8 key/value heads of 128, context parallelism sends a sixteenth of what tensor parallelism
+    // does, overlapped with attention. V-shaped schedules, which did not exist then, wait for one forward where interleaved ones
+    // wait for P - 1. Their plan is predicted at its measured 41 % of peak and the search's plan faster, which has not been
+    // confirmed on machines.
     let theirs = [
         "parallel.tensor_parallel=8",
         "parallel.sequence_parallel=true",
@@ -201,7 +206,7 @@ fn llama_3_is_laid_out_in_its_own_order() {
     assert!((0.7..1.0).contains(&ratio), "{ratio}");
 }
 
-/// The longer the sequences, the more ranks share each: Llama 3 has 16 of them for 131,072 tokens, and none for 8,192.
+/// Longer sequences have a higher context degree: Llama 3 uses 16 for 131,072 tokens, and 1 for 8,192.
 #[test]
 fn longer_sequences_are_shared_by_more_ranks() {
     let shared = |seq_len: usize| {
@@ -214,7 +219,7 @@ fn longer_sequences_are_shared_by_more_ranks() {
     assert!(short <= long && long <= longest && longest >= 8, "{short} {long} {longest}");
 }
 
-/// What fits each device is not cut: copies, with or without shared state.
+/// A model that fits each device is not split: data-parallel replicas, with or without sharded state.
 #[test]
 fn a_small_model_is_trained_by_copies() {
     let settings =
@@ -224,7 +229,7 @@ fn a_small_model_is_trained_by_copies() {
     assert_eq!(cut, 1, "{:?}", plan.mesh);
 }
 
-/// A cluster of unlike nodes: what is on the slow ones is less, and the bound of a plan is not above it.
+/// A cluster of unequal nodes: slow nodes get fewer layers, and the bound of a plan does not exceed its value.
 #[test]
 fn slow_nodes_get_fewer_layers() {
     let mut cluster = Cluster::preset("dgx-a100x2").unwrap();
@@ -260,7 +265,7 @@ fn slow_nodes_get_fewer_layers() {
     assert!(compared > 3, "{compared}");
 }
 
-/// One slow device holds up all: the step takes longer by no more than its work does, and by more the slower it is.
+/// One slow device delays all: the step is longer by at most the device's own slowdown, and grows with it.
 #[test]
 fn a_slow_device_holds_up_the_step() {
     let settings =
@@ -275,7 +280,7 @@ fn a_slow_device_holds_up_the_step() {
     }
 }
 
-/// Search ends with the candidates that are best whatever their order.
+/// The search returns the best candidates whatever their order.
 #[test]
 fn a_search_ranks_what_it_is_asked_for() {
     let settings =

@@ -1,4 +1,4 @@
-//! What can go wrong around a run, each with the path or the value at fault.
+//! Errors of this crate, each with the path or the value at fault.
 
 use std::io;
 use std::path::PathBuf;
@@ -22,40 +22,40 @@ pub enum Error {
     /// The handlers of SIGINT and SIGTERM cannot be installed.
     #[error("cannot watch for Ctrl-C and SIGTERM: {0}")]
     Signals(#[source] io::Error),
-    /// The model's configuration.
+    /// Error in the model's configuration.
     #[error(transparent)]
     Model(#[from] lockstep_model::ModelError),
-    /// The corpus or the tokenizer.
+    /// Error of the corpus or the tokenizer.
     #[error(transparent)]
     Data(#[from] lockstep_data::DataError),
-    /// Memory, threads, or state that does not fit the model.
+    /// Error of the engine: memory, threads, or state that does not fit the model.
     #[error(transparent)]
     Engine(EngineError),
-    /// The program itself is not to be found, to start ranks of it.
+    /// The path of this program, from which ranks are started, is unknown.
     #[error("cannot find the program to start its ranks: {0}")]
     Program(#[source] io::Error),
-    /// The layout of the ranks.
+    /// Error in the plan for these ranks.
     #[error(transparent)]
     Layout(#[from] lockstep_plan::PlanProblems),
-    /// The other ranks of the run.
+    /// Error in the communication with other ranks.
     #[error(transparent)]
     Comm(#[from] lockstep_comm::CommError),
-    /// Saving or loading.
+    /// Error while saving or loading a checkpoint.
     #[error(transparent)]
     Checkpoint(#[from] lockstep_checkpoint::CheckpointError),
-    /// A step that could not be saved in any place.
+    /// A step could not be saved in any directory.
     #[error(
         "step {step} is not saved:\n  {}\nearlier checkpoints are untouched; free space, mend the file system, or set checkpoint.fallback to \
          a directory on another one",
         reasons.replace('\n', "\n  ")
     )]
     NotSaved {
-        /// The step.
+        /// Step that is not saved.
         step: u64,
-        /// Each directory with the last reason, a line each.
+        /// Each directory with its last failure, one per line.
         reasons: String,
     },
-    /// A checkpoint of another run is in the way.
+    /// The checkpoint belongs to a run with other settings.
     #[error(
         "{} belongs to a run with other settings:\n{}\nuse --resume never to begin anew, {}",
         path.display(),
@@ -66,24 +66,24 @@ pub enum Error {
         }
     )]
     OtherRun {
-        /// The checkpoint.
+        /// Path of the checkpoint.
         path: PathBuf,
-        /// What differs.
+        /// Settings that differ.
         differences: Vec<lockstep_config::Difference>,
-        /// True if its tensors fit the run, so that it can go on if its user says so.
+        /// True if its tensors fit the run, so that the user may resume from it explicitly.
         can_go_on: bool,
     },
-    /// An update has left the range of f32. Nothing of it is saved.
+    /// An optimizer step has moved a weight out of the range of f32. Nothing is saved.
     #[error(
         "{name} is not finite after step {step}; nothing is saved; go on from an earlier checkpoint with a lower optimizer.lr"
     )]
     WeightsNotFinite {
-        /// Steps made.
+        /// Number of completed steps.
         step: u64,
-        /// The first parameter at fault.
+        /// Name of the first such parameter.
         name: String,
     },
-    /// The keys of `[model]` ask for other parameters than the pretrained weights have.
+    /// The keys of `[model]` describe other parameters than the pretrained weights have.
     #[error(
         "model.path has not the parameters that the keys of [model] ask for (missing: {}; left over: {}); leave \
          out the keys that change them, or set model.from_pretrained = false",
@@ -96,45 +96,45 @@ pub enum Error {
         /// Parameters of the directory that the model lacks.
         left_over: Vec<String>,
     },
-    /// A checkpoint that holds weights and nothing else, as `checkpoint import` makes them.
+    /// The checkpoint holds weights only, as `checkpoint import` writes them.
     #[error(
         "{} holds weights only, no state of a run to resume; to start from these weights, export them with \
          `lockstep checkpoint export` and set model.path and model.from_pretrained",
         path.display()
     )]
     NoRunToResume {
-        /// The checkpoint.
+        /// Path of the checkpoint.
         path: PathBuf,
     },
     /// Every checkpoint in the directory is damaged.
     #[error("no checkpoint in {} is whole:\n{reasons}\nuse --resume never to begin anew", dir.display())]
     NoGoodCheckpoint {
-        /// The directory.
+        /// Path of the directory.
         dir: PathBuf,
-        /// Each checkpoint with what is wrong with it.
+        /// Each checkpoint with its damage.
         reasons: String,
     },
-    /// Step after step is refused.
+    /// Too many steps in a row were skipped.
     #[error(
         "step {step}: {consecutive} steps in a row were skipped; of this one, {reason}. The weights are those of step {last_good}: begin anew, \
          or go on from an earlier checkpoint if there is one, and {advice}"
     )]
     TooManySkipped {
-        /// The step that gave up.
+        /// Step at which the run gives up.
         step: u64,
-        /// Steps skipped in a row.
+        /// Number of consecutive skipped steps.
         consecutive: u64,
-        /// The last step that changed the weights.
+        /// Last step that changed the weights.
         last_good: u64,
-        /// The figure of the last step that was not finite, or too large.
+        /// The value of the last step that was not finite or too large.
         reason: String,
         /// The keys to change.
         advice: &'static str,
     },
-    /// No label of a global batch counts.
+    /// All labels of a global batch are masked.
     #[error("step {step}: every label of the global batch is masked, so there is no loss to train on")]
     NothingToPredict {
-        /// The step.
+        /// Step with this batch.
         step: u64,
     },
 }
@@ -159,7 +159,7 @@ impl From<lockstep_observe::Error> for Error {
     }
 }
 
-/// What other ranks are to blame for is told as such, wherever it was noticed.
+/// Communication errors become [`Error::Comm`] even if the engine reports them.
 impl From<EngineError> for Error {
     fn from(error: EngineError) -> Self {
         match error {
@@ -175,7 +175,7 @@ impl From<Problems> for Error {
     }
 }
 
-/// The first few names.
+/// Joins the first few names.
 fn list(names: &[String]) -> String {
     const SHOWN: usize = 3;
     match names.len() {

@@ -1,4 +1,5 @@
-//! The ranks of a run, laid out as its configuration says, and what they tell each other after each step.
+//! The ranks of a run as one of them sees them: its process groups, its place in the mesh, and the control-plane collectives.
+//! These agree on whether to go on, token counts, the loss and equal weights. With one rank every operation is local.
 
 use std::time::Duration;
 

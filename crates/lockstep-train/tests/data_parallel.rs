@@ -1,5 +1,5 @@
-//! A run on several ranks is the run on one rank: the same losses, gradients and weights within the rounding of sums, with
-//! the same bits on every rank. Ranks are threads here, over the same shared memory as processes.
+//! A run on several ranks equals the run on one rank: losses, gradients and weights agree within the rounding of sums, with the
+//! same bits on every rank. Ranks are threads here, over the same shared memory as processes.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ use lockstep_train::interrupt::Interrupt;
 use lockstep_train::{Error, StepObserver, Summary, ranks_of, train_observed};
 use serde_json::Value;
 
-/// Tied embeddings, learned positions, dropout; prompts that do not count, so that ranks differ in their tokens.
+/// A GPT-2 with tied embeddings, learned positions and dropout. Prompts are masked, so ranks differ in their valid tokens.
 const GPT2: &str = r#"
 [model]
 preset = "baby-gpt"
@@ -34,7 +34,7 @@ dropout = 0.1
 threads = 1
 "#;
 
-/// Rotary positions, grouped-query attention, an output layer of its own.
+/// A Llama with rotary positions, grouped-query attention and an untied output layer.
 const LLAMA: &str = r#"
 [model]
 preset = "llama-15m"
@@ -57,7 +57,7 @@ threads = 1
 /// The gradients of each step, by name.
 type Gradients = Vec<BTreeMap<String, Vec<f32>>>;
 
-/// Watches the gradients of one rank, and may spoil its weights or ask for a stop.
+/// Observer that records the gradients of one rank, and may corrupt its weights or request a stop.
 #[derive(Default)]
 struct Watch {
     gradients: Gradients,
@@ -80,7 +80,7 @@ impl StepObserver for Watch {
     }
 }
 
-/// A directory with conversations, in which runs keep everything that they write.
+/// A directory with conversations, in which runs keep all their files.
 struct Bench(tempfile::TempDir);
 
 impl Bench {
@@ -115,7 +115,7 @@ impl Bench {
         RunConfig::parse(&text, "test", settings).unwrap()
     }
 
-    /// A run on `ranks` ranks, each watched by what `watch` makes for it.
+    /// Runs on `ranks` ranks, each with the observer that `watch` returns for it.
     fn run(
         &self,
         run: &str,
@@ -281,7 +281,7 @@ fn a_rank_that_does_not_come_is_named_after_the_time_given() {
     let ended = train_observed(&config, &Resume::Never, &ranks, &Interrupt::default(), show, &mut ());
     let Error::Comm(error) = ended.unwrap_err() else { panic!("it is the other rank's fault") };
     assert!(error.to_string().contains("rank 1"), "{error}");
-    // Ranks that nobody watches leave what they called last themselves.
+    // Ranks without a launcher of ours write their own flight records.
     let own = write_records(&ranks, &error, &bench.path("late")).unwrap().unwrap();
     assert!(own.ends_with("flight-00000.json"), "{}", own.display());
     let late = ranks_of(late, &config).unwrap();

@@ -34,9 +34,9 @@ pub(crate) enum Command {
     Step(StepArguments),
     /// Time the matrix products of a transformer
     Gemm(GemmArguments),
-    /// Time operations between ranks of this machine, in the manner of nccl-tests
+    /// Time collectives between ranks of this machine, in the manner of nccl-tests
     Collectives(collectives::Arguments),
-    /// Hold pipeline schedules against their simulation: real ranks and messages, passes that sleep
+    /// Compare pipeline schedules with their simulation: real ranks and messages, compute replaced by sleeping
     Pipeline(pipelines::Arguments),
     /// Measure this machine in half a minute, and write it as a cluster file for `lockstep plan --cluster`
     Machine(measured::Arguments),
@@ -64,7 +64,7 @@ pub(crate) struct StepArguments {
     /// A preset, such as baby-gpt, a directory, a checkpoint, or a repository in the cache of Hugging Face
     #[arg(long, value_name = "MODEL")]
     model: String,
-    /// Arithmetic
+    /// Arithmetic of the model: f32, bf16 or f16
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     precision: Precision,
     /// Sequences in a micro-batch of a replica
@@ -76,8 +76,8 @@ pub(crate) struct StepArguments {
     /// Ranks on this machine: a number, or one for each core (auto)
     #[arg(long, value_name = "N|auto", default_value = "1", value_parser = ranks::number)]
     nproc_per_node: usize,
-    /// How ranks share the model, and what is changed in it, as in a run's configuration: --set parallel.tensor_parallel=2
-    /// --set model.n_positions=4096; ranks that are left are replicas
+    /// Parallelism and changes of the model, as in a run's configuration: --set parallel.tensor_parallel=2 --set
+    /// model.n_positions=4096; the remaining ranks are replicas
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     settings: Vec<String>,
     /// Tokens per sequence [default: the model's maximum, at most 1024]
@@ -89,7 +89,7 @@ pub(crate) struct StepArguments {
     /// Timed steps, after one that is not counted
     #[arg(long, default_value_t = 10)]
     steps: usize,
-    /// Show where the time of the median step goes, against what this machine can do at best
+    /// Show the time of the median step by operation, compared with the limits of this machine
     #[arg(long, value_enum, value_name = "DETAIL", num_args = 0..=1, require_equals = true, default_missing_value = "kinds")]
     roofline: Option<RooflineDetail>,
     /// Print one JSON document
@@ -119,7 +119,7 @@ pub(crate) struct GemmArguments {
     /// Compute threads [default: all cores]
     #[arg(long)]
     threads: Option<usize>,
-    /// Arithmetic
+    /// Arithmetic of the products: f32, bf16 or f16
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     precision: Precision,
     /// Print one JSON document
@@ -137,7 +137,7 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
     }
 }
 
-/// How the ranks of a benchmark are laid out: as it is said, and each that is left is a replica.
+/// Returns the configuration of a benchmark: the given settings, with the remaining ranks as replicas.
 fn layout(
     arguments: &StepArguments,
     model: &NamedModel,
@@ -155,7 +155,7 @@ fn layout(
     ];
     let mut config = settings(&[&arguments.settings[..], &batch].concat())?;
     offload_to_existing_directory(&mut config);
-    // Ranks that cannot share the model are told here.
+    // Reports an invalid layout before ranks are started.
     resolve_model(&config)?;
     Ok(config)
 }

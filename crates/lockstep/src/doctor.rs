@@ -1,4 +1,4 @@
-//! `lockstep doctor`.
+//! `lockstep doctor`: checks this machine, or analyses flight records.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -15,14 +15,14 @@ use crate::output::say;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// Where checkpoints would go [default: checkpoints]
+    /// Directory for checkpoints [default: checkpoints]
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     checkpoint_dir: Option<PathBuf>,
-    /// Measure the peaks of arithmetic and memory as well
+    /// Measure peak compute and memory throughput as well
     #[arg(long)]
     bench: bool,
-    /// Say on which operation ranks differ, from the records that a run of several ranks left when it ended badly: files,
-    /// globs, or directories with flight-*.json
+    /// Find the operation on which ranks differ, from the flight records that a failed run has left: files, globs, or directories
+    /// with flight-*.json
     #[arg(long, value_name = "FILE", num_args = 1.., value_hint = ValueHint::AnyPath, conflicts_with_all = ["bench", "checkpoint_dir"])]
     trace: Vec<String>,
     /// Print one JSON document

@@ -1,4 +1,4 @@
-//! Exit codes, and which error means which.
+//! Exit codes and their mapping from errors.
 
 use std::io;
 
@@ -21,7 +21,7 @@ pub(crate) const PEER_LOST: u8 = 5;
 /// Interrupted; resume to go on.
 pub(crate) const INTERRUPTED: u8 = 75;
 
-/// What the user is told, and the code that scripts are.
+/// A failure of the command: the message for the user and the exit code for scripts.
 #[derive(Debug, Clone)]
 pub(crate) struct Failure {
     pub(crate) message: String,
@@ -80,8 +80,8 @@ impl From<CheckpointError> for Failure {
     }
 }
 
-/// A path that leads nowhere is a mistake of whoever gave it, text that is no text is a corrupt input, and
-/// everything else is the machine's refusal.
+/// Returns the exit code of an I/O error. A wrong path is a mistake in the configuration, invalid text is corrupt input, and
+/// everything else is a failure of the system.
 fn code_of_io(error: &io::Error) -> u8 {
     match error.kind() {
         io::ErrorKind::NotFound
@@ -93,7 +93,7 @@ fn code_of_io(error: &io::Error) -> u8 {
     }
 }
 
-/// The code of an error between ranks.
+/// Returns the exit code of a communication error.
 pub(crate) fn code_of(error: &CommError) -> u8 {
     match error {
         CommError::PeerLost { .. } => PEER_LOST,

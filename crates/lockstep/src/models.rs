@@ -1,4 +1,4 @@
-//! `lockstep models`: the architectures that have names.
+//! `lockstep models`: lists the model presets.
 
 use std::process::ExitCode;
 

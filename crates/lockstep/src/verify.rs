@@ -1,4 +1,4 @@
-//! `lockstep verify`.
+//! `lockstep verify`: compares a plan's numbers with those of one rank.
 
 use std::process::ExitCode;
 
@@ -24,16 +24,16 @@ use crate::output::say;
 use crate::planned::PlannedRun;
 use crate::ranks::{self, blamed};
 
-/// Gradients that are shown.
+/// Number of gradients that are printed.
 const SHOWN_GRADIENTS: usize = 5;
-/// Numbers outside of the tolerance that are shown.
+/// Number of values outside the tolerance that are printed.
 const SHOWN_FAILURES: usize = 10;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
     #[command(flatten)]
     planned: PlannedRun,
-    /// Steps that are compared, from the run's first on
+    /// Number of steps to compare, from the first
     #[arg(long, value_name = "K", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
     /// Print one JSON document
@@ -60,7 +60,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     };
     let found = first_numbers(&config, arguments.steps, &ranks, &interrupt)
         .map_err(|error| ranks::ended_by(error, ranks.rank(), |code| ranks.abort(code)))?;
-    // The others are not waited for any more.
+    // The other ranks need not wait for the comparison.
     drop(ranks);
     let Some(found) = found else { return Ok(ExitCode::SUCCESS) };
     let expected = |config: &RunConfig| -> Result<Numbers, Failure> {
@@ -88,7 +88,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     Ok(ExitCode::from(if comparison.is_within() { 0 } else { FAILED }))
 }
 
-/// The run that is verified: of what it writes and evaluates nothing is left. Whatever does not fit its model is refused.
+/// Returns the run to verify, with saving and evaluation disabled. Refuses settings that do not fit the model.
 fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
     let plan = arguments.planned.plan()?;
     let mut settings = Vec::new();
@@ -105,7 +105,7 @@ fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
             .map_err(Into::into),
     };
     let mut config = config.map_err(|error| blamed(plan.as_ref(), error))?;
-    // The built-in run's micro-batches are of one sequence, and a square of ranks needs one for each of its rows.
+    // The built-in run has micro-batches of one sequence, but two-dimensional tensor parallelism needs one per row of the square.
     let is_built_in =
         arguments.planned.run.is_none() && matches!(config.origin("train.micro_batch"), Origin::File { .. });
     if is_built_in && config.plan.tensor_layout == TensorDimensions::Two {
@@ -125,7 +125,7 @@ fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
     Ok(config)
 }
 
-/// Writes the built-in text to a directory of this rank's own, unless the settings name another one.
+/// Writes the built-in text to a temporary directory of this rank, unless the settings name other data.
 fn sample(config: &mut RunConfig) -> Result<Option<tempfile::TempDir>, Failure> {
     if !config.data.train.is_empty() {
         return Ok(None);
@@ -142,7 +142,7 @@ fn sample(config: &mut RunConfig) -> Result<Option<tempfile::TempDir>, Failure> 
     Ok(Some(dir))
 }
 
-/// The plan in a few words: `2 replicas of 2 tensor-parallel ranks with sequence parallelism`.
+/// Describes the plan in a few words: `2 replicas of 2 tensor-parallel ranks with sequence parallelism`.
 pub(crate) fn plan_in_words(config: &RunConfig) -> String {
     let plan = &config.plan;
     let mut words = Vec::new();
@@ -191,12 +191,12 @@ pub(crate) fn plan_in_words(config: &RunConfig) -> String {
     }
 }
 
-/// Whether the plan loses something on the way between ranks, as its user has asked for.
+/// Returns true if the plan quantizes communication, as its user has asked for.
 fn is_lossy(config: &RunConfig) -> bool {
     config.plan.quantization().weights.is_some() || config.plan.quantization().gradients.is_some()
 }
 
-/// What travels as small integers, in words.
+/// Describes the quantized communication.
 fn quantized(config: &RunConfig) -> String {
     let Quantization { weights, gradients, .. } = config.plan.quantization();
     let words = |what: &str, kind: Option<QuantizedType>| {

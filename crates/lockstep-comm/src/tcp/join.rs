@@ -24,7 +24,7 @@ use crate::{CommError, Deadline, Group, JoinProblem, MAX_WORLD, shm};
 pub struct TcpOptions {
     /// Number of data connections between two ranks. One does not saturate a fast or a long link.
     pub streams: usize,
-    /// Time without a sign of life after which a rank counts as lost.
+    /// Time without a heartbeat after which a rank counts as lost.
     pub silence: Duration,
     /// True to encrypt all traffic under the keys of the handshakes.
     pub encrypt: bool,

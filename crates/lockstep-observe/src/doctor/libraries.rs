@@ -1,4 +1,4 @@
-//! Shared libraries that larger machines bring along: looked for by name, never opened, for nothing uses them yet.
+//! Shared libraries of accelerators and MPI: searched by name only; nothing is opened.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::Finding;
 
-/// What is looked for: name, and the files that are it, the newest first.
+/// Libraries to look for: name and possible files, the newest version first.
 const LIBRARIES: [(&str, &[&str]); 5] = [
     ("CUDA driver", &["libcuda.so.1", "libcuda.so"]),
     ("NCCL", &["libnccl.so.2", "libnccl.so"]),
@@ -15,7 +15,7 @@ const LIBRARIES: [(&str, &[&str]); 5] = [
     ("MPI", &["libmpi.so.40", "libmpi.so.12", "libmpi.so"]),
 ];
 
-/// Where the dynamic linker and installers put libraries.
+/// Directories in which the dynamic linker and installers put libraries.
 const DIRECTORIES: [&str; 8] = [
     "/lib64",
     "/usr/lib64",
@@ -27,7 +27,7 @@ const DIRECTORIES: [&str; 8] = [
     "/usr/lib/wsl/lib",
 ];
 
-/// One finding for each library.
+/// Returns one finding for each library.
 pub(super) fn all() -> Vec<Finding> {
     let cache = fs::read("/etc/ld.so.cache").unwrap_or_default();
     let variable = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
@@ -54,7 +54,7 @@ fn in_directories(file: &str, directories: &[PathBuf]) -> Option<PathBuf> {
     directories.iter().map(|directory| directory.join(file)).find(|path| path.exists())
 }
 
-/// The path of a library in the linker's cache, a binary table whose strings end with a zero byte.
+/// Returns the path of a library from the linker's cache, a binary table of null-terminated strings.
 fn in_cache(file: &str, cache: &[u8]) -> Option<PathBuf> {
     let paths: BTreeSet<&str> = cache
         .split(|&byte| byte == 0)

@@ -1,8 +1,7 @@
-//! `lockstep doctor`: what this machine offers to a run, what it lacks, and whether the kernels compute what they
-//! should on it.
+//! `lockstep doctor`: the resources that this machine offers to a run and those it lacks, and a self-test of the kernels.
 //!
-//! Every line is a [`Finding`]: something measured or read from the system, and whether it is as it should be.
-//! Nothing is changed on the machine, and a file of the system that cannot be read is no error.
+//! Every line is a [`Finding`]: a value that was measured or read from the system, with its status. The machine is not changed,
+//! and a system file that cannot be read is not an error.
 
 mod libraries;
 mod selftest;
@@ -16,30 +15,30 @@ use serde::Serialize;
 
 use crate::roofline::Limits;
 
-/// How a finding bears on a run.
+/// Effect of a finding on a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
-    /// As it should be, or without effect.
+    /// Correct, or without effect.
     Ok,
-    /// Runs work, but slower or with less room than they could.
+    /// Runs work, but slower or with less room than possible.
     Warning,
-    /// Something that runs need is not there.
+    /// A resource that runs need is missing.
     Missing,
 }
 
-/// One thing that was looked at.
+/// Result of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// The part of the machine.
+    /// Part of the machine.
     pub section: &'static str,
-    /// What was looked at.
+    /// Item that was checked.
     pub name: String,
-    /// What was found.
+    /// Value that was found.
     pub value: String,
-    /// What that means.
+    /// Effect of the value on a run.
     pub status: Status,
-    /// What could be done about it, if anything should be.
+    /// Advice on what to change, if anything.
     pub advice: Option<String>,
 }
 
@@ -54,16 +53,16 @@ impl Finding {
     }
 }
 
-/// Whether peaks are measured as well, which takes a second.
+/// Choice whether peak throughput is measured as well, which takes a second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peaks {
-    /// Not measured.
+    /// Peaks are not measured.
     Skipped,
-    /// Measured.
+    /// Peaks are measured.
     Measured,
 }
 
-/// Looks at everything. Checkpoints would go to `checkpoint_dir`.
+/// Runs all checks; `checkpoint_dir` is the directory for checkpoints.
 pub fn examine(checkpoint_dir: &Path, peaks: Peaks) -> Vec<Finding> {
     let mut findings = system::processor();
     findings.extend(kernels());
@@ -77,7 +76,7 @@ pub fn examine(checkpoint_dir: &Path, peaks: Peaks) -> Vec<Finding> {
     findings
 }
 
-/// The worst of all findings.
+/// Returns the worst status of all findings.
 pub fn worst(findings: &[Finding]) -> Status {
     findings.iter().map(|finding| finding.status).max().unwrap_or(Status::Ok)
 }

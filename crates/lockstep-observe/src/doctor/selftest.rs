@@ -1,20 +1,20 @@
-//! A few products, computed by the kernels of this machine and by plain loops in f64.
+//! Self-test of the kernels: a few matrix products, compared with plain loops in f64.
 
 use half::bf16;
 use lockstep_plan::random::Philox;
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::{Arena, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
-/// Rows, columns and depth: no multiple of any kernel's block.
+/// Rows, columns and depth; none is a multiple of any kernel's block.
 const SHAPE: [usize; 3] = [67, 129, 259];
 
-/// What was tested and how far it was off, or what is wrong.
+/// Returns the tested types with their errors, or the reason of the failure.
 pub(super) fn run(queue: &CpuQueue) -> Result<String, String> {
     let mut said = Vec::new();
-    // A sum of `depth` products, each rounded: a few units in the last place of its largest part.
+    // The error of a sum of `depth` rounded products is a few units in the last place of its largest term.
     for (dtype, allowed) in [(DType::F32, 1e-5), (DType::BF16, 1e-2)] {
         let error = error_of_product(queue, dtype).map_err(|error| error.to_string())?;
-        // A NaN is no small error.
+        // A NaN counts as a failure.
         if error.is_nan() || error > allowed {
             return Err(format!(
                 "{dtype} products are off by {error:.1e} of their size; {allowed:.0e} is allowed"
@@ -25,7 +25,7 @@ pub(super) fn run(queue: &CpuQueue) -> Result<String, String> {
     Ok(format!("products against plain loops: {}", said.join(", ")))
 }
 
-/// The greatest `|Δ| / (|A| |B|)` over all elements of a product.
+/// Returns the maximum of `|Δ| / (|A| |B|)` over the elements of a product.
 fn error_of_product(queue: &CpuQueue, dtype: DType) -> Result<f64, TensorError> {
     let [m, n, k] = SHAPE;
     let arena = Arena::new();
@@ -62,7 +62,7 @@ fn error_of_product(queue: &CpuQueue, dtype: DType) -> Result<f64, TensorError> 
     Ok(worst)
 }
 
-/// Numbers in -1..1 that bf16 holds exactly, so that rounding the operands is no part of the error.
+/// Returns values in -1..1 that are exact in bf16, so that rounding the operands contributes no error.
 fn random(seed: u64, elements: usize) -> Vec<f32> {
     let random = Philox::new(seed);
     let number = |i| random.at(i)[0] as i32 as f32 / i32::MAX as f32;

@@ -1,6 +1,6 @@
-//! What the system says of processor, memory, disks and limits: files of /proc and /sys, read as text.
+//! Checks of processor, memory, disks and process limits, from the text files of /proc and /sys.
 //!
-//! Each file has a function of its text that a test can be given; what a system does not have is not a finding.
+//! Each file has a parser that a test can call with a text. A value that the system does not provide yields no finding.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,11 +12,11 @@ use lockstep_tensor::host::{available_memory_bytes, online_cores, processor_name
 use super::{Finding, Status, threads};
 
 const OTHER_DIRECTORY: &str = "choose another directory with --checkpoint-dir, and checkpoint.dir in the run";
-/// Less disk than this holds no checkpoint worth the name.
+/// Free disk space below which a warning is given: too little for checkpoints.
 const SMALL_DISK_BYTES: u64 = 2 << 30;
-/// Less memory than this trains no useful model.
+/// Memory below which a warning is given: too little to train a useful model.
 const SMALL_MEMORY_BYTES: u64 = 1 << 30;
-/// Open files that ranks, shards and sockets of a large run need.
+/// Limit on open files below which a warning is given: large runs need more for ranks, shards and sockets.
 const FEW_FILES: u64 = 1024;
 
 fn read(path: &str) -> Option<String> {
@@ -142,13 +142,13 @@ pub(super) fn process_limits() -> Vec<Finding> {
     findings
 }
 
-/// The value behind `name` in a text of `name: value` lines.
+/// Returns the value of `name` in a text of `name: value` lines.
 fn field<'t>(text: &'t str, name: &str) -> Option<&'t str> {
     let mut lines = text.lines().filter_map(|line| line.split_once(':'));
     lines.find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim())
 }
 
-/// The soft limit of a line of /proc/self/limits.
+/// Returns the soft limit from a line of /proc/self/limits.
 fn soft_limit<'t>(limits: &'t str, name: &str) -> Option<&'t str> {
     limits.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()
 }
@@ -158,7 +158,7 @@ fn chosen_word(text: &str) -> Option<&str> {
     Some(text.split_once('[')?.1.split_once(']')?.0)
 }
 
-/// Cores that the control groups above this process allow together (version 2).
+/// Returns the number of cores that the control groups of this process allow (cgroup v2).
 fn group_cores() -> Option<f64> {
     let groups = read("/proc/self/cgroup")?;
     let root = Path::new("/sys/fs/cgroup");
@@ -169,14 +169,14 @@ fn group_cores() -> Option<f64> {
         .min_by(f64::total_cmp)
 }
 
-/// The share of `cpu.max`, `QUOTA PERIOD` in microseconds; none without a limit.
+/// Returns the cores that `cpu.max` allows (`QUOTA PERIOD` in microseconds); `None` without a limit.
 fn cores_of(cpu_max: &str) -> Option<f64> {
     let (quota, period) = cpu_max.trim().split_once(' ')?;
     let (quota, period) = (quota.parse::<f64>().ok()?, period.parse::<f64>().ok()?);
     (period > 0.0).then_some(quota / period)
 }
 
-/// The directory, or the nearest one above it that is there.
+/// Returns the directory, or its nearest ancestor that exists.
 fn nearest_existing(dir: &Path) -> PathBuf {
     let above = dir.ancestors().filter(|path| !path.as_os_str().is_empty());
     above.into_iter().find(|path| path.exists()).map_or_else(|| PathBuf::from("."), Path::to_owned)

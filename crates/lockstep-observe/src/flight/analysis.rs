@@ -1,8 +1,8 @@
-//! What the records of all ranks tell: the first operation on which ranks differ, who is to blame for it, and who comes late.
+//! Analysis of the flight records of all ranks: the first operation on which ranks differ, the culprits, and the stragglers.
 //!
-//! Operations of a group are numbered alike on all its ranks, so records are joined by group and number, as PyTorch's
-//! `fr_trace` does. Of several groups in which somebody is missing, that one is told of whose missing ranks wait for nobody
-//! themselves. A pure function of the records.
+//! Operations of a group have the same numbers on all its ranks, so records are joined by group and number, as in PyTorch's
+//! `fr_trace`. If ranks are missing in several groups, the finding is the group whose missing ranks wait for nobody themselves. A
+//! pure function of the records.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,101 +10,101 @@ use serde::Serialize;
 
 use super::dump::{Dump, Group, Operation};
 
-/// Operations over which lateness is told.
+/// Number of recent operations over which lateness is computed.
 const RECENT: usize = 256;
 
-/// What the records tell.
+/// Result of the analysis.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Analysis {
-    /// Where they were written.
+    /// Hosts that wrote the records.
     pub hosts: Vec<String>,
-    /// Ranks of the run.
+    /// Number of ranks of the run.
     pub world_size: usize,
-    /// Those whose records are here.
+    /// Ranks whose records are available.
     pub known: Vec<usize>,
-    /// Why the run ended, as each host has it.
+    /// Reason why the run ended, as each host reports it.
     pub ended: Vec<String>,
-    /// The rank that the run has lost, and what it did last.
+    /// The rank that the run has lost, with its last operation.
     pub lost: Option<Last>,
-    /// Who is to blame, as far as can be told.
+    /// Ranks that caused the finding, as far as known.
     pub culprits: Vec<usize>,
-    /// The first operation on which ranks differ.
+    /// First operation on which ranks differ.
     pub finding: Finding,
-    /// Operations on which all ranks agree.
+    /// Number of operations on which all ranks agree.
     pub agreed: usize,
-    /// Over how many operations the lateness is told.
+    /// Number of operations over which lateness was computed.
     pub compared: usize,
-    /// Ranks by their median lateness, the latest first.
+    /// Ranks by median lateness, the latest first.
     pub stragglers: Vec<Straggler>,
 }
 
-/// How ranks differ.
+/// Kind of difference between ranks.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Finding {
-    /// They called different things.
+    /// Ranks called different operations.
     Mismatch {
-        /// Where.
+        /// Operation on which they differ.
         place: Place,
-        /// In what: `elements`, `dtype`, ...
+        /// The properties that differ: `elements`, `dtype`, ...
         differs: Vec<&'static str>,
-        /// Who called what, the most frequent first.
+        /// The calls and their ranks, the most frequent first.
         calls: Vec<Called>,
     },
-    /// Some have not come.
+    /// Some ranks have not called an operation for which others wait.
     Missing {
-        /// Where.
+        /// Operation that some have not called.
         place: Place,
-        /// Who has come, and what they called.
+        /// The ranks that have called it.
         came: Vec<Called>,
-        /// Who has not.
+        /// The ranks that have not.
         missing: Vec<Last>,
-        /// Of whom nothing is known.
+        /// Ranks of which this is unknown.
         unknown: Vec<usize>,
-        /// Whether those who are missing wait for those who came.
+        /// True if every missing rank waits in another operation itself.
         is_circle: bool,
     },
-    /// All came, and some have not done their part.
+    /// All ranks have called an operation, and some have not completed their part.
     Unfinished {
-        /// Where.
+        /// Operation that some have not completed.
         place: Place,
-        /// What they called.
+        /// Description of the call.
         what: String,
-        /// Who has done it.
+        /// Ranks that have completed it.
         finished: Vec<usize>,
-        /// Who has not.
+        /// Ranks that have not.
         unfinished: Vec<usize>,
     },
-    /// They do not.
+    /// All ranks agree.
     Agreed,
 }
 
-/// Which operation.
+/// Identity of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Place {
-    /// Its number.
+    /// Sequence number in its group.
     pub sequence: u32,
-    /// Its group.
+    /// Group of the operation.
     pub group: Group,
-    /// For `send` and `receive`: the two ranks.
+    /// Sender and receiver of a `send` or `receive`.
     pub between: Option<(usize, usize)>,
 }
 
-/// Ranks that called the same.
+/// Ranks that made the same call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Called {
-    /// What.
+    /// Description of the call.
     pub what: String,
-    /// Who.
+    /// Ranks that made it.
     pub ranks: Vec<usize>,
-    /// From where in the source.
+    /// Source locations of the call.
     pub callers: BTreeSet<String>,
 }
 
-/// What a rank called last.
+/// A rank with its last operation.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Last {
-    /// The rank.
+    /// Number of the rank.
     pub rank: usize,
     /// Its last operation, if it has called any.
     pub operation: Option<LastCall>,
@@ -113,54 +113,54 @@ pub struct Last {
 /// The last call of a rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LastCall {
-    /// What.
+    /// Description of the call.
     pub what: String,
-    /// Its number.
+    /// Sequence number in its group.
     pub sequence: u32,
-    /// Its group.
+    /// Group of the operation.
     pub group: Group,
-    /// From where in the source.
+    /// Source location of the call.
     pub caller: String,
-    /// Whether it was done.
+    /// True if the operation was completed.
     pub is_done: bool,
-    /// Seconds from its call, or its end, to the writing of the records.
+    /// Seconds from its completion, or else its call, to the writing of the records.
     pub seconds_ago: f64,
 }
 
-/// How late a rank comes to operations, after the first one to come.
+/// Lateness of a rank at collectives, relative to the first rank to arrive.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Straggler {
-    /// The rank.
+    /// Number of the rank.
     pub rank: usize,
-    /// The median.
+    /// Median lateness in milliseconds.
     pub median_ms: f64,
-    /// The latest.
+    /// Maximum lateness in milliseconds.
     pub worst_ms: f64,
-    /// In what share of operations it was the last to come.
+    /// Fraction of operations at which this rank arrived last.
     pub last_share: f64,
 }
 
-/// Records of one rank, and when they were written.
+/// Records of one rank and the time of their writing.
 #[derive(Clone, Copy)]
 struct Rank<'a> {
     operations: &'a [Operation],
     written_us: u64,
 }
 
-/// The same operation as its ranks have it.
+/// The records of one operation, by rank.
 type Meeting<'a> = BTreeMap<usize, &'a Operation>;
 
-/// A difference, with what decides between several.
+/// A possible finding, with the facts that rank it among others.
 struct Candidate {
     finding: Finding,
     culprits: Vec<usize>,
-    /// Those who wait in it.
+    /// Ranks that wait in the operation.
     waiting: Vec<usize>,
-    /// When the first one came.
+    /// Time at which the first rank called the operation.
     since_us: u64,
 }
 
-/// Looks at the records of one run. No two dumps have records of the same rank, and all are of worlds of one size.
+/// Analyses the records of one run. No two dumps may hold the same rank, and all must have one world size.
 pub fn analyse(dumps: &[Dump]) -> Analysis {
     let ranks: BTreeMap<usize, Rank<'_>> = dumps
         .iter()
@@ -200,7 +200,7 @@ pub fn analyse(dumps: &[Dump]) -> Analysis {
     }
 }
 
-/// The difference that explains the others.
+/// Returns the finding that explains the others.
 fn first(mut candidates: Vec<Candidate>) -> (Finding, Vec<usize>) {
     let waiting: BTreeSet<usize> =
         candidates.iter().flat_map(|found| found.waiting.iter().copied()).collect();
@@ -230,7 +230,7 @@ fn first(mut candidates: Vec<Candidate>) -> (Finding, Vec<usize>) {
 struct Records<'a> {
     ranks: BTreeMap<usize, Rank<'a>>,
     world_size: usize,
-    /// Collectives by group and number.
+    /// Collectives by group and sequence number.
     groups: BTreeMap<Group, BTreeMap<u32, Meeting<'a>>>,
 }
 
@@ -246,7 +246,7 @@ impl<'a> Records<'a> {
         Self { ranks, world_size, groups }
     }
 
-    /// Whether the recorder has forgotten what the rank called first.
+    /// Returns true if the recorder has overwritten the first calls of the rank.
     fn has_forgotten(&self, rank: usize) -> bool {
         self.ranks[&rank].operations.first().is_some_and(|first| first.number > 0)
     }
@@ -267,7 +267,7 @@ impl<'a> Records<'a> {
         Last { rank, operation }
     }
 
-    /// The members of a group whose records show whether they came, and those of which that is not known.
+    /// Returns the members of a group whose records show whether they arrived, and the possible members without such records.
     fn members(&self, group: Group) -> (BTreeSet<usize>, Vec<usize>) {
         let in_group = |rank: &usize, is_it: &dyn Fn(Group) -> bool| {
             self.ranks[rank]
@@ -281,7 +281,7 @@ impl<'a> Records<'a> {
         if seen.len() >= size {
             return (seen, Vec::new());
         }
-        // Who else it can be: of one partition, a rank is in one group at most.
+        // Candidates for the other members: within one partition a rank is in at most one group.
         let is_free = |rank: &usize| {
             !self.ranks.contains_key(rank) || !in_group(rank, &|other| other.index == group.index)
         };
@@ -295,7 +295,7 @@ impl<'a> Records<'a> {
         (seen.into_iter().chain(silent).collect(), unknown)
     }
 
-    /// How late ranks came to the last operations that all of their group came to.
+    /// Returns the lateness of ranks at the last operations that their whole group called, and the number of these operations.
     fn stragglers(&self) -> (usize, Vec<Straggler>) {
         let is_whole =
             |group: &Group, meeting: &Meeting<'_>| group.size > 1 && meeting.len() == group.size as usize;
@@ -342,10 +342,10 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Goes through the operations of a group up to the first on which its ranks differ.
+    /// Searches the operations of a group up to the first on which its ranks differ.
     fn group(&mut self, group: Group, meetings: &BTreeMap<u32, Meeting<'_>>) {
         let (known, unknown) = self.records.members(group);
-        // What every rank remembers.
+        // Begins at the first operation that is still in every rank's record.
         let forgotten = known.iter().filter(|rank| self.records.has_forgotten(**rank));
         let oldest = forgotten.filter_map(|rank| {
             meetings.iter().find(|(_, meeting)| meeting.contains_key(rank)).map(|(sequence, _)| *sequence)
@@ -366,7 +366,7 @@ impl Search<'_> {
             let has_passed =
                 |rank: &usize| meetings.range(sequence + 1..).any(|(_, later)| later.contains_key(rank));
             if absent.iter().any(has_passed) {
-                // A record that was being written when it was read.
+                // The record was being written while it was read.
                 continue;
             }
             let is_met = meeting.values().any(|call| call.met_us.is_some() || call.done_us.is_some());
@@ -391,14 +391,14 @@ impl Search<'_> {
             let ranks = |part: Vec<(usize, bool)>| part.into_iter().map(|(rank, _)| rank).collect::<Vec<_>>();
             let (finished, unfinished) = (ranks(finished), ranks(unfinished));
             let what = meeting.values().next().map_or(String::new(), |call| call.what.clone());
-            // Where nobody has, it cannot be told who keeps the others.
+            // If no rank has completed it, the culprit is unknown.
             let culprits = if finished.is_empty() { Vec::new() } else { unfinished.clone() };
             let finding = Finding::Unfinished { place, what, finished, unfinished };
             self.candidates.push(Candidate { finding, culprits, waiting: Vec::new(), since_us });
         }
     }
 
-    /// Messages between two ranks of the group of all, of which one end is missing, or unlike the other.
+    /// Searches the messages between two ranks of the world group for pairs with a missing or a different end.
     fn messages(&mut self) {
         let mut pairs: BTreeMap<(usize, usize, u32), Meeting<'_>> = BTreeMap::new();
         for (rank, records) in &self.records.ranks {
@@ -448,7 +448,7 @@ fn first_us(meeting: &Meeting<'_>) -> Option<u64> {
     meeting.values().map(|operation| operation.posted_us).min()
 }
 
-/// Ranks by what they called, the most frequent first; of two as frequent, that of the lower rank.
+/// Groups ranks by call, the most frequent first; ties go to the lower rank.
 fn called(meeting: &Meeting<'_>) -> Vec<Called> {
     let mut calls: Vec<Called> = Vec::new();
     for (rank, operation) in meeting {
@@ -463,7 +463,7 @@ fn called(meeting: &Meeting<'_>) -> Vec<Called> {
     calls
 }
 
-/// How the calls of one operation differ, if they do, and whose are the odd ones.
+/// Returns the properties in which the calls of one operation differ, if any, and the ranks in the minority.
 fn mismatch(place: Place, meeting: &Meeting<'_>) -> Option<(Finding, Vec<usize>)> {
     type Same = fn(&Operation, &Operation) -> bool;
     const PARTS: [(&str, Same); 6] = [

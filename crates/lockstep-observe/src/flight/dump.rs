@@ -1,5 +1,5 @@
-//! What ranks called last, as a file: JSON, one for each host, or for each rank where no launcher of ours writes them. Times
-//! are of the host's clock, as all its ranks see it.
+//! File format of the flight recorder: JSON with the last operations of ranks, one file per host, or per rank under foreign
+//! launchers. Times are of the host's clock, which its ranks share.
 
 use std::fmt;
 use std::fs::File;
@@ -15,89 +15,89 @@ use crate::trace::write_json;
 
 const FORMAT: &str = "lockstep flight recorder";
 const VERSION: u32 = 1;
-/// No file is larger: a thousand operations of each of a million ranks are not read in one go.
+/// Limit on the size of a file, below a thousand operations of each of a million ranks.
 const MOST_BYTES: u64 = 1 << 30;
-/// No world is.
+/// Limit on the world size.
 const MOST_RANKS: usize = 1 << 20;
-/// No time is later: the year 2286.
+/// Limit on times: the year 2286.
 const LAST_US: u64 = 10_000_000_000_000_000;
 
-/// The records of ranks of one host.
+/// Records of the ranks of one host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dump {
     format: String,
     version: u32,
-    /// Its name.
+    /// Name of the host.
     pub host: String,
-    /// When they were written, in microseconds since 1970.
+    /// Time of writing, in microseconds since 1970.
     pub written_us: u64,
-    /// Why the run ended, if it has.
+    /// Reason why the run ended, if it has.
     pub ended: Option<Ending>,
-    /// Ranks of the run on all hosts.
+    /// Number of ranks of the run, on all hosts.
     pub world_size: usize,
-    /// Those of this host.
+    /// Ranks of this host.
     pub ranks: Vec<RankRecords>,
 }
 
-/// Why a run ended.
+/// Reason why a run ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ending {
-    /// In words.
+    /// Message of the error.
     pub message: String,
-    /// The rank that was lost, if that was it.
+    /// The lost rank, if losing one ended the run.
     pub lost: Option<usize>,
 }
 
-/// What one rank called last.
+/// Last operations of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankRecords {
-    /// Its rank.
+    /// Number of the rank.
     pub rank: usize,
-    /// Oldest first.
+    /// Operations, the oldest first.
     pub operations: Vec<Operation>,
 }
 
 /// One call of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Operation {
-    /// Counts all calls of the rank, from 0.
+    /// Number of the call among all calls of the rank, from 0.
     pub number: u64,
-    /// The group.
+    /// Group of the operation.
     pub group: Group,
-    /// The operation's number in the group; of `send` and `receive`, between the two ranks.
+    /// Sequence number in the group; of `send` and `receive`, between the two ranks.
     pub sequence: u32,
-    /// The call in words.
+    /// Description of the call.
     pub what: String,
-    /// `all_reduce` and the like.
+    /// Kind of operation, such as `all_reduce`.
     pub kind: String,
-    /// The reduction, if it is one.
+    /// Reduction operator, if any.
     pub op: Option<String>,
     /// Type of the elements.
     pub dtype: String,
-    /// Elements.
+    /// Number of elements.
     pub elements: usize,
-    /// The rank of the group that the operation turns on.
+    /// Root of the operation, or the peer of a message, as a rank of the group.
     pub root: Option<usize>,
-    /// A hash of what else must be alike.
+    /// Hash of further arguments that must be equal on all ranks.
     pub detail: u64,
-    /// When it was called, in microseconds since 1970.
+    /// Time of the call, in microseconds since 1970.
     pub posted_us: u64,
-    /// When all ranks had called it.
+    /// Time at which all ranks had called it.
     pub met_us: Option<u64>,
-    /// When this rank's part was done.
+    /// Time at which this rank's part was completed.
     pub done_us: Option<u64>,
     /// Source file and line of the call.
     pub caller: String,
 }
 
-/// A group of ranks.
+/// A process group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Group {
-    /// 0 for all ranks, then in the order in which groups were made.
+    /// Index: 0 for the world group, then in the order of creation.
     pub index: u32,
-    /// The lowest rank in it.
+    /// Lowest rank in the group.
     pub first: u32,
-    /// How many ranks.
+    /// Number of ranks.
     pub size: u32,
 }
 
@@ -109,7 +109,7 @@ impl fmt::Display for Group {
 }
 
 impl Ending {
-    /// By `error`.
+    /// Returns the ending for a communication error.
     pub fn by(error: &CommError) -> Self {
         let lost = match error {
             CommError::PeerLost { rank, .. } => Some(*rank),
@@ -120,7 +120,7 @@ impl Ending {
 }
 
 impl Dump {
-    /// Records of this host as they are now: pairs of a rank and what it called.
+    /// Returns the current records of this host, from pairs of a rank and its recorded calls.
     pub fn new(
         world_size: usize,
         ended: Option<Ending>,
@@ -144,15 +144,15 @@ impl Dump {
         }
     }
 
-    /// Whether no rank has called anything.
+    /// Returns true if no rank has called any operation.
     pub fn is_empty(&self) -> bool {
         self.ranks.iter().all(|rank| rank.operations.is_empty())
     }
 
-    /// Writes `flight-00000.json` in `dir`, named by the first rank in it, over what an earlier run left there; returns where.
+    /// Writes `flight-00000.json` in `dir`, named after its lowest rank, over the file of an earlier run; returns the path.
     ///
     /// # Errors
-    /// [`Error::Metrics`].
+    /// If the file cannot be written.
     pub fn write(&self, dir: &Path) -> Result<PathBuf, Error> {
         let first = self.ranks.iter().map(|rank| rank.rank).min().unwrap_or(0);
         let path = dir.join(format!("flight-{first:05}.json"));
@@ -172,10 +172,10 @@ impl Dump {
         Self::parse(&bytes).map_err(|problem| Error::BadRecords { path: path.to_owned(), problem })
     }
 
-    /// What the bytes of a file say.
+    /// Parses the bytes of a file.
     ///
     /// # Errors
-    /// What is wrong with them.
+    /// If they are not such a file or hold impossible numbers; the text says which.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         #[derive(Deserialize)]
         struct Head {
@@ -196,7 +196,7 @@ impl Dump {
         dump.check().map(|()| dump)
     }
 
-    /// Numbers that no run writes are refused before anybody counts with them.
+    /// Rejects numbers that no run writes, before they are used.
     fn check(&self) -> Result<(), String> {
         let world = self.world_size;
         if !(1..=MOST_RANKS).contains(&world) {
@@ -270,7 +270,7 @@ impl Operation {
     }
 }
 
-/// The beginning of a text that may be anything.
+/// Returns the first 40 characters of untrusted text.
 fn short(text: &str) -> String {
     text.chars().take(40).collect()
 }

@@ -1,7 +1,7 @@
-//! The flight recorder on disk: what ranks called last, written when a run ends badly, and what it tells.
+//! The flight recorder on disk: the last operations of each rank, written when a run fails, and their analysis.
 //!
-//! Each host writes a file of its own ([`Dump::write`]). [`read_all`] puts those of a run together, [`analyse`] finds the first
-//! operation on which ranks differ, and its `Display` says so in words.
+//! Each host writes a file of its own ([`Dump::write`]). [`read_all`] reads the files of a run, [`analyse`] finds the first
+//! operation on which ranks differ, and its `Display` explains it.
 
 mod analysis;
 mod dump;
@@ -32,7 +32,7 @@ pub fn write_records(ranks: &Ranks, error: &CommError, dir: &Path) -> Result<Opt
 /// Reads the files of one run.
 ///
 /// # Errors
-/// Those of [`Dump::read`], and [`Error::BadRecords`] if they are not of one run.
+/// As [`Dump::read`], and [`Error::BadRecords`] if the files belong to different runs.
 pub fn read_all(paths: &[PathBuf]) -> Result<Vec<Dump>, Error> {
     let mut dumps: Vec<Dump> = Vec::new();
     let mut owners: BTreeMap<usize, &PathBuf> = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! An analysis in plain words.
+//! The report of an analysis in plain words.
 
 use std::fmt;
 
@@ -116,7 +116,7 @@ impl fmt::Display for Last {
     }
 }
 
-/// `rank 3`, `ranks 0-2, 5`.
+/// List of ranks, written as `rank 3` or `ranks 0-2, 5`.
 struct Ranks<'a>(&'a [usize]);
 
 impl fmt::Display for Ranks<'_> {

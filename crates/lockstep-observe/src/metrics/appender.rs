@@ -1,7 +1,7 @@
-//! Appends whole records to a file, whatever the disk does.
+//! Appends whole records to a file, even if the disk fills up or the file is deleted.
 //!
-//! A record that cannot be written (a full disk) waits in memory, and whatever part of it reached the file is
-//! taken back, so that a reader never sees half of one. A file that somebody deletes is made anew with all that it held.
+//! A record that cannot be written waits in memory, and the part of it that reached the file is truncated away: a reader never
+//! sees half a record. If somebody deletes the file, it is recreated with its content.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, Write};
@@ -10,27 +10,27 @@ use std::path::{Path, PathBuf};
 
 use crate::Error;
 
-/// Records wait up to this size in memory when the disk takes none; about a hundred thousand steps.
+/// Limit on the records that wait in memory while the disk accepts none; about a hundred thousand steps.
 const MAX_WAITING_BYTES: usize = 64 << 20;
 
-/// Room for what usually waits, one record.
+/// Initial capacity of the waiting records: one typical record.
 const USUAL_BYTES: usize = 4096;
 
-/// What an appender needs of a file.
+/// Operations on a file that an appender needs.
 pub trait Sink {
     /// Writes all bytes at the end.
     ///
     /// # Errors
-    /// What the system says; part of the bytes may have been written.
+    /// If the system reports one; part of the bytes may have been written.
     fn append(&mut self, bytes: &[u8]) -> io::Result<()>;
 
-    /// Makes the file `length` bytes long.
+    /// Sets the length of the file to `length` bytes.
     ///
     /// # Errors
-    /// What the system says.
+    /// If the system reports one.
     fn truncate(&mut self, length: u64) -> io::Result<()>;
 
-    /// Makes a file that somebody has deleted anew at `path`, with its first `length` bytes; returns true if that was needed.
+    /// Recreates a file that somebody has deleted at `path`, with its first `length` bytes; returns true if that was necessary.
     ///
     /// # Errors
     /// If the new file cannot be made; the old one is kept.
@@ -54,10 +54,10 @@ impl Sink for File {
             fs::create_dir_all(dir)?;
         }
         let mut anew = File::options().create_new(true).read(true).append(true).open(path)?;
-        // The content of a deleted file lasts as long as it is open. What is appended does not depend on the place where it is read.
+        // The content of a deleted file lasts while the file is open. Appending does not depend on the read position.
         self.rewind()?;
         io::copy(&mut Read::take(&mut *self, length), &mut anew)?;
-        // As the old one was; that it can be is no condition of writing it.
+        // Locked as the old file was. A failure to lock does not prevent writing.
         let _ = anew.try_lock();
         *self = anew;
         Ok(true)
@@ -69,18 +69,18 @@ impl Sink for File {
 pub(super) struct Appender<S> {
     sink: S,
     path: PathBuf,
-    /// Length of the whole records in the file.
+    /// Length of the whole records in the file, in bytes.
     whole_bytes: u64,
-    /// Whether part of a record may stand behind them.
+    /// True if part of a record may follow the whole ones.
     torn: bool,
     waiting: Vec<u8>,
     waiting_records: usize,
-    /// Records given up because too many waited already.
+    /// Records dropped because the limit on waiting ones was reached.
     lost_records: usize,
 }
 
 impl<S: Sink> Appender<S> {
-    /// An appender to a sink that holds `whole_bytes` bytes of records; `path` is what errors call it.
+    /// Returns an appender to a sink that holds `whole_bytes` bytes of records; errors name `path`.
     pub(super) fn new(sink: S, path: PathBuf, whole_bytes: u64) -> Self {
         Self {
             sink,
@@ -102,11 +102,11 @@ impl<S: Sink> Appender<S> {
         &mut self.sink
     }
 
-    /// Appends the record that `write` makes, after those that still wait.
+    /// Appends the record that `write` produces, after the waiting ones.
     ///
     /// # Errors
-    /// [`Error::RowsWait`] if it cannot be written: the run can go on, and the record goes out with the next one that can be.
-    /// [`Error::MetricsDeleted`] if it was written, to a file that had to be made anew.
+    /// [`Error::RowsWait`] if the record cannot be written: the run can go on, and the record is written with the next one that
+    /// succeeds. [`Error::MetricsDeleted`] if it was written to a file that had to be recreated.
     pub(super) fn append(&mut self, write: impl FnOnce(&mut Vec<u8>) -> io::Result<()>) -> Result<(), Error> {
         let length = self.waiting.len();
         if let Err(error) = write(&mut self.waiting) {
@@ -122,7 +122,7 @@ impl<S: Sink> Appender<S> {
         self.flush()
     }
 
-    /// The sink, with everything written that waits.
+    /// Returns the sink after writing all waiting records.
     ///
     /// # Errors
     /// As [`Appender::append`].
@@ -131,7 +131,7 @@ impl<S: Sink> Appender<S> {
         Ok(&self.sink)
     }
 
-    /// Records that are not in the file, as they will stand in it, and how many others were given up.
+    /// Returns the bytes of the waiting records and the number of dropped ones.
     pub(super) fn waiting(&self) -> (&[u8], usize) {
         (&self.waiting, self.lost_records)
     }
@@ -147,7 +147,7 @@ impl<S: Sink> Appender<S> {
             self.sink.restore(&self.path, self.whole_bytes).map_err(|source| self.failed(source))?;
         if let Err(source) = self.sink.append(&self.waiting) {
             self.torn = true;
-            // If this fails as well, the next flush tries again before it writes.
+            // If this fails as well, the next flush truncates before it writes.
             let _ = self.take_back();
             return Err(self.failed(source));
         }

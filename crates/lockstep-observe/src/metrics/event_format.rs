@@ -9,21 +9,21 @@
 //! Field numbers are those of TensorFlow's `event.proto` and `summary.proto`, the framing that of its `record_writer`.
 //! All integers are little-endian.
 
-/// What an event says.
+/// Content of an event.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Event<'a> {
-    /// The first of a file.
+    /// Version of the format; the first event of a file.
     FileVersion,
-    /// A process begins: what earlier files say of `step` and later is void.
+    /// Start of a process; it invalidates the entries of earlier files from `step` on.
     SessionStart {
-        /// The first step that this process makes.
+        /// First step that this process runs.
         step: u64,
     },
-    /// Numbers that belong to a step; `values` are messages made by [`push_scalar`].
+    /// Scalars of a step; `values` are messages made by [`push_scalar`].
     Scalars {
-        /// The step.
+        /// Step of the scalars.
         step: u64,
-        /// The body of the Summary.
+        /// Body of the Summary message.
         values: &'a [u8],
     },
 }
@@ -55,7 +55,7 @@ pub(super) fn push_event(out: &mut Vec<u8>, wall_time: f64, event: Event<'_>) {
 
 /// Appends a Value to the body of a Summary.
 pub(super) fn push_scalar(summary: &mut Vec<u8>, tag: &str, value: f32) {
-    // Two tags of one byte, the length of the string and a float.
+    // One byte for each of two tags, the length-prefixed string and a float.
     let length = 1 + varint_bytes(tag.len() as u64) + tag.len() + 1 + size_of::<f32>();
     push_tag(summary, 1, Wire::Bytes);
     push_varint(summary, length as u64);
@@ -64,7 +64,7 @@ pub(super) fn push_scalar(summary: &mut Vec<u8>, tag: &str, value: f32) {
     summary.extend(value.to_le_bytes());
 }
 
-/// Bytes of a frame before the message.
+/// Bytes of a record before its message.
 const FRAME_START: usize = 12;
 
 /// Protobuf's wire types.
@@ -103,7 +103,7 @@ fn varint_bytes(value: u64) -> usize {
     (64 - (value | 1).leading_zeros() as usize).div_ceil(7)
 }
 
-/// CRC-32C, rotated and moved so that a CRC of data that holds CRCs stays a good one.
+/// Returns the CRC-32C, rotated and offset, so that the CRC of data that contains CRCs stays effective.
 fn masked_crc(bytes: &[u8]) -> u32 {
     crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }

@@ -1,9 +1,9 @@
-//! TensorBoard event files: the scalars of `metrics.jsonl`, one file for each process.
+//! TensorBoard event files with the scalars of `metrics.jsonl`, one file for each process.
 //!
 //! Every number of a row becomes a scalar. Tags are grouped as TensorBoard shows them: `train/loss`, `eval/loss`, `perf/mfu`,
-//! `memory/peak`, `comm/exposed_ms`; the numbers of a table have its name for their group. A process that resumes says from which
-//! step on its file counts, so TensorBoard drops what an earlier process wrote of later steps; files of a run
-//! that was begun anew are moved to a directory of their own, where TensorBoard shows them as a run of their own.
+//! `memory/peak`, `comm/exposed_ms`; the numbers of a table are grouped under its name. A process that resumes declares the first
+//! step of its file, so TensorBoard drops the later steps of earlier processes. A run that starts from step 1 again moves the old
+//! files to a subdirectory, which TensorBoard shows as a separate run.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -17,13 +17,13 @@ use super::event_format::{Event, push_event, push_scalar};
 use super::{Row, Start};
 use crate::Error;
 
-/// What TensorBoard knows an event file by.
+/// File name prefix by which TensorBoard recognizes event files.
 const FILE_PREFIX: &str = "events.out.tfevents.";
 
-/// Room for a row in either form.
+/// Initial capacity for a row in either form.
 const ROW_BYTES: usize = 4096;
 
-/// Writes the event file of this process. It is made with the first row, so a process that makes no step leaves none.
+/// Writer of this process's event file. The file is created with the first row, so a process without steps leaves none.
 #[derive(Debug)]
 pub struct EventWriter {
     dir: PathBuf,
@@ -34,10 +34,10 @@ pub struct EventWriter {
 }
 
 impl EventWriter {
-    /// A writer for the files in `dir`.
+    /// Returns a writer for the files in `dir`.
     ///
     /// # Errors
-    /// [`Error::Metrics`] if the files of an earlier run cannot be moved aside.
+    /// If the files of an earlier run cannot be moved aside.
     pub fn open(dir: &Path, start: Start) -> Result<Self, Error> {
         let first_step = match start {
             Start::Fresh => {
@@ -72,7 +72,7 @@ impl EventWriter {
         self.row.clear();
         self.scalars.summary.clear();
         serde_json::to_writer(&mut self.row, row).map_err(|error| failed(error.into()))?;
-        // Reading the row back makes sure that both files say the same.
+        // Parsing the JSON row guarantees that both files hold the same numbers.
         let mut reader = serde_json::Deserializer::from_slice(&self.row);
         self.scalars.deserialize(&mut reader).map_err(|error| failed(error.into()))?;
         let file = match &mut self.file {
@@ -87,7 +87,7 @@ impl EventWriter {
     }
 }
 
-/// Makes the file and writes its head.
+/// Creates the file and writes its header.
 fn create(dir: &Path, first_step: u64) -> Result<Appender<File>, Error> {
     let now = wall_time();
     let host = rustix::system::uname();
@@ -145,27 +145,27 @@ fn free_directory(dir: &Path) -> io::Result<PathBuf> {
     }
 }
 
-/// Collects the numbers of a row, as it is read, in the body of a Summary.
+/// Collects the numbers of a row, while it is parsed, in the body of a Summary.
 #[derive(Debug, Default)]
 struct Scalars {
     summary: Vec<u8>,
-    /// The path to the value at hand, such as `memory/peak`.
+    /// Path to the current value, such as `memory/peak`.
     tag: String,
 }
 
 impl Scalars {
     fn push(&mut self, value: f64) {
-        // The step is the event's own.
+        // The step is a field of the event, not a scalar.
         if self.tag != STEP {
             push_scalar(&mut self.summary, &self.tag, value as f32);
         }
     }
 }
 
-/// The tag of a row's step, which is none.
+/// Key of a row's step, which does not become a tag.
 const STEP: &str = "step";
 
-/// The group of a row's own key, and its name there; tables are groups themselves.
+/// Returns the group of a top-level key and its name within the group; tables are groups themselves.
 fn grouped(key: &str) -> (&'static str, &str) {
     match key {
         STEP | "memory" | "memory_predicted" | "comm" | "disk" => ("", key),
@@ -223,7 +223,7 @@ impl<'de> Visitor<'de> for &mut Scalars {
         Ok(())
     }
 
-    /// Not known, or not finite.
+    /// A null: the value is unknown or not finite.
     fn visit_unit<E>(self) -> Result<(), E> {
         Ok(())
     }
@@ -253,7 +253,7 @@ mod tests {
         files
     }
 
-    /// The messages of a file whose frames are whole.
+    /// Returns the messages of a file whose records are all whole.
     fn messages(path: &Path) -> Vec<Vec<u8>> {
         let bytes = fs::read(path).unwrap();
         let (mut rest, mut messages) = (bytes.as_slice(), Vec::new());

@@ -1,8 +1,7 @@
-//! `metrics.jsonl`: one JSON object a line, one line a step or an evaluation.
+//! `metrics.jsonl`: one JSON object per line, one line per step or evaluation.
 //!
-//! A row is a typed record, so that its form cannot drift; a number that is not finite becomes `null`, for
-//! JSON knows no other. The file itself is kept whole by [`MetricsWriter`]; [`EventWriter`] writes the same numbers for
-//! TensorBoard.
+//! A row is a typed record, which fixes its form. A number that is not finite becomes `null`, because JSON has no other way to
+//! write it. [`MetricsWriter`] keeps the file whole; [`EventWriter`] writes the same numbers for TensorBoard.
 
 mod appender;
 mod event_format;
@@ -28,66 +27,66 @@ pub use prometheus::Prometheus;
 pub use server::Server;
 pub use writer::{FILE_NAME, MetricsFile, MetricsWriter, Resumption, Start};
 
-/// What is known of one training step.
+/// Metrics of one training step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepMetrics {
-    /// The step, from 1.
+    /// Step number, from 1.
     pub step: u64,
     /// Mean loss over all predicted tokens of the global batch.
     pub loss: f64,
     /// Global L2 norm of the gradient before clipping.
     pub grad_norm: f64,
-    /// The learning rate of this step.
+    /// Learning rate of this step.
     pub lr: f64,
-    /// Tokens in this step.
+    /// Tokens in this step, over all ranks.
     pub tokens: u64,
     /// Tokens in all steps up to this one.
     pub tokens_seen: u64,
     /// Wall-clock time of the step in milliseconds, waits included.
     pub step_ms: f64,
-    /// `tokens` by `step_ms`.
+    /// `tokens` divided by `step_ms`, in tokens per second.
     pub tokens_per_s: f64,
-    /// Model FLOPs of the step by `step_ms`; recomputation does not count.
+    /// Model FLOPs of the step divided by `step_ms`, in FLOP/s; recomputation does not count.
     pub flops_per_s: f64,
-    /// Share of the device's peak, where that is known.
+    /// Model FLOPs utilization: the fraction of the devices' peak, if the peak is known.
     pub mfu: Option<f64>,
-    /// Whether the weights were left as they were because a value was not finite or a spike.
+    /// True if the optimizer step was skipped because a value was not finite or a spike.
     pub skipped: bool,
-    /// Steps skipped up to this one.
+    /// Number of skipped steps up to and including this one.
     pub skipped_steps: u64,
-    /// Times the run has gone back to a copy of its state up to this step.
+    /// Number of rollbacks to an earlier copy of the state, up to and including this step.
     pub rollbacks: u64,
-    /// The factor on the loss; in f16 only.
+    /// Loss scale; in f16 only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
-    /// How many times its even share the most chosen expert of any layer has; in models with experts only.
+    /// Load of the most chosen expert divided by the mean load, maximum over layers; in models with experts only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expert_imbalance: Option<f64>,
-    /// How many slots of the step's tokens have chosen each expert, by layer that has experts. Steps that are not shown leave it out.
+    /// Token slots of this step routed to each expert, for each layer with experts. Empty for steps that are not logged.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub expert_load: Vec<Vec<i64>>,
-    /// Memory by category: of several ranks, the most that any has in each.
+    /// Memory by category; the maximum over ranks in each.
     pub memory: MemoryUse,
-    /// The memory of each, where there are several.
+    /// Memory of each rank, if there are several.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub memory_by_rank: Vec<MemoryUse>,
-    /// The same as it was predicted before anything was allocated.
+    /// Predicted memory by category, computed before the first allocation.
     pub memory_predicted: PredictedMemory,
-    /// That of each, where there are several.
+    /// Predicted memory of each rank, if there are several.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub memory_predicted_by_rank: Vec<PredictedMemory>,
-    /// What the collectives did; zero on one rank.
+    /// Communication of the collectives; zero on one rank.
     pub comm: CommunicationUse,
-    /// What this rank's disk did, where model state or activations are on one.
+    /// Disk traffic of this rank, if model state or activations are offloaded to disk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disk: Option<DiskUse>,
     /// Milliseconds spent waiting for data.
     pub data_wait_ms: f64,
-    /// Milliseconds in which saving kept the step from going on.
+    /// Milliseconds that the training waited for a save.
     pub checkpoint_stall_ms: f64,
 }
 
-/// How many times its even share the most chosen of some experts has; none where nobody chose.
+/// Returns the largest load divided by the mean load of some experts; `None` if all loads are 0.
 pub fn imbalance(counts: &[i64]) -> Option<f64> {
     let (total, most) = (counts.iter().sum::<i64>(), counts.iter().max()?);
     (total > 0).then(|| *most as f64 * counts.len() as f64 / total as f64)
@@ -98,14 +97,14 @@ pub fn imbalance(counts: &[i64]) -> Option<f64> {
 pub struct MemoryUse {
     /// Bytes by category.
     pub by_category: MemoryBytes,
-    /// The most bytes that all categories together have taken.
+    /// Peak of the sum over all categories.
     pub peak: usize,
-    /// Bytes of the rank's process that are resident, its part of what it shares with others (PSS); in steps that look, else 0.
+    /// Resident bytes of the rank's process, with shared pages divided among their users (PSS). Zero in steps that do not measure
+    /// it.
     pub process_pss: usize,
 }
 
-/// Bytes by category that a rank was predicted to hold. What kernels give back for their next call (`cached`) is not
-/// predicted.
+/// Predicted bytes by category of a rank. The cache of freed blocks (`cached`) is not predicted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PredictedMemory(pub MemoryBytes);
 
@@ -122,10 +121,10 @@ impl Serialize for PredictedMemory {
 }
 
 impl MemoryUse {
-    /// How many words it is to other ranks.
+    /// Number of `u64` words in which a value is sent to other ranks.
     pub const WORDS: usize = MemoryCategory::ALL.len() + 2;
 
-    /// What is in use of an arena.
+    /// Returns the bytes in use in an arena, and its peak.
     pub fn of(arena: &Arena) -> Self {
         Self { by_category: arena.in_use(), peak: arena.peak_total_bytes(), process_pss: 0 }
     }
@@ -139,7 +138,7 @@ impl MemoryUse {
         Ok(ranks.numbers(self.to_words())?.iter().map(|words| Self::from_words(words)).collect())
     }
 
-    /// The greater of both in each category.
+    /// Returns the maximum of both in each category.
     pub fn maximum(self, other: &Self) -> Self {
         let (own, other) = (self.to_words(), other.to_words());
         Self::from_words(&std::array::from_fn::<_, { Self::WORDS }, _>(|i| own[i].max(other[i])))
@@ -180,23 +179,23 @@ impl Serialize for MemoryUse {
     }
 }
 
-/// What the disk that model state or activations are on did in a step.
+/// Disk traffic of a step with model state or activations on disk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct DiskUse {
-    /// Bytes of the files.
+    /// Size of the files in bytes.
     pub bytes: u64,
-    /// Bytes read.
+    /// Bytes read in the step.
     pub read_bytes: u64,
-    /// Bytes written.
+    /// Bytes written in the step.
     pub written_bytes: u64,
-    /// Milliseconds in which anything was read or written.
+    /// Milliseconds in which at least one read or write was in flight.
     pub busy_ms: f64,
-    /// Milliseconds in which computing waited for it.
+    /// Milliseconds in which compute waited for the disk.
     pub exposed_ms: f64,
 }
 
 impl DiskUse {
-    /// Of an engine whose file or files have `bytes`; none if there is no file.
+    /// Returns the disk use of an engine whose files have `bytes` bytes; `None` if there is no file.
     pub fn of(bytes: u64, traffic: DiskTraffic) -> Option<Self> {
         let DiskTraffic { read_bytes, written_bytes, busy, exposed } = traffic;
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
@@ -205,14 +204,14 @@ impl DiskUse {
     }
 }
 
-/// What the collectives of a step did.
+/// Communication of a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct CommunicationUse {
-    /// Bytes sent.
+    /// Bytes sent in the step.
     pub bytes: u64,
-    /// Milliseconds in which at least one collective ran.
+    /// Milliseconds in which at least one collective was in flight.
     pub busy_ms: f64,
-    /// Milliseconds in which computing waited for one.
+    /// Milliseconds in which compute waited for a collective.
     pub exposed_ms: f64,
 }
 
@@ -226,25 +225,25 @@ impl From<Traffic> for CommunicationUse {
 /// The result of one evaluation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct EvalMetrics {
-    /// The last step before it.
+    /// Last step before the evaluation.
     pub step: u64,
     /// Mean loss over all predicted tokens.
     pub eval_loss: f64,
-    /// How many those were.
+    /// Number of predicted tokens.
     pub eval_tokens: u64,
     /// Wall-clock time in milliseconds.
     pub eval_ms: f64,
 }
 
-/// A record that makes a line of the file.
+/// A record that is written as one line of the file.
 pub trait Row: Serialize {
-    /// The step it belongs to.
+    /// Step to which the record belongs.
     fn step(&self) -> u64;
 
-    /// Shows it to Prometheus.
+    /// Passes the record to Prometheus.
     ///
     /// # Errors
-    /// [`Error::Metrics`] if a file cannot be written.
+    /// If the file for Prometheus cannot be written.
     fn show(&self, prometheus: &mut Prometheus) -> Result<(), Error>;
 }
 

@@ -1,7 +1,7 @@
-//! The numbers of the last step for Prometheus: over HTTP, and in a file for node_exporter's textfile collector.
+//! The metrics of the last step for Prometheus: over HTTP, and in a file for node_exporter's textfile collector.
 //!
-//! The text is that of the exposition format 0.0.4. It is made anew after each step in a buffer that stays; a thread hands it to whoever
-//! asks. The file is replaced as a whole, at most once a second.
+//! The text follows the exposition format 0.0.4. It is rendered after each step into a reused buffer, which a thread serves. The
+//! file is replaced as a whole, at most once per second.
 
 use std::fmt::{self, Write as _};
 use std::fs;
@@ -16,14 +16,14 @@ use super::server::Server;
 use super::{EvalMetrics, StepMetrics};
 use crate::Error;
 
-/// Room for the text.
+/// Initial capacity of the text.
 const TEXT_BYTES: usize = 8 << 10;
 /// Upper bounds of the buckets of step times, in seconds.
 const BUCKETS: [f64; 10] = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0];
-/// How often the file is written.
+/// Least time between two writes of the file.
 const FILE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Shows a run to Prometheus.
+/// Exporter of a run's metrics to Prometheus.
 #[derive(Debug)]
 pub struct Prometheus {
     totals: Totals,
@@ -32,7 +32,7 @@ pub struct Prometheus {
     file: Option<(PathBuf, Option<Instant>)>,
 }
 
-/// What is counted by this process, for a row does not say it.
+/// Totals of this process, which are not part of a row.
 #[derive(Debug, Default)]
 struct Totals {
     run: String,
@@ -45,10 +45,10 @@ struct Totals {
 }
 
 impl Prometheus {
-    /// What `metrics.prometheus` and `metrics.prometheus_file` ask for; none where they are not set.
+    /// Opens the exporter as `metrics.prometheus` and `metrics.prometheus_file` ask; `None` if neither is set.
     ///
     /// # Errors
-    /// [`Error::Prometheus`] if the address cannot be listened on.
+    /// If the address cannot be listened on.
     pub fn open(config: &RunConfig) -> Result<Option<Self>, Error> {
         let metrics = &config.metrics;
         if metrics.prometheus.is_none() && metrics.prometheus_file.is_none() {
@@ -60,15 +60,15 @@ impl Prometheus {
         Ok(Some(Self { totals, text: String::with_capacity(TEXT_BYTES), server, file }))
     }
 
-    /// Where it is listened on, if it is.
+    /// Address of the HTTP server, if there is one.
     pub fn address(&self) -> Option<SocketAddr> {
         self.server.as_ref().map(Server::address)
     }
 
-    /// A step is done.
+    /// Updates the text with a completed step.
     ///
     /// # Errors
-    /// [`Error::Metrics`] if the file cannot be written.
+    /// If the file cannot be written.
     pub fn step(&mut self, row: &StepMetrics) -> Result<(), Error> {
         let seconds = row.step_ms / 1e3;
         self.totals.steps += 1;
@@ -78,7 +78,7 @@ impl Prometheus {
             *count += u64::from(seconds <= bound);
         }
         self.text.clear();
-        // Text takes whatever is written to it.
+        // Writing to a `String` cannot fail.
         let _ = Exposition { row, totals: &self.totals }.write(&mut self.text);
         if let Some(server) = &self.server {
             server.show(row.step, &self.text);
@@ -90,26 +90,26 @@ impl Prometheus {
         }
     }
 
-    /// An evaluation is done; the next step shows it.
+    /// Records an evaluation; the next step shows it.
     pub fn evaluation(&mut self, row: &EvalMetrics) {
         self.totals.eval_loss = Some(row.eval_loss);
     }
 
-    /// A checkpoint is saved; the next step shows when.
+    /// Records that a checkpoint was saved; the next step shows the time.
     pub fn saved(&mut self) {
         self.totals.saved_at =
             SystemTime::now().duration_since(UNIX_EPOCH).ok().map(|time| time.as_secs_f64());
     }
 
-    /// The run has ended: its last step is in the file.
+    /// Ends the exporter; the file then holds the last step.
     ///
     /// # Errors
-    /// [`Error::Metrics`].
+    /// If the file cannot be written.
     pub fn finish(mut self) -> Result<(), Error> {
         if self.totals.steps > 0 && self.file.is_some() { self.write_file() } else { Ok(()) }
     }
 
-    /// The file with the text, written beside it and renamed: a collector never reads half of it.
+    /// Writes the text to a temporary file and renames it, so that a collector never reads half of it.
     fn write_file(&mut self) -> Result<(), Error> {
         let Some((path, at)) = &mut self.file else { return Ok(()) };
         *at = Some(Instant::now());
@@ -119,7 +119,7 @@ impl Prometheus {
     }
 }
 
-/// A step as text.
+/// The text of a step.
 struct Exposition<'a> {
     row: &'a StepMetrics,
     totals: &'a Totals,
@@ -185,7 +185,7 @@ fn head(out: &mut String, name: &str, kind: &str, help: &str) -> fmt::Result {
     writeln!(out, "# HELP lockstep_{name} {help}\n# TYPE lockstep_{name} {kind}")
 }
 
-/// A number as Prometheus spells it.
+/// A number in the notation of Prometheus.
 struct Number(f64);
 
 impl fmt::Display for Number {
@@ -199,7 +199,7 @@ impl fmt::Display for Number {
     }
 }
 
-/// The value of a label.
+/// Escapes the value of a label.
 fn escaped(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }

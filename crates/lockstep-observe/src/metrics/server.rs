@@ -1,7 +1,7 @@
-//! The HTTP server of a run: `GET /metrics` for Prometheus, and `GET /healthz` for whoever must know whether the run still moves, such as the
-//! probes of Kubernetes.
+//! The HTTP server of a run: `GET /metrics` for Prometheus, and `GET /healthz` for liveness checks such as the probes of
+//! Kubernetes.
 //!
-//! Rank 0 serves both. The first rank of every other machine serves `/healthz` alone, so that each pod has something to probe.
+//! Rank 0 serves both. The first rank of every other machine serves `/healthz` alone, so that each pod can be probed.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -14,16 +14,17 @@ use lockstep_config::RunConfig;
 
 use crate::Error;
 
-/// Room for the text of `/metrics`.
+/// Initial capacity of the text of `/metrics`.
 const TEXT_BYTES: usize = 8 << 10;
 /// Longest time that a client may take to send its request or to read the answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Longest request that is read.
 const REQUEST_BYTES: usize = 8 << 10;
-/// A run counts as stuck after this many times its slowest step, `parallel.timeout_s` at least: evaluations and saves stand between steps.
+/// Multiple of the slowest step after which a run without a step counts as stuck, though never before `parallel.timeout_s`.
+/// Evaluations and saves run between steps.
 const SLOWEST_STEPS: u32 = 20;
 
-/// A thread that answers requests. Dropped, it ends.
+/// HTTP server in a thread of its own, which ends when the server is dropped.
 #[derive(Debug)]
 pub struct Server {
     address: SocketAddr,
@@ -32,12 +33,12 @@ pub struct Server {
     thread: Option<thread::JoinHandle<()>>,
 }
 
-/// What requests are answered from.
+/// State from which requests are answered.
 #[derive(Debug)]
 struct State {
     /// The text of `/metrics`; empty on machines other than the first.
     metrics: String,
-    /// The last step and when it was done; before the first step, when the server was started.
+    /// Last step and the time of its end; before the first step, the time at which the server was started.
     step: u64,
     at: Instant,
     /// The longest time between two steps so far.
@@ -47,7 +48,7 @@ struct State {
 }
 
 impl State {
-    /// Status line and text of `/healthz`.
+    /// Returns the status line and the text of `/healthz`.
     fn health(&self) -> (&'static str, String) {
         let idle = self.at.elapsed();
         let text = format!("step {}, {:.0} s ago\n", self.step, idle.as_secs_f64());
@@ -57,7 +58,7 @@ impl State {
 }
 
 impl Server {
-    /// The server at `metrics.prometheus`; `None` where that is not set.
+    /// Opens the server at `metrics.prometheus`; `None` if that is not set.
     ///
     /// # Errors
     /// If the address cannot be listened on.
@@ -79,7 +80,7 @@ impl Server {
             for stream in
                 listener.incoming().map_while(|stream| (!ended.load(Ordering::Acquire)).then_some(stream))
             {
-                // A client that hangs up asks again.
+                // A client whose connection fails will ask again.
                 let _ = stream.and_then(|stream| answer(stream, &shown));
             }
         };
@@ -89,12 +90,12 @@ impl Server {
         Ok(Self { address: address_bound, state, has_ended, thread: Some(thread) })
     }
 
-    /// The address that is listened on.
+    /// Address on which the server listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Notes that `step` is done, and replaces the text of `/metrics`.
+    /// Records the end of `step` and replaces the text of `/metrics`.
     pub fn show(&self, step: u64, metrics: &str) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.step > 0 {
@@ -109,7 +110,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.has_ended.store(true, Ordering::Release);
-        // The thread waits for a connection.
+        // Wakes the thread, which waits for a connection.
         let is_woken = TcpStream::connect_timeout(&reachable(self.address), PATIENCE).is_ok();
         if let Some(thread) = self.thread.take().filter(|_| is_woken) {
             let _ = thread.join();
@@ -117,7 +118,7 @@ impl Drop for Server {
     }
 }
 
-/// An address at which this machine reaches a socket that is bound to any of its own.
+/// Returns an address of this machine that reaches a socket bound to `address`; loopback if it is bound to all.
 fn reachable(address: SocketAddr) -> SocketAddr {
     match address {
         SocketAddr::V4(of) if of.ip().is_unspecified() => ([127, 0, 0, 1], of.port()).into(),
@@ -165,7 +166,7 @@ fn answer(mut stream: TcpStream, state: &Mutex<State>) -> io::Result<()> {
 pub(crate) mod tests {
     use super::*;
 
-    /// The answer to `GET path`, with its head.
+    /// Returns the response to `GET path`, headers included.
     pub(crate) fn ask(address: SocketAddr, path: &str) -> String {
         let mut stream = TcpStream::connect(address).unwrap();
         write!(stream, "GET {path} HTTP/1.1\r\nHost: here\r\n\r\n").unwrap();
@@ -183,7 +184,7 @@ pub(crate) mod tests {
         assert!(health().ends_with("step 7, 0 s ago\n"), "{}", health());
         thread::sleep(Duration::from_millis(300));
         assert!(health().starts_with("HTTP/1.1 503 "), "{}", health());
-        // A step that took 0.3 s allows for twenty of them.
+        // A step of 0.3 s raises the limit to twenty times that.
         server.show(8, "text");
         thread::sleep(Duration::from_millis(300));
         assert!(health().starts_with("HTTP/1.1 200 OK"), "{}", health());

@@ -1,7 +1,7 @@
-//! Keeps `metrics.jsonl` a sequence of whole lines, in the order of steps.
+//! Writer of `metrics.jsonl`, which keeps the file a sequence of whole lines in the order of steps.
 //!
-//! A run that resumes after step N first cuts off the rows of later steps, so that the file of a resumed run has
-//! the steps of one that was never stopped.
+//! A run that resumes after step N first cuts off the rows of later steps. The file of a resumed run therefore has the same steps
+//! as that of an uninterrupted one.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufRead, BufReader, ErrorKind};
@@ -14,23 +14,23 @@ use super::appender::{Appender, Sink};
 use crate::Error;
 use crate::lock::take_from_the_dying;
 
-/// The name of the file in the directory of the run's records.
+/// Name of the file in `metrics.dir`.
 pub const FILE_NAME: &str = "metrics.jsonl";
 
-/// How a run begins.
+/// Starting point of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
-    /// From step 1. An existing file is kept under another name.
+    /// Step 1. An existing file is moved aside.
     Fresh,
-    /// After a step that a checkpoint holds (0: none done yet).
+    /// The step after that of a checkpoint (0: before the first step).
     After {
-        /// The last step that is done.
+        /// Last completed step.
         step: u64,
     },
 }
 
 impl Start {
-    /// The steps that are done.
+    /// Number of completed steps.
     pub const fn done(self) -> u64 {
         match self {
             Self::Fresh => 0,
@@ -39,28 +39,28 @@ impl Start {
     }
 }
 
-/// What was found in the directory when the writer was opened.
+/// State of the directory when the writer was opened.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Resumption {
-    /// Where a fresh run put the file of an earlier one.
+    /// New path of an earlier run's file, if a fresh run moved one aside.
     pub moved_to: Option<PathBuf>,
-    /// Bytes of rows, whole or torn, that a resumed run has cut off.
+    /// Bytes that a resumed run has cut off, whole rows and torn ones.
     pub cut_bytes: u64,
-    /// Line numbers, from 1, of lines that are no rows. They are left as they are.
+    /// Line numbers, from 1, of lines that are not rows. They are left unchanged.
     pub damaged_lines: Vec<usize>,
 }
 
-/// Appends rows to `metrics.jsonl`.
+/// Writer of rows to `metrics.jsonl`.
 #[derive(Debug)]
 pub struct MetricsWriter<S = File> {
     lines: Appender<S>,
 }
 
 impl MetricsWriter<File> {
-    /// Opens the file in `dir`, making the directory if need be. No other run can write there as long as this one lives.
+    /// Opens the file in `dir`, which is created if necessary. The file is locked against other runs until the writer is dropped.
     ///
     /// # Errors
-    /// [`Error::MetricsInUse`] if another run writes there; [`Error::Metrics`] with the path and what could not be done.
+    /// [`Error::MetricsInUse`] if another run writes there; [`Error::Metrics`], with the path and the failed action, otherwise.
     pub fn open(dir: &Path, start: Start) -> Result<(Self, Resumption), Error> {
         let failed = |action, path: &Path| {
             let path = path.to_owned();
@@ -69,7 +69,7 @@ impl MetricsWriter<File> {
         let path = dir.join(FILE_NAME);
         fs::create_dir_all(dir).map_err(failed("create", dir))?;
         let mut found = Resumption::default();
-        // Held until the file has been moved aside.
+        // The lock on the earlier file is held until the file has been moved aside.
         let earlier = lock_earlier(&path)?;
         if start == Start::Fresh {
             found.moved_to = move_aside(&path).map_err(failed("move aside", &path))?;
@@ -92,11 +92,11 @@ impl MetricsWriter<File> {
         Ok((Self::over(sink, path, whole_bytes), found))
     }
 
-    /// Writes what waits and gives the file away to be put on the disk. Do so before a checkpoint is saved: then no
-    /// step that the checkpoint holds can be missing from the file.
+    /// Writes the waiting rows and returns a handle that can sync the file. Called before a checkpoint is saved, it guarantees
+    /// that the file has every step of the checkpoint.
     ///
     /// # Errors
-    /// [`Error::RowsWait`] or [`Error::Metrics`].
+    /// [`Error::RowsWait`] if waiting rows cannot be written; [`Error::Metrics`] if the handle cannot be duplicated.
     pub fn file(&mut self) -> Result<MetricsFile, Error> {
         let path = self.path().to_owned();
         match self.lines.flushed()?.try_clone() {
@@ -106,7 +106,7 @@ impl MetricsWriter<File> {
     }
 }
 
-/// The file of metrics as it stood at some step, perhaps in another thread.
+/// Handle to the metrics file that may be synced from another thread.
 #[derive(Debug)]
 pub struct MetricsFile {
     file: File,
@@ -114,15 +114,15 @@ pub struct MetricsFile {
 }
 
 impl MetricsFile {
-    /// The file's path.
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Waits until everything written so far is on the disk.
+    /// Waits until everything written so far is on disk.
     ///
     /// # Errors
-    /// [`Error::Metrics`].
+    /// If the system reports one.
     pub fn sync(&self) -> Result<(), Error> {
         let failed = |source| Error::Metrics { path: self.path.clone(), action: "sync", source };
         self.file.sync_data().map_err(failed)
@@ -130,26 +130,26 @@ impl MetricsFile {
 }
 
 impl<S: Sink> MetricsWriter<S> {
-    /// A writer over a sink that holds `whole_bytes` bytes of rows; `path` is what errors call it.
+    /// Returns a writer over a sink that holds `whole_bytes` bytes of rows; errors name `path`.
     pub fn over(sink: S, path: PathBuf, whole_bytes: u64) -> Self {
         Self { lines: Appender::new(sink, path, whole_bytes) }
     }
 
-    /// The file.
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         self.lines.path()
     }
 
-    /// The rows that are not in the file, as they will stand in it, and the number of those that were given up.
+    /// Returns the bytes of the waiting rows and the number of dropped ones.
     pub fn waiting(&self) -> (&[u8], usize) {
         self.lines.waiting()
     }
 
-    /// Appends a row, after those that still wait.
+    /// Appends a row, after the waiting ones.
     ///
     /// # Errors
-    /// [`Error::RowsWait`] if it cannot be written: the run can go on, and the row goes out with the next one that can be.
-    /// [`Error::MetricsDeleted`] if it was written, to a file that had to be made anew.
+    /// [`Error::RowsWait`] if the row cannot be written: the run can go on, and the row is written with the next one that
+    /// succeeds. [`Error::MetricsDeleted`] if it was written to a file that had to be recreated.
     pub fn append(&mut self, row: &impl Row) -> Result<(), Error> {
         self.lines.append(|out| {
             serde_json::to_writer(&mut *out, row)?;
@@ -159,15 +159,14 @@ impl<S: Sink> MetricsWriter<S> {
     }
 }
 
-/// The file that an earlier run has left at `path`, if there is one and no run writes to it.
+/// Opens and locks the file of an earlier run at `path`; `None` if there is none.
 fn lock_earlier(path: &Path) -> Result<Option<File>, Error> {
     let Ok(file) = File::open(path) else { return Ok(None) };
     lock(&file, path)?;
     Ok(Some(file))
 }
 
-/// Keeps other runs from writing to `file`, until it is closed. On file systems
-/// without locks nothing is kept.
+/// Locks `file` against other runs until it is closed. File systems without locks are accepted.
 fn lock(file: &File, path: &Path) -> Result<(), Error> {
     let is_busy = |error: &TryLockError| matches!(error, TryLockError::WouldBlock);
     match take_from_the_dying(|| file.try_lock(), is_busy) {
@@ -196,8 +195,8 @@ fn move_aside(path: &Path) -> io::Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// Length of the rows up to and including `step`: everything before the first whole row of a later step, or
-/// before a last line that was never finished.
+/// Returns the length of the rows up to and including `step`: the bytes before the first whole row of a later step, or before an
+/// unfinished last line.
 fn rows_up_to(step: u64, file: &File, damaged_lines: &mut Vec<usize>) -> io::Result<u64> {
     #[derive(Deserialize)]
     struct StepOnly {
@@ -251,7 +250,7 @@ mod tests {
 
         let resumed = dir.path().join("resumed");
         write_steps(&mut MetricsWriter::open(&resumed, Start::Fresh).unwrap().0, 1..=13);
-        // Killed in the middle of a line.
+        // Simulates a kill in the middle of a line.
         File::options()
             .append(true)
             .open(resumed.join(FILE_NAME))
@@ -303,7 +302,7 @@ mod tests {
         }
     }
 
-    /// A disk of limited size that takes part of a write before it refuses, as real ones do.
+    /// A disk of limited size that writes part of the data before it fails, as real ones do.
     #[derive(Default)]
     struct SmallDisk {
         content: Vec<u8>,
@@ -343,7 +342,7 @@ mod tests {
             assert_eq!((path, waiting_rows as u64), ("m.jsonl".into(), waiting));
             assert_eq!(writer.lines.sink().content.len(), 2 * row);
         }
-        // Not even the torn part can be taken back; it must not end up before the next row.
+        // The torn part cannot be truncated away either; it must not end up before the next row.
         writer.lines.sink().truncate_fails = true;
         writer.append(&example(6)).unwrap_err();
         writer.lines.sink().capacity = usize::MAX;

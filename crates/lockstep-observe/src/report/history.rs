@@ -1,7 +1,7 @@
-//! A run's rows, read back from `metrics.jsonl`, and what they add up to.
+//! A run's rows, read from `metrics.jsonl`, and their totals.
 //!
-//! The file may be of an older version, of a run that was killed, or damaged: what cannot be read is counted and
-//! left out, and every value may be missing.
+//! The file may come from an older version or a killed run, or may be damaged: unreadable lines are counted and dropped, and
+//! every value may be missing.
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead};
@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 
 use super::series::{Point, maxima, smoothed, thinned, thinned_with_bounds};
 
-/// Skipped steps that are named.
+/// Limit on the skipped steps listed by number.
 const MAX_NAMED: usize = 200;
 
-/// A row of either kind.
+/// A row of a step or of an evaluation.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Row {
@@ -42,7 +42,7 @@ struct Row {
     expert_load: Vec<Vec<f64>>,
 }
 
-/// What sums over ranks cost in a step.
+/// Communication of a step.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Communication {
@@ -51,14 +51,14 @@ struct Communication {
     exposed_ms: Option<f64>,
 }
 
-/// What is on disk costs in a step.
+/// Disk use of a step.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Disk {
     exposed_ms: Option<f64>,
 }
 
-/// What the report knows of a run.
+/// The rows of a run as the report needs them.
 #[derive(Debug, Default)]
 pub(super) struct History {
     loss: Vec<Point>,
@@ -75,7 +75,7 @@ pub(super) struct History {
     memory_by_rank: Vec<BTreeMap<String, f64>>,
     memory_predicted: BTreeMap<String, f64>,
     memory_predicted_by_rank: Vec<BTreeMap<String, f64>>,
-    /// Of the last step that looked, by rank: what its process had, and what its ledger said then.
+    /// Process memory (PSS) and booked bytes by rank, from the last step that measured them.
     processes: Vec<[f64; 2]>,
     expert_imbalance: Vec<Point>,
     expert_load: Vec<Vec<f64>>,
@@ -85,29 +85,29 @@ pub(super) struct History {
     tokens_seen: Option<u64>,
     step_ms: f64,
     data_wait_ms: f64,
-    /// Of steps that were made, their number, what they took but for waits for data, and what of that ranks waited for each other.
+    /// Step number, with the step time less data waits, the exposed communication and the exposed disk time, in milliseconds.
     times: Vec<(u64, [f64; 3])>,
     pub(super) damaged_lines: usize,
 }
 
-/// What a step of a run usually comes to.
+/// Median times and the memory of a run's steps.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct UsualStep {
-    /// Milliseconds from its beginning to its end, but for waits for data: half of all steps take longer.
+    /// Median step time in milliseconds, without waits for data.
     pub step_ms: f64,
-    /// Milliseconds in which the first rank waits for others: half of all steps have more.
+    /// Median exposed communication of the first rank in milliseconds.
     pub exposed_ms: f64,
-    /// The same of its disk.
+    /// Median exposed disk time of the first rank in milliseconds.
     pub disk_ms: f64,
-    /// How many steps say so.
+    /// Number of steps measured.
     pub steps: usize,
-    /// Bytes that ledgers have booked: the most that any rank has of each category, without what is cached.
+    /// Bytes booked in the ledger: the maximum over ranks of each category, summed, without the cache.
     pub booked_bytes: Option<f64>,
-    /// The same as it was predicted.
+    /// Predicted value of `booked_bytes`.
     pub predicted_bytes: Option<f64>,
 }
 
-/// Steps of a process that pay for memory which was never touched, and for whatever else is done once.
+/// First steps of a process that are not measured; they pay for page faults and other one-time work.
 const FIRST_STEPS: u64 = 2;
 
 impl History {
@@ -186,22 +186,22 @@ impl History {
         self.loss.last().or(self.eval_loss.last()).map_or(0, |point| point.0)
     }
 
-    /// The first of the skipped steps.
+    /// Returns the step numbers of the first skipped steps.
     pub(super) fn first_skipped(&self) -> &[u64] {
         &self.skipped[..self.skipped.len().min(MAX_NAMED)]
     }
 
-    /// Bytes by category, and the peak, in the last step that says so.
+    /// Returns the bytes by category and the peak, from the last step that has them.
     pub(super) fn memory(&self) -> Option<&BTreeMap<String, f64>> {
         (!self.memory.is_empty()).then_some(&self.memory)
     }
 
-    /// As [`History::memory`], of each rank; empty if there is one only.
+    /// Returns the value of [`History::memory`] for each rank; empty if there is only one.
     pub(super) fn memory_by_rank(&self) -> &[BTreeMap<String, f64>] {
         &self.memory_by_rank
     }
 
-    /// Bytes by category as they were predicted, of all ranks and of each, and what processes have beside their ledgers.
+    /// Returns the predicted bytes by category (maximum and per rank), and process memory paired with the ledger's bytes.
     pub(super) fn memory_beside(&self) -> Value {
         json!({
             "predicted": self.memory_predicted,
@@ -210,7 +210,7 @@ impl History {
         })
     }
 
-    /// What a step comes to of those that were made from `first` on; none if there were too few of them.
+    /// Returns the medians of the steps of a process that began with step `first`; `None` if it has too few.
     pub(super) fn usual_step(&self, first: u64) -> Option<UsualStep> {
         let of_process = || self.times.iter().filter(|(step, _)| *step >= first + FIRST_STEPS);
         let middle = |part: usize| median(of_process().map(|(_, times)| times[part]).collect());
@@ -224,12 +224,12 @@ impl History {
         })
     }
 
-    /// How often each expert was chosen, by layer, in the last step that says so.
+    /// Returns the load of each expert, by layer, from the last step that has it.
     pub(super) fn expert_load(&self) -> &[Vec<f64>] {
         &self.expert_load
     }
 
-    /// The lines of the charts.
+    /// Returns the lines of the charts.
     pub(super) fn series(&self) -> Value {
         json!({
             "loss": thinned_with_bounds(&self.loss),
@@ -246,7 +246,7 @@ impl History {
         })
     }
 
-    /// The numbers that stand above them.
+    /// Returns the totals shown above the charts.
     pub(super) fn totals(&self) -> Value {
         let stall_ms: f64 = self.stalls.iter().filter_map(|point| point.1).sum();
         let all_ms = self.step_ms + stall_ms;
@@ -274,14 +274,14 @@ impl History {
     }
 }
 
-/// What a rank's process had of the machine's memory, and what its ledger said at the time; none in steps that did not look.
+/// Returns process memory (PSS) and booked bytes of a row; `None` if the step did not measure the process.
 fn process_and_ledger(memory: &BTreeMap<String, f64>) -> Option<[f64; 2]> {
     let process = *memory.get("process_pss")?;
     let cached = memory.get("cached").copied().unwrap_or(0.0);
     Some([process, booked(memory) + cached])
 }
 
-/// Bytes of all categories but of what is cached.
+/// Returns the sum of all booked categories except the cache.
 fn booked(memory: &BTreeMap<String, f64>) -> f64 {
     let is_booked = |name: &str| !["peak", "process_pss", "cached"].contains(&name);
     memory.iter().filter(|(name, _)| is_booked(name)).map(|(_, bytes)| bytes).sum()

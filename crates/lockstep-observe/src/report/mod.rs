@@ -1,8 +1,8 @@
-//! `report.html`: a run on one page, in one file that needs nothing else.
+//! `report.html`: a run on one self-contained page.
 //!
-//! It is made from what a run leaves in its directory (`metrics.jsonl`, and where they are there `run.json`, `profile.json`,
-//! `layout.json` and `timeline.json`), so it can be made at any time, also of a run that was killed. This side reads, adds up and
-//! thins out; a small script in the page draws.
+//! The page is made from the files in `metrics.dir`: `metrics.jsonl` and, if present, `run.json`, `profile.json`, `layout.json`
+//! and `timeline.json`. It can therefore be made at any time, even for a run that was killed. This module reads, sums and thins
+//! the data; a small script in the page draws it.
 
 mod history;
 mod series;
@@ -24,10 +24,10 @@ use crate::trace::{PROFILE, write_json};
 
 pub use history::UsualStep;
 
-/// The page's name where the user gives none.
+/// Default file name of the page.
 pub const REPORT: &str = "report.html";
 
-/// What a run is, in the directory of its records.
+/// Name of the file that describes the run.
 const RUN: &str = "run.json";
 
 const PAGE: &str = include_str!("../../assets/report.html");
@@ -35,17 +35,17 @@ const PAGE: &str = include_str!("../../assets/report.html");
 pub const STYLE: &str = include_str!("../../assets/report.css");
 const SCRIPT: &str = include_str!("../../assets/report.js");
 
-/// What a process of a run knows of it before its first step.
+/// Facts about the run that are known before the first step of a process.
 pub struct Beginning<'a> {
-    /// The model in words.
+    /// Description of the model.
     pub model: &'a str,
-    /// What it runs on.
+    /// Description of the machine.
     pub machine: &'a str,
-    /// The first step that this process makes.
+    /// First step of this process.
     pub first_step: u64,
-    /// What a step is predicted to take, where that can be.
+    /// Predicted step time, if there is a prediction.
     pub predicted: Option<PlannedStep>,
-    /// The peak that its MFU is relative to, where that is known.
+    /// Peak to which the MFU is relative, if known.
     pub peak: Option<&'a DevicePeak>,
     /// Digest, tokenizer and sources of its data.
     pub data: Value,
@@ -60,10 +60,10 @@ pub struct DevicePeak {
     pub source: &'static str,
 }
 
-/// Writes down what a run is, for its report.
+/// Writes `run.json`, the description of the run for its report.
 ///
 /// # Errors
-/// [`Error::Metrics`].
+/// If the file cannot be written.
 pub fn describe_run(config: &RunConfig, beginning: &Beginning<'_>) -> Result<(), Error> {
     let Beginning { model, machine, first_step, predicted, peak, data } = beginning;
     let name = match config.model_source() {
@@ -90,22 +90,22 @@ pub fn describe_run(config: &RunConfig, beginning: &Beginning<'_>) -> Result<(),
     write_json(&config.metrics.dir.join(RUN), &run)
 }
 
-/// Restarts of this process's ranks by their launcher, as torchelastic counts them.
+/// Returns the number of restarts by the launcher, as torchelastic counts them.
 fn restarts() -> u64 {
     let count = std::env::var("TORCHELASTIC_RESTART_COUNT").ok();
     count.and_then(|count| count.parse().ok()).unwrap_or(0)
 }
 
-/// Writes the report of the run whose records are in `dir` to `out`, or to `report.html` in `dir`; returns where.
+/// Writes the report of the run in `dir` to `out`, or to `report.html` in `dir`; returns its path.
 ///
 /// # Errors
-/// [`Error::NoRun`] where there is no run, [`Error::NoRows`] if nothing in its metrics can be read,
-/// [`Error::Metrics`].
+/// [`Error::NoRun`] if there is no run, [`Error::NoRows`] if no row can be read, [`Error::Metrics`] if a file cannot be read or
+/// written.
 pub fn write(dir: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
     write_with(dir, out, b"")
 }
 
-/// Writes the report as [`write`] does, with rows that are not in the file of metrics yet.
+/// Writes the report as [`write`] does, with rows that are not in the metrics file yet.
 pub fn write_with(dir: &Path, out: Option<&Path>, waiting: &[u8]) -> Result<PathBuf, Error> {
     let history = history_of(dir, waiting)?;
     let parts = Parts {
@@ -123,7 +123,7 @@ pub fn write_with(dir: &Path, out: Option<&Path>, waiting: &[u8]) -> Result<Path
     Ok(out)
 }
 
-/// The rows of the run whose records are in `dir`, and after them those that are `waiting`; at least one.
+/// Reads the rows of the run in `dir`, followed by the `waiting` ones; fails without any.
 fn history_of(dir: &Path, waiting: &[u8]) -> Result<History, Error> {
     let path = dir.join(FILE_NAME);
     let failed = |source| Error::Metrics { path: path.clone(), action: "read", source };
@@ -140,10 +140,11 @@ fn history_of(dir: &Path, waiting: &[u8]) -> Result<History, Error> {
     Ok(history)
 }
 
-/// The configuration of the run whose records are in `dir`, and what its steps came to; none of a run that made too few.
+/// Returns the configuration of the run in `dir` and its median step; `None` if it has too few steps.
 ///
 /// # Errors
-/// [`Error::NoRun`], [`Error::NoRows`], [`Error::Metrics`]; [`Error::Configuration`] if this program cannot read its settings.
+/// [`Error::NoRun`], [`Error::NoRows`] or [`Error::Metrics`] if its rows cannot be read; [`Error::Configuration`] if its settings
+/// cannot.
 pub fn measured(dir: &Path) -> Result<(RunConfig, Option<UsualStep>), Error> {
     let history = history_of(dir, b"")?;
     let run = read_json(&dir.join(RUN));
@@ -153,34 +154,34 @@ pub fn measured(dir: &Path) -> Result<(RunConfig, Option<UsualStep>), Error> {
     Ok((config, history.usual_step(first_step(&run))))
 }
 
-/// The first step that the last process of a run has made.
+/// Returns the first step of the run's last process.
 fn first_step(run: &Value) -> u64 {
     run["first_step"].as_u64().unwrap_or(1)
 }
 
-/// What a run leaves beside its rows; null where it has not.
+/// Files of a run other than its rows; null for those that are missing.
 #[derive(Debug, Clone, Default)]
 pub struct Parts {
-    /// `run.json`: what it is.
+    /// `run.json`: the description of the run.
     pub run: Value,
-    /// `profile.json`: a step, operation by operation.
+    /// `profile.json`: the sampled step, operation by operation.
     pub profile: Value,
-    /// `layout.json`: which rank holds what.
+    /// `layout.json`: the state held by each rank.
     pub layout: Value,
-    /// `timeline.json`: a step of its pipelines.
+    /// `timeline.json`: the sampled step of its pipelines.
     pub timeline: Value,
 }
 
-/// The page made of rows as in `metrics.jsonl` and of what else a run leaves; none if no row can be read.
+/// Returns the page for rows as in `metrics.jsonl` and for the other files of a run; `None` if no row can be read.
 ///
 /// # Errors
-/// Those of the reader.
+/// If the reader fails.
 pub fn page_of(rows: impl BufRead, parts: Parts) -> io::Result<Option<String>> {
     let history = History::read(rows)?;
     Ok((!history.is_empty()).then(|| page(&history, parts)))
 }
 
-/// A file that a report can do without.
+/// Reads an optional file; null if it cannot be read.
 fn read_json(path: &Path) -> Value {
     fs::read(path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default()
 }
@@ -213,7 +214,7 @@ fn page(history: &History, parts: Parts) -> String {
         "layout": layout,
         "pipelines": timeline,
     });
-    // In a script element only `</script` and `<!--` mean something, and both need this character.
+    // In a script element only `</script` and `<!--` are special, and both need this character.
     let data = data.to_string().replace('<', "\\u003c");
     let parts = [
         ("{{title}}", escaped(&title)),
@@ -224,7 +225,7 @@ fn page(history: &History, parts: Parts) -> String {
     fill(PAGE, &parts)
 }
 
-/// `template` with each name replaced, once; what is put in is not looked at again.
+/// Replaces each name in `template` once; inserted text is not searched again.
 fn fill(template: &str, parts: &[(&str, String)]) -> String {
     let mut out = String::new();
     let mut rest = template;
@@ -242,7 +243,7 @@ fn fill(template: &str, parts: &[(&str, String)]) -> String {
     out + rest
 }
 
-/// Text as HTML shows it.
+/// Escapes text for HTML.
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
@@ -256,7 +257,7 @@ mod tests {
         fs::write(dir.join(RUN), run.to_string()).unwrap();
     }
 
-    /// The data that the page's script reads.
+    /// Returns the data that the page's script reads.
     fn data(page: &str) -> Value {
         let start = page.find("id=\"data\">").unwrap() + "id=\"data\">".len();
         let length = page[start..].find("</script>").unwrap();
@@ -336,7 +337,7 @@ mod tests {
         let rows = format!("{}\n{}\n{}\n", row(1, None), row(2, Some(7)), row(3, None));
         let data = data(&page_of(rows.as_bytes(), Parts::default()).unwrap().unwrap());
         let beside = &data["memory_beside"];
-        // The last step that looked, beside what its ledger said.
+        // From the last step that measured the process, with the booked bytes.
         assert_eq!(beside["processes"], json!([[57.0, 51.0], [47.0, 41.0]]));
         assert_eq!(beside["predicted"]["total"], json!(50.0));
         assert_eq!(beside["predicted_by_rank"][1]["gradients"], json!(40.0));

@@ -1,37 +1,37 @@
-//! Thinning out: a hundred thousand steps become the few hundred points that a screen can show.
+//! Downsampling of series: a hundred thousand steps become the few hundred points that a screen can show.
 //!
-//! Neighboring steps are taken together; a point is their mean, and their least and greatest value where the chart
-//! shows bounds, so no spike is lost.
+//! Neighboring steps are grouped. A point is their mean, with their minimum and maximum if the chart shows bounds, so no spike is
+//! lost.
 
 use serde::Serialize;
 
-/// A step and its value, if it has one that is finite.
+/// A step and its value, if there is one.
 pub(super) type Point = (u64, Option<f64>);
 
-/// Points of a line, at most.
+/// Maximum number of points of a line.
 const MAX_POINTS: usize = 600;
 
-/// A line as the page draws it, by columns.
+/// A line of a chart, by columns.
 #[derive(Debug, Default, PartialEq, Serialize)]
 pub(super) struct Series {
-    /// Steps.
+    /// Step of each point.
     x: Vec<u64>,
-    /// Values; none where nothing is known.
+    /// Values; `None` where unknown.
     y: Vec<Option<f64>>,
-    /// The least of the values that a point stands for, where it stands for several.
+    /// Minimum of the values of each point; empty if points stand for single values.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     lo: Vec<Option<f64>>,
-    /// The greatest.
+    /// Maximum of the values of each point; empty as `lo`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     hi: Vec<Option<f64>>,
 }
 
-/// A line of means.
+/// Returns a line of means.
 pub(super) fn thinned(points: &[Point]) -> Series {
     Series { lo: Vec::new(), hi: Vec::new(), ..thinned_with_bounds(points) }
 }
 
-/// A line of means, with the bounds of what they stand for.
+/// Returns a line of means with the bounds of the grouped values.
 pub(super) fn thinned_with_bounds(points: &[Point]) -> Series {
     let together = points.len().div_ceil(MAX_POINTS).max(1);
     let mut series = Series::default();
@@ -50,7 +50,7 @@ pub(super) fn thinned_with_bounds(points: &[Point]) -> Series {
     series
 }
 
-/// The greatest of the values that are taken together, each at its own step.
+/// Returns the maximum of each group of values, at its own step.
 pub(super) fn maxima(points: &[Point]) -> Series {
     let together = points.len().div_ceil(MAX_POINTS).max(1);
     let greatest = points.chunks(together).filter_map(|chunk| {
@@ -61,7 +61,7 @@ pub(super) fn maxima(points: &[Point]) -> Series {
     Series { x, y, ..Series::default() }
 }
 
-/// An exponential mean over about a twentieth of the steps (4 to 500), free of the bias of its beginning.
+/// Returns an exponential moving average over about a twentieth of the steps (4 to 500), with bias correction.
 pub(super) fn smoothed(points: &[Point]) -> Vec<Point> {
     let keep = 1.0 - 1.0 / (points.len() as f64 / 20.0).clamp(4.0, 500.0);
     let (mut sum, mut weight) = (0.0, 0.0);
@@ -81,7 +81,7 @@ fn finite(points: &[Point]) -> impl Iterator<Item = f64> {
     points.iter().filter_map(|point| point.1).filter(|value| value.is_finite())
 }
 
-/// To six significant digits: more cannot be seen, and would make up most of the page.
+/// Rounds to six significant digits; more are not visible and would make up most of the page.
 fn rounded(value: f64) -> f64 {
     format!("{value:.5e}").parse().unwrap_or(value)
 }

@@ -1,8 +1,8 @@
 //! Recorded steps in the Trace Event Format (JSON object form), which chrome://tracing and Perfetto open.
 //!
-//! Complete events (`ph: "X"`, times in microseconds) on one track; a step holds its units, a unit its operations.
-//! Operations between ranks have a track of their own, each from when the one before it was done; so has what stands
-//! between steps (evaluations, checkpoints), and so have saves beside them. A rank is a process.
+//! Complete events (`ph: "X"`, times in microseconds). The main track nests operations in units and units in steps. Further
+//! tracks hold the collectives and messages, each from the end of the one before it, the work between steps (evaluations,
+//! checkpoints) and the background saves. A rank is a process.
 
 use std::time::Duration;
 
@@ -16,19 +16,19 @@ use super::{Pause, RecordedStep, Turn, operation_name, unit_name};
 
 /// The track of steps, units and operations.
 const STEPS: u32 = 1;
-/// The track of operations between ranks.
+/// The track of collectives and messages.
 const COMMUNICATION: u32 = 2;
-/// The track of what stands between steps.
+/// The track of work between steps.
 const PAUSES: u32 = 3;
 /// The track of saves in the background.
 const SAVES: u32 = 4;
 
-/// The whole file, with the events of all ranks.
+/// Returns the whole file with the events of all ranks.
 pub(super) fn file(events: Vec<Value>) -> Value {
     json!({ "displayTimeUnit": "ms", "traceEvents": events })
 }
 
-/// The events of `rank`, whose times begin `shift_us` after those of the first one.
+/// Returns the events of `rank`; its times are `shift_us` later than those of the first rank.
 pub(super) fn events(
     rank: usize,
     shift_us: f64,
@@ -89,12 +89,12 @@ pub(super) fn events(
     events
 }
 
-/// The operations between ranks of a step, and in each how long other ranks were waited for.
+/// Returns the collectives and messages of a step, each with its exposed and overlapped time.
 fn communication(step: &RecordedStep) -> Vec<Value> {
     let (mut events, mut bucket) = (Vec::new(), 0);
     for Turn { called: Called { call, sequence, start: posted, met, end }, start, hidden } in step.turns() {
         let mut name = call.kind.name().to_owned();
-        // Nothing but gradients is summed in f32.
+        // Only gradients are all-reduced in f32.
         if call.kind == Kind::AllReduce && call.number == NumberType::F32 {
             name += &format!(", bucket {bucket}");
             bucket += 1;
@@ -124,7 +124,7 @@ fn communication(step: &RecordedStep) -> Vec<Value> {
     events
 }
 
-/// The unit that a span stands under, and what that unit does.
+/// Returns the unit of a span and the part of the step that runs it.
 fn group(span: &Span) -> Option<(usize, &'static str)> {
     let part = match span.activity.pass {
         Some(Pass::Forward) => "forward",
@@ -238,7 +238,7 @@ mod tests {
         let named = |name: &str| found.iter().find(|event| event["name"] == name).unwrap();
         let operation = named("attention");
         assert_eq!(operation["args"]["GFLOP/s"].as_f64().map(f64::round), Some(200.0), "{operation}");
-        // Its turn comes at 12 us; operations end at 30.
+        // Its turn comes at 12 us; operations end at 30 us.
         let bucket = &named("all_reduce, bucket 0")["args"];
         let us = |key: &str| (bucket[key].as_f64().unwrap() * 1e3).round() as u64;
         assert_eq!((us("queued_ms"), us("hidden_ms"), us("exposed_ms")), (7, 18, 4), "{bucket}");

@@ -1,8 +1,8 @@
-//! Which steps of a run are recorded operation by operation, and what becomes of them.
+//! Recording of single steps, operation by operation.
 //!
-//! One step is sampled for the report (`profile.json`). The steps that `metrics.trace_steps` names go into a trace
-//! that chrome://tracing and Perfetto open: one file, with a process for each rank. Of a pipeline the report shows what all ranks
-//! did in one step (`timeline.json`).
+//! One step is sampled for the report (`profile.json`). The steps in `metrics.trace_steps` are written as a trace for
+//! chrome://tracing and Perfetto: one file, with a process for each rank. With a pipeline, the report also shows the actions of
+//! all ranks in one step (`timeline.json`).
 
 mod chrome;
 pub mod pipeline;
@@ -23,22 +23,22 @@ use serde_json::Value;
 use crate::Error;
 use crate::roofline::{Limits, layer};
 
-/// The file of the sampled step, in the directory of the run's records.
+/// Name of the sampled step's file in `metrics.dir`.
 pub const PROFILE: &str = "profile.json";
 
-/// A step, operation by operation.
+/// A step with its operations.
 #[derive(Debug, Clone)]
 struct RecordedStep {
     step: u64,
-    /// From the first recorded step on.
+    /// Time since the begin of the first recorded step.
     start: Duration,
     duration: Duration,
     spans: Vec<Span>,
-    /// Operations between ranks.
+    /// Collectives and messages of this rank.
     called: Vec<Called>,
 }
 
-/// Something between two recorded steps, or beside them.
+/// Work between two recorded steps, or a background save.
 #[derive(Debug)]
 struct Pause {
     name: &'static str,
@@ -46,26 +46,26 @@ struct Pause {
     duration: Duration,
 }
 
-/// Records the steps of a run that somebody wants to see.
+/// Recorder of the sampled step and the traced ones.
 #[derive(Debug)]
 pub struct Tracer {
     dir: PathBuf,
-    /// The step that is sampled, if one is.
+    /// Step to sample, if any.
     sampled: Option<u64>,
-    /// The first and the last step to trace.
+    /// First and last step to trace.
     traced: Option<[u64; 2]>,
-    /// When the first recorded step began, here and for other ranks.
+    /// Begin of the first recorded step, as an instant and in microseconds since 1970 for the alignment of ranks.
     origin: Instant,
     origin_us: u64,
     steps: Vec<RecordedStep>,
     pauses: Vec<Pause>,
-    /// Saves beside the steps.
+    /// Saves overlapped with steps.
     saves: Vec<Pause>,
     sample: Option<RecordedStep>,
 }
 
 impl Tracer {
-    /// A tracer whose files go to `dir`.
+    /// Returns a tracer that writes to `dir`.
     pub fn new(dir: &Path, sampled: Option<u64>, traced: Option<[u64; 2]>) -> Self {
         Self {
             dir: dir.to_owned(),
@@ -84,7 +84,7 @@ impl Tracer {
         self.traced.is_some_and(|[first, last]| (first..=last).contains(&step))
     }
 
-    /// A step begins.
+    /// Marks the begin of a step and starts recording if the step is sampled or traced.
     pub fn begin(&mut self, step: u64, engine: &Engine) {
         if self.sampled == Some(step) || self.is_traced(step) {
             if self.steps.is_empty() {
@@ -96,10 +96,10 @@ impl Tracer {
         }
     }
 
-    /// A step is done; `begin` is when it began. A save has been under way since `saving_since`.
+    /// Marks the end of a step that began at `begin`. A save has been in flight since `saving_since`.
     ///
     /// # Errors
-    /// The file of the step cannot be written; the run can go on unless it is [`Error::Comm`].
+    /// If the file of the step cannot be written, after which the run can go on, or if the communication with other ranks fails.
     pub fn end(
         &mut self,
         step: u64,
@@ -133,7 +133,7 @@ impl Tracer {
         }
     }
 
-    /// Something that stood between two steps is done.
+    /// Records work between two steps that has just ended.
     pub fn pause(&mut self, name: &'static str, begin: Instant) {
         if !self.steps.is_empty() && self.traced.is_some() {
             let start = begin.saturating_duration_since(self.origin);
@@ -141,20 +141,20 @@ impl Tracer {
         }
     }
 
-    /// A save beside the steps is over, or as far as the trace shows it.
+    /// Records a background save that ran from `begin` to `end`.
     pub fn saved(&mut self, begin: Instant, end: Instant) {
         if !self.steps.is_empty() && self.traced.is_some() && end > self.origin {
-            // What began before the first traced step is shown from there on.
+            // A save that began before the first traced step is shown from that step on.
             let begin = begin.max(self.origin);
             let (start, duration) = (begin - self.origin, end - begin);
             self.saves.push(Pause { name: "save", start, duration });
         }
     }
 
-    /// Holds the sampled step against `limits`.
+    /// Writes the sampled step again, compared with `limits` of the machine.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// If the file cannot be written.
     pub fn judge_sample(&mut self, model: &RecordedModel, limits: Limits) -> Result<(), Error> {
         self.write_profile(model, Some(limits))
     }
@@ -164,10 +164,10 @@ impl Tracer {
         write_json(&self.dir.join(PROFILE), &profile::describe(sample, model, limits))
     }
 
-    /// Writes the trace, once, if there is anything to be written; all ranks call it together, and the first one writes.
+    /// Writes the trace, once, if there is one. A collective call: the first rank writes the events of all.
     ///
     /// # Errors
-    /// The file cannot be written; [`Error::Comm`].
+    /// If the file cannot be written or the communication with other ranks fails.
     pub fn write_trace(&mut self, model: &RecordedModel, ranks: &Ranks) -> Result<(), Error> {
         let (Some(first), Some(last)) = (self.steps.first(), self.steps.last()) else { return Ok(()) };
         let path = self.dir.join(format!("trace-{:08}-{:08}.json", first.step, last.step));
@@ -194,7 +194,7 @@ impl Tracer {
     }
 }
 
-/// Writes a file at once: a reader sees all of it or nothing.
+/// Writes a file atomically: a reader sees all of it or nothing.
 pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Error> {
     let failed = |source: io::Error| Error::Metrics { path: path.to_owned(), action: "write", source };
     let draft = path.with_extension("tmp");
@@ -210,7 +210,7 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Erro
     written().map_err(failed)
 }
 
-/// A unit of the model, in words.
+/// Returns the name of a unit, such as `block 3`.
 fn unit_name(unit: usize, model: &RecordedModel) -> String {
     match unit {
         0 => "embedding".to_owned(),
@@ -219,7 +219,7 @@ fn unit_name(unit: usize, model: &RecordedModel) -> String {
     }
 }
 
-/// An operation, in words, within its unit.
+/// Returns the name of an operation within its unit.
 fn operation_name(activity: &Activity, model: &RecordedModel) -> String {
     match layer(activity, model) {
         Some(layer) => format!("{} {layer}", activity.name),
@@ -227,11 +227,11 @@ fn operation_name(activity: &Activity, model: &RecordedModel) -> String {
     }
 }
 
-/// An operation between ranks from when the one before it was done: they are carried out in their order.
+/// An operation between ranks from the end of the one before it; they run in order.
 struct Turn {
     called: Called,
     start: Duration,
-    /// How much of it lies beside work of this rank.
+    /// Time for which the operation overlaps with compute of this rank.
     hidden: Duration,
 }
 

@@ -1,5 +1,5 @@
-//! A step of a pipeline as its ranks made it, beside the simulation of its schedule with passes that take as long as these did on
-//! average. The report draws both.
+//! The timeline of a pipeline step as measured on all ranks, and a simulation of its schedule with the measured mean duration of
+//! each action. The report draws both.
 
 use std::fs;
 use std::path::Path;
@@ -15,18 +15,18 @@ use serde_json::{Value, json};
 use super::{gather_json, write_json};
 use crate::Error;
 
-/// The file, in the directory of a run's records.
+/// Name of the file in `metrics.dir`.
 pub const TIMELINE: &str = "timeline.json";
 
-/// Passes that are written down: more cannot be seen. The first pipeline always is.
+/// Limit on the actions written; more cannot be seen. The first pipeline is always written.
 const MOST_PASSES: usize = 20_000;
 
-/// What a rank tells the first one.
+/// Times of one rank, sent to the first rank.
 #[derive(Debug, Serialize, Deserialize)]
 struct OwnStep {
-    /// The machine, as long as it runs: its ranks share a clock.
+    /// Boot id of the machine; ranks with the same one share a clock.
     boot: String,
-    /// The own clock when all ranks met.
+    /// Time of a barrier on the rank's own clock.
     met_us: u64,
     begin_us: u64,
     passes: Vec<(Pass, u64, u64)>,
@@ -34,7 +34,7 @@ struct OwnStep {
     end_us: u64,
 }
 
-/// A pass, or the update (none), from when to when in milliseconds.
+/// An action or, with `None`, the optimizer step; times in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Bar {
     pass: Option<Pass>,
@@ -42,8 +42,8 @@ struct Bar {
     end_ms: f64,
 }
 
-/// Writes down the last step, of number `step`, if there are pipelines, which run `schedule` by name; all ranks call it together, and
-/// the first one writes.
+/// Writes the timeline of the last step, which has number `step` and ran the schedule named `schedule`. Does nothing without a
+/// pipeline. A collective call: the first rank writes.
 ///
 /// # Errors
 /// The file cannot be written; [`Error::Comm`].
@@ -83,27 +83,28 @@ impl OwnStep {
         }
     }
 
-    /// What has to be added to its times to have them on the clock of `first`.
+    /// Returns the offset in microseconds from this rank's clock to that of `first`.
     fn shift_us(&self, first: &Self) -> i64 {
         if self.boot == first.boot { 0 } else { first.met_us.cast_signed() - self.met_us.cast_signed() }
     }
 
-    /// Its passes and its update on that clock.
+    /// Returns the begin of the step, the actions and the optimizer step, with `shift_us` added.
     fn bars(&self, shift_us: i64) -> Vec<Bar> {
         let ms = |us: u64| us.saturating_add_signed(shift_us) as f64 / 1e3;
         let bar = |pass, start, end| Bar { pass, start_ms: ms(start), end_ms: ms(end) };
         let passes = self.passes.iter().map(|(pass, begin, end)| bar(Some(*pass), *begin, *end));
-        // The first one tells when the step began, the last one when it could be ended.
+        // The first bar marks the begin of the step, and the last begins when the rank's actions are done.
         let begin = bar(None, self.begin_us, self.begin_us);
         std::iter::once(begin).chain(passes).chain([bar(None, self.passed_us, self.end_us)]).collect()
     }
 }
 
-/// The step of one pipeline, of `bars` of each rank: the first one when it began, the last one from when its passes were done.
+/// Returns the timeline of one pipeline from the bars of its ranks. The first bar of a rank marks its begin, the last one starts
+/// at the end of its actions.
 fn describe(schedule: &Schedule, ranks: &[usize], bars: &[Vec<Bar>]) -> Value {
     let begin_ms =
         bars.iter().filter_map(|bars| bars.first()).map(|bar| bar.start_ms).fold(f64::MAX, f64::min);
-    // No rank can update before the last one has come.
+    // No rank can start its optimizer step before the last one has finished its actions.
     let met_ms = bars.iter().filter_map(|bars| bars.last()).map(|bar| bar.start_ms).fold(0.0, f64::max);
     let mut measured: Vec<Vec<Bar>> = Vec::new();
     for bars in bars {
@@ -121,8 +122,8 @@ fn describe(schedule: &Schedule, ranks: &[usize], bars: &[Vec<Bar>]) -> Value {
     json!({ "ranks": ranks, "measured": picture(&measured), "simulated": picture(&simulated) })
 }
 
-/// Mean durations of the passes of each stage, and of the update. Where a stage has whole backwards and split ones, all of them
-/// together take the time that they took.
+/// Returns the mean duration of each stage's actions and of the optimizer step. If a stage has both whole and split backwards,
+/// their total duration is preserved.
 fn costs_of(schedule: &Schedule, measured: &[Vec<Bar>]) -> Costs {
     let mut sums = vec![[(0.0, 0); 4]; schedule.stages()];
     let mut optimizer_ms: f64 = 0.0;
@@ -177,7 +178,7 @@ fn bars_of(simulation: &Simulation) -> Vec<Vec<Bar>> {
     simulation.spans.iter().map(row).collect()
 }
 
-/// A step as the report draws it: each bar as letter, stage, micro-batch, start and duration.
+/// Returns a step as the report draws it: each bar as letter, stage, micro-batch, start and duration in milliseconds.
 fn picture(rows: &[Vec<Bar>]) -> Value {
     let step_ms = rows.iter().flatten().map(|bar| bar.end_ms).fold(0.0, f64::max);
     let worked_ms: f64 = rows.iter().flatten().map(|bar| bar.end_ms - bar.start_ms).sum();
@@ -200,7 +201,7 @@ mod tests {
 
     use super::*;
 
-    /// What ranks would tell of a step that goes as simulated, from 1 s on.
+    /// Returns what ranks would measure in a step that runs as simulated, beginning at 1 s.
     fn as_simulated(schedule: &Schedule, costs: &Costs) -> Vec<OwnStep> {
         let us = |ms: f64| 1_000_000 + (ms * 1e3) as u64;
         let own = |rows: Vec<Bar>| {
@@ -213,7 +214,7 @@ mod tests {
                     .iter()
                     .map(|bar| (bar.pass.unwrap(), us(bar.start_ms), us(bar.end_ms)))
                     .collect(),
-                // Not all are done at once.
+                // Stages do not finish at the same time.
                 passed_us: us(passes.last().unwrap().end_ms),
                 end_us: us(update.end_ms),
             }

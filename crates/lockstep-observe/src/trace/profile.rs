@@ -1,4 +1,4 @@
-//! The sampled step as the report reads it: its roofline, and its spans for a picture of the step.
+//! The sampled step as the report reads it: its roofline and its spans.
 
 use lockstep_graph::{Pass, Span};
 use lockstep_model::RecordedModel;
@@ -7,12 +7,12 @@ use serde_json::{Value, json};
 use super::{RecordedStep, Turn, operation_name, unit_name};
 use crate::roofline::{Detail, Limits, Roofline, name};
 
-/// Spans in the picture; where there are more, those that are too short to be seen are left out.
+/// Limit on the spans above which those too short to be seen are dropped.
 const MAX_SPANS: usize = 4000;
-/// What share of a step can be seen.
+/// Least fraction of a step that is visible.
 const VISIBLE: f64 = 1.0 / 4000.0;
 
-/// Everything that the report shows of a step.
+/// Returns everything that the report shows of the sampled step.
 pub(super) fn describe(step: &RecordedStep, model: &RecordedModel, limits: Option<Limits>) -> Value {
     let is_shown = |span: &&Span| {
         step.spans.len() <= MAX_SPANS || span.duration.as_secs_f64() > VISIBLE * step.duration.as_secs_f64()
@@ -49,7 +49,7 @@ pub(super) fn describe(step: &RecordedStep, model: &RecordedModel, limits: Optio
     json!({ "step": step.step, "roofline": roofline, "spans": spans })
 }
 
-/// Milliseconds with three decimals.
+/// Converts seconds to milliseconds, rounded to three decimals.
 fn microseconds(seconds: f64) -> f64 {
     (seconds * 1e6).round() / 1e3
 }

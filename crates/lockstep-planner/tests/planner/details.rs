@@ -1,4 +1,4 @@
-//! What a step is made of adds up to the step: what is sent and waited for, what is in use and booked, and nothing above any roof.
+//! The parts of a step add up to the step: traffic and waits, memory in use and booked; no point lies above its roofline.
 
 use lockstep_plan::MemoryCategory;
 use lockstep_planner::cluster::Cluster;
@@ -14,7 +14,7 @@ const EXPERTS: [&str; 3] = ["model.preset=mixtral-20m", "train.global_batch=64",
 const LARGE: [&str; 4] =
     ["model.preset=llama3-8b", "train.global_batch=16", "train.seq_len=8192", "train.precision=bf16"];
 
-/// Plans that send something of every kind, on a cluster each.
+/// Returns plans that together send every kind of traffic, each with a cluster.
 pub(super) fn plans() -> Vec<(&'static str, Vec<&'static str>)> {
     let split = |model: &[&'static str], more: &[&'static str]| [model, more].concat();
     vec![
@@ -112,7 +112,7 @@ fn what_is_waited_for_adds_up_to_the_step() {
     assert!(missing.iter().all(|sent| *sent == Sent::TensorAndContext), "{missing:?}");
 }
 
-/// Of what goes over a level, all kinds together take no longer than the step, however slow it is.
+/// The traffic of all kinds over a link level takes no longer than the step, however slow the link is.
 #[test]
 fn no_link_carries_more_in_a_step_than_it_can() {
     let mut waited_together = 0;
@@ -135,8 +135,8 @@ fn no_link_carries_more_in_a_step_than_it_can() {
     assert!(waited_together > 0, "nothing has shared a link");
 }
 
-/// Gradients of `P` parameters in f32 go around eight ranks; nothing else is sent. The table that embedding and output layer share is
-/// counted for both, as the step counts it.
+/// Gradients of `P` parameters in f32 are all-reduced over a ring of eight ranks; nothing else is sent. The tied embedding is
+/// counted twice, as the step counts it.
 #[test]
 fn replicas_send_what_a_ring_of_them_does() {
     let settings = [&DENSE[..], &["parallel.data_parallel_replicate=8"]].concat();
@@ -163,7 +163,7 @@ fn no_more_is_in_use_than_is_booked_and_a_rank_by_itself_comes_to_it() {
             assert_eq!(curve.standing_bytes, memory.total() - activations, "{what}");
             assert!(peak_bytes <= curve.booked_bytes, "{what}: {peak_bytes} of {}", curve.booked_bytes);
             let in_use = peak_bytes - curve.standing_bytes;
-            // Of a pipeline slots are booked a receive early, and both halves of backwards for each of them.
+            // In a pipeline, slots are booked before their receive, and both halves of split backwards for each.
             let least = if found.plan.mesh.pipeline == 1 { 0.98 } else { 0.3 };
             assert!(in_use as f64 >= least * activations as f64, "{what}: {in_use} of {activations}");
             assert!(peak_ms > 0.0 && peak_ms < found.step.step_ms, "{what}: {peak_ms}");

@@ -1,8 +1,8 @@
-//! The search against looking at everything: every candidate, with every number of blocks that forget, on small machines.
+//! The search compared with exhaustive evaluation on small machines: every candidate, with every number of recomputed blocks.
 //!
-//! A case is a model, a cluster, an objective and how scarce memory is: as much as there is, or a share of what the best plan would take,
-//! so that recomputation has to be chosen layer by layer. `LOCKSTEP_GRID=all` looks at the whole grid (`cargo xtask soak`), `LOCKSTEP_GRID=7` at every
-//! seventh case of it, and both say of each case what came of it.
+//! A case is a model, a cluster, an objective and the scarcity of memory: all of it, or a fraction of what the best plan would
+//! take, so that recomputation has to be chosen layer by layer. `LOCKSTEP_GRID=all` runs the whole grid (`cargo xtask soak`),
+//! `LOCKSTEP_GRID=7` every seventh case of it; both print the outcome of each case.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -14,10 +14,10 @@ use lockstep_planner::cluster::Cluster;
 use lockstep_planner::search::Subject;
 use lockstep_planner::{Objective, Planner};
 
-/// The largest gap that is allowed, as a share of the best.
+/// Largest allowed gap, as a fraction of the best value.
 const MOST: f64 = 0.01;
 
-/// A model and its batch.
+/// A model and its batch size.
 struct Model {
     name: &'static str,
     settings: &'static [&'static str],
@@ -61,7 +61,7 @@ const TINY: Model = Model {
     settings: &["model.preset=llama-15m", "train.global_batch=16", "train.seq_len=256"],
 };
 
-/// So many devices of a preset; nodes of 8.
+/// Returns a cluster of `devices` devices of a preset, in nodes of 8.
 fn devices(preset: &str, devices: usize) -> Cluster {
     let mut cluster = Cluster::preset(preset).expect("a preset");
     cluster.nodes[0].count = devices.div_ceil(8);
@@ -74,14 +74,14 @@ fn cores(cores: usize) -> Cluster {
     Cluster { name: format!("{cores} cores"), ..Cluster::local(cores, 64 << 30) }
 }
 
-/// What a case has come to.
+/// Outcome of a case.
 struct Outcome {
-    /// The objective of what the search found, as a multiple of the least that there is.
+    /// Objective of the search's plan, as a multiple of the minimum.
     ratio: f64,
     candidates: usize,
-    /// How many blocks of the best plan forget.
+    /// Number of recomputed blocks in the best plan.
     forgetting: usize,
-    /// What is better, if anything is.
+    /// Description of the better plan, if there is one.
     better: String,
 }
 
@@ -90,21 +90,21 @@ fn planner(model: &Model, cluster: &Cluster, objective: Objective) -> Planner {
     Planner::new(config, cluster.clone(), objective).expect("a model")
 }
 
-/// The cluster with so much of the memory that the fastest plan takes.
+/// Returns the cluster with this fraction of the memory that the fastest plan takes.
 fn with_memory(model: &Model, mut cluster: Cluster, share: Option<f64>) -> Option<Cluster> {
     let Some(share) = share else { return Some(cluster) };
     let searched = planner(model, &cluster, Objective::Time).find(1);
     let best = &searched.ranking.best.first()?.value;
     let bytes = share * best.largest().1.total() as f64;
     for node in &mut cluster.nodes {
-        // A device keeps some of its memory; the ranks of a host share all of it.
+        // A device reserves some of its memory; the ranks of a host share all of it.
         node.device.memory_bytes = (bytes / 0.94) as u64;
         node.host_memory_bytes = (bytes * best.devices as f64) as u64;
     }
     Some(cluster)
 }
 
-/// Searches, and looks at everything; none where nothing fits.
+/// Runs the search and the exhaustive evaluation; returns `None` if no plan fits.
 fn outcome(model: &Model, cluster: &Cluster, objective: Objective) -> Option<Outcome> {
     let mut planner = planner(model, cluster, objective);
     let searched = planner.find(1);
@@ -114,7 +114,7 @@ fn outcome(model: &Model, cluster: &Cluster, objective: Objective) -> Option<Out
     let candidates = planner.candidates();
     let layers = planner.layers();
     for candidate in &candidates {
-        // With something on disk all blocks forget or none, and as little is there as lets the plan fit.
+        // With offload either all blocks are recomputed or none, and the smallest part that makes the plan fit is offloaded.
         let is_in_memory = candidate.offload.is_nothing();
         let counts = match candidate.recompute {
             Recompute::None => 0..=0,
@@ -152,10 +152,10 @@ fn outcome(model: &Model, cluster: &Cluster, objective: Objective) -> Option<Out
     })
 }
 
-/// A model, a cluster, what share of the memory there is that the fastest plan takes, and what is looked for.
+/// A model, a cluster, the fraction of the fastest plan's memory that is available, and the objective.
 type Case = (&'static Model, Cluster, Option<f64>, Objective);
 
-/// The cases of CI: each kind of model, of machine, of objective and of scarcity at least once.
+/// Returns the cases of CI: each kind of model, machine, objective and scarcity at least once.
 fn some() -> Vec<Case> {
     use Objective::{Cost, Headroom, Time};
     vec![
@@ -194,7 +194,7 @@ fn all() -> Vec<Case> {
     cases
 }
 
-/// What was found of a case, and a line about it; none where nothing fits.
+/// Returns the outcome of a case and a line about it; `None` if no plan fits.
 fn looked_at((model, cluster, share, objective): Case) -> Option<(Outcome, String)> {
     let begin = Instant::now();
     let cluster = with_memory(model, cluster, share)?;
@@ -212,7 +212,7 @@ fn looked_at((model, cluster, share, objective): Case) -> Option<(Outcome, Strin
     Some((outcome, line))
 }
 
-/// Nothing that there is to choose comes to less than 99 % of what a search finds.
+/// No candidate has less than 99 % of the objective that the search finds.
 #[test]
 fn a_search_finds_what_looking_at_everything_finds() {
     let grid = std::env::var("LOCKSTEP_GRID").ok();

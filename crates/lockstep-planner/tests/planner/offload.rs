@@ -1,4 +1,5 @@
-//! A model that does not fit into memory is offloaded: as little of it as lets it fit, of what costs least time; to host memory before disk.
+//! Offload of a model that exceeds the memory: the smallest part that makes it fit, chosen by its cost in time, to host memory
+//! before disk.
 
 use lockstep_config::RunConfig;
 use lockstep_plan::{Offload, Residence};
@@ -6,7 +7,7 @@ use lockstep_planner::cluster::Cluster;
 use lockstep_planner::search::{Candidate, Rejection, Subject};
 use lockstep_planner::{Objective, Planner};
 
-/// A machine with one core and so much memory, and a disk.
+/// Returns a machine with one core, this memory and a disk.
 fn machine(memory_mib: u64) -> Cluster {
     let mut cluster = Cluster::local(1, memory_mib << 20);
     cluster.nodes[0].disk_bytes = 1 << 40;
@@ -42,7 +43,7 @@ fn what_does_not_is_as_fast_as_any_way_to_put_it_on_disk() {
         let found = planner.find(1).ranking.best;
         let best = &found.first().unwrap_or_else(|| panic!("nothing fits into {memory_mib} MiB")).value;
         assert!(best.plan.residence.use_disk() && best.fits, "{:?}", best.plan);
-        // Every way to put something there, by parts of a sixteenth.
+        // All ways to offload a part, in sixteenths.
         let (mut least_ms, mut least) = (f64::INFINITY, None);
         for on_disk in Offload::all_to(Residence::Disk) {
             for recompute in ["none", "selective", "full"] {
@@ -92,7 +93,7 @@ fn no_way_to_put_something_on_disk_is_better_than_its_bound() {
     assert!(wrong.is_empty(), "{} of {valued}:\n{}", wrong.len(), wrong[..wrong.len().min(5)].join("\n"));
 }
 
-/// A preset's node with the device memory of each device.
+/// Returns a preset's node with this number of devices and memory per device.
 fn devices(preset: &str, devices: usize, memory_bytes: u64) -> Cluster {
     let mut cluster = Cluster::preset(preset).expect("a preset");
     cluster.nodes[0].devices = devices;
@@ -128,7 +129,7 @@ fn host_memory_comes_before_the_disk() {
     assert!(offloaded.contains(&Residence::Disk) && !offloaded.contains(&Residence::Host), "{offloaded:?}");
 }
 
-/// A step that streams from host memory takes no longer than one that streams as much from a disk that is slower, and no less than without.
+/// A step that streams from host memory takes no longer than with a slower disk, and no less than without offload.
 #[test]
 fn offload_costs_what_the_links_take() {
     let step_ms = |place: &str| {
@@ -143,8 +144,8 @@ fn offload_costs_what_the_links_take() {
     };
     let [none, host, disk] = ["none", "cpu", "disk"].map(step_ms);
     assert_eq!((none.host_ms, none.disk_ms), (0.0, 0.0));
-    // 62M elements a rank: 12 bytes each way of state, 4 of gradients; read and written at the same time over the link, one after the other on
-    // a disk that both ranks share.
+    // 62M elements per rank: 12 bytes of state each way, 4 of gradients. The link reads and writes at the same time; the disk,
+    // shared by both ranks, does one after the other.
     let elements = 124e6 / 2.0;
     let update_ms = elements * 16.0 / 1e9 * 1e3;
     assert!((0.8..1.3).contains(&(host.host_ms / update_ms)), "{} ms of {update_ms}", host.host_ms);
@@ -181,7 +182,7 @@ fn no_way_to_offload_to_host_memory_is_better_than_its_bound() {
                 if bound.is_none_or(|bound| bound > value) {
                     wrong.push(format!("{candidate:?}: at least {bound:?}, and it comes to {value}"));
                 }
-                // What is known to be no better is not looked at in full, and what is better always is.
+                // A candidate known to be no better is not evaluated in full; a better one always is.
                 let mut is_worse =
                     |factor: f64| matches!(planner.value(candidate, value * factor), Err(Rejection::Worse));
                 if is_worse(1.0 + 1e-9) || !is_worse(1.0 - 1e-9) {
@@ -195,7 +196,7 @@ fn no_way_to_offload_to_host_memory_is_better_than_its_bound() {
     assert!(wrong.is_empty(), "{} of {valued}:\n{}", wrong.len(), wrong[..wrong.len().min(5)].join("\n"));
 }
 
-/// The fraction is found with bounds first; every fraction's ledgers say that no smaller one would do.
+/// The offloaded fraction is found with bounds first; the ledgers confirm that no smaller fraction would fit.
 #[test]
 fn the_fraction_is_the_smallest_that_fits() {
     let mixture = ["model.preset=mixtral-20m", "train.global_batch=16", "train.seq_len=512"];
@@ -203,7 +204,7 @@ fn the_fraction_is_the_smallest_that_fits() {
     let (mut compared, mut wrong) = (0, Vec::new());
     for (settings, ranks) in [(&mixture[..], 2), (&shallow[..], 4), (&shallow[..], 2)] {
         let on = |memory_bytes| on_devices(devices("dgx-h100", ranks, memory_bytes), settings);
-        // Nothing is offloaded as long as any plan fits without.
+        // Nothing is offloaded while any plan fits without offload.
         let needed = on(80 << 30).find(1).ranking.best[0].value.largest().1.total() as u64;
         let sizes = std::iter::successors(Some(needed), |bytes| Some(bytes * 9 / 10));
         let mut planners = sizes.map(on);
@@ -234,7 +235,7 @@ fn the_fraction_is_the_smallest_that_fits() {
     assert!(wrong.is_empty(), "{} of {compared}:\n{}", wrong.len(), wrong[..wrong.len().min(5)].join("\n"));
 }
 
-/// Bounds turn away nearly all candidates: a ledger costs as much as a hundred of them.
+/// Bounds reject nearly all candidates: a ledger costs as much as a hundred of them.
 #[test]
 fn few_candidates_are_held_against_ledgers() {
     let cluster = Cluster::preset("dgx-h100").expect("a preset");

@@ -1,4 +1,5 @@
-//! Predictions of every published run and of plans of every kind, against a recorded file: a change of the cost model changes it on purpose.
+//! Predictions of every published run and of plans of every kind, compared with a recorded file, so that a change of the cost
+//! model never changes them unnoticed.
 //!
 //! `LOCKSTEP_WRITE_DOCS=1 cargo test -p lockstep-train --test planner recorded` writes the file.
 
@@ -14,7 +15,8 @@ const FILE: &str = "tests/planner/recorded.tsv";
 /// Relative difference by which two machines may round differently.
 const TOLERANCE: f64 = 1e-7;
 
-/// Name, milliseconds of a step, milliseconds of it in which devices wait for links, and bytes of the rank that books most.
+/// Returns a line with the name, the step time and the exposed communication in milliseconds, and the bytes of the rank that
+/// books most.
 fn line(name: &str, found: &Evaluated) -> String {
     let most = found.memory.iter().map(|memory| memory.total()).max().unwrap_or(0);
     let mut line = format!("{name}\t{:.9e}\t{:.9e}\t{most}", found.step.step_ms, found.step.exposed_ms());
@@ -41,7 +43,7 @@ fn predictions() -> String {
     text
 }
 
-/// Returns true if two lines say the same, numbers within [`TOLERANCE`].
+/// Returns true if two lines are equal, with numbers within [`TOLERANCE`].
 fn is_alike(found: &str, expected: &str) -> bool {
     let near = |(found, expected): (&str, &str)| match (found.parse::<f64>(), expected.parse::<f64>()) {
         (Ok(found), Ok(expected)) => (found - expected).abs() <= TOLERANCE * expected.abs(),

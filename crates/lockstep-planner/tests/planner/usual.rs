@@ -1,5 +1,5 @@
-//! The usual questions are answered soon: as many plans are evaluated in full as the table of questions says, and no more. `LOCKSTEP_QUESTIONS=all`
-//! asks all of them (`cargo xtask soak`).
+//! Typical questions are answered quickly: the number of fully evaluated plans does not exceed that in the table of questions.
+//! `LOCKSTEP_QUESTIONS=all` asks all of them (`cargo xtask soak`).
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -10,7 +10,7 @@ use lockstep_planner::{Objective, Planner};
 
 use crate::questions::{QUESTIONS, Question};
 
-/// What is wrong with the answer to a question, if anything is.
+/// Returns the problem with the answer to a question, if there is one.
 fn problem(question: &Question) -> Option<String> {
     let name = format!("{} on {}", question.model, question.cluster);
     let config =

@@ -149,7 +149,7 @@ impl From<lockstep_planner::Error> for Error {
     }
 }
 
-/// What other ranks are to blame for is told as such, wherever it was noticed.
+/// Errors that other ranks are to blame for stay [`Error::Comm`], wherever they were noticed.
 impl From<lockstep_observe::Error> for Error {
     fn from(error: lockstep_observe::Error) -> Self {
         match error {

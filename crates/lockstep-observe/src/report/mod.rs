@@ -105,7 +105,7 @@ pub fn write(dir: &Path, out: Option<&Path>) -> Result<PathBuf, Error> {
     write_with(dir, out, b"")
 }
 
-/// Writes the report as [`write`] does, with rows that are not in the metrics file yet.
+/// Writes the report as [`write()`] does, with rows that are not in the metrics file yet.
 pub fn write_with(dir: &Path, out: Option<&Path>, waiting: &[u8]) -> Result<PathBuf, Error> {
     let history = history_of(dir, waiting)?;
     let parts = Parts {
@@ -143,7 +143,7 @@ fn history_of(dir: &Path, waiting: &[u8]) -> Result<History, Error> {
 /// Returns the configuration of the run in `dir` and its median step; `None` if it has too few steps.
 ///
 /// # Errors
-/// [`Error::NoRun`], [`Error::NoRows`] or [`Error::Metrics`] if its rows cannot be read; [`Error::Configuration`] if its settings
+/// [`Error::NoRun`], [`Error::NoRows`] or [`Error::Metrics`] if its rows cannot be read; `Error::Config` if its settings
 /// cannot.
 pub fn measured(dir: &Path) -> Result<(RunConfig, Option<UsualStep>), Error> {
     let history = history_of(dir, b"")?;

@@ -132,7 +132,7 @@ impl Cluster {
         Placement { size, within, stride, reach }
     }
 
-    /// Returns the seconds of a collective. `bytes` are counted as in nccl-tests ([`Exchange::bytes`](crate::work::Exchange)); a ring
+    /// Returns the seconds of a collective. `bytes` are counted as in nccl-tests ([`Exchange::bytes`](lockstep_plan::work::Exchange)); a ring
     /// includes all of its steps.
     pub fn seconds(&self, collective: Collective, bytes: u64, placement: &Placement) -> f64 {
         self.time(collective, bytes, placement).seconds

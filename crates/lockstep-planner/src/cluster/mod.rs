@@ -2,7 +2,7 @@
 //!
 //! A cluster has nodes of one or several kinds, each with a number of devices. Its levels of links go from the innermost (NVLink, shared
 //! memory) to the outermost (InfiniBand, Ethernet). Ranks are numbered node by node and device by device, so the fastest axis of a
-//! [`Mesh`](crate::Mesh) stays inside a node.
+//! [`Mesh`](lockstep_plan::Mesh) stays inside a node.
 //!
 //! A cluster is read from a TOML file ([`Cluster::parse`]) or is one of the [`PRESETS`], which are such files. `docs/clusters.md`
 //! documents the keys.

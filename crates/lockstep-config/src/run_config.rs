@@ -32,7 +32,7 @@ pub enum ModelSource<'c> {
     Preset(&'c str),
     /// A directory with a `config.json`.
     Path(&'c Path),
-    /// A model family, with its sizes in [`ModelConfig::overrides`].
+    /// A model family, with its sizes in [`ModelConfig::overrides`](crate::ModelConfig::overrides).
     ModelType(&'c str),
 }
 

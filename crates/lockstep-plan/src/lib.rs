@@ -1,4 +1,4 @@
-//! The vocabulary that all other crates of Lockstep use, and the planning that needs no device.
+//! The vocabulary that all other crates of Lockstep use: plans and the values that they are made of.
 //!
 //! Nothing in this crate does I/O, starts a thread or reads a clock. A plan is a plain value, so the same types drive a run, a simulation
 //! and a picture of it.
@@ -14,13 +14,9 @@
 //! - [`Mesh`]: coordinates of ranks, and the groups along any axes, with a second view for experts.
 //! - [`schedule`]: pipeline schedules as complete action lists that cannot deadlock.
 //! - [`split_units`]: split of a model's units into pipeline stages of equal cost.
-//! - [`TensorLayout`]: communication volume of 1D, 2D, 2.5D and 3D tensor parallelism.
 //! - [`Plan`]: parallelization of a training step, as a JSON file that is checked against the model, the batch and the world size.
 //! - [`StateBytes`]: bytes of model state under ZeRO, by the published formulas.
 //! - [`work`]: compute and communication of a micro-batch on a rank, from its recording.
-//! - [`cluster`]: description of the machines that a plan is for.
-//! - [`predict`]: predicted step time of a plan on a cluster.
-//! - [`search`]: search for the best plan.
 //! - [`random`]: counter-based generator for initial weights, dropout and shuffling; no number depends on the number of ranks.
 //! - [`exact`]: a sum of floating-point numbers that does not depend on their order.
 #![forbid(unsafe_code)]

@@ -1,8 +1,8 @@
 //! Work of a rank for one micro-batch, unit by unit, as recorded from the model: GEMMs with their shapes, attention, memory-bound
 //! kernels, and exchanges with other ranks.
 //!
-//! It is independent of the machine. A [`Device`](crate::cluster::Device) predicts the time of a [`Task`], a
-//! [`Cluster`](crate::cluster::Cluster) that of an [`Exchange`].
+//! It is independent of the machine. `lockstep-planner` predicts the time of a [`Task`] on a device and
+//! that of an [`Exchange`] on a cluster.
 
 use std::collections::BTreeSet;
 

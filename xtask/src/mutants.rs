@@ -31,12 +31,24 @@ struct Code {
     tests: &'static [&'static str],
 }
 
-const CODE: [Code; 5] = [
+const CODE: [Code; 7] = [
     Code {
         package: "lockstep-plan",
         files: &[],
-        tested_by: Some("lockstep-train"),
+        tested_by: Some("lockstep-planner"),
+        tests: &["--lib", "--test", "state_layout", "--test", "planner"],
+    },
+    Code {
+        package: "lockstep-planner",
+        files: &[],
+        tested_by: None,
         tests: &["--lib", "--test", "all_reduces", "--test", "clusters", "--test", "planner"],
+    },
+    Code {
+        package: "lockstep-observe",
+        files: &["metrics/*.rs"],
+        tested_by: Some("lockstep-train"),
+        tests: &["--lib", "--test", "run"],
     },
     Code {
         package: "lockstep-checkpoint",
@@ -62,10 +74,8 @@ const CODE: [Code; 5] = [
         files: &[
             "guard.rs",
             "loss_scale.rs",
-            "metrics/*.rs",
             "origin.rs",
             "saving/*.rs",
-            "schedule.rs",
             "state.rs",
             "trainer.rs",
         ],

@@ -72,12 +72,12 @@ const PARTS: &[Part] = &[
     part("late", "cargo test -p lockstep-testkit --test parity", ("LOCKSTEP_DEVICE", "delayed")),
     part(
         "search",
-        "cargo test -p lockstep-train --test planner looking_at_everything -- --nocapture",
+        "cargo test -p lockstep-planner --test planner looking_at_everything -- --nocapture",
         ("LOCKSTEP_GRID", "all"),
     ),
     part(
         "questions",
-        "cargo test -p lockstep-train --test planner usual_questions -- --nocapture",
+        "cargo test -p lockstep-planner --test planner usual_questions -- --nocapture",
         ("LOCKSTEP_QUESTIONS", "all"),
     ),
     as_it_is("golden", "cargo xtask golden"),

@@ -8,7 +8,7 @@ use crate::keys::{ALIASES, KEYS, SECTIONS};
 use crate::value::ValueType;
 
 const INTRODUCTION: &str = "\
-<!-- Generated from crates/lockstep-train/src/config/keys.rs by `cargo xtask docs`; do not edit. -->
+<!-- Generated from crates/lockstep-config/src/keys.rs by `cargo xtask docs`; do not edit. -->
 # Configuration
 
 A run is described by a TOML file, `lockstep train RUN.toml`. Every key has a default, so the file may be

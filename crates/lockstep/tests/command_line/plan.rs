@@ -77,7 +77,7 @@ fn what_a_plan_file_predicts_is_what_is_booked_and_other_settings_than_its_own_a
     assert!(same.stderr.is_empty(), "{same:?}");
     let told = |text: &str| {
         for part in [
-            "warning: plan.json was edited, or made for other settings: rank 0 is foretold optimizer",
+            "warning: plan.json was edited, or made for other settings: rank 0 is predicted optimizer",
             "-o plan.json",
         ] {
             assert!(text.contains(part), "{part:?} is not in {text}");

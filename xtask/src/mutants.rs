@@ -71,14 +71,7 @@ const CODE: [Code; 7] = [
     Code { package: "lockstep-data", files: &[], tested_by: None, tests: &[] },
     Code {
         package: "lockstep-train",
-        files: &[
-            "guard.rs",
-            "loss_scale.rs",
-            "origin.rs",
-            "saving/*.rs",
-            "state.rs",
-            "trainer.rs",
-        ],
+        files: &["guard.rs", "loss_scale.rs", "origin.rs", "saving/*.rs", "state.rs", "trainer.rs"],
         tested_by: None,
         tests: &["--lib", "--test", "run", "--test", "guard", "--test", "sharded", "--test", "interrupt"],
     },

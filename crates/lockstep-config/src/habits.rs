@@ -84,7 +84,7 @@ const LAYERS: &str = "model.num_hidden_layers, for GPT-2 model.n_layer";
 const HEADS: &str = "model.num_attention_heads, for GPT-2 model.n_head";
 const WIDTH: &str = "model.hidden_size, for GPT-2 model.n_embd";
 const FEED_FORWARD: &str = "model.intermediate_size, for GPT-2 model.n_inner";
-const SHARDING: &str = "parallel.zero_stage: 3 for FULL_SHARD, 2 for SHARD_GRAD_OP, 0 for NO_SHARD; HYBRID_SHARD is 3 with parallel.data_parallel_replicate";
+const SHARDING: &str = "parallel.zero_stage: 3 for FULL_SHARD, 3 with reshard_after_forward = \"never\" for SHARD_GRAD_OP, 0 for NO_SHARD; HYBRID_SHARD is 3 with parallel.data_parallel_replicate";
 const PRECISION: &str = "train.precision = \"bf16\" (or \"f16\", \"f32\")";
 
 /// Names from other tools, by place.

@@ -57,7 +57,7 @@ pub use mixture::{Mixture, Routing};
 pub use operation::{AttentionShape, BatchInput, DropoutSite, ParameterIndex, RotaryPairs};
 pub use peers::{GridPeers, Peers};
 pub use program::{BlockProfile, ParameterDeclaration, Program};
-pub use recorder::{Bias, BlockShape, Linear, Mode, Recorder, Value};
+pub use recorder::{Bias, BlockShape, Linear, MAX_DROPOUT_SITES, Mode, Recorder, Value};
 pub use replay::{Batch, KeyValueCache, Parameters, Replay, Seed};
 pub use ring::Ring;
 pub use timeline::{Activity, Begin, Cost, Span, Timeline, Trace};

@@ -17,6 +17,9 @@ use crate::{
     operation::{AttentionOperation, Operation, RotaryPairs, SequenceRange, SplitLoss, TokenRange},
 };
 
+/// Most dropout sites of a program. Programs of a model number theirs this far apart, so no two sites share a mask.
+pub const MAX_DROPOUT_SITES: u32 = 16;
+
 /// Approximate number of logits that a loss holds at once. It is small enough to save memory, and large enough that
 /// reading the output layer's weights and accumulating their gradient once per part costs little.
 const LOGITS_AT_ONCE: usize = 1 << 25;
@@ -479,6 +482,7 @@ impl Recorder {
 
     fn dropout_site(&mut self, probability: f32) -> Option<DropoutSite> {
         let site = self.dropout_sites;
+        assert!(site < MAX_DROPOUT_SITES, "a unit has at most {MAX_DROPOUT_SITES} dropout sites");
         // Sites are counted even where nothing is dropped, so that their indices do not depend on the mode.
         self.dropout_sites += 1;
         (self.mode == Mode::Training && probability > 0.0).then_some(DropoutSite { site, probability })

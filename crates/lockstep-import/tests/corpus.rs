@@ -80,11 +80,14 @@ fn what_is_imported_is_a_configuration() {
     }
 }
 
-/// Returns true if two values are equal, whatever the form of numbers; arrays are not compared.
+/// Returns true if two values are equal, whatever the form of numbers.
 fn same(a: &serde_json::Value, b: &serde_json::Value) -> bool {
     match (a.as_f64(), b.as_f64()) {
         (Some(a), Some(b)) => a == b,
-        _ => a == b || (a.is_array() && b.is_array()),
+        _ => match (a.as_array(), b.as_array()) {
+            (Some(a), Some(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b)),
+            _ => a == b,
+        },
     }
 }
 

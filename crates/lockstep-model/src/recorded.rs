@@ -6,7 +6,9 @@
 
 use std::collections::BTreeSet;
 
-use lockstep_graph::{BlockShape, Mode, ParameterDeclaration, Program, Recompute, RecomputeRules};
+use lockstep_graph::{
+    BlockShape, MAX_DROPOUT_SITES, Mode, ParameterDeclaration, Program, Recompute, RecomputeRules,
+};
 use lockstep_plan::{
     Among, BufferUnit, DType, ModelProfile, ParameterId, ParameterRecord, Places, Shard, Share,
     TensorDimensions, TensorPlace, UnitProfile,
@@ -16,9 +18,6 @@ use crate::{
     Adapter, ModelConfig,
     units::{Flops, OUTPUT_LAYER, RecordedUnits, unit_of},
 };
-
-/// Number of dropout sites reserved for each unit.
-const DROPOUT_SITES_PER_UNIT: u32 = 16;
 
 /// Output of the head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -276,7 +275,7 @@ impl RecordedModel {
 
     /// Returns the index in the model of a unit's first dropout site.
     pub fn first_dropout_site(unit: usize) -> u32 {
-        unit as u32 * DROPOUT_SITES_PER_UNIT
+        unit as u32 * MAX_DROPOUT_SITES
     }
 
     /// Floating-point operations of one training step on one micro-batch, summed over the ranks of a data-parallel

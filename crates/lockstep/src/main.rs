@@ -85,7 +85,7 @@ Lockstep trains and runs large language models. To begin with:
 enum Command {
     /// Train a model; without a file, the built-in demonstration
     Train(Box<train::Arguments>),
-    /// Predict what a plan needs: the memory of every rank, and whether it fits
+    /// Search for the fastest plan, or predict the time and memory of a given one
     Plan(plan::Arguments),
     /// Compare a plan's numbers with those of one rank; without a file, for a tiny Llama on a built-in text
     Verify(verify::Arguments),

@@ -2,11 +2,8 @@
 
 use lockstep_plan::DType;
 
-use super::{check_disjoint, tasks::expect};
+use super::{check_disjoint, router::MAX_EXPERTS, tasks::expect};
 use crate::{Permutation, TokenPlaces, View};
-
-/// Largest number of experts of a router, whose counters are on the stack.
-const MAX_EXPERTS: usize = 1024;
 
 /// Makes one pass over the slots, with a counter for each expert.
 pub(super) fn limit_slots(
@@ -37,7 +34,9 @@ pub(super) fn limit_slots(
                 counters.iter_mut().zip(row).for_each(|(counter, before)| *counter = *before as u32);
             }
         }
-        let counter = &mut counters[*expert as usize];
+        let counter = counters.get_mut(*expert as usize);
+        let counter =
+            counter.unwrap_or_else(|| panic!("limit_slots: expert {expert}; allowed: below {MAX_EXPERTS}"));
         *kept = if (*counter as usize) < capacity { *expert } else { Permutation::NONE };
         *counter += 1;
     }

@@ -14,7 +14,7 @@ use rustix::{
 use super::{DISK_ALIGNMENT_BYTES, DiskError};
 
 /// Bytes that stay free for other users of the file system.
-const RESERVE_BYTES: u64 = 64 << 20;
+pub(super) const RESERVE_BYTES: u64 = 64 << 20;
 /// Magic number of tmpfs (`man 2 statfs`).
 const TMPFS_MAGIC: i128 = 0x0102_1994;
 

@@ -48,8 +48,9 @@ pub enum DiskError {
     },
     /// The file system does not have enough free space.
     #[error(
-        "{needed_bytes} bytes of offloaded state do not fit in {}, which has {available_bytes} left",
-        directory.display()
+        "{needed_bytes} bytes of offloaded state do not fit in {}, which has {available_bytes} left; {} of them stay free for others",
+        directory.display(),
+        file::RESERVE_BYTES
     )]
     Full {
         /// Directory of the file.

@@ -20,7 +20,7 @@ use super::{
 use crate::{ExpertGroups, Routed, Router, RouterGradients, RouterScores, RouterWeights, TokenPlaces, View};
 
 /// Largest number of experts of a router, one row of which is on the stack.
-const MAX_EXPERTS: usize = 1024;
+pub(super) const MAX_EXPERTS: usize = 1024;
 /// Added to sums of scores that are divisors, all of which may have vanished.
 const TINY: f32 = 1e-20;
 

@@ -4,6 +4,7 @@
 //! or refuses it with a reason. Where the other tool's default differs from ours, the result states it explicitly.
 //! The result knows the origin of each value ([`Origin`]) and prints as TOML with the origins in comments, or as a
 //! table.
+#![forbid(unsafe_code)]
 
 mod accelerate;
 mod deepspeed;

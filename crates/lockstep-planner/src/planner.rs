@@ -1,8 +1,8 @@
 //! The planner: predicts step time and memory of a training run on given machines, and searches for its best plan.
 //!
-//! The pure part is `lockstep_plan`: [`predict`](lockstep_plan::predict) is the step-time model, [`search`](lockstep_plan::search)
-//! enumerates and ranks candidates, and [`predicted`](lockstep_plan::predicted) computes the memory of each rank. This module records the
-//! run's model under every sharding that a search visits, and turns the result into a configuration that `train` executes.
+//! The pure parts are [`predict`](crate::predict), the step-time model, [`search`](mod@crate::search), which enumerates and ranks
+//! candidates, and [`predicted`](lockstep_plan::predicted), the memory of each rank. This module records the run's model under every
+//! sharding that a search visits, and turns the result into a configuration that `train` executes.
 
 use std::collections::HashMap;
 use std::ops::Range;

@@ -1,5 +1,4 @@
-//! The ranks of a run as one of them sees them: its process groups, its place in the mesh, and the control-plane collectives.
-//! These agree on whether to go on, token counts, the loss and equal weights. With one rank every operation is local.
+//! The join of a run's ranks, laid out as its configuration says, and the collective by which they share loss and memory after each step.
 
 use std::time::Duration;
 
@@ -12,10 +11,10 @@ use lockstep_observe::metrics::MemoryUse;
 
 use crate::Error;
 
-/// The ranks of `group`, laid out as `config` says for its model.
+/// Returns the ranks of `group`, laid out as `config` says for its model. Collective: every rank calls it.
 ///
 /// # Errors
-/// A group of another size than the configuration's, a model that cannot be laid out so, a lost rank.
+/// If the group has another size than the configuration, the plan does not fit the model, or a rank is lost.
 pub fn ranks_of(group: Group, config: &RunConfig) -> Result<Ranks, Error> {
     let model = resolve_model(config)?;
     ranks_of_model(group, config, &model.config, &model.tuning)

@@ -1,12 +1,13 @@
-//! What ranks hold of a model's state: one model, data parallel with copies and with ZeRO's three stages, on two and on four ranks,
-//! beside what Rajbhandari et al. (2020, section 5) say it should be.
+//! Memory of the model state per rank: one model with data parallelism and ZeRO's three stages, on two and on four ranks,
+//! compared with the formulas of Rajbhandari et al. (2020, section 5).
 //!
 //! ```text
 //! cargo run --release -p lockstep-engine --example fsdp_memory
 //! ```
 //!
-//! Ranks are threads here. Each makes a real step on random tokens, and what its ledger has booked afterwards is shown: the greatest of
-//! all ranks. Gradients are kept in f32, so that a parameter in bf16 takes 2 + 4 + 12 bytes where the paper's fp16 takes 2 + 2 + 12.
+//! Ranks are threads here. Each runs a real step on random tokens; the table shows the bytes booked in its ledger afterwards, the
+//! maximum over ranks. Gradients are kept in f32, so a parameter in bf16 takes 2 + 4 + 12 bytes where the paper's fp16 takes 2 +
+//! 2 + 12.
 
 use std::{error::Error, thread, time::Duration};
 
@@ -16,7 +17,7 @@ use lockstep_graph::Seed;
 use lockstep_model::ModelConfig;
 use lockstep_plan::{DType, Degrees, MemoryBytes, MemoryCategory, Plan, RankPlan, ZeroStage};
 
-/// Over bytes, so that the embedding, whose table the output layer shares, is small.
+/// A byte-level model, so that the tied embedding is small.
 const MODEL: &str = "llama-15m";
 const SEQ_LEN: usize = 32;
 const STAGES: [(&str, ZeroStage); 4] = [
@@ -26,7 +27,7 @@ const STAGES: [(&str, ZeroStage); 4] = [
     ("ZeRO 3 (FSDP)", ZeroStage::Parameters),
 ];
 
-/// What a rank held after a step.
+/// State held by a rank after a step.
 struct Held {
     elements: usize,
     memory: MemoryBytes,
@@ -75,7 +76,7 @@ fn mb(bytes: usize) -> f64 {
     bytes as f64 / 1e6
 }
 
-/// What each of so many ranks holds after a step.
+/// Returns the state of each of `ranks` ranks after a step.
 fn on_ranks(
     model: &ModelConfig,
     dtype: DType,

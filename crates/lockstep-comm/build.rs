@@ -1,4 +1,4 @@
-//! Nothing, but for the feature `mpi`: its C file is compiled by `mpicc`, and what that links is linked.
+//! With the feature `mpi`, compiles the C shim with `mpicc` and links the libraries that `mpicc` links; otherwise does nothing.
 
 use std::{env, path::Path, process::Command};
 
@@ -19,7 +19,7 @@ fn main() -> Result<(), String> {
     run("ar", &["crs", &library.to_string_lossy(), &object])?;
     println!("cargo:rustc-link-search=native={out}");
     println!("cargo:rustc-link-lib=static=lockstep_mpi");
-    // Both OpenMPI's and MPICH's wrappers tell the command that they would run.
+    // The wrappers of both OpenMPI and MPICH print the command that they would run.
     for word in run(&mpicc, &["-show"])?.split_whitespace() {
         if let Some(directory) = word.strip_prefix("-L") {
             println!("cargo:rustc-link-search=native={directory}");
@@ -34,7 +34,7 @@ fn main() -> Result<(), String> {
     Ok(())
 }
 
-/// What a command prints.
+/// Runs a command and returns its standard output.
 fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
     let next = "install OpenMPI or MPICH with its headers (Debian: libopenmpi-dev), or name the compiler of another one by MPICC";
     let output = Command::new(program).args(arguments).output();

@@ -1,14 +1,14 @@
-//! Packs sources of the crates below this one into one text, which the built-in demonstration trains on where cargo has downloaded nothing: a
-//! program that was copied to a machine has its text with it.
+//! Packs sources of lower crates into one text, on which the built-in demonstration trains if cargo has downloaded no sources. A
+//! program that was copied to another machine thus has its text with it.
 
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Crates whose sources are taken, in this order. Each is one that this crate depends on, so that a change to them builds it anyway.
+/// Crates whose sources are taken, in this order. This crate depends on each of them, so a change to them rebuilds it anyway.
 const CRATES: [&str; 5] =
     ["lockstep-tensor", "lockstep-comm", "lockstep-graph", "lockstep-engine", "lockstep-data"];
-/// The text is about so long.
+/// Approximate length of the text in bytes.
 const BYTES: usize = 3 << 19;
 
 fn main() {
@@ -27,7 +27,7 @@ fn main() {
     fs::write(out.join("own_sources.rs.txt"), text).expect("cargo's directory can be written");
 }
 
-/// Rust sources below `dir`, in the order of their names.
+/// Returns the Rust sources below `dir`, ordered by name.
 fn rust_files(dir: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(dir).expect("sources of the workspace");
     let mut paths: Vec<PathBuf> = entries.map(|entry| entry.expect("readable").path()).collect();

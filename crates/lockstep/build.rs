@@ -1,5 +1,5 @@
-//! Tells the program the commit that it is built from: `LOCKSTEP_COMMIT` where it is set, else what `.git` says. Git itself is not needed, and
-//! a source tree without a history builds as well.
+//! Passes the commit to the program: `LOCKSTEP_COMMIT` if it is set, else the one in `.git`. Git itself is not needed, and a
+//! source tree without a history builds as well.
 
 use std::env;
 use std::fs;
@@ -16,12 +16,12 @@ fn main() {
     println!("cargo::rustc-env=LOCKSTEP_BUILD_VERSION={version}");
 }
 
-/// The commit that is checked out in `root`.
+/// Returns the commit that is checked out in `root`.
 fn commit(root: &Path) -> Option<String> {
     let git = git_directory(root)?;
     let head = read(&git.join("HEAD"))?;
     let Some(reference) = head.strip_prefix("ref: ") else { return whole(&head) };
-    // A work tree has its own HEAD and shares the branches.
+    // A linked worktree has its own HEAD and shares the branches.
     let shared = read(&git.join("commondir")).map_or(git.clone(), |dir| git.join(dir));
     if let Some(found) = read(&shared.join(reference)) {
         return whole(&found);
@@ -30,7 +30,7 @@ fn commit(root: &Path) -> Option<String> {
     packed.lines().find_map(|line| whole(line.strip_suffix(reference)?))
 }
 
-/// `.git`, or what it names where it is a file.
+/// Returns `.git`, or the directory that it names if it is a file.
 fn git_directory(root: &Path) -> Option<PathBuf> {
     let git = root.join(".git");
     if git.is_dir() {
@@ -39,7 +39,7 @@ fn git_directory(root: &Path) -> Option<PathBuf> {
     Some(root.join(read(&git)?.strip_prefix("gitdir: ")?))
 }
 
-/// The text of a file, on whose changes the program is built again.
+/// Returns the text of a file; a change of it rebuilds the program.
 fn read(path: &Path) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     println!("cargo::rerun-if-changed={}", path.display());

@@ -14,17 +14,17 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-/// The test command of the README, word for word.
+/// Test command of the README, word for word.
 const TEST: &str = "cargo test --workspace";
 
-/// The test of the parity matrix: faults that are put in from outside, of which each must be noticed.
+/// Test of the parity matrix: injected faults, each of which must be detected.
 const MUTATIONS: &str =
     "cargo test --workspace --features lockstep-testkit/mutations --test mutations -- --nocapture";
 
-/// A target without x86's vectors: the portable kernels must build alone.
+/// A target without x86 vector instructions: the portable kernels must build alone.
 const OTHER_TARGET: &str = "aarch64-unknown-linux-gnu";
 
-/// No step of CI takes this long unless something hangs.
+/// Time limit on a step of CI; only a hang exceeds it.
 const LIMIT: Duration = Duration::from_secs(25 * 60);
 
 const HELP: &str = "\
@@ -87,18 +87,18 @@ fn ci() -> Result<(), String> {
     mpi::check_if_possible()
 }
 
-/// Whether rustup has the standard library of `target`.
+/// Returns true if rustup has the standard library of `target`.
 fn is_installed(target: &str) -> bool {
     let listed = Command::new("rustup").args(["target", "list", "--installed"]).output();
     listed.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).lines().any(|line| line == target))
 }
 
-/// Runs a command line whose words hold no spaces.
+/// Runs a command line whose words contain no spaces.
 fn run(command: &str, environment: &[(&str, &str)]) -> Result<(), String> {
     run_within(LIMIT, command, environment)
 }
 
-/// Runs a command line whose words hold no spaces; it fails if it takes longer than `limit`.
+/// Runs a command line whose words contain no spaces; fails if it takes longer than `limit`.
 fn run_within(limit: Duration, command: &str, environment: &[(&str, &str)]) -> Result<(), String> {
     println!("== {command}");
     let begin = Instant::now();

@@ -1,7 +1,7 @@
-//! The feature `mpi` for real: built with the MPI of this machine, and run by its `mpirun`.
+//! Tests of the feature `mpi`, built with the MPI of this machine and run by its `mpirun`.
 //!
-//! MPICC and MPIRUN name another MPI than the machine's first one. Where there is none, CI installs the distribution's if it
-//! may, and says what it could not do.
+//! MPICC and MPIRUN select another MPI than the machine's default. If there is none, CI installs the distribution's if it may,
+//! and otherwise reports what was skipped.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -11,21 +11,21 @@ use std::time::{Duration, Instant};
 
 use super::run;
 
-/// The exit code of a part of the test that ends in the error that it expects.
+/// Exit code of a test part that ends in the error that it expects.
 const AS_EXPECTED: i32 = 42;
-/// No part takes this long unless something hangs.
+/// Time limit on a part; only a hang exceeds it.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// A run that takes no time.
+/// Configuration of a run that takes no time.
 const RUN: &str = "[model]\nmodel_type = \"llama\"\nhidden_size = 32\nintermediate_size = 64\nnum_hidden_layers = 2\n\
     num_attention_heads = 4\nnum_key_value_heads = 2\nmax_position_embeddings = 64\nvocab_size = 256\n\
     [data]\ntrain = [\"text.txt\"]\ncache_dir = \"cache\"\ntokenizer = \"bytes\"\n\
     [train]\nsteps = 20\nglobal_batch = 8\nmicro_batch = 2\nseq_len = 32\nthreads = 1\neval_every = 0\n";
 
-/// How far losses of several ranks may be from those of one.
+/// Relative tolerance between losses of several ranks and of one.
 const TOLERANCE: f64 = 1e-4;
 
-/// Parts of `tests/mpi.rs`: ranks, name, exit code, and what somebody says.
+/// Parts of `tests/mpi.rs`: ranks, name, exit code, and a text that some rank must print.
 const PARTS: [(usize, &str, i32, &str); 11] = [
     (1, "", 0, "all operations are right"),
     (2, "", 0, "all operations are right"),
@@ -40,7 +40,7 @@ const PARTS: [(usize, &str, i32, &str); 11] = [
     (4, "moving", AS_EXPECTED, "rank 0 waited 200 ms for rank 1"),
 ];
 
-/// As [`check`], after installing an MPI where none is; where that is not possible it says so.
+/// Runs [`check`] after installing an MPI if there is none; reports it if that is not possible.
 pub(crate) fn check_if_possible() -> Result<(), String> {
     if !can_run(&mpicc()) {
         println!("== installing OpenMPI");
@@ -61,7 +61,7 @@ pub(crate) fn check_if_possible() -> Result<(), String> {
     Ok(())
 }
 
-/// Lints the feature, runs the tests of operations and faults, and trains.
+/// Lints the feature, runs the tests of collectives and faults, and trains.
 pub(crate) fn check() -> Result<(), String> {
     run(
         "cargo clippy -p lockstep -p lockstep-comm --all-targets --features lockstep/mpi,lockstep-comm/mpi -- -D warnings",
@@ -77,7 +77,7 @@ pub(crate) fn check() -> Result<(), String> {
     train(&build(&["build", "-p", "lockstep", "--features", "mpi"])?)
 }
 
-/// Trains on one rank, and on four that are joined by MPI: the losses must agree.
+/// Trains on one rank and on four that are joined by MPI: the losses must agree.
 fn train(program: &Path) -> Result<(), String> {
     let dir = env::temp_dir().join(format!("lockstep-mpi-{}", std::process::id()));
     let failed = |error: std::io::Error| format!("{}: {error}", dir.display());
@@ -124,19 +124,19 @@ fn version(program: &str) -> Option<String> {
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// `mpirun` for so many ranks, which may be more than there are cores.
+/// Returns an `mpirun` command for `ranks` ranks, which may exceed the number of cores.
 fn launch(ranks: usize) -> Command {
     let mut command = Command::new(mpirun());
     if version(&mpirun()).is_some_and(|version| version.contains("Open MPI")) {
         command.args(["--oversubscribe", "--quiet"]);
-        // CI is root, in a container of its own.
+        // CI runs as root, in a container of its own.
         command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
     }
     command.args(["-n", &ranks.to_string()]);
     command
 }
 
-/// Builds something with cargo; returns the program.
+/// Builds a target with cargo and returns the path of the program.
 fn build(arguments: &[&str]) -> Result<PathBuf, String> {
     println!("== cargo {}", arguments.join(" "));
     let output = Command::new("cargo")
@@ -154,7 +154,7 @@ fn build(arguments: &[&str]) -> Result<PathBuf, String> {
     }
 }
 
-/// Runs a command to its end, which must come with `code` after `words` were said.
+/// Runs a command to its end and checks that it exits with `code` and prints `words`.
 fn expect(mut command: Command, what: &str, code: i32, words: &str) -> Result<(), String> {
     let begin = Instant::now();
     let log = env::temp_dir().join(format!("lockstep-mpi-{}.log", std::process::id()));

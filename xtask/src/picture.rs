@@ -1,6 +1,6 @@
-//! The README's picture: the demonstration is run and what it prints is drawn as an SVG.
+//! The README's picture: runs the demonstration and draws its output as an SVG.
 //!
-//! A picture made from a real run cannot promise what the program does not do.
+//! Drawn from a real run, the picture always shows what the program really does.
 
 use std::fmt::Write;
 use std::process::{Command, Stdio};
@@ -10,7 +10,7 @@ const COMMAND: &str = "cargo run --release -- train";
 const OUT: &str = "docs/train.svg";
 const FONT_SIZE: usize = 13;
 const LINE_HEIGHT: usize = 18;
-/// Width of a character of the usual monospace fonts, in units of the font's size.
+/// Width of a character of common monospace fonts, relative to the font size.
 const ASPECT: f64 = 0.602;
 const MARGIN: usize = 16;
 const MAX_COLUMNS: usize = 112;
@@ -26,7 +26,7 @@ pub(crate) fn draw() -> Result<(), String> {
     Ok(())
 }
 
-/// What the demonstration prints: first on standard error, then, the sample, on standard output.
+/// Returns the output of the demonstration: standard error, then the sample on standard output.
 fn demonstration() -> io::Result<String> {
     let build = Command::new("cargo").args(["build", "--release", "--quiet"]).status()?;
     if !build.success() {
@@ -45,7 +45,7 @@ fn demonstration() -> io::Result<String> {
     Ok(String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout))
 }
 
-/// Lines of a terminal.
+/// Draws lines of a terminal as an SVG.
 fn svg(lines: &[String]) -> String {
     let columns = lines.iter().map(|line| line.chars().count()).max().unwrap_or(0);
     let width = (columns as f64 * FONT_SIZE as f64 * ASPECT).ceil() as usize + 2 * MARGIN;
@@ -66,7 +66,7 @@ fn svg(lines: &[String]) -> String {
             _ => "",
         };
         let text = line.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
-        // Control characters have no place in XML.
+        // Control characters are invalid in XML.
         let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
         // Writing to a string does not fail.
         let _ = writeln!(svg, "<text x=\"{MARGIN}\" y=\"{y}\" xml:space=\"preserve\"{color}>{text}</text>");

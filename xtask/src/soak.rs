@@ -1,7 +1,7 @@
-//! `cargo xtask soak`: the tests that take a number of tries, with as many as take hours, and mutants of the code.
+//! `cargo xtask soak`: randomized tests with as many tries as take hours, and mutation testing.
 //!
-//! Every part is a test of `cargo test --workspace` as well, there with fewer tries. What fails names its seed and the command that shows it
-//! again.
+//! Every part is also a test of `cargo test --workspace`, there with fewer tries. A failure names its seed and the command that
+//! reproduces it.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::{mutants, run_within};
 struct Part {
     name: &'static str,
     command: &'static str,
-    /// A variable that makes more of the test, if there is one.
+    /// Variable that raises the number of tries, if there is one.
     more: Option<(&'static str, &'static str)>,
 }
 
@@ -72,24 +72,24 @@ const PARTS: &[Part] = &[
     part("late", "cargo test -p lockstep-testkit --test parity", ("LOCKSTEP_DEVICE", "delayed")),
     part(
         "search",
-        "cargo test -p lockstep-train --test planner looking_at_everything -- --nocapture",
+        "cargo test -p lockstep-planner --test planner looking_at_everything -- --nocapture",
         ("LOCKSTEP_GRID", "all"),
     ),
     part(
         "questions",
-        "cargo test -p lockstep-train --test planner usual_questions -- --nocapture",
+        "cargo test -p lockstep-planner --test planner usual_questions -- --nocapture",
         ("LOCKSTEP_QUESTIONS", "all"),
     ),
     as_it_is("golden", "cargo xtask golden"),
     part("book", "cargo test -p lockstep --test command_line book", ("LOCKSTEP_BOOK", "all")),
 ];
 
-/// The part that is no test.
+/// The part that is not a test.
 const MUTANTS: &str = "mutants";
-/// Limit on a part, which only one that hangs comes to.
+/// Time limit on a part; only a hang exceeds it.
 const LIMIT: Duration = Duration::from_secs(4 * 3600);
 
-/// Runs the parts that `names` names, or all; one that fails does not keep the others from being run.
+/// Runs the parts in `names`, or all; a failed part does not stop the others.
 pub(crate) fn soak(names: &[String]) -> Result<(), String> {
     let known = || PARTS.iter().map(|part| part.name).chain([MUTANTS]);
     if let Some(name) = names.iter().find(|name| !known().any(|known| known == *name)) {
@@ -98,7 +98,7 @@ pub(crate) fn soak(names: &[String]) -> Result<(), String> {
     let is_asked = |name: &str| names.is_empty() || names.iter().any(|asked| asked == name);
     let mut failed = Vec::new();
     for Part { name, command, more } in PARTS.iter().filter(|part| is_asked(part.name)) {
-        // A variable of the caller's wins: LOCKSTEP_SEED=17 LOCKSTEP_SEEDS=1 cargo xtask soak signals.
+        // A variable of the caller overrides it: LOCKSTEP_SEED=17 LOCKSTEP_SEEDS=1 cargo xtask soak signals.
         let more: Vec<_> =
             more.iter().copied().filter(|(name, _)| std::env::var_os(name).is_none()).collect();
         failed.extend(run_within(LIMIT, command, &more).err().map(|error| format!("{name}: {error}")));

@@ -1,11 +1,12 @@
-//! `cargo xtask words`: how doc comments read. It counts openings that a newcomer has to read twice and comments of one or two words,
-//! crate by crate, and prints doc comments drawn at random, to be read by somebody who has never seen the repository.
+//! `cargo xtask words`: statistics on doc comments. It counts openings that a newcomer has to read twice and comments of one or
+//! two words, crate by crate. It also prints doc comments drawn at random, to be read by somebody who has never seen the
+//! repository.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Doc comments that are printed.
+/// Number of doc comments that are printed.
 const DRAWN: usize = 50;
 
 /// Share of all doc comments that may open with a forbidden word, in percent.
@@ -28,13 +29,13 @@ const FORBIDDEN: [&str; 13] = [
     "why ",
 ];
 
-/// A doc comment and the line it begins on.
+/// A doc comment and the line at which it begins.
 #[derive(Debug)]
 struct Comment {
     path: PathBuf,
     line: usize,
     text: String,
-    /// The first line of code below it.
+    /// First line of code below the comment.
     item: String,
 }
 
@@ -50,10 +51,11 @@ impl Comment {
     }
 }
 
-/// Counts and prints; `arguments` are an optional seed of the draw, or `--list`, which prints every comment at fault instead.
+/// Counts and prints doc comments; `arguments` are an optional seed of the draw, or `--list`, which prints every comment at fault
+/// instead.
 ///
 /// # Errors
-/// More forbidden openings than [`LIMIT_PERCENT`] of all doc comments, or a directory that cannot be read.
+/// If the share of forbidden openings reaches [`LIMIT_PERCENT`], or a directory cannot be read.
 pub(crate) fn words(arguments: &[String]) -> Result<(), String> {
     let mut comments = Vec::new();
     for directory in ["crates", "xtask"] {
@@ -135,7 +137,7 @@ fn collect(directory: &Path, comments: &mut Vec<Comment>) -> Result<(), String> 
     Ok(())
 }
 
-/// Adds the doc comments of a file, each as one text.
+/// Adds the doc comments of a file; consecutive lines form one text.
 fn comments_of(path: &Path, source: &str, comments: &mut Vec<Comment>) {
     let mut lines = source.lines().enumerate().peekable();
     while let Some((number, line)) = lines.next() {
@@ -158,7 +160,7 @@ fn comments_of(path: &Path, source: &str, comments: &mut Vec<Comment>) {
     }
 }
 
-/// The marker and the text of a line of a doc comment.
+/// Returns the marker and the text of a line of a doc comment.
 fn doc_line(line: &str) -> Option<(&'static str, &str)> {
     let line = line.trim_start();
     ["///", "//!"].into_iter().find_map(|marker| Some((marker, line.strip_prefix(marker)?.trim())))

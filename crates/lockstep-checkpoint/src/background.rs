@@ -1,7 +1,7 @@
-//! A thread that saves while the training goes on.
+//! Thread that saves checkpoints in the background, overlapped with training.
 //!
-//! It has the lowest priority that the system gives: it takes the cores when they idle and a share of a few
-//! percent when they do not. Hashing, which uses the threads of its pool, stays on this one.
+//! The thread has the lowest scheduling priority: it uses idle cores, and a few percent of a busy one. Hashing would
+//! use the threads of the current pool, so the thread has a pool of its own with just itself.
 
 use std::{
     any::Any,
@@ -16,27 +16,27 @@ use rustix::process::setpriority_process;
 
 use crate::error::CheckpointError;
 
-/// The lowest priority of a thread.
+/// Nice value of the lowest priority.
 const LOWEST: i32 = 19;
 
-/// The thread. It ends when this is dropped.
+/// Background thread for saves. Dropping this ends the thread.
 #[derive(Debug)]
 pub struct SaveThread {
-    /// `None` once it is to end.
+    /// Pool of one thread; `None` while the thread is being ended.
     pool: Option<ThreadPool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl SaveThread {
-    /// Starts it.
+    /// Starts the thread.
     ///
     /// # Errors
-    /// [`CheckpointError::Thread`] if the system gives no thread.
+    /// If the operating system cannot start a thread.
     pub fn start() -> Result<Self, CheckpointError> {
         let mut thread = None;
         let pool = ThreadPoolBuilder::new()
             .num_threads(1)
-            // On Linux a thread has a priority of its own. One that cannot give way saves all the same.
+            // On Linux each thread has its own priority. If lowering it fails, the thread still saves.
             .start_handler(|_| {
                 let _ = setpriority_process(None, LOWEST);
             })
@@ -49,11 +49,11 @@ impl SaveThread {
         Ok(Self { pool: Some(pool), thread })
     }
 
-    /// Runs `save` on the thread, after those that were given to it before.
+    /// Runs `save` on the thread, after all saves that were submitted earlier.
     pub fn run<T: Send + 'static>(&self, save: impl FnOnce() -> T + Send + 'static) -> PendingSave<T> {
         let (sender, receiver) = channel();
         let save = move || {
-            // Whoever dropped the other end has waited for the end of this one.
+            // `PendingSave` waits for this message before it drops the receiver.
             drop(sender.send(panic::catch_unwind(AssertUnwindSafe(save))));
         };
         if let Some(pool) = &self.pool {
@@ -63,37 +63,35 @@ impl SaveThread {
     }
 }
 
-/// Waits for the end of the thread: nothing of it runs, or allocates, beside what comes after.
+/// Waits for the thread to end, so that none of its work or allocations continue after the drop.
 impl Drop for SaveThread {
     fn drop(&mut self) {
         self.pool = None;
         if let Some(thread) = self.thread.take() {
-            // A save that panicked has told whoever waited for it.
+            // A save that panicked has passed the panic to its `PendingSave`.
             let _ = thread.join();
         }
     }
 }
 
-/// A save under way. Dropping it waits for its end.
+/// Save in flight. Dropping it waits for its end.
 #[derive(Debug)]
 pub struct PendingSave<T>(Option<Receiver<Outcome<T>>>);
 
-/// What came of a save, or what it panicked with.
+/// Result of a save, or the payload of its panic.
 type Outcome<T> = Result<T, Box<dyn Any + Send>>;
 
 impl<T> PendingSave<T> {
-    /// What came of it, if it is over; otherwise itself.
+    /// Returns the result if the save has ended, and otherwise `self`.
     ///
-    /// # Panics
-    /// As the save did.
+    /// If the save panicked.
     pub fn poll(self) -> Result<T, Self> {
         self.poll_for(Duration::ZERO)
     }
 
-    /// [`PendingSave::poll`] after at most `time`.
+    /// Waits at most `time`, then returns as [`PendingSave::poll`].
     ///
-    /// # Panics
-    /// As the save did.
+    /// If the save panicked.
     pub fn poll_for(mut self, time: Duration) -> Result<T, Self> {
         match self.0.as_ref().map(|receiver| receiver.recv_timeout(time)) {
             Some(Err(RecvTimeoutError::Timeout)) => Err(self),
@@ -105,10 +103,9 @@ impl<T> PendingSave<T> {
         }
     }
 
-    /// Waits for what comes of it.
+    /// Waits for the save to end and returns its result.
     ///
-    /// # Panics
-    /// As the save did.
+    /// If the save panicked.
     pub fn wait(mut self) -> T {
         match self.0.take().map(|receiver| receiver.recv()) {
             Some(Ok(outcome)) => outcome.unwrap_or_else(|payload| panic::resume_unwind(payload)),

@@ -1,4 +1,4 @@
-//! The model that a fine-tuning run started from, as its checkpoints name it under `config.base`.
+//! Base model of a fine-tuning run, recorded in its checkpoints under `config.base`.
 
 use std::path::PathBuf;
 
@@ -7,21 +7,21 @@ use serde_json::Value;
 
 use crate::{Checkpoint, CheckpointError, Digest, MANIFEST_FILE};
 
-/// The base of a checkpoint that holds a part of a model only: where the rest lies, and what it must be.
+/// Base model of a checkpoint that holds only the trained part: its location and its expected contents.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BaseModel {
-    /// The model's directory.
+    /// Directory of the model.
     pub path: PathBuf,
-    /// What [`ModelDirectory::for_each_parameter_hashed`](crate::ModelDirectory::for_each_parameter_hashed) gives
-    /// for it.
+    /// Digest of the parameters, from
+    /// [`ModelDirectory::for_each_parameter_hashed`](crate::ModelDirectory::for_each_parameter_hashed).
     pub digest: Digest,
 }
 
 impl BaseModel {
-    /// The base of a checkpoint; none for one that holds a whole model.
+    /// Returns the base model of a checkpoint; `None` if the checkpoint holds a whole model.
     ///
     /// # Errors
-    /// [`CheckpointError::Manifest`] if `config.base` is not what it should be.
+    /// If `config.base` in the manifest is malformed.
     pub fn of(checkpoint: &Checkpoint) -> Result<Option<Self>, CheckpointError> {
         match checkpoint.manifest().config.get("base") {
             None | Some(Value::Null) => Ok(None),

@@ -1,26 +1,26 @@
-//! Between stored bytes and `f32`: the only conversions a checkpoint makes.
+//! Conversions between stored bytes and `f32`, the only ones that checkpoints need.
 //!
-//! Widening is exact. Narrowing rounds to nearest, ties to even, as `half` and PyTorch do. Bytes need
-//! not be aligned: a mapped file puts its tensors where its header says.
+//! Widening is exact. Narrowing rounds to nearest, ties to even, as `half` and PyTorch do. Bytes may be unaligned,
+//! because the header of a mapped file decides the offsets of its tensors.
 
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 use lockstep_plan::DType;
 use rayon::prelude::*;
 
-/// Elements per task: a few hundred microseconds of work.
+/// Elements per parallel task, a few hundred microseconds of work.
 const TASK_ELEMENTS: usize = 1 << 18;
 
-/// What [`widen`] reads and [`narrow`] writes, for messages.
+/// Types that [`widen`] reads and [`narrow`] writes, for messages.
 pub(crate) const FLOATS: &str = "f32, bf16 or f16";
 
-/// Whether `dtype` is one of [`FLOATS`].
+/// Returns true if `dtype` is one of [`FLOATS`].
 pub(crate) fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
 }
 
-/// Converts little-endian `bytes` of a float `dtype` to `out`.
+/// Converts little-endian `bytes` of a float `dtype` to `f32` values in `out`.
 ///
-/// `bytes.len()` is `out.len() * dtype.size_bytes()`; callers have checked both that and the type.
+/// Callers must have checked that `dtype` is a float type and that `bytes` has `out.len() * dtype.size_bytes()` bytes.
 pub(crate) fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     assert_eq!(bytes.len(), out.len() * dtype.size_bytes(), "callers check sizes");
     let size = dtype.size_bytes();
@@ -45,7 +45,7 @@ pub(crate) fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     });
 }
 
-/// Converts `values` to little-endian bytes of a float `dtype`; sizes and type as in [`widen`].
+/// Converts `values` to little-endian bytes of a float `dtype`. Sizes and type are as in [`widen`].
 pub(crate) fn narrow(dtype: DType, values: &[f32], out: &mut [u8]) {
     assert_eq!(out.len(), values.len() * dtype.size_bytes(), "callers check sizes");
     let size = dtype.size_bytes();
@@ -82,7 +82,7 @@ mod tests {
             narrow(dtype, &wide, &mut back);
             for ((&bits, value), back) in bits.iter().zip(&wide).zip(back.chunks_exact(2)) {
                 let back = u16::from_le_bytes([back[0], back[1]]);
-                // A signalling NaN may come back quiet; every number keeps its bits.
+                // A signalling NaN may become quiet; every number keeps its bits.
                 assert!(back == bits || value.is_nan(), "{dtype} {bits:#06x} came back as {back:#06x}");
             }
         }
@@ -102,7 +102,8 @@ mod tests {
 
     #[test]
     fn narrowing_rounds_ties_to_even() {
-        // 1 + 2^-8 lies halfway between the bf16 neighbours 1 and 1 + 2^-7; 1 + 3 * 2^-8 between odd and even.
+        // 1 + 2^-8 is halfway between the bf16 neighbours 1 and 1 + 2^-7; 1 + 3 * 2^-8 is halfway between an odd and an
+        // even one.
         let mut out = [0; 4];
         narrow(DType::BF16, &[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0], &mut out);
         assert_eq!(out, bytemuck::cast::<[u16; 2], [u8; 4]>([0x3f80, 0x3f82]));

@@ -1,8 +1,8 @@
-//! "A save covers the global index space of every tensor exactly once, or fails."
+//! Check that the slices of a save cover every element of a tensor exactly once.
 //!
-//! Slices that lie in the tensor, do not overlap, and have as many elements in all as the tensor,
-//! cover it exactly once. So only overlap needs work: sorted by start, neighbours tell for ranges; for
-//! boxes, a sweep along the first dimension compares those that share an index there.
+//! Slices cover a tensor exactly once if they lie within it, do not overlap, and have as many elements in total as the
+//! tensor. So only overlap needs work. For element ranges it suffices to sort by start and compare neighbours. For
+//! boxes, a sweep along the first dimension compares the boxes that share an index there.
 
 use std::ops::Range;
 
@@ -11,10 +11,11 @@ use crate::{
     region::{Runs, element_count},
 };
 
-/// Comparing boxes is quadratic at worst; this many slices is far above any mesh and still fast.
+/// Maximum number of boxes per tensor. Comparing boxes takes quadratic time at worst; this number is far above any mesh
+/// and still fast.
 const MAX_BOXES: usize = 16_384;
 
-/// Checks that `slices`, each a (start, shape), cover a tensor of shape `global` exactly once.
+/// Checks that `slices`, given as (start, shape) pairs, cover a tensor of shape `global` exactly once.
 pub(crate) fn check(global: &[usize], slices: &[(&[usize], &[usize])]) -> Result<(), CoverageError> {
     let elements = element_count(global)?;
     let mut ranges = Vec::with_capacity(slices.len());
@@ -95,7 +96,7 @@ mod tests {
         let missing = check(&[4, 6], &[(&[0], &[23])]).unwrap_err();
         assert_eq!(missing, CoverageError::Missing { covered: 23, elements: 24 });
         assert_eq!(check(&[], &[]).unwrap_err(), CoverageError::Missing { covered: 0, elements: 1 });
-        // As many elements as the tensor has, one twice and one never.
+        // As many elements as the tensor has, but one of them twice and one never.
         let twice = check(&[4, 6], &[(&[0], &[12]), (&[11], &[12])]).unwrap_err();
         assert_eq!(twice, CoverageError::Overlap { first: vec![0], second: vec![11] });
         let boxes = check(&[4, 6], &[(&[0, 0], &[4, 3]), (&[1, 2], &[3, 4])]).unwrap_err();
@@ -105,7 +106,7 @@ mod tests {
     }
 
     proptest! {
-        /// Counts every element by hand and compares verdicts.
+        /// Compares the result with counting every element.
         #[test]
         fn the_verdict_is_that_of_counting(
             boxes in prop::collection::vec(((0usize..4, 0usize..5), (0usize..4, 0usize..5)), 0..6),

@@ -1,31 +1,31 @@
-//! BLAKE3 digests: how the crate says "these bytes and no others".
+//! BLAKE3 digests, which identify the contents of files and tensors.
 
 use std::{fmt, io, io::Read};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// Above this many bytes, splitting the work over threads costs less than it saves.
+/// Minimum number of bytes for which hashing on several threads pays off.
 const PARALLEL_BYTES: usize = 256 << 10;
 
-/// A BLAKE3 digest, written as 64 lower-case hexadecimal digits (what `b3sum` prints).
+/// BLAKE3 digest, formatted as 64 lower-case hexadecimal digits, as `b3sum` prints it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Digest([u8; 32]);
 
 impl Digest {
-    /// Hashes `bytes`, on all threads of the current pool when there are many.
+    /// Hashes `bytes`; large inputs use all threads of the current pool.
     pub fn of(bytes: &[u8]) -> Self {
         let mut hasher = Hasher::new();
         hasher.update(bytes);
         hasher.finish()
     }
 
-    /// The 32 bytes.
+    /// Returns the 32 bytes of the digest.
     pub const fn as_bytes(&self) -> &[u8; 32] {
         &self.0
     }
 
-    /// Reads what `Display` writes; `None` for anything else, upper case included, so that a digest has
-    /// one spelling only.
+    /// Parses the output of `Display`. Returns `None` for anything else, including upper case, so that each digest has
+    /// only one spelling.
     pub fn from_hex(text: &str) -> Option<Self> {
         if text.len() != 64 {
             return None;
@@ -69,7 +69,7 @@ impl<'de> Deserialize<'de> for Digest {
     }
 }
 
-/// A digest in the making.
+/// Incremental BLAKE3 hasher.
 #[derive(Default)]
 pub(crate) struct Hasher(blake3::Hasher);
 
@@ -91,7 +91,7 @@ impl Hasher {
     }
 }
 
-/// Hashes exactly `bytes` bytes of `source`. Read calls rather than a mapping: a failing disk is then an
+/// Hashes exactly `bytes` bytes of `source`. Uses read calls instead of a mapping, so that a failing disk gives an
 /// error and not a signal.
 pub(crate) fn digest_reader(source: &mut impl Read, bytes: u64) -> io::Result<Digest> {
     const BUFFER_BYTES: u64 = 4 << 20;

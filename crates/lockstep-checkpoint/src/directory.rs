@@ -1,7 +1,7 @@
-//! A directory of checkpoints: their names, the newest that is whole, and which may go.
+//! A directory of checkpoints: names, lookup of the newest undamaged one, and deletion of old ones.
 //!
-//! Only `step-NNNNNNNN` is a checkpoint. Hidden names are work in progress, and whoever holds the
-//! directory's lock may clear them away: nobody else is at work.
+//! Only `step-NNNNNNNN` is a checkpoint. Hidden names are unfinished saves and deletions. The holder of the directory's
+//! lock may remove them, because no other process is writing.
 
 use std::{
     fs, io,
@@ -16,41 +16,41 @@ use crate::{
     manifest::{MANIFEST_FILE, Manifest},
 };
 
-/// In front of the name of a checkpoint that is being written, or has just been replaced.
+/// Name prefix of a checkpoint that is being written, or that has just been replaced.
 pub(crate) const STAGING: &str = ".tmp-";
-/// In front of the name of one that stepped aside for its replacement.
+/// Name prefix of a checkpoint that was moved aside for its replacement.
 pub(crate) const SET_ASIDE: &str = ".old-";
-/// In front of the name of one that is being deleted.
+/// Name prefix of a checkpoint that is being deleted.
 const TRASH: &str = ".trash-";
 
-/// A directory that is named like a checkpoint; whether it is a good one, opening it tells.
+/// Directory with the name of a checkpoint; its contents have not been checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ListedCheckpoint {
-    /// The step in its name.
+    /// Step in the directory's name.
     pub step: u64,
-    /// Where it lies.
+    /// Path of the directory.
     pub path: PathBuf,
 }
 
-/// A checkpoint that cannot be used.
+/// Checkpoint that cannot be used.
 #[derive(Debug)]
 pub struct SkippedCheckpoint {
-    /// Where it lies.
+    /// Path of the checkpoint.
     pub path: PathBuf,
-    /// What is wrong with it: the file, and the tensor where that is known.
+    /// Reason, with the damaged file and, if known, the tensor.
     pub reason: CheckpointError,
 }
 
-/// What [`latest_good`] found.
+/// Result of [`latest_good`].
 #[derive(Debug)]
 pub struct Latest {
-    /// The newest checkpoint whose every byte is as it was saved.
+    /// Newest undamaged checkpoint, fully verified; `None` if there is none.
     pub checkpoint: Option<Checkpoint>,
-    /// Newer ones that are not, newest first.
+    /// Newer checkpoints that are damaged, newest first.
     pub skipped: Vec<SkippedCheckpoint>,
 }
 
-/// The checkpoints in `dir`, oldest first; none if there is no such directory.
+/// Lists the checkpoints in `dir`, oldest first; empty if there is no such directory.
 pub fn list(dir: &Path) -> Result<Vec<ListedCheckpoint>, CheckpointError> {
     let mut found: Vec<_> = names_in(dir)?
         .into_iter()
@@ -60,10 +60,10 @@ pub fn list(dir: &Path) -> Result<Vec<ListedCheckpoint>, CheckpointError> {
     Ok(found)
 }
 
-/// Finds the checkpoint that `path` names: `path` itself, or the newest whole one in a directory of checkpoints.
+/// Returns the checkpoint that `path` names: `path` itself, or the newest undamaged one in a directory of checkpoints.
 ///
 /// # Errors
-/// If every checkpoint in the directory is damaged: why the newest is.
+/// If every checkpoint in the directory is damaged; the error is that of the newest.
 pub fn find(path: &Path) -> Result<PathBuf, CheckpointError> {
     if !path.is_dir() || path.join(MANIFEST_FILE).exists() || list(path)?.is_empty() {
         return Ok(path.to_owned());
@@ -76,22 +76,23 @@ pub fn find(path: &Path) -> Result<PathBuf, CheckpointError> {
     }
 }
 
-/// Verifies the checkpoints in `dir` from the newest back and returns the first that is whole, with the
-/// reason for each that was passed over.
+/// Verifies the checkpoints in `dir`, newest first, and returns the first undamaged one and the errors of the newer
+/// ones.
 pub fn latest_good(dir: &Path) -> Result<Latest, CheckpointError> {
     latest_good_of(&[dir])
 }
 
-/// [`latest_good`] of several directories together. Of two checkpoints of one step the one in the earlier directory is taken.
+/// Searches several directories as [`latest_good`] does. Of two checkpoints with the same step, the one in the earlier
+/// directory is used.
 ///
 /// # Errors
-/// If a directory that is there cannot be listed.
+/// If an existing directory cannot be listed.
 pub fn latest_good_of(dirs: &[&Path]) -> Result<Latest, CheckpointError> {
     let mut all = Vec::new();
     for dir in dirs {
         all.extend(list(dir)?);
     }
-    // The sort is stable: the order of directories remains.
+    // The sort is stable, so the order of directories remains.
     all.sort_by_key(|listed| std::cmp::Reverse(listed.step));
     let mut skipped = Vec::new();
     for listed in all {
@@ -103,29 +104,30 @@ pub fn latest_good_of(dirs: &[&Path]) -> Result<Latest, CheckpointError> {
     Ok(Latest { checkpoint: None, skipped })
 }
 
-/// The worth of a checkpoint to whoever prunes.
+/// Properties of a checkpoint that decide whether [`prune`] keeps it.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Standing {
-    /// Saved while its run was failing: it counts for nothing, and stays only while it is the newest.
+    /// True if the run was failing when the checkpoint was saved. It does not count as good and is kept only while it
+    /// is the newest.
     pub is_doubtful: bool,
-    /// A loss, where one was measured; the checkpoint with the lowest stays.
+    /// Measured loss, if any; the checkpoint with the lowest loss is kept.
     pub loss: Option<f64>,
 }
 
-/// The outcome of [`prune`].
+/// Outcome of [`prune`].
 #[derive(Debug, Default)]
 pub struct Pruned {
-    /// Checkpoints that are gone.
+    /// Paths of deleted checkpoints.
     pub deleted: Vec<PathBuf>,
-    /// Reasons why others that should be gone are not.
+    /// Errors of checkpoints that could not be deleted.
     pub failed: Vec<CheckpointError>,
 }
 
-/// Deletes the checkpoints older than the newest `keep` good ones, and doubtful ones that are not the newest. The steps in `protect`
-/// and the checkpoint with the lowest loss stay. What cannot be deleted is passed over.
+/// Deletes the checkpoints older than the newest `keep` good ones, and doubtful ones other than the newest. Keeps the
+/// steps in `protect` and the checkpoint with the lowest loss. Skips checkpoints that cannot be deleted.
 ///
-/// Good means that the manifest is sound, every file is there with its full size, and `standing` calls it not doubtful: what was
-/// hashed when it was written is not read again. A broken checkpoint counts for nothing, so with fewer than `keep` good ones no
+/// A checkpoint is good if its manifest is valid, every file has its full size, and `standing` does not call it
+/// doubtful. The files are not hashed again. Broken checkpoints do not count, so with fewer than `keep` good ones no
 /// good one is deleted.
 pub fn prune(
     dir: &Path,
@@ -159,7 +161,7 @@ pub fn prune(
         }
     }
     if !trash.is_empty() {
-        // Or a power loss could bring a name back whose files are gone.
+        // Otherwise a power loss could restore the name of a checkpoint whose files are gone.
         sync_directory(dir)?;
     }
     for (path, thrown) in trash {
@@ -171,11 +173,10 @@ pub fn prune(
     Ok(pruned)
 }
 
-/// Deletes checkpoints beyond the newest `keep` good ones to make room for one more, as [`prune`] does, but only if at least one stays of
-/// which every byte has been read and found whole.
+/// Deletes checkpoints as [`prune`] does, to make room for a new one. Deletes nothing unless at least one remaining
+/// checkpoint has been verified completely.
 ///
-/// # Errors
-/// As [`prune`].
+/// If the directory is locked or cannot be listed.
 pub fn make_room(
     dir: &Path,
     keep: NonZeroUsize,
@@ -189,7 +190,8 @@ pub fn make_room(
     prune(dir, keep, &[whole], standing)
 }
 
-/// Gives a checkpoint the name under which it is deleted: a deletion that is cut short leaves no half checkpoint behind.
+/// Renames a checkpoint to a hidden name before its deletion, so that an interrupted deletion leaves no partial
+/// checkpoint.
 fn throw_away(dir: &Path, listed: &ListedCheckpoint) -> Result<PathBuf, CheckpointError> {
     let trash = dir.join(format!("{TRASH}{}", step_name(listed.step)));
     fs::rename(&listed.path, &trash).map_err(CheckpointError::io("delete", &listed.path))?;
@@ -197,11 +199,10 @@ fn throw_away(dir: &Path, listed: &ListedCheckpoint) -> Result<PathBuf, Checkpoi
     Ok(trash)
 }
 
-/// Moves these damaged checkpoints of `dir` into the directory `damaged` in it, where they count for nothing, and returns where they are.
-/// One whose name is taken there replaces the earlier one of its step.
+/// Moves damaged checkpoints of `dir` into its subdirectory `damaged`, where they are ignored, and returns their new
+/// paths. Replaces an earlier one with the same step there.
 ///
-/// # Errors
-/// If one cannot be moved; those before it are.
+/// If the directory is locked or a checkpoint cannot be moved; those before it have been moved.
 pub fn set_damaged_aside(dir: &Path, damaged: &[PathBuf]) -> Result<Vec<PathBuf>, CheckpointError> {
     let _lock = DirectoryLock::take(dir)?;
     let aside = dir.join("damaged");
@@ -222,8 +223,8 @@ pub fn set_damaged_aside(dir: &Path, damaged: &[PathBuf]) -> Result<Vec<PathBuf>
     Ok(moved)
 }
 
-/// Moves every checkpoint from step `from` on into a new directory `earlier-N` in `dir`, and returns it; nothing
-/// happens if there are none.
+/// Moves every checkpoint from step `from` on into a new subdirectory `earlier-N` of `dir` and returns its path.
+/// Returns `None` if there are no such checkpoints.
 pub fn set_aside(dir: &Path, from: u64) -> Result<Option<PathBuf>, CheckpointError> {
     let _lock = DirectoryLock::take(dir)?;
     let moved: Vec<_> = list(dir)?.into_iter().filter(|listed| listed.step >= from).collect();
@@ -243,14 +244,16 @@ pub fn set_aside(dir: &Path, from: u64) -> Result<Option<PathBuf>, CheckpointErr
     Ok(Some(aside))
 }
 
-/// Clears away what dead saves and deletions left; returns why something of it is still there. The caller holds the lock.
+/// Removes the leftovers of interrupted saves and deletions, and returns the errors of those that remain. The caller
+/// must hold the lock.
 pub(crate) fn sweep(dir: &Path) -> Result<Vec<CheckpointError>, CheckpointError> {
     let mut left = Vec::new();
     let names = names_in(dir)?;
     let is_ours =
         |name: &str, prefix: &str| name.strip_prefix(prefix).is_some_and(|rest| staged_step(rest).is_some());
     if names.iter().any(|name| [STAGING, TRASH, SET_ASIDE].iter().any(|prefix| is_ours(name, prefix))) {
-        // Where a process died, the names that it gave may not be durable: a power loss after the deletion could bring back a checkpoint's.
+        // Names given by a process that died may not be durable. Without this sync, a power loss after the deletion
+        // could restore the name of a checkpoint.
         sync_directory(dir)?;
     }
     for name in names {
@@ -272,8 +275,8 @@ pub(crate) fn sweep(dir: &Path) -> Result<Vec<CheckpointError>, CheckpointError>
     Ok(left)
 }
 
-/// The newest directory in `dir` for a save of `step`, and one that is not there yet. A second one is needed where the first is a
-/// leftover that cannot be deleted.
+/// Returns the newest existing staging directory for `step` in `dir`, and a free path for a new one. The new path
+/// differs if a leftover cannot be deleted.
 pub(crate) fn staging_of(dir: &Path, step: u64) -> Result<(Option<PathBuf>, PathBuf), CheckpointError> {
     let attempts = names_in(dir)?;
     let attempts = attempts.iter().filter_map(|name| staged_step(name.strip_prefix(STAGING)?));
@@ -285,7 +288,7 @@ pub(crate) fn staging_of(dir: &Path, step: u64) -> Result<(Option<PathBuf>, Path
     Ok((last.map(path), path(last.map_or(0, |attempt| attempt.saturating_add(1)))))
 }
 
-/// The step and the number of the attempt that the rest of a hidden name stands for.
+/// Parses the rest of a hidden name into the step and the number of the attempt.
 fn staged_step(name: &str) -> Option<(u64, u32)> {
     match name.split_once('.') {
         None => Some((step_of(name)?, 0)),
@@ -293,12 +296,12 @@ fn staged_step(name: &str) -> Option<(u64, u32)> {
     }
 }
 
-/// Name of the checkpoint of a step.
+/// Returns the directory name of the checkpoint of a step.
 pub(crate) fn step_name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// The step that a name stands for, if it is the name of a checkpoint.
+/// Returns the step in a directory name; `None` if it is not the name of a checkpoint.
 fn step_of(name: &str) -> Option<u64> {
     let step = name.strip_prefix("step-")?.parse().ok()?;
     (step_name(step) == name).then_some(step)
@@ -329,7 +332,7 @@ fn names_in(dir: &Path) -> Result<Vec<String>, CheckpointError> {
     };
     let mut names = Vec::new();
     for entry in entries {
-        // Names that are not UTF-8 are none of ours.
+        // Names that are not UTF-8 cannot be checkpoints.
         names.extend(entry.map_err(CheckpointError::io("list", dir))?.file_name().into_string().ok());
     }
     Ok(names)
@@ -351,7 +354,7 @@ mod tests {
         }
     }
 
-    /// eCryptfs, which has the shortest limit of the file systems in use, allows 143 bytes.
+    /// The shortest limit on names among file systems in use is eCryptfs's: 143 bytes.
     #[test]
     fn names_are_short_and_differ_by_more_than_case() {
         let dir = tempfile::tempdir().unwrap();
@@ -371,7 +374,7 @@ mod tests {
         folded.sort();
         folded.dedup();
         assert_eq!(folded.len(), names.len(), "{names:?}");
-        // Another case is another name, also where the file system takes both for one.
+        // Upper case is another name, even on a file system that ignores case.
         assert_eq!(step_of("STEP-00000007"), None);
     }
 

@@ -1,8 +1,8 @@
-//! File-system calls that somebody can stop waiting for.
+//! File-system calls with a wait that can be given up.
 //!
-//! A call on a file system that has stopped answering (a frozen volume, a server that is gone) cannot be cancelled. So a save makes each of
-//! its calls on a thread that owns all it needs, and waits for that thread only as long as its [`CommitObserver`] lets it. A thread that
-//! nobody waits for any more ends when its call returns, and cleans up after itself.
+//! A call on a file system that does not answer (a frozen volume, an unreachable server) cannot be cancelled. So a save
+//! makes each of its calls on a thread that owns all data of the call. It waits for that thread only as long as its
+//! [`CommitObserver`] allows. An abandoned thread ends when its call returns, and cleans up after itself.
 
 use std::{
     fmt, io,
@@ -17,13 +17,13 @@ use std::{
 
 use crate::{CommitObserver, CommitPoint, error::CheckpointError};
 
-/// Time between two questions to the observer.
+/// Time between two calls of the observer while waiting.
 const TICK: Duration = Duration::from_millis(100);
 
 /// Time that [`Briefly`] waits.
 const BRIEFLY: Duration = Duration::from_secs(1);
 
-/// Waits for a file system for a second: for what a save or a run leaves behind when it is over.
+/// Observer that waits for a file system for one second. Used for the clean-up after a save or run.
 pub(crate) struct Briefly;
 
 impl CommitObserver for Briefly {
@@ -36,7 +36,7 @@ impl CommitObserver for Briefly {
     }
 }
 
-/// A part of a save that waits for its file system.
+/// State of a wait for the file system during a save.
 #[derive(Debug, Clone, Copy)]
 pub struct Wait<'a> {
     /// The kind of call: "writing", "syncing", ...
@@ -47,7 +47,7 @@ pub struct Wait<'a> {
     pub idle: Duration,
 }
 
-/// A thread that a save has left behind in a call on its file system.
+/// Thread that a save has abandoned in a file-system call.
 #[derive(Clone)]
 pub struct Abandoned(Weak<()>);
 
@@ -64,13 +64,13 @@ impl fmt::Debug for Abandoned {
     }
 }
 
-/// Runs `work` on a thread of its own and waits for its result as long as `observer` lets it.
+/// Runs `work` on a new thread and waits for its result as long as `observer` allows.
 ///
 /// # Errors
-/// The errors of `work`; [`CheckpointError::Stalled`] if the observer gives up; [`CheckpointError::Io`] if there is no thread.
+/// If `work` fails, `observer` gives up the wait, or no thread can be started.
 ///
 /// # Panics
-/// As `work` does.
+/// If `work` panics.
 pub fn run_on_disk<T: Send + 'static>(
     observer: &dyn CommitObserver,
     doing: &'static str,
@@ -79,7 +79,7 @@ pub fn run_on_disk<T: Send + 'static>(
 ) -> Result<T, CheckpointError> {
     let (sender, answers) = channel();
     let thread = DiskThread::start(path, move || {
-        // Whoever has given up no longer listens, and the result is dropped here.
+        // If the caller has given up, nobody receives the result, and it is dropped here.
         drop(sender.send(work()));
     })?;
     let wait = thread.next_answer(&answers, observer, doing, path)?;
@@ -92,14 +92,14 @@ pub fn run_on_disk<T: Send + 'static>(
     }
 }
 
-/// A thread that makes file-system calls for another one.
+/// Thread that makes file-system calls for another thread.
 pub(crate) struct DiskThread {
     thread: JoinHandle<()>,
     alive: Weak<()>,
 }
 
 impl DiskThread {
-    /// Starts it.
+    /// Starts the thread. `path` is used only in messages.
     pub(crate) fn start(path: &Path, work: impl FnOnce() + Send + 'static) -> Result<Self, CheckpointError> {
         let token = Arc::new(());
         let alive = Arc::downgrade(&token);
@@ -113,10 +113,11 @@ impl DiskThread {
         Ok(Self { thread, alive })
     }
 
-    /// The next of the thread's answers, each of which is progress; `None` if it has ended without one.
+    /// Waits for the next answer of the thread; each answer counts as progress. Returns `None` if the thread has ended
+    /// without one.
     ///
     /// # Errors
-    /// [`CheckpointError::Stalled`] if `observer` gives up.
+    /// If `observer` gives up the wait.
     pub(crate) fn next_answer<T>(
         &self,
         answers: &Receiver<T>,
@@ -140,14 +141,14 @@ impl DiskThread {
         }
     }
 
-    /// Waits for its end, which has come.
+    /// Joins the thread, which is about to end, and passes its panic on.
     pub(crate) fn join(self) {
         if let Err(payload) = self.thread.join() {
             std::panic::resume_unwind(payload);
         }
     }
 
-    /// Panics as the thread did.
+    /// Joins the thread and panics with its payload.
     fn panicked(self) -> ! {
         match self.thread.join() {
             Err(payload) => std::panic::resume_unwind(payload),

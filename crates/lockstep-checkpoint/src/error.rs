@@ -1,7 +1,7 @@
-//! Everything that can go wrong with a checkpoint, each with the file and the tensor it is about.
+//! Errors of the checkpoint crate, each with the file and the tensor that it concerns.
 //!
-//! [`CheckpointError::is_corrupt`] separates damaged or hostile input from a machine or a caller that
-//! failed; the command line turns the first into exit code 4.
+//! [`CheckpointError::is_corrupt`] separates damaged or hostile input from failures of the machine or the caller. The
+//! command line maps the former to exit code 4.
 
 use std::{io, path::Path, path::PathBuf, time::Duration};
 
@@ -13,92 +13,92 @@ use crate::{
     save::CommitPoint,
 };
 
-/// Why a checkpoint or a safetensors file could not be written or read.
+/// Error when a checkpoint or a safetensors file is written or read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// The model's configuration, or tensors that do not fit it.
+    /// The model configuration is invalid, or tensors do not fit it.
     #[error(transparent)]
     Model(#[from] lockstep_model::ModelError),
-    /// A directory's tensors are not those of the model that its `config.json` describes.
+    /// The tensors in a directory are not those of the model in its `config.json`.
     #[error("{}: {source}", dir.display())]
     DoesNotFit {
-        /// The directory.
+        /// Directory of the model.
         dir: PathBuf,
-        /// Every tensor that does not fit.
+        /// Description of every tensor that does not fit.
         source: lockstep_model::ModelError,
     },
-    /// Two tensors that the model shares hold different values.
+    /// Two tensors that the model ties have different values.
     #[error("{tensor} and {tied_to} differ, but the configuration ties them (tie_word_embeddings)")]
     TiedTensorsDiffer {
-        /// The copy.
+        /// Tensor that is a copy.
         tensor: String,
-        /// What it must equal.
+        /// Tensor that it must be equal to.
         tied_to: String,
     },
-    /// The model that a fine-tuning run started from cannot be read.
+    /// The base model of a fine-tuning run cannot be read.
     #[error("{} holds what was trained of the model in {}: {source}", path.display(), base.display())]
     BaseModel {
-        /// The checkpoint.
+        /// Checkpoint of the fine-tuning run.
         path: PathBuf,
-        /// Where its base model lay.
+        /// Recorded path of the base model.
         base: PathBuf,
-        /// What is wrong there.
+        /// Error of reading the base model.
         source: Box<CheckpointError>,
     },
-    /// The model that a fine-tuning run started from is not the one that it was.
+    /// The base model of a fine-tuning run has changed.
     #[error(
         "{} was trained on the model that lay in {}; the weights there are others now",
         path.display(),
         base.display()
     )]
     BaseModelChanged {
-        /// The checkpoint.
+        /// Checkpoint of the fine-tuning run.
         path: PathBuf,
-        /// Where its base model lay.
+        /// Recorded path of the base model.
         base: PathBuf,
     },
-    /// An adapter that cannot be used with the model.
+    /// An adapter cannot be used with the model.
     #[error("the adapter in {} cannot be used: {reason}", dir.display())]
     Adapter {
-        /// Its directory.
+        /// Directory of the adapter.
         dir: PathBuf,
-        /// Why.
+        /// Description of the problem.
         reason: String,
     },
-    /// A directory that holds checkpoints and is none itself.
+    /// A directory holds checkpoints but is not one itself.
     #[error("{} has neither manifest.json nor config.json, it holds checkpoints; did you mean {}?", path.display(), newest.display())]
     ParentDirectory {
-        /// The directory.
+        /// Directory that was given.
         path: PathBuf,
-        /// The newest checkpoint in it.
+        /// Newest checkpoint in the directory.
         newest: PathBuf,
     },
-    /// A checkpoint from which no adapter can be written.
+    /// A checkpoint holds no adapter that could be exported.
     #[error("{} holds no adapter: its run had no fine_tune.lora_rank", path.display())]
     NoAdapter {
-        /// The checkpoint.
+        /// Checkpoint without an adapter.
         path: PathBuf,
     },
-    /// The operating system refused.
+    /// An operating-system call failed.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
-        /// What was tried, as a verb.
+        /// Attempted action, as a verb.
         action: &'static str,
         /// The file or directory of the call.
         path: PathBuf,
-        /// The system's reason.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// The device or the quota is full. Nothing that was saved before is touched.
+    /// The device or the quota is full. Earlier checkpoints are untouched.
     #[error("no space left for {}; earlier checkpoints are untouched", path.display())]
     DiskFull {
-        /// The file that did not fit.
+        /// File that did not fit.
         path: PathBuf,
-        /// The system's reason.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// The file system has stopped answering, and the save no longer waits for it.
+    /// The file system does not answer, and the save has given up waiting.
     #[error("{doing} {} has made no progress for {} s", path.display(), idle.as_secs())]
     Stalled {
         /// The kind of call: "writing", "syncing", ...
@@ -107,144 +107,144 @@ pub enum CheckpointError {
         path: PathBuf,
         /// Time since the last progress.
         idle: Duration,
-        /// The thread that is still in the call.
+        /// Thread that is still in the call.
         abandoned: Abandoned,
     },
-    /// Another save or prune is at work in this directory.
+    /// Another save or prune is using the directory.
     #[error("another process is at work in {}", dir.display())]
     Busy {
-        /// The directory of checkpoints.
+        /// Directory of checkpoints.
         dir: PathBuf,
     },
-    /// The thread that saves in the background cannot be started.
+    /// The background thread for saves cannot be started.
     #[error("cannot start the thread that saves in the background: {0}")]
     Thread(#[source] rayon::ThreadPoolBuildError),
     /// A [`CommitObserver`](crate::CommitObserver) stopped the save.
     #[error("save stopped by its observer at {point:?}: {source}")]
     Stopped {
-        /// Where.
+        /// Point at which the save was stopped.
         point: CommitPoint,
-        /// The observer's reason.
+        /// Error of the observer.
         source: io::Error,
     },
-    /// Another rank could not write its part of a checkpoint.
+    /// Another rank failed to write its part of a checkpoint.
     #[error("rank {rank}: {reason}")]
     OfRank {
-        /// The rank.
+        /// Rank that failed.
         rank: usize,
-        /// What it said.
+        /// Error message of that rank.
         reason: String,
-        /// True if the rank has found no space left.
+        /// True if that rank had no space left.
         is_full: bool,
     },
-    /// A path that looks like a checkpoint, is not there, and has others beside it.
+    /// A path with the name of a checkpoint does not exist, but other checkpoints lie beside it.
     #[error(
         "there is no checkpoint {}, or no longer (a run keeps its newest checkpoint.keep); the newest there is {}",
         path.display(),
         newest.display()
     )]
     NoSuchCheckpoint {
-        /// The path.
+        /// Path that was given.
         path: PathBuf,
-        /// The newest one beside it.
+        /// Newest checkpoint beside it.
         newest: PathBuf,
     },
-    /// A checkpoint that was removed while it was read.
+    /// A checkpoint was removed while it was read.
     #[error(
         "{} was removed or moved while it was read (a run keeps its newest checkpoint.keep); take {}",
         path.display(),
         newest.as_ref().map_or("another one".to_owned(), |newest| newest.display().to_string())
     )]
     Removed {
-        /// The checkpoint.
+        /// Path of the removed checkpoint.
         path: PathBuf,
-        /// The newest one beside it.
+        /// Newest checkpoint beside it.
         newest: Option<PathBuf>,
     },
-    /// A file that an index or a manifest names is not there.
+    /// A file named by an index or a manifest is missing.
     #[error("{} is missing, but {} names it", path.display(), named_in.display())]
     MissingFile {
-        /// The file.
+        /// File that is missing.
         path: PathBuf,
-        /// The index or the manifest.
+        /// Index or manifest that names it.
         named_in: PathBuf,
     },
-    /// Something that is not a regular file stands where a checkpoint's file should be.
+    /// A path where a checkpoint's file should be is not a regular file.
     #[error("{} is not a regular file", path.display())]
     NotAFile {
-        /// The path.
+        /// Path that is not a regular file.
         path: PathBuf,
     },
 
     /// A safetensors file breaks a rule of its format.
     #[error("{} is not a valid safetensors file: {source}", path.display())]
     Header {
-        /// The file.
+        /// Safetensors file that is invalid.
         path: PathBuf,
-        /// The rule, and the tensor that breaks it.
+        /// Rule that is broken, and the tensor that breaks it.
         source: HeaderError,
     },
-    /// The tensor asked for is not there.
+    /// The requested tensor does not exist.
     #[error("{} holds no tensor `{tensor}`", path.display())]
     NoSuchTensor {
         /// File or directory that was searched.
         path: PathBuf,
-        /// The name asked for.
+        /// Name of the requested tensor.
         tensor: String,
     },
-    /// A tensor is of a type that cannot be converted.
+    /// A tensor has a type that cannot be converted.
     #[error("tensor `{tensor}` in {} is {dtype}; {allowed} can be read here", path.display())]
     UnsupportedDtype {
-        /// File or directory.
+        /// File or directory that holds the tensor.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its type.
+        /// Type of the tensor.
         dtype: String,
-        /// What would have been accepted.
+        /// Types that can be converted.
         allowed: &'static str,
     },
-    /// A range reaches past the end of a tensor, or a buffer does not have the tensor's size.
+    /// A range exceeds a tensor, or a buffer has another size than the tensor.
     #[error("elements {start}..{} of tensor `{tensor}` were asked for; it has {elements}", start.saturating_add(*count))]
     Range {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// First element asked for.
+        /// First requested element.
         start: usize,
-        /// How many.
+        /// Number of requested elements.
         count: usize,
-        /// How many there are.
+        /// Number of elements in the tensor.
         elements: usize,
     },
 
     /// Two tensors of one file or checkpoint have the same name.
     #[error("tensor `{tensor}` is given twice")]
     DuplicateTensor {
-        /// The name.
+        /// Name that occurs twice.
         tensor: String,
     },
-    /// A tensor has the name under which safetensors keeps its metadata.
+    /// A tensor has the reserved name of safetensors' metadata.
     #[error("no tensor can be called `{tensor}`: safetensors keeps its metadata there")]
     ReservedName {
-        /// The name.
+        /// Name that is reserved.
         tensor: String,
     },
-    /// A buffer does not have the size its shape and type demand.
+    /// A buffer has another size than its shape and type require.
     #[error("tensor `{tensor}` needs {expected} bytes, but {found} were given")]
     ByteCount {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Bytes by shape and type.
+        /// Bytes required by shape and type.
         expected: u64,
-        /// Bytes given.
+        /// Bytes in the buffer.
         found: u64,
     },
     /// A streaming writer was given another tensor than the next one in file order.
     #[error("the next tensor in the file is {expected:?}, not `{found}`")]
     OutOfOrder {
-        /// The next tensor, or `None` when all are written.
+        /// Next tensor in file order; `None` if all are written.
         expected: Option<String>,
-        /// The tensor given.
+        /// Tensor that was given.
         found: String,
     },
 
@@ -254,118 +254,118 @@ pub enum CheckpointError {
         dir.display()
     )]
     NoWeights {
-        /// The directory.
+        /// Directory that was searched.
         dir: PathBuf,
     },
-    /// A file name would leave its directory, or is no plain name.
+    /// A file name is not a plain name, so that it could leave its directory.
     #[error("{} names the file `{name}`, which is not a plain file name", path.display())]
     UnsafeName {
-        /// The index, manifest or request that names it.
+        /// Index, manifest or request that holds the name.
         path: PathBuf,
-        /// The name.
+        /// File name that is rejected.
         name: String,
     },
-    /// An index is not what `model.safetensors.index.json` should be.
+    /// A `model.safetensors.index.json` is malformed.
     #[error("{} is not a valid index: {reason}", path.display())]
     Index {
-        /// The index.
+        /// Index that is malformed.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Description of the problem.
         reason: String,
     },
     /// An index names a tensor that its shard does not hold.
     #[error("{} says that `{tensor}` is in {shard}, which does not hold it", path.display())]
     MissingWeight {
-        /// The index.
+        /// Index that names the tensor.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// The shard.
+        /// File name of the shard.
         shard: String,
     },
-    /// The directory to export to is there already, and not empty.
+    /// The output directory exists already and is not empty.
     #[error("{} is not empty; choose another directory or remove it", path.display())]
     OutputExists {
-        /// The directory.
+        /// Output directory that is not empty.
         path: PathBuf,
     },
 
     /// `manifest.json` does not match the hash at its end.
     #[error("{} is damaged: {reason}", path.display())]
     ManifestDamaged {
-        /// The manifest.
+        /// Manifest that is damaged.
         path: PathBuf,
-        /// How that was seen.
+        /// Description of the mismatch.
         reason: &'static str,
     },
-    /// `manifest.json` is whole, but what it says cannot be.
+    /// `manifest.json` is undamaged but its contents are inconsistent.
     #[error("{} is not a valid manifest: {reason}", path.display())]
     Manifest {
-        /// The manifest.
+        /// Manifest that is inconsistent.
         path: PathBuf,
-        /// What cannot be.
+        /// Description of the inconsistency.
         reason: String,
     },
-    /// A checkpoint of a format this build does not read.
+    /// The format version of a checkpoint is not supported.
     #[error("{} has format version {found}; this build reads version {supported}", path.display())]
     UnsupportedVersion {
-        /// The manifest.
+        /// Manifest with the unsupported version.
         path: PathBuf,
-        /// Its version.
+        /// Version in the manifest.
         found: u64,
-        /// The version this build reads.
+        /// Version that this build reads.
         supported: u64,
     },
-    /// A file of a checkpoint is longer or shorter than it was when saved.
+    /// A file of a checkpoint has another size than when it was saved.
     #[error("{} has {found} bytes, but {expected} were saved", path.display())]
     FileSize {
-        /// The file.
+        /// File with the wrong size.
         path: PathBuf,
-        /// Bytes saved.
+        /// Size when saved, in bytes.
         expected: u64,
-        /// Bytes found.
+        /// Current size in bytes.
         found: u64,
     },
-    /// A file of a checkpoint does not hash to what was saved.
+    /// The hash of a checkpoint's file differs from the saved one.
     #[error("{} is damaged in {}", path.display(), damaged_parts(tensors))]
     Corrupt {
-        /// The file.
+        /// File that is damaged.
         path: PathBuf,
-        /// The tensors whose bytes changed; empty when the damage is in the file's header.
+        /// Tensors whose bytes changed; empty if only the file's header changed.
         tensors: Vec<String>,
     },
     /// The slices of a tensor do not cover it exactly once.
     #[error("{kind} of `{tensor}`: {source}")]
     Coverage {
-        /// The tensor.
+        /// Name of the tensor's parameter.
         tensor: String,
-        /// What of it: `parameter`, `exp_avg`, ...
+        /// Role of the tensor: `parameter`, `exp_avg`, ...
         kind: String,
-        /// How the cover fails.
+        /// Reason why the cover fails.
         source: CoverageError,
     },
-    /// Two ranks describe one tensor differently.
+    /// Two ranks give a tensor different types or shapes.
     #[error("{kind} of `{tensor}` is {first} in one shard and {second} in another")]
     Disagreement {
-        /// The tensor.
+        /// Name of the tensor's parameter.
         tensor: String,
-        /// What of it.
+        /// Role of the tensor.
         kind: String,
-        /// Type and shape first seen.
+        /// Type and shape in the first shard.
         first: String,
-        /// Type and shape that differ.
+        /// Type and shape in the other shard.
         second: String,
     },
 }
 
-/// How a set of slices fails to cover a tensor exactly once.
+/// Reason why a set of slices does not cover a tensor exactly once.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CoverageError {
-    /// No slice at all for a tensor that the model has.
+    /// No rank saves a parameter of the model.
     #[error("nobody saves it")]
     Absent,
-    /// The saved shape is not the model's.
+    /// The saved shape differs from the model's.
     #[error("saved with shape {saved:?}, but the model has {model:?}")]
     WrongShape {
         /// Shape of the saved tensor.
@@ -373,13 +373,13 @@ pub enum CoverageError {
         /// Shape in the model.
         model: Vec<usize>,
     },
-    /// Shapes whose number of elements or bytes does not fit 64 bits.
+    /// The number of elements or bytes of a shape overflows 64 bits.
     #[error("shape {shape:?} has more elements than can be counted")]
     TooLarge {
-        /// The shape.
+        /// Shape that is too large.
         shape: Vec<usize>,
     },
-    /// A slice reaches outside the tensor, or has another number of dimensions.
+    /// A slice exceeds the tensor, or has another number of dimensions.
     #[error("slice at {start:?} of shape {shape:?} does not lie in a tensor of shape {global:?}")]
     Outside {
         /// Start of the slice.
@@ -400,26 +400,26 @@ pub enum CoverageError {
     /// Some elements are in no slice.
     #[error("{covered} of {elements} elements are saved")]
     Missing {
-        /// Elements in some slice.
+        /// Number of elements that slices hold.
         covered: usize,
-        /// Elements of the tensor.
+        /// Number of elements in the tensor.
         elements: usize,
     },
-    /// Element ranges and boxes of one tensor cannot be compared.
+    /// One tensor mixes element ranges and boxes, which cannot be compared.
     #[error("element ranges and boxes that are not contiguous are mixed in one tensor")]
     Mixed,
-    /// More boxes than a manifest may hold for one tensor.
+    /// A tensor has too many boxes.
     #[error("{found} slices, but at most {limit} are allowed")]
     TooManySlices {
-        /// Slices of the tensor.
+        /// Number of slices of the tensor.
         found: usize,
-        /// The limit.
+        /// Maximum number of slices.
         limit: usize,
     },
 }
 
 impl CheckpointError {
-    /// Whether the input is damaged, hostile or of another format, as opposed to a full disk, a missing
+    /// Returns true if the input is damaged, hostile or of another format. Returns false for a full disk, a missing
     /// permission or a mistake of the caller.
     pub fn is_corrupt(&self) -> bool {
         matches!(
@@ -445,12 +445,12 @@ impl CheckpointError {
         )
     }
 
-    /// Returns true if there was no space left, here or on the rank that says so.
+    /// Returns true if the disk was full, on this rank or on the rank that reported the error.
     pub fn is_full(&self) -> bool {
         matches!(self, Self::DiskFull { .. } | Self::OfRank { is_full: true, .. })
     }
 
-    /// Turns "no such file" into [`MissingFile`](Self::MissingFile): somebody promised that `path` is there.
+    /// Turns "no such file" into [`MissingFile`](Self::MissingFile), because `named_in` names the file.
     pub(crate) fn named_in(self, named_in: PathBuf) -> Self {
         match self {
             Self::Io { path, source, .. } if source.kind() == io::ErrorKind::NotFound => {
@@ -460,7 +460,7 @@ impl CheckpointError {
         }
     }
 
-    /// Replaces the error of a missing file by one that names the checkpoint below or beside `dir` that may have been meant.
+    /// Replaces the error of a missing file by one that suggests a checkpoint below or beside `dir`.
     pub(crate) fn or_near_checkpoints(self, dir: &Path) -> Self {
         let is_missing = matches!(&self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound);
         if !is_missing {
@@ -477,7 +477,8 @@ impl CheckpointError {
         }
     }
 
-    /// An adapter for `map_err`: says what was tried on which path, and tells a full disk apart.
+    /// Returns a function for `map_err` that attaches an action and a path. Distinguishes a full disk from other
+    /// errors.
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| match source.kind() {

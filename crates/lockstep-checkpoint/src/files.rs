@@ -1,4 +1,4 @@
-//! The few file-system steps that durability rests on, each with an error that names its path.
+//! File-system operations that durability depends on. Their errors name the path.
 
 use std::{
     fs::{self, File},
@@ -16,25 +16,25 @@ use crate::{
     error::CheckpointError,
 };
 
-/// What a [`RunLock`] locks.
+/// Name of the file that a [`RunLock`] locks.
 const RUN_LOCK_FILE: &str = ".run.lock";
 
-/// Holds a directory of checkpoints for one save or prune; the system lets go when the process ends,
-/// however it ends, so a lock is never stale.
+/// Exclusive lock on a directory of checkpoints for one save or prune. The operating system releases it when the
+/// process ends, so a lock is never stale.
 #[derive(Debug)]
 pub(crate) struct DirectoryLock(File);
 
 impl Drop for DirectoryLock {
     fn drop(&mut self) {
-        // Closing is not enough: a process that is being started has a copy of the descriptor for a moment. Where
-        // this fails there was no lock.
+        // Closing the descriptor is not enough: a process that is being started holds a copy of it for a moment.
+        // Unlocking fails only if there was no lock.
         let _ = flock(&self.0, FlockOperation::Unlock);
     }
 }
 
 impl DirectoryLock {
-    /// Takes the lock at once or says who is [`Busy`](CheckpointError::Busy). On file systems without
-    /// locks it succeeds, and only one process may save at a time.
+    /// Takes the lock without waiting. Fails with [`Busy`](CheckpointError::Busy) if it is held. On file systems
+    /// without locks this always succeeds, and callers must ensure that only one process saves at a time.
     pub(crate) fn take(dir: &Path) -> Result<Self, CheckpointError> {
         Self::lock(File::open(dir).map_err(CheckpointError::io("open", dir))?, dir)
     }
@@ -50,16 +50,16 @@ impl DirectoryLock {
     }
 }
 
-/// Keeps a directory of checkpoints for one run, from its first step to its last; the system lets go when the
-/// process ends, however it ends.
+/// Exclusive lock on a directory of checkpoints for a whole run. The operating system releases it when the process
+/// ends.
 #[derive(Debug)]
 pub struct RunLock {
     dir: PathBuf,
-    /// The lock; `None` once it is released.
+    /// Held lock; `None` once it is released.
     lock: Option<DirectoryLock>,
 }
 
-/// Lets go without waiting for a file system that does not answer.
+/// Releases the lock, but does not wait for a file system that does not answer.
 impl Drop for RunLock {
     fn drop(&mut self) {
         let Some(lock) = self.lock.take() else { return };
@@ -71,10 +71,10 @@ impl Drop for RunLock {
 }
 
 impl RunLock {
-    /// Takes the lock at once.
+    /// Takes the lock without waiting.
     ///
     /// # Errors
-    /// [`CheckpointError::Busy`] if another run is at work in `dir`, [`CheckpointError::Io`].
+    /// If another run holds the lock, or the lock file in `dir` cannot be opened.
     pub fn take(dir: &Path) -> Result<Self, CheckpointError> {
         let path = dir.join(RUN_LOCK_FILE);
         let file = File::options().create(true).truncate(false).write(true).open(&path);
@@ -83,7 +83,7 @@ impl RunLock {
     }
 }
 
-/// Makes `dir` and what is missing above it, durably.
+/// Creates `dir` and missing parent directories durably.
 pub(crate) fn create_directories(dir: &Path) -> Result<(), CheckpointError> {
     if dir.is_dir() {
         return Ok(());
@@ -92,19 +92,18 @@ pub(crate) fn create_directories(dir: &Path) -> Result<(), CheckpointError> {
     sync_directory(&parent_of(dir))
 }
 
-/// Makes `dir` if it is not there, and checks that files can be made in it: a run asks before its first step
-/// and not when it has something to lose.
+/// Creates `dir` if it is missing, and checks that it is writable. A run calls this before its first step, when no work
+/// can be lost.
 ///
-/// # Errors
-/// [`CheckpointError::Io`] or [`CheckpointError::DiskFull`], as a save would say it.
+/// If `dir` cannot be created or is not writable, or the disk is full.
 pub fn prepare_directory(dir: &Path) -> Result<(), CheckpointError> {
     create_directories(dir)?;
     access(dir, Access::WRITE_OK | Access::EXEC_OK)
         .map_err(|errno| CheckpointError::io("write into", dir)(errno.into()))
 }
 
-/// Creates a file that must not be there yet, and reserves its bytes: a disk that is too small is
-/// found before anything is written.
+/// Creates a file, which must not exist, and reserves `bytes` for it. A full disk is detected before any data is
+/// written.
 pub(crate) fn create_file(path: &Path, bytes: u64) -> Result<File, CheckpointError> {
     let file = File::create_new(path).map_err(CheckpointError::io("create", path))?;
     if bytes == 0 {
@@ -116,8 +115,8 @@ pub(crate) fn create_file(path: &Path, bytes: u64) -> Result<File, CheckpointErr
     }
 }
 
-/// Opens a file for reading if it is a regular one: not a pipe, on which opening would wait, and, as
-/// checkpoints hold none, not a link out of its directory.
+/// Opens a file for reading if it is a regular file. Pipes are rejected because opening them could block, symbolic
+/// links because they could lead out of the checkpoint.
 pub(crate) fn open_regular(path: &Path) -> Result<File, CheckpointError> {
     let metadata = fs::symlink_metadata(path).map_err(CheckpointError::io("open", path))?;
     if !metadata.is_file() {
@@ -126,9 +125,8 @@ pub(crate) fn open_regular(path: &Path) -> Result<File, CheckpointError> {
     File::open(path).map_err(CheckpointError::io("open", path))
 }
 
-/// Reads a whole small file, refusing one that is not small before any memory is taken.
-///
-/// `None` if it is longer than `limit_bytes`.
+/// Reads a small file completely. Returns `None` if it is longer than `limit_bytes`, so that a huge file takes no
+/// memory.
 pub(crate) fn read_limited(
     file: File,
     path: &Path,
@@ -139,17 +137,17 @@ pub(crate) fn read_limited(
     Ok((content.len() as u64 <= limit_bytes).then_some(content))
 }
 
-/// Makes the entries of a directory (files created, renamed, removed in it) durable.
+/// Makes the entries of a directory (created, renamed and removed files) durable.
 pub(crate) fn sync_directory(dir: &Path) -> Result<(), CheckpointError> {
     let handle = File::open(dir).map_err(CheckpointError::io("open", dir))?;
     match handle.sync_all() {
-        // Some network file systems do not sync directories and need no such call.
+        // Some network file systems do not support syncing a directory, and do not need it.
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(()),
         result => result.map_err(CheckpointError::io("sync", dir)),
     }
 }
 
-/// Swaps two paths in one step; `false` if the file system cannot.
+/// Swaps two paths atomically. Returns `false` if the file system does not support it.
 pub(crate) fn exchange(a: &Path, b: &Path) -> Result<bool, CheckpointError> {
     match renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE) {
         Ok(()) => Ok(true),
@@ -158,7 +156,7 @@ pub(crate) fn exchange(a: &Path, b: &Path) -> Result<bool, CheckpointError> {
     }
 }
 
-/// The directory that `path` is an entry of.
+/// Returns the directory that contains `path`.
 pub(crate) fn parent_of(path: &Path) -> PathBuf {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
@@ -166,7 +164,7 @@ pub(crate) fn parent_of(path: &Path) -> PathBuf {
     }
 }
 
-/// Whether `name` is one normal component: it cannot leave the directory that it is joined to.
+/// Returns true if `name` is a single normal component, which cannot leave the directory that it is joined to.
 pub(crate) fn is_plain_name(name: &str) -> bool {
     let mut components = Path::new(name).components();
     matches!((components.next(), components.next()), (Some(Component::Normal(only)), None) if only == name)

@@ -1,18 +1,16 @@
-//! Checkpoints: what a run leaves on disk, written so that no crash can spoil it and read so that no
-//! damaged byte gets in.
+//! Checkpoints of a run: written so that no crash can damage them, read so that no damaged byte is used.
 //!
-//! The format works on host bytes and knows no device, no optimizer and no model; only [`ModelDirectory`]
-//! knows how a model's parameters are called elsewhere. Four ideas carry the crate:
+//! The format consists of host bytes and depends on no device, optimizer or model. Only [`ModelDirectory`] knows the
+//! names of a model's parameters in Hugging Face's format. Four ideas carry the crate:
 //!
-//! - **One logical tensor.** A checkpoint describes whole tensors by name; which rank held which part
-//!   is only *where the bytes lie*. [`Checkpoint::read`] takes any range of elements of any tensor, so
-//!   resuming under another plan is the ordinary path and not a conversion.
-//! - **The rename commits.** [`save`] writes into a hidden directory, syncs it, and renames it into
-//!   place. Before the rename there is no new checkpoint; after it there is a whole one.
-//! - **Every byte is hashed.** The manifest holds a BLAKE3 of each file and each tensor and one of
-//!   itself. Reading checks; [`latest_good`] falls back to the newest checkpoint that is whole.
-//! - **Plain safetensors.** The rank files and Hugging Face directories are read by [`safetensors`],
-//!   which trusts no header.
+//! - **One logical tensor.** A checkpoint describes global tensors by name. How they were sharded over ranks only
+//!   decides where the bytes are stored. [`Checkpoint::read`] reads any range of elements of any tensor, so resuming
+//!   under another plan needs no conversion.
+//! - **The rename commits.** [`save`] writes into a hidden directory, syncs it, and renames it to its final name.
+//!   Before the rename there is no new checkpoint; after it there is a complete one.
+//! - **Every byte is hashed.** The manifest holds a BLAKE3 hash of each file, of each tensor and of itself. Reads check
+//!   the hashes; [`latest_good`] falls back to the newest undamaged checkpoint.
+//! - **Plain safetensors.** [`safetensors`] reads the rank files and Hugging Face directories, and trusts no header.
 //!
 //! ```
 //! use lockstep_checkpoint::{DType, Region, SaveRequest, TensorKind, TensorSlice, latest_good, save};

@@ -1,9 +1,8 @@
-//! Reading a checkpoint: any range of any tensor, and never a byte that is not as it was saved.
+//! Reads ranges of tensors from a checkpoint, and never returns a byte that has changed since the save.
 //!
-//! A slice is hashed before the first element is taken from it, so a reader that skips
-//! [`Checkpoint::verify`] is as safe as one that does not, and a rank that needs a tenth of the state
-//! reads a tenth. Files are read with positioned reads, not mapped: a disk that fails or a file that is
-//! cut short is an error with a path.
+//! A slice is hashed before the first element is read from it. So reading without [`Checkpoint::verify`] is as safe as
+//! with it, and a rank that needs a tenth of the state reads a tenth. Files are read with positioned reads instead of
+//! mappings, so that a failing disk or a truncated file gives an error with a path.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -28,23 +27,23 @@ use crate::{
     manifest::{MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, SliceEntry, TensorEntry, TensorKind},
 };
 
-/// Elements converted at a time: the only buffer between the file and the caller's.
+/// Elements converted at a time, which bounds the only intermediate buffer.
 const CONVERTED_ELEMENTS: usize = 1 << 20;
 
-/// A checkpoint whose manifest is sound. Its tensors are checked as they are read.
+/// Checkpoint with a valid manifest. Its tensors are verified as they are read.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
-    /// Entries of the manifest by name.
+    /// Indices of the manifest's tensor entries, by name.
     by_name: HashMap<String, Vec<usize>>,
     files: BTreeMap<String, OnceLock<File>>,
-    /// Which slices have been found whole, per tensor.
+    /// For each tensor, the slices that have been verified.
     whole: Vec<Vec<AtomicBool>>,
 }
 
 impl Checkpoint {
-    /// Reads and checks the manifest in the directory `path`, and nothing else.
+    /// Opens the checkpoint directory `path`: reads and checks the manifest only.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let manifest_path = path.join(MANIFEST_FILE);
         let file = open_regular(&manifest_path).map_err(|error| error.or_near_checkpoints(path))?;
@@ -69,28 +68,28 @@ impl Checkpoint {
         Ok(Self { path: path.to_path_buf(), manifest, by_name, files, whole })
     }
 
-    /// Where it lies.
+    /// Returns the path of the checkpoint directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What it says of itself.
+    /// Returns the manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// The entry of one tensor.
+    /// Returns the manifest entry of a tensor.
     pub fn tensor(&self, name: &str, kind: &TensorKind) -> Result<&TensorEntry, CheckpointError> {
         self.find(name, kind).map(|(_, entry)| entry)
     }
 
-    /// Checks that every file is there with the size it was saved with, without reading it.
+    /// Checks that every file exists with its saved size, without reading it.
     pub fn check_sizes(&self) -> Result<(), CheckpointError> {
         self.files.keys().try_for_each(|name| self.file(name).map(drop))
     }
 
-    /// Reads every byte of every file and compares it with what was saved. The error names the file
-    /// that differs and the tensors whose bytes changed.
+    /// Reads every byte of every file and compares the hashes with the saved ones. The error names the file that
+    /// differs and the tensors whose bytes changed.
     pub fn verify(&self) -> Result<(), CheckpointError> {
         self.check_sizes()?;
         for (name, entry) in &self.manifest.files {
@@ -107,8 +106,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Fills `out` with the stored bytes of elements `start_element..` of a tensor, in row-major order,
-    /// as many as `out` holds, from wherever their slices lie.
+    /// Fills `out` with the stored bytes of elements `start_element..` of a tensor, in row-major order. The number of
+    /// elements follows from the size of `out`. Reads from all slices that hold them.
     pub fn read_bytes(
         &self,
         name: &str,
@@ -190,7 +189,7 @@ impl Checkpoint {
             })
     }
 
-    /// A file of the checkpoint, opened once, of the right size.
+    /// Returns a file of the checkpoint, opened once and checked for its size.
     fn file(&self, name: &str) -> Result<&File, CheckpointError> {
         let cell = self.files.get(name).expect("slices lie in listed files: checked when opened");
         if let Some(file) = cell.get() {
@@ -206,7 +205,7 @@ impl Checkpoint {
         Ok(cell.get_or_init(|| file))
     }
 
-    /// Tells a checkpoint that has gone as a whole from one that lacks a file.
+    /// Distinguishes a checkpoint that was removed completely from one that lacks a file.
     fn missing(&self, error: CheckpointError) -> CheckpointError {
         let manifest = self.path.join(MANIFEST_FILE);
         let is_missing =
@@ -219,7 +218,7 @@ impl Checkpoint {
         error.named_in(manifest)
     }
 
-    /// Hashes a slice the first time it is needed.
+    /// Hashes a slice when it is first read.
     fn check_slice(&self, tensor: usize, slice: usize) -> Result<(), CheckpointError> {
         let whole = &self.whole[tensor][slice];
         if whole.load(Ordering::Relaxed) {
@@ -244,7 +243,7 @@ impl Checkpoint {
         Ok(digest == slice.blake3)
     }
 
-    /// The tensors of a damaged file whose own bytes changed.
+    /// Returns the tensors in a damaged file whose own bytes changed.
     fn damaged_in(&self, file: &str) -> Result<Vec<String>, CheckpointError> {
         let mut damaged = Vec::new();
         for entry in &self.manifest.tensors {
@@ -258,7 +257,7 @@ impl Checkpoint {
     }
 }
 
-/// `model.norm.weight`, or `model.norm.weight (exp_avg)`.
+/// Formats a tensor as `model.norm.weight`, or `model.norm.weight (exp_avg)`.
 fn described(entry: &TensorEntry) -> String {
     match &entry.kind {
         TensorKind::Parameter => entry.name.clone(),
@@ -266,7 +265,7 @@ fn described(entry: &TensorEntry) -> String {
     }
 }
 
-/// Reads on from an offset without the file's shared position, so that threads can share the file.
+/// Reader from an offset. It does not use the file's shared position, so that threads can share the file.
 struct ReadAt<'a> {
     file: &'a File,
     offset: u64,

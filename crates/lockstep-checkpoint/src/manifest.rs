@@ -1,8 +1,8 @@
-//! `manifest.json`: what a checkpoint is, and the proof that it is unchanged.
+//! `manifest.json`: the description of a checkpoint, sealed with a hash.
 //!
-//! The last line of the file is the BLAKE3 of all bytes before it, so the manifest vouches for itself
-//! and, through the hashes it holds, for every other file. The check is on bytes, not on parsed values:
-//! no spelling of JSON can make two files pass for the same. It is still one JSON document.
+//! The last line of the file is the BLAKE3 hash of all bytes before it. So the manifest protects itself and, through
+//! the hashes it holds, every other file. The check covers bytes, not parsed values, so two different files never pass
+//! as equal. The file is still one valid JSON document.
 
 use std::{collections::BTreeMap, collections::HashSet, fmt, path::Path};
 
@@ -18,13 +18,13 @@ use crate::{
     region::{Runs, element_count},
 };
 
-/// Name of the manifest in its directory.
+/// Name of the manifest in the checkpoint directory.
 pub const MANIFEST_FILE: &str = "manifest.json";
 
-/// The version this build writes and reads.
+/// Format version that this build writes and reads.
 pub const FORMAT_VERSION: u64 = 1;
 
-/// Largest manifest that is read.
+/// Maximum size of a manifest, in bytes.
 pub(crate) const MAX_MANIFEST_BYTES: u64 = 512 << 20;
 
 const FORMAT: &str = "lockstep-checkpoint";
@@ -32,61 +32,61 @@ const SEAL_HEAD: &str = ",\n\"manifest_blake3\":\"";
 const SEAL_TAIL: &str = "\"\n}\n";
 const DIGEST_DIGITS: usize = 64;
 
-/// Everything `manifest.json` says.
+/// Contents of `manifest.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Always `lockstep-checkpoint`.
+    /// Name of the format, always `lockstep-checkpoint`.
     pub format: String,
-    /// [`FORMAT_VERSION`].
+    /// Format version; [`FORMAT_VERSION`] in this build.
     pub version: u64,
     /// Optimizer steps taken.
     pub step: u64,
     /// Samples consumed: the whole state of the data loader.
     pub samples_consumed: u64,
-    /// The seed of the run's random numbers.
+    /// Random seed of the run.
     pub seed: u64,
-    /// The run's configuration.
+    /// Configuration of the run.
     pub config: Value,
-    /// Hash of `config`, keys sorted: equal for equal configurations.
+    /// Hash of `config` with sorted keys; equal for equal configurations.
     pub config_blake3: Digest,
-    /// The plan, or null.
+    /// Plan of the run, or null.
     pub plan: Value,
-    /// Counters and scalars that are not tensors (loss scale, skipped steps, ...).
+    /// Counters and scalars that are not tensors, such as the loss scale and skipped steps.
     pub state: Value,
-    /// Every tensor, whole, and where its slices lie.
+    /// All global tensors, with the locations of their slices.
     pub tensors: Vec<TensorEntry>,
-    /// Every file but this one.
+    /// All files except the manifest, by name.
     pub files: BTreeMap<String, FileEntry>,
 }
 
-/// One logical tensor.
+/// One global tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorEntry {
-    /// Name of the parameter that it is or belongs to.
+    /// Name of the parameter that the tensor is or belongs to.
     pub name: String,
-    /// What of the parameter.
+    /// Role of the tensor: the parameter itself, or one of its optimizer states.
     pub kind: TensorKind,
-    /// Element type as stored.
+    /// Element type in the files.
     pub dtype: DType,
-    /// Global shape.
+    /// Global shape of the tensor.
     pub shape: Vec<usize>,
-    /// The parts; together they are the whole, each element once.
+    /// Slices that cover the tensor exactly once.
     pub slices: Vec<SliceEntry>,
 }
 
-/// A part of a tensor that lies in one file, row-major.
+/// Slice of a tensor that is stored in one file, row-major.
 ///
-/// `start` and `shape` have one number per dimension of the tensor (a box), or one number each (a range
-/// of the tensor's elements in row-major order).
+/// `start` and `shape` have one number per dimension of the tensor (a box), or a single number each (a range of the
+/// tensor's elements in row-major order).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SliceEntry {
-    /// The file.
+    /// Name of the file.
     pub file: String,
-    /// First byte, counted from the start of the file.
+    /// Byte offset in the file.
     pub offset: u64,
-    /// First index.
+    /// First index of the slice.
     pub start: Vec<usize>,
-    /// Extent.
+    /// Extent of the slice.
     pub shape: Vec<usize>,
     /// Hash of the slice's bytes.
     pub blake3: Digest,
@@ -95,13 +95,13 @@ pub struct SliceEntry {
 /// Size and hash of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
-    /// Size.
+    /// Size in bytes.
     pub bytes: u64,
     /// Hash of the whole file, as `b3sum` prints it.
     pub blake3: Digest,
 }
 
-/// What of a parameter a tensor is.
+/// Role of a tensor: a parameter, or an optimizer state of a parameter.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
 pub enum TensorKind {
@@ -111,14 +111,14 @@ pub enum TensorKind {
     ExpAvg,
     /// Adam's running mean of squared gradients.
     ExpAvgSq,
-    /// Momentum of SGD, Lion, Muon.
+    /// Momentum buffer of SGD, Lion or Muon.
     Momentum,
-    /// Anything else an optimizer keeps.
+    /// Any other optimizer state.
     Other(String),
 }
 
 impl TensorKind {
-    /// The name in the manifest.
+    /// Returns the name in the manifest.
     pub fn as_str(&self) -> &str {
         match self {
             Self::Parameter => "parameter",
@@ -155,7 +155,7 @@ impl fmt::Display for TensorKind {
 }
 
 impl SliceEntry {
-    /// Number of elements; bounds have been checked.
+    /// Returns the number of elements; the shape must have been checked.
     pub(crate) fn elements(&self) -> usize {
         self.shape.iter().product()
     }
@@ -166,12 +166,12 @@ impl Manifest {
         FORMAT.to_owned()
     }
 
-    /// The entry of one tensor.
+    /// Returns the entry of a tensor.
     pub fn tensor(&self, name: &str, kind: &TensorKind) -> Option<&TensorEntry> {
         self.tensors.iter().find(|entry| entry.name == name && entry.kind == *kind)
     }
 
-    /// The file's bytes: one key a line, one tensor a line, sealed with their hash.
+    /// Encodes the manifest: one line per key, file and tensor, sealed with the hash.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let value = serde_json::to_value(self).expect("a manifest has string keys and finite numbers only");
         let Value::Object(fields) = value else { unreachable!("a struct is an object") };
@@ -185,8 +185,8 @@ impl Manifest {
         text.into_bytes()
     }
 
-    /// Reads and checks the bytes of a manifest: seal, version, and that what it says can be. A pure
-    /// function; `path` is for messages.
+    /// Parses the bytes of a manifest and checks the seal, the version and the consistency of the contents. A pure
+    /// function; `path` is used only in messages.
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, CheckpointError> {
         let body = unsealed(bytes)
             .map_err(|reason| CheckpointError::ManifestDamaged { path: path.to_path_buf(), reason })?;
@@ -215,7 +215,8 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Names stay in the directory, tensors are covered once, slices lie in their files.
+    /// Checks that file names stay in the directory, every tensor is covered exactly once, and slices lie within their
+    /// files.
     fn check(&self, path: &Path) -> Result<(), CheckpointError> {
         let invalid = |reason: String| CheckpointError::Manifest { path: path.to_path_buf(), reason };
         if let Some(name) = self.files.keys().find(|name| !is_plain_name(name) || *name == MANIFEST_FILE) {
@@ -245,17 +246,17 @@ impl Manifest {
 }
 
 impl TensorEntry {
-    /// Elements of the whole tensor; its coverage has been checked.
+    /// Returns the number of elements of the whole tensor; the coverage must have been checked.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// The runs of one slice; its coverage has been checked.
+    /// Returns the contiguous runs of one slice; the coverage must have been checked.
     pub(crate) fn runs<'a>(&'a self, slice: &'a SliceEntry) -> Runs<'a> {
         Runs::new(&slice.start, &slice.shape, &self.shape).expect("checked when the manifest was")
     }
 
-    /// Whether the slices hold every element exactly once.
+    /// Checks that the slices cover every element exactly once.
     pub(crate) fn check_coverage(&self) -> Result<(), CheckpointError> {
         let slices: Vec<(&[usize], &[usize])> =
             self.slices.iter().map(|slice| (&slice.start[..], &slice.shape[..])).collect();
@@ -265,7 +266,7 @@ impl TensorEntry {
     }
 }
 
-/// Hash of a configuration: of its JSON with sorted keys and no spaces.
+/// Returns the hash of a configuration's JSON with sorted keys and no spaces.
 pub(crate) fn config_digest(config: &Value) -> Digest {
     fn sorted(value: &Value) -> Value {
         match value {
@@ -286,7 +287,7 @@ pub(crate) fn config_digest(config: &Value) -> Digest {
     Digest::of(sorted(config).to_string().as_bytes())
 }
 
-/// The order in which a reader wants the fields; the long lists come last.
+/// Order of the fields in the file; the long lists come last.
 const FIELD_ORDER: [&str; 11] = [
     "format",
     "version",
@@ -301,7 +302,7 @@ const FIELD_ORDER: [&str; 11] = [
     "tensors",
 ];
 
-/// JSON of one field; the long lists with one element a line.
+/// Formats the JSON of one field; the long lists get one line per element.
 fn lines_of(key: &str, value: &Value) -> String {
     let one_a_line = |open: char, lines: Vec<String>, close: char| {
         if lines.is_empty() {
@@ -322,7 +323,7 @@ fn lines_of(key: &str, value: &Value) -> String {
     }
 }
 
-/// The bytes before the seal, if the seal is theirs.
+/// Returns the bytes before the seal, if the seal matches them.
 fn unsealed(bytes: &[u8]) -> Result<&[u8], &'static str> {
     const SEAL_BYTES: usize = SEAL_HEAD.len() + DIGEST_DIGITS + SEAL_TAIL.len();
     let cut = bytes.len().checked_sub(SEAL_BYTES).ok_or("it is too short to end with its hash")?;

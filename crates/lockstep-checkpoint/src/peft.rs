@@ -1,7 +1,7 @@
-//! PEFT's adapter directories, in and out: `adapter_config.json` and `adapter_model.safetensors`.
+//! Reading and writing of PEFT adapter directories: `adapter_config.json` and `adapter_model.safetensors`.
 //!
-//! Which modules are adapted is read off the tensors and not off the patterns of the configuration, so that every
-//! way of choosing modules that PEFT has is understood. What would change the numbers and is not supported is refused.
+//! The adapted modules are derived from the tensor names, not from the patterns in the configuration, so every way in
+//! which PEFT selects modules is supported. Options that would change the numbers and are not supported are rejected.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,15 +19,15 @@ use crate::{
 
 pub(crate) const CONFIG_FILE: &str = "adapter_config.json";
 pub(crate) const WEIGHTS_FILE: &str = "adapter_model.safetensors";
-/// What PEFT puts before the names of the model's modules.
+/// Prefix of the model's module names in PEFT.
 pub(crate) const PREFIX: &str = "base_model.model.";
-/// The largest `adapter_config.json` that is read; real ones have a kilobyte.
+/// Maximum size of an `adapter_config.json`; published ones have about a kilobyte.
 const LARGEST_CONFIG_BYTES: u64 = 1 << 20;
 
-/// Keeps the factor within f32; real ones are a few hundred.
+/// Maximum `lora_alpha`, which keeps the scale within f32. Published values are a few hundred.
 const LARGEST_ALPHA: f64 = 1e9;
 
-/// Options of PEFT that change the numbers, with the values that ask for nothing.
+/// PEFT options that change the numbers, with the values that turn them off.
 const NEUTRAL: [(&str, &[Neutral]); 16] = [
     ("bias", &[Neutral::Text("none")]),
     ("use_dora", &[Neutral::False]),
@@ -47,7 +47,7 @@ const NEUTRAL: [(&str, &[Neutral]); 16] = [
     ("use_bdlora", &[Neutral::False]),
 ];
 
-/// A value that asks for nothing; null and an absent key do so too.
+/// Value that turns an option off; so do null and an absent key.
 enum Neutral {
     False,
     Empty,
@@ -66,20 +66,20 @@ impl Neutral {
     }
 }
 
-/// An adapter in memory.
+/// PEFT adapter in memory.
 #[derive(Debug)]
 pub struct PeftAdapter {
     dir: PathBuf,
     adapter: Adapter,
-    /// By name of the parameter.
+    /// Values of each parameter, by name.
     values: BTreeMap<String, Vec<f32>>,
 }
 
 impl PeftAdapter {
-    /// Reads the adapter in `dir`, which must be one for `model`.
+    /// Reads the adapter in `dir` and checks that it fits `model`.
     ///
     /// # Errors
-    /// [`CheckpointError::Adapter`] for an adapter of another model or kind; files that are missing or damaged.
+    /// If the adapter is of another model or kind, or a file is missing or damaged.
     pub fn open(dir: &Path, model: &ModelConfig) -> Result<Self, CheckpointError> {
         let refused = |reason: String| CheckpointError::Adapter { dir: dir.to_owned(), reason };
         let path = dir.join(CONFIG_FILE);
@@ -121,17 +121,17 @@ impl PeftAdapter {
         }
     }
 
-    /// What it adds to the model.
+    /// Returns the adapter's configuration and targets.
     pub fn adapter(&self) -> &Adapter {
         &self.adapter
     }
 
-    /// Where it lies.
+    /// Returns the directory of the adapter.
     pub fn path(&self) -> &Path {
         &self.dir
     }
 
-    /// Its parameters by name.
+    /// Returns the adapter's parameters by name.
     pub fn parameters(&self) -> impl Iterator<Item = (&str, &[f32])> {
         self.values.iter().map(|(name, values)| (name.as_str(), values.as_slice()))
     }
@@ -141,10 +141,10 @@ impl PeftAdapter {
     }
 }
 
-/// Reads an `adapter_config.json`; the targets are left empty.
+/// Parses an `adapter_config.json`; leaves the targets empty.
 ///
 /// # Errors
-/// What is wrong or not supported, in words.
+/// If the text is not valid JSON, or a value is invalid or not supported; the message says which.
 pub fn parse_adapter_config(text: &[u8]) -> Result<LoraConfig, String> {
     let table: Map<String, Value> =
         serde_json::from_slice(text).map_err(|error| format!("{CONFIG_FILE}: {error}"))?;
@@ -181,10 +181,10 @@ pub fn parse_adapter_config(text: &[u8]) -> Result<LoraConfig, String> {
     Ok(LoraConfig { rank, alpha, dropout, scaling, targets: Vec::new() })
 }
 
-/// The `adapter_config.json` of an adapter of `model`, which lies in `base`.
+/// Returns the text of the `adapter_config.json` for an adapter of `model`, whose directory is `base`.
 pub(crate) fn config_text(adapter: &Adapter, model: &ModelConfig, base: &Path) -> String {
     let LoraConfig { rank, alpha, dropout, scaling, .. } = adapter.config();
-    // PEFT's own are integers.
+    // PEFT writes integers.
     let alpha = if alpha.fract() == 0.0 { json!(*alpha as u64) } else { json!(alpha) };
     let config = json!({
         "peft_type": "LORA",

@@ -1,9 +1,8 @@
-//! The weights of a model, wherever they lie: a Hugging Face directory or a checkpoint of ours; and the way from the
-//! second to the first.
+//! Weights of a model from a Hugging Face directory or a training checkpoint, and export to Hugging Face's format.
 //!
-//! A checkpoint of a training run carries the model's `config.json` under `config.model` and the name of its
-//! tokenizer under `config.tokenizer`, so a step directory is a model directory too. Where a run has trained a part
-//! of a pretrained model, the rest is read from there and known by its digest.
+//! A checkpoint of a training run stores the model's `config.json` under `config.model` and the path of its tokenizer
+//! under `config.tokenizer`, so a step directory is a model directory too. The checkpoint of a fine-tuning run may hold
+//! only the trained part. The rest is then read from the base model, whose digest is checked.
 
 use std::{
     cell::RefCell,
@@ -29,9 +28,9 @@ use crate::{
 
 const CONFIG_FILE: &str = "config.json";
 const TOKENIZER_FILE: &str = "tokenizer.json";
-/// Says how a model's text is generated.
+/// Default generation settings of a model.
 const GENERATION_FILE: &str = "generation_config.json";
-/// What published tokenizers consist of beside `tokenizer.json`; nothing else of their directory is copied.
+/// Files that published tokenizers have besides `tokenizer.json`; nothing else in their directory is copied.
 const TOKENIZER_FILES: [&str; 14] = [
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -49,7 +48,7 @@ const TOKENIZER_FILES: [&str; 14] = [
     "qwen.tiktoken",
 ];
 
-/// A directory that holds a model.
+/// Directory that holds a model.
 #[derive(Debug)]
 pub struct ModelDirectory {
     path: PathBuf,
@@ -57,7 +56,7 @@ pub struct ModelDirectory {
     weights: Weights,
 }
 
-/// Takes parameters by name.
+/// Callback that receives parameters by canonical name.
 type Sink<'s, E> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), E>;
 
 #[derive(Debug)]
@@ -67,7 +66,7 @@ enum Weights {
         import: HfImport,
     },
     Checkpoint(Box<Checkpoint>),
-    /// What has been trained of a model that lies elsewhere.
+    /// Base model in another directory, with its trained changes.
     Tuned {
         base: Box<ModelDirectory>,
         trained: Trained,
@@ -76,18 +75,18 @@ enum Weights {
 
 #[derive(Debug)]
 enum Trained {
-    /// A run's checkpoint.
+    /// Checkpoint of a fine-tuning run.
     Checkpoint {
         checkpoint: Box<Checkpoint>,
         adapter: Option<Adapter>,
-        /// Of the base.
+        /// Digest of the base model.
         digest: Digest,
     },
     Peft(Box<PeftAdapter>),
 }
 
 impl Trained {
-    /// Turns a parameter of the base into that of the tuned model.
+    /// Turns a parameter of the base model into that of the fine-tuned model.
     fn tune(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
         let (mut a, mut b) = (Vec::new(), Vec::new());
         match self {
@@ -112,7 +111,7 @@ impl Trained {
     }
 }
 
-/// `weight [out, in] += scale · B [out, rank] · A [rank, in]`.
+/// Adds a LoRA update: `weight [out, in] += scale · B [out, rank] · A [rank, in]`.
 fn add_product(config: &LoraConfig, a: &[f32], b: &[f32], weight: &mut [f32]) {
     let (rank, scale) = (config.rank, config.scale() as f32);
     let inputs = a.len() / rank;
@@ -126,11 +125,10 @@ fn add_product(config: &LoraConfig, a: &[f32], b: &[f32], weight: &mut [f32]) {
 }
 
 impl ModelDirectory {
-    /// Opens a Hugging Face directory (`config.json` and safetensors) or a `step-...` directory of a run, and checks
-    /// that its tensors are those of its configuration.
+    /// Opens a Hugging Face directory (`config.json` and safetensors) or a `step-...` directory of a run. Checks that
+    /// its tensors are those of its configuration.
     ///
-    /// # Errors
-    /// Files that are missing or damaged, tensors that do not fit the configuration.
+    /// If a file is missing or damaged, or the tensors do not fit the configuration.
     pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
         let path = dir.to_owned();
         if dir.join(MANIFEST_FILE).is_file() {
@@ -154,10 +152,9 @@ impl ModelDirectory {
         Ok(Self { path, config, weights: Weights::HuggingFace { files, import } })
     }
 
-    /// The model of a checkpoint. That of a fine-tuning run holds what was trained; the rest is where the run found
-    /// it.
+    /// Opens the model of a checkpoint. If the checkpoint holds only what a fine-tuning run trained, also opens the
+    /// base model from its recorded path.
     ///
-    /// # Errors
     /// As for [`ModelDirectory::open`].
     pub fn of_checkpoint(checkpoint: Checkpoint) -> Result<Self, CheckpointError> {
         let path = checkpoint.path().to_owned();
@@ -179,27 +176,27 @@ impl ModelDirectory {
         Ok(Self { path, config, weights })
     }
 
-    /// The model with the adapter that lies in `dir`.
+    /// Returns the model with the PEFT adapter in `dir`.
     ///
-    /// # Errors
-    /// As for [`PeftAdapter::open`].
+    /// If the adapter is damaged, of an unsupported kind, or does not fit the model.
     pub fn with_adapter(self, dir: &Path) -> Result<Self, CheckpointError> {
         let trained = Trained::Peft(Box::new(PeftAdapter::open(dir, &self.config)?));
         let (path, config) = (self.path.clone(), self.config.clone());
         Ok(Self { path, config, weights: Weights::Tuned { base: Box::new(self), trained } })
     }
 
-    /// The model's configuration.
+    /// Returns the configuration of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Where it lies.
+    /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What the run that wrote this called its tokenizer, or the `tokenizer.json` beside the weights.
+    /// Returns the tokenizer: the name that the training run recorded, or the path of a `tokenizer.json` beside the
+    /// weights.
     pub fn tokenizer(&self) -> Option<String> {
         match &self.weights {
             Weights::Checkpoint(checkpoint)
@@ -214,7 +211,7 @@ impl ModelDirectory {
         }
     }
 
-    /// Returns true if a run here was trained on chats to make these weights.
+    /// Returns true if these weights come from a run here that was trained on chats.
     pub fn has_chats(&self) -> bool {
         match &self.weights {
             Weights::Checkpoint(checkpoint)
@@ -225,7 +222,7 @@ impl ModelDirectory {
         }
     }
 
-    /// The `generation_config.json` beside the weights, else beside the tokenizer.
+    /// Returns the path of the `generation_config.json` beside the weights, or else beside the tokenizer.
     pub fn generation_config(&self) -> Option<PathBuf> {
         let beside_weights = match &self.weights {
             Weights::HuggingFace { .. } => Some(self.path.join(GENERATION_FILE)),
@@ -236,19 +233,19 @@ impl ModelDirectory {
         beside_weights.into_iter().chain(beside_tokenizer()).find(|file| file.is_file())
     }
 
-    /// Where the files of the tokenizer lie; bytes have none.
+    /// Returns the directory of the tokenizer's files; `None` for the byte tokenizer.
     fn tokenizer_directory(&self) -> Option<PathBuf> {
         let beside = |name: String| Some(Path::new(&name).parent()?.to_owned());
         match (self.tokenizer(), &self.weights) {
             (Some(name), _) if name == "bytes" => None,
             (Some(name), _) => beside(name),
-            // Files that are not read here, and that transformers needs.
+            // The directory may hold tokenizer files that are not read here but that transformers needs.
             (None, Weights::HuggingFace { .. }) => Some(self.path.clone()),
             (None, _) => None,
         }
     }
 
-    /// The files that belong to the model beside weights and configuration, by name.
+    /// Returns the files that belong to the model besides weights and configuration, by name.
     fn companions(&self) -> BTreeMap<String, PathBuf> {
         let mut files = BTreeMap::new();
         if let Some(dir) = self.tokenizer_directory() {
@@ -261,10 +258,9 @@ impl ModelDirectory {
         files
     }
 
-    /// Hands every parameter that owns its weights to `sink`, by canonical name, in full precision.
+    /// Passes every parameter that owns its weights to `sink`, by canonical name, in f32.
     ///
-    /// # Errors
-    /// Damaged files; a base model that has changed; whatever `sink` returns.
+    /// If a file is damaged, the base model has changed, or `sink` fails.
     pub fn for_each_parameter<E: From<CheckpointError>>(
         &self,
         mut sink: impl FnMut(&str, &[f32]) -> Result<(), E>,
@@ -272,10 +268,9 @@ impl ModelDirectory {
         self.visit(&mut sink)
     }
 
-    /// As [`ModelDirectory::for_each_parameter`]; returns the digest of all names and values, by which a run that
-    /// trains a part of the model knows the rest again.
+    /// As [`ModelDirectory::for_each_parameter`], and returns the digest of all names and values. A fine-tuning run
+    /// records it to recognize its base model.
     ///
-    /// # Errors
     /// As for [`ModelDirectory::for_each_parameter`].
     pub fn for_each_parameter_hashed<E: From<CheckpointError>>(
         &self,
@@ -292,7 +287,8 @@ impl ModelDirectory {
         Ok(hasher.finish())
     }
 
-    // A base model is visited by way of its tuned one, which needs a type that does not grow with it.
+    // Takes a trait object: a fine-tuned model visits its base model, and a generic sink would give a new type at each
+    // level.
     fn visit<E: From<CheckpointError>>(&self, sink: Sink<'_, E>) -> Result<(), E> {
         let mut values = Vec::new();
         match &self.weights {
@@ -324,7 +320,7 @@ impl ModelDirectory {
         }
     }
 
-    /// Fills `values` with one parameter, in full precision.
+    /// Fills `values` with one parameter, in f32.
     fn read(&self, name: &str, values: &mut Vec<f32>) -> Result<(), CheckpointError> {
         match &self.weights {
             Weights::Checkpoint(checkpoint) => read_whole(checkpoint, name, values),
@@ -349,7 +345,7 @@ impl ModelDirectory {
         }
     }
 
-    /// Fills `values` with a part of one parameter.
+    /// Fills `values` with a range of one parameter's elements.
     fn read_part(
         &self,
         name: &str,
@@ -366,14 +362,14 @@ impl ModelDirectory {
         Ok(())
     }
 
-    /// Writes the model as a directory that `transformers` loads: `config.json`, `model.safetensors` (sharded above
-    /// 5 GB), every file of the tokenizer with its chat template, and `generation_config.json`.
+    /// Writes the model as a directory that `transformers` loads: `config.json`, `model.safetensors` (sharded above 5
+    /// GB), all tokenizer files including the chat template, and `generation_config.json`.
     ///
-    /// # Errors
-    /// Damaged files, a base model that has changed, an output directory that is not empty, a full disk.
+    /// If a file is damaged, the base model has changed, the output directory is not empty, or the disk is full.
     pub fn export_hf(&self, dtype: DType, out: &Path) -> Result<(), CheckpointError> {
         if let Weights::Tuned { .. } = &self.weights {
-            // Parameters are read one by one below; whether the base is the right one shows in all of them.
+            // Parameters are read one by one below, but the digest of the base model covers all of them, so it is
+            // checked first.
             self.for_each_parameter(|_, _| Ok::<(), CheckpointError>(()))?;
         }
         let mapping = HfMapping::new(&self.config);
@@ -392,8 +388,7 @@ impl ModelDirectory {
 
     /// Writes the adapter that a run has trained as a directory that `peft` loads.
     ///
-    /// # Errors
-    /// [`CheckpointError::NoAdapter`] where nothing but an adapter would do; as for [`ModelDirectory::export_hf`].
+    /// If the model has no trained adapter, and as for [`ModelDirectory::export_hf`].
     pub fn export_adapter(&self, dtype: DType, out: &Path) -> Result<(), CheckpointError> {
         let Weights::Tuned { base, trained: Trained::Checkpoint { checkpoint, adapter: Some(adapter), .. } } =
             &self.weights
@@ -431,7 +426,7 @@ impl ModelDirectory {
 
     fn export_tensor<'a>(&'a self, tensor: &'a HfTensor) -> ExportTensor<'a> {
         let elements: usize = tensor.shape.iter().product();
-        // The writer asks for a tensor piece by piece, from the first to the last: it is put together once.
+        // The writer requests a tensor piece by piece, in order; it is assembled at the first piece.
         let assembled = RefCell::new(Vec::new());
         let values = move |start: usize, out: &mut [f32]| -> Result<(), CheckpointError> {
             let mut assembled = assembled.borrow_mut();
@@ -464,7 +459,7 @@ impl ModelDirectory {
     }
 }
 
-/// The adapter that a checkpoint holds, if its run had one.
+/// Returns the adapter of a checkpoint; `None` if its run trained none.
 fn adapter_of(checkpoint: &Checkpoint, model: &ModelConfig) -> Result<Option<Adapter>, CheckpointError> {
     let stored = checkpoint.manifest().config.get("adapter").filter(|adapter| !adapter.is_null());
     let Some(stored) = stored else { return Ok(None) };
@@ -487,7 +482,7 @@ fn read_imported<E: From<CheckpointError>>(
 ) -> Result<(), E> {
     let mut stored = Vec::new();
     let mut values = Vec::new();
-    // Parameters that share a tensor (GPT-2's q, k and v) follow each other: it is read once.
+    // Parameters that share a tensor (GPT-2's q, k and v) are adjacent, so the tensor is read once.
     let mut loaded = "";
     let mut places = import.places.iter().peekable();
     while let Some(place) = places.next() {
@@ -496,7 +491,7 @@ fn read_imported<E: From<CheckpointError>>(
             files.read_f32(&place.tensor, &mut stored)?;
             loaded = &place.tensor;
         }
-        // Those of experts that are stacked here follow each other.
+        // Places of the stacked experts of one parameter are adjacent.
         values.resize(place.part().end, 0.0);
         place.read(&stored, &mut values[place.part()]).map_err(CheckpointError::from)?;
         let is_last = places.peek().is_none_or(|next| next.parameter != place.parameter);
@@ -519,10 +514,9 @@ fn read_imported<E: From<CheckpointError>>(
     Ok(())
 }
 
-/// The model that a checkpoint of a training run belongs to.
+/// Returns the model configuration in a checkpoint of a training run.
 ///
-/// # Errors
-/// [`CheckpointError::Model`] if the manifest holds no model or one that is not supported.
+/// If the manifest holds no model, or an unsupported one.
 pub fn checkpoint_model(checkpoint: &Checkpoint) -> Result<ModelConfig, CheckpointError> {
     let origin = checkpoint.path().join(MANIFEST_FILE).display().to_string();
     let empty = serde_json::Map::new();
@@ -540,7 +534,7 @@ mod tests {
     fn the_product_of_an_adapter_is_added_with_its_scale() {
         let scaling = LoraScaling::Standard;
         let config = LoraConfig { rank: 2, alpha: 6.0, dropout: 0.0, scaling, targets: Vec::new() };
-        // A is [2, 3], B [2, 2], the weight [2, 3]; the scale 6 / 2.
+        // A is [2, 3], B is [2, 2], the weight is [2, 3]; the scale is 6 / 2.
         let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 0.5, -1.0, 2.0]);
         let mut weight = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0];
         add_product(&config, &a, &b, &mut weight);

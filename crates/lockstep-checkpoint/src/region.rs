@@ -1,10 +1,10 @@
-//! The part of a tensor that one slice holds.
+//! Region of a tensor that one slice holds.
 //!
-//! A slice is a box of the tensor's index space (`start` and `shape`, one number per dimension: tensor
-//! and expert parallelism) or a range of its elements in row-major order (`start` and `shape` of one
-//! number each, whatever the tensor's rank: ZeRO's flat shards). On a vector the two readings agree, so
-//! the two lists say everything. Both kinds are a sequence of *runs*, contiguous in the tensor and in
-//! the slice; reading any range of elements is copying the runs that meet it.
+//! A slice is either a box of the tensor's index space or a range of its elements in row-major order. A box has one
+//! number per dimension in `start` and `shape` (tensor and expert parallelism). A range has one number each, whatever
+//! the tensor's rank (ZeRO's flat shards). On a vector both readings agree, so the two lists are unambiguous. Both
+//! kinds are a sequence of *runs*, contiguous in the tensor and in the slice. Reading a range of elements copies the
+//! runs that intersect it.
 
 use std::ops::Range;
 
@@ -12,19 +12,19 @@ use lockstep_plan::Share;
 
 use crate::error::CoverageError;
 
-/// Which elements of a tensor a [`TensorSlice`](crate::TensorSlice) carries.
+/// Region of a tensor that a [`TensorSlice`](crate::TensorSlice) holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Region {
-    /// All of them.
+    /// The whole tensor.
     Whole,
-    /// A range of elements in row-major order.
+    /// Range of elements in row-major order.
     Elements {
-        /// The first element.
+        /// First element of the range.
         start: usize,
-        /// How many.
+        /// Number of elements.
         count: usize,
     },
-    /// A box, one start and one extent per dimension; its bytes are row-major in the box.
+    /// Box with one start and one extent per dimension; its bytes are row-major within the box.
     Block {
         /// First index in each dimension.
         start: Vec<usize>,
@@ -34,7 +34,8 @@ pub enum Region {
 }
 
 impl Region {
-    /// What a rank holds of a parameter of this shape, and of the tensors that belong to it.
+    /// Returns the region of a rank's shard of a parameter with global shape `whole`; its optimizer states have the
+    /// same.
     pub fn of_share(share: &Share, whole: &[usize]) -> Self {
         if share.shard.is_none() && share.inner.is_none() {
             return Self::Whole;
@@ -42,8 +43,8 @@ impl Region {
         Self::Block { start: share.start_in(whole), shape: share.shape_of(whole) }
     }
 
-    /// Some of the elements `part` of what a rank holds of a parameter of this shape, in regions that follow each other: each with
-    /// the elements that it is of those that the rank holds.
+    /// Splits the elements `part` of a rank's shard into consecutive regions of the global tensor, of shape `whole`.
+    /// Returns each region with its range of elements within the shard.
     pub fn of_part(share: &Share, whole: &[usize], part: Range<usize>) -> Vec<(Self, Range<usize>)> {
         let held = share.shape_of(whole);
         if part == (0..held.iter().product()) {
@@ -55,7 +56,7 @@ impl Region {
         boxes(&share.start_in(whole), &held, part)
     }
 
-    /// `start` and `shape` as the manifest has them.
+    /// Returns `start` and `shape` in the manifest's form.
     pub(crate) fn extent(&self, global: &[usize]) -> (Vec<usize>, Vec<usize>) {
         match self {
             Self::Whole => (vec![0; global.len()], global.to_vec()),
@@ -65,7 +66,7 @@ impl Region {
     }
 }
 
-/// A range of the elements of a box, counted in row-major order, as boxes that follow each other; and which of the elements each has.
+/// Splits a row-major range of a box's elements into consecutive boxes. Returns each with its range of elements.
 fn boxes(first: &[usize], shape: &[usize], part: Range<usize>) -> Vec<(Region, Range<usize>)> {
     let (Some((&first_row, first_inner)), Some((&rows, inner))) = (first.split_first(), shape.split_first())
     else {
@@ -75,7 +76,7 @@ fn boxes(first: &[usize], shape: &[usize], part: Range<usize>) -> Vec<(Region, R
     if part.is_empty() || row == 0 || rows == 0 {
         return Vec::new();
     }
-    // Of a row that is cut, the boxes of that row.
+    // Boxes of a part of a single row.
     let of_row = |part: Range<usize>| {
         let index = part.start / row;
         let before = index * row;
@@ -106,7 +107,7 @@ fn boxes(first: &[usize], shape: &[usize], part: Range<usize>) -> Vec<(Region, R
     found
 }
 
-/// Number of elements of a shape, if `usize` can count them and their bytes.
+/// Returns the number of elements of a shape, unless it or the size in bytes overflows `usize`.
 pub(crate) fn element_count(shape: &[usize]) -> Result<usize, CoverageError> {
     const LARGEST_ELEMENT_BYTES: usize = 8;
     shape
@@ -116,21 +117,21 @@ pub(crate) fn element_count(shape: &[usize]) -> Result<usize, CoverageError> {
         .ok_or_else(|| CoverageError::TooLarge { shape: shape.to_vec() })
 }
 
-/// A slice that lies in its tensor, as runs. Run `i` holds the slice's elements
-/// `i * run_elements..(i + 1) * run_elements`.
+/// Slice of a tensor as contiguous runs. Run `i` holds the slice's elements `i * run_elements..(i + 1) * run_elements`.
 #[derive(Debug)]
 pub(crate) struct Runs<'a> {
     start: &'a [usize],
     shape: &'a [usize],
     global: &'a [usize],
-    /// Dimensions below this one are iterated; it and those above are contiguous. `None`: one run.
+    /// Dimension from which the elements of a run are contiguous; the dimensions before it are iterated. `None` if
+    /// there is only one run.
     split: Option<usize>,
     run_elements: usize,
     count: usize,
 }
 
 impl<'a> Runs<'a> {
-    /// Checks that the slice lies in a tensor of shape `global`.
+    /// Checks that the slice lies within a tensor of shape `global`, and computes its runs.
     pub(crate) fn new(
         start: &'a [usize],
         shape: &'a [usize],
@@ -172,12 +173,12 @@ impl<'a> Runs<'a> {
         }
     }
 
-    /// Elements of the slice.
+    /// Returns the number of elements of the slice.
     pub(crate) fn elements(&self) -> usize {
         self.run_elements * self.count
     }
 
-    /// The slice as one range of the tensor's elements, if it is one.
+    /// Returns the slice as one range of the tensor's elements, if it is contiguous.
     pub(crate) fn contiguous(&self) -> Option<Range<usize>> {
         match self.count {
             0 => Some(0..0),
@@ -186,7 +187,7 @@ impl<'a> Runs<'a> {
         }
     }
 
-    /// Where in the tensor run `index` starts. Ascending in `index`.
+    /// Returns the first element in the tensor of run `index`. Ascending in `index`.
     fn run_start(&self, index: usize) -> usize {
         let Some(split) = self.split else {
             return self.start.first().copied().unwrap_or(0);
@@ -203,8 +204,7 @@ impl<'a> Runs<'a> {
         position
     }
 
-    /// The pieces of the slice that lie in the tensor's elements `wanted`: for each, where it starts in
-    /// the tensor, where in the slice, and how many elements it has.
+    /// Returns the pieces of the slice that lie within the tensor's elements `wanted`.
     pub(crate) fn within(&self, wanted: Range<usize>) -> impl Iterator<Item = Piece> + '_ {
         let first =
             partition_point(self.count, |run| self.run_start(run) + self.run_elements <= wanted.start);
@@ -227,7 +227,7 @@ impl<'a> Runs<'a> {
     }
 }
 
-/// Some elements that are contiguous in a tensor and in one of its slices.
+/// Elements that are contiguous both in a tensor and in one of its slices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) in_tensor: usize,
@@ -235,7 +235,8 @@ pub(crate) struct Piece {
     pub(crate) elements: usize,
 }
 
-/// The first of `0..count` for which `before` no longer holds.
+/// Returns the first number in `0..count` for which `before` is false. `before` must be true below that number and false
+/// from there on.
 fn partition_point(count: usize, before: impl Fn(usize) -> bool) -> usize {
     let (mut low, mut high) = (0, count);
     while low < high {

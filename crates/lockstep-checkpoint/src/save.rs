@@ -1,17 +1,17 @@
-//! The commit: how a set of files becomes a checkpoint in one instant.
+//! Atomic commit of a checkpoint: a set of files that appears at one instant.
 //!
 //! ```text
-//!   .tmp-step-00000100/            made while holding the directory's lock; leftovers of dead saves go first
+//!   .tmp-step-00000100/            created while holding the directory's lock; leftovers of dead saves are removed first
 //!       rank-*.safetensors         each rank: write, fsync, report                    (write_shard)
-//!       manifest.json              one rank, when all reports are in and cover everything; fsync
+//!       manifest.json              one rank, after all reports have arrived and cover everything; fsync
 //!   fsync the directory
 //!   rename to step-00000100        <- the commit
 //!   fsync the parent
 //! ```
 //!
-//! A process that dies before the rename leaves a hidden directory that the next save removes; one that
-//! dies after it leaves a whole checkpoint. [`save`] does all of it for one rank; with several, one calls
-//! [`Staging::begin`] and [`Staging::commit`] and every rank [`write_shard`](crate::write_shard) in between.
+//! A process that dies before the rename leaves a hidden directory that the next save removes. A process that dies
+//! after it leaves a complete checkpoint. [`save`] does all of it for a single rank. With several ranks, one calls
+//! [`Staging::begin`] and [`Staging::commit`], and each calls [`write_shard`](crate::write_shard) in between.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -32,40 +32,40 @@ use crate::{
     shard::{PlannedShard, ShardReport, TensorSlice},
 };
 
-/// What a checkpoint records of its run, beside the tensors.
+/// State of a run that a checkpoint records besides its tensors.
 #[derive(Debug, Clone, Default)]
 pub struct SaveRequest<'a> {
-    /// Optimizer steps taken; names the directory.
+    /// Optimizer steps taken; they name the directory.
     pub step: u64,
-    /// Samples consumed.
+    /// Samples consumed: the state of the data loader.
     pub samples_consumed: u64,
-    /// The seed of the run's random numbers.
+    /// Random seed of the run.
     pub seed: u64,
-    /// The run's configuration.
+    /// Configuration of the run.
     pub config: Value,
-    /// The plan, or null.
+    /// Plan of the run, or null.
     pub plan: Value,
     /// Counters and scalars that are not tensors. Finite floats keep every bit; JSON has no NaN.
     pub state: Value,
-    /// The model's parameters: each that is trained and not tied to another must be saved, in its shape.
+    /// Parameters of the model. Each that is trainable and not tied to another must be saved with its global shape.
     pub parameters: &'a [ParameterRecord],
 }
 
-/// The steps of a commit, in order. A save may die at any of them.
+/// Points of a commit, in order. Fault tests stop a save at each of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CommitPoint {
     /// The hidden directory exists.
     StagingCreated,
-    /// A rank's file exists and has no content.
+    /// The file of a rank exists and is empty.
     ShardStarted,
-    /// Half of its tensors have been handed to the disk.
+    /// Half of the file's tensors have been passed to the writer thread.
     ShardHalfWritten,
-    /// All of it has been written.
+    /// The whole file has been written.
     ShardWritten,
-    /// All of it is durable.
+    /// The whole file is durable.
     ShardSynced,
-    /// The manifest is cut off in the middle.
+    /// Only half of the manifest has been written.
     ManifestHalfWritten,
     /// The manifest has been written.
     ManifestWritten,
@@ -73,14 +73,14 @@ pub enum CommitPoint {
     ManifestSynced,
     /// The entries of the hidden directory are durable.
     StagingSynced,
-    /// The directory has its final name: the checkpoint exists.
+    /// The directory has its final name: the checkpoint is committed.
     Renamed,
-    /// The name is durable.
+    /// The final name is durable.
     ParentSynced,
 }
 
 impl CommitPoint {
-    /// All points in the order in which a save passes them.
+    /// All points, in the order in which a save reaches them.
     pub const ALL: [Self; 11] = [
         Self::StagingCreated,
         Self::ShardStarted,
@@ -96,21 +96,20 @@ impl CommitPoint {
     ];
 }
 
-/// Sees a save pass its points, and may stop it there: fault tests do, and so may a run that is told to
-/// end at once.
+/// Observer of a save that may stop it at any point. Fault tests do so, and so does a run that must end at once.
 pub trait CommitObserver {
-    /// Called at each point; an error stops the save and removes what it has written, unless it was
-    /// committed already.
+    /// Called at each point. An error stops the save and removes the files written so far, unless the save is already
+    /// committed.
     fn reached(&self, point: CommitPoint) -> io::Result<()>;
 
-    /// Called again and again while the save waits for its file system, a tenth of a second apart; an error gives up. What the save has
-    /// begun is then removed as soon as the file system answers. By default a save waits for ever.
+    /// Called every tenth of a second while the save waits for its file system. An error gives up the wait; the files
+    /// written so far are removed once the file system answers. By default a save waits forever.
     fn waiting(&self, _wait: &Wait<'_>) -> io::Result<()> {
         Ok(())
     }
 }
 
-/// Sees nothing.
+/// Observer that never stops a save.
 impl CommitObserver for () {
     fn reached(&self, _: CommitPoint) -> io::Result<()> {
         Ok(())
@@ -121,11 +120,10 @@ pub(crate) fn notify(observer: &dyn CommitObserver, point: CommitPoint) -> Resul
     observer.reached(point).map_err(|source| CheckpointError::Stopped { point, source })
 }
 
-/// Saves the state of a run of one rank under `dir` and returns the path of the new checkpoint.
+/// Saves the state of a single-rank run under `dir` and returns the path of the new checkpoint.
 ///
-/// Fails before anything is written if `tensors` do not cover each of their tensors exactly once. A
-/// checkpoint of the same step is replaced in one instant. On any error what was written is removed and
-/// the checkpoints that were there stay.
+/// Fails before it writes anything if `tensors` do not cover each tensor exactly once. Atomically replaces a checkpoint
+/// of the same step. After an error all written files are removed and earlier checkpoints remain.
 pub fn save(
     dir: &Path,
     request: &SaveRequest<'_>,
@@ -134,7 +132,7 @@ pub fn save(
     save_observed(dir, request, tensors, &())
 }
 
-/// [`save`], watched by `observer`.
+/// Saves as [`save`] does, watched by `observer`.
 pub fn save_observed(
     dir: &Path,
     request: &SaveRequest<'_>,
@@ -148,19 +146,19 @@ pub fn save_observed(
     staging.commit_observed(request, vec![report], observer)
 }
 
-/// A save under way: a hidden directory, removed when this is dropped without a commit. While it lives,
-/// nobody else can save into the same directory.
+/// Save in progress: a hidden directory that is removed if this is dropped without a commit. While it exists, no other
+/// save can use the same parent directory.
 #[derive(Debug)]
 pub struct Staging {
     path: PathBuf,
     step: u64,
-    /// Leftovers of dead saves that could not be deleted.
+    /// Errors of leftovers that could not be deleted.
     leftovers: Vec<CheckpointError>,
-    /// The handle; `None` while a thread works on it, and once that thread was left behind.
+    /// Ownership of the directory. `None` while a disk thread uses it, and after such a thread was abandoned.
     claim: Option<Claim>,
 }
 
-/// The directory of a save and the lock of its parent. Whoever drops it last removes what was not committed.
+/// Staging directory of a save and the lock of its parent. Dropping this removes the directory unless it was committed.
 #[derive(Debug)]
 struct Claim {
     dir: PathBuf,
@@ -172,12 +170,13 @@ struct Claim {
 }
 
 impl Staging {
-    /// Makes `dir` if it is missing, removes what dead saves have left in it, and opens a new save.
+    /// Starts a save: creates `dir` if it is missing, removes leftovers of dead saves, and creates the hidden
+    /// directory.
     pub fn begin(dir: &Path, step: u64) -> Result<Self, CheckpointError> {
         Self::begin_observed(dir, step, &())
     }
 
-    /// [`Staging::begin`], watched by `observer`.
+    /// Starts a save as [`Staging::begin`] does, watched by `observer`.
     pub fn begin_observed(
         dir: &Path,
         step: u64,
@@ -191,7 +190,7 @@ impl Staging {
         Ok(staging)
     }
 
-    /// Where ranks write the files of a save of `step` that another rank has begun in `dir`.
+    /// Returns the staging directory of a save of `step` that another rank has begun in `dir`.
     ///
     /// # Errors
     /// If `dir` cannot be listed.
@@ -200,18 +199,18 @@ impl Staging {
         Ok(begun.unwrap_or(new))
     }
 
-    /// Reasons why leftovers of dead saves are still there; nothing of them is in the way.
+    /// Returns the errors of leftovers that could not be deleted. They do not affect this save.
     pub fn leftovers(&self) -> &[CheckpointError] {
         &self.leftovers
     }
 
-    /// The directory that ranks write their files into.
+    /// Returns the directory into which ranks write their files.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Commits the files that `reports` describe; fails if together they do not cover every tensor
-    /// exactly once. `request.step` names the checkpoint; it must be the step given to `begin`.
+    /// Commits the files that `reports` describe. Fails if together they do not cover every tensor exactly once.
+    /// `request.step` must be the step given to `begin`.
     pub fn commit(
         self,
         request: &SaveRequest<'_>,
@@ -220,7 +219,7 @@ impl Staging {
         self.commit_observed(request, reports, &())
     }
 
-    /// [`Staging::commit`], watched by `observer`.
+    /// Commits as [`Staging::commit`] does, watched by `observer`.
     pub fn commit_observed(
         mut self,
         request: &SaveRequest<'_>,
@@ -238,7 +237,7 @@ impl Staging {
         self.on_disk(observer, "syncing", &target, |claim| sync_directory(&claim.dir))?;
         notify(observer, CommitPoint::ParentSynced)?;
         if let Some(replaced) = replaced {
-            // The save has succeeded whatever happens here; the next one tries again.
+            // The save has succeeded even if this fails; the next save tries again.
             let remove = move |_: &mut Claim| {
                 drop(fs::remove_dir_all(replaced));
                 Ok(())
@@ -250,7 +249,7 @@ impl Staging {
         Ok(target)
     }
 
-    /// Does `work` on the claim, as long as `observer` waits for it.
+    /// Runs `work` on the claim in a disk thread, as long as `observer` waits for it.
     fn on_disk<T: Send + 'static>(
         &mut self,
         observer: &dyn CommitObserver,
@@ -270,7 +269,7 @@ impl Staging {
         result
     }
 
-    /// What `manifest.json` will say, if the reports are complete and their files are there.
+    /// Builds the manifest after checking that the reported files exist and the reports are complete.
     fn manifest(
         &mut self,
         request: &SaveRequest<'_>,
@@ -354,7 +353,8 @@ impl Staging {
     }
 }
 
-/// Removes what was not committed. Where the file system does not answer within a second, a thread that is left behind does it.
+/// Removes the staging directory unless it was committed. Leaves that to an abandoned thread if the file system does
+/// not answer within a second.
 impl Drop for Staging {
     fn drop(&mut self) {
         let Some(claim) = self.claim.take() else { return };
@@ -362,7 +362,7 @@ impl Drop for Staging {
             return;
         }
         let path = claim.path.clone();
-        // Where there is no thread, the claim is dropped here.
+        // If no thread can be started, the claim is dropped here.
         drop(run_on_disk(&Briefly, "deleting", &path, move || {
             drop(claim);
             Ok(())
@@ -371,7 +371,7 @@ impl Drop for Staging {
 }
 
 impl Claim {
-    /// Locks `dir`, sweeps it and makes the hidden directory; returns also what could not be swept.
+    /// Locks `dir`, removes leftovers and creates the hidden directory. Also returns the errors of remaining leftovers.
     fn take(dir: &Path, step: u64) -> Result<(Self, Vec<CheckpointError>), CheckpointError> {
         create_directories(dir)?;
         let lock = DirectoryLock::take(dir)?;
@@ -381,7 +381,7 @@ impl Claim {
         Ok((Self { dir: dir.to_path_buf(), path, step, committed: false, lock }, leftovers))
     }
 
-    /// Gives the directory its final name; returns that, and where a checkpoint that had it went.
+    /// Renames the directory to its final name. Returns that path, and the new path of a checkpoint that it replaced.
     fn rename(&mut self) -> Result<(PathBuf, Option<PathBuf>), CheckpointError> {
         let target = self.dir.join(directory::step_name(self.step));
         let replaced = self.rename_to(&target)?;
@@ -398,12 +398,12 @@ impl Claim {
         if exchange(&self.path, target)? {
             return Ok(Some(self.path.clone()));
         }
-        // Without an atomic exchange the old one steps aside for a moment; a sweep puts it back if the
-        // process dies in that moment.
+        // Without an atomic exchange the old checkpoint moves aside for a moment. If the process dies then, the next
+        // sweep restores it.
         let aside = self.dir.join(format!("{SET_ASIDE}{}", directory::step_name(self.step)));
         fs::rename(target, &aside).map_err(rename_error())?;
         if let Err(error) = fs::rename(&self.path, target) {
-            // The old one stays; where even this fails, the next save's sweep does it.
+            // The old checkpoint stays. If even this rename fails, the next save's sweep does it.
             let _ = fs::rename(&aside, target);
             return Err(rename_error()(error));
         }
@@ -414,13 +414,13 @@ impl Claim {
 impl Drop for Claim {
     fn drop(&mut self) {
         if !self.committed {
-            // What cannot be removed now is removed by the next save.
+            // The next save removes what cannot be removed now.
             drop(fs::remove_dir_all(&self.path));
         }
     }
 }
 
-/// Every tensor covered exactly once, and no parameter of the model left out.
+/// Checks that every tensor is covered exactly once and every trainable, untied parameter of the model is saved.
 fn check_complete(tensors: &[TensorEntry], parameters: &[ParameterRecord]) -> Result<(), CheckpointError> {
     tensors.iter().try_for_each(TensorEntry::check_coverage)?;
     let saved: HashMap<&str, &TensorEntry> = tensors

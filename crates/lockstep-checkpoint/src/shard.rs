@@ -1,7 +1,7 @@
-//! One rank's file: written and hashed at the same time, straight from the caller's memory.
+//! The file of one rank, written from the caller's memory and hashed at the same time.
 //!
-//! A writer thread takes copies of the pieces in file order ([`ShardFile`]); the calling thread hashes the same pieces meanwhile, once for
-//! the file and once for the tensor. The slower of disk and hash sets the pace.
+//! A writer thread receives copies of the pieces in file order ([`ShardFile`]). Meanwhile the calling thread hashes the
+//! same pieces, once for the file and once for the tensor. The slower of disk and hash limits the speed.
 
 use std::{
     borrow::Cow,
@@ -23,45 +23,45 @@ use crate::{
     shard_file::ShardFile,
 };
 
-/// Bytes per write and per hash update: large enough for the disk, small enough to share a cache.
+/// Bytes per write and per hash update: large enough for the disk, small enough to stay in a cache.
 pub(crate) const PIECE_BYTES: usize = 4 << 20;
 
-/// A part of a tensor in the memory of this rank.
+/// Slice of a tensor that this rank holds.
 #[derive(Debug, Clone)]
 pub struct TensorSlice<'a> {
-    /// Name of the parameter that it is or belongs to.
+    /// Name of the parameter that the tensor is or belongs to.
     pub name: &'a str,
-    /// What of the parameter.
+    /// Role of the tensor: the parameter itself, or one of its optimizer states.
     pub kind: TensorKind,
-    /// Element type.
+    /// Element type of the slice.
     pub dtype: DType,
-    /// Shape of the whole tensor.
+    /// Global shape of the tensor.
     pub global_shape: &'a [usize],
-    /// Which of its elements these are.
+    /// Region of the tensor that the slice covers.
     pub region: Region,
-    /// The elements, little-endian, row-major in the region.
+    /// Elements, little-endian, row-major within the region.
     pub bytes: SliceBytes<'a>,
 }
 
-/// Where the bytes of a slice are.
+/// Source of a slice's bytes.
 #[derive(Debug, Clone, Copy)]
 pub enum SliceBytes<'a> {
-    /// In memory.
+    /// Bytes in memory.
     Memory(&'a [u8]),
-    /// Elsewhere: they are read as they are written.
+    /// Bytes stored elsewhere, which are read while they are written to the checkpoint.
     Source {
-        /// Where.
+        /// Source of the bytes.
         source: &'a dyn ByteSource,
-        /// The first of them there.
+        /// Offset of the first byte in the source.
         start: usize,
-        /// How many.
+        /// Number of bytes.
         len: usize,
     },
 }
 
-/// Bytes that are read piece by piece.
+/// Source of bytes that are read piece by piece.
 pub trait ByteSource: std::fmt::Debug {
-    /// Fills `bytes` with what is there from `start` on.
+    /// Fills `bytes` from offset `start` of the source.
     fn read(&self, start: usize, bytes: &mut [u8]) -> io::Result<()>;
 }
 
@@ -72,7 +72,7 @@ impl<'a> From<&'a [u8]> for SliceBytes<'a> {
 }
 
 impl<'a> SliceBytes<'a> {
-    /// How many.
+    /// Returns the number of bytes.
     pub fn len(&self) -> usize {
         match self {
             Self::Memory(bytes) => bytes.len(),
@@ -80,15 +80,14 @@ impl<'a> SliceBytes<'a> {
         }
     }
 
-    /// Whether there are none.
+    /// Returns true if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Those of a range.
+    /// Returns the bytes of a range.
     ///
-    /// # Panics
-    /// If they are not all there.
+    /// If the range exceeds the bytes.
     pub fn range(self, range: std::ops::Range<usize>) -> Self {
         match self {
             Self::Memory(bytes) => Self::Memory(&bytes[range]),
@@ -99,7 +98,7 @@ impl<'a> SliceBytes<'a> {
         }
     }
 
-    /// The bytes in pieces of `piece_bytes`, the last of which may be shorter.
+    /// Returns the bytes in pieces of `piece_bytes`; the last one may be shorter.
     fn pieces(self, piece_bytes: usize) -> impl Iterator<Item = io::Result<Cow<'a, [u8]>>> {
         (0..self.len()).step_by(piece_bytes).map(move |first| {
             let range = first..self.len().min(first + piece_bytes);
@@ -115,19 +114,18 @@ impl<'a> SliceBytes<'a> {
     }
 }
 
-/// What a rank tells the one that commits: which file it wrote, and what is in it.
+/// Report of a rank to the rank that commits: the file it wrote and the contents.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardReport {
     /// Name of the file.
     pub file: String,
-    /// Its size and hash.
+    /// Size and hash of the file.
     pub entry: FileEntry,
-    /// The tensors it holds parts of, with those parts as slices.
+    /// Tensors of which the file holds slices, with those slices only.
     pub tensors: Vec<TensorEntry>,
 }
 
-/// Writes the slices that rank `rank` holds into `staging` ([`Staging::path`](crate::Staging::path)) and
-/// makes them durable.
+/// Writes the slices of rank `rank` into `staging` ([`Staging::path`](crate::Staging::path)) and makes them durable.
 pub fn write_shard(
     staging: &Path,
     rank: usize,
@@ -136,7 +134,7 @@ pub fn write_shard(
     write_shard_observed(staging, rank, slices, &())
 }
 
-/// [`write_shard`], watched by `observer`.
+/// Writes as [`write_shard`] does, watched by `observer`.
 pub fn write_shard_observed(
     staging: &Path,
     rank: usize,
@@ -146,14 +144,14 @@ pub fn write_shard_observed(
     PlannedShard::new(rank, slices)?.write(staging, observer)
 }
 
-/// A file whose every byte has its place, before the first is written.
+/// Rank file with a complete layout, before any byte is written.
 pub(crate) struct PlannedShard<'a, 'b> {
     file: String,
     slices: &'b [TensorSlice<'a>],
     layout: Layout,
-    /// As in the report, but for the hashes.
+    /// Tensors of the report; their hashes are not known yet.
     pub(crate) tensors: Vec<TensorEntry>,
-    /// For each slice: its entry in `tensors` and its place in that entry's list.
+    /// For each slice, the index of its tensor and its index among that tensor's slices.
     entries: Vec<(usize, usize)>,
 }
 
@@ -185,7 +183,7 @@ impl<'a, 'b> PlannedShard<'a, 'b> {
                 shape: shape.clone(),
             });
             entries.push((index, tensor.slices.len()));
-            // Offset and hash are known once the layout is, and the bytes are written.
+            // The offset is set once the layout is known, the hash once the bytes are written.
             tensor.slices.push(SliceEntry {
                 file: file.clone(),
                 offset: 0,
@@ -223,7 +221,7 @@ impl<'a, 'b> PlannedShard<'a, 'b> {
             let mut hash = Hasher::new();
             for piece in self.slices[place.index].bytes.pieces(PIECE_BYTES) {
                 let piece = piece.map_err(CheckpointError::io("write", &path))?;
-                // What is hashed here is written meanwhile.
+                // The writer thread writes the piece while it is hashed here.
                 file.write(&piece)?;
                 file_hash.update(&piece);
                 hash.update(&piece);
@@ -245,7 +243,7 @@ impl<'a, 'b> PlannedShard<'a, 'b> {
 }
 
 impl TensorEntry {
-    /// All parts of a tensor must be parts of the same one.
+    /// Checks that all slices of a tensor have the same type and global shape.
     pub(crate) fn must_agree(&self, dtype: DType, shape: &[usize]) -> Result<(), CheckpointError> {
         if self.dtype == dtype && self.shape == shape {
             return Ok(());
@@ -259,7 +257,8 @@ impl TensorEntry {
     }
 }
 
-/// A parameter keeps its name, so that any tool finds it; its optimizer state stands beside it.
+/// Returns the tensor name within the file. A parameter keeps its own name, so that any tool finds it; optimizer states
+/// get a prefix.
 fn name_in_file(slice: &TensorSlice<'_>, earlier_slices: usize) -> String {
     let mut name = match &slice.kind {
         TensorKind::Parameter => slice.name.to_owned(),

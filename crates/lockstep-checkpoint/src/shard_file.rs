@@ -1,8 +1,8 @@
-//! The file of a rank while it is written, by a thread that can be left behind.
+//! Writer of a rank's file, on a thread that can be abandoned.
 //!
-//! The thread owns the file and copies of the pieces that it has still to write, so that a save on a file system which has stopped answering
-//! can give up without waiting ([`crate::disk`]). It syncs as it goes on: a file of many gigabytes has no sync at its end during which nothing
-//! seems to happen.
+//! The thread owns the file and copies of the pieces that it has yet to write. So a save can give up without waiting if
+//! the file system does not answer ([`crate::disk`]). The thread syncs at intervals, since a single sync after many
+//! gigabytes would look like a stall.
 
 use std::{
     io::{self, Write},
@@ -14,40 +14,40 @@ use crate::{
     disk::DiskThread, error::CheckpointError, files::create_file, save::CommitObserver, shard::PIECE_BYTES,
 };
 
-/// Pieces that the hash may be ahead of the disk.
+/// Maximum number of pieces that are queued for writing.
 const QUEUED_PIECES: usize = 8;
 
-/// Bytes between two syncs of a file that is being written.
+/// Bytes between two syncs during the write.
 const SYNC_BYTES: usize = 64 << 20;
 
-/// An order for the writer thread, which answers each.
+/// Command to the writer thread, which answers each one.
 enum Order {
     Write(Vec<u8>),
-    /// Writes what is left of the small pieces.
+    /// Writes the remaining small pieces.
     Flush,
     Sync,
 }
 
-/// The thread's answer to an order: the memory of the piece, to be filled again.
+/// Answer of the thread to a command: the memory of the piece, for reuse.
 type Answer = Result<Vec<u8>, CheckpointError>;
 
-/// A file that is being written.
+/// File that is being written by a thread.
 pub(crate) struct ShardFile<'a> {
     path: PathBuf,
     observer: &'a dyn CommitObserver,
-    /// The way to the thread; `None` once it is to end.
+    /// Channel to the thread; `None` once the thread is to end.
     orders: Option<Sender<Order>>,
     answers: Receiver<Answer>,
-    /// The thread; `None` once it was left behind.
+    /// Writer thread; `None` once it was abandoned.
     thread: Option<DiskThread>,
-    /// Orders without an answer.
+    /// Number of commands without an answer.
     queued: usize,
-    /// Memory of pieces that are written.
+    /// Memory of pieces that have been written, for reuse.
     free: Vec<Vec<u8>>,
 }
 
 impl<'a> ShardFile<'a> {
-    /// Creates the file, which must not be there, with `bytes` reserved for it.
+    /// Creates the file, which must not exist, and reserves `bytes` for it.
     pub(crate) fn create(
         path: &Path,
         bytes: u64,
@@ -63,7 +63,7 @@ impl<'a> ShardFile<'a> {
         Ok(file)
     }
 
-    /// Has `bytes` written after what was given before.
+    /// Queues a copy of `bytes` to be written after all earlier ones.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
         self.await_answers(QUEUED_PIECES - 1, "writing")?;
         let mut piece = self.free.pop().unwrap_or_default();
@@ -73,26 +73,26 @@ impl<'a> ShardFile<'a> {
         Ok(())
     }
 
-    /// Waits until everything has been handed to the file system.
+    /// Waits until all queued bytes have been passed to the file system.
     pub(crate) fn await_writes(&mut self) -> Result<(), CheckpointError> {
         self.order(Order::Flush);
         self.await_answers(0, "writing")
     }
 
-    /// Makes everything durable.
+    /// Waits until all written bytes are durable.
     pub(crate) fn sync(&mut self) -> Result<(), CheckpointError> {
         self.order(Order::Sync);
         self.await_answers(0, "syncing")
     }
 
     fn order(&mut self, order: Order) {
-        // A thread that has failed has said why, and takes no more.
+        // A thread that has failed has answered with its error, and accepts no more commands.
         if self.orders.as_ref().is_some_and(|orders| orders.send(order).is_ok()) {
             self.queued += 1;
         }
     }
 
-    /// Waits until at most `left` orders have no answer.
+    /// Waits until at most `left` commands have no answer.
     fn await_answers(&mut self, left: usize, doing: &'static str) -> Result<(), CheckpointError> {
         while self.queued > left {
             let Some(thread) = &self.thread else { break };
@@ -120,7 +120,8 @@ impl<'a> ShardFile<'a> {
 impl Drop for ShardFile<'_> {
     fn drop(&mut self) {
         self.orders = None;
-        // What is queued of a file that nobody wants is soon written, unless the file system has stopped.
+        // If commands are still queued, the thread is not joined: it may be blocked in the file system, and otherwise
+        // ends soon.
         let wait = self.queued;
         if let Some(thread) = self.thread.take().filter(|_| wait == 0) {
             thread.join();
@@ -128,13 +129,13 @@ impl Drop for ShardFile<'_> {
     }
 }
 
-/// The thread: creates the file and carries out the orders until one fails.
+/// Runs the thread: creates the file and executes the commands until one fails.
 fn write_file(path: &Path, bytes: u64, orders: &Receiver<Order>, answers: &Sender<Answer>) {
     let result = (|| {
         let mut file = create_file(path, bytes)?;
         let mut small = Vec::with_capacity(PIECE_BYTES);
         let mut unsynced = 0;
-        // Whoever has given up takes no answer.
+        // A caller that has given up receives no answer.
         if answers.send(Ok(Vec::new())).is_err() {
             return Ok(());
         }

@@ -1,4 +1,4 @@
-//! Whatever happens to a save or to the files it wrote, the last good checkpoint is found and the next
+//! Tests of faults: after any failure of a save or damage to its files, the last good checkpoint is found and the next
 //! save succeeds.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
@@ -20,7 +20,7 @@ use lockstep_checkpoint::{
 };
 use proptest::prelude::*;
 
-/// What happens at the chosen point of a save.
+/// Fault injected at the chosen point of a save.
 enum Fault {
     Error,
     Panic,
@@ -52,7 +52,7 @@ fn names_in(dir: &Path) -> Vec<String> {
     names
 }
 
-/// The newest good checkpoint is `step`, whole, and none was broken on the way.
+/// Asserts that the newest good checkpoint is `step`, that it is undamaged, and that none was skipped.
 fn assert_latest(dir: &Path, step: u64, when: &str) {
     let found = latest_good(dir).unwrap();
     assert!(found.skipped.is_empty(), "{when}: {:?}", found.skipped);
@@ -106,7 +106,7 @@ fn an_error_at_any_point_of_a_replacement_leaves_the_old_or_the_new() {
     }
 }
 
-/// Starts this test program again to run only `child`, which finds its directory and its orders in the
+/// Starts this test binary again to run only the test `child`, which reads its directory and orders from the
 /// environment.
 fn start_child(child: &str, dir: &Path, orders: &str) -> std::process::Child {
     Command::new(env::current_exe().unwrap())
@@ -119,7 +119,7 @@ fn start_child(child: &str, dir: &Path, orders: &str) -> std::process::Child {
         .unwrap()
 }
 
-/// In a child: where to work and what to do. In an ordinary run of the tests: nothing.
+/// Returns a child's directory and orders from the environment. Returns `None` in an ordinary test run.
 fn orders() -> Option<(PathBuf, String)> {
     Some((env::var_os("LOCKSTEP_TEST_DIR")?.into(), env::var("LOCKSTEP_TEST_ORDERS").ok()?))
 }
@@ -171,7 +171,7 @@ fn a_process_killed_at_random_times_never_leaves_a_broken_checkpoint() {
             assert!(started.elapsed() < Duration::from_secs(60), "round {round}: the child saves nothing");
             std::thread::sleep(Duration::from_millis(1));
         }
-        // Spread over the phases of a save of a few milliseconds.
+        // Times spread over the phases of a save, which takes a few milliseconds.
         std::thread::sleep(Duration::from_micros(round * 7_919 % 10_000));
         child.kill().unwrap();
         child.wait().unwrap();
@@ -220,7 +220,7 @@ proptest! {
         prop_assert!(reason.is_corrupt(), "{}", reason);
         prop_assert!(reason.to_string().contains(file), "{}", reason);
 
-        // The tensor that holds the byte is named, and reading it without verifying fails the same way.
+        // The error names the tensor that holds the byte. Reading it without verification fails in the same way.
         if file == "rank-00000.safetensors" {
             let holder = slices.iter().find(|tensor| {
                 let bytes = tensor.shape.iter().product::<usize>() as u64 * 4;
@@ -302,7 +302,7 @@ fn a_lost_shortened_or_exchanged_file_is_named_and_the_previous_checkpoint_used(
     }
 }
 
-/// A small file system of its own, gone when dropped; `None`, with a word, where that is not allowed.
+/// Small tmpfs that is unmounted when dropped. If mounting is not permitted, `None` and a message.
 struct SmallDisk(tempfile::TempDir);
 
 impl SmallDisk {
@@ -357,7 +357,7 @@ fn a_full_disk_is_an_error_that_costs_nothing_already_saved() {
     assert_latest(&dir, 1, "on a full disk");
     save_step(&dir, 3).unwrap();
 
-    // Fill what is left so that not even the manifest, or the directory, fits.
+    // Fill the remaining space, so that not even the manifest or the directory fits.
     let mut step = 4;
     let error = loop {
         match save_step(&dir, step) {

@@ -1,4 +1,4 @@
-//! Model directories in and out: the files that `transformers` expects, and no path that leads elsewhere.
+//! Tests of Hugging Face model directories: files as `transformers` expects them, and no path out of the directory.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::{collections::BTreeMap, fs, os::unix::fs::symlink, path::Path};
@@ -90,8 +90,8 @@ fn a_small_model_is_one_file_beside_its_config_and_tokenizer() {
 fn a_large_model_is_sharded_as_transformers_does_it() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out");
-    // f32 sizes 80, 100, 120, 140, 160, 180 with a limit of 170: [80], [100], [120], [140], [160] would
-    // each start a shard, and the last is too large for any and gets its own.
+    // f32 sizes 80, 100, 120, 140, 160, 180 with a limit of 170. [80], [100], [120], [140] and [160] each fill a shard;
+    // the last tensor exceeds the limit and gets its own.
     let model = model();
     export(tensors(&model), None, 170).write(&out).unwrap();
     let shard = |i: usize| format!("model-{i:05}-of-00006.safetensors");
@@ -125,7 +125,7 @@ fn a_large_model_is_sharded_as_transformers_does_it() {
 fn values_may_come_from_a_function_and_integers_keep_their_type() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out");
-    // More than one conversion buffer, so the function is called with several starts.
+    // Exceeds one conversion buffer, so that the function is called with several starts.
     let elements = (1 << 20) + 3;
     let positions = [1u32, 2, 3];
     let made = vec![
@@ -201,7 +201,7 @@ fn a_failed_export_leaves_nothing_and_an_occupied_directory_is_not_touched() {
     }
 }
 
-/// A directory with one shard that holds `present`, and the given index.
+/// Creates a directory with one shard that holds the tensor `present`, and with the given index.
 fn with_index(index: &str) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let data = [("present".to_owned(), vec![1], vec![1.0f32])];

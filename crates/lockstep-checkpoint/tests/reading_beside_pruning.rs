@@ -1,4 +1,5 @@
-//! A reader beside a run that saves and prunes sees a whole checkpoint, or is told that it is gone and which one to take.
+//! Tests of a reader concurrent with a run that saves and prunes. It reads a complete checkpoint, or gets an error that
+//! names a newer one.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 mod common;
@@ -13,12 +14,12 @@ use std::{
 use common::State;
 use lockstep_checkpoint::{Checkpoint, CheckpointError, Standing, list, prune, save};
 
-/// The number of reads, from `LOCKSTEP_SEEDS`.
+/// Returns the number of reads, from `LOCKSTEP_SEEDS`.
 fn tries() -> u64 {
     std::env::var("LOCKSTEP_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(300)
 }
 
-/// Ends the writer, also where the reader fails.
+/// Guard that ends the writer, even if the reader panics.
 struct Ends<'a>(&'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -52,11 +53,11 @@ fn a_reader_sees_a_whole_checkpoint_or_is_told_which_one_to_take() {
         for seed in 0..tries() {
             assert!(begin.elapsed() < Duration::from_secs(60), "try {seed} after {:?}", begin.elapsed());
             let Some(listed) = list(dir).unwrap().into_iter().next() else { continue };
-            // From at once to about the time of a save.
+            // Delays from zero to about the duration of a save.
             thread::sleep(Duration::from_micros(seed * 7_919 % 4_000));
             let read = Checkpoint::open(&listed.path).and_then(|checkpoint| {
                 checkpoint.verify()?;
-                // What has been verified stays readable, whatever happens to its name.
+                // A verified checkpoint stays readable even if it is renamed or removed.
                 thread::sleep(Duration::from_micros(seed * 104_729 % 6_000));
                 State::at(listed.step).assert_equals(&checkpoint);
                 Ok(())

@@ -1,4 +1,4 @@
-//! Files that safetensors forbids are refused by name; files that are written are what others read.
+//! Tests of safetensors files: each rule of the format is enforced by name, and written files are readable by others.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::{collections::BTreeMap, fs};
@@ -21,7 +21,7 @@ fn file(header: &str, data_bytes: usize) -> Vec<u8> {
 
 const GOOD: &str = r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"BF16","shape":[3],"data_offsets":[8,14]}}"#;
 
-/// Name, file, and what the message must say.
+/// Returns broken files as (name, bytes, expected part of the message).
 fn broken_files() -> Vec<(&'static str, Vec<u8>, &'static str)> {
     let with = |from: &str, to: &str| {
         assert!(GOOD.contains(from), "{from} is not in the good header");
@@ -223,7 +223,7 @@ fn values_read_as_f32_from_each_float_type_and_from_no_other() {
 }
 
 proptest! {
-    /// Whatever the bytes: no panic, and nothing accepted that the reference implementation refuses.
+    /// For any bytes: no panic, and nothing is accepted that the reference implementation rejects.
     #[test]
     fn arbitrary_bytes_are_refused_or_valid(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         if parse_header(&bytes).is_ok() {
@@ -231,7 +231,8 @@ proptest! {
         }
     }
 
-    /// The same for good files with a few bytes changed: these get past the first checks.
+    /// Valid files with a few bytes changed, which get past the first checks: no panic, and none is accepted that the
+    /// reference implementation rejects.
     #[test]
     fn damaged_files_are_refused_or_valid(
         edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),

@@ -1,4 +1,4 @@
-//! What is saved comes back, bit for bit, whoever held which part; what is incomplete is not saved.
+//! Tests of saving and loading: every bit survives under any sharding, and an incomplete save is rejected.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 mod common;
@@ -43,7 +43,7 @@ fn a_state_comes_back_bit_for_bit_with_its_counters() {
     let dir = tempfile::tempdir().unwrap();
     let state = State::at(100);
     let mut request = state.request();
-    // Floats whose decimal forms are easily misread by one unit in the last place.
+    // Floats whose decimal forms are easily misparsed by one unit in the last place.
     let odd = [0.1 + 0.2, 1.0 / 3.0, 5e-324, 1.797_693_134_862_315_7e308, -0.0, 9_007_199_254_740_993.0];
     request.state = json!({"odd": odd, "large": u64::MAX});
     let path = save(dir.path(), &request, &state.slices()).unwrap();
@@ -67,7 +67,7 @@ fn other_tools_can_read_every_file_and_check_every_hash() {
     let state = State::at(7);
     let path = save(dir.path(), &state.request(), &state.slices()).unwrap();
 
-    // Any JSON parser, without this crate's types.
+    // Parsed as plain JSON, without this crate's types.
     let manifest: serde_json::Value =
         serde_json::from_slice(&fs::read(path.join("manifest.json")).unwrap()).unwrap();
     for key in ["version", "step", "samples_consumed", "config", "config_blake3", "plan", "seed"] {
@@ -158,7 +158,7 @@ fn several_ranks_save_flat_shards_and_boxes_and_one_reader_sees_whole_tensors() 
         write_shard(staging.path(), 0, &first).unwrap(),
         write_shard(staging.path(), 1, &second).unwrap(),
     ];
-    // Reports travel between ranks as JSON or anything else that serde speaks.
+    // Ranks exchange reports as JSON or any other serde format.
     let reports = serde_json::from_str(&serde_json::to_string(&reports).unwrap()).unwrap();
     let path = staging.commit(&SaveRequest { step: 3, ..SaveRequest::default() }, reports).unwrap();
 
@@ -307,9 +307,9 @@ fn prune_lets_no_doubtful_checkpoint_take_the_place_of_a_good_one_and_keeps_the_
         (1, &[1][..]),
         (2, &[1, 2]),
         (3, &[2, 3]),
-        // The best stays beside the newest two.
+        // The checkpoint with the lowest loss stays besides the newest two.
         (4, &[2, 3, 4]),
-        // A doubtful one stays while it is the newest, and counts for nothing.
+        // A doubtful checkpoint stays while it is the newest, and does not count as good.
         (5, &[2, 3, 4, 5]),
         (6, &[2, 3, 4, 6]),
         (7, &[2, 4, 7]),
@@ -352,7 +352,7 @@ fn names_that_are_no_checkpoints_are_not_listed_and_a_missing_directory_is_empty
     assert!(nothing.checkpoint.is_none() && nothing.skipped.is_empty());
 }
 
-/// Rewrites the manifest of a good checkpoint and seals it anew, as somebody who knows the format could.
+/// Rewrites the manifest of a good checkpoint and seals it again, as an attacker who knows the format could.
 fn forged(edit: impl Fn(String) -> String) -> CheckpointError {
     let dir = tempfile::tempdir().unwrap();
     let state = State::at(1);
@@ -403,7 +403,7 @@ fn a_sealed_manifest_that_lies_is_refused_too() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// A tensor cut into random flat shards over random ranks reads back as any other cut.
+    /// A tensor cut into random flat shards over random ranks reads back like any other cut.
     #[test]
     fn resharding_keeps_every_bit(
         cuts in prop::collection::btree_set(1usize..210, 0..6),

@@ -1,5 +1,5 @@
-//! The launcher's watch over its ranks: a rank that fails ends the run on all others, and is named with the cause of its end; ranks that
-//! have all stopped to move are told of.
+//! Supervision of the ranks by their launcher. A rank that fails ends the run on all others, and is reported with the cause of
+//! its end. The agent also reports when no rank shows any sign of life.
 
 use std::{
     os::fd::OwnedFd,
@@ -17,22 +17,22 @@ use crate::{
     stillness::{OomKills, Stillness},
 };
 
-/// Time for the ranks that are left to end by themselves after one has failed.
+/// Time for the surviving ranks to end by themselves after a failure.
 const GRACE: Duration = Duration::from_secs(2);
-/// The signal that the kernel sends for want of memory.
+/// Number of the signal with which the kernel's out-of-memory killer ends a process.
 const SIGKILL: i32 = 9;
 
-/// Ranks that were started. Dropped, it kills those that are left.
+/// The started ranks of one launcher. Dropping it kills the surviving ones.
 #[derive(Debug)]
 pub struct Agent {
     world: World,
     first_rank: usize,
     pub(crate) ranks: Vec<Rank>,
     output: Output,
-    /// Carrier of the ranks' output; `None` once all of it has come.
+    /// Relay of the ranks' output; `None` once all of it has been relayed.
     pub(crate) relay: Option<Relay>,
     sound_codes: Vec<i32>,
-    /// The greatest exit code so far.
+    /// Greatest exit code so far.
     code: i32,
     failure: Option<Failure>,
     kill_at: Option<Instant>,
@@ -50,20 +50,20 @@ pub(crate) struct Rank {
 /// A change in whether the ranks move.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Movement {
-    /// Silence: no rank that is left has shown a sign of life for `silence`.
+    /// Silence: no surviving rank has shown a sign of life for `silence`.
     Still {
         /// Time without a sign of life.
         silence: Duration,
-        /// Process ids of the ranks.
+        /// Process ids of the surviving ranks.
         pids: Vec<u32>,
         /// True if a signal (SIGSTOP, SIGTSTP) or a debugger has stopped all of them.
         are_stopped: bool,
     },
-    /// Recovery: ranks move again.
+    /// Recovery: ranks show signs of life again.
     Moves,
 }
 
-/// The end of a run.
+/// Outcome of a run.
 #[derive(Debug)]
 pub enum Ended {
     /// Success of all ranks, with the greatest of their exit codes.
@@ -78,18 +78,18 @@ pub enum Ended {
 pub struct Failure {
     /// The rank that failed first.
     pub rank: usize,
-    /// The end of its process.
+    /// Cause of the end of its process.
     pub cause: LossCause,
-    /// The reason why the run ended: the rank's loss, or an error that ranks found before it.
+    /// Error that ended the run: the loss of this rank, or an error that ranks detected before it.
     pub error: CommError,
-    /// The file with what the rank wrote to standard error, if there is one.
+    /// File with the rank's standard error, if there is one.
     pub log: Option<PathBuf>,
     /// True if the launcher has shown the content of that file.
     pub is_shown: bool,
 }
 
 impl Agent {
-    /// An agent for ranks that come into `world`.
+    /// Creates an agent for ranks that join `world`.
     pub(crate) fn new(world: World, options: WorldOptions, output: Output, sound_codes: Vec<i32>) -> Self {
         Self {
             world,
@@ -106,25 +106,25 @@ impl Agent {
         }
     }
 
-    /// Process ids, by rank.
+    /// Returns the process ids, by local rank.
     pub fn pids(&self) -> Vec<u32> {
         self.ranks.iter().map(|rank| rank.child.id()).collect()
     }
 
-    /// Ranks of the world, each with what it called last.
+    /// Returns each world rank of this machine with the last operations that it called.
     pub fn recorded(&self) -> impl Iterator<Item = (usize, Vec<Recorded>)> {
         (0..self.ranks.len()).map(|rank| (self.first_rank + rank, self.world.recorded(rank)))
     }
 
-    /// The ranks' world on this machine.
+    /// Returns the ranks' world on this machine.
     pub fn world(&self) -> &World {
         &self.world
     }
 
-    /// Watches for at most `limit`. Returns how the run ended once all ranks have.
+    /// Watches the ranks for at most `limit`. Returns the outcome once all ranks have ended, `None` before.
     ///
     /// # Errors
-    /// What the system says.
+    /// If the ranks cannot be watched.
     pub fn watch(&mut self, limit: Duration) -> Result<Option<Ended>, CommError> {
         let what = "watch the ranks";
         let limit = self.kill_at.map_or(limit, |at| limit.min(at.saturating_duration_since(Instant::now())));
@@ -150,12 +150,13 @@ impl Agent {
         if !self.ranks.iter().all(|rank| rank.has_ended) {
             return Ok(None);
         }
-        // What the ranks said comes before what is said of them.
+        // All output of the ranks is relayed before the outcome is reported.
         self.relay = None;
         Ok(Some(self.failure.take().map_or(Ended::Well(self.code), Ended::Badly)))
     }
 
-    /// Returns whether the ranks have all stopped to move, or move again, since the last call.
+    /// Returns the change since the last call: all ranks have gone silent, or show signs of life again. `None` without
+    /// a change.
     pub fn movement(&mut self) -> Option<Movement> {
         let alive = || self.ranks.iter().enumerate().filter(|(_, rank)| !rank.has_ended);
         let beats: Vec<Option<u32>> = alive().map(|(rank, _)| self.world.beat(rank)).collect();
@@ -170,7 +171,7 @@ impl Agent {
         })
     }
 
-    /// The cause of an end with `status`.
+    /// Returns the cause of loss for an exit with `status`.
     fn cause(&self, status: ExitStatus) -> LossCause {
         match (status.code(), status.signal()) {
             (Some(code), _) => LossCause::Exit(code),
@@ -197,7 +198,7 @@ impl Agent {
         let numbers = (rank, self.first_rank + rank);
         let rank = numbers.1;
         let error = match self.world.end(&CommError::PeerLost { rank, cause, occasion: None }) {
-            // A rank that was quicker knows the end alone.
+            // A rank that detected the loss first knows only that the process ended.
             CommError::PeerLost {
                 rank: lost,
                 cause: LossCause::Died | LossCause::Disconnected,
@@ -205,7 +206,7 @@ impl Agent {
             } if lost == rank => CommError::PeerLost { rank, cause, occasion },
             error => error,
         };
-        // Others may have found out and ended before the one that they lost.
+        // Other ranks may have detected the loss and ended before the rank that they lost.
         let is_to_blame = matches!(error, CommError::PeerLost { rank: lost, .. } if lost == rank);
         if is_to_blame || self.failure.is_none() {
             let (log, is_shown) = (self.output.error_log(numbers), self.output.shows_errors(numbers));

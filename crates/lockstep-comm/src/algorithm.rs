@@ -1,30 +1,30 @@
-//! Ways to all-reduce over a network, and what each of them does to the order of additions.
+//! All-reduce algorithms for networks, and the order of additions of each.
 
 use std::{fmt, ops::Range};
 
 use crate::{Call, Kind, blocks::Blocks};
 
-/// How an all-reduce goes between ranks that do not share memory. Only [`Algorithm::Tree`] keeps the order of additions that
-/// all other transports and sizes have; the others give every rank the same bits, but bits of their own. A plan names
-/// one; nothing chooses by itself.
+/// All-reduce algorithm between ranks that do not share memory. Only [`Algorithm::Tree`] keeps the order of additions of all
+/// other transports and group sizes. The others give every rank the same bits, but different bits from the tree's. The plan
+/// names the algorithm; there is no automatic choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Algorithm {
-    /// Every rank reduces its share over all ranks' data, in the order of the fixed tree. As few bytes as a ring.
+    /// Every rank reduces its shard of all ranks' data in the order of the fixed tree. Sends as few bytes as a ring.
     #[default]
     Tree,
-    /// Neighbours only: for networks where many pairs at once collide.
+    /// Ring: each rank talks to its neighbours only. For networks that suffer from many simultaneous pairs.
     Ring,
-    /// lg P exchanges of everything: for what is small, on networks with long delays.
+    /// lg P exchanges of the whole buffer. For small messages on networks of high latency.
     RecursiveDoubling,
     /// Recursive halving, then doubling (Rabenseifner): 2 lg P steps, as few bytes as a ring.
     Rabenseifner,
 }
 
 impl Algorithm {
-    /// All of them; the position is the algorithm's code.
+    /// All algorithms; the index is the algorithm's code.
     pub const ALL: [Self; 4] = [Self::Tree, Self::Ring, Self::RecursiveDoubling, Self::Rabenseifner];
 
-    /// `tree`, `ring`, `recursive_doubling` or `rabenseifner`.
+    /// Returns `tree`, `ring`, `recursive_doubling` or `rabenseifner`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Tree => "tree",
@@ -34,23 +34,23 @@ impl Algorithm {
         }
     }
 
-    /// Whether additions happen in the order of the fixed tree, whatever the number of ranks and the way.
+    /// Returns true if additions follow the fixed tree, whatever the number of ranks and the transport.
     pub const fn keeps_order(self) -> bool {
         matches!(self, Self::Tree)
     }
 
-    /// The word for it in the description of an all-reduce, so that ranks with unlike plans find out.
+    /// Returns the algorithm's code for [`Call::detail`], so that ranks with different plans detect the mismatch.
     pub(crate) fn detail(self) -> u64 {
         Self::ALL.iter().position(|algorithm| *algorithm == self).unwrap_or(0) as u64
     }
 
-    /// The algorithm that an all-reduce is to go by.
+    /// Returns the algorithm that `call` names; `None` if it is not an all-reduce.
     pub(crate) fn of(call: &Call) -> Option<Self> {
         let is_all_reduce = call.kind == Kind::AllReduce;
         Self::ALL.get(usize::try_from(call.detail).ok()?).copied().filter(|_| is_all_reduce)
     }
 
-    /// What `rank` of `ranks` does, step by step, to all-reduce `elements`; empty for the tree, which needs no steps.
+    /// Returns the steps of `rank` of `ranks` for an all-reduce of `elements`; empty for the tree, which needs no steps.
     pub(crate) fn steps(self, rank: usize, ranks: usize, elements: usize) -> Vec<Step> {
         match self {
             Self::Tree => Vec::new(),
@@ -69,24 +69,24 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// One exchange: what goes to one rank, and what comes from one at the same time.
+/// One step: a send to one rank and, at the same time, a receive from one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Step {
     pub(crate) send: Option<(usize, Range<usize>)>,
     pub(crate) receive: Option<(usize, Range<usize>, Merge)>,
 }
 
-/// What happens to elements that come.
+/// Treatment of received elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Merge {
-    /// They are reduced with the own ones.
+    /// Reduce them with the local elements.
     Reduce,
-    /// They replace the own ones.
+    /// Replace the local elements with them.
     Replace,
 }
 
-/// Step s of the first round sends the sum so far of block r - s; after it rank r holds the whole sum of block r + 1, and
-/// the second round passes whole sums on.
+/// Reduce-scatter, then all-gather. Step s of the first sends the partial sum of block r - s; after it rank r holds the whole
+/// sum of block r + 1. The second passes whole sums on.
 fn ring(rank: usize, ranks: usize, elements: usize) -> Vec<Step> {
     let blocks = Blocks::shares(elements, ranks);
     let (next, last) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
@@ -98,7 +98,8 @@ fn ring(rank: usize, ranks: usize, elements: usize) -> Vec<Step> {
     first.chain(second).map(step).collect()
 }
 
-/// Steps for the largest power of two of the ranks; each rank beyond it adds its data to one of those, and gets the result.
+/// Steps of the largest power of two of ranks. Each rank beyond it first adds its data to a partner below, and receives the
+/// result from it at the end.
 fn folded(
     rank: usize,
     ranks: usize,
@@ -157,7 +158,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs all ranks' steps over mail between them; element i of rank r starts as the set {r}.
+    /// Runs all ranks' steps with mailboxes between them. Element i of rank r starts as the set {r}.
     fn run(algorithm: Algorithm, ranks: usize, elements: usize) -> Vec<Vec<u64>> {
         let mut data: Vec<Vec<u64>> = (0..ranks).map(|rank| vec![1 << rank; elements]).collect();
         let mut steps: Vec<VecDeque<Step>> =

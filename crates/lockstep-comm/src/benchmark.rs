@@ -1,7 +1,8 @@
 //! Times operations in the manner of nccl-tests, and checks their results.
 //!
-//! Bandwidth is counted as there: `bytes` is the size of the larger buffer of a rank; algorithm bandwidth is that over the time;
-//! bus bandwidth multiplies it by what a link has to carry at least for each byte, so that it can be held against hardware.
+//! Bandwidths are defined as in nccl-tests. `bytes` is the size of a rank's larger buffer. Algorithm bandwidth is `bytes`
+//! divided by the time. Bus bandwidth multiplies it by the minimum traffic of a link per byte, so that it is comparable
+//! to the hardware's peak.
 
 use std::time::{Duration, Instant};
 
@@ -10,52 +11,52 @@ use lockstep_tensor::{Arena, Buffer};
 
 use crate::{Collective, CommError, Deadline, Group, Kind, Number, NumberType, ReduceOp, Source, Target};
 
-/// What is timed.
+/// Description of the operation to time.
 #[derive(Debug, Clone, Copy)]
 pub struct Benchmark {
-    /// One of [`Benchmark::KINDS`].
+    /// Kind of the operation, one of [`Benchmark::KINDS`].
     pub kind: Kind,
-    /// Type of the elements: f32, bf16 or f16; the others are refused.
+    /// Element type: f32, bf16 or f16.
     pub number: NumberType,
-    /// Size of the larger buffer; rounded down to a multiple of the ranks' elements.
+    /// Size of a rank's larger buffer in bytes; rounded down to a whole number of elements per rank.
     pub bytes: usize,
-    /// Where buffers lie.
+    /// Location of the buffers.
     pub memory: BenchmarkMemory,
-    /// For how long each operation is repeated.
+    /// Time for which the operation is repeated.
     pub time: Duration,
 }
 
-/// Where the buffers of a benchmark lie.
+/// Location of a benchmark's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BenchmarkMemory {
-    /// In the rank's shared arena, as gradients do.
+    /// Shared arena of the rank, where gradients are.
     Shared,
-    /// In memory of the rank's own.
+    /// Private memory of the rank.
     Private,
 }
 
-/// What came out.
+/// Result of a benchmark.
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
-    /// Size of the larger buffer.
+    /// Size of a rank's larger buffer in bytes.
     pub bytes: usize,
-    /// The median of all repetitions, on the slowest rank.
+    /// Median time of all repetitions in microseconds, on the slowest rank.
     pub median_us: f64,
-    /// Bytes over time.
+    /// Algorithm bandwidth in GB/s: bytes divided by time.
     pub algorithm_gbps: f64,
-    /// As nccl-tests count it.
+    /// Bus bandwidth in GB/s, as nccl-tests defines it.
     pub bus_gbps: f64,
-    /// Elements with a wrong value, on all ranks.
+    /// Number of elements with a wrong value, on all ranks.
     pub wrong: usize,
 }
 
-/// Any operation takes less.
+/// Deadline of each operation, which is longer than any takes.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Repetitions before the clock starts, in which memory is touched for the first time.
+/// Number of untimed repetitions, in which memory is touched for the first time.
 const WARM_UP: usize = 3;
 
 impl Benchmark {
-    /// The operations that can be timed.
+    /// Kinds of operations that can be timed.
     pub const KINDS: [Kind; 6] = [
         Kind::AllReduce,
         Kind::ReduceScatter,
@@ -65,13 +66,13 @@ impl Benchmark {
         Kind::Reduce,
     ];
 
-    /// Times the operation; all ranks of the group call it alike.
+    /// Times the operation. All ranks of the group must call it with the same values.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// As [`Group::run`].
     ///
     /// # Panics
-    /// For a kind or type that is not offered, and if there is no memory for the buffers.
+    /// For an unsupported kind or element type, and if there is no memory for the buffers.
     pub fn run(&self, group: &Group) -> Result<Timing, CommError> {
         match self.number {
             NumberType::F32 => self.run_as::<f32>(group, |value| value),
@@ -103,7 +104,7 @@ impl Benchmark {
             self.call(group, first, second, block)?;
             times_us.push(begin.elapsed().as_secs_f64() * 1e6);
             if times_us.len() == WARM_UP {
-                // Rank 0 says how often, and all begin at once.
+                // Rank 0 decides the number of repetitions, and all ranks start together.
                 let often = self.time.as_secs_f64() * 1e6 / median(&mut times_us).max(0.1);
                 let mut often = [(often as i64).clamp(5, 20_000)];
                 group.broadcast(&mut often[..], 0, Deadline::after(LIMIT))?;
@@ -156,7 +157,7 @@ impl Benchmark {
         matches!(self.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast)
     }
 
-    /// Elements of the first call's result that are not what they must be. Values are small integers, exact in every type.
+    /// Returns the number of wrong elements in the first call's result. Values are small integers, exact in every type.
     fn count_wrong<T: Number + PartialEq>(
         &self,
         rank: usize,
@@ -182,7 +183,7 @@ impl Benchmark {
         (0..found.len()).filter(is_wrong).count()
     }
 
-    /// What a link carries at least for each byte of the operation.
+    /// Returns the minimum number of bytes that a link carries for each byte of the operation.
     fn bus_factor(&self, ranks: usize) -> f64 {
         let others = (ranks - 1) as f64 / ranks as f64;
         match self.kind {
@@ -193,7 +194,7 @@ impl Benchmark {
     }
 }
 
-/// What element `i` of a rank's data is.
+/// Returns the value of element `i` in a rank's input.
 fn value(rank: usize, i: usize) -> f32 {
     ((i + 3 * rank) % 4) as f32
 }

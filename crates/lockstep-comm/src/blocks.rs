@@ -1,31 +1,31 @@
-//! How data is cut among ranks, and a block into windows: arithmetic only.
+//! Partitions of a buffer into one block per rank, and of a block into windows: arithmetic only.
 
 use std::{ops::Range, sync::Arc};
 
-/// Shares of a reduction start at multiples of this many elements, so that no two ranks write one cache line.
+/// Alignment, in elements, of each rank's part of a reduction, so that no two ranks write to one cache line.
 const ALIGNMENT_ELEMENTS: usize = 64;
 
-/// One block of elements for each rank, in the order of the ranks, covering a buffer.
+/// One block of elements per rank, in rank order, that together cover a buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Blocks {
-    /// All of `len`, but for the last ones, where `total` ends early.
+    /// Blocks of `len` elements, except for the last ones, which `total` cuts short.
     Even { len: usize, total: usize },
-    /// Block r goes from border r to border r + 1.
+    /// Borders: block r extends from border r to border r + 1.
     Uneven(Arc<[usize]>),
 }
 
 impl Blocks {
-    /// Blocks of one length; `None` if `total` is not a multiple of `ranks`.
+    /// Returns blocks of equal length; `None` if `total` is not a multiple of `ranks`.
     pub(crate) fn even(total: usize, ranks: usize) -> Option<Self> {
         total.is_multiple_of(ranks).then(|| Self::Even { len: total / ranks, total })
     }
 
-    /// Blocks of nearly one length, for work that may be shared out at will.
+    /// Returns aligned blocks of nearly equal length, for work that may be split anywhere.
     pub(crate) fn shares(total: usize, ranks: usize) -> Self {
         Self::Even { len: total.div_ceil(ranks).next_multiple_of(ALIGNMENT_ELEMENTS), total }
     }
 
-    /// Blocks of the given lengths; `None` if their sum is too large for any buffer.
+    /// Returns blocks of the given lengths; `None` if their sum overflows.
     pub(crate) fn of_lengths(lengths: &[usize]) -> Option<Self> {
         let mut borders = vec![0_usize];
         for length in lengths {
@@ -34,7 +34,7 @@ impl Blocks {
         Some(Self::Uneven(borders.into()))
     }
 
-    /// Elements of rank `rank`'s block.
+    /// Returns the range of elements in the block of rank `rank`.
     pub(crate) fn range(&self, rank: usize) -> Range<usize> {
         match self {
             Self::Even { len, total } => {
@@ -45,7 +45,7 @@ impl Blocks {
         }
     }
 
-    /// Elements of all blocks.
+    /// Returns the number of elements in all blocks.
     pub(crate) fn total(&self) -> usize {
         match self {
             Self::Even { total, .. } => *total,
@@ -53,12 +53,12 @@ impl Blocks {
         }
     }
 
-    /// Elements of the longest block.
+    /// Returns the number of elements in the longest block.
     pub(crate) fn longest(&self, ranks: usize) -> usize {
         (0..ranks).map(|rank| self.range(rank).len()).max().unwrap_or(0)
     }
 
-    /// The same blocks counted in bytes.
+    /// Returns the blocks with all lengths multiplied by `factor`, such as from elements to bytes.
     pub(crate) fn scaled(&self, factor: usize) -> Self {
         match self {
             Self::Even { len, total } => Self::Even { len: len * factor, total: total * factor },
@@ -67,14 +67,14 @@ impl Blocks {
     }
 }
 
-/// Window `index` of a range that is worked through `width` at a time; empty after its end.
+/// Returns window `index` of a range that is processed `width` elements at a time; empty past the end.
 pub(crate) fn window(range: &Range<usize>, width: usize, index: usize) -> Range<usize> {
     let start = width.saturating_mul(index).min(range.len());
     let end = start.saturating_add(width).min(range.len());
     range.start + start..range.start + end
 }
 
-/// What two ranges share.
+/// Returns the intersection of two ranges; empty if they are disjoint.
 pub(crate) fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.max(b.start);
     start..a.end.min(b.end).max(start)

@@ -1,43 +1,43 @@
-//! The description of one operation: what all ranks of a group must agree on before any of them touches data.
+//! The description of one operation, on which all ranks of a group must agree before any of them touches data.
 //!
-//! It fits three words, which every rank publishes when it enters an operation. The ranks compare all of them, so that
-//! each of them comes to the same verdict and can name who disagrees.
+//! It fits into three words, which every rank publishes when it enters an operation. Every rank compares all of them, so
+//! that each reaches the same verdict and can name the rank that disagrees.
 
 use std::fmt;
 
 use crate::{Algorithm, NumberType, ReduceOp};
 
-/// Which operation.
+/// Kind of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// Nobody goes on before all have come.
+    /// Barrier: no rank returns before all have called it.
     Barrier,
-    /// One rank's data to all.
+    /// Broadcast of one rank's data to all ranks.
     Broadcast,
-    /// The reduction of all ranks' data, to one of them.
+    /// Reduction of all ranks' data to one rank.
     Reduce,
-    /// The reduction of all ranks' data, to all.
+    /// Reduction of all ranks' data to all ranks.
     AllReduce,
-    /// The reduction of all ranks' data, a block of it to each.
+    /// Reduction of all ranks' data, one block of the result to each rank.
     ReduceScatter,
-    /// Every rank's block to all.
+    /// Concatenation of every rank's block on all ranks.
     AllGather,
-    /// A block of every rank's data to each.
+    /// Exchange in which every rank sends one block to each rank.
     AllToAll,
-    /// A block of one rank's data to each.
+    /// Distribution of one rank's data, one block to each rank.
     Scatter,
-    /// Every rank's block to one.
+    /// Concatenation of every rank's block on one rank.
     Gather,
-    /// Data to one other rank.
+    /// Point-to-point send to one other rank.
     Send,
-    /// Data from one other rank.
+    /// Point-to-point receive from one other rank.
     Receive,
-    /// Groups within the group.
+    /// Creation of subgroups of the world.
     Partition,
 }
 
 impl Kind {
-    /// All of them; the position is the operation's code in shared memory and on the wire.
+    /// All kinds; the index is the operation's code in shared memory and on the wire.
     pub const ALL: [Self; 12] = [
         Self::Barrier,
         Self::Broadcast,
@@ -53,7 +53,7 @@ impl Kind {
         Self::Partition,
     ];
 
-    /// `all_reduce` and the like.
+    /// Returns the name, such as `all_reduce`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Barrier => "barrier",
@@ -72,30 +72,30 @@ impl Kind {
     }
 }
 
-/// One operation, as all ranks of its group must see it.
+/// One operation, described by the values that must agree on all ranks of its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Call {
-    /// Which operation.
+    /// Kind of the operation.
     pub kind: Kind,
-    /// Type of the elements.
+    /// Element type of the data.
     pub number: NumberType,
-    /// How they are reduced, where they are.
+    /// Reduction operator, for reductions.
     pub op: Option<ReduceOp>,
-    /// The rank of the group that the operation turns on: the root, or the other end of a `send` or `receive`.
+    /// The root, or the peer of a `send` or `receive`, as a rank of the group.
     pub root: Option<usize>,
-    /// Elements of the longest of the buffers that are alike on all ranks.
+    /// Length, in elements, of the longest buffer that has the same length on all ranks.
     pub elements: usize,
-    /// A hash of what else must be alike (the lengths of uneven blocks); 0 if there is nothing.
+    /// Hash of everything else that must agree, such as the lengths of uneven blocks; 0 if there is nothing.
     pub detail: u64,
 }
 
 impl Call {
-    /// A call without data.
+    /// Creates a call without data.
     pub(crate) const fn bare(kind: Kind) -> Self {
         Self { kind, number: NumberType::U8, op: None, root: None, elements: 0, detail: 0 }
     }
 
-    /// The call in three words, none of which is lost in the other direction.
+    /// Encodes the call losslessly in three words.
     pub(crate) fn to_words(self) -> [u64; 3] {
         let position = |found: Option<usize>| found.map_or(0, |position| position as u64 + 1);
         let kind = position(Kind::ALL.iter().position(|kind| *kind == self.kind));
@@ -105,7 +105,7 @@ impl Call {
         [kind | number << 8 | op << 16 | root << 32, self.elements as u64, self.detail]
     }
 
-    /// The call that was made into `words`; `None` for words that no call makes.
+    /// Decodes the call in `words`; `None` if no call encodes to them.
     pub(crate) fn from_words(words: [u64; 3]) -> Option<Self> {
         let [head, elements, detail] = words;
         let byte = |shift: u32| usize::from((head >> shift) as u8);
@@ -147,7 +147,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// A hash for [`Call::detail`], never 0 (FNV-1a over the words).
+/// Hashes `words` for [`Call::detail`] (FNV-1a); never returns 0.
 pub(crate) fn hash(words: impl IntoIterator<Item = usize>) -> u64 {
     let step = |hash: u64, word: usize| {
         (word as u64)
@@ -158,8 +158,8 @@ pub(crate) fn hash(words: impl IntoIterator<Item = usize>) -> u64 {
     words.into_iter().fold(0xcbf2_9ce4_8422_2325, step).max(1)
 }
 
-/// Who disagrees, if anybody: the first rank whose call is not that of most ranks, and the first of those. Where two
-/// calls are as frequent, the one of the lower rank counts as what was meant.
+/// Returns the first rank whose call differs from the majority's, and the first rank that made the majority's call. `None`
+/// if all agree. On a tie, the call of the lower rank counts as the majority's.
 pub(crate) fn odd_one_out(calls: &[[u64; 3]]) -> Option<(usize, usize)> {
     if calls.iter().all(|call| *call == calls[0]) {
         return None;

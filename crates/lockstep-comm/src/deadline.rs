@@ -1,8 +1,8 @@
-//! The moment at which waiting ends. Every call that can wait takes one; there is none that is never.
+//! The point in time at which waiting ends. Every call that can wait takes one, and none is infinite.
 
 use std::time::{Duration, Instant};
 
-/// A moment at which a wait becomes an error.
+/// Point in time at which a wait becomes an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Deadline {
     set: Instant,
@@ -10,26 +10,26 @@ pub struct Deadline {
 }
 
 impl Deadline {
-    /// The longest that anybody may wait: a day.
+    /// Maximum waiting time: one day.
     const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);
 
-    /// After `limit` from now, at most a day.
+    /// Returns the deadline `limit` from now, or one day from now if that is earlier.
     pub fn after(limit: Duration) -> Self {
         let set = Instant::now();
         Self { set, at: set + limit.min(Self::LONGEST) }
     }
 
-    /// Whether it has come.
+    /// Returns true if the deadline has passed.
     pub fn has_passed(&self) -> bool {
         Instant::now() >= self.at
     }
 
-    /// The time until it comes.
+    /// Returns the time left until the deadline; zero after it.
     pub fn remaining(&self) -> Duration {
         self.at.saturating_duration_since(Instant::now())
     }
 
-    /// How long it gave, when it was set.
+    /// Returns the time between the deadline's creation and the deadline.
     pub fn limit(&self) -> Duration {
         self.at - self.set
     }

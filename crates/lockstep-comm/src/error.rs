@@ -1,5 +1,5 @@
-//! What can go wrong between ranks. An error that ends a run is the same on every rank, whoever found it: it travels as
-//! words in shared memory ([`CommError::to_words`]) or on the wire.
+//! Errors of this crate. An error that ends a run is the same on every rank, whichever rank detects it: it travels as words
+//! in shared memory ([`CommError::to_words`]) or on the wire.
 
 use std::{fmt, io, path::PathBuf};
 
@@ -10,89 +10,89 @@ use crate::{
     tcp::Malformed,
 };
 
-/// An error of this crate.
+/// Error of a collective, or of starting and joining ranks.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
-    /// A rank is gone, or as good as gone.
+    /// Loss of a rank: its process ended, or no longer responds.
     #[error("rank {rank} was lost: it {cause}{}", during(.occasion))]
     PeerLost {
-        /// Rank of the world.
+        /// Lost rank, as a rank of the world.
         rank: usize,
-        /// How.
+        /// Cause of the loss.
         cause: LossCause,
-        /// What this rank was waiting for; `None` if it was not.
+        /// The operation that this rank was waiting for; `None` if it was not waiting.
         occasion: Option<Occasion>,
     },
-    /// Ranks of a group called different operations. The group's order of operations is lost, so this ends the run.
+    /// Different operations called by ranks of a group. The group's order of operations is lost, so this ends the run.
     #[error("rank {rank} called {found} where rank {reference} called {}: operation {} of {}", occasion.call, occasion.sequence, occasion.group)]
     Mismatch {
-        /// The odd one: a rank of the world.
+        /// World rank whose call differs from the majority's.
         rank: usize,
-        /// What it called.
+        /// Call of that rank.
         found: Call,
-        /// A rank of the world that called what most did.
+        /// A world rank that made the majority's call.
         reference: usize,
-        /// What that was.
+        /// The operation, with the majority's call.
         occasion: Occasion,
     },
-    /// A deadline has passed.
+    /// Expiry of a deadline.
     #[error("rank {waiting} waited {waited_ms} ms for rank {rank}, which has not come to {occasion}")]
     TimedOut {
-        /// The rank of the world that lags.
+        /// World rank that has not come to the operation.
         rank: usize,
-        /// The rank of the world whose deadline it was.
+        /// World rank whose deadline expired.
         waiting: usize,
-        /// How long that rank was ready to wait.
+        /// Time in milliseconds that this rank was ready to wait.
         waited_ms: u64,
-        /// What for.
+        /// The operation it was waiting for.
         occasion: Occasion,
     },
-    /// A call that cannot be right, whatever the other ranks call.
+    /// A call that is invalid whatever the other ranks call.
     #[error("rank {rank} called {}, which is no valid operation: {problem}", occasion.call)]
     Misuse {
-        /// The rank of the world that called it.
+        /// World rank that made the call.
         rank: usize,
-        /// What is wrong.
+        /// Reason why the call is invalid.
         problem: Problem,
-        /// The call.
+        /// The invalid call and its place in the order of operations.
         occasion: Occasion,
     },
-    /// Somebody ended the run on purpose.
+    /// Deliberate end of the run.
     #[error("the run was stopped by {}", by.map_or("its launcher".to_owned(), |rank| format!("rank {rank}")))]
     Stopped {
-        /// The rank of the world that did; `None` for the launcher.
+        /// World rank that ended the run; `None` for the launcher.
         by: Option<usize>,
     },
-    /// The ranks did not come together.
+    /// Failure of ranks to come together.
     #[error("cannot join the other ranks: {0}")]
     Join(JoinProblem),
-    /// What ranks print cannot be kept.
+    /// A log file that cannot be written.
     #[error("cannot write {}: {source}", path.display())]
     Log {
-        /// The file.
+        /// Path of the log file.
         path: PathBuf,
-        /// Why not.
+        /// Error of the system.
         source: io::Error,
     },
-    /// The system refused something.
+    /// Failure of a system call.
     #[error("cannot {what}: {source}")]
     Io {
-        /// What was to be done.
+        /// Action that failed, after "cannot".
         what: &'static str,
-        /// Why not.
+        /// Error of the system.
         source: io::Error,
     },
 }
 
-/// Where in the order of operations something happened.
+/// Place of an event in the order of operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Occasion {
     /// The operation, as the reporting rank called it.
     pub call: Call,
-    /// Its number in its group, from 0; for `send` and `receive`, its number between the two ranks.
+    /// Number of the operation in its group, from 0; for `send` and `receive`, its number between the two ranks.
     pub sequence: u32,
-    /// The group.
+    /// Group of the operation.
     pub group: GroupName,
 }
 
@@ -102,14 +102,14 @@ impl fmt::Display for Occasion {
     }
 }
 
-/// Which group: groups made by one partition share the index.
+/// Identification of a group. Groups created by one partition share the index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupName {
-    /// 0 for the world, then in the order of the partitions.
+    /// 0 for the world, then numbers in the order of the partitions.
     pub index: u32,
-    /// The lowest rank of the world in it.
+    /// Lowest world rank in the group.
     pub first: u32,
-    /// Number of ranks.
+    /// Number of ranks in the group.
     pub size: u32,
 }
 
@@ -122,30 +122,30 @@ impl fmt::Display for GroupName {
     }
 }
 
-/// How a rank was lost.
+/// Cause of the loss of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LossCause {
-    /// Its process ended; nobody knows how.
+    /// End of its process for an unknown reason.
     Died,
-    /// A signal killed its process.
+    /// Death of its process by this signal.
     Signal(i32),
-    /// The kernel killed its process for want of memory.
+    /// Death of its process by the kernel's out-of-memory killer.
     OutOfMemory,
-    /// SIGKILL ended its process, and the system does not show whether the kernel ran out of memory.
+    /// Death of its process by SIGKILL; the system does not show whether the kernel ran out of memory.
     PerhapsOutOfMemory,
-    /// Its process ended with this code.
+    /// End of its process with this exit code.
     Exit(i32),
-    /// It left while others still counted on it.
+    /// Departure while other ranks still depended on it.
     Left,
-    /// It panicked.
+    /// A panic of the rank.
     Panicked,
-    /// Its process is there, but has not moved for so many milliseconds.
+    /// No sign of life from its process, which still exists, for this many milliseconds.
     Silent(u64),
-    /// Its connection was closed from the other end, or broke.
+    /// A connection that its end closed, or that broke.
     Disconnected,
-    /// It sent what no rank of this program sends.
+    /// A message that no rank of this program sends.
     Malformed(Malformed),
-    /// What was sent to it has not arrived for a while.
+    /// No acknowledgement of sent data for too long.
     Unreachable,
 }
 
@@ -172,7 +172,7 @@ impl fmt::Display for LossCause {
     }
 }
 
-/// Name of a signal that ends a process on Linux.
+/// Returns the name of a signal that ends a process on Linux.
 fn signal_name(signal: i32) -> Option<&'static str> {
     Some(match signal {
         1 => "SIGHUP",
@@ -195,19 +195,19 @@ fn signal_name(signal: i32) -> Option<&'static str> {
     })
 }
 
-/// What is wrong with a call.
+/// Reason why a call is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
     /// The number of elements is not a multiple of the number of ranks.
     #[error("its elements cannot be divided evenly among the ranks")]
     Uneven,
-    /// A buffer is longer or shorter than the operation needs it.
+    /// A buffer is longer or shorter than the operation needs.
     #[error("a buffer has another length than the operation needs")]
     Length,
-    /// There is not one length for each rank, or their sum is not the buffer's length.
+    /// The block lengths are not one per rank, or their sum is not the buffer's length.
     #[error("the lengths of the blocks are not one for each rank, or do not add up to the buffer's")]
     Counts,
-    /// Two buffers hold different types.
+    /// Buffers have different element types.
     #[error("its buffers hold different types")]
     Types,
     /// Two buffers that must not share memory do.
@@ -216,13 +216,13 @@ pub enum Problem {
     /// There is no such rank in the group.
     #[error("the group has no such rank")]
     Rank,
-    /// A rank can send nothing to itself.
+    /// A rank names itself as its peer.
     #[error("it is the calling rank itself")]
     Itself,
-    /// A partition names a rank twice, or one that there is not.
+    /// A partition names a rank twice, or one that does not exist.
     #[error("a rank is named twice, or is not in the group")]
     Partition,
-    /// No room for another partition.
+    /// The world has its maximum number of partitions already.
     #[error("there are {} partitions already", crate::MAX_PARTITIONS)]
     TooManyGroups,
 }
@@ -241,74 +241,74 @@ impl Problem {
     ];
 }
 
-/// Why ranks did not come together.
+/// Reason why ranks cannot come together.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum JoinProblem {
-    /// The other end is no Lockstep, or another version.
+    /// The other end is not Lockstep, or another version of it.
     #[error("the other end speaks version {theirs}, this program {ours}")]
     Version {
-        /// What they speak; 0 if it is not ours at all.
+        /// Protocol version of the other end; 0 if it does not speak the protocol at all.
         theirs: u32,
-        /// What we speak.
+        /// Protocol version of this program.
         ours: u32,
     },
-    /// The descriptor that was inherited is not one.
+    /// The inherited descriptor is not a socket.
     #[error("{variable} = {value:?} is not a descriptor of a socket")]
     Descriptor {
         /// Name of the environment variable.
         variable: &'static str,
-        /// What it holds.
+        /// Value of that variable.
         value: String,
     },
-    /// A number that cannot be.
+    /// A number is outside its allowed range.
     #[error("{what} {value} is not allowed: {allowed}")]
     OutOfRange {
-        /// Of what.
+        /// Name of the number.
         what: &'static str,
-        /// The number.
+        /// Value of the number.
         value: usize,
-        /// What is.
+        /// Allowed range, for the message.
         allowed: String,
     },
-    /// The other end hung up.
+    /// The other end closed the connection.
     #[error("the launcher has gone")]
     HungUp,
-    /// The other end does not know the run's secret, or this one does not.
+    /// The two ends have different secrets, or one of them has none.
     #[error(
         "the other end has another secret than this one, or none: compare --secret-file, or --pairing-code, of both"
     )]
     Secret,
-    /// A secret that cannot be used.
+    /// The secret cannot be used.
     #[error("the secret in {path:?} cannot be used: {what}")]
     SecretFile {
-        /// Where it is.
+        /// Path of the secret file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Reason, for the message.
         what: String,
     },
-    /// Ranks are to meet where others can reach them, without a secret.
+    /// The address where ranks meet is reachable from other machines, and the run has no secret.
     #[error(
         "{host} can be reached from other machines, and this run has no secret to keep strangers out: give the pairing code that node 0 prints (--pairing-code), or name the same file of 32 random bytes, which only you can read, on every machine (--secret-file, LOCKSTEP_SECRET_FILE)"
     )]
     NoSecret {
-        /// Where they are to meet.
+        /// Host where ranks meet.
         host: String,
     },
-    /// Another run meets at the same address.
+    /// Another run meets at this address.
     #[error("the other end belongs to another run (--rdzv-id)")]
     OtherRun,
-    /// A connection broke, or took too long.
+    /// A connection broke or timed out.
     #[error("a connection failed: {0}")]
     Connection(io::ErrorKind),
-    /// The place where ranks meet cannot be used.
+    /// The address where ranks meet cannot be used.
     #[error("cannot meet at {address}: {what}")]
     Address {
-        /// Where.
+        /// The address that was tried.
         address: String,
-        /// Why not.
+        /// Reason, for the message.
         what: String,
     },
-    /// Some did not come in time.
+    /// Some ranks or nodes did not come in time.
     #[error(
         "{} did not come within {waited_s} s: {}{}{turned_away}",
         list(what, missing),
@@ -318,69 +318,69 @@ pub enum JoinProblem {
     Missing {
         /// `rank` or `node`.
         what: &'static str,
-        /// Which.
+        /// Numbers of the missing ranks or nodes.
         missing: Vec<usize>,
-        /// How long they were waited for.
+        /// Waiting time in seconds.
         waited_s: u64,
-        /// The connections that were turned away meanwhile, as a message says it; empty if there were none.
+        /// Connections that were turned away meanwhile, worded for the message; empty if there were none.
         turned_away: String,
     },
-    /// Two say that they are the same one.
+    /// Two processes claim the same number.
     #[error("two processes say that they are {what} {number}")]
     Duplicate {
         /// `rank` or `node`.
         what: &'static str,
-        /// Which.
+        /// Number that both claim.
         number: usize,
     },
-    /// One believes that there are more or fewer of them.
+    /// Ranks or nodes disagree on how many of them there are.
     #[error("{what} {number} was started as one of {theirs}, {what} 0 as one of {ours}")]
     OtherSize {
         /// `rank` or `node`.
         what: &'static str,
-        /// Which.
+        /// Number of the one that disagrees with number 0.
         number: usize,
-        /// How many it expects.
+        /// Count that it expects.
         theirs: usize,
-        /// How many the first one expects.
+        /// Count that number 0 expects.
         ours: usize,
     },
-    /// The variables of whoever started this process make no sense.
+    /// The launcher's environment variables are invalid.
     #[error("{0}")]
     Environment(EnvironmentProblem),
-    /// Ranks on several machines do not know where to meet.
+    /// Ranks of several machines have no address at which to meet.
     #[error(
         "{launcher} does not say where ranks of several machines meet: set MASTER_ADDR, and MASTER_PORT, alike for all of them"
     )]
     NoLeader {
-        /// Who started them.
+        /// Launcher that started them.
         launcher: Launcher,
     },
-    /// Ranks that share no memory are to use it.
+    /// Shared memory was requested for ranks that cannot share it.
     #[error(
         "shared memory is for ranks that lockstep itself starts on one machine; these were started by {launcher}"
     )]
     NoSharedMemory {
-        /// Who started them.
+        /// Launcher that started them.
         launcher: Launcher,
     },
-    /// One was given another configuration.
+    /// A rank was given another configuration than rank 0.
     #[error(
         "rank {rank} was started with other settings than rank 0: give all ranks the same file and the same --set"
     )]
     OtherPlan {
-        /// Which.
+        /// World rank of the process.
         rank: usize,
     },
-    /// MPI is asked for, and not there.
+    /// MPI was requested from a program built without it.
     #[error("this program was built without MPI: cargo build --release --features mpi")]
     NotBuilt,
-    /// MPI can be started once in a process.
+    /// MPI was started a second time in one process.
     #[error("MPI was started before")]
     Again,
 }
 
-/// `ranks 2, 5 and 7`.
+/// Formats numbers as in `ranks 2, 5 and 7`.
 fn list(what: &str, numbers: &[usize]) -> String {
     match numbers {
         [number] => format!("{what} {number}"),
@@ -392,7 +392,7 @@ fn list(what: &str, numbers: &[usize]) -> String {
     }
 }
 
-/// Words that an error takes in shared memory.
+/// Number of words of an encoded error in shared memory.
 pub(crate) const ERROR_WORDS: usize = 16;
 
 impl CommError {
@@ -400,12 +400,12 @@ impl CommError {
         move |source| Self::Io { what, source }
     }
 
-    /// Whether every rank is told it; what happened to one rank alone only stops the others.
+    /// Returns true if every rank learns of this error. A local failure is reported to the other ranks only as a stop.
     pub fn is_known_to_all(&self) -> bool {
         !matches!(self, Self::Join(_) | Self::Log { .. } | Self::Io { .. })
     }
 
-    /// A loss, told with what this rank was waiting for; other errors as they are.
+    /// Returns a loss with `occasion` as the operation that this rank was waiting for; other errors unchanged.
     pub(crate) fn during(self, occasion: Option<Occasion>) -> Self {
         match self {
             Self::PeerLost { rank, cause, occasion: None } => Self::PeerLost { rank, cause, occasion },
@@ -413,12 +413,13 @@ impl CommError {
         }
     }
 
-    /// The same error once more, for one more caller. What is local to one rank is left out of it.
+    /// Returns a copy for another caller. Local errors become [`CommError::Stopped`], as they do for other ranks.
     pub(crate) fn copy(&self) -> Self {
         Self::from_words(self.to_words(0))
     }
 
-    /// The rank of the world that tells of an error that all know, where no launcher does: one that has seen it and is left.
+    /// Returns the world rank that reports an error known to all ranks when there is no launcher to do so: a surviving
+    /// rank that has seen it. `None` for local errors.
     pub fn teller(&self) -> Option<usize> {
         match self {
             Self::Mismatch { reference, .. } => Some(*reference),
@@ -430,7 +431,7 @@ impl CommError {
         }
     }
 
-    /// The error as words for other ranks. What is local to one rank travels as "stopped by" it.
+    /// Encodes the error as words for other ranks. A local error is encoded as a stop by `own_rank`.
     pub(crate) fn to_words(&self, own_rank: usize) -> [u64; ERROR_WORDS] {
         let mut words = [0; ERROR_WORDS];
         let mut put = |kind: u64, numbers: [u64; 4], occasion: Option<&Occasion>, other: Option<Call>| {
@@ -469,12 +470,12 @@ impl CommError {
         words
     }
 
-    /// The error that was made into `words`. Words that make no sense are a stop by the launcher.
+    /// Decodes the error in `words`. Invalid words become a stop by the launcher.
     pub(crate) fn from_words(words: [u64; ERROR_WORDS]) -> Self {
         Self::decode(words).unwrap_or(Self::Stopped { by: None })
     }
 
-    /// The error that a rank of a world of `ranks` has made into `words`; `None` if no rank makes such.
+    /// Decodes the error that a rank of a world of `ranks` sent; `None` if no rank sends such words.
     pub(crate) fn of_rank(words: [u64; ERROR_WORDS], ranks: usize) -> Option<Self> {
         let error = Self::decode(words)?;
         let named = match &error {
@@ -514,7 +515,7 @@ impl CommError {
 }
 
 impl LossCause {
-    /// The cause as a kind and its value, as it travels between processes.
+    /// Encodes the cause as a code and a value, as it travels between processes.
     pub(crate) fn to_numbers(self) -> (u64, u64) {
         match self {
             Self::Died => (0, 0),
@@ -533,7 +534,7 @@ impl LossCause {
         }
     }
 
-    /// The cause that [`Self::to_numbers`] made into these numbers.
+    /// Decodes the numbers that [`Self::to_numbers`] returns; `None` if they are invalid.
     pub(crate) fn from_numbers(code: u64, value: u64) -> Option<Self> {
         Some(match code {
             0 => Self::Died,
@@ -552,7 +553,7 @@ impl LossCause {
     }
 }
 
-/// `, during ...`, if there is anything to say.
+/// Formats ` (during ...)`; empty if there is no operation to name.
 fn during(occasion: &Option<Occasion>) -> String {
     match occasion {
         Some(occasion) if occasion.call.kind != Kind::Partition => format!(" (during {occasion})"),

@@ -1,47 +1,47 @@
-//! Operations that only move data, as a table: which bytes of whose stream go where.
+//! Operations that only move data, described as a table of copies between ranks.
 //!
-//! Every rank offers one stream, a stretch of its memory, and every rank pulls one piece at most from each stream into its
-//! target. Broadcast, scatter, gather, all-gather and all-to-all differ in nothing else.
+//! Every rank offers one stream, a range of its memory. Every rank pulls at most one piece from each stream into its target.
+//! Broadcast, scatter, gather, all-gather and all-to-all differ only in these pieces.
 
 use crate::blocks::Blocks;
 
-/// One of the operations, in bytes.
+/// A data-movement operation, with lengths in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Exchange {
-    /// The root's data to all.
+    /// Broadcast of the root's data to all ranks.
     Broadcast { root: usize, bytes: usize },
-    /// Every rank's block to all.
+    /// Concatenation of every rank's block on all ranks.
     AllGather(Blocks),
-    /// Every rank's block to the root.
+    /// Concatenation of every rank's block on the root.
     Gather { root: usize, blocks: Blocks },
-    /// A block of the root's data to each.
+    /// Distribution of the root's data, one block to each rank.
     Scatter { root: usize, blocks: Blocks },
-    /// A block of every rank's data to each.
+    /// One block from every rank to each rank.
     AllToAll(Matrix),
 }
 
-/// How much each rank sends to each other.
+/// Number of bytes that each rank sends to each other rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Matrix {
-    /// As much.
+    /// Equal blocks of `bytes` bytes.
     Even { bytes: usize, ranks: usize },
-    /// Row after row, one for each sender.
+    /// Uneven blocks, in row-major order with one row per sender.
     Uneven { sends: Vec<usize>, ranks: usize },
 }
 
-/// Bytes that a rank pulls.
+/// A copy: bytes that one rank pulls from the stream of another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Piece {
-    /// Where they are in the other's stream.
+    /// Offset in the other rank's stream, in bytes.
     pub(crate) from: usize,
-    /// Where they belong in the target.
+    /// Offset in the target, in bytes.
     pub(crate) to: usize,
-    /// How many.
+    /// Length in bytes; 0 for no copy.
     pub(crate) bytes: usize,
 }
 
 impl Exchange {
-    /// Length of the stream that `rank` offers.
+    /// Returns the length in bytes of the stream that `rank` offers.
     pub(crate) fn stream(&self, rank: usize) -> usize {
         match self {
             Self::Broadcast { root, bytes } => {
@@ -64,7 +64,7 @@ impl Exchange {
         }
     }
 
-    /// What `rank` pulls from the stream of `from`, its own included.
+    /// Returns the piece that `rank` pulls from the stream of `from`, which may be itself.
     pub(crate) fn piece(&self, rank: usize, from: usize) -> Piece {
         let none = Piece { from: 0, to: 0, bytes: 0 };
         match self {
@@ -92,7 +92,7 @@ impl Exchange {
 }
 
 impl Matrix {
-    /// What `from` sends to `to`.
+    /// Returns the number of bytes that `from` sends to `to`.
     pub(crate) fn bytes(&self, from: usize, to: usize) -> usize {
         match self {
             Self::Even { bytes, .. } => *bytes,
@@ -112,7 +112,7 @@ mod tests {
 
     use super::*;
 
-    /// One exchange of each kind.
+    /// Returns one exchange of each kind.
     fn exchanges(ranks: usize, lengths: &[usize], root: usize) -> Vec<Exchange> {
         let blocks = Blocks::of_lengths(&lengths[..ranks]).unwrap();
         let sends = lengths.iter().cycle().take(ranks * ranks).copied().collect();

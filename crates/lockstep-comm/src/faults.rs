@@ -1,8 +1,8 @@
-//! Faults in communication, for tests of tests: a transport that carries every operation out, and then spoils the results of one
-//! call site.
+//! Fault injection, to test that tests detect wrong communication. A transport carries out every operation and then corrupts
+//! the results of one call site.
 //!
-//! All ranks go through the same operations as without the fault, so that none waits for one that others leave out. The product
-//! does not know of any of this: a test wraps the group that it gives to ranks ([`Faults::put_into`]).
+//! All ranks run the same operations as without the fault, so no rank waits for an operation that another skips. Production
+//! code does not depend on this module: a test wraps the group that it gives to ranks ([`Faults::put_into`]).
 
 use std::{
     collections::HashMap,
@@ -24,42 +24,43 @@ use crate::{
     transport::{Ticket, Transport},
 };
 
-/// A place in the code that calls an operation, with one group. All ranks of the group call it.
+/// Call site of an operation, with one group. All ranks of the group call it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Site {
-    /// Source file.
+    /// Path of the source file.
     pub file: String,
-    /// Line in it.
+    /// Line in the source file.
     pub line: u32,
-    /// The operation.
+    /// Kind of the operation.
     pub kind: Kind,
-    /// Type of the elements.
+    /// Element type of the data.
     pub number: NumberType,
-    /// Index of the partition of the world that made the group.
+    /// Index of the partition of the world that created the group.
     pub group: usize,
-    /// The sender of what is received: a rank of the group.
+    /// Sender of a receive, as a rank of the group; `None` for other kinds.
     pub sender: Option<usize>,
 }
 
-/// What a fault makes of a result. The own contribution is what this rank gave.
+/// Corruption of a result. The local contribution is the data that this rank gave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Damage {
-    /// The own contribution takes the place of the others': of summands only the own one counts.
+    /// The local contribution replaces those of the other ranks; a reduction returns the local data alone.
     OwnOnly,
-    /// The others' contributions are zeros; of a reduction the whole result.
+    /// The other ranks' contributions are zeros; for a reduction, the whole result is.
     Zeros,
-    /// The memory keeps what it had where the others' contributions belong, as if it were read too early.
+    /// The other ranks' contributions are missing: the target keeps its earlier contents, as if it were read too early.
     Late,
-    /// [`Damage::Late`], but for the first operation on the same input.
+    /// [`Damage::Late`], except for the first operation on the same input.
     LateAgain,
-    /// The result of the first operation on the same input comes again.
+    /// Later operations on the same input return the result of the first.
     Repeated,
-    /// The own contribution is zeros.
+    /// The local contribution is zeros.
     OwnLost,
 }
 
 impl Damage {
-    /// All that make a difference to the result of an operation, to that of repeated ones only where it `is_repeated`.
+    /// Returns all corruptions that change the result of an operation. Those of repeated operations are included if
+    /// `is_repeated`.
     pub fn of(kind: Kind, is_repeated: bool) -> Vec<Self> {
         let all: &[Self] = match kind {
             Kind::Barrier | Kind::Partition | Kind::Send => return Vec::new(),
@@ -75,18 +76,18 @@ impl Damage {
     }
 }
 
-/// A site that was called.
+/// A call site that was used.
 #[derive(Debug, Clone)]
 pub struct Seen {
-    /// Which.
+    /// The call site.
     pub site: Site,
-    /// Ranks of the world in the group, of the first that called.
+    /// World ranks of the group, as the first call had it.
     pub ranks: Vec<usize>,
-    /// Whether a rank has called it with the same input again.
+    /// True if a rank has called it again with the same input.
     pub is_repeated: bool,
 }
 
-/// A fault, or none, in what the ranks of one world tell each other, and the sites that they have called.
+/// At most one fault in the communication of a world's ranks, and the call sites that they used.
 #[derive(Debug, Default)]
 pub struct Faults {
     fault: Option<(Site, Damage)>,
@@ -96,25 +97,25 @@ pub struct Faults {
 #[derive(Debug, Default)]
 struct State {
     seen: Vec<Seen>,
-    /// The first result of each input of a rank.
+    /// First result of each input of a rank.
     first: HashMap<Input, Vec<u8>>,
 }
 
-/// Rank, call site, and where its input lies.
+/// Rank, call site, and address and length of the input.
 type Input = (usize, Site, usize, usize);
 
 impl Faults {
-    /// No fault.
+    /// Returns an instance without a fault, which only records call sites.
     pub fn none() -> Arc<Self> {
         Arc::default()
     }
 
-    /// Damage to the results of one site.
+    /// Returns an instance that corrupts the results of one site.
     pub fn at(site: Site, damage: Damage) -> Arc<Self> {
         Arc::new(Self { fault: Some((site, damage)), ..Self::default() })
     }
 
-    /// The group of all ranks with the fault in it and in all groups that are made of it.
+    /// Injects the fault into the group of all ranks, and into all groups that are created from it.
     pub fn put_into(self: &Arc<Self>, group: Group) -> Group {
         let (faults, mut faulty) = (Arc::clone(self), group);
         let inner = faulty.transport;
@@ -122,7 +123,7 @@ impl Faults {
         faulty
     }
 
-    /// The sites that were called.
+    /// Returns the call sites that were used, sorted.
     pub fn seen(&self) -> Vec<Seen> {
         let mut seen = self.state().seen.clone();
         seen.sort_by_key(|Seen { site, .. }| {
@@ -145,7 +146,7 @@ impl Faults {
     }
 }
 
-/// Carries operations out by another transport, and spoils results.
+/// Transport that delegates to another one and corrupts results.
 #[derive(Debug)]
 struct FaultyTransport {
     inner: Arc<dyn Transport>,
@@ -153,21 +154,21 @@ struct FaultyTransport {
     under_way: Mutex<Vec<(Arc<Ticket>, Spoiler)>>,
 }
 
-/// What becomes of one result.
+/// Planned corruption of one result.
 #[derive(Debug)]
 struct Spoiler {
     input: Input,
     damage: Damage,
     target: Stretch,
-    /// Bytes of the target that others contribute to.
+    /// Byte ranges of the target that other ranks contribute to.
     others: Vec<Range<usize>>,
-    /// What the own contribution would make of them; as long as the target, or empty.
+    /// Bytes that the local contribution would put there; as long as the target, or empty.
     own: Vec<u8>,
     before: Vec<u8>,
 }
 
 impl Spoiler {
-    /// For an operation of member `member` of a group, which has not begun.
+    /// Plans the corruption of an operation of member `member` of a group, before it begins.
     fn new(input: Input, damage: Damage, task: &Task, (member, ranks): (usize, usize)) -> Self {
         let (before, source) = (read(&task.target), read(&task.source));
         let whole = std::iter::once(0..before.len()).collect();
@@ -203,7 +204,7 @@ impl Spoiler {
         Self { input, damage, target: task.target, others, own, before }
     }
 
-    /// What is read in place of `came`; `first` is what came first of the same input, if anything did.
+    /// Returns the corrupted form of `came`. `first` is the first result of the same input, if there was one.
     fn spoil(&self, came: &[u8], first: Option<&[u8]>) -> Vec<u8> {
         let zeros = vec![0; came.len()];
         let (mut spoiled, others) = match self.damage {
@@ -216,7 +217,7 @@ impl Spoiler {
             Damage::OwnLost => (zeros.clone(), &came.to_vec()),
         };
         for range in self.others.iter().cloned() {
-            // An own contribution that fits no other rank's place is none.
+            // Where the local contribution does not cover another rank's range, zeros take its place.
             let from = others.get(range.clone()).unwrap_or(&zeros[range.clone()]);
             spoiled[range].copy_from_slice(from);
         }
@@ -225,7 +226,7 @@ impl Spoiler {
 }
 
 fn read(stretch: &Stretch) -> Vec<u8> {
-    // SAFETY: an operation's memory belongs to the caller before it has begun and after it is done; nobody else writes to it.
+    // SAFETY: an operation's memory belongs to the caller before it begins and after it completes; no other code writes to it.
     unsafe { std::slice::from_raw_parts(stretch.pointer, stretch.bytes()) }.to_vec()
 }
 
@@ -268,7 +269,7 @@ impl Transport for FaultyTransport {
         let mut state = self.faults.state();
         let spoiled = spoiler.spoil(&came, state.first.get(&spoiler.input).map(Vec::as_slice));
         state.first.entry(spoiler.input).or_insert_with(|| came.clone());
-        // SAFETY: the operation is done, so that its memory is the caller's again, who waits here.
+        // SAFETY: the operation is complete, so its memory belongs to the caller again, which waits here.
         let target = unsafe { std::slice::from_raw_parts_mut(spoiler.target.pointer, spoiled.len()) };
         target.copy_from_slice(&spoiled);
         Ok(())
@@ -340,7 +341,7 @@ mod tests {
     use super::*;
     use crate::{Collective, ReduceOp, Source, Target, World, WorldOptions};
 
-    /// What each of two ranks, which give 1 and 2, reads after each of two of these operations.
+    /// Returns the results of two such operations on each of two ranks, which contribute 1 and 2.
     fn read_by_ranks(kind: Kind, damage: Option<Damage>) -> Vec<[Vec<f32>; 2]> {
         let run = |faults: &Arc<Faults>| {
             let options = WorldOptions { arena_bytes: 1 << 20, ..WorldOptions::default() };

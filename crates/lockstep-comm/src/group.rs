@@ -1,8 +1,8 @@
-//! A group of ranks: what everything above is given to talk to other ranks.
+//! The process group: the handle through which the upper layers communicate with other ranks.
 //!
-//! All ranks of a group call the same operations in the same order. Each call says until when it may wait. An error ends the
-//! run on all ranks, with the same message: the order of operations is lost, and nobody is left waiting. What an operation
-//! was to write is unspecified then.
+//! All ranks of a group call the same operations in the same order. Each call takes a deadline. An error ends the run on all
+//! ranks with the same message, because the order of operations is lost; no rank is left waiting. The contents of the output
+//! buffers are unspecified after an error.
 
 use std::{panic::Location, sync::Arc, time::Instant};
 
@@ -19,11 +19,11 @@ use crate::{
     transport::{self, Ticket, Transport},
 };
 
-/// Some ranks of the world, in an order of their own. Clones are the same group.
+/// An ordered subset of the world's ranks. Clones share one group.
 #[derive(Debug, Clone)]
 pub struct Group {
     pub(crate) transport: Arc<dyn Transport>,
-    /// Of the partition that made it.
+    /// Index of the partition that created this group; 0 is the world.
     index: usize,
     rank: usize,
     size: usize,
@@ -32,7 +32,7 @@ pub struct Group {
 }
 
 impl Group {
-    /// The group of all ranks.
+    /// Creates the group of all ranks.
     pub(crate) fn world(transport: impl Transport + 'static) -> Self {
         Self::new(Arc::new(transport), 0)
     }
@@ -44,65 +44,64 @@ impl Group {
         Self { transport, index, rank, size: ranks.len(), algorithm: Algorithm::Tree, meter: None }
     }
 
-    /// The own rank in the group.
+    /// Returns the rank of this process in the group.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks in the group.
     pub fn size(&self) -> usize {
         self.size
     }
 
-    /// Its name in messages.
+    /// Returns the group's name for messages.
     pub fn name(&self) -> GroupName {
         transport::name(self.index, &self.ranks())
     }
 
-    /// Ranks of the world, in the order of the group.
+    /// Returns the world ranks of the members, in group order.
     pub fn ranks(&self) -> Vec<usize> {
         self.transport.members(self.index)
     }
 
-    /// The same group, whose all-reduces go by `algorithm` where they go over a network. All ranks choose the same.
+    /// Returns this group with `algorithm` for its all-reduces over a network. All ranks must choose the same one.
     #[must_use]
     pub fn with_algorithm(self, algorithm: Algorithm) -> Self {
         Self { algorithm, ..self }
     }
 
-    /// The same group, whose operations `meter` counts.
+    /// Returns this group with `meter` counting its operations.
     #[must_use]
     pub fn with_meter(self, meter: Arc<Meter>) -> Self {
         Self { meter: Some(meter), ..self }
     }
 
-    /// An arena whose buffers of `categories` the other ranks of this machine can reach: operations on them copy less.
+    /// Returns an arena whose buffers of `categories` are reachable by the other ranks of this machine, which saves copies.
     pub fn arena(&self, categories: &[MemoryCategory]) -> Arena {
         self.transport.arena(categories)
     }
 
-    /// Whether what is started goes on by itself while this rank computes; if not, it goes on within calls.
+    /// Returns true if started operations progress while this rank computes, false if they progress only within calls.
     pub fn is_in_background(&self) -> bool {
         self.transport.is_in_background()
     }
 
-    /// Whether all of its ranks are known to be on one machine; all of them say the same.
+    /// Returns true if all members are known to be on one machine. All members get the same answer.
     pub fn is_on_one_machine(&self) -> bool {
         self.ranks().into_iter().all(|rank| self.transport.is_near(rank))
     }
 
-    /// Has the rank's own compute threads share the work of operations, in all its groups. They take part while this
-    /// rank is in a call.
+    /// Lets the rank's compute threads take part in the operations of all its groups. They do so while this rank is in a call.
     pub fn set_workers(&self, workers: Workers) {
         self.transport.set_workers(workers);
     }
 
-    /// Makes groups of ranks of the world, which all ranks of the world call with the same lists, through any of their
-    /// groups. Returns the one that this rank is in.
+    /// Splits the world's ranks into `groups` and returns the group that this rank is in; `None` if it is in none. All ranks of
+    /// the world must call it with the same lists, through any of their groups.
     ///
     /// # Errors
-    /// [`CommError`]; among them [`Problem::Partition`](crate::Problem::Partition) if a rank is listed twice, and a
-    /// mismatch if the lists differ from rank to rank.
+    /// If a rank is listed twice or does not exist ([`Problem::Partition`](crate::Problem::Partition)), if there are too many
+    /// partitions, or if the lists differ between ranks; otherwise as [`Group::run`].
     #[track_caller]
     pub fn partition(&self, groups: &[Vec<usize>], deadline: Deadline) -> Result<Option<Self>, CommError> {
         let words = groups.iter().flat_map(|group| std::iter::once(group.len()).chain(group.iter().copied()));
@@ -115,7 +114,7 @@ impl Group {
         if self.transport.groups() == MAX_PARTITIONS {
             return Err(self.misuse(0, call, Problem::TooManyGroups));
         }
-        // All ranks agree on the groups before anybody uses them.
+        // All ranks agree on the groups before any rank uses them.
         let task = Task { call, flow: Flow::Barrier, source: Stretch::EMPTY, target: Stretch::EMPTY };
         let ticket = self.transport.begin(0, task, Vec::new(), deadline, Location::caller())?;
         self.transport.wait(0, &ticket, deadline)?;
@@ -125,10 +124,11 @@ impl Group {
         Ok(is_in_one.then(|| Self::new(Arc::clone(&self.transport), index)))
     }
 
-    /// Carries out an operation, and waits until it is done.
+    /// Carries out an operation and waits for its completion.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If the call is invalid, if ranks called different operations, if a rank is lost, if `deadline` passes, or if the run has
+    /// ended already.
     #[track_caller]
     pub fn run(
         &self,
@@ -146,11 +146,12 @@ impl Group {
         Ok(())
     }
 
-    /// Begins an operation on memory that is lent to it, after the events with which the loans begin. It goes on whenever this rank is in a call of any of its groups. The
-    /// deadline is for the beginning, which waits only if many operations are under way.
+    /// Starts an operation on lent memory, after the events with which the loans begin. The operation progresses at least
+    /// while this rank is in a call of any of its groups. `deadline` bounds the start, which waits only if too many operations
+    /// are in flight.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// As [`Group::run`].
     #[track_caller]
     pub fn start(
         &self,
@@ -183,17 +184,17 @@ impl Group {
         Ok(task)
     }
 
-    /// Ends the run because of a call that cannot be right.
+    /// Ends the run because of an invalid call.
     fn misuse(&self, group: usize, call: Call, problem: Problem) -> CommError {
         let name = transport::name(group, &self.transport.members(group));
         let occasion = Occasion { call, sequence: self.transport.begun(group), group: name };
         self.transport.fail(CommError::Misuse { rank: self.transport.rank(), problem, occasion })
     }
 
-    /// Carries on with what was started, in all groups, as far as it goes without waiting.
+    /// Advances started operations of all groups as far as they go without waiting.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If the run has ended, or an operation in flight fails.
     pub fn progress(&self) -> Result<(), CommError> {
         let begin = self.meter.as_ref().map(|_| Instant::now());
         self.transport.progress()?;
@@ -208,30 +209,30 @@ impl Group {
         self.transport.fail(CommError::Stopped { by: Some(self.transport.rank()) });
     }
 
-    /// Ends the processes of all ranks with exit code `code`, where nobody else would: with MPI, which cannot go on after a
-    /// failure. To be called after that was told; returns where the ranks end by themselves.
+    /// Ends the processes of all ranks with exit code `code` where nothing else would: under MPI, which cannot go on after a
+    /// failure. Report the failure first. Returns on other transports, whose ranks end by themselves.
     pub fn abort(&self, code: i32) {
         self.transport.abort(code);
     }
 
-    /// What a rank of the world called last, oldest first; also if it is dead.
+    /// Returns the last operations that a world rank called, oldest first; also for a dead rank.
     pub fn recorded(&self, rank: usize) -> Vec<Recorded> {
         self.transport.recorded(rank)
     }
 
-    /// Waits until all ranks have called it.
+    /// Waits until all ranks of the group have called it.
     ///
     /// # Errors
-    /// [`CommError`], as all that follow.
+    /// As [`Group::run`].
     #[track_caller]
     pub fn barrier(&self, deadline: Deadline) -> Result<(), CommError> {
         self.run(&mut Collective::Barrier, deadline)
     }
 
-    /// Replaces `data` by the root's.
+    /// Replaces `data` on every rank with the root's `data`.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// As [`Group::run`].
     #[track_caller]
     pub fn broadcast<'a>(
         &self,
@@ -242,10 +243,10 @@ impl Group {
         self.run(&mut Collective::Broadcast { data: data.into(), root }, deadline)
     }
 
-    /// Replaces the root's `data` by the reduction of all ranks'.
+    /// Replaces the root's `data` with the reduction of all ranks' `data`.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// As [`Group::run`].
     #[track_caller]
     pub fn reduce<'a>(
         &self,
@@ -257,10 +258,10 @@ impl Group {
         self.run(&mut Collective::Reduce { data: data.into(), op, root }, deadline)
     }
 
-    /// Replaces `data` by the reduction of all ranks'.
+    /// Replaces `data` on every rank with the reduction of all ranks' `data`.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// As [`Group::run`].
     #[track_caller]
     pub fn all_reduce<'a>(
         &self,
@@ -271,10 +272,10 @@ impl Group {
         self.run(&mut Collective::AllReduce { data: data.into(), op }, deadline)
     }
 
-    /// Writes the own one of equal blocks of the reduction of all ranks' `input`.
+    /// Reduces all ranks' `input` and writes this rank's block of the result to `output`. The blocks are of equal length.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// As [`Group::run`].
     #[track_caller]
     pub fn reduce_scatter<'a>(
         &self,
@@ -287,10 +288,10 @@ impl Group {
         self.run(&mut Collective::ReduceScatter { input, output, op, counts: None }, deadline)
     }
 
-    /// Writes all ranks' `input`, of one length, one after the other.
+    /// Writes all ranks' `input`, of equal length, to `output` in rank order.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// As [`Group::run`].
     #[track_caller]
     pub fn all_gather<'a>(
         &self,
@@ -302,10 +303,10 @@ impl Group {
         self.run(&mut Collective::AllGather { input, output, counts: None }, deadline)
     }
 
-    /// Sends one of equal blocks of `input` to each rank, and writes what they sent in the order of the senders.
+    /// Sends one of the equal blocks of `input` to each rank, and writes the received blocks to `output` in sender order.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// As [`Group::run`].
     #[track_caller]
     pub fn all_to_all<'a>(
         &self,
@@ -317,10 +318,10 @@ impl Group {
         self.run(&mut Collective::AllToAll { input, output, counts: None }, deadline)
     }
 
-    /// Sends `input` to rank `to` of the group, which calls [`Group::receive`].
+    /// Sends `input` to rank `to` of the group, which must call [`Group::receive`].
     ///
     /// # Errors
-    /// [`CommError`].
+    /// As [`Group::run`].
     #[track_caller]
     pub fn send<'a>(
         &self,
@@ -331,10 +332,10 @@ impl Group {
         self.run(&mut Collective::Send { input: input.into(), to }, deadline)
     }
 
-    /// Replaces `output` by what rank `from` of the group sends.
+    /// Replaces `output` with the data that rank `from` of the group sends.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// As [`Group::run`].
     #[track_caller]
     pub fn receive<'a>(
         &self,
@@ -346,7 +347,7 @@ impl Group {
     }
 }
 
-/// An operation under way. Dropped, it goes on all the same.
+/// Handle of an operation in flight. The operation goes on if the handle is dropped.
 #[derive(Debug)]
 #[must_use = "the operation is not known to be done before it has been waited for"]
 pub struct Pending {
@@ -354,24 +355,25 @@ pub struct Pending {
     group: usize,
     ticket: Arc<Ticket>,
     meter: Option<Arc<Meter>>,
-    /// When it began, for the meter, if it goes on beside this rank's work. What another rank sends may not have begun there.
+    /// Start time, for the meter; `None` unless the operation progresses in the background. A receive has none either: its
+    /// sender may start later.
     sent: Option<Instant>,
 }
 
 impl Pending {
-    /// Carries on as far as it goes without waiting, and says whether the operation is done.
+    /// Advances operations as far as they go without waiting, and returns true if this one is complete.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If the run has ended, or an operation in flight fails.
     pub fn is_done(&self) -> Result<bool, CommError> {
         self.transport.progress()?;
         Ok(self.ticket.is_complete())
     }
 
-    /// Waits until it is done. Returns what was lent, inputs first, and when it was done.
+    /// Waits for completion. Returns the lent memory, inputs first, and the time of completion.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// As [`Group::run`].
     pub fn wait_with_time(self, deadline: Deadline) -> Result<(Vec<Lent>, Instant), CommError> {
         let begin = self.meter.as_ref().map(|_| Instant::now());
         self.transport.wait(self.group, &self.ticket, deadline)?;
@@ -385,10 +387,11 @@ impl Pending {
         Ok((self.ticket.take_memory(), done))
     }
 
-    /// Waits until it is done. Returns what was lent, inputs first: what is called on that memory from now on finds the result.
+    /// Waits for completion. Returns the lent memory, inputs first; operations issued on that memory from now on see
+    /// the result.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// As [`Group::run`].
     pub fn wait(self, deadline: Deadline) -> Result<Vec<Lent>, CommError> {
         self.wait_with_time(deadline).map(|(memory, _)| memory)
     }

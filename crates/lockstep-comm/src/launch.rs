@@ -1,7 +1,7 @@
 //! Starts the ranks of one machine.
 //!
-//! Each rank inherits a socket, over which it is handed the shared memory of all, and torchrun's variables. It dies with
-//! its launcher: to be exact, with the thread that started it.
+//! Each rank inherits torchrun's environment variables and a socket, over which it receives the descriptors of the shared
+//! memory. A rank dies with its launcher; more exactly, with the thread that started it.
 
 use std::{
     ffi::OsString,
@@ -31,63 +31,63 @@ use crate::{
     tcp::SecretInMemory,
 };
 
-/// The variable with the file where a rank writes why it failed, as torchelastic names it.
+/// Variable with the path of the file where a rank writes the reason of its failure; the name is torchelastic's.
 pub const ERROR_FILE_VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
-/// torchrun's name of a run that has none.
+/// Run id that torchrun gives to a run without one.
 const NO_RUN: &str = "none";
 
-/// What is to be started.
+/// Description of the ranks to start on this machine.
 #[derive(Debug, Clone)]
 pub struct Launch {
-    /// The program of every rank.
+    /// Program of every rank.
     pub program: PathBuf,
-    /// Its arguments.
+    /// Arguments of the program.
     pub arguments: Vec<OsString>,
-    /// Variables besides those of the launcher, and those that say who the rank is.
+    /// Environment variables in addition to the launcher's and to those that identify the rank.
     pub environment: Vec<(OsString, OsString)>,
-    /// How many.
+    /// Number of ranks on this machine.
     pub ranks: usize,
-    /// Their world on this machine.
+    /// Options of the ranks' world on this machine.
     pub options: WorldOptions,
-    /// Their place among the ranks of other machines.
+    /// Place of these ranks among those of other machines.
     pub placement: Placement,
-    /// Where they run.
+    /// Core affinity of the ranks.
     pub pinning: Pinning,
-    /// Where what they print goes.
+    /// Destination of the ranks' standard output and standard error.
     pub output: Output,
-    /// What ranks are told as torchelastic tells its workers.
+    /// Variables that torchelastic sets for its workers.
     pub elastic: Elastic,
-    /// Exit codes of a rank that has done what it was to do; once it has left the world, none of them is a failure.
+    /// Exit codes that count as success once the rank has left the world.
     pub sound_codes: Vec<i32>,
 }
 
-/// The variables of torchelastic's workers other than their ranks.
+/// The variables of torchelastic's workers, except those for ranks and sizes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Elastic {
     /// Name of the role that all ranks have.
     pub role: String,
-    /// How often the ranks were started again after a failure.
+    /// Number of restarts after a failure so far.
     pub restart_count: usize,
-    /// How often they may be.
+    /// Maximum number of restarts.
     pub max_restarts: usize,
-    /// Directory where a rank that fails writes why, if anywhere.
+    /// Directory where a failing rank writes the reason; `None` for no such file.
     pub errors: Option<PathBuf>,
 }
 
 impl Default for Elastic {
-    /// No restarts and no files, and torchrun's own name of the role.
+    /// Returns values without restarts and error files, with torchrun's default role.
     fn default() -> Self {
         Self { role: "default".to_owned(), restart_count: 0, max_restarts: 0, errors: None }
     }
 }
 
 impl Elastic {
-    /// The file where `rank` writes why it failed.
+    /// Returns the path where `rank` writes the reason of its failure; `None` without a directory.
     pub fn error_file(&self, rank: usize) -> Option<PathBuf> {
         self.errors.as_ref().map(|dir| dir.join(format!("rank-{rank:05}.error.json")))
     }
 
-    /// Sets the variables of `rank`, and removes what an earlier one has left.
+    /// Sets the variables of `rank`, and removes the error file of an earlier attempt.
     fn prepare(&self, rank: usize, placement: &Placement, command: &mut Command) {
         for (name, value) in [
             ("ROLE_RANK", rank),
@@ -102,7 +102,7 @@ impl Elastic {
         command.env("TORCHELASTIC_USE_AGENT_STORE", "False");
         match self.error_file(rank) {
             Some(file) => {
-                // One that is not there is as good.
+                // A missing file is fine.
                 let _ = std::fs::remove_file(&file);
                 command.env(ERROR_FILE_VARIABLE, file)
             }
@@ -111,29 +111,29 @@ impl Elastic {
     }
 }
 
-/// Where the ranks of this machine stand among those of all.
+/// Place of this machine's ranks among those of all machines.
 #[derive(Debug, Clone)]
 pub struct Placement {
-    /// Number of this machine, and how many there are.
+    /// Number of this machine, from 0.
     pub node: usize,
     /// Number of machines.
     pub nodes: usize,
-    /// The first rank of this machine.
+    /// World rank of the first rank of this machine.
     pub first_rank: usize,
-    /// Ranks of all machines.
+    /// Number of ranks of all machines.
     pub world_size: usize,
-    /// Where ranks meet that share no memory.
+    /// Address where ranks without shared memory meet.
     pub leader: Option<Leader>,
-    /// The socket that rank 0 listens on there.
+    /// Listening socket at that address, which rank 0 inherits.
     pub listener: Option<Arc<TcpListener>>,
-    /// Name of the run.
+    /// Name of the run; may be empty.
     pub run: String,
-    /// The secret by which ranks that share no memory know each other; they inherit its descriptor.
+    /// Secret that authenticates ranks without shared memory to each other. The ranks inherit its descriptor.
     pub secret: Option<Arc<SecretInMemory>>,
 }
 
 impl Placement {
-    /// On one machine.
+    /// Returns the placement of a run on one machine.
     pub fn alone(ranks: usize) -> Self {
         Self {
             node: 0,
@@ -147,7 +147,7 @@ impl Placement {
         }
     }
 
-    /// Returns the placement on one machine, with an address where ranks can meet as if they were on several, and a new secret.
+    /// Returns a placement on one machine with a loopback address where ranks meet as if on several machines, and a new secret.
     ///
     /// # Errors
     /// If the system has no port, random bytes or memory.
@@ -161,21 +161,21 @@ impl Placement {
     }
 }
 
-/// On which cores a rank runs.
+/// Core affinity of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pinning {
-    /// On all that the launcher has.
+    /// No affinity: all cores that the launcher may use.
     Free,
-    /// On its share of those.
+    /// An equal share of the launcher's cores for each rank; ranks share cores only if there are too few.
     Share,
 }
 
 impl Launch {
-    /// Starts all ranks.
+    /// Starts all ranks and returns the agent that watches them.
     ///
     /// # Errors
-    /// [`CommError::Join`] for a number of ranks that cannot be, [`CommError::Log`] for files that cannot be written,
-    /// [`CommError::Io`] if the program cannot be started.
+    /// If the number of ranks is out of range, if a log or error directory cannot be created, or if the program cannot be
+    /// started.
     pub fn start(&self) -> Result<Agent, CommError> {
         let options = WorldOptions { first_rank: self.placement.first_rank, ..self.options };
         let world = World::new(self.ranks, options)?;
@@ -199,7 +199,7 @@ impl Launch {
         let (ours, theirs) = UnixStream::pair().map_err(CommError::io("make a socket for a rank"))?;
         world.welcome(&ours, rank)?;
         let mut command = Command::new(&self.program);
-        // A terminal's Ctrl-C is for the launcher alone, which asks all ranks to stop at the same step.
+        // Ctrl-C in a terminal reaches the launcher alone, which asks all ranks to stop at the same step.
         command.process_group(0);
         command.args(&self.arguments).envs(self.environment.iter().cloned());
         let placement = &self.placement;
@@ -237,7 +237,7 @@ impl Launch {
         let parent = rustix::process::getpid();
         let prepare = move || -> io::Result<()> {
             set_parent_process_death_signal(Some(Signal::KILL))?;
-            // It may have died before that.
+            // The parent may have died before the death signal was set.
             if getppid() != Some(parent) {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
@@ -263,22 +263,22 @@ impl Launch {
     }
 }
 
-/// Keeps this process to its share of the cores, as one of `ranks` on this machine, unless somebody has bound it already.
+/// Pins this process to its share of the cores, as one of `ranks` on this machine, unless it is already bound to fewer cores.
 pub(crate) fn pin_to_share(rank: usize, ranks: usize) {
     let allowed = cores();
     if allowed.len() >= online_cores() && ranks > 1 {
-        // It runs all the same where it may not choose.
+        // A rank that may not set its affinity runs all the same.
         let _ = sched_setaffinity(None, &share_of_cores(&allowed, rank, ranks));
     }
 }
 
-/// The cores that this thread may use.
+/// Returns the cores that this thread may use.
 fn cores() -> Vec<usize> {
     let allowed = sched_getaffinity(None).ok();
     allowed.map_or(Vec::new(), |allowed| (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core)).collect())
 }
 
-/// The cores that the machine has, as far as it says.
+/// Returns the number of online cores that the system reports.
 fn online_cores() -> usize {
     let list = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
     let count = |range: &str| {
@@ -288,7 +288,7 @@ fn online_cores() -> usize {
     list.trim().split(',').filter_map(count).sum()
 }
 
-/// Neighbouring cores for each rank, as many for each; or one, where ranks have to share.
+/// Returns consecutive cores, nearly equally many for each rank; a single core if there are more ranks than cores.
 fn share_of_cores(cores: &[usize], rank: usize, ranks: usize) -> CpuSet {
     let mut share = CpuSet::new();
     if ranks <= cores.len() {

@@ -1,14 +1,15 @@
-//! Many ranks as one: process groups, and collectives that give the same bits on every rank and every run.
+//! Process groups and collectives that give the same bits on every rank and in every run.
 //!
-//! A [`Group`] is what everything above is given. Its operations are [`Collective`]s; each is either carried out at once
-//! ([`Group::run`], and a method for each) or started on memory that is lent to it ([`Group::start`]). Every call that can wait
-//! takes a [`Deadline`]; every error is a [`CommError`] that is the same on all ranks, and names the one it is about.
+//! A [`Group`] is the handle that the upper layers work with. Its operations are [`Collective`]s. Each runs synchronously
+//! ([`Group::run`], and one method per operation) or asynchronously on memory that is lent to it ([`Group::start`]). Every
+//! call that can wait takes a [`Deadline`]. Every [`CommError`] that ends a run is the same on all ranks and names the rank
+//! at fault.
 //!
-//! Reductions follow a fixed binary tree over the ranks of a group (`reduce`), whatever the size of a message, however it is
-//! cut and by whatever way it travels. What is pure stands apart from what waits: `call` describes an operation, `task`
-//! works out what it means for a rank, `blocks` and `exchange` say which bytes go where. `shm` carries it out between
-//! ranks of one machine, which `world` brings together, `launch` starts, and [`environment`] finds others to have started;
-//! `mpi` leaves it to MPI.
+//! Reductions follow a fixed binary tree over the ranks of a group (`reduce`), whatever the message size, the chunking and
+//! the transport. Pure code is separate from code that waits. `call` describes an operation, `task` validates and plans it
+//! for one rank, `blocks` and `exchange` say which bytes go where. `shm` carries tasks out between ranks of one machine.
+//! `world` creates and joins their shared memory, `launch` starts the ranks, and [`environment`] recognizes ranks that
+//! another launcher started. `tcp` connects machines by sockets; `mpi` delegates to an MPI library.
 
 mod agent;
 mod algorithm;
@@ -62,9 +63,9 @@ pub use tcp::{
 };
 pub use world::{SOCKET_VARIABLE, World, WorldOptions, join};
 
-/// The most ranks of one machine.
+/// Maximum number of ranks on one machine.
 pub const MAX_RANKS: usize = 64;
-/// The most ranks of a world.
+/// Maximum number of ranks in a world.
 pub const MAX_WORLD: usize = 256;
-/// The most partitions of the world, that of all ranks in one group included.
+/// Maximum number of partitions of a world, including the one that holds all ranks in one group.
 pub const MAX_PARTITIONS: usize = 64;

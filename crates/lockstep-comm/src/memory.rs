@@ -1,4 +1,4 @@
-//! What operations are given: memory to read, memory to write, and memory lent for the time of an operation.
+//! Memory arguments of operations: inputs, outputs, and memory lent for the duration of an operation.
 
 use std::marker::PhantomData;
 
@@ -7,7 +7,7 @@ use lockstep_tensor::{Loan, View};
 
 use crate::{Kind, Number, NumberType};
 
-/// Elements that an operation reads: a slice, or a view of a tensor.
+/// Input of an operation: a slice, or a view of a tensor.
 #[derive(Debug, Clone, Copy)]
 pub struct Source<'a> {
     pointer: *const u8,
@@ -17,7 +17,7 @@ pub struct Source<'a> {
     memory: PhantomData<&'a [u8]>,
 }
 
-/// Elements that an operation writes, and may read: a mutable slice, or a view of a tensor.
+/// Output of an operation, which it may also read: a mutable slice, or a view of a tensor.
 #[derive(Debug)]
 pub struct Target<'a> {
     pointer: *mut u8,
@@ -27,9 +27,9 @@ pub struct Target<'a> {
     memory: PhantomData<&'a mut [u8]>,
 }
 
-/// Memory that an operation is given: one of a device is used after an event.
+/// Memory that an operation is given. Device memory may only be used after an event.
 pub(crate) trait HandOver {
-    /// Waits until `by` may use the memory.
+    /// Waits until an operation of kind `by` may use the memory.
     fn hand_over(&mut self, by: Kind);
 }
 
@@ -81,7 +81,7 @@ impl<'a> From<View<'a>> for Target<'a> {
     }
 }
 
-/// Part of a buffer, lent to an operation that runs on while its rank does something else.
+/// Part of a buffer, lent to an operation that stays in flight while its rank does something else.
 #[derive(Debug)]
 pub struct Lent {
     loan: Loan,
@@ -89,18 +89,18 @@ pub struct Lent {
 }
 
 impl Lent {
-    /// The bytes of a loan as elements of `dtype`; left-over bytes take no part.
+    /// Lends the bytes of `loan` as elements of `dtype`. Bytes left over after the last whole element take no part.
     pub fn new(loan: Loan, dtype: DType) -> Self {
         Self { loan, number: dtype.into() }
     }
 
-    /// The loan.
+    /// Returns the loan that was passed to [`Lent::new`].
     pub fn into_loan(self) -> Loan {
         self.loan
     }
 }
 
-/// A stretch of memory without its lifetime, for as long as whoever made it sees to that.
+/// Address range of memory, without a lifetime. Its creator guarantees that the memory outlives its use.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Stretch {
     pub(crate) pointer: *mut u8,
@@ -108,11 +108,11 @@ pub(crate) struct Stretch {
     pub(crate) elements: usize,
 }
 
-// SAFETY: a stretch is an address; those who use the memory see to who may.
+// SAFETY: a `Stretch` is only an address; the code that accesses the memory guarantees exclusive or shared access.
 unsafe impl Send for Stretch {}
 
 impl Stretch {
-    /// Of no element.
+    /// Empty range, valid to pass but not to access.
     pub(crate) const EMPTY: Self =
         Self { pointer: std::ptr::dangling_mut(), number: NumberType::U8, elements: 0 };
 
@@ -120,13 +120,13 @@ impl Stretch {
         self.elements * self.number.size_bytes()
     }
 
-    /// Elements from `start` on, `elements` of them.
+    /// Returns the `elements` elements from `start` on.
     pub(crate) fn part(&self, start: usize, elements: usize) -> Self {
         debug_assert!(start + elements <= self.elements);
         Self { pointer: self.pointer.wrapping_add(start * self.number.size_bytes()), elements, ..*self }
     }
 
-    /// Bytes from `start` on, `bytes` of them.
+    /// Returns the `bytes` bytes from byte `start` on, as `U8` elements.
     pub(crate) fn bytes_at(&self, start: usize, bytes: usize) -> Self {
         debug_assert!(start + bytes <= self.bytes());
         Self { pointer: self.pointer.wrapping_add(start), number: NumberType::U8, elements: bytes }

@@ -1,4 +1,4 @@
-//! What operations between ranks cost the one that calls them: bytes, and time.
+//! Meter of communication: bytes, busy time and exposed time of a rank's operations.
 
 use std::{
     mem,
@@ -8,46 +8,47 @@ use std::{
 
 use crate::{Call, Kind};
 
-/// Adds up what the operations of some groups cost ([`Group::with_meter`](crate::Group::with_meter)).
+/// Adds up bytes and times of the operations of the groups that it is attached to
+/// ([`Group::with_meter`](crate::Group::with_meter)).
 #[derive(Debug, Default)]
 pub struct Meter(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
     sums: Metered,
-    /// Beginnings and ends of what was under way, in any order, that are not counted yet.
+    /// Start and end times of operations and waits, in any order, that are not yet added to `sums`.
     under_way: Vec<(Instant, Instant)>,
 }
 
-/// So many of them are counted at a time, if nobody asks before.
+/// Number of intervals after which they are added up, unless [`Meter::take`] is called before.
 const COUNTED_AT_ONCE: usize = 4096;
 
-/// What operations have cost.
+/// Communication volume and time of a rank since the last reading.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Metered {
-    /// Bytes that this rank has to send by the best of algorithms.
+    /// Bytes that an optimal algorithm sends from this rank, counted as in nccl-tests.
     pub bytes: u64,
-    /// Time in which at least one of them was waited for, or went on beside other work.
+    /// Time in which at least one operation was in flight or waited for, whether overlapped with computation or not.
     pub busy: Duration,
-    /// Time in which this rank did nothing but carry them out, or wait for them.
+    /// Exposed communication: time in which this rank did nothing but carry out operations or wait for them.
     pub exposed: Duration,
 }
 
 impl Meter {
-    /// What has been counted since this was last asked.
+    /// Returns the totals since the last call of this function, and resets them.
     pub fn take(&self) -> Metered {
         let mut state = self.state();
         state.count();
         mem::take(&mut state.sums)
     }
 
-    /// An operation among `ranks` begins now.
+    /// Counts the bytes of an operation among `ranks`, and returns the current time.
     pub(crate) fn begin(&self, call: &Call, ranks: usize) -> Instant {
         self.state().sums.bytes += bytes_sent(call, ranks);
         Instant::now()
     }
 
-    /// This rank has done nothing else since `begin`.
+    /// Counts the time since `begin` as exposed.
     pub(crate) fn waited(&self, begin: Instant) {
         let now = Instant::now();
         let mut state = self.state();
@@ -55,7 +56,7 @@ impl Meter {
         state.add(begin, now);
     }
 
-    /// Something was under way.
+    /// Counts an operation that was in flight from `begin` to `end`.
     pub(crate) fn was_sent(&self, begin: Instant, end: Instant) {
         self.state().add(begin, end);
     }
@@ -73,7 +74,7 @@ impl State {
         self.under_way.push((begin, end));
     }
 
-    /// Counts the time in which something was under way, once however much it was.
+    /// Adds the union of all intervals to the busy time, so that overlapping intervals count once.
     fn count(&mut self) {
         self.under_way.sort_unstable();
         let mut until: Option<Instant> = None;
@@ -85,7 +86,7 @@ impl State {
     }
 }
 
-/// What a rank has to send of an operation, as nccl-tests count it.
+/// Returns the bytes that a rank must send for an operation, as nccl-tests counts them.
 fn bytes_sent(call: &Call, ranks: usize) -> u64 {
     let bytes = (call.elements * call.number.size_bytes()) as u64;
     let (ranks, others) = (ranks as u64, ranks as u64 - 1);
@@ -111,7 +112,7 @@ mod tests {
         let meter = Meter::default();
         let begin = Instant::now();
         let at = |ms: u64| begin + Duration::from_millis(ms);
-        // In the order in which they are known to have ended: one may have begun long before.
+        // Ordered by known completion: an operation may have begun long before.
         for (from, to) in [(4, 6), (20, 21), (0, 10), (8, 15)] {
             meter.was_sent(at(from), at(to));
         }

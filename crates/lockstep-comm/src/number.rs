@@ -1,4 +1,4 @@
-//! What can be sent and reduced: element types, and how two elements become one.
+//! Element types of collectives, and reduction operators.
 
 use std::fmt;
 
@@ -6,12 +6,12 @@ use bytemuck::Pod;
 use half::{bf16, f16};
 use lockstep_plan::DType;
 
-/// The type of the elements that a collective works on.
+/// Element type of a collective's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum NumberType {
     /// IEEE 754 binary32.
     F32,
-    /// The upper half of a binary32; reduced in f32 and rounded once.
+    /// bfloat16, the upper half of a binary32; reduced in f32 and rounded once.
     Bf16,
     /// IEEE 754 binary16; reduced in f32 and rounded once.
     F16,
@@ -26,10 +26,10 @@ pub enum NumberType {
 }
 
 impl NumberType {
-    /// All of them; the position is the type's code in shared memory and on the wire.
+    /// All types; the index is the type's code in shared memory and on the wire.
     pub const ALL: [Self; 7] = [Self::F32, Self::Bf16, Self::F16, Self::I64, Self::I32, Self::U32, Self::U8];
 
-    /// Size of one element in bytes.
+    /// Returns the size of one element in bytes.
     pub const fn size_bytes(self) -> usize {
         match self {
             Self::I64 => 8,
@@ -39,7 +39,7 @@ impl NumberType {
         }
     }
 
-    /// The name users know: `f32`, `bf16`, ...
+    /// Returns the name that users know: `f32`, `bf16`, ...
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -72,9 +72,9 @@ impl From<DType> for NumberType {
     }
 }
 
-/// A Rust type that is one of [`NumberType`].
+/// A Rust type that corresponds to a [`NumberType`].
 pub trait Number: Pod + Send + Sync {
-    /// Which.
+    /// Element type of `Self`.
     const TYPE: NumberType;
 }
 
@@ -87,22 +87,22 @@ macro_rules! numbers {
 }
 numbers!(f32 => F32, bf16 => Bf16, f16 => F16, i64 => I64, i32 => I32, u32 => U32, u8 => U8);
 
-/// How elements of several ranks become one.
+/// Operator of a reduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
-    /// Their sum, over a fixed tree of the ranks.
+    /// Sum, in the order of a fixed tree over the ranks.
     Sum,
-    /// The largest; a NaN if there is one.
+    /// Maximum; NaN if any element is NaN.
     Max,
-    /// The smallest; a NaN if there is one.
+    /// Minimum; NaN if any element is NaN.
     Min,
 }
 
 impl ReduceOp {
-    /// All of them; the position is the operation's code in shared memory and on the wire.
+    /// All operators; the index is the operator's code in shared memory and on the wire.
     pub const ALL: [Self; 3] = [Self::Sum, Self::Max, Self::Min];
 
-    /// `sum`, `max` or `min`.
+    /// Returns `sum`, `max` or `min`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Sum => "sum",

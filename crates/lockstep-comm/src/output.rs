@@ -1,7 +1,7 @@
-//! What ranks print, on its way to the terminal and to files.
+//! Relay of the ranks' standard output and standard error to the terminal and to files.
 //!
-//! Lines of several ranks never mix: each is written whole, with the rank before it. A thread of the launcher carries them;
-//! it holds no more than one line of each rank, and what a rank wrote before it died is read to the last byte.
+//! Lines of different ranks never mix: each is written whole, after the label of its rank. A thread of the launcher relays
+//! them and buffers at most one line per stream. Everything that a rank wrote before it died is relayed.
 
 use std::{
     fs::{self, File},
@@ -20,51 +20,51 @@ use rustix::{
 
 use crate::CommError;
 
-/// A line that is longer is cut.
+/// Maximum length of a line in bytes; longer lines are cut.
 const LINE_BYTES: usize = 64 << 10;
-/// Bytes that are read at a time.
+/// Size of one read in bytes.
 const READ_BYTES: usize = 16 << 10;
-/// Reads of a pipe whose writer has ended; a pipe holds less than this, unless somebody else still writes.
+/// Maximum number of reads from a pipe at the end. A pipe holds less than this, unless another process still writes to it.
 const LAST_READS: usize = (1 << 20) / READ_BYTES;
-/// Clears the line that a progress bar may be drawn on.
+/// Escape sequence that clears the line of a progress bar.
 const CLEAR_LINE: &str = "\r\x1b[K";
 
-/// Where the output of ranks goes.
+/// Destination of the ranks' output.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Output {
-    /// To the launcher's own: rank 0's as it is, that of the others line by line as `[rank 3] ...`.
+    /// The launcher's own output: rank 0's unchanged, that of the others line by line as `[rank 3] ...`.
     #[default]
     Labelled,
-    /// To the end of `rank-00003.out` and `rank-00003.err` in this directory; rank 0's is shown by the launcher as well.
+    /// Appended to `rank-00003.out` and `rank-00003.err` in this directory; the launcher shows rank 0's as well.
     Files(PathBuf),
-    /// As it says for each rank and stream.
+    /// Destinations chosen for each rank and stream.
     Routed(Routing),
 }
 
-/// Destinations by rank of this machine and stream.
+/// Destinations by local rank and stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Routing {
     /// Directory of the files.
     pub dir: PathBuf,
-    /// What stands before the rank in a label: `[trainer3]: ` for `trainer`, `[rank 3] ` without.
+    /// Role name in labels: `[trainer3]: ` for `trainer`, `[rank 3] ` without a role.
     pub role: Option<String>,
-    /// Standard output and standard error of each rank of this machine, in their order.
+    /// Routes of standard output and standard error, in this order, of each rank of this machine.
     pub streams: Vec<[Route; 2]>,
 }
 
 /// Destinations of one stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Route {
-    /// Shown by the launcher.
+    /// True if the launcher shows the stream.
     pub console: bool,
-    /// Appended to the rank's file.
+    /// True if the stream is appended to the rank's file.
     pub file: bool,
 }
 
-/// Extensions of the files of both streams.
+/// File extensions of the two streams.
 const EXTENSIONS: [&str; 2] = ["out", "err"];
 
-/// A rank's number on its machine, and in the world.
+/// Local rank and world rank.
 type Numbers = (usize, usize);
 
 impl Output {
@@ -92,27 +92,27 @@ impl Output {
         })
     }
 
-    /// The file that has what a rank wrote to standard error, if there is one.
+    /// Returns the path of a rank's standard error, if it is written to a file.
     pub(crate) fn error_log(&self, numbers: Numbers) -> Option<PathBuf> {
         self.file(numbers.1, EXTENSIONS[1]).filter(|_| self.routes(numbers)[1].file)
     }
 
-    /// Whether the launcher shows what a rank writes to standard error.
+    /// Returns true if the launcher shows a rank's standard error.
     pub(crate) fn shows_errors(&self, numbers: Numbers) -> bool {
         self.routes(numbers)[1].console
     }
 
-    /// Has the process of a rank write where it should.
+    /// Redirects the output of a rank's process to its destinations.
     ///
     /// # Errors
-    /// [`CommError::Log`].
+    /// If a file cannot be opened.
     pub(crate) fn prepare(&self, numbers: Numbers, command: &mut Command) -> Result<(), CommError> {
         let target = |stream: usize| {
             let route = self.routes(numbers)[stream];
             Ok(match (route.console, self.file(numbers.1, EXTENSIONS[stream]).filter(|_| route.file)) {
                 (false, None) => Stdio::null(),
                 (false, Some(path)) => Stdio::from(open(path)?),
-                // A progress bar is drawn on the terminal itself.
+                // The progress bar is drawn directly on the terminal.
                 (true, None) if numbers.1 == 0 => Stdio::inherit(),
                 (true, _) => Stdio::piped(),
             })
@@ -121,10 +121,10 @@ impl Output {
         Ok(())
     }
 
-    /// What is to be carried of a rank that was started as prepared.
+    /// Returns the streams to relay of a rank that [`Output::prepare`] was called for.
     ///
     /// # Errors
-    /// [`CommError::Log`], and what the system says.
+    /// If a file cannot be opened, or a pipe cannot be made non-blocking.
     pub(crate) fn streams(&self, numbers: Numbers, child: &mut Child) -> Result<Vec<Stream>, CommError> {
         let label = self.label(numbers.1);
         let routes = self.routes(numbers);
@@ -137,7 +137,7 @@ impl Output {
             streams.push(Stream::new(pipe.into(), label.clone(), Box::new(io::stdout()), copy(0)?)?);
         }
         if let Some(pipe) = child.stderr.take() {
-            // Nobody draws a progress bar but rank 0, on the launcher's terminal.
+            // Only rank 0 draws a progress bar, on the launcher's terminal.
             let is_drawn_on = io::stderr().is_terminal();
             let label = label.map(|label| if is_drawn_on { format!("{CLEAR_LINE}{label}") } else { label });
             streams.push(Stream::new(pipe.into(), label, Box::new(io::stderr()), copy(1)?)?);
@@ -152,19 +152,19 @@ fn file(dir: &Path, rank: usize, extension: &str) -> PathBuf {
 
 fn open(path: PathBuf) -> Result<File, CommError> {
     let made = path.parent().map_or(Ok(()), fs::create_dir_all);
-    // What an earlier run left there may say why it ended.
+    // The output of an earlier run may say why it ended.
     let opened = made.and_then(|()| File::options().append(true).create(true).open(&path));
     opened.map_err(|source| CommError::Log { path, source })
 }
 
-/// One of the two outputs of a rank.
+/// One of a rank's two output streams.
 pub(crate) struct Stream {
     pipe: OwnedFd,
-    /// Before each line; without it everything goes on as it comes.
+    /// Label before each line; without one, bytes pass through as they come.
     label: Option<String>,
     out: Box<dyn Write + Send>,
     copy: Option<File>,
-    /// A line that has not ended yet.
+    /// Start of a line that has not ended yet.
     line: Vec<u8>,
 }
 
@@ -180,7 +180,7 @@ impl Stream {
         Ok(Self { pipe, label, out, copy, line: Vec::new() })
     }
 
-    /// Carries what is there, in at most so many reads; says whether there may be more to come.
+    /// Relays the available bytes, in at most `reads` reads. Returns true if more may come.
     fn carry(&mut self, reads: usize) -> bool {
         let mut bytes = [0; READ_BYTES];
         for _ in 0..reads {
@@ -211,14 +211,14 @@ impl Stream {
         self.put(&text);
     }
 
-    /// Nothing more will come: a line that was begun is all there is of it.
+    /// Flushes an unfinished line at the end of the stream.
     fn end(&mut self) {
         if !self.line.is_empty() {
             self.take(b"\n");
         }
     }
 
-    /// A terminal that has gone, or a disk that is full, must not end the run.
+    /// Writes to all destinations. A closed terminal or a full disk must not end the run.
     fn put(&mut self, bytes: &[u8]) {
         let _ = self.out.write_all(bytes).and_then(|()| self.out.flush());
         if let Some(copy) = &mut self.copy {
@@ -227,7 +227,7 @@ impl Stream {
     }
 }
 
-/// The thread that carries. Dropped, it carries what is there and ends.
+/// Thread that relays streams. Dropping it relays the remaining bytes and ends the thread.
 #[derive(Debug)]
 pub(crate) struct Relay {
     stop: Arc<OwnedFd>,
@@ -251,7 +251,7 @@ impl Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        // An event counter at its limit would refuse; this one is written once.
+        // A write fails only if the event counter is at its limit; this one is written once.
         let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -300,7 +300,7 @@ mod tests {
         }
     }
 
-    /// What becomes of `parts`, each written at once.
+    /// Relays `parts`, each written at once, and returns the output.
     fn carried(label: Option<&str>, parts: &[&[u8]]) -> String {
         let (out, (read, write)) = (Shared::default(), io::pipe().unwrap());
         let stream = Stream::new(read.into(), label.map(str::to_owned), Box::new(out.clone()), None).unwrap();
@@ -312,7 +312,7 @@ mod tests {
                 rest = &rest[count..];
             }
         }
-        // The writing end is open still, as where a rank has left a child of its own behind.
+        // The write end is still open, as when a rank has left a child process behind.
         drop(relay);
         drop(write);
         let text = out.0.lock().unwrap().clone();

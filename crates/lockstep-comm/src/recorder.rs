@@ -1,7 +1,7 @@
-//! The flight recorder: what each rank called last, kept in shared memory, where it survives the rank.
+//! The flight recorder: the last operations of each rank, in shared memory that outlives the rank.
 //!
-//! Operations of a group are numbered alike on all ranks. So the one that a run hangs in, and who has not come to it, can
-//! be read off the records when nobody is left to be asked.
+//! Operations of a group have the same numbers on all ranks. The records therefore show which operation a run hangs in, and
+//! which ranks have not come to it, even when no rank can answer.
 
 use std::{
     fmt,
@@ -20,27 +20,27 @@ use crate::{
     },
 };
 
-/// Bytes of a source file's name that are kept: its end.
+/// Number of bytes kept of a source file's name, counted from its end.
 const FILE_BYTES: usize = 48;
 
-/// One operation of one rank.
+/// Record of one operation of one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recorded {
-    /// Counts all operations of the rank, from 0.
+    /// Number of the operation among all of the rank's, from 0.
     pub number: u64,
-    /// What it called.
+    /// Description of the operation.
     pub call: Call,
-    /// In which group.
+    /// Group of the operation.
     pub group: GroupName,
-    /// The operation's number in the group.
+    /// Number of the operation in its group.
     pub sequence: u32,
-    /// When it was called, on the machine's monotonic clock.
+    /// Time of the call in microseconds, on the machine's monotonic clock.
     pub posted_us: u64,
-    /// When all ranks had called it.
+    /// Time at which all ranks had called it, in microseconds; `None` before.
     pub met_us: Option<u64>,
-    /// When this rank's part of it was done.
+    /// Time at which this rank's part was complete, in microseconds; `None` before.
     pub done_us: Option<u64>,
-    /// Source file, or its end, and line that called it.
+    /// Calling source line as `file:line`; long file names keep their end.
     pub caller: String,
 }
 
@@ -55,7 +55,7 @@ impl fmt::Display for Recorded {
     }
 }
 
-/// The records of a rank that reaches others by sockets.
+/// Recorder of a rank that communicates over sockets.
 pub(crate) struct Recorder {
     records: Records,
     count: u64,
@@ -63,7 +63,7 @@ pub(crate) struct Recorder {
 
 enum Records {
     Own(Box<[Record]>),
-    /// In this rank's segment, where they outlive it.
+    /// Records in the shared segment of this rank, where they outlive it.
     Shared(Segments, usize),
 }
 
@@ -74,7 +74,7 @@ impl fmt::Debug for Recorder {
 }
 
 impl Recorder {
-    /// In the segment of a rank of this machine, if there is one.
+    /// Creates a recorder in the shared segment of a rank of this machine, or in private memory if there is none.
     pub(crate) fn new(segment: Option<(Segments, usize)>) -> Self {
         let own = || Records::Own((0..RECORDS).map(|_| Record::default()).collect());
         Self {
@@ -92,7 +92,7 @@ impl Recorder {
         }
     }
 
-    /// Records an operation; returns its number.
+    /// Records an operation and returns its number.
     pub(crate) fn write(
         &mut self,
         call: Call,
@@ -109,25 +109,25 @@ impl Recorder {
         number
     }
 
-    /// As [`stamp`].
+    /// Stamps record `number`; see [`stamp`].
     pub(crate) fn stamp(&self, number: u64, which: usize) {
         stamp(self.record(number), number, which);
     }
 
-    /// The last records, oldest first.
+    /// Returns the last records, oldest first.
     pub(crate) fn read(&self) -> Vec<Recorded> {
         let first = self.count.saturating_sub(RECORDS as u64);
         (first..self.count).filter_map(|number| read_one(self.record(number), number)).collect()
     }
 }
 
-/// The clock of [`Recorded`]: the machine's monotonic one in microseconds, the same for all its processes.
+/// Returns the time in microseconds on the machine's monotonic clock, which all its processes share. [`Recorded`] uses it.
 pub fn now_us() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1000
 }
 
-/// Writes record `number`, counted from 0.
+/// Writes record `number`, counted from 0, with the current time.
 pub(crate) fn write(
     record: &Record,
     number: u64,
@@ -159,14 +159,14 @@ pub(crate) fn write(
     record.number.store(number + 1, Ordering::Release);
 }
 
-/// Notes that all have come to an operation (0), or that it is done (1).
+/// Stamps a record with the time at which all ranks had come to the operation (`which` 0), or at which it completed (1).
 pub(crate) fn stamp(record: &Record, number: u64, which: usize) {
     if record.number.load(Ordering::Relaxed) == number + 1 {
         record.times_us[1 + which].store(now_us(), Ordering::Relaxed);
     }
 }
 
-/// Those of the last records of a rank, of `recorded` in all, that are whole; oldest first.
+/// Returns the complete ones among a rank's last records, oldest first. `recorded` is the number of all it ever wrote.
 pub(crate) fn read(layout: &Layout, memory: &SharedMemory, recorded: u64) -> Vec<Recorded> {
     let first = recorded.saturating_sub(RECORDS as u64);
     (first..recorded).filter_map(|number| read_one(layout.record(memory, number as usize), number)).collect()
@@ -195,7 +195,7 @@ fn read_one(record: &Record, number: u64) -> Option<Recorded> {
         done_us: time(2),
         caller: format!("{}:{}", String::from_utf8_lossy(&name), get(&record.line)),
     };
-    // It may have been written over meanwhile.
+    // The record may have been overwritten meanwhile.
     (record.number.load(Ordering::Acquire) == number + 1).then_some(recorded)
 }
 

@@ -1,30 +1,30 @@
-//! The order in which numbers of several ranks are added, and the loop that does it.
+//! The kernel of reductions, and the order in which it adds numbers of several ranks.
 //!
 //! Element i of the result depends on element i of every rank and on nothing else. The ranks are the leaves of a fixed
-//! binary tree, whose left half holds the largest power of two of them that leaves some for the right:
+//! binary tree. Its left half holds the largest power of two of ranks that leaves at least one for the right:
 //!
 //! ```text
 //!     7 ranks:  (((0 1) (2 3)) ((4 5) 6))
 //! ```
 //!
-//! bf16 and f16 are widened to f32 at the leaves and rounded once, at the root. So the bits are the same however a
-//! message is cut, whoever reduces which part, and by whatever way it travels.
+//! bf16 and f16 are widened to f32 at the leaves and rounded once, at the root. The result therefore has the same bits
+//! whatever the chunking, whichever rank reduces which part, and whatever the transport.
 
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 use lockstep_tensor::CpuLevel;
 
 use crate::{MAX_WORLD, Number, NumberType, ReduceOp};
 
-/// Elements that are reduced at a time: the partial results of the whole tree stay in the first level of the cache.
+/// Number of elements that are reduced at a time; the partial results of the whole tree fit into the L1 cache.
 const LANES: usize = 64;
-/// Levels of the tree over [`MAX_WORLD`] leaves, the leaves' own included.
+/// Number of levels of the tree over [`MAX_WORLD`] leaves, including the leaves.
 const LEVELS: usize = MAX_WORLD.ilog2() as usize + 1;
 
-/// Reduces `elements` elements of the sources, in the order of the ranks, and writes the result to every target.
+/// Reduces `elements` elements of the sources, which are in rank order, and writes the result to every target.
 ///
 /// # Safety
-/// Each pointer is valid for that many elements, which nobody else writes meanwhile; nobody else reads the targets. A target
-/// may be the very memory of a source, but must overlap none in any other way. No alignment is asked for.
+/// Each pointer is valid for `elements` elements. Meanwhile no other code writes to them or reads the targets. A target may
+/// be identical to a source, but must not overlap one in any other way. Pointers need no alignment.
 pub(crate) unsafe fn reduce(
     number: NumberType,
     op: ReduceOp,
@@ -32,7 +32,7 @@ pub(crate) unsafe fn reduce(
     targets: &[*mut u8],
     elements: usize,
 ) {
-    // SAFETY: all types share the one contract, which the caller keeps.
+    // SAFETY: the contract is the same for all types; the caller upholds it.
     unsafe {
         match number {
             NumberType::F32 => reduce_as::<f32>(op, sources, targets, elements),
@@ -53,23 +53,23 @@ unsafe fn reduce_as<T: Reducible>(op: ReduceOp, sources: &[*const u8], targets: 
     match op {
         ReduceOp::Sum => CpuLevel::run_at_best(
             #[inline(always)]
-            // SAFETY: as the caller promises.
+            // SAFETY: the caller upholds the contract of `reduce`.
             || unsafe { operands.reduce(T::sum) },
         ),
         ReduceOp::Max => CpuLevel::run_at_best(
             #[inline(always)]
-            // SAFETY: as the caller promises.
+            // SAFETY: the caller upholds the contract of `reduce`.
             || unsafe { operands.reduce(T::max) },
         ),
         ReduceOp::Min => CpuLevel::run_at_best(
             #[inline(always)]
-            // SAFETY: as the caller promises.
+            // SAFETY: the caller upholds the contract of `reduce`.
             || unsafe { operands.reduce(T::min) },
         ),
     }
 }
 
-/// A type with its arithmetic, which may be that of a wider one.
+/// Element type and its arithmetic, which may be that of a wider type.
 trait Reducible: Number {
     type Wide: Copy + Default;
     fn widen(from: &[Self; LANES], to: &mut [Self::Wide; LANES]);
@@ -127,7 +127,7 @@ impl Reducible for bf16 {
 
 impl Reducible for f16 {
     float_arithmetic!();
-    // These ask the CPU for its conversions themselves.
+    // `half` selects the CPU's conversion instructions at run time.
     #[inline(always)]
     fn widen(from: &[Self; LANES], to: &mut [f32; LANES]) {
         from.convert_to_f32_slice(to);
@@ -179,11 +179,11 @@ impl<T: Reducible> Operands<'_, T> {
     /// As for [`reduce`].
     #[inline(always)]
     unsafe fn reduce(&self, op: impl Fn(T::Wide, T::Wide) -> T::Wide + Copy) {
-        // `partials[l]`, where there is one, is the result over 2^l ranks that waits for its right neighbour.
+        // `partials[l]`, if set, is the result over 2^l ranks that waits for its right neighbour.
         let mut partials = [[T::Wide::default(); LANES]; LEVELS];
         let whole = self.elements / LANES;
         for block in 0..whole {
-            // SAFETY: the block lies in the operands.
+            // SAFETY: the block is within the operands.
             unsafe { self.reduce_block(block * LANES, LANES, op, &mut partials) };
         }
         let rest = self.elements % LANES;
@@ -205,11 +205,11 @@ impl<T: Reducible> Operands<'_, T> {
     ) {
         let (ranks, mut sum) = (self.sources.len(), [T::Wide::default(); LANES]);
         for rank in 0..ranks {
-            // SAFETY: as the caller promises.
+            // SAFETY: the caller upholds the contract.
             sum = unsafe { self.load(rank, at, len) };
             let is_last = rank + 1 == ranks;
             let (mut level, mut subtrees) = (0, rank);
-            // The last rank meets everything that still waits.
+            // The last rank combines with all partial results that still wait.
             while subtrees > 0 && (is_last || subtrees % 2 == 1) {
                 if subtrees % 2 == 1 {
                     for (right, left) in sum.iter_mut().zip(&partials[level]) {
@@ -224,7 +224,7 @@ impl<T: Reducible> Operands<'_, T> {
         let mut stored = [T::zeroed(); LANES];
         T::narrow(&sum, &mut stored);
         for target in self.targets {
-            // SAFETY: as the caller promises; `stored` is a local array.
+            // SAFETY: the caller upholds the contract; `stored` is a local array.
             unsafe {
                 let target = target.cast::<T>().add(at);
                 if len == LANES {
@@ -245,7 +245,7 @@ impl<T: Reducible> Operands<'_, T> {
     #[inline(always)]
     unsafe fn load(&self, rank: usize, at: usize, len: usize) -> [T::Wide; LANES] {
         let mut stored = [T::zeroed(); LANES];
-        // SAFETY: as the caller promises; `stored` is a local array.
+        // SAFETY: the caller upholds the contract; `stored` is a local array.
         unsafe {
             let source = self.sources[rank].cast::<T>().add(at);
             if len == LANES {
@@ -270,7 +270,7 @@ mod tests {
 
     use super::*;
 
-    /// The tree, drawn by its definition.
+    /// Draws the tree by its definition.
     fn draw(first: usize, ranks: usize) -> String {
         if ranks == 1 {
             return first.to_string();
@@ -279,7 +279,7 @@ mod tests {
         format!("({} {})", draw(first, left), draw(first + left, ranks - left))
     }
 
-    /// The tree over `values`, by its definition.
+    /// Reduces `values` in the tree's order, by its definition.
     fn tree(values: &[f32], op: fn(f32, f32) -> f32) -> f32 {
         match values {
             [value] => *value,

@@ -1,5 +1,5 @@
-//! How a process finds the other ranks when somebody has started it as one of them: our own launcher, on one machine or on
-//! several, or a launcher that only sets variables (torchrun, `mpirun`, `srun`).
+//! Joining of the ranks that this process was started with: by Lockstep's own launcher, on one machine or several, or by a
+//! launcher that only sets environment variables (torchrun, `mpirun`, `srun`).
 
 use std::{env, net::TcpListener, path::PathBuf, time::Duration};
 
@@ -11,50 +11,51 @@ use crate::{
     world,
 };
 
-/// The variable that names the file with the job's secret; our own launcher names a descriptor that its ranks inherit.
+/// Environment variable with the path of the job's secret file. Lockstep's launcher passes the path of an inherited
+/// descriptor.
 pub const SECRET_VARIABLE: &str = "LOCKSTEP_SECRET_FILE";
-/// The variable with the number of a socket that rank 0 inherits.
+/// Environment variable with the descriptor of the listening socket that rank 0 inherits.
 pub(crate) const LISTENER_VARIABLE: &str = "LOCKSTEP_LISTENER_FD";
-/// Where ranks meet if nobody says: torchrun's port.
+/// Default port of the rendezvous; the same as torchrun's.
 pub const DEFAULT_PORT: u16 = 29500;
-/// Ports for launchers that name a job, but no port.
+/// Range of ports for launchers that name a job, but no port.
 const JOB_PORTS: std::ops::Range<u16> = 20_000..29_000;
 
-/// Ports that ranks try in turn where a launcher of others has taken the one that it names.
+/// Number of ports that ranks try in turn when another launcher's agent occupies `MASTER_PORT`.
 const AGENT_PORTS: usize = 8;
 
-/// How long ranks of several machines may take to come.
+/// Time limit for ranks of several machines to meet.
 pub const MEETING_LIMIT: Duration = Duration::from_secs(300);
 
-/// How ranks reach each other.
+/// Transport between the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Way {
-    /// By shared memory where all are on one machine and our launcher has started them, else by TCP.
+    /// Shared memory if Lockstep's launcher started all ranks on one machine, TCP otherwise.
     #[default]
     Auto,
-    /// By shared memory: all are on one machine.
+    /// Shared memory: all ranks are on one machine.
     SharedMemory,
-    /// By TCP, wherever they are.
+    /// TCP between all ranks, even on one machine.
     Tcp,
-    /// By MPI, which knows where they are.
+    /// MPI, which knows where the ranks are.
     Mpi,
 }
 
-/// What a rank brings when it joins the others.
+/// Options of a rank that joins the others.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct JoinOptions {
-    /// How they reach each other.
+    /// Transport between the ranks.
     pub way: Way,
-    /// What it says over TCP.
+    /// Options of the TCP transport.
     pub tcp: TcpOptions,
-    /// How it talks over MPI.
+    /// Options of the MPI transport.
     pub mpi: MpiOptions,
 }
 
-/// The place of this process among those that were started with it; `None` if it was started alone.
+/// Returns the place of this process in the run; `None` if it was started alone.
 ///
 /// # Errors
-/// [`JoinProblem::Environment`].
+/// If the launcher's environment variables are invalid.
 pub fn place() -> Result<Option<ProcessPlace>, CommError> {
     let variable = |name: &str| env::var_os(name).map(|value| value.to_string_lossy().into_owned());
     let place = environment::detect(&variable);
@@ -62,7 +63,7 @@ pub fn place() -> Result<Option<ProcessPlace>, CommError> {
     Ok(place.filter(|place| place.world_size.is_some_and(|ranks| ranks > 1) || is_launched()))
 }
 
-/// Whether our own launcher has started this process.
+/// Returns true if Lockstep's own launcher started this process.
 pub fn is_launched() -> bool {
     env::var_os(world::SOCKET_VARIABLE).is_some()
 }
@@ -70,7 +71,8 @@ pub fn is_launched() -> bool {
 /// Joins the ranks that this process was started with; `None` if it was started alone.
 ///
 /// # Errors
-/// [`CommError::Join`] if they cannot come together, [`CommError::TimedOut`] if one of them does not come.
+/// If the environment is invalid, if the ranks cannot reach or authenticate each other, or if a rank does not join before
+/// `deadline`.
 pub fn join_from_environment(options: JoinOptions, deadline: Deadline) -> Result<Option<Group>, CommError> {
     if options.way == Way::Mpi {
         return join_mpi(options.mpi).map(Some);
@@ -95,19 +97,19 @@ pub fn join_from_environment(options: JoinOptions, deadline: Deadline) -> Result
     }
     let local: shm::Machine = world::enter(&socket, deadline)?;
     let meeting = meeting(&place, are_near)?;
-    // The launcher has pinned it.
+    // The launcher has pinned this rank already.
     tcp::join_with(place.rank, ranks, meeting, options.tcp, Some(local), |_, _| {}, deadline).map(Some)
 }
 
-/// Where the ranks of `place` meet.
+/// Returns the rendezvous of the ranks of `place`.
 fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, CommError> {
     let named = place.leader.clone().filter(|leader| leader.port.is_some() || !are_near);
     let host = variable("MASTER_ADDR").or_else(|| named.as_ref().map(|leader| leader.host.clone()));
     let listener = world::inherited(LISTENER_VARIABLE)?.map(TcpListener::from);
     let secret = secret()?;
     let host = match host {
-        // Where all ranks are here, nobody else has to reach them: torchrun names this machine all the same, and without a secret
-        // only loopback will do.
+        // If all ranks are on this machine, no other machine needs to reach the rendezvous. torchrun names the
+        // machine's address all the same; without a secret only loopback is allowed.
         Some(_)
             if are_near
                 && listener.is_none()
@@ -121,7 +123,7 @@ fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, CommError> {
         None => return Err(CommError::Join(JoinProblem::NoLeader { launcher: place.launcher })),
     };
     let run = variable("TORCHELASTIC_RUN_ID").unwrap_or_else(|| job(place.launcher));
-    // A rank that an earlier attempt has left behind belongs to another run.
+    // A rank left over from an earlier attempt belongs to another run.
     let attempt = variable("TORCHELASTIC_RESTART_COUNT").filter(|_| is_launched());
     let run = attempt.map_or(run.clone(), |attempt| format!("{run}.{attempt}"));
     let port = named.and_then(|leader| leader.port);
@@ -134,7 +136,7 @@ fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, CommError> {
     Ok(meeting)
 }
 
-/// The same meeting at ports of its own, for ranks of a torchrun whose agent listens at `MASTER_PORT` itself.
+/// Returns the meeting at ports of its own, for ranks of a torchrun whose agent itself listens at `MASTER_PORT`.
 fn beside_agent(meeting: Meeting) -> Meeting {
     let restart = variable("TORCHELASTIC_RESTART_COUNT").unwrap_or_default();
     let run = format!("{}.{}.{restart}", meeting.run, meeting.port);
@@ -144,21 +146,21 @@ fn beside_agent(meeting: Meeting) -> Meeting {
     Meeting { port, fallback_ports, run, ..meeting }
 }
 
-/// A variable that is set, and not empty.
+/// Returns the value of a variable that is set and not empty.
 fn variable(name: &str) -> Option<String> {
     env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// The job's secret, if there is one.
+/// Returns the job's secret; `None` if it has none.
 ///
 /// # Errors
-/// [`JoinProblem::SecretFile`].
+/// If the secret file cannot be read or is not a valid secret.
 pub fn secret() -> Result<Option<Secret>, CommError> {
     let path = env::var_os(SECRET_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
     path.map(|path| Secret::from_file(&path)).transpose().map_err(CommError::Join)
 }
 
-/// A name that the ranks of a launcher share, and those of another run do not; empty if there is none.
+/// Returns a name that is common to the ranks of a launcher and differs from that of other runs; empty if there is none.
 fn job(launcher: Launcher) -> String {
     let join = |names: &[&str]| {
         let values: Vec<String> = names.iter().filter_map(|name| env::var(name).ok()).collect();

@@ -1,4 +1,4 @@
-//! Evidence about processes that say nothing themselves: whether the kernel has killed for want of memory, and whether ranks have all stopped.
+//! Observation of silent ranks from outside: out-of-memory kills by the kernel, and missing heartbeats of all ranks.
 
 use std::{
     fs,
@@ -8,19 +8,19 @@ use std::{
 /// Pause between two readings of the kernel's counter.
 const READING: Duration = Duration::from_secs(1);
 
-/// The kernel's count of processes that its out-of-memory killer has ended, of any cgroup.
+/// Counter of processes that the kernel's out-of-memory killer has ended, in any cgroup.
 ///
-/// The counter is of the whole machine. A rank that SIGKILL ends within two seconds of a rise counts as one of those.
+/// The counter covers the whole machine. A rank killed by SIGKILL within two seconds of a rise is attributed to it.
 #[derive(Debug)]
 pub(crate) struct OomKills {
-    /// The count at least one reading ago, and the last one read.
+    /// Counts of the last reading but one, and of the last reading.
     earlier: Option<u64>,
     last: Option<u64>,
     read_at: Instant,
 }
 
 impl OomKills {
-    /// The count as it is now.
+    /// Creates the observation with the current count.
     pub(crate) fn now() -> Self {
         let count = oom_kills();
         Self { earlier: count, last: count, read_at: Instant::now() }
@@ -39,17 +39,17 @@ impl OomKills {
     }
 }
 
-/// The kernel's own count, which includes kills within cgroups.
+/// Returns the kernel's count, which includes kills within cgroups; `None` if the system does not report it.
 fn oom_kills() -> Option<u64> {
     count_of(&fs::read_to_string("/proc/vmstat").ok()?)
 }
 
-/// The value of `oom_kill` in the text of `/proc/vmstat`.
+/// Returns the value of `oom_kill` in the text of `/proc/vmstat`.
 fn count_of(vmstat: &str) -> Option<u64> {
     vmstat.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
 }
 
-/// Notices when none of the ranks shows a sign of life any more, and when one does again.
+/// Detector of silence: no rank shows a sign of life any more. It also detects the end of the silence.
 #[derive(Debug)]
 pub(crate) struct Stillness {
     limit: Duration,
@@ -59,16 +59,16 @@ pub(crate) struct Stillness {
 }
 
 impl Stillness {
-    /// A watch that tells of a silence of `limit`.
+    /// Creates a detector that reports a silence of at least `limit`.
     pub(crate) fn new(limit: Duration) -> Self {
         Self { limit, beats: Vec::new(), moved_at: None, is_still: false }
     }
 
-    /// Takes the heartbeats of the ranks that are left at `now`, `None` for one that has none. Returns a change: the length of the
+    /// Takes the heartbeats of the surviving ranks at `now`; `None` for a rank without one. Returns a change: the length of a
     /// silence, or `Some(None)` at its end.
     pub(crate) fn look(&mut self, beats: &[Option<u32>], now: Instant) -> Option<Option<Duration>> {
         let moved_at = self.moved_at.get_or_insert(now);
-        // Nobody is watched before all have come.
+        // Silence counts only once all ranks have joined.
         if self.beats != beats || beats.is_empty() || beats.iter().any(Option::is_none) {
             self.beats = beats.to_vec();
             *moved_at = now;
@@ -86,7 +86,7 @@ impl Stillness {
 /// Returns true if a signal or a debugger has stopped a process.
 pub(crate) fn is_stopped(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name before it may hold anything, a parenthesis included.
+    // The process name before it may contain anything, including a parenthesis.
     stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
 }
 

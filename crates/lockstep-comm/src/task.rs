@@ -1,4 +1,4 @@
-//! One operation of one rank, checked and worked out, but bound to no transport yet.
+//! One operation of one rank, validated and planned, but not yet bound to a transport.
 
 use crate::{
     Call, CommError, Kind, Occasion, Problem, ReduceOp,
@@ -8,121 +8,122 @@ use crate::{
     memory::{HandOver, Lent, Stretch},
 };
 
-/// An operation of a group on given memory: `I` is what it reads, `O` what it writes.
+/// An operation of a group on given memory: `I` is the type of its inputs, `O` that of its outputs.
 ///
-/// In place means that a rank's own block lies in the larger buffer already.
+/// In place means that a rank's own block already lies in the larger buffer.
 #[derive(Debug)]
 pub enum Collective<I, O> {
-    /// Nobody goes on before all have come.
+    /// Barrier: no rank returns before all have called it.
     Barrier,
-    /// The root's data to all.
+    /// Broadcast of the root's data to all ranks.
     Broadcast {
-        /// What is sent or replaced.
+        /// Buffer that the root sends and the other ranks overwrite.
         data: O,
-        /// Rank of the group.
+        /// Root, as a rank of the group.
         root: usize,
     },
-    /// The reduction of all ranks' data, in the root's place of it. The others keep theirs.
+    /// Reduction of all ranks' data into the root's buffer. The other ranks' buffers keep their contents.
     Reduce {
-        /// As long on all ranks.
+        /// Buffer of the same length on all ranks.
         data: O,
-        /// How elements become one.
+        /// Operator of the reduction.
         op: ReduceOp,
-        /// Rank of the group.
+        /// Root, as a rank of the group.
         root: usize,
     },
-    /// The reduction of all ranks' data, in its place.
+    /// Reduction of all ranks' data into the buffers of all ranks.
     AllReduce {
-        /// As long on all ranks.
+        /// Buffer of the same length on all ranks.
         data: O,
-        /// How elements become one.
+        /// Operator of the reduction.
         op: ReduceOp,
     },
-    /// Block r of the reduction of all ranks' inputs to rank r.
+    /// Reduction of all ranks' inputs, block r of which goes to rank r.
     ReduceScatter {
-        /// As long on all ranks.
+        /// Input of the same length on all ranks.
         input: I,
-        /// The own block.
+        /// This rank's block of the result.
         output: O,
-        /// How elements become one.
+        /// Operator of the reduction.
         op: ReduceOp,
-        /// Elements of each block; `None` if they are all as long.
+        /// Number of elements of each block; `None` if all blocks are of equal length.
         counts: Option<Vec<usize>>,
     },
-    /// As `ReduceScatter`, with the own block of the reduction in its place in the data. The rest is unspecified.
+    /// `ReduceScatter` that writes this rank's block at its place in the input. The rest of the buffer is unspecified
+    /// afterwards.
     ReduceScatterInPlace {
-        /// As long on all ranks.
+        /// Buffer of the same length on all ranks.
         data: O,
-        /// How elements become one.
+        /// Operator of the reduction.
         op: ReduceOp,
-        /// Elements of each block; `None` if they are all as long.
+        /// Number of elements of each block; `None` if all blocks are of equal length.
         counts: Option<Vec<usize>>,
     },
-    /// All ranks' inputs, one after the other, to all.
+    /// Concatenation of all ranks' inputs on every rank.
     AllGather {
-        /// The own block.
+        /// This rank's block.
         input: I,
-        /// Room for all.
+        /// All ranks' blocks, in rank order.
         output: O,
-        /// Elements of each block; `None` if they are all as long.
+        /// Number of elements of each block; `None` if all blocks are of equal length.
         counts: Option<Vec<usize>>,
     },
-    /// As `AllGather`, with the own block in its place already.
+    /// `AllGather` with this rank's block already at its place in the output.
     AllGatherInPlace {
-        /// All blocks.
+        /// All ranks' blocks, in rank order.
         data: O,
-        /// Elements of each block; `None` if they are all as long.
+        /// Number of elements of each block; `None` if all blocks are of equal length.
         counts: Option<Vec<usize>>,
     },
-    /// Block r of every rank's input to rank r, in the order of the senders.
+    /// Block r of every rank's input goes to rank r, which stores the blocks in sender order.
     AllToAll {
-        /// A block for each rank.
+        /// Blocks to send, one per rank.
         input: I,
-        /// A block from each rank.
+        /// Blocks received, one per rank.
         output: O,
-        /// Elements sent to, and received from, each rank; `None` if they are all alike.
+        /// Numbers of elements sent to, and received from, each rank; `None` if all blocks are of equal length.
         counts: Option<(Vec<usize>, Vec<usize>)>,
     },
-    /// Block r of the root's input to rank r.
+    /// Block r of the root's input goes to rank r.
     Scatter {
-        /// All blocks; `None` but on the root.
+        /// All blocks; `None` except on the root.
         input: Option<I>,
-        /// The own block.
+        /// This rank's block.
         output: O,
-        /// Rank of the group.
+        /// Root, as a rank of the group.
         root: usize,
-        /// Elements of each block; `None` if they are all as long.
+        /// Number of elements of each block; `None` if all blocks are of equal length.
         counts: Option<Vec<usize>>,
     },
-    /// All ranks' inputs, one after the other, to the root.
+    /// Concatenation of all ranks' inputs on the root.
     Gather {
-        /// The own block.
+        /// This rank's block.
         input: I,
-        /// Room for all; `None` but on the root.
+        /// All ranks' blocks, in rank order; `None` except on the root.
         output: Option<O>,
-        /// Rank of the group.
+        /// Root, as a rank of the group.
         root: usize,
-        /// Elements of each block; `None` if they are all as long.
+        /// Number of elements of each block; `None` if all blocks are of equal length.
         counts: Option<Vec<usize>>,
     },
-    /// Data to one other rank.
+    /// Point-to-point send to one other rank.
     Send {
-        /// What is sent.
+        /// Data to send.
         input: I,
-        /// Rank of the group.
+        /// Receiver, as a rank of the group.
         to: usize,
     },
-    /// Data from one other rank.
+    /// Point-to-point receive from one other rank.
     Receive {
-        /// What is replaced: as much as is sent.
+        /// Buffer to overwrite, as long as the sent data.
         output: O,
-        /// Rank of the group.
+        /// Sender, as a rank of the group.
         from: usize,
     },
 }
 
 impl<I, O> Collective<I, O> {
-    /// Waits until `by`, which this is, may use the memory that it was given.
+    /// Waits until the operation, of kind `by`, may use the memory that it was given.
     pub(crate) fn hand_over(&mut self, by: Kind)
     where
         I: HandOver,
@@ -149,7 +150,7 @@ impl<I, O> Collective<I, O> {
 }
 
 impl Collective<Lent, Lent> {
-    /// Everything that is lent to it, inputs first.
+    /// Returns all lent memory, inputs first.
     pub(crate) fn into_memory(self) -> Vec<Lent> {
         match self {
             Self::Barrier => Vec::new(),
@@ -169,14 +170,14 @@ impl Collective<Lent, Lent> {
     }
 }
 
-/// What a transport carries out.
+/// Unit of work for a transport: a validated operation and its buffers.
 #[derive(Debug)]
 pub(crate) struct Task {
     pub(crate) call: Call,
     pub(crate) flow: Flow,
-    /// What others may read.
+    /// Memory that other ranks may read.
     pub(crate) source: Stretch,
-    /// Where the result belongs.
+    /// Destination of the result.
     pub(crate) target: Stretch,
 }
 
@@ -189,7 +190,8 @@ pub(crate) enum Flow {
         receiver: Receiver,
     },
     Exchange(Exchange),
-    /// An all-to-all whose exchange is known when all have come: bytes sent to, and received from, each rank.
+    /// An all-to-all with uneven blocks: bytes sent to, and received from, each rank. The exchange is known once all ranks have
+    /// entered.
     Unknown {
         sends: Vec<usize>,
         receives: Vec<usize>,
@@ -202,20 +204,20 @@ pub(crate) enum Flow {
     },
 }
 
-/// Who wants the result of a reduction.
+/// Destination of a reduction's result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Receiver {
     All,
     One(usize),
-    /// Each its own block.
+    /// Each rank receives its own block.
     Owner,
 }
 
 impl Task {
-    /// Works out `collective` for `rank` of `ranks`.
+    /// Validates and plans `collective` for `rank` of `ranks`.
     ///
     /// # Errors
-    /// The call, and what is wrong with it whatever the other ranks call.
+    /// If the call is invalid whatever the other ranks call; returns the call and its problem.
     pub(crate) fn new<I, O>(
         collective: &Collective<I, O>,
         rank: usize,
@@ -268,30 +270,30 @@ impl Task {
     }
 }
 
-/// What the members of a group say of one operation, against each other.
+/// Comparison of the members' descriptions of one operation.
 pub(crate) struct Comparison<'a> {
-    /// Ranks of the world, in the order of the group.
+    /// World ranks of the members, in group order.
     pub(crate) ranks: &'a [usize],
-    /// As the own rank calls it.
+    /// The operation as this rank called it.
     pub(crate) occasion: Occasion,
 }
 
 impl Comparison<'_> {
-    /// Sees that all members have called the same.
+    /// Checks that all members made the same call.
     ///
     /// # Errors
-    /// [`CommError::Mismatch`], the same on all ranks.
+    /// If they did not; the error is the same on all ranks.
     pub(crate) fn of_calls(&self, calls: &[[u64; 3]]) -> Result<(), CommError> {
         let Some((odd, reference)) = call::odd_one_out(calls) else { return Ok(()) };
         let call = |member: usize| Call::from_words(calls[member]).unwrap_or(self.occasion.call);
         Err(self.mismatch(odd, call(odd), reference, call(reference)))
     }
 
-    /// The exchange of an all-to-all that is known when all have come: word `index` of a member's table is the number of bytes
-    /// that it sends to each member, and then that it receives from each.
+    /// Builds the exchange of an all-to-all with uneven blocks from the members' tables. A member's table has one word per
+    /// member for the bytes it sends to it, then one word per member for the bytes it receives from it.
     ///
     /// # Errors
-    /// [`CommError::Mismatch`], the same on all ranks.
+    /// If a sender and a receiver disagree on a length; the error is the same on all ranks.
     pub(crate) fn of_tables(&self, word: impl Fn(usize, usize) -> usize) -> Result<Exchange, CommError> {
         let ranks = self.ranks.len();
         for sender in 0..ranks {
@@ -310,7 +312,7 @@ impl Comparison<'_> {
         Ok(Exchange::AllToAll(Matrix::Uneven { sends, ranks }))
     }
 
-    /// Member `odd` has called `found` where `reference` called `expected`.
+    /// Builds the error for member `odd`, which called `found` where `reference` called `expected`.
     pub(crate) fn mismatch(&self, odd: usize, found: Call, reference: usize, expected: Call) -> CommError {
         CommError::Mismatch {
             rank: self.ranks[odd],
@@ -378,7 +380,7 @@ impl Builder {
 
     fn all_to_all(&self, input: Stretch, output: Stretch, counts: Option<(&[usize], &[usize])>) -> Built {
         let (ranks, size) = (self.ranks, input.number.size_bytes());
-        // Uneven blocks differ from rank to rank; they are compared pair by pair.
+        // Lengths of uneven blocks differ from rank to rank; they are compared pair by pair.
         let elements = if counts.is_some() { 0 } else { input.elements };
         let call = Call { elements, detail: u64::from(counts.is_some()), ..of(Kind::AllToAll, input) };
         self.check(call, input.number == output.number, Problem::Types)?;
@@ -399,7 +401,7 @@ impl Builder {
         Ok(Task { call, flow, source: input, target: output })
     }
 
-    /// Scatter and gather: `whole` is the root's, `own` is each rank's.
+    /// Plans a scatter or gather: `whole` is the root's buffer, `own` that of each rank.
     fn rooted(
         &self,
         kind: Kind,
@@ -417,7 +419,7 @@ impl Builder {
         let blocks = self.blocks(call, total, counts)?;
         self.check(call, own.elements == blocks.range(self.rank).len(), Problem::Length)?;
         self.check(call, whole.is_some() || self.rank != root, Problem::Length)?;
-        // Only the root's counts.
+        // `counts` are given on the root only.
         let whole = whole.filter(|_| self.rank == root);
         if let Some(whole) = whole {
             self.check(call, whole.number == own.number, Problem::Types)?;

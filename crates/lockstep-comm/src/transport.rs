@@ -1,4 +1,4 @@
-//! What carries operations between ranks: shared memory, sockets. Groups are all that is above, tasks all that is below.
+//! The interface between groups and transports (shared memory, TCP, MPI): groups hand down tasks, transports carry them out.
 
 use std::{
     fmt,
@@ -15,21 +15,22 @@ use lockstep_tensor::{Arena, Workers};
 
 use crate::{CommError, Deadline, GroupName, memory::Lent, recorder::Recorded, task::Task};
 
-/// One rank with all its groups. Every wait takes a deadline; an error ends the run on all ranks.
+/// Transport of one rank, with all its groups. Every wait takes a deadline; an error ends the run on all ranks.
 pub(crate) trait Transport: fmt::Debug + Send + Sync {
-    /// The own rank in the world.
+    /// Returns the rank of this process in the world.
     fn rank(&self) -> usize;
 
-    /// Ranks of the world in a group, in its order.
+    /// Returns the world ranks of a group, in group order.
     fn members(&self, group: usize) -> Vec<usize>;
 
-    /// How many groups there are, those included that this rank is not in.
+    /// Returns the number of groups, including those that this rank is not in.
     fn groups(&self) -> usize;
 
-    /// Adds the group of `ranks`, on which all ranks have agreed; with no ranks, one that this rank is not in.
+    /// Adds the group of `ranks`, on which all ranks have agreed, and returns its index. An empty list is a group without this
+    /// rank.
     fn add_group(&self, ranks: Vec<usize>) -> usize;
 
-    /// Begins an operation; waits only if too many are under way.
+    /// Starts an operation. Waits only if too many are in flight.
     fn begin(
         &self,
         group: usize,
@@ -39,48 +40,48 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
         caller: &Location<'_>,
     ) -> Result<Arc<Ticket>, CommError>;
 
-    /// Number of the operations that have begun in a group.
+    /// Returns the number of operations started in a group.
     fn begun(&self, group: usize) -> u32;
 
     /// Waits for an operation to complete.
     fn wait(&self, group: usize, ticket: &Arc<Ticket>, deadline: Deadline) -> Result<(), CommError>;
 
-    /// Carries on with everything, without waiting.
+    /// Advances all operations without waiting.
     fn progress(&self) -> Result<(), CommError>;
 
-    /// Ends the run for all; returns why it has ended. Afterwards no operation touches the callers' memory.
+    /// Ends the run on all ranks and returns the error that ended it. Afterwards no operation touches the callers' memory.
     fn fail(&self, error: CommError) -> CommError;
 
-    /// Whether operations go on by themselves while their rank does something else.
+    /// Returns true if operations progress while their rank does something else.
     fn is_in_background(&self) -> bool;
 
-    /// Whether a rank of the world is known to be on this machine.
+    /// Returns true if a world rank is known to be on this machine.
     fn is_near(&self, rank: usize) -> bool;
 
-    /// Ends the processes of all ranks with `code`, after an error that leaves the others no way to end by themselves.
+    /// Ends the processes of all ranks with `code`, where an error leaves them no way to end by themselves.
     fn abort(&self, _code: i32) {}
 
-    /// An arena whose buffers of `categories` operations like best.
+    /// Returns an arena that places buffers of `categories` where operations need the fewest copies.
     fn arena(&self, categories: &[MemoryCategory]) -> Arena;
 
-    /// Threads that may share the work of operations while this rank is in a call.
+    /// Sets the threads that may take part in operations while this rank is in a call.
     fn set_workers(&self, workers: Workers);
 
-    /// What a rank of the world called last, oldest first, as far as this rank can know.
+    /// Returns the last operations that a world rank called, oldest first, as far as this rank can know them.
     fn recorded(&self, rank: usize) -> Vec<Recorded>;
 }
 
-/// The other end of an operation that runs on by itself.
+/// Shared completion state of an operation in flight.
 #[derive(Debug, Default)]
 pub(crate) struct Ticket {
     is_complete: AtomicBool,
     completed_at: OnceLock<Instant>,
-    /// What was lent to the operation.
+    /// Memory lent to the operation.
     memory: Mutex<Vec<Lent>>,
 }
 
 impl Ticket {
-    /// For an operation that `memory` is lent to.
+    /// Creates the ticket of an operation that `memory` is lent to.
     pub(crate) fn new(memory: Vec<Lent>) -> Arc<Self> {
         Arc::new(Self { memory: Mutex::new(memory), ..Self::default() })
     }
@@ -94,24 +95,24 @@ impl Ticket {
         self.is_complete.load(Ordering::Acquire)
     }
 
-    /// When it was complete, if it is.
+    /// Returns the time of completion; `None` before it.
     pub(crate) fn completed_at(&self) -> Option<Instant> {
         self.completed_at.get().copied()
     }
 
-    /// Whether something is lent to it.
+    /// Returns true if any memory is lent to the operation.
     #[cfg(feature = "mpi")]
     pub(crate) fn has_memory(&self) -> bool {
         !self.memory.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Gives back what was lent.
+    /// Returns the lent memory to the caller.
     pub(crate) fn take_memory(&self) -> Vec<Lent> {
         std::mem::take(&mut *self.memory.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-/// The name of the group that partition `index` made of `ranks`.
+/// Returns the name of the group that partition `index` made of `ranks`.
 pub(crate) fn name(index: usize, ranks: &[usize]) -> GroupName {
     let first = ranks.iter().min().copied().unwrap_or(0);
     GroupName { index: index as u32, first: first as u32, size: ranks.len() as u32 }

@@ -1,5 +1,5 @@
-//! How ranks come together: as threads of one process, or as processes that are handed their shared memory by whoever
-//! started them, over a socket that they inherit. Nothing has a name, so nothing can be guessed or left behind.
+//! The shared-memory world of one machine. Ranks join it as threads of one process, or as processes that receive its file
+//! descriptors from their launcher over an inherited socket. No segment has a name, so none can be guessed or left behind.
 
 use std::{
     env,
@@ -28,27 +28,27 @@ use crate::{
     },
 };
 
-/// The environment variable that names the inherited socket.
+/// Environment variable with the descriptor of the inherited socket.
 pub const SOCKET_VARIABLE: &str = "LOCKSTEP_COMM_FD";
 
-/// Bytes of the message that comes with the segments.
+/// Length in bytes of the message that carries the segments' descriptors.
 const WELCOME_BYTES: usize = 48;
 
-/// What a world of local ranks is like.
+/// Options of a world of local ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct WorldOptions {
-    /// Room for each rank's shared buffers. Memory is taken when it is touched, so it may be generous.
+    /// Bytes of address space for each rank's shared buffers. Pages are allocated on first touch, so it may be generous.
     pub arena_bytes: usize,
-    /// Cores that the ranks share.
+    /// Number of cores that the ranks share.
     pub cores: usize,
-    /// How long a rank may not move before it counts as lost.
+    /// Time without a heartbeat after which a rank counts as lost.
     pub silence: Duration,
-    /// Rank of the first of them in a world that spans several machines.
+    /// World rank of the first of these ranks in a run that spans several machines.
     pub first_rank: usize,
 }
 
 impl Default for WorldOptions {
-    /// All memory and cores of the machine, and 5 s of silence.
+    /// Returns options with all memory and cores of the machine, and 5 s of silence.
     fn default() -> Self {
         let info = rustix::system::sysinfo();
         let memory = info.totalram.saturating_mul(u64::from(info.mem_unit.max(1)));
@@ -61,7 +61,7 @@ impl Default for WorldOptions {
     }
 }
 
-/// The shared memory of a world, for whoever starts its ranks.
+/// The shared memory of a world, owned by the launcher.
 #[derive(Debug)]
 pub struct World {
     segments: Segments,
@@ -69,10 +69,10 @@ pub struct World {
 }
 
 impl World {
-    /// A world for `ranks` ranks, none of which is there yet.
+    /// Creates a world for `ranks` ranks, none of which has joined yet.
     ///
     /// # Errors
-    /// [`JoinProblem::OutOfRange`], and what the system says.
+    /// If `ranks` is out of range, or the system refuses the memory.
     pub fn new(ranks: usize, options: WorldOptions) -> Result<Self, CommError> {
         if ranks == 0 || ranks > MAX_RANKS {
             let allowed = format!("1 to {MAX_RANKS} on one machine");
@@ -87,14 +87,14 @@ impl World {
         Ok(Self { segments, options })
     }
 
-    /// All ranks, for threads of this process.
+    /// Creates a world and returns the groups of all its ranks, for threads of this process.
     ///
     /// # Errors
     /// As [`World::new`].
     pub fn in_process(ranks: usize, options: WorldOptions) -> Result<Vec<Group>, CommError> {
         let world = Self::new(ranks, options)?;
         let join = |rank| {
-            // Mapped anew by each, as if they were processes.
+            // Each rank maps the segments anew, as separate processes do.
             let files = (0..ranks).map(|rank| world.segments.memory(rank).file().try_clone_to_owned());
             let segments = files.collect::<io::Result<Vec<_>>>().and_then(Segments::open);
             let segments = segments.map_err(CommError::io("map shared memory"))?;
@@ -104,10 +104,10 @@ impl World {
         (0..ranks).map(join).collect()
     }
 
-    /// Sends `rank` what it needs to [`join`].
+    /// Sends `rank` the descriptors and parameters that it needs to [`join`].
     ///
     /// # Errors
-    /// What the system says.
+    /// If the message cannot be sent.
     pub fn welcome(&self, socket: &UnixStream, rank: usize) -> Result<(), CommError> {
         let ranks = self.segments.ranks();
         let mut message = [0; WELCOME_BYTES];
@@ -131,50 +131,50 @@ impl World {
         Ok(())
     }
 
-    /// Ends the run on all ranks, unless it has ended; returns why it has.
+    /// Ends the run on all ranks with `error`, unless it has ended already. Returns the error that ended it.
     pub fn end(&self, error: &CommError) -> CommError {
         self.segments.end(error, usize::MAX - 1)
     }
 
-    /// Why the run has ended, if it has.
+    /// Returns the error that ended the run; `None` while it goes on.
     pub fn ending(&self) -> Option<CommError> {
         self.segments.ending()
     }
 
-    /// Whether a rank has said that it leaves, or nobody has ever come.
+    /// Returns true if a rank has announced its departure, or if it never joined and no other rank is present.
     pub fn has_left(&self, rank: usize) -> bool {
         let is_here = |rank| self.segments.status(rank) == Status::Here;
         match self.segments.status(rank) {
             Status::Left => true,
-            // A program that is none of ours, and says so on all ranks.
+            // The program is not a Lockstep rank, which then holds for all ranks.
             Status::Absent => !(0..self.segments.ranks()).any(is_here),
             Status::Here | Status::Panicked => false,
         }
     }
 
-    /// The count of a rank's signs of life; `None` before it has come and after it has left.
+    /// Returns the heartbeat count of a rank; `None` before it has joined and after it has left.
     pub fn beat(&self, rank: usize) -> Option<u32> {
         let is_here = self.segments.status(rank) == Status::Here;
         is_here.then(|| self.segments.header(rank).beat.load(Ordering::Relaxed))
     }
 
-    /// What a rank called last, oldest first; also if it is dead.
+    /// Returns the last operations that a rank called, oldest first; also for a dead rank.
     pub fn recorded(&self, rank: usize) -> Vec<Recorded> {
         self.segments.records(rank)
     }
 }
 
-/// Joins the world whose launcher holds the other end of `socket`; returns when all ranks have.
+/// Joins the world whose launcher holds the other end of `socket`. Returns once all ranks have joined.
 ///
 /// # Errors
-/// [`CommError::Join`] if the other end is something else, [`CommError::TimedOut`] if a rank does not come.
+/// If the other end is not a Lockstep launcher of this version, or if a rank does not join before `deadline`.
 pub fn join(socket: &UnixStream, deadline: Deadline) -> Result<Group, CommError> {
     let group = Group::world(enter(socket, deadline)?);
     group.barrier(deadline)?;
     Ok(group)
 }
 
-/// Comes into the world of the launcher at the other end of `socket`.
+/// Enters the world of the launcher at the other end of `socket`, without waiting for the other ranks.
 pub(crate) fn enter(socket: &UnixStream, deadline: Deadline) -> Result<Machine, CommError> {
     let (message, files) = receive_welcome(socket, deadline)?;
     let number = |index: usize| {
@@ -196,18 +196,18 @@ pub(crate) fn enter(socket: &UnixStream, deadline: Deadline) -> Result<Machine, 
     Machine::new(segments, rank, number(3) as usize, Duration::from_millis(number(4)))
 }
 
-/// The socket that the launcher of this process has left to it; `None` if none has.
+/// Returns the socket that this process inherited from its launcher; `None` if it inherited none.
 pub(crate) fn inherited_socket() -> Result<Option<UnixStream>, CommError> {
     inherited(SOCKET_VARIABLE).map(|socket| socket.map(UnixStream::from))
 }
 
-/// A copy of the socket whose number stands in an environment variable.
+/// Returns a duplicate of the socket whose descriptor number is in the environment variable; `None` if it is unset.
 pub(crate) fn inherited(variable: &'static str) -> Result<Option<OwnedFd>, CommError> {
     let Some(value) = env::var_os(variable) else { return Ok(None) };
     let value = value.to_string_lossy().into_owned();
     let descriptor = value.parse::<RawFd>().ok().filter(|descriptor| *descriptor > 2);
     let is_socket = |descriptor: &RawFd| {
-        // SAFETY: borrowed for one question, which any number may be asked.
+        // SAFETY: borrowed for one `fstat`, which is allowed on any number.
         let borrowed = unsafe { BorrowedFd::borrow_raw(*descriptor) };
         rustix::fs::fstat(borrowed)
             .is_ok_and(|file| rustix::fs::FileType::from_raw_mode(file.st_mode).is_socket())
@@ -215,8 +215,8 @@ pub(crate) fn inherited(variable: &'static str) -> Result<Option<OwnedFd>, CommE
     let Some(descriptor) = descriptor.filter(is_socket) else {
         return Err(CommError::Join(JoinProblem::Descriptor { variable, value }));
     };
-    // SAFETY: the launcher opened it for this process, and nothing else here knows of it; a copy is taken, so that a second
-    // call finds it as well.
+    // SAFETY: the launcher opened it for this process, and no other code here owns it. The descriptor is duplicated, so that a
+    // second call finds it as well.
     let socket = unsafe { BorrowedFd::borrow_raw(descriptor) }.try_clone_to_owned();
     socket.map(Some).map_err(CommError::io("use the launcher's socket"))
 }

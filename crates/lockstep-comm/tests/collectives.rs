@@ -1,5 +1,5 @@
-//! Every operation against a reference that knows nothing of ranks, to the bit: random sizes, types, roots and blocks, from
-//! private and from shared memory, on worlds of threads.
+//! Tests of every operation against a single-process reference, bit for bit: random sizes, types, roots and blocks,
+//! from private and from shared memory, on worlds of threads.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 #[path = "common/cases.rs"]
@@ -19,7 +19,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Runs `work` as each of `ranks` ranks: in one world, then in one of another kind.
+/// Runs `work` as each of `ranks` ranks, once per transport.
 fn in_world(ranks: usize, work: impl Fn(&Group) + Sync) {
     for way in Way::ALL {
         in_world_by(way, ranks, &work);
@@ -106,7 +106,7 @@ fn messages_in_shared_memory_are_fetched_while_their_sender_is_busy() {
         };
         let sent: Vec<_> = (0..MESSAGES).map(send).collect();
         group.progress().unwrap();
-        // Busy with something else until all are fetched.
+        // Wait without calling the group until all messages are received.
         let begin = Instant::now();
         while !fetched.load(Ordering::SeqCst) {
             assert!(begin.elapsed() < LONG, "not all messages left by themselves");

@@ -1,5 +1,5 @@
-//! Whatever one rank does wrong, every rank is told the same, and soon: operations that do not match, ranks that leave,
-//! panic, or never come.
+//! Tests that every rank gets the same error, and soon, whatever one rank does wrong: mismatching operations, and ranks that
+//! leave, panic, or never come.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 mod common;
@@ -18,8 +18,8 @@ use lockstep_comm::{
     Collective, CommError, Deadline, Group, Kind, LossCause, NumberType, Problem, ReduceOp, Source, Target,
 };
 
-/// Runs `work` as each of `ranks` ranks, in a world of each kind; returns what each was told, by rank, which is the same in
-/// all worlds.
+/// Runs `work` as each of `ranks` ranks, once per transport. Returns the error of each rank, which must be the same on all
+/// transports.
 fn told(ranks: usize, work: impl Fn(&Group) -> Result<(), CommError> + Sync) -> Vec<CommError> {
     let [shared, tcp, encrypted] = Way::ALL.map(|way| told_by(way, ranks, &work));
     let text = |errors: &[CommError]| errors.iter().map(ToString::to_string).collect::<Vec<_>>();
@@ -28,11 +28,11 @@ fn told(ranks: usize, work: impl Fn(&Group) -> Result<(), CommError> + Sync) -> 
     shared
 }
 
-/// As [`told`], in a world of one kind.
+/// Returns the errors of [`told`] for one transport.
 fn told_by(way: Way, ranks: usize, work: impl Fn(&Group) -> Result<(), CommError> + Sync) -> Vec<CommError> {
     let errors = Mutex::new(Vec::new());
     in_world_by(way, ranks, |group| {
-        // A rank that fails stays until the others have failed too: they must not learn of it by its leaving.
+        // A failing rank stays until all have failed: its departure must not be what the others report.
         if let Err(error) = work(group) {
             errors.lock().unwrap().push((group.rank(), error));
             let begin = Instant::now();
@@ -46,7 +46,7 @@ fn told_by(way: Way, ranks: usize, work: impl Fn(&Group) -> Result<(), CommError
     errors.into_iter().map(|(_, error)| error).collect()
 }
 
-/// One call of each operation, with `elements` for each rank.
+/// Calls operation `kind` once, with `elements` per rank.
 fn call(group: &Group, kind: Kind, elements: usize, deadline: Deadline) -> Result<(), CommError> {
     let ranks = group.size();
     let (block, whole) = (vec![1.0_f32; elements], vec![1.0_f32; elements * ranks]);
@@ -95,7 +95,7 @@ fn call(group: &Group, kind: Kind, elements: usize, deadline: Deadline) -> Resul
     group.run(&mut collective, deadline)
 }
 
-/// Sizes for which data goes through small slots, and through chunks.
+/// Numbers of elements for which data goes through small slots, and through chunks.
 const SIZES: [usize; 2] = [10, 50_000];
 
 #[test]
@@ -113,7 +113,7 @@ fn another_size_on_one_rank_is_named_on_every_rank_for_every_operation() {
                 let CommError::Mismatch { rank, found, reference, occasion, .. } = error else {
                     panic!("{kind:?} of {elements}: {error}")
                 };
-                // Between two ranks the sender is asked first.
+                // For a message, the mismatch names the sender as the odd rank.
                 let expected = if kind == Kind::Send { (0, 1) } else { (1, 0) };
                 assert_eq!((*rank, *reference), expected, "{error}");
                 let sequence =
@@ -251,7 +251,7 @@ fn a_rank_that_leaves_or_panics_is_known_within_200_ms_in_every_operation() {
                         std::thread::sleep(Duration::from_millis(20));
                         *gone.lock().unwrap() = Some(Instant::now());
                         if panics {
-                            // As `panic!`, without a message, which takes its time.
+                            // Like `panic!`, but without printing a message, which takes time.
                             std::panic::resume_unwind(Box::new(()));
                         }
                     }
@@ -270,7 +270,7 @@ fn a_rank_that_leaves_or_panics_is_known_within_200_ms_in_every_operation() {
             }
         }
     }
-    // The machine may be busy with other tests; a promise that is broken is broken more often than that.
+    // Other tests may load the machine, so the maximum has slack; a real regression shows in the median.
     delays.sort_unstable();
     assert!(delays[delays.len() / 2] < Duration::from_millis(200), "{delays:?}");
     assert!(delays[delays.len() - 1] < Duration::from_secs(2), "{delays:?}");
@@ -296,7 +296,7 @@ fn a_stop_by_one_rank_reaches_those_who_wait_and_those_who_come_later() {
 
 #[test]
 fn the_flight_recorder_shows_who_has_not_come() {
-    // Only who shares memory sees another rank's records.
+    // Only ranks that share memory see each other's records.
     for (way, others) in [(Way::SharedMemory, 1), (Way::Tcp, 0)] {
         in_world_by(way, 2, |group| {
             group.barrier(soon()).unwrap();

@@ -1,7 +1,7 @@
-//! Operations and faults over MPI. Started by `mpirun` (`cargo xtask mpi`); by itself it is a world of one rank.
+//! Tests of operations and faults over MPI, started by `mpirun` (`cargo xtask mpi`). Without it they are a world of one rank.
 //!
-//! The first argument names a part; without one, what needs no fault is tried. A part that ends in an error ends by
-//! [`AS_EXPECTED`], for MPI ends by an abort.
+//! The first argument selects a part; without it, all tests without faults run. A part that must end in an error exits with
+//! [`AS_EXPECTED`], because MPI ends by an abort.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 #[path = "common/cases.rs"]
@@ -18,19 +18,19 @@ use proptest::{
     test_runner::TestRunner,
 };
 
-/// The exit code of a part that was to end in an error, and did.
+/// Exit code of a part that ended in an error, as it must.
 const AS_EXPECTED: i32 = 42;
-/// Cases of operations.
+/// Number of random operations.
 const CASES: usize = 120;
 
-/// Long enough for any operation of a test, on a machine that has other things to do.
+/// Returns a deadline long enough for any operation of a test, even on a loaded machine.
 fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(30))
 }
 
 fn main() -> ExitCode {
     let part = env::args().nth(1).filter(|part| !part.starts_with('-')).unwrap_or_default();
-    // What is longer is cut: in the second part nearly everything.
+    // The maximum size of an MPI call: in part `cut`, nearly all data exceeds it and is split.
     let per_call = if part == "cut" { 1000 } else { MpiOptions::default().per_call };
     let group = join_mpi(MpiOptions { per_call, exit_code: |_| AS_EXPECTED }).unwrap();
     let error = match part.as_str() {
@@ -42,7 +42,7 @@ fn main() -> ExitCode {
         "mismatch" => mismatch(&group),
         "tables" => tables(&group),
         "late" => late(&group),
-        // Ends by what the others say.
+        // The other ranks' reports end this rank.
         "left" if group.rank() == 1 => return ExitCode::FAILURE,
         "left" => left(&group),
         "panic" => panicked(&group),
@@ -77,7 +77,7 @@ fn operations(group: &Group) {
     }
 }
 
-/// One rank calls another size.
+/// Tests that a rank with another size is reported.
 fn mismatch(group: &Group) -> CommError {
     let mut data = vec![1.0_f32; if group.rank() == 1 { 9 } else { 10 }];
     let error = group.all_reduce(&mut data[..], ReduceOp::Sum, soon()).unwrap_err();
@@ -86,7 +86,7 @@ fn mismatch(group: &Group) -> CommError {
     error
 }
 
-/// One rank expects more than another sends it.
+/// Tests that a rank which expects more than another sends to it is reported.
 fn tables(group: &Group) -> CommError {
     let ranks = group.size();
     let mut receives = vec![group.rank() + 1; ranks];
@@ -102,7 +102,7 @@ fn tables(group: &Group) -> CommError {
     error
 }
 
-/// One rank does not come.
+/// Tests that a rank which does not come is reported.
 fn late(group: &Group) -> CommError {
     if group.rank() == 2 {
         loop {
@@ -119,7 +119,7 @@ fn late(group: &Group) -> CommError {
     error
 }
 
-/// One rank ends while the others wait for it.
+/// Tests that a rank which ends while the others wait for it is reported.
 fn left(group: &Group) -> CommError {
     let error = group.barrier(soon()).unwrap_err();
     let CommError::PeerLost { rank: 1, cause: LossCause::Left | LossCause::Panicked, .. } = &error else {
@@ -128,7 +128,7 @@ fn left(group: &Group) -> CommError {
     error
 }
 
-/// One rank panics while the others wait for it.
+/// Tests that a rank which panics while the others wait for it is reported.
 fn panicked(group: &Group) -> CommError {
     if group.rank() == 1 {
         std::panic::resume_unwind(Box::new(()));
@@ -136,7 +136,7 @@ fn panicked(group: &Group) -> CommError {
     left(group)
 }
 
-/// A rank's deadline passes while data moves that it has borrowed.
+/// Tests a deadline that passes while borrowed data is being transferred.
 fn moving(group: &Group) -> CommError {
     let mut data = vec![1_u8; 64 << 20];
     let result = if group.rank() == 0 {

@@ -1,6 +1,7 @@
-//! Ranks as processes: the launcher starts this very test program anew, with [`a_rank`] as the only test.
+//! Tests of ranks as processes: the launcher starts this same test program again, with [`a_rank`] as the only test.
 //!
-//! Each rank reports by a file: the moment at which its work ended, on the clock that all processes share, and why.
+//! Each rank writes a report to a file: the time at which its work ended, on the clock that all processes share, and
+//! its result.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::{
@@ -24,24 +25,24 @@ use rustix::{
     time::{ClockId, clock_gettime},
 };
 
-/// What the ranks do.
+/// Environment variable with the role of a rank, which selects its work.
 const ROLE: &str = "LOCKSTEP_TEST_ROLE";
-/// Where they report.
+/// Environment variable with the directory of the reports.
 const REPORTS: &str = "LOCKSTEP_TEST_REPORTS";
-/// How long a rank on another node may be silent.
+/// Environment variable with the silence limit, in milliseconds, for ranks of other nodes.
 const SILENCE_MS: &str = "LOCKSTEP_TEST_SILENCE_MS";
-/// The role that [`a_launcher`] starts ranks for.
+/// Environment variable with the role for which [`a_launcher`] starts ranks.
 const LAUNCHED: &str = "LOCKSTEP_TEST_LAUNCHED";
 
 fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(30))
 }
 
-/// What each rank runs; in the launching process, nothing.
+/// Entry point of each rank; does nothing in the launching process.
 #[test]
 fn a_rank() {
     let (Some(role), Some(reports)) = (env::var_os(ROLE), env::var_os(REPORTS)) else { return };
-    // It may end while the last is still joining: that is told in the same way.
+    // The rank may end while the last one is still joining; that must be reported in the same way.
     let result = join_from_environment(options(), soon())
         .and_then(|group| play(role.to_str().unwrap(), &group.unwrap()));
     let text = result.as_ref().err().map_or("done".to_owned(), CommError::to_string);
@@ -86,7 +87,7 @@ fn sum_once(group: &Group) -> Result<(), CommError> {
         let (ranks, rest) = (group.size(), group.size() * (group.size() - 1) / 2);
         assert!(floats.iter().enumerate().all(|(i, x)| *x == (i * ranks + rest) as f32));
     }
-    // Several at once, of numbers whose sum depends on the order in which they are added.
+    // Several all-reduces in flight, of numbers whose sum depends on the order of additions.
     let value = |rank: usize, i: usize| {
         let bits = (rank * 7919 + i + 1).wrapping_mul(0x9e37_79b9) as u32;
         (bits as f32 / 4e9 - 0.5) * [1.0, 1e6, 1e-6][bits as usize % 3]
@@ -117,7 +118,7 @@ fn sum_once(group: &Group) -> Result<(), CommError> {
     group.barrier(soon())
 }
 
-/// The sum of `values` in the order of the tree.
+/// Returns the sum of `values` in the order of the tree.
 fn tree(values: &[f32]) -> f32 {
     match values {
         [value] => *value,
@@ -128,7 +129,7 @@ fn tree(values: &[f32]) -> f32 {
     }
 }
 
-/// Operations of all sizes, over and over; rank 1 leaves out the one with number `skipped`.
+/// Runs operations of all sizes, over and over; rank 1 skips operation number `skipped`.
 fn work(group: &Group, skipped: usize) -> Result<(), CommError> {
     let arena = group.arena(&[MemoryCategory::Gradients]);
     let mut shared = arena.allocate_zeroed(4 << 20, MemoryCategory::Gradients).unwrap();
@@ -148,7 +149,7 @@ fn work(group: &Group, skipped: usize) -> Result<(), CommError> {
     Ok(())
 }
 
-/// Operations of all kinds and sizes, in memory of both kinds, until one fails.
+/// Runs operations of all kinds and sizes, in shared and private memory, until one fails.
 fn work_at_random(group: &Group, seed: u64) -> Result<(), CommError> {
     let (ranks, rank, op) = (group.size(), group.rank(), ReduceOp::Max);
     let mut random = Draws::new(seed);
@@ -169,7 +170,7 @@ fn work_at_random(group: &Group, seed: u64) -> Result<(), CommError> {
             4 => group.reduce_scatter(&*data, &mut output[..block], op, soon())?,
             5 => group.all_gather(&data[..block], output, soon())?,
             6 => group.all_to_all(&*data, output, soon())?,
-            // Between two, while the others go on.
+            // A message between two ranks, while the others go on.
             7 if rank == root => group.send(&*data, (root + 1) % ranks, soon())?,
             7 if rank == (root + 1) % ranks => group.receive(data, root, soon())?,
             7 => {}
@@ -183,7 +184,7 @@ fn work_at_random(group: &Group, seed: u64) -> Result<(), CommError> {
     }
 }
 
-/// Rank 1 dies in the middle of a line.
+/// Prints on all ranks; rank 1 dies in the middle of a line.
 fn speak(group: &Group) -> Result<(), CommError> {
     let rank = group.rank();
     println!("rank {rank} says\ntwo lines");
@@ -195,14 +196,14 @@ fn speak(group: &Group) -> Result<(), CommError> {
     group.barrier(soon())
 }
 
-/// Ranks that are running, and where they report.
+/// Running ranks, and the directory of their reports.
 struct Run {
     agent: Agent,
     first_rank: usize,
     reports: PathBuf,
 }
 
-/// A new directory for reports.
+/// Creates a directory for reports.
 fn reports() -> PathBuf {
     static RUNS: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     let run = RUNS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -220,7 +221,7 @@ impl Run {
         Self::start_at(Placement::alone(ranks), role, ranks, silence, output, reports())
     }
 
-    /// Ranks of several nodes, all of which are this machine.
+    /// Starts ranks of several nodes, all of which are this machine.
     fn start_on_nodes(role: &str, nodes: &[usize], silence: Duration) -> Vec<Self> {
         let (listener, reports) = (TcpListener::bind("127.0.0.1:0").unwrap(), reports());
         let port = listener.local_addr().unwrap().port();
@@ -231,7 +232,7 @@ impl Run {
                 let meeting =
                     Meeting { host: "127.0.0.1".to_owned(), port, listener, run, ..Meeting::default() };
                 let (ranks, count) = (*ranks, nodes.len());
-                // The last two take the numbers that are left, in whatever order they come.
+                // The last two nodes take the free numbers, in order of arrival.
                 let node = (node == 0 || node + 2 < count).then_some(node);
                 scope.spawn(move || {
                     meet_nodes(meeting, node, count, NodeCard::first(ranks), soon()).unwrap().placement
@@ -274,7 +275,7 @@ impl Run {
         Self { agent: launch.start().unwrap(), first_rank, reports }
     }
 
-    /// Waits until every rank has carried out so many operations.
+    /// Waits until every rank has carried out `operations` operations.
     fn wait_for_operations(&mut self, operations: usize) {
         let begin = Instant::now();
         for rank in 0..self.agent.pids().len() {
@@ -313,7 +314,7 @@ impl Run {
         }
     }
 
-    /// What each rank said last, and when. Ranks that were killed said nothing.
+    /// Returns each rank's report and its time; `None` for ranks that were killed.
     fn reports(&self) -> Vec<Option<(u64, String)>> {
         let read = |rank: usize| {
             let report = self.reports.join((self.first_rank + rank).to_string());
@@ -350,7 +351,7 @@ fn processes_sum_as_threads_do_and_leave_nothing_behind() {
     assert_eq!(names, 0, "files in /dev/shm");
 }
 
-/// The files of shared memory that a process has mapped or holds open, by their inodes.
+/// Returns the inodes of shared-memory files that a process has mapped or holds open.
 fn shared_files(pid: &str) -> BTreeSet<u64> {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let mapped = maps.lines().filter(|line| line.contains("memfd:lockstep"));
@@ -364,7 +365,7 @@ fn shared_files(pid: &str) -> BTreeSet<u64> {
     mapped.chain(open).collect()
 }
 
-/// How often; `cargo xtask soak` asks for more.
+/// Returns the number of repetitions; `cargo xtask soak` sets a larger one.
 fn deaths() -> u64 {
     env::var("LOCKSTEP_SEEDS").map_or(50, |seeds| seeds.parse().expect("LOCKSTEP_SEEDS is a number"))
 }
@@ -400,7 +401,7 @@ fn a_rank_that_dies_at_any_time_is_known_to_all_others_within_200_ms_and_leaves_
     delays_ms.sort_unstable();
     let (median, most) = (delays_ms[delays_ms.len() / 2], delays_ms[delays_ms.len() - 1]);
     println!("{} survivors knew after {median} ms (median), {most} ms (most)", delays_ms.len());
-    // The machine may be busy with other tests; a promise that is broken is broken more often than that.
+    // Other tests may load the machine, so the maximum has slack; a real regression shows in the median.
     assert!(median < 200 && most < 2000, "{delays_ms:?} ms");
 }
 
@@ -436,13 +437,13 @@ fn a_rank_that_is_killed_on_another_node_is_known_to_all_within_a_second() {
     for seed in 0..4_usize {
         let mut runs = Run::start_on_nodes("work", &[2, 2], SILENCE);
         runs.iter_mut().for_each(|run| run.wait_for_operations(2 + seed * 3));
-        // Numbers are given by arrival: ranks of `runs[n]` need not be the n-th.
+        // Nodes are numbered in order of arrival: the ranks of `runs[n]` need not be those of node n.
         let (node, local) = (seed % 2, seed / 2);
         let victim = runs[node].first_rank + local;
         let killed_us = runs[node].signal(local, Signal::KILL);
         for run in &mut runs {
             let failure = run.failure();
-            // One thread watches the launchers in turn, so the cause may be what peers have seen.
+            // One thread watches the launchers in turn, so the reported cause may be the peers' observation.
             let lost = matches!(failure.error, CommError::PeerLost { rank, .. } if rank == victim);
             assert!(lost, "{failure}, not rank {victim}");
             for (rank, report) in run.reports().into_iter().enumerate() {
@@ -513,7 +514,7 @@ fn ranks_die_with_their_agent() {
     }
 }
 
-/// What [`ranks_speak_in_whole_lines_that_say_whose_they_are`] looks at.
+/// Launcher process that [`ranks_speak_in_whole_lines_that_say_whose_they_are`] observes.
 #[test]
 fn a_launcher() {
     let Some(role) = env::var_os(LAUNCHED) else { return };

@@ -1,5 +1,5 @@
-//! Strangers at the place where ranks meet: floods of connections, slow ones, garbage, scans, and processes of another user. The
-//! ranks meet all the same, and rank 0 can tell whom it turned away.
+//! Tests of strangers at the rendezvous: floods of connections, slow clients, garbage, scans, and processes of another
+//! user. The ranks must meet all the same, and rank 0 must report the connections it rejected.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::{
@@ -19,11 +19,11 @@ use lockstep_comm::{
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// The deed of a process of another user.
+/// Environment variable with the attack of a process of another user.
 const STRANGER: &str = "LOCKSTEP_TEST_STRANGER";
-/// The port of the ranks that it bothers.
+/// Environment variable with the port of the attacked ranks.
 const PORT: &str = "LOCKSTEP_TEST_PORT";
-/// A user that is nobody's.
+/// User id of `nobody`.
 const NOBODY: u32 = 65534;
 
 fn soon() -> Deadline {
@@ -44,7 +44,7 @@ fn some_secret() -> Option<Secret> {
     Some(Secret::of(b"0123456789abcdef"))
 }
 
-/// Lets this process have as many descriptors as it may; returns how many.
+/// Raises this process's limit of descriptors to the maximum, and returns it.
 fn descriptors() -> usize {
     let limit = getrlimit(Resource::Nofile);
     let most = limit.maximum.unwrap_or(1 << 20);
@@ -52,7 +52,7 @@ fn descriptors() -> usize {
     most as usize
 }
 
-/// Joins as one of `ranks` and sums.
+/// Joins as one of `ranks` and checks an all-reduce.
 fn join_and_sum(rank: usize, ranks: usize, meeting: Meeting) {
     let group = join_by_address(rank, ranks, meeting, TcpOptions::default(), soon()).unwrap();
     let mut sum = [rank as i64; 3];
@@ -60,8 +60,8 @@ fn join_and_sum(rank: usize, ranks: usize, meeting: Meeting) {
     assert_eq!(sum, [(ranks * (ranks - 1) / 2) as i64; 3]);
 }
 
-/// Three ranks that meet while `stranger` is at the port; `strangers` of them are there before the last two ranks come. Returns how long
-/// those took, and whom rank 0 turned away.
+/// Lets three ranks meet while `stranger` attacks the port; at least `strangers` connections of its are there before
+/// the last two ranks come. Returns the time that those took, and rank 0's rejections.
 fn meet_among(
     strangers: usize,
     stranger: impl Fn(u16, &AtomicBool, &AtomicUsize) + Sync,
@@ -93,7 +93,7 @@ fn meet_among(
     })
 }
 
-/// Says what was measured, and holds it to what it must be.
+/// Prints the measurement, and checks that joining was fast and at least `at_least` connections were rejected.
 #[expect(clippy::print_stderr, reason = "the figures of a measurement")]
 fn judge(what: &str, (elapsed, turned_away): (Duration, TurnedAway), at_least: u64) {
     eprintln!("{what}: all joined after {elapsed:?}; {turned_away}");
@@ -104,7 +104,7 @@ fn judge(what: &str, (elapsed, turned_away): (Duration, TurnedAway), at_least: u
     }
 }
 
-/// Opens its part of `count` connections, and holds them until it is to stop.
+/// Returns an attack that opens its part of `count` connections, and holds them until `stop` is set.
 fn hold(count: usize) -> impl Fn(u16, &AtomicBool, &AtomicUsize) + Sync {
     move |port, stop, ready| {
         let mut held = Vec::new();
@@ -122,7 +122,7 @@ fn hold(count: usize) -> impl Fn(u16, &AtomicBool, &AtomicUsize) + Sync {
 fn idle_connections_keep_nobody_out() {
     let most = descriptors();
     for count in [66, 500, 5000] {
-        // The test's ends and rank 0's.
+        // Descriptors of the test's ends and of rank 0's.
         if most < count + 2000 {
             #[expect(clippy::print_stderr, reason = "a part that this machine cannot run is said")]
             {
@@ -150,13 +150,13 @@ fn many_ranks_behind_one_address_are_no_flood() {
     let (turned_away, mut strangers) = (first.turned_away.clone(), Vec::new());
     thread::scope(|scope| {
         scope.spawn(move || join_and_sum(0, ranks, first));
-        // The strangers come from the address of the ranks, once somebody takes their connections.
+        // The strangers connect from the ranks' own address.
         strangers.extend((0..500).flat_map(|_| TcpStream::connect(("127.0.0.1", port))));
         for rank in 1..ranks {
             scope.spawn(move || join_and_sum(rank, ranks, meeting(port, some_secret())));
         }
     });
-    // There is room for them beside the 23 x 4 connections of the ranks, of which none was dropped.
+    // There is room for them in addition to the 23 x 4 connections of the ranks, so none was dropped.
     assert_eq!(turned_away.count(), 0, "{turned_away}");
 }
 
@@ -183,7 +183,7 @@ fn slow_and_senseless_senders_keep_nobody_out() {
         let mut held: Vec<TcpStream> =
             (0..25).flat_map(|_| TcpStream::connect(("127.0.0.1", port))).collect();
         ready.fetch_add(held.len(), Ordering::Relaxed);
-        // What a greeting begins with, a byte each 100 ms.
+        // The beginning of a greeting, at one byte per 100 ms.
         for byte in b"LOCKSTEP\x03\0\0\0\x02\0\0\0".iter().cycle() {
             held.retain_mut(|stream| stream.write_all(&[*byte]).is_ok());
             let begin = Instant::now();
@@ -207,7 +207,7 @@ fn slow_and_senseless_senders_keep_nobody_out() {
             let _ = stream.write_all(bytes);
             ready.fetch_add(1, Ordering::Relaxed);
             if bytes.len() != 8 {
-                // It is hung up on at once.
+                // The server closes the connection immediately.
                 let _ = stream.set_read_timeout(Some(Duration::from_secs(2)));
                 assert_eq!(stream.read(&mut answer).unwrap_or(0), 0, "garbage is answered");
             }
@@ -257,7 +257,7 @@ fn a_rank_waits_for_the_first_one_through_listeners_that_hang_up_on_it() {
     let (other, port) = listener();
     thread::scope(|scope| {
         let second = scope.spawn(move || join_and_sum(1, 2, meeting(port, some_secret())));
-        // As a door does that has no room.
+        // Acts like a door without room.
         for _ in 0..5 {
             drop(other.accept().unwrap());
         }
@@ -267,7 +267,7 @@ fn a_rank_waits_for_the_first_one_through_listeners_that_hang_up_on_it() {
     });
 }
 
-/// Entry point of a process of another user; does nothing in the process of the tests.
+/// Entry point of a process of another user; does nothing in the test process.
 #[test]
 fn a_stranger() {
     let (Some(role), Some(port)) = (env::var_os(STRANGER), env::var(PORT).ok()) else { return };
@@ -277,9 +277,9 @@ fn a_stranger() {
     let code = match role.to_str().unwrap() {
         // Asks for the secret as a rank does.
         "ask" => join_by_address(1, 2, meeting(port, None), options, limit(700)).map_or(0, |_| 1),
-        // Takes the place of rank 0, for as long as it is let.
+        // Takes the place of rank 0.
         "squat" => join_by_address(0, 2, meeting(port, None), options, limit(20_000)).map_or(0, |_| 1),
-        // Tries secrets that one might guess.
+        // Tries secrets that are easy to guess.
         "guess" => {
             let come = |secret: &[u8]| {
                 let found = meeting(port, Some(Secret::of(secret)));
@@ -292,11 +292,11 @@ fn a_stranger() {
     std::process::exit(code);
 }
 
-/// A copy of this test program that anybody may run.
+/// Copy of this test program that any user may run.
 struct Program(PathBuf);
 
 impl Program {
-    /// Starts it as another user; `None` where this user cannot become one.
+    /// Copies the program; `None` if this user cannot start processes of another user.
     fn new() -> Option<Self> {
         if !rustix::process::geteuid().is_root() {
             #[expect(clippy::print_stderr, reason = "a part that this machine cannot run is said")]
@@ -330,7 +330,7 @@ impl Drop for Program {
     }
 }
 
-/// Returns true if somebody holds the name under which the ranks of `port` look for each other first.
+/// Returns true if a process holds the name under which the ranks of `port` first look for each other.
 fn name_is_held(port: u16) -> bool {
     let digest = blake3::Hasher::new().update(&port.to_le_bytes()).update(b"strangers").finalize();
     let name = format!("@lockstep-{}", &digest.to_hex()[..32]);
@@ -350,7 +350,7 @@ fn a_process_of_another_user_cannot_join_or_end_ranks_that_have_no_secret() {
             let mut stranger = program.start(role, port);
             let status = stranger.wait().unwrap();
             assert_eq!(status.code(), Some(0), "{role}: it has joined");
-            // Neither has it ended the meeting.
+            // The stranger has not ended the meeting either.
             join_and_sum(1, 2, meeting(port, None));
             first.join().unwrap();
             if role == "guess" {
@@ -378,7 +378,7 @@ fn a_process_of_another_user_cannot_take_the_place_where_ranks_without_a_secret_
         }
     });
     let elapsed = begin.elapsed();
-    // It waits still: nobody has come to it.
+    // The stranger still waits: no rank has connected to it.
     assert!(stranger.try_wait().unwrap().is_none(), "the stranger has ended");
     stranger.kill().unwrap();
     stranger.wait().unwrap();

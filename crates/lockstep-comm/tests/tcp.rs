@@ -1,5 +1,4 @@
-//! What can only go wrong, or be chosen, between ranks that are joined by sockets: how they meet, who may come in, other
-//! algorithms, links that die.
+//! Tests of the TCP transport's own features: rendezvous, authentication, all-reduce algorithms, and broken links.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 #[path = "common/tcp.rs"]
@@ -22,7 +21,7 @@ use lockstep_comm::{
     join_by_address,
 };
 
-/// A port that nobody uses, and nobody is given by chance.
+/// Returns a listener on an unused port, and the port.
 fn listener() -> (TcpListener, u16) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -38,7 +37,7 @@ fn some_secret() -> Option<Secret> {
     Some(Secret::of(b"0123456789abcdef"))
 }
 
-/// One who comes to a meeting.
+/// Participant of a meeting.
 struct Comer {
     rank: usize,
     ranks: usize,
@@ -51,7 +50,7 @@ struct Comer {
 const COMER: Comer =
     Comer { rank: 0, ranks: 2, secret: "0123456789abcdef", run: "a test", settings: [0; 32], encrypt: false };
 
-/// What all who come to one meeting are told.
+/// Returns the results of all participants of one meeting.
 fn meet(comers: Vec<Comer>, limit: Duration) -> Vec<Result<usize, JoinProblem>> {
     let (listener, port) = listener();
     let mut listener = Some(listener);
@@ -218,7 +217,7 @@ fn ranks_with_unlike_algorithms_find_out() {
     });
 }
 
-/// A proxy that forwards connections to `port` until it is told to drop every byte.
+/// Starts a proxy that forwards connections to `port` until `drops` is set, and then discards every byte. Returns its port.
 fn proxy(port: u16, drops: Arc<AtomicBool>) -> u16 {
     let (listener, own) = listener();
     let pass = |mut from: TcpStream, mut to: TcpStream, drops: Arc<AtomicBool>| {
@@ -229,7 +228,7 @@ fn proxy(port: u16, drops: Arc<AtomicBool>) -> u16 {
             }
         }
         while drops.load(Ordering::Relaxed) {
-            // Not even the end comes through.
+            // Not even the end of the connection is forwarded.
             thread::sleep(Duration::from_millis(20));
         }
         let _ = to.shutdown(std::net::Shutdown::Write);
@@ -268,7 +267,7 @@ fn a_link_that_swallows_everything_is_known_within_the_time_of_silence() {
     let results = thread::scope(|scope| {
         let options = TcpOptions { silence, ..TcpOptions::default() };
         let (drops, work) = (&drops, &work);
-        // Rank 1 reaches rank 0 by the detour only.
+        // Rank 1 reaches rank 0 through the proxy only.
         let threads = [(0, port), (1, detour)].map(|(rank, port)| {
             let listener = (rank == 0).then(|| listener.try_clone().unwrap());
             let meeting = Meeting { listener, secret: some_secret(), ..meeting(port) };
@@ -288,7 +287,7 @@ fn a_link_that_swallows_everything_is_known_within_the_time_of_silence() {
 
 #[test]
 fn ranks_find_the_first_one_at_the_next_port_where_something_else_has_the_first() {
-    // It takes connections, and says nothing.
+    // A listener that accepts connections and sends nothing.
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = other.local_addr().unwrap().port();
     let free = {

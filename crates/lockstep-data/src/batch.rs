@@ -1,6 +1,6 @@
-//! A micro-batch: what one forward pass reads.
+//! A micro-batch: the input of one forward pass.
 
-/// The label of a position that counts neither in the loss nor in its number of tokens.
+/// Label of a position that is masked: it counts neither in the loss nor in the number of valid tokens.
 pub const IGNORE_LABEL: i32 = -100;
 
 /// `sequences` × `seq_len` tokens with their labels, row-major, on the host.
@@ -8,26 +8,27 @@ pub const IGNORE_LABEL: i32 = -100;
 /// All vectors but `sample_numbers` have `sequences * seq_len` elements.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MicroBatch {
-    /// Token ids.
+    /// Token ids, the inputs.
     pub ids: Vec<u32>,
-    /// The id that follows each token, or [`IGNORE_LABEL`].
+    /// Id of the token that follows each input, or [`IGNORE_LABEL`].
     pub labels: Vec<i32>,
-    /// The position of each token in its sequence.
+    /// Position of each token, counted from the start of its sequence, or of its document where documents are kept
+    /// apart.
     pub positions: Vec<u32>,
-    /// For each token, the index within its sequence of the first token of its document; 0 everywhere where
-    /// documents are not kept apart.
+    /// For each token, the index within its sequence of the first token of its document. All zero where documents are
+    /// not kept apart.
     pub document_starts: Vec<u32>,
-    /// The global sample number of each sequence (`[sequences]`): dropout is keyed by it. It grows over
-    /// epochs, so it names the epoch too.
+    /// Global sample number of each sequence, `[sequences]`. Dropout is keyed by it. Numbers keep growing over epochs,
+    /// so they identify the epoch too.
     pub sample_numbers: Vec<u64>,
-    /// Rows.
+    /// Number of sequences: the rows.
     pub sequences: usize,
-    /// Columns.
+    /// Tokens per sequence: the columns.
     pub seq_len: usize,
 }
 
 impl MicroBatch {
-    /// How many labels count in the loss.
+    /// Returns the number of labels that count in the loss.
     pub fn valid_tokens(&self) -> u64 {
         self.labels.iter().filter(|&&label| label != IGNORE_LABEL).count() as u64
     }

@@ -1,32 +1,33 @@
-//! Which source each sample of a blend comes from: as the weights say, at every prefix, by arithmetic alone.
+//! The source of each sample of a blend: a fixed pattern that follows the weights at every prefix.
 //!
-//! Sources take turns in a fixed pattern that repeats. It is the chairman assignment of Tijdeman ("The chairman
-//! assignment problem", Discrete Mathematics 32, 1980): after any number of samples, each of n sources has been drawn
-//! as often as its weight asks for, give or take at most 1 - 1/(2n - 2) of a sample. (Megatron draws the source that
-//! is furthest behind, which has no such bound, and keeps the pattern of the whole run in memory.)
+//! Sources take turns in a pattern that repeats. It is the chairman assignment of Tijdeman ("The chairman assignment
+//! problem", Discrete Mathematics 32, 1980): after any number of samples, the count of each of n sources differs from
+//! its weighted share by at most 1 - 1/(2n - 2) samples. (Megatron draws the source that is furthest behind, which has
+//! no such bound, and keeps the pattern of the whole run in memory.)
 
-/// The longest pattern.
+/// Longest pattern, in samples.
 const LONGEST_PERIOD: u64 = 1 << 20;
 
-/// The turns of several sources.
+/// Repeating sequence of sources in the proportions of their weights.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Blend {
     period: Vec<Turn>,
-    /// How many turns of a period each source has.
+    /// Number of turns of each source in one period.
     turns: Vec<u64>,
 }
 
-/// One sample of a period.
+/// One sample of the period.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Turn {
     source: u32,
-    /// How many turns of the period the source had before.
+    /// Number of turns of the same source earlier in the period.
     earlier: u32,
 }
 
 impl Blend {
-    /// The turns of sources with these weights, all of them positive and finite. Only their ratios matter. They are
-    /// kept exactly where they are fractions of at most a million, and to a millionth elsewhere.
+    /// Builds the pattern for sources with these weights, all of them positive and finite. Only their ratios matter.
+    /// The ratios are exact if the weights have at most six decimals and the pattern has at most [`LONGEST_PERIOD`]
+    /// samples. Otherwise they are accurate to about a millionth.
     pub(crate) fn new(weights: &[f64]) -> Self {
         let turns = whole_turns(weights);
         let mut period = Vec::new();
@@ -39,7 +40,7 @@ impl Blend {
         Self { period, turns }
     }
 
-    /// The source of `sample`, and how many samples of that source came before.
+    /// Returns the source of `sample`, and the number of earlier samples from that source.
     pub(crate) fn locate(&self, sample: u64) -> (usize, u64) {
         let length = self.period.len() as u64;
         let Turn { source, earlier } = self.period[(sample % length) as usize];
@@ -47,13 +48,13 @@ impl Blend {
         (source, sample / length * self.turns[source] + u64::from(earlier))
     }
 
-    /// The share of all samples that come from `source`.
+    /// Returns the fraction of all samples that come from `source`, in (0, 1].
     pub(crate) fn share(&self, source: usize) -> f64 {
         self.turns[source] as f64 / self.period.len() as f64
     }
 }
 
-/// Whole numbers in the ratios of `weights`, with a sum of at most [`LONGEST_PERIOD`] or little more.
+/// Returns positive integers in the ratios of `weights`. Their sum exceeds [`LONGEST_PERIOD`] slightly at most.
 fn whole_turns(weights: &[f64]) -> Vec<u64> {
     let total: f64 = weights.iter().sum();
     for decimals in 0..=6 {
@@ -74,8 +75,8 @@ fn greatest_common_divisor(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
-/// Of the sources that may be drawn as sample `number` without getting too far ahead, the one that has to be drawn
-/// soonest. All quantities are multiplied by the length of the period times 2n - 2, and are whole.
+/// Returns the source of sample `number`: the one with the earliest deadline among those that would not get too far
+/// ahead. All quantities are integers, scaled by the length of the period times 2n - 2.
 fn next_source(turns: &[u64], taken: &[u64], number: u64) -> usize {
     let length: u64 = turns.iter().sum();
     let spread = (2 * turns.len() as i128 - 2).max(1);
@@ -84,7 +85,7 @@ fn next_source(turns: &[u64], taken: &[u64], number: u64) -> usize {
             * (i128::from(turns[source]) * i128::from(number)
                 - i128::from(length) * i128::from(taken[source]))
     };
-    // The time that is left until it would be too far behind, times its weight.
+    // Time until the source would be too far behind, times its weight.
     let slack = |source: usize| i128::from(length) * (spread - 1) - behind(source);
     let may_be_drawn = |&source: &usize| behind(source) >= i128::from(length);
     let sooner =

@@ -1,14 +1,14 @@
-//! Chats as text: what each message looks like to the model, and which of it the model is to say.
+//! Renders chats as text, and marks which parts of the text are predicted.
 //!
-//! The tokenizer's own template decides, the Jinja of `tokenizer_config.json` or `chat_template.jinja`. Where it has
-//! none, a chat is written in ChatML, a message after the other:
+//! The text follows the tokenizer's own chat template, a Jinja template in `tokenizer_config.json` or
+//! `chat_template.jinja`. A tokenizer without one gets ChatML, in which messages follow each other as:
 //!
 //! ```text
 //! <|im_start|>ROLE
 //! CONTENT<|im_end|>
 //! ```
 //!
-//! What the assistant says, with the end of its message, is predicted; everything else is context.
+//! The assistant's messages are predicted, including the end-of-message marker. Everything else has masked labels.
 
 use std::{borrow::Cow, sync::Arc};
 
@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 use crate::json_line::Part;
 
-/// One message of a chat: an object with a role, a content, and whatever else a template reads of it.
+/// One message of a chat: an object with a role, a content, and any other fields that a template reads.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Message {
     object: Value,
@@ -25,12 +25,12 @@ pub(crate) struct Message {
     content: String,
 }
 
-/// Whose messages are predicted.
+/// Role whose messages are predicted.
 const ASSISTANT: &str = "assistant";
 
 impl Message {
-    /// Reads an object with a role and a content, each under the first of these names that it has, or says what it
-    /// lacks. Roles may be ShareGPT's, and in capitals.
+    /// Reads an object with a role and a content, each from the first of the given names that it has. Returns a
+    /// description of the missing field otherwise. Accepts ShareGPT's role names, in any case.
     pub(crate) fn read(object: Value, roles: &[&str], contents: &[&str]) -> Result<Self, String> {
         let (role_name, role) = string_in(&object, roles)?;
         let (content_name, content) = string_in(&object, contents)?;
@@ -41,7 +41,7 @@ impl Message {
         Ok(Self { object, role, content })
     }
 
-    /// What `role` says.
+    /// Builds a message with the given role and content.
     pub(crate) fn new(role: &str, content: &str) -> Self {
         let object = json!({ "role": role, "content": content });
         Self { object, role: role.to_owned(), content: content.to_owned() }
@@ -52,18 +52,18 @@ impl Message {
     }
 }
 
-/// The string under the first of `names` that has one, with that name.
+/// Returns the first of `names` that holds a string, with that string.
 fn string_in<'n>(object: &Value, names: &[&'n str]) -> Result<(&'n str, String), String> {
     let found = names.iter().find_map(|&name| Some((name, object.get(name)?.as_str()?.to_owned())));
     found.ok_or_else(|| format!("it has no string in {}", quoted(names)))
 }
 
-/// `"a" or "b"`.
+/// Formats names as `"a" or "b"`.
 fn quoted(names: &[&str]) -> String {
     names.iter().map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(" or ")
 }
 
-/// The name that transformers has for a role.
+/// Maps a role to its name in Hugging Face transformers; unknown roles stay as they are.
 fn usual_role(role: &str) -> Cow<'_, str> {
     match role.to_lowercase().as_str() {
         "human" => "user".into(),
@@ -74,44 +74,44 @@ fn usual_role(role: &str) -> Cow<'_, str> {
     }
 }
 
-/// How a chat becomes text.
+/// Template that renders a chat as text.
 #[derive(Debug, Clone, Default)]
 pub enum ChatTemplate {
-    /// ChatML.
+    /// ChatML, the built-in format.
     #[default]
     ChatMl,
-    /// A template in Jinja.
+    /// Jinja template of the tokenizer.
     Jinja(Arc<JinjaTemplate>),
 }
 
-/// A template as published models have them.
+/// Compiled Jinja chat template in the form in which Hugging Face models publish it.
 #[derive(Debug)]
 pub struct JinjaTemplate {
     environment: Environment<'static>,
-    /// The names of the tokens that begin and end a text, which templates ask for.
+    /// Text of the begin-of-text token, a variable of templates; likewise `eos_token` for the end-of-text token.
     bos_token: Option<String>,
     eos_token: Option<String>,
     hash: blake3::Hash,
 }
 
-/// What the one template of an environment is called.
+/// Name of the only template in an environment.
 const NAME: &str = "chat template";
 
-/// Steps after which a template is taken never to end.
+/// Number of template instructions after which rendering is aborted as endless.
 const FUEL: u64 = 10_000_000;
 
 impl ChatTemplate {
-    /// Reads a template in Jinja.
+    /// Compiles a Jinja template.
     ///
     /// # Errors
-    /// What is wrong with it, in words.
+    /// If the template cannot be parsed; the message describes the problem.
     pub(crate) fn jinja(
         source: &str,
         bos_token: Option<String>,
         eos_token: Option<String>,
     ) -> Result<Self, String> {
         let mut environment = Environment::new();
-        // As transformers renders them.
+        // The syntax options of transformers.
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(|error| describe(&error))?);
         environment.set_fuel(Some(FUEL));
@@ -124,7 +124,7 @@ impl ChatTemplate {
         Ok(Self::Jinja(Arc::new(JinjaTemplate { environment, bos_token, eos_token, hash })))
     }
 
-    /// The hash of a template that is not the built-in one.
+    /// Returns the hash of a Jinja template; `None` for the built-in ChatML.
     pub(crate) fn hash(&self) -> Option<blake3::Hash> {
         match self {
             Self::ChatMl => None,
@@ -132,7 +132,7 @@ impl ChatTemplate {
         }
     }
 
-    /// The chat in parts.
+    /// Renders the chat as parts that are predicted and parts that are not.
     pub(crate) fn parts(&self, messages: &[Message]) -> Result<Vec<Part>, String> {
         if messages.is_empty() {
             return Ok(Vec::new());
@@ -145,7 +145,7 @@ impl ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// The chat, with the words after which the assistant speaks.
+    /// Renders the chat for generation: it ends with the header of the assistant's next message.
     pub(crate) fn question(&self, messages: &[Message]) -> Result<String, String> {
         match self {
             Self::ChatMl => {
@@ -156,7 +156,7 @@ impl ChatTemplate {
         }
     }
 
-    /// The marks that the template puts around messages, such as `<|im_start|>` and `[INST]`.
+    /// Returns the markers that the template writes around messages, such as `<|im_start|>` and `[INST]`.
     pub(crate) fn markers(&self) -> Vec<String> {
         let messages = [Message::new("user", "a"), Message::new(ASSISTANT, "b")];
         let texts = self.parts(&messages).unwrap_or_default().into_iter().map(|part| part.text);
@@ -175,13 +175,14 @@ impl ChatTemplate {
         markers
     }
 
-    /// What is written at the end of an answer as text, where no token of the tokenizer's ends it.
+    /// Returns the text that ends an assistant's message in ChatML. `None` for a Jinja template, whose end-of-text
+    /// token ends it.
     pub(crate) fn end_of_answer(&self) -> Option<&'static str> {
         matches!(self, Self::ChatMl).then_some(CHAT_ML_END)
     }
 }
 
-/// What ends a message of ChatML.
+/// End-of-message marker of ChatML.
 const CHAT_ML_END: &str = "<|im_end|>";
 
 fn chat_ml(message: &Message) -> [Part; 2] {
@@ -191,11 +192,12 @@ fn chat_ml(message: &Message) -> [Part; 2] {
 }
 
 impl JinjaTemplate {
-    /// An answer is what the chat up to it has more than the chat before it, with the words that ask for an answer.
+    /// Renders the chat in parts. The text of an answer is the difference between two renderings: the messages up to
+    /// and including the answer, minus the earlier messages with the generation prompt.
     fn parts(&self, messages: &[Message]) -> Result<Vec<Part>, String> {
         let mut parts = Vec::new();
         let mut written = String::new();
-        // A template may write earlier messages otherwise once there are later ones; then no text has them all.
+        // A template may render earlier messages differently once later ones follow; then the difference is undefined.
         let rest_of = |text: &str, written: &str, number: usize| {
             text.strip_prefix(written).map(str::to_owned).ok_or_else(|| {
                 format!("the chat template writes what stands before message {number} in more than one way")
@@ -227,15 +229,15 @@ impl JinjaTemplate {
     }
 }
 
-/// What a chat ends with.
+/// Ending of a rendered chat: none, or a generation prompt.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ask {
     Nothing,
-    /// The words after which the assistant speaks.
+    /// Ends with the header of the assistant's next message.
     ForAnAnswer,
 }
 
-/// An error in one line.
+/// Formats a template error on one line.
 fn describe(error: &Error) -> String {
     let line = error.line().map_or(String::new(), |line| format!(" (line {line} of the template)"));
     let what = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
@@ -302,7 +304,7 @@ mod tests {
         assert_eq!(said(&parts), ["4<|im_end|>\n"]);
     }
 
-    /// In the manner of Llama 3: filters, methods of Python, a variable that is set, blocks on lines of their own.
+    /// Template in the style of Llama 3: filters, Python methods, an assigned variable, blocks on separate lines.
     const TEMPLATE: &str = "{{ bos_token }}
 {%- for message in messages %}
     {%- set head = '<|' + message['role'] + '|>' %}

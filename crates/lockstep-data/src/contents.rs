@@ -1,49 +1,49 @@
-//! What files of tokens consist of, for people to look at.
+//! Statistics about token files, for display.
 
 use std::path::PathBuf;
 
 use crate::{error::Result, id_type::IdType, tokenizer::Tokenizer, tokens::Tokens};
 
-/// What there is in a sequence of tokens.
+/// Statistics and a sample of a sequence of tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Contents {
-    /// The files, in their order.
+    /// Statistics of each file, in order.
     pub files: Vec<FileContents>,
-    /// How many documents there are.
+    /// Number of documents.
     pub documents: u64,
-    /// How many tokens.
+    /// Number of tokens.
     pub tokens: u64,
-    /// How many of them are read and never predicted.
+    /// Number of tokens whose labels are masked, such as prompts.
     pub context_tokens: u64,
-    /// The number of tokens of the longest document.
+    /// Length of the longest document, in tokens.
     pub longest_document: u64,
-    /// The first few ids.
+    /// First ids of the sequence, at most 64.
     pub sample_ids: Vec<u32>,
-    /// What they say, where there is a tokenizer.
+    /// Decoded text of `sample_ids`; `None` without a tokenizer.
     pub sample: Option<String>,
 }
 
-/// One file of tokens.
+/// Statistics of one token file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileContents {
-    /// Where it is; the tokens of text are in the cache.
+    /// Path of the token file; for tokenized text, that of the cache file.
     pub path: PathBuf,
-    /// How ids are stored.
+    /// Type in which ids are stored.
     pub id_type: IdType,
-    /// How many documents it has.
+    /// Number of documents in the file.
     pub documents: u64,
-    /// How many tokens.
+    /// Number of tokens in the file.
     pub tokens: u64,
 }
 
-/// How many tokens are shown.
+/// Number of tokens in the sample.
 const SAMPLE_TOKENS: u64 = 64;
 
 impl Tokens {
-    /// Counts what there is, and decodes the beginning.
+    /// Counts documents and tokens, and decodes the first tokens.
     ///
     /// # Errors
-    /// As [`Tokens::read`] and [`Tokenizer::decode`].
+    /// If an id is beyond the vocabulary, or the tokenizer cannot decode the sample.
     pub fn contents(&self, tokenizer: Option<&Tokenizer>) -> Result<Contents> {
         let files: Vec<FileContents> = self
             .files()
@@ -70,11 +70,10 @@ impl Tokens {
         })
     }
 
-    /// Looks at every byte: compares those that this program made with their checksums, and every id with the
+    /// Checks all files completely: cache files against their checksum, and every id of other files against the
     /// vocabulary.
     ///
-    /// # Errors
-    /// The first damage that is found.
+    /// If a file is damaged; the first damage is reported.
     pub fn verify(&self) -> Result<()> {
         self.files().iter().try_for_each(|file| file.verify())
     }

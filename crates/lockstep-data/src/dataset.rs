@@ -1,8 +1,8 @@
-//! A range of tokens cut into training windows, or a blend of several, and the micro-batches made of them.
+//! Windows over a range of tokens, or over a blend of several sources, and the micro-batches made of them.
 //!
-//! A window is up to `seq_len + 1` tokens: its inputs are all but the last, its labels all but the first. Neighbouring
-//! windows share one token, so that each token but the very first is predicted exactly once. Sample `i` of a blend is a
-//! pure function of the weights, the seed and `i`, as that of a single source is.
+//! A window has up to `seq_len + 1` tokens: its inputs are all but the last, its labels all but the first. Adjacent
+//! windows share one token, so that each token but the very first is predicted exactly once. Sample `i` is a pure
+//! function of the seed and `i`, and for a blend also of the weights.
 
 use std::{ops::Range, sync::Arc};
 
@@ -16,30 +16,30 @@ use crate::{
     tokens::Tokens,
 };
 
-/// How a range of tokens is cut into windows and in which order they are read.
+/// Options for cutting a range of tokens into windows and ordering them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WindowOptions {
     /// Inputs (and labels) per window.
     pub seq_len: usize,
-    /// The order of the windows.
+    /// Order in which windows are read.
     pub order: SampleOrder,
-    /// What happens to the tokens after the last full window.
+    /// Treatment of the tokens after the last full window.
     pub tail: Tail,
-    /// How documents are laid into windows.
+    /// Packing of documents into windows.
     pub packing: Packing,
 }
 
-/// What happens to the tokens after the last full window.
+/// Treatment of the tokens after the last full window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tail {
-    /// They are left out: the way to train.
+    /// Dropped, as usual in training.
     Drop,
-    /// They are a window too, padded with id 0 and masked labels, if at least one of them can be
-    /// predicted: the way to evaluate.
+    /// Kept as a window that is padded with id 0 and masked labels, if at least one of its tokens can be predicted; as
+    /// usual in evaluation.
     Pad,
 }
 
-/// Windows to draw samples from; cheap to clone.
+/// Windows from which samples are drawn: one source or a blend. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Dataset {
     sources: Arc<[Source]>,
@@ -47,7 +47,7 @@ pub struct Dataset {
     seq_len: usize,
 }
 
-/// The windows over one range of tokens.
+/// Windows over one range of tokens.
 #[derive(Debug, Clone)]
 struct Source {
     tokens: Arc<Tokens>,
@@ -57,22 +57,23 @@ struct Source {
     options: WindowOptions,
 }
 
-/// Where a sample is found.
+/// Location of a sample in the data set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// Which source of a blend.
+    /// Index of the source in the blend; 0 without a blend.
     pub source: usize,
-    /// How often all its windows have been read before.
+    /// Number of complete passes over the source before this sample.
     pub epoch: u64,
-    /// The window.
+    /// Index of the window in the source.
     pub window: u64,
 }
 
 impl Dataset {
-    /// The windows of `range` of `tokens`. `what` names the set in messages: "the training set".
+    /// Cuts `range` of `tokens` into windows. `what` names the data set in messages, such as "the training set".
     ///
     /// # Errors
-    /// [`DataError::TooFewTokens`] if there is no window; a `seq_len` of zero; a range beyond the tokens.
+    /// If `range` holds too few tokens for a window, no window has a label, `seq_len` is zero, or `range` exceeds the
+    /// tokens.
     pub fn new(tokens: Arc<Tokens>, range: Range<u64>, options: WindowOptions, what: &str) -> Result<Self> {
         if options.seq_len == 0 {
             return Err(DataError::OutOfRange {
@@ -106,11 +107,11 @@ impl Dataset {
         Ok(Self { sources: [source].into(), blend: Blend::new(&[1.0]).into(), seq_len: options.seq_len })
     }
 
-    /// Samples of several data sets, as often as their weights say: see [`Dataset::share`]. Each is read in an order
-    /// of its own, and begins again when it is used up.
+    /// Blends several data sets in proportion to their weights: see [`Dataset::share`]. Each source has its own sample
+    /// order and starts over when all its windows have been read.
     ///
     /// # Errors
-    /// No data set, weights that are not positive numbers, windows of different lengths.
+    /// If there is no data set, a weight is not a positive number, or the window lengths differ.
     pub fn blend(parts: &[(Self, f64)]) -> Result<Self> {
         let out_of_range = |name, value, allowed: &str| {
             Err(DataError::OutOfRange { name, value, allowed: allowed.to_owned() })
@@ -137,17 +138,18 @@ impl Dataset {
         Ok(Self { sources: sources.into(), blend, seq_len })
     }
 
-    /// How many windows there are in all sources together: the samples of one epoch, where there is one source.
+    /// Returns the total number of windows over all sources. With a single source these are the samples of one epoch.
     pub fn windows(&self) -> u64 {
         self.sources.iter().map(|source| source.windows.count()).sum()
     }
 
-    /// How many tokens the windows are cut from.
+    /// Returns the number of tokens that the windows are cut from.
     pub fn tokens(&self) -> u64 {
         self.sources.iter().map(|source| source.range.end - source.range.start).sum()
     }
 
-    /// What is predicted and what was left out; none where there are no prompts, so that every token counts.
+    /// Returns which tokens are predicted and which were dropped. `None` if there are no prompts, so that every token
+    /// is predicted.
     pub fn supervision(&self) -> Option<Supervision> {
         let parts = || self.sources.iter().map(|source| (source, source.supervision));
         parts().any(|(_, part)| part.is_some()).then(|| {
@@ -161,27 +163,28 @@ impl Dataset {
         })
     }
 
-    /// Inputs per window.
+    /// Returns the number of inputs per window.
     pub fn seq_len(&self) -> usize {
         self.seq_len
     }
 
-    /// How many sources there are; one, unless this is a blend.
+    /// Returns the number of sources; 1 without a blend.
     pub fn sources(&self) -> usize {
         self.sources.len()
     }
 
-    /// The share of all samples that come from `source`: after any number of them, the count is off by less than one.
+    /// Returns the fraction of all samples that come from `source`. After any number of samples, the count of a source
+    /// differs from its share by less than one.
     pub fn share(&self, source: usize) -> f64 {
         self.blend.share(source)
     }
 
-    /// How often every window of `source` has been read after `samples` samples of the data set.
+    /// Returns the number of epochs of `source` that the first `samples` samples of the data set cover.
     pub fn epochs(&self, source: usize, samples: u64) -> f64 {
         samples as f64 * self.share(source) / self.sources[source].windows.count() as f64
     }
 
-    /// The share of all positions in windows that hold a token, and not padding.
+    /// Returns the fraction of window positions that hold a token instead of padding, in (0, 1].
     pub fn filled(&self) -> f64 {
         let filled: u64 = self
             .sources
@@ -198,7 +201,7 @@ impl Dataset {
         filled as f64 / (self.windows() * self.seq_len as u64) as f64
     }
 
-    /// Where global sample number `sample` is found: a pure function, the same on all ranks.
+    /// Returns the location of global sample number `sample`: a pure function, equal on all ranks.
     pub fn locate(&self, sample: u64) -> Place {
         let (source, index) = self.blend.locate(sample);
         let Source { windows, options, .. } = &self.sources[source];
@@ -206,11 +209,11 @@ impl Dataset {
         Place { source, epoch, window }
     }
 
-    /// Fills `batch` with the samples of a range, one row each. What `batch` held is forgotten and its
-    /// memory used again: batches of one size cost no allocation after the first.
+    /// Fills `batch` with a range of samples, one row each. Overwrites the contents of `batch` and reuses its memory:
+    /// batches of one size allocate nothing after the first.
     ///
     /// # Errors
-    /// [`DataError::TokenOutOfRange`] for an id that no embedding belongs to.
+    /// If an id is beyond the vocabulary.
     pub fn fill(&self, samples: Range<u64>, batch: &mut MicroBatch) -> Result<()> {
         batch.clear(self.seq_len);
         for sample in samples {
@@ -231,7 +234,7 @@ impl Dataset {
             let first = row + (context.start - window.start) as usize - 1;
             batch.labels[first..][..(context.end - context.start) as usize].fill(IGNORE_LABEL);
         }
-        // The last token is a label only, except that a padded window has room for it as an input.
+        // The last token is only a label. A padded window is shorter and has room for it as an input.
         batch.ids.resize(end, 0);
         batch.labels.resize(end, IGNORE_LABEL);
         batch.positions.extend(0..self.seq_len as u32);
@@ -245,11 +248,11 @@ impl Dataset {
     }
 }
 
-/// Cuts `tokens` tokens into a training range and, after it, the last `fraction` of them for validation.
-/// nanoGPT's split is a fraction of 0.1.
+/// Splits `tokens` tokens into a training range and, after it, a validation range with the last `fraction` of them.
+/// nanoGPT uses a fraction of 0.1.
 ///
 /// # Errors
-/// A fraction outside `0.0..1.0`.
+/// If `fraction` is outside `0.0..1.0`.
 pub fn split_validation(tokens: u64, fraction: f64) -> Result<(Range<u64>, Range<u64>)> {
     if !(0.0..1.0).contains(&fraction) {
         return Err(DataError::OutOfRange {

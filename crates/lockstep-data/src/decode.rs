@@ -1,42 +1,41 @@
-//! Ids one by one to text that can be printed at once: no half characters, and nothing printed twice.
+//! Streaming detokenization: ids one by one become text that can be printed immediately.
 //!
-//! The text of a token can depend on the one before it (some decoders drop the space of the first word),
-//! and a character can span several tokens. So a short window of ids is decoded as a whole each time, and
-//! what is given out is what its finished part adds to the text that is out already.
+//! The text of a token can depend on the one before it (some decoders drop the space of the first word), and a
+//! character can span several tokens. So each call decodes a short window of ids as a whole. It returns only the
+//! complete characters that were not returned before.
 
 use crate::{error::Result, tokenizer::Tokenizer};
 
-/// Turns a stream of ids into text as soon as it is complete.
+/// Incremental decoder that turns a stream of ids into text as soon as characters are complete.
 #[derive(Debug, Clone)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The latest ids; the first `context` of them are there only for what follows them.
+    /// Latest ids. The first `context` of them have been returned and only provide context for decoding the rest.
     window: Vec<u32>,
     context: usize,
-    /// How much of the window's text is out.
+    /// Length of the prefix of the window's text that has been returned, in bytes.
     emitted_bytes: usize,
 }
 
-/// How an unfinished character, and a byte that is part of none, come out of every decoder.
+/// Character that every decoder produces for an incomplete character and for an invalid byte.
 const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
 
-/// More ids than this without a finished character at their end are no text.
+/// Number of ids without a complete character after which they are treated as invalid bytes.
 const LONGEST_UNFINISHED: usize = 32;
 
-/// No character has more bytes, hence tokens.
+/// Maximum number of bytes, and so of tokens, in a character.
 const LONGEST_CHARACTER: usize = 4;
 
 impl<'a> TextStream<'a> {
-    /// A stream with nothing in it.
+    /// Creates an empty stream.
     pub fn new(tokenizer: &'a Tokenizer) -> Self {
         Self { tokenizer, window: Vec::new(), context: 0, emitted_bytes: 0 }
     }
 
-    /// Takes the next id and returns the text that is complete with it, often that of one token,
-    /// sometimes none.
+    /// Adds an id and returns the text that it completes. This is often the text of one token, and sometimes empty.
     ///
     /// # Errors
-    /// As [`Tokenizer::decode`].
+    /// If the tokenizer's decoder fails.
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.window.push(id);
         let text = self.tokenizer.decode(&self.window)?;
@@ -45,7 +44,8 @@ impl<'a> TextStream<'a> {
         self.emitted_bytes = self.emitted_bytes.max(finished.len());
 
         if finished.len() == text.len() {
-            // A token without text (a special one) is no context: it would look like a start.
+            // A token without text (a special token) is dropped from the context, where it would look like the start of
+            // a text.
             if !new.is_empty() {
                 self.window.drain(..self.context);
                 self.context = self.window.len();
@@ -57,10 +57,10 @@ impl<'a> TextStream<'a> {
         Ok(new)
     }
 
-    /// Ends the stream: the text of what was still unfinished, as U+FFFD.
+    /// Ends the stream and returns the rest of its text; an incomplete character becomes U+FFFD.
     ///
     /// # Errors
-    /// As [`Tokenizer::decode`].
+    /// If the tokenizer's decoder fails.
     pub fn finish(&mut self) -> Result<String> {
         let text = self.tokenizer.decode(&self.window)?;
         let rest = text.get(self.emitted_bytes..).unwrap_or_default().to_owned();
@@ -68,8 +68,8 @@ impl<'a> TextStream<'a> {
         Ok(rest)
     }
 
-    /// Gives out all of the window but its last few tokens, which may still become a character, at a
-    /// place where that changes no character.
+    /// Returns the text of all ids but the last few, which may still become a character. The cut is where decoding the
+    /// two parts separately gives the same text.
     fn give_up_on_start(&mut self, text: &str) -> Result<String> {
         let longest = self.window.len() - 1;
         for cut in longest + 1 - LONGEST_CHARACTER..=longest {
@@ -102,7 +102,7 @@ mod tests {
         text
     }
 
-    /// Words with a mark at their start, and bytes for what is no word, in the manner of Llama 2.
+    /// Tokenizer in the style of Llama 2: word-start markers, and byte tokens for characters outside the vocabulary.
     fn sentence_piece() -> Tokenizer {
         let json = r#"{"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null,
             "decoder": {"type": "Sequence", "decoders": [

@@ -1,5 +1,4 @@
-//! Real text for the built-in demonstration, found on the machine: the Rust sources that cargo has
-//! downloaded to build this program.
+//! Real text for the built-in demonstration: the Rust sources that cargo has downloaded to build this program.
 
 use std::{
     env, fs,
@@ -8,30 +7,31 @@ use std::{
 
 use crate::sources::{Format, SourceFile, files_below};
 
-/// Larger files are tables and generated bindings: long, and not much of a language.
+/// Size limit of a file. Larger files are mostly tables and generated bindings.
 const LONGEST_FILE_BYTES: u64 = 128 << 10;
 
-/// Less than this is no corpus.
+/// Minimum size of a usable corpus.
 const LEAST_BYTES: u64 = 1 << 20;
 
-/// Rust sources of about `max_bytes` in all from cargo's registry (`$CARGO_HOME`, else `~/.cargo`), in the order of their paths; none if
-/// there are hardly any.
+/// Returns Rust sources of about `max_bytes` in total from cargo's registry (`$CARGO_HOME`, else `~/.cargo`), in the
+/// order of their paths. Returns an empty list if the registry holds less than 1 MiB of them, and less than
+/// `max_bytes`.
 ///
-/// Files that are not UTF-8, and very long ones, are left out.
+/// Skips files that are not UTF-8 and files above 128 KiB.
 pub fn demo_sources(max_bytes: u64) -> Vec<SourceFile> {
     let cargo_home = env::var_os("CARGO_HOME").map(PathBuf::from);
     let cargo_home = cargo_home.or_else(|| env::home_dir().map(|home| home.join(".cargo")));
     cargo_home.map_or(Vec::new(), |home| corpus(&home.join("registry").join("src"), max_bytes))
 }
 
-/// Sources below `registry`, if they are a corpus.
+/// Returns the sources below `registry`; empty if there are too few.
 fn corpus(registry: &Path, max_bytes: u64) -> Vec<SourceFile> {
     let (files, bytes) = rust_sources(registry, max_bytes);
     if bytes >= LEAST_BYTES.min(max_bytes) { files } else { Vec::new() }
 }
 
-/// The first sources below `root`, up to `max_bytes`, and how many bytes they are. A tree that cannot be
-/// read holds none.
+/// Returns the first sources below `root`, up to `max_bytes`, and their total size. An unreadable directory counts as
+/// empty.
 fn rust_sources(root: &Path, max_bytes: u64) -> (Vec<SourceFile>, u64) {
     let is_rust = |path: &Path| path.extension().is_some_and(|extension| extension == "rs");
     let mut files = Vec::new();

@@ -1,7 +1,8 @@
-//! Files to documents: a text file is one, each record of a JSON file and each row of a table is one.
+//! Splits files into documents: a text file is one document, and so is each record of a JSON file and each row of a
+//! table.
 //!
-//! A document reaches the tokenizer in pieces, cut where the tokenizer allows it, so that a file larger
-//! than memory streams through and one large file still keeps every core busy.
+//! A document reaches the tokenizer in pieces, cut where the tokenizer allows it. So files larger than memory are
+//! streamed, and one large file still keeps every core busy.
 
 use std::{
     fs::File,
@@ -16,24 +17,24 @@ use crate::{
     sources::{FileFormat, SourceFile},
 };
 
-/// How much is read at a time, and so about the size of a piece.
+/// Bytes per read, and so about the size of a piece.
 const BLOCK_BYTES: u64 = 256 << 10;
 
-/// A part of a document, or all of it.
+/// Part of a document, or all of it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) content: Content,
-    /// Whether the document is complete with this piece.
+    /// True if the document is complete with this piece.
     pub(crate) ends_document: bool,
-    /// Where in the file reading goes on after it; see [`read_documents`].
+    /// Offset in the file, or row number of a table, at which reading resumes after this piece; see [`read_documents`].
     pub(crate) end: u64,
 }
 
-/// What a piece is made of.
+/// Content of a piece.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Content {
     Text(String),
-    /// A record of JSON, which is parsed where it is tokenized: on all cores.
+    /// Unparsed JSON record; it is parsed by the threads that tokenize it.
     JsonRecord {
         place: RecordPlace,
         text: String,
@@ -41,7 +42,7 @@ pub(crate) enum Content {
 }
 
 impl Content {
-    /// What counts as done with it.
+    /// Returns the size of the content in bytes, for progress reports.
     pub(crate) fn bytes(&self) -> usize {
         match self {
             Self::Text(text) | Self::JsonRecord { text, .. } => text.len(),
@@ -49,19 +50,19 @@ impl Content {
     }
 }
 
-/// Where a text may be cut without changing what it becomes.
+/// Positions at which a text may be cut without changing its token ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cut {
     /// Between any two characters.
     Anywhere,
-    /// After a single `\n` between two lines: see [`is_line_border`].
+    /// Only after a single `\n` between two lines: see [`is_line_border`].
     LineBorders,
     /// Nowhere: the tokenizer must see the document as a whole.
     Never,
 }
 
 impl Cut {
-    /// The length of the longest start of `text` that can be cut off, if any.
+    /// Returns the length of the longest prefix of `text` that may be cut off, if any.
     fn last_border(self, text: &str) -> Option<usize> {
         match self {
             Self::Anywhere => (!text.is_empty()).then_some(text.len()),
@@ -73,8 +74,8 @@ impl Cut {
     }
 }
 
-/// Whether a `\n` ends right before byte `at`, follows a character that is not white space, and precedes
-/// an ASCII letter.
+/// Returns true if a `\n` ends right before byte `at`, follows a character that is not white space, and precedes an
+/// ASCII letter.
 pub(crate) fn is_line_border(text: &str, at: usize) -> bool {
     let (Some(before), Some(after)) = (text.get(..at), text.get(at..)) else { return false };
     let mut backwards = before.chars().rev();
@@ -84,8 +85,8 @@ pub(crate) fn is_line_border(text: &str, at: usize) -> bool {
 }
 
 /// Sends every piece of `file` from `start` on to `sink`, in order, and returns the hash of the bytes that were read.
-/// `text_field` is the column of a table that holds its text.
-/// `start` is 0, or the [`end`](Piece::end) of a piece: what follows it comes again, cut elsewhere perhaps.
+/// `text_field` names the text column of a table. `start` is 0 or the [`end`](Piece::end) of an earlier piece. Pieces
+/// after a resumed start may be cut at other positions than before.
 pub(crate) fn read_documents(
     file: &SourceFile,
     start: u64,
@@ -104,7 +105,7 @@ pub(crate) fn read_documents(
     }
 }
 
-/// The hash of a file's bytes and their number, read in blocks.
+/// Returns the hash of a file's bytes and their number. Reads the file in blocks.
 pub(crate) fn hash_file(path: &Path) -> Result<(blake3::Hash, u64)> {
     let file = File::open(path).map_err(DataError::io("open", path))?;
     let mut hasher = blake3::Hasher::new();
@@ -127,7 +128,7 @@ fn read_text(
     let mut file = open_at(path, start)?;
     let mut hasher = blake3::Hasher::new();
     let mut text = String::new();
-    // The bytes not yet known to be text: at most the start of one character stays over from a block.
+    // Bytes that are not yet decoded: between two blocks, at most the first bytes of one character.
     let mut raw = Vec::new();
     let mut raw_offset = start;
     loop {
@@ -196,7 +197,7 @@ mod tests {
 
     #[test]
     fn pieces_put_together_are_the_file_and_only_the_last_ends_the_document() {
-        // Four-byte characters at an odd offset, so that a block ends within one.
+        // Four-byte characters at an odd offset, so that a block boundary falls inside one.
         let mut text = "x".to_owned();
         while text.len() < 3 * BLOCK_BYTES as usize {
             text.push_str("🦀🦀 line\nnext ");

@@ -1,7 +1,7 @@
-//! Everything that can be wrong with data, each with the place where it was found and what is allowed.
+//! Errors of the data crate, each with the location of the problem and the allowed values.
 //!
-//! [`DataError::kind`] sorts the variants for the command line: a mistake in the configuration, an input
-//! that is corrupt, or a machine that failed.
+//! [`DataError::kind`] classifies the variants for the command line: a configuration mistake, a corrupt input, or a
+//! machine failure.
 
 use std::{
     io,
@@ -13,53 +13,53 @@ use crate::{id_type::IdType, json_records::RecordPlace, supervision::Supervision
 /// The result of every fallible function in this crate.
 pub type Result<T, E = DataError> = std::result::Result<T, E>;
 
-/// What is wrong with a data source, a tokenizer, a token file or a request for samples.
+/// Error in a data source, a tokenizer, a token file or a request for samples.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
-    /// The operating system refused something.
+    /// An operating-system call failed.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
-        /// What was attempted, as a verb: "read", "create".
+        /// Attempted action as a verb: "read", "create".
         action: &'static str,
-        /// The file or directory.
+        /// File or directory of the call.
         path: PathBuf,
-        /// The cause.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// The file system filled up while a token file was written. The partial file is gone.
+    /// The file system was full while a token file was written. The partial file has been removed.
     #[error(
         "the disk is full: {} could not be written ({written_bytes} bytes were; the partial file is \
          removed). Free some space or choose another cache directory",
         path.display()
     )]
     DiskFull {
-        /// The token file that was to be made.
+        /// Token file that was being written.
         path: PathBuf,
-        /// How many bytes of it had been written.
+        /// Bytes of the file that had been written.
         written_bytes: u64,
     },
-    /// A pattern names no file.
+    /// A pattern matches no file.
     #[error(
         "no file matches \"{pattern}\" (searched from {}); give a file, a directory, or a glob such as \
          \"data/**/*.txt\"",
         searched.display()
     )]
     NoMatch {
-        /// The pattern as it was given.
+        /// Pattern as given.
         pattern: String,
-        /// The directory from which it was searched.
+        /// Directory in which the search started.
         searched: PathBuf,
     },
-    /// A glob that cannot be parsed.
+    /// A glob cannot be parsed.
     #[error("\"{pattern}\" is not a valid glob: {problem}")]
     BadPattern {
-        /// The pattern as it was given.
+        /// Pattern as given.
         pattern: String,
-        /// What the parser says.
+        /// Message of the glob parser.
         problem: String,
     },
-    /// A file whose format cannot be told from its extension.
+    /// The format of a file cannot be derived from its extension.
     #[error(
         "{}: files of type .{extension} are not read as they are; text (any UTF-8 file), JSON lines (.jsonl, .ndjson), Parquet, \
          Megatron's .bin with its .idx, and raw tokens (.bin) are. If this is one of those under another name, \
@@ -67,138 +67,138 @@ pub enum DataError {
         path.display()
     )]
     UnsupportedFormat {
-        /// The file.
+        /// File with the unsupported extension.
         path: PathBuf,
-        /// Its extension, without the dot.
+        /// Extension without the dot.
         extension: String,
     },
-    /// A format name that is not known.
+    /// A format name is unknown.
     #[error("\"{name}\" is not a data format; allowed: {}", allowed.join(", "))]
     UnknownFormat {
-        /// The name that was given.
+        /// Name as given.
         name: String,
-        /// The names that are known.
+        /// Known format names.
         allowed: &'static [&'static str],
     },
-    /// A name of a type of ids that is not known.
+    /// The name of an id type is unknown.
     #[error("\"{name}\" is not a type in which raw token files are read; allowed: u16, u32")]
     UnknownIdType {
-        /// The name that was given.
+        /// Name as given.
         name: String,
     },
-    /// A Parquet file that cannot be read.
+    /// A Parquet file cannot be read.
     #[error("{} is not a Parquet file with text: {problem}", path.display())]
     BadParquet {
-        /// The file.
+        /// Parquet file that cannot be read.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Description of the problem.
         problem: String,
     },
-    /// A result that would be overwritten.
+    /// An output file exists already and would be overwritten.
     #[error("{} is there already; give another name, or remove it", path.display())]
     OutputExists {
-        /// The file.
+        /// Existing output file.
         path: PathBuf,
     },
-    /// Another process is at the same work.
+    /// Another process is writing the same output.
     #[error("another process is writing in {}; wait for its end, or give another name", path.display())]
     WorkInUse {
-        /// The directory of the work.
+        /// Work directory of the unfinished output.
         path: PathBuf,
     },
-    /// Unfinished work that is not this one.
+    /// A work directory holds unfinished work on other inputs or with other options.
     #[error(
         "{} holds unfinished work on other files, or with another tokenizer or other options; finish that, or remove \
          the directory to begin anew",
         path.display()
     )]
     OtherWork {
-        /// The directory of the work.
+        /// Work directory of the unfinished output.
         path: PathBuf,
     },
-    /// The file system filled up. What is done is kept.
+    /// The file system was full while a data set was written. The finished part is kept.
     #[error("the disk is full below {}; free some space, and the same command goes on where it was", path.display())]
     NoSpaceToGoOn {
-        /// The directory of the work.
+        /// Work directory of the unfinished output.
         path: PathBuf,
     },
-    /// Work that was stopped from outside, and kept.
+    /// Tokenization was stopped on request. The finished part is kept.
     #[error("interrupted after {tokens} tokens, which are in {}; the same command goes on from there", path.display())]
     Interrupted {
-        /// The directory of the work.
+        /// Work directory of the unfinished output.
         path: PathBuf,
-        /// How many tokens there are.
+        /// Number of tokens in the finished part.
         tokens: u64,
     },
-    /// Prompts on their way into a format that has no place for them.
+    /// A document has a prompt, but the output format cannot store masked labels.
     #[error(
         "document {document} has a prompt, which is not to be predicted, and an indexed data set cannot say so; train on \
          the file itself (data.train), or set data.text_field to a field with the whole text"
     )]
     NoPlaceForPrompts {
-        /// Which document, from 1.
+        /// Number of the document, from 1.
         document: u64,
     },
-    /// Files of tokens where only text will do.
+    /// A file of tokens was given where text is required.
     #[error("{} holds tokens already", path.display())]
     NotText {
-        /// The file.
+        /// Token file that was given.
         path: PathBuf,
     },
-    /// Text without anything to turn it into tokens.
+    /// A text file was given without a tokenizer.
     #[error(
         "{} is text, and no tokenizer is named for it: set data.tokenizer to \"bytes\" or the path of a tokenizer.json",
         path.display()
     )]
     NoTokenizer {
-        /// The first file of text.
+        /// First text file.
         path: PathBuf,
     },
-    /// A byte that is not UTF-8.
+    /// A file is not valid UTF-8.
     #[error(
         "{} is not UTF-8 text: the byte at offset {offset_bytes} is invalid; convert the file, or leave it out, by a glob \
          such as \"*.txt\" in the place of a directory",
         path.display()
     )]
     NotUtf8 {
-        /// The file.
+        /// File with the invalid byte.
         path: PathBuf,
-        /// Where the first invalid byte stands, from the start of the file.
+        /// Offset of the first invalid byte from the start of the file.
         offset_bytes: u64,
     },
-    /// A record of a JSON file that holds no document.
+    /// A record of a JSON file holds no document.
     #[error("{} {place}: {problem}", path.display())]
     JsonRecord {
-        /// The file.
+        /// File that holds the record.
         path: PathBuf,
-        /// Which line, or which element of an array.
+        /// Line number, or number of the array element.
         place: RecordPlace,
-        /// What is wrong with it.
+        /// Description of the problem.
         problem: String,
     },
-    /// The files are there, but hold no text.
+    /// The files exist but hold no text.
     #[error("there is no text in {}", describe_files(first, *files))]
     NoText {
-        /// The first of the files.
+        /// First of the files.
         first: PathBuf,
-        /// How many files there are.
+        /// Number of files.
         files: usize,
     },
-    /// A file that changed while it was read.
+    /// A file changed while it was being tokenized.
     #[error("{} changed while it was being tokenized; try again when nothing writes to it", path.display())]
     SourceChanged {
-        /// The file.
+        /// File that changed.
         path: PathBuf,
     },
-    /// A tokenizer that cannot be loaded.
+    /// A tokenizer cannot be loaded.
     #[error("{} is not a usable tokenizer.json: {problem}", path.display())]
     BadTokenizer {
-        /// The file.
+        /// `tokenizer.json`, configuration or template that cannot be used.
         path: PathBuf,
-        /// What the parser says.
+        /// Description of the problem.
         problem: String,
     },
-    /// A tokenizer with ids that the model has no embedding for.
+    /// A tokenizer has ids that the model has no embedding for.
     #[error(
         "the tokenizer {tokenizer} has ids up to {largest_id}, but the model's vocabulary has \
          {vocab_size} entries (ids up to {}); raise vocab_size to at least {} or use the model's own \
@@ -207,51 +207,51 @@ pub enum DataError {
         u64::from(*largest_id) + 1
     )]
     TokenizerTooLarge {
-        /// What the tokenizer is called.
+        /// Name of the tokenizer: the path of its file.
         tokenizer: String,
-        /// Its largest id.
+        /// Largest id of the tokenizer.
         largest_id: u32,
-        /// The model's vocabulary, padding not counted.
+        /// Vocabulary size of the model, without padding.
         vocab_size: usize,
     },
-    /// A tokenizer that fails on a text.
+    /// A tokenizer fails on a text.
     #[error("the tokenizer {tokenizer} failed: {problem}")]
     TokenizerFailed {
-        /// What the tokenizer is called.
+        /// Name of the tokenizer: the path of its file.
         tokenizer: String,
-        /// What it says.
+        /// Description of the problem.
         problem: String,
     },
-    /// A token file that cannot be trusted.
+    /// A file of the token cache is invalid.
     #[error("{} is not a valid token file: {problem}; delete it and it is made again", path.display())]
     BadTokenFile {
-        /// The file.
+        /// Token file that is invalid.
         path: PathBuf,
-        /// The rule it breaks.
+        /// Rule of the format that the file breaks.
         problem: TokenFileProblem,
     },
-    /// A raw token file whose length cannot be right.
+    /// The length of a raw token file is not a multiple of the id size, or is zero.
     #[error(
         "{} has {bytes} bytes, which is not a whole number of ids of type {id_type}; data.token_type names another",
         path.display()
     )]
     BadRawFile {
-        /// The file.
+        /// Raw token file.
         path: PathBuf,
-        /// Its length.
+        /// Length of the file in bytes.
         bytes: u64,
-        /// The type it was to be read as.
+        /// Id type for which the length was checked.
         id_type: IdType,
     },
-    /// An index of a Megatron data set that cannot be trusted.
+    /// The index of a Megatron data set is invalid.
     #[error("{} is not a valid index of a Megatron data set: {problem}", path.display())]
     BadIndex {
-        /// The index.
+        /// Index file that is invalid.
         path: PathBuf,
-        /// The rule it breaks.
+        /// Rule of the format that the index breaks.
         problem: IndexProblem,
     },
-    /// An id beyond the vocabulary.
+    /// A token id is beyond the vocabulary.
     #[error(
         "{}: token {index} is {value} (read as {id_type}), but the vocabulary has {vocab_size} entries: 0 to {}; the \
          tokens were made for another model, or are of another type",
@@ -259,61 +259,61 @@ pub enum DataError {
         vocab_size.saturating_sub(1)
     )]
     TokenOutOfRange {
-        /// The file.
+        /// Token file that holds the id.
         path: PathBuf,
-        /// Which token, from 0.
+        /// Index of the token in the file, from 0.
         index: u64,
-        /// Its value.
+        /// Value of the token id.
         value: i64,
-        /// The vocabulary.
+        /// Vocabulary size that ids are checked against.
         vocab_size: u64,
-        /// How ids were read.
+        /// Id type as which the file was read.
         id_type: IdType,
     },
-    /// Too little text for one training window.
+    /// The data set has too few tokens for one window.
     #[error(
         "{what} holds {tokens} tokens, but one window of seq_len {seq_len} needs {needed_tokens} (seq_len + \
          1); give more text or a smaller seq_len"
     )]
     TooFewTokens {
-        /// The training set, the validation set or the like.
+        /// Name of the data set, such as "the training set".
         what: String,
-        /// How many tokens there are.
+        /// Number of tokens in the data set.
         tokens: u64,
-        /// How many are needed.
+        /// Number of tokens that one window needs.
         needed_tokens: u64,
-        /// The window's length.
+        /// Number of inputs per window.
         seq_len: usize,
     },
-    /// A chat that its template refuses.
+    /// The chat template rejects a chat.
     #[error("the chat does not suit the template of {tokenizer}: {problem}")]
     BadChat {
-        /// The tokenizer.
+        /// Name of the tokenizer with the template.
         tokenizer: String,
-        /// What the template says.
+        /// Error message of the template.
         problem: String,
     },
-    /// Prompts without an answer that fits.
+    /// No window has a label: the answers are missing or do not fit into a window.
     #[error("{what} has no answer to learn from within seq_len {seq_len}: {}", why_no_answers(supervision))]
     NoAnswers {
-        /// The training set, the validation set or the like.
+        /// Name of the data set, such as "the training set".
         what: String,
-        /// The window's length.
+        /// Number of inputs per window.
         seq_len: usize,
-        /// What was left out.
+        /// Counts of the dropped samples and windows.
         supervision: Supervision,
     },
-    /// A number outside its range.
+    /// A number is out of its range.
     #[error("{name} is {value}; allowed: {allowed}")]
     OutOfRange {
-        /// What the number is called in the configuration.
+        /// Name of the number, as in the configuration.
         name: &'static str,
-        /// Its value.
+        /// Value as given.
         value: String,
-        /// What is allowed, in words.
+        /// Description of the allowed values.
         allowed: String,
     },
-    /// A batch that cannot be dealt out evenly.
+    /// The global batch cannot be split evenly over replicas and micro-batches.
     #[error(
         "global_batch {global_batch} is not a multiple of micro_batch {micro_batch} × {replicas} data-parallel \
          replicas = {}",
@@ -324,173 +324,173 @@ pub enum DataError {
         global_batch: u64,
         /// Sequences in one micro-batch.
         micro_batch: u64,
-        /// Replicas that share the global batch.
+        /// Number of data-parallel replicas.
         replicas: u64,
     },
-    /// Several sources of one blend have problems of their own.
+    /// Several sources of a blend are unusable; holds one error for each.
     #[error("{} sources cannot be used:\n{}", .0.len(), .0.iter().map(|problem| format!("  {problem}")).collect::<Vec<_>>().join("\n"))]
     Several(Vec<DataError>),
-    /// The thread that fills micro-batches is gone without an error of its own.
+    /// The prefetch thread ended without reporting an error.
     #[error("the data thread ended unexpectedly; this is a defect of Lockstep")]
     PrefetcherLost,
 }
 
-/// The rule that a token file breaks.
+/// Rule of the token-cache format that a file breaks.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TokenFileProblem {
-    /// Shorter than a header.
+    /// The file is shorter than a header.
     #[error("it has {bytes} bytes, fewer than its header of {header_bytes}")]
     ShorterThanHeader {
-        /// Its length.
+        /// Length of the file in bytes.
         bytes: u64,
-        /// The length of a header.
+        /// Length of a header in bytes.
         header_bytes: u64,
     },
-    /// Not a token file at all.
+    /// The file does not start with the magic bytes of a token file.
     #[error("it does not start with the magic bytes of a token file")]
     Magic,
-    /// Written by another version.
+    /// The file has another format version.
     #[error("its format version is {found}; this program reads version {supported}")]
     Version {
-        /// The version in the file.
+        /// Version in the file.
         found: u32,
-        /// The version that is read.
+        /// Version that this program reads.
         supported: u32,
     },
-    /// A changed byte in the header.
+    /// The checksum of the header does not match.
     #[error("the checksum of its header does not match")]
     HeaderChecksum,
-    /// A header with a sound checksum and an impossible value: not written by this program.
+    /// A header field has an impossible value although the checksum matches: another program wrote the file.
     #[error("its header says {field} = {value}, which is impossible")]
     Field {
-        /// The field.
+        /// Name of the header field.
         field: &'static str,
-        /// Its value.
+        /// Value of the header field.
         value: u64,
     },
-    /// Truncated, or longer than it should be.
+    /// The file is truncated or too long.
     #[error("it has {bytes} bytes where its header asks for {expected_bytes}")]
     Length {
-        /// Its length.
+        /// Length of the file in bytes.
         bytes: u64,
-        /// The length that follows from the header.
+        /// Length in bytes that follows from the header.
         expected_bytes: u64,
     },
-    /// A changed byte in the tokens.
+    /// The checksum of the contents does not match.
     #[error("the checksum of its tokens does not match")]
     PayloadChecksum,
-    /// A valid file of another corpus under this name.
+    /// The file is valid, but its content key differs from the one in its name.
     #[error("it belongs to another corpus, tokenizer or set of options than its name says")]
     OtherContent,
-    /// Numbers that should ascend and stay within the file.
+    /// Document or context positions are not ascending, or reach beyond the tokens.
     #[error("its {what} do not lie in order within its tokens")]
     Order {
-        /// What the numbers are of.
+        /// Kind of the positions: "documents" or "contexts".
         what: &'static str,
     },
 }
 
-/// The rule that an index of a Megatron data set breaks.
+/// Rule of Megatron's index format that an index breaks.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum IndexProblem {
-    /// Shorter than a header.
+    /// The index is shorter than a header.
     #[error("it has {bytes} bytes, fewer than its header of 34")]
     ShorterThanHeader {
-        /// Its length.
+        /// Length of the index in bytes.
         bytes: u64,
     },
-    /// Not an index at all.
+    /// The index does not start with the magic bytes.
     #[error("it does not start with MMIDIDX")]
     Magic,
-    /// Another version.
+    /// The index has another format version.
     #[error("its version is {found}; version 1 is read")]
     Version {
-        /// The version in the file.
+        /// Version in the file.
         found: u64,
     },
-    /// A code that stands for no type of ids.
+    /// The type code stands for no integer type.
     #[error("its type code is {code}; allowed: 1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 8 u16")]
     IdType {
-        /// The code in the file.
+        /// Type code in the file.
         code: u8,
     },
-    /// A length that does not follow from the counts.
+    /// The length of the index does not match its counts.
     #[error(
         "it has {bytes} bytes, which does not fit its {sequences} sequences and {borders} document borders"
     )]
     Length {
-        /// Its length.
+        /// Length of the index in bytes.
         bytes: u64,
-        /// Sequences, as the header says.
+        /// Number of sequences in the header.
         sequences: u64,
-        /// Borders, as the header says.
+        /// Number of document borders in the header.
         borders: u64,
     },
-    /// A sequence of less than no tokens.
+    /// A sequence has a negative length.
     #[error("sequence {sequence} has {length} tokens")]
     SequenceLength {
-        /// Which sequence.
+        /// Index of the sequence.
         sequence: usize,
-        /// Its length.
+        /// Token count that the index states.
         length: i32,
     },
-    /// A sequence that does not begin where the one before it ends.
+    /// A sequence does not begin where the previous one ends.
     #[error("sequence {sequence} begins at byte {offset}; by the lengths before it that is byte {expected}")]
     Offset {
-        /// Which sequence.
+        /// Index of the sequence.
         sequence: usize,
-        /// Where it begins, as the file says.
+        /// Byte offset of the sequence in the index.
         offset: i64,
-        /// Where it begins by the lengths.
+        /// Byte offset that follows from the lengths of the earlier sequences.
         expected: u64,
     },
-    /// More or fewer tokens than there are.
+    /// The sequences do not cover the `.bin` exactly.
     #[error("its sequences ask for {expected} bytes or more of tokens; the .bin has {bin_bytes}")]
     TokenBytes {
-        /// By the index.
+        /// Bytes that the sequences need. The count stops at the first sequence beyond the end.
         expected: u64,
-        /// The length of the `.bin`.
+        /// Length of the `.bin` in bytes.
         bin_bytes: u64,
     },
-    /// A border that goes back or beyond.
+    /// A document border is negative, descending or beyond the sequences.
     #[error(
         "document border {index} is at sequence {border}; allowed: from 0 in ascending order to {sequences}"
     )]
     Border {
-        /// Which border.
+        /// Index of the border.
         index: usize,
-        /// The sequence it names.
+        /// Sequence number that the border holds.
         border: i64,
-        /// How many sequences there are.
+        /// Number of sequences.
         sequences: usize,
     },
-    /// Sequences that belong to no document.
+    /// The last document ends before the last sequence.
     #[error("its last document ends at sequence {border} of {sequences}")]
     LastBorder {
-        /// The last border; 0 where there is none.
+        /// Last border; 0 if there is none.
         border: u64,
-        /// How many sequences there are.
+        /// Number of sequences.
         sequences: usize,
     },
 }
 
-/// What a [`DataError`] means for whoever started the program.
+/// Class of a [`DataError`], from which the command line derives its exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// A path, pattern, number or combination that has to be corrected.
+    /// A path, pattern, number or combination of options must be corrected.
     Configuration,
-    /// An input that is damaged or not what it claims to be.
+    /// An input is damaged or not in the format that it claims.
     CorruptInput,
-    /// The machine failed: input and output, disk space.
+    /// The machine failed: I/O or disk space.
     Failed,
-    /// Somebody asked for a stop; the same command goes on.
+    /// A stop was requested; the same command resumes the work.
     Interrupted,
 }
 
 impl DataError {
-    /// Which kind this is; the command line derives its exit code from it.
+    /// Returns the class of the error; the command line derives its exit code from it.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::NoMatch { .. }
@@ -535,10 +535,10 @@ impl DataError {
         }
     }
 
-    /// All results, or every error there is.
+    /// Collects all values, or all errors.
     ///
     /// # Errors
-    /// The only error, or [`DataError::Several`].
+    /// If any result is an error: a single error as it is, several as [`DataError::Several`].
     pub fn all_of<T>(results: impl IntoIterator<Item = Result<T>>) -> Result<Vec<T>> {
         let (mut values, mut problems) = (Vec::new(), Vec::new());
         for result in results {
@@ -557,13 +557,13 @@ impl DataError {
         }
     }
 
-    /// Attaches a path to an operating-system error: `map_err(DataError::io("read", path))`.
+    /// Returns a function that attaches a path to an operating-system error: `map_err(DataError::io("read", path))`.
     pub fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { action, path: path.to_owned(), source }
     }
 }
 
-/// Why no window has a label, and what would give it one.
+/// Returns the reasons why no window has a label, with the setting that would change it.
 fn why_no_answers(supervision: &Supervision) -> String {
     let Supervision { answer_beyond, without_answer, masked_windows, seq_len_for_one_more, .. } =
         *supervision;

@@ -1,9 +1,9 @@
-//! Text into one of Megatron's indexed data sets, in steps that survive a kill.
+//! Tokenizes text into a Megatron indexed data set, in steps that survive a kill.
 //!
-//! Everything is written to a directory beside the result, `PREFIX.partial`: the ids, the lengths of documents, and a
-//! journal that says how far each of them reaches. Whoever finds such a directory cuts both files to what the last
-//! whole line of the journal says and reads on from there, so the result is the same bytes. Two renames end the work,
-//! that of the index last.
+//! The work directory `PREFIX.partial` holds the ids, the document lengths and a journal. Each journal line records how
+//! far both files reach. A later run truncates both files to the last complete journal line and resumes reading there,
+//! so the result has the same bytes as an uninterrupted run. Two renames finish the work; that of the index is the
+//! last.
 
 use std::{
     fs::{self, File},
@@ -26,46 +26,45 @@ use crate::{
     tokenizer::Tokenizer,
 };
 
-/// How text becomes an indexed data set.
+/// Options for tokenizing text into an indexed data set.
 #[derive(Clone, Copy)]
 pub struct ExportOptions<'a> {
-    /// What the names of the `.bin` and the `.idx` have in common.
+    /// Path of the `.bin` and the `.idx` without the extension.
     pub prefix: &'a Path,
-    /// How documents are read.
+    /// Field names for reading documents.
     pub text: TextOptions<'a>,
-    /// What a document ends with.
+    /// Token at the end of each document.
     pub ending: Ending,
-    /// Hears how far the work is.
+    /// Observer of the progress.
     pub progress: &'a dyn Progress,
-    /// Asked now and then whether to stop; the work can be resumed.
+    /// Function that is polled for a stop request; stopped work can be resumed.
     pub should_stop: &'a dyn Fn() -> bool,
 }
 
-/// An indexed data set that was made.
+/// Indexed data set that was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exported {
-    /// The ids.
+    /// Path of the file with the ids.
     pub bin: PathBuf,
-    /// Which of them are a document.
+    /// Path of the index with the document boundaries.
     pub index: PathBuf,
-    /// How ids are stored.
+    /// Type in which ids are stored.
     pub id_type: IdType,
-    /// How many documents there are.
+    /// Number of documents.
     pub documents: u64,
-    /// How many tokens they have.
+    /// Number of tokens.
     pub tokens: u64,
-    /// The length of the files that were read.
+    /// Total length of the text files, in bytes.
     pub source_bytes: u64,
-    /// How many tokens an earlier process had made.
+    /// Number of tokens that an earlier, interrupted run had written.
     pub resumed_tokens: u64,
 }
 
-/// Tokenizes `files` in their order into `prefix.bin` and `prefix.idx`, each document a sequence. An interrupted run
-/// with the same files, tokenizer and options goes on where it was.
+/// Tokenizes `files` in order into `prefix.bin` and `prefix.idx`, with one sequence per document. Resumes an
+/// interrupted run with the same files, tokenizer and options.
 ///
-/// # Errors
-/// As [`tokenize_files`](crate::tokenize_files); a result that is there already, an interrupted run of something else,
-/// documents with prompts, for which the format has no place.
+/// As [`tokenize_files`](crate::tokenize_files). Also if the result exists already, `prefix.partial` holds work on
+/// other inputs, `options.should_stop` returns true, or a document has a prompt, for which the format has no place.
 pub fn tokenize_to_indexed(
     files: &[SourceFile],
     tokenizer: &Tokenizer,
@@ -121,7 +120,7 @@ fn write_documents<'a>(
     Ok(encoder.sink)
 }
 
-/// The length of each file and when it was changed, in nanoseconds.
+/// Returns the length and the modification time of each file, in bytes and nanoseconds.
 fn sizes_of(files: &[SourceFile]) -> Result<Vec<(u64, u128)>> {
     let size = |file: &SourceFile| {
         let metadata = fs::metadata(&file.path).map_err(DataError::io("open", &file.path))?;
@@ -131,7 +130,7 @@ fn sizes_of(files: &[SourceFile]) -> Result<Vec<(u64, u128)>> {
     files.iter().map(size).collect()
 }
 
-/// A hash of everything that decides the result; of the files, their names, lengths and times of change.
+/// Returns a hash of all inputs that determine the result. Files count by name, length and modification time.
 fn key_of(
     files: &[SourceFile],
     sizes: &[(u64, u128)],
@@ -150,7 +149,7 @@ fn key_of(
     hasher.finalize().to_hex().to_string()
 }
 
-/// The files of a data set and of the work on it.
+/// Paths of the data set and of its work directory.
 struct Names {
     bin: PathBuf,
     index: PathBuf,
@@ -184,13 +183,13 @@ impl Names {
     }
 }
 
-/// The first line of a journal.
+/// First line of a journal: the hash of the inputs.
 #[derive(Serialize, Deserialize)]
 struct Heading {
     key: String,
 }
 
-/// Every other line: how far the work had come.
+/// Any later line of a journal: the state of the work at that point.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 struct Reached {
     position: Position,
@@ -198,24 +197,24 @@ struct Reached {
     tokens: u64,
     /// Documents that have begun.
     documents: u64,
-    /// The first token of the last of them.
+    /// First token of the last document.
     document_start: u64,
 }
 
 impl Reached {
-    /// Documents whose length is known.
+    /// Returns the number of documents whose length is known.
     fn ended(&self) -> u64 {
         self.documents.saturating_sub(1)
     }
 }
 
-/// The journal is written at most this often.
+/// Minimum time between two journal lines.
 const JOURNAL_EVERY: Duration = Duration::from_secs(1);
 
 struct IndexedSink<'a> {
     bin: File,
     lengths: File,
-    /// Locked for as long as the work goes on.
+    /// Journal file, locked until the work ends.
     journal: File,
     work: PathBuf,
     id_type: IdType,
@@ -227,7 +226,7 @@ struct IndexedSink<'a> {
 }
 
 impl<'a> IndexedSink<'a> {
-    /// Begins the work, or takes up what is there of it.
+    /// Starts the work, or resumes it if the work directory exists.
     fn open(
         names: &Names,
         key: &str,
@@ -254,7 +253,7 @@ impl<'a> IndexedSink<'a> {
             return Err(DataError::WorkInUse { path: work.clone() });
         }
         if names.bin.exists() && !names.partial_bin().exists() {
-            // The end came between the two renames.
+            // An earlier run was killed between the two renames.
             fs::rename(&names.bin, names.partial_bin()).map_err(DataError::io("rename", &names.bin))?;
         }
         let (bin, lengths) = (open(&names.partial_bin())?, open(&names.lengths())?);
@@ -275,7 +274,7 @@ impl<'a> IndexedSink<'a> {
         Ok((sink, position))
     }
 
-    /// Reads the journal and cuts everything to what its last whole line says.
+    /// Reads the journal and truncates both files to the state in its last complete line.
     fn take_up(&mut self, path: &Path, key: &str) -> Result<()> {
         let mut text = fs::read(path).map_err(DataError::io("read", path))?;
         text.truncate(text.iter().rposition(|&byte| byte == b'\n').map_or(0, |last| last + 1));
@@ -287,7 +286,7 @@ impl<'a> IndexedSink<'a> {
             self.reached = serde_json::from_slice(line).map_err(|_| other())?;
         }
         if !heading.is_some_and(|heading| heading.is_ok_and(|heading| heading.key == key)) {
-            // Work that has come nowhere is nobody's.
+            // Other work without any tokens may be overwritten.
             if self.reached.tokens > 0 {
                 return Err(other());
             }
@@ -313,7 +312,7 @@ impl<'a> IndexedSink<'a> {
         written.map_err(|e| self.write_error(e))
     }
 
-    /// Puts on disk what has been tokenized, then says so in the journal.
+    /// Writes and syncs the tokens so far, then records that in the journal.
     fn write_out(&mut self) -> Result<()> {
         let written = self
             .bin
@@ -333,7 +332,7 @@ impl<'a> IndexedSink<'a> {
     fn end_last_document(&mut self) -> Result<()> {
         if self.reached.documents > 0 {
             let tokens = self.reached.tokens - self.reached.document_start;
-            // Megatron's lengths are signed.
+            // Megatron stores lengths as signed numbers.
             let length = i32::try_from(tokens).map_err(|_| DataError::OutOfRange {
                 name: "the number of tokens in a document",
                 value: tokens.to_string(),
@@ -344,10 +343,11 @@ impl<'a> IndexedSink<'a> {
         Ok(())
     }
 
-    /// Writes the index and gives both files their names. Returns the documents, the tokens and their type.
+    /// Writes the index and renames both files to their final names. Returns the number of documents, the number of
+    /// tokens and the id type.
     fn commit(mut self, names: &Names) -> Result<(u64, u64, IdType)> {
         self.end_last_document()?;
-        // The length of the last document is in no journal: until the renames, that document counts as unfinished.
+        // The journal does not record the length of the last document, which counts as unfinished until the renames.
         let lengths = fs::read(names.lengths()).map_err(DataError::io("read", &names.lengths()))?;
         let lengths: Vec<u32> = lengths
             .as_chunks()
@@ -420,5 +420,5 @@ impl TokenSink for IndexedSink<'_> {
     }
 }
 
-/// No more ids than this wait in memory.
+/// Size of the ids in memory, in bytes, above which they are written out.
 const LARGEST_STEP_BYTES: usize = 16 << 20;

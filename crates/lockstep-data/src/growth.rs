@@ -1,26 +1,26 @@
-//! How much longer a `tokenizer.json` can make a text before it is cut into tokens.
+//! Upper bound on how much a `tokenizer.json` can lengthen a text before it is split into tokens.
 //!
-//! Normalizers and decoders are lists of replacements that are carried out one after the other. Twenty of them that double the text make a
-//! line of 3 kB one of 3 GB, and nothing can stop the library in the middle. So the most that each step can add is worked out from the file,
-//! and a file beyond [`MOST`] is refused before any text reaches it.
+//! Normalizers and decoders are lists of replacements that run one after another. Twenty replacements that double the
+//! text turn a line of 3 kB into 3 GB, and the library cannot be interrupted. So the maximum growth of each step is
+//! computed from the file. A file beyond [`MOST`] is rejected before it processes any text.
 
 use serde_json::Value;
 
-/// The most that a text may grow. Of published tokenizers T5's and ALBERT's have the largest bounds, 176 and 132.
+/// Maximum growth factor that is accepted. Among published tokenizers T5's and ALBERT's have the largest bounds, 176
+/// and 132.
 pub(crate) const MOST: f64 = 400.0;
 
-/// Growth by NFKC and NFKD: U+FDFA of 3 bytes becomes 33.
+/// Growth factor of NFKC and NFKD: U+FDFA of 3 bytes becomes 33.
 const COMPATIBILITY: f64 = 11.0;
-/// Growth by NFC and NFD: U+0390 of 2 bytes becomes 6.
+/// Growth factor of NFC and NFD: U+0390 of 2 bytes becomes 6.
 const CANONICAL: f64 = 3.0;
-/// Growth by lower case: U+023A of 2 bytes becomes 3.
+/// Growth factor of lower-casing: U+023A of 2 bytes becomes 3.
 const LOWER_CASE: f64 = 1.5;
-/// Growth by characters that stand for bytes: of 1 byte they have 2.
+/// Growth factor of the byte-level alphabet: a byte becomes a character of up to 2 bytes.
 const BYTE_LEVEL: f64 = 2.0;
-/// Growth by spaces around Chinese characters, of 3 bytes each.
+/// Growth factor of spaces around Chinese characters, which have 3 bytes each.
 const CHINESE: f64 = 5.0 / 3.0;
-/// Bytes of the longest text that the steps of a `tokenizer.json` make of one byte: when a text is read, or when one is put together,
-/// whichever is more.
+/// Returns the maximum growth factor of the file's steps, for encoding or decoding, whichever is larger.
 pub(crate) fn of(tokenizer: &Value) -> f64 {
     let of_steps = |names: &[&str]| {
         let mut growth = Growth { factor: 1.0, is_decomposed: false };
@@ -30,10 +30,10 @@ pub(crate) fn of(tokenizer: &Value) -> f64 {
     of_steps(&["normalizer", "pre_tokenizer"]).max(of_steps(&["decoder"]))
 }
 
-/// Growth by the steps so far.
+/// Growth factor of the steps so far.
 struct Growth {
     factor: f64,
-    /// True if characters have been decomposed: a second time changes nothing.
+    /// True if characters have been decomposed; a second decomposition changes nothing.
     is_decomposed: bool,
 }
 
@@ -47,7 +47,7 @@ impl Growth {
         self.factor *= match step["type"].as_str() {
             Some("Replace") => of_replacement(&step["pattern"], len("content")),
             Some("Prepend") => 1.0 + len("prepend"),
-            // SentencePiece's table of characters is a decomposition as well.
+            // SentencePiece's character table is a decomposition as well.
             Some("NFKC" | "NFKD" | "Precompiled") => self.decompose(COMPATIBILITY),
             Some("NFC" | "NFD") => self.decompose(CANONICAL),
             Some("Lowercase") => LOWER_CASE,
@@ -63,13 +63,13 @@ impl Growth {
     }
 }
 
-/// Growth where every match of `pattern` becomes `content` bytes.
+/// Returns the growth factor of replacing every match of `pattern` by `content` bytes.
 fn of_replacement(pattern: &Value, content: f64) -> f64 {
     match pattern["String"].as_str() {
-        // Nothing matches between any two bytes.
+        // The empty string matches between any two bytes.
         Some("") => 1.0 + content,
         Some(text) => (content / text.len() as f64).max(1.0),
-        // What an expression matches may be as short as a byte, or nothing.
+        // A regular expression may match a single byte, or nothing.
         None => 1.0 + content,
     }
 }

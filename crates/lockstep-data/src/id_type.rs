@@ -1,43 +1,43 @@
-//! How token ids stand in a file: little-endian integers of one to eight bytes.
+//! Storage types of token ids: little-endian integers of one to eight bytes.
 
 use std::{fmt, ops::Range, str::FromStr};
 
 use crate::error::{DataError, Result};
 
-/// The type of the ids in a file.
+/// Integer type of the ids in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IdType {
-    /// One byte without a sign.
+    /// Unsigned, one byte.
     U8,
-    /// One byte with a sign.
+    /// Signed, one byte.
     I8,
-    /// Two bytes with a sign.
+    /// Signed, two bytes.
     I16,
-    /// Two bytes without a sign: vocabularies up to 65,536.
+    /// Unsigned, two bytes: vocabularies up to 65,536.
     U16,
-    /// Four bytes with a sign.
+    /// Signed, four bytes.
     I32,
-    /// Four bytes without a sign.
+    /// Unsigned, four bytes.
     U32,
-    /// Eight bytes with a sign.
+    /// Signed, eight bytes.
     I64,
 }
 
-/// An id that no embedding belongs to.
+/// Token id that is beyond the vocabulary.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BadId {
-    /// Which of the ids.
+    /// Index of the id among those that were decoded.
     pub(crate) index: usize,
     pub(crate) value: i64,
 }
 
 impl IdType {
-    /// The narrowest type in which this program writes ids below `vocab_size`.
+    /// Returns the narrowest type in which this program writes ids below `vocab_size`.
     pub const fn for_vocabulary(vocab_size: u64) -> Self {
         if vocab_size <= 1 << 16 { Self::U16 } else { Self::U32 }
     }
 
-    /// Bytes per id.
+    /// Returns the number of bytes per id.
     pub const fn bytes(self) -> usize {
         match self {
             Self::U8 | Self::I8 => 1,
@@ -47,7 +47,7 @@ impl IdType {
         }
     }
 
-    /// What it is called in a configuration and in messages.
+    /// Returns the name of the type in the configuration and in messages.
     pub const fn name(self) -> &'static str {
         match self {
             Self::U8 => "u8",
@@ -60,7 +60,7 @@ impl IdType {
         }
     }
 
-    /// Appends `ids`, which all fit.
+    /// Appends `ids` in this type to `out`. All of them must fit.
     pub(crate) fn encode(self, ids: &[u32], out: &mut Vec<u8>) {
         match self.bytes() {
             1 => out.extend(ids.iter().map(|&id| id as u8)),
@@ -70,9 +70,10 @@ impl IdType {
         }
     }
 
-    /// Appends the ids in `bytes` to `out`, all of them below `vocab_size`, or finds the first that is not.
+    /// Appends the ids in `bytes` to `out`. If an id is not below `vocab_size`, appends nothing and returns the first
+    /// such id.
     pub(crate) fn decode(self, bytes: &[u8], vocab_size: u64, out: &mut Vec<u32>) -> Result<(), BadId> {
-        /// Whatever the type, a negative number becomes a `u64` beyond any vocabulary.
+        /// Decodes ids of N bytes. A negative number becomes a `u64` beyond any vocabulary.
         fn all<const N: usize>(
             bytes: &[u8],
             vocab_size: u64,
@@ -106,7 +107,7 @@ impl IdType {
         }
     }
 
-    /// The bytes in which the ids of `range` stand.
+    /// Returns the byte range of the ids in `range`.
     pub(crate) fn byte_range(self, range: &Range<u64>) -> Range<usize> {
         range.start as usize * self.bytes()..range.end as usize * self.bytes()
     }
@@ -118,7 +119,7 @@ impl fmt::Display for IdType {
     }
 }
 
-/// The types in which raw token files are written.
+/// Parses the name of a type in which raw token files may be stored.
 impl FromStr for IdType {
     type Err = DataError;
 

@@ -1,4 +1,4 @@
-//! The index of Megatron's indexed data sets: which tokens of a `.bin` are a sequence, which sequences a document.
+//! Index of a Megatron indexed data set: the boundaries of sequences in the `.bin`, and of documents.
 //!
 //! ```text
 //!  0  [u8; 9]  magic "MMIDIDX\0\0"
@@ -12,8 +12,8 @@
 //!     i8[S]    modes, in data sets of several modalities only
 //! ```
 //!
-//! Megatron itself trusts the file. Here every number is checked once, when it is opened, so that nothing after that
-//! has to be.
+//! Megatron trusts the file. Here every number is checked once, when the file is opened, so that later reads need no
+//! checks.
 
 use std::{
     io::{self, Write},
@@ -31,7 +31,7 @@ const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";
 const VERSION: u64 = 1;
 const HEADER_BYTES: usize = 34;
 
-/// The types of ids by their code, from 1 on. Ids are no fractions, so two of the codes name none.
+/// Id types by type code, from 1. The two codes of floating-point types are invalid for ids.
 const ID_TYPES: [Option<IdType>; 8] = [
     Some(IdType::U8),
     Some(IdType::I8),
@@ -43,22 +43,22 @@ const ID_TYPES: [Option<IdType>; 8] = [
     Some(IdType::U16),
 ];
 
-/// The sizes of a valid index.
+/// Header fields of a valid index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IndexHeader {
-    /// The type of the ids in the `.bin`.
+    /// Type of the ids in the `.bin`.
     pub id_type: IdType,
-    /// How many sequences there are.
+    /// Number of sequences.
     pub sequences: usize,
-    /// How many document borders there are: at least one.
+    /// Number of document borders, at least one.
     pub borders: usize,
 }
 
 impl IndexHeader {
-    /// Checks the whole index in `bytes`, which may be anything, against a `.bin` of `bin_bytes`. Allocates nothing.
+    /// Parses and checks a whole index against the length of its `.bin`. `bytes` may hold anything. Allocates nothing.
     ///
     /// # Errors
-    /// The first rule that it breaks.
+    /// If the index breaks a rule of the format; the first such rule is returned.
     pub fn parse(bytes: &[u8], bin_bytes: u64) -> Result<Self, IndexProblem> {
         if bytes.len() < HEADER_BYTES {
             return Err(IndexProblem::ShorterThanHeader { bytes: bytes.len() as u64 });
@@ -75,7 +75,7 @@ impl IndexHeader {
         let id_type = known.ok_or(IndexProblem::IdType { code })?;
         let (sequences, borders) = (number_at(&bytes[18..], 0), number_at(&bytes[26..], 0));
 
-        // In 128 bits no count overflows; once the length of the file agrees, all of them are as small as it is.
+        // Counts cannot overflow 128 bits. Once the length of the file matches, all counts are bounded by it.
         let without_modes = HEADER_BYTES as u128 + 12 * u128::from(sequences) + 8 * u128::from(borders);
         let lengths = [without_modes, without_modes + u128::from(sequences)];
         if !lengths.contains(&(bytes.len() as u128)) {
@@ -122,7 +122,7 @@ impl IndexHeader {
             }
             previous = border as u64;
         }
-        // A builder that was never told of documents leaves the first border alone.
+        // A builder that never ended a document leaves only the first border.
         if self.borders == 0 || (self.borders > 1 && previous != self.sequences as u64) {
             return Err(IndexProblem::LastBorder { border: previous, sequences: self.sequences });
         }
@@ -138,7 +138,7 @@ impl IndexHeader {
     }
 }
 
-/// An index that has been checked, mapped into memory.
+/// Checked index, memory-mapped.
 #[derive(Debug)]
 pub(crate) struct Index {
     map: MappedFile,
@@ -146,7 +146,7 @@ pub(crate) struct Index {
 }
 
 impl Index {
-    /// Maps the index at `path`, which belongs to a `.bin` of `bin_bytes`.
+    /// Maps and checks the index at `path` of a `.bin` of `bin_bytes`.
     pub(crate) fn open(path: &Path, bin_bytes: u64) -> Result<Self> {
         let map = MappedFile::open(path).map_err(DataError::io("open the index", path))?;
         let header = IndexHeader::parse(&map, bin_bytes)
@@ -158,12 +158,13 @@ impl Index {
         &self.header
     }
 
-    /// How many documents there are; a file without any border but the first is one.
+    /// Returns the number of documents; an index with only the first border is one document.
     pub(crate) fn documents(&self) -> u64 {
         (self.header.borders as u64 - 1).max(1)
     }
 
-    /// The first token of document `document`; that of one which is empty and last lies after the last token.
+    /// Returns the first token of document `document`. For an empty last document this is the position after the last
+    /// token.
     pub(crate) fn document_start(&self, document: u64) -> u64 {
         let sequence = number_at(&self.map[self.header.borders_at()..], document as usize) as usize;
         if sequence == 0 {
@@ -179,17 +180,17 @@ impl Index {
     }
 }
 
-/// Number `index` of the eight-byte numbers in `bytes`.
+/// Returns number `index` of the eight-byte numbers in `bytes`.
 fn number_at(bytes: &[u8], index: usize) -> u64 {
     u64::from_le_bytes(bytes.as_chunks().0[index])
 }
 
-/// The type in which Megatron writes the ids of a vocabulary.
+/// Returns the type in which Megatron stores the ids of a vocabulary.
 pub(crate) fn id_type_for(vocab_size: u64) -> IdType {
     if vocab_size < 65_500 { IdType::U16 } else { IdType::I32 }
 }
 
-/// Writes an index in which each document is one sequence, of these lengths.
+/// Writes an index with one sequence of the given length per document.
 pub(crate) fn write_index(out: &mut impl Write, id_type: IdType, lengths: &[u32]) -> io::Result<()> {
     let code = ID_TYPES.iter().position(|&known| known == Some(id_type)).map_or(0, |i| i as u8 + 1);
     out.write_all(MAGIC)?;
@@ -211,8 +212,8 @@ pub(crate) fn write_index(out: &mut impl Write, id_type: IdType, lengths: &[u32]
     Ok(())
 }
 
-/// The `.bin` and `.idx` that `path` names: either of them, or what their names have in common, as Megatron's
-/// `--data-path` takes it.
+/// Returns the `.bin` and the `.idx` that `path` names, if both exist. `path` is either of them, or their common path
+/// without extension, as in Megatron's `--data-path`.
 pub(crate) fn pair_of(path: &Path) -> Option<(PathBuf, PathBuf)> {
     let is_member = path.extension().is_some_and(|extension| extension == "bin" || extension == "idx");
     let stem = if is_member { path.with_extension("") } else { path.to_owned() };

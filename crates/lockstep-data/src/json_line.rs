@@ -1,4 +1,4 @@
-//! A line of JSON as a document: a text, a prompt with its completion, or messages of a chat.
+//! Parses a JSON record into a document: a text, a prompt with its completion, or a chat.
 //!
 //! | the object has | what is read | what is predicted |
 //! |---|---|---|
@@ -7,7 +7,7 @@
 //! | `instruction` and `output`, with `input` and `system` if there are any | the same | the output |
 //! | `prompt` and `completion` | the two, put together as they are | the completion |
 //!
-//! Other fields are passed over, the first of these that is there decides, and [`Columns`] gives them other names.
+//! The first matching row decides; other fields are ignored. [`Columns`] renames the fields.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -16,30 +16,30 @@ use serde_json::Value;
 
 use crate::chat::{ChatTemplate, Message};
 
-/// What one document says.
+/// Content of one document.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Document {
-    /// Text of which every token is predicted.
+    /// Text whose tokens are all predicted.
     Text(String),
-    /// Text of which some parts are context only, in their order.
+    /// Text in parts, in order; some parts have masked labels.
     Parts(Vec<Part>),
 }
 
-/// A part of a document.
+/// Consecutive part of a document's text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
-    /// What it says.
+    /// Text of the part.
     pub text: String,
-    /// What is done with it.
+    /// Role that decides whether the part is predicted.
     pub role: PartRole,
 }
 
-/// What is done with a part of a document.
+/// Role of a part of a document in training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PartRole {
-    /// It is read, and its tokens are labels of nothing.
+    /// Read only: the labels of its tokens are masked.
     Context,
-    /// It is predicted.
+    /// Predicted: its tokens are labels.
     Answer,
 }
 
@@ -53,12 +53,12 @@ impl Part {
     }
 }
 
-/// How files of text are read: what their fields are called.
+/// Options for reading text files: the names of fields.
 #[derive(Debug, Clone, Copy)]
 pub struct TextOptions<'a> {
-    /// The field of a JSON object, or the column of a table, that holds its text.
+    /// Field of a JSON object, or column of a table, that holds the text.
     pub text_field: &'a str,
-    /// The names of all other fields.
+    /// Names of all other fields.
     pub columns: &'a Columns,
 }
 
@@ -69,21 +69,21 @@ impl Default for TextOptions<'_> {
     }
 }
 
-/// What the fields of a record are called, where they are not called as they are usually.
+/// Names of record fields that differ from the usual ones.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Columns {
     names: BTreeMap<String, String>,
 }
 
 impl Columns {
-    /// The fields that can be renamed.
+    /// Fields that can be renamed.
     pub const KNOWN: [&'static str; 9] =
         ["prompt", "completion", "instruction", "input", "output", "system", "messages", "role", "content"];
 
-    /// Names of fields by what they are.
+    /// Builds the renaming from a map of usual name to actual name.
     ///
     /// # Errors
-    /// The first name that is none of [`Columns::KNOWN`].
+    /// If a key is not one of [`Columns::KNOWN`]; that key is returned.
     pub fn new(names: &BTreeMap<String, String>) -> Result<Self, String> {
         match names.keys().find(|name| !Self::KNOWN.contains(&name.as_str())) {
             Some(unknown) => Err(unknown.clone()),
@@ -91,7 +91,7 @@ impl Columns {
         }
     }
 
-    /// The hash of what is renamed; none if nothing is.
+    /// Returns the hash of the renamed fields; `None` if none is renamed.
     pub(crate) fn hash(&self) -> Option<blake3::Hash> {
         let mut hasher = blake3::Hasher::new();
         for name in self.names.iter().flat_map(|(known, name)| [known, name]) {
@@ -100,7 +100,7 @@ impl Columns {
         (!self.names.is_empty()).then(|| hasher.finalize())
     }
 
-    /// The names under which a field may be, the first that is there decides.
+    /// Returns the names that a field may have, in order of preference.
     fn of<'a>(&'a self, known: &'a str) -> Vec<&'a str> {
         match (self.names.get(known), known) {
             (Some(name), _) => vec![name],
@@ -112,21 +112,21 @@ impl Columns {
     }
 }
 
-/// What kind of record a document was read from.
+/// Shape of a record: the kind of document it holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordShape {
-    /// A text.
+    /// Plain text of the text field.
     Text,
-    /// A chat.
+    /// Chat: a list of messages.
     Chat,
-    /// An instruction with its output, as Alpaca has them.
+    /// Instruction with its output, as in Alpaca.
     Instruction,
-    /// A prompt with its completion, put together as they are.
+    /// Prompt and completion, concatenated without a template.
     Completion,
 }
 
 impl RecordShape {
-    /// What it is, in words.
+    /// Returns a description for messages.
     pub fn describe(self) -> &'static str {
         match self {
             Self::Text => "texts",
@@ -136,16 +136,16 @@ impl RecordShape {
         }
     }
 
-    /// Whether the chat template writes it.
+    /// Returns true if the chat template renders the record.
     pub fn uses_template(self) -> bool {
         matches!(self, Self::Chat | Self::Instruction)
     }
 }
 
-/// The document in one record of a JSON file. Fields that are not asked for are skipped without being built.
+/// Parses one record of a JSON file. Skips other fields without building them.
 ///
 /// # Errors
-/// What is wrong with the record, in words, with the column where the parser stopped.
+/// If the record is not valid JSON, or holds no document; the message names the column at which parsing stopped.
 pub fn parse_json_line(
     line: &str,
     options: TextOptions<'_>,
@@ -154,7 +154,7 @@ pub fn parse_json_line(
     parse_record(line, options, template).map(|(_, document)| document)
 }
 
-/// As [`parse_json_line`], with what kind of record it is.
+/// Parses one record as [`parse_json_line`] does, and also returns its shape.
 pub(crate) fn parse_record(
     line: &str,
     options: TextOptions<'_>,
@@ -163,17 +163,17 @@ pub(crate) fn parse_record(
     let mut parser = serde_json::Deserializer::from_str(line);
     let fields = FieldsOf(options).deserialize(&mut parser);
     let fields = fields.and_then(|fields| parser.end().map(|()| fields));
-    // The parser counts lines from the start of what it was given, which is one record.
+    // The parser counts lines from the start of the record, so its line number is always 1.
     let fields = fields.map_err(|error| error.to_string().replace(" at line 1 column", " at column"))?;
     fields.into_document(template)
 }
 
-/// What is read of an object.
+/// Fields of a JSON object that may make a document.
 struct Fields<'a> {
     options: TextOptions<'a>,
     text: Option<String>,
     values: BTreeMap<String, Value>,
-    /// Names of the first few fields, for a message.
+    /// Names of the first few fields, for an error message.
     names: Vec<String>,
 }
 
@@ -211,13 +211,13 @@ impl Fields<'_> {
         self.options.columns.of(known).iter().any(|name| self.values.contains_key(*name))
     }
 
-    /// The field that is `known`, with its name.
+    /// Removes the field with the usual name `known`; returns its actual name and value.
     fn take(&mut self, known: &str) -> Option<(String, Value)> {
         let names = self.options.columns.of(known);
         names.into_iter().find_map(|name| Some((name.to_owned(), self.values.remove(name)?)))
     }
 
-    /// A string, which may be absent, null or empty.
+    /// Removes a string field that may be absent, null or empty.
     fn optional_text(&mut self, known: &str) -> Result<Option<String>, String> {
         match self.take(known) {
             None | Some((_, Value::Null)) => Ok(None),
@@ -241,13 +241,14 @@ impl Fields<'_> {
         Ok(messages)
     }
 
-    /// The instruction, with its input on lines of its own, is what the user says; the output is the answer.
+    /// Builds a chat: the instruction and, on the lines after it, the input are the user's message, the output the
+    /// answer.
     fn instruction(&mut self) -> Result<Vec<Message>, String> {
         let mut messages = self.system()?;
         let question = [self.optional_text("instruction")?, self.optional_text("input")?];
         let question: Vec<String> = question.into_iter().flatten().collect();
         messages.push(Message::new("user", &question.join("\n")));
-        // An answer that is missing is no answer; such a sample is left out.
+        // Without an output there is no answer, and windowing drops the sample.
         messages.extend(self.optional_text("output")?.iter().map(|text| Message::new("assistant", text)));
         Ok(messages)
     }
@@ -263,7 +264,7 @@ impl Fields<'_> {
     }
 }
 
-/// Reads an object with fields of these names.
+/// Deserializer seed for an object with the fields that the options name.
 struct FieldsOf<'a>(TextOptions<'a>);
 
 impl<'de, 'a> DeserializeSeed<'de> for FieldsOf<'a> {

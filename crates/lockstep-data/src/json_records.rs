@@ -1,4 +1,4 @@
-//! The records of a JSON file, one by one: a line each, or an element each where the file is one array.
+//! Streams the records of a JSON file: one per line, or the elements of one array.
 
 use std::{
     fmt,
@@ -9,18 +9,18 @@ use std::{
 
 use crate::error::{DataError, Result};
 
-/// How much is read at a time.
+/// Buffer size of reads, in bytes.
 const BLOCK_BYTES: usize = 256 << 10;
 
-/// What some programs put before UTF-8; JSON knows no such thing, and no record begins with it.
+/// UTF-8 byte order mark, which some programs write. JSON does not allow it, so it is skipped at the start of the file.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// Where in its file a record stands.
+/// Position of a record in its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordPlace {
-    /// A line, counted from 1.
+    /// Line number, from 1.
     Line(u64),
-    /// An element of the array that the file is, counted from 1.
+    /// Number of the element in the file's array, from 1.
     Element(u64),
 }
 
@@ -33,25 +33,25 @@ impl fmt::Display for RecordPlace {
     }
 }
 
-/// One record.
+/// Text of one record.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct JsonRecord {
     pub(crate) place: RecordPlace,
     pub(crate) text: String,
-    /// Where in the file the next one begins.
+    /// Offset in the file of the next record.
     pub(crate) end: u64,
 }
 
-/// Reads a file record by record.
+/// Reader of a file, record by record.
 pub(crate) struct JsonRecords {
     path: PathBuf,
     reader: BufReader<File>,
-    /// Whether the file is an array; not known before the first record.
+    /// Lines or array; `None` before the first record is read.
     form: Option<Form>,
     records: u64,
     offset: u64,
     hasher: blake3::Hasher,
-    /// Bytes before this are read and not hashed.
+    /// Offset up to which bytes are read but not hashed.
     start: u64,
 }
 
@@ -59,12 +59,12 @@ pub(crate) struct JsonRecords {
 enum Form {
     Lines,
     Array,
-    /// An array that has ended.
+    /// Array that has ended.
     Done,
 }
 
 impl JsonRecords {
-    /// The records of the file at `path` that end after byte `start`.
+    /// Opens the file at `path`, for the records that end after byte `start`.
     pub(crate) fn open(path: &Path, start: u64) -> Result<Self> {
         let file = File::open(path).map_err(DataError::io("open", path))?;
         let reader = BufReader::with_capacity(BLOCK_BYTES, file);
@@ -72,12 +72,12 @@ impl JsonRecords {
         Ok(Self { path: path.to_owned(), reader, form: None, records: 0, offset: 0, hasher, start })
     }
 
-    /// The hash of what was read, but for records before the start.
+    /// Returns the hash of the bytes that were read, except records before the start.
     pub(crate) fn hash(&self) -> blake3::Hash {
         self.hasher.finalize()
     }
 
-    /// The next record that is not empty; none at the end of the file.
+    /// Returns the next record that is not empty; `None` at the end of the file.
     pub(crate) fn next(&mut self) -> Result<Option<JsonRecord>> {
         loop {
             let form = match self.form {
@@ -96,7 +96,7 @@ impl JsonRecords {
         }
     }
 
-    /// An array begins with a bracket; what begins otherwise has a record a line.
+    /// Detects the form of the file: an array starts with a bracket, anything else has one record per line.
     fn find_form(&mut self) -> Result<Form> {
         let block = self.reader.fill_buf().map_err(DataError::io("read", &self.path))?;
         let text = block.strip_prefix(BYTE_ORDER_MARK).unwrap_or(block);
@@ -112,7 +112,7 @@ impl JsonRecords {
         Ok(form)
     }
 
-    /// Counts bytes that were read.
+    /// Advances the offset over bytes that were read, and hashes them.
     fn took(&mut self, bytes: &[u8]) {
         self.offset += bytes.len() as u64;
         if self.offset > self.start {
@@ -141,7 +141,7 @@ impl JsonRecords {
         Ok(JsonRecord { place, text: text.to_owned(), end: self.offset })
     }
 
-    /// The next element: an object, which ends with the brace that closes it.
+    /// Returns the next element: an object, up to its closing brace.
     fn next_element(&mut self) -> Result<Option<JsonRecord>> {
         let (mut bytes, mut scan) = (Vec::new(), Scan::default());
         let place = RecordPlace::Element(self.records + 1);
@@ -178,7 +178,7 @@ impl JsonRecords {
         }
     }
 
-    /// After an array nothing follows.
+    /// Reads to the end of the file and checks that only white space follows the array.
     fn read_rest(&mut self) -> Result<()> {
         loop {
             let block = self.reader.fill_buf().map_err(DataError::io("read", &self.path))?.to_vec();
@@ -198,7 +198,7 @@ impl JsonRecords {
     }
 }
 
-/// How far in an element a scan is.
+/// State of a scan over one array element.
 #[derive(Default)]
 struct Scan {
     /// Bytes before the element: white space and a comma.
@@ -209,7 +209,7 @@ struct Scan {
     is_escaped: bool,
 }
 
-/// What a scan has found.
+/// Result of scanning a block.
 enum Scanned {
     More,
     ElementEnds,
@@ -218,7 +218,7 @@ enum Scanned {
 }
 
 impl Scan {
-    /// Takes bytes of `block` up to the end of the element; returns how many.
+    /// Scans bytes of `block` up to the end of the element, and returns their number.
     fn take(&mut self, block: &[u8], is_first: bool) -> (usize, Scanned) {
         for (at, &byte) in block.iter().enumerate() {
             if self.depth == 0 {

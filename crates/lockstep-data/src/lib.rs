@@ -1,22 +1,23 @@
-//! From files on a disk to micro-batches of token ids, as a pure function of the global sample number.
+//! Turns files on disk into micro-batches of token ids, as a pure function of the global sample number.
 //!
-//! Data goes one way through this crate:
+//! Data flows in one direction through this crate:
 //!
 //! ```text
 //! patterns -> expand -> SourceFile -> Tokens -> Dataset -> Prefetcher -> MicroBatch
 //! ```
 //!
 //! - [`expand`] turns files, directories and globs into a sorted list of [`SourceFile`]s.
-//! - [`Tokens`] is what they hold, as one sequence of ids: files of tokens are mapped into memory, raw ones and
-//!   Megatron's indexed ones alike; text is tokenized once ([`tokenize_files`]) into a file named by the hash of
-//!   everything that decides its content, so a second run finds it. With the ids it knows where documents begin, and
-//!   which tokens (prompts) are read and never predicted.
-//! - [`Dataset`] cuts a range of them into windows, [`Packing`] says what becomes of documents there, and
-//!   [`SampleOrder`] which window sample number `n` is. A blend of several draws from each as its weight says.
-//! - [`tokenize_to_indexed`] makes a data set for Megatron, and for any number of runs, out of text.
-//! - [`SampleCursor`] says which sample numbers a replica reads at which step, by arithmetic alone. The
-//!   number of samples consumed is the whole state: there is nothing else to save or to share.
-//! - [`Prefetcher`] fills [`MicroBatch`]es ahead of the consumer on a thread of its own.
+//! - [`Tokens`] is the content of those files as one sequence of ids. Raw token files and Megatron's indexed data sets
+//!   are memory-mapped. Text is tokenized once ([`tokenize_files`]) into a cache file whose name is the hash of
+//!   everything that decides its content, so that a second run finds it. Besides the ids it holds the document
+//!   boundaries and the ranges (such as prompts) whose labels are masked.
+//! - [`Dataset`] cuts a range of tokens into windows. [`Packing`] decides how documents are packed into windows, and
+//!   [`SampleOrder`] which window is sample number `n`. A blend draws from several sources in proportion to their
+//!   weights.
+//! - [`tokenize_to_indexed`] tokenizes text into a Megatron indexed data set, which any number of runs can read.
+//! - [`SampleCursor`] computes which sample numbers a data-parallel replica reads at each step. The number of samples
+//!   consumed is the whole state of the loader: nothing else is saved or communicated.
+//! - [`Prefetcher`] fills [`MicroBatch`]es ahead of the consumer on its own thread.
 #![forbid(unsafe_code)]
 
 mod batch;

@@ -1,8 +1,8 @@
-//! Which window sample number `n` is, and which sample numbers a replica reads: two pure functions.
+//! The shuffled order of windows, and the assignment of samples to data-parallel replicas: two pure functions.
 //!
-//! Shuffling is a permutation computed per element, never stored: a Feistel network over the smallest
-//! power of two that holds all windows, walked along its cycle until it lands among them (Black and
-//! Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 3). Philox is its round function.
+//! The shuffle is a permutation that is computed per element and never stored. It is a Feistel network over the
+//! smallest power of two that holds all windows, iterated until the result is a valid window (Black and Rogaway,
+//! "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 3). Philox is its round function.
 
 use std::ops::Range;
 
@@ -10,20 +10,20 @@ use lockstep_plan::random::{Philox, key_from_name, mix};
 
 use crate::error::{DataError, Result};
 
-/// The order in which the windows of a data set are read.
+/// Order in which the windows of a data set are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SampleOrder {
-    /// Window after window, from the start again in each epoch.
+    /// Ascending, starting over in each epoch.
     Sequential,
-    /// Every window once in each epoch, in an order of its own for each (seed, epoch).
+    /// Every window once per epoch, in a permutation that depends on seed and epoch.
     Shuffle {
-        /// The run's seed.
+        /// Random seed of the run.
         seed: u64,
     },
 }
 
 impl SampleOrder {
-    /// The (epoch, window) that `sample` is, in a data set of `windows` windows.
+    /// Returns the (epoch, window) of sample number `sample` in a data set of `windows` windows.
     ///
     /// # Panics
     /// If `windows` is zero.
@@ -35,7 +35,7 @@ impl SampleOrder {
         }
     }
 
-    /// The order of one source of a blend: as this one, but independent of those of the others.
+    /// Returns the order for one source of a blend. Different sources get independent permutations.
     pub(crate) fn of_source(self, source: u64) -> Self {
         match self {
             Self::Shuffle { seed } if source > 0 => {
@@ -46,11 +46,11 @@ impl SampleOrder {
     }
 }
 
-/// Enough for every bit to depend on every other several times over; four are the proven minimum for a
-/// strong pseudo-random permutation (Luby and Rackoff, 1988), and small domains profit from more.
+/// Number of Feistel rounds. Four are the proven minimum for a strong pseudo-random permutation (Luby and Rackoff,
+/// 1988); small domains profit from more.
 const FEISTEL_ROUNDS: u32 = 8;
 
-/// Where `index` goes under the permutation of `0..size` that belongs to (`seed`, `epoch`).
+/// Returns the image of `index` under the permutation of `0..size` that (`seed`, `epoch`) selects.
 fn permute(index: u64, size: u64, seed: u64, epoch: u64) -> u64 {
     debug_assert!(index < size, "{index} is outside 0..{size}");
     let philox = Philox::new(mix(seed ^ key_from_name("lockstep/sample-order")));
@@ -58,16 +58,16 @@ fn permute(index: u64, size: u64, seed: u64, epoch: u64) -> u64 {
     let mut value = index;
     loop {
         value = feistel(value, bits, philox, epoch);
-        // The domain is less than twice the size, so fewer than two rounds of this are expected; and as
-        // the cycle leads back to `index` itself, it ends.
+        // The domain is less than twice the size, so fewer than two iterations are expected. The loop ends because the
+        // cycle leads back to `index` itself.
         if value < size {
             return value;
         }
     }
 }
 
-/// A permutation of the words of `bits` bits. The halves may differ by one bit: each round adds a
-/// function of one half to the other, which can be undone whatever their widths.
+/// Permutes the words of `bits` bits. The halves may differ by one bit: each round XORs a function of one half into the
+/// other, which is invertible for any widths.
 fn feistel(word: u64, bits: u32, philox: Philox, epoch: u64) -> u64 {
     let low_bits = bits / 2;
     let low_mask = (1_u64 << low_bits) - 1;
@@ -85,27 +85,27 @@ fn feistel(word: u64, bits: u32, philox: Philox, epoch: u64) -> u64 {
     (high << low_bits) | low
 }
 
-/// Deals the samples of every global batch to data-parallel replicas and micro-batches.
+/// Position in the sample sequence, and its split over data-parallel replicas and micro-batches.
 ///
-/// Step `k` consumes `global_batch` consecutive samples; each replica takes a consecutive slice of
-/// them, and cuts it into micro-batches in ascending order. Nothing depends on anything but the
-/// numbers here, so a run resumes, and changes its mesh, by arithmetic.
+/// Step `k` consumes `global_batch` consecutive samples. Each replica takes a consecutive slice of them and cuts it
+/// into micro-batches in ascending order. The ranges depend only on these fields, so a resume or a change of the mesh
+/// needs no other state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampleCursor {
-    /// Samples that all replicas together have consumed already: the only state a loader has.
+    /// Samples consumed so far by all replicas together: the only state of a loader.
     pub samples_consumed: u64,
-    /// Sequences that all replicas together read in a step.
+    /// Sequences per step over all replicas.
     pub global_batch: u64,
-    /// Sequences in one micro-batch of one replica.
+    /// Sequences per micro-batch of one replica.
     pub micro_batch: u64,
-    /// This replica.
+    /// Index of this data-parallel replica, below `replicas`.
     pub replica: u64,
-    /// How many replicas share the global batch.
+    /// Number of data-parallel replicas.
     pub replicas: u64,
 }
 
 impl SampleCursor {
-    /// A cursor for the only replica of a run.
+    /// Returns a cursor for a run with a single replica.
     ///
     /// # Errors
     /// If `global_batch` is not a positive multiple of `micro_batch`.
@@ -115,10 +115,11 @@ impl SampleCursor {
         Ok(cursor)
     }
 
-    /// Checks that the global batch can be dealt out evenly.
+    /// Checks that the global batch splits evenly over replicas and micro-batches.
     ///
     /// # Errors
-    /// A count of zero, a replica beyond their number, or a batch that does not divide.
+    /// If a count is zero, `replica` is not below `replicas`, or `global_batch` is not a multiple of `micro_batch` ×
+    /// `replicas`.
     pub fn validate(&self) -> Result<()> {
         for (name, value) in [
             ("global_batch", self.global_batch),
@@ -147,12 +148,12 @@ impl SampleCursor {
         Ok(())
     }
 
-    /// How many micro-batches this replica reads in a step: the gradient accumulation.
+    /// Returns the number of micro-batches that this replica reads per step: the gradient-accumulation steps.
     pub fn micro_batches_per_step(&self) -> u64 {
         self.global_batch / self.replicas / self.micro_batch
     }
 
-    /// The samples of micro-batch `index` of the step that is `step` steps ahead of this cursor.
+    /// Returns the sample numbers of micro-batch `index` in the step `step` steps after the cursor.
     pub fn micro_batch_range(&self, step: u64, index: u64) -> Range<u64> {
         let start = self.samples_consumed
             + step * self.global_batch
@@ -161,7 +162,7 @@ impl SampleCursor {
         start..start + self.micro_batch
     }
 
-    /// The samples of every micro-batch of this replica for `steps` steps, in the order of their use.
+    /// Returns the sample ranges of this replica's micro-batches over `steps` steps, in the order of use.
     pub fn ranges(self, steps: u64) -> impl Iterator<Item = Range<u64>> + Send + 'static {
         (0..steps).flat_map(move |step| {
             (0..self.micro_batches_per_step()).map(move |index| self.micro_batch_range(step, index))
@@ -231,8 +232,8 @@ mod tests {
         }
     }
 
-    /// For a random permutation: about one fixed point, neighbours no more often than by chance, and a
-    /// rank correlation of (position, image) of 0 ± 1/sqrt(n).
+    /// A random permutation has about one fixed point, as many adjacent pairs as by chance, and a rank correlation of
+    /// (position, image) of 0 ± 1/sqrt(n).
     #[test]
     fn the_permutation_looks_shuffled() {
         for (size, epoch) in [(1_000_u64, 0), (1_024, 5), (10_007, 1)] {
@@ -250,7 +251,7 @@ mod tests {
         }
     }
 
-    /// All six orders of three elements must turn up about equally often over seeds.
+    /// Over many seeds, all six orders of three elements must occur about equally often.
     #[test]
     fn small_permutations_are_all_reached() {
         let mut counts = std::collections::BTreeMap::new();

@@ -1,4 +1,4 @@
-//! How documents are laid into windows, and what keeps them apart there.
+//! Packing of documents into windows, and the masking that separates documents within a window.
 
 use std::{ops::Range, sync::Arc};
 
@@ -9,33 +9,34 @@ use crate::{
     tokens::Tokens,
 };
 
-/// How documents are laid into windows.
+/// Method of packing documents into windows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Packing {
-    /// One after another, cut wherever a window ends; a token sees whatever comes before it in its window.
+    /// Concatenated and cut at every window end. A token attends to everything before it in its window.
     #[default]
     Stream,
-    /// As [`Stream`](Self::Stream), but documents are kept apart: a token sees only its own, positions begin at 0 with
-    /// each, and the first token of a document is the label of none.
+    /// Concatenated as in [`Stream`](Self::Stream), but documents are separated: a token attends only to its own
+    /// document, positions restart at 0 in each document, and the first token of a document is never a label.
     Documents,
-    /// Kept apart as [`Documents`](Self::Documents) are, and not cut where that can be avoided: a window takes
-    /// documents as long as the next one fits, and what is left of it is padding. Only what is longer than a window is
-    /// cut: text into several, a sample (a document with a prompt) at the end of its window.
+    /// Separated as in [`Documents`](Self::Documents), and not cut where possible. A window takes documents as long as
+    /// the next one fits; the rest of it is padding. Only documents longer than a window are cut: text into several
+    /// windows, a sample (a document with a prompt) at the end of its window.
     WholeDocuments,
 }
 
-/// The windows over a range of tokens.
+/// Windows over a range of tokens.
 #[derive(Debug, Clone)]
 pub(crate) enum Windows {
-    /// Window `w` begins `w * seq_len` tokens after the start of the range.
+    /// Equal windows: window `w` begins `w * seq_len` tokens after the start of the range.
     Even { range: Range<u64>, seq_len: u64, count: u64 },
-    /// First token and length of each.
+    /// First token and length of each window.
     Listed(Arc<[(u64, u32)]>),
 }
 
 impl Windows {
-    /// Lays the documents in `range` into windows of at most `seq_len + 1` tokens. The last token of a window is a
-    /// label only, and may be the first of the next one's inputs. Where there are prompts, a window has a label.
+    /// Packs the documents in `range` into windows of at most `seq_len + 1` tokens. The last token of a window is only
+    /// a label, and may be the first input of the next window. If there are prompts, windows without a label are
+    /// dropped.
     pub(crate) fn new(
         tokens: &Tokens,
         range: Range<u64>,
@@ -64,7 +65,7 @@ impl Windows {
         even.without_masked(tokens, borders)
     }
 
-    /// The windows that have a label.
+    /// Drops the windows without a label.
     fn without_masked(self, tokens: &Tokens, borders: Borders) -> (Self, Option<Supervision>) {
         let Self::Even { ref range, count, .. } = self else { return (self, None) };
         let mut supervision = Supervision { tokens: range.end - range.start, ..Supervision::default() };
@@ -88,7 +89,7 @@ impl Windows {
         }
     }
 
-    /// The tokens of a window.
+    /// Returns the token range of a window.
     pub(crate) fn tokens_of(&self, window: u64) -> Range<u64> {
         match self {
             Self::Even { range, seq_len, .. } => {
@@ -103,13 +104,13 @@ impl Windows {
     }
 }
 
-/// The windows of [`Packing::WholeDocuments`], as far as they are laid.
+/// Builder of the windows of [`Packing::WholeDocuments`].
 struct WholeDocuments<'a> {
     tokens: &'a Tokens,
-    /// Tokens of the longest window.
+    /// Maximum tokens per window.
     longest: u64,
     windows: Vec<(u64, u32)>,
-    /// The window that may still grow.
+    /// Token range of the window that may still grow.
     open: Range<u64>,
     supervision: Supervision,
 }
@@ -138,7 +139,7 @@ impl<'a> WholeDocuments<'a> {
         (self.windows, self.supervision)
     }
 
-    /// Text is cut into windows where it is longer than one.
+    /// Adds a document without a prompt. A document longer than a window is cut into several.
     fn add_text(&mut self, text: Range<u64>) {
         if text.end - self.open.start > self.longest {
             self.close();
@@ -148,12 +149,13 @@ impl<'a> WholeDocuments<'a> {
             self.push(self.open.start..self.open.start + self.longest);
             self.open.start += self.longest - 1;
         }
-        // Of a document that was cut, the last token may have been predicted already.
+        // The last token of a cut document may have been predicted in the previous window already.
         let is_used_up = text.end - self.open.start == 1 && text.start < self.open.start;
         self.open = if is_used_up { text.end..text.end } else { self.open.start..text.end };
     }
 
-    /// An answer is of no use without its prompt, so a sample ends with its window; one without a label is left out.
+    /// Adds a document with a prompt. An answer without its prompt is useless, so a long sample is truncated at the end
+    /// of its window. A sample without a label is dropped.
     fn add_sample(&mut self, sample: Range<u64>) {
         self.supervision.samples += 1;
         let whole = sample.clone();
@@ -184,7 +186,7 @@ impl<'a> WholeDocuments<'a> {
         self.push(self.open.clone());
     }
 
-    /// A token alone predicts nothing.
+    /// Appends a window. A window of a single token predicts nothing and is dropped.
     fn push(&mut self, window: Range<u64>) {
         if window.end - window.start > 1 {
             self.supervision.labels += labels_in(self.tokens, window.clone(), Borders::Kept);
@@ -193,8 +195,8 @@ impl<'a> WholeDocuments<'a> {
     }
 }
 
-/// Keeps the documents of the newest row of `batch` apart. The row holds the tokens of `window` and, after them,
-/// padding, which is a document of its own.
+/// Separates the documents in the last row of `batch`. The row holds the tokens of `window` and then padding, which
+/// counts as a separate document.
 pub(crate) fn keep_apart(batch: &mut MicroBatch, tokens: &Tokens, window: Range<u64>) {
     let (row, seq_len) = (batch.labels.len() - batch.seq_len, batch.seq_len);
     let padding = (window.end - window.start) as usize;
@@ -209,7 +211,7 @@ pub(crate) fn keep_apart(batch: &mut MicroBatch, tokens: &Tokens, window: Range<
     if padding < seq_len {
         begins[padding] = padding as u32;
     }
-    // Where no document begins there is a zero still.
+    // Positions inside a document are still zero here.
     let mut start = 0;
     for (at, begin) in begins.iter_mut().enumerate() {
         start = start.max(*begin);

@@ -1,7 +1,7 @@
-//! Parquet files: one column of text, each row of it a document.
+//! Reads one text column of a Parquet file; each row is a document.
 //!
-//! The `parquet` crate reads the file. Its decompressors are pure Rust but for Zstandard's; a column that is compressed
-//! with it is read as if it were not, and its pages are decompressed here by `ruzstd`.
+//! The `parquet` crate reads the file, with decompressors in pure Rust for every codec but Zstandard. A Zstandard
+//! column is read as if it were uncompressed, and `ruzstd` decompresses its pages here.
 
 use std::{fs::File, io::Read, path::Path, sync::Arc};
 
@@ -27,14 +27,14 @@ use crate::{
     quiet,
 };
 
-/// Rows that are decoded at a time.
+/// Rows per decoding step.
 const BATCH_ROWS: usize = 1024;
 
-/// A page that decompresses to more than this is taken for an attack.
+/// Maximum size of a decompressed page, in bytes. A larger page is treated as an attack.
 const LARGEST_PAGE_BYTES: u64 = 1 << 30;
 
-/// Sends the column `text_field` of the file at `path`, from row `start` on, to `sink`: a row is a document, and its
-/// end the number of the next. Rows that are null are passed over. A field of a struct is named with dots.
+/// Sends the column `text_field` of the file at `path` to `sink`, from row `start` on. Each row is a document; the end
+/// of its piece is the number of the next row. Null rows are skipped. Fields of structs are named with dots.
 pub(crate) fn read_parquet(
     path: &Path,
     text_field: &str,
@@ -74,10 +74,10 @@ pub(crate) fn read_parquet(
     Ok(())
 }
 
-/// The texts of a column, all at once.
+/// Reads all texts of a column into memory.
 ///
 /// # Errors
-/// [`DataError::BadParquet`], a file that cannot be opened.
+/// If the file cannot be opened or is not a valid Parquet file with that text column.
 pub fn read_text_column(path: &Path, column: &str) -> Result<Vec<String>> {
     let mut texts = Vec::new();
     read_parquet(path, column, 0, &mut |piece| {
@@ -89,11 +89,11 @@ pub fn read_text_column(path: &Path, column: &str) -> Result<Vec<String>> {
     Ok(texts)
 }
 
-/// The `parquet` crate finds most damage itself; what makes it panic is damage too.
+/// Runs `call` and turns its errors and panics into a message. The `parquet` crate panics on some damaged files.
 fn caught<T>(call: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     match quiet::caught(call) {
         Some(result) => result.map_err(|error| match error {
-            // Its own messages name their kind: "Parquet error: ...".
+            // The messages of other variants start with their kind: "Parquet error: ...".
             ParquetError::General(problem) | ParquetError::EOF(problem) => problem,
             error => error.to_string(),
         }),
@@ -105,7 +105,7 @@ fn read_metadata(file: &File) -> Result<ParquetMetaData, ParquetError> {
     Ok(SerializedFileReader::new(file.try_clone()?)?.metadata().clone())
 }
 
-/// The number of the column that holds the text.
+/// Returns the index of the column that holds the text.
 fn text_column(metadata: &ParquetMetaData, name: &str) -> Result<usize, String> {
     let columns = metadata.file_metadata().schema_descr().columns();
     let names = || columns.iter().take(8).map(|column| column.path().string()).collect::<Vec<_>>().join(", ");
@@ -139,7 +139,7 @@ fn column_reader(
     Ok(get_typed_column_reader(parquet::column::reader::get_column_reader(Arc::clone(descriptor), pages)))
 }
 
-/// The next rows, at most `rows` of them; `None` stands for null.
+/// Reads the next rows, at most `rows` of them; `None` stands for null.
 fn read_batch(
     reader: &mut ColumnReaderImpl<ByteArrayType>,
     descriptor: &ColumnDescPtr,
@@ -160,7 +160,7 @@ fn read_batch(
         .collect())
 }
 
-/// Decompresses the pages that another reader passes on as they stand in the file.
+/// Page reader that decompresses the pages of another reader, which passes them on unchanged.
 struct ZstdPages<R>(R);
 
 impl<R: PageReader> PageReader for ZstdPages<R> {
@@ -170,7 +170,7 @@ impl<R: PageReader> PageReader for ZstdPages<R> {
             Page::DataPage { buf, .. } | Page::DictionaryPage { buf, .. } => {
                 *buf = decompress(&[], buf)?.into();
             }
-            // The levels of such a page are never compressed.
+            // The levels of a V2 page are never compressed.
             Page::DataPageV2 { buf, is_compressed, def_levels_byte_len, rep_levels_byte_len, .. } => {
                 let levels = (*def_levels_byte_len as usize).saturating_add(*rep_levels_byte_len as usize);
                 let parts = buf.split_at_checked(levels);
@@ -202,7 +202,7 @@ impl<R: PageReader> Iterator for ZstdPages<R> {
     }
 }
 
-/// `start`, and after it what `compressed` decompresses to.
+/// Returns `start` followed by the decompressed contents of `compressed`.
 fn decompress(start: &[u8], compressed: &[u8]) -> Result<Vec<u8>, ParquetError> {
     let mut bytes = start.to_vec();
     if compressed.is_empty() {

@@ -1,8 +1,8 @@
-//! Micro-batches filled ahead of their use, on a thread of their own.
+//! Fills micro-batches ahead of their use, on a separate thread.
 //!
-//! Batches go around: full ones to the consumer through a bounded queue, empty ones back. Which samples a batch
-//! holds was decided before the thread began, so its timing changes nothing but the waiting. Nothing here allocates
-//! after the start: a channel of the standard library would, whenever one of its sides first has to wait.
+//! Batches circulate: full ones reach the consumer through a bounded queue, empty ones go back to be refilled. The
+//! samples of each batch are fixed before the thread starts, so timing affects only the waiting. After the start
+//! nothing here allocates. A channel of the standard library would, the first time one of its sides waits.
 
 use std::{
     collections::VecDeque,
@@ -18,10 +18,10 @@ use crate::{
     error::{DataError, Result},
 };
 
-/// Room for batches that are not in use; more of them make it grow, once.
+/// Initial capacity for recycled batches; more of them grow it once.
 const USUAL_BATCHES: usize = 64;
 
-/// Keeps a bounded number of micro-batches ready. Dropping it ends its thread.
+/// Producer thread with a bounded queue of filled micro-batches. Dropping it ends the thread.
 #[derive(Debug)]
 pub struct Prefetcher {
     belt: Arc<Belt>,
@@ -30,8 +30,7 @@ pub struct Prefetcher {
 }
 
 impl Prefetcher {
-    /// Starts to fill one micro-batch for each of `ranges` (see [`SampleCursor::ranges`]), up to `depth`
-    /// of them ahead.
+    /// Starts filling one micro-batch for each of `ranges` (see [`SampleCursor::ranges`]), up to `depth` of them ahead.
     ///
     /// [`SampleCursor::ranges`]: crate::SampleCursor::ranges
     ///
@@ -51,10 +50,10 @@ impl Prefetcher {
         Ok(Self { belt, thread: Some(thread), waited: Duration::ZERO })
     }
 
-    /// The next micro-batch, or `None` after the last. Waits until it is ready.
+    /// Returns the next micro-batch, or `None` after the last one. Waits until it is filled.
     ///
     /// # Errors
-    /// What went wrong while it was filled. Nothing follows an error.
+    /// If the batch could not be filled. No batch follows an error.
     pub fn next_batch(&mut self) -> Result<Option<MicroBatch>> {
         let start = Instant::now();
         let taken = self.belt.take();
@@ -65,17 +64,18 @@ impl Prefetcher {
         }
     }
 
-    /// Gives a micro-batch back so that its memory is used for a later one.
+    /// Returns a micro-batch to the prefetcher, which reuses its memory.
     pub fn recycle(&mut self, batch: MicroBatch) {
         self.belt.lock().used.push(batch);
     }
 
-    /// How long [`next_batch`](Self::next_batch) has waited since this was last asked: `data_wait_ms`.
+    /// Returns the time that [`next_batch`](Self::next_batch) has waited since the previous call: the metric
+    /// `data_wait_ms`.
     pub fn take_wait(&mut self) -> Duration {
         std::mem::take(&mut self.waited)
     }
 
-    /// The thread has hung up: because it is done, or because it is broken.
+    /// Joins the thread after its end and reports a panic as an error.
     fn finished(&mut self) -> Result<Option<MicroBatch>> {
         match self.thread.take().map(JoinHandle::join) {
             None | Some(Ok(())) => Ok(None),
@@ -89,19 +89,19 @@ impl Drop for Prefetcher {
         self.belt.lock().consumer_is_gone = true;
         self.belt.changed.notify_all();
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread is reported by `next_batch`; whoever drops this asks no more.
+            // `next_batch` reports a panic of the thread; after the drop there is no caller to report it to.
             let _ = thread.join();
         }
     }
 }
 
-/// The micro-batches between the two threads.
+/// Queue of micro-batches between the two threads.
 #[derive(Debug)]
 struct Belt {
     state: Mutex<BeltState>,
     /// Signalled after every change that the other side may wait for.
     changed: Condvar,
-    /// The most batches that are ready at once.
+    /// Maximum number of filled batches.
     depth: usize,
 }
 
@@ -109,17 +109,17 @@ struct Belt {
 struct BeltState {
     /// Filled batches in the order of their ranges.
     ready: VecDeque<Result<MicroBatch>>,
-    /// Batches whose memory waits to be filled again.
+    /// Empty batches whose memory is reused.
     used: Vec<MicroBatch>,
-    /// Set when the thread that fills has ended; nothing follows what is ready.
+    /// True once the filling thread has ended; no batch is added after that.
     is_over: bool,
-    /// Set when the prefetcher is dropped; nobody takes what is filled.
+    /// True once the prefetcher is dropped; no batch is taken after that.
     consumer_is_gone: bool,
 }
 
 impl Belt {
     fn new(depth: usize) -> Self {
-        // A queue of depth 0 would never hand anything over.
+        // A queue of depth 0 could not hand over any batch.
         let depth = depth.max(1);
         let state = BeltState {
             ready: VecDeque::with_capacity(depth),
@@ -138,7 +138,7 @@ impl Belt {
         self.changed.wait_while(self.lock(), waits).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the oldest batch once there is one, or `None` after the last.
+    /// Waits for the oldest batch and removes it; returns `None` after the last one.
     fn take(&self) -> Option<Result<MicroBatch>> {
         let mut state = self.wait_while(|state| state.ready.is_empty() && !state.is_over);
         let batch = state.ready.pop_front();
@@ -147,7 +147,7 @@ impl Belt {
         batch
     }
 
-    /// Adds a batch once there is room; returns whether anybody wants more.
+    /// Adds a batch once there is room. Returns false if the consumer is gone.
     fn put(&self, batch: Result<MicroBatch>) -> bool {
         let mut state = self.wait_while(|state| state.ready.len() == self.depth && !state.consumer_is_gone);
         if state.consumer_is_gone {
@@ -160,7 +160,7 @@ impl Belt {
     }
 }
 
-/// The side of the thread that fills. Its end, by a panic too, is told to the consumer.
+/// Producer side of the queue. Dropping it, also by a panic, tells the consumer that no batch follows.
 struct FillingSide(Arc<Belt>);
 
 impl Drop for FillingSide {

@@ -1,22 +1,22 @@
-//! How far a long piece of work is: a trait the work reports to, and a bar for terminals.
+//! Progress reporting: a trait that long work reports to, and a progress bar for terminals.
 //!
-//! The work says only how many bytes of source text it has done; what is shown is the observer's business.
+//! The work reports bytes of source text; the observer decides what to show.
 
 use std::sync::Mutex;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Hears how far tokenization is. Called from one thread at a time.
+/// Observer of the progress of tokenization. Called from one thread at a time.
 pub trait Progress: Sync {
-    /// Work on `total_bytes` of source text begins; `task` is what the user reads.
+    /// Starts work on `total_bytes` of source text. `task` is shown to the user.
     fn begin(&self, task: &str, total_bytes: u64);
-    /// Another `bytes` are done.
+    /// Adds `bytes` to the finished part.
     fn advance(&self, bytes: u64);
-    /// The work is over, done or not.
+    /// Ends the work, whether it succeeded or not.
     fn finish(&self);
 }
 
-/// Shows nothing.
+/// Observer that shows nothing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Silent;
 
@@ -26,7 +26,7 @@ impl Progress for Silent {
     fn finish(&self) {}
 }
 
-/// A bar on standard error where that is a terminal, and nothing elsewhere.
+/// Progress bar on standard error if that is a terminal; shows nothing otherwise.
 #[derive(Debug, Default)]
 pub struct Bar {
     bar: Mutex<Option<ProgressBar>>,
@@ -37,19 +37,19 @@ const OF_ITEMS: &str = "{msg} [{bar:30}] {human_pos}/{human_len} {eta} left";
 
 impl Bar {
     fn with(&self, act: impl FnOnce(&mut Option<ProgressBar>)) {
-        // A bar whose holder panicked is still a bar.
+        // A bar is usable even after a panic while it was locked.
         act(&mut self.bar.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
     }
 }
 
 impl Bar {
-    /// Begins work on `total` items that are not bytes.
+    /// Starts work on `total` items that are not bytes.
     pub fn begin_items(&self, task: &str, total: u64) {
         self.show(task, total, OF_ITEMS);
     }
 
     fn show(&self, task: &str, total: u64, template: &str) {
-        // indicatif draws to standard error, and hides itself where that is no terminal.
+        // indicatif draws to standard error, and only if that is a terminal.
         let bar = ProgressBar::new(total);
         if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style.progress_chars("=> "));

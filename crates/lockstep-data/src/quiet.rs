@@ -1,7 +1,7 @@
-//! Calls into code that panics on bad input, without the message that a panic prints.
+//! Calls code that panics on bad input, without printing the panic message.
 //!
-//! The message would stand in front of our own, which says what is wrong with the input. A hook that is set once
-//! passes every panic on to the hook before it, except those of a thread that is in [`caught`].
+//! The message would precede our own, which describes the problem of the input. A panic hook, installed once, drops the
+//! messages of threads inside [`caught`] and passes all others to the previous hook.
 
 use std::{
     cell::Cell,
@@ -13,8 +13,8 @@ thread_local! {
     static IS_QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `call` returns; `None` if it panics. What it worked on must not be used after that, except to be dropped
-/// or to be asked the same way.
+/// Returns the result of `call`, or `None` if it panics. After a panic, values that `call` used may only be dropped or
+/// passed to a further `caught`.
 pub(crate) fn caught<T>(call: impl FnOnce() -> T) -> Option<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

@@ -1,7 +1,7 @@
-//! Which files a corpus consists of: files, directories and globs become one sorted list.
+//! Expands files, directories and globs into the sorted list of files of a corpus.
 //!
-//! The order within a pattern is the order of the paths' bytes, on every machine; nothing that matches
-//! is skipped in silence, except hidden files below a directory.
+//! Within a pattern, files are ordered by the bytes of their paths, on every machine. No match is skipped silently,
+//! except hidden files below a directory.
 
 use std::{
     fs,
@@ -17,22 +17,23 @@ use crate::{
     json_records::JsonRecords,
 };
 
-/// How a file is read, as a configuration names it.
+/// Format setting of a data source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Format {
-    /// By the extension: `.jsonl`, `.json`, `.ndjson` and `.jsonlines` hold records of JSON, `.parquet` a table; a `.bin` is one of Megatron's if its
-    /// `.idx` lies beside it, else raw tokens; archives, tables and the like are refused; everything else is text.
+    /// Decided by the extension. `.jsonl`, `.json`, `.ndjson` and `.jsonlines` hold JSON records, `.parquet` a table. A
+    /// `.bin` belongs to a Megatron data set if its `.idx` lies beside it, and holds raw tokens otherwise. Archives,
+    /// tables and other binary formats are rejected. Everything else is text.
     #[default]
     Auto,
-    /// UTF-8 text; a file is one document.
+    /// UTF-8 text; each file is one document.
     Text,
-    /// One JSON object a line, or one array of objects; an object is one document.
+    /// One JSON object per line, or one array of objects; each object is one document.
     JsonLines,
-    /// Parquet; a row is one document.
+    /// Parquet table; each row is one document.
     Parquet,
-    /// Megatron's indexed data sets: a `.bin` with its `.idx`.
+    /// Megatron indexed data set: a `.bin` with its `.idx`.
     Indexed,
-    /// Ids and nothing else, as nanoGPT writes them.
+    /// Raw token ids without a header, as nanoGPT writes them.
     RawTokens,
 }
 
@@ -56,10 +57,10 @@ impl FromStr for Format {
     }
 }
 
-/// One file of a corpus, with its format decided.
+/// File of a corpus, with its format resolved.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SourceFile {
-    /// Where it is.
+    /// Path of the file; of a Megatron data set, that of its `.bin`.
     pub path: PathBuf,
     pub(crate) format: FileFormat,
 }
@@ -74,7 +75,7 @@ pub(crate) enum FileFormat {
 }
 
 impl FileFormat {
-    /// Whether a tokenizer is needed to read it.
+    /// Returns true if the file holds text, which needs a tokenizer.
     pub(crate) fn is_text(self) -> bool {
         match self {
             Self::Text | Self::JsonLines | Self::Parquet => true,
@@ -82,12 +83,12 @@ impl FileFormat {
         }
     }
 
-    /// Whether it has fields, of which one is named.
+    /// Returns true if records have named fields, of which one holds the text.
     pub(crate) fn has_fields(self) -> bool {
         matches!(self, Self::JsonLines | Self::Parquet)
     }
 
-    /// What it is called in a configuration.
+    /// Returns the name of the format in the configuration.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Text => "text",
@@ -100,10 +101,10 @@ impl FileFormat {
 }
 
 impl SourceFile {
-    /// The file at `path`, read as `format`.
+    /// Builds the entry for `path`, read as `format`.
     ///
     /// # Errors
-    /// [`DataError::UnsupportedFormat`] if the extension is to decide and names something else than text.
+    /// If the format is [`Format::Auto`] and the extension is that of an unsupported format.
     pub fn new(path: PathBuf, format: Format) -> Result<Self> {
         let format = match format {
             Format::Text => FileFormat::Text,
@@ -126,12 +127,13 @@ impl SourceFile {
         Ok(Self { path, format })
     }
 
-    /// Whether a tokenizer is needed to read it.
+    /// Returns true if the file holds text, which needs a tokenizer.
     pub fn is_text(&self) -> bool {
         self.format.is_text()
     }
 
-    /// What kind of records it has, as the first of them shows; none where it has no records, or no sound one.
+    /// Returns the shape of the file's first record. `None` if the file is not JSON, is empty, or its first record is
+    /// invalid.
     pub fn record_shape(&self, options: TextOptions<'_>) -> Option<RecordShape> {
         if self.format != FileFormat::JsonLines {
             return None;
@@ -140,14 +142,14 @@ impl SourceFile {
         Some(parse_record(&record.text, options, &ChatTemplate::ChatMl).ok()?.0)
     }
 
-    /// Whether its documents can be told apart by end-of-text tokens only.
+    /// Returns true if document boundaries are marked only by end-of-text tokens, as in raw token files.
     pub fn hides_documents(&self) -> bool {
         self.format == FileFormat::RawTokens
     }
 }
 
-/// Extensions of files that users keep corpora in and that are no plain text, so that the message is about
-/// the format and not about some byte.
+/// Extensions of unsupported formats in which corpora are often stored. They give an error about the format instead of
+/// one about an invalid byte.
 const NOT_TEXT: [&str; 14] = [
     "arrow",
     "feather",
@@ -169,15 +171,14 @@ fn extension_of(path: &Path) -> String {
     path.extension().map(|e| e.to_string_lossy().to_ascii_lowercase()).unwrap_or_default()
 }
 
-/// The files that `patterns` name, pattern by pattern; within a pattern sorted by path.
+/// Returns the files that `patterns` match, pattern by pattern, each pattern's files sorted by path.
 ///
-/// A pattern is a file, a directory (all files below it, hidden ones excepted), or a glob in which `*`
-/// stays within one directory and `**` does not; one of Megatron's data sets may also be named without extension.
-/// Relative ones start from the current directory. A file that two patterns name is read twice.
+/// A pattern is a file, a directory (all files below it, except hidden ones), or a glob. In a glob, `*` stays within
+/// one directory and `**` does not. A Megatron data set may also be named without its extension. Relative patterns
+/// start at the current directory. A file that two patterns match is read twice.
 ///
-/// # Errors
-/// A pattern that matches no file, a glob that cannot be parsed, a directory that cannot be read, or a
-/// file whose format is not supported.
+/// If a pattern matches no file, a glob cannot be parsed, a directory cannot be read, or a file has an unsupported
+/// format.
 pub fn expand<S: AsRef<str>>(patterns: &[S], format: Format) -> Result<Vec<SourceFile>> {
     let mut files = Vec::new();
     for pattern in patterns {
@@ -186,7 +187,7 @@ pub fn expand<S: AsRef<str>>(patterns: &[S], format: Format) -> Result<Vec<Sourc
             let mut file = SourceFile::new(path, format)?;
             if file.format == FileFormat::Indexed {
                 file.path.set_extension("bin");
-                // A pattern may name both halves of a data set; it is read once.
+                // A pattern may match both files of a data set; it is read once.
                 if files[first..].contains(&file) {
                     continue;
                 }
@@ -206,7 +207,7 @@ fn expand_one(pattern: &str, format: Format) -> Result<Vec<PathBuf>> {
     {
         return Ok(vec![bin]);
     }
-    // What exists under this very name is meant, even if its name looks like a glob.
+    // An existing file of this exact name takes precedence over the reading as a glob.
     if path.is_file() {
         return Ok(vec![path.to_owned()]);
     }
@@ -243,8 +244,8 @@ fn no_match(pattern: &str, searched: PathBuf) -> DataError {
     }
 }
 
-/// Cuts a pattern into the directory that it names literally and the glob below it. The glob of a
-/// pattern without any wildcard is empty.
+/// Splits a pattern into its literal directory prefix and the glob below it. A pattern without wildcards has an empty
+/// glob.
 fn split_glob(pattern: &Path) -> (PathBuf, PathBuf) {
     let is_glob = |part: &Component<'_>| part.as_os_str().to_string_lossy().contains(['*', '?', '[', '{']);
     let mut parts = pattern.components();
@@ -268,8 +269,8 @@ fn has_hidden_part(relative: &Path) -> bool {
     relative.components().any(|part| part.as_os_str().as_encoded_bytes().starts_with(b"."))
 }
 
-/// The files below `root` whose path relative to it is `wanted`, sorted by path. Symbolic links are
-/// followed, except back into a directory that the walk is already in.
+/// Returns the files below `root` whose path relative to it is `wanted`, sorted by path. Follows symbolic links, except
+/// to a directory that contains the link.
 pub(crate) fn files_below(root: &Path, wanted: &dyn Fn(&Path) -> bool) -> Result<Vec<PathBuf>> {
     let start = if root.as_os_str().is_empty() { Path::new(".") } else { root };
     let mut found = Vec::new();
@@ -278,8 +279,8 @@ pub(crate) fn files_below(root: &Path, wanted: &dyn Fn(&Path) -> bool) -> Result
             Ok(entry) => entry,
             Err(error) => {
                 let path = error.path().unwrap_or(start).to_owned();
-                // A link back up the tree leads to nothing new; one that leads nowhere is no file, and whoever names
-                // it gets an error when it is opened.
+                // A link to a parent directory leads to nothing new. A dangling link is skipped; naming it directly
+                // gives an error when it is opened.
                 let is_link = fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.is_symlink());
                 if is_link {
                     continue;

@@ -1,34 +1,34 @@
-//! Which tokens of a window are labels, and what was left out of a data set because none of its tokens is one.
+//! Counts of the labels in windows, and of the samples dropped from a data set because they have none.
 
 use std::ops::{AddAssign, Range};
 
 use crate::tokens::Tokens;
 
-/// What is trained on of data that has prompts, and what was left out.
+/// Counts of supervised tokens and of dropped samples in a data set with prompts.
 ///
 /// A *sample* is a document with a prompt: a prompt with its completion, or a chat.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Supervision {
-    /// The tokens that windows were cut from.
+    /// Number of tokens that the windows were cut from.
     pub tokens: u64,
-    /// How many of them are a label of some window.
+    /// Number of tokens that are a label of some window.
     pub labels: u64,
-    /// How many samples there are; 0 where windows ignore the borders of documents.
+    /// Number of samples; 0 where windows ignore document boundaries.
     pub samples: u64,
-    /// Samples that were left out because no token of theirs is an answer.
+    /// Samples dropped because none of their tokens belongs to an answer.
     pub without_answer: u64,
-    /// Samples that were left out because their answer begins after the end of a window.
+    /// Samples dropped because their answer begins beyond the end of a window.
     pub answer_beyond: u64,
-    /// Samples that are longer than a window, and end with it.
+    /// Samples longer than a window, truncated at its end.
     pub truncated: u64,
-    /// Windows that were left out because none of their tokens is a label.
+    /// Windows dropped because all their labels are masked.
     pub masked_windows: u64,
-    /// The shortest window that holds some answer of the samples in `answer_beyond`; 0 if there are none.
+    /// Smallest `seq_len` at which one of the samples in `answer_beyond` has a label; 0 if there are none.
     pub seq_len_for_one_more: u64,
 }
 
 impl Supervision {
-    /// Whether anything was left out.
+    /// Returns true if no sample or window was dropped or truncated.
     pub fn is_complete(&self) -> bool {
         self.without_answer + self.answer_beyond + self.truncated + self.masked_windows == 0
     }
@@ -48,17 +48,17 @@ impl AddAssign for Supervision {
     }
 }
 
-/// Whether the first token of a document is a label of the one before it.
+/// Treatment of document boundaries in labels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Borders {
-    /// It is: documents are one stream.
+    /// Ignored: the first token of a document is a label of the document before it.
     Crossed,
-    /// It is not: documents are kept apart.
+    /// Respected: the first token of a document is never a label.
     Kept,
 }
 
-/// The number of labels of the window `window`: of all its tokens but the first, those that are no context and, where
-/// borders are kept, begin no document.
+/// Returns the number of labels of `window`: of all its tokens but the first, those that are not masked and, if
+/// boundaries are kept, do not begin a document.
 pub(crate) fn labels_in(tokens: &Tokens, window: Range<u64>, borders: Borders) -> u64 {
     let predicted = window.start + 1..window.end;
     if predicted.is_empty() {
@@ -69,14 +69,14 @@ pub(crate) fn labels_in(tokens: &Tokens, window: Range<u64>, borders: Borders) -
     let mut starts = Vec::new();
     if borders == Borders::Kept {
         starts.extend(tokens.document_starts(predicted.clone()));
-        // Empty documents begin where the next one does.
+        // An empty document has the same start as the next one.
         starts.dedup();
         starts.retain(|start| !contexts.iter().any(|context| context.contains(start)));
     }
     predicted.end - predicted.start - read - starts.len() as u64
 }
 
-/// The first token of `document`, after its own first one, that is an answer.
+/// Returns the first token of `document`, other than its very first, that belongs to an answer.
 pub(crate) fn first_answer(tokens: &Tokens, document: Range<u64>) -> Option<u64> {
     let mut first = document.start + 1;
     for context in tokens.contexts(first..document.end) {

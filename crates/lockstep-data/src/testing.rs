@@ -1,4 +1,4 @@
-//! Small tokenizers for the tests of this crate, written out as `tokenizer.json`.
+//! Small tokenizers for the unit tests, built from `tokenizer.json` text.
 
 use std::path::Path;
 
@@ -7,13 +7,13 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 use crate::tokenizer::Tokenizer;
 
-/// The byte-level pre-tokenizer of `tokenizer.json`, with GPT-2's expression or without any.
+/// Returns the byte-level pre-tokenizer of `tokenizer.json`, with GPT-2's expression or without one.
 pub(crate) fn byte_level_json(use_regex: &Value) -> Value {
     json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex})
 }
 
-/// A tokenizer in the manner of GPT-2: the 256 bytes, then one token for each of `merges` ("Ġ a"), then
-/// an end-of-text token.
+/// Builds a tokenizer in the style of GPT-2: 256 byte tokens, one token for each of `merges` ("Ġ a"), and an
+/// end-of-text token.
 pub(crate) fn byte_level_tokenizer(pre_tokenizer: &Value, merges: &[&str]) -> Tokenizer {
     let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();
     alphabet.sort_unstable();

@@ -1,7 +1,7 @@
-//! The file in which tokenized text is kept: a header, the ids, and where documents and prompts lie.
+//! Cache file of tokenized text: a header, the ids, and the positions of documents and prompts.
 //!
-//! It is named by the hash of what it was made from, appears under that name in one step (written aside,
-//! synced, renamed), and is never changed afterwards, which is what makes it safe to map.
+//! The file name is the hash of all inputs. The file appears under that name atomically (written beside it, synced,
+//! renamed) and is never modified afterwards, which makes it safe to memory-map.
 
 use std::{
     fs::{self, File},
@@ -17,7 +17,7 @@ use crate::{
     tokenize::TokenSink,
 };
 
-/// What stands before the ids.
+/// Header of a token cache file.
 ///
 /// ```text
 ///   0  [u8; 8]   magic "LOCKTOKS"
@@ -32,41 +32,42 @@ use crate::{
 /// 112  [u8; 32]  BLAKE3 of the 112 bytes above
 /// ```
 ///
-/// After it: T ids, D times the number of the first token of a document (u64, ascending, the first 0), and C times
-/// the numbers of a context's first token and of the one after its last (u64, ascending).
+/// After the header: T ids; the index of the first token of each of the D documents (u64, ascending, the first 0); and
+/// for each of the C contexts the index of its first token and of the token after its last one (u64, ascending).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenFileHeader {
-    /// The type of an id: `u16` or `u32`.
+    /// Type of the ids: `u16` or `u32`.
     pub id_type: IdType,
-    /// How many tokens follow.
+    /// Number of tokens in the file.
     pub tokens: u64,
-    /// Every id is below this.
+    /// Vocabulary size: every id is below it.
     pub vocab_size: u64,
-    /// How many documents the tokens belong to.
+    /// Number of documents in the file.
     pub documents: u64,
-    /// How many ranges of tokens are never predicted.
+    /// Number of contexts: ranges of tokens whose labels are masked.
     pub contexts: u64,
-    /// The hash of everything the ids were made from; the file's name repeats it.
+    /// Hash of all inputs that determine the ids; the file name repeats it.
     pub content_key: blake3::Hash,
-    /// The hash of what follows, as it is stored.
+    /// Hash of the bytes after the header.
     pub payload_hash: blake3::Hash,
 }
 
 const MAGIC: [u8; 8] = *b"LOCKTOKS";
 
-/// Where the header's own checksum stands.
+/// Offset of the header's own checksum.
 const CHECKSUM_AT: usize = 112;
 
 impl TokenFileHeader {
-    /// The version of the format that this program writes and reads.
+    /// Format version that this program writes and reads.
     pub const VERSION: u32 = 2;
-    /// The length of a header.
+    /// Length of the header in bytes.
     pub const BYTES: usize = CHECKSUM_AT + 32;
 
-    /// Reads the header at the start of `bytes`, which may be anything.
+    /// Parses the header at the start of `bytes`, which may hold anything.
     ///
     /// # Errors
-    /// The first rule that it breaks. Lengths are not compared with what follows.
+    /// If the header breaks a rule of the format; the first such rule is returned. The length of the file is not
+    /// checked.
     pub fn parse(bytes: &[u8]) -> Result<Self, TokenFileProblem> {
         let short = TokenFileProblem::ShorterThanHeader {
             bytes: bytes.len() as u64,
@@ -94,7 +95,7 @@ impl TokenFileHeader {
         if vocab_size > i32::MAX as u64 || IdType::for_vocabulary(vocab_size) != id_type {
             return field("vocabulary", vocab_size);
         }
-        // Far beyond any disk, and small enough for sums of lengths.
+        // Larger than any disk, and small enough that sums of lengths cannot overflow.
         if tokens > 1 << 56 {
             return field("tokens", tokens);
         }
@@ -115,7 +116,7 @@ impl TokenFileHeader {
         })
     }
 
-    /// The header as it stands in the file.
+    /// Encodes the header as it is stored in the file.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
@@ -133,7 +134,7 @@ impl TokenFileHeader {
         bytes
     }
 
-    /// Where the ids, the starts of documents and the contexts stand in the file; each ends where the next begins.
+    /// Returns the byte ranges of the ids, the document starts and the contexts in the file; they are adjacent.
     pub(crate) fn sections(&self) -> [Range<usize>; 3] {
         let ids = Self::BYTES..Self::BYTES + self.tokens as usize * self.id_type.bytes();
         let documents = ids.end..ids.end + 8 * self.documents as usize;
@@ -162,8 +163,8 @@ fn hash_at(header: &[u8; TokenFileHeader::BYTES], at: usize) -> blake3::Hash {
     blake3::Hash::from_bytes(array_at(header, at))
 }
 
-/// Writes a token file beside its final name; [`commit`](Self::commit) makes it appear, and dropping
-/// it before that leaves nothing behind.
+/// Writer of a token file under a temporary name. [`commit`](Self::commit) renames it to its final name; dropping it
+/// before that removes the file.
 pub(crate) struct TokenFileWriter {
     file: File,
     partial: PathBuf,
@@ -175,14 +176,14 @@ pub(crate) struct TokenFileWriter {
     committed: bool,
 }
 
-/// The end of the names of files that are being written.
+/// Suffix of the names of unfinished files.
 const PARTIAL_SUFFIX: &str = ".partial";
 
-/// Nothing is written for this long by a process that still lives.
+/// Age after which an unfinished file counts as left by a killed process.
 const ABANDONED_AFTER: Duration = Duration::from_secs(24 * 60 * 60);
 
 impl TokenFileWriter {
-    /// Begins the file at `path`, whose directory exists.
+    /// Creates the temporary file for `path`, whose directory must exist.
     pub(crate) fn create(path: &Path, vocab_size: u64, content_key: blake3::Hash) -> Result<Self> {
         let directory = path.parent().unwrap_or(Path::new("."));
         remove_abandoned(directory);
@@ -205,7 +206,7 @@ impl TokenFileWriter {
             contexts: Vec::new(),
             committed: false,
         };
-        // The header is known at the end; until then its place is kept by what is no header.
+        // The header is written last; until then zero bytes, which are no valid header, reserve its place.
         let written = writer.file.write_all(&[0; TokenFileHeader::BYTES]);
         written.map_err(|e| writer.write_error(e))?;
         Ok(writer)
@@ -216,7 +217,7 @@ impl TokenFileWriter {
         self.file.write_all(bytes).map_err(|e| self.write_error(e))
     }
 
-    /// Completes the file and gives it its name.
+    /// Completes the file and renames it to its final name.
     pub(crate) fn commit(mut self) -> Result<()> {
         let (documents, contexts) = (std::mem::take(&mut self.documents), std::mem::take(&mut self.contexts));
         self.append(&documents)?;
@@ -231,8 +232,8 @@ impl TokenFileWriter {
             .and_then(|()| fs::rename(&self.partial, &self.path));
         written.map_err(|e| self.write_error(e))?;
         self.committed = true;
-        // The file is complete under its name; only the name itself could still be lost with the power,
-        // which costs no more than making the file again.
+        // The file is complete under its name. A power loss could still lose the name, and then the file is only made
+        // again.
         if let Some(directory) = self.path.parent().and_then(|path| File::open(path).ok()) {
             let _ = directory.sync_all();
         }
@@ -279,14 +280,14 @@ impl TokenSink for TokenFileWriter {
 impl Drop for TokenFileWriter {
     fn drop(&mut self) {
         if !self.committed {
-            // Nothing more can be done about a file that cannot be removed; a later run sweeps it up.
+            // A file that cannot be removed is left to the clean-up of a later run.
             let _ = fs::remove_file(&self.partial);
         }
     }
 }
 
-/// A new file of its own for each writer: two processes that make the same token file do not meet before
-/// the rename, which either may win.
+/// Creates a temporary file with a unique name. Two processes that make the same token file only meet at the rename,
+/// which either may win.
 fn create_partial(path: &Path) -> io::Result<(File, PathBuf)> {
     let mut attempt = 0_u32;
     loop {
@@ -301,7 +302,7 @@ fn create_partial(path: &Path) -> io::Result<(File, PathBuf)> {
     }
 }
 
-/// Removes what processes that were killed while writing have left.
+/// Removes unfinished files of processes that were killed while writing.
 fn remove_abandoned(directory: &Path) {
     let Ok(entries) = fs::read_dir(directory) else { return };
     for entry in entries.flatten() {

@@ -1,7 +1,7 @@
-//! A file of token ids, mapped into memory: one that this program made of text, a raw one, or one of Megatron's.
+//! Memory-mapped files of token ids: token cache files, raw files and Megatron indexed data sets.
 //!
-//! Whatever its format, it is a sequence of ids that are checked against the vocabulary whenever they are read, with
-//! the places where documents begin and the ranges that are context only.
+//! All formats provide a sequence of ids, document starts, and ranges with masked labels. Ids are checked against the
+//! vocabulary at every read.
 
 use std::{
     ops::Range,
@@ -18,47 +18,47 @@ use crate::{
     token_cache::TokenFileHeader,
 };
 
-/// A file of token ids, mapped into memory.
+/// Memory-mapped file of token ids.
 ///
-/// Whoever shortens the file while it is mapped ends this process; files in the cache are never changed.
+/// If the file is truncated while it is mapped, reading kills the process. Files in the cache are never modified.
 #[derive(Debug)]
 pub struct TokenFile {
     path: PathBuf,
     map: MappedFile,
-    /// Where the ids stand in the map.
+    /// Byte range of the ids in the map.
     ids: Range<usize>,
     id_type: IdType,
     vocab_size: u64,
     tokens: u64,
     documents: Documents,
-    /// Where the contexts stand in the map.
+    /// Byte range of the contexts in the map.
     contexts: Range<usize>,
     digest: blake3::Hash,
 }
 
-/// Where documents begin.
+/// Source of the document boundaries.
 #[derive(Debug)]
 enum Documents {
-    /// The file is one.
+    /// The whole file is one document.
     One,
-    /// Found by their end-of-text tokens.
+    /// First token of each document, found by searching for end-of-text tokens.
     Found(Vec<u64>),
-    /// Listed in this part of the map.
+    /// Byte range in the map that lists the first tokens of documents.
     Listed(Range<usize>),
-    /// In a file of their own.
+    /// Index of a Megatron data set.
     Indexed(Index),
 }
 
-/// The bytes and the number of the pages that stand for a file of any size, where it is checked and told from another.
+/// Size and maximum number of the pages that are sampled to check a file and to identify its contents.
 const SAMPLED_PAGE_BYTES: u64 = 4096;
 const SAMPLED_PAGES: u64 = 1024;
 
 impl TokenFile {
-    /// Maps the tokens of a text that are kept at `path`, after checking the header, the length, and that documents
-    /// and contexts lie in order. [`verify`](Self::verify) checks the rest at once.
+    /// Maps a token cache file. Checks the header, the length, and the order of documents and contexts.
+    /// [`verify`](Self::verify) checks the contents.
     ///
     /// # Errors
-    /// A file that cannot be opened, or [`DataError::BadTokenFile`].
+    /// If the file cannot be opened, or breaks a rule of the format.
     pub fn open(path: &Path) -> Result<Self> {
         let bad = |problem| DataError::BadTokenFile { path: path.to_owned(), problem };
         let map = MappedFile::open(path).map_err(DataError::io("open token file", path))?;
@@ -82,12 +82,11 @@ impl TokenFile {
         })
     }
 
-    /// Maps a file that holds nothing but ids, as nanoGPT writes them. Where `end_of_text` is given, a document ends
-    /// with each of them: the whole file is searched. Otherwise the file is one document.
+    /// Maps a raw file of ids without a header, as nanoGPT writes them. With `end_of_text`, the whole file is searched
+    /// for that id, and each one ends a document. Otherwise the file is one document.
     ///
-    /// # Errors
-    /// A file that cannot be opened, that is empty or not a whole number of ids, or whose ids are beyond the
-    /// vocabulary: a thousand pages of it are looked at.
+    /// If the file cannot be opened, is empty or not a whole number of ids, or an id in its sampled pages (at most
+    /// 1,024) is beyond the vocabulary.
     pub fn open_raw(path: &Path, id_type: IdType, vocab_size: u64, end_of_text: Option<u32>) -> Result<Self> {
         let map = MappedFile::open(path).map_err(DataError::io("open token file", path))?;
         let bytes = map.len();
@@ -112,11 +111,10 @@ impl TokenFile {
         Ok(file)
     }
 
-    /// Maps the `.bin` and the `.idx` of one of Megatron's indexed data sets; `path` is either.
+    /// Maps the `.bin` and the `.idx` of a Megatron indexed data set; `path` is either of them.
     ///
-    /// # Errors
-    /// A file that cannot be opened, an index that breaks a rule of the format or does not fit the tokens, ids beyond
-    /// the vocabulary: a thousand pages are looked at.
+    /// If a file cannot be opened, the index breaks a rule of the format or does not match the `.bin`, there are no
+    /// tokens, or an id in the sampled pages (at most 1,024) is beyond the vocabulary.
     pub fn open_indexed(path: &Path, vocab_size: u64) -> Result<Self> {
         let (path, index_path) = (path.with_extension("bin"), path.with_extension("idx"));
         let map = MappedFile::open(&path).map_err(DataError::io("open token file", &path))?;
@@ -140,10 +138,10 @@ impl TokenFile {
         Ok(file)
     }
 
-    /// Compares the contents of a file made by this program with their checksum, and looks at every id of any other.
+    /// Checks the whole file: a token cache file against its checksum, every id of any other file against the
+    /// vocabulary.
     ///
-    /// # Errors
-    /// [`DataError::BadTokenFile`] if a byte has changed, [`DataError::TokenOutOfRange`].
+    /// If the checksum of a cache file does not match, or an id of another file is beyond the vocabulary.
     pub fn verify(&self) -> Result<()> {
         if let Documents::Listed(_) = self.documents {
             let same = blake3::hash(&self.map[TokenFileHeader::BYTES..]) == self.digest;
@@ -152,22 +150,22 @@ impl TokenFile {
         self.blocks().try_for_each(|block| self.read(block, &mut Vec::new()))
     }
 
-    /// Where it is.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// How its ids are stored.
+    /// Returns the type in which ids are stored.
     pub fn id_type(&self) -> IdType {
         self.id_type
     }
 
-    /// How many tokens it holds.
+    /// Returns the number of tokens in the file.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
 
-    /// How many documents they belong to.
+    /// Returns the number of documents in the file.
     pub fn documents(&self) -> u64 {
         match &self.documents {
             Documents::One => 1,
@@ -177,7 +175,7 @@ impl TokenFile {
         }
     }
 
-    /// The first token of document `document`. Documents that are empty begin where the next one does.
+    /// Returns the first token of document `document`. An empty document has the same start as the next one.
     pub(crate) fn document_start(&self, document: u64) -> u64 {
         match &self.documents {
             Documents::One => 0,
@@ -187,13 +185,13 @@ impl TokenFile {
         }
     }
 
-    /// The documents whose first token lies in `range`.
+    /// Returns the documents whose first token lies in `range`.
     pub(crate) fn documents_in(&self, range: &Range<u64>) -> Range<u64> {
         let before = |limit| partition_point(self.documents(), |i| self.document_start(i) < limit);
         before(range.start)..before(range.end)
     }
 
-    /// The ranges of tokens, cut to `range`, that are read and never predicted.
+    /// Returns the token ranges with masked labels, clipped to `range`.
     pub(crate) fn contexts_in(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         let part = &self.map[self.contexts.clone()];
         let contexts = (part.len() / 16) as u64;
@@ -204,21 +202,20 @@ impl TokenFile {
             .map(move |context| context.start.max(range.start)..context.end.min(range.end))
     }
 
-    /// How many tokens are never predicted.
+    /// Returns the number of tokens whose labels are masked.
     pub fn context_tokens(&self) -> u64 {
         self.contexts_in(0..self.tokens).map(|context| context.end - context.start).sum()
     }
 
-    /// Tells the file's contents from others: the hash of all of them where this program made it, else of its length
-    /// and a thousand pages.
+    /// Returns a hash that identifies the contents: of all contents for a token cache file, of the length and the
+    /// sampled pages otherwise.
     pub(crate) fn digest(&self) -> blake3::Hash {
         self.digest
     }
 
     /// Appends the ids of `range` to `out`.
     ///
-    /// # Errors
-    /// [`DataError::TokenOutOfRange`] for an id beyond the vocabulary, which must reach no embedding table.
+    /// If an id is beyond the vocabulary: it must not reach the embedding table.
     ///
     /// # Panics
     /// If the range reaches beyond the last token.
@@ -234,8 +231,8 @@ impl TokenFile {
         })
     }
 
-    /// Reads up to a thousand pages, evenly spread, and returns the hash of their bytes and of the file's length. A
-    /// file of another width or vocabulary than was thought shows here, before the first step.
+    /// Reads up to 1,024 evenly spaced pages, and returns the hash of their bytes and of the file's length. So a wrong
+    /// id type or vocabulary shows before the first step.
     fn sample_pages(&self) -> Result<blake3::Hash> {
         let page = SAMPLED_PAGE_BYTES / self.id_type.bytes() as u64;
         let last = self.tokens.saturating_sub(page);
@@ -257,7 +254,7 @@ impl TokenFile {
         Ok(hasher.finalize())
     }
 
-    /// The first token of every document, where each ends with `end_of_text`.
+    /// Returns the first token of every document, each of which ends with `end_of_text`.
     fn documents_after(&self, end_of_text: u32) -> Result<Vec<u64>> {
         let after = |block: Range<u64>| -> Result<Vec<u64>> {
             let mut ids = Vec::new();
@@ -270,7 +267,7 @@ impl TokenFile {
         Ok(std::iter::once(0).chain(starts).collect())
     }
 
-    /// The file in ranges of a few megabytes.
+    /// Splits the file into ranges of about a million tokens.
     fn blocks(&self) -> impl IndexedParallelIterator<Item = Range<u64>> {
         const BLOCK_TOKENS: u64 = 1 << 20;
         let blocks = self.tokens.div_ceil(BLOCK_TOKENS) as usize;
@@ -278,7 +275,7 @@ impl TokenFile {
         (0..blocks).into_par_iter().map(range)
     }
 
-    /// What a file that this program made was made from.
+    /// Returns the hash of the inputs that a token cache file was made from; `None` for other files.
     pub(crate) fn content_key(&self) -> Option<blake3::Hash> {
         let Documents::Listed(_) = self.documents else { return None };
         TokenFileHeader::parse(&self.map).ok().map(|header| header.content_key)
@@ -289,7 +286,7 @@ impl TokenFile {
     }
 }
 
-/// Whether documents and contexts lie in order within `tokens` tokens.
+/// Checks that documents and contexts are in order and lie within `tokens` tokens.
 fn check_order(documents: &[u8], contexts: &[u8], tokens: u64) -> Result<(), TokenFileProblem> {
     let mut starts = numbers(documents);
     let ascend = starts.clone().is_sorted_by(|a, b| a < b);
@@ -313,7 +310,8 @@ fn number_at(bytes: &[u8], index: u64) -> u64 {
     u64::from_le_bytes(bytes.as_chunks().0[index as usize])
 }
 
-/// The first of `0..count` for which `is_before` does not hold, if it holds for those before and no others.
+/// Returns the first number in `0..count` for which `is_before` is false. `is_before` must be true below some number
+/// and false from there on.
 pub(crate) fn partition_point(count: u64, is_before: impl Fn(u64) -> bool) -> u64 {
     let (mut low, mut high) = (0, count);
     while low < high {

@@ -1,7 +1,7 @@
-//! Tokenizes a corpus once: files in, a [`TokenFile`] out, found again by the hash of its content.
+//! Tokenizes a corpus once into a [`TokenFile`], which later runs find by the hash of its inputs.
 //!
-//! Documents are read in order by one thread, tokenized by all of them, and written in order. A round of
-//! a few megabytes at a time bounds memory whatever the size of the corpus.
+//! One thread reads documents in order, all threads tokenize them, and the ids are written in order. Rounds of 16 MiB
+//! bound the memory for a corpus of any size.
 
 use std::{fs, ops::Range, path::Path, sync::Arc};
 
@@ -20,50 +20,48 @@ use crate::{
     tokenizer::Tokenizer,
 };
 
-/// What a document ends with.
+/// Token at the end of each document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
-    /// The tokenizer's end-of-text token, if it has one and the text does not end with it itself.
+    /// The tokenizer's end-of-text token, unless it has none or the document ends with it already.
     EndOfText,
-    /// Its text.
+    /// No token is added.
     Nothing,
 }
 
-/// How text is turned into a token file, and where that is kept.
+/// Options for tokenizing text into the cache.
 #[derive(Clone, Copy)]
 pub struct TokenizeOptions<'a> {
-    /// The directory of token files; it is created if need be.
+    /// Directory of token cache files; created if it is missing.
     pub cache_dir: &'a Path,
-    /// How documents are read.
+    /// Field names for reading documents.
     pub text: TextOptions<'a>,
-    /// Hears how far the work is.
+    /// Observer of the progress.
     pub progress: &'a dyn Progress,
 }
 
-/// A corpus in tokens.
+/// Tokenized corpus, and its origin.
 #[derive(Debug)]
 pub struct Tokenized {
-    /// The tokens.
+    /// Token file with the result.
     pub file: TokenFile,
-    /// Whether they were there already.
+    /// True if the file was in the cache already.
     pub from_cache: bool,
 }
 
-/// Text that is tokenized between two writes.
+/// Bytes of text that are tokenized between two writes.
 const ROUND_BYTES: usize = 16 << 20;
 
-/// The tokens of `files`, in their order, with an end-of-text token between documents where the
-/// tokenizer has one and the text does not end with it itself. Documents without text leave no trace.
+/// Tokenizes `files` in order, with an end-of-text token between documents if the tokenizer has one and the document
+/// does not end with it already. Documents without text are skipped.
 ///
-/// The work runs on the current rayon pool. The result is kept in `options.cache_dir` under a name made
-/// of the hashes of the format version, the tokenizer, the options and the files' contents (not their
-/// paths), so whatever decides the ids decides the name. A damaged file under that name is made again.
-/// Any number of processes may do this at once: each writes a file of its own, and all end with the same
-/// bytes under the same name.
+/// Runs on the current rayon pool. The result is kept in `options.cache_dir`. Its name is a hash of the format version,
+/// the tokenizer, the options and the contents of the files (not their paths), which together determine the ids. A
+/// damaged file of that name is replaced. Several processes may do this at the same time: each writes its own temporary
+/// file, and all end with the same bytes under the same name.
 ///
-/// # Errors
-/// Files that are missing, malformed, empty, or that change meanwhile; a disk that is full. No partial
-/// file is left behind.
+/// If a file is missing or malformed, no file holds text, a file changes while it is read, or the disk is full. No
+/// unfinished file is left behind.
 pub fn tokenize_files(
     files: &[SourceFile],
     tokenizer: &Tokenizer,
@@ -102,7 +100,7 @@ fn content_key(
     hasher.update(tokenizer.content_hash().as_bytes());
     for (file, (hash, bytes)) in files.iter().zip(hashes) {
         hasher.update(file.format.name().as_bytes());
-        // The field matters where there are fields, and its hash has a length that says where it ends.
+        // The field name counts only where records have fields. It is hashed, so that its length is fixed.
         if file.format.has_fields() {
             hasher.update(blake3::hash(options.text.text_field.as_bytes()).as_bytes());
             if let Some(columns) = options.text.columns.hash() {
@@ -114,7 +112,7 @@ fn content_key(
     hasher.finalize()
 }
 
-/// The token file at `path` if there is a sound one; an error if there is another.
+/// Opens the token file at `path`. Returns `None` if there is none, and an error if it is damaged.
 fn open_cached(path: &Path, key: blake3::Hash) -> Result<Option<TokenFile>> {
     if !path.exists() {
         return Ok(None);
@@ -151,40 +149,40 @@ fn write_tokens(
     encoder.sink.commit()
 }
 
-/// Where tokens go.
+/// Destination of tokens.
 pub(crate) trait TokenSink {
-    /// How ids are encoded.
+    /// Returns the type in which ids are encoded.
     fn id_type(&self) -> IdType;
 
-    /// How many tokens have been written.
+    /// Returns the number of tokens written so far.
     fn tokens(&self) -> u64;
 
-    /// The next token is the first of a document.
+    /// Starts a document with the next token.
     fn begin_document(&mut self) -> Result<()>;
 
-    /// Appends ids that [`IdType::encode`] has encoded; `contexts` are the ranges of them that are never predicted.
+    /// Appends ids that [`IdType::encode`] has encoded. `contexts` are the ranges of them with masked labels.
     fn write(&mut self, ids: &[u8], contexts: &[Range<u64>]) -> Result<()>;
 
-    /// All that was read up to `position` has been written.
+    /// Notes that everything up to `position` has been written.
     fn reached(&mut self, _position: Position) -> Result<()> {
         Ok(())
     }
 }
 
-/// How far in a list of files tokenization is: all that is needed to go on.
+/// Position of tokenization in a list of files: the whole state that a resume needs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Position {
-    /// Which file.
+    /// Index of the current file.
     pub(crate) file: usize,
-    /// Where in it; see [`Piece::end`].
+    /// Position in the file at which reading resumes; see [`Piece::end`].
     pub(crate) offset: u64,
-    /// Whether a document goes on there.
+    /// True if a document continues at this position.
     pub(crate) within_document: bool,
-    /// The last id that was written.
+    /// Last id that was written.
     pub(crate) last_id: Option<u32>,
 }
 
-/// Tokenizes pieces in rounds and hands them on in their order.
+/// Encoder that tokenizes pieces in rounds and writes their ids in order.
 pub(crate) struct Encoder<'a, S> {
     pub(crate) sink: S,
     tokenizer: &'a Tokenizer,
@@ -196,7 +194,7 @@ pub(crate) struct Encoder<'a, S> {
     position: Position,
 }
 
-/// The ids of a piece.
+/// Encoded ids of a piece.
 struct Encoded {
     ids: Vec<u8>,
     last_id: Option<u32>,
@@ -204,7 +202,7 @@ struct Encoded {
 }
 
 impl<'a, S: TokenSink> Encoder<'a, S> {
-    /// An encoder that goes on at `position`.
+    /// Creates an encoder that resumes at `position`.
     pub(crate) fn new(
         sink: S,
         tokenizer: &'a Tokenizer,
@@ -216,12 +214,13 @@ impl<'a, S: TokenSink> Encoder<'a, S> {
         Self { sink, tokenizer, text, ending, progress, round: Vec::new(), round_bytes: 0, position }
     }
 
-    /// How far it has come, but for what was read since the last [`flush`](Self::flush).
+    /// Returns the position after the last [`flush`](Self::flush); pieces read since then do not count.
     pub(crate) fn position(&self) -> Position {
         self.position
     }
 
-    /// Reads `file`, which is number `index`, from `start` on, and returns the hash of what was read.
+    /// Reads `file`, which is number `index` in the list, from `start` on, and returns the hash of the bytes that were
+    /// read.
     pub(crate) fn read(&mut self, index: usize, file: &SourceFile, start: u64) -> Result<blake3::Hash> {
         let path: Arc<Path> = file.path.as_path().into();
         read_documents(file, start, self.text.text_field, self.tokenizer.cut(), &mut |piece| {
@@ -232,7 +231,7 @@ impl<'a, S: TokenSink> Encoder<'a, S> {
         })
     }
 
-    /// Tokenizes and writes what has been read.
+    /// Tokenizes and writes the pieces that have been read.
     pub(crate) fn flush(&mut self) -> Result<()> {
         let (tokenizer, id_type, text) = (self.tokenizer, self.sink.id_type(), self.text);
         let encoded: Vec<Result<Encoded>> = self
@@ -241,7 +240,7 @@ impl<'a, S: TokenSink> Encoder<'a, S> {
             .map(|(path, piece)| encode(tokenizer, id_type, text, path, &piece.content))
             .collect();
         for (encoded, (_, piece)) in encoded.into_iter().zip(&self.round) {
-            // Of several errors, the first in the files is reported.
+            // Of several errors, the first one in file order is reported.
             let Encoded { ids, last_id, contexts } = encoded?;
             if !ids.is_empty() {
                 if !self.position.within_document {
@@ -263,7 +262,7 @@ impl<'a, S: TokenSink> Encoder<'a, S> {
     }
 }
 
-/// Writes an end-of-text token, if the tokenizer has one and the last document does not end with it.
+/// Writes an end-of-text token, if the tokenizer has one and the last document does not end with it already.
 pub(crate) fn end_document(
     sink: &mut impl TokenSink,
     tokenizer: &Tokenizer,
@@ -302,8 +301,8 @@ fn encode(
     Ok(Encoded { last_id: ids.last().copied(), ids: encoded, contexts })
 }
 
-/// The ids of the parts as one text, ended by an end-of-text token that is predicted if anything is, and which ranges
-/// of them are context. A token belongs to the part in which it ends.
+/// Encodes the parts as one text, and returns the ids and the ranges of them with masked labels. Appends an end-of-text
+/// token, which is masked if every part is. A token belongs to the part in which it ends.
 fn encode_parts(tokenizer: &Tokenizer, parts: &[Part]) -> Result<(Vec<u32>, Vec<Range<u64>>)> {
     let whole: String = parts.iter().map(|part| part.text.as_str()).collect();
     let (mut ids, ends) = tokenizer.encode_with_ends(&whole)?;

@@ -1,7 +1,7 @@
-//! Text to ids and back: bytes as they are, or a Hugging Face `tokenizer.json`.
+//! Converts text to token ids and back: raw bytes, or a Hugging Face `tokenizer.json`.
 //!
-//! A tokenizer is identified by a hash of everything that decides its ids, so a token file made with
-//! another one is never mistaken for it.
+//! A hash of everything that determines the ids identifies a tokenizer, so a token file made with another one is never
+//! used by mistake.
 
 use std::{fs, io, path::Path};
 
@@ -15,20 +15,20 @@ use crate::{
     growth, quiet,
 };
 
-/// Turns text into token ids and back.
+/// Tokenizer for text to ids and back.
 #[derive(Debug, Clone)]
 pub enum Tokenizer {
-    /// Ids are the bytes of the text: 256 of them, no special ones.
+    /// Byte tokenizer: ids are the 256 byte values, without special tokens.
     Bytes,
-    /// A Hugging Face `tokenizer.json`.
+    /// Hugging Face tokenizer, loaded from a `tokenizer.json`.
     HuggingFace(Box<HfTokenizer>),
 }
 
-/// A loaded `tokenizer.json`.
+/// Tokenizer loaded from a `tokenizer.json`.
 #[derive(Debug, Clone)]
 pub struct HfTokenizer {
     inner: tokenizers::Tokenizer,
-    /// What error messages call it: its path.
+    /// Path of the file, for error messages.
     name: String,
     json_hash: blake3::Hash,
     largest_id: u32,
@@ -37,7 +37,7 @@ pub struct HfTokenizer {
     chat: ChatTemplate,
 }
 
-/// What is read of a `tokenizer_config.json`.
+/// Fields of a `tokenizer_config.json` that are used.
 #[derive(Deserialize)]
 struct TokenizerConfig {
     bos_token: Option<NamedToken>,
@@ -45,7 +45,7 @@ struct TokenizerConfig {
     chat_template: Option<Templates>,
 }
 
-/// Either the token itself, or an object that holds it.
+/// Token by name: its text, or an object that holds the text.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum NamedToken {
@@ -61,7 +61,7 @@ impl NamedToken {
     }
 }
 
-/// A template, or several of which one is called `default`.
+/// One chat template, or several, of which the one named `default` is used.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Templates {
@@ -86,7 +86,7 @@ impl Templates {
     }
 }
 
-/// The bytes of a file, if there is one.
+/// Reads a file; returns `None` if it does not exist.
 fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
     match fs::read(path) {
         Ok(bytes) => Ok(Some(bytes)),
@@ -95,22 +95,20 @@ fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
     }
 }
 
-/// Labels are `i32`, in which negative numbers mean something else.
+/// Upper bound of ids: labels are `i32`, in which negative numbers are masks.
 const LARGEST_VOCABULARY: u32 = i32::MAX as u32;
 
-/// Names under which published tokenizers carry their end-of-text token, looked up in this order where
-/// no `tokenizer_config.json` names it.
+/// Usual names of end-of-text tokens, tried in this order if no `tokenizer_config.json` names the token.
 const EOS_NAMES: [&str; 7] =
     ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "<|im_end|>"];
 
 impl Tokenizer {
-    /// Loads what a configuration names: `"bytes"`, a `tokenizer.json`, or a directory that holds one.
+    /// Loads the tokenizer that a configuration names: `"bytes"`, a `tokenizer.json`, or a directory that holds one.
     ///
-    /// The end-of-text token is the one that `tokenizer_config.json` beside it names, else one of the
-    /// usual names in the vocabulary.
+    /// The end-of-text token is the one that the `tokenizer_config.json` in the same directory names. Without one it is
+    /// the first of the usual names in the vocabulary.
     ///
-    /// # Errors
-    /// A file that is missing or that is not a tokenizer.
+    /// If a file cannot be read or is not a valid tokenizer.
     pub fn load(name: &str) -> Result<Self> {
         if name == "bytes" {
             return Ok(Self::Bytes);
@@ -122,7 +120,7 @@ impl Tokenizer {
         let json = fs::read(&path).map_err(DataError::io("read the tokenizer", &path))?;
         let tokenizer = Self::from_json(&json, &path)?;
         let config = path.with_file_name("tokenizer_config.json");
-        // A template in a file of its own goes before one in the configuration.
+        // A `chat_template.jinja` takes precedence over a template in the configuration.
         let template = path.with_file_name("chat_template.jinja");
         let config_json = read_if_there(&config)?.unwrap_or_else(|| b"{}".to_vec());
         match read_if_there(&template)? {
@@ -135,14 +133,15 @@ impl Tokenizer {
         }
     }
 
-    /// Reads the bytes of a `tokenizer.json`; `path` is only for messages.
+    /// Parses the bytes of a `tokenizer.json`; `path` is used only in messages.
     ///
     /// # Errors
-    /// [`DataError::BadTokenizer`] for anything that is not one, or one whose replacements let a text explode.
+    /// If the bytes are not a valid tokenizer, or its replacements can lengthen a text too much.
     pub fn from_json(json: &[u8], path: &Path) -> Result<Self> {
         let bad = |problem: String| DataError::BadTokenizer { path: path.to_owned(), problem };
-        // The `tokenizers` crate panics on some files: on most that are no JSON, hence the first line, and
-        // on damaged tables of a few normalizers, hence the second. What it would print is said by our error.
+        // The `tokenizers` crate panics on most files that are not JSON, so JSON is parsed first. It also panics on
+        // damaged tables of some normalizers, so panics are caught below. The returned error replaces the panic
+        // message.
         let value: serde_json::Value = serde_json::from_slice(json).map_err(|e| bad(e.to_string()))?;
         let growth = growth::of(&value);
         if growth > growth::MOST {
@@ -154,7 +153,7 @@ impl Tokenizer {
         let mut inner = quiet::caught(|| tokenizers::Tokenizer::from_bytes(json))
             .ok_or_else(|| bad("its contents make no tokenizer".to_owned()))?
             .map_err(|e| bad(e.to_string()))?;
-        // Limits that a file may carry for inference would silently drop or invent training text.
+        // Truncation and padding settings, meant for inference, would silently drop or add training text.
         inner.with_truncation(None).map_err(|e| bad(e.to_string()))?;
         inner.with_padding(None);
         let largest_id = inner.get_vocab(true).into_values().max();
@@ -174,16 +173,15 @@ impl Tokenizer {
         })))
     }
 
-    /// Takes the end-of-text token and the chat template from the bytes of a `tokenizer_config.json`; `path` is for
-    /// messages.
+    /// Takes the end-of-text token and the chat template from the bytes of a `tokenizer_config.json`; `path` is used
+    /// only in messages.
     ///
-    /// # Errors
-    /// A file that is not JSON, that names a token which the vocabulary does not have, or whose template is broken.
+    /// If the bytes are not JSON, the vocabulary lacks the named token, or the template cannot be parsed.
     pub fn with_config(self, config_json: &[u8], path: &Path) -> Result<Self> {
         self.with_template(config_json, path, None)
     }
 
-    /// As [`with_config`](Self::with_config), with a chat template from another file.
+    /// As [`with_config`](Self::with_config), with the chat template from another file.
     fn with_template(
         self,
         config_json: &[u8],
@@ -210,7 +208,7 @@ impl Tokenizer {
         Ok(Self::HuggingFace(hf))
     }
 
-    /// How chats become text for this tokenizer.
+    /// Returns the chat template; ChatML if the tokenizer has none.
     pub(crate) fn chat_template(&self) -> &ChatTemplate {
         match self {
             Self::Bytes => &ChatTemplate::ChatMl,
@@ -218,10 +216,10 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of `text`, without any that the tokenizer would add at its ends.
+    /// Encodes `text` without special tokens at its ends.
     ///
     /// # Errors
-    /// [`DataError::TokenizerFailed`] where the tokenizer has no way to represent the text.
+    /// If the tokenizer cannot represent the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         match self {
             Self::Bytes => Ok(text.bytes().map(u32::from).collect()),
@@ -232,10 +230,9 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of `text`, and for each the byte of the text after its last.
+    /// Encodes `text` and returns for each id the byte offset in the text at which it ends.
     ///
-    /// # Errors
-    /// As [`encode`](Self::encode).
+    /// If the tokenizer cannot represent the text.
     pub(crate) fn encode_with_ends(&self, text: &str) -> Result<(Vec<u32>, Vec<usize>)> {
         match self {
             Self::Bytes => Ok((self.encode(text)?, (1..=text.len()).collect())),
@@ -247,11 +244,10 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of a prompt for generation: as [`encode`](Self::encode), with the tokens that the
-    /// tokenizer's own template puts around a text (a begin-of-text token, say).
+    /// Encodes a prompt for generation: as [`encode`](Self::encode), with the special tokens (such as begin-of-text)
+    /// that the tokenizer's post-processor adds.
     ///
-    /// # Errors
-    /// As [`encode`](Self::encode).
+    /// If the tokenizer cannot represent the text.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         match self {
             Self::Bytes => self.encode(text),
@@ -262,10 +258,9 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of a chat, given as roles and what they say, with the words after which the assistant speaks.
+    /// Encodes a chat, given as (role, content) pairs, with the generation prompt of the assistant's next message.
     ///
-    /// # Errors
-    /// A chat that the template refuses, and as [`encode`](Self::encode).
+    /// If the template rejects the chat, or the tokenizer cannot represent the text.
     pub fn encode_chat(&self, messages: &[(String, String)]) -> Result<Vec<u32>> {
         let messages: Vec<Message> =
             messages.iter().map(|(role, content)| Message::new(role, content)).collect();
@@ -273,21 +268,21 @@ impl Tokenizer {
         self.encode(&self.chat_template().question(&messages).map_err(failed)?)
     }
 
-    /// The marks of the chat template that are no token of the vocabulary, and so are spelled out in several tokens.
-    /// Bytes have no marks.
+    /// Returns the markers of the chat template that are not in the vocabulary and so take several tokens. Empty for
+    /// the byte tokenizer.
     pub fn missing_markers(&self) -> Vec<String> {
         let Self::HuggingFace(hf) = self else { return Vec::new() };
         let is_missing = |marker: &String| hf.inner.token_to_id(marker).is_none();
         self.chat_template().markers().into_iter().filter(is_missing).collect()
     }
 
-    /// Whether the chat template is the tokenizer's own, and not ChatML.
+    /// Returns true if the tokenizer has its own chat template, so that ChatML is not used.
     pub fn has_chat_template(&self) -> bool {
         self.chat_template().hash().is_some()
     }
 
-    /// The text that ends an answer of a chat, and its token if there is one; none where the template is the
-    /// tokenizer's own, whose answers end with its end-of-text tokens.
+    /// Returns the text that ends an assistant's message, and its token if the vocabulary has it. `None` if the
+    /// tokenizer has its own template, whose messages end with its end-of-text tokens.
     pub fn end_of_answer(&self) -> Option<(&'static str, Option<u32>)> {
         let text = self.chat_template().end_of_answer()?;
         let token = match self {
@@ -297,11 +292,10 @@ impl Tokenizer {
         Some((text, token))
     }
 
-    /// The text of `ids`. Special tokens, and ids beyond the vocabulary (a padded model can produce
-    /// them), have no text; bytes that are not UTF-8 become U+FFFD.
+    /// Decodes `ids`. Special tokens and ids beyond the vocabulary (which a padded model can produce) decode to
+    /// nothing; invalid UTF-8 becomes U+FFFD.
     ///
-    /// # Errors
-    /// [`DataError::TokenizerFailed`] where the tokenizer's decoder fails.
+    /// If the tokenizer's decoder fails.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         match self {
             Self::Bytes => {
@@ -312,7 +306,7 @@ impl Tokenizer {
         }
     }
 
-    /// One more than the largest id: the smallest vocabulary that a model needs for it.
+    /// Returns the largest id plus one: the smallest vocabulary of a model for this tokenizer.
     pub fn vocab_size(&self) -> usize {
         match self {
             Self::Bytes => 256,
@@ -320,7 +314,7 @@ impl Tokenizer {
         }
     }
 
-    /// The token that ends a text, where the tokenizer has one.
+    /// Returns the end-of-text token, if the tokenizer has one.
     pub fn eos_id(&self) -> Option<u32> {
         match self {
             Self::Bytes => None,
@@ -328,7 +322,7 @@ impl Tokenizer {
         }
     }
 
-    /// What it is called: `"bytes"`, or the path of its file.
+    /// Returns the name of the tokenizer: `"bytes"`, or the path of its file.
     pub fn name(&self) -> &str {
         match self {
             Self::Bytes => "bytes",
@@ -336,7 +330,7 @@ impl Tokenizer {
         }
     }
 
-    /// A hash of everything that decides which ids a corpus becomes.
+    /// Returns a hash of everything that determines the ids of a corpus.
     pub fn content_hash(&self) -> blake3::Hash {
         match self {
             Self::Bytes => blake3::hash(b"lockstep tokenizer: bytes"),
@@ -354,10 +348,10 @@ impl Tokenizer {
         }
     }
 
-    /// Checks that a model with `vocab_size` entries has an embedding for every id.
+    /// Checks that a model with `vocab_size` embeddings covers every id.
     ///
     /// # Errors
-    /// [`DataError::TokenizerTooLarge`], with both numbers.
+    /// If an id of the tokenizer is not below `vocab_size`.
     pub fn fits(&self, vocab_size: usize) -> Result<()> {
         if self.vocab_size() <= vocab_size {
             return Ok(());
@@ -369,7 +363,7 @@ impl Tokenizer {
         })
     }
 
-    /// Checks that `ids`, which came out of this tokenizer, are within its vocabulary.
+    /// Checks that `ids`, produced by this tokenizer, are within its vocabulary.
     pub(crate) fn check_ids(&self, ids: &[u32]) -> Result<()> {
         match ids.iter().find(|&&id| id as usize >= self.vocab_size()) {
             None => Ok(()),
@@ -380,7 +374,7 @@ impl Tokenizer {
         }
     }
 
-    /// Where a text may be cut so that the ids of its pieces, put together, are the ids of the whole.
+    /// Returns where a text may be cut so that the concatenated ids of its pieces are the ids of the whole.
     pub(crate) fn cut(&self) -> Cut {
         match self {
             Self::Bytes => Cut::Anywhere,
@@ -390,8 +384,8 @@ impl Tokenizer {
 }
 
 impl HfTokenizer {
-    /// Asks the `tokenizers` crate, which panics on some texts where the file's numbers make no sense (a decoder
-    /// that strips more than there is).
+    /// Calls the `tokenizers` crate and turns a panic into an error. It panics on some texts if the file is
+    /// inconsistent, for example a decoder that strips more characters than there are.
     fn call<T>(&self, ask: impl FnOnce(&tokenizers::Tokenizer) -> tokenizers::Result<T>) -> Result<T> {
         let failed = |problem| DataError::TokenizerFailed { tokenizer: self.name.clone(), problem };
         quiet::caught(|| ask(&self.inner))
@@ -400,26 +394,26 @@ impl HfTokenizer {
     }
 }
 
-/// The expressions with which Llama 3 and Qwen 2 split text into words; GPT-2's is built into
-/// `tokenizers`. For these three it is proven below that line borders are safe.
+/// Expressions with which Llama 3 and Qwen 2 split text into words. GPT-2's is built into `tokenizers`. The proof
+/// below, that line borders are safe, covers these three.
 const KNOWN_SPLITS: [&str; 2] = [
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 ];
 
-/// Whether the tokenizer gives the same ids when a text is cut at a line border in the sense of
-/// [`Cut::LineBorders`]: after a `\n` that follows a character other than white space and precedes an
-/// ASCII letter. True under five conditions, and assumed false otherwise:
+/// Returns true if cutting a text at a line border does not change its ids. A line border, as in [`Cut::LineBorders`],
+/// is after a `\n` that follows a character other than white space and precedes an ASCII letter. True if five
+/// conditions hold; false otherwise, even if cutting would be safe:
 ///
-/// 1. Words are split by one of three known expressions. None has an alternative that matches `\n` and a
-///    letter after it, so a word ends at the border; none looks behind, so what follows the border is
-///    split as if it stood alone; and the only one that looks ahead, `\s+(?!\S)`, matters to the white
-///    space before the border alone, which is that single `\n`: it is one word either way.
-/// 2. The model is BPE without dropout, which sees one word at a time.
-/// 3. Added tokens do not contain `\n`, nor look at the white space or words around them.
-/// 4. The normalizer, if any, is NFC or NFD: in both, `\n` and ASCII letters join nothing before them, and
+/// 1. Words are split by one of three known expressions. None has an alternative that matches `\n` and a letter after
+///    it, so a word ends at the border. None looks behind, so the text after the border is split as if it stood alone.
+///    Only `\s+(?!\S)` looks ahead. It affects the white space before the border alone, which is the single `\n`: one
+///    word either way.
+/// 2. The model is BPE without dropout, which processes one word at a time.
+/// 3. Added tokens do not contain `\n`, and do not depend on the white space or words around them.
+/// 4. The normalizer, if any, is NFC or NFD. In both, `\n` and ASCII letters never combine with earlier characters, and
 ///    no other character becomes white space.
-/// 5. No space is put before the first word.
+/// 5. No space is inserted before the first word.
 fn line_borders_are_safe(tokenizer: &tokenizers::Tokenizer) -> bool {
     use tokenizers::{
         NormalizerWrapper, PreTokenizerWrapper,
@@ -466,8 +460,8 @@ mod tests {
     use super::*;
     use crate::testing::{byte_level_json, byte_level_tokenizer};
 
-    /// Each expression of [`line_borders_are_safe`], with merges that reach over every kind of border, so
-    /// that a word cut in the wrong place shows.
+    /// Tokenizers with each expression of [`line_borders_are_safe`]. Their merges span every kind of border, so that a
+    /// wrong cut changes ids.
     fn tokenizers_with_known_splits() -> Vec<Tokenizer> {
         const MERGES: [&str; 10] = ["Ċ Ċ", "ĊĊ Ċ", ". Ċ", "Ċ a", "Ġ Ċ", "Ċ Ġ", "a b", "Ġ a", "1 1", "č Ċ"];
         let mut pre_tokenizers = vec![byte_level_json(&true.into())];

@@ -1,4 +1,4 @@
-//! What a run reads, as one sequence of tokens: files of tokens one after another, and text turned into them.
+//! The token sequence of a run: token files and tokenized text files, concatenated.
 
 use std::{ops::Range, path::Path};
 
@@ -13,49 +13,49 @@ use crate::{
     tokenizer::Tokenizer,
 };
 
-/// How files become tokens.
+/// Options for opening files as tokens.
 #[derive(Clone, Copy)]
 pub struct OpenOptions<'a> {
-    /// Turns text into ids, and says which id ends a text.
+    /// Tokenizer for text files and source of the end-of-text id; `None` if all files hold tokens.
     pub tokenizer: Option<&'a Tokenizer>,
-    /// Every id is below this: the model's vocabulary.
+    /// Vocabulary size of the model: every id must be below it.
     pub vocab_size: u64,
-    /// How raw token files are read; by the size of the vocabulary if it is not given.
+    /// Id type of raw token files; derived from the vocabulary size if `None`.
     pub id_type: Option<IdType>,
-    /// Whether the documents of raw token files are looked for, which reads them whole.
+    /// Search for document boundaries in raw token files; it reads them completely.
     pub documents: FindDocuments,
-    /// The directory in which the tokens of text are kept.
+    /// Directory of token cache files for text.
     pub cache_dir: &'a Path,
-    /// How documents are read out of files of text.
+    /// Field names for reading documents from text files.
     pub text: TextOptions<'a>,
-    /// Hears how far tokenization is.
+    /// Observer of the progress of tokenization.
     pub progress: &'a dyn Progress,
 }
 
-/// What is wanted of the borders between documents in raw token files, which do not list them.
+/// Search for document boundaries in raw token files, which do not list them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FindDocuments {
-    /// Nothing: nobody keeps documents apart.
+    /// No search: documents are not kept apart.
     No,
-    /// Each ends with the tokenizer's end-of-text token.
+    /// Each document ends with the tokenizer's end-of-text token.
     ByEndOfText,
 }
 
-/// Files of tokens, one after another.
+/// Token files, concatenated in order.
 #[derive(Debug)]
 pub struct Tokens {
     files: Vec<TokenFile>,
-    /// The number of the first token of each file, and that of all tokens.
+    /// Index of the first token of each file in the sequence, and the total number of tokens.
     starts: Vec<u64>,
     from_cache: bool,
 }
 
 impl Tokens {
-    /// Opens `files` in their order. Those that hold tokens are mapped; neighbours that hold text are tokenized
-    /// together, or found in the cache.
+    /// Opens `files` in order. Token files are memory-mapped. Adjacent text files are tokenized together, or found in
+    /// the cache.
     ///
-    /// # Errors
-    /// Files that are missing, malformed or without text; ids beyond the vocabulary; no tokenizer where one is needed.
+    /// If a file is missing, malformed or without text, an id is beyond the vocabulary, or a text file has no
+    /// tokenizer.
     pub fn open(files: &[SourceFile], options: &OpenOptions<'_>) -> Result<Self> {
         let id_type = options.id_type.unwrap_or(IdType::for_vocabulary(options.vocab_size));
         let end_of_text = match options.documents {
@@ -86,38 +86,38 @@ impl Tokens {
         Ok(Self { from_cache: text_files > 0 && made == 0, ..Self::from(opened) })
     }
 
-    /// How many tokens there are.
+    /// Returns the total number of tokens.
     pub fn tokens(&self) -> u64 {
         self.starts[self.files.len()]
     }
 
-    /// How many documents they belong to.
+    /// Returns the total number of documents.
     pub fn documents(&self) -> u64 {
         self.files.iter().map(TokenFile::documents).sum()
     }
 
-    /// The files.
+    /// Returns the files in order.
     pub fn files(&self) -> &[TokenFile] {
         &self.files
     }
 
-    /// Whether some of them are read and never predicted: prompts.
+    /// Returns true if some tokens, such as prompts, have masked labels.
     pub fn has_contexts(&self) -> bool {
         self.contexts(0..self.tokens()).next().is_some()
     }
 
-    /// The token at or after `at` that begins a document; the end if there is none.
+    /// Returns the first token at or after `at` that begins a document; the number of tokens if there is none.
     pub fn next_document(&self, at: u64) -> u64 {
         self.document_starts(at..self.tokens()).next().unwrap_or(self.tokens())
     }
 
-    /// Whether there is text among them and its tokens were there already.
+    /// Returns true if there are text files and all their tokens were in the cache.
     pub fn from_cache(&self) -> bool {
         self.from_cache
     }
 
-    /// Tells these tokens from others, as hexadecimal digits. Of files that were not made by this program it knows the
-    /// length and a thousand pages.
+    /// Returns a hash that identifies the tokens, in hexadecimal. For raw and Megatron files it covers the length and
+    /// the sampled pages only.
     pub fn digest(&self) -> String {
         let hash = match self.files.as_slice() {
             [only] => only.digest(),
@@ -134,8 +134,7 @@ impl Tokens {
 
     /// Appends the ids of `range` to `out`.
     ///
-    /// # Errors
-    /// [`DataError::TokenOutOfRange`].
+    /// If an id is beyond the vocabulary.
     ///
     /// # Panics
     /// If the range reaches beyond the last token.
@@ -143,22 +142,23 @@ impl Tokens {
         self.parts(range).try_for_each(|(file, _, part)| file.read(part, out))
     }
 
-    /// The first token of each document that begins in `range`, ascending; those of empty documents stand there
-    /// more than once.
+    /// Returns the first token of each document that begins in `range`, ascending. Empty documents repeat the start of
+    /// the next one.
     pub(crate) fn document_starts(&self, range: Range<u64>) -> impl Iterator<Item = u64> {
         self.parts(range).flat_map(|(file, offset, part)| {
             file.documents_in(&part).map(move |document| offset + file.document_start(document))
         })
     }
 
-    /// The parts of `range` that are read and never predicted.
+    /// Returns the ranges within `range` whose labels are masked.
     pub(crate) fn contexts(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         self.parts(range).flat_map(|(file, offset, part)| {
             file.contexts_in(part).map(move |context| offset + context.start..offset + context.end)
         })
     }
 
-    /// `range` cut at the borders of files: each file with the number of its first token and the part of it.
+    /// Splits `range` at file boundaries: returns each file, the index of its first token, and the range within the
+    /// file.
     fn parts(&self, range: Range<u64>) -> impl Iterator<Item = (&TokenFile, u64, Range<u64>)> {
         let first = self.starts.partition_point(|&start| start <= range.start).saturating_sub(1);
         let files = self.files.iter().zip(&self.starts).skip(first);

@@ -25,13 +25,26 @@ pub enum EngineError {
     /// The step was abandoned before its update ([`Engine::abandon_if`](crate::Engine::abandon_if)).
     #[error("the step was abandoned")]
     Abandoned,
+    /// The weights of a rank differ from those of other ranks.
+    #[error(
+        "the weights of rank {rank} differ from those of rank {reference} after step {step}: a fault of its memory or its \
+         arithmetic, or another build; go on from the last checkpoint without the machine it ran on"
+    )]
+    WeightsDiffer {
+        /// Number of completed steps.
+        step: u64,
+        /// The rank whose weights differ.
+        rank: usize,
+        /// A rank whose weights most ranks have.
+        reference: usize,
+    },
     /// Fewer parameters may be whole at once than a unit reads.
     #[error(transparent)]
     TooFewLive(#[from] TooFewLive),
     /// A tensor that is loaded does not have its parameter's size.
     #[error("{} of {name}: {found} elements, the model has {expected}", kind.name())]
     WrongSize {
-        /// The parameter.
+        /// Name of the parameter.
         name: String,
         /// Which of its tensors.
         kind: StateKind,

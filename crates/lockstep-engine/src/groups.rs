@@ -55,7 +55,7 @@ struct World {
 }
 
 impl Groups {
-    /// One rank.
+    /// Returns a group of one rank.
     pub fn alone() -> Self {
         Self { world: None, places: Places::default() }
     }

@@ -16,7 +16,7 @@ fn f32s(file: &SafeTensors<'_>, name: &str) -> Vec<f32> {
     bytes.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap())).collect()
 }
 
-/// ‖a − b‖ / ‖b‖
+/// Returns ‖a − b‖ / ‖b‖.
 fn relative(a: &[f64], b: &[f64]) -> f64 {
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
     norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())

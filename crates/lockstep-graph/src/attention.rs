@@ -1,5 +1,5 @@
-//! Attention as it is replayed: one call of the kernel where queries and keys are those of whole sequences, and some where ranks
-//! share these.
+//! Execution of attention: one kernel call if this rank has whole sequences, several over ranges of tokens under
+//! context parallelism.
 
 use lockstep_comm::CommError;
 use lockstep_tensor::{Attention, AttentionWrite, Dropout, TokenSpan, View, Write};
@@ -10,7 +10,7 @@ use crate::{
     replay::{Run, split_heads},
 };
 
-/// Where the gradients of an attention go.
+/// The gradients that an attention backward writes.
 #[derive(Clone, Copy)]
 pub(crate) struct AttentionGradients<'a> {
     pub(crate) dq: View<'a>,
@@ -19,7 +19,7 @@ pub(crate) struct AttentionGradients<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// The forward.
+    /// Runs the forward.
     pub(crate) fn attention(&self, operation: &AttentionOperation) -> Result<(), CommError> {
         let AttentionOperation { q, k, v, y, .. } = *operation;
         match operation.reach {
@@ -35,7 +35,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// The gradients of its operands.
+    /// Computes the gradients of the queries, keys and values.
     pub(crate) fn attention_backward(
         &self,
         operation: &AttentionOperation,
@@ -53,7 +53,7 @@ impl<'a> Run<'a> {
                 let AttentionGradients { dq, dk, dv } = gradients;
                 let [keys, values] = sums.map_or([dk, dv], |sums| sums.map(|sum| self.value(sum)));
                 let queue = self.replay.queue;
-                // Both stretches of queries add to them, and neither reaches all.
+                // Both ranges of queries add to these gradients, and neither reaches all keys.
                 queue.zero(keys);
                 queue.zero(values);
                 let write = AttentionWrite { queries: Write::Overwrite, keys: Write::Accumulate };
@@ -70,7 +70,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Queries and keys of whole sequences, or, with a cache, of one that goes on.
+    /// Attends within whole sequences or, with a key-value cache, to the cached tokens of one sequence as well.
     fn whole_attention(&self, operation: &AttentionOperation) {
         let AttentionOperation { q, k, v, y, .. } = *operation;
         let len = self.queries_of(operation);
@@ -88,7 +88,7 @@ impl<'a> Run<'a> {
         self.attend(operation, [of_queries, of_keys], operands, self.value(y), Write::Overwrite);
     }
 
-    /// Each of the own stretches of queries, and the keys of whole sequences up to its end.
+    /// Returns each range of local queries with the keys of the whole sequence up to its end.
     fn spans_of_gathered(&self) -> [[TokenSpan; 2]; 2] {
         let (place, held) = (self.program.context, self.program.shape.seq_len);
         spans(place, place.rank, held).map(|queries| {
@@ -97,7 +97,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// The kernel on spans of queries and keys.
+    /// Calls the attention kernel on a span of queries and a span of keys.
     pub(crate) fn attend(
         &self,
         operation: &AttentionOperation,
@@ -118,7 +118,7 @@ impl<'a> Run<'a> {
         );
     }
 
-    /// The kernel of the backward on spans of queries and keys.
+    /// Calls the attention backward kernel on a span of queries and a span of keys.
     pub(crate) fn attend_backward(
         &self,
         operation: &AttentionOperation,
@@ -148,7 +148,7 @@ impl<'a> Run<'a> {
 
     fn geometry(&self, operation: &AttentionOperation, [queries, keys]: [TokenSpan; 2]) -> Attention<'a> {
         let AttentionOperation { shape, first_head, dropout, sequences, .. } = *operation;
-        // Of what the batch has of each sequence.
+        // Selects this rank's sequences from a batch input.
         let own = |all: View<'a>| {
             let (SequenceRange { first, len }, all_sequences) = (sequences, self.program.shape.sequences);
             let of_each = all.elements() / all_sequences;
@@ -180,7 +180,7 @@ impl<'a> Run<'a> {
         view.reshape([sequences, heads, self.queries_of(operation)])
     }
 
-    /// Tokens of each sequence that an attention has queries of.
+    /// Query tokens per sequence.
     fn queries_of(&self, operation: &AttentionOperation) -> usize {
         self.program.values[operation.q.0].rows / operation.sequences.len
     }

@@ -1,5 +1,5 @@
-//! Derives the backward of a recording: which gradient each operation reads, which it writes or adds to, and
-//! where a gradient must be copied because two values share it.
+//! Derives the backward of a recording: the gradient each operation reads, the gradients it writes or adds to, and
+//! the copies needed where two values share a gradient.
 //!
 //! An addition passes its gradient on to both inputs without a copy; the copy is made only when one of them
 //! is about to receive a second contribution while the other is still needed (the residual stream).
@@ -18,29 +18,29 @@ use crate::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Gradient(pub(crate) usize);
 
-/// A gradient, shaped like the value it belongs to.
+/// A gradient buffer, shaped like the value it belongs to.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GradientBuffer {
     pub(crate) info: ValueInfo,
     pub(crate) home: Home,
 }
 
-/// Where a gradient has to live.
+/// The owner of a gradient's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Home {
     Anywhere,
-    /// Given by the caller.
+    /// Supplied by the caller.
     OutputGradient,
-    /// Handed to the caller.
+    /// Returned to the caller.
     InputGradient,
 }
 
-/// When the gradients of the weights are computed.
+/// The time at which weight gradients are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Order {
-    /// Right after the gradient of the same operation's inputs.
+    /// Right after the input gradients of the same operation.
     Fused,
-    /// After all gradients of inputs, in a second list.
+    /// After all input gradients, in a second list.
     Split,
 }
 
@@ -51,7 +51,7 @@ pub(crate) struct Backward {
     pub(crate) gradients: Vec<GradientBuffer>,
 }
 
-/// The instructions of the backward of `operations`; none if nothing waits for a gradient.
+/// Returns the backward instructions of `operations`; empty if no gradient is needed.
 pub(crate) fn derive(
     values: &[ValueInfo],
     operations: &[Operation],
@@ -82,7 +82,7 @@ pub(crate) fn derive(
         tape.pinned[dy.0] = true;
         tape.of[output.0] = Some(dy);
         if order == Order::Split {
-            // The caller's buffer is gone by the time the weights' turn comes.
+            // The caller's buffer is no longer valid when the weight gradients are computed.
             let kept = tape.gradient(output, Home::Anywhere);
             tape.out.inputs.push(Instruction::Copy { from: dy, to: kept });
             tape.of[output.0] = Some(kept);
@@ -125,7 +125,7 @@ impl Tape<'_> {
             self.out.inputs.push(Instruction::BackwardInputs { operation: index, dy: None, dx });
             return;
         }
-        // A value that nothing reads has no gradient, and neither has what made it.
+        // A value that nothing reads has no gradient, nor do the operations before it.
         let Some(dy) = self.of[operation.output().0] else { return };
         if operation.passes_gradient_on() {
             for x in operation.inputs().into_iter().filter(|x| self.training.differentiates(*x)) {
@@ -161,7 +161,7 @@ impl Tape<'_> {
         let mut additions = Vec::new();
         for x in inputs {
             let target = match self.of[x.0] {
-                // The kernel writes it all the same; nobody reads it.
+                // The kernel writes this gradient in any case, but nothing reads it.
                 None if !self.training.differentiates(x) => {
                     (self.gradient(x, Home::Anywhere), Write::Overwrite)
                 }
@@ -191,7 +191,7 @@ impl Tape<'_> {
         self.out.inputs.extend(additions);
     }
 
-    /// The gradient of `value`, in a buffer that may be added to: a copy if another value still needs it as it is.
+    /// Returns the gradient of `value` in a buffer that may be added to: a copy if another value still needs the current one.
     fn owned(&mut self, value: Value, current: usize) -> Gradient {
         let gradient = self.of[value.0].expect("only a value that has a gradient is added to");
         if !self.pinned[gradient.0] && !self.is_shared(gradient, value, current) {
@@ -203,7 +203,7 @@ impl Tape<'_> {
         copy
     }
 
-    /// Whether a value other than `value`, whose producer has not had its turn, has the same gradient buffer.
+    /// Returns true if a value other than `value`, whose producer is still to be differentiated, uses the same gradient buffer.
     fn is_shared(&self, gradient: Gradient, value: Value, current: usize) -> bool {
         (0..self.values.len()).any(|other| {
             other != value.0
@@ -212,7 +212,7 @@ impl Tape<'_> {
         })
     }
 
-    /// Makes the gradient of the block's input end where the caller wants it.
+    /// Makes the gradient of the block's input end in the caller's buffer.
     fn deliver(&mut self, input: Value) {
         let gradient = self.of[input.0].expect("a block uses its input");
         if self.pinned[gradient.0] || self.out.gradients[gradient.0].home != Home::Anywhere {

@@ -1,14 +1,15 @@
-//! Attention of ranks that each hold some tokens of every sequence: what it reaches of the others' tokens, and how.
+//! Context parallelism: attention where each rank holds some tokens of every sequence.
 //!
-//! Nothing else in a block looks at another token, so that only attention is recorded otherwise. Keys and values are
-//! gathered (as in Llama 3: Grattafiori et al., 2024), or travel round the ranks (`ring`), or ranks exchange tokens for heads
-//! and each attends to whole sequences (Jacobs et al., 2023). Gathers and exchanges are operations of their own, whose
-//! backward is derived as of any other.
+//! Attention is the only operation of a block that reads other tokens, apart from the slot counts of routers. There
+//! are three methods: keys and values are all-gathered (as in Llama 3: Grattafiori et al., 2024), or travel around a
+//! ring (`ring`), or an all-to-all trades tokens for heads so that each rank attends within whole sequences (Jacobs
+//! et al., 2023). All-gathers and all-to-alls are operations of their own, and their backward is derived like any
+//! other.
 //!
 //! ```text
-//! ring         q, k, v of own tokens -> attention, in which keys and values go round -> y of own tokens
-//! all-gather   k, v -> of all tokens; q of own tokens -> attention -> y of own tokens
-//! all-to-all   q, k, v -> of all tokens, some heads -> attention -> y -> of own tokens, all heads
+//! ring         q, k, v of local tokens -> attention, in which k and v travel around the ring -> y of local tokens
+//! all-gather   k, v -> all-gather; q of local tokens -> attention -> y of local tokens
+//! all-to-all   q, k, v -> all tokens, some heads -> attention -> y -> local tokens, all heads
 //! ```
 
 use lockstep_comm::CommError;
@@ -19,30 +20,30 @@ use crate::{
     AttentionShape, Peers, Recorder, Ring, Value, operation::Operation, recorder::ValueInfo, replay::Run,
 };
 
-/// The ranks that share each sequence, while a block is replayed.
+/// The context-parallel group of a replay, and its buffers.
 #[derive(Debug, Clone, Copy)]
 pub struct ContextPeers<'a> {
-    /// They and this one.
+    /// The group, this rank included.
     pub peers: Peers<'a>,
-    /// Memory for keys and values on their way round; none if they are reached otherwise.
+    /// Buffers of ring attention; `None` for the other methods.
     pub ring: Option<&'a Ring>,
 }
 
-/// Where an attention finds the keys of whole sequences.
+/// Source of the keys and values of other ranks' tokens.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Reach {
     /// Queries and keys are those of whole sequences.
     Whole,
-    /// Keys are those of whole sequences, queries those of the own tokens. Where dtypes are narrower than f32 the gradients of
-    /// keys and values are summed aside.
+    /// Keys are those of whole sequences, queries those of local tokens. `sums`: f32 scratch for the gradients of
+    /// keys and values, for dtypes narrower than f32.
     Gathered { sums: Option<[Value; 2]> },
-    /// Queries and keys are those of the own tokens. Where dtypes are narrower than f32 outputs, and gradients of the queries, are
-    /// summed aside.
+    /// Queries and keys are those of local tokens; ring attention supplies the other keys. `sums`: f32 scratch for
+    /// the outputs and the gradients of the queries, for dtypes narrower than f32.
     Ring { sums: Option<Value> },
 }
 
 impl Reach {
-    /// Memory that the attention needs while it runs.
+    /// Scratch values of the attention.
     pub(crate) fn scratch(&self) -> Vec<Value> {
         match *self {
             Self::Whole => vec![],
@@ -52,31 +53,32 @@ impl Reach {
     }
 }
 
-/// What ranks that share sequences exchange.
+/// Kinds of context-parallel collectives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SequenceChange {
-    /// From the own tokens of each sequence to all of them.
+    /// All-gather: from the local tokens of each sequence to all of them.
     Gather,
-    /// From the own tokens to all of them, of fewer of so many heads. Fewer heads than ranks are repeated.
+    /// All-to-all from the local tokens and all `heads` to all tokens and some heads. With fewer heads than ranks,
+    /// heads are repeated.
     TokensToHeads { heads: usize },
-    /// And back: `heads` are those of all ranks.
+    /// All-to-all from all tokens and some heads to the local tokens and all `heads`.
     HeadsToTokens { heads: usize },
 }
 
-/// An exchange of parts of sequences.
+/// A context-parallel collective that converts between local tokens and whole sequences.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SequenceExchange {
     pub(crate) change: SequenceChange,
     pub(crate) x: Value,
     pub(crate) y: Value,
-    /// As large as `x` or `y`, whichever is larger.
+    /// Scratch, each as large as the larger of `x` and `y`.
     pub(crate) scratch: [Value; 2],
-    /// In f32, where several ranks have the same heads: the sum of what they have.
+    /// f32 scratch for the sum over ranks that have the same heads; `None` if no head is repeated.
     pub(crate) sum: Option<Value>,
 }
 
 impl SequenceExchange {
-    /// As tables and traces call it.
+    /// Name in tables and traces.
     pub(crate) fn name(&self) -> &'static str {
         match self.change {
             SequenceChange::Gather => "gather sequences of ranks",
@@ -85,7 +87,7 @@ impl SequenceExchange {
         }
     }
 
-    /// Memory that it needs while it runs.
+    /// Scratch values of the exchange.
     pub(crate) fn scratch(&self) -> Vec<Value> {
         match self.change {
             SequenceChange::Gather => vec![self.scratch[0]],
@@ -95,18 +97,18 @@ impl SequenceExchange {
 }
 
 impl Recorder {
-    /// Records the block as rank `place` of those that share each sequence; the shape that was given is that of whole
-    /// ones.
+    /// Records the block as rank `place` of the context-parallel group. The recorder's shape, until now that of whole
+    /// sequences, becomes that of the local tokens.
     ///
     /// # Panics
-    /// If they cannot share such sequences.
+    /// If the sequences do not divide among the ranks.
     pub fn share_sequences(&mut self, place: ContextPlace) {
         self.shape.seq_len = place.held(self.shape.seq_len);
         self.context = place;
     }
 
-    /// What attention reads in the place of queries, keys and values of the own tokens, which of the query heads that are here it
-    /// begins with, the heads that it has, and how it reaches the keys.
+    /// Records what the context-parallel method does before attention. Returns the operands that attention reads, its
+    /// first head relative to this rank's query heads, its shape, and its source of keys.
     pub(crate) fn reached(
         &mut self,
         [q, k, v]: [Value; 3],
@@ -151,7 +153,7 @@ impl Recorder {
         }
     }
 
-    /// The output of an attention, of the own tokens again; `heads` are those of all ranks that share sequences.
+    /// Returns the output of an attention for the local tokens; `heads` counts the heads of the whole context-parallel group.
     pub(crate) fn returned(&mut self, y: Value, heads: usize) -> Value {
         let ContextPlace { ranks, method, .. } = self.context;
         if ranks == 1 || method != ContextMethod::AllToAll {
@@ -180,7 +182,7 @@ impl Recorder {
     }
 }
 
-/// The two stretches of each sequence that a rank holds, as spans of its tensors; `held` tokens in all.
+/// Returns the two token ranges of each sequence that a rank holds, as spans of its tensors; `held` is their total length.
 pub(crate) fn spans(place: ContextPlace, rank: usize, held: usize) -> [TokenSpan; 2] {
     let positions = place.halves_of(rank, held * place.ranks);
     let half = held / 2;
@@ -192,7 +194,7 @@ pub(crate) fn spans(place: ContextPlace, rank: usize, held: usize) -> [TokenSpan
     })
 }
 
-/// Whether any of the queries may see any of the keys.
+/// Returns true if any of the queries may see any of the keys.
 pub(crate) fn may_see(queries: TokenSpan, keys: TokenSpan, window: Option<usize>) -> bool {
     let first_seen = window.map_or(0, |window| (queries.position + 1).saturating_sub(window));
     queries.len > 0
@@ -207,7 +209,7 @@ impl<'a> Run<'a> {
         context.expect("a program that was recorded for parts of sequences is given the other ranks").peers
     }
 
-    /// `y` is `x` for all tokens, or of other ones.
+    /// Runs the collective forward: converts `x` to `y`.
     pub(crate) fn exchange_sequences(
         &self,
         exchange: &SequenceExchange,
@@ -229,7 +231,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// `dx` is the gradient of the value whose gradient after the exchange is `dy`.
+    /// Runs the collective backward: writes the gradient of its input to `dx`, given that of its output, `dy`.
     pub(crate) fn exchange_sequence_gradients(
         &self,
         exchange: &SequenceExchange,
@@ -250,8 +252,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Calls `work` with the rows of each stretch of each sequence: among those of whole sequences, and among those of one rank
-    /// after the other.
+    /// Calls `work` with the rows of each local range of each sequence, for all ranks: first as rows of whole
+    /// sequences, second as rows in rank order.
     fn for_each_stretch(
         &self,
         of_sequences: View<'a>,
@@ -271,7 +273,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// `x [T, heads, ..]` of the own tokens becomes `y` of all tokens of each sequence and the own heads.
+    /// Converts `x [T, heads, ..]` of the local tokens to `y` of all tokens of each sequence and this rank's heads.
     #[track_caller]
     fn tokens_to_heads(
         &self,
@@ -283,7 +285,7 @@ impl<'a> Run<'a> {
         let queue = self.replay.queue;
         let Blocks { ranks, groups, tokens, width, copies } = self.blocks(heads, x);
         let [sent, other] = exchange.scratch.map(|scratch| self.scratch_like(scratch, y));
-        // One block of heads after the other; where ranks are more than heads, one for each rank.
+        // One block of heads after another; with more ranks than heads, one block per rank.
         let by_heads = if copies == 1 { sent } else { other.reshape([copies, x.elements()]).rows(0..1) };
         queue.transpose_blocks(x.reshape([tokens, groups, width]), by_heads.reshape([groups, tokens, width]));
         if copies > 1 {
@@ -306,8 +308,8 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// `x` of all tokens of each sequence and the own heads becomes `y [T, heads, ..]` of the own tokens; what several ranks
-    /// have of a head is summed, in f32.
+    /// Converts `x` of all tokens of each sequence and this rank's heads to `y [T, heads, ..]` of the local tokens.
+    /// Values that several ranks have of a head are summed, in f32.
     #[track_caller]
     fn heads_to_tokens(
         &self,
@@ -344,7 +346,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// How the heads of `of_tokens [T, heads, ..]` are given to the ranks.
+    /// Returns the assignment of the heads of `of_tokens [T, heads, ..]` to ranks.
     fn blocks(&self, heads: usize, of_tokens: View<'_>) -> Blocks {
         let ranks = self.program.context.ranks;
         let tokens = self.program.shape.tokens();
@@ -358,22 +360,22 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Scratch of as many elements as `like`.
+    /// Returns scratch in the shape of `like`.
     fn scratch_like(&self, scratch: Value, like: View<'_>) -> View<'a> {
         let flat = self.flat(scratch);
         flat.rows(0..like.elements()).reshape(like.shape())
     }
 }
 
-/// Heads of some tokens as blocks, of which each rank gets one.
+/// Shape of an all-to-all that trades tokens for heads: blocks of heads, one per rank.
 struct Blocks {
     ranks: usize,
-    /// Blocks of heads that differ.
+    /// Distinct blocks of heads.
     groups: usize,
     tokens: usize,
-    /// Elements of a token in each.
+    /// Elements of a token in each block.
     width: usize,
-    /// Ranks that get the same.
+    /// Ranks that get the same block.
     copies: usize,
 }
 

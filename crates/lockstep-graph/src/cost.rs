@@ -1,8 +1,8 @@
-//! What each instruction of a program has to do: floating-point operations and bytes, from shapes alone.
+//! Work of each instruction of a program: floating-point operations and bytes, from shapes alone.
 //!
-//! Bytes are the least that any implementation moves if nothing stays in a cache between operations: each
-//! operand once, twice if it is added to. Logits are operands of what an output layer and its loss are made of. Experts are taken to
-//! have as many rows as each other.
+//! Bytes are the least that any implementation moves if nothing stays in a cache between operations: each operand
+//! once, twice if it is added to. Logits count as operands, although they exist for one range of tokens at a time.
+//! Experts are assumed to be evenly loaded.
 
 use lockstep_plan::work::{Labor, Product};
 use lockstep_tensor::Write;
@@ -16,10 +16,10 @@ use crate::{
     summa::BlockLinear,
 };
 
-/// Bytes of an element of a gradient of a weight.
+/// Bytes per element of a weight gradient.
 const GRADIENT_BYTES: u64 = 4;
 
-/// Whether a phase runs after the forward.
+/// Phase of a program: forward, or any part of a backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stage {
     Forward,
@@ -27,7 +27,7 @@ pub(crate) enum Stage {
 }
 
 impl Program {
-    /// What an instruction does, by name.
+    /// Returns the name, pass, unit and first parameter of an instruction.
     pub(crate) fn activity(
         &self,
         instruction: &Instruction,
@@ -61,7 +61,7 @@ impl Program {
         Activity { name: operation.name(), pass: Some(pass), unit: Some(unit), parameter }
     }
 
-    /// What an instruction costs.
+    /// Returns the cost of an instruction.
     pub(crate) fn cost(
         &self,
         instruction: &Instruction,
@@ -81,10 +81,10 @@ impl Program {
                     return sum(self.loss_parts(operation, Some(written)));
                 }
                 let read = dy.map_or(0, of) + self.bytes(operation, operation.needs_for_inputs());
-                // The matrix or the scale; a bias has no part in it.
+                // The matrix or the scale; the input gradient does not read a bias.
                 let weight = operation.parameters().next().map_or(0, |index| self.weight_bytes(index));
                 let product_flops = match operation {
-                    // The scores, and four products for the three gradients.
+                    // The scores again, and four products for the three gradients.
                     Operation::Attention(_) => self.product_flops(operation) / 2 * 5,
                     _ => self.product_flops(operation),
                 };
@@ -105,7 +105,7 @@ impl Program {
                     + self.bytes(operation, operation.needs_for_weights(&self.training));
                 Cost {
                     product_flops: match operation {
-                        // A bias needs no product.
+                        // A bias gradient needs no product.
                         Operation::Linear { weight, .. }
                         | Operation::BlockLinear(BlockLinear { weight, .. })
                             if !self.training.trains(*weight) =>
@@ -122,7 +122,7 @@ impl Program {
                 let transit = &phase.transits[*transit];
                 share_of(self.cost(product, phase, gradients), transit.part_rows(*rows), transit.info.rows)
             }
-            // All of it is counted where its end is waited for.
+            // The whole exchange is counted where its end is awaited.
             Instruction::Start { .. } | Instruction::Send { .. } => Cost::default(),
             Instruction::Await { transit, chunk } => {
                 let transit = &phase.transits[*transit];
@@ -142,7 +142,7 @@ impl Program {
             return sum(self.loss_parts(operation, None));
         }
         let weights: u64 = match operation {
-            // The rows that are looked up.
+            // Only the rows that are looked up.
             Operation::Embedding { y, .. } => self.bytes(operation, [*y]),
             _ => operation.parameters().map(|index| self.weight_bytes(index)).sum(),
         };
@@ -155,8 +155,8 @@ impl Program {
         }
     }
 
-    /// What an output layer and its loss are made of: the logits, their loss, and in the backward the gradients that something waits
-    /// for. `gradient_bytes` are those of the gradient of its input, in the backward.
+    /// Returns the parts of an output layer and its loss: the logits, the loss, and in the backward the needed
+    /// gradients. `gradient_bytes` is the size of the input gradient; `None` in the forward.
     pub(crate) fn loss_parts(
         &self,
         operation: &Operation,
@@ -172,7 +172,7 @@ impl Program {
             (Labor::Product(product), Cost { product_flops: product.flops(), ..Cost::of_bytes(bytes) })
         };
         let pass = if gradient_bytes.is_some() { Pass::BackwardInputs } else { Pass::Forward };
-        // Their gradient takes their place.
+        // In the backward the gradient of the logits overwrites them.
         let of_loss = of_logits * if gradient_bytes.is_some() { 2 } else { 1 };
         let loss = Cost {
             vector_flops: self.elements(operation) * operation.vector_flops(pass),
@@ -192,8 +192,8 @@ impl Program {
         parts
     }
 
-    /// Floating-point operations of the matrix products of an operation's forward, and as many of each of the two
-    /// halves of a linear layer's backward.
+    /// Floating-point operations of the matrix products of an operation's forward; each of the two halves of a linear
+    /// layer's backward has as many.
     pub(crate) fn product_flops(&self, operation: &Operation) -> u64 {
         let columns = |value: Value| self.values[value.0].columns as u64;
         let tokens = self.shape.tokens() as u64;
@@ -215,14 +215,14 @@ impl Program {
         }
     }
 
-    /// Elements that an operation goes over: those of its output, or all logits.
+    /// Elements that an operation processes: those of its output, or all logits.
     fn elements(&self, operation: &Operation) -> u64 {
         match *operation {
             Operation::OutputLoss { logits, .. } => {
                 (self.shape.tokens() * self.values[logits.0].columns) as u64
             }
             Operation::Route(RouteOperation { scores, .. }) => self.values[scores.0].elements() as u64,
-            // Rows go over once for each slot, however many make a token.
+            // Every row is read once, however many rows make a token.
             Operation::Combine { rows, .. } => self.info_elements(Some(operation), self.values[rows.0]),
             _ => self.info_elements(Some(operation), self.values[operation.output().0]),
         }
@@ -236,8 +236,8 @@ impl Program {
         self.info_elements(operation, info) * info.dtype.size_bytes() as u64
     }
 
-    /// Elements of a value or a gradient that an operation touches. Where it has room for the rows of all tokens of all ranks, those of
-    /// as many as come if all experts have as many.
+    /// Elements of a value or gradient that an operation touches. A buffer with room for the rows of all tokens of
+    /// all ranks counts with the rows of evenly loaded experts.
     fn info_elements(&self, operation: Option<&Operation>, info: ValueInfo) -> u64 {
         match operation.and_then(|operation| self.expert_rows(operation)) {
             Some((room, even)) if info.rows == room => (even * info.columns) as u64,
@@ -245,7 +245,7 @@ impl Program {
         }
     }
 
-    /// The rows that an operation on rows of experts has room for, and those that it has if all experts have as many.
+    /// Returns (capacity, rows under even load) of an operation on rows of experts; `None` for other operations.
     fn expert_rows(&self, operation: &Operation) -> Option<(usize, usize)> {
         let (Operation::GroupedLinear { x: rows, .. }
         | Operation::SwiGlu { gate: rows, offsets: Some(_), .. }
@@ -271,7 +271,7 @@ impl Program {
     }
 }
 
-/// What all parts of an operation cost.
+/// Sums the cost of all parts of an operation.
 fn sum(parts: Vec<(Labor, Cost)>) -> Cost {
     parts.into_iter().fold(Cost::default(), |mut all, (_, cost)| {
         all += cost;
@@ -279,7 +279,7 @@ fn sum(parts: Vec<(Labor, Cost)>) -> Cost {
     })
 }
 
-/// What some of the rows cost of an operation on `all`.
+/// Returns the proportional cost of `rows` of the `all` rows of an operation.
 fn share_of(cost: Cost, rows: usize, all: usize) -> Cost {
     let share = |of: u64| (u128::from(of) * rows as u128 / all.max(1) as u128) as u64;
     Cost {
@@ -289,7 +289,7 @@ fn share_of(cost: Cost, rows: usize, all: usize) -> Cost {
     }
 }
 
-/// How often a written operand goes through memory.
+/// Number of times that a written operand goes through memory.
 fn passes(write: Write) -> u64 {
     match write {
         Write::Overwrite => 1,
@@ -298,7 +298,7 @@ fn passes(write: Write) -> u64 {
 }
 
 impl Operation {
-    /// The kind, as tables and traces call it.
+    /// Kind of operation in tables and traces.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Embedding { .. } => "embedding",
@@ -326,8 +326,8 @@ impl Operation {
         }
     }
 
-    /// Operations per element beside matrix products, counted in the kernels' formulas; those of attention's
-    /// softmax are left out.
+    /// Floating-point operations per element outside matrix products, counted in the kernels' formulas; attention's
+    /// softmax is not counted.
     fn vector_flops(&self, pass: Pass) -> u64 {
         let (forward, inputs, weights) = match self {
             Self::RmsNorm { .. } => (4, 8, 3),
@@ -340,7 +340,7 @@ impl Operation {
             Self::Dropout { .. } => (2, 2, 0),
             Self::OutputLoss { .. } => (4, 7, 0),
             Self::Embedding { .. } => (0, 0, 1),
-            // For each score.
+            // Per score.
             Self::Route(_) => (4, 6, 0),
             Self::Combine { .. } => (2, 3, 0),
             Self::GateRows { .. } => (1, 3, 0),

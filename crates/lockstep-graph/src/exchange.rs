@@ -1,4 +1,4 @@
-//! Exchanges between the ranks that share a block, as they are replayed.
+//! Execution of the tensor-parallel collectives of a block, forward and backward.
 
 use lockstep_comm::CommError;
 use lockstep_tensor::View;
@@ -6,7 +6,7 @@ use lockstep_tensor::View;
 use crate::{Value, layout::Exchange, replay::Run};
 
 impl Run<'_> {
-    /// `y` is `x` in another layout.
+    /// Converts `x` to another layout and writes it to `y`.
     pub(crate) fn exchange(
         &self,
         exchange: Exchange,
@@ -29,7 +29,7 @@ impl Run<'_> {
         }
     }
 
-    /// `dx` is the gradient of the value whose gradient in another layout is `dy`.
+    /// Writes to `dx` the gradient of an exchange's input, given the gradient `dy` of its output.
     pub(crate) fn exchange_gradient(
         &self,
         exchange: Exchange,
@@ -52,7 +52,7 @@ impl Run<'_> {
         }
     }
 
-    /// `y = ` the sum of `x` over the ranks; may be in place.
+    /// Writes to `y` the all-reduced sum of `x`; the two may be the same view.
     #[track_caller]
     fn sum(&self, x: View<'_>, y: View<'_>) -> Result<(), CommError> {
         if x.as_ptr() != y.as_ptr() {
@@ -61,7 +61,7 @@ impl Run<'_> {
         self.peers().sum(y)
     }
 
-    /// `rows = ` those of `all` that are this rank's.
+    /// Copies this rank's range of the rows of `all` to `rows`.
     fn own_rows(&self, all: View<'_>, rows: View<'_>) {
         let (len, rank) = (rows.shape().as_matrix().0, self.peers().group.rank());
         self.replay.queue.cast(all.rows(rank * len..(rank + 1) * len), rows);

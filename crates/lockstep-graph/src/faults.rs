@@ -1,6 +1,7 @@
-//! Faults in recorded blocks, for tests of tests: numbers that are those of another place, as if a rank took itself for another.
+//! Fault injection for recorded blocks, to test that the tests notice: a shard offset or count is replaced by a wrong one.
 //!
-//! A fault changes what was recorded before it is compiled ([`Recorder::finish`](crate::Recorder::finish)); nothing else knows of it.
+//! A fault changes the recording before it is compiled ([`Recorder::finish`](crate::Recorder::finish)); no other code
+//! knows about faults.
 
 use std::cell::Cell;
 
@@ -8,45 +9,45 @@ use lockstep_plan::{Among, Shard};
 
 use crate::{BatchInput, Recorder, operation::Operation};
 
-/// A number of a recording that a fault takes from the wrong place.
+/// A wrong offset or count in a recording.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// Each summand has the bias in it.
+    /// Every rank of a row-parallel layer adds the bias to its partial sum.
     BiasOnEveryRank,
-    /// No summand has the bias in it.
+    /// No rank of a row-parallel layer adds the bias to its partial sum.
     BiasOnNoRank,
-    /// Every part of a table is looked up as if it began with token 0.
+    /// Every shard of a vocabulary-parallel embedding is looked up as if its first row were token 0.
     VocabularyFromZero,
-    /// The logits of every part of a vocabulary count as those of its first tokens.
+    /// Every shard of vocabulary-parallel logits is taken for the first columns of the vocabulary.
     LogitsFromZero,
-    /// A rank looks up the positions of the first tokens.
+    /// Position embeddings of a token range are those of the first tokens.
     PositionsFromZero,
-    /// Dropout masks of attention are those of the first heads.
+    /// Attention dropout masks are those of the first heads.
     DropoutFromFirstHead,
-    /// Dropout masks of attention are those of the first sequences.
+    /// Attention dropout masks are those of the first sequences.
     DropoutFromFirstSequence,
-    /// Dropout masks are those of the first tokens.
+    /// Dropout masks of a token range are those of the first tokens.
     DropoutFromFirstToken,
-    /// Routers count their tokens as the first of their sequences.
+    /// Routers take their token range for the first tokens of the micro-batch.
     RoutesFromFirstToken,
-    /// Every rank takes itself for the first of its context-parallel group.
+    /// Every rank acts as rank 0 of its context-parallel group.
     FirstOfContext,
-    /// Shards of parameters begin at element 0 of their dimension.
+    /// Parameter shards of the tensor-parallel group begin at element 0 of their dimension.
     ShardsFromZero,
-    /// Blocks of parameters that ranks of a square hold begin at element 0 of their inner dimension.
+    /// Parameter blocks of two-dimensional tensor parallelism begin at element 0 of their inner dimension.
     BlocksFromZero,
-    /// Experts have the numbers of the first rank's.
+    /// Every rank's experts are numbered like rank 0's.
     ExpertsFromFirst,
-    /// Parts of experts begin at element 0.
+    /// Expert shards of the tensor-parallel group begin at element 0 of their dimension.
     PartsOfExpertsFromZero,
-    /// Each of several ranks that hold the same of a parameter counts it.
+    /// Ranks that hold a copy of the same shard each count it once, so that it enters the norm several times.
     CopiesCounted,
-    /// Gradients of which several ranks have summands are taken to be whole.
+    /// Partial gradients are taken for complete ones.
     SummandsTakenForSums,
 }
 
 impl Fault {
-    /// All of them.
+    /// Every fault that can be injected.
     pub const ALL: [Self; 16] = [
         Self::BiasOnEveryRank,
         Self::BiasOnNoRank,
@@ -71,12 +72,12 @@ thread_local! {
     static FAULT: Cell<Option<Fault>> = const { Cell::new(None) };
 }
 
-/// Puts a fault into the blocks that this thread records from now on; `None` takes it out.
+/// Injects a fault into the blocks that this thread records from now on; `None` removes it.
 pub fn record_with(fault: Option<Fault>) {
     FAULT.set(fault);
 }
 
-/// The recording with the thread's fault in it.
+/// Applies the thread's fault to a recording.
 pub(crate) fn put_into(mut recorder: Recorder) -> Recorder {
     if let Some(fault) = FAULT.get() {
         recorder.operations.iter_mut().for_each(|operation| change_operation(operation, fault));

@@ -1,30 +1,32 @@
-//! How the ranks of the tensor-parallel axis share values, and the exchanges that lead from one layout to another.
+//! Placements of values in the tensor-parallel group, and the collectives that convert one placement (here: layout) to another.
 //!
-//! Model code says nothing of this. The recorder is told how the weights of a block are split, every value carries its
-//! layout, and an operation that needs another one gets it by an exchange: there is no other way from one to the other, and a sum
-//! that is left out does not record. After Shoeybi et al. (2019); splitting by tokens between the products after Korthikanti et
-//! al. (2022).
+//! Model code names no placement. The recorder is told how the weights of a block are split, and every value carries
+//! its layout. An operation that needs another layout gets it by an exchange. There is no other conversion, so a
+//! missing reduction fails while recording. After Shoeybi et al. (2019); token sharding between the linear layers
+//! (sequence parallelism) after Korthikanti et al. (2022).
 //!
 //! ```text
-//!                      value                  gradient
-//! Whole                the same on all        the same on all
-//! Spread               the same on all        a summand on each
-//! Summands             a summand on each      the same on all
-//! Columns              a range of columns     of these columns
-//! Tokens               a range of rows        of these rows
-//! Blocks               rows and columns       of this block
+//! layout               value                      gradient
+//! Whole                replicated                 replicated
+//! Spread               replicated                 partial
+//! Summands             partial                    replicated
+//! Columns              sharded by columns         sharded by columns
+//! Tokens               sharded by tokens          sharded by tokens
+//! Blocks               sharded by both            sharded by both
 //!
-//! Whole    -> Spread   nothing                sum
-//! Tokens   -> Spread   gather                 sum, each its rows
-//! Summands -> Whole    sum                    nothing
-//! Summands -> Tokens   sum, each its rows     gather
-//! Whole    -> Tokens   each its rows          gather
-//! Tokens   -> Whole    gather                 each its rows
-//! Tokens   -> Blocks   exchange               exchange
-//! Blocks   -> Tokens   exchange               exchange
+//! exchange             forward                    backward
+//! Whole    -> Spread   none                       all-reduce
+//! Tokens   -> Spread   all-gather                 reduce-scatter
+//! Summands -> Whole    all-reduce                 none
+//! Summands -> Tokens   reduce-scatter             all-gather
+//! Whole    -> Tokens   slice                      all-gather
+//! Tokens   -> Whole    all-gather                 slice
+//! Tokens   -> Blocks   all-to-all along a row     all-to-all along a row
+//! Blocks   -> Tokens   all-to-all along a row     all-to-all along a row
 //! ```
 //!
-//! Blocks are for ranks that make a square (`summa`): a row of it has whole sequences, and of these a rank a range of the columns.
+//! Blocks belong to two-dimensional tensor parallelism (`summa`): each row of the square has whole sequences, and
+//! each of its ranks a range of their columns.
 
 use lockstep_plan::{GridPlace, Shard, Share, TensorPlace};
 
@@ -34,61 +36,61 @@ use crate::{
     recorder::ValueInfo,
 };
 
-/// How the ranks of the axis share a value.
+/// Placement of a value and of its gradient in the tensor-parallel group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Layout {
-    /// All hold the whole value and the whole gradient.
+    /// `Replicate`, with a replicated gradient.
     Whole,
-    /// All hold the whole value, and each a summand of the gradient.
+    /// `Replicate`, with a partial gradient: the input of column-parallel layers.
     Spread,
-    /// Each holds a summand of the value, and all the whole gradient.
+    /// `Partial`, with a replicated gradient: the output of row-parallel layers.
     Summands,
-    /// Each holds one of `parts` ranges of the columns. With fewer parts than ranks neighbours hold the same, and each a
-    /// summand of its gradient.
+    /// `Shard(columns)` into `parts` ranges. With fewer parts than ranks, neighbouring ranks hold the same range and
+    /// a partial gradient of it.
     Columns { parts: usize },
-    /// Each holds a range of the tokens.
+    /// `Shard(tokens)`: sequence parallelism.
     Tokens,
-    /// Each holds a range of the columns of its row's tokens.
+    /// A block of a two-dimensional grid: this rank's columns of its row's tokens.
     Blocks(GridPlace),
 }
 
-/// How the ranks split the weights of a module.
+/// Sharding of a module's weights in the tensor-parallel group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Split {
-    /// A linear layer by its outputs, which are so many pieces (heads, or single features) that stay whole.
+    /// A column-parallel linear layer. Its outputs consist of pieces (heads, or single features) that stay whole.
     Outputs {
-        /// How many.
+        /// Number of pieces.
         pieces: usize,
     },
-    /// A linear layer by its inputs: those of another one's outputs.
+    /// A row-parallel linear layer, whose inputs are the outputs of a column-parallel one.
     Inputs,
-    /// An embedding or an output layer by the vocabulary.
+    /// A vocabulary-parallel embedding or output layer.
     Vocabulary,
 }
 
-/// An exchange between the ranks, which changes the layout of a value.
+/// A tensor-parallel collective that converts the layout of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Exchange {
-    /// From `Whole` to `Spread`.
+    /// `Whole` to `Spread`: no forward communication, an all-reduce of the gradient.
     SumGradients,
-    /// From `Tokens` to `Spread`.
+    /// `Tokens` to `Spread`: all-gather, with a reduce-scatter of the gradient.
     GatherTokens,
-    /// From `Summands` to `Whole`.
+    /// `Summands` to `Whole`: all-reduce, with no communication of the gradient.
     Sum,
-    /// From `Summands` to `Tokens`.
+    /// `Summands` to `Tokens`: reduce-scatter, with an all-gather of the gradient.
     SumTokens,
-    /// From `Whole` to `Tokens`.
+    /// `Whole` to `Tokens`: slice, with an all-gather of the gradient.
     OwnTokens,
-    /// From `Tokens` to `Whole`.
+    /// `Tokens` to `Whole`: all-gather, with a slice of the gradient.
     AllTokens,
-    /// From `Tokens` to `Blocks`.
+    /// `Tokens` to `Blocks`: all-to-all along a row.
     TokensToBlocks,
-    /// From `Blocks` to `Tokens`.
+    /// `Blocks` to `Tokens`: all-to-all along a row.
     BlocksToTokens,
 }
 
 impl Exchange {
-    /// As tables and traces call it.
+    /// Name in tables and traces.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::SumGradients => "sum gradients over ranks",
@@ -104,24 +106,24 @@ impl Exchange {
 }
 
 impl Recorder {
-    /// Records the block as rank `place` of the axis, which splits the modules that `splits` names within the block.
+    /// Records the block as rank `place` of the tensor-parallel group, which shards the modules of the block that `splits` names.
     pub fn split(&mut self, place: TensorPlace, splits: impl IntoIterator<Item = (String, Split)>) {
         self.place = place;
         self.splits = splits.into_iter().collect();
     }
 
-    /// How a module's weights are split; alone nothing is.
+    /// Returns the sharding of a module's weights; `None` if it is not sharded or the rank is alone.
     pub(crate) fn split_of(&self, module: &str) -> Option<Split> {
         self.splits.get(module).copied().filter(|_| self.place.ranks > 1)
     }
 
-    /// The layout of values between the products: those that blocks hand on.
+    /// Returns the layout of values between blocks and on the residual stream.
     pub(crate) fn stream(&self) -> Layout {
         let TensorPlace { ranks, splits_tokens, .. } = self.place;
         if ranks > 1 && splits_tokens { Layout::Tokens } else { Layout::Whole }
     }
 
-    /// Tokens of a micro-batch that this rank holds of a value in `layout`.
+    /// Local rows of a value in `layout`, in tokens.
     pub(crate) fn rows_of(&self, layout: Layout) -> usize {
         match layout {
             Layout::Tokens => self.place.even_range(self.shape.tokens()).len(),
@@ -134,7 +136,7 @@ impl Recorder {
         self.layouts[value.0]
     }
 
-    /// The value for linear layers that are split by their outputs: whole, with a summand of its gradient from each rank.
+    /// Returns the value as column-parallel layers read it: replicated, with a partial gradient.
     pub(crate) fn spread(&mut self, x: Value) -> Value {
         let exchange = match self.layout(x) {
             Layout::Spread => return x,
@@ -145,7 +147,7 @@ impl Recorder {
         self.exchanged_once(x, exchange, Layout::Spread)
     }
 
-    /// The value for linear layers that ranks share as a square.
+    /// Returns the value in blocks, as linear layers under two-dimensional tensor parallelism read it.
     pub(crate) fn in_blocks(&mut self, x: Value, grid: GridPlace) -> Value {
         match self.layout(x) {
             Layout::Blocks(_) => x,
@@ -154,7 +156,7 @@ impl Recorder {
         }
     }
 
-    /// An exchange, which layers that read the same value share.
+    /// Returns the output of an exchange, which is recorded once for all layers that read `x`.
     fn exchanged_once(&mut self, x: Value, exchange: Exchange, layout: Layout) -> Value {
         let known = self.operations.iter().find_map(|operation| match *operation {
             Operation::Exchange { exchange: other, x: from, y, .. } if (other, from) == (exchange, x) => {
@@ -165,7 +167,7 @@ impl Recorder {
         known.unwrap_or_else(|| self.exchange(x, exchange, layout))
     }
 
-    /// The value as blocks hand it on: summed, if it is summands.
+    /// Returns a partial value reduced to the layout between blocks; any other value as it is.
     pub(crate) fn settled(&mut self, x: Value) -> Value {
         match (self.layout(x), self.stream()) {
             (Layout::Summands, Layout::Tokens) => self.exchange(x, Exchange::SumTokens, Layout::Tokens),
@@ -174,7 +176,7 @@ impl Recorder {
         }
     }
 
-    /// The value by tokens: for what ranks need not do twice.
+    /// Returns the value sharded by tokens, for work that ranks need not repeat.
     pub(crate) fn by_tokens(&mut self, x: Value) -> Value {
         match self.layout(x) {
             Layout::Whole if self.place.ranks > 1 => self.exchange(x, Exchange::OwnTokens, Layout::Tokens),
@@ -183,12 +185,12 @@ impl Recorder {
         }
     }
 
-    /// The value with all tokens, which heads need.
+    /// Returns the value with all tokens on every rank, which operations on heads need.
     pub fn whole_tokens(&mut self, x: Value) -> Value {
         if self.layout(x) == Layout::Tokens { self.spread(x) } else { x }
     }
 
-    /// The value by tokens as blocks hand it on.
+    /// Returns the value in the layout between blocks.
     pub(crate) fn in_stream(&mut self, x: Value) -> Value {
         match (self.layout(x), self.stream()) {
             (Layout::Tokens, Layout::Whole) => self.exchange(x, Exchange::AllTokens, Layout::Whole),
@@ -205,10 +207,10 @@ impl Recorder {
         y
     }
 
-    /// The sequences of a micro-batch that a row of the square has.
+    /// Returns the sequences of a micro-batch that belong to a row of the square.
     ///
     /// # Panics
-    /// If the rows cannot have as many each.
+    /// If the sequences do not divide evenly among the rows.
     pub(crate) fn sequences_of(&self, grid: GridPlace) -> SequenceRange {
         let (all, rows) = (self.shape.sequences, grid.side);
         assert!(all.is_multiple_of(rows), "{all} sequences are not split over {rows} rows of ranks");
@@ -216,10 +218,10 @@ impl Recorder {
         SequenceRange { first: grid.row * len, len }
     }
 
-    /// Parts of a split by outputs into pieces that stay whole: as many as ranks, or as pieces if there are fewer.
+    /// Returns the number of shards of a column-parallel layer with `pieces` pieces: the smaller of ranks and pieces.
     ///
     /// # Panics
-    /// If neither number divides the other.
+    /// If the larger number is not a multiple of the smaller.
     pub(crate) fn parts(&self, module: &str, pieces: usize) -> usize {
         let ranks = self.place.ranks;
         let parts = pieces.min(ranks);
@@ -230,22 +232,22 @@ impl Recorder {
         parts
     }
 
-    /// The range of `total` that is this rank's of so many parts.
+    /// Returns this rank's share of dimension `dim` of `total` elements, cut into `parts` shards.
     pub(crate) fn shard(&self, dim: usize, total: usize, parts: usize) -> Share {
         let (copies, len) = (self.place.ranks / parts, total / parts);
         let shard = Some(Shard { dim, start: self.place.rank / copies * len, len });
         Share { shard, copies, summands: copies, ..Share::default() }
     }
 
-    /// The range of a vocabulary that is this rank's.
+    /// Returns this rank's share of a vocabulary of `total` rows.
     pub(crate) fn vocabulary_shard(&self, total: usize) -> Share {
         let range = self.place.vocabulary_range(total);
         let shard = Some(Shard { dim: 0, start: range.start, len: range.len() });
         Share { shard, ..Share::default() }
     }
 
-    /// The share of a parameter that every rank holds whole and applies to a value in `layout`: where ranks see different
-    /// tokens or columns, each has a summand of the gradient.
+    /// Returns the share of a replicated parameter that is applied to a value in `layout`. Its gradient is partial
+    /// where ranks see different tokens or columns.
     pub(crate) fn whole_share(&self, layout: Layout) -> Share {
         let ranks = self.place.ranks;
         let summands = match layout {

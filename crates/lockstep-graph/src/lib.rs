@@ -1,24 +1,23 @@
 //! The tape: model code is recorded once per shape into a [`Program`], which is then replayed.
 //!
-//! A model is written forward-only against a [`Recorder`], whose [`Value`]s have a shape and no storage.
-//! Recording yields a [`Program`]: a static list of kernel calls for the forward, for the backward, and for the
-//! backward split in two (gradients of inputs first, gradients of weights later), with every byte placed
-//! before anything runs. Programs hold parameter *indices*, never weights: whoever replays one says where the
-//! weights are at that moment.
+//! A model is written forward-only against a [`Recorder`], whose [`Value`]s have a shape and no storage. Recording
+//! yields a [`Program`]: a static list of kernel calls for the forward, the backward, and the backward split in two
+//! (input gradients first, weight gradients later). Every byte is placed before anything runs. Programs hold
+//! parameter *indices*, never weights; the caller of a replay supplies the weights.
 //!
 //! ```text
 //! model code -> Recorder -> operations -> plan (what is saved, recomputed, where it lives) -> Program
 //! Program + parameters + micro-batch + frame + workspace --replay--> outputs, gradients
 //! ```
 //!
-//! - A *frame* holds what one block saves for one micro-batch: its output, and what its backward needs.
-//! - The *workspace* holds what lives only inside one call; all blocks share one.
-//! - A *deferred* buffer holds what a split backward keeps for the gradients of the weights.
-//! - Where ranks share a block, each records its part ([`Recorder::split`]), and its program exchanges values with its [`Peers`],
-//!   beside its products if it is recorded so ([`Transits`]).
-//! - Where they share the sequences ([`Recorder::share_sequences`]), attention reaches the others' tokens by its [`ContextPeers`].
-//! - [`Program::work`] says what a rank has to do and to keep, for whoever predicts it.
-//! - A [`Timeline`] learns when each operation ran and what it had to do, for the steps that somebody traces.
+//! - A *frame* holds what one block saves for one micro-batch: its output and the activations its backward needs.
+//! - The *workspace* holds values that live only inside one call; all blocks share one.
+//! - A *deferred* buffer holds what a split backward saves for the weight gradients.
+//! - Under tensor parallelism each rank records its shard of a block ([`Recorder::split`]). Its program runs
+//!   collectives over its [`Peers`], which can overlap with matrix products ([`Transits`]).
+//! - Under context parallelism ([`Recorder::share_sequences`]) attention reads the other ranks' tokens over its [`ContextPeers`].
+//! - [`Program::work`] lists the work and memory of a rank for the cost model.
+//! - A [`Timeline`] records the time and cost of each operation in traced steps.
 #![forbid(unsafe_code)]
 
 mod attention;
@@ -58,7 +57,7 @@ pub use mixture::{Mixture, Routing};
 pub use operation::{AttentionShape, BatchInput, DropoutSite, ParameterIndex, RotaryPairs};
 pub use peers::{GridPeers, Peers};
 pub use program::{BlockProfile, ParameterDeclaration, Program};
-pub use recorder::{Bias, BlockShape, Linear, Mode, Recorder, Value};
+pub use recorder::{Bias, BlockShape, Linear, MAX_DROPOUT_SITES, Mode, Recorder, Value};
 pub use replay::{Batch, KeyValueCache, Parameters, Replay, Seed};
 pub use ring::Ring;
 pub use timeline::{Activity, Begin, Cost, Span, Timeline, Trace};

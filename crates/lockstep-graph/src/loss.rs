@@ -1,5 +1,6 @@
-//! The output layer with its loss: logits of some tokens after the other, so that those of all never exist at once. Where
-//! ranks split the vocabulary, each computes its own logits, and all learn three numbers of each token from each other.
+//! The output layer with its cross-entropy loss, computed for one range of tokens at a time, so that the logits of
+//! all tokens never exist at once. With a vocabulary-parallel output layer each rank computes its own logits, and the
+//! ranks all-gather three numbers per token.
 
 use std::ops::Range;
 
@@ -11,7 +12,7 @@ use crate::{
     replay::Run,
 };
 
-/// The loss of some tokens, whose logits have just been computed.
+/// Logits of a range of tokens, ready for the loss.
 pub(crate) struct PartialLoss<'a> {
     pub(crate) tokens: Range<usize>,
     pub(crate) logits: View<'a>,
@@ -21,7 +22,7 @@ pub(crate) struct PartialLoss<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// Computes the logits of some tokens after the other and hands them to `finish`.
+    /// Computes the logits of one range of tokens after another and passes each to `finish`.
     pub(crate) fn output_loss(
         &self,
         operation: &Operation,
@@ -45,7 +46,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Writes the losses of some tokens.
+    /// Writes the losses of a range of tokens.
     pub(crate) fn losses(&self, part: &PartialLoss<'a>) -> Result<(), CommError> {
         match part.split {
             None => self.replay.queue.cross_entropy(part.logits, part.labels, part.losses),
@@ -54,7 +55,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Writes the losses of some tokens, and their gradients in place of the logits.
+    /// Writes the losses of a range of tokens, and overwrites the logits with their gradients.
     pub(crate) fn losses_with_gradient(&self, part: &PartialLoss<'a>) -> Result<(), CommError> {
         let PartialLoss { logits, labels, losses, split, .. } = *part;
         let (queue, seed) = (self.replay.queue, self.extra.seed.of_tokens);
@@ -68,8 +69,8 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Writes the losses of some tokens whose logits several ranks have; returns the logarithms of the sums of the exponentials
-    /// of all logits of each token, f32 `[tokens]`.
+    /// Writes the losses of a range of tokens whose vocabulary is sharded. Returns the log-sum-exp of each token's
+    /// logits over the whole vocabulary, f32 `[tokens]`.
     fn split_losses(&self, part: &PartialLoss<'a>, split: SplitLoss) -> Result<View<'a>, CommError> {
         let SplitLoss { first_column, statistics, gathered, log_sum_exp } = split;
         let (queue, ranks, tokens) = (self.replay.queue, self.peers().group.size(), part.tokens.len());

@@ -1,5 +1,5 @@
-//! Mixtures of experts, as model code records them: a router, tokens brought to the experts it has chosen, a gated feed-forward of
-//! each expert on its rows, and the sum of what comes back.
+//! Recording of a mixture of experts: a router, dispatch of tokens to the chosen experts, a gated feed-forward per
+//! expert, and the weighted sum of the results.
 //!
 //! ```text
 //! x [T, h] -> gate -> logits -> route -> weights [T, k], experts
@@ -7,16 +7,16 @@
 //!   -> gate, up (a product for each expert) -> SwiGLU -> down -> combine: y_t = Σ_k weights[t, k] · row of slot (t, k)
 //! ```
 //!
-//! The losses of a router belong to sequences (Fedus et al., 2021, section 2.2; Zoph et al., 2022): of one with `T` tokens, with
-//! `E` experts and `k` slots a token,
+//! The router losses are defined per sequence (Fedus et al., 2021, section 2.2; Zoph et al., 2022). For a sequence of
+//! `T` tokens, `E` experts and `k` slots per token,
 //!
 //! ```text
 //! auxiliary  a · E / (k T²) · Σ_e (slots of e) · (Σ_t p_te)
 //! z          z / T · Σ_t logsumexp(logits_t)²
 //! ```
 //!
-//! and so does the capacity: an expert takes the first `ceil(c k T / E)` slots of each sequence. Nothing of it depends on which
-//! sequences are routed together.
+//! Capacity is defined per sequence as well: an expert takes the first `ceil(c k T / E)` slots of each sequence. So
+//! the result does not depend on which sequences are routed together.
 
 use lockstep_plan::{Among, DType, ExpertPlace, Initializer, Shard, Share};
 use lockstep_tensor::{ExpertGroups, RouterScores, RouterWeights};
@@ -26,57 +26,57 @@ use crate::{
     operation::{Operation, PartCounts, RemoteRows, RouteOperation, SlotTables},
 };
 
-/// How tokens choose experts, and what keeps the choice even.
+/// Configuration of a router: choice of experts, their weights, load-balancing losses and capacity.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Routing {
-    /// Experts of each token.
+    /// Experts chosen per token.
     pub top_k: usize,
-    /// How logits become scores.
+    /// Function from logits to scores.
     pub scores: RouterScores,
-    /// What scores become as weights.
+    /// Function from the chosen scores to the weights of experts.
     pub weights: RouterWeights,
     /// Factor on the weights.
     pub scale: f32,
-    /// Groups that limit the choice.
+    /// Expert groups that restrict the choice.
     pub groups: Option<ExpertGroups>,
     /// Coefficient of the auxiliary loss.
     pub auxiliary_loss: f32,
     /// Coefficient of the z-loss.
     pub z_loss: f32,
-    /// How many times its even share of a sequence's slots an expert takes; all without it, and in inference.
+    /// Capacity of an expert, as a multiple of its even share of a sequence's slots. `None` means no limit; inference has none.
     pub capacity_factor: Option<f32>,
 }
 
-/// A mixture of experts, each `down(silu(gate x) · up x)`, with parameters `NAME.weight` that have one matrix for each expert.
+/// A mixture of experts, each `down(silu(gate x) · up x)`, with stacked parameters `NAME.weight` of one matrix per expert.
 #[derive(Debug, Clone, Copy)]
 pub struct Mixture<'a> {
     /// Name of the router's linear layer.
     pub router: &'a str,
-    /// Name of the parameter `[experts]` that is added to scores where experts are chosen, if there is one.
+    /// Name of the parameter `[experts]` that is added to scores for the choice of experts only, if the model has one.
     pub selection_bias: Option<&'a str>,
     /// Names of gate, up `[experts, intermediate, hidden]` and down `[experts, hidden, intermediate]`.
     pub layers: [&'a str; 3],
     /// Number of experts.
     pub experts: usize,
-    /// Width of each.
+    /// Intermediate width of each expert.
     pub intermediate_size: usize,
-    /// How tokens choose.
+    /// Configuration of the router.
     pub routing: Routing,
     /// Standard deviation of the initial weights.
     pub std: f32,
 }
 
 impl Recorder {
-    /// Records the block as one of the ranks that share out its experts.
+    /// Records the block as one rank of the expert-parallel group.
     pub fn share_experts(&mut self, place: ExpertPlace) {
         self.experts = place;
     }
 
-    /// What the experts that tokens choose make of them. Where tensor-parallel ranks have the same tokens, each brings its share
-    /// of them to the experts, so that none is routed twice.
+    /// Records a mixture of experts on `x`. In a tensor-parallel group that holds the same tokens, each rank routes
+    /// its own range of them, so that no token is routed twice.
     ///
     /// # Panics
-    /// If `x` is not whole rows, or ranks do not divide the tokens or the experts.
+    /// If `x` is not whole rows, or if the tokens or the experts do not divide evenly among the ranks.
     pub fn mixture(&mut self, x: Value, mixture: &Mixture<'_>) -> Value {
         let Mixture { router, layers, experts, intermediate_size, routing, std, .. } = *mixture;
         let x = self.by_tokens(x);
@@ -101,10 +101,10 @@ impl Recorder {
         self.in_stream(y)
     }
 
-    /// `sigmoid(gate) · x`, with one number of `gate` for each row.
+    /// Records `sigmoid(gate) · x`, with one number of `gate` per row.
     ///
     /// # Panics
-    /// If they do not have the same rows.
+    /// If the two do not have the same rows.
     pub fn gate_rows(&mut self, gate: Value, x: Value) -> Value {
         let kind = |value: Value| (self.values[value.0].rows, self.layout(value));
         assert_eq!((self.columns(gate), kind(gate)), (1, kind(x)), "one number for each row");
@@ -113,7 +113,8 @@ impl Recorder {
         y
     }
 
-    /// The weights of each token's experts, and the experts: all that it has chosen, or those that take it.
+    /// Records the router. Returns the weights and the indices of each token's experts; with a capacity, dropped
+    /// slots are masked in the indices.
     fn route(&mut self, logits: Value, mixture: &Mixture<'_>) -> (Value, Value) {
         let Mixture { experts, routing, .. } = *mixture;
         let tokens = self.values[logits.0].rows;
@@ -157,13 +158,13 @@ impl Recorder {
         (route.weights, route.kept.unwrap_or(route.experts))
     }
 
-    /// A row for each slot that comes to the experts which are here, in their order.
+    /// Records the dispatch: copies the row of each slot of this rank's experts, sorted by expert.
     fn dispatch(&mut self, x: Value, chosen: Value, mixture: &Mixture<'_>) -> (Value, SlotTables) {
         let Mixture { routing, .. } = *mixture;
         let (place, hidden) = (self.experts, self.columns(x));
         let (ranks, parts, here) = (place.group_size(), place.tensor_ranks, self.experts_here(mixture));
         let slots = self.values[x.0].rows * routing.top_k * parts;
-        // If all tokens of all ranks came here, each would have no more slots than there are experts.
+        // Upper bound: even if all tokens of all ranks came here, a token would fill at most one slot per local expert.
         let rows = if ranks == 1 { slots } else { self.values[x.0].rows * routing.top_k.min(here) * ranks };
         let mut numbers = |rows: usize| self.table(rows, 1, DType::U32);
         let tables = SlotTables {
@@ -178,7 +179,7 @@ impl Recorder {
                 arrived: numbers(rows),
                 arrived_slots: numbers(rows),
                 arrived_rows: numbers(rows),
-                // Given their shape below.
+                // Allocated below, once the row counts are known.
                 sending: x,
                 receiving: x,
             }),
@@ -200,8 +201,8 @@ impl Recorder {
         experts / ranks
     }
 
-    /// A product of each expert's rows with its matrix of `NAME.weight [experts, out, in]`, of which ranks that share experts have
-    /// a range of dimension `cut`.
+    /// Records a grouped matrix product: each expert's rows with its matrix of `NAME.weight [experts, out, in]`.
+    /// Expert tensor parallelism shards dimension `cut`.
     fn expert_linear(
         &mut self,
         (x, tables): (Value, SlotTables),

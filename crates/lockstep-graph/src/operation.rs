@@ -1,5 +1,5 @@
-//! The operations a recorded block is made of: what each reads, what it writes, and what its two backward
-//! functions need. The kernels they call are in `replay`.
+//! The operations of a recorded block: the values and parameters each reads and writes, and the saved activations
+//! that its two backward functions need. The kernels are called in `replay`.
 
 use lockstep_plan::ExpertPlace;
 use lockstep_tensor::Gelu;
@@ -19,59 +19,59 @@ pub struct ParameterIndex(pub usize);
 /// An integer input of a micro-batch that an embedding can look up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BatchInput {
-    /// Token ids.
+    /// Ids of the tokens.
     Ids,
     /// Position of each token in its sequence.
     Positions,
 }
 
-/// A place in a block where elements are dropped; `site` counts them within the block.
+/// A dropout site of a block.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DropoutSite {
-    /// Number of the site within its block.
+    /// Index of the site within its block.
     pub site: u32,
     /// Probability of dropping an element.
     pub probability: f32,
 }
 
-/// Which elements of a head a rotary embedding turns together.
+/// The elements of a head that a rotary embedding rotates together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RotaryPairs {
-    /// Those at the same place of both halves.
+    /// Elements `i` and `i + head_dim / 2`: the half-split form.
     Halves,
-    /// Each second one with that before it.
+    /// Elements `2i` and `2i + 1`: the interleaved form.
     Neighbours,
 }
 
-/// What the model says of an attention; the batch says the rest.
+/// The model's parameters of an attention; the batch supplies the rest.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionShape {
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub key_value_heads: usize,
     /// Elements per head.
     pub head_dim: usize,
     /// Factor on the scores.
     pub scale: f32,
-    /// Sliding window in tokens.
+    /// Sliding window in tokens; `None` means full causal attention.
     pub window: Option<usize>,
 }
 
-/// Attention and what it reads and writes.
+/// An attention with its operands and results.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttentionOperation {
     pub(crate) q: Value,
     pub(crate) k: Value,
     pub(crate) v: Value,
-    /// What is here of it, where ranks share the heads.
+    /// Shape of this rank's part, where ranks shard the heads.
     pub(crate) shape: AttentionShape,
-    /// Number of the first query head that is here.
+    /// Index of this rank's first query head.
     pub(crate) first_head: usize,
-    /// The sequences that are here.
+    /// The sequences that this rank attends within.
     pub(crate) sequences: SequenceRange,
     pub(crate) dropout: Option<DropoutSite>,
-    /// Where its keys are.
+    /// Source of the keys of whole sequences.
     pub(crate) reach: Reach,
     pub(crate) y: Value,
     pub(crate) log_sum_exp: Value,
@@ -91,87 +91,89 @@ pub(crate) struct SequenceRange {
     pub(crate) len: usize,
 }
 
-/// What a loss whose vocabulary is split needs beside its logits: scratch for as many tokens.
+/// Inputs and scratch of a vocabulary-parallel loss, for the tokens of one range.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SplitLoss {
     pub(crate) first_column: usize,
-    /// Three numbers for each token: see [`Kernels::softmax_statistics`](lockstep_tensor::Kernels::softmax_statistics).
+    /// Softmax statistics, three numbers per token: see
+    /// [`Kernels::softmax_statistics`](lockstep_tensor::Kernels::softmax_statistics).
     pub(crate) statistics: Value,
-    /// Those of all ranks.
+    /// The statistics of all ranks.
     pub(crate) gathered: Value,
     pub(crate) log_sum_exp: Value,
 }
 
-/// A router, and what it reads and writes.
+/// A router with its operands, results and scratch.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RouteOperation {
     pub(crate) logits: Value,
-    /// What is added to scores where experts are chosen, and scratch for it in f32.
+    /// Selection bias, added to the scores for the choice of experts only, and f32 scratch for it.
     pub(crate) bias: Option<(ParameterIndex, Value)>,
     pub(crate) routing: Routing,
-    /// Slots of a sequence that an expert takes, if that is limited.
+    /// Slots per sequence that an expert takes; `None` means no limit.
     pub(crate) capacity: Option<usize>,
     pub(crate) scores: Value,
     pub(crate) log_sum_exp: Value,
     pub(crate) experts: Value,
     pub(crate) weights: Value,
-    /// The tokens that are routed here.
+    /// The tokens that this rank routes.
     pub(crate) tokens: TokenRange,
-    /// How many slots of each stretch of a sequence that is here have chosen each expert.
+    /// Slots that chose each expert, per local range of a sequence: f32 `[ranges, experts]`.
     pub(crate) counts: Value,
-    /// The same of whole sequences, where other ranks have parts of them.
+    /// The counts of whole sequences, where other ranks hold parts of them.
     pub(crate) parts: Option<PartCounts>,
-    /// Scratch: sums of probabilities, or the gradient by them.
+    /// Scratch: sums of probabilities in the forward, their gradients in the backward.
     pub(crate) probabilities: Value,
-    /// The experts without the slots that they do not take, if that is limited.
+    /// The chosen experts, with slots beyond the capacity masked; `None` without a capacity.
     pub(crate) kept: Option<Value>,
 }
 
-/// What ranks that have parts of the same sequences know of each other's counts.
+/// Slot counts across the ranks that hold parts of the same sequences.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PartCounts {
-    /// Of whole sequences.
+    /// Counts of whole sequences.
     pub(crate) totals: Value,
-    /// Scratch: those of each rank's stretches.
+    /// Scratch: the counts of every rank's ranges, as gathered.
     pub(crate) gathered: Value,
-    /// Scratch: the same in the order of the tokens, one sequence after the other.
+    /// Scratch: these counts in token order, one sequence after another.
     pub(crate) ordered: Value,
-    /// Scratch: of the tokens before each of the own stretches.
+    /// Scratch: counts of the tokens before each local range.
     pub(crate) before: Value,
 }
 
-/// What takes rows to the experts of other ranks and back. A part of an expert counts as an expert here.
+/// Tables and buffers of the all-to-all that takes rows to the experts of other ranks and back. A shard of an expert
+/// counts as an expert here.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RemoteRows {
     pub(crate) place: ExpertPlace,
-    /// The experts of each slot, once for each part of them; none where they have no parts.
+    /// The expert of each slot, once per shard of the expert; `None` without expert tensor parallelism.
     pub(crate) experts: Option<Value>,
-    /// The first of the own rows for each expert, in the order of the ranks that hold them.
+    /// Offset of the first row to send for each expert, in rank order.
     pub(crate) sent: Value,
-    /// How many rows came for each of the own experts from each rank.
+    /// Number of rows received, per sending rank and local expert.
     pub(crate) received: Value,
-    /// Scratch: the expert of each row that came.
+    /// Scratch: the expert of each received row.
     pub(crate) arrived: Value,
-    /// Which row in the order of the experts belongs to which that came, and the reverse.
+    /// Permutation from received rows to rows sorted by expert, and its inverse.
     pub(crate) arrived_slots: Value,
     pub(crate) arrived_rows: Value,
-    /// Scratch: rows as they are sent, and as they come.
+    /// Scratch: the send and the receive buffer.
     pub(crate) sending: Value,
     pub(crate) receiving: Value,
 }
 
-/// Which row belongs to which slot, and which rows to which expert.
+/// Permutation between slots and rows sorted by expert, and the first row of each expert.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SlotTables {
     pub(crate) slots: Value,
     pub(crate) rows: Value,
     pub(crate) offsets: Value,
-    /// Where the experts are on several ranks.
+    /// Tables of the all-to-all, where experts are on several ranks.
     pub(crate) remote: Option<RemoteRows>,
 }
 
 impl SlotTables {
-    /// Everything that leads from rows to slots and back.
+    /// Returns the permutations between rows and slots, without the offsets.
     fn values(&self) -> Vec<Value> {
         let mut values = vec![self.slots, self.rows];
         if let Some(remote) = self.remote {
@@ -192,9 +194,9 @@ pub(crate) enum Operation {
     Embedding {
         input: BatchInput,
         table: ParameterIndex,
-        /// The id of the first row of the table that is here.
+        /// Token id of this rank's first row of the table.
         first_id: u32,
-        /// The tokens that are looked up.
+        /// The tokens to look up.
         tokens: TokenRange,
         y: Value,
     },
@@ -202,11 +204,11 @@ pub(crate) enum Operation {
         x: Value,
         weight: ParameterIndex,
         bias: Option<ParameterIndex>,
-        /// Whether the bias is added here, and not by another rank whose summand this one's is added to.
+        /// True if this rank adds the bias. In a row-parallel layer only rank 0 does.
         adds_bias: bool,
         y: Value,
     },
-    /// A linear layer that ranks share as a square.
+    /// A linear layer under two-dimensional tensor parallelism.
     BlockLinear(BlockLinear),
     RmsNorm {
         x: Value,
@@ -228,20 +230,20 @@ pub(crate) enum Operation {
         x: Value,
         head_dim: usize,
         pairs: RotaryPairs,
-        /// The tokens that are here.
+        /// The tokens of the local rows.
         tokens: TokenRange,
         y: Value,
     },
-    /// Heads of two parts.
+    /// Concatenation of the elements of each head: those of `own`, then those of `tail`.
     JoinHeads {
         own: Value,
         tail: Value,
         heads: usize,
-        /// As many, or one for all.
+        /// Number of heads of `tail`: `heads`, or 1 that all heads share.
         tails: usize,
         y: Value,
     },
-    /// The first elements of each head, and zeros beyond.
+    /// Each head truncated or zero-padded to the width of `y`.
     ResizeHeads {
         x: Value,
         heads: usize,
@@ -252,7 +254,7 @@ pub(crate) enum Operation {
         gate: Value,
         up: Value,
         y: Value,
-        /// Where only some rows count: those before the last of these.
+        /// Expert offsets: if given, only the rows before the last offset are computed.
         offsets: Option<Value>,
     },
     Gelu {
@@ -273,77 +275,77 @@ pub(crate) enum Operation {
     Dropout {
         x: Value,
         dropout: DropoutSite,
-        /// The tokens and the first of the columns that are here.
+        /// The local tokens and the first local column, which key the mask.
         tokens: TokenRange,
         first_feature: u32,
         y: Value,
     },
-    /// What ranks do to get a value that they share in another layout.
+    /// A tensor-parallel collective that changes the layout of a value.
     Exchange {
         exchange: Exchange,
         x: Value,
         y: Value,
-        /// As large as `x`, for those of blocks.
+        /// Scratch as large as `x`, for exchanges to and from blocks.
         scratch: Option<Value>,
     },
-    /// What ranks do to get at the tokens of sequences that others hold.
+    /// A context-parallel collective that converts between local tokens and whole sequences.
     SequenceExchange(SequenceExchange),
-    /// A router's choice.
+    /// A router: the choice of experts and their weights.
     Route(RouteOperation),
-    /// A row for each slot, in the order of the experts.
+    /// A copy of the row of each slot, sorted by expert.
     Dispatch {
         x: Value,
         chosen: Value,
         tables: SlotTables,
         rows: Value,
     },
-    /// A linear layer of each expert on its rows.
+    /// A linear layer per expert, as a grouped matrix product.
     GroupedLinear {
         x: Value,
         weight: ParameterIndex,
         offsets: Value,
-        /// Rows that experts have to multiply if all have as many as any other.
+        /// Total rows of the local experts under even load, for cost estimates.
         even_rows: usize,
         y: Value,
     },
-    /// The sum of the rows of each token's slots, weighted.
+    /// The weighted sum of the rows of each token's slots.
     Combine {
         rows: Value,
         weights: Value,
         tables: SlotTables,
-        /// The rows of the own slots, come back, where experts are on several ranks.
+        /// Rows of this rank's slots after they are sent back, where experts are on several ranks.
         returned: Option<Value>,
         y: Value,
     },
-    /// Rows scaled by the sigmoid of a number each.
+    /// Rows scaled by the sigmoid of one number each.
     GateRows {
         gate: Value,
         x: Value,
         y: Value,
     },
-    /// The output layer and its cross-entropy, some tokens at a time: all logits never exist at once. In training,
-    /// the backward computes them, losses and gradients together.
+    /// The output layer and its cross-entropy, computed for one range of tokens at a time so that all logits never
+    /// exist at once. In training the backward computes the logits, the losses and the gradients together.
     OutputLoss {
         x: Value,
         weight: ParameterIndex,
-        /// Scratch for the logits of as many tokens as it has rows.
+        /// Scratch for the logits of one range of tokens.
         logits: Value,
         split: Option<SplitLoss>,
         losses: Value,
     },
 }
 
-/// How an operation's gradient reaches an input that already has one.
+/// The way a second gradient is added to an input's gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Accumulation {
-    /// Its kernel can add to what is there.
+    /// The kernel accumulates into the existing gradient.
     InKernel,
-    /// It is computed aside and added.
+    /// The kernel writes to a separate buffer, which is then added.
     Aside,
 }
 
 impl Operation {
-    /// The value the rest of the block uses.
+    /// Returns the value that the rest of the block uses.
     pub(crate) fn output(&self) -> Value {
         match *self {
             Self::Embedding { y, .. }
@@ -371,7 +373,7 @@ impl Operation {
         }
     }
 
-    /// Everything the forward writes: the output, and statistics for the backward.
+    /// Returns everything that the forward writes for others to read: the output, and statistics for the backward.
     pub(crate) fn outputs(&self) -> Vec<Value> {
         match *self {
             Self::RmsNorm { y, rstd, .. } => vec![y, rstd],
@@ -393,7 +395,7 @@ impl Operation {
         }
     }
 
-    /// The values that its forward reads.
+    /// Returns the values that the forward reads.
     pub(crate) fn reads(&self) -> Vec<Value> {
         let mut values = self.inputs();
         match *self {
@@ -406,7 +408,7 @@ impl Operation {
         values
     }
 
-    /// The parameter whose values choose experts.
+    /// Returns the parameter that biases the choice of experts, if this is a router with one.
     pub(crate) fn selection_bias(&self) -> Option<ParameterIndex> {
         match self {
             Self::Route(RouteOperation { bias, .. }) => bias.map(|(parameter, _)| parameter),
@@ -414,7 +416,7 @@ impl Operation {
         }
     }
 
-    /// What it writes that is saved whatever is recomputed: somebody outside looks at it.
+    /// Returns the output that is saved even if it could be recomputed, because the engine reads it: a router's slot counts.
     pub(crate) fn always_saved(&self) -> Option<Value> {
         match *self {
             Self::Route(RouteOperation { counts, .. }) => Some(counts),
@@ -422,7 +424,7 @@ impl Operation {
         }
     }
 
-    /// The values it reads that have gradients.
+    /// Returns the values it reads that can have gradients.
     pub(crate) fn inputs(&self) -> Vec<Value> {
         match *self {
             Self::Embedding { .. } => vec![],
@@ -449,7 +451,7 @@ impl Operation {
         }
     }
 
-    /// Memory that it needs while it runs, forward or backward.
+    /// Returns scratch values, used by the forward or the input gradients.
     pub(crate) fn scratch(&self) -> Vec<Value> {
         match *self {
             Self::Attention(ref attention) => attention.reach.scratch(),
@@ -473,7 +475,7 @@ impl Operation {
         }
     }
 
-    /// Memory that it needs while it computes the gradients of its weights.
+    /// Returns scratch values, used by the weight gradients.
     pub(crate) fn scratch_for_weights(&self) -> Vec<Value> {
         match self {
             Self::BlockLinear(linear) => linear.scratch_for_weights(),
@@ -481,7 +483,7 @@ impl Operation {
         }
     }
 
-    /// The value that its output is another name of: only their gradients differ.
+    /// Returns the value that its output is an alias of; only their gradients differ.
     pub(crate) fn renamed(&self) -> Option<Value> {
         match *self {
             Self::Exchange { exchange: Exchange::SumGradients, x, .. } => Some(x),
@@ -489,17 +491,17 @@ impl Operation {
         }
     }
 
-    /// Whether its output has the gradient that its inputs have.
+    /// Returns true if its inputs have the gradient of its output.
     pub(crate) fn passes_gradient_on(&self) -> bool {
         matches!(self, Self::Add { .. } | Self::Exchange { exchange: Exchange::Sum, .. })
     }
 
-    /// Whether it is a loss: it seeds the backward, which does all of its work.
+    /// Returns true if it is a loss, which seeds the backward and does all of its work there.
     pub(crate) fn is_loss(&self) -> bool {
         matches!(self, Self::OutputLoss { .. })
     }
 
-    /// Values of the forward that the gradient of the inputs needs.
+    /// Returns the saved activations that the input gradients need.
     pub(crate) fn needs_for_inputs(&self) -> Vec<Value> {
         match *self {
             Self::RmsNorm { x, rstd, .. } => vec![x, rstd],
@@ -543,7 +545,7 @@ impl Operation {
         }
     }
 
-    /// Values of the forward that the gradients of the trained weights need. A bias needs none.
+    /// Returns the saved activations that the gradients of trained weights need. A bias gradient needs none.
     pub(crate) fn needs_for_weights(&self, training: &Training) -> Vec<Value> {
         match *self {
             Self::Linear { x, weight, .. } | Self::BlockLinear(BlockLinear { x, weight, .. })
@@ -558,7 +560,7 @@ impl Operation {
         }
     }
 
-    /// Its parameters: the matrix or the scale first, then the bias.
+    /// Returns its parameters: the matrix or the scale first, then the bias.
     pub(crate) fn parameters(&self) -> impl Iterator<Item = ParameterIndex> {
         let (weight, bias) = match *self {
             Self::Embedding { table, .. } => (Some(table), None),
@@ -573,7 +575,7 @@ impl Operation {
         weight.into_iter().chain(bias)
     }
 
-    /// Inputs whose storage the output may take over once nothing else needs them.
+    /// Returns inputs whose storage the output may take over once nothing else needs them.
     pub(crate) fn in_place_inputs(&self) -> Vec<Value> {
         match *self {
             Self::Rope { x, .. }
@@ -585,7 +587,7 @@ impl Operation {
         }
     }
 
-    /// Whether the gradient of the input may be computed in the storage of the gradient of the output.
+    /// Returns true if the gradient of the input may overwrite the gradient of the output.
     pub(crate) fn backward_in_place(&self) -> bool {
         matches!(
             self,
@@ -597,7 +599,7 @@ impl Operation {
         )
     }
 
-    /// How a second gradient is added to an input's.
+    /// Returns the way a second gradient is added to an input's.
     pub(crate) fn accumulation(&self) -> Accumulation {
         match self {
             Self::Linear { .. }
@@ -609,18 +611,18 @@ impl Operation {
         }
     }
 
-    /// Whether its output is never saved, but made again: other ranks keep the parts of it that this one does not.
+    /// Returns true if its output is never saved but gathered again, because other ranks save their shards of it.
     pub(crate) fn is_gathered(&self) -> bool {
         matches!(self, Self::Exchange { exchange: Exchange::GatherTokens | Exchange::AllTokens, .. })
             || self.gathers_sequences()
     }
 
-    /// Whether its output is keys or values of whole sequences: those of the own tokens are saved instead.
+    /// Returns true if its output is the keys or values of whole sequences; those of the local tokens are saved instead.
     pub(crate) fn gathers_sequences(&self) -> bool {
         matches!(self, Self::SequenceExchange(SequenceExchange { change: SequenceChange::Gather, .. }))
     }
 
-    /// Whether selective recomputation drops its output: cheap to compute again, and as wide as an activation.
+    /// Returns true if selective recomputation drops its output: it is cheap to recompute, and as wide as an activation.
     pub(crate) fn is_cheap(&self) -> bool {
         matches!(
             self,
@@ -630,7 +632,7 @@ impl Operation {
                 | Self::Gelu { .. }
                 | Self::Dispatch { tables: SlotTables { remote: None, .. }, .. }
                 | Self::Dropout { .. }
-                // A norm's output once more, which is not kept itself.
+                // The output of a norm in blocks; the norm's output is not saved either.
                 | Self::Exchange { exchange: Exchange::TokensToBlocks, .. }
         )
     }

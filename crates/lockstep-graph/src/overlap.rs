@@ -1,15 +1,15 @@
-//! Exchanges beside products: a pass over the instructions of a phase, which lets the ranks that share a block exchange some
-//! rows while they multiply others.
+//! Overlap of tensor-parallel collectives with matrix products: a transformation of a phase's instructions that cuts
+//! both into chunks of rows.
 //!
 //! ```text
-//! gather, products of what is gathered   ->  start all chunks; the own rows' products; then, chunk by chunk, those of what came
-//! products, sum of their result          ->  chunk by chunk, the products of its rows, and their sum on its way
+//! all-gather, products of its output  ->  start all chunks; products of the local rows; then, chunk by chunk, of the others
+//! products, reduction of their output  ->  chunk by chunk: products of its rows, then start its reduction
 //! ```
 //!
-//! What is on its way is waited for where something needs it. Before that, gradients of weights are moved behind the sum of the
-//! same layers' input gradients, and gathers that only they need before it (as Korthikanti et al., 2022, section 4.2.2, do). Cutting the
-//! products themselves is after Wang et al. (ASPLOS 2023). Chunks are rows, so that no sum changes its order: no bit depends on
-//! their number.
+//! A collective in flight is awaited where its result is first needed. Before the cutting, weight gradients are moved
+//! behind the reduction of the same layers' input gradients, and all-gathers that only they need are moved before it
+//! (as Korthikanti et al., 2022, section 4.2.2, do). The decomposition of products follows Wang et al. (ASPLOS 2023).
+//! Chunks are ranges of rows, so no sum changes its order, and no bit depends on their number.
 
 use std::ops::Range;
 
@@ -23,19 +23,19 @@ use crate::{
     storage::{Lifetime, Slot, pack},
 };
 
-/// Chunks begin at multiples of so many rows if they are as long: where the panels of products do.
+/// Chunks begin at multiples of this many rows if they are long enough: the height of the panels of matrix products.
 const GRAIN: usize = 32;
-/// Places of chunks in the memory for what is on its way are multiples of this.
+/// Alignment of chunks in the communication buffer, in bytes.
 const ALIGNMENT: usize = 64;
 
-/// What the ranks do with the rows of all of them.
+/// Kinds of collectives that can overlap with products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Way {
-    /// Each gives its own, and gets those of all.
+    /// All-gather of each rank's rows.
     Gather,
-    /// All have summands of all rows, and each gets the sums of its own.
+    /// Reduce-scatter: each rank gets the sum of its rows.
     SumRows,
-    /// The same, and each gets all sums.
+    /// All-reduce: each rank gets the sum of all rows.
     Sum,
 }
 
@@ -46,47 +46,47 @@ pub(crate) enum Object {
     Gradient(Gradient),
 }
 
-/// The rows of a part of a product, by the exchange that it is computed beside.
+/// The rows that a part of a product computes, relative to its collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rows {
-    /// This rank's.
+    /// This rank's rows.
     Own,
-    /// Those of the other ranks in a chunk.
+    /// The other ranks' rows of a chunk.
     Others(usize),
-    /// Those of all ranks in a chunk, which are computed where they are sent from.
+    /// All ranks' rows of a chunk, computed directly into the communication buffer.
     Sent(usize),
 }
 
-/// An exchange that goes on beside products.
+/// A collective that overlaps with products.
 #[derive(Debug)]
 pub(crate) struct Transit {
     pub(crate) way: Way,
-    /// The instruction that would carry it out at once.
+    /// The equivalent blocking instruction.
     pub(crate) exchange: Instruction,
-    /// What this rank gives to a gather; what it gets of a sum.
+    /// Input of an all-gather, or output of a reduction.
     pub(crate) own: Object,
-    /// What it gets of a gather; what it has summands of.
+    /// Output of an all-gather, or partial sums of a reduction.
     pub(crate) all: Object,
-    /// Of the rows of all ranks.
+    /// Shape and dtype of `all`.
     pub(crate) info: ValueInfo,
-    /// Ranges of the rows that each rank has an own block of; of all rows if no rank has.
+    /// Row ranges of the chunks: within each rank's block, or, for an all-reduce, within all rows.
     pub(crate) chunks: Vec<Range<usize>>,
-    /// Blocks of rows of a chunk: one for each rank, or one.
+    /// Blocks of rows per chunk: one per rank, or 1 for an all-reduce.
     pub(crate) blocks: usize,
-    /// Where its first chunk is kept on its way.
+    /// Byte offset of its first chunk in the communication buffer.
     pub(crate) first_byte: usize,
-    /// Number of its first chunk among those that may be on their way.
+    /// Index of its first chunk among the handles of chunks in flight.
     pub(crate) first_pending: usize,
 }
 
 impl Transit {
-    /// Rows of `all` that are block `block` of a chunk.
+    /// Returns the rows of `all` that are block `block` of a chunk.
     pub(crate) fn rows(&self, block: usize, chunk: usize) -> Range<usize> {
         let (first, range) = (block * self.info.rows / self.blocks, &self.chunks[chunk]);
         first + range.start..first + range.end
     }
 
-    /// Rows of `all` in one block.
+    /// Number of rows of `all` per block.
     pub(crate) fn block_rows(&self) -> usize {
         self.info.rows / self.blocks
     }
@@ -95,7 +95,7 @@ impl Transit {
         self.info.columns * self.info.dtype.size_bytes()
     }
 
-    /// Where a chunk is kept on its way: one block after the other.
+    /// Returns the byte range of a chunk in the communication buffer; its blocks follow each other.
     pub(crate) fn bytes(&self, chunk: usize) -> Range<usize> {
         let before: usize = (0..chunk).map(|chunk| self.chunk_bytes(chunk).next_multiple_of(ALIGNMENT)).sum();
         let start = self.first_byte + before;
@@ -110,7 +110,7 @@ impl Transit {
         (0..self.chunks.len()).map(|chunk| self.chunk_bytes(chunk).next_multiple_of(ALIGNMENT)).sum()
     }
 
-    /// Rows that an instruction works on, with the chunk that it is for.
+    /// Number of rows that a part of a product computes.
     pub(crate) fn part_rows(&self, rows: Rows) -> usize {
         match rows {
             Rows::Own => self.block_rows(),
@@ -120,16 +120,16 @@ impl Transit {
     }
 }
 
-/// Instructions, and the exchanges among them that go on beside others.
+/// Instructions of a phase, with its overlapped collectives.
 #[derive(Debug)]
 pub(crate) struct Overlapped {
     pub(crate) instructions: Vec<Instruction>,
     pub(crate) transits: Vec<Transit>,
-    /// Memory for what is on its way.
+    /// Size of the communication buffer in bytes.
     pub(crate) transit_bytes: usize,
 }
 
-/// Ranges of `rows` rows, as even as whole grains allow.
+/// Cuts `rows` rows into ranges, as even as whole grains allow.
 fn cut(rows: usize, chunks: usize) -> Vec<Range<usize>> {
     let chunks = chunks.min(rows).max(1);
     let grain = if rows >= GRAIN * chunks { GRAIN } else { 1 };
@@ -138,8 +138,8 @@ fn cut(rows: usize, chunks: usize) -> Vec<Range<usize>> {
 }
 
 impl Planner<'_> {
-    /// The instructions, with exchanges that go on beside products if the block was recorded for that. `slots` are the places of
-    /// objects that live longer than these instructions.
+    /// Overlaps collectives with products, if the block was recorded with several chunks. `slots` holds the slots of
+    /// objects that outlive these instructions.
     pub(crate) fn overlapped(
         &self,
         mut instructions: Vec<Instruction>,
@@ -165,7 +165,7 @@ impl Planner<'_> {
         Overlapped { instructions, transits, transit_bytes }
     }
 
-    /// Everything an instruction of an overlapped list reads or writes in the memory of values and gradients.
+    /// Returns every object that an instruction of an overlapped list reads or writes.
     pub(crate) fn touches_of(&self, instruction: &Instruction, transits: &[Transit]) -> Vec<usize> {
         match instruction {
             Instruction::Start { transit } => {
@@ -196,7 +196,7 @@ impl Planner<'_> {
         }
     }
 
-    /// Moves instructions that do not depend on each other, so that exchanges have something beside them.
+    /// Reorders independent instructions, so that collectives have something to overlap with.
     fn bring_together(&self, list: &mut [Instruction]) {
         for at in 0..list.len() {
             match self.exchange(&list[at]) {
@@ -207,8 +207,7 @@ impl Planner<'_> {
         }
     }
 
-    /// Moves the products of which the result is summed at `at` to just before it, and gradients of weights from between them
-    /// behind it.
+    /// Moves the products whose result is reduced at `at` directly before it, and weight gradients from between them behind it.
     fn sum_early(&self, list: &mut [Instruction], at: usize, summed: usize) {
         let producers: Vec<usize> =
             (0..at).filter(|i| self.product(&list[*i]).is_some_and(|[_, result]| result == summed)).collect();
@@ -230,7 +229,7 @@ impl Planner<'_> {
         list[first..=at].clone_from_slice(&moved);
     }
 
-    /// Moves the gather at `at`, with what is computed again for it just before, in front of a gradient of weights.
+    /// Moves the all-gather at `at`, with the recomputation just before it, in front of a weight gradient.
     fn gather_early(&self, list: &mut [Instruction], at: usize) {
         let is_again =
             |i: &usize| matches!(list[*i], Instruction::Forward(_)) && self.exchange(&list[*i]).is_none();
@@ -242,7 +241,7 @@ impl Planner<'_> {
         }
     }
 
-    /// What an instruction exchanges: the way, what is this rank's own of it, and what is of all ranks.
+    /// Returns the collective of an instruction: its kind, its local object (`own`) and its global object (`all`).
     fn exchange(&self, instruction: &Instruction) -> Option<(Way, Object, Object)> {
         match instruction {
             Instruction::Forward(operation) => {
@@ -273,7 +272,7 @@ impl Planner<'_> {
         }
     }
 
-    /// The objects of which an instruction makes rows of one from the same rows of the other by a product: (from, to).
+    /// Returns the (input, output) objects of a product that computes each output row from the same input row.
     fn product(&self, instruction: &Instruction) -> Option<[usize; 2]> {
         match instruction {
             Instruction::Forward(operation) => match self.operations[*operation] {
@@ -290,7 +289,7 @@ impl Planner<'_> {
         }
     }
 
-    /// Whether it is worth waiting beside.
+    /// Returns true if the instruction takes long enough to hide a collective behind.
     fn is_long(&self, instruction: &Instruction) -> bool {
         match instruction {
             Instruction::Forward(operation)
@@ -303,7 +302,7 @@ impl Planner<'_> {
         }
     }
 
-    /// Whether two instructions may not change places.
+    /// Returns true if two instructions must keep their order.
     fn depend(&self, a: &Instruction, b: &Instruction) -> bool {
         let meet = |a: &[usize], b: &[usize]| a.iter().any(|object| b.contains(object));
         let both_add = || {
@@ -313,7 +312,7 @@ impl Planner<'_> {
         meet(&self.writes(a), &self.touches(b)) || meet(&self.writes(b), &self.touches(a)) || both_add()
     }
 
-    /// Everything an instruction may write.
+    /// Returns every object that an instruction may write.
     fn writes(&self, instruction: &Instruction) -> Vec<usize> {
         match instruction {
             Instruction::Forward(operation) => {
@@ -340,7 +339,7 @@ impl Planner<'_> {
         }
     }
 
-    /// The parameters to whose gradients an instruction adds.
+    /// Returns the parameters whose gradients an instruction adds to.
     fn trained_by(&self, instruction: &Instruction) -> Vec<usize> {
         match instruction {
             Instruction::BackwardInputs { operation, .. } if !self.operations[*operation].is_loss() => {
@@ -355,7 +354,7 @@ impl Planner<'_> {
     }
 }
 
-/// Cuts products and exchanges.
+/// State of the cutting of products and collectives.
 struct Lowering<'a> {
     planner: &'a Planner<'a>,
     gradients: &'a [GradientBuffer],
@@ -363,7 +362,7 @@ struct Lowering<'a> {
     list: &'a [Instruction],
     out: Vec<Instruction>,
     transits: Vec<Transit>,
-    /// Those that have not been waited for, in the order of their beginning.
+    /// Collectives that have not been awaited, in the order of their start.
     on_the_way: Vec<usize>,
 }
 
@@ -383,7 +382,8 @@ impl Lowering<'_> {
         }
     }
 
-    /// A gather at `at`, with the products of what is gathered right behind it; how many instructions that are.
+    /// Overlaps an all-gather at `at` with the products of its output that follow directly, or, uncut, with a long
+    /// instruction. Returns the number of instructions consumed.
     fn gathered(&mut self, at: usize) -> Option<usize> {
         let (Way::Gather, own, all) = self.planner.exchange(&self.list[at])? else { return None };
         let rest = &self.list[at + 1..];
@@ -419,7 +419,8 @@ impl Lowering<'_> {
         Some(1 + products)
     }
 
-    /// Products from `at` on, and a sum of their result right behind them; how many instructions that are.
+    /// Overlaps products from `at` on with the reduction of their result that follows directly. Returns the number of
+    /// instructions consumed.
     fn summed(&mut self, at: usize) -> Option<usize> {
         let result = |instruction: &Instruction| self.planner.product(instruction).map(|[_, result]| result);
         let summands = result(&self.list[at])?;
@@ -430,7 +431,7 @@ impl Lowering<'_> {
         if way == Way::Gather || self.planner.index(all) != summands {
             return None;
         }
-        // The summands are never in their place: nothing else may look for them there.
+        // The partial sums exist only in the communication buffer, so nothing else may read them.
         let is_in_place = self.planner.index(own) == summands;
         let touched =
             |list: &[Instruction]| list.iter().any(|other| self.planner.touches(other).contains(&summands));
@@ -476,7 +477,7 @@ impl Lowering<'_> {
         self.transits.len() - 1
     }
 
-    /// Waits for what is on its way that any of these instructions touches.
+    /// Waits for the collectives in flight whose objects any of these instructions touches.
     fn settle(&mut self, instructions: Range<usize>) {
         let list = &self.list[instructions];
         let touched: Vec<usize> =
@@ -497,7 +498,7 @@ impl Lowering<'_> {
     }
 }
 
-/// Gives what is on its way its places; returns the bytes that takes.
+/// Assigns byte offsets in the communication buffer; returns its size.
 fn place(instructions: &[Instruction], transits: &mut [Transit]) -> usize {
     let mut lifetimes: Vec<Lifetime> = transits
         .iter()

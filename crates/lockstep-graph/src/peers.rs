@@ -1,69 +1,69 @@
-//! The ranks that share a block's tensors, while it is replayed.
+//! Process groups of a block, and the blocking collectives that its program runs over them.
 
 use std::time::Duration;
 
 use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending, ReduceOp};
 use lockstep_tensor::View;
 
-/// Those ranks, in the order of their parts.
+/// A process group and its timeout; the group's rank order is the order of the shards.
 #[derive(Debug, Clone, Copy)]
 pub struct Peers<'a> {
-    /// They and this one.
+    /// The group, this rank included.
     pub group: &'a Group,
-    /// How long each exchange may take.
+    /// Timeout of each collective.
     pub limit: Duration,
 }
 
-/// Those in the row and in the column of a rank, where they make a square.
+/// The row group and the column group of a rank under two-dimensional tensor parallelism.
 #[derive(Debug, Clone, Copy)]
 pub struct GridPeers<'a> {
-    /// The ranks with the same tokens, in the order of their columns.
+    /// Ranks with the same tokens, in the order of their columns.
     pub row: Peers<'a>,
-    /// The ranks with the same columns, in the order of their rows.
+    /// Ranks with the same columns of values, in the order of their rows.
     pub column: Peers<'a>,
 }
 
 impl Peers<'_> {
-    /// Replaces `data` by that of a rank.
+    /// Broadcasts `data` from rank `root`, in place.
     #[track_caller]
     pub(crate) fn broadcast(&self, data: View<'_>, root: usize) -> Result<(), CommError> {
         self.group.broadcast(data, root, self.deadline())
     }
 
-    /// Replaces a rank's `data` by its sum over the ranks.
+    /// Reduces `data` to rank `root`, which gets the sum in place.
     #[track_caller]
     pub(crate) fn sum_to(&self, data: View<'_>, root: usize) -> Result<(), CommError> {
         self.group.reduce(data, ReduceOp::Sum, root, self.deadline())
     }
 
-    /// Replaces `data` by its sum over the ranks.
+    /// All-reduces `data` in place.
     #[track_caller]
     pub(crate) fn sum(&self, data: View<'_>) -> Result<(), CommError> {
         self.group.all_reduce(data, ReduceOp::Sum, self.deadline())
     }
 
-    /// Writes the rows that are this rank's of the sum of `summands` over the ranks.
+    /// Reduce-scatters `summands`: writes this rank's rows of their sum.
     #[track_caller]
     pub(crate) fn sum_rows(&self, summands: View<'_>, rows: View<'_>) -> Result<(), CommError> {
         self.group.reduce_scatter(summands, rows, ReduceOp::Sum, self.deadline())
     }
 
-    /// Writes the rows of all ranks, one after the other.
+    /// All-gathers `rows`: writes the rows of all ranks to `all` in rank order.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a rank fails, or does not answer within `limit`.
     #[track_caller]
     pub fn gather(&self, rows: View<'_>, all: View<'_>) -> Result<(), CommError> {
         self.group.all_gather(rows, all, self.deadline())
     }
 
-    /// Sends one of equal blocks of `sent` to each rank, and writes theirs in their order.
+    /// All-to-all of equal blocks: sends block r of `sent` to rank r, and writes the received blocks in rank order.
     #[track_caller]
     pub(crate) fn exchange(&self, sent: View<'_>, received: View<'_>) -> Result<(), CommError> {
         self.group.all_to_all(sent, received, self.deadline())
     }
 
-    /// Begins an operation that goes on while this rank computes.
+    /// Starts a collective that runs while this rank computes.
     #[track_caller]
     pub(crate) fn start(&self, collective: Collective<Lent, Lent>) -> Result<Pending, CommError> {
         let pending = self.group.start(collective, self.deadline())?;
@@ -71,23 +71,24 @@ impl Peers<'_> {
         Ok(pending)
     }
 
-    /// Carries on with what was begun.
+    /// Advances the collectives in flight.
     pub(crate) fn progress(&self) -> Result<(), CommError> {
         self.group.progress()
     }
 
-    /// Waits for an operation; what was lent to it is back.
+    /// Waits for a collective; its buffers return to their owner.
     pub(crate) fn wait(&self, pending: Pending) -> Result<(), CommError> {
         pending.wait(self.deadline()).map(drop)
     }
 
-    /// Writes block r of each rank's numbers to rank r, in the order of the senders; all blocks are as long.
+    /// All-to-all of equal blocks of host integers: sends block r to rank r, and writes the received blocks in rank order.
     #[track_caller]
     pub(crate) fn trade_numbers(&self, numbers: &[i64], theirs: &mut [i64]) -> Result<(), CommError> {
         self.group.all_to_all(numbers, theirs, self.deadline())
     }
 
-    /// Writes rows for each rank to it, in the order of the senders: so many as `sent` and `received` say of each.
+    /// All-to-all of rows with variable counts: sends `sent[r]` rows to rank r, and writes `received[r]` rows from
+    /// it, in rank order.
     #[track_caller]
     pub(crate) fn trade_rows(
         &self,

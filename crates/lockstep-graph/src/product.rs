@@ -1,4 +1,4 @@
-//! Products with the weights of linear layers, whole or of some rows: `y = x Wᵀ + b` forward, `dx = dy W` backward.
+//! Matrix products of linear layers, over all rows or a range of them: `y = x Wᵀ + b` forward, `dx = dy W` backward.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use lockstep_tensor::{Gemm, GemmLayout, View, Write};
 
 use crate::{operation::Operation, replay::Run};
 
-/// Such a product but for where its result goes.
+/// The operands of a matrix product; the caller supplies the output.
 pub(crate) struct Product<'a> {
     layout: GemmLayout,
     /// `x` or `dy`, all rows.
@@ -17,7 +17,7 @@ pub(crate) struct Product<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// The output of a linear layer.
+    /// Returns the product that computes the output of a linear layer.
     pub(crate) fn output_product(&self, operation: &Operation) -> Product<'a> {
         let Operation::Linear { x, weight, bias, adds_bias, .. } = *operation else {
             unreachable!("called for a linear layer: {operation:?}")
@@ -27,7 +27,7 @@ impl<'a> Run<'a> {
         Product { layout: GemmLayout::NT, rows, weight, bias, write: Write::Overwrite }
     }
 
-    /// The gradient of a linear layer's input.
+    /// Returns the product that computes the gradient of a linear layer's input.
     pub(crate) fn input_product(&self, operation: &Operation, dy: View<'a>, write: Write) -> Product<'a> {
         let Operation::Linear { weight, .. } = *operation else {
             unreachable!("called for a linear layer: {operation:?}")
@@ -35,13 +35,13 @@ impl<'a> Run<'a> {
         Product { layout: GemmLayout::NN, rows: dy, weight: self.weight(weight), bias: None, write }
     }
 
-    /// Computes a product.
+    /// Computes all rows of a product.
     pub(crate) fn multiply(&self, product: &Product<'_>, result: View<'_>) {
         let rows = product.rows.shape().as_matrix().0;
         self.multiply_rows(product, 0..rows, result);
     }
 
-    /// Computes some rows of a product, which `result` has room for. They have the bits that they have in the whole.
+    /// Computes a range of rows of a product; `result` has exactly these rows. They are bit-identical to those of the full product.
     pub(crate) fn multiply_rows(&self, product: &Product<'_>, rows: Range<usize>, result: View<'_>) {
         let Product { layout, rows: all, weight, bias, write } = *product;
         let gemm = Gemm { layout, a: all.rows(rows), b: weight, c: result, bias, write };

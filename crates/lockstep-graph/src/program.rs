@@ -1,4 +1,4 @@
-//! A recorded block: its parameters, its instructions, and how much memory each way of running it takes.
+//! A recorded block: its parameters, its instructions, and the memory that each phase takes.
 
 use std::{collections::BTreeSet, ops::Range};
 
@@ -16,43 +16,43 @@ use crate::{
     training::Training,
 };
 
-/// A parameter as its block sees it: the name is relative to the block.
+/// A parameter as its block declares it; the name is relative to the block.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParameterDeclaration {
     /// Name within the block, e.g. `self_attn.q_proj.weight`.
     pub name: String,
-    /// Shape, of all ranks together.
+    /// Global (unsharded) shape.
     pub shape: Vec<usize>,
-    /// What this rank holds of it.
+    /// This rank's shard.
     pub share: Share,
-    /// Initial values.
+    /// Initializer of the global parameter.
     pub initializer: Initializer,
-    /// Whether it has a gradient.
+    /// True if it is trained and so has a gradient.
     pub trainable: bool,
 }
 
-/// What running a block costs, known as soon as it is recorded.
+/// Compute and memory of a block, known as soon as it is recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockProfile {
     /// Floating-point operations of one forward: 2 per multiply-add of matrix products, and of attention's two
     /// products over the causal half.
     pub forward_flops: u64,
-    /// The same of one backward: as many again for the gradients of the inputs of each product, and as many for
-    /// those of its weights, where something waits for them.
+    /// Floating-point operations of one backward: for each product, as many as forward for the input gradients and as
+    /// many for the weight gradients, where these are needed.
     pub backward_flops: u64,
-    /// Bytes kept from the forward to the backward, the block's output included.
+    /// Bytes saved from the forward to the backward, the block's output included.
     pub saved_bytes: usize,
-    /// Bytes used inside a forward or a backward.
+    /// Bytes of scratch inside a forward or a backward.
     pub workspace_bytes: usize,
-    /// Bytes kept between the two halves of a split backward.
+    /// Bytes saved between the two halves of a split backward.
     pub deferred_bytes: usize,
-    /// Number of parameter elements that this rank holds.
+    /// Number of parameter elements on this rank.
     pub parameter_elements: usize,
-    /// What of the floating-point operations of one forward and one backward is attention's.
+    /// Floating-point operations of attention in one forward and one backward.
     pub attention_flops: u64,
 }
 
-/// One kernel call, or two.
+/// One step of a program: one or two kernel calls, or a step of an overlapped collective.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Instruction {
     Forward(usize),
@@ -73,17 +73,17 @@ pub(crate) enum Instruction {
         from: Gradient,
         to: Gradient,
     },
-    /// Sends the own rows of a gather, all chunks.
+    /// Starts the all-gather of all chunks of this rank's rows.
     Start {
         transit: usize,
     },
-    /// Some rows of a product.
+    /// Computes a range of rows of a product.
     Part {
         product: Box<Self>,
         transit: usize,
         rows: Rows,
     },
-    /// Sends the summands of a chunk.
+    /// Starts the reduction of a chunk.
     Send {
         transit: usize,
         chunk: usize,
@@ -95,11 +95,11 @@ pub(crate) enum Instruction {
     },
 }
 
-/// A list of instructions with a place for everything they touch.
+/// A list of instructions, with a memory slot for every value and gradient they touch.
 #[derive(Debug)]
 pub(crate) struct Phase {
     pub(crate) instructions: Vec<Instruction>,
-    /// Exchanges that go on beside other instructions.
+    /// Collectives that overlap with other instructions.
     pub(crate) transits: Vec<Transit>,
     pub(crate) values: Vec<Option<Slot>>,
     pub(crate) gradients: Vec<Option<Slot>>,
@@ -108,7 +108,7 @@ pub(crate) struct Phase {
     touches_output: bool,
 }
 
-/// A block, ready to be replayed any number of times.
+/// A compiled block, ready to be replayed any number of times.
 #[derive(Debug)]
 pub struct Program {
     pub(crate) shape: BlockShape,
@@ -182,89 +182,90 @@ impl Program {
         program
     }
 
-    /// The parameters, in the order in which the block declares them.
+    /// Returns the parameters, in the order in which the block declares them.
     pub fn parameters(&self) -> &[ParameterDeclaration] {
         &self.parameters
     }
 
-    /// What the program was recorded for: where ranks share sequences, the tokens of each that are here.
+    /// Returns the shape that the program was recorded for; under context parallelism, with the local tokens of each sequence.
     pub fn shape(&self) -> BlockShape {
         self.shape
     }
 
-    /// Whether the gradient of its output is of any use: something in it is trained, or a block before it waits.
+    /// Returns true if the gradient of the output is needed: something in the block is trained, or an earlier block
+    /// needs its gradient.
     pub fn has_backward(&self) -> bool {
         self.training.differentiates(self.output)
     }
 
-    /// Columns of the output.
+    /// Number of columns of the output.
     pub fn output_columns(&self) -> usize {
         self.values[self.output.0].columns
     }
 
-    /// The bytes of a frame that hold the output; what else is saved lies before them.
+    /// Byte range of the output in a frame; all other saved values lie before it.
     pub fn output_bytes(&self) -> Range<usize> {
         let start = self.forward.values[self.output.0].map_or(0, |slot| slot.offset_bytes);
         start..start + self.values[self.output.0].bytes()
     }
 
-    /// Whether only whatever follows the block reads its output: no backward of its own does.
+    /// Returns true if no backward of the block reads its output, so that only the next unit needs it.
     pub fn forgets_output(&self) -> bool {
         let backward = [&self.backward, &self.backward_inputs, &self.backward_weights];
         !backward.iter().any(|phase| phase.touches_output)
     }
 
-    /// The parameter whose values choose experts, which no gradient changes but the load of the experts.
+    /// Returns the parameter that biases the choice of experts. It has no gradient; the load of the experts updates it.
     pub fn selection_bias(&self) -> Option<ParameterIndex> {
         self.operations.iter().find_map(Operation::selection_bias)
     }
 
-    /// How many experts the block has, if it has any.
+    /// Returns the number of experts of the block; `None` for a block without experts.
     pub fn experts(&self) -> Option<usize> {
         let counts = self.operations.iter().find_map(Operation::always_saved)?;
         Some(self.values[counts.0].columns)
     }
 
-    /// How many slots of each sequence have chosen each expert in the last forward, f32 `[sequences, experts]`; none in a block
-    /// without experts.
+    /// Returns the number of slots per sequence and expert in the last forward, f32 `[sequences, experts]`; `None`
+    /// for a block without experts.
     pub fn load<'a>(&self, frame: &'a Buffer) -> Option<View<'a>> {
         let counts = self.operations.iter().find_map(Operation::always_saved)?;
         let (info, slot) = (self.values[counts.0], self.forward.values[counts.0]?);
         Some(frame.view(info.dtype, slot.offset_bytes, [info.rows, info.columns]))
     }
 
-    /// Rows of the input and of the output: the tokens of a micro-batch, or those that are here of them.
+    /// Number of rows of the input and the output: the tokens of a micro-batch, or this rank's tokens of it.
     pub fn output_rows(&self) -> usize {
         self.values[self.output.0].rows
     }
 
-    /// Bytes of a frame.
+    /// Size of a frame in bytes.
     pub fn frame_bytes(&self) -> usize {
         self.frame_bytes
     }
 
-    /// Bytes of workspace that a forward and a fused backward need.
+    /// Workspace of a forward and a fused backward, in bytes.
     pub fn workspace_bytes(&self) -> usize {
         self.forward.workspace_bytes.max(self.backward.workspace_bytes)
     }
 
-    /// Bytes of workspace that a forward and a split backward need.
+    /// Workspace of a forward and a split backward, in bytes.
     pub fn split_workspace_bytes(&self) -> usize {
         let split = self.backward_inputs.workspace_bytes.max(self.backward_weights.workspace_bytes);
         self.forward.workspace_bytes.max(split)
     }
 
-    /// Bytes of a deferred buffer: what a split backward keeps for the gradients of the weights.
+    /// Size of a deferred buffer in bytes: the values that a split backward saves for the weight gradients.
     pub fn deferred_bytes(&self) -> usize {
         self.deferred_bytes
     }
 
-    /// Bytes of memory for rows that are on their way between ranks while these multiply others.
+    /// Size of the communication buffer for collectives that overlap with products, in bytes.
     pub fn transit_bytes(&self) -> usize {
         self.phases().map(|phase| phase.transit_bytes).max().unwrap_or(0)
     }
 
-    /// Chunks of such rows that may be on their way; 0 if all exchanges are by themselves.
+    /// Largest number of chunks that can be in flight; 0 if no collective overlaps with products.
     pub fn transit_chunks(&self) -> usize {
         let of = |phase: &Phase| phase.transits.iter().map(|transit| transit.chunks.len()).sum();
         self.phases().map(of).max().unwrap_or(0)
@@ -274,7 +275,7 @@ impl Program {
         [&self.forward, &self.backward, &self.backward_inputs, &self.backward_weights].into_iter()
     }
 
-    /// What running the block costs.
+    /// Returns the compute and memory of the block.
     pub fn profile(&self) -> BlockProfile {
         BlockProfile {
             forward_flops: self.operations.iter().map(|operation| self.product_flops(operation)).sum(),
@@ -309,7 +310,7 @@ impl Program {
             {
                 forward
             }
-            // It has none, and two products for each of the forward.
+            // Attention has no weights; its backward has two products per forward product.
             Operation::Attention(_) => inputs,
             _ => 0,
         };
@@ -317,7 +318,7 @@ impl Program {
     }
 }
 
-/// The value whose memory each of so many shares: itself, unless it is another name for one.
+/// Returns for each value the value whose memory it uses: itself, unless it is an alias.
 pub(crate) fn stored_as(values: usize, operations: &[Operation]) -> Vec<usize> {
     let mut stored_as: Vec<usize> = (0..values).collect();
     for operation in operations {
@@ -328,21 +329,21 @@ pub(crate) fn stored_as(values: usize, operations: &[Operation]) -> Vec<usize> {
     stored_as
 }
 
-/// What `Program::compile` knows while it decides where values live.
+/// The inputs of memory planning, and the slots that are fixed for all phases.
 pub(crate) struct Planner<'a> {
     pub(crate) values: &'a [ValueInfo],
     pub(crate) operations: &'a [Operation],
     input: Option<Value>,
     output: Value,
     training: &'a Training,
-    /// Ranks that share the block, and chunks in which they exchange rows beside products.
+    /// Size of the tensor-parallel group, and number of chunks of its overlapped collectives.
     pub(crate) ranks: usize,
     pub(crate) chunks: usize,
-    /// Operation that writes each value; the block's input has none.
+    /// Operation that writes each value; `None` for the block's input.
     producers: Vec<Option<usize>>,
-    /// The value whose memory each shares: itself, unless it is another name for one.
+    /// The value whose memory each value uses: itself, unless it is an alias.
     pub(crate) stored_as: Vec<usize>,
-    /// Values that live in the frame, and the block's input.
+    /// Slots of the values in the frame and of the block's input.
     fixed: Vec<Option<Slot>>,
     frame_bytes: usize,
 }
@@ -381,7 +382,7 @@ impl<'a> Planner<'a> {
         for operation in operations.iter().filter(|operation| is_cheap(operation) || operation.is_gathered())
         {
             let is_needed = std::mem::replace(&mut saved[operation.output().0], false);
-            // Not to be computed again for the sake of what is gathered.
+            // Save the local keys and values, so that their projection is not recomputed before the gather.
             if is_needed && operation.gathers_sequences() {
                 operation.inputs().iter().for_each(|input| saved[stored_as[input.0]] = true);
             }
@@ -399,7 +400,7 @@ impl<'a> Planner<'a> {
                 }
             })
             .collect();
-        // At the end, so that a frame can do without it.
+        // The output comes last, so that a frame can do without it.
         fixed[output.0].get_or_insert_with(|| frame.place(Region::Output, values[output.0].bytes()));
         let frame_bytes = frame.bytes;
         let chunks = if ranks > 1 { chunks } else { 1 };
@@ -418,8 +419,8 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// Puts the forward of a value that was not saved before the first instruction that needs it. `available`
-    /// lists the values recomputed so far.
+    /// Inserts the forward of each unsaved value before the first instruction that reads it. `available` lists the
+    /// values recomputed so far.
     fn with_recomputation(
         &self,
         instructions: Vec<Instruction>,
@@ -447,7 +448,7 @@ impl<'a> Planner<'a> {
         available.extend(self.operations[producer].outputs());
     }
 
-    /// The values whose memory these are in.
+    /// Returns the values whose memory these use.
     fn stored(&self, values: Vec<Value>) -> Vec<Value> {
         values.into_iter().map(|value| Value(self.stored_as[value.0])).collect()
     }
@@ -468,12 +469,12 @@ impl<'a> Planner<'a> {
         })
     }
 
-    /// Objects are numbered: first the values, then the gradients.
+    /// Returns the object number of a gradient. Objects are the values followed by the gradients.
     pub(crate) fn object(&self, gradient: Gradient) -> usize {
         self.values.len() + gradient.0
     }
 
-    /// Everything an instruction reads or writes, of those that are not made by [`Planner::overlapped`].
+    /// Returns every object that an instruction reads or writes, for the instructions before [`Planner::overlapped`].
     pub(crate) fn touches(&self, instruction: &Instruction) -> Vec<usize> {
         let mut objects: Vec<usize> = self.values_read(instruction).iter().map(|value| value.0).collect();
         if let Instruction::Forward(operation) | Instruction::BackwardInputs { operation, .. } = instruction {
@@ -503,7 +504,7 @@ impl<'a> Planner<'a> {
         objects
     }
 
-    /// Places for what the first half of a split backward leaves for the second.
+    /// Returns slots in the deferred buffer for the objects that both halves of a split backward touch, and the total bytes.
     fn deferred(
         &self,
         inputs: &[Instruction],
@@ -537,8 +538,9 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// The object that takes over the storage of each: an output that of an input which dies there, and which it may overwrite, or an object its
-    /// own. Lifetimes of outputs begin with those of the inputs that they take over.
+    /// Returns for each object the object that takes over its storage. An output takes over that of an input which
+    /// dies there and which it may overwrite; any other object keeps its own. The lifetime of such an output begins
+    /// with the input's.
     fn heirs(
         &self,
         instructions: &[Instruction],
@@ -569,7 +571,7 @@ impl<'a> Planner<'a> {
         heir
     }
 
-    /// Gives every object of a phase its place.
+    /// Assigns a slot to every object of a phase.
     fn place(
         &self,
         instructions: Vec<Instruction>,

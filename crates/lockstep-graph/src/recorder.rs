@@ -1,8 +1,8 @@
-//! What model code is written against: storage-less values and the operations on them.
+//! The API of model code: values without storage, and operations on them.
 //!
-//! Every value is a matrix `[tokens, columns]`; heads are a way to read the columns. A recorder checks
-//! shapes as it goes, so a model that does not fit together fails while it is recorded, with both shapes. Where ranks share
-//! the block ([`Recorder::split`]) values are named by what all ranks hold together, and the recorder knows which part is here.
+//! Every value is a matrix `[tokens, columns]`; heads are a way to read the columns. A recorder checks shapes as it
+//! goes, so a model whose shapes do not match fails while it is recorded, with both shapes in the message. Under
+//! tensor parallelism ([`Recorder::split`]) shapes are global, and the recorder derives this rank's part.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,15 +17,18 @@ use crate::{
     operation::{AttentionOperation, Operation, RotaryPairs, SequenceRange, SplitLoss, TokenRange},
 };
 
-/// Logits that a loss holds at once, about: few enough to save memory, so many that reading the output layer's
-/// weights and adding to their gradient once for each such part costs little.
+/// Most dropout sites of a program. Programs of a model number theirs this far apart, so no two sites share a mask.
+pub const MAX_DROPOUT_SITES: u32 = 16;
+
+/// Approximate number of logits that a loss holds at once. It is small enough to save memory, and large enough that
+/// reading the output layer's weights and accumulating their gradient once per part costs little.
 const LOGITS_AT_ONCE: usize = 1 << 25;
 
 /// A handle to a recorded value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Value(pub(crate) usize);
 
-/// What a program is recorded for.
+/// Purpose of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Mode {
     /// Forward and backward, with dropout.
@@ -39,33 +42,33 @@ pub enum Mode {
 pub struct BlockShape {
     /// Sequences in a micro-batch.
     pub sequences: usize,
-    /// Tokens in each.
+    /// Tokens per sequence.
     pub seq_len: usize,
-    /// Type of activations and of the weights that kernels read.
+    /// Dtype of activations and of the weights that kernels read.
     pub dtype: DType,
 }
 
 impl BlockShape {
-    /// Most tokens in a micro-batch.
+    /// Largest number of tokens in a micro-batch.
     pub const MAX_TOKENS: usize = lockstep_plan::MAX_MICRO_BATCH_TOKENS;
 
-    /// The micro-batch of a plan, in the type that kernels read.
+    /// Returns the micro-batch shape of a plan, with the dtype that kernels read.
     pub fn of_plan(plan: &CheckedPlan, dtype: DType) -> Self {
         Self { sequences: plan.micro_batch(), seq_len: plan.seq_len(), dtype }
     }
 
-    /// Tokens in a micro-batch.
+    /// Number of tokens in a micro-batch.
     pub fn tokens(&self) -> usize {
         self.sequences * self.seq_len
     }
 }
 
-/// Whether a linear layer has a bias.
+/// Presence of a bias in a linear layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bias {
-    /// No bias.
+    /// The layer has no bias.
     Without,
-    /// A bias, zero at the start.
+    /// The layer has a bias, which is initialized to zero.
     With,
 }
 
@@ -80,9 +83,9 @@ impl From<bool> for Bias {
 pub struct Linear<'a> {
     /// Name of the module within its block.
     pub name: &'a str,
-    /// Columns of the output.
+    /// Number of output columns.
     pub out_features: usize,
-    /// Whether there is a bias.
+    /// Presence of a bias.
     pub bias: Bias,
     /// Standard deviation of the initial weights.
     pub std: f32,
@@ -105,19 +108,19 @@ impl ValueInfo {
     }
 }
 
-/// Records one block.
+/// A recorder of one block.
 #[derive(Debug)]
 pub struct Recorder {
     pub(crate) mode: Mode,
     pub(crate) shape: BlockShape,
     pub(crate) values: Vec<ValueInfo>,
-    /// How ranks share each value.
+    /// Placement of each value in the tensor-parallel group.
     pub(crate) layouts: Vec<Layout>,
     pub(crate) place: TensorPlace,
     pub(crate) experts: ExpertPlace,
-    /// Where the rank is among those that share each sequence; the shape is that of what is here.
+    /// The rank's place in the context-parallel group; `shape` is that of the local tokens.
     pub(crate) context: ContextPlace,
-    /// How the weights of modules are split, by name within the block.
+    /// Sharding of modules by name within the block.
     pub(crate) splits: BTreeMap<String, Split>,
     pub(crate) operations: Vec<Operation>,
     pub(crate) parameters: Vec<ParameterDeclaration>,
@@ -130,7 +133,7 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// An empty recording.
+    /// Returns an empty recording.
     pub fn new(mode: Mode, shape: BlockShape) -> Self {
         Self {
             mode,
@@ -152,17 +155,17 @@ impl Recorder {
         }
     }
 
-    /// Records parameters of these names, within the block, as ones that are never trained.
+    /// Marks parameters of these names, relative to the block, as frozen.
     pub fn freeze(&mut self, names: impl IntoIterator<Item = String>) {
         self.frozen.extend(names);
     }
 
-    /// Says whether a block before this one waits for a gradient; it does unless something is said.
+    /// Sets if an earlier block needs the gradient of this block's input. By default one does.
     pub fn set_input_gradient(&mut self, input_gradient: InputGradient) {
         self.input_gradient = input_gradient;
     }
 
-    /// The block's input, `[tokens, columns]`: the output of the block before.
+    /// Returns the block's input, `[tokens, columns]`: the output of the previous block.
     ///
     /// # Panics
     /// If called twice.
@@ -173,10 +176,10 @@ impl Recorder {
         value
     }
 
-    /// Rows of the table `NAME.weight [rows, columns]`, one for each token.
+    /// Records an embedding: one row of the table `NAME.weight [rows, columns]` per token.
     ///
     /// # Panics
-    /// If the table is split otherwise than by its rows.
+    /// If the table is split in any way other than by its rows.
     pub fn embedding(
         &mut self,
         input: BatchInput,
@@ -199,10 +202,10 @@ impl Recorder {
         self.settled(y)
     }
 
-    /// A linear layer, with what [`Recorder::adapt`] adds to it.
+    /// Records a linear layer, with the adapter that [`Recorder::adapt`] gives it.
     ///
     /// # Panics
-    /// If the input is not shared by the ranks as the layer's split needs it.
+    /// If the input's layout does not fit the layer's split.
     pub fn linear(&mut self, x: Value, linear: Linear<'_>) -> Value {
         let Linear { name, out_features, bias, std } = linear;
         let (split, initializer) = (self.split_of(name), Initializer::Normal { std });
@@ -210,7 +213,7 @@ impl Recorder {
         self.adapted(name, x, y)
     }
 
-    /// `x Wᵀ + b` with the parameters `NAME.weight` and, if asked for, `NAME.bias`.
+    /// Records `x Wᵀ + b` with the parameters `NAME.weight` and, with a bias, `NAME.bias`.
     pub(crate) fn product(
         &mut self,
         x: Value,
@@ -247,17 +250,17 @@ impl Recorder {
             self.parameter_shared(format!("{name}.bias"), &[out_features], Initializer::Zeros, of_bias)
         });
         let y = self.value_in(out_features, layout);
-        // Of summands one has the bias in it.
+        // Only one of the partial sums includes the bias.
         let adds_bias = layout != Layout::Summands || self.place.rank == 0;
         self.operations.push(Operation::Linear { x, weight, bias, adds_bias, y });
         self.settled(y)
     }
 
-    /// Root-mean-square normalization with the scale `NAME.weight [width]`, over each group of `width` columns: the
-    /// whole row, or each head.
+    /// Records root-mean-square normalization with the scale `NAME.weight [width]`, over each group of `width`
+    /// columns: the whole row, or each head.
     ///
     /// # Panics
-    /// If `width` does not divide the columns.
+    /// If `width` does not divide the local columns.
     pub fn rms_norm(&mut self, x: Value, name: &str, width: usize, eps: f32) -> Value {
         let (columns, held) = (self.columns(x), self.values[x.0].columns);
         assert!(held.is_multiple_of(width), "{name}: a norm over {width} of {held} columns");
@@ -269,10 +272,10 @@ impl Recorder {
         y
     }
 
-    /// Layer normalization with `NAME.weight` and, if asked for, `NAME.bias`.
+    /// Records layer normalization with `NAME.weight` and, with a bias, `NAME.bias`.
     ///
     /// # Panics
-    /// If no rank has whole rows.
+    /// If the value is neither replicated nor sharded by tokens.
     pub fn layer_norm(&mut self, x: Value, name: &str, bias: Bias, eps: f32) -> Value {
         self.expect_layout(x, |layout| matches!(layout, Layout::Whole | Layout::Tokens), name);
         let (columns, share) = (self.columns(x), self.whole_share(self.layout(x)));
@@ -285,12 +288,12 @@ impl Recorder {
         y
     }
 
-    /// Rotary position embedding of each head, in the half-split form.
+    /// Records rotary position embedding of each head, in the half-split form.
     pub fn rope(&mut self, x: Value, head_dim: usize) -> Value {
         self.rope_in_pairs(x, head_dim, RotaryPairs::Halves)
     }
 
-    /// Rotary position embedding of each head, in either form.
+    /// Records rotary position embedding of each head, in the half-split or the interleaved form.
     pub fn rope_in_pairs(&mut self, x: Value, head_dim: usize, pairs: RotaryPairs) -> Value {
         let columns = self.columns(x);
         assert!(columns.is_multiple_of(head_dim), "heads of {head_dim} in {columns} columns");
@@ -301,10 +304,10 @@ impl Recorder {
         y
     }
 
-    /// Heads of `own`, each with its part of `tail` behind, or with all of it if that is one for all heads.
+    /// Records the concatenation of each head of `own` with its head of `tail`, or with the only one.
     ///
     /// # Panics
-    /// If ranks do not share both alike; a tail for all heads must be whole.
+    /// If the two are not sharded alike. A single tail for all heads must be whole.
     pub fn join_heads(&mut self, own: Value, tail: Value, heads: usize, tails: usize) -> Value {
         let is_split = matches!(self.layout(own), Layout::Columns { .. });
         let tail = if tails == 1 && is_split { self.spread(tail) } else { tail };
@@ -317,7 +320,7 @@ impl Recorder {
         y
     }
 
-    /// The first `width` elements of each head, with zeros behind where it has fewer.
+    /// Records each head truncated or zero-padded to `width` elements.
     pub fn resize_heads(&mut self, x: Value, heads: usize, width: usize) -> Value {
         let y = self.value_like(x, heads * width);
         let heads = heads * self.values[x.0].columns / self.columns(x);
@@ -325,10 +328,10 @@ impl Recorder {
         y
     }
 
-    /// Causal attention, with dropout of the probabilities.
+    /// Records causal attention, with dropout of the probabilities.
     ///
     /// # Panics
-    /// If queries, keys and values do not fit together.
+    /// If the shapes or layouts of queries, keys and values do not match.
     pub fn attention(&mut self, q: Value, k: Value, v: Value, shape: AttentionShape, dropout: f32) -> Value {
         let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
         for (name, value, heads) in [("q", q, heads), ("k", k, key_value_heads), ("v", v, key_value_heads)] {
@@ -380,7 +383,7 @@ impl Recorder {
         self.returned(y, heads)
     }
 
-    /// `silu(gate) · up`.
+    /// Records `silu(gate) · up`.
     pub fn swiglu(&mut self, gate: Value, up: Value) -> Value {
         self.expect_same(gate, up);
         let y = self.value_like(gate, self.columns(gate));
@@ -388,14 +391,14 @@ impl Recorder {
         y
     }
 
-    /// Gaussian error linear unit.
+    /// Records a Gaussian error linear unit.
     pub fn gelu(&mut self, kind: Gelu, x: Value) -> Value {
         let y = self.value_like(x, self.columns(x));
         self.operations.push(Operation::Gelu { kind, x, y });
         y
     }
 
-    /// `a + b`.
+    /// Records `a + b`.
     pub fn add(&mut self, a: Value, b: Value) -> Value {
         self.expect_same(a, b);
         let y = self.value_like(a, self.columns(a));
@@ -403,7 +406,7 @@ impl Recorder {
         y
     }
 
-    /// Dropout; nothing is recorded in inference or for probability 0.
+    /// Records dropout; records nothing in inference or for probability 0.
     pub fn dropout(&mut self, x: Value, probability: f32) -> Value {
         let Some(dropout) = self.dropout_site(probability) else { return x };
         let layout = self.layout(x);
@@ -426,12 +429,12 @@ impl Recorder {
         y
     }
 
-    /// The linear layer `output`, and the cross-entropy of the logits that it would give against the labels of the
-    /// batch: one loss per token, 0 where masked. The logits of all tokens never exist at once, and no rank ever holds those
-    /// of another.
+    /// Records the linear layer `output` and the cross-entropy of its logits against the batch's labels: one loss per
+    /// token, 0 where masked. The logits of all tokens never exist at once, and no rank holds those of another's
+    /// shard.
     ///
     /// # Panics
-    /// If the layer has a bias, which no output layer has.
+    /// If the layer has a bias, which output layers do not have.
     pub fn output_loss(&mut self, x: Value, output: Linear<'_>) -> Value {
         let Linear { name, out_features, bias, std } = output;
         assert_eq!(bias, Bias::Without, "{name}: an output layer has no bias");
@@ -462,12 +465,12 @@ impl Recorder {
         losses
     }
 
-    /// Ends the recording: `output` is what the next block reads.
+    /// Ends the recording and compiles it; `output` is the value that the next block reads.
     pub fn finish(self, output: Value, recompute: Recompute) -> Program {
         Program::compile(self, output, recompute)
     }
 
-    /// Columns of a value, those of all ranks together.
+    /// Global number of columns of a value.
     pub fn columns(&self, value: Value) -> usize {
         let held = self.values[value.0].columns;
         match self.layout(value) {
@@ -479,7 +482,8 @@ impl Recorder {
 
     fn dropout_site(&mut self, probability: f32) -> Option<DropoutSite> {
         let site = self.dropout_sites;
-        // Sites are counted even where nothing is dropped, so that a number never depends on the mode.
+        assert!(site < MAX_DROPOUT_SITES, "a unit has at most {MAX_DROPOUT_SITES} dropout sites");
+        // Sites are counted even where nothing is dropped, so that their indices do not depend on the mode.
         self.dropout_sites += 1;
         (self.mode == Mode::Training && probability > 0.0).then_some(DropoutSite { site, probability })
     }
@@ -501,7 +505,7 @@ impl Recorder {
         ParameterIndex(self.parameters.len() - 1)
     }
 
-    /// The tokens of which a value in `layout` holds a row.
+    /// Returns the tokens whose rows a value in `layout` holds.
     pub(crate) fn tokens_of(&self, layout: Layout) -> TokenRange {
         let len = self.rows_of(layout);
         let first = match layout {
@@ -512,7 +516,7 @@ impl Recorder {
         TokenRange { first, len }
     }
 
-    /// A value of `columns`, of all ranks together, that ranks share as they share `other`.
+    /// Creates a value of `columns` global columns, in the layout of `other`.
     pub(crate) fn value_like(&mut self, other: Value, columns: usize) -> Value {
         self.value_in(columns, self.layout(other))
     }
@@ -529,26 +533,26 @@ impl Recorder {
         self.push(held, self.shape.dtype, layout)
     }
 
-    /// A value as large as another.
+    /// Creates a value with the shape and layout of another.
     fn beside(&mut self, other: Value) -> Value {
         self.values.push(self.values[other.0]);
         self.layouts.push(self.layout(other));
         Value(self.values.len() - 1)
     }
 
-    /// An f32 value of `columns` numbers for each row of `of`.
+    /// Creates an f32 value of `columns` numbers per row of `of`.
     fn statistic(&mut self, of: Value, columns: usize) -> Value {
         let value = self.beside(of);
         self.values[value.0] = ValueInfo { columns, dtype: DType::F32, ..self.values[of.0] };
         value
     }
 
-    /// Memory that an operation needs while it runs.
+    /// Creates scratch of an operation.
     pub(crate) fn scratch(&mut self, rows: usize, columns: usize, dtype: DType) -> Value {
         self.table(rows, columns, dtype)
     }
 
-    /// A value of any shape, which is nobody else's.
+    /// Creates a value of any shape, local to this rank.
     pub(crate) fn table(&mut self, rows: usize, columns: usize, dtype: DType) -> Value {
         self.values.push(ValueInfo { rows, columns, dtype });
         self.layouts.push(Layout::Whole);

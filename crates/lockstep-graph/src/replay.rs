@@ -1,6 +1,6 @@
-//! Replaying a program: each instruction becomes a kernel call on views of the caller's buffers.
+//! Replay of a program: each instruction becomes a kernel call on views of the caller's buffers.
 //!
-//! Nothing here allocates; a replay is a walk over a list. Where it is traced, each instruction is a span.
+//! A replay walks a list and allocates nothing. If it is traced, each instruction is a span.
 
 use std::cell::Cell;
 
@@ -22,121 +22,121 @@ use crate::{
     storage::{Region, Slot},
 };
 
-/// Where the parameters of a block are at the moment.
+/// Current location of a block's weights and gradients.
 pub trait Parameters {
-    /// The weights that kernels read, in the type the program was recorded for.
+    /// Returns the weight that kernels read, in the dtype the program was recorded for.
     fn weight(&self, index: ParameterIndex) -> View<'_>;
-    /// The weight in the greatest precision that there is.
+    /// Returns the weight in the highest precision available.
     fn exact(&self, index: ParameterIndex) -> View<'_> {
         self.weight(index)
     }
-    /// The f32 gradient, asked for once by each kernel that contributes to it, and whether the contribution adds to
-    /// what is there or, as the first one, replaces it.
+    /// Returns the f32 gradient and its write mode: overwrite for the first contribution, accumulate afterwards. Each
+    /// kernel that contributes calls it once.
     fn gradient(&self, index: ParameterIndex) -> (View<'_>, Write);
-    /// u32 `[tokens]`: the row of a table's gradient that each token contributes to, where that is not its id.
+    /// Returns, as u32 `[tokens]`, the row of a table's gradient that each token contributes to; `None` if that is the token's id.
     fn gradient_rows(&self, table: ParameterIndex) -> Option<View<'_>>;
 }
 
-/// A micro-batch on the device: where ranks share sequences, the tokens that are here.
+/// A micro-batch on the device; under context parallelism, its local tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct Batch<'a> {
-    /// u32 `[tokens]`.
+    /// Token ids, u32 `[tokens]`.
     pub ids: View<'a>,
-    /// i32 `[tokens]`, -100 where masked. Needed by a program with a loss.
+    /// Labels, i32 `[tokens]`, -100 where masked. Required by a program with a loss.
     pub labels: Option<View<'a>>,
-    /// u32 `[tokens]`.
+    /// Position of each token in its sequence, u32 `[tokens]`.
     pub positions: View<'a>,
-    /// u32 `[tokens]`: the index within its sequence of the first token of each token's document. `None`: a
-    /// sequence is one document. Ranks that exchange tokens for heads need those of whole sequences.
+    /// Index within its sequence of the first token of each token's document, u32 `[tokens]`. `None`: a sequence is
+    /// one document. The all-to-all method of context parallelism needs those of whole sequences.
     pub document_starts: Option<View<'a>>,
-    /// u32 `[sequences, 2]`: the key of (seed, sample, epoch) of each sequence. Needed by a program with dropout.
+    /// Key of (seed, sample, epoch) of each sequence, u32 `[sequences, 2]`. Required by a program with dropout.
     pub dropout_keys: Option<View<'a>>,
-    /// f32 `[head_dim / 2]`. Needed by a program with rotary embeddings.
+    /// Inverse frequencies, f32 `[head_dim / 2]`. Required by a program with rotary embeddings.
     pub inverse_frequencies: Option<View<'a>>,
 }
 
-/// Keys and values of earlier tokens of one sequence, for one layer.
+/// Cached keys and values of one sequence, for one layer.
 #[derive(Debug, Clone, Copy)]
 pub struct KeyValueCache<'a> {
-    /// `[capacity, key_value_heads · head_dim]`.
+    /// Keys, `[capacity, key_value_heads · head_dim]`.
     pub keys: View<'a>,
-    /// `[capacity, key_value_heads · head_dim]`.
+    /// Values, `[capacity, key_value_heads · head_dim]`.
     pub values: View<'a>,
-    /// Tokens that are already in it.
+    /// Number of cached tokens.
     pub filled: usize,
 }
 
-/// Everything one replay of a program works on.
+/// The buffers, groups and settings of one replay.
 #[derive(Clone, Copy)]
 pub struct Replay<'a> {
-    /// Where kernels run.
+    /// Queue that runs the kernels.
     pub queue: &'a dyn Kernels,
     /// The block's weights and gradients.
     pub parameters: &'a dyn Parameters,
-    /// The micro-batch.
+    /// The micro-batch to run on.
     pub batch: Batch<'a>,
     /// The output of the block before, `[tokens, columns]`.
     pub input: Option<View<'a>>,
-    /// At least [`Program::frame_bytes`], or, with another place for the output, as many as lie before it.
+    /// Frame of at least [`Program::frame_bytes`]; if `output` is given, the bytes before the output suffice.
     pub frame: &'a Buffer,
-    /// Where the output is, `[tokens, columns]`, if not in the frame.
+    /// Buffer for the output, `[tokens, columns]`; `None` puts it in the frame.
     pub output: Option<View<'a>>,
-    /// At least [`Program::workspace_bytes`].
+    /// Workspace of at least [`Program::workspace_bytes`].
     pub workspace: &'a Buffer,
-    /// Number of the block's first dropout site in the model.
+    /// Index of the block's first dropout site in the model.
     pub first_dropout_site: u32,
-    /// Keys and values of earlier tokens, in generation.
+    /// Key-value cache, in generation.
     pub cache: Option<KeyValueCache<'a>>,
-    /// The ranks that share the block, if it was recorded for several.
+    /// The tensor-parallel group, if the block was recorded for several ranks.
     pub peers: Option<Peers<'a>>,
-    /// The row and the column of this rank, if those that share the block make a square.
+    /// Row and column groups of this rank, under two-dimensional tensor parallelism.
     pub grid: Option<GridPeers<'a>>,
-    /// The ranks that share out its experts, if they are on several.
+    /// The expert-parallel group, if the experts are on several ranks.
     pub expert_peers: Option<Peers<'a>>,
     /// The ranks that route other tokens of the same sequences, if there are any.
     pub sequence_peers: Option<Peers<'a>>,
-    /// The ranks that share each sequence, if it was recorded for several.
+    /// The context-parallel group, if the block was recorded for several ranks.
     pub context: Option<ContextPeers<'a>>,
-    /// Memory for what is on its way while products are computed, if the program has such exchanges.
+    /// Communication buffer, if the program overlaps collectives with products.
     pub transits: Option<&'a Transits>,
-    /// Where the smallest margin of routers is kept, if it is asked for
-    /// ([`Kernels::router_margin`](lockstep_tensor::Kernels::router_margin)).
+    /// Destination of the smallest router margin
+    /// ([`Kernels::router_margin`](lockstep_tensor::Kernels::router_margin)); `None` if it is not wanted.
     pub router_margin: Option<&'a Cell<f32>>,
-    /// Where the times of operations are recorded, if they are.
+    /// Destination of the spans of operations; `None` if the replay is not traced.
     pub trace: Option<Trace<'a>>,
 }
 
-/// The gradients that a backward begins with. Both are quotients of the whole step's numbers, so that sums over micro-batches and
-/// ranks are means.
+/// Gradients that seed a backward. Both are reciprocals of counts of the whole step, so that sums over micro-batches
+/// and ranks are means.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Seed {
-    /// Of the loss of each token that counts: one by their number.
+    /// Gradient of each unmasked token's loss: 1 / number of such tokens.
     pub of_tokens: f32,
-    /// Of each sequence's losses of routers: one by the number of sequences.
+    /// Gradient of each sequence's router losses: 1 / number of sequences.
     pub of_sequences: f32,
 }
 
 impl Seed {
-    /// Of a step of a model without routers: `1 / G`.
+    /// Returns the seed for a model without routers, `1 / G`.
     pub fn of_tokens(of_tokens: f32) -> Self {
         Self { of_tokens, of_sequences: 0.0 }
     }
 }
 
 impl Program {
-    /// Runs the forward; the output is in the frame.
+    /// Runs the forward and leaves the output in the frame, or in `replay.output`.
     ///
     /// # Errors
-    /// [`CommError`], as for all replays: none without peers.
+    /// If a collective fails or times out, as in all replays. A replay without groups is infallible.
     pub fn forward(&self, replay: &Replay<'_>) -> Result<(), CommError> {
         self.run((Stage::Forward, &self.forward), &self.gradients, replay, Extra::default())
     }
 
-    /// The forward of a step that goes on with a backward. Losses are left to [`Program::backward`], which has to
-    /// compute their logits in any case; nothing is left out of a block without a loss.
+    /// Runs the forward of a step that continues with a backward. A loss is skipped, because [`Program::backward`]
+    /// computes its logits anyway; a block without a loss runs in full.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a collective fails or times out.
     pub fn forward_for_backward(&self, replay: &Replay<'_>) -> Result<(), CommError> {
         let phase = (Stage::Forward, &self.forward);
         self.run_some(phase, &self.gradients, replay, Extra::default(), |instruction| {
@@ -144,18 +144,18 @@ impl Program {
         })
     }
 
-    /// The output in the frame, after a forward; losses also after a backward.
+    /// Returns the output in the frame, after a forward; losses also after a backward.
     pub fn output<'a>(&self, frame: &'a Buffer) -> View<'a> {
         let info = self.values[self.output.0];
         let slot = self.forward.values[self.output.0].expect("the output has a place");
         frame.view(info.dtype, slot.offset_bytes, [info.rows, info.columns])
     }
 
-    /// Gradients of the input and of the weights, after a forward. `dy` is the gradient of the output (none for a
-    /// block that ends in a loss), `dx` receives that of the input (none for a block without one).
+    /// Computes the input and weight gradients, after a forward. `dy` is the gradient of the output (`None` for a
+    /// block that ends in a loss); `dx` receives that of the input (`None` for a block without an input).
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a collective fails or times out.
     pub fn backward(
         &self,
         replay: &Replay<'_>,
@@ -167,11 +167,11 @@ impl Program {
         self.run((Stage::Backward, &self.backward), &self.gradients, replay, extra)
     }
 
-    /// The first half of a split backward: the gradient of the input. What the weights need is kept in `deferred`
-    /// (at least [`Program::deferred_bytes`]) and in the frame.
+    /// Runs the first half of a split backward, the input gradients. Values for the weight gradients are saved in
+    /// `deferred` (at least [`Program::deferred_bytes`]) and in the frame.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a collective fails or times out.
     pub fn backward_inputs(
         &self,
         replay: &Replay<'_>,
@@ -184,10 +184,10 @@ impl Program {
         self.run((Stage::Backward, &self.backward_inputs), &self.split_gradients, replay, extra)
     }
 
-    /// The second half of a split backward: adds to the gradients of the weights.
+    /// Runs the second half of a split backward, which adds to the weight gradients.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a collective fails or times out.
     pub fn backward_weights(&self, replay: &Replay<'_>, deferred: &Buffer) -> Result<(), CommError> {
         let extra = Extra { deferred: Some(deferred), ..Extra::default() };
         self.run((Stage::Backward, &self.backward_weights), &self.split_gradients, replay, extra)
@@ -203,7 +203,7 @@ impl Program {
         self.run_some((stage, phase), gradients, replay, extra, |_| true)
     }
 
-    /// Runs the instructions that `is_wanted`.
+    /// Runs the instructions that satisfy `is_wanted`.
     fn run_some(
         &self,
         (stage, phase): (Stage, &Phase),
@@ -231,7 +231,7 @@ impl Program {
     }
 }
 
-/// What only backward calls have.
+/// Arguments of backward calls.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Extra<'a> {
     dy: Option<View<'a>>,
@@ -422,7 +422,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// The loss with the gradients of the output layer's operands, part of the tokens by part.
+    /// Computes the losses and the gradients of the output layer's operands, one range of tokens at a time.
     fn output_loss_gradients(
         &self,
         operation: &Operation,
@@ -467,7 +467,7 @@ impl<'a> Run<'a> {
 
     fn backward_weights(&self, operation: &Operation, dy: View<'_>) -> Result<(), CommError> {
         let queue = self.replay.queue;
-        // For kernels that can only add.
+        // Zeroes a gradient that is to be overwritten, for kernels that only accumulate.
         let gradient = |index: ParameterIndex| {
             let (gradient, write) = self.replay.parameters.gradient(index);
             if write == Write::Overwrite {
@@ -540,7 +540,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Where the rows of some tokens stand in their sequences.
+    /// Returns the places of some tokens in their sequences, which key dropout masks.
     pub(crate) fn places(&self, tokens: TokenRange) -> TokenPlaces {
         let (seq_len, context) = (self.program.shape.seq_len, self.program.context);
         let halves = context.halves_of(context.rank, seq_len * context.ranks);
@@ -590,14 +590,14 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// How many rows count, where not all do.
+    /// Reads back the number of rows in use; `None` if all are.
     fn used_rows(&self, offsets: Option<Value>) -> Option<usize> {
         let offsets = self.flat(offsets?);
         let (last, mut rows) = (offsets.elements() - 1, [0_u32]);
         Some(offsets.rows(last..last + 1).read(&mut rows).wait()[0] as usize)
     }
 
-    /// Tokens of each sequence, those of other ranks included.
+    /// Tokens per sequence, those of other ranks included.
     pub(crate) fn whole_seq_len(&self) -> usize {
         self.program.shape.seq_len * self.program.context.ranks
     }
@@ -622,18 +622,18 @@ impl<'a> Run<'a> {
         self.replay.parameters.weight(index)
     }
 
-    /// A value as `[tokens, columns]`.
+    /// Returns a value as `[tokens, columns]`.
     pub(crate) fn value(&self, value: Value) -> View<'a> {
         let slot = self.phase.values[value.0].expect("every value an instruction touches has a place");
         self.at(slot, self.program.values[value.0])
     }
 
-    /// A value as `[rows, width]`: one row per norm.
+    /// Returns a value as `[rows, width]`, one row per norm.
     fn grouped(&self, value: Value, width: usize) -> View<'a> {
         group(self.value(value), width)
     }
 
-    /// A statistic as a vector.
+    /// Returns a statistic as a vector.
     pub(crate) fn flat(&self, value: Value) -> View<'a> {
         let view = self.value(value);
         view.reshape([view.elements()])
@@ -672,7 +672,7 @@ fn check(view: View<'_>, dtype: DType) -> View<'_> {
     view
 }
 
-/// The first rows, where not all count.
+/// Returns the first `rows` rows, or all.
 fn used(view: View<'_>, rows: Option<usize>) -> View<'_> {
     rows.map_or(view, |rows| view.rows(0..rows))
 }
@@ -681,7 +681,7 @@ fn group(view: View<'_>, width: usize) -> View<'_> {
     view.reshape([view.elements() / width, width])
 }
 
-/// A value by heads.
+/// Reshapes a value to `[rows, heads, columns / heads]`.
 fn in_heads(view: View<'_>, heads: usize) -> View<'_> {
     let (rows, columns) = view.shape().as_matrix();
     view.reshape([rows, heads, columns / heads])

@@ -1,9 +1,9 @@
-//! Ring attention (Liu et al., 2023): keys and values go round the ranks that share each sequence, and what each rank's
-//! queries make of them is merged by their log-sum-exps. In the backward the gradients of keys and values follow them,
-//! growing with each rank, until they are home.
+//! Ring attention (Liu et al., 2023): keys and values travel around the context-parallel group, and the partial
+//! outputs of each rank's queries are merged by their log-sum-exps. In the backward the gradients of keys and values
+//! travel after them, growing on each rank, until they reach their owner.
 //!
-//! A rank sends on what it has before it computes with it, so that transfers and products overlap wherever the transport works by
-//! itself. What is added in which order is fixed: no bit depends on timing.
+//! A rank sends a block on before it computes with it, so transfers overlap with compute wherever the transport makes
+//! progress by itself. The order of additions is fixed, so no bit depends on timing.
 
 use std::cell::RefCell;
 
@@ -19,25 +19,25 @@ use crate::{
     replay::Run,
 };
 
-/// Memory for keys and values that go round, and for their gradients.
+/// Send and receive buffers of ring attention for keys and values, and for their gradients.
 #[derive(Debug)]
 pub struct Ring {
-    /// One that goes, one that comes, and a copy to compute with of what has to go on at once.
+    /// A send buffer, a receive buffer, and a copy of the block in flight for the kernels to read.
     blocks: RefCell<[Buffer; 3]>,
-    /// f32: two that are added to and sent by turns, and one that comes.
+    /// f32: two buffers that are alternately added to and sent, and a receive buffer.
     gradients: RefCell<[Buffer; 3]>,
 }
 
-/// The slot of a block that is computed with while it goes on.
+/// Slot of the copy that kernels read while its block is sent on.
 const COPY: usize = 2;
-/// The slot of gradients that come.
+/// Slot that gradients are received in.
 const COMING: usize = 2;
 
 impl Ring {
-    /// Memory for the blocks of any of `programs`, if their attention needs any.
+    /// Allocates buffers that suffice for any of `programs`; `None` if none of them uses ring attention.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If the arena is out of memory.
     pub fn new<'a>(
         mut programs: impl Iterator<Item = &'a Program> + Clone,
         arena: &Arena,
@@ -60,7 +60,7 @@ impl Ring {
 }
 
 impl Program {
-    /// Elements of the largest block of keys and values that goes round the ranks that share each sequence; 0 if none does.
+    /// Elements of the largest block of keys and values that travels around the context-parallel group; 0 without ring attention.
     pub fn ring_elements(&self) -> usize {
         let of = |operation: &Operation| match operation {
             Operation::Attention(AttentionOperation { reach: Reach::Ring { .. }, k, v, .. }) => {
@@ -72,7 +72,7 @@ impl Program {
     }
 }
 
-/// Messages to the next rank of the ring and from the one before.
+/// Sends to the next rank of the ring, and receives from the previous one.
 struct Neighbours<'a> {
     peers: Peers<'a>,
     next: usize,
@@ -94,7 +94,7 @@ impl<'a> Neighbours<'a> {
         self.peers.start(Collective::Receive { output: lent(buffer, bytes), from: self.before })
     }
 
-    /// Waits for a message; gives back what was lent.
+    /// Waits for a message; its buffer returns to the owner.
     fn wait(&self, pending: Option<Pending>) -> Result<(), CommError> {
         pending.map_or(Ok(()), |pending| self.peers.wait(pending))
     }
@@ -104,11 +104,11 @@ fn lent(buffer: &mut Buffer, bytes: usize) -> Lent {
     Lent::new(buffer.lend(0..bytes), DType::U8)
 }
 
-/// Keys and values on their way round: those of one rank after the other, from the own ones to those of the next rank.
+/// Blocks of keys and values in flight: this rank's block first, then the previous rank's, and so on around the ring.
 struct Blocks<'a> {
     neighbours: Neighbours<'a>,
     bytes: usize,
-    /// The slots of the block that goes and of the one that comes.
+    /// Slots of the block being sent and of the block being received.
     going: usize,
     coming: usize,
     sent: Option<Pending>,
@@ -116,7 +116,7 @@ struct Blocks<'a> {
 }
 
 impl<'a> Blocks<'a> {
-    /// Sends the own block, which is in the slot that goes, and has the next one come.
+    /// Starts to send this rank's block, which is in the send slot, and to receive the previous rank's.
     fn start(neighbours: Neighbours<'a>, blocks: &mut [Buffer; 3], bytes: usize) -> Result<Self, CommError> {
         let (going, coming) = (0, 1);
         let sent = Some(neighbours.send(&mut blocks[going], bytes)?);
@@ -124,7 +124,7 @@ impl<'a> Blocks<'a> {
         Ok(Self { neighbours, bytes, going, coming, sent, received })
     }
 
-    /// Waits for the block that comes; sends it on, unless it `is_last`. Returns the slot of it.
+    /// Waits for the block being received, and sends it on unless it `is_last`. Returns the slot to read it from.
     fn next(&mut self, run: &Run<'_>, blocks: &mut [Buffer; 3], is_last: bool) -> Result<usize, CommError> {
         self.neighbours.wait(self.received.take())?;
         if is_last {
@@ -139,7 +139,7 @@ impl<'a> Blocks<'a> {
         Ok(COPY)
     }
 
-    /// Waits until the last block that was sent has left.
+    /// Waits until the last block has been sent.
     fn end(self) -> Result<(), CommError> {
         self.neighbours.wait(self.sent)
     }
@@ -162,7 +162,7 @@ impl<'a> Pair<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// The forward of an attention whose keys go round.
+    /// Runs the forward of ring attention.
     pub(crate) fn ring_attention(
         &self,
         operation: &AttentionOperation,
@@ -182,7 +182,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// The backward of an attention whose keys go round, and their gradients after them.
+    /// Runs the backward of ring attention; the gradients of keys and values travel after them.
     pub(crate) fn ring_attention_backward(
         &self,
         operation: &AttentionOperation,
@@ -209,7 +209,7 @@ impl<'a> Run<'a> {
                 self.attend_backward(operation, spans, [block.keys, block.values], dy, gradients, write);
                 neighbours.peers.progress()
             })?;
-            // And what the ranks have that these keys come from.
+            // Add the gradients that the previous ranks of the ring have summed for these keys and values.
             neighbours.wait(received.take())?;
             if step > 0 {
                 let before = Pair::in_buffer(&slots[COMING], DType::F32, [dk, dv]);
@@ -230,8 +230,8 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Calls `visit` with (step, rank, keys and values of that rank): first with the own ones, then with those of the rank
-    /// before, and so on.
+    /// Calls `visit` with (step, rank, keys and values of that rank): first with this rank's block, then with the
+    /// previous rank's, and so on.
     fn around(
         &self,
         operation: &AttentionOperation,
@@ -255,8 +255,9 @@ impl<'a> Run<'a> {
         blocks.end()
     }
 
-    /// Calls `visit` with spans of the own queries and of the keys of a rank, and how the result for the queries is
-    /// written. The first call on queries is that with their own keys, of which each sees some.
+    /// Calls `visit` with spans of the local queries and of the keys of rank `keys_of`, and with the write mode of
+    /// the result. Each range of queries meets its own range of keys first, because every query sees at least one of
+    /// them.
     fn for_each_call(
         &self,
         operation: &AttentionOperation,

@@ -1,7 +1,7 @@
-//! Mixtures of experts, as they are replayed.
+//! Execution of a mixture of experts: routing, dispatch and combine.
 //!
-//! Where experts are on several ranks, rows go to them and come back. How many go where is known only now, so ranks tell each other
-//! before; kinds and order of what they do together never change.
+//! Under expert parallelism rows go to the ranks of their experts and back by all-to-all. Row counts are known only
+//! at run time, so ranks exchange them first; the kinds and the order of collectives never change.
 //!
 //! ```text
 //! tokens -> slots by expert: "sending" -> all-to-all -> "receiving", by sender -> rows by expert -> the experts
@@ -26,7 +26,7 @@ impl<'a> Run<'a> {
         if let Some(smallest) = self.replay.router_margin {
             smallest.set(smallest.get().min(queue.router_margin(&router, routed.scores).wait()));
         }
-        // Tokens of one stretch follow each other; between two may be those of other ranks.
+        // The tokens of one range of a sequence are consecutive; other ranks may hold the tokens between two ranges.
         let places = self.places(tokens);
         let stretches = TokenPlaces { seq_len: places.seq_len / self.program.context.pieces(), ..places };
         queue.router_load(routed, stretches, self.value(counts), self.value(probabilities));
@@ -40,8 +40,8 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Tells the other ranks that have tokens of the same sequences how often experts were chosen here, and adds up what all have
-    /// told: of whole sequences, and of the tokens before each of the own stretches.
+    /// All-gathers the slot counts of the ranks that hold tokens of the same sequences. Sums them per expert: over
+    /// whole sequences, and over the tokens before each local range.
     fn count_parts(&self, counts: View<'a>, parts: PartCounts) -> Result<(), CommError> {
         let (queue, context) = (self.replay.queue, self.program.context);
         let peers = self.replay.sequence_peers.expect("a router of parts of sequences is given the others'");
@@ -51,7 +51,7 @@ impl<'a> Run<'a> {
         let rows = |view: View<'_>| view.shape().as_matrix().0;
         let row_of = |view: View<'a>, row: usize| view.rows(row..row + 1);
         let (sequences, ranks) = (rows(totals), rows(gathered) / rows(counts));
-        // Of ranks that have the same stretches, each has a range of their tokens.
+        // Ranks of a tensor-parallel group hold consecutive parts of the same range.
         let (stretches, sharing) = (context.pieces(), ranks / context.ranks);
         let of_sequence = rows(ordered) / sequences;
         let places = || {
@@ -62,7 +62,7 @@ impl<'a> Run<'a> {
                 },
             )
         };
-        // Sums of whole numbers: exact in any order.
+        // Sums of integers: exact in any order.
         for sequence in 0..sequences {
             let of_sequence = ordered.rows(sequence * of_sequence..(sequence + 1) * of_sequence);
             for (rank, stretch, place) in places() {
@@ -80,7 +80,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// The gradient of the logits: by the weights, and by the losses of the router.
+    /// Writes the gradient of the logits, by the weights of experts and by the router losses.
     pub(crate) fn route_gradient(&self, route: &RouteOperation, dweights: View<'_>, dlogits: View<'_>) {
         let RouteOperation { routing, counts, parts, probabilities, .. } = *route;
         let (queue, seed) = (self.replay.queue, self.extra.seed.of_sequences);
@@ -121,7 +121,7 @@ impl<'a> Run<'a> {
         queue.permute(permutation, x, sending);
         let trade = self.tell_counts(remote)?;
         trade.forth(sending, receiving)?;
-        // Rows have come by sender and expert; the experts want them by expert, and then by sender.
+        // Received rows are sorted by sender, then expert; the experts need them sorted by expert, then sender.
         let arrived = self.flat(remote.arrived).rows(0..trade.arrived());
         queue.arrived_experts(self.flat(remote.received), trade.experts, arrived);
         queue.sort_slots(arrived, 0, self.arrivals(remote, &trade), self.flat(tables.offsets));
@@ -163,7 +163,8 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// `rows` are those that the forward combined: on several ranks, as they have come back.
+    /// Computes the gradients of the rows and of the weights. `rows` are the rows that the forward combined; with
+    /// remote experts, the returned ones.
     pub(crate) fn combine_gradient(
         &self,
         dy: View<'_>,
@@ -186,7 +187,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Rows of the experts that are here, back to the slots that they belong to: `returned`.
+    /// Sends rows of the local experts back to the ranks of their slots: writes and returns `returned`.
     #[track_caller]
     fn send_back<'v>(
         &self,
@@ -201,7 +202,7 @@ impl<'a> Run<'a> {
         Ok(returned)
     }
 
-    /// The experts of slots, with a slot for each part of an expert.
+    /// Returns the expert of each slot; with expert tensor parallelism, one slot per shard of the expert.
     fn parts_of_experts<'v>(&self, chosen: View<'v>, remote: RemoteRows) -> View<'v>
     where
         'a: 'v,
@@ -209,12 +210,12 @@ impl<'a> Run<'a> {
         let Some(experts) = remote.experts else { return chosen };
         let experts = self.flat(experts);
         let here = self.flat(remote.received).elements() / remote.place.group_size();
-        // Parts of an expert are on neighbouring ranks; a rank has as many experts as any other.
+        // Shards of an expert are on neighbouring ranks; every rank has equally many experts.
         self.replay.queue.part_slots(chosen, here, experts);
         experts
     }
 
-    /// Tells the other ranks how many rows come to each expert, and learns it of the own ones.
+    /// Exchanges with the expert group how many rows each rank sends to each expert.
     fn tell_counts(&self, remote: RemoteRows) -> Result<Trade<'a>, CommError> {
         let sent = self.counts_sent(remote);
         let mut theirs = vec![0; sent.len()];
@@ -225,7 +226,7 @@ impl<'a> Run<'a> {
         Ok(Trade::new(peers, &sent, &received))
     }
 
-    /// The same where all ranks have been told.
+    /// Returns the counts that an earlier call of `tell_counts` exchanged.
     fn known_counts(&self, remote: RemoteRows) -> Trade<'a> {
         let received = self.numbers(self.flat(remote.received));
         Trade::new(self.expert_peers(), &self.counts_sent(remote), &received)
@@ -236,7 +237,7 @@ impl<'a> Run<'a> {
         offsets.windows(2).map(|ends| ends[1] - ends[0]).collect()
     }
 
-    /// A small table: the ranks' collectives are told their sizes by the host.
+    /// Reads a small table to the host, because the host passes their sizes to the collectives.
     fn numbers(&self, table: View<'_>) -> Vec<u32> {
         let mut numbers = vec![0; table.elements()];
         table.read(&mut numbers).wait();
@@ -284,17 +285,17 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Rows on their way between ranks: how many go to each, and how many come from each.
+/// An expert-parallel all-to-all of rows, with the row counts to and from each rank.
 struct Trade<'a> {
     peers: Peers<'a>,
-    /// Of each rank.
+    /// Experts per rank.
     experts: usize,
     sent: Vec<usize>,
     received: Vec<usize>,
 }
 
 impl<'a> Trade<'a> {
-    /// By counts for each rank and expert.
+    /// Sums counts per rank and expert to counts per rank.
     fn new(peers: Peers<'a>, sent: &[u32], received: &[u32]) -> Self {
         let experts = sent.len() / peers.group.size();
         let of_ranks = |counts: &[u32]| -> Vec<usize> {
@@ -303,12 +304,12 @@ impl<'a> Trade<'a> {
         Self { peers, experts, sent: of_ranks(sent), received: of_ranks(received) }
     }
 
-    /// Rows that come.
+    /// Number of rows received.
     fn arrived(&self) -> usize {
         self.received.iter().sum()
     }
 
-    /// To the experts.
+    /// Sends rows from the ranks of their tokens to the ranks of their experts.
     #[track_caller]
     fn forth(&self, sending: View<'_>, receiving: View<'_>) -> Result<(), CommError> {
         let receiving = receiving.rows(0..self.arrived());
@@ -316,7 +317,7 @@ impl<'a> Trade<'a> {
         self.peers.trade_rows(sending, receiving, &self.sent, &self.received)
     }
 
-    /// From the experts.
+    /// Sends rows from the ranks of their experts back to the ranks of their tokens.
     #[track_caller]
     fn back(&self, receiving: View<'_>, returned: View<'_>) -> Result<(), CommError> {
         let returned = returned.rows(0..self.sent.iter().sum());

@@ -1,17 +1,17 @@
-//! Where every value of a program lives: lifetimes in, offsets out.
+//! Memory planning of a program: lifetimes of values in, offsets out.
 
-/// The memory a value can live in.
+/// A memory region that a value can live in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Region {
     /// The block's input: the output of the block before.
     Input,
-    /// What the block saves for one micro-batch.
+    /// Activations that the block saves for one micro-batch.
     Frame,
-    /// The block's output: the end of the frame, unless whoever replays has another place for it.
+    /// The block's output: the end of the frame, or a buffer that the caller supplies.
     Output,
-    /// What lives inside one call.
+    /// Values that live inside one call.
     Workspace,
-    /// What a split backward keeps for the gradients of the weights.
+    /// Values that the first half of a split backward saves for the weight gradients.
     Deferred,
     /// The gradient of the block's output.
     OutputGradient,
@@ -19,7 +19,7 @@ pub(crate) enum Region {
     InputGradient,
 }
 
-/// A place in a region.
+/// An offset in a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Slot {
     pub(crate) region: Region,
@@ -32,10 +32,10 @@ impl Slot {
     }
 }
 
-/// Offsets are multiples of this, so that every value starts at a cache line.
+/// Alignment of offsets in bytes: every value starts at a cache line.
 const ALIGNMENT: usize = 64;
 
-/// Hands out consecutive ranges of a region.
+/// A bump allocator that hands out consecutive ranges of a region.
 #[derive(Debug, Default)]
 pub(crate) struct Bump {
     pub(crate) bytes: usize,
@@ -49,7 +49,7 @@ impl Bump {
     }
 }
 
-/// Something that needs `bytes` from the time it is first written to the time it is last read, both included.
+/// A value of `bytes` that lives from its first to its last access, both included, in instruction indices.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Lifetime {
     pub(crate) first: usize,
@@ -57,7 +57,7 @@ pub(crate) struct Lifetime {
     pub(crate) bytes: usize,
 }
 
-/// Offsets such that no two lifetimes that overlap in time overlap in memory, and the bytes that takes.
+/// Returns offsets such that no two lifetimes that overlap in time overlap in memory, and the total bytes.
 ///
 /// Greedy by size, each at the lowest offset that fits: within a few percent of the best on the lifetimes
 /// of transformer blocks, and simple enough to check.

@@ -1,21 +1,22 @@
-//! Linear layers of ranks that make a square: each holds one block of every weight, and blocks travel along rows and columns.
+//! Linear layers under two-dimensional tensor parallelism: the ranks form a square, each holds one block of every
+//! weight, and blocks are broadcast along its rows and columns.
 //!
-//! SUMMA (van de Geijn and Watts, 1997), as Xu et al. (2021) use it for transformers. Of a square of `q · q` ranks the one in row
-//! `i` and column `j` has these blocks, where row `i` has `1/q` of the sequences; all that stands between linear layers and looks at
-//! no other sequence and no other head is computed on blocks:
+//! SUMMA (van de Geijn and Watts, 1997), as Xu et al. (2021) use it for transformers. In a square of `q · q` ranks,
+//! row `i` has `1/q` of the sequences. The rank in row `i` and column `j` holds the blocks below; attention and the
+//! activation functions work on blocks as well, because they need no other sequence and no other head:
 //!
 //! ```text
 //! X_ij   tokens of row i, range j of the inputs
 //! W_ji   range j of the outputs, range i of the inputs
 //! Y_ij   tokens of row i, range j of the outputs
 //!
-//! Y_ij  = sum over k of X_ik W_jkᵀ      for each k: X_ik comes along the row, W_jk along the column
-//! dX_ik = sum over j of dY_ij W_jk      for each k: W_jk comes along the column, the sum goes along the row to k
-//! dW_jk = sum over i of dY_ijᵀ X_ik     for each k: X_ik comes along the row, the sum goes along the column to k
+//! Y_ij  = sum over k of X_ik W_jkᵀ      for each k: broadcast X_ik along the row, W_jk along the column
+//! dX_ik = sum over j of dY_ij W_jk      for each k: broadcast W_jk along the column, reduce the sum along the row to k
+//! dW_jk = sum over i of dY_ijᵀ X_ik     for each k: broadcast X_ik along the row, reduce the sum along the column to k
 //! ```
 //!
-//! Norms, residuals and dropout work on the tokens of a rank, as with sequence parallelism; before and after the linear layers of a
-//! branch the ranks of a row exchange their tokens for blocks.
+//! Norms, residuals and dropout work on a range of tokens per rank, as in sequence parallelism. Before and after the
+//! linear layers of a branch an all-to-all along the row converts between tokens and blocks.
 
 use lockstep_comm::CommError;
 use lockstep_plan::{DType, GridPlace, Initializer};
@@ -29,7 +30,7 @@ use crate::{
     replay::Run,
 };
 
-/// `y = x Wᵀ + b` by blocks.
+/// A linear layer `y = x Wᵀ + b` whose operands are sharded into blocks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BlockLinear {
     pub(crate) x: Value,
@@ -37,11 +38,11 @@ pub(crate) struct BlockLinear {
     pub(crate) bias: Option<ParameterIndex>,
     pub(crate) grid: GridPlace,
     pub(crate) y: Value,
-    /// Scratch for blocks of other ranks: of the input or its gradient, and of the weight.
+    /// Scratch for broadcast blocks: one of the input or its gradient, one of the weight.
     blocks: [Value; 2],
-    /// Where dtypes are narrower than f32 products are summed aside.
+    /// f32 scratch that products are summed in, for dtypes narrower than f32.
     sums: Option<Value>,
-    /// Scratch while the gradient of the weight is computed: a block of the input, and of that gradient.
+    /// Scratch for the weight gradient: one block of the input, one of the weight gradient.
     blocks_for_weights: [Value; 2],
 }
 
@@ -56,10 +57,10 @@ impl BlockLinear {
 }
 
 impl Recorder {
-    /// [`Recorder::product`] of ranks that make a square.
+    /// Records [`Recorder::product`] under two-dimensional tensor parallelism.
     ///
     /// # Panics
-    /// If its side does not divide what is split.
+    /// If the side of the square does not divide the split dimension.
     pub(crate) fn product_of_blocks(
         &mut self,
         x: Value,
@@ -110,7 +111,7 @@ impl<'a> Run<'a> {
             .expect("a program that was recorded for a square of ranks is given its rows and columns")
     }
 
-    /// The forward.
+    /// Runs the forward.
     pub(crate) fn block_linear(&self, linear: &BlockLinear) -> Result<(), CommError> {
         let BlockLinear { x, weight, bias, grid, y, blocks, sums, .. } = *linear;
         let (GridPeers { row, column }, queue) = (self.grid_peers(), self.replay.queue);
@@ -131,7 +132,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// `dx` becomes the gradient of the input, or has it added.
+    /// Writes the gradient of the input to `dx`, or adds it.
     pub(crate) fn block_linear_input_gradient(
         &self,
         linear: &BlockLinear,
@@ -150,7 +151,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Contributes to the gradient of the weight.
+    /// Writes the gradient of the weight, or adds it.
     pub(crate) fn block_linear_weight_gradient(
         &self,
         linear: &BlockLinear,
@@ -168,7 +169,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// The sum of what all ranks make of a product, to one of them.
+    /// Computes a product on every rank and reduces the results to rank `root`, which writes or adds the sum to `to`.
     #[track_caller]
     fn sum_to(
         &self,
@@ -188,7 +189,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// `x [n, q · w]` of the own tokens becomes `y [q · n, w]`, the own columns of the row's tokens.
+    /// Converts `x [n, q · w]`, all columns of this rank's tokens, to `y [q · n, w]`, this rank's columns of the row's tokens.
     #[track_caller]
     pub(crate) fn tokens_to_blocks(
         &self,
@@ -201,7 +202,7 @@ impl<'a> Run<'a> {
         row.exchange(sent, y.reshape([q, n, w]))
     }
 
-    /// And back.
+    /// Converts `x [q · n, w]`, this rank's columns of the row's tokens, to `y [n, q · w]`, all columns of this rank's tokens.
     #[track_caller]
     pub(crate) fn blocks_to_tokens(
         &self,
@@ -215,7 +216,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// The ranks that exchange, scratch, and the numbers of tokens, of ranks, and of columns that each has of the others' tokens.
+    /// Returns the row group, scratch, and the sizes of an exchange: tokens per rank, ranks, and columns per rank.
     fn of_exchange(&self, tokens: View<'_>, scratch: Option<Value>) -> (Peers<'a>, View<'a>, [usize; 3]) {
         let row = self.grid_peers().row;
         let ((n, columns), q) = (tokens.shape().as_matrix(), row.group.size());
@@ -224,7 +225,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// A product of two blocks.
+/// A matrix product of two blocks.
 #[derive(Clone, Copy)]
 struct Product<'a> {
     layout: GemmLayout,
@@ -232,7 +233,7 @@ struct Product<'a> {
     b: View<'a>,
 }
 
-/// The block of rank `root`, which sends its own, and which the others receive in `other`.
+/// Broadcasts the block of rank `root`, which is `own` there; the other ranks receive it in `other`. Returns the block.
 #[track_caller]
 fn block_of<'a>(
     peers: Peers<'_>,

@@ -1,7 +1,7 @@
-//! Where the time of a step goes: one span for each operation that runs, recorded only while somebody asks.
+//! Traces of a step: one span for each operation that runs, recorded only while tracing is on.
 //!
-//! Whoever executes operations holds a [`Timeline`] and wraps each of them in a span. While it is off that
-//! costs one test of a flag, and nothing is allocated.
+//! The executor of operations holds a [`Timeline`] and wraps each operation in a span. While tracing is off, a span
+//! costs one test of a flag and allocates nothing.
 
 use std::cell::{Cell, RefCell};
 use std::ops::AddAssign;
@@ -11,39 +11,39 @@ use lockstep_plan::work::Pass;
 
 use crate::ParameterIndex;
 
-/// What a span of time was spent on.
+/// The operation that a span of time was spent on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Activity {
-    /// The kind of operation, such as `linear`.
+    /// Kind of operation, such as `linear`.
     pub name: &'static str,
-    /// For an operation of the model.
+    /// Part of the step, for an operation of the model.
     pub pass: Option<Pass>,
-    /// The unit that it belongs to.
+    /// Index of the unit that the operation belongs to.
     pub unit: Option<usize>,
-    /// The first of the unit's parameters that it works with.
+    /// First parameter of the unit that the operation reads or trains.
     pub parameter: Option<ParameterIndex>,
 }
 
 impl Activity {
-    /// Something that belongs to the step as a whole.
+    /// Returns an activity that belongs to the step as a whole.
     pub const fn of_step(name: &'static str) -> Self {
         Self { name, pass: None, unit: None, parameter: None }
     }
 }
 
-/// What an operation has to do, from its shapes alone.
+/// Work of an operation, derived from its shapes alone.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Cost {
-    /// Floating-point operations of matrix products, 2 per multiply-add: what a CPU's widest units can take.
+    /// Floating-point operations of matrix products, 2 per multiply-add; a device's matrix units can run them.
     pub product_flops: u64,
-    /// All other floating-point operations; a transcendental function counts one.
+    /// All other floating-point operations; a transcendental function counts as one.
     pub vector_flops: u64,
-    /// Bytes of every operand, once for each time that it must be read or written.
+    /// Bytes of all operands, each counted once per required read or write.
     pub bytes: u64,
 }
 
 impl Cost {
-    /// An operation that only moves bytes.
+    /// Returns the cost of an operation that only moves bytes.
     pub const fn of_bytes(bytes: u64) -> Self {
         Self { product_flops: 0, vector_flops: 0, bytes }
     }
@@ -62,25 +62,25 @@ impl AddAssign for Cost {
     }
 }
 
-/// An operation that has run.
+/// A recorded operation with its start and duration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// What it was.
+    /// The operation that ran.
     pub activity: Activity,
-    /// What it had to do.
+    /// Work of the operation.
     pub cost: Cost,
-    /// When it began, from [`Timeline::start`].
+    /// Start time, relative to [`Timeline::start`].
     pub start: Duration,
-    /// How long it took.
+    /// Wall-clock duration of the operation.
     pub duration: Duration,
 }
 
-/// When a span began; nothing while its timeline is off.
+/// Start time of an open span; empty while its timeline is off.
 #[derive(Debug, Clone, Copy)]
 #[must_use = "a span is recorded when it is ended"]
 pub struct Begin(Option<Instant>);
 
-/// Records spans while it is on. Recording allocates; being off does not.
+/// A recorder of spans. It allocates only while it is on.
 #[derive(Debug)]
 pub struct Timeline {
     origin: Cell<Instant>,
@@ -95,25 +95,25 @@ impl Default for Timeline {
 }
 
 impl Timeline {
-    /// Records from now on; what was recorded before is forgotten.
+    /// Starts recording and discards spans of an earlier recording.
     pub fn start(&self) {
         self.spans.borrow_mut().clear();
         self.origin.set(Instant::now());
         self.is_on.set(true);
     }
 
-    /// Ends the recording and returns it, in the order in which the spans ended.
+    /// Stops recording and returns the spans, in the order in which they ended.
     pub fn stop(&self) -> Vec<Span> {
         self.is_on.set(false);
         self.spans.take()
     }
 
-    /// Begins a span that [`Timeline::end`] ends.
+    /// Begins a span, which [`Timeline::end`] ends.
     pub fn begin(&self) -> Begin {
         Begin(self.is_on.get().then(Instant::now))
     }
 
-    /// Ends a span; `what` is asked only if it is recorded.
+    /// Ends a span. `what` is called only if the span is recorded.
     pub fn end(&self, begin: Begin, what: impl FnOnce() -> (Activity, Cost)) {
         let Some(begin) = begin.0 else { return };
         let duration = begin.elapsed();
@@ -122,7 +122,7 @@ impl Timeline {
         self.spans.borrow_mut().push(Span { activity, cost, start, duration });
     }
 
-    /// Does `work` in a span of its own.
+    /// Runs `work` inside a span.
     pub fn span<R>(&self, what: impl FnOnce() -> (Activity, Cost), work: impl FnOnce() -> R) -> R {
         let begin = self.begin();
         let result = work();
@@ -134,9 +134,9 @@ impl Timeline {
 /// The timeline that a replay records into, and the unit that it replays.
 #[derive(Debug, Clone, Copy)]
 pub struct Trace<'a> {
-    /// Where spans go.
+    /// Destination of the spans.
     pub timeline: &'a Timeline,
-    /// Number of the unit in its model.
+    /// Index of the unit in its model.
     pub unit: usize,
 }
 

@@ -1,26 +1,26 @@
-//! What of a block is trained, and what follows from it: which values need a gradient at all.
+//! Selection of the values of a block that need a gradient, given its trainable parameters.
 //!
-//! A gradient that no trained parameter and no earlier block waits for is never computed, and what it alone would
-//! need is never saved.
+//! A gradient that leads to no trained parameter and no earlier block is never computed, and activations that only it
+//! would read are never saved.
 
 use crate::{ParameterIndex, Value, operation::Operation, recorder::Recorder};
 
-/// Whether an earlier block waits for the gradient of a block's input.
+/// Tells the recorder if an earlier block needs the gradient of this block's input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum InputGradient {
-    /// It does.
+    /// The gradient of the block's input is computed.
     #[default]
     Wanted,
-    /// Nothing below is trained.
+    /// The gradient of the block's input is skipped: nothing in earlier blocks is trained.
     Unwanted,
 }
 
-/// What is trained in a recorded block.
+/// The trained parameters of a recorded block, and the values whose gradients they need.
 #[derive(Debug, Default)]
 pub(crate) struct Training {
-    /// By parameter.
+    /// Trained flag of each parameter.
     trained: Vec<bool>,
-    /// By value: whether its gradient leads to a trained parameter or to the block's input.
+    /// Per value, true if its gradient leads to a trained parameter or to the block's input.
     differentiated: Vec<bool>,
 }
 
@@ -41,27 +41,28 @@ impl Training {
         training
     }
 
-    /// Whether a parameter is trained.
+    /// Returns true if the parameter is trained.
     pub(crate) fn trains(&self, parameter: ParameterIndex) -> bool {
         self.trained[parameter.0]
     }
 
-    /// Whether the gradient of a value is needed.
+    /// Returns true if the gradient of the value is needed.
     pub(crate) fn differentiates(&self, value: Value) -> bool {
         self.differentiated[value.0]
     }
 
-    /// Whether the gradient of one of an operation's inputs is needed.
+    /// Returns true if the gradient of any of the operation's inputs is needed.
     pub(crate) fn reaches_inputs(&self, operation: &Operation) -> bool {
         operation.inputs().into_iter().any(|input| self.differentiates(input))
     }
 
-    /// Whether an operation has an instruction for its inputs: a loss has no other for its weights.
+    /// Returns true if the operation gets a `BackwardInputs` instruction. A loss computes its weight gradient in that
+    /// instruction as well.
     pub(crate) fn runs_for_inputs(&self, operation: &Operation) -> bool {
         self.reaches_inputs(operation) || (operation.is_loss() && self.reaches_weights(operation))
     }
 
-    /// Whether one of an operation's parameters is trained.
+    /// Returns true if any of the operation's parameters is trained.
     pub(crate) fn reaches_weights(&self, operation: &Operation) -> bool {
         operation.parameters().any(|parameter| self.trains(parameter))
     }

@@ -1,5 +1,5 @@
-//! Exchanges that go on beside products, as they are replayed: memory for what is on its way, and what is done at its beginning, for
-//! each chunk, and at its end.
+//! Execution of collectives that overlap with matrix products: their communication buffer, and the steps that start a
+//! collective, compute a chunk, and wait for a chunk.
 
 use std::cell::RefCell;
 
@@ -14,7 +14,7 @@ use crate::{
     replay::Run,
 };
 
-/// Memory for rows that are on their way between ranks while these multiply others.
+/// The communication buffer and the handles of collectives that overlap with matrix products.
 #[derive(Debug)]
 pub struct Transits {
     memory: RefCell<Buffer>,
@@ -22,10 +22,10 @@ pub struct Transits {
 }
 
 impl Transits {
-    /// Memory for any of `programs`, if any exchanges rows beside its products.
+    /// Allocates memory that suffices for any of `programs`; `None` if none of them overlaps collectives with products.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If the arena is out of memory.
     pub fn new<'a>(
         programs: impl Iterator<Item = &'a Program>,
         arena: &Arena,
@@ -42,7 +42,7 @@ impl Transits {
 }
 
 impl<'a> Run<'a> {
-    /// Carries out one of the instructions that exchanges beside products are made of.
+    /// Runs one of the instructions of an overlapped collective.
     pub(crate) fn in_transit(&self, instruction: &Instruction) -> Result<(), CommError> {
         let of = |transit: &usize| &self.phase.transits[*transit];
         match instruction {
@@ -54,7 +54,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Puts the own rows where those of all belong, and sends them.
+    /// Copies this rank's rows to their place in the result, and starts the all-gather of all chunks.
     fn start_gather(&self, transit: &Transit) -> Result<(), CommError> {
         let (queue, rank) = (self.replay.queue, self.peers().group.rank());
         let (own, all) = (self.object(transit.own), self.object(transit.all));
@@ -69,7 +69,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Sends the summands of a chunk, which are where they are sent from.
+    /// Starts the reduction of a chunk, whose partial sums the products wrote to the communication buffer.
     fn send_sums(&self, transit: &Transit, chunk: usize) -> Result<(), CommError> {
         let op = ReduceOp::Sum;
         self.start(transit, chunk, |data| match transit.way {
@@ -92,7 +92,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Waits for a chunk, and puts its rows where they belong.
+    /// Waits for a chunk and copies its rows from the communication buffer to the result.
     fn receive(&self, transit: &Transit, chunk: usize) -> Result<(), CommError> {
         let (queue, transits, rank) = (self.replay.queue, self.transits(), self.peers().group.rank());
         let pending = transits.pending.borrow_mut()[transit.first_pending + chunk].take();
@@ -114,7 +114,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Computes some rows of a product.
+    /// Computes a range of rows of a product.
     fn part(&self, product: &Instruction, transit: &Transit, rows: Rows) -> Result<(), CommError> {
         let (product, result) = match product {
             Instruction::Forward(operation) => {
@@ -160,7 +160,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// A block of a chunk, where it is kept on its way.
+/// Returns block `index` of a chunk in the communication buffer.
 fn block<'a>(memory: &'a Buffer, transit: &Transit, chunk: usize, index: usize) -> View<'a> {
     let (rows, columns) = (transit.chunks[chunk].len(), transit.info.columns);
     let dtype: DType = transit.info.dtype;

@@ -1,5 +1,5 @@
-//! The ways of running a backward agree bit for bit: fused and split, with and without recomputation; and the gradient
-//! is the derivative of the loss.
+//! All ways of running a backward agree bit for bit: fused and split, with and without recomputation. The gradient is
+//! the derivative of the loss.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::{
@@ -11,7 +11,7 @@ use lockstep_tensor::{Arena, CpuQueue, Gelu, RouterScores, RouterWeights, Tensor
 
 const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 5, dtype: DType::F32 };
 const WIDTH: usize = 12;
-/// The output, and how often each sequence has chosen each expert.
+/// Bytes of the values saved under full recomputation: the output, and the slot counts of the experts.
 const SAVED_ALWAYS: usize = (10 * WIDTH * 4).next_multiple_of(64) + 64;
 const SEED: Seed = Seed { of_tokens: 1.0, of_sequences: 0.5 };
 
@@ -19,8 +19,8 @@ fn linear<'a>(name: &'a str, out_features: usize, bias: Bias) -> Linear<'a> {
     Linear { name, out_features, bias, std: 0.3 }
 }
 
-/// A block with every kind of operation: two residual branches, grouped-query attention with rotary positions, a
-/// gated and a plain feed-forward, dropout, low-rank additions of which two share their narrow value.
+/// Records a block with every kind of operation: two residual branches, grouped-query attention with rotary
+/// positions, a gated and a plain feed-forward, dropout, and low-rank adapters of which two use the same `A`.
 fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
     let layers = [("q", "qv"), ("v", "qv"), ("down", "down")];
     let layers = layers.into_iter().map(|(layer, name)| (layer.to_owned(), name.to_owned())).collect();
@@ -52,7 +52,7 @@ fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
     g.add(x, fed)
 }
 
-/// Experts that take less than all slots, so that one has none in some sequences.
+/// Experts with a capacity below the number of slots, so that some sequences drop slots.
 const MIXTURE: Mixture<'_> = Mixture {
     router: "router",
     selection_bias: None,
@@ -76,7 +76,7 @@ fn block(recompute: Recompute, dropout: f32) -> Program {
     partly_trained(recompute, dropout, &[], InputGradient::Wanted)
 }
 
-/// The same where parameters of these names are not trained.
+/// Records the block with these parameters frozen.
 fn partly_trained(recompute: Recompute, dropout: f32, frozen: &[String], input: InputGradient) -> Program {
     let mut g = Recorder::new(Mode::Training, SHAPE);
     g.freeze(frozen.iter().cloned());
@@ -86,7 +86,7 @@ fn partly_trained(recompute: Recompute, dropout: f32, frozen: &[String], input: 
     g.finish(y, recompute)
 }
 
-/// The same as a whole model: an embedding before, a loss behind.
+/// Records a whole model: an embedding, the block, and a loss.
 fn with_loss(recompute: Recompute) -> Program {
     let mut g = Recorder::new(Mode::Training, SHAPE);
     let x = g.embedding(BatchInput::Ids, "table", 7, WIDTH, 0.5);
@@ -136,7 +136,7 @@ impl Parameters for Store {
     }
 }
 
-/// What surrounds a block: the micro-batch, the input, the gradient of the output.
+/// The surroundings of a block: the micro-batch, the input, the gradient of the output.
 struct World {
     arena: Arena,
     queue: CpuQueue,
@@ -173,7 +173,7 @@ impl World {
         }
     }
 
-    /// Runs `work` with a replay whose buffers are full of NaN, so that reading what was not written shows.
+    /// Runs `work` with a replay whose buffers are full of NaN, so that reads of unwritten memory show.
     fn replay<R>(
         &self,
         program: &Program,
@@ -220,7 +220,7 @@ impl World {
         Tensor::zeros(&self.arena, DType::F32, [SHAPE.tokens(), WIDTH], MemoryCategory::Activations).unwrap()
     }
 
-    /// Gradients of the input and of every parameter, in one call.
+    /// Returns the gradients of the input and of every parameter, by a fused backward.
     fn fused(&self, program: &Program) -> (Vec<f32>, Vec<Vec<f32>>) {
         let store = Store::new(program, &self.arena);
         let dx = self.dx();
@@ -231,7 +231,7 @@ impl World {
         (dx.view().to_vec(), store.gradients())
     }
 
-    /// The same in two calls, between which the gradient of the output and the workspace are lost.
+    /// Returns the same gradients by a split backward; between the halves the output's gradient and the workspace are overwritten.
     fn split(&self, program: &Program) -> (Vec<f32>, Vec<Vec<f32>>) {
         let store = Store::new(program, &self.arena);
         let dx = self.dx();
@@ -243,7 +243,7 @@ impl World {
             program.backward_inputs(replay, Some(dy.view()), Some(dx.view()), SEED, &deferred).unwrap();
             assert!(store.gradients().iter().flatten().all(|&g| g == 0.0), "weights wait for their turn");
             let found = dx.view().to_vec::<f32>();
-            // Whoever owns these buffers uses them for something else in the meantime.
+            // The owners of these buffers reuse them in the meantime.
             let lost = vec![f32::NAN; SHAPE.tokens() * WIDTH];
             dy.view().copy_from(&lost);
             dx.view().copy_from(&lost);
@@ -283,7 +283,7 @@ fn what_is_trained_gets_the_same_gradient_whatever_else_is_not() {
     let all = block(Recompute::None, 0.3);
     let reference = world.fused(&all);
     let names: Vec<&str> = all.parameters().iter().map(|parameter| parameter.name.as_str()).collect();
-    // Each parameter alone, each left out, none, and some at random.
+    // Each parameter alone, all but each, none, and random subsets.
     let random = |seed: u64| move |i: usize| Philox::new(seed).at(i as u64)[0].is_multiple_of(2);
     let mut choices: Vec<Vec<bool>> = vec![vec![false; names.len()]];
     for only in 0..names.len() {
@@ -352,14 +352,14 @@ fn the_gradient_is_the_derivative_of_the_loss() {
     let store = Store::new(&program, &world.arena);
     world.replay(&program, &store, false, |replay| {
         program.forward(replay).unwrap();
-        // The losses of routers are not among those that are summed here.
+        // Router losses are not part of the loss summed here.
         program.backward(replay, None, None, Seed::of_tokens(1.0)).unwrap();
     });
     let gradients = store.gradients();
     for (index, gradient) in gradients.iter().enumerate() {
         let weight = store.weights[index].view();
         let values = weight.to_vec::<f32>();
-        // Along a random direction, the central difference is the product of gradient and direction.
+        // Along a random direction, the central difference equals the dot product of gradient and direction.
         let direction: Vec<f32> = (0..values.len() as u64).map(|i| Philox::new(9).normal(i)).collect();
         let h = 3e-3;
         let along = |sign: f32| {

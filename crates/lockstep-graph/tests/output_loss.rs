@@ -1,4 +1,4 @@
-//! The output layer with its loss works through the tokens part by part: what it gives must not show it.
+//! The output layer with its loss works through the tokens part by part; its results must not depend on the parts.
 
 use lockstep_graph::{
     Batch, Bias, BlockShape, Linear, Mode, ParameterIndex, Parameters, Program, Recompute, Recorder, Replay,
@@ -10,7 +10,7 @@ use lockstep_tensor::{Arena, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, View, 
 const SHAPE: BlockShape = BlockShape { sequences: 3, seq_len: 50, dtype: DType::F32 };
 const TOKENS: usize = 150;
 const WIDTH: usize = 4;
-/// So large that its logits come in parts of 128 tokens.
+/// A vocabulary so large that its logits come in parts of 128 tokens.
 const VOCABULARY: usize = 250_000;
 const SEED_GRADIENT: f32 = 0.25;
 
@@ -53,7 +53,7 @@ fn logits_in_parts_give_the_losses_and_gradients_of_the_whole() {
         Tensor::from_slice(&arena, shape, &values, category).unwrap()
     };
     let x = random(1, [TOKENS, WIDTH]);
-    // What the gradient held before must not matter.
+    // The gradient starts with arbitrary values, which must not matter.
     let layer =
         OutputLayer { weight: random(2, [VOCABULARY, WIDTH]), gradient: random(3, [VOCABULARY, WIDTH]) };
     let labels: Vec<i32> = (0..TOKENS as i32).map(|t| if t % 7 == 6 { -100 } else { t * 901 }).collect();

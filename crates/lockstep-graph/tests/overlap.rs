@@ -1,4 +1,4 @@
-//! Exchanges in chunks beside products change no bit, and exchanges are the ones that the program says.
+//! Overlapped collectives in chunks change no bit, and the collectives that run are those that the program's work lists.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::{net::TcpListener, thread, time::Duration};
@@ -19,7 +19,7 @@ use proptest::{prelude::*, sample::select};
 const WIDTH: usize = 16;
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// How a block is recorded and run.
+/// Parameters of one recording and one run of a block.
 #[derive(Debug, Clone, Copy)]
 struct Setting {
     shape: BlockShape,
@@ -30,7 +30,7 @@ struct Setting {
     shared: Shared,
 }
 
-/// What ranks share out.
+/// The parallelism under test: tensor parallelism of the block, or context parallelism of its sequences.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Shared {
     Block,
@@ -43,7 +43,7 @@ enum Backward {
     Split,
 }
 
-/// A Llama block with biases, of the same kind in all ranks' parts.
+/// Records a Llama block with biases, under the same sharding on all ranks.
 fn block(g: &mut Recorder, x: Value) -> Value {
     let linear = |g: &mut Recorder, x, name, out_features| {
         g.linear(x, Linear { name, out_features, bias: Bias::With, std: 0.3 })
@@ -138,7 +138,7 @@ fn bits(queue: &CpuQueue, arena: &Arena, view: View<'_>) -> Vec<u32> {
     out.view().to_vec::<f32>().into_iter().map(f32::to_bits).collect()
 }
 
-/// The bits of the output, of the gradient of the input and of those of all parameters, of one rank.
+/// Returns one rank's bits of the output, of the input's gradient and of every parameter's gradient.
 fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
     let (rank, ranks) = (group.rank(), group.size());
     let program = record(setting, ranks, rank);
@@ -148,7 +148,7 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
     let BlockShape { sequences, seq_len, dtype } = program.shape();
     let tokens = program.shape().tokens();
     let held = [program.output_rows(), WIDTH];
-    // Where all ranks hold the same, they are given the same.
+    // Ranks with replicated values get the same data.
     let of = |seed: u64| if setting.splits_tokens { seed + rank as u64 } else { seed };
     let (x, dy) =
         (noise(&queue, &arena, dtype, &held, of(100)), noise(&queue, &arena, dtype, &held, of(200)));
@@ -159,7 +159,7 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
     let positions = numbers([1, tokens], (0..tokens).map(|i| (i % seq_len) as u32).collect());
     let keys = numbers([sequences, 2], (0..2 * sequences as u32).collect());
     let frequencies = Tensor::from_slice(&arena, [4], &[1.0_f32, 0.3, 0.1, 0.03], category).unwrap();
-    // What was not written shows.
+    // NaN in every buffer, so that reads of unwritten memory show.
     let poisoned = |bytes| {
         let mut buffer = arena.allocate(bytes, MemoryCategory::Workspace).unwrap();
         buffer.bytes_mut().fill(0xff);
@@ -214,7 +214,7 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
     found
 }
 
-/// What each rank of a world makes of `work`.
+/// Runs `work` on each rank of a world joined by shared memory; returns the results.
 fn in_shared_memory<R: Send>(ranks: usize, work: impl Fn(&Group) -> R + Sync) -> Vec<R> {
     let options = WorldOptions { arena_bytes: 1 << 26, ..WorldOptions::default() };
     let groups = World::in_process(ranks, options).unwrap();
@@ -225,7 +225,7 @@ fn in_shared_memory<R: Send>(ranks: usize, work: impl Fn(&Group) -> R + Sync) ->
     })
 }
 
-/// The same where ranks are joined by sockets.
+/// Runs `work` on each rank of a world joined by sockets; returns the results.
 fn by_sockets<R: Send>(ranks: usize, work: impl Fn(&Group) -> R + Sync) -> Vec<R> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -245,7 +245,7 @@ fn by_sockets<R: Send>(ranks: usize, work: impl Fn(&Group) -> R + Sync) -> Vec<R
     })
 }
 
-/// Whether a rank finds the bits of exchanges at once with some numbers of chunks.
+/// Asserts that chunked collectives give the same bits as unchunked ones, for each number of chunks.
 fn compare(group: &Group, setting: &Setting, chunks: &[usize]) {
     let expected = run(group, &Setting { chunks: 1, ..*setting });
     for &chunks in chunks {
@@ -294,7 +294,7 @@ fn nor_where_ranks_are_joined_by_sockets() {
     }
 }
 
-/// How often a rank has called an operation.
+/// Counts a rank's calls of a collective.
 fn count(group: &Group, kind: Kind) -> usize {
     group.recorded(group.rank()).iter().filter(|recorded| recorded.call.kind == kind).count()
 }
@@ -314,7 +314,7 @@ fn a_chunk_is_an_exchange_and_gathers_for_weights_alone_are_not_cut() {
         counts[0]
     };
     for backward in [Backward::Fused, Backward::Split] {
-        // Two gathers and two sums forward, as many backward, and two gathers again for the weights.
+        // Two all-gathers and two reduce-scatters forward, as many backward, and two more all-gathers for the weight gradients.
         assert_eq!(expected(backward, 1), [6, 4], "{backward:?}");
         assert_eq!(expected(backward, 4), [4 * 4 + 2, 4 * 4], "{backward:?}");
     }
@@ -322,7 +322,7 @@ fn a_chunk_is_an_exchange_and_gathers_for_weights_alone_are_not_cut() {
 
 const KINDS: [Kind; 5] = [Kind::AllReduce, Kind::AllGather, Kind::ReduceScatter, Kind::AllToAll, Kind::Send];
 
-/// Bytes of each kind of collective that the work of a block says.
+/// Bytes per kind of collective that the block's work predicts.
 fn said(setting: &Setting, ranks: usize) -> [u64; 5] {
     let work = record(setting, ranks, 0).work();
     let backward = match setting.backward {
@@ -346,7 +346,7 @@ fn said(setting: &Setting, ranks: usize) -> [u64; 5] {
     sums
 }
 
-/// Those that a rank has called.
+/// Bytes per kind of collective that a rank has called.
 fn called(group: &Group) -> [u64; 5] {
     let calls: Vec<_> = group.recorded(group.rank()).into_iter().map(|recorded| recorded.call).collect();
     KINDS.map(|kind| {

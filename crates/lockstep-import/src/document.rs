@@ -1,34 +1,34 @@
-//! JSON and YAML text as one tree of scalars with line numbers.
+//! JSON and YAML text as a tree of scalars with line numbers.
 //!
-//! Scalars stay text until a key's type is known. PyYAML follows YAML 1.1 (`no` is a flag, `1e-4` is a string), our
-//! parser YAML 1.2, and people write `"true"` in JSON: only the key decides what is meant. JSON is read as YAML's
-//! flow style after its comments (DeepSpeed reads files with hjson) are blanked.
+//! Scalars stay text until the type of their key is known. PyYAML follows YAML 1.1 (`no` is a flag, `1e-4` a string),
+//! our parser YAML 1.2, and people write `"true"` in JSON; only the key tells which type is meant. JSON is parsed as
+//! YAML's flow style after its comments are blanked (DeepSpeed reads files with hjson, which allows comments).
 
 use yaml_rust2::parser::{Event, Parser};
 use yaml_rust2::scanner::{ScanError, TScalarStyle};
 
 use crate::problem::{Problem, shortened};
 
-/// Deepest nesting of a configuration.
+/// Largest nesting depth of a configuration.
 const MAX_DEPTH: usize = 32;
-/// Longest configuration that is read.
+/// Largest size of a configuration in bytes.
 const MAX_BYTES: usize = 1 << 20;
-/// Most keys and values of a configuration.
+/// Largest number of keys and values of a configuration.
 const MAX_NODES: usize = 50_000;
 
 /// A value of a document.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Node {
-    /// Text whose type is not known yet.
+    /// A scalar whose type is not known yet.
     Scalar {
-        /// The text, without quotes.
+        /// Text without quotes.
         text: String,
-        /// `true` if it stood in quotes.
+        /// True if the text was quoted.
         quoted: bool,
     },
-    /// A sequence.
+    /// A sequence of values.
     List(Vec<Node>),
-    /// A mapping, in the order of the file; each key with its line.
+    /// A mapping in the order of the file: key, line of the key from 1, value.
     Map(Vec<(String, usize, Node)>),
 }
 
@@ -37,12 +37,12 @@ pub(crate) enum Node {
 pub(crate) enum Syntax {
     /// JSON with comments and trailing commas.
     Json,
-    /// YAML.
+    /// YAML 1.1 or 1.2.
     Yaml,
 }
 
 impl Syntax {
-    /// The syntax of a text that may be in either: JSON if it begins with a brace or a comment of JSON.
+    /// Guesses the syntax of a text: JSON if it begins with a brace or a JSON comment.
     pub(crate) fn of(text: &str) -> Self {
         let text = text.trim_start_matches('\u{feff}').trim_start();
         if text.starts_with('{') || text.starts_with("//") || text.starts_with("/*") {
@@ -59,7 +59,7 @@ impl Syntax {
         }
     }
 
-    /// A mistake that the parser found in `text`, in the terms of the syntax.
+    /// Describes an error that the parser found in `text`, in the terms of the syntax.
     fn broken(self, error: &ScanError, text: &str) -> String {
         let is_at_end = error.marker().index() >= text.trim_end().chars().count();
         let what = match self {
@@ -71,7 +71,7 @@ impl Syntax {
     }
 }
 
-/// A message of the YAML parser, which reads JSON as well, in the terms of JSON.
+/// Translates a message of the YAML parser, which parses JSON as well, into the terms of JSON.
 fn in_terms_of_json(info: &str) -> &'static str {
     const TERMS: [(&str, &str); 8] = [
         ("flow mapping", "',' or '}' is missing in an object"),
@@ -87,7 +87,7 @@ fn in_terms_of_json(info: &str) -> &'static str {
     found.map_or("a key, a value, ',' or '}' is expected here", |(_, what)| *what)
 }
 
-/// Reads a document whose outermost value is a mapping.
+/// Parses a document whose outermost value is a mapping.
 pub(crate) fn read(text: &str, file: &str, syntax: Syntax) -> Result<Vec<(String, usize, Node)>, Problem> {
     let of_file = |line, what: String| Problem::new(file, line, "", what, "");
     if text.len() > MAX_BYTES {
@@ -120,13 +120,13 @@ pub(crate) fn read(text: &str, file: &str, syntax: Syntax) -> Result<Vec<(String
     }
 }
 
-/// A collection that is being read.
+/// A collection whose end has not been parsed yet.
 enum Open {
     List(Vec<Node>),
     Map { entries: Vec<(String, usize, Node)>, key: Option<(String, usize)> },
 }
 
-/// Turns a parser's events into nodes, without recursion.
+/// Builder of nodes from the parser's events, without recursion.
 struct Builder<'f> {
     file: &'f str,
     syntax: Syntax,
@@ -207,7 +207,7 @@ impl Builder<'_> {
     }
 }
 
-/// JSON with `//`, `#` and `/* */` comments and tabs as spaces, line breaks where they were.
+/// Replaces `//`, `#` and `/* */` comments and tabs of JSON by spaces, and keeps line breaks.
 fn blank_comments(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text.chars().peekable();
@@ -241,7 +241,7 @@ fn blank_comments(text: &str) -> String {
                 }
             }
             (false, '\t', _) => out.push(' '),
-            // A colon without a blank behind it would be part of a plain word to YAML.
+            // YAML would read a colon without a following space as part of a plain scalar.
             (false, ':', _) => out.push_str(": "),
             (false, ..) => out.push(c),
         }
@@ -250,7 +250,7 @@ fn blank_comments(text: &str) -> String {
 }
 
 impl Node {
-    /// The scalar's text; `None` for what has the form of no value (`null`, `~`, nothing) and for collections.
+    /// Returns the scalar's text; `None` for null (`null`, `~`, empty) and for collections.
     pub(crate) fn text(&self) -> Option<&str> {
         match self {
             Self::Scalar { text, quoted: true } => Some(text),
@@ -260,7 +260,7 @@ impl Node {
         }
     }
 
-    /// Returns whether it is null or an empty mapping.
+    /// Returns true if the value is null or an empty mapping.
     pub(crate) fn is_null(&self) -> bool {
         match self {
             Self::Scalar { text, quoted } => !quoted && is_null(text),
@@ -269,7 +269,7 @@ impl Node {
         }
     }
 
-    /// `true` or `false`, also as YAML 1.1 and Python write them.
+    /// Returns the value as a flag: `true` or `false`, or a YAML 1.1 or Python spelling of them.
     pub(crate) fn flag(&self) -> Option<bool> {
         match self.text()?.to_ascii_lowercase().as_str() {
             "true" | "yes" | "on" | "1" => Some(true),
@@ -278,14 +278,14 @@ impl Node {
         }
     }
 
-    /// A finite number, `1e-4` included.
+    /// Returns the value as a finite number; `1e-4` counts.
     pub(crate) fn number(&self) -> Option<f64> {
         let text = self.text()?.trim();
         let digits: String = text.chars().filter(|c| *c != '_').collect();
         digits.parse().ok().filter(|number: &f64| number.is_finite())
     }
 
-    /// A whole number, `5e8` included. `012` is ten to a YAML 1.1 reader and twelve to others: it is refused.
+    /// Returns the value as a whole number; `5e8` counts. `012` does not: it is ten in YAML 1.1 and twelve in other syntaxes.
     pub(crate) fn integer(&self) -> Option<u64> {
         let text = self.text()?.trim();
         let digits: String = text.chars().filter(|c| *c != '_').collect();
@@ -299,7 +299,7 @@ impl Node {
         (number >= 0.0 && number.fract() == 0.0 && number < 2f64.powi(53)).then_some(number as u64)
     }
 
-    /// The value in one line, for messages and tables.
+    /// Returns the value on one line, for messages and tables.
     pub(crate) fn shown(&self) -> String {
         match self {
             Self::Scalar { text, quoted: true } => format!("\"{}\"", shortened(text)),
@@ -354,7 +354,7 @@ mod tests {
 
     #[test]
     fn messages_speak_of_the_syntax_that_was_read() {
-        // Broken on purpose, in every way that the parser has a message for.
+        // Texts that trigger each message of the parser.
         let texts = [
             "{\"a\": {",
             "{\"a\": 1 \"b\": 2}",

@@ -7,38 +7,38 @@ use serde_json::Value;
 
 use crate::fields::Read;
 
-/// Sections in the order of the manual.
+/// Sections of RUN.toml in the order of the manual.
 const SECTIONS: [&str; 8] =
     ["model", "data", "train", "optimizer", "schedule", "parallel", "checkpoint", "metrics"];
-/// Longest line of a comment.
+/// Largest width of a comment line.
 const WIDTH: usize = 110;
 
 /// Source of a setting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
-    /// A line of the file.
+    /// A line of the imported file.
     File {
-        /// The file.
+        /// Name of the file.
         file: String,
-        /// Its line, from 1.
+        /// Line in the file, from 1.
         line: usize,
         /// The other tool's key.
         key: String,
-        /// The value as it stands there.
+        /// The value as written in the file.
         shown: String,
     },
-    /// A default of Hugging Face's Trainer, for keys whose value is `"auto"`.
+    /// A default of Hugging Face's Trainer, for keys with the value `"auto"`.
     Trainer {
-        /// The file.
+        /// Name of the file.
         file: String,
-        /// The line of the first key, from 1.
+        /// Line of the first key, from 1.
         line: usize,
-        /// The keys.
+        /// Keys with the value `"auto"`.
         keys: Vec<String>,
     },
-    /// The other tool's default, which is not ours.
+    /// The other tool's default, which differs from ours; a description.
     ForeignDefault(String),
-    /// A rule that computes it from other values, in words.
+    /// A rule that computes the value from others; a description.
     Derived(String),
 }
 
@@ -56,75 +56,75 @@ impl std::fmt::Display for Origin {
     }
 }
 
-/// A key of RUN.toml and its value.
+/// A key of RUN.toml with its value.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setting {
-    /// `section.key`.
+    /// Full name, `section.key`.
     pub key: &'static str,
-    /// Its value.
+    /// Value of the key.
     pub value: Value,
-    /// Its source.
+    /// Source of the value.
     pub origin: Origin,
 }
 
 impl Setting {
-    /// The value as TOML.
+    /// Returns the value as TOML.
     fn toml(&self) -> String {
         toml_of(&self.value)
     }
 
-    /// The setting as an argument of `--set`.
+    /// Returns the setting as an argument of `--set`.
     pub fn argument(&self) -> String {
         format!("{}={}", self.key, self.toml())
     }
 }
 
-/// A key whose value is `"auto"` and that sets nothing by itself.
+/// A key with the value `"auto"` that sets nothing by itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AutoKey {
-    /// The file.
+    /// Name of the file.
     pub file: String,
-    /// Its line, from 1.
+    /// Line in the file, from 1.
     pub line: usize,
     /// The other tool's key.
     pub key: String,
-    /// The value that the key has in the run.
+    /// Value that the key takes in the run.
     pub resolution: Resolution,
 }
 
-/// Value of a key that is `"auto"`.
+/// Resolution of a key with the value `"auto"`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resolution {
-    /// The run's values of these keys of RUN.toml.
+    /// The run's values of these keys of RUN.toml apply.
     LeftTo(Vec<&'static str>),
-    /// The one value that is available here.
+    /// The only supported value applies.
     Taken(&'static str),
 }
 
-/// The value of a key in the run that a file is imported for.
+/// The run's value of a key, for the run that a file is imported into.
 #[derive(Debug, Clone, PartialEq)]
 pub struct InUse {
-    /// The value.
+    /// Value of the key.
     pub value: Value,
-    /// Its source in words; `None` if it is the imported file.
+    /// Description of its source; `None` if the source is the imported file.
     pub origin: Option<String>,
 }
 
-/// Looks up the value of a key of RUN.toml in the run.
+/// Function that looks up the run's value of a key of RUN.toml.
 pub type Lookup<'a> = &'a dyn Fn(&str) -> Option<InUse>;
 
-/// Translation of a file of another tool.
+/// Result of translating a file of another tool.
 #[derive(Debug, Clone, Default)]
 pub struct Import {
-    /// The file, as the user named it.
+    /// Name of the file, as given by the user.
     pub file: String,
-    /// The other tool.
+    /// Name of the other tool.
     pub tool: &'static str,
-    /// Values, by section.
+    /// Settings translated from the file.
     pub settings: Vec<Setting>,
-    /// Keys that change nothing here, by the reason.
+    /// Keys that change nothing here, grouped by reason.
     pub without_effect: BTreeMap<&'static str, Vec<String>>,
-    /// Keys with the value `"auto"`, but for those that are the origin of a setting.
+    /// Keys with the value `"auto"` that are not the origin of a setting.
     pub autos: Vec<AutoKey>,
     /// Other differences from the other tool.
     pub remarks: Vec<String>,
@@ -150,7 +150,7 @@ impl Import {
         self.put(key, value.into(), Origin::Derived(why.into()));
     }
 
-    /// Sets a key to the Trainer's default, for `auto` keys of the file, each with its line.
+    /// Sets a key to the Trainer's default. `auto` lists the file's keys with the value `"auto"`, each with its line.
     pub(crate) fn trainer(
         &mut self,
         file: &str,
@@ -163,7 +163,7 @@ impl Import {
         self.put(key, value.into(), Origin::Trainer { file: file.to_owned(), line, keys });
     }
 
-    /// Notes a key that changes nothing, and the reason.
+    /// Records a key that changes nothing, with the reason.
     pub(crate) fn idle(&mut self, because: &'static str, key: impl Into<String>) {
         self.without_effect.entry(because).or_default().push(key.into());
     }
@@ -175,7 +175,7 @@ impl Import {
         }
     }
 
-    /// Returns whether a key of `file` stands in the result: as one without effect, or as the origin of a setting.
+    /// Returns true if the result mentions a key of `file`, as one without effect or as the origin of a setting.
     pub(crate) fn names(&self, file: &str, key: &str) -> bool {
         let is_origin = |setting: &Setting| match &setting.origin {
             Origin::File { file: of, key: known, .. } => of == file && known == key,
@@ -186,12 +186,12 @@ impl Import {
         self.settings.iter().any(is_origin) || self.without_effect.values().flatten().any(is_idle)
     }
 
-    /// The value of a key, if there is one.
+    /// Returns the value of a key, if it is set.
     pub(crate) fn value(&self, key: &str) -> Option<&Value> {
         self.settings.iter().find(|setting| setting.key == key).map(|setting| &setting.value)
     }
 
-    /// Sets a key; what the file says wins over what follows from something.
+    /// Sets a key. Values from the file take precedence over derived ones and defaults.
     fn put(&mut self, key: &'static str, value: Value, origin: Origin) {
         let setting = Setting { key, value, origin };
         match self.settings.iter_mut().find(|known| known.key == key) {
@@ -201,7 +201,7 @@ impl Import {
         }
     }
 
-    /// Settings in the order of the manual's sections.
+    /// Returns the settings by section, in the order of the manual.
     fn ordered(&self) -> impl Iterator<Item = (&'static str, Vec<&Setting>)> {
         SECTIONS.into_iter().filter_map(|section| {
             let of_section = |setting: &&Setting| setting.key.split('.').next() == Some(section);
@@ -210,12 +210,12 @@ impl Import {
         })
     }
 
-    /// A RUN.toml with the origin of each value in comments.
+    /// Returns a RUN.toml with the origin of each value in comments.
     pub fn to_toml(&self) -> String {
         self.to_toml_with(&|_| None)
     }
 
-    /// The same, with the values that the run has for keys that are `"auto"`.
+    /// Returns a RUN.toml as [`Import::to_toml`] does, with the run's values of keys that are `"auto"`.
     pub fn to_toml_with(&self, in_use: Lookup<'_>) -> String {
         let mut out = format!("# Imported from {} ({}).\n", printable(&self.file), self.tool);
         out.push_str(
@@ -240,7 +240,8 @@ impl Import {
         out
     }
 
-    /// Lines for a terminal: value, key and origin of each setting, with the values of the run that win over them.
+    /// Returns lines for a terminal: value, key and origin of each setting. Values of the run that override a setting
+    /// are shown instead.
     pub fn table(&self, in_use: Lookup<'_>) -> Vec<String> {
         let rows: Vec<(String, String)> = self
             .ordered()
@@ -260,7 +261,7 @@ impl Import {
             .collect()
     }
 
-    /// The origin of a setting; the file is named if it is not the one that was imported.
+    /// Returns the origin of a setting. It names the file only if that is not the imported one.
     fn place_of(&self, setting: &Setting) -> String {
         let text = setting.origin.to_string();
         match text.strip_prefix(&format!("{}:", self.file)) {
@@ -271,7 +272,7 @@ impl Import {
         }
     }
 
-    /// Lines for the keys that set nothing, those without effect grouped by reason, and the remarks.
+    /// Returns lines for the keys that set nothing, those without effect grouped by reason, and the remarks.
     fn notes(&self, in_use: Lookup<'_>) -> Vec<String> {
         let autos = self.autos.iter().map(|auto| self.auto_line(auto, in_use));
         let idle = self.without_effect.iter();
@@ -280,7 +281,7 @@ impl Import {
         autos.chain(idle).chain(remarks).map(|line| printable(&line)).collect()
     }
 
-    /// The line of a key that is `"auto"`: the value that it has in the run, and the source of that value.
+    /// Returns the line of a key with the value `"auto"`: the run's value, and its source.
     fn auto_line(&self, auto: &AutoKey, in_use: Lookup<'_>) -> String {
         let AutoKey { file, line, key, resolution } = auto;
         let place =
@@ -306,7 +307,7 @@ impl Import {
     }
 }
 
-/// A value as TOML.
+/// Formats a value as TOML.
 fn toml_of(value: &Value) -> String {
     if let Some(number) =
         value.as_f64().filter(|number| value.is_f64() && *number != 0.0 && number.abs() < 1e-2)
@@ -316,7 +317,7 @@ fn toml_of(value: &Value) -> String {
     toml::Value::try_from(value).map_or_else(|_| value.to_string(), |value| value.to_string())
 }
 
-/// Compares two values; the form of a number (`1`, `1.0`) does not matter.
+/// Returns true if two values are equal, whatever the form of numbers (`1`, `1.0`).
 fn is_same(a: &Value, b: &Value) -> bool {
     match (a, b) {
         (Value::Array(a), Value::Array(b)) => {
@@ -326,12 +327,12 @@ fn is_same(a: &Value, b: &Value) -> bool {
     }
 }
 
-/// Text without control characters, so that it stays on its line.
+/// Replaces control characters by spaces, so that the text stays on one line.
 fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-/// A comment of several lines.
+/// Formats text as a comment of several lines.
 fn commented(text: &str) -> String {
     let mut out = String::new();
     let mut line = "#".to_owned();

@@ -1,4 +1,4 @@
-//! A document taken apart into dotted keys, each read once with the type its key has.
+//! The keys of a document in dotted form, each read with the type that its key requires.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,20 +9,20 @@ use crate::draft::{AutoKey, Import, Resolution};
 use crate::problem::{Problem, shortened};
 use crate::table::{Treatment, find, nearest};
 
-/// A value and its line.
+/// A value with its line.
 #[derive(Debug, Clone)]
 pub(crate) struct Field {
     pub(crate) line: usize,
     pub(crate) node: Node,
 }
 
-/// A value that was read, with the key it came from.
+/// A value that was read, with its key and line.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Read<T> {
     pub(crate) value: T,
     pub(crate) key: String,
     pub(crate) line: usize,
-    /// The value as it was written.
+    /// The value as written in the file.
     pub(crate) shown: String,
 }
 
@@ -32,7 +32,7 @@ impl<T> Read<T> {
     }
 }
 
-/// The keys of a file.
+/// The keys of a file, the keys read so far, and the problems found so far.
 #[derive(Debug)]
 pub(crate) struct Fields {
     pub(crate) file: String,
@@ -48,7 +48,7 @@ impl Fields {
         Self { file: file.to_owned(), fields, taken: RefCell::default(), problems: RefCell::default() }
     }
 
-    /// Gives a key another name; `false` if the file lacks it. A key under both names is a mistake.
+    /// Renames a key; returns false if the file lacks it. A key under both names is a problem.
     pub(crate) fn rename(&mut self, from: &str, to: &str) -> bool {
         let Some(field) = self.fields.remove(from) else { return false };
         if self.fields.contains_key(to) {
@@ -64,7 +64,7 @@ impl Fields {
         true
     }
 
-    /// The keys below a section, without its name, moved to the top.
+    /// Returns the keys of a section, relative to it.
     pub(crate) fn section(&self, name: &str) -> Vec<(String, Field)> {
         let prefix = format!("{name}.");
         let below = self
@@ -74,48 +74,48 @@ impl Fields {
         below.collect()
     }
 
-    /// The keys, in the order of their names.
+    /// Returns the keys, sorted by name.
     pub(crate) fn keys(&self) -> impl Iterator<Item = (&str, &Field)> {
         self.fields.iter().map(|(key, field)| (key.as_str(), field))
     }
 
-    /// Adds a key, as if the file had it.
+    /// Adds a key, as if it were in the file.
     pub(crate) fn insert(&mut self, key: &str, field: Field) {
         self.fields.insert(key.to_owned(), field);
     }
 
-    /// Takes a key out.
+    /// Removes a key and returns its value.
     pub(crate) fn remove(&mut self, key: &str) -> Option<Field> {
         self.fields.remove(key)
     }
 
-    /// Returns whether the file has the key or the section.
+    /// Returns true if the file has the key or the section.
     pub(crate) fn has(&self, key: &str) -> bool {
         let prefix = format!("{key}.");
         self.fields.contains_key(key) || self.fields.keys().any(|known| known.starts_with(&prefix))
     }
 
-    /// Returns whether the key has a value other than null and `"auto"`.
+    /// Returns true if the key has a value other than null and `"auto"`.
     pub(crate) fn is_given(&self, key: &str) -> bool {
         self.fields.get(key).is_some_and(|field| !field.node.is_null() && !is_auto(&field.node))
     }
 
-    /// Returns whether the value is `"auto"`.
+    /// Returns true if the value is `"auto"`.
     pub(crate) fn is_auto(&self, key: &str) -> bool {
         self.fields.get(key).is_some_and(|field| is_auto(&field.node))
     }
 
-    /// Line of a key, from 1; 0 for one that the file lacks.
+    /// Returns the line of a key, from 1; 0 if the file lacks it.
     pub(crate) fn line(&self, key: &str) -> usize {
         self.fields.get(key).map_or(0, |field| field.line)
     }
 
-    /// The keys of `keys` that are `"auto"`, each with its line.
+    /// Returns those of `keys` that are `"auto"`, each with its line.
     pub(crate) fn autos<'k>(&self, keys: &[&'k str]) -> Vec<(&'k str, usize)> {
         keys.iter().filter(|key| self.is_auto(key)).map(|key| (*key, self.line(key))).collect()
     }
 
-    /// Returns whether any value is `"auto"`.
+    /// Returns true if any value is `"auto"`.
     pub(crate) fn has_auto(&self) -> bool {
         self.fields.values().any(|field| is_auto(&field.node))
     }
@@ -124,7 +124,7 @@ impl Fields {
         self.take(key, "true or false", Node::flag)
     }
 
-    /// Returns whether a flag is given and true.
+    /// Returns true if a flag is given and true.
     pub(crate) fn is_on(&self, key: &str) -> bool {
         self.flag(key).is_some_and(|read| read.value)
     }
@@ -151,13 +151,13 @@ impl Fields {
         })
     }
 
-    /// Leaves out the keys of a section: another mistake makes them moot.
+    /// Removes the keys of a section that another problem makes irrelevant.
     pub(crate) fn forget(&mut self, section: &str) {
         let prefix = format!("{section}.");
         self.fields.retain(|key, _| !key.starts_with(&prefix));
     }
 
-    /// Notes that a key was read in another way.
+    /// Marks a key as read.
     pub(crate) fn mark(&self, key: &str) {
         self.taken.borrow_mut().insert(key.to_owned());
     }
@@ -181,7 +181,7 @@ impl Fields {
         }
     }
 
-    /// Notes a mistake at a key.
+    /// Records a problem of a key.
     pub(crate) fn refuse(&self, key: &str, what: impl Into<String>, allowed: impl Into<String>) {
         self.refuse_at(self.line(key), key, what, allowed);
     }
@@ -190,8 +190,8 @@ impl Fields {
         self.problems.borrow_mut().push(Problem::new(&self.file, line, &shortened(key), what, allowed));
     }
 
-    /// Accounts in `import` for every key that sets nothing: the keys that are `"auto"`, and those without effect by
-    /// their reason. Unknown and refused keys become problems.
+    /// Adds every key that sets nothing to `import`: the keys that are `"auto"`, and those without effect with their
+    /// reason. Unknown and refused keys become problems.
     pub(crate) fn settle(&self, format: Format, import: &mut Import) {
         let mut reported = BTreeSet::new();
         for (key, Field { line, node }) in &self.fields {
@@ -234,7 +234,7 @@ impl Fields {
                     import.idle(AS_HERE, key);
                 }
                 Treatment::Refused { because, .. } => {
-                    // A section that is refused is one mistake.
+                    // A refused section is reported once.
                     if reported.insert(row.key) {
                         let name = row.key.strip_suffix(".*").unwrap_or(key);
                         let what = if name == key {
@@ -249,7 +249,8 @@ impl Fields {
         }
     }
 
-    /// The mistakes, in the order of the file. A file most of whose keys are unknown is another tool's.
+    /// Returns the problems, in the order of the file. If most keys are unknown, returns a single problem: the file
+    /// is another tool's.
     pub(crate) fn problems(&self, format: Format) -> Vec<Problem> {
         let mut problems = self.problems.take();
         let unknown = problems.iter().filter(|problem| problem.what.starts_with(UNKNOWN)).count();
@@ -267,22 +268,22 @@ impl Fields {
     }
 }
 
-/// Beginning of the message about a key that no table has.
+/// Beginning of the message about an unknown key.
 const UNKNOWN: &str = "unknown key";
-/// Reason for a key that begins like a comment.
+/// Reason for a key that is a comment.
 const COMMENT: &str = "a comment";
-/// Reason for a key that has a counterpart and does not set it.
+/// Reason for a key that has a counterpart but does not set it.
 const NOTHING_TO_SET: &str = "nothing to set: the run has it so already, or another key makes it moot";
-/// Reason for a key whose other values are refused.
+/// Reason for a key with its only accepted value.
 const AS_HERE: &str = "it is always so here";
 
-/// Returns whether a key is a comment: JSON has none, so that people write them as keys.
+/// Returns true if a key is a comment. JSON has no comments, so people write them as keys.
 fn is_comment(key: &str) -> bool {
     let last = key.rsplit('.').next().unwrap_or(key);
     last.starts_with("_comment") || last.starts_with("//") || last == "comment" || key.starts_with('_')
 }
 
-/// Returns whether a value is one of those that ask for nothing.
+/// Returns true if a value is one of `accepts`.
 fn asks_for_nothing(node: &Node, accepts: &[&str]) -> bool {
     let Some(text) = node.text() else { return false };
     accepts.iter().any(|accepted| {

@@ -1,8 +1,10 @@
-//! Configurations of other trainers as a RUN.toml.
+//! Importer that translates other trainers' configurations to a RUN.toml.
 //!
-//! [`import`] is a function of a file's text: every key in it is translated, listed as one without effect or as
-//! `"auto"`, or refused with a reason. Where the other tool's default differs from ours, the default is written out. The result
-//! knows where each value came from ([`Origin`]) and prints as TOML with that in comments, or as a table.
+//! [`import`] is a pure function of a file's text. It translates every key, lists it as `"auto"` or without effect,
+//! or refuses it with a reason. Where the other tool's default differs from ours, the result states it explicitly.
+//! The result knows the origin of each value ([`Origin`]) and prints as TOML with the origins in comments, or as a
+//! table.
+#![forbid(unsafe_code)]
 
 mod accelerate;
 mod deepspeed;
@@ -20,7 +22,7 @@ pub use draft::{AutoKey, Import, InUse, Lookup, Origin, Resolution, Setting};
 pub use problem::{Problem, Problems};
 pub use table::{Row, Treatment};
 
-/// Format of a configuration, by the tool it belongs to.
+/// Format of a configuration, named after its tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     /// A DeepSpeed configuration (`ds_config.json`), in JSON.
@@ -30,7 +32,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// The word for it on the command line.
+    /// Returns the format's name on the command line.
     pub fn word(self) -> &'static str {
         match self {
             Self::DeepSpeed => "deepspeed",
@@ -38,7 +40,7 @@ impl Format {
         }
     }
 
-    /// The tool's name.
+    /// Returns the tool's name.
     pub fn tool(self) -> &'static str {
         match self {
             Self::DeepSpeed => "DeepSpeed",
@@ -46,7 +48,7 @@ impl Format {
         }
     }
 
-    /// The page of the manual with the tool's keys.
+    /// Returns the manual page that lists the tool's keys.
     pub fn page(self) -> &'static str {
         match self {
             Self::DeepSpeed => "docs/coming-from-deepspeed.md",
@@ -54,7 +56,7 @@ impl Format {
         }
     }
 
-    /// Guesses whose configuration a text is, by its keys; `None` if it cannot be read or has no key of either.
+    /// Guesses the format of a text by its keys; `None` if it cannot be parsed or has no known key.
     pub fn guess(text: &str) -> Option<Self> {
         let entries = document::read(text, "", Syntax::of(text)).ok()?;
         let fields = Fields::new("", entries);
@@ -67,7 +69,7 @@ impl Format {
         }
     }
 
-    /// The tool's keys and their treatment.
+    /// Returns the tool's keys and their treatment.
     pub fn keys(self) -> &'static [Row] {
         match self {
             Self::DeepSpeed => deepspeed::KEYS,
@@ -75,7 +77,7 @@ impl Format {
         }
     }
 
-    /// The table of its keys in Markdown.
+    /// Returns the table of the tool's keys in Markdown.
     pub fn keys_markdown(self) -> String {
         table::markdown(self.keys())
     }
@@ -88,28 +90,29 @@ impl Format {
     }
 }
 
-/// Source of the values that are `"auto"`.
+/// Source of values for keys that are `"auto"`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AutoValues {
-    /// The defaults of Hugging Face's Trainer: the file stands alone.
+    /// The defaults of Hugging Face's Trainer, for a file that is imported alone.
     TrainerDefaults,
-    /// The configuration of the run that the file is given to.
+    /// The configuration of the run that the file is imported into.
     OfTheRun,
 }
 
-/// Knowledge from outside the file.
+/// Context of an import, from outside the file.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
     /// Ranks of the run, if known.
     pub ranks: Option<usize>,
-    /// Source of the values that are `"auto"`.
+    /// Source of values for keys that are `"auto"`.
     pub auto: AutoValues,
 }
 
-/// Translates the text of a file, called `file` in messages. `open` reads a file that this one names.
+/// Translates the text of a file, called `file` in messages. `open` reads a file that this one refers to.
 ///
 /// # Errors
-/// If the file cannot be read, or has unknown, refused or contradicting keys: all of them, in the order of the file.
+/// If the file cannot be parsed, or has unknown, refused or contradictory keys. The error lists all of them, in the
+/// order of the file.
 pub fn import(
     format: Format,
     text: &str,

@@ -1,19 +1,19 @@
-//! Mistakes in a file of another tool: place, mistake, and what is allowed.
+//! Problems in a file of another tool: place, description, and allowed values.
 
 use std::fmt;
 
-/// One mistake.
+/// A problem in a file of another tool.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
-    /// The file, as the user named it.
+    /// Name of the file, as given by the user.
     pub file: String,
     /// Line from 1; 0 for the file as a whole.
     pub line: usize,
-    /// The key concerned, dotted; empty for a mistake of the file as a whole.
+    /// The dotted key; empty for a problem of the file as a whole.
     pub key: String,
-    /// The mistake.
+    /// Description of the problem.
     pub what: String,
-    /// Allowed values, or the way out; empty where `what` says it.
+    /// Allowed values, or a way out; empty if `what` says it.
     pub allowed: String,
 }
 
@@ -47,7 +47,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// The mistakes of a file, in its order.
+/// The problems of a file, in the order of the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problems(pub Vec<Problem>);
 
@@ -65,7 +65,7 @@ impl fmt::Display for Problems {
 
 impl std::error::Error for Problems {}
 
-/// At most 60 characters of a text, escaped, for a message.
+/// Returns at most 60 characters of a text, escaped, for a message.
 pub(crate) fn shortened(text: &str) -> String {
     let mut out: String = text.chars().take(60).flat_map(char::escape_debug).collect();
     if text.chars().nth(60).is_some() {

@@ -1,4 +1,4 @@
-//! The table of another tool's keys and their treatment, from which refusals and the pages of the manual come.
+//! Table of another tool's keys and their treatment, from which refusals and the manual pages are generated.
 
 use std::fmt::Write as _;
 
@@ -7,41 +7,41 @@ use strsim::normalized_damerau_levenshtein;
 /// One key of another tool, or all keys below one (`flops_profiler.*`).
 #[derive(Debug, Clone, Copy)]
 pub struct Row {
-    /// Dotted name; `.*` at the end stands for everything below.
+    /// Dotted name; a final `.*` means every key below.
     pub key: &'static str,
-    /// Value in the tool's code when nobody sets it; empty where there is none.
+    /// Default in the tool's code; empty if there is none.
     pub default: &'static str,
-    /// Its treatment.
+    /// Treatment by the import.
     pub treatment: Treatment,
 }
 
 /// Treatment of a key by the import.
 #[derive(Debug, Clone, Copy)]
 pub enum Treatment {
-    /// Translated: the key has a counterpart.
+    /// Translated to a key of RUN.toml.
     To {
-        /// Our key, or several.
+        /// Our key, or several separated by commas.
         ours: &'static str,
-        /// The difference from it; empty where it is the same thing.
+        /// Difference from our key; empty if the meaning is the same.
         how: &'static str,
     },
-    /// Accepted without effect, for this reason.
+    /// Accepted without effect, for the given reason.
     NoEffect(&'static str),
     /// Refused, unless the value is one of `accepts`.
     Refused {
-        /// Values that ask for nothing.
+        /// Values that request nothing and are accepted.
         accepts: &'static [&'static str],
         /// Reason, and what to write instead.
         because: &'static str,
     },
 }
 
-/// A key with a counterpart of the same meaning.
+/// Creates the row of a key whose counterpart has the same meaning.
 pub(crate) const fn to(key: &'static str, default: &'static str, ours: &'static str) -> Row {
     Row { key, default, treatment: Treatment::To { ours, how: "" } }
 }
 
-/// A key with a counterpart that differs a little.
+/// Creates the row of a key whose counterpart differs a little.
 pub(crate) const fn to_but(
     key: &'static str,
     default: &'static str,
@@ -51,12 +51,12 @@ pub(crate) const fn to_but(
     Row { key, default, treatment: Treatment::To { ours, how } }
 }
 
-/// A key that changes nothing.
+/// Creates the row of a key that changes nothing.
 pub(crate) const fn idle(key: &'static str, default: &'static str, because: &'static str) -> Row {
     Row { key, default, treatment: Treatment::NoEffect(because) }
 }
 
-/// A key that is refused, unless its value asks for nothing.
+/// Creates the row of a key that is refused, unless its value requests nothing.
 pub(crate) const fn refused(
     key: &'static str,
     default: &'static str,
@@ -66,7 +66,7 @@ pub(crate) const fn refused(
     Row { key, default, treatment: Treatment::Refused { accepts, because } }
 }
 
-/// The row of a key: its own, or that of the longest group it is in.
+/// Returns the row of a key: its own, or that of the longest group that contains it.
 pub(crate) fn find(rows: &'static [Row], key: &str) -> Option<&'static Row> {
     rows.iter().find(|row| row.key == key).or_else(|| {
         let group = |row: &&Row| {
@@ -78,13 +78,13 @@ pub(crate) fn find(rows: &'static [Row], key: &str) -> Option<&'static Row> {
     })
 }
 
-/// The known key that is most like an unknown one; `None` if none is near.
+/// Returns the known key that is most similar to an unknown one; `None` if none is similar.
 pub(crate) fn nearest(rows: &'static [Row], key: &str) -> Option<&'static str> {
     let last_of = |key: &'static str| key.rsplit('.').next().unwrap_or(key);
     let written = key.rsplit('.').next().unwrap_or(key);
     let likeness = |row: &Row| {
         let whole = normalized_damerau_levenshtein(key, row.key);
-        // A right key in a wrong section; `enabled` and the like stand in too many to be one.
+        // Recognizes a right key in a wrong section. Short names such as `enabled` are in too many sections for that.
         let last = normalized_damerau_levenshtein(written, last_of(row.key));
         if last_of(row.key).len() > 7 { whole.max(0.95 * last) } else { whole }
     };
@@ -95,7 +95,7 @@ pub(crate) fn nearest(rows: &'static [Row], key: &str) -> Option<&'static str> {
     (likeness(best) >= 0.75).then_some(best.key)
 }
 
-/// The table in Markdown.
+/// Returns the table in Markdown.
 pub(crate) fn markdown(rows: &[Row]) -> String {
     let mut out = "| key | default there | here | |\n|---|---|---|---|\n".to_owned();
     for Row { key, default, treatment } in rows {

@@ -1,4 +1,4 @@
-//! Configurations as public projects use them, and the outcome of each.
+//! Configurations from public projects, with the expected outcome of each import.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::collections::BTreeSet;
@@ -6,8 +6,8 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use lockstep_config::RunConfig;
 use lockstep_import::{AutoValues, Format, Import, InUse, Options, Origin, Problems, Treatment, import};
-use lockstep_train::RunConfig;
 use serde_json::json;
 
 const ALONE: Options = Options { ranks: None, auto: AutoValues::TrainerDefaults };
@@ -80,19 +80,21 @@ fn what_is_imported_is_a_configuration() {
     }
 }
 
-/// Compares two values; the form of numbers does not matter.
+/// Returns true if two values are equal, whatever the form of numbers.
 fn same(a: &serde_json::Value, b: &serde_json::Value) -> bool {
     match (a.as_f64(), b.as_f64()) {
         (Some(a), Some(b)) => a == b,
-        _ => a == b || (a.is_array() && b.is_array()),
+        _ => match (a.as_array(), b.as_array()) {
+            (Some(a), Some(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b)),
+            _ => a == b,
+        },
     }
 }
 
 #[test]
 fn every_key_of_a_table_is_translated_idle_or_refused_with_words() {
     for format in [Format::DeepSpeed, Format::Accelerate] {
-        let known: BTreeSet<String> =
-            lockstep_train::config::KEYS.iter().map(|key| key.name.to_owned()).collect();
+        let known: BTreeSet<String> = lockstep_config::KEYS.iter().map(|key| key.name.to_owned()).collect();
         let mut names = BTreeSet::new();
         for row in format.keys() {
             assert!(names.insert(row.key), "{} stands twice", row.key);
@@ -132,7 +134,7 @@ fn values_say_where_they_come_from() {
     }
 }
 
-/// A file in which `key` is `"auto"`, beside the keys that its neighbours need.
+/// Returns a file in which `key` is `"auto"`, with the other keys that it requires.
 fn with_auto(key: &str, beside: &[(&str, &str)]) -> String {
     let mut file = json!({});
     let mut set = |key: &str, value: &str| {
@@ -171,7 +173,7 @@ fn every_key_that_is_auto_has_its_row() {
                 }
                 Err(problems) => {
                     let is_refused = matches!(row.treatment, Treatment::Refused { accepts: [], .. });
-                    // Nothing stands in for these, there either.
+                    // These have no default in the other tool either.
                     let is_needed = [
                         "optimizer.type",
                         "scheduler.type",

@@ -1,4 +1,4 @@
-//! The tables of keys in docs/ are those of the code.
+//! The tables of keys in docs/ match those of the code.
 
 use std::fs;
 use std::path::Path;

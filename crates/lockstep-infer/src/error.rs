@@ -1,4 +1,4 @@
-//! What can go wrong while a model is loaded or run.
+//! Errors of loading and running a model.
 
 use std::path::PathBuf;
 
@@ -8,66 +8,66 @@ use lockstep_data::DataError;
 use lockstep_engine::EngineError;
 use lockstep_tensor::TensorError;
 
-/// An error of this crate.
+/// An error in loading or running a model.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum InferError {
-    /// The model's directory.
+    /// The model's directory cannot be opened, or its files do not fit.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// The text or the tokenizer.
+    /// The text cannot be read, or the tokenizer does not fit.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// Memory or threads.
+    /// Memory is exhausted, or threads cannot be started.
     #[error(transparent)]
     Tensor(#[from] TensorError),
-    /// Other ranks.
+    /// A collective with other ranks failed.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// The run of a model.
+    /// The engine failed to run the model.
     #[error(transparent)]
     Engine(#[from] EngineError),
-    /// The directory names no tokenizer and the vocabulary is not that of bytes.
+    /// The directory names no tokenizer, and the vocabulary is not one of bytes.
     #[error(
         "{model}: no tokenizer.json beside the weights, and a vocabulary of {vocab_size} is not that of bytes"
     )]
     NoTokenizer {
-        /// The directory.
+        /// The model's directory.
         model: String,
-        /// Its vocabulary.
+        /// Size of the model's vocabulary.
         vocab_size: usize,
     },
-    /// The prompt has no token.
+    /// The prompt has no tokens.
     #[error("the prompt is empty and the tokenizer has no token to begin with")]
     EmptyPrompt,
-    /// More tokens than positions.
+    /// The text needs more positions than the model or the cache has.
     #[error(
         "{tokens} tokens (the prompt and the new ones) do not fit: the model has {allowed} positions; give fewer \
          --max-new-tokens or a shorter prompt, or let the beginning be forgotten with --sliding-window {}",
         allowed / 2
     )]
     TooLong {
-        /// Prompt and new tokens.
+        /// Number of prompt and new tokens.
         tokens: usize,
-        /// The model's maximum.
+        /// Largest allowed number of tokens.
         allowed: usize,
     },
-    /// What a model says of generation cannot be used.
+    /// The model's `generation_config.json` is invalid.
     #[error("{}: {problem}", path.display())]
     GenerationConfig {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Description of the problem.
         problem: String,
     },
-    /// A number that has no meaning.
+    /// An option is out of range.
     #[error("{name} = {value}: allowed is {allowed}")]
     OutOfRange {
-        /// The option.
+        /// Name of the option.
         name: &'static str,
-        /// Its value.
+        /// The given value.
         value: String,
-        /// What is allowed.
+        /// The allowed values.
         allowed: &'static str,
     },
 }

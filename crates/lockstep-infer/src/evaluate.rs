@@ -1,4 +1,4 @@
-//! Loss and perplexity over a text.
+//! Loss and perplexity of a model on a text.
 
 use lockstep_data::{Dataset, MicroBatch};
 use lockstep_engine::{HostBatch, Runner};
@@ -6,29 +6,29 @@ use lockstep_model::HeadOutput;
 
 use crate::{InferError, LoadedModel};
 
-/// Sequences in one forward.
+/// Sequences per forward.
 const BATCH: u64 = 8;
 
 /// The result of an evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Evaluation {
-    /// Mean cross-entropy over all predicted tokens.
+    /// Mean cross-entropy over all predicted tokens, in nats.
     pub loss: f64,
-    /// How many tokens were predicted.
+    /// Number of predicted tokens.
     pub tokens: u64,
 }
 
 impl Evaluation {
-    /// `e^loss`.
+    /// Returns the perplexity, `e^loss`.
     pub fn perplexity(&self) -> f64 {
         self.loss.exp()
     }
 }
 
-/// The mean loss over every window of `data`. `advance` hears how many windows of it each forward has done.
+/// Returns the mean loss over every window of `data`. Each forward calls `advance` with its number of windows.
 ///
 /// # Errors
-/// Out of memory, a damaged token file.
+/// If memory runs out or a token file is damaged.
 pub fn evaluate(
     model: &LoadedModel,
     data: &Dataset,
@@ -41,7 +41,7 @@ pub fn evaluate(
     let (mut loss, mut tokens) = (0.0, 0);
     for first in (0..data.windows()).step_by(sequences as usize) {
         data.fill(first..first + sequences, &mut batch)?;
-        // The last batch goes on into windows that were counted already.
+        // The last batch may extend into windows that were counted already; their labels are masked.
         let counted = (data.windows() - first).min(sequences) as usize * data.seq_len();
         batch.labels[counted..].fill(lockstep_data::IGNORE_LABEL);
         let host = HostBatch {

@@ -8,20 +8,20 @@ use lockstep_tensor::{Buffer, Tensor, TensorError, View};
 
 use crate::{InferError, LoadedModel, Sampler};
 
-/// Continues one sequence.
+/// A generator that continues one sequence.
 pub struct Generator<'m> {
     model: &'m LoadedModel,
-    /// Keys and values of each layer, `[capacity, key/value width]`.
+    /// Keys and values of each layer, f32 `[capacity, key/value width]`.
     caches: Vec<[Tensor; 2]>,
     filled: usize,
     capacity: usize,
-    /// How many of the last tokens are kept when it is full; none: then there is an end.
+    /// Number of recent tokens to read again when the cache is full; `None` makes a full cache an error.
     kept: Option<usize>,
     decode: Forward,
     logits: Vec<f32>,
 }
 
-/// The programs for a number of tokens, with the memory they run in.
+/// The programs for a fixed number of tokens, with the memory they run in.
 struct Forward {
     programs: RecordedModel,
     frames: Vec<Buffer>,
@@ -32,10 +32,10 @@ struct Forward {
 }
 
 impl<'m> Generator<'m> {
-    /// A generator with room for `capacity` tokens, prompt included.
+    /// Creates a generator with a cache for `capacity` tokens, prompt included.
     ///
     /// # Errors
-    /// More tokens than the model has positions; out of memory.
+    /// If `capacity` exceeds the model's positions, or memory runs out.
     pub fn new(model: &'m LoadedModel, capacity: usize) -> Result<Self, InferError> {
         let allowed = model.config.max_position_embeddings();
         if capacity > allowed {
@@ -52,19 +52,20 @@ impl<'m> Generator<'m> {
         Ok(Self { model, caches, filled: 0, capacity, kept: None, decode, logits })
     }
 
-    /// Goes on with the last `kept` tokens whenever it is full: they are read again, as if nothing had stood before
-    /// them. At least 1, and less than the capacity.
+    /// Lets generation continue when the cache is full: it is cleared, and the last `kept` tokens are read again as
+    /// if none had preceded them. `kept` is clamped to at least 1 and less than the capacity.
     #[must_use]
     pub fn sliding(mut self, kept: usize) -> Self {
         self.kept = Some(kept.clamp(1, self.capacity.saturating_sub(1).max(1)));
         self
     }
 
-    /// Reads the prompt, then hands `new_tokens` tokens to `emit`, one by one, until it returns
-    /// [`ControlFlow::Break`](std::ops::ControlFlow).
+    /// Reads the prompt, then generates up to `new_tokens` tokens. It passes each to `emit` and stops early if that
+    /// returns [`ControlFlow::Break`](std::ops::ControlFlow).
     ///
     /// # Errors
-    /// An empty prompt, more tokens than there is room for, out of memory, what `emit` returns.
+    /// If the prompt is empty, if the tokens exceed the capacity without [`Generator::sliding`], if memory runs out,
+    /// or if `emit` fails.
     pub fn generate<E: From<InferError>>(
         &mut self,
         prompt: &[u32],
@@ -101,13 +102,13 @@ impl<'m> Generator<'m> {
         Ok(())
     }
 
-    /// Forgets all that was read. Returns how many of the first of `tokens` tokens are not to be read again.
+    /// Clears the cache. Returns how many of `tokens` tokens to skip, from the first on, when they are read again.
     fn forget(&mut self, tokens: usize) -> usize {
         self.filled = 0;
         tokens.saturating_sub(self.kept.unwrap_or(self.capacity))
     }
 
-    /// The logits that follow the last token read.
+    /// Returns the logits that follow the last token read, f32 `[vocabulary]`.
     pub fn logits(&self) -> &[f32] {
         &self.logits
     }
@@ -115,7 +116,7 @@ impl<'m> Generator<'m> {
     /// Reads a prompt without generating.
     ///
     /// # Errors
-    /// An empty prompt, more tokens than there is room for, out of memory.
+    /// If the prompt is empty, if it does not fit in the cache, or if memory runs out.
     pub fn read(&mut self, prompt: &[u32]) -> Result<(), InferError> {
         if prompt.is_empty() {
             return Err(InferError::EmptyPrompt);
@@ -131,10 +132,10 @@ impl<'m> Generator<'m> {
     /// Reads one token.
     ///
     /// # Errors
-    /// [`InferError::Comm`]: none on one rank.
+    /// If a collective fails; infallible on one rank.
     ///
     /// # Panics
-    /// If there is no room for it.
+    /// If the cache is full.
     pub fn step(&mut self, id: u32) -> Result<(), InferError> {
         let Self { model, caches, filled, decode, logits, .. } = self;
         run(model, caches, *filled, decode, decode, &[id], logits)?;
@@ -210,8 +211,8 @@ impl Forward {
     }
 }
 
-/// Runs `ids`, which follow `filled` cached tokens, through the blocks of `forward`, and the last of them through the
-/// head of `decode`, which is recorded for one token.
+/// Runs `ids`, which follow `filled` cached tokens, through the embedding and the blocks of `forward`. Runs the last
+/// of them through the head of `decode`, which is recorded for one token, and reads its `logits`.
 fn run(
     model: &LoadedModel,
     caches: &[[Tensor; 2]],

@@ -1,4 +1,4 @@
-//! What a model's `generation_config.json` says of how its text is generated.
+//! Generation settings of a model, from its `generation_config.json`.
 
 use std::fs;
 use std::path::Path;
@@ -7,28 +7,28 @@ use serde_json::{Map, Value};
 
 use crate::InferError;
 
-/// The keys of a `generation_config.json` that are obeyed; absent ones are `None`.
+/// The supported keys of a `generation_config.json`; absent ones are `None`.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct GenerationConfig {
-    /// The tokens of which each ends a text, in place of those of `config.json`.
+    /// Tokens that end a text; they override those of `config.json`.
     pub end: Option<Vec<u32>>,
-    /// Whether tokens are drawn; if not, the most likely one is taken.
+    /// True if tokens are sampled, false if the most likely one is taken (greedy).
     pub samples: Option<bool>,
-    /// Divides the logits.
+    /// Divisor of the logits.
     pub temperature: Option<f32>,
-    /// Only so many of the most likely tokens.
+    /// Number of most likely tokens to sample from.
     pub top_k: Option<usize>,
-    /// Only the most likely tokens that together have this probability.
+    /// Probability mass of the most likely tokens to sample from (nucleus sampling).
     pub top_p: Option<f32>,
-    /// New tokens at most.
+    /// Largest number of new tokens.
     pub max_new_tokens: Option<usize>,
-    /// Tokens at most, those of the prompt included.
+    /// Largest number of tokens, those of the prompt included.
     pub max_length: Option<usize>,
     /// Keys that would change the text and are not supported, with their values.
     pub ignored: Vec<String>,
 }
 
-/// Keys that change the text and are not supported, and the value with which they do nothing.
+/// Keys that change the text and are not supported, with their neutral values.
 const UNSUPPORTED: [(&str, f64); 8] = [
     ("repetition_penalty", 1.0),
     ("no_repeat_ngram_size", 0.0),
@@ -44,7 +44,7 @@ impl GenerationConfig {
     /// Reads the file at `path`.
     ///
     /// # Errors
-    /// [`InferError::GenerationConfig`] if it cannot be read, is no JSON object, or a key has a value of another type.
+    /// If the file cannot be read or is not a JSON object, or if a key has a value of the wrong type.
     pub fn read(path: &Path) -> Result<Self, InferError> {
         let bad = |problem| InferError::GenerationConfig { path: path.to_owned(), problem };
         let text = fs::read_to_string(path).map_err(|error| bad(error.to_string()))?;
@@ -83,7 +83,7 @@ impl GenerationConfig {
     }
 }
 
-/// One id or a list of them.
+/// Reads an id or a list of ids.
 fn token_ids(value: &Value) -> Result<Vec<u32>, String> {
     let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
     let ids = match value {

@@ -1,8 +1,8 @@
 //! Evaluation and text generation.
 //!
-//! Both run the very block code that training records, in [`Mode::Inference`](lockstep_graph::Mode): there is
-//! no second forward. [`LoadedModel`] holds the weights, [`evaluate`] measures the loss over a text, and
-//! [`Generator`] continues a prompt one token at a time with a key-value cache for each layer.
+//! Both run the same block code as training, recorded in [`Mode::Inference`](lockstep_graph::Mode); there is no
+//! second forward. [`LoadedModel`] holds the weights, [`evaluate`] measures the loss on a text, and [`Generator`]
+//! continues a prompt one token at a time with a key-value cache for each layer.
 #![forbid(unsafe_code)]
 
 mod error;

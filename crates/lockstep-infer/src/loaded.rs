@@ -1,4 +1,4 @@
-//! A model in memory, ready to run forward.
+//! A model in memory, ready to run the forward.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ use lockstep_tensor::{Arena, Queue};
 
 use crate::{GenerationConfig, InferError};
 
-/// Weights in f32, with a queue to run them on.
+/// A model with f32 weights, and a queue to run it on.
 pub struct LoadedModel {
     pub(crate) config: ModelConfig,
     pub(crate) weights: StateStore,
@@ -28,15 +28,15 @@ impl LoadedModel {
     /// Loads a Hugging Face directory or a checkpoint of a run, to run on `threads` threads.
     ///
     /// # Errors
-    /// Files that are missing, damaged or do not fit; out of memory.
+    /// If a file is missing, damaged or does not fit the model, or if memory runs out.
     pub fn open(dir: &Path, threads: usize) -> Result<Self, InferError> {
         Self::load(&ModelDirectory::open(dir)?, threads)
     }
 
-    /// The same with the PEFT adapter in `adapter` merged into the weights.
+    /// Loads as [`LoadedModel::open`] does, with the PEFT adapter in `adapter` merged into the weights.
     ///
     /// # Errors
-    /// As for [`LoadedModel::open`]; an adapter for another model.
+    /// As for [`LoadedModel::open`], or if the adapter belongs to another model.
     pub fn open_adapted(dir: &Path, adapter: &Path, threads: usize) -> Result<Self, InferError> {
         Self::load(&ModelDirectory::open(dir)?.with_adapter(adapter)?, threads)
     }
@@ -59,28 +59,28 @@ impl LoadedModel {
         Ok(Self { config, weights, arena, queue, tokenizer, generation, has_chats, name })
     }
 
-    /// The model's configuration.
+    /// Returns the model's configuration, without dropout.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Returns true if a run here was trained on chats to make this model.
+    /// Returns true if a Lockstep run trained this model on chats.
     pub fn has_chats(&self) -> bool {
         self.has_chats
     }
 
-    /// What the model says of how its text is generated.
+    /// Returns the model's generation settings; all absent without a `generation_config.json`.
     ///
     /// # Errors
-    /// [`InferError::GenerationConfig`].
+    /// If the file cannot be read or is invalid.
     pub fn generation_config(&self) -> Result<GenerationConfig, InferError> {
         self.generation.as_deref().map_or_else(|| Ok(GenerationConfig::default()), GenerationConfig::read)
     }
 
-    /// The tokenizer that belongs to the model; bytes for a vocabulary of 256 to 259 without one.
+    /// Returns the model's tokenizer. Without one, a vocabulary of 256 to 259 tokens means bytes.
     ///
     /// # Errors
-    /// No tokenizer, or one that does not fit the vocabulary.
+    /// If there is no tokenizer, or it cannot be loaded or does not fit the vocabulary.
     pub fn tokenizer(&self) -> Result<Tokenizer, InferError> {
         let vocab_size = self.config.vocab_size();
         let name = match &self.tokenizer {
@@ -93,7 +93,7 @@ impl LoadedModel {
         Ok(tokenizer)
     }
 
-    /// The programs for `sequences` of `seq_len` tokens.
+    /// Records the programs for `sequences` of `seq_len` tokens.
     pub(crate) fn record(&self, sequences: usize, seq_len: usize, output: HeadOutput) -> RecordedModel {
         record(&self.config, sequences, seq_len, output)
     }

@@ -1,20 +1,20 @@
-//! Choosing the next token from logits: temperature, top-k, top-p, and a counter-based random number, so that a seed
+//! Sampling of the next token from logits: temperature, top-k and top-p. Random numbers are counter-based, so a seed
 //! gives the same text on every run.
 
 use lockstep_plan::random::Philox;
 
 use crate::InferError;
 
-/// How the next token is chosen.
+/// Settings of sampling.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// Divides the logits; 0 always takes the most likely token.
+    /// Divisor of the logits; 0 always takes the most likely token.
     pub temperature: f32,
-    /// Only the most likely `top_k` tokens; 0 for all.
+    /// Number of most likely tokens to sample from; 0 means all.
     pub top_k: usize,
-    /// Only the most likely tokens that together have this probability.
+    /// Probability mass of the most likely tokens to sample from (nucleus sampling), in (0, 1].
     pub top_p: f32,
-    /// Decides the random numbers.
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 
@@ -24,7 +24,7 @@ impl Default for Sampling {
     }
 }
 
-/// Draws tokens.
+/// A sampler of tokens that counts its draws.
 #[derive(Debug)]
 pub struct Sampler {
     sampling: Sampling,
@@ -33,10 +33,10 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler that has drawn nothing yet.
+    /// Creates a sampler that has drawn nothing yet.
     ///
     /// # Errors
-    /// [`InferError::OutOfRange`].
+    /// If `temperature` is negative or not finite, or if `top_p` is not in (0, 1].
     pub fn new(sampling: Sampling) -> Result<Self, InferError> {
         let Sampling { temperature, top_p, .. } = sampling;
         if !(temperature.is_finite() && temperature >= 0.0) {
@@ -54,17 +54,17 @@ impl Sampler {
         Ok(Self { sampling, drawn: 0, candidates: Vec::new() })
     }
 
-    /// The next token.
+    /// Draws the next token.
     ///
     /// # Panics
-    /// If there are no logits.
+    /// If `logits` is empty.
     pub fn draw(&mut self, logits: &[f32]) -> u32 {
         let uniform = Philox::new(self.sampling.seed).uniform(self.drawn);
         self.drawn += 1;
         let candidates = &mut self.candidates;
         candidates.clear();
         candidates.extend(logits.iter().copied().zip(0..));
-        // The most likely first; equal ones in the order of their ids.
+        // Most likely first; equal logits in the order of their ids.
         candidates.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
         let (highest, most_likely) = candidates[0];
         if self.sampling.temperature == 0.0 {
@@ -76,11 +76,11 @@ impl Sampler {
         for (logit, _) in candidates.iter_mut() {
             *logit = ((*logit - highest) / self.sampling.temperature).exp();
         }
-        // In f64: the tail of a large vocabulary would be lost beside the sum in f32.
+        // In f64, because in f32 the tail of a large vocabulary would be lost in the sum.
         let total =
             |candidates: &[(f32, u32)]| candidates.iter().map(|&(weight, _)| f64::from(weight)).sum::<f64>();
         if self.sampling.top_p < 1.0 {
-            // The nucleus: as many as it takes to reach `top_p`, and never fewer than one.
+            // The nucleus: the fewest tokens that reach `top_p`, at least one.
             let enough = f64::from(self.sampling.top_p) * total(candidates);
             let mut mass = 0.0;
             let last = candidates.iter().position(|&(weight, _)| {
@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn the_tail_of_a_large_vocabulary_is_drawn_unless_it_is_cut() {
-        // One token with half of the probability; the rest have a millionth of it each.
+        // One token has half of the probability; each of the others has a millionth of the rest.
         let mut logits = vec![0.0_f32; 1_000_001];
         logits[0] = 1e6_f32.ln();
         let drawn = draws(Sampling::default(), &logits, 40);

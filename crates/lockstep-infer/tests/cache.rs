@@ -1,5 +1,4 @@
-//! Reading token by token through the key-value cache gives the logits that transformers computes for the whole
-//! sequence at once.
+//! Reading token by token through the key-value cache gives the logits that transformers computes for the whole sequence at once.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::path::{Path, PathBuf};
@@ -27,7 +26,7 @@ fn fixture(family: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(family)
 }
 
-/// The first sequence of a fixture, and the logits after each of its tokens.
+/// Returns the first sequence of a fixture, and the logits after each of its tokens.
 fn expected(family: &str) -> (Vec<u32>, Vec<Vec<f32>>) {
     let file = SafetensorsFile::open(&fixture(family).join("expected.safetensors")).unwrap();
     let ids = file.tensor("ids").unwrap().bytes;

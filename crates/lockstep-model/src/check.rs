@@ -5,8 +5,8 @@ use lockstep_plan::{CheckedPlan, Facts, Plan, PlanProblems, StepFacts};
 use crate::ModelConfig;
 
 impl ModelConfig {
-    /// Returns the facts that plans are checked against, for a step on so many ranks. The digest of the model is left empty, and there is no
-    /// adapter.
+    /// Returns the facts that plans are checked against, for a training step on `world_size` ranks. The model's
+    /// digest is left empty, and no adapter is set.
     pub fn facts(&self, step: StepFacts, world_size: usize) -> Facts {
         Facts {
             model: String::new(),
@@ -25,10 +25,11 @@ impl ModelConfig {
         }
     }
 
-    /// Checks `plan` for steps of `global_batch` sequences of `seq_len` tokens. Stages that the plan leaves open have as many units each.
+    /// Checks `plan` for steps of `global_batch` sequences of `seq_len` tokens. Pipeline stages that the plan leaves
+    /// open get equally many units each.
     ///
     /// # Errors
-    /// Everything of the plan that does not fit.
+    /// If the plan breaks any rule; the error lists every problem.
     pub fn check_plan(
         &self,
         plan: &Plan,

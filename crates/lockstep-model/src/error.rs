@@ -1,85 +1,85 @@
-//! What can be wrong with a configuration or with a checkpoint's tensors.
+//! Errors in a configuration, in a checkpoint's tensors, or in an adapter.
 //!
-//! Problems are collected, not thrown at the first: a [`ModelError::Config`] or a
-//! [`ModelError::Checkpoint`] lists everything that was found.
+//! Problems are collected instead of stopping at the first: a [`ModelError::Config`] or a [`ModelError::Checkpoint`]
+//! lists all of them.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use thiserror::Error;
 
-/// Why a model could not be configured, or a checkpoint not be matched with it.
+/// An error in configuring a model, or in matching a checkpoint or an adapter with it.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ModelError {
     /// No preset has this name.
     #[error("no preset is called `{name}`{}; `lockstep models` lists them", nearest_hint(.nearest.as_deref()))]
     UnknownPreset {
-        /// The name asked for.
+        /// The requested name.
         name: String,
-        /// The preset whose name comes nearest, if one is near.
+        /// Name of the most similar preset, if one is similar enough.
         nearest: Option<String>,
     },
     /// A configuration file could not be read.
     #[error("cannot read {}: {source}", .path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the operating system said.
+        /// Error of the operating system.
         source: std::io::Error,
     },
     /// A configuration is not JSON.
     #[error("{origin} is not valid JSON: {source}")]
     Json {
-        /// The file, or another name for where the text came from.
+        /// Path of the file, or another name for the source of the text.
         origin: String,
-        /// The parser's message, with line and column.
+        /// Error of the parser, with line and column.
         source: serde_json::Error,
     },
-    /// A configuration says something that is unknown, unsupported or inconsistent.
+    /// A configuration has unknown, unsupported or inconsistent values.
     #[error("{origin}: {}", list(.problems))]
     Config {
-        /// The file, or another name for where the configuration came from.
+        /// Path of the file, or another name for the source of the configuration.
         origin: String,
-        /// Everything found, in the order of the keys.
+        /// All problems, in the order of the keys.
         problems: Vec<ConfigProblem>,
     },
-    /// The tensors of a checkpoint are not those of the model.
+    /// The tensors of a checkpoint do not match those of the model.
     #[error("the checkpoint does not fit the model: {}", list(.problems))]
     Checkpoint {
-        /// Everything found, in the order of the model's parameters, then of the file.
+        /// All problems, in the order of the model's parameters, then of the file.
         problems: Vec<CheckpointProblem>,
     },
-    /// A rank that no adapter has.
+    /// The rank of an adapter is out of range.
     #[error("an adapter of rank {rank}; allowed is 1 to {largest}")]
     LoraRank {
-        /// The rank.
+        /// The given rank.
         rank: usize,
-        /// The largest that is allowed.
+        /// The largest allowed rank.
         largest: usize,
     },
-    /// A target of an adapter that means no linear layer.
+    /// A target of an adapter matches no linear layer that can be adapted.
     #[error(
         "`{target}` is no linear layer of the model that can be adapted; there are {}, and `all-linear` for all of \
          them",
         .allowed.join(", ")
     )]
     LoraTarget {
-        /// The target.
+        /// The given target.
         target: String,
-        /// Names that are targets.
+        /// Names that are valid targets.
         allowed: Vec<String>,
     },
-    /// A tensor's data has another size than its shape demands.
+    /// The size of a tensor's data differs from that of its shape.
     #[error("{tensor}: {what} has {found} elements, its shape demands {expected}")]
     Length {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Which of the buffers is meant.
+        /// The buffer at fault: the stored tensor or the parameter.
         what: &'static str,
-        /// Elements the shape demands.
+        /// Number of elements by the shape.
         expected: usize,
-        /// Elements given.
+        /// Number of elements given.
         found: usize,
     },
     /// A tensor that must be zero for this model is not.
@@ -88,56 +88,56 @@ pub enum ModelError {
          parameter"
     )]
     NotZero {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
         /// Index of the first element that is not zero.
         element: usize,
     },
 }
 
-/// One thing that is wrong with a configuration.
+/// A single problem of a configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConfigProblem {
     /// The key is neither supported nor known to be harmless.
     UnknownKey {
-        /// The key, with the table it stands in (`rope_scaling.factr`).
+        /// The key, with its table (`rope_scaling.factr`).
         key: String,
-        /// The known key that comes nearest, if one is near.
+        /// The most similar known key, if one is similar enough.
         nearest: Option<String>,
     },
     /// The value would change the numbers in a way that is not supported.
     Unsupported {
-        /// The key.
+        /// The key at fault.
         key: String,
-        /// Its value, as JSON.
+        /// The given value, as JSON.
         value: String,
-        /// What is supported.
+        /// The supported values.
         supported: String,
     },
     /// The value has the wrong type.
     WrongType {
-        /// The key.
+        /// The key at fault.
         key: String,
-        /// Its value, as JSON.
+        /// The given value, as JSON.
         value: String,
-        /// The type expected.
+        /// The expected type.
         expected: &'static str,
     },
     /// The value is a number outside its limits.
     OutOfRange {
-        /// The key.
+        /// The key at fault.
         key: String,
-        /// Its value.
+        /// The given value.
         value: String,
-        /// The values allowed.
+        /// The allowed values.
         allowed: String,
     },
     /// A key that has no default is missing.
     Missing {
-        /// The key.
+        /// The missing key.
         key: String,
-        /// What to write.
+        /// The expected value.
         expected: String,
     },
     /// Two values contradict each other.
@@ -168,7 +168,7 @@ impl fmt::Display for ConfigProblem {
     }
 }
 
-/// One tensor of a checkpoint that does not fit the model.
+/// A single tensor of a checkpoint that does not match the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CheckpointProblem {
@@ -177,21 +177,21 @@ pub enum CheckpointProblem {
         /// Name in the checkpoint.
         tensor: String,
     },
-    /// The checkpoint has a tensor that the model has no place for.
+    /// The checkpoint has a tensor that is not part of the model.
     Unexpected {
         /// Name in the checkpoint.
         tensor: String,
     },
     /// The checkpoint has the tensor twice, with and without the family's prefix.
     Duplicate {
-        /// Both names.
+        /// Both names in the checkpoint.
         tensors: [String; 2],
     },
-    /// The tensor has another shape than the configuration demands.
+    /// The tensor's shape differs from that of the configuration.
     Shape {
         /// Name in the checkpoint.
         tensor: String,
-        /// Shape that the configuration demands.
+        /// Shape by the configuration.
         expected: Vec<usize>,
         /// Shape in the checkpoint.
         found: Vec<usize>,
@@ -213,7 +213,7 @@ impl fmt::Display for CheckpointProblem {
     }
 }
 
-/// The candidate nearest to `name`, if it is near enough to be what was meant.
+/// Returns the candidate most similar to `name`, if it is similar enough to be what the user meant.
 pub(crate) fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<String> {
     candidates
         .into_iter()
@@ -227,10 +227,10 @@ fn nearest_hint(nearest: Option<&str>) -> String {
     nearest.map(|name| format!(" (did you mean `{name}`?)")).unwrap_or_default()
 }
 
-/// How many problems a message spells out; a wrong checkpoint easily has thousands.
+/// Largest number of problems in a message; a wrong checkpoint easily has thousands.
 const SHOWN_PROBLEMS: usize = 20;
 
-/// A single problem behind the origin, several as a list below it.
+/// Formats a single problem in line, several as a list below the origin.
 fn list(problems: &[impl fmt::Display]) -> String {
     if let [single] = problems {
         return single.to_string();

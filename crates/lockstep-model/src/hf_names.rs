@@ -1,8 +1,8 @@
-//! Which tensors a Hugging Face checkpoint of a model has, and where in them each parameter lies.
+//! The tensors of a model's Hugging Face checkpoint, and the location of each parameter in them.
 //!
-//! [`HfMapping`] is computed from the configuration alone. Export walks its tensors and fills each from
-//! parameters; import matches it with the names and shapes of a file, and reports everything that is
-//! missing, unexpected or of another shape. Both use the same [`HfPlace`], read one way or the other.
+//! [`HfMapping`] is computed from the configuration alone. Export walks its tensors and fills each one from
+//! parameters. Import matches it with the names and shapes of a file, and reports every tensor that is missing,
+//! unexpected or of the wrong shape. Both use the same [`HfPlace`], in opposite directions.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -17,64 +17,64 @@ use crate::recorded::parameter_records;
 /// The tensors of a model's Hugging Face checkpoint.
 #[derive(Debug, Clone)]
 pub struct HfMapping {
-    /// What the base model's tensors begin with; checkpoints of the base model alone leave it out.
+    /// Prefix of the base model's tensors; checkpoints of the base model alone omit it.
     prefix: &'static str,
     tensors: Vec<HfTensor>,
-    /// (tensor that may be there, parameter it repeats)
+    /// Pairs of (tensor that a checkpoint may contain, parameter that it repeats).
     tied: Vec<(String, String)>,
     /// Names of the parameters, in the model's order.
     parameters: Vec<String>,
 }
 
-/// One tensor of a checkpoint.
+/// A tensor of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HfTensor {
-    /// Its name, with the family's prefix.
+    /// Name, with the family's prefix.
     pub name: String,
-    /// Its shape as stored.
+    /// Shape as stored.
     pub shape: Vec<usize>,
-    /// What it is filled with.
+    /// Source of the tensor's elements.
     pub content: HfContent,
 }
 
-/// What a tensor of a checkpoint is filled with.
+/// Source of a checkpoint tensor's elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum HfContent {
     /// Parameters, which together cover it exactly.
     Parameters(Vec<HfPlace>),
-    /// Zeros: a bias that transformers expects and the model has not.
+    /// Zeros: a bias that transformers expects and the model does not have.
     Zeros,
 }
 
-/// Where a parameter lies in a checkpoint.
+/// Location of a parameter, or of a part of one, in a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HfPlace {
-    /// The parameter's canonical name.
+    /// Canonical name of the parameter.
     pub parameter: String,
-    /// The tensor's name (in an [`HfImport`], as the file spells it).
+    /// Name of the tensor; in an [`HfImport`], the name in the file.
     pub tensor: String,
-    /// The tensor's shape as stored.
+    /// Shape of the tensor as stored.
     pub tensor_shape: Vec<usize>,
-    /// The first of the parameter's elements that lie there. Of a stack of experts each has a tensor of its own.
+    /// First element of the parameter that is in this tensor. In a checkpoint each expert of a stack has a tensor of its own.
     pub first_element: usize,
-    /// How these elements lie in the tensor.
+    /// Layout of these elements in the tensor.
     pub transform: HfTransform,
 }
 
-/// How a checkpoint is read into a model.
+/// Instructions for reading a checkpoint into a model.
 #[derive(Debug, Clone)]
 pub struct HfImport {
-    /// The places of each parameter that has storage of its own, in the model's order; those of one parameter follow each other,
+    /// Places of each parameter that is not tied, in the model's order; the places of one parameter are consecutive,
     /// in the order of its elements.
     pub places: Vec<HfPlace>,
     /// Tensors of the file that must be zero (see [`Gpt2Config::bias`]); [`HfImport::require_zeros`] checks one.
     pub zeros: Vec<String>,
-    /// Tensors of the file that repeat a tied parameter: (tensor, place of what it must equal).
+    /// Tensors of the file that repeat a tied parameter, as pairs of (tensor, place of the parameter that it must equal).
     pub tied_copies: Vec<(String, HfPlace)>,
 }
 
 impl HfMapping {
-    /// The checkpoint of the model that `config` describes.
+    /// Computes the mapping of the model that `config` describes.
     pub fn new(config: &ModelConfig) -> Self {
         let records = parameter_records(config);
         let (prefix, tensors) = match config {
@@ -89,25 +89,25 @@ impl HfMapping {
         Self { prefix, tensors, tied, parameters }
     }
 
-    /// The tensors of an exported checkpoint. Tied parameters are left out, as transformers does.
+    /// Returns the tensors of an exported checkpoint. Tied parameters are omitted, as in transformers.
     pub fn tensors(&self) -> &[HfTensor] {
         &self.tensors
     }
 
-    /// Where the parameter called `parameter` lies, in the order of its elements; nowhere if the model has none of that name, or
-    /// it is tied to another.
+    /// Returns the places of the parameter called `parameter`, in the order of its elements. Empty if the model has
+    /// no such parameter, or if it is tied to another.
     pub fn places_of(&self, parameter: &str) -> impl Iterator<Item = &HfPlace> {
         self.places().filter(move |place| place.parameter == parameter)
     }
 
     /// Matches the tensors (name, shape) of a checkpoint with the model.
     ///
-    /// Names are accepted with and without the family's prefix (`transformer.`, `model.`), as
-    /// transformers does. Buffers that older versions saved are passed over: causal masks (`attn.bias`,
-    /// `attn.masked_bias`) and `rotary_emb.inv_freq`.
+    /// Names are accepted with and without the family's prefix (`transformer.`, `model.`), as in transformers.
+    /// Buffers that older versions of transformers saved are skipped: causal masks (`attn.bias`, `attn.masked_bias`)
+    /// and `rotary_emb.inv_freq`.
     ///
     /// # Errors
-    /// [`ModelError::Checkpoint`] with every missing, unexpected, duplicate or mis-shaped tensor.
+    /// If a tensor is missing, unexpected, duplicated or of the wrong shape; the error lists every such tensor.
     pub fn match_checkpoint<'a>(
         &self,
         checkpoint: impl IntoIterator<Item = (&'a str, &'a [usize])>,
@@ -170,7 +170,7 @@ impl HfMapping {
         })
     }
 
-    /// The name with the family's prefix, which all tensors but the output layer have.
+    /// Returns the name with the family's prefix, which all tensors but the output layer have.
     fn full_name(&self, name: &str) -> String {
         if name.starts_with(self.prefix) || name.starts_with("lm_head.") {
             name.to_owned()
@@ -181,35 +181,35 @@ impl HfMapping {
 }
 
 impl HfPlace {
-    /// The elements of the parameter that lie there.
+    /// Returns the range of the parameter's elements that this place holds.
     pub fn part(&self) -> Range<usize> {
         self.first_element..self.first_element + self.parameter_elements()
     }
 
-    /// Copies these elements of the parameter, in the canonical order, out of the stored tensor.
+    /// Copies these elements of the parameter, in canonical order, out of the stored tensor.
     ///
     /// # Errors
-    /// [`ModelError::Length`] if a slice has another length than its shape.
+    /// If the length of a slice does not match its shape.
     pub fn read<T: Copy>(&self, stored: &[T], parameter: &mut [T]) -> Result<(), ModelError> {
         self.check(stored.len(), parameter.len())?;
         self.transform.read(stored, parameter);
         Ok(())
     }
 
-    /// Copies these elements of the parameter into the stored tensor and leaves its other elements alone.
+    /// Copies these elements of the parameter into the stored tensor, and leaves its other elements alone.
     ///
     /// # Errors
-    /// [`ModelError::Length`] if a slice has another length than its shape.
+    /// If the length of a slice does not match its shape.
     pub fn write<T: Copy>(&self, parameter: &[T], stored: &mut [T]) -> Result<(), ModelError> {
         self.check(stored.len(), parameter.len())?;
         self.transform.write(parameter, stored);
         Ok(())
     }
 
-    /// [`HfPlace::read`] on bytes, for elements of `ELEMENT_BYTES` each; no alignment is needed.
+    /// Runs [`HfPlace::read`] on bytes, for elements of `ELEMENT_BYTES` each; no alignment is needed.
     ///
     /// # Errors
-    /// [`ModelError::Length`] if a slice has another length than its shape.
+    /// If the length of a slice does not match its shape.
     pub fn read_bytes<const ELEMENT_BYTES: usize>(
         &self,
         stored: &[u8],
@@ -221,10 +221,10 @@ impl HfPlace {
         self.read(stored, parameter)
     }
 
-    /// [`HfPlace::write`] on bytes, for elements of `ELEMENT_BYTES` each; no alignment is needed.
+    /// Runs [`HfPlace::write`] on bytes, for elements of `ELEMENT_BYTES` each; no alignment is needed.
     ///
     /// # Errors
-    /// [`ModelError::Length`] if a slice has another length than its shape.
+    /// If the length of a slice does not match its shape.
     pub fn write_bytes<const ELEMENT_BYTES: usize>(
         &self,
         parameter: &[u8],
@@ -236,12 +236,12 @@ impl HfPlace {
         self.write(parameter, stored)
     }
 
-    /// Elements of the stored tensor.
+    /// Number of elements of the stored tensor.
     fn stored_elements(&self) -> usize {
         self.tensor_shape.iter().product()
     }
 
-    /// How many elements of the parameter lie there.
+    /// Number of the parameter's elements that this place holds.
     pub fn parameter_elements(&self) -> usize {
         self.transform.parameter_elements(self.stored_elements())
     }
@@ -261,11 +261,10 @@ impl HfPlace {
 }
 
 impl HfImport {
-    /// Checks that `bytes`, the data of a tensor in [`HfImport::zeros`] with elements of `element_bytes`
-    /// each, are zero.
+    /// Checks that `bytes`, the data of a tensor in [`HfImport::zeros`] with elements of `element_bytes` each, are zero.
     ///
     /// # Errors
-    /// [`ModelError::NotZero`] with the first element that is not.
+    /// If an element is not zero; the error names the first.
     pub fn require_zeros(tensor: &str, element_bytes: usize, bytes: &[u8]) -> Result<(), ModelError> {
         match bytes.iter().position(|&byte| byte != 0) {
             Some(byte) => {
@@ -276,12 +275,12 @@ impl HfImport {
     }
 }
 
-/// The parameters that have storage of their own.
+/// Returns the parameters that are not tied to another.
 fn own(records: &[ParameterRecord]) -> impl Iterator<Item = &ParameterRecord> {
     records.iter().filter(|record| record.tie.is_none())
 }
 
-/// A tensor that is a parameter, under the same name.
+/// Returns the tensor of a parameter with the same name and layout.
 fn same(record: &ParameterRecord) -> HfTensor {
     let place = HfPlace {
         parameter: record.name.clone(),
@@ -297,10 +296,10 @@ fn same(record: &ParameterRecord) -> HfTensor {
     }
 }
 
-/// What the stacked weights of experts have in their names, before the number of each where they are not stacked.
+/// Part of the names of stacked expert weights that precedes the expert's number in a checkpoint.
 const EXPERTS: &str = ".experts.";
 
-/// The tensors that a parameter is: one, or one for each expert.
+/// Returns the tensors of a parameter: one, or one per expert.
 fn unstacked(record: &ParameterRecord) -> Vec<HfTensor> {
     let (Some(at), &[experts, rows, columns]) = (record.name.find(EXPERTS), &record.shape[..]) else {
         return vec![same(record)];
@@ -320,7 +319,7 @@ fn unstacked(record: &ParameterRecord) -> Vec<HfTensor> {
     (0..experts).map(tensor).collect()
 }
 
-/// The tensors of a Llama-like model: those of latent attention hold two parameters each.
+/// Returns the tensors of a Llama-like model; some tensors of latent attention hold two parameters each.
 fn llama_tensors(config: &LlamaConfig, records: &[ParameterRecord]) -> Vec<HfTensor> {
     let mut tensors: Vec<HfTensor> = Vec::new();
     for record in own(records) {
@@ -346,7 +345,7 @@ fn llama_tensors(config: &LlamaConfig, records: &[ParameterRecord]) -> Vec<HfTen
     tensors
 }
 
-/// For a parameter of latent attention that shares a tensor with another: the tensor, and how it lies there.
+/// Returns the tensor and the layout of a parameter of latent attention that shares a tensor with another; `None` for all others.
 fn latent_part(
     config: &LlamaConfig,
     latent: &LatentAttention,
@@ -354,7 +353,7 @@ fn latent_part(
 ) -> Option<(String, HfTransform)> {
     let LatentAttention { plain_dim, rotary_dim, value_dim, key_value_rank, .. } = *latent;
     let heads = config.num_attention_heads;
-    // The parameter's ending, the tensor's, the rows of each block before and in it, those of a block, and blocks.
+    // (suffix of the parameter, suffix of the tensor, first row in a block, rows, rows of a block, blocks)
     let parts = [
         ("q_proj_plain", "q_proj", 0, plain_dim, plain_dim + rotary_dim, heads),
         ("q_proj_rotary", "q_proj", plain_dim, rotary_dim, plain_dim + rotary_dim, heads),
@@ -380,8 +379,7 @@ fn latent_part(
     })
 }
 
-/// GPT-2's tensors: linear weights `[in, out]`, queries, keys and values side by side in `c_attn`, and
-/// always biases.
+/// Returns GPT-2's tensors: linear weights `[in, out]`, queries, keys and values side by side in `c_attn`, and biases in any case.
 fn gpt2_tensors(config: &Gpt2Config, records: &[ParameterRecord]) -> Vec<HfTensor> {
     let has: BTreeSet<&str> = records.iter().map(|record| record.name.as_str()).collect();
     let with_biases = parameter_records(&ModelConfig::Gpt2(Gpt2Config { bias: true, ..config.clone() }));
@@ -420,8 +418,8 @@ fn gpt2_tensors(config: &Gpt2Config, records: &[ParameterRecord]) -> Vec<HfTenso
     tensors
 }
 
-/// For a parameter of one of GPT-2's linear layers: the tensor it lies in, and in which third of it if
-/// that is the fused one.
+/// Returns the tensor of a parameter of GPT-2's linear layers, and the parameter's third of it if it is the fused
+/// one; `None` for other parameters.
 fn gpt2_linear(parameter: &str) -> Option<(String, Option<usize>)> {
     const FUSED: [&str; 3] = [".attn.q.", ".attn.k.", ".attn.v."];
     const PLAIN: [&str; 3] = [".attn.c_proj.", ".mlp.c_fc.", ".mlp.c_proj."];
@@ -435,7 +433,7 @@ fn zeros(record: &ParameterRecord) -> HfTensor {
     HfTensor { name: record.name.clone(), shape: record.shape.clone(), content: HfContent::Zeros }
 }
 
-/// Whether a tensor is a buffer that older versions of transformers saved and newer ones compute.
+/// Returns true if a tensor is a buffer that older versions of transformers saved and newer ones compute.
 fn is_buffer(name: &str) -> bool {
     [".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"].iter().any(|end| name.ends_with(end))
 }

@@ -1,8 +1,9 @@
-//! How the elements of a parameter lie in a tensor of a Hugging Face checkpoint.
+//! Layouts of a parameter's elements in a tensor of a Hugging Face checkpoint.
 //!
-//! One form is some columns of a stored matrix, transposed. GPT-2's Conv1D weights are stored `[in, out]`, the fused `c_attn`
-//! holds three parameters side by side, and a fused bias is a matrix of one row. Another is some rows of each head. Elements are moved, never computed with, so both directions are
-//! exact for every dtype.
+//! One layout is a range of columns of a stored matrix, transposed: GPT-2's Conv1D weights are stored `[in, out]`,
+//! the fused `c_attn` holds three parameters side by side, and a fused bias is a matrix of one row. Another is a
+//! range of rows of each head. Elements are moved and never computed with, so both directions are exact for every
+//! dtype.
 
 use std::ops::Range;
 
@@ -14,27 +15,27 @@ pub enum HfTransform {
     /// Column `columns.start + i` of the stored matrix `[rows, stored_columns]` is row `i` of the parameter
     /// `[columns.len(), rows]`.
     Columns {
-        /// Which columns.
+        /// Range of columns of the stored matrix.
         columns: Range<usize>,
-        /// How many columns the stored matrix has.
+        /// Number of columns of the stored matrix.
         stored_columns: usize,
     },
-    /// The stored matrix is of blocks of `of` rows, and the parameter has `rows` of each: one part of every head.
+    /// The stored matrix consists of `blocks` blocks of `of` rows, usually heads; the parameter has `rows` of each block.
     Rows {
-        /// Which rows.
+        /// Range of rows within a block.
         rows: Range<usize>,
-        /// Of how many.
+        /// Number of rows of a block.
         of: usize,
-        /// How many blocks there are.
+        /// Number of blocks.
         blocks: usize,
     },
 }
 
-/// Edge of the square tiles that a transposition moves at a time: both sides stay in the cache.
+/// Edge of the square tiles in which a matrix is transposed; both tiles stay in the cache.
 const TILE: usize = 32;
 
 impl HfTransform {
-    /// Elements of the parameter, given those of the stored tensor.
+    /// Returns the number of elements of the parameter, given that of the stored tensor.
     pub(crate) fn parameter_elements(&self, stored_elements: usize) -> usize {
         match self {
             Self::Same => stored_elements,
@@ -43,7 +44,7 @@ impl HfTransform {
         }
     }
 
-    /// Copies the parameter's elements out of the stored tensor. Lengths must fit (the caller checks).
+    /// Copies the parameter's elements out of the stored tensor. The caller checks the lengths.
     pub(crate) fn read<T: Copy>(&self, stored: &[T], parameter: &mut [T]) {
         match self {
             Self::Same => parameter.copy_from_slice(stored),
@@ -63,7 +64,7 @@ impl HfTransform {
         }
     }
 
-    /// Copies the parameter's elements into the stored tensor and leaves its other elements alone.
+    /// Copies the parameter's elements into the stored tensor, and leaves its other elements alone.
     pub(crate) fn write<T: Copy>(&self, parameter: &[T], stored: &mut [T]) {
         match self {
             Self::Same => stored.copy_from_slice(parameter),
@@ -83,7 +84,7 @@ impl HfTransform {
         }
     }
 
-    /// Calls `visit` with the two indices of each element, tile by tile.
+    /// Calls `visit` with (index in the stored tensor, index in the parameter) of each element, tile by tile.
     fn for_each_pair(&self, rows: usize, mut visit: impl FnMut(usize, usize)) {
         let Self::Columns { columns, stored_columns } = self else { return };
         for first_row in (0..rows).step_by(TILE) {

@@ -1,10 +1,10 @@
-//! Model families: about a hundred lines of forward-only code each, and what Hugging Face calls their parts.
+//! Model families, each about a hundred lines of forward-only code, and their mapping to Hugging Face names and configurations.
 //!
 //! A model is described by a typed configuration ([`ModelConfig`]), read from and written as a Hugging Face
-//! `config.json`. Recording it ([`RecordedModel`]) gives its programs and the list of its parameters
-//! ([`parameter_records`]), or what a rank has to do for a micro-batch
-//! alone ([`model_work`]); [`HfMapping`] says how they lie in a Hugging Face checkpoint. An option that would change the numbers and is not supported
-//! is an error that names it; nothing in a configuration is ever ignored in silence.
+//! `config.json`. [`RecordedModel`] records it into programs and a list of parameters. [`parameter_records`] returns
+//! the parameters alone, [`model_work`] the work of a rank for a micro-batch. [`HfMapping`] locates the parameters in
+//! a Hugging Face checkpoint. An unsupported option that would change the numbers is an error that names it; no
+//! option is silently ignored.
 #![forbid(unsafe_code)]
 
 mod check;

@@ -1,8 +1,8 @@
-//! LoRA on a model: which linear layers are adapted, under which names, and what an adapter adds to their weights.
+//! LoRA adapters of a model: the adapted linear layers, their parameter names, and their tensors in PEFT's format.
 //!
-//! Layers are named as PEFT names them, by Hugging Face's modules. A module that is several layers here (GPT-2's
-//! `c_attn` is q, k and v) has one `A`, which they share, and one `B`, of which each holds its rows: so an adapter of
-//! ours and one of PEFT's are the same numbers.
+//! Layers are named by Hugging Face's modules, as in PEFT. A module that consists of several layers here (GPT-2's
+//! `c_attn` is q, k and v) has one `A`, which these layers read, and one `B`, of which each layer holds a range of
+//! rows. So our adapters and PEFT's hold the same numbers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,39 +11,39 @@ use serde::{Deserialize, Serialize};
 
 use crate::{HfContent, HfMapping, HfTransform, ModelConfig, ModelError, parameter_records};
 
-/// The target that stands for every linear layer but the output layer.
+/// Target that means every linear layer except the output layer.
 pub const ALL_LINEAR: &str = "all-linear";
-/// Largest rank; real ones are a hundredth of it.
+/// Largest allowed rank, about a hundred times the largest in practice.
 pub const MAX_RANK: usize = 1 << 14;
 
-/// How strongly an adapter acts.
+/// Formula of an adapter's scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LoraScaling {
-    /// `alpha / rank`.
+    /// Scale `alpha / rank`.
     #[default]
     Standard,
-    /// `alpha / sqrt(rank)` (Kalajdzievski, 2023).
+    /// Scale `alpha / sqrt(rank)` (Kalajdzievski, 2023).
     RankStabilized,
 }
 
-/// What is chosen of an adapter.
+/// Hyperparameters of an adapter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LoraConfig {
-    /// Columns of the narrow value between `A` and `B`.
+    /// Rank of the adapter: rows of `A`, columns of `B`.
     pub rank: usize,
-    /// Strength.
+    /// Numerator of the scale.
     pub alpha: f64,
-    /// Dropout of the adapted layers' inputs.
+    /// Dropout probability on the inputs of adapted layers.
     pub dropout: f64,
-    /// How rank and strength make the factor.
+    /// Formula of the scale.
     pub scaling: LoraScaling,
-    /// Modules, each by its whole name or by what it ends with; or [`ALL_LINEAR`].
+    /// Target modules, each by its full name or a suffix of it; or [`ALL_LINEAR`].
     pub targets: Vec<String>,
 }
 
 impl LoraConfig {
-    /// The factor on what is added.
+    /// Returns the factor on the adapter's output.
     pub fn scale(&self) -> f64 {
         match self.scaling {
             LoraScaling::Standard => self.alpha / self.rank as f64,
@@ -52,33 +52,33 @@ impl LoraConfig {
     }
 }
 
-/// An adapter of one model.
+/// The adapter of one model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Adapter {
     config: LoraConfig,
-    /// The module of each adapted layer, both by their whole names.
+    /// Hugging Face module of each adapted layer, both by their full names.
     layers: BTreeMap<String, String>,
-    /// Whether modules keep their weights as `[in, out]`.
+    /// True if modules store their weights as `[in, out]`.
     fan_in_fan_out: bool,
     tensors: Vec<AdapterTensor>,
 }
 
-/// One tensor of an adapter, as PEFT keeps it.
+/// A tensor of an adapter in PEFT's format.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AdapterTensor {
-    /// Its name, without what PEFT puts before it.
+    /// Name, without PEFT's prefix.
     pub name: String,
-    /// Its shape.
+    /// Shape as PEFT stores it.
     pub shape: Vec<usize>,
-    /// The parameters that it holds, one after the other, with the number of elements of each.
+    /// Names of the parameters that make up the tensor, in order, with their numbers of elements.
     pub parameters: Vec<(String, usize)>,
 }
 
 impl Adapter {
-    /// The adapter that `config` describes for `model`.
+    /// Returns the adapter that `config` describes for `model`.
     ///
     /// # Errors
-    /// [`ModelError::LoraTarget`] for targets that are no linear layers of the model, [`ModelError::LoraRank`].
+    /// If a target matches no linear layer of the model, or the rank is not in 1..=[`MAX_RANK`].
     pub fn new(config: LoraConfig, model: &ModelConfig) -> Result<Self, ModelError> {
         if !(1..=MAX_RANK).contains(&config.rank) {
             return Err(ModelError::LoraRank { rank: config.rank, largest: MAX_RANK });
@@ -124,29 +124,29 @@ impl Adapter {
         })
     }
 
-    /// What was chosen.
+    /// Returns the hyperparameters.
     pub fn config(&self) -> &LoraConfig {
         &self.config
     }
 
-    /// The adapter without dropout.
+    /// Returns the adapter with dropout 0.
     pub fn without_dropout(&self) -> Self {
         let mut changed = self.clone();
         changed.config.dropout = 0.0;
         changed
     }
 
-    /// Its tensors as PEFT keeps them.
+    /// Returns the tensors in PEFT's format.
     pub fn tensors(&self) -> &[AdapterTensor] {
         &self.tensors
     }
 
-    /// Whether modules keep their weights as `[in, out]`, as PEFT wants to know.
+    /// Returns true if modules store their weights as `[in, out]`: PEFT's `fan_in_fan_out`.
     pub fn fan_in_fan_out(&self) -> bool {
         self.fan_in_fan_out
     }
 
-    /// The shortest list of names by which PEFT finds the adapted modules of `model` and no others.
+    /// Returns the shortest list of target names by which PEFT finds the adapted modules of `model` and no others.
     pub fn target_modules(&self, model: &ModelConfig) -> Vec<String> {
         let linear = linear_layers(model);
         let adapted: BTreeSet<&str> = self.layers.values().map(String::as_str).collect();
@@ -161,19 +161,19 @@ impl Adapter {
         }
     }
 
-    /// The names of the `A` and `B` that add to the parameter called `parameter`, if it is adapted.
+    /// Returns the names of the `A` and `B` that adapt the parameter called `parameter`; `None` if it is not adapted.
     pub fn factors_of(&self, parameter: &str) -> Option<[String; 2]> {
         let layer = parameter.strip_suffix(".weight")?;
         let module = self.layers.get(layer)?;
         Some([format!("{module}.lora_A.weight"), format!("{layer}.lora_B.weight")])
     }
 
-    /// Whether `name` is a parameter of an adapter.
+    /// Returns true if `name` is a parameter of an adapter.
     pub fn owns(name: &str) -> bool {
         name.ends_with(".lora_A.weight") || name.ends_with(".lora_B.weight")
     }
 
-    /// What it adds to the unit whose names begin with `prefix`.
+    /// Returns the part of the adapter in the unit whose parameter names begin with `prefix`.
     pub(crate) fn within(&self, prefix: &str) -> LowRank {
         let within = |(layer, module): (&String, &String)| {
             Some((layer.strip_prefix(prefix)?.to_owned(), module.strip_prefix(prefix)?.to_owned()))
@@ -193,14 +193,14 @@ struct LinearLayer {
     shape: Vec<usize>,
 }
 
-/// The linear layers of a model's blocks, in its order. The output layer is none of them: its loss is computed in parts,
-/// of which an adapter would have to be one.
+/// Returns the linear layers of a model's blocks, in order. The output layer is excluded: its loss is computed in
+/// parts, which an adapter would have to follow.
 fn linear_layers(model: &ModelConfig) -> Vec<LinearLayer> {
     let mapping = HfMapping::new(model);
     let mut module_of: BTreeMap<&str, &str> = BTreeMap::new();
     for tensor in mapping.tensors() {
         if let HfContent::Parameters(places) = &tensor.content {
-            // Of layers whose rows are parts of others' heads PEFT would want an adapter for all at once.
+            // Layers whose rows are interleaved per head in one module are excluded: PEFT would adapt the module as a whole.
             let whole = places.iter().filter(|place| !matches!(place.transform, HfTransform::Rows { .. }));
             module_of.extend(whole.map(|place| (place.parameter.as_str(), tensor.name.as_str())));
         }
@@ -217,7 +217,7 @@ fn linear_layers(model: &ModelConfig) -> Vec<LinearLayer> {
         .collect()
 }
 
-/// Whether a target, as PEFT reads it, means a module.
+/// Returns true if a target, as PEFT reads it, matches a module.
 fn is_target(target: &str, module: &str) -> bool {
     target == ALL_LINEAR
         || module.strip_suffix(target).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
@@ -244,7 +244,7 @@ mod tests {
             ("llama3-8b", &["q_proj", "v_proj"][..], 64, 128),
             ("llama3-8b", &["all-linear"], 7 * 32, 14 * 32),
             ("llama3-8b", &["layers.3.mlp.up_proj"], 1, 2),
-            // One module of PEFT's, three layers here.
+            // One module of PEFT, three layers here.
             ("gpt2-124m", &["c_attn"], 36, 24),
             ("gpt2-124m", &["attn.c_proj"], 12, 24),
             ("gpt2-124m", &["c_proj"], 24, 48),

@@ -1,4 +1,4 @@
-//! Models by name: shapes as published, and a few small ones over bytes. They are data: `presets.toml`, beside this file.
+//! Named model presets: published architectures, and a few small byte-level ones. The data is in `presets.toml`, next to this file.
 
 use std::sync::LazyLock;
 
@@ -11,40 +11,40 @@ use crate::error::{ModelError, nearest};
 /// A named architecture.
 #[derive(Debug, Deserialize)]
 pub struct Preset {
-    /// Its name, as `model.preset` takes it.
+    /// Name, as in `model.preset`.
     pub name: String,
-    /// The preset of which it has every key that it does not set itself.
+    /// Name of the base preset, whose keys apply where this preset sets none.
     like: Option<String>,
-    /// What it is, in a few words, where a preset that it is like does not say it.
+    /// A short description; `None` inherits that of the base preset.
     about: Option<String>,
-    /// Keys of its `config.json`.
+    /// Keys of the model's `config.json`.
     #[serde(flatten)]
     keys: Map<String, Value>,
 }
 
-/// The file of presets.
+/// Contents of `presets.toml`.
 #[derive(Debug, Deserialize)]
 struct PresetFile {
     preset: Vec<Preset>,
 }
 
-/// Every preset, family by family, small ones first.
+/// Returns every preset, family by family, small ones first.
 pub fn presets() -> &'static [Preset] {
     static PRESETS: LazyLock<Vec<Preset>> = LazyLock::new(|| {
-        // The tests see to it that the file is sound.
+        // The tests check that the file parses.
         toml::from_str(include_str!("presets.toml"))
             .map_or_else(|_| Vec::new(), |file: PresetFile| file.preset)
     });
     &PRESETS
 }
 
-/// The preset called `name`.
+/// Returns the preset called `name`.
 fn find(name: &str) -> Option<&'static Preset> {
     presets().iter().find(|preset| preset.name == name)
 }
 
 impl Preset {
-    /// What it is, in a few words.
+    /// Returns a short description.
     pub fn about(&self) -> &str {
         match (&self.about, self.base()) {
             (Some(about), _) => about,
@@ -53,10 +53,10 @@ impl Preset {
         }
     }
 
-    /// Its configuration.
+    /// Returns the configuration.
     ///
     /// # Errors
-    /// [`ModelError::Config`], which no preset of this program is.
+    /// If the preset's keys are invalid, which the tests rule out.
     pub fn config(&self) -> Result<ModelConfig, ModelError> {
         ModelConfig::from_table(&self.table(), &format!("the preset {}", self.name))
     }
@@ -73,10 +73,10 @@ impl Preset {
 }
 
 impl ModelConfig {
-    /// The preset called `name`, one of [`presets`].
+    /// Returns the configuration of the preset called `name`, one of [`presets`].
     ///
     /// # Errors
-    /// [`ModelError::UnknownPreset`] with the nearest name.
+    /// If no preset has this name; the error suggests the nearest one.
     pub fn preset(name: &str) -> Result<Self, ModelError> {
         let names = || presets().iter().map(|preset| preset.name.as_str());
         let unknown = || ModelError::UnknownPreset { name: name.to_owned(), nearest: nearest(name, names()) };
@@ -123,7 +123,7 @@ mod tests {
         }
     }
 
-    /// Published totals in thousands of millions, to the digits that are given.
+    /// Published totals in billions, to the published number of digits.
     #[test]
     fn larger_models_have_the_published_billions() {
         let published = [

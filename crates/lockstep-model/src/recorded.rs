@@ -1,12 +1,14 @@
-//! A model as the engine sees it: one program per kind of unit, and the record of every parameter.
+//! A model as the engine sees it: one program per distinct unit, and the record of every parameter.
 //!
-//! Units are numbered 0 (embedding), 1 to `layers` (blocks), `layers + 1` (head). Blocks of which the same is trained
-//! share one program. The records come from the same recording as the programs, so nothing about a parameter is
-//! said twice.
+//! Units are numbered 0 (embedding), 1 to `layers` (blocks), `layers + 1` (head). Blocks that train the same
+//! parameters share one program. Records and programs come from the same recording, so every fact about a parameter
+//! is stated once.
 
 use std::collections::BTreeSet;
 
-use lockstep_graph::{BlockShape, Mode, ParameterDeclaration, Program, Recompute, RecomputeRules};
+use lockstep_graph::{
+    BlockShape, MAX_DROPOUT_SITES, Mode, ParameterDeclaration, Program, Recompute, RecomputeRules,
+};
 use lockstep_plan::{
     Among, BufferUnit, DType, ModelProfile, ParameterId, ParameterRecord, Places, Shard, Share,
     TensorDimensions, TensorPlace, UnitProfile,
@@ -17,62 +19,59 @@ use crate::{
     units::{Flops, OUTPUT_LAYER, RecordedUnits, unit_of},
 };
 
-/// Dropout sites reserved for each unit.
-const DROPOUT_SITES_PER_UNIT: u32 = 16;
-
-/// What the head ends in.
+/// Output of the head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HeadOutput {
-    /// The loss of each token.
+    /// The loss of each token, f32.
     Losses,
-    /// The logits.
+    /// The logits of each token.
     Logits,
 }
 
-/// What of a model is trained; everything, unless something is said.
+/// The trainable part of a model; by default all of it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Tuning {
-    /// Canonical names of the parameters that are never trained. One that is tied follows the other.
+    /// Canonical names of frozen parameters. A tied parameter follows the one it is tied to.
     pub frozen: BTreeSet<String>,
-    /// What is added to linear layers.
+    /// The LoRA adapter of linear layers.
     pub adapter: Option<Adapter>,
 }
 
 impl Tuning {
-    /// Whether training drops anything beyond what the model does.
+    /// Returns true if the adapter applies dropout.
     pub fn has_dropout(&self) -> bool {
         self.adapter.as_ref().is_some_and(|adapter| adapter.config().dropout > 0.0)
     }
 
-    /// The same without dropout.
+    /// Returns a copy without adapter dropout.
     pub fn without_dropout(&self) -> Self {
         Self { frozen: self.frozen.clone(), adapter: self.adapter.as_ref().map(Adapter::without_dropout) }
     }
 }
 
-/// What a model is recorded for.
+/// Options of a recording.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordingOptions {
-    /// Forward and backward, or the forward alone.
+    /// Forward and backward (training), or forward only (inference).
     pub mode: Mode,
-    /// The micro-batch, of whole sequences, and the type that kernels read.
+    /// Shape of a micro-batch of whole sequences, and the dtype that kernels read.
     pub shape: BlockShape,
-    /// What the blocks forget and compute again.
+    /// Recomputation of the blocks.
     pub recompute: RecomputeRules,
-    /// What the head ends in.
+    /// Output of the head.
     pub head_output: HeadOutput,
-    /// The rank's coordinates in the groups that split blocks, sequences and experts.
+    /// This rank's places in the tensor-, context- and expert-parallel groups.
     pub places: Places,
 }
 
 impl RecordingOptions {
-    /// A training step's micro-batch of `shape`, with losses as the output.
+    /// Returns the options for a training step's micro-batch of `shape`, with losses as the output.
     pub fn training(shape: BlockShape, recompute: RecomputeRules, places: Places) -> Self {
         Self { mode: Mode::Training, shape, recompute, head_output: HeadOutput::Losses, places }
     }
 }
 
-/// A recorded model.
+/// A recorded model: programs, parameter records and memory facts, for one rank's shards.
 #[derive(Debug)]
 pub struct RecordedModel {
     pub(crate) units: RecordedUnits,
@@ -82,16 +81,16 @@ pub struct RecordedModel {
     inverse_frequencies: Option<Vec<f32>>,
     pub(crate) flops: Flops,
     bias_update_rate: f64,
-    /// The coordinates that it was recorded for.
+    /// The places that the model was recorded for.
     pub(crate) places: Places,
     vocabulary: usize,
-    /// The units of whose output the ranks that share blocks keep a slice each.
+    /// Per unit, true if each rank of the tensor-parallel group keeps a slice of its output.
     sliced: Vec<bool>,
 }
 
 impl RecordedModel {
-    /// Records the units of `config` for one micro-batch of `shape`, all of it trained. Recomputation applies to the
-    /// blocks.
+    /// Records the units of `config` for one micro-batch of `shape`, with all parameters trained. Recomputation
+    /// applies to the blocks.
     pub fn new(
         config: &ModelConfig,
         mode: Mode,
@@ -104,19 +103,20 @@ impl RecordedModel {
         Self::tuned(config, &Tuning::default(), options)
     }
 
-    /// Records the units of `config`, of which only what `tuning` says is trained.
+    /// Records the units of `config`, with the parameters that `tuning` trains.
     ///
     /// # Panics
-    /// If the ranks that share the blocks do not divide what they split: see `Mesh`'s checks, which find that before.
+    /// If a sharded dimension does not divide evenly in its group. The checks of `Mesh` find this earlier.
     pub fn tuned(config: &ModelConfig, tuning: &Tuning, options: RecordingOptions) -> Self {
         Self::tuned_with_flops(config, tuning, options, None)
     }
 
-    /// As [`RecordedModel::tuned`], with the [`RecordedModel::flops`] of a recording for another place among the ranks that share the model, if
-    /// there is one: recording the model for one rank alone is most of the time that they take.
+    /// Records as [`RecordedModel::tuned`] does, but takes the [`RecordedModel::flops`] of a recording for another
+    /// rank of the same replica. This saves most of the time, because computing them records the model for one rank
+    /// alone.
     ///
     /// # Panics
-    /// Where [`RecordedModel::tuned`] does.
+    /// In the cases in which [`RecordedModel::tuned`] panics.
     pub fn tuned_with_flops(
         config: &ModelConfig,
         tuning: &Tuning,
@@ -146,12 +146,12 @@ impl RecordedModel {
         model
     }
 
-    /// Whether the ranks that share the blocks keep slices of the output of a unit: it is the input of a block that forgets everything
-    /// else, and nothing but this block's backward reads it.
+    /// Returns true if the tensor-parallel group may slice a unit's output. The output must be the input of a fully
+    /// recomputed block, and only this block's backward may read it.
     fn can_slice(&self, unit: usize, recompute: RecomputeRules) -> bool {
         let TensorPlace { ranks, splits_tokens, slices_inputs, dimensions, .. } = self.places.tensor;
         let all_have_it = !splits_tokens && dimensions == TensorDimensions::One;
-        // Block n is unit n + 1.
+        // Block `unit` is unit `unit + 1`.
         let is_for_replay = unit < self.layers && recompute.of(unit) == Recompute::Full;
         slices_inputs
             && ranks > 1
@@ -161,28 +161,28 @@ impl RecordedModel {
             && self.program(unit).forgets_output()
     }
 
-    /// Number of units.
+    /// Returns the number of units.
     pub fn units(&self) -> usize {
         self.layers + 2
     }
 
-    /// The program of a unit.
+    /// Returns the program of a unit.
     pub fn program(&self, unit: usize) -> &Program {
         self.units.program(unit)
     }
 
-    /// Whether the ranks that share the blocks keep a slice each of the output of a unit, which all of them have.
+    /// Returns true if each rank of the tensor-parallel group keeps only a slice of a unit's replicated output.
     pub fn slices_output(&self, unit: usize) -> bool {
         self.sliced[unit]
     }
 
-    /// Elements of such a slice.
+    /// Returns the number of elements of such a slice.
     pub fn slice_elements(&self) -> usize {
         let between = self.program(0);
         self.places.tensor.slice_elements(between.output_rows() * between.output_columns())
     }
 
-    /// Bytes of a frame of a unit, with its output or the rank's slice of that.
+    /// Returns the bytes of a unit's frame, with its output or this rank's slice of the output.
     pub fn frame_bytes(&self, unit: usize) -> usize {
         let program = self.program(unit);
         if self.slices_output(unit) {
@@ -192,38 +192,39 @@ impl RecordedModel {
         }
     }
 
-    /// The first unit that has a backward; none if nothing is trained.
+    /// Returns the first unit that has a backward; `None` if nothing is trained.
     pub fn first_trained_unit(&self) -> Option<usize> {
         (0..self.units()).find(|&unit| self.program(unit).has_backward())
     }
 
-    /// Every parameter, in the order of the units.
+    /// Returns the record of every parameter, in the order of the units.
     pub fn records(&self) -> &[ParameterRecord] {
         &self.records
     }
 
-    /// The parameters of a unit, in the order in which its program declares them.
+    /// Returns the ids of a unit's parameters, in the order in which its program declares them.
     pub fn unit_parameters(&self, unit: usize) -> &[ParameterId] {
         &self.unit_parameters[unit]
     }
 
-    /// The parameter of a unit whose values choose experts, if it has one: no gradient changes it, but the load of the experts.
+    /// Returns the parameter of a unit that biases the choice of experts; `None` if it has none. It has no gradient;
+    /// the load of the experts updates it.
     pub fn selection_bias(&self, unit: usize) -> Option<ParameterId> {
         let index = self.program(unit).selection_bias()?;
         Some(self.unit_parameters[unit][index.0])
     }
 
-    /// How far the load of a step moves these.
+    /// Returns the step size of updates to selection biases.
     pub fn bias_update_rate(&self) -> f64 {
         self.bias_update_rate
     }
 
-    /// The frequencies of rotary embeddings, if the model has them.
+    /// Returns the inverse frequencies of rotary embeddings; `None` if the model has none.
     pub fn inverse_frequencies(&self) -> Option<&[f32]> {
         self.inverse_frequencies.as_deref()
     }
 
-    /// The inputs of memory predictions: the bytes of each unit, and the records of parameters.
+    /// Returns the inputs of memory prediction: the bytes of each unit, and the records of parameters.
     pub fn profile(&self) -> ModelProfile {
         let unit = |unit: usize| {
             let program = self.program(unit);
@@ -258,7 +259,7 @@ impl RecordedModel {
         }
     }
 
-    /// The most elements of a parameter that any of the ranks holds that share its unit.
+    /// Returns the largest number of elements of a parameter that any rank of its group holds.
     fn largest_elements(&self, record: &ParameterRecord) -> usize {
         let is_of_vocabulary = (record.unit == 0 || record.unit + 1 == self.units())
             && record.shape.first() == Some(&self.vocabulary)
@@ -272,18 +273,18 @@ impl RecordedModel {
         rows * record.shape[1..].iter().product::<usize>()
     }
 
-    /// The number of a unit's first dropout site in the model.
+    /// Returns the index in the model of a unit's first dropout site.
     pub fn first_dropout_site(unit: usize) -> u32 {
-        unit as u32 * DROPOUT_SITES_PER_UNIT
+        unit as u32 * MAX_DROPOUT_SITES
     }
 
-    /// Floating-point operations of one training step on one micro-batch, of all ranks that share the model together and without
-    /// recomputation: the forward, and a backward of twice as much, less what nothing that is trained waits for.
+    /// Floating-point operations of one training step on one micro-batch, summed over the ranks of a data-parallel
+    /// replica, without recomputation. The backward counts twice the forward, less the gradients that are not needed.
     pub fn training_flops(&self) -> u64 {
         self.flops.training
     }
 
-    /// Floating-point operations of the model on all ranks that share it together: the same whatever the place of the rank.
+    /// Floating-point operations summed over the ranks of a data-parallel replica; independent of this rank's place.
     pub fn flops(&self) -> Flops {
         self.flops
     }
@@ -314,26 +315,26 @@ fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> Paramet
         unit,
         buffer: BufferUnit::alone(unit),
         trainable: declared.trainable,
-        // Matrices decay, scales and biases do not.
+        // Weight decay applies to matrices, not to scales and biases.
         decay: declared.shape.len() > 1,
         learning_rate_multiplier: 1.0,
     }
 }
 
-/// Every parameter of the model: embedding, block by block, then the head.
+/// Returns the record of every parameter of the model: embedding, block by block, then the head.
 ///
-/// Unit 0 is the embedding, unit `1 + n` block `n`, the last unit the final norm and the output layer. Names are Hugging
-/// Face's, except that a GPT-2's fused `c_attn` is three parameters (`attn.q`, `attn.k`, `attn.v`); every linear
-/// weight is `[out, in]`. A tied output layer is a record whose `tie` points to the embedding. Matrices decay, vectors do
-/// not. Initial weights follow transformers: normal, with GPT-2's projections into the residual stream scaled by
-/// 1/√(2 × blocks); biases zero; norms one.
+/// Unit 0 is the embedding, unit `1 + n` block `n`, the last unit the final norm and the output layer. Names are
+/// Hugging Face's, except that GPT-2's fused `c_attn` is three parameters (`attn.q`, `attn.k`, `attn.v`); every
+/// linear weight is `[out, in]`. A tied output layer is a record whose `tie` points to the embedding. Weight decay
+/// applies to matrices, not to vectors. Initial weights follow transformers: normal, with GPT-2's projections into
+/// the residual stream scaled by 1/√(2 × blocks); biases zero; norms one.
 pub fn parameter_records(config: &ModelConfig) -> Vec<ParameterRecord> {
     tuned_records(config, &Tuning::default())
 }
 
-/// The same with what `tuning` freezes and adds.
+/// Returns the records of [`parameter_records`] with the parameters that `tuning` freezes and adds.
 pub fn tuned_records(config: &ModelConfig, tuning: &Tuning) -> Vec<ParameterRecord> {
-    // Parameters depend on no shape of the input, so that the smallest will do.
+    // Parameters do not depend on the shape of the input, so the smallest one suffices.
     let shape = BlockShape { sequences: 1, seq_len: 1, dtype: DType::F32 };
     let (mode, recompute) = (Mode::Inference, RecomputeRules::default());
     let head_output = HeadOutput::Logits;

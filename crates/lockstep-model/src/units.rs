@@ -1,4 +1,4 @@
-//! The units of a model, recorded: units that are recorded for the same share a program.
+//! Recording of a model's units; units whose recordings would be equal share a program.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,7 @@ use lockstep_plan::Places;
 
 use crate::{HeadOutput, ModelConfig, RecordingOptions, Tuning};
 
-/// The output layer's parameter, which may be tied to the embedding.
+/// Name of the output layer's parameter, which may be tied to the embedding.
 pub(crate) const OUTPUT_LAYER: &str = "lm_head.weight";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub(crate) enum Unit {
     Head,
 }
 
-/// What a unit is, and what its names begin with.
+/// Returns the kind of a unit and the prefix of its parameter names.
 pub(crate) fn unit_of(config: &ModelConfig, unit: usize) -> (Unit, String) {
     let (family, layers) = (config.family(), config.num_hidden_layers());
     match unit {
@@ -29,20 +29,20 @@ pub(crate) fn unit_of(config: &ModelConfig, unit: usize) -> (Unit, String) {
     }
 }
 
-/// Floating-point operations of a forward and a backward of a micro-batch, of all ranks that share the model.
+/// Floating-point operations of a forward and a backward of a micro-batch, summed over the ranks of a data-parallel replica.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Flops {
     pub(crate) training: u64,
-    /// Of these, attention's.
+    /// Part of these that is attention's.
     pub(crate) attention: u64,
 }
 
 /// The programs of all units.
 #[derive(Debug)]
 pub(crate) struct RecordedUnits {
-    /// Those that differ.
+    /// The distinct programs.
     pub(crate) programs: Vec<Program>,
-    /// The program of each unit.
+    /// Index of each unit's program.
     pub(crate) of_unit: Vec<usize>,
 }
 
@@ -51,7 +51,7 @@ impl RecordedUnits {
         let (family, layers) = (config.family(), config.num_hidden_layers());
         let splits = family.tensor_splits();
         let mut units = Self { programs: Vec::new(), of_unit: Vec::new() };
-        // What each program was recorded for.
+        // Recording inputs of each program.
         let mut recorded: Vec<Recording> = Vec::new();
         let mut trains_anything = false;
         for unit in 0..layers + 2 {
@@ -88,12 +88,13 @@ impl RecordedUnits {
         units
     }
 
-    /// The program of a unit.
+    /// Returns the program of a unit.
     pub(crate) fn program(&self, unit: usize) -> &Program {
         &self.programs[self.of_unit[unit]]
     }
 
-    /// What all ranks together have to do: one would have to, alone. These units are those of one of them.
+    /// Returns the floating-point operations of all ranks together, which equal those of a recording for one rank.
+    /// `self` is the recording of a single rank's shards.
     pub(crate) fn flops_alone(
         &self,
         config: &ModelConfig,
@@ -110,7 +111,7 @@ impl RecordedUnits {
 
     fn flops(&self) -> Flops {
         let profiles: Vec<_> = self.programs.iter().map(Program::profile).collect();
-        // A model that overflows this is refused for its memory.
+        // Saturation is harmless: a model this large fails the memory check.
         self.of_unit.iter().map(|program| &profiles[*program]).fold(Flops::default(), |sum, profile| {
             let both = profile.forward_flops.saturating_add(profile.backward_flops);
             Flops {
@@ -121,11 +122,11 @@ impl RecordedUnits {
     }
 }
 
-/// Everything that decides what recording a unit gives.
+/// Inputs that determine the program of a unit.
 #[derive(Debug, PartialEq)]
 struct Recording {
     kind: Unit,
-    /// Names within the unit.
+    /// Names of frozen parameters, relative to the unit.
     frozen: BTreeSet<String>,
     low_rank: Option<LowRank>,
     input_gradient: InputGradient,
@@ -134,7 +135,7 @@ struct Recording {
 
 impl Recording {
     fn new(kind: Unit, prefix: &str, tuning: &Tuning) -> Self {
-        // A head has no prefix; the names of other units mean nothing to it.
+        // A head has no prefix; the names of other units match none of its parameters.
         let within = |name: &String| name.strip_prefix(prefix).map(str::to_owned);
         let frozen = tuning.frozen.iter().filter_map(within).collect();
         let low_rank = tuning.adapter.as_ref().map(|adapter| adapter.within(prefix));
@@ -142,7 +143,7 @@ impl Recording {
         Self { kind, frozen, low_rank, input_gradient, recompute }
     }
 
-    /// A tied parameter is trained if the one it is tied to is.
+    /// Makes a tied parameter frozen or trained like the one it is tied to.
     fn freeze_tied(&mut self, name: &str, is_frozen: bool) {
         if is_frozen {
             self.frozen.insert(name.to_owned());

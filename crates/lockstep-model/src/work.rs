@@ -1,4 +1,4 @@
-//! What a rank has to do for a micro-batch of a model, unit by unit.
+//! Work of a rank for a micro-batch of a model, unit by unit.
 
 use lockstep_graph::Program;
 use lockstep_plan::{TensorDimensions, TensorPlace, work::ModelWork};
@@ -9,16 +9,17 @@ use crate::{
 };
 
 impl RecordedModel {
-    /// What each rank has to do for a micro-batch, and what all of them have to do together.
+    /// Returns the work of each rank for a micro-batch, and the floating-point operations of all ranks together.
     pub fn work(&self) -> ModelWork {
         work_of(&self.units, self.flops, self.places.tensor)
     }
 }
 
-/// [`RecordedModel::work`] without the model: no parameter gets a record. It takes as long as recording the units that differ does.
+/// Returns [`RecordedModel::work`] without building the model's parameter records. It takes the time of recording the
+/// distinct units.
 ///
 /// # Panics
-/// Where [`RecordedModel::tuned`] does.
+/// In the cases in which [`RecordedModel::tuned`] panics.
 pub fn model_work(config: &ModelConfig, tuning: &Tuning, options: RecordingOptions) -> ModelWork {
     let units = RecordedUnits::new(config, tuning, options);
     let flops = units.flops_alone(config, tuning, options);

@@ -1,4 +1,4 @@
-//! What the mapping to Hugging Face checkpoints must keep to: exact in both directions, and strict about names.
+//! Properties of the mapping to Hugging Face checkpoints: exact in both directions, and strict about names.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -40,7 +40,7 @@ fn tiny(overrides: Value) -> ModelConfig {
     ModelConfig::from_table(overrides, "test").unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// The names and shapes of an exported checkpoint, changed by `edit`.
+/// Matches the names and shapes of an exported checkpoint after `edit` has changed them.
 fn matched(
     config: &ModelConfig,
     edit: impl Fn(&mut Vec<(String, Vec<usize>)>),
@@ -71,7 +71,7 @@ fn import(config: &ModelConfig, checkpoint: &HashMap<String, Vec<u16>>) -> HashM
     parameters
 }
 
-/// Writes every tensor of a checkpoint. Elements that no parameter covers keep `u16::MAX`.
+/// Writes every tensor of a checkpoint. Elements that no parameter covers stay at `u16::MAX`.
 fn export(config: &ModelConfig, parameters: &HashMap<String, Vec<u16>>) -> HashMap<String, Vec<u16>> {
     let mut checkpoint = HashMap::new();
     for tensor in HfMapping::new(config).tensors() {
@@ -130,7 +130,7 @@ proptest! {
         for (index, record) in parameter_records(&config).iter().enumerate() {
             if record.tie.is_none() {
                 let first = (index as u64) << 32;
-                // 15 bits, so that no element looks like one that was never written.
+                // 15 bits, so that no element equals the `u16::MAX` of elements never written.
                 let fill = |element| philox.at(first + element as u64)[0] as u16 >> 1;
                 parameters.insert(record.name.clone(), (0..record.elements()).map(fill).collect::<Vec<_>>());
             }

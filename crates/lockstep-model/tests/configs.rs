@@ -1,4 +1,4 @@
-//! What reading, writing and overriding a configuration must keep to, on files that transformers wrote.
+//! Properties of reading, writing and overriding a configuration, on files that transformers wrote.
 
 use std::path::{Path, PathBuf};
 
@@ -38,7 +38,7 @@ fn gpt2(config: &ModelConfig) -> &Gpt2Config {
     }
 }
 
-/// The problems of a configuration that must be refused.
+/// Returns the problems of a configuration that must be rejected.
 fn problems(value: Value) -> Vec<ConfigProblem> {
     match read(value.clone()) {
         Err(ModelError::Config { problems, .. }) => problems,

@@ -1,4 +1,4 @@
-//! What a rank has to do and to keep, read off recordings, against closed forms and published figures.
+//! Work and saved activations of a rank, as recorded, checked against closed forms and published figures.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::{BlockShape, Recompute};
@@ -6,20 +6,20 @@ use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning, model
 use lockstep_plan::work::{Collective, Exchange, Keeping, Labor, ModelWork, Pass, Peers, Task, UnitWork};
 use lockstep_plan::{ContextMethod, ContextPlace, DType, ExpertPlace, Places, TensorDimensions, TensorPlace};
 
-/// A model of Korthikanti et al. (2022), table 3, with what figures 1 and 7 say of it.
+/// A model of Korthikanti et al. (2022), table 3, with its values in figures 1 and 7.
 struct Published {
     name: &'static str,
     heads: usize,
     hidden: usize,
     layers: usize,
-    /// Sequences of a micro-batch.
+    /// Sequences per micro-batch.
     sequences: usize,
     stages: usize,
     chunks: usize,
-    /// Figure 1: activations in GiB without either of the two remedies, and with both.
+    /// Figure 1: activations in GiB, without and with sequence parallelism and selective recomputation.
     activations_gib: [f64; 2],
-    /// Figure 7: percent of what tensor parallelism alone keeps, with sequence parallelism, with selective recomputation, with
-    /// both, and with full recomputation; as read off the figure.
+    /// Figure 7, read off the figure: percent of the activations under tensor parallelism alone. With sequence
+    /// parallelism, with selective recomputation, with both, and with full recomputation.
     percent: [f64; 4],
 }
 
@@ -101,12 +101,12 @@ impl Published {
         model_work(&self.config(), &Tuning::default(), self.options(tensor, Recompute::None))
     }
 
-    /// Elements between two blocks.
+    /// Elements of the value between two blocks.
     fn sbh(&self) -> f64 {
         (self.sequences * SEQ_LEN * self.hidden) as f64
     }
 
-    /// `5 a s / h`.
+    /// Bytes per element of the attention scores, `5 a s / h`.
     fn scores(&self) -> f64 {
         5.0 * (self.heads * SEQ_LEN) as f64 / self.hidden as f64
     }
@@ -158,7 +158,7 @@ fn a_layer_keeps_what_is_published() {
 
 #[test]
 fn the_ends_of_a_model_keep_what_is_published() {
-    // Section 4.3: the mask of the embedding's dropout; the last norm, the output layer's input, and logits in f32.
+    // Section 4.3: the mask of the embedding's dropout; the inputs of the last norm and of the output layer, and logits in f32.
     for model in &PUBLISHED {
         let work = model.work(split_over(TENSOR, true));
         let of = |unit| work.unit(unit).kept.bytes(Keeping::Everything, work.dtype) as f64;
@@ -176,7 +176,7 @@ fn without_dropout_of_attention_a_score_is_two_bytes() {
     let options = model.options(TensorPlace::default(), Recompute::None);
     let work = model_work(&model.config().without_dropout(), &Tuning::default(), options);
     let kept = work.unit(1).kept.bytes(Keeping::Everything, work.dtype) as f64 / model.sbh();
-    // Nor are there masks of the two other dropouts.
+    // Without dropout the two other masks are absent as well.
     assert_near(kept, 32.0 + model.scores() * 2.0 / 5.0, 1e-9, "without dropout");
 }
 
@@ -189,7 +189,7 @@ fn a_first_stage_keeps_what_figures_1_and_7_say() {
             let work = model.work(tensor);
             work.unit(1).kept.bytes(keeping, work.dtype) as f64
         };
-        // Micro-batches of as many stages, of layers of one; of interleaved stages there are more (section 4.2.3).
+        // The first stage saves as many micro-batches as there are stages; interleaved stages save more (section 4.2.3).
         let [p, m] = [model.stages, model.chunks].map(|count| count as f64);
         let interleaved = if model.chunks > 1 { 1.0 + (p - 1.0) / (p * m) } else { 1.0 };
         let gib = |bytes: f64| bytes * model.layers as f64 * interleaved / f64::from(1 << 30);
@@ -208,7 +208,7 @@ fn a_first_stage_keeps_what_figures_1_and_7_say() {
 fn flops(tasks: &[Task], passes: &[Pass]) -> u64 {
     let of = |task: &Task| match task.labor {
         Labor::Product(product) => product.flops(),
-        // The whole square, of which half is counted.
+        // The full score square; `flops` counts half of it.
         Labor::Attention(attention) => 2 * attention.flops,
         Labor::Stream | Labor::Exchange(_) => 0,
     };
@@ -220,7 +220,7 @@ fn floating_point_operations_are_the_published_ones() {
     for model in &PUBLISHED {
         let [b, l, s, h, v] =
             [model.sequences, model.layers, SEQ_LEN, model.hidden, VOCABULARY].map(|count| count as f64);
-        // Narayanan et al. (2021), section 5.1, without recomputation and with it.
+        // Narayanan et al. (2021), section 5.1, without and with recomputation.
         let published = 72.0 * b * l * s * h * h * (1.0 + s / (6.0 * h) + v / (12.0 * h * l));
         let hardware = 96.0 * b * l * s * h * h * (1.0 + s / (6.0 * h) + v / (16.0 * h * l));
         let work = model.work(TensorPlace::default());
@@ -232,7 +232,7 @@ fn floating_point_operations_are_the_published_ones() {
         let passes = [Pass::Forward, Pass::Recompute, Pass::BackwardInputs, Pass::BackwardWeights];
         let of_unit = |unit: &UnitWork| flops(&unit.forward, &passes) + flops(&unit.backward, &passes);
         let found: u64 = (0..work.units()).map(|unit| of_unit(work.unit(unit))).sum();
-        // Nothing needs what the last product of a block makes, so that it is not computed again.
+        // Nothing in the backward reads the output of a block's last product, so it is not recomputed.
         let last = 8.0 * b * l * s * h * h;
         assert_near(found as f64, hardware - last, 1e-12, model.name);
     }
@@ -242,24 +242,24 @@ fn floating_point_operations_are_the_published_ones() {
 fn parameters_are_the_published_ones() {
     for model in &PUBLISHED {
         let [l, s, h, v] = [model.layers, SEQ_LEN, model.hidden, VOCABULARY].map(|count| count as u64);
-        // 12 l h² (1 + 13 / 12h + (V + s) / 12lh).
+        // The published form is 12 l h² (1 + 13 / 12h + (V + s) / 12lh).
         let published = 12 * l * h * h + 13 * l * h + (v + s) * h;
         let elements = |tensor| {
             let work = model.work(tensor);
             (0..work.units()).map(|unit| work.unit(unit).parameter_elements).sum::<u64>()
         };
-        // A tied table is in two units; the last norm is in no formula.
+        // A tied table counts in two units; the formula omits the last norm.
         assert_eq!(elements(TensorPlace::default()), published + v * h + 2 * h, "{}", model.name);
         let t = TENSOR as u64;
-        // Norms, and biases of what is summed, are on every rank.
+        // Norms, biases of row-parallel layers, and positions are on every rank.
         let whole = l * (4 + 2) * h + 2 * h + s * h;
         let expected = (published + v * h + 2 * h - whole) / t + whole;
         assert_eq!(elements(split_over(TENSOR, false)), expected, "{}", model.name);
     }
 }
 
-/// Bytes that a rank sends in a forward and a backward of a unit, without what is gathered again, and with it, if collectives waste
-/// nothing and `ranks` take part.
+/// Bytes that a rank sends in a forward and a backward of a unit, without and with recomputation, if collectives are
+/// bandwidth-optimal over `ranks` ranks.
 fn sent(unit: &UnitWork, peers: Peers, ranks: usize) -> [f64; 2] {
     let n = ranks as f64;
     let bytes = |exchange: &Exchange| {
@@ -285,17 +285,18 @@ fn sent(unit: &UnitWork, peers: Peers, ranks: usize) -> [f64; 2] {
 fn tensor_parallel_ranks_send_what_four_sums_are() {
     for model in &PUBLISHED {
         for ranks in [2, 4, 8] {
-            // In 16 bits. 8 b s h (t-1)/t elements: four sums a block (Shoeybi et al. 2019; Narayanan et al. 2021, section 3.2).
+            // In 16 bits. 8 b s h (t-1)/t elements: four all-reduces per block (Shoeybi et al. 2019; Narayanan et al.
+            // 2021, section 3.2).
             let four = 2.0 * 8.0 * model.sbh() * (ranks as f64 - 1.0) / ranks as f64;
             let [once, all] = sent(model.work(split_over(ranks, false)).unit(1), Peers::Tensor, ranks);
             assert_near(once, four, 1e-12, model.name);
             assert_near(all, four, 1e-12, model.name);
-            // As many as gathers and sums of rows, and two gathers again (Korthikanti et al. 2022, section 4.2.2).
+            // The same as all-gathers and reduce-scatters, and two more all-gathers (Korthikanti et al. 2022, section 4.2.2).
             let [once, all] = sent(model.work(split_over(ranks, true)).unit(1), Peers::Tensor, ranks);
             assert_near(once, four, 1e-12, model.name);
             assert_near(all, four * 10.0 / 8.0, 1e-12, model.name);
-            // Others send 6/4 of it where everything is computed again (Rajbhandari et al. 2019, section 8): the sum that ends a block
-            // is left out here, for nothing needs it.
+            // With full recomputation others send 6/4 of it (Rajbhandari et al. 2019, section 8). Here the all-reduce
+            // that ends a block is not repeated, because nothing reads its result.
             let options = model.options(split_over(ranks, false), Recompute::Full);
             let work = model_work(&model.config(), &Tuning::default(), options);
             let [once, all] = sent(work.unit(1), Peers::Tensor, ranks);
@@ -336,7 +337,7 @@ fn llama(options: RecordingOptions) -> ModelWork {
 #[test]
 fn ranks_that_share_sequences_send_keys_and_values() {
     let shape = BlockShape { sequences: 2, seq_len: 4096, dtype: DType::BF16 };
-    // Elements of keys and values, and of queries, of all tokens.
+    // Elements of the keys and values, and of the queries, of all tokens.
     let [keys, queries] = [2 * 1024, 4096].map(|width| (shape.tokens() * width) as f64);
     for ranks in [2, 4, 8] {
         let n = ranks as f64;
@@ -344,15 +345,15 @@ fn ranks_that_share_sequences_send_keys_and_values() {
             let context = ContextPlace { ranks, rank: 0, method };
             sent(llama(at(Places { context, ..Places::default() }, shape)).unit(1), Peers::Context, ranks)
         };
-        // Forward and backward n - 1 steps in 16 bits; the gradients in f32, which go home as well.
+        // Forward and backward: n - 1 steps in 16 bits. The gradients in f32: n steps, the last one to their owner.
         let ring = 2.0 * 2.0 * keys * (n - 1.0) / n + 4.0 * keys;
         assert_near(sent(ContextMethod::Ring)[1], ring, 1e-12, "ring");
-        // A gather, the sum of the gradients, and the gather again.
+        // An all-gather, a reduce-scatter of the gradients, and the all-gather again.
         let once = 2.0 * keys * (n - 1.0) / n;
         let gathered = sent(ContextMethod::AllGather);
         assert_near(gathered[0], 2.0 * once, 1e-12, "all-gather");
         assert_near(gathered[1], 3.0 * once, 1e-12, "all-gather again");
-        // Of what a rank holds of queries, keys, values and outputs all but its own heads, there and back.
+        // Everything that a rank holds of queries, keys, values and outputs except its own heads, there and back.
         let held = 2.0 * (keys + 2.0 * queries) / n;
         assert_near(sent(ContextMethod::AllToAll)[1], 2.0 * held * (n - 1.0) / n, 1e-12, "all-to-all");
     }
@@ -361,7 +362,7 @@ fn ranks_that_share_sequences_send_keys_and_values() {
 #[test]
 fn mixtures_multiply_with_active_parameters_alone() {
     let shape = BlockShape { sequences: 1, seq_len: 1024, dtype: DType::BF16 };
-    // In 10⁹, as their authors publish them: all, and those that a token uses.
+    // In billions, as published: total parameters, and active parameters of a token.
     for (name, total, active) in [("mixtral-8x7b", 46.7, 12.9), ("qwen3-30b-a3b", 30.5, 3.3)] {
         let config = ModelConfig::preset(name).unwrap();
         let experts = config.experts().unwrap();
@@ -376,7 +377,7 @@ fn mixtures_multiply_with_active_parameters_alone() {
         let table = elements(&|name| name.contains("embed_tokens"));
         let used = others + of_experts * experts.per_token as u64 / experts.count as u64;
         assert_near((others + of_experts + table) as f64 / 1e9, total, 0.002, name);
-        // The latter of Qwen3 is 3.35.
+        // Qwen3's active count is 3.35.
         assert_near((used + table) as f64 / 1e9, active, 0.02, name);
 
         let alone_work = model_work(&config, &Tuning::default(), alone(shape));
@@ -390,7 +391,7 @@ fn mixtures_multiply_with_active_parameters_alone() {
             |work: &ModelWork| -> u64 { (0..work.units()).map(|unit| work.unit(unit).expert_elements).sum() };
         assert_eq!(here(&alone_work), of_experts, "{name}");
 
-        // A row for each slot to the experts and back, and the same of their gradients; and how many rows go where.
+        // A row per slot to the experts and back, the same for their gradients, and the row counts.
         for ranks in [2, 8] {
             let place = ExpertPlace { ranks, rank: 0, tensor_ranks: 1, tensor_rank: 0 };
             let work = model_work(
@@ -404,13 +405,13 @@ fn mixtures_multiply_with_active_parameters_alone() {
             let counts = 8.0 * experts.count as f64 * (n - 1.0) / n;
             let [_, all] = sent(work.unit(1), Peers::Expert, ranks);
             assert_near(all, 4.0 * rows + counts, 1e-12, name);
-            // Rows come from all ranks and go to all: each has as many as alone, of fewer experts.
+            // Rows come from all ranks and go to all: each rank has as many rows as alone, for fewer experts.
             assert_near(of_products(work.unit(1)), of_products(alone_work.unit(1)), 1e-12, name);
         }
     }
 }
 
-/// A host has to know how many rows come, unless an expert takes no more than its capacity.
+/// The host must know how many rows it receives, unless experts have a capacity.
 #[test]
 fn a_host_waits_for_how_many_rows_come_where_nothing_is_dropped() {
     let shape = BlockShape { sequences: 1, seq_len: 64, dtype: DType::BF16 };
@@ -448,9 +449,9 @@ fn a_square_of_ranks_sends_blocks_along_its_lines() {
         };
         unit.forward.iter().chain(&unit.backward).filter(is_such).count()
     };
-    // Six layers, each in two steps: two blocks forward, one in each half of the backward, which sums the other.
+    // Six layers in two steps each: two broadcasts per step forward, one in each half of the backward, which also reduces.
     assert_eq!((count(Collective::Broadcast), count(Collective::Reduce)), (6 * 2 * 4, 6 * 2 * 2));
-    // To blocks and back for each branch, and the same for gradients.
+    // To blocks and back for each of two branches, and the same for gradients.
     assert_eq!(count(Collective::AllToAll), 8);
     assert_near(
         4.0 * of_products(unit),
@@ -472,7 +473,7 @@ fn ranks_that_split_the_vocabulary_tell_each_other_three_numbers_of_each_token()
     let told: Vec<u64> = told.collect();
     assert_eq!(told.iter().sum::<u64>(), 3 * 4 * 8 * 8192, "{told:?}");
     assert!(told.len() > 1, "the tokens' logits are computed in parts");
-    // Those are products of all tokens all the same.
+    // The products still count as those of all tokens at once.
     let products = head.backward.iter().filter(|task| matches!(task.labor, Labor::Product(_)));
     assert_eq!(products.count(), 3);
 }
@@ -491,6 +492,6 @@ fn a_models_work_is_that_of_its_recording_and_takes_less_than_a_moment() {
         assert_eq!(work, recorded);
     }
     assert_eq!((recorded.units(), recorded.distinct.len()), (128, 3));
-    // Some hundred microseconds: a search records hundreds of variants.
+    // A few hundred microseconds, because a search records hundreds of variants.
     assert!(shortest.as_millis() < 5, "{shortest:?}");
 }

@@ -1,42 +1,42 @@
-//! Which tokens of each sequence a rank of the context axis holds.
+//! Split of each sequence over the context-parallel ranks.
 //!
-//! Under causal attention late tokens see more than early ones. So each rank holds two stretches of a sequence, one as far
-//! from its beginning as the other from its end, and all have as much to do:
+//! Under a causal mask late tokens attend to more keys than early ones. So each rank has two chunks of a sequence, at equal distances
+//! from its beginning and its end, and all ranks have the same work:
 //!
 //! ```text
 //! 2 ranks   0 1 1 0
 //! 4 ranks   0 1 2 3 3 2 1 0
 //! ```
 //!
-//! Ranks that exchange tokens for heads have whole sequences to attend to, and hold one stretch each.
+//! All-to-all attention works on whole sequences, so each rank has one contiguous chunk.
 
 use std::ops::Range;
 
 use crate::ContextMethod;
 
-/// A rank's place among those that share each sequence.
+/// A rank's position in the context-parallel group, and the attention algorithm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ContextPlace {
-    /// Ranks on the axis.
+    /// Degree of context parallelism.
     pub ranks: usize,
-    /// Which of them this is.
+    /// Rank within the group.
     pub rank: usize,
-    /// How attention reaches what the others hold.
+    /// Algorithm of context-parallel attention, which decides how sequences are split.
     pub method: ContextMethod,
 }
 
 impl Default for ContextPlace {
-    /// Alone.
+    /// A group of one rank.
     fn default() -> Self {
         Self { ranks: 1, rank: 0, method: ContextMethod::default() }
     }
 }
 
 impl ContextPlace {
-    /// How many tokens of a sequence each rank holds.
+    /// Returns the number of tokens of a sequence on each rank.
     ///
     /// # Panics
-    /// If the ranks do not divide the sequence as their method needs it.
+    /// If `seq_len` is not a multiple of the number of chunks that the algorithm needs.
     pub fn held(&self, seq_len: usize) -> usize {
         let Self { ranks, .. } = *self;
         let parts = if self.is_folded() { 2 * ranks } else { ranks };
@@ -44,23 +44,23 @@ impl ContextPlace {
         seq_len / ranks
     }
 
-    /// How many times its own tokens of each sequence a rank attends with.
+    /// Returns the ratio of tokens that a rank attends with to tokens that it holds: the group size for all-to-all, otherwise 1.
     pub fn attended(&self) -> usize {
         if self.method == ContextMethod::AllToAll { self.ranks } else { 1 }
     }
 
-    /// How many pieces of each sequence a rank has that do not follow each other.
+    /// Returns the number of contiguous chunks of each sequence on a rank.
     pub fn pieces(&self) -> usize {
         if self.is_folded() { 2 } else { 1 }
     }
 
-    /// Which piece of a sequence, from its beginning, is piece `index` of a rank.
+    /// Returns the position in the sequence of chunk `index` of `rank`, in chunks.
     pub fn piece_place(&self, rank: usize, index: usize) -> usize {
         if index == 1 { 2 * self.ranks - 1 - rank } else { rank }
     }
 
-    /// Where the two stretches of a rank begin in a sequence. They follow each other in its tensors, and the second begins with
-    /// token `held / 2` of these.
+    /// Returns the first token in the sequence of each half of `rank`'s tokens. The halves are consecutive in its tensors: the second
+    /// begins at local token `held / 2`.
     pub fn halves_of(&self, rank: usize, seq_len: usize) -> [usize; 2] {
         let (held, half) = (self.held(seq_len), self.held(seq_len) / 2);
         if self.is_folded() {
@@ -70,12 +70,12 @@ impl ContextPlace {
         }
     }
 
-    /// Where the own two stretches begin.
+    /// Returns the first token in the sequence of each half of this rank's tokens.
     pub fn halves(&self, seq_len: usize) -> [usize; 2] {
         self.halves_of(self.rank, seq_len)
     }
 
-    /// The own tokens among those of a micro-batch `[sequences · seq_len]`, in the order in which the rank holds them.
+    /// Returns the ranges of this rank's tokens in a micro-batch `[sequences · seq_len]`, in local order.
     pub fn stretches(
         &self,
         sequences: usize,
@@ -91,7 +91,7 @@ impl ContextPlace {
         })
     }
 
-    /// Whether a rank's stretches are as far from both ends of a sequence.
+    /// Returns true if each rank has an early and a late chunk of a sequence.
     fn is_folded(&self) -> bool {
         self.ranks > 1 && self.method != ContextMethod::AllToAll
     }

@@ -1,11 +1,10 @@
-//! Element types a tensor may hold.
+//! Element types of tensors.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The element type of a tensor. Arithmetic happens in `f32` whatever the storage; the integer types
-/// carry token ids, labels and indices.
+/// Element type of a tensor. Arithmetic is in `f32` whatever the storage; integer types hold token ids, labels and indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
@@ -19,12 +18,12 @@ pub enum DType {
     I32,
     /// Unsigned 32-bit integer: token ids and positions.
     U32,
-    /// Byte.
+    /// Unsigned 8-bit integer: raw bytes.
     U8,
 }
 
 impl DType {
-    /// Size of one element in bytes.
+    /// Returns the size of one element in bytes.
     pub const fn size_bytes(self) -> usize {
         match self {
             Self::F32 | Self::I32 | Self::U32 => 4,
@@ -33,7 +32,7 @@ impl DType {
         }
     }
 
-    /// The name that safetensors files use (`F32`, `BF16`, ...).
+    /// Returns the name that safetensors files use (`F32`, `BF16`, ...).
     pub const fn safetensors_name(self) -> &'static str {
         match self {
             Self::F32 => "F32",
@@ -45,7 +44,7 @@ impl DType {
         }
     }
 
-    /// The inverse of [`DType::safetensors_name`]; `None` for a type no tensor here can hold.
+    /// Returns the type with this [`DType::safetensors_name`]; `None` if no tensor here can hold it.
     pub fn from_safetensors_name(name: &str) -> Option<Self> {
         [Self::F32, Self::BF16, Self::F16, Self::I32, Self::U32, Self::U8]
             .into_iter()

@@ -1,8 +1,7 @@
 //! A sum that does not depend on the order of its terms.
 //!
-//! The global gradient norm must not change with who holds which block, so the sums of squares of the
-//! blocks are added in fixed point wide enough for every finite `f64` (a Kulisch accumulator), where
-//! addition is associative, and rounded once at the end.
+//! The global gradient norm must not depend on how blocks are sharded. So the blocks' sums of squares are added in fixed point wide
+//! enough for every finite `f64` (a Kulisch accumulator), where addition is associative, and rounded once at the end.
 
 /// Bits to the left of limb 0 that the smallest subnormal (2^-1074) needs, rounded up to whole limbs.
 const FRACTION_BITS: i32 = 34 * 32;
@@ -27,7 +26,7 @@ impl Default for ExactSum {
 }
 
 impl ExactSum {
-    /// How many words [`ExactSum::to_words`] gives.
+    /// Number of words of [`ExactSum::to_words`].
     pub const WORDS: usize = LIMBS + 1;
 
     /// Adds one value. A NaN or an infinity makes the sum NaN for good.
@@ -66,7 +65,7 @@ impl ExactSum {
         self.non_finite |= other.non_finite;
     }
 
-    /// Words whose sums, word by word, are those of the sum of up to 2^30 exact sums.
+    /// Returns words that can be all-reduced: the word-wise sums of up to 2^30 exact sums are the words of their sum.
     pub fn to_words(&self) -> [i64; ExactSum::WORDS] {
         let mut sum = self.clone();
         sum.normalize();
@@ -76,7 +75,7 @@ impl ExactSum {
         words
     }
 
-    /// The sum that [`ExactSum::to_words`] has made words of.
+    /// Restores a sum from the words of [`ExactSum::to_words`], or from word-wise sums of them.
     pub fn from_words(words: &[i64; ExactSum::WORDS]) -> Self {
         let mut sum = Self { non_finite: words[LIMBS] != 0, ..Self::default() };
         sum.limbs.copy_from_slice(&words[..LIMBS]);
@@ -84,7 +83,7 @@ impl ExactSum {
         sum
     }
 
-    /// The sum, rounded once to within one unit in the last place.
+    /// Returns the sum, rounded once to within one unit in the last place.
     pub fn value(&self) -> f64 {
         if self.non_finite {
             return f64::NAN;

@@ -1,33 +1,26 @@
-//! The vocabulary every other crate of Lockstep speaks, and the thinking that needs no machine.
+//! The vocabulary that all other crates of Lockstep use: plans and the values that they are made of.
 //!
-//! Nothing here does I/O, starts a thread or reads a clock: a plan is a value, and so is everything it
-//! is made of. That is what lets the same types drive a run, a simulation and a picture of it.
+//! Nothing in this crate does I/O, starts a thread or reads a clock. A plan is a plain value, so the same types drive a run, a simulation
+//! and a picture of it.
 //!
-//! - [`DType`] and [`MemoryCategory`]: what an element is, and under which heading its bytes are booked.
-//! - [`StateLayout`]: the list of a rank's model state, which the engine allocates and [`predicted`] sums before anything is allocated.
-//! - [`ParameterRecord`]: everything that is known of one parameter; sharding, optimizers, clipping,
-//!   checkpoints and fine-tuning read it and nothing else.
-//! - [`Share`]: what a rank holds of a parameter where the ranks of an axis split it.
-//! - [`ZeroStage`]: what of a model's state ranks share out that would else each hold a copy.
-//! - [`QuantizedType`]: small integers in which weights and gradients go between ranks.
-//! - [`gathering`]: when weights that ranks share out are whole on a rank, and where they lie.
-//! - [`ContextPlace`]: which tokens of each sequence a rank holds where ranks share sequences.
-//! - [`Mesh`]: which rank is where, and the groups of ranks along any axes; for experts, the same ranks once more.
-//! - [`schedule`]: what each rank of a pipeline does in a step, as lists that are complete and cannot deadlock.
-//! - [`split_units`]: how many layers each stage of a pipeline gets, by what they cost.
-//! - [`TensorLayout`]: what tensor parallelism in one, two, two and a half and three dimensions sends.
-//! - [`Plan`]: how a training step is split, as a JSON file that is checked against the model, the batch and the world.
-//! - [`StateBytes`]: what model state takes under ZeRO, by the published formulas.
-//! - [`work`]: what a rank has to do for a micro-batch, as recording finds it.
-//! - [`cluster`]: the machines that a plan is for.
-//! - [`predict`]: how long a step of a plan takes there.
-//! - [`search`]: which plan is best.
-//! - [`random`]: the counter-based generator behind initial weights, dropout and shuffling, so that no
-//!   number depends on how many ranks share the work.
+//! - [`DType`] and [`MemoryCategory`]: element types, and the categories under which memory is booked.
+//! - [`StateLayout`]: the list of a rank's model state. The engine allocates it, and [`predicted`] sums it before anything is allocated.
+//! - [`ParameterRecord`]: everything known of a parameter; the only input of sharding, optimizers, clipping, checkpoints and fine-tuning.
+//! - [`Share`]: a rank's shard of a parameter under tensor and expert parallelism.
+//! - [`ZeroStage`]: the model state that is sharded over data-parallel ranks.
+//! - [`QuantizedType`]: small integers for quantized collectives of weights and gradients.
+//! - [`gathering`]: schedule of parameter all-gathers (ZeRO stage 3), and the memory for unsharded parameters.
+//! - [`ContextPlace`]: split of each sequence over context-parallel ranks.
+//! - [`Mesh`]: coordinates of ranks, and the groups along any axes, with a second view for experts.
+//! - [`schedule`]: pipeline schedules as complete action lists that cannot deadlock.
+//! - [`split_units`]: split of a model's units into pipeline stages of equal cost.
+//! - [`Plan`]: parallelization of a training step, as a JSON file that is checked against the model, the batch and the world size.
+//! - [`StateBytes`]: bytes of model state under ZeRO, by the published formulas.
+//! - [`work`]: compute and communication of a micro-batch on a rank, from its recording.
+//! - [`random`]: counter-based generator for initial weights, dropout and shuffling; no number depends on the number of ranks.
 //! - [`exact`]: a sum of floating-point numbers that does not depend on their order.
 #![forbid(unsafe_code)]
 
-pub mod cluster;
 mod context;
 mod dtype;
 pub mod exact;
@@ -38,18 +31,15 @@ mod nearest;
 mod parameter;
 mod pattern;
 mod plan;
-pub mod predict;
 mod quantized;
 pub mod random;
 mod recompute;
 mod residence;
 pub mod schedule;
-pub mod search;
 mod share;
 mod split;
 mod state_bytes;
 mod state_kind;
-mod tensor_cost;
 pub mod work;
 mod wrap;
 mod zero;
@@ -82,6 +72,5 @@ pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, Summing, TensorPlac
 pub use split::{SplitError, split_quickly, split_units};
 pub use state_bytes::{StateBytes, StateOnRank};
 pub use state_kind::StateKind;
-pub use tensor_cost::{LinearShape, LinearSplit, TensorCost, TensorLayout};
 pub use wrap::{BufferUnit, Wrap, WrapError};
 pub use zero::{ShardPlace, Sharding, ZeroStage};

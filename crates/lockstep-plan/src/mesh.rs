@@ -1,9 +1,8 @@
-//! Who is where: ranks laid out on the axes of a mesh, and the groups of ranks along any of them.
+//! Device mesh: ranks laid out on named axes, and the process groups along them.
 //!
-//! A mesh is arithmetic and nothing else. Ranks are counted like the digits of a number, the slowest axis first:
-//! pipeline, replicate, shard, context, tensor. Neighbouring ranks, which usually share a machine, therefore
-//! differ in the axis that talks most. Experts look at the same ranks through a second view: the product of shard,
-//! context and tensor is cut again into what remains of the shards, experts, and the tensor axis inside an expert.
+//! The mesh is pure arithmetic. Ranks are numbered like the digits of a number, slowest axis first: pipeline, replicate, shard, context,
+//! tensor. Neighbouring ranks usually share a machine, so they differ in the axis with the most communication. Experts use a second view
+//! of the same ranks: the product of shard, context and tensor is split again into expert shard, expert, and expert tensor.
 //!
 //! ```text
 //!     pipeline │ replicate │ shard        │ context │ tensor             View<Axis>
@@ -15,33 +14,33 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::nearest::{Choices, nearest_divisor};
-use crate::{Among, ShardPlace, Summing};
+use crate::{Among, ShardPlace, Summing, ZeroStage};
 
-/// An axis of the view that everything but experts uses, slowest first.
+/// Axis of the view for everything except experts, slowest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Axis {
-    /// Stages of the model, one after another.
+    /// Pipeline parallelism: ranks have different stages of the model.
     Pipeline,
-    /// Copies of the parameters, each with its own part of the batch.
+    /// Replicated data parallelism: ranks hold copies of the parameters and read different sequences.
     Replicate,
-    /// Parts of the batch whose ranks share out parameters, gradients or optimizer state.
+    /// Sharded data parallelism: ranks read different sequences and shard parameters, gradients or optimizer state (ZeRO, FSDP).
     Shard,
-    /// Parts of each sequence.
+    /// Context parallelism: ranks have different tokens of each sequence.
     Context,
-    /// Parts of each matrix.
+    /// Tensor parallelism: ranks have different shards of each matrix.
     Tensor,
 }
 
 impl Axis {
     /// All axes, slowest first.
     pub const ALL: [Self; 5] = [Self::Pipeline, Self::Replicate, Self::Shard, Self::Context, Self::Tensor];
-    /// The axes over which parts of the batch are spread: each holds other sequences.
+    /// Data-parallel axes: ranks along them read different sequences.
     pub const BATCH: [Self; 2] = [Self::Replicate, Self::Shard];
-    /// The axes whose ranks see other tokens, so that gradients are summed over them.
+    /// Axes whose ranks see different tokens, so that gradients are reduced over them.
     pub const TOKENS: [Self; 3] = [Self::Replicate, Self::Shard, Self::Context];
 
-    /// The name in a plan file.
+    /// Returns the name of the axis in a plan file.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Pipeline => "pipeline",
@@ -59,39 +58,39 @@ impl fmt::Display for Axis {
     }
 }
 
-/// An axis of the view that experts use, slowest first.
+/// Axis of the expert view, slowest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ExpertAxis {
-    /// Stages of the model: the same as [`Axis::Pipeline`].
+    /// Pipeline parallelism, the same as [`Axis::Pipeline`].
     Pipeline,
-    /// Copies of the parameters: the same as [`Axis::Replicate`].
+    /// Replicated data parallelism, the same as [`Axis::Replicate`].
     Replicate,
-    /// Ranks that hold the same experts, and may share out their parameters.
+    /// Ranks with the same experts, over which the experts' state may be sharded.
     ExpertShard,
-    /// Ranks that hold different experts.
+    /// Expert parallelism: ranks have different experts.
     Expert,
-    /// Parts of each expert's matrices.
+    /// Tensor parallelism within an expert: ranks have different shards of its matrices.
     ExpertTensor,
 }
 
-/// The degrees of a mesh as a person writes them: what is not said is 1. [`Mesh::new`] checks them.
+/// Degrees of the mesh axes as written in a file; an omitted axis has degree 1. [`Mesh::new`] checks them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Degrees {
-    /// Pipeline ranks.
+    /// Degree of pipeline parallelism.
     pub pipeline: usize,
-    /// Replicas.
+    /// Number of data-parallel replicas, each of which may be sharded.
     pub replicate: usize,
-    /// Ranks that share out what each replica holds.
+    /// Number of ranks over which the state of each replica is sharded.
     pub shard: usize,
-    /// Ranks that share out each sequence.
+    /// Degree of context parallelism.
     pub context: usize,
-    /// Ranks that share out each matrix.
+    /// Degree of tensor parallelism.
     pub tensor: usize,
-    /// Ranks that share out the experts; they are borrowed from tensor, context and shard, in this order.
+    /// Expert-parallel degree; the ranks are taken from tensor, context and shard, in this order.
     pub expert: usize,
-    /// Ranks that share out each matrix of an expert: a divisor of `tensor`.
+    /// Tensor-parallel degree within an expert: a divisor of `tensor`.
     pub expert_tensor: usize,
 }
 
@@ -102,7 +101,7 @@ impl Default for Degrees {
 }
 
 impl Degrees {
-    /// The degree of an axis.
+    /// Returns the degree of an axis.
     pub const fn of(&self, axis: Axis) -> usize {
         match axis {
             Axis::Pipeline => self.pipeline,
@@ -113,13 +112,13 @@ impl Degrees {
         }
     }
 
-    /// The number of ranks; `None` if it fits no `u32`.
+    /// Returns the number of ranks; `None` if it does not fit a `u32`.
     pub fn world_size(&self) -> Option<usize> {
         let product = Axis::ALL.iter().try_fold(1_usize, |world, &axis| world.checked_mul(self.of(axis)));
         product.filter(|&world| u32::try_from(world).is_ok())
     }
 
-    /// Everything that keeps these degrees from being a mesh; empty if nothing does.
+    /// Returns everything that keeps these degrees from forming a mesh; empty if they form one.
     pub fn problems(&self) -> Vec<MeshProblem> {
         let expert_degrees = [("expert", self.expert), ("expert_tensor", self.expert_tensor)];
         let mut problems: Vec<_> = Axis::ALL
@@ -155,7 +154,7 @@ impl Degrees {
     }
 }
 
-/// What keeps [`Degrees`] from being a mesh.
+/// Reason why [`Degrees`] do not form a mesh.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeshProblem {
@@ -165,69 +164,85 @@ pub enum MeshProblem {
         /// Name of the axis.
         axis: &'static str,
     },
-    /// The product of the degrees is no number.
+    /// The product of the degrees exceeds a `u32`.
     #[error("the degrees multiply to more ranks than can be counted")]
     TooManyRanks,
-    /// The tensor axis of experts does not divide that of everything else.
+    /// The tensor degree within experts does not divide the tensor degree.
     #[error("expert_tensor {expert_tensor} does not divide tensor {tensor}; {nearest}")]
     ExpertTensor {
-        /// Its degree.
+        /// Degree of the expert tensor axis.
         expert_tensor: usize,
-        /// What it should divide.
+        /// Tensor degree, which it has to divide.
         tensor: usize,
-        /// The valid degrees next to it.
+        /// Nearest valid degrees.
         nearest: Choices,
     },
-    /// Experts cannot be cut from shard, context and tensor.
+    /// The expert degree does not divide the ranks of shard, context and tensor.
     #[error("expert {expert} does not divide shard x context x tensor / expert_tensor = {ranks}; {nearest}")]
     Expert {
-        /// Their degree.
+        /// Degree of expert parallelism.
         expert: usize,
-        /// The ranks that it is taken from.
+        /// Number of ranks that it has to divide: `shard * context * tensor / expert_tensor`.
         ranks: usize,
-        /// The valid degrees next to it.
+        /// Nearest valid degrees.
         nearest: Choices,
     },
 }
 
-/// All problems of some degrees.
+/// All problems of a set of degrees.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}", crate::nearest::lines(.0))]
 pub struct MeshError(pub Vec<MeshProblem>);
 
-/// A mesh of ranks: [`Degrees`] that fit together.
+/// A mesh of ranks with valid [`Degrees`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "Degrees", into = "Degrees")]
 pub struct Mesh(Degrees);
 
 impl Mesh {
-    /// A mesh of the given degrees, or all that is wrong with them.
+    /// Returns true if a rank has the first copy of the model, or a part of it; the other copies are the same.
+    pub fn is_of_first_copy(&self, rank: usize, zero_stage: ZeroStage) -> bool {
+        self.axes_of_copies(zero_stage).iter().all(|axis| self.ranks().coordinate(rank, *axis) == 0)
+    }
+
+    /// Returns the axes along which ranks hold the same parameters. Axes that experts are sharded over are not among them, nor those that
+    /// ZeRO shards the state over.
+    pub fn axes_of_copies(&self, zero_stage: ZeroStage) -> &'static [Axis] {
+        let view = self.experts();
+        let experts = view.degree(ExpertAxis::Expert) * view.degree(ExpertAxis::ExpertTensor);
+        if experts > 1 || zero_stage > ZeroStage::Nothing { &[Axis::Replicate] } else { &Axis::TOKENS }
+    }
+
+    /// Creates a mesh with the given degrees.
+    ///
+    /// # Errors
+    /// If the degrees do not form a mesh; the error lists every problem.
     pub fn new(degrees: Degrees) -> Result<Self, MeshError> {
         let problems = degrees.problems();
         if problems.is_empty() { Ok(Self(degrees)) } else { Err(MeshError(problems)) }
     }
 
-    /// The degrees.
+    /// Returns the degrees of the axes.
     pub const fn degrees(&self) -> Degrees {
         self.0
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn world_size(&self) -> usize {
         self.ranks().world_size()
     }
 
-    /// The ranks as everything but experts sees them.
+    /// Returns the view for everything except experts.
     pub fn ranks(&self) -> View<Axis> {
         View { axes: Axis::ALL.map(|axis| (axis, self.0.of(axis))) }
     }
 
-    /// How many parts a global batch is read in, each by ranks of its own.
+    /// Returns the data-parallel degree: the number of parts in which a global batch is read.
     pub fn batch_parts(&self) -> usize {
         Axis::BATCH.iter().map(|axis| self.0.of(*axis)).product()
     }
 
-    /// The same ranks as experts see them.
+    /// Returns the expert view of the same ranks.
     pub fn experts(&self) -> View<ExpertAxis> {
         let Degrees { pipeline, replicate, shard, context, tensor, expert, expert_tensor } = self.0;
         View {
@@ -243,11 +258,11 @@ impl Mesh {
 }
 
 impl Mesh {
-    /// How many ranks can share out state whose gradients are summed so: those that hold the same on one coordinate of the
-    /// replicate axis.
+    /// Returns the size of the shard group of parameters whose gradients are reduced over `Summing`. Its ranks hold the same parameters
+    /// and have the same replicate coordinate.
     pub fn shard_ranks(&self, Summing { among, summands }: Summing) -> usize {
         match among {
-            // A column of a square has as many ranks as a row.
+            // A column of a 2D layout has as many ranks as a row.
             Among::Tensor | Among::TensorColumn => {
                 let ranks = self.ranks();
                 ranks.degree(Axis::Shard) * ranks.degree(Axis::Context) * summands
@@ -256,7 +271,7 @@ impl Mesh {
         }
     }
 
-    /// The place of `rank` among the [`shard_ranks`](Mesh::shard_ranks) that can share out such state, in ascending order.
+    /// Returns the position of `rank` in that shard group, whose ranks are in ascending order; see [`shard_ranks`](Mesh::shard_ranks).
     pub fn shard_place(&self, rank: usize, summing: Summing) -> ShardPlace {
         let (view, ranks) = (self.ranks(), self.shard_ranks(summing));
         let (tensor, summands) = (view.coordinate(rank, Axis::Tensor), summing.summands);
@@ -274,7 +289,7 @@ impl Mesh {
 }
 
 impl Default for Mesh {
-    /// One rank.
+    /// A mesh of one rank.
     fn default() -> Self {
         Self(Degrees::default())
     }
@@ -294,29 +309,29 @@ impl From<Mesh> for Degrees {
     }
 }
 
-/// The ranks of a [`Mesh`] laid out on five axes, slowest first.
+/// Ranks of a [`Mesh`] laid out on five axes, slowest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct View<A> {
     axes: [(A, usize); 5],
 }
 
 impl<A: Copy + PartialEq> View<A> {
-    /// The axes and their degrees, slowest first.
+    /// Returns the axes and their degrees, slowest first.
     pub const fn axes(&self) -> &[(A, usize); 5] {
         &self.axes
     }
 
-    /// The degree of an axis.
+    /// Returns the degree of an axis.
     pub fn degree(&self, axis: A) -> usize {
         self.axes.iter().filter(|(candidate, _)| *candidate == axis).map(|(_, degree)| degree).product()
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn world_size(&self) -> usize {
         self.axes.iter().map(|(_, degree)| degree).product()
     }
 
-    /// The place of a rank on each axis, slowest first. The rank is below the world size.
+    /// Returns the coordinates of a rank, slowest axis first. `rank` must be below the world size.
     pub fn coordinates(&self, rank: usize) -> [usize; 5] {
         let mut rest = rank;
         let mut coordinates = [0; 5];
@@ -327,19 +342,19 @@ impl<A: Copy + PartialEq> View<A> {
         coordinates
     }
 
-    /// The place of a rank on one axis.
+    /// Returns the coordinate of a rank on one axis.
     pub fn coordinate(&self, rank: usize, axis: A) -> usize {
         let coordinates = self.coordinates(rank);
         self.axes.iter().zip(coordinates).find(|((a, _), _)| *a == axis).map_or(0, |(_, place)| place)
     }
 
-    /// The rank at a place: the inverse of [`View::coordinates`].
+    /// Returns the rank at the given coordinates: the inverse of [`View::coordinates`].
     pub fn rank(&self, coordinates: [usize; 5]) -> usize {
         self.axes.iter().zip(coordinates).fold(0, |rank, (&(_, degree), place)| rank * degree + place)
     }
 
-    /// The groups of ranks that differ in the given axes only. Each is in ascending order; the groups are in the order
-    /// of their first ranks, and every rank is in exactly one. No axes: each rank alone.
+    /// Returns the groups of ranks that differ only in the given axes. Ranks of a group are in ascending order, groups in the order of
+    /// their first ranks, and every rank is in exactly one group. Without axes, each rank is a group of its own.
     pub fn groups(&self, axes: &[A]) -> Vec<Vec<usize>> {
         let inside: usize =
             self.axes.iter().filter(|(axis, _)| axes.contains(axis)).map(|(_, degree)| degree).product();
@@ -356,11 +371,11 @@ impl<A: Copy + PartialEq> View<A> {
         groups
     }
 
-    /// The group of one rank along the given axes, in ascending order.
+    /// Returns the group of one rank along the given axes, in ascending order.
     pub fn group_of(&self, rank: usize, axes: &[A]) -> Vec<usize> {
         let first = self.first_of_group(rank, axes);
         let mut group = vec![first];
-        // The slowest axis first, so that ranks come in ascending order.
+        // Slowest axis first, so that ranks come in ascending order.
         let mut stride = self.world_size();
         for (axis, degree) in self.axes {
             stride /= degree;
@@ -374,7 +389,7 @@ impl<A: Copy + PartialEq> View<A> {
         group
     }
 
-    /// The lowest rank of the group of `rank` along the given axes.
+    /// Returns the lowest rank of the group of `rank` along the given axes.
     fn first_of_group(&self, rank: usize, axes: &[A]) -> usize {
         let mut coordinates = self.coordinates(rank);
         for ((axis, _), place) in self.axes.iter().zip(&mut coordinates) {
@@ -392,7 +407,7 @@ mod tests {
 
     use super::*;
 
-    /// Meshes of up to a few hundred ranks, with any expert view that they permit.
+    /// Meshes of up to a few hundred ranks, with any valid expert view.
     fn meshes() -> impl Strategy<Value = Mesh> {
         [1..4_usize, 1..4, 1..5, 1..4, 1..5]
             .prop_flat_map(|[pipeline, replicate, shard, context, tensor]| {
@@ -503,7 +518,7 @@ mod tests {
         let experts = mesh(degrees).experts();
         assert_eq!(experts.groups(&[ExpertAxis::Expert]), [[0, 1, 2, 3], [4, 5, 6, 7]]);
         assert_eq!(experts.groups(&[ExpertAxis::ExpertShard]), [[0, 4], [1, 5], [2, 6], [3, 7]]);
-        // With a tensor axis of their own, experts leave that axis alone.
+        // With an expert tensor axis, the expert axis leaves those ranks alone.
         let experts = mesh(Degrees { expert_tensor: 2, ..degrees }).experts();
         assert_eq!(experts.groups(&[ExpertAxis::ExpertTensor]), [[0, 1], [2, 3], [4, 5], [6, 7]]);
         assert_eq!(experts.groups(&[ExpertAxis::Expert]), [[0, 2, 4, 6], [1, 3, 5, 7]]);

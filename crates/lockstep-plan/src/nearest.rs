@@ -1,19 +1,18 @@
-//! The valid numbers next to one that is not: every refusal of a number names them.
+//! Nearest valid numbers, for messages about invalid ones.
 
 use std::fmt;
 
-/// The valid choices next to a number: the largest below and the smallest above it. At least one is there unless
-/// nothing would do.
+/// Nearest valid choices to a number: the largest below and the smallest above. Both are `None` only if there is no valid choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choices {
-    /// The largest valid choice below.
+    /// Largest valid choice below.
     pub below: Option<usize>,
-    /// The smallest valid choice above.
+    /// Smallest valid choice above.
     pub above: Option<usize>,
 }
 
 impl Choices {
-    /// The only valid choice.
+    /// Creates choices with a single valid one.
     pub(crate) const fn only(choice: usize) -> Self {
         Self { below: Some(choice), above: None }
     }
@@ -29,18 +28,18 @@ impl fmt::Display for Choices {
     }
 }
 
-/// The divisors of `of`, in no order and in time that grows with its root.
+/// Returns the divisors of `of` in no particular order, in time proportional to its root; that of a square occurs twice.
 pub(crate) fn divisors(of: usize) -> impl Iterator<Item = usize> {
     let small = (1..=of.isqrt()).filter(move |&candidate| of.is_multiple_of(candidate));
     small.flat_map(move |divisor| [divisor, of / divisor])
 }
 
-/// The divisors of `of` next to `number`.
+/// Returns the divisors of `of` nearest to `number`.
 pub(crate) fn nearest_divisor(number: usize, of: usize) -> Choices {
     next_to(number, divisors(of))
 }
 
-/// The candidates next to `number`.
+/// Returns the candidates nearest to `number`.
 pub(crate) fn next_to(number: usize, candidates: impl Iterator<Item = usize>) -> Choices {
     candidates.fold(Choices { below: None, above: None }, |nearest, candidate| Choices {
         below: nearest.below.max(Some(candidate).filter(|&candidate| candidate < number)),
@@ -48,13 +47,13 @@ pub(crate) fn next_to(number: usize, candidates: impl Iterator<Item = usize>) ->
     })
 }
 
-/// The positive multiples of `of` next to `number`.
+/// Returns the positive multiples of `of` nearest to `number`.
 pub(crate) fn nearest_multiple(number: usize, of: usize) -> Choices {
     let below = number / of * of;
     Choices { below: (below > 0).then_some(below), above: (number / of + 1).checked_mul(of) }
 }
 
-/// One line for each problem.
+/// Formats problems, one per line.
 pub(crate) fn lines<T: fmt::Display>(problems: &[T]) -> String {
     problems.iter().map(T::to_string).collect::<Vec<_>>().join("\n")
 }

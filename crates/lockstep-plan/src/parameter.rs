@@ -1,4 +1,4 @@
-//! What is known of a parameter, in one record.
+//! Record of everything known about a parameter.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +11,7 @@ use crate::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ParameterId(pub usize);
 
-/// How a parameter is filled before the first step.
+/// Initial values of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Initializer {
@@ -21,12 +21,12 @@ pub enum Initializer {
     Ones,
     /// Normal with mean 0 and the given standard deviation.
     Normal {
-        /// Standard deviation.
+        /// Standard deviation of the distribution.
         std: f32,
     },
-    /// Uniform between the bound and its negative.
+    /// Uniform between `-bound` and `bound`.
     Uniform {
-        /// The bound.
+        /// Largest absolute value.
         bound: f32,
     },
 }
@@ -48,7 +48,7 @@ impl Initializer {
             }
             Self::Normal { std } => {
                 let philox = Philox::new(seed ^ key_from_name(name));
-                // Two numbers come from one block: an odd start or end uses half of its own.
+                // Two numbers come from one block; an odd start or end uses half of a block.
                 let (first, pairs) = out.split_at_mut((start % 2) as usize & usize::from(!out.is_empty()));
                 for value in first {
                     *value = std * philox.normals(start / 2)[1];
@@ -63,44 +63,43 @@ impl Initializer {
     }
 }
 
-/// Everything that sharding, optimizers, clipping, checkpoints and fine-tuning need to know of one
-/// parameter.
+/// Everything that sharding, optimizers, clipping, checkpoints and fine-tuning need to know about one parameter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ParameterRecord {
     /// Canonical name: Hugging Face's, e.g. `model.layers.0.self_attn.q_proj.weight`.
     pub name: String,
     /// Global shape; linear weights are `[out, in]`.
     pub shape: Vec<usize>,
-    /// What this rank holds of it.
+    /// Shard of the parameter on this rank.
     pub share: Share,
-    /// How it is filled when a run starts from nothing.
+    /// Initial values for a run that starts from scratch.
     pub initializer: Initializer,
     /// The parameter whose storage this one shares, if any (an output layer tied to the embedding).
     pub tie: Option<ParameterId>,
     /// The unit (embedding, one block, head) that owns it.
     pub unit: usize,
-    /// The flat buffer that it stands in: of that unit, or of several.
+    /// Flat buffer of the parameter, which belongs to that unit or to several.
     pub buffer: BufferUnit,
-    /// Whether the optimizer updates it.
+    /// True if the optimizer updates it.
     pub trainable: bool,
-    /// Whether weight decay applies; by default to matrices only.
+    /// True if weight decay applies; by default to matrices only.
     pub decay: bool,
     /// Factor on the learning rate.
     pub learning_rate_multiplier: f32,
 }
 
 impl ParameterRecord {
-    /// Number of elements, of all ranks together.
+    /// Returns the number of elements of the whole parameter.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Shape of what this rank holds.
+    /// Returns the shape of this rank's shard.
     pub fn local_shape(&self) -> Vec<usize> {
         self.share.shape_of(&self.shape)
     }
 
-    /// Number of elements that this rank holds.
+    /// Returns the number of elements of this rank's shard.
     pub fn local_elements(&self) -> usize {
         self.local_shape().iter().product()
     }
@@ -128,7 +127,7 @@ mod tests {
         assert!(values.iter().all(|value| value.abs() <= 0.5));
         let mean = values.iter().sum::<f32>() / 1e4;
         let square = values.iter().map(|value| value * value).sum::<f32>() / 1e4;
-        // The variance of a uniform number is bound² / 3; ten thousand of them give it to about one percent.
+        // The variance of a uniform number is bound² / 3; ten thousand samples estimate it to about one percent.
         assert!(
             mean.abs() < 0.01 && (square - 0.25 / 3.0).abs() < 0.003,
             "mean {mean}, mean square {square}"

@@ -1,6 +1,6 @@
-//! Patterns that describe names of parameters.
+//! Patterns that match parameter names.
 
-/// Whether `pattern`, in which `*` stands for any characters, describes the whole of `name`.
+/// Returns true if `pattern` matches the whole of `name`; `*` stands for any characters, including none.
 pub fn describes(pattern: &str, name: &str) -> bool {
     let Some((start, rest)) = pattern.split_once('*') else { return pattern == name };
     let Some(mut name) = name.strip_prefix(start) else { return false };

@@ -1,25 +1,24 @@
-//! Small integers in which weights and gradients go between ranks (ZeRO++: Wang et al., 2023): a block of elements becomes a scale and a
-//! code for each element.
+//! Quantized collectives (ZeRO++: Wang et al., 2023): a block of elements becomes a scale and a small integer code per element.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Elements that share a scale. It divides what ranks own of anything, and the distance between parameters in a flat buffer.
+/// Number of elements that share a scale. It divides every shard, and the distance between parameters in a flat buffer.
 pub const QUANTIZATION_BLOCK: usize = 256;
 
-/// The type of the codes.
+/// Integer type of the codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum QuantizedType {
-    /// Whole numbers from -127 to 127, a byte each.
+    /// Integers from -127 to 127, one per byte.
     Int8,
-    /// Whole numbers from -7 to 7, two in a byte.
+    /// Integers from -7 to 7, two per byte.
     Int4,
 }
 
 impl QuantizedType {
-    /// The largest code. Codes are symmetric, so that zero has one.
+    /// Returns the largest code. Codes are symmetric, so that zero has one.
     pub const fn limit(self) -> f32 {
         match self {
             Self::Int8 => 127.0,
@@ -27,7 +26,7 @@ impl QuantizedType {
         }
     }
 
-    /// The name in plans.
+    /// Returns the name in plans.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Int8 => "int8",
@@ -35,10 +34,10 @@ impl QuantizedType {
         }
     }
 
-    /// Bytes of so many elements, scales included.
+    /// Returns the bytes of `elements` quantized elements, scales included.
     ///
     /// # Panics
-    /// If these are not whole blocks.
+    /// If `elements` is not a multiple of [`QUANTIZATION_BLOCK`].
     pub const fn bytes(self, elements: usize) -> usize {
         assert!(elements.is_multiple_of(QUANTIZATION_BLOCK), "elements that are quantized are whole blocks");
         let codes = match self {
@@ -49,25 +48,25 @@ impl QuantizedType {
     }
 }
 
-/// What goes between the ranks that share out a model's state as small integers.
+/// Quantized types of collectives within a shard group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Quantization {
-    /// Weights that are gathered before each use (qwZ).
+    /// Type of weights in all-gathers (qwZ); `None` if they are not quantized.
     pub weights: Option<QuantizedType>,
-    /// Gradients that are summed (qgZ).
+    /// Type of gradients in reduce-scatters (qgZ); `None` if they are not quantized.
     pub gradients: Option<QuantizedType>,
-    /// What is kept of what gradients lost.
+    /// Handling of the gradients' quantization error.
     pub feedback: Feedback,
 }
 
-/// What a rank does with what its gradients lost to their codes.
+/// Error feedback: handling of the quantization error of a rank's gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Feedback {
-    /// It keeps it and adds it to the next gradients, so that over the steps nothing is lost.
+    /// The rank keeps the error and adds it to the next gradients, so that nothing is lost over the steps.
     #[default]
     Kept,
-    /// Nothing.
+    /// The error is dropped.
     Dropped,
 }
 

@@ -14,12 +14,12 @@ const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
 impl Philox {
-    /// A generator for `key`.
+    /// Creates a generator for `key`.
     pub const fn new(key: u64) -> Self {
         Self { key: [key as u32, (key >> 32) as u32] }
     }
 
-    /// The four 32-bit words at `counter`.
+    /// Returns the four 32-bit words at `counter`.
     #[inline(always)]
     pub const fn block(self, counter: [u32; 4]) -> [u32; 4] {
         let [mut c0, mut c1, mut c2, mut c3] = counter;
@@ -37,13 +37,13 @@ impl Philox {
         [c0, c1, c2, c3]
     }
 
-    /// The block at a 64-bit counter.
+    /// Returns the block at a 64-bit counter.
     #[inline(always)]
     pub const fn at(self, counter: u64) -> [u32; 4] {
         self.block([counter as u32, (counter >> 32) as u32, 0, 0])
     }
 
-    /// The two independent standard normal numbers of a 64-bit counter (Box-Muller).
+    /// Returns the two independent standard normal numbers at a 64-bit counter (Box-Muller).
     pub fn normals(self, counter: u64) -> [f32; 2] {
         let words = self.at(counter);
         // 53 random bits in (0, 1]: the logarithm below stays finite.
@@ -55,19 +55,19 @@ impl Philox {
         [(radius * cosine) as f32, (radius * sine) as f32]
     }
 
-    /// The standard normal number with index `element`.
+    /// Returns the standard normal number with index `element`.
     pub fn normal(self, element: u64) -> f32 {
         self.normals(element / 2)[(element % 2) as usize]
     }
 
-    /// A number in `[0, 1)` with 53 random bits.
+    /// Returns a number in `[0, 1)` with 53 random bits.
     pub fn uniform(self, counter: u64) -> f64 {
         let words = self.at(counter);
         ((u64::from(words[0]) << 21) ^ u64::from(words[1] >> 11)) as f64 / (1u64 << 53) as f64
     }
 }
 
-/// A sequence of choices that a seed decides.
+/// A sequence of random choices, determined by a seed.
 #[derive(Debug, Clone)]
 pub struct Draws {
     philox: Philox,
@@ -75,28 +75,28 @@ pub struct Draws {
 }
 
 impl Draws {
-    /// The sequence of `seed`.
+    /// Creates the sequence of `seed`.
     pub const fn new(seed: u64) -> Self {
         Self { philox: Philox::new(seed), drawn: 0 }
     }
 
-    /// A number below `end`; 0 if there is none. `end` is far below 2^32, so that the bias of the remainder does not matter.
+    /// Draws a number in `0..end`; 0 if `end` is 0. `end` must be far below 2^32, so that the bias of the remainder does not matter.
     pub const fn below(&mut self, end: usize) -> usize {
         self.drawn += 1;
         let end = if end == 0 { 1 } else { end };
         self.philox.at(self.drawn)[0] as usize % end
     }
 
-    /// One of `all`.
+    /// Draws one of `all`.
     ///
     /// # Panics
-    /// If there is none.
+    /// If `all` is empty.
     pub const fn of<T: Copy>(&mut self, all: &[T]) -> T {
         all[self.below(all.len())]
     }
 }
 
-/// A 64-bit key for a name (FNV-1a, then a finalizer that spreads every input bit).
+/// Returns a 64-bit key for a name (FNV-1a, then a finalizer that spreads every input bit).
 pub const fn key_from_name(name: &str) -> u64 {
     let bytes = name.as_bytes();
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
@@ -108,7 +108,7 @@ pub const fn key_from_name(name: &str) -> u64 {
     mix(hash)
 }
 
-/// A bijection on 64-bit words in which every input bit reaches every output bit (SplitMix64's finalizer).
+/// Maps 64-bit words one-to-one so that every input bit reaches every output bit (SplitMix64's finalizer).
 pub const fn mix(mut word: u64) -> u64 {
     word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

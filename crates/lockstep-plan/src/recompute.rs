@@ -1,24 +1,24 @@
-//! Which blocks forget what after their forward, to compute it again in their backward.
+//! Activation recomputation: the blocks that save less in their forward and recompute it in their backward.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What a block forgets after its forward and computes again in its backward.
+/// Extent of activation recomputation of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Recompute {
-    /// Nothing: everything the backward needs is saved.
+    /// No recomputation: everything that the backward needs is saved.
     #[default]
     None,
-    /// The outputs of norms, activations and dropouts: cheap to compute, wide to keep.
+    /// Selective recomputation of norms, activations and dropouts, whose outputs are cheap to compute and large to save.
     Selective,
-    /// Everything but the block's input.
+    /// Full recomputation: only the block's input is saved.
     Full,
 }
 
 impl Recompute {
-    /// The word in plans and configurations.
+    /// Returns the word in plans and configurations.
     pub const fn word(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -28,14 +28,14 @@ impl Recompute {
     }
 }
 
-/// What each block of a model forgets: one word for all, or rules by layer.
+/// Recomputation of each block of a model: one word for all, or rules by layer.
 ///
 /// ```json
 /// "selective"
 /// { "default": "selective", "layers": [{ "from": 0, "to": 11, "mode": "full" }, { "every": 4, "mode": "none" }] }
 /// ```
 ///
-/// Of several rules that describe a layer the last one counts. Rules are few, so that a value of this type is copied like a word.
+/// If several rules match a layer, the last one counts. Rules are few, so that a value of this type is `Copy`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(try_from = "Written", into = "Written")]
 pub struct RecomputeRules {
@@ -43,20 +43,20 @@ pub struct RecomputeRules {
     rules: [Option<LayerRule>; Self::MOST],
 }
 
-/// What some layers forget: every so manieth of those from one to another.
+/// Recomputation of some layers: every `every`-th layer of a range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LayerRule {
-    /// The first layer, from 0.
+    /// First layer of the range, counted from 0.
     #[serde(default)]
     pub from: usize,
-    /// The last one; left out, the model's.
+    /// Last layer of the range; `None` for the last of the model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<usize>,
-    /// 2 takes every other layer from the first one on.
+    /// Step between the layers; 2 takes every other layer from the first one on.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub every: usize,
-    /// What they forget.
+    /// Recomputation of these layers.
     pub mode: Recompute,
 }
 
@@ -77,7 +77,7 @@ impl LayerRule {
     }
 }
 
-/// [`RecomputeRules`] as they stand in a file.
+/// Serialized form of [`RecomputeRules`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(untagged)]
 enum Written {
@@ -93,41 +93,41 @@ struct ByLayer {
     layers: Vec<LayerRule>,
 }
 
-/// Rules that describe no layer.
+/// Error in the rules of recomputation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RecomputeError {
-    /// More rules than there can be.
+    /// There are too many rules.
     #[error("there are {found} rules; at most {} are read", RecomputeRules::MOST)]
     TooMany {
-        /// How many there are.
+        /// Number of rules.
         found: usize,
     },
-    /// Every 0th layer.
+    /// A rule has `every` = 0.
     #[error("rule {rule} takes every 0th layer; 1 takes each")]
     EveryNone {
-        /// Which, from 1.
+        /// Number of the rule, counted from 1.
         rule: usize,
     },
-    /// The end before the beginning.
+    /// The range of a rule ends before it begins.
     #[error("rule {rule} is from layer {from} to {to}; it ends before it begins")]
     Backwards {
-        /// Which, from 1.
+        /// Number of the rule, counted from 1.
         rule: usize,
-        /// Its first layer.
+        /// First layer of the range.
         from: usize,
-        /// Its last one.
+        /// Last layer of the range.
         to: usize,
     },
 }
 
 impl RecomputeRules {
-    /// The most rules.
+    /// Maximum number of rules.
     pub const MOST: usize = 8;
 
-    /// `default` for the layers that none of `rules` describes.
+    /// Creates rules, with `default` for the layers that no rule matches.
     ///
     /// # Errors
-    /// [`RecomputeError`].
+    /// If there are more than [`RecomputeRules::MOST`] rules, or if a rule has an empty range or `every` = 0.
     pub fn new(default: Recompute, rules: &[LayerRule]) -> Result<Self, RecomputeError> {
         let mut all = [None; Self::MOST];
         if rules.len() > Self::MOST {
@@ -146,13 +146,13 @@ impl RecomputeRules {
         Ok(Self { default, rules: all })
     }
 
-    /// What the block of a layer, from 0, forgets.
+    /// Returns the recomputation of a layer, counted from 0.
     pub fn of(&self, layer: usize) -> Recompute {
         let rules = self.rules.iter().rev().flatten();
         rules.filter(|rule| rule.describes(layer)).map(|rule| rule.mode).next().unwrap_or(self.default)
     }
 
-    /// The same, but that every layer forgets at least so much; none if each does already.
+    /// Returns the rules with every layer's recomputation raised to at least `least`; `None` if that changes nothing.
     #[must_use]
     pub fn at_least(&self, least: Recompute) -> Option<Self> {
         if self.default >= least && self.rules().all(|rule| rule.mode >= least) {
@@ -164,17 +164,17 @@ impl RecomputeRules {
         Some(Self { default, rules: if says_anything { rules } else { [None; Self::MOST] } })
     }
 
-    /// Whether the rules have any layer forget so much, if it is there.
+    /// Returns true if the default or any rule has this mode, whether or not a layer matches.
     pub fn forgets(&self, mode: Recompute) -> bool {
         self.default == mode || self.rules().any(|rule| rule.mode == mode)
     }
 
-    /// What layers forget that no rule describes.
+    /// Returns the recomputation of layers that no rule matches.
     pub fn default_mode(&self) -> Recompute {
         self.default
     }
 
-    /// The rules by layer.
+    /// Returns the rules by layer.
     pub fn rules(&self) -> impl Iterator<Item = &LayerRule> {
         self.rules.iter().flatten()
     }

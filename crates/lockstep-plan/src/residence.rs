@@ -1,5 +1,5 @@
-//! Residence of model state and activations between their uses: device memory, host memory (ZeRO-Offload: Ren et al. 2021) or a disk, from
-//! which they are streamed in windows (ZeRO-Infinity: Rajbhandari et al. 2021).
+//! Offload: residence of model state and activations between their uses. They stay in device memory, in host memory (ZeRO-Offload: Ren et
+//! al. 2021), or on disk, from where they are streamed in windows (ZeRO-Infinity: Rajbhandari et al. 2021).
 
 use serde::{Deserialize, Serialize};
 
@@ -8,17 +8,17 @@ use crate::DiskPlan;
 /// Elements of an offload window: the unit of a transfer to or from host memory or a disk.
 pub const WINDOW_ELEMENTS: usize = 1 << 20;
 
-/// Where a kind of state is kept.
+/// Residence of one kind of state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Residence {
-    /// In the memory of the device.
+    /// Memory of the device.
     #[default]
     #[serde(rename = "none", alias = "memory")]
     Memory,
-    /// In the memory of the device's host. For ranks on CPUs that is the memory of the device.
+    /// Host memory. For ranks on CPUs that is the device memory.
     #[serde(rename = "cpu", alias = "host")]
     Host,
-    /// In a file, of which a few windows are in memory at a time.
+    /// A file on disk, of which a few windows are in memory at a time.
     #[serde(rename = "disk")]
     Disk,
 }
@@ -29,45 +29,45 @@ pub enum Residence {
 pub struct Residences {
     /// Master weights, moments and momentum.
     pub optimizer: Residence,
-    /// Gradients, but those of tied tables; offloaded only together with the optimizer's state.
+    /// Gradients, except those of tied tables; offloaded only together with the optimizer state.
     pub gradients: Residence,
-    /// The weights that kernels read; offloaded only together with the optimizer's state.
+    /// Weights that kernels read; offloaded only together with the optimizer state.
     pub parameters: Residence,
-    /// Activations, from a unit's forward to its backward.
+    /// Saved activations, from a unit's forward to its backward.
     pub activations: Residence,
-    /// Fraction of a rank's model state that is offloaded, from 0 to 1: rounded up to whole units of the model, from the first on.
+    /// Fraction of a rank's model state that is offloaded, from 0 to 1; rounded up to whole units, first unit first.
     pub fraction: f64,
 }
 
 impl Default for Residences {
-    /// Everything in the memory of the device.
+    /// Everything in device memory.
     fn default() -> Self {
         Offload::default().of_fraction(1.0)
     }
 }
 
 impl Residences {
-    /// Whether anything is on disk.
+    /// Returns true if optimizer state or activations are on disk.
     pub fn use_disk(&self) -> bool {
         self.optimizer == Residence::Disk || self.activations == Residence::Disk
     }
 
-    /// Whether anything is offloaded to host memory or disk.
+    /// Returns true if anything is offloaded to host memory or disk.
     pub fn offload_anything(&self) -> bool {
         [self.optimizer, self.activations].iter().any(|place| *place != Residence::Memory)
     }
 
-    /// Whether activations are on disk.
+    /// Returns true if saved activations are on disk.
     pub fn have_activations_on_disk(&self) -> bool {
         self.activations == Residence::Disk
     }
 
-    /// The model state on disk, moved in windows of `window_elements`; `None` if all of it is in memory.
+    /// Returns the plan for model state on disk, moved in windows of `window_elements`; `None` if there is none on disk.
     pub fn disk_plan(&self, window_elements: usize) -> Option<DiskPlan> {
         self.plan_of(Residence::Disk, window_elements)
     }
 
-    /// The model state that a device has in host memory or on disk; see [`Residences::disk_plan`].
+    /// Returns the plan for model state that a device offloads to host memory or disk; see [`Residences::disk_plan`].
     pub fn offload_plan(&self, window_elements: usize) -> Option<DiskPlan> {
         self.plan_of(self.optimizer, window_elements)
     }
@@ -81,13 +81,13 @@ impl Residences {
         })
     }
 
-    /// The same with everything on disk that a device has in host memory: its own memory holds as much of either.
+    /// Returns the residences with host memory replaced by disk: device memory is the same for both.
     #[must_use]
     pub fn off_device(self) -> Self {
         self.with(|residence| if residence == Residence::Host { Residence::Disk } else { residence })
     }
 
-    /// The same for ranks on CPUs, whose own memory is the host's.
+    /// Returns the residences for ranks on CPUs, where host memory is device memory.
     #[must_use]
     pub fn on_cpu(self) -> Self {
         self.with(|residence| if residence == Residence::Host { Residence::Memory } else { residence })
@@ -101,7 +101,7 @@ impl Residences {
     }
 }
 
-/// The kinds of state that are offloaded, and where to, whatever fraction of them.
+/// Kinds of state that are offloaded and their destinations, without the fraction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Offload {
     /// See [`Residences::optimizer`].
@@ -115,7 +115,7 @@ pub struct Offload {
 }
 
 impl Offload {
-    /// Every combination of kinds that can be offloaded to `place`.
+    /// Returns every valid combination of kinds offloaded to `place`.
     pub fn all_to(place: Residence) -> Vec<Self> {
         use Residence::Memory;
         let mut all = Vec::new();
@@ -134,12 +134,12 @@ impl Offload {
         all
     }
 
-    /// Whether everything is in the memory of the device.
+    /// Returns true if nothing is offloaded.
     pub fn is_nothing(&self) -> bool {
         *self == Self::default()
     }
 
-    /// The same with a fraction of the model's state.
+    /// Returns the residences with a fraction of the model state offloaded.
     pub fn of_fraction(self, fraction: f64) -> Residences {
         let Self { optimizer, gradients, parameters, activations } = self;
         Residences { optimizer, gradients, parameters, activations, fraction }

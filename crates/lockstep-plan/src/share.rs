@@ -1,8 +1,8 @@
-//! How ranks share a parameter.
+//! Shards of a parameter under tensor and expert parallelism.
 //!
-//! Those of a tensor-parallel axis hold the whole of it, or a range of one of its dimensions. Neighbouring ranks may hold the same
-//! (key and value heads fewer than ranks), and what each computes of a gradient may be the gradient or one summand of it. Of stacked
-//! experts a rank holds a range of the experts, and may hold a range of each one's matrix.
+//! A tensor-parallel rank holds the whole parameter, or a range of one of its dimensions. Neighbouring ranks may hold the same range (if
+//! there are fewer key/value heads than ranks). A rank's gradient may be complete, or a partial sum that is reduced afterwards. Stacked
+//! experts are sharded by expert, and each expert's matrix may be sharded as well.
 
 use std::ops::Range;
 
@@ -10,37 +10,37 @@ use serde::{Deserialize, Serialize};
 
 use crate::TensorDimensions;
 
-/// A rank's place on the tensor-parallel axis.
+/// A rank's position in the tensor-parallel group, and how the group splits linear layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TensorPlace {
-    /// Ranks on the axis.
+    /// Degree of tensor parallelism.
     pub ranks: usize,
-    /// Which of them this is.
+    /// Rank within the group.
     pub rank: usize,
-    /// Whether values that every rank would hold whole are split by tokens instead (sequence parallelism).
+    /// True if values that would be replicated are sharded by tokens instead (sequence parallelism).
     pub splits_tokens: bool,
-    /// Whether they share each linear layer as a row or as a square.
+    /// Layout of linear layers: 1D or 2D.
     pub dimensions: TensorDimensions,
-    /// Chunks of rows in which values are exchanged beside the products that need or make them; with 1, at once and by itself.
+    /// Row chunks in which collectives overlap with the GEMMs before or after them; 1 for a single collective without overlap.
     pub chunks: usize,
-    /// Whether each rank keeps a slice of the input of a block that is computed again, of which all have the same (Rajbhandari et al.
-    /// 2019, `P_a`; Korthikanti et al. 2022).
+    /// True if each rank keeps a slice of a recomputed block's input, which would be replicated otherwise (Rajbhandari et al. 2019,
+    /// `P_a`; Korthikanti et al. 2022).
     pub slices_inputs: bool,
 }
 
-/// A rank's place in the square that the ranks of the tensor-parallel axis make: the rows follow each other.
+/// A rank's position in the square of a 2D tensor layout; ranks are numbered row by row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GridPlace {
-    /// Ranks on a side.
+    /// Ranks on a side of the square.
     pub side: usize,
-    /// The row, whose ranks see the same tokens.
+    /// Row index; ranks of a row have the same tokens.
     pub row: usize,
-    /// The column, whose ranks have the same columns of these.
+    /// Column index; ranks of a column have the same range of activation columns.
     pub column: usize,
 }
 
 impl Default for TensorPlace {
-    /// Alone.
+    /// A group of one rank.
     fn default() -> Self {
         let dimensions = TensorDimensions::One;
         Self { ranks: 1, rank: 0, splits_tokens: false, dimensions, chunks: 1, slices_inputs: false }
@@ -48,14 +48,14 @@ impl Default for TensorPlace {
 }
 
 impl TensorPlace {
-    /// The place in the square, if they make one.
+    /// Returns the position in the square of a 2D layout; `None` in a 1D layout.
     pub fn grid(&self) -> Option<GridPlace> {
         let side = self.ranks.isqrt();
         let is_square = self.ranks > 1 && self.dimensions == TensorDimensions::Two;
         is_square.then(|| GridPlace { side, row: self.rank / side, column: self.rank % side })
     }
 
-    /// The range of `total` that is this rank's if each has as many as any other.
+    /// Returns this rank's range of `total` things that are sharded evenly.
     ///
     /// # Panics
     /// If the ranks do not divide `total`.
@@ -65,12 +65,12 @@ impl TensorPlace {
         self.rank * len..(self.rank + 1) * len
     }
 
-    /// Elements of each rank's slice of a value of so many that all hold: as even as can be, the last slices filled up.
+    /// Returns the elements of each rank's slice of a replicated value of `elements`, rounded up: the last slices are padded.
     pub fn slice_elements(&self, elements: usize) -> usize {
         elements.div_ceil(self.ranks)
     }
 
-    /// The range of a vocabulary of `total` that is this rank's: as even as whole blocks of 64 allow.
+    /// Returns this rank's range of a vocabulary of `total` tokens. Ranges are as even as whole blocks of 64 allow.
     pub fn vocabulary_range(&self, total: usize) -> Range<usize> {
         let block = if total >= 64 * self.ranks { 64 } else { 1 };
         let start = |rank: usize| (total.div_ceil(block) * rank / self.ranks * block).min(total);
@@ -79,8 +79,7 @@ impl TensorPlace {
 }
 
 impl GridPlace {
-    /// The block that is this rank's of a weight `[out, in]`: of the outputs what its column has of their columns, of the inputs what
-    /// its row sends.
+    /// Returns this rank's block of a weight `[out, in]`: the outputs are sharded by column, the inputs by row.
     ///
     /// # Panics
     /// If the side does not divide both.
@@ -89,7 +88,8 @@ impl GridPlace {
         Share { shard: Some(shard), inner: Some(inner), ..Share::default() }
     }
 
-    /// The range of a bias `[out]` that is this rank's: that of its column, whose ranks add the same to other tokens.
+    /// Returns this rank's range of a bias `[out]`. It is sharded by column; ranks of a column hold the same range and apply it to
+    /// different tokens.
     ///
     /// # Panics
     /// If the side does not divide it.
@@ -105,57 +105,59 @@ impl GridPlace {
     }
 }
 
-/// A rank's place among those that share out the experts of a layer.
+/// A rank's position in the expert-parallel group of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ExpertPlace {
-    /// Ranks that hold other experts.
+    /// Expert-parallel degree: ranks with different experts.
     pub ranks: usize,
-    /// Which of them this is.
+    /// Rank within the expert-parallel group.
     pub rank: usize,
-    /// Ranks that hold other parts of the same experts.
+    /// Tensor-parallel degree within an expert.
     pub tensor_ranks: usize,
-    /// Which of them this is.
+    /// Rank within the expert's tensor-parallel group.
     pub tensor_rank: usize,
 }
 
 impl Default for ExpertPlace {
-    /// Alone.
+    /// A group of one rank.
     fn default() -> Self {
         Self { ranks: 1, rank: 0, tensor_ranks: 1, tensor_rank: 0 }
     }
 }
 
 impl ExpertPlace {
-    /// Ranks over which tokens are spread to reach their experts.
+    /// Returns the size of the group over which tokens are dispatched to experts.
     pub fn group_size(&self) -> usize {
         self.ranks * self.tensor_ranks
     }
 }
 
-/// Who the ranks are that a [`Share`] speaks of.
+/// Group of ranks that a [`Share`] refers to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Among {
-    /// Those of the tensor-parallel axis.
+    /// Ranks of the tensor-parallel group.
     #[default]
     Tensor,
-    /// Those of one column of the square that the tensor-parallel axis is: all of them hold the same.
+    /// Ranks of one column of a 2D tensor layout, all of which hold the same.
     TensorColumn,
-    /// Those that share out experts. All others hold the same experts, and gradients are summed over these.
+    /// Expert-parallel group. Ranks at the same position of other such groups hold the same experts, and gradients are reduced over
+    /// those.
     Experts,
 }
 
-/// Over whom a gradient is summed. What is summed alike is held alike, and so shared out alike.
+/// Identifies the group over which a gradient is reduced. Parameters with equal values have the same holders, so they are sharded over
+/// the same ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Summing {
-    /// The ranks that hold parts or the same of the parameter.
+    /// Group whose ranks hold shards or copies of the parameter.
     pub among: Among,
-    /// Neighbours on the tensor axis that have summands.
+    /// Number of consecutive tensor-parallel ranks whose gradients are partial sums.
     pub summands: usize,
 }
 
 impl Summing {
-    /// That of a parameter's gradient.
+    /// Returns the reduction group of a parameter's gradient.
     pub fn of(share: &Share) -> Self {
         Self { among: share.among, summands: share.summands }
     }
@@ -164,40 +166,40 @@ impl Summing {
 /// A range of one dimension of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shard {
-    /// The dimension.
+    /// Index of the sharded dimension.
     pub dim: usize,
-    /// The first index.
+    /// First index of the range.
     pub start: usize,
-    /// How many follow.
+    /// Length of the range.
     pub len: usize,
 }
 
-/// What a rank holds of a parameter and of its gradient.
+/// A rank's shard of a parameter and of its gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
-    /// The part it holds; the whole if none.
+    /// Range of one dimension that the rank holds; `None` if it holds all of it.
     pub shard: Option<Shard>,
-    /// Of that a range of another dimension, behind the first; all of it if none.
+    /// Range of a second dimension within the first; `None` if it is not sharded twice.
     #[serde(default)]
     pub inner: Option<Shard>,
-    /// Who else holds parts or the same of it.
+    /// Group whose ranks hold the other shards, or copies of this one.
     #[serde(default)]
     pub among: Among,
-    /// How many neighbouring ranks of the axis hold the same, this one included.
+    /// Number of consecutive ranks of the group that hold the same shard, this one included.
     pub copies: usize,
-    /// Over how many neighbouring ranks of the axis gradients have to be summed.
+    /// Number of consecutive ranks of the group over which the gradient has to be reduced.
     pub summands: usize,
 }
 
 impl Default for Share {
-    /// All of it, alone.
+    /// The whole parameter, on one rank.
     fn default() -> Self {
         Self { shard: None, inner: None, among: Among::Tensor, copies: 1, summands: 1 }
     }
 }
 
 impl Share {
-    /// The shape of what the rank holds of a parameter of this shape.
+    /// Returns the local shape for a parameter of shape `whole`.
     pub fn shape_of(&self, whole: &[usize]) -> Vec<usize> {
         let mut shape = whole.to_vec();
         for Shard { dim, len, .. } in self.shards() {
@@ -206,7 +208,7 @@ impl Share {
         shape
     }
 
-    /// The first index of that in each dimension.
+    /// Returns the first index of the shard in each dimension.
     pub fn start_in(&self, whole: &[usize]) -> Vec<usize> {
         let mut first = vec![0; whole.len()];
         for Shard { dim, start, .. } in self.shards() {
@@ -219,11 +221,11 @@ impl Share {
         self.shard.into_iter().chain(self.inner)
     }
 
-    /// The ranges of a parameter's elements that the rank holds, in their order: each as its first element in a parameter of
-    /// this shape, and how many elements follow.
+    /// Returns the contiguous ranges of elements that the rank holds, in order, as (first element in a parameter of shape `whole`,
+    /// length).
     pub fn stretches(&self, whole: &[usize]) -> impl Iterator<Item = (usize, usize)> + use<> {
         let (whole, held, start) = (whole.to_vec(), self.shape_of(whole), self.start_in(whole));
-        // Everything behind the last dimension that is cut lies together.
+        // Everything behind the last sharded dimension is contiguous.
         let cut = self.shards().map(|shard| shard.dim).max().unwrap_or(0);
         let inner: usize = whole.iter().skip(cut + 1).product();
         let len = held.get(cut).map_or(1, |len| len * inner);
@@ -242,7 +244,7 @@ impl Share {
         })
     }
 
-    /// Those of these ranges that lie within the elements `part` of what the rank holds, cut to it.
+    /// Returns the same ranges clipped to the elements `part` of the rank's shard.
     pub fn stretches_of_part(
         &self,
         whole: &[usize],

@@ -1,26 +1,26 @@
-//! Splits a model into the stages of a pipeline, by what its parts cost.
+//! Split of a model into pipeline stages by cost.
 //!
-//! A model is a row of units: the embedding, the blocks, the head. They cost unlike amounts (the head of a small model is
-//! worth several blocks), and a pipeline is as slow as its largest stage. So a stage is a run of neighbouring units, at
-//! least one, and the runs are chosen so that
+//! A model is a sequence of units: the embedding, the blocks, the head. Their costs differ (the head of a small model costs as much as
+//! several blocks), and a pipeline is as slow as its largest stage. So a stage is a run of one or more consecutive units, and the runs
+//! minimize, in this order:
 //!
-//! 1. the largest stage is as small as it can be;
-//! 2. then, where two stages of each rank lie as a V, the largest rank is;
-//! 3. then the sum of the squares of the stages is: all are as even as the rest permits.
+//! 1. the cost of the largest stage;
+//! 2. in a V-shaped schedule with two stages per rank, the cost of the largest rank;
+//! 3. the sum of the squared stage costs, which makes all stages as even as possible.
 //!
-//! All three are exact, by dynamic programming. Where equals are left, later stages are the larger ones: of those fewer
-//! micro-batches are held at a time.
+//! All three minima are exact, by dynamic programming. Ties go to splits with larger late stages, since those hold fewer micro-batches at
+//! a time.
 
 use crate::schedule::Kind;
 
-/// Beyond this the squares of sums would be no numbers.
+/// Upper limit of a unit's cost: beyond it, squares of sums overflow.
 const LARGEST_COST: f64 = 1e100;
 
-/// Why units cannot be split.
+/// Error of a split that is not possible.
 #[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SplitError {
-    /// More stages than units, or none.
+    /// There are more stages than units, or no stages.
     #[error("{units} units cannot be split into {stages} stages; each stage has at least one")]
     Stages {
         /// Units of the model.
@@ -28,17 +28,20 @@ pub enum SplitError {
         /// Stages of the pipeline.
         stages: usize,
     },
-    /// A cost that is no cost.
+    /// A cost is negative, too large, or not a number.
     #[error("unit {unit} cannot cost {cost}")]
     Cost {
-        /// Which.
+        /// Index of the unit.
         unit: usize,
-        /// What was given.
+        /// Cost that was given.
         cost: f64,
     },
 }
 
-/// How many units each stage has, in the order of the stages, for a schedule of `ranks` with `chunks` stages each.
+/// Returns the number of units of each stage, first stage first, for a schedule of `ranks` with `chunks` stages each.
+///
+/// # Errors
+/// If there are no stages, more stages than units, or a cost that is not a number from 0 to 1e100.
 pub fn split_units(kind: Kind, costs: &[f64], ranks: usize, chunks: usize) -> Result<Vec<usize>, SplitError> {
     let stages = ranks.saturating_mul(chunks);
     if stages == 0 || stages > costs.len() {
@@ -60,9 +63,9 @@ pub fn split_units(kind: Kind, costs: &[f64], ranks: usize, chunks: usize) -> Re
     Ok(stages)
 }
 
-/// How many units each of so many stages has, so that the largest is as small as it can be, in microseconds: of [`split_units`] the first
-/// wish alone. `costs` says what all `units` of them cost as part of a stage: stages may be on unlike nodes. What is left over is
-/// missing from the first stages, which hold most micro-batches at a time.
+/// Returns the number of units of each stage so that the largest stage is as cheap as possible: only the first aim of [`split_units`], in
+/// microseconds. `costs(stage)` are the costs of all `units` on that stage, since stages may be on different nodes. Remainders make the
+/// first stages smaller, which hold the most micro-batches at a time. Returns `None` if there are no stages, or more than units.
 pub fn split_quickly<'c>(
     costs: impl Fn(usize) -> &'c [f64],
     units: usize,
@@ -72,7 +75,7 @@ pub fn split_quickly<'c>(
         return None;
     }
     let costs: Vec<&[f64]> = (0..stages).map(costs).collect();
-    // From the last unit on each stage takes what it can; some have to be left for those before.
+    // From the last unit back, each stage takes as many units as fit, and leaves at least one for each earlier stage.
     let lengths = |largest: f64| {
         let mut lengths = vec![0; stages];
         let mut end = units;
@@ -89,7 +92,7 @@ pub fn split_quickly<'c>(
         }
         (end == 0).then_some(lengths)
     };
-    // No stage is less than its dearest unit where that is cheapest, and none more than all of them where they are dearest.
+    // Lower bound: the dearest unit on its cheapest node. Upper bound: all units on their dearest nodes.
     let mut unlike = costs.clone();
     unlike.dedup_by_key(|of| of.as_ptr());
     let at = |unit: usize, choose: fn(f64, f64) -> f64| unlike.iter().map(|of| of[unit]).reduce(choose);
@@ -108,9 +111,9 @@ pub fn split_quickly<'c>(
     lengths(enough)
 }
 
-/// What runs of neighbouring units cost.
+/// Costs of runs of consecutive units, as prefix sums.
 struct Runs {
-    /// Costs of all units before each.
+    /// Sum of the costs of all units before each.
     before: Vec<f64>,
 }
 
@@ -132,10 +135,10 @@ impl Runs {
         self.before[to] - self.before[from]
     }
 
-    /// The least value of a split into `stages` runs, and their lengths. `add` gives the value of a last run's cost and
-    /// of the runs before it.
+    /// Returns the minimum of a split into `stages` runs, and their lengths. `add` combines the cost of the last run with the value of
+    /// the runs before it.
     fn split_in_a_row(&self, stages: usize, add: impl Fn(f64, f64) -> f64) -> (f64, Vec<usize>) {
-        // For each number of units from the left: the least value of this many runs, and where the last one starts.
+        // For each number of units from the left: the minimum over this many runs, and the start of the last run.
         let mut tables = vec![vec![(f64::INFINITY, 0); self.units() + 1]];
         tables[0][0].0 = 0.0;
         for stage in 0..stages {
@@ -160,8 +163,8 @@ impl Runs {
         (tables[stages][self.units()].0, lengths)
     }
 
-    /// The least value of a split into a V of `2 ranks` runs none of which costs more than `largest`, and their lengths.
-    /// `add` gives the value of a rank's two runs and of the ranks after it, which lie between them.
+    /// Returns the minimum of a V-shaped split into `2 ranks` runs none of which costs more than `largest`, and their lengths. `add`
+    /// combines the costs of a rank's two runs with the value of the ranks after it, whose runs lie between them.
     fn split_as_a_v(
         &self,
         ranks: usize,
@@ -169,8 +172,8 @@ impl Runs {
         add: impl Fn(f64, f64, f64) -> f64,
     ) -> (f64, Vec<usize>) {
         let width = self.units() + 1;
-        // For each pair (from, to) of what is left for this rank and those after it: the least value, and what is left
-        // after this rank. After the last rank nothing may be left.
+        // For each range (from, to) of units left for this rank and those after it: the minimum, and the range left after this rank.
+        // After the last rank the range is empty.
         let mut table: Vec<(f64, usize, usize)> = (0..width * width)
             .map(|pair| (if pair / width == pair % width { 0.0 } else { f64::INFINITY }, 0, 0))
             .collect();
@@ -191,7 +194,7 @@ impl Runs {
             };
             let mut next = vec![(f64::INFINITY, 0, 0); width * width];
             let from_to = |from: usize| (from..width).map(move |to| (from, to));
-            // The first rank has everything left.
+            // The first rank starts with all units.
             let left: Vec<(usize, usize)> =
                 if rank == 0 { vec![(0, self.units())] } else { (0..width).flat_map(from_to).collect() };
             for (from, to) in left {
@@ -213,7 +216,7 @@ impl Runs {
     }
 }
 
-/// Whether a value is less than another by more than rounding, so that equals stay equal.
+/// Returns true if `value` is less than `than` by more than rounding, so that equal values compare as equal.
 fn is_less(value: f64, than: f64) -> bool {
     value < than - 1e-12 * value.abs()
 }
@@ -259,7 +262,7 @@ mod tests {
         let (fast, slow) = (vec![1.0; 12], vec![2.0; 12]);
         let lengths = super::split_quickly(|stage| if stage < 2 { &fast } else { &slow }, 12, 4).unwrap();
         assert_eq!(lengths, [4, 4, 2, 2]);
-        // And a unit that is too dear for a slow node goes to a fast one.
+        // A unit that is too dear for a slow node goes to a fast one.
         let (fast, slow) = (vec![1.0, 1.0, 4.0], vec![2.0, 2.0, 8.0]);
         let lengths = super::split_quickly(|stage| if stage < 1 { &slow } else { &fast }, 3, 2).unwrap();
         assert_eq!(lengths, [2, 1]);
@@ -282,7 +285,7 @@ mod tests {
         (1..=units - (stages - 1)).flat_map(first).collect()
     }
 
-    /// The largest stage, the largest rank of a V (if it is one), and the sum of squares.
+    /// Returns the cost of the largest stage, that of the largest rank of a V (0 if it is none), and the sum of squares.
     fn value(kind: Kind, costs: &[f64], split: &[usize]) -> (f64, f64, f64) {
         let mut units = costs.iter();
         let stages: Vec<f64> = split.iter().map(|&length| units.by_ref().take(length).sum()).collect();
@@ -317,12 +320,12 @@ mod tests {
 
     #[test]
     fn a_large_head_gets_fewer_blocks_beside_it() {
-        // gpt2-124m by parameters that take part in products: a block has 7.1 million, the head 38.6.
+        // gpt2-124m by parameters that take part in GEMMs: a block has 7.1 million, the head 38.6.
         let mut costs = vec![7.1; 14];
         (costs[0], costs[13]) = (0.0, 38.6);
         assert_eq!(split_units(ONE_EACH, &costs, 2, 1).unwrap(), [10, 4]);
         assert_eq!(split_units(ONE_EACH, &costs, 4, 1).unwrap(), [5, 4, 4, 1]);
-        // As a V the head's rank has the first stage as well, and so a smaller one.
+        // In a V the head's rank has the first stage as well, which therefore is smaller.
         assert_eq!(split_units(Kind::ZeroBubbleV, &costs, 2, 2).unwrap(), [4, 4, 5, 1]);
     }
 

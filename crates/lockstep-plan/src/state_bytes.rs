@@ -1,7 +1,7 @@
-//! What weights, gradients and optimizer take on each of the ranks that share them out, by formula (Rajbhandari et al., "ZeRO: memory
-//! optimizations toward training trillion parameter models", 2020, section 5).
+//! Bytes of weights, gradients and optimizer state per rank under ZeRO, by formula (Rajbhandari et al., "ZeRO: memory optimizations
+//! toward training trillion parameter models", 2020, section 5).
 //!
-//! Of `P` parameters over `N` ranks, with `w`, `g` and `o` bytes each:
+//! For `P` parameters over `N` ranks, with `w`, `g` and `o` bytes of weight, gradient and optimizer state each:
 //!
 //! ```text
 //! stage 0   (w + g + o) P
@@ -10,53 +10,53 @@
 //! stage 3   (w + g + o) P / N
 //! ```
 //!
-//! What Lockstep itself books is [`predicted`](crate::predicted) to the byte; these are for systems that are known by their formulas, and for
-//! whoever has to know quickly what is about right: a search.
+//! [`predicted`](crate::predicted) is exact for Lockstep itself. These formulas are for systems that are known only by them, and for
+//! quick estimates, such as the bounds of a search.
 
 use crate::ZeroStage;
 
-/// Bytes of each parameter's state.
+/// Bytes of model state per parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StateBytes {
-    /// Of the weight that kernels read.
+    /// Bytes of the weight that kernels read.
     pub weight: u64,
-    /// Of the gradient.
+    /// Bytes of the gradient.
     pub gradient: u64,
-    /// Of what the optimizer keeps, a master weight included.
+    /// Bytes of the optimizer state, including a master weight.
     pub optimizer: u64,
 }
 
 /// Bytes of model state on a rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StateOnRank {
-    /// Weights.
+    /// Bytes of weights.
     pub weights: u64,
-    /// Gradients.
+    /// Bytes of gradients.
     pub gradients: u64,
-    /// The optimizer's state and master weights.
+    /// Bytes of optimizer state and master weights.
     pub optimizer: u64,
 }
 
 impl StateOnRank {
-    /// All of it.
+    /// Returns the sum of all three.
     pub const fn total(&self) -> u64 {
         self.weights + self.gradients + self.optimizer
     }
 }
 
 impl StateBytes {
-    /// AdamW on 16 bits: weights and gradients in these, master weights and both moments in f32.
+    /// Mixed-precision AdamW: weights and gradients in 16 bits, master weights and both moments in f32.
     pub const MIXED_ADAM: Self = Self { weight: 2, gradient: 2, optimizer: 12 };
-    /// The same with gradients summed in f32, as Megatron-LM and Lockstep do.
+    /// Mixed-precision AdamW with gradients accumulated in f32, as in Megatron-LM and Lockstep.
     pub const MIXED_ADAM_F32_GRADIENTS: Self = Self { gradient: 4, ..Self::MIXED_ADAM };
 
-    /// AdamW on f32: weights, gradients and both moments.
+    /// AdamW in f32: weights, gradients and both moments.
     pub const ADAM_F32: Self = Self { weight: 4, gradient: 4, optimizer: 8 };
 
-    /// What a rank has of `parameters`, of which `ranks` share out what `stage` says; shares are rounded up.
+    /// Returns the bytes on each of `ranks` ranks for `parameters` under a ZeRO stage; shards are rounded up.
     ///
     /// # Panics
-    /// Without ranks.
+    /// If `ranks` is 0.
     pub fn on_rank(self, parameters: u64, ranks: u64, stage: ZeroStage) -> StateOnRank {
         let held = |from: ZeroStage| if stage >= from { parameters.div_ceil(ranks) } else { parameters };
         StateOnRank {
@@ -66,10 +66,10 @@ impl StateBytes {
         }
     }
 
-    /// The most parameters whose state fits into the memory of each rank, and nothing beside it.
+    /// Returns the maximum number of parameters whose state alone fits into `memory_bytes` on each rank.
     ///
     /// # Panics
-    /// Without ranks, or if state takes no bytes.
+    /// If `ranks` is 0, or if the state takes no bytes.
     pub fn most_parameters(self, memory_bytes: u64, ranks: u64, stage: ZeroStage) -> u64 {
         let shared = |bytes: u64, from: ZeroStage| if stage >= from { bytes } else { bytes * ranks };
         let bytes_of_ranks = shared(self.weight, ZeroStage::Parameters)
@@ -83,20 +83,20 @@ impl StateBytes {
 mod tests {
     use super::*;
 
-    /// GB on each of so many ranks, for stages 1 to 3.
+    /// GB on each of a number of ranks, for stages 1 to 3.
     type Rows = [(u64, [&'static str; 3]); 6];
 
     const STAGES: [ZeroStage; 3] = [ZeroStage::Optimizer, ZeroStage::Gradients, ZeroStage::Parameters];
     const GB: f64 = 1e9;
     const GIB: f64 = 1_073_741_824.0;
 
-    /// Whether a number is printed so: rounded, or with the rest of its digits left out.
+    /// Checks that a number is printed like this: rounded, or with the remaining digits cut off.
     #[track_caller]
     fn assert_prints(value: f64, printed: &str, what: &str) {
         let digits = printed.split_once('.').map_or(0, |(_, digits)| digits.len());
         let scale = 10_f64.powi(digits as i32);
         let rounded = format!("{value:.digits$}");
-        // Half a unit is rounded up there.
+        // The paper rounds half a unit up.
         let up = format!("{:.digits$}", value + 1e-9);
         let cut = format!("{:.digits$}", (value * scale).floor() / scale);
         assert!([rounded, up, cut].iter().any(|text| text == printed), "{what}: {value} and not {printed}");
@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn the_largest_models_are_those_of_table_2_of_zero() {
-        // 10⁹ parameters on 64 data-parallel ranks with 32 GB, each of one model-parallel rank and more.
+        // 10⁹ parameters on 64 data-parallel ranks with 32 GB, with one model-parallel rank and more.
         let stages = [ZeroStage::Nothing, STAGES[0], STAGES[1], STAGES[2]];
         let most =
             stages.map(|stage| StateBytes::MIXED_ADAM.most_parameters(32_000_000_000, 64, stage) as f64 / GB);
@@ -176,7 +176,7 @@ mod tests {
             (16.0, [32.0, 121.6, 230.4, 2000.0]),
         ] {
             for ((one, first), expected) in most.into_iter().zip(printed).zip(row) {
-                // Multiples of the first row as it is printed; 512 and its multiples are printed round.
+                // Multiples of the first row as printed; 512 and its multiples are printed as round numbers.
                 let first: f64 = first.parse().unwrap_or(one);
                 let is_printed =
                     ranks * first == expected || (expected >= 500.0 && ranks * first <= expected * 1.024);
@@ -187,8 +187,8 @@ mod tests {
 
     #[test]
     fn a_gpu_holds_what_deepspeeds_documentation_says() {
-        // T5-3B on 8 GPUs. Its gradients are in f32 and count as the optimizer's; those in 16 bits are whole at stage 2, and nothing at
-        // stage 3, whose largest layer (32,128 by 1,024, printed as 32M) is gathered in 16 bits beside its gradient.
+        // T5-3B on 8 GPUs. Its gradients are in f32 and counted with the optimizer. The 16-bit ones are whole at stage 2 and not counted
+        // at stage 3. There the largest layer (32,128 by 1,024, printed as 32M) is gathered in 16 bits, with its gradient.
         let (parameters, largest) = (2_851_000_000, 32_900_000);
         let stage_2 = StateBytes { weight: 2, gradient: 2, optimizer: 16 };
         let stage_3 = StateBytes { gradient: 0, ..stage_2 };

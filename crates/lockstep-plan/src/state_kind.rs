@@ -1,18 +1,18 @@
-//! The tensors that a checkpoint holds of a parameter.
+//! Tensors of a parameter's state in a checkpoint.
 
 /// A tensor of a parameter's state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum StateKind {
-    /// The weights, in full precision.
+    /// Weights in full precision.
     Parameter,
-    /// The first moment of AdamW, the average of Lion.
+    /// AdamW's first moment, or Lion's average.
     ExpAvg,
     /// AdamW's second moment.
     ExpAvgSq,
-    /// The momentum of SGD and Muon.
+    /// Momentum of SGD and Muon.
     MomentumBuffer,
-    /// What a rank's gradients have lost on their way to their owners: of each rank that has summands of a gradient its own, so
-    /// that this is its number among them.
+    /// Quantization error of a rank's gradients (error feedback). Each rank with a partial sum of the gradient has its own; the value is
+    /// its index among them.
     GradientResidual(usize),
 }
 
@@ -20,10 +20,10 @@ impl StateKind {
     /// All kinds that a parameter has once.
     pub const ALL: [Self; 4] = [Self::Parameter, Self::ExpAvg, Self::ExpAvgSq, Self::MomentumBuffer];
 
-    /// The kinds that optimizers keep.
+    /// All kinds that optimizers keep.
     pub const OF_OPTIMIZERS: [Self; 3] = [Self::ExpAvg, Self::ExpAvgSq, Self::MomentumBuffer];
 
-    /// The name that checkpoints use.
+    /// Returns the name in checkpoints.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Parameter => "parameter",
@@ -34,7 +34,7 @@ impl StateKind {
         }
     }
 
-    /// Whether each rank that has summands of a parameter's gradient has such a tensor of its own.
+    /// Returns true if each rank with a partial sum of a gradient has its own such tensor.
     pub const fn is_of_one_rank(self) -> bool {
         matches!(self, Self::GradientResidual(_))
     }

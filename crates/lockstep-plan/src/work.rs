@@ -1,129 +1,127 @@
-//! What a rank has to do for a micro-batch, unit by unit, as recording the model finds it: matrix products with their shapes, attention,
-//! passes over memory, and exchanges with other ranks.
+//! Work of a rank for one micro-batch, unit by unit, as recorded from the model: GEMMs with their shapes, attention, memory-bound
+//! kernels, and exchanges with other ranks.
 //!
-//! Nothing here knows a machine. A [`Device`](crate::cluster::Device) says how long a [`Task`] takes, a
-//! [`Cluster`](crate::cluster::Cluster) how long an [`Exchange`].
+//! It is independent of the machine. `lockstep-planner` predicts the time of a [`Task`] on a device and
+//! that of an [`Exchange`] on a cluster.
 
 use std::collections::BTreeSet;
 
 use crate::DType;
 
-/// A matrix product, or several of the same shape.
+/// A GEMM, or several of the same shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Product {
     /// Rows of the result.
     pub rows: u64,
-    /// Elements that each element of the result is summed over.
+    /// Inner dimension: elements that each element of the result is summed over.
     pub inner: u64,
     /// Columns of the result.
     pub columns: u64,
-    /// How many there are: one for each expert that is here, or for each step of ranks that make a square, else 1.
+    /// Number of GEMMs: one per local expert, or per step of a 2D layout; otherwise 1.
     pub count: u64,
 }
 
 impl Product {
-    /// Floating-point operations, 2 per multiply-add.
+    /// Returns the floating-point operations, 2 per multiply-add.
     pub const fn flops(&self) -> u64 {
         2 * self.rows * self.inner * self.columns * self.count
     }
 }
 
-/// Attention, or one of its gradients.
+/// Attention, or its gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Attention {
-    /// Floating-point operations of its products over the causal half (or the window), as the model's FLOPs count them: two products
-    /// forward, and four for the gradients. Where scores are not kept, computing them again is a
-    /// fifth product beside these four.
+    /// Floating-point operations over the causal half (or the window), as model FLOPs count them: two products in the forward, four in
+    /// the backward. Recomputed scores would be a fifth product, which is not counted.
     pub flops: u64,
-    /// Elements of the square of scores of all heads that are here: heads x queries x keys, whatever is masked.
+    /// Number of scores of all local heads: heads x queries x keys, masked ones included.
     pub scores: u64,
-    /// Elements of a head.
+    /// Elements of an attention head.
     pub head_dim: u64,
 }
 
-/// Which ranks exchange something.
+/// Group of ranks that take part in an exchange.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Peers {
-    /// Those that share the matrices of a block.
+    /// Ranks of the tensor-parallel group.
     Tensor,
-    /// Those of a row or column of the square that the tensor axis makes in two dimensions.
+    /// Row or column of the square in a 2D tensor layout.
     TensorLine,
-    /// Those that share each sequence.
+    /// Ranks of the context-parallel group.
     Context,
-    /// Those of the tensor and the context axis together, which have other tokens of the same sequences.
+    /// Tensor- and context-parallel groups together, whose ranks have different tokens of the same sequences.
     TensorAndContext,
-    /// Those that share out the experts and, where each is cut, their parts: both axes of experts together.
+    /// Expert-parallel group, including the tensor-parallel ranks of each expert.
     Expert,
 }
 
-/// What they do.
+/// Kind of collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Collective {
-    /// Every rank gets the sum of all.
+    /// Every rank gets the sum of all operands.
     AllReduce,
-    /// Every rank gets what each has.
+    /// Every rank gets the operands of all ranks.
     AllGather,
-    /// Every rank gets its part of the sum of all.
+    /// Every rank gets its shard of the sum of all operands.
     ReduceScatter,
-    /// Every rank sends a part to each.
+    /// Every rank sends a part of its operand to each rank.
     AllToAll,
-    /// Every rank gets what one has.
+    /// Every rank gets the operand of one rank.
     Broadcast,
-    /// One rank gets the sum of all.
+    /// One rank gets the sum of all operands.
     Reduce,
-    /// Every rank sends to its neighbour what it had from the other one, and so on until all have been everywhere: a step less than
-    /// there are ranks.
+    /// Blocks travel round a ring until every rank has had all of them: one step less than there are ranks.
     Ring,
-    /// One such step.
+    /// One step of a ring.
     Shift,
 }
 
-/// Values that go between ranks.
+/// A collective inside a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Exchange {
-    /// Between which.
+    /// Group of ranks that take part.
     pub peers: Peers,
-    /// How.
+    /// Kind of collective.
     pub collective: Collective,
-    /// Bytes of the whole, as nccl-tests counts them: of what each rank has before an all-reduce, a reduce, a reduce-scatter or an
-    /// all-to-all, after an all-gather or a broadcast, and of what each sends in one step of a ring.
+    /// Size in bytes, as nccl-tests count it. It is the operand before an all-reduce, reduce, reduce-scatter or all-to-all; the result
+    /// after an all-gather or broadcast; and the block that each rank sends in one step of a ring.
     pub bytes: u64,
-    /// Whether it goes on beside the products or the attention that need or make it: the tasks after an all-gather or a ring, those
-    /// before a sum.
+    /// True if it overlaps with the GEMMs or attention that need or make its value: those after an all-gather or a ring, those before a
+    /// reduction.
     pub is_beside: bool,
-    /// Whether the host has to know what has come before it can start what follows: how many rows the ranks will send each other. A device
-    /// whose work the host starts ahead of it has nothing to do until then.
+    /// True if the host needs the result before it can launch what follows, such as the number of rows of a token dispatch. A device that
+    /// is fed ahead of time idles until then.
     pub is_for_host: bool,
 }
 
-/// What kind of work a task is.
+/// Kind of work of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Labor {
-    /// A matrix product.
+    /// One or several GEMMs.
     Product(Product),
-    /// Attention.
+    /// Attention or its gradients.
     Attention(Attention),
-    /// Norms, activation functions, sums, copies: whatever goes through memory.
+    /// A memory-bound kernel: norms, activation functions, sums, copies.
     Stream,
-    /// An exchange.
+    /// Collective with other ranks.
     Exchange(Exchange),
 }
 
-/// Which part of a step a task belongs to, or an operation of the model when it runs.
+/// Part of a step that a task belongs to, or an operation of the model while it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Pass {
-    /// The forward.
+    /// Forward pass of the unit.
     Forward,
-    /// The backward, computing again what the forward did not save.
+    /// Recomputation in the backward of values that the forward did not save.
     Recompute,
-    /// The backward: gradients of values.
+    /// Input gradients in the backward.
     BackwardInputs,
-    /// The backward: gradients of weights.
+    /// Weight gradients in the backward.
     BackwardWeights,
 }
 
 impl Pass {
-    /// In words, as traces have it.
+    /// Returns the name in traces.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",
@@ -134,26 +132,25 @@ impl Pass {
     }
 }
 
-/// One thing to do.
+/// A task: one kernel or exchange.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Task {
-    /// The kind of operation, as traces call it: `linear`, `RMSNorm`.
+    /// Kind of operation, as in traces: `linear`, `RMSNorm`.
     pub name: &'static str,
-    /// When.
+    /// Part of the step.
     pub pass: Pass,
-    /// Of which kind.
+    /// Kind of work.
     pub labor: Labor,
-    /// Bytes of every operand, once for each time that it must be read or written; 0 of an exchange.
+    /// Bytes of all operands, counted once per necessary read or write; 0 for an exchange.
     pub bytes: u64,
-    /// Floating-point operations beside products.
+    /// Floating-point operations outside GEMMs.
     pub vector_flops: u64,
 }
 
-/// What an implementation keeps from a forward to its backward that saves every value which some gradient needs, each once, as
-/// frameworks without a plan do (the count of Korthikanti et al. 2022, section 4). Lockstep's own bytes are those of
-/// [`UnitProfile`](crate::UnitProfile).
+/// Saved activations of a unit in a framework without a memory plan. It saves every value that some gradient needs, each once (the count
+/// of Korthikanti et al. 2022, section 4). Lockstep's own bytes are those of [`UnitProfile`](crate::UnitProfile).
 ///
-/// Of a block of GPT-2 with dropout, in 16 bits, `s b h` elements between blocks, `a` heads and `t` tensor-parallel ranks:
+/// For a GPT-2 block with dropout, in 16 bits, with `s b h` elements between blocks, `a` heads and `t` tensor-parallel ranks:
 ///
 /// ```text
 ///                         alone              t ranks                     t ranks, sequence parallel
@@ -163,38 +160,38 @@ pub struct Task {
 /// ```
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Kept {
-    /// Bytes of values, in the type of the model.
+    /// Bytes of saved values in the dtype of the model.
     pub value_bytes: u64,
-    /// Elements of values that some are dropped of: a byte each says which.
+    /// Elements with dropout: each has a mask of one byte.
     pub dropped: u64,
-    /// Elements of the square of scores, of all heads that are here.
+    /// Attention scores of all local heads.
     pub scores: u64,
-    /// Those of them that some are dropped of.
+    /// Attention scores with dropout.
     pub dropped_scores: u64,
-    /// Elements of logits that are here, of all tokens: losses are computed from them in f32.
+    /// Local logits of all tokens; losses are computed from them in f32.
     pub logits: u64,
     /// Bytes of the unit's input.
     pub input_bytes: u64,
 }
 
-/// What of this is kept.
+/// Extent of saved activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Keeping {
-    /// All of it.
+    /// All saved activations.
     Everything,
-    /// All but attention's scores: attention is computed again (Korthikanti's selective recomputation), or by a kernel that never
-    /// writes them.
+    /// All but the attention scores: attention is recomputed (Korthikanti's selective recomputation), or fused so that scores are never
+    /// written.
     WithoutScores,
-    /// The unit's input: everything is computed again.
+    /// Only the unit's input: everything is recomputed.
     InputAlone,
 }
 
 impl Kept {
-    /// Bytes, of a model with values of `dtype`.
+    /// Returns the bytes of saved activations of a model with values of `dtype`.
     pub const fn bytes(&self, keeping: Keeping, dtype: DType) -> u64 {
         let values = self.value_bytes + self.dropped + self.logits * DType::F32.size_bytes() as u64;
         match keeping {
-            // The softmax; what is left of it, and a byte for each element that says whether it is.
+            // The softmax, its output after dropout, and a mask of one byte per element.
             Keeping::Everything => {
                 let element = dtype.size_bytes() as u64;
                 values + self.scores * element + self.dropped_scores * (element + 1)
@@ -205,40 +202,40 @@ impl Kept {
     }
 }
 
-/// The work of one unit for one micro-batch: the embedding, a block, or the head.
+/// Work of one unit (the embedding, a block, or the head) for one micro-batch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct UnitWork {
-    /// In the order in which it is done. A loss is left out of the forward of a training step: its backward computes it.
+    /// Tasks of the forward, in order. The forward of a training step omits a loss: its backward computes it.
     pub forward: Vec<Task>,
-    /// Of a backward in one piece, with what is computed again.
+    /// Tasks of a whole backward, recomputation included.
     pub backward: Vec<Task>,
-    /// Of the first half of a split backward, with what is computed again.
+    /// Tasks of the first half of a split backward, recomputation included.
     pub backward_inputs: Vec<Task>,
-    /// Of its second half.
+    /// Tasks of the second half of a split backward.
     pub backward_weights: Vec<Task>,
-    /// What others than Lockstep keep of it, if nothing is computed again.
+    /// Saved activations without recomputation in frameworks other than Lockstep.
     pub kept: Kept,
-    /// Elements of parameters that are here.
+    /// Elements of parameters on this rank.
     pub parameter_elements: u64,
-    /// Of these, elements that are of experts: they are summed over fewer ranks.
+    /// Elements of expert parameters among them, which are reduced over a smaller group.
     pub expert_elements: u64,
-    /// Of `parameter_elements`, elements that are trained.
+    /// Trained elements among `parameter_elements`.
     pub trained_elements: u64,
-    /// Of `expert_elements`, elements that are trained.
+    /// Trained elements among `expert_elements`.
     pub trained_expert_elements: u64,
 }
 
-/// Elements of a unit's parameters on a rank: outside experts, and in them.
+/// Elements of a unit's parameters on a rank: `[dense, experts]`.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct UnitElements {
-    /// All of them: weights.
+    /// All elements, which have weights.
     pub all: [f64; 2],
-    /// Those that are trained: gradients and optimizer state.
+    /// Trained elements, which also have gradients and optimizer state.
     pub trained: [f64; 2],
 }
 
 impl UnitElements {
-    /// The same without some of them.
+    /// Returns the elements minus those of `other`, at least 0.
     #[must_use]
     pub fn without(self, other: Self) -> Self {
         let rest = |[dense, experts]: [f64; 2], other: [f64; 2]| {
@@ -247,7 +244,7 @@ impl UnitElements {
         Self { all: rest(self.all, other.all), trained: rest(self.trained, other.trained) }
     }
 
-    /// Those that are not trained.
+    /// Returns the elements that are not trained.
     pub fn frozen(&self) -> [f64; 2] {
         let [dense, experts] = self.all;
         [dense - self.trained[0], experts - self.trained[1]]
@@ -264,7 +261,7 @@ impl std::ops::AddAssign for UnitElements {
 }
 
 impl UnitWork {
-    /// Elements of its parameters.
+    /// Returns the elements of the unit's parameters.
     pub fn elements(&self) -> UnitElements {
         let split = |elements: u64, of_experts: u64| [(elements - of_experts) as f64, of_experts as f64];
         UnitElements {
@@ -274,35 +271,34 @@ impl UnitWork {
     }
 }
 
-/// The work of a model on one of the ranks that share it.
+/// Work of a model on one rank of its tensor-, context- and expert-parallel groups.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelWork {
-    /// The units that differ.
+    /// Units that differ from each other.
     pub distinct: Vec<UnitWork>,
-    /// Which of these each unit is, from the embedding to the head.
+    /// Index in `distinct` of each unit, from the embedding to the head.
     pub of_unit: Vec<usize>,
-    /// Type of weights and values.
+    /// Dtype of weights and values.
     pub dtype: DType,
-    /// Bytes of the value between two units that this rank has.
+    /// Bytes of a value between two units on this rank.
     pub boundary_bytes: u64,
-    /// Whether there are several ranks on the tensor axis and all have the same value between units, so that each may send a slice of it.
+    /// True if tensor-parallel ranks have equal values between units, so that each may send a slice.
     pub is_boundary_whole: bool,
-    /// Floating-point operations of a forward and a backward of a micro-batch, of all ranks that share the model together, without
-    /// what is computed again.
+    /// Model FLOPs of a forward and a backward of a micro-batch, summed over the ranks of the model, without recomputation.
     pub training_flops: u64,
-    /// Those of them that are attention's. They count the causal half; papers that count the whole square (Narayanan et al. 2021,
-    /// Korthikanti et al. 2022) count [`ModelWork::dense_training_flops`].
+    /// Attention's part of `training_flops`. It counts the causal half; papers that count all scores (Narayanan et al. 2021, Korthikanti
+    /// et al. 2022) use [`ModelWork::dense_training_flops`].
     pub attention_flops: u64,
 }
 
 impl ModelWork {
-    /// The work of a unit.
+    /// Returns the work of a unit.
     pub fn unit(&self, unit: usize) -> &UnitWork {
         &self.distinct[self.of_unit[unit]]
     }
 
-    /// Has the backward of every block do some tasks of its forward once more before anything else: attention where only scores are
-    /// forgotten (Korthikanti et al. 2022, section 5), all of them where a system calls the block's forward again.
+    /// Adds a recomputation of some forward tasks to the start of every block's backward: of attention for selective recomputation
+    /// (Korthikanti et al. 2022, section 5), of all tasks for systems that call the block's forward again.
     pub fn repeat(&mut self, is_repeated: impl Fn(&Task) -> bool) {
         let blocks: BTreeSet<usize> = self.of_unit[1..self.units() - 1].iter().copied().collect();
         for block in blocks {
@@ -315,12 +311,12 @@ impl ModelWork {
         }
     }
 
-    /// Number of units.
+    /// Returns the number of units.
     pub fn units(&self) -> usize {
         self.of_unit.len()
     }
 
-    /// [`ModelWork::training_flops`] with the whole square of scores, whatever is masked; of a model without windows.
+    /// Returns [`ModelWork::training_flops`] with all attention scores, masked ones included; only for models without windows.
     pub const fn dense_training_flops(&self) -> u64 {
         self.training_flops.saturating_add(self.attention_flops)
     }

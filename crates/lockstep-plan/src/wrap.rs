@@ -1,12 +1,12 @@
-//! Which units of a model stand in one flat buffer: gradients are summed, and weights gathered, by these.
+//! Wrapping: the grouping of units into flat buffers. A buffer is the unit of gradient reductions and parameter gathers, as in PyTorch's
+//! FSDP, whose policies are by size and by name as well.
 //!
-//! The embedding, each block and the head are the smallest ones, since each is replayed as a whole. Small ones make small
-//! messages; over a network several that follow each other may better go together (PyTorch's FSDP calls it wrapping, and its policies are by
-//! size and by name as well).
+//! The smallest groups are the embedding, each block and the head, since each is replayed as a whole. Small groups make small messages;
+//! over a network it may pay to combine several consecutive units.
 //!
 //! ```text
 //! units         embedding  block 0  block 1  block 2  block 3  head
-//! of a buffer   0          1        1        3        3        5        two blocks each
+//! first unit    0          1        1        3        3        5        of the buffer, with two blocks each
 //! ```
 
 use std::collections::BTreeMap;
@@ -17,47 +17,47 @@ use serde::{Deserialize, Serialize};
 
 use crate::{ParameterRecord, describes};
 
-/// Which units stand together.
+/// Wrapping policy: which consecutive units share a flat buffer.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(try_from = "Written", into = "Written")]
 pub enum Wrap {
-    /// Each by itself.
+    /// One buffer per unit.
     #[default]
     Block,
-    /// Those that follow each other, until they have so many parameters.
+    /// Consecutive units are combined until they have this many parameters.
     AtLeast(usize),
-    /// Those that follow each other and all of whose parameters one of these patterns describes: `*` stands for any characters.
+    /// Consecutive units are combined if one pattern matches the names of all their parameters; `*` stands for any characters.
     Named(Vec<String>),
 }
 
-/// [`Wrap`] as it stands in a file.
+/// Serialized form of [`Wrap`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(untagged)]
 enum Written {
     Word(String),
-    // A table of one key: a struct would be read from a list as well.
+    // A map rather than a struct: serde would read a struct from a list as well.
     BySize(BTreeMap<String, usize>),
     ByName(Vec<String>),
 }
 
 const SIZE_KEY: &str = "min_parameters";
 
-/// Not a way to put units together.
+/// Error in a wrapping policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WrapError {
-    /// Another word than `block`.
+    /// The word is not `block`.
     #[error("{found:?} is no policy")]
     Word {
-        /// The word.
+        /// Word that was found.
         found: String,
     },
-    /// Another table than that of a size.
+    /// The table has a key other than `min_parameters`, or more than one.
     #[error("the table has no key but {SIZE_KEY}")]
     Key,
-    /// Of no size.
+    /// The minimum size is 0.
     #[error("min_parameters = 0 is less than any unit has")]
     NoSize,
-    /// By no name.
+    /// The list of patterns is empty.
     #[error("the list of patterns is empty")]
     NoPattern,
 }
@@ -91,7 +91,7 @@ impl From<Wrap> for Written {
 }
 
 impl fmt::Display for Wrap {
-    /// As the value of a setting.
+    /// Writes the policy as the value of a setting.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Block => f.write_str("block"),
@@ -101,25 +101,25 @@ impl fmt::Display for Wrap {
     }
 }
 
-/// The flat buffer that a parameter stands in.
+/// Identifies the flat buffer of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct BufferUnit {
-    /// The first of its units, whose backward is the last.
+    /// First unit of the buffer; the backward pass reaches it last.
     pub first: usize,
-    /// Its number among all buffers of the model.
+    /// Index of the buffer among all buffers of the model.
     pub number: usize,
 }
 
 impl BufferUnit {
-    /// That of a unit by itself.
+    /// Returns the buffer of a unit that is not combined with others.
     pub const fn alone(unit: usize) -> Self {
         Self { first: unit, number: unit }
     }
 }
 
 impl Wrap {
-    /// Has each of `records` stand in the buffer that its unit belongs to; none crosses a border of `stages`, which are the units of
-    /// a rank's stages. Every other unit is by itself.
+    /// Assigns the buffer of each record by the policy. `stages` are the unit ranges of this rank's stages; no buffer crosses a border
+    /// between them. Units outside them have a buffer of their own.
     pub fn apply<'s>(&self, records: &mut [ParameterRecord], stages: impl Iterator<Item = &'s Range<usize>>) {
         let units = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
         let mut is_joined = vec![false; units];
@@ -131,7 +131,7 @@ impl Wrap {
                 Self::Named(patterns) => join_by_name(records, stage, patterns, &mut is_joined),
             }
         }
-        // The backward ends with the first unit that is trained: what stands with it ends there too.
+        // The backward pass ends with the first trained unit, so that unit starts a buffer.
         let trained = records.iter().filter(|record| record.trainable).map(|record| record.unit);
         if let Some(first) = trained.min() {
             is_joined[first] = false;
@@ -150,7 +150,7 @@ impl Wrap {
     }
 }
 
-/// Joins units of a stage to the one before until that is large enough.
+/// Joins each unit of a stage to the buffer before it until that buffer has `least` parameters.
 fn join_by_size(records: &[ParameterRecord], stage: Range<usize>, least: usize, is_joined: &mut [bool]) {
     let size_of = |unit: usize| -> usize {
         let own = records.iter().filter(|record| record.unit == unit && record.tie.is_none());
@@ -163,7 +163,7 @@ fn join_by_size(records: &[ParameterRecord], stage: Range<usize>, least: usize, 
     }
 }
 
-/// Joins units of a stage to the one before where one pattern describes both.
+/// Joins each unit of a stage to the one before it if one pattern matches both.
 fn join_by_name(
     records: &[ParameterRecord],
     stage: Range<usize>,
@@ -212,7 +212,7 @@ mod tests {
         records
     }
 
-    /// The first unit of the buffer that each unit stands in.
+    /// Returns the first unit of each unit's buffer.
     fn firsts(wrap: &Wrap, stages: &[Range<usize>]) -> Vec<usize> {
         let mut records = records();
         wrap.apply(&mut records, stages.iter());
@@ -233,7 +233,7 @@ mod tests {
         let named = |patterns: &[&str]| Wrap::Named(patterns.iter().map(|p| (*p).to_owned()).collect());
         assert_eq!(firsts(&Wrap::Block, whole), [0, 1, 2, 3, 4, 5]);
         assert_eq!(firsts(&Wrap::AtLeast(200), whole), [0, 1, 1, 3, 3, 5]);
-        // A tied table counts once, and what is left at the end is by itself.
+        // A tied table counts once, and the remainder at the end is a buffer of its own.
         assert_eq!(firsts(&Wrap::AtLeast(201), whole), [0, 1, 1, 1, 4, 4]);
         assert_eq!(firsts(&Wrap::AtLeast(10_000), whole), [0; 6]);
         assert_eq!(firsts(&Wrap::AtLeast(10_000), halves), [0, 0, 0, 3, 3, 3]);
@@ -244,7 +244,7 @@ mod tests {
         named(&["layers.*"]).apply(&mut records, whole.iter());
         assert_eq!(records.iter().map(|record| record.buffer.first).max(), Some(5));
         assert!(records.iter().all(|record| !record.trainable || record.buffer.first >= 2));
-        // A pattern that describes a part of a block takes nothing.
+        // A pattern that matches only a part of a block combines nothing.
         assert_eq!(firsts(&named(&["*mlp"]), whole), [0, 1, 2, 3, 4, 5]);
     }
 

@@ -1,4 +1,4 @@
-//! What of a model's state the ranks of the shard axis share out instead of each holding a copy (Rajbhandari et al., "ZeRO: memory
+//! ZeRO stages: the model state that is sharded over data-parallel ranks instead of replicated (Rajbhandari et al., "ZeRO: memory
 //! optimizations toward training trillion parameter models", 2020).
 
 use serde::{Deserialize, Serialize};
@@ -6,73 +6,73 @@ use serde::{Deserialize, Serialize};
 use crate::Wrap;
 use crate::gathering::{LiveParameters, ReshardAfterForward};
 
-/// What is shared out. Each stage shares out what the one before does, and more.
+/// ZeRO stage: the model state that is sharded. Each stage includes the ones before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum ZeroStage {
-    /// 0: nothing.
+    /// Stage 0: nothing is sharded.
     #[default]
     Nothing,
-    /// 1: the optimizer's state, and the master weights with it.
+    /// Stage 1: optimizer state, including master weights.
     Optimizer,
-    /// 2: gradients as well.
+    /// Stage 2: gradients as well.
     Gradients,
-    /// 3: parameters as well.
+    /// Stage 3: parameters as well.
     Parameters,
 }
 
 impl ZeroStage {
     const ALL: [Self; 4] = [Self::Nothing, Self::Optimizer, Self::Gradients, Self::Parameters];
 
-    /// The stage of this number, if there is one.
+    /// Returns the stage with this number; `None` if there is none.
     pub fn from_number(number: usize) -> Option<Self> {
         Self::ALL.get(number).copied()
     }
 
-    /// The stage's number.
+    /// Returns the stage's number.
     pub const fn number(self) -> u8 {
         self as u8
     }
 }
 
-/// How model state is shared out, beside over whom. No bit depends on it.
+/// Settings of sharded state other than the shard group and the ZeRO stage. None of them changes a bit of the result.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Sharding {
-    /// What happens to gathered weights after a forward (stage 3).
+    /// Reshard policy of gathered weights after a forward pass (stage 3).
     pub reshard_after_forward: ReshardAfterForward,
-    /// The most elements that are whole at once (stage 3).
+    /// Upper limit of unsharded elements at a time (stage 3); `None` for the default of [`LiveParameters::limit`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_live_parameters: Option<usize>,
-    /// Neighbours among which gathered weights are kept once more, for the further gathers of a step (stage 3).
+    /// Size of the subgroups that keep a secondary shard of gathered weights, for later gathers of the same step (stage 3).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub secondary_shard: Option<usize>,
-    /// Which units stand together (all stages).
+    /// Grouping of units into flat buffers (all stages).
     pub wrap: Wrap,
 }
 
 impl Sharding {
-    /// How many parameters are whole at once.
+    /// Returns the settings that limit how many parameters are unsharded at a time.
     pub fn live_parameters(&self) -> LiveParameters {
         LiveParameters { reshard: self.reshard_after_forward, limit: self.max_live_parameters }
     }
 
-    /// Size of the groups that a shard group of so many ranks is cut into, to keep gathered weights once more; `None` where it is not cut.
+    /// Returns the size of the secondary shard groups in a shard group of `ranks`; `None` if there is no secondary shard.
     pub fn neighbours(&self, ranks: usize) -> Option<usize> {
         self.secondary_shard.filter(|&count| count > 1 && ranks > count && ranks.is_multiple_of(count))
     }
 }
 
-/// A rank's place among those that share out a stretch of the state.
+/// A rank's position in the shard group of a flat parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ShardPlace {
-    /// How many they are.
+    /// Size of the shard group.
     pub ranks: usize,
-    /// Which of them this is.
+    /// Rank within the shard group.
     pub rank: usize,
 }
 
 impl Default for ShardPlace {
-    /// Alone.
+    /// A group of one rank.
     fn default() -> Self {
         Self { ranks: 1, rank: 0 }
     }

@@ -1,4 +1,4 @@
-//! The list of a rank's model state: which stores there are, which of them are sharded or on disk, and what is copied.
+//! Model state of a rank as a list: the stores that exist, those that are sharded or on disk, and those that are copied.
 
 use lockstep_plan::gathering::RankPasses;
 use lockstep_plan::{
@@ -11,7 +11,7 @@ use lockstep_plan::{
 const RANKS: usize = 4;
 const ELEMENTS: usize = 4096 * RANKS;
 
-/// Three units of one trained matrix each, the second with a bias that chooses experts, and a frozen matrix in the last.
+/// Three units of one trained matrix each; the second has an expert selection bias, and the last a frozen matrix.
 fn model() -> ModelProfile {
     let record = |unit: usize, name: &str, trainable: bool| ParameterRecord {
         name: format!("{unit}.{name}"),
@@ -119,15 +119,15 @@ fn each_zero_stage_shards_one_kind_of_store_more() {
             let stretches = &item.layout.stretches;
             assert!(stretches.iter().all(|stretch| stretch.own.start == stretch.elements / RANKS));
             let elements: usize = stretches.iter().map(|stretch| stretch.own.len()).sum();
-            // A unit of which the store has nothing is booked a line.
+            // A unit without elements in the store is booked one cache line.
             let empty = (0..3).filter(|unit| stretches.iter().all(|stretch| stretch.unit != *unit)).count();
             let bytes = elements * item.dtype.size_bytes() + empty * CACHE_LINE_BYTES;
             assert_eq!(item.booked_bytes(), bytes, "{stage:?}, {:?}", item.kind);
         }
-        // Alone a rank shards nothing, whatever the stage.
+        // A single rank shards nothing, whatever the stage.
         let alone = laid_out(&plan(stage), 1, 0);
         assert!(alone.items.iter().all(|item| item.extent == Extent::Whole), "{stage:?}");
-        // Biases that choose experts are apart where the weights that are updated are sharded.
+        // Expert selection biases are a store of their own if the updated weights are sharded.
         let has_biases = stage >= ZeroStage::Optimizer;
         assert_eq!(layout.item(StoreKind::SelectionBiases).is_some(), has_biases, "{stage:?}");
     }
@@ -149,7 +149,7 @@ fn copies_hold_updated_weights_optimizer_state_biases_and_residuals() {
     let memory = layout.memory(&model, &passes.stages, gathers.as_ref()).by_category();
     let copied: usize = layout.saved().map(lockstep_plan::StateItem::booked_bytes).sum();
     assert_eq!(memory[MemoryCategory::Snapshot], copied);
-    // Without master weights the checkpoint holds what kernels read, and biases are apart where that is sharded.
+    // Without master weights the checkpoint holds the weights that kernels read, and selection biases are apart if those are sharded.
     let layout = laid_out(
         &StatePlan { facts: StateFacts { has_master: false, ..facts() }, ..plan(ZeroStage::Optimizer) },
         RANKS,
@@ -169,7 +169,7 @@ fn stores_of_the_optimizer_step_lie_on_disk_beside_each_other() {
         let on_disk: Vec<usize> =
             item.layout.stretches.iter().filter(|stretch| stretch.is_on_disk).map(|s| s.unit).collect();
         let expected: &[usize] = match item.kind {
-            // Half of what is trained, by whole units from the first on; the frozen matrix by itself.
+            // Half of the trained state, by whole units from the first on; the frozen matrix separately.
             kind if file.contains(&kind) => &[0, 1],
             StoreKind::FrozenWeights => &[2],
             _ => &[],

@@ -1,7 +1,7 @@
-//! Matrix products at the shapes of real models on two threads: each linear layer forward (NT), and its gradients by
-//! the input (NN) and by the weight (TN, accumulated in f32).
+//! GEMMs at the shapes of real models on two threads: each linear layer forward (NT), and its gradients with respect
+//! to the input (NN) and the weight (TN, accumulated in f32).
 //!
-//! Throughput counts floating-point operations, two for each multiplication and addition.
+//! Throughput counts floating-point operations, two for each multiply-add.
 #![expect(missing_docs, reason = "the function that criterion's macro makes has none")]
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
@@ -30,7 +30,7 @@ const LAYERS: [Layer; 9] = [
     Layer { name: "gpt2-124m up, generation", tokens: 1, inputs: 768, outputs: 3072 },
 ];
 
-/// A matrix of small numbers that vary.
+/// Creates a matrix of small numbers that vary.
 fn matrix(arena: &Arena, queue: &CpuQueue, dtype: DType, shape: [usize; 2]) -> Tensor {
     let values: Vec<f32> =
         (0..shape[0] * shape[1]).map(|i| ((i * 7919) % 1009) as f32 / 505.0 - 1.0).collect();

@@ -21,7 +21,7 @@ const HEAD_DIM: usize = 64;
 const VOCABULARY: usize = 50_257;
 const LOSS_TOKENS: usize = 64;
 
-/// One queue and the operands' type.
+/// A queue and the type of the operands.
 struct Setting {
     queue: CpuQueue,
     dtype: DType,
@@ -29,7 +29,7 @@ struct Setting {
 }
 
 impl Setting {
-    /// A matrix of small numbers that vary.
+    /// Creates a matrix of small numbers that vary.
     fn matrix(&self, dtype: DType, rows: usize, width: usize) -> Tensor {
         let values: Vec<f32> = (0..rows * width).map(|i| ((i * 7919) % 1009) as f32 / 505.0 - 1.0).collect();
         let category = MemoryCategory::Activations;

@@ -1,8 +1,8 @@
-//! Where memory comes from, and the ledger that counts it.
+//! The allocator, and the ledger that counts its memory.
 //!
-//! An [`Arena`] hands out [`Buffer`]s and books their bytes by category. A dropped buffer goes back to the
-//! arena's cache, so a loop that asks for the same sizes again never reaches the system allocator. Buffers of chosen
-//! categories come from memory that other processes can map, and part of a buffer can be lent to another thread.
+//! An [`Arena`] allocates [`Buffer`]s and books their bytes by category. A dropped buffer returns to the arena's
+//! cache, so a loop that requests the same sizes again never reaches the system allocator. Buffers of chosen
+//! categories lie in memory that other processes can map, and part of a buffer can be lent to another thread.
 
 use std::{
     alloc::{self, Layout},
@@ -22,16 +22,16 @@ use rustix::mm;
 
 use crate::{CpuQueue, Device, Element, Event, Place, Queue, Shape, SharedHeap, TensorError, View};
 
-/// Every buffer starts at a cache line, so vector loads and tile loads are aligned.
+/// Every buffer starts at a cache line, so that vector and tile loads are aligned.
 const ALIGNMENT: usize = CACHE_LINE_BYTES;
-/// Buffers of this size and more are aligned for, and advised to use, huge pages.
+/// Buffers of this size and larger are aligned for huge pages, and advised to use them.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// A source of memory with a ledger. Clones share both.
+/// An allocator with a ledger. Clones share both.
 #[derive(Clone, Default)]
 pub struct Arena {
     state: Arc<Mutex<State>>,
-    /// Of a device: whether this handle gives out the host's memory all the same.
+    /// True if this handle allocates host memory although the arena belongs to a device.
     is_on_host: bool,
 }
 
@@ -40,20 +40,20 @@ struct State {
     in_use: MemoryBytes,
     peak: MemoryBytes,
     peak_total_bytes: usize,
-    /// Freed blocks by kind and capacity.
+    /// Freed blocks, keyed by their kind and capacity.
     free: BTreeMap<(Kind, usize), Vec<Arc<Held>>>,
     shared: Option<Sharing>,
-    /// The device that buffers lie on, but for copies of the state that the host keeps.
+    /// The device that holds the buffers, snapshots excepted: those stay on the host.
     device: Option<Arc<dyn Device>>,
 }
 
-/// Which buffers lie in shared memory.
+/// The categories whose buffers lie in shared memory.
 struct Sharing {
     heap: Arc<SharedHeap>,
     categories: Vec<MemoryCategory>,
 }
 
-/// The kind of memory that a block is of: the host's, the host's that others can map, a device's.
+/// Kind of memory: private to this process, mapped by several processes, or a device's.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Private,
@@ -61,24 +61,24 @@ enum Kind {
     Device,
 }
 
-/// Zeroed memory of the system, released when dropped.
+/// Zeroed memory of the system, released on drop.
 struct Block {
     pointer: NonNull<u8>,
     capacity: usize,
     source: Source,
 }
 
-/// What a buffer holds when it is handed out.
+/// Contents of a buffer when it is allocated.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Contents {
     Zeros,
     Anything,
 }
 
-/// Where a block came from.
+/// Origin of a block; it decides how the block is freed.
 enum Source {
     Heap,
-    /// A mapping that holds the block at a multiple of the huge pages' size.
+    /// A mapping that holds the block at a multiple of the huge-page size.
     Mapping {
         start: NonNull<u8>,
         bytes: usize,
@@ -92,11 +92,11 @@ enum Source {
 
 // SAFETY: a block owns its memory; nothing about it is tied to the thread that allocated it.
 unsafe impl Send for Block {}
-// SAFETY: a shared block gives out its address and size only; `Buffer` and `Loan` see to who may use the memory.
+// SAFETY: a shared block reveals only its address and size; `Buffer` and `Loan` control who may use the memory.
 unsafe impl Sync for Block {}
 
 impl Block {
-    /// `None` if the system has no more.
+    /// Allocates zeroed private memory; `None` if the system refuses.
     fn allocate(capacity: usize) -> Option<Self> {
         if capacity >= HUGE_PAGE_BYTES { Self::map(capacity) } else { Self::allocate_on_heap(capacity) }
     }
@@ -108,7 +108,7 @@ impl Block {
         Some(Self { pointer, capacity, source: Source::Heap })
     }
 
-    /// Advice must come before the first touch: pages that are there stay small.
+    /// Allocates by `mmap`. The advice must precede the first touch: pages that exist already stay small.
     fn map(capacity: usize) -> Option<Self> {
         let bytes = capacity.checked_next_multiple_of(HUGE_PAGE_BYTES)?.checked_add(HUGE_PAGE_BYTES)?;
         // SAFETY: a new mapping at an address of the system's choice touches nothing that exists.
@@ -124,20 +124,20 @@ impl Block {
         let padding = start.as_ptr().align_offset(HUGE_PAGE_BYTES);
         // SAFETY: the padding is less than a huge page, by which the mapping is longer than the capacity.
         let pointer = unsafe { start.add(padding) };
-        // Whole pages alone: the end of a buffer would take up to one of them more than is booked.
+        // Whole huge pages only: the end of a buffer would occupy up to one more of them than is booked.
         let advised = capacity - capacity % HUGE_PAGE_BYTES;
         // SAFETY: the range lies in the mapping. A kernel without huge pages refuses, which costs speed only.
         let _ = unsafe { mm::madvise(pointer.as_ptr().cast(), advised, mm::Advice::LinuxHugepage) };
         Some(Self { pointer, capacity, source: Source::Mapping { start, bytes } })
     }
 
-    /// Memory that others can map; `None` if there is no room for it.
+    /// Allocates memory that other processes can map; `None` if the heap has no room.
     fn share(heap: &Arc<SharedHeap>, capacity: usize) -> Option<Self> {
         let (offset, pointer) = heap.take(capacity)?;
         Some(Self { pointer, capacity, source: Source::Shared { heap: Arc::clone(heap), offset } })
     }
 
-    /// Memory of a device; `None` if it has no more.
+    /// Allocates memory of a device; `None` if the device has no more.
     fn on(device: &Arc<dyn Device>, capacity: usize) -> Option<Self> {
         let pointer = device.allocate(capacity)?;
         Some(Self { pointer, capacity, source: Source::Device(Arc::clone(device)) })
@@ -158,9 +158,9 @@ impl Block {
         }
     }
 
-    /// Bytes of the block, for a device that is told of their use.
+    /// Returns bytes of the block as a view, to tell a device about their use.
     fn view(&self, range: Range<usize>) -> View<'_> {
-        // SAFETY: those who call this give ranges within the block.
+        // SAFETY: callers pass ranges within the block.
         let pointer = unsafe { self.pointer.add(range.start) };
         // SAFETY: as above; a device uses the memory in the order of its queue.
         unsafe { View::new(pointer, DType::U8, Shape::from([range.len()]), self.place()) }
@@ -186,48 +186,49 @@ impl Drop for Block {
                 unsafe { alloc::dealloc(self.pointer.as_ptr(), layout) }
             }
             Source::Mapping { start, bytes } => {
-                // SAFETY: the mapping is this block's own and is unmapped once. It fails for no valid mapping.
+                // SAFETY: this block owns the mapping and unmaps it once. `munmap` of a valid mapping does not fail.
                 let _ = unsafe { mm::munmap(start.as_ptr().cast(), *bytes) };
             }
             Source::Shared { heap, offset } => heap.give_back(*offset, self.capacity),
-            // SAFETY: the device gave this memory, whose last owner this is.
+            // SAFETY: the device allocated this memory, and this block is its last owner.
             Source::Device(device) => unsafe { device.free(self.pointer, self.capacity) },
         }
     }
 }
 
 impl Arena {
-    /// An arena with nothing booked.
+    /// Creates an arena with nothing booked.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// An arena whose buffers of `categories` lie in `heap`, where the other ranks of this machine reach them; in
-    /// private memory as soon as the heap is full.
+    /// Creates an arena whose buffers of `categories` lie in `heap`, which the other ranks of this machine have
+    /// mapped. Once the heap is full, these buffers lie in private memory.
     pub fn sharing(heap: Arc<SharedHeap>, categories: &[MemoryCategory]) -> Self {
         let arena = Self::default();
         arena.lock().shared = Some(Sharing { heap, categories: categories.to_vec() });
         arena
     }
 
-    /// An arena whose buffers lie on `device`, but for snapshots, which the host keeps.
+    /// Creates an arena whose buffers lie on `device`, snapshots excepted: those stay on the host.
     pub fn on(device: Arc<dyn Device>) -> Self {
         let arena = Self::default();
         arena.lock().device = Some(device);
         arena
     }
 
-    /// The same ledger for memory of the host alone: of a device's arena, what its host threads need.
+    /// Returns a handle of the same ledger that allocates only host memory, for the host threads of a device.
     #[must_use]
     pub fn on_host(&self) -> Self {
         Self { is_on_host: true, ..self.clone() }
     }
 
-    /// A queue of the device that buffers lie on, with `threads` host threads, the calling one among them. What kernels need on
-    /// the host is booked here as workspace.
+    /// Creates a queue of the device that holds the buffers, with `threads` host threads including the calling one.
+    /// Host memory that kernels need is booked here as workspace.
     ///
     /// # Errors
-    /// [`TensorError::ThreadPool`] if the threads cannot be started, [`TensorError::OutOfMemory`].
+    /// If the threads cannot be started ([`TensorError::ThreadPool`]) or there is not enough memory
+    /// ([`TensorError::OutOfMemory`]).
     pub fn queue(&self, threads: usize) -> Result<Box<dyn Queue>, TensorError> {
         let device = self.lock().device.clone();
         match device {
@@ -236,19 +237,19 @@ impl Arena {
         }
     }
 
-    /// A buffer of at least `bytes` bytes, booked under `category`. Its contents are unspecified (zero
-    /// when fresh, old values when reused).
+    /// Allocates a buffer of at least `bytes` bytes, booked under `category`. Its contents are unspecified (zero when
+    /// fresh, old values when reused).
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`] if the system refuses.
+    /// If the system refuses the memory.
     pub fn allocate(&self, bytes: usize, category: MemoryCategory) -> Result<Buffer, TensorError> {
         self.take(bytes, category).map(|(buffer, _)| buffer)
     }
 
-    /// Like [`Arena::allocate`], filled with zeros.
+    /// Allocates as [`Arena::allocate`] does, and fills the buffer with zeros.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`] if the system refuses.
+    /// If the system refuses the memory.
     pub fn allocate_zeroed(&self, bytes: usize, category: MemoryCategory) -> Result<Buffer, TensorError> {
         let (mut buffer, contents) = self.take(bytes, category)?;
         match buffer.place() {
@@ -295,11 +296,11 @@ impl Arena {
         Ok((Buffer { held, home, copy: Vec::new(), not_sync: PhantomData }, contents))
     }
 
-    /// Whether `bytes` more, in as many buffers as one likes, can be had at all: asked before the first of them
-    /// is taken, since the system finds out only when the last is touched.
+    /// Checks that the machine has room for `bytes` more, in any number of buffers. The check comes before the first
+    /// allocation because the system notices a shortage only when the last page is touched.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`] if the machine does not have that much.
+    /// If the machine does not have that much memory.
     pub fn require(&self, bytes: usize, category: MemoryCategory) -> Result<(), TensorError> {
         let state = self.lock();
         if state.room_for(bytes) {
@@ -309,34 +310,34 @@ impl Arena {
         Err(TensorError::OutOfMemory { category, requested_bytes: bytes, in_use_bytes })
     }
 
-    /// How many bytes an allocation of `bytes` is booked as: whole cache lines, at least one.
+    /// Returns the number of bytes that an allocation of `bytes` is booked as: whole cache lines, at least one.
     pub const fn booked_bytes(bytes: usize) -> usize {
         booked_bytes(bytes)
     }
 
-    /// Bytes booked now.
+    /// Returns the bytes that are booked now, by category.
     pub fn in_use(&self) -> MemoryBytes {
         self.lock().in_use
     }
 
-    /// The most that each category ever held.
+    /// Returns the peak of each category, in bytes.
     pub fn peak(&self) -> MemoryBytes {
         self.lock().peak
     }
 
-    /// The most that was ever booked in total, cached blocks included.
+    /// Returns the peak of the total, in bytes, cached blocks included.
     pub fn peak_total_bytes(&self) -> usize {
         self.lock().peak_total_bytes
     }
 
-    /// Starts the peaks again from what is booked now.
+    /// Resets the peaks to what is booked now.
     pub fn reset_peak(&self) {
         let mut state = self.lock();
         state.peak = state.in_use;
         state.peak_total_bytes = state.in_use.total();
     }
 
-    /// Returns cached blocks to the system.
+    /// Returns the cached blocks to the system.
     pub fn trim(&self) {
         let mut state = self.lock();
         state.free.clear();
@@ -361,35 +362,35 @@ impl State {
     }
 }
 
-/// Memory of one device, booked under one category. `Send`, but not `Sync`: see the crate's documentation.
+/// Memory of one device, booked under one category. It is `Send` but not `Sync`: see the crate's documentation.
 pub struct Buffer {
     held: Arc<Held>,
     home: Home,
-    /// Of a buffer on a device: what [`Buffer::host_bytes`] read last. No ledger books it.
+    /// For a buffer on a device: the bytes that [`Buffer::host_bytes`] read last. No ledger books them.
     copy: Vec<u8>,
     not_sync: PhantomData<Cell<()>>,
 }
 
-/// Ranges of a buffer that are lent at once, as a rule.
+/// Number of ranges of a buffer that are usually lent at the same time; it sizes the list of loans.
 const LOANS: usize = 16;
 
-/// A block, and which parts of it are lent.
+/// A block and its loans.
 struct Held {
     block: Block,
     loans: Mutex<Loans>,
-    /// How many ranges are lent, to be asked without the lock.
+    /// Number of lent ranges, readable without the lock.
     lent: AtomicUsize,
 }
 
 #[derive(Default)]
 struct Loans {
-    /// Bytes that are lent.
+    /// Byte ranges that are lent.
     ranges: Vec<Range<usize>>,
-    /// Where the block belongs if its buffer was dropped while part of it was lent.
+    /// The arena that takes the block back, if its buffer was dropped while part of it was lent.
     home: Option<Home>,
 }
 
-/// Where a block goes when it is free, and as what it is booked until then.
+/// The arena that takes a free block back, and the category under which it is booked until then.
 #[derive(Clone)]
 struct Home {
     arena: Arena,
@@ -397,7 +398,7 @@ struct Home {
 }
 
 impl Home {
-    /// Takes a block back: one of a device once its queue has passed what uses it.
+    /// Returns a block to the cache. A block of a device returns once the queue has passed all uses of it.
     fn take_back(&self, held: Arc<Held>) {
         let (retired, home) = (Arc::clone(&held), self.clone());
         let give_back = move || home.take_back_now(retired);
@@ -419,20 +420,21 @@ impl Home {
 }
 
 impl Buffer {
-    /// Size in bytes: what was asked for, rounded up to whole cache lines.
+    /// Size in bytes: the requested size, rounded up to whole cache lines.
     pub fn len_bytes(&self) -> usize {
         self.held.block.capacity
     }
 
-    /// The category it is booked under.
+    /// Returns the category that the buffer is booked under.
     pub fn category(&self) -> MemoryCategory {
         self.home.category
     }
 
-    /// A window of `shape` that starts `offset_bytes` into the buffer.
+    /// Returns a window of `shape` that starts `offset_bytes` into the buffer.
     ///
     /// # Panics
-    /// If the window does not lie in the buffer, does not start at a multiple of the element size, or is lent in part.
+    /// If the window does not lie in the buffer, does not start at a multiple of the element size, or is lent in
+    /// part.
     pub fn view(&self, dtype: DType, offset_bytes: usize, shape: impl Into<Shape>) -> View<'_> {
         let shape = shape.into();
         let end = offset_bytes.checked_add(shape.elements() * dtype.size_bytes());
@@ -448,12 +450,13 @@ impl Buffer {
         unsafe { View::new(pointer, dtype, shape, self.held.block.place()) }
     }
 
-    /// The memory that it lies in.
+    /// Returns the memory that holds the buffer: the host's or a device's.
     pub fn place(&self) -> Place<'_> {
         self.held.block.place()
     }
 
-    /// The bytes, for the host to read: those of a device are copied when the queue has passed everything called so far.
+    /// Returns the bytes, for the host to read. Bytes of a device are copied once the queue has passed everything
+    /// enqueued so far.
     ///
     /// # Panics
     /// If part of them is lent.
@@ -465,7 +468,7 @@ impl Buffer {
         &self.copy
     }
 
-    /// The bytes. Exclusive access to the buffer means that no view of it exists.
+    /// Returns the bytes. Exclusive access to the buffer means that no view of it exists.
     ///
     /// # Panics
     /// If part of them is lent, or the buffer lies on a device.
@@ -478,7 +481,7 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts_mut(block.pointer.as_ptr(), block.capacity) }
     }
 
-    /// The contents as elements of `T`.
+    /// Returns the contents as elements of `T`.
     ///
     /// # Panics
     /// As [`Buffer::bytes_mut`].
@@ -487,9 +490,9 @@ impl Buffer {
         bytemuck::cast_slice_mut(self.bytes_mut())
     }
 
-    /// Gives the bytes `range` away until the loan is dropped, which any thread may do. Until then no view of any of
-    /// them can be made; the rest of the buffer can be used. The loan of a device's memory begins with an event: the borrower waits
-    /// until the queue has passed what was called before ([`Loan::hand_over`]).
+    /// Lends the bytes `range` until the loan is dropped, which any thread may do. Until then no view of these bytes
+    /// can be made; the rest of the buffer stays usable. A loan of device memory begins with an event: the borrower
+    /// waits until the queue has passed everything enqueued before ([`Loan::hand_over`]).
     ///
     /// # Panics
     /// If the range does not lie in the buffer, or is lent in part already.
@@ -502,7 +505,8 @@ impl Buffer {
         self.held.expect_not_lent(range.clone());
         let mut loans = self.held.lock_loans();
         if loans.ranges.capacity() == 0 {
-            // How many there are at once depends on how fast others are: a later step may see one more than all before.
+            // The number of simultaneous loans depends on the borrowers' speed: a later step may see more than all
+            // before it.
             loans.ranges.reserve(LOANS);
         }
         loans.ranges.push(range.clone());
@@ -523,7 +527,7 @@ impl Held {
 
     #[track_caller]
     fn expect_not_lent(&self, range: Range<usize>) {
-        // Pairs with the end of a loan: what the borrower wrote is there.
+        // Pairs with the end of a loan, so that the borrower's writes are visible.
         if self.lent.load(Ordering::Acquire) == 0 {
             return;
         }
@@ -547,7 +551,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Part of a [`Buffer`], for one borrower on any thread. The memory lives until both are dropped.
+/// A range of a [`Buffer`], for one borrower on any thread. The memory lives until both are dropped.
 pub struct Loan {
     held: Arc<Held>,
     range: Range<usize>,
@@ -556,12 +560,12 @@ pub struct Loan {
 }
 
 impl Loan {
-    /// Number of bytes.
+    /// Number of lent bytes.
     pub fn len_bytes(&self) -> usize {
         self.range.len()
     }
 
-    /// Waits for the event after which `by` may use the memory.
+    /// Blocks until the event after which `by` may use the memory.
     pub fn hand_over(&mut self, by: &dyn std::fmt::Display) {
         if let Place::Device(device) = self.held.block.place()
             && !std::mem::replace(&mut self.is_handed_over, true)
@@ -578,10 +582,10 @@ impl Loan {
         }
     }
 
-    /// The bytes.
+    /// Returns the lent bytes.
     ///
     /// # Panics
-    /// If they lie on a device, and were not [handed over](Loan::hand_over).
+    /// If they lie on a device and were not [handed over](Loan::hand_over).
     #[track_caller]
     pub fn bytes(&self) -> &[u8] {
         self.expect_handed_over();
@@ -589,7 +593,7 @@ impl Loan {
         unsafe { std::slice::from_raw_parts(self.as_ptr(), self.range.len()) }
     }
 
-    /// The bytes, to change them.
+    /// Returns the lent bytes for writing.
     ///
     /// # Panics
     /// As [`Loan::bytes`].
@@ -600,7 +604,7 @@ impl Loan {
         unsafe { std::slice::from_raw_parts_mut(self.as_ptr(), self.range.len()) }
     }
 
-    /// Where they lie, for whoever hands them to another process or device.
+    /// Returns the address of the lent bytes, to hand them to another process or device.
     pub fn as_ptr(&self) -> *mut u8 {
         self.held.block.pointer.as_ptr().wrapping_add(self.range.start)
     }
@@ -634,14 +638,14 @@ impl std::fmt::Debug for Buffer {
 }
 
 impl State {
-    /// Whether the machine has `bytes` besides what is booked, cached blocks not counted.
+    /// Returns true if the machine has room for `bytes` besides everything booked, cached blocks not counted.
     fn room_for(&self, bytes: usize) -> bool {
         let booked = self.in_use.total() - self.in_use[MemoryCategory::Cached];
         booked.checked_add(bytes).is_some_and(|total| total as u64 <= machine_bytes())
     }
 }
 
-/// Main memory and swap of this machine. More than that was never there to be had.
+/// Returns the bytes of main memory and swap of this machine, the upper limit of what can be allocated.
 fn machine_bytes() -> u64 {
     let info = rustix::system::sysinfo();
     info.totalram.saturating_add(info.totalswap).saturating_mul(u64::from(info.mem_unit.max(1)))
@@ -703,7 +707,7 @@ mod tests {
         let more = arena.allocate(600_000, MemoryCategory::Gradients).unwrap();
         assert!(!is_shared(&more));
         drop(gradients);
-        // Other memory of the same size does not pass for shared.
+        // Private memory of the same size is not reused as shared memory.
         assert!(!is_shared(&arena.allocate(600_000, MemoryCategory::Parameters).unwrap()));
         assert!(is_shared(&arena.allocate(600_000, MemoryCategory::Gradients).unwrap()));
         arena.trim();

@@ -1,138 +1,142 @@
-//! Devices with memory of their own, and the order of what is done there.
+//! Devices with memory of their own, and the order in which work is done on them.
 //!
-//! The host's CPU runs every kernel before its call returns, so that an [`Event`] of its queue is always complete and a [`Pending`] value is
-//! ready. Another [`Device`] runs its [`Queue`] later. Whoever is not that queue reaches its memory in one of three ways:
+//! The CPU runs every kernel before its call returns, so an [`Event`] of its queue is always complete and a
+//! [`Pending`] value is ready. Any other [`Device`] runs its [`Queue`] asynchronously, as a CUDA stream does.
+//! Everything other than that queue reaches the device's memory in one of three ways:
 //!
 //! ```text
-//! the host                   View::write, View::read          copies that take their turn in the queue
-//! a collective, a disk       Buffer::lend, View::hand_over    after the event that is recorded with it
-//! the allocator              drop of a Buffer                 once the queue has passed that point
+//! the host                   View::write, View::read          copies that are enqueued
+//! a collective, a disk       Buffer::lend, View::hand_over    after an event recorded at that call
+//! the allocator              drop of a Buffer                 once the queue has passed the drop
 //! ```
 
 use std::{any::Any, fmt, ptr::NonNull, sync::Arc};
 
 use crate::{Arena, CpuLevel, F32Products, Kernels, TensorError, View, Workers};
 
-/// The memory that a buffer or a view lies in.
+/// The memory that holds a buffer or a view.
 #[derive(Debug, Clone, Copy)]
 pub enum Place<'a> {
-    /// The host's, which any code may touch.
+    /// Host memory, which any code may touch.
     Host,
-    /// That of a device.
+    /// Memory of a device.
     Device(&'a Arc<dyn Device>),
 }
 
 /// A device with memory and a queue of its own.
 ///
-/// Whatever is given a view does its work in the order of the device's queue. The memory of a view lasts until the queue has passed
-/// the call, since buffers are freed in queue order ([`Device::retire`]).
+/// Every method that takes a view is enqueued: its work runs in the order of the device's queue. The view's memory
+/// stays valid until the queue has passed the call, because buffers are freed in queue order ([`Device::retire`]).
 pub trait Device: fmt::Debug + Send + Sync {
-    /// Takes memory at a multiple of what disks transfer at once; `None` if there is no more. Its contents are unspecified.
+    /// Allocates device memory, aligned for direct disk transfers; `None` if the device is out of memory. The
+    /// contents are unspecified.
     fn allocate(&self, bytes: usize) -> Option<NonNull<u8>>;
 
-    /// Frees what [`Device::allocate`] gave.
+    /// Frees memory that [`Device::allocate`] returned.
     ///
     /// # Safety
-    /// The memory came from this device with the same `bytes`, and nothing will use it.
+    /// The memory must come from this device with the same `bytes`, and must not be used again.
     unsafe fn free(&self, memory: NonNull<u8>, bytes: usize);
 
-    /// A handle of the queue, with `threads` host threads; memory that it needs on the host is booked in `arena`.
+    /// Returns a handle of the queue, with `threads` host threads. Host memory that the queue needs is booked in
+    /// `arena`.
     ///
     /// # Errors
     /// As [`Arena::queue`].
     fn queue(self: Arc<Self>, threads: usize, arena: &Arena) -> Result<Box<dyn Queue>, TensorError>;
 
-    /// The event of everything called so far.
+    /// Returns an event that completes when everything enqueued so far has run.
     fn record(&self) -> Event;
 
-    /// Copies `bytes` to a view, which has as many.
+    /// Enqueues a copy of `bytes` from the host to a view of the same size.
     fn write(&self, to: View<'_>, bytes: &[u8]);
 
-    /// Copies the bytes of a view.
+    /// Enqueues a copy of a view's bytes to the host.
     fn read(&self, from: View<'_>) -> Pending<'static, Vec<u8>>;
 
-    /// Sets every byte of a view to zero.
+    /// Enqueues a fill of a view with zero bytes.
     fn zero(&self, view: View<'_>);
 
-    /// Has `give_back` called, which gives memory of the device to its next owner, when the queue has passed everything called so far.
+    /// Calls `give_back`, which returns the memory to its next owner, once the queue has passed everything enqueued
+    /// so far.
     fn retire(&self, memory: View<'_>, give_back: Box<dyn FnOnce() + Send>);
 
-    /// Notes that `by`, which is not the queue, uses some memory from now on.
+    /// Records that `by`, which is not the queue, uses this memory from now on.
     ///
     /// # Panics
-    /// May panic if the queue has not passed everything that uses it.
+    /// May panic if the queue has not passed every use of the memory.
     fn touch(&self, memory: View<'_>, by: &dyn fmt::Display);
 }
 
 /// A queue of a device: kernels run in the order in which they are called.
 pub trait Queue: Kernels {
-    /// The event of everything called so far.
+    /// Returns an event that completes when everything enqueued so far has run.
     fn record(&self) -> Event;
 
-    /// Has what is called from now on run after `event`.
+    /// Makes everything enqueued from now on run after `event`.
     fn wait(&self, event: &Event);
 
-    /// Waits until everything called so far has run.
+    /// Blocks the host until everything enqueued so far has run.
     fn finish(&self) {
         self.record().wait();
     }
 
-    /// The compute threads of the host, for work that is no kernel.
+    /// Returns the compute threads of the host, for work that is not a kernel.
     fn workers(&self) -> Workers;
 
-    /// The instructions that the host's kernels use.
+    /// Returns the instruction set that the host's kernels use.
     fn level(&self) -> CpuLevel;
 
-    /// Chooses how f32 matrices are multiplied; of effect only on a CPU with AMX.
+    /// Sets how f32 matrices are multiplied; has an effect only on a CPU with AMX.
     fn set_f32_products(&mut self, f32_products: F32Products);
 
-    /// Number of compute threads of the host.
+    /// Returns the number of compute threads of the host.
     fn threads(&self) -> usize {
         self.workers().threads()
     }
 }
 
-/// A point in the order of a queue, or of whoever works beside it.
+/// A point in the order of a queue, or of a transfer that is overlapped with it; as a CUDA event.
 #[derive(Debug, Clone, Default)]
 pub struct Event(Option<Arc<dyn Moment>>);
 
-/// What an [`Event`] of a device stands for.
+/// The device's side of an [`Event`].
 pub trait Moment: Any + fmt::Debug + Send + Sync {
-    /// Whether it has come.
+    /// Returns true once the point has been reached.
     fn has_come(&self) -> bool;
 
-    /// Waits until it has come.
+    /// Blocks until the point has been reached.
     fn wait(&self);
 }
 
 impl Event {
-    /// The event of what has run before it was called, as all of a CPU's are.
+    /// An event that is already complete, as every event of the CPU is.
     pub const COMPLETE: Self = Self(None);
 
-    /// The event that `moment` stands for.
+    /// Wraps a device's `moment`.
     pub fn new(moment: Arc<dyn Moment>) -> Self {
         Self(Some(moment))
     }
 
-    /// Whether everything before it has run.
+    /// Returns true if everything before the event has run.
     pub fn is_complete(&self) -> bool {
         self.0.as_ref().is_none_or(|moment| moment.has_come())
     }
 
-    /// Waits until everything before it has run.
+    /// Blocks until everything before the event has run.
     pub fn wait(&self) {
         if let Some(moment) = &self.0 {
             moment.wait();
         }
     }
 
-    /// What it stands for, if it was made of one.
+    /// Returns the device's side of the event; `None` for [`Event::COMPLETE`].
     pub fn moment(&self) -> Option<&dyn Moment> {
         self.0.as_deref()
     }
 }
 
-/// A value that a queue will have computed once it gets there.
+/// A value that a queue computes later.
 #[must_use = "the value is there once it has been waited for"]
 pub struct Pending<'h, T>(Value<'h, T>);
 
@@ -142,17 +146,17 @@ enum Value<'h, T> {
 }
 
 impl<'h, T: 'h> Pending<'h, T> {
-    /// A value that is already there.
+    /// Wraps a value that is already known.
     pub fn ready(value: T) -> Self {
         Self(Value::Ready(value))
     }
 
-    /// A value that `wait` waits for.
+    /// Wraps a value that `wait` returns once it is computed.
     pub fn later(wait: impl FnOnce() -> T + 'h) -> Self {
         Self(Value::Later(Box::new(wait)))
     }
 
-    /// Waits for the queue to reach the value.
+    /// Blocks until the queue has computed the value, and returns it.
     pub fn wait(self) -> T {
         match self.0 {
             Value::Ready(value) => value,

@@ -1,5 +1,5 @@
-//! What can go wrong before a kernel runs. Misuse of a kernel (shapes that do not fit) is a bug in the
-//! caller and panics with both shapes; running out of memory is not.
+//! Errors that can occur before a kernel runs. Misuse of a kernel (shapes that do not fit) is a bug in the caller and
+//! panics with both shapes; running out of memory is an error.
 
 use lockstep_plan::MemoryCategory;
 
@@ -10,19 +10,19 @@ pub enum TensorError {
     /// The system refused an allocation.
     #[error("out of memory: {requested_bytes} bytes for {} ({in_use_bytes} bytes already in use)", category.name())]
     OutOfMemory {
-        /// What the memory was for.
+        /// Category of the requested memory.
         category: MemoryCategory,
-        /// Size of the allocation that failed.
+        /// Size of the failed allocation, in bytes.
         requested_bytes: usize,
-        /// Everything booked in the arena at that moment.
+        /// Bytes booked in the arena when the allocation failed.
         in_use_bytes: usize,
     },
     /// The thread pool could not be started.
     #[error("cannot start {threads} compute threads")]
     ThreadPool {
-        /// How many threads were asked for.
+        /// Number of requested threads.
         threads: usize,
-        /// Why.
+        /// Error of the operating system.
         source: std::io::Error,
     },
 }

@@ -1,14 +1,15 @@
-//! Memory and arithmetic: buffers booked in a ledger, typed views of them, and the kernels that work on them.
+//! Memory and compute: buffers booked in a ledger, typed views of them, and the kernels that work on them.
 //!
 //! A [`Buffer`] comes from an [`Arena`], which books every byte under a
-//! [`MemoryCategory`](lockstep_plan::MemoryCategory) until the buffer is dropped. A [`View`] is a typed,
-//! shaped window of a buffer. All arithmetic is a call of the [`Kernels`] trait, which the [`Queue`] of a
-//! [`Device`] implements; that of the CPU runs each kernel at once, on a pool whose size the caller sets.
+//! [`MemoryCategory`](lockstep_plan::MemoryCategory) until the buffer is dropped. A [`View`] is a typed, shaped
+//! window of a buffer. All arithmetic is a call of the [`Kernels`] trait, which the [`Queue`] of a [`Device`]
+//! implements. The CPU's queue runs each kernel before the call returns, on a thread pool whose size the caller sets.
 //!
-//! A buffer behaves like a [`Cell`](std::cell::Cell): kernels write through shared handles. Three rules make
-//! that sound. Neither buffers nor views can be shared between threads (`Buffer` is `Send` but not `Sync`); no
-//! reference into a buffer's bytes is ever handed out except by a method that takes `&mut Buffer`; and
-//! every kernel checks, before it touches memory, that what it writes overlaps nothing else it was given.
+//! A buffer behaves like a [`Cell`](std::cell::Cell): kernels write through shared handles. Three rules make that
+//! sound:
+//! - Neither buffers nor views can be shared between threads (`Buffer` is `Send` but not `Sync`).
+//! - Only methods that take `&mut Buffer` hand out a reference into a buffer's bytes.
+//! - Every kernel checks, before it touches memory, that its outputs overlap none of its other operands.
 
 mod arena;
 pub mod cpu;
@@ -18,6 +19,7 @@ mod device;
 mod disk;
 mod error;
 mod experts;
+pub mod host;
 mod kernels;
 mod mapped;
 mod shared;

@@ -1,4 +1,4 @@
-//! Read-only files in memory: token corpora and checkpoints are read through the page cache, without a copy.
+//! Memory-mapped read-only files: token corpora and checkpoints are read through the page cache, without a copy.
 
 use std::{fs::File, io, ops::Deref, path::Path};
 
@@ -11,8 +11,8 @@ pub struct MappedFile {
 impl MappedFile {
     /// Maps the whole file at `path`.
     ///
-    /// A file that another process truncates while it is mapped ends this process with SIGBUS, so map
-    /// only files that are renamed into place and never rewritten.
+    /// If another process truncates the file while it is mapped, this process dies with SIGBUS. So map only files
+    /// that are renamed into place and never rewritten.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = File::open(path)?;
         // SAFETY: the mapping is private and read-only, and the files that Lockstep maps (token caches,

@@ -1,7 +1,8 @@
-//! Memory that other processes can map: an anonymous file of fixed size, which has no name to be guessed or left behind.
+//! Memory that other processes can map: an anonymous file (memfd) of fixed size, without a name that could be guessed
+//! or left behind.
 //!
-//! Whoever is given its descriptor maps the same bytes. The file is sealed: nobody can shrink it under those who have it
-//! mapped. Pages exist from their first touch on, so a generous size costs nothing.
+//! Every process that receives the file descriptor maps the same bytes. The file is sealed, so that nobody can shrink
+//! it while others have it mapped. Pages are allocated on first touch, so a generous size costs nothing.
 
 use std::{
     collections::BTreeMap,
@@ -16,10 +17,10 @@ use rustix::{
     mm,
 };
 
-/// Blocks are whole pages, so that what is given back goes back to the system.
+/// Blocks are whole pages, so that freed blocks can be returned to the system.
 const PAGE_BYTES: usize = 4096;
 
-/// A mapping of such a file, for reading and writing. What is written where is for its users to agree on.
+/// A read-write mapping of a memfd. Its users must agree on who writes where.
 #[derive(Debug)]
 pub struct SharedMemory {
     file: OwnedFd,
@@ -33,10 +34,10 @@ unsafe impl Send for SharedMemory {}
 unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
-    /// A new file of `bytes` zeros.
+    /// Creates a file of `bytes` zeros and maps it.
     ///
     /// # Errors
-    /// What the system says.
+    /// If the system refuses to create, size, seal or map the file.
     pub fn create(bytes: usize) -> io::Result<Self> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = fs::memfd_create("lockstep", flags)?;
@@ -45,10 +46,10 @@ impl SharedMemory {
         Self::open(file)
     }
 
-    /// Maps a file that another process has made.
+    /// Maps a file that another process has created.
     ///
     /// # Errors
-    /// If it could still change its size, and what the system says.
+    /// If the file is not sealed against a change of its size, or the system refuses to map it.
     pub fn open(file: OwnedFd) -> io::Result<Self> {
         if !fs::fcntl_get_seals(&file)?.contains(SealFlags::SHRINK | SealFlags::GROW) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "shared memory that is not sealed"));
@@ -65,26 +66,26 @@ impl SharedMemory {
         Ok(Self { file, start, bytes })
     }
 
-    /// Its descriptor, to be given to others.
+    /// Returns the file descriptor, to be sent to other processes.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
 
-    /// Size in bytes.
+    /// Size of the mapping in bytes.
     pub fn len_bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Where byte `offset` lies in this process.
+    /// Returns the address of byte `offset` in this process.
     ///
     /// # Panics
-    /// If it is beyond the end.
+    /// If `offset` is beyond the end.
     pub fn at(&self, offset: usize) -> *mut u8 {
         assert!(offset <= self.bytes, "byte {offset} of {} shared ones", self.bytes);
         self.start.as_ptr().wrapping_add(offset)
     }
 
-    /// Which byte lies at `pointer`; `None` if it points elsewhere.
+    /// Returns the offset of the byte at `pointer`; `None` if the pointer is outside the mapping.
     pub fn offset_of(&self, pointer: *const u8) -> Option<usize> {
         let offset = (pointer as usize).checked_sub(self.start.as_ptr() as usize)?;
         (offset < self.bytes).then_some(offset)
@@ -93,21 +94,22 @@ impl SharedMemory {
 
 impl Drop for SharedMemory {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's own and is unmapped once. It fails for no valid mapping.
+        // SAFETY: this value owns the mapping and unmaps it once. `munmap` of a valid mapping does not fail.
         let _ = unsafe { mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
 
-/// Hands out parts of a [`SharedMemory`], from some byte on.
+/// An allocator of blocks in a [`SharedMemory`], behind a reserved beginning.
 #[derive(Debug)]
 pub struct SharedHeap {
     memory: Arc<SharedMemory>,
-    /// Lengths of the free ranges, by where they start. No two of them touch.
+    /// Lengths of the free ranges, keyed by their offset. No two of them are adjacent.
     free: Mutex<BTreeMap<usize, usize>>,
 }
 
 impl SharedHeap {
-    /// A heap of what lies after the first `reserved_bytes`, which must all be zero and used by nobody else.
+    /// Creates a heap of everything after the first `reserved_bytes`. That memory must be zero and used by nobody
+    /// else.
     pub fn new(memory: Arc<SharedMemory>, reserved_bytes: usize) -> Arc<Self> {
         let start = reserved_bytes.next_multiple_of(PAGE_BYTES);
         let len = memory.len_bytes().saturating_sub(start) / PAGE_BYTES * PAGE_BYTES;
@@ -115,7 +117,8 @@ impl SharedHeap {
         Arc::new(Self { memory, free: Mutex::new(free) })
     }
 
-    /// `bytes` zeros: their offset in the memory, and their address. `None` if no free range is long enough.
+    /// Allocates `bytes` zeros; returns their offset in the memory and their address. `None` if no free range is long
+    /// enough.
     pub(crate) fn take(&self, bytes: usize) -> Option<(usize, NonNull<u8>)> {
         let bytes = bytes.checked_next_multiple_of(PAGE_BYTES)?;
         let mut free = self.lock();
@@ -127,11 +130,11 @@ impl SharedHeap {
         Some((offset, NonNull::new(self.memory.at(offset))?))
     }
 
-    /// Takes back what [`SharedHeap::take`] gave.
+    /// Frees a block that [`SharedHeap::take`] returned.
     pub(crate) fn give_back(&self, offset: usize, bytes: usize) {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
         let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        // What cannot be given back to the system must not be handed out again either: it is not zero.
+        // A block whose pages cannot be returned to the system must not be allocated again: it is not zero.
         if fs::fallocate(&self.memory.file, hole, offset as u64, bytes as u64).is_err() {
             return;
         }

@@ -1,4 +1,4 @@
-//! Typed windows of a buffer: what kernels are given.
+//! Typed windows of a buffer: the operands of kernels.
 
 use std::{fmt, marker::PhantomData, ops::Range, ptr::NonNull};
 
@@ -8,9 +8,9 @@ use lockstep_plan::{DType, MemoryCategory};
 
 use crate::{Arena, Buffer, Pending, Place, TensorError};
 
-/// A type that a tensor can hold.
+/// A Rust type that can be the element of a tensor.
 pub trait Element: Pod + Send + Sync {
-    /// Its tag.
+    /// The dtype of this element type.
     const DTYPE: DType;
 }
 
@@ -23,8 +23,8 @@ macro_rules! elements {
 }
 elements!(f32 => F32, bf16 => BF16, f16 => F16, i32 => I32, u32 => U32, u8 => U8);
 
-/// Up to four dimensions, row-major, stored in place so that making a view never allocates. A shape always fits the
-/// address space, so that arithmetic on its dimensions and on offsets into it cannot overflow.
+/// Up to four dimensions, row-major, stored inline so that making a view never allocates. A shape always fits the
+/// address space, so arithmetic on its dimensions and offsets cannot overflow.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shape {
     dims: [usize; Self::MAX_RANK],
@@ -32,10 +32,10 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// The largest number of dimensions.
+    /// Largest number of dimensions.
     pub const MAX_RANK: usize = 4;
 
-    /// The most elements: as many of the widest type as an allocation can hold.
+    /// Largest number of elements: an allocation of this many elements of the widest type is still possible.
     const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
 
     /// The dimensions, outermost first.
@@ -60,7 +60,7 @@ impl Shape {
 impl From<&[usize]> for Shape {
     fn from(dims: &[usize]) -> Self {
         assert!(dims.len() <= Self::MAX_RANK, "a shape has at most {} dimensions: {dims:?}", Self::MAX_RANK);
-        // Dimensions of zero count as one, or the product of the others could still overflow.
+        // A dimension of zero counts as one here; otherwise the product of the others could still overflow.
         let elements = dims.iter().try_fold(1_usize, |product, dim| product.checked_mul((*dim).max(1)));
         assert!(
             elements.is_some_and(|elements| elements <= Self::MAX_ELEMENTS),
@@ -85,14 +85,14 @@ impl fmt::Debug for Shape {
     }
 }
 
-/// A typed, shaped, contiguous window of a [`Buffer`]. Copies are cheap and write to the same memory.
+/// A typed, shaped, contiguous window of a [`Buffer`]. Copies of a view are cheap and refer to the same memory.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
     pointer: NonNull<u8>,
     dtype: DType,
     shape: Shape,
     place: Place<'a>,
-    /// Not `Sync`, and tied to the buffer it looks into.
+    /// Makes the view not `Sync`, and ties it to its buffer.
     buffer: PhantomData<&'a Buffer>,
 }
 
@@ -104,17 +104,17 @@ impl<'a> View<'a> {
         Self { pointer, dtype, shape, place, buffer: PhantomData }
     }
 
-    /// The memory that it lies in.
+    /// Returns the memory that holds the view: the host's or a device's.
     pub fn place(&self) -> Place<'a> {
         self.place
     }
 
-    /// Element type.
+    /// Element type of the view.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Shape.
+    /// Shape of the view.
     pub fn shape(&self) -> Shape {
         self.shape
     }
@@ -124,7 +124,7 @@ impl<'a> View<'a> {
         self.shape.elements()
     }
 
-    /// The same elements under another shape.
+    /// Returns the same elements under another shape.
     ///
     /// # Panics
     /// If the number of elements differs.
@@ -134,7 +134,7 @@ impl<'a> View<'a> {
         Self { shape, ..self }
     }
 
-    /// Rows `rows` of a view whose outermost dimension counts rows.
+    /// Returns rows `rows`, where the outermost dimension counts rows.
     ///
     /// # Panics
     /// If the range does not lie in the view.
@@ -151,7 +151,7 @@ impl<'a> View<'a> {
         Self { pointer, shape, ..self }
     }
 
-    /// Copies the elements from the host; on a device when it is their turn in its queue.
+    /// Copies the elements from the host. On a device the copy is enqueued.
     ///
     /// # Panics
     /// If the type or the number of elements differs.
@@ -164,7 +164,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Copies the elements to the host; on a device when it is their turn in its queue.
+    /// Copies the elements to the host. On a device the copy is enqueued.
     ///
     /// # Panics
     /// If the type or the number of elements differs.
@@ -186,7 +186,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Waits for the elements in a new vector.
+    /// Copies the elements to a new vector, and waits for the queue.
     #[track_caller]
     pub fn fetch<T: Element>(&self) -> Vec<T> {
         let mut out = vec![T::zeroed(); self.elements()];
@@ -194,7 +194,7 @@ impl<'a> View<'a> {
         out
     }
 
-    /// Copies the elements from one place of the host's memory to another.
+    /// Copies the elements from `source`, at once; both are host memory.
     ///
     /// # Panics
     /// If the type or the number of elements differs, or the view lies on a device.
@@ -206,7 +206,7 @@ impl<'a> View<'a> {
         unsafe { std::ptr::copy(source.as_ptr(), self.pointer.as_ptr().cast(), source.len()) }
     }
 
-    /// Copies the elements from one place of the host's memory to another.
+    /// Copies the elements to `target`, at once; both are host memory.
     ///
     /// # Panics
     /// If the type or the number of elements differs, or the view lies on a device.
@@ -217,7 +217,7 @@ impl<'a> View<'a> {
         unsafe { std::ptr::copy(self.pointer.as_ptr().cast(), target.as_mut_ptr(), target.len()) }
     }
 
-    /// The elements of a view in the host's memory, in a new vector.
+    /// Returns the elements of a view of host memory in a new vector.
     ///
     /// # Panics
     /// If the type differs, or the view lies on a device.
@@ -228,7 +228,8 @@ impl<'a> View<'a> {
         out
     }
 
-    /// Hands the memory to `by`, which is not the queue, for the time of a call: waits for the event after which it may be used.
+    /// Hands the memory to `by`, which is not the queue, for the time of a call. Blocks until the queue has passed
+    /// everything enqueued so far.
     pub fn hand_over(&self, by: &dyn fmt::Display) {
         if let Place::Device(device) = self.place {
             device.record().wait();
@@ -236,22 +237,22 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Where the first byte lies, for whoever hands the memory to another process or device. Whether it may be
-    /// used is for those to see to.
+    /// Returns the address of the first byte, to hand the memory to another process or device. The caller must ensure
+    /// that the memory may be used.
     pub fn as_ptr(&self) -> *mut u8 {
         self.pointer.as_ptr()
     }
 
-    /// Where the first byte lies.
+    /// Returns the address of the first byte.
     #[cfg(feature = "delayed")]
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.pointer
     }
 
-    /// Where the first element lies, for kernels whose tasks write disjoint parts of one view.
+    /// Returns the address of the first element, for kernels whose tasks write disjoint parts of one view.
     ///
     /// # Panics
-    /// If the type differs.
+    /// If the type differs, or the view lies on a device.
     pub(crate) fn pointer<T: Element>(&self) -> NonNull<T> {
         self.expect_host::<T>(self.elements());
         self.pointer.cast()
@@ -272,7 +273,7 @@ impl<'a> View<'a> {
         assert_eq!(self.elements(), elements, "a view of shape {:?} against {elements} elements", self.shape);
     }
 
-    /// The elements, for a kernel that only reads them.
+    /// Returns the elements, for a kernel that only reads them.
     ///
     /// # Safety
     /// Nothing may write to this window while the slice lives.
@@ -282,7 +283,7 @@ impl<'a> View<'a> {
         unsafe { std::slice::from_raw_parts(self.pointer.as_ptr().cast(), self.elements()) }
     }
 
-    /// The elements, for a kernel that writes them.
+    /// Returns the elements, for a kernel that writes them.
     ///
     /// # Safety
     /// Nothing else may read or write this window while the slice lives.
@@ -292,19 +293,19 @@ impl<'a> View<'a> {
         unsafe { std::slice::from_raw_parts_mut(self.pointer.as_ptr().cast(), self.elements()) }
     }
 
-    /// First and one-past-last address, to check that two windows do not overlap.
+    /// Returns the first and one-past-last address, to check that two windows do not overlap.
     fn address_range(&self) -> Range<usize> {
         let start = self.pointer.as_ptr() as usize;
         start..start + self.elements() * self.dtype.size_bytes()
     }
 
-    /// Whether the two windows share a byte; an empty one shares none.
+    /// Returns true if the two windows share a byte; an empty window shares none.
     pub fn overlaps(&self, other: &View<'_>) -> bool {
         let (a, b) = (self.address_range(), other.address_range());
         a.start.max(b.start) < a.end.min(b.end)
     }
 
-    /// Whether the two windows are the same bytes.
+    /// Returns true if the two windows are the same bytes.
     pub fn same_memory(&self, other: &View<'_>) -> bool {
         self.address_range() == other.address_range()
     }
@@ -316,7 +317,7 @@ impl fmt::Debug for View<'_> {
     }
 }
 
-/// A buffer of its own with one shape: for tests, fixtures and host-made inputs.
+/// A buffer of its own with one shape: for tests, fixtures and inputs made on the host.
 #[derive(Debug)]
 pub struct Tensor {
     buffer: Buffer,
@@ -325,10 +326,10 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor of zeros.
+    /// Creates a tensor of zeros.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If there is not enough memory.
     pub fn zeros(
         arena: &Arena,
         dtype: DType,
@@ -340,10 +341,10 @@ impl Tensor {
         Ok(Self { buffer, dtype, shape })
     }
 
-    /// A tensor with the given elements.
+    /// Creates a tensor with the given elements.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If there is not enough memory.
     pub fn from_slice<T: Element>(
         arena: &Arena,
         shape: impl Into<Shape>,
@@ -355,7 +356,7 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// The whole tensor.
+    /// Returns a view of the whole tensor.
     pub fn view(&self) -> View<'_> {
         self.buffer.view(self.dtype, 0, self.shape)
     }

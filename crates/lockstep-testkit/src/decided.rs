@@ -1,9 +1,10 @@
-//! Mixtures of experts whose routers are never in doubt.
+//! Mixtures of experts whose routers always decide with a clear margin.
 //!
-//! A plan adds up in another order than one rank. Where a token likes two experts as much, that is enough to send it to the other one,
-//! and no tolerance would hold. So a tiny mixture begins with weights in which a token's id decides: some elements of its embedding
-//! are its code, large for each expert that it shall choose and as far below zero for the others; blocks add nothing to these elements, and
-//! each router reads them. Of its random weights a little is left, so that no two tokens have the same scores.
+//! A plan adds numbers in another order than one rank. If a token's scores for two experts are nearly equal, the
+//! difference can send it to the other expert, and no tolerance would hold. So a tiny mixture starts from weights in
+//! which the token id decides. Some elements of its embedding are a code: large for each expert that the token must
+//! choose and negative for the others. Blocks add nothing to these elements, and each router reads them. A small part
+//! of the router's random weights is kept, so that no two tokens have the same scores.
 
 use std::error::Error;
 use std::fs;
@@ -13,24 +14,24 @@ use lockstep_model::{ExpertsConfig, ModelConfig};
 use lockstep_plan::random::mix;
 use serde_json::Value;
 
-/// Elements of a code, without their sign: larger than those of embeddings, for all of them are divided by a common norm.
+/// Magnitude of a code's elements. It exceeds that of embeddings, because one norm scales all elements.
 const CODE: f32 = 2.0;
-/// What a router makes of the code of its experts.
+/// Weight that a router gives to the code element of each expert.
 const WEIGHT_OF_CODE: f32 = 1.5;
-/// What is left of a router's random weights.
+/// Factor by which a router's random weights are scaled.
 const LEFT: f32 = 0.05;
 
-/// A tensor of a file, as rows.
+/// Tensor of a file, as rows.
 struct Tensor<'a> {
     name: &'a str,
     columns: usize,
     elements: &'a mut [[u8; 4]],
 }
 
-/// Changes the weights of the Hugging Face directory `dir`, f32 in one file.
+/// Changes the weights in the Hugging Face directory `dir`, which holds f32 in one file.
 ///
 /// # Errors
-/// What the system says; a model without experts, or of another layout.
+/// If a file cannot be read or written, the model has no experts, or the layout is unsupported.
 pub(crate) fn decide(dir: &Path) -> Result<(), Box<dyn Error + Send + Sync>> {
     let ModelConfig::Llama(config) = ModelConfig::from_file(&dir.join("config.json"))? else {
         return Err("a model without experts".into());
@@ -75,7 +76,7 @@ fn change(tensor: Tensor<'_>, experts: &ExpertsConfig, hidden: usize) {
     }
 }
 
-/// The experts that a token shall choose: of as many groups as it may use.
+/// Returns the experts that a token must choose, spread over as many groups as it may use.
 fn chosen_by(token: usize, experts: &ExpertsConfig) -> Vec<usize> {
     let (groups, kept) = experts.groups.map_or((1, 1), |groups| (groups.count, groups.kept));
     let (size, random) = (experts.count / groups, mix(token as u64));
@@ -84,13 +85,13 @@ fn chosen_by(token: usize, experts: &ExpertsConfig) -> Vec<usize> {
     all.map(|(group, member)| group * size + member).take(experts.per_token).collect()
 }
 
-/// The element of the code that an expert of a layer reads: layers differ, and groups stay together.
+/// Returns the code element that an expert of a layer reads. Layers differ, and groups stay together.
 fn of_layer(expert: usize, layer: usize, experts: &ExpertsConfig) -> usize {
     let size = experts.groups.map_or(1, |groups| experts.count / groups.count);
     (expert + layer * size) % experts.count
 }
 
-/// The number in `model.layers.NUMBER.`.
+/// Returns the number in `model.layers.NUMBER.`.
 fn layer_of(name: &str) -> usize {
     name.split('.').find_map(|part| part.parse().ok()).unwrap_or(0)
 }

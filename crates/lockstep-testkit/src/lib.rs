@@ -1,11 +1,11 @@
-//! For tests only: what every parser of untrusted input must survive, and what every plan must compute.
+//! Test support: fuzz targets for every parser of untrusted input, and the parity matrix over plans.
 //!
-//! A [`Target`] takes any bytes, parses them, and asserts what must hold of whatever was accepted; it never fails
-//! for bytes that are refused. Two drivers feed it: cargo-fuzz (`fuzz/` beside the crates, on nightly) and
-//! this crate's test, which runs on stable in seconds and takes [`mutations`](mutate) of sound [`seeds`].
+//! A [`Target`] takes any bytes, parses them, and asserts properties of accepted inputs; it never fails for rejected
+//! ones. Two drivers feed it. One is cargo-fuzz (`fuzz/` beside the crates, on nightly). The other is this crate's
+//! test, which runs on stable in seconds and takes [`mutations`](mutate) of valid [`seeds`].
 //!
-//! The [`parity`] matrix runs tiny models under every kind of plan, and under [plans drawn at random](random_plan), and
-//! holds them against one rank. What plans that [quantize](quantized) promise is held apart from it.
+//! The [`parity`] matrix runs tiny models under every kind of plan and under [random plans](random_plan), and compares
+//! the numbers with those of one rank. Plans that [quantize](quantized) have their own checks.
 #![forbid(unsafe_code)]
 
 mod decided;
@@ -16,28 +16,28 @@ pub mod random_plan;
 pub mod seeds;
 pub mod targets;
 
-/// A parser with everything needed to try it.
+/// Fuzz target: a parser with its seeds and dictionary.
 #[derive(Debug, Clone, Copy)]
 pub struct Target {
-    /// As in `cargo fuzz run NAME`.
+    /// Name of the target, as in `cargo fuzz run NAME`.
     pub name: &'static str,
-    /// Parses any bytes.
+    /// Parses any bytes and asserts properties of what was accepted.
     ///
     /// # Panics
-    /// If the parser does, or if something that it accepted breaks a promise.
+    /// If the parser panics, or an accepted input breaks a property.
     pub parse: fn(&[u8]) -> Verdict,
-    /// Inputs that it accepts.
+    /// Inputs that the parser accepts.
     pub seeds: fn() -> Vec<Vec<u8>>,
-    /// Words that mean something in its format.
+    /// Dictionary of tokens with a meaning in the format.
     pub words: &'static [&'static str],
 }
 
-/// What a parser made of its input.
+/// Result of a parser on one input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// It was parsed, and everything that must hold of the result held.
+    /// The input was parsed, and the asserted properties held.
     Accepted,
-    /// It was refused with an error.
+    /// The input was rejected with an error.
     Refused,
 }
 
@@ -47,7 +47,7 @@ impl<T, E> From<&Result<T, E>> for Verdict {
     }
 }
 
-/// One target for each parser of input that others may have written.
+/// Fuzz targets, one for each parser of input that others may have written.
 pub const TARGETS: [Target; 16] = [
     Target { name: "frames", parse: targets::frames, seeds: seeds::frames, words: &[] },
     Target {

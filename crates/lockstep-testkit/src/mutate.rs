@@ -1,8 +1,8 @@
-//! Mutations of sound inputs: a pure function of the seed and the number of the mutant, so a find is named by both.
+//! Mutations of valid inputs: a pure function of the seeds and the mutant's number, so that both identify a failure.
 
 use lockstep_plan::random::Draws;
 
-/// Numbers at which parsers break.
+/// Numbers at the limits of integer and float types, at which parsers tend to fail.
 const NUMBERS: [&str; 12] = [
     "0",
     "-1",
@@ -18,7 +18,7 @@ const NUMBERS: [&str; 12] = [
     "1e999",
 ];
 
-/// Mutant number `number` of `seeds`: up to four changes of one of them. `words` are put in now and then.
+/// Returns mutant number `number`: one of `seeds` with up to four random changes, some of which insert one of `words`.
 ///
 /// # Panics
 /// If there are no seeds.
@@ -31,7 +31,7 @@ pub fn mutant(seeds: &[Vec<u8>], words: &[&str], number: u64) -> Vec<u8> {
     bytes
 }
 
-/// A short range within `0..len`.
+/// Returns a short random range within `0..len`.
 fn range(choice: &mut Draws, len: usize) -> std::ops::Range<usize> {
     let start = choice.below(len + 1);
     let longest = 1 << choice.below(8);
@@ -49,7 +49,7 @@ fn change(bytes: &mut Vec<u8>, seeds: &[Vec<u8>], words: &[&str], choice: &mut D
             let copied = bytes[range(choice, bytes.len())].to_vec();
             bytes.splice(at..at, copied);
         }
-        // A piece of another seed in place of one of this.
+        // Replaces a range by a range of another seed.
         5 => {
             let other = &seeds[choice.below(seeds.len())];
             let piece = other[range(choice, other.len())].to_vec();
@@ -59,14 +59,14 @@ fn change(bytes: &mut Vec<u8>, seeds: &[Vec<u8>], words: &[&str], choice: &mut D
             let word = words[choice.below(words.len())];
             bytes.splice(at..at, word.bytes());
         }
-        // Eight bytes at once, as lengths are.
+        // Replaces eight bytes at once, the size of a length field.
         7 if bytes.len() >= 8 => {
             let at = choice.below(bytes.len() - 7);
             let value =
                 [0, 1, u64::MAX, u64::MAX / 2, 1 << 32, 1 << 63, 8, bytes.len() as u64][choice.below(8)];
             bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
         }
-        // Another number in place of one that is written in digits.
+        // Replaces a decimal number by another one.
         _ => {
             let Some(start) = (at..bytes.len()).find(|&at| bytes[at].is_ascii_digit()) else { return };
             let end = (start..bytes.len()).find(|&at| !bytes[at].is_ascii_digit()).unwrap_or(bytes.len());

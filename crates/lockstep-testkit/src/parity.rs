@@ -1,39 +1,40 @@
-//! The parity matrix: tiny models under every plan, held against one rank.
+//! The parity matrix: tiny models under every plan, compared with one rank.
 //!
-//! A [`Workbench`] has a text and runs configurations on it, with ranks that are threads over the same shared memory as
-//! processes. Whatever differs comes with the command that shows it again.
+//! A [`Workbench`] holds a text and runs configurations on it. Its ranks are threads that use the same shared memory as
+//! processes would. Each difference is reported with the command that reproduces it.
 
 use std::collections::HashMap;
-use std::env;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+use std::{env, io};
 
 use lockstep_checkpoint::ModelDirectory;
 use lockstep_comm::{Group, World, WorldOptions};
+use lockstep_config::{Resume, RunConfig};
+use lockstep_engine::Ranks;
+use lockstep_observe::progress::Progress;
 use lockstep_plan::DType;
 use lockstep_plan::schedule::Kind;
 use lockstep_tensor::delayed::{Delayed, Fault};
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
 use lockstep_train::verify::{
     Comparison, Numbers, ROUTER_MARGIN, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, exact, numbers, sample_text,
 };
-use lockstep_train::{Error, Ranks, Resume, RunConfig, train};
+use lockstep_train::{Error, ranks_of, train};
 use serde_json::Value;
 
 use crate::decided::decide;
 
-/// A model of the matrix, as a run's configuration.
+/// Model of the matrix, as settings of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TinyModel {
-    /// What it is called in messages.
+    /// Name in messages.
     pub name: &'static str,
-    /// Its settings.
+    /// Settings that define the model.
     pub settings: &'static [&'static str],
 }
 
-/// Learned positions, LayerNorm, tied embeddings, biases, dropout in all its places.
+/// Learned positions, LayerNorm, tied embeddings, biases, and dropout at every site.
 pub const GPT2: TinyModel = TinyModel {
     name: "gpt2",
     settings: &[
@@ -50,7 +51,7 @@ pub const GPT2: TinyModel = TinyModel {
 /// Rotary positions, RMSNorm, grouped-query attention, tied embeddings.
 pub const LLAMA: TinyModel = TinyModel { name: "llama", settings: &TINY_LLAMA };
 
-/// Norms of queries and keys, an output layer of its own.
+/// Query and key norms, and an untied output layer.
 pub const QWEN3: TinyModel = TinyModel {
     name: "qwen3",
     settings: &[
@@ -67,7 +68,7 @@ pub const QWEN3: TinyModel = TinyModel {
     ],
 };
 
-/// Biases of queries, keys and values.
+/// Query, key and value biases.
 pub const QWEN2: TinyModel = TinyModel {
     name: "qwen2",
     settings: &[
@@ -82,7 +83,7 @@ pub const QWEN2: TinyModel = TinyModel {
     ],
 };
 
-/// As Llama, and no position sees further back than its window.
+/// Llama with sliding-window attention.
 pub const MISTRAL: TinyModel = TinyModel {
     name: "mistral",
     settings: &[
@@ -98,7 +99,7 @@ pub const MISTRAL: TinyModel = TinyModel {
     ],
 };
 
-/// Experts with an auxiliary loss, a z-loss, and less room than their tokens would take.
+/// Experts with an auxiliary loss, a z-loss, and a capacity that drops tokens.
 pub const MIXTRAL: TinyModel = TinyModel {
     name: "mixtral",
     settings: &[
@@ -117,7 +118,7 @@ pub const MIXTRAL: TinyModel = TinyModel {
     ],
 };
 
-/// An expert that all tokens share beside those that they choose, and layers without experts.
+/// A shared expert beside the routed ones, and layers without experts.
 pub const QWEN2_MOE: TinyModel = TinyModel {
     name: "qwen2_moe",
     settings: &[
@@ -139,7 +140,7 @@ pub const QWEN2_MOE: TinyModel = TinyModel {
     ],
 };
 
-/// Latent attention, experts chosen in groups, and a bias that keeps their load even.
+/// Multi-head latent attention, group-limited routing, and a router bias for load balancing.
 pub const DEEPSEEK: TinyModel = TinyModel {
     name: "deepseek_v3",
     settings: &[
@@ -169,24 +170,24 @@ pub const DEEPSEEK: TinyModel = TinyModel {
 /// All models of the matrix without experts.
 pub const MODELS: [TinyModel; 3] = [GPT2, LLAMA, QWEN3];
 
-/// Those with experts.
+/// All models of the matrix with experts.
 pub const MIXTURES: [TinyModel; 3] = [MIXTRAL, QWEN2_MOE, DEEPSEEK];
 
-/// Units of each of these models: the embedding, four blocks and the head.
+/// Number of units in each of these models: the embedding, four blocks and the head.
 pub const UNITS: usize = 6;
 
-/// One way to split a run over ranks.
+/// One way to parallelize a run.
 #[derive(Debug, Clone)]
 pub struct Split {
-    /// The kind: two of one kind do not combine.
+    /// Kind of parallelism; two splits of the same kind do not combine.
     pub kind: &'static str,
-    /// Ranks.
+    /// Number of ranks.
     pub ranks: usize,
-    /// Its settings.
+    /// Settings of the split.
     pub settings: Vec<String>,
 }
 
-/// Tensor parallelism in two dimensions, of `side · side` ranks.
+/// Returns two-dimensional tensor parallelism on `side · side` ranks.
 pub fn square(side: usize) -> Split {
     let settings = vec![
         format!("parallel.tensor_parallel={}", side * side),
@@ -196,9 +197,9 @@ pub fn square(side: usize) -> Split {
     Split { kind: "tensor", ranks: side * side, settings }
 }
 
-/// Every way to split a run over `ranks` ranks: replicas, replicas that share out their state, tensor parallelism with and without
-/// sequence parallelism, in chunks and in two dimensions, shared sequences by every method, pipelines under every schedule that the models
-/// have units for.
+/// Returns every way to parallelize a run over `ranks` ranks. These are data-parallel replicas, each ZeRO stage, tensor
+/// parallelism (with and without sequence parallelism, in chunks, in two dimensions), context parallelism by every
+/// method, and pipelines under every schedule for which the models have enough units.
 pub fn splits(ranks: usize) -> Vec<Split> {
     let split = |kind, settings: &[String]| Split { kind, ranks, settings: settings.to_vec() };
     let tensor = format!("parallel.tensor_parallel={ranks}");
@@ -228,7 +229,7 @@ pub fn splits(ranks: usize) -> Vec<Split> {
     all
 }
 
-/// Every way to split the experts of a mixture over `ranks` ranks.
+/// Returns every way to parallelize the experts of a mixture over `ranks` ranks.
 pub fn expert_splits(ranks: usize) -> Vec<Split> {
     let split = |axis: &str, experts: &str| {
         let settings = vec![format!("parallel.{axis}={ranks}"), format!("parallel.{experts}={ranks}")];
@@ -241,7 +242,7 @@ pub fn expert_splits(ranks: usize) -> Vec<Split> {
     ]
 }
 
-/// Every pair of ways that are not of one kind and do not say otherwise of the same axis.
+/// Returns the settings of every pair of splits that are of different kinds and set no key twice.
 pub fn pairs(all: &[Split]) -> Vec<Vec<String>> {
     let is_apart = |first: &Split, second: &Split| {
         let axes = |split: &Split| -> Vec<String> {
@@ -257,12 +258,12 @@ pub fn pairs(all: &[Split]) -> Vec<Vec<String>> {
     all.iter().enumerate().flat_map(with_later).collect()
 }
 
-/// What the ranks of a workbench compute on.
+/// Device of a workbench's ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compute {
-    /// The CPU, whose kernels run at once.
+    /// The CPU, whose kernels run immediately.
     AtOnce,
-    /// Delayed devices, one for each rank, with the same fault if any: their numbers must have every bit of the CPU's.
+    /// Delayed devices, one per rank, with the same fault if any. Their numbers must equal the CPU's bit for bit.
     Delayed(Option<Fault>),
 }
 
@@ -275,7 +276,7 @@ impl Compute {
     }
 }
 
-/// A text, the weights that mixtures begin with, and what one rank has computed on it.
+/// Test bench with a text, initial weights of the mixtures, and cached results of one rank.
 pub struct Workbench {
     compute: Compute,
     dir: tempfile::TempDir,
@@ -283,20 +284,20 @@ pub struct Workbench {
 }
 
 impl Workbench {
-    /// A workbench with conversations, of which the prompts do not count: ranks differ in their valid tokens. They compute on the
-    /// CPU, or, where `LOCKSTEP_DEVICE` is `delayed`, on delayed devices.
+    /// Creates a workbench whose text is conversations with masked prompts, so that ranks have different numbers of
+    /// valid tokens. Ranks compute on the CPU, or on delayed devices if `LOCKSTEP_DEVICE` is `delayed`.
     ///
     /// # Errors
-    /// What the system says.
+    /// If the files cannot be written.
     pub fn new() -> io::Result<Self> {
         let is_delayed = env::var_os("LOCKSTEP_DEVICE").is_some_and(|device| device == "delayed");
         Self::on(if is_delayed { Compute::Delayed(None) } else { Compute::AtOnce })
     }
 
-    /// A workbench whose ranks compute on some device.
+    /// Creates a workbench whose ranks compute on the given device.
     ///
     /// # Errors
-    /// What the system says.
+    /// If the files cannot be written.
     pub fn on(compute: Compute) -> io::Result<Self> {
         let dir = tempfile::tempdir()?;
         std::fs::write(dir.path().join("text.jsonl"), sample_text())?;
@@ -307,7 +308,7 @@ impl Workbench {
         Ok(bench)
     }
 
-    /// Weights of `model` with which its routers are never in doubt: those after one step, changed.
+    /// Writes weights of `model` with clear router decisions: those after one training step, changed by [`decide`].
     fn make_weights(&self, model: TinyModel) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         let dirs = [
             format!("checkpoint.dir={:?}", self.path("checkpoints").join(model.name)),
@@ -323,7 +324,7 @@ impl Workbench {
         decide(&self.path(model.name))
     }
 
-    /// What chooses the model: its settings, or for a mixture where its weights are, in `dir`.
+    /// Returns the settings that select the model: its own, or for a mixture the path of its weights in `dir`.
     fn model_settings(model: TinyModel, dir: &Path) -> Vec<String> {
         if !MIXTURES.contains(&model) {
             return model.settings.iter().map(ToString::to_string).collect();
@@ -331,7 +332,8 @@ impl Workbench {
         vec![format!("model.path={:?}", dir.join(model.name)), "model.from_pretrained=true".to_owned()]
     }
 
-    /// Keeps the weights of a model when this workbench has gone: the settings with which a command finds them.
+    /// Copies the weights of a model to a directory that outlives the workbench, and returns the settings that select
+    /// them.
     fn keep(&self, model: TinyModel) -> io::Result<Vec<String>> {
         let kept = std::env::temp_dir().join("lockstep-parity");
         if MIXTURES.contains(&model) {
@@ -349,10 +351,10 @@ impl Workbench {
         self.dir.path().join(name)
     }
 
-    /// The configuration of a run of `model` with some more settings.
+    /// Returns the configuration of a run of `model` with additional settings.
     ///
     /// # Errors
-    /// [`Error::Configuration`].
+    /// If the settings are invalid.
     pub fn config(&self, model: TinyModel, settings: &[&str]) -> Result<RunConfig, Error> {
         let of_model = Self::model_settings(model, self.dir.path());
         self.config_of(&of_model.iter().map(String::as_str).collect::<Vec<_>>(), settings)
@@ -370,13 +372,13 @@ impl Workbench {
         Ok(RunConfig::parse(SAMPLE_RUN, "the parity matrix", &settings)?)
     }
 
-    /// What a run with these settings computes, on as many ranks as they say.
+    /// Runs a configuration on its number of ranks and returns the resulting numbers.
     ///
     /// # Errors
-    /// What keeps any rank from running.
+    /// If a rank cannot run.
     ///
     /// # Panics
-    /// If another device than the CPU computes other numbers.
+    /// If another device than the CPU computes different numbers.
     pub fn numbers(&self, config: &RunConfig) -> Result<Numbers, Error> {
         let numbers_on = |compute| -> Result<Numbers, Error> {
             let found = on_devices(config, compute, |ranks| numbers(config, ranks, &Interrupt::default()))?;
@@ -390,11 +392,11 @@ impl Workbench {
         Ok(found)
     }
 
-    /// Trains under the first plan for half of the steps and goes on from its checkpoint under the second: the losses of all
-    /// steps.
+    /// Trains the first half of the steps under the first plan and resumes from its checkpoint under the second.
+    /// Returns the losses of all steps.
     ///
     /// # Errors
-    /// What keeps any rank from running, what the system says.
+    /// If a rank cannot run, or a file cannot be read or written.
     pub fn losses_of_both(
         &self,
         model: TinyModel,
@@ -424,17 +426,18 @@ impl Workbench {
             let rows = std::fs::read_to_string(config.metrics.dir.join("metrics.jsonl"))?;
             let rows = rows.lines().filter_map(|row| serde_json::from_str::<Value>(row).ok());
             let found: Vec<f64> = rows.filter_map(|row| row["loss"].as_f64()).collect();
-            // The second part begins where the first one's checkpoint is.
+            // The second part starts at the checkpoint of the first.
             losses.extend(if part == 0 { &found[..half as usize] } else { &found });
             resume = Resume::From(config.checkpoint.dir.join(format!("step-{half:08}")));
         }
         Ok(losses)
     }
 
-    /// Where a plan's numbers lie too far from those of one rank, a line for each with the command that shows it at the end.
+    /// Compares a plan with one rank. Returns a line for each number that exceeds the tolerance, and at the end the
+    /// command that reproduces it.
     ///
     /// # Errors
-    /// What keeps any rank from running.
+    /// If a rank cannot run.
     pub fn differences(
         &self,
         model: TinyModel,
@@ -445,10 +448,10 @@ impl Workbench {
         self.differences_of(&found, model, plan, tolerance)
     }
 
-    /// [`Workbench::differences`] of numbers that were found in another way.
+    /// Compares as [`Workbench::differences`] does, but with numbers that were computed elsewhere.
     ///
     /// # Errors
-    /// What keeps one rank from running.
+    /// If the single rank cannot run.
     pub fn differences_of(
         &self,
         found: &Numbers,
@@ -460,10 +463,10 @@ impl Workbench {
         Ok(self.failures(Comparison::of_f32(found, &expected, tolerance), model, plan))
     }
 
-    /// The same of a plan in bf16 or f16, against one rank in f32.
+    /// Compares a plan in bf16 or f16 with one rank in f32, as [`Workbench::differences`] does.
     ///
     /// # Errors
-    /// What keeps any rank from running.
+    /// If a rank cannot run.
     pub fn narrow_differences(&self, model: TinyModel, plan: &[&str]) -> Result<Vec<String>, Error> {
         let config = self.config(model, plan)?;
         let (found, one_rank) = (self.numbers(&config)?, self.of_one_rank(&config, model, plan)?);
@@ -471,7 +474,7 @@ impl Workbench {
         Ok(self.failures(Comparison::of_narrow(&found, &one_rank, &in_f32), model, plan))
     }
 
-    /// What one rank computes, which is computed once.
+    /// Returns the numbers of one rank, computed once and cached.
     fn of_one_rank(&self, config: &RunConfig, model: TinyModel, plan: &[&str]) -> Result<Numbers, Error> {
         let key: Vec<String> = model
             .settings
@@ -490,7 +493,7 @@ impl Workbench {
 
     fn failures(&self, comparison: Comparison, model: TinyModel, plan: &[&str]) -> Vec<String> {
         let Comparison { failures: mut lines, router_margin, .. } = comparison;
-        // With less the numbers of a sound plan could differ.
+        // With a smaller margin, the numbers of a correct plan could differ.
         let margin = router_margin.filter(|margin| *margin <= ROUTER_MARGIN);
         lines.extend(margin.map(|margin| {
             format!("routers are undecided: a token's last expert is {margin:e} ahead of the next, not above {ROUTER_MARGIN:e}")
@@ -505,10 +508,10 @@ impl Workbench {
     }
 }
 
-/// Runs something on as many ranks as `config` says, which are threads, and returns what came of each.
+/// Runs `run` on the number of ranks in `config`, as threads, and returns the results of all ranks.
 ///
 /// # Errors
-/// What keeps any rank from running.
+/// If a rank cannot run.
 pub fn on_ranks<T: Send>(
     config: &RunConfig,
     run: impl Fn(&Ranks) -> Result<T, Error> + Sync,
@@ -524,13 +527,13 @@ fn on_devices<T: Send>(
     if config.ranks() == 1 {
         return Ok(vec![run(&compute.place(Ranks::alone()))?]);
     }
-    on_ranks_of(config, |group| Ok(compute.place(Ranks::of(group, config)?)), run)
+    on_ranks_of(config, |group| Ok(compute.place(ranks_of(group, config)?)), run)
 }
 
-/// [`on_ranks`] where each thread makes its rank of its group by `join`.
+/// Runs as [`on_ranks`] does, but each thread builds its [`Ranks`] from its group with `join`.
 ///
 /// # Errors
-/// What keeps any rank from running.
+/// If a rank cannot run.
 pub fn on_ranks_of<T: Send>(
     config: &RunConfig,
     join: impl Fn(Group) -> Result<Ranks, Error> + Sync,

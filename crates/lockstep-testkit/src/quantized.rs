@@ -1,7 +1,7 @@
-//! What must be true of gradients and weights that travel as small integers, whatever they lose: checks that give the numbers where it is not.
+//! Checks of quantized gradients and weights; each reports the numbers that violate it.
 //!
-//! A plan that quantizes cannot have the numbers of one rank, so that it is no part of the parity matrix. These checks hold what it
-//! does promise, on engines whose ranks are threads.
+//! A plan that quantizes cannot reproduce the numbers of one rank, so it is not part of the parity matrix. These checks
+//! cover the properties that it does guarantee, on engines whose ranks are threads.
 
 use std::thread;
 use std::time::Duration;
@@ -15,27 +15,27 @@ use lockstep_plan::{
 };
 use serde_json::json;
 
-/// What went wrong in setting up, or what is not as it must be.
+/// Result of a check: an error of the set-up, or a description of the violation.
 pub type Found = Result<(), Box<dyn std::error::Error + Send + Sync>>;
 
 const SHAPE: BlockShape = BlockShape { sequences: 1, seq_len: 16, dtype: DType::F32 };
 const VOCABULARY: u32 = 64;
 
-/// How ranks share out what they have, and what they send.
+/// Parallelism and quantization of a checked plan.
 #[derive(Debug, Clone, Copy)]
 pub struct Case {
-    /// Copies of the model.
+    /// Number of replicas of each shard group.
     pub replicate: usize,
-    /// Ranks that share out each.
+    /// Number of ranks in a shard group.
     pub shard: usize,
-    /// What they share out.
+    /// ZeRO stage: the state that is sharded.
     pub zero_stage: ZeroStage,
-    /// What travels as small integers.
+    /// Gradients and weights that are quantized for communication.
     pub quantization: Quantization,
 }
 
 impl Case {
-    /// The same with everything sent as it is.
+    /// Returns the same case without quantization.
     fn exact(self) -> Self {
         Self { quantization: Quantization::default(), ..self }
     }
@@ -50,7 +50,7 @@ fn model() -> Result<ModelConfig, Box<dyn std::error::Error + Send + Sync>> {
     Ok(ModelConfig::from_table(config.as_object().ok_or("no table")?, "test")?)
 }
 
-/// What `run` finds on the engine of each rank, which is given its number.
+/// Runs `run` on the engine of each rank, with the rank's number, and returns the results by rank.
 fn on_ranks<T: Send>(
     case: Case,
     run: impl Fn(&mut Engine, usize) -> Result<T, Box<dyn std::error::Error + Send + Sync>> + Sync,
@@ -93,7 +93,7 @@ fn on_ranks<T: Send>(
     })
 }
 
-/// Calls `look` with a micro-batch of rank `rank`.
+/// Calls `look` with a micro-batch that depends on `rank`.
 fn with_batch<T>(rank: usize, look: impl FnOnce(HostBatch<'_>) -> T) -> T {
     let tokens = SHAPE.tokens();
     let ids: Vec<u32> = (0..tokens as u32).map(|i| (i * i + 7 * i + 11 * rank as u32) % VOCABULARY).collect();
@@ -108,7 +108,7 @@ fn with_batch<T>(rank: usize, look: impl FnOnce(HostBatch<'_>) -> T) -> T {
     })
 }
 
-/// The gradients that a rank owns after a step on the batch of rank `of`.
+/// Returns the gradients that a rank owns after a step on the batch of rank `of`.
 fn gradients(
     engine: &mut Engine,
     of: usize,
@@ -118,10 +118,11 @@ fn gradients(
     Ok(engine.trained_ids().map(|id| engine.gradient(id)).collect::<Result<_, _>>()?)
 }
 
-/// All ranks compute the same from the same tokens where weights are quantized, and nearly what they compute where they are not.
+/// Checks that with quantized weights all ranks compute the same loss from the same tokens, and nearly the loss without
+/// quantization.
 ///
 /// # Errors
-/// The losses that differ.
+/// If the losses differ; the message gives them.
 pub fn ranks_work_with_the_same_weights() -> Found {
     let quantization = Quantization { weights: Some(QuantizedType::Int8), ..Quantization::default() };
     let case = Case { replicate: 1, shard: 3, zero_stage: ZeroStage::Parameters, quantization };
@@ -137,24 +138,25 @@ pub fn ranks_work_with_the_same_weights() -> Found {
     Ok(())
 }
 
-/// Over steps with the same weights sums of gradients lose no more than in one: what one step loses the next one says.
+/// Checks error feedback: with constant weights, the error of the gradients summed over several steps stays about that
+/// of a single step.
 ///
 /// # Errors
-/// How much was lost.
+/// If the error grows; the message gives the error after each step.
 pub fn what_one_step_loses_the_next_one_says(case: Case) -> Found {
     const STEPS: usize = 8;
     let lost = lost(case, STEPS)?;
-    // Without feedback it would be as much in each step.
+    // Without feedback, every step would add the same error.
     if lost[STEPS - 1] > 2.5 * lost[0] || lost[0] == 0.0 {
         return Err(format!("{case:?}: after each step so much is lost: {lost:?}").into());
     }
     Ok(())
 }
 
-/// The norm of what all gradients up to each of `steps` steps have lost together, over all ranks.
+/// Returns, for each of `steps` steps, the norm over all ranks of the error in the gradients summed up to that step.
 ///
 /// # Errors
-/// None but of setting up.
+/// If the set-up fails.
 pub fn lost(case: Case, steps: usize) -> Result<Vec<f64>, Box<dyn std::error::Error + Send + Sync>> {
     let exact = on_ranks(case.exact(), gradients)?;
     let of_steps = |engine: &mut Engine, rank: usize| -> Result<Vec<f64>, _> {
@@ -173,14 +175,15 @@ pub fn lost(case: Case, steps: usize) -> Result<Vec<f64>, Box<dyn std::error::Er
     Ok((0..steps).map(|step| of_ranks.iter().map(|lost| lost[step]).sum::<f64>().sqrt()).collect())
 }
 
-/// Each element of a sum is off by no more than half of a scale for each summand, and replicas have the same bits.
+/// Checks that each element of a reduced gradient is off by at most half a scale per summand, and that replicas have
+/// the same bits.
 ///
 /// # Errors
-/// The element.
+/// If an element or a replica violates this; the message names it.
 pub fn sums_are_within_their_bound(case: Case) -> Found {
     let Some(kind) = case.quantization.gradients else { return Err("nothing is quantized".into()) };
     let ranks = case.replicate * case.shard;
-    // All ranks have the same batch, so that each has had its share of the sum as a summand.
+    // All ranks have the same batch, so each rank's summand is an equal part of the sum.
     let of_one_batch = |engine: &mut Engine, _: usize| gradients(engine, 0);
     let (found, exact) = (on_ranks(case, of_one_batch)?, on_ranks(case.exact(), of_one_batch)?);
     for (rank, (found, exact)) in found.iter().zip(&exact).enumerate() {
@@ -189,7 +192,8 @@ pub fn sums_are_within_their_bound(case: Case) -> Found {
                 found.chunks(QUANTIZATION_BLOCK).zip(exact.chunks(QUANTIZATION_BLOCK)).enumerate()
             {
                 let largest = exact.iter().fold(0.0_f32, |largest, g| largest.max(g.abs()));
-                // Once over the owners; over replicas, as a summand and as the sum.
+                // Quantized once in the reduction over the shard group. Over replicas, quantized as a summand and as
+                // the sum.
                 let times = if case.replicate > 1 { 3.2 } else { 1.0 };
                 let allowed = times * 0.501 * largest / kind.limit() + 1e-7 * largest;
                 let off = |(found, exact): (&f32, &f32)| (found - exact).abs();
@@ -213,10 +217,10 @@ pub fn sums_are_within_their_bound(case: Case) -> Found {
     Ok(())
 }
 
-/// What rank 0 sends of gradients and weights in a step.
+/// Returns the traffic of gradients and weights that rank 0 sends in a step.
 ///
 /// # Errors
-/// None but of setting up.
+/// If the set-up fails.
 pub fn traffic(case: Case) -> Result<Traffic, Box<dyn std::error::Error + Send + Sync>> {
     let of_step = |engine: &mut Engine, rank: usize| {
         engine.take_traffic();

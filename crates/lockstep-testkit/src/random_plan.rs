@@ -1,33 +1,34 @@
-//! Plans drawn at random: any degrees of up to eight ranks, any ZeRO stage, experts shared out or not, any schedule, any split into
-//! stages, any recomputation.
+//! Random plans: any degrees of up to eight ranks, any ZeRO stage, any expert parallelism, schedule, stage split and
+//! recomputation.
 //!
-//! They are settings of a run, so that whatever fails can be shown again by `lockstep verify`. A plan that does not fit its
-//! model is not one of them.
+//! A plan is a list of settings of a run, so that `lockstep verify` reproduces a failure. Plans that do not fit their
+//! model are not drawn.
 
+use lockstep_config::RunConfig;
+use lockstep_config::plan::check;
 use lockstep_plan::schedule::Kind;
-use lockstep_train::RunConfig;
-use lockstep_train::plan::check;
 use proptest::prelude::*;
 use proptest::sample::select;
 
 use crate::parity::{MIXTURES, MODELS, TinyModel, UNITS};
 
-/// The most ranks of a plan.
+/// Maximum number of ranks in a plan.
 const MOST_RANKS: usize = 8;
 
-/// No unit of a model has more parameters, padded.
+/// Upper bound on the padded parameter count of a unit in any of the models.
 const LARGEST_UNIT: usize = 60_000;
 
-/// A model and the settings of a plan for it.
+/// Model with the settings of a plan for it.
 #[derive(Debug, Clone)]
 pub struct RandomPlan {
-    /// The model.
+    /// Model that the plan is for.
     pub model: TinyModel,
-    /// What is set beside the model: keys of `[parallel]`, and how the batch is cut.
+    /// Settings besides the model: keys of `[parallel]`, and the batch sizes.
     pub settings: Vec<String>,
 }
 
-/// Plans for more than one rank that fit their models, as `config` makes runs of them.
+/// Returns a strategy for plans on two or more ranks that fit their models. `config` builds a run from a model and
+/// settings.
 pub fn random_plans(
     config: impl Fn(TinyModel, &[&str]) -> Option<RunConfig>,
 ) -> impl Strategy<Value = RandomPlan> {
@@ -39,7 +40,7 @@ pub fn random_plans(
     let pipeline = (select(Kind::ALL.to_vec()), 1..=3_usize, any::<bool>(), select_stages());
     let batch = (select(vec![1_usize, 2]), select(vec![4_usize, 8]));
     let by_layer = "{ default = \"selective\", layers = [{ every = 2, mode = \"full\" }, { from = 3, mode = \"none\" }] }";
-    // None: as many parameters are whole at once as two units have; else those of the largest unit and so many more.
+    // `None`: the default limit, which is two gathered units. Otherwise the largest unit and this many more parameters.
     let live = (select(vec!["always", "auto", "never"]), select(vec![None, Some(0_usize), Some(10_000)]));
     let wrap = select(vec!["block", "{ min_parameters = 40000 }", "[\"model.layers.*\"]"]);
     let weights = (live, wrap);
@@ -105,7 +106,7 @@ pub fn random_plans(
         })
 }
 
-/// Keys of a ZeRO stage over so many ranks.
+/// Returns the settings of a ZeRO stage over `owners` ranks.
 fn sharding(
     zero_stage: usize,
     owners: usize,
@@ -129,17 +130,17 @@ fn sharding(
     settings
 }
 
-/// Smaller ones first, so that a failure shrinks to few ranks.
+/// Small degrees come first, so that a failure shrinks to few ranks.
 fn degree() -> impl Strategy<Value = usize> {
     select(vec![1_usize, 2, 4, 8])
 }
 
-/// The places between units, in an order at random: the first of them are the cuts.
+/// Returns a strategy for a random order of the boundaries between units. A split takes its cuts from the front.
 fn select_stages() -> impl Strategy<Value = Vec<usize>> {
     Just((1..UNITS).collect::<Vec<_>>()).prop_shuffle()
 }
 
-/// How many units each of `stages` stages has, with the first cuts of `order`.
+/// Returns the number of units in each of `stages` stages, cut at the first boundaries of `order`.
 fn stages_of(order: &[usize], stages: usize) -> Vec<usize> {
     let mut cuts = order[..stages - 1].to_vec();
     cuts.extend([0, UNITS]);

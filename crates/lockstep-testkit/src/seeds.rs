@@ -1,4 +1,4 @@
-//! Sound inputs, from which mutations start: small, and with every feature of their format once.
+//! Valid inputs from which mutations start: small, with every feature of their format once.
 
 use lockstep_data::{IdType, TokenFileHeader};
 use lockstep_model::ModelConfig;
@@ -11,7 +11,7 @@ fn safetensors_file(header: &str, data_bytes: usize) -> Vec<u8> {
     bytes
 }
 
-/// Whole safetensors files.
+/// Returns whole safetensors files.
 pub fn safetensors() -> Vec<Vec<u8>> {
     let two = r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]},
         "b":{"dtype":"BF16","shape":[3],"data_offsets":[16,22]}}"#;
@@ -20,12 +20,12 @@ pub fn safetensors() -> Vec<Vec<u8>> {
     vec![safetensors_file("{}", 0), safetensors_file(two, 22), safetensors_file(odd, 10)]
 }
 
-/// Frames between ranks.
+/// Returns frames as ranks exchange them.
 pub fn frames() -> Vec<Vec<u8>> {
     vec![Vec::new(), lockstep_comm::sample_frames()]
 }
 
-/// Manifests without their seals.
+/// Returns checkpoint manifests without their seals.
 pub fn manifests() -> Vec<Vec<u8>> {
     let hash = "ab".repeat(32);
     let head = |rest: &str| {
@@ -52,7 +52,7 @@ pub fn manifests() -> Vec<Vec<u8>> {
     vec![head(r#""files":{},"tensors":[]"#), head(&whole), head(&cut)]
 }
 
-/// Starts of token files.
+/// Returns headers of token cache files.
 pub fn token_files() -> Vec<Vec<u8>> {
     let header = |id_type, vocab_size| TokenFileHeader {
         id_type,
@@ -68,7 +68,7 @@ pub fn token_files() -> Vec<Vec<u8>> {
     vec![narrow, [wide, vec![0; 56]].concat()]
 }
 
-/// Indexes of 7 tokens of two bytes: one with empty sequences, one with modes, one without documents.
+/// Returns indexes of 7 two-byte tokens: one with empty sequences, one with modes, one without documents.
 pub fn indexes() -> Vec<Vec<u8>> {
     let index = |lengths: &[u32], borders: &[u64], modes: usize| {
         let mut bytes = b"MMIDIDX\0\0".to_vec();
@@ -87,7 +87,7 @@ pub fn indexes() -> Vec<Vec<u8>> {
     vec![index(&[3, 0, 4, 0], &[0, 1, 1, 4], 0), index(&[3, 4], &[0, 2], 2), index(&[7], &[0], 0)]
 }
 
-/// Parquet files, one for each codec and version of pages.
+/// Returns Parquet files, one for each codec and page version.
 pub fn parquet_files() -> Vec<Vec<u8>> {
     macro_rules! files {
         ($($name:literal),*) => {
@@ -97,7 +97,7 @@ pub fn parquet_files() -> Vec<Vec<u8>> {
     files!["snappy-1", "snappy-2", "gzip-1", "gzip-2", "brotli-1", "lz4-2", "zstd-1", "zstd-2"]
 }
 
-/// Lines with documents.
+/// Returns JSON lines with documents.
 pub fn json_lines() -> Vec<Vec<u8>> {
     let nested =
         r#"{"meta":{"a":[1,2.5e3,null,{"b":true}],"text":"inner"},"text":"a\n\"b\" \ud83e\udd80 ü","n":-0}"#;
@@ -113,7 +113,7 @@ pub fn json_lines() -> Vec<Vec<u8>> {
     ]
 }
 
-/// Tokenizers of the four kinds of model, with every kind of table around them.
+/// Returns tokenizers with each of the four kinds of model, surrounded by every kind of table.
 pub fn tokenizers() -> Vec<Vec<u8>> {
     let around = |normalizer: &str, pre_tokenizer: &str, decoder: &str, model: &str| {
         format!(
@@ -156,7 +156,7 @@ pub fn tokenizers() -> Vec<Vec<u8>> {
     ]
 }
 
-/// What PEFT writes, with and without options.
+/// Returns `adapter_config.json` files as PEFT writes them, with and without options.
 pub fn adapter_configs() -> Vec<Vec<u8>> {
     let plain = r#"{"peft_type":"LORA","r":8,"lora_alpha":16,"lora_dropout":0.05,"bias":"none","use_rslora":false,
 "target_modules":["q_proj","v_proj"],"modules_to_save":null,"rank_pattern":{},"use_dora":false,"task_type":"CAUSAL_LM"}"#;
@@ -165,7 +165,7 @@ pub fn adapter_configs() -> Vec<Vec<u8>> {
     [plain, short].map(|text| text.as_bytes().to_vec()).to_vec()
 }
 
-/// A preset of each family as `config.json`, and two with what they do not have.
+/// Returns a preset of each family as `config.json`, and two more with features that the presets lack.
 pub fn model_configs() -> Vec<Vec<u8>> {
     let presets =
         ["baby-gpt", "llama3-8b", "mistral-7b", "qwen3-0.6b", "mixtral-8x7b", "qwen3-30b-a3b", "kimi-k2"];
@@ -183,7 +183,7 @@ pub fn model_configs() -> Vec<Vec<u8>> {
     texts
 }
 
-/// Configurations of runs.
+/// Returns run configurations.
 pub fn run_files() -> Vec<Vec<u8>> {
     let most = r#"[model]
 preset = "llama-15m"
@@ -231,7 +231,7 @@ jsonl = false
     vec![Vec::new(), most.into(), dotted.into()]
 }
 
-/// Cluster files.
+/// Returns cluster files.
 pub fn clusters() -> Vec<Vec<u8>> {
     let most = r#"name = "lab"
 software = "fsdp"
@@ -286,7 +286,7 @@ alone = { is_host = true, memory = 4096, memory_gb_per_s = 9, peak_tflops.f32 = 
     vec![most.into(), host.into(), torus.into(), b"node.device = 'h100-sxm'".into()]
 }
 
-/// Records of runs.
+/// Returns records of runs.
 pub fn run_records() -> Vec<Vec<u8>> {
     let rows = r#"{"name":"<b>&amp;</b>","step":1,"loss":2.5,"grad_norm":1.5,"lr":1e-3,"tokens_seen":64,"step_ms":10.5}
 {"step":1,"eval_loss":2.5,"eval_tokens":64,"eval_ms":1.0}
@@ -295,7 +295,7 @@ pub fn run_records() -> Vec<Vec<u8>> {
     vec![rows.into(), b"{\"step\":3,\"loss\":0}".into()]
 }
 
-/// Files of the flight recorder.
+/// Returns files of the flight recorder.
 pub fn flight_records() -> Vec<Vec<u8>> {
     let call = |number: u64, kind: &str, index: u64, done: &str| {
         format!(
@@ -317,7 +317,7 @@ pub fn flight_records() -> Vec<Vec<u8>> {
     ]
 }
 
-/// Plan files.
+/// Returns plan files.
 pub fn plans() -> Vec<Vec<u8>> {
     let whole = r#"{"version":1,"model":"ab12","mesh":{"pipeline":2,"replicate":2,"context":2,"tensor":2},"micro_batch":1,
 "schedule":{"kind":"zb_v","chunks":2},"stages":[2,2,1,3],"recompute":"selective","sequence_parallel":true,"tensor_chunks":3,
@@ -330,7 +330,7 @@ pub fn plans() -> Vec<Vec<u8>> {
     vec![whole.into(), rows.into(), experts.into(), square.into()]
 }
 
-/// Users' schedules for two ranks.
+/// Returns user-defined schedules for two ranks.
 pub fn schedules() -> Vec<Vec<u8>> {
     vec![
         b"F0,F1,,B0,B1\n,F0,B0,F1,B1\n".into(),

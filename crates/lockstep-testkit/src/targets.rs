@@ -1,4 +1,4 @@
-//! The bodies of the fuzz targets: parse, then hold the result to its promises.
+//! Bodies of the fuzz targets: each parses its input and asserts properties of accepted inputs.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -6,26 +6,26 @@ use std::path::Path;
 
 use lockstep_checkpoint::safetensors::parse_header;
 use lockstep_checkpoint::{Digest, Manifest, parse_adapter_config};
+use lockstep_config::RunConfig;
 use lockstep_data::{
     ChatTemplate, Document, IndexHeader, TextOptions, TokenFileHeader, Tokenizer, parse_json_line,
     read_text_column,
 };
 use lockstep_model::ModelConfig;
-use lockstep_plan::cluster::Cluster;
+use lockstep_observe::flight::{Dump, analyse};
+use lockstep_observe::report::{self, Parts};
 use lockstep_plan::schedule::{Costs, PassKind, Schedule, StageCost, passes_from_csv};
 use lockstep_plan::work::Collective;
 use lockstep_plan::{Axis, DType, Facts, Plan, StepFacts, TensorDimensions};
-use lockstep_train::RunConfig;
-use lockstep_train::flight::{Dump, analyse};
-use lockstep_train::report::{self, Parts};
+use lockstep_planner::cluster::Cluster;
 use serde_json::Value;
 
 use crate::Verdict;
 
-/// A whole safetensors file. The tensors of an accepted one tile its data.
+/// Parses a whole safetensors file. The tensors of an accepted file must tile its data.
 ///
 /// # Panics
-/// If they do not.
+/// If the tensors do not tile the data.
 pub fn safetensors_header(bytes: &[u8]) -> Verdict {
     let header = parse_header(bytes);
     if let Ok(header) = &header {
@@ -42,14 +42,14 @@ pub fn safetensors_header(bytes: &[u8]) -> Verdict {
     (&header).into()
 }
 
-/// A manifest without its seal, which is put on: mutations are to reach what the seal protects. The slices of an
-/// accepted one lie within their files.
+/// Parses a manifest without its seal; the seal is added here, so that mutations reach the sealed contents. The slices
+/// of an accepted manifest must lie within their files.
 ///
 /// # Panics
-/// If they do not.
+/// If a slice exceeds its file.
 pub fn checkpoint_manifest(body: &[u8]) -> Verdict {
     let path = Path::new("manifest.json");
-    // As it is: nothing but the seal is read of it.
+    // Without a seal, only the check of the seal runs.
     let _ = Manifest::parse(body, path);
     let seal = format!(",\n\"manifest_blake3\":\"{}\"\n}}\n", Digest::of(body));
     let manifest = Manifest::parse(&[body, seal.as_bytes()].concat(), path);
@@ -68,11 +68,11 @@ pub fn checkpoint_manifest(body: &[u8]) -> Verdict {
     (&manifest).into()
 }
 
-/// The start of a token file, as it is and with its checksum made right. An accepted header is written as it was
-/// read.
+/// Parses the header of a token cache file, as it is and with a corrected checksum. Writing an accepted header must
+/// reproduce the bytes.
 ///
 /// # Panics
-/// If it is not.
+/// If the bytes differ.
 pub fn token_file_header(bytes: &[u8]) -> Verdict {
     let _ = TokenFileHeader::parse(bytes);
     let mut bytes = bytes.to_vec();
@@ -89,17 +89,17 @@ pub fn token_file_header(bytes: &[u8]) -> Verdict {
     (&header).into()
 }
 
-/// A line of a JSON lines file. The text it gives is what serde_json reads as a whole; a document of parts has no more
-/// of them than the line has bytes.
+/// Parses a line of a JSON lines file. Its text must equal what serde_json reads from the whole line. A document of
+/// parts must not have more parts than the line has bytes.
 ///
 /// # Panics
-/// If it is not, or has more.
+/// If the text differs, or there are more parts.
 pub fn json_line(bytes: &[u8]) -> Verdict {
     let Ok(line) = str::from_utf8(bytes) else { return Verdict::Refused };
     let document = parse_json_line(line, TextOptions::default(), &ChatTemplate::default());
     match &document {
         Ok(Document::Text(text)) => {
-            // The two may differ in what they refuse (numbers beyond range in fields that are skipped).
+            // The two parsers may reject different inputs, such as out-of-range numbers in skipped fields.
             if let Ok(value) = serde_json::from_str::<Value>(line) {
                 assert_eq!(value["text"].as_str(), Some(text.as_str()));
             }
@@ -112,10 +112,11 @@ pub fn json_line(bytes: &[u8]) -> Verdict {
     (&document).into()
 }
 
-/// The index of a Megatron data set with 14 bytes of tokens. An accepted one is as long as its counts say.
+/// Parses the index of a Megatron data set with 14 bytes of tokens. An accepted index must be as long as its counts
+/// require.
 ///
 /// # Panics
-/// If it is not.
+/// If the length differs.
 pub fn index_header(bytes: &[u8]) -> Verdict {
     let header = IndexHeader::parse(bytes, 14);
     if let Ok(header) = &header {
@@ -129,19 +130,19 @@ pub fn index_header(bytes: &[u8]) -> Verdict {
     (&header).into()
 }
 
-/// What another rank sends over a socket: as it is, and with check sums that are right.
+/// Parses frames from another rank's socket, as they are and with corrected checksums.
 ///
 /// # Panics
-/// If a frame that is read would be written otherwise.
+/// If the encoding of a parsed frame differs from its bytes.
 pub fn frames(bytes: &[u8]) -> Verdict {
     let _ = lockstep_comm::read_frames(bytes);
     (&lockstep_comm::read_frames(&lockstep_comm::seal_frames(bytes))).into()
 }
 
-/// A Parquet file with a column `text`.
+/// Parses a Parquet file with a column `text`.
 ///
 /// # Panics
-/// If an error says more than anybody can read.
+/// If an error message is too long.
 pub fn parquet_file(bytes: &[u8]) -> Verdict {
     let Ok(mut file) = tempfile::NamedTempFile::new() else { return Verdict::Refused };
     if file.write_all(bytes).is_err() {
@@ -154,10 +155,11 @@ pub fn parquet_file(bytes: &[u8]) -> Verdict {
     (&texts).into()
 }
 
-/// A `tokenizer.json`. An accepted one takes any text, gives ids of its vocabulary, and takes them back.
+/// Parses a `tokenizer.json`. An accepted tokenizer must encode texts to ids within its vocabulary and decode any ids
+/// without a panic.
 ///
 /// # Panics
-/// If an id lies beyond the vocabulary.
+/// If an id is beyond the vocabulary.
 pub fn tokenizer_json(bytes: &[u8]) -> Verdict {
     let tokenizer = Tokenizer::from_json(bytes, Path::new("tokenizer.json"));
     if let Ok(tokenizer) = &tokenizer {
@@ -173,10 +175,10 @@ pub fn tokenizer_json(bytes: &[u8]) -> Verdict {
     (&tokenizer).into()
 }
 
-/// A `config.json`. An accepted one is valid, countable, and reads the same after it was written.
+/// Parses a `config.json`. An accepted configuration must be valid, have a parameter count, and survive a round trip.
 ///
 /// # Panics
-/// If it does not.
+/// If it is not valid, or differs after the round trip.
 pub fn model_config(bytes: &[u8]) -> Verdict {
     let Ok(text) = str::from_utf8(bytes) else { return Verdict::Refused };
     let config = ModelConfig::from_json_text(text, "config.json");
@@ -185,7 +187,7 @@ pub fn model_config(bytes: &[u8]) -> Verdict {
         let written = config.to_json(DType::F32).to_string();
         let read = ModelConfig::from_json_text(&written, "written").expect("what was written can be read");
         assert_eq!(&read, config, "{written}");
-        // Listing the parameters of thousands of layers takes longer than all the rest.
+        // Counting the parameters of thousands of layers would dominate the time.
         if config.num_hidden_layers() <= 64 {
             assert!(config.parameter_count() > 0);
         }
@@ -193,10 +195,10 @@ pub fn model_config(bytes: &[u8]) -> Verdict {
     (&config).into()
 }
 
-/// A PEFT `adapter_config.json`. The factor of an accepted one is a number.
+/// Parses a PEFT `adapter_config.json`. An accepted configuration must have a finite, positive scale.
 ///
 /// # Panics
-/// If it is not.
+/// If the scale is not finite and positive.
 pub fn adapter_config(bytes: &[u8]) -> Verdict {
     let config = parse_adapter_config(bytes);
     if let Ok(config) = &config {
@@ -205,10 +207,10 @@ pub fn adapter_config(bytes: &[u8]) -> Verdict {
     (&config).into()
 }
 
-/// A RUN.toml. What follows from an accepted one can be computed, and it differs from itself in nothing.
+/// Parses a RUN.toml. The values derived from an accepted file must be computable, and it must not differ from itself.
 ///
 /// # Panics
-/// If it does.
+/// If a derived value is wrong, or a comparison with itself finds a difference.
 pub fn run_toml(bytes: &[u8]) -> Verdict {
     let Ok(text) = str::from_utf8(bytes) else { return Verdict::Refused };
     let config = RunConfig::parse(text, "RUN.toml", &[] as &[&str]);
@@ -229,11 +231,11 @@ pub fn run_toml(bytes: &[u8]) -> Verdict {
     (&config).into()
 }
 
-/// A cluster file. An accepted one reads as it was written, each of its devices lives on a node, and what they exchange
-/// takes a time.
+/// Parses a cluster file. An accepted cluster must survive a round trip, have each device on a node, and give finite
+/// times for collectives and messages.
 ///
 /// # Panics
-/// If not.
+/// If one of these does not hold.
 pub fn cluster(bytes: &[u8]) -> Verdict {
     let Ok(text) = str::from_utf8(bytes) else { return Verdict::Refused };
     let cluster = Cluster::parse(text, "cluster.toml");
@@ -260,11 +262,11 @@ pub fn cluster(bytes: &[u8]) -> Verdict {
     (&cluster).into()
 }
 
-/// The records of a run: rows, the first line being what the run is as well. No text of theirs becomes markup in the
-/// report, and its script can read all of it.
+/// Builds the report of a run from its rows; the first line also serves as the run's description. No text of the input
+/// may become markup in the page, and its data must be valid JSON.
 ///
 /// # Panics
-/// If not.
+/// If one of these does not hold.
 pub fn run_report(bytes: &[u8]) -> Verdict {
     let first = bytes.split(|&byte| byte == b'\n').next().unwrap_or_default();
     let run: Value = serde_json::from_slice(first).unwrap_or_default();
@@ -280,10 +282,11 @@ pub fn run_report(bytes: &[u8]) -> Verdict {
     Verdict::Accepted
 }
 
-/// A file of the flight recorder. What an accepted one tells can be told, and blames ranks that there are.
+/// Parses a file of the flight recorder. The analysis of an accepted file must have a text and blame only existing
+/// ranks.
 ///
 /// # Panics
-/// If not.
+/// If one of these does not hold.
 pub fn flight_records(bytes: &[u8]) -> Verdict {
     let dump = Dump::parse(bytes);
     if let Ok(dump) = &dump {
@@ -294,17 +297,17 @@ pub fn flight_records(bytes: &[u8]) -> Verdict {
     (&dump).into()
 }
 
-/// A plan file. An accepted one reads as it was written, gives each of its ranks a place of its own and each stage its units,
-/// and can be simulated.
+/// Parses a plan file. An accepted plan must survive a round trip, give each rank its own mesh coordinates and each
+/// stage its units, and run in the simulator.
 ///
 /// # Panics
-/// If not.
+/// If one of these does not hold.
 pub fn plan(bytes: &[u8]) -> Verdict {
     let Ok(text) = std::str::from_utf8(bytes) else { return Verdict::Refused };
     let Ok(plan) = Plan::from_json(text) else { return Verdict::Refused };
     let written = plan.to_json().expect("what was read can be written");
     assert_eq!(Plan::from_json(&written).ok().as_ref(), Some(&plan), "{written}");
-    // A square of ranks and a mixture do not go together.
+    // Two-dimensional tensor parallelism does not support experts.
     let experts = if plan.tensor_layout == TensorDimensions::Two { 0 } else { 8 };
     let facts = Facts {
         model: plan.model.clone(),
@@ -319,7 +322,7 @@ pub fn plan(bytes: &[u8]) -> Verdict {
         expert_intermediate: 2 * experts,
         adapter_rank: None,
         step: StepFacts { global_batch: 16, seq_len: 32, ..StepFacts::default() },
-        // As many as it asks for, if that is a number of ranks.
+        // The plan's own world size, if it is at most 64 ranks.
         world_size: plan.mesh.world_size().filter(|ranks| *ranks <= 64).unwrap_or(8),
     };
     let Ok(checked) = plan.check(&facts) else { return Verdict::Refused };
@@ -333,10 +336,10 @@ pub fn plan(bytes: &[u8]) -> Verdict {
     Verdict::Accepted
 }
 
-/// A user's schedule. An accepted one ends, with every pass made once.
+/// Parses a user-defined schedule. An accepted schedule must terminate in the simulator, with every pass executed once.
 ///
 /// # Panics
-/// If not.
+/// If it does not.
 pub fn schedule_csv(bytes: &[u8]) -> Verdict {
     let Ok(text) = std::str::from_utf8(bytes) else { return Verdict::Refused };
     let Ok(passes) = passes_from_csv(text, 2) else { return Verdict::Refused };
@@ -348,7 +351,7 @@ pub fn schedule_csv(bytes: &[u8]) -> Verdict {
     (&schedule).into()
 }
 
-/// Runs a schedule that was found to be sound on a clock.
+/// Simulates a valid schedule in time.
 fn simulated(schedule: &Schedule) {
     let cost = StageCost {
         forward_ms: 1.0,

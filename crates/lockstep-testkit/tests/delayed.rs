@@ -1,7 +1,8 @@
-//! What is computed does not depend on when. A device whose queue runs as late as events permit, and whose memory the host may not
-//! touch, has every bit of the CPU under every split; and each fault of order is noticed, with a message that says what came too early.
+//! Tests that results do not depend on timing. The delayed device executes its queue as late as events permit, and the
+//! host may not touch its memory. Under every split its numbers must equal the CPU's bit for bit. Each ordering fault
+//! must be detected, with a message that names the premature call.
 //!
-//! `LOCKSTEP_DEVICE=delayed cargo test --test parity` runs the whole parity matrix so.
+//! `LOCKSTEP_DEVICE=delayed cargo test --test parity` runs the whole parity matrix on delayed devices.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,7 +24,7 @@ const TENSOR: &str = "parallel.tensor_parallel=2";
 const PIPELINE: &str = "parallel.pipeline_parallel=2";
 const BF16: &str = "train.precision=bf16";
 
-/// Computes the numbers of each plan late, which asserts that they have the bits of the CPU.
+/// Computes the numbers of each plan on delayed devices, which asserts that they equal the CPU's.
 fn check(model: TinyModel, plans: &[Vec<&str>]) {
     let bench = Workbench::on(LATE).unwrap();
     for plan in plans {
@@ -83,7 +84,7 @@ fn a_run_that_computes_late_goes_on_from_its_checkpoint() {
     assert_eq!(losses(LATE), losses(Compute::AtOnce));
 }
 
-/// An arena and a queue of a device that commits `fault`.
+/// Returns an arena and a queue of a device with the given fault.
 fn device(fault: Option<Fault>) -> (Arena, Box<dyn Queue>) {
     let arena = Arena::on(Delayed::new(fault));
     let queue = arena.queue(1).unwrap();
@@ -140,14 +141,14 @@ fn a_queue_waits_for_the_event_of_another() {
     assert_eq!(y.view().fetch::<f32>(), [8.0; 256]);
 }
 
-/// The message of the panic in which `run` ends.
+/// Returns the message of the panic in which `run` ends.
 fn message_of<T>(run: impl FnOnce() -> T) -> String {
     let Err(panic) = catch_unwind(AssertUnwindSafe(run)) else { panic!("the fault went unnoticed") };
     let text = panic.downcast_ref::<String>().cloned();
     text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap()
 }
 
-/// Checks that a run under `plan` whose devices commit `fault` ends in a message that begins so.
+/// Checks that a run under `plan`, on devices with the given fault, panics with a message that starts with `expected`.
 fn check_fault(fault: Fault, plan: &[&str], expected: &str) {
     let bench = Workbench::on(Compute::Delayed(Some(fault))).unwrap_or_else(|error| panic!("{error}"));
     let config = bench.config(GPT2, &[plan, &["parallel.timeout_s=5"]].concat()).unwrap();
@@ -188,7 +189,7 @@ fn fault_6_losses_are_read_before_they_are_computed() {
     check_fault(Fault::ReadsAtOnce, &[], "too early: a read of the host touches");
 }
 
-/// Two tensors on a device that commits `fault`, of which the second is to be computed from the first, and is not yet.
+/// Returns two tensors on a device with the given fault. The second is to be computed from the first, but is not yet.
 fn uncomputed(fault: Option<Fault>) -> (Tensor, Tensor, Box<dyn Queue>) {
     let (arena, queue) = device(fault);
     let zeros = || Tensor::zeros(&arena, DType::F32, [256], MemoryCategory::Workspace).unwrap();

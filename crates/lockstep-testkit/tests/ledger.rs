@@ -1,24 +1,27 @@
-//! Memory is counted, not estimated: what is predicted of a rank before anything is allocated is what its arena books, to the
-//! byte and by category, when the engine stands and after steps.
+//! Tests of predicted memory: the prediction for a rank must equal its arena's ledger, by category and to the byte,
+//! after the engine is built and after steps.
 //!
-//! The engine allocates the flat stores of the very list that the prediction sums. So the plans here vary what buffers depend on:
-//! activations, workspace, staging of collectives and disks, gathered weights.
+//! The engine allocates the flat stores from the same list that the prediction sums. So the plans here vary the other
+//! buffers: activations, workspace, staging of collectives and disks, and gathered weights.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-use lockstep_engine::Engine;
+use lockstep_config::{RunConfig, resolve_model};
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::metrics::StepMetrics;
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::{MemoryBytes, MemoryCategory, OffloadBytes};
+use lockstep_planner::Forecast;
 use lockstep_testkit::parity::{
     DEEPSEEK, GPT2, LLAMA, MIXTRAL, MIXTURES, MODELS, QWEN2, QWEN2_MOE, QWEN3, TinyModel, Workbench,
     expert_splits, on_ranks, pairs, splits, square,
 };
-use lockstep_train::metrics::StepMetrics;
-use lockstep_train::{Error, Forecast, Ranks, RunConfig, StepObserver, resolve_model, verify::watch};
+use lockstep_train::verify::watch;
+use lockstep_train::{Error, StepObserver};
 
-/// Each of these tiny models is cached no more than this by kernels: scratch of attention and partial sums.
+/// Upper bound on the kernels' caches in each of these tiny models: attention scratch and partial sums.
 const MOST_CACHED_BYTES: usize = 2 << 20;
 
-/// Takes down what is booked when a run begins and after two steps.
+/// Observer that records the ledger at the start of a run and after two steps.
 #[derive(Default)]
 struct Bookkeeper {
     predicted: MemoryBytes,
@@ -42,27 +45,27 @@ impl StepObserver for Bookkeeper {
     }
 
     fn step_ended(&mut self, row: &StepMetrics) {
-        // The first step finds windows in memory that were filled at the start.
+        // The first step still finds windows in memory that were loaded at the start.
         if let Some(disk) = row.disk.filter(|_| row.step == 2) {
             self.moved = OffloadBytes { read: disk.read_bytes, written: disk.written_bytes, waited: 0 };
         }
     }
 }
 
-/// Whether as much is moved as was predicted. Where few windows do not fit beside each other, it depends on which were there at first
-/// how many of them are found there later.
+/// Returns true if the disk traffic is within a tenth of the prediction. When few windows fit into memory, the number
+/// of cache hits depends on the windows that were loaded first.
 fn is_near(moved: OffloadBytes, predicted: OffloadBytes) -> bool {
     let is_near = |moved: u64, predicted: u64| moved.abs_diff(predicted) * 10 <= predicted;
     is_near(moved.read, predicted.read) && is_near(moved.written, predicted.written)
 }
 
-/// Whether as much is written as was predicted, and no more read: of a stage with few blocks what they keep may still be in memory
-/// when its turn comes.
+/// Returns true if exactly as much is written as predicted, and no more is read. In a stage with few blocks, saved
+/// activations may still be in memory when backward needs them.
 fn reads_no_more(moved: OffloadBytes, predicted: OffloadBytes) -> bool {
     moved.read <= predicted.read && moved.written == predicted.written
 }
 
-/// Everything in which the ledgers of a plan's ranks differ from what was predicted of them.
+/// Returns every difference between the ledgers of a plan's ranks and their predictions.
 fn differences(bench: &Workbench, model: TinyModel, plan: &[&str]) -> Result<Vec<String>, Error> {
     let settings: Vec<&str> = plan.iter().copied().chain(["train.steps=3"]).collect();
     let config = bench.config(model, &settings)?;
@@ -74,7 +77,7 @@ fn differences(bench: &Workbench, model: TinyModel, plan: &[&str]) -> Result<Vec
     })?;
     let mut lines = Vec::new();
     for (rank, Bookkeeper { predicted, predicted_traffic, moved, booked }) in seen {
-        // A model whose experts are chosen with biases writes these in passes of their own.
+        // A model with router biases writes these in separate transfers.
         let has_frames = config.plan.residence.have_activations_on_disk();
         let is_foretold = if has_frames && config.plan.mesh.pipeline > 1 { reads_no_more } else { is_near };
         if model.name != DEEPSEEK.name && !is_foretold(moved, predicted_traffic) {
@@ -113,7 +116,7 @@ fn differences(bench: &Workbench, model: TinyModel, plan: &[&str]) -> Result<Vec
     Ok(lines)
 }
 
-/// Whether it is the run's, not the engine's, to book.
+/// Returns true if the training run books this category, and not the engine.
 fn is_of_run(category: MemoryCategory) -> bool {
     category == MemoryCategory::Snapshot
 }
@@ -228,7 +231,7 @@ fn what_travels_as_small_integers_books_what_was_predicted() {
     };
     plans = vec![shards(&[two, int4]), shards(&[three, weights, gradients])];
     check(&[MIXTRAL], &plans);
-    // Three copies, that pieces of what is owned are not of equal length.
+    // Three replicas, so that the pieces of owned gradients differ in length.
     let three_copies = [
         "parallel.data_parallel_replicate=3",
         "parallel.data_parallel_shard=2",
@@ -271,7 +274,7 @@ fn slices_of_what_blocks_were_given_book_what_was_predicted() {
     };
     check(&[GPT2], &schedules.iter().map(of_schedule).collect::<Vec<_>>());
     check(&[LLAMA, MIXTRAL], &plans);
-    // In three parts no value is cut evenly.
+    // With three ranks no value splits evenly.
     let thirds = ["parallel.tensor_parallel=3", "parallel.partition_activations=true", full];
     let model = ["model.n_head=6", "model.n_embd=36", "train.seq_len=14", "train.micro_batch=1"];
     plans = vec![[&thirds[..], &model].concat()];
@@ -288,7 +291,7 @@ fn what_is_frozen_books_what_was_predicted() {
         vec![lora, "parallel.pipeline_parallel=2", "train.precision=bf16"],
         [shards("parallel.zero_stage=2"), vec!["parallel.quantize_gradients=int8"]].concat(),
     ];
-    // Of the models of the matrix these begin from weights that are there, which alone may be frozen.
+    // Only these models of the matrix start from pretrained weights, which freezing requires.
     check(&[MIXTRAL, QWEN2_MOE], &plans);
 }
 
@@ -306,7 +309,7 @@ fn weights_that_are_gathered_book_what_was_predicted() {
     let layouts: [(TinyModel, &[&str]); 8] = [
         (GPT2, &[two]),
         (LLAMA, &[two, "train.precision=bf16", "parallel.recompute=selective"]),
-        // Parts of the vocabulary differ in size, whether or not ranks with different ones gather from each other.
+        // The vocabulary shards differ in size, also within the ranks that gather from each other.
         (
             GPT2,
             &[
@@ -347,7 +350,7 @@ fn weights_that_neighbours_keep_book_what_was_predicted() {
             GPT2,
             &["parallel.data_parallel_shard=2", "parallel.context_parallel=2", "parallel.tensor_parallel=2"],
         ),
-        // Experts of two ranks are shared out among two: they have no neighbours.
+        // Experts of a parallel degree of 2 are sharded over two ranks only, so they have no secondary shard.
         (MIXTRAL, &[four, "parallel.expert_parallel=2"]),
     ];
     let common = [
@@ -363,7 +366,7 @@ fn weights_that_neighbours_keep_book_what_was_predicted() {
     }
 }
 
-/// A run's own ledger holds copies of its state as well.
+/// The ledger of a training run also contains snapshots of its state.
 #[test]
 fn what_is_on_disk_books_its_windows() {
     let disk = tempfile::tempdir().unwrap();

@@ -1,22 +1,25 @@
-//! A test of the parity matrix: whatever sum is left out or number is taken from the wrong place, some plan notices.
+//! Mutation test of the parity matrix: each injected communication, recording or data fault must be noticed by some
+//! plan.
 //!
-//! `cargo xtask mutations` runs it. Faults are put in from outside: into what ranks tell each other, at every call site that any of
-//! the plans reaches ([`Faults`]); into recorded blocks ([`Fault`]); and into a rank's configuration.
+//! `cargo xtask mutations` runs it. Faults are injected from outside: into the messages between ranks, at every call
+//! site that any of the plans reaches ([`Faults`]); into recorded blocks ([`Fault`]); and into the configuration of a
+//! rank.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use lockstep_comm::faults::{Damage, Faults, Seen, Site};
+use lockstep_engine::Ranks;
 use lockstep_graph::faults::{Fault, record_with};
 use lockstep_plan::{Axis, Feedback, Mesh, Quantization, QuantizedType, ZeroStage};
 use lockstep_testkit::parity::{GPT2, LLAMA, MIXTRAL, TinyModel, Workbench, on_ranks_of};
 use lockstep_testkit::quantized::{Case, what_one_step_loses_the_next_one_says};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::verify::{Tolerance, numbers};
-use lockstep_train::{Error, Ranks};
+use lockstep_train::{Error, ranks_of};
 
-/// Biases are zero at first: only after a step do they differ. Plain gradient descent keeps rounding small.
+/// Biases start at zero and differ only after a step. Plain gradient descent keeps rounding errors small.
 const STEPS: [&str; 5] = [
     "train.steps=3",
     "optimizer.kind=sgd",
@@ -46,7 +49,7 @@ const QUANTIZED: [&str; 5] = [
     "parallel.quantize_gradients=int8",
 ];
 
-/// A few of the matrix, the most general first.
+/// Returns a few plans of the matrix, the most general first.
 fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
     let all = [
         "parallel.tensor_parallel=2",
@@ -92,37 +95,37 @@ fn plans() -> Vec<(TinyModel, Vec<&'static str>)> {
             MIXTRAL,
             vec!["parallel.tensor_parallel=2", "parallel.expert_tensor_parallel=2", "train.micro_batch=2"],
         ),
-        // Few tokens, so that the replicas look up different rows.
+        // Few tokens, so that the replicas look up different embedding rows.
         (LLAMA, vec!["parallel.data_parallel_replicate=2", "train.global_batch=2"]),
         (LLAMA, QUANTIZED.to_vec()),
     ]
 }
 
-/// Plans under which ranks that are not the first read other samples, by the axis along which they are.
+/// Plans in which ranks other than the first may read wrong samples, by the mesh axis of these ranks.
 const SAMPLES: [(&str, usize); 3] = [("replicate", 0), ("tensor", 3), ("context", 7)];
 
-/// Fewer faults than this would be some that are no longer put in.
+/// Minimum number of injected faults; fewer would mean that some are no longer injected.
 const LEAST: usize = 150;
 
-/// Where ranks talk to each other, the same in all plans.
+/// Call site of communication between ranks, comparable across plans.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Place {
     file: String,
     line: u32,
-    /// The kind, the type of the elements, and the axes along which the group's ranks differ.
+    /// Kind of collective, element type, and the mesh axes that the group spans.
     operation: String,
 }
 
-/// Trials of one fault, by the index of their plan.
+/// Trials of one fault, each with the index of its plan.
 type Trials = Vec<(usize, Trial)>;
 
-/// A fault, or none, that the ranks of a plan begin with.
+/// Faults, possibly none, with which the ranks of a plan start.
 struct Trial {
-    /// In what they tell each other.
+    /// Faults in messages between ranks.
     faults: std::sync::Arc<Faults>,
-    /// In the blocks that they record.
+    /// Fault in recorded blocks.
     recording: Option<Fault>,
-    /// A setting of all ranks but the first.
+    /// Setting that all ranks but the first get in addition.
     setting: Option<&'static str>,
 }
 
@@ -131,7 +134,7 @@ impl Trial {
         Self { faults: Faults::none(), recording: None, setting: None }
     }
 
-    /// Where the plan's numbers differ from those of one rank.
+    /// Returns the differences between the plan's numbers and those of one rank.
     fn differences(
         &self,
         bench: &Workbench,
@@ -142,7 +145,7 @@ impl Trial {
         let others = bench.config(model, &[plan, self.setting.as_slice()].concat())?;
         let join = |group| {
             record_with(self.recording);
-            Ranks::of(self.faults.put_into(group), &config)
+            ranks_of(self.faults.put_into(group), &config)
         };
         let run = |ranks: &Ranks| {
             let config = if ranks.is_first() { &config } else { &others };
@@ -153,7 +156,7 @@ impl Trial {
     }
 }
 
-/// Call sites that no plan notices faults of, by their files and operations, with the damage if only one is meant, and why.
+/// Call sites at which no plan can notice faults: file, operation, the damage if only one is exempt, and the reason.
 const EXEMPT: &[(&str, &str, Option<Damage>, &str)] = &[
     ("forecast.rs", "all_gather of i64", None, "predicted memory, which is only shown"),
     ("ranks.rs", "all_gather of u8", None, "digests of weights, which are only compared"),
@@ -179,7 +182,7 @@ fn is_exempt(place: &Place, damage: Damage) -> bool {
     })
 }
 
-/// The place of a call site that a plan has reached.
+/// Returns the plan-independent description of a call site that a plan has reached.
 fn place_of(Seen { site, ranks, .. }: &Seen, mesh: &Mesh) -> Place {
     let Site { file, line, kind, number, sender, .. } = site;
     let path = Path::new(file);
@@ -191,7 +194,7 @@ fn place_of(Seen { site, ranks, .. }: &Seen, mesh: &Mesh) -> Place {
     let size: usize = axes.iter().map(|axis| mesh.ranks().degree(*axis)).product();
     let names: Vec<String> = axes.iter().map(|axis| format!("{axis:?}").to_lowercase()).collect();
     let part = if ranks.len() < size { "part of " } else { "" };
-    // A run's own talk is among all ranks, whatever the plan.
+    // Communication of the training loop is among all ranks in any plan.
     let is_of_run = path.components().any(|part| part.as_os_str() == "lockstep-train");
     let sender = sender.map_or(String::new(), |sender| format!(" from rank {sender}"));
     let axes = if is_of_run { "all".to_owned() } else { format!("{part}{}", names.join("·")) };
@@ -202,12 +205,12 @@ fn place_of(Seen { site, ranks, .. }: &Seen, mesh: &Mesh) -> Place {
     }
 }
 
-/// Trials of every damage to what ranks tell each other at every place that sound runs of the plans reach.
+/// Returns trials of every kind of damage at every call site that fault-free runs of the plans reach.
 fn of_communication(bench: &Workbench, plans: &[(TinyModel, Vec<&'static str>)]) -> Vec<(String, Trials)> {
     let mut places: BTreeMap<Place, Vec<(usize, Seen)>> = BTreeMap::new();
     for (index, (model, plan)) in plans.iter().enumerate() {
         let sound = Trial::sound();
-        // The numbers of one rank are computed here, once and without a fault.
+        // This first run, without a fault, also computes and caches the numbers of one rank.
         let lines = sound.differences(bench, *model, plan).unwrap();
         let plan_name = plan.join(" ");
         assert!(lines.is_empty(), "without a fault: {}, {plan_name}: {}", model.name, lines.join("\n"));
@@ -236,7 +239,8 @@ fn of_communication(bench: &Workbench, plans: &[(TinyModel, Vec<&'static str>)])
     trials
 }
 
-/// What a trial finds of a plan, if it finds anything: numbers that differ. A run that ends of itself is no find.
+/// Returns the plan and its first differing number, if a trial causes a difference. A run that fails by itself does not
+/// count.
 fn noticed(
     bench: &Workbench,
     (model, plan): &(TinyModel, Vec<&'static str>),

@@ -1,6 +1,6 @@
-//! One model, any plan: the numbers are those of one rank.
+//! Tests of the parity matrix: under any plan, a model's numbers are those of one rank.
 //!
-//! `LOCKSTEP_PLANS` says how many random plans are tried, `LOCKSTEP_SEED` which.
+//! `LOCKSTEP_PLANS` sets the number of random plans, `LOCKSTEP_SEED` their seed.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::env;
@@ -14,7 +14,7 @@ use lockstep_testkit::random_plan::random_plans;
 use lockstep_train::verify::{Numbers, ROUTER_MARGIN, Tolerance};
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner};
 
-/// Random plans of an ordinary run of the tests.
+/// Number of random plans in an ordinary test run.
 const PLANS: u32 = 50;
 
 const TENSOR_2: &str = "parallel.tensor_parallel=2";
@@ -34,7 +34,7 @@ const METHODS: [&str; 3] = [
     "parallel.context_parallel_method=all_to_all",
 ];
 
-/// Everything that differs between models under plans and one rank.
+/// Returns all differences between the models' numbers under the plans and on one rank.
 fn differences<Setting: AsRef<str>>(
     bench: &Workbench,
     models: &[TinyModel],
@@ -95,7 +95,7 @@ fn a_square_of_ranks_has_the_numbers_of_one_rank_for_twenty_steps_alone_and_in_p
 
 #[test]
 fn nine_ranks_are_no_square_of_two() {
-    // Of two, a row and a column that were taken for each other might go unnoticed.
+    // With a 2 × 2 square, swapping rows and columns might go unnoticed.
     let model = ["model.n_head=6", "model.n_embd=36"];
     let batch = ["train.seq_len=15", "train.global_batch=6", "train.steps=3"];
     check(&[GPT2], &with(&[square(3)], &[&model[..], &batch].concat()));
@@ -168,7 +168,8 @@ fn so_have_experts_whose_matrices_are_split() {
 #[test]
 fn so_have_experts_of_ranks_that_share_sequences() {
     check(&MIXTURES, &[vec![CONTEXT_2, EXPERT_2], vec![CONTEXT_2, TENSOR_2, EXPERT_4]]);
-    // Experts take the first slots of a sequence, wherever those are: at both ends of the ranks' line, and in turns.
+    // Experts take the first capacity slots of a sequence wherever its parts are: at both ends of the rank order, or
+    // alternating.
     for method in METHODS {
         let plans = [
             vec!["parallel.context_parallel=4", method],
@@ -197,12 +198,13 @@ fn plans_in_bf16_and_f16_lose_no_more_than_one_rank() {
             &with_precision(&[&[REPLICAS_2], &[TENSOR_2], &[TENSOR_2, SEQUENCE], &[PIPELINE_2]]),
         );
         check(&MIXTURES, &with_precision(&[&[REPLICAS_2], &[SHARD_2, EXPERT_2], &[PIPELINE_2]]));
-        // Ranks that share latent attention round its narrow values once more each, which is more than others lose.
+        // With tensor-parallel latent attention the low-rank values are rounded once more, which exceeds this
+        // tolerance.
         check(
             &[MIXTRAL, QWEN2_MOE],
             &with_precision(&[&[TENSOR_2], &[TENSOR_2, EXPERT_2], &[TENSOR_2, PARTS_2]]),
         );
-        // Fewer heads of keys and values than ranks, which have a share of their gradients each.
+        // Fewer key/value heads than ranks: each rank has a part of their gradients.
         check(&[LLAMA], &with_precision(&[&["parallel.context_parallel=4", METHODS[2]]]));
     }
 }
@@ -289,7 +291,8 @@ fn sharing_out_the_state_changes_no_bit() {
     ];
     for (model, more) in models {
         let numbers = |settings: &[&str]| -> Numbers {
-            // One micro-batch for each rank: with more, stage 2 adds sums of ranks, and the others sums of micro-batches.
+            // One micro-batch per rank: with more, stage 2 sums over ranks first, and the others over micro-batches
+            // first.
             let all = settings.iter().chain(more).copied().chain(["train.steps=4", "train.global_batch=4"]);
             let config = bench.config(model, &all.collect::<Vec<_>>()).unwrap();
             bench.numbers(&config).unwrap()
@@ -323,7 +326,7 @@ fn keeping_slices_of_what_blocks_were_given_changes_no_bit() {
     const BF16: &str = "train.precision=bf16";
     const SOME: &str =
         "parallel.recompute={ default = \"selective\", layers = [{ from = 1, every = 2, mode = \"full\" }] }";
-    // In three parts no value is cut evenly.
+    // With three ranks no value splits evenly.
     let thirds = ["model.n_head=6", "model.n_embd=36", "train.seq_len=14", "train.micro_batch=1"];
     let mut plans: Vec<(TinyModel, Vec<&str>)> = vec![
         (GPT2, vec![TENSOR_2, FULL, "train.dropout=0.1"]),
@@ -401,12 +404,12 @@ fn moving_state_to_the_disk_changes_no_bit() {
     let disk = format!("parallel.offload.dir={}", disk.path().display());
     const BF16: &str = "train.precision=bf16";
     let plans: [(TinyModel, &[&str]); 9] = [
-        // More micro-batches of one rank are added up in the products themselves where gradients are in memory.
+        // One micro-batch: with gradients in memory, further ones would accumulate within the matrix products.
         (GPT2, &["train.global_batch=1", "train.micro_batch=1", BF16]),
         (LLAMA, &[SHARD_2, "parallel.zero_stage=2", BF16]),
         (LLAMA, &[SHARD_2, "parallel.zero_stage=3"]),
         (GPT2, &["parallel.data_parallel_shard=4", "parallel.zero_stage=3", "train.micro_batch=1"]),
-        // Norms have summands on both ranks: with gradients on disk these are added after each micro-batch.
+        // One micro-batch: gradients of norms are partial sums, which on disk are reduced after each micro-batch.
         (QWEN3, &[TENSOR_2, SEQUENCE, BF16, "train.global_batch=2", "train.micro_batch=2"]),
         (GPT2, &[PIPELINE_2, "parallel.pipeline_schedule=zb_h1", SHARD_2, "parallel.zero_stage=2"]),
         (LLAMA, &[PIPELINE_2, SHARD_2, "parallel.zero_stage=2"]),
@@ -422,7 +425,7 @@ fn moving_state_to_the_disk_changes_no_bit() {
         for share in ["1", "0.5"] {
             let share = format!("parallel.offload.fraction={share}");
             let all = [OPTIMIZER_ON_DISK, GRADIENTS_ON_DISK, PARAMETERS_ON_DISK];
-            // With stage 2 all ranks keep all parameters.
+            // With stage 2 every rank holds all parameters.
             let most = if plan.contains(&"parallel.zero_stage=2") { 2 } else { 3 };
             for more in (1..=most).map(|count| &all[..count]) {
                 let found = numbers(&[more, &[disk.as_str(), share.as_str()]].concat());
@@ -431,7 +434,7 @@ fn moving_state_to_the_disk_changes_no_bit() {
             }
         }
     }
-    // Replicas hold the same state, and add their gradients in memory.
+    // Replicas hold the same state and reduce their gradients in memory.
     let replicas = |more: &[&str]| {
         let config = bench.config(LLAMA, &[&[REPLICAS_2, "train.steps=4"], more].concat()).unwrap();
         bench.numbers(&config).unwrap()
@@ -487,7 +490,7 @@ fn weights_that_come_from_the_disk_are_those_that_were_left_there() {
     let offload = [OPTIMIZER_ON_DISK, PARAMETERS_ON_DISK, &disk];
     let stage_3 = [SHARD_2, "parallel.zero_stage=3"];
     let plans: [(TinyModel, &[&str]); 5] = [
-        // What is not trained is on disk as well, and never written again.
+        // Frozen parameters are also on disk, and are never written again.
         (QWEN2_MOE, &["fine_tune.lora_rank=2", "train.precision=bf16"]),
         (
             MIXTRAL,
@@ -498,7 +501,7 @@ fn weights_that_come_from_the_disk_are_those_that_were_left_there() {
                 "fine_tune.lora_targets=[\"q_proj\"]",
             ],
         ),
-        // Codes are of what was read.
+        // Weights are quantized after they are read from disk.
         (GPT2, &[SHARD_2, "parallel.zero_stage=3", "parallel.quantize_weights=int8"]),
         (GPT2, &["parallel.data_parallel_shard=4", "parallel.zero_stage=3", "parallel.secondary_shard=2"]),
         (LLAMA, &[PIPELINE_2, "parallel.pipeline_schedule=interleaved_1f1b", "train.precision=bf16"]),
@@ -522,7 +525,7 @@ fn weights_that_come_from_the_disk_are_those_that_were_left_there() {
             );
         }
     }
-    // Eval and a checkpoint read what is on disk.
+    // Evaluation and checkpoints read parameters from disk.
     let alone = [&["train.global_batch=4", "train.precision=bf16"][..], &offload].concat();
     let apart = [&stage_3[..], &["train.global_batch=4", "train.precision=bf16"], &offload].concat();
     let in_memory = ["train.global_batch=4", "train.precision=bf16"];
@@ -548,7 +551,7 @@ fn a_run_goes_on_with_its_state_on_disk_or_in_memory_with_every_bit() {
         for plans in [[&shard[..], &on_disk], [&on_disk, &shard], [&on_disk, &on_disk]] {
             assert_eq!(bench.losses_of_both(model, plans, 6).unwrap(), expected, "{}: {plans:?}", model.name);
         }
-        // Other ranks add in another order; the state that they go on from is the same.
+        // Other ranks reduce in another order, but resume from the same state.
         let found = bench.losses_of_both(model, [&on_disk, &alone], 6).unwrap();
         assert_eq!(found[..3], expected[..3], "{}", model.name);
         assert!(
@@ -565,12 +568,12 @@ fn when_weights_are_gathered_changes_no_bit() {
     let layouts: [(TinyModel, &[&str]); 8] = [
         (GPT2, &[]),
         (LLAMA, &["train.precision=bf16", "parallel.recompute=selective"]),
-        // Parts of the vocabulary differ in size.
+        // The vocabulary shards differ in size.
         (GPT2, &[TENSOR_2, SEQUENCE, "model.vocab_size=300", "data.tokenizer=bytes"]),
         (LLAMA, &[PIPELINE_2, "parallel.pipeline_schedule=interleaved_1f1b"]),
         (QWEN3, &[&[PIPELINE_2], &zb_v[..]].concat()),
         (MIXTRAL, &[EXPERT_2, REPLICAS_2]),
-        // What is not trained is shared out and gathered as well.
+        // Frozen parameters are sharded and gathered as well.
         (MIXTRAL, &["fine_tune.lora_rank=2"]),
         (
             QWEN2_MOE,
@@ -613,7 +616,7 @@ fn weights_that_neighbours_keep_have_the_bits_of_their_owners() {
         (GPT2, &["parallel.data_parallel_shard=4"]),
         (LLAMA, &["parallel.data_parallel_shard=4", "train.precision=bf16", "parallel.recompute=full"]),
         (GPT2, &[SHARD_2, CONTEXT_2, TENSOR_2, SEQUENCE]),
-        // Experts of two ranks are shared out among two: they have no neighbours.
+        // Experts of a parallel degree of 2 are sharded over two ranks only, so they have no secondary shard.
         (MIXTRAL, &["parallel.data_parallel_shard=4", EXPERT_2]),
     ];
     for (model, layout) in layouts {
@@ -663,7 +666,7 @@ fn any_split_goes_on_from_the_checkpoint_of_any_other() {
 
 #[test]
 fn so_does_any_split_of_a_mixture() {
-    // From random weights, so that what a rank draws for its experts is what one rank draws.
+    // Starts from random weights, to check that a rank draws the same values for its experts as a single rank.
     let random = ["model.from_pretrained=false", "model.router_bias_update_rate=0.05"];
     let plans = [
         &[][..],
@@ -676,7 +679,7 @@ fn so_does_any_split_of_a_mixture() {
     }
 }
 
-/// Checks that losses are those of one rank where each plan goes on from a checkpoint of the one before.
+/// Checks that the losses equal those of one rank when each plan resumes from a checkpoint of the one before.
 fn check_checkpoints<Setting: AsRef<str>>(model: TinyModel, plans: &[Vec<Setting>]) {
     let bench = Workbench::new().unwrap();
     let plans: Vec<Vec<&str>> = plans.iter().map(|plan| plan.iter().map(AsRef::as_ref).collect()).collect();

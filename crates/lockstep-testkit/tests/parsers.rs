@@ -1,5 +1,5 @@
-//! Every parser against thousands of mutations of sound inputs, on stable and within seconds. A failure prints the
-//! target and the number of the mutant, which is enough to make it again.
+//! Runs every parser on thousands of mutations of valid inputs, on stable and within seconds. A failure prints the
+//! target and the number of the mutant, which reproduce it.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use lockstep_testkit::mutate::mutant;
 use lockstep_testkit::{TARGETS, Target, Verdict};
 
-/// A parser that takes longer than this for a mutant of a few kilobytes can be made to hang by a larger one.
+/// Time limit per mutant. A parser that exceeds it for a few kilobytes could hang on a larger input.
 const TIME_LIMIT: Duration = Duration::from_secs(2);
 
 fn survives(name: &str, mutants: u64) {
@@ -27,7 +27,7 @@ fn survives(name: &str, mutants: u64) {
         accepted += u64::from(verdict.unwrap_or_else(|_| panic!("{}", shown())) == Verdict::Accepted);
         assert!(begin.elapsed() < TIME_LIMIT, "{:?} for {}", begin.elapsed(), shown());
     }
-    // Mutants that are all refused at the door test the door only.
+    // If nearly all mutants are rejected by the first check, the rest of the parser is not tested.
     assert!(accepted > mutants / 200, "only {accepted} of {mutants} mutants of {name} were accepted");
     assert!(accepted < mutants, "{name} refuses nothing");
 }

@@ -1,4 +1,4 @@
-//! Plans in which gradients or weights travel as small integers: what they lose, what they send, and that they go on with every bit.
+//! Tests of plans with quantized gradients or weights: their error, their traffic, and bit-exact resume.
 
 use lockstep_plan::{Feedback, Quantization, QuantizedType, ZeroStage};
 use lockstep_testkit::parity::{GPT2, LLAMA, MIXTRAL, TinyModel, Workbench};
@@ -32,7 +32,7 @@ fn sums_are_off_by_no_more_than_half_of_each_summands_scale_and_the_same_on_all_
         }
         sums_are_within_their_bound(case(1, 4, ZeroStage::Gradients, kind)).unwrap();
         sums_are_within_their_bound(case(2, 2, ZeroStage::Optimizer, kind)).unwrap();
-        // Pieces of unlike length.
+        // Pieces of unequal length.
         sums_are_within_their_bound(case(3, 2, ZeroStage::Parameters, kind)).unwrap();
     }
 }
@@ -55,7 +55,7 @@ fn with_feedback_nothing_is_lost_over_steps_and_without_as_much_in_each() {
 #[test]
 fn ranks_send_what_their_codes_and_scales_take() {
     let bytes = |case: Case| traffic(case).unwrap().bytes as f64;
-    // The tables of this model are not tied, so that nothing but gradients and weights is sent.
+    // The embedding and the output layer are not tied, so only gradients and weights are sent.
     for (replicate, shard, stage) in
         [(1, 2, ZeroStage::Optimizer), (1, 4, ZeroStage::Gradients), (2, 2, ZeroStage::Gradients)]
     {
@@ -73,7 +73,7 @@ fn ranks_send_what_their_codes_and_scales_take() {
     let case =
         |quantization| Case { replicate: 1, shard: 2, zero_stage: ZeroStage::Parameters, quantization };
     let (exact, found) = (bytes(case(Quantization::default())), bytes(case(weights)));
-    // Gradients are a third of it: weights are gathered for the forward and for the backward.
+    // Gradients are a third of the traffic; weights are gathered once for forward and once for backward.
     assert!(
         found < 0.67 * exact && found > 0.33 * exact,
         "{found} bytes with weights as int8, {exact} without"
@@ -101,7 +101,7 @@ fn plans_that_quantize_compute_what_one_rank_computes_but_for_what_codes_lose() 
         (GPT2, &[SHARD_2, ZERO_3, WEIGHTS, "train.precision=bf16"]),
         (LLAMA, &["parallel.context_parallel=2", ZERO_2, INT8]),
         (GPT2, &[SHARD_2, ZERO_2, INT8, "parallel.tensor_parallel=2", "parallel.sequence_parallel=true"]),
-        // The table of both ends is summed as it is.
+        // The gradient of the tied embedding is all-reduced between the first and the last stage without quantization.
         (LLAMA, &[SHARD_2, ZERO_1, INT8, "parallel.pipeline_parallel=2"]),
         (MIXTRAL, &["parallel.data_parallel_shard=4", ZERO_3, INT8, "parallel.expert_parallel=2"]),
     ];
@@ -138,7 +138,7 @@ fn a_run_goes_on_with_every_bit_of_what_codes_have_lost() {
         let found = bench.losses_of_both(model, [&plan, &plan], 6).unwrap();
         assert_eq!(found, whole, "{}, {plan:?}", model.name);
     }
-    // Another number of ranks has other residuals: it begins without.
+    // With another number of ranks the saved residuals do not apply, so error feedback starts from zero.
     let plan: Vec<&str> = [SHARD_2, ZERO_2, INT8].into_iter().chain(batch).collect();
     let other: Vec<&str> =
         ["parallel.data_parallel_shard=4", ZERO_2, INT8].into_iter().chain(batch).collect();

@@ -1,105 +1,109 @@
-//! Timings of the machine at hand: whole training steps on random tokens, and the matrix products they consist of.
+//! Benchmarks of this machine: whole training steps on random tokens, and the matrix products in them.
 
 use std::time::Instant;
 
-use lockstep_engine::{Engine, EngineOptions, HostBatch, Update};
+use lockstep_config::{NamedModel, RunConfig, config_of, engine_options, overrides_of};
+use lockstep_engine::{Engine, EngineOptions, HostBatch, Ranks, Update};
 use lockstep_graph::{BlockShape, Seed};
 use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{CheckedPlan, DType, MemoryCategory, random::Philox};
+use lockstep_observe::metrics::{CommunicationUse, DiskUse, MemoryUse, PredictedMemory};
+use lockstep_observe::roofline::{Detail, Limits, Roofline};
+use lockstep_plan::random::Philox;
+use lockstep_plan::{CheckedPlan, DType, MemoryCategory};
+use lockstep_planner::Forecast;
+use lockstep_planner::forecast::Training;
+use lockstep_tensor::cpu::measure_peak;
+use lockstep_tensor::host::{peak_own_bytes, peak_resident_bytes, proportional_bytes};
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
-use lockstep_tensor::cpu::measure_peak;
-
-use crate::forecast::Training;
-use crate::machine::{peak_own_bytes, peak_resident_bytes, proportional_bytes};
-use crate::metrics::{CommunicationUse, DiskUse, MemoryUse, PredictedMemory};
-use crate::model_name::config_of;
-use crate::roofline::{Detail, Limits, Roofline};
-use crate::setup::{engine_options, overrides_of};
+use crate::Error;
 use crate::trainer::clip_coefficient;
-use crate::{Error, Forecast, NamedModel, Ranks, RunConfig};
 
 pub(crate) const SEED: u64 = 1337;
-/// Runs of each product, of which the fastest counts.
+/// Runs of each product; the fastest counts.
 const GEMM_RUNS: usize = 5;
 
-/// Steps to be timed.
+/// A benchmark of training steps.
 #[derive(Debug, Clone)]
 pub struct StepBenchmark {
     /// The plan of the ranks.
     pub plan: CheckedPlan,
     /// Precision, storage and threads of each rank.
     pub options: EngineOptions,
-    /// How many are timed, after one that is not; at least one.
+    /// Timed steps, after one warm-up step; at least one.
     pub steps: usize,
-    /// How finely every operation in them is timed as well, if it is.
+    /// Granularity at which operations are timed as well; `None` if they are not.
     pub roofline: Option<Detail>,
 }
 
 impl StepBenchmark {
-    /// The settings of an engine that is timed: of AdamW, with so many compute threads.
+    /// Returns the engine's settings for a benchmark: AdamW, with so many compute threads.
     pub fn engine_options(config: &RunConfig, dtype: DType, threads: usize) -> EngineOptions {
         let optimizer = EngineOptions::default().optimizer;
         EngineOptions { dtype, threads, optimizer, seed: SEED, ..engine_options(config) }
     }
 
-    /// A micro-batch, and the type that kernels read.
+    /// Returns the shape of a micro-batch, with the type that kernels read.
     pub fn shape(&self) -> BlockShape {
         BlockShape::of_plan(&self.plan, self.options.dtype)
     }
 
-    /// Micro-batches of each rank in a step.
+    /// Returns the micro-batches of each rank in a step.
     pub fn accumulation(&self) -> usize {
         self.plan.layout().micro_batches
     }
 
-    /// What the ranks will hold that make these steps of `model`, laid out as `config` says.
+    /// Predicts the memory of the ranks in these steps of `model`, with the parallelism of `config`.
     ///
     /// # Errors
     /// A configuration that does not fit the model.
-    pub fn forecast(&self, config: &RunConfig, model: &ModelConfig) -> Result<Forecast, Error> {
+    pub fn forecast(
+        &self,
+        config: &RunConfig,
+        model: &ModelConfig,
+    ) -> Result<Forecast, lockstep_planner::Error> {
         let training = Training::bare(self.options.clone(), self.plan.plan());
         Forecast::of_training(config, model, &Tuning::default(), &training)
     }
 }
 
-/// What training steps took.
+/// Measured times and memory of training steps.
 #[derive(Debug, Clone)]
 pub struct StepTimes {
-    /// The instructions that kernels used.
+    /// Instruction set that the kernels used.
     pub level: CpuLevel,
     /// Tokens in a step, on all ranks.
     pub tokens: usize,
-    /// The median.
+    /// Milliseconds of the median step.
     pub step_ms: f64,
     /// Tokens per second in the median step.
     pub tokens_per_s: f64,
-    /// Floating-point operations per second in the median step, by the formula that a run prints.
+    /// FLOP/s of the median step, by the formula that a run prints.
     pub flops_per_s: f64,
     /// The loss of each timed step.
     pub losses: Vec<f64>,
-    /// The most memory that all ranks together ever had resident, shared pages counted once.
+    /// The most memory that all ranks together had resident, in bytes; shared pages count once.
     pub peak_bytes: u64,
-    /// What the ledger of each rank says after the last step, and what its process has.
+    /// Booked bytes of each rank after the last step, with its process's memory.
     pub memory_by_rank: Vec<MemoryUse>,
-    /// What each was predicted to hold.
+    /// Predicted memory of each rank.
     pub memory_predicted_by_rank: Vec<PredictedMemory>,
-    /// What the first rank's sums over the ranks took in the median step.
+    /// Communication of the first rank in the median step.
     pub comm: CommunicationUse,
-    /// The part of the median step that is the update.
+    /// Milliseconds of the optimizer step in the median step.
     pub update_ms: f64,
-    /// What the first rank's disk did in it, where anything is on one.
+    /// Disk traffic of the first rank during the optimizer step; `None` if nothing is offloaded to disk.
     pub disk: Option<DiskUse>,
-    /// What it did before, in the forwards and backwards of the median step.
+    /// Disk traffic of the first rank during the forwards and backwards of the median step.
     pub disk_in_passes: Option<DiskUse>,
-    /// Where the time of the median step went, if that was asked for.
+    /// Time of the median step by operation, if it was asked for.
     pub roofline: Option<Roofline>,
 }
 
-/// The model of a benchmark, and what `[model]` of its configuration changes in it.
+/// Returns the model of a benchmark, with the overrides of its configuration's `[model]`.
 ///
 /// # Errors
-/// A `config.json` that is not supported, keys that do not fit.
+/// If the `config.json` is not supported, or overrides do not fit.
 pub fn benchmark_model(model: &NamedModel, config: &RunConfig) -> Result<ModelConfig, Error> {
     let model = match model {
         NamedModel::Preset(preset) => ModelConfig::preset(preset)?,
@@ -109,10 +113,10 @@ pub fn benchmark_model(model: &NamedModel, config: &RunConfig) -> Result<ModelCo
     if overrides.is_empty() { Ok(model) } else { Ok(model.with_overrides(&overrides, "--set")?) }
 }
 
-/// Times steps of AdamW on random tokens, on `ranks` that call it together.
+/// Times steps with AdamW on random tokens. Collective: every rank calls it.
 ///
 /// # Errors
-/// Out of memory, no threads; [`Error::Comm`].
+/// If memory or threads cannot be had, or a rank does not answer ([`Error::Comm`]).
 pub fn time_steps(
     config: &ModelConfig,
     benchmark: &StepBenchmark,
@@ -149,13 +153,13 @@ pub fn time_steps(
     for loss in &mut losses {
         *loss = ranks.sum(*loss, 0)?.0;
     }
-    // Shared pages are shared as long as all are here.
+    // Pages count as shared only while all ranks are alive.
     let own_bytes = if ranks.size() == 1 { peak_resident_bytes() } else { peak_own_bytes() };
     let peak_bytes = ranks.sum_of_all(own_bytes)?;
     let memory = MemoryUse { process_pss: proportional_bytes() as usize, ..MemoryUse::of(&arena) };
-    let memory_by_rank = ranks.memory(memory)?;
+    let memory_by_rank = memory.of_ranks(ranks)?;
     let predicted =
-        ranks.memory(MemoryUse { by_category: engine.predicted_memory().by_category(), ..memory })?;
+        MemoryUse { by_category: engine.predicted_memory().by_category(), ..memory }.of_ranks(ranks)?;
     timed.sort_by_key(|(time, ..)| *time);
     let (time, spans, traffic, update) = timed.swap_remove(steps / 2);
     let level = engine.queue().level();
@@ -184,15 +188,15 @@ pub fn time_steps(
     })
 }
 
-/// What an update took.
+/// Time and disk traffic of an optimizer step.
 pub(crate) struct UpdateUse {
     ms: f64,
     disk: Option<DiskUse>,
-    /// What the disk did before.
+    /// Disk traffic of the forwards and backwards before it.
     disk_in_passes: Option<DiskUse>,
 }
 
-/// Returns this rank's part of the loss, and what the update took.
+/// Runs a step, and returns this rank's part of the mean loss and the cost of the optimizer step.
 pub(crate) fn make_step(
     engine: &mut Engine,
     batches: &[RandomTokens],
@@ -218,9 +222,9 @@ pub(crate) fn make_step(
     Ok((loss / tokens, UpdateUse { ms, disk, disk_in_passes }))
 }
 
-/// A micro-batch that means nothing.
+/// A micro-batch of random tokens.
 pub(crate) struct RandomTokens {
-    /// One more than the batch has tokens: labels are the ids moved by one.
+    /// Token ids, one more than the batch has tokens: labels are the ids shifted by one.
     ids: Vec<u32>,
     labels: Vec<i32>,
     positions: Vec<u32>,
@@ -255,8 +259,8 @@ impl RandomTokens {
     }
 }
 
-/// (name, tokens, outputs, inputs): linear layers of `baby-gpt` (8 × 256) and of `gpt2-124m` (2 × 512,
-/// its vocabulary rounded up to whole tiles).
+/// Timed layers as (name, tokens, outputs, inputs): linear layers of `baby-gpt` (8 × 256) and of `gpt2-124m` (2 × 512, its
+/// vocabulary rounded up to whole tiles).
 const LAYERS: [(&str, usize, usize, usize); 6] = [
     ("baby-gpt projection", 2048, 384, 384),
     ("baby-gpt feed-forward", 2048, 1536, 384),
@@ -266,31 +270,31 @@ const LAYERS: [(&str, usize, usize, usize); 6] = [
     ("square", 1024, 1024, 1024),
 ];
 
-/// One product and what it took.
+/// A timed matrix product.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GemmTime {
-    /// The layer that it belongs to.
+    /// Name of the layer that it belongs to.
     pub name: &'static str,
-    /// NT is the forward, NN the gradient of the input, TN the gradient of the weight.
+    /// Layout: NT is the forward, NN the input gradient, TN the weight gradient.
     pub layout: GemmLayout,
     /// Rows of the result.
     pub m: usize,
     /// Columns of the result.
     pub n: usize,
-    /// Products in each sum.
+    /// Length of the inner dimension.
     pub k: usize,
-    /// The fastest of several runs.
+    /// Milliseconds of the fastest run.
     pub ms: f64,
-    /// 10⁹ floating-point operations per second in it.
+    /// Rate of the fastest run, in GFLOP/s.
     pub gflops: f64,
-    /// What the CPU was measured to do when nothing comes from memory.
+    /// Measured peak of the CPU without memory traffic, in GFLOP/s.
     pub peak_gflops: f64,
 }
 
-/// Times the products of a few layers in `dtype`, handing each to `show`.
+/// Times the products of a few layers in `dtype`, and passes each to `show`.
 ///
 /// # Errors
-/// Out of memory, no threads.
+/// If memory or threads cannot be had.
 pub fn time_gemms(dtype: DType, threads: usize, mut show: impl FnMut(GemmTime)) -> Result<(), TensorError> {
     let arena = Arena::new();
     let queue = CpuQueue::new(threads, &arena)?;
@@ -305,7 +309,7 @@ pub fn time_gemms(dtype: DType, threads: usize, mut show: impl FnMut(GemmTime)) 
             };
             let a = random(&queue, &arena, dtype, if layout == GemmLayout::TN { [k, m] } else { [m, k] })?;
             let b = random(&queue, &arena, dtype, if layout == GemmLayout::NT { [n, k] } else { [k, n] })?;
-            // Gradients of weights are summed in f32.
+            // Weight gradients are accumulated in f32.
             let out = if layout == GemmLayout::TN { DType::F32 } else { dtype };
             let c = Tensor::zeros(&arena, out, [m, n], MemoryCategory::Workspace)?;
             let gemm =
@@ -323,7 +327,7 @@ pub fn time_gemms(dtype: DType, threads: usize, mut show: impl FnMut(GemmTime)) 
     Ok(())
 }
 
-/// Numbers in -1..1: some CPUs multiply zeros faster.
+/// Returns a matrix of random numbers in -1..1: some CPUs multiply zeros faster.
 pub(crate) fn random(
     queue: &CpuQueue,
     arena: &Arena,
@@ -345,7 +349,8 @@ mod tests {
     use lockstep_comm::{World, WorldOptions};
 
     use super::*;
-    use crate::plan::checked_plan;
+    use crate::ranks_of_model;
+    use lockstep_config::plan::checked_plan;
 
     fn tiny() -> ModelConfig {
         let table = serde_json::json!({
@@ -356,7 +361,7 @@ mod tests {
         ModelConfig::from_table(table.as_object().unwrap(), "test").unwrap()
     }
 
-    /// Steps of two micro-batches of two sequences of 8 tokens, on so many replicas.
+    /// Returns a benchmark of two micro-batches of two sequences of 8 tokens, on `replicas` data-parallel replicas.
     fn benchmark(replicas: usize) -> (RunConfig, StepBenchmark) {
         let batch = ["train.seq_len=8", "train.micro_batch=2", "train.global_batch=4"];
         let replicas = format!("parallel.data_parallel_replicate={replicas}");
@@ -374,7 +379,7 @@ mod tests {
             let rank = |group| {
                 scope.spawn(move || {
                     let (config, benchmark) = benchmark(2);
-                    let ranks = Ranks::of_model(group, &config, &tiny(), &Tuning::default()).unwrap();
+                    let ranks = ranks_of_model(group, &config, &tiny(), &Tuning::default()).unwrap();
                     time_steps(&tiny(), &benchmark, &ranks).unwrap()
                 })
             };
@@ -397,7 +402,7 @@ mod tests {
         let times = time_steps(&tiny(), &benchmark, &Ranks::alone()).unwrap();
         assert_eq!((times.losses.len(), times.tokens), (3, 32));
         assert!(times.tokens_per_s > 0.0 && times.flops_per_s > 0.0, "{times:?}");
-        // ln 50, as for any model that has seen random tokens only.
+        // The loss is ln 50 for any model that has seen random tokens only.
         assert!(times.losses.iter().all(|loss| (3.5..4.3).contains(loss)), "{:?}", times.losses);
         let roofline = times.roofline.unwrap();
         assert_eq!(roofline.step_ms, times.step_ms);

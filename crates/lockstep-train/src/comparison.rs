@@ -1,92 +1,91 @@
-//! Verdicts on a plan's numbers: every number beside one rank's, how far apart they are, and how far they may be.
+//! Comparison of a plan's numbers with those of one rank: the differences, their limits and the verdict.
 //!
-//! In f32 a plan is held against one rank. In narrower types two right programs differ by what both lose to rounding, so that
-//! one rank in f32 is the measure of both: the plan's gradients, all together, may lie [`NARROW_FACTOR`] times as far from it as those
-//! of one rank in the narrow type. Those of one parameter may lie somewhat further, for the norm of a few errors is itself a matter of
-//! luck.
+//! A plan in f32 is compared with one rank directly. In narrower types two correct programs differ by the rounding of both, so
+//! both are compared with one rank in f32. The plan's gradients as a whole may be [`NARROW_FACTOR`] times as far from it as those
+//! of one rank in the narrow type. Single parameters may be somewhat further because the norm of few errors varies.
 
 use serde::Serialize;
 
 use crate::verify::{Numbers, Tolerance};
 
-/// How far a plan in bf16 or f16 may lie from one rank in f32, against how far one rank in that type does.
+/// Allowed distance of a plan in bf16 or f16 from one rank in f32, relative to the distance of one rank in that type.
 pub const NARROW_FACTOR: f64 = 1.5;
-/// Half a unit in the last place of bf16: what one rounding of a loss may cost, if one rank happens to lose nothing.
+/// Least distance of one rank that is assumed: half a unit in the last place of bf16, one rounding of a loss.
 const ROUNDING: f64 = 1.0 / 512.0;
 
-/// Where a token of a router is nearer than this to choosing other experts, rounding may send it to them.
+/// Router margin below which rounding may send a token to other experts.
 pub const ROUTER_MARGIN: f32 = 1e-3;
 
-/// In place of a name: the whole model.
+/// Name of the entry for the whole model.
 const ALL_PARAMETERS: &str = "all parameters";
 
-/// Rounding errors of n elements have a norm that is uncertain by 1/sqrt(2 n) of itself, and the ratio of two by 1/sqrt(n): so many
-/// such deviations are granted to a single parameter.
+/// Standard deviations granted to a single parameter. The norm of n rounding errors has a relative deviation of 1/sqrt(2 n), and
+/// the ratio of two such norms one of 1/sqrt(n).
 const DEVIATIONS: f64 = 4.0;
 
-/// A number of a step.
+/// A number of a step, compared.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ComparedStep {
-    /// The step, from 1.
+    /// Step number, from 1.
     pub step: usize,
     /// `loss` or `gradient norm`.
     pub what: &'static str,
-    /// The plan's.
+    /// Value of the plan.
     pub plan: f64,
-    /// One rank's.
+    /// Value of one rank.
     pub one_rank: f64,
-    /// One rank's in f32, where both others are narrower.
+    /// Value of one rank in f32, if both others are narrower.
     pub f32: Option<f64>,
-    /// How far the plan's lies from the last of these, relative to it.
+    /// Relative difference of the plan's value from that of one rank, in f32 if present.
     pub difference: f64,
-    /// How far it may; none where it is shown and not judged.
+    /// Allowed difference; `None` if the value is shown and not judged.
     pub allowed: Option<f64>,
 }
 
-/// The gradient of a parameter in the first step.
+/// The gradient of a parameter in the first step, compared.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ComparedGradient {
-    /// The parameter.
+    /// Name of the parameter.
     pub name: String,
-    /// Norm of one rank's gradient, in f32.
+    /// L2 norm of one rank's gradient, in f32.
     pub norm: f64,
-    /// Norm of what the plan's differs by.
+    /// L2 norm of the difference between the plan's gradient and one rank's.
     pub difference: f64,
-    /// How large that may be.
+    /// Allowed norm of the difference.
     pub allowed: f64,
-    /// Where it differs most; none for the whole model, or a parameter that is not the same on both sides.
+    /// Element with the largest difference; `None` for the whole model, or for a parameter whose shapes differ.
     pub worst: Option<ComparedElement>,
 }
 
-/// One element of a gradient.
+/// One element of a gradient, compared.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ComparedElement {
-    /// Its index in the parameter.
+    /// Index in the parameter.
     pub index: usize,
-    /// The plan's.
+    /// Value of the plan.
     pub plan: f32,
-    /// One rank's.
+    /// Value of one rank.
     pub one_rank: f32,
 }
 
-/// A plan's numbers and one rank's.
+/// Comparison of a plan's numbers with one rank's.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
     /// Loss and gradient norm of each step.
     pub steps: Vec<ComparedStep>,
-    /// The gradients of the first step; first those that differ most from what is allowed.
+    /// Gradients of the first step, ordered by difference relative to its limit, the largest first.
     pub gradients: Vec<ComparedGradient>,
-    /// How near any token of one rank has been to choosing other experts, in models that have some: see [`ROUTER_MARGIN`].
+    /// Smallest router margin of any token on one rank, in models with experts: see [`ROUTER_MARGIN`].
     pub router_margin: Option<f32>,
-    /// What lies too far apart, in words.
+    /// Descriptions of the differences that exceed their limits.
     pub failures: Vec<String>,
 }
 
 impl Comparison {
-    /// A plan in f32 beside one rank.
+    /// Compares a plan in f32 with one rank.
     pub fn of_f32(plan: &Numbers, one_rank: &Numbers, tolerance: Tolerance) -> Self {
         let compared = |index: usize, what, [plan, one_rank]: [f64; 2]| {
-            // The norm of later steps has wandered further than the loss: it is shown, and not judged.
+            // The gradient norm of later steps deviates more than the loss: it is shown and not judged.
             let later = (what == "loss").then_some(tolerance.later);
             let allowed = if index == 0 { Some(tolerance.first) } else { later };
             let difference = (plan - one_rank).abs() / one_rank.abs();
@@ -103,7 +102,7 @@ impl Comparison {
         }
         let is_decided = one_rank.router_margin.is_some_and(|margin| margin > ROUTER_MARGIN);
         for (index, loads) in plan.load.iter().zip(&one_rank.load).enumerate() {
-            // Of later steps only where the weights' rounding cannot have changed a token's mind.
+            // Expert loads of later steps are compared only if rounding cannot have changed any token's choice.
             if index == 0 || is_decided {
                 failures.extend(other_experts(index + 1, loads));
             }
@@ -111,7 +110,7 @@ impl Comparison {
         Self { steps, gradients, router_margin: one_rank.router_margin, failures }.sorted()
     }
 
-    /// A plan in a narrower type beside one rank in that type, both against one rank in f32.
+    /// Compares a plan in a narrower type and one rank in that type, both with one rank in f32.
     pub fn of_narrow(plan: &Numbers, one_rank: &Numbers, exact: &Numbers) -> Self {
         let compared = |index: usize, what, [plan, one_rank]: [f64; 2]| {
             let at = usize::from(what != "loss");
@@ -123,7 +122,8 @@ impl Comparison {
         };
         let steps = steps(plan, one_rank, compared);
         let of_model = norm_of_model(exact);
-        // As one rank's of this parameter, or of the whole model relative to its norm: small gradients may be lucky.
+        // Error of one rank: of this parameter, or of the whole model relative to its norm, because small gradients may be exact
+        // by luck.
         let relative = error_of_model(one_rank, exact) / of_model;
         let error = |name: &str| distance(one_rank.gradients.get(name), exact.gradients.get(name));
         let gradients = gradients(plan, exact, |name, own| {
@@ -144,12 +144,12 @@ impl Comparison {
         comparison
     }
 
-    /// Whether everything is as near as it has to be.
+    /// Returns true if every difference is within its limit.
     pub fn is_within(&self) -> bool {
         self.failures.is_empty()
     }
 
-    /// Parameters whose gradients are compared.
+    /// Number of parameters whose gradients are compared.
     pub fn parameters(&self) -> usize {
         self.gradients.iter().filter(|gradient| gradient.name != ALL_PARAMETERS).count()
     }
@@ -173,7 +173,7 @@ impl ComparedStep {
 }
 
 impl ComparedGradient {
-    /// The difference as a share of what is allowed.
+    /// Difference divided by its limit.
     pub fn share(&self) -> f64 {
         if self.difference == 0.0 { 0.0 } else { self.difference / self.allowed }
     }
@@ -191,7 +191,7 @@ impl ComparedGradient {
     }
 }
 
-/// What lies too far apart, in words.
+/// Describes the differences that exceed their limits.
 fn failures<'a>(
     steps: &[ComparedStep],
     gradients: impl IntoIterator<Item = &'a ComparedGradient>,
@@ -201,7 +201,7 @@ fn failures<'a>(
     steps.chain(gradients.map(ComparedGradient::failure)).collect()
 }
 
-/// Layers whose experts were chosen otherwise.
+/// Describes the layers whose expert load differs.
 fn other_experts(step: usize, (plan, one_rank): (&Vec<Vec<i64>>, &Vec<Vec<i64>>)) -> Vec<String> {
     let layers = plan.iter().zip(one_rank).enumerate().filter(|(_, (plan, one_rank))| plan != one_rank);
     let tell = |(layer, (plan, one_rank)): (usize, (&Vec<i64>, &Vec<i64>))| {
@@ -242,7 +242,7 @@ fn gradients(plan: &Numbers, measure: &Numbers, allowed: impl Fn(&str, f64) -> f
     measure.gradients.keys().chain(of_plan_alone).map(compared).collect()
 }
 
-/// The element that differs most.
+/// Returns the element with the largest difference.
 fn worst(plan: Option<&Vec<f32>>, one_rank: Option<&Vec<f32>>) -> Option<ComparedElement> {
     let pairs = plan?.iter().zip(one_rank?).enumerate();
     let apart = |(_, (plan, one_rank)): &(usize, (&f32, &f32))| (**plan - **one_rank).abs();
@@ -254,7 +254,7 @@ fn norm(values: impl Iterator<Item = f64>) -> f64 {
     values.map(|value| value * value).sum::<f64>().sqrt()
 }
 
-/// Norm of the difference; NaN if it is not the same parameter.
+/// Returns the norm of the difference; NaN if the parameter is missing or has another shape.
 fn distance(a: Option<&Vec<f32>>, b: Option<&Vec<f32>>) -> f64 {
     match (a, b) {
         (Some(a), Some(b)) if a.len() == b.len() => {

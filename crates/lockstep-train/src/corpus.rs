@@ -1,39 +1,40 @@
-//! The corpus of a run: which sources in which proportions, through which tokenizer, cut into training and validation
-//! windows.
+//! The corpus of a run: its sources and their weights, the tokenizer, and the windows for training and validation.
 
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
+use lockstep_config::{
+    DataFormat, DataOrder, DataPacking, DataSource, ModelSource, Problems, ResolvedModel, RunConfig,
+    TokenType, TokenizerSource,
+};
 use lockstep_data::{
     Bar, Columns, DataError, Dataset, FindDocuments, Format, IdType, OpenOptions, Packing, RecordShape,
     SampleOrder, SourceFile, Tail, TextOptions, Tokenizer, Tokens, WindowOptions, demo_sources, expand,
     split_validation,
 };
 use lockstep_model::ModelConfig;
+use serde_json::{Value, json};
 
-use crate::config::{
-    DataFormat, DataOrder, DataPacking, DataSource, ModelSource, RunConfig, TokenType, TokenizerSource,
-};
-use crate::{Error, ResolvedModel};
+use crate::Error;
 
-/// How much text the built-in demonstration takes.
+/// Size of the text of the built-in demonstration, in bytes.
 const DEMONSTRATION_BYTES: u64 = 8 << 20;
 
-/// What a run reads.
+/// Opened training and validation data of a run.
 #[derive(Debug)]
 pub struct Corpus {
-    /// The sources of the blend that is trained on; one, unless there are weights.
+    /// Sources of the training blend; one, unless weights are given.
     pub sources: Vec<CorpusSource>,
-    /// Training windows.
+    /// Windows for training, in the configured order.
     pub train: Dataset,
-    /// Validation windows in their order; none if there is too little text for one.
+    /// Validation windows in file order; `None` if the text is too short for one.
     pub valid: Option<Dataset>,
-    /// The tokenizer; none where all files hold tokens and nobody names one.
+    /// Tokenizer; `None` if all files hold tokens and no tokenizer is named.
     pub tokenizer: Option<Tokenizer>,
-    /// What a checkpoint calls it: `bytes` or a path.
+    /// Name of the tokenizer in checkpoints: `bytes` or a path.
     pub tokenizer_name: Option<String>,
-    /// What kinds of JSON records the training files begin with.
+    /// Kinds of JSON records at the beginning of the training files.
     pub shapes: Vec<RecordShape>,
     /// Hash of the training tokens: two corpora with the same one give the same samples.
     pub digest: String,
@@ -42,9 +43,9 @@ pub struct Corpus {
 /// One source of a blend.
 #[derive(Debug)]
 pub struct CorpusSource {
-    /// The patterns of its files.
+    /// Patterns of its files.
     pub name: String,
-    /// What they hold.
+    /// Tokens of its files.
     pub tokens: Arc<Tokens>,
 }
 
@@ -56,11 +57,19 @@ struct Source {
 }
 
 impl Corpus {
+    /// Returns the digest, the tokenizer and the sources of the data, as a run's report names them.
+    pub(crate) fn described(&self) -> Value {
+        let sources = self.sources.iter().map(|source| {
+            json!({ "name": source.name, "tokens": source.tokens.tokens(), "digest": source.tokens.digest() })
+        });
+        json!({ "digest": self.digest, "tokenizer": self.tokenizer_name, "sources": sources.collect::<Vec<_>>() })
+    }
+
     /// Finds, tokenizes and cuts what `config` names.
     ///
     /// # Errors
-    /// Files that are missing, malformed or too short, those of several sources in one error; a tokenizer that does not
-    /// fit the model.
+    /// If files are missing, malformed or too short (one error lists those of all sources), or if the tokenizer does not fit the
+    /// model.
     pub fn open(config: &RunConfig, model: &ResolvedModel) -> Result<Self, Error> {
         let sources = sources(config)?;
         let valid_files = expand(&config.data.valid, format(config))?;
@@ -86,9 +95,9 @@ impl Corpus {
                 "raw token files show their documents only by the end-of-text token, and no tokenizer names one",
                 "data.tokenizer with it, or packing = \"stream\"",
             );
-            return Err(Error::Configuration(problem.into()));
+            return Err(Problems::from(problem).into());
         }
-        // What is renamed was checked with the configuration.
+        // The column names were checked with the configuration.
         let columns = Columns::new(&config.data.columns).unwrap_or_default();
         let text = TextOptions { text_field: &config.data.text_field, columns: &columns };
         let shapes = shapes(&sources, text);
@@ -120,13 +129,14 @@ impl Corpus {
         Ok(Self { train, valid, tokenizer, tokenizer_name, digest: digest(&sources), shapes, sources })
     }
 
-    /// Whether there is text among the sources, and its tokens were there already.
+    /// Returns true if the tokens of a text source came from the cache.
     pub fn from_cache(&self) -> bool {
         self.sources.iter().any(|source| source.tokens.from_cache())
     }
 }
 
-/// The windows to train on, of each source by its weight, and those to evaluate on: of `valid_tokens`, or of the ends of the sources.
+/// Returns the training windows, blended by weight, and the validation windows: from `valid_tokens`, or from the ends of the
+/// sources.
 fn datasets(
     config: &RunConfig,
     packing: Option<Packing>,
@@ -148,7 +158,7 @@ fn datasets(
         let part = Dataset::new(Arc::clone(tokens), valid_range, in_order(window), "the validation set");
         match part {
             Ok(part) => valid.push((part, source.weight)),
-            // A short corpus may have no whole window to spare; then there is nothing of it to evaluate on.
+            // A short source may have no whole window for validation; it then contributes none.
             Err(DataError::TooFewTokens { .. } | DataError::NoAnswers { .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -162,10 +172,10 @@ fn datasets(
     Ok((Dataset::blend(&DataError::all_of(train)?)?, valid))
 }
 
-/// Files of which the first record is looked at.
+/// Number of files whose first record is inspected.
 const FILES_LOOKED_AT: usize = 64;
 
-/// What kinds of records the first files have.
+/// Returns the kinds of records with which the first files begin.
 fn shapes(sources: &[Source], text: TextOptions<'_>) -> Vec<RecordShape> {
     let mut shapes = Vec::new();
     for file in sources.iter().flat_map(|source| &source.files).take(FILES_LOOKED_AT) {
@@ -174,7 +184,7 @@ fn shapes(sources: &[Source], text: TextOptions<'_>) -> Vec<RecordShape> {
     shapes
 }
 
-/// The range that is trained on and, after it, the one that is evaluated on. No sample lies in both.
+/// Returns the token ranges for training and, after it, for validation. No sample lies in both.
 fn split(tokens: &Tokens, fraction: f64) -> Result<(Range<u64>, Range<u64>), Error> {
     let (train, valid) = split_validation(tokens.tokens(), fraction)?;
     if !tokens.has_contexts() {
@@ -184,8 +194,7 @@ fn split(tokens: &Tokens, fraction: f64) -> Result<(Range<u64>, Range<u64>), Err
     Ok((0..border, border..tokens.tokens()))
 }
 
-/// How `tokens` are cut into windows to train on. Samples, which have prompts, are packed whole unless `packing` is
-/// given.
+/// Returns the window options for training. Samples with prompts are packed as whole documents unless `packing` is given.
 fn window_options(config: &RunConfig, packing: Option<Packing>, tokens: &Tokens) -> WindowOptions {
     let default = || if tokens.has_contexts() { Packing::WholeDocuments } else { Packing::Stream };
     WindowOptions {
@@ -203,7 +212,7 @@ fn in_order(window: WindowOptions) -> WindowOptions {
     WindowOptions { order: SampleOrder::Sequential, ..window }
 }
 
-/// The sources that `data.train` names, with their files. Entries without a weight are one source.
+/// Returns the sources in `data.train` with their files. Entries without a weight form one source.
 fn sources(config: &RunConfig) -> Result<Vec<Source>, Error> {
     let format = format(config);
     if config.data.train.is_empty() {
@@ -222,7 +231,7 @@ fn sources(config: &RunConfig) -> Result<Vec<Source>, Error> {
         }
     }
     if !plain.is_empty() {
-        // What the check of the configuration has left is more than nothing.
+        // The configuration's check guarantees that the remaining weight is positive.
         let rest = 1.0 - weighted.iter().map(|(_, weight)| weight).sum::<f64>();
         weighted.insert(0, (plain, rest));
     }
@@ -254,20 +263,20 @@ fn digest(sources: &[CorpusSource]) -> String {
     }
 }
 
-/// Sources of this project, which the program has with it for machines where cargo has downloaded nothing.
+/// Source text of this project, embedded for machines where cargo has downloaded nothing.
 const OWN_SOURCES: &str = include_str!(concat!(env!("OUT_DIR"), "/own_sources.rs.txt"));
 
-/// [`OWN_SOURCES`] as a file in the directory of caches.
+/// Returns [`OWN_SOURCES`] as a file in the cache directory.
 ///
 /// # Errors
-/// If it cannot be written there.
+/// If the file cannot be written.
 fn own_sources(cache_dir: &Path) -> Result<SourceFile, DataError> {
     let digest = blake3::hash(OWN_SOURCES.as_bytes()).to_hex();
     let path = cache_dir.join(format!("own-sources-{}.rs", &digest[..16]));
     let is_there = std::fs::metadata(&path).is_ok_and(|found| found.len() == OWN_SOURCES.len() as u64);
     if !is_there {
         std::fs::create_dir_all(cache_dir).map_err(DataError::io("create", cache_dir))?;
-        // Written aside: another run may look for it at the same time.
+        // Written to a temporary file first: another run may read it at the same time.
         let staged = path.with_extension(format!("{}.tmp", std::process::id()));
         std::fs::write(&staged, OWN_SOURCES).map_err(DataError::io("write", &staged))?;
         std::fs::rename(&staged, &path).map_err(DataError::io("rename", &path))?;
@@ -275,10 +284,10 @@ fn own_sources(cache_dir: &Path) -> Result<SourceFile, DataError> {
     SourceFile::new(path, Format::Text)
 }
 
-/// The tokenizer that `[data]` names, else the one in the model's directory, else bytes; with its name.
+/// Returns the tokenizer named in `[data]`, else the one in the model's directory, else bytes, together with its name.
 ///
 /// # Errors
-/// A file that is missing or that is not a tokenizer; no tokenizer for a model that is not byte-level.
+/// If the file is missing or not a tokenizer, or if a model that is not byte-level has no tokenizer.
 pub fn load_tokenizer(config: &RunConfig, model: &ResolvedModel) -> Result<(Tokenizer, String), Error> {
     find_tokenizer(config, model)?.ok_or_else(|| {
         let problem = config.problem(
@@ -286,15 +295,15 @@ pub fn load_tokenizer(config: &RunConfig, model: &ResolvedModel) -> Result<(Toke
             format!("the model has a vocabulary of {} and no tokenizer is named", model.config.vocab_size()),
             "the path of its tokenizer.json; or \"bytes\", which uses the first 256 ids",
         );
-        Error::Configuration(problem.into())
+        Problems::from(problem).into()
     })
 }
 
-/// As [`load_tokenizer`]; none where there is none.
+/// As [`load_tokenizer`]; `None` if there is no tokenizer.
 fn find_tokenizer(config: &RunConfig, model: &ResolvedModel) -> Result<Option<(Tokenizer, String)>, Error> {
     let name = match &config.data.tokenizer {
         Some(TokenizerSource::Bytes) => Some("bytes".to_owned()),
-        // A checkpoint remembers it, and may be read from another directory.
+        // Checkpoints store the path and may be read from another directory.
         Some(TokenizerSource::File(path)) => Some(absolute(path)),
         None => {
             in_model_directory(config).or_else(|| is_byte_level(&model.config).then(|| "bytes".to_owned()))
@@ -303,7 +312,7 @@ fn find_tokenizer(config: &RunConfig, model: &ResolvedModel) -> Result<Option<(T
     Ok(name.map(|name| Tokenizer::load(&name).map(|tokenizer| (tokenizer, name))).transpose()?)
 }
 
-/// Whether a vocabulary is that of bytes, with room for up to three special tokens.
+/// Returns true if a vocabulary is that of bytes with up to three special tokens.
 fn is_byte_level(config: &ModelConfig) -> bool {
     (256..=259).contains(&config.vocab_size())
 }

@@ -1,17 +1,17 @@
-//! What a run says of itself before its first step: everything that is derived from its configuration, once.
+//! The first screen of a run: everything that is derived from its configuration, printed once before the first step.
 
+use lockstep_config::{ModelSource, ResolvedModel, RunConfig, human};
 use lockstep_data::{Dataset, RecordShape, Supervision, Tokenizer};
 use lockstep_engine::Engine;
+use lockstep_observe::progress::Progress;
+use lockstep_observe::report::DevicePeak;
 use lockstep_plan::{MemoryCategory, ParameterId, TensorPlace};
+use lockstep_tensor::host::available_memory_bytes;
 
-use crate::config::{ModelSource, RunConfig};
-use crate::forecast::Predicted;
-use crate::machine::available_memory_bytes;
-use crate::peak::DevicePeak;
-use crate::progress::Progress;
-use crate::{Corpus, ResolvedModel, human};
+use crate::Corpus;
+use crate::predicted::Predicted;
 
-/// What the first screen of a run is made of.
+/// The inputs of the first screen.
 pub(crate) struct Screen<'a> {
     pub(crate) config: &'a RunConfig,
     pub(crate) model: &'a ResolvedModel,
@@ -21,7 +21,7 @@ pub(crate) struct Screen<'a> {
     pub(crate) peak: Option<&'a DevicePeak>,
 }
 
-/// The first screen of a run: model, data, step and memory; everything else for those who ask for it.
+/// Prints the first screen of a run: model, data, step and memory; all else only with details on.
 pub(crate) fn describe(screen: &Screen<'_>, tensor: TensorPlace, progress: &mut Progress) {
     let Screen { config, model, corpus, engine, predicted, peak } = *screen;
     let parameters = human::count(model.config.parameter_count() as f64);
@@ -42,7 +42,7 @@ pub(crate) fn describe(screen: &Screen<'_>, tensor: TensorPlace, progress: &mut 
     progress.detail("", &memory_by_category(engine, predicted));
 }
 
-/// The model, as the user calls it.
+/// Returns the model's name as the user gave it.
 fn name(config: &RunConfig) -> String {
     let changed = config.model.overrides.len();
     match config.model_source() {
@@ -69,7 +69,7 @@ fn data_line(corpus: &Corpus) -> String {
     )
 }
 
-/// What kind of records were found, and how chats are written.
+/// Prints the kinds of records that were found, and the chat template.
 fn describe_records(corpus: &Corpus, progress: &mut Progress) {
     let shapes = &corpus.shapes;
     if shapes.iter().all(|shape| *shape == RecordShape::Text) {
@@ -116,7 +116,7 @@ fn describe_blend(config: &RunConfig, corpus: &Corpus, progress: &mut Progress) 
     }
 }
 
-/// The batch and who computes it: `8 sequences of 128 tokens = 1.0k tokens; 2 ranks × 1 micro-batch of 4; bf16`.
+/// Returns the batch and its distribution: `8 sequences of 128 tokens = 1.0k tokens; 2 ranks × 1 micro-batch of 4; bf16`.
 fn step_line(config: &RunConfig, dtype: &str) -> String {
     let (parts, ranks) = (config.batch_parts(), config.ranks());
     let sequences = human::plural(config.train.global_batch, "sequence");
@@ -134,7 +134,7 @@ fn step_line(config: &RunConfig, dtype: &str) -> String {
     line + "; " + dtype
 }
 
-/// The arithmetic of a step, the machine, and the exchanges between ranks.
+/// Prints the FLOPs of a step, the machine, and the collectives between ranks.
 fn describe_work(
     config: &RunConfig,
     engine: &Engine,
@@ -178,7 +178,7 @@ fn describe_work(
     }
 }
 
-/// How many tokens are trained on of how many, and how many samples were left out and why.
+/// Returns the fraction of tokens that are predicted, and the samples that were left out, with reasons.
 pub fn answers(supervision: &Supervision, seq_len: usize) -> String {
     let Supervision {
         tokens, labels, samples, without_answer, answer_beyond, truncated, masked_windows, ..
@@ -214,7 +214,7 @@ pub fn answers(supervision: &Supervision, seq_len: usize) -> String {
     line
 }
 
-/// The memory of the rank that was predicted to need most, and what this machine has.
+/// Returns the memory of the rank that is predicted to need most, and the available memory of this machine.
 fn memory_line(predicted: &Predicted) -> String {
     let (rank, most) = predicted.largest();
     let mut line = format!("{} predicted", human::bytes(most.total() as u64));
@@ -228,14 +228,14 @@ fn memory_line(predicted: &Predicted) -> String {
     }
 }
 
-/// The predicted memory by category, and every category of which this rank's ledger has another number.
+/// Returns the predicted memory by category, and each category for which this rank's ledger has booked a different amount.
 fn memory_by_category(engine: &Engine, predicted: &Predicted) -> String {
     let shown = |(category, bytes): (MemoryCategory, usize)| {
         (bytes > 0).then(|| format!("{} {}", category.name(), human::bytes(bytes as u64)))
     };
     let parts: Vec<String> = predicted.largest().1.entries().filter_map(shown).collect();
     let mut line = parts.join(", ");
-    // Copies of the state come later.
+    // Copies of the state are booked later.
     let (booked, of_engine) = (engine.arena().in_use(), engine.predicted_memory().by_category());
     for (category, bytes) in booked.entries().filter(|(category, _)| *category != MemoryCategory::Cached) {
         if bytes != of_engine[category] {
@@ -245,7 +245,7 @@ fn memory_by_category(engine: &Engine, predicted: &Predicted) -> String {
     line
 }
 
-/// How much of the model is trained, where it is not all.
+/// Returns the trained part of the model in words; `None` if it is all of it.
 fn trained_part(engine: &Engine) -> Option<String> {
     let elements = |ids: &mut dyn Iterator<Item = ParameterId>| -> usize {
         ids.map(|id| engine.records()[id.0].elements()).sum()

@@ -1,48 +1,48 @@
-//! What may change the weights: the judge of every step.
+//! The guard: decides for every step whether it may change the weights.
 //!
-//! A step whose loss or gradient norm is not finite, or is beyond a factor of the median of the sound steps
-//! before it, is skipped: its data are passed over and its gradient is dropped. After several in a row the
-//! weights themselves are suspect, and the run goes back to a copy of them in memory; data, steps and the learning
-//! rate go on. All of it follows from the losses and norms alone, so a run and its repetition decide alike.
+//! A step is skipped if its loss or gradient norm is not finite, or exceeds the median of earlier sound steps by a factor: its
+//! data are consumed and its gradient is dropped. After several skipped steps in a row the weights themselves are suspect, and
+//! the run rolls back to a copy of them in memory; data, step count and learning rate go on. All decisions follow from the losses
+//! and norms alone, so a run and its repetition decide alike.
 
 use std::fmt;
 
+use lockstep_config::{Precision, RunConfig};
 use lockstep_engine::{Engine, Snapshot};
 use serde_json::{Value, json};
 
-use crate::config::Precision;
-use crate::{Error, RunConfig};
+use crate::Error;
 
-/// Sound steps whose median is what is usual.
+/// Number of recent sound steps over which the median is taken.
 const HISTORY: usize = 64;
-/// With fewer sound steps behind it, no step is called a spike.
+/// Least number of sound steps before a step can be called a spike.
 const LEAST_HISTORY: usize = 16;
-/// A loss that is so many times the median of the sound steps before, and so much more, has risen: weights with such a loss replace no
-/// earlier checkpoint.
+/// A loss has risen if it exceeds this multiple of the median of earlier sound steps by [`LEAST_RISE`] or more. Weights with a
+/// risen loss replace no earlier checkpoint.
 const RISEN: f64 = 1.5;
 const LEAST_RISE: f64 = 0.5;
-/// Steps in a row that may be skipped before the run gives up.
+/// Number of consecutive skipped steps at which the run gives up.
 const MAX_SKIPPED_IN_A_ROW: u64 = 10;
 
-/// What is thought of a step.
+/// Judgement of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Verdict {
-    /// It may change the weights.
+    /// The step may change the weights.
     Sound,
-    /// Its loss or gradient norm is not finite.
+    /// The loss or the gradient norm is not finite.
     NotFinite {
-        /// The loss.
+        /// Loss of the step.
         loss: f64,
-        /// The norm of the gradient.
+        /// Gradient norm before clipping.
         grad_norm: f64,
     },
-    /// It is far from what is usual.
+    /// The loss or the gradient norm exceeds the allowed multiple of its median.
     Spike {
-        /// What of it.
+        /// Name of the value: `loss` or `gradient norm`.
         what: &'static str,
-        /// How large that is.
+        /// Value in this step.
         value: f64,
-        /// How large it was in the sound steps before.
+        /// Median of earlier sound steps.
         median: f64,
     },
 }
@@ -67,7 +67,7 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// A loss or norm with as many digits as can be read.
+/// A loss or norm with a readable number of digits.
 struct Short(f64);
 
 impl fmt::Display for Short {
@@ -76,41 +76,41 @@ impl fmt::Display for Short {
     }
 }
 
-/// What a run must do after a step.
+/// Action of the run after a skipped step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Nothing but the next one.
+    /// Continue with the next step.
     GoOn,
-    /// Go back to the last copy of the state.
+    /// Restore the last copy of the state.
     RollBack,
 }
 
-/// The judge, and what it remembers.
+/// The guard and its history.
 #[derive(Debug, Clone)]
 pub(crate) struct Guard {
-    /// None: only what is not finite is refused.
+    /// Allowed multiple of the median; `None` skips only values that are not finite.
     spike_factor: Option<f64>,
-    /// The keys to change when the run gives up.
+    /// The keys to change, for the error when the run gives up.
     advice: &'static str,
-    /// 0: never.
+    /// Number of consecutive skipped steps that cause a rollback; 0 for never.
     rollback_after: u64,
     losses: Window,
     norms: Window,
     pub(crate) skipped_in_a_row: u64,
     /// Losses of sound steps that had not risen.
     calm: Window,
-    /// True if the loss of the last sound step was far above those.
+    /// True if the loss of the last sound step had risen above the median of `calm`.
     is_risen: bool,
-    /// The last step that changed the weights.
+    /// Last step that changed the weights.
     last_good: u64,
-    /// Steps skipped in the whole run.
+    /// Skipped steps of the whole run.
     pub(crate) skipped: u64,
-    /// Times the run has gone back.
+    /// Rollbacks of the whole run.
     pub(crate) rollbacks: u64,
 }
 
 impl Guard {
-    /// The judge of a run that has made `step` steps, with what a checkpoint of it remembers.
+    /// Returns the guard of a run that has completed `step` steps, restored from the state `remembered` in a checkpoint.
     pub(crate) fn new(config: &RunConfig, step: u64, remembered: &Value) -> Self {
         let number = |name: &str| remembered[name].as_u64().unwrap_or(0);
         Self {
@@ -135,7 +135,7 @@ impl Guard {
         }
     }
 
-    /// What a checkpoint must remember of it.
+    /// Returns the guard's state for a checkpoint.
     pub(crate) fn to_json(&self) -> Value {
         json!({
             "losses": self.losses.to_json(),
@@ -148,7 +148,7 @@ impl Guard {
         })
     }
 
-    /// What is thought of a step with this loss and gradient norm.
+    /// Judges a step by its loss and gradient norm.
     pub(crate) fn judge(&self, loss: f64, grad_norm: f64) -> Verdict {
         if !(loss.is_finite() && grad_norm.is_finite()) {
             return Verdict::NotFinite { loss, grad_norm };
@@ -162,7 +162,7 @@ impl Guard {
         spike.unwrap_or(Verdict::Sound)
     }
 
-    /// Remembers a step that changed the weights.
+    /// Records a step that changed the weights.
     pub(crate) fn accept(&mut self, step: u64, loss: f64, grad_norm: f64) {
         self.skipped_in_a_row = 0;
         self.last_good = step;
@@ -170,23 +170,24 @@ impl Guard {
             self.losses.push(loss);
             self.norms.push(grad_norm);
         }
-        // A loss that has risen does not become the usual one, however long it lasts.
+        // A risen loss does not enter the median, however long it lasts.
         self.is_risen = self.calm.median().is_some_and(|median| loss > RISEN * median + LEAST_RISE);
         if !self.is_risen {
             self.calm.push(loss);
         }
     }
 
-    /// Returns true if the run is failing, so that its newest weights are worth less than earlier ones: its last step was skipped, or had a loss far
-    /// above the median of those before.
+    /// Returns true if the run is failing, so that its newest weights are worth less than earlier ones. Its last step was
+    /// skipped, or its loss had risen far above the median.
     pub(crate) fn is_doubtful(&self) -> bool {
         self.skipped_in_a_row > 0 || self.is_risen
     }
 
-    /// Counts a step that was skipped for `verdict`. `suspect` finds a parameter whose gradient is not finite, when the run gives up.
+    /// Counts a step that was skipped for `verdict`. When the run gives up, `suspect` finds a parameter whose gradient is not
+    /// finite.
     ///
     /// # Errors
-    /// [`Error::TooManySkipped`] if there were too many in a row.
+    /// If too many steps in a row were skipped.
     pub(crate) fn skip(
         &mut self,
         step: u64,
@@ -214,17 +215,17 @@ impl Guard {
         Ok(Action::GoOn)
     }
 
-    /// Counts a step that was skipped to find the right loss scale, which says nothing of the weights.
+    /// Counts a step that was skipped to adjust the loss scale; it does not make the weights suspect.
     pub(crate) fn skip_for_scale(&mut self) {
         self.skipped += 1;
     }
 }
 
-/// The last values of something.
+/// The most recent values of a series.
 #[derive(Debug, Clone)]
 struct Window {
     values: [f64; HISTORY],
-    /// All that there ever were; the newest is at `(count - 1) % HISTORY`.
+    /// Number of values ever pushed; the newest is at `(count - 1) % HISTORY`.
     count: usize,
 }
 
@@ -234,7 +235,7 @@ impl Window {
         self.count += 1;
     }
 
-    /// The (upper) median, once there are enough.
+    /// Returns the (upper) median, or `None` with fewer than `LEAST_HISTORY` values.
     fn median(&self) -> Option<f64> {
         let count = self.count.min(HISTORY);
         if count < LEAST_HISTORY {
@@ -246,7 +247,7 @@ impl Window {
         Some(sorted[count / 2])
     }
 
-    /// From the oldest to the newest.
+    /// Returns the values from the oldest to the newest.
     fn to_json(&self) -> Value {
         let count = self.count.min(HISTORY);
         (self.count - count..self.count).map(|index| self.values[index % HISTORY]).collect()
@@ -260,34 +261,34 @@ impl Window {
     }
 }
 
-/// The copy of the state that a run goes back to.
+/// Copy of the state in memory for rollbacks.
 pub(crate) struct Refuge {
     snapshot: Snapshot,
-    /// Updates that led to it.
+    /// Number of optimizer steps of the copied state.
     updates: u64,
 }
 
 impl Refuge {
-    /// A copy of the engine's state after `updates` updates.
+    /// Copies the engine's state after `updates` optimizer steps.
     ///
     /// # Errors
-    /// No memory for it.
+    /// If there is no memory for the copy.
     pub(crate) fn new(engine: &Engine, updates: u64) -> Result<Self, Error> {
         let mut refuge = Self { snapshot: Snapshot::new(engine)?, updates };
         refuge.renew(engine, updates);
         Ok(refuge)
     }
 
-    /// Copies the state anew.
+    /// Replaces the copy with the current state.
     pub(crate) fn renew(&mut self, engine: &Engine, updates: u64) {
         self.snapshot.take(engine);
         self.updates = updates;
     }
 
-    /// Gives the engine the copy; returns how many updates led to it.
+    /// Restores the copy and returns its number of optimizer steps.
     ///
     /// # Errors
-    /// [`Error::Comm`].
+    /// If the communication with other ranks fails.
     pub(crate) fn restore(&self, engine: &mut Engine) -> Result<u64, Error> {
         self.snapshot.restore(engine)?;
         Ok(self.updates)

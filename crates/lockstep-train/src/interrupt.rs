@@ -1,8 +1,8 @@
 //! Requests to stop (Ctrl-C, SIGTERM, SIGUSR1, a closed terminal) as a flag that the training loop reads between steps.
 //!
-//! The first signal asks: the loop finishes its step, saves and ends with code 75. A later Ctrl-C insists: the process ends at once
-//! with 130, whatever it is doing. Signals that come within a second of the first have the same cause (a terminal sends SIGINT to all of
-//! its processes while a launcher passes SIGTERM on), and do not insist.
+//! The first signal is a request: the loop finishes its step, saves and exits with code 75. A later Ctrl-C is final: the process
+//! exits at once with code 130. Signals within a second of the first have the same cause and are not final: a terminal sends
+//! SIGINT to all of its processes while a launcher passes SIGTERM on.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -15,22 +15,23 @@ use signal_hook::{flag, low_level};
 
 use crate::error::Error;
 
-/// The exit code of a process that a second Ctrl-C ends, as shells give it (128 + SIGINT).
+/// Exit code of a process that a second Ctrl-C ends, as shells report it (128 + SIGINT).
 pub const SECOND_INTERRUPT_EXIT_CODE: i32 = 130;
-/// Signals so close to the first one are part of it.
+/// Time after the first signal within which further ones have the same cause.
 const SAME_CAUSE: Duration = Duration::from_secs(1);
 
-/// Whether somebody has asked the run to stop. Clones share the answer.
+/// Flag of a stop request; clones share it.
 #[derive(Debug, Clone, Default)]
 pub struct Interrupt {
     requested: Arc<AtomicBool>,
-    /// The time of the first request, as far as a thread could take it.
+    /// Time of the first request, as recorded by a thread.
     since: Arc<OnceLock<Instant>>,
 }
 
 impl Interrupt {
-    /// Watches the signals that ask for a stop from now on until the process ends: the flag is set at once, and a thread tells which one
-    /// insists. SIGUSR1 is what SLURM's `--signal` is often set to. SIGHUP and SIGUSR1 stay ignored where they are (`nohup`).
+    /// Handles the stop signals from now on until the process ends. The flag is set in the handler, and a thread decides which
+    /// signal is final. SIGUSR1 is a common choice for SLURM's `--signal`. SIGHUP and SIGUSR1 stay ignored if the process was
+    /// started so (`nohup`).
     ///
     /// # Errors
     /// [`Error::Signals`] if the system refuses the handlers or the thread.
@@ -56,31 +57,31 @@ impl Interrupt {
         Ok(interrupt)
     }
 
-    /// Asks the run to stop, as a signal does.
+    /// Requests a stop, as a signal does.
     pub fn request(&self) {
         self.since.get_or_init(Instant::now);
         self.requested.store(true, Ordering::SeqCst);
     }
 
-    /// The time of the first request; `None` if nobody has asked.
+    /// Returns the time of the first request; `None` if there was none.
     pub fn requested_since(&self) -> Option<Instant> {
         self.is_requested().then(|| *self.since.get_or_init(Instant::now))
     }
 
-    /// Whether the run has been asked to stop.
+    /// Returns true if a stop has been requested.
     pub fn is_requested(&self) -> bool {
         self.requested.load(Ordering::SeqCst)
     }
 }
 
-/// The signals that this process was started to ignore, signal N at bit N - 1; none where the system does not say.
+/// Returns the signals that this process was started to ignore, signal N at bit N - 1; 0 if unknown.
 fn ignored_signals() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
-/// Returns true if a signal at `now` ends the process at once, where the first one came at `first`.
+/// Returns true if a signal at `now` ends the process at once, given that the first one came at `first`.
 fn insists(signal: i32, first: Instant, now: Instant) -> bool {
     signal == SIGINT && now.duration_since(first) >= SAME_CAUSE
 }

@@ -1,4 +1,4 @@
-//! The ranks of a run on this machine: started as processes of the program itself, watched, and asked to stop together.
+//! The local ranks of a run: started as processes of this program, watched, and stopped together.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -6,103 +6,84 @@ use std::time::Duration;
 
 use lockstep_comm::{
     self as comm, Agent, CommError, Deadline, Elastic, Failure, Group, JoinOptions, Launch, LossCause,
-    MEETING_LIMIT, Movement, Output, Pinning, Placement, TcpOptions, WorldOptions, is_launched,
-    join_from_environment,
+    MEETING_LIMIT, Movement, Output, Pinning, Placement, WorldOptions, is_launched, join_from_environment,
 };
+use lockstep_observe::flight::{Dump, Ending};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Error;
-use crate::config::RunConfig;
-use crate::flight::{Dump, Ending};
 use crate::interrupt::Interrupt;
 
-/// How often the launcher looks for a signal to pass on.
+/// Interval at which the launcher checks for a signal to pass on.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long the first rank waits for the last one to start.
+/// Longest wait of launched ranks for each other at the start.
 const JOIN_LIMIT: Duration = Duration::from_secs(60);
-/// The exit code of a rank that has panicked.
+/// Exit code of a rank that has panicked.
 const PANICKED: i32 = 101;
-/// The end of a rank that a request for a stop has found without a handler for it.
+/// Cause of death of a rank that received the stop request before its signal handler was installed.
 const STOPPED: LossCause = LossCause::Signal(Signal::TERM.as_raw());
 
-/// How this program is started once for each rank.
+/// Description of the rank processes to start.
 #[derive(Debug, Clone)]
 pub struct RankProcesses {
-    /// How many.
+    /// Number of ranks on this machine.
     pub ranks: usize,
-    /// Their place among those of other machines.
+    /// Position of these ranks among those of other machines.
     pub placement: Placement,
-    /// Variables for them.
+    /// Additional environment variables.
     pub environment: Vec<(OsString, OsString)>,
-    /// Where they run.
+    /// CPU affinity of the ranks.
     pub pinning: Pinning,
-    /// Where what they print goes.
+    /// Destination of the ranks' output.
     pub output: Output,
-    /// Where the records of the flight recorder go after a bad end, if anywhere.
+    /// Directory for the flight record after a failure, if any.
     pub records: Option<PathBuf>,
-    /// What they are told as torchelastic tells its workers.
+    /// Settings that ranks receive in torchelastic's environment variables.
     pub elastic: Elastic,
-    /// The exit code of a rank that has stopped because it was asked to.
+    /// Exit code of a rank that was asked to stop and has done so.
     pub interrupted: i32,
-    /// The exit code of a rank that has lost another.
+    /// Exit code of a rank that has lost another.
     pub lost: i32,
-    /// Time without a sign of life after which a rank counts as lost.
+    /// Time without a heartbeat after which a rank counts as lost.
     pub silence: Duration,
 }
 
-/// How the ranks ended.
+/// End of a set of ranks.
 #[derive(Debug)]
 pub enum Ended {
-    /// As they should, with the greatest of their exit codes.
+    /// All ranks ended normally; the greatest exit code.
     Well(i32),
-    /// One of them has failed.
+    /// A rank has failed.
     Badly(Box<BadEnd>),
-    /// The request for a stop ended one that could not take it yet: the ranks had not begun.
+    /// A stop request ended a rank before it could handle signals.
     BeforeTheyBegan,
 }
 
-/// How a run of ranks ended that did not end well.
+/// A failed end of a set of ranks.
 #[derive(Debug)]
 pub struct BadEnd {
-    /// Who failed first, and how.
+    /// The first failure and its rank.
     pub failure: Failure,
-    /// Whether that rank has said why; what all ranks know none of them says.
+    /// True if that rank has reported the reason itself. A reason that all ranks know is reported by none of them.
     pub has_told: bool,
-    /// The file with what the ranks called last, if there is something to be learned from it.
-    pub records: Option<Result<PathBuf, Error>>,
+    /// Path of the flight record, if it has been written, or the error that prevented it.
+    pub records: Option<Result<PathBuf, lockstep_observe::Error>>,
 }
 
-/// The group of the ranks that this process was started with; none if nobody started any.
+/// Joins the group of ranks with which this process was started; `None` if it was started alone.
 ///
 /// # Errors
-/// What kept the ranks from coming together.
+/// If the ranks do not connect within the time limit.
 pub fn started_group(options: JoinOptions) -> Result<Option<Group>, Error> {
     let limit = if is_launched() { JOIN_LIMIT } else { MEETING_LIMIT };
     Ok(join_from_environment(options, Deadline::after(limit))?)
-}
-
-impl RunConfig {
-    /// Time without a sign of life after which a rank counts as lost.
-    pub fn heartbeat(&self) -> Duration {
-        Duration::from_millis(self.elastic.heartbeat_ms)
-    }
-
-    /// How the ranks of this run join.
-    pub fn join_options(&self) -> JoinOptions {
-        let tcp = TcpOptions {
-            streams: self.parallel.tcp_connections,
-            settings: self.digest(),
-            silence: self.heartbeat(),
-            encrypt: self.parallel.encrypt,
-        };
-        JoinOptions { way: self.parallel.transport.into(), tcp, ..JoinOptions::default() }
-    }
 }
 
 /// Starts this program with its own arguments as each of the ranks, and watches them to their end. A request for a stop is
 /// passed on to them; `tell` is given what the user should know while they run.
 ///
 /// # Errors
+/// If the processes cannot be started or watched.
 /// What kept them from being started.
 pub fn run_ranks(
     processes: RankProcesses,
@@ -161,14 +142,14 @@ pub fn run_ranks(
             is_passed_on = true;
             tracing::info!("asked to stop: passing it on to the ranks");
             for pid in agent.pids() {
-                // One that has ended needs no signal.
+                // A process that has ended needs no signal.
                 let _ = Pid::from_raw(pid.cast_signed()).map(|pid| kill_process(pid, Signal::TERM));
             }
         }
     }
 }
 
-/// Message on ranks that have all stopped to move, or move again.
+/// Returns the message about ranks that have all stopped making progress, or continue to.
 fn in_words(movement: Movement) -> String {
     let Movement::Still { silence, pids, are_stopped } = movement else {
         return "the ranks move again".to_owned();

@@ -1,81 +1,41 @@
-//! A training run, from its configuration to its metrics.
+//! The training loop: from a run's configuration to its last checkpoint.
 //!
-//! What a run *is* stands in a [`RunConfig`]: read from RUN.toml and `--set`, checked as a whole, every value
-//! with the place it came from. [`train`] carries it out: it resolves the model, prepares the corpus, resumes
-//! from the newest good checkpoint, and makes the steps. Around the loop stand small parts that know no tensor:
+//! [`train`] executes a [`RunConfig`](lockstep_config::RunConfig): it resolves the model, prepares the corpus, resumes from the newest intact
+//! checkpoint and runs the steps. The modules around the loop do not touch tensors:
 //!
-//! - [`config`]: the keys of RUN.toml, in one table from which parsing, errors and the manual are made.
-//! - [`schedule`]: the learning rate as a pure function of the step.
-//! - [`metrics`]: `metrics.jsonl`, one whole line a step, continued without a seam after a resume.
-//! - [`progress`]: the line a person watches, or plain lines where nobody does.
-//! - [`screen`]: text on standard error, wrapped and coloured.
-//! - [`launch`]: the ranks of a run on this machine, started and watched.
-//! - [`flight`]: what ranks called last, when a run ended badly.
-//! - [`forecast`]: what every rank will hold in memory, and [`fit`]: whether a machine has that much.
+//! - [`launch`]: starts and watches the local ranks of a run.
 //! - [`interrupt`]: Ctrl-C and SIGTERM as a flag that the loop reads between steps.
-//! - [`benchmark`]: how fast the machine at hand makes steps.
-//! - [`rehearsal`]: pipeline schedules measured beside simulated.
-//! - [`roofline`]: where the time of a step goes, against what the machine could do.
-//! - [`machine_file`]: the machine at hand as a cluster file, measured.
-//! - [`report`]: a run on one page.
-//! - [`plan`]: how a run is split over its ranks, and whether that fits its model.
-//! - [`verify`]: a plan's numbers against those of one rank.
-//! - [`doctor`]: what the machine offers and what it lacks.
-//! - [`build`]: the commit that the program was built from.
-//! - [`human`]: numbers the way people read them.
+//! - [`verify`]: compares a plan's numbers with those of one rank.
+//! - [`benchmark`]: step times of this machine.
+//! - [`rehearsal`]: pipeline schedules, measured and simulated.
+//! - [`machine_file`]: this machine as a cluster file, measured.
 #![forbid(unsafe_code)]
 
 pub mod benchmark;
-pub mod build;
 mod comparison;
-pub mod config;
 mod corpus;
 mod describe;
-pub mod doctor;
 mod error;
-pub mod fit;
-pub mod flight;
-pub mod forecast;
 mod guard;
-mod holdings;
-pub mod human;
 pub mod interrupt;
 pub mod launch;
 pub mod limits;
-mod lock;
 mod loss_scale;
-mod machine;
 pub mod machine_file;
-pub mod metrics;
-mod model_name;
 mod origin;
 mod peak;
-pub mod plan;
-mod plan_file;
-pub mod planner;
-pub mod progress;
+mod predicted;
 mod ranks;
 mod records;
 pub mod rehearsal;
-pub mod report;
-pub mod roofline;
 mod saving;
-pub mod schedule;
-pub mod screen;
 mod setup;
 mod state;
-mod trace;
 mod trainer;
-mod tuning;
 pub mod verify;
 
-pub use config::RunConfig;
 pub use corpus::{Corpus, CorpusSource, load_tokenizer};
 pub use describe::answers;
 pub use error::Error;
-pub use forecast::Forecast;
-pub use model_name::{NamedModel, find_model, find_weights};
-pub use plan_file::PlanFile;
-pub use ranks::Ranks;
-pub use setup::{ResolvedModel, engine_options, offload_to_existing_directory, resolve_model};
-pub use trainer::{Resume, StepObserver, Summary, train, train_observed};
+pub use ranks::{ranks_of, ranks_of_model};
+pub use trainer::{StepObserver, Summary, train, train_observed};

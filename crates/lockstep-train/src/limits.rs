@@ -1,4 +1,4 @@
-//! Limits of the system (`ulimit`) as errors instead of signals that kill.
+//! System limits (`ulimit`) as errors instead of fatal signals.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -9,13 +9,13 @@ use signal_hook::flag;
 
 use crate::error::Error;
 
-/// Lets this process see limits of the system as errors. A file that may not grow (`ulimit -f`) fails the write and sends no signal that kills; where
-/// the address space is limited (`ulimit -v`), the abort after a refused allocation is an exit with code 1.
+/// Turns exceeded system limits into errors. A write beyond the file size limit (`ulimit -f`) fails instead of raising a fatal
+/// signal. With a limited address space (`ulimit -v`), a refused allocation exits with code 1 instead of an abort.
 ///
 /// # Errors
-/// [`Error::Signals`] if the system refuses the handlers.
+/// If the system refuses the signal handlers.
 pub fn outlive_limits() -> Result<(), Error> {
-    // The error of the write says it.
+    // The write reports the error.
     flag::register(SIGXFSZ, Arc::default()).map_err(Error::Signals)?;
     if getrlimit(Resource::As).current.is_some() {
         let always = Arc::new(AtomicBool::new(true));

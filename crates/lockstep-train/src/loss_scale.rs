@@ -1,49 +1,47 @@
-//! The factor on the loss that keeps small f16 gradients from vanishing: DeepSpeed's dynamic loss scaler.
+//! Dynamic loss scaling for f16, which keeps small gradients from underflow (DeepSpeed's scaler).
 //!
-//! When a gradient overflows, the step is skipped and the factor is halved, but only after `hysteresis` overflows;
-//! after `window` steps without one it is doubled.
+//! When a gradient overflows, the step is skipped. After `hysteresis` overflows the scale is halved; after `window` steps without
+//! one it is doubled.
 
+use lockstep_config::{Precision, RunConfig};
 use serde_json::{Value, json};
 
-use crate::RunConfig;
-use crate::config::Precision;
-
-/// What the factor is divided or multiplied by.
+/// Ratio of one adjustment of the scale.
 const FACTOR: f64 = 2.0;
 
-/// What an overflow means.
+/// Consequence of an overflow.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Overflow {
-    /// The factor was too large: it has been lowered, or will be at the next overflow.
+    /// The scale was too large: it has been lowered, or will be at the next overflow.
     Adjusts {
-        /// The factor of the next step.
+        /// Scale of the next step.
         next: f64,
     },
-    /// The factor cannot be lowered: something else is wrong.
+    /// The scale cannot be lowered, so the overflow has another cause.
     AtMinimum,
 }
 
-/// The factor, and when it changes.
+/// The loss scale and its rule of adjustment.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct LossScale {
     value: f64,
     rule: Option<Rule>,
 }
 
-/// How the factor is adjusted; none if it is fixed.
+/// Rule by which the scale is adjusted; a fixed scale has none.
 #[derive(Debug, Clone, PartialEq)]
 struct Rule {
     window: u64,
     hysteresis: u64,
     minimum: f64,
-    /// Overflows until the factor is lowered.
+    /// Overflows until the scale is lowered.
     patience: u64,
     /// Steps without an overflow since the last one, or since the beginning.
     calm_steps: u64,
 }
 
 impl LossScale {
-    /// The scaling of a run in f16, as a checkpoint remembers it; none in other precisions.
+    /// Returns the loss scale of a run in f16, restored from a checkpoint's state; `None` in other precisions.
     pub(crate) fn new(config: &RunConfig, remembered: &Value) -> Option<Self> {
         let train = &config.train;
         if train.precision != Precision::F16 {
@@ -64,7 +62,7 @@ impl LossScale {
         Some(Self { value: remembered["value"].as_f64().unwrap_or(initial), rule: Some(rule) })
     }
 
-    /// What a checkpoint must remember.
+    /// Returns the state for a checkpoint.
     pub(crate) fn to_json(&self) -> Value {
         match &self.rule {
             Some(rule) => {
@@ -74,12 +72,12 @@ impl LossScale {
         }
     }
 
-    /// The factor of the step at hand.
+    /// Scale of the current step.
     pub(crate) fn value(&self) -> f64 {
         self.value
     }
 
-    /// A step without an overflow.
+    /// Records a step without an overflow.
     pub(crate) fn calm(&mut self) {
         let Some(rule) = &mut self.rule else { return };
         rule.calm_steps += 1;
@@ -89,7 +87,7 @@ impl LossScale {
         }
     }
 
-    /// A step with one.
+    /// Records a step with an overflow.
     pub(crate) fn overflow(&mut self) -> Overflow {
         let Some(rule) = &mut self.rule else { return Overflow::AtMinimum };
         rule.calm_steps = 0;
@@ -113,7 +111,7 @@ mod tests {
         LossScale::new(&RunConfig::parse("", "test", &settings).unwrap(), &Value::Null).unwrap()
     }
 
-    /// What DeepSpeed's `DynamicLossScaler.update_scale` does, by its own counters.
+    /// DeepSpeed's `DynamicLossScaler.update_scale`, with its own counters.
     struct DeepSpeed {
         scale: f64,
         iteration: i64,
@@ -149,7 +147,7 @@ mod tests {
             let mut ours = scale(&settings.each_ref().map(String::as_str));
             let mut theirs = DeepSpeed { scale: 65536.0, iteration: 0, last_overflow: -1, hysteresis };
             for step in 0_u64..400 {
-                // Rare at first, then in a row, then rare again.
+                // Overflows are rare at first, then frequent, then rare again.
                 let overflow = (step * step) % 17 == 3 || (150..190).contains(&step);
                 assert_eq!(
                     ours.value(),

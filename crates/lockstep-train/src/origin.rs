@@ -1,24 +1,22 @@
-//! The origin of a run: its lock, the engine with the checkpoint or the first weights in it, and the samples that are still to be read.
+//! The beginning of a run: its locks, the engine with its starting state, and the remaining samples.
 
 use std::path::{Path, PathBuf};
 
 use lockstep_checkpoint::{Checkpoint, CheckpointError, RunLock, prepare_directory, run_on_disk};
+use lockstep_config::{ResolvedModel, Resume, RunConfig};
 use lockstep_data::{Prefetcher, SampleCursor};
-use lockstep_engine::Engine;
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::take_from_the_dying;
 
-use crate::config::RunConfig;
-use crate::lock::take_from_the_dying;
-use crate::ranks::Ranks;
 use crate::saving::Beginning;
 use crate::setup::{build_engine, load_first_weights};
 use crate::state::{Counters, changed_settings, find_checkpoint, restore, told};
-use crate::trainer::Resume;
-use crate::{Corpus, Error, ResolvedModel};
+use crate::{Corpus, Error};
 
-/// Micro-batches read ahead.
+/// Number of micro-batches read ahead.
 const PREFETCH_DEPTH: usize = 4;
 
-/// Takes the directories of checkpoints for this run alone.
+/// Locks the checkpoint directories for this run.
 pub(crate) fn lock(config: &RunConfig) -> Result<Vec<RunLock>, Error> {
     let lock = |dir: &Path| {
         let owned = dir.to_owned();
@@ -32,20 +30,20 @@ pub(crate) fn lock(config: &RunConfig) -> Result<Vec<RunLock>, Error> {
     config.checkpoint_dirs().into_iter().map(lock).collect()
 }
 
-/// The engine with what a run begins from.
+/// The engine with the starting state of a run.
 pub(crate) struct Origin {
     pub(crate) engine: Engine,
     pub(crate) counters: Counters,
-    /// The checkpoint that the run goes on from; `None` for one that begins anew.
+    /// Checkpoint from which the run resumes; `None` for a new run.
     pub(crate) checkpoint: Option<Checkpoint>,
-    /// Messages on where the run begins.
+    /// Messages about the starting state.
     pub(crate) told: Vec<String>,
-    /// Damaged checkpoints newer than the one that the run goes on from.
+    /// Damaged checkpoints newer than the one from which the run resumes.
     pub(crate) damaged: Vec<PathBuf>,
 }
 
 impl Origin {
-    /// Loads the checkpoint that `resume` asks for, or the first weights.
+    /// Loads the checkpoint that `resume` selects, or the initial weights.
     pub(crate) fn of(
         config: &RunConfig,
         resume: &Resume,

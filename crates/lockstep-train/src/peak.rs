@@ -1,7 +1,7 @@
-//! The peak of the devices of a run, which its model FLOP/s are divided by (MFU).
+//! The peak FLOP/s of a run's devices, the denominator of MFU.
 //!
-//! What `lockstep bench machine` has measured counts. Where nobody has, a rank measures its own threads for a twentieth of a second, once:
-//! the result is kept in the user's cache directory. All ranks measure at the same time, so that they share the machine as in a step.
+//! The measurement of `lockstep bench machine` is used if there is one. Otherwise a rank measures its own threads for 50 ms, once, and
+//! keeps the result in the user's cache directory. All ranks measure at the same time, so that they share the machine as in a step.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,59 +9,46 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use lockstep_comm::CommError;
-use lockstep_engine::Engine;
+use lockstep_config::{F32Products, RunConfig, user_cache_dir};
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::report::DevicePeak;
 use lockstep_plan::DType;
+use lockstep_planner::machine::{local_ranks, peak_of_rank};
 use lockstep_tensor::CpuLevel;
 use lockstep_tensor::cpu::measure_peak_within;
+use lockstep_tensor::host::{online_cores, processor_name};
 use serde::{Deserialize, Serialize};
 
-use crate::RunConfig;
-use crate::config::{F32Products, user_cache_dir};
-use crate::doctor::system::{online_cores, processor_name};
-use crate::planner::machine::peak_of_rank;
-use crate::ranks::Ranks;
-
-/// How long each type is measured.
+/// Duration of the measurement of each type.
 const TIME: Duration = Duration::from_millis(50);
-/// Products in bf16 that an f32 product is made of on AMX tiles.
+/// Number of bf16 products in an f32 product on AMX tiles.
 const SPLIT_PRODUCTS: f64 = 6.0;
 
-/// What the devices of all ranks could do at best in the type of the run.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct DevicePeak {
-    /// Operations a second of all ranks together; a multiply-add counts two.
-    pub(crate) flops_per_s: f64,
-    /// Who has measured it, in words.
-    pub(crate) source: &'static str,
+/// The peak of the ranks that call this together; none if one of them has no device whose peak can be known.
+///
+/// # Errors
+/// A lost rank.
+pub(crate) fn device_peak(
+    config: &RunConfig,
+    engine: &Engine,
+    ranks: &Ranks,
+) -> Result<Option<DevicePeak>, CommError> {
+    let dtype = engine.model().program(0).shape().dtype;
+    let (level, threads) = (engine.queue().level(), engine.queue().threads());
+    let (own, source) = match peak_of_rank(config, dtype) {
+        Some(peak) => (peak, "measured by lockstep bench machine"),
+        None => {
+            let peak = Measured::of(level, threads).flops_per_s(config, level, dtype);
+            (peak * share_of_cores(threads), "measured at the start of a run")
+        }
+    };
+    let all = ranks.all_numbers(own.to_bits())?;
+    let flops_per_s: f64 = all.into_iter().map(f64::from_bits).sum();
+    tracing::debug!(%dtype, own, flops_per_s, source, "the peak of the devices");
+    Ok((flops_per_s.is_finite() && flops_per_s > 0.0).then_some(DevicePeak { flops_per_s, source }))
 }
 
-impl DevicePeak {
-    /// The peak of the ranks that call this together; none if one of them has no device whose peak can be known.
-    ///
-    /// # Errors
-    /// A lost rank.
-    pub(crate) fn of_run(
-        config: &RunConfig,
-        engine: &Engine,
-        ranks: &Ranks,
-    ) -> Result<Option<Self>, CommError> {
-        let dtype = engine.model().program(0).shape().dtype;
-        let (level, threads) = (engine.queue().level(), engine.queue().threads());
-        let (own, source) = match peak_of_rank(config, dtype) {
-            Some(peak) => (peak, "measured by lockstep bench machine"),
-            None => {
-                let peak = Measured::of(level, threads).flops_per_s(config, level, dtype);
-                (peak * share_of_cores(threads), "measured at the start of a run")
-            }
-        };
-        let all = ranks.all_numbers(own.to_bits())?;
-        let flops_per_s: f64 = all.into_iter().map(f64::from_bits).sum();
-        tracing::debug!(%dtype, own, flops_per_s, source, "the peak of the devices");
-        Ok((flops_per_s.is_finite() && flops_per_s > 0.0).then_some(Self { flops_per_s, source }))
-    }
-}
-
-/// The rates of threads, in 10⁹ operations a second.
+/// Measured rates of a rank's threads, in GFLOP/s.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 struct Measured {
     f32_gflops: f64,
@@ -69,7 +56,7 @@ struct Measured {
 }
 
 impl Measured {
-    /// What was measured of so many threads on such a processor, now or before.
+    /// Returns the rates of so many threads on this processor, from the cache or measured now.
     fn of(level: CpuLevel, threads: usize) -> Self {
         let path = cache_file();
         let key = format!("{}, {level}, {threads} threads", processor_name());
@@ -81,7 +68,7 @@ impl Measured {
         let peak = measure_peak_within(level, threads, TIME);
         let found = Self { f32_gflops: peak.f32_gflops, bf16_gflops: peak.bf16_gflops };
         known.insert(key, found);
-        // The next run measures again where this cannot be kept.
+        // If the result cannot be kept, the next run measures again.
         let _ = keep(&known);
         found
     }
@@ -90,7 +77,7 @@ impl Measured {
         [self.f32_gflops, self.bf16_gflops].into_iter().all(|rate| rate.is_finite() && rate > 0.0)
     }
 
-    /// Operations a second in a type: f16 is widened to f32, and f32 may be multiplied in parts on tiles.
+    /// Returns the FLOP/s in a type: f16 is widened to f32, and f32 may be multiplied as bf16 parts on tiles.
     fn flops_per_s(&self, config: &RunConfig, level: CpuLevel, dtype: DType) -> f64 {
         let on_tiles = level == CpuLevel::AmxBf16 && config.train.f32_products == F32Products::Split;
         let gflops = match dtype {
@@ -102,14 +89,7 @@ impl Measured {
     }
 }
 
-/// Ranks of this machine; as many as have a share of the cores like this one's where the launcher does not say.
-pub(crate) fn local_ranks() -> usize {
-    let Some(place) = lockstep_comm::place().ok().flatten() else { return 1 };
-    let own_cores = std::thread::available_parallelism().map_or(1, usize::from);
-    place.local_size.unwrap_or_else(|| (online_cores() / own_cores).max(1))
-}
-
-/// The part of its threads' time that a rank has where the ranks of a machine have more threads than it has cores.
+/// Returns the fraction of CPU time that this rank's threads get when the machine has more threads than cores.
 fn share_of_cores(threads: usize) -> f64 {
     let ranks = local_ranks();
     (online_cores() as f64 / (ranks * threads).max(1) as f64).min(1.0)
@@ -119,7 +99,7 @@ fn cache_file() -> PathBuf {
     user_cache_dir().join("peaks.json")
 }
 
-/// Writes the file as a whole: ranks of a machine do it at the same time.
+/// Writes the cache file atomically, since ranks of a machine write it at the same time.
 fn keep(known: &BTreeMap<String, Measured>) -> std::io::Result<()> {
     let path = cache_file();
     let staged = path.with_extension(format!("{}.tmp", std::process::id()));

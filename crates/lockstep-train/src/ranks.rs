@@ -1,446 +1,76 @@
-//! What a rank of a run knows of the others, and what they agree on: whether to go on, how many tokens count, the loss, and
-//! that all hold the same weights. A run on one rank has nobody to ask.
+//! The join of a run's ranks, laid out as its configuration says, and the collective by which they share loss and memory after each step.
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use lockstep_comm::{
-    Call, Collective, CommError, Deadline, Group, Recorded, ReduceOp, Source, Target, now_us,
-};
-use lockstep_engine::{Engine, Groups};
+use lockstep_comm::{CommError, Group};
+use lockstep_config::plan::checked_plan;
+use lockstep_config::{Problems, RunConfig, human, resolve_model};
+use lockstep_engine::{Groups, Ranks};
 use lockstep_model::{ModelConfig, Tuning};
-use lockstep_plan::{Among, Axis, ExpertAxis, MemoryCategory, Mesh, ZeroStage};
-use lockstep_tensor::{Arena, Device};
-use serde::{Serialize, de::DeserializeOwned};
+use lockstep_observe::metrics::MemoryUse;
 
-use crate::config::RunConfig;
-use crate::flight::{Dump, Ending};
-use crate::forecast::axes_of_copies;
-use crate::metrics::MemoryUse;
-use crate::plan::checked_plan;
-use crate::progress::{Progress, Steps};
-use crate::{Error, human, resolve_model};
+use crate::Error;
 
-/// Bytes of a digest of the weights.
-const DIGEST_BYTES: usize = 32;
-
-/// The ranks of a run: replicas of one model, each with its share of every global batch, and the ranks that share each.
-#[derive(Debug, Clone)]
-pub struct Ranks {
-    groups: Groups,
-    /// The device that this rank computes on; `None` for the host's CPU.
-    device: Option<Arc<dyn Device>>,
+/// Returns the ranks of `group`, laid out as `config` says for its model. Collective: every rank calls it.
+///
+/// # Errors
+/// If the group has another size than the configuration, the plan does not fit the model, or a rank is lost.
+pub fn ranks_of(group: Group, config: &RunConfig) -> Result<Ranks, Error> {
+    let model = resolve_model(config)?;
+    ranks_of_model(group, config, &model.config, &model.tuning)
 }
 
-/// How long a rank waits for the others.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Patience {
-    /// As long as the run says.
-    Limited,
-    /// As long as it takes, where they may be at work on a disk. Those that have died are known without waiting.
-    Unlimited,
+/// The ranks of `group`, laid out as `config` says for another model than its own.
+///
+/// # Errors
+/// As [`ranks_of`].
+pub fn ranks_of_model(
+    group: Group,
+    config: &RunConfig,
+    model: &ModelConfig,
+    tuning: &Tuning,
+) -> Result<Ranks, Error> {
+    let (ranks, replicas) = (group.size(), config.plan.mesh.replicate);
+    let of_each = config.ranks_of_a_replica();
+    if ranks != replicas * of_each {
+        let key = "parallel.data_parallel_replicate";
+        let shared = if of_each == 1 { String::new() } else { format!(" replicas of {of_each} ranks each") };
+        let what = format!("is {replicas}{shared}, and {} were started", human::plural(ranks, "rank"));
+        let fits = if ranks.is_multiple_of(of_each) { ranks / of_each } else { replicas };
+        let needed =
+            if fits == replicas { format!("{} ranks", replicas * of_each) } else { format!("{fits}") };
+        let problem = config.problem(
+            key,
+            what,
+            format!("{needed}, or another number of ranks (--nproc-per-node, srun -n, mpirun -n)"),
+        );
+        return Err(Problems::from(problem).into());
+    }
+    let group = group.with_algorithm(config.parallel.all_reduce.into());
+    let limit = Duration::from_secs_f64(config.parallel.timeout_s);
+    let plan = checked_plan(config, model, tuning)?.rank(group.rank());
+    Ok(Ranks::new(Groups::new(group, plan, limit)?))
 }
 
-/// An operation between ranks, as one of them saw it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Called {
-    pub(crate) call: Call,
-    pub(crate) sequence: u32,
-    pub(crate) start: Duration,
-    /// When all ranks had come.
-    pub(crate) met: Duration,
-    pub(crate) end: Duration,
-}
-
-impl Ranks {
-    /// One rank.
-    pub fn alone() -> Self {
-        Self { groups: Groups::alone(), device: None }
+/// Sums the losses and tokens of the replicas, and returns with them the memory of each of several ranks, in the order of the ranks: one
+/// message for all three.
+///
+/// # Errors
+/// If a rank is lost or does not answer in time.
+#[track_caller]
+pub(crate) fn sum_and_memory(
+    ranks: &Ranks,
+    loss: f64,
+    tokens: u64,
+    memory: MemoryUse,
+) -> Result<(f64, u64, Vec<MemoryUse>), CommError> {
+    if ranks.size() == 1 {
+        return Ok((loss, tokens, Vec::new()));
     }
-
-    /// The ranks of `group`, laid out as `config` says for its model.
-    ///
-    /// # Errors
-    /// A group of another size than the configuration's, a model that cannot be laid out so, [`Error::Comm`].
-    pub fn of(group: Group, config: &RunConfig) -> Result<Self, Error> {
-        let model = resolve_model(config)?;
-        Self::of_model(group, config, &model.config, &model.tuning)
-    }
-
-    /// The ranks of `group`, laid out as `config` says for another model than its own.
-    ///
-    /// # Errors
-    /// As [`Ranks::of`].
-    pub fn of_model(
-        group: Group,
-        config: &RunConfig,
-        model: &ModelConfig,
-        tuning: &Tuning,
-    ) -> Result<Self, Error> {
-        let (ranks, replicas) = (group.size(), config.plan.mesh.replicate);
-        let of_each = config.ranks_of_a_replica();
-        if ranks != replicas * of_each {
-            let key = "parallel.data_parallel_replicate";
-            let shared =
-                if of_each == 1 { String::new() } else { format!(" replicas of {of_each} ranks each") };
-            let what = format!("is {replicas}{shared}, and {} were started", human::plural(ranks, "rank"));
-            let fits = if ranks.is_multiple_of(of_each) { ranks / of_each } else { replicas };
-            let needed =
-                if fits == replicas { format!("{} ranks", replicas * of_each) } else { format!("{fits}") };
-            let problem = config.problem(
-                key,
-                what,
-                format!("{needed}, or another number of ranks (--nproc-per-node, srun -n, mpirun -n)"),
-            );
-            return Err(Error::Configuration(problem.into()));
-        }
-        let group = group.with_algorithm(config.parallel.all_reduce.into());
-        let limit = Duration::from_secs_f64(config.parallel.timeout_s);
-        let plan = checked_plan(config, model, tuning)?.rank(group.rank());
-        Ok(Self { groups: Groups::new(group, plan, limit)?, device: None })
-    }
-
-    /// The same, where this rank computes on `device`.
-    #[must_use]
-    pub fn on(self, device: Arc<dyn Device>) -> Self {
-        Self { device: Some(device), ..self }
-    }
-
-    fn group(&self) -> Option<&Group> {
-        self.groups.world()
-    }
-
-    /// The groups of ranks that the mesh makes.
-    pub(crate) fn groups(&self) -> &Groups {
-        &self.groups
-    }
-
-    /// How they are laid out.
-    pub(crate) fn mesh(&self) -> Mesh {
-        self.groups.plan().map_or_else(Mesh::default, |plan| *plan.mesh())
-    }
-
-    /// Which replica of the model this rank is of.
-    pub(crate) fn replica(&self) -> usize {
-        self.replica_of(self.rank())
-    }
-
-    /// How many replicas there are.
-    pub fn replicas(&self) -> usize {
-        self.mesh().batch_parts()
-    }
-
-    fn replica_of(&self, rank: usize) -> usize {
-        let view = self.mesh().ranks();
-        Axis::BATCH.iter().fold(0, |index, axis| index * view.degree(*axis) + view.coordinate(rank, *axis))
-    }
-
-    /// Whether several ranks share each copy of the model.
-    pub(crate) fn share_models(&self) -> bool {
-        let copies: usize =
-            self.axes_of_copies().iter().map(|axis| self.mesh().ranks().degree(*axis)).product();
-        copies != self.size()
-    }
-
-    fn axes_of_copies(&self) -> &'static [Axis] {
-        axes_of_copies(&self.mesh(), self.groups.zero_stage())
-    }
-
-    /// Whether this rank has the first copy of the model, or a part of it: what others have is the same.
-    pub(crate) fn is_of_first_copy(&self) -> bool {
-        self.is_first_along(self.axes_of_copies(), self.rank())
-    }
-
-    /// Whether a rank is the first along some axes.
-    fn is_first_along(&self, axes: &[Axis], rank: usize) -> bool {
-        axes.iter().all(|axis| self.mesh().ranks().coordinate(rank, *axis) == 0)
-    }
-
-    /// Ends all ranks with this exit code, where one that fails leaves the others no way to end by themselves (MPI).
-    pub fn abort(&self, code: u8) {
-        if let Some(group) = self.group() {
-            group.abort(code.into());
-        }
-    }
-
-    /// The own rank.
-    pub fn rank(&self) -> usize {
-        self.group().map_or(0, Group::rank)
-    }
-
-    /// How many there are.
-    pub fn size(&self) -> usize {
-        self.group().map_or(1, Group::size)
-    }
-
-    /// Whether this is the rank that writes and speaks.
-    pub fn is_first(&self) -> bool {
-        self.rank() == 0
-    }
-
-    /// An arena from which the others can reach the gradients, the weights that each has updated for all, and what ranks that share a
-    /// model or sequences exchange.
-    pub(crate) fn arena(&self) -> Arena {
-        if let Some(device) = &self.device {
-            return Arena::on(Arc::clone(device));
-        }
-        let mut shared = vec![MemoryCategory::Gradients];
-        if self.replicas() != self.size() {
-            let exchanged =
-                [MemoryCategory::Activations, MemoryCategory::Workspace, MemoryCategory::Communication];
-            shared.extend(exchanged);
-        }
-        if self.groups.zero_stage() > ZeroStage::Nothing {
-            shared.extend([MemoryCategory::Parameters, MemoryCategory::Communication]);
-        }
-        self.group().map_or_else(Arena::new, |group| group.arena(&shared))
-    }
-
-    /// What shows the run: the first rank's is seen.
-    pub(crate) fn progress(&self, steps: Steps, show: impl FnOnce(Steps) -> Progress) -> Progress {
-        if self.is_first() { show(steps) } else { Progress::of_other_rank(steps, self.rank()) }
-    }
-
-    /// Does `work` on the first rank, and then on the others, which find what it has left.
-    pub(crate) fn first_then_others<T>(&self, work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-        if self.is_first() {
-            let done = work()?;
-            self.barrier()?;
-            Ok(done)
-        } else {
-            self.barrier()?;
-            work()
-        }
-    }
-
-    /// Waits until all ranks have come.
-    pub(crate) fn barrier(&self) -> Result<(), CommError> {
-        self.group().map_or(Ok(()), |group| group.barrier(self.deadline()))
-    }
-
-    /// Waits until all ranks have saved, however long that takes.
-    pub(crate) fn meet(&self) -> Result<(), CommError> {
-        self.group().map_or(Ok(()), |group| group.barrier(self.deadline_of(Patience::Unlimited)))
-    }
-
-    /// Whether it is so on any rank.
-    #[track_caller]
-    pub(crate) fn any(&self, here: bool) -> Result<bool, CommError> {
-        self.any_in_time(here, Patience::Limited)
-    }
-
-    /// [`Ranks::any`], with as much patience.
-    #[track_caller]
-    pub(crate) fn any_in_time(&self, here: bool, patience: Patience) -> Result<bool, CommError> {
-        Ok(self.maximum(u8::from(here), patience)? != 0)
-    }
-
-    /// The greatest of the numbers that the ranks give.
-    #[track_caller]
-    pub(crate) fn maximum(&self, own: u8, patience: Patience) -> Result<u8, CommError> {
-        let mut answer = [own];
-        if let Some(group) = self.group() {
-            group.all_reduce(&mut answer[..], ReduceOp::Max, self.deadline_of(patience))?;
-        }
-        Ok(answer[0])
-    }
-
-    /// Sums of what each replica has, added in the order of the ranks.
-    #[track_caller]
-    pub(crate) fn sum(&self, loss: f64, tokens: u64) -> Result<(f64, u64), CommError> {
-        let Some(group) = self.group() else { return Ok((loss, tokens)) };
-        Ok(self.sum_of(&self.exchange(group, [loss.to_bits(), tokens])?))
-    }
-
-    /// The sums of the loss and the tokens that each rank has of its replica. Tokens are counted by the first rank of each; the
-    /// loss is known to those that have the head, and zero on other stages.
-    fn sum_of<const N: usize>(&self, shares: &[[u64; N]]) -> (f64, u64) {
-        let counted = |axes: &'static [Axis]| {
-            let shares = shares.iter().enumerate();
-            shares.filter(move |(rank, _)| self.is_first_along(axes, *rank)).map(|(_, share)| share)
-        };
-        let loss = counted(&[Axis::Tensor]).map(|share| f64::from_bits(share[0])).sum();
-        (loss, counted(&[Axis::Pipeline, Axis::Context, Axis::Tensor]).map(|share| share[1]).sum())
-    }
-
-    /// The sum of what each rank has.
-    #[track_caller]
-    pub(crate) fn sum_of_all(&self, own: u64) -> Result<u64, CommError> {
-        Ok(self.all_numbers(own)?.into_iter().sum())
-    }
-
-    /// [`Ranks::sum`], and with it what each of several ranks uses of its memory, in their order.
-    #[track_caller]
-    pub(crate) fn sum_and_memory(
-        &self,
-        loss: f64,
-        tokens: u64,
-        memory: MemoryUse,
-    ) -> Result<(f64, u64, Vec<MemoryUse>), CommError> {
-        let Some(group) = self.group() else { return Ok((loss, tokens, Vec::new())) };
-        let mut own = [0; 2 + MemoryUse::WORDS];
-        own[..2].copy_from_slice(&[loss.to_bits(), tokens]);
-        own[2..].copy_from_slice(&memory.to_words());
-        let shares = self.exchange(group, own)?;
-        let (loss, tokens) = self.sum_of(&shares);
-        Ok((loss, tokens, shares.iter().map(|share| MemoryUse::from_words(&share[2..])).collect()))
-    }
-
-    /// What each rank says of its memory, in their order.
-    #[track_caller]
-    pub(crate) fn memory(&self, own: MemoryUse) -> Result<Vec<MemoryUse>, CommError> {
-        let Some(group) = self.group() else { return Ok(vec![own]) };
-        Ok(self.exchange(group, own.to_words())?.iter().map(|words| MemoryUse::from_words(words)).collect())
-    }
-
-    /// The number of every rank, in the order of the ranks.
-    #[track_caller]
-    pub(crate) fn all_numbers(&self, own: u64) -> Result<Vec<u64>, CommError> {
-        let Some(group) = self.group() else { return Ok(vec![own]) };
-        Ok(self.exchange(group, [own])?.into_iter().map(|[number]| number).collect())
-    }
-
-    /// The numbers of every rank, in the order of the ranks.
-    #[track_caller]
-    fn exchange<const N: usize>(&self, group: &Group, own: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
-        let mut all = vec![0_i64; N * group.size()];
-        group.all_gather(&own.map(u64::cast_signed)[..], &mut all[..], self.deadline())?;
-        let (all, _) = all.as_chunks::<N>();
-        Ok(all.iter().map(|numbers| numbers.map(i64::cast_unsigned)).collect())
-    }
-
-    /// Everybody's `bytes` for the first rank, in the order of the ranks; nothing for the others.
-    #[track_caller]
-    pub(crate) fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-        let Some(group) = self.group() else { return Ok(vec![bytes.to_vec()]) };
-        let lengths = self.all_numbers(bytes.len() as u64)?;
-        let counts: Vec<usize> = lengths.iter().map(|length| *length as usize).collect();
-        let mut all = vec![0_u8; if self.is_first() { counts.iter().sum() } else { 0 }];
-        let output = self.is_first().then(|| Target::from(&mut all[..]));
-        let (input, counts) = (Source::from(bytes), Some(counts));
-        group.run(&mut Collective::Gather { input, output, root: 0, counts }, self.deadline())?;
-        let mut rest = all.as_slice();
-        let part = |length: u64| rest.split_off(..length as usize).map(<[u8]>::to_vec);
-        Ok(lengths.into_iter().map_while(part).collect())
-    }
-
-    /// What each rank has to tell the first one, in the order of the ranks; nothing for the others.
-    pub(crate) fn gather_json<T: Serialize + DeserializeOwned>(
-        &self,
-        own: &T,
-    ) -> Result<Option<Vec<T>>, Error> {
-        let unreadable = |error: serde_json::Error| Error::Metrics {
-            path: PathBuf::from("what a rank tells"),
-            action: "read",
-            source: error.into(),
-        };
-        let parts = self.gather(&serde_json::to_vec(own).map_err(unreadable)?)?;
-        if !self.is_first() {
-            return Ok(None);
-        }
-        parts
-            .iter()
-            .map(|part| serde_json::from_slice(part).map_err(unreadable))
-            .collect::<Result<_, _>>()
-            .map(Some)
-    }
-
-    /// What this rank has called of the others, and been done with, since `begin`; when, counted from there.
-    pub(crate) fn called_since(&self, begin: Instant) -> Vec<Called> {
-        let Some(group) = self.group() else { return Vec::new() };
-        let begin_us = now_us().saturating_sub(begin.elapsed().as_micros() as u64);
-        let since = |us: u64| Duration::from_micros(us.saturating_sub(begin_us));
-        let called = |recorded: Recorded| {
-            let Recorded { call, sequence, posted_us, met_us, done_us, .. } = recorded;
-            let end = since(done_us?);
-            (posted_us >= begin_us).then(|| Called {
-                call,
-                sequence,
-                start: since(posted_us),
-                met: met_us.map_or(end, since),
-                end,
-            })
-        };
-        group.recorded(group.rank()).into_iter().filter_map(called).collect()
-    }
-
-    /// Writes what this rank called last to a file in `dir`, for ranks that no launcher of ours watches; returns where, or nothing
-    /// for one rank.
-    ///
-    /// # Errors
-    /// [`Error::Metrics`].
-    pub fn write_records(&self, error: &CommError, dir: &Path) -> Result<Option<PathBuf>, Error> {
-        let Some(group) = self.group() else { return Ok(None) };
-        let own = (group.rank(), group.recorded(group.rank()));
-        Dump::new(group.size(), Some(Ending::by(error)), [own]).write(dir).map(Some)
-    }
-
-    /// Checks that all copies of the model are the same after `step` steps.
-    ///
-    /// # Errors
-    /// [`Error::WeightsDiffer`], which names the odd one.
-    pub(crate) fn check_weights(&self, engine: &mut Engine, step: u64) -> Result<(), Error> {
-        let Some(group) = self.group() else { return Ok(()) };
-        engine.settle_weights()?;
-        // Where parameters are shared out too, only other replicas have what this rank has.
-        let (axes, of_experts) = match self.groups.zero_stage() {
-            ZeroStage::Parameters => (&Axis::TOKENS[..1], &[ExpertAxis::Replicate][..]),
-            _ => (&Axis::TOKENS[..], &[ExpertAxis::Replicate, ExpertAxis::ExpertShard][..]),
-        };
-        let experts = self.mesh().experts().groups(of_experts);
-        for (is_of_experts, groups) in [(false, self.mesh().ranks().groups(axes)), (true, experts)] {
-            let mut hasher = blake3::Hasher::new();
-            for tensor in engine.copied_weights() {
-                if (tensor.record.share.among == Among::Experts) == is_of_experts {
-                    hasher.update(tensor.in_memory().unwrap_or_default());
-                }
-            }
-            let mut digests = vec![0_u8; DIGEST_BYTES * group.size()];
-            group.all_gather(&hasher.finalize().as_bytes()[..], &mut digests[..], self.deadline())?;
-            let (digests, _) = digests.as_chunks::<DIGEST_BYTES>();
-            for ranks in groups {
-                let digests: Vec<_> = ranks.iter().map(|rank| digests[*rank]).collect();
-                if let Some((rank, reference)) = odd_one(&digests) {
-                    let (rank, reference) = (ranks[rank], ranks[reference]);
-                    return Err(Error::WeightsDiffer { step, rank, reference });
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn deadline(&self) -> Deadline {
-        self.deadline_of(Patience::Limited)
-    }
-
-    fn deadline_of(&self, patience: Patience) -> Deadline {
-        Deadline::after(match patience {
-            Patience::Limited => self.groups.limit().unwrap_or_default(),
-            Patience::Unlimited => Duration::MAX,
-        })
-    }
-}
-
-/// The first that differs from what most have, and the first that has that.
-fn odd_one<T: PartialEq>(values: &[T]) -> Option<(usize, usize)> {
-    let votes = |value: &T| values.iter().filter(|other| *other == value).count();
-    let most = values.iter().map(votes).max()?;
-    let reference = values.iter().position(|value| votes(value) == most)?;
-    let odd = values.iter().position(|value| *value != values[reference])?;
-    Some((odd, reference))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_odd_one_is_the_one_that_most_differ_from() {
-        assert_eq!(odd_one(&[1, 1, 1]), None);
-        assert_eq!(odd_one(&[7]), None);
-        assert_eq!(odd_one(&[1, 2, 1]), Some((1, 0)));
-        assert_eq!(odd_one(&[3, 1, 1, 1]), Some((0, 1)));
-        assert_eq!(odd_one(&[1, 2]), Some((1, 0)));
-    }
+    let mut own = [0; 2 + MemoryUse::WORDS];
+    own[..2].copy_from_slice(&[loss.to_bits(), tokens]);
+    own[2..].copy_from_slice(&memory.to_words());
+    let shares = ranks.numbers(own)?;
+    let (loss, tokens) = ranks.sum_of(&shares);
+    Ok((loss, tokens, shares.iter().map(|share| MemoryUse::from_words(&share[2..])).collect()))
 }

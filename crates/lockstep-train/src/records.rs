@@ -1,69 +1,66 @@
-//! Everything that a run writes down about itself in `metrics.dir`, beside the loop that makes the steps.
+//! Files that a run writes into `metrics.dir`, other than checkpoints.
 //!
-//! Rows go to `metrics.jsonl` and to TensorBoard's event files; `run.json`, what ranks hold, the sampled step and at the end the report
-//! belong to the rows, so a run without `metrics.jsonl` has none of them. Failing to write never ends a run: what
-//! went wrong is handed back as a message.
+//! Rows go to `metrics.jsonl` and to TensorBoard's event files. `run.json`, the layout of all ranks, the sampled step and the
+//! final report belong to the rows: a run without `metrics.jsonl` has none of them. A failed write never ends a run that has
+//! begun; it is reported as a message.
 
 use std::fs;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use lockstep_engine::Engine;
+use lockstep_config::{RunConfig, human};
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::metrics::{EventWriter, MetricsWriter, Prometheus, Row, Server, Start};
+use lockstep_observe::rank_layout::{self, LAYOUT};
+use lockstep_observe::report::{self, Beginning, DevicePeak, describe_run};
+use lockstep_observe::roofline::Limits;
+use lockstep_observe::trace::Tracer;
+use lockstep_observe::trace::pipeline::{self, TIMELINE};
 use lockstep_plan::ParameterRecord;
+use lockstep_planner::foretell;
+use lockstep_tensor::host::available_memory_bytes;
 
-use crate::config::RunConfig;
 use crate::corpus::Corpus;
 use crate::error::Error;
-use crate::holdings::{self, LAYOUT};
-use crate::human;
-use crate::machine::available_memory_bytes;
-use crate::metrics::{EventWriter, MetricsWriter, Prometheus, Row, Server, Start};
-use crate::peak::DevicePeak;
-use crate::planner::foretell;
-use crate::ranks::Ranks;
-use crate::report::{self, Beginning, describe_run};
-use crate::roofline::Limits;
 use crate::saving::Ran;
-use crate::trace::Tracer;
-use crate::trace::pipeline::{self, TIMELINE};
 
-/// A run this long can spare the second that measuring the machine takes.
+/// Least duration of a run that measures the machine's limits at its end, which takes a second.
 const LONG_RUN_SECONDS: u64 = 30;
 
-/// Memory that measuring must not press on.
+/// Least available memory for that measurement.
 const SPARE_BYTES: u64 = 1 << 30;
-/// The step of a process that is sampled for the report: the first one pays for memory that was never touched.
+/// Step of a process that is sampled for the report. The first step also pays for page faults.
 const SAMPLED_STEP: u64 = 2;
 
-/// The records of one run.
+/// Open records of one run.
 pub(crate) struct Records {
     dir: PathBuf,
     rows: Option<MetricsWriter>,
     events: Option<EventWriter>,
     prometheus: Option<Prometheus>,
-    /// Tells on a machine other than that of rank 0 whether the run moves.
+    /// Health endpoint on a machine other than that of rank 0; shows whether the run advances.
     health: Option<Server>,
     tracer: Tracer,
-    /// What becomes of the steps of pipelines, if the report is to show one.
+    /// State of the pipeline timeline in the report; `None` if no timeline is drawn.
     picture: Option<Picture>,
     begin: Instant,
-    /// Rows that could not be written at once, and of how many of them the next message will speak.
+    /// Consecutive rows that could not be written at once, and the count at which the next message is due.
     refused: u64,
     next_told: u64,
 }
 
-/// A step of a pipeline that is shown, with what all ranks did: the sampled one, or better the last.
+/// Pipeline step whose timeline is shown with the actions of all ranks: the sampled step, later the last one.
 #[derive(Debug)]
 struct Picture {
     schedule: String,
     sampled: u64,
-    /// The last step that was made, and the last that was written down.
+    /// Last step completed, and last step written.
     made: u64,
     written: u64,
 }
 
 impl Picture {
-    /// None where nobody keeps rows.
+    /// Returns `None` if the run keeps no rows.
     fn of(config: &RunConfig, start: Start) -> Option<Self> {
         config.metrics.jsonl.then(|| Self {
             schedule: config.plan.schedule.name().to_owned(),
@@ -75,10 +72,10 @@ impl Picture {
 }
 
 impl Records {
-    /// Opens the files that `config` asks for.
+    /// Opens the files for which `config` asks.
     ///
     /// # Errors
-    /// [`Error::Metrics`]: a run that cannot write anything from the start does not begin.
+    /// If one of them cannot be opened: a run that cannot write from the start does not begin.
     pub(crate) fn open(
         config: &RunConfig,
         engine: &Engine,
@@ -88,7 +85,7 @@ impl Records {
     ) -> Result<Self, Error> {
         let metrics = &config.metrics;
         let dir = metrics.dir.clone();
-        // What may be refused comes before anything is written.
+        // Settings that may be refused are checked before anything is written.
         let prometheus = Prometheus::open(config)?;
         if let Some(address) = prometheus.as_ref().and_then(Prometheus::address) {
             tell(&format!("metrics for Prometheus at http://{address}/metrics"));
@@ -103,10 +100,10 @@ impl Records {
                 first_step: start.done() + 1,
                 predicted: foretell(config),
                 peak,
-                corpus,
+                data: corpus.described(),
             };
             describe_run(config, &beginning)?;
-            // What an earlier process left may be of another plan.
+            // Files of an earlier process may describe another plan.
             for name in [LAYOUT, TIMELINE] {
                 let _ = fs::remove_file(dir.join(name));
             }
@@ -120,17 +117,18 @@ impl Records {
         Ok(Self { dir, rows, events, prometheus, health, tracer, picture, begin, refused: 0, next_told: 1 })
     }
 
-    /// Those of a rank other than the first: its part of what the first one writes, and on the first rank of a machine its health.
+    /// Opens the records of a rank other than the first: its contribution to the timeline and, on the first rank of a machine,
+    /// the health endpoint.
     pub(crate) fn of_other(config: &RunConfig, start: Start) -> Self {
         let place = lockstep_comm::place().ok().flatten();
         let serves = place.is_some_and(|place| place.local_rank == Some(0));
         let opened = if serves { Server::open(config) } else { Ok(None) };
-        // The run does not depend on it, and hosts that are one machine have one port.
+        // The run does not depend on the endpoint, and hosts on the same machine contend for one port.
         let health = opened.inspect_err(|error| tracing::warn!("{error}")).unwrap_or_default();
         Self { picture: Picture::of(config, start), health, ..Self::of_trace(config) }
     }
 
-    /// Those of a run that leaves nothing but a trace.
+    /// Opens records that consist of a trace alone.
     pub(crate) fn of_trace(config: &RunConfig) -> Self {
         let dir = config.metrics.dir.clone();
         let tracer = Tracer::new(&dir, None, config.metrics.trace_steps);
@@ -149,10 +147,10 @@ impl Records {
         }
     }
 
-    /// Writes down what each rank holds; all of them call it together.
+    /// Writes the layout of all ranks; a collective call.
     ///
     /// # Errors
-    /// [`Error::Comm`]; anything else is told.
+    /// If the communication with other ranks fails. Other failures are reported through `tell`.
     pub(crate) fn describe_ranks(
         &self,
         engine: &Engine,
@@ -162,11 +160,11 @@ impl Records {
         if self.picture.is_none() {
             return Ok(());
         }
-        unless_told(holdings::write(&self.dir, engine, ranks), tell)
+        unless_told(rank_layout::write(&self.dir, engine, ranks), tell)
     }
 
-    /// Writes down the last step of a pipeline; all ranks call it together.
-    fn draw(&mut self, engine: &Engine, ranks: &Ranks) -> Result<(), Error> {
+    /// Writes the timeline of the last pipeline step; a collective call.
+    fn draw(&mut self, engine: &Engine, ranks: &Ranks) -> Result<(), lockstep_observe::Error> {
         let Some(picture) = &mut self.picture else { return Ok(()) };
         if picture.written == picture.made {
             return Ok(());
@@ -175,12 +173,13 @@ impl Records {
         pipeline::write(&self.dir, picture.made, &picture.schedule, engine, ranks)
     }
 
-    /// The rows, for whoever must have them on the disk.
+    /// Rows for a caller that needs them on disk.
     pub(crate) fn rows(&mut self) -> Option<&mut MetricsWriter> {
         self.rows.as_mut()
     }
 
-    /// Appends a row. What could not be written waits, and is told: at first, and whenever it has become twice as much.
+    /// Appends a row. A row that could not be written is kept for the next attempt. A message follows at the first failure and
+    /// whenever their number has doubled.
     pub(crate) fn append(&mut self, row: &impl Row, mut tell: impl FnMut(&str)) {
         let rows = self.rows.as_mut().map(|rows| rows.append(row));
         let events = self.events.as_mut().map(|events| events.append(row));
@@ -197,15 +196,15 @@ impl Records {
         }
     }
 
-    /// A step begins.
+    /// Marks the begin of a step.
     pub(crate) fn begin_step(&mut self, step: u64, engine: &Engine) {
         self.tracer.begin(step, engine);
     }
 
-    /// A step is done, `begin` is when it began; a save has been under way since `saving_since`.
+    /// Marks the end of a step that began at `begin`; a save has been in flight since `saving_since`.
     ///
     /// # Errors
-    /// [`Error::Comm`]; anything else is told.
+    /// If the communication with other ranks fails. Other failures are reported through `tell`.
     pub(crate) fn end_step(
         &mut self,
         step: u64,
@@ -224,11 +223,10 @@ impl Records {
         if picture.sampled == step { unless_told(self.draw(engine, ranks), tell) } else { Ok(()) }
     }
 
-    /// The last step is done: a trace that was to go on is written as far as it goes, and the report shows this step of a
-    /// pipeline.
+    /// Marks the end of the last step: writes a trace that was to continue, and the timeline of this step.
     ///
     /// # Errors
-    /// [`Error::Comm`]; anything else is told.
+    /// If the communication with other ranks fails. Other failures are reported through `tell`.
     pub(crate) fn end_trace(
         &mut self,
         engine: &Engine,
@@ -239,12 +237,12 @@ impl Records {
         unless_told(self.draw(engine, ranks), tell)
     }
 
-    /// Something between two steps is done.
+    /// Marks the end of work between two steps, such as an evaluation.
     pub(crate) fn pause(&mut self, name: &'static str, begin: Instant) {
         self.tracer.pause(name, begin);
     }
 
-    /// A save beside the steps has ended.
+    /// Marks the end of a save that overlapped with steps.
     pub(crate) fn saved(&mut self, Ran { begin, end }: Ran) {
         if let Some(prometheus) = &mut self.prometheus {
             prometheus.saved();
@@ -252,7 +250,7 @@ impl Records {
         self.tracer.saved(begin, end);
     }
 
-    /// The run has ended: writes what is left, and the report, whose path is returned.
+    /// Ends the records: writes what is pending and the report, whose path is returned.
     pub(crate) fn finish(mut self, engine: &Engine, mut tell: impl FnMut(&str)) -> Option<PathBuf> {
         let can_measure = self.rows.is_some()
             && self.begin.elapsed().as_secs() >= LONG_RUN_SECONDS
@@ -271,7 +269,7 @@ impl Records {
         self.report(tell)
     }
 
-    /// Tries once more to write the rows that wait, and tells how many of them the file lacks in the end.
+    /// Tries once more to write pending rows, and reports how many the file lacks in the end.
     fn tell_what_is_missing(&mut self, mut tell: impl FnMut(&str)) {
         let Some(rows) = &mut self.rows else { return };
         if let Err(error) = rows.file() {
@@ -285,18 +283,18 @@ impl Records {
         }
     }
 
-    /// Returns true if there are rows to report of.
+    /// Returns true if the run keeps rows.
     pub(crate) fn has_rows(&self) -> bool {
         self.rows.is_some()
     }
 
-    /// Writes the report of the steps until now, and returns its path.
+    /// Writes the report of the steps so far and returns its path.
     pub(crate) fn report(&self, tell: impl FnOnce(&str)) -> Option<PathBuf> {
         let (waiting, _) = self.rows.as_ref()?.waiting();
         match report::write_with(&self.dir, None, waiting) {
             Ok(path) => Some(path),
-            // No step was ever made.
-            Err(Error::NoRows { .. }) => None,
+            // No step has completed.
+            Err(lockstep_observe::Error::NoRows { .. }) => None,
             Err(error) => {
                 tell(&format!("no report: {error}"));
                 None
@@ -305,10 +303,10 @@ impl Records {
     }
 }
 
-/// What cannot be written is told; what separates the ranks ends the run.
-fn unless_told(result: Result<(), Error>, tell: impl FnOnce(&str)) -> Result<(), Error> {
+/// Passes on a communication error, which ends the run, and reports any other error through `tell`.
+fn unless_told(result: Result<(), lockstep_observe::Error>, tell: impl FnOnce(&str)) -> Result<(), Error> {
     match result {
-        Err(error @ Error::Comm(_)) => Err(error),
+        Err(error @ lockstep_observe::Error::Comm(_)) => Err(error.into()),
         Err(error) => {
             tell(&error.to_string());
             Ok(())
@@ -319,7 +317,7 @@ fn unless_told(result: Result<(), Error>, tell: impl FnOnce(&str)) -> Result<(),
 
 fn model_line(engine: &Engine) -> String {
     let model = engine.model();
-    // Those of all ranks together.
+    // The parameters of the whole model, not of this rank.
     let owned = engine.records().iter().filter(|record| record.tie.is_none());
     let parameters: usize = owned.map(ParameterRecord::elements).sum();
     let shape = model.program(0).shape();

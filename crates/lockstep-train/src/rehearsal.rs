@@ -1,7 +1,7 @@
-//! Pipeline schedules measured beside simulated: the real executor with real messages, whose passes only sleep.
+//! Pipeline schedules, measured and simulated: the real executor with real messages runs passes that only sleep.
 //!
-//! A rank's share of the model takes the same time under every schedule: where it is cut into several stages, each of them takes
-//! its part of that.
+//! A rank's part of the model takes the same total time under every schedule; with several stages on a rank, each takes its
+//! fraction of that.
 
 use std::time::{Duration, Instant};
 
@@ -13,48 +13,48 @@ use serde::Serialize;
 
 use crate::Error;
 
-/// No wait for another rank is longer than this and the step itself.
+/// Longest wait for another rank, in addition to the simulated step.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What is rehearsed.
+/// A benchmark of pipeline schedules.
 #[derive(Debug, Clone, Copy)]
 pub struct PipelineBenchmark {
-    /// What a micro-batch takes in all stages of a rank together; memory is not looked at.
+    /// Cost of a micro-batch in all stages of a rank together; its memory is ignored.
     pub rank_cost: StageCost,
-    /// Bytes of a message from one stage to the next.
+    /// Bytes of a message between consecutive stages.
     pub message_bytes: usize,
-    /// Steps that are timed, after one that is not; at least one.
+    /// Timed steps, after one warm-up step; at least one.
     pub steps: usize,
 }
 
-/// What a step took.
+/// Step time and bubble of a schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct StepShare {
-    /// From the start, which all ranks have in common, to the end.
+    /// Milliseconds from the common start of all ranks to the end.
     pub step_ms: f64,
-    /// The share of all ranks' time in which no pass ran.
+    /// Fraction of all ranks' time in which no pass ran.
     pub bubble: f64,
 }
 
-/// A schedule, measured beside simulated.
+/// A schedule, measured and simulated.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Rehearsed {
-    /// The median of the steps.
+    /// The median of the measured steps.
     pub measured: StepShare,
-    /// What the lists promise.
+    /// The simulation of the schedule's action lists.
     pub simulated: StepShare,
-    /// By how much a pass ended later than it should have: the mean over the median step.
+    /// Microseconds by which a pass took longer than planned: the mean over the median step.
     pub late_us: f64,
 }
 
 impl PipelineBenchmark {
-    /// Rehearses `schedule`, which has as many ranks as `group`; all of them call it together.
+    /// Runs `schedule`, which has as many ranks as `group`. Collective: every rank calls it.
     ///
     /// # Errors
-    /// [`Error::Comm`], no memory for the messages.
+    /// If a rank does not answer ([`Error::Comm`]), or there is no memory for the messages.
     ///
     /// # Panics
-    /// If there is one rank only.
+    /// If there is only one rank.
     pub fn run(&self, group: &Group, schedule: &Schedule) -> Result<Rehearsed, Error> {
         let cost = self.stage_cost(schedule);
         let costs = Costs::uniform(schedule.stages(), cost);
@@ -85,7 +85,7 @@ impl PipelineBenchmark {
         Ok(Rehearsed { measured, simulated, late_us })
     }
 
-    /// Each stage's part of what a rank's stages cost together.
+    /// Returns the cost of each stage, as a fraction of the cost of a rank.
     fn stage_cost(&self, schedule: &Schedule) -> StageCost {
         let part = schedule.ranks() as f64 / schedule.stages() as f64;
         let StageCost { forward_ms, backward_input_ms, backward_weight_ms, .. } = self.rank_cost;
@@ -102,7 +102,7 @@ impl PipelineBenchmark {
 #[derive(Debug, Clone, Copy)]
 struct OwnStep {
     step_ms: f64,
-    /// The time of its passes.
+    /// Milliseconds of its passes.
     worked_ms: f64,
     late_us: f64,
 }
@@ -126,7 +126,7 @@ impl OwnStep {
     }
 }
 
-/// All begin and end together, but for the time in which they are woken.
+/// Combines the ranks' steps. All begin and end together, but for the time in which they are woken.
 fn step_of_all(ranks: &[OwnStep]) -> (StepShare, f64) {
     let step_ms = ranks.iter().map(|rank| rank.step_ms).fold(0.0, f64::max);
     let worked_ms: f64 = ranks.iter().map(|rank| rank.worked_ms).sum();

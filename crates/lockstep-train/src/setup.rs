@@ -1,190 +1,23 @@
-//! From a configuration to a model and an engine for it.
+//! From a configuration to a model and its engine.
 
 use std::collections::{BTreeSet, HashMap};
-use std::path::PathBuf;
-use std::sync::OnceLock;
-use std::time::Duration;
 
-use lockstep_checkpoint::{BaseModel, ModelDirectory, PeftAdapter};
-use lockstep_engine::{
-    Engine, EngineError, EngineOptions, Offload, Optimizer, RoundingMode, StateKind, Storage, WeightStorage,
+use lockstep_checkpoint::{BaseModel, PeftAdapter};
+use lockstep_config::plan::checked_plan;
+use lockstep_config::{
+    F32Products, Problems, ResolvedModel, RunConfig, engine_options, offload_directory, too_few_live,
 };
-use lockstep_graph::BlockShape;
-use lockstep_model::{Adapter, ModelConfig, Tuning};
-use lockstep_plan::gathering::TooFewLive;
-use lockstep_plan::{DType, ParameterId};
+use lockstep_engine::{Engine, EngineError, Ranks, StateKind};
+use lockstep_model::{Adapter, Tuning};
+use lockstep_plan::ParameterId;
 use lockstep_tensor::{Arena, ScratchFile};
-use serde_json::{Map, Value};
 
-use crate::config::{
-    F32Products, ModelSource, MuonScale, OptimizerKind, Origin, Precision, Problems, Rounding, RunConfig,
-    StatePrecision,
-};
-use crate::model_name::config_of;
-use crate::plan::{checked_plan, misfits};
-use crate::tuning::resolve_tuning;
-use crate::{Error, Ranks};
+use crate::Error;
 
-/// The model of a run.
-#[derive(Debug)]
-pub struct ResolvedModel {
-    /// Its configuration, with overrides and the run's dropout.
-    pub config: ModelConfig,
-    /// What of it is trained.
-    pub tuning: Tuning,
-    /// Where its first weights come from, if not from the initializers.
-    pub pretrained: Option<ModelDirectory>,
-    /// The adapter that training goes on from, if it does not begin anew.
-    pub adapter: Option<PeftAdapter>,
-    /// What a checkpoint says of the weights that it does not hold, once they have been read.
-    pub(crate) base: OnceLock<BaseModel>,
-}
-
-/// The model that `[model]` describes.
+/// Builds the engine of the run; its weights are zero.
 ///
 /// # Errors
-/// An unknown preset, a `config.json` that is not supported, overrides that do not fit, a sequence longer than the
-/// model's maximum, ranks that cannot share the model.
-pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
-    let (model, pretrained) = named_model(config)?;
-    let mut problems = Vec::new();
-    let longest = model.max_position_embeddings();
-    if config.train.seq_len > longest {
-        problems.push(config.problem(
-            "train.seq_len",
-            format!("sequences of {} tokens are longer than the model's maximum", config.train.seq_len),
-            format!("1 to {longest}, or a larger max_position_embeddings in [model]"),
-        ));
-    }
-    let tuned = resolve_tuning(config, &model);
-    problems.extend(misfits(config, &model, tuned.as_ref().ok().map(|(tuning, _)| tuning)));
-    Problems::none_of(problems)?;
-    let (tuning, adapter) = tuned?;
-    Ok(ResolvedModel { config: model, tuning, pretrained, adapter, base: OnceLock::new() })
-}
-
-/// The model that `[model]` names, whether it fits the run or not, and the directory of its weights if it takes them from one.
-///
-/// # Errors
-/// An unknown preset, a `config.json` that is not supported, overrides that do not fit.
-pub(crate) fn named_model(config: &RunConfig) -> Result<(ModelConfig, Option<ModelDirectory>), Error> {
-    let overrides = overrides_of(config);
-    let mut pretrained = None;
-    let base = match config.model_source() {
-        ModelSource::Preset(name) => ModelConfig::preset(name)?,
-        ModelSource::Path(dir) if config.model.from_pretrained => {
-            let directory = ModelDirectory::open(dir)?;
-            let base = directory.config().clone();
-            pretrained = Some(directory);
-            base
-        }
-        ModelSource::Path(dir) => config_of(dir)?,
-        ModelSource::ModelType(model_type) => {
-            let mut table = overrides.clone();
-            table.insert("model_type".to_owned(), model_type.into());
-            ModelConfig::from_table(&table, "[model]")?
-        }
-    };
-    let mut model = if overrides.is_empty() || matches!(config.model_source(), ModelSource::ModelType(_)) {
-        base
-    } else {
-        base.with_overrides(&overrides, "[model]")?
-    };
-    if config.origin("train.dropout") != Origin::Default {
-        model = model.with_dropout(config.train.dropout);
-    }
-    Ok((model, pretrained))
-}
-
-/// The keys of the model that `[model]` changes.
-pub(crate) fn overrides_of(config: &RunConfig) -> Map<String, Value> {
-    let overrides = config.model.overrides.iter();
-    overrides.map(|(key, value)| (key.clone(), serde_json::to_value(value).unwrap_or_default())).collect()
-}
-
-/// The micro-batch of a run, and the type that its kernels read.
-pub(crate) fn shape_of(config: &RunConfig) -> BlockShape {
-    let dtype = match config.train.precision {
-        Precision::F32 => DType::F32,
-        Precision::BF16 => DType::BF16,
-        Precision::F16 => DType::F16,
-    };
-    BlockShape { sequences: config.micro_batch(), seq_len: config.train.seq_len, dtype }
-}
-
-/// The settings of the run's engine that no plan depends on.
-pub fn engine_options(config: &RunConfig) -> EngineOptions {
-    let optimizer = &config.optimizer;
-    EngineOptions {
-        dtype: shape_of(config).dtype,
-        storage: storage(config),
-        optimizer: match optimizer.kind {
-            OptimizerKind::AdamW => Optimizer::AdamW { betas: optimizer.betas(), eps: optimizer.eps },
-            OptimizerKind::Sgd => Optimizer::Sgd { momentum: optimizer.momentum() as f32 },
-            OptimizerKind::Lion => Optimizer::Lion { betas: optimizer.betas() },
-            OptimizerKind::Muon => Optimizer::Muon {
-                momentum: optimizer.momentum() as f32,
-                scale: match optimizer.muon_scale {
-                    MuonScale::MatchAdamW => lockstep_engine::MuonScale::MatchAdamW,
-                    MuonScale::Original => lockstep_engine::MuonScale::Original,
-                },
-                betas: optimizer.betas(),
-                eps: optimizer.eps,
-                adam_ratio: optimizer.adam_lr.map_or(1.0, |adam_lr| adam_lr / optimizer.lr),
-            },
-        },
-        seed: config.train.seed,
-        threads: match config.train.threads {
-            0 => std::thread::available_parallelism().map_or(1, usize::from),
-            threads => threads,
-        },
-    }
-}
-
-/// What is wrong with a limit below what a unit reads.
-pub(crate) fn too_few_live(config: &RunConfig, few: TooFewLive) -> Error {
-    let allowed = format!("{} or more, padding included", few.needed);
-    let problem = config.problem("parallel.max_live_parameters", few.to_string(), allowed);
-    Error::Configuration(problem.into())
-}
-
-/// How the engine keeps weights and optimizer state, and where.
-fn storage(config: &RunConfig) -> Storage {
-    let parallel = &config.parallel;
-    Storage {
-        weights: if config.train.master_weights { WeightStorage::Master } else { WeightStorage::Kernels },
-        state: match config.optimizer.state_precision {
-            StatePrecision::F32 => DType::F32,
-            StatePrecision::BF16 => DType::BF16,
-        },
-        rounding: match config.optimizer.rounding {
-            Rounding::Nearest => RoundingMode::Nearest,
-            Rounding::Stochastic => RoundingMode::Stochastic,
-        },
-        offload: Offload {
-            directory: offload_directory(config),
-            method: parallel.offload_io.into(),
-            limit: Duration::from_secs_f64(parallel.timeout_s),
-            ..Offload::default()
-        },
-    }
-}
-
-/// The directory of offloaded state.
-pub(crate) fn offload_directory(config: &RunConfig) -> PathBuf {
-    config.parallel.offload_dir.clone().unwrap_or_else(|| config.checkpoint.dir.clone())
-}
-
-/// Has state on disk lie where a directory is already: for what leaves nothing behind.
-pub fn offload_to_existing_directory(config: &mut RunConfig) {
-    let directory = ScratchFile::existing_directory(&offload_directory(config));
-    config.parallel.offload_dir = Some(directory);
-}
-
-/// An engine for the run; its weights are zero.
-///
-/// # Errors
-/// Out of memory, no threads.
+/// If memory or threads cannot be had, the plan does not fit, or the offload directory is in memory itself.
 pub(crate) fn build_engine(
     config: &RunConfig,
     model: &ResolvedModel,
@@ -205,8 +38,8 @@ pub(crate) fn build_engine(
     let builder = Engine::builder(&model.config, plan).tuning(&model.tuning).groups(groups);
     let engine = builder.options(engine_options(config)).build(arena);
     let mut engine = engine.map_err(|error| match error {
-        // How much a unit reads is known when the model is recorded.
-        EngineError::TooFewLive(few) => too_few_live(config, few),
+        // The parameters that a unit reads are known only after recording.
+        EngineError::TooFewLive(few) => Error::from(too_few_live(config, few)),
         error => error.into(),
     })?;
     engine.set_f32_products(match config.train.f32_products {
@@ -220,10 +53,10 @@ pub(crate) fn build_engine(
     Ok(engine)
 }
 
-/// The weights that the run starts from: those of the model's directory, or what the initializers give.
+/// Loads the run's initial weights: those of the model's directory, or those of the initializers.
 ///
 /// # Errors
-/// Damaged weights.
+/// If the weights cannot be read, are damaged, or are those of another model.
 pub(crate) fn load_first_weights(
     config: &RunConfig,
     model: &ResolvedModel,
@@ -242,7 +75,7 @@ pub(crate) fn load_first_weights(
             })?;
             let path = std::path::absolute(directory.path()).unwrap_or_else(|_| directory.path().to_owned());
             if let Some(digest) = digest {
-                // It is read once; a second reading would find the same.
+                // The directory is read once; a second reading would find the same.
                 let _ = model.base.set(BaseModel { path, digest });
             }
             load_first_adapter(config, model, engine)
@@ -250,7 +83,7 @@ pub(crate) fn load_first_weights(
     }
 }
 
-/// The adapter that the run begins with: the one it goes on from, or what the initializers give.
+/// Loads the initial adapter: the one that training continues from, or that of the initializers.
 fn load_first_adapter(config: &RunConfig, model: &ResolvedModel, engine: &mut Engine) -> Result<(), Error> {
     let given: HashMap<&str, &[f32]> = model.adapter.iter().flat_map(PeftAdapter::parameters).collect();
     let is_adapter = |id: &ParameterId| Adapter::owns(&engine.records()[id.0].name);
@@ -264,19 +97,22 @@ fn load_first_adapter(config: &RunConfig, model: &ResolvedModel, engine: &mut En
     Ok(())
 }
 
-/// Takes weights by name.
+/// Callback that takes a parameter's name and values.
 type Sink<'s> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), Error>;
 
-/// Loads the weights that `read` hands over.
+/// Loads the weights that `read` passes to its callback.
+///
+/// # Errors
+/// If the weights lack a parameter of the model or have others.
 fn load_weights(engine: &mut Engine, read: impl FnOnce(Sink<'_>) -> Result<(), Error>) -> Result<(), Error> {
-    // Also those that other stages of a pipeline hold: this one passes them over.
+    // Includes parameters of other pipeline stages, which this rank skips.
     let owned = engine.records().iter().enumerate().filter(|(_, record)| record.tie.is_none());
     let ids: HashMap<String, ParameterId> =
         owned.map(|(index, record)| (record.name.clone(), ParameterId(index))).collect();
     let mut missing: BTreeSet<String> = ids.keys().filter(|name| !Adapter::owns(name)).cloned().collect();
     let mut left_over = Vec::new();
     read(&mut |name, values| -> Result<(), Error> {
-        // The directory was matched with its own configuration, which [model] may have changed.
+        // The directory was checked against its own configuration, which [model] may override.
         let Some(&id) = ids.get(name) else {
             left_over.push(name.to_owned());
             return Ok(());

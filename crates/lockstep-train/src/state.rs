@@ -1,5 +1,5 @@
-//! How a run goes on from a checkpoint: tensors, counters, and nothing of the loader but the number of samples
-//! consumed.
+//! The state of a run in a checkpoint, and how it is restored: tensors, counters and, of the data loader, only the number of
+//! samples consumed.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,45 +8,44 @@ use lockstep_checkpoint::{
     BaseModel, Checkpoint, CheckpointError, DType, Latest, SkippedCheckpoint, TensorKind, latest_good_of,
     set_aside,
 };
+use lockstep_config::{Difference, ResolvedModel, Resume, RunConfig};
 use lockstep_engine::{Engine, StateKind};
+use lockstep_observe::metrics::FILE_NAME;
 use lockstep_plan::ParameterId;
 use serde_json::{Value, json};
 
-use crate::config::Difference;
-use crate::metrics::FILE_NAME;
 use crate::setup::load_first_weights;
-use crate::trainer::Resume;
-use crate::{Corpus, Error, ResolvedModel, RunConfig};
+use crate::{Corpus, Error};
 
-/// The counters of a run.
+/// Counters of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Counters {
-    /// Steps made, skipped ones included.
+    /// Completed steps, skipped ones included.
     pub(crate) step: u64,
-    /// Updates of the weights.
+    /// Optimizer steps taken; skipped steps do not count.
     pub(crate) updates: u64,
-    /// Samples consumed.
+    /// Samples consumed by all ranks.
     pub(crate) samples: u64,
-    /// Tokens seen.
+    /// Tokens seen by all ranks.
     pub(crate) tokens: u64,
 }
 
-/// Everything but tensors that a run must find again when it goes on.
+/// State of a run in a checkpoint, other than tensors.
 #[derive(Debug, Clone)]
 pub(crate) struct SavedState {
     pub(crate) counters: Counters,
-    /// What the guard remembers.
+    /// State of the guard.
     pub(crate) guard: Value,
-    /// What the loss scale remembers; null where it is not adjusted.
+    /// State of the loss scale; null if it is not adjusted.
     pub(crate) loss_scale: Value,
-    /// True if the run is failing: steps are skipped, or its loss is far above what it was.
+    /// True if the run is failing: its last step was skipped, or its loss has risen far above the median.
     pub(crate) is_doubtful: bool,
-    /// The loss of an evaluation after this step, if there was one.
+    /// Loss of an evaluation after this step, if there was one.
     pub(crate) eval_loss: Option<f64>,
 }
 
 impl SavedState {
-    /// What a checkpoint's manifest has no field of its own for.
+    /// Returns the values for which a checkpoint's manifest has no field of its own.
     pub(crate) fn to_json(&self) -> Value {
         let Counters { updates, tokens, .. } = self.counters;
         json!({
@@ -60,7 +59,7 @@ impl SavedState {
     }
 }
 
-/// What a checkpoint calls it.
+/// Returns the name in checkpoints for a kind of tensor.
 pub(crate) fn tensor_kind(kind: StateKind) -> TensorKind {
     match kind {
         StateKind::Parameter => TensorKind::Parameter,
@@ -71,7 +70,7 @@ pub(crate) fn tensor_kind(kind: StateKind) -> TensorKind {
     }
 }
 
-/// The checkpoint to go on from, and newer ones that are damaged.
+/// Returns the checkpoint to resume from, and newer ones that are damaged.
 pub(crate) fn find_checkpoint(
     config: &RunConfig,
     resume: &Resume,
@@ -98,17 +97,17 @@ pub(crate) fn find_checkpoint(
     }
 }
 
-/// A damaged checkpoint in words.
+/// Describes a damaged checkpoint.
 pub(crate) fn told(skipped: &SkippedCheckpoint) -> String {
     format!("{}: {}", skipped.path.display(), skipped.reason)
 }
 
-/// The settings in which this run differs from the one that wrote the checkpoint, in words. Where the user has named the
-/// checkpoint, they are what is wanted, unless its tensors are those of another model or optimizer. A schedule that only follows
-/// another number of steps is what is wanted in any case.
+/// Describes the settings in which this run differs from that of the checkpoint. Differences are accepted if the user has named
+/// the checkpoint, unless its tensors belong to another model or optimizer. A schedule that only follows a new number of steps is
+/// always accepted.
 ///
 /// # Errors
-/// [`Error::OtherRun`], [`Error::NoRunToResume`].
+/// If differences are not accepted, or the checkpoint holds weights only.
 pub(crate) fn changed_settings(
     config: &RunConfig,
     model: &ResolvedModel,
@@ -124,7 +123,7 @@ pub(crate) fn changed_settings(
     if let Some(stored) = checkpoint.manifest().config.get("model") {
         let current = model.config.to_json(DType::F32);
         let of_model = Difference::between(&model_settings(stored), &model_settings(&current));
-        // A key that the user has set is listed already.
+        // A key that the user has set is already in the list.
         let is_new = |found: &Difference| differences.iter().all(|listed| listed.key != found.key);
         let of_model: Vec<_> = of_model.into_iter().filter(is_new).collect();
         is_other_model = !of_model.is_empty();
@@ -152,7 +151,7 @@ pub(crate) fn changed_settings(
     }
 }
 
-/// What another number of steps does to the learning rate of the next one.
+/// Describes the effect of a new number of steps on the next learning rate.
 fn other_schedule(config: &RunConfig, before: &RunConfig, step: u64) -> String {
     let (steps, earlier) = (config.train.steps, before.train.steps);
     let (rate, was) = (config.learning_rate().at(step), before.learning_rate().at(step));
@@ -163,14 +162,14 @@ fn other_schedule(config: &RunConfig, before: &RunConfig, step: u64) -> String {
     )
 }
 
-/// The keys of a model's `config.json`, as settings: the file that `model.path` names may have been edited.
+/// Returns the keys of a model's `config.json` as settings: the file at `model.path` may have been edited.
 fn model_settings(config: &Value) -> BTreeMap<String, Value> {
     let keys = config.as_object().into_iter().flatten();
     keys.map(|(key, value)| (format!("model.{key}"), value.clone())).collect()
 }
 
-/// A run that begins below checkpoints that are there already would lose its own to them: they count as newer.
-/// Moves them to directories of their own beside them, which it returns.
+/// Moves checkpoints that are newer than the run's starting point to separate directories, and returns these. They would count as
+/// newer than the run's own checkpoints, which would then be pruned in their place.
 pub(crate) fn set_aside_later(
     config: &RunConfig,
     resume: &Resume,
@@ -186,14 +185,14 @@ pub(crate) fn set_aside_later(
         moved.extend(set_aside(dir, from)?);
     }
     for aside in &moved {
-        // A run that goes on from the middle cuts off the rows of what came after. Where there are none, there is
-        // nothing to keep.
+        // A run that resumes from an earlier step cuts off the later rows, so they are copied. A missing metrics file is not an
+        // error.
         let _ = std::fs::copy(config.metrics.dir.join(FILE_NAME), aside.join(FILE_NAME));
     }
     Ok(moved)
 }
 
-/// Loads a checkpoint into an engine; what it does not hold, from the model that the run started from.
+/// Loads a checkpoint into an engine. Tensors that it lacks come from the pretrained weights from which the run started.
 pub(crate) fn restore(
     config: &RunConfig,
     model: &ResolvedModel,
@@ -215,7 +214,7 @@ pub(crate) fn restore(
             let record = &engine.records()[id.0];
             let stored = tensor_kind(kind);
             values.resize(checkpoint.tensor(&record.name, &stored)?.elements(), 0.0);
-            // Of what other ranks hold, nothing is read; a tensor of another shape is refused as a whole.
+            // Only this rank's shard is read. A tensor of another shape is left for `write_state` to refuse.
             let fits = values.len() == record.elements();
             for (first, len) in record.share.stretches(&record.shape).filter(|_| fits) {
                 checkpoint.read(&record.name, &stored, first, &mut values[first..first + len])?;
@@ -232,8 +231,8 @@ pub(crate) fn restore(
     })
 }
 
-/// The residual that this rank finds of a parameter's gradients in a checkpoint; none if that is of more ranks, or fewer, of which
-/// each had another part of the gradients: then this rank begins without one.
+/// Returns the error-feedback residual of this rank that the checkpoint holds for a parameter. `None` if the checkpoint is of a
+/// different number of ranks, whose residuals belong to other shards of the gradients; this rank then begins without one.
 fn own_residual(engine: &Engine, id: ParameterId, checkpoint: &Checkpoint) -> Option<StateKind> {
     let [own, last, next] = engine.residual_kinds(id)?;
     let name = &engine.records()[id.0].name;
@@ -241,7 +240,7 @@ fn own_residual(engine: &Engine, id: ParameterId, checkpoint: &Checkpoint) -> Op
     (is_there(last) && !is_there(next)).then_some(own)
 }
 
-/// Whether the training text is another than the one that the checkpoint's run read.
+/// Returns true if the training text is not the one that the checkpoint's run read.
 pub(crate) fn text_has_changed(checkpoint: &Checkpoint, corpus: &Corpus) -> bool {
     let stored = checkpoint.manifest().config.get("training_text");
     stored.is_some_and(|stored| *stored != corpus.digest)

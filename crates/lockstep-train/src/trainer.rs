@@ -1,55 +1,44 @@
 //! The training loop of a rank.
 //!
-//! A step reads the rank's micro-batches of one global batch, counts the valid tokens G of all ranks, runs forward and
-//! backward of each with the seed 1/G, sums the gradients over the ranks, clips by the global norm and updates, if the
-//! guard lets it (`guard`). All ranks decide alike, for they see the same numbers. Between steps the ranks of the first replica
-//! save the run (`saving`), and the first one speaks of it.
+//! One step reads this rank's micro-batches of a global batch and counts the valid tokens G of all ranks. It runs forward and
+//! backward of each micro-batch with the seed 1/G, reduces the gradients and computes their global norm. If the guard (`guard`)
+//! accepts the step, the clipped gradients enter the optimizer step. All ranks decide alike because they see the same numbers.
+//! Between steps the ranks of the first replica save checkpoints (`saving`); rank 0 writes the metrics and the messages.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use lockstep_checkpoint::{Checkpoint, CommitObserver, set_damaged_aside};
+use lockstep_config::schedule::LearningRate;
+use lockstep_config::{ResolvedModel, Resume, RunConfig, resolve_model};
 use lockstep_data::{MicroBatch, Prefetcher};
-use lockstep_engine::{Engine, EngineError, HostBatch, Update};
+use lockstep_engine::{Engine, EngineError, HostBatch, Ranks, Update};
 use lockstep_graph::{Activity, Cost, Seed};
+use lockstep_observe::metrics::{DiskUse, EvalMetrics, MemoryUse, Start, StepMetrics, imbalance};
+use lockstep_observe::progress::{Progress, Steps};
 use lockstep_plan::ParameterId;
+use lockstep_tensor::host::proportional_bytes;
 use serde_json::Value;
 
-use crate::config::RunConfig;
 use crate::describe::{Screen, describe};
-use crate::forecast::Predicted;
 use crate::guard::{Action, Guard, Refuge, Verdict};
 use crate::interrupt::Interrupt;
 use crate::loss_scale::{LossScale, Overflow};
-use crate::machine::proportional_bytes;
-use crate::metrics::{DiskUse, EvalMetrics, MemoryUse, Start, StepMetrics, imbalance};
 use crate::origin::{Origin, lock, prefetcher};
-use crate::peak::DevicePeak;
-use crate::progress::{Progress, Steps};
-use crate::ranks::Ranks;
+use crate::peak::device_peak;
+use crate::predicted::Predicted;
+use crate::ranks::sum_and_memory;
 use crate::records::Records;
 use crate::saving::Saver;
-use crate::schedule::LearningRate;
 use crate::state::{Counters, SavedState, set_aside_later, text_has_changed};
-use crate::{Corpus, Error, ResolvedModel, resolve_model};
+use crate::{Corpus, Error};
 
-/// Where a run begins.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Resume {
-    /// From the newest good checkpoint in `checkpoint.dir`, if there is one.
-    Auto,
-    /// From the start.
-    Never,
-    /// From this checkpoint.
-    From(PathBuf),
-}
-
-/// How a run ended.
+/// Result of a run that has ended without an error.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Summary {
-    /// Steps made in all.
+    /// Steps completed in all, those before a resume included.
     pub step: u64,
-    /// Steps made by this process.
+    /// Steps completed by this process.
     pub steps_made: u64,
     /// Tokens that all ranks trained on while this process ran.
     pub tokens: u64,
@@ -57,68 +46,69 @@ pub struct Summary {
     pub seconds: f64,
     /// Loss of the last step of this process that was not skipped, if there was one.
     pub loss: Option<f64>,
-    /// The last evaluation's loss.
+    /// Loss of the last evaluation, if there was one.
     pub eval_loss: Option<f64>,
-    /// The loss of a uniform guess: the logarithm of the vocabulary's size.
+    /// Loss of a uniform guess: the natural logarithm of the vocabulary size.
     pub uniform_loss: f64,
     /// True if the run was trained on chats.
     pub has_chats: bool,
-    /// The newest checkpoint; empty but on the first rank.
+    /// Path of the newest checkpoint; empty except on the first rank.
     pub checkpoint: PathBuf,
-    /// The run on one page, if it has metrics.
+    /// Path of the HTML report, if the run keeps metrics.
     pub report: Option<PathBuf>,
-    /// Whether it was asked to stop before the last step.
+    /// True if the run was asked to stop before the last step.
     pub interrupted: bool,
-    /// Steps of the whole run that were skipped: not finite, or spikes.
+    /// Skipped steps of the whole run, because of values that are not finite or loss spikes.
     pub skipped: u64,
-    /// Steps skipped in a row up to the last one.
+    /// Number of consecutive skipped steps up to and including the last one.
     pub skipped_last: u64,
-    /// Times that the whole run went back to a copy of its state.
+    /// Number of times that the whole run restored an earlier copy of its state.
     pub rollbacks: u64,
 }
 
-/// Sees each step between its backward and its update, and may change its gradients: fault tests put in what must
-/// not reach the weights.
+/// Observer of each step between its backward and its optimizer step. It may change the gradients: fault tests inject values that
+/// must not reach the weights.
 pub trait StepObserver {
-    /// The gradients of step `step` (from 1) are complete, on all ranks.
+    /// Called when the gradients of step `step` (from 1) are complete on all ranks.
     ///
     /// # Errors
-    /// End the run.
+    /// If the observer ends the run; the run ends with its error.
     fn gradients_ready(&mut self, step: u64, engine: &mut Engine) -> Result<(), Error>;
 
-    /// The run is about to make its first step.
+    /// Called before the first step of this process.
     fn begins(&mut self, _engine: &mut Engine) {}
 
-    /// What sees this rank's part of the save after step `step`, and may stop it.
+    /// Returns the observer of this rank's part of the save after step `step`; it may stop the save.
     fn saving(&mut self, _step: u64) -> Box<dyn CommitObserver + Send + Sync> {
         Box::new(())
     }
 
-    /// A step has ended with these numbers.
+    /// Called at the end of a step with its metrics.
     fn step_ended(&mut self, _row: &StepMetrics) {}
 }
 
-/// Sees nothing.
+/// Ignores every event.
 impl StepObserver for () {
     fn gradients_ready(&mut self, _: u64, _: &mut Engine) -> Result<(), Error> {
         Ok(())
     }
 }
 
-/// What a run leaves behind.
+/// Files that a run writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Leaves {
     /// Checkpoints and metrics.
     Everything,
-    /// Nothing but what its observer has seen.
+    /// No files except a trace, if one is configured.
     Nothing,
 }
 
-/// Trains as `config` says, as one of `ranks`, until the last step or until `interrupt` asks any of them for a stop; saves
-/// in either case. `show` makes what the run is shown on, usually [`Progress::on_stderr`].
+/// Trains as one of `ranks` until the last step of `config`, or until `interrupt` requests a stop on any rank; saves in either
+/// case. `show` builds the progress display, usually [`Progress::on_stderr`].
 ///
 /// # Errors
-/// A configuration that does not fit, damaged input, a machine that fails. Whatever was saved stays.
+/// If the configuration does not fit the model or the ranks, an input is damaged, or an operation on a file, a device or the
+/// network fails. Checkpoints that were saved before stay.
 pub fn train(
     config: &RunConfig,
     resume: &Resume,
@@ -129,7 +119,7 @@ pub fn train(
     train_observed(config, resume, ranks, interrupt, show, &mut ())
 }
 
-/// [`train`], watched by `observer`.
+/// Trains as [`train`] does and reports each step to `observer`.
 ///
 /// # Errors
 /// As [`train`].
@@ -144,7 +134,7 @@ pub fn train_observed(
     run(config, resume, ranks, interrupt, show, (observer, Leaves::Everything))
 }
 
-/// [`train_observed`], which leaves what `leaves` says.
+/// Trains as [`train_observed`] does and writes the files that `leaves` allows.
 pub(crate) fn run(
     config: &RunConfig,
     resume: &Resume,
@@ -157,14 +147,15 @@ pub(crate) fn run(
     let corpus = open_corpus(config, &model, ranks)?;
     let leaves_anything = leaves == Leaves::Everything;
     let writes = ranks.is_first() && leaves_anything;
-    // Nobody looks for a checkpoint as long as the run before this one may still save.
+    // The lock comes before any look at checkpoints: the process before this one may still be saving.
     let _lock = ranks.first_then_others(|| writes.then(|| lock(config)).transpose())?;
     let Origin { mut engine, counters, checkpoint, told, damaged } =
         Origin::of(config, resume, ranks, &model)?;
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
-    let mut progress = ranks.progress(steps, show);
+    let mut progress =
+        if ranks.is_first() { show(steps) } else { Progress::of_other_rank(steps, ranks.rank()) };
     let predicted = Predicted::of(config, &engine, ranks)?;
-    let peak = if leaves_anything { DevicePeak::of_run(config, &engine, ranks)? } else { None };
+    let peak = if leaves_anything { device_peak(config, &engine, ranks)? } else { None };
     let screen = Screen {
         config,
         model: &model,
@@ -177,7 +168,7 @@ pub(crate) fn run(
     let start = checkpoint.as_ref().map_or(Start::Fresh, |_| Start::After { step: counters.step });
     abandon_long_steps(config, &mut engine, ranks, interrupt);
     observer.begins(&mut engine);
-    // All have read what they begin with before anything is moved or written.
+    // All ranks have read their starting state before a file is moved or written.
     ranks.check_weights(&mut engine, counters.step)?;
     if writes {
         set_aside(config, resume, &counters, &damaged, &mut progress)?;
@@ -226,8 +217,9 @@ pub(crate) fn run(
     .run(interrupt)
 }
 
-/// Has a step abandoned that goes on when half of the grace after a request to stop is over; the other half is for the save. Several ranks
-/// finish their step, for each needs the others in it, and so does one whose state is on disk.
+/// Abandons a step that is still running when half of the grace period after a stop request is over; the other half is for the
+/// save. Runs on several ranks finish their step because each rank needs the others in its collectives. A run with state on disk
+/// finishes its step as well.
 fn abandon_long_steps(config: &RunConfig, engine: &mut Engine, ranks: &Ranks, interrupt: &Interrupt) {
     if ranks.size() > 1 || !config.has_state_in_memory() {
         return;
@@ -236,7 +228,7 @@ fn abandon_long_steps(config: &RunConfig, engine: &mut Engine, ranks: &Ranks, in
     engine.abandon_if(move || interrupt.requested_since().is_some_and(|since| since.elapsed() >= patience));
 }
 
-/// Opens the corpus: the first rank tokenizes, and the others read what it has kept.
+/// Opens the corpus: the first rank tokenizes, and the other ranks read its cache.
 fn open_corpus(config: &RunConfig, model: &ResolvedModel, ranks: &Ranks) -> Result<Corpus, Error> {
     let corpus = ranks.first_then_others(|| Corpus::open(config, model))?;
     tracing::info!(
@@ -246,7 +238,7 @@ fn open_corpus(config: &RunConfig, model: &ResolvedModel, ranks: &Ranks) -> Resu
     Ok(corpus)
 }
 
-/// Shows the run before its first step, and what was found out of the checkpoint that it goes on from.
+/// Shows the run's description before its first step, and what loading the checkpoint has reported.
 fn tell_beginning(
     screen: &Screen<'_>,
     ranks: &Ranks,
@@ -260,7 +252,7 @@ fn tell_beginning(
     }
 }
 
-/// Moves damaged checkpoints aside, and those of an earlier run that would lie after those of this one.
+/// Moves damaged checkpoints aside, and those of an earlier run that are newer than the step at which this one begins.
 fn set_aside(
     config: &RunConfig,
     resume: &Resume,
@@ -278,7 +270,7 @@ fn set_aside(
     Ok(())
 }
 
-/// Moves damaged checkpoints to where they count for nothing.
+/// Moves damaged checkpoints out of the directories in which checkpoints are looked for.
 fn set_damaged_aside_in(config: &RunConfig, damaged: &[PathBuf], progress: &mut Progress) {
     for dir in config.checkpoint_dirs() {
         let here: Vec<PathBuf> = damaged.iter().filter(|path| path.parent() == Some(dir)).cloned().collect();
@@ -294,14 +286,14 @@ fn set_damaged_aside_in(config: &RunConfig, damaged: &[PathBuf], progress: &mut 
     }
 }
 
-/// The last losses of a run.
+/// Newest losses of a run.
 #[derive(Debug, Clone, Copy, Default)]
 struct Losses {
     train: Option<f64>,
     eval: Option<f64>,
 }
 
-/// The figures of a step that its own code knows, for its metrics.
+/// Values of a step from which its metrics row is built.
 struct Made {
     loss: f64,
     grad_norm: f64,
@@ -310,7 +302,7 @@ struct Made {
     tokens: u64,
     seconds: f64,
     skipped: bool,
-    /// The maximum over ranks, and of each.
+    /// Maximum over ranks, and the value of each rank.
     memory: (MemoryUse, Vec<MemoryUse>),
 }
 
@@ -326,28 +318,28 @@ struct Run<'a> {
     learning_rate: LearningRate,
     accumulation_steps: usize,
     flops_per_step: u64,
-    /// Of the devices of all ranks together, where that is known.
+    /// Sum over the devices of all ranks, in FLOP/s, if known.
     peak_flops_per_s: Option<f64>,
     counters: Counters,
     guard: Guard,
-    /// The loss of a uniform guess.
+    /// Loss of a uniform guess.
     uniform_loss: f64,
-    /// The step and the loss of the last evaluation.
+    /// Step and loss of the last evaluation.
     evaluated: Option<(u64, f64)>,
-    /// None but in f16.
+    /// `None` except in f16.
     loss_scale: Option<LossScale>,
-    /// None if the run never goes back.
+    /// In-memory copy of the state for rollbacks; `None` if the run never rolls back.
     refuge: Option<Refuge>,
     /// None on ranks that do not save.
     saver: Option<Saver>,
     observer: &'a mut dyn StepObserver,
-    /// The phase of the step, for whoever asks why the run ended.
+    /// Phase of the current step, for the error report.
     phase: &'static str,
-    /// The step that it is making, or has made last.
+    /// Step in progress, or the last one completed.
     under_way: u64,
-    /// The micro-batches of the step at hand.
+    /// Micro-batches of the current step.
     micro_batches: Vec<MicroBatch>,
-    /// The last that was shown, whose memory the next one takes.
+    /// Tokens per layer and expert of the step shown last; its memory is reused for the next one.
     expert_load: Vec<Vec<i64>>,
 }
 
@@ -363,7 +355,7 @@ impl Run<'_> {
         }
     }
 
-    /// Makes the steps after `first` until the last one, or until a stop is asked for, with their evaluations and saves.
+    /// Runs the steps after `first` until the last one or a stop request, with their evaluations and saves.
     fn make_steps(&mut self, first: u64, interrupt: &Interrupt) -> Result<Losses, Error> {
         let train = &self.config.train;
         let mut losses = Losses::default();
@@ -383,7 +375,7 @@ impl Run<'_> {
             let step = self.counters.step;
             let every = self.config.checkpoint.every;
             if step == first + 1 && every > 0 && step.next_multiple_of(every) < train.steps {
-                // Not before the first step, which somebody is waiting for.
+                // Not before the first step, for which the user is waiting.
                 if let Some(saver) = &mut self.saver {
                     saver.prepare(&self.engine);
                 }
@@ -398,7 +390,7 @@ impl Run<'_> {
                 losses.eval = self.evaluate()?.or(losses.eval);
             }
             let is_saved = every > 0 && step.is_multiple_of(every) && !is_last;
-            // A run that resumes from the checkpoint has that to go back to, and this one does the same.
+            // A run that resumes from this checkpoint would roll back to it, so this run does the same.
             if let Some(refuge) = &mut self.refuge
                 && (is_saved || step.is_multiple_of(train.rollback_every))
             {
@@ -412,13 +404,13 @@ impl Run<'_> {
             }
         }
         if self.counters.step < self.config.train.steps {
-            // On the ranks that the signal has not reached, the grace begins now.
+            // The grace period begins now on ranks that the signal has not reached.
             interrupt.request();
         }
         Ok(losses)
     }
 
-    /// Says that the step at hand is given up, so that the state before it is saved in time.
+    /// Reports that the current step is abandoned so that the state before it is saved in time.
     fn tell_abandoned(&mut self) {
         let (step, grace) = (self.under_way, self.config.checkpoint.grace_s);
         self.progress.message(&format!(
@@ -427,14 +419,14 @@ impl Run<'_> {
         ));
     }
 
-    /// Saves the last step, and writes down what the run came to.
+    /// Saves after the last step, writes the report and returns the summary.
     fn end(mut self, begin: Instant, before: &Counters, losses: Losses) -> Result<Summary, Error> {
         let interrupted = self.counters.step < self.config.train.steps;
         tracing::info!(step = self.counters.step, interrupted, "the last step of this process is made");
         self.engine.settle_weights()?;
         let state = self.state();
         let Self { saver, engine, records, progress, ranks, observer, .. } = &mut self;
-        // While all ranks are here.
+        // The trace is gathered while all ranks are here.
         records.end_trace(engine, ranks, |text| progress.message(text))?;
         let path = match saver {
             Some(saver) => saver.save_last(engine, &state, records.rows(), *observer, progress)?,
@@ -463,7 +455,7 @@ impl Run<'_> {
         })
     }
 
-    /// Says where a run that fails was, and leaves the report of its steps.
+    /// Reports the step and phase in which a failing run was, and writes the report of its steps.
     fn leave_report(&mut self) {
         let Self { records, progress, config, phase, under_way, .. } = self;
         if !records.has_rows() {
@@ -475,7 +467,7 @@ impl Run<'_> {
         }
     }
 
-    /// What a checkpoint remembers beside the tensors.
+    /// Returns the contents of a checkpoint other than its tensors.
     fn state(&self) -> SavedState {
         SavedState {
             counters: self.counters,
@@ -498,14 +490,14 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// A trace shows the saves that ran beside its steps.
+    /// Records the saves that have ended, for the trace.
     fn record_save(&mut self) {
         for ran in self.saver.as_mut().map(Saver::take_ended).unwrap_or_default() {
             self.records.saved(ran);
         }
     }
 
-    /// One optimizer step; returns its loss, or none if it was skipped.
+    /// Runs one optimizer step; returns its loss, or `None` if the step was skipped.
     fn step(&mut self) -> Result<Option<f64>, Error> {
         let begin = Instant::now();
         let step = self.counters.step + 1;
@@ -534,7 +526,7 @@ impl Run<'_> {
             own_memory.process_pss = proportional_bytes() as usize;
         }
         let (loss_sum, tokens, mut memory_by_rank) =
-            self.ranks.sum_and_memory(loss_sum, tokens, own_memory)?;
+            sum_and_memory(self.ranks, loss_sum, tokens, own_memory)?;
         let loss = loss_sum / valid_tokens as f64;
         self.phase = "exchange of gradients";
         let grad_norm = self.engine.finish_gradients()? / loss_scale;
@@ -558,13 +550,13 @@ impl Run<'_> {
         self.counters.step = step;
         self.counters.samples += self.config.train.global_batch as u64;
         self.counters.tokens += tokens;
-        // An error ends the run after its row is written.
+        // If the guard ends the run, the step's row is written first.
         let refused = if verdict == Verdict::Sound { Ok(()) } else { self.refuse(step, verdict) };
         let seconds = begin.elapsed().as_secs_f64();
         let saving_since = self.saver.as_ref().and_then(Saver::saving_since);
         let tell = |text: &str| self.progress.message(text);
         self.records.end_step(step, begin, saving_since, &self.engine, self.ranks, tell)?;
-        // The update may have taken more here; it did so on the others in the step before.
+        // The optimizer step may have allocated more on this rank; the other ranks report theirs with the next step.
         own_memory = MemoryUse { process_pss: own_memory.process_pss, ..MemoryUse::of(self.engine.arena()) };
         if let Some(own) = memory_by_rank.get_mut(self.ranks.rank()) {
             *own = own_memory;
@@ -583,13 +575,13 @@ impl Run<'_> {
         refused.map(|()| (verdict == Verdict::Sound).then_some(loss))
     }
 
-    /// Returns true if a step is among those that are shown.
+    /// Returns true if step `step` is one that is logged.
     fn is_shown(&self, step: u64) -> bool {
         let every = self.config.train.log_every.max(1);
         step == 1 || step.is_multiple_of(every) || step == self.config.train.steps
     }
 
-    /// The metrics of the step that has just been made, with what was counted since the one before.
+    /// Returns the metrics of the step that has just ended; counters are those since the step before.
     fn row(&mut self, made: Made) -> StepMetrics {
         let Made { loss, grad_norm, learning_rate, loss_scale, tokens, seconds, .. } = made;
         let step = self.counters.step;
@@ -633,7 +625,7 @@ impl Run<'_> {
         }
     }
 
-    /// Reads the own micro-batches of the next step and returns how many labels of all ranks' count.
+    /// Reads this rank's micro-batches of the next step and returns the number of valid labels over all ranks.
     fn read_global_batch(&mut self) -> Result<u64, Error> {
         let mut valid_tokens = 0;
         for _ in 0..self.accumulation_steps {
@@ -644,7 +636,7 @@ impl Run<'_> {
         Ok(self.ranks.sum(0.0, valid_tokens)?.1)
     }
 
-    /// A step that must not change the weights: counts it, tells of it, and goes back if there were too many.
+    /// Handles a step that must not change the weights: counts and reports it, and rolls back after too many.
     fn refuse(&mut self, step: u64, verdict: Verdict) -> Result<(), Error> {
         if matches!(verdict, Verdict::NotFinite { .. })
             && let Some(scale) = &mut self.loss_scale
@@ -674,7 +666,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Loss over the first `eval_steps` global batches of the validation set; none if there is no such set.
+    /// Returns the loss over the first `eval_steps` global batches of the validation set; `None` if there is no such set.
     fn evaluate(&mut self) -> Result<Option<f64>, Error> {
         let Some(valid) = &self.corpus.valid else { return Ok(None) };
         let begin = Instant::now();
@@ -683,20 +675,21 @@ impl Run<'_> {
         let samples = valid.windows().min(train.eval_steps.saturating_mul(train.global_batch as u64));
         let mut batch = MicroBatch::default();
         let (mut loss_sum, mut tokens) = (0.0, 0);
-        // All ranks make as many forwards, for those that share experts need each other: some may read again what does not count.
+        // All ranks run the same number of forwards because expert-parallel groups communicate in each. Some ranks read a
+        // micro-batch again that does not count.
         let starts: Vec<u64> = (0..samples).step_by(micro_batch as usize).collect();
         for starts in starts.chunks(self.ranks.replicas()) {
             let own = starts.get(self.ranks.replica()).copied();
             let first = own.unwrap_or(starts[0]);
             valid.fill(first..first + micro_batch, &mut batch)?;
-            // The last micro-batch goes on into samples that do not count.
+            // The last micro-batch may extend into samples that do not count; their labels are masked.
             let counted = own.map_or(0, |first| (samples - first).min(micro_batch)) as usize * train.seq_len;
             batch.labels[counted..].fill(lockstep_data::IGNORE_LABEL);
             loss_sum += self.engine.evaluate(&host_batch(&batch))?;
             tokens += batch.valid_tokens();
         }
         let (loss_sum, tokens) = self.ranks.sum(loss_sum, tokens)?;
-        // What was exchanged is not the next step's.
+        // Discards the evaluation's traffic so that the next step does not report it.
         self.engine.take_traffic();
         let row = EvalMetrics {
             step: self.counters.step,
@@ -713,13 +706,12 @@ impl Run<'_> {
     }
 }
 
-/// Whether a step looks at what its process has of the machine's memory, once everything was used: often at the beginning,
-/// rarely later, and at the end.
+/// Returns true if this step measures the memory of the process (PSS): at powers of two from step 2, and at the last step.
 fn looks_at_process(step: u64, steps: u64) -> bool {
     step > 1 && step.is_power_of_two() || step == steps
 }
 
-/// `min(1, max_norm / (norm + 1e-6))`, or 1 where clipping is off.
+/// Returns the gradient scale of clipping: `min(1, max_norm / (norm + 1e-6))`, or 1 if `max_norm` is 0 (off).
 pub(crate) fn clip_coefficient(max_norm: f64, norm: f64) -> f64 {
     if max_norm == 0.0 { 1.0 } else { (max_norm / (norm + 1e-6)).min(1.0) }
 }
@@ -742,7 +734,7 @@ mod tests {
     fn the_clip_coefficient_is_that_of_pytorch_at_its_boundaries() {
         for (max_norm, norm, expected) in [
             (1.0, 2.0, 1.0 / 2.000_001),
-            // At the limit itself the small number makes the difference.
+            // At the limit itself the epsilon makes the difference.
             (1.0, 1.0, 1.0 / 1.000_001),
             (1.0, 1.0 - 1e-6, 1.0),
             (1e-6, 1e-6, 0.5),

@@ -1,62 +1,64 @@
-//! A plan's numbers against those of one rank: loss, gradient norm and every parameter's gradient, step by step.
+//! Verification of a plan against one rank: loss, gradient norm and every parameter's gradient, step by step.
 //!
-//! Both are ordinary runs that leave nothing behind. How far they may lie apart is in [`Tolerance`]: sums are made of other
-//! summands, and that is all that a plan may change. [`Comparison`] is what a person is shown, and the verdict.
+//! Both are ordinary runs that write no files. [`Tolerance`] limits their difference: a plan may change only the order of
+//! summation. [`Comparison`] holds the numbers for display and the verdict.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use lockstep_engine::Engine;
+use lockstep_config::{
+    Precision, Resume, Rounding, RunConfig, StatePrecision, offload_to_existing_directory,
+};
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::metrics::StepMetrics;
+use lockstep_observe::progress::Progress;
 use lockstep_plan::{Plan, Quantization, QuantizedType, Sharding, Share};
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Precision, Rounding, StatePrecision};
 use crate::interrupt::Interrupt;
-use crate::metrics::StepMetrics;
-use crate::progress::Progress;
-use crate::setup::offload_to_existing_directory;
 use crate::trainer::{Leaves, run};
-use crate::{Error, Ranks, Resume, RunConfig, StepObserver};
+use crate::{Error, StepObserver};
 
 pub use crate::comparison::{
     ComparedElement, ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, ROUTER_MARGIN,
 };
 
-/// What a run computed.
+/// Numbers that a run has computed.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Numbers {
     /// Loss and gradient norm of each step.
     pub steps: Vec<[f64; 2]>,
-    /// The gradients of the first step by parameter, whole.
+    /// Complete gradients of the first step, by parameter.
     pub gradients: BTreeMap<String, Vec<f32>>,
-    /// How many slots of each step have chosen each expert, by layer that has experts.
+    /// Token slots routed to each expert, by step and layer with experts.
     pub load: Vec<Vec<Vec<i64>>>,
-    /// How near any token of any step has been to choosing other experts, in scores of its router; none in models without any.
+    /// Smallest difference between router scores at which any token would have been routed to other experts; `None` without
+    /// experts.
     pub router_margin: Option<f32>,
 }
 
-/// How far a plan's numbers may lie from one rank's.
+/// Tolerance between a plan's numbers and those of one rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tolerance {
-    /// Of the first loss and the first gradient norm, relative.
+    /// Relative tolerance of the loss and gradient norm of the first step.
     pub first: f64,
-    /// Of later losses, relative, however many steps have been made.
+    /// Relative tolerance of the loss of all later steps.
     pub later: f64,
-    /// Of each gradient: `‖Δg‖ ≤ gradient ‖g‖ + model ‖g of the model‖`.
+    /// Factor `gradient` in the tolerance of each gradient: `‖Δg‖ ≤ gradient ‖g‖ + model ‖g of the model‖`.
     pub gradient: f64,
-    /// See there.
+    /// Factor `model` in the same formula.
     pub model: f64,
 }
 
 impl Tolerance {
-    /// What f32 plans keep to.
+    /// Tolerance of plans in f32.
     pub const F32: Self = Self { first: 1e-5, later: 1e-4, gradient: 1e-5, model: 1e-7 };
 
-    /// What plans in which something is quantized keep to, beside one rank of the same precision.
+    /// Returns the tolerance of plans with quantized communication, compared with one rank of the same precision.
     ///
-    /// An element is off by at most half of its block's scale, which is the block's largest element over 127 or 7, and by 0.29 of it on
-    /// the average. Where one element of 256 has all of a block's norm, that makes 3.6 % of the norm for int8 and 66 % for int4; gradients made
-    /// with weights that are off so little are further off, by what they go through.
+    /// An element's error is at most half of its block's scale, which is the block's largest element divided by 127 or 7; the
+    /// average error is 0.29 of the scale. If one element of 256 has all of a block's norm, the error is 3.6 % of the norm for
+    /// int8 and 66 % for int4. Quantized weights add the error that propagates through them to the gradients.
     pub fn of(quantization: Quantization) -> Self {
         let of_gradients = match quantization.gradients {
             None => 0.0,
@@ -73,10 +75,10 @@ impl Tolerance {
     }
 }
 
-/// A run on a small text, for a tiny model that is named by the first of its settings; [`TINY_LLAMA`] is one.
+/// Configuration of a run on a small text, without a model: the settings of a tiny one are added, for instance [`TINY_LLAMA`].
 pub const SAMPLE_RUN: &str = include_str!("sample.toml");
 
-/// Rotary positions, RMSNorm, grouped-query attention, tied embeddings: settings for [`SAMPLE_RUN`].
+/// Settings for [`SAMPLE_RUN`]: rotary positions, RMSNorm, grouped-query attention, tied embeddings.
 pub const TINY_LLAMA: [&str; 8] = [
     "model.preset=llama-15m",
     "model.hidden_size=32",
@@ -88,8 +90,8 @@ pub const TINY_LLAMA: [&str; 8] = [
     "model.tie_word_embeddings=true",
 ];
 
-/// The text of [`SAMPLE_RUN`], as JSON lines: prompts, which do not count, and completions, so that ranks differ in their valid
-/// tokens.
+/// Returns the text of [`SAMPLE_RUN`] as JSON lines with prompts, whose labels are masked, and completions. The number of valid
+/// tokens differs between ranks.
 pub fn sample_text() -> String {
     let words = ["tape", "shard", "mesh", "rank", "block"];
     let say = |i: usize, count: usize| -> String {
@@ -102,7 +104,7 @@ pub fn sample_text() -> String {
     (0..300).map(line).collect()
 }
 
-/// Runs as `config` says and returns what was computed: on the first rank, and nothing on the others.
+/// Runs `config` and returns its numbers on the first rank; `None` on the others.
 ///
 /// # Errors
 /// As [`train`](crate::train).
@@ -110,7 +112,7 @@ pub fn numbers(config: &RunConfig, ranks: &Ranks, interrupt: &Interrupt) -> Resu
     first_numbers(config, u64::MAX, ranks, interrupt)
 }
 
-/// What the first `steps` steps of a run compute: [`numbers`] of no more than these.
+/// Runs the first `steps` steps of `config` and returns their numbers, as [`numbers`] does.
 ///
 /// # Errors
 /// As [`train`](crate::train).
@@ -122,9 +124,9 @@ pub fn first_numbers(
 ) -> Result<Option<Numbers>, Error> {
     let mut config = config.clone();
     offload_to_existing_directory(&mut config);
-    // Only steps that are shown say how experts were chosen.
+    // Only logged steps report the expert load.
     config.train.log_every = 1;
-    // The learning rate of a step depends on how many there are, so that the run is stopped and not shortened.
+    // The learning rate depends on the number of steps, so the run is stopped early instead of being shortened.
     let stop = Interrupt::default();
     let mut watch = Watch { ranks, steps, asked: interrupt, stop: stop.clone(), numbers: Numbers::default() };
     let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
@@ -132,7 +134,7 @@ pub fn first_numbers(
     Ok(ranks.is_first().then_some(watch.numbers))
 }
 
-/// Runs as `config` says, seen by `observer`, and leaves nothing behind.
+/// Runs `config` with an observer and writes no files.
 ///
 /// # Errors
 /// As [`train`](crate::train).
@@ -143,7 +145,7 @@ pub fn watch(config: &RunConfig, ranks: &Ranks, observer: &mut dyn StepObserver)
     run(&config, &Resume::Never, ranks, &Interrupt::default(), show, (observer, Leaves::Nothing)).map(drop)
 }
 
-/// The same run on one rank.
+/// Returns the same run on one rank.
 pub fn alone(config: &RunConfig) -> RunConfig {
     let mut config = config.clone();
     let Plan { micro_batch, recompute, residence, bucket_mb, .. } = config.plan;
@@ -152,7 +154,7 @@ pub fn alone(config: &RunConfig) -> RunConfig {
     config
 }
 
-/// The same run in f32.
+/// Returns the same run in f32.
 pub fn exact(config: &RunConfig) -> RunConfig {
     let mut config = config.clone();
     config.train.precision = Precision::F32;
@@ -164,9 +166,9 @@ pub fn exact(config: &RunConfig) -> RunConfig {
 
 struct Watch<'a> {
     ranks: &'a Ranks,
-    /// After so many the run is stopped.
+    /// Number of steps after which the run is stopped.
     steps: u64,
-    /// Whether it is to stop before.
+    /// Stop request of the caller.
     asked: &'a Interrupt,
     stop: Interrupt,
     numbers: Numbers,
@@ -203,17 +205,18 @@ impl StepObserver for Watch<'_> {
     }
 }
 
-/// What a rank holds of one gradient.
+/// Description of a rank's shard of one gradient.
 #[derive(Serialize, Deserialize)]
 struct Held {
     name: String,
     shape: Vec<usize>,
     share: Share,
-    /// Of what the share says, these elements.
+    /// Range of the shard's elements that this rank owns.
     part: Range<usize>,
 }
 
-/// The gradients that this rank is the one to speak for: how long their description is, it, and their elements.
+/// Serializes the gradients that this rank represents: the length of the description in bytes, the description as JSON, and the
+/// elements.
 fn held(ranks: &Ranks, engine: &Engine) -> Result<Vec<u8>, Error> {
     let speaks_for = |id: &lockstep_plan::ParameterId| ranks.is_of_first_copy() && engine.speaks_for(*id);
     let ids: Vec<_> = engine.trained_ids().filter(speaks_for).collect();
@@ -231,7 +234,7 @@ fn held(ranks: &Ranks, engine: &Engine) -> Result<Vec<u8>, Error> {
     Ok(bytes)
 }
 
-/// Gradients put together from what ranks hold of them; of those that several speak for, the last.
+/// Assembles complete gradients from the shards of all ranks; if several ranks represent an element, the last one wins.
 fn whole(of_ranks: &[Vec<u8>]) -> BTreeMap<String, Vec<f32>> {
     let mut gradients = BTreeMap::new();
     for bytes in of_ranks {

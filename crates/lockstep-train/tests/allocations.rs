@@ -1,42 +1,43 @@
-//! A training step allocates nothing once the run is warm: not in kernels, not for metrics or progress, not in the
-//! thread that reads ahead. Every allocation of the process is counted.
+//! A training step allocates nothing once the run is warm: not in kernels, not for metrics or progress, not in the prefetch
+//! thread. Every allocation of the process is counted.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use lockstep_engine::Engine;
+use lockstep_config::{Resume, RunConfig};
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::progress::Progress;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, RunConfig, StepObserver, train_observed};
+use lockstep_train::{Error, StepObserver, train_observed};
 
-/// The system's allocator, with a count.
+/// The system's allocator with a counter.
 struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-// SAFETY: every call is passed on to the system's allocator as it is.
+// SAFETY: every call is passed to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.realloc(pointer, layout, size) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
@@ -44,16 +45,16 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Steps from whose gradients on nothing is allocated.
+/// Index of the first step whose backward allocates nothing, nor any later step.
 const COUNTED_FROM: usize = 2;
 
-/// How often the process had allocated when the gradients of each step were complete.
+/// Number of allocations of the process at the end of each step's backward.
 struct Counts(Vec<u64>);
 
 impl StepObserver for Counts {
     fn gradients_ready(&mut self, _: u64, _: &mut Engine) -> Result<(), Error> {
         if self.0.len() == COUNTED_FROM {
-            // The thread of saves has the lowest priority: beside other work it may come up late, and allocates its thread-locals then.
+            // The saving thread has the lowest priority. On a busy machine it may start late and allocate its thread-locals then.
             std::thread::sleep(Duration::from_millis(100));
         }
         self.0.push(ALLOCATIONS.load(Ordering::Relaxed));
@@ -76,7 +77,7 @@ const MODELS: [(&str, &str); 3] = [
     ),
 ];
 
-/// One test, for the count is that of the whole process.
+/// A single test, because the counter covers the whole process.
 #[test]
 fn no_step_after_the_second_allocates() {
     const STEPS: usize = 40;
@@ -90,7 +91,7 @@ fn no_step_after_the_second_allocates() {
             ("f16", "selective", "lion", "none"),
             ("bf16", "none", "adamw", "disk"),
         ] {
-            // A state to go back to would be in memory.
+            // A copy for rollbacks would be in memory.
             let (rollback_after, io) = match (residence, name) {
                 ("disk", "llama") => (0, ", io = \"threads\""),
                 ("disk", _) => (0, ""),
@@ -120,7 +121,7 @@ fn no_step_after_the_second_allocates() {
                 &mut counts,
             )
             .unwrap();
-            // From the end of the third backward: the second step is over.
+            // The windows after the third backward: the second step is over.
             let per_step: Vec<u64> = counts.0.windows(2).map(|pair| pair[1] - pair[0]).collect();
             assert!(
                 per_step[COUNTED_FROM..].iter().all(|&count| count == 0),

@@ -1,5 +1,5 @@
-//! A run on several ranks is the run on one rank: the same losses, gradients and weights within the rounding of sums, with
-//! the same bits on every rank. Ranks are threads here, over the same shared memory as processes.
+//! A run on several ranks equals the run on one rank: losses, gradients and weights agree within the rounding of sums, with the
+//! same bits on every rank. Ranks are threads here, over the same shared memory as processes.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::collections::BTreeMap;
@@ -7,15 +7,16 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use lockstep_comm::{World, WorldOptions};
-use lockstep_engine::Engine;
+use lockstep_config::{Resume, RunConfig};
+use lockstep_engine::{Engine, EngineError, Ranks};
+use lockstep_observe::flight::{analyse, read_all, write_records};
+use lockstep_observe::progress::Progress;
 use lockstep_plan::ParameterId;
-use lockstep_train::flight::{analyse, read_all};
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, RunConfig, StepObserver, Summary, train_observed};
+use lockstep_train::{Error, StepObserver, Summary, ranks_of, train_observed};
 use serde_json::Value;
 
-/// Tied embeddings, learned positions, dropout; prompts that do not count, so that ranks differ in their tokens.
+/// A GPT-2 with tied embeddings, learned positions and dropout. Prompts are masked, so ranks differ in their valid tokens.
 const GPT2: &str = r#"
 [model]
 preset = "baby-gpt"
@@ -33,7 +34,7 @@ dropout = 0.1
 threads = 1
 "#;
 
-/// Rotary positions, grouped-query attention, an output layer of its own.
+/// A Llama with rotary positions, grouped-query attention and an untied output layer.
 const LLAMA: &str = r#"
 [model]
 preset = "llama-15m"
@@ -56,7 +57,7 @@ threads = 1
 /// The gradients of each step, by name.
 type Gradients = Vec<BTreeMap<String, Vec<f32>>>;
 
-/// Watches the gradients of one rank, and may spoil its weights or ask for a stop.
+/// Observer that records the gradients of one rank, and may corrupt its weights or request a stop.
 #[derive(Default)]
 struct Watch {
     gradients: Gradients,
@@ -79,7 +80,7 @@ impl StepObserver for Watch {
     }
 }
 
-/// A directory with conversations, in which runs keep everything that they write.
+/// A directory with conversations, in which runs keep all their files.
 struct Bench(tempfile::TempDir);
 
 impl Bench {
@@ -114,7 +115,7 @@ impl Bench {
         RunConfig::parse(&text, "test", settings).unwrap()
     }
 
-    /// A run on `ranks` ranks, each watched by what `watch` makes for it.
+    /// Runs on `ranks` ranks, each with the observer that `watch` returns for it.
     fn run(
         &self,
         run: &str,
@@ -134,7 +135,7 @@ impl Bench {
                     let ranks = if config.plan.mesh.replicate == 1 {
                         Ranks::alone()
                     } else {
-                        Ranks::of(group, config).unwrap()
+                        ranks_of(group, config).unwrap()
                     };
                     let interrupt = Interrupt::default();
                     let mut watch = watch(rank, &interrupt);
@@ -241,7 +242,10 @@ fn a_rank_whose_weights_went_astray_is_named() {
     });
     for (summary, _) in ended {
         assert!(
-            matches!(summary, Err(Error::WeightsDiffer { step: 3, rank: 1, reference: 0 })),
+            matches!(
+                summary,
+                Err(Error::Engine(EngineError::WeightsDiffer { step: 3, rank: 1, reference: 0 }))
+            ),
             "{summary:?}"
         );
     }
@@ -272,16 +276,16 @@ fn a_rank_that_does_not_come_is_named_after_the_time_given() {
     let options = WorldOptions { silence: Duration::from_secs(30), ..WorldOptions::default() };
     let mut groups = World::in_process(2, options).unwrap();
     let late = groups.pop().unwrap();
-    let ranks = Ranks::of(groups.pop().unwrap(), &config).unwrap();
+    let ranks = ranks_of(groups.pop().unwrap(), &config).unwrap();
     let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
     let ended = train_observed(&config, &Resume::Never, &ranks, &Interrupt::default(), show, &mut ());
     let Error::Comm(error) = ended.unwrap_err() else { panic!("it is the other rank's fault") };
     assert!(error.to_string().contains("rank 1"), "{error}");
-    // Ranks that nobody watches leave what they called last themselves.
-    let own = ranks.write_records(&error, &bench.path("late")).unwrap().unwrap();
+    // Ranks without a launcher of ours write their own flight records.
+    let own = write_records(&ranks, &error, &bench.path("late")).unwrap().unwrap();
     assert!(own.ends_with("flight-00000.json"), "{}", own.display());
-    let late = Ranks::of(late, &config).unwrap();
-    let other = late.write_records(&error, &bench.path("late")).unwrap().unwrap();
+    let late = ranks_of(late, &config).unwrap();
+    let other = write_records(&late, &error, &bench.path("late")).unwrap().unwrap();
     let analysis = analyse(&read_all(&[own, other]).unwrap());
     assert_eq!((&analysis.culprits[..], &analysis.ended), (&[1][..], &vec![error.to_string()]), "{analysis}");
 }

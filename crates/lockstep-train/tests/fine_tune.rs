@@ -5,11 +5,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use lockstep_checkpoint::{Checkpoint, CheckpointError, DType, ModelDirectory, TensorKind};
+use lockstep_config::{Resume, RunConfig, resolve_model};
+use lockstep_engine::Ranks;
+use lockstep_observe::progress::Progress;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, RunConfig, Summary, resolve_model, train};
+use lockstep_train::{Error, Summary, train};
 
-/// The model that is fine-tuned.
+/// Configuration of the model that is fine-tuned.
 const BASE: &str = r#"
 [model]
 preset = "llama-15m"
@@ -21,7 +23,7 @@ num_key_value_heads = 2
 max_position_embeddings = 24
 "#;
 
-/// One whose `c_attn` is three layers here.
+/// A model whose fused `c_attn` is split into three layers here.
 const GPT2: &str = r#"
 [model]
 preset = "baby-gpt"
@@ -31,7 +33,7 @@ n_head = 3
 n_positions = 24
 "#;
 
-/// A directory with a text and a pretrained model, in which runs keep everything that they write.
+/// A directory with a text and a pretrained model, in which runs keep all their files.
 struct Bench(tempfile::TempDir);
 
 impl Bench {
@@ -72,7 +74,7 @@ impl Bench {
         train(&self.config(run, model, settings), resume, &Ranks::alone(), &Interrupt::default(), show)
     }
 
-    /// A run that starts from the pretrained model.
+    /// Runs training from the pretrained model.
     fn tune(&self, run: &str, settings: &[&str], resume: &Resume) -> Result<Summary, Error> {
         self.run(run, &self.pretrained(), settings, resume)
     }
@@ -96,7 +98,7 @@ fn weights(dir: &Path) -> BTreeMap<String, Vec<u32>> {
     weights
 }
 
-/// All but the second layer and the last norm; the output layer is the embedding.
+/// Freezes everything except the second layer and the last norm; the output layer is tied to the embedding.
 const FREEZE: &str = r#"fine_tune.freeze=["model.layers.0.*", "*embed_tokens*"]"#;
 
 #[test]
@@ -113,7 +115,7 @@ fn a_run_that_trains_a_part_changes_and_saves_that_part_and_its_checkpoint_is_th
         for (name, values) in &after {
             assert_eq!(*values == before[name], is_frozen(name), "{name}, {precision}");
         }
-        // What is exported is the same model, and needs no other.
+        // The exported directory is the same complete model.
         let exported = bench.path("out");
         ModelDirectory::open(&bench.step("run", 3)).unwrap().export_hf(DType::F32, &exported).unwrap();
         assert!(weights(&exported) == after, "{precision}");
@@ -205,7 +207,7 @@ fn a_pattern_that_describes_nothing_is_refused_with_names_that_are_near() {
     assert!(without.contains("from_pretrained"), "{without}");
 }
 
-/// An adapter with dropout of the two attention projections, which both families have under some name.
+/// Returns settings for an adapter with dropout on an attention and a feed-forward projection, by the family's names.
 fn lora(model: &str) -> [&'static str; 3] {
     let targets = if model == GPT2 {
         r#"fine_tune.lora_targets=["c_attn", "mlp.c_proj"]"#
@@ -265,7 +267,7 @@ fn an_exported_adapter_is_the_merged_model_and_training_goes_on_from_it() {
                 Ok(())
             })
             .unwrap();
-        // A step too small to matter leaves the adapter as it is.
+        // A negligible learning rate leaves the adapter unchanged.
         let adapter = format!("fine_tune.adapter={:?}", bench.path("adapter"));
         let settings = [adapter.as_str(), "train.steps=1", "optimizer.lr=1e-12"];
         bench.tune("on", &settings, &Resume::Never).unwrap();
@@ -289,7 +291,7 @@ fn an_adapter_costs_little_memory() {
         let row: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
         ["gradients", "optimizer"].map(|category| row["memory"][category].as_u64().unwrap())
     };
-    // Rows of 1,024 elements are the least that a parameter takes: of a model this small one layer has to do.
+    // A parameter takes at least one row of 1,024 elements, so in a model this small a single layer is adapted.
     let lora = ["fine_tune.lora_rank=1", r#"fine_tune.lora_targets=["q_proj"]"#];
     let (whole, adapter) = (memory("whole", &[]), memory("adapter", &lora));
     assert!(

@@ -1,10 +1,11 @@
-//! What the flight recorder's files tell: a table of bad ends, and files that cannot be believed.
+//! Analysis of flight records: a table of failures, and files that must be rejected.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-use lockstep_train::flight::{Analysis, Dump, Finding, analyse, read_all};
+use lockstep_observe::flight::{Analysis, Dump, Finding, analyse, read_all};
 use serde_json::{Value, json};
 
-/// An operation of the group of all `world` ranks, called at `posted_us`; met and done at once, if at all.
+/// Returns an operation of the group of all `world` ranks, called at `posted_us`. If `done`, it was met and completed 10 us
+/// later.
 fn call(number: u64, world: usize, kind: &str, elements: usize, posted_us: u64, done: bool) -> Value {
     let done_us = done.then_some(posted_us + 10);
     json!({
@@ -15,7 +16,7 @@ fn call(number: u64, world: usize, kind: &str, elements: usize, posted_us: u64, 
     })
 }
 
-/// As [`call`], in a group of `size` ranks from `first`, made by partition `index`.
+/// Returns the operation as [`call`] does, moved to a group of `size` ranks from `first`, of partition `index`.
 fn in_group(mut call: Value, index: u32, first: usize, size: usize, sequence: u32) -> Value {
     call["group"] = json!({ "index": index, "first": first, "size": size });
     call["sequence"] = sequence.into();
@@ -29,7 +30,7 @@ fn message(kind: &str, number: u64, peer: usize, elements: usize, done: bool) ->
     message
 }
 
-/// The dump of a host, as it stands in a file.
+/// Returns the dump of a host as JSON.
 fn dump(world: usize, ranks: &[(usize, Vec<Value>)]) -> Value {
     let ranks: Vec<Value> =
         ranks.iter().map(|(rank, operations)| json!({ "rank": rank, "operations": operations })).collect();
@@ -43,14 +44,14 @@ fn analysed(dump: &Value) -> Analysis {
     analyse(&[Dump::parse(dump.to_string().as_bytes()).unwrap()])
 }
 
-/// The culprits and the words for `world` ranks with these records.
+/// Returns the culprits and the message for `world` ranks with these records.
 fn told(world: usize, ranks: &[(usize, Vec<Value>)]) -> (Vec<usize>, String) {
     let analysis = analysed(&dump(world, ranks));
     let text = analysis.to_string();
     (analysis.culprits, text)
 }
 
-/// A barrier that all have done, then an all-reduce that is never met.
+/// Returns a completed barrier, then an all-reduce that not all ranks call.
 fn waiting(world: usize) -> Vec<Value> {
     vec![call(0, world, "barrier", 0, 1000, true), call(1, world, "all_reduce", 8, 2000, false)]
 }
@@ -94,7 +95,7 @@ fn unlike_calls_are_told_with_what_differs_and_the_minority_is_to_blame() {
 
 #[test]
 fn of_two_groups_the_one_is_told_of_whose_missing_ranks_wait_for_nobody() {
-    // Ranks 0 and 1 wait for 2, which waits for 3, which computes.
+    // Ranks 0 and 1 wait for rank 2, which waits for rank 3, which computes.
     let all = |done| call(0, 4, "barrier", 0, 1000, done);
     let pair = |number, posted| in_group(call(number, 4, "all_gather", 4, posted, false), 1, 2, 2, 0);
     let other = |number| in_group(call(number, 4, "all_gather", 4, 900, true), 1, 0, 2, 0);
@@ -150,7 +151,7 @@ fn records_that_are_not_there_are_not_held_against_anybody() {
     assert_eq!(culprits, [0; 0]);
     assert!(text.contains("1 of them left no records here"), "{text}");
     assert!(text.contains("Of rank 2 it is not known whether they came to operation 1"), "{text}");
-    // Rank 1 has gone on so far that it remembers nothing of what rank 0 did last.
+    // Rank 1 has advanced so far that its record no longer holds the last calls of rank 0.
     let early: Vec<Value> = (0..4).map(|i| call(i, 2, "barrier", 0, 1000 + i, true)).collect();
     let late: Vec<Value> = (3..9).map(|i| call(i, 2, "barrier", 0, 1000 + i, i < 4)).collect();
     let (culprits, text) = told(2, &[(0, early), (1, late)]);

@@ -1,6 +1,6 @@
-//! Ranks as processes that do one thing wrong each: the records that outlive them name the culprit.
+//! Ranks as processes, one of which makes a mistake: the flight records that outlive them name the culprit.
 //!
-//! The launcher starts this very test program anew, with [`a_rank`] as the only test.
+//! The launcher starts this test program again, with [`a_rank`] as the only test.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::env;
@@ -10,16 +10,16 @@ use lockstep_comm::{
     Agent, CommError, Deadline, Elastic, Ended, Failure, Group, JoinOptions, Launch, Output, Pinning,
     Placement, ReduceOp, WorldOptions, join_from_environment,
 };
-use lockstep_train::flight::{Analysis, Dump, Ending, Finding, analyse};
+use lockstep_observe::flight::{Analysis, Dump, Ending, Finding, analyse};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// What rank 1 does wrong.
+/// Environment variable with the fault of rank 1.
 const FAULT: &str = "LOCKSTEP_TEST_FAULT";
 const RANKS: usize = 3;
-/// The operation, after those of joining, with which it does.
+/// Number of the operation at which the fault occurs, after those of joining.
 const AT: usize = 20;
 
-/// What each rank runs; in the launching process, nothing.
+/// The program of each rank; does nothing in the launching process.
 #[test]
 fn a_rank() {
     let Some(fault) = env::var_os(FAULT) else { return };
@@ -62,7 +62,7 @@ fn start(fault: &str, silence: Duration) -> Agent {
     launch.start().unwrap()
 }
 
-/// Waits for the end; returns what is told of it after the way through a file.
+/// Waits for the failure; returns it and the analysis of its flight record, written and read as a file.
 fn end(agent: &mut Agent) -> (Failure, Analysis) {
     let begin = Instant::now();
     let failure = loop {

@@ -1,15 +1,16 @@
-//! Faults put between the backward and the update: none may reach the weights, and how a run gets over them must
-//! not depend on whether it was interrupted.
+//! Faults injected between backward and optimizer step: none may reach the weights, and the recovery must not depend on an
+//! interruption.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use lockstep_checkpoint::{Checkpoint, TensorKind};
-use lockstep_engine::Engine;
+use lockstep_config::{Resume, RunConfig};
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::progress::Progress;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, RunConfig, StepObserver, Summary, train_observed};
+use lockstep_train::{Error, StepObserver, Summary, train_observed};
 use serde_json::Value;
 
 const RUN: &str = r#"
@@ -32,14 +33,14 @@ kind = "constant"
 warmup_steps = 0
 "#;
 
-/// What happens to the gradients of a step.
+/// Fault in the gradients of a step.
 #[derive(Clone, Copy)]
 enum Fault {
     Nan,
     Times(f32),
 }
 
-/// Faults by step.
+/// Observer that injects faults, listed by step.
 struct Faults<'a>(&'a [(u64, Fault)]);
 
 impl StepObserver for Faults<'_> {
@@ -49,7 +50,7 @@ impl StepObserver for Faults<'_> {
         for id in ids {
             let mut gradient = engine.gradient(id).unwrap();
             match fault {
-                // One broken element is enough.
+                // One element that is not finite is enough.
                 Fault::Nan => gradient[0] = f32::NAN,
                 Fault::Times(factor) => gradient.iter_mut().for_each(|g| *g *= factor),
             }
@@ -119,7 +120,7 @@ impl std::io::Write for Shown {
     }
 }
 
-/// All tensors of a checkpoint.
+/// Returns all tensors of a checkpoint, as bits.
 fn tensors(path: &Path) -> Vec<(String, TensorKind, Vec<u32>)> {
     let checkpoint = Checkpoint::open(path).unwrap();
     let read = |entry: &lockstep_checkpoint::TensorEntry| {
@@ -182,7 +183,7 @@ fn three_bad_steps_in_a_row_take_the_run_back_and_its_data_go_on() {
 
 #[test]
 fn a_run_that_resumes_gets_over_faults_like_one_that_was_never_stopped() {
-    // Of two checkpoints one falls between copies of the state, the other into a row of bad steps.
+    // One checkpoint lies between two copies of the state, the other within a row of skipped steps.
     let faults: Vec<(u64, Fault)> = (38..=40).chain(52..=53).map(|step| (step, Fault::Times(1e4))).collect();
     let settings = ["train.steps=70", "train.rollback_every=25", "checkpoint.keep=0"];
     for every in ["checkpoint.every=35", "checkpoint.every=39"] {

@@ -1,4 +1,4 @@
-//! Signals reach the flag, and a second Ctrl-C ends the process. Both need a process of their own.
+//! Signals set the flag, and a second Ctrl-C ends the process. Both need a process of their own.
 
 use std::env;
 use std::os::unix::process::ExitStatusExt;
@@ -13,12 +13,12 @@ use signal_hook::low_level::raise;
 const SIGNALS: &str = "LOCKSTEP_TEST_SIGNALS";
 const PAUSE: &str = "LOCKSTEP_TEST_PAUSE";
 
-/// Runs this test binary again, with only the test `child`, which raises `signals` one after the other.
+/// Runs this test binary again, with only the test `child`, which raises `signals` in sequence.
 fn process_that_gets(signals: &[i32]) -> ExitStatus {
     run(signals, &[])
 }
 
-/// The same with more than a second between two signals.
+/// Runs it as [`process_that_gets`] does, with more than a second between two signals.
 fn process_that_gets_slowly(signals: &[i32]) -> ExitStatus {
     run(signals, &[(PAUSE, "yes")])
 }

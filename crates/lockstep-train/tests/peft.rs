@@ -1,4 +1,4 @@
-//! Adapters agree with PEFT: the logits of one it made, training it on, and what it reads of ours.
+//! Agreement with PEFT: logits of its adapter, further training of it, and PEFT reading one of ours.
 //!
 //! The reference numbers come from `tests/fixtures/make_peft.py`; CI needs no Python.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
@@ -26,7 +26,7 @@ fn adapter(family: &str) -> PeftAdapter {
     PeftAdapter::open(&fixture("peft").join(family), &model(family)).unwrap()
 }
 
-/// The logits of a model as it stands in memory.
+/// Returns the logits of the model in `directory`.
 fn logits(directory: &ModelDirectory, batch: &Batch) -> Vec<f32> {
     let arena = Arena::new();
     let (mode, output) = (Mode::Inference, HeadOutput::Logits);
@@ -46,7 +46,7 @@ fn logits(directory: &ModelDirectory, batch: &Batch) -> Vec<f32> {
     runner.output(&model).to_vec()
 }
 
-/// The base model with the adapter of PEFT's beside it.
+/// Returns an engine with the base model and PEFT's adapter.
 fn engine(family: &str, recompute: Recompute) -> Engine {
     let (config, adapter) = (model(family), adapter(family));
     let frozen: BTreeSet<String> = parameter_records(&config).into_iter().map(|record| record.name).collect();
@@ -109,7 +109,7 @@ fn twenty_steps_of_an_adapter_follow_peft() {
     }
 }
 
-/// Mean cross-entropy of logits over the labels that are not masked.
+/// Returns the mean cross-entropy of logits over the unmasked labels.
 fn cross_entropy(logits: &[f32], labels: &[i64]) -> f64 {
     let columns = logits.len() / labels.len();
     let losses: Vec<f64> = labels

@@ -1,15 +1,16 @@
-//! What a run on several ranks leaves for its report: who holds what, a step of its pipelines, and what the ranks exchanged. Ranks
-//! are threads here, over the same shared memory as processes.
+//! Data that a run on several ranks records for its report: the layout of the ranks, a pipeline step, and the communication
+//! volume. Ranks are threads here, over the same shared memory as processes.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::path::Path;
 
 use lockstep_comm::{World, WorldOptions};
+use lockstep_config::{Resume, RunConfig};
+use lockstep_observe::progress::Progress;
 use lockstep_plan::schedule::{Kind, Schedule};
-use lockstep_plan::{LinearShape, LinearSplit, TensorLayout};
+use lockstep_planner::{LinearShape, LinearSplit, TensorLayout};
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Ranks, Resume, RunConfig, train};
+use lockstep_train::{ranks_of, train};
 use serde_json::Value;
 
 const RUN: &str = r#"
@@ -33,7 +34,7 @@ eval_every = 1
 eval_steps = 1
 "#;
 
-/// Makes a run of four ranks with these settings in `dir`.
+/// Runs four ranks with these settings in `dir`.
 fn run(dir: &Path, settings: &[&str]) {
     std::fs::write(dir.join("text.txt"), "a rank of the mesh waits for the tape\n".repeat(200)).unwrap();
     let [text, cache, out] = ["text.txt", "cache", "runs"].map(|name| dir.join(name));
@@ -47,7 +48,7 @@ fn run(dir: &Path, settings: &[&str]) {
         for group in groups {
             let config = &config;
             scope.spawn(move || {
-                let ranks = Ranks::of(group, config).unwrap();
+                let ranks = ranks_of(group, config).unwrap();
                 let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
                 train(config, &Resume::Never, &ranks, &Interrupt::default(), show).unwrap();
             });
@@ -59,7 +60,7 @@ fn read(dir: &Path, name: &str) -> Value {
     serde_json::from_slice(&std::fs::read(dir.join("runs").join(name)).unwrap()).unwrap()
 }
 
-/// The row of the last step.
+/// Returns the metrics row of the last step.
 fn last_step(dir: &Path) -> Value {
     let rows = std::fs::read_to_string(dir.join("runs/metrics.jsonl")).unwrap();
     let mut rows = rows.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -82,7 +83,7 @@ fn the_report_of_a_pipeline_has_every_pass_of_its_last_step_and_every_layer_on_i
             stages.iter().map(|stage| stage["holds"].as_str().unwrap()).collect()
         })
         .collect();
-    // Two stages on each pipeline rank, as a V; tensor-parallel ranks hold parts of the same.
+    // Two stages on each pipeline rank, in V shape; tensor-parallel ranks hold shards of the same stages.
     assert_eq!(held[0], held[1]);
     assert_eq!(held[2], held[3]);
     let all = [held[0][0], held[2][0], held[2][1], held[0][1]].join("; ");
@@ -116,7 +117,7 @@ fn the_report_of_a_pipeline_has_every_pass_of_its_last_step_and_every_layer_on_i
 
     let comm = last_step(dir.path())["comm"].clone();
     let number = |key: &str| comm[key].as_f64().unwrap();
-    // Four micro-batches, whose 16 tokens of 32 f32 leave stage 0 and stage 3 of rank 0 once each, or stage 2's gradient.
+    // Four micro-batches: for each, two messages of 16 tokens of 32 f32 leave rank 0.
     let messages = 4.0 * 2.0 * 16.0 * 32.0 * 4.0;
     assert!(number("bytes") > messages, "{comm}, messages alone are {messages}");
     assert!(number("exposed_ms") > 0.0 && number("busy_ms") >= number("exposed_ms"), "{comm}");
@@ -135,8 +136,8 @@ fn a_square_of_ranks_sends_what_is_modelled_and_each_rank_holds_its_blocks() {
         (last_step(dir.path())["comm"]["bytes"].as_u64().unwrap(), layout)
     };
     let ((bytes_of_3, layout), (bytes_of_2, _)) = (found(3), found(2));
-    // Two micro-batches of 2 · 16 tokens; linear layers of one block, of which each rank has to send or to receive: the
-    // counter counts a broadcast or a reduction whole on both ranks that take part, the model what one of the two receives.
+    // Two micro-batches of 2 · 16 tokens, linear layers of one block. Each rank takes part in a broadcast or reduction as sender
+    // or receiver: the counter counts it in full on both, the model counts what one of the two receives.
     let (tokens, split) = (32, LinearSplit::Inputs);
     let linears = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 64), (32, 64), (64, 32)];
     let received = linears.map(|(inputs, outputs)| {
@@ -144,14 +145,14 @@ fn a_square_of_ranks_sends_what_is_modelled_and_each_rank_holds_its_blocks() {
         TensorLayout::TwoDimensions { side: 2 }.cost(linear).received_elements
     });
     let products = 2.0 * received.iter().sum::<f64>();
-    // A half of 8 tokens goes to the other rank of the row, before and after each of two branches, forth and back.
+    // Half of 8 tokens goes to the other rank of the row, before and after each of two branches, in forward and backward.
     let exchanges = (8 * 8 * 32 / 2) as f64;
-    // Two norms, whose gradients of 32 elements, with their padding, are summed over all.
+    // Two norms, whose gradients of 32 elements, with padding, are all-reduced over all ranks.
     let norms = 2.0 * 1024.0 * 2.0 * 3.0 / 4.0;
     let modelled = (2.0 * (products + exchanges) + norms) * 4.0;
     assert_eq!((bytes_of_3 - bytes_of_2) as f64, modelled);
     for rank in layout["ranks"].as_array().unwrap() {
-        // A quarter of each matrix, and of the vocabulary twice, and the norms.
+        // A quarter of each matrix and of the two vocabulary matrices, and the norms.
         let linears: usize = linears.iter().map(|(inputs, outputs)| inputs * outputs / 4).sum();
         assert_eq!(rank["elements"], 3 * (linears + 2 * 32) + 32 + 2 * 256 / 4 * 32, "{rank}");
         assert_eq!((&rank["split"], &rank["whole"]), (&Value::from(3 * 7 + 2), &Value::from(7)), "{rank}");
@@ -168,6 +169,6 @@ fn tensor_exchanges_of_a_step_are_counted_and_those_of_an_evaluation_are_not() {
     };
     let (with, without) = (bytes("train.eval_every=1"), bytes("train.eval_every=0"));
     assert_eq!(with, without);
-    // At least two sums of each layer's activations in the forward: 2 (P-1)/P of 16 tokens of 32 f32, for four micro-batches.
+    // At least two all-reduces of each layer's activations in forward: 2 (P-1)/P of 16 tokens of 32 f32, for four micro-batches.
     assert!(with > 4 * 4 * 2 * (2 * 3 * 16 * 32 * 4 / 4), "{with}");
 }

@@ -1,4 +1,4 @@
-//! Whole runs of a tiny model: what resuming, threads, recomputation and broken numbers may and may not change.
+//! Whole runs of a tiny model: the effects of resuming, threads, recomputation and values that are not finite.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::io::Write;
@@ -7,18 +7,18 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use lockstep_checkpoint::{
-    Checkpoint, CheckpointError, ModelDirectory, RunLock, TensorKind, hf::HfCheckpoint,
-};
-use lockstep_engine::Engine;
+use lockstep_checkpoint::hf::HfCheckpoint;
+use lockstep_checkpoint::{Checkpoint, CheckpointError, ModelDirectory, RunLock, TensorKind};
+use lockstep_config::{Resume, RunConfig};
+use lockstep_engine::{Engine, Ranks};
+use lockstep_observe::metrics::StepMetrics;
+use lockstep_observe::progress::Progress;
 use lockstep_plan::DType;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::metrics::StepMetrics;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, RunConfig, StepObserver, Summary, train, train_observed};
+use lockstep_train::{Error, StepObserver, Summary, train, train_observed};
 use serde_json::Value;
 
-/// A GPT-2 with dropout, two micro-batches a step, matrices of odd sizes.
+/// A GPT-2 with dropout, two micro-batches per step and matrices of odd sizes.
 const GPT2: &str = r#"
 [model]
 preset = "baby-gpt"
@@ -34,7 +34,7 @@ seq_len = 24
 dropout = 0.1
 "#;
 
-/// A Llama with grouped-query attention and an output layer of its own.
+/// A Llama with grouped-query attention and an untied output layer.
 const LLAMA: &str = r#"
 [model]
 preset = "llama-15m"
@@ -52,7 +52,7 @@ micro_batch = 4
 seq_len = 24
 "#;
 
-/// A directory with a text, in which runs keep everything that they write.
+/// A directory with a text, in which runs keep all their files.
 struct Bench(tempfile::TempDir);
 
 impl Bench {
@@ -101,7 +101,7 @@ impl Bench {
     }
 }
 
-/// [`train`] that shows nothing.
+/// Runs [`train`] without output.
 fn quietly(config: &RunConfig, resume: &Resume, interrupt: &Interrupt) -> Result<Summary, Error> {
     train(config, resume, &Ranks::alone(), interrupt, |steps| {
         Progress::as_lines(steps, Box::new(std::io::sink()))
@@ -128,7 +128,7 @@ impl Write for Shown {
     }
 }
 
-/// Every tensor that two checkpoints hold has the same bits.
+/// Asserts that two checkpoints hold the same tensors, bit for bit.
 #[track_caller]
 fn assert_same_state(left: &Path, right: &Path) {
     let (left, right) = (Checkpoint::open(left).unwrap(), Checkpoint::open(right).unwrap());
@@ -165,7 +165,7 @@ fn a_resumed_run_equals_the_uninterrupted_one_bit_for_bit() {
         ("lion", GPT2, &["optimizer.kind=\"lion\"", "optimizer.lr=1e-4"]),
         ("muon", LLAMA, &muon),
         ("narrow", GPT2, &narrow),
-        // The scale grows and overflows before the checkpoint and after it.
+        // The loss scale grows and overflows before the checkpoint and after it.
         ("f16", GPT2, &["train.precision=\"f16\"", "train.loss_scale_window=2", "train.hysteresis=1"]),
     ];
     for (name, model, settings) in cases {
@@ -197,7 +197,7 @@ fn a_run_asked_to_stop_saves_and_goes_on_without_a_seam() {
     assert_same_state(&bench.step("whole", 6), &bench.step("stopped", 6));
     assert_eq!(bench.losses("whole"), bench.losses("stopped"));
 
-    // All steps are made: nothing changes, nothing is written twice.
+    // The run is complete: resuming changes nothing and writes nothing twice.
     let rows = bench.rows("stopped").len();
     let summary = bench.resume("stopped", GPT2, &settings, &Resume::Auto);
     assert_eq!((summary.step, summary.loss), (6, None));
@@ -224,7 +224,7 @@ fn a_save_that_fails_in_the_background_is_told_and_costs_nothing_but_itself() {
     let settings = ["train.steps=6", "checkpoint.every=2"];
     bench.train("whole", GPT2, &settings);
     std::fs::create_dir(bench.path("hindered")).unwrap();
-    // Whatever name a save would write under is in the way and cannot be cleared away.
+    // Every name under which a save would write is taken and cannot be removed.
     let hindrances =
         [2, 4, 6].map(|step| bench.path("hindered").join(format!(".tmp-step-0000000{step}.{}", u32::MAX)));
     hindrances.iter().for_each(|path| std::fs::write(path, "").unwrap());
@@ -286,7 +286,7 @@ fn a_loss_scale_that_is_too_large_comes_down_without_a_trace_in_the_weights() {
     }
     let (losses, last) = (bench.losses("high"), rows.len() - 1);
     assert!(losses[last] < losses[0] && losses.iter().all(|loss| loss.is_finite()), "{losses:?}");
-    // A power of two on the loss changes no bit of a gradient that neither overflows nor vanishes.
+    // A power of two on the loss changes no bit of a gradient without overflow or underflow.
     scaled("fixed", &["train.loss_scale=1024", "train.steps=2"]);
     scaled("other", &["train.loss_scale=2048", "train.steps=2"]);
     for (a, b) in bench.rows("fixed").iter().zip(bench.rows("other")).take(1) {
@@ -309,7 +309,7 @@ fn a_model_that_overflows_at_the_least_scale_ends_the_run() {
 
 #[test]
 fn kernels_that_share_their_work_among_threads_give_the_same_bits_too() {
-    // Large enough that every kernel has several tasks.
+    // Large enough that every kernel is split into several tasks.
     let bench = Bench::new();
     let large = ["model.n_embd=144", "train.micro_batch=4", "train.global_batch=4", "model.n_positions=128"];
     let steps = |threads| {
@@ -340,7 +340,7 @@ fn cutting_the_global_batch_otherwise_changes_only_rounding() {
     }
 }
 
-/// A Hugging Face directory with the weights of `step`, after `change` had its way with them.
+/// Exports the weights of `step` as a Hugging Face directory, modified by `change`.
 fn export(bench: &Bench, step: &Path, change: impl Fn(&str, &mut [f32])) -> PathBuf {
     let out = bench.path("exported");
     ModelDirectory::open(step).unwrap().export_hf(DType::F32, &out).unwrap();
@@ -366,7 +366,7 @@ fn export(bench: &Bench, step: &Path, change: impl Fn(&str, &mut [f32])) -> Path
     out
 }
 
-/// What continues `exported` as a pretrained model.
+/// Returns a configuration that starts from the pretrained model in `exported`.
 fn pretrained(exported: &Path) -> String {
     format!(
         "[model]\npath = {exported:?}\nfrom_pretrained = true\n[train]\nglobal_batch = 1\nseq_len = 24\n\
@@ -378,7 +378,7 @@ fn pretrained(exported: &Path) -> String {
 fn a_step_that_is_not_finite_is_skipped_and_broken_weights_are_not_saved() {
     let bench = Bench::new();
     bench.train("first", LLAMA, &["train.steps=1"]);
-    // One byte's embedding is broken, and that byte stands in the third step's window only.
+    // The embedding of one byte is NaN, and that byte occurs in the third step's window only.
     let hidden = 32;
     let exported = export(&bench, &bench.step("first", 1), |name, values| {
         if name == "model.embed_tokens.weight" {
@@ -394,8 +394,8 @@ fn a_step_that_is_not_finite_is_skipped_and_broken_weights_are_not_saved() {
     let rows = bench.rows("guarded");
     let skipped: Vec<bool> = rows.iter().filter_map(|row| row.get("skipped")?.as_bool()).collect();
     assert_eq!(skipped, [false, false, true, false]);
-    // The fourth loss is finite: nothing of the third step has reached the other weights. But what was broken from
-    // the start is not saved.
+    // The fourth loss is finite: the third step has changed no other weight. The NaN that was there from the start prevents the
+    // save.
     let loss = rows.iter().rev().find_map(|row| row.get("loss")?.as_f64()).unwrap();
     assert!(loss.is_finite(), "{loss}");
     assert!(matches!(error, Error::WeightsNotFinite { step: 4, .. }), "{error}");
@@ -535,7 +535,7 @@ fn other_settings_are_resumed_only_where_the_user_names_the_checkpoint() {
     }
 }
 
-/// Asks for a stop a while after the first step.
+/// Observer that requests a stop a while after the first step.
 struct StopsInTheSecondStep(Interrupt);
 
 impl StepObserver for StopsInTheSecondStep {
@@ -557,7 +557,7 @@ impl StepObserver for StopsInTheSecondStep {
 #[test]
 fn a_step_longer_than_the_grace_is_abandoned_and_the_state_before_it_is_saved() {
     let bench = Bench::new();
-    // Some hundred micro-batches a step; half of the grace is much less than what is left of the second one.
+    // Some hundred micro-batches per step; half of the grace period is much less than the rest of the second step.
     let settings = [
         "train.steps=3",
         "train.global_batch=1024",

@@ -1,5 +1,5 @@
-//! Checkpoints of runs whose ranks share the model: written by all of them, whole, and good for any other number of ranks.
-//! Ranks are threads here, over the same shared memory as processes.
+//! Checkpoints of runs whose replicas span several ranks: written by all of them, complete, and loadable on any other number of
+//! ranks. Ranks are threads here, over the same shared memory as processes.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::collections::BTreeMap;
@@ -12,14 +12,15 @@ use lockstep_checkpoint::{
     Checkpoint, CommitObserver, CommitPoint, ModelDirectory, TensorKind, latest_good, list,
 };
 use lockstep_comm::{World, WorldOptions};
-use lockstep_engine::{Engine, StateKind};
+use lockstep_config::{Resume, RunConfig};
+use lockstep_engine::{Engine, Ranks, StateKind};
+use lockstep_observe::progress::Progress;
 use lockstep_plan::ParameterId;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::progress::Progress;
-use lockstep_train::{Error, Ranks, Resume, RunConfig, StepObserver, Summary, train_observed};
+use lockstep_train::{Error, StepObserver, Summary, ranks_of, train_observed};
 use serde_json::Value;
 
-/// Grouped-query attention with fewer key and value heads than four ranks, tied embeddings, and a vocabulary that is split unevenly.
+/// A Llama with fewer key/value heads than four ranks, tied embeddings and a vocabulary that is split unevenly.
 const LLAMA: &str = r#"
 [model]
 preset = "llama-15m"
@@ -49,7 +50,7 @@ lr = 3e-3
 timeout_s = 60.0
 "#;
 
-/// Learned positions, biases, dropout.
+/// A GPT-2 with learned positions, biases and dropout.
 const GPT2: &str = r#"
 [model]
 preset = "baby-gpt"
@@ -75,7 +76,7 @@ decay_steps = 5
 timeout_s = 60.0
 "#;
 
-/// Degrees of the tensor and the replica axis, and whether tokens are split.
+/// Tensor degree, replica degree, and sequence parallelism.
 #[derive(Debug, Clone, Copy)]
 struct Plan(usize, usize, bool);
 
@@ -92,18 +93,18 @@ impl Plan {
     }
 }
 
-/// What befalls a rank.
+/// Faults of a rank.
 #[derive(Default)]
 struct Fate {
-    /// The own part of the save after this step fails at this point.
+    /// This rank's part of the save after the given step fails at this point.
     save_fails: Option<(u64, CommitPoint)>,
-    /// The own part of the save after each of these steps takes so long.
+    /// This rank's part of the save after each of these steps takes this long.
     saves_slowly: Option<(Vec<u64>, Duration)>,
-    /// These steps' gradients are not numbers.
+    /// Steps whose gradients become NaN.
     spoiled: Vec<u64>,
-    /// After this step a weight is infinite.
+    /// Step after which a weight is infinite.
     overflows_at: Option<u64>,
-    /// In this step somebody asks the rank for a stop.
+    /// Step in which the rank is asked to stop.
     stopped_at: Option<u64>,
     interrupt: Interrupt,
 }
@@ -113,7 +114,7 @@ impl StepObserver for Fate {
         if self.spoiled.contains(&step) {
             let id = split_matrix(engine);
             let mut gradient = engine.gradient(id).unwrap();
-            // Where ranks share out gradients this one may own nothing of it.
+            // With sharded gradients this rank may own no element of it.
             gradient.iter_mut().take(1).for_each(|element| *element = f32::NAN);
             engine.write_gradient(id, &gradient).unwrap();
         }
@@ -137,7 +138,7 @@ impl StepObserver for Fate {
     }
 }
 
-/// A matrix of which each rank has its own part.
+/// Returns a matrix that is split over the tensor-parallel ranks.
 fn split_matrix(engine: &Engine) -> ParameterId {
     let is_split = |id: &ParameterId| engine.records()[id.0].name.ends_with("q_proj.weight");
     engine.trained_ids().find(is_split).unwrap()
@@ -151,7 +152,7 @@ impl CommitObserver for FailsAt {
     }
 }
 
-/// A disk that takes its time.
+/// A disk that delays each write.
 struct Slow(Duration);
 
 impl CommitObserver for Slow {
@@ -163,10 +164,10 @@ impl CommitObserver for Slow {
     }
 }
 
-/// A directory with a text, in which runs keep everything that they write.
+/// A directory with a text, in which runs keep all their files.
 struct Bench(tempfile::TempDir);
 
-/// How each rank of a run ended, and what the first one said.
+/// Results of all ranks of a run, and the output of the first.
 struct Ended {
     summaries: Vec<Result<Summary, Error>>,
     shown: String,
@@ -216,7 +217,7 @@ impl Bench {
                 let (config, fate, shown) = (&config, &fate, Shown(shown.clone()));
                 scope.spawn(move || {
                     let ranks =
-                        if config.ranks() == 1 { Ranks::alone() } else { Ranks::of(group, config).unwrap() };
+                        if config.ranks() == 1 { Ranks::alone() } else { ranks_of(group, config).unwrap() };
                     let mut fate = fate(rank);
                     let interrupt = fate.interrupt.clone();
                     let show = |steps| Progress::as_lines(steps, Box::new(shown));
@@ -241,19 +242,19 @@ impl Bench {
         self.measured(run, "loss")
     }
 
-    /// A number of each row of a run's metrics that has it.
+    /// Returns a value of each row of a run's metrics that has it.
     fn measured(&self, run: &str, what: &str) -> Vec<f64> {
         let text = std::fs::read_to_string(self.path(run).join("metrics.jsonl")).unwrap();
         let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
         rows.filter_map(|row| row.get(what)?.as_f64()).collect()
     }
 
-    /// All tensors of a checkpoint, by name and kind.
+    /// Returns all tensors of a checkpoint, by name and kind.
     fn tensors(&self, run: &str, step: u64) -> BTreeMap<(String, TensorKind), Vec<f32>> {
         tensors_of(&self.step(run, step))
     }
 
-    /// The steps of which a run has a whole checkpoint; there is nothing else that looks like one, and nothing half.
+    /// Returns the steps with a complete checkpoint, and asserts that nothing incomplete is left.
     fn saved_steps(&self, run: &str) -> Vec<u64> {
         let dir = self.path(run);
         let left: Vec<_> = std::fs::read_dir(&dir)
@@ -296,7 +297,7 @@ impl io::Write for Shown {
     }
 }
 
-/// Fails unless both have the same tensors, and each differs by no more than `allowed` of its norm.
+/// Asserts that both have the same tensors, and that each differs by at most `allowed` of its norm.
 fn assert_near(
     found: &BTreeMap<(String, TensorKind), Vec<f32>>,
     expected: &BTreeMap<(String, TensorKind), Vec<f32>>,
@@ -368,7 +369,7 @@ fn a_checkpoint_of_ranks_that_share_the_model_is_that_of_one_rank_and_goes_on_on
 #[test]
 fn the_stages_of_a_pipeline_save_together_too() {
     let bench = Bench::new();
-    // The first and the last stage both have the table of the tied embedding.
+    // The first and the last stage both hold the tied embedding.
     let pipeline = ["parallel.pipeline_parallel=2", "parallel.pipeline_schedule=1f1b"];
     let with = |settings: &[&'static str]| [&pipeline[..], settings].concat();
     bench.run(("alone", LLAMA), ONE_RANK, &["checkpoint.every=3"]);
@@ -430,7 +431,7 @@ fn ranks_that_share_sequences_save_and_evaluate_as_one_and_go_on_under_any_plan(
         }
         assert_eq!(bench.losses(whole), bench.losses(resumed), "{resumed}");
         assert_near(&bench.tensors(resumed, 6), &bench.tensors(whole, 6), 0.0, resumed);
-        // Both ranks hold all of it, and one of them writes.
+        // Both ranks hold the complete tensors, and one of them writes.
         let checkpoint = Checkpoint::open(&bench.step(whole, 6)).unwrap();
         assert_eq!(checkpoint.manifest().files.len(), 1, "{whole}: {:?}", checkpoint.manifest().files);
     }
@@ -454,7 +455,7 @@ fn each_element_is_written_once_by_the_first_rank_that_holds_it() {
         entry.slices.iter().map(|slice| slice.file.clone()).collect()
     };
     assert_eq!(files_of("model.layers.0.self_attn.q_proj.weight"), of_replica);
-    // Two heads of keys for four ranks: each pair holds the same.
+    // Two key/value heads on four ranks: each pair of ranks holds the same shard.
     assert_eq!(files_of("model.layers.0.self_attn.k_proj.weight"), [of_replica[0], of_replica[2]]);
     assert_eq!(files_of("model.norm.weight"), [of_replica[0]]);
 }
@@ -492,7 +493,7 @@ fn pretrained_weights_are_read_by_ranks_that_share_the_model() {
     let two = ["parallel.pipeline_parallel=2", "parallel.pipeline_stages=[2, 2]"];
     let four = ["parallel.pipeline_parallel=4", "parallel.pipeline_schedule=zb_h1"];
     let square = ["parallel.tensor_layout=2d", "train.micro_batch=2"];
-    // Whatever of it is trained: the first stage has nothing that is, or the last, or neither the embedding's nor the head's.
+    // Any choice of trained parameters: none in the first stage, none in the last, or neither embedding nor head.
     let tunings: [(&str, &[&str]); 4] = [
         ("whole", &[]),
         ("late", &[r#"fine_tune.freeze=["model.embed_tokens.*", "model.layers.0.*"]"#]),

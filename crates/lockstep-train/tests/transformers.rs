@@ -129,7 +129,7 @@ fn every_gradient_agrees_with_transformers() {
                 .sum::<f64>()
                 .sqrt();
             let norm = reference.iter().map(|&b| f64::from(b).powi(2)).sum::<f64>().sqrt();
-            // Some gradients (key biases) are zero in exact arithmetic: they are held to the model's norm.
+            // Some gradients (key biases) are zero in exact arithmetic, so they are compared with the model's norm.
             let allowed = 1e-4 * norm + 1e-6 * model_norm;
             assert!(difference <= allowed, "{family}: {name} differs by {difference} (norm {norm})");
         }

@@ -4,30 +4,29 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand, ValueEnum};
 use lockstep_comm::{JoinOptions, Way, is_launched};
+use lockstep_config::plan::{check, checked_plan};
+use lockstep_config::{
+    NamedModel, RunConfig, find_model, human, offload_to_existing_directory, resolve_model,
+};
+use lockstep_engine::Ranks;
 use lockstep_graph::BlockShape;
 use lockstep_model::Tuning;
+use lockstep_observe::metrics::{CommunicationUse, DiskUse};
+use lockstep_observe::roofline::Detail;
 use lockstep_plan::DType;
+use lockstep_planner::fit::require_for_benchmark;
 use lockstep_train::benchmark::{
     GemmTime, StepBenchmark, StepTimes, benchmark_model, time_gemms, time_steps,
 };
-use lockstep_train::fit::require_for_benchmark;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
-use lockstep_train::metrics::{CommunicationUse, DiskUse};
-use lockstep_train::plan::{check, checked_plan};
-use lockstep_train::roofline::Detail;
-use lockstep_train::{
-    NamedModel, Ranks, RunConfig, find_model, human, offload_to_existing_directory, resolve_model,
-};
+use lockstep_train::ranks_of_model;
 use serde_json::json;
 
-use crate::collectives;
 use crate::exit::{FAILED, Failure};
 use crate::infer::threads;
-use crate::measured;
 use crate::output::say;
-use crate::pipelines;
-use crate::ranks;
+use crate::{collectives, measured, pipelines, ranks};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -35,9 +34,9 @@ pub(crate) enum Command {
     Step(StepArguments),
     /// Time the matrix products of a transformer
     Gemm(GemmArguments),
-    /// Time operations between ranks of this machine, in the manner of nccl-tests
+    /// Time collectives between ranks of this machine, in the manner of nccl-tests
     Collectives(collectives::Arguments),
-    /// Hold pipeline schedules against their simulation: real ranks and messages, passes that sleep
+    /// Compare pipeline schedules with their simulation: real ranks and messages, compute replaced by sleeping
     Pipeline(pipelines::Arguments),
     /// Measure this machine in half a minute, and write it as a cluster file for `lockstep plan --cluster`
     Machine(measured::Arguments),
@@ -65,7 +64,7 @@ pub(crate) struct StepArguments {
     /// A preset, such as baby-gpt, a directory, a checkpoint, or a repository in the cache of Hugging Face
     #[arg(long, value_name = "MODEL")]
     model: String,
-    /// Arithmetic
+    /// Arithmetic of the model: f32, bf16 or f16
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     precision: Precision,
     /// Sequences in a micro-batch of a replica
@@ -77,8 +76,8 @@ pub(crate) struct StepArguments {
     /// Ranks on this machine: a number, or one for each core (auto)
     #[arg(long, value_name = "N|auto", default_value = "1", value_parser = ranks::number)]
     nproc_per_node: usize,
-    /// How ranks share the model, and what is changed in it, as in a run's configuration: --set parallel.tensor_parallel=2
-    /// --set model.n_positions=4096; ranks that are left are replicas
+    /// Parallelism and changes of the model, as in a run's configuration: --set parallel.tensor_parallel=2 --set
+    /// model.n_positions=4096; the remaining ranks are replicas
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     settings: Vec<String>,
     /// Tokens per sequence [default: the model's maximum, at most 1024]
@@ -90,7 +89,7 @@ pub(crate) struct StepArguments {
     /// Timed steps, after one that is not counted
     #[arg(long, default_value_t = 10)]
     steps: usize,
-    /// Show where the time of the median step goes, against what this machine can do at best
+    /// Show the time of the median step by operation, compared with the limits of this machine
     #[arg(long, value_enum, value_name = "DETAIL", num_args = 0..=1, require_equals = true, default_missing_value = "kinds")]
     roofline: Option<RooflineDetail>,
     /// Print one JSON document
@@ -120,7 +119,7 @@ pub(crate) struct GemmArguments {
     /// Compute threads [default: all cores]
     #[arg(long)]
     threads: Option<usize>,
-    /// Arithmetic
+    /// Arithmetic of the products: f32, bf16 or f16
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     precision: Precision,
     /// Print one JSON document
@@ -138,7 +137,7 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
     }
 }
 
-/// How the ranks of a benchmark are laid out: as it is said, and each that is left is a replica.
+/// Returns the configuration of a benchmark: the given settings, with the remaining ranks as replicas.
 fn layout(
     arguments: &StepArguments,
     model: &NamedModel,
@@ -156,7 +155,7 @@ fn layout(
     ];
     let mut config = settings(&[&arguments.settings[..], &batch].concat())?;
     offload_to_existing_directory(&mut config);
-    // Ranks that cannot share the model are told here.
+    // Reports an invalid layout before ranks are started.
     resolve_model(&config)?;
     Ok(config)
 }
@@ -186,7 +185,7 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
     }
     let config = layout(arguments, &named, &said, seq_len)?;
     let threads = threads(arguments.threads)?;
-    let benchmark_of = |config: &RunConfig| -> Result<StepBenchmark, lockstep_train::Error> {
+    let benchmark_of = |config: &RunConfig| -> Result<StepBenchmark, lockstep_config::Error> {
         Ok(StepBenchmark {
             plan: checked_plan(config, &model, &Tuning::default())?,
             options: StepBenchmark::engine_options(config, arguments.precision.into(), threads),
@@ -202,7 +201,7 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
     }
     let benchmark = benchmark_of(&config)?;
     let ranks = match started_group(JoinOptions::default()).map_err(|error| ranks::told_by(error, 0))? {
-        Some(group) => Ranks::of_model(group, &config, &model, &Tuning::default())?,
+        Some(group) => ranks_of_model(group, &config, &model, &Tuning::default())?,
         None if config.ranks() > 1 => {
             let start = ranks::Start::here(config.ranks(), Way::Auto)?;
             return ranks::run(start, &Interrupt::default());

@@ -1,18 +1,17 @@
-//! The book under `docs/` and the README hold to the program: every run in them is one that it takes, every command one
-//! that it knows.
+//! Tests that the book under `docs/` and the README match the program: it accepts every run and knows every command in them.
 
 // The test that runs the commands reads the same pages.
 #[path = "../tests/command_line/pages.rs"]
 mod pages;
 
 use clap::Parser;
-use lockstep_plan::cluster::Cluster;
-use lockstep_train::RunConfig;
-
-use crate::Cli;
+use lockstep_config::RunConfig;
+use lockstep_planner::cluster::Cluster;
 use pages::pages;
 
-/// A line as a shell cuts it into words, up to a comment or a redirection.
+use crate::Cli;
+
+/// Splits a line into words as a shell does, up to a comment or a redirection.
 fn words(line: &str) -> Vec<String> {
     let mut words = vec![String::new()];
     let mut quote = None;
@@ -44,7 +43,7 @@ fn every_run_in_the_book_is_one_that_the_program_takes() {
     assert!(runs >= 10, "only {runs} runs found");
 }
 
-/// Their fences say so: `toml cluster`.
+/// Clusters are marked by their fences: `toml cluster`.
 #[test]
 fn every_cluster_in_the_book_is_one_that_the_planner_takes() {
     let mut clusters = 0;
@@ -95,7 +94,7 @@ fn every_page_that_a_page_links_to_is_there() {
     }
 }
 
-/// What a heading is linked by: its words in lower case, joined by hyphens.
+/// Returns the anchor of a heading: its words in lower case, joined by hyphens.
 fn id_of(heading: &str) -> String {
     let text = heading.trim_start_matches('#').trim().to_lowercase();
     let kept = text.chars().filter(|c| c.is_alphanumeric() || [' ', '-', '_'].contains(c));

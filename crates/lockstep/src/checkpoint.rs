@@ -7,8 +7,8 @@ use clap::{Subcommand, ValueEnum};
 use lockstep_checkpoint::{
     BaseModel, Checkpoint, DType, ModelDirectory, Region, SaveRequest, TensorKind, TensorSlice, list, save,
 };
+use lockstep_config::human;
 use lockstep_model::parameter_records;
-use lockstep_train::human;
 use serde_json::json;
 
 use crate::exit::Failure;
@@ -16,7 +16,7 @@ use crate::output::{self, note, say};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// The checkpoints in a directory
+    /// List the checkpoints in a directory
     List {
         /// The directory that holds step-NNNNNNNN directories
         dir: PathBuf,
@@ -24,7 +24,7 @@ pub(crate) enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// What a checkpoint holds
+    /// Describe the contents of a checkpoint
     Show {
         /// A step-NNNNNNNN directory
         checkpoint: PathBuf,
@@ -34,7 +34,7 @@ pub(crate) enum Command {
     },
     /// Read every byte of a checkpoint and compare the hashes
     Verify {
-        /// A step-NNNNNNNN directory, or one of several, which are verified one by one
+        /// A step-NNNNNNNN directory, or a directory of several, all of which are verified
         checkpoint: PathBuf,
     },
     /// Write a directory that transformers loads, or with --adapter one that peft loads
@@ -112,7 +112,7 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Reads every byte of a checkpoint, or of each in a directory of several.
+/// Verifies every byte of a checkpoint, or of each in a directory of several.
 fn verify(path: &Path) -> Result<(), Failure> {
     let is_one = !path.is_dir() || path.join("manifest.json").exists();
     let listed = if is_one { Vec::new() } else { list(path)? };
@@ -124,7 +124,7 @@ fn verify(path: &Path) -> Result<(), Failure> {
     for path in paths {
         match Checkpoint::open(path).and_then(|checkpoint| checkpoint.verify()) {
             Ok(()) => say!("{}: every byte is as it was written", path.display()),
-            // The last of several is told when the others have been looked at.
+            // The last failure of several is returned; earlier ones are printed here.
             Err(error) => {
                 if let Some(Failure { message, .. }) = failure.replace(Failure::from(error)) {
                     output::error(&message);

@@ -1,4 +1,4 @@
-//! `lockstep bench collectives`: the command starts itself once for each rank; rank 0 prints.
+//! `lockstep bench collectives`: the command starts itself once per rank; rank 0 prints.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::ranks;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// Which operation
+    /// Collective to time
     #[arg(long, value_enum, default_value_t = Operation::AllReduce)]
     op: Operation,
     /// Ranks on this machine
@@ -29,25 +29,25 @@ pub(crate) struct Arguments {
     /// Type of the elements
     #[arg(long, value_enum, default_value_t = Type::F32)]
     dtype: Type,
-    /// Where the buffers lie: in the ranks' shared arena, as gradients do, or in memory of their own
+    /// Memory of the buffers: the ranks' shared arena, as for gradients, or private memory
     #[arg(long, value_enum, default_value_t = Memory::Shared)]
     memory: Memory,
     /// Seconds for each size
     #[arg(long, default_value_t = 0.5)]
     seconds: f64,
-    /// How ranks reach each other. Those that srun, mpirun or torchrun has started are joined by TCP
+    /// Transport between ranks. Ranks that srun, mpirun or torchrun has started are joined by TCP
     #[arg(long, value_enum, default_value_t = Transport::Auto)]
     transport: Transport,
-    /// How all-reduces go over TCP
+    /// Algorithm of all-reduces over TCP
     #[arg(long, default_value_t = Algorithm::Tree, value_parser = algorithms())]
     algorithm: Algorithm,
-    /// TCP connections for data between every two ranks
+    /// TCP data connections between each pair of ranks
     #[arg(long, default_value_t = 2, value_name = "N")]
     connections: usize,
-    /// Encrypt what goes over TCP
+    /// Encrypt the TCP traffic
     #[arg(long)]
     encrypt: bool,
-    /// Let the ranks run on any core, not on their share
+    /// Let ranks run on any core instead of pinning them to their share
     #[arg(long)]
     no_pinning: bool,
     /// Print one JSON document
@@ -101,7 +101,7 @@ pub(crate) enum Transport {
     Auto,
     Shared,
     Tcp,
-    /// Of a program built with the feature `mpi`, and started by mpirun
+    /// MPI, in a program built with the feature `mpi` and started by mpirun
     Mpi,
 }
 
@@ -137,7 +137,7 @@ fn algorithms() -> impl TypedValueParser<Value = Algorithm> {
         .map(move |name| named(name).unwrap_or_default())
 }
 
-/// A number of bytes with a unit: `4096`, `4KiB`, `64MiB`, `1GB`.
+/// Parses a number of bytes with a unit: `4096`, `4KiB`, `64MiB`, `1GB`.
 pub(crate) fn bytes(text: &str) -> Result<usize, String> {
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
     let (number, unit) = text.split_at(digits);
@@ -173,7 +173,7 @@ impl Arguments {
     }
 }
 
-/// Starts this command again, as each of the ranks.
+/// Starts this command once per rank.
 fn launch(arguments: &Arguments) -> Result<ExitCode, Failure> {
     if !(arguments.seconds > 0.0 && arguments.seconds <= 60.0) {
         return Err(Failure::configuration(format!("--seconds {}: allowed is 0 to 60", arguments.seconds)));
@@ -184,7 +184,7 @@ fn launch(arguments: &Arguments) -> Result<ExitCode, Failure> {
     ranks::run(start, &Interrupt::default())
 }
 
-/// What each rank does.
+/// Runs the benchmark on one rank.
 fn time(arguments: &Arguments, group: &Group) -> Result<(), CommError> {
     let group = &group.clone().with_algorithm(arguments.algorithm);
     let is_first = group.rank() == 0;

@@ -1,4 +1,4 @@
-//! `lockstep completions SHELL`: a script that the shell sources.
+//! `lockstep completions SHELL`: a completion script that the shell sources.
 
 use std::process::ExitCode;
 
@@ -11,7 +11,7 @@ use crate::output::say;
 #[derive(Debug, Args)]
 #[command(after_help = "For example, in ~/.bashrc:\n  source <(lockstep completions bash)")]
 pub(crate) struct Arguments {
-    /// The shell
+    /// The shell to complete for
     shell: Shell,
 }
 

@@ -5,12 +5,13 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::{Args, Subcommand};
+use lockstep_config::{RunConfig, human, resolve_model};
 use lockstep_data::{
     Bar, Contents, Dataset, Ending, ExportOptions, FindDocuments, Format, IdType, OpenOptions, SourceFile,
     TextOptions, Tokenizer, Tokens, expand, tokenize_to_indexed,
 };
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::{Corpus, RunConfig, answers, human, resolve_model};
+use lockstep_train::{Corpus, answers};
 use serde_json::{Value, json};
 
 use crate::exit::Failure;
@@ -18,13 +19,13 @@ use crate::output::say;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Turn text, JSON lines and Parquet into a .bin and .idx, which Megatron-LM reads too
+    /// Convert text, JSON lines and Parquet to a .bin and .idx, which Megatron-LM reads too
     Tokenize(TokenizeArguments),
-    /// Documents, tokens and a sample of files, or of the data of a run
+    /// Show documents, tokens and a sample of files, or of a run's data
     Show(ShowArguments),
 }
 
-/// How files of text are read.
+/// Options for reading text files.
 #[derive(Debug, Args)]
 struct TextArguments {
     /// "bytes", or the path of a tokenizer.json or of its directory
@@ -57,12 +58,12 @@ pub(crate) struct TokenizeArguments {
     /// Files, directories, globs
     #[arg(required = true, value_name = "FILE")]
     input: Vec<String>,
-    /// The result is PREFIX.bin and PREFIX.idx; until then the work lies in PREFIX.partial, and the same command resumes it
+    /// Prefix of the result, PREFIX.bin and PREFIX.idx; unfinished work is in PREFIX.partial, and the same command resumes it
     #[arg(long, short, value_name = "PREFIX")]
     output: PathBuf,
     #[command(flatten)]
     text: TextArguments,
-    /// Let documents end with their text and not with the tokenizer's end-of-text token
+    /// Do not append the tokenizer's end-of-text token to documents
     #[arg(long)]
     no_end_of_text: bool,
     /// Print one JSON document
@@ -77,10 +78,10 @@ pub(crate) struct ShowArguments {
     input: Vec<String>,
     #[command(flatten)]
     text: TextArguments,
-    /// How raw token files are read: u16 or u32
+    /// Type of raw token files: u16 or u32
     #[arg(long)]
     token_type: Option<String>,
-    /// Look at every token, not at a thousand pages
+    /// Check every token instead of a thousand pages
     #[arg(long)]
     verify: bool,
     /// Set a value of RUN.toml, e.g. --set data.packing=documents
@@ -159,7 +160,7 @@ fn show(arguments: &ShowArguments) -> Result<(), Failure> {
     let progress = Bar::default();
     let options = OpenOptions {
         tokenizer: tokenizer.as_ref(),
-        // Without a tokenizer nothing is known of the vocabulary; ids are limited as labels are.
+        // Without a tokenizer the vocabulary is unknown; ids are limited as labels are.
         vocab_size: tokenizer.as_ref().map_or(1 << 31, |tokenizer| tokenizer.vocab_size() as u64),
         id_type: match &arguments.token_type {
             Some(name) => Some(name.parse()?),

@@ -1,13 +1,13 @@
-//! `lockstep doctor`.
+//! `lockstep doctor`: checks this machine, or analyses flight records.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, ValueHint};
+use lockstep_config::RunConfig;
 use lockstep_data::{Format, expand};
-use lockstep_train::RunConfig;
-use lockstep_train::doctor::{Peaks, Status, examine, worst};
-use lockstep_train::flight::{analyse, read_all};
+use lockstep_observe::doctor::{Peaks, Status, examine, worst};
+use lockstep_observe::flight::{analyse, read_all};
 use serde_json::json;
 
 use crate::exit::{Failure, MISSING};
@@ -15,14 +15,14 @@ use crate::output::say;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// Where checkpoints would go [default: checkpoints]
+    /// Directory for checkpoints [default: checkpoints]
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     checkpoint_dir: Option<PathBuf>,
-    /// Measure the peaks of arithmetic and memory as well
+    /// Measure peak compute and memory throughput as well
     #[arg(long)]
     bench: bool,
-    /// Say on which operation ranks differ, from the records that a run of several ranks left when it ended badly: files,
-    /// globs, or directories with flight-*.json
+    /// Find the operation on which ranks differ, from the flight records that a failed run has left: files, globs, or directories
+    /// with flight-*.json
     #[arg(long, value_name = "FILE", num_args = 1.., value_hint = ValueHint::AnyPath, conflicts_with_all = ["bench", "checkpoint_dir"])]
     trace: Vec<String>,
     /// Print one JSON document

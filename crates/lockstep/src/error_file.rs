@@ -1,10 +1,11 @@
-//! `error.json` as torchelastic writes it, where `TORCHELASTIC_ERROR_FILE` names it: torchrun, Kubeflow and TorchX show what it says.
+//! Writes `error.json` in torchelastic's format to the path in `TORCHELASTIC_ERROR_FILE`; torchrun, Kubeflow and TorchX show its
+//! content.
 //!
 //! ```text
 //! {"message": {"message": "Type: text", "extraInfo": {"py_callstack": "...", "timestamp": "1700000000"}, "errorCode": 1}}
 //! ```
 //!
-//! The rank that fails writes it; the launcher copies that of the first failure and adds `errorCode`, negative for a signal.
+//! A rank that fails writes the file. The launcher copies that of the first failure and adds `errorCode`, negative for a signal.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,10 +16,10 @@ use serde_json::{Value, json};
 
 use crate::exit::{self, Failure};
 
-/// Whether this process has written its file.
+/// True once this process has written its file.
 static IS_WRITTEN: AtomicBool = AtomicBool::new(false);
 
-/// The file that this process is asked to write.
+/// Returns the path of the file that this process is asked to write.
 pub(crate) fn path() -> Option<PathBuf> {
     std::env::var_os(ERROR_FILE_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
@@ -28,8 +29,8 @@ pub(crate) fn write(failure: &Failure) {
     write_document(&document(failure));
 }
 
-/// Writes the launcher's own file: what the rank that failed first wrote to `of_rank`, or else `failure`; with the code by which that
-/// rank ended.
+/// Writes the launcher's own file: the one of the rank that failed first, at `of_rank`, or else `failure`, with the exit code of
+/// that rank.
 pub(crate) fn pass_on(of_rank: Option<&Path>, failure: &Failure, code: i32) {
     if path().is_none() {
         return;
@@ -54,12 +55,12 @@ fn write_document(document: &Value) {
 fn document(failure: &Failure) -> Value {
     let text = format!("{}: {}", kind(failure.code), failure.message);
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
-    // There is no stack of Python's; readers expect the key.
+    // There is no Python stack, but readers expect the key.
     let extra = json!({ "py_callstack": text, "timestamp": now.to_string() });
     json!({ "message": { "message": text, "extraInfo": extra } })
 }
 
-/// What stands where Python has the type of an exception.
+/// Returns the text in place of a Python exception type.
 fn kind(code: u8) -> &'static str {
     match code {
         exit::CONFIGURATION => "ConfigurationError",

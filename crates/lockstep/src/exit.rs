@@ -1,4 +1,4 @@
-//! Exit codes, and which error means which.
+//! Exit codes and their mapping from errors.
 
 use std::io;
 
@@ -21,7 +21,7 @@ pub(crate) const PEER_LOST: u8 = 5;
 /// Interrupted; resume to go on.
 pub(crate) const INTERRUPTED: u8 = 75;
 
-/// What the user is told, and the code that scripts are.
+/// A failure of the command: the message for the user and the exit code for scripts.
 #[derive(Debug, Clone)]
 pub(crate) struct Failure {
     pub(crate) message: String,
@@ -80,8 +80,8 @@ impl From<CheckpointError> for Failure {
     }
 }
 
-/// A path that leads nowhere is a mistake of whoever gave it, text that is no text is a corrupt input, and
-/// everything else is the machine's refusal.
+/// Returns the exit code of an I/O error. A wrong path is a mistake in the configuration, invalid text is corrupt input, and
+/// everything else is a failure of the system.
 fn code_of_io(error: &io::Error) -> u8 {
     match error.kind() {
         io::ErrorKind::NotFound
@@ -93,7 +93,7 @@ fn code_of_io(error: &io::Error) -> u8 {
     }
 }
 
-/// The code of an error between ranks.
+/// Returns the exit code of a communication error.
 pub(crate) fn code_of(error: &CommError) -> u8 {
     match error {
         CommError::PeerLost { .. } => PEER_LOST,
@@ -124,33 +124,60 @@ impl From<InferError> for Failure {
     }
 }
 
+impl From<lockstep_config::Error> for Failure {
+    fn from(error: lockstep_config::Error) -> Self {
+        use lockstep_config::Error;
+        match error {
+            Error::Model(error) => error.into(),
+            Error::Checkpoint(error) => (*error).into(),
+            error => Self::configuration(error.to_string()),
+        }
+    }
+}
+
+impl From<lockstep_planner::Error> for Failure {
+    fn from(error: lockstep_planner::Error) -> Self {
+        use lockstep_planner::Error;
+        match error {
+            Error::Config(error) => error.into(),
+            Error::Observe(error) => (*error).into(),
+            error => Self::configuration(error.to_string()),
+        }
+    }
+}
+
+impl From<lockstep_observe::Error> for Failure {
+    fn from(error: lockstep_observe::Error) -> Self {
+        use lockstep_observe::Error;
+        let code = match &error {
+            Error::Config(_)
+            | Error::Prometheus { .. }
+            | Error::MetricsInUse { .. }
+            | Error::NoRun { .. } => CONFIGURATION,
+            Error::ReadRecords { source, .. } => code_of_io(source),
+            Error::NoRows { .. } | Error::BadRecords { .. } => CORRUPT_INPUT,
+            Error::Comm(error) => code_of(error),
+            _ => FAILED,
+        };
+        Self { message: error.to_string(), code }
+    }
+}
+
 impl From<lockstep_train::Error> for Failure {
     fn from(error: lockstep_train::Error) -> Self {
         use lockstep_train::Error;
         match error {
+            Error::Config(error) => error.into(),
+            Error::Planner(error) => (*error).into(),
+            Error::Observe(error) => (*error).into(),
             Error::Data(error) => error.into(),
             Error::Model(error) => error.into(),
             Error::Checkpoint(error) => error.into(),
-            error @ (Error::Configuration(_)
-            | Error::NoModel(_)
-            | Error::DoesNotFit(_)
-            | Error::ReadConfiguration { .. }
-            | Error::Cluster(_)
-            | Error::ReadCluster { .. }
-            | Error::TooManyRanks { .. }
-            | Error::Plan { .. }
-            | Error::OtherRun { .. }
-            | Error::OtherParameters { .. }
-            | Error::NoRunToResume { .. }
-            | Error::Prometheus { .. }
-            | Error::MetricsInUse { .. }
-            | Error::NoRun { .. }
-            | Error::TeachesNothing { .. }) => Self::configuration(error.to_string()),
-            Error::ReadRecords { ref source, .. } => {
-                let code = code_of_io(source);
-                Self { message: error.to_string(), code }
+            error
+            @ (Error::OtherRun { .. } | Error::OtherParameters { .. } | Error::NoRunToResume { .. }) => {
+                Self::configuration(error.to_string())
             }
-            error @ (Error::NoGoodCheckpoint { .. } | Error::NoRows { .. } | Error::BadRecords { .. }) => {
+            error @ Error::NoGoodCheckpoint { .. } => {
                 Self { message: error.to_string(), code: CORRUPT_INPUT }
             }
             Error::Comm(error) => error.into(),

@@ -1,6 +1,6 @@
 //! `lockstep generate`: continues prompts and answers chats.
 //!
-//! What a model's `generation_config.json` says holds where the command line says nothing.
+//! The values in a model's `generation_config.json` are the defaults of the command line.
 
 use std::io::{BufRead, IsTerminal, Read, Write};
 use std::ops::ControlFlow;
@@ -30,7 +30,7 @@ pub(crate) struct Arguments {
     /// A file with a prompt on each line
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompts: Option<PathBuf>,
-    /// Ask through the chat template; without a prompt, on a terminal, a conversation
+    /// Apply the chat template; on a terminal without a prompt, start a conversation
     #[arg(long)]
     chat: bool,
     /// The system message of the chat
@@ -51,10 +51,10 @@ pub(crate) struct Arguments {
     /// Only the most likely tokens that together have this probability [default: generation_config.json, else 1]
     #[arg(long)]
     top_p: Option<f32>,
-    /// Decides the random numbers
+    /// Seed of the random numbers
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// When the context is full, go on with its last N tokens [default: the model's own window, if it has one]
+    /// When the context is full, continue with its last N tokens [default: the model's own window, if it has one]
     #[arg(long, value_name = "N")]
     sliding_window: Option<usize>,
     /// Compute threads [default: all cores]
@@ -65,7 +65,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// Tokens that are generated where nobody says how many and the model has room.
+/// Default limit on the generated tokens, as far as the model has room.
 const DEFAULT_NEW_TOKENS: usize = 100;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
@@ -116,7 +116,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The prompts that the command line names.
+/// Returns the prompts that the command line names.
 fn prompts(arguments: &Arguments) -> Result<Vec<String>, Failure> {
     if let Some(file) = &arguments.prompts {
         return prompts_of(file);
@@ -144,7 +144,7 @@ fn prompts(arguments: &Arguments) -> Result<Vec<String>, Failure> {
     }
 }
 
-/// The lines of a file that are not empty.
+/// Returns the lines of a file that are not empty.
 fn prompts_of(file: &Path) -> Result<Vec<String>, Failure> {
     let shown = file.display();
     let text = std::fs::read(file)
@@ -161,37 +161,37 @@ fn prompts_of(file: &Path) -> Result<Vec<String>, Failure> {
     Ok(prompts)
 }
 
-/// How many tokens to generate; an end-of-text token ends it sooner.
+/// Number of tokens to generate; an end-of-text token ends the text earlier.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Length {
-    /// As many as this; an error if the model has no room for them.
+    /// This many; an error if the model has no room for them.
     Exactly(usize),
-    /// As many as the model has room for, and no more than this.
+    /// As many as the model has room for, at most this many.
     UpTo(usize),
-    /// As many as the model has room for, up to this many with the prompt.
+    /// As many as the model has room for, at most this many including the prompt.
     UpToTotal(usize),
 }
 
-/// Writes text with a model.
+/// Generates text with a model.
 struct Writer<'m> {
     model: &'m LoadedModel,
     tokenizer: &'m Tokenizer,
     sampling: Sampling,
     length: Length,
-    /// Tokens of which each ends the text.
+    /// Tokens that end the text.
     end: Vec<u32>,
-    /// Text that ends the text.
+    /// String that ends the text.
     stop: Option<&'static str>,
-    /// Tokens that are kept when the context is full.
+    /// Number of tokens kept when the context is full.
     kept: Option<usize>,
 }
 
-/// What was written.
+/// Generated text of one prompt.
 struct Written {
     prompt_tokens: usize,
     tokens: Vec<u32>,
     text: String,
-    /// `stop`, or `length`.
+    /// Reason of the end: `stop` or `length`.
     finish_reason: &'static str,
 }
 
@@ -247,7 +247,7 @@ impl<'m> Writer<'m> {
         Ok(writer)
     }
 
-    /// An answer ends with the end-of-text token, and with what the template writes after it.
+    /// Ends the text at the end-of-text token and at the marker that the template writes after an answer.
     fn end_with_the_answer(&mut self) {
         self.end.extend(self.tokenizer.eos_id());
         if let Some((text, token)) = self.tokenizer.end_of_answer() {
@@ -271,7 +271,7 @@ impl<'m> Writer<'m> {
         Ok(self.tokenizer.encode_chat(&messages)?)
     }
 
-    /// Continues `ids`, handing `echoed` and then each piece of text to `show` as it comes.
+    /// Continues `ids`; passes `echoed`, and then each piece of text as it is generated, to `show`.
     fn write(
         &self,
         ids: &[u32],
@@ -310,7 +310,7 @@ impl<'m> Writer<'m> {
     }
 }
 
-/// Text that is shown as it comes, but for what may be the beginning of the text that ends it.
+/// Streams text, except for a tail that may be the beginning of the stop string.
 struct HeldBack<F> {
     stop: Option<&'static str>,
     text: String,
@@ -354,14 +354,14 @@ impl<F: FnMut(&str) -> Result<(), Failure>> HeldBack<F> {
         Ok(())
     }
 
-    /// All of it; what was held back is shown.
+    /// Shows the held-back tail and returns the whole text.
     fn finish(mut self) -> Result<String, Failure> {
         self.show_to(self.text.len())?;
         Ok(self.text)
     }
 }
 
-/// A conversation on the terminal, until its input ends.
+/// Runs a conversation on the terminal until its input ends.
 fn converse(writer: &Writer<'_>, system: Option<&str>) -> Result<ExitCode, Failure> {
     note!("/reset forgets the conversation, /exit or Ctrl-D ends it");
     let opening: Vec<_> = system.iter().map(|&text| ("system".to_owned(), text.to_owned())).collect();
@@ -387,7 +387,7 @@ fn converse(writer: &Writer<'_>, system: Option<&str>) -> Result<ExitCode, Failu
                     .and_then(|ids| writer.write(&ids, "", seed, show));
                 match answer {
                     Ok(written) => messages.push(("assistant".to_owned(), written.text.trim().to_owned())),
-                    // A question that does not fit ends no conversation.
+                    // A question that does not fit does not end the conversation.
                     Err(Failure { message, .. }) => {
                         messages.pop();
                         warning(&format!("{message}; /reset begins anew"));
@@ -400,7 +400,7 @@ fn converse(writer: &Writer<'_>, system: Option<&str>) -> Result<ExitCode, Failu
     }
 }
 
-/// Continues `prompt` as a demonstration: shows it and each piece of text as it comes.
+/// Continues `prompt` as a demonstration and shows the text as it is generated.
 pub(crate) fn show_sample(
     model: &LoadedModel,
     prompt: &str,
@@ -414,7 +414,7 @@ pub(crate) fn show_sample(
     Ok(())
 }
 
-/// Shows a piece of text at once. A reader that has gone away is no reason to fail.
+/// Writes a piece of text at once. Errors are ignored because the reader may be gone.
 fn show(piece: &str) -> Result<(), Failure> {
     let mut out = std::io::stdout().lock();
     let _ = out.write_all(piece.as_bytes()).and_then(|()| out.flush());

@@ -1,7 +1,7 @@
-//! Runs that this command starts on other machines by itself, over ssh: a hostfile with DeepSpeed's filters.
+//! Runs on other machines started by this command over ssh, from a hostfile with DeepSpeed's filters.
 //!
-//! Each host gets one command by `ssh -o BatchMode=yes`. The run's secret goes over its standard input, never in its arguments, and
-//! the end of that input ends the command there: nothing has to be killed from afar.
+//! Each host gets one command by `ssh -o BatchMode=yes`. The run's secret is sent over its standard input, never in its
+//! arguments. The end of that input ends the command on the host, so no process has to be killed remotely.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, Read, Write};
@@ -21,26 +21,26 @@ use crate::nodes::Nodes;
 use crate::output::note;
 
 const HEADING: &str = "Starting ranks on other machines, as DeepSpeed does";
-/// ssh's own exit code.
+/// Exit code of ssh for its own failures.
 const SSH_FAILED: i32 = 255;
-/// How often the commands are looked after.
+/// Interval at which the remote commands are polled.
 const LOOK: Duration = Duration::from_millis(50);
-/// What a command has to end by itself once its standard input has ended, before its ssh is killed.
+/// Time for a command to end after its standard input has ended, before its ssh is killed.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// DeepSpeed's flags.
+/// Flags of DeepSpeed's launcher.
 #[derive(Debug, Args)]
 pub(crate) struct Hosts {
     /// Start the run over ssh on the machines of this file, whose lines are HOST slots=N
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = HEADING)]
     hostfile: Option<PathBuf>,
-    /// Hosts of the file, and slots of theirs, to use: h1@h2:0,2
+    /// Hosts and slots of the file to use: h1@h2:0,2
     #[arg(long, value_name = "HOSTS", conflicts_with = "exclude", help_heading = HEADING)]
     include: Option<String>,
-    /// Hosts of the file, and slots of theirs, not to use
+    /// Hosts and slots of the file not to use
     #[arg(long, value_name = "HOSTS", help_heading = HEADING)]
     exclude: Option<String>,
-    /// The first N hosts of the file
+    /// Use the first N hosts of the file
     #[arg(long, value_name = "N", alias = "num_nodes", conflicts_with_all = ["include", "exclude"], help_heading = HEADING)]
     num_nodes: Option<usize>,
     /// Ranks on each host, whatever its slots
@@ -51,7 +51,7 @@ pub(crate) struct Hosts {
     ssh: String,
 }
 
-/// A machine, and the numbers of its slots that are used.
+/// A machine and the numbers of its slots in use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Host {
     name: String,
@@ -103,11 +103,11 @@ impl Hosts {
         self.start(&hosts, nodes.master()).map(Some)
     }
 
-    /// Those of the file that are to be used.
+    /// Returns the hosts and slots of the file that the flags select.
     fn chosen(&self, mut hosts: Vec<Host>) -> Result<Vec<Host>, String> {
         if let Some(filter) = &self.include {
             let chosen = filtered(filter, &hosts)?;
-            // The file's order stays.
+            // The order of the file is kept.
             hosts.retain_mut(|host| {
                 let found = chosen.iter().find(|(name, _)| *name == host.name);
                 if let Some((_, Some(slots))) = found {
@@ -174,7 +174,7 @@ impl Hosts {
     fn connect(&self, host: &str, line: &str, secret: &PairingCode) -> Result<Remote, Failure> {
         let mut command = Command::new(&self.ssh);
         command.args(["-o", "BatchMode=yes", "--", host, line]).stdin(Stdio::piped());
-        // Ctrl-C is for this process alone, which ends the others in order.
+        // Ctrl-C reaches this process alone, which ends the others in order.
         command.process_group(0);
         let mut child = command.spawn().map_err(|error| {
             Failure::configuration(format!(
@@ -184,7 +184,7 @@ impl Hosts {
         })?;
         let mut input = child.stdin.take();
         if let Some(input) = &mut input {
-            // One that has ended already says why by its exit code.
+            // A command that has already ended reports why by its exit code.
             let _ = writeln!(input, "{secret}").and_then(|()| input.flush());
         }
         Ok(Remote { host: host.to_owned(), child, input, code: None })
@@ -203,14 +203,14 @@ impl Drop for Remote {
     fn drop(&mut self) {
         self.input = None;
         if self.code.is_none() {
-            // It may have ended just now.
+            // The process may have ended just now.
             let _ = self.child.kill();
             let _ = self.child.wait();
         }
     }
 }
 
-/// Waits for all; the first that fails, or a signal, ends the others.
+/// Waits for all commands; the first failure, or a signal, ends the others.
 fn watch(mut remotes: Vec<Remote>, interrupt: &Interrupt) -> Result<ExitCode, Failure> {
     let mut first = None;
     let mut last_moment = None;
@@ -233,7 +233,7 @@ fn watch(mut remotes: Vec<Remote>, interrupt: &Interrupt) -> Result<ExitCode, Fa
         }
         std::thread::sleep(LOOK);
     }
-    // All that ended as the first one did, in the order of the hostfile.
+    // All hosts with the exit code of the first failure, in the order of the hostfile.
     let alike = remotes.iter().filter(|remote| remote.code == first).map(|remote| remote.host.as_str());
     let hosts: Vec<&str> = alike.collect();
     let (host, all) = (hosts.first().copied().unwrap_or_default(), hosts.join(", "));
@@ -249,17 +249,17 @@ fn watch(mut remotes: Vec<Remote>, interrupt: &Interrupt) -> Result<ExitCode, Fa
     }
 }
 
-/// Reads the secret from standard input, and from then on ends this process like SIGTERM when that ends.
+/// Reads the secret from standard input. From then on the end of that input stops this process like SIGTERM.
 pub(crate) fn secret_from_stdin() -> Result<String, Failure> {
     static READ: OnceLock<String> = OnceLock::new();
-    // Ranks that start again have the same.
+    // Ranks that are restarted use the same secret.
     if let Some(secret) = READ.get() {
         return Ok(secret.clone());
     }
     let mut line = String::new();
     let read = std::io::stdin().lock().take(4096).read_line(&mut line);
     let secret = line.trim();
-    // Codes have hyphens, which are no part of the secret: any line of 16 characters will do.
+    // Hyphens of a code are not part of the secret; any line of at least 16 characters is accepted.
     if read.is_err() || secret.len() < 16 {
         return Err(Failure::configuration(
             "--secret-file -: standard input has no line of at least 16 characters",
@@ -273,18 +273,18 @@ pub(crate) fn secret_from_stdin() -> Result<String, Failure> {
     Ok(READ.get_or_init(|| secret.to_owned()).clone())
 }
 
-/// Asks this process to save and end.
+/// Requests a stop of this process: it saves and ends.
 fn stop() {
-    // It exists, and may signal itself.
+    // The process exists and may signal itself.
     let _ = kill_process(getpid(), Signal::TERM);
 }
 
-/// `user@host` without the user.
+/// Returns `host` of `user@host`.
 fn plain(host: &str) -> &str {
     host.rsplit_once('@').map_or(host, |(_, host)| host)
 }
 
-/// Lines `HOST slots=N`; empty ones and comments are skipped.
+/// Parses lines `HOST slots=N`; empty lines and comments are skipped.
 fn parse(text: &str) -> Result<Vec<Host>, String> {
     let mut hosts: Vec<Host> = Vec::new();
     for (index, line) in text.lines().enumerate() {
@@ -335,7 +335,7 @@ fn filtered(filter: &str, hosts: &[Host]) -> Result<Filtered, String> {
         .collect()
 }
 
-/// Arguments for the other machines: without those of this module.
+/// Returns the arguments for the other machines: all except those of this module.
 fn without_hosts(arguments: &[String]) -> Vec<String> {
     let own =
         ["hostfile", "include", "exclude", "num-nodes", "num-gpus", "ssh", "master-addr", "master-port"];
@@ -349,14 +349,14 @@ fn without_hosts(arguments: &[String]) -> Vec<String> {
         if !is_own {
             kept.push(argument.clone());
         } else if value.is_none() {
-            // Its value is the next one.
+            // The value is the next argument.
             arguments.next();
         }
     }
     kept
 }
 
-/// An argument as a shell takes it.
+/// Quotes an argument for a shell.
 fn quoted(text: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@%+".contains(c);
     if !text.is_empty() && text.chars().all(is_plain) {
@@ -384,7 +384,7 @@ mod tests {
 
     #[test]
     fn hosts_are_chosen_as_deepspeed_chooses_them() {
-        /// Flags, and hosts with their slots.
+        /// Flags, and the expected hosts with their slots.
         type Case = (&'static [&'static str], &'static [(&'static str, &'static [usize])]);
         let table: [Case; 7] = [
             (&[], &[("h1", &[0, 1]), ("root@h2", &[0, 1, 2, 3]), ("h3", &[0])]),

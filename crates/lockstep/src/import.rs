@@ -1,4 +1,4 @@
-//! `lockstep import`, and the DeepSpeed file of `lockstep train`.
+//! `lockstep import`, and the `--deepspeed` file of `lockstep train`.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
@@ -6,14 +6,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum, ValueHint};
+use lockstep_config::{self as config, Imported, ImportedFrom, RunConfig, human};
 use lockstep_import::{AutoValues, Import, InUse, Options, Origin, import};
-use lockstep_train::config::{self, Imported, ImportedFrom};
-use lockstep_train::{RunConfig, human};
 
 use crate::exit::Failure;
 use crate::output::{note, say};
 
-/// Longest configuration of another tool that is read.
+/// Largest configuration file of another tool that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -35,9 +34,9 @@ impl From<Format> for lockstep_import::Format {
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The tool whose configuration it is
+    /// Tool that the configuration belongs to
     format: Format,
-    /// The file
+    /// The configuration file
     #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
     file: PathBuf,
     /// Ranks of the run, where batch sizes follow from them [default: the file's]
@@ -76,7 +75,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Writes a RUN.toml whole or not at all; with `replace`, over the file that is there.
+/// Writes a RUN.toml atomically; with `replace`, over an existing file.
 fn write(path: &Path, text: &str, replace: bool) -> Result<(), Failure> {
     let refuse = |error: std::io::Error| match error.kind() {
         ErrorKind::AlreadyExists => exists(path),
@@ -85,7 +84,7 @@ fn write(path: &Path, text: &str, replace: bool) -> Result<(), Failure> {
     if !replace {
         let mut file = File::create_new(path).map_err(refuse)?;
         return file.write_all(text.as_bytes()).map_err(|error| {
-            // The file is new: what there is of it is ours.
+            // The file is new, so removing the partial content loses nothing.
             let _ = fs::remove_file(path);
             refuse(error)
         });
@@ -106,7 +105,7 @@ fn exists(path: &Path) -> Failure {
     Failure::configuration(format!("{} exists; --force overwrites it", path.display()))
 }
 
-/// The message for `lockstep import FILE`, where `typed` stands in place of the format; `None` if it is no file.
+/// Returns the message for `lockstep import FILE`, where `typed` was given in place of the format; `None` if it is not a file.
 pub(crate) fn hint(typed: &str) -> Option<String> {
     let text = read_text(Path::new(typed)).ok()?;
     Some(match lockstep_import::Format::guess(&text) {
@@ -121,7 +120,7 @@ pub(crate) fn hint(typed: &str) -> Option<String> {
     })
 }
 
-/// Translates a file; a file that it names is looked for beside it.
+/// Imports a file; files that it names are looked for in its directory.
 pub(crate) fn read(
     format: lockstep_import::Format,
     path: &Path,
@@ -157,7 +156,7 @@ fn read_text(path: &Path) -> Result<String, String> {
     })
 }
 
-/// Checks the result by the rules of RUN.toml; a mistake is shown where the other tool's file has it.
+/// Checks the result by the rules of RUN.toml; a mistake is reported at its place in the other tool's file.
 fn checked(import: &Import) -> Result<RunConfig, Failure> {
     let problems = match RunConfig::parse(&import.to_toml(), "run.toml", &[] as &[&str]) {
         Ok(config) => return Ok(config),
@@ -178,13 +177,13 @@ fn checked(import: &Import) -> Result<RunConfig, Failure> {
     Err(Failure::configuration(lines.collect::<Vec<_>>().join("\n  ")))
 }
 
-/// The value of a key in a run, and its source.
+/// Returns the value of a key in a run, and its origin.
 fn in_use(config: &RunConfig, key: &str) -> Option<InUse> {
     let setting = config.settings().into_iter().find(|setting| setting.key == key)?;
     Some(InUse { value: setting.value, origin: Some(setting.origin.to_string()) })
 }
 
-/// The table of an import for the terminal, with the values of the run that win over the file's.
+/// Returns the table of an import for the terminal, with the run's values that override the file's.
 pub(crate) fn table(import: &Import, config: &RunConfig) -> Vec<String> {
     import.table(&|key| {
         let found = in_use(config, key)?;
@@ -194,7 +193,7 @@ pub(crate) fn table(import: &Import, config: &RunConfig) -> Vec<String> {
     })
 }
 
-/// The values for a run that the file is given to.
+/// Returns the imported values with their origins, for a run that uses the file.
 pub(crate) fn values(import: &Import) -> Vec<Imported> {
     let values = import.settings.iter().map(|setting| {
         let (place, from) = match &setting.origin {
@@ -202,7 +201,7 @@ pub(crate) fn values(import: &Import) -> Vec<Imported> {
                 let from = if is_of_records(setting.key) { ImportedFrom::Rule } else { ImportedFrom::User };
                 ((file.clone(), *line), from)
             }
-            // The batch of a micro-batch and its steps of accumulation is what the user wrote.
+            // A batch size given as micro-batch and accumulation steps was written by the user.
             Origin::Derived(_) if setting.key == "train.global_batch" => {
                 ((import.file.clone(), 0), ImportedFrom::User)
             }
@@ -215,12 +214,12 @@ pub(crate) fn values(import: &Import) -> Vec<Imported> {
     values.collect()
 }
 
-/// Returns whether a key says only what is shown and recorded of a run, so that two files may differ in it.
+/// Returns true if a key affects only the output and records of a run, so that two files may differ in it.
 fn is_of_records(key: &str) -> bool {
     key == "train.log_every" || key.starts_with("metrics.")
 }
 
-/// Counts the values by their source.
+/// Returns a summary line with the number of values by source.
 fn summary(import: &Import) -> String {
     let count =
         |is: fn(&Origin) -> bool| import.settings.iter().filter(|setting| is(&setting.origin)).count();

@@ -1,16 +1,16 @@
-//! `lockstep eval`, and how a model is opened.
+//! `lockstep eval`, and the loading of models for inference.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::Args;
+use lockstep_config::{RunConfig, find_weights};
 use lockstep_data::{
     Bar, Dataset, FindDocuments, Format, OpenOptions, Packing, Progress, SampleOrder, SourceFile, Tail,
     TextOptions, Tokens, WindowOptions, expand,
 };
 use lockstep_infer::{LoadedModel, evaluate};
-use lockstep_train::{RunConfig, find_weights};
 use serde_json::json;
 
 use crate::exit::Failure;
@@ -60,7 +60,7 @@ pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
     };
     let tokens = Arc::new(Tokens::open(&files, &options)?);
     let range = 0..tokens.tokens();
-    // Of prompts with answers, what follows the prompt is measured, and no sample sees another.
+    // For prompts with answers only the answers are measured, and samples do not see each other.
     let packing = if tokens.has_contexts() { Packing::WholeDocuments } else { Packing::Stream };
     let window = WindowOptions { seq_len, order: SampleOrder::Sequential, tail: Tail::Pad, packing };
     let data = Dataset::new(tokens, range, window, "the text")?;
@@ -78,7 +78,7 @@ pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Loads a model by any of its names, with an adapter if one is named.
+/// Loads a model by any of its names, with an adapter if one is given.
 pub(crate) fn open(
     model: &str,
     adapter: Option<&Path>,
@@ -91,10 +91,10 @@ pub(crate) fn open(
     })
 }
 
-/// Most threads that may be asked for, as for `train.threads`.
+/// Maximum number of threads, as for `train.threads`.
 const MAX_THREADS: usize = 4096;
 
-/// The number of compute threads: as asked, else (and for 0) all cores.
+/// Returns the number of compute threads: `asked`, or all cores if it is 0 or `None`.
 pub(crate) fn threads(asked: Option<usize>) -> Result<usize, Failure> {
     match asked {
         Some(threads) if threads > MAX_THREADS => {

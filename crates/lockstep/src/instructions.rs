@@ -1,7 +1,7 @@
-//! The limit on the CPU's instructions that `LOCKSTEP_CPU_LEVEL` sets.
+//! Limit on the CPU's instruction sets, set by `LOCKSTEP_CPU_LEVEL`.
 //!
-//! Bits are promised for one level of instructions. A run over unlike CPUs, or one that is to be repeated on another machine, is limited to
-//! the level that all of them have; its launcher hands the variable to its ranks with the rest of the environment.
+//! Equal bits are guaranteed for one instruction level. A run on unequal CPUs, or one to be repeated on another machine, is
+//! limited to the level that all of them have. Ranks inherit the variable from their launcher.
 
 use std::env::{self, VarError};
 
@@ -9,13 +9,13 @@ use lockstep_tensor::CpuLevel;
 
 use crate::exit::Failure;
 
-/// The variable that sets the limit.
+/// Name of the variable.
 const VARIABLE: &str = "LOCKSTEP_CPU_LEVEL";
 
-/// Limits kernels to the level that the environment names, if it names one.
+/// Limits kernels to the level in the environment variable, if it is set.
 ///
 /// # Errors
-/// A word that is no level, or a level that this CPU does not have.
+/// If the value is not a level, or this CPU does not have the level.
 pub(crate) fn limit() -> Result<(), Failure> {
     let word = match env::var(VARIABLE) {
         Ok(word) if !word.is_empty() => word,

@@ -1,5 +1,5 @@
-//! torchrun's flags about starting ranks, each with its twin among the variables: `--rdzv-conf` and `PET_RDZV_CONF`. The command
-//! line wins. Flags that have nothing to do here are accepted and said once.
+//! torchrun's flags for starting ranks, each with its environment variable: `--rdzv-conf` and `PET_RDZV_CONF`. The command line
+//! overrides the variables. Flags without effect are accepted and reported once.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,16 +11,16 @@ use lockstep_comm::{MEETING_LIMIT, Output, Route, Routing};
 use crate::exit::{Failure, MISSING};
 
 const HEADING: &str = "Starting ranks, as torchrun does";
-/// The most restarts that anybody may ask for.
+/// Maximum number of restarts that may be asked for.
 const RESTART_LIMIT: usize = 1000;
-/// The longest wait for other machines, in seconds.
+/// Maximum wait for other machines, in seconds.
 const WAIT_LIMIT: u64 = 86_400;
-/// Standard output in a number of streams, as torchrun has them.
+/// Standard output, in torchrun's bit mask of streams.
 const OUT: u8 = 1;
-/// Standard error.
+/// Standard error, in the same bit mask.
 const ERR: u8 = 2;
 
-/// Flags, `_` for `-` included.
+/// torchrun's flags; `_` may be written for `-`.
 #[derive(Debug, Default, Args)]
 pub(crate) struct Flags {
     /// Ranks on this machine: a number, auto or cpu (one for each core); gpu is for builds that compute on GPUs
@@ -29,17 +29,17 @@ pub(crate) struct Flags {
     /// Run on this machine alone, whatever else says where machines meet
     #[arg(long, help_heading = HEADING)]
     standalone: bool,
-    /// How machines meet: c10d or static, which are the same here
+    /// Rendezvous backend: c10d or static, which are the same here
     #[arg(long, value_name = "NAME", alias = "rdzv_backend", help_heading = HEADING)]
     rdzv_backend: Option<String>,
-    /// Settings of the meeting: join_timeout=SECONDS, rank=R, is_host=true
+    /// Settings of the rendezvous: join_timeout=SECONDS, rank=R, is_host=true
     #[arg(long, value_name = "KEY=VALUE,...", alias = "rdzv_conf", help_heading = HEADING)]
     rdzv_conf: Option<String>,
-    /// Start all ranks again from the last checkpoint after a failure, so many times
+    /// Restart all ranks from the last checkpoint after a failure, at most N times
     #[arg(long, value_name = "N", alias = "max_restarts", help_heading = HEADING)]
     max_restarts: Option<String>,
-    /// Append what each rank prints to rank-00000.out and .err, ... in DIR; rank 0 is shown as well. Without it, lines of
-    /// the other ranks are shown as "[rank 1] ..."
+    /// Append the output of each rank to rank-00000.out and .err, ... in DIR; rank 0 is shown as well. Without it, lines of the
+    /// other ranks are shown as "[rank 1] ..."
     #[arg(long, value_name = "DIR", alias = "log_dir", value_hint = ValueHint::DirPath, help_heading = HEADING)]
     log_dir: Option<PathBuf>,
     /// Streams that go to files only: 1 output, 2 errors, 3 both; or by local rank, as 0:3,1:1
@@ -48,17 +48,17 @@ pub(crate) struct Flags {
     /// Streams that go to files and are shown
     #[arg(short, long, value_name = "STREAMS", help_heading = HEADING)]
     tee: Option<String>,
-    /// Local ranks that are shown, as 0,1; files keep all
+    /// Local ranks whose output is shown, as 0,1; files keep all
     #[arg(long, value_name = "RANKS", alias = "local_ranks_filter", help_heading = HEADING)]
     local_ranks_filter: Option<String>,
-    /// Name before the rank in labels of lines, as in `[NAME1]:`
+    /// Name before the rank in labels of output lines, as in `[NAME1]:`
     #[arg(long, value_name = "NAME", help_heading = HEADING)]
     role: Option<String>,
     #[command(flatten)]
     idle: Idle,
 }
 
-/// Flags that change nothing here.
+/// Flags that have no effect here.
 #[derive(Debug, Default, Args)]
 struct Idle {
     #[arg(long, alias = "monitor_interval", hide = true)]
@@ -89,35 +89,35 @@ struct Idle {
     module: bool,
     #[arg(long, alias = "run_path", hide = true)]
     run_path: bool,
-    /// DeepSpeed's launcher adds it to every program.
+    /// DeepSpeed's launcher adds this flag to every program.
     #[arg(long, alias = "local_rank", hide = true, action = ArgAction::Append)]
     local_rank: Vec<String>,
 }
 
-/// Looks a variable of the environment up; an empty one is not set.
+/// Lookup of an environment variable; an empty one counts as not set.
 pub(crate) type Variables<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// Variables of this process. One that torchrun has started as a rank inherits the `PET_` twins of torchrun's flags, which are not
-/// for it.
+/// Looks up a variable of this process. A process that torchrun has started as a rank inherits the `PET_` variables, which are
+/// meant for torchrun and ignored here.
 pub(crate) fn variable(name: &str) -> Option<String> {
     let get = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     if name.starts_with("PET_") && get("LOCAL_RANK").is_some() { None } else { get(name) }
 }
 
-/// How ranks are to be started, as flags and variables say it together.
+/// Settings for starting ranks, resolved from flags and variables.
 #[derive(Debug)]
 pub(crate) struct Launching {
-    /// Ranks on this machine, if anybody says how many.
+    /// Number of ranks on this machine, if it is given.
     pub(crate) ranks: Option<usize>,
-    /// This machine and no other.
+    /// True if the run is on this machine alone.
     pub(crate) standalone: bool,
-    /// Number of this machine according to `--rdzv-conf`.
+    /// Number of this machine from `--rdzv-conf`.
     pub(crate) node: Option<usize>,
-    /// How long other machines are waited for.
+    /// Time limit of the wait for other machines.
     pub(crate) limit: Duration,
-    /// Longest wait for a machine that is gone, where `--rdzv-conf` says it.
+    /// Time limit of the wait for a lost machine, if `--rdzv-conf` gives it.
     pub(crate) rejoin_limit: Option<Duration>,
-    /// Restarts of all ranks after a failure, where a flag says it.
+    /// Number of restarts after failures, if a flag gives it.
     pub(crate) max_restarts: Option<usize>,
     pub(crate) role: Option<String>,
     pub(crate) log_dir: Option<PathBuf>,
@@ -146,7 +146,7 @@ impl Default for Launching {
     }
 }
 
-/// A value, and who gave it: `--tee` or `PET_TEE`.
+/// A value and its source: `--tee` or `PET_TEE`.
 struct Given {
     name: String,
     text: String,
@@ -173,12 +173,12 @@ impl Given {
     }
 }
 
-/// The variable that stands for a flag.
+/// Returns the environment variable of a flag.
 fn twin(flag: &str) -> String {
     format!("PET_{}", flag.trim_start_matches('-').replace('-', "_").to_uppercase())
 }
 
-/// A switch, or its twin, which is 0 or 1.
+/// Resolves a switch from the flag or its variable, which is 0 or 1.
 fn is_on(flag: bool, name: &str, variables: Variables<'_>) -> Result<bool, Failure> {
     match Given::of(None, name, variables).filter(|_| !flag) {
         None => Ok(flag),
@@ -187,7 +187,7 @@ fn is_on(flag: bool, name: &str, variables: Variables<'_>) -> Result<bool, Failu
 }
 
 impl Flags {
-    /// What the flags, and the variables that stand for those that are not given, ask for.
+    /// Resolves the flags, and the variables of flags that are not given.
     pub(crate) fn settle(&self, variables: Variables<'_>) -> Result<Launching, Failure> {
         self.idle.refuse(variables)?;
         let given = |flag: &Option<String>, name| Given::of(flag.as_deref(), name, variables);
@@ -220,7 +220,7 @@ impl Flags {
         Ok(launching)
     }
 
-    /// A flag of these that asks for ranks to be started, if one was given.
+    /// Returns the name of a given flag that asks for ranks to be started, if there is one.
     pub(crate) fn first_given(&self) -> Option<&'static str> {
         let flags = [
             (self.nproc_per_node.is_some(), "--nproc-per-node"),
@@ -234,7 +234,7 @@ impl Flags {
     }
 }
 
-/// Why a flag changes nothing.
+/// Reasons why flags have no effect.
 const AT_ONCE: &str = "the end of a rank is known at once";
 const OWN_PROCESSES: &str = "every rank is a process of its own program";
 const NO_SCRIPT: &str = "no Python is started";
@@ -245,7 +245,7 @@ const SEEN: &str = "machines are seen at the address that they come from";
 const PLACES: &str = "ranks keep their numbers";
 
 impl Idle {
-    /// Flags of what this program cannot be.
+    /// Refuses flags for Python programs.
     fn refuse(&self, variables: Variables<'_>) -> Result<(), Failure> {
         for (flag, name) in [(self.module, "--module"), (self.run_path, "--run-path")] {
             if is_on(flag, name, variables)? {
@@ -258,7 +258,7 @@ impl Idle {
         Ok(())
     }
 
-    /// Those that were given, each with the reason why it changes nothing.
+    /// Returns the given flags, each with the reason why it has no effect.
     fn named(&self, variables: Variables<'_>) -> Vec<String> {
         let flags = [
             ("--monitor-interval", self.monitor_interval.is_some(), AT_ONCE),
@@ -284,7 +284,7 @@ impl Idle {
     }
 }
 
-/// One process for each core, or so many.
+/// Parses a number of ranks; `auto` and `cpu` are one per core.
 fn ranks(given: &Given) -> Result<usize, Failure> {
     match given.text.as_str() {
         "auto" | "cpu" => Ok(std::thread::available_parallelism().map_or(1, usize::from)),
@@ -318,7 +318,7 @@ fn role(given: &Given) -> Result<String, Failure> {
     Err(given.refuse("a name of at most 64 letters, digits, '-', '_' and '.'"))
 }
 
-/// Keys of `--rdzv-conf` that torchrun knows and that change nothing here.
+/// Keys of `--rdzv-conf` that torchrun knows and that have no effect here.
 const IDLE_KEYS: [&str; 9] = [
     "last_call_timeout",
     "close_timeout",
@@ -332,7 +332,7 @@ const IDLE_KEYS: [&str; 9] = [
 ];
 
 impl Launching {
-    /// Takes the settings of `--rdzv-conf`.
+    /// Applies the settings of `--rdzv-conf`.
     fn configure(&mut self, given: &Given) -> Result<(), Failure> {
         for pair in given.text.split(',').filter(|pair| !pair.trim().is_empty()) {
             let Some((key, value)) = pair.split_once('=').map(|(key, value)| (key.trim(), value.trim()))
@@ -375,14 +375,14 @@ impl Launching {
         }
     }
 
-    /// Flags without effect as one sentence, if there are any.
+    /// Returns a sentence that lists the flags without effect, if there are any.
     pub(crate) fn without_effect(&self) -> Option<String> {
         let named = self.without_effect.join(", ");
         (!named.is_empty()).then(|| format!("without effect here: {named}"))
     }
 
-    /// Where what `ranks` ranks of this machine print goes; files lie in `dir` where nobody says. `is_first` says that rank 0 is
-    /// one of them.
+    /// Returns the destinations of the output of this machine's `ranks` ranks; files are in `dir` unless a flag names a
+    /// directory. `is_first` tells if rank 0 is among them.
     pub(crate) fn output(&self, ranks: usize, is_first: First, dir: &Path) -> Result<Output, Failure> {
         for (name, streams) in [("--redirects", &self.redirects), ("--tee", &self.tee)] {
             if let Some(rank) = streams.as_ref().and_then(Streams::last).filter(|rank| *rank >= ranks) {
@@ -400,7 +400,7 @@ impl Launching {
         Ok(Output::Routed(Routing { dir, role: self.role.clone(), streams: streams.collect() }))
     }
 
-    /// Destinations of a stream of a local rank.
+    /// Returns the destinations of a stream of a local rank.
     fn route(&self, rank: usize, stream: u8, is_first: First) -> Route {
         let has = |streams: &Option<Streams>| {
             streams.as_ref().is_some_and(|streams| streams.of(rank) & stream != 0)
@@ -419,7 +419,7 @@ impl Launching {
     }
 }
 
-/// Where rank 0 of the run is.
+/// Location of rank 0 of the run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum First {
     /// Among the ranks of this machine.
@@ -435,7 +435,7 @@ fn no_such_rank(name: &str, rank: usize, ranks: usize) -> Failure {
     ))
 }
 
-/// Streams by local rank: 0 none, 1 output, 2 errors, 3 both.
+/// Bit masks of streams by local rank: 0 none, 1 output, 2 errors, 3 both.
 #[derive(Debug, PartialEq, Eq)]
 enum Streams {
     OfAll(u8),
@@ -468,7 +468,7 @@ impl Streams {
         }
     }
 
-    /// The greatest rank that is named.
+    /// Returns the greatest rank that is named.
     fn last(&self) -> Option<usize> {
         match self {
             Self::OfAll(_) => None,

@@ -1,5 +1,5 @@
-//! Limits that the system sets to this process (`ulimit`, cgroups): what they refuse becomes one message and exit code 1, not a panic or
-//! the end by a signal.
+//! Limits of the system on this process (`ulimit`, cgroups): exceeding one yields a message and exit code 1 instead of a panic or
+//! a fatal signal.
 
 use std::panic::{PanicHookInfo, set_hook, take_hook};
 
@@ -8,20 +8,20 @@ use lockstep_train::limits::outlive_limits;
 use crate::exit::{FAILED, Failure};
 use crate::output;
 
-/// Advice where threads or processes are refused.
+/// Advice if threads or processes are refused.
 const TASKS: &str =
     "the system allows no more threads or processes: raise ulimit -u, or pids.max (TasksMax) of the cgroup";
-/// Advice where memory is refused.
+/// Advice if memory is refused.
 const MEMORY: &str = "the system gives no more memory: raise ulimit -v, where that is set, or take less";
-/// Advice where a file may not grow.
+/// Advice if a file may not grow.
 const FILES: &str = "files may not become so large: raise ulimit -f";
 
-/// Prepares this process to be refused something.
+/// Installs the handlers for refused resources.
 pub(crate) fn prepare() -> Result<(), Failure> {
     outlive_limits()?;
     let usual = take_hook();
     set_hook(Box::new(move |panic| match refused_thread(panic) {
-        // Threads that the standard library or rayon starts have nobody who could handle it.
+        // Threads started by the standard library or rayon have no caller that could handle the error.
         true => {
             output::error("cannot start a thread: Resource temporarily unavailable (os error 11)");
             std::process::exit(i32::from(FAILED));
@@ -31,14 +31,14 @@ pub(crate) fn prepare() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns true for a panic of whoever was refused a thread.
+/// Returns true if the panic is about a thread that could not be started.
 fn refused_thread(panic: &PanicHookInfo<'_>) -> bool {
     panic.payload_as_str().is_some_and(|text| text.contains("thread") && text.contains("code: 11,"))
 }
 
-/// Advice on the refusal that `message` tells of.
+/// Returns advice if `message` reports a refused resource.
 pub(crate) fn hint(message: &str) -> Option<&'static str> {
-    // EAGAIN is also what a socket says that has nothing to read.
+    // A socket without data to read reports EAGAIN too.
     let is_of_task = ["start", "thread", "watch for"].iter().any(|word| message.contains(word));
     let is_unnumbered = message.contains("cannot start") && message.contains("compute thread");
     if is_unnumbered || is_of_task && message.contains("(os error 11)") {

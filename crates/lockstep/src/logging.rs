@@ -1,36 +1,36 @@
-//! Events of the program on standard error: `LOCKSTEP_LOG` chooses which, `--log-format` their form.
+//! Log events on standard error: `LOCKSTEP_LOG` filters them, `--log-format` sets their format.
 
 use std::env::{self, VarError};
 
 use clap::ValueEnum;
-use lockstep_train::screen::Colours;
+use lockstep_observe::screen::Colours;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 
 use crate::exit::Failure;
 
-/// The variable that chooses events.
+/// Environment variable with the filter.
 const VARIABLE: &str = "LOCKSTEP_LOG";
-/// What is shown where nobody chooses.
+/// Filter if the variable is not set.
 const DEFAULT: &str = "warn";
-/// What a filter may be, for messages.
+/// Description of valid filters for messages.
 const ALLOWED: &str = "error, warn, info, debug, trace or off, or parts of the program with one of these each, as in \
                        lockstep_comm=debug,lockstep_data=trace";
 
-/// The form of events.
+/// Format of log events.
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
 pub(crate) enum LogFormat {
-    /// A line for people.
+    /// Plain text, one line per event.
     #[default]
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
-/// Shows events from now on.
+/// Starts the output of log events.
 ///
 /// # Errors
-/// A filter that cannot be read.
+/// If the filter is invalid.
 pub(crate) fn start(format: LogFormat) -> Result<(), Failure> {
     let filter = match env::var(VARIABLE) {
         Ok(text) if !text.trim().is_empty() => filter(&text).map_err(|problem| {
@@ -41,7 +41,7 @@ pub(crate) fn start(format: LogFormat) -> Result<(), Failure> {
         }
         Ok(_) | Err(VarError::NotPresent) => EnvFilter::new(DEFAULT),
     };
-    // A reader of standard error that has gone away is not worth a word, and even less a panic.
+    // Write errors are not logged: a reader that is gone must not cause a panic.
     let events = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
@@ -54,7 +54,7 @@ pub(crate) fn start(format: LogFormat) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The filter of a text. A lone word that is no level would be taken for a part of the program that does not exist.
+/// Parses a filter. A lone word that is not a level is refused; it would match a module that does not exist.
 fn filter(text: &str) -> Result<EnvFilter, String> {
     let directives: Vec<&str> =
         text.split(',').map(str::trim).filter(|directive| !directive.is_empty()).collect();

@@ -1,6 +1,6 @@
 //! The command line of Lockstep: parse, call, print. Exit codes are an interface; see [`exit`].
 #![forbid(unsafe_code)]
-// They panic where the reader has gone away; `output` has what does not.
+// They panic if the reader is gone; `output` has replacements that do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod bench;
@@ -40,7 +40,6 @@ mod verify;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
-
 use exit::Failure;
 use output::note;
 
@@ -50,7 +49,7 @@ use output::note;
 struct Cli {
     #[command(subcommand)]
     command: Option<Command>,
-    /// The form of the events that LOCKSTEP_LOG=debug shows on standard error
+    /// Format of the events that LOCKSTEP_LOG=debug shows on standard error
     #[arg(
         long,
         global = true,
@@ -62,12 +61,12 @@ struct Cli {
     log_format: logging::LogFormat,
 }
 
-/// The commit that this program is built from; empty where that is not known.
+/// Commit from which this program is built; empty if unknown.
 const COMMIT: &str = env!("LOCKSTEP_BUILD_COMMIT");
-/// `0.1.0 (commit)`.
+/// Version as shown by `--version`: `0.1.0 (commit)`.
 const VERSION: &str = env!("LOCKSTEP_BUILD_VERSION");
 
-/// What to do first, for whoever types the name of the program and nothing else.
+/// First steps, shown if the program is called without arguments.
 const FIRST_STEPS: &str = "\
 Lockstep trains and runs large language models. To begin with:
 
@@ -86,38 +85,38 @@ Lockstep trains and runs large language models. To begin with:
 enum Command {
     /// Train a model; without a file, the built-in demonstration
     Train(Box<train::Arguments>),
-    /// Predict what a plan needs: the memory of every rank, and whether it fits
+    /// Search for the fastest plan, or predict the time and memory of a given one
     Plan(plan::Arguments),
-    /// Hold a plan's numbers against those of one rank; without a file, of a tiny Llama on a built-in text
+    /// Compare a plan's numbers with those of one rank; without a file, for a tiny Llama on a built-in text
     Verify(verify::Arguments),
-    /// List the models that have names: parameters, shape, context, vocabulary
+    /// List the model presets: parameters, shape, context, vocabulary
     Models(models::Arguments),
-    /// Loss and perplexity of a model on text
+    /// Measure loss and perplexity of a model on text
     Eval(infer::EvalArguments),
     /// Continue prompts, or chat with a model
     Generate(generate::Arguments),
     /// List, check, export and import checkpoints
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
-    /// Turn a configuration of another tool (DeepSpeed, Accelerate) into a RUN.toml, on standard output or in a file
+    /// Convert a configuration of another tool (DeepSpeed, Accelerate) to a RUN.toml, on standard output or in a file
     Import(import::Arguments),
     /// Print the JSON Schema of RUN.toml, by which an editor completes and checks it
     Schema,
-    /// Tokenize text, and see what data consists of
+    /// Tokenize text, and inspect data
     #[command(subcommand)]
     Data(data::Command),
     /// Time training steps, matrix products, collectives and pipelines; measure this machine for the planner
     #[command(subcommand)]
     Bench(bench::Command),
-    /// Make the report of a run: one page that needs nothing else
+    /// Write the report of a run: one self-contained page
     Report(report::Arguments),
-    /// Look at this machine: processor, memory, limits, libraries, and a test of the kernels
+    /// Check this machine: processor, memory, limits, libraries, and a self-test of the kernels
     Doctor(doctor::Arguments),
     /// Print a script that completes commands in a shell
     Completions(completions::Arguments),
 }
 
-/// The command line; for a name of another tool, what to write instead.
+/// Parses the command line; for a name from another tool, the error names the equivalent.
 fn parsed() -> Cli {
     typed::parse(std::env::args().collect()).unwrap_or_else(|(error, arguments)| {
         let Some(hint) = typed::hint(&error, &arguments) else { error.exit() };
@@ -127,7 +126,7 @@ fn parsed() -> Cli {
 }
 
 fn main() -> ExitCode {
-    lockstep_train::build::set_commit(COMMIT);
+    lockstep_observe::build::set_commit(COMMIT);
     let Cli { command, log_format } = parsed();
     let prepared =
         logging::start(log_format).and_then(|()| limits::prepare()).and_then(|()| instructions::limit());
@@ -149,7 +148,7 @@ fn main() -> ExitCode {
         Command::Checkpoint(command) => checkpoint::run(&command),
         Command::Import(arguments) => import::run(&arguments),
         Command::Schema => {
-            output::say!("{:#}", lockstep_train::config::configuration_schema());
+            output::say!("{:#}", lockstep_config::configuration_schema());
             Ok(ExitCode::SUCCESS)
         }
         Command::Data(command) => data::run(&command),
@@ -163,7 +162,7 @@ fn main() -> ExitCode {
         Err(failure) => {
             error_file::write(&failure);
             let Failure { message, code } = failure;
-            // A rank that has nothing to say of its own leaves it to its launcher.
+            // A rank without a message of its own leaves the report to its launcher.
             if !message.is_empty() {
                 output::error(&message);
             }

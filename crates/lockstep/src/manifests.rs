@@ -1,5 +1,4 @@
-//! What `deploy/` holds fits the program and itself: commands are ones that it takes, and the names and numbers that must agree
-//! do.
+//! Tests that the files in `deploy/` match the program and each other: commands are accepted, and names and numbers agree.
 
 use std::path::Path;
 
@@ -13,7 +12,7 @@ fn read(file: &str) -> String {
     std::fs::read_to_string(&path).expect("the file is there")
 }
 
-/// The words of a command after `start`, with what a shell would put in place of variables.
+/// Returns the words of a command after `start`, with values in place of shell variables.
 fn command(text: &str, start: &str) -> Vec<String> {
     let (_, rest) = text.split_once(start).expect("it trains");
     let words = rest.split_whitespace().take_while(|word| *word != "||" && *word != "&&");
@@ -25,7 +24,7 @@ fn command(text: &str, start: &str) -> Vec<String> {
     parsed(std::iter::once("train".to_owned()).chain(words))
 }
 
-/// Arguments, which the program must take.
+/// Asserts that the program accepts the arguments and returns them.
 fn parsed(arguments: impl Iterator<Item = String>) -> Vec<String> {
     let words: Vec<String> = std::iter::once("lockstep".to_owned()).chain(arguments).collect();
     if let Err(error) = Cli::try_parse_from(&words) {
@@ -39,10 +38,10 @@ fn after<'w>(words: &'w [String], flag: &str) -> &'w str {
     &words[at + 1]
 }
 
-/// The user that the image runs as.
+/// User id under which the image runs.
 const IMAGE_USER: i64 = 65532;
 
-/// The image that the Dockerfile's first lines build.
+/// Name of the image that the first lines of the Dockerfile build.
 fn image() -> String {
     format!("lockstep:{}", env!("CARGO_PKG_VERSION"))
 }
@@ -62,7 +61,7 @@ fn the_dockerfile_builds_the_image_that_the_manifests_name() {
     assert!(ignored.lines().any(|line| line == ".git") && ignored.lines().any(|line| line == "target"));
 }
 
-/// What must hold of the Job whose pods meet at `leader`.
+/// Checks the Job whose pods meet at `leader`.
 fn check_job(job: &Yaml, leader: &str) {
     let pod = &job["template"]["spec"];
     let container = &pod["containers"][0];

@@ -1,12 +1,12 @@
-//! `lockstep bench machine`: this machine as a cluster file, and a table of what was found.
+//! `lockstep bench machine`: measures this machine, writes it as a cluster file and prints a table.
 
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
-use lockstep_plan::cluster::{Cluster, Device};
-use lockstep_train::human;
+use lockstep_config::human;
+use lockstep_planner::cluster::{Cluster, Device};
+use lockstep_planner::machine::measured_file;
 use lockstep_train::machine_file::{Extent, MeasuredMachine, measure};
-use lockstep_train::planner::machine::measured_file;
 use serde_json::{Value, json};
 
 use crate::exit::Failure;
@@ -15,10 +15,10 @@ use crate::ranks;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// Where to write the cluster file [default: where plan and train look for it, in the user's cache directory]
+    /// Cluster file to write [default: the file in the user's cache directory that plan and train read]
     #[arg(short, long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
-    /// Ranks that are at work at the same time: a number, or one for each core (auto)
+    /// Ranks that compute at the same time: a number, or one for each core (auto)
     #[arg(long, value_name = "N|auto", default_value = "auto", value_parser = ranks::number)]
     nproc_per_node: usize,
     /// Print one JSON document
@@ -26,12 +26,12 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// Share of the cores that others may have.
+/// Fraction of the cores that other processes may use without a warning.
 const BUSY: f64 = 0.05;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Failure> {
     let output = arguments.output.clone().unwrap_or_else(measured_file);
-    // The disk that is measured is the one where the file goes: found out before half a minute has passed.
+    // The measured disk is that of the output file; a bad path is reported before the measurement.
     let directory = match output.parent() {
         Some(directory) if !directory.as_os_str().is_empty() => directory,
         _ => Path::new("."),

@@ -1,10 +1,10 @@
-//! `lockstep models`: the architectures that have names.
+//! `lockstep models`: lists the model presets.
 
 use std::process::ExitCode;
 
 use clap::Args;
+use lockstep_config::human;
 use lockstep_model::{ModelConfig, Preset, presets};
-use lockstep_train::human;
 use serde_json::{Value, json};
 
 use crate::exit::Failure;

@@ -1,4 +1,4 @@
-//! Runs over several machines: torchrun's flags and variables, and where the ranks of this machine stand among all.
+//! Runs over several machines: torchrun's rendezvous flags and variables, and the position of this machine's ranks among all.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,40 +12,40 @@ use crate::launching::{Launching, Variables, variable};
 use crate::output::note;
 use crate::rendezvous::Rendezvous;
 
-/// torchrun's own default port of a rendezvous.
+/// torchrun's default port of a rendezvous.
 const RENDEZVOUS_PORT: u16 = 29400;
 
-/// Flags as torchrun has them, `_` for `-` included. Kubeflow's `PET_` variables stand for those that are not given.
+/// torchrun's flags; `_` may be written for `-`. Kubeflow's `PET_` variables replace flags that are not given.
 #[derive(Debug, Args)]
 pub(crate) struct Nodes {
-    /// Machines that the run is started on, each by this command
+    /// Number of machines of the run; each starts this command
     #[arg(long, value_name = "N", value_parser = nodes)]
     nnodes: Option<usize>,
-    /// Number of this machine, from 0. Left out: the machine of --rdzv-endpoint is 0, the others are numbered as they come
+    /// Number of this machine, from 0 [default: 0 on the machine of --rdzv-endpoint, the others in order of arrival]
     #[arg(long, value_name = "R", alias = "node_rank")]
     node_rank: Option<usize>,
-    /// Where the machines meet: a name or address of node 0, and a port [default port: 29400]
+    /// Rendezvous: name or address of node 0, and a port [default port: 29400]
     #[arg(long, value_name = "HOST:PORT", alias = "rdzv_endpoint")]
     rdzv_endpoint: Option<String>,
-    /// Name of the run: machines with another one are turned away
+    /// Name of the run: machines with another name are rejected
     #[arg(long, value_name = "ID", alias = "rdzv_id")]
     rdzv_id: Option<String>,
-    /// The host of --rdzv-endpoint, under torchrun's other name
+    /// Host of --rdzv-endpoint, under torchrun's other name
     #[arg(long, value_name = "HOST", alias = "master_addr", conflicts_with = "rdzv_endpoint")]
     master_addr: Option<String>,
-    /// The port of --rdzv-endpoint, under torchrun's other name
+    /// Port of --rdzv-endpoint, under torchrun's other name
     #[arg(long, value_name = "PORT", alias = "master_port", conflicts_with = "rdzv_endpoint")]
     master_port: Option<u16>,
-    /// File with the job's secret, on every machine; only you may read it. `-` is the first line of standard input, whose end
+    /// File with the job's secret, on every machine, readable by you alone. `-` is the first line of standard input, whose end
     /// then ends the run
     #[arg(long, value_name = "FILE", alias = "secret_file", value_hint = ValueHint::FilePath)]
     secret_file: Option<PathBuf>,
-    /// The code that node 0 prints where there is no secret file; LOCKSTEP_PAIRING_CODE hides it from lists of processes
+    /// Code that node 0 prints if there is no secret file; LOCKSTEP_PAIRING_CODE hides it from process lists
     #[arg(long, value_name = "CODE", alias = "pairing_code", conflicts_with = "secret_file")]
     pairing_code: Option<String>,
 }
 
-/// A number of machines. A range is for runs that may lose some of them, which this program does not know yet.
+/// Parses a number of machines. A range is for elastic runs, which are not supported yet.
 fn nodes(text: &str) -> Result<usize, String> {
     let count = |text: &str| text.parse().ok().filter(|count| *count > 0);
     match text.split_once(':') {
@@ -60,10 +60,10 @@ fn nodes(text: &str) -> Result<usize, String> {
     .ok_or_else(|| "a number from 1".to_owned())
 }
 
-/// The variable that stands for `--pairing-code`.
+/// Variable in place of `--pairing-code`.
 const PAIRING_VARIABLE: &str = "LOCKSTEP_PAIRING_CODE";
 
-/// Flags, and what stands for those that are not given.
+/// Values of the flags, or of the variables in their place.
 struct Wishes {
     nnodes: usize,
     node: Option<usize>,
@@ -72,7 +72,7 @@ struct Wishes {
 }
 
 impl Nodes {
-    /// Returns the meeting of the launchers of all machines; `None` if there is only this one.
+    /// Returns the rendezvous of the launchers of all machines; `None` if there is only this one.
     pub(crate) fn rendezvous(&self, launching: &Launching) -> Result<Option<Rendezvous>, Failure> {
         let wishes = self.wishes(&variable, launching)?;
         if wishes.nnodes == 1 && wishes.endpoint.is_none() {
@@ -90,17 +90,17 @@ impl Nodes {
         Ok(Some(Rendezvous::new(meeting, wishes.node, wishes.nnodes)))
     }
 
-    /// Whether there are other machines.
+    /// Returns true if the run has other machines.
     pub(crate) fn are_several(&self, launching: &Launching) -> bool {
         self.wishes(&variable, launching).is_ok_and(|wishes| wishes.nnodes > 1)
     }
 
-    /// `--master-addr` and `--master-port`.
+    /// Returns `--master-addr` and `--master-port`.
     pub(crate) fn master(&self) -> (Option<&str>, Option<u16>) {
         (self.master_addr.as_deref(), self.master_port)
     }
 
-    /// A flag of these that is for one machine, if one was given.
+    /// Returns the name of a given flag that is for one machine, if there is one.
     pub(crate) fn given_beside_hosts(&self) -> Option<&'static str> {
         let flags = [
             (self.nnodes.is_some(), "--nnodes"),
@@ -112,7 +112,7 @@ impl Nodes {
         flags.into_iter().find_map(|(is_given, name)| is_given.then_some(name))
     }
 
-    /// A flag of these that asks for ranks to be started, if one was given.
+    /// Returns the name of a given flag that asks for ranks to be started, if there is one.
     pub(crate) fn first_given(&self) -> Option<&'static str> {
         let flags = [
             (self.nnodes.is_some_and(|nodes| nodes > 1), "--nnodes"),
@@ -124,8 +124,8 @@ impl Nodes {
         flags.into_iter().find_map(|(is_given, name)| is_given.then_some(name))
     }
 
-    /// The secret of `meeting`: that of the file, of the pairing code, or on node 0 of a new code, which it prints. `None` on
-    /// loopback if neither was given: the launchers then know each other by their user.
+    /// Returns the secret of `meeting`: from the file, from the pairing code, or on node 0 from a new code, which it prints.
+    /// `None` on loopback if neither was given: the launchers then authenticate each other by user id.
     fn key(
         &self,
         meeting: &Meeting,
@@ -156,7 +156,7 @@ impl Nodes {
                 note!("within {wait} s give the other machines the same command with --pairing-code {code}");
                 code
             }
-            // The meeting itself tells where a secret is needed.
+            // The rendezvous itself reports if a secret is needed.
             None => return Ok(None),
         };
         Ok(Some(Secret::of(code.bytes())))
@@ -180,14 +180,14 @@ impl Nodes {
                 .map_err(|(name, text)| Failure::configuration(format!("{name}={text}: a number from 0")))
         };
         let mut node = self.node_rank;
-        // Those who start one launcher on each machine number them.
+        // Launchers with one process per machine number the machines.
         for name in ["PET_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"] {
             if node.is_none() && nnodes > 1 {
                 node = number(name)?;
             }
         }
         let node = agreed(node, launching.node, nnodes)?;
-        // A flag wins over the variables of both kinds.
+        // A flag overrides the variables of both kinds.
         let has_master = self.master_addr.is_some() || self.master_port.is_some();
         let named = variable("PET_RDZV_ENDPOINT").filter(|_| !has_master);
         let endpoint = match (&self.rdzv_endpoint, named) {
@@ -209,7 +209,7 @@ impl Nodes {
         Ok(Wishes { nnodes, node, endpoint, run })
     }
 
-    /// `--standalone`.
+    /// Resolves the flags of a run with `--standalone`.
     fn alone(&self, nnodes: usize) -> Result<Wishes, Failure> {
         if nnodes > 1 {
             return Err(Failure::configuration(format!(
@@ -223,16 +223,16 @@ impl Nodes {
     }
 }
 
-/// Whether this machine is node 0.
+/// Returns true if this machine is node 0.
 fn is_first(meeting: &Meeting, node: Option<usize>) -> Result<bool, CommError> {
     match node {
         Some(node) => Ok(node == 0),
-        // Of several launchers on one machine the one that listens is the first.
+        // Among several launchers on one machine, the one that listens first is node 0.
         None => Ok(meeting.is_here()? && !meeting.port_is_taken()),
     }
 }
 
-/// The number of this machine by `--node-rank` (or who stands for it) and by `--rdzv-conf`.
+/// Reconciles the number of this machine from `--node-rank` (or a variable in its place) and from `--rdzv-conf`.
 fn agreed(node: Option<usize>, by_conf: Option<usize>, nnodes: usize) -> Result<Option<usize>, Failure> {
     match (node, by_conf) {
         (Some(node), Some(other)) if node != other => Err(Failure::configuration(format!(
@@ -249,7 +249,7 @@ fn out_of_nodes(node: usize, nnodes: usize) -> Failure {
     ))
 }
 
-/// `node1:29400`, `node1`, `[::1]:29400`; `name` says who gave it.
+/// Parses `node1:29400`, `node1` or `[::1]:29400`; `name` is the flag or variable, for the error.
 fn endpoint(name: &str, text: &str) -> Result<(String, u16), Failure> {
     let problem = || Failure::configuration(format!("{name}{text}: HOST or HOST:PORT, as node1:29400"));
     let (host, port) = match text.rsplit_once(':') {

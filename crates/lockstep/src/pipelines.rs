@@ -1,13 +1,12 @@
-//! `lockstep bench pipeline`: the command starts itself once for each rank; rank 0 prints.
+//! `lockstep bench pipeline`: the command starts itself once per rank; rank 0 prints.
 
 use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_comm::{Group, JoinOptions};
+use lockstep_config::{human, named_passes};
 use lockstep_plan::schedule::{Kind, Schedule, StageCost};
 use lockstep_plan::{PassOrder, PipelineSchedule};
-use lockstep_train::config::named_passes;
-use lockstep_train::human;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
 use lockstep_train::rehearsal::{PipelineBenchmark, Rehearsed};
@@ -20,19 +19,19 @@ use crate::ranks;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// Ranks of the pipeline, on this machine. Schedules with several stages on each rank cut the same model finer
+    /// Ranks of the pipeline, on this machine. Schedules with several stages per rank split the same model more finely
     #[arg(long, default_value_t = 4)]
     stages: usize,
     /// Micro-batches of a step; several numbers give several rows
     #[arg(long, value_delimiter = ',', value_name = "N,...", default_value = "8,16")]
     micro_batches: Vec<usize>,
-    /// gpipe, 1f1b, interleaved_1f1b, looped_bfs, zb_h1, zb_v, dualpipe_v or a CSV file [default: all of the former]
+    /// gpipe, 1f1b, interleaved_1f1b, looped_bfs, zb_h1, zb_v, dualpipe_v or a CSV file [default: all named schedules]
     #[arg(long, value_delimiter = ',', value_name = "NAME|FILE.csv,...")]
     schedule: Vec<String>,
-    /// Stages of each rank, where the schedule permits it
+    /// Stages of each rank, if the schedule permits several
     #[arg(long, default_value_t = 2, value_name = "N")]
     virtual_stages: usize,
-    /// Milliseconds of a micro-batch's forward on a rank, of its backward for the inputs, and of that for the weights
+    /// Milliseconds of each of a micro-batch's forward, input backward and weight backward on a rank
     #[arg(long, value_name = "MS", default_value_t = 20.0)]
     action_ms: f64,
     /// Size of a message from one stage to the next
@@ -41,7 +40,7 @@ pub(crate) struct Arguments {
     /// Timed steps, after one that is not counted
     #[arg(long, default_value_t = 3)]
     steps: usize,
-    /// How ranks reach each other
+    /// Transport between ranks
     #[arg(long, value_enum, default_value_t = Transport::Auto)]
     transport: Transport,
     /// Print one JSON document
@@ -67,7 +66,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 }
 
 impl Arguments {
-    /// The schedules by name, for each number of micro-batches.
+    /// Returns the schedules with their names, for each number of micro-batches.
     fn schedules(&self) -> Result<Vec<(String, Schedule)>, Failure> {
         let refuse = |message: String| Err(Failure::configuration(message));
         if self.stages < 2 {
@@ -107,7 +106,7 @@ impl Arguments {
     }
 }
 
-/// What each rank does.
+/// Runs the benchmark on one rank.
 fn rehearse(
     arguments: &Arguments,
     schedules: &[(String, Schedule)],

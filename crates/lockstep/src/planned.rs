@@ -1,4 +1,4 @@
-//! What `plan`, `train` and `verify` have in common: a run, with what settings and a plan file change in it.
+//! Arguments shared by `plan`, `train` and `verify`: a run, and the settings and the plan file that change it.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -8,15 +8,15 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
 use lockstep_comm::is_launched;
-use lockstep_train::PlanFile;
+use lockstep_config::PlanFile;
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::exit::Failure;
 
-/// The variable by which a launcher tells its ranks of the plan that it hands over: a descriptor, and what messages call the plan.
+/// Variable by which a launcher hands its plan to its ranks: a file descriptor and the plan's name for messages.
 const HANDED_VARIABLE: &str = "LOCKSTEP_HANDED_PLAN";
 
-/// A plan in an unnamed file, which all processes inherit that are started as long as it is there.
+/// A plan in a memfd, inherited by all processes that are started while it is open.
 #[derive(Debug)]
 pub(crate) struct HandedPlan {
     file: File,
@@ -24,8 +24,10 @@ pub(crate) struct HandedPlan {
 }
 
 impl HandedPlan {
+    /// Writes the plan to a memfd.
+    ///
     /// # Errors
-    /// What the system says.
+    /// If the system refuses the memfd.
     pub(crate) fn new(plan: &PlanFile) -> io::Result<Self> {
         // Without `CLOEXEC`, so that it is inherited.
         let mut file = File::from(memfd_create("lockstep-plan", MemfdFlags::empty())?);
@@ -33,13 +35,13 @@ impl HandedPlan {
         Ok(Self { file, name: plan.name().to_owned() })
     }
 
-    /// The variable that tells a rank of it.
+    /// Returns the variable for the ranks.
     pub(crate) fn variable(&self) -> (OsString, OsString) {
         (HANDED_VARIABLE.into(), format!("{} {}", self.file.as_raw_fd(), self.name).into())
     }
 }
 
-/// A run, as it is given on the command line.
+/// The run as given on the command line.
 #[derive(Debug, Args)]
 pub(crate) struct PlannedRun {
     /// The run's configuration; see docs/configuration.md
@@ -48,13 +50,13 @@ pub(crate) struct PlannedRun {
     /// Set a value of the configuration, e.g. --set train.steps=200 --set parallel.zero_stage=3
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     pub(crate) settings: Vec<String>,
-    /// A plan file, which says what the keys of parallel and train.micro_batch would
+    /// A plan file, which replaces the keys of parallel and train.micro_batch
     #[arg(long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
     plan: Option<PathBuf>,
 }
 
 impl PlannedRun {
-    /// The plan: of a rank the one that its launcher has handed over, else that of the file, if there is one.
+    /// Returns the plan: in a rank the one that its launcher has handed over, else that of the file, if there is one.
     pub(crate) fn plan(&self) -> Result<Option<PlanFile>, Failure> {
         let handed = std::env::var(HANDED_VARIABLE).ok().filter(|_| is_launched());
         if let Some((descriptor, name)) = handed.as_deref().and_then(|handed| handed.split_once(' ')) {

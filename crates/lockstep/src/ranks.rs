@@ -1,4 +1,4 @@
-//! Ranks as processes of the command at hand: who of them, or of their launcher, tells what went wrong, and with which code.
+//! Ranks as processes of this command: which of them, or their launcher, reports a failure, and the exit code.
 
 use std::ffi::OsString;
 use std::ops::Range;
@@ -10,16 +10,19 @@ use lockstep_comm::{
     self as comm, CommError, Elastic, LossCause, MpiOptions, Output, Pinning, Placement, Way, WorldOptions,
     is_launched,
 };
+use lockstep_config::PlanFile;
+use lockstep_engine::Ranks;
+use lockstep_observe::flight::write_records;
+use lockstep_planner::Forecast;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::{BadEnd, Ended, RankProcesses, run_ranks};
-use lockstep_train::{Forecast, PlanFile, Ranks};
 
 use crate::error_file;
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST, code_of};
 use crate::output::{self, note, warning};
 use crate::planned::HandedPlan;
 
-/// What `--nproc-per-node` takes.
+/// Parses the value of `--nproc-per-node`.
 pub(crate) fn number(text: &str) -> Result<usize, String> {
     if text == "auto" {
         return Ok(std::thread::available_parallelism().map_or(1, usize::from));
@@ -27,30 +30,31 @@ pub(crate) fn number(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|ranks| *ranks > 0).ok_or_else(|| "a number from 1, or auto".to_owned())
 }
 
-/// How ranks of this machine are started.
+/// Description of the local ranks to start.
 pub(crate) struct Start {
-    /// How many.
+    /// Number of ranks on this machine.
     pub(crate) ranks: usize,
-    /// Their place among those of other machines.
+    /// Position of these ranks among those of other machines.
     pub(crate) placement: Placement,
-    /// Variables for them.
+    /// Additional environment variables.
     pub(crate) environment: Vec<(OsString, OsString)>,
-    /// The plan that they follow, where it is handed over.
+    /// Plan handed over to the ranks, if any.
     pub(crate) plan: Option<HandedPlan>,
-    /// Where they run.
+    /// CPU affinity of the ranks.
     pub(crate) pinning: Pinning,
-    /// Where what they print goes.
+    /// Destination of the ranks' output.
     pub(crate) output: Output,
-    /// Where what they called last is written to if they end badly.
+    /// Directory for the flight record after a failure.
     pub(crate) records: Option<PathBuf>,
-    /// What they are told as torchelastic tells its workers.
+    /// Settings that ranks receive in torchelastic's environment variables.
     pub(crate) elastic: Elastic,
-    /// Time without a sign of life after which a rank counts as lost.
+    /// Time without a heartbeat after which a rank counts as lost.
     pub(crate) silence: Duration,
 }
 
 impl Start {
-    /// As many on this machine alone, on their shares of its cores, with `way` between them.
+    /// Returns the description of `ranks` ranks on this machine alone, pinned to their shares of its cores, with `way` as
+    /// transport.
     pub(crate) fn here(ranks: usize, way: Way) -> Result<Self, Failure> {
         let placement =
             if way == Way::Tcp { Placement::on_loopback(ranks)? } else { Placement::alone(ranks) };
@@ -62,18 +66,17 @@ impl Start {
     }
 }
 
-/// The ranks whose memory this process answers for: all, which it starts, or where somebody else has started them, who knows who
-/// is where, itself.
+/// Returns the ranks whose memory this process checks: all of them if it starts them, itself alone under another launcher.
 pub(crate) fn seen_to(all: usize) -> Result<Range<usize>, Failure> {
     Ok(lockstep_comm::place()?.map_or(0..all, |place| place.rank..place.rank + 1))
 }
 
-/// Starts this command once for each rank of this machine, and watches them.
+/// Starts this command once per rank of this machine and watches the processes.
 pub(crate) fn run(start: Start, interrupt: &Interrupt) -> Result<ExitCode, Failure> {
     attempt(start, interrupt, &mut None)
 }
 
-/// Runs the ranks as [`run`] does; `lost` is the rank of this machine whose loss has ended the run, if it was one.
+/// Runs the ranks as [`run`] does; sets `lost` to the rank of this machine whose loss has ended the run, if there is one.
 pub(crate) fn attempt(
     start: Start,
     interrupt: &Interrupt,
@@ -106,19 +109,19 @@ pub(crate) fn attempt(
     }
 }
 
-/// The end by a signal while no rank is at work.
+/// Returns the failure for a signal while no rank was running.
 pub(crate) fn interrupted() -> Failure {
     Failure { message: "interrupted before the ranks had begun".to_owned(), code: INTERRUPTED }
 }
 
-/// What the launcher tells: what no rank has told where the user sees it.
+/// Returns the failure that the launcher reports: only what no rank has reported to the user.
 fn judge(end: BadEnd, elastic: &Elastic) -> Failure {
     let comm::Failure { rank, cause, error, log, is_shown } = end.failure;
     let of_rank = elastic.error_file(rank);
     let all = Failure { message: error.to_string(), code: code_of(&error) };
     error_file::pass_on(of_rank.as_deref(), &all, exit_code(&cause));
     let mut failure = match cause {
-        // The first rank's words are shown.
+        // The output of the first rank is shown anyway.
         LossCause::Exit(code) if end.has_told => {
             let message = if is_shown { String::new() } else { format!("rank {rank} {cause}") };
             Failure { message, code: code as u8 }
@@ -134,7 +137,7 @@ fn judge(end: BadEnd, elastic: &Elastic) -> Failure {
     failure
 }
 
-/// An exit code as Python has it: negative for a signal.
+/// Returns an exit code in Python's convention: negative for a signal.
 fn exit_code(cause: &LossCause) -> i32 {
     match cause {
         LossCause::Exit(code) => *code,
@@ -144,50 +147,53 @@ fn exit_code(cause: &LossCause) -> i32 {
     }
 }
 
-/// Where to read who called what last.
-fn hint(records: Result<PathBuf, lockstep_train::Error>) {
+/// Prints how to read the flight record.
+fn hint(records: Result<PathBuf, lockstep_observe::Error>) {
     match records {
         Ok(path) => note!("lockstep doctor --trace {} tells who called what last", path.display()),
         Err(error) => note!("no records of what ranks called last: {error}"),
     }
 }
 
-/// A rank without a launcher of ours leaves what it called last in `dir` itself, if `error` is one of all ranks.
+/// Writes the flight record of a rank without a launcher of ours to `dir`, if `error` concerns all ranks.
 pub(crate) fn leave_records(ranks: &Ranks, error: &lockstep_train::Error, dir: &Path) {
     if let lockstep_train::Error::Comm(error) = error
         && error.is_known_to_all()
         && !is_launched()
-        && let Some(records) = ranks.write_records(error, dir).transpose()
+        && let Some(records) = write_records(ranks, error, dir).transpose()
     {
         hint(records);
     }
 }
 
-/// The same error, as one of the plan file if there is one and it is to blame.
-pub(crate) fn blamed(plan: Option<&PlanFile>, error: lockstep_train::Error) -> lockstep_train::Error {
-    match plan {
-        Some(plan) => plan.blamed(error),
-        None => error,
+/// Returns the error, attributed to the plan file if there is one and it is the cause.
+pub(crate) fn blamed(
+    plan: Option<&PlanFile>,
+    error: impl Into<lockstep_train::Error>,
+) -> lockstep_train::Error {
+    match (plan, error.into()) {
+        (Some(plan), lockstep_train::Error::Config(error)) => plan.blamed(error).into(),
+        (_, error) => error,
     }
 }
 
-/// Tells of a plan file that predicts something else than `forecast`. The run goes on: what it comes to is no part of a plan.
+/// Warns if a plan file predicts something else than `forecast`. The run goes on, because predictions are not part of a plan.
 pub(crate) fn warn_if_outdated(plan: Option<&PlanFile>, forecast: &Forecast) {
     let is_first = comm::place().is_ok_and(|place| place.is_none_or(|place| place.rank == 0));
-    if is_first && let Some(difference) = plan.and_then(|plan| plan.outdated(forecast)) {
+    if is_first && let Some(difference) = plan.and_then(|plan| forecast.outdated(plan)) {
         warning(&difference);
     }
 }
 
-/// What a rank tells of its failure: nothing of what all ranks know, for that is our launcher's to say. Where there is none, it
-/// is one rank's.
+/// Returns the failure that a rank reports. An error that all ranks know is reported by our launcher, or by a single rank if
+/// there is no launcher.
 pub(crate) fn told_by(error: lockstep_train::Error, rank: usize) -> Failure {
     use lockstep_train::Error;
     let is_first_here =
         || comm::place().is_ok_and(|place| place.is_none_or(|place| place.local_rank == Some(0)));
     let is_told_elsewhere = match &error {
         Error::Comm(error) if error.is_known_to_all() => is_launched() || error.teller() != Some(rank),
-        // All ranks of a machine come to the same end, and one says so.
+        // All ranks of a machine end in the same way, and one reports it.
         Error::OtherRun { .. } | Error::TooManySkipped { .. } | Error::NothingToPredict { .. } => {
             is_launched() && !is_first_here()
         }
@@ -202,7 +208,7 @@ pub(crate) fn told_by(error: lockstep_train::Error, rank: usize) -> Failure {
     Failure { message, ..failure }
 }
 
-/// Tells of a rank's failure, and ends all ranks by `abort`, which returns where they end by themselves.
+/// Reports a rank's failure and ends all ranks by `abort`, which returns if they end by themselves.
 pub(crate) fn ended_by(error: lockstep_train::Error, rank: usize, abort: impl FnOnce(u8)) -> Failure {
     let text = error.to_string();
     let told = told_by(error, rank);
@@ -215,7 +221,7 @@ pub(crate) fn ended_by(error: lockstep_train::Error, rank: usize, abort: impl Fn
     Failure { message: String::new(), code }
 }
 
-/// How ranks talk over MPI.
+/// Returns the options of the MPI transport.
 pub(crate) fn mpi() -> MpiOptions {
     MpiOptions { exit_code: |error| code_of(error).into(), ..MpiOptions::default() }
 }

@@ -1,4 +1,4 @@
-//! The meeting of the launchers of a run on several machines: before every attempt, and after the last one.
+//! Rendezvous of the launchers of a run on several machines: before every attempt, and after the last one.
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -12,10 +12,10 @@ use crate::exit::Failure;
 use crate::output::note;
 use crate::ranks;
 
-/// Longest wait that is not told.
+/// Duration of a wait after which it is reported.
 const LONG_WAIT: Duration = Duration::from_secs(5);
 
-/// Runs `wait`, and says `text` as it is then if it takes long.
+/// Runs `wait` and prints `text` if it takes long.
 fn told_if_long<T>(text: impl FnOnce() -> String + Send, wait: impl FnOnce() -> T) -> T {
     let (over, is_over) = mpsc::channel::<()>();
     std::thread::scope(|scope| {
@@ -30,36 +30,36 @@ fn told_if_long<T>(text: impl FnOnce() -> String + Send, wait: impl FnOnce() -> 
     })
 }
 
-/// The meeting of the launchers of a run: before every attempt, and after the last one.
+/// Rendezvous of the launchers of a run: before every attempt, and after the last one.
 pub(crate) struct Rendezvous {
     host: String,
     port: u16,
     run: String,
     secret: Option<Secret>,
-    /// Number of this machine, as far as it is known.
+    /// Number of this machine, if known.
     node: Option<usize>,
     nodes: usize,
     has_met: bool,
-    /// Strangers that were turned away, of all meetings.
+    /// Foreign connections rejected in all meetings.
     turned_away: TurnedAway,
 }
 
-/// Pause between two tries to meet.
+/// Pause between two attempts to meet.
 const RETRY: Duration = Duration::from_millis(100);
-/// Time in which a replacement of a launcher may find the others still busy with the one before it.
+/// Time in which a replaced launcher may find the others still connected to its predecessor.
 const REPLACEMENT: Duration = Duration::from_secs(5);
-/// Pause between two looks whether somebody has asked for a stop.
+/// Interval at which a stop request is checked.
 const LOOK: Duration = Duration::from_millis(20);
 
 impl Rendezvous {
-    /// A rendezvous of `nodes` launchers at the place of `meeting`, this one as number `node` if that is known. The secret of a file, or of a pairing
-    /// code, holds for all meetings.
+    /// Returns a rendezvous of `nodes` launchers at the address in `meeting`, with this one as number `node` if that is known.
+    /// The secret of a file or pairing code holds for all meetings.
     pub(crate) fn new(meeting: Meeting, node: Option<usize>, nodes: usize) -> Self {
         let Meeting { host, port, run, secret, turned_away, .. } = meeting;
         Self { host, port, run, secret, node, nodes, has_met: false, turned_away }
     }
 
-    /// Meets the launchers of all other machines with `card`, for at most `limit`. Gives up when `interrupt` is requested.
+    /// Meets the launchers of all other machines and exchanges cards, for at most `limit`. Gives up if `interrupt` is requested.
     pub(crate) fn meet(
         &mut self,
         card: NodeCard,
@@ -81,7 +81,7 @@ impl Rendezvous {
                     Err(Unmet::Interrupted) => return Err(ranks::interrupted()),
                     Err(Unmet::Refused(problem)) => problem,
                 };
-                // The others may be on their way to this meeting, or wait for one that was replaced.
+                // The others may be about to enter this meeting, or wait for one that was replaced.
                 let is_passing = match &problem {
                     CommError::Join(JoinProblem::Address { .. }) => self.has_met,
                     CommError::Join(
@@ -100,7 +100,7 @@ impl Rendezvous {
         Ok(met)
     }
 
-    /// Tries to meet once, in a thread of its own, so that a request for a stop is heard.
+    /// Attempts to meet once, in a thread of its own, so that a stop request is noticed.
     fn meet_once(
         &self,
         card: NodeCard,
@@ -113,7 +113,7 @@ impl Rendezvous {
         let (node, nodes) = (self.node, self.nodes);
         let (sender, receiver) = mpsc::channel();
         let talk = move || {
-            // After a request for a stop nobody waits for it.
+            // After a stop request nobody receives the result.
             let _ = sender.send(meet_nodes(meeting, node, nodes, card, deadline));
         };
         let spawned = std::thread::Builder::new().name("lockstep-meeting".to_owned()).spawn(talk);
@@ -133,10 +133,10 @@ impl Rendezvous {
     }
 }
 
-/// The reason why launchers did not meet.
+/// Reason why launchers did not meet.
 enum Unmet {
-    /// Request for a stop.
+    /// A stop was requested.
     Interrupted,
-    /// Error of the meeting.
+    /// The meeting failed with this error.
     Refused(CommError),
 }

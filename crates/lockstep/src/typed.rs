@@ -1,8 +1,8 @@
-//! The command line as people type it: flags with underscores, and for what there is not, a sentence that says what to write.
+//! Tolerant parsing of the command line: flags with underscores, and suggestions for unknown arguments.
 
 use clap::Parser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use lockstep_train::config::habits;
+use lockstep_config::habits;
 
 use crate::{Cli, import};
 
@@ -24,7 +24,7 @@ pub(crate) fn parse(mut arguments: Vec<String>) -> Result<Cli, (clap::Error, Vec
     }
 }
 
-/// The argument that clap does not know.
+/// Returns the argument that clap does not know.
 fn unknown(error: &clap::Error) -> Option<&str> {
     let kind = match error.kind() {
         ErrorKind::UnknownArgument => ContextKind::InvalidArg,
@@ -37,7 +37,7 @@ fn unknown(error: &clap::Error) -> Option<&str> {
     }
 }
 
-/// The arguments with dashes for the underscores of an unknown flag; `None` if it has none.
+/// Returns the arguments with dashes for the underscores of an unknown flag; `None` if it has none.
 fn with_dashes(arguments: &[String], flag: &str) -> Option<Vec<String>> {
     let name = |argument: &str| argument.split('=').next().unwrap_or_default().to_owned();
     let flag = name(flag);
@@ -50,7 +50,7 @@ fn with_dashes(arguments: &[String], flag: &str) -> Option<Vec<String>> {
     Some(dashed)
 }
 
-/// A sentence on what to write in place of an argument that there is not; `None` where clap's own message does.
+/// Returns a suggestion in place of an unknown argument; `None` if clap's own message suffices.
 pub(crate) fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> {
     if error.kind() == ErrorKind::InvalidValue
         && let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)

@@ -1,21 +1,22 @@
-//! `lockstep verify`.
+//! `lockstep verify`: compares a plan's numbers with those of one rank.
 
 use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_comm::{JoinOptions, is_launched};
+use lockstep_config::plan::check;
+use lockstep_config::{DataSource, Origin, Precision, RunConfig, Transport, human, resolve_model, word_of};
+use lockstep_engine::Ranks;
 use lockstep_plan::{Quantization, QuantizedType, TensorDimensions};
-use lockstep_train::config::{DataSource, Origin, Precision, Transport, word_of};
-use lockstep_train::fit::require;
+use lockstep_planner::fit::require;
+use lockstep_planner::{Forecast, residence_in_words};
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
-use lockstep_train::plan::check;
-use lockstep_train::planner::residence_in_words;
+use lockstep_train::ranks_of;
 use lockstep_train::verify::{
     ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, Numbers, ROUTER_MARGIN, SAMPLE_RUN,
     TINY_LLAMA, Tolerance, alone, exact, first_numbers, sample_text,
 };
-use lockstep_train::{Forecast, Ranks, RunConfig, human, resolve_model};
 use serde_json::json;
 
 use crate::exit::{FAILED, Failure, INTERRUPTED};
@@ -23,16 +24,16 @@ use crate::output::say;
 use crate::planned::PlannedRun;
 use crate::ranks::{self, blamed};
 
-/// Gradients that are shown.
+/// Number of gradients that are printed.
 const SHOWN_GRADIENTS: usize = 5;
-/// Numbers outside of the tolerance that are shown.
+/// Number of values outside the tolerance that are printed.
 const SHOWN_FAILURES: usize = 10;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
     #[command(flatten)]
     planned: PlannedRun,
-    /// Steps that are compared, from the run's first on
+    /// Number of steps to compare, from the first
     #[arg(long, value_name = "K", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
     /// Print one JSON document
@@ -54,12 +55,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let join = JoinOptions { mpi: ranks::mpi(), ..config.join_options() };
     let _sample = arguments.planned.run.is_none().then(|| sample(&mut config)).transpose()?;
     let ranks = match started_group(join).map_err(|error| ranks::told_by(error, 0))? {
-        Some(group) if group.size() > 1 || config.ranks() > 1 => Ranks::of(group, &config)?,
+        Some(group) if group.size() > 1 || config.ranks() > 1 => ranks_of(group, &config)?,
         _ => Ranks::alone(),
     };
     let found = first_numbers(&config, arguments.steps, &ranks, &interrupt)
         .map_err(|error| ranks::ended_by(error, ranks.rank(), |code| ranks.abort(code)))?;
-    // The others are not waited for any more.
+    // The other ranks need not wait for the comparison.
     drop(ranks);
     let Some(found) = found else { return Ok(ExitCode::SUCCESS) };
     let expected = |config: &RunConfig| -> Result<Numbers, Failure> {
@@ -87,7 +88,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     Ok(ExitCode::from(if comparison.is_within() { 0 } else { FAILED }))
 }
 
-/// The run that is verified: of what it writes and evaluates nothing is left. Whatever does not fit its model is refused.
+/// Returns the run to verify, with saving and evaluation disabled. Refuses settings that do not fit the model.
 fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
     let plan = arguments.planned.plan()?;
     let mut settings = Vec::new();
@@ -104,7 +105,7 @@ fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
             .map_err(Into::into),
     };
     let mut config = config.map_err(|error| blamed(plan.as_ref(), error))?;
-    // The built-in run's micro-batches are of one sequence, and a square of ranks needs one for each of its rows.
+    // The built-in run has micro-batches of one sequence, but two-dimensional tensor parallelism needs one per row of the square.
     let is_built_in =
         arguments.planned.run.is_none() && matches!(config.origin("train.micro_batch"), Origin::File { .. });
     if is_built_in && config.plan.tensor_layout == TensorDimensions::Two {
@@ -124,7 +125,7 @@ fn configuration(arguments: &Arguments) -> Result<RunConfig, Failure> {
     Ok(config)
 }
 
-/// Writes the built-in text to a directory of this rank's own, unless the settings name another one.
+/// Writes the built-in text to a temporary directory of this rank, unless the settings name other data.
 fn sample(config: &mut RunConfig) -> Result<Option<tempfile::TempDir>, Failure> {
     if !config.data.train.is_empty() {
         return Ok(None);
@@ -141,7 +142,7 @@ fn sample(config: &mut RunConfig) -> Result<Option<tempfile::TempDir>, Failure> 
     Ok(Some(dir))
 }
 
-/// The plan in a few words: `2 replicas of 2 tensor-parallel ranks with sequence parallelism`.
+/// Describes the plan in a few words: `2 replicas of 2 tensor-parallel ranks with sequence parallelism`.
 pub(crate) fn plan_in_words(config: &RunConfig) -> String {
     let plan = &config.plan;
     let mut words = Vec::new();
@@ -190,12 +191,12 @@ pub(crate) fn plan_in_words(config: &RunConfig) -> String {
     }
 }
 
-/// Whether the plan loses something on the way between ranks, as its user has asked for.
+/// Returns true if the plan quantizes communication, as its user has asked for.
 fn is_lossy(config: &RunConfig) -> bool {
     config.plan.quantization().weights.is_some() || config.plan.quantization().gradients.is_some()
 }
 
-/// What travels as small integers, in words.
+/// Describes the quantized communication.
 fn quantized(config: &RunConfig) -> String {
     let Quantization { weights, gradients, .. } = config.plan.quantization();
     let words = |what: &str, kind: Option<QuantizedType>| {

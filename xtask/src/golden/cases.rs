@@ -1,18 +1,18 @@
-//! The plans of the golden runs: every split, many pairs, every schedule, ZeRO 0 to 3, offload, quantized communication, experts, adapters,
-//! precisions, optimizers, and runs that are resumed under another plan.
+//! The plans of the golden runs: every split, many pairs, every schedule, ZeRO 0 to 3, offload, quantized communication, experts,
+//! adapters, precisions, optimizers, and runs that are resumed under another plan.
 
-/// A run, by its settings.
+/// A run with its settings.
 pub(super) struct Case {
     pub(super) name: &'static str,
     pub(super) model: &'static [&'static str],
     pub(super) ranks: usize,
     pub(super) plan: &'static [&'static str],
-    /// Ranks and settings of a second run, which goes on from the checkpoint of the first.
+    /// Ranks and settings of a second run, which resumes from the checkpoint of the first.
     pub(super) resumed_under: Option<(usize, &'static [&'static str])>,
 }
 
 impl Case {
-    /// All settings of the first run but those that every case has.
+    /// Returns the settings of the first run other than those common to all cases.
     pub(super) fn settings(&self) -> Vec<&'static str> {
         [self.model, self.plan].concat()
     }
@@ -42,7 +42,7 @@ const LLAMA: &[&str] = &[
 /// The weights of a run of [`LLAMA`], which [`BASE`] names.
 pub(super) const PRETRAINED: &[&str] =
     &["model.path=\"base\"", "model.from_pretrained=true", "train.precision=f32"];
-/// The directory and the model of [`PRETRAINED`].
+/// Directory and model of [`PRETRAINED`].
 pub(super) const BASE: (&str, &[&str]) = ("base", LLAMA);
 const MIXTRAL: &[&str] = &[
     "model.preset=mixtral-20m",
@@ -85,7 +85,7 @@ const DEEPSEEK: &[&str] = &[
 
 macro_rules! cases {
     ($($name:literal $model:ident on $ranks:literal: $plan:expr $(, then on $other_ranks:literal: $other:expr)?;)+) => {
-        /// All cases.
+        /// Every case of the golden runs.
         pub(super) const CASES: &[Case] = &[$(
             Case { name: $name, model: $model, ranks: $ranks, plan: &$plan, resumed_under: cases!(@then $($other_ranks, $other)?) },
         )+];

@@ -1,9 +1,9 @@
-//! `cargo xtask golden`: what varied plans train to and are predicted to need, against a recorded file.
+//! `cargo xtask golden`: results and predictions of varied plans, compared with a recorded file.
 //!
-//! The net under a change of design: no bit of a loss, a gradient norm or a weight, no booked or predicted byte and no predicted time may
-//! change, unless the change says so and records them anew. Each [`Case`] is trained by the program as a user starts it, on ranks that are
-//! processes, and predicted by `lockstep plan` for a cluster of as many devices. Kernels are limited to AVX2, so that every machine computes
-//! the same bits.
+//! A safety net for design changes. No bit of a loss, a gradient norm or a weight may change, and no booked or predicted byte or
+//! predicted time, unless the change records them again. Each [`Case`] is trained by the program as a user starts it, with ranks
+//! as processes, and predicted by `lockstep plan` for a cluster of as many devices. Kernels are limited to AVX2, so that every
+//! machine computes the same bits.
 
 mod cases;
 
@@ -18,9 +18,9 @@ use serde_json::Value;
 use super::run;
 use cases::{BASE, CASES, Case, PRETRAINED};
 
-/// The recorded file, beside the manifest of this package.
+/// Path of the recorded file, relative to the manifest of this package.
 const RECORDED: &str = "golden/recorded.tsv";
-/// The level of instructions that kernels are limited to.
+/// Instruction level to which kernels are limited.
 const CPU_LEVEL: (&str, &str) = ("LOCKSTEP_CPU_LEVEL", "avx2");
 /// Relative difference by which machines may round a predicted time differently.
 const TIME_TOLERANCE: f64 = 1e-9;
@@ -38,17 +38,17 @@ const COMMON: &[&str] = &[
     "metrics.tensorboard=false",
     "parallel.timeout_s=60.0",
 ];
-/// Categories of memory whose bytes follow from the plan alone.
+/// Memory categories whose bytes follow from the plan alone.
 const CATEGORIES: &[&str] =
     &["parameters", "gradients", "optimizer", "activations", "communication", "workspace"];
 
-/// What is known of a case: its fields in the order of the file, each with its value.
+/// Record of a case: its fields with their values, in the order of the file.
 type Record = Vec<(String, String)>;
 
-/// Runs the cases that `arguments` names, or all, and compares them with the recorded file or, with `--write`, writes it.
+/// Runs the cases that `arguments` name, or all, and compares them with the recorded file; with `--write`, writes the file.
 ///
 /// # Errors
-/// If a case does not run, an unknown name, or every field that differs.
+/// If a case fails to run, a name is unknown, or a field differs; the text lists every difference.
 pub(crate) fn golden(arguments: &[String]) -> Result<(), String> {
     let is_write = arguments.iter().any(|argument| argument == "--write");
     let names: Vec<&String> = arguments.iter().filter(|argument| *argument != "--write").collect();
@@ -85,9 +85,9 @@ pub(crate) fn golden(arguments: &[String]) -> Result<(), String> {
     }
 }
 
-/// The program that `cargo build` has just made.
+/// Returns the path of the program that `cargo build` has made.
 fn program() -> Result<PathBuf, String> {
-    // This program lies in the same directory.
+    // This program is in the same directory.
     let own = std::env::current_exe().map_err(|error| format!("where this program is: {error}"))?;
     let program = own.with_file_name("lockstep");
     if program.is_file() { Ok(program) } else { Err(format!("there is no {}", program.display())) }
@@ -120,7 +120,7 @@ fn write(file: &Path, all: &BTreeMap<String, Record>) -> Result<(), String> {
     fs::write(file, text).map_err(|error| format!("cannot write {}: {error}", file.display()))
 }
 
-/// A line for each field whose value is another than the recorded one.
+/// Returns a line for each field whose value differs from the recorded one.
 fn differences(recorded: &Record, found: &Record) -> Vec<String> {
     let value = |record: &Record, field: &str| {
         let entry = record.iter().find(|(name, _)| name == field);
@@ -136,7 +136,7 @@ fn differences(recorded: &Record, found: &Record) -> Vec<String> {
     fields.into_iter().filter_map(line).collect()
 }
 
-/// Returns true if two values of a field are the same: bit for bit, or a predicted time within [`TIME_TOLERANCE`].
+/// Returns true if two values of a field are equal: bit for bit, or a predicted time within [`TIME_TOLERANCE`].
 fn is_same(field: &str, before: &str, now: &str) -> bool {
     let is_time = field.starts_with("predicted_") && field.ends_with("_ms");
     match (before.parse::<f64>(), now.parse::<f64>()) {
@@ -145,7 +145,7 @@ fn is_same(field: &str, before: &str, now: &str) -> bool {
     }
 }
 
-/// A directory with a text, in which one case is run.
+/// A directory with a text, in which one case runs.
 struct Bench<'a> {
     program: &'a Path,
     dir: tempfile::TempDir,
@@ -159,7 +159,7 @@ impl<'a> Bench<'a> {
         Ok(bench)
     }
 
-    /// Trains and predicts a case.
+    /// Trains a case and predicts it.
     fn record(&self, case: &Case) -> Result<Record, String> {
         let mut record = Record::new();
         let settings = case.settings();
@@ -212,7 +212,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// A hash of the weights that the newest checkpoint in `dir` exports.
+    /// Returns a hash of the weights that the newest checkpoint in `dir` exports.
     fn hash_of_weights(&self, dir: &str) -> Result<String, String> {
         let out = format!("{dir}-exported");
         self.export(dir, &out)?;
@@ -232,7 +232,7 @@ impl<'a> Bench<'a> {
         self.run(&["checkpoint", "export", &format!("{dir}/{newest}"), "--hf", out]).map(drop)
     }
 
-    /// Adds what `lockstep plan` predicts on a cluster of as many devices: bytes by rank, and the parts of a step's time.
+    /// Adds the predictions of `lockstep plan` on a cluster of as many devices: bytes by rank, and the parts of the step time.
     fn add_prediction(&self, ranks: usize, settings: &[&str], record: &mut Record) -> Result<(), String> {
         let cluster = format!(
             "[[node]]\ndevices = {ranks}\ndevice = \"h100-sxm\"\nhost_memory = \"1TiB\"\ndisk = \"1TB\"\n\
@@ -278,7 +278,7 @@ impl<'a> Bench<'a> {
         fs::read_to_string(self.dir.path().join(name)).map_err(|error| format!("cannot read {name}: {error}"))
     }
 
-    /// Names in a directory, in order.
+    /// Returns the names in a directory, sorted.
     fn list(&self, dir: &str) -> Result<Vec<String>, String> {
         let entries =
             fs::read_dir(self.dir.path().join(dir)).map_err(|error| format!("cannot read {dir}: {error}"))?;
@@ -289,14 +289,14 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// Bytes by category as `parameters=1 gradients=2 ...`.
+/// Formats bytes by category as `parameters=1 gradients=2 ...`.
 fn bytes_of(memory: &Value) -> String {
     let parts: Vec<String> =
         CATEGORIES.iter().map(|category| format!("{category}={}", memory[*category])).collect();
     parts.join(" ")
 }
 
-/// Prompts, which do not count, and completions, as JSON lines: ranks differ in their valid tokens.
+/// Returns JSON lines with prompts, whose labels are masked, and completions: ranks differ in their valid tokens.
 fn text() -> String {
     let words = ["tape", "shard", "mesh", "rank", "block"];
     let say = |i: usize, count: usize| -> String {

@@ -1,7 +1,7 @@
-//! Writing a model directory that `transformers` loads, in memory for one piece of one tensor.
+//! Writes a model directory that `transformers` loads, with only one piece of a tensor in memory.
 //!
-//! Shards are filled in the order of the tensors given, greedily, and named as `transformers` names them.
-//! The directory appears under its name when it is complete, and not before.
+//! Tensors fill the shards greedily in the given order; shards are named as in `transformers`. The directory appears
+//! under its final name only when it is complete.
 
 use std::{
     collections::BTreeMap,
@@ -22,57 +22,57 @@ use crate::{
     safetensors::{SafetensorsWriter, TensorSpec, stored_dtype},
 };
 
-/// Weights up to this size go into one file; above it, into shards of at most this size.
+/// Maximum size of a weight file in bytes. Larger models are split into shards of at most this size.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
 /// Elements converted at a time.
 const CONVERTED_ELEMENTS: usize = 1 << 20;
 
-/// Fills a buffer with the elements of a tensor from the given one on.
+/// Function that fills a buffer with a tensor's elements from the given index on.
 pub type FillValues<'a> = dyn Fn(usize, &mut [f32]) -> Result<(), CheckpointError> + 'a;
 
-/// Where the elements of an exported tensor come from.
+/// Source of an exported tensor's elements.
 pub enum ExportData<'a> {
-    /// From memory.
+    /// Elements in memory.
     Bytes {
         /// Type of the elements.
         dtype: DType,
-        /// The elements, little-endian, row-major.
+        /// Elements, little-endian, row-major.
         bytes: &'a [u8],
     },
-    /// From a function: a checkpoint that is read while it is exported, or a transposed view.
+    /// Elements from a function, for example a checkpoint that is read during the export, or a transposed view.
     Values(Box<FillValues<'a>>),
 }
 
-/// A tensor to export.
+/// Tensor to export.
 pub struct ExportTensor<'a> {
-    /// Its Hugging Face name.
+    /// Hugging Face name of the tensor.
     pub name: String,
-    /// Its shape.
+    /// Shape of the tensor.
     pub shape: Vec<usize>,
-    /// Its elements.
+    /// Elements of the tensor.
     pub data: ExportData<'a>,
 }
 
-/// A model directory to write.
+/// Description of a model directory to write.
 pub struct HfExport<'a> {
-    /// The weights; their order decides which shard holds which.
+    /// Weights; their order decides the assignment to shards.
     pub tensors: Vec<ExportTensor<'a>>,
-    /// The type that float tensors are stored in; `None` keeps each one's own (`f32` for
-    /// [`ExportData::Values`]). Integers keep theirs in any case.
+    /// Type in which float tensors are stored. `None` keeps the type of each tensor (`f32` for [`ExportData::Values`]).
+    /// Integer tensors always keep their type.
     pub dtype: Option<DType>,
-    /// Name of the file of all weights, where they are not sharded.
+    /// File name of the weights if they are not sharded.
     pub file: &'static str,
-    /// Files to write beside the weights, by name: `config.json` and the like.
+    /// Texts to write beside the weights, by file name, such as `config.json`.
     pub texts: BTreeMap<String, String>,
-    /// Files to copy beside the weights, by the name they get there: the tokenizer's.
+    /// Files to copy beside the weights, by their new name, such as those of the tokenizer.
     pub copies: BTreeMap<String, PathBuf>,
-    /// See [`DEFAULT_SHARD_BYTES`]. One tensor above the limit has a shard of its own.
+    /// Maximum size of a shard; see [`DEFAULT_SHARD_BYTES`]. A tensor above it gets a shard of its own.
     pub shard_bytes: u64,
 }
 
 impl HfExport<'_> {
-    /// Writes the directory `out`, which must not exist or be empty.
+    /// Writes the directory `out`, which must be empty or not exist.
     pub fn write(&self, out: &Path) -> Result<(), CheckpointError> {
         let Some(name) = out.file_name() else {
             return Err(CheckpointError::io("create", out)(io::ErrorKind::InvalidInput.into()));
@@ -141,7 +141,7 @@ impl HfExport<'_> {
         write_file(dir, INDEX_FILE, format!("{index:#}\n").as_bytes())
     }
 
-    /// The shards, as indices into the tensors.
+    /// Returns the shards as indices into the tensors.
     fn split(&self, specs: &[TensorSpec]) -> Result<Vec<Vec<usize>>, CheckpointError> {
         let mut shards = Vec::new();
         let mut current = Vec::new();
@@ -188,7 +188,7 @@ impl HfExport<'_> {
         file.and_then(|file: File| file.sync_all()).map_err(CheckpointError::io("write", path))
     }
 
-    /// One tensor, in its stored type.
+    /// Writes one tensor in its stored type.
     fn stream<W: Write>(
         &self,
         tensor: &ExportTensor<'_>,
@@ -242,7 +242,8 @@ impl HfExport<'_> {
     }
 }
 
-/// The name of an export until it is complete. It is as long as file systems allow also where that of the directory is as long as they do.
+/// Returns the temporary name of an export. A long name is replaced by its hash, so that the prefix cannot exceed the
+/// file system's limit.
 fn staging_name(name: &str) -> String {
     let digest = Digest::of(name.as_bytes()).to_string();
     match name.len() {
@@ -251,7 +252,7 @@ fn staging_name(name: &str) -> String {
     }
 }
 
-/// Whether nothing is there, or an empty directory.
+/// Returns true if `path` does not exist or is an empty directory.
 fn is_vacant(path: &Path) -> Result<bool, CheckpointError> {
     match fs::read_dir(path) {
         Ok(mut entries) => Ok(entries.next().is_none()),
@@ -261,7 +262,7 @@ fn is_vacant(path: &Path) -> Result<bool, CheckpointError> {
     }
 }
 
-/// Removes what an export that was killed has left.
+/// Removes the leftovers of an export that was killed.
 fn remove_if_there(path: &Path) -> Result<(), CheckpointError> {
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {

@@ -1,8 +1,8 @@
-//! Hugging Face model directories, in and out.
+//! Reading and writing of Hugging Face model directories.
 //!
-//! A directory holds `model.safetensors`, or shards and the `model.safetensors.index.json` that says
-//! which tensor is where. [`HfCheckpoint`] reads either as one set of names; [`HfExport`] writes what
-//! `transformers` loads. Pickled weights are never opened.
+//! A directory holds `model.safetensors`, or shards and a `model.safetensors.index.json` that maps tensors to shards.
+//! [`HfCheckpoint`] reads either as one set of names. [`HfExport`] writes a directory that `transformers` loads.
+//! Pickled weights are never opened.
 
 mod export;
 mod read;
@@ -10,7 +10,7 @@ mod read;
 pub use export::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, FillValues, HfExport};
 pub use read::HfCheckpoint;
 
-/// The file that holds all weights of a small model.
+/// Name of the file with all weights of an unsharded model.
 pub const SINGLE_FILE: &str = "model.safetensors";
-/// The file that says which shard holds which weight.
+/// Name of the index that maps each weight to its shard.
 const INDEX_FILE: &str = "model.safetensors.index.json";

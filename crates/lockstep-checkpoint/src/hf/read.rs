@@ -1,5 +1,4 @@
-//! Reading a model directory through the page cache: opening it reads headers, and a tensor's bytes only
-//! when they are asked for.
+//! Reads a model directory through the page cache. Opening it reads only headers; tensors are read on access.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -17,15 +16,15 @@ use crate::{
     safetensors::{SafetensorsFile, TensorRef, deserialize_unique_strings},
 };
 
-/// Largest index that is read; the largest public models need about a tenth of it.
+/// Maximum size of an index, in bytes; the largest public models need about a tenth.
 const MAX_INDEX_BYTES: u64 = 100 << 20;
 
-/// The weights of a Hugging Face model directory.
+/// Weights of a Hugging Face model directory.
 #[derive(Debug)]
 pub struct HfCheckpoint {
     dir: PathBuf,
     shards: Vec<SafetensorsFile>,
-    /// Shard of each tensor.
+    /// Shard index of each tensor, by name.
     by_name: BTreeMap<String, usize>,
 }
 
@@ -36,10 +35,10 @@ struct Index {
 }
 
 impl HfCheckpoint {
-    /// Opens `dir`, which holds `model.safetensors` (taken first, as `transformers` does) or an index.
+    /// Opens `dir`, which holds `model.safetensors` (preferred, as in `transformers`) or an index.
     ///
-    /// Every shard's header is checked, and that every tensor the index names is in the shard it names.
-    /// Tensors that an index does not name are not part of the model.
+    /// Checks the header of every shard, and that each shard holds the tensors that the index assigns to it. Tensors
+    /// that the index does not name are not part of the model.
     pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
         let single = dir.join(SINGLE_FILE);
         if single.exists() {
@@ -87,22 +86,22 @@ impl HfCheckpoint {
         Ok(Self { dir: dir.to_path_buf(), shards, by_name })
     }
 
-    /// All names, sorted.
+    /// Returns all tensor names, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.by_name.keys().map(String::as_str)
     }
 
-    /// Whether there is a tensor of that name.
+    /// Returns true if there is a tensor with that name.
     pub fn contains(&self, name: &str) -> bool {
         self.by_name.contains_key(name)
     }
 
-    /// The tensor of that name: stored type, shape and bytes.
+    /// Returns the tensor with that name: stored type, shape and bytes.
     pub fn tensor(&self, name: &str) -> Result<TensorRef<'_>, CheckpointError> {
         self.shard_of(name)?.tensor(name)
     }
 
-    /// Fills `out`, which has as many elements as the tensor, with its values as `f32`.
+    /// Fills `out` with all values of a tensor as `f32`. `out` must have as many elements as the tensor.
     pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), CheckpointError> {
         let elements = self.tensor(name)?.elements();
         if out.len() != elements {

@@ -1,8 +1,8 @@
-//! The rules of the safetensors header, as one pure function over the bytes of a file.
+//! Rules of the safetensors header, as one pure function over the bytes of a file.
 //!
-//! The rule that carries the others: sorted by offset, the tensors tile the data section, from its first
-//! byte to its last, with no hole and no overlap, and each has exactly the bytes its shape and type
-//! demand. No byte of a valid file is unaccounted for.
+//! The main rule: sorted by offset, the tensors tile the data section from its first byte to its last, without holes or
+//! overlaps. Each has exactly the bytes that its shape and type require. So every byte of a valid file is accounted
+//! for.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -10,34 +10,34 @@ use ::safetensors::Dtype;
 
 use super::json::{Entry, parse_entries};
 
-/// Longest header that is parsed: 100 MB, the format's own limit.
+/// Maximum length of a header: 100 MB, the limit of the format.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Bytes of the length in front of the header.
+/// Size in bytes of the header's length field.
 pub(super) const LENGTH_BYTES: usize = 8;
 
-/// The rule that a file breaks, and the tensor that breaks it.
+/// Rule that a file breaks, and the tensor that breaks it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HeaderError {
-    /// Too short to hold the length of a header.
+    /// The file is too short for the length of a header.
     #[error("it has {bytes} bytes, fewer than the 8 of the header's length")]
     TooShort {
-        /// Bytes of the file.
+        /// Size of the file in bytes.
         bytes: usize,
     },
     /// The header claims to be longer than the format allows.
     #[error("its header claims {declared} bytes; the limit is {MAX_HEADER_BYTES}")]
     HeaderTooLong {
-        /// Length claimed.
+        /// Declared length of the header in bytes.
         declared: u64,
     },
     /// The header claims to be longer than the file.
     #[error("its header claims {declared} bytes, but only {available} follow")]
     HeaderTruncated {
-        /// Length claimed.
+        /// Declared length of the header in bytes.
         declared: u64,
-        /// Bytes after the length.
+        /// Bytes after the length field.
         available: u64,
     },
     /// The header is not UTF-8.
@@ -49,166 +49,166 @@ pub enum HeaderError {
     /// The header does not start with `{`.
     #[error("its header does not start with `{{`")]
     NotAnObject,
-    /// The header is not the JSON it should be.
+    /// The header is not valid JSON.
     #[error("its header is not valid JSON: {reason}")]
     Json {
-        /// What the parser found, and where.
+        /// Message of the parser, with the position.
         reason: String,
     },
-    /// A name stands twice in the header.
+    /// A name occurs twice in the header.
     #[error("`{key}` stands twice in its header")]
     DuplicateKey {
-        /// The name.
+        /// Name that occurs twice.
         key: String,
     },
     /// `__metadata__` is not an object of strings with unique keys.
     #[error("its `__metadata__` must map strings to strings: {reason}")]
     Metadata {
-        /// What the parser found.
+        /// Message of the parser.
         reason: String,
     },
-    /// An entry lacks a field, has one too many, or one of the wrong JSON type.
+    /// An entry has a missing, unknown or wrongly typed field.
     #[error("tensor `{tensor}`: {reason}")]
     Entry {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// What the parser found.
+        /// Message of the parser.
         reason: String,
     },
-    /// A type that the format does not have.
+    /// A tensor has a type that the format does not define.
     #[error("tensor `{tensor}` has the unknown type `{dtype}`")]
     UnknownDtype {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its type.
+        /// Type in the header.
         dtype: String,
     },
-    /// A range that ends before it begins.
+    /// A byte range ends before it begins.
     #[error("tensor `{tensor}` begins at {begin} and ends before, at {end}")]
     Reversed {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// First byte.
+        /// First byte of the range.
         begin: u64,
-        /// One past the last byte.
+        /// End of the range, exclusive.
         end: u64,
     },
-    /// A range that reaches past the end of the file.
+    /// A byte range exceeds the file.
     #[error("tensor `{tensor}` ends at byte {end} of the data, which has {data_bytes}")]
     OutOfRange {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// One past its last byte.
+        /// End of the range, exclusive.
         end: u64,
         /// Bytes after the header.
         data_bytes: u64,
     },
-    /// Bytes between two tensors that belong to neither.
+    /// Bytes between two tensors belong to neither.
     #[error("tensor `{tensor}` begins at {begin}, leaving a hole from {expected}")]
     Hole {
-        /// The tensor after the hole.
+        /// Name of the tensor after the hole.
         tensor: String,
-        /// Where it had to begin.
+        /// Required first byte.
         expected: u64,
-        /// Where it begins.
+        /// Actual first byte.
         begin: u64,
     },
-    /// Bytes that belong to two tensors.
+    /// Bytes belong to two tensors.
     #[error("tensor `{tensor}` begins at {begin}, inside another that ends at {expected}")]
     Overlap {
-        /// The second of the two.
+        /// Name of the second tensor.
         tensor: String,
-        /// Where it had to begin.
+        /// Required first byte.
         expected: u64,
-        /// Where it begins.
+        /// Actual first byte.
         begin: u64,
     },
-    /// A shape with more elements or bytes than 64 bits count.
+    /// The number of elements or bits of a shape overflows 64 bits.
     #[error("tensor `{tensor}` has shape {shape:?}, whose size overflows")]
     SizeOverflow {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its shape.
+        /// Shape in the header.
         shape: Vec<u64>,
     },
-    /// A shape of a sub-byte type that does not fill whole bytes.
+    /// A tensor of a sub-byte type does not fill whole bytes.
     #[error("tensor `{tensor}` of shape {shape:?} and type {dtype} does not fill whole bytes")]
     PartialByte {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its shape.
+        /// Shape in the header.
         shape: Vec<u64>,
-        /// Its type.
+        /// Type in the header.
         dtype: String,
     },
-    /// A range of another size than shape and type demand.
+    /// A byte range has another size than shape and type require.
     #[error(
         "tensor `{tensor}` of shape {shape:?} and type {dtype} needs {expected} bytes, its range has {found}"
     )]
     SizeMismatch {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its shape.
+        /// Shape in the header.
         shape: Vec<u64>,
-        /// Its type.
+        /// Type in the header.
         dtype: String,
-        /// Bytes by shape and type.
+        /// Bytes required by shape and type.
         expected: u64,
-        /// Bytes of its range.
+        /// Bytes in the range.
         found: u64,
     },
-    /// Bytes after the last tensor.
+    /// Bytes follow the last tensor.
     #[error("{trailing} bytes follow its last tensor")]
     TrailingBytes {
-        /// How many.
+        /// Number of trailing bytes.
         trailing: u64,
     },
 }
 
-/// What a valid header says of one tensor.
+/// Entry of a tensor in a valid header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorInfo {
-    /// Its name.
+    /// Name of the tensor.
     pub name: String,
-    /// Its stored type; Lockstep's own [`DType`](crate::DType) is a subset of these.
+    /// Stored type; Lockstep's own [`DType`](crate::DType) is a subset of these.
     pub dtype: Dtype,
-    /// Its shape, row-major.
+    /// Shape of the tensor, row-major.
     pub shape: Vec<usize>,
-    /// Its first byte, counted from the start of the file.
+    /// First byte, counted from the start of the file.
     pub offset: usize,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub bytes: usize,
 }
 
-/// A header that satisfies every rule of the format.
+/// Header that satisfies every rule of the format.
 #[derive(Debug, Clone)]
 pub struct Header {
-    /// In the order of their bytes.
+    /// Tensors in the order of their bytes.
     tensors: Vec<TensorInfo>,
     by_name: HashMap<String, usize>,
     metadata: BTreeMap<String, String>,
 }
 
 impl Header {
-    /// The tensors in the order of their bytes.
+    /// Returns the tensors in the order of their bytes.
     pub fn tensors(&self) -> &[TensorInfo] {
         &self.tensors
     }
 
-    /// The tensor of that name.
+    /// Returns the tensor with that name.
     pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
         self.by_name.get(name).map(|&index| &self.tensors[index])
     }
 
-    /// The strings of `__metadata__`.
+    /// Returns the strings of `__metadata__`.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
 }
 
-/// Checks the bytes of a whole safetensors file and returns its header; the data itself is not read.
+/// Checks the bytes of a whole safetensors file and returns its header. Does not read the data.
 ///
-/// Memory is bounded by the header's length, which is checked against the file first.
+/// Memory use is bounded by the length of the header, which is checked against the size of the file first.
 pub fn parse_header(file: &[u8]) -> Result<Header, HeaderError> {
     let Some((length, rest)) = file.split_first_chunk::<LENGTH_BYTES>() else {
         return Err(HeaderError::TooShort { bytes: file.len() });
@@ -235,7 +235,7 @@ pub fn parse_header(file: &[u8]) -> Result<Header, HeaderError> {
         expected = entry.end;
         tensors.push(TensorInfo {
             dtype: entry.dtype,
-            // In range of the data, so of usize; an empty tensor may have any other dimension.
+            // In range of the data, and so of usize. A tensor without elements may have other dimensions of any size.
             shape: entry.shape.iter().map(|&dim| usize::try_from(dim).unwrap_or(usize::MAX)).collect(),
             offset: data_start + as_length(entry.begin),
             bytes: as_length(entry.end - entry.begin),
@@ -249,7 +249,7 @@ pub fn parse_header(file: &[u8]) -> Result<Header, HeaderError> {
     Ok(Header { tensors, by_name, metadata })
 }
 
-/// One tensor against all rules; `expected` is where the one before it ended.
+/// Checks one tensor against all rules; `expected` is the end of the previous tensor.
 fn check_entry(entry: &Entry, expected: u64, data_bytes: u64) -> Result<(), HeaderError> {
     let Entry { begin, end, .. } = *entry;
     let tensor = || entry.name.clone();
@@ -278,7 +278,7 @@ fn check_entry(entry: &Entry, expected: u64, data_bytes: u64) -> Result<(), Head
     Ok(())
 }
 
-/// Bytes that shape and type demand.
+/// Returns the bytes that shape and type require.
 fn stored_bytes(entry: &Entry) -> Result<u64, HeaderError> {
     let bits = entry
         .shape

@@ -1,7 +1,7 @@
-//! The JSON of a safetensors header: maps that may not name a key twice.
+//! JSON parser of safetensors headers that rejects duplicate keys.
 //!
-//! JSON parsers commonly let the last of two equal keys win, and different parsers then see different
-//! tensors in one file. Here a repeated key is an error.
+//! JSON parsers commonly let the last of two equal keys win, so different parsers could see different tensors in one
+//! file. Here a duplicate key is an error.
 
 use std::{
     cell::RefCell,
@@ -17,7 +17,7 @@ use serde::{
 
 use super::header::HeaderError;
 
-/// One tensor as the header has it, with nothing checked but its JSON types.
+/// Tensor entry of the header; only the JSON types are checked.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawEntry {
@@ -26,7 +26,7 @@ struct RawEntry {
     data_offsets: (u64, u64),
 }
 
-/// One tensor whose type is known; ranges and sizes are still unchecked.
+/// Tensor entry with a known type; ranges and sizes are not checked yet.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) name: String,
@@ -36,11 +36,10 @@ pub(super) struct Entry {
     pub(super) end: u64,
 }
 
-/// The tensors, in the header's order, and `__metadata__`.
+/// Tensor entries in header order, and the strings of `__metadata__`.
 pub(super) type Entries = (Vec<Entry>, BTreeMap<String, String>);
 
-/// Reads the whole header. serde can carry only text out of a parse, so a typed error is put aside and
-/// taken from there.
+/// Parses the whole header. serde errors carry only text, so a typed error is stored aside and returned afterwards.
 pub(super) fn parse_entries(text: &str) -> Result<Entries, HeaderError> {
     let failure = RefCell::new(None);
     let mut deserializer = serde_json::Deserializer::from_str(text);
@@ -50,7 +49,7 @@ pub(super) fn parse_entries(text: &str) -> Result<Entries, HeaderError> {
         .map_err(|error| failure.take().unwrap_or_else(|| HeaderError::Json { reason: error.to_string() }))
 }
 
-/// Reads a JSON object of strings with unique keys.
+/// Parses a JSON object of strings with unique keys.
 pub(crate) fn deserialize_unique_strings<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<BTreeMap<String, String>, D::Error> {

@@ -1,8 +1,8 @@
-//! safetensors files, read as if an enemy had written them.
+//! Safetensors files, read without trust in their contents.
 //!
-//! A file is an 8-byte little-endian length, a JSON header of that length that gives each tensor's
-//! type, shape and byte range, and the bytes. [`parse_header`] is the pure function that decides whether
-//! a file is well formed; [`SafetensorsFile`] maps a file that is; [`SafetensorsWriter`] streams one out.
+//! A file is an 8-byte little-endian length, a JSON header of that length with each tensor's type, shape and byte
+//! range, and the data. [`parse_header`] is the pure function that decides if a file is valid. [`SafetensorsFile`] maps
+//! a valid file, and [`SafetensorsWriter`] streams a file out.
 
 mod header;
 mod json;
@@ -17,7 +17,7 @@ pub use writer::{SafetensorsWriter, TensorSpec};
 pub(crate) use json::deserialize_unique_strings;
 pub(crate) use writer::Layout;
 
-/// The stored type of a [`DType`](crate::DType).
+/// Returns the stored type of a [`DType`](crate::DType).
 pub const fn stored_dtype(dtype: crate::DType) -> StoredDtype {
     match dtype {
         crate::DType::F32 => StoredDtype::F32,

@@ -1,4 +1,4 @@
-//! A mapped safetensors file whose header has been checked.
+//! Memory-mapped safetensors file with a checked header.
 
 use std::{
     fs,
@@ -12,9 +12,9 @@ use lockstep_tensor::MappedFile;
 use super::header::{Header, TensorInfo, parse_header};
 use crate::{convert, error::CheckpointError};
 
-/// A valid safetensors file, mapped read-only: opening it reads the header and no tensor.
+/// Valid safetensors file, mapped read-only. Opening it reads only the header.
 ///
-/// Like every mapping it relies on nobody truncating the file meanwhile.
+/// As with every mapping, the file must not be truncated while it is open.
 #[derive(Debug)]
 pub struct SafetensorsFile {
     path: PathBuf,
@@ -22,24 +22,24 @@ pub struct SafetensorsFile {
     header: Header,
 }
 
-/// One tensor of a file: its type, its shape and its bytes, which stay in the file.
+/// Tensor of a file: type, shape, and bytes in the mapping.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorRef<'a> {
-    /// Stored type.
+    /// Stored type of the elements.
     pub dtype: Dtype,
-    /// Shape, row-major.
+    /// Shape of the tensor, row-major.
     pub shape: &'a [usize],
     /// Little-endian elements, not necessarily aligned.
     pub bytes: &'a [u8],
 }
 
 impl TensorRef<'_> {
-    /// The type as Lockstep's own, if it has it.
+    /// Returns the type as Lockstep's own [`DType`]; `None` if it has no such type.
     pub fn known_dtype(&self) -> Option<DType> {
         DType::from_safetensors_name(&self.dtype.to_string())
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
@@ -58,22 +58,22 @@ impl SafetensorsFile {
         Ok(Self { path: path.to_path_buf(), map, header })
     }
 
-    /// Where the file lies.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The checked header: tensors in the order of their bytes, and the metadata strings.
+    /// Returns the checked header: tensors in the order of their bytes, and the metadata strings.
     pub fn header(&self) -> &Header {
         &self.header
     }
 
-    /// Names in the order of their bytes.
+    /// Returns the tensor names in the order of their bytes.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.header.tensors().iter().map(|info| info.name.as_str())
     }
 
-    /// The tensor of that name.
+    /// Returns the tensor with that name.
     pub fn tensor(&self, name: &str) -> Result<TensorRef<'_>, CheckpointError> {
         let info = self.header.tensor(name).ok_or_else(|| CheckpointError::NoSuchTensor {
             path: self.path.clone(),

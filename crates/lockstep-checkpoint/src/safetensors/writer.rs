@@ -1,8 +1,7 @@
-//! Safetensors out: the layout is fixed before the first byte, so tensors stream through and no file is
-//! ever held in memory.
+//! Streaming writer of safetensors files. The layout is fixed before the first byte, so that no file is held in memory.
 //!
-//! The order depends on the set of tensors alone: wider types first, then by name. So every tensor is
-//! aligned to its element, and the same tensors give the same file whatever order they came in.
+//! The order depends only on the set of tensors: wider types first, then by name. So every tensor is aligned to its
+//! element size, and the same tensors give the same file in whatever order they are listed.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -16,22 +15,22 @@ use serde_json::{Map, Value, json};
 use super::header::LENGTH_BYTES;
 use crate::error::CheckpointError;
 
-/// The data starts at a multiple of this many bytes, a cache line; the format asks for 8.
+/// Alignment of the data in bytes: a cache line. The format requires 8.
 const DATA_ALIGNMENT: usize = 64;
 
-/// A tensor to be written.
+/// Description of a tensor that is to be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// Its name; `__metadata__` is taken.
+    /// Name of the tensor; `__metadata__` is reserved.
     pub name: String,
-    /// Its stored type.
+    /// Stored type of the elements.
     pub dtype: Dtype,
-    /// Its shape, row-major.
+    /// Shape of the tensor, row-major.
     pub shape: Vec<usize>,
 }
 
 impl TensorSpec {
-    /// Its size in bytes, or `None` if 64 bits cannot count it or it ends within a byte.
+    /// Returns the size in bytes, or `None` if it overflows 64 bits or is not a whole number of bytes.
     pub fn bytes(&self) -> Option<u64> {
         let elements = self.shape.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim as u64))?;
         let bits = elements.checked_mul(self.dtype.bitsize() as u64)?;
@@ -39,18 +38,18 @@ impl TensorSpec {
     }
 }
 
-/// Where everything in a file goes.
+/// Layout of a file: the positions of all tensors.
 #[derive(Debug)]
 pub(crate) struct Layout {
-    /// Length, JSON and padding: what precedes the first tensor.
+    /// Bytes before the first tensor: length, JSON header and padding.
     pub(crate) prefix: Vec<u8>,
-    /// In file order: index into the specs given, first byte counted from the start of the file, bytes.
+    /// Placed tensors in file order.
     pub(crate) placed: Vec<Placed>,
-    /// Size of the whole file.
+    /// Size of the whole file in bytes.
     pub(crate) file_bytes: u64,
 }
 
-/// The place of one tensor.
+/// Position of one tensor: index in the specs, offset from the start of the file, and size in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Placed {
     pub(crate) index: usize,
@@ -111,22 +110,22 @@ impl Layout {
     }
 }
 
-/// Writes one file, tensor by tensor in [`SafetensorsWriter::next_tensor`]'s order, each in as many
-/// pieces as the caller likes.
+/// Writer of one file, tensor by tensor in the order of [`SafetensorsWriter::next_tensor`], each in any number of
+/// pieces.
 #[derive(Debug)]
 pub struct SafetensorsWriter<W> {
     sink: W,
     path: PathBuf,
     specs: Vec<TensorSpec>,
     layout: Layout,
-    /// Tensors that are complete.
+    /// Number of complete tensors.
     done: usize,
-    /// Bytes of the current tensor that have been written.
+    /// Bytes written of the current tensor.
     written: u64,
 }
 
 impl<W: Write> SafetensorsWriter<W> {
-    /// Fixes the layout and writes the header to `sink`; `path` is where the sink leads, for messages.
+    /// Fixes the layout and writes the header to `sink`. `path` is the file behind the sink, for messages.
     pub fn new(
         mut sink: W,
         path: &Path,
@@ -140,18 +139,17 @@ impl<W: Write> SafetensorsWriter<W> {
         Ok(writer)
     }
 
-    /// Size that the file will have.
+    /// Returns the size of the finished file in bytes.
     pub fn file_bytes(&self) -> u64 {
         self.layout.file_bytes
     }
 
-    /// The tensor whose bytes must come next, or `None` when all are there. Tensors without elements
-    /// need no bytes and are passed over.
+    /// Returns the tensor whose bytes must come next, or `None` if all are complete. Skips tensors without elements.
     pub fn next_tensor(&self) -> Option<&TensorSpec> {
         self.layout.placed.get(self.done).map(|place| &self.specs[place.index])
     }
 
-    /// Appends bytes to the tensor `name`, which must be [`SafetensorsWriter::next_tensor`].
+    /// Appends bytes to the tensor `name`, which must be the one of [`SafetensorsWriter::next_tensor`].
     pub fn write(&mut self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
         let expected = self.next_tensor().map(|spec| spec.name.as_str());
         if expected != Some(name) {
@@ -169,7 +167,7 @@ impl<W: Write> SafetensorsWriter<W> {
         Ok(())
     }
 
-    /// Returns the sink, unflushed, if every tensor is complete.
+    /// Returns the sink, unflushed. Fails if a tensor is incomplete.
     pub fn finish(self) -> Result<W, CheckpointError> {
         match self.next_tensor() {
             None => Ok(self.sink),

@@ -1,8 +1,8 @@
-//! A small state to save, and the ways to look at what came back.
+//! Small state to save, and assertions on a loaded checkpoint.
 
 use lockstep_checkpoint::{Checkpoint, DType, Region, SaveRequest, TensorKind, TensorSlice};
 
-/// A model of three parameters with Adam's two moments; every number differs between steps.
+/// State of a model with three parameters and Adam's two moments; every number differs between steps.
 pub(crate) struct State {
     pub(crate) step: u64,
     shapes: Vec<(&'static str, Vec<usize>)>,
@@ -52,7 +52,7 @@ impl State {
         }
     }
 
-    /// Compares every bit of every tensor.
+    /// Asserts that every bit of every tensor in the checkpoint is equal.
     pub(crate) fn assert_equals(&self, checkpoint: &Checkpoint) {
         let manifest = checkpoint.manifest();
         assert_eq!((manifest.step, manifest.samples_consumed), (self.step, self.step * 64));

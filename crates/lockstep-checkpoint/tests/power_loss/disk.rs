@@ -1,7 +1,9 @@
-//! A model of a disk with a cache: files and names are durable once they are synced, and each may be lost or kept before.
+//! Model of a disk with a cache: files and names are durable once they are synced; before that each may be lost or
+//! kept.
 //!
-//! Nothing is assumed but POSIX: syncing a file does not keep its name, syncing a directory keeps the names in it and nothing of the files,
-//! and what was not synced reaches the disk in any order. A rename is one step: it is kept or lost as a whole.
+//! Only POSIX guarantees are assumed. Syncing a file does not persist its name. Syncing a directory persists the names
+//! in it, but no contents. Unsynced changes reach the disk in any order. A rename is atomic: it is kept or lost as a
+//! whole.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -10,27 +12,27 @@ use super::record::Call;
 
 type Inode = usize;
 
-/// Bytes that a disk writes in one go.
+/// Bytes that a disk writes atomically.
 const PAGE: usize = 4096;
 
-/// The part of what was not synced that a power loss takes.
+/// Part of the unsynced changes that a power loss discards.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Forgets {
-    /// Everything.
+    /// Loses everything unsynced.
     Everything,
     /// Loses nothing: the process was killed.
     Nothing,
-    /// The contents of files, which are cut off where the last sync left them, but no name.
+    /// Loses unsynced file contents: files are truncated to their last synced contents. Keeps all names.
     Contents,
     /// Loses unsynced data, but keeps the sizes of files, filled with zeros.
     ContentsToZeros,
-    /// Names, but nothing of the contents.
+    /// Loses unsynced names, but keeps all contents.
     Names,
     /// Loses everything unsynced but renames.
     AllButRenames,
-    /// Renames only.
+    /// Loses unsynced renames only.
     Renames,
-    /// Each name, and each page of a file, with a probability of one half.
+    /// Loses each unsynced name, and each unsynced page of a file, with a probability of one half.
     AtRandom(u64),
 }
 
@@ -50,12 +52,12 @@ impl Forgets {
     }
 }
 
-/// A change of the names of one directory.
+/// Change of the names in one directory.
 #[derive(Debug, Clone)]
 enum Change {
     Link(String, Inode),
     Unlink(String),
-    /// The name it had, the name it gets.
+    /// Old name and new name.
     Rename(String, String, Inode),
     Exchange([(String, Inode); 2]),
 }
@@ -87,7 +89,7 @@ impl Change {
 #[derive(Debug, Default)]
 struct Node {
     is_directory: bool,
-    /// Content as the process sees it, and as it was when it was last synced.
+    /// Contents as the process sees them, and `synced_bytes` as of the last sync.
     bytes: Vec<u8>,
     synced_bytes: Vec<u8>,
     names: BTreeMap<String, Inode>,
@@ -95,7 +97,7 @@ struct Node {
     changes: Vec<Change>,
 }
 
-/// Directories and files by path, with a directory's contents `None`.
+/// Directories and files by path; the contents of a directory are `None`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub(crate) struct Tree(BTreeMap<String, Option<Vec<u8>>>);
 
@@ -132,13 +134,13 @@ impl Tree {
 pub(crate) struct Disk {
     root: String,
     nodes: Vec<Node>,
-    /// Open files with the place at which the next write goes.
+    /// Open files, with the offset of the next write.
     open: HashMap<i64, (Inode, usize)>,
     syncs: usize,
 }
 
 impl Disk {
-    /// An empty one, whose files the process finds below `root`.
+    /// Creates an empty disk, which the process sees below `root`.
     pub(crate) fn new(root: &Path) -> Self {
         let top = Node { is_directory: true, ..Node::default() };
         let root = root.to_str().unwrap().to_owned();
@@ -149,10 +151,10 @@ impl Disk {
         self.syncs
     }
 
-    /// Carries out a call; returns true if it was one on this disk that changes something.
+    /// Applies a call. Returns true if it changes something on this disk.
     ///
     /// # Panics
-    /// If the model does not know what such a call does.
+    /// If the model does not implement the call.
     pub(crate) fn apply(&mut self, call: &Call) -> bool {
         match call.name.as_str() {
             "open" | "openat" | "creat" => self.opened(call),
@@ -238,7 +240,7 @@ impl Disk {
             (true, _) => panic!("{call}: exchanges names of two directories"),
             (false, _) if dir == to_dir => self.change(dir, Change::Rename(from, to, inode)),
             (false, _) => {
-                // Between directories: the new name may be kept and the old one too, and the other way round.
+                // A rename between directories may keep both names or neither.
                 self.change(to_dir, Change::Link(to, inode));
                 self.change(dir, Change::Unlink(from));
             }
@@ -266,13 +268,14 @@ impl Disk {
         is_here
     }
 
-    /// The directory and the name in it that a call's path, the first or the second one, stands for; `None` if it is not on this disk.
+    /// Returns the directory and the name that path number `which` of a call refers to; `None` if it is not on this
+    /// disk.
     fn place(&self, call: &Call, which: usize) -> Option<(Inode, String)> {
         let path = call.paths().nth(which)?;
         let (mut dir, relative) = if path.starts_with('/') {
             (0, path.strip_prefix(&self.root)?.trim_start_matches('/'))
         } else {
-            // Beside a descriptor of a directory, which stands before the path.
+            // The path is relative to a directory descriptor, the argument before it.
             (self.open.get(&call.number(2 * which)?)?.0, path)
         };
         let mut parts = relative.split('/').peekable();
@@ -285,12 +288,12 @@ impl Disk {
         None
     }
 
-    /// The files as the process sees them.
+    /// Returns the files as the process sees them.
     pub(crate) fn as_seen(&self) -> Tree {
         self.after_loss(Forgets::Nothing)
     }
 
-    /// The files that are there after a power loss.
+    /// Returns the files that exist after a power loss.
     pub(crate) fn after_loss(&self, forgets: Forgets) -> Tree {
         let mut random = Random(match forgets {
             Forgets::AtRandom(seed) => seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
@@ -318,7 +321,7 @@ impl Disk {
         }
         for (name, inode) in names {
             let path = format!("{above}{name}");
-            // A cycle of directories cannot be, for nothing moves into what it holds.
+            // Directories form no cycle, because no directory is moved into itself.
             if self.nodes[inode].is_directory {
                 tree.0.insert(path.clone(), None);
                 self.visit(inode, &format!("{path}/"), forgets, random, tree);
@@ -356,7 +359,7 @@ impl Disk {
     }
 }
 
-/// xorshift64.
+/// The xorshift64 random number generator.
 struct Random(u64);
 
 impl Random {

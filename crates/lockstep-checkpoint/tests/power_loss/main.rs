@@ -1,5 +1,6 @@
-//! Power loss at any moment: a process saves, replaces, prunes and sweeps under `strace`; its calls are replayed on a model of a disk that
-//! forgets what was not synced (`disk`), and after every call each way to forget leaves the newest committed checkpoint whole.
+//! Tests of power loss at any moment. A process saves, replaces, prunes and sweeps under `strace`. Its calls are
+//! replayed on a model of a disk that loses unsynced data (`disk`). After every call, each kind of loss must leave the
+//! newest committed checkpoint undamaged.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 #[path = "../common/mod.rs"]
@@ -21,10 +22,10 @@ use lockstep_checkpoint::{
 };
 
 const CHILD_DIR: &str = "LOCKSTEP_TEST_POWER_LOSS";
-/// Prefix of names of files that do not exist: a process that looks for one reports its progress.
+/// Prefix of names of nonexistent files: the process reports progress by looking one up.
 const MARK: &str = "mark-";
 
-/// Ends a save at a point.
+/// Observer that makes a save fail at a point.
 struct FailsAt(CommitPoint);
 
 impl CommitObserver for FailsAt {
@@ -33,8 +34,8 @@ impl CommitObserver for FailsAt {
     }
 }
 
-/// Everything that a run does to its directories. `mark` is told of promises: `DIR=STEP`, "the newest checkpoint of DIR is STEP or newer",
-/// and 0 that nothing is promised.
+/// Runs every operation of a run on its checkpoint directories. Passes promises to `mark`: `DIR=STEP` means that the
+/// newest checkpoint of DIR is STEP or newer; 0 promises nothing.
 fn run_of_saves(root: &Path, mark: impl Fn(&str, u64)) {
     let (dir, fallback) = (root.join("dir"), root.join("fallback"));
     let save_in = |name: &str, step: u64| {
@@ -48,28 +49,29 @@ fn run_of_saves(root: &Path, mark: impl Fn(&str, u64)) {
         save_in("dir", step);
         prune(&dir, keep(2), &[step], standing).unwrap();
     }
-    // A checkpoint of the same step is replaced.
+    // Replaces a checkpoint of the same step.
     save_in("dir", 3);
-    // A save that fails, whose state goes to the fallback.
+    // A save fails, and its state is saved to the fallback directory.
     let state = State::at(4);
     save_observed(&dir, &state.request(), &state.slices(), &FailsAt(CommitPoint::ManifestWritten))
         .unwrap_err();
     save_in("fallback", 4);
     make_room(&dir, keep(1), standing).unwrap();
-    // A leftover of a dead save and of a dead deletion, for the next save to sweep.
+    // Leftovers of a killed save and a killed deletion, for the next save to sweep.
     for name in [".tmp-step-00000005", ".trash-step-00000001"] {
         std::fs::create_dir(dir.join(name)).unwrap();
         std::fs::write(dir.join(name).join("rank-00000.safetensors"), "left").unwrap();
     }
     save_in("dir", 5);
     prune(&dir, keep(2), &[5], standing).unwrap();
-    // A process dies while it prunes, and one when it has just replaced a checkpoint: what they left is swept, and was never synced.
+    // One process dies while it prunes, another right after it replaced a checkpoint. Their leftovers are swept and
+    // were never synced.
     std::fs::rename(dir.join("step-00000003"), dir.join(".trash-step-00000003")).unwrap();
     let state = State::at(5);
     save_observed(&dir, &state.request(), &state.slices(), &FailsAt(CommitPoint::Renamed)).unwrap_err();
     save_in("dir", 6);
     save_in("fallback", 6);
-    // Damage, and a run that begins below what is there.
+    // Damaged checkpoints are set aside, and a run starts below the existing steps.
     mark("fallback", 4);
     set_damaged_aside(&fallback, &[fallback.join("step-00000006")]).unwrap();
     mark("dir", 0);
@@ -84,7 +86,7 @@ fn child_that_saves() {
     run_of_saves(root, |name, step| drop(root.join(format!("{MARK}{name}={step}")).symlink_metadata()));
 }
 
-/// The seeds of random losses: `LOCKSTEP_SEEDS` of them.
+/// Returns the seeds of the random losses; `LOCKSTEP_SEEDS` gives their number.
 fn seeds() -> u64 {
     std::env::var("LOCKSTEP_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(4)
 }
@@ -126,12 +128,12 @@ fn the_newest_committed_checkpoint_is_whole_after_a_power_loss_at_any_call() {
         }
     }
     assert!(disk.syncs() > 20 && states.len() > 150, "{} syncs, {} states", disk.syncs(), states.len());
-    // The recording has all that lies on the real disk, or a call was missed.
+    // The recording must reproduce the real disk; otherwise a call was missed.
     assert_eq!(disk.as_seen(), disk::Tree::read(&root), "the replayed disk and the real one");
     println!("{} calls, {looked_at} losses, {} different disks", calls.len(), states.len());
 }
 
-/// Each directory has its promised checkpoint or a newer one, and none that is listed is torn.
+/// Asserts that each directory has its promised checkpoint or a newer one, and that no listed checkpoint is damaged.
 fn assert_whole(root: &Path, promised: &BTreeMap<String, u64>, when: &str) {
     let dirs = [root.join("dir"), root.join("fallback")];
     for dir in &dirs {
@@ -148,7 +150,7 @@ fn assert_whole(root: &Path, promised: &BTreeMap<String, u64>, when: &str) {
     let all: Vec<&Path> = dirs.iter().map(std::path::PathBuf::as_path).collect();
     let found = latest_good_of(&all).unwrap();
     assert!(found.skipped.is_empty(), "{when}: {:?}", found.skipped);
-    // And the run goes on.
+    // A new save must succeed as well.
     for dir in dirs {
         let state = State::at(9);
         save(&dir, &state.request(), &state.slices()).unwrap_or_else(|error| panic!("{when}: {error}"));
@@ -163,7 +165,7 @@ fn assert_whole(root: &Path, promised: &BTreeMap<String, u64>, when: &str) {
 
 #[test]
 fn strace_that_is_there_can_be_asked_for_its_version() {
-    // A machine without it skips the replay; one with it must not skip it by accident.
+    // Without strace the replay is skipped; with strace it must not be skipped by accident.
     let Ok(output) = Command::new("strace").arg("-V").output() else { return };
     assert!(output.status.success(), "{output:?}");
 }

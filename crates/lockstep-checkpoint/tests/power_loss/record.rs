@@ -1,15 +1,16 @@
-//! The calls of a process on the file system, as `strace` saw them: nothing in the program can be forgotten by this recorder.
+//! Records a process's file-system calls with `strace`, so that no call of the program can be missed.
 
 use std::fmt;
 use std::path::Path;
 use std::process::Command;
 
-/// Calls that change files, names or descriptors; and `statx`, by which the process says how far it is.
+/// Traced calls: those that change files, names or descriptors, and `statx`, with which the process reports its
+/// progress.
 const TRACED: &str = "openat,open,creat,close,mkdir,mkdirat,write,pwrite64,writev,pwritev,pwritev2,fallocate,ftruncate,truncate,\
 fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,rmdir,link,linkat,symlink,symlinkat,dup,dup2,dup3,copy_file_range,sendfile,\
 splice,statx,newfstatat,lstat,stat";
 
-/// A call that has returned.
+/// Completed system call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Call {
     pub(crate) name: String,
@@ -24,7 +25,7 @@ pub(crate) enum Argument {
 }
 
 impl Call {
-    /// The first path or text among the arguments.
+    /// Returns the first path or text among the arguments.
     pub(crate) fn path(&self) -> Option<&str> {
         self.paths().next()
     }
@@ -70,8 +71,8 @@ impl fmt::Display for Call {
     }
 }
 
-/// Runs this test program again with `arguments` and `variable` set to `root`; returns its successful calls in the order in which they
-/// ended. `None` where nobody can be traced.
+/// Runs this test binary again with `arguments` and with the environment variable `variable` set to `root`. Returns its
+/// successful calls in the order of completion; `None` if tracing is not permitted.
 pub(crate) fn calls_of(root: &Path, arguments: &[&str], variable: &str) -> Option<Vec<Call>> {
     let log = root.with_extension("strace");
     let status = Command::new("strace")
@@ -90,7 +91,7 @@ pub(crate) fn calls_of(root: &Path, arguments: &[&str], variable: &str) -> Optio
     Some(parse(&traced))
 }
 
-/// Joins calls that others interrupt, and drops what has failed or never returned.
+/// Joins calls that strace splits into two lines, and drops calls that failed or never returned.
 fn parse(text: &str) -> Vec<Call> {
     let mut begun = std::collections::HashMap::new();
     let mut calls = Vec::new();
@@ -113,14 +114,14 @@ fn parse(text: &str) -> Vec<Call> {
 fn call(line: &str) -> Option<Call> {
     let (name, rest) = line.split_once('(')?;
     let (arguments, result) = rest.rsplit_once(" = ")?;
-    // A look at a file that is not there says something too.
+    // A stat of a missing file is kept, because it reports progress.
     let is_look = name.contains("stat");
     let result = result.split(' ').next()?.parse().ok().filter(|result| *result >= 0 || is_look)?;
     let arguments = arguments.trim_end().strip_suffix(')')?;
     Some(Call { name: name.to_owned(), arguments: split(arguments), result })
 }
 
-/// Arguments, of which texts are written as `"\x41\x42"` and others have no commas but within braces.
+/// Splits the arguments. Texts are written as `"\x41\x42"`; other arguments contain commas only within braces.
 fn split(text: &str) -> Vec<Argument> {
     let (mut arguments, mut depth, mut current, mut quoted) = (Vec::new(), 0, String::new(), false);
     for character in text.chars() {

@@ -1,8 +1,8 @@
-//! Who started this process, and as which of how many ranks: read off the environment by a pure function.
+//! Detection of the launcher of this process, and of the process's rank, from environment variables, as a pure function.
 //!
-//! Launchers are looked for from the innermost to the outermost, since one is often started by another: torchrun's variables
-//! (ours, too), OpenMPI, MPICH, SLURM, Kubernetes. The first whole set counts. Numbers that cannot be, half a set, and two
-//! launchers that both claim to have started this very rank and differ, are errors.
+//! Launchers are looked for from the innermost to the outermost, since one often starts another: torchrun's variables (which
+//! `lockstep` sets too), OpenMPI, MPICH, SLURM, Kubernetes. The first complete set counts. Invalid numbers and incomplete
+//! sets are errors, as are two launchers that claim this rank and differ.
 
 mod node_list;
 
@@ -10,21 +10,21 @@ use std::fmt;
 
 pub use node_list::{first_node, tasks_on_node};
 
-/// The most ranks of a run.
+/// Maximum number of ranks of a run.
 pub const MAX_WORLD: usize = 1 << 20;
 
 /// A launcher whose variables are understood.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launcher {
-    /// `RANK` and its kin: `lockstep`'s own agent, torchrun, Kubeflow.
+    /// `RANK` and related variables: `lockstep`'s own agent, torchrun, Kubeflow.
     Torchrun,
     /// `mpirun` of OpenMPI.
     OpenMpi,
-    /// `mpirun` of MPICH and its kin (hydra).
+    /// `mpirun` of MPICH and related implementations (Hydra).
     Mpich,
-    /// `srun`.
+    /// `srun` of SLURM.
     Slurm,
-    /// A Job with completion mode `Indexed`: one process for each pod.
+    /// A Kubernetes Job with completion mode `Indexed`: one process per pod.
     Kubernetes,
 }
 
@@ -40,20 +40,20 @@ impl fmt::Display for Launcher {
     }
 }
 
-/// A process's place in a run.
+/// Place of a process in a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProcessPlace {
-    /// Who says so.
+    /// Launcher that set the variables.
     pub launcher: Launcher,
     /// Rank in the world.
     pub rank: usize,
-    /// Number of ranks; `None` where only the run's configuration knows (Kubernetes).
+    /// Number of ranks; `None` for Kubernetes, where only the run's configuration knows it.
     pub world_size: Option<usize>,
-    /// Rank among those of the host, if the launcher says.
+    /// Rank among those of the host, if the launcher sets it.
     pub local_rank: Option<usize>,
-    /// Number of ranks on the host, if the launcher says. Without it, ranks find out when they meet.
+    /// Number of ranks on the host, if the launcher sets it; otherwise ranks determine it when they meet.
     pub local_size: Option<usize>,
-    /// Where ranks meet, if the launcher says.
+    /// Address where ranks meet, if the launcher sets it.
     pub leader: Option<Leader>,
 }
 
@@ -66,53 +66,53 @@ pub struct Leader {
     pub port: Option<u16>,
 }
 
-/// Why an environment makes no sense.
+/// Reason why an environment is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EnvironmentProblem {
-    /// A value that is no number of its kind.
+    /// A value that is not a number in its allowed range.
     #[error("{variable}={value:?}: allowed is {allowed}")]
     Value {
         /// Name of the variable.
         variable: &'static str,
-        /// What it holds.
+        /// Value of the variable.
         value: String,
-        /// What it may hold.
+        /// Allowed values, for the message.
         allowed: String,
     },
-    /// Some variables of a set without the others.
+    /// An incomplete set of variables.
     #[error("{present} is set, but {missing} is not ({launcher})")]
     Incomplete {
-        /// Whose set.
+        /// Launcher that the set belongs to.
         launcher: Launcher,
-        /// The one that is there.
+        /// Variable that is set.
         present: &'static str,
-        /// The one that is not.
+        /// Variable that is missing.
         missing: &'static str,
     },
-    /// Two launchers that both started this rank, and disagree.
+    /// Two launchers that both claim this rank, and differ.
     #[error(
         "{first} says rank {first_rank} of {first_size}, {second} says rank {second_rank} of {second_size}: unset the variables of one of them"
     )]
     Contradiction {
-        /// One.
+        /// Launcher of the first set of variables.
         first: Launcher,
-        /// What it says.
+        /// Rank that the first launcher sets.
         first_rank: usize,
-        /// What it says.
+        /// World size that the first launcher sets.
         first_size: usize,
-        /// The other.
+        /// Launcher of the second set of variables.
         second: Launcher,
-        /// What it says.
+        /// Rank that the second launcher sets.
         second_rank: usize,
-        /// What it says.
+        /// World size that the second launcher sets.
         second_size: usize,
     },
 }
 
-/// The place of the process with this environment; `None` if nobody started it as a rank.
+/// Returns the place in the run of a process with this environment; `None` if no launcher started it as a rank.
 ///
 /// # Errors
-/// [`EnvironmentProblem`].
+/// If a set of variables is invalid or incomplete, or two launchers differ.
 pub fn detect(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
     let environment = Environment { variable };
     let torchrun = environment.torchrun()?;
@@ -145,7 +145,7 @@ struct Environment<'a> {
     variable: &'a dyn Fn(&str) -> Option<String>,
 }
 
-/// The names under which a launcher tells four numbers.
+/// Names of a launcher's four variables.
 struct Names {
     launcher: Launcher,
     rank: &'static str,
@@ -180,7 +180,7 @@ const MPICH: Names = Names {
 impl Environment<'_> {
     fn torchrun(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
         let place = match self.get("LOCAL_WORLD_SIZE").or_else(|| self.get("LOCAL_SIZE")) {
-            // DeepSpeed's launcher has its own name for it.
+            // DeepSpeed's launcher calls it `LOCAL_SIZE`.
             Some(_) if self.get("LOCAL_WORLD_SIZE").is_none() => self.four_numbers(&DEEPSPEED)?,
             Some(_) => self.four_numbers(&TORCHRUN)?,
             None => self.two_numbers()?,
@@ -189,8 +189,8 @@ impl Environment<'_> {
         Ok(Some(ProcessPlace { leader: self.leader("MASTER_ADDR", "MASTER_PORT")?, ..place }))
     }
 
-    /// `RANK` and `WORLD_SIZE` alone, as scripts set them by hand. Kubeflow's PyTorchJob sets them as well, for machines:
-    /// there `PET_NNODES` says that a launcher is to be started.
+    /// Reads `RANK` and `WORLD_SIZE` alone, as scripts set them by hand. Kubeflow's PyTorchJob sets them as well, but
+    /// per machine: there, `PET_NNODES` without `LOCAL_RANK` means that a launcher is yet to be started.
     fn two_numbers(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
         if self.get("PET_NNODES").is_some() && self.get("LOCAL_RANK").is_none() {
             return Ok(None);
@@ -220,14 +220,15 @@ impl Environment<'_> {
     }
 
     fn mpich(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
-        // SLURM's own PMI sets the first two without the others, which are SLURM's to tell.
+        // SLURM's own PMI sets the first two variables only; SLURM's variables decide then.
         if self.get("SLURM_PROCID").is_some() && self.get(MPICH.local_rank).is_none() {
             return Ok(None);
         }
         self.four_numbers(&MPICH)
     }
 
-    /// A step of `srun`. The shell of an allocation is none: its variables say what it has, not what was started.
+    /// Reads the variables of a step of `srun`. The shell of an allocation is not a step: its variables describe the
+    /// allocation, not processes that were started.
     fn slurm(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
         let is_shell = |name: String| matches!(name.as_str(), "bash" | "interactive");
         if self.get("SLURM_STEP_ID").is_none() || self.get("SLURM_JOB_NAME").is_some_and(is_shell) {
@@ -319,7 +320,7 @@ impl Environment<'_> {
         Ok(Some(Leader { host: name, port: number }))
     }
 
-    /// A variable that is set, and not empty.
+    /// Returns the value of a variable that is set and not empty.
     fn get(&self, variable: &str) -> Option<String> {
         (self.variable)(variable).filter(|value| !value.is_empty())
     }
@@ -333,7 +334,7 @@ impl Environment<'_> {
     }
 }
 
-/// Sees that ranks lie below sizes; `names` are those of the four numbers.
+/// Checks that ranks are below sizes; `names` are the names of the four variables.
 fn check(
     names: [&'static str; 4],
     rank: usize,
@@ -363,7 +364,7 @@ mod tests {
 
     use super::*;
 
-    /// `A=1 B=2` as an environment.
+    /// Detects the place in an environment written as `A=1 B=2`.
     fn detect_in(text: &str) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
         let pairs = text.split_whitespace().filter_map(|pair| pair.split_once('='));
         let variables: HashMap<&str, &str> = pairs.collect();
@@ -387,7 +388,7 @@ mod tests {
             ("RANK=5 WORLD_SIZE=8".to_owned(), Some(Launcher::Torchrun)),
             ("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1".to_owned(), Some(Launcher::Torchrun)),
             ("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4".to_owned(), Some(Launcher::Torchrun)),
-            // Kubeflow's PyTorchJob, whose RANK is that of a machine.
+            // In Kubeflow's PyTorchJob, `RANK` is the number of a machine.
             ("RANK=1 WORLD_SIZE=2 PET_NNODES=2 PET_NODE_RANK=1".to_owned(), None),
             ("JOB_COMPLETION_INDEX=5".to_owned(), Some(Launcher::Kubernetes)),
             (format!("{OURS} {OMPI} {STEP}"), Some(Launcher::Torchrun)),

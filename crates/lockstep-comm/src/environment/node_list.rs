@@ -1,9 +1,10 @@
-//! SLURM's compressed lists: of nodes (`gnode[10,20-23],login1`), and of tasks on each of them (`4(x2),3`).
+//! SLURM's compressed lists: of nodes (`gnode[10,20-23],login1`), and of tasks on each node (`4(x2),3`).
 
-/// Longer lists are nobody's; the names of a cluster fit.
+/// Maximum length of a list in bytes; the node names of any cluster fit.
 const MAX_BYTES: usize = 1 << 20;
 
-/// The first node of a list, its padding kept: `gnode[08,11-13]` begins with `gnode08`. `None` if it is no list.
+/// Returns the first node of a list, with its zero padding: `gnode[08,11-13]` begins with `gnode08`. `None` if the list is
+/// malformed.
 pub fn first_node(list: &str) -> Option<String> {
     if list.len() > MAX_BYTES {
         return None;
@@ -29,7 +30,8 @@ pub fn first_node(list: &str) -> Option<String> {
     (!name.is_empty() && is_sound(rest)).then_some(name)
 }
 
-/// Tasks on node `node`, counted from 0, of a list such as `4(x2),3`. `None` if it is no list, or has no such node.
+/// Returns the number of tasks on node `node`, counted from 0, of a list such as `4(x2),3`. `None` if the list is malformed or
+/// has no such node.
 pub fn tasks_on_node(list: &str, node: usize) -> Option<usize> {
     if list.len() > MAX_BYTES {
         return None;
@@ -50,7 +52,7 @@ pub fn tasks_on_node(list: &str, node: usize) -> Option<usize> {
     found
 }
 
-/// The first number of `10,20-23`, if all of it is made of numbers and ranges that go up.
+/// Returns the first number of `10,20-23`; `None` unless all of it consists of numbers and ascending ranges.
 fn first_number(ranges: &str) -> Option<&str> {
     let mut first = None;
     for range in ranges.split(',') {
@@ -63,7 +65,7 @@ fn first_number(ranges: &str) -> Option<&str> {
     first
 }
 
-/// Whether brackets match in the rest of a list, which is not needed.
+/// Returns true if brackets match in the unused rest of a list.
 fn is_sound(rest: &str) -> bool {
     let mut is_inside = false;
     rest.chars().all(|c| match c {
@@ -73,7 +75,7 @@ fn is_sound(rest: &str) -> bool {
     }) && !is_inside
 }
 
-/// Digits only: `parse` would take a sign.
+/// Parses digits only: `parse` would accept a sign.
 fn number(text: &str) -> Option<usize> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
 }

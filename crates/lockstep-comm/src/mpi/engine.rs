@@ -1,5 +1,5 @@
-//! The one thread of a process that calls MPI. It carries on with all operations, hears what other ranks say of the run, and
-//! rests where there is nothing to do: for MPI moves only while it is called.
+//! The one thread of a process that calls MPI. It advances all operations, receives messages of other ranks about the run, and
+//! sleeps when idle. It must poll, because MPI makes progress only within its calls.
 
 use std::{
     collections::VecDeque,
@@ -20,23 +20,23 @@ use crate::{
     transport::{self, Ticket},
 };
 
-/// Between two looks while nothing is under way.
+/// Polling interval while no operation is in flight.
 const IDLE_NAP: Duration = Duration::from_millis(5);
-/// The shortest and the longest nap while something is.
+/// Shortest and longest polling interval while an operation is in flight.
 const NAPS: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
-/// Looks before a nap, where ranks share cores.
+/// Number of polls before the first sleep, if ranks share cores.
 const LOOKS: u32 = 16;
-/// Looks in a row, where a rank that waits has a core.
+/// Number of polls without sleeping, if every rank has a core and a caller waits.
 const LOOKS_ALONE: u32 = 100_000;
-/// What a rank that has left may still have on its way.
+/// Time for messages of a rank that has left to arrive.
 const LAST_WORDS: Duration = Duration::from_millis(20);
-/// What MPI has to let go of memory after the end of the run.
+/// Time for MPI to release borrowed memory after the end of the run.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// Tags of messages with which MPI makes groups, which OpenMPI does not keep apart from ours.
+/// First tag for the creation of groups, whose messages OpenMPI does not keep apart from others.
 const GROUP_TAGS: usize = 1000;
 
-/// Words of a message about the run: what it is, who sends it, and an error.
+/// Number of words of a message about the run: its kind, its sender, and an error.
 const SAID_WORDS: usize = 2 + ERROR_WORDS;
 const LEAVING: u64 = 1;
 const ENDING: u64 = 2;
@@ -45,32 +45,32 @@ pub(super) struct Engine {
     mpi: Mpi,
     shared: Arc<Shared>,
     options: MpiOptions,
-    /// By index of the partition; `None` where this rank is in no group of it.
+    /// Lanes by index of the partition; `None` where this rank is in no group of it.
     groups: Vec<Option<Lanes>>,
     heard: Box<[u64; SAID_WORDS]>,
     hearing: [Request; 1],
     said: Vec<([Request; 1], Box<[u64; SAID_WORDS]>)>,
-    /// Ranks that have left.
+    /// True for ranks that have left.
     left: Vec<bool>,
-    /// One of those that something waits for, and since when.
+    /// A rank that has left and is waited for, and since when.
     suspect: Option<(usize, Instant)>,
     is_leaving: bool,
     ended_at: Option<Instant>,
-    /// Operations that did not get to move data, with the memory that MPI knows of.
+    /// Operations that did not start to move data, with buffers that MPI may still access.
     abandoned: Vec<Running>,
-    /// Whether the ranks of this host have a core each.
+    /// True if every rank of this host has a core.
     has_core: bool,
     looks: u32,
 }
 
 impl Engine {
-    /// Starts MPI, tells rank and size, and carries on until the rank leaves.
+    /// Starts MPI, sends rank and number of ranks to `tell`, and makes progress until the rank leaves.
     pub(super) fn run(
         shared: Arc<Shared>,
         options: MpiOptions,
         tell: Sender<Result<(usize, usize), CommError>>,
     ) {
-        // Whoever asked waits for the answer.
+        // The receiver waits for this answer.
         match Mpi::start().and_then(|mpi| Self::new(mpi, shared, options)) {
             Ok(engine) => {
                 let _ = tell.send(Ok((engine.mpi.rank, engine.mpi.ranks)));
@@ -136,7 +136,7 @@ impl Engine {
         match job {
             Job::Abort(code) => self.mpi.abort(code),
             Job::Leave => self.is_leaving = true,
-            // Nothing begins after the end.
+            // No operation starts after the end.
             _ if self.ended_at.is_some() => {}
             Job::Begin { group, sequence, recorded, task, ticket } => {
                 let Self { mpi, groups, .. } = self;
@@ -144,7 +144,7 @@ impl Engine {
                 let mut running = Running::new(task, sequence, recorded, ticket);
                 let begun = running.begin(mpi, &lanes.members);
                 let is_sent = running.ticket.is_complete();
-                // Whatever came of it: MPI may know of its memory.
+                // Kept even after an error: MPI may still access its memory.
                 lanes.lane(&running.task).push_back(running);
                 begun?;
                 if is_sent {
@@ -170,7 +170,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Carries on with everything; says whether anything has moved.
+    /// Advances all operations. Returns true if anything moved.
     fn advance(&mut self) -> Result<bool, CommError> {
         let mut has_moved = self.hear()?;
         for Lanes { members, lanes } in self.groups.iter_mut().flatten() {
@@ -199,15 +199,15 @@ impl Engine {
         Ok(has_moved)
     }
 
-    /// Begins to hear what is said next.
+    /// Posts the receive of the next message about the run.
     fn listen(&mut self) -> Result<(), CommError> {
         let (to, bytes) = (self.heard.as_mut_ptr().cast(), size_of_val(&*self.heard));
-        // SAFETY: the words stay where they are, and are not looked at before the request is complete.
+        // SAFETY: the words do not move, and are not read before the request is complete.
         self.hearing = [unsafe { self.mpi.receive(self.mpi.world, to, bytes, None, Tag::Control as i32)? }];
         Ok(())
     }
 
-    /// Hears what others have said.
+    /// Handles received messages about the run. Returns true if there were any.
     fn hear(&mut self) -> Result<bool, CommError> {
         let mut has_heard = false;
         while self.mpi.test(&mut self.hearing)?.is_none() {
@@ -224,7 +224,7 @@ impl Engine {
         Ok(has_heard)
     }
 
-    /// Says something to all other ranks.
+    /// Sends a message about the run to all other ranks.
     fn say(&mut self, what: u64, error: [u64; ERROR_WORDS]) -> Result<(), CommError> {
         let mut words = Box::new([0; SAID_WORDS]);
         words[0] = what;
@@ -240,7 +240,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Sees whether something waits for a rank that has left.
+    /// Checks whether an operation waits for a rank that has left.
+    ///
+    /// # Errors
+    /// If one does for longer than `LAST_WORDS`.
     fn look_for_the_lost(&mut self) -> Result<(), CommError> {
         if !self.left.contains(&true) {
             return Ok(());
@@ -264,7 +267,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Judges why an operation is late.
+    /// Determines why an operation is late, and returns that as the error; `Ok` if it is complete.
     fn expire(&mut self, group: usize, ticket: &Arc<Ticket>, limit: Duration) -> Result<(), CommError> {
         let Some(Lanes { members, lanes }) = &mut self.groups[group] else { return Ok(()) };
         let is_it = |running: &Running| Arc::ptr_eq(&running.ticket, ticket);
@@ -282,11 +285,11 @@ impl Engine {
         })
     }
 
-    /// Ends the run for all, unless it has ended.
+    /// Ends the run on all ranks, unless it has ended.
     fn end(&mut self, error: CommError) {
         if self.ended_at.is_none() {
             let words = error.to_words(self.mpi.rank);
-            // If MPI cannot say it, it ends by itself.
+            // If MPI cannot send it, MPI ends the processes itself.
             let _ = self.say(ENDING, words);
             self.end_by(words, Some(error));
         }
@@ -306,13 +309,13 @@ impl Engine {
         self.settle();
     }
 
-    /// After the end of the run: sees whether MPI still holds memory of callers, who may not go on before it does not. What can
-    /// be finished is. If that takes too long the process ends here.
+    /// Progresses after the end of the run until MPI no longer accesses callers' memory; callers may not return before.
+    /// Operations that can complete do. If it takes too long, aborts all processes.
     fn settle(&mut self) {
         let mut holds_memory = false;
         for Lanes { members, lanes } in self.groups.iter_mut().flatten() {
             for running in lanes.iter_mut().flatten() {
-                // After an error there is nothing that another one could add.
+                // After an error, a further one adds nothing.
                 let _ = running.advance(&self.mpi, members);
                 holds_memory |= running.holds_borrowed_memory();
             }
@@ -339,7 +342,7 @@ impl Engine {
         }
     }
 
-    /// Whether this rank is to leave, and all others have.
+    /// Returns true if this rank is to leave, and all others have announced that they leave.
     fn has_left(&mut self) -> bool {
         let is_busy = |engine: &Self| {
             engine.groups.iter().flatten().flat_map(|group| &group.lanes).any(|lane| !lane.is_empty())
@@ -357,7 +360,7 @@ impl Engine {
         self.ended_at.is_none() && self.said.is_empty() && self.left.iter().all(|left| *left)
     }
 
-    /// Sleeps until it is worth to look again, or something is asked for.
+    /// Sleeps until the next poll, or until a caller has a job.
     fn rest(&mut self, has_moved: bool) {
         if has_moved {
             self.looks = 0;
@@ -381,7 +384,7 @@ impl Engine {
         } else {
             NAPS[0].saturating_mul(1 << ((self.looks - LOOKS) / 64).min(10)).min(NAPS[1])
         };
-        // Woken or not, it looks again.
+        // Woken or not, the thread polls again.
         let _ = self.shared.bell.wait_timeout(desk, nap);
     }
 }

@@ -1,4 +1,4 @@
-//! A rank of MPI's with all its groups, as those see it who call operations and wait for them.
+//! The MPI transport of a rank, as seen by the callers that start operations and wait for them.
 
 use std::{
     collections::VecDeque,
@@ -22,14 +22,14 @@ use crate::{
     transport::{self, Ticket, Transport},
 };
 
-/// The longest sleep of a caller.
+/// Maximum sleep of a caller.
 const NAP: Duration = Duration::from_millis(100);
-/// How long the thread may take to judge that a deadline has passed. Only a call that MPI does not return from takes longer.
+/// Time limit for the thread to react to a passed deadline. Only an MPI call that does not return takes longer.
 const STUCK: Duration = Duration::from_secs(10);
-/// What the rank that found the error has to tell it, and MPI to let go of memory before, until the others end it as well.
+/// Time for the rank that detected an error to report it, and before that for MPI to release memory, until other ranks abort.
 pub(super) const TELLERS_TURN: Duration = Duration::from_secs(2);
 
-/// One rank, with every group that it is in.
+/// MPI transport of one rank, with every group that it is in.
 #[derive(Debug)]
 pub(crate) struct Machine {
     rank: usize,
@@ -39,13 +39,13 @@ pub(crate) struct Machine {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What this side knows of a group.
+/// Operation counts of a group, on the callers' side.
 #[derive(Debug)]
 struct Counts {
     ranks: Vec<usize>,
-    /// Operations begun.
+    /// Number of collectives started.
     begun: u32,
-    /// Messages begun to and from each member.
+    /// Numbers of messages started to and from each member.
     sent: Vec<u32>,
     received: Vec<u32>,
 }
@@ -57,32 +57,32 @@ impl Counts {
     }
 }
 
-/// What callers and the thread of MPI share.
+/// State shared by callers and the MPI thread.
 #[derive(Debug)]
 pub(super) struct Shared {
     desk: Mutex<Desk>,
-    /// Rung for the thread.
+    /// Notified when the thread has a job.
     pub(super) bell: Condvar,
-    /// Rung for callers.
+    /// Notified when callers should check again.
     news: Condvar,
 }
 
 #[derive(Debug)]
 pub(super) struct Desk {
-    /// What the thread is asked for.
+    /// Jobs for the thread.
     pub(super) jobs: VecDeque<Job>,
-    /// Why the run has ended.
+    /// Error that ended the run, as words; `None` while it goes on.
     pub(super) ending: Option<[u64; ERROR_WORDS]>,
-    /// The same, if this rank alone knows the details.
+    /// Details of that error, if it is local to this rank.
     pub(super) details: Option<CommError>,
-    /// Whether MPI has let go of all borrowed memory after the end.
+    /// True once MPI has released all borrowed memory after the end of the run.
     pub(super) is_settled: bool,
-    /// Callers who wait.
+    /// Number of waiting callers.
     pub(super) callers: usize,
     pub(super) recorder: Recorder,
 }
 
-/// What the thread is asked for.
+/// Job for the MPI thread.
 #[derive(Debug)]
 pub(super) enum Job {
     Begin {
@@ -95,7 +95,7 @@ pub(super) enum Job {
     AddGroup {
         ranks: Vec<usize>,
     },
-    /// The deadline of an operation has passed.
+    /// Deadline of an operation that has passed.
     Expire {
         group: usize,
         ticket: Arc<Ticket>,
@@ -116,16 +116,16 @@ impl Shared {
         self.bell.notify_one();
     }
 
-    /// Tells callers that something has changed.
+    /// Wakes the waiting callers.
     pub(super) fn tell(&self) {
-        // Whoever has looked before holds the lock until it sleeps.
+        // A caller that has already checked holds the lock until it sleeps.
         drop(self.lock());
         self.news.notify_all();
     }
 }
 
 impl Desk {
-    /// Why the run has ended, for one more caller.
+    /// Returns the error that ended the run, for another caller; `None` while it goes on.
     fn ending(&mut self, rank: usize) -> Option<CommError> {
         match CommError::from_words(self.ending?) {
             CommError::Stopped { by: Some(by) } if by == rank => {
@@ -137,7 +137,10 @@ impl Desk {
 }
 
 impl Machine {
-    /// Starts MPI, and its thread.
+    /// Starts MPI and its thread.
+    ///
+    /// # Errors
+    /// If MPI or the thread cannot be started.
     pub(crate) fn start(options: MpiOptions) -> Result<Self, CommError> {
         let desk = Desk {
             jobs: VecDeque::new(),
@@ -164,7 +167,7 @@ impl Machine {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sleeps until `look` sees something; then asks for a judgement, if `deadline` passes.
+    /// Sleeps until `look` returns a result. Queues the job of `deadline` once it has passed.
     fn sleep_until<R>(
         &self,
         mut deadline: Option<(Deadline, Job)>,
@@ -184,7 +187,7 @@ impl Machine {
                 self.shared.bell.notify_one();
             }
             if judged_by.is_some_and(|at| Instant::now() > at) && desk.ending.is_none() {
-                // MPI may still write to the caller's memory, so there is no way back to it.
+                // MPI may still write to the caller's memory, so the call cannot return to it.
                 let _ = writeln!(
                     io::stderr(),
                     "error: rank {}: MPI does not return from a call; this process ends",
@@ -217,12 +220,12 @@ impl Transport for Machine {
     }
 
     fn arena(&self, _: &[MemoryCategory]) -> Arena {
-        // MPI takes any memory.
+        // MPI accepts any memory.
         Arena::new()
     }
 
     fn set_workers(&self, _: Workers) {
-        // MPI does its work itself, on its own thread.
+        // MPI works on its own thread.
     }
 
     fn recorded(&self, rank: usize) -> Vec<Recorded> {
@@ -290,7 +293,7 @@ impl Transport for Machine {
         true
     }
 
-    /// MPI knows, and says it to nobody here.
+    /// Only MPI knows which ranks are on this machine; this returns true for the rank itself alone.
     fn is_near(&self, rank: usize) -> bool {
         rank == self.rank()
     }
@@ -313,7 +316,8 @@ impl Drop for Machine {
             self.shared.ask(Job::Fail(CommError::PeerLost { rank: self.rank, cause, occasion: None }));
         }
         self.shared.ask(Job::Leave);
-        // After the end of the run the thread ends the process, once there was time to tell why. A panic has told.
+        // After the end of the run the thread aborts the processes, after time to report the error. A panic has been
+        // reported already.
         let is_to_tell = self.shared.lock().ending.is_some() && !std::thread::panicking();
         if let Some(thread) = self.thread.take().filter(|_| !is_to_tell) {
             let _ = thread.join();

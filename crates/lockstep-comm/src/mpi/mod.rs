@@ -1,13 +1,13 @@
-//! Ranks joined by MPI: for sites whose network is reached by nothing else. Behind the feature `mpi`.
+//! The MPI transport, for sites whose network is accessible only through MPI. Requires the feature `mpi`.
 //!
-//! - `shim.c` and `shim`: the few functions of MPI that are used.
-//! - `operation`: one operation under way, as requests of MPI's.
-//! - `engine`: the one thread that makes all calls of MPI.
-//! - `machine`: those who wait for it.
+//! - `shim.c` and `shim`: the few MPI functions that are used.
+//! - `operation`: one operation in flight, as MPI requests.
+//! - `engine`: the thread that makes all MPI calls.
+//! - `machine`: the callers that wait for it.
 //!
-//! MPI adds in an order of its own, which may depend on the number of ranks, their places and the size of a message: its sums
-//! are close to those of the other transports, and the same on all ranks, but no bit is promised from run to run. And it
-//! cannot go on after a failure: an error is told, and then all processes are ended.
+//! MPI chooses the order of additions, which may depend on the number of ranks, their placement and the message size. Its sums
+//! are close to those of the other transports and the same on all ranks, but not reproducible bit by bit. After a failure MPI
+//! cannot continue: the error is reported, and then all processes are aborted.
 
 #[cfg(feature = "mpi")]
 mod engine;
@@ -20,35 +20,35 @@ mod shim;
 
 use crate::{CommError, Group};
 
-/// How ranks talk over MPI.
+/// Options of the MPI transport.
 #[derive(Debug, Clone, Copy)]
 pub struct MpiOptions {
-    /// The most elements, or bytes, of one call of MPI, whose counts are ints; what is longer is cut.
+    /// Maximum number of elements, or bytes, per MPI call, whose counts are ints; longer data is split.
     pub per_call: usize,
-    /// The code with which all processes end where an error can only be told by the library itself.
+    /// Returns the exit code with which all processes end where only the library can report an error.
     pub exit_code: fn(&CommError) -> i32,
 }
 
 impl Default for MpiOptions {
-    /// As much as MPI can, and code 1.
+    /// Returns the maximum that MPI allows per call, and exit code 1.
     fn default() -> Self {
         Self { per_call: i32::MAX as usize, exit_code: |_| 1 }
     }
 }
 
-/// Starts MPI, and returns the group of all ranks once they have come. Once in a process.
+/// Starts MPI, and returns the group of all ranks once they have joined. Works once per process.
 ///
 /// # Errors
-/// [`JoinProblem::NotBuilt`](crate::JoinProblem::NotBuilt) without the feature `mpi`, and what MPI says.
+/// If MPI fails, or was started before.
 #[cfg(feature = "mpi")]
 pub fn join_mpi(options: MpiOptions) -> Result<Group, CommError> {
     machine::Machine::start(options).map(Group::world)
 }
 
-/// Starts MPI, and returns the group of all ranks once they have come. Once in a process.
+/// Starts MPI, and returns the group of all ranks once they have joined. Works once per process.
 ///
 /// # Errors
-/// [`JoinProblem::NotBuilt`](crate::JoinProblem::NotBuilt): this program was built without the feature `mpi`.
+/// Always: this program was built without the feature `mpi` ([`JoinProblem::NotBuilt`](crate::JoinProblem::NotBuilt)).
 #[cfg(not(feature = "mpi"))]
 pub fn join_mpi(_: MpiOptions) -> Result<Group, CommError> {
     Err(CommError::Join(crate::JoinProblem::NotBuilt))

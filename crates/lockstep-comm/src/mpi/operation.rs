@@ -1,7 +1,7 @@
-//! One operation under way over MPI.
+//! One operation in flight over MPI.
 //!
-//! All ranks of a group first tell each other, pair by pair, how they call it: so unlike calls are found before any data moves,
-//! and who has not come is known. Then data moves, in one call of MPI's if it fits.
+//! All ranks of a group first exchange their calls, pair by pair, so that mismatches are found before any data moves, and ranks
+//! that have not come are known. Then the data moves, in one MPI call if it fits.
 
 use std::{collections::VecDeque, ffi::c_int, ops::Range, sync::Arc};
 
@@ -15,39 +15,39 @@ use crate::{
     transport::Ticket,
 };
 
-/// Messages between two ranks that are no longer travel with their description, and wait for nobody.
+/// Maximum size in bytes of a point-to-point message that is sent with its description, without waiting for the receiver.
 const SMALL_BYTES: usize = 32 << 10;
-/// Words of a description.
+/// Number of words of a description.
 const CALL_WORDS: usize = 3;
 
-/// What a message is about. Within one of these, messages between two ranks arrive in order.
+/// Message tag. Messages between two ranks with the same tag arrive in order.
 #[derive(Debug, Clone, Copy)]
 #[repr(i32)]
 pub(super) enum Tag {
-    /// The run itself.
+    /// Messages about the run.
     Control = 1,
-    /// How a rank calls an operation.
+    /// Call of an operation.
     Meeting = 2,
-    /// How much it sends and receives.
+    /// Table of bytes that a rank sends and receives, for an all-to-all with uneven blocks.
     Table = 3,
-    /// Blocks of an operation that only moves data.
+    /// Blocks of a data-movement operation.
     Piece = 4,
-    /// The description of a message between two ranks, and all of a small one.
+    /// Description of a point-to-point message, with the data of a small one.
     Letter = 5,
-    /// The rest of it.
+    /// Data of a larger point-to-point message.
     Parcel = 6,
 }
 
-/// A group, as its operations see it.
+/// Members of a group.
 #[derive(Debug)]
 pub(super) struct Members {
     pub(super) comm: Comm,
     pub(super) name: GroupName,
-    /// Ranks of the world, in the order of the group.
+    /// World ranks of the members, in group order.
     pub(super) ranks: Vec<usize>,
-    /// The own position.
+    /// Index of this rank in `ranks`.
     pub(super) own: usize,
-    /// The most elements or bytes of one call.
+    /// Maximum number of elements or bytes per MPI call.
     pub(super) per_call: usize,
 }
 
@@ -58,7 +58,7 @@ impl Members {
     }
 }
 
-/// An operation that has begun.
+/// An operation in flight.
 #[derive(Debug)]
 pub(super) struct Running {
     pub(super) task: Task,
@@ -67,34 +67,34 @@ pub(super) struct Running {
     pub(super) recorded: u64,
     pub(super) ticket: Arc<Ticket>,
     pub(super) step: Step,
-    /// Whether MPI has refused something, so that what it completes is not the whole.
+    /// True if MPI has refused a call, so that the completed requests are not the whole operation.
     is_broken: bool,
-    /// Of the step at hand.
+    /// Requests of the current step.
     requests: Vec<Request>,
-    /// What members have said, one after the other; the own words are among them.
+    /// Words of all members, in group order, including this rank's own.
     words: Vec<u64>,
-    /// A small message between two ranks, after its description.
+    /// Description and data of a small point-to-point message.
     letter: Vec<u8>,
-    /// Counts and starts of a call that MPI reads until it is complete.
+    /// Counts and offsets that an MPI call reads until it is complete.
     lists: Vec<c_int>,
-    /// Where MPI writes what belongs into memory that it reads.
+    /// Output buffer for an MPI call whose target overlaps its source.
     scratch: Vec<u8>,
 }
 
-/// What comes next.
+/// Next step of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
-    /// All have to say how they call it.
+    /// Wait for the calls of all members.
     Meet,
-    /// All have to say how much they send.
+    /// Wait for the tables of all members.
     Tables,
-    /// Data has to move.
+    /// Wait for the data.
     Move,
     Done,
 }
 
 impl Running {
-    /// An operation that is about to begin.
+    /// Creates an operation that has not started.
     pub(super) fn new(task: Task, sequence: u32, recorded: u64, ticket: Arc<Ticket>) -> Self {
         Self {
             task,
@@ -111,7 +111,7 @@ impl Running {
         }
     }
 
-    /// Tells the others.
+    /// Starts the operation: sends this rank's call to the other members.
     pub(super) fn begin(&mut self, mpi: &Mpi, members: &Members) -> Result<(), CommError> {
         let call = self.task.call.to_words();
         let begun = match self.task.flow {
@@ -119,7 +119,7 @@ impl Running {
             Flow::Receive { from } => {
                 self.letter = vec![0; size_of_val(&call) + SMALL_BYTES];
                 let (letter, room) = (self.letter.as_mut_ptr(), self.letter.len());
-                // SAFETY: the letter stays where it is until it has come.
+                // SAFETY: the letter does not move until it has arrived.
                 unsafe { mpi.receive(members.comm, letter, room, Some(from), Tag::Letter as i32) }
                     .map(|request| self.requests.push(request))
             }
@@ -140,13 +140,13 @@ impl Running {
         self.letter = bytemuck::cast_slice(&call).to_vec();
         let is_small = source.bytes() <= SMALL_BYTES;
         if is_small {
-            // SAFETY: the source is the caller's for the time of the operation.
+            // SAFETY: the source is the caller's for the duration of the operation.
             self.letter.extend_from_slice(unsafe {
                 std::slice::from_raw_parts(source.pointer.cast_const(), source.bytes())
             });
         }
         let (letter, bytes) = (self.letter.as_ptr(), self.letter.len());
-        // SAFETY: the letter stays where it is until it is sent.
+        // SAFETY: the letter does not move until it is sent.
         self.requests.push(unsafe { mpi.send(members.comm, letter, bytes, to, Tag::Letter as i32)? });
         if !is_small {
             return self.send(mpi, members, source, to, Tag::Parcel);
@@ -155,7 +155,7 @@ impl Running {
         Ok(())
     }
 
-    /// Tells all other members `words`, and begins to hear theirs.
+    /// Sends `words` to all other members, and posts the receives of theirs.
     fn tell(&mut self, mpi: &Mpi, members: &Members, words: &[u64], tag: Tag) -> Result<(), CommError> {
         self.words = words.repeat(members.ranks.len());
         self.requests.clear();
@@ -163,19 +163,19 @@ impl Running {
         let base = self.words.as_mut_ptr().cast::<u8>();
         for member in members.others() {
             let to = base.wrapping_add(member * bytes);
-            // SAFETY: each member has its own part of the words, which stay where they are until this step is done.
+            // SAFETY: each member has its own part of the words, which do not move until this step is complete.
             let request = unsafe { mpi.receive(members.comm, to, bytes, Some(member), tag as i32)? };
             self.requests.push(request);
         }
         let own = base.wrapping_add(members.own * bytes);
         for member in members.others() {
-            // SAFETY: the own part of the words is written by nobody.
+            // SAFETY: nothing writes to this rank's own part of the words.
             self.requests.push(unsafe { mpi.send(members.comm, own, bytes, member, tag as i32)? });
         }
         Ok(())
     }
 
-    /// Goes on as far as MPI has come; says whether it has moved.
+    /// Advances the operation as far as its requests are complete. Returns true if it moved on.
     pub(super) fn advance(&mut self, mpi: &Mpi, members: &Members) -> Result<bool, CommError> {
         let before = self.step;
         while self.step != Step::Done && mpi.test(&mut self.requests)?.is_none() {
@@ -193,10 +193,10 @@ impl Running {
         Ok(self.step != before)
     }
 
-    /// MPI is done with the caller's memory.
+    /// Completes the operation, once MPI has released the caller's memory.
     fn finish(&mut self) {
         let (target, bytes) = (self.task.target, self.scratch.len().min(self.task.target.bytes()));
-        // SAFETY: nobody else uses the target, which is the caller's until the operation is complete.
+        // SAFETY: no other code uses the target, which is the caller's until the operation is complete.
         unsafe { std::ptr::copy_nonoverlapping(self.scratch.as_ptr(), target.pointer, bytes) };
         self.step = Step::Done;
         if !self.is_broken {
@@ -204,7 +204,7 @@ impl Running {
         }
     }
 
-    /// All have come.
+    /// Compares the calls, once all have arrived, and starts the next step.
     fn meet(&mut self, mpi: &Mpi, members: &Members) -> Result<(), CommError> {
         if let Flow::Receive { from } = self.task.flow {
             return self.open(mpi, members, from);
@@ -221,7 +221,7 @@ impl Running {
         }
     }
 
-    /// All have said how much they send and receive.
+    /// Plans the exchange, once the tables of all members have arrived, and starts it.
     fn read_tables(&mut self, mpi: &Mpi, members: &Members) -> Result<(), CommError> {
         let words = 2 * members.ranks.len();
         let word = |member: usize, index: usize| self.words[member * words + index] as usize;
@@ -229,7 +229,7 @@ impl Running {
         self.start(mpi, members)
     }
 
-    /// Reads a letter, and begins to receive what did not fit into it.
+    /// Checks a received description, and takes the data or posts the receive of a larger message.
     fn open(&mut self, mpi: &Mpi, members: &Members, from: usize) -> Result<(), CommError> {
         let target = self.task.target;
         let (call, small) = self.letter.split_at(size_of::<[u64; CALL_WORDS]>());
@@ -244,12 +244,12 @@ impl Running {
         if target.bytes() > SMALL_BYTES {
             return self.receive(mpi, members, target, from, Tag::Parcel);
         }
-        // SAFETY: the target is the caller's for the time of the operation.
+        // SAFETY: the target is the caller's for the duration of the operation.
         unsafe { std::ptr::copy_nonoverlapping(small.as_ptr(), target.pointer, target.bytes()) };
         Ok(())
     }
 
-    /// Begins to move data. All members do so in the order of the operations.
+    /// Starts to move data. All members do so in the order of the operations.
     fn start(&mut self, mpi: &Mpi, members: &Members) -> Result<(), CommError> {
         self.step = Step::Move;
         match &self.task.flow {
@@ -278,7 +278,7 @@ impl Running {
         match receiver {
             Receiver::All => {
                 for part in parts(all, members.per_call) {
-                    // SAFETY: the data is the caller's for the time of the operation.
+                    // SAFETY: the data is the caller's for the duration of the operation.
                     let request =
                         unsafe { mpi.all_reduce(members.comm, source.part(part.start, part.len()), op)? };
                     self.requests.push(request);
@@ -295,12 +295,12 @@ impl Running {
                 let ranks = 0..members.ranks.len();
                 self.lists = ranks.map(|rank| int(blocks.range(rank).len())).collect();
                 let mut output = target.pointer;
-                // MPI looks at addresses, even of what is empty.
+                // MPI inspects addresses, even of empty buffers.
                 if target.overlaps(&source) || target.elements == 0 {
                     self.scratch = vec![0; target.bytes().max(1)];
                     output = self.scratch.as_mut_ptr();
                 }
-                // SAFETY: source and target are the caller's, scratch and list this operation's.
+                // SAFETY: source and target are the caller's; scratch buffer and list are this operation's.
                 let request = unsafe { mpi.reduce_scatter(members.comm, source, output, &self.lists, op)? };
                 self.requests.push(request);
             }
@@ -308,7 +308,7 @@ impl Running {
         Ok(())
     }
 
-    /// Reduces elements `all` of the source to memory of the root's.
+    /// Reduces elements `all` of the source to `target` on the root.
     fn reduce_to(
         &mut self,
         mpi: &Mpi,
@@ -323,7 +323,7 @@ impl Running {
             let output = target.wrapping_add((part.start - all.start) * size);
             let output = (root == members.own).then_some(output);
             let input = source.part(part.start, part.len());
-            // SAFETY: source and target are the caller's for the time of the operation.
+            // SAFETY: source and target are the caller's for the duration of the operation.
             self.requests.push(unsafe { mpi.reduce(members.comm, input, output, op, root)? });
         }
         Ok(())
@@ -335,7 +335,7 @@ impl Running {
             Exchange::Broadcast { root, bytes } => {
                 for part in parts(0..*bytes, members.per_call) {
                     let data = target.bytes_at(part.start, part.len());
-                    // SAFETY: the target, on the root the source as well, is the caller's for the time of the operation.
+                    // SAFETY: the target, on the root also the source, is the caller's for the duration of the operation.
                     self.requests.push(unsafe { mpi.broadcast(members.comm, data, *root)? });
                 }
             }
@@ -346,7 +346,7 @@ impl Running {
                 let (counts, starts) = self.lists.split_at(members.ranks.len());
                 let own = target.pointer.wrapping_add(blocks.range(members.own).start);
                 let input = Some(source).filter(|source| source.pointer != own);
-                // SAFETY: source and target are the caller's, the lists this operation's.
+                // SAFETY: source and target are the caller's; the lists are this operation's.
                 let request = unsafe { mpi.all_gather(members.comm, input, target.pointer, counts, starts)? };
                 self.requests.push(request);
             }
@@ -355,7 +355,7 @@ impl Running {
         Ok(())
     }
 
-    /// Every member sends to every other what that pulls.
+    /// Starts sends and receives of all pieces between this rank and the others.
     fn exchange_pieces(
         &mut self,
         mpi: &Mpi,
@@ -366,7 +366,7 @@ impl Running {
         let own = exchange.piece(members.own, members.own);
         let (from, to) = (source.pointer.wrapping_add(own.from), target.pointer.wrapping_add(own.to));
         if from != to {
-            // SAFETY: source and target are the caller's, and do not overlap but in place.
+            // SAFETY: source and target are the caller's, and do not overlap unless they are identical.
             unsafe { std::ptr::copy_nonoverlapping(from, to, own.bytes) };
         }
         for member in members.others() {
@@ -392,7 +392,7 @@ impl Running {
     ) -> Result<(), CommError> {
         for part in parts(0..data.bytes(), members.per_call) {
             let from = data.pointer.wrapping_add(part.start);
-            // SAFETY: the data is the caller's for the time of the operation.
+            // SAFETY: the data is the caller's for the duration of the operation.
             self.requests.push(unsafe { mpi.send(members.comm, from, part.len(), to, tag as i32)? });
         }
         Ok(())
@@ -408,14 +408,15 @@ impl Running {
     ) -> Result<(), CommError> {
         for part in parts(0..data.bytes(), members.per_call) {
             let to = data.pointer.wrapping_add(part.start);
-            // SAFETY: the data is the caller's for the time of the operation.
+            // SAFETY: the data is the caller's for the duration of the operation.
             let request = unsafe { mpi.receive(members.comm, to, part.len(), Some(from), tag as i32)? };
             self.requests.push(request);
         }
         Ok(())
     }
 
-    /// The member that has not come, if one has not; the other end of a message between two ranks.
+    /// Returns the world rank that the operation waits for: the peer of a point-to-point message, or a member that has
+    /// not come.
     pub(super) fn awaited(&mut self, mpi: &Mpi, members: &Members) -> Result<Option<usize>, CommError> {
         if let Flow::Send { to: peer } | Flow::Receive { from: peer } = self.task.flow {
             return Ok(Some(members.ranks[peer]));
@@ -423,7 +424,7 @@ impl Running {
         if !matches!(self.step, Step::Meet | Step::Tables) {
             return Ok(None);
         }
-        // What is awaited from the others stands first.
+        // The receives come first in the list of requests.
         let first = mpi.test(&mut self.requests)?;
         Ok(first.and_then(|first| members.others().nth(first)).map(|member| members.ranks[member]))
     }
@@ -436,13 +437,13 @@ impl Running {
         Comparison { ranks: &members.ranks, occasion: self.occasion(members) }
     }
 
-    /// Whether MPI may read or write memory of a caller's that waits for it.
+    /// Returns true if MPI may access memory of a caller that is blocked in the operation.
     pub(super) fn holds_borrowed_memory(&self) -> bool {
         self.step == Step::Move && !self.ticket.is_complete() && !self.ticket.has_memory()
     }
 }
 
-/// The operations of a group: collectives, messages from this rank, messages from each of the others.
+/// Operations of a group, in lanes: collectives, messages from this rank, and messages from each of the others.
 #[derive(Debug)]
 pub(super) struct Lanes {
     pub(super) members: Members,
@@ -455,7 +456,7 @@ impl Lanes {
         Self { members, lanes }
     }
 
-    /// The lane of a task.
+    /// Returns the lane of a task.
     pub(super) fn lane(&mut self, task: &Task) -> &mut VecDeque<Running> {
         let index = match task.flow {
             Flow::Send { .. } => 1,
@@ -466,7 +467,7 @@ impl Lanes {
     }
 }
 
-/// Parts of a range that are no longer than one call of MPI's may be.
+/// Splits a range into parts of at most `width`, the maximum of an MPI call.
 fn parts(range: Range<usize>, width: usize) -> impl Iterator<Item = Range<usize>> {
     (0..range.len().div_ceil(width)).map(move |index| window(&range, width, index))
 }

@@ -1,4 +1,4 @@
-//! MPI as one thread may use it: the functions of `shim.c`, with MPI's error codes as errors.
+//! MPI for a single thread: the functions of `shim.c`, with MPI's error codes as errors.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
@@ -92,47 +92,47 @@ unsafe extern "C" {
     fn lockstep_mpi_text(code: c_int, text: *mut c_char, room: c_int) -> c_int;
 }
 
-/// A communicator, in its box.
+/// Handle of a communicator, as `shim.c` encodes it.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(transparent)]
 pub(super) struct Comm(u64);
 
-/// A request, in its box. What it was made for must stay where it is until it is complete.
+/// Handle of a request, as `shim.c` encodes it. Its buffers must not move until it is complete.
 #[derive(Debug, Default)]
 #[repr(transparent)]
 pub(super) struct Request(u64);
 
-/// Room for MPI's words about an error.
+/// Size in bytes of the buffer for an MPI error message.
 const TEXT_BYTES: usize = 256;
 
-/// The library, started by the thread that holds this, which makes all calls.
+/// The MPI library, owned by the thread that started it and makes all calls.
 #[derive(Debug)]
 pub(super) struct Mpi {
     pub(super) rank: usize,
     pub(super) ranks: usize,
-    /// Ranks of this host.
+    /// Number of ranks on this host.
     pub(super) local_ranks: usize,
-    /// All ranks, apart from what else of the process might use MPI.
+    /// Communicator of all ranks, separate from other uses of MPI in this process.
     pub(super) world: Comm,
-    /// It stays on its thread.
+    /// Marker that keeps the value on its thread.
     here: PhantomData<*const ()>,
 }
 
-/// MPI can be started once in a process.
+/// True once MPI has been started, which is possible once per process.
 static IS_STARTED: AtomicBool = AtomicBool::new(false);
 
 impl Mpi {
-    /// Starts MPI; waits until all ranks have come.
+    /// Starts MPI. Waits until all ranks have joined.
     ///
     /// # Errors
-    /// [`JoinProblem::Again`], and what MPI says.
+    /// If MPI was started before, or fails.
     pub(super) fn start() -> Result<Self, CommError> {
         if IS_STARTED.swap(true, Ordering::SeqCst) {
             return Err(CommError::Join(JoinProblem::Again));
         }
         let (mut threads, mut rank, mut ranks, mut local_ranks, mut world) = (0, 0, 0, 0, Comm::default());
-        // SAFETY: five places for five results. This thread, which starts MPI, makes all calls: any level of support for
-        // threads is enough.
+        // SAFETY: five places for five results. This thread starts MPI and makes all calls, so any level of thread support is
+        // enough.
         check("start MPI", unsafe {
             lockstep_mpi_start(&mut threads, &mut rank, &mut ranks, &mut local_ranks, &mut world)
         })?;
@@ -147,22 +147,22 @@ impl Mpi {
         Ok(Self { rank, ranks, local_ranks, world, here: PhantomData })
     }
 
-    /// A communicator for `ranks` of the world, which all of them call with the same `tag`. Waits for them.
+    /// Creates a communicator for `ranks` of the world. All of them call it with the same `tag`, and it waits for them.
     pub(super) fn group(&self, ranks: &[usize], tag: usize) -> Result<Comm, CommError> {
         let ranks: Vec<c_int> = ranks.iter().map(|rank| int(*rank)).collect();
         let mut comm = Comm::default();
         let (count, tag) = (int(ranks.len()), int(tag));
-        // SAFETY: as many ranks as are told.
+        // SAFETY: the count is that of the ranks.
         check("make a group over MPI", unsafe {
             lockstep_mpi_group(self.world, count, ranks.as_ptr(), tag, &mut comm)
         })?;
         Ok(comm)
     }
 
-    /// Sends `bytes` bytes, at most 2^31 - 1.
+    /// Starts to send `bytes` bytes, at most 2^31 - 1.
     ///
     /// # Safety
-    /// They stay as they are until the request is complete.
+    /// The bytes are valid and unchanged until the request is complete.
     pub(super) unsafe fn send(
         &self,
         comm: Comm,
@@ -171,16 +171,16 @@ impl Mpi {
         to: usize,
         tag: c_int,
     ) -> Result<Request, CommError> {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds the contract.
         request("send over MPI", |request| unsafe {
             lockstep_mpi_send(comm, data, int(bytes), int(to), tag, request)
         })
     }
 
-    /// Receives up to `bytes` bytes, at most 2^31 - 1; from any rank, if no one is named.
+    /// Starts to receive up to `bytes` bytes, at most 2^31 - 1; from any rank if `from` is `None`.
     ///
     /// # Safety
-    /// They are the request's until it is complete.
+    /// No other code accesses the bytes until the request is complete.
     pub(super) unsafe fn receive(
         &self,
         comm: Comm,
@@ -189,32 +189,33 @@ impl Mpi {
         from: Option<usize>,
         tag: c_int,
     ) -> Result<Request, CommError> {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds the contract.
         request("receive over MPI", |request| unsafe {
             lockstep_mpi_receive(comm, data, int(bytes), from.map_or(-1, int), tag, request)
         })
     }
 
-    /// Replaces `data` by the root's.
+    /// Starts to replace `data` with the root's.
     ///
     /// # Safety
-    /// It is the request's until that is complete.
+    /// No other code accesses `data` until the request is complete.
     pub(super) unsafe fn broadcast(
         &self,
         comm: Comm,
         data: Stretch,
         root: usize,
     ) -> Result<Request, CommError> {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds the contract.
         request("broadcast over MPI", |request| unsafe {
             lockstep_mpi_broadcast(comm, data.pointer, int(data.bytes()), int(root), request)
         })
     }
 
-    /// Gathers blocks of `counts` bytes, which begin at `starts`, in `output`; the own one from `input`, or from its place.
+    /// Starts to gather blocks of `counts` bytes at the offsets `starts` of `output`. This rank's block comes from
+    /// `input`, or is in its place already.
     ///
     /// # Safety
-    /// Input and output are the request's until that is complete; so are the two lists.
+    /// No other code accesses input, output and lists until the request is complete.
     pub(super) unsafe fn all_gather(
         &self,
         comm: Comm,
@@ -225,16 +226,16 @@ impl Mpi {
     ) -> Result<Request, CommError> {
         let (from, bytes) =
             input.map_or((std::ptr::null(), 0), |input| (input.pointer.cast_const(), input.bytes()));
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds the contract.
         request("gather over MPI", |request| unsafe {
             lockstep_mpi_all_gather(comm, from, int(bytes), output, counts.as_ptr(), starts.as_ptr(), request)
         })
     }
 
-    /// Replaces `data` by the reduction of all ranks'.
+    /// Starts to replace `data` with the reduction of all ranks' `data`.
     ///
     /// # Safety
-    /// It is the request's until that is complete.
+    /// No other code accesses `data` until the request is complete.
     pub(super) unsafe fn all_reduce(
         &self,
         comm: Comm,
@@ -242,16 +243,16 @@ impl Mpi {
         op: ReduceOp,
     ) -> Result<Request, CommError> {
         let number = code(data.number);
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds the contract.
         request("reduce over MPI", |request| unsafe {
             lockstep_mpi_all_reduce(comm, data.pointer, int(data.elements), number, op_code(op), request)
         })
     }
 
-    /// Reduces all ranks' `input` to the root's `output`, which may be the same memory.
+    /// Starts to reduce all ranks' `input` to the root's `output`, which may be the same memory.
     ///
     /// # Safety
-    /// Both are the request's until that is complete.
+    /// No other code accesses input and output until the request is complete.
     pub(super) unsafe fn reduce(
         &self,
         comm: Comm,
@@ -264,16 +265,16 @@ impl Mpi {
         let from = if is_in_place { std::ptr::null() } else { input.pointer.cast_const() };
         let to = output.unwrap_or(std::ptr::null_mut());
         let (count, number) = (int(input.elements), code(input.number));
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds the contract.
         request("reduce over MPI", |request| unsafe {
             lockstep_mpi_reduce(comm, from, to, count, number, op_code(op), int(root), request)
         })
     }
 
-    /// Writes the own one of blocks of `counts` elements of the reduction of all ranks' `input`.
+    /// Starts to reduce all ranks' `input`, and to write this rank's block to `output`. Blocks have `counts` elements.
     ///
     /// # Safety
-    /// Input, output and the list are the request's until that is complete.
+    /// No other code accesses input, output and list until the request is complete.
     pub(super) unsafe fn reduce_scatter(
         &self,
         comm: Comm,
@@ -283,32 +284,32 @@ impl Mpi {
         op: ReduceOp,
     ) -> Result<Request, CommError> {
         let number = code(input.number);
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds the contract.
         request("reduce over MPI", |request| unsafe {
             let (from, counts) = (input.pointer, counts.as_ptr());
             lockstep_mpi_reduce_scatter(comm, from, output, counts, number, op_code(op), request)
         })
     }
 
-    /// Carries on with everything that is under way. The position of the first of `requests` that is not complete, if any is
-    /// not.
+    /// Makes progress with all operations. Returns the index of the first of `requests` that is not complete; `None` if
+    /// all are.
     pub(super) fn test(&self, requests: &mut [Request]) -> Result<Option<usize>, CommError> {
         let mut first = 0;
         let count = int(requests.len());
-        // SAFETY: as many requests as are told, whose memory their makers see to.
+        // SAFETY: the count is that of the requests, whose makers keep their memory valid.
         check("carry on with MPI", unsafe { lockstep_mpi_test(count, requests.as_mut_ptr(), &mut first) })?;
         Ok(usize::try_from(first).ok().filter(|first| *first < requests.len()))
     }
 
-    /// Ends MPI; all ranks do. Nothing is under way but `receive`, which is given up.
+    /// Shuts MPI down, on all ranks together. No operation is in flight except `receive`, which is cancelled.
     pub(super) fn finish(self, mut receive: Request) -> Result<(), CommError> {
-        // SAFETY: a request of this library's; nothing is called after this, which takes `self`.
+        // SAFETY: the request is this library's. No call follows, since this takes `self`.
         check("end MPI", unsafe { lockstep_mpi_finish(&mut receive) })
     }
 
-    /// Ends all ranks' processes.
+    /// Aborts the processes of all ranks.
     pub(super) fn abort(&self, code: i32) {
-        // SAFETY: a call without pointers.
+        // SAFETY: the call has no pointers.
         unsafe { lockstep_mpi_abort(code) };
     }
 }
@@ -319,12 +320,12 @@ fn request(what: &'static str, begin: impl FnOnce(*mut Request) -> c_int) -> Res
 }
 
 fn check(what: &'static str, code: c_int) -> Result<(), CommError> {
-    // The one code that MPI fixes.
+    // Success is the only code whose value MPI defines.
     if code == 0 {
         return Ok(());
     }
     let mut text = [0; TEXT_BYTES];
-    // SAFETY: as much room as is told; what is written there ends with a zero.
+    // SAFETY: the size is that of the buffer; the text written to it ends with a zero.
     let text = unsafe {
         lockstep_mpi_text(code, text.as_mut_ptr(), int(TEXT_BYTES));
         CStr::from_ptr(text.as_ptr())
@@ -332,7 +333,7 @@ fn check(what: &'static str, code: c_int) -> Result<(), CommError> {
     Err(CommError::io(what)(io::Error::other(text.to_string_lossy().into_owned())))
 }
 
-/// Ranks, tags and lengths that were cut to fit.
+/// Converts ranks, tags and lengths, which have been limited to fit.
 fn int(value: usize) -> c_int {
     c_int::try_from(value).expect("no message is longer, and no rank higher, than MPI's numbers go")
 }
@@ -345,12 +346,12 @@ fn op_code(op: ReduceOp) -> c_int {
     int(ReduceOp::ALL.iter().position(|other| *other == op).unwrap_or(0))
 }
 
-/// What MPI calls to make `b` of `a` and `b`.
+/// Combines `a` and `b` into `b`, as MPI calls it.
 ///
 /// # Safety
-/// `count` elements lie at both.
+/// `count` elements are valid at both addresses.
 unsafe fn combine(number: NumberType, op: ReduceOp, a: *const c_void, b: *mut c_void, count: *const c_int) {
-    // SAFETY: as MPI promises.
+    // SAFETY: MPI upholds the contract.
     unsafe {
         let elements = usize::try_from(*count).unwrap_or(0);
         reduce(number, op, &[a.cast(), b.cast_const().cast()], &[b.cast()], elements);
@@ -359,9 +360,9 @@ unsafe fn combine(number: NumberType, op: ReduceOp, a: *const c_void, b: *mut c_
 
 macro_rules! user_functions {
     ($($number:ident $op:ident),*) => {
-        /// What MPI has no operations for: sums of bf16 and f16, each made in f32; extremes that let no NaN pass unseen. And
-        /// what it has wrong: sums of bytes stop at 255 in OpenMPI 4.1, extremes of unsigned numbers are those of
-        /// signed ones in MPICH 4.0.
+        /// Returns the reductions that MPI lacks or has wrong. It lacks sums of bf16 and f16 rounded from f32, and
+        /// maxima and minima that propagate NaN. Sums of bytes saturate at 255 in OpenMPI 4.1, and maxima and minima of
+        /// unsigned numbers compare them as signed in MPICH 4.0.
         fn user_functions() -> Vec<(NumberType, ReduceOp, UserFunction)> {
             vec![$({
                 unsafe extern "C" fn function(
@@ -370,7 +371,7 @@ macro_rules! user_functions {
                     count: *const c_int,
                     _: *const c_void,
                 ) {
-                    // SAFETY: the contract of MPI's.
+                    // SAFETY: MPI upholds the contract.
                     unsafe { combine(NumberType::$number, ReduceOp::$op, a, b, count) }
                 }
                 (NumberType::$number, ReduceOp::$op, function as UserFunction)

@@ -1,49 +1,49 @@
-//! Copies, and work cut into parts for the compute threads.
+//! Memory copies, and the split of work into tasks for the compute threads.
 
 use std::ops::Range;
 
 use lockstep_tensor::{CpuLevel, Workers};
 
-/// Bytes that make it worth to wake a compute thread.
+/// Minimum number of bytes for which it pays to wake a compute thread.
 const BYTES_PER_TASK: usize = 128 << 10;
-/// From so many bytes on a copy goes past the cache, where that is asked for.
+/// Minimum number of bytes for non-temporal stores, where the caller asks for them.
 const STREAM_BYTES: usize = 1 << 20;
-/// Bytes that are copied at a time: some vectors.
+/// Number of bytes copied per iteration: a few vectors.
 const BLOCK_BYTES: usize = 256;
 
-/// Copies bytes, on several threads if they are many.
+/// Copies bytes, on several threads if there are many.
 ///
-/// Not by the C library: where source and target lie at about the same place in their pages, as staged data does, its choice
-/// of `rep movsb` is up to ten times slower on Zen 3 and 4.
+/// It avoids `memcpy` of the C library. If source and target have nearly the same offset in their pages, as staged data does,
+/// its choice of `rep movsb` is up to ten times slower on Zen 3 and 4.
 ///
 /// # Safety
-/// Both ranges are valid, do not overlap, and nobody else writes them or reads the target.
+/// Both ranges are valid and do not overlap. Meanwhile no other code writes to them or reads the target.
 pub(crate) unsafe fn copy(workers: Option<&Workers>, from: *const u8, to: *mut u8, bytes: usize) {
     let (from, to) = (from as usize, to as usize);
     in_parts(workers, bytes, 1, |range| {
         let (from, to) = ((from + range.start) as *const u8, (to + range.start) as *mut u8);
         CpuLevel::run_at_best(
             #[inline(always)]
-            // SAFETY: parts do not overlap; the rest is the caller's promise.
+            // SAFETY: parts do not overlap; the caller guarantees the rest.
             || unsafe { copy_blocks(from, to, range.len()) },
         );
     });
 }
 
-/// As [`copy`], to where the bytes are not read again soon: many of them go past the cache, which spares reading what they
-/// replace.
+/// Copies bytes that are not read again soon. Large copies use non-temporal stores, which bypass the cache and avoid reading
+/// the cache lines that they overwrite.
 ///
 /// # Safety
 /// As for [`copy`].
 pub(crate) unsafe fn copy_past_cache(workers: Option<&Workers>, from: *const u8, to: *mut u8, bytes: usize) {
     if bytes < STREAM_BYTES {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds the contract of `copy`.
         return unsafe { copy(workers, from, to, bytes) };
     }
     let (from, to) = (from as usize, to as usize);
     in_parts(workers, bytes, 1, |range| {
         let (from, to) = ((from + range.start) as *const u8, (to + range.start) as *mut u8);
-        // SAFETY: parts do not overlap; the rest is the caller's promise.
+        // SAFETY: parts do not overlap; the caller guarantees the rest.
         unsafe { stream(from, to, range.len()) };
     });
 }
@@ -57,8 +57,8 @@ unsafe fn stream(from: *const u8, to: *mut u8, bytes: usize) {
     const LINE: usize = 64;
     let head = to.align_offset(LINE).min(bytes);
     let lines = (bytes - head) / LINE;
-    // SAFETY: all lies in both ranges; from `head` on the target is aligned to lines. The fence orders these stores before
-    // whatever tells others of them. SSE2 is part of the architecture.
+    // SAFETY: all accesses are within both ranges; from `head` on the target is aligned to cache lines. The fence orders these
+    // stores before the store that announces them. SSE2 is part of the architecture.
     unsafe {
         std::ptr::copy_nonoverlapping(from, to, head);
         for line in 0..lines {
@@ -79,7 +79,7 @@ unsafe fn stream(from: *const u8, to: *mut u8, bytes: usize) {
 /// As for [`copy`].
 #[cfg(not(target_arch = "x86_64"))]
 unsafe fn stream(from: *const u8, to: *mut u8, bytes: usize) {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller upholds the contract of `copy`.
     unsafe { copy_blocks(from, to, bytes) };
 }
 
@@ -90,17 +90,17 @@ unsafe fn copy_blocks(from: *const u8, to: *mut u8, bytes: usize) {
     type Block = [u64; BLOCK_BYTES / size_of::<u64>()];
     let whole = bytes / BLOCK_BYTES;
     for block in 0..whole {
-        // SAFETY: the block lies in both ranges.
+        // SAFETY: the block is within both ranges.
         unsafe {
             to.cast::<Block>().add(block).write_unaligned(from.cast::<Block>().add(block).read_unaligned())
         };
     }
     let done = whole * BLOCK_BYTES;
-    // SAFETY: the rest lies in both ranges.
+    // SAFETY: the rest is within both ranges.
     unsafe { std::ptr::copy_nonoverlapping(from.add(done), to.add(done), bytes - done) };
 }
 
-/// Calls `work` with parts of `0..elements` that cover it, on the compute threads if that is worth it.
+/// Calls `work` with ranges that cover `0..elements`, on the compute threads if that pays.
 pub(crate) fn in_parts(
     workers: Option<&Workers>,
     elements: usize,
@@ -125,7 +125,7 @@ mod tests {
         for bytes in [0, 1, 255, 256, 257, 1000, 300_000, STREAM_BYTES, STREAM_BYTES + 77] {
             let source: Vec<u8> = (0..bytes).map(|i| (i % 251) as u8).collect();
             let mut target = vec![7; bytes + 2];
-            // SAFETY: the target has room, a byte off.
+            // SAFETY: the target has one byte more than is copied to it.
             unsafe { copy(None, source.as_ptr(), target[1..].as_mut_ptr(), bytes) };
             assert_eq!(target[1..=bytes], source);
             target[1..=bytes].fill(0);

@@ -1,5 +1,5 @@
-//! A thread of each rank that shows the others that it moves, and watches them: a process that ends without having left, or
-//! does not move any more, ends the run for all.
+//! The heartbeat thread of each rank, which also watches the other ranks. A process that ends without having left, or whose
+//! heartbeat stops, ends the run on all ranks.
 
 use std::{
     io,
@@ -17,16 +17,16 @@ use rustix::{
 use super::{layout::Status, segments::Segments};
 use crate::{CommError, LossCause};
 
-/// Beats in the time after which a silent rank counts as lost.
+/// Number of heartbeats within the time after which a silent rank counts as lost.
 const BEATS: u32 = 20;
-/// Between two looks as long as not everybody is here.
+/// Heartbeat interval until all ranks have joined.
 const WHILE_JOINING: Duration = Duration::from_millis(10);
-/// Time for a launcher to tell how a process ended, which its peers cannot see, before they say that it did.
+/// Time for the launcher to report the cause of a process's end, which peers cannot see, before they report it themselves.
 const LAUNCHERS_TURN: Duration = Duration::from_millis(100);
-/// Pause between two looks at the verdict.
+/// Polling interval for the launcher's report.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// The thread; it ends when this is dropped.
+/// Handle of the thread, which ends when the handle is dropped.
 #[derive(Debug)]
 pub(crate) struct Heart {
     stop: Arc<OwnedFd>,
@@ -34,7 +34,7 @@ pub(crate) struct Heart {
 }
 
 impl Heart {
-    /// Starts to beat for `rank`, and to watch the others, which may be silent for `limit`.
+    /// Starts the heartbeat of `rank` and the watch over the others, which may be silent for `limit`.
     pub(crate) fn start(segments: &Segments, rank: usize, limit: Duration) -> io::Result<Self> {
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let watch = Watch {
@@ -51,7 +51,7 @@ impl Heart {
 
 impl Drop for Heart {
     fn drop(&mut self) {
-        // An event counter at its limit would refuse; this one is written once.
+        // A write fails only if the event counter is at its limit; this one is written once.
         let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -71,17 +71,17 @@ struct Peer {
     rank: usize,
     process: Process,
     beat: u32,
-    /// Own beats since it changed.
+    /// Number of own heartbeats since the peer's counter changed.
     silence: u32,
 }
 
-/// What is known of a peer's process.
+/// State of the watch over a peer's process.
 enum Process {
-    /// It is not here yet.
+    /// The peer has not joined yet.
     Expected,
-    /// Its end can be watched for.
+    /// The peer's pidfd, which reports its end.
     Watched(OwnedFd),
-    /// It cannot, or need not: it is this very process, or in another PID namespace, or has ended.
+    /// No watch: the peer is a thread of this process, is in another PID namespace, or has ended.
     Unwatched,
 }
 
@@ -115,7 +115,7 @@ impl Watch {
         }
     }
 
-    /// Starts to watch those who have come since; returns those who are gone already.
+    /// Starts to watch peers that have joined since the last call. Returns those whose processes are gone already.
     fn meet_peers(&mut self) -> Vec<usize> {
         let mut gone = Vec::new();
         let own = self.segments.header(self.rank);
@@ -141,7 +141,7 @@ impl Watch {
         gone
     }
 
-    /// Sleeps; returns earlier with the ranks whose processes have ended. An error is the end.
+    /// Sleeps for at most `limit`. Returns the ranks whose processes have ended meanwhile; `Err` if the thread must stop.
     fn sleep(&mut self, limit: Duration) -> Result<Vec<usize>, ()> {
         let timeout = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
         let mut watched = Vec::new();
@@ -171,7 +171,7 @@ impl Watch {
         Ok(dead.into_iter().map(|index| self.peers[index].rank).collect())
     }
 
-    /// Counts the beats that peers miss. Time is told by own beats: if all were stopped together, nobody is late.
+    /// Counts the heartbeats that peers miss. The own heartbeat is the clock: if all ranks are paused together, none is late.
     fn listen(&mut self) {
         let mut silent = None;
         for peer in &mut self.peers {

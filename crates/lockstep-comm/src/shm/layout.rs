@@ -1,16 +1,16 @@
-//! Where everything lies in the ranks' shared memory, and the words in it.
+//! Offsets of all structures in the ranks' shared memory, and their words.
 //!
-//! Each rank has a segment, which all ranks map. A rank writes the words of its own segment only, but for its peers' bells and
-//! the one record of why the run ended:
+//! Each rank has a segment, which all ranks map. A rank writes only to the words of its own segment, except for its peers'
+//! bells and the single record of the error that ended the run:
 //!
 //! ```text
-//!     header     who is here, bell, heartbeat; in rank 0's also why the run ended
+//!     header     presence, bell, heartbeat; in rank 0's also the error that ended the run
 //!     recorder   the last operations, readable after death
 //!     per partition: line | table | mailboxes | small slots | chunks | result | mail slots
-//!     heap       buffers of the rank's arena: reduced where they are
+//!     heap       buffers of the rank's arena, reduced in place
 //! ```
 //!
-//! All of it starts as zeros, which is a sound state of every word.
+//! All of it starts as zeros, a valid state of every word.
 
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
@@ -18,56 +18,57 @@ use lockstep_tensor::SharedMemory;
 
 use crate::{MAX_PARTITIONS, error::ERROR_WORDS};
 
-/// `LOCKSTEP` in the order of bytes.
+/// `LOCKSTEP` in byte order; the first word of every segment.
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"LOCKSTEP");
-/// Changes with every change of what is below or of the hand-shake.
+/// Version of the structures below and of the handshake with the launcher.
 pub(crate) const VERSION: u32 = 2;
 
-/// Operations of a group that a rank may have begun before the slowest one has ended the first of them.
+/// Maximum number of a group's operations in flight on a rank: one may start once all ranks have finished the one
+/// `RING` before.
 pub(crate) const RING: u32 = 32;
-/// As [`RING`], of messages that travel through small slots.
+/// Counterpart of [`RING`] for operations whose data goes through small slots.
 pub(crate) const SMALL_SLOTS: u32 = 4;
-/// Messages up to this size are copied when their operation begins, and read from there by everybody.
+/// Maximum size in bytes of data that is copied to a small slot when its operation starts, and read from there by all ranks.
 pub(crate) const SMALL_BYTES: usize = 32 << 10;
-/// Larger ones that do not lie in shared memory go through chunks of this size.
+/// Size in bytes of a chunk, for larger data outside shared memory.
 pub(crate) const CHUNK_BYTES: usize = 512 << 10;
-/// Between two ranks, through parts of this size.
+/// Size in bytes of a part of a point-to-point message outside shared memory.
 pub(crate) const MAIL_BYTES: usize = 256 << 10;
-/// Of which so many are there.
+/// Number of slots for such parts, per pair of ranks and direction.
 pub(crate) const MAIL_SLOTS: u32 = 2;
-/// Parts that a rank may have been told of before it fetches the first, if they lie in shared memory. A multiple of the former.
+/// Maximum number of announced parts that are not yet received, if they are in shared memory. A multiple of [`MAIL_SLOTS`].
 pub(crate) const MAIL_PARTS: u32 = 16;
-/// Operations that the flight recorder remembers.
+/// Number of operations that the flight recorder keeps.
 pub(crate) const RECORDS: usize = 1024;
 
-/// The first words of a segment.
+/// First structure of a segment.
 #[repr(C, align(128))]
 pub(crate) struct Header {
     pub(crate) magic: AtomicU64,
     pub(crate) version: AtomicU32,
     pub(crate) pid: AtomicU32,
-    /// Inode of the process's PID namespace: outside of it the number means another process.
+    /// Inode of the process's PID namespace; in another namespace, `pid` means another process.
     pub(crate) pid_namespace: AtomicU64,
-    /// A [`Status`].
+    /// Presence of the rank: a [`Status`].
     pub(crate) status: AtomicU32,
-    /// Counts up while the process moves.
+    /// Heartbeat counter, which increases while the process runs.
     pub(crate) beat: AtomicU32,
-    /// How many threads of the rank sleep, or are about to.
+    /// Number of threads of the rank that sleep, or are about to.
     pub(crate) asleep: SeparateLine<AtomicU32>,
-    /// What they sleep on. Rung by others.
+    /// Futex word that these threads sleep on; other ranks increment it.
     pub(crate) bell: SeparateLine<AtomicU32>,
-    /// In the segment of rank 0: why the run ended. 0 not at all, 1 being written, 2 written.
+    /// State of `ending_words` in the segment of rank 0: 0 while the run goes on, 1 while they are written, 2 once they are.
     pub(crate) ending: SeparateLine<AtomicU32>,
     pub(crate) ending_words: [AtomicU64; ERROR_WORDS],
-    /// Operations recorded so far.
+    /// Number of operations recorded so far.
     pub(crate) recorded: AtomicU64,
 }
 
-/// What is written by others than its neighbours, or as often, has a cache line of its own.
+/// Word on a cache line of its own, because other ranks write it, or because it changes more often than its neighbours.
 #[repr(C, align(128))]
 pub(crate) struct SeparateLine<T>(pub(crate) T);
 
-/// Values of [`Header::status`].
+/// Presence of a rank: the values of [`Header::status`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Status {
@@ -77,41 +78,41 @@ pub(crate) enum Status {
     Panicked = 3,
 }
 
-/// A rank's words in a group.
+/// A rank's counters and descriptions of operations in a group.
 #[repr(C, align(128))]
 pub(crate) struct Line {
-    /// Operations begun: their descriptions are in `posted`.
+    /// Number of operations started; their descriptions are in `posted`.
     pub(crate) arrived: AtomicU32,
-    /// Operations ended: the rank neither reads nor writes other ranks' memory for them any more.
+    /// Number of operations finished, for which the rank no longer accesses other ranks' memory.
     pub(crate) finished: AtomicU32,
-    /// Turns taken within operations that go through chunks.
+    /// Number of turns taken within operations that go through chunks.
     pub(crate) turn: AtomicU32,
     pub(crate) posted: [Posted; RING as usize],
 }
 
-/// What a rank says of an operation when it begins it.
+/// Description of an operation, which a rank publishes when it starts it.
 #[repr(C, align(64))]
 pub(crate) struct Posted {
     pub(crate) call: [AtomicU64; 3],
-    /// Where its stream lies: a [`Place`](super::place::Place).
+    /// Location of the rank's source: a [`Place`](super::place::Place).
     pub(crate) source: AtomicU64,
-    /// Where its result goes.
+    /// Location of the rank's target.
     pub(crate) target: AtomicU64,
-    /// Bytes of this part, between two ranks.
+    /// Length in bytes of this part of a point-to-point message.
     pub(crate) bytes: AtomicU64,
 }
 
-/// A rank's words for one other rank.
+/// A rank's words for one peer.
 #[repr(C, align(128))]
 pub(crate) struct Mailbox {
-    /// Parts sent to it.
+    /// Number of parts sent to the peer.
     pub(crate) sent: AtomicU32,
-    /// Parts received from it.
+    /// Number of parts received from the peer.
     pub(crate) received: AtomicU32,
     pub(crate) parts: [Posted; MAIL_PARTS as usize],
 }
 
-/// Offsets in every segment of a world.
+/// Offsets of the structures in every segment of a world.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Layout {
     ranks: usize,
@@ -119,7 +120,7 @@ pub(crate) struct Layout {
     groups_at: usize,
 }
 
-/// Parts are aligned to pages.
+/// Alignment of structures in bytes.
 const PAGE_BYTES: usize = 4096;
 
 impl Layout {
@@ -132,7 +133,7 @@ impl Layout {
 
     const RECORDER_AT: usize = size_of::<Header>().next_multiple_of(PAGE_BYTES);
 
-    /// Where the rank's arena begins.
+    /// Returns the offset of the rank's arena.
     pub(crate) fn heap_at(&self) -> usize {
         self.group_at(MAX_PARTITIONS)
     }
@@ -149,7 +150,7 @@ impl Layout {
         at(memory, self.group_at(group))
     }
 
-    /// Word `index` of the table that describes operation `sequence`: what it sends to each rank, then what it receives.
+    /// Returns word `index` of the table of operation `sequence`: the bytes sent to each rank, then those received from each.
     pub(crate) fn table<'a>(
         &self,
         memory: &'a SharedMemory,
@@ -171,7 +172,7 @@ impl Layout {
         self.group_at(group) + self.small_in_group() + (sequence % SMALL_SLOTS) as usize * SMALL_BYTES
     }
 
-    /// Two chunks take turns.
+    /// Returns the offset of a chunk. Two chunks alternate.
     pub(crate) fn chunk(&self, group: usize, window: u32) -> usize {
         self.group_at(group) + self.chunks_in_group() + (window % 2) as usize * CHUNK_BYTES
     }
@@ -209,38 +210,39 @@ impl Layout {
     }
 }
 
-/// One operation in the flight recorder.
+/// Record of one operation in the flight recorder.
 #[derive(Default)]
 #[repr(C, align(64))]
 pub(crate) struct Record {
-    /// 1 more than the number of the operation of the rank; 0 while it is being written.
+    /// Number of the rank's operation plus 1; 0 while the record is being written.
     pub(crate) number: AtomicU64,
     pub(crate) call: [AtomicU64; 3],
-    /// Index of the group, its first rank and its size, 16 bits each.
+    /// Index of the group, its first rank and its size: 16, 16 and 32 bits.
     pub(crate) group: AtomicU64,
     pub(crate) sequence: AtomicU64,
-    /// Microseconds of the machine's clock at which it was begun, everybody had come, and it ended; 0 for not yet.
+    /// Times in microseconds of the machine's clock at which the operation was called, all ranks had called it, and it
+    /// was done; 0 for not yet.
     pub(crate) times_us: [AtomicU64; 3],
     /// Line and name (its end) of the source file that called it.
     pub(crate) line: AtomicU64,
     pub(crate) file: [AtomicU64; 6],
 }
 
-/// A part of a segment as what lies there.
+/// Returns the structure at `offset` of a segment.
 fn at<T: Words>(memory: &SharedMemory, offset: usize) -> &T {
     assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= memory.len_bytes());
-    // SAFETY: the range lies in the mapping, which lives as long as the reference; it is aligned, and consists of atomic
-    // words, for which every content is sound and which everybody accesses as such.
+    // SAFETY: the range is within the mapping, which outlives the reference. It is aligned, and consists of atomic words, for
+    // which every bit pattern is valid and which all processes access as such.
     unsafe { &*memory.at(offset).cast::<T>() }
 }
 
-/// What consists of atomic words alone.
+/// A type that consists of atomic words alone.
 ///
 /// # Safety
-/// It does, and has no padding that is read.
+/// The type consists of atomic words, and no padding of it is read.
 unsafe trait Words {}
 
-// SAFETY: atomics only.
+// SAFETY: all fields are atomics.
 unsafe impl Words for Header {}
 // SAFETY: as above.
 unsafe impl Words for Line {}

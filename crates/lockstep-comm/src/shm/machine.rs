@@ -1,7 +1,7 @@
-//! A rank with all its groups, and how it waits.
+//! A rank with all its groups, and its waiting loop.
 //!
-//! Whoever waits carries on with everything that the rank has under way, in all groups: else two ranks that wait in
-//! different groups could wait for each other for ever. After a while without news it sleeps until its bell rings.
+//! A waiting rank advances all operations in flight, of all its groups; otherwise two ranks that wait in different groups
+//! could deadlock. After a while without progress it sleeps until its bell rings.
 
 use std::{
     panic::Location,
@@ -21,10 +21,10 @@ use crate::{
     transport::{self, Ticket, Transport},
 };
 
-/// The longest sleep without a look at the deadline and at who has left.
+/// Maximum sleep before the deadline and the presence of other ranks are checked again.
 const NAP: Duration = Duration::from_millis(10);
 
-/// One rank, with every group that it is in.
+/// Shared-memory transport of one rank, with every group that it is in.
 #[derive(Debug)]
 pub(crate) struct Machine {
     pub(crate) segments: Segments,
@@ -32,36 +32,36 @@ pub(crate) struct Machine {
     heap: Arc<SharedHeap>,
     patience: Patience,
     state: Mutex<State>,
-    /// Ends before the segments do.
+    /// Heartbeat thread, which must end before the segments are unmapped.
     heart: Option<Heart>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// By index of the partition; `None` where this rank is in no group of it.
+    /// Queues by index of the partition; `None` where this rank is in no group of it.
     queues: Vec<Option<Queue>>,
     workers: Option<Workers>,
     recorded: u64,
 }
 
-/// How often to look before sleeping.
+/// Number of polls before a waiting rank sleeps.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Patience {
-    /// Looks in a row.
+    /// Consecutive polls that spin.
     looks: u32,
-    /// Looks with the core given to others in between.
+    /// Further polls that yield the core in between.
     yields: u32,
 }
 
 impl Patience {
-    /// For `ranks` ranks that share `cores` cores.
+    /// Returns the patience of one of `ranks` ranks that share `cores` cores.
     pub(crate) fn new(ranks: usize, cores: usize) -> Self {
         if ranks <= cores { Self { looks: 2000, yields: 0 } } else { Self { looks: 0, yields: 4 } }
     }
 }
 
 impl Machine {
-    /// Comes into the world as `rank`.
+    /// Enters the world as `rank` and starts the heartbeat.
     pub(crate) fn new(
         segments: Segments,
         rank: usize,
@@ -85,7 +85,7 @@ impl Machine {
         ask(self.lock().queue(group))
     }
 
-    /// Carries on until `attempt` has succeeded.
+    /// Advances all operations until `attempt` returns a result. `late` returns the rank and operation that it waits for.
     fn drive<R>(
         &self,
         group: usize,
@@ -96,7 +96,7 @@ impl Machine {
         let (mut looks, mut suspect) = (0, None);
         loop {
             let is_patient = looks < self.patience.looks + self.patience.yields;
-            // From here on others ring; what they did before is seen by the attempt.
+            // From here on other ranks ring the bell; the attempt sees what they wrote before.
             let bell = (!is_patient).then(|| Bell::listen(&self.segments, self.rank));
             match self.attempt(&mut attempt) {
                 Ok(Attempt { result: Some(result), .. }) => return Ok(result),
@@ -116,7 +116,7 @@ impl Machine {
                 continue;
             };
             let (rank, occasion) = late(&self.lock());
-            // Twice, since the last thing that it did may have come between the attempt and now.
+            // Checked twice: the rank may have made its last progress between the attempt and this check.
             let cause = self.cause_of_loss(rank);
             if let (Some(cause), Some((suspected, _))) = (cause, suspect)
                 && suspected == rank
@@ -154,7 +154,7 @@ impl Machine {
         }
     }
 
-    /// How a rank was lost that has said so itself.
+    /// Returns the cause of loss that the rank itself has announced, if any.
     fn cause_of_loss(&self, rank: usize) -> Option<LossCause> {
         match self.segments.status(rank) {
             Status::Absent | Status::Here => None,
@@ -274,17 +274,17 @@ impl Transport for Machine {
 
     fn fail(&self, error: CommError) -> CommError {
         let ending = self.segments.end(&error, self.rank);
-        // Nothing may touch the callers' memory after they have been told.
+        // No operation may access the callers' memory after the error has been returned to them.
         self.lock().queues.iter_mut().flatten().for_each(Queue::abandon);
         match ending {
-            // Only this rank knows the details of what happened to it alone.
+            // Only this rank has the details of a local error.
             CommError::Stopped { by: Some(rank) } if rank == self.rank => error,
             ending => ending,
         }
     }
 }
 
-/// What came of one look at everything.
+/// Outcome of one poll of all operations.
 struct Attempt<R> {
     result: Option<R>,
     has_moved: bool,
@@ -302,7 +302,7 @@ impl State {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // Its peers are told before its thread stops to beat.
+        // Peers must see the status before the heartbeat stops.
         let status = if std::thread::panicking() { Status::Panicked } else { Status::Left };
         self.segments.header(self.rank).status.store(status as u32, Ordering::SeqCst);
         for rank in (0..self.segments.ranks()).filter(|rank| *rank != self.rank) {
@@ -312,7 +312,7 @@ impl Drop for Machine {
     }
 }
 
-/// A rank that is about to sleep, which others can see.
+/// A rank about to sleep, visible to other ranks as such until dropped.
 struct Bell<'a> {
     segments: &'a Segments,
     rank: usize,

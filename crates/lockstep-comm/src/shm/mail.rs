@@ -1,7 +1,9 @@
-//! Messages between two ranks of a group: parts in slots of the sender's segment, or one part that says where all of it lies.
+//! Point-to-point messages between two ranks of a group. A message travels in parts through slots of the sender's segment, or
+//! as one part with the offset of data that is in shared memory.
 //!
-//! Messages from one rank to another are received in the order in which they were sent. They wait for nobody else. Several that lie
-//! in shared memory can be told of before the first is fetched: their sender need not come back for the others to leave.
+//! Messages from one rank to another are received in the order in which they were sent, independently of all other ranks.
+//! Several messages in shared memory can be announced before the first is fetched: the sender need not make progress for the
+//! others to go out.
 
 use std::{collections::VecDeque, sync::atomic::Ordering};
 
@@ -27,12 +29,12 @@ pub(crate) struct Mail {
     from: Vec<Lane>,
 }
 
-/// Messages one way.
+/// Messages in one direction between two ranks.
 #[derive(Debug, Default)]
 struct Lane {
-    /// Messages begun.
+    /// Number of messages started.
     begun: u32,
-    /// Parts sent, or received.
+    /// Number of parts sent, or received.
     parts: u32,
     messages: VecDeque<Running>,
 }
@@ -43,7 +45,7 @@ impl Mail {
         Self { to: lanes(), from: lanes() }
     }
 
-    /// The number that a message would have if it began now; `None` for another operation.
+    /// Returns the number of `task`'s message if it started now; `None` for other operations.
     pub(crate) fn next(&self, task: &Task) -> Option<u32> {
         match task.flow {
             Flow::Send { to } => Some(self.to[to].begun),
@@ -62,7 +64,7 @@ impl Mail {
         lane.messages.push_back(running);
     }
 
-    /// Moves what can be moved; says whether anything was.
+    /// Moves all parts that can be moved. Returns true if there were any.
     pub(crate) fn advance(
         &mut self,
         members: &Members,
@@ -98,7 +100,7 @@ impl Mail {
         self.to.iter_mut().chain(&mut self.from).for_each(|lane| lane.messages.clear());
     }
 
-    /// Whom the first message that is under way waits for, as a rank of the world; and the message.
+    /// Returns the world rank that the first message in flight waits for, and the message.
     pub(crate) fn awaited(&self, members: &Members) -> Option<(usize, Occasion)> {
         let lanes = self.to.iter().chain(&self.from).zip((0..members.len()).cycle());
         let waiting = lanes.filter_map(|(lane, peer)| Some((peer, lane.messages.front()?)));
@@ -106,7 +108,7 @@ impl Mail {
     }
 }
 
-/// Ends the first message if it is done; says whether it was.
+/// Removes and completes the first message if it is done. Returns true if it was.
 fn end_if_done(messages: &mut VecDeque<Running>, members: &Members) -> bool {
     let Some(running) = messages.pop_front_if(|running| running.step == Step::Done) else { return false };
     running.stamp(members, 1);
@@ -135,7 +137,7 @@ impl Post<'_> {
         segments.layout.mailbox(segments.memory(self.members.ranks[of]), self.members.index, with)
     }
 
-    /// Sends as many parts as there is room for; says whether that are any.
+    /// Sends as many parts as there is room for. Returns true if there were any.
     fn send(&self, running: &mut Running, sent: &mut u32) -> bool {
         let (source, mut has_moved) = (running.task.source, false);
         let place = self.members.place_of(&source);
@@ -144,7 +146,7 @@ impl Post<'_> {
         let room = if shared.is_some() { MAIL_PARTS } else { MAIL_SLOTS };
         while running.step != Step::Done {
             let received = self.peers().received.load(Ordering::SeqCst);
-            // The window of a message that lies in shared memory is the count of parts that ends it.
+            // For a message in shared memory, `window` is the count of received parts at which it is complete.
             if running.step == Step::Filled {
                 if !has_reached(received, running.window as u32) {
                     break;
@@ -163,7 +165,8 @@ impl Post<'_> {
                     let bytes = window(&(0..source.bytes()), MAIL_BYTES, running.window);
                     let slot = self.members.segments.layout.mail_slot(self.members.index, self.peer, *sent);
                     let to = self.members.at(self.members.own, slot);
-                    // SAFETY: the source is the caller's; the slot is this rank's, and what was in it has been received.
+                    // SAFETY: the source is the caller's. The slot is this rank's, and its previous contents have been
+                    // received.
                     unsafe { copy(self.workers, source.pointer.wrapping_add(bytes.start), to, bytes.len()) };
                     part.bytes.store(bytes.len() as u64, Ordering::Relaxed);
                     post(part, running.task.call, Place::Private, Place::Private);
@@ -181,7 +184,7 @@ impl Post<'_> {
         has_moved
     }
 
-    /// Receives as many parts as are there; says whether that are any.
+    /// Receives all available parts. Returns true if there were any.
     fn receive(&self, running: &mut Running, received: &mut u32) -> Result<bool, CommError> {
         let (target, mut has_moved) = (running.task.target, false);
         while running.step != Step::Done
@@ -206,7 +209,7 @@ impl Post<'_> {
                     )
                 }
             };
-            // SAFETY: the part stays as it is until it is received; the target is the caller's, and as long as what is sent.
+            // SAFETY: the part does not change until it is received. The target is the caller's, and as long as the sent data.
             unsafe { copy(self.workers, from, target.pointer.wrapping_add(bytes.start), bytes.len()) };
             running.window += 1;
             if bytes.end == target.bytes() {
@@ -220,7 +223,7 @@ impl Post<'_> {
         Ok(has_moved)
     }
 
-    /// Sees that what is sent is what is waited for.
+    /// Checks that the sent message matches the receive.
     fn compare(&self, running: &Running, sent: [u64; 3]) -> Result<(), CommError> {
         let expected = Call { kind: Kind::Send, root: Some(self.members.own), ..running.task.call };
         if sent == expected.to_words() {

@@ -1,4 +1,4 @@
-//! A group as one of its ranks sees it: the words and the memory of all members.
+//! A group as seen by one of its ranks: the shared words and the memory of all members.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -9,19 +9,19 @@ use super::{
 };
 use crate::{GroupName, memory::Stretch, transport};
 
-/// The ranks of a group.
+/// Ranks of a group and their segments. A member is a rank's index in the group.
 #[derive(Debug, Clone)]
 pub(crate) struct Members {
     pub(crate) segments: Segments,
-    /// Index of the partition that made the group.
+    /// Index of the partition that created the group.
     pub(crate) index: usize,
-    /// Ranks of the world, in the order of the group.
+    /// World ranks of the members, in group order.
     pub(crate) ranks: Vec<usize>,
-    /// The own position.
+    /// Index of this rank in `ranks`.
     pub(crate) own: usize,
 }
 
-/// One of the counters in a rank's [`Line`].
+/// A counter in a rank's [`Line`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Counter {
     Arrived,
@@ -29,7 +29,7 @@ pub(crate) enum Counter {
     Turn,
 }
 
-/// Whether a counter that wraps around has reached `goal`.
+/// Returns true if a counter that wraps around has reached `goal`.
 pub(crate) fn has_reached(count: u32, goal: u32) -> bool {
     count.wrapping_sub(goal) as i32 >= 0
 }
@@ -61,16 +61,16 @@ impl Members {
     }
 
     pub(crate) fn count(&self, member: usize, counter: Counter) -> u32 {
-        // Sequentially consistent for the sake of `Segments::ring`.
+        // Sequentially consistent, as `Segments::ring` requires.
         self.counter(member, counter).load(Ordering::SeqCst)
     }
 
-    /// The first member whose counter has not reached `goal`.
+    /// Returns the first member whose counter has not reached `goal`.
     pub(crate) fn behind(&self, counter: Counter, goal: u32) -> Option<usize> {
         (0..self.len()).find(|member| !has_reached(self.count(*member, counter), goal))
     }
 
-    /// Sets an own counter; everything written before is there for whoever sees it.
+    /// Sets a counter of this rank and wakes the other members. Earlier writes are visible to every reader of the new value.
     pub(crate) fn publish(&self, counter: Counter, count: u32) {
         self.counter(self.own, counter).store(count, Ordering::SeqCst);
         for (member, rank) in self.ranks.iter().enumerate() {
@@ -80,22 +80,22 @@ impl Members {
         }
     }
 
-    /// Where a member's stream lies in operation `sequence`, which it has begun.
+    /// Returns the location of a member's source in operation `sequence`, which the member has started.
     pub(crate) fn source_place(&self, member: usize, sequence: u32) -> Place {
         Place::from_word(self.posted(member, sequence).source.load(Ordering::Relaxed))
     }
 
-    /// Where its result goes.
+    /// Returns the location of a member's target in operation `sequence`, which the member has started.
     pub(crate) fn target_place(&self, member: usize, sequence: u32) -> Place {
         Place::from_word(self.posted(member, sequence).target.load(Ordering::Relaxed))
     }
 
-    /// Where byte `offset` of a member's segment lies here.
+    /// Returns the local address of byte `offset` of a member's segment.
     pub(crate) fn at(&self, member: usize, offset: usize) -> *mut u8 {
         self.segments.memory(self.ranks[member]).at(offset)
     }
 
-    /// How others find memory of this rank: in its segment, or not at all.
+    /// Returns the location of this rank's memory for the other ranks: an offset of its segment's heap, or private.
     pub(crate) fn place_of(&self, memory: &Stretch) -> Place {
         let own = self.segments.memory(self.ranks[self.own]);
         let heap = self.segments.layout.heap_at();

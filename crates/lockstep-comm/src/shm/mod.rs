@@ -1,11 +1,11 @@
-//! Ranks that share memory: processes of one machine, or threads of one process, which run the same code.
+//! The shared-memory transport, between processes of one machine or threads of one process; both run the same code.
 //!
-//! - [`layout`]: where everything lies in the ranks' segments.
-//! - [`segments`]: a mapping of all of them; bells, and why a run ended.
-//! - [`members`]: a group as one of its ranks sees it.
-//! - [`queue`]: the group's operations; [`reduction`], [`moving`] and [`mail`] carry them out.
-//! - [`machine`]: a rank with all its groups, and how it waits.
-//! - [`heart`]: a thread that shows that the rank moves, and watches the others.
+//! - [`layout`]: offsets of all structures in the ranks' segments.
+//! - [`segments`]: the mappings of all segments; wake-up bells, and the error that ended the run.
+//! - [`members`]: a group as seen by one of its ranks.
+//! - [`queue`]: a group's operations; [`reduction`], [`moving`] and [`mail`] carry them out.
+//! - [`machine`]: a rank with all its groups, and its waiting loop.
+//! - [`heart`]: the heartbeat thread, which also watches the other ranks.
 
 mod copy;
 mod heart;

@@ -1,5 +1,5 @@
-//! Operations that only move data, in shared memory: each rank pulls its pieces from the others' streams, from where they
-//! lie if that is shared, else chunk by chunk.
+//! Data-movement operations in shared memory. Each rank pulls its pieces from the other ranks' streams: directly if a stream
+//! is in shared memory, chunk by chunk otherwise.
 
 use lockstep_tensor::Workers;
 
@@ -18,7 +18,7 @@ use crate::{
 };
 
 impl Running {
-    /// Goes on as far as the other ranks permit.
+    /// Advances the operation as far as the other ranks permit.
     pub(crate) fn advance_exchange(
         &mut self,
         members: &Members,
@@ -51,7 +51,7 @@ impl Running {
         }
     }
 
-    /// Pulls what lies in shared memory, and the own piece.
+    /// Pulls all pieces that are in shared memory, and this rank's own piece.
     fn pull_at_once(&self, exchange: &Exchange, members: &Members, workers: Option<&Workers>) {
         for member in 0..members.len() {
             let piece = exchange.piece(members.own, member);
@@ -69,21 +69,22 @@ impl Running {
             };
             let from = from.wrapping_add(piece.from);
             if from != to.cast_const() {
-                // SAFETY: the piece lies in the other's stream, which stays as it is until this rank has finished, and in
-                // the target; the own source is the target's own place, or overlaps it nowhere.
+                // SAFETY: the piece is within the other rank's stream, which does not change until this rank has
+                // finished, and within the target. The own source is identical to its place in the target, or does not
+                // overlap the target.
                 unsafe { copy_past_cache(workers, from, to, piece.bytes) };
             }
         }
     }
 
-    /// How many chunks the longest stream takes that is not in shared memory.
+    /// Returns the number of chunks that the longest stream outside shared memory takes.
     fn windows(&self, exchange: &Exchange, members: &Members) -> usize {
         let is_private = |member: &usize| members.source_place(*member, self.sequence) == Place::Private;
         let streams = (0..members.len()).filter(is_private).map(|member| exchange.stream(member));
         streams.max().unwrap_or(0).div_ceil(CHUNK_BYTES)
     }
 
-    /// Copies the window at hand of the own stream to the own chunk.
+    /// Copies the current window of this rank's stream to its chunk.
     fn expose(&self, members: &Members, chunks: &Chunks, workers: Option<&Workers>) {
         if members.source_place(members.own, self.sequence) != Place::Private {
             return;
@@ -91,12 +92,12 @@ impl Running {
         let part = window(&(0..self.task.source.bytes()), CHUNK_BYTES, self.window);
         let chunk = members.segments.layout.chunk(members.index, chunks.window);
         let from = self.task.source.pointer.wrapping_add(part.start);
-        // SAFETY: the source is the caller's; the chunk is this rank's, and everybody has taken a turn since it was read
-        // last, two windows ago.
+        // SAFETY: the source is the caller's. The chunk is this rank's; it was last read two windows ago, and all ranks
+        // have taken a turn since.
         unsafe { copy(workers, from, members.at(members.own, chunk), part.len()) };
     }
 
-    /// Pulls the parts of pieces that lie in the others' chunks.
+    /// Pulls the parts of pieces that are in the other ranks' current chunks.
     fn pull_window(
         &self,
         exchange: &Exchange,
@@ -117,7 +118,7 @@ impl Running {
             }
             let from = members.at(member, chunk + part.start - shown.start);
             let to = self.task.target.pointer.wrapping_add(piece.to + part.start - piece.from);
-            // SAFETY: the chunk stays as it is until everybody has taken the next two turns; the piece lies in the target.
+            // SAFETY: the chunk does not change until all ranks have taken the next two turns; the piece is within the target.
             unsafe { copy(workers, from, to, part.len()) };
         }
     }

@@ -1,13 +1,13 @@
-//! Where others find a rank's data.
+//! Location of a rank's data for the other ranks.
 
-/// What a rank says of its memory when it begins an operation.
+/// Location of a buffer, which a rank publishes when it starts an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// Nowhere yet: it will go through chunks.
+    /// Private memory: the data goes through chunks.
     Private,
-    /// In its small slot.
+    /// The rank's small slot.
     Small,
-    /// In its segment, at this byte.
+    /// Shared memory, at this byte offset of the rank's segment.
     Shared(usize),
 }
 

@@ -1,10 +1,10 @@
-//! A group's operations on one rank: begun at once, carried out in order, each as far as the other ranks permit.
+//! A group's operations on one rank: started immediately, carried out in order, each as far as the other ranks permit.
 //!
-//! Nothing here waits. A step that would have to says so and is tried again when something may have changed.
+//! Nothing here blocks. A step that must wait returns, and is retried when something may have changed.
 //!
-//! An operation that moves little is copied to the rank's small slot when it begins, and everybody reads it there. A larger
-//! one says where its memory lies. What lies in shared memory is read, and reductions write it, in place; it is done when all
-//! ranks have finished. The rest goes through chunks, turn by turn.
+//! Small data is copied to the rank's small slot when its operation starts, and all ranks read it there. For larger data the
+//! rank publishes its location. Data in shared memory is read in place, and reductions write it in place; such an operation
+//! completes when all ranks have finished. Other data goes through chunks, turn by turn.
 
 use std::{
     collections::VecDeque,
@@ -25,55 +25,55 @@ use crate::{
     transport::Ticket,
 };
 
-/// The operations of one group.
+/// Operations of one group.
 #[derive(Debug)]
 pub(crate) struct Queue {
     pub(crate) members: Members,
-    /// Operations begun.
+    /// Number of operations started.
     begun: u32,
-    /// Operations carried out: as far as this rank is concerned they are finished.
+    /// Number of operations finished, as far as this rank's part is concerned.
     finished: u32,
-    /// Every member has finished so many.
+    /// Number of operations that every member has finished.
     finished_by_all: u32,
-    /// Begun, and not yet complete. Those that are carried out come first.
+    /// Operations started and not yet complete. Finished ones come first.
     tasks: VecDeque<Running>,
     pub(crate) chunks: Chunks,
     pub(crate) mail: Mail,
 }
 
-/// How far the group's use of its chunks has come.
+/// Progress of the group's use of its chunks.
 #[derive(Debug, Default)]
 pub(crate) struct Chunks {
-    /// Turns that this rank has taken.
+    /// Number of turns that this rank has taken.
     pub(crate) turn: u32,
-    /// Windows that all ranks have filled.
+    /// Number of windows that all ranks have filled.
     pub(crate) window: u32,
 }
 
-/// An operation that has begun.
+/// An operation in flight.
 #[derive(Debug)]
 pub(crate) struct Running {
     pub(crate) task: Task,
     pub(crate) sequence: u32,
     pub(crate) step: Step,
-    /// The window at hand, where there are several.
+    /// Index of the current window, if there are several.
     pub(crate) window: usize,
     /// Number in the flight recorder.
     recorded: u64,
-    /// Whom to tell when it is complete.
+    /// Completion state shared with the caller.
     ticket: Arc<Ticket>,
 }
 
-/// What comes next.
+/// Next step of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// All have to come.
+    /// Wait until all ranks have started the operation.
     Meet,
-    /// The own part of a window goes to a chunk.
+    /// Copy this rank's part of a window to its chunk.
     Fill,
-    /// All have to have filled theirs.
+    /// Wait until all ranks have filled their chunks.
     Filled,
-    /// All have to have written their results.
+    /// Wait until all ranks have written their results.
     Combined,
     Done,
 }
@@ -92,7 +92,7 @@ impl Queue {
         }
     }
 
-    /// Whether `task` can begin: its slots may still be read by somebody.
+    /// Returns true if `task` can start: no rank still reads the slots that it reuses.
     pub(crate) fn has_room(&mut self, task: &Task) -> bool {
         match task.flow {
             Flow::Send { .. } | Flow::Receive { .. } => return true,
@@ -106,12 +106,12 @@ impl Queue {
         has_reached(self.finished_by_all, goal)
     }
 
-    /// The number that an operation would have if it began now.
+    /// Returns the sequence number of an operation if it started now.
     pub(crate) fn next(&self, task: &Task) -> u32 {
         self.mail.next(task).unwrap_or(self.begun)
     }
 
-    /// Begins an operation for which there is room.
+    /// Starts an operation. [`Queue::has_room`] must be true for it.
     pub(crate) fn begin(&mut self, task: Task, recorded: u64, ticket: Arc<Ticket>) {
         let (sequence, step) = (self.next(&task), Step::Meet);
         let running = Running { task, sequence, step, window: 0, recorded, ticket };
@@ -124,8 +124,8 @@ impl Queue {
         if source == Place::Small {
             let slot = self.members.segments.layout.small_slot(self.members.index, sequence);
             let from = running.task.source;
-            // SAFETY: the source is the caller's for the time of the operation; the slot is this rank's, and `has_room` has
-            // found that nobody reads it any more.
+            // SAFETY: the source is the caller's for the duration of the operation. The slot is this rank's, and `has_room` has
+            // established that no rank reads it any more.
             unsafe {
                 std::ptr::copy_nonoverlapping(
                     from.pointer,
@@ -146,21 +146,21 @@ impl Queue {
         self.tasks.push_back(running);
     }
 
-    /// How others find the task's source and target.
+    /// Returns the locations of the task's source and target for the other ranks.
     fn places(&self, task: &Task) -> (Place, Place) {
         let source = if self.is_small(task) { Place::Small } else { self.members.place_of(&task.source) };
         (source, self.members.place_of(&task.target))
     }
 
-    /// Whether the task's source goes through the small slot.
+    /// Returns true if the task's source goes through the small slot.
     fn is_small(&self, task: &Task) -> bool {
         task.source.bytes() <= SMALL_BYTES
     }
 
-    /// Carries out what can be; says whether anything was.
+    /// Advances all operations. Returns true if any made progress.
     ///
     /// # Errors
-    /// [`CommError::Mismatch`].
+    /// If ranks called different operations.
     pub(crate) fn advance(&mut self, workers: Option<&Workers>) -> Result<bool, CommError> {
         let mut has_moved = self.mail.advance(&self.members, workers)?;
         while let Some(running) =
@@ -194,23 +194,23 @@ impl Queue {
         Ok(has_moved)
     }
 
-    /// Number of collectives begun.
+    /// Returns the number of collectives started.
     pub(crate) fn begun(&self) -> u32 {
         self.begun
     }
 
-    /// Whether nothing is under way.
+    /// Returns true if no operation is in flight.
     pub(crate) fn is_idle(&self) -> bool {
         self.tasks.is_empty() && self.mail.is_idle()
     }
 
-    /// Forgets everything that is under way.
+    /// Drops all operations in flight.
     pub(crate) fn abandon(&mut self) {
         self.tasks.clear();
         self.mail.abandon();
     }
 
-    /// Whom the first operation that is not complete waits for, as a rank of the world; and the operation.
+    /// Returns the world rank that the first incomplete operation waits for, and the operation.
     pub(crate) fn awaited(&self) -> Option<(usize, Occasion)> {
         let running = self.tasks.iter().find(|running| running.step != Step::Done).or(self.tasks.front());
         let Some(running) = running else { return self.mail.awaited(&self.members) };
@@ -224,7 +224,7 @@ impl Queue {
         Some((self.members.ranks[behind.unwrap_or(self.members.own)], running.occasion(&self.members)))
     }
 
-    /// Whom the beginning of another operation waits for: a rank of the world that has not finished enough.
+    /// Returns the world rank that the start of another operation waits for: the first with too few finished operations.
     pub(crate) fn slowest(&self) -> usize {
         let behind = self.members.behind(Counter::Finished, self.finished_by_all.wrapping_add(1));
         self.members.ranks[behind.unwrap_or(self.members.own)]
@@ -238,12 +238,12 @@ impl Queue {
     }
 }
 
-/// Number of the first of `tasks`; `next` if there is none.
+/// Returns the sequence number of the first of `tasks`; `next` if there is none.
 fn first(tasks: &VecDeque<Running>, next: u32) -> u32 {
     tasks.front().map_or(next, |running| running.sequence)
 }
 
-/// Describes an operation, or a part of one, to others.
+/// Publishes the description of an operation, or of a part of one.
 pub(crate) fn post(posted: &Posted, call: Call, source: Place, target: Place) {
     for (word, shared) in call.to_words().into_iter().zip(&posted.call) {
         shared.store(word, Ordering::Relaxed);
@@ -252,7 +252,7 @@ pub(crate) fn post(posted: &Posted, call: Call, source: Place, target: Place) {
     posted.target.store(target.to_word(), Ordering::Relaxed);
 }
 
-/// What a rank has posted.
+/// Returns the description that a rank has published, as words.
 pub(crate) fn posted_words(posted: &Posted) -> [u64; 3] {
     [0, 1, 2].map(|index: usize| posted.call[index].load(Ordering::Relaxed))
 }
@@ -297,9 +297,9 @@ impl Running {
         Ok(())
     }
 
-    /// Whether others may read or write the rank's memory after the rank's own part is done.
+    /// Returns true if other ranks may access this rank's memory after its own part is finished.
     fn lingers(&self, members: &Members) -> bool {
-        // A target that others write is the source as well.
+        // A target that other ranks write is also the source.
         matches!(members.source_place(members.own, self.sequence), Place::Shared(_))
     }
 
@@ -307,7 +307,7 @@ impl Running {
         Comparison { ranks: &members.ranks, occasion: self.occasion(members) }
     }
 
-    /// Sees that all ranks have called the same, and learns what they could not know before.
+    /// Checks that all ranks made the same call, and completes the plan of an all-to-all with uneven blocks.
     fn compare(&mut self, members: &Members) -> Result<(), CommError> {
         let calls: Vec<[u64; 3]> =
             (0..members.len()).map(|member| posted_words(members.posted(member, self.sequence))).collect();

@@ -1,7 +1,7 @@
-//! Reductions in shared memory. Each rank reduces its own share of the elements, over all ranks' data in the order of the
-//! tree, and writes the result to everybody who wants it.
+//! Reductions in shared memory. Each rank reduces its own block of the elements over all ranks' data, in the order of the
+//! tree, and writes the result to all ranks that want it.
 //!
-//! Small messages are the exception: they lie in everybody's small slots, and whoever wants a result reduces all of it.
+//! Small messages are the exception: they are in all ranks' small slots, and each receiver reduces all of the elements itself.
 
 use lockstep_tensor::Workers;
 
@@ -20,11 +20,11 @@ use crate::{
     task::Receiver,
 };
 
-/// Parts of a chunk, one for each rank, are multiples of this.
+/// Alignment, in elements, of each rank's part of a chunk.
 const ALIGNMENT_ELEMENTS: usize = 64;
 
 impl Running {
-    /// Goes on as far as the other ranks permit.
+    /// Advances the operation as far as the other ranks permit.
     pub(crate) fn advance_reduction(
         &mut self,
         members: &Members,
@@ -83,13 +83,13 @@ impl Running {
     }
 }
 
-/// Tells the others that this rank has come one step further within an operation.
+/// Publishes that this rank has completed one more step within an operation.
 pub(crate) fn take_turn(members: &Members, chunks: &mut Chunks) {
     chunks.turn = chunks.turn.wrapping_add(1);
     members.publish(Counter::Turn, chunks.turn);
 }
 
-/// One reduction with everything that its steps need.
+/// A reduction with everything that its steps need.
 struct Reduction<'a> {
     members: &'a Members,
     workers: Option<&'a Workers>,
@@ -122,12 +122,12 @@ impl<'a> Reduction<'a> {
         self.members.source_place(member, self.sequence)
     }
 
-    /// All ranks' data are as long, so it is small on all or on none.
+    /// Returns true if the data is in small slots. It has the same length on all ranks, so this holds for all or for none.
     fn is_small(&self) -> bool {
         self.source_place(self.members.own) == Place::Small
     }
 
-    /// Whether all ranks' data lie in shared memory.
+    /// Returns true if all ranks' data is in shared memory.
     fn is_in_place(&self) -> bool {
         (0..self.members.len()).all(|member| matches!(self.source_place(member), Place::Shared(_)))
     }
@@ -139,7 +139,7 @@ impl<'a> Reduction<'a> {
         }
     }
 
-    /// Elements of each rank's share that are worked on at a time.
+    /// Returns the number of elements of each rank's block that are processed at a time.
     fn width(&self) -> usize {
         let even = CHUNK_BYTES / self.size() / self.members.len();
         (even / ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS).max(1)
@@ -149,7 +149,7 @@ impl<'a> Reduction<'a> {
         self.blocks.longest(self.members.len()).div_ceil(self.width())
     }
 
-    /// Reduces what lies in the small slots.
+    /// Reduces the data in the small slots.
     fn combine_small(&self) {
         let members = self.members;
         if !self.wants_result(members.own) {
@@ -165,12 +165,12 @@ impl<'a> Reduction<'a> {
         for (member, source) in sources[..members.len()].iter_mut().enumerate() {
             *source = members.at(member, slot).cast_const();
         }
-        // SAFETY: the slots hold the ranks' data of this operation, which are as long, until this rank finishes it; the target
-        // is the caller's own for the time of the operation, and no slot.
+        // SAFETY: the slots hold the ranks' data of this operation, of this length, until this rank finishes the operation. The
+        // target is the caller's own for the duration of the operation, and is no slot.
         unsafe { reduce(self.source.number, self.op, &sources[..members.len()], &[target], part.len()) };
     }
 
-    /// Copies the others' parts of window `index` of the own data to the own chunk.
+    /// Copies the other ranks' parts of window `index` of this rank's data to its chunk.
     fn fill(&self, index: usize, chunks: &Chunks) {
         let members = self.members;
         if matches!(self.source_place(members.own), Place::Shared(_)) {
@@ -181,13 +181,13 @@ impl<'a> Reduction<'a> {
             let part = window(&self.blocks.range(member), self.width(), index);
             let from = self.source.part(part.start, part.len());
             let to = members.at(members.own, chunk + member * self.width() * self.size());
-            // SAFETY: the source is the caller's; the part of the chunk is this rank's, and everybody has taken a turn since
-            // it was read last, two windows ago.
+            // SAFETY: the source is the caller's. The part of the chunk is this rank's; it was last read two windows
+            // ago, and all ranks have taken a turn since.
             unsafe { copy(self.workers, from.pointer, to, from.bytes()) };
         }
     }
 
-    /// Reduces elements `part` of the own share, which are window `index` of it if there are several.
+    /// Reduces elements `part` of this rank's block, which are window `index` of it if there are several.
     fn combine(&self, part: std::ops::Range<usize>, index: usize, chunks: &Chunks) {
         let (members, size) = (self.members, self.size());
         let own = members.own;
@@ -234,13 +234,14 @@ impl<'a> Reduction<'a> {
             for (to, target) in to.iter_mut().zip(targets) {
                 *to = (target + range.start * size) as *mut u8;
             }
-            // SAFETY: these are elements of this rank's share, which no other rank touches between the turns; sources
-            // are as long as the call says, which all ranks agree on; where a target is a source, it is the same place.
+            // SAFETY: these are elements of this rank's block, which no other rank accesses between the turns. Sources
+            // have the length in the call, on which all ranks agree. A target that overlaps a source is identical to
+            // it.
             unsafe { reduce(number, op, &from[..sources.len()], &to[..targets.len()], range.len()) };
         });
     }
 
-    /// Copies the others' results of window `index` to the own data.
+    /// Copies the other ranks' results of window `index` to this rank's target.
     fn collect(&self, index: usize) {
         let members = self.members;
         let is_here = matches!(members.target_place(members.own, self.sequence), Place::Shared(_));
@@ -251,7 +252,8 @@ impl<'a> Reduction<'a> {
             let part = window(&self.blocks.range(member), self.width(), index);
             let to = self.target.part(part.start, part.len());
             let from = members.at(member, members.segments.layout.result(members.index));
-            // SAFETY: the result is written, and stays until everybody has taken the next turn; the target is the caller's.
+            // SAFETY: the result is complete, and does not change until all ranks have taken the next turn. The target
+            // is the caller's.
             unsafe { copy(self.workers, from, to.pointer, to.bytes()) };
         }
     }

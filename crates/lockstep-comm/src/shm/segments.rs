@@ -1,4 +1,5 @@
-//! The segments of all ranks as one of them, or their launcher, has them mapped: who is here, bells, and why a run ended.
+//! The mappings of all ranks' segments, in a rank or in the launcher: presence, wake-up bells, and the error that ended the
+//! run.
 
 use std::{
     io,
@@ -16,20 +17,20 @@ use rustix::thread::futex;
 use super::layout::{Header, Layout, MAGIC, Status, VERSION};
 use crate::{CommError, error::ERROR_WORDS, recorder};
 
-/// For how long the one who writes why a run ended is waited for.
+/// Time limit for another process to finish writing the error that ended the run.
 const ENDING_TIME: Duration = Duration::from_millis(20);
 
-/// A mapping of every rank's segment.
+/// Mapping of every rank's segment.
 #[derive(Debug, Clone)]
 pub(crate) struct Segments {
     pub(crate) layout: Layout,
     memories: Arc<[Arc<SharedMemory>]>,
-    /// Rank of the first of these in the world.
+    /// World rank of the first of these ranks.
     first_rank: usize,
 }
 
 impl Segments {
-    /// New segments for `ranks` ranks, each with room for `arena_bytes` of buffers.
+    /// Creates segments for `ranks` ranks, each with room for `arena_bytes` of buffers.
     pub(crate) fn create(ranks: usize, arena_bytes: usize) -> io::Result<Self> {
         let layout = Layout::new(ranks);
         let bytes = layout.heap_at().saturating_add(arena_bytes);
@@ -43,7 +44,10 @@ impl Segments {
         Ok(segments)
     }
 
-    /// Maps the segments that somebody created.
+    /// Maps segments that another process created.
+    ///
+    /// # Errors
+    /// If a segment cannot be mapped, or was not created by this version of the program.
     pub(crate) fn open(files: Vec<OwnedFd>) -> io::Result<Self> {
         let layout = Layout::new(files.len());
         let memories: Vec<_> =
@@ -61,17 +65,17 @@ impl Segments {
         Ok(Self { layout, memories: memories.into(), first_rank: 0 })
     }
 
-    /// The same segments, of ranks of a larger world.
+    /// Returns the segments with `first_rank` as the world rank of their first rank.
     pub(crate) fn beginning_at(self, first_rank: usize) -> Self {
         Self { first_rank, ..self }
     }
 
-    /// The rank in the world of rank `local` of this machine.
+    /// Returns the world rank of rank `local` of this machine.
     pub(crate) fn world_rank(&self, local: usize) -> usize {
         self.first_rank + local
     }
 
-    /// The rank on this machine of rank `rank` of the world, if it is here.
+    /// Returns the local rank of world rank `rank`; `None` if it is on another machine.
     pub(crate) fn local_rank(&self, rank: usize) -> Option<usize> {
         rank.checked_sub(self.first_rank).filter(|local| *local < self.ranks())
     }
@@ -97,32 +101,32 @@ impl Segments {
         }
     }
 
-    /// Wakes a rank that sleeps, after something that it may be waiting for has been written.
+    /// Wakes a rank if it sleeps. Call it after writing a word that the rank may be waiting for.
     pub(crate) fn ring(&self, rank: usize) {
         let header = self.header(rank);
-        // Sequentially consistent, as the words that are waited for: either we see that it is about to sleep, or it sees
-        // what we wrote.
+        // Sequentially consistent, like the words that are waited for: either this rank sees that the other is about to
+        // sleep, or the other sees the new value.
         if header.asleep.0.load(Ordering::SeqCst) > 0 {
             header.bell.0.fetch_add(1, Ordering::SeqCst);
-            // There is nothing to be done about a refusal; sleepers look up every few milliseconds.
+            // A failed wake-up is harmless: sleepers wake up every few milliseconds anyway.
             let _ = futex::wake(&header.bell.0, futex::Flags::empty(), u32::MAX >> 1);
         }
     }
 
-    /// Sleeps until the own bell rings after it was at `heard`, or for `limit`.
+    /// Sleeps until the rank's bell differs from `heard`, for at most `limit`.
     pub(crate) fn sleep(&self, rank: usize, heard: u32, limit: Duration) {
         let timeout =
             futex::Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
-        // It ends by a ring, by the limit, by a signal, or because the bell has rung already: all the same to callers.
+        // The reason of waking does not matter to callers: a ring, the limit, a signal, or an earlier ring.
         let _ = futex::wait(&self.header(rank).bell.0, futex::Flags::empty(), heard, Some(&timeout));
     }
 
-    /// Whether the run has ended by an error.
+    /// Returns true if an error has ended the run.
     pub(crate) fn has_ended(&self) -> bool {
         self.ending_state().load(Ordering::Acquire) != 0
     }
 
-    /// Why the run has ended, if it has.
+    /// Returns the error that ended the run; `None` while it goes on.
     pub(crate) fn ending(&self) -> Option<CommError> {
         if !self.has_ended() {
             return None;
@@ -132,7 +136,7 @@ impl Segments {
             std::thread::yield_now();
         }
         if self.ending_state().load(Ordering::Acquire) == 1 {
-            // Whoever was writing it died.
+            // The process that was writing it has died.
             return Some(CommError::Stopped { by: None });
         }
         let mut words = [0; ERROR_WORDS];
@@ -142,7 +146,7 @@ impl Segments {
         Some(CommError::from_words(words))
     }
 
-    /// Ends the run on all ranks, unless it has ended already. Returns why it ended.
+    /// Ends the run on all ranks with `error`, unless it has ended already. Returns the error that ended it.
     pub(crate) fn end(&self, error: &CommError, own_rank: usize) -> CommError {
         let state = self.ending_state();
         if state.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire).is_ok() {
@@ -159,7 +163,7 @@ impl Segments {
         &self.header(0).ending.0
     }
 
-    /// The last operations of a rank, oldest first.
+    /// Returns the last operations of a rank, oldest first.
     pub(crate) fn records(&self, rank: usize) -> Vec<recorder::Recorded> {
         recorder::read(&self.layout, &self.memories[rank], self.header(rank).recorded.load(Ordering::Acquire))
     }

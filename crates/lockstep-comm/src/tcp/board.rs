@@ -1,4 +1,5 @@
-//! All operations of a rank that are under way, and what has come for them before they began. No sockets, no waiting.
+//! All operations of a rank in flight, and announcements of other ranks that have arrived before the operation started here. It
+//! has no sockets and does not block.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -19,41 +20,41 @@ use crate::{
     transport::{self, Ticket},
 };
 
-/// Operations of a group that a rank may have begun and not completed.
+/// Maximum number of a group's operations in flight on a rank.
 const RING: usize = 256;
-/// Small messages to one rank that may be sent before the first of them is received.
+/// Maximum number of messages to one rank in flight.
 const SMALL_AHEAD: usize = 4;
-/// Posts of one rank in one channel that may wait: more than those two permit.
+/// Maximum number of announcements of one rank in one channel that may wait: more than those two permit.
 const POSTS: usize = 2 * RING;
 
-/// What a rank knows of its operations.
+/// A rank's operations and outgoing frames.
 #[derive(Debug)]
 pub(crate) struct Board {
     pub(crate) rank: usize,
     pub(crate) groups: Vec<Option<Operations>>,
     pub(crate) sending: Sending,
     pub(crate) recorder: Recorder,
-    /// This machine's ranks, if all machines are alike.
+    /// Shared-memory transport of this machine, if all machines have equally many ranks.
     pub(crate) machines: Option<Machines>,
-    /// What ranks have posted that has not begun here: by group, rank and channel.
+    /// Announcements of operations that have not started here, by group, rank and channel.
     posts: HashMap<(u32, usize, Channel), VecDeque<(u32, Post)>>,
-    /// What other ranks have said of themselves and of the run.
+    /// Messages of other ranks about themselves and about the run.
     pub(crate) said: VecDeque<(usize, Said)>,
 }
 
-/// What a rank says that is about no operation.
+/// Message of a rank that belongs to no operation.
 #[derive(Debug)]
 pub(crate) enum Said {
     Leaving { in_panic: bool },
     Ending(CommError),
 }
 
-/// The operations of one group.
+/// Operations of one group.
 #[derive(Debug)]
 pub(crate) struct Operations {
     pub(crate) members: Members,
     pub(crate) begun: u32,
-    /// Messages begun to and from each member.
+    /// Numbers of messages started to and from each member.
     mail: Vec<Mail>,
     running: Vec<Running>,
 }
@@ -71,7 +72,7 @@ impl Operations {
         Self { members: Members { name, ranks, own }, begun: 0, mail, running: Vec::new() }
     }
 
-    /// Channel, other end and number that an operation would have if it began now.
+    /// Returns channel, peer and sequence number of an operation if it started now.
     fn next(&self, task: &Task) -> (Channel, Option<usize>, u32) {
         match task.flow {
             Flow::Send { to } => (Channel::Send, Some(to), self.mail[to].sent),
@@ -80,12 +81,12 @@ impl Operations {
         }
     }
 
-    /// The oldest operation of those whose beginning stands in the way of another one.
+    /// Returns the oldest operation in flight, which delays the start of further ones, and the rank it waits for.
     pub(crate) fn oldest(&self) -> Option<(usize, Occasion)> {
         self.running.first().map(|running| running.waits_for(&self.members))
     }
 
-    /// What the operation of a ticket waits for.
+    /// Returns the rank that the operation of a ticket waits for, and the operation.
     pub(crate) fn waits_for(&self, ticket: &Arc<Ticket>) -> Option<(usize, Occasion)> {
         let running = self.running.iter().find(|running| Arc::ptr_eq(&running.ticket, ticket))?;
         Some(running.waits_for(&self.members))
@@ -121,7 +122,7 @@ impl Board {
         self.groups[group].as_ref().expect("a group's handle is only given to its members")
     }
 
-    /// Whether an operation may begin.
+    /// Returns true if an operation may start.
     pub(crate) fn has_room(&self, group: usize, task: &Task) -> bool {
         let operations = self.group(group);
         let (channel, peer, _) = operations.next(task);
@@ -132,7 +133,7 @@ impl Board {
         same.count() < if channel == Channel::Send { SMALL_AHEAD } else { RING }
     }
 
-    /// Begins an operation: tells the others, and takes what they have told.
+    /// Starts an operation: announces it to the other ranks, and takes their announcements that have arrived.
     pub(crate) fn begin(
         &mut self,
         group: usize,
@@ -152,7 +153,7 @@ impl Board {
         let recorded = self.recorder.write(task.call, members.name, sequence, caller);
         let data = if channel == Channel::Receive { Vec::new() } else { Running::eager(&task) };
         if channel == Channel::Send && operation::is_small(&task, task.source.bytes()) {
-            // What is sent is copied; whether it is what the other end waits for is told there.
+            // Small data is copied; the receiver reports a mismatch.
             ticket.complete();
         }
         let header = Header::of(Kind::Post(task.call.to_words()), key, &data);
@@ -184,16 +185,16 @@ impl Board {
         });
     }
 
-    /// Carries out what can be; says whether anything has completed.
+    /// Advances all operations. Returns true if any completed.
     ///
     /// # Errors
-    /// What ends the run.
+    /// If ranks called different operations, or one sent data of the wrong length; this ends the run.
     pub(crate) fn advance(&mut self) -> Result<bool, CommError> {
         let Self { groups, sending, recorder, machines, .. } = self;
         let mut has_completed = false;
         for (index, operations) in groups.iter_mut().enumerate() {
             let Some(Operations { members, running, .. }) = operations else { continue };
-            // Only the group of all has the same order on all ranks of a machine.
+            // Only the group of all ranks has the same order of operations on all ranks of a machine.
             let mut machines = machines.as_mut().filter(|_| index == 0);
             let mut is_next = true;
             for operation in running.iter_mut() {
@@ -214,13 +215,13 @@ impl Board {
         Ok(has_completed)
     }
 
-    /// Forgets all operations.
+    /// Drops all operations.
     pub(crate) fn abandon(&mut self) {
         self.groups.iter_mut().flatten().for_each(|operations| operations.running.clear());
         self.sending.data.iter_mut().for_each(VecDeque::clear);
     }
 
-    /// The operation that a frame from `rank` is about, and that rank's place in its group.
+    /// Returns the operation that a frame from `rank` belongs to, and that rank's index in the group.
     fn find(&mut self, rank: usize, key: Key) -> Result<(&mut Running, &Members, usize), Malformed> {
         let group = self.groups.get_mut(key.group as usize).and_then(Option::as_mut);
         let Operations { members, running, .. } = group.ok_or(Malformed::Operation)?;
@@ -235,8 +236,8 @@ impl Board {
         Ok((running, members, member))
     }
 
-    /// Whether an operation that has not begun here may have begun at `from`: the next ones of the groups that there are, and
-    /// those of one partition that is not done here.
+    /// Returns true if `from` may have started an operation before this rank: one of the next operations of an existing
+    /// group, or one of the group whose partition is not complete here.
     fn may_come(&self, from: usize, key: Key) -> bool {
         let Some(group) = self.groups.get(key.group as usize) else {
             return key.group as usize == self.groups.len() && self.groups.len() < MAX_PARTITIONS;
@@ -299,7 +300,7 @@ impl Sink for Board {
                 let (running, members, member) = self.find(from, header.key)?;
                 running.take(members, member, header)?;
             }
-            // The operation may be done, if the room was for nothing more.
+            // The operation may be complete, if all parts were sent already.
             Kind::Turn { index } => {
                 if let Ok((running, members, member)) = self.find(from, header.key) {
                     running.turn(members, member, index);
@@ -335,7 +336,7 @@ mod tests {
     use super::*;
     use crate::{Collective, Kind as Operation, ReduceOp, Source, Target};
 
-    /// A frame that a rank may send, sound or not.
+    /// Strategy for frames that a rank may send, valid or not.
     fn frame() -> impl Strategy<Value = (usize, Header, Vec<u8>)> {
         let words = prop_oneof![
             2 => Just(None),
@@ -389,7 +390,7 @@ mod tests {
             for (from, header, data) in frames {
                 let Ok(room) = board.accept(from, &header) else { break };
                 let Some(room) = room else { continue };
-                // What has a place of its own is not written here.
+                // Data with a destination in an operation is not written here.
                 let kept = if matches!(room, Room::Kept(_)) { data } else { Vec::new() };
                 if board.take(from, &header, kept).is_err() || board.advance().is_err() {
                     break;

@@ -1,9 +1,9 @@
-//! The door of a meeting: one thread that accepts connections, carries out their handshakes, and hands on who has proved to
-//! know the secret.
+//! The server's side of connecting: one thread accepts connections, does their handshakes, and passes on the clients that have
+//! proved to know the secret.
 //!
-//! Whoever has not is held for a few seconds at most, and only as many as there is room for: when it is full, the oldest
-//! connection without a sound greeting is dropped. Clients send their greeting in the moment they connect, so one of ours is past
-//! that state long before a flood can push it out; should it be dropped all the same, it tries again.
+//! Other connections are held for a few seconds at most, and in a limited number: when it is exceeded, the oldest connection
+//! without a valid greeting is dropped. Clients send their greeting immediately, so they are past that state before a flood can
+//! evict them. A client that is evicted all the same tries again.
 
 use std::{
     io::{self, ErrorKind, Read, Write},
@@ -24,32 +24,32 @@ use super::{
 };
 use crate::Deadline;
 
-/// The longest that a handshake may take.
+/// Time limit of a handshake.
 pub(crate) const GREETING: Duration = Duration::from_secs(5);
-/// Connections without a sound greeting for which there is room, beside those that are expected.
+/// Number of connections without a valid greeting that are held beyond the expected ones.
 const SPARE: usize = 256;
-/// The part of [`SPARE`] that one address may take. Many ranks share one: those of a machine, and those behind a NAT.
+/// Part of [`SPARE`] for a single address. Many ranks may share one: those of a machine, or behind a NAT.
 const SPARE_OF_ONE: usize = 192;
-/// Connections accepted before those that are held have their turn.
+/// Maximum number of connections accepted before the held ones are served.
 const ROUND: usize = 32;
-/// Connections that may wait to be accepted.
+/// Number of connections that may wait to be accepted.
 const BACKLOG: i32 = 4096;
-/// The pause after the system has refused to accept a connection.
+/// Pause after the system has refused to accept a connection.
 const EXHAUSTED: Duration = Duration::from_millis(10);
-/// The longest sleep of the thread.
+/// Maximum sleep of the thread.
 const NAP: Duration = Duration::from_millis(500);
 
-/// A client that has proved that it knows the secret.
+/// A client that has proved to know the secret.
 #[derive(Debug)]
 pub(crate) struct Visitor {
     pub(crate) hello: Hello,
     pub(crate) stream: TcpStream,
-    /// The keys of its handshake.
+    /// Keys of its handshake.
     pub(crate) keys: Box<TransportState>,
     pub(crate) address: IpAddr,
 }
 
-/// A thread that lets in those who know the secret, until this is dropped.
+/// Thread that accepts clients that know the secret, until this handle is dropped.
 #[derive(Debug)]
 pub(crate) struct Door {
     visitors: mpsc::Receiver<Visitor>,
@@ -59,7 +59,7 @@ pub(crate) struct Door {
 }
 
 impl Door {
-    /// Opens the door at `listener` for about `expected` connections, answering as `own`.
+    /// Starts to accept clients at `listener`, about `expected` of them, answering as `own`.
     ///
     /// # Errors
     /// If the system refuses a thread or an event counter.
@@ -89,12 +89,12 @@ impl Door {
         Ok(Self { visitors, stop, thread: Some(thread), turned_away })
     }
 
-    /// The next client that was let in; `None` if there is none before the deadline.
+    /// Returns the next accepted client; `None` if there is none before the deadline.
     pub(crate) fn next(&self, deadline: Deadline) -> Option<Visitor> {
         self.visitors.recv_timeout(deadline.remaining()).ok()
     }
 
-    /// The account of those that were not.
+    /// Returns the statistics of rejected connections.
     pub(crate) fn turned_away(&self) -> &TurnedAway {
         &self.turned_away
     }
@@ -102,7 +102,7 @@ impl Door {
 
 impl Drop for Door {
     fn drop(&mut self) {
-        // A counter at its limit would refuse; it is read as set then.
+        // A write fails only if the event counter is at its limit, where it reads as set too.
         let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -115,7 +115,7 @@ pub(crate) fn widen(listener: &TcpListener) -> io::Result<()> {
     Ok(rustix::net::listen(listener, BACKLOG)?)
 }
 
-/// The state of the thread.
+/// State of the thread.
 struct Hall {
     listener: TcpListener,
     secret: Secret,
@@ -123,18 +123,18 @@ struct Hall {
     expected: usize,
     turned_away: TurnedAway,
     sender: mpsc::Sender<Visitor>,
-    /// Connections in the order in which they came.
+    /// Held connections, in order of arrival.
     held: Vec<Held>,
 }
 
-/// A connection whose handshake is not over.
+/// A connection whose handshake is not complete.
 struct Held {
     stream: TcpStream,
     address: IpAddr,
     until: Instant,
     reception: Reception,
-    /// True if it was refused and counted: what it sends is thrown away until it hangs up, for closing at once could take the
-    /// answer back.
+    /// True if it was refused and counted. What it sends is discarded until it hangs up: closing at once could destroy
+    /// the answer in transit.
     is_refused: bool,
 }
 
@@ -144,7 +144,7 @@ impl Held {
     }
 }
 
-/// The outcome of a look at a held connection.
+/// Outcome of serving a held connection.
 enum Fate {
     Stays,
     Enters(Hello, Box<TransportState>),
@@ -152,7 +152,7 @@ enum Fate {
 }
 
 impl Hall {
-    /// Carries on until `stop` is set.
+    /// Serves connections until `stop` is set.
     fn watch(mut self, stop: &OwnedFd) {
         let mut pause = false;
         loop {
@@ -166,8 +166,7 @@ impl Hall {
         self.turned_away.tell(true);
     }
 
-    /// Sleeps until something has come; returns whether there are new connections, and which of the held ones to look at. `None`
-    /// if the door closes.
+    /// Sleeps until an event. Returns whether there are new connections, and which held ones to serve; `None` if `stop` is set.
     fn sleep(&self, stop: &OwnedFd, is_exhausted: bool) -> Option<(bool, Vec<bool>)> {
         let next = self.held.iter().map(|held| held.until).min();
         let limit = next.map_or(NAP, |at| at.saturating_duration_since(Instant::now()).min(NAP));
@@ -178,7 +177,7 @@ impl Hall {
         polled.push(PollFd::from_borrowed_fd(self.listener.as_fd(), of_listener));
         let held = self.held.iter();
         polled.extend(held.map(|held| PollFd::from_borrowed_fd(held.stream.as_fd(), PollFlags::IN)));
-        // Whatever keeps it from telling, the next look finds out.
+        // If polling fails, the next round finds out what is ready.
         let _ = poll(&mut polled, Some(&timeout));
         let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
         if is_ready(&polled[0]) {
@@ -187,7 +186,7 @@ impl Hall {
         Some((is_ready(&polled[1]) || is_exhausted, polled[2..].iter().map(is_ready).collect()))
     }
 
-    /// Accepts what has come, and takes greetings that are there already; says whether the system has no room for more.
+    /// Accepts new connections, and reads greetings that are there already. Returns true if the system has no room for more.
     fn accept(&mut self) -> bool {
         for _ in 0..ROUND {
             let (stream, address) = match self.listener.accept() {
@@ -211,7 +210,7 @@ impl Hall {
         false
     }
 
-    /// Drops connections until `address` has no more than its share, and all together no more than there is room for.
+    /// Drops connections until `address`, and all addresses together, have no more than their limits.
     fn make_room(&mut self, address: IpAddr) {
         let of_one = |held: &&Held| held.address == address && !held.is_proving();
         while self.held.iter().filter(of_one).count() > self.expected + SPARE_OF_ONE {
@@ -222,7 +221,7 @@ impl Hall {
         }
     }
 
-    /// Drops the oldest connection, of `address` if one is given; if there is any, one without a sound greeting.
+    /// Drops the oldest connection, of `address` if one is given. Prefers connections without a valid greeting.
     fn drop_oldest(&mut self, address: Option<IpAddr>) {
         let is_of = |held: &Held| address.is_none_or(|address| held.address == address);
         let oldest = self.held.iter().position(|held| is_of(held) && !held.is_proving());
@@ -231,9 +230,9 @@ impl Hall {
         }
     }
 
-    /// Looks at the held connections of which something has come: `ready` has one entry for each of the first ones.
+    /// Serves the held connections that have received bytes: `ready` has one entry for each of the first ones.
     fn look(&mut self, ready: &[bool]) {
-        // Those accepted since stand behind them, unless some were dropped; a look at another one does no harm.
+        // Connections accepted since come after them, unless some were dropped; serving another connection is harmless.
         for index in (0..self.held.len().min(ready.len())).rev().filter(|index| ready[*index]) {
             self.look_at(index);
         }
@@ -246,19 +245,19 @@ impl Hall {
             Fate::Enters(hello, keys) => {
                 let Held { stream, address, .. } = self.held.remove(index);
                 if stream.set_nonblocking(false).is_ok() {
-                    // Nobody may listen any more.
+                    // The receiver may be gone.
                     let _ = self.sender.send(Visitor { hello, stream, keys, address });
                 }
             }
         }
     }
 
-    /// Reads what has come on a connection, and answers.
+    /// Reads what a connection has sent, and answers.
     fn fate(&mut self, index: usize) -> Fate {
         let Self { held, secret, own, .. } = self;
         let Held { stream, reception, is_refused, address, .. } = &mut held[index];
         let mut waste = [0; 512];
-        // Once for each message, and as often for what is thrown away.
+        // Once per message, and as often for discarded bytes.
         for _ in 0..4 {
             let room = if *is_refused { &mut waste[..] } else { reception.room() };
             let count = match stream.read(room) {
@@ -270,7 +269,7 @@ impl Hall {
             if *is_refused {
                 continue;
             }
-            // The buffer of a new socket holds all that is ever sent here.
+            // The buffer of a new socket has room for all that is ever sent here.
             let mut send = |bytes: &[u8]| stream.write(bytes).is_ok_and(|count| count == bytes.len());
             match reception.take(count, secret, own) {
                 Step::Wait => {}
@@ -294,7 +293,7 @@ impl Hall {
         Fate::Stays
     }
 
-    /// Hangs up on those that take too long.
+    /// Closes connections whose handshake takes too long.
     fn expire(&mut self) {
         let now = Instant::now();
         while let Some(index) = self.held.iter().position(|held| held.until <= now) {
@@ -302,7 +301,7 @@ impl Hall {
         }
     }
 
-    /// Hangs up on one, and counts it unless it was counted.
+    /// Closes a connection, and counts it unless it was counted.
     fn close(&mut self, index: usize, refusal: Option<Refusal>) {
         let held = self.held.remove(index);
         if let Some(refusal) = refusal.filter(|_| !held.is_refused) {
@@ -312,7 +311,7 @@ impl Hall {
     }
 }
 
-/// Returns true for an error that says that there is nothing just now.
+/// Returns true for an error that only means that nothing is available now.
 fn is_passing(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::WouldBlock | ErrorKind::Interrupted | ErrorKind::ConnectionAborted)
 }

@@ -1,6 +1,6 @@
-//! What ranks say to each other over a socket: frames with a header of fixed size, some with bytes behind it.
+//! The wire format between ranks: frames with a header of fixed size, some followed by bytes.
 //!
-//! Nothing in a frame is believed before its check sum is, and no memory is taken for more than its kind may carry:
+//! No field is used before its checksum is verified, and no more memory is allocated than the frame's kind may carry:
 //!
 //! ```text
 //!     kind u8 | channel u8 | lane u8 | 0 | group u32 | sequence u32 | index u32 | offset u64 | call 3 x u64
@@ -9,28 +9,28 @@
 
 use crate::{error::ERROR_WORDS, shm::layout::SMALL_BYTES};
 
-/// Bytes of a header.
+/// Length of a header in bytes.
 pub(crate) const HEADER_BYTES: usize = 60;
-/// Bytes of data in one frame.
+/// Maximum number of data bytes in one frame.
 pub(crate) const FRAME_BYTES: usize = 256 << 10;
-/// Bytes of a frame that says why the run ended.
+/// Number of bytes of the error that ended the run.
 pub(crate) const ENDING_BYTES: usize = ERROR_WORDS * size_of::<u64>();
 
-/// Where the header's check sum is.
+/// Offset of the header's checksum, which covers all bytes before it.
 const CHECKED_BYTES: usize = HEADER_BYTES - 4;
 
-/// A header.
+/// Header of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) kind: Kind,
-    /// Which operation, where it is about one.
+    /// Operation that the frame belongs to, if any.
     pub(crate) key: Key,
-    /// Bytes behind the header, and their check sum.
+    /// Number of bytes after the header; `crc` is their checksum.
     pub(crate) bytes: u32,
     pub(crate) crc: u32,
 }
 
-/// An operation between two ranks.
+/// Identification of an operation between two ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Key {
     /// Index of the group's partition.
@@ -39,21 +39,21 @@ pub(crate) struct Key {
     pub(crate) sequence: u32,
 }
 
-/// Which count of operations a sequence number belongs to.
+/// Numbering that a sequence number belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Channel {
-    /// The group's collectives.
+    /// Collectives of the group.
     Collective,
-    /// What the frame's sender sends to its receiver.
+    /// Messages from the frame's sender to its receiver.
     Send,
-    /// What it receives from it.
+    /// Messages from the frame's receiver to its sender.
     Receive,
 }
 
 impl Channel {
     const ALL: [Self; 3] = [Self::Collective, Self::Send, Self::Receive];
 
-    /// The channel as the other end sees it.
+    /// Returns the channel as the other end sees it.
     pub(crate) fn turned(self) -> Self {
         match self {
             Self::Collective => Self::Collective,
@@ -63,64 +63,64 @@ impl Channel {
     }
 }
 
-/// What a frame is for.
+/// Kind of a frame, with its fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// The sender has come to an operation, and this is how it called it; data that is small comes along.
+    /// Announcement: the sender has started an operation with this call. Small data is attached.
     Post([u64; 3]),
-    /// Bytes from `offset` of the sender's piece, which have their place in the receiver's memory.
+    /// Data: bytes from `offset` of the sender's piece, which go directly to the receiver's memory.
     Direct { offset: u64 },
-    /// Bytes from `offset` of part `index`, for which the receiver has room.
+    /// Data: bytes from `offset` of part `index`, for which the receiver has buffer space.
     Part { index: u32, offset: u64 },
-    /// The sender has room for parts below `index`.
+    /// Flow control: the sender has buffer space for parts below `index`.
     Turn { index: u32 },
-    /// The sender moves.
+    /// Heartbeat of the sender.
     Beat,
-    /// It leaves, in peace or in panic.
+    /// Farewell of the sender, orderly or in a panic.
     Leaving { in_panic: bool },
-    /// The run has ended by an error, which is in the bytes.
+    /// End of the run by the error in the bytes.
     Ending,
 }
 
-/// The fault in what a rank has sent, which no rank of this program sends.
+/// Fault in received data that no rank of this program sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
-    /// The check sum of a header or of its bytes.
+    /// Wrong checksum of a header or of its bytes.
     #[error("a frame's check sum is wrong")]
     CheckSum,
-    /// A kind or channel that there is not.
+    /// Unknown kind or channel.
     #[error("there is no such frame")]
     Kind,
-    /// The number of bytes behind a header.
+    /// Number of bytes after a header that its kind does not allow.
     #[error("a frame is longer or shorter than its kind can be")]
     Length,
-    /// The operation: none that is under way, or that can be next.
+    /// Operation that is neither in flight nor possible as the next one.
     #[error("a frame is about no operation that is under way")]
     Operation,
-    /// The place of bytes, or their number.
+    /// Bytes outside of their destination, or too many.
     #[error("a frame's bytes lie outside of what they belong to, or are too many for it")]
     Range,
-    /// The description of an operation, or the data that came along with it.
+    /// Invalid description of an operation, or attached data of the wrong length.
     #[error("an operation was announced in words without sense, or with data of another size")]
     Call,
-    /// The error that ends the run.
+    /// Invalid error that ends the run.
     #[error("the end of the run was announced without a reason that there is")]
     Ending,
 }
 
 impl Malformed {
-    /// Every fault, in the order of the numbers on the wire.
+    /// All faults; the index is the fault's code on the wire.
     pub(crate) const ALL: [Self; 7] =
         [Self::CheckSum, Self::Kind, Self::Length, Self::Operation, Self::Range, Self::Call, Self::Ending];
 }
 
 impl Header {
-    /// A frame without bytes, and about no operation.
+    /// Creates the header of a frame without bytes that belongs to no operation.
     pub(crate) fn bare(kind: Kind) -> Self {
         Self { kind, key: Key { group: 0, channel: Channel::Collective, sequence: 0 }, bytes: 0, crc: 0 }
     }
 
-    /// A frame about an operation, with `bytes`.
+    /// Creates the header of a frame of an operation, with `bytes`.
     pub(crate) fn of(kind: Kind, key: Key, bytes: &[u8]) -> Self {
         Self { kind, key, bytes: bytes.len() as u32, crc: crc32c::crc32c(bytes) }
     }
@@ -152,10 +152,10 @@ impl Header {
         out
     }
 
-    /// The header that these bytes are.
+    /// Decodes a header.
     ///
     /// # Errors
-    /// [`Malformed`].
+    /// If the checksum, kind, channel or length is invalid.
     pub(crate) fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, Malformed> {
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
@@ -186,11 +186,11 @@ impl Header {
     }
 }
 
-/// Takes the frames out of `bytes`, as a socket that delivers just these would; returns how many there are. What the
-/// fuzzer tries: whatever the bytes, it ends in an error or in whole frames, and takes no more memory than one may have.
+/// Reads the frames in `bytes` as a socket would deliver them, and returns their number. For fuzzing: any bytes end in an error
+/// or in whole frames, and allocate no more memory than one frame may have.
 ///
 /// # Errors
-/// Why they are no frames.
+/// If the bytes are not whole, valid frames; returns the reason.
 pub fn read_frames(mut bytes: &[u8]) -> Result<usize, String> {
     let mut frames = 0;
     while let Some((header, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() {
@@ -206,7 +206,7 @@ pub fn read_frames(mut bytes: &[u8]) -> Result<usize, String> {
     if bytes.is_empty() { Ok(frames) } else { Err("the bytes end within a header".to_owned()) }
 }
 
-/// The same bytes with the check sums that a sender would have given them, so that what is behind them is tried as well.
+/// Returns the bytes with the checksums that a sender would compute, so that a fuzzer gets past them.
 pub fn seal_frames(bytes: &[u8]) -> Vec<u8> {
     let mut sealed = bytes.to_vec();
     let mut at = 0;
@@ -222,7 +222,7 @@ pub fn seal_frames(bytes: &[u8]) -> Vec<u8> {
     sealed
 }
 
-/// Frames of every kind, one after another.
+/// Returns frames of every kind, one after another.
 pub fn sample_frames() -> Vec<u8> {
     let key = Key { group: 3, channel: Channel::Receive, sequence: 7 };
     let kinds = [

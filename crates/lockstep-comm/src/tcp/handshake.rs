@@ -1,7 +1,7 @@
 //! The handshake of a connection: both ends prove that they know the run's secret, before either reads anything else.
 //!
-//! The protocol is `Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s` by the crate `snow`; the secret is its pre-shared key, and the client's
-//! [`Hello`] its prologue. Every message has a fixed size:
+//! The protocol is `Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s` by the crate `snow`. The secret is its pre-shared key, and the
+//! client's [`Hello`] its prologue. Every message has a fixed size:
 //!
 //! ```text
 //!     client -> server   hello 64 | noise 1: psk, e (48)
@@ -10,9 +10,9 @@
 //!     server -> client   welcome (16)
 //! ```
 //!
-//! The verdict says openly why the server goes no further, so that a client tells a refusal, which is final, from a
-//! connection that was dropped for want of room, which it tries again. The proof keeps out who plays back a client's first
-//! message. What follows the handshake is sealed under its keys where `parallel.encrypt` asks for it ([`super::wire`]).
+//! The verdict is plain text, so that a client can distinguish a refusal, which is final, from a connection dropped for lack of
+//! room, which it retries. The proof rejects replays of a client's first message. Later traffic is encrypted under the
+//! handshake's keys if `parallel.encrypt` is set ([`super::wire`]).
 
 use std::{
     io::{self, ErrorKind, Read, Write},
@@ -25,41 +25,41 @@ use snow::{Builder, HandshakeState, TransportState};
 use super::secret::Secret;
 use crate::{Deadline, JoinProblem};
 
-/// Magic number: `LOCKSTEP` in the order of bytes.
+/// Magic number: `LOCKSTEP` in byte order.
 const MAGIC: [u8; 8] = *b"LOCKSTEP";
-/// Changes with every change of frames, handshakes and cards.
+/// Version of frames, handshakes and cards.
 pub(crate) const VERSION: u32 = 3;
-/// The protocol's name, which both ends hash.
+/// Name of the protocol, which both ends hash.
 const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
-/// Bytes of an encoded [`Hello`].
+/// Length in bytes of an encoded [`Hello`].
 const HELLO_BYTES: usize = 64;
 const KEY_BYTES: usize = 32;
 const TAG_BYTES: usize = 16;
-/// Bytes that show which version a client speaks.
+/// Number of bytes that contain a client's version.
 const VERSION_BYTES: usize = 12;
-/// Bytes of a client's first message.
+/// Length in bytes of a client's first message.
 pub(crate) const GREETING_BYTES: usize = HELLO_BYTES + KEY_BYTES + TAG_BYTES;
-/// Bytes of the open part of a server's answer.
+/// Length in bytes of the plain part of a server's answer.
 const OPEN_BYTES: usize = 16;
 const SEALED_BYTES: usize = KEY_BYTES + HELLO_BYTES + TAG_BYTES;
-/// Bytes of a server's answer.
+/// Length in bytes of a server's answer.
 pub(crate) const ANSWER_BYTES: usize = OPEN_BYTES + SEALED_BYTES;
-/// Bytes of the proof and of the welcome.
+/// Length in bytes of the proof and of the welcome.
 pub(crate) const PROOF_BYTES: usize = TAG_BYTES;
 
-/// The purpose of a connection.
+/// Purpose of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Purpose {
-    /// Nodes find each other.
+    /// Rendezvous of nodes.
     Nodes = 1,
-    /// Ranks find each other.
+    /// Rendezvous of ranks.
     Ranks = 2,
     /// Frames between two ranks.
     Frames = 3,
 }
 
-/// The description that one end gives of itself.
+/// Description that one end gives of itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) purpose: Purpose,
@@ -83,7 +83,7 @@ impl Hello {
         out
     }
 
-    /// The hello in bytes that have been authenticated; `None` if no program of ours writes such.
+    /// Decodes a hello that has been authenticated; `None` if no Lockstep program writes such.
     fn decode(bytes: &[u8; HELLO_BYTES]) -> Option<Self> {
         let purpose = match word(bytes, 12) {
             1 => Purpose::Nodes,
@@ -101,7 +101,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
-/// A server's open answer to a greeting.
+/// A server's plain-text answer to a greeting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 enum Verdict {
@@ -115,7 +115,7 @@ enum Verdict {
     Secret = 3,
 }
 
-/// The open part of an answer: magic, version and verdict.
+/// Returns the plain part of an answer: magic, version and verdict.
 fn open_part(verdict: Verdict) -> [u8; OPEN_BYTES] {
     let mut out = [0; OPEN_BYTES];
     out[..8].copy_from_slice(&MAGIC);
@@ -124,22 +124,22 @@ fn open_part(verdict: Verdict) -> [u8; OPEN_BYTES] {
     out
 }
 
-/// The Noise state of one end.
+/// Returns the Noise state of one end; `None` if the cryptography fails.
 fn noise(secret: &Secret, prologue: &[u8; HELLO_BYTES], is_client: bool) -> Option<HandshakeState> {
     let builder = Builder::new(NOISE.parse().ok()?).prologue(prologue).ok()?.psk(0, secret.key()).ok()?;
     if is_client { builder.build_initiator().ok() } else { builder.build_responder().ok() }
 }
 
-/// A failure of the cryptography of this end alone, such as a system without random numbers.
+/// Returns the error for a local failure of the cryptography, such as a system without random numbers.
 fn broken() -> JoinProblem {
     JoinProblem::Connection(ErrorKind::Other)
 }
 
-/// Greets the server at the other end; returns the server's hello, and the keys for what follows.
+/// Does the client's side of the handshake. Returns the server's hello, and the keys for what follows.
 ///
 /// # Errors
-/// [`JoinProblem::Version`], [`JoinProblem::OtherRun`] and [`JoinProblem::Secret`] if an end is not who it should be;
-/// [`JoinProblem::Connection`] if the connection fails or is dropped before that is known, which another try may mend.
+/// If version, run or secret of the two ends differ, which is final. If the connection fails or is dropped before that is known
+/// ([`JoinProblem::Connection`]), which may be retried.
 pub(crate) fn greet(
     stream: &TcpStream,
     secret: &Secret,
@@ -166,7 +166,7 @@ pub(crate) fn greet(
     }
     let sealed: [u8; SEALED_BYTES] = timed.receive()?;
     let mut theirs = [0; HELLO_BYTES];
-    // A server that does not know the secret cannot have written this.
+    // Only a server that knows the secret can have written this.
     if state.read_message(&sealed, &mut theirs).ok() != Some(HELLO_BYTES) {
         return Err(JoinProblem::Secret);
     }
@@ -180,16 +180,16 @@ pub(crate) fn greet(
     Ok((server, Box::new(state)))
 }
 
-/// The server's end of a handshake, fed with what comes, without any waiting of its own.
+/// The server's side of a handshake, which is fed with received bytes and does not block.
 #[derive(Debug, Default)]
 pub(crate) struct Reception {
     bytes: Greeting,
     read: usize,
-    /// The keys, and the authenticated hello, once the greeting was sound.
+    /// Keys and authenticated hello, after a valid greeting.
     proving: Option<(Box<TransportState>, Hello)>,
 }
 
-/// Room for a greeting.
+/// Buffer for a greeting.
 #[derive(Debug)]
 struct Greeting([u8; GREETING_BYTES]);
 
@@ -199,20 +199,20 @@ impl Default for Greeting {
     }
 }
 
-/// The next thing to do in a [`Reception`].
+/// Next action in a [`Reception`].
 #[derive(Debug)]
 pub(crate) enum Step {
-    /// More has to come.
+    /// Receive more bytes.
     Wait,
-    /// The answer is to be sent; the proof has to come.
+    /// Send the answer, then receive the proof.
     Answer([u8; ANSWER_BYTES]),
-    /// The client is who it says; the welcome is to be sent to it. With the keys for what follows.
+    /// Send the welcome: the client is authenticated. With the keys for what follows.
     Welcome([u8; PROOF_BYTES], Hello, Box<TransportState>),
-    /// Refusal of the client, with the answer that tells it why if it speaks our protocol.
+    /// Refuse the client, with an answer that states the reason if it speaks this protocol.
     Refuse(Option<[u8; ANSWER_BYTES]>, Refusal),
 }
 
-/// The reason why a connection was not let in.
+/// Reason why a connection is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Refusal {
     #[error("no greeting within {} s", super::door::GREETING.as_secs())]
@@ -232,18 +232,18 @@ pub(crate) enum Refusal {
 }
 
 impl Reception {
-    /// Room for the bytes that come next.
+    /// Returns the buffer for the next bytes.
     pub(crate) fn room(&mut self) -> &mut [u8] {
         let end = if self.proving.is_some() { PROOF_BYTES } else { GREETING_BYTES };
         &mut self.bytes.0[self.read..end]
     }
 
-    /// Returns true if the greeting was sound: only who knows the secret, or has listened to one who does, gets so far.
+    /// Returns true after a valid greeting, which proves that the client knows the secret or replays one that does.
     pub(crate) fn is_proving(&self) -> bool {
         self.proving.is_some()
     }
 
-    /// Takes the `count` bytes that have come into the room, as a server that is `own`.
+    /// Processes `count` bytes received into [`Self::room`], as a server that is `own`.
     pub(crate) fn take(&mut self, count: usize, secret: &Secret, own: &Hello) -> Step {
         self.read += count;
         if self.proving.is_some() && self.read < PROOF_BYTES {
@@ -273,7 +273,7 @@ impl Reception {
         self.answer(secret, own)
     }
 
-    /// Judges a greeting that is whole.
+    /// Judges a complete greeting.
     fn answer(&mut self, secret: &Secret, own: &Hello) -> Step {
         let mut hello = [0; HELLO_BYTES];
         hello.copy_from_slice(&self.bytes.0[..HELLO_BYTES]);
@@ -304,14 +304,14 @@ fn refuse(verdict: Verdict, refusal: Refusal) -> Step {
     Step::Refuse(Some(answer), refusal)
 }
 
-/// A socket on which nothing takes longer than it may, however slowly bytes trickle.
+/// A socket with a deadline for each transfer as a whole, however slowly bytes trickle.
 pub(crate) struct Timed<'a> {
     pub(crate) stream: &'a TcpStream,
     pub(crate) deadline: Deadline,
 }
 
 impl Timed<'_> {
-    /// Sends all of `bytes`.
+    /// Sends all of `bytes` before the deadline.
     pub(crate) fn send(&mut self, mut bytes: &[u8]) -> Result<(), JoinProblem> {
         while !bytes.is_empty() {
             self.stream.set_write_timeout(Some(self.rest()?)).map_err(problem)?;
@@ -325,7 +325,7 @@ impl Timed<'_> {
         Ok(())
     }
 
-    /// Receives just so many bytes.
+    /// Receives exactly `BYTES` bytes before the deadline.
     pub(crate) fn receive<const BYTES: usize>(&mut self) -> Result<[u8; BYTES], JoinProblem> {
         let (mut bytes, mut read) = ([0; BYTES], 0);
         while read < BYTES {
@@ -361,7 +361,7 @@ mod tests {
 
     const HELLO: Hello = Hello { purpose: Purpose::Ranks, rank: 1, ranks: 2, stream: 0, run: [7; 32] };
 
-    /// Greets; what becomes of the keys is tested with what they seal.
+    /// Does the client's side; the keys are tested with the traffic that they encrypt.
     fn greet(
         stream: &TcpStream,
         secret: &Secret,
@@ -379,7 +379,7 @@ mod tests {
         Secret::of(b"0123456789abcdef")
     }
 
-    /// A server that answers one client, in the way of the door.
+    /// Runs a server that answers one client as the door does.
     fn answer(stream: &TcpStream, secret: &Secret, own: &Hello) -> Result<Hello, Refusal> {
         let mut reception = Reception::default();
         loop {
@@ -402,7 +402,7 @@ mod tests {
         }
     }
 
-    /// Findings of both ends of a connection between a client and a server.
+    /// Returns the results of both ends of a connection between a client and a server.
     fn shake<C, S: Send>(
         client: impl FnOnce(&TcpStream) -> C,
         server: impl FnOnce(&TcpStream) -> S + Send,
@@ -468,7 +468,7 @@ mod tests {
                 { stream }.read_exact(&mut greeting).unwrap();
                 let mut answer = [0x5a; ANSWER_BYTES];
                 answer[..OPEN_BYTES].copy_from_slice(&open_part(Verdict::Go));
-                // Sends back what it gets.
+                // Reflects the greeting.
                 answer[OPEN_BYTES..OPEN_BYTES + 48].copy_from_slice(&greeting[HELLO_BYTES..]);
                 change(&mut answer);
                 { stream }.write_all(&answer).unwrap();
@@ -514,7 +514,7 @@ mod tests {
             reception.room()[0] = *byte;
             match reception.take(1, &secret(), &HELLO) {
                 Step::Wait => assert!(at < VERSION_BYTES - 1),
-                // Where versions 1 and 2 look for ours.
+                // The place where versions 1 and 2 look for the version.
                 Step::Refuse(Some(answer), Refusal::Version(2)) => {
                     assert_eq!((&answer[..8], word(&answer, 8)), (&MAGIC[..], VERSION));
                     assert_eq!(at, VERSION_BYTES - 1);

@@ -1,5 +1,5 @@
-//! How ranks become a world over sockets: they meet, learn where each of them listens, and join every two of them by one
-//! connection for what must not wait and some for data.
+//! The rendezvous of ranks over TCP. They meet, exchange their addresses, and connect every pair of ranks by one connection for
+//! control frames and some for data.
 
 use std::{
     net::{SocketAddr, TcpListener},
@@ -19,28 +19,28 @@ use super::{
 };
 use crate::{CommError, Deadline, Group, JoinProblem, MAX_WORLD, shm};
 
-/// What a rank brings to join others over sockets.
+/// Options of a rank that joins others over TCP.
 #[derive(Debug, Clone, Copy)]
 pub struct TcpOptions {
-    /// Connections for data between every two ranks: one does not fill a fast or a long link.
+    /// Number of data connections between two ranks. One does not saturate a fast or a long link.
     pub streams: usize,
-    /// How long a rank may be silent before it counts as lost.
+    /// Time without a heartbeat after which a rank counts as lost.
     pub silence: Duration,
-    /// Seals what ranks send each other under the keys of their handshake.
+    /// True to encrypt all traffic under the keys of the handshakes.
     pub encrypt: bool,
-    /// A digest of everything that must be alike on all ranks.
+    /// Digest of all settings that must agree on all ranks.
     pub settings: [u8; 32],
 }
 
 impl Default for TcpOptions {
-    /// Two connections for data, 5 s of silence, no encryption, and no settings.
+    /// Returns two data connections, 5 s of silence, no encryption, and no settings.
     fn default() -> Self {
         Self { streams: 2, silence: Duration::from_secs(5), encrypt: false, settings: [0; 32] }
     }
 }
 
 impl TcpOptions {
-    /// A digest of everything that must be alike, what is said here included.
+    /// Returns a digest of everything that must agree on all ranks, including these options.
     fn alike(&self) -> [u8; 32] {
         if self.encrypt {
             *blake3::keyed_hash(&self.settings, b"encrypted").as_bytes()
@@ -50,13 +50,13 @@ impl TcpOptions {
     }
 }
 
-/// The most connections for data between two ranks.
+/// Maximum number of data connections between two ranks.
 const MAX_STREAMS: usize = 16;
 
-/// Joins, as `rank` of `ranks`, all others that come to the same meeting. Returns when this one is joined to all.
+/// Joins, as `rank` of `ranks`, all other ranks at the same meeting. Returns once this rank is connected to all of them.
 ///
 /// # Errors
-/// [`CommError::Join`], which is the same on all ranks that came.
+/// If a number is out of range, or if the ranks cannot reach, authenticate or agree with each other before `deadline`.
 pub fn join_by_address(
     rank: usize,
     ranks: usize,
@@ -67,8 +67,8 @@ pub fn join_by_address(
     join_with(rank, ranks, meeting, options, None, |_, _| {}, deadline)
 }
 
-/// As [`join_by_address`], of a rank that may share memory with others of this machine. `settle` gets its number among the
-/// ranks of this host and how many they are, before any thread is started.
+/// Joins as [`join_by_address`] does, for a rank that may share memory with others of this machine. Calls `settle` with its
+/// rank and the number of ranks on this host, before any thread is started.
 pub(crate) fn join_with(
     rank: usize,
     ranks: usize,
@@ -105,8 +105,8 @@ pub(crate) fn join_with(
     Ok(Group::world(Machine::new(rank, sockets, options.silence, local)?))
 }
 
-/// Meets the other ranks and connects to each of them: the connections by rank, and all cards. `near` is the first rank that this
-/// one shares memory with, and their number.
+/// Meets the other ranks and connects to each of them. Returns the connections by rank, and all cards. `near` is the first rank
+/// that this one shares memory with, and their number.
 pub(super) fn gather(
     rank: usize,
     ranks: usize,
@@ -116,7 +116,7 @@ pub(super) fn gather(
     settle: impl FnOnce(usize, usize),
     deadline: Deadline,
 ) -> Result<(Vec<Vec<Connection>>, Vec<Card>), CommError> {
-    // Handed out until all have come.
+    // Hands the secret out until all ranks have come.
     let _given = settle_secret(meeting, rank, deadline)?;
     let secret = meeting.key()?;
     let listener = if rank == 0 { None } else { Some(listen(meeting)?) };
@@ -135,7 +135,7 @@ pub(super) fn gather(
     let streams = options.streams + 1;
     let mesh =
         Mesh { rank, ranks, streams, encrypt: options.encrypt, run: meeting.run_digest(), secret, deadline };
-    // Those above come while this rank is on its way to those below.
+    // Ranks above connect to this rank while it connects to those below.
     let expected = (ranks - 1 - rank) * streams;
     let open =
         |listener| Door::open(listener, &mesh.secret, &mesh.hello(0), expected, meeting.turned_away.clone());
@@ -145,7 +145,7 @@ pub(super) fn gather(
     Ok((sockets, cards))
 }
 
-/// Begins the meeting as rank 0, or takes the secret that rank 0 hands out.
+/// Begins the meeting as rank 0, or receives the secret from rank 0.
 fn settle_secret(
     meeting: &mut Meeting,
     rank: usize,
@@ -160,7 +160,8 @@ fn settle_secret(
     }
 }
 
-/// Ranks of each of several machines, if all share memory with as many, and those are a power of two.
+/// Returns the number of ranks per machine, if several machines share memory between equally many, a power of two; otherwise
+/// `None`.
 fn ranks_of_each(cards: &[Card]) -> Option<usize> {
     let each = cards[0].near as usize;
     let is_alike = |(rank, card): (usize, &Card)| {
@@ -170,36 +171,36 @@ fn ranks_of_each(cards: &[Card]) -> Option<usize> {
     (is_plain && cards.iter().enumerate().all(is_alike)).then_some(each)
 }
 
-/// The number of `rank` among the ranks of its host, and how many those are.
+/// Returns the rank of `rank` among the ranks of its host, and their number.
 fn place_on_host(cards: &[Card], rank: usize) -> (usize, usize) {
     let neighbours = |some: &[Card]| some.iter().filter(|card| card.host == cards[rank].host).count();
     (neighbours(&cards[..rank]), neighbours(cards))
 }
 
-/// A socket for the other ranks, on any port: reachable from where the meeting is.
+/// Returns a listener for the other ranks, on any port, reachable from where the meeting is.
 fn listen(meeting: &Meeting) -> Result<TcpListener, CommError> {
     let address = if meeting.is_local() { "localhost:0" } else { "[::]:0" };
     let bound = TcpListener::bind(address);
-    // A machine may have no IPv6.
+    // The machine may have no IPv6.
     let bound = if meeting.is_local() { bound } else { bound.or_else(|_| TcpListener::bind("0.0.0.0:0")) };
-    // Others may come before this rank opens its door.
+    // Other ranks may connect before this rank starts to accept.
     let bound = bound.and_then(|listener| widen(&listener).map(|()| listener));
     bound.map_err(CommError::io("listen for ranks"))
 }
 
-/// What a rank tells all others.
+/// A rank's data for the rendezvous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Card {
     port: u16,
-    /// The first rank of those that it shares memory with, and how many they are; 0 if there are none.
+    /// First of the ranks that it shares memory with, and their number; 0 if there are none.
     first: u32,
     near: u32,
-    /// A digest that ranks on the same running machine share.
+    /// Digest that identifies the running machine.
     host: [u8; 16],
     settings: [u8; 32],
 }
 
-/// A digest of what tells this running machine from others; containers on it have the same.
+/// Returns a digest that identifies the running machine; the same in all of its containers.
 fn host() -> [u8; 16] {
     let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let system = rustix::system::uname();
@@ -233,7 +234,7 @@ impl Card {
 struct Mesh {
     rank: usize,
     ranks: usize,
-    /// Connections between every two ranks.
+    /// Number of connections between two ranks.
     streams: usize,
     encrypt: bool,
     run: [u8; 32],
@@ -278,7 +279,7 @@ impl Mesh {
             let is_expected = visitor.hello.purpose == Purpose::Frames && rank > self.rank;
             let place =
                 sockets.get_mut(rank).filter(|_| is_expected).and_then(|sockets| sockets.get_mut(index));
-            // One who comes again has given up his first connection.
+            // A client that connects again has given up its first connection.
             if let Some(place) = place {
                 let connection = Connection { socket: visitor.stream, keys: Some(visitor.keys) };
                 open -= usize::from(place.replace(self.sealed(connection)).is_none());
@@ -287,7 +288,7 @@ impl Mesh {
         Ok(sockets.into_iter().map(|sockets| sockets.into_iter().flatten().collect()).collect())
     }
 
-    /// The connection as ranks use it: the keys of its handshake serve no more unless everything is encrypted.
+    /// Returns the connection as ranks use it: without the keys of its handshake, unless everything is encrypted.
     fn sealed(&self, connection: Connection) -> Connection {
         Connection { keys: connection.keys.filter(|_| self.encrypt), ..connection }
     }

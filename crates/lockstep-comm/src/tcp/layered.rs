@@ -1,10 +1,9 @@
-//! All-reduces over machines of several ranks each: first in shared memory, then between machines, then in shared memory
-//! again. Each rank sums its share over its machine, sums that over the machines with the ranks that stand where it does on
-//! theirs, and all of a machine put the shares together. Between two machines each byte then goes once, not once for each rank.
+//! Hierarchical all-reduce over machines of several ranks each: reduce-scatter in shared memory, all-reduce between machines,
+//! all-gather in shared memory. Each rank reduces its shard over its machine, then over the machines, together with the ranks
+//! of the same local rank. Each byte then travels between two machines once, instead of once per rank.
 //!
-//! The order of additions is that of the tree over all ranks: it has a subtree for each machine, as long as machines have
-//! the same power of two of ranks. Types that are rounded at the root alone must not be rounded on the way, so they go by the
-//! plain tree.
+//! The order of additions is that of the tree over all ranks, which has a subtree per machine if all machines have the same
+//! power of two of ranks. Types that are rounded only at the root must not be rounded in between; they use the plain tree.
 
 use std::{panic::Location, sync::Arc, time::Duration};
 
@@ -21,44 +20,45 @@ use crate::{
     transport::{Ticket, Transport},
 };
 
-/// Sums that may be in shared memory at a time; fewer than it has room for.
+/// Maximum number of reductions in shared memory at a time; fewer than it has room for.
 const UNDER_WAY: usize = 8;
-/// What a beginning in shared memory may take, for which there is room.
+/// Time limit for starting an operation in shared memory, for which there is always room.
 const BEGINNING: Duration = Duration::from_secs(1);
 
-/// The ranks of this machine, in a world of machines that are alike.
+/// Shared-memory transport of this machine, in a world whose machines all have equally many ranks.
 #[derive(Debug)]
 pub(crate) struct Machines {
     pub(crate) local: Arc<shm::Machine>,
-    /// Ranks of each.
+    /// Number of ranks per machine.
     pub(crate) ranks: usize,
-    /// Groups of the local ranks, of which each has an order of operations of its own.
+    /// Indices of two groups of the local ranks, one for reduce-scatters and one for all-gathers. Each has its own order of
+    /// operations.
     sums: usize,
     shares: usize,
-    /// Sums under way that have not come to their last part.
+    /// Number of reductions in flight that have not reached their all-gather.
     under_way: usize,
-    /// Those in their last part.
+    /// Number of reductions in their all-gather.
     sharing: usize,
 }
 
 impl Machines {
-    /// Of `ranks` ranks each.
+    /// Creates the state for machines of `ranks` ranks each.
     pub(crate) fn new(local: Arc<shm::Machine>, ranks: usize) -> Self {
         let shares = local.add_group((0..ranks).collect());
         Self { local, ranks, sums: 0, shares, under_way: 0, sharing: 0 }
     }
 
-    /// Whether an all-reduce of `number` goes this way.
+    /// Returns true if all-reduces of `number` can be hierarchical.
     pub(crate) fn suit(&self, number: NumberType) -> bool {
         !matches!(number, NumberType::Bf16 | NumberType::F16)
     }
 
-    /// Whether something is under way in shared memory.
+    /// Returns true if an operation is in flight in shared memory.
     pub(crate) fn is_busy(&self) -> bool {
         self.under_way > 0 || self.sharing > 0
     }
 
-    /// Whether one more may begin.
+    /// Returns true if another reduction may start.
     pub(crate) fn have_room(&self) -> bool {
         self.under_way < UNDER_WAY
     }
@@ -76,33 +76,33 @@ impl Machines {
         let task = Task { call, flow, source, target };
         let deadline = Deadline::after(BEGINNING);
         let begun = self.local.begin(group, task, Vec::new(), deadline, Location::caller());
-        // Where it cannot begin the run has ended, which is seen soon.
+        // It fails only if the run has ended, which the caller detects soon.
         begun.unwrap_or_else(|_| Ticket::new(Vec::new()))
     }
 }
 
-/// How far such a sum has come.
+/// Progress of one hierarchical all-reduce.
 #[derive(Debug)]
 pub(crate) struct Layered {
     op: ReduceOp,
-    /// Shares of the ranks of a machine.
+    /// Shards of the ranks of a machine.
     shares: Blocks,
-    /// The ranks that stand where this one does, as a group.
+    /// Group of the ranks with this local rank on all machines.
     column: Members,
-    /// Ranks of a machine.
+    /// Number of ranks per machine.
     per_machine: usize,
     stage: Stage,
 }
 
 #[derive(Debug)]
 enum Stage {
-    /// The machine's sum of the own share.
+    /// Reduce-scatter on this machine.
     Here(Arc<Ticket>),
-    /// The sum of that over machines.
+    /// All-reduce of this rank's shard over the machines.
     Between(Box<(Reduction, Task)>),
-    /// It is there; the machine's ranks come to this in the order of the operations.
+    /// The shard is reduced. The machine's ranks start their all-gathers in the order of the operations.
     Summed,
-    /// All shares to all of the machine.
+    /// All-gather of the shards on this machine.
     Shared(Arc<Ticket>),
 }
 
@@ -123,7 +123,7 @@ impl Layered {
         Self { op, shares, column, per_machine: ranks, stage: Stage::Here(ticket) }
     }
 
-    /// Carries on; says whether everything is done. The last part comes in the order of the operations.
+    /// Advances the operation. Returns true if it is complete. The all-gathers start in the order of the operations.
     pub(crate) fn advance(
         &mut self,
         machines: &mut Machines,
@@ -169,12 +169,12 @@ impl Layered {
         }
     }
 
-    /// Whether later ones may come to their last part.
+    /// Returns true if later reductions may start their all-gather.
     pub(crate) fn is_past_its_turn(&self) -> bool {
         matches!(self.stage, Stage::Shared(_))
     }
 
-    /// The part that goes between machines, if it is that part's turn, and `member`'s place in it.
+    /// Returns the all-reduce between machines and `member`'s index in it; `None` in other stages, or for a rank outside it.
     pub(crate) fn between(
         &mut self,
         members: &Members,
@@ -189,7 +189,7 @@ impl Layered {
         }
     }
 
-    /// Whom it waits for, as a member; ranks of this machine are named by their own waits.
+    /// Returns the member that it waits for. Ranks of this machine have their own diagnosis.
     pub(crate) fn waits_for(&self, members: &Members) -> Option<usize> {
         let first = members.own - members.own % self.per_machine;
         match &self.stage {
@@ -202,7 +202,7 @@ impl Layered {
         }
     }
 
-    /// Whether it has not come to that part.
+    /// Returns true if it has not reached the all-reduce between machines.
     pub(crate) fn is_early(&self) -> bool {
         matches!(self.stage, Stage::Here(_))
     }

@@ -1,4 +1,4 @@
-//! All sockets to one other rank: one for what must not wait behind data, and some for data.
+//! All sockets to one other rank: one for control frames, which must not queue behind data, and some for data.
 
 use std::{
     io::{self, ErrorKind},
@@ -16,21 +16,22 @@ use super::{
 };
 use crate::LossCause;
 
-/// Bytes that are read or written on a socket before others have their turn.
+/// Maximum number of bytes read or written on one socket before the others get their turn.
 const TURN_BYTES: usize = 512 << 10;
-/// Turns in which a connection is read once another one to the same rank has broken: a rank that goes on and on is not heard out.
+/// Maximum number of reads from the control connection once another one to the same rank has broken; bounds a rank that never
+/// stops sending.
 const LAST_TURNS: usize = 16;
 
-/// The connections to one rank.
+/// Connections to one rank.
 #[derive(Debug)]
 pub(crate) struct Link {
     rank: usize,
     streams: Vec<Joined>,
     pub(crate) status: Status,
-    /// Whether anything has come since the last beat, and how many beats have passed since it had.
+    /// True if anything has been received since the last heartbeat tick; `silence` counts the ticks without.
     heard: bool,
     silence: u32,
-    /// Whether a connection was closed at the last beat.
+    /// True if a connection was closed at the last heartbeat tick.
     is_closed: bool,
 }
 
@@ -40,7 +41,7 @@ struct Joined {
     is_open: bool,
 }
 
-/// What a rank has said of itself.
+/// Presence of a rank, as it has announced it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Status {
     Here,
@@ -49,7 +50,7 @@ pub(crate) enum Status {
 }
 
 impl Link {
-    /// Over `connections`, the first of which is not for data.
+    /// Creates a link over `connections`, the first of which carries control frames.
     pub(crate) fn new(rank: usize, connections: Vec<Connection>, silence: Duration) -> io::Result<Self> {
         let mut streams = Vec::new();
         for connection in connections {
@@ -59,15 +60,15 @@ impl Link {
         Ok(Self { rank, streams, status: Status::Here, heard: true, silence: 0, is_closed: false })
     }
 
-    /// Whether nothing can come from the rank any more.
+    /// Returns true if nothing more can be received from the rank.
     pub(crate) fn is_gone(&self) -> bool {
         self.streams.iter().all(|joined| !joined.is_open)
     }
 
-    /// Reads what has come; says whether that is anything.
+    /// Reads available data. Returns true if there was any.
     ///
     /// # Errors
-    /// How the rank was lost.
+    /// If a connection breaks, or the rank sends invalid frames; returns the cause of loss.
     pub(crate) fn read(&mut self, board: &mut Board) -> Result<bool, LossCause> {
         let mut has_read = false;
         for index in 0..self.streams.len() {
@@ -84,7 +85,7 @@ impl Link {
         Ok(has_read)
     }
 
-    /// Writes what waits, as much as the sockets take; says whether that is anything.
+    /// Writes queued frames, as much as the sockets accept. Returns true if any bytes were written.
     ///
     /// # Errors
     /// As [`Link::read`].
@@ -108,10 +109,10 @@ impl Link {
         Ok(has_written)
     }
 
-    /// Gives up a connection that has broken.
+    /// Closes a connection that has broken. Returns the cause of loss, unless the rank has announced one itself.
     fn close(&mut self, index: usize, broken: &Broken, board: &mut Board) -> Result<(), LossCause> {
         self.streams[index].is_open = false;
-        // The rank may have said why, before.
+        // The rank may have announced the reason on the control connection before.
         if let Joined { stream, is_open: true } = &mut self.streams[0] {
             for _ in 0..LAST_TURNS {
                 if !matches!(stream.read(self.rank, TURN_BYTES, board), Ok(count) if count > 0) {
@@ -126,13 +127,13 @@ impl Link {
             Broken::Malformed(what) => Err(LossCause::Malformed(*what)),
             Broken::Failed(ErrorKind::TimedOut) => Err(LossCause::Unreachable),
             Broken::Closed | Broken::Failed(_) if index == 0 => Err(LossCause::Disconnected),
-            // A farewell on another connection may be on its way; the next beats will tell.
+            // A farewell on another connection may be in flight; the next ticks will tell.
             Broken::Closed | Broken::Failed(_) => Ok(()),
         }
     }
 
-    /// Counts a beat; says how the rank is lost if it has been silent for `limit` of them, or half of its connections have
-    /// been closed for one.
+    /// Counts a heartbeat tick. Returns the cause of loss if the rank has been silent for `limit` ticks, or if some of its
+    /// connections have been closed for one tick.
     pub(crate) fn beat(&mut self, limit: u32, silence: Duration) -> Option<LossCause> {
         self.silence = if std::mem::take(&mut self.heard) { 0 } else { self.silence + 1 };
         let was_closed =
@@ -144,7 +145,7 @@ impl Link {
         }
     }
 
-    /// The sockets, and what to wait for on each.
+    /// Returns the open sockets, with the events to poll for on each.
     pub(crate) fn interests(&self, board: &Board) -> impl Iterator<Item = (Arc<TcpStream>, PollFlags)> {
         let (control, data) = (&board.sending.control[self.rank], &board.sending.data[self.rank]);
         let waiting = [!control.is_empty(), !data.is_empty()];
@@ -157,20 +158,20 @@ impl Link {
         })
     }
 
-    /// Forgets what points to the memory of operations: no data go out any more, nor are any taken.
+    /// Drops all references to the memory of operations: no more data is sent, and received data is discarded.
     pub(crate) fn abandon(&mut self) {
         self.streams.iter_mut().for_each(|joined| joined.stream.abandon());
     }
 
-    /// Says that nothing more will come.
+    /// Closes the sending direction of all connections.
     pub(crate) fn hang_up(&self) {
         for joined in self.streams.iter().filter(|joined| joined.is_open) {
-            // It may be gone already.
+            // The connection may already be gone.
             let _ = joined.stream.socket().shutdown(Shutdown::Write);
         }
     }
 
-    /// Throws away what has come; says whether nothing more can.
+    /// Discards received data. Returns true if nothing more can be received.
     pub(crate) fn drain(&mut self) -> bool {
         for joined in self.streams.iter_mut().filter(|joined| joined.is_open) {
             joined.is_open = joined.stream.drain();

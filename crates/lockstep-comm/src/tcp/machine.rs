@@ -1,7 +1,7 @@
-//! A rank that reaches the others by sockets: a thread that carries on with everything, and callers who begin and wait.
+//! The TCP transport of a rank: a progress thread, and callers that start operations and wait for them.
 //!
-//! Everything is behind one lock. Whoever begins or waits carries on once himself, which saves small operations the way over
-//! the thread; the rest of the time the thread does, while its rank computes.
+//! One lock protects all state. Callers make progress themselves once when they start or wait, which saves small operations the
+//! handover to the thread. The thread makes progress while its rank computes.
 
 use std::{
     io,
@@ -33,26 +33,26 @@ use crate::{
     transport::{Ticket, Transport, name},
 };
 
-/// Beats in the time after which a silent rank counts as lost.
+/// Number of heartbeats within the time after which a silent rank counts as lost.
 const BEATS: u32 = 20;
-/// Between two looks at what ranks of this machine do together, of which no socket tells.
+/// Polling interval for operations in shared memory, which no socket reports.
 const NEIGHBOURS: Duration = Duration::from_micros(100);
-/// What it may take to hear how a rank ended that has closed its connections.
+/// Time to learn how a rank ended that has closed its connections.
 const RUMOUR: Duration = Duration::from_millis(100);
-/// The longest sleep without a look at the deadline.
+/// Maximum sleep before the deadline is checked again.
 const NAP: Duration = Duration::from_millis(50);
-/// What a rank that leaves has to say so.
+/// Time for a leaving rank to say so.
 const FAREWELL: Duration = Duration::from_millis(300);
 
-/// The ranks of this machine.
+/// Shared-memory transport to the ranks of this machine.
 #[derive(Debug)]
 pub(crate) struct Local {
     pub(crate) machine: Arc<shm::Machine>,
-    /// How many each machine has, if that is the same power of two on all of several.
+    /// Number of ranks per machine, if there are several machines and all have the same power of two.
     pub(crate) of_each: Option<usize>,
 }
 
-/// One rank.
+/// TCP transport of one rank.
 #[derive(Debug)]
 pub(crate) struct Machine {
     rank: usize,
@@ -63,9 +63,9 @@ pub(crate) struct Machine {
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    /// Something has completed, or has ended.
+    /// Notified when an operation completes or the run ends.
     news: Condvar,
-    /// Wakes the thread, which waits for sockets.
+    /// Event counter that wakes the thread, which polls sockets.
     wake: OwnedFd,
     silence: Duration,
 }
@@ -73,18 +73,18 @@ struct Shared {
 #[derive(Debug)]
 struct State {
     board: Board,
-    /// By rank; none to oneself.
+    /// Links by rank; `None` for this rank.
     links: Vec<Option<Link>>,
     ending: Option<CommError>,
-    /// The ranks of this machine, with which memory is shared: who ends the run there, ends it here.
+    /// Shared-memory transport of this machine. An error that ends the run there ends it here.
     local: Option<Arc<shm::Machine>>,
-    /// The rank leaves, in peace or in panic.
+    /// Farewell to send, once this rank leaves.
     leaving: Option<Kind>,
 }
 
 impl Machine {
-    /// Comes into the world as `rank`, over connections to each other rank, some of which may be on this machine as well. Ranks
-    /// may be silent for `silence`.
+    /// Enters the world as `rank`, over connections to each other rank; some of them may be on this machine as well.
+    /// Ranks may be silent for `silence`.
     pub(crate) fn new(
         rank: usize,
         connections: Vec<Vec<Connection>>,
@@ -111,7 +111,7 @@ impl Machine {
         Ok(Self { rank, shared, thread })
     }
 
-    /// Waits until `attempt` has succeeded; `late` says who is waited for, and with what.
+    /// Waits until `attempt` returns a result. `late` returns the rank and operation that it waits for.
     fn drive<R>(
         &self,
         group: usize,
@@ -248,7 +248,7 @@ impl Transport for Machine {
         self.shared.lock().local.as_ref().map_or_else(Arena::new, |local| local.arena(categories))
     }
 
-    /// The thread carries on while the rank computes, so it leaves the compute threads alone.
+    /// The thread runs while the rank computes, so it does not use the compute threads.
     fn set_workers(&self, _: Workers) {}
 
     fn recorded(&self, rank: usize) -> Vec<Recorded> {
@@ -277,14 +277,14 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes the thread and everybody who waits.
+    /// Wakes the thread and all waiting callers.
     fn tell(&self) {
         self.news.notify_all();
-        // An event counter at its limit would refuse; the thread is awake then.
+        // A write fails only if the event counter is at its limit; the thread is awake then.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// What the thread does: carries on until its rank leaves.
+    /// Runs the thread: makes progress until its rank leaves.
     fn carry(&self) {
         let interval = self.silence / BEATS;
         let mut next_beat = Instant::now() + interval;
@@ -310,7 +310,7 @@ impl Shared {
         }
     }
 
-    /// Sleeps until a socket is ready, somebody wakes the thread, or `limit` has passed.
+    /// Sleeps until a socket is ready, the thread is woken, or `limit` has passed.
     fn sleep(&self, interests: &[(Arc<TcpStream>, PollFlags)], limit: Duration) {
         let timeout = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
         let mut polled: Vec<_> = interests
@@ -318,13 +318,13 @@ impl Shared {
             .map(|(socket, flags)| PollFd::from_borrowed_fd(socket.as_fd(), *flags))
             .collect();
         polled.push(PollFd::new(&self.wake, PollFlags::IN));
-        // Whatever comes of it, the next round looks at everything.
+        // Whatever the result, the next round checks everything.
         if poll(&mut polled, Some(&timeout)).is_ok_and(|ready| ready > 0) {
             let _ = rustix::io::read(&self.wake, &mut [0; 8]);
         }
     }
 
-    /// Says farewell, and waits a little until it has arrived: until then closing would take it back.
+    /// Says farewell, and waits a little for its arrival: closing earlier could destroy it in transit.
     fn leave<'a>(&'a self, mut state: MutexGuard<'a, State>, farewell: Kind) {
         state.abandon();
         if state.ending.is_none() {
@@ -358,14 +358,14 @@ impl Shared {
 }
 
 impl State {
-    /// Reads, carries on and writes, as far as it goes without waiting; says whether anything moved.
+    /// Reads, advances operations and writes, as far as possible without waiting. Returns true if anything moved.
     fn pump(&mut self) -> bool {
         if self.ending.is_some() {
             return self.write();
         }
         let mut has_moved = self.read();
         if let Some(machines) = self.board.machines.as_ref().filter(|machines| machines.is_busy()) {
-            // Why it failed stands where it is looked for next.
+            // A failure is recorded in the segments, which `listen` reads next.
             let _ = machines.local.progress();
         }
         self.listen();
@@ -388,7 +388,7 @@ impl State {
         self.with_links(Link::write)
     }
 
-    /// Does `work` with all links; says whether anything moved on any.
+    /// Calls `work` with all links. Returns true if anything moved on any of them.
     fn with_links(&mut self, work: impl Fn(&mut Link, &mut Board) -> Result<bool, LossCause>) -> bool {
         let Self { board, links, .. } = self;
         let (mut has_moved, mut lost) = (false, None);
@@ -406,12 +406,12 @@ impl State {
         self.listen();
         let Some((rank, cause)) = lost else { return };
         let begin = Instant::now();
-        // Its launcher knows better, and has told the ranks of its machine, who tell all others.
+        // The lost rank's launcher knows the cause, and has told the ranks of its machine, which tell all others.
         while cause == LossCause::Disconnected && self.ending.is_none() && begin.elapsed() < RUMOUR {
             std::thread::sleep(RUMOUR / 20);
             let Self { board, links, .. } = self;
             for link in links.iter_mut().flatten() {
-                // More may be lost; one is enough to end the run.
+                // More ranks may be lost; one is enough to end the run.
                 let _ = link.read(board);
             }
             self.listen();
@@ -419,7 +419,7 @@ impl State {
         self.end(CommError::PeerLost { rank, cause, occasion: None });
     }
 
-    /// Takes note of what ranks have said of themselves and of the run.
+    /// Handles messages of other ranks about themselves and the run.
     fn listen(&mut self) {
         if let Some(error) = self.local.as_ref().and_then(|local| local.segments.ending()) {
             self.end(error);
@@ -438,7 +438,7 @@ impl State {
         }
     }
 
-    /// Shows that this rank moves, and looks who does not.
+    /// Sends heartbeats, and checks those of the other ranks.
     fn beat(&mut self, silence: Duration) {
         let mut lost = None;
         for (rank, link) in self.links.iter_mut().enumerate() {
@@ -452,7 +452,8 @@ impl State {
         self.lose(lost);
     }
 
-    /// Ends the run, unless it has ended; returns why it has. No operation touches memory afterwards.
+    /// Ends the run on all ranks, unless it has ended. Returns the error that ended it. No operation accesses memory
+    /// afterwards.
     fn end(&mut self, error: CommError) -> CommError {
         if let Some(ending) = &self.ending {
             return ending.copy();
@@ -468,19 +469,19 @@ impl State {
         self.tell_all(Header::of(Kind::Ending, key, &bytes), &bytes);
         self.write();
         match ending {
-            // Only this rank knows the details of what happened to it alone.
+            // Only this rank has the details of a local error.
             CommError::Stopped { by: Some(rank) } if rank == self.board.rank => error,
             ending => ending,
         }
     }
 
-    /// Forgets all operations, and everything that points to their memory.
+    /// Drops all operations and all references to their memory.
     fn abandon(&mut self) {
         self.board.abandon();
         self.links.iter_mut().flatten().for_each(Link::abandon);
     }
 
-    /// Queues a frame for everybody who is here.
+    /// Queues a frame for all ranks that are present.
     fn tell_all(&mut self, header: Header, bytes: &[u8]) {
         for (rank, link) in self.links.iter().enumerate() {
             if link.as_ref().is_some_and(|link| link.status == Status::Here) {
@@ -492,7 +493,7 @@ impl State {
     fn interests(&self) -> Vec<(Arc<TcpStream>, PollFlags)> {
         let links = self.links.iter().flatten();
         let all = links.flat_map(|link| link.interests(&self.board));
-        // After the end nobody reads any more; what comes would keep the thread awake.
+        // After the end nothing is read any more; arriving data would keep the thread awake.
         let keep = if self.ending.is_some() { PollFlags::OUT } else { PollFlags::IN | PollFlags::OUT };
         all.map(|(socket, flags)| (socket, flags & keep)).filter(|(_, flags)| !flags.is_empty()).collect()
     }

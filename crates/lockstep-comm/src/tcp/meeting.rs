@@ -1,7 +1,7 @@
-//! Where nodes, or ranks, find each other: one of them listens at an address that all know, the others bring their cards,
-//! and everybody gets everybody's.
+//! The rendezvous of nodes, or ranks. The first of them listens at an address that all know, the others send their cards, and
+//! all receive all cards.
 //!
-//! Who may come is decided at the [`Door`](super::door::Door), before anything else of a connection is read.
+//! The [`Door`](super::door::Door) authenticates every connection before anything else of it is read.
 
 use std::{
     io,
@@ -19,47 +19,47 @@ use super::{
 };
 use crate::{CommError, Deadline, JoinProblem};
 
-/// Bytes of a card.
+/// Length of a card in bytes.
 pub(crate) const CARD_BYTES: usize = 96;
 const LISTEN: &str = "listen for the others";
-/// Bytes of a card with the address that it came from.
+/// Length in bytes of a card with the address that it came from.
 const ENTRY_BYTES: usize = CARD_BYTES + 16;
-/// Connections that one rank makes to another at most, all of which may come at once.
+/// Maximum number of connections from one rank to another, all of which may come at once.
 const CONNECTIONS: usize = 17;
 
-/// The number of one who takes what is left.
+/// Number of a participant that takes any free number.
 pub(crate) const ANY: usize = u32::MAX as usize;
 
-/// Where a run meets, and what keeps strangers out.
+/// Address and credentials of a rendezvous.
 #[derive(Debug, Default)]
 pub struct Meeting {
-    /// Name or address of the machine where node 0, or rank 0, runs.
+    /// Name or address of the machine of node 0, or rank 0.
     pub host: String,
     /// Port that it listens on.
     pub port: u16,
-    /// Ports to try in this order if something else listens on `port`; the same list on all ranks.
+    /// Ports to try in this order if another program listens on `port`; the same list on all ranks.
     pub fallback_ports: Vec<u16>,
-    /// A socket that listens there already.
+    /// Socket that already listens there.
     pub listener: Option<TcpListener>,
-    /// Name of the run: those of another one are turned away.
+    /// Name of the run; participants of other runs are rejected.
     pub run: String,
-    /// The secret of the run. Left out, which only a loopback host allows, the first one makes a secret and gives it to processes
-    /// of its own user.
+    /// Secret of the run. `None` is allowed for a loopback host only: the first participant then creates a secret and
+    /// gives it to processes of its own user.
     pub secret: Option<Secret>,
-    /// The account of the connections that this end turns away while it waits.
+    /// Statistics of the connections that this end rejects while it waits.
     pub turned_away: TurnedAway,
 }
 
-/// The beginning of a meeting by the one that is to be the first.
+/// Outcome of beginning a meeting as its first participant.
 #[derive(Debug)]
 pub(crate) enum Begun {
-    /// This process listens; if it made the secret, it hands it out until this is dropped.
+    /// This process listens. If it created the secret, it hands it out until this is dropped.
     First(Option<HandOut>),
     /// The address, or the right to hand out the secret, belongs to another process.
     Taken,
 }
 
-/// One who meets, and where its connection came from.
+/// A participant's card, and the address of its connection.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Guest {
     pub(crate) card: [u8; CARD_BYTES],
@@ -67,20 +67,20 @@ pub(crate) struct Guest {
 }
 
 impl Meeting {
-    /// Whether only processes of this machine can come.
+    /// Returns true if only processes of this machine can take part.
     pub fn is_local(&self) -> bool {
         self.host == "localhost" || self.host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
     }
 
-    /// The secret, which a meeting has once it was begun or found.
+    /// Returns the secret, which a meeting has once [`Meeting::begin`] or [`Meeting::find`] has succeeded.
     pub(crate) fn key(&self) -> Result<Secret, CommError> {
         self.secret.clone().ok_or_else(|| CommError::Join(JoinProblem::NoSecret { host: self.host.clone() }))
     }
 
-    /// Begins the meeting as the first one: listens, and makes and hands out a secret if there is none.
+    /// Begins the meeting as its first participant: listens, and creates and hands out a secret if there is none.
     ///
     /// # Errors
-    /// If the host can be reached from other machines and there is no secret, or the system refuses the address.
+    /// If the host can be reached from other machines and there is no secret, or if the system refuses the address.
     pub(crate) fn begin(&mut self) -> Result<Begun, CommError> {
         if self.secret.is_some() || !self.is_local() {
             self.key()?;
@@ -89,7 +89,7 @@ impl Meeting {
             return Ok(Begun::First(None));
         }
         let name = Name::new(self.port, &self.run);
-        // Nobody but those who are given the secret has to know the port, so that nobody else can take it first.
+        // Only processes that receive the secret need to know the port, so no other process can take it first.
         let mut address = self.resolve()?;
         address.set_port(0);
         let listener = self.listener.take().map_or_else(|| TcpListener::bind(address), Ok);
@@ -105,10 +105,10 @@ impl Meeting {
         Ok(Begun::First(Some(given)))
     }
 
-    /// Takes the secret that the first one hands out, unless there is one.
+    /// Receives the secret that the first participant hands out, unless there is one.
     ///
     /// # Errors
-    /// If the host can be reached from other machines and there is no secret, or nobody hands one out before the deadline.
+    /// If the host can be reached from other machines and there is no secret, or if none is handed out before the deadline.
     pub(crate) fn find(&mut self, deadline: Deadline) -> Result<(), CommError> {
         if self.secret.is_none() && self.is_local() {
             let name = Name::new(self.port, &self.run);
@@ -119,7 +119,7 @@ impl Meeting {
         self.key().map(|_| ())
     }
 
-    /// The error of one who must be the first where another process is.
+    /// Returns the error of a first participant whose address belongs to another process.
     pub(crate) fn taken(&self) -> CommError {
         self.problem(
             "the port is taken: give all machines the same other one (--master-port, MASTER_PORT, --rdzv-endpoint)",
@@ -141,8 +141,8 @@ impl Meeting {
         addresses.next().ok_or_else(|| self.problem("the name has no address"))
     }
 
-    /// The socket that the first one listens on: at the address if that is given as one, else on all of this machine's. `None` if
-    /// other programs have the port and all fallbacks.
+    /// Returns the first participant's listener: at the host if it is a literal address, else on all addresses of this machine.
+    /// `None` if other programs have the port and all fallbacks.
     fn listen(&mut self) -> Result<Option<TcpListener>, CommError> {
         if let Some(listener) = self.listener.take() {
             return Ok(Some(listener));
@@ -166,28 +166,28 @@ impl Meeting {
         Ok(None)
     }
 
-    /// The ports where the first one may listen, in the order in which it tries them.
+    /// Returns the ports where the first participant may listen, in the order in which it tries them.
     fn ports(&self) -> Vec<u16> {
         std::iter::once(self.port).chain(self.fallback_ports.iter().copied()).collect()
     }
 
-    /// Whether the host is this machine.
+    /// Returns true if the host is this machine.
     ///
     /// # Errors
-    /// [`JoinProblem::Address`] if the name has no address.
+    /// If the host's name has no address.
     pub fn is_here(&self) -> Result<bool, CommError> {
         let address = SocketAddr::new(self.resolve()?.ip(), 0);
         Ok(self.listener.is_some() || TcpListener::bind(address).is_ok())
     }
 
-    /// Whether somebody on this machine listens there already.
+    /// Returns true if a process on this machine already listens at the address.
     pub fn port_is_taken(&self) -> bool {
         let bound = self.resolve().map(TcpListener::bind);
         matches!(bound, Ok(Err(error)) if error.kind() == io::ErrorKind::AddrInUse)
     }
 
-    /// Brings `card` as number `own` of `count`, or as [`ANY`], and waits until all have come. Returns the own number and
-    /// all cards in order, and the open door of the first one.
+    /// Sends `card` as number `own` of `count`, or as [`ANY`], and waits for all participants. Returns the own number,
+    /// all cards in order, and the first participant's open door.
     pub(crate) fn meet(
         &mut self,
         purpose: Purpose,
@@ -223,7 +223,7 @@ impl Meeting {
         (self.port, address) = (found.port(), found);
         let mut timed = Timed { stream: &stream, deadline };
         timed.send(&card).map_err(CommError::Join)?;
-        // The first one waits for all others, and says which of them did not come.
+        // The first participant waits for all others, and then reports those that did not come.
         let patience = Deadline::after(deadline.remaining() + GREETING);
         let mut timed = Timed { stream: &stream, deadline: patience };
         let verdict: [u8; 16] = timed.receive().map_err(CommError::Join)?;
@@ -251,12 +251,12 @@ fn with_port(mut address: SocketAddr, port: u16) -> SocketAddr {
     address
 }
 
-/// Any address of the same family.
+/// Returns the unspecified address of the same family.
 fn unspecified(address: IpAddr) -> IpAddr {
     if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() }
 }
 
-/// What the first one does: waits for all, and gives everybody all cards, or the reason why not.
+/// Runs the first participant's side: waits for all, and sends all cards, or the problem, to everyone.
 fn receive(
     door: &Door,
     own: IpAddr,
@@ -266,7 +266,7 @@ fn receive(
 ) -> Result<Vec<Guest>, CommError> {
     let count = hello.ranks as usize;
     let mut guests: Vec<Option<(Guest, TcpStream)>> = (0..count).map(|_| None).collect();
-    // The address by which others reach this machine, if one of them shows it.
+    // Address at which other machines reach this one, as seen on one of their connections.
     let mut outside = Some(own).filter(|own| !own.is_unspecified());
     let (mut problem, mut unnumbered) = (None, Vec::new());
     let is_open = |guests: &[Option<_>], more: usize| {
@@ -286,7 +286,7 @@ fn receive(
         }
         problem = take(&mut guests, &mut unnumbered, &mut outside, hello, visitor);
     }
-    // In the order in which they came.
+    // Free numbers go to participants in order of arrival.
     for place in guests.iter_mut().skip(1).filter(|guest| guest.is_none()).zip(unnumbered) {
         *place.0 = Some(place.1);
     }
@@ -310,7 +310,7 @@ fn receive(
     problem.map_or(Ok(entries), |problem| Err(CommError::Join(problem)))
 }
 
-/// Takes the card of one who has come in; returns what is wrong with him.
+/// Receives the card of a participant. Returns a problem if its number or count is invalid.
 fn take(
     guests: &mut [Option<(Guest, TcpStream)>],
     unnumbered: &mut Vec<(Guest, TcpStream)>,
@@ -323,7 +323,7 @@ fn take(
     let (number, theirs, ours) =
         (visitor.hello.rank as usize, visitor.hello.ranks as usize, hello.ranks as usize);
     let mut timed = Timed { stream: &visitor.stream, deadline: Deadline::after(GREETING) };
-    // One who hangs up now has to come again.
+    // A participant that hangs up now has to connect again.
     let card = timed.receive().ok()?;
     let problem = if theirs != ours {
         Some(JoinProblem::OtherSize { what, number, theirs, ours })
@@ -343,7 +343,7 @@ fn take(
     match guests.get_mut(number) {
         Some(place @ None) => *place = Some(guest),
         None if number == ANY && problem.is_none() => unnumbered.push(guest),
-        // He is told as well.
+        // It receives the verdict as well.
         _ => {
             let mut timed = Timed { stream: &guest.1, deadline: Deadline::after(GREETING) };
             let _ = timed.send(&verdict(number, problem.as_ref()));
@@ -368,7 +368,7 @@ fn encode(guest: &Guest) -> [u8; ENTRY_BYTES] {
     out
 }
 
-/// What one is told who waits: his number, or why it cannot be.
+/// Encodes the reply to a waiting participant: its number, or the problem.
 fn verdict(number: usize, problem: Option<&JoinProblem>) -> [u8; 16] {
     let words: [u32; 4] = match problem {
         None => [0, number as u32, 0, 0],

@@ -1,13 +1,12 @@
-//! Ranks joined by sockets, on one machine or on many.
+//! The TCP transport, between ranks on one machine or on many.
 //!
-//! - [`frame`]: what they say to each other; [`stream`]: one socket, [`link`]: all sockets to one rank.
-//! - [`operation`]: one operation under way; [`reduction`], [`layered`] and [`script`] are how it
-//!   reduces.
-//! - [`board`]: all operations of a rank, and what has come for them.
-//! - [`machine`]: the thread that carries on, and those who wait for it.
-//! - [`secret`]: what the ends of a connection must know; [`handshake`]: the proof that they do; [`door`] and [`visit`]: the
-//!   server's and the client's side of it; [`peer_credentials`]: the secret of ranks on one host.
-//! - [`meeting`]: how many find each other; [`join`]: how ranks do, [`nodes`]: and machines.
+//! - [`frame`]: the wire format; [`stream`]: one socket; [`link`]: all sockets to one rank.
+//! - [`operation`]: one operation in flight; [`reduction`], [`layered`] and [`script`] are its ways to reduce.
+//! - [`board`]: all operations of a rank, and the data that has arrived for them.
+//! - [`machine`]: the progress thread, and the callers that wait for it.
+//! - [`secret`]: the run's secret; [`handshake`]: the mutual proof of knowing it; [`door`] and [`visit`]: the server's and the
+//!   client's side of the handshake; [`peer_credentials`]: the secret of ranks on one host.
+//! - [`meeting`]: the rendezvous; [`join`]: the rendezvous of ranks; [`nodes`]: that of machines.
 
 mod board;
 pub(crate) mod door;

@@ -1,7 +1,7 @@
-//! How the launchers of several machines find each other, number their ranks, and agree on what comes after an attempt.
+//! The rendezvous of the launchers of several machines, which numbers their ranks and decides what follows an attempt.
 //!
-//! They meet before each attempt and after the last one. Everybody's card says what he brings: the attempt that he takes for the next one, the
-//! loss that ended his last one, or that he ends. All get all cards, so all come to the same conclusion.
+//! They meet before each attempt and after the last one. Each launcher's card states the attempt that it takes for the next
+//! one, and the loss that ended its last one, or that it ends. All launchers get all cards, so all reach the same conclusion.
 
 use std::{
     net::{SocketAddr, TcpListener},
@@ -15,23 +15,23 @@ use super::{
 };
 use crate::{CommError, Deadline, JoinProblem, LossCause, MAX_WORLD, Placement, environment::Leader};
 
-/// The card of a launcher at a meeting.
+/// A launcher's data for the rendezvous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NodeCard {
-    /// Ranks that it starts.
+    /// Number of ranks that it starts.
     pub ranks: usize,
     /// Number of the attempt that it takes for the next one, from 0.
     pub attempt: usize,
-    /// Restarts that it may make in all.
+    /// Maximum number of restarts in all.
     pub max_restarts: usize,
-    /// The exit code by which it ends, if it starts no further attempt.
+    /// Exit code with which it ends; `None` if it starts another attempt.
     pub ends: Option<u8>,
-    /// The rank of its own that its last attempt has lost, and how.
+    /// World rank that its last attempt lost on this machine, and the cause.
     pub lost: Option<(usize, LossCause)>,
 }
 
 impl NodeCard {
-    /// The card of a launcher that starts `ranks` ranks for the first time.
+    /// Creates the card of a launcher that starts `ranks` ranks for the first time.
     pub fn first(ranks: usize) -> Self {
         Self { ranks, attempt: 0, max_restarts: 0, ends: None, lost: None }
     }
@@ -64,22 +64,22 @@ impl NodeCard {
     }
 }
 
-/// The result of a meeting of the launchers of all machines.
+/// Result of the rendezvous of all launchers.
 #[derive(Debug)]
 pub struct NodesMet {
-    /// The place of this machine's ranks.
+    /// Place of this machine's ranks.
     pub placement: Placement,
-    /// The number of the next attempt: the greatest that any of them brings.
+    /// Number of the next attempt: the maximum over all cards.
     pub attempt: usize,
-    /// The cards, by node.
+    /// Cards of all launchers, by node.
     pub cards: Vec<NodeCard>,
 }
 
-/// Meets the launchers of the other machines, as number `node` of `nodes`, with `card`. Without a number, the one on the machine of the
-/// meeting is the first, and the others follow in the order in which they come.
+/// Meets the launchers of the other machines, as number `node` of `nodes`, with `card`. Without a number, the launcher on the
+/// machine of the meeting's address is node 0, and the others are numbered in order of arrival.
 ///
 /// # Errors
-/// [`CommError::Join`] if some do not come before `deadline`, or bring what cannot be.
+/// If a launcher does not come before `deadline`, or if a node number or the total number of ranks is out of range.
 pub fn meet_nodes(
     mut meeting: Meeting,
     node: Option<usize>,
@@ -100,7 +100,7 @@ pub fn meet_nodes(
                 given = hand_out;
                 listener = Some(listen_beside(&meeting)?);
             }
-            // Another one of this machine was first.
+            // Another launcher on this machine was first.
             Begun::Taken if nodes > 1 => node = ANY,
             Begun::Taken => return Err(meeting.taken()),
         }
@@ -134,7 +134,7 @@ pub fn meet_nodes(
     Ok(NodesMet { placement, attempt, cards })
 }
 
-/// A socket at the address of the meeting, on a port of its own, for rank 0.
+/// Returns a listener for rank 0, at the meeting's address and on a port of its own.
 fn listen_beside(meeting: &Meeting) -> Result<TcpListener, CommError> {
     let what = "listen for ranks";
     let address = meeting.listener.as_ref().map_or(Ok(None), |listener| listener.local_addr().map(Some));

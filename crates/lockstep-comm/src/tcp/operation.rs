@@ -1,9 +1,8 @@
-//! One operation under way between ranks that are joined by sockets, and how it moves data.
+//! One operation in flight over TCP, and its data movement.
 //!
-//! First all ranks post how they call it, small data included. When a rank has all posts it compares them, and from then on
-//! data flows: pieces straight into the memory of whoever they are for, parts of reductions into buffers of whoever
-//! reduces them, which says when it has room for more. Nothing here waits or knows of sockets: what is to be sent goes to
-//! [`Sending`].
+//! First all ranks announce their calls, with small data attached. Once a rank has all announcements it compares them, and data
+//! flows: pieces directly into the receiver's memory, parts of reductions into buffers of the reducing rank, which grants room
+//! for more. Nothing here blocks or uses sockets: outgoing data is queued in [`Sending`].
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -22,23 +21,23 @@ use crate::{
     transport::Ticket,
 };
 
-/// A piece from its first byte on.
+/// Kind of a piece that is sent from its first byte on.
 const WHOLE: Kind = Kind::Direct { offset: 0 };
 
-/// Frames and messages for each rank of the world.
+/// Outgoing control frames and data, by world rank.
 #[derive(Debug, Default)]
 pub(crate) struct Sending {
     pub(crate) control: Vec<VecDeque<(Header, Vec<u8>)>>,
     pub(crate) data: Vec<VecDeque<Message>>,
 }
 
-/// A group, as its operations see it.
+/// Members of a group.
 #[derive(Debug)]
 pub(crate) struct Members {
     pub(crate) name: GroupName,
-    /// Ranks of the world, in the order of the group.
+    /// World ranks of the members, in group order.
     pub(crate) ranks: Vec<usize>,
-    /// The own position.
+    /// Index of this rank in `ranks`.
     pub(crate) own: usize,
 }
 
@@ -53,67 +52,67 @@ impl Members {
     }
 }
 
-/// How a rank has called an operation, and the data that came along.
+/// Announcement of an operation by a rank: its call and the attached data.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Post {
     pub(crate) call: [u64; 3],
     pub(crate) data: Vec<u8>,
 }
 
-/// An operation that has begun.
+/// An operation in flight.
 #[derive(Debug)]
 pub(crate) struct Running {
     pub(crate) key: Key,
-    /// The other end, of a message between two ranks.
+    /// Peer of a point-to-point message, as a member.
     pub(crate) peer: Option<usize>,
     pub(crate) task: Task,
     pub(crate) ticket: Arc<Ticket>,
     /// Number in the flight recorder.
     pub(crate) recorded: u64,
-    /// By member; of messages between two ranks only the peer's.
+    /// Announcements by member; for a point-to-point message only the peer's.
     pub(crate) posts: Vec<Option<Post>>,
     pub(crate) movement: Movement,
-    /// Bytes handed over to be sent that are not sent.
+    /// Number of bytes queued for sending and not sent yet.
     pub(crate) unsent_bytes: usize,
-    /// Bytes of pieces for which frames have been given room, by member: never more than the piece has, so that no frame is
-    /// still on its way in when the operation is done.
+    /// Numbers of accepted bytes of pieces, by member: never more than the piece has, so that no frame is still being
+    /// received when the operation is complete.
     pub(crate) promised_bytes: Vec<usize>,
-    /// Bytes of pieces that have come, by member.
+    /// Numbers of arrived bytes of pieces, by member.
     pub(crate) arrived_bytes: Vec<usize>,
 }
 
-/// What an operation does once all have come.
+/// Data movement of an operation once all ranks have announced it.
 #[derive(Debug)]
 pub(crate) enum Movement {
-    /// Not all have come.
+    /// Waiting for announcements.
     Meeting,
-    /// Pieces go to where they belong.
+    /// Pieces go directly to their destination.
     Pieces,
-    /// Every rank reduces its share.
+    /// Every rank reduces its block.
     Shares(Reduction),
-    /// The same within machines, and between them.
+    /// Hierarchical reduction, within machines and between them.
     Layers(Box<Layered>),
-    /// Steps that a plan has chosen.
+    /// Steps of an algorithm that the plan has chosen.
     Steps(Script),
     Done,
 }
 
 impl Running {
-    /// Small data that comes along with the post.
+    /// Returns the small data that is attached to the announcement; empty if the data is large.
     pub(crate) fn eager(task: &Task) -> Vec<u8> {
         match &task.flow {
             Flow::Unknown { sends, receives } => {
                 sends.iter().chain(receives).flat_map(|bytes| (*bytes as u64).to_le_bytes()).collect()
             }
             _ if is_small(task, task.source.bytes()) => {
-                // SAFETY: the source is the caller's for the time of the operation.
+                // SAFETY: the source is the caller's for the duration of the operation.
                 unsafe { std::slice::from_raw_parts(task.source.pointer, task.source.bytes()) }.to_vec()
             }
             _ => Vec::new(),
         }
     }
 
-    /// Members whose posts are waited for.
+    /// Returns a member whose announcement is missing.
     fn awaited(&self, members: &Members) -> Option<usize> {
         let is_missing = |member: &usize| self.posts[*member].is_none();
         match self.peer {
@@ -122,10 +121,10 @@ impl Running {
         }
     }
 
-    /// Begins to move data, if all have come.
+    /// Starts to move data, if all announcements are there. Returns true if it did.
     ///
     /// # Errors
-    /// [`CommError::Mismatch`].
+    /// If ranks called different operations, or one attached data of the wrong length.
     pub(crate) fn meet(
         &mut self,
         members: &Members,
@@ -171,14 +170,14 @@ impl Running {
         Ok(true)
     }
 
-    /// Whether it is a sum that all ranks want, and that machines are to sum first.
+    /// Returns true if it is an all-reduce that can be hierarchical.
     fn goes_by_machines(&self, machines: &Machines) -> bool {
         let is_plain = self.task.call.kind == crate::Kind::AllReduce && self.task.call.detail == 0;
         is_plain && machines.suit(self.task.call.number) && !is_small(&self.task, self.task.source.bytes())
     }
 
-    /// Carries on; says whether the operation is done. `is_next` says that all before it that go by machines have had their
-    /// turn there.
+    /// Advances the operation. Returns true if it is complete. `is_next` is true if all earlier hierarchical operations have
+    /// started their all-gather.
     pub(crate) fn advance(
         &mut self,
         members: &Members,
@@ -204,7 +203,7 @@ impl Running {
                 .all(|member| self.arrived_bytes[member] == self.piece(members, member).bytes())
     }
 
-    /// Whether it keeps none of those after it from their last part within the machine.
+    /// Returns true if later hierarchical operations may start their all-gather.
     pub(crate) fn has_had_its_turn(&self) -> bool {
         match &self.movement {
             Movement::Layers(layered) => layered.is_past_its_turn(),
@@ -213,7 +212,7 @@ impl Running {
         }
     }
 
-    /// Where a frame's bytes from `member` go; `None` if that is not known before all have come.
+    /// Returns the destination of a frame's bytes from `member`; `None` until it is known.
     pub(crate) fn room(
         &mut self,
         members: &Members,
@@ -254,7 +253,7 @@ impl Running {
         .map(Some)
     }
 
-    /// A frame's bytes have come.
+    /// Notes that a frame's bytes have arrived.
     pub(crate) fn take(
         &mut self,
         members: &Members,
@@ -278,18 +277,18 @@ impl Running {
         Ok(())
     }
 
-    /// A member has room for more.
+    /// Notes that a member has room for more parts.
     pub(crate) fn turn(&mut self, members: &Members, member: usize, index: u32) {
         if let Movement::Steps(script) = &mut self.movement {
             return script.turn(member, index);
         }
-        // It may be over, if the room is for nothing more.
+        // The operation may be complete, if all parts were sent already.
         if let Ok((reduction, _, _, member)) = reduction_of(&mut self.movement, &self.task, members, member) {
             reduction.turn(member, index);
         }
     }
 
-    /// Whom it waits for, as a rank of the world; and what it is.
+    /// Returns the world rank that it waits for, and the operation.
     pub(crate) fn waits_for(&self, members: &Members) -> (usize, Occasion) {
         let late = match &self.movement {
             Movement::Meeting => self.awaited(members),
@@ -308,7 +307,7 @@ impl Running {
         Occasion { call: self.task.call, sequence: self.key.sequence, group: members.name }
     }
 
-    /// Where the bytes belong that come from `member` without being asked for.
+    /// Returns the destination of the piece that `member` sends without flow control.
     fn piece(&self, members: &Members, member: usize) -> Stretch {
         let target = self.task.target;
         match &self.task.flow {
@@ -325,7 +324,7 @@ impl Running {
         }
     }
 
-    /// Takes what came along with the posts, and hands over what did not.
+    /// Copies attached data to the target, and queues larger data for sending.
     fn exchange(&mut self, members: &Members, sending: &mut Sending) -> Result<(), CommError> {
         let (source, target) = (self.task.source, self.task.target);
         match &self.task.flow {
@@ -335,7 +334,7 @@ impl Running {
                     let to = target.pointer.wrapping_add(piece.to);
                     if member == members.own {
                         let from = source.pointer.wrapping_add(piece.from);
-                        // SAFETY: the own piece lies in source and target, which are one place or do not overlap.
+                        // SAFETY: the own piece is within source and target, which are identical or do not overlap.
                         unsafe { std::ptr::copy(from, to, piece.bytes) };
                         continue;
                     }
@@ -344,7 +343,7 @@ impl Running {
                         let Some(data) = data.and_then(|data| data.get(..piece.bytes)) else {
                             return Err(self.malformed(members, member));
                         };
-                        // SAFETY: the piece lies in the target.
+                        // SAFETY: the piece is within the target.
                         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, piece.bytes) };
                     }
                     let sent = exchange.piece(member, members.own);
@@ -362,7 +361,7 @@ impl Running {
                 if data.len() != target.bytes() {
                     return Err(self.malformed(members, *from));
                 }
-                // SAFETY: the target is as long.
+                // SAFETY: the target has the same length.
                 unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), target.pointer, data.len()) };
             }
             _ => {}
@@ -370,7 +369,7 @@ impl Running {
         Ok(())
     }
 
-    /// The loss of a member whose data are not what its call says.
+    /// Returns the loss of a member whose data contradicts its call.
     fn malformed(&self, members: &Members, member: usize) -> CommError {
         let (rank, cause) = (members.ranks[member], LossCause::Malformed(Malformed::Call));
         CommError::PeerLost { rank, cause, occasion: Some(self.occasion(members)) }
@@ -380,7 +379,7 @@ impl Running {
         Comparison { ranks: &members.ranks, occasion: self.occasion(members) }
     }
 
-    /// Sees that all ranks have called the same, and learns what they could not know before.
+    /// Checks that all ranks made the same call, and completes the plan of an all-to-all with uneven blocks.
     fn compare(&mut self, members: &Members) -> Result<(), CommError> {
         let own = self.task.call.to_words();
         let calls: Vec<[u64; 3]> =
@@ -394,10 +393,10 @@ impl Running {
         Ok(())
     }
 
-    /// What each of `ranks` members sends to and receives from each.
+    /// Returns each member's table of bytes sent to and received from each of `ranks` members.
     ///
     /// # Errors
-    /// The first member that has posted anything else.
+    /// If a member has attached anything else; returns the first such member.
     fn tables(&self, ranks: usize) -> Result<Vec<Vec<usize>>, usize> {
         let own = Self::eager(&self.task);
         let table = |post: &Option<Post>| {
@@ -409,7 +408,7 @@ impl Running {
         self.posts.iter().enumerate().map(|(member, post)| table(post).ok_or(member)).collect()
     }
 
-    /// Sees that what one sends is what the other waits for. Of the two the sender is told of first.
+    /// Checks that a message matches its receive. A mismatch names the sender as the odd rank.
     fn compare_with(&self, members: &Members, peer: usize) -> Result<(), CommError> {
         let Some(post) = &self.posts[peer] else { return Ok(()) };
         let own = self.task.call;
@@ -428,15 +427,15 @@ impl Running {
     }
 }
 
-/// An operation's place in the order of its group.
+/// Place of an operation in the order of its group.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Turn {
     pub(crate) key: Key,
-    /// All before it that go by machines have had their turn there.
+    /// True if all earlier hierarchical operations have started their all-gather.
     pub(crate) is_next: bool,
 }
 
-/// The reduction that frames from `member` are for, with its task, its members, and `member`'s place among them.
+/// Returns the reduction that frames from `member` belong to, with its task, its members, and `member`'s index among them.
 fn reduction_of<'a>(
     movement: &'a mut Movement,
     task: &'a Task,
@@ -450,13 +449,14 @@ fn reduction_of<'a>(
     }
 }
 
-/// Whether a rank's stream of so many bytes comes along with its post. An all-to-all of uneven blocks posts their lengths.
+/// Returns true if a rank's stream of `bytes` bytes is attached to its announcement. An all-to-all of uneven blocks attaches
+/// their lengths instead.
 pub(crate) fn is_small(task: &Task, bytes: usize) -> bool {
     let is_uneven_exchange = task.call.kind == crate::Kind::AllToAll && task.call.detail != 0;
     bytes <= SMALL_BYTES && !is_uneven_exchange
 }
 
-/// Hands over a piece to be sent.
+/// Queues a piece for sending.
 pub(crate) fn send(
     sending: &mut Sending,
     rank: usize,

@@ -1,10 +1,10 @@
-//! The secret of ranks on one host that nobody could hand one: the first makes it, and gives it over a Unix socket to whoever the
-//! kernel says belongs to the same user.
+//! Secret of ranks on one host that were given none. The first rank creates it, and sends it over a Unix socket to processes of
+//! the same user, as the kernel reports it.
 //!
-//! The socket has a name in the abstract namespace, which is the loopback device's: who can reach the one can reach the other. Both
-//! ends ask the kernel for the user at the other end (`SO_PEERCRED`). A process of another user that has taken the name first
-//! is passed over: the first rank then adds random characters to the name, and the others look through the names that begin
-//! alike.
+//! The socket has a name in the abstract namespace, which belongs to the same network namespace as the loopback device:
+//! whoever can reach one can reach the other. Both ends query the user at the other end from the kernel
+//! (`SO_PEERCRED`). If a process of another user has taken the name first, the first rank appends random characters to
+//! the name, and the others search all names with this prefix.
 
 use std::{
     fs,
@@ -29,25 +29,25 @@ use super::{
 };
 use crate::{CommError, Deadline, JoinProblem};
 
-/// Bytes that the first rank sends: its secret's key, and the port where it listens.
+/// Length in bytes of the first rank's message: the key of its secret, and the port where it listens.
 const GIFT_BYTES: usize = 34;
-/// Connections that may wait.
+/// Number of connections that may wait to be accepted.
 const BACKLOG: i32 = 4096;
-/// The longest wait for a gift, which is sent when a connection is accepted.
+/// Maximum wait for the message, which is sent when a connection is accepted.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// The kernel's list of Unix sockets.
 const LIST: &str = "/proc/net/unix";
-/// Attempts to take a name that somebody has who does not answer, and the time between two.
+/// Number of attempts to bind a name whose owner does not answer, and the time between two attempts.
 const ATTEMPTS: usize = 10;
 const ATTEMPT: Duration = Duration::from_millis(5);
 const WHAT: &str = "hand out the run's secret to the ranks of this machine";
 
-/// The name under which ranks of one run look for each other.
+/// Name under which ranks of one run find each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Name(String);
 
 impl Name {
-    /// The name of the run that is to meet at `port`.
+    /// Returns the name of the run that meets at `port`.
     pub(crate) fn new(port: u16, run: &str) -> Self {
         let digest = blake3::Hasher::new().update(&port.to_le_bytes()).update(run.as_bytes()).finalize();
         Self(format!("lockstep-{}", &digest.to_hex()[..32]))
@@ -57,7 +57,7 @@ impl Name {
         Ok(SocketAddrUnix::new_abstract_name(name.as_bytes())?)
     }
 
-    /// The names of other sockets that begin with this one.
+    /// Returns the names of other sockets that have this one as a prefix.
     fn longer(&self) -> Vec<String> {
         let list = fs::read(LIST).unwrap_or_default();
         let list = String::from_utf8_lossy(&list);
@@ -68,15 +68,15 @@ impl Name {
         names
     }
 
-    /// A socket that is bound to the name, or, if another user has it, to a longer one; `None` if a process of the same user has
-    /// either.
+    /// Returns a socket bound to the name, or, if another user has it, to a longer one. `None` if a process of the same
+    /// user has either.
     fn bind(&self) -> io::Result<Option<OwnedFd>> {
         for _ in 0..ATTEMPTS {
             if self.is_held_by_own("") {
                 return Ok(None);
             }
             match bound(&self.0) {
-                // One of this user may be between its binding and its listening.
+                // Another process of this user may have bound it and not be listening yet.
                 Err(error) if error.kind() == ErrorKind::AddrInUse => thread::sleep(ATTEMPT),
                 bound => return bound.map(Some),
             }
@@ -88,18 +88,19 @@ impl Name {
         );
         let name = format!("{}-{suffix}", self.0);
         let socket = bound(&name)?;
-        // Of two that come here at once, the one with the lesser name is the first.
+        // If two processes get here at once, the one with the lesser name is first.
         Ok((!self.is_held_by_own(&name)).then_some(socket))
     }
 
-    /// Returns true if a process of this user listens under the name, or under a longer one: any, or one less than `own`.
+    /// Returns true if a process of this user listens under the name or a longer one. If `own` is not empty, only longer names
+    /// less than `own` count.
     fn is_held_by_own(&self, own: &str) -> bool {
         let longer = self.longer().into_iter().filter(|name| own.is_empty() || name.as_str() < own);
         std::iter::once(self.0.clone()).chain(longer).any(|name| reach(&name).is_ok())
     }
 }
 
-/// A socket that listens under `name`.
+/// Returns a socket that listens under `name`.
 fn bound(name: &str) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -108,9 +109,9 @@ fn bound(name: &str) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// The user at the other end of a Unix socket: the one who connected, or who listens.
+/// Returns the user at the other end of a Unix socket: the one who connected, or who listens.
 fn peer_user(socket: &impl AsFd) -> io::Result<u32> {
-    /// The kernel's `struct ucred`; rustix's has a process id that may not be 0, which it is for one in another pid namespace.
+    /// The kernel's `struct ucred`. rustix's type does not allow process id 0, which a process in another PID namespace has.
     #[repr(C)]
     #[derive(Default)]
     struct Credentials {
@@ -126,8 +127,8 @@ fn peer_user(socket: &impl AsFd) -> io::Result<u32> {
     let mut found = Credentials { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = size_of::<Credentials>() as u32;
     let descriptor = socket.as_fd().as_raw_fd();
-    // SAFETY: the descriptor is open, and the kernel writes at most `length` bytes to three integers, for which any bytes are
-    // valid.
+    // SAFETY: the descriptor is open. The kernel writes at most `length` bytes to three integers, for which every bit
+    // pattern is valid.
     let result = unsafe { getsockopt(descriptor, SOL_SOCKET, SO_PEERCRED, &raw mut found, &raw mut length) };
     if result != 0 {
         return Err(io::Error::last_os_error());
@@ -143,10 +144,10 @@ fn is_own(socket: &impl AsFd) -> io::Result<bool> {
     Ok(peer_user(socket)? == rustix::process::geteuid().as_raw())
 }
 
-/// Connects to a name, without waiting.
+/// Connects to a name without waiting.
 ///
 /// # Errors
-/// [`ErrorKind::PermissionDenied`] if another user listens there; what the system says.
+/// If no process listens there, or one of another user does ([`ErrorKind::PermissionDenied`]).
 fn reach(name: &str) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -159,7 +160,7 @@ fn reach(name: &str) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
-/// The thread of the first rank that gives the secret to others of the same user, until this is dropped.
+/// Thread of the first rank that sends the secret to processes of the same user, until this handle is dropped.
 #[derive(Debug)]
 pub(crate) struct HandOut {
     stop: Arc<OwnedFd>,
@@ -167,10 +168,11 @@ pub(crate) struct HandOut {
 }
 
 impl HandOut {
-    /// Hands out `secret` under `name`, and the port where the first rank listens; `None` if another process of this user does.
+    /// Starts to send `secret`, and the port where the first rank listens, under `name`. `None` if another process of this user
+    /// does so already.
     ///
     /// # Errors
-    /// What the system says.
+    /// If the socket or the thread cannot be created.
     pub(crate) fn open(name: &Name, secret: &Secret, port: u16) -> Result<Option<Self>, CommError> {
         let Some(socket) = name.bind().map_err(CommError::io(WHAT))? else { return Ok(None) };
         Self::start(UnixListener::from(socket), secret, port).map(Some).map_err(CommError::io(WHAT))
@@ -196,14 +198,14 @@ impl HandOut {
                 let mut stream = match listener.accept() {
                     Ok((stream, _)) => stream,
                     Err(error) if error.kind() == ErrorKind::WouldBlock => continue,
-                    // Out of descriptors: a pause, instead of the same answer at once.
+                    // Without free descriptors, pause instead of failing again immediately.
                     Err(_) => {
                         thread::sleep(Duration::from_millis(10));
                         continue;
                     }
                 };
                 match peer_user(&stream) {
-                    // The buffer of a new socket holds it.
+                    // The buffer of a new socket has room for it.
                     Ok(user) if user == rustix::process::geteuid().as_raw() => {
                         let _ = stream.write_all(&gift);
                     }
@@ -224,7 +226,7 @@ impl HandOut {
 
 impl Drop for HandOut {
     fn drop(&mut self) {
-        // A counter at its limit would refuse; it is read as set then.
+        // A write fails only if the event counter is at its limit, where it reads as set too.
         let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -232,10 +234,10 @@ impl Drop for HandOut {
     }
 }
 
-/// The secret, and the port where the first rank listens, as that one hands them out.
+/// Receives the secret, and the port where the first rank listens, from the first rank.
 ///
 /// # Errors
-/// [`JoinProblem::Address`] if nobody of this user does before the deadline.
+/// If no process of this user sends them before the deadline.
 pub(crate) fn fetch(name: &Name, port: u16, deadline: Deadline) -> Result<(Secret, u16), JoinProblem> {
     let mut backoff = Backoff::default();
     let mut is_squatted = false;

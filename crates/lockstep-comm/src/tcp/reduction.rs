@@ -1,6 +1,6 @@
-//! Reductions over sockets, in the order of the tree: every rank sends every other that one's share, part by part, reduces its
-//! own share over all ranks' data, and sends the result to whoever wants it. Each byte leaves a rank twice at most, less its
-//! own share, which is as good as a ring's.
+//! Reductions over sockets, in the order of the tree. Every rank sends every other rank its block, part by part, reduces its
+//! own block over all ranks' data, and sends the result to the ranks that want it. A rank sends each byte at most twice, less
+//! its own block, which is as little as a ring does.
 
 use super::{
     frame::{Header, Key, Kind, Malformed},
@@ -15,49 +15,49 @@ use crate::{
     task::{Receiver, Task},
 };
 
-/// Bytes of a share that are sent, and reduced, at a time.
+/// Size in bytes of a part of a block, the unit in which blocks are sent and reduced.
 const PART_BYTES: usize = 2 << 20;
-/// Parts that may be on their way to a rank which has not reduced them yet.
+/// Maximum number of parts sent to a rank that it has not reduced yet.
 pub(crate) const PARTS_AHEAD: u32 = 2;
 
-/// How far a reduction has come.
+/// Progress of a reduction.
 #[derive(Debug)]
 pub(crate) struct Reduction {
     op: ReduceOp,
     blocks: Blocks,
     receiver: Receiver,
     peers: Vec<Peer>,
-    /// Parts of the own share that are reduced.
+    /// Number of parts of this rank's block that are reduced.
     reduced: u32,
-    /// Where they lie if not in the caller's memory.
+    /// Results, if they are not in the caller's memory.
     results: Vec<u8>,
 }
 
-/// What this rank has sent to another, and has from it.
+/// Data sent to, and received from, one other rank.
 #[derive(Debug, Default)]
 struct Peer {
     sent: u32,
-    /// It has room for parts below this.
+    /// First part that the peer has no room for yet.
     room: u32,
-    /// Bytes of its results for which frames have been given room, and that have come.
+    /// Numbers of bytes of the peer's results that are accepted, and that have arrived.
     promised_bytes: usize,
     arrived_bytes: usize,
-    /// Buffers of the parts that come, in turn.
+    /// Ring of buffers for incoming parts.
     inbox: [Inbox; PARTS_AHEAD as usize],
 }
 
-/// A part on its way in.
+/// Buffer of an incoming part.
 #[derive(Debug, Default)]
 pub(crate) struct Inbox {
     pub(crate) bytes: Vec<u8>,
-    /// Bytes for which frames have been given room: never more than the part has, so that none is still on its way in when the
-    /// part is complete.
+    /// Number of accepted bytes: never more than the part has, so that no frame is still being received when the part
+    /// is complete.
     promised: usize,
     pub(crate) filled: usize,
 }
 
 impl Inbox {
-    /// Room for a frame's bytes in a part of `len` bytes.
+    /// Returns the destination of a frame's bytes within a part of `len` bytes.
     pub(crate) fn room(&mut self, len: usize, offset: usize, bytes: usize) -> Result<Room, Malformed> {
         if offset.checked_add(bytes).is_none_or(|end| end > len) || self.promised + bytes > len {
             return Err(Malformed::Range);
@@ -66,11 +66,11 @@ impl Inbox {
         if self.bytes.len() < len {
             self.bytes.resize(len, 0);
         }
-        // SAFETY: the range has just been seen to lie in the vector, which does not move before the part is complete.
+        // SAFETY: the range has been checked to be within the vector, which does not move before the part is complete.
         Ok(Room::At(unsafe { self.bytes.as_mut_ptr().add(offset) }))
     }
 
-    /// Makes it ready for the next part.
+    /// Prepares the buffer for the next part.
     pub(crate) fn empty(&mut self) {
         (self.promised, self.filled) = (0, 0);
     }
@@ -88,19 +88,19 @@ impl Reduction {
         let mut reduction =
             Self { op, blocks: blocks.clone(), receiver, peers, reduced: 0, results: Vec::new() };
         if matches!(receiver, Receiver::One(root) if root != members.own) {
-            // The others keep their data.
+            // The other ranks' buffers keep their contents.
             let own = blocks.range(members.own).len() * task.source.number.size_bytes();
             reduction.results = vec![0; own];
         }
         reduction
     }
 
-    /// Elements of a part.
+    /// Returns the number of elements of a part.
     fn width(task: &Task) -> usize {
         PART_BYTES / task.source.number.size_bytes()
     }
 
-    /// Number of parts of a member's share.
+    /// Returns the number of parts of a member's block.
     fn parts(&self, task: &Task, member: usize) -> u32 {
         self.blocks.range(member).len().div_ceil(Self::width(task)) as u32
     }
@@ -109,7 +109,8 @@ impl Reduction {
         window(&self.blocks.range(member), Self::width(task), index as usize)
     }
 
-    /// Carries on; says whether everything is reduced and handed over to be sent, and everybody's results are here.
+    /// Advances the operation. Returns true if all parts are reduced and queued for sending, and all other results have
+    /// arrived.
     pub(crate) fn advance(
         &mut self,
         key: Key,
@@ -147,7 +148,7 @@ impl Reduction {
         self.reduced == own_parts && members.others().all(is_sent) && self.owes(task, members).is_none()
     }
 
-    /// Whether a member gets this rank's results.
+    /// Returns true if a member receives this rank's results.
     fn wants(&self, member: usize) -> bool {
         match self.receiver {
             Receiver::All => true,
@@ -156,14 +157,14 @@ impl Reduction {
         }
     }
 
-    /// A member whose data are missing for the next part of the own share.
+    /// Returns a member whose data is missing for the next part of this rank's block.
     fn missing(&self, task: &Task, members: &Members) -> Option<usize> {
         let bytes = self.part(task, members.own, self.reduced).len() * task.source.number.size_bytes();
         let slot = (self.reduced % PARTS_AHEAD) as usize;
         members.others().find(|member| self.peers[*member].inbox[slot].filled < bytes)
     }
 
-    /// Reduces the next part of the own share; returns where the result lies.
+    /// Reduces the next part of this rank's block and returns the location of the result.
     fn reduce_part(&mut self, task: &Task, members: &Members) -> Stretch {
         let part = self.part(task, members.own, self.reduced);
         let own = self.blocks.range(members.own);
@@ -185,8 +186,8 @@ impl Reduction {
                 Stretch { pointer: self.results[at..].as_mut_ptr(), ..source }
             }
         };
-        // SAFETY: source and target are the caller's, whose ranges these are; the inboxes hold as many elements; a target is
-        // the own source's place or overlaps nothing.
+        // SAFETY: source and target are ranges of the caller's memory. The inboxes hold as many elements. A target that
+        // overlaps the source is identical to it.
         unsafe { reduce(source.number, self.op, &sources, &[result.pointer], part.len()) };
         for peer in &mut self.peers {
             peer.inbox[slot].empty();
@@ -227,7 +228,7 @@ impl Reduction {
         members.others().find(is_unsent).or_else(|| self.owes(task, members))
     }
 
-    /// Where bytes of a member's results go.
+    /// Returns the destination of bytes of a member's results.
     pub(crate) fn place(
         &mut self,
         task: &Task,
@@ -252,7 +253,7 @@ impl Reduction {
         self.peers[member].arrived_bytes += bytes;
     }
 
-    /// A member whose results have not all come.
+    /// Returns a member whose results have not all arrived.
     pub(crate) fn owes(&self, task: &Task, members: &Members) -> Option<usize> {
         let is_short = |member: &usize| {
             self.peers[*member].arrived_bytes < self.results_of(task, members, *member).bytes()
@@ -269,10 +270,10 @@ impl Reduction {
     }
 }
 
-/// Reduces what has come along with the posts. Whoever wants a result reduces all of it.
+/// Reduces small data, which is attached to the announcements. Each receiver reduces all of the elements itself.
 ///
 /// # Errors
-/// If a post has not as much data as the call says.
+/// If the data of a member does not have the length that its call says; returns the member.
 pub(crate) fn reduce_small(
     task: &Task,
     op: ReduceOp,
@@ -298,7 +299,8 @@ pub(crate) fn reduce_small(
             data.wrapping_add(part.start * size)
         })
         .collect();
-    // SAFETY: all have as many elements; the target is the caller's own, and the source's place or overlaps it nowhere.
+    // SAFETY: all buffers have this many elements. The target is the caller's own; if it overlaps the source, it is
+    // identical to it.
     unsafe { reduce(task.source.number, op, &sources, &[task.target.pointer], part.len()) };
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! A rank that knows the secret and then sends what no rank sends, among ranks that do their work: each of these ends with an error
-//! that names it, in time, and nothing panics.
+//! Fault tests with a rank that knows the secret and sends invalid data to honest ranks. Each honest rank must end in time with
+//! an error that names the rogue rank, and nothing may panic.
 
 use std::{
     io::{Read, Write},
@@ -23,26 +23,26 @@ use crate::{
     TcpOptions, join_by_address, task::Task,
 };
 
-/// The longest that a survivor may need to end.
+/// Maximum time for a survivor to end.
 const LIMIT: Duration = Duration::from_secs(8);
 const SILENCE: Duration = Duration::from_secs(1);
-/// Elements of the first operation, whose data come along with its announcement, and of the second, whose data do not.
+/// Number of elements of the first operation, whose data comes with its announcement, and of the second, whose data does not.
 const ELEMENTS: [usize; 2] = [10, 700_000];
 
 fn bytes(random: &mut Draws, count: usize) -> Vec<u8> {
     (0..count).map(|_| random.below(256) as u8).collect()
 }
 
-/// The error that survivors must end with.
+/// Error with which survivors must end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Expected {
-    /// The rank was lost by exactly this.
+    /// Loss of the rogue rank by exactly this cause.
     Malformed(Malformed),
-    /// Any error that names the rank: nobody can tell the fault from a rank that died or differs.
+    /// Any error that names the rogue rank, because the fault resembles a dead or mismatching rank.
     Named,
 }
 
-/// A fault, and what survivors must find.
+/// Faults, and the errors that survivors must report.
 const FAULTS: [(&str, Expected); 16] = [
     ("bytes at random", Expected::Malformed(Malformed::CheckSum)),
     ("a flipped bit in a header", Expected::Malformed(Malformed::CheckSum)),
@@ -62,7 +62,7 @@ const FAULTS: [(&str, Expected); 16] = [
     ("frames of any kind with numbers at random", Expected::Named),
 ];
 
-/// The operation that all ranks call first, or second.
+/// Returns the operation that all ranks call first, or second.
 fn task(rank: usize, ranks: usize, which: usize, data: &mut [f32]) -> Task {
     let data = (&mut data[..ELEMENTS[which]]).into();
     let collective: Collective<Source<'_>, Target<'_>> = Collective::AllReduce { data, op: ReduceOp::Sum };
@@ -77,10 +77,10 @@ fn frame(kind: Kind, key: Key, bytes: &[u8]) -> Vec<u8> {
     [&Header::of(kind, key, bytes).encode()[..], bytes].concat()
 }
 
-/// Bytes for the connection for control, and for two for data.
+/// Bytes for the control connection, and for two data connections.
 type Sent = [Vec<u8>; 3];
 
-/// The bytes of a fault, behind sound announcements of both operations where it needs them.
+/// Returns the bytes of a fault, after valid announcements of both operations where it needs them.
 fn fault(which: usize, rank: usize, ranks: usize, random: &mut Draws) -> Sent {
     let mut data = vec![1.0_f32; ELEMENTS[1]];
     let tasks = [0, 1].map(|which| task(rank, ranks, which, &mut data));
@@ -124,7 +124,7 @@ fn fault(which: usize, rank: usize, ranks: usize, random: &mut Draws) -> Sent {
         10 => control(frame(call(0), key(0), &small[..random.below(small.len())])),
         11 => control(frame(Kind::Ending, key(0), &[0xee; ENDING_BYTES])),
         12 => {
-            // The first part of this rank's data for the receiver, begun on one connection and sent again on another.
+            // The first part of the rogue's data for the receiver, begun on one connection and sent again on another.
             let part = |bytes: usize| frame(Kind::Part { index: 0, offset: 0 }, key(1), &vec![1; bytes]);
             let begun = part(FRAME_BYTES)[..HEADER_BYTES + 100].to_vec();
             let many = (0..5).flat_map(|_| part(FRAME_BYTES)).collect();
@@ -142,7 +142,7 @@ fn fault(which: usize, rank: usize, ranks: usize, random: &mut Draws) -> Sent {
     }
 }
 
-/// Sound frames about anything.
+/// Returns valid frames with random contents.
 fn any_frames(random: &mut Draws) -> Vec<u8> {
     let one = |_| {
         let offset = [0, 4, 1 << 20, u64::MAX][random.below(4)];
@@ -162,7 +162,7 @@ fn any_frames(random: &mut Draws) -> Vec<u8> {
     (0..20).flat_map(one).collect()
 }
 
-/// A survivor's work: the two operations, and further ones; returns what ended it.
+/// Runs a survivor: repeats the two operations until an error, and returns it.
 fn work(rank: usize, ranks: usize, meeting: Meeting) -> CommError {
     let options = TcpOptions { silence: SILENCE, ..TcpOptions::default() };
     let group = join_by_address(rank, ranks, meeting, options, Deadline::after(LIMIT)).unwrap();
@@ -177,8 +177,8 @@ fn work(rank: usize, ranks: usize, meeting: Meeting) -> CommError {
     }
 }
 
-/// The rogue's: joins, sends its bytes to every other rank, and takes what comes until all have hung up. Data go out when the
-/// receiver has announced the second operation: before, they would be about none.
+/// Runs the rogue rank: joins, sends its bytes to every other rank, and receives until all have hung up. It sends data once the
+/// receiver has announced the second operation; earlier, the data would belong to no operation.
 fn misbehave(rank: usize, ranks: usize, mut meeting: Meeting, sent: &Sent, closes: bool) {
     let (options, deadline) = (TcpOptions::default(), Deadline::after(LIMIT));
     let (connections, _) =
@@ -195,10 +195,10 @@ fn misbehave(rank: usize, ranks: usize, mut meeting: Meeting, sent: &Sent, close
                 hear_out(&sockets[0], closes, &mut announce);
             });
             scope.spawn(move || {
-                // An end without an announcement is one as well.
+                // The end of the connection counts as well.
                 let _ = announced.recv_timeout(LIMIT);
                 for (stream, bytes) in sockets.iter().zip(sent).skip(1) {
-                    // Whoever has ended already takes no more.
+                    // A survivor that has already ended accepts no more.
                     let _ = { stream }.write_all(bytes);
                 }
                 sockets[1..].iter().for_each(|stream| hear_out(stream, closes, &mut None));
@@ -207,7 +207,7 @@ fn misbehave(rank: usize, ranks: usize, mut meeting: Meeting, sent: &Sent, close
     });
 }
 
-/// Takes frames until the other end hangs up; tells of the second operation.
+/// Receives frames until the other end hangs up, and signals the announcement of the second operation.
 fn hear_out(mut stream: &TcpStream, closes: bool, announce: &mut Option<mpsc::Sender<()>>) {
     if closes {
         let _ = stream.shutdown(Shutdown::Write);
@@ -244,7 +244,7 @@ fn whatever_a_rank_sends_that_knows_the_secret_it_is_named_by_all_others() {
         let ranks = 2 + random.below(3);
         let rogue = random.below(ranks);
         let sent = fault(which, rogue, ranks, &mut random);
-        // A rank that is silent, or that has closed its connections, is lost as well.
+        // A rank that falls silent or closes its connections is lost as well.
         let closes = expected == Expected::Named && random.below(2) == 0 || which == 13;
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();

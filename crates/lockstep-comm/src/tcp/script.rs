@@ -1,4 +1,5 @@
-//! An all-reduce by the steps that a plan has chosen, part by part: a part goes on as soon as what it depends on has come.
+//! An all-reduce by the steps of the plan's algorithm (ring, recursive doubling, Rabenseifner). Steps are cut into parts; each
+//! part proceeds as soon as the parts that it depends on are complete.
 
 use std::ops::Range;
 
@@ -16,42 +17,42 @@ use crate::{
     task::{Flow, Receiver, Task},
 };
 
-/// Bytes of a part.
+/// Size of a part in bytes.
 const PART_BYTES: usize = 1 << 20;
 
-/// The steps of one rank, cut into parts.
+/// Steps of one rank, cut into parts.
 #[derive(Debug)]
 pub(crate) struct Script {
     op: ReduceOp,
     sends: Vec<Part>,
     receives: Vec<Part>,
-    /// Parts handed over to be sent, and parts that came and were merged.
+    /// Number of parts queued for sending, and of parts received and merged.
     sent: usize,
     merged: usize,
     peers: Vec<Peer>,
 }
 
-/// Elements that go to, or come from, one rank at a time.
+/// Range of elements that is sent to, or received from, one rank at a time.
 #[derive(Debug)]
 struct Part {
     member: usize,
     range: Range<usize>,
     merge: Merge,
-    /// Counts the parts between the two ranks in this direction.
+    /// Number of the part between the two ranks in this direction.
     index: u32,
-    /// How many parts of the other direction must be through before.
+    /// Number of parts of the other direction that must be complete before.
     after: usize,
 }
 
 #[derive(Debug)]
 struct Peer {
-    /// It has room for parts below this.
+    /// First part that the peer has no room for yet.
     room: u32,
     inbox: [Inbox; PARTS_AHEAD as usize],
 }
 
 impl Script {
-    /// The steps of the task's algorithm, if it has any.
+    /// Plans the steps of the task's algorithm; `None` if it has none.
     pub(crate) fn new(task: &Task, members: &Members) -> Option<Self> {
         let algorithm = Algorithm::of(&task.call)?;
         let Flow::Reduction { op, receiver: Receiver::All, .. } = task.flow else { return None };
@@ -66,7 +67,7 @@ impl Script {
         Some(Self { op, sends, receives, sent: 0, merged: 0, peers })
     }
 
-    /// Carries on; says whether everything has come and is handed over to be sent.
+    /// Advances the operation. Returns true if all parts are received and queued for sending.
     pub(crate) fn advance(
         &mut self,
         key: Key,
@@ -89,7 +90,7 @@ impl Script {
             while let Some(part) = self.receives.get(self.merged) {
                 let bytes = part.range.len() * task.target.number.size_bytes();
                 let inbox = &mut self.peers[part.member].inbox[(part.index % PARTS_AHEAD) as usize];
-                // What is sent from the place where this part goes has to be gone.
+                // Data sent from the range of this part must have been written to the socket.
                 let is_free = part.after == 0 || (part.after <= self.sent && *unsent == 0);
                 if inbox.filled < bytes || !is_free {
                     break;
@@ -140,7 +141,7 @@ impl Script {
     }
 }
 
-/// Cuts steps into parts of up to `width` elements, and finds what each of them depends on.
+/// Cuts steps into parts of up to `width` elements, and determines the dependencies of each.
 fn cut(steps: &[Step], width: usize, ranks: usize) -> (Vec<Part>, Vec<Part>) {
     let (mut sends, mut receives): (Vec<Part>, Vec<Part>) = (Vec::new(), Vec::new());
     let (mut to, mut from) = (vec![0; ranks], vec![0; ranks]);
@@ -161,7 +162,7 @@ fn cut(steps: &[Step], width: usize, ranks: usize) -> (Vec<Part>, Vec<Part>) {
         if let Some((member, range, merge)) = &step.receive {
             for index in 0..range.len().div_ceil(width) {
                 let range = window(range, width, index);
-                // Only an exchange of the very same elements can overtake itself.
+                // Only an exchange of the same elements in both directions has this dependency.
                 let after = match last(&sends[first_send..], &range) {
                     0 => 0,
                     count => first_send + count,
@@ -177,11 +178,11 @@ fn cut(steps: &[Step], width: usize, ranks: usize) -> (Vec<Part>, Vec<Part>) {
 fn merge(op: ReduceOp, part: &Part, bytes: &[u8], task: &Task) {
     let own = task.target.part(part.range.start, part.range.len());
     match part.merge {
-        // SAFETY: the part has come whole; the target is the caller's.
+        // SAFETY: the part is complete; the target is the caller's.
         Merge::Replace => unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), own.pointer, own.bytes()) },
         Merge::Reduce => {
             let sources = [bytes.as_ptr(), own.pointer.cast_const()];
-            // SAFETY: as above; the target is one of the sources.
+            // SAFETY: as above; the target is identical to one of the sources.
             unsafe { reduce(own.number, op, &sources, &[own.pointer], own.elements) };
         }
     }

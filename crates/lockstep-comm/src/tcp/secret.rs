@@ -1,4 +1,4 @@
-//! The secret of a run: read from a file, typed as a pairing code, drawn at random for ranks of one host, and kept in memory
+//! The secret of a run: read from a file, typed as a pairing code, drawn at random for ranks of one host, or kept in memory
 //! for the ranks that inherit it.
 
 use std::{
@@ -13,12 +13,12 @@ use std::{
 
 use crate::{CommError, JoinProblem};
 
-/// The shortest secret.
+/// Minimum length of a secret in bytes.
 const SECRET_BYTES: usize = 16;
-/// The longest file that is read as one.
+/// Maximum number of bytes read from a secret file.
 const SECRET_LIMIT: u64 = 4096;
 
-/// The secret that all ranks of a job know, and nobody else. It is not shown, whatever asks.
+/// Secret that all ranks of a job share and no other process knows. Its `Debug` output hides it.
 #[derive(Clone)]
 pub struct Secret([u8; 32]);
 
@@ -29,10 +29,10 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// The secret in a file that only its owner may read; one of root's may be readable for its group.
+    /// Reads the secret from a file that only its owner may read. A file owned by root may also be readable for its group.
     ///
     /// # Errors
-    /// [`JoinProblem::SecretFile`].
+    /// If the file cannot be read, if others may read it, or if it is too short.
     pub fn from_file(path: &Path) -> Result<Self, JoinProblem> {
         let problem = |what: String| JoinProblem::SecretFile { path: path.to_owned(), what };
         let metadata = fs::metadata(path).map_err(|error| problem(error.to_string()))?;
@@ -51,12 +51,12 @@ impl Secret {
         Ok(Self::of(secret))
     }
 
-    /// The secret made of these bytes.
+    /// Derives the secret from `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
         Self(blake3::derive_key("lockstep 2026 job secret", bytes))
     }
 
-    /// A new random secret.
+    /// Creates a random secret.
     ///
     /// # Errors
     /// If the system has no random bytes.
@@ -64,19 +64,19 @@ impl Secret {
         random().map(Self)
     }
 
-    /// The secret with this key, as another process has sent it.
+    /// Returns the secret with this key, as another process has sent it.
     pub(crate) fn from_key(key: [u8; 32]) -> Self {
         Self(key)
     }
 
-    /// The key of the handshake.
+    /// Returns the key for the handshake.
     pub(crate) fn key(&self) -> &[u8; 32] {
         &self.0
     }
 }
 
-/// Returns true if a file of this mode and owner can be read by anyone whom its owner has not chosen. Only root makes files of root's, and gives them to
-/// a group on purpose: so Kubernetes hands a secret to a pod's user.
+/// Returns true if a file of this mode and owner is readable by users whom its owner has not chosen. Root's files may be
+/// readable for their group: Kubernetes mounts secrets for a pod's user that way.
 fn others_may_read(mode: u32, owner: u32, user: u32) -> bool {
     let allowed = if owner == 0 && user != 0 { 0o040 } else { 0 };
     mode & 0o077 & !allowed != 0
@@ -86,25 +86,25 @@ fn others_may_read(mode: u32, owner: u32, user: u32) -> bool {
 #[derive(Clone, PartialEq, Eq)]
 pub struct PairingCode([u8; CODE_CHARACTERS]);
 
-/// Characters of a pairing code.
+/// Number of characters of a pairing code.
 const CODE_CHARACTERS: usize = 20;
-/// Characters between two hyphens.
+/// Number of characters between two hyphens.
 const CODE_GROUP: usize = 5;
 /// Crockford's alphabet, without I, L, O and U.
 const CODE_ALPHABET: &[u8; 32] = b"0123456789ABCDEFGHJKMNPQRSTVWXYZ";
 
 impl PairingCode {
-    /// A new one.
+    /// Creates a random code.
     ///
     /// # Errors
-    /// [`JoinProblem::Connection`] if the system has no random bytes.
+    /// If the system has no random bytes.
     pub fn random() -> Result<Self, JoinProblem> {
         let bytes: [u8; CODE_CHARACTERS] = random()?;
-        // 256 is a multiple of 32: every character is as likely.
+        // 256 is a multiple of 32, so all characters are equally likely.
         Ok(Self(std::array::from_fn(|index| CODE_ALPHABET[usize::from(bytes[index]) % CODE_ALPHABET.len()])))
     }
 
-    /// The code that `text` shows, in either case, with or without hyphens, O for 0, I and L for 1.
+    /// Parses a code in either case, with or without hyphens, O for 0, I and L for 1; `None` if it is malformed.
     pub fn parse(text: &str) -> Option<Self> {
         let mut code = [0; CODE_CHARACTERS];
         let mut characters = text.bytes().filter(|byte| !matches!(byte, b'-' | b' '));
@@ -119,7 +119,7 @@ impl PairingCode {
         characters.next().is_none().then_some(Self(code))
     }
 
-    /// Characters of the code, without hyphens.
+    /// Returns the characters of the code, without hyphens.
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }
@@ -146,7 +146,7 @@ impl fmt::Debug for PairingCode {
 pub struct SecretInMemory(fs::File);
 
 impl SecretInMemory {
-    /// A secret for the ranks that this process starts, derived from the one that it has.
+    /// Creates the secret of the ranks that this process starts, derived from its own.
     ///
     /// # Errors
     /// If the system has no memory for it.
@@ -155,7 +155,7 @@ impl SecretInMemory {
             .map_err(CommError::io("keep the run's secret"))
     }
 
-    /// A new random secret.
+    /// Creates a random secret.
     ///
     /// # Errors
     /// If the system has no random bytes, or no memory.
@@ -171,7 +171,7 @@ impl SecretInMemory {
         Ok(Self(file))
     }
 
-    /// The path by which a process that inherits the descriptor reads it.
+    /// Returns the path from which a process that inherits the descriptor reads it.
     pub(crate) fn inherited_path(&self) -> String {
         format!("/proc/self/fd/{}", self.0.as_raw_fd())
     }
@@ -183,10 +183,10 @@ impl AsFd for SecretInMemory {
     }
 }
 
-/// Random bytes of the system.
+/// Returns random bytes of the system.
 ///
 /// # Errors
-/// [`JoinProblem::Connection`] if it has none.
+/// If the system has none.
 pub(crate) fn random<const BYTES: usize>() -> Result<[u8; BYTES], JoinProblem> {
     let mut bytes = [0; BYTES];
     match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
@@ -254,7 +254,7 @@ mod tests {
         let first = Secret::of(code.bytes());
         let kept = SecretInMemory::new(&first).unwrap();
         let found = Secret::from_file(Path::new(&kept.inherited_path())).unwrap();
-        // All launchers derive the same one for their ranks, and it is not their own.
+        // All launchers derive the same secret for their ranks, and it differs from their own.
         let again = SecretInMemory::new(&first).unwrap();
         assert_eq!(found.0, Secret::from_file(Path::new(&again.inherited_path())).unwrap().0);
         assert_ne!(found.0, first.0);

@@ -1,4 +1,4 @@
-//! One socket to another rank: frames in and out, as far as they go without waiting.
+//! One socket to another rank: sends and receives frames as far as possible without waiting.
 
 use std::{
     collections::VecDeque,
@@ -13,7 +13,7 @@ use super::{
     wire::{Connection, Wire},
 };
 
-/// A socket that is one of several to the same rank.
+/// One of several sockets to the same rank.
 #[derive(Debug)]
 pub(crate) struct Stream {
     wire: Wire,
@@ -21,14 +21,14 @@ pub(crate) struct Stream {
     outgoing: Option<Outgoing>,
 }
 
-/// How far the frame has come that is being read.
+/// State of the frame being received.
 #[derive(Debug)]
 enum Incoming {
     Header {
         bytes: [u8; HEADER_BYTES],
         read: usize,
     },
-    /// Its bytes cannot be taken yet.
+    /// The header is complete; there is no destination for the bytes yet.
     Waiting(Header),
     Bytes {
         header: Header,
@@ -38,44 +38,44 @@ enum Incoming {
     },
 }
 
-/// Where the bytes of a frame go.
+/// Destination of a frame's bytes.
 #[derive(Debug)]
 pub(crate) enum Room {
-    /// To memory that whoever accepted the frame has set aside for as many bytes.
+    /// Memory of an operation, which has room for the frame's bytes.
     At(*mut u8),
-    /// To a vector, for a frame that is no data.
+    /// Vector, for a frame that carries no operation data.
     Kept(Vec<u8>),
 }
 
-// SAFETY: the memory belongs to an operation under way, which is only touched by whoever holds the lock on all of them.
+// SAFETY: the memory belongs to an operation in flight, which is only accessed under the lock on all operations.
 unsafe impl Send for Room {}
 
-/// What takes frames.
+/// Receiver of frames.
 pub(crate) trait Sink {
-    /// Where the bytes of a frame go; `None` if that is not known yet.
+    /// Returns the destination of a frame's bytes; `None` if it is not known yet.
     ///
     /// # Errors
-    /// If there should be no such frame.
+    /// If such a frame is not allowed now.
     fn accept(&mut self, from: usize, header: &Header) -> Result<Option<Room>, Malformed>;
 
-    /// A frame is there, with the bytes that were kept.
+    /// Takes a complete frame, with its bytes if they went to a vector.
     ///
     /// # Errors
     /// As [`Sink::accept`].
     fn take(&mut self, from: usize, header: &Header, kept: Vec<u8>) -> Result<(), Malformed>;
 
-    /// So many bytes of an operation have gone out.
+    /// Notes that `bytes` bytes of an operation have been sent.
     fn sent(&mut self, to: usize, key: Key, bytes: usize);
 }
 
-/// What ends a connection.
+/// Reason of a connection's end.
 #[derive(Debug)]
 pub(crate) enum Broken {
-    /// The other end closed it, or is gone.
+    /// The other end has closed it or is gone.
     Closed,
-    /// The system gave up on it.
+    /// The system reports an error.
     Failed(ErrorKind),
-    /// It sent what no rank sends.
+    /// The other end has sent invalid data.
     Malformed(Malformed),
 }
 
@@ -97,32 +97,32 @@ impl From<Malformed> for Broken {
 // SAFETY: as for `Room`.
 unsafe impl Send for Payload {}
 
-/// A frame on its way out.
+/// Frame being sent.
 #[derive(Debug)]
 struct Outgoing {
     header: [u8; HEADER_BYTES],
     bytes: Payload,
     len: usize,
     written: usize,
-    /// Of which operation, if it is data.
+    /// Operation whose data it carries; `None` for a control frame.
     data_of: Option<Key>,
 }
 
-/// Bytes to be sent.
+/// Bytes of a frame being sent.
 #[derive(Debug)]
 enum Payload {
-    /// They stay where they are until they are sent.
+    /// Memory of an operation, unchanged until it is sent.
     At(*const u8),
     Own(Vec<u8>),
 }
 
-/// A piece of data on its way out, frame by frame.
+/// Piece of data being sent, frame by frame.
 #[derive(Debug)]
 pub(crate) struct Message {
     pub(crate) key: Key,
-    /// [`Kind::Direct`] or [`Kind::Part`], with the offset of its first byte.
+    /// [`Kind::Direct`] or [`Kind::Part`], with the offset of the piece's first byte.
     pub(crate) kind: Kind,
-    /// Where it lies until it is sent.
+    /// Address of the piece, valid until it is sent.
     pub(crate) start: *const u8,
     pub(crate) len: usize,
     pub(crate) framed: usize,
@@ -132,7 +132,7 @@ pub(crate) struct Message {
 unsafe impl Send for Message {}
 
 impl Message {
-    /// The next frame.
+    /// Cuts the next frame off.
     fn cut(&mut self) -> Outgoing {
         let len = (self.len - self.framed).min(FRAME_BYTES);
         let start = self.start.wrapping_add(self.framed);
@@ -143,18 +143,18 @@ impl Message {
             other => other,
         };
         self.framed += len;
-        // SAFETY: the message lies in an operation's memory, which is there until its last byte is sent.
+        // SAFETY: the piece is in an operation's memory, which is valid until its last byte is sent.
         let header = Header::of(kind, self.key, unsafe { std::slice::from_raw_parts(start, len) }).encode();
         Outgoing { header, bytes: Payload::At(start), len, written: 0, data_of: Some(self.key) }
     }
 }
 
-/// What waits to be sent to a rank.
+/// Queue of a connection to a rank.
 #[derive(Debug)]
 pub(crate) enum Outbox<'a> {
-    /// Frames that are whole.
+    /// Whole frames, for the control connection.
     Control(&'a mut VecDeque<(Header, Vec<u8>)>),
-    /// Data, which all streams for data share.
+    /// Data, from which all data connections take frames.
     Data(&'a mut VecDeque<Message>),
 }
 
@@ -179,7 +179,7 @@ impl Outbox<'_> {
 }
 
 impl Stream {
-    /// A connection on which nothing but frames follows.
+    /// Creates a stream over a connection after its handshake.
     pub(crate) fn new(connection: Connection) -> io::Result<Self> {
         Ok(Self { wire: Wire::new(connection)?, incoming: Incoming::HEADER, outgoing: None })
     }
@@ -188,17 +188,17 @@ impl Stream {
         self.wire.socket()
     }
 
-    /// Whether what comes next can be taken.
+    /// Returns true if the next bytes can be received.
     pub(crate) fn is_readable(&self) -> bool {
         !matches!(self.incoming, Incoming::Waiting(_))
     }
 
-    /// Whether a frame is half-way out.
+    /// Returns true if a frame is partly sent.
     pub(crate) fn is_writing(&self) -> bool {
         self.outgoing.is_some() || self.wire.is_pending()
     }
 
-    /// Forgets what points to the memory of operations. The stream is of no use for data afterwards.
+    /// Drops all references to the memory of operations. The stream cannot carry data afterwards.
     pub(crate) fn abandon(&mut self) {
         self.incoming = Incoming::HEADER;
         if self.outgoing.as_ref().is_some_and(|frame| frame.data_of.is_some()) {
@@ -206,7 +206,7 @@ impl Stream {
         }
     }
 
-    /// Throws away what has come; says whether more may.
+    /// Discards received bytes. Returns true if more may come.
     pub(crate) fn drain(&mut self) -> bool {
         let mut waste = [0; 4096];
         loop {
@@ -218,7 +218,7 @@ impl Stream {
         }
     }
 
-    /// Reads up to about `limit` bytes of frames; says how many it read.
+    /// Receives frames, up to about `limit` bytes. Returns the number of bytes received.
     pub(crate) fn read(&mut self, from: usize, limit: usize, sink: &mut impl Sink) -> Result<usize, Broken> {
         let mut total = 0;
         while total < limit {
@@ -253,8 +253,8 @@ impl Stream {
                         continue;
                     }
                     let target = match room {
-                        // SAFETY: the room is as long as the header says, and stays until the operation is abandoned,
-                        // which forgets it here as well.
+                        // SAFETY: the destination has room for the header's number of bytes. It is valid until the
+                        // operation is abandoned, which drops this reference as well.
                         Room::At(start) => unsafe { std::slice::from_raw_parts_mut(start.add(*read), rest) },
                         Room::Kept(bytes) => &mut bytes[*read..],
                     };
@@ -267,7 +267,7 @@ impl Stream {
         Ok(total)
     }
 
-    /// Writes up to about `limit` bytes of what waits; says how many it wrote.
+    /// Sends queued frames, up to about `limit` bytes. Returns the number of bytes sent.
     pub(crate) fn write(
         &mut self,
         to: usize,
@@ -282,7 +282,7 @@ impl Stream {
             }
             let Some(frame) = &mut self.outgoing else { break };
             let bytes = match &frame.bytes {
-                // SAFETY: data stays until it is sent, or abandoned here as well.
+                // SAFETY: data is valid until it is sent, or abandoned, which drops this reference as well.
                 Payload::At(start) => unsafe { std::slice::from_raw_parts(*start, frame.len) },
                 Payload::Own(bytes) => bytes,
             };

@@ -1,4 +1,4 @@
-//! The account of connections that were not let in: how many, from where, and why.
+//! Statistics of rejected connections: number, address and reason.
 
 use std::{
     fmt,
@@ -9,16 +9,16 @@ use std::{
 
 use super::handshake::Refusal;
 
-/// Addresses and reasons that are told apart; what does not fit is counted together.
+/// Number of pairs of address and reason that are counted separately; the rest is counted together.
 const ENTRIES: usize = 64;
-/// Entries that a message names.
+/// Number of entries that a message names.
 const NAMED: usize = 3;
-/// The shortest time between two messages.
+/// Minimum time between two messages.
 const BETWEEN: Duration = Duration::from_secs(5);
-/// The time from the first refusal to the first message, so that a flood is told by its number.
+/// Time from the first rejection to the first message, so that one message can report a flood.
 const GATHERING: Duration = Duration::from_millis(500);
 
-/// The connections that a meeting has turned away so far. Clones share the account.
+/// Connections that a rendezvous has rejected so far. Clones share the statistics.
 #[derive(Debug, Clone, Default)]
 pub struct TurnedAway(Arc<Mutex<Account>>);
 
@@ -26,14 +26,14 @@ pub struct TurnedAway(Arc<Mutex<Account>>);
 struct Account {
     entries: Vec<(IpAddr, Refusal, u64)>,
     others: u64,
-    /// Connections that no message has told of.
+    /// Number of connections that no message has reported yet.
     untold: u64,
-    /// The moment from which the next message may come.
+    /// Earliest time of the next message.
     next: Option<Instant>,
 }
 
 impl TurnedAway {
-    /// Counts one connection.
+    /// Counts one rejected connection.
     pub(crate) fn add(&self, address: IpAddr, refusal: Refusal) {
         let mut account = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         account.untold += 1;
@@ -46,7 +46,7 @@ impl TurnedAway {
         }
     }
 
-    /// Logs a warning about refusals since the last one, if that is long enough ago or `at_once`.
+    /// Logs a warning about rejections since the last one, if that is long enough ago or `at_once` is true.
     pub(crate) fn tell(&self, at_once: bool) {
         let mut account = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -56,7 +56,7 @@ impl TurnedAway {
         }
     }
 
-    /// The number of connections.
+    /// Returns the number of rejected connections.
     pub fn count(&self) -> u64 {
         let account = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         account.entries.iter().map(|entry| entry.2).sum::<u64>() + account.others

@@ -1,4 +1,4 @@
-//! The way of a client to a door: it connects, greets, and tries again after whatever may pass, until its deadline.
+//! The client's side of connecting: it connects, does the handshake, and retries after passing failures until its deadline.
 
 use std::{
     io::ErrorKind,
@@ -15,8 +15,8 @@ use super::{
 };
 use crate::{CommError, Deadline, JoinProblem};
 
-/// The pauses between attempts: each twice as long as the one before, up to the longest, and changed at random by up to a half, so
-/// that ranks that were refused together do not come back together.
+/// Pauses between connection attempts. Each is twice as long as the one before, up to a maximum, and varied at random by up to
+/// a half, so that ranks refused together do not return together.
 #[derive(Debug)]
 pub(crate) struct Backoff(Duration);
 
@@ -30,9 +30,9 @@ impl Backoff {
     const FIRST: Duration = Duration::from_millis(10);
     const LONGEST: Duration = Duration::from_millis(320);
 
-    /// Sleeps until the next attempt; says whether it is still before the deadline.
+    /// Sleeps until the next attempt. Returns false, without sleeping, if that would be after the deadline.
     pub(crate) fn pause(&mut self, deadline: Deadline) -> bool {
-        // Without random numbers all pause alike.
+        // Without random numbers there is no jitter.
         let part = random::<1>().map_or(0.5, |[byte]| f64::from(byte) / 256.0);
         let pause = self.0.mul_f64(0.5 + part);
         self.0 = (self.0 * 2).min(Self::LONGEST);
@@ -44,12 +44,12 @@ impl Backoff {
     }
 }
 
-/// Connects to a door at one of `addresses`, tried in turn, and greets it. Returns the connection with the keys of its handshake,
-/// the hello of the server, and the address.
+/// Connects to a server at one of `addresses`, tried in turn, and does the handshake. Returns the connection with the keys of
+/// its handshake, the hello of the server, and the address.
 ///
 /// # Errors
-/// [`CommError::Join`]: at once if the only address belongs to another run or version, or if the server has another secret;
-/// at the deadline if nobody has let this client in.
+/// Immediately if the only address belongs to another run or version, or if the server has another secret. At the deadline if
+/// no server has accepted this client.
 pub(crate) fn visit(
     addresses: &[SocketAddr],
     secret: &Secret,
@@ -70,7 +70,7 @@ pub(crate) fn visit(
                 }
                 Err(problem) => {
                     tracing::trace!(%address, %problem, "not let in yet");
-                    // Of several ports, the one with another program tells more than those where nobody is.
+                    // Among several ports, a port with another program is more informative than one without a listener.
                     if is_only || problem != JoinProblem::Connection(ErrorKind::ConnectionRefused) {
                         failed = problem;
                     }
@@ -92,7 +92,7 @@ fn connect(
     let limit = deadline.remaining().max(Duration::from_millis(1));
     let stream =
         TcpStream::connect_timeout(&address, limit).map_err(|error| JoinProblem::Connection(error.kind()))?;
-    // A socket that connected to itself, which happens where nobody listens on a port that is given out by chance.
+    // A socket can connect to itself if no process listens on a port of the ephemeral range.
     if stream.local_addr().is_ok_and(|own| own == address) {
         return Err(JoinProblem::Connection(ErrorKind::ConnectionRefused));
     }

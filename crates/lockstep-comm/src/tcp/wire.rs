@@ -1,7 +1,8 @@
-//! The bytes of a connection on their way through a socket: as they are, or sealed under the keys of its handshake.
+//! Bytes of a connection on the socket: plain, or encrypted under the keys of its handshake.
 //!
-//! A sealed connection carries records of at most 65,535 bytes, each preceded by its length in two: a Noise transport message, whose
-//! plain text is a piece of the stream of frames. A record that was altered, repeated or left out is an error.
+//! An encrypted connection carries records of at most 65,535 bytes, each preceded by its length in two bytes. A record
+//! is a Noise transport message, whose plain text is a piece of the stream of frames. An altered, repeated or missing
+//! record is an error.
 
 use std::{
     io::{self, ErrorKind, IoSlice, Read, Write},
@@ -14,43 +15,43 @@ use snow::TransportState;
 
 use super::{frame::Malformed, stream::Broken};
 
-/// Bytes of the length before a record.
+/// Number of bytes of the length before a record.
 const LENGTH_BYTES: usize = 2;
-/// Bytes of the longest record.
+/// Maximum length of a record in bytes.
 const RECORD_BYTES: usize = u16::MAX as usize;
-/// Bytes by which a record is longer than its plain text.
+/// Number of bytes by which a record is longer than its plain text.
 const TAG_BYTES: usize = 16;
-/// Bytes of the longest plain text of a record.
+/// Maximum length of a record's plain text in bytes.
 const PLAIN_BYTES: usize = RECORD_BYTES - TAG_BYTES;
 
-/// A connection whose handshake is over.
+/// A connection after its handshake.
 #[derive(Debug)]
 pub(crate) struct Connection {
     pub(crate) socket: TcpStream,
-    /// The keys of the handshake, if what follows is sealed.
+    /// Keys of the handshake; `None` if the connection is not encrypted.
     pub(crate) keys: Option<Box<TransportState>>,
 }
 
-/// A socket that never waits, and what seals its bytes.
+/// Non-blocking socket, with the encryption of its bytes.
 #[derive(Debug)]
 pub(crate) struct Wire {
     socket: Arc<TcpStream>,
     seal: Option<Box<Seal>>,
 }
 
-/// The two directions of a sealed connection.
+/// State of both directions of an encrypted connection.
 #[derive(Debug)]
 struct Seal {
     keys: Box<TransportState>,
-    /// The record that is being read, with its length; `read` bytes of it are there.
+    /// Record being received, with its length; its first `read` bytes are there.
     incoming: Vec<u8>,
     read: usize,
-    /// Room for the plain text of a record, of which the bytes `unread` have not been handed on.
+    /// Plain text of the last record; its bytes `unread` have not been returned yet.
     opened: Vec<u8>,
     unread: Range<usize>,
-    /// Plain text on its way into a record.
+    /// Plain text of the next record.
     plain: Vec<u8>,
-    /// Room for the record that is being sent, with its length; its bytes `unsent` are not out yet.
+    /// Record being sent, with its length; its bytes `unsent` are not written yet.
     outgoing: Vec<u8>,
     unsent: Range<usize>,
 }
@@ -69,7 +70,7 @@ impl Seal {
         }
     }
 
-    /// Bytes of the record that is being read, its length included, as far as that is known.
+    /// Returns the length in bytes of the record being received, including its length field, as far as that is known.
     fn wanted(&self) -> usize {
         if self.read < LENGTH_BYTES {
             return LENGTH_BYTES;
@@ -77,7 +78,7 @@ impl Seal {
         LENGTH_BYTES + usize::from(u16::from_le_bytes([self.incoming[0], self.incoming[1]]))
     }
 
-    /// Opens the record that has been read.
+    /// Decrypts the received record.
     fn open(&mut self) -> Result<(), Broken> {
         let record = &self.incoming[LENGTH_BYTES..self.read];
         let len = self.keys.read_message(record, &mut self.opened).map_err(|_| Malformed::CheckSum)?;
@@ -85,7 +86,7 @@ impl Seal {
         Ok(())
     }
 
-    /// Hands on opened plain text; 0 bytes if there is none.
+    /// Returns decrypted plain text in `target`, and its length; 0 if there is none.
     fn hand_on(&mut self, target: &mut [u8]) -> usize {
         let rest = &self.opened[self.unread.clone()];
         let count = rest.len().min(target.len());
@@ -94,7 +95,7 @@ impl Seal {
         count
     }
 
-    /// Makes a record of the beginning of `slices`; returns how many bytes of them it holds.
+    /// Encrypts a record from the beginning of `slices`. Returns the number of their bytes in it.
     fn seal(&mut self, slices: [&[u8]; 2]) -> io::Result<usize> {
         self.plain.clear();
         for slice in slices {
@@ -103,7 +104,7 @@ impl Seal {
         }
         let sealed = self.keys.write_message(&self.plain, &mut self.outgoing[LENGTH_BYTES..]);
         let len = sealed.map_err(io::Error::other)?;
-        // A record is no longer than its length can say.
+        // The length of a record fits its length field.
         self.outgoing[..LENGTH_BYTES].copy_from_slice(&(len as u16).to_le_bytes());
         self.unsent = 0..LENGTH_BYTES + len;
         Ok(self.plain.len())
@@ -111,8 +112,10 @@ impl Seal {
 }
 
 impl Wire {
+    /// Makes the socket of `connection` non-blocking.
+    ///
     /// # Errors
-    /// If the socket cannot be set not to wait.
+    /// If the socket's options cannot be set.
     pub(crate) fn new(connection: Connection) -> io::Result<Self> {
         let Connection { socket, keys } = connection;
         socket.set_nonblocking(true)?;
@@ -124,10 +127,10 @@ impl Wire {
         &self.socket
     }
 
-    /// Reads what is there; breaks if that is nothing.
+    /// Receives available bytes. Returns `Break` if there are none.
     ///
     /// # Errors
-    /// If the connection is closed or fails, or a record cannot be opened.
+    /// If the connection is closed or fails, or a record cannot be decrypted.
     pub(crate) fn receive(&mut self, target: &mut [u8]) -> Result<ControlFlow<(), usize>, Broken> {
         let Some(seal) = &mut self.seal else { return receive(&self.socket, target) };
         loop {
@@ -146,10 +149,10 @@ impl Wire {
         }
     }
 
-    /// Sends the beginning of `slices`, or of a sealed connection takes it to be sent; returns its length.
+    /// Sends the beginning of `slices`, or buffers it as a record if the connection is encrypted. Returns its length.
     ///
     /// # Errors
-    /// [`ErrorKind::WouldBlock`] if the socket takes nothing now; whatever else ends the connection.
+    /// If the socket accepts nothing now ([`ErrorKind::WouldBlock`]), or if the connection fails.
     pub(crate) fn send(&mut self, slices: [&[u8]; 2]) -> io::Result<usize> {
         let Some(seal) = &mut self.seal else {
             return (&*self.socket).write_vectored(&slices.map(IoSlice::new));
@@ -162,10 +165,10 @@ impl Wire {
         Ok(count)
     }
 
-    /// Sends what was taken before, as far as the socket takes it; returns how many bytes those were.
+    /// Sends the buffered record, as far as the socket accepts it. Returns the number of bytes sent.
     ///
     /// # Errors
-    /// Whatever ends the connection.
+    /// If the connection fails.
     pub(crate) fn flush(&mut self) -> io::Result<usize> {
         let Some(seal) = &mut self.seal else { return Ok(0) };
         let mut total = 0;
@@ -180,13 +183,13 @@ impl Wire {
         Ok(total)
     }
 
-    /// Returns true while something that was taken is still to be sent.
+    /// Returns true while a buffered record is not entirely sent.
     pub(crate) fn is_pending(&self) -> bool {
         self.seal.as_ref().is_some_and(|seal| !seal.unsent.is_empty())
     }
 }
 
-/// Reads what is there; breaks if that is nothing.
+/// Receives available bytes. Returns `Break` if there are none.
 fn receive(mut socket: &TcpStream, target: &mut [u8]) -> Result<ControlFlow<(), usize>, Broken> {
     loop {
         return match socket.read(target) {
@@ -205,7 +208,7 @@ mod tests {
 
     use super::*;
 
-    /// The keys of both ends after a handshake.
+    /// Returns the keys of both ends after a handshake.
     fn keys() -> [Box<TransportState>; 2] {
         let builder = || snow::Builder::new("Noise_NN_25519_ChaChaPoly_BLAKE2s".parse().unwrap());
         let (mut client, mut server) =
@@ -239,7 +242,7 @@ mod tests {
         let (mut at, mut received, mut part) = (0, Vec::new(), vec![0; 100_003]);
         while received.len() < sent.len() {
             client.flush().unwrap();
-            // Cut where frames are cut, with a header and without.
+            // Split at frame boundaries, with a header and without.
             let header = (at % 7).min(sent.len() - at);
             let rest = &sent[at + header..(at + header + 300_000).min(sent.len())];
             if at < sent.len() {
@@ -266,7 +269,8 @@ mod tests {
             let mut seen = vec![0; LENGTH_BYTES + secret.len() + TAG_BYTES];
             between.read_exact(&mut seen).unwrap();
             assert!(!seen.windows(6).any(|bytes| secret.windows(6).any(|plain| plain == bytes)));
-            // A record that is said to be longer waits for its end; the rest of one that is shorter is none.
+            // If the length field is too large, the reader waits for more; if it is too small, the remainder is not a
+            // valid record.
             if let Some(at) = flipped {
                 seen[at] ^= 1;
                 seen.extend_from_slice(&[0; 64]);

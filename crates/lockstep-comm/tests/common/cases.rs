@@ -1,5 +1,5 @@
-//! The bodies of tests of operations, for ranks of any kind: cases with a reference that knows nothing of ranks, and sequences
-//! of operations. Every rank draws the same cases.
+//! Bodies of tests of operations, for all transports: random cases, which are compared with a single-process reference, and
+//! sequences of operations. Every rank draws the same cases.
 
 use half::{bf16, f16};
 use lockstep_comm::{Collective, Group, Lent, Number, ReduceOp, Source, Target};
@@ -8,11 +8,11 @@ use proptest::prelude::*;
 
 use super::soon;
 
-/// A type with its reference arithmetic.
+/// Element type with its reference arithmetic.
 trait Value: Number + PartialEq {
     fn make(bits: u64) -> Self;
     fn tree(op: ReduceOp, values: &[Self]) -> Self;
-    /// The relative error of one addition; none of integers.
+    /// Relative error of one addition; 0 for integers.
     const ERROR: f64;
     fn to_f64(self) -> f64;
 }
@@ -83,18 +83,18 @@ float_values!(
     f16, 1.0 / 2048.0, f16::from_f32, f16::to_f32
 );
 
-/// One operation.
+/// A random operation.
 #[derive(Debug, Clone)]
 pub(crate) struct Case {
     pub(crate) kind: u8,
     pub(crate) number: u8,
     pub(crate) op: ReduceOp,
-    /// Modulo the number of ranks.
+    /// Root, modulo the number of ranks.
     pub(crate) root: usize,
     pub(crate) elements: usize,
-    /// Blocks of unlike lengths, where there are blocks.
+    /// True for blocks of different lengths, in operations with blocks.
     pub(crate) is_uneven: bool,
-    /// Bit r: rank r's buffers lie in shared memory.
+    /// Bit r is set if rank r's buffers are in shared memory.
     pub(crate) shared: u8,
     pub(crate) seed: u64,
 }
@@ -121,7 +121,7 @@ pub(crate) fn case() -> impl Strategy<Value = Case> {
     )
 }
 
-/// The data that rank `rank` starts with.
+/// Returns the input data of rank `rank`.
 fn data<T: Value>(case: &Case, rank: usize, elements: usize) -> Vec<T> {
     let mut bits = case.seed ^ (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let next = |_| {
@@ -136,14 +136,14 @@ fn reduced<T: Value>(case: &Case, ranks: usize, elements: usize) -> Vec<T> {
     (0..elements).map(|i| T::tree(case.op, &all.iter().map(|data| data[i]).collect::<Vec<T>>())).collect()
 }
 
-/// Lengths of the blocks of a case.
+/// Returns the block lengths of a case.
 fn counts(case: &Case, ranks: usize) -> Vec<usize> {
     let share = case.elements / ranks;
     let count = |rank: usize| if case.is_uneven { share * (rank * 3 % 4) / 2 + rank % 2 } else { share };
     (0..ranks).map(count).collect()
 }
 
-/// What `from` sends to `to` in an uneven all-to-all.
+/// Returns the number of elements that `from` sends to `to` in an uneven all-to-all.
 fn sent(case: &Case, from: usize, to: usize, ranks: usize) -> usize {
     let share = case.elements / ranks;
     if case.is_uneven { share * ((from + 2 * to) % 3) / 2 + (from + to) % 2 } else { share }
@@ -154,7 +154,7 @@ fn block<T: Copy>(data: &[T], counts: &[usize], rank: usize) -> Vec<T> {
     data[start..start + counts[rank]].to_vec()
 }
 
-/// What must be in the rank's output after the operation.
+/// Returns the rank's expected output.
 fn expected<T: Value>(case: &Case, rank: usize, ranks: usize) -> Vec<T> {
     let (root, counts) = (case.root % ranks, counts(case, ranks));
     let total: usize = counts.iter().sum();
@@ -179,7 +179,7 @@ fn expected<T: Value>(case: &Case, rank: usize, ranks: usize) -> Vec<T> {
     }
 }
 
-/// Carries out a case; returns the rank's output.
+/// Carries out a case and returns the rank's output.
 fn run<T: Value>(group: &Group, case: &Case) -> Vec<T> {
     let (rank, ranks, op) = (group.rank(), group.size(), case.op);
     let (root, counts) = (case.root % ranks, counts(case, ranks));
@@ -190,7 +190,7 @@ fn run<T: Value>(group: &Group, case: &Case) -> Vec<T> {
     } else {
         lockstep_tensor::Arena::new()
     };
-    // A byte off, now and then: nothing may count on alignment beyond the type's.
+    // Offsets buffers by up to two elements: operations may rely on no alignment beyond the type's.
     let shift = case.seed as usize % 3;
     let mut buffers = [0, 1].map(|_| {
         let bytes = (shift + case.elements.max(total) * 2 + 16 * ranks) * size_of::<T>();
@@ -269,7 +269,8 @@ fn run<T: Value>(group: &Group, case: &Case) -> Vec<T> {
     }
 }
 
-/// `roundings`: how far sums of floats may be from the reference, in roundings of the sum of their magnitudes.
+/// Carries out a case and checks its result. Sums of floats may differ from the reference by `roundings` roundings of the sum
+/// of their magnitudes.
 fn check<T: Value>(group: &Group, case: &Case, roundings: f64) {
     let found = run::<T>(group, case);
     let (rank, ranks) = (group.rank(), group.size());
@@ -295,14 +296,14 @@ fn check<T: Value>(group: &Group, case: &Case, roundings: f64) {
         let distance = (found.to_f64() - expected.to_f64()).abs();
         bytes(found) != bytes(expected) && (bounds[*element] == 0.0 || distance > bounds[*element])
     };
-    // The first that is wrong, if any is.
+    // Report the first wrong element, if any.
     if let Some(element) = (0..found.len()).find(is_wrong) {
         let (found, expected) = (found[element].to_f64(), expected[element].to_f64());
         panic!("element {element} on rank {rank} of {ranks} is {found:e}, not {expected:e}: {case:?}");
     }
 }
 
-/// Carries out a case and judges its result; as for `check`.
+/// Carries out a case and checks its result, for the case's element type; see `check`.
 pub(crate) fn check_number(group: &Group, case: &Case, roundings: f64) {
     match case.number {
         0 => check::<f32>(group, case, roundings),
@@ -313,7 +314,7 @@ pub(crate) fn check_number(group: &Group, case: &Case, roundings: f64) {
     }
 }
 
-/// Many small operations in a row.
+/// Runs many small operations in a row.
 pub(crate) fn many_small_operations_never_mix(group: &Group, rounds: usize) {
     let ranks = group.size();
     for round in 0..rounds {
@@ -326,7 +327,7 @@ pub(crate) fn many_small_operations_never_mix(group: &Group, rounds: usize) {
     }
 }
 
-/// Operations in the background, while others are late; waited for in any order.
+/// Runs operations in the background while other ranks are late, and waits for them in any order.
 pub(crate) fn what_is_started_goes_on(group: &Group) {
     const BUCKET: usize = 100_000;
     let ranks = group.size();
@@ -346,7 +347,7 @@ pub(crate) fn what_is_started_goes_on(group: &Group) {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
         }
-        // The last first: order of waiting does not matter.
+        // The order of waiting is arbitrary: the last one first.
         for pending in pending.into_iter().rev() {
             drop(pending.wait(soon()).unwrap());
         }
@@ -358,7 +359,7 @@ pub(crate) fn what_is_started_goes_on(group: &Group) {
     }
 }
 
-/// Groups of partitions of four ranks, one of which waits while another goes on.
+/// Runs groups of partitions of four ranks, one of which waits while another makes progress.
 pub(crate) fn groups_work_side_by_side(group: &Group) {
     let rows = group.partition(&[vec![0, 1], vec![3, 2]], soon()).unwrap().unwrap();
     let columns = group.partition(&[vec![0, 3], vec![1, 2]], soon()).unwrap().unwrap();
@@ -368,7 +369,7 @@ pub(crate) fn groups_work_side_by_side(group: &Group) {
     assert_eq!(sum[0], if group.rank() < 2 { 0x101 } else { 0x101_0000 });
     columns.all_reduce(&mut sum[..], ReduceOp::Sum, soon()).unwrap();
     assert_eq!(sum[0], 0x101_0101);
-    // Ranks 0 and 1 begin the row's operation in the background, and meet in the column while it is under way.
+    // Ranks 0 and 1 start the row's operation in the background, and communicate in the column while it is in flight.
     let arena = group.arena(&[MemoryCategory::Gradients]);
     let mut buffer = arena.allocate_zeroed(1 << 20, MemoryCategory::Gradients).unwrap();
     let data = Lent::new(buffer.lend(0..1 << 20), DType::U8);
@@ -376,12 +377,12 @@ pub(crate) fn groups_work_side_by_side(group: &Group) {
     columns.barrier(soon()).unwrap();
     group.barrier(soon()).unwrap();
     drop(pending.wait(soon()).unwrap());
-    // A rank that is in no group of a partition still takes part in making it.
+    // A rank that is in no group of a partition still takes part in its creation.
     let pair = group.partition(&[vec![2, 0]], soon()).unwrap();
     assert_eq!(pair.map(|pair| pair.rank()), [Some(1), None, Some(0), None][group.rank()]);
 }
 
-/// Messages between two ranks.
+/// Sends messages between two ranks.
 pub(crate) fn messages_arrive_whole_and_in_order(group: &Group) {
     let ranks = group.size();
     let arena = group.arena(&[MemoryCategory::Activations]);
@@ -390,7 +391,7 @@ pub(crate) fn messages_arrive_whole_and_in_order(group: &Group) {
             let mut buffer = arena.allocate_zeroed(elements * 4, category).unwrap();
             let next = (group.rank() + 1) % ranks;
             let last = (group.rank() + ranks - 1) % ranks;
-            // A ring would hang if sending what is small waited for receiving.
+            // A ring would hang if small sends waited for their receives.
             let message: &mut [f32] = &mut buffer.elements_mut()[..elements];
             if elements < 10_000 {
                 message.fill(group.rank() as f32);
@@ -407,7 +408,7 @@ pub(crate) fn messages_arrive_whole_and_in_order(group: &Group) {
             }
         }
     }
-    // Both ways at once, in the background.
+    // Both directions at once, in the background.
     let mut out = arena.allocate_zeroed(400_000, MemoryCategory::Activations).unwrap();
     let mut back = arena.allocate_zeroed(400_000, MemoryCategory::Workspace).unwrap();
     out.bytes_mut().fill(group.rank() as u8 + 1);

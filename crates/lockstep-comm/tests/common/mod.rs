@@ -1,4 +1,4 @@
-//! What tests of ranks share.
+//! Helpers shared by tests of ranks.
 
 mod tcp;
 
@@ -6,12 +6,12 @@ use lockstep_comm::{Group, TcpOptions, World, WorldOptions};
 
 pub(crate) use tcp::soon;
 
-/// How ranks reach each other.
+/// Transport between the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Way {
     SharedMemory,
     Tcp,
-    /// TCP, sealed under the keys of the handshake.
+    /// TCP, encrypted under the keys of the handshake.
     Encrypted,
 }
 

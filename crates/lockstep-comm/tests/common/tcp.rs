@@ -1,20 +1,20 @@
-//! Ranks that are joined by sockets.
+//! Helpers for ranks connected by TCP.
 
 use std::{net::TcpListener, thread, time::Duration};
 
 use lockstep_comm::{Deadline, Group, Meeting, TcpOptions, join_by_address};
 
-/// Long enough for any operation of a test, on a machine that has other things to do.
+/// Returns a deadline long enough for any operation of a test, even on a loaded machine.
 pub(crate) fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(30))
 }
 
-/// Runs `work` as each of `ranks` ranks, on threads that reach each other by sockets.
+/// Runs `work` as each of `ranks` ranks, on threads connected by TCP.
 pub(crate) fn in_tcp_world(ranks: usize, work: impl Fn(&Group) + Sync) {
     in_tcp_world_with(TcpOptions::default(), ranks, work);
 }
 
-/// Runs [`in_tcp_world`] with other options.
+/// Runs `work` as [`in_tcp_world`] does, with other options.
 pub(crate) fn in_tcp_world_with(options: TcpOptions, ranks: usize, work: impl Fn(&Group) + Sync) {
     let work = &work;
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

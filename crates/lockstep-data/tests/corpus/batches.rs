@@ -1,4 +1,4 @@
-//! From a token file to micro-batches: what the rows hold, and that a thread in between changes nothing.
+//! Tests of micro-batches from a token file: the contents of rows, and that the prefetch thread changes nothing.
 
 use std::{sync::Arc, time::Duration};
 
@@ -163,7 +163,7 @@ fn dropping_a_prefetcher_in_the_middle_ends_its_thread() {
             Prefetcher::start(dataset(&tokens, SEQUENTIAL), cursor.ranges(u64::MAX / 4), depth).unwrap();
         prefetcher.next_batch().unwrap().unwrap();
         drop(prefetcher);
-        // The thread held the other reference.
+        // The prefetch thread held the other reference.
         assert_eq!(Arc::strong_count(&tokens), 1, "depth {depth}");
     }
 }

@@ -1,4 +1,4 @@
-//! A collection of broken inputs: each gives one message that says what, where, and what is allowed.
+//! Tests of broken inputs: each gives one message with the problem, its location and the allowed values.
 
 use std::{fs, path::Path, sync::Arc};
 
@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 use crate::workshop::{Workshop, trained_tokenizer, trained_tokenizer_json};
 
-/// Checks the kind of an error and that its message holds each of `parts`.
+/// Checks the kind of an error and that its message contains each of `parts`.
 #[track_caller]
 fn assert_says<T: std::fmt::Debug>(result: Result<T, DataError>, kind: ErrorKind, parts: &[&str]) {
     let error = result.unwrap_err();

@@ -1,4 +1,4 @@
-//! Text into indexed data sets: what they hold, and that no interruption changes a byte.
+//! Tests of text exported as indexed data sets: their contents, and that an interruption changes no byte.
 
 use std::{
     cell::Cell,
@@ -64,7 +64,7 @@ fn without_end_of_text_tokens_documents_are_in_the_index_alone() {
     assert_eq!((all_ids(&tokens.files()[0]), tokens.documents()), (expected, 2));
 }
 
-/// Leaves traces of writes that were cut off, as a kill or a power cut does.
+/// Appends partial writes to the files, as a kill or a power loss leaves them.
 fn tear(work: &Path) {
     for name in ["tokens.bin", "lengths.u32", "journal.jsonl"] {
         let mut file = OpenOptions::new().append(true).open(work.join(name)).unwrap();
@@ -74,7 +74,7 @@ fn tear(work: &Path) {
 
 #[test]
 fn work_that_is_cut_off_at_any_step_goes_on_to_the_same_bytes() {
-    // Steps end with 16 MiB of text: three of them, one within a document, and a last one.
+    // A round ends after 16 MiB of text: three rounds, one of which ends within a document, and a last one.
     let text = sample_text(330_000);
     let line = format!("{{\"text\": {:?}}}\n", "wait ".repeat(200));
     let write = |workshop: &Workshop| {
@@ -102,7 +102,7 @@ fn work_that_is_cut_off_at_any_step_goes_on_to_the_same_bytes() {
                 stops += 1;
                 assert!(stops < 20, "every run makes a step");
                 tear(&workshop.path("out.partial"));
-                // The last of these is about the end alone; let it come.
+                // The last stop would come at the very end; let this run finish.
                 if stops == 5 {
                     break export(&workshop, &patterns, &Tokenizer::Bytes, Ending::EndOfText, &|| false)
                         .unwrap();

@@ -1,5 +1,6 @@
-//! The way of text from files to micro-batches, and everything that can go wrong on it, through the public
-//! interface. One program, so that the helpers are shared and linked once.
+//! Tests of the path from text files to micro-batches, and of every failure on it, through the public interface.
+//!
+//! One test binary, so that the helpers are shared and linked once.
 #![expect(clippy::unwrap_used, reason = "a test that cannot set up its inputs has failed")]
 
 mod batches;

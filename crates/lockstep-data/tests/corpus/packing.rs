@@ -1,4 +1,4 @@
-//! Documents in windows: what a token may see, what it is to predict, and which documents stay whole.
+//! Tests of documents in windows: which tokens attend to which, which are predicted, and which documents stay whole.
 
 use std::{fmt::Write, sync::Arc};
 
@@ -15,7 +15,7 @@ fn windows(tokens: &Arc<Tokens>, seq_len: usize, packing: Packing) -> Dataset {
     Dataset::new(Arc::clone(tokens), 0..tokens.tokens(), options, "the test set").unwrap()
 }
 
-/// One document of bytes for each of `documents`.
+/// Tokenizes each of `documents` as one document of bytes.
 fn byte_documents(workshop: &Workshop, documents: &[&str]) -> Arc<Tokens> {
     let mut lines = String::new();
     for document in documents {
@@ -32,7 +32,7 @@ fn all(dataset: &Dataset) -> MicroBatch {
     batch
 }
 
-/// Labels as text, with a dot for what is masked.
+/// Formats labels as text, with a dot for each masked one.
 fn labels(batch: &MicroBatch) -> String {
     let letter = |&label: &i32| if label == IGNORE_LABEL { '.' } else { label as u8 as char };
     batch.labels.iter().map(letter).collect()
@@ -53,7 +53,7 @@ fn documents_that_are_kept_apart_begin_at_zero_and_predict_nothing_of_the_next()
     assert_eq!(stream.document_starts, [0; 10]);
 
     let apart = all(&windows(&tokens, 5, Packing::Documents));
-    // The second window begins within the third document, of which it sees no more than the window.
+    // The second window begins with the third document.
     assert_eq!((ids(&apart), labels(&apart)), ("abcdefghij".to_owned(), "bc.e.ghijk".to_owned()));
     assert_eq!(apart.positions, [0, 1, 2, 0, 1, 0, 1, 2, 3, 4]);
     assert_eq!(apart.document_starts, [0, 0, 0, 3, 3, 0, 0, 0, 0, 0]);
@@ -73,7 +73,8 @@ fn whole_documents_are_cut_only_where_they_are_longer_than_a_window() {
     let tokens = byte_documents(&workshop, &["abc", "def", "ghijklmnopq", "rs", "t"]);
     let dataset = windows(&tokens, 5, Packing::WholeDocuments);
     let batch = all(&dataset);
-    // The first two fit together, since the last token of a window is a label only; so does the last of the third.
+    // The first two documents fit together, since the last token of a window is only a label. So does the end of the
+    // third.
     assert_eq!(ids(&batch), "abcdeghijklmnoprst__");
     assert_eq!(labels(&batch), "bc.efhijklmnopqs....");
     assert_eq!(batch.positions[15..], [0, 1, 0, 0, 1], "padding is a document of its own");
@@ -179,7 +180,7 @@ proptest! {
     }
 }
 
-/// Pairs of a prompt and a completion of these lengths, in bytes.
+/// Builds samples with prompts and completions of the given lengths, in bytes.
 fn pairs(workshop: &Workshop, lengths: &[(usize, usize)]) -> Arc<Tokens> {
     let line = |&(prompt, completion): &(usize, usize)| {
         let (prompt, completion) = ("p".repeat(prompt), "c".repeat(completion));
@@ -193,7 +194,7 @@ fn pairs(workshop: &Workshop, lengths: &[(usize, usize)]) -> Arc<Tokens> {
 #[test]
 fn samples_whose_answers_do_not_fit_are_left_out_and_counted() {
     let workshop = Workshop::new();
-    // One that fits, a prompt that fills a window, no answer, an answer that is cut, one that fits again.
+    // A sample that fits, a prompt that fills a window, no answer, a truncated answer, and another sample that fits.
     let tokens = pairs(&workshop, &[(2, 2), (6, 2), (3, 0), (2, 9), (1, 2)]);
     let dataset = windows(&tokens, 5, Packing::WholeDocuments);
     let batch = all(&dataset);

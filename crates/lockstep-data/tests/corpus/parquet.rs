@@ -1,4 +1,4 @@
-//! Parquet files as pyarrow writes them (`tests/fixtures/data/parquet.py`), with every codec, and broken ones.
+//! Tests of Parquet files written by pyarrow (`tests/fixtures/data/parquet.py`), with every codec, and of broken ones.
 
 use std::{fs, path::PathBuf};
 

@@ -1,4 +1,4 @@
-//! Sources of every format as one sequence of tokens, and blends of them.
+//! Tests of sources in every format as one sequence of tokens, and of blends of them.
 
 use std::sync::Arc;
 
@@ -42,7 +42,8 @@ fn text_raw_and_indexed_tokens_follow_one_another() {
             assert_eq!(read(&tokens, start..end), whole[start as usize..end as usize], "{start}..{end}");
         }
     }
-    // Two of text, one raw, two of Megatron's (the second of two sequences), one of text.
+    // Two text files, one raw file, one Megatron data set (two documents, the second of two sequences), and a text
+    // file.
     assert_eq!((tokens.files().len(), tokens.documents()), (4, 6));
     let windows = WindowOptions { seq_len: 14, packing: Packing::Documents, ..OPTIONS };
     let mut batch = MicroBatch::default();

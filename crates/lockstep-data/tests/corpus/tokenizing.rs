@@ -1,4 +1,4 @@
-//! From files to a token file: what the ids are, when work is done again, and who may do it.
+//! Tests of tokenization into the cache: the ids, when a file is made again, and concurrent writers.
 
 use std::{
     fs,
@@ -10,7 +10,7 @@ use lockstep_data::{IdType, Progress, TokenFile, Tokenizer};
 
 use crate::workshop::{Workshop, all_ids, sample_text, trained_tokenizer, trained_tokenizer_json};
 
-/// Remembers what it was told.
+/// Progress observer that records its calls.
 #[derive(Default)]
 struct Tally {
     total: AtomicU64,
@@ -143,7 +143,7 @@ fn a_damaged_token_file_is_made_again() {
     for damage in [3, 20, sound.len() - 1] {
         let mut damaged = sound.clone();
         damaged[damage] ^= 0x10;
-        // The file is mapped nowhere, so it may be overwritten in place here.
+        // The file is not mapped here, so it may be overwritten in place.
         fs::write(&path, &damaged).unwrap();
         let again = workshop.tokenize(&patterns, &Tokenizer::Bytes).unwrap();
         assert!(!again.from_cache, "byte {damage}");

@@ -1,4 +1,4 @@
-//! What the tests of this crate share: a directory to work in, text, and a small trained tokenizer.
+//! Helpers of the tests: a temporary directory, sample text, and a small trained tokenizer.
 
 use std::{
     fs,
@@ -16,7 +16,7 @@ use tokenizers::{
     pre_tokenizers::byte_level::ByteLevel,
 };
 
-/// A temporary directory with files to tokenize and a cache.
+/// Temporary directory with files to tokenize and a cache.
 pub(crate) struct Workshop {
     dir: tempfile::TempDir,
 }
@@ -34,7 +34,7 @@ impl Workshop {
         self.path("cache")
     }
 
-    /// Writes a file and returns its path as a pattern.
+    /// Writes a file and returns its path, which is also a pattern.
     pub(crate) fn write(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
         let path = self.path(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -61,7 +61,7 @@ impl Workshop {
         tokenize_files(&self.sources(patterns), tokenizer, &options)
     }
 
-    /// Opens files as a run does whose model has `vocab_size` ids and keeps documents apart.
+    /// Opens files as a run does whose model has `vocab_size` ids and which keeps documents apart.
     pub(crate) fn open(
         &self,
         patterns: &[String],
@@ -81,13 +81,13 @@ impl Workshop {
         Tokens::open(&expand(patterns, format)?, &options).map(Arc::new)
     }
 
-    /// A text with these bytes as its tokens.
+    /// Opens a text whose tokens are these bytes.
     pub(crate) fn byte_tokens(&self, bytes: impl AsRef<[u8]>) -> Arc<Tokens> {
         let pattern = self.write("bytes.txt", bytes);
         self.open(&[pattern], Format::Auto, Some(&Tokenizer::Bytes), 256).unwrap()
     }
 
-    /// Names in the cache directory, sorted.
+    /// Returns the names in the cache directory, sorted.
     pub(crate) fn cached(&self) -> Vec<String> {
         let Ok(entries) = fs::read_dir(self.cache()) else { return Vec::new() };
         let mut names: Vec<String> =
@@ -103,7 +103,7 @@ pub(crate) fn all_ids(file: &TokenFile) -> Vec<u32> {
     ids
 }
 
-/// Text of about `lines` lines with words of very different frequency.
+/// Returns text of about `lines` lines with words of very different frequency.
 pub(crate) fn sample_text(lines: usize) -> String {
     const WORDS: [&str; 12] =
         ["the", "a", "rank", "reduces", "gradients", "über", "世界", "all", "ranks", "wait", "step", "loss"];
@@ -118,8 +118,8 @@ pub(crate) fn sample_text(lines: usize) -> String {
     text
 }
 
-/// The `tokenizer.json` of a byte-level BPE of about 300 tokens, trained on [`sample_text`], with an
-/// end-of-text token.
+/// Returns the `tokenizer.json` of a byte-level BPE of about 300 tokens with an end-of-text token, trained on
+/// [`sample_text`].
 pub(crate) fn trained_tokenizer_json() -> String {
     static JSON: LazyLock<String> = LazyLock::new(train_tokenizer);
     JSON.clone()

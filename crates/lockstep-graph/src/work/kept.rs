@@ -1,7 +1,7 @@
-//! What frameworks without a plan keep of a block: every value that some gradient needs, once.
+//! Activation memory of a framework without memory planning: every value that some gradient needs is saved once.
 //!
-//! Lockstep's own frames hold less, for they know what can be made again (`Program::compile`). This count is for comparing with others
-//! and with what is published of them.
+//! Lockstep's frames are smaller, because `Program::compile` recomputes some of these values. This count serves for
+//! comparison with other systems and with published figures.
 
 use lockstep_plan::work::Kept;
 
@@ -12,8 +12,8 @@ use crate::{
 };
 
 impl Program {
-    /// What others keep of the block, if nothing is computed again. The statistics of norms and of the softmax, a few numbers a row,
-    /// are left out.
+    /// Returns the activations that a framework without memory planning would save for the block without
+    /// recomputation. Statistics of norms and of the softmax, a few numbers per row, are not counted.
     pub fn kept(&self) -> Kept {
         let elements = |value: crate::Value| self.values[value.0].elements() as u64;
         let mut kept = Kept {
@@ -38,13 +38,13 @@ impl Program {
         kept
     }
 
-    /// Elements of the square of scores of the heads that are here: all queries that are here by all keys.
+    /// Elements of the attention score matrices of this rank's heads: local queries times keys of the whole sequence.
     pub(crate) fn scores(&self, attention: &AttentionOperation) -> u64 {
         let queries = self.values[attention.q.0].rows;
         (attention.shape.heads * queries * self.shape.seq_len * self.context.ranks) as u64
     }
 
-    /// Bytes of the values that gradients need, each once.
+    /// Bytes of the values that gradients need, each counted once.
     fn needed_bytes(&self) -> u64 {
         let stored_as = stored_as(self.values.len(), &self.operations);
         let mut is_needed = vec![false; self.values.len()];
@@ -55,7 +55,7 @@ impl Program {
                 is_needed[stored_as[value.0]] = true;
             }
         }
-        // What other ranks have as well is gathered again (Korthikanti et al. 2022, section 4.2.2).
+        // The output of an all-gather is gathered again in the backward instead (Korthikanti et al. 2022, section 4.2.2).
         for operation in self.operations.iter().filter(|operation| operation.is_gathered()) {
             if std::mem::replace(&mut is_needed[operation.output().0], false) {
                 operation.inputs().iter().for_each(|input| is_needed[stored_as[input.0]] = true);

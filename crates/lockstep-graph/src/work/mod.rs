@@ -1,9 +1,8 @@
-//! What a rank has to do for a micro-batch, read off the instructions of a program: the same list that a replay walks, in the words of
-//! [`lockstep_plan::work`].
+//! The work of one rank for a micro-batch, read from the instructions that a replay runs and expressed in [`lockstep_plan::work`].
 //!
-//! Products have the shapes that they have on this rank, exchanges the bytes that ranks really send each other. What is cut into
-//! chunks, so that an exchange goes on beside its products, is one product and one exchange again. Bytes and operations beside
-//! products are those of `cost`. What others than Lockstep keep is counted beside it (`kept`).
+//! Matrix products have the shapes of this rank, exchanges the bytes that ranks really send. A collective that
+//! overlaps with its products in chunks counts as one product and one exchange. Bytes and other floating-point
+//! operations are those of `cost`. The submodule `kept` counts the activations that other frameworks save.
 //!
 //! ```text
 //! y = x Wᵀ      [rows, in] [in, out]        forward
@@ -30,7 +29,7 @@ use crate::{
 };
 
 impl Program {
-    /// What one rank has to do for a micro-batch, and what others keep of it.
+    /// Returns the work of one rank for a micro-batch, and the activations that other frameworks would save for it.
     pub fn work(&self) -> UnitWork {
         let backward = |phase| self.tasks(phase, Stage::Backward, &self.split_gradients);
         let is_expert = |index: &usize| self.parameters()[*index].share.among == Among::Experts;
@@ -66,7 +65,7 @@ impl Program {
                     list.add(&phase.transits[*transit].exchange, Manner::Beside);
                 }
                 Instruction::Send { .. } | Instruction::Await { .. } => {}
-                // A step's forward leaves it to the backward: see `Program::forward_for_backward`.
+                // In a training step the backward computes the loss: see `Program::forward_for_backward`.
                 Instruction::Forward(operation)
                     if stage == Stage::Forward
                         && self.has_backward()
@@ -77,7 +76,7 @@ impl Program {
         list.tasks
     }
 
-    /// What an operation's forward is made of, in order.
+    /// Returns the pieces of work of an operation's forward, in order.
     fn forward_labors(&self, operation: &Operation, manner: Manner) -> Vec<Labor> {
         match operation {
             Operation::Linear { x, y, .. } => {
@@ -128,7 +127,7 @@ impl Program {
         }
     }
 
-    /// What the gradients of its inputs are made of.
+    /// Returns the pieces of work of an operation's input gradients, in order.
     fn input_labors(&self, operation: &Operation, manner: Manner) -> Vec<Labor> {
         match operation {
             Operation::Linear { x, y, .. } => {
@@ -148,13 +147,13 @@ impl Program {
                 let gradients = self.ring_bytes(attention, DType::F32);
                 let is_ring = matches!(attention.reach, Reach::Ring { .. });
                 if is_ring {
-                    // Gradients follow the keys and values that they are of.
+                    // Gradients travel after their keys and values.
                     let bytes = self.ring_bytes(attention, self.shape.dtype) + gradients;
                     labors.push(exchange(Peers::Context, Collective::Ring, bytes, Manner::Beside));
                 }
                 labors.push(self.attention(attention, self.backward_flops(operation)));
                 if is_ring {
-                    // And home.
+                    // One more step takes the gradients to their owner.
                     labors.push(exchange(Peers::Context, Collective::Shift, gradients, manner));
                 }
                 labors
@@ -171,7 +170,7 @@ impl Program {
         }
     }
 
-    /// What the gradients of its weights are made of.
+    /// Returns the pieces of work of an operation's weight gradients, in order.
     fn weight_labors(&self, operation: &Operation) -> Vec<Labor> {
         match operation {
             Operation::Linear { x, weight, y, .. } if self.training.trains(*weight) => {
@@ -190,7 +189,7 @@ impl Program {
         }
     }
 
-    /// What ranks send each other to get a value in another layout.
+    /// Returns the communication of a layout exchange's forward.
     fn exchanged(&self, change: layout::Exchange, (x, y): (Value, Value), manner: Manner) -> Vec<Labor> {
         use layout::Exchange as Change;
         let all =
@@ -204,7 +203,7 @@ impl Program {
         }
     }
 
-    /// And to get its gradient back.
+    /// Returns the communication of a layout exchange's backward.
     fn gradients_exchanged(
         &self,
         change: layout::Exchange,
@@ -223,7 +222,7 @@ impl Program {
         }
     }
 
-    /// Tokens for blocks, or blocks for tokens: columns are put one rank's after the other's, and sent.
+    /// All-to-all between tokens and blocks: a transpose, and the exchange along a row.
     fn in_line(&self, x: Value) -> Vec<Labor> {
         let bytes = self.value_bytes(x);
         vec![Labor::Stream, exchange(Peers::TensorLine, Collective::AllToAll, bytes, Manner::Alone)]
@@ -234,7 +233,7 @@ impl Program {
         let (collective, value) = match (change, way) {
             (SequenceChange::Gather, Way::There) => (Collective::AllGather, y),
             (SequenceChange::Gather, Way::Back) => (Collective::ReduceScatter, y),
-            // Heads of which there are fewer than ranks are sent to several.
+            // With fewer heads than ranks, a head is sent to several ranks.
             (SequenceChange::TokensToHeads { .. }, _) => (Collective::AllToAll, y),
             (SequenceChange::HeadsToTokens { .. }, _) => (Collective::AllToAll, x),
         };
@@ -242,12 +241,13 @@ impl Program {
         vec![Labor::Stream, exchange(Peers::Context, collective, bytes, Manner::Alone)]
     }
 
-    /// Rows to the experts of other ranks, or back: so many as slots, if all experts have as many.
+    /// All-to-all of rows to or from the experts: as many rows as slots, under even load.
     fn rows_sent(&self, remote: &RemoteRows) -> Labor {
         exchange(Peers::Expert, Collective::AllToAll, self.value_bytes(remote.sending), Manner::Alone)
     }
 
-    /// How many rows go to each expert. Where an expert takes no more than its capacity, as many can be sent whatever the counts are.
+    /// All-to-all of the row counts of each expert. With a capacity the host need not wait for the counts: the most
+    /// rows that can come are known.
     fn counts_told(&self, remote: &RemoteRows, has_capacity: bool) -> Labor {
         Labor::Exchange(Exchange {
             peers: Peers::Expert,
@@ -258,14 +258,14 @@ impl Program {
         })
     }
 
-    /// Whether experts are `chosen` by a router that limits what each takes.
+    /// Returns true if the router that produced `chosen` limits the slots of each expert.
     fn has_capacity(&self, chosen: Value) -> bool {
         self.operations.iter().any(|operation| {
             matches!(operation, Operation::Route(RouteOperation { kept: Some(kept), .. }) if *kept == chosen)
         })
     }
 
-    /// What ranks tell each other of each token's loss, part by part of the tokens.
+    /// All-gathers of the softmax statistics of a vocabulary-parallel loss, one per range of tokens.
     fn statistics(&self, logits: Value, split: SplitLoss) -> Vec<Labor> {
         let columns = self.columns(split.gathered);
         let (tokens, step) = (self.shape.tokens() as u64, self.rows(logits));
@@ -286,7 +286,7 @@ impl Program {
         (elements(attention.k) + elements(attention.v)) * dtype.size_bytes() as u64
     }
 
-    /// Rows, inputs and outputs of the product of two blocks.
+    /// Returns the rows, inputs and outputs of the product of two blocks.
     fn block_shape(&self, linear: &BlockLinear) -> [u64; 3] {
         [self.rows(linear.y), self.columns(linear.x), self.columns(linear.y)]
     }
@@ -301,7 +301,7 @@ impl Program {
         exchange(Peers::TensorLine, Collective::Reduce, bytes, Manner::Alone)
     }
 
-    /// The rows of an expert if all have as many, rounded up, and how many experts are here.
+    /// Returns (rows per expert under even load, rounded up; local experts).
     fn rows_of_expert(&self, operation: &Operation) -> (u64, u64) {
         let Operation::GroupedLinear { offsets, even_rows, .. } = *operation else {
             unreachable!("called for layers of experts: {operation:?}")
@@ -323,7 +323,7 @@ impl Program {
     }
 }
 
-/// Tasks of a phase, as far as they have been written down.
+/// Tasks of a phase, collected instruction by instruction.
 struct List<'a> {
     program: &'a Program,
     phase: &'a Phase,
@@ -367,7 +367,7 @@ impl List<'_> {
             }
             _ => vec![Labor::Stream],
         };
-        // What is computed has all of the cost. What is only sent goes through no memory but on its way.
+        // Compute carries the whole cost. A collective moves no memory apart from its transfer.
         labors
             .into_iter()
             .map(|labor| match labor {
@@ -381,21 +381,21 @@ impl List<'_> {
         let mut parts = self.program.loss_parts(operation, gradient_bytes);
         if let Operation::OutputLoss { logits, split: Some(split), .. } = *operation {
             let exchanges = self.program.statistics(logits, split);
-            // Behind the logits.
+            // After the logits.
             parts.splice(1..1, exchanges.into_iter().map(|labor| (labor, Cost::default())));
         }
         parts
     }
 }
 
-/// Whether an exchange is waited for at once.
+/// Overlap of an exchange with compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Manner {
     Alone,
     Beside,
 }
 
-/// Forward or backward.
+/// Direction of an exchange: forward or backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     There,
@@ -411,7 +411,7 @@ fn product([rows, inner, columns]: [u64; 3], count: u64) -> Labor {
     Labor::Product(Product { rows, inner, columns, count })
 }
 
-/// Products of blocks, one for each step, and what is sent in each.
+/// Products of blocks, one per step of SUMMA, and the transfers of each step.
 fn in_steps(linear: &BlockLinear, sent: [Labor; 2], shape: [u64; 3]) -> Vec<Labor> {
     let side = linear.grid.side;
     std::iter::repeat_n(sent, side).flatten().chain([product(shape, side as u64)]).collect()

@@ -1,4 +1,4 @@
-//! Tasks of small blocks, shared by ranks in every way, against the profile and the roofline.
+//! Work of small blocks under every kind of parallelism, checked against the profile and the roofline costs.
 
 use lockstep_plan::{ContextMethod, ContextPlace, ExpertPlace, TensorDimensions, TensorPlace};
 use lockstep_tensor::{RouterScores, RouterWeights};
@@ -9,7 +9,7 @@ use crate::{AttentionShape, Bias, BlockShape, Linear, Mixture, Mode, Recompute, 
 const WIDTH: usize = 16;
 const SHAPE: BlockShape = BlockShape { sequences: 4, seq_len: 32, dtype: DType::BF16 };
 
-/// Where a block is recorded, and what it has.
+/// Placement of a rank, and the end of its block.
 #[derive(Debug, Clone, Copy, Default)]
 struct Setting {
     tensor: TensorPlace,
@@ -151,7 +151,7 @@ fn products_are_those_of_the_profile() {
     }
 }
 
-/// Whether an instruction does nothing but send.
+/// Returns true if the instruction only communicates.
 fn only_sends(program: &Program, instruction: &Instruction) -> bool {
     use crate::layout::Exchange as Change;
     let changes = |operation: usize, copied: Change| match program.operations[operation] {
@@ -195,7 +195,7 @@ fn bytes_and_vector_flops_are_those_of_the_roofline() {
             }
             let bytes: u64 = tasks.iter().map(|task| task.bytes).sum();
             let vector_flops: u64 = tasks.iter().map(|task| task.vector_flops).sum();
-            // The share of a part is rounded down.
+            // The cost of a part of a product is rounded down.
             assert!(bytes.abs_diff(expected.bytes) <= parts, "{setting:?}: {bytes}, {expected:?}");
             assert!(vector_flops.abs_diff(expected.vector_flops) <= parts, "{setting:?}");
         }

@@ -1,4 +1,4 @@
-//! `deepspeed_config`: a few keys of DeepSpeed, or the name of a DeepSpeed configuration.
+//! Translation of `deepspeed_config`: some keys of DeepSpeed, or the name of a DeepSpeed configuration file.
 
 use super::Accelerate;
 use crate::deepspeed;
@@ -8,7 +8,7 @@ use crate::fields::{Field, Fields};
 use crate::problem::Problems;
 use crate::{Format, Options};
 
-/// Keys of `deepspeed_config` and those of a DeepSpeed file.
+/// Pairs of (key of `deepspeed_config`, key of a DeepSpeed configuration).
 const SECTION_KEYS: [(&str, &str); 6] = [
     ("zero_stage", "zero_optimization.stage"),
     ("offload_optimizer_device", "zero_optimization.offload_optimizer.device"),
@@ -99,7 +99,7 @@ impl Accelerate<'_> {
         }
     }
 
-    /// Reads the keys of `deepspeed_config` that decide nothing here.
+    /// Marks the keys of `deepspeed_config` as read, for files in which the section is not used.
     pub(super) fn read_idle_deepspeed(&mut self) {
         for (ours, _) in SECTION_KEYS {
             self.fields.mark(&format!("deepspeed_config.{ours}"));
@@ -108,7 +108,7 @@ impl Accelerate<'_> {
     }
 }
 
-/// Names the key of `deepspeed_config` as the origin of a value, in place of DeepSpeed's own.
+/// Replaces DeepSpeed's own key by that of `deepspeed_config` in the origin of a value.
 fn rename_origin(origin: &mut Origin) {
     let rename = |key: &mut String| {
         if let Some((ours, _)) = SECTION_KEYS.iter().find(|(_, theirs)| theirs == key) {

@@ -1,15 +1,15 @@
-//! `fsdp_config`, and the shards and replicas that an FSDP strategy makes of the ranks.
+//! Translation of `fsdp_config`, and the shards and replicas that an FSDP strategy implies.
 
 use serde_json::{Value, json};
 
 use super::{Accelerate, Kind};
 use crate::fields::Read;
 
-/// Values of `fsdp_sharding_strategy`, which may be given by number.
+/// Values of `fsdp_sharding_strategy`, which a file may also give by number, from 1.
 const STRATEGIES: [&str; 5] =
     ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"];
 
-/// Values of `fsdp_config`.
+/// The settings of `fsdp_config` that decide the sharding.
 #[derive(Debug)]
 pub(super) struct Fsdp {
     strategy: &'static str,
@@ -19,7 +19,7 @@ pub(super) struct Fsdp {
 }
 
 impl Accelerate<'_> {
-    /// Reads `fsdp_config`.
+    /// Reads the settings of `fsdp_config`.
     pub(super) fn fsdp(&mut self) -> Fsdp {
         let key = |name: &str| format!("fsdp_config.fsdp_{name}");
         let version = self.fields.integer(&key("version")).map_or(1, |read| read.value);
@@ -78,7 +78,7 @@ impl Accelerate<'_> {
         }
     }
 
-    /// Shards and replicas of an FSDP strategy.
+    /// Sets the shards and replicas of an FSDP strategy.
     pub(super) fn shard(&mut self, fsdp: &Fsdp, ranks: Option<Read<u64>>, machines: u64) {
         if fsdp.strategy == "NO_SHARD" {
             if let Some(ranks) = ranks {
@@ -106,7 +106,7 @@ impl Accelerate<'_> {
         self.shards(ranks.map(|ranks| ranks / machines));
     }
 
-    /// Sizes of the mesh, which must be all ranks.
+    /// Sets the sizes of an explicit mesh; their product must be the number of ranks.
     pub(super) fn sizes(&mut self, fsdp: &Fsdp, replicate: Read<u64>, shard: Read<u64>, ranks: u64) {
         if replicate.value * shard.value != ranks {
             let what = format!(
@@ -115,7 +115,7 @@ impl Accelerate<'_> {
             );
             return self.fields.refuse("num_processes", what, "a product of the sizes of parallelism_config");
         }
-        // FSDP shards over the ranks of a sequence as well.
+        // FSDP shards over the context-parallel ranks as well.
         if shard.value > 1 || self.import.value("parallel.context_parallel").is_some() {
             self.stage(fsdp);
         }
@@ -125,7 +125,7 @@ impl Accelerate<'_> {
         }
     }
 
-    /// Everything is sharded, as FSDP does it.
+    /// Sets ZeRO stage 3, which matches FSDP.
     pub(super) fn stage(&mut self, fsdp: &Fsdp) {
         self.import.derived("parallel.zero_stage", 3, format!("FSDP, {}", fsdp.strategy));
         let reshard = if fsdp.keeps_weights { "never" } else { "always" };

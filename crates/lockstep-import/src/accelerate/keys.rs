@@ -1,4 +1,4 @@
-//! The keys of an Accelerate configuration, their defaults and their treatment.
+//! Keys of an Accelerate configuration, with their defaults and treatment.
 
 use crate::table::{Row, idle, refused, to, to_but};
 
@@ -11,7 +11,7 @@ const ONE_FORMAT: &str =
 const ELSEWHERE: &str = "it is for another kind of machine";
 const ACCUMULATION: &str = "`train.global_batch`, `train.micro_batch` and the number of ranks decide it";
 
-/// The keys, in the order of `accelerate config`.
+/// All keys, in the order of `accelerate config`.
 pub(crate) static KEYS: &[Row] = &[
     refused(
         "compute_environment",

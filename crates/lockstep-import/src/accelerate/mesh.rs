@@ -1,4 +1,4 @@
-//! `parallelism_config` and `megatron_lm_config`: degrees of parallelism.
+//! Degrees of parallelism, from `parallelism_config` and `megatron_lm_config`.
 
 use super::Accelerate;
 use crate::fields::Read;
@@ -6,14 +6,14 @@ use crate::fields::Read;
 /// Sizes of `parallelism_config`.
 #[derive(Debug)]
 pub(super) struct Mesh {
-    /// Replicas and shards, if either is given.
+    /// Sizes of the replicate and the shard axis, if either is given.
     pub(super) sizes: Option<[Read<u64>; 2]>,
-    /// Ranks that share each part of a batch.
+    /// Ranks of a model-parallel group, which read the same part of a batch.
     pub(super) of_a_part: u64,
 }
 
 impl Accelerate<'_> {
-    /// Reads `parallelism_config`.
+    /// Reads the settings of `parallelism_config`.
     pub(super) fn mesh(&mut self) -> Mesh {
         let size = |name: &str| self.fields.integer(&format!("parallelism_config.parallelism_config_{name}"));
         let [replicate, shard, tensor, context, sequence] =
@@ -63,7 +63,7 @@ impl Accelerate<'_> {
         Mesh { sizes, of_a_part }
     }
 
-    /// Reads `megatron_lm_config`; ranks that share each part of a batch.
+    /// Reads `megatron_lm_config`; returns the number of ranks of a model-parallel group.
     pub(super) fn megatron(&mut self, is_used: bool) -> u64 {
         let key = |name: &str| format!("megatron_lm_config.megatron_lm_{name}");
         let degree = |name: &str| self.fields.integer(&key(name)).filter(|read| read.value > 1 && is_used);

@@ -1,7 +1,7 @@
-//! Accelerate's `default_config.yaml`: ranks, precision, and one of FSDP, DeepSpeed and Megatron-LM.
+//! Translation of Accelerate's `default_config.yaml`: ranks, precision, and one of FSDP, DeepSpeed and Megatron-LM.
 //!
-//! The file says how a script is started and split; model, data, batch and optimizer stand in the script, so they have
-//! our defaults in the result.
+//! The file describes only how a script is launched and parallelized. Model, data, batch and optimizer are in the
+//! script, so the result has our defaults for them.
 
 mod deepspeed;
 mod fsdp;
@@ -45,7 +45,7 @@ pub(crate) fn import(
     }
 }
 
-/// Split of the ranks.
+/// Kind of parallelism, from `distributed_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     One,
@@ -104,7 +104,7 @@ impl Accelerate<'_> {
         })
     }
 
-    /// Ranks of the run: those that are asked for, else the file's.
+    /// Returns the number of ranks: the option's, else the file's.
     fn ranks(&self) -> Option<Read<u64>> {
         let number = self.fields.number("num_processes").filter(|read| read.value != -1.0);
         let of_file = number.and_then(|read| {
@@ -170,7 +170,7 @@ impl Accelerate<'_> {
         }
     }
 
-    /// A batch that all ranks can share, where our default is none.
+    /// Sets a global batch that divides evenly among the ranks, if our default does not.
     fn batch(&mut self) {
         const DEFAULT_BATCH: u64 = 32;
         let of = |key: &str| self.import.value(key).and_then(Value::as_u64).unwrap_or(1);
@@ -181,7 +181,7 @@ impl Accelerate<'_> {
         }
     }
 
-    /// Replicas, or shards of Megatron-LM's distributed optimizer.
+    /// Sets the number of replicas, or of shards for Megatron-LM's distributed optimizer.
     fn replicas(&mut self, ranks: Read<u64>, kind: Kind) {
         if kind == Kind::Megatron && self.import.value("parallel.zero_stage").is_some() {
             return self.shards(ranks);

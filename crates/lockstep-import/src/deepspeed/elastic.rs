@@ -1,17 +1,17 @@
-//! The batch size that DeepSpeed's elasticity chooses, so that as many numbers of ranks as possible divide it.
+//! The global batch size of DeepSpeed's elasticity, chosen so that as many rank counts as possible divide it.
 
 use super::DeepSpeed;
 use crate::document::Node;
 use crate::fields::Read;
 
-/// Highly composite numbers, the multiples that are tried.
+/// Highly composite numbers: the multiples that DeepSpeed tries.
 const COMPOSITES: [u64; 38] = [
     1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120,
     20160, 25200, 27720, 45360, 50400, 55440, 83160, 110_880, 166_320, 221_760, 277_200, 332_640, 498_960,
     554_400, 665_280, 720_720,
 ];
 
-/// Values of `elasticity`.
+/// Settings of `elasticity`.
 #[derive(Debug, Clone)]
 struct Elasticity {
     max_batch: u64,
@@ -21,7 +21,7 @@ struct Elasticity {
 }
 
 impl Elasticity {
-    /// Numbers of ranks that can share a batch.
+    /// Returns the rank counts among which a batch divides evenly.
     fn valid_ranks(&self, batch: u64) -> Vec<u64> {
         let shares = self
             .micro_batches
@@ -35,7 +35,7 @@ impl Elasticity {
             .collect()
     }
 
-    /// The batch that most numbers of ranks can share.
+    /// Returns the batch size that the most rank counts divide; `None` if no batch fits.
     fn batch(&self) -> Option<u64> {
         let multiple = self.micro_batches.iter().copied().try_fold(1, least_common_multiple);
         let bases = self.micro_batches.iter().copied().chain(multiple).filter(|base| *base <= self.max_batch);
@@ -57,7 +57,7 @@ fn least_common_multiple(a: u64, b: u64) -> Option<u64> {
 }
 
 impl DeepSpeed<'_, '_> {
-    /// Sets the batch by `elasticity`; whether it is enabled.
+    /// Sets the batch by `elasticity`; returns true if elasticity is enabled.
     pub(super) fn elastic(&mut self) -> bool {
         let key = |name: &str| format!("elasticity.{name}");
         let enabled = self.fields.flag(&key("enabled"));

@@ -1,4 +1,4 @@
-//! The keys of a DeepSpeed configuration, the defaults that DeepSpeed's code uses, and their treatment.
+//! Keys of a DeepSpeed configuration, with the defaults in DeepSpeed's code and their treatment.
 
 use crate::table::{Row, idle, refused, to, to_but};
 
@@ -14,7 +14,7 @@ const NOT_READ: &str = "DeepSpeed itself does not read it";
 const NOT_ENABLED: &str = "its section is not enabled";
 const ONE_FORMAT: &str = "a checkpoint is read under any plan";
 
-/// The keys, in the order of DeepSpeed's documentation.
+/// All keys, in the order of DeepSpeed's documentation.
 pub(crate) static KEYS: &[Row] = &[
     to("train_batch_size", "", "train.global_batch"),
     to("train_micro_batch_size_per_gpu", "", "train.micro_batch"),
@@ -325,9 +325,9 @@ pub(crate) static KEYS: &[Row] = &[
         "every block is one checkpoint",
     ),
     idle("activation_checkpointing.*", "", OWN_BUFFERS),
-    // Disk.
+    // Asynchronous disk I/O.
     idle("aio.*", "", OWN_DISK),
-    // Records.
+    // Logging.
     to("tensorboard.enabled", "false", "metrics.tensorboard"),
     to("tensorboard.output_path", "", "metrics.dir"),
     idle("tensorboard.job_name", "DeepSpeedJobName", OWN_RECORDS),
@@ -348,7 +348,7 @@ pub(crate) static KEYS: &[Row] = &[
     ),
     idle("nebula.*", "", NOT_ENABLED),
     idle("datastates_ckpt.*", "", "`checkpoint.async` writes beside the training"),
-    // Batch size by ranks.
+    // Elasticity.
     to_but("elasticity.enabled", "false", "train.global_batch", "the batch that DeepSpeed would choose"),
     to("elasticity.max_train_batch_size", "2000", "train.global_batch"),
     to("elasticity.micro_batch_sizes", "[2, 4, 6]", "train.global_batch, train.micro_batch"),
@@ -371,7 +371,7 @@ pub(crate) static KEYS: &[Row] = &[
     idle("cuda_visible_devices", "", NOT_READ),
     idle("monitor_config.*", "", NOT_READ),
     idle("comms_config.*", "", NOT_READ),
-    // What trains something else, or otherwise.
+    // Features that train something else, or in a different way.
     idle("autotuning.*", "", "`lockstep plan` searches for the plan"),
     idle("compile.*", "", COMPILED),
     refused(
@@ -424,7 +424,7 @@ pub(crate) static KEYS: &[Row] = &[
     idle("compression_training", "", "it is not set"),
 ];
 
-/// Deprecated and alternative names, and the key that each is.
+/// Pairs of (deprecated or alternative name, current name of the key).
 pub(crate) const OTHER_NAMES: [(&str, &str); 13] = [
     ("bfloat16.enabled", "bf16.enabled"),
     (

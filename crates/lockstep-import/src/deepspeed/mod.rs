@@ -1,7 +1,7 @@
-//! DeepSpeed's `ds_config.json`.
+//! Translation of DeepSpeed's `ds_config.json`.
 //!
-//! `keys` has the treatment of each key; here are the values that follow from several: the three batch sizes, the
-//! learning rate over the steps, the places of state.
+//! `keys` lists the treatment of each key. This module derives the values that depend on several keys: the batch
+//! sizes, the learning-rate schedule, and the residence of state.
 
 mod elastic;
 mod keys;
@@ -17,10 +17,10 @@ use crate::{AutoValues, Format, Options};
 pub(crate) use keys::KEYS;
 use keys::OTHER_NAMES;
 
-/// Sequences in a micro-batch where a file leaves it to the Trainer.
+/// Sequences per micro-batch by the Trainer's default.
 const TRAINER_MICRO_BATCH: u64 = 8;
 
-/// Keys of the loss scale of f16.
+/// Keys of f16 loss scaling.
 const LOSS_SCALE: [&str; 5] = [
     "fp16.loss_scale",
     "fp16.initial_scale_power",
@@ -45,7 +45,7 @@ pub(crate) fn import(mut fields: Fields, options: Options) -> Result<Import, Pro
     }
 }
 
-/// Gives deprecated keys their present names.
+/// Renames deprecated keys to their current names.
 pub(crate) fn rename(fields: &mut Fields) {
     for (old, new) in OTHER_NAMES {
         fields.rename(old, new);
@@ -80,7 +80,7 @@ pub(crate) fn translate(fields: &Fields, options: Options, import: &mut Import) 
     config.records();
 }
 
-/// Reads the keys that Accelerate's `deepspeed_config` has.
+/// Reads the keys that Accelerate's `deepspeed_config` supports.
 pub(crate) fn translate_section(fields: &Fields, options: Options, import: &mut Import) {
     let mut config = DeepSpeed { fields, options, import };
     config.clipping();
@@ -98,7 +98,8 @@ impl DeepSpeed<'_, '_> {
         self.import.user(&self.fields.file, ours, read);
     }
 
-    /// A value, if it is given; for `"auto"` the Trainer's default, if the file stands alone.
+    /// Sets a key to `read` if it is given; for `"auto"`, to the Trainer's default if the file is imported alone.
+    /// Returns true if the file has the key.
     fn given(
         &mut self,
         ours: &'static str,
@@ -151,7 +152,7 @@ impl DeepSpeed<'_, '_> {
         }
     }
 
-    /// The precision of a file that leaves it to the Trainer, whose default is f32.
+    /// Sets the precision to f32, the Trainer's default, if the file leaves it to the Trainer.
     fn open_precision(&mut self) {
         let auto = self.fields.autos(&["fp16.enabled", "bf16.enabled", "torch_autocast.enabled"]);
         if !auto.is_empty() && self.options.auto == AutoValues::TrainerDefaults {
@@ -188,9 +189,9 @@ impl DeepSpeed<'_, '_> {
         }
     }
 
-    /// Ranks that read different parts of a batch, if the number of ranks is known.
+    /// Returns the number of data-parallel ranks, if the number of ranks is known.
     fn data_parallel(&self) -> Option<u64> {
-        // A shard group of MiCS is the least number of ranks.
+        // Without a given number of ranks, one MiCS shard group is assumed.
         let shard = self.fields.number("zero_optimization.mics_shard_size").filter(|read| read.value >= 1.0);
         let ranks = self.options.ranks.map(|ranks| ranks as u64).or(shard.map(|read| read.value as u64))?;
         let of_a_part: u64 = [self.sequence_parallel(), self.tensor_parallel()]
@@ -278,7 +279,7 @@ impl DeepSpeed<'_, '_> {
         }
     }
 
-    /// The micro-batch where a file gives the global batch alone, or with steps of accumulation.
+    /// Derives the micro-batch from the global batch and, if given, the accumulation steps.
     fn micro_batch(&mut self, global: Read<u64>, passes: Option<u64>, ranks: Option<u64>) {
         let made = passes.unwrap_or(1);
         match ranks {
@@ -299,7 +300,7 @@ impl DeepSpeed<'_, '_> {
         self.user("train.global_batch", global);
     }
 
-    /// The batch where a file names none, or leaves it to the Trainer.
+    /// Sets the Trainer's default batch if the file leaves it to the Trainer; otherwise leaves the batch to the run.
     fn open_batch(&mut self, passes: u64, ranks: Option<u64>) {
         let is_auto =
             self.fields.is_auto("train_batch_size") || self.fields.is_auto("train_micro_batch_size_per_gpu");
@@ -370,7 +371,7 @@ impl DeepSpeed<'_, '_> {
         }
     }
 
-    /// Gradients as small integers; DeepSpeed drops what they lost, unless LoCo keeps it.
+    /// Sets gradient quantization. DeepSpeed drops the quantization error, unless LoCo feeds it back.
     fn gradients(&mut self, stage: u64) {
         let loco = self.fields.has("zero_optimization.zeropp_loco_param.err_beta")
             || self.fields.has("zero_optimization.zeropp_loco_param.reset_T");

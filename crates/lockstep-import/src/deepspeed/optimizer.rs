@@ -1,4 +1,4 @@
-//! Optimizer and learning rate.
+//! Translation of DeepSpeed's optimizer and learning-rate schedule.
 
 use serde_json::json;
 
@@ -6,17 +6,17 @@ use super::DeepSpeed;
 use crate::AutoValues;
 use crate::fields::{Fields, Read};
 
-/// DeepSpeed's optimizers are made with it where a file names no rate.
+/// DeepSpeed's default learning rate.
 const LEARNING_RATE: f64 = 1e-3;
-/// The Trainer's learning rate.
+/// The Trainer's default learning rate.
 const TRAINER_LEARNING_RATE: f64 = 5e-5;
 
-/// Returns whether the file names an optimizer that is available, or none.
+/// Returns true if the file names a supported optimizer, or none.
 pub(super) fn is_known(fields: &Fields) -> bool {
     fields.text("optimizer.type").is_none_or(|kind| rule_of(&kind.value).is_some())
 }
 
-/// Our word for an optimizer, and the parameters that it has besides the learning rate and weight decay.
+/// Returns our name of an optimizer, and its parameters besides the learning rate and weight decay; `None` for an unsupported one.
 fn rule_of(kind: &str) -> Option<(&'static str, &'static [&'static str])> {
     Some(match kind.to_ascii_lowercase().as_str() {
         "adam" | "adamw" | "fusedadam" | "deepspeedcpuadam" => ("adamw", &["betas", "eps"]),
@@ -27,7 +27,7 @@ fn rule_of(kind: &str) -> Option<(&'static str, &'static [&'static str])> {
     })
 }
 
-/// The values of `optimizer.params`.
+/// Settings of `optimizer.params`.
 struct Params {
     lr: Option<Read<f64>>,
     betas: Option<Read<[f64; 2]>>,
@@ -75,7 +75,7 @@ impl DeepSpeed<'_, '_> {
         }
     }
 
-    /// The optimizer that a file names.
+    /// Sets the optimizer that the file names.
     fn rule(&mut self, kind: Read<String>, params: Params, peak: Option<Read<f64>>) {
         let Params { lr, betas, eps, weight_decay, momentum, muon_lr, adam_lr } = params;
         let Some((word, knows)) = rule_of(&kind.value) else {
@@ -146,7 +146,7 @@ impl DeepSpeed<'_, '_> {
         self.given("optimizer.eps", "optimizer.params.eps", eps, 1e-8);
     }
 
-    /// The learning rate of an optimizer that names none.
+    /// Sets the learning rate of an optimizer for which the file gives none.
     fn open_rate(&mut self) {
         let auto = self.fields.autos(&[
             "optimizer.params.lr",
@@ -164,7 +164,7 @@ impl DeepSpeed<'_, '_> {
         }
     }
 
-    /// The learning rate over the steps; its peak, if the scheduler says one.
+    /// Sets the learning-rate schedule; returns the peak learning rate if the scheduler gives one.
     fn schedule(&mut self, has_optimizer: bool) -> Option<Read<f64>> {
         let key = |name: &str| format!("scheduler.params.{name}");
         let lows = ["warmup_min_lr", "warmup_min_ratio"].map(|name| self.fields.number(&key(name)));
@@ -232,7 +232,7 @@ impl DeepSpeed<'_, '_> {
         }
     }
 
-    /// A run that is at least as long as its warm-up.
+    /// Sets the number of steps if the file gives none and the default is shorter than the warm-up.
     fn enough_steps(&mut self) {
         let warmup =
             self.import.value("schedule.warmup_steps").and_then(serde_json::Value::as_u64).unwrap_or(0);
@@ -242,7 +242,8 @@ impl DeepSpeed<'_, '_> {
         }
     }
 
-    /// An optimizer without a scheduler: the Trainer makes one of its own, DeepSpeed none.
+    /// Sets the schedule of a file without a scheduler: the Trainer's default for a file with `"auto"`, else constant
+    /// as in DeepSpeed.
     fn no_scheduler(&mut self) {
         match (self.fields.has_auto(), self.options.auto) {
             (true, AutoValues::OfTheRun) => {}

@@ -1,4 +1,4 @@
-//! What a configuration says of experts: how many, how wide, how tokens choose them, and what keeps the choice even.
+//! Configuration of experts: their number and width, the router, and load balancing.
 
 use lockstep_tensor::{ExpertGroups, RouterScores, RouterWeights};
 use serde_json::{Map, Value, json};
@@ -7,48 +7,49 @@ use super::limits::{Checks, EXPERTS, LAYERS, WIDTH};
 use super::llama::LlamaFamily;
 use super::reader::Reader;
 
-/// Mixtures of experts in the place of feed-forward layers.
+/// Configuration of mixture-of-experts layers, which replace feed-forward layers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExpertsConfig {
-    /// Experts of a layer.
+    /// Number of experts of a layer.
     pub count: usize,
-    /// Experts that a token chooses.
+    /// Number of experts chosen per token.
     pub per_token: usize,
-    /// Width of each.
+    /// Intermediate width of each expert.
     pub intermediate_size: usize,
-    /// Width of the expert that all tokens share, if there is one; a gate says how much of it each takes.
+    /// Intermediate width of the shared expert; `None` without one. Qwen2-MoE weights its output per token by a gate.
     pub shared_intermediate_size: Option<usize>,
-    /// How router logits become scores.
+    /// Function from router logits to scores.
     pub scores: RouterScores,
-    /// What scores become as weights.
+    /// Function from the chosen scores to the weights of experts.
     pub weights: RouterWeights,
-    /// Factor on the weights.
+    /// Factor on the weights of experts.
     pub scale: f64,
-    /// Groups that limit the choice.
+    /// Expert groups that restrict the choice.
     pub groups: Option<ExpertGroups>,
-    /// How far the load of a step moves the bias by which experts are chosen, `router_bias_update_rate`: a key of ours, for the
-    /// families that have one.
+    /// Step size of the selection bias, which each step moves by the load of the experts: `router_bias_update_rate`,
+    /// a key of Lockstep's own. 0 for families without such a bias.
     pub bias_update_rate: f64,
     /// Coefficient of the auxiliary loss, `router_aux_loss_coef`.
     pub auxiliary_loss: f64,
-    /// Coefficient of the z-loss, `router_z_loss_coef`: a key of ours.
+    /// Coefficient of the z-loss, `router_z_loss_coef`, a key of Lockstep's own.
     pub z_loss: f64,
-    /// How many times its even share of a sequence's slots an expert takes in training, `expert_capacity_factor`: a key
-    /// of ours. Without it nothing is dropped.
+    /// Capacity of an expert in training as a multiple of its even share of a sequence's slots:
+    /// `expert_capacity_factor`, a key of Lockstep's own. `None` drops no slots.
     pub capacity_factor: Option<f64>,
-    /// Of so many layers the last has experts.
+    /// Period of layers with experts: the last of every `every` layers has them.
     pub every: usize,
-    /// Layers that have none all the same.
+    /// Indices of layers that are dense in spite of `every`.
     pub dense_layers: Vec<usize>,
 }
 
 impl ExpertsConfig {
-    /// Whether a layer has experts.
+    /// Returns true if a layer has experts.
     pub fn is_in(&self, layer: usize) -> bool {
         (layer + 1).is_multiple_of(self.every.max(1)) && !self.dense_layers.contains(&layer)
     }
 
-    /// Reads the keys of a family that has experts; `intermediate_size` is that of its configuration.
+    /// Reads the keys of a family with experts; `None` for a dense family. `intermediate_size` is that of the model's
+    /// configuration.
     pub(super) fn read(
         reader: &mut Reader<'_>,
         family: LlamaFamily,
@@ -66,7 +67,7 @@ impl ExpertsConfig {
         };
         let is_mixtral = family == LlamaFamily::Mixtral;
         let normalizes = is_mixtral || reader.flag("norm_topk_prob", false);
-        // transformers 5 calls them `num_local_experts` in all families.
+        // transformers 5 writes `num_local_experts` in all families.
         let local = reader.optional_size("num_local_experts").given();
         let experts = if is_mixtral { None } else { reader.optional_size("num_experts").given() };
         if let (Some(local), Some(experts)) = (local, experts)

@@ -13,7 +13,7 @@ use crate::error::ConfigProblem;
 /// A GPT-2: learned positions, LayerNorm before attention and feed-forward, GELU.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gpt2Config {
-    /// Tokens in the vocabulary.
+    /// Number of tokens in the vocabulary.
     pub vocab_size: usize,
     /// Width of the residual stream (`n_embd`).
     pub hidden_size: usize,
@@ -21,45 +21,44 @@ pub struct Gpt2Config {
     pub intermediate_size: usize,
     /// Number of blocks (`n_layer`).
     pub num_hidden_layers: usize,
-    /// Heads of a block (`n_head`).
+    /// Number of heads of a block (`n_head`).
     pub num_attention_heads: usize,
-    /// Learned positions, the longest sequence (`n_positions`).
+    /// Number of learned positions, and so the longest sequence in tokens (`n_positions`).
     pub max_position_embeddings: usize,
-    /// The feed-forward layer's nonlinearity (`activation_function`).
+    /// Nonlinearity of the feed-forward layer (`activation_function`).
     pub activation: Activation,
-    /// Added to the variance in LayerNorm.
+    /// Epsilon that LayerNorm adds to the variance.
     pub layer_norm_epsilon: f64,
-    /// Whether linear layers and norms have biases (`bias`, an extension: nanoGPT has models without).
+    /// True if linear layers and norms have biases (`bias`, an extension: nanoGPT has models without).
     ///
-    /// transformers knows GPT-2 with biases only. A model without is exported with biases of zero, which
-    /// compute the same, and with `"bias": false` in its `config.json`, which transformers ignores; read
+    /// transformers supports GPT-2 with biases only. A model without biases is exported with zero biases, which
+    /// compute the same, and with `"bias": false` in its `config.json`, which transformers ignores. When it is read
     /// back, the biases must be zero or absent.
     pub bias: bool,
-    /// Probability of dropping an element of the embeddings' sum (`embd_pdrop`).
+    /// Dropout probability on the sum of the embeddings (`embd_pdrop`).
     pub embedding_dropout: f64,
-    /// Probability of dropping an element of what a block adds (`resid_pdrop`).
+    /// Dropout probability on each output that a block adds to the residual stream (`resid_pdrop`).
     pub residual_dropout: f64,
-    /// Probability of dropping an attention weight (`attn_pdrop`).
+    /// Dropout probability on attention probabilities (`attn_pdrop`).
     pub attention_dropout: f64,
-    /// Standard deviation of initial weights; that of the two projections back into the residual stream
-    /// is smaller by √(2 × blocks).
+    /// Standard deviation of initial weights; that of the two projections into the residual stream is divided by √(2 × blocks).
     pub initializer_range: f64,
-    /// Whether the output layer is the token embedding.
+    /// True if the output layer is tied to the token embedding.
     pub tie_word_embeddings: bool,
-    /// Special token ids.
+    /// Ids of the special tokens.
     pub tokens: SpecialTokens,
 }
 
 /// The nonlinearity of a plain feed-forward layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
-    /// x Φ(x), by the error function ("gelu").
+    /// x Φ(x), computed with the error function ("gelu").
     GeluExact,
-    /// Its approximation by tanh ("gelu_new", "gelu_pytorch_tanh").
+    /// Approximation of GELU by tanh ("gelu_new", "gelu_pytorch_tanh").
     GeluTanh,
 }
 
-/// transformers' alias and the key it stands for.
+/// Pairs of (transformers' alias, key it stands for).
 const ALIASES: [(&str, &str); 4] = [
     ("hidden_size", "n_embd"),
     ("max_position_embeddings", "n_positions"),
@@ -67,13 +66,13 @@ const ALIASES: [(&str, &str); 4] = [
     ("num_hidden_layers", "n_layer"),
 ];
 
-/// The key that `key` is an alias of, or `key` itself.
+/// Returns the key that `key` is an alias of, or `key` itself.
 pub(super) fn canonical_key(key: &str) -> &str {
     ALIASES.iter().find(|(alias, _)| *alias == key).map_or(key, |(_, canonical)| canonical)
 }
 
 impl Gpt2Config {
-    /// Elements of one head.
+    /// Number of elements of one head.
     pub const fn head_dim(&self) -> usize {
         self.hidden_size / self.num_attention_heads
     }
@@ -112,7 +111,7 @@ impl Gpt2Config {
         (config, reader.finish())
     }
 
-    /// The keys of `config.json`, without those that all families share.
+    /// Returns the keys of `config.json`, without those that all families have.
     pub(super) fn table(&self) -> Map<String, Value> {
         let four_times = self.intermediate_size == 4 * self.hidden_size;
         let mut table = Map::new();
@@ -174,7 +173,7 @@ impl Activation {
     }
 }
 
-/// A size under `key` or under its alias; under both only if they agree.
+/// Reads a size from `key` or its alias; if both are present, they must agree.
 fn aliased(reader: &mut Reader<'_>, key: &'static str, default: usize) -> usize {
     let alias = ALIASES.iter().find(|(_, canonical)| *canonical == key).map_or(key, |(alias, _)| alias);
     match (reader.optional_size(key), reader.optional_size(alias)) {

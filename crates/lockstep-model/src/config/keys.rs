@@ -1,13 +1,13 @@
-//! Which keys of a `config.json` may be there without changing a number, and which must have one value.
+//! Keys of a `config.json` that are ignored because they change no number, and keys that are supported with certain values only.
 //!
-//! The lists are explicit: a key on neither of them, and read by no family, is an error.
+//! The lists are explicit: a key that is on neither list and that no family reads is an error.
 
-/// A key that is supported with one value only.
+/// A key that is supported with certain values only.
 pub(super) struct Fixed {
     pub(super) key: &'static str,
     /// The supported values as JSON text (a number may be written in two ways).
     pub(super) allowed: &'static [&'static str],
-    /// What to tell who wrote something else.
+    /// Explanation of the supported values, for the error message.
     pub(super) supported: &'static str,
 }
 
@@ -15,7 +15,7 @@ const fn fixed(key: &'static str, allowed: &'static [&'static str], supported: &
     Fixed { key, allowed, supported }
 }
 
-/// Options of every family that would change what the model computes.
+/// Options of all families that would change what the model computes.
 pub(super) const FIXED_FOR_ALL: &[Fixed] = &[
     fixed("is_encoder_decoder", &["false"], "false (decoder-only models)"),
     fixed("tie_encoder_decoder", &["false"], "false (decoder-only models)"),
@@ -57,8 +57,8 @@ pub(super) const FIXED_FOR_DEEPSEEK: &[Fixed] = &[
 pub(super) const FIXED_FOR_ROPE: &[Fixed] =
     &[fixed("partial_rotary_factor", &["1", "1.0"], "1.0 (the whole head is rotated)")];
 
-/// Keys without influence on training or logits: provenance, the tokenizer's special ids that are not
-/// read, generation settings, heads for other tasks, and switches of transformers' own machinery.
+/// Keys without influence on training or logits: provenance, special tokens that are not read, generation settings,
+/// heads for other tasks, and switches of transformers' implementation.
 pub(super) const HARMLESS_KEYS: &[&str] = &[
     // Provenance and storage.
     "_commit_hash",
@@ -74,7 +74,7 @@ pub(super) const HARMLESS_KEYS: &[&str] = &[
     "transformers_version",
     "unsloth_fixed",
     "unsloth_version",
-    // Special tokens that nothing here reads.
+    // Special tokens that no code here reads.
     "decoder_start_token_id",
     "sep_token_id",
     // Switches of the implementation, equal up to rounding.

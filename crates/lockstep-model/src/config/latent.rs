@@ -1,30 +1,30 @@
-//! What a configuration says of latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1).
+//! Configuration of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1).
 
 use serde_json::{Map, Value, json};
 
 use super::limits::{Checks, HEADS, WIDTH};
 use super::reader::{Entry, Reader};
 
-/// Attention whose keys and values come from a narrow value, and whose positions are in a part of each head of their own.
+/// Attention whose keys and values are projected from a low-rank value, with positions in a separate part of each head.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LatentAttention {
-    /// Width of the value that queries come from; `None`: they come from the residual stream itself.
+    /// Width of the low-rank value that queries are projected from; `None` projects them from the residual stream.
     pub query_rank: Option<usize>,
-    /// Width of the value that keys and values come from.
+    /// Width of the low-rank value that keys and values are projected from.
     pub key_value_rank: usize,
-    /// Elements of a query or key that know no position.
+    /// Elements of a query or key head without rotary position embedding.
     pub plain_dim: usize,
-    /// Elements that do; those of keys are the same for all heads.
+    /// Elements of a query or key head with rotary position embedding; all heads share those of keys.
     pub rotary_dim: usize,
-    /// Elements of a value.
+    /// Elements of a value head.
     pub value_dim: usize,
-    /// Whether the rotary embedding turns neighbours, and not halves.
+    /// True if rotary embedding rotates neighbouring elements (interleaved), false for the half-split form.
     pub rotates_neighbours: bool,
 }
 
 impl LatentAttention {
     pub(super) fn read(reader: &mut Reader<'_>) -> Self {
-        // transformers writes them, and means the sizes below.
+        // transformers writes these keys, but the sizes below determine the head size.
         let _ = (reader.value("head_dim"), reader.value("qk_head_dim"));
         Self {
             query_rank: match reader.optional_size("q_lora_rank") {
@@ -39,7 +39,7 @@ impl LatentAttention {
         }
     }
 
-    /// Elements of a query or key.
+    /// Returns the number of elements of a query or key head.
     pub fn head_dim(&self) -> usize {
         self.plain_dim.saturating_add(self.rotary_dim)
     }

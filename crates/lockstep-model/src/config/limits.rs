@@ -5,69 +5,69 @@
 
 use crate::error::ConfigProblem;
 
-/// Most tokens in a vocabulary.
+/// Largest number of tokens in a vocabulary.
 pub(super) const VOCABULARY: usize = 1 << 24;
-/// Widest residual stream and feed-forward layer.
+/// Largest width of the residual stream and of feed-forward layers.
 pub(super) const WIDTH: usize = 1 << 22;
-/// Most blocks.
+/// Largest number of blocks.
 pub(super) const LAYERS: usize = 1 << 12;
-/// Most heads, and most elements of a head.
+/// Largest number of heads, and of elements of a head.
 pub(super) const HEADS: usize = 1 << 12;
-/// Most experts of a layer.
+/// Largest number of experts of a layer.
 pub(super) const EXPERTS: usize = 1 << 10;
-/// Longest context.
+/// Longest context in tokens.
 pub(super) const POSITIONS: usize = 1 << 30;
 
-/// Collects problems with sizes and numbers.
+/// Range checks of sizes and numbers that collect the problems they find.
 #[derive(Default)]
 pub(super) struct Checks {
     pub(super) problems: Vec<ConfigProblem>,
 }
 
 impl Checks {
-    /// Demands `1 <= value <= most`.
+    /// Requires `1 <= value <= most`.
     pub(super) fn size(&mut self, key: &str, value: usize, most: usize) {
         if value == 0 || value > most {
             self.out_of_range(key, value, format!("1 to {most}"));
         }
     }
 
-    /// Demands `0 < value < 1`, as for an epsilon.
+    /// Requires `0 < value < 1`, as for an epsilon.
     pub(super) fn epsilon(&mut self, key: &str, value: f64) {
         if !(value > 0.0 && value < 1.0) {
             self.out_of_range(key, value, "above 0 and below 1");
         }
     }
 
-    /// Demands `0 <= value < 1`, as for a probability of being dropped.
+    /// Requires `0 <= value < 1`, as for a dropout probability.
     pub(super) fn fraction(&mut self, key: &str, value: f64) {
         if !(0.0..1.0).contains(&value) {
             self.out_of_range(key, value, "from 0 to below 1");
         }
     }
 
-    /// Demands `0 <= value <= 1`, as for the standard deviation of initial weights.
+    /// Requires `0 <= value <= 1`, as for the standard deviation of initial weights.
     pub(super) fn deviation(&mut self, key: &str, value: f64) {
         if !(0.0..=1.0).contains(&value) {
             self.out_of_range(key, value, "from 0 to 1");
         }
     }
 
-    /// Demands a coefficient of a loss: `0 <= value <= 1e6`.
+    /// Requires `0 <= value <= 1e6`, as for the coefficient of a loss.
     pub(super) fn coefficient(&mut self, key: &str, value: f64) {
         if !(0.0..=1e6).contains(&value) {
             self.out_of_range(key, value, "from 0 to 1e6");
         }
     }
 
-    /// Demands `0 < value <= 1e6`.
+    /// Requires `0 < value <= 1e6`, as for a factor.
     pub(super) fn factor(&mut self, key: &str, value: f64) {
         if !(value > 0.0 && value <= 1e6) {
             self.out_of_range(key, value, "above 0 and at most 1e6");
         }
     }
 
-    /// Demands that `divisor` divide `value`. A zero is reported elsewhere.
+    /// Requires that `divisor` divides `value`. A zero divisor is reported elsewhere.
     pub(super) fn divides(&mut self, (divisor_key, divisor): (&str, usize), (key, value): (&str, usize)) {
         if divisor != 0 && !value.is_multiple_of(divisor) {
             self.conflict(format!("`{divisor_key}` = {divisor} does not divide `{key}` = {value}"));

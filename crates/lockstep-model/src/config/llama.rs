@@ -1,7 +1,7 @@
-//! The configuration of the Llama-like families: Llama, Mistral, Qwen2 and Qwen3.
+//! Configuration of the Llama-like families: Llama, Mistral, Qwen2 and Qwen3, and their mixture-of-experts variants.
 //!
-//! They share one architecture and differ in which linear layers have biases, in norms on queries and
-//! keys, and in sliding windows; the struct says so by plain fields, and the family by its name.
+//! These families share one architecture. They differ in which linear layers have biases, in norms on queries and
+//! keys, and in sliding windows: plain fields of the struct.
 
 use serde_json::{Map, Value, json};
 
@@ -17,9 +17,9 @@ use crate::error::ConfigProblem;
 /// feed-forward layer gated by SiLU.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LlamaConfig {
-    /// Which `model_type` it is.
+    /// The family, which determines `model_type`.
     pub family: LlamaFamily,
-    /// Tokens in the vocabulary.
+    /// Number of tokens in the vocabulary.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
@@ -27,65 +27,65 @@ pub struct LlamaConfig {
     pub intermediate_size: usize,
     /// Number of blocks.
     pub num_hidden_layers: usize,
-    /// Query heads of a block.
+    /// Number of query heads of a block.
     pub num_attention_heads: usize,
-    /// Key/value heads of a block.
+    /// Number of key/value heads of a block.
     pub num_key_value_heads: usize,
-    /// Elements of one head; even. `num_attention_heads * head_dim` need not be the hidden size.
+    /// Number of elements of one head; even. `num_attention_heads * head_dim` need not equal the hidden size.
     pub head_dim: usize,
-    /// The longest sequence the model was made for.
+    /// Length in tokens of the longest sequence that the model supports.
     pub max_position_embeddings: usize,
-    /// Added to the mean square in RMSNorm.
+    /// Epsilon that RMSNorm adds to the mean square.
     pub rms_norm_eps: f64,
-    /// Rotary position embedding.
+    /// Settings of rotary position embedding.
     pub rope: Rope,
-    /// A position sees itself and the `sliding_window - 1` positions before it; `None`: all before it.
+    /// Number of positions that a position sees, itself included; `None` means all before it.
     pub sliding_window: Option<usize>,
-    /// Whether the query, key and value projections have biases.
+    /// True if the query, key and value projections have biases.
     pub qkv_bias: bool,
-    /// Whether the attention's output projection has a bias.
+    /// True if the attention's output projection has a bias.
     pub output_bias: bool,
-    /// Whether the three feed-forward projections have biases.
+    /// True if the three feed-forward projections have biases.
     pub mlp_bias: bool,
-    /// Whether queries and keys pass an RMSNorm over the head before RoPE.
+    /// True if queries and keys pass an RMSNorm over each head before RoPE.
     pub qk_norm: bool,
-    /// Probability of dropping an attention weight.
+    /// Dropout probability on attention probabilities.
     pub attention_dropout: f64,
-    /// Mixtures of experts in the place of feed-forward layers, in the families that have them.
+    /// Mixture-of-experts layers, for families that have them.
     pub experts: Option<Box<ExpertsConfig>>,
-    /// Latent attention, in the family that has it; head size and key/value heads follow from it.
+    /// Multi-head latent attention, for the family that has it; it determines head size and key/value heads.
     pub latent: Option<LatentAttention>,
     /// Standard deviation of initial weights.
     pub initializer_range: f64,
-    /// Whether the output layer is the token embedding.
+    /// True if the output layer is tied to the token embedding.
     pub tie_word_embeddings: bool,
-    /// Special token ids.
+    /// Ids of the special tokens.
     pub tokens: SpecialTokens,
 }
 
-/// The Llama-like values of `model_type`.
+/// Llama-like families, one for each `model_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LlamaFamily {
-    /// Llama 1 to 3: biases if the configuration says so.
+    /// Llama 1 to 3: biases as configured.
     Llama,
     /// Mistral: a sliding window, no biases.
     Mistral,
-    /// Qwen2 and 2.5: biases on queries, keys and values.
+    /// Qwen2 and Qwen2.5: biases on queries, keys and values.
     Qwen2,
-    /// Qwen3: norms on queries and keys, a head size of its own.
+    /// Qwen3: norms on queries and keys, and an independent head size.
     Qwen3,
-    /// Mistral with experts in every layer.
+    /// Mistral's architecture with experts in every layer.
     Mixtral,
-    /// Qwen2 with experts, and one that all tokens share.
+    /// Qwen2's architecture with experts, one of which is shared by all tokens.
     Qwen2Moe,
-    /// Qwen3 with experts.
+    /// Qwen3's architecture with experts.
     Qwen3Moe,
-    /// DeepSeek-V3: latent attention, experts that are chosen in groups and balanced by a bias.
+    /// DeepSeek-V3: latent attention, and experts that are chosen by group and balanced by a selection bias.
     DeepseekV3,
 }
 
 impl LlamaFamily {
-    /// Every family.
+    /// Every Llama-like family.
     pub const ALL: [Self; 8] = [
         Self::Llama,
         Self::Mistral,
@@ -97,7 +97,7 @@ impl LlamaFamily {
         Self::DeepseekV3,
     ];
 
-    /// The value of `model_type`.
+    /// Returns the value of `model_type`.
     pub const fn model_type(self) -> &'static str {
         match self {
             Self::Llama => "llama",
@@ -128,27 +128,27 @@ impl LlamaFamily {
         matches!(self, Self::Qwen2 | Self::Qwen3 | Self::Qwen2Moe | Self::Qwen3Moe)
     }
 
-    /// Whether queries, keys and values always have biases.
+    /// Returns true if queries, keys and values always have biases.
     const fn has_qkv_biases(self) -> bool {
         matches!(self, Self::Qwen2 | Self::Qwen2Moe)
     }
 
-    /// Whether queries and keys have norms.
+    /// Returns true if queries and keys have norms.
     const fn has_qk_norm(self) -> bool {
         matches!(self, Self::Qwen3 | Self::Qwen3Moe)
     }
 
-    /// Whether attention can have a sliding window.
+    /// Returns true if attention can have a sliding window.
     const fn has_windows(self) -> bool {
         !matches!(self, Self::Llama | Self::DeepseekV3)
     }
 
-    /// Whether it has experts.
+    /// Returns true if the family has experts.
     pub const fn has_experts(self) -> bool {
         matches!(self, Self::Mixtral | Self::Qwen2Moe | Self::Qwen3Moe | Self::DeepseekV3)
     }
 
-    /// Whether `attention_bias` is a key of this family's `config.json`.
+    /// Returns true if `attention_bias` is a key of this family's `config.json`.
     const fn has_attention_bias_key(self) -> bool {
         matches!(self, Self::Llama | Self::Qwen3 | Self::Qwen3Moe)
     }
@@ -159,7 +159,7 @@ impl LlamaConfig {
         let mut reader = Reader::new(table, "");
         reader.fixed(FIXED_FOR_ALL);
         reader.fixed(FIXED_FOR_LLAMA);
-        // transformers' defaults, which differ between the families.
+        // transformers' defaults differ between the families.
         let (vocabulary, intermediate, key_value_heads, positions) = match family {
             LlamaFamily::Llama => (32000, 11008, None, 2048),
             LlamaFamily::Mistral => (32000, 14336, Some(8), 4096 * 32),
@@ -225,7 +225,7 @@ impl LlamaConfig {
         (config, reader.finish())
     }
 
-    /// The keys of `config.json`, without those that all families share; RoPE in form 4.
+    /// Returns the keys of `config.json`, without those that all families have; RoPE in form 4.
     pub(super) fn table(&self) -> Map<String, Value> {
         let mut table = Map::new();
         let mut put = |key: &str, value: Value| table.insert(key.to_owned(), value);
@@ -258,7 +258,7 @@ impl LlamaConfig {
                 put("sliding_window", json!(self.sliding_window));
             }
             LlamaFamily::Qwen2 | LlamaFamily::Qwen3 | LlamaFamily::Qwen2Moe | LlamaFamily::Qwen3Moe => {
-                // With windows, every layer has one: `max_window_layers` counts the layers before the first.
+                // If there are windows, all layers have one: `max_window_layers` counts the layers before the first.
                 let windows = self.sliding_window.is_some();
                 put("use_sliding_window", json!(windows));
                 put("sliding_window", json!(self.sliding_window));
@@ -318,7 +318,7 @@ impl LlamaConfig {
         checks.problems
     }
 
-    /// A configuration built in code must be one that its family's `config.json` can express.
+    /// Checks that the family's `config.json` can express this configuration, which may have been built in code.
     fn check_family(&self, checks: &mut Checks) {
         let family = self.family;
         let attention_bias_fits = match family {
@@ -351,7 +351,7 @@ fn read_head_dim(reader: &mut Reader<'_>, family: LlamaFamily, hidden_size: usiz
         (Entry::Given(size), _) => size,
         (Entry::Absent, LlamaFamily::Qwen3) => 128,
         (Entry::Absent | Entry::Null, _) => {
-            // Zero heads are reported with the other sizes.
+            // Zero heads are reported by the range checks.
             if heads != 0 && !hidden_size.is_multiple_of(heads) {
                 reader.conflict(format!(
                     "`head_dim` is absent and `num_attention_heads` = {heads} does not divide `hidden_size` = \
@@ -394,13 +394,13 @@ fn read_mlp_bias(reader: &mut Reader<'_>, family: LlamaFamily) -> bool {
     given
 }
 
-/// The window that every layer has. Qwen can give windows to the upper layers only; that is supported
-/// where it comes to all layers or none.
+/// Reads the sliding window of all layers. Qwen can restrict windows to the upper layers; that is supported only if
+/// it amounts to all layers or none.
 fn read_sliding_window(reader: &mut Reader<'_>, family: LlamaFamily, layers: usize) -> Option<usize> {
     let mut window = match (reader.optional_size("sliding_window"), family) {
         (Entry::Absent, LlamaFamily::Llama | LlamaFamily::Mixtral | LlamaFamily::DeepseekV3) => None,
         (Entry::Absent, _) => Some(4096),
-        // What transformers writes for Qwen2-MoE without windows.
+        // transformers writes 0 for Qwen2-MoE without windows.
         (Entry::Given(0), LlamaFamily::Qwen2Moe) => None,
         (entry, _) => entry.given(),
     };
@@ -416,7 +416,7 @@ fn read_sliding_window(reader: &mut Reader<'_>, family: LlamaFamily, layers: usi
         return None;
     }
     match read_layer_types(reader, layers) {
-        // Written out, the layer types decide; Mistral's attention reads `sliding_window` alone.
+        // Explicit layer types take precedence; Mistral's attention reads `sliding_window` alone.
         Some(LayerTypes::Full) if family.is_qwen() => return None,
         Some(LayerTypes::Full) if window.is_some() => {
             reader.unsupported(
@@ -441,7 +441,7 @@ fn read_sliding_window(reader: &mut Reader<'_>, family: LlamaFamily, layers: usi
     window
 }
 
-/// A list of layer types in which all are alike.
+/// Layer types of a model whose layers are all of one type.
 enum LayerTypes {
     Full,
     Sliding,

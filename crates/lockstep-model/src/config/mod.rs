@@ -1,8 +1,7 @@
-//! A model's configuration: one typed value per family, read from and written as `config.json`.
+//! Configuration of a model: one typed value per family, read from and written as `config.json`.
 //!
-//! Reading has two steps. The family's reader turns keys into a struct, with transformers' defaults for
-//! what is absent; then [`ModelConfig::validate`] checks limits and relations, for configurations built in
-//! code as well.
+//! Reading has two steps. The family's reader turns keys into a struct, with transformers' defaults for absent keys.
+//! Then [`ModelConfig::validate`] checks ranges and relations, which also covers configurations built in code.
 
 mod experts;
 mod gpt2;
@@ -31,34 +30,35 @@ use self::reader::shorten;
 /// The configuration of a model of any supported family.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ModelConfig {
-    /// `model_type` "gpt2".
+    /// The GPT-2 family: `model_type` "gpt2".
     Gpt2(Gpt2Config),
-    /// `model_type` "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe" or "deepseek_v3".
+    /// The Llama-like families: `model_type` "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe",
+    /// "qwen3_moe" or "deepseek_v3".
     Llama(LlamaConfig),
 }
 
-/// Token ids with a meaning of their own. They steer generation; the forward pass does not know them.
+/// Ids of special tokens. They steer generation; the forward pass does not use them.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SpecialTokens {
-    /// Stands before a text.
+    /// Token at the beginning of a text (`bos_token_id`).
     pub beginning: Option<u32>,
-    /// Any of these ends a text.
+    /// Tokens that end a text (`eos_token_id`).
     pub end: Vec<u32>,
-    /// Fills up a batch.
+    /// Token that pads a batch (`pad_token_id`).
     pub padding: Option<u32>,
 }
 
 const MODEL_TYPES: &str = "\"gpt2\", \"llama\", \"mistral\", \"qwen2\", \"qwen3\", \"mixtral\", \"qwen2_moe\", \"qwen3_moe\", \
      \"deepseek_v3\"";
 
-/// The largest `config.json` that is read; real ones have a few kilobytes.
+/// Size limit of a `config.json` in bytes; real ones have a few kilobytes.
 const LARGEST_FILE_BYTES: u64 = 4 << 20;
 
 impl ModelConfig {
     /// Reads a `config.json`.
     ///
     /// # Errors
-    /// [`ModelError::Read`] or one of those of [`ModelConfig::from_json_text`].
+    /// If the file cannot be read or is too large, or as for [`ModelConfig::from_json_text`].
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
         let failed = |source| ModelError::Read { path: path.to_owned(), source };
         let bytes = std::fs::metadata(path).map_err(failed)?.len();
@@ -73,7 +73,7 @@ impl ModelConfig {
     /// Reads the text of a `config.json`; `origin` names it in errors.
     ///
     /// # Errors
-    /// [`ModelError::Json`] if it is not JSON, else those of [`ModelConfig::from_table`].
+    /// If the text is not a JSON object, or as for [`ModelConfig::from_table`].
     pub fn from_json_text(text: &str, origin: &str) -> Result<Self, ModelError> {
         match serde_json::from_str(text) {
             Ok(Value::Object(table)) => Self::from_table(&table, origin),
@@ -86,12 +86,12 @@ impl ModelConfig {
         }
     }
 
-    /// Reads a table with the keys of a `config.json`; `origin` names it in errors. Absent keys have
-    /// transformers' defaults for the model type.
+    /// Reads a table with the keys of a `config.json`; `origin` names it in errors. Absent keys get transformers'
+    /// defaults for the model type.
     ///
     /// # Errors
-    /// [`ModelError::Config`] with every problem: unknown keys, options that would change the numbers and
-    /// are not supported, wrong types, and what [`ModelConfig::validate`] finds.
+    /// If a key is unknown or has the wrong type, if an option would change the numbers and is not supported, or if
+    /// [`ModelConfig::validate`] fails. The error lists every problem.
     pub fn from_table(table: &Map<String, Value>, origin: &str) -> Result<Self, ModelError> {
         let refused = |problems| ModelError::Config { origin: origin.to_owned(), problems };
         let family = LlamaFamily::ALL
@@ -120,7 +120,7 @@ impl ModelConfig {
                 }]));
             }
         };
-        // A default that stands in for an unreadable value would break rules that the file keeps.
+        // A default in place of an unreadable value could break rules that the file itself satisfies.
         let unreadable = problems.iter().any(|problem| {
             matches!(problem, ConfigProblem::WrongType { .. } | ConfigProblem::Missing { .. })
         });
@@ -130,14 +130,13 @@ impl ModelConfig {
         if problems.is_empty() { Ok(config) } else { Err(refused(problems)) }
     }
 
-    /// This configuration with some keys of `config.json` replaced, as by `[model]` in a run file.
+    /// Returns this configuration with some keys of `config.json` overridden, as by `[model]` in a run file.
     ///
-    /// What followed from a replaced value follows from the new one: the head size from hidden size and
-    /// heads, the number of key/value heads from the heads if they were equal. RoPE's settings may be
-    /// replaced in either form.
+    /// Values derived from an overridden one are derived again: the head size from hidden size and heads, and the
+    /// number of key/value heads from the heads if they were equal. RoPE's settings may be overridden in either form.
     ///
     /// # Errors
-    /// [`ModelError::Config`] with every problem, as for [`ModelConfig::from_table`].
+    /// If the result is invalid, as for [`ModelConfig::from_table`], or if `model_type` would change.
     pub fn with_overrides(&self, overrides: &Map<String, Value>, origin: &str) -> Result<Self, ModelError> {
         let mut table = self.table();
         if let Some(model_type) = overrides.get("model_type")
@@ -175,10 +174,10 @@ impl ModelConfig {
         Self::from_table(&table, origin)
     }
 
-    /// Checks every limit and relation.
+    /// Checks all ranges and relations.
     ///
     /// # Errors
-    /// [`ModelError::Config`] with every problem.
+    /// If a check fails; the error lists every problem.
     pub fn validate(&self) -> Result<(), ModelError> {
         match self.problems() {
             problems if problems.is_empty() => Ok(()),
@@ -186,9 +185,8 @@ impl ModelConfig {
         }
     }
 
-    /// The contents of a `config.json` that transformers 4 and 5 both load, for weights stored as
-    /// `dtype`. A GPT-2 without biases says `"bias": false`, which transformers ignores: see
-    /// [`Gpt2Config::bias`].
+    /// Returns the contents of a `config.json` that transformers 4 and 5 both load, for weights stored as `dtype`. A
+    /// GPT-2 without biases has `"bias": false`, which transformers ignores: see [`Gpt2Config::bias`].
     pub fn to_json(&self, dtype: DType) -> Value {
         let mut table = self.table();
         if let Self::Llama(config) = self {
@@ -207,7 +205,7 @@ impl ModelConfig {
         Value::Object(table)
     }
 
-    /// The value of `model_type`.
+    /// Returns the value of `model_type`.
     pub fn model_type(&self) -> &'static str {
         match self {
             Self::Gpt2(_) => "gpt2",
@@ -215,7 +213,7 @@ impl ModelConfig {
         }
     }
 
-    /// Tokens in the vocabulary.
+    /// Number of tokens in the vocabulary.
     pub fn vocab_size(&self) -> usize {
         match self {
             Self::Gpt2(config) => config.vocab_size,
@@ -239,12 +237,12 @@ impl ModelConfig {
         }
     }
 
-    /// Whether keys and values are made of a narrow value that all heads share.
+    /// Returns true if the model has multi-head latent attention.
     pub fn has_latent_attention(&self) -> bool {
         matches!(self, Self::Llama(LlamaConfig { latent: Some(_), .. }))
     }
 
-    /// The mixtures of experts, if the family has them.
+    /// Returns the mixture-of-experts configuration; `None` for a dense model.
     pub fn experts(&self) -> Option<&ExpertsConfig> {
         match self {
             Self::Gpt2(_) => None,
@@ -260,7 +258,7 @@ impl ModelConfig {
         }
     }
 
-    /// Query heads of a block.
+    /// Number of query heads of a block.
     pub fn num_attention_heads(&self) -> usize {
         match self {
             Self::Gpt2(config) => config.num_attention_heads,
@@ -268,7 +266,7 @@ impl ModelConfig {
         }
     }
 
-    /// Key/value heads of a block; each serves `num_attention_heads / num_key_value_heads` query heads.
+    /// Number of key/value heads of a block; each serves `num_attention_heads / num_key_value_heads` query heads.
     pub fn num_key_value_heads(&self) -> usize {
         match self {
             Self::Gpt2(config) => config.num_attention_heads,
@@ -276,7 +274,7 @@ impl ModelConfig {
         }
     }
 
-    /// Elements of one head.
+    /// Number of elements of one head.
     pub fn head_dim(&self) -> usize {
         match self {
             Self::Gpt2(config) => config.head_dim(),
@@ -284,7 +282,7 @@ impl ModelConfig {
         }
     }
 
-    /// The longest sequence, in tokens.
+    /// Length of the longest sequence, in tokens.
     pub fn max_position_embeddings(&self) -> usize {
         match self {
             Self::Gpt2(config) => config.max_position_embeddings,
@@ -292,7 +290,7 @@ impl ModelConfig {
         }
     }
 
-    /// How many positions a position sees, itself included; `None`: all before it.
+    /// Number of positions that a position sees, itself included; `None` means all before it.
     pub fn sliding_window(&self) -> Option<usize> {
         match self {
             Self::Gpt2(_) => None,
@@ -300,8 +298,8 @@ impl ModelConfig {
         }
     }
 
-    /// Tokens of the sequences that the model was pretrained on before its context was extended: the `original_max_position_embeddings` of scaled
-    /// RoPE, else `max_position_embeddings`.
+    /// Sequence length in tokens of the pretraining before the context was extended: the
+    /// `original_max_position_embeddings` of scaled RoPE, else `max_position_embeddings`.
     pub fn pretraining_context(&self) -> usize {
         let original = match self {
             Self::Gpt2(_) => None,
@@ -310,7 +308,7 @@ impl ModelConfig {
         original.unwrap_or(usize::MAX).min(self.max_position_embeddings())
     }
 
-    /// Whether the output layer is the embedding.
+    /// Returns true if the output layer is tied to the embedding.
     pub fn tie_word_embeddings(&self) -> bool {
         match self {
             Self::Gpt2(config) => config.tie_word_embeddings,
@@ -318,7 +316,7 @@ impl ModelConfig {
         }
     }
 
-    /// Special token ids.
+    /// Returns the special token ids.
     pub fn tokens(&self) -> &SpecialTokens {
         match self {
             Self::Gpt2(config) => &config.tokens,
@@ -332,7 +330,7 @@ impl ModelConfig {
         parameter_records(self).iter().filter(|record| own(record)).map(|r| r.elements() as u64).sum()
     }
 
-    /// The class that transformers builds from this configuration.
+    /// Returns the class that transformers builds from this configuration.
     fn architecture(&self) -> &'static str {
         match self {
             Self::Gpt2(_) => "GPT2LMHeadModel",
@@ -340,7 +338,7 @@ impl ModelConfig {
         }
     }
 
-    /// The table that [`ModelConfig::from_table`] reads back as this configuration, RoPE in form 4.
+    /// Returns the table that [`ModelConfig::from_table`] reads back as this configuration, with RoPE in form 4.
     fn table(&self) -> Map<String, Value> {
         let mut table = match self {
             Self::Gpt2(config) => config.table(),
@@ -351,11 +349,11 @@ impl ModelConfig {
         table
     }
 
-    /// The key under which [`ModelConfig::table`] holds what `key` means.
+    /// Returns the key that [`ModelConfig::table`] uses for `key` or its alias.
     fn canonical_key<'a>(&self, key: &'a str) -> &'a str {
         match self {
             Self::Gpt2(_) => gpt2::canonical_key(key),
-            // transformers 5 writes the second for the first.
+            // transformers 5 writes `num_local_experts` for `num_experts`.
             Self::Llama(config) if key == "num_local_experts" => match config.family {
                 LlamaFamily::Qwen2Moe | LlamaFamily::Qwen3Moe => "num_experts",
                 _ => key,

@@ -1,35 +1,35 @@
-//! Reads a JSON table key by key and remembers which keys were asked for.
+//! A reader of JSON tables that remembers which keys were read.
 //!
-//! What nobody asked for, and what is not on the list of harmless keys, is an unknown key. Problems are
-//! collected; a value that cannot be used is replaced by its default so that reading can go on.
+//! A key that was neither read nor listed as harmless is unknown. Problems are collected; a default replaces an
+//! unusable value so that reading can continue.
 
 use serde_json::{Map, Value};
 
 use super::keys::{Fixed, HARMLESS_KEYS};
 use crate::error::{ConfigProblem, nearest};
 
-/// A table, the keys already asked for, and the problems found so far.
+/// A table, the keys read so far, and the problems found so far.
 pub(super) struct Reader<'a> {
     table: &'a Map<String, Value>,
-    /// Stands before each key in a problem: empty, or `rope_scaling.`.
+    /// Prefix of keys in problems: empty, or `rope_scaling.` and the like.
     prefix: &'static str,
     known: Vec<&'static str>,
     problems: Vec<ConfigProblem>,
 }
 
-/// What a table says about an optional number.
+/// An optional entry of a table.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Entry<T> {
-    /// The key is not there: the family's default applies.
+    /// The key is absent: the family's default applies.
     Absent,
-    /// The key is there and `null`: the value follows from others.
+    /// The key is present with `null`: the value is derived from others.
     Null,
-    /// The value.
+    /// The key has a value.
     Given(T),
 }
 
 impl<T> Entry<T> {
-    /// The value, where absence and `null` mean the same.
+    /// Returns the value, for keys where absence and `null` mean the same.
     pub(super) fn given(self) -> Option<T> {
         match self {
             Self::Given(value) => Some(value),
@@ -43,23 +43,23 @@ impl<'a> Reader<'a> {
         Self { table, prefix, known: Vec::new(), problems: Vec::new() }
     }
 
-    /// The value under `key`; `null` counts as absent.
+    /// Returns the value of `key`; `null` counts as absent.
     pub(super) fn value(&mut self, key: &'static str) -> Option<&'a Value> {
         self.known.push(key);
         self.table.get(key).filter(|value| !value.is_null())
     }
 
-    /// A whole number, or `default`.
+    /// Returns a whole number, or `default`.
     pub(super) fn size(&mut self, key: &'static str, default: usize) -> usize {
         self.optional_size(key).given().unwrap_or(default)
     }
 
-    /// A whole number that may be left to follow from others.
+    /// Returns a whole number that may be derived from others if it is `null`.
     pub(super) fn optional_size(&mut self, key: &'static str) -> Entry<usize> {
         self.entry(key, "a whole number", |value| value.as_u64().and_then(|size| usize::try_from(size).ok()))
     }
 
-    /// A list of whole numbers; none if there is none.
+    /// Returns a list of whole numbers; empty if the key is absent.
     pub(super) fn sizes(&mut self, key: &'static str) -> Vec<usize> {
         let convert = |value: &Value| -> Option<Vec<usize>> {
             let numbers = value.as_array()?.iter();
@@ -68,37 +68,37 @@ impl<'a> Reader<'a> {
         self.entry(key, "a list of whole numbers", convert).given().unwrap_or_default()
     }
 
-    /// A number, or `default`.
+    /// Returns a number, or `default`.
     pub(super) fn number(&mut self, key: &'static str, default: f64) -> f64 {
         self.optional_number(key).unwrap_or(default)
     }
 
-    /// A number, if there is one.
+    /// Returns a number, if there is one.
     pub(super) fn optional_number(&mut self, key: &'static str) -> Option<f64> {
         self.entry(key, "a number", Value::as_f64).given()
     }
 
-    /// `true` or `false`, or `default`.
+    /// Returns `true` or `false`, or `default`.
     pub(super) fn flag(&mut self, key: &'static str, default: bool) -> bool {
         self.entry(key, "true or false", Value::as_bool).given().unwrap_or(default)
     }
 
-    /// A string, if there is one.
+    /// Returns a string, if there is one.
     pub(super) fn text(&mut self, key: &'static str) -> Option<&'a str> {
         self.entry(key, "a string", Value::as_str).given()
     }
 
-    /// A table, if there is one.
+    /// Returns a table, if there is one.
     pub(super) fn table(&mut self, key: &'static str) -> Option<&'a Map<String, Value>> {
         self.entry(key, "a table", Value::as_object).given()
     }
 
-    /// A token id, if there is one. Negative ids, which some files use for "none", count as none.
+    /// Returns a token id, if there is one. Negative ids, which some files use for "none", count as none.
     pub(super) fn token(&mut self, key: &'static str) -> Option<u32> {
         self.tokens(key).first().copied()
     }
 
-    /// A token id or a list of them.
+    /// Returns the ids of a token id or a list of them; negative ids are dropped.
     pub(super) fn tokens(&mut self, key: &'static str) -> Vec<u32> {
         let convert = |value: &Value| match value.as_i64() {
             Some(id) if id < 0 => Some(None),
@@ -116,7 +116,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Demands that each of `fixed` be absent or have its one supported value.
+    /// Requires that each key of `fixed` is absent or has a supported value.
     pub(super) fn fixed(&mut self, fixed: &'static [Fixed]) {
         for Fixed { key, allowed, supported } in fixed {
             if let Some(value) = self.value(key)
@@ -140,7 +140,7 @@ impl<'a> Reader<'a> {
         self.problems.push(problem);
     }
 
-    /// A number that has no default; a missing one is reported, and 1 stands in.
+    /// Returns a number that has no default; if it is missing, records a problem and returns 1.
     pub(super) fn required_number(&mut self, key: &'static str) -> f64 {
         match self.entry(key, "a number", Value::as_f64) {
             Entry::Given(value) => value,
@@ -154,18 +154,18 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Takes over what a reader of an inner table found.
+    /// Adds the problems that the reader of an inner table found.
     pub(super) fn absorb(&mut self, problems: Vec<ConfigProblem>) {
         self.problems.extend(problems);
     }
 
-    /// The problems found, without looking for unknown keys.
+    /// Returns the problems found, without looking for unknown keys.
     pub(super) fn problems(self) -> Vec<ConfigProblem> {
         self.problems
     }
 
-    /// The problems found, unknown keys included. Only at the top level (where the prefix is empty) are
-    /// there harmless keys.
+    /// Returns the problems found, including unknown keys. Harmless keys are accepted only at the top level, where
+    /// the prefix is empty.
     pub(super) fn finish(mut self) -> Vec<ConfigProblem> {
         let harmless: &[&str] = if self.prefix.is_empty() { HARMLESS_KEYS } else { &[] };
         for key in self.table.keys() {
@@ -211,7 +211,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// At most 80 characters of `text`: a hostile file must not fill the terminal.
+/// Returns at most 80 characters of `text`, so that a hostile file cannot fill the terminal.
 pub(super) fn shorten(text: &str) -> String {
     const SHOWN_CHARACTERS: usize = 80;
     match text.char_indices().nth(SHOWN_CHARACTERS) {

@@ -1,51 +1,51 @@
-//! Rotary position embedding: its settings in both of transformers' forms, and the inverse frequencies.
+//! Rotary position embedding (RoPE): its settings in both of transformers' forms, and the inverse frequencies.
 //!
-//! Form 4 has `rope_theta` and `rope_scaling` at the top level, form 5 one table `rope_parameters`. A file
-//! may hold both, as long as they agree.
+//! In form 4 (transformers 4) `rope_theta` and `rope_scaling` are at the top level; in form 5 they are one table
+//! `rope_parameters`. A file may have both, if they agree.
 
 use serde_json::{Map, Value, json};
 
 use super::reader::Reader;
 use crate::error::ConfigProblem;
 
-/// How positions are turned into angles: element pair `i` of a head turns by
+/// Settings of rotary position embedding: element pair `i` of a head rotates by the angle
 /// `position * inverse_frequencies(head_dim)[i]`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rope {
-    /// The base of the geometric series of wavelengths.
+    /// Base of the geometric series of wavelengths.
     pub theta: f64,
-    /// How the frequencies are changed for longer contexts.
+    /// Change of the frequencies for longer contexts.
     pub scaling: RopeScaling,
 }
 
 /// A change of RoPE's frequencies.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RopeScaling {
-    /// None (`rope_type` "default").
+    /// No change (`rope_type` "default").
     Default,
     /// All frequencies divided by a factor: positions are interpolated (Chen et al. 2023, section 3.2).
     Linear {
-        /// At least 1.
+        /// Divisor of the frequencies, at least 1.
         factor: f64,
     },
-    /// Long wavelengths divided by a factor, short ones kept, those between blended (Llama 3.1).
+    /// Frequencies of long wavelengths divided by a factor, those of short ones kept, those between interpolated (Llama 3.1).
     Llama3 {
         /// Divisor of the lowest frequencies, at least 1.
         factor: f64,
-        /// Wavelengths above `original_max_position_embeddings / low_freq_factor` are divided.
+        /// Frequencies with wavelengths above `original_max_position_embeddings / low_freq_factor` are divided.
         low_freq_factor: f64,
-        /// Wavelengths below `original_max_position_embeddings / high_freq_factor` are kept.
+        /// Frequencies with wavelengths below `original_max_position_embeddings / high_freq_factor` are kept.
         high_freq_factor: f64,
-        /// Context length of the training before the change.
+        /// Context length in tokens of the training before the change.
         original_max_position_embeddings: usize,
     },
-    /// Long wavelengths divided by a factor, short ones kept, those between blended, and attention sharpened (YaRN: Peng et al.,
-    /// 2023, sections 3.2 and 3.4).
+    /// Frequencies of long wavelengths divided by a factor, those of short ones kept, those between interpolated, and
+    /// attention sharpened (YaRN: Peng et al., 2023, sections 3.2 and 3.4).
     Yarn(Yarn),
 }
 
 impl RopeScaling {
-    /// Context length of the training before the change; `None` if it is not told.
+    /// Returns the context length in tokens of the training before the change; `None` if the settings do not tell.
     pub fn original_context(&self) -> Option<usize> {
         match self {
             Self::Default | Self::Linear { .. } => None,
@@ -55,38 +55,38 @@ impl RopeScaling {
     }
 }
 
-/// YaRN's numbers.
+/// Settings of YaRN.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Yarn {
-    /// How many times longer the context is than the original one.
+    /// Ratio of the extended context to the original one.
     pub factor: f64,
-    /// Wavelengths that turn so often within the original context, or more often, are kept.
+    /// Frequencies with at least this many rotations within the original context are kept.
     pub beta_fast: f64,
-    /// Those that turn so often, or less often, are divided.
+    /// Frequencies with at most this many rotations within the original context are divided.
     pub beta_slow: f64,
-    /// Context length of the training before the change.
+    /// Context length in tokens of the training before the change.
     pub original_max_position_embeddings: usize,
-    /// Whether the pairs where these bands end are rounded, outwards.
+    /// True if the pairs at the ends of the interpolated band are rounded outwards.
     pub truncate: bool,
-    /// Factor on cosines and sines; if it is not given it follows from `factor` and the next two.
+    /// Factor on cosines and sines; `None` derives it from `factor`, `mscale` and `mscale_all_dim`.
     pub attention_factor: Option<f64>,
-    /// How much of the logarithm of `factor` the rotated elements grow by.
+    /// Weight of the logarithm of `factor` in the growth of rotated elements.
     pub mscale: Option<f64>,
-    /// The same of all elements, where a family multiplies these (DeepSeek).
+    /// Weight of the logarithm of `factor` in the growth of all elements, for families that scale these (DeepSeek).
     pub mscale_all_dim: Option<f64>,
 }
 
 impl Rope {
-    /// Plain RoPE with base `theta`.
+    /// Returns plain RoPE with base `theta`.
     pub const fn new(theta: f64) -> Self {
         Self { theta, scaling: RopeScaling::Default }
     }
 
-    /// Radians per position of each pair of elements, `[head_dim / 2]`; pair `i` are the elements `i` and
-    /// `i + head_dim / 2`.
+    /// Returns the radians per position of each pair of elements, f32 `[head_dim / 2]`; pair `i` consists of the
+    /// elements `i` and `i + head_dim / 2`.
     ///
-    /// Follows transformers' order of roundings to f32, with the power taken in f64 by `libm`: the same bits
-    /// on every CPU, and within one unit in the last place of transformers'.
+    /// Follows transformers' order of roundings to f32, with the power taken in f64 by `libm`. So the bits are the
+    /// same on every CPU, and within one unit in the last place of transformers'.
     pub fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
         (0..head_dim / 2)
             .map(|pair| {
@@ -100,7 +100,7 @@ impl Rope {
             .collect()
     }
 
-    /// Factor on cosines and sines, so that rotated queries and keys are both as much larger.
+    /// Returns the factor on cosines and sines, which scales rotated queries and keys alike.
     pub fn attention_factor(&self) -> f64 {
         match self.scaling {
             RopeScaling::Yarn(yarn) => yarn.attention_factor(),
@@ -108,7 +108,7 @@ impl Rope {
         }
     }
 
-    /// Factor on the scores of latent attention, in which the rotated elements have a share only.
+    /// Returns the factor on the scores of latent attention, where only some elements are rotated.
     pub fn latent_score_factor(&self) -> f64 {
         match self.scaling {
             RopeScaling::Yarn(Yarn { factor, mscale_all_dim: Some(scale), .. }) if scale != 0.0 => {
@@ -119,7 +119,7 @@ impl Rope {
         }
     }
 
-    /// Reads either form; what is not given has transformers' defaults (theta 10,000, no scaling).
+    /// Reads either form; absent values get transformers' defaults (theta 10,000, no scaling).
     pub(super) fn read(reader: &mut Reader<'_>, max_position_embeddings: usize) -> Self {
         let mut thetas = Vec::new();
         if let Some(theta) = reader.optional_number("rope_theta") {
@@ -139,7 +139,7 @@ impl Rope {
                     scalings.push((key, scaling));
                     reader.absorb(inner.finish());
                 }
-                // Of an unknown type the other keys are unknown as well; one message is enough.
+                // With an unknown type all other keys would be unknown as well; one message is enough.
                 None => reader.absorb(inner.problems()),
             }
         }
@@ -160,7 +160,7 @@ impl Rope {
         }
     }
 
-    /// Form 4: `rope_theta` and `rope_scaling`.
+    /// Writes form 4: `rope_theta` and `rope_scaling`.
     pub(super) fn write_form_4(&self, out: &mut Map<String, Value>) {
         out.insert("rope_theta".into(), json!(self.theta));
         let scaling = match self.scaling {
@@ -170,14 +170,14 @@ impl Rope {
         out.insert("rope_scaling".into(), scaling);
     }
 
-    /// Form 5: `rope_parameters`.
+    /// Writes form 5: `rope_parameters`.
     pub(super) fn write_form_5(&self, out: &mut Map<String, Value>) {
         let mut table = self.scaling.table();
         table.insert("rope_theta".into(), json!(self.theta));
         out.insert("rope_parameters".into(), Value::Object(table));
     }
 
-    /// Values outside their limits.
+    /// Returns the values that are out of range.
     pub(super) fn problems(&self) -> Vec<ConfigProblem> {
         let mut problems = Vec::new();
         let mut check = |key: &str, value: f64, ok: bool, allowed: &str| {
@@ -243,7 +243,7 @@ impl Rope {
     }
 }
 
-/// What attention grows by where the context is `factor` times longer (Peng et al., 2023, equation 22).
+/// Returns the growth of attention for a context that is `factor` times longer (Peng et al., 2023, equation 22).
 fn growth(factor: f64, scale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * scale * libm::log(factor) + 1.0 }
 }
@@ -258,11 +258,11 @@ impl Yarn {
         }
     }
 
-    /// How much of a pair's frequency is kept: all of it where it turns often in the original context, nothing where it turns
-    /// seldom.
+    /// Returns the part of a pair's frequency that is kept, in 0..=1: 1 if it rotates often within the original
+    /// context, 0 if it rotates seldom.
     fn kept(&self, pair: usize, head_dim: usize, theta: f64) -> f32 {
         let original = self.original_max_position_embeddings as f64;
-        // The pair, not a whole number, that turns so often.
+        // The (fractional) index of the pair that rotates this often.
         let pair_of = |turns: f64| {
             head_dim as f64 * libm::log(original / (turns * std::f64::consts::TAU)) / (2.0 * libm::log(theta))
         };
@@ -279,14 +279,14 @@ impl Yarn {
         1.0 - divided.clamp(0.0, 1.0)
     }
 
-    /// One inverse frequency, with the same roundings.
+    /// Returns the scaled inverse frequency; every step rounds to f32, as in transformers.
     fn apply(&self, inverse: f32, kept: f32) -> f32 {
         (1.0 / (self.factor as f32 * inverse)) * (1.0 - kept) + 1.0 / inverse * kept
     }
 
     fn read(reader: &mut Reader<'_>, max_position_embeddings: usize) -> Self {
         let original = reader.size("original_max_position_embeddings", max_position_embeddings);
-        // Zero stands for what is not given.
+        // Zero counts as absent.
         let mut beta =
             |key, default| Some(reader.number(key, default)).filter(|beta| *beta != 0.0).unwrap_or(default);
         let (beta_fast, beta_slow) = (beta("beta_fast", 32.0), beta("beta_slow", 1.0));
@@ -327,7 +327,7 @@ impl Yarn {
 }
 
 impl RopeScaling {
-    /// Changes one inverse frequency; every step rounds to f32, as in transformers.
+    /// Returns the scaled inverse frequency; every step rounds to f32, as in transformers.
     fn apply(self, plain: f32) -> f32 {
         match self {
             Self::Default | Self::Yarn(_) => plain,
@@ -348,7 +348,7 @@ impl RopeScaling {
         }
     }
 
-    /// Reads the type and what belongs to it; `None` after a type that is not supported.
+    /// Reads the type and its settings; returns `None` for an unsupported type.
     fn read(reader: &mut Reader<'_>, max_position_embeddings: usize) -> Option<Self> {
         reader.fixed(super::keys::FIXED_FOR_ROPE);
         let (new, old) = (reader.text("rope_type"), reader.text("type"));

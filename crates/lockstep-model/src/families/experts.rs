@@ -1,18 +1,18 @@
-//! Mixtures of experts in the place of feed-forward layers (Mixtral: Jiang et al., 2024; Qwen-MoE; DeepSeek-V3), and the expert that
-//! all tokens share.
+//! Mixture-of-experts layers in place of feed-forward layers (Mixtral: Jiang et al., 2024; Qwen-MoE; DeepSeek-V3),
+//! with an optional shared expert.
 
 use lockstep_graph::{Bias, Linear, Mixture, Recorder, Routing, Split, Value};
 
 use crate::ExpertsConfig;
 
-/// What a family calls the parts of a mixture.
+/// Names of a family's mixture-of-experts modules.
 pub(crate) struct ExpertNames {
     router: &'static str,
-    /// Gate, up and down.
+    /// Gate, up and down projections.
     layers: [&'static str; 3],
-    /// What is added to scores where experts are chosen.
+    /// Bias on the scores that choose the experts.
     selection_bias: Option<&'static str>,
-    /// The expert that all tokens share, and the layer that says how much of it each takes.
+    /// Gate, up and down projections of the shared expert. `shared_gate` is the layer that weights its output per token.
     shared: [&'static str; 3],
     shared_gate: Option<&'static str>,
 }
@@ -45,7 +45,7 @@ impl ExpertNames {
 }
 
 impl ExpertsConfig {
-    /// The mixture, with the shared expert if there is one.
+    /// Records the mixture, with the shared expert if there is one.
     pub(crate) fn record(&self, g: &mut Recorder, x: Value, names: &ExpertNames, std: f32) -> Value {
         let routed = g.mixture(
             x,
@@ -86,7 +86,7 @@ impl ExpertsConfig {
         }
     }
 
-    /// How tensor-parallel ranks split the shared expert.
+    /// Returns the tensor-parallel sharding of the shared expert's modules.
     pub(crate) fn tensor_splits(&self) -> Vec<(&'static str, Split)> {
         let Some(pieces) = self.shared_intermediate_size else { return Vec::new() };
         let splits = |[gate, up, down]: [&'static str; 3]| {

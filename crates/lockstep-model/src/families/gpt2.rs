@@ -13,7 +13,7 @@ impl Gpt2Config {
         g.linear(x, Linear { name, out_features, bias: self.bias.into(), std })
     }
 
-    /// A projection into the residual stream: its initial weights shrink with the depth.
+    /// Records a projection into the residual stream, with dropout. Its initial weights are smaller in deeper models.
     fn residual(&self, g: &mut Recorder, x: Value, name: &str) -> Value {
         let std = (self.initializer_range / (2.0 * self.num_hidden_layers as f64).sqrt()) as f32;
         let y = g.linear(x, Linear { name, out_features: self.hidden_size, bias: self.bias.into(), std });

@@ -1,13 +1,13 @@
-//! Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1): keys and values are made of a narrow value, and positions are in a
-//! part of each head of their own, which for keys is the same for all heads.
+//! Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1): keys and values are projected from a
+//! low-rank value. Positions are in a separate part of each head, which all key heads share.
 //!
-//! Heads of values are narrower than those of queries and keys: for the attention itself they are filled up with zeros.
+//! Value heads are narrower than query and key heads; for the attention kernel they are padded with zeros.
 
 use lockstep_graph::{AttentionShape, Recorder, RotaryPairs, Split, Value};
 
 use crate::{LatentAttention, LlamaConfig};
 
-/// What the norms of narrow values add to the mean square, whatever the configuration says of the others.
+/// Epsilon of the norms of low-rank values, independent of the configuration's epsilon for the other norms.
 const EPSILON: f32 = 1e-6;
 
 impl LlamaConfig {
@@ -59,7 +59,7 @@ impl LlamaConfig {
         if growth == 1.0 { rotated } else { g.scale(rotated, growth) }
     }
 
-    /// How tensor-parallel ranks split latent attention: by heads, behind the narrow values.
+    /// Returns the tensor-parallel sharding of latent attention: by heads, after the low-rank values.
     pub(super) fn latent_splits(&self) -> Vec<(&'static str, Split)> {
         let heads = Split::Outputs { pieces: self.num_attention_heads };
         let by_heads = [

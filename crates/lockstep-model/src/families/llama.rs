@@ -1,5 +1,6 @@
-//! Llama, Mistral, Qwen2 and Qwen3, and with experts Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3: RMSNorm before attention and feed-forward, rotary positions, grouped-query
-//! attention, a feed-forward gated by SiLU (Touvron et al., 2023; Qwen3 adds norms of queries and keys).
+//! Llama, Mistral, Qwen2 and Qwen3, and with experts Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3. A block has
+//! RMSNorm before attention and feed-forward, rotary positions, grouped-query attention, and a SiLU-gated
+//! feed-forward (Touvron et al., 2023; Qwen3 adds norms of queries and keys).
 
 use lockstep_graph::{AttentionShape, BatchInput, Linear, Recorder, Split, Value};
 
@@ -23,7 +24,7 @@ impl LlamaConfig {
         g.rms_norm(x, name, self.hidden_size, self.rms_norm_eps as f32)
     }
 
-    /// A query or key: rotated, after its own norm where the family has one.
+    /// Applies RoPE to a query or key, after its norm if the family has one.
     fn rotated(&self, g: &mut Recorder, x: Value, norm: &str) -> Value {
         let x = if self.qk_norm { g.rms_norm(x, norm, self.head_dim, self.rms_norm_eps as f32) } else { x };
         g.rope(x, self.head_dim)
@@ -40,7 +41,7 @@ impl LlamaConfig {
         let v = self.linear(g, x, "self_attn.v_proj", key_value_heads * head_dim, self.qkv_bias);
         let q = self.rotated(g, q, "self_attn.q_norm");
         let k = self.rotated(g, k, "self_attn.k_norm");
-        // Queries and keys are both rotated whole: what both grow by is a factor on their products.
+        // RoPE scales all elements of queries and keys by the same factor, so its square goes into the score scale.
         let growth = self.rope.attention_factor();
         let scale = (head_dim as f32).powf(-0.5) * (growth * growth) as f32;
         let shape = AttentionShape { heads, key_value_heads, head_dim, scale, window: self.sliding_window };
@@ -55,7 +56,7 @@ impl LlamaConfig {
         self.linear(g, active, "mlp.down_proj", self.hidden_size, self.mlp_bias)
     }
 
-    /// The mixture of a layer that has one.
+    /// Returns the experts of a layer; `None` for a dense layer.
     fn experts_of(&self, layer: usize) -> Option<&ExpertsConfig> {
         self.experts.as_deref().filter(|experts| experts.is_in(layer))
     }
@@ -83,7 +84,7 @@ impl Family for LlamaConfig {
         g.embedding(BatchInput::Ids, "embed_tokens", self.vocab_size, self.hidden_size, std)
     }
 
-    /// 1 has experts.
+    /// Returns 1 for a layer with experts, 0 for a dense one.
     fn block_kind(&self, layer: usize) -> usize {
         usize::from(self.experts_of(layer).is_some())
     }

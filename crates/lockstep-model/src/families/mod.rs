@@ -1,4 +1,4 @@
-//! The model families, each written forward-only as if for one micro-batch on one device.
+//! The model families, each written forward-only for one micro-batch on one device.
 
 mod experts;
 mod gpt2;
@@ -9,29 +9,30 @@ use lockstep_graph::{Linear, Recorder, Split, Value};
 
 use crate::{LlamaConfig, ModelConfig};
 
-/// How a family reads a micro-batch: an embedding, a number of equal blocks, a head.
+/// A model family: an embedding, blocks of one or a few kinds, and a head.
 ///
-/// Each method records one unit. The names a unit declares are relative to its prefix.
+/// The recording methods record one unit each. The names a unit declares are relative to its prefix.
 pub(crate) trait Family {
-    /// Prefix of the embedding's parameters.
+    /// Returns the prefix of the embedding's parameters.
     fn embedding_prefix(&self) -> String;
-    /// Prefix of block `layer`'s parameters.
+    /// Returns the prefix of block `layer`'s parameters.
     fn block_prefix(&self, layer: usize) -> String;
-    /// Token ids (and positions) to `[tokens, hidden]`.
+    /// Records the embedding: token ids (and positions) to `[tokens, hidden]`.
     fn embedding(&self, g: &mut Recorder) -> Value;
-    /// Which kind of block a layer is; those of one kind differ in their weights alone.
+    /// Returns the kind of a layer's block. Blocks of one kind differ in their weights only.
     fn block_kind(&self, _layer: usize) -> usize {
         0
     }
-    /// A block of the residual stream.
+    /// Records a block of the residual stream.
     fn block(&self, kind: usize, g: &mut Recorder) -> Value;
-    /// The final norm, and the output layer to `[tokens, vocabulary]` logits that follows it. Its names have no prefix.
+    /// Records the final norm. Returns its output, and the output layer to `[tokens, vocabulary]` logits, which the
+    /// caller records. Names have no prefix.
     fn head(&self, g: &mut Recorder) -> (Value, Linear<'static>);
-    /// Name of the parameter that a tied output layer (`lm_head.weight`) shares.
+    /// Returns the name of the parameter that a tied output layer (`lm_head.weight`) is tied to.
     fn embedding_table(&self) -> &'static str;
-    /// The frequencies of rotary embeddings, `[head_dim / 2]`, if the family has them.
+    /// Returns the inverse frequencies of rotary embeddings, `[head_dim / 2]`; `None` for a family without them.
     fn inverse_frequencies(&self) -> Option<Vec<f32>>;
-    /// How tensor-parallel ranks split the weights, by module within its unit; they share the others.
+    /// Returns the tensor-parallel sharding of weights, by module within its unit; all other modules are replicated.
     fn tensor_splits(&self) -> Vec<(&'static str, Split)>;
 }
 
@@ -45,7 +46,7 @@ impl ModelConfig {
 }
 
 impl ModelConfig {
-    /// Whether training drops anything.
+    /// Returns true if training applies dropout.
     pub fn has_dropout(&self) -> bool {
         match self {
             Self::Gpt2(config) => {
@@ -55,8 +56,8 @@ impl ModelConfig {
         }
     }
 
-    /// The same model with one probability at every place where its family drops: embedding, residual and
-    /// attention for GPT-2, attention for the Llama-likes (as in transformers).
+    /// Returns the model with all dropout probabilities of its family set: embedding, residual and attention for
+    /// GPT-2, attention for the Llama-likes (as in transformers).
     pub fn with_dropout(&self, probability: f64) -> Self {
         let mut changed = self.clone();
         match &mut changed {
@@ -70,12 +71,12 @@ impl ModelConfig {
         changed
     }
 
-    /// Whether experts take a limited number of slots in training, so that some are dropped.
+    /// Returns true if experts have a capacity in training, beyond which slots are dropped.
     pub fn has_capacity(&self) -> bool {
         self.experts().is_some_and(|experts| experts.capacity_factor.is_some())
     }
 
-    /// The same model where experts take all slots.
+    /// Returns the model without expert capacity, so that no slots are dropped.
     pub fn without_capacity(&self) -> Self {
         let mut changed = self.clone();
         if let Self::Llama(LlamaConfig { experts: Some(experts), .. }) = &mut changed {
@@ -84,7 +85,7 @@ impl ModelConfig {
         changed
     }
 
-    /// The same model without dropout.
+    /// Returns the model without dropout.
     pub fn without_dropout(&self) -> Self {
         self.with_dropout(0.0)
     }

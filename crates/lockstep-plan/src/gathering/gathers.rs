@@ -1,58 +1,57 @@
-//! Everything that a rank gathers, when, and what memory that takes: known before it runs, from where its weights stand and how its
-//! passes use them.
+//! All parameter gathers of a rank, their times and their memory, computed before the run from the layout of its weights and its passes.
 
 use super::{GatherPlan, RankPasses, Sequence, TooFewLive};
 use crate::{DType, ModelProfile, Sharding, StoreLayout, Summing, aligned_buffer_bytes};
 
-/// Which store of a rank's own weights.
+/// Store of a rank's weights: trained or frozen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kept {
-    /// What is trained.
+    /// Store of trained weights.
     Trained,
-    /// What is not.
+    /// Store of frozen weights.
     Frozen,
 }
 
-/// A stretch in a bundle.
+/// A flat parameter in a bundle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bundled {
-    /// The store that it is of.
+    /// Store of the flat parameter.
     pub kept: Kept,
-    /// Its number in that store.
+    /// Index of the flat parameter in its store.
     pub stretch: usize,
-    /// Its first element in the bundle.
+    /// Offset in the bundle, in elements.
     pub start: usize,
-    /// Its elements.
+    /// Size in elements.
     pub elements: usize,
-    /// Whether the rank's own part of it is on disk.
+    /// True if the rank's own shard is on disk.
     pub is_on_disk: bool,
-    /// Where what this rank keeps of it for its neighbours begins among all that it keeps so, if it does.
+    /// Offset of its secondary shard among all secondary shards of this rank, in elements; `None` if there is none.
     pub secondary_start: Option<usize>,
 }
 
-/// What a rank gathers.
+/// Parameter gathers of a rank: the bundles, and their plans.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gathers {
-    /// The stretches that the same units read.
+    /// Bundles: flat parameters that are read by the same units.
     pub bundles: Vec<Vec<Bundled>>,
-    /// The bundles that each unit reads.
+    /// For each unit, the bundles that it reads.
     pub needs: Vec<Vec<usize>>,
-    /// The bundle of each stretch of the stores, and where it begins there; none of those that nobody else owns a part of.
+    /// For each flat parameter of both stores, its bundle and its offset there; `None` if it is not sharded and so never gathered.
     pub in_bundle: [Vec<Option<(usize, usize)>>; 2],
-    /// By [`Sequence`].
+    /// Gather plans, indexed by [`Sequence`].
     pub plans: [GatherPlan; 3],
-    /// Elements that this rank keeps for its neighbours; none if it has no neighbours.
+    /// Elements of all secondary shards of this rank; `None` if there are no secondary shard groups.
     pub secondary_elements: Option<usize>,
 }
 
 impl Gathers {
-    /// Those of a rank that keeps its own part of `model` as `stores` are laid out, which `passes` use; `shard_ranks` says how many share
-    /// out what is summed so.
+    /// Plans the gathers of a rank whose shards of `model` are laid out as `stores` and used by `passes`. `shard_ranks` returns the size
+    /// of the shard group for each reduction group.
     ///
-    /// Parts of a vocabulary may differ in size. It is planned with the largest, so that all that gather from each other plan alike.
+    /// Vocabulary shards may differ in size. Planning uses the largest, so that ranks that gather from each other make the same plan.
     ///
     /// # Errors
-    /// [`TooFewLive`].
+    /// If a unit reads more elements than may be unsharded at once.
     pub fn new(
         model: &ModelProfile,
         stores: [Option<&StoreLayout>; 2],
@@ -64,7 +63,7 @@ impl Gathers {
         let (mut bundles, mut needs): (Vec<Vec<Bundled>>, _) = (Vec::new(), vec![Vec::new(); units]);
         let mut in_bundle = [Vec::new(), Vec::new()];
         let mut readers_of: Vec<Vec<usize>> = Vec::new();
-        // Of the largest parts that there are.
+        // Sizes of the largest shards among the tensor-parallel ranks.
         let mut sizes: Vec<usize> = Vec::new();
         for (kept, layout) in [Kept::Trained, Kept::Frozen].into_iter().zip(stores) {
             let Some(layout) = layout else { continue };
@@ -80,7 +79,7 @@ impl Gathers {
             }
             let largest = layout.largest(&model.records, &model.largest_elements);
             for (index, (stretch, readers)) in layout.stretches.iter().zip(readers).enumerate() {
-                // What nobody else owns a part of is read where it is kept, but not from a disk.
+                // A flat parameter that is not sharded is read in place, unless it is on disk.
                 if shard_ranks(stretch.summing) == 1 && !stretch.is_on_disk || readers.is_empty() {
                     in_bundle[kept as usize].push(None);
                     continue;
@@ -132,14 +131,14 @@ impl Gathers {
         Ok(Self { bundles, needs, in_bundle, plans, secondary_elements })
     }
 
-    /// Bytes of the pool in which everything lies that was gathered, if it is of `dtype`.
+    /// Returns the size in bytes of the pool for gathered weights of `dtype`.
     pub fn pool_bytes(&self, dtype: DType) -> usize {
         let bytes = self.pool_elements().saturating_mul(dtype.size_bytes());
         let is_on_disk = self.bundles.iter().flatten().any(|part| part.is_on_disk);
         if is_on_disk { aligned_buffer_bytes(bytes) } else { bytes }
     }
 
-    /// Elements of that pool.
+    /// Returns the size in elements of that pool.
     pub fn pool_elements(&self) -> usize {
         self.plans.iter().map(GatherPlan::pool_elements).max().unwrap_or(0)
     }

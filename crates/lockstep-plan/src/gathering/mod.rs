@@ -1,14 +1,14 @@
-//! Which of the weights that ranks share out are whole on a rank, and when (ZeRO stage 3, FSDP).
+//! Plan of parameter all-gathers under ZeRO stage 3 (FSDP): when each sharded weight is unsharded on a rank, and for how long.
 //!
-//! What the same units read is gathered together, as a *bundle*. A step is a known sequence of uses, each of one unit, so that it is
-//! decided before the run when each bundle is gathered, how long it stays and where it lies; nothing is traced. While a use
-//! computes, the bundles of the next one are on their way. What could stay from one use to a later one does as long as there is room, and
-//! else what is used furthest in the future goes first, as in Gemini's chunk manager (Fang et al., 2023): with bundles of
-//! one size no other choice gathers less (Belady, 1966).
+//! Weights that the same units read are gathered together, as a *bundle*. A step is a known sequence of uses, each of one unit. So this
+//! module decides before the run when each bundle is gathered, how long it stays, and where it lies in the pool; nothing is traced. While
+//! one use computes, the bundles of the next one are prefetched. Bundles are kept between uses as long as there is room. Otherwise the
+//! one whose next use is furthest away is evicted, as in Gemini's chunk manager (Fang et al., 2023); with bundles of one size no other
+//! choice gathers less (Belady, 1966).
 //!
 //! ```text
 //! uses     F0   F1   F2   F3   B3   B2   B1   B0
-//! bundle 0 ====                            -----====      === used, --- on its way or kept for later
+//! bundle 0 ====                            -----====      === used, --- in flight or kept for later
 //! bundle 1 ----====                  ----====
 //! bundle 2      ----====-----------=====
 //! bundle 3           ----============
@@ -28,80 +28,80 @@ pub use gathers::{Bundled, Gathers, Kept};
 pub use packing::{Lifetime, pack};
 pub use uses::{RankPasses, Sequence};
 
-/// A gather is begun at most so many uses ahead: the operations of a group are carried out in their order, and one that is begun too
-/// early only stands before the sums of gradients that are waited for.
+/// Limit on prefetching, in uses. Collectives of a group run in order, so a gather that starts too early only delays gradient reductions
+/// that others wait for.
 const MOST_AHEAD: usize = 4;
 
-/// What happens to a unit's gathered weights after its forward.
+/// Reshard policy: the handling of a unit's gathered weights after its forward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReshardAfterForward {
-    /// They are dropped, but for those that the backward begins with.
+    /// Weights are resharded after each forward, except those that the backward starts with.
     Always,
-    /// Those stay for which there is room.
+    /// Weights stay unsharded as long as there is room.
     #[default]
     Auto,
-    /// They stay; there is room for all.
+    /// Weights stay unsharded; the pool has room for all of them.
     Never,
 }
 
-/// How many of the parameters that ranks share out are whole on a rank at once.
+/// Limits on the sharded parameters that are unsharded on a rank at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LiveParameters {
-    /// What happens to them after a forward.
+    /// Reshard policy after a forward.
     pub reshard: ReshardAfterForward,
-    /// The most elements that are whole at once (DeepSpeed's `stage3_max_live_parameters`); without one, those of two units that
-    /// follow each other. Of no effect where all stay.
+    /// Upper limit of unsharded elements (DeepSpeed's `stage3_max_live_parameters`); `None` for the largest pair of consecutive uses.
+    /// Ignored under [`ReshardAfterForward::Never`].
     pub limit: Option<usize>,
 }
 
-/// One unit reads more than may be whole at once.
+/// Error: one unit reads more parameters than may be unsharded at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("unit {unit} reads {needed} parameters at once, and {limit} may be whole")]
 pub struct TooFewLive {
-    /// The unit.
+    /// Index of the unit.
     pub unit: usize,
-    /// Elements that it reads.
+    /// Elements that the unit reads.
     pub needed: usize,
-    /// The limit.
+    /// Upper limit of unsharded elements.
     pub limit: usize,
 }
 
-/// A bundle from its gather to its last use before it is dropped or overwritten. Uses are counted from the first one of the sequence.
+/// Residency of a bundle in the pool, from its gather to its last use before it is dropped. Times are indices of uses in the sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stay {
-    /// Which bundle.
+    /// Index of the bundle.
     pub bundle: usize,
-    /// The use during which, or, if that reads it already, before which it is gathered.
+    /// Use during which the gather starts; if it equals `first_use`, the gather runs before that use.
     pub from: usize,
-    /// The first use that reads it.
+    /// First use that reads the bundle.
     pub first_use: usize,
-    /// The last.
+    /// Last use that reads the bundle.
     pub to: usize,
-    /// Its first element in the pool.
+    /// Offset of the bundle in the pool, in elements.
     pub start: usize,
-    /// How often it was gathered before in the sequence.
+    /// Number of earlier gathers of this bundle in the sequence.
     pub earlier: usize,
 }
 
-/// When each bundle is gathered for a sequence of uses, and where it lies. Nothing is there before the first use, and nothing is
-/// on its way after the last.
+/// Gathers and pool offsets of all bundles for one sequence of uses. The pool is empty before the first use, and nothing is in flight
+/// after the last.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GatherPlan {
-    /// In the order in which they begin.
+    /// Stays in order of their start.
     stays: Vec<Stay>,
-    /// The number of the first stay that begins with each use or later, and their number.
+    /// For each use, the index of the first stay that starts with it or later; the last entry is the number of stays.
     first_of_use: Vec<usize>,
     pool_elements: usize,
     most_live: usize,
 }
 
 impl GatherPlan {
-    /// Plans a sequence of uses: `uses` are units, each of which reads the bundles `needs[unit]`, in ascending order, of `sizes[bundle]`
-    /// elements. It depends on nothing else, so that ranks that gather from each other decide alike.
+    /// Plans a sequence of uses. `uses` are unit indices; unit `u` reads the bundles `needs[u]`, in ascending order, of `sizes[bundle]`
+    /// elements. The plan depends on nothing else, so ranks that gather from each other make the same one.
     ///
     /// # Errors
-    /// [`TooFewLive`].
+    /// If a unit reads more elements than the limit in `live`.
     pub fn plan(
         sizes: &[usize],
         needs: &[Vec<usize>],
@@ -127,43 +127,43 @@ impl GatherPlan {
         Ok(Self { stays, first_of_use, pool_elements, most_live })
     }
 
-    /// The bundles whose gather begins with a use: first those that it reads itself.
+    /// Returns the stays whose gather starts with a use: those that it reads itself first.
     pub fn begins_with(&self, at: usize) -> &[Stay] {
         &self.stays[self.first_of_use[at]..self.first_of_use[at + 1]]
     }
 
-    /// How many of these a use reads itself.
+    /// Returns how many of [`GatherPlan::begins_with`] the use reads itself; the others are prefetches.
     pub fn read_at_once(&self, at: usize) -> usize {
         self.begins_with(at).partition_point(|stay| stay.first_use == at)
     }
 
-    /// The number of uses.
+    /// Returns the number of uses.
     pub fn len(&self) -> usize {
         self.first_of_use.len().saturating_sub(1)
     }
 
-    /// Whether there is no use.
+    /// Returns true if there are no uses.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// All stays, in the order in which they begin.
+    /// Returns all stays, in order of their start.
     pub fn stays(&self) -> &[Stay] {
         &self.stays
     }
 
-    /// Elements of the pool in which they lie: at least [`GatherPlan::most_live`], and more where bundles of unlike sizes leave gaps.
+    /// Returns the size of the pool in elements: at least [`GatherPlan::most_live`], and more if bundles of different sizes leave gaps.
     pub fn pool_elements(&self) -> usize {
         self.pool_elements
     }
 
-    /// The most elements that are whole, or on their way, at once.
+    /// Returns the maximum number of elements that are unsharded or in flight at once.
     pub fn most_live(&self) -> usize {
         self.most_live
     }
 }
 
-/// How many elements may be whole at once, which all units of the sequence can do with.
+/// Returns the limit of unsharded elements, after a check that it suffices for each unit of the sequence.
 fn limit_of(
     sizes: &[usize],
     needs: &[Vec<usize>],
@@ -198,7 +198,7 @@ impl Planner<'_> {
         self.uses.get(at).map_or(&[], |unit| &self.needs[*unit])
     }
 
-    /// The stays that there are in any case: each bundle with the uses that read it, and with those before them if there is room.
+    /// Returns the mandatory stays: each bundle during the uses that read it, and during the use before them if there is room.
     fn least(&self) -> Vec<Stay> {
         let mut stays: Vec<Stay> = Vec::new();
         let mut last_of: Vec<Option<usize>> = vec![None; self.sizes.len()];
@@ -221,7 +221,7 @@ impl Planner<'_> {
         stays
     }
 
-    /// Joins stays of one bundle where it can be kept between them.
+    /// Joins stays of one bundle if there is room to keep it between them.
     fn keep(&self, stays: &mut Vec<Stay>) {
         let room: Vec<usize> = self.live(stays).into_iter().map(|live| self.limit - live).collect();
         let mut next_of = vec![None; stays.len()];
@@ -231,7 +231,7 @@ impl Planner<'_> {
                 next_of[last] = Some(index);
             }
         }
-        // Those that are kept at the moment: when they are read again, and which stay they continue.
+        // Bundles kept at the moment: the start of the next stay, and the index of the stay before it.
         let mut kept: BTreeSet<(usize, usize)> = BTreeSet::new();
         let mut kept_elements = 0;
         let mut ends: Vec<Vec<usize>> = vec![Vec::new(); self.uses.len()];
@@ -255,7 +255,7 @@ impl Planner<'_> {
                 kept_elements -= self.sizes[stays[index].bundle];
             }
         }
-        // From the last one back, so that a chain of stays ends up in its first.
+        // Backwards, so that a chain of stays ends up in its first.
         let mut is_gone = vec![false; stays.len()];
         for index in (0..stays.len()).rev() {
             if let Some(next) = next_of[index].filter(|_| is_continued[index]) {
@@ -267,7 +267,7 @@ impl Planner<'_> {
         stays.retain(|_| !is_gone.next().unwrap_or(false));
     }
 
-    /// Begins gathers earlier where there is room for it.
+    /// Starts gathers earlier if there is room.
     fn begin_early(&self, stays: &mut [Stay]) {
         let mut live = self.live(stays);
         let mut free_from = vec![0; self.sizes.len()];
@@ -283,7 +283,7 @@ impl Planner<'_> {
         stays.sort_by_key(|stay| (stay.from, stay.first_use, stay.bundle));
     }
 
-    /// The elements that are whole, or on their way, during each use.
+    /// Returns the number of elements that are unsharded or in flight during each use.
     fn live(&self, stays: &[Stay]) -> Vec<usize> {
         let mut changes = vec![(0, 0); self.uses.len() + 1];
         for stay in stays {

@@ -1,18 +1,18 @@
-//! Where things lie that are there at known times: two that are there at once do not overlap, and little is wasted.
+//! Static memory planning: assigns pool offsets to buffers of known lifetimes, so that no two live at once overlap and little is wasted.
 
-/// How long something is there, and how much room it takes.
+/// Lifetime and size of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lifetime {
-    /// The first moment.
+    /// Time of the first use.
     pub from: usize,
-    /// The last.
+    /// Time of the last use, inclusive.
     pub to: usize,
-    /// Its elements.
+    /// Size in elements.
     pub elements: usize,
 }
 
-/// The first element of each in one pool, and the elements of that. The largest are placed first, each as low as those allow that are
-/// there at the same time. They are given in the order in which they begin.
+/// Returns the offset of each buffer in one pool, and the size of the pool, in elements. The largest buffers are placed first, each as
+/// low as the buffers that are live at the same time allow. `lifetimes` are in order of `from`.
 pub fn pack(lifetimes: &[Lifetime]) -> (Vec<usize>, usize) {
     debug_assert!(lifetimes.is_sorted_by_key(|lifetime| lifetime.from), "in the order in which they begin");
     let mut order: Vec<usize> = (0..lifetimes.len()).collect();
@@ -42,7 +42,7 @@ pub fn pack(lifetimes: &[Lifetime]) -> (Vec<usize>, usize) {
     (starts.into_iter().map(Option::unwrap_or_default).collect(), pool)
 }
 
-/// For each the others that are there at any time of its own.
+/// For each buffer, returns the others that are live at any time of its own.
 fn at_once(lifetimes: &[Lifetime]) -> Vec<Vec<usize>> {
     let mut at_once = vec![Vec::new(); lifetimes.len()];
     let mut there: Vec<usize> = Vec::new();

@@ -1,4 +1,4 @@
-//! What must be true of every plan, and that none gathers less where that can be known.
+//! Invariants of every gather plan, and the minimum number of gathers where it can be known.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ fn live(reshard: ReshardAfterForward, limit: Option<usize>) -> LiveParameters {
     LiveParameters { reshard, limit }
 }
 
-/// Forward and backward of a model whose units read a bundle each, `times` times.
+/// Forward and backward of a model whose units read one bundle each, `times` times.
 fn steps(units: usize, times: usize) -> Vec<usize> {
     (0..times).flat_map(|_| (0..units).chain((0..units).rev())).collect()
 }
@@ -22,7 +22,7 @@ fn own_bundles(units: usize) -> Vec<Vec<usize>> {
     (0..units).map(|unit| vec![unit]).collect()
 }
 
-/// What breaks the promises of a plan, if anything.
+/// Returns the first invariant that a plan breaks, if any.
 fn fault(
     plan: &GatherPlan,
     sizes: &[usize],
@@ -63,8 +63,8 @@ fn fault(
     None
 }
 
-/// The fewest gathers of bundles of one size, by trying every choice of what is kept: what each use needs and, if there is room, the
-/// next one has to be there.
+/// Returns the minimum number of gathers of bundles of one size, by trying every choice of what is kept. Each use needs its own bundles
+/// and, if there is room, those of the next one.
 fn fewest_gathers(needs: &[Vec<usize>], uses: &[usize], limit: usize) -> usize {
     let mask = |bundles: &[usize]| bundles.iter().fold(0_u32, |mask, bundle| mask | 1 << bundle);
     let mut best: BTreeMap<u32, usize> = BTreeMap::from([(0, 0)]);
@@ -75,7 +75,7 @@ fn fewest_gathers(needs: &[Vec<usize>], uses: &[usize], limit: usize) -> usize {
         let mut next: BTreeMap<u32, usize> = BTreeMap::new();
         for (&there, &gathers) in &best {
             let come = (needed & !there).count_ones() as usize;
-            // Any part of what was there may be kept.
+            // Any subset of what was there may be kept.
             let mut kept = there;
             loop {
                 let state = kept | needed;
@@ -196,7 +196,7 @@ fn what_the_backward_begins_with_is_what_stays() {
 
 #[test]
 fn a_table_of_the_first_and_the_last_unit_is_gathered_once_if_there_is_room() {
-    // Bundle 0 is the table, 1 to 4 are blocks, 5 what only the last unit reads.
+    // Bundle 0 is the table, 1 to 4 are blocks, 5 is read only by the last unit.
     let needs = vec![vec![0], vec![1], vec![2], vec![3], vec![4], vec![0, 5]];
     let sizes = [9, 1, 1, 1, 1, 1];
     let gathers_of_table = |limit| {
@@ -206,14 +206,14 @@ fn a_table_of_the_first_and_the_last_unit_is_gathered_once_if_there_is_room() {
         assert_eq!(fault(&plan, &sizes, &needs, &steps(6, 1), 14), None);
         (gathers, plan.pool_elements())
     };
-    // Two units that follow each other are eleven elements, and two blocks beside the table as well.
+    // Two consecutive units have eleven elements, and so do two blocks with the table.
     assert_eq!(gathers_of_table(None), (1, 11));
     assert_eq!(gathers_of_table(Some(10)).0, 3);
 }
 
 #[test]
 fn the_stages_of_a_rank_may_follow_each_other_in_any_order() {
-    // Units 0 and 1 are a stage and 4 and 5 another; both parities meet.
+    // Units 0 and 1 are one stage, units 4 and 5 another.
     let needs = vec![vec![0], vec![1], vec![], vec![], vec![2], vec![3]];
     let uses = [0, 1, 4, 5, 5, 4, 0, 1, 1, 0, 4, 5, 5, 4, 1, 0];
     let plan = GatherPlan::plan(&[3; 4], &needs, &uses, live(ReshardAfterForward::Always, None)).unwrap();

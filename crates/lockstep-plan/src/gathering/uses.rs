@@ -1,4 +1,4 @@
-//! In which order a rank's passes use the units of its model: what is known of it before it runs, so that weights are where they are read.
+//! The order in which a rank uses the units of its model. It is known before the run, so that weights can be gathered ahead of their use.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,35 +6,36 @@ use std::sync::Arc;
 use crate::StageMemory;
 use crate::schedule::{PassKind, Schedule};
 
-/// A sequence of uses that is planned as a whole: nothing is kept from one to the next.
+/// A sequence of uses that is planned as a whole; no gathered weight is kept from one sequence to the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sequence {
-    /// All micro-batches of a step, as many as the rank was built for.
+    /// All micro-batches of a step.
     Step,
-    /// One micro-batch.
+    /// Forward and backward of one micro-batch.
     MicroBatch,
-    /// A forward alone.
+    /// Forward of one micro-batch, for evaluation.
     Evaluation,
 }
 
 impl Sequence {
-    /// All of them, in their order.
+    /// All sequences, in the order of [`Gathers::plans`](super::Gathers).
     pub const ALL: [Self; 3] = [Self::Step, Self::MicroBatch, Self::Evaluation];
 }
 
-/// The stages of a rank, and its passes through them.
+/// Stages of a rank, and its forward and backward passes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RankPasses {
-    /// The stages, from the model's first layer on.
+    /// Stages of the rank, first layer first.
     pub stages: Vec<StageMemory>,
-    /// The actions of all ranks of a pipeline, and the rank among them; `None` without a pipeline.
+    /// Schedule of the pipeline, and this rank's index in it; `None` without pipeline parallelism.
     pub pipeline: Option<(Arc<Schedule>, usize)>,
-    /// Micro-batches of a step on this rank; of effect without a pipeline.
+    /// Micro-batches of a step on this rank. With a pipeline, the order of uses follows the schedule instead.
     pub micro_batches: usize,
 }
 
 impl RankPasses {
-    /// Micro-batches of a step whose backward through one of the rank's stages, given by its place among them, is the pass after their forward.
+    /// Returns the number of micro-batches of a step whose backward directly follows their forward. `stage` is an index into the rank's
+    /// own stages.
     pub fn turns_at_once(&self, stage: usize) -> usize {
         let Some((schedule, rank)) = &self.pipeline else { return self.micro_batches };
         let Some(stage) = schedule.stages_of(*rank).nth(stage) else { return 0 };
@@ -50,12 +51,12 @@ impl RankPasses {
         turns.count()
     }
 
-    /// The units that a sequence uses, in its order; `first_trained` is the first that has a backward, if any has one.
+    /// Returns the units that a sequence uses, in order; `first_trained` is the first unit with a backward, if any has one.
     pub fn uses(&self, sequence: Sequence, first_trained: Option<usize>) -> Vec<usize> {
         self.uses_by_pass(sequence, first_trained).into_iter().map(|(_, unit)| unit).collect()
     }
 
-    /// The same, each with its pass.
+    /// Returns the units that a sequence uses, each with the kind of its pass.
     pub fn uses_by_pass(&self, sequence: Sequence, first_trained: Option<usize>) -> Vec<(PassKind, usize)> {
         let mut uses = Vec::new();
         let mut add = |kind: PassKind, units: Range<usize>| {
@@ -78,7 +79,7 @@ impl RankPasses {
             (Sequence::Evaluation, _) => {
                 self.stages.iter().for_each(|stage| add(PassKind::Forward, stage.units.clone()));
             }
-            // Micro-batches of a pipeline are never alone.
+            // A pipeline never runs a single micro-batch.
             (Sequence::MicroBatch, Some(_)) => {}
             (Sequence::Step | Sequence::MicroBatch, None) => {
                 let times = if sequence == Sequence::Step { self.micro_batches } else { 1 };

@@ -1,13 +1,13 @@
-//! Where parameters stand in a flat store: one number for each of their elements, in one buffer for each unit.
+//! Layout of parameters in a flat store, which holds one number per element, in one buffer per unit.
 //!
-//! Each parameter starts at a multiple of 1,024 elements, so that shards can be cut at block borders and the
-//! gradient norm, a sum over such blocks, does not depend on the cut. Those whose gradients are complete at the same time and
-//! summed over the same ranks stand together, in a *stretch*: of it each of the ranks that share out the model's state owns one
-//! of equal ranges, whatever parameters lie there. A store has its stretches whole, or only what the rank owns of them, or nothing
-//! where that is on disk: of a range of any type a disk has whole blocks.
+//! Each parameter starts at a multiple of 1,024 elements. So shards are cut at block borders, and the gradient norm, a sum over such
+//! blocks, does not depend on the cut. Parameters whose gradients are complete at the same time and reduced over the same group form a
+//! *flat parameter* ([`Stretch`], as FSDP's `FlatParameter`). Each rank of the shard group owns one of its equal ranges, whatever
+//! parameters lie there. A store holds its flat parameters whole, or only the rank's shards, or nothing if they are on disk. Every range
+//! fills whole disk blocks in any dtype.
 //!
 //! ```text
-//! unit     [ stretch                           | stretch               ]
+//! unit     [ flat parameter                    | flat parameter        ]
 //!          [ parameter   | parameter      | pad | table             |pad]     parameters start at multiples of 1,024
 //! owned by [ rank 0      | rank 1        | ...  | rank 0 | rank 1 | ... ]     ranges end at multiples of 2,048
 //! ```
@@ -18,84 +18,84 @@ use crate::{
     DISK_ALIGNMENT_BYTES, DType, ParameterRecord, QUANTIZATION_BLOCK, ShardPlace, Summing, booked_bytes,
 };
 
-/// Parameters start at multiples of this many elements.
+/// Alignment of parameters, in elements.
 const ALIGNMENT_ELEMENTS: usize = 1024;
-/// Ranges of owners end at multiples of this many: a block of a disk, in the narrowest type of weights.
+/// Alignment of shard borders, in elements: a disk block of the narrowest weight dtype.
 const RANGE_ALIGNMENT_ELEMENTS: usize = DISK_ALIGNMENT_BYTES / DType::BF16.size_bytes();
 
-/// How much a store has of its stretches.
+/// Part of its flat parameters that a store holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
-    /// All of them.
+    /// All elements of each flat parameter.
     Whole,
-    /// What the rank owns.
+    /// Only the rank's shards.
     Own,
 }
 
-/// Parameters of a unit that stand together.
+/// Flat parameter: consecutive parameters of a buffer whose gradients are complete at the same time and reduced over the same group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stretch {
-    /// The first unit of the buffer in which it lies.
+    /// First unit of the buffer that it lies in.
     pub unit: usize,
-    /// The unit whose backward is the last to contribute to its gradients, but for rows of a table that another one looks up.
+    /// Index of the last unit whose backward contributes to the gradients; sparse embedding rows of a tied table excepted.
     pub completed_by: usize,
-    /// The number of that unit's buffer.
+    /// Index of that unit's buffer.
     pub completed_in: usize,
-    /// Over whom its gradients are summed.
+    /// Group over which the gradients are reduced.
     pub summing: Summing,
-    /// The first element that the store has of it, in the unit's buffer.
+    /// Offset in the unit's buffer of the first element that the store holds.
     pub start: usize,
-    /// How many elements there are, whatever the store has of them.
+    /// Unsharded size in elements, whatever part the store holds.
     pub elements: usize,
-    /// Those of them that the rank owns.
+    /// Range of these elements that the rank owns.
     pub own: Range<usize>,
-    /// Whether the store has nothing of it: it is on disk.
+    /// True if the store holds nothing of it because it is on disk.
     pub is_on_disk: bool,
 }
 
-/// Where everything stands in a store.
+/// Layout of all parameters of a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreLayout {
-    /// What stands together, unit by unit.
+    /// Flat parameters, unit by unit.
     pub stretches: Vec<Stretch>,
-    /// The stretch of each parameter and its first element there, by [`ParameterId`](crate::ParameterId); none for what is left out.
+    /// Flat parameter and offset of each parameter, by [`ParameterId`](crate::ParameterId); `None` if the store does not hold it.
     pub places: Vec<Option<(usize, usize)>>,
-    /// Elements of each unit's buffer; empty for a store that keeps nothing.
+    /// Size of each unit's buffer in elements; empty if the store holds no parameter.
     pub unit_elements: Vec<usize>,
 }
 
-/// Gradients on their way to their owners: those of a unit are in one of two buffers while the next unit's backward
-/// fills the other.
+/// Staging buffers of gradients in flight to their owners. Two buffers alternate: one is reduced while the next unit's backward fills
+/// the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Passage {
-    /// Where each stretch begins in its buffer, in elements.
+    /// Offset of each flat parameter in its buffer, in elements.
     pub offsets: Vec<usize>,
-    /// Elements of both buffers.
+    /// Sizes of both buffers in elements.
     pub elements: [usize; 2],
 }
 
-/// Gradients that go to their owners as records of small integers: those of a unit are in one of two pairs of buffers, one for
-/// what is sent and one for what comes.
+/// Staging buffers of quantized gradients in flight to their owners. Two pairs of buffers alternate; each pair has one for sending and
+/// one for receiving.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordPassage {
-    /// Where each stretch begins in its buffers, in elements; none for one that goes as it is.
+    /// Offset of each flat parameter in its buffers, in elements; `None` if it is not quantized.
     pub offsets: Vec<Option<usize>>,
-    /// Elements of both buffers for what is sent.
+    /// Sizes of both send buffers in elements.
     pub sent: [usize; 2],
-    /// Elements of both buffers for what comes.
+    /// Sizes of both receive buffers in elements.
     pub received: [usize; 2],
 }
 
 impl Stretch {
-    /// Which of two buffers its gradients are in on their way: neighbours have different ones.
+    /// Returns which of the two staging buffers its gradients use; consecutive buffers alternate.
     pub const fn parity(&self) -> usize {
         self.completed_in % 2
     }
 }
 
 impl StoreLayout {
-    /// The layout of a store that has, of those of `records` that `keeps` says by number, as much as `extent`; `place` is the
-    /// rank's among those that share out what is summed so.
+    /// Lays out a store of the `records` for whose index `keeps` returns true; `extent` is the part that it holds. `place` returns the
+    /// rank's position in the shard group of each reduction group.
     pub fn new(
         records: &[ParameterRecord],
         extent: Extent,
@@ -105,8 +105,8 @@ impl StoreLayout {
         Self::partly_on_disk(records, extent, place, keeps, |_, _| false)
     }
 
-    /// As [`StoreLayout::new`], of a store that has nothing of the stretches of which `is_on_disk` says so: by unit, and whether it
-    /// is a table that two layers share.
+    /// Lays out a store as [`StoreLayout::new`], without the flat parameters that are on disk. `is_on_disk` decides by unit and by
+    /// whether it is a tied table.
     pub fn partly_on_disk(
         records: &[ParameterRecord],
         extent: Extent,
@@ -114,8 +114,8 @@ impl StoreLayout {
         keeps: impl Fn(usize) -> bool,
         is_on_disk: impl Fn(usize, bool) -> bool,
     ) -> Self {
-        // The last use of each table, if it is kept here; it is further back in the model. A table that is
-        // tied stands alone: it is cut alike wherever it is held, together with whatever.
+        // The last use of each tied table on this rank; it is further back in the model. A tied table is a flat parameter of its own, so
+        // that it is sharded alike on every stage that holds it.
         let mut tied_in: Vec<Option<(usize, usize)>> = vec![None; records.len()];
         let mut is_tied = vec![false; records.len()];
         for (index, record) in records.iter().enumerate() {
@@ -174,7 +174,8 @@ impl StoreLayout {
         Self { stretches, places, unit_elements }
     }
 
-    /// Which units' state is on disk, if that is `share` of what the rank owns: the first ones, until they have it. By unit.
+    /// Returns, by unit, whether its state is on disk, if that is a fraction `share` of what the rank owns. Units are taken from the
+    /// first one on.
     pub fn units_on_disk(&self, share: f64) -> Vec<bool> {
         let mut elements = vec![0; self.stretches.iter().map(|stretch| stretch.unit + 1).max().unwrap_or(0)];
         for stretch in &self.stretches {
@@ -190,18 +191,18 @@ impl StoreLayout {
         elements.into_iter().map(is_on_disk).collect()
     }
 
-    /// Elements of the longest window of at most `most` elements into which what is on disk is cut; none if nothing is.
+    /// Returns the size in elements of the longest window, of at most `most`, of the state on disk; `None` if there is none.
     pub fn longest_window(&self, most: usize) -> Option<usize> {
         let on_disk = self.stretches.iter().filter(|stretch| stretch.is_on_disk);
         on_disk.map(|stretch| stretch.own.len().min(most)).max().filter(|elements| *elements > 0)
     }
 
-    /// Whether it keeps no parameter.
+    /// Returns true if the store holds no parameter.
     pub fn is_empty(&self) -> bool {
         self.stretches.is_empty()
     }
 
-    /// Bytes of a store of `dtype` laid out so, as they are booked.
+    /// Returns the booked bytes of a store with this layout and `dtype`.
     pub fn booked_bytes(&self, dtype: DType) -> usize {
         let units = self.unit_elements.iter();
         units
@@ -209,7 +210,7 @@ impl StoreLayout {
             .fold(0, usize::saturating_add)
     }
 
-    /// Where gradients of this layout are until their owners have them.
+    /// Returns the staging buffers for gradients with this layout.
     pub fn passage(&self) -> Passage {
         let buffers = self.stretches.iter().map(|stretch| stretch.completed_in + 1).max().unwrap_or(0);
         let (mut ends, mut elements) = (vec![0; buffers], [0; 2]);
@@ -225,8 +226,8 @@ impl StoreLayout {
         Passage { offsets, elements }
     }
 
-    /// Where gradients of those stretches of this layout that `is_coded` says are as records, if the sums of so many replicas
-    /// are exchanged as well.
+    /// Returns the staging buffers for quantized gradients with this layout; `is_coded` selects the flat parameters. With several
+    /// `replicas` the reduced gradients are quantized for the exchange between replicas as well.
     pub fn record_passage(&self, replicas: usize, is_coded: impl Fn(usize) -> bool) -> RecordPassage {
         let buffers = self.stretches.iter().map(|stretch| stretch.completed_in + 1).max().unwrap_or(0);
         let (mut ends, mut sent, mut received) = (vec![0; buffers], [0; 2], [0; 2]);
@@ -238,7 +239,7 @@ impl StoreLayout {
             let start = *end;
             *end += stretch.elements;
             sent[buffer] = (*end).max(sent[buffer]);
-            // Over replicas as many pieces come as there are of them, of which the last may be the longest.
+            // Between replicas one piece arrives from each of them, the last of which may be the longest.
             let piece = (stretch.own.len() / QUANTIZATION_BLOCK).div_ceil(replicas) * QUANTIZATION_BLOCK;
             received[buffer] = (*end).max(replicas * piece).max(received[buffer]);
             Some(start)
@@ -247,7 +248,7 @@ impl StoreLayout {
         RecordPassage { offsets, sent, received }
     }
 
-    /// Elements of each stretch if of every parameter there were `largest_elements`.
+    /// Returns the size in elements of each flat parameter if each parameter had `largest_elements`.
     pub(crate) fn largest(&self, records: &[ParameterRecord], largest_elements: &[usize]) -> Vec<usize> {
         let mut largest = vec![0; self.stretches.len()];
         for ((record, place), elements) in records.iter().zip(&self.places).zip(largest_elements) {

@@ -1,11 +1,11 @@
-//! The headings under which every byte is booked, predicted and reported, and how many bytes a rank will need.
+//! Memory categories, under which every byte is booked, predicted and reported, and the prediction of a rank's memory.
 //!
-//! - [`StoreLayout`]: where the parameters of a model stand in a flat store, and how much of them a rank keeps there.
-//! - [`StageMemory`]: which part of a pipeline's model a rank has, and how many micro-batches of it at once.
-//! - [`ModelProfile`]: what recording a model says of each of its units.
-//! - [`StateLayout`]: the flat stores of a rank, which the engine allocates.
+//! - [`StoreLayout`]: layout of a model's parameters in a flat store, and the part that a rank holds.
+//! - [`StageMemory`]: units of a pipeline stage, and its micro-batches in flight.
+//! - [`ModelProfile`]: memory of each unit of a model, as recorded.
+//! - [`StateLayout`]: flat stores of a rank, which the engine allocates.
 //! - [`MemoryPrediction`]: all of it together with the buffers of passes and collectives, as bytes by category.
-//! - [`HeldActivations`]: what of that a rank has in use when, as its passes come and go.
+//! - [`HeldActivations`]: activation memory in use over the time of a step.
 
 mod layout;
 mod offload_traffic;
@@ -23,31 +23,30 @@ use std::ops::{Add, AddAssign, Index, IndexMut};
 
 use serde::{Deserialize, Serialize};
 
-/// What a byte of memory is for. A buffer has exactly one category from its allocation until its last
-/// owner drops it.
+/// Purpose of a byte of memory. A buffer has one category from its allocation until its last owner drops it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryCategory {
-    /// Weights in the precision that kernels read.
+    /// Weights in the dtype that kernels read.
     Parameters,
     /// Accumulated gradients, always f32.
     Gradients,
-    /// Moments and, under bf16 or f16, the f32 master weights.
+    /// Optimizer moments and, under bf16 or f16, the f32 master weights.
     Optimizer,
-    /// Values saved by a forward for its backward, and the values between blocks.
+    /// Values saved by a forward for its backward, and values between blocks.
     Activations,
-    /// Buckets and staging of collectives.
+    /// Buckets and staging buffers of collectives.
     Communication,
-    /// What lives inside one block's forward or backward, and packed operands.
+    /// Temporary values inside one unit's forward or backward, and packed operands.
     Workspace,
-    /// Copies of the run's state: being saved, or kept to go back to.
+    /// Copies of the run's state, to be saved or to roll back to.
     Snapshot,
-    /// Freed blocks the arena keeps for the next allocation.
+    /// Freed blocks that the arena keeps for later allocations.
     Cached,
 }
 
 impl MemoryCategory {
-    /// All categories, in the order reports print them.
+    /// All categories, in the order of reports.
     pub const ALL: [Self; 8] = [
         Self::Parameters,
         Self::Gradients,
@@ -59,7 +58,7 @@ impl MemoryCategory {
         Self::Cached,
     ];
 
-    /// The name used in `metrics.jsonl`.
+    /// Returns the name used in `metrics.jsonl`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Parameters => "parameters",
@@ -89,13 +88,13 @@ pub use windows::{
     DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, aligned_buffer_bytes, window_bytes, window_memory_bytes,
 };
 
-/// Memory is handed out in whole cache lines.
+/// Granularity of allocations: whole cache lines.
 pub const CACHE_LINE_BYTES: usize = 64;
 
-/// How many bytes an allocation of `bytes` is booked as: whole cache lines, at least one.
+/// Returns the bytes that an allocation of `bytes` is booked as: whole cache lines, at least one.
 pub const fn booked_bytes(bytes: usize) -> usize {
     let lines = bytes.div_ceil(CACHE_LINE_BYTES);
-    // More than the address space saturates, and is refused as any impossible allocation.
+    // Saturates beyond the address space; the allocation is refused like any impossible one.
     if lines == 0 { CACHE_LINE_BYTES } else { lines.saturating_mul(CACHE_LINE_BYTES) }
 }
 
@@ -104,18 +103,18 @@ pub const fn booked_bytes(bytes: usize) -> usize {
 pub struct MemoryBytes([usize; MemoryCategory::ALL.len()]);
 
 impl MemoryBytes {
-    /// The sum over all categories.
+    /// Returns the sum over all categories; it saturates.
     pub fn total(&self) -> usize {
         self.0.iter().fold(0, |sum, bytes| sum.saturating_add(*bytes))
     }
 
-    /// The bytes of each category, in the order of reports.
+    /// Returns the bytes of each category, in the order of reports.
     pub fn entries(&self) -> impl Iterator<Item = (MemoryCategory, usize)> + use<> {
         let bytes = self.0;
         MemoryCategory::ALL.into_iter().map(move |category| (category, bytes[category as usize]))
     }
 
-    /// The greater of both in each category.
+    /// Returns the larger of both values in each category.
     #[must_use]
     pub fn maximum(mut self, other: &Self) -> Self {
         self.0.iter_mut().zip(other.0).for_each(|(bytes, other)| *bytes = (*bytes).max(other));

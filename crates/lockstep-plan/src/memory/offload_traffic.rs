@@ -1,14 +1,14 @@
-//! The bytes that a rank moves in a step between its device and host memory or a disk, where model state or activations are offloaded: known
-//! before the step runs, as its memory is.
+//! Offload traffic of a step: bytes that a rank moves between its device and host memory or disk for offloaded model state and
+//! activations. It is known before the step runs.
 //!
 //! ```text
 //! forward of a unit    reads its weights, writes the frame that its backward will read
 //! backward             reads weights and frame, writes gradients; from the second micro-batch on reads them first, to add to them
-//! update               reads gradients and the optimizer's state window by window, writes the state and with it the weights
+//! optimizer step       reads gradients and optimizer state window by window, writes the state and with it the weights
 //! ```
 //!
-//! Windows that the last pass has left on the device, weights for which the pool has room, and the last frames of a forward that its own
-//! backward follows are not read again.
+//! Three things are not read again: windows that the last pass left on the device, weights that stay in the pool, and the last frames of
+//! a forward whose backward follows directly.
 
 use super::{
     DiskPlan, FRAME_PLACES, StateLayout, StatePlan, StoreKind, StoreLayout, WINDOW_SLOTS, window_bytes,
@@ -17,20 +17,20 @@ use crate::gathering::{Gathers, Kept, RankPasses, Sequence, TooFewLive};
 use crate::schedule::PassKind;
 use crate::{DType, ModelProfile, StageMemory, Summing};
 
-/// Bytes of offloaded state that a rank moves.
+/// Offload traffic in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OffloadBytes {
-    /// From host memory or disk.
+    /// Bytes read from host memory or disk.
     pub read: u64,
-    /// To it.
+    /// Bytes written to host memory or disk.
     pub written: u64,
-    /// The part of both that overlaps with no computation: weights that no earlier pass has room for, gradients that are added to, and writes
-    /// while all staging buffers are being written out.
+    /// Part of both that overlaps with no computation: weights that cannot be prefetched, gradients that are accumulated into, and writes
+    /// while all staging buffers are in use.
     pub waited: u64,
 }
 
 impl OffloadBytes {
-    /// Both ways.
+    /// Returns the bytes read and written.
     pub const fn total(&self) -> u64 {
         self.read + self.written
     }
@@ -56,14 +56,14 @@ impl std::ops::Add for OffloadBytes {
     }
 }
 
-/// Bytes that a rank moves in a step, by pass.
+/// Offload traffic of a rank in a step, by pass.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OffloadTraffic {
-    /// In all forwards of each unit of the model; empty if nothing is moved.
+    /// All forwards of each unit of the model; empty if nothing is moved.
     pub forward: Vec<OffloadBytes>,
-    /// In all backwards of each unit of the model.
+    /// All backwards of each unit of the model; empty if nothing is moved.
     pub backward: Vec<OffloadBytes>,
-    /// In the optimizer step.
+    /// Traffic of the optimizer step.
     pub update: OffloadBytes,
 }
 
@@ -78,12 +78,12 @@ impl OffloadTraffic {
         Self { forward: units.clone(), backward: units, update: OffloadBytes::default() }
     }
 
-    /// Whether nothing is moved.
+    /// Returns true if nothing is moved.
     pub fn is_nothing(&self) -> bool {
         self.forward.is_empty()
     }
 
-    /// Sum over the passes and the optimizer step.
+    /// Returns the sum over all passes and the optimizer step.
     pub fn total(&self) -> OffloadBytes {
         let passes = self.forward.iter().chain(&self.backward).copied();
         passes.fold(self.update, |sum, bytes| sum + bytes)
@@ -91,7 +91,7 @@ impl OffloadTraffic {
 }
 
 impl RankTraffic {
-    /// The same with a share of the bytes of all passes, for a share of the micro-batches.
+    /// Returns the traffic with a fraction `share` of all passes' bytes, for that fraction of the micro-batches.
     #[must_use]
     pub fn of_passes(&self, share: f64) -> Self {
         let part = |bytes: u64| (bytes as f64 * share) as u64;
@@ -126,16 +126,16 @@ impl std::ops::Add for OffloadTraffic {
     }
 }
 
-/// What a rank moves in a step over the link to its host and to and from its disk.
+/// Offload traffic of a rank in a step, over its link to the host and to its disk.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RankTraffic {
-    /// To and from host memory.
+    /// Traffic to and from host memory.
     pub host: OffloadTraffic,
-    /// To and from the disk.
+    /// Traffic to and from the disk.
     pub disk: OffloadTraffic,
 }
 
-/// Traffic of a rank with these passes of `model` for its offloaded model state and for its offloaded activations; arguments are those of
+/// Returns the traffic of offloaded model state and of offloaded activations, `[state, activations]`. The arguments are those of
 /// [`predicted`](super::predicted).
 ///
 /// # Errors
@@ -151,7 +151,7 @@ pub fn offload_traffic_by_kind(
     Ok(layout.offload_traffic(model, passes, gathers.as_ref()))
 }
 
-/// Bytes of host memory or disk that the offloaded model state and activations of a rank take: `[state, activations]`.
+/// Returns the bytes that a rank's offloaded model state and activations take in host memory or on disk: `[state, activations]`.
 pub fn offloaded_bytes(
     model: &ModelProfile,
     stages: &[StageMemory],
@@ -171,18 +171,18 @@ pub fn offloaded_bytes(
     [of_state, of_activations]
 }
 
-/// Offloaded state as windows, and which of them are in memory.
+/// Windows of an offload file, and the ones in memory.
 struct Windows {
-    /// The bytes of each.
+    /// Bytes of each window.
     bytes: Vec<u64>,
-    /// The first window of each stretch, and the number of all.
+    /// Index of the first window of each flat parameter; the last entry is the number of windows.
     first: Vec<usize>,
     slots: [Option<usize>; WINDOW_SLOTS],
     turn: usize,
 }
 
 impl Windows {
-    /// Those of what a store has on disk, with tensors of these types beside each other.
+    /// Cuts the offloaded part of a store into windows, each with tensors of these dtypes.
     fn new(layout: &StoreLayout, dtypes: &[DType], window_elements: usize) -> Self {
         let (mut bytes, mut first) = (Vec::new(), vec![0]);
         for stretch in &layout.stretches {
@@ -196,7 +196,7 @@ impl Windows {
         Self { bytes, first, slots: [None; WINDOW_SLOTS], turn: 0 }
     }
 
-    /// Has a window in memory: the bytes that have to be read for it, 0 if it was there.
+    /// Loads a window and returns the bytes read: 0 if it was in memory.
     fn load(&mut self, window: usize) -> u64 {
         if self.slots.contains(&Some(window)) {
             return 0;
@@ -206,12 +206,12 @@ impl Windows {
         self.bytes[window]
     }
 
-    /// Has all windows in memory, one after the other: the bytes that are read for that.
+    /// Loads all windows in order and returns the bytes read.
     fn pass(&mut self) -> u64 {
         (0..self.bytes.len()).map(|window| self.load(window)).sum()
     }
 
-    /// The windows in memory, the next to be replaced first: what later loads depend on.
+    /// Returns the windows in memory, next to be replaced first; later loads depend on nothing else.
     fn in_order_of_replacement(&self) -> [Option<usize>; WINDOW_SLOTS] {
         let mut slots = self.slots;
         slots.rotate_left(self.turn);
@@ -228,8 +228,8 @@ impl Windows {
 }
 
 impl StateLayout {
-    /// Traffic of the rank in a step for its offloaded model state and for its offloaded activations. The arguments are those that the state
-    /// was laid out for, and its [`gathers`](StateLayout::gathers).
+    /// Returns the traffic of a step for offloaded model state and for offloaded activations, `[state, activations]`. The arguments must
+    /// be those of the state layout, and its [`gathers`](StateLayout::gathers).
     pub fn offload_traffic(
         &self,
         model: &ModelProfile,
@@ -251,7 +251,7 @@ impl StateLayout {
         [of_state, of_activations]
     }
 
-    /// Weights, before each use for which they are not there.
+    /// Adds the reads of weights before each use for which they are not in the pool.
     fn move_weights(
         &self,
         disk: DiskPlan,
@@ -280,16 +280,16 @@ impl StateLayout {
         }
     }
 
-    /// Gradients, which each micro-batch writes and the next one reads to add to them, and the update's way through them and the state.
+    /// Adds the traffic of gradients, which every micro-batch after the first reads and accumulates into, and that of the optimizer step.
     fn move_gradients_and_state(&self, disk: DiskPlan, micro_batches: usize, traffic: &mut OffloadTraffic) {
         let [state, gradients, _] = self.files();
         let Some((layout, dtypes)) = gradients else { return };
         let mut gradients = Windows::new(layout, &dtypes, disk.window_elements);
-        // Stretches in the order in which backwards complete them.
+        // Flat parameters in the order in which backwards complete them.
         let mut completed: Vec<usize> = (0..layout.stretches.len()).collect();
         completed.sort_by_key(|stretch| std::cmp::Reverse(layout.stretches[*stretch].completed_by));
         let of_micro_batch = |gradients: &mut Windows, adds: bool| {
-            // What is written last goes beside the next unit: all places where none is read into, else half of them.
+            // Writes of the last windows overlap with the next unit: all slots if none is needed for reads, otherwise half of them.
             let beside = if adds { WINDOW_SLOTS / 2 } else { WINDOW_SLOTS };
             let mut of_units: Vec<(usize, OffloadBytes)> = Vec::new();
             for &stretch in &completed {
@@ -316,7 +316,7 @@ impl StateLayout {
         while left > 0 {
             let before = gradients.in_order_of_replacement();
             let moved = of_micro_batch(&mut gradients, true);
-            // Every further micro-batch moves the same once it leaves the windows as it found them.
+            // Once a micro-batch leaves the windows as it found them, every further one moves the same bytes.
             let times = if gradients.in_order_of_replacement() == before { left } else { 1 };
             add(moved, times);
             left -= times;
@@ -324,7 +324,7 @@ impl StateLayout {
         traffic.update.read += gradients.pass();
         if let Some((layout, dtypes)) = state {
             let mut windows = Windows::new(layout, &dtypes, disk.window_elements);
-            // As in all steps but the first.
+            // Steady state: the previous step left its last windows in memory.
             windows.pass();
             traffic.update.read += windows.pass();
             traffic.update.written += windows.total();
@@ -333,7 +333,7 @@ impl StateLayout {
 }
 
 impl ModelProfile {
-    /// What units keep, from their forward to their backward.
+    /// Adds the traffic of frames, written by the forward and read by the backward.
     fn move_frames(&self, passes: &RankPasses, traffic: &mut OffloadTraffic) {
         let micro_batches = passes.micro_batches as u64;
         let is_alone = |stage: &StageMemory| passes.stages.len() == 1 && stage.slots == 1;
@@ -343,8 +343,8 @@ impl ModelProfile {
             let first_of_last = frames.len().saturating_sub(FRAME_PLACES);
             for (number, (unit, bytes)) in frames.into_iter().enumerate() {
                 let is_last = number >= first_of_last;
-                // A backward that follows its own forward finds the last frames where they are, and where none but it can follow they
-                // need not be written.
+                // A backward that follows its own forward finds the last frames in memory. If every backward does, they need not be
+                // written.
                 let (written, found) = match is_last {
                     true if is_alone(stage) => (0, micro_batches),
                     true => (micro_batches, passes.turns_at_once(index) as u64),

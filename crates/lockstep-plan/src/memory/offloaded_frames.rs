@@ -1,16 +1,16 @@
-//! Offloaded activations: the frames of units that go to disk between their forward and their backward, and how many are in memory at a time.
+//! Activation offload to disk: the frames that are offloaded, and the number of them in memory at a time.
 
 use super::windows::{DISK_ALIGNMENT_BYTES, aligned_buffer_bytes};
 use super::{ModelProfile, StageMemory};
 
-/// Frames in memory: that of the unit at work, the one that ends in its input, and one on its way.
+/// Frame buffers in memory: one for the unit that runs, one for the frame that ends in its input, and one for a transfer.
 pub const FRAME_PLACES: usize = 3;
 
 impl ModelProfile {
-    /// Bytes of the file that the frame of a unit of `stage` takes, where frames are on disk. None of one that stays in memory: the head's,
-    /// which is read again at once, and one that holds nothing.
+    /// Returns the bytes of a unit's frame in the offload file, if frames are offloaded. `None` if the frame stays in memory: that of the
+    /// head, which is read again at once, or an empty one.
     ///
-    /// What a stage hands on is not in the frame of its last unit there, for it stays in memory until it has been sent.
+    /// A stage's output is not in its last unit's frame on disk. It stays in memory until it has been sent.
     pub fn frame_on_disk_bytes(&self, stage: &StageMemory, unit: usize) -> Option<usize> {
         let of_unit = &self.units[unit];
         let is_last = unit + 1 == stage.units.end;
@@ -19,7 +19,7 @@ impl ModelProfile {
         (bytes > 0 && !is_head).then(|| bytes.next_multiple_of(DISK_ALIGNMENT_BYTES))
     }
 
-    /// Bytes of the frame of a unit of `stage` in memory; none of one on disk.
+    /// Returns the bytes of a unit's frame in memory; `None` if it is on disk.
     pub fn frame_in_memory_bytes(
         &self,
         stage: &StageMemory,
@@ -34,7 +34,7 @@ impl ModelProfile {
         }
     }
 
-    /// How many frames of these stages are in memory at a time where they are on disk, and the bytes of each.
+    /// Returns the number of frame buffers in memory if frames of `stages` are on disk, and the bytes of each.
     pub fn frame_places(&self, stages: &[StageMemory]) -> (usize, usize) {
         let (mut frames, mut longest) = (0, 0);
         for stage in stages {

@@ -1,38 +1,38 @@
-//! What a rank has in use when: activations as micro-batches come and go, unit by unit of each pass of a simulated step.
+//! Activation memory in use over the time of a simulated step, unit by unit of each pass.
 //!
-//! The ledger books memory for as many micro-batches as are in a stage at once, for the whole step; here is what of it holds something. A
-//! micro-batch is in a stage from the receive of its values, but its frames are filled by the forward, and a stage's chunks are not
-//! fullest at the same time; so the most that is in use is no more than what is booked, and near it.
+//! The ledger books memory for the maximum number of micro-batches in flight, for the whole step. This module computes how much of it is
+//! in use. A micro-batch is in a stage from the receive of its input, but its frames fill during the forward. Moreover, the chunks of a
+//! rank do not peak at the same time. So the peak in use is at most what is booked, and close to it.
 
 use crate::schedule::{Action, Message, PassKind, Span};
 use crate::{DType, ModelProfile, StageMemory, booked_bytes};
 
-/// What a stage holds of one micro-batch.
+/// Activation memory of one micro-batch in a stage.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HeldOfStage {
-    /// The stage.
+    /// Index of the stage.
     pub stage: usize,
-    /// Of each unit, from its forward until its backward is done.
+    /// Saved activations of each unit, from its forward to the end of its backward.
     pub kept_bytes: Vec<usize>,
-    /// Of each unit, between the halves of a split backward.
+    /// Values of each unit that are saved between the halves of a split backward.
     pub deferred_bytes: Vec<usize>,
-    /// What the stage is given, with the numbers of the tokens: from its receive, or from the forward, until the last pass.
+    /// Input of the stage with its token ids, from the receive (or the forward) until the last pass.
     pub given_bytes: usize,
-    /// The gradient of what it hands on, from its receive until the gradient of the input is there.
+    /// Gradient of the stage's output, from its receive until the input gradient is complete.
     pub gradient_bytes: usize,
 }
 
-/// What the stages of a rank hold of activations.
+/// Activation memory of a rank's stages.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HeldActivations {
-    /// What is there for the whole step, whatever it does.
+    /// Bytes that are in use during the whole step.
     pub always_bytes: usize,
-    /// Each stage of the rank.
+    /// Memory of each stage of the rank.
     pub stages: Vec<HeldOfStage>,
 }
 
 impl ModelProfile {
-    /// What these stages hold, which have the numbers `numbers`, and of which some frames may be on disk.
+    /// Returns the activation memory of these stages, whose indices in the pipeline are `numbers`. Frames are on disk if `are_on_disk`.
     pub fn held_activations(
         &self,
         stages: &[StageMemory],
@@ -77,7 +77,7 @@ impl ModelProfile {
     }
 }
 
-/// Something that is taken or given back.
+/// Change of the memory in use.
 #[derive(Debug, Clone, Copy)]
 struct Change {
     at_ms: f64,
@@ -85,15 +85,15 @@ struct Change {
 }
 
 impl HeldActivations {
-    /// From which moment on how many bytes are in use, while the rank does these things. `seconds` says what the forward and the backward of
-    /// each unit of a stage take beside each other: passes go through units in proportion.
+    /// Returns the bytes in use over time, as (milliseconds, bytes) at each change, for a rank that runs `spans`. `seconds(stage)` are
+    /// the relative durations of the forward and backward of each unit, in which a pass is divided.
     pub fn over_time(&self, spans: &[Span], seconds: impl Fn(usize) -> Vec<[f64; 2]>) -> Vec<(f64, usize)> {
         let mut changes = Vec::new();
         for held in &self.stages {
             let of_stage = StageChanges::new(held, spans, &seconds(held.stage));
             spans.iter().for_each(|span| of_stage.add(span, &mut changes));
         }
-        // What ends at a moment makes room for what begins.
+        // Memory that is freed at a moment is available to what starts then.
         changes.sort_by(|a, b| a.at_ms.total_cmp(&b.at_ms).then(a.bytes.cmp(&b.bytes)));
         let mut now = self.always_bytes as i64;
         let mut curve = vec![(0.0, self.always_bytes)];
@@ -109,13 +109,13 @@ impl HeldActivations {
     }
 }
 
-/// How the passes of a stage change what is in use.
+/// Effect of a stage's passes on the memory in use.
 struct StageChanges<'h> {
     held: &'h HeldOfStage,
-    /// Where in a forward each unit begins, and where in a backward it ends, as shares of the pass.
+    /// For each unit, the start in the forward and the end in the backward, as fractions of the pass.
     begins: Vec<f64>,
     ends: Vec<f64>,
-    /// Whether values, and gradients, come by messages of other ranks.
+    /// True if activations, and true if gradients, are received from other ranks.
     receives: [bool; 2],
 }
 
@@ -136,7 +136,7 @@ impl<'h> StageChanges<'h> {
             *done += share;
             Some(begin)
         };
-        // Backwards go through the units from the last to the first.
+        // A backward runs the units from the last to the first.
         let end = |left: &mut f64, share: f64| {
             let end = *left;
             *left -= share;
@@ -200,7 +200,7 @@ mod tests {
     use crate::schedule::{Costs, Kind, Schedule, StageCost};
     use crate::{ContextPlace, UnitProfile};
 
-    /// Stages of two units of 100 and 200 bytes, with 30 that a stage is given and 7 of a gradient.
+    /// Stages of two units of 100 and 200 bytes, with 30 bytes of input and 7 of gradient.
     fn held(schedule: &Schedule, rank: usize) -> HeldActivations {
         let of_stage = |stage: usize| HeldOfStage {
             stage,
@@ -212,7 +212,7 @@ mod tests {
         HeldActivations { always_bytes: 1000, stages: schedule.stages_of(rank).map(of_stage).collect() }
     }
 
-    /// What the slots of a rank's stages come to.
+    /// Returns the bytes of all slots of the rank's stages.
     fn booked(held: &HeldActivations, schedule: &Schedule) -> usize {
         let of_stage = |held: &HeldOfStage| {
             let of_units = held.kept_bytes.iter().chain(&held.deferred_bytes).sum::<usize>();
@@ -250,11 +250,11 @@ mod tests {
                 let curve = held.over_time(&simulation.spans[rank], |_| vec![[1.0, 2.0]; 2]);
                 let most = curve.iter().map(|(_, bytes)| *bytes).max().unwrap() - held.always_bytes;
                 let booked = booked(&held, &schedule) - held.always_bytes;
-                // Pairs of micro-batch and chunk, with what they are given and keep.
+                // Pairs of micro-batch and chunk, each with its input and its saved activations.
                 let least = simulation.peak_activations[rank] * (300 + 30);
                 let what = format!("{kind:?}, rank {rank}: {most} of {booked} booked, at least {least}");
                 assert!((least..=booked).contains(&most), "{what}");
-                // Receives are posted a pass early, and chunks are not fullest at once.
+                // Receives are posted one pass early, and chunks do not peak at once.
                 assert!(most as f64 >= 0.5 * booked as f64, "{what}");
                 assert!(curve.is_sorted_by(|a, b| a.0 < b.0), "{what}: {curve:?}");
                 assert_eq!(curve.last().map(|(_, bytes)| *bytes), Some(held.always_bytes), "{what}");
@@ -294,7 +294,7 @@ mod tests {
                 let stages = StageMemory::of_rank(&schedule, &units, rank);
                 let held = profile.held_activations(&stages, schedule.stages_of(rank), are_on_disk);
                 let ledger = profile.activation_bytes(&stages, are_on_disk);
-                // A unit that keeps nothing is booked a line all the same, as any buffer.
+                // A unit without saved activations is booked one cache line, like any buffer.
                 assert_eq!(booked(&held, &schedule), ledger, "{kind:?}, rank {rank}, disk {are_on_disk}");
             }
         }

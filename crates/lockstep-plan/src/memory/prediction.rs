@@ -1,8 +1,8 @@
-//! Bytes that a rank books under a plan, known before anything is allocated: its [`StateLayout`], summed, and the buffers that its passes,
-//! collectives and transfers work in. Tests hold the latter to what the engine books, byte by byte.
+//! Predicted memory of a rank under a plan, before anything is allocated: its [`StateLayout`], and the buffers of passes, collectives and
+//! transfers. Tests compare the latter with what the engine books, byte by byte.
 //!
-//! What is not predicted is what kernels take for the time of a call and give back (booked as workspace, then as cached): it
-//! depends on the instructions that a CPU has, and on no plan but by the micro-batch.
+//! Temporary memory inside a kernel call is not predicted (booked as workspace, then as cached). It depends on the CPU's instruction set,
+//! and on the plan only through the micro-batch size.
 
 use super::{StateItem, StateLayout, StatePlan, StoreKind};
 use crate::gathering::{Gathers, RankPasses, TooFewLive};
@@ -11,33 +11,33 @@ use crate::{
     Summing, UnitProfile, booked_bytes, window_bytes, window_memory_bytes,
 };
 
-/// Something that a rank has in memory.
+/// A group of buffers of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryItem {
-    /// What it is booked as.
+    /// Category that it is booked under.
     pub category: MemoryCategory,
-    /// What it is.
+    /// Description for reports.
     pub what: &'static str,
     /// Bytes that are booked.
     pub bytes: usize,
-    /// Whether it is room that a step may not need all of: the system gives pages when they are first written.
+    /// True for address space that a step may not fill; the system commits pages when they are first written.
     pub is_reserve: bool,
 }
 
-/// Everything that a rank has in memory.
+/// All memory of a rank.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MemoryPrediction {
-    /// What there is, in the order of the categories.
+    /// Buffers, in the order of the categories.
     pub items: Vec<MemoryItem>,
 }
 
 impl MemoryPrediction {
-    /// What is booked.
+    /// Returns the booked bytes by category.
     pub fn by_category(&self) -> MemoryBytes {
         self.bytes_where(|_| true)
     }
 
-    /// What of it a step writes to in any case.
+    /// Returns the bytes by category that every step touches: all but reserves.
     pub fn touched(&self) -> MemoryBytes {
         self.bytes_where(|item| !item.is_reserve)
     }
@@ -63,7 +63,7 @@ impl MemoryPrediction {
     }
 }
 
-/// What a rank with these passes of `model` books; `shard_ranks` says how many share out what is summed so
+/// Predicts the memory of a rank with these passes of `model`. `shard_ranks` returns the size of the shard group for each reduction group
 /// ([`Mesh::shard_ranks`](crate::Mesh::shard_ranks)).
 ///
 /// # Errors
@@ -80,8 +80,8 @@ pub fn predicted(
 }
 
 impl StateLayout {
-    /// The memory of the rank: its stores, copies of them, and the buffers of its passes, collectives and transfers. The arguments are those
-    /// that the state was laid out for, and its [`gathers`](StateLayout::gathers).
+    /// Returns the memory of the rank: its stores, copies of them, and the buffers of its passes, collectives and transfers. The
+    /// arguments must be those of the state layout, and its [`gathers`](StateLayout::gathers).
     pub fn memory(
         &self,
         model: &ModelProfile,
@@ -114,7 +114,7 @@ impl StateLayout {
         memory
     }
 
-    /// Copies of the state: to go back to, and to be saved. There is no copy of what is offloaded.
+    /// Adds the copies of the state, for rollback and for saving. Offloaded state is not copied.
     fn book_copies(&self, memory: &mut MemoryPrediction) {
         let StatePlan { on_disk, kept_copies, saved_copies, .. } = self.plan;
         let bytes = if on_disk.is_some() { 0 } else { self.saved().map(StateItem::booked_bytes).sum() };
@@ -123,7 +123,7 @@ impl StateLayout {
         memory.reserve(MemoryCategory::Snapshot, "a state being saved", copies(saved_copies));
     }
 
-    /// Memory for windows of each file on disk.
+    /// Adds the memory for windows of each offload file.
     fn book_windows(&self, memory: &mut MemoryPrediction) {
         let Some(DiskPlan { window_elements, .. }) = self.plan.on_disk else { return };
         let names = ["windows of the optimizer's state", "windows of gradients", "windows of frozen weights"];
@@ -135,7 +135,7 @@ impl StateLayout {
         }
     }
 
-    /// Gradients of the rows that tokens look up in a table which the output layer shares.
+    /// Adds the sparse gradients of embedding rows of a tied table.
     fn book_looked_up(&self, model: &ModelProfile, memory: &mut MemoryPrediction) {
         for (_, table) in self.tied_tables() {
             let sizes = LookedUpSizes::new(&self.records[table.0], model.tokens, self.plan.micro_batches);
@@ -146,7 +146,7 @@ impl StateLayout {
         }
     }
 
-    /// Weights that are whole while units work with them, and what is kept of them for neighbours.
+    /// Adds the pool of gathered weights, its quantized form, and secondary shards.
     fn book_gathered(&self, gathers: &Gathers, dtype: DType, memory: &mut MemoryPrediction) {
         let category = MemoryCategory::Communication;
         memory.add(category, "gathered weights", booked_bytes(gathers.pool_bytes(dtype)));
@@ -158,7 +158,7 @@ impl StateLayout {
         memory.add(MemoryCategory::Parameters, "weights kept for neighbours", kept);
     }
 
-    /// Gradients on their way to their owners, as they are and as codes.
+    /// Adds the staging buffers of gradients, plain and quantized.
     fn book_passing(&self, memory: &mut MemoryPrediction) {
         let category = MemoryCategory::Communication;
         let both = |elements: [usize; 2], bytes: &dyn Fn(usize) -> usize| -> usize {
@@ -176,21 +176,21 @@ impl StateLayout {
     }
 }
 
-/// What the gradients of looked-up rows of a table take: room for as many rows as a step can ever look up.
+/// Sizes of the sparse gradient of a tied embedding table, with room for every row that a step can look up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LookedUpSizes {
-    /// Rows.
+    /// Maximum number of rows.
     pub capacity: usize,
-    /// Bytes of the rows, in f32.
+    /// Bytes of the rows in f32.
     pub rows_bytes: usize,
-    /// Bytes of the rows' numbers in the table.
+    /// Bytes of the row indices.
     pub row_ids_bytes: usize,
-    /// Bytes of the row of each token of a micro-batch.
+    /// Bytes of the row index of each token of a micro-batch.
     pub token_rows_bytes: usize,
 }
 
 impl LookedUpSizes {
-    /// For `table` and `micro_batches` of `tokens`, on all replicas together.
+    /// Computes the sizes for `table` and `micro_batches` of `tokens` each, on all replicas together.
     pub fn new(table: &ParameterRecord, tokens: usize, micro_batches: usize) -> Self {
         let shape = table.local_shape();
         let capacity = shape[0].min(tokens.saturating_mul(micro_batches));
@@ -204,7 +204,7 @@ impl LookedUpSizes {
     }
 }
 
-/// Bytes of some stages that do not depend on the state.
+/// Activation and buffer sizes of a rank's stages, independent of the model state.
 impl ModelProfile {
     fn book_activations(&self, stages: &[StageMemory], are_on_disk: bool, prediction: &mut MemoryPrediction) {
         let category = MemoryCategory::Activations;
@@ -244,7 +244,7 @@ impl ModelProfile {
         prediction.add(category, "micro-batches", inputs);
     }
 
-    /// Bytes of activations that these stages book, with what units keep in memory or on disk.
+    /// Returns the booked activation bytes of these stages, with frames in memory or on disk.
     pub fn activation_bytes(&self, stages: &[StageMemory], are_on_disk: bool) -> usize {
         let mut prediction = MemoryPrediction::default();
         self.book_activations(stages, are_on_disk, &mut prediction);
@@ -255,7 +255,7 @@ impl ModelProfile {
         stages.iter().flat_map(|stage| &self.units[stage.units.clone()])
     }
 
-    /// Bytes that a unit works in: those of the largest.
+    /// Returns the workspace bytes of the largest unit.
     pub fn workspace_bytes(&self, stages: &[StageMemory]) -> usize {
         let splits = stages.iter().any(|stage| stage.splits_backward);
         let of_unit = |unit: &UnitProfile| {
@@ -264,7 +264,7 @@ impl ModelProfile {
         self.units_of(stages).map(of_unit).max().unwrap_or(0)
     }
 
-    /// Bytes of keys and values, and of their gradients, that go round the ranks that share sequences.
+    /// Returns the bytes of the ring attention buffers.
     fn ring_bytes(&self, stages: &[StageMemory]) -> usize {
         let elements = self.units_of(stages).map(|unit| unit.ring_elements).max().unwrap_or(0);
         if elements == 0 {
@@ -275,7 +275,7 @@ impl ModelProfile {
         blocks.blocks_bytes.into_iter().chain(blocks.gradients_bytes).map(booked_bytes).sum()
     }
 
-    /// Bytes of the two outputs of units that are whole, of those that ranks keep slices of.
+    /// Returns the bytes of two gathered unit outputs, if any output is sliced.
     fn gathering_bytes(&self, stages: &[StageMemory]) -> usize {
         let slices = |unit: usize| self.units[unit].slices_output;
         let any =
@@ -283,26 +283,26 @@ impl ModelProfile {
         if any { 2 * booked_bytes(self.gathered_bytes) } else { 0 }
     }
 
-    /// Bytes of rows that are on their way beside products.
+    /// Returns the bytes of row chunks in flight.
     fn transit_bytes(&self, stages: &[StageMemory]) -> usize {
         self.units_of(stages).filter_map(|unit| unit.transit_bytes).max().map_or(0, booked_bytes)
     }
 }
 
-/// Buffers of ring attention.
+/// Sizes of the ring attention buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RingSizes {
-    /// One block that goes, one that comes, and a copy to compute with of what has to go on at once.
+    /// Send block, receive block, and a copy to compute with while the block is sent on.
     pub blocks_bytes: [usize; 3],
-    /// Two blocks of gradients that are added to and sent by turns, and one that comes; f32.
+    /// Two gradient blocks that alternate between accumulation and sending, and one to receive; f32.
     pub gradients_bytes: [usize; 3],
 }
 
 impl RingSizes {
-    /// For blocks of so many elements of keys and values, of `dtype`, that go round `ranks`.
+    /// Computes the sizes for blocks of `elements` keys and values of `dtype` in a ring of `ranks`.
     pub fn new(elements: usize, dtype: DType, ranks: usize, has_gradients: bool) -> Self {
         let bytes = elements * dtype.size_bytes();
-        // The last of two ranks sends nothing on.
+        // In a ring of two, nothing is sent on.
         let copy_bytes = if ranks > 2 { bytes } else { 0 };
         let gradient_bytes = if has_gradients { elements * DType::F32.size_bytes() } else { 0 };
         Self { blocks_bytes: [bytes, bytes, copy_bytes], gradients_bytes: [gradient_bytes; 3] }

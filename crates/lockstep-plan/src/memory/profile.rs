@@ -1,69 +1,69 @@
-//! What recording a model says of each of its units: everything that its memory depends on, and nothing of a plan but the
-//! rank's place among those that share a block.
+//! Memory of each unit of a model, as recorded. It depends on nothing of a plan except the rank's place in the tensor-, context- and
+//! expert-parallel groups.
 
 use crate::{ContextPlace, DType, ParameterId, ParameterRecord};
 
-/// One unit: the embedding, a block, or the head.
+/// Memory of one unit: the embedding, a block, or the head.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct UnitProfile {
-    /// The parameters that it reads.
+    /// Parameters that the unit reads.
     pub parameters: Vec<ParameterId>,
-    /// Bytes kept from its forward to its backward, its output included, or the rank's slice of that.
+    /// Bytes of the frame: saved activations from forward to backward, including the output or the rank's slice of it.
     pub frame_bytes: usize,
-    /// Bytes of it that lie before the output.
+    /// Bytes of the frame before the output.
     pub saved_bytes: usize,
-    /// Whether ranks that have the same output keep a slice of it each, to gather it before the next unit's backward.
+    /// True if the tensor-parallel group shards the output in the frame and gathers it before the next unit's backward.
     pub slices_output: bool,
-    /// Bytes kept between the halves of a split backward.
+    /// Bytes saved between the halves of a split backward.
     pub deferred_bytes: usize,
-    /// Bytes used inside a forward or a backward.
+    /// Bytes of temporary values inside a forward or a backward.
     pub workspace_bytes: usize,
-    /// The same where the backward is split.
+    /// Bytes of temporary values if the backward is split.
     pub split_workspace_bytes: usize,
-    /// Elements of the keys and values that go round the ranks that share each sequence; 0 if none do.
+    /// Elements of the keys and values of ring attention; 0 without it.
     pub ring_elements: usize,
-    /// Bytes of rows that are on their way to other ranks beside products; none if exchanges are by themselves.
+    /// Bytes of the row chunks in flight of collectives that overlap with GEMMs; `None` if collectives are not chunked.
     pub transit_bytes: Option<usize>,
-    /// Whether its backward computes anything.
+    /// True if the unit has a backward.
     pub has_backward: bool,
-    /// The parameter that chooses experts and that no gradient changes, if it has one.
+    /// Bias that only selects experts and gets no gradient; `None` if the unit has none.
     pub selection_bias: Option<ParameterId>,
 }
 
-/// A model, recorded for a rank's place among those that share its blocks, its sequences and its experts.
+/// Memory of a model, recorded for a rank's place in the tensor-, context- and expert-parallel groups.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelProfile {
-    /// From the embedding to the head.
+    /// Units from the embedding to the head.
     pub units: Vec<UnitProfile>,
-    /// Every parameter, whichever stage has it.
+    /// All parameters of the model, whichever stage has them.
     pub records: Vec<ParameterRecord>,
-    /// The most elements of each parameter that any of the ranks holds that share its block: parts of a vocabulary may differ.
+    /// Size in elements of each parameter's largest shard in the tensor-parallel group; vocabulary shards may differ.
     pub largest_elements: Vec<usize>,
-    /// Type of weights and of values between units.
+    /// Dtype of weights and of values between units.
     pub dtype: DType,
     /// Sequences of a micro-batch.
     pub sequences: usize,
-    /// Tokens of a micro-batch that are here.
+    /// Tokens of a micro-batch on this rank.
     pub tokens: usize,
-    /// Bytes of the values between units.
+    /// Bytes of a value between units.
     pub boundary_bytes: usize,
-    /// Bytes of a slice of one.
+    /// Bytes of a rank's slice of such a value.
     pub slice_bytes: usize,
-    /// Bytes of one that is gathered from slices.
+    /// Bytes of such a value when it is gathered from slices.
     pub gathered_bytes: usize,
-    /// Frequencies of rotary embeddings.
+    /// Number of rotary embedding frequencies.
     pub frequencies: usize,
-    /// The rank's place among those that share each sequence.
+    /// The rank's position in the context-parallel group.
     pub context: ContextPlace,
 }
 
 impl ModelProfile {
-    /// Which units some stages have.
+    /// Returns, by unit, whether it is in one of `stages`.
     pub(crate) fn is_here(&self, stages: &[super::StageMemory]) -> Vec<bool> {
         (0..self.units.len()).map(|unit| stages.iter().any(|stage| stage.units.contains(&unit))).collect()
     }
 
-    /// Bytes that are kept of what a stage is given, whose first unit is `unit`: none at the beginning of the model.
+    /// Returns the saved bytes of the input of a stage whose first unit is `unit`; `None` at the beginning of the model.
     pub fn given_bytes(&self, unit: usize) -> Option<usize> {
         let before = self.units[..unit].last()?;
         Some(if before.slices_output { self.slice_bytes } else { self.boundary_bytes })

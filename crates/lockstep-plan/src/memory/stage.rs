@@ -1,28 +1,28 @@
-//! Which part of a model a rank of a pipeline has, and how many micro-batches are in it at once: read off its list of actions.
+//! Units of a rank's pipeline stages and their micro-batches in flight, read from its action list.
 
 use std::ops::Range;
 
 use crate::schedule::Schedule;
 use crate::{BufferUnit, ParameterId, ParameterRecord};
 
-/// A stage of a rank, from the model's first layer on.
+/// Units of a pipeline stage, and its micro-batches in flight.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StageMemory {
-    /// The units.
+    /// Range of units.
     pub units: Range<usize>,
-    /// Micro-batches that are in it at once.
+    /// Slots: maximum number of micro-batches in flight in the stage.
     pub slots: usize,
-    /// Whether the gradients of weights may come later than those of inputs.
+    /// True if any backward is split, so that weight gradients may come later than input gradients.
     pub splits_backward: bool,
 }
 
 impl StageMemory {
-    /// The one stage of a model of `units` units that no pipeline cuts.
+    /// Returns the only stage of a model of `units` units without pipeline parallelism.
     pub fn whole(units: usize) -> Self {
         Self { units: 0..units, slots: 1, splits_backward: false }
     }
 
-    /// The stages of `rank`; `units` says which those of every stage are.
+    /// Returns the stages of `rank`; `units` are the unit ranges of all stages of the pipeline.
     pub fn of_rank(schedule: &Schedule, units: &[Range<usize>], rank: usize) -> Vec<Self> {
         let stage = |stage: usize| Self {
             units: units[stage].clone(),
@@ -32,24 +32,25 @@ impl StageMemory {
         schedule.stages_of(rank).map(stage).collect()
     }
 
-    /// Buffers for gradients of the input, which are written while the last one may still be on its way.
+    /// Returns the number of send buffers for input gradients; 0 for the first stage. At least two, so that one can be written while the
+    /// last is still in flight.
     pub fn outboxes(&self) -> usize {
         if self.units.start > 0 { self.slots.max(2) } else { 0 }
     }
 }
 
-/// A table that the first and the last unit share, on one of the ranks that have them.
+/// A table that the first and the last unit of a pipeline share (tied embeddings), as seen by one of their ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SharedTable {
-    /// The table of the embedding.
+    /// Table of the embedding.
     pub id: ParameterId,
-    /// Whether it is the output layer that is here.
+    /// True if this rank has the output layer and not the embedding.
     pub is_copy: bool,
 }
 
 impl SharedTable {
-    /// Finds the table that a tied output layer of `records` shares with an embedding on another rank, where one of both is
-    /// here. If that is the output layer, the table counts as of its unit.
+    /// Finds the table of a tied output layer whose embedding is on another rank; `None` if both are on this rank or neither is. If this
+    /// rank has the output layer, the table's record moves to the output layer's unit.
     pub fn of(records: &mut [ParameterRecord], is_here: &[bool]) -> Option<Self> {
         let tied = |record: &ParameterRecord| Some((record.unit, record.tie?));
         let (unit, id) = records.iter().find_map(tied)?;

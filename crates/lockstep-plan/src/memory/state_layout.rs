@@ -1,8 +1,8 @@
-//! The state of a rank as a list: each flat store that lasts from step to step, with its type, its extent, its residence and its category.
+//! Model state of a rank as a list of flat stores that last from step to step, each with its dtype, extent, residence and category.
 //!
-//! The list is made once, from the recorded model, the rank's stages and a [`StatePlan`]. The engine allocates it, the prediction of
-//! memory and the traffic of offloaded state sum it, and copies of the state for checkpoints follow it. No other place decides which
-//! stores exist, which of them are sharded, or what of them is offloaded.
+//! The list is made once, from the recorded model, the rank's stages and a [`StatePlan`]. The engine allocates it, the predictions of
+//! memory and offload traffic sum it, and checkpoints copy it. Only this module decides which stores exist, and which are sharded or
+//! offloaded.
 
 use super::{MemoryCategory, ModelProfile, RecordPassage, SharedTable, StageMemory, StatePlan, StoreLayout};
 use crate::gathering::{Gathers, RankPasses, TooFewLive};
@@ -11,27 +11,28 @@ use crate::{
     Summing, ZeroStage,
 };
 
-/// A kind of flat store.
+/// Kind of flat store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum StoreKind {
-    /// Trained weights in the type that kernels read.
+    /// Trained weights in the dtype that kernels read.
     Weights,
-    /// Frozen weights in the same type.
+    /// Frozen weights in the same dtype.
     FrozenWeights,
-    /// f32 weights that the optimizer step changes, where kernels read another type.
+    /// f32 master weights, which the optimizer step updates if kernels read another dtype.
     MasterWeights,
-    /// One of the optimizer's numbers of each element.
+    /// An optimizer state, one number per element.
     Optimizer(StateKind),
-    /// Biases that choose experts, f32 and whole, where the weights that are updated are sharded or offloaded: every rank moves them alike.
+    /// Expert selection biases, f32 and replicated. They are apart if the updated weights are sharded or offloaded: every rank updates
+    /// them alike.
     SelectionBiases,
-    /// Sums of gradients, f32.
+    /// Accumulated gradients, f32.
     Gradients,
-    /// Quantization errors of this rank's gradients, which it adds to the next ones.
+    /// Error feedback: quantization errors of this rank's gradients, which it adds to the next ones.
     GradientResidual,
 }
 
 impl StoreKind {
-    /// The name in listings of memory.
+    /// Returns the name in listings of memory.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Weights => "trained weights",
@@ -44,7 +45,7 @@ impl StoreKind {
         }
     }
 
-    /// The category that the store is booked under.
+    /// Returns the category that the store is booked under.
     pub const fn category(self) -> MemoryCategory {
         match self {
             Self::Weights | Self::FrozenWeights => MemoryCategory::Parameters,
@@ -54,7 +55,7 @@ impl StoreKind {
         }
     }
 
-    /// The ZeRO stage from which on the store is sharded; `None` if every rank has it whole.
+    /// Returns the lowest ZeRO stage that shards the store; `None` if it is always replicated.
     const fn sharded_from(self) -> Option<ZeroStage> {
         match self {
             Self::Weights | Self::FrozenWeights => Some(ZeroStage::Parameters),
@@ -66,7 +67,7 @@ impl StoreKind {
 }
 
 impl StatePlan {
-    /// The kinds of stores of ranks whose weights are of `dtype`, each with its type, in the order in which they are allocated.
+    /// Returns the kinds of stores and their dtypes, in order of allocation, for weights of `dtype`.
     fn stores(&self, dtype: DType) -> Vec<(StoreKind, DType)> {
         let updated = if self.facts.has_master { ZeroStage::Optimizer } else { ZeroStage::Parameters };
         let mut stores = vec![(StoreKind::Weights, dtype), (StoreKind::FrozenWeights, dtype)];
@@ -83,7 +84,7 @@ impl StatePlan {
         stores
     }
 
-    /// Bytes of the state of one element, of weights of `dtype`: by the stores that every trained parameter has a part in.
+    /// Returns the bytes of state per element for weights of `dtype`, summed over the stores that hold every trained parameter.
     pub fn element_bytes(&self, dtype: DType) -> StateBytes {
         let mut bytes = StateBytes { weight: 0, gradient: 0, optimizer: 0 };
         for (kind, dtype) in self.stores(dtype) {
@@ -101,22 +102,22 @@ impl StatePlan {
         bytes
     }
 
-    /// The parameters of which the optimizer keeps a number.
+    /// Returns, by parameter, whether the optimizer keeps this state.
     fn keeps(&self, kind: StateKind) -> &[bool] {
         self.facts.optimizer_keeps.iter().find(|(kept, _)| *kept == kind).map_or(&[], |(_, keeps)| keeps)
     }
 
-    /// The codes in which gradients go to their owners, if they are quantized.
+    /// Returns the quantized type of the gradient reduction; `None` if it is not quantized.
     pub(super) fn quantized_gradients(&self) -> Option<QuantizedType> {
         self.quantization.gradients.filter(|_| self.zero_stage > ZeroStage::Nothing)
     }
 
-    /// The codes in which weights are gathered, if they are quantized.
+    /// Returns the quantized type of weight gathers; `None` if they are not quantized.
     pub fn quantized_weights(&self) -> Option<QuantizedType> {
         self.quantization.weights.filter(|_| self.zero_stage >= ZeroStage::Parameters)
     }
 
-    /// Whether gradients leave for where they are kept as soon as they are complete.
+    /// Returns true if gradients leave for their owners, or for the disk, as soon as they are complete.
     pub fn hands_gradients_on(&self) -> bool {
         self.zero_stage >= ZeroStage::Gradients || self.on_disk.is_some_and(|disk| disk.has_gradients)
     }
@@ -125,46 +126,46 @@ impl StatePlan {
 /// A flat store of model state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateItem {
-    /// The kind of store.
+    /// Kind of store.
     pub kind: StoreKind,
-    /// Type of the elements.
+    /// Dtype of the elements.
     pub dtype: DType,
-    /// The elements of each stretch that the store has: all, or those that the rank owns.
+    /// Part of each flat parameter that the store holds: all of it, or the rank's shard.
     pub extent: Extent,
-    /// The parameters by unit and stretch. A stretch says who owns it, and whether it is offloaded.
+    /// Layout of the parameters, which also says who owns each flat parameter and whether it is offloaded.
     pub layout: StoreLayout,
 }
 
 impl StateItem {
-    /// Bytes that the store books.
+    /// Returns the booked bytes of the store.
     pub fn booked_bytes(&self) -> usize {
         self.layout.booked_bytes(self.dtype)
     }
 }
 
-/// The model state of a rank.
+/// Model state of a rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StateLayout {
-    /// The plan that the list follows from, with the ZeRO stage that takes effect: nobody shards what a rank has alone.
+    /// Inputs of the layout, with the ZeRO stage that takes effect: 0 if every shard group has one rank.
     pub plan: StatePlan,
-    /// The model's parameters as this rank sees them: in the buffers of the plan, and with a table of the rank's own where both ends share it.
+    /// Parameters as this rank sees them: assigned to the plan's buffers, and with the rank's own copy of a shared table.
     pub records: Vec<ParameterRecord>,
-    /// True for units that are on this rank.
+    /// By unit, true if it is on this rank.
     pub is_here: Vec<bool>,
-    /// The table that an embedding and an output layer on two ranks share.
+    /// Tied table whose embedding and output layer are on two ranks; `None` if there is none.
     pub shared_table: Option<SharedTable>,
-    /// The rank's place in the shard group of each way in which gradients are summed.
+    /// The rank's position in the shard group of each reduction group; empty without sharding.
     places: Vec<(Summing, ShardPlace)>,
-    /// The stores, in the order in which they are allocated. Stores of no parameter are left out, but for weights and gradients.
+    /// Stores in order of allocation. Empty ones are omitted, except weights and gradients.
     pub items: Vec<StateItem>,
 }
 
-/// True for units whose trained, and whose frozen, state is offloaded.
+/// Offloaded units, by unit: of the trained, and of the frozen state.
 type OffloadedUnits = [Vec<bool>; 2];
 
 impl StateLayout {
-    /// Lays out the state of a rank with these stages of `model`; `place` is the rank's among those that can shard state whose gradients
-    /// are summed so.
+    /// Lays out the state of a rank with these stages of `model`. `place` returns the rank's position in the shard group of each
+    /// reduction group.
     pub fn new(
         model: &ModelProfile,
         stages: &[StageMemory],
@@ -199,7 +200,8 @@ impl StateLayout {
         layout
     }
 
-    /// Lays out the state of the first rank of each shard group, which are of the size that `shard_ranks` says: all ranks of a group have as much.
+    /// Lays out the state of the first rank of each shard group. `shard_ranks` returns the size of the groups; all ranks of a group have
+    /// equal memory.
     pub fn of_first_ranks(
         model: &ModelProfile,
         stages: &[StageMemory],
@@ -209,7 +211,7 @@ impl StateLayout {
         Self::new(model, stages, |summing| ShardPlace { ranks: shard_ranks(summing), rank: 0 }, state)
     }
 
-    /// The units whose state is offloaded, from the first one on.
+    /// Returns the units whose state is offloaded, from the first one on.
     fn offloaded_units(&self) -> OffloadedUnits {
         let Some(disk) = self.plan.on_disk else { return [Vec::new(), Vec::new()] };
         [true, false].map(|is_trained| {
@@ -219,7 +221,7 @@ impl StateLayout {
         })
     }
 
-    /// Lays out a store of a kind; that of gradients comes before that of their residual.
+    /// Lays out one store. The gradients' layout must exist before that of their residual.
     fn laid_out(
         &self,
         model: &ModelProfile,
@@ -256,7 +258,7 @@ impl StateLayout {
             StoreKind::Gradients => has_gradients && is_offloaded(trained, unit) && !is_tied,
             StoreKind::SelectionBiases | StoreKind::GradientResidual => false,
         };
-        // A rank owns all frozen weights that nobody shards, whatever its place.
+        // If frozen weights are not sharded, the rank owns all of them.
         let is_alone = match kind {
             StoreKind::FrozenWeights => !is_sharded,
             kind => kind == StoreKind::SelectionBiases,
@@ -264,18 +266,18 @@ impl StateLayout {
         let place = |summing| if is_alone { ShardPlace::default() } else { self.place(summing) };
         let mut layout = StoreLayout::partly_on_disk(records, extent, place, keeps, is_on_disk);
         if kind == StoreKind::GradientResidual {
-            // Each rank has errors of its own, of the gradients of all owners.
+            // Each rank keeps its own quantization errors, for the gradients of all owners.
             layout.stretches.iter_mut().for_each(|stretch| stretch.own = 0..stretch.elements);
         }
         StateItem { kind, dtype, extent, layout }
     }
 
-    /// Whether the unit of a parameter is on this rank.
+    /// Returns true if the unit of a parameter is on this rank.
     fn is_here(&self, index: usize) -> bool {
         self.is_here[self.records[index].unit]
     }
 
-    /// The rank's place among those that shard state whose gradients are summed so.
+    /// Returns the rank's position in the shard group of state reduced over `summing`.
     pub fn place(&self, summing: Summing) -> ShardPlace {
         self.places
             .iter()
@@ -283,17 +285,17 @@ impl StateLayout {
             .map_or_else(ShardPlace::default, |known| known.1)
     }
 
-    /// The store of a kind, if the rank has one.
+    /// Returns the store of a kind; `None` if the rank has none.
     pub fn item(&self, kind: StoreKind) -> Option<&StateItem> {
         self.items.iter().find(|item| item.kind == kind)
     }
 
-    /// The layout of a store that every rank has: of trained weights or of gradients.
+    /// Returns the layout of a store that every rank has: trained weights or gradients.
     pub(super) fn layout_of(&self, kind: StoreKind) -> &StoreLayout {
         &self.item(kind).expect("every rank has stores of weights and of gradients").layout
     }
 
-    /// The stores that a checkpoint or a copy of the state holds.
+    /// Returns the stores that a checkpoint or a copy of the state holds.
     pub fn saved(&self) -> impl Iterator<Item = &StateItem> {
         let updated = if self.plan.facts.has_master { StoreKind::MasterWeights } else { StoreKind::Weights };
         self.items.iter().filter(move |item| match item.kind {
@@ -303,7 +305,7 @@ impl StateLayout {
         })
     }
 
-    /// The stores that lie on disk beside each other, window by window, for the optimizer step; none if all are in memory.
+    /// Returns the stores of the optimizer step's offload file, where each window holds all of them; none if nothing is offloaded.
     pub fn updated_on_disk(&self) -> impl Iterator<Item = &StateItem> {
         let on_disk = self.plan.on_disk;
         self.items.iter().filter(move |item| match item.kind {
@@ -313,8 +315,8 @@ impl StateLayout {
         })
     }
 
-    /// The stores of each file on disk, as one layout and the types that lie beside each other: of the optimizer step, of gradients, and of
-    /// frozen weights.
+    /// Returns the offload files, each as its layout and the dtypes in a window: of the optimizer step, of gradients, and of frozen
+    /// weights.
     pub(super) fn files(&self) -> [Option<(&StoreLayout, Vec<DType>)>; 3] {
         fn beside<'a>(items: impl Iterator<Item = &'a StateItem>) -> Option<(&'a StoreLayout, Vec<DType>)> {
             let mut items = items.peekable();
@@ -325,7 +327,8 @@ impl StateLayout {
         [beside(self.updated_on_disk()), alone(StoreKind::Gradients), alone(StoreKind::FrozenWeights)]
     }
 
-    /// Whether a stretch of the gradients is sent as codes: neither one that nobody shards, nor a table that is summed over stages as well.
+    /// Returns true if a flat parameter's gradients are quantized: it is sharded, and not a tied table that is also reduced between
+    /// stages.
     pub fn is_coded(&self, stretch: usize) -> bool {
         let gradients = self.layout_of(StoreKind::Gradients);
         let of_table = self.shared_table.and_then(|table| gradients.places[table.id.0]);
@@ -333,7 +336,7 @@ impl StateLayout {
         self.place(gradients.stretches[stretch].summing).ranks > 1 && !is_table
     }
 
-    /// Staging of the codes of gradients, if they are quantized.
+    /// Returns the quantized type and the staging buffers of quantized gradients; `None` if gradients are not quantized.
     pub fn record_passage(&self) -> Option<(QuantizedType, RecordPassage)> {
         let passage = |stretch| self.is_coded(stretch);
         let gradients = self.layout_of(StoreKind::Gradients);
@@ -341,7 +344,7 @@ impl StateLayout {
         Some((kind, gradients.record_passage(self.plan.replicas, passage)))
     }
 
-    /// The output layers whose table an embedding in another unit of this rank shares, and that table.
+    /// Returns the tied output layers whose embedding is in another unit of this rank, each with its table.
     pub fn tied_tables(&self) -> impl Iterator<Item = (ParameterId, ParameterId)> {
         let is_trained = |index: usize| self.is_here(index) && self.records[index].trainable;
         self.records.iter().enumerate().filter_map(move |(index, record)| {
@@ -350,7 +353,7 @@ impl StateLayout {
         })
     }
 
-    /// The weights that are whole while units work with them, and when; `None` where all are where kernels read them.
+    /// Returns the parameter gathers of the rank; `None` if all weights are in place for kernels, so that nothing is gathered.
     ///
     /// # Errors
     /// If the limit on live parameters leaves no room for a unit's weights.

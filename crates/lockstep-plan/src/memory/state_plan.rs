@@ -1,18 +1,18 @@
-//! The inputs of a state layout: what a plan says of model state, and what the optimizer and the precision of a run keep of it.
+//! Inputs of a state layout: model state settings of the plan, and the state kept by the run's optimizer and precision.
 
 use crate::mesh::{Axis, Mesh};
 use crate::{DType, DiskPlan, Plan, Quantization, Residence, Residences, Sharding, StateKind, ZeroStage};
 
-/// The state that the optimizer and the precision of a run keep, whatever its plan.
+/// State that the optimizer and the precision of a run keep, whatever the plan.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StateFacts {
-    /// True if f32 weights are kept beside those that kernels read.
+    /// True if f32 master weights are kept beside the weights that kernels read.
     pub has_master: bool,
-    /// Type of the optimizer's numbers.
+    /// Dtype of the optimizer's states.
     pub optimizer_dtype: DType,
-    /// The optimizer's numbers: each with the parameters of which it is kept, by [`ParameterId`](crate::ParameterId).
+    /// States of the optimizer, each with a flag per [`ParameterId`](crate::ParameterId): true if the state exists for that parameter.
     pub optimizer_keeps: Vec<(StateKind, Vec<bool>)>,
-    /// Elements of a window in which offloaded state is moved.
+    /// Elements of a window in which offloaded state is streamed.
     pub window_elements: usize,
     /// Bytes of packed operands.
     pub packed_bytes: usize,
@@ -21,30 +21,30 @@ pub struct StateFacts {
 /// The inputs of a [`StateLayout`](super::StateLayout) other than the recorded model and its stages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StatePlan {
-    /// State that the optimizer and the precision keep.
+    /// State of the optimizer and the precision.
     pub facts: StateFacts,
     /// The ZeRO stage.
     pub zero_stage: ZeroStage,
-    /// Codes of weights and gradients between the ranks of a shard group.
+    /// Quantized types of collectives within a shard group.
     pub quantization: Quantization,
-    /// Data-parallel replicas, each whole or sharded.
+    /// Data-parallel replicas, each of which may be sharded.
     pub replicas: usize,
-    /// Buffers and gathers of sharded weights.
+    /// Reshard policy, limits and wrapping of sharded state.
     pub sharding: Sharding,
-    /// Model state on disk; `None` if all of it is in memory.
+    /// Offloaded model state; `None` if all of it is in device memory. State layouts treat host memory like a disk.
     pub on_disk: Option<DiskPlan>,
-    /// True if saved activations are on disk.
+    /// True if saved activations are offloaded, to disk or to host memory.
     pub has_activations_on_disk: bool,
-    /// Micro-batches of a step, on all data-parallel and context-parallel ranks together.
+    /// Micro-batches of a step, summed over all data-parallel and context-parallel ranks.
     pub micro_batches: usize,
-    /// Copies of the state that are kept, to go back to.
+    /// Copies of the state that are kept in memory to roll back to.
     pub kept_copies: usize,
-    /// Copies that are made if there is memory for them, to be saved beside the steps.
+    /// Copies for asynchronous saving, made if there is memory for them.
     pub saved_copies: usize,
 }
 
 impl StatePlan {
-    /// The state of `plan` on a mesh, for steps of so many sequences, without copies. `residences` are the plan's, as the device has them:
+    /// Returns the inputs for `plan` on a mesh, without copies of the state. `residences` are the plan's as the device sees them: use
     /// [`Residences::on_cpu`] for ranks on CPUs.
     pub fn new(
         plan: &Plan,

@@ -1,39 +1,39 @@
-//! Model state on disk: how it is cut into windows, and how many of them are in memory at a time.
+//! Windows in which offloaded model state is streamed, and the memory for them.
 
 use crate::DType;
 
-/// Reads and writes of a disk begin and end at multiples of this.
+/// Alignment of disk reads and writes.
 pub const DISK_ALIGNMENT_BYTES: usize = 4096;
-/// Windows in memory.
+/// Number of windows in memory at a time.
 pub const WINDOW_SLOTS: usize = 6;
-/// Buffers of less than this are not aligned to pages.
+/// Minimum size of a buffer for disk transfers; smaller buffers are not page-aligned.
 const LEAST_BUFFER_BYTES: usize = 2 << 20;
 
-/// What of the optimizer's state is on disk.
+/// Optimizer offload of a rank: the part of the model state that is on disk, or in host memory, which layouts treat the same.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DiskPlan {
-    /// How much of it, from 0 to 1.
+    /// Fraction of the rank's model state, from 0 to 1.
     pub share: f64,
-    /// Whether gradients are there too.
+    /// True if gradients are offloaded too.
     pub has_gradients: bool,
-    /// Whether the weights that kernels read are.
+    /// True if the weights that kernels read are offloaded too.
     pub has_parameters: bool,
-    /// Elements of a window, at most.
+    /// Maximum number of elements in a window.
     pub window_elements: usize,
 }
 
-/// Bytes of a window of so many elements, of which there are tensors of these types beside each other.
+/// Returns the bytes of a window of `elements`, with one tensor of each dtype.
 pub fn window_bytes(dtypes: impl IntoIterator<Item = DType>, elements: usize) -> usize {
     let of_tensor = |dtype: DType| (elements * dtype.size_bytes()).next_multiple_of(DISK_ALIGNMENT_BYTES);
     dtypes.into_iter().map(of_tensor).sum()
 }
 
-/// Bytes of a buffer of so many, if a disk is to fill it.
+/// Returns the bytes of a buffer that a disk reads into.
 pub fn aligned_buffer_bytes(bytes: usize) -> usize {
     bytes.max(LEAST_BUFFER_BYTES)
 }
 
-/// Bytes of the memory for the windows of which the longest has `slot_bytes`.
+/// Returns the bytes of the memory for windows of at most `slot_bytes`.
 pub fn window_memory_bytes(slot_bytes: usize) -> usize {
     aligned_buffer_bytes(WINDOW_SLOTS * slot_bytes)
 }

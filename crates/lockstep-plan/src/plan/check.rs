@@ -1,4 +1,4 @@
-//! Checks of a plan against a model, a batch and a world: all problems at once.
+//! Checks a plan against the model, the batch and the world size, and reports all problems at once.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ impl Plan {
     /// Checks the plan against every rule.
     ///
     /// # Errors
-    /// All problems, if the plan breaks a rule.
+    /// If the plan breaks a rule; the error lists every problem.
     pub fn check(&self, facts: &Facts) -> Result<CheckedPlan, PlanProblems> {
         let mut problems = self.check_alone(&facts.step);
         problems.extend(Rule::all_problems(WITH_MODEL, self, facts));
@@ -36,19 +36,19 @@ impl Plan {
         }
     }
 
-    /// Returns the problems that need no model. Unlike [`Plan::check`] it takes plans that leave their stages open.
+    /// Returns the problems of rules that need no model. Unlike [`Plan::check`], it accepts plans without `stages`.
     pub fn check_alone(&self, step: &StepFacts) -> Vec<PlanProblem> {
         Rule::all_problems(ALONE, self, step)
     }
 
-    /// The schedule of a step, on ranks that can be counted.
+    /// Builds the schedule of a step and adds its problems; `None` if it has any, or if the mesh has too many ranks.
     fn schedule_of(&self, facts: &Facts, problems: &mut Vec<PlanProblem>) -> Option<Schedule> {
         let (ranks, batch) = (self.mesh.pipeline, facts.step.global_batch);
         let parts = self.mesh.replicate * self.mesh.shard;
         let factor = parts.checked_mul(self.micro_batch_of(batch)).filter(|&factor| factor > 0)?;
-        // Rounded up if the batch does not come out even, so that the rest of the schedule is checked as well.
+        // Rounded up if the batch is not a multiple, so that the rest of the schedule is checked as well.
         let micro_batches = batch.div_ceil(factor).max(1);
-        // More ranks than there are have been told of already, and the lists of a million of them would take minutes.
+        // Other rules already report that the mesh is too large, and a schedule of a million ranks would take minutes.
         let is_countable = ranks <= facts.world_size;
         let schedule = is_countable.then(|| self.schedule.for_ranks(ranks, micro_batches))?;
         let problem = |problem: ScheduleProblem| {

@@ -1,7 +1,6 @@
-//! A plan: everything about how a training step is split over ranks, as a small JSON file.
+//! A plan: how a training step is split over ranks, as a small JSON file that a planner writes, a person edits and an engine executes.
 //!
-//! A planner writes it, a person edits and compares it, an engine executes it. Nothing in it changes what is computed, but for the loss
-//! of what is quantized on its way, where a plan asks for that.
+//! A plan does not change what a step computes, except that it may ask for quantized collectives, which round.
 //!
 //! ```json
 //! {
@@ -22,8 +21,8 @@
 //! }
 //! ```
 //!
-//! [`Plan::check`] compares it with the model and the batch and tells all problems at once, or gives the mesh and the
-//! schedule, which exist only if they are right.
+//! [`Plan::check`] checks a plan against the model, the batch and the world size. It reports all problems at once, or returns a
+//! [`CheckedPlan`] with the mesh and the schedule.
 
 mod check;
 mod predicted;
@@ -48,79 +47,78 @@ pub use predicted::{PlanPrediction, PlannedStep, RankList, RanksMemory};
 pub use problem::{PlanError, PlanProblem, PlanProblems};
 pub use rank::{CheckedPlan, Places, RankPlan, StepLayout};
 
-/// The version of plan files that this program writes, and the only one that it reads.
+/// Version of the plan file format that this program writes, and the only one that it reads.
 pub const PLAN_VERSION: u32 = 1;
 
-/// How a training step is split over ranks.
+/// Parallelization of a training step: the contents of a plan file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
     /// Version of the file's format: [`PLAN_VERSION`].
     pub version: u32,
-    /// Digest of the model that the plan is for; empty for whatever model it fits.
+    /// Digest of the model that the plan is for; empty if the plan may be used with any model that fits.
     #[serde(default)]
     pub model: String,
-    /// The degrees of the mesh; what is not said is 1.
+    /// Degrees of the mesh axes; an omitted axis has degree 1.
     #[serde(default)]
     pub mesh: Degrees,
-    /// Sequences of a micro-batch, for each part of the batch; `None` for [`Plan::micro_batch_of`] a global batch.
+    /// Micro-batch size in sequences, per data-parallel rank; if `None`, [`Plan::micro_batch_of`] chooses it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub micro_batch: Option<usize>,
-    /// What the ranks of a pipeline do in which order.
+    /// Pipeline schedule: the order of forward and backward passes on each pipeline rank.
     #[serde(default)]
     pub schedule: PipelineSchedule,
-    /// How many of the model's units (embedding, blocks, head) each stage of the pipeline has, from the first layer on; empty for stages that
-    /// cost as much as each other.
+    /// Number of units (embedding, blocks, head) of each pipeline stage, first layer first; empty to balance the stages by cost.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub stages: Vec<usize>,
-    /// What each block computes again in its backward: a word, or rules by layer.
+    /// Activation recomputation of each block: one word for all, or rules by layer.
     #[serde(default)]
     pub recompute: RecomputeRules,
-    /// Whether ranks of the tensor axis keep a slice each of the inputs of blocks that forget everything else (Rajbhandari et al. 2019).
+    /// True if recomputed blocks' inputs are sharded over the tensor-parallel group (activation partitioning, `P_a` of Rajbhandari et al.
+    /// 2019).
     #[serde(default, skip_serializing_if = "is_default")]
     pub partition_activations: bool,
-    /// Whether norms and residuals are split over the tensor axis, along the sequence (Korthikanti et al. 2022).
+    /// True if norms and residuals are sharded by tokens over the tensor-parallel group (sequence parallelism, Korthikanti et al. 2022).
     #[serde(default)]
     pub sequence_parallel: bool,
-    /// How the ranks of the tensor axis share each linear layer. In two dimensions norms and residuals are split along the
-    /// sequence in any case.
+    /// Layout of linear layers over the tensor-parallel group. The 2D layout shards norms and residuals by tokens in any case.
     #[serde(default)]
     pub tensor_layout: TensorDimensions,
-    /// Chunks of rows in which tensor-parallel ranks exchange values beside their products (Wang et al. 2023); left out, as many as
-    /// suit what lies between the ranks.
+    /// Number of row chunks in which tensor-parallel collectives overlap with their GEMMs (Wang et al. 2023). If omitted, the engine
+    /// chooses it by the links between the ranks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tensor_chunks: Option<usize>,
-    /// How attention reaches the other parts of a sequence.
+    /// Algorithm of context-parallel attention.
     #[serde(default)]
     pub context_method: ContextMethod,
-    /// What is sharded over the shard axis (Rajbhandari et al. 2019): 0 nothing, 1 optimizer state, 2 gradients as well,
-    /// 3 parameters as well.
+    /// ZeRO stage over the shard axis (Rajbhandari et al. 2019): 0 shards nothing, 1 optimizer state, 2 gradients as well, 3 parameters
+    /// as well.
     #[serde(default)]
     pub zero_stage: u8,
-    /// In what weights are gathered that the shard axis shares out (Wang et al. 2023); left out, as they are.
+    /// Quantized type in which sharded weights are all-gathered (Wang et al. 2023); if omitted, their own dtype.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quantize_weights: Option<QuantizedType>,
-    /// In what gradients go to the ranks that own them; left out, in f32.
+    /// Quantized type in which gradients are reduce-scattered; if omitted, f32.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quantize_gradients: Option<QuantizedType>,
-    /// What becomes of what gradients lose to it; left out, it is kept.
+    /// Error feedback of quantized gradients; if omitted, each rank keeps its quantization error and adds it to the next gradient.
     #[serde(default, skip_serializing_if = "is_default")]
     pub quantize_feedback: Feedback,
-    /// How the parameters are.
+    /// Further settings of sharded state: reshard policy, limit on unsharded parameters, secondary shards and wrapping.
     #[serde(default, skip_serializing_if = "is_default")]
     pub sharding: Sharding,
-    /// What is on disk: state of the optimizer, gradients, parameters, activations; what is not said is in memory.
+    /// Offload of optimizer state, gradients, parameters and activations; an omitted kind stays in device memory.
     #[serde(default, skip_serializing_if = "is_default")]
     pub residence: Residences,
-    /// MiB of gradients that are summed over the ranks at once, while the backward goes on.
+    /// Bucket size of the gradient reduction, which overlaps with the backward pass, in MiB.
     #[serde(default = "default_bucket_mb", skip_serializing_if = "is_default_bucket")]
     pub bucket_mb: f64,
-    /// What the plan was predicted to come to; no run follows it.
+    /// Predicted memory and step time of the plan. Runs ignore it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<PlanPrediction>,
 }
 
-/// One rank, and nothing that is not needed for it.
+/// One rank, with every optional feature off.
 impl Default for Plan {
     fn default() -> Self {
         Self {
@@ -148,7 +146,7 @@ impl Default for Plan {
     }
 }
 
-/// MiB of gradients that are summed at once, where nobody says otherwise.
+/// Default bucket size of the gradient reduction, in MiB.
 pub const DEFAULT_BUCKET_MB: f64 = 25.0;
 
 fn default_bucket_mb() -> f64 {
@@ -164,23 +162,23 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
 
-/// The schedule of a plan's pipeline: `{ "kind": "1f1b", "chunks": 1 }` or `{ "rows": ["F0,F1,B0,B1", ...] }`.
+/// Pipeline schedule of a plan: `{ "kind": "1f1b", "chunks": 1 }` or `{ "rows": ["F0,F1,B0,B1", ...] }`.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "ScheduleFields", into = "ScheduleFields")]
 pub struct PipelineSchedule {
-    /// Order of the passes on each rank.
+    /// Order of the forward and backward passes on each rank.
     pub passes: PassOrder,
-    /// Stages on each rank of a published schedule; `None` for the fewest that its kind takes.
+    /// Stages per rank of a published schedule; `None` for the fewest that its kind allows.
     pub chunks: Option<usize>,
 }
 
-/// The order of the passes on each rank of a pipeline.
+/// Order of the forward and backward passes on each pipeline rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum PassOrder {
-    /// That of a published schedule.
+    /// Order of a published schedule.
     Published(Kind),
-    /// The rows of [`passes_from_csv`](crate::schedule::passes_from_csv), one for each rank.
+    /// Order given by the user: rows of [`passes_from_csv`](crate::schedule::passes_from_csv), one per rank.
     Rows(Vec<String>),
 }
 
@@ -191,17 +189,17 @@ impl Default for PassOrder {
 }
 
 impl PipelineSchedule {
-    /// A published schedule with so many stages on each rank.
+    /// Creates a published schedule with `chunks` stages on each rank.
     pub const fn published(kind: Kind, chunks: usize) -> Self {
         Self { passes: PassOrder::Published(kind), chunks: Some(chunks) }
     }
 
-    /// A user's schedule: a row for each rank.
+    /// Creates a schedule from a user's rows, one per rank.
     pub const fn rows(rows: Vec<String>) -> Self {
         Self { passes: PassOrder::Rows(rows), chunks: None }
     }
 
-    /// The kind of a published schedule, and its stages on each rank; `None` for a user's.
+    /// Returns the kind of a published schedule and its stages per rank; `None` for a user's schedule.
     pub fn kind(&self) -> Option<(Kind, usize)> {
         match self.passes {
             PassOrder::Published(kind) => Some((kind, self.chunks.unwrap_or(kind.chunks().0))),
@@ -209,12 +207,12 @@ impl PipelineSchedule {
         }
     }
 
-    /// The name of a published schedule, in messages also that of a user's.
+    /// Returns the name for messages: that of a published schedule, or "a schedule from a file".
     pub fn name(&self) -> &'static str {
         self.kind().map_or("a schedule from a file", |(kind, _)| kind.name())
     }
 
-    /// Stages of all `ranks`; `None` if they cannot be counted.
+    /// Returns the number of stages on all `ranks` together; `None` if the rows cannot be read or the number overflows.
     pub fn stages(&self, ranks: usize) -> Option<usize> {
         match (&self.passes, self.kind()) {
             (PassOrder::Rows(rows), _) => {
@@ -225,10 +223,10 @@ impl PipelineSchedule {
         }
     }
 
-    /// The lists of `ranks` for a step of so many micro-batches.
+    /// Generates the schedule of `ranks` pipeline ranks and `micro_batches` micro-batches.
     ///
     /// # Errors
-    /// Everything that is wrong with it for these numbers.
+    /// If the schedule does not work with these numbers; the error lists every problem.
     pub fn for_ranks(&self, ranks: usize, micro_batches: usize) -> Result<Schedule, ScheduleError> {
         match (&self.passes, self.kind()) {
             (PassOrder::Rows(rows), _) => passes_from_csv(&rows.join("\n"), ranks)
@@ -240,7 +238,7 @@ impl PipelineSchedule {
     }
 }
 
-/// [`PipelineSchedule`] as it stands in a file.
+/// Serialized form of [`PipelineSchedule`].
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ScheduleFields {
@@ -275,90 +273,91 @@ impl From<PipelineSchedule> for ScheduleFields {
     }
 }
 
-/// How the ranks of the tensor axis share the linear layers.
+/// Tensor-parallel layout of linear layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum TensorDimensions {
-    /// As a row, by columns or by rows of each weight (Shoeybi et al. 2019).
+    /// 1D: each weight is sharded by columns or by rows (Shoeybi et al. 2019).
     #[default]
     #[serde(rename = "1d")]
     One,
-    /// As a square, by blocks of weights and activations (SUMMA: van de Geijn and Watts 1997; Xu et al. 2021).
+    /// 2D: the ranks form a square, and weights and activations are sharded in blocks (SUMMA: van de Geijn and Watts 1997; Xu et al.
+    /// 2021).
     #[serde(rename = "2d")]
     Two,
 }
 
-/// How attention reaches the parts of a sequence that other ranks of the context axis hold.
+/// Algorithm by which attention reads the keys and values of other context-parallel ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ContextMethod {
-    /// Keys and values travel round the ranks (Liu et al. 2023); each rank holds one early and one late piece, so that
-    /// all have the same share of the causal half.
+    /// Ring attention: keys and values travel round the ranks (Liu et al. 2023). Each rank has one early and one late chunk of the
+    /// sequence, which balances the causal mask.
     #[default]
     Ring,
-    /// Every rank gathers all keys and values; pieces as for the ring.
+    /// All-gather: every rank gathers all keys and values. The sequence is split as for the ring.
     AllGather,
-    /// Ranks exchange parts of the sequence for parts of the heads (Jacobs et al. 2023).
+    /// All-to-all: ranks switch from sequence shards to head shards for attention (DeepSpeed-Ulysses, Jacobs et al. 2023).
     AllToAll,
 }
 
-/// Most tokens in a micro-batch. With the limits on a model's widths it keeps the size of every tensor in 64 bits.
+/// Upper limit of tokens in a micro-batch. With the limits on a model's widths it keeps the size of every tensor in 64 bits.
 pub const MAX_MICRO_BATCH_TOKENS: usize = 1 << 31;
 
-/// The optimizer step that a plan lays out, for rules that need no model.
+/// Facts about the optimizer step that rules need and that do not depend on the model.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StepFacts {
-    /// Sequences of a step.
+    /// Sequences of a step over all ranks: the global batch size.
     pub global_batch: usize,
-    /// Tokens of a sequence.
+    /// Sequence length in tokens.
     pub seq_len: usize,
-    /// True if the optimizer updates whole matrices, as Muon does, and not any range of elements.
+    /// True if the optimizer needs whole matrices, as Muon does; element-wise optimizers can update any range of elements.
     pub updates_whole_matrices: bool,
-    /// True if the loss is scaled by a factor that changes from step to step (f16).
+    /// True if the loss scale is dynamic (f16).
     pub scales_loss: bool,
 }
 
-/// The model, the step and the world that a plan is checked against.
+/// Facts about the model, the step and the world that a plan is checked against.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Facts {
-    /// Digest of the model.
+    /// Digest of the model, compared with [`Plan::model`].
     pub model: String,
-    /// Blocks.
+    /// Number of transformer blocks.
     pub layers: usize,
-    /// Attention heads.
+    /// Number of attention heads.
     pub heads: usize,
-    /// Key and value heads.
+    /// Number of key/value heads.
     pub key_value_heads: usize,
-    /// Columns of the values between blocks.
+    /// Hidden size: columns of the values between blocks.
     pub hidden: usize,
     /// Width of the feed-forward layers.
     pub intermediate: usize,
-    /// Whether keys and values are made of a narrow value that all heads share.
+    /// True if keys and values are projected from a latent vector that all heads share (multi-head latent attention).
     pub has_latent_attention: bool,
-    /// Tokens of the vocabulary.
+    /// Vocabulary size in tokens.
     pub vocab: usize,
-    /// Experts of a block; 0 for none.
+    /// Experts per block; 0 for a dense model.
     pub experts: usize,
-    /// Width of an expert.
+    /// Width of an expert's feed-forward layer.
     pub expert_intermediate: usize,
-    /// Rank of the low-rank adapter that is trained in place of the model; `None` without one.
+    /// Rank of the LoRA adapter if only adapters are trained; `None` otherwise.
     pub adapter_rank: Option<usize>,
-    /// The step.
+    /// Facts about the optimizer step.
     pub step: StepFacts,
-    /// Ranks.
+    /// World size: number of ranks of the run.
     pub world_size: usize,
 }
 
 impl Facts {
-    /// What stages are made of: the embedding, the blocks and the head.
+    /// Returns the number of units that stages consist of: the embedding, the blocks and the head.
     pub const fn units(&self) -> usize {
         self.layers.saturating_add(2)
     }
 }
 
 impl Plan {
-    /// Reads a plan from a file's text. [`Plan::check`] judges what it says.
+    /// Parses a plan file. Only the syntax and the version are checked; [`Plan::check`] checks the rest.
     pub fn from_json(text: &str) -> Result<Self, PlanError> {
-        /// The version alone: later ones may have fields that this program does not know.
+        /// Only the version: files of later versions may have fields that this program does not know.
         #[derive(Deserialize)]
         struct Version {
             version: u32,
@@ -370,12 +369,13 @@ impl Plan {
         }
     }
 
-    /// The text of a file.
+    /// Returns the contents of a plan file.
     pub fn to_json(&self) -> Result<String, PlanError> {
         Ok(serde_json::to_string_pretty(self)? + "\n")
     }
 
-    /// The plan with all that it leaves open: the model, the micro-batch, the chunks of its schedule and, by what each unit costs, its stages.
+    /// Returns the plan with every open choice made: model digest, micro-batch size, schedule chunks, and stages balanced by the units'
+    /// `costs`.
     ///
     /// # Errors
     /// If there are more stages than units.
@@ -388,7 +388,7 @@ impl Plan {
             (_, 1) => vec![facts.units()],
             (PassOrder::Published(kind), _) => split_units(*kind, &costs(), ranks, chunks.unwrap_or(1))?,
             (PassOrder::Rows(_), _) => {
-                // What is wrong with the rows is told when the plan is validated.
+                // `Plan::check` reports what is wrong with the rows.
                 let stages = schedule.stages(ranks).unwrap_or(ranks);
                 split_units(Kind::OneForwardOneBackward, &costs(), stages, 1)?
             }
@@ -406,8 +406,9 @@ impl Plan {
         })
     }
 
-    /// Sequences of a micro-batch of a global batch: what the plan says, else the largest divisor of a part of the batch up to 8 that the rows of
-    /// a square of tensor ranks divide, each of which has whole sequences.
+    /// Returns the micro-batch size in sequences for a global batch. If the plan has none, it is the largest divisor, up to 8, of a
+    /// data-parallel rank's batch. A 2D tensor layout prefers a multiple of the square's side, so that each row of ranks has whole
+    /// sequences.
     pub fn micro_batch_of(&self, global_batch: usize) -> usize {
         let batch = global_batch / self.mesh.replicate.saturating_mul(self.mesh.shard).max(1);
         let rows = match self.tensor_layout {
@@ -419,14 +420,14 @@ impl Plan {
         self.micro_batch.or_else(default).unwrap_or(1)
     }
 
-    /// The ZeRO stage; nothing is sharded where one rank has all of a replica's sequences.
+    /// Returns the ZeRO stage that takes effect: [`ZeroStage::Nothing`] if shard and context degree are both 1.
     pub fn effective_zero_stage(&self) -> ZeroStage {
         let owners = self.mesh.shard.saturating_mul(self.mesh.context);
         let stage = if owners > 1 { usize::from(self.zero_stage) } else { 0 };
         ZeroStage::from_number(stage).unwrap_or_default()
     }
 
-    /// The small integers that go between the ranks over which state is sharded.
+    /// Returns the quantized types of collectives within a shard group; none if state is not sharded.
     pub fn quantization(&self) -> Quantization {
         let is_sharded = self.effective_zero_stage() > ZeroStage::Nothing;
         Quantization {
@@ -436,12 +437,12 @@ impl Plan {
         }
     }
 
-    /// [`Plan::bucket_mb`] in bytes.
+    /// Returns [`Plan::bucket_mb`] in bytes.
     pub fn bucket_bytes(&self) -> usize {
         (self.bucket_mb * f64::from(1 << 20)) as usize
     }
 
-    /// The units of each stage, from their numbers.
+    /// Returns the range of units of each stage, from [`Plan::stages`].
     pub fn unit_ranges(&self) -> Vec<Range<usize>> {
         let mut next = 0_usize;
         let range = |&units: &usize| {

@@ -1,5 +1,5 @@
-//! What a plan file says that the plan comes to: its `predicted`. No run follows it. Whoever reads the file can compare it with what
-//! is predicted for the run at hand, which has settings that no plan has.
+//! Predicted memory and step time of a plan, as stored in its file. Runs ignore them; a reader can compare them with the prediction for
+//! the run at hand, which also depends on settings outside the plan.
 //!
 //! ```json
 //! "predicted": { "memory": [
@@ -16,65 +16,66 @@ use serde::{Deserialize, Serialize};
 
 use crate::{MemoryBytes, MemoryCategory};
 
-/// What was predicted of a plan, for the run that it was made for.
+/// Predicted memory and step time of a plan, for the run that it was made for.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlanPrediction {
-    /// What each rank books; ranks that book the same stand together.
+    /// Booked memory of each rank; ranks with equal bytes share an entry.
     pub memory: Vec<RanksMemory>,
-    /// What a step takes, and where.
+    /// Predicted step time; `None` if it was not predicted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step: Option<PlannedStep>,
 }
 
-/// What a step takes on the machines that a plan was made for. The parts are those of the rank that ends last, and add up to the step.
+/// Predicted step time on the cluster that the plan was made for. The parts are those of the rank that ends last, and add up to
+/// `step_ms`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlannedStep {
-    /// The machines.
+    /// Name of the cluster.
     pub cluster: String,
-    /// From beginning to end.
+    /// Duration of the whole step.
     pub step_ms: f64,
-    /// Work on micro-batches, and the update.
+    /// Compute of micro-batches and of the optimizer step.
     pub compute_ms: f64,
-    /// Waiting for exchanges, those of gradients included.
+    /// Exposed communication, the gradient reduction included.
     pub exposed_ms: f64,
-    /// Waiting for other stages of the pipeline.
+    /// Pipeline bubble: waiting for other stages.
     pub bubble_ms: f64,
-    /// Waiting for offloaded state from host memory.
+    /// Exposed transfers of offloaded state to and from host memory.
     #[serde(default, skip_serializing_if = "super::is_default")]
     pub host_ms: f64,
-    /// Waiting for offloaded state from disk.
+    /// Exposed transfers of offloaded state to and from disk.
     #[serde(default, skip_serializing_if = "super::is_default")]
     pub disk_ms: f64,
-    /// Tokens a second, of all ranks.
+    /// Throughput of all ranks together, in tokens per second.
     pub tokens_per_s: f64,
-    /// Model FLOP/s as a share of the peak; none where that is a guess.
+    /// Model FLOPs utilization, from 0 to 1; `None` if the device's peak is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
-    /// Dollars for 10⁹ tokens, if the machines have a price.
+    /// Price in dollars of 10⁹ tokens; `None` if the cluster has no price.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub price_per_billion_tokens: Option<f64>,
 }
 
-/// What some ranks book, each of them.
+/// Booked memory of a set of ranks with equal bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RanksMemory {
-    /// Which.
+    /// Ranks that the entry holds for.
     pub ranks: RankList,
-    /// Bytes; in a file, what is not said is 0.
+    /// Booked bytes of each of these ranks; in a file, an omitted category is 0.
     #[serde(with = "by_category")]
     pub bytes: MemoryBytes,
 }
 
 impl PlanPrediction {
-    /// What it says of a rank, if it does.
+    /// Returns the predicted bytes of a rank; `None` if no entry names it.
     pub fn of_rank(&self, rank: usize) -> Option<MemoryBytes> {
         self.memory.iter().find(|memory| memory.ranks.contains(rank)).map(|memory| memory.bytes)
     }
 
-    /// The ranks of which it says something more than once: the first of each such range.
+    /// Returns the first rank of each range that overlaps an earlier one.
     pub(super) fn repeated(&self) -> Vec<usize> {
         let mut ranges: Vec<&RangeInclusive<usize>> =
             self.memory.iter().flat_map(|memory| &memory.ranks.0).collect();
@@ -91,19 +92,19 @@ impl PlanPrediction {
     }
 }
 
-/// Numbers of ranks as ranges, in ascending order: `0-3,6`.
+/// Set of ranks as ascending ranges: `0-3,6`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct RankList(Vec<RangeInclusive<usize>>);
 
 impl RankList {
-    /// Whether a rank is one of them.
+    /// Returns true if the set has `rank`.
     pub fn contains(&self, rank: usize) -> bool {
         self.0.iter().any(|range| range.contains(&rank))
     }
 }
 
-/// Of ranks in ascending order.
+/// Builds the set from ranks in ascending order.
 impl FromIterator<usize> for RankList {
     fn from_iter<T: IntoIterator<Item = usize>>(ranks: T) -> Self {
         let mut ranges: Vec<RangeInclusive<usize>> = Vec::new();
@@ -142,7 +143,7 @@ impl TryFrom<String> for RankList {
     fn try_from(text: String) -> Result<Self, String> {
         let range = |part: &str| {
             let (start, end) = part.split_once('-').unwrap_or((part, part));
-            // A sign is none of a rank's number.
+            // `usize` parses a leading "+", which is not allowed here.
             let number =
                 |text: &str| text.parse().ok().filter(|_| text.starts_with(|c: char| c.is_ascii_digit()));
             let range: RangeInclusive<usize> = number(start)?..=number(end)?;
@@ -158,7 +159,7 @@ impl TryFrom<String> for RankList {
     }
 }
 
-/// [`MemoryBytes`] as a map by the categories' names, without what nobody predicts.
+/// Serializes [`MemoryBytes`] as a map by category name, without [`MemoryCategory::Cached`], which is not predicted.
 mod by_category {
     use serde::{Deserializer, Serializer, de::Error};
 

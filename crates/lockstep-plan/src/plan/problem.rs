@@ -1,28 +1,28 @@
-//! What can be wrong with a plan.
+//! Errors of reading and checking plans.
 
 use std::fmt;
 
 use super::rules::{ALONE, ON_RANKS, SCHEDULE, WITH_MODEL};
 use crate::{mesh::MeshProblem, nearest::lines};
 
-/// Why a plan cannot be used.
+/// Error of a plan that cannot be read or executed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// The text is no plan.
+    /// The text is not JSON, or not that of a plan.
     #[error("this is no plan: {0}")]
     Syntax(#[from] serde_json::Error),
-    /// The plan cannot be executed.
+    /// The plan breaks a rule.
     #[error(transparent)]
     Invalid(#[from] PlanProblems),
 }
 
-/// All problems of a plan.
+/// All problems of a plan, as one error.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}", lines(.0))]
 pub struct PlanProblems(pub Vec<PlanProblem>);
 
-/// A problem of a plan: a rule that it breaks.
+/// A rule that a plan breaks, with the fields at fault and a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanProblem {
     pub(super) fields: &'static [&'static str],
@@ -30,19 +30,19 @@ pub struct PlanProblem {
 }
 
 impl PlanProblem {
-    /// Paths within the plan of the fields that the rule is about, such as `mesh.tensor`: the first that somebody set is to blame. What a rule
-    /// asks of the run has the name of its field in [`StepFacts`](super::StepFacts), or is the `optimizer` or its `precision`.
+    /// Returns the paths of the fields that the rule is about, such as `mesh.tensor`. The first one that the user set is at fault.
+    /// Settings outside the plan have the name of their field in [`StepFacts`](super::StepFacts), or are `optimizer` or `precision`.
     pub const fn fields(&self) -> &'static [&'static str] {
         self.fields
     }
 
-    /// Returns the text with other names for the plan's fields; fields without another keep theirs.
+    /// Returns the message with plan fields renamed by `name`; fields for which it returns `None` keep their names.
     pub fn in_terms_of<'n>(&self, name: impl Fn(&str) -> Option<&'n str>) -> String {
         let parts = self.what.split('`').enumerate();
         parts.map(|(at, part)| if at % 2 == 1 { name(part).unwrap_or(part) } else { part }).collect()
     }
 
-    /// The fields of all rules, for whoever has other names for them.
+    /// Returns the fields of all rules, for callers that have other names for them.
     pub fn all_fields() -> impl Iterator<Item = &'static str> {
         let alone = ALONE.iter().map(|rule| rule.0);
         let with_model = WITH_MODEL.iter().chain(ON_RANKS).map(|rule| rule.0);
@@ -50,7 +50,7 @@ impl PlanProblem {
     }
 }
 
-/// The fields of a mesh that is none.
+/// Fields at fault if the degrees do not form a mesh.
 const DEGREES: &[&str] = &["mesh.tensor", "mesh.pipeline", "mesh.replicate", "mesh.shard", "mesh.context"];
 
 impl From<MeshProblem> for PlanProblem {
@@ -64,7 +64,7 @@ impl From<MeshProblem> for PlanProblem {
     }
 }
 
-/// Writes what is wrong and what is allowed. Fields other than the rule's own stand in backticks.
+/// Writes the problem and the allowed values. Fields other than the rule's own stand in backticks.
 impl fmt::Display for PlanProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.what)

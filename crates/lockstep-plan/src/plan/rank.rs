@@ -1,7 +1,8 @@
-//! Checked plans, and the part of each rank: its place in the mesh, its stages, and the passes that it makes.
+//! Checked plans, and one rank's part of them: its coordinates in the mesh, its stages, and its forward and backward passes.
 //!
-//! A [`CheckedPlan`] knows the whole step; [`CheckedPlan::rank`] is one rank's view of it, from which a model is recorded, its state is
-//! laid out and an engine is built. It leaves one decision open: the chunks of tensor-parallel collectives, which depend on the links.
+//! A [`CheckedPlan`] describes the whole step; [`CheckedPlan::rank`] is one rank's view of it. From that view the model is recorded, the
+//! state is laid out and the engine is built. One choice stays open: the number of chunks of tensor-parallel collectives, which depends
+//! on the links.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,31 +13,31 @@ use crate::mesh::{Axis, Degrees, ExpertAxis, Mesh};
 use crate::schedule::Schedule;
 use crate::{ContextPlace, ExpertPlace, StageMemory, TensorPlace};
 
-/// The layout of a step over ranks.
+/// Layout of a step: the mesh, and the assignment of units and micro-batches to its ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepLayout {
-    /// The mesh.
+    /// Mesh of all ranks of the run.
     pub mesh: Mesh,
-    /// Actions of each rank of a pipeline; `None` without one.
+    /// Schedule of the pipeline; `None` without pipeline parallelism.
     pub schedule: Option<Arc<Schedule>>,
-    /// Units of each stage, from the model's first layer on.
+    /// Range of units of each stage, first layer first.
     pub stages: Vec<Range<usize>>,
-    /// Micro-batches of a step on each part of the batch.
+    /// Micro-batches per step of each data-parallel rank.
     pub micro_batches: usize,
 }
 
 impl StepLayout {
-    /// Returns the pipeline degree.
+    /// Returns the degree of pipeline parallelism.
     pub fn pipeline_ranks(&self) -> usize {
         self.mesh.ranks().degree(Axis::Pipeline)
     }
 
-    /// Returns the stages of a pipeline rank, by number.
+    /// Returns the indices of the stages on a pipeline rank.
     pub fn stages_of(&self, pipeline_rank: usize) -> Vec<usize> {
         self.schedule.as_ref().map_or_else(|| vec![0], |schedule| schedule.stages_of(pipeline_rank).collect())
     }
 
-    /// Returns the stages of a pipeline rank, with their slots for micro-batches.
+    /// Returns the stages of a pipeline rank, each with its number of micro-batch slots.
     pub fn stages_on(&self, pipeline_rank: usize) -> Vec<StageMemory> {
         match &self.schedule {
             Some(schedule) => StageMemory::of_rank(schedule, &self.stages, pipeline_rank),
@@ -44,14 +45,14 @@ impl StepLayout {
         }
     }
 
-    /// Returns the stages of a pipeline rank and the passes that it makes.
+    /// Returns the stages of a pipeline rank and its forward and backward passes.
     pub fn passes_of(&self, pipeline_rank: usize) -> RankPasses {
         let pipeline = self.schedule.clone().map(|schedule| (schedule, pipeline_rank));
         RankPasses { stages: self.stages_on(pipeline_rank), pipeline, micro_batches: self.micro_batches }
     }
 }
 
-/// A plan that fits a model, a batch and a world: every rule has been applied, and nothing is left open.
+/// A plan that fits a model, a batch and a world size: it obeys every rule and has no open choice that changes its layout.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CheckedPlan {
     plan: Arc<Plan>,
@@ -61,12 +62,12 @@ pub struct CheckedPlan {
 }
 
 impl CheckedPlan {
-    /// A plan whose layout follows from it, for steps of so many sequences of so many tokens.
+    /// Wraps a plan and the layout that follows from it.
     pub(super) fn new(plan: Plan, layout: StepLayout, [global_batch, seq_len]: [usize; 2]) -> Self {
         Self { plan: Arc::new(plan), layout: Arc::new(layout), seq_len, global_batch }
     }
 
-    /// A pipeline whose stages are one unit each, to rehearse its schedule without a model.
+    /// Creates a plan for a pipeline of one unit per stage, to run a schedule without a model.
     ///
     /// # Panics
     /// If the schedule has more ranks than a mesh can have.
@@ -81,37 +82,37 @@ impl CheckedPlan {
         Self::new(plan, layout, [global_batch, 1])
     }
 
-    /// The plan.
+    /// Returns the plan that was checked.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// The layout of its step.
+    /// Returns the layout of the step.
     pub fn layout(&self) -> &StepLayout {
         &self.layout
     }
 
-    /// The mesh.
+    /// Returns the mesh of all ranks.
     pub fn mesh(&self) -> &Mesh {
         &self.layout.mesh
     }
 
-    /// Sequences of a micro-batch.
+    /// Returns the micro-batch size in sequences.
     pub fn micro_batch(&self) -> usize {
         self.plan.micro_batch_of(self.global_batch)
     }
 
-    /// Tokens of a sequence.
+    /// Returns the sequence length in tokens.
     pub const fn seq_len(&self) -> usize {
         self.seq_len
     }
 
-    /// Sequences of a step, on all ranks together.
+    /// Returns the global batch size in sequences.
     pub const fn global_batch(&self) -> usize {
         self.global_batch
     }
 
-    /// Returns the plan as `rank` carries it out.
+    /// Returns the view that `rank` has of the plan.
     pub fn rank(&self, rank: usize) -> RankPlan {
         let places = Places::of(self.mesh(), rank, &self.plan);
         let pipeline_rank = self.mesh().ranks().coordinate(rank, Axis::Pipeline);
@@ -120,53 +121,53 @@ impl CheckedPlan {
     }
 }
 
-/// A plan on one rank.
+/// One rank's view of a checked plan.
 #[derive(Debug, Clone)]
 pub struct RankPlan {
     checked: CheckedPlan,
-    /// The rank.
+    /// Global rank of this view.
     pub rank: usize,
-    /// The rank's coordinates in the groups that its model is recorded for.
+    /// Coordinates in the tensor-, context- and expert-parallel groups, which the model is recorded for.
     pub places: Places,
-    /// The rank's stages, and the passes through them in a step.
+    /// Stages of the rank, and its forward and backward passes in a step.
     pub passes: RankPasses,
 }
 
 impl RankPlan {
-    /// The checked plan that this is one rank's view of.
+    /// Returns the checked plan that this is a view of.
     pub fn checked(&self) -> &CheckedPlan {
         &self.checked
     }
 
-    /// The plan of all ranks.
+    /// Returns the plan, which is the same for all ranks.
     pub fn plan(&self) -> &Plan {
         &self.checked.plan
     }
 
-    /// The layout of the step over all ranks.
+    /// Returns the layout of the step over all ranks.
     pub fn layout(&self) -> &StepLayout {
         &self.checked.layout
     }
 
-    /// The mesh.
+    /// Returns the mesh of all ranks.
     pub fn mesh(&self) -> &Mesh {
         self.checked.mesh()
     }
 }
 
-/// A rank's coordinates in the groups that split blocks, sequences and experts.
+/// A rank's coordinates in the groups that shard blocks, sequences and experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Places {
-    /// In the tensor-parallel group.
+    /// Coordinates in the tensor-parallel group.
     pub tensor: TensorPlace,
-    /// In the context-parallel group.
+    /// Coordinates in the context-parallel group.
     pub context: ContextPlace,
-    /// In the expert-parallel group.
+    /// Coordinates in the expert-parallel group.
     pub experts: ExpertPlace,
 }
 
 impl Places {
-    /// The coordinates of `rank` under `plan`. Tensor-parallel collectives are whole unless the plan says in how many chunks.
+    /// Computes the coordinates of `rank` under `plan`. Tensor-parallel collectives are not chunked unless the plan says so.
     pub fn of(mesh: &Mesh, rank: usize, plan: &Plan) -> Self {
         let (ranks, experts) = (mesh.ranks(), mesh.experts());
         let is_row = ranks.degree(Axis::Tensor) > 1 && plan.tensor_layout == TensorDimensions::One;

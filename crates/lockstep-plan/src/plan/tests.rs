@@ -25,7 +25,7 @@ fn facts() -> Facts {
     }
 }
 
-/// Facts with another number of sequences in a step.
+/// Facts with another global batch size.
 fn facts_of(global_batch: usize, seq_len: usize) -> Facts {
     Facts { step: StepFacts { global_batch, seq_len, ..StepFacts::default() }, ..facts() }
 }
@@ -46,7 +46,7 @@ fn plan() -> Plan {
     }
 }
 
-/// A problem as text, whose names of fields are those of fields.
+/// A problem as text, with the plan's own field names.
 fn text(problem: &PlanProblem) -> String {
     problem.in_terms_of(|field| {
         assert!(PlanProblem::all_fields().any(|known| known == field), "{field} is no field");
@@ -116,7 +116,7 @@ fn what_was_predicted_goes_through_a_file_and_says_one_thing_of_a_rank() {
 
 #[test]
 fn chunks_of_less_than_a_token_are_refused() {
-    // Two sequences of 1,024 tokens, shared out among two ranks or not.
+    // Two sequences of 1,024 tokens, on one rank or on two.
     let limit = |sequence_parallel: bool, chunks: usize| {
         let plan = Plan { sequence_parallel, tensor_chunks: Some(chunks), ..plan() };
         plan.check(&facts()).map(drop).map_err(|error| error.to_string())
@@ -166,7 +166,7 @@ fn a_text_that_is_no_plan_is_refused_with_the_reason() {
         let message = message(&text);
         assert!(message.starts_with("this is no plan: ") && message.contains(expected), "{message}");
     }
-    // A later version is told as such, not by its first unknown field.
+    // A later version is reported as such, not by its first unknown field.
     assert_eq!(
         message(r#"{"version": 2, "news": 1}"#),
         "the plan's format has version 2; this program reads version 1"
@@ -243,7 +243,7 @@ fn key_value_heads_may_be_fewer_than_tensor_ranks_if_they_divide_them() {
     assert!(!fits(24, 6) && !fits(12, 4));
 }
 
-/// Problems of a plan that need no model: the field to blame, and the text.
+/// Problems of a plan that need no model: the field at fault, and the text.
 fn problems_alone(plan: &Plan, step: StepFacts) -> Vec<(&'static str, String)> {
     plan.check_alone(&step).iter().map(|problem| (problem.fields()[0], text(problem))).collect()
 }
@@ -426,7 +426,7 @@ fn what_is_recomputed_by_layer_is_of_layers_that_there_are() {
     );
 }
 
-/// A plan whose tensor ranks are in two dimensions.
+/// A plan with a 2D tensor layout.
 fn in_two_dimensions(tensor: usize) -> Plan {
     let mesh = Degrees { tensor, ..Degrees::default() };
     let schedule = PipelineSchedule::default();

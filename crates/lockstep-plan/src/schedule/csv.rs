@@ -1,17 +1,17 @@
-//! A user's schedule: a CSV file with one row of passes for each rank, as `torch.distributed.pipelining` writes them.
+//! Reads a user's schedule: a CSV file with one row of passes per rank, in the format of `torch.distributed.pipelining`.
 //!
 //! ```text
 //!     0F0,0F1,,,0B0,0B1
 //!     ,1F0,1B0,1F1,1B1
 //! ```
 //!
-//! A cell is a [`Pass`]. Where each rank has one stage, which is then its row, the number of the stage may be left out
-//! (`F0`). Empty cells stand for idle time and say nothing: a pass starts when it can. Two passes that PyTorch overlaps,
-//! `(0F2;3B0)OVERLAP_F_B`, are read as one after the other. Sends and receives are derived and are not in the file.
+//! A cell is a [`Pass`]. If each rank has one stage, with the rank's own index, the stage may be omitted (`F0`). Empty cells stand for
+//! idle time and are ignored: a pass starts as soon as it can. Two passes that PyTorch overlaps, `(0F2;3B0)OVERLAP_F_B`, run one after
+//! the other. Sends and receives are derived and are not in the file.
 
 use super::{Pass, ScheduleError, ScheduleProblem};
 
-/// The passes of each rank in a CSV file for `ranks` pipeline ranks.
+/// Parses the passes of each rank from a CSV file for `ranks` pipeline ranks.
 pub fn passes_from_csv(text: &str, ranks: usize) -> Result<Vec<Vec<Pass>>, ScheduleError> {
     let rows: Vec<&str> = text.trim_end().lines().collect();
     let mut problems = Vec::new();
@@ -37,7 +37,7 @@ pub fn passes_from_csv(text: &str, ranks: usize) -> Result<Vec<Vec<Pass>>, Sched
     if problems.is_empty() { Ok(passes) } else { Err(ScheduleError(problems)) }
 }
 
-/// The passes of a cell: none, one, or two that overlap.
+/// Parses the passes of a cell: none, one, or two that overlap.
 fn cell_passes(cell: &str, rank: usize) -> Option<Vec<Pass>> {
     if cell.is_empty() {
         return Some(Vec::new());

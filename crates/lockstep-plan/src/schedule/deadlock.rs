@@ -1,15 +1,14 @@
-//! Whether the lists of all ranks can run to their end together.
+//! Deadlock detection: runs the lists of all ranks together, without durations.
 //!
-//! They are played through without durations. A send waits until its receive is posted and a pass until its message is
-//! sent: the strictest transport. Whoever still stands at the end is followed to the rank it waits for, and from
-//! there on, until a circle closes. A rank that waits for something that is nowhere is not part of any circle; what is
-//! missing is told elsewhere.
+//! A send waits until its receive is posted, and a pass until its message is sent, as on the strictest transport. From each rank that is
+//! stuck at the end, the waits are followed from rank to rank until a cycle closes. A rank that waits for a missing action is in no
+//! cycle; `validate` reports it.
 
 use std::collections::HashSet;
 
 use super::{Action, Message, Schedule, ScheduleProblem, Wait};
 
-/// The circles of ranks that wait for each other; none if all lists run to their end.
+/// Returns the cycles of ranks that wait for each other; none if all lists run to their end.
 pub(super) fn deadlocks(schedule: &Schedule) -> Vec<ScheduleProblem> {
     let messages = schedule.actions.iter().flatten().filter(|action| is_message(action));
     let mut play = Play {
@@ -45,10 +44,10 @@ fn is_message(action: &Action) -> bool {
 
 struct Play<'a> {
     schedule: &'a Schedule,
-    /// Sends and receives that have not happened.
+    /// Sends and receives that have not happened yet.
     pending: HashSet<Action>,
     next: Vec<usize>,
-    /// Where each list has its update of the weights.
+    /// Position of the optimizer step in each list.
     step: Vec<Option<usize>>,
 }
 
@@ -57,7 +56,7 @@ impl Play<'_> {
         self.schedule.actions[rank].get(self.next[rank]).copied()
     }
 
-    /// What a rank has to wait for before an action, if anything.
+    /// Returns what a rank has to wait for before an action; `None` if it can go on.
     fn wait_of(&self, rank: usize, action: Action) -> Option<Wait> {
         let wait = |on, needs| Wait { rank, action, needs, on };
         match action {
@@ -80,7 +79,7 @@ impl Play<'_> {
     }
 }
 
-/// Each circle among ranks that wait for at most one other.
+/// Returns each cycle among ranks that wait for at most one other.
 fn circles(waits: &[Option<Wait>]) -> Vec<ScheduleProblem> {
     let mut circles = Vec::new();
     let mut seen = vec![false; waits.len()];

@@ -1,8 +1,8 @@
-//! The published schedules, each a function from a rank to its list of passes.
+//! The published pipeline schedules, each a function from a rank to its list of passes.
 //!
-//! In all of them the forwards of a stage run in ascending order of micro-batches, and so do both halves of its
-//! backwards. A list is therefore a word over (kind, chunk): which micro-batch comes next is a matter of counting, and
-//! [`List`] counts. Weight gradients that are added in this order have the same bits under every schedule.
+//! In all of them the forwards of a stage run in ascending order of micro-batches, and so do both halves of its backwards. A schedule
+//! therefore only has to write a sequence of (kind, chunk); [`List`] counts which micro-batch comes next. Weight gradients accumulated in
+//! this order have the same bits under every schedule.
 
 use std::fmt;
 
@@ -11,42 +11,41 @@ use serde::{Deserialize, Serialize};
 use super::{MOST_PASSES, Pass, PassKind, ScheduleError, ScheduleProblem};
 use crate::nearest::{Choices, nearest_multiple};
 
-/// The published schedules.
+/// A published pipeline schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Kind {
-    /// All forwards, then all backwards (Huang et al. 2019).
+    /// GPipe: all forwards, then all backwards (Huang et al. 2019).
     #[serde(rename = "gpipe")]
     GPipe,
-    /// One forward, one backward: a rank holds no more micro-batches than there are ranks after it (Narayanan et
-    /// al. 2019, PipeDream-Flush in 2021).
+    /// 1F1B: forwards and backwards alternate, so a rank has no more micro-batches in flight than there are ranks from it to the last
+    /// (Narayanan et al. 2019; PipeDream-Flush, 2021).
     #[serde(rename = "1f1b")]
     OneForwardOneBackward,
-    /// The same with several chunks on each rank, in groups of as many micro-batches as ranks (Narayanan et al.
-    /// 2021, section 2.2): the bubble shrinks by the number of chunks.
+    /// 1F1B with several chunks per rank, in groups of as many micro-batches as ranks (Narayanan et al. 2021, section 2.2). The bubble
+    /// shrinks by the number of chunks.
     #[serde(rename = "interleaved_1f1b")]
     Interleaved,
-    /// Chunk after chunk, all micro-batches through each (Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism").
+    /// Chunk after chunk, with all micro-batches through each (Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism").
     #[serde(rename = "looped_bfs")]
     LoopedBreadthFirst,
-    /// 1F1B with a split backward and no more memory (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section
-    /// 2.3, ZB-H1).
+    /// 1F1B with a split backward and the same memory (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.3, ZB-H1).
     #[serde(rename = "zb_h1")]
     ZeroBubbleH1,
-    /// Two chunks on each rank, laid out as a V, so that the last stage is on the first rank (Qi et al. 2024,
-    /// "Pipeline Parallelism with Controllable Memory", section 4, V-ZB).
+    /// Two chunks per rank in a V: the last stage is on the first rank (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory",
+    /// section 4, V-ZB).
     #[serde(rename = "zb_v")]
     ZeroBubbleV,
-    /// The V-shaped half of DualPipe (DeepSeek-AI 2025, DeepSeek-V3 report, section 3.2.1). In its steady state a forward
-    /// stands directly before a backward of another chunk, so that an engine may overlap the communication of each
-    /// with the other's arithmetic. Engine and simulator run the two one after the other, and the forward's output leaves before
-    /// the backward: a rank then waits for P - 1 passes, half of (P - 1)(F&B + B - 3W), what DeepSeek gives for pairs whose
-    /// results leave together, with F&B = F + B and B = 2F = 2W.
+    /// The V-shaped half of DualPipe (DeepSeek-AI 2025, DeepSeek-V3 report, section 3.2.1). In its steady state a forward comes directly
+    /// before a backward of another chunk, so that an engine may overlap the communication of each with the compute of the other. Engine
+    /// and simulator run the two one after the other, and the forward's output is sent before the backward. A rank then waits for P - 1
+    /// passes, half of DeepSeek's (P - 1)(F&B + B - 3W), which holds for pairs whose results are sent together, with F&B = F + B and B =
+    /// 2F = 2W.
     #[serde(rename = "dualpipe_v")]
     DualPipeV,
 }
 
 impl Kind {
-    /// All of them.
+    /// All published schedules.
     pub const ALL: [Self; 7] = [
         Self::GPipe,
         Self::OneForwardOneBackward,
@@ -57,7 +56,7 @@ impl Kind {
         Self::DualPipeV,
     ];
 
-    /// The name in configurations and plans.
+    /// Returns the name in configurations and plans.
     pub const fn name(self) -> &'static str {
         match self {
             Self::GPipe => "gpipe",
@@ -70,22 +69,22 @@ impl Kind {
         }
     }
 
-    /// The schedule of a name.
+    /// Returns the schedule with this name; `None` if there is none.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// Whether chunks lie as a V: chunk 0 of rank `i` is stage `i`, chunk 1 is the stage as far from the end.
+    /// Returns true if the chunks form a V: chunk 0 of rank `i` is stage `i`, chunk 1 is the stage equally far from the end.
     pub const fn is_v_shaped(self) -> bool {
         matches!(self, Self::ZeroBubbleV | Self::DualPipeV)
     }
 
-    /// Whether backwards are split.
+    /// Returns true if the schedule splits backwards.
     pub const fn splits_backward(self) -> bool {
         matches!(self, Self::ZeroBubbleH1 | Self::ZeroBubbleV | Self::DualPipeV)
     }
 
-    /// The fewest and the most chunks on a rank.
+    /// Returns the minimum and the maximum number of chunks per rank.
     pub const fn chunks(self) -> (usize, usize) {
         match self {
             Self::GPipe | Self::OneForwardOneBackward | Self::ZeroBubbleH1 => (1, 1),
@@ -95,12 +94,12 @@ impl Kind {
         }
     }
 
-    /// The stage that is chunk `chunk` of rank `rank`.
+    /// Returns the stage that is chunk `chunk` of rank `rank`.
     pub const fn stage(self, rank: usize, chunk: usize, ranks: usize) -> usize {
         if self.is_v_shaped() && chunk == 1 { 2 * ranks - 1 - rank } else { chunk * ranks + rank }
     }
 
-    /// What keeps this schedule from being made of these numbers; empty if nothing does.
+    /// Returns the problems of this schedule with these numbers; empty if they are valid.
     pub fn problems(self, ranks: usize, micro_batches: usize, chunks: usize) -> Vec<ScheduleProblem> {
         if ranks == 0 {
             return vec![ScheduleProblem::NoRanks];
@@ -125,7 +124,7 @@ impl Kind {
         problems
     }
 
-    /// The passes of each rank.
+    /// Generates the passes of each rank.
     pub fn passes(
         self,
         ranks: usize,
@@ -161,14 +160,14 @@ impl fmt::Display for Kind {
     }
 }
 
-/// The list of one rank as it is written: it knows which micro-batch is next.
+/// List of one rank while it is written; it knows which micro-batch comes next.
 struct List {
     rank: usize,
     ranks: usize,
     micro_batches: usize,
-    /// The stage of each chunk.
+    /// Stage of each chunk.
     stages: Vec<usize>,
-    /// For each chunk the next micro-batch of forwards, of input gradients and of weight gradients.
+    /// For each chunk, the next micro-batch of forwards, of input gradients and of weight gradients.
     next: Vec<[usize; 3]>,
     passes: Vec<Pass>,
 }
@@ -203,7 +202,7 @@ impl List {
         self.push(PassKind::BackwardWeight, chunk);
     }
 
-    /// Weight gradients of a chunk that wait.
+    /// Returns the number of deferred weight gradients of a chunk.
     fn waiting(&self, chunk: usize) -> usize {
         let [_, input, weight] = self.next[chunk];
         input - weight
@@ -220,7 +219,7 @@ fn breadth_first(list: &mut List) {
     }
 }
 
-/// Each rank runs ahead by as many forwards as there are ranks after it.
+/// Each rank runs as many forwards ahead as there are ranks after it.
 fn one_forward_one_backward(list: &mut List) {
     let ahead = (list.ranks - 1 - list.rank).min(list.micro_batches);
     (0..ahead).for_each(|_| list.forward(0));
@@ -231,7 +230,7 @@ fn one_forward_one_backward(list: &mut List) {
     (0..ahead).for_each(|_| list.backward(0));
 }
 
-/// 1F1B over pairs of (micro-batch, chunk), which go through the chunks in groups of as many micro-batches as ranks.
+/// 1F1B over pairs of (micro-batch, chunk), which pass through the chunks in groups of as many micro-batches as ranks.
 fn interleaved(list: &mut List) {
     let (ranks, chunks) = (list.ranks, list.stages.len());
     let chunk = |pair: usize| pair / ranks % chunks;
@@ -245,9 +244,8 @@ fn interleaved(list: &mut List) {
     (pairs - ahead..pairs).for_each(|pair| list.backward(chunks - 1 - chunk(pair)));
 }
 
-/// 1F1B, but rank `r` lets the weight gradients of `r` micro-batches wait: it runs `r` fewer forwards ahead than the
-/// first rank, so it may hold `r` more, and gives its input gradients that much sooner to the rank before it. What
-/// waits is done where 1F1B would stand still at the end.
+/// 1F1B in which rank `r` defers the weight gradients of `r` micro-batches. It runs `r` fewer forwards ahead than the first rank, so it
+/// has memory for `r` more, and sends its input gradients that much sooner. The deferred passes fill the bubble that 1F1B has at the end.
 fn zero_bubble_h1(list: &mut List) {
     let ahead = (list.ranks - 1 - list.rank).min(list.micro_batches);
     (0..ahead).for_each(|_| list.forward(0));
@@ -265,8 +263,8 @@ fn zero_bubble_h1(list: &mut List) {
     (0..list.waiting(0)).for_each(|_| list.weight(0));
 }
 
-/// Chunk 0 on the way down the V, chunk 1 on the way up. After the warm-up, whose length makes the first chunk-1 forward
-/// arrive as the memory of 1F1B is full, every rank repeats six passes, one of each kind and chunk.
+/// Chunk 0 goes down the V, chunk 1 up. The length of the warm-up makes the first chunk-1 forward arrive when the memory of 1F1B is full.
+/// Then every rank repeats six passes, one of each kind and chunk.
 fn zero_bubble_v(list: &mut List) {
     let (rank, after) = (list.rank, list.ranks - list.rank);
     (0..2 * after - 1).for_each(|_| list.forward(0));
@@ -289,7 +287,7 @@ fn zero_bubble_v(list: &mut List) {
         list.input(1);
         list.weight(1);
     }
-    // Input gradients that other ranks wait for come first; weights fill the rest.
+    // Input gradients that other ranks wait for come first; weight gradients fill the rest.
     for _ in 0..rank {
         list.input(0);
         list.input(1);
@@ -303,7 +301,7 @@ fn zero_bubble_v(list: &mut List) {
     }
 }
 
-/// The eight phases of DualPipe for one direction, the other direction being the second chunk.
+/// The eight phases of DualPipe for one direction; the second chunk takes the place of the other direction.
 fn dual_pipe_v(list: &mut List) {
     let (done, after) = (list.rank + 1, list.ranks - 1 - list.rank);
     (0..2 * after).for_each(|_| list.forward(0));
@@ -316,7 +314,7 @@ fn dual_pipe_v(list: &mut List) {
         list.weight(1);
         list.forward(1);
     }
-    // Pairs to overlap: a forward, then a backward of the other chunk.
+    // Pairs that may overlap: a forward, then a backward of the other chunk.
     for _ in 0..list.micro_batches - list.ranks - after {
         list.forward(0);
         list.backward(1);
@@ -328,7 +326,7 @@ fn dual_pipe_v(list: &mut List) {
         list.forward(1);
         list.backward(0);
     }
-    // No forward is left to overlap with: from the middle on, weights wait and fill the gaps that follow.
+    // No forward is left to overlap with. In the second half, weight gradients are deferred and fill the gaps that follow.
     for pass in 0..2 * done {
         let chunk = 1 - pass % 2;
         if pass < done { list.backward(chunk) } else { list.input(chunk) }

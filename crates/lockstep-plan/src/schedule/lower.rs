@@ -1,22 +1,20 @@
-//! From passes to full lists: where sends, receives, reductions and the update of the weights stand.
+//! Lowers passes to full action lists: inserts sends, receives, gradient reductions and the optimizer step.
 //!
-//! The lists are written by playing the passes through once, each taking one unit of time (a whole backward two) and
-//! starting as soon as its rank is free and what it needs is there. Whenever a pass ends
+//! The passes are run once, each taking one unit of time (a whole backward two) and starting as soon as its rank is free and its input is
+//! there. Whenever a pass ends
 //!
-//! 1. it is written down on its rank,
-//! 2. if another rank needs its result, the send is written directly after it, and at the same moment the receive on
-//!    the other rank: after all passes that have ended there, before the one that is running,
-//! 3. if it was the last to touch the weights of its stage, the reduction of their gradients follows.
+//! 1. it is appended to its rank's list,
+//! 2. if another rank needs its result, the send is appended directly after it, and at the same moment the receive is
+//!    appended on the other rank: after all passes that have ended there, before the one that is running,
+//! 3. if it is the last to accumulate into its stage's weight gradients, their reduction follows.
 //!
-//! So there is one order of everything with which each list agrees and in which a send and its receive are neighbours.
-//! That is why no list can deadlock, even on a transport where a send waits until its receive is posted: of all
-//! that has not happened yet the first thing in that order can always happen. And memory for a message is lent at most
-//! one pass before the message exists. Between two chunks of one rank nothing is sent.
+//! So there is one global order that each list agrees with, and in which a send and its receive are neighbours. No list can deadlock,
+//! even on a transport where a send waits until its receive is posted: of all remaining actions, the first one in that order can always
+//! run. A receive buffer is posted at most one pass before its message exists. Between two chunks of one rank nothing is sent.
 
 use super::{Action, Message, Pass, PassKind, place_of};
 
-/// Full lists from the passes of each rank. Whatever the passes are, all of them are in the result: lists that cannot
-/// run are told by `validate`, not here.
+/// Returns the full lists for the passes of each rank. Every pass is in the result, even if it cannot run; `validate` reports such lists.
 pub(super) fn lower(rank_of: &[usize], micro_batches: usize, passes: &[Vec<Pass>]) -> Vec<Vec<Action>> {
     let mut lowering = Lowering::new(rank_of, micro_batches, passes);
     let mut next = vec![0; passes.len()];
@@ -42,7 +40,7 @@ pub(super) fn lower(rank_of: &[usize], micro_batches: usize, passes: &[Vec<Pass>
             break;
         }
     }
-    // What is left waits for something that never comes; it is written as it stands.
+    // The remaining passes wait for something that never comes; they are appended as they are.
     for (rank, &next) in next.iter().enumerate() {
         for &pass in &passes[rank][next..] {
             lowering.receive_for(rank, pass);
@@ -53,24 +51,24 @@ pub(super) fn lower(rank_of: &[usize], micro_batches: usize, passes: &[Vec<Pass>
     lowering.lists
 }
 
-/// What is known of a message between stages.
+/// State of a message between stages.
 #[derive(Debug, Clone, Copy, Default)]
 struct Known {
-    /// Whether some pass makes it, and whether some pass needs it.
+    /// True if some pass makes it, and true if some pass needs it.
     has_maker: bool,
     has_user: bool,
-    /// Whether its maker has ended.
+    /// True once its maker has ended.
     is_made: bool,
-    /// Whether its receive is written.
+    /// True once its receive has been appended.
     is_received: bool,
 }
 
 struct Lowering<'a> {
     rank_of: &'a [usize],
     micro_batches: usize,
-    /// By [`place_of`].
+    /// State of each message, by [`place_of`].
     messages: Vec<Known>,
-    /// For each stage the passes that will still touch its weights' gradients.
+    /// For each stage, the number of passes that will still accumulate into its weight gradients.
     weights_left: Vec<usize>,
     lists: Vec<Vec<Action>>,
 }
@@ -101,7 +99,7 @@ impl<'a> Lowering<'a> {
         lowering
     }
 
-    /// Whether the pass is of a micro-batch that there is, and of a stage of this rank.
+    /// Returns true if the pass is of an existing micro-batch and of a stage of this rank.
     fn is_known(&self, rank: usize, pass: Pass) -> bool {
         self.rank_of.get(pass.stage) == Some(&rank) && pass.micro_batch < self.micro_batches
     }
@@ -110,10 +108,10 @@ impl<'a> Lowering<'a> {
         &mut self.messages[place_of(message, self.micro_batches)]
     }
 
-    /// Whether what the pass needs from other stages is there, or will never be made by anyone.
+    /// Returns true if the message that the pass needs has been made, or no pass makes it.
     fn can_start(&self, pass: Pass) -> bool {
         let stages = self.rank_of.len();
-        // A user's numbers may be any: of stages and micro-batches that there are not nobody makes anything.
+        // A user's indices may be arbitrary: no pass makes messages of stages and micro-batches that do not exist.
         let is_known = |message: &Message| {
             message.from.max(message.to) < stages && message.micro_batch < self.micro_batches
         };
@@ -126,7 +124,7 @@ impl<'a> Lowering<'a> {
         self.rank_of[message.from] != self.rank_of[message.to]
     }
 
-    /// Writes the receive of what a pass needs, unless it is written.
+    /// Appends the receive of the message that a pass needs, unless it is there already.
     fn receive_for(&mut self, rank: usize, pass: Pass) {
         if self.is_known(rank, pass)
             && let Some(message) = Message::needed_by(pass, self.rank_of.len())
@@ -138,7 +136,7 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// Writes a pass, and what follows from its end.
+    /// Appends a pass, and the actions that follow from its end.
     fn end(&mut self, rank: usize, pass: Pass) {
         self.lists[rank].push(Action::Compute(pass));
         if !self.is_known(rank, pass) {

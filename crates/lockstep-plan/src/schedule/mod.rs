@@ -1,16 +1,15 @@
-//! Pipeline schedules as data: what each rank of a pipeline does in one step, in which order.
+//! Pipeline schedules as data: the ordered list of actions of each pipeline rank in one step.
 //!
-//! A model is cut into *stages*, counted from its first layer; a rank holds one stage or several (its *chunks*). For
-//! each stage and micro-batch there is a forward, and a backward in one piece or in two, of which the second, for the
-//! weights, may wait. A [`Schedule`] is one list of [`Action`]s for each rank, and an engine, the simulator and a
-//! picture read the same lists literally.
+//! A model is split into *stages*, counted from its first layer; a rank has one stage or several (its *chunks*). Each stage runs a
+//! forward and a backward per micro-batch. The backward may be split in two: input gradients first, weight gradients later. A
+//! [`Schedule`] has one list of [`Action`]s per rank; the engine, the simulator and pictures all read the same lists.
 //!
 //! - [`Kind`] names the published schedules; each is a pure function to lists of [`Pass`]es (`generate`).
-//! - One function derives sends, receives and the rest from such lists, whoever wrote them (`lower`). A user may
-//!   give a CSV file ([`passes_from_csv`]).
-//! - A `Schedule` can only be made of lists that are complete (`validate`) and cannot deadlock (`deadlock`); otherwise
-//!   there is a [`ScheduleError`] with everything that is wrong.
-//! - [`Schedule::simulate`] tells what happens when, and what memory is held, given the durations of the passes.
+//! - `lower` derives sends, receives and reductions from any such lists. Users may give their own as a CSV file
+//!   ([`passes_from_csv`]).
+//! - A `Schedule` can only be made from lists that are complete (`validate`) and cannot deadlock (`deadlock`); otherwise
+//!   the [`ScheduleError`] lists every problem.
+//! - [`Schedule::simulate`] computes start times and memory from the durations of the passes.
 
 mod csv;
 mod deadlock;
@@ -31,26 +30,26 @@ pub use generate::Kind;
 pub use problem::{ScheduleError, ScheduleProblem, Wait};
 pub use simulate::{Costs, CostsError, Simulation, Span, StageCost};
 
-/// The longest schedules that are made, in forwards of all ranks: enough for anything but a mistake.
+/// Upper limit of a schedule's size, in forwards of all ranks; more is taken for a mistake.
 const MOST_PASSES: usize = 1 << 22;
 
-/// Which part of the work on a micro-batch.
+/// Kind of pass of a micro-batch through a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum PassKind {
-    /// The forward.
+    /// Forward pass of a micro-batch through a stage.
     Forward,
-    /// The whole backward: gradients of the inputs and of the weights.
+    /// Whole backward pass: gradients of the inputs and of the weights.
     Backward,
-    /// The first half of a split backward: gradients of the inputs.
+    /// First half of a split backward: gradients of the inputs.
     BackwardInput,
-    /// The second half: gradients of the weights.
+    /// Second half of a split backward: gradients of the weights.
     BackwardWeight,
 }
 
 impl PassKind {
     const ALL: [Self; 4] = [Self::Forward, Self::Backward, Self::BackwardInput, Self::BackwardWeight];
 
-    /// The letter in text: that of `torch.distributed.pipelining`.
+    /// Returns the letter in text form, the same as in `torch.distributed.pipelining`.
     pub const fn letter(self) -> char {
         match self {
             Self::Forward => 'F',
@@ -60,25 +59,25 @@ impl PassKind {
         }
     }
 
-    /// Whether it yields the gradient of the stage's input.
+    /// Returns true if the pass computes the gradient of the stage's input.
     pub const fn makes_input_gradient(self) -> bool {
         matches!(self, Self::Backward | Self::BackwardInput)
     }
 
-    /// Whether it adds to the gradients of the stage's weights.
+    /// Returns true if the pass accumulates into the gradients of the stage's weights.
     pub const fn makes_weight_gradient(self) -> bool {
         matches!(self, Self::Backward | Self::BackwardWeight)
     }
 }
 
-/// One pass of one micro-batch through one stage. In text `{stage}{F|B|I|W}{micro-batch}`: `3F0`.
+/// One pass of one micro-batch through one stage. Its text form is `{stage}{F|B|I|W}{micro-batch}`: `3F0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Pass {
-    /// What is done.
+    /// Kind of pass.
     pub kind: PassKind,
-    /// The stage, counted from the model's first layer.
+    /// Index of the stage, counted from the model's first layer.
     pub stage: usize,
-    /// The micro-batch.
+    /// Index of the micro-batch.
     pub micro_batch: usize,
 }
 
@@ -88,7 +87,7 @@ impl fmt::Display for Pass {
     }
 }
 
-/// A text that is no [`Pass`].
+/// Error for a text that is not a [`Pass`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no pass; one is written STAGE, one of F, B, I and W, MICRO-BATCH, as in 1F0")]
 pub struct PassSyntaxError(pub String);
@@ -106,7 +105,7 @@ impl FromStr for Pass {
     }
 }
 
-/// A number in digits alone, without the sign that `parse` would let pass.
+/// Parses a number of digits only; `parse` would accept a leading "+".
 fn digits(text: &str) -> Option<usize> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
 }
@@ -123,24 +122,24 @@ impl<'de> Deserialize<'de> for Pass {
     }
 }
 
-/// What one stage sends to the next (activations) or to the one before (their gradients).
+/// Point-to-point message between neighbouring stages: activations to the next one, or their gradients to the previous one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Message {
-    /// The stage that made it.
+    /// Stage that sends it.
     pub from: usize,
-    /// The stage that needs it: a neighbour.
+    /// Stage that receives it, a neighbour of `from`.
     pub to: usize,
-    /// The micro-batch.
+    /// Index of the micro-batch.
     pub micro_batch: usize,
 }
 
 impl Message {
-    /// Whether it is the output of a forward, not the input gradient of a backward.
+    /// Returns true for the output of a forward, false for the input gradient of a backward.
     pub const fn is_activation(&self) -> bool {
         self.to > self.from
     }
 
-    /// What a pass makes for a neighbouring stage, if there is one.
+    /// Returns the message that a pass produces for a neighbouring stage; `None` if there is none.
     pub(crate) fn made_by(pass: Pass, stages: usize) -> Option<Self> {
         let Pass { kind, stage: from, micro_batch } = pass;
         let to = match kind {
@@ -151,7 +150,7 @@ impl Message {
         Some(Self { from, to, micro_batch })
     }
 
-    /// What a pass needs from a neighbouring stage, if there is one.
+    /// Returns the message that a pass needs from a neighbouring stage; `None` if it needs none.
     pub(crate) fn needed_by(pass: Pass, stages: usize) -> Option<Self> {
         let Pass { kind, stage: to, micro_batch } = pass;
         let from = match kind {
@@ -163,26 +162,27 @@ impl Message {
     }
 }
 
-/// The number of a message between neighbours, with so many micro-batches: a stage gets at most one value and one gradient of each.
+/// Returns the index of a message in a table of all possible messages. A stage receives at most one activation and one gradient per
+/// micro-batch.
 fn place_of(message: Message, micro_batches: usize) -> usize {
     (2 * message.to + usize::from(message.is_activation())) * micro_batches + message.micro_batch
 }
 
-/// What a rank does next.
+/// An action in a rank's list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Action {
-    /// A pass. It waits for the message that it needs.
+    /// Runs a pass, after the message that it needs has arrived.
     Compute(Pass),
-    /// Hands a message over and goes on without waiting.
+    /// Starts to send a message and does not wait.
     Send(Message),
-    /// Lends the memory for a message and goes on without waiting.
+    /// Posts a receive buffer for a message and does not wait.
     Receive(Message),
-    /// The gradients of a stage are complete on this rank: their reduction over the data-parallel ranks may start.
+    /// Starts the data-parallel gradient reduction of a stage, whose gradients are complete on this rank.
     ReduceGradients {
-        /// The stage.
+        /// Index of the stage.
         stage: usize,
     },
-    /// The update of the weights. It needs the global gradient norm, and so waits for all ranks.
+    /// Runs the optimizer step. It needs the global gradient norm, so it waits for all ranks.
     Step,
 }
 
@@ -203,34 +203,34 @@ impl fmt::Display for Action {
     }
 }
 
-/// What each rank of a pipeline does in one step: lists that are complete and cannot deadlock.
+/// A pipeline schedule: one list of actions per rank, complete and free of deadlocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schedule {
     micro_batches: usize,
     rank_of: Vec<usize>,
     actions: Vec<Vec<Action>>,
-    /// What follows of each stage, and which those of each rank are: read off once, for a search asks thousands of times.
+    /// Slots of each stage and stages of each rank, computed once because the search asks thousands of times.
     flows: Vec<StageFlow>,
     stages_of: Vec<Vec<usize>>,
 }
 
-/// How a stage is gone through.
+/// Memory-related properties of a stage, read from the lists.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct StageFlow {
-    /// Micro-batches that are in it at once: from the receive, or the forward, to the last pass.
+    /// Maximum number of micro-batches in flight: from the receive, or the forward, to the last pass.
     slots: usize,
-    /// Whether any of its backwards is split.
+    /// True if any backward of the stage is split.
     splits_backward: bool,
 }
 
 impl Schedule {
-    /// A published schedule for `ranks` with `chunks` stages each.
+    /// Generates a published schedule for `ranks` pipeline ranks with `chunks` stages each.
     pub fn new(kind: Kind, ranks: usize, micro_batches: usize, chunks: usize) -> Result<Self, ScheduleError> {
         Self::from_passes(micro_batches, &kind.passes(ranks, micro_batches, chunks)?)
     }
 
-    /// The same without looking once more for what tests have shown of every published schedule: that it is complete and cannot
-    /// deadlock. For those who make thousands.
+    /// Generates a published schedule without validation. Tests show that every published schedule is complete and cannot deadlock, so
+    /// the search skips the check for its thousands of schedules.
     pub fn published(
         kind: Kind,
         ranks: usize,
@@ -246,7 +246,7 @@ impl Schedule {
         Ok(Self::of_lists(micro_batches, rank_of, actions).with_flows())
     }
 
-    /// A schedule from the passes of each rank. A stage belongs to the rank that runs its first forward.
+    /// Builds a schedule from the passes of each rank. A stage belongs to the rank with its first forward.
     pub fn from_passes(micro_batches: usize, passes: &[Vec<Pass>]) -> Result<Self, ScheduleError> {
         let (rank_of, mut problems) = validate::owners(passes);
         if micro_batches.saturating_mul(rank_of.len().max(1)) > MOST_PASSES {
@@ -258,7 +258,7 @@ impl Schedule {
         if problems.is_empty() { Ok(schedule.with_flows()) } else { Err(ScheduleError(problems)) }
     }
 
-    /// A schedule from full lists; `rank_of` tells the rank of each stage.
+    /// Builds a schedule from complete action lists; `rank_of` has the rank of each stage.
     pub fn from_actions(
         rank_of: Vec<usize>,
         micro_batches: usize,
@@ -269,7 +269,7 @@ impl Schedule {
         if problems.is_empty() { Ok(schedule.with_flows()) } else { Err(ScheduleError(problems)) }
     }
 
-    /// Lists that may yet be none of a schedule.
+    /// Wraps lists that may not be valid yet.
     fn of_lists(micro_batches: usize, rank_of: Vec<usize>, actions: Vec<Vec<Action>>) -> Self {
         let mut stages_of = vec![Vec::new(); actions.len()];
         for (stage, rank) in rank_of.iter().enumerate() {
@@ -280,7 +280,7 @@ impl Schedule {
         Self { micro_batches, rank_of, actions, flows: Vec::new(), stages_of }
     }
 
-    /// The same with what follows of each stage; of valid lists alone.
+    /// Adds the properties of each stage; the lists must be valid.
     fn with_flows(mut self) -> Self {
         let (stages, micro_batches) = (self.stages(), self.micro_batches);
         let mut flows = vec![StageFlow::default(); stages];
@@ -304,62 +304,62 @@ impl Schedule {
         self
     }
 
-    /// Pipeline ranks.
+    /// Returns the number of pipeline ranks.
     pub fn ranks(&self) -> usize {
         self.actions.len()
     }
 
-    /// Stages of the whole pipeline.
+    /// Returns the number of stages of the whole pipeline.
     pub fn stages(&self) -> usize {
         self.rank_of.len()
     }
 
-    /// Micro-batches of a step.
+    /// Returns the number of micro-batches of a step.
     pub fn micro_batches(&self) -> usize {
         self.micro_batches
     }
 
-    /// The rank that holds a stage.
+    /// Returns the rank of a stage.
     pub fn rank_of(&self, stage: usize) -> usize {
         self.rank_of[stage]
     }
 
-    /// The stages of a rank, in ascending order: its chunks.
+    /// Returns the stages of a rank (its chunks), in ascending order.
     pub fn stages_of(&self, rank: usize) -> impl Iterator<Item = usize> + '_ {
         self.stages_of[rank].iter().copied()
     }
 
-    /// Micro-batches that are in a stage at once: from the receive, or the forward, to the last pass.
+    /// Returns the maximum number of micro-batches in flight in a stage: from the receive, or the forward, to the last pass.
     pub fn slots(&self, stage: usize) -> usize {
         self.flows[stage].slots
     }
 
-    /// Whether gradients of a stage's weights may come later than those of its inputs.
+    /// Returns true if any backward of the stage is split, so that weight gradients may come later than input gradients.
     pub fn splits_backward(&self, stage: usize) -> bool {
         self.flows[stage].splits_backward
     }
 
-    /// What a rank does, in this order.
+    /// Returns the actions of a rank, in order.
     pub fn actions(&self, rank: usize) -> &[Action] {
         &self.actions[rank]
     }
 
-    /// Whether a message goes from one rank to another.
+    /// Returns true if a message goes from one rank to another.
     fn crosses_ranks(&self, message: Message) -> bool {
         self.rank_of[message.from] != self.rank_of[message.to]
     }
 
-    /// The number of a message among all that there can be, for tables of them.
+    /// Returns the index of a message in a table of all possible messages.
     fn place_of(&self, message: Message) -> usize {
         place_of(message, self.micro_batches)
     }
 
-    /// How many such numbers there are.
+    /// Returns the number of possible messages, on one rank or between ranks.
     fn places(&self) -> usize {
         2 * self.stages() * self.micro_batches
     }
 
-    /// The passes of a rank, in this order.
+    /// Returns the passes of a rank, in order.
     pub fn passes(&self, rank: usize) -> impl Iterator<Item = Pass> + '_ {
         self.actions[rank].iter().filter_map(|action| match action {
             Action::Compute(pass) => Some(*pass),

@@ -1,204 +1,204 @@
-//! What can be wrong with a schedule.
+//! Problems of pipeline schedules, and their messages.
 
 use std::fmt;
 
 use super::{Action, Kind};
 use crate::nearest::{Choices, lines};
 
-/// Everything that is wrong with a schedule, one line each.
+/// All problems of a schedule, one per line.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}", lines(.0))]
 pub struct ScheduleError(pub Vec<ScheduleProblem>);
 
-/// One thing that is wrong with a schedule.
+/// A problem of a schedule.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScheduleProblem {
-    /// Nobody to do anything.
+    /// There are no pipeline ranks.
     #[error("a schedule needs at least one rank")]
     NoRanks,
-    /// Numbers that cannot be meant.
+    /// The schedule would be unreasonably long.
     #[error("the schedule would have more than {most} forwards")]
     TooLong {
-        /// The most that there may be.
+        /// Upper limit of forwards.
         most: usize,
     },
-    /// Too few micro-batches for the kind of schedule.
+    /// The kind of schedule needs more micro-batches.
     #[error("{kind} on {ranks} pipeline ranks needs at least {minimum} micro-batches, not {micro_batches}")]
     TooFewMicroBatches {
-        /// The schedule.
+        /// Kind of schedule.
         kind: Kind,
-        /// What was given.
+        /// Number of micro-batches that was given.
         micro_batches: usize,
-        /// Pipeline ranks.
+        /// Number of pipeline ranks.
         ranks: usize,
-        /// The nearest valid choice.
+        /// Smallest valid number of micro-batches.
         minimum: usize,
     },
-    /// Micro-batches that cannot be grouped by ranks.
+    /// The number of micro-batches is not a multiple of the ranks.
     #[error(
         "{kind} takes micro-batches in groups of {ranks}, the pipeline ranks, and {micro_batches} are not a multiple; {nearest}"
     )]
     Indivisible {
-        /// The schedule.
+        /// Kind of schedule.
         kind: Kind,
-        /// What was given.
+        /// Number of micro-batches that was given.
         micro_batches: usize,
-        /// Pipeline ranks.
+        /// Number of pipeline ranks.
         ranks: usize,
-        /// The nearest valid choices.
+        /// Nearest valid numbers of micro-batches.
         nearest: Choices,
     },
-    /// A number of chunks that the kind of schedule does not have.
+    /// The kind of schedule does not allow this number of chunks.
     #[error("{kind} cannot have {chunks} stages on each rank; {nearest}")]
     Chunks {
-        /// The schedule.
+        /// Kind of schedule.
         kind: Kind,
-        /// What was given.
+        /// Number of chunks that was given.
         chunks: usize,
-        /// The nearest valid choice.
+        /// Nearest valid number of chunks.
         nearest: Choices,
     },
-    /// A cell of a file that is no pass.
+    /// A cell of a CSV file is not a pass.
     #[error(
         "row {row}, cell {column}: {cell:?} is no pass; one is written STAGE, one of F, B, I and W, MICRO-BATCH, as in 1F0"
     )]
     BadCell {
-        /// Row in the file, from 1.
+        /// Row in the file, counted from 1.
         row: usize,
-        /// Cell in its row, from 1.
+        /// Cell in its row, counted from 1.
         column: usize,
-        /// What is written there.
+        /// Text of the cell, at most 40 characters of it.
         cell: String,
     },
-    /// A file for another number of ranks.
+    /// A CSV file has rows for a different number of ranks.
     #[error("the schedule has {rows} rows for {ranks} pipeline ranks; it needs one for each")]
     Rows {
-        /// Rows of the file.
+        /// Number of rows in the file.
         rows: usize,
-        /// Pipeline ranks.
+        /// Number of pipeline ranks.
         ranks: usize,
     },
-    /// A stage number beyond the number of stages.
+    /// A stage index is beyond the number of stages.
     #[error("rank {rank}: {action} is of an unknown stage; the schedule has {stages} stages, counted from 0")]
     UnknownStage {
-        /// Where.
+        /// Rank whose list has the action.
         rank: usize,
-        /// What.
+        /// Action with the unknown stage.
         action: Action,
-        /// The number of stages.
+        /// Number of stages.
         stages: usize,
     },
-    /// A stage that no rank has.
+    /// A stage has no pass on any rank.
     #[error("stage {stage} of {stages} is on no rank")]
     MissingStage {
-        /// Which.
+        /// Index of the stage.
         stage: usize,
-        /// The number of stages.
+        /// Number of stages.
         stages: usize,
     },
-    /// A rank that has no stage.
+    /// A rank has no stage.
     #[error("rank {rank} has no stage")]
     IdleRank {
-        /// Which.
+        /// Rank without a stage.
         rank: usize,
     },
-    /// A micro-batch number beyond the number of micro-batches.
+    /// A micro-batch index is beyond the number of micro-batches.
     #[error("rank {rank}: {action} is of an unknown micro-batch; there are {micro_batches}, counted from 0")]
     UnknownMicroBatch {
-        /// Where.
+        /// Rank whose list has the action.
         rank: usize,
-        /// What.
+        /// Action with the unknown micro-batch.
         action: Action,
-        /// The number of micro-batches.
+        /// Number of micro-batches.
         micro_batches: usize,
     },
-    /// A message between stages that are no neighbours or on one rank.
+    /// A message is between stages that are not neighbours, or that are on one rank.
     #[error("rank {rank}: {action} is no message: stages that follow each other on different ranks send")]
     NoMessage {
-        /// Where.
+        /// Rank whose list has the action.
         rank: usize,
-        /// What.
+        /// Send or receive of the message.
         action: Action,
     },
-    /// An action of a stage that another rank has.
+    /// An action is for a stage of another rank.
     #[error("rank {rank}: {action} belongs to rank {owner}")]
     WrongRank {
-        /// Where it is.
+        /// Rank whose list has the action.
         rank: usize,
-        /// What.
+        /// Action on the wrong rank.
         action: Action,
-        /// Where it should be.
+        /// Rank that has the stage.
         owner: usize,
     },
-    /// An action that is missing.
+    /// An action is missing.
     #[error("rank {rank} forgets {action}")]
     Forgotten {
-        /// Where it should be.
+        /// Rank whose list lacks the action.
         rank: usize,
-        /// What.
+        /// Action that is missing.
         action: Action,
     },
-    /// An action that is there more than once.
+    /// An action occurs more than once.
     #[error("rank {rank} does {action} {times} times")]
     Doubled {
-        /// Where.
+        /// Rank whose list has the action.
         rank: usize,
-        /// What.
+        /// Action that is repeated.
         action: Action,
-        /// How often.
+        /// Number of occurrences.
         times: usize,
     },
-    /// A backward both in one piece and in two.
+    /// A backward occurs both whole and split.
     #[error("rank {rank} does {fused} and its half {half}")]
     FusedAndSplit {
-        /// Where.
+        /// Rank whose list has both.
         rank: usize,
-        /// The whole.
+        /// Whole backward of the micro-batch.
         fused: Action,
-        /// The half.
+        /// Half of a split backward.
         half: Action,
     },
-    /// An action before something that it needs.
+    /// An action comes before one that it needs.
     #[error("rank {rank} does {action} before {needs}, which it needs")]
     TooEarly {
-        /// Where.
+        /// Rank whose list has the action.
         rank: usize,
-        /// What.
+        /// Action that comes too early.
         action: Action,
-        /// What should come first.
+        /// Action that has to come first.
         needs: Action,
     },
-    /// Weight gradients that are added in another order than that of the micro-batches, which would change their bits.
+    /// Weight gradients are not accumulated in ascending order of micro-batches, which would change their bits.
     #[error(
         "rank {rank} does {action} after {before}: gradients of weights are added in ascending order of micro-batches"
     )]
     WeightsOutOfOrder {
-        /// Where.
+        /// Rank whose list has the action.
         rank: usize,
-        /// What.
+        /// Backward that comes too late.
         action: Action,
-        /// The one of a later micro-batch before it.
+        /// Backward of a later micro-batch, which comes first.
         before: Action,
     },
-    /// Ranks that wait for each other in a circle.
+    /// Ranks wait for each other in a cycle.
     #[error("deadlock: {}", circle(.cycle))]
     Deadlock {
-        /// Who waits where, each for the next one, the last for the first.
+        /// Waits of the cycle: each for the next one's rank, the last for the first.
         cycle: Vec<Wait>,
     },
 }
 
-/// A rank that waits.
+/// A rank that waits for another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wait {
-    /// Which.
+    /// Rank that waits.
     pub rank: usize,
-    /// What it is about to do.
+    /// Next action of the rank.
     pub action: Action,
-    /// What has to happen first.
+    /// Action that has to happen first.
     pub needs: Action,
-    /// On which rank.
+    /// Rank of that action.
     pub on: usize,
 }
 

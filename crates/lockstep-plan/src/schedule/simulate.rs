@@ -1,31 +1,30 @@
-//! What happens when in a schedule, and how much memory it holds, given what its passes cost.
+//! Simulates a schedule: the start and end of each action, and the memory of each rank, from the costs of the passes.
 //!
-//! The lists are followed literally, as an engine does. A pass takes its time and its rank does nothing else meanwhile.
-//! A message is on its way from the moment when it is sent and its receive is posted; both ranks go on. Gradients are
-//! reduced beside the passes. Before the update of the weights every rank waits for all others, because the global norm
-//! of the gradients decides it.
+//! The simulator follows the action lists as the engine does. A pass occupies its rank for its duration. A message is in flight from the
+//! moment when it is sent and its receive is posted, and both ranks continue. Gradient reductions take no time here. Before the optimizer
+//! step every rank waits for all others, because of the global gradient norm.
 
 use super::{Action, Message, Pass, PassKind, Schedule};
 
-/// What the passes of one stage take and hold, for one micro-batch.
+/// Durations and memory of a stage's passes, for one micro-batch.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StageCost {
     /// Duration of the forward.
     pub forward_ms: f64,
-    /// Duration of the backward for the input; a backward in one piece takes both durations.
+    /// Duration of the input-gradient half; a whole backward takes both durations.
     pub backward_input_ms: f64,
-    /// Duration of the backward for the weights.
+    /// Duration of the weight-gradient half.
     pub backward_weight_ms: f64,
-    /// Memory from the start of the forward to the end of the backward for the input.
+    /// Memory from the start of the forward to the end of the input-gradient half.
     pub until_input_bytes: u64,
-    /// Memory from the start of the forward to the end of the backward for the weights.
+    /// Memory from the start of the forward to the end of the weight-gradient half.
     pub until_weight_bytes: u64,
-    /// Memory from the start of the backward for the input to the end of that for the weights, if they are apart.
+    /// Memory from the start of the input-gradient half to the end of the weight-gradient half, if the backward is split.
     pub deferred_bytes: u64,
 }
 
 impl StageCost {
-    /// Duration of a pass.
+    /// Returns the duration of a pass.
     pub fn duration_ms(&self, kind: PassKind) -> f64 {
         match kind {
             PassKind::Forward => self.forward_ms,
@@ -36,72 +35,72 @@ impl StageCost {
     }
 }
 
-/// What a step costs.
+/// Costs of a step.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Costs {
-    /// One for each stage.
+    /// Costs of each stage.
     pub stages: Vec<StageCost>,
     /// Latency of a message between two ranks.
     pub latency_ms: f64,
-    /// Time for the bytes of a message, after its latency.
+    /// Transfer time of a message, after its latency.
     pub transfer_ms: f64,
-    /// Duration of the update of the weights, with the exchange of the norm.
+    /// Duration of the optimizer step, including the all-reduce of the gradient norm.
     pub optimizer_ms: f64,
 }
 
 impl Costs {
-    /// The same cost for each of `stages` stages, messages and update free.
+    /// Returns equal costs for each of `stages` stages, with free messages and a free optimizer step.
     pub fn uniform(stages: usize, stage: StageCost) -> Self {
         Self { stages: vec![stage; stages], ..Self::default() }
     }
 }
 
-/// Costs of another number of stages than the schedule has.
+/// Error: the number of stage costs differs from the schedule's stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("there are costs of {given} stages for a schedule of {stages}")]
 pub struct CostsError {
-    /// Costs given.
+    /// Number of stage costs given.
     pub given: usize,
-    /// Stages of the schedule.
+    /// Number of stages of the schedule.
     pub stages: usize,
 }
 
-/// An action and when it was done.
+/// An action with its start and end.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Span {
-    /// What.
+    /// Action that was run.
     pub action: Action,
-    /// From when, in milliseconds from the start of the step.
+    /// Start in milliseconds from the start of the step.
     pub start_ms: f64,
-    /// Until when.
+    /// End in milliseconds from the start of the step.
     pub end_ms: f64,
 }
 
-/// What happens in one step.
+/// Timeline and peak memory of one step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Simulation {
-    /// For each rank its actions, in the order of its list.
+    /// For each rank, its actions in the order of its list.
     pub spans: Vec<Vec<Span>>,
     /// Duration of the step.
     pub step_ms: f64,
-    /// Share of all ranks' time in which they wait, between 0 and 1.
+    /// Fraction of all ranks' time that they wait, from 0 to 1.
     pub bubble: f64,
-    /// For each rank the most pairs of micro-batch and chunk that it holds anything of at a time.
+    /// For each rank, the maximum number of pairs of micro-batch and chunk in flight.
     pub peak_activations: Vec<usize>,
-    /// For each rank the most bytes that these take.
+    /// For each rank, the maximum number of bytes that these take.
     pub peak_bytes: Vec<u64>,
 }
 
 impl Schedule {
-    /// Follows the lists.
+    /// Runs the action lists with these costs.
     ///
     /// # Errors
-    /// Costs of another number of stages.
+    /// If `costs` has another number of stages than the schedule.
     pub fn simulate(&self, costs: &Costs) -> Result<Simulation, CostsError> {
         let mut spans: Vec<Vec<Span>> =
             self.actions.iter().map(|list| Vec::with_capacity(list.len())).collect();
         let ends_ms = Run::new(self, costs)?.follow(|rank, span| spans[rank].push(span));
-        // Every list ends with the update, which starts when the last rank has come to it.
+        // Every list ends with the optimizer step, which starts when the last rank has reached it.
         let start_ms = ends_ms.into_iter().fold(0.0, f64::max);
         let step_ms = start_ms + costs.optimizer_ms;
         for list in &mut spans {
@@ -120,28 +119,29 @@ impl Schedule {
         Ok(Simulation { spans, step_ms, bubble, peak_activations, peak_bytes })
     }
 
-    /// When each rank has done everything but the update, in milliseconds: all that a search asks of thousands of simulations.
+    /// Returns when each rank has done everything but the optimizer step, in milliseconds. The search needs no more than this from its
+    /// thousands of simulations.
     ///
     /// # Errors
-    /// Costs of another number of stages.
+    /// If `costs` has another number of stages than the schedule.
     pub fn ends_ms(&self, costs: &Costs) -> Result<Vec<f64>, CostsError> {
         Ok(Run::new(self, costs)?.follow(|_, _| {}))
     }
 }
 
-/// Lists that are being followed.
+/// State of a simulation.
 struct Run<'a> {
     schedule: &'a Schedule,
     costs: &'a Costs,
-    /// The next action of each rank, and when the rank is free for it.
+    /// The next action of each rank, and the time at which the rank is free for it.
     next: Vec<usize>,
     free_ms: Vec<f64>,
-    /// When each message is sent and when its receive is posted, by [`Schedule::place_of`]; [`UNKNOWN`] until then.
+    /// Times at which each message is sent and its receive is posted, by [`Schedule::place_of`]; [`UNKNOWN`] until then.
     sent_ms: Vec<f64>,
     posted_ms: Vec<f64>,
 }
 
-/// A time that is not known yet.
+/// Placeholder for a time that is not known yet.
 const UNKNOWN: f64 = f64::INFINITY;
 
 impl<'a> Run<'a> {
@@ -161,9 +161,9 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Tells `done` of every action but the update, those of a rank in their order; when each rank is done with them.
+    /// Calls `done` with the span of every action but the optimizer step, in order on each rank; returns when each rank has finished.
     fn follow(mut self, mut done: impl FnMut(usize, Span)) -> Vec<f64> {
-        // Which rank is followed first changes no time. A schedule cannot deadlock, so each round gets further.
+        // The order of ranks changes no time. A schedule cannot deadlock, so each round makes progress.
         let mut moved = true;
         while moved {
             moved = false;
@@ -177,7 +177,7 @@ impl<'a> Run<'a> {
         self.free_ms
     }
 
-    /// Follows a rank's list by one action, if it does not have to wait for another rank to be followed.
+    /// Runs the next action of a rank; `None` if it needs a message whose time is not known yet.
     fn advance(&mut self, rank: usize) -> Option<Span> {
         let action = self.schedule.actions(rank)[self.next[rank]];
         let start = self.free_ms[rank];
@@ -202,7 +202,7 @@ impl<'a> Run<'a> {
         Some(Span { action, start_ms, end_ms })
     }
 
-    /// When the message that a pass needs is there; `None` if that is not known yet.
+    /// Returns when the message that a pass needs arrives; `None` if that is not known yet.
     fn arrival(&self, pass: Pass) -> Option<f64> {
         let message = Message::needed_by(pass, self.schedule.stages());
         let Some(message) = message.filter(|&message| self.schedule.crosses_ranks(message)) else {
@@ -214,7 +214,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// The most pairs of micro-batch and chunk, and the most bytes, that a rank holds at a time.
+/// Returns the maximum number of pairs of micro-batch and chunk, and of bytes, in flight on a rank.
 fn peak(schedule: &Schedule, rank: usize, stages: &[StageCost]) -> (usize, u64) {
     let (mut pairs, mut bytes) = (0, 0);
     let (mut most_pairs, mut most_bytes) = (0, 0);
@@ -263,13 +263,13 @@ mod tests {
         deferred_bytes: 1,
     };
 
-    /// `kind` with the same model on each rank however many chunks it is cut into.
+    /// Simulates `kind` with unit costs per stage.
     fn unit(kind: Kind, ranks: usize, micro_batches: usize, chunks: usize) -> Simulation {
         let schedule = Schedule::new(kind, ranks, micro_batches, chunks).unwrap();
         schedule.simulate(&Costs::uniform(schedule.stages(), UNIT)).unwrap()
     }
 
-    /// Time for which the average rank waits.
+    /// Returns the time for which the average rank waits.
     fn waiting(simulation: &Simulation) -> f64 {
         simulation.bubble * simulation.step_ms
     }
@@ -290,7 +290,7 @@ mod tests {
 
     #[test]
     fn chunks_divide_the_bubble() {
-        // Of the ideal time, as Narayanan et al. 2021 count it.
+        // Relative to the ideal time, as Narayanan et al. 2021 count it.
         for (ranks, micro_batches, chunks) in [(2, 4, 2), (4, 8, 2), (4, 16, 4), (8, 16, 3)] {
             for kind in [Kind::Interleaved, Kind::LoopedBreadthFirst] {
                 let bubble = unit(kind, ranks, micro_batches, chunks).bubble;
@@ -316,8 +316,8 @@ mod tests {
     fn v_shaped_schedules_wait_for_the_first_forward_only() {
         for (ranks, micro_batches) in [(1, 2), (2, 4), (3, 6), (4, 8), (4, 16), (8, 16), (8, 40)] {
             for kind in [Kind::ZeroBubbleV, Kind::DualPipeV] {
-                // A unit here is a pass of half of a rank's layers. The last rank starts `ranks - 1` units late, and the
-                // first one ends as much early.
+                // A unit here is a pass through half of a rank's layers. The last rank starts `ranks - 1` units late, and the first one
+                // ends as much early.
                 let simulation = unit(kind, ranks, micro_batches, 2);
                 near(waiting(&simulation), (ranks - 1) as f64, (kind, ranks, micro_batches));
             }
@@ -362,7 +362,7 @@ mod tests {
         let peak = |cost| schedule.simulate(&Costs::uniform(1, cost)).unwrap().peak_bytes[0];
         // Two forwards, and the first backward's deferred part.
         assert_eq!(peak(UNIT), 2 * (5 + 2) + 1);
-        // A large deferred part counts most after the second backward for the input.
+        // A large deferred part peaks after the second input-gradient half.
         assert_eq!(peak(StageCost { deferred_bytes: 50, ..UNIT }), 5 + 2 * (2 + 50));
     }
 
@@ -384,7 +384,7 @@ mod tests {
         assert_eq!(at(1, "1F0"), (1.75, 3.75));
         assert_eq!(at(1, "1B0"), (3.75, 5.75));
         assert_eq!(at(0, "0B0"), (6.5, 8.5));
-        // The rank that is done first waits for the other before it updates.
+        // The rank that is done first waits for the other before the optimizer step.
         assert_eq!(at(1, "STEP"), (8.5, 11.5));
         assert_eq!(simulation.step_ms, 11.5);
         near(simulation.bubble, 1.0 - (3.0 + 4.0 + 6.0) / 23.0, &simulation);
@@ -416,7 +416,7 @@ mod tests {
                 prop_assert_eq!(spans.last().unwrap().end_ms, simulation.step_ms);
                 ends.extend(spans.iter().map(|span| (span.action, span.end_ms)));
             }
-            // A message arrives after its latency, and never is a rank both faster than its work and idle.
+            // A pass starts at least `latency_ms` after the send of its message.
             for span in simulation.spans.iter().flatten() {
                 if let Action::Compute(pass) = span.action
                     && let Some(message) = Message::needed_by(pass, schedule.stages())

@@ -125,7 +125,7 @@ fn full_lists_are_checked_like_derived_ones() {
     let lists: Vec<Vec<Action>> = (0..2).map(|rank| good.actions(rank).to_vec()).collect();
     let check = |lists: &[Vec<Action>]| Schedule::from_actions(vec![0, 1], 2, lists.to_vec());
     assert_eq!(check(&lists), Ok(good));
-    // Whatever is left out of a good list is missed, and nothing else is said that is not true.
+    // Each action that is removed from a valid list is reported as missing, and nothing else is reported.
     for (rank, list) in lists.iter().enumerate() {
         for (place, action) in list.iter().enumerate() {
             let mut lists = lists.clone();
@@ -134,7 +134,7 @@ fn full_lists_are_checked_like_derived_ones() {
             assert_eq!(problems, [ScheduleProblem::Forgotten { rank, action: *action }]);
         }
     }
-    // On a transport where sends wait, two ranks that both send first never receive.
+    // If a send waits for its receive, two ranks that both send first never receive.
     let mut crossed = lists;
     let receive = crossed[1].iter().position(|action| action.to_string() == "1RECV_F1").unwrap();
     let receive = crossed[1].remove(receive);
@@ -248,7 +248,7 @@ proptest! {
         let noticed = error.0.iter().any(|problem| {
             matches!(problem, ScheduleProblem::Forgotten { action, .. } if *action == Action::Compute(pass))
         });
-        // With its only forward a stage may lose its rank.
+        // A stage that loses its only forward may be assigned to another rank; then there are several problems.
         prop_assert!(noticed || error.0.len() > 1, "{pass}: {error}");
         passes[rank % ranks].insert(0, pass);
         let first = pass.kind == PassKind::Forward && pass.micro_batch == 0 && pass.stage < ranks;

@@ -1,13 +1,14 @@
-//! Whether lists of actions are a schedule: everything that is wrong with them, at once.
+//! Validates action lists, and reports all problems at once.
 //!
-//! Each rank's list is looked at by itself: is everything there, once, and after what it needs on the same rank. Then all
-//! are played through together (`deadlock`).
+//! Each rank's list is checked by itself: every action occurs once, and after what it needs on the same rank. Then all lists are run
+//! together (`deadlock`).
 
 use std::collections::{HashMap, HashSet};
 
 use super::{Action, Message, Pass, PassKind, Schedule, ScheduleProblem, deadlock::deadlocks};
 
-/// The rank of each stage: where its first forward is, or whatever is there of it; and the stages that are nowhere.
+/// Returns the rank of each stage, which is the one with its first forward, or else with any of its passes; and a problem for each stage
+/// without passes.
 pub(super) fn owners(passes: &[Vec<Pass>]) -> (Vec<usize>, Vec<ScheduleProblem>) {
     let mut owners: HashMap<usize, (bool, usize)> = HashMap::new();
     for (rank, list) in passes.iter().enumerate() {
@@ -19,7 +20,7 @@ pub(super) fn owners(passes: &[Vec<Pass>]) -> (Vec<usize>, Vec<ScheduleProblem>)
             }
         }
     }
-    // Numbers beyond the count of different ones are unknown, however large: they cost no memory.
+    // Stage indices beyond the number of distinct stages are unknown; however large, they take no memory.
     let stages = owners.len();
     let rank_of = (0..stages).map(|stage| owners.get(&stage).map_or(usize::MAX, |&(_, rank)| rank));
     let missing = (0..stages).filter(|stage| !owners.contains_key(stage));
@@ -27,7 +28,7 @@ pub(super) fn owners(passes: &[Vec<Pass>]) -> (Vec<usize>, Vec<ScheduleProblem>)
     (rank_of.collect(), problems)
 }
 
-/// Everything that is wrong with a schedule.
+/// Returns all problems of a schedule.
 pub(super) fn problems(schedule: &Schedule) -> Vec<ScheduleProblem> {
     if schedule.ranks() == 0 {
         return vec![ScheduleProblem::NoRanks];
@@ -42,7 +43,8 @@ pub(super) fn problems(schedule: &Schedule) -> Vec<ScheduleProblem> {
     problems
 }
 
-/// The messages between ranks that some pass makes and some pass needs: a forgotten pass is not told again for each.
+/// Returns the messages between ranks that some pass makes and some pass needs, so that a missing pass is reported once and not again for
+/// its messages.
 fn exchanged(schedule: &Schedule) -> HashSet<Message> {
     let (stages, mut made, mut needed) = (schedule.stages(), HashSet::new(), HashSet::new());
     for rank in 0..schedule.ranks() {
@@ -55,12 +57,12 @@ fn exchanged(schedule: &Schedule) -> HashSet<Message> {
     made
 }
 
-/// What one rank's list says by itself.
+/// Check of one rank's list.
 struct RankCheck<'a> {
     schedule: &'a Schedule,
     exchanged: &'a HashSet<Message>,
     rank: usize,
-    /// Where each known action stands first, and how often it stands there.
+    /// First position and number of occurrences of each known action.
     places: HashMap<Action, (usize, usize)>,
     problems: &'a mut Vec<ScheduleProblem>,
 }
@@ -92,7 +94,7 @@ impl RankCheck<'_> {
         self.order_of_weights();
     }
 
-    /// What is wrong with an action that this rank cannot know.
+    /// Returns the problem of an action that does not belong on this rank, or whose stage or micro-batch does not exist.
     fn stranger(&self, action: Action) -> Option<ScheduleProblem> {
         let (rank, stages, micro_batches) = (self.rank, self.schedule.stages(), self.schedule.micro_batches);
         let (stage, micro_batch) = match action {
@@ -122,7 +124,7 @@ impl RankCheck<'_> {
         self.places.contains_key(&action)
     }
 
-    /// What has to stand before an action on this rank.
+    /// Returns the actions that have to come first on this rank.
     fn needs(&self, action: Action) -> Vec<Action> {
         let compute = |kind, stage, micro_batch| Action::Compute(Pass { kind, stage, micro_batch });
         match action {
@@ -152,7 +154,7 @@ impl RankCheck<'_> {
                         .map(|kind| compute(kind, stage, micro_batch))
                 })
                 .collect(),
-            // Nothing may come after the step.
+            // No action may come after the optimizer step.
             Action::Step => self.places.keys().copied().collect(),
         }
     }
@@ -216,7 +218,7 @@ impl RankCheck<'_> {
     }
 }
 
-/// The passes of which one makes a message.
+/// Returns the passes that can make a message.
 fn makers(message: Message) -> Vec<Action> {
     let Message { from: stage, micro_batch, .. } = message;
     let kinds: &[PassKind] = if message.is_activation() {

@@ -1,16 +1,16 @@
-//! The other limit of the machine, measured: how fast all threads together stream through memory.
+//! Measurement of the memory bandwidth of all threads together.
 
 use std::{hint::black_box, time::Instant};
 
 use super::CpuLevel;
 
-/// Floats in each of the two arrays: 64 MiB, more than the threads' share of any cache.
+/// Number of floats in each of the two arrays: 64 MiB, more than the threads' part of any cache.
 const FLOATS: usize = 16 << 20;
-/// Runs of each pattern, of which the fastest counts.
+/// Runs of each access pattern; the fastest counts.
 const ROUNDS: usize = 6;
 
-/// The highest rate, in 10⁹ bytes a second, at which `threads` threads read an array, or read one and write
-/// another. Takes about a quarter of a second.
+/// Measures the highest rate, in 10⁹ bytes per second, at which `threads` threads read an array, or read one and
+/// write another. Takes about a quarter of a second.
 ///
 /// A write counts once, although a CPU may read a line before it writes it: kernels are measured the same way.
 pub fn measure_bandwidth(level: CpuLevel, threads: usize) -> f64 {
@@ -40,7 +40,7 @@ pub fn measure_bandwidth(level: CpuLevel, threads: usize) -> f64 {
     best / 1e9
 }
 
-/// The sum, kept in as many independent parts as it takes to wait for memory and not for additions.
+/// Sums the array in enough independent parts that memory, not the addition latency, is the limit.
 fn sum(level: CpuLevel, source: &[f32]) -> f32 {
     const PARTS: usize = 128;
     level.run(

@@ -1,14 +1,11 @@
-//! The limit on how many slots of a sequence an expert takes.
+//! Expert capacity: the limit on the number of slots of a sequence that an expert takes.
 
 use lockstep_plan::DType;
 
-use super::{check_disjoint, tasks::expect};
+use super::{check_disjoint, router::MAX_EXPERTS, tasks::expect};
 use crate::{Permutation, TokenPlaces, View};
 
-/// The most experts of a router, whose counters are kept on the stack.
-const MAX_EXPERTS: usize = 1024;
-
-/// One pass over the slots, with a counter for each expert.
+/// Makes one pass over the slots, with a counter for each expert.
 pub(super) fn limit_slots(
     experts: View<'_>,
     places: TokenPlaces,
@@ -37,7 +34,9 @@ pub(super) fn limit_slots(
                 counters.iter_mut().zip(row).for_each(|(counter, before)| *counter = *before as u32);
             }
         }
-        let counter = &mut counters[*expert as usize];
+        let counter = counters.get_mut(*expert as usize);
+        let counter =
+            counter.unwrap_or_else(|| panic!("limit_slots: expert {expert}; allowed: below {MAX_EXPERTS}"));
         *kept = if (*counter as usize) < capacity { *expert } else { Permutation::NONE };
         *counter += 1;
     }
@@ -72,7 +71,7 @@ mod tests {
         let slots = [0_u32, 1, 0, 2, 0, 1, 1, 0, 1, 2, 1, 0];
         let all = tensor(&[7_u32; 12]);
         queue.limit_slots(tensor(&slots).view().reshape([6, 2]), TokenPlaces::whole(3), 2, None, all.view());
-        // The tokens from the third on, whose sequence has begun with slots of experts 0, 1, 0 and 2.
+        // The tokens from the third on; the sequence began with slots of experts 0, 1, 0 and 2.
         let (experts, part) = (tensor(&slots[4..]), tensor(&[7_u32; 8]));
         let before = tensor(&[2.0_f32, 1.0, 1.0, 0.0, 0.0, 0.0]);
         let places = TokenPlaces { first_row: 2, ..TokenPlaces::whole(3) };

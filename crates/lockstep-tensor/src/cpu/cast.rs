@@ -160,7 +160,7 @@ mod tests {
 
     #[test]
     fn every_level_converts_special_numbers_alike() {
-        // Vectorized conversions are other code than the scalar ones, so the numbers fill whole vectors.
+        // Vectorized conversions differ from the scalar code, so the numbers fill whole vectors.
         let special = [
             0.0,
             -0.0,
@@ -170,7 +170,7 @@ mod tests {
             f32::from_bits(0x7f80_0001),
             f32::MAX,
             f32::MIN_POSITIVE / 8.0,
-            // Ties in bf16 (to even: down, up), f16's largest number, the tie above it, and its subnormals.
+            // Ties in bf16 (to even: down, up), the largest f16, the tie above it, and f16 subnormals.
             f32::from_bits(0x3f80_8000),
             f32::from_bits(0x3f81_8000),
             65_504.0,
@@ -181,7 +181,7 @@ mod tests {
             -2.0_f32.powi(-15),
         ];
         let x: Vec<f64> = special.repeat(5).into_iter().map(f64::from).collect();
-        // NaNs have one bit pattern here, so that equality is that of bits.
+        // All NaNs get one bit pattern here, so that equality compares bits.
         let bits = |values: &[f64]| -> Vec<u64> {
             values.iter().map(|x| if x.is_nan() { f64::NAN } else { *x }.to_bits()).collect()
         };

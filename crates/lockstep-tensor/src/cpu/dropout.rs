@@ -1,4 +1,5 @@
-//! Dropout, whose mask is a function of (sequence key, position, head, feature, site) and so needs no memory.
+//! Dropout with a stateless mask: a function of (sequence key, position, head, feature, site), which is recomputed
+//! and never stored.
 
 use lockstep_plan::{DType, random::Philox};
 
@@ -9,12 +10,12 @@ use super::{
 };
 use crate::{Dropout, TokenPlaces, View};
 
-/// What of a [`Dropout`] is the same for every element.
+/// The fields of a [`Dropout`] that are the same for every element, prepared for use.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mask {
-    /// Words below it drop their element.
+    /// Random words below this threshold drop their element.
     pub(super) threshold: u32,
-    /// Factor on the elements that are kept.
+    /// Factor on kept elements.
     pub(super) scale: f32,
     pub(super) site: u32,
 }
@@ -30,12 +31,13 @@ impl Mask {
         Self { threshold, scale: 1.0 / (1.0 - probability), site: dropout.site }
     }
 
-    /// The random words of the features from `first_feature` on, a multiple of 4, at one position of one head.
+    /// Returns the random words of the features from `first_feature` on, a multiple of 4, at one position of one
+    /// head.
     #[inline(always)]
     fn words(self, key: [u32; 2], position: u32, head: u32, first_feature: usize) -> [u32; BLOCK] {
         let philox = Philox::new(u64::from(key[0]) | u64::from(key[1]) << 32);
         let first = (first_feature / 4) as u32;
-        // One array for each word of a block, so that the loop over blocks vectorizes.
+        // One array for each word of a Philox block, so that the loop over blocks vectorizes.
         let mut columns = [[0; BLOCK / 4]; 4];
         for i in 0..BLOCK / 4 {
             let words = philox.block([position, head, first.wrapping_add(i as u32), self.site]);
@@ -50,7 +52,7 @@ impl Mask {
         words
     }
 
-    /// `x`, scaled where its word keeps it, else 0.
+    /// Returns `x`, scaled, if its word keeps it, else 0.
     #[inline(always)]
     pub(super) fn apply(self, word: u32, x: f32) -> f32 {
         if word >= self.threshold { x * self.scale } else { 0.0 }
@@ -78,7 +80,7 @@ pub(super) fn dropout(
     );
     check_elementwise(y, &[x]);
     check_disjoint(&[y], &[dropout.keys]);
-    // Words come in fours, of which the first feature may be any.
+    // Words come in fours, and the first feature may be any of the four.
     let unused = first_feature as usize % 4;
     with_float!(x.dtype(), T => {
         let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
@@ -102,7 +104,7 @@ pub(super) fn dropout(
                     for ((result, x), word) in results.0.iter_mut().zip(source).zip(words.iter().copied()) {
                         *result = mask.apply(word, x.load());
                     }
-                    // SAFETY: this task alone touches this row, and no slice of it is used any more.
+                    // SAFETY: this task alone accesses this row, and no slice of it is used any more.
                     let target = unsafe { y.write(block) };
                     T::store_all(isa, &results.0[..target.len()], target);
                 }
@@ -123,7 +125,7 @@ mod tests {
 
     const SITE: u32 = 11;
 
-    /// The definition, element by element.
+    /// Applies dropout by the definition, element by element.
     fn expected(probability: f32, keys: &[u32], rows: usize, x: &[f64]) -> Vec<f64> {
         let len = rows / (keys.len() / 2);
         let width = x.len() / rows;
@@ -171,7 +173,8 @@ mod tests {
     fn dropout_is_its_own_backward() {
         let (rows, width, keys) = (4, 5, [1, 2, 3, 4]);
         let dy = random_of(DType::F32, 1, rows * width);
-        // Dropout is linear, so a difference over ±1 is its derivative; small steps would drown in rounding to f32.
+        // Dropout is linear, so a difference over ±1 is its derivative; small steps would vanish in the rounding to
+        // f32.
         let loss =
             |x: &[f64]| -> f64 { expected(0.4, &keys, rows, x).iter().zip(&dy).map(|(y, dy)| y * dy).sum() };
         let mut x = vec![0.0; rows * width];
@@ -195,7 +198,7 @@ mod tests {
         on_every_queue(backward, |results| assert_close("dx", &results[0], &gradient, 1e-6, 0.0));
     }
 
-    /// The columns `columns` of some rows.
+    /// Returns the columns `columns` of some rows.
     fn part_of(x: &[f64], width: usize, rows: &[usize], columns: Range<usize>) -> Vec<f64> {
         rows.iter().flat_map(|row| x[row * width..][columns.clone()].to_vec()).collect()
     }
@@ -204,11 +207,11 @@ mod tests {
     fn parts_are_masked_like_the_whole_tensor() {
         let (sequences, len, width) = (3, 12, 531);
         let whole: Vec<usize> = (0..sequences * len).collect();
-        // From both ends of each sequence, as context parallelism cuts it: the second of three ranks.
+        // Ranges from both ends of each sequence, as context parallelism shards it: the second of three ranks.
         let zigzag: Vec<usize> =
             (0..sequences).flat_map(|s| [2, 3, 8, 9].map(|position| s * len + position)).collect();
         let places = TokenPlaces { first_row: 0, seq_len: 4, halves: [2, 8] };
-        // An odd number of tokens: the second half is the longer one.
+        // An odd number of tokens: the second half is longer.
         let odd: Vec<usize> =
             (0..sequences).flat_map(|s| [0, 6, 7].map(|position| s * len + position)).collect();
         let odd_places = TokenPlaces { first_row: 0, seq_len: 3, halves: [0, 6] };

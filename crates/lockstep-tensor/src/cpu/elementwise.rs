@@ -1,8 +1,8 @@
-//! Kernels that work element by element, and the sum over rows.
+//! Elementwise kernels, and the sum over rows.
 //!
-//! All of the former are one loop, [`map`]: a function is applied to a block of the operands, and its results go to
-//! a block on the stack before they are rounded and stored. Inputs are read before outputs are written, so an
-//! output may be one of the inputs, and the loop vectorizes without knowing whether it is.
+//! All elementwise kernels are one loop, [`map`]: a function is applied to a block of the operands, and its results
+//! go to a block on the stack before they are rounded and stored. Inputs are read before outputs are written, so an
+//! output may be one of the inputs, and the loop vectorizes in both cases.
 
 use super::{
     CpuQueue, check_disjoint, check_elementwise,
@@ -13,10 +13,10 @@ use crate::{Gelu, View};
 
 use lockstep_plan::DType;
 
-/// `outputs[m][i] = f(isa, [inputs[0][i], inputs[1][i], ...])[m]`.
+/// Computes `outputs[m][i] = f(isa, [inputs[0][i], inputs[1][i], ...])[m]`.
 ///
-/// The caller has checked that all views have the same number of elements, and that an output overlaps
-/// another operand only if it is an input in place. `f` must be `#[inline(always)]`.
+/// The caller must have checked that all views have the same number of elements, and that an output overlaps another
+/// operand only if it is an input in place. `f` must be `#[inline(always)]`.
 #[inline(always)]
 fn map<T: Float, const N: usize, const M: usize>(
     queue: &CpuQueue,
@@ -48,7 +48,7 @@ fn map<T: Float, const N: usize, const M: usize>(
                     |x| f(isa, x),
                 );
                 for (output, block) in outputs.iter().zip(&results) {
-                    // SAFETY: this task alone touches this range, and no slice of it is used any more.
+                    // SAFETY: this task alone accesses this range, and no slice of it is used any more.
                     T::store_all(isa, &block.0[..n], unsafe { output.write(start..start + n) });
                 }
             }
@@ -119,13 +119,13 @@ pub(super) fn scale(queue: &CpuQueue, factor: f32, x: View<'_>, y: View<'_>) {
     with_float!(x.dtype(), T => map::<T, 1, 1>(queue, [x], [y], #[inline(always)] |_, [x]| [factor * x]));
 }
 
-/// `(1 + tanh u) / 2` and its derivative by `x`, for `u = √(2/π) (x + 0.044715 x³)`: the sigmoid of `2u`.
+/// Returns `(1 + tanh u) / 2` and its derivative by `x`, for `u = √(2/π) (x + 0.044715 x³)`: the sigmoid of `2u`.
 #[inline(always)]
 fn tanh_gate(isa: Isa, x: f32) -> (f32, f32) {
     const TWO_SQRT_2_OVER_PI: f32 = 1.595_769;
     const CUBIC: f32 = 0.044_715;
     let s = sigmoid(isa, TWO_SQRT_2_OVER_PI * (x + CUBIC * x * x * x));
-    // Where s(1-s) is zero the other factor may be infinite, but only for |x| > 1e19.
+    // If s(1-s) is zero the other factor may be infinite, but only for |x| > 1e19.
     (s, s * (1.0 - s) * TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x))
 }
 
@@ -167,7 +167,7 @@ mod tests {
 
     const GELUS: [Gelu; 2] = [Gelu::Exact, Gelu::Tanh];
 
-    /// Lengths around the borders of blocks, and long enough to be split.
+    /// Lengths around block boundaries, and lengths that several tasks share.
     fn lengths() -> impl Strategy<Value = usize> {
         prop_oneof![1usize..600, 70_000usize..90_000]
     }
@@ -259,7 +259,7 @@ mod tests {
                     vec![values(y.view()), values(x.view())]
                 };
                 let exact: Vec<f64> = x.iter().map(|x| f64::from(factor) * x).collect();
-                // Once to f32, as the kernel computes, then to the type it stores.
+                // Rounded first to f32, as the kernel computes, then to the storage type.
                 let product = crate::cpu::testing::rounded(DType::F32, &exact);
                 let expected = crate::cpu::testing::rounded(dtype, &product);
                 on_every_queue(run, |results| {

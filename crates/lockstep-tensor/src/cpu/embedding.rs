@@ -1,8 +1,8 @@
-//! Rows of a table by token id, and their gradient. The table may be part of a whole: it holds the rows from
-//! `first_id` on, and ids outside are somebody else's.
+//! Embedding lookup and its gradient. The table may be a vocabulary shard: it holds the rows from `first_id` on, and
+//! ids outside belong to other ranks.
 //!
-//! The backward is split by columns, so that each element of the gradient is the work of one task, which adds
-//! the tokens in ascending order.
+//! The backward is split by columns: each element of the gradient belongs to one task, which adds the tokens in
+//! ascending order.
 
 use lockstep_plan::DType;
 
@@ -13,7 +13,7 @@ use super::{
 };
 use crate::View;
 
-/// Columns of the gradient that make a task: whole cache lines, and long enough to load fast.
+/// Columns of the gradient of one task: whole cache lines, and long enough for fast loads.
 const COLUMNS_PER_TASK: usize = 128;
 
 pub(super) fn forward(queue: &CpuQueue, ids: View<'_>, table: View<'_>, first_id: u32, out: View<'_>) {
@@ -22,7 +22,7 @@ pub(super) fn forward(queue: &CpuQueue, ids: View<'_>, table: View<'_>, first_id
     expect("embedding: ids", ids, DType::U32, tokens);
     expect("embedding: out", out, table.dtype(), tokens * width);
     check_disjoint(&[out], &[ids, table]);
-    // SAFETY: the ids overlap no output, and kernels write nothing else.
+    // SAFETY: the ids overlap no output, and kernels write only their outputs.
     let ids = unsafe { ids.slice::<u32>() };
     with_float!(table.dtype(), T => {
         let (table, out) = (Operand::<T>::new(table), Operand::<T>::new(out));
@@ -57,7 +57,8 @@ pub(super) fn backward(queue: &CpuQueue, ids: View<'_>, dy: View<'_>, first_id: 
             for (token, &id) in ids.iter().enumerate() {
                 let Some(row) = row_of(id, first_id, rows) else { continue };
                 let (from, to) = (token * width, row * width);
-                // SAFETY: `dy` is only read and does not overlap the gradient, of which these columns belong to one task.
+                // SAFETY: `dy` is only read and does not overlap the gradient; these columns of the gradient belong
+                // to one task.
                 let (dy, gradient) = unsafe {
                     (
                         dy.read(from + columns.start..from + columns.end),
@@ -72,10 +73,10 @@ pub(super) fn backward(queue: &CpuQueue, ids: View<'_>, dy: View<'_>, first_id: 
     });
 }
 
-/// The row of an id in a table of `rows` rows that starts with `first_id`, if it is there.
+/// Returns the row of an id in a table of `rows` rows that starts with `first_id`; `None` if the id is outside.
 #[inline(always)]
 fn row_of(id: u32, first_id: u32, rows: usize) -> Option<usize> {
-    // An id before the first wraps around, to beyond the last.
+    // An id before the first one wraps around to a row beyond the last.
     let row = id.wrapping_sub(first_id) as usize;
     (row < rows).then_some(row)
 }
@@ -147,8 +148,8 @@ mod tests {
         assert_close("gradient", &values(gradient.view()), &expected, 1e-6, 1e-6);
     }
 
-    /// Parts of a table that are neighbours or empty, ids in all of them and beyond: what each part gives is what
-    /// the whole table gives, if the id is there, and zeros if not.
+    /// Table shards that are adjacent or empty, with ids in all of them and beyond. Each shard must give the row of
+    /// the whole table if it holds the id, and zeros if not.
     #[test]
     fn parts_of_a_table_add_up_to_the_whole() {
         let (vocabulary, width, cuts) = (300, 260, [0, 7, 7, 130, 300]);

@@ -1,4 +1,4 @@
-//! Rows scaled by a sigmoid of one number each: how much of a shared expert a token takes.
+//! Sigmoid gate of rows: the gate of a shared expert's output, one logit for each token.
 
 use lockstep_plan::DType;
 
@@ -9,7 +9,7 @@ use super::{
 };
 use crate::View;
 
-/// The number of rows and their width.
+/// Checks the shapes, and returns the number of rows and their width.
 fn shape(kernel: &str, gate: View<'_>, x: View<'_>, dtype: DType) -> (usize, usize) {
     let (rows, width) = x.shape().as_matrix();
     expect(&format!("{kernel}: x"), x, dtype, rows * width);

@@ -1,7 +1,8 @@
-//! Heads put together and cut: what latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1) does beside products.
+//! Concatenation and slicing of heads: the parts of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024,
+//! section 2.1) that are not GEMMs.
 //!
-//! Its queries and keys have a part with positions beside one without, the former of keys the same for all heads; its values are
-//! narrower than they are.
+//! Its queries and keys have a part with rotary position embedding and one without; the rotary part of the keys is
+//! shared by all heads. Its values are narrower than its queries and keys.
 
 use lockstep_plan::DType;
 
@@ -12,7 +13,7 @@ use super::{
 };
 use crate::{Rotation, View};
 
-/// Tokens, heads and the width of each.
+/// Returns the number of tokens, of heads, and the width of a head.
 fn heads_of(name: &str, view: View<'_>) -> [usize; 3] {
     match *view.shape().dims() {
         [tokens, heads, width] => [tokens, heads, width],
@@ -40,7 +41,8 @@ pub(super) fn resize_heads(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
     });
 }
 
-/// The shapes of two parts of heads and of what they make: tokens, heads, widths, and how many heads the tail has.
+/// Checks the shapes of the two parts and of their concatenation. Returns ([tokens, heads], [width of the first part,
+/// width of the tail], heads of the tail).
 fn parts(kernel: &str, own: View<'_>, tail: View<'_>, y: View<'_>) -> ([usize; 2], [usize; 2], usize) {
     let ([tokens, heads, width], [_, tails, behind]) = (heads_of(kernel, own), heads_of(kernel, tail));
     assert!(tails == heads || tails == 1, "{kernel}: {tails} tails for {heads} heads");
@@ -79,7 +81,7 @@ pub(super) fn join_heads_backward(queue: &CpuQueue, dy: View<'_>, [down, dtail]:
             for token in range {
                 for head in 0..heads {
                     let row = token * heads + head;
-                    // SAFETY: the gradient is only read, and what is a token's belongs to one task.
+                    // SAFETY: the gradient is only read, and a token's elements belong to one task.
                     unsafe {
                         let dy = dy.read(row * all..row * all + width);
                         down.write(row * width..(row + 1) * width).copy_from_slice(dy);
@@ -145,7 +147,7 @@ pub(super) fn rope_neighbours(
                     let sin = sign * sin;
                     for head in (token * width..(token + 1) * width).step_by(2 * pairs) {
                         let at = head + 2 * pair..head + 2 * pair + 2;
-                        // SAFETY: this task alone touches this token, and no slice of it is left when it is written.
+                        // SAFETY: only this task accesses this token, and no slice of it is live at the write.
                         unsafe {
                             let [a, b] = [0, 1].map(|i| x.read(at.clone())[i].load());
                             let rotated = [T::store(a * cos - b * sin), T::store(b * cos + a * sin)];
@@ -220,7 +222,7 @@ mod tests {
             let x = random_of(DType::F32, 1, tokens * width);
             let positions: Vec<u32> = (0..tokens as u32).map(|t| 3 * t).collect();
             let frequencies: Vec<f32> = (0..half).map(|i| 100.0_f32.powf(-(i as f32) / half as f32)).collect();
-            // The reference has the pairs of a head apart.
+            // The reference has the pairs of a head split in halves.
             let apart = |x: &[f64]| -> Vec<f64> {
                 let one = |head: &[f64], first: usize| head.iter().skip(first).step_by(2).copied().collect::<Vec<_>>();
                 x.chunks(2 * half).flat_map(|head| [one(head, 0), one(head, 1)].concat()).collect()

@@ -1,14 +1,14 @@
-//! Which instructions the CPU has, found out once by CPUID.
+//! CPU levels: the instruction sets of this CPU, detected once by CPUID.
 
 use std::{fmt, str::FromStr, sync::OnceLock};
 
 /// The level that [`CpuLevel::limit`] has set.
 static LIMIT: OnceLock<CpuLevel> = OnceLock::new();
 
-/// Instruction sets that kernels choose between, each including the ones before it.
+/// Instruction sets that kernels choose from; each level includes the ones before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum CpuLevel {
-    /// What every CPU of the architecture has.
+    /// The baseline of the architecture.
     Portable,
     /// AVX2 with its companions FMA, F16C and BMI2.
     Avx2,
@@ -24,21 +24,21 @@ impl CpuLevel {
     /// All levels, lowest first.
     pub const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::AmxBf16];
 
-    /// The best level of this CPU, or the limit of [`CpuLevel::limit`] if that is lower.
+    /// Returns the best level of this CPU, or the limit of [`CpuLevel::limit`] if that is lower.
     pub fn detect() -> Self {
         static LEVEL: OnceLock<CpuLevel> = OnceLock::new();
         let level = *LEVEL.get_or_init(detect);
         LIMIT.get().map_or(level, |limit| level.min(*limit))
     }
 
-    /// Limits every queue of this process that is made from now on to `level`: CPUs of different levels then compute the same bits. Only
-    /// the first call has an effect.
+    /// Limits all queues that this process creates from now on to `level`, so that CPUs of different levels compute
+    /// the same bits. Only the first call has an effect.
     pub fn limit(level: Self) {
-        // The first one counts.
+        // An error means that a limit is set already; the first one counts.
         let _ = LIMIT.set(level);
     }
 
-    /// The word for the level in settings.
+    /// Returns the name of the level in settings.
     pub const fn word(self) -> &'static str {
         match self {
             Self::Portable => "portable",
@@ -49,18 +49,18 @@ impl CpuLevel {
         }
     }
 
-    /// The levels this CPU can run, lowest first: what tests and benches go through.
+    /// Returns the levels that this CPU can run, lowest first, for tests and benches.
     pub fn available() -> impl Iterator<Item = Self> {
         Self::ALL.into_iter().filter(|level| *level <= Self::detect())
     }
 }
 
-/// Reads [`CpuLevel::word`].
+/// Parses [`CpuLevel::word`].
 impl FromStr for CpuLevel {
     type Err = String;
 
     /// # Errors
-    /// If `word` is no level: the words that are.
+    /// If `word` is not a level. The error lists the allowed words.
     fn from_str(word: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|level| level.word() == word);
         found.ok_or_else(|| Self::ALL.map(Self::word).join(", "))
@@ -86,7 +86,7 @@ fn detect() -> CpuLevel {
 
 #[cfg(target_arch = "x86_64")]
 fn detect() -> CpuLevel {
-    // All that code of this level is compiled for. A virtual machine may hide any of them.
+    // Everything that code of this level is compiled for. A virtual machine may hide any of these features.
     let avx2 = is_x86_feature_detected!("avx2")
         && is_x86_feature_detected!("fma")
         && is_x86_feature_detected!("f16c")
@@ -119,7 +119,7 @@ mod amx {
     /// The tile data component of the extended state.
     const XFEATURE_XTILEDATA: i64 = 18;
 
-    /// Whether the CPU has the tiles and the operating system lets this process use them.
+    /// Returns true if the CPU has the tiles and the operating system lets this process use them.
     pub(super) fn available() -> bool {
         if __cpuid_count(0, 0).eax < 7 {
             return false;

@@ -1,9 +1,9 @@
 //! Cross-entropy on logits: one row of the vocabulary at a time, in place in the backward.
 //!
-//! `loss = log Σ exp(logit) - logit[label]`; the sum is taken relative to the largest logit, so that it
-//! neither overflows nor vanishes. Where ranks hold columns of the logits, each takes its sum relative to its own
-//! largest one, and the sums are brought to the largest of all (vocabulary parallelism: Shoeybi et al., Megatron-LM,
-//! 2019, section 3; three numbers for each token and rank are exchanged instead of its logits).
+//! `loss = log Σ exp(logit) - logit[label]`; the sum is relative to the largest logit, so that it neither overflows
+//! nor vanishes. With vocabulary-parallel logits, each rank computes its sum relative to its own largest logit, and
+//! the sums are rescaled to the largest of all (Shoeybi et al., Megatron-LM, 2019, section 3). Ranks exchange three
+//! numbers for each token instead of its logits.
 
 use lockstep_plan::DType;
 
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::View;
 
-/// The label of a token that has no loss.
+/// Label of a token without a loss (PyTorch's `ignore_index`).
 const MASKED: i32 = -100;
 
 pub(super) fn cross_entropy(queue: &CpuQueue, logits: View<'_>, labels: View<'_>, losses: View<'_>) {
@@ -119,7 +119,7 @@ pub(super) fn merge_softmax(
     losses: View<'_>,
 ) {
     let tokens = labels.elements();
-    // Without tokens any number of parts has no elements.
+    // Without tokens, any number of parts has no elements.
     let count = parts.elements() / (3 * tokens).max(1);
     expect("parts of merge_softmax", parts, DType::F32, count * 3 * tokens);
     expect("labels of merge_softmax", labels, DType::I32, tokens);
@@ -150,7 +150,7 @@ pub(super) fn merge_softmax(
                     for part in 0..count {
                         let own = f64::from(finite_reference(statistic(part, 0)));
                         let share = f64::from(statistic(part, 1));
-                        // No columns, or none above negative infinity: nothing, but NaN stays NaN.
+                        // A part without columns, or with negative infinity only, adds nothing; NaN stays NaN.
                         total += if share == 0.0 { 0.0 } else { share * libm::exp(own - reference) };
                         at_label += statistic(part, 2);
                     }
@@ -180,7 +180,7 @@ pub(super) fn softmax_gradient(
     expect("log_sum_exp of softmax_gradient", log_sum_exp, DType::F32, tokens);
     check_disjoint(&[logits], &[labels, log_sum_exp]);
     let labels = check_labels_of_parts(labels);
-    // SAFETY: as just checked it overlaps no output, and kernels write nothing else.
+    // SAFETY: as just checked it overlaps no output, and kernels write only their outputs.
     let log_sum_exp = unsafe { log_sum_exp.slice::<f32>() };
     with_float!(logits.dtype(), T => {
         let logits = Operand::<T>::new(logits);
@@ -199,7 +199,7 @@ pub(super) fn softmax_gradient(
     });
 }
 
-/// Replaces a row of logits by its gradient.
+/// Overwrites a row of logits with its gradient.
 #[inline(always)]
 fn differentiate<T: Float>(isa: Isa, row: &mut [T], label: Option<usize>, log_sum_exp: f32, seed: f32) {
     // The label's element is rounded once, like the others.
@@ -220,7 +220,7 @@ fn differentiate<T: Float>(isa: Isa, row: &mut [T], label: Option<usize>, log_su
     }
 }
 
-/// Rows and columns of the logits.
+/// Checks the shapes, and returns the rows and columns of the logits.
 fn check_shapes(logits: View<'_>, labels: View<'_>, losses: View<'_>) -> (usize, usize) {
     let (tokens, vocabulary) = logits.shape().as_matrix();
     expect("labels of a cross-entropy", labels, DType::I32, tokens);
@@ -228,14 +228,14 @@ fn check_shapes(logits: View<'_>, labels: View<'_>, losses: View<'_>) -> (usize,
     (tokens, vocabulary)
 }
 
-/// `log Σ exp(x)`.
+/// Computes `log Σ exp(x)`.
 #[inline(always)]
 fn log_sum_exp_of<T: Float>(isa: Isa, row: &[T]) -> f32 {
     let (largest, total) = sum_of_exp(isa, row);
     (f64::from(largest) + libm::log(total)) as f32
 }
 
-/// The largest element (negative infinity if there is none) and `Σ exp(x - largest)`.
+/// Returns the largest element (negative infinity if there is none) and `Σ exp(x - largest)`.
 #[inline(always)]
 pub(super) fn sum_of_exp<T: Float>(isa: Isa, row: &[T]) -> (f32, f64) {
     let largest = max(row);
@@ -252,22 +252,24 @@ pub(super) fn sum_of_exp<T: Float>(isa: Isa, row: &[T]) -> (f32, f64) {
     (largest, total)
 }
 
-/// What exponents are taken relative to. Where all are negative infinity any finite number makes them vanish.
+/// Returns the number that is subtracted from exponents: the largest element, or 0 if all are negative infinity, so
+/// that their exponentials vanish.
 #[inline(always)]
 fn finite_reference(largest: f32) -> f32 {
     if largest == f32::NEG_INFINITY { 0.0 } else { largest }
 }
 
-/// The column of a label in the part of the vocabulary that starts with `first_column`, if it is there.
+/// Returns the column of a label in the vocabulary shard that starts with `first_column`; `None` if it is in another
+/// shard.
 #[inline(always)]
 fn column_of(label: i32, first_column: usize, columns: usize) -> Option<usize> {
     let column = usize::try_from(label).ok()?.checked_sub(first_column)?;
     (column < columns).then_some(column)
 }
 
-/// The labels, each of which is masked or lies in the vocabulary.
+/// Returns the labels, after a check that each is masked or lies in the vocabulary.
 fn check_labels<'a>(labels: View<'a>, vocabulary: usize) -> &'a [i32] {
-    // SAFETY: the caller has checked that labels overlap no output, and kernels write nothing else.
+    // SAFETY: the caller has checked that labels overlap no output, and kernels write only their outputs.
     let labels = unsafe { labels.slice::<i32>() };
     let bad =
         |label: i32| label != MASKED && usize::try_from(label).map_or(true, |label| label >= vocabulary);
@@ -279,7 +281,8 @@ fn check_labels<'a>(labels: View<'a>, vocabulary: usize) -> &'a [i32] {
     labels
 }
 
-/// The labels, each of which is masked or no less than 0: a part does not know where the vocabulary ends.
+/// Returns the labels, after a check that each is masked or at least 0. A shard does not know the size of the
+/// vocabulary.
 fn check_labels_of_parts<'a>(labels: View<'a>) -> &'a [i32] {
     // SAFETY: as in `check_labels`.
     let labels = unsafe { labels.slice::<i32>() };
@@ -318,12 +321,12 @@ mod tests {
         };
         let (losses, log_sum_exp) = reference::cross_entropy(logits, labels);
         let gradient = reference::cross_entropy_backward(logits, labels, f64::from(seed));
-        // Logits and their log-sum-exp are f32: their differences carry the rounding of the larger.
+        // Logits and their log-sum-exp are f32: their differences have the rounding error of the larger one.
         let largest = log_sum_exp.iter().fold(1.0, |a: f64, b| a.max(b.abs()));
         on_every_queue(run, |results| {
             assert_close("losses", &results[0], &losses, 1e-6, 2e-7 * largest);
             assert_eq!(results[0], results[1], "losses without and with the gradient");
-            // At a label that is nearly certain, p - 1 cancels and the rounding of p is left.
+            // At a label that is nearly certain, p - 1 cancels and only the rounding error of p remains.
             let absolute = 1e-7 + f64::from(seed) * 2e-7 * largest;
             assert_close("gradient", &results[2], &gradient, tolerance(dtype) + 2e-7 * largest, absolute);
             for (row, label) in results[2].chunks(vocabulary).zip(labels) {
@@ -349,7 +352,7 @@ mod tests {
         }
     }
 
-    /// Losses, log-sum-exps and gradients of logits whose columns are cut at `cuts`.
+    /// Returns losses, log-sum-exps and gradients of logits whose columns are sharded at `cuts`.
     fn in_parts(
         queue: &CpuQueue,
         dtype: DType,
@@ -401,7 +404,7 @@ mod tests {
                 let (expected, log_sum_exp) = reference::cross_entropy(&logits, &labels);
                 let gradient = reference::cross_entropy_backward(&logits, &labels, 0.25);
                 let largest = log_sum_exp.iter().fold(1.0, |a: f64, b| a.max(b.abs()));
-                // The last part but one has no columns.
+                // The last shard but one has no columns.
                 for cuts in [&[0, vocabulary][..], &[0, 1, cut, 2 * cut, 2 * cut, vocabulary]] {
                     let run = |queue: &CpuQueue| in_parts(queue, dtype, &logits, &labels, cuts).to_vec();
                     on_every_queue(run, |results| {

@@ -1,7 +1,7 @@
-//! The CPU's queue: kernels run at once, on a pool of threads whose size the caller sets.
+//! The CPU's queue: kernels run before their call returns, on a pool of threads whose size the caller sets.
 //!
-//! Each kernel lives in its own file beside its scalar reference and its tests. `level` decides once, by
-//! CPUID, which instructions may be used; what the machine lacks is never executed.
+//! Each kernel has its own file, beside its scalar reference and its tests. `level` detects the usable instructions
+//! once, by CPUID; an instruction that the CPU lacks is never executed.
 
 mod attention;
 mod bandwidth;
@@ -45,13 +45,14 @@ pub use gemm::{Peak, measure_peak, measure_peak_within};
 pub use level::CpuLevel;
 pub use optimizer::muon_flops;
 
-/// How f32 matrices are multiplied where the CPU has AMX.
+/// Method of f32 GEMMs on a CPU with AMX.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum F32Products {
-    /// By bf16 tiles: operands in three parts, six products summed in f32, with no larger an error than FMA's.
+    /// Three-way bf16 split on AMX tiles: each operand becomes three bf16 parts, and six products are summed in f32.
+    /// The error is no larger than that of FMA.
     #[default]
     SplitBf16,
-    /// By vector FMA, as on CPUs without AMX.
+    /// Vector FMA, as on CPUs without AMX.
     Fma,
 }
 
@@ -75,12 +76,12 @@ impl std::fmt::Debug for Workers {
 }
 
 impl Workers {
-    /// Bytes that the kernels of a queue with `threads` compute threads book for as long as it lives.
+    /// Returns the bytes that the kernels of a queue with `threads` compute threads book for its lifetime.
     pub const fn booked_bytes(threads: usize) -> usize {
         gemm::Scratch::booked_bytes(threads)
     }
 
-    /// Fills `values` part by part: `fill` is given the index of a part's first element.
+    /// Fills `values` in parallel, part by part. `fill` receives the index of a part's first element.
     pub fn fill(&self, values: &mut [f32], fill: impl Fn(usize, &mut [f32]) + Sync) {
         const PART: usize = 1 << 14;
         let parts: Vec<_> = values.chunks_mut(PART).map(Mutex::new).collect();
@@ -90,22 +91,22 @@ impl Workers {
         });
     }
 
-    /// Calls `run` once with each of `0..tasks`, and returns when all calls have.
+    /// Calls `run` once with each of `0..tasks`, and returns when all calls have returned.
     ///
     /// # Panics
-    /// If a call does.
+    /// If a call panics.
     pub fn run(&self, tasks: usize, run: impl Fn(usize) + Sync) {
         self.0.run(tasks, run);
     }
 
-    /// Number of threads, the caller's among them.
+    /// Number of threads, including the caller's.
     pub fn threads(&self) -> usize {
         self.0.threads()
     }
 }
 
 impl CpuQueue {
-    /// A queue with `threads` compute threads, the calling thread among them, at the best level of this CPU.
+    /// Creates a queue with `threads` compute threads, including the calling thread, at the best level of this CPU.
     /// Scratch memory of kernels (packed operands) is booked in `arena` as workspace.
     ///
     /// # Errors
@@ -114,11 +115,10 @@ impl CpuQueue {
         Self::with_level(threads, arena, CpuLevel::detect())
     }
 
-    /// A queue held to `level`, or to the best level of this CPU if that is lower.
+    /// Creates a queue limited to `level`, or to the best level of this CPU if that is lower.
     ///
     /// # Errors
-    /// [`TensorError::ThreadPool`] if the threads cannot be started, [`TensorError::OutOfMemory`] if there is no
-    /// memory for scratch.
+    /// If the threads cannot be started, or there is no memory for scratch.
     pub fn with_level(threads: usize, arena: &Arena, level: CpuLevel) -> Result<Self, TensorError> {
         let pool = pool::Pool::new(threads).map_err(|source| TensorError::ThreadPool { threads, source })?;
         let pool = Arc::new(pool);
@@ -127,7 +127,7 @@ impl CpuQueue {
         Ok(Self { pool, level, f32_products: F32Products::default(), arena: arena.clone(), scratch })
     }
 
-    /// The instructions this queue uses.
+    /// Returns the instruction set that this queue uses.
     pub fn level(&self) -> CpuLevel {
         self.level
     }
@@ -160,8 +160,8 @@ impl Queue for CpuQueue {
     }
 }
 
-/// Panics if a written view shares memory with another operand: the check that makes it sound for kernels to
-/// write through shared views.
+/// Panics if an output shares memory with another operand. This check makes it sound for kernels to write through
+/// shared views.
 pub(crate) fn check_disjoint(written: &[View<'_>], read: &[View<'_>]) {
     for (i, output) in written.iter().enumerate() {
         for other in written[i + 1..].iter().chain(read) {
@@ -170,7 +170,7 @@ pub(crate) fn check_disjoint(written: &[View<'_>], read: &[View<'_>]) {
     }
 }
 
-/// Like [`check_disjoint`] for elementwise kernels, whose output may also be exactly one of the inputs.
+/// Checks as [`check_disjoint`] does, for elementwise kernels, whose output may also be exactly one of the inputs.
 pub(crate) fn check_elementwise(output: View<'_>, inputs: &[View<'_>]) {
     for input in inputs {
         assert!(

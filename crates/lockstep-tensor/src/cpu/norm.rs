@@ -1,8 +1,8 @@
-//! Root-mean-square normalization (Zhang and Sennrich, 2019) and layer normalization (Ba et al., 2016).
+//! RMS normalization (Zhang and Sennrich, 2019) and layer normalization (Ba et al., 2016).
 //!
-//! With `n = (x - mean) · rstd` (mean 0 for the former), both are `y = n · weight (+ bias)`, and
-//! `dx = rstd · (g - average(g) - n · average(g · n))` with `g = dy · weight`, where root-mean-square
-//! normalization lacks `average(g)`. So they share their backward, with the mean as an option.
+//! With `n = (x - mean) · rstd` (mean 0 for RMS normalization), both are `y = n · weight (+ bias)`, and
+//! `dx = rstd · (g - average(g) - n · average(g · n))` with `g = dy · weight`; RMS normalization lacks the term
+//! `average(g)`. So both share their backward, with the mean as an option.
 
 use lockstep_plan::DType;
 
@@ -46,7 +46,7 @@ pub(super) fn rms_norm(
     });
 }
 
-/// `y = (x - mean) · rstd · weight`.
+/// Computes `y = (x - mean) · rstd · weight`.
 #[inline(always)]
 fn scale_row<T: Float>(isa: Isa, x: &[T], mean: f32, rstd: f32, weight: &[T], y: &mut [T]) {
     map_slices(
@@ -109,7 +109,7 @@ pub(super) fn layer_norm(
     });
 }
 
-/// `y = (x - mean) · rstd · weight + bias`.
+/// Computes `y = (x - mean) · rstd · weight + bias`.
 #[inline(always)]
 fn scale_and_shift_row<T: Float>(
     isa: Isa,
@@ -163,7 +163,7 @@ pub(super) fn layer_norm_backward_input(
     backward_input(queue, Saved { x, weight, mean: Some(mean), rstd }, dy, dx, write);
 }
 
-/// What the forward left for the backward; no mean for root-mean-square normalization.
+/// Activations that the forward saved for the backward; `mean` is `None` for RMS normalization.
 struct Saved<'a> {
     x: View<'a>,
     weight: View<'a>,
@@ -337,7 +337,7 @@ mod tests {
         testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random, random_of, tolerance, values},
     };
 
-    /// Rows and widths, small and odd, and large enough to be split.
+    /// Numbers of rows and widths: small and odd, and large enough for several tasks.
     fn shapes() -> impl Strategy<Value = (usize, usize)> {
         prop_oneof![(1usize..10, 1usize..70), (60usize..200, 500usize..900)]
     }
@@ -405,7 +405,7 @@ mod tests {
         let plus_one = |sums: Vec<f64>| sums.into_iter().map(|sum| sum + 1.0).collect::<Vec<_>>();
         let (dweight, dbias) = (plus_one(dweight), plus_one(dbias));
         let largest = dx.iter().fold(1.0, |a: f64, b| a.max(b.abs()));
-        // What rounding the mean costs: it is taken of numbers as large as the offset.
+        // The rounding error of the mean, which is as large as that of numbers of the size of the offset.
         let shift = 1e-6 * (1.0 + offset.abs()) * rstd.iter().fold(0.0, |a: f64, b| a.max(*b));
         on_every_queue(run, |results| {
             let relative = tolerance(dtype);
@@ -433,7 +433,7 @@ mod tests {
 
         #[test]
         fn layer_norm_and_its_gradients_match_the_reference((rows, width) in shapes(), with_bias in any::<bool>()) {
-            // A row of one or two elements has a variance near zero, where rounding is all there is.
+            // A row of one or two elements has a variance near zero, of which only rounding error remains.
             let width = width + 2;
             for dtype in ACTIVATIONS {
                 check_layer_norm(dtype, rows, width, 0.0, with_bias);

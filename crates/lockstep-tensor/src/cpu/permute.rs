@@ -1,7 +1,7 @@
-//! Bringing tokens into the order of their experts, and back.
+//! Token permutation for mixture of experts: sorting tokens by expert, and back.
 //!
-//! Each of these kernels writes along its own order (rows, or tokens) and reads wherever the permutation says, so tasks
-//! share nothing but what they read; sums over a token's slots are in ascending order.
+//! Each of these kernels writes along its own order (rows or tokens) and reads from the places that the permutation
+//! names. So tasks share only inputs; sums over a token's slots are in ascending order.
 
 use lockstep_plan::DType;
 
@@ -14,7 +14,7 @@ use crate::{Permutation, View};
 
 const NONE: u32 = Permutation::NONE;
 
-/// A counting sort, whose counters are the offsets.
+/// Sorts slots by expert: a counting sort whose counters are the offsets.
 pub(super) fn sort_slots(
     experts: View<'_>,
     first_expert: u32,
@@ -38,7 +38,7 @@ pub(super) fn sort_slots(
             offsets.slice_mut::<u32>(),
         )
     };
-    // An expert before the first wraps around, to beyond the last.
+    // An expert before the first one wraps around to a group beyond the last.
     let group_of =
         |expert: u32| Some(expert.wrapping_sub(first_expert) as usize).filter(|group| *group < groups);
     offsets.fill(0);
@@ -57,7 +57,7 @@ pub(super) fn sort_slots(
             row
         });
     }
-    // Each offset has moved to where the next one was.
+    // Each offset has moved to the start of the next group.
     offsets.copy_within(0..groups, 1);
     offsets[0] = 0;
 }
@@ -99,7 +99,7 @@ pub(super) fn arrived_experts(counts: View<'_>, experts: usize, arrived: View<'_
     }
 }
 
-/// The tables of a permutation of `count` rows.
+/// Index tables of a permutation of `count` rows.
 struct Tables<'a> {
     slots: &'a [u32],
     rows: &'a [u32],
@@ -111,22 +111,22 @@ impl<'a> Tables<'a> {
     /// The caller must have checked that no output overlaps the tables.
     ///
     /// # Panics
-    /// If the tables are not those of so many tokens.
+    /// If the tables have a size that does not fit this number of tokens.
     unsafe fn new(permutation: Permutation<'a>, tokens: usize, rows: usize) -> Self {
         expect("slots of a permutation", permutation.slots, DType::U32, rows);
         expect("rows of a permutation", permutation.rows, DType::U32, rows);
         let top_k = rows.checked_div(tokens).unwrap_or(0);
         assert_eq!(top_k * tokens, rows, "a permutation of {rows} rows for {tokens} tokens");
-        // SAFETY: kernels write nothing but their outputs.
+        // SAFETY: kernels write only their outputs.
         unsafe { Self { slots: permutation.slots.slice(), rows: permutation.rows.slice(), top_k } }
     }
 
-    /// The slot of a row.
+    /// Returns the slot of a row; `None` if it has none.
     fn slot(&self, row: usize) -> Option<usize> {
         Some(self.slots[row]).filter(|slot| *slot != NONE).map(|slot| slot as usize)
     }
 
-    /// The slots of a token and their rows, without those that have none.
+    /// Returns the slots of a token and their rows, slots without a row excepted.
     fn slots_of(&self, token: usize) -> impl Iterator<Item = (usize, usize)> {
         let slots = token * self.top_k..(token + 1) * self.top_k;
         slots
@@ -136,7 +136,7 @@ impl<'a> Tables<'a> {
     }
 }
 
-/// How many neighbouring slots of one token have each weight.
+/// Returns the number of neighbouring slots of a token that share each weight.
 fn slots_of_weight(what: &str, weights: View<'_>, slots: usize) -> usize {
     let share = slots.checked_div(weights.elements()).unwrap_or(1);
     expect(what, weights, DType::F32, slots / share);
@@ -180,7 +180,7 @@ pub(super) fn unpermute(
         check_disjoint(&[y], &[weights]);
         slots_of_weight("unpermute: weights", weights, count)
     });
-    // SAFETY: as just checked; kernels write nothing but their outputs.
+    // SAFETY: as just checked; kernels write only their outputs.
     let (tables, weights) = unsafe {
         (Tables::new(permutation, tokens, count), weights.map(|weights: View<'_>| weights.slice::<f32>()))
     };
@@ -224,7 +224,7 @@ pub(super) fn unpermute_backward(
     expect("unpermute_backward: drows", drows, dy.dtype(), count * width);
     expect("unpermute_backward: dweights", dweights, DType::F32, weights.elements());
     check_disjoint(&[drows, dweights], &[dy, rows, weights, permutation.slots, permutation.rows]);
-    // SAFETY: as just checked; kernels write nothing but their outputs.
+    // SAFETY: as just checked; kernels write only their outputs.
     let (tables, weights) = unsafe { (Tables::new(permutation, tokens, count), weights.slice::<f32>()) };
     with_float!(dy.dtype(), T => {
         let [dy, rows, drows] = [dy, rows, drows].map(Operand::<T>::new);
@@ -277,7 +277,7 @@ mod tests {
     };
     use crate::{Arena, Kernels, Tensor};
 
-    /// Tables of slots with these experts, of which `first..first + groups` are here.
+    /// Permutation tables of slots with these experts, of which `first..first + groups` are on this rank.
     struct Sorted {
         slots: Tensor,
         rows: Tensor,
@@ -325,7 +325,8 @@ mod tests {
 
     #[test]
     fn parts_of_an_expert_are_on_neighbouring_ranks() {
-        // Three ranks with two experts each, in two parts: experts 2 r and 2 r + 1 are on ranks 2 r and 2 r + 1.
+        // Three pairs of ranks with two experts for each pair, in two parts: experts 2 r and 2 r + 1 are on ranks 2 r
+        // and 2 r + 1.
         let (experts, of_parts) = (tensor(&[0_u32, 3, NONE, 5]), tensor(&[77_u32; 8]));
         queue().part_slots(experts.view(), 2, of_parts.view());
         assert_eq!(of_parts.view().to_vec::<u32>(), [0, 2, 5, 7, NONE, NONE, 9, 11]);
@@ -355,7 +356,7 @@ mod tests {
         assert_eq!(values(drows.view()), [2.0, 10.0, 2.0, 10.0]);
     }
 
-    /// `y` and the gradients of rows and weights by the definition; rows without a slot are not counted.
+    /// Computes `y` and the gradients of rows and weights by the definition; rows without a slot are not counted.
     fn expected(
         slots: &[u32],
         (tokens, top_k, width): (usize, usize, usize),
@@ -422,7 +423,7 @@ mod tests {
                     let relative = tolerance(dtype);
                     assert_close("y", &results[1], &y, relative, 4e-6);
                     assert_close("dx", &results[2], &dx, relative, 4e-6);
-                    // Half the smallest f16, where its numbers are evenly spaced.
+                    // Half the spacing of subnormal f16 numbers.
                     assert_close("drows", &results[3][..used], &drows[..used], relative, 2.0_f64.powi(-25));
                     assert_close("dweights", &results[4], &dweights, 1e-5, 1e-4);
                     let beyond = |result: &[f64]| result[used..].iter().all(|x| *x == 9.0);

@@ -1,8 +1,8 @@
 //! The compute threads: they run the tasks of one kernel at a time, and allocate nothing.
 //!
-//! A kernel is a number of tasks. The caller and the threads take the next task from a counter until none is left;
-//! the caller goes on when the last one is done, and a thread that comes too late for a kernel misses it. Kernels
-//! follow each other within microseconds, so whoever waits watches for a while before it sleeps.
+//! A kernel is a number of tasks. The caller and the threads take the next task from a counter until none is left.
+//! The caller continues when the last task is done; a thread that wakes too late for a kernel misses it. Kernels
+//! follow each other within microseconds, so a waiting thread spins for a while before it sleeps.
 
 use std::{
     any::Any,
@@ -16,50 +16,50 @@ use std::{
     thread::{Builder, JoinHandle},
 };
 
-/// Looks at a counter before a waiting thread sleeps: about 20 µs.
+/// Spins of a waiting thread before it sleeps: about 20 µs.
 const LOOKS: usize = 2000;
 
 thread_local! {
-    /// The number of this thread in the pool whose task it runs.
+    /// Index of this thread in the pool whose task it runs; `None` outside of tasks.
     static WORKER: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// The number of the thread that runs a task, below [`Pool::threads`]; 0 outside of tasks.
+/// Returns the index of the thread that runs a task, below [`Pool::threads`]; 0 outside of tasks.
 pub(super) fn worker() -> usize {
     WORKER.get().unwrap_or(0)
 }
 
-/// Compute threads, of which the calling one is the first.
+/// A pool of compute threads, of which the calling one is the first.
 pub(super) struct Pool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    /// Held by the caller whose kernel runs.
+    /// Locked by the caller whose kernel runs.
     turn: Mutex<()>,
 }
 
 struct Shared {
-    /// Number of the kernel at hand, from 1; 0 before the first.
+    /// Number of the current kernel, from 1; 0 before the first.
     kernel: AtomicU64,
-    /// Threads in it, the caller not counted.
+    /// Number of threads in the current kernel, the caller not counted.
     at_work: AtomicUsize,
     next_task: AtomicUsize,
     state: Mutex<State>,
-    /// A kernel has come, or the end.
+    /// Signals a new kernel, or the end of the pool.
     begin: Condvar,
-    /// `at_work` is 0.
+    /// Signals that `at_work` is 0.
     done: Condvar,
 }
 
 struct State {
-    /// None as soon as no task is left to be taken: who has not begun by then need not.
+    /// The current kernel. `None` once no task is left: a thread that has not entered by then has nothing to do.
     job: Option<Job>,
     panic: Option<Box<dyn Any + Send>>,
-    /// Threads that wait for `begin`.
+    /// Number of threads that sleep until `begin`.
     asleep: usize,
     is_over: bool,
 }
 
-/// What a kernel does, without its lifetime.
+/// A kernel's task function, without its lifetime.
 #[derive(Clone, Copy)]
 struct Job {
     tasks: usize,
@@ -70,10 +70,10 @@ struct Job {
 unsafe impl Send for Job {}
 
 impl Pool {
-    /// A pool of `threads` threads, the caller's among them.
+    /// Creates a pool of `threads` threads, including the caller's.
     ///
     /// # Errors
-    /// If the system starts no more.
+    /// If the system cannot start a thread.
     pub(super) fn new(threads: usize) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             kernel: AtomicU64::new(0),
@@ -92,24 +92,24 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Number of threads, the caller's among them.
+    /// Number of threads, including the caller's.
     pub(super) fn threads(&self) -> usize {
         self.threads.len() + 1
     }
 
-    /// Calls `run` once with each of `0..tasks`, and returns when all calls have. Within a task it calls them one
-    /// after the other.
+    /// Calls `run` once with each of `0..tasks`, and returns when all calls have returned. Within a task, it
+    /// runs them one after the other on the calling thread.
     ///
     /// # Panics
-    /// If a call does.
+    /// If a call panics.
     pub(super) fn run(&self, tasks: usize, run: impl Fn(usize) + Sync) {
         if tasks <= 1 || self.threads.is_empty() || WORKER.get().is_some() {
             return (0..tasks).for_each(run);
         }
         let _turn = lock(&self.turn);
         let run: &(dyn Fn(usize) + Sync) = &run;
-        // SAFETY: only the lifetime changes. No thread enters a kernel whose job is gone, and this function does not
-        // return, nor unwind, before the job is gone and those who entered it have left.
+        // SAFETY: only the lifetime changes. No thread enters a kernel whose job is gone. This function does not
+        // return, nor unwind, before the job is gone and all threads that entered it have left.
         let run = unsafe {
             std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync + 'static)>(
                 run,
@@ -141,14 +141,14 @@ impl Drop for Pool {
         lock(&self.shared.state).is_over = true;
         self.shared.begin.notify_all();
         for thread in self.threads.drain(..) {
-            // Its tasks' panics were passed on to whoever gave it the tasks.
+            // A task's panic was passed on to the caller of that kernel.
             let _ = thread.join();
         }
     }
 }
 
 impl Shared {
-    /// The life of thread `number`.
+    /// Runs thread `number` until the pool ends.
     fn work(&self, number: usize) {
         let mut seen = 0;
         while let Some(job) = self.enter(&mut seen) {
@@ -156,14 +156,14 @@ impl Shared {
                 lock(&self.state).panic.get_or_insert(payload);
             }
             if self.at_work.fetch_sub(1, Ordering::AcqRel) == 1 {
-                // Under the lock, or the caller could look, miss this, and sleep.
+                // The lock is needed: otherwise the caller could check, miss this, and sleep.
                 let _state = lock(&self.state);
                 self.done.notify_one();
             }
         }
     }
 
-    /// Waits for a kernel after the one that was `seen` and enters it; none at the end.
+    /// Waits for a kernel after the one that was `seen`, and enters it; `None` at the end of the pool.
     fn enter(&self, seen: &mut u64) -> Option<Job> {
         loop {
             watch(|| self.kernel.load(Ordering::Acquire) != *seen);
@@ -184,7 +184,7 @@ impl Shared {
         }
     }
 
-    /// Runs tasks until none is left; a panic ends this thread's part.
+    /// Runs tasks until none is left. A panic ends this thread's share of the kernel.
     fn take_tasks(&self, job: Job, number: usize) -> Result<(), Box<dyn Any + Send>> {
         WORKER.set(Some(number));
         let ended = panic::catch_unwind(AssertUnwindSafe(|| {
@@ -201,7 +201,7 @@ impl Shared {
         ended
     }
 
-    /// Waits until no thread is at work.
+    /// Waits until no other thread runs a task.
     fn wait_for_others(&self) {
         let are_done = || self.at_work.load(Ordering::Acquire) == 0;
         watch(are_done);
@@ -215,7 +215,7 @@ impl Shared {
     }
 }
 
-/// Looks for something that is expected soon.
+/// Spins for an event that is expected soon.
 fn watch(has_come: impl Fn() -> bool) {
     for _ in 0..LOOKS {
         if has_come() {
@@ -225,7 +225,7 @@ fn watch(has_come: impl Fn() -> bool) {
     }
 }
 
-/// Nothing is left half changed when a lock is held, so a poisoned one is as good as any.
+/// Locks a mutex, poisoned or not: no state is left half changed while a lock is held.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

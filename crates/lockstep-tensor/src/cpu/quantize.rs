@@ -1,15 +1,16 @@
-//! Blocks of floats as small integers, for what goes between ranks (ZeRO++: Wang et al., 2023, sections 3.1 and 3.3).
+//! Block quantization of floats for communication (ZeRO++: Wang et al., 2023, sections 3.1 and 3.3).
 //!
-//! A view is cut into blocks of [`QUANTIZATION_BLOCK`](lockstep_plan::QUANTIZATION_BLOCK) elements. A block becomes a record: its scale, `largest |x| / limit` in f32,
-//! and a code for each element, the nearest whole number to `x / scale`. Records follow each other, so that whatever is cut
-//! at blocks is cut at records.
+//! A view consists of blocks of [`QUANTIZATION_BLOCK`](lockstep_plan::QUANTIZATION_BLOCK) elements. A block becomes a
+//! record: its scale, `largest |x| / limit` in f32, and a code for each element, the whole number nearest to
+//! `x / scale`. Records are contiguous, so a shard of whole blocks is a shard of whole records.
 //!
 //! ```text
 //! int8  [scale | 256 codes of a byte, -127 to 127]                           260 bytes
 //! int4  [scale | 128 bytes: codes i and 128 + i, -7 to 7 with 8 added]       132 bytes
 //! ```
 //!
-//! Halves of a block share bytes, not neighbours: so packing is a loop over two slices that vectorizes.
+//! In int4, elements `i` and `128 + i` share a byte, not neighbours: so packing is a loop over two slices that
+//! vectorizes.
 
 use lockstep_plan::{DType, QUANTIZATION_BLOCK, QuantizedType};
 
@@ -24,24 +25,24 @@ const _: () = assert!(QUANTIZATION_BLOCK == BLOCK, "a block fits what kernels wo
 
 const SCALE_BYTES: usize = size_of::<f32>();
 const HALF: usize = BLOCK / 2;
-/// Added to codes of four bits, which makes them whole numbers from 1 to 15.
+/// Added to codes of four bits, which makes them 1 to 15.
 const INT4_ZERO: u8 = 8;
-/// Larger magnitudes count as this one, so that the largest code times its scale is finite.
+/// Larger magnitudes are clamped to this one, so that the largest code times its scale is finite.
 const LARGEST: f32 = f32::MAX * 0.999_999;
 
-/// The scale of a block, from the bits of its largest magnitude; NaN if anything in it is not finite.
+/// Returns the scale of a block, from the bits of its largest magnitude; NaN if any element is not finite.
 #[inline(always)]
 fn scale_of(kind: QuantizedType, largest_bits: u32) -> f32 {
     let scale = f32::from_bits(largest_bits).min(LARGEST) / kind.limit();
-    // Blocks so small that their scale would lose bits, and blocks of zeros, count as zeros.
+    // Blocks so small that their scale would lose bits are treated as zeros.
     let scale = if scale < f32::MIN_POSITIVE { 0.0 } else { scale };
     if largest_bits >= 0x7f80_0000 { f32::NAN } else { scale }
 }
 
-/// Writes the record of one block. What it fails to say of `x` is left there; nothing, where the block is not finite.
+/// Writes the record of one block, and replaces `x` by its quantization error; by zeros if the block is not finite.
 #[inline(always)]
 fn encode(kind: QuantizedType, x: &mut [f32; BLOCK], record: &mut [u8]) {
-    // The bits of positive floats are in their order, and a maximum of integers vectorizes.
+    // Positive floats are ordered like their bits, and a maximum of integers vectorizes.
     let largest = x.iter().fold(0, |largest, x| largest.max(x.to_bits() & 0x7fff_ffff));
     let scale = scale_of(kind, largest);
     let (head, codes) = record.split_at_mut(SCALE_BYTES);
@@ -51,7 +52,7 @@ fn encode(kind: QuantizedType, x: &mut [f32; BLOCK], record: &mut [u8]) {
     let mut shifted = [0.0; BLOCK];
     for (shifted, x) in shifted.iter_mut().zip(&mut *x) {
         *x = if is_finite { *x } else { 0.0 };
-        // The inverse may be rounded up, and the largest element then lies just above the limit.
+        // If the inverse is rounded up, the largest element lies just above the limit.
         *shifted = (*x * inverse).clamp(-limit, limit) + ROUND;
     }
     let code = |shifted: &f32| shifted.to_bits() as u8;
@@ -71,7 +72,7 @@ fn encode(kind: QuantizedType, x: &mut [f32; BLOCK], record: &mut [u8]) {
     }
 }
 
-/// The elements that a record says.
+/// Writes the elements of a record to `x`.
 #[inline(always)]
 fn decode(kind: QuantizedType, record: &[u8], x: &mut [f32; BLOCK]) {
     let (scale, codes) = record.split_at(SCALE_BYTES);
@@ -129,8 +130,8 @@ fn encode_all<T: Float, R: Float>(
             let mut block = Block::ZERO;
             for start in range.step_by(BLOCK) {
                 let elements = start..start + BLOCK;
-                // SAFETY: each block belongs to one task, which alone touches its elements, its residual and its record; the
-                // views do not overlap.
+                // SAFETY: each block belongs to one task, which alone accesses its elements, its residual and its
+                // record; the views do not overlap.
                 let (x, record) = unsafe {
                     (x.read(elements.clone()), records.write(kind.bytes(start)..kind.bytes(start + BLOCK)))
                 };
@@ -172,7 +173,7 @@ pub(super) fn dequantize_sum(
     decode_sum::<f32>(queue, kind, parts, records, y);
 }
 
-/// Levels of the tree over as many parts as there can be ranks.
+/// Levels of the reduction tree over the largest possible number of ranks.
 const LEVELS: usize = 9;
 
 #[inline(always)]
@@ -186,7 +187,7 @@ fn decode_sum<T: Float>(queue: &CpuQueue, kind: QuantizedType, parts: usize, rec
         elements_per_task(elements),
         #[inline(always)]
         |range, isa| {
-            // The sums of whole subtrees, the left ones first, as in the reduction of floats (`lockstep-comm`).
+            // The sums of complete subtrees, the left ones first, as in the reduction of floats (`lockstep-comm`).
             let mut sums = [Block::ZERO; LEVELS];
             for start in range.step_by(BLOCK) {
                 let mut depth = 0;
@@ -196,7 +197,7 @@ fn decode_sum<T: Float>(queue: &CpuQueue, kind: QuantizedType, parts: usize, rec
                     // SAFETY: the records are only read.
                     decode(kind, unsafe { records.read(record) }, &mut sums[depth].0);
                     depth += 1;
-                    // A subtree is whole when its right half is; after the last part all are.
+                    // A subtree is complete when its right half is; after the last part all are.
                     let mut subtrees = part;
                     while depth > 1 && (subtrees % 2 == 1 || part + 1 == parts) {
                         let (left, right) = sums.split_at_mut(depth - 1);
@@ -225,7 +226,7 @@ mod tests {
 
     const KINDS: [QuantizedType; 2] = [QuantizedType::Int8, QuantizedType::Int4];
 
-    /// Enough for one task, and for several.
+    /// Numbers of blocks: enough for one task, and for several.
     fn blocks() -> impl Strategy<Value = usize> {
         prop_oneof![1_usize..5, 260_usize..280]
     }
@@ -234,14 +235,14 @@ mod tests {
         tensor(&vec![0xa5_u8; kind.bytes(elements)])
     }
 
-    /// Numbers whose blocks are of unlike magnitudes.
+    /// Numbers whose blocks have different magnitudes.
     fn uneven(dtype: DType, seed: u64, elements: usize) -> Vec<f64> {
         let x = random_of(dtype, seed, elements);
         let scaled = x.iter().enumerate().map(|(i, x)| x * 2.0_f64.powi((i / BLOCK % 20) as i32 - 10));
         rounded(dtype, &scaled.collect::<Vec<_>>())
     }
 
-    /// What becomes of `x` on its way through records.
+    /// Quantizes and dequantizes `x`.
     fn passed(queue: &CpuQueue, kind: QuantizedType, dtype: DType, x: &[f64]) -> Vec<f64> {
         let (x, y) = (floats(dtype, [x.len()], x), floats(DType::F32, [x.len()], &vec![5.0; x.len()]));
         let records = records(kind, y.view().elements());

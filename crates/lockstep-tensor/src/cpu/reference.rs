@@ -1,13 +1,13 @@
-//! What the kernels compute, as plain scalar formulas in f64: what tests compare them with.
+//! Scalar reference formulas of the kernels in f64, for tests.
 //!
-//! Backward functions are written from the derivatives and are themselves checked here, by finite differences of
-//! the forward functions.
+//! Backward functions are written from the derivatives; tests below check them by finite differences of the forward
+//! functions.
 
 use lockstep_plan::QuantizedType;
 
 use crate::Gelu;
 
-/// `y` and `rstd` of root-mean-square normalization.
+/// Returns `y` and `rstd` of RMS normalization.
 pub(super) fn rms_norm(x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
     let width = weight.len();
     let rstd: Vec<f64> = x
@@ -18,7 +18,7 @@ pub(super) fn rms_norm(x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f6
     (y, rstd)
 }
 
-/// `dx` and `dweight` of root-mean-square normalization.
+/// Returns `dx` and `dweight` of RMS normalization.
 pub(super) fn rms_norm_backward(dy: &[f64], x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, Vec<f64>) {
     let width = weight.len();
     let (_, rstd) = rms_norm(x, weight, eps);
@@ -34,7 +34,7 @@ pub(super) fn rms_norm_backward(dy: &[f64], x: &[f64], weight: &[f64], eps: f64)
     (dx, dweight)
 }
 
-/// `y`, mean and `rstd` of layer normalization.
+/// Returns `y`, mean and `rstd` of layer normalization.
 pub(super) fn layer_norm(
     x: &[f64],
     weight: &[f64],
@@ -57,7 +57,7 @@ pub(super) fn layer_norm(
     (y, mean, rstd)
 }
 
-/// `dx`, `dweight` and `dbias` of layer normalization.
+/// Returns `dx`, `dweight` and `dbias` of layer normalization.
 pub(super) fn layer_norm_backward(
     dy: &[f64],
     x: &[f64],
@@ -82,9 +82,9 @@ pub(super) fn layer_norm_backward(
     (dx, dweight, dbias)
 }
 
-/// Half-split rotation of `[tokens, heads, head_dim]` by `sign · position · frequency`.
+/// Rotates `[tokens, heads, head_dim]` in the half-split form by `sign · position · frequency`.
 ///
-/// The angle is rounded to f32, which is part of the operation's definition.
+/// The angle is rounded to f32, which is part of the kernel's definition.
 pub(super) fn rope(x: &[f64], positions: &[u32], frequencies: &[f32], sign: f64) -> Vec<f64> {
     let half = frequencies.len();
     let width = x.len() / positions.len();
@@ -102,7 +102,7 @@ pub(super) fn rope(x: &[f64], positions: &[u32], frequencies: &[f32], sign: f64)
     y
 }
 
-/// The scale of a block of finite numbers, and its codes before they are rounded.
+/// Returns the scale of a block of finite numbers, and its codes before rounding.
 pub(super) fn quantized(kind: QuantizedType, x: &[f64]) -> (f64, Vec<f64>) {
     let largest = x.iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
     let scale = f64::from(largest as f32 / kind.limit());
@@ -118,7 +118,7 @@ pub(super) fn swiglu(gate: &[f64], up: &[f64]) -> Vec<f64> {
     gate.iter().zip(up).map(|(gate, up)| gate * sigmoid(*gate) * up).collect()
 }
 
-/// `dgate` and `dup`.
+/// Returns `dgate` and `dup`.
 pub(super) fn swiglu_backward(dy: &[f64], gate: &[f64], up: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let dgate = |(dy, (gate, up)): (&f64, (&f64, &f64))| {
         let s = sigmoid(*gate);
@@ -150,7 +150,7 @@ pub(super) fn gelu_derivative(kind: Gelu, x: f64) -> f64 {
     }
 }
 
-/// Losses and log-sum-exps.
+/// Returns the losses and log-sum-exps.
 pub(super) fn cross_entropy(logits: &[f64], labels: &[i32]) -> (Vec<f64>, Vec<f64>) {
     let vocabulary = logits.len() / labels.len();
     let log_sum_exp: Vec<f64> = logits
@@ -167,7 +167,7 @@ pub(super) fn cross_entropy(logits: &[f64], labels: &[i32]) -> (Vec<f64>, Vec<f6
     (labels.iter().enumerate().map(loss).collect(), log_sum_exp)
 }
 
-/// Gradient of `seed · Σ losses` by the logits.
+/// Returns the gradient of `seed · Σ losses` with respect to the logits.
 pub(super) fn cross_entropy_backward(logits: &[f64], labels: &[i32], seed: f64) -> Vec<f64> {
     let vocabulary = logits.len() / labels.len();
     let (_, log_sum_exp) = cross_entropy(logits, labels);
@@ -184,7 +184,7 @@ pub(super) fn cross_entropy_backward(logits: &[f64], labels: &[i32], seed: f64) 
         .collect()
 }
 
-/// What a router makes of logits.
+/// The results of a router.
 pub(super) struct Routing {
     pub(super) scores: Vec<f64>,
     pub(super) probabilities: Vec<f64>,
@@ -192,7 +192,7 @@ pub(super) struct Routing {
     pub(super) weights: Vec<f64>,
 }
 
-/// Scores of `[tokens, experts]` logits, and the weights of the experts that each token has chosen.
+/// Returns the scores of `[tokens, experts]` logits, and the weights of the experts that each token has chosen.
 pub(super) fn route(
     logits: &[f64],
     experts: usize,
@@ -220,7 +220,7 @@ pub(super) fn route(
     Routing { scores, probabilities, log_sum_exp, weights }
 }
 
-/// The derivative of `f` at `x` by central differences.
+/// Returns the derivative of `f` at `x` by central differences.
 pub(super) fn finite_differences(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
     const STEP: f64 = 1e-5;
     let mut x = x.to_vec();

@@ -1,6 +1,6 @@
 //! Rotary position embedding (Su et al., 2021) in the half-split form.
 //!
-//! Sines and cosines of a token are computed once, for a block of frequencies, and applied to all its heads.
+//! The sines and cosines of a token are computed once, for a block of frequencies, and applied to all its heads.
 
 use lockstep_plan::DType;
 
@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{Rotation, View};
 
-/// Pairs that are rotated at a time.
+/// Number of pairs that are rotated at a time.
 const LANES: usize = 16;
 
 pub(super) fn rope(
@@ -57,7 +57,7 @@ pub(super) fn rope(
                     };
                     turn.set(position, frequencies, sign);
                     for head in (token * width..(token + 1) * width).step_by(2 * half) {
-                        // SAFETY: this task alone touches this token.
+                        // SAFETY: this task alone accesses this token.
                         unsafe { turn.apply(&x, &y, head + start, half, n) };
                     }
                 }
@@ -73,7 +73,7 @@ struct Turn {
 }
 
 impl Turn {
-    /// The angles are rounded to f32 before the sine is taken, as models were trained with.
+    /// Sets the angles. They are rounded to f32 before the sine is taken, as in the training of existing models.
     #[inline(always)]
     fn set(&mut self, position: u32, frequencies: &[f32], sign: f32) {
         let position = position as f32;
@@ -84,10 +84,10 @@ impl Turn {
         }
     }
 
-    /// Rotates the `n` pairs whose first halves start at element `first`, and whose second halves `half` further.
+    /// Rotates the `n` pairs whose first elements start at `first`, and whose second elements are `half` further.
     ///
     /// # Safety
-    /// Nothing else may touch these elements of `y`, or write these elements of `x`.
+    /// Nothing else may access these elements of `y`, or write these elements of `x`.
     #[inline(always)]
     unsafe fn apply<T: Float>(
         &self,
@@ -108,8 +108,8 @@ impl Turn {
         }
     }
 
-    /// Rotates `L` pairs, from the block's pair `i` on. Both halves are read before either is written, so that
-    /// rotating in place is no special case.
+    /// Rotates `L` pairs, from pair `i` of the block on. Both halves are read before either is written, so that
+    /// in-place rotation works too.
     ///
     /// # Safety
     /// As for [`Turn::apply`].
@@ -135,7 +135,7 @@ impl Turn {
             a[lane] = T::store(x0 * cos[lane] - x1 * sin[lane]);
             b[lane] = T::store(x1 * cos[lane] + x0 * sin[lane]);
         }
-        // SAFETY: nothing else touches these elements, and no slice of them is left.
+        // SAFETY: nothing else accesses these elements, and no slice of them is live.
         unsafe {
             y.write(first..first + L).copy_from_slice(&a);
             y.write(second..second + L).copy_from_slice(&b);

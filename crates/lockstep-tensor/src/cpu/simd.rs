@@ -1,8 +1,8 @@
-//! What the elementwise kernels share: storage types as f32, vectorizable functions, and running a loop
-//! under the instructions of a [`CpuLevel`].
+//! Helpers of the elementwise kernels: storage types as f32, vectorizable functions, and loops compiled for the
+//! instructions of a [`CpuLevel`].
 //!
-//! Kernels are plain loops over slices. [`CpuLevel::run`] calls a closure inside a function compiled for the
-//! level's instructions; what is inlined into it is vectorized for them. So helpers are `#[inline(always)]`.
+//! Kernels are plain loops over slices. [`CpuLevel::run`] calls a closure inside a function that is compiled for the
+//! level's instructions, and all code inlined into it is vectorized for them. So helpers are `#[inline(always)]`.
 
 use half::{bf16, f16};
 
@@ -14,12 +14,12 @@ use crate::{Element, Write};
 
 /// A float storage type. Arithmetic is in f32.
 pub(crate) trait Float: Element {
-    /// The value as f32.
+    /// Returns the value as f32.
     fn load(self) -> f32;
-    /// The nearest value to `x`, ties to even.
+    /// Returns the value nearest to `x`, ties to even.
     fn store(x: f32) -> Self;
 
-    /// [`Float::store`] of as many numbers. Those below the normal range may become zero.
+    /// Stores each number as [`Float::store`] does. Numbers below the normal range may become zero.
     #[inline(always)]
     fn store_all(isa: Isa, from: &[f32], to: &mut [Self]) {
         let _ = isa;
@@ -73,12 +73,12 @@ impl Float for bf16 {
     }
 }
 
-// Written out in integer arithmetic, because a call of the conversion instruction would not be vectorized.
+// Uses integer arithmetic, because a call of the conversion instruction would not be vectorized.
 impl Float for f16 {
     #[inline(always)]
     fn load(self) -> f32 {
         let bits = u32::from(self.to_bits());
-        // Moving the exponent by a product is exact and takes subnormal numbers along.
+        // Moving the exponent by a multiplication is exact and handles subnormal numbers too.
         let finite = f32::from_bits((bits & 0x7fff) << 13) * TWO_POW_112;
         let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
         f32::from_bits(finite.to_bits() | special | (bits & 0x8000) << 16)
@@ -98,7 +98,7 @@ impl Float for f16 {
     }
 }
 
-/// What lies between the exponent biases of f32 and f16.
+/// The difference of the exponent biases of f32 and f16, as a factor.
 const TWO_POW_112: f32 = f32::from_bits((127 + 112) << 23);
 
 /// Calls `$body` with `$T` bound to the float type of a view's dtype.
@@ -124,7 +124,7 @@ macro_rules! with_float {
 pub(crate) use with_float;
 
 impl CpuLevel {
-    /// Runs `work`, which must be `#[inline(always)]`, compiled for the best level of this CPU.
+    /// Runs `work` compiled for the best level of this CPU. `work` must be `#[inline(always)]`.
     #[inline(always)]
     pub fn run_at_best<R>(work: impl FnOnce() -> R) -> R {
         Self::detect().run(work)
@@ -139,10 +139,11 @@ impl CpuLevel {
         )
     }
 
-    /// Like [`CpuLevel::run`], for work that multiplies and adds, or rounds.
+    /// Runs `work` as [`CpuLevel::run`] does, and passes the level's [`Isa`], for code that multiplies and adds, or
+    /// rounds.
     #[inline(always)]
     pub(crate) fn run_with_isa<R>(self, work: impl FnOnce(Isa) -> R) -> R {
-        // One call for each level, so that what a loop asks of `Isa` is a constant in it.
+        // One call for each level, so that the fields of `Isa` are constants in each compiled loop.
         #[cfg(target_arch = "x86_64")]
         macro_rules! run {
             ($compiled:ident, $isa:expr) => {
@@ -167,27 +168,28 @@ impl CpuLevel {
     }
 }
 
-/// What the CPU level that a loop is compiled for has beyond plain arithmetic.
+/// Instructions beyond plain arithmetic of the CPU level that a loop is compiled for.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Isa {
-    /// Fused multiply-add is one instruction, where it would otherwise be a call. A constant once loops are inlined.
+    /// True if fused multiply-add is one instruction; otherwise it would be a library call. A constant in inlined
+    /// loops.
     fma: bool,
-    /// Vectors are rounded to bf16 by one instruction.
+    /// True if one instruction rounds a vector to bf16.
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "an instruction of x86"))]
     bf16: bool,
 }
 
 impl Isa {
-    /// Nothing.
+    /// Plain arithmetic only.
     pub(crate) const PLAIN: Self = Self { fma: false, bf16: false };
 
-    /// `a · b + c`, rounded once or twice.
+    /// Computes `a · b + c`, rounded once with FMA, else twice.
     #[inline(always)]
     pub(crate) fn mul_add(self, a: f32, b: f32, c: f32) -> f32 {
         if self.fma { a.mul_add(b, c) } else { a * b + c }
     }
 
-    /// `c[0] + c[1] x + c[2] x² + ...`
+    /// Evaluates `c[0] + c[1] x + c[2] x² + ...`.
     #[inline(always)]
     fn polynomial<const N: usize>(self, x: f32, coefficients: [f32; N]) -> f32 {
         let mut sum = coefficients[N - 1];
@@ -216,7 +218,7 @@ fn avx2<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 
-/// Rounds as many numbers as both slices have.
+/// Rounds as many numbers as the shorter slice has.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
@@ -237,10 +239,10 @@ fn round_to_bf16(from: &[f32], to: &mut [bf16]) {
     }
 }
 
-/// What the CPU fetches at once.
+/// Size of a cache line, in bytes.
 pub(crate) const CACHE_LINE_BYTES: usize = 64;
 
-/// Asks for a cache line that will be needed soon, to the second level. Any address will do.
+/// Prefetches a cache line into the L2 cache. Any address is allowed.
 #[inline(always)]
 pub(crate) fn prefetch<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -253,13 +255,13 @@ pub(crate) fn prefetch<T>(address: *const T) {
     let _ = address;
 }
 
-/// Adding and subtracting it rounds an f32 of less than 2^22 to the nearest integer, ties to even, and
-/// leaves that integer in the low bits of the sum. (`round_ties_even` is a call on portable CPUs.)
+/// Rounds an f32 of less than 2^22 when added and subtracted: to the nearest integer, ties to even. The low bits of
+/// the sum hold that integer. (`round_ties_even` is a call on portable CPUs.)
 pub(crate) const ROUND: f32 = 12_582_912.0;
-/// The same for an f64 of less than 2^51.
+/// Rounds an f64 of less than 2^51 in the way of [`ROUND`].
 const ROUND_F64: f64 = 6_755_399_441_055_744.0;
 
-/// `e^x` to within 2 units in the last place; 0 below the smallest normal number, infinity above the range.
+/// Computes `e^x` to within 2 units in the last place; 0 below the smallest normal number, infinity above the range.
 #[inline(always)]
 pub(crate) fn exp(isa: Isa, x: f32) -> f32 {
     // e^x = 2^n e^r with |r| <= ln(2)/2; the degree-6 polynomial is the minimax one of Cephes' expf.
@@ -271,27 +273,27 @@ pub(crate) fn exp(isa: Isa, x: f32) -> f32 {
     let p =
         isa.polynomial(r, [0.5, 1.666_666_5e-1, 4.166_579_6e-2, 8.333_452e-3, 1.398_2e-3, 1.987_569_2e-4]);
     let e = isa.mul_add(p, r * r, r) + 1.0;
-    // The low bits of `shifted` hold n: moved to the exponent they multiply by 2^n.
+    // The low bits of `shifted` hold n; shifted into the exponent they multiply by 2^n.
     let scaled = f32::from_bits(e.to_bits().wrapping_add(shifted.to_bits() << 23));
     let bounded = if x < -87.33 { 0.0 } else { scaled };
     // Infinity above the range, NaN for NaN.
     if x <= 88.722_83 { bounded } else { x + f32::INFINITY }
 }
 
-/// `1 / (1 + e^-x)`.
+/// Computes `1 / (1 + e^-x)`.
 #[inline(always)]
 pub(crate) fn sigmoid(isa: Isa, x: f32) -> f32 {
     1.0 / (1.0 + exp(isa, -x))
 }
 
-/// The standard normal distribution at `x`: (probability of less than `x`, density).
+/// Returns the standard normal distribution at `x`: (probability of less than `x`, density).
 ///
-/// `Φ(x) = (1 + erf(x/√2)) / 2`, without the cancellation that the formula suffers for negative `x`.
+/// `Φ(x) = (1 + erf(x/√2)) / 2`, without the cancellation that this formula has for negative `x`.
 #[inline(always)]
 pub(crate) fn normal_distribution(isa: Isa, x: f32) -> (f32, f32) {
     const ONE_OVER_SQRT_TAU: f32 = 0.398_942_3;
-    /// Mills' ratio (1 - Φ(x))/φ(x) of x >= 0 is t times this polynomial in t = 1/(1 + 0.35x): a weighted
-    /// least-squares fit made for this function, relative error 3.2e-8.
+    /// Mills' ratio (1 - Φ(x))/φ(x) of x >= 0 is t times this polynomial in t = 1/(1 + 0.35x). The coefficients are a
+    /// weighted least-squares fit with a relative error of 3.2e-8.
     const MILLS: [f32; 9] = [
         0.349_978_6,
         0.350_587_88,
@@ -309,17 +311,17 @@ pub(crate) fn normal_distribution(isa: Isa, x: f32) -> (f32, f32) {
     (if x < 0.0 { tail } else { 1.0 - tail }, density)
 }
 
-/// (sin x, cos x) to within 2e-7 for `|x| <= 2^20`.
+/// Returns (sin x, cos x) to within 2e-7 for `|x| <= 2^20`.
 #[inline(always)]
 pub(crate) fn sin_cos(x: f32) -> (f32, f32) {
-    /// π/2 in two parts, the first of 33 bits: its product with a quadrant number is exact.
+    /// π/2 in two parts. The first has 33 bits, so that its product with a quadrant number is exact.
     const HALF_PI: [f64; 2] = [1.570_796_326_734_125_6, 6.077_100_506_506_192e-11];
     let x = f64::from(x);
     let shifted = x * std::f64::consts::FRAC_2_PI + ROUND_F64;
     let n = shifted - ROUND_F64;
     let quadrant = shifted.to_bits() as u32;
     let r = (x - n * HALF_PI[0] - n * HALF_PI[1]) as f32;
-    // Taylor polynomials: for |r| <= π/4 what they leave out is below 1e-8.
+    // Taylor polynomials: for |r| <= π/4 their remainder is below 1e-8.
     let z = r * r;
     let sin = r + r * z * (-1.0 / 6.0 + z * (1.0 / 120.0 + z * (-1.0 / 5040.0 + z * (1.0 / 362_880.0))));
     let cos_tail = 1.0 / 24.0 + z * (-1.0 / 720.0 + z * (1.0 / 40_320.0 - z * (1.0 / 3_628_800.0)));
@@ -330,7 +332,7 @@ pub(crate) fn sin_cos(x: f32) -> (f32, f32) {
     (f32::from_bits(s.to_bits() ^ sin_sign), f32::from_bits(c.to_bits() ^ cos_sign))
 }
 
-/// `outputs[m][i] = f([inputs[0][i], inputs[1][i], ...])[m]` for the first `n` elements of each.
+/// Computes `outputs[m][i] = f([inputs[0][i], inputs[1][i], ...])[m]` for the first `n` elements of each.
 #[inline(always)]
 pub(crate) fn map_block<T: Float, const N: usize, const M: usize>(
     inputs: [&[T]; N],
@@ -341,7 +343,7 @@ pub(crate) fn map_block<T: Float, const N: usize, const M: usize>(
     combine_block(inputs, outputs, n, f, |_, result| result);
 }
 
-/// [`map_block`], with `combine` of what `outputs` hold and the results.
+/// Computes [`map_block`], and combines each result with the old output by `combine`.
 #[inline(always)]
 fn combine_block<T: Float, const N: usize, const M: usize>(
     inputs: [&[T]; N],
@@ -352,8 +354,8 @@ fn combine_block<T: Float, const N: usize, const M: usize>(
 ) {
     assert!(n <= BLOCK && inputs.iter().all(|input| input.len() >= n));
     for i in 0..n {
-        // SAFETY: every slice has `n` elements, as just checked. A check for each would keep the last elements of
-        // each block out of the vectors.
+        // SAFETY: every slice has `n` elements, as just checked. Bounds checks in the loop would prevent the
+        // vectorization of the last elements of each block.
         let arguments = inputs.map(
             #[inline(always)]
             |input| unsafe { input.get_unchecked(i) }.load(),
@@ -366,7 +368,7 @@ fn combine_block<T: Float, const N: usize, const M: usize>(
     }
 }
 
-/// `to[i] = f([inputs[0][i], inputs[1][i], ...])`, or added to what is there.
+/// Computes `to[i] = f([inputs[0][i], inputs[1][i], ...])`, or adds it to `to[i]`.
 #[inline(always)]
 pub(crate) fn map_slices<T: Float, const N: usize>(
     isa: Isa,
@@ -394,10 +396,10 @@ pub(crate) fn map_slices<T: Float, const N: usize>(
     }
 }
 
-/// Partial results that a reduction ends with, a few vectors of them.
+/// Number of partial results at the end of a reduction: a few vectors.
 const LANES: usize = 32;
 
-/// Sums of `M` functions of `N` equally long slices: `Σ f([a[i], b[i], ...])`.
+/// Returns the sums of `M` functions of `N` equally long slices: `Σ f([a[i], b[i], ...])`.
 #[inline(always)]
 pub(crate) fn sum<T: Float, const N: usize, const M: usize>(
     inputs: [&[T]; N],
@@ -406,15 +408,15 @@ pub(crate) fn sum<T: Float, const N: usize, const M: usize>(
     reduce(inputs, 0.0, f, |a, b| a + b)
 }
 
-/// The largest element, NaN aside; negative infinity if there is none.
+/// Returns the largest element, NaN excepted; negative infinity if there is none.
 #[inline(always)]
 pub(crate) fn max<T: Float>(x: &[T]) -> f32 {
     let [largest] = reduce([x], f32::NEG_INFINITY, |[x]| [x], |a, b| if b > a { b } else { a });
     largest
 }
 
-/// Combines `M` functions of `N` equally long slices: the blocks of results with each other, then the halves of what
-/// is left.
+/// Reduces `M` functions of `N` equally long slices. Blocks of results are combined with each other, then the halves
+/// of the last block.
 #[inline(always)]
 fn reduce<T: Float, const N: usize, const M: usize>(
     inputs: [&[T]; N],
@@ -450,7 +452,7 @@ fn reduce<T: Float, const N: usize, const M: usize>(
     results
 }
 
-/// Combines each element of `a` with that of `b`.
+/// Combines each element of `a` with the one of `b`.
 #[inline(always)]
 fn combine_into(a: &mut [f32], b: &[f32], combine: &impl Fn(f32, f32) -> f32) {
     for (a, b) in a.iter_mut().zip(b) {
@@ -462,7 +464,7 @@ fn combine_into(a: &mut [f32], b: &[f32], combine: &impl Fn(f32, f32) -> f32) {
 mod tests {
     use super::*;
 
-    /// Fused multiply-add is right everywhere, only slow where the CPU lacks it.
+    /// FMA gives correct results on every CPU; it is only slow without the instruction.
     const BOTH: [Isa; 2] = [Isa::PLAIN, Isa { fma: true, bf16: false }];
 
     #[test]
@@ -480,7 +482,7 @@ mod tests {
             assert_eq!(exp(isa, f32::INFINITY), f32::INFINITY);
             assert_eq!(exp(isa, 0.0), 1.0);
             assert!(exp(isa, f32::NAN).is_nan());
-            // The last number whose exponential is finite, and the one after it.
+            // The last number whose exponential is finite, and the next one.
             let last = f32::MAX.ln().next_down();
             assert!(exp(isa, last).is_finite() && exp(isa, last.next_up().next_up()).is_infinite());
         }
@@ -518,7 +520,7 @@ mod tests {
             assert!(error < 2e-7, "x = {x}: ({sin}, {cos}), not {exact:?}");
         }
         assert_eq!(sin_cos(0.0), (0.0, 1.0));
-        // The largest position at the highest frequency: less exact, but no nonsense.
+        // The largest position at the highest frequency: less exact, but still a sine.
         let (far, exact) = (u32::MAX as f32, f64::from(u32::MAX as f32).sin_cos());
         let (sin, cos) = sin_cos(far);
         let error = (f64::from(sin) - exact.0).abs().max((f64::from(cos) - exact.1).abs());
@@ -561,7 +563,8 @@ mod tests {
             );
         }
         let border = (0..=0x7bff_u16).flat_map(|bits| {
-            // The value, and the points halfway to the next and just beside them: where rounding turns.
+            // The value, the point halfway to the next one, and the neighbours of that point: where rounding changes
+            // direction.
             let (a, b) = (f16::from_bits(bits).to_f32(), f16::from_bits(bits + 1).to_f32());
             let half = if b.is_finite() { (a + b) / 2.0 } else { 65_520.0 };
             [a, half, f32::from_bits(half.to_bits() - 1), f32::from_bits(half.to_bits() + 1)]
@@ -580,7 +583,8 @@ mod tests {
     fn bf16_converts_exactly_and_rounds_to_nearest_even() {
         let spread = (0..=u32::MAX).step_by(99_991);
         let border = (0..=u16::MAX).flat_map(|bits| {
-            // The value, NaN and infinity among them, the point halfway to the next, and just beside those.
+            // The value (NaN and infinity included), its neighbour, the point halfway to the next one, and the
+            // neighbours of that point.
             let value = u32::from(bits) << 16;
             [value, value + 1, value + 0x7fff, value + 0x8000, value + 0x8001, value + 0xffff]
         });

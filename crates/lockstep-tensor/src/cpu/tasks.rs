@@ -1,7 +1,7 @@
-//! Cutting a kernel into tasks by its shape alone, and what the tasks share.
+//! Splits a kernel into tasks by its shape alone, and gives the tasks access to their operands.
 //!
-//! A kernel covers `0..count` with ranges of a fixed length; which thread takes which range changes no bit.
-//! Sums over rows are made of partial sums over fixed groups of rows, added in the order of the groups.
+//! A kernel covers `0..count` with ranges of a fixed length, so the assignment of ranges to threads changes no bit.
+//! Sums over rows are partial sums over fixed groups of rows, added in the order of the groups.
 
 use std::{marker::PhantomData, ops::Range, ptr::NonNull, slice};
 
@@ -10,18 +10,18 @@ use lockstep_plan::{DType, MemoryCategory};
 use super::{CpuQueue, simd::Isa};
 use crate::{Element, View};
 
-/// Fewer elements than this are not worth waking a thread for.
+/// Kernels on fewer elements run on the calling thread: waking others costs more.
 const PARALLEL_ELEMENTS: usize = 64 * 1024;
-/// About this many elements make a task.
+/// Approximate number of elements of a task.
 const TASK_ELEMENTS: usize = 16 * 1024;
-/// Rows whose sum makes one partial sum.
+/// Number of rows of one partial sum.
 const ROWS_PER_GROUP: usize = 64;
 
-/// Elements that kernels convert to f32 and work on at a time: a buffer on the stack that stays in the first
-/// level of the cache.
+/// Number of elements that kernels convert to f32 and process at a time: a buffer on the stack that stays in the L1
+/// cache.
 pub(super) const BLOCK: usize = 256;
 
-/// A [`BLOCK`] of f32.
+/// A stack buffer of [`BLOCK`] f32 elements.
 #[repr(align(64))]
 #[derive(Clone, Copy)]
 pub(super) struct Block(pub(super) [f32; BLOCK]);
@@ -30,29 +30,29 @@ impl Block {
     pub(super) const ZERO: Self = Self([0.0; BLOCK]);
 }
 
-/// A view as the tasks of a kernel see it: each takes its own part.
+/// A view that the tasks of a kernel share; each accesses its own part.
 pub(super) struct Operand<'a, T> {
     pointer: NonNull<T>,
     len: usize,
     memory: PhantomData<&'a [T]>,
 }
 
-// SAFETY: `Element`s are plain data, and the only access is through the unsafe methods below, whose callers
-// rule out races.
+// SAFETY: `Element`s are plain data, and the only access is through the unsafe methods below, whose callers rule out
+// races.
 unsafe impl<T: Element> Sync for Operand<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Element> Send for Operand<'_, T> {}
 
 impl<'a, T: Element> Operand<'a, T> {
-    /// The elements of `view`.
+    /// Wraps the elements of `view`.
     ///
     /// # Panics
-    /// If it holds another type.
+    /// If the view has another type.
     pub(super) fn new(view: View<'a>) -> Self {
         Self { pointer: view.pointer(), len: view.elements(), memory: PhantomData }
     }
 
-    /// Elements `range`, to read.
+    /// Returns elements `range` for reading.
     ///
     /// # Safety
     /// Nothing may write them while the slice lives.
@@ -63,7 +63,7 @@ impl<'a, T: Element> Operand<'a, T> {
         unsafe { slice::from_raw_parts(self.pointer.as_ptr().add(range.start), range.len()) }
     }
 
-    /// Elements `range`, to write.
+    /// Returns elements `range` for writing.
     ///
     /// # Safety
     /// The view must be one that the kernel may write, and nothing else may read or write the range while the
@@ -85,7 +85,7 @@ impl<'a, T: Element> Operand<'a, T> {
     }
 }
 
-/// Panics unless an operand has the type and the number of elements that the others ask for.
+/// Panics unless an operand has the expected type and number of elements.
 #[track_caller]
 pub(super) fn expect(name: &str, view: View<'_>, dtype: DType, elements: usize) {
     assert!(
@@ -94,26 +94,26 @@ pub(super) fn expect(name: &str, view: View<'_>, dtype: DType, elements: usize) 
     );
 }
 
-/// Whether a kernel on so many elements is worth waking threads for.
+/// Returns true if a kernel on this many elements is worth waking threads for.
 pub(super) fn is_parallel(elements: usize) -> bool {
     elements >= PARALLEL_ELEMENTS
 }
 
-/// How many rows of `width` elements make a task of a kernel that works row by row.
+/// Returns the number of rows of `width` elements of one task, for kernels that work row by row.
 pub(super) fn rows_per_task(rows: usize, width: usize) -> usize {
     let elements = rows.saturating_mul(width);
     if is_parallel(elements) { (TASK_ELEMENTS / width.max(1)).max(1) } else { rows.max(1) }
 }
 
-/// How many elements make a task of an elementwise kernel: whole blocks.
+/// Returns the number of elements of one task of an elementwise kernel: whole blocks.
 pub(super) fn elements_per_task(elements: usize) -> usize {
     if is_parallel(elements) { TASK_ELEMENTS } else { elements.max(1) }
 }
 
 impl CpuQueue {
-    /// Calls `work` with consecutive ranges of `grain` (the last may be shorter) that cover `0..count`, compiled for
-    /// the queue's level, and says whether that has fused multiply-add. The closure given here must be
-    /// `#[inline(always)]`, or it is compiled for the lowest level.
+    /// Calls `work` with consecutive ranges of `grain` (the last may be shorter) that cover `0..count`. `work` is
+    /// compiled for the queue's level and receives its [`Isa`]. The closure must be `#[inline(always)]`, or it is
+    /// compiled for the lowest level.
     #[inline(always)]
     pub(super) fn for_each_range(&self, count: usize, grain: usize, work: impl Fn(Range<usize>, Isa) + Sync) {
         let tasks = count.div_ceil(grain);
@@ -127,10 +127,11 @@ impl CpuQueue {
         self.pool.run(tasks, task);
     }
 
-    /// `outputs[m][i] += Σ over rows of what `add_rows` adds for column i`, the same for any number of threads.
+    /// Computes `outputs[m][i] += Σ over rows` of the values that `add_rows` adds for column `i`, with the same bits
+    /// for any number of threads.
     ///
-    /// `add_rows` is given a range of rows and adds them to `M` partial sums of `width` elements; like the closure
-    /// of [`CpuQueue::for_each_range`] it must be `#[inline(always)]`.
+    /// `add_rows` receives a range of rows and adds them to `M` partial sums of `width` elements. Like the closure of
+    /// [`CpuQueue::for_each_range`], it must be `#[inline(always)]`.
     #[inline(always)]
     pub(super) fn add_sum_over_rows<const M: usize>(
         &self,
@@ -195,7 +196,7 @@ impl CpuQueue {
     }
 }
 
-/// `y += x`.
+/// Computes `y += x`.
 #[inline(always)]
 pub(super) fn add_to(y: &mut [f32], x: &[f32]) {
     for (y, x) in y.iter_mut().zip(x) {

@@ -1,4 +1,4 @@
-//! What the kernels' tests share: operands from f64 values, comparisons, and running on every kind of queue.
+//! Helpers of the kernels' tests: operands from f64 values, comparisons, and runs on every kind of queue.
 
 use std::{
     io::Write as _,
@@ -11,13 +11,13 @@ use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use super::{CpuLevel, CpuQueue};
 use crate::{AdamW, Arena, Rounding, Shape, Tensor, View};
 
-/// Numbers between -2 and 2, the same for the same seed.
+/// Returns numbers between -2 and 2 that depend on the seed only.
 pub(super) fn random(seed: u64, elements: usize) -> Vec<f64> {
     let philox = Philox::new(seed);
     (0..elements as u64).map(|i| 4.0 * philox.uniform(i) - 2.0).collect()
 }
 
-/// The values, rounded to what `dtype` can hold.
+/// Returns the values, rounded to `dtype`.
 pub(super) fn rounded(dtype: DType, values: &[f64]) -> Vec<f64> {
     let round = |x: f64| match dtype {
         DType::F32 => f64::from(x as f32),
@@ -28,12 +28,12 @@ pub(super) fn rounded(dtype: DType, values: &[f64]) -> Vec<f64> {
     values.iter().copied().map(round).collect()
 }
 
-/// Random numbers that `dtype` can hold.
+/// Returns random numbers that `dtype` represents exactly.
 pub(super) fn random_of(dtype: DType, seed: u64, elements: usize) -> Vec<f64> {
     rounded(dtype, &random(seed, elements))
 }
 
-/// A tensor of floats.
+/// Creates a tensor of floats.
 pub(super) fn floats(dtype: DType, shape: impl Into<Shape>, values: &[f64]) -> Tensor {
     let arena = Arena::new();
     let category = MemoryCategory::Activations;
@@ -51,12 +51,12 @@ pub(super) fn floats(dtype: DType, shape: impl Into<Shape>, values: &[f64]) -> T
     .unwrap()
 }
 
-/// A tensor of other elements.
+/// Creates a one-dimensional tensor of any element type.
 pub(super) fn tensor<T: crate::Element>(elements: &[T]) -> Tensor {
     Tensor::from_slice(&Arena::new(), [elements.len()], elements, MemoryCategory::Activations).unwrap()
 }
 
-/// The elements as f64, which holds each of them exactly.
+/// Returns the elements as f64, which represents each of them exactly.
 pub(super) fn values(view: View<'_>) -> Vec<f64> {
     match view.dtype() {
         DType::F32 => view.to_vec::<f32>().into_iter().map(f64::from).collect(),
@@ -66,7 +66,7 @@ pub(super) fn values(view: View<'_>) -> Vec<f64> {
     }
 }
 
-/// Rounding of a result, relative to it: f32 kernels may make several roundings, bf16 ones only that of the store.
+/// Returns the relative rounding error of a result: f32 kernels may round several times, bf16 ones only at the store.
 pub(super) fn tolerance(dtype: DType) -> f64 {
     if dtype == DType::F32 { 2e-6 } else { 1.0 / 256.0 + 1e-5 }
 }
@@ -88,7 +88,8 @@ pub(super) fn assert_close(name: &str, actual: &[f64], expected: &[f64], relativ
     );
 }
 
-/// The first step on (parameter, gradient, first and second moment), with a learning rate that shows.
+/// Returns the first AdamW step on (parameter, gradient, first and second moment), with a learning rate large enough
+/// to see.
 pub(super) fn adamw_step<'a>([parameter, gradient, exp_avg, exp_avg_sq]: [View<'a>; 4]) -> AdamW<'a> {
     AdamW {
         parameter,
@@ -106,19 +107,20 @@ pub(super) fn adamw_step<'a>([parameter, gradient, exp_avg, exp_avg_sq]: [View<'
     }
 }
 
-/// Says that tests left something out, once for each message. Straight to standard error: what `eprintln!` writes
-/// in a test that passes, nobody sees.
+/// Reports what tests skip, once for each message. It writes to standard error directly, because the output of
+/// `eprintln!` in a passing test is hidden.
 pub(super) fn report_skipped(what: &str) {
     static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
     let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
     if !said.iter().any(|earlier| earlier == what) {
         said.push(what.to_owned());
-        // In one piece, on a line of its own among those of other tests. An error means that nobody listens.
+        // One write, so that the line stays whole among those of other tests. An error means that standard error is
+        // closed.
         let _ = std::io::stderr().write_all(format!("\nskipped: {what}\n").as_bytes());
     }
 }
 
-/// The levels that this CPU can run, lowest first; it is said which ones are missing.
+/// Returns the levels that this CPU can run, lowest first, and reports the missing ones.
 pub(super) fn levels() -> impl Iterator<Item = CpuLevel> {
     CpuLevel::ALL.into_iter().filter(|level| {
         let present = *level <= CpuLevel::detect();
@@ -129,8 +131,8 @@ pub(super) fn levels() -> impl Iterator<Item = CpuLevel> {
     })
 }
 
-/// Runs a kernel on a queue of every level that this CPU has and with one, two and three threads. The results
-/// must have the same bits for every number of threads; `check` sees those of each level.
+/// Runs a kernel on queues of every level that this CPU has, with one, two and three threads. The results must have
+/// the same bits for any number of threads. `check` receives the results of each level.
 #[track_caller]
 pub(super) fn on_every_queue(run: impl Fn(&CpuQueue) -> Vec<Vec<f64>>, check: impl Fn(&[Vec<f64>])) {
     let bits = |results: &[Vec<f64>]| -> Vec<Vec<u64>> {
@@ -152,7 +154,7 @@ pub(super) fn on_every_queue(run: impl Fn(&CpuQueue) -> Vec<Vec<f64>>, check: im
     }
 }
 
-/// (result, element, value) of the first place where `a` differs from `b`.
+/// Returns (result, element, value) of the first place where `a` differs from `b`.
 fn first_difference(a: &[Vec<f64>], b: &[Vec<f64>]) -> Option<(usize, usize, f64)> {
     a.iter().zip(b).enumerate().find_map(|(result, (a, b))| {
         let at = a.iter().zip(b).position(|(a, b)| a.to_bits() != b.to_bits())?;
@@ -160,5 +162,5 @@ fn first_difference(a: &[Vec<f64>], b: &[Vec<f64>]) -> Option<(usize, usize, f64
     })
 }
 
-/// The types that activations may have.
+/// The types of activations.
 pub(super) const ACTIVATIONS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];

@@ -1,5 +1,5 @@
-//! What all kernels promise alike, whatever they compute: nothing to do is no error, NaN never turns into a
-//! number, and an output that shares memory with another operand is refused.
+//! Properties that all kernels share: empty operands are no error, NaN never turns into a number, and an output that
+//! shares memory with another operand is refused.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -16,9 +16,9 @@ use crate::{
 };
 
 const ROWS: usize = 3;
-/// Not a multiple of any vector.
+/// A width that is not a multiple of any vector.
 const WIDTH: usize = 43;
-/// Where the NaN is put: in the last row, beyond the last whole vector.
+/// Row and column of the NaN: in the last row, beyond the last whole vector.
 const ROW: usize = 2;
 const COLUMN: usize = 41;
 
@@ -41,7 +41,7 @@ fn momentum_step<'a>([parameter, gradient, momentum_buffer]: [View<'a>; 3]) -> S
     }
 }
 
-/// One head of four elements.
+/// An attention with one head of four elements.
 fn attention(sequences: usize, query_len: usize, key_len: usize) -> Attention<'static> {
     Attention {
         sequences,
@@ -125,7 +125,7 @@ fn no_tokens_leave_every_gradient_as_it_was() {
     }
 }
 
-/// The kernels of a mixture of experts on no tokens.
+/// Runs the mixture-of-experts kernels on no tokens.
 fn route_nobody(q: &CpuQueue, x: View<'_>, y: View<'_>) {
     let floats = |shape: [usize; 2]| floats(DType::F32, shape, &vec![9.0; shape[0] * shape[1]]);
     let [scores, log_sum_exp, weights, counts, sums] = [WIDTH, 1, 2, WIDTH, WIDTH].map(|n| floats([0, n]));
@@ -202,7 +202,7 @@ fn attention_without_sequences_queries_or_keys_writes_what_there_is() {
     }
 }
 
-/// `ROWS × WIDTH` numbers with a NaN at (`ROW`, `COLUMN`).
+/// Creates `ROWS × WIDTH` numbers with a NaN at (`ROW`, `COLUMN`).
 fn with_nan(dtype: DType, seed: u64) -> Tensor {
     let mut x = random_of(dtype, seed, ROWS * WIDTH);
     x[ROW * WIDTH + COLUMN] = f64::NAN;

@@ -1,4 +1,4 @@
-//! The list of what a device has been called to do and has not done.
+//! The list of jobs that were enqueued on a delayed device and have not run.
 
 use std::{
     any::Any,
@@ -9,14 +9,14 @@ use std::{
 use super::operands::Operands;
 use crate::{Event, Moment, View};
 
-/// Jobs, in the order in which they were called.
+/// Pending jobs, in the order in which they were enqueued.
 #[derive(Default)]
 pub(super) struct List(Mutex<Work>);
 
 #[derive(Default)]
 struct Work {
     jobs: VecDeque<Job>,
-    /// How many jobs have left the list.
+    /// Number of jobs that have left the list.
     passed: u64,
 }
 
@@ -26,8 +26,8 @@ struct Job {
     run: Box<dyn FnOnce()>,
 }
 
-// SAFETY: what a job refers to is memory of a device, which belongs to no thread and is used in the order of the list, by whoever holds
-// its lock.
+// SAFETY: a job refers to memory of a device, which belongs to no thread. It is used in the order of the list, by the
+// thread that holds the list's lock.
 unsafe impl Send for Job {}
 
 impl std::fmt::Debug for List {
@@ -38,7 +38,7 @@ impl std::fmt::Debug for List {
 
 impl List {
     fn lock(&self) -> MutexGuard<'_, Work> {
-        // A job that panics has left the list.
+        // A job that panics has left the list already.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -47,13 +47,13 @@ impl List {
         self.lock().jobs.push_back(Job { name, operands, run });
     }
 
-    /// How many jobs have been added.
+    /// Returns the number of jobs that were ever added.
     fn added(&self) -> u64 {
         let work = self.lock();
         work.passed + work.jobs.len() as u64
     }
 
-    /// Runs those of the first `end` jobs that have not run.
+    /// Runs the first `end` jobs, those excepted that have run.
     fn run_to(&self, end: u64) {
         let mut work = self.lock();
         while work.passed < end
@@ -70,7 +70,7 @@ impl List {
         self.run_to(u64::MAX);
     }
 
-    /// Runs the only job of a list: nothing that was called before uses anything.
+    /// Runs the job if it is the only one in the list: then no earlier job uses any memory.
     pub(super) fn run_if_alone(&self) {
         let is_alone = self.lock().jobs.len() == 1;
         if is_alone {
@@ -78,7 +78,7 @@ impl List {
         }
     }
 
-    /// Forgets all jobs: after a panic nobody asks for what they compute.
+    /// Drops all jobs without running them: after a panic nobody reads their results.
     pub(super) fn clear(&self) {
         let jobs = std::mem::take(&mut self.lock().jobs);
         drop(jobs);
@@ -107,12 +107,12 @@ pub(super) struct Point {
 }
 
 impl Point {
-    /// The event of everything in a list.
+    /// Returns the event that completes after every job now in the list.
     pub(super) fn event(list: &Arc<List>) -> Event {
         Event::new(Arc::new(Self { list: Arc::clone(list), end: list.added() }))
     }
 
-    /// Whether an event is a point in `list`.
+    /// Returns true if the event is a point in `list`.
     pub(super) fn is_of(event: &Event, list: &Arc<List>) -> bool {
         let moment = event.moment().map(|moment| moment as &dyn Any);
         moment
@@ -133,6 +133,6 @@ impl Moment for Point {
 
 /// Sets every byte of a view to `byte`.
 pub(super) fn fill(view: &View<'_>, byte: u8) {
-    // SAFETY: the bytes are the view's, and it is the turn of the job that calls this to use them.
+    // SAFETY: the bytes belong to the view, and the calling job has its turn to use them.
     unsafe { view.as_ptr().write_bytes(byte, view.elements() * view.dtype().size_bytes()) };
 }

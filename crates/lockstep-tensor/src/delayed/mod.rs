@@ -1,9 +1,10 @@
-//! A device for tests of order: the CPU's kernels, run as late as events permit, on memory that the host may not touch.
+//! A device for tests of ordering: it runs the CPU's kernels as late as events permit, on memory that the host may
+//! not touch.
 //!
-//! A call of a kernel is a job in a list. Nothing runs before somebody waits for an event; then everything before that runs, and nothing
-//! after it. So a collective that does not wait meets memory that is not written yet, and a kernel meets memory that is freed too
-//! early. Memory is poison (all bits set: NaN, ids beyond every table) when it is new and when it is freed. Each job knows which
-//! memory it uses, so that a fault is not only a wrong number but a message: who came too early, and before whom.
+//! Each kernel call is a job in a list. Nothing runs until somebody waits for an event; then everything before that
+//! event runs, and nothing after it. So a collective that does not wait finds memory that is not written yet, and a
+//! kernel finds memory that was freed too early. New and freed memory is poison (all bits set: NaN, ids beyond every
+//! table). Each job knows the memory it uses, so a fault is reported with a message that names both accesses.
 
 mod list;
 mod operands;
@@ -23,25 +24,25 @@ use list::{List, Point};
 use operands::Operands;
 use queue::DelayedQueue;
 
-/// What new and freed memory is full of.
+/// The byte that fills new and freed memory.
 const POISON: u8 = 0xff;
 
-/// A fault of order that a [`Delayed`] device commits, for tests of the tests.
+/// An ordering fault that a [`Delayed`] device commits, to test that tests detect it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     /// Events are complete as soon as they are recorded.
     EventsComplete,
-    /// The queue does not wait for the events of others.
+    /// The queue does not wait for events of other queues.
     WaitsSkipped,
-    /// Buffers are freed before the queue has passed what uses them.
+    /// Buffers are freed before the queue has passed their last use.
     FreesAtOnce,
-    /// The host's reads do not take their turn.
+    /// Reads by the host are not enqueued.
     ReadsAtOnce,
-    /// The host's writes do not take their turn.
+    /// Writes by the host are not enqueued.
     WritesAtOnce,
 }
 
-/// The device. Everything on it happens in the order of one list.
+/// The delayed device. All its work is ordered by one list.
 pub struct Delayed {
     list: Arc<List>,
     fault: Option<Fault>,
@@ -54,7 +55,7 @@ impl fmt::Debug for Delayed {
 }
 
 impl Delayed {
-    /// A device with nothing to do, which commits a fault, if any.
+    /// Creates a device with an empty list, which commits the given fault, if any.
     pub fn new(fault: Option<Fault>) -> Arc<Self> {
         Arc::new(Self { list: Arc::default(), fault })
     }
@@ -63,7 +64,7 @@ impl Delayed {
         self.fault == Some(fault)
     }
 
-    /// Has `run` done with a view of the device when it is its turn; at once, if the device commits that `fault`.
+    /// Enqueues `run` with a view of the device, or runs it at once if the device commits that `fault`.
     fn copy(
         &self,
         name: &'static str,
@@ -93,7 +94,7 @@ impl Device for Delayed {
 
     unsafe fn free(&self, memory: NonNull<u8>, bytes: usize) {
         let layout = Layout::from_size_align(bytes, DISK_ALIGNMENT_BYTES);
-        // SAFETY: `allocate` took the memory with this very layout, as the caller promises.
+        // SAFETY: `allocate` returned the memory with this very layout, as the caller promises.
         unsafe {
             alloc::dealloc(memory.as_ptr(), layout.expect("the layout was valid when it was allocated"))
         };
@@ -110,7 +111,7 @@ impl Device for Delayed {
     fn write(&self, to: View<'_>, bytes: &[u8]) {
         let bytes = bytes.to_vec();
         self.copy("a write of the host", to, Some(Fault::WritesAtOnce), move |to| {
-            // SAFETY: the view has as many bytes, and it is the turn of this job to use them.
+            // SAFETY: the view has as many bytes, and this job has its turn to use them.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
         });
     }
@@ -120,7 +121,7 @@ impl Device for Delayed {
         let read: Arc<Mutex<Vec<u8>>> = Arc::default();
         let target = Arc::clone(&read);
         self.copy("a read of the host", from, Some(Fault::ReadsAtOnce), move |from| {
-            // SAFETY: the view has as many bytes, which are initialized, and it is the turn of this job to use them.
+            // SAFETY: the view has as many bytes, which are initialized, and this job has its turn to use them.
             let found = unsafe { std::slice::from_raw_parts(from.as_ptr(), bytes) };
             *target.lock().unwrap_or_else(PoisonError::into_inner) = found.to_vec();
         });
@@ -146,7 +147,7 @@ impl Device for Delayed {
         if fault == Some(Fault::FreesAtOnce) {
             self.list.expect_passed(&operands, &"the free of a buffer");
         }
-        // Nobody waits for what comes last.
+        // Nobody waits for the last job of a list, so a free without jobs before it runs at once.
         self.list.push("the free of a buffer", operands, Box::new(run));
         self.list.run_if_alone();
     }

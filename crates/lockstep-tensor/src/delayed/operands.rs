@@ -1,4 +1,4 @@
-//! What a job is given: views that outlive the call, and the list of the memory that they lie in.
+//! Operands of a job: views that outlive the call, and the list of the memory behind them.
 
 use std::{fmt, ops::Range, sync::Arc};
 
@@ -14,7 +14,7 @@ use crate::{
 pub(super) struct Operands {
     device: *const (),
     own: Vec<Operand>,
-    /// What lies on other devices.
+    /// Operands that lie on other devices.
     foreign: Vec<(Arc<dyn Device>, View<'static>)>,
     is_on_host: bool,
 }
@@ -26,7 +26,7 @@ struct Operand {
 }
 
 impl Operands {
-    /// None yet, of a job of `device`.
+    /// Creates an empty list for a job of `device`.
     pub(super) fn of(device: &Delayed) -> Self {
         Self {
             device: std::ptr::from_ref(device).cast(),
@@ -36,10 +36,11 @@ impl Operands {
         }
     }
 
-    /// A view of the same memory, as the host's kernels take it, for the time until the job has run.
+    /// Adds a view, and returns a view of the same memory in the form that the host's kernels take, valid until the
+    /// job has run.
     pub(super) fn take(&mut self, view: View<'_>) -> View<'static> {
-        // SAFETY: a buffer of a device is freed when the queue has passed the free, so that the memory lasts until the job has run. A job
-        // with an operand on the host runs before its call returns.
+        // SAFETY: a device's buffer is freed once the queue has passed the free, so the memory lasts until the job
+        // has run. A job with an operand on the host runs before its call returns.
         let of = |place| unsafe { View::new(view.start(), view.dtype(), view.shape(), place) };
         let late = of(Place::Host);
         match view.place() {
@@ -54,19 +55,19 @@ impl Operands {
         late
     }
 
-    /// Whether any lies in the host's memory, which nothing keeps the host from touching.
+    /// Returns true if any operand lies in host memory, which the host may touch at any time.
     pub(super) fn are_on_host(&self) -> bool {
         self.is_on_host
     }
 
-    /// Whether they share a byte with others of the same device.
+    /// Returns true if any operand shares a byte with one of `others` on the same device.
     pub(super) fn overlap(&self, others: &Self) -> bool {
         let overlap =
             |a: &Operand, b: &Operand| a.bytes.start.max(b.bytes.start) < a.bytes.end.min(b.bytes.end);
         self.own.iter().any(|a| others.own.iter().any(|b| overlap(a, b)))
     }
 
-    /// Tells other devices that a job uses their memory.
+    /// Tells the other devices that a job uses their memory.
     pub(super) fn touch_foreign(&self, job: &str) {
         for (device, view) in &self.foreign {
             // SAFETY: as in `take`.
@@ -85,7 +86,7 @@ impl fmt::Display for Operands {
     }
 }
 
-/// An argument of a kernel, for a call that is made later.
+/// An argument of a kernel, converted for a call that happens later.
 pub(super) trait Late {
     type Late: 'static;
 
@@ -108,7 +109,7 @@ impl<T: Late> Late for Option<T> {
     }
 }
 
-/// Arguments without views.
+/// Implements [`Late`] for arguments without views.
 macro_rules! plain {
     ($($type:ty),*) => {$(
         impl Late for $type {
@@ -122,7 +123,7 @@ macro_rules! plain {
 }
 plain!(AttentionWrite, Gelu, QuantizedType, Rotation, TokenPlaces, Write, f32, u32, usize);
 
-/// Arguments with views, which are all listed.
+/// Implements [`Late`] for arguments with views, all of which are recorded.
 macro_rules! with_views {
     ($($name:ident { $($field:ident),* })*) => {$(
         impl Late for $name<'_> {

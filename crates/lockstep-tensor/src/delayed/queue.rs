@@ -1,4 +1,4 @@
-//! The queue of a delayed device: every kernel becomes a job.
+//! The queue of a delayed device: every kernel call becomes a job.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,7 +15,7 @@ use crate::{
     RouterGradients, Sgd, TokenPlaces, View, Workers, Write,
 };
 
-/// A handle of the device's list, and the CPU's kernels that its jobs are.
+/// A handle of the device's list, and the CPU queue that runs its jobs.
 pub(super) struct DelayedQueue {
     device: Arc<Delayed>,
     cpu: Arc<CpuQueue>,
@@ -31,7 +31,7 @@ impl DelayedQueue {
         let is_on_host = operands.are_on_host();
         self.device.list.push(name, operands, Box::new(move || run(&cpu)));
         if is_on_host {
-            // Nothing else would keep the host from touching or freeing the memory meanwhile.
+            // Otherwise the host could touch or free the memory before the job runs.
             self.device.list.run_all();
         }
     }
@@ -72,7 +72,7 @@ impl Queue for DelayedQueue {
     }
 
     fn wait(&self, event: &Event) {
-        // Its own events come in the order of the list in any case.
+        // Events of this list are in its order already.
         if self.device.commits(Fault::WaitsSkipped) || Point::is_of(event, &self.device.list) {
             return;
         }
@@ -94,7 +94,7 @@ impl Queue for DelayedQueue {
     }
 }
 
-/// Kernels that return nothing; the argument before the parentheses is borrowed.
+/// Implements kernels that return nothing; the argument in brackets is borrowed.
 macro_rules! jobs {
     ($($name:ident $([$borrowed:ident: $of:ty])? ($($argument:ident: $type:ty),* $(,)?);)*) => {$(
         fn $name(&self, $($borrowed: &$of,)? $($argument: $type),*) {

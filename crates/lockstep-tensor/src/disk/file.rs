@@ -1,4 +1,4 @@
-//! A file without a name, whose space is reserved.
+//! The unnamed scratch file, whose space is reserved at creation.
 
 use std::{
     fs::File,
@@ -13,13 +13,13 @@ use rustix::{
 
 use super::{DISK_ALIGNMENT_BYTES, DiskError};
 
-/// What other writers of the file system should find left.
-const RESERVE_BYTES: u64 = 64 << 20;
-/// The number by which tmpfs tells what it is (`man 2 statfs`).
+/// Bytes that stay free for other users of the file system.
+pub(super) const RESERVE_BYTES: u64 = 64 << 20;
+/// Magic number of tmpfs (`man 2 statfs`).
 const TMPFS_MAGIC: i128 = 0x0102_1994;
 
-/// A file without a name: its space is its own from the start and the system's again when the process ends. It reads as zeros
-/// where nothing was written.
+/// An unnamed file. Its space is reserved from the start and returned to the system when the process ends. It reads
+/// as zeros where nothing was written.
 #[derive(Debug)]
 pub struct ScratchFile {
     file: File,
@@ -29,10 +29,11 @@ pub struct ScratchFile {
 }
 
 impl ScratchFile {
-    /// A file of `bytes`, rounded up, in `directory`, which is made if it is missing.
+    /// Creates a file of `bytes`, rounded up, in `directory`, and creates that if it is missing.
     ///
     /// # Errors
-    /// [`DiskError::Full`] if there is no room for it, else [`DiskError::Create`].
+    /// If there is not enough free space ([`DiskError::Full`]), or the file cannot be created
+    /// ([`DiskError::Create`]).
     pub fn create(directory: &Path, bytes: u64) -> Result<Self, DiskError> {
         let failed = |source: io::Error| DiskError::Create { directory: directory.to_owned(), source };
         std::fs::create_dir_all(directory).map_err(failed)?;
@@ -42,7 +43,7 @@ impl ScratchFile {
         match fs::fallocate(&file, FallocateFlags::empty(), 0, len_bytes) {
             Ok(()) => {}
             Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => return Err(full(directory, len_bytes)),
-            // A file system that cannot reserve: a full disk is found by the write that fills it.
+            // This file system cannot reserve space: a full disk shows only when a write fails.
             Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS) => {
                 file.set_len(len_bytes).map_err(failed)?;
             }
@@ -51,17 +52,17 @@ impl ScratchFile {
         Ok(Self { file, directory: directory.to_owned(), len_bytes, passes_cache })
     }
 
-    /// Its size.
+    /// Size of the file in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.len_bytes
     }
 
-    /// Where it is.
+    /// Directory of the file.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// Whether its bytes go to the disk without a copy in the system's memory (`O_DIRECT`).
+    /// Returns true if transfers bypass the page cache (`O_DIRECT`).
     pub fn passes_cache(&self) -> bool {
         self.passes_cache
     }
@@ -70,13 +71,13 @@ impl ScratchFile {
         &self.file
     }
 
-    /// Whether a directory lies in memory, so that nothing is saved by a file in it.
+    /// Returns true if a directory lies in memory (tmpfs), so that offloading to it saves nothing.
     pub fn is_in_memory(directory: &Path) -> bool {
         fs::statfs(directory).is_ok_and(|found| i128::from(found.f_type) == TMPFS_MAGIC)
     }
 
-    /// Where a file for `directory` can be without anything being made first: the nearest directory at or above it that is there and
-    /// can be written to, or else the system's own for what is temporary.
+    /// Returns a directory for a scratch file that exists already: the nearest writable one at or above `directory`,
+    /// else the system's temporary directory.
     pub fn existing_directory(directory: &Path) -> PathBuf {
         let whole = std::path::absolute(directory).unwrap_or_else(|_| directory.to_owned());
         let is_writable = |path: &&Path| fs::access(*path, Access::WRITE_OK | Access::EXEC_OK).is_ok();
@@ -84,10 +85,10 @@ impl ScratchFile {
         existing.map_or_else(std::env::temp_dir, Path::to_owned)
     }
 
-    /// Bytes that files in `directory`, or the nearest directory above it that exists, can still take.
+    /// Returns the free bytes of the file system of `directory`, or of the nearest directory above it that exists.
     ///
     /// # Errors
-    /// The file system cannot be asked.
+    /// If the file system cannot be queried.
     pub fn available_bytes(directory: &Path) -> io::Result<u64> {
         let existing = directory.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
         let found = fs::statvfs(existing)?;
@@ -109,7 +110,7 @@ fn full(directory: &Path, needed_bytes: u64) -> DiskError {
     DiskError::Full { directory: directory.to_owned(), needed_bytes, available_bytes }
 }
 
-/// Opens a file without a name, past the page cache if the file system allows that.
+/// Opens an unnamed file. Returns true with it if the file bypasses the page cache.
 fn open_unnamed(directory: &Path) -> io::Result<(File, bool)> {
     let flags = OFlags::RDWR | OFlags::CLOEXEC;
     let mode = Mode::RUSR | Mode::WUSR;
@@ -124,13 +125,13 @@ fn open_unnamed(directory: &Path) -> io::Result<(File, bool)> {
         }
         Err(_) => {}
     }
-    // A file system without unnamed files: one that loses its name at once.
+    // The file system has no unnamed files: create a named one and unlink it at once.
     let name = directory.join(format!(".lockstep-offload-{}-{:p}", std::process::id(), &flags));
     let create = |more| fs::open(&name, flags | OFlags::CREATE | OFlags::EXCL | more, mode);
     let (file, passes_cache) = match create(OFlags::DIRECT) {
         Ok(file) => (file, true),
         Err(Errno::INVAL) => {
-            // Some file systems make the file and then refuse the flag.
+            // Some file systems create the file and then refuse the flag.
             let _ = fs::unlink(&name);
             (create(OFlags::empty())?, false)
         }

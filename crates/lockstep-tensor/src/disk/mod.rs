@@ -1,12 +1,12 @@
-//! Disks as memory: a file without a name, and reads and writes of buffers that go on while others compute.
+//! Disk offload: an unnamed file, and asynchronous reads and writes between it and buffers.
 //!
-//! A [`ScratchFile`] has its whole space reserved before anything is written, and passes the page cache by where the file system
-//! allows that. It never has a name: when the process ends, however it ends, the system takes the space back, and nobody can ever
-//! read what a dead run left half-written. A [`DiskQueue`] moves what an [`Arena`](crate::Arena) lent between buffers and the file, by
-//! io_uring where the kernel has it, else by threads that wait for the disk.
+//! A [`ScratchFile`] reserves its whole space before anything is written, and bypasses the page cache if the file
+//! system allows it. It has no name: when the process ends, in any way, the system reclaims the space, and no partly
+//! written file is left. A [`DiskQueue`] transfers ranges lent by an [`Arena`](crate::Arena)'s buffers to and from
+//! the file, by io_uring if the kernel has it, else by threads with blocking I/O.
 //!
 //! ```text
-//! let ticket = queue.read(offset, buffer.lend(range))?;     the disk works, the caller computes
+//! let ticket = queue.read(offset, buffer.lend(range))?;     the transfer is overlapped with compute
 //! queue.wait(ticket, deadline)?;                            the bytes are there and the loan is over
 //! ```
 
@@ -31,59 +31,60 @@ use lockstep_plan::DISK_ALIGNMENT_BYTES;
 
 use crate::Loan;
 
-/// Requests that are on their way at once, at most.
+/// Largest number of requests in flight.
 const DEPTH: usize = 64;
 
-/// An error of a file that stands for memory.
+/// An error of the file that offloaded state lives in.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
-    /// The directory cannot hold a file for this.
+    /// The file cannot be created in the directory.
     #[error("cannot make a file for offloaded state in {}: {source}", directory.display())]
     Create {
-        /// Where.
+        /// Directory of the file.
         directory: PathBuf,
-        /// Why.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// There is not enough room.
+    /// The file system does not have enough free space.
     #[error(
-        "{needed_bytes} bytes of offloaded state do not fit in {}, which has {available_bytes} left",
-        directory.display()
+        "{needed_bytes} bytes of offloaded state do not fit in {}, which has {available_bytes} left; {} of them stay free for others",
+        directory.display(),
+        file::RESERVE_BYTES
     )]
     Full {
-        /// Where.
+        /// Directory of the file.
         directory: PathBuf,
-        /// What the file needs.
+        /// Size of the file that was requested, in bytes.
         needed_bytes: u64,
-        /// What the file system has.
+        /// Free space of the file system, in bytes.
         available_bytes: u64,
     },
     /// A read or a write failed.
     #[error("cannot {action} {bytes} bytes at {offset} of the offloaded state in {}: {source}", directory.display())]
     Transfer {
-        /// `read` or `write`.
+        /// The failed operation.
         action: Action,
-        /// The first byte.
+        /// Offset of the transfer in the file, in bytes.
         offset: u64,
-        /// How many.
+        /// Length of the transfer, in bytes.
         bytes: usize,
-        /// Where the file is.
+        /// Directory of the file.
         directory: PathBuf,
-        /// Why.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// The disk has not answered in time.
+    /// The disk has not completed a transfer in time.
     #[error("the disk of {} has not answered for {:.0} s", directory.display(), waited.as_secs_f64())]
     Silent {
-        /// Where the file is.
+        /// Directory of the file.
         directory: PathBuf,
-        /// How long it was waited for.
+        /// Time spent waiting.
         waited: Duration,
     },
 }
 
-/// What is done with bytes of a file.
+/// Direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// From the file to memory.
@@ -101,32 +102,32 @@ impl std::fmt::Display for Action {
     }
 }
 
-/// By what reads and writes are made.
+/// The I/O interface that performs transfers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DiskMethod {
-    /// io_uring where the kernel has it and lets this process use it, else threads.
+    /// io_uring if the kernel has it and lets this process use it, else threads.
     #[default]
     Auto,
     /// io_uring (Axboe, "Efficient IO with io_uring", 2019).
     IoUring,
-    /// Threads that read and write.
+    /// Threads with blocking reads and writes.
     Threads,
 }
 
-/// A read or a write that was begun.
+/// Handle of a transfer that was started.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
 pub struct Ticket(u64);
 
-/// What a queue has moved.
+/// Traffic of a queue since the last [`DiskQueue::take_traffic`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct DiskTraffic {
-    /// Bytes from the file.
+    /// Bytes read from the file.
     pub read_bytes: u64,
-    /// Bytes to the file.
+    /// Bytes written to the file.
     pub written_bytes: u64,
-    /// Time in which anything was on its way.
+    /// Time during which at least one transfer was in flight.
     pub busy: Duration,
-    /// Time in which it was waited for.
+    /// Time that callers spent waiting for transfers.
     pub exposed: Duration,
 }
 
@@ -143,31 +144,32 @@ impl std::ops::Add for DiskTraffic {
     }
 }
 
-/// Bytes on their way between a file and memory.
+/// A transfer in flight between a file and memory.
 #[derive(Debug)]
 pub struct Transfer {
-    /// Its number.
+    /// Number of the transfer in its queue.
     pub id: u64,
-    /// To or from the file.
+    /// Direction of the transfer.
     pub action: Action,
-    /// The first byte in the file.
+    /// Offset in the file, in bytes.
     pub offset: u64,
-    /// The memory.
+    /// The lent memory.
     pub loan: Loan,
-    /// How many of its bytes are done.
+    /// Number of bytes transferred so far.
     pub done: usize,
 }
 
-/// What moves bytes; a test can stand between a queue and the disk by it.
+/// The backend that performs transfers; a test can stand between a queue and the disk.
 pub trait Mover: std::fmt::Debug {
-    /// Begins a transfer.
+    /// Starts a transfer.
     fn start(&mut self, transfer: Transfer);
 
-    /// The next transfer that has ended, and how; none if none has until `deadline`.
+    /// Waits until a transfer has ended, and returns it with its result; `None` if no transfer ends before
+    /// `deadline`.
     fn next(&mut self, deadline: Instant) -> Option<(Transfer, io::Result<()>)>;
 }
 
-/// What has become of a transfer.
+/// State of a transfer. `AskedFor` means that its result was returned.
 #[derive(Debug)]
 enum Begun {
     OnItsWay,
@@ -175,27 +177,27 @@ enum Begun {
     AskedFor,
 }
 
-/// Reads and writes of one file, many at once.
+/// Asynchronous reads and writes of one file, many in flight at once.
 #[derive(Debug)]
 pub struct DiskQueue {
     file: Arc<ScratchFile>,
     mover: Box<dyn Mover>,
-    /// What has become of the transfers from number `first_begun` on, the first that nobody has asked for.
+    /// State of the transfers from number `first_begun` on, the oldest whose result nobody has asked for.
     begun: VecDeque<Begun>,
     first_begun: u64,
     on_their_way: usize,
-    /// What was begun while as many were on their way as may be.
+    /// Transfers that wait because [`DEPTH`] are in flight already.
     waiting: VecDeque<Transfer>,
-    /// Since when anything has been on its way without a break.
+    /// Start of the current uninterrupted time with transfers in flight.
     busy_since: Instant,
     traffic: DiskTraffic,
 }
 
 impl DiskQueue {
-    /// A queue for `file`.
+    /// Creates a queue for `file`.
     ///
     /// # Errors
-    /// [`DiskError::Create`] if io_uring is asked for and not there, or threads cannot be started.
+    /// If io_uring is requested and unavailable, or threads cannot be started.
     pub fn new(file: ScratchFile, method: DiskMethod) -> Result<Self, DiskError> {
         let file = Arc::new(file);
         let mover = mover(&file, method)
@@ -203,13 +205,13 @@ impl DiskQueue {
         Ok(Self::with_mover(file, mover))
     }
 
-    /// Has what `around` makes of what moves the bytes move them: a test can slow it down, or break it.
+    /// Wraps the backend by `around`: a test can delay transfers or make them fail.
     pub fn wrap_mover(mut self, around: impl FnOnce(Box<dyn Mover>) -> Box<dyn Mover>) -> Self {
         self.mover = around(self.mover);
         self
     }
 
-    /// A queue whose bytes `mover` moves.
+    /// Creates a queue that uses `mover` as its backend.
     pub fn with_mover(file: Arc<ScratchFile>, mover: Box<dyn Mover>) -> Self {
         Self {
             file,
@@ -223,21 +225,22 @@ impl DiskQueue {
         }
     }
 
-    /// The file.
+    /// Returns the file of the queue.
     pub fn file(&self) -> &ScratchFile {
         &self.file
     }
 
-    /// Begins to fill what was lent with what the file has from `offset` on.
+    /// Starts a read of the file from `offset` on into the lent memory.
     ///
     /// # Panics
-    /// If the offset, the memory or its length is not a multiple of [`DISK_ALIGNMENT_BYTES`], or they do not lie in the file.
+    /// If the offset, the memory or its length is not a multiple of [`DISK_ALIGNMENT_BYTES`], or the range does not
+    /// lie in the file.
     pub fn read(&mut self, offset: u64, into: Loan) -> Ticket {
         self.traffic.read_bytes += into.len_bytes() as u64;
         self.start(Action::Read, offset, into)
     }
 
-    /// Begins to write what was lent to the file from `offset` on.
+    /// Starts a write of the lent memory to the file from `offset` on.
     ///
     /// # Panics
     /// As [`DiskQueue::read`].
@@ -246,10 +249,10 @@ impl DiskQueue {
         self.start(Action::Write, offset, from)
     }
 
-    /// Waits until a transfer has ended. Its loan is over then.
+    /// Waits until a transfer has ended, which also ends its loan.
     ///
     /// # Errors
-    /// [`DiskError::Transfer`], [`DiskError::Silent`] after `limit`.
+    /// If the transfer failed ([`DiskError::Transfer`]), or no transfer ended within `limit` ([`DiskError::Silent`]).
     ///
     /// # Panics
     /// If it was waited for before.
@@ -277,7 +280,7 @@ impl DiskQueue {
         self.begun.get_mut(id.checked_sub(self.first_begun)? as usize)
     }
 
-    /// What has been moved since this was last asked.
+    /// Returns the traffic since the last call, and resets it.
     pub fn take_traffic(&mut self) -> DiskTraffic {
         if self.on_their_way > 0 {
             self.traffic.busy += self.busy_since.elapsed();
@@ -305,7 +308,7 @@ impl DiskQueue {
         Ticket(id)
     }
 
-    /// Hands on what is waiting, as far as there is room for it.
+    /// Starts waiting transfers while fewer than [`DEPTH`] are in flight.
     fn start_waiting(&mut self) {
         while self.on_their_way < DEPTH
             && let Some(transfer) = self.waiting.pop_front()
@@ -318,7 +321,7 @@ impl DiskQueue {
         }
     }
 
-    /// Notes the end of a transfer, if one ends before `deadline`.
+    /// Records the end of a transfer; returns false if none ends before `deadline`.
     fn take_in(&mut self, deadline: Instant) -> bool {
         let Some((transfer, result)) = self.mover.next(deadline) else { return false };
         let Transfer { id, action, offset, loan, .. } = transfer;
@@ -344,7 +347,7 @@ impl DiskQueue {
     }
 }
 
-/// What moves bytes of `file` by `method`.
+/// Creates the backend for `file` that `method` selects.
 fn mover(file: &Arc<ScratchFile>, method: DiskMethod) -> io::Result<Box<dyn Mover>> {
     #[cfg(target_os = "linux")]
     if method != DiskMethod::Threads {

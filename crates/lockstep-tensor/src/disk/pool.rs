@@ -1,5 +1,5 @@
-//! Transfers by threads that read and write. What is asked for and what has ended stands in two queues with room for all that can be on
-//! its way, so that nothing is allocated while it goes by.
+//! Transfers by threads with blocking I/O. Requests and results are in two queues with room for every transfer in
+//! flight, so that nothing is allocated during a transfer.
 
 use std::{
     collections::VecDeque,
@@ -12,17 +12,17 @@ use std::{
 
 use super::{Action, Mover, ScratchFile, Transfer};
 
-/// Enough to keep a disk's queue filled by requests of some MiB each.
+/// Enough threads to keep a disk's queue filled with requests of some MiB each.
 const THREADS: usize = 4;
 
-/// Threads that move the bytes of a file.
+/// Threads that perform the transfers of a file.
 #[derive(Debug)]
 pub(super) struct Pool {
     desk: Arc<Desk>,
     threads: Vec<JoinHandle<()>>,
 }
 
-/// Where the threads find work and leave what they have done.
+/// The queues that the threads share with the caller.
 #[derive(Debug)]
 struct Desk {
     queues: Mutex<Queues>,
@@ -34,7 +34,7 @@ struct Desk {
 struct Queues {
     orders: VecDeque<Transfer>,
     ended: VecDeque<(Transfer, io::Result<()>)>,
-    /// Nothing more comes: threads end what they have begun, and then themselves.
+    /// True once no more requests come: threads finish their transfers and exit.
     is_over: bool,
 }
 
@@ -43,7 +43,7 @@ impl Desk {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Carries out orders until there are no more.
+    /// Performs requests until there are no more.
     fn work(&self, file: &ScratchFile) {
         let mut queues = self.queues();
         loop {
@@ -63,10 +63,10 @@ impl Desk {
 }
 
 impl Pool {
-    /// Threads for up to `depth` transfers at once.
+    /// Starts threads for up to `depth` transfers in flight.
     ///
     /// # Errors
-    /// No more threads.
+    /// If the system cannot start a thread.
     pub(super) fn new(file: &Arc<ScratchFile>, depth: usize) -> io::Result<Self> {
         let queues = Queues {
             orders: VecDeque::with_capacity(depth),
@@ -118,7 +118,7 @@ impl Drop for Pool {
         self.desk.queues().is_over = true;
         self.desk.has_orders.notify_all();
         for thread in self.threads.drain(..) {
-            // A thread that panicked has said so.
+            // A thread that panicked has printed its message.
             let _ = thread.join();
         }
     }

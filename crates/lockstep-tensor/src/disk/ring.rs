@@ -1,4 +1,4 @@
-//! Transfers by io_uring: the kernel works on many at once, and nobody waits for one but who needs it.
+//! Transfers by io_uring: the kernel works on many at once, and only the caller that needs a result waits.
 
 use std::{
     collections::HashMap,
@@ -14,31 +14,31 @@ use rustix::io::Errno;
 
 use super::{Action, Mover, ScratchFile, Transfer};
 
-/// Longest time in which a new ring does nothing.
+/// Time limit for the trial request on a new ring.
 const PATIENCE_AT_START: Duration = Duration::from_secs(1);
 
-/// How long a queue that is dropped waits for what is on its way.
+/// Time limit for the transfers in flight when a queue is dropped.
 const PATIENCE_AT_END: Duration = Duration::from_secs(10);
 
-/// How long nothing is tried after the kernel has refused to take what is asked of it: first, and at most.
+/// Pauses after the kernel refuses a request: the first, and the longest.
 const PAUSES: Range<Duration> = Duration::from_millis(1)..Duration::from_millis(64);
 
-/// A ring of requests, and what they are about.
+/// A ring of requests, and the transfers they belong to.
 pub(super) struct Ring {
     ring: IoUring,
     file: Arc<ScratchFile>,
-    /// What the kernel works on. The memory stays lent, and so alive, until it is done.
+    /// Transfers that the kernel works on, by id. Their memory stays lent, and so alive, until they end.
     on_their_way: HashMap<u64, Transfer>,
 }
 
 impl Ring {
-    /// A ring for up to `depth` requests of `file` at once.
+    /// Creates a ring for up to `depth` requests of `file` in flight.
     ///
     /// # Errors
-    /// The kernel has none, one that is too old, or does not let this process use it.
+    /// If the kernel has no io_uring, has one that is too old, or does not let this process use it.
     pub(super) fn new(file: Arc<ScratchFile>, depth: usize) -> io::Result<Self> {
         let mut ring = IoUring::new(depth as u32)?;
-        // Waiting with a deadline came with Linux 5.11.
+        // A wait with a deadline needs Linux 5.11.
         if !ring.params().is_feature_ext_arg() {
             return Err(io::ErrorKind::Unsupported.into());
         }
@@ -46,11 +46,11 @@ impl Ring {
         Ok(Self { ring, file, on_their_way: HashMap::with_capacity(depth) })
     }
 
-    /// Hands the rest of a transfer to the kernel.
+    /// Submits the rest of a transfer to the kernel.
     fn submit(&mut self, transfer: Transfer) -> Result<(), (Transfer, io::Error)> {
         let entry = entry_of(&self.file, &transfer);
-        // SAFETY: the memory is lent to the transfer, which stays in `on_their_way` until the kernel is done with it, and is never
-        // freed before that (see `drop`); the file is open as long as the ring.
+        // SAFETY: the memory is lent to the transfer, which stays in `on_their_way` until the kernel is done with it,
+        // and is never freed before that (see `drop`). The file is open as long as the ring.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         if pushed.is_err() {
             return Err((transfer, io::ErrorKind::ResourceBusy.into()));
@@ -60,13 +60,13 @@ impl Ring {
             match self.ring.submit() {
                 Ok(_) => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // The kernel is short of memory: the entry stays in the ring and goes with the next call.
+                // The kernel is short of memory: the entry stays in the ring and is submitted by the next call.
                 Err(_) => return Ok(()),
             }
         }
     }
 
-    /// A transfer that has ended, if there is one. What was done in part goes on.
+    /// Returns a transfer that has ended, if there is one. A partly completed transfer is submitted again.
     fn ended(&mut self) -> Option<(Transfer, io::Result<()>)> {
         loop {
             let end = self.ring.completion().next()?;
@@ -95,7 +95,7 @@ impl Ring {
     }
 }
 
-/// Tries a ring out with a request that does nothing: a sandbox may allow a ring to be made and refuse every use of it.
+/// Tests a ring with a no-op request: a sandbox may allow the creation of a ring and refuse every use of it.
 ///
 /// # Errors
 /// If the kernel refuses, or does not answer within [`PATIENCE_AT_START`].
@@ -118,12 +118,12 @@ fn try_out(ring: &mut IoUring) -> io::Result<()> {
     }
 }
 
-/// Whether a wait has ended as it may: by a signal, or because its time is up.
+/// Returns true if a wait ended normally: by a signal, or at its deadline.
 fn is_end_of_wait(error: &io::Error) -> bool {
     [Some(Errno::INTR), Some(Errno::TIME)].contains(&Errno::from_io_error(error))
 }
 
-/// The pause after a pause that did not help.
+/// Returns the pause that follows an unsuccessful one: twice as long, with an upper limit.
 fn longer(pause: Duration) -> Duration {
     (2 * pause).min(PAUSES.end)
 }
@@ -136,7 +136,7 @@ fn entry_of(file: &ScratchFile, transfer: &Transfer) -> squeue::Entry {
     let Transfer { id, action, offset, loan, done } = transfer;
     let descriptor = types::Fd(file.file().as_raw_fd());
     let memory = loan.as_ptr().wrapping_add(*done);
-    // What is longer goes on when the first part is done.
+    // A longer transfer continues when this part has ended.
     let bytes = (loan.bytes().len() - done).min(1 << 30) as u32;
     let offset = offset + *done as u64;
     let entry = match action {
@@ -149,7 +149,7 @@ fn entry_of(file: &ScratchFile, transfer: &Transfer) -> squeue::Entry {
 impl Mover for Ring {
     fn start(&mut self, transfer: Transfer) {
         if let Err((transfer, _)) = self.submit(transfer) {
-            // As many entries as a queue has on their way: there is always one.
+            // A queue has at most as many transfers in flight as the ring has entries, so one is always free.
             unreachable!("no entry of the ring for transfer {}", transfer.id);
         }
     }
@@ -167,10 +167,10 @@ impl Mover for Ring {
             let limit = types::Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos());
             let wait = types::SubmitArgs::new().timespec(&limit);
             match self.ring.submitter().submit_with_args(1, &wait) {
-                // Whether anything has ended, or time is up, is looked at above.
+                // The top of the loop checks for ended transfers and for the deadline.
                 Ok(_) => pause = PAUSES.start,
                 Err(error) if is_end_of_wait(&error) => {}
-                // It is short of memory, say, and answers at once: other work may free some.
+                // The kernel is short of memory, for example, and returns at once: other work may free some.
                 Err(_) => {
                     std::thread::sleep(pause.min(left));
                     pause = longer(pause);
@@ -184,7 +184,7 @@ impl Drop for Ring {
     fn drop(&mut self) {
         let deadline = Instant::now() + PATIENCE_AT_END;
         while !self.on_their_way.is_empty() && self.next(deadline).is_some() {}
-        // The kernel may still write there: that memory is never used again.
+        // The kernel may still write to this memory, so it is leaked and never used again.
         self.on_their_way.drain().for_each(|(_, transfer)| std::mem::forget(transfer));
     }
 }
@@ -209,7 +209,7 @@ mod tests {
 
     #[test]
     fn a_ring_that_the_kernel_refuses_to_enter_is_none() {
-        // A ring that was made disabled refuses every call until it is enabled.
+        // A ring that is created disabled refuses every call until it is enabled.
         let made = IoUring::builder().setup_r_disabled().build(4);
         let Ok(mut refused) = made else {
             println!("SKIPPED: io_uring: {made:?}", made = made.err());

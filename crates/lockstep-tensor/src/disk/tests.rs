@@ -1,4 +1,4 @@
-//! Files that stand for memory, moved by both methods.
+//! Tests of disk offload, by both backends.
 
 use std::{path::Path, sync::Arc, time::Duration};
 
@@ -11,7 +11,7 @@ use crate::{Arena, Buffer};
 const LIMIT: Duration = Duration::from_secs(20);
 const UNIT: usize = DISK_ALIGNMENT_BYTES;
 
-/// Memory that starts at a page.
+/// Allocates memory that starts at a page.
 fn pages(count: usize) -> Buffer {
     Arena::new().allocate_zeroed((count * UNIT).max(2 << 20), MemoryCategory::Workspace).unwrap()
 }
@@ -21,7 +21,7 @@ fn queue(directory: &Path, units: usize, method: DiskMethod) -> DiskQueue {
     DiskQueue::new(file, method).unwrap()
 }
 
-/// What this machine has.
+/// Returns the backends that this machine supports.
 fn methods() -> Vec<DiskMethod> {
     let directory = tempfile::tempdir().unwrap();
     let file = ScratchFile::create(directory.path(), 1).unwrap();
@@ -45,7 +45,7 @@ proptest! {
             let mut queue = queue(directory.path(), 32, method);
             let mut expected = vec![0_u8; 32 * UNIT];
             let mut memory = pages(32);
-            // Writes that overlap must not be on their way together; those that do not may.
+            // Writes that overlap must not be in flight together; disjoint ones may.
             for (start, units, value) in &writes {
                 let bytes = units * UNIT;
                 memory.bytes_mut()[..bytes].fill(*value);
@@ -129,7 +129,7 @@ fn what_does_not_fit_is_refused_with_both_numbers() {
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
 }
 
-/// Ends each transfer as it was told to.
+/// A backend that fails each transfer, or never ends it.
 #[derive(Debug)]
 struct Broken {
     started: Vec<Transfer>,

@@ -1,11 +1,11 @@
-//! The least of a function of a few positive numbers, by trying each of them larger and smaller.
+//! Coordinate descent for a function of a few positive numbers: each is tried larger and smaller.
 
-/// Steps of a number, from coarse to fine.
+/// Step factors, from coarse to fine.
 const FACTORS: [f64; 4] = [2.0, 1.3, 1.08, 1.02];
-/// Rounds with each of them; a fit of a handful of numbers is done before.
+/// Most rounds with each factor; fits of a handful of numbers converge earlier.
 const ROUNDS: usize = 60;
 
-/// Changes `numbers`, each within its bounds, until no step makes `error` smaller.
+/// Changes `numbers`, each within its bounds, until no step reduces `error`.
 pub(super) fn descend<const N: usize>(
     numbers: &mut [f64; N],
     bounds: [(f64, f64); N],

@@ -1,5 +1,4 @@
-//! What the disk of a directory moves when an engine updates state that is there: window by window, several on their way at once, past the
-//! page cache.
+//! The bandwidth of a disk under optimizer offload: windows are read and written past the page cache, several in flight at once.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -8,28 +7,28 @@ use lockstep_engine::EngineError;
 use lockstep_plan::{DISK_ALIGNMENT_BYTES, MemoryCategory, WINDOW_ELEMENTS, WINDOW_SLOTS};
 use lockstep_tensor::{Action, Arena, Buffer, DiskError, DiskMethod, DiskQueue, ScratchFile, Ticket};
 
-/// A window of weights and two moments in f32.
+/// Bytes of a window of weights and two moments in f32.
 const WINDOW_BYTES: usize = 3 * 4 * WINDOW_ELEMENTS;
-/// Windows that are on their way in while others are on their way out.
+/// Windows that are read ahead while others are written.
 const AHEAD: usize = WINDOW_SLOTS / 2;
-/// How long the disk may take for one.
+/// Longest wait for a read or a write.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// What was found of a disk.
+/// The measured disk.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Disk {
-    /// 10⁹ bytes a second, of as many read as written at the same time.
+    /// Bandwidth in GB/s, with as many bytes read as written at the same time.
     pub(super) gb_per_s: f64,
-    /// Bytes that are free.
+    /// Free space, in bytes.
     pub(super) free_bytes: u64,
 }
 
-/// Writes so many MiB to a file without a name in `directory`, and then reads and writes each window of it once, as an update does.
+/// Writes so many MiB to an unnamed file in `directory`, and then reads and writes each window of it once, as an optimizer step does.
 ///
 /// # Errors
-/// No such directory, no room, no permission; out of memory.
+/// If the directory does not exist, cannot be written or has no room, or if memory runs out.
 pub(super) fn measure(directory: &Path, mib: usize) -> Result<Disk, EngineError> {
-    // A file that stands for memory would have it made.
+    // `ScratchFile::create` would create a missing directory.
     std::fs::metadata(directory)
         .map_err(|source| DiskError::Create { directory: directory.to_owned(), source })?;
     let bytes = WINDOW_BYTES.min(mib << 20);
@@ -55,17 +54,17 @@ pub(super) fn measure(directory: &Path, mib: usize) -> Result<Disk, EngineError>
     Ok(Disk { gb_per_s, free_bytes })
 }
 
-/// Windows on disk, of which a few have memory.
+/// Windows on disk, with memory for a few of them.
 struct State {
     queue: DiskQueue,
     memory: Buffer,
-    /// What each part of the memory is on its way for.
+    /// The read or write in flight in each slot of the memory.
     pending: [Option<Ticket>; WINDOW_SLOTS],
     bytes: usize,
 }
 
 impl State {
-    /// Reads each window, those ahead while those behind are written.
+    /// Reads and writes each window once; reads ahead overlap with writes behind.
     fn update(&mut self, windows: usize) -> Result<(), DiskError> {
         for ahead in 0..windows.min(AHEAD) {
             self.begin(Action::Read, ahead)?;
@@ -79,7 +78,7 @@ impl State {
         self.settle()
     }
 
-    /// Begins to move a window when what has its memory is through.
+    /// Starts to read or write a window, once the operation before it in its slot has finished.
     fn begin(&mut self, action: Action, window: usize) -> Result<(), DiskError> {
         let slot = window % WINDOW_SLOTS;
         self.wait(slot)?;

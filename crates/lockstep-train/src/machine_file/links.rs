@@ -1,24 +1,25 @@
-//! Exchanges of the ranks of this machine, timed, and the link that describes them.
+//! Times collectives between the ranks of this machine and fits a link to them.
 
 use std::time::Duration;
 
 use lockstep_comm::benchmark::{Benchmark, BenchmarkMemory};
 use lockstep_comm::{Kind, NumberType};
-use lockstep_plan::cluster::{Cluster, Joins, Link};
 use lockstep_plan::work::Collective;
+use lockstep_planner::cluster::{Cluster, Joins, Link};
 
 use super::descent::descend;
 use crate::Error;
 
 const SIZES: [usize; 6] = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
-/// What plans are made of. Broadcasts, of tensor parallelism in two dimensions alone, are several times as fast as a ring would be.
+/// The collectives of plans. Broadcasts are left out: only 2D tensor parallelism uses them, and they are several times as fast as a
+/// ring would be.
 const KINDS: [(Kind, Collective); 4] = [
     (Kind::AllReduce, Collective::AllReduce),
     (Kind::ReduceScatter, Collective::ReduceScatter),
     (Kind::AllGather, Collective::AllGather),
     (Kind::AllToAll, Collective::AllToAll),
 ];
-/// An exchange and what it took.
+/// A collective with its measured time.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Timed {
     ranks: usize,
@@ -27,10 +28,10 @@ pub(super) struct Timed {
     seconds: f64,
 }
 
-/// Times exchanges of 2, 4, 8, ... and of all of `ranks` ranks of this machine, each repeated for `time`.
+/// Times collectives of 2, 4, 8, ... and of all `ranks` ranks of this machine, each repeated for `time`.
 ///
 /// # Errors
-/// [`Error::Comm`].
+/// [`Error::Comm`] if a rank does not answer.
 pub(super) fn time(ranks: usize, time: Duration) -> Result<Vec<Timed>, Error> {
     let mut counts: Vec<usize> =
         (1..usize::BITS).map(|power| 1 << power).take_while(|count| *count < ranks).collect();
@@ -49,19 +50,19 @@ pub(super) fn time(ranks: usize, time: Duration) -> Result<Vec<Timed>, Error> {
             }
             Ok(timed)
         })?;
-        // All ranks have the slowest one's times.
+        // Every rank reports the times of the slowest.
         timed.extend(of_rank.into_iter().next().unwrap_or_default());
     }
     Ok(timed)
 }
 
-/// How much exchanges of so many bytes count: the time of a step goes to large ones, whose buffers no cache holds.
+/// Returns the weight of a collective in the fit: large ones, whose buffers no cache holds, take most of a step's communication time.
 fn weight(bytes: u64) -> f64 {
     if bytes < 1 << 20 { 1.0 } else { 4.0 }
 }
 
-/// The link that describes exchanges best, and by how much single ones are off, on average. Its bandwidth is the
-/// highest that any exchange came to.
+/// Returns the link that fits the collectives best, and the mean relative error on single ones. Its bandwidth is the highest that
+/// any collective achieved.
 pub(super) fn fit(timed: &[Timed], machine: &Cluster) -> (Link, f64) {
     let fastest = timed.iter().map(|timed| timed.bytes as f64 / timed.seconds / 1e9).fold(0.01, f64::max);
     let link = |&[efficiency, in_switch, latency_us, start_us, fill]: &[f64; 5]| Link {

@@ -1,8 +1,8 @@
-//! This machine as a cluster file in which every rate is measured, for plans whose predictions are to hold here.
+//! Measures this machine and writes it as a cluster file, so that predictions hold here.
 //!
-//! Ranks of a machine share its cores and its memory, so two settings are timed: as many ranks as asked for, all at work at the same
-//! time, each on its share of the cores; and one rank that has all of them. A file has both (`node.device`, `node.alone`), and
-//! [`NodeKind::device_of`] serves plans between.
+//! Ranks of a machine share its cores and its memory, so two settings are timed: all ranks at work at the same time, each on its
+//! share of the cores; and one rank with all cores. The file has both (`node.device`, `node.alone`), and [`NodeKind::device_of`]
+//! interpolates for plans in between.
 
 mod descent;
 mod disk;
@@ -18,64 +18,64 @@ use std::time::Duration;
 use lockstep_comm::{Deadline, Group, World, WorldOptions};
 use lockstep_engine::EngineError;
 use lockstep_plan::DType;
-use lockstep_plan::cluster::{Cluster, Device, Efficiency, NodeKind};
+use lockstep_planner::cluster::{Cluster, Device, Efficiency, NodeKind};
+use lockstep_planner::fit::available_bytes;
+use lockstep_planner::machine::name_of_this;
 use lockstep_tensor::cpu::{measure_bandwidth, measure_peak};
 use lockstep_tensor::{Arena, CpuQueue};
-
-use crate::Error;
-use crate::fit::available_bytes;
-use crate::planner::machine::name_of_this;
 use others::Ticks;
 use tasks::Rates;
 
-/// Types that models are trained in, the one whose tasks have plain names first.
+use crate::Error;
+
+/// Types that models are trained in; tasks of the first have plain names, those of the others end in the type.
 const TYPES: [DType; 2] = [DType::F32, DType::BF16];
-/// Nothing here takes as long.
+/// Deadline of barriers and waits, longer than any measurement.
 const LIMIT: Duration = Duration::from_secs(600);
-/// Hours of a machine until it fails: what is known of accelerators (`docs/clusters.md`), for nobody knows of yours.
+/// Mean time between failures of a machine, in hours: the figure for accelerators (`docs/clusters.md`), since none is known for this one.
 const HOURS_BETWEEN_FAILURES: f64 = 50_680.0;
-/// Memory of a machine that does not say how much it has left.
+/// Assumed memory, in bytes, of a machine that does not report how much is available.
 const UNKNOWN_MEMORY_BYTES: u64 = 8 << 30;
 
-/// How much is measured.
+/// The effort of a measurement.
 #[derive(Debug, Clone, Copy)]
 pub struct Extent {
-    /// Tokens of a sequence of the models whose operations are timed, and at most of a product.
+    /// Sequence length of the models whose operations are timed; products have at most twice as many tokens.
     pub tokens: usize,
-    /// Steps of each of these models, of which the middle one counts.
+    /// Timed steps of each of these models; the median counts.
     pub steps: usize,
-    /// For how long each exchange is repeated.
+    /// Duration for which each collective is repeated.
     pub exchange: Duration,
-    /// What is written to the disk and read from it, in MiB.
+    /// Data written to the disk and read from it, in MiB.
     pub disk_mib: usize,
 }
 
 impl Default for Extent {
-    /// Half a minute.
+    /// Returns an effort of about half a minute.
     fn default() -> Self {
         Self { tokens: 512, steps: 5, exchange: Duration::from_millis(60), disk_mib: 768 }
     }
 }
 
-/// This machine as it was measured.
+/// The measured machine, with the errors of its fit.
 #[derive(Debug, Clone)]
 pub struct MeasuredMachine {
-    /// As a cluster of one node.
+    /// The machine as a cluster of one node.
     pub cluster: Cluster,
-    /// By how much single products are off what the file says, on average: on a rank of several, and on one with all cores.
+    /// Mean relative error of the file on single products: on a rank of several, and on one with all cores.
     pub product_errors: (f64, f64),
-    /// The same of exchanges; none of one rank.
+    /// Mean relative error of the file on collectives; `None` for one rank.
     pub link_error: Option<f64>,
-    /// Why the disk could not be measured.
+    /// Reason why the disk could not be measured; `None` if it was.
     pub disk_problem: Option<String>,
-    /// The share of the cores that other processes had meanwhile, where the system says it.
+    /// Fraction of the cores that other processes used during the measurement; `None` if the system does not report it.
     pub others: Option<f64>,
 }
 
-/// Measures this machine with `ranks` ranks, and its disk in `directory`, while nothing else should run.
+/// Measures this machine with `ranks` ranks, and its disk in `directory`. Nothing else should run meanwhile.
 ///
 /// # Errors
-/// Out of memory, no threads; [`Error::Comm`].
+/// If memory or threads cannot be had, or a rank does not answer ([`Error::Comm`]).
 pub fn measure(ranks: usize, directory: &Path, extent: &Extent) -> Result<MeasuredMachine, Error> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let memory_bytes = available_bytes().unwrap_or(UNKNOWN_MEMORY_BYTES);
@@ -100,7 +100,7 @@ pub fn measure(ranks: usize, directory: &Path, extent: &Extent) -> Result<Measur
         count: 1,
         devices: ranks.max(1),
         host_memory_bytes: memory_bytes,
-        // What is kept in host memory lies where everything lies.
+        // Host memory is the same memory.
         host_gb_per_s: device.memory_gb_per_s,
         host_memory_gb_per_s: None,
         disk_gb_per_s: disk.map_or(1.0, |disk| disk.gb_per_s),
@@ -123,18 +123,18 @@ pub fn measure(ranks: usize, directory: &Path, extent: &Extent) -> Result<Measur
     Ok(MeasuredMachine { cluster, product_errors: (of_one, product_error), link_error, disk_problem, others })
 }
 
-/// What a rank comes to.
+/// The rates that a rank measured in one setting.
 struct Setting {
     peaks: Vec<f64>,
     memory_gb_per_s: f64,
     products: Vec<Vec<products::Timed>>,
-    /// By type.
+    /// Rates of tasks by type, in the order of [`TYPES`].
     tasks: Vec<Rates>,
     launch_us: f64,
 }
 
 impl Setting {
-    /// Measures on this rank what all ranks of the group measure at the same time.
+    /// Measures this rank, in step with the other ranks of the group.
     fn measure(group: &Group, threads: usize, extent: &Extent) -> Result<Self, Error> {
         let together = || Ok::<_, Error>(group.barrier(Deadline::after(LIMIT))?);
         let arena = Arena::new();
@@ -155,13 +155,13 @@ impl Setting {
             together()?;
             of_tasks.push(tasks::measure(threads, dtype, extent.tokens, extent.steps)?);
         }
-        // Ranks that are done sooner leave those that are not alone with the memory.
+        // A rank that is done early would leave the memory bandwidth to the others.
         together()?;
         let peaks = vec![peak.f32_gflops * 1e9, peak.bf16_gflops * 1e9];
         Ok(Self { peaks, memory_gb_per_s, products: of_products, tasks: of_tasks, launch_us })
     }
 
-    /// As a device of a cluster, and by how much single products are off, on average.
+    /// Returns the setting as a device of a cluster, and the mean relative error of its fit on single products.
     fn device(self, name: &str, memory_bytes: u64) -> (Device, f64) {
         let rates = |(dtype, timed): (DType, &Vec<products::Timed>)| {
             timed.iter().map(|timed| timed.rate(dtype)).collect::<Vec<_>>()
@@ -185,7 +185,7 @@ impl Setting {
             half_shape: fit.half_shape,
             tile: None,
             attention,
-            // Nobody here writes scores.
+            // No kernel here writes scores to memory.
             scores: attention,
             stream,
             cold_gb_per_s: fit.cold / 1e9,
@@ -205,7 +205,7 @@ impl Setting {
     }
 }
 
-/// The middle of the rates of all tasks that go through memory.
+/// Returns the median rate of all tasks that are bound by memory.
 fn stream_rate(tasks: &Rates) -> Option<f64> {
     let is_stream = |name: &str| !name.starts_with("attention") && name != "update";
     let mut rates: Vec<f64> =
@@ -218,12 +218,12 @@ fn first<T>(of_ranks: Vec<T>) -> T {
     of_ranks.into_iter().next().expect("there is a rank")
 }
 
-/// Runs `run` on each of some ranks of this machine, which are threads, and returns what they return.
+/// Runs `run` on each of `ranks` ranks of this machine, which are threads, and returns their results in rank order.
 ///
 /// # Errors
-/// The first rank's that has one. The others' deadlines end them.
+/// The error of the first rank that has one. The others end at their deadlines.
 fn on_ranks<T: Send>(ranks: usize, run: impl Fn(&Group) -> Result<T, Error> + Sync) -> Result<Vec<T>, Error> {
-    // Ranks that measure call nobody for a while.
+    // Ranks that measure send no heartbeats for a while.
     let options = WorldOptions { silence: LIMIT, ..WorldOptions::default() };
     let groups = World::in_process(ranks.max(1), options)?;
     std::thread::scope(|scope| {

@@ -1,57 +1,57 @@
-//! Matrix products of the shapes that transformers have, timed, and the shares of the peak that describe them.
+//! Times matrix products of the shapes of transformers, and fits the efficiency model of products to them.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use lockstep_plan::predict::product_name;
 use lockstep_plan::{DType, MemoryCategory};
+use lockstep_planner::predict::product_name;
 use lockstep_tensor::{Arena, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
 use super::descent::descend;
 use crate::benchmark::random;
 
-/// Tokens of a product.
+/// Rows of the timed products, in tokens.
 const TOKENS: [usize; 3] = [64, 256, 1024];
-/// Inputs and outputs of a layer.
+/// Layers of the timed products, as (inputs, outputs).
 const LAYERS: [(usize, usize); 6] =
     [(128, 512), (256, 256), (384, 384), (384, 1280), (768, 768), (768, 3072)];
-/// How often all shapes are gone through, and runs of each in a row. The middle one counts: what a shared machine gives varies from second
-/// to second, and a step gets neither the best nor the worst of it.
+/// Rounds over all shapes, and runs of a shape in a row. The median counts: on a shared machine rates vary from second to second,
+/// and a step gets neither the best nor the worst of them.
 const ROUNDS: usize = 3;
 const RUNS: usize = 3;
-/// Bytes of what a product reads or writes that lie between two uses of the same: in a step all other layers come between, so that no
-/// cache still has a weight, the memory that a result goes to, or what a forward has kept for its backward.
+/// Bytes of distinct operands between two uses of the same one. In a step all other layers come between, so no cache still has a
+/// weight, the output buffer, or a saved activation.
 const BETWEEN: usize = 48 << 20;
-/// No more copies than this of what is small.
+/// Most copies of a small operand.
 const MOST_COPIES: usize = 256;
 
-/// A product and what it took.
+/// A product with its measured time.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Timed {
-    /// Whether it is the gradient of a weight, which is added to a sum in f32.
+    /// True for a weight gradient, which is accumulated in f32.
     is_of_weight: bool,
-    /// Rows, inner elements, columns.
+    /// Rows, inner elements and columns.
     sides: [f64; 3],
-    /// Bytes of what it reads and writes that no cache has.
+    /// Bytes that the product reads or writes and that no cache has.
     cold_bytes: f64,
     seconds: f64,
 }
 
 impl Timed {
-    /// What a cluster file calls it, and its 10⁹ operations a second.
+    /// Returns the name in a cluster file and the rate in GFLOP/s.
     pub(super) fn rate(&self, dtype: DType) -> (String, f64) {
         let name = product_name(self.is_of_weight, self.sides.map(|side| side as usize), dtype);
         (name, 2.0 * self.sides.iter().product::<f64>() / self.seconds / 1e9)
     }
 
-    /// Seconds by a peak of so many operations a second, sides with which half of it is reached, and a rate of what is cold.
+    /// Returns the predicted seconds: by a peak in FLOP/s, by the sides at which half of it is reached, and by a rate for cold bytes.
     fn predicted(&self, peak: f64, halves: [f64; 3], cold: f64) -> f64 {
         let of_peak: f64 = self.sides.iter().zip(halves).map(|(side, half)| side / (side + half)).product();
         2.0 * self.sides.iter().product::<f64>() / (peak * of_peak) + self.cold_bytes / cold
     }
 }
 
-/// Times the three products of each layer with no more than `most_tokens`: forward, gradient of the input, gradient of the weight.
+/// Times the three products of each layer with at most `most_tokens` tokens: forward, input gradient and weight gradient.
 pub(super) fn time(
     queue: &CpuQueue,
     arena: &Arena,
@@ -88,7 +88,7 @@ pub(super) fn time(
     Ok(runs.into_iter().map(timed).collect())
 }
 
-/// Seconds of a few runs of a product with `[m, k, n]` rows, inner elements and columns.
+/// Returns the seconds of a few runs of a product with `[m, k, n]` rows, inner elements and columns.
 fn runs_of(
     queue: &CpuQueue,
     arena: &Arena,
@@ -96,7 +96,7 @@ fn runs_of(
     layout: GemmLayout,
     [m, k, n]: [usize; 3],
 ) -> Result<Vec<f64>, TensorError> {
-    // The gradient of a weight is added to a sum in f32.
+    // A weight gradient is accumulated in f32.
     let (out, write) = match layout {
         GemmLayout::TN => (DType::F32, Write::Accumulate),
         _ => (dtype, Write::Overwrite),
@@ -115,32 +115,31 @@ fn runs_of(
         queue.gemm(Gemm { layout, a: a.view(), b: b.view(), c: c.view(), bias: None, write });
         begin.elapsed().as_secs_f64()
     };
-    // Those that were made last are in the caches.
+    // The copies that were made last are still in the caches, so the first ones are run.
     Ok(cold.iter().take(RUNS).map(run).collect())
 }
 
-/// What describes the products of several types.
+/// The efficiency model fitted to the products of several types.
 #[derive(Debug, Clone)]
 pub(super) struct Fit {
-    /// Share of the peaks that large products come to.
+    /// Fraction of the peaks that large products achieve.
     pub(super) product: f64,
-    /// Rows, inner elements and columns with which they come to half of that.
+    /// Rows, inner elements and columns at which products reach half of that.
     pub(super) half_shape: [f64; 3],
-    /// Bytes a second at which weights that no cache has are fetched beside.
+    /// Rate at which cold bytes are fetched, in bytes per second.
     pub(super) cold: f64,
-    /// Peak of each type in operations a second: what was measured, but for what its products come to more or less than those of
-    /// the others.
+    /// Peak of each type in FLOP/s: the measured one, scaled by how its products compare with those of the other types.
     pub(super) peaks: Vec<f64>,
-    /// By how much single products are off, on average.
+    /// Mean relative error on single products.
     pub(super) error: f64,
 }
 
-/// Fits one share, one shape and one rate of what is cold to the products of several types, of which each has a measured peak.
+/// Fits one efficiency, one half shape and one cold rate to the products of several types, given as (measured peak, products).
 pub(super) fn fit(types: &[(f64, Vec<Timed>)]) -> Fit {
     let off = |timed: &Timed, peak: f64, halves: [f64; 3], cold: f64| -> f64 {
         (timed.predicted(peak, halves, cold) / timed.seconds).ln()
     };
-    // The peak of each type is its own; the sides and the rate are of all.
+    // Each type has a factor on its peak of its own; half shape and cold rate are common.
     let fitted = |numbers: &[f64; 5], index: usize| -> f64 {
         let [a, b, c, cold, share] = *numbers;
         let (peak, timed) = &types[index];
@@ -157,7 +156,7 @@ pub(super) fn fit(types: &[(f64, Vec<Timed>)]) -> Fit {
     descend(&mut numbers, [(0.25, 4096.0), (0.25, 4096.0), (0.25, 4096.0), (1e8, 1e13)], error);
     let shares: Vec<f64> = (0..types.len()).map(|index| best_share(&numbers, index).0).collect();
     let mean = (shares.iter().map(|share| share.ln()).sum::<f64>() / shares.len().max(1) as f64).exp();
-    // Where a type is made of another one's products it may come to more than its own peak.
+    // A type whose products are computed with those of another may exceed its own peak.
     let product = mean.clamp(0.01, 1.0);
     let count: usize = types.iter().map(|(_, timed)| timed.len()).sum();
     let [a, b, c, cold] = numbers;
@@ -194,7 +193,7 @@ mod tests {
             assert!((found / expected - 1.0).abs() < 0.1, "{found}, not {expected}");
         }
         assert!((found.cold / cold - 1.0).abs() < 0.1, "{found:?}");
-        // Products of a type that come to more than those of the other raise its peak.
+        // Products of a type that exceed those of the other raise its peak.
         assert!((found.peaks[1] / found.peaks[0] - 2.2).abs() < 0.02, "{found:?}");
         assert!((found.product * found.peaks[0] / (share * 1e11) - 1.0).abs() < 0.02, "{found:?}");
     }

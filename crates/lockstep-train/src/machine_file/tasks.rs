@@ -1,5 +1,5 @@
-//! What the operations of models come to that are no products: steps of small models, timed operation by operation, against the work
-//! that recordings say they are.
+//! Rates of all operations of models other than products: steps of small models are timed operation by operation, and compared with
+//! the work in their recordings.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
@@ -16,16 +16,17 @@ use crate::Error;
 use crate::benchmark::{RandomTokens, SEED, make_step};
 
 const SEQUENCES: usize = 2;
-/// Bytes of an update of a parameter by AdamW, and of the norm that it is scaled by, as the planner counts them.
+/// Bytes per parameter of an AdamW step, including the gradient norm, as the planner counts them.
 const UPDATE_BYTES: f64 = 30.0;
 
-/// What kinds of tasks came to: names and passes, 10⁹ bytes or operations a second.
+/// Rates by operation and pass, in GB/s or GFLOP/s.
 pub(super) type Rates = BTreeMap<String, f64>;
 
-/// An amount, and the seconds that it took.
+/// An amount of work in bytes or FLOPs, and its seconds.
 type Taken = (f64, f64);
 
-/// Models that have every operation of their families: GPT-2, Llama with grouped queries, Mixtral, and Qwen3 with its norms.
+/// Returns models that contain every operation of their families: GPT-2, Llama with grouped-query attention, Mixtral, and Qwen3
+/// with its norms.
 fn models(seq_len: usize) -> Result<Vec<ModelConfig>, Error> {
     let llama = |model_type: &str| {
         json!({
@@ -49,10 +50,10 @@ fn models(seq_len: usize) -> Result<Vec<ModelConfig>, Error> {
     [gpt2, llama("llama"), mixtral, qwen3].into_iter().map(model).collect()
 }
 
-/// Rates of all tasks of steps in `dtype` on so many threads. Of each kind of task the middle one of `steps` counts, as of products.
+/// Measures the rates of all tasks of steps in `dtype` on `threads` threads. For each kind of task the median of `steps` counts.
 ///
 /// # Errors
-/// Out of memory, no threads.
+/// If memory or threads cannot be had.
 pub(super) fn measure(threads: usize, dtype: DType, seq_len: usize, steps: usize) -> Result<Rates, Error> {
     let shape = BlockShape { sequences: SEQUENCES, seq_len, dtype };
     let mut all: BTreeMap<String, Taken> = BTreeMap::new();
@@ -65,7 +66,7 @@ pub(super) fn measure(threads: usize, dtype: DType, seq_len: usize, steps: usize
     }
     let rate = |(name, (amount, seconds)): (String, Taken)| Some((name, positive(amount / seconds / 1e9)?));
     let mut rates: Rates = all.into_iter().filter_map(rate).collect();
-    // What is computed again is computed as it was.
+    // Recomputation runs at the rate of the forward.
     let again = |(name, rate): (&String, &f64)| {
         Some((format!("{} recompute", name.strip_suffix(" forward")?), *rate))
     };
@@ -74,12 +75,12 @@ pub(super) fn measure(threads: usize, dtype: DType, seq_len: usize, steps: usize
     Ok(rates)
 }
 
-/// Clocks are no finer than some tasks are short.
+/// Returns the rate if it is usable: some tasks are shorter than the clock's resolution.
 fn positive(rate: f64) -> Option<f64> {
     (rate.is_finite() && rate > 1e-6).then_some(rate)
 }
 
-/// Tasks of a step of one model, by name and pass, and its update.
+/// Times a step of one model: its tasks by name and pass, and its optimizer step.
 fn of_model(
     model: &ModelConfig,
     threads: usize,
@@ -128,8 +129,8 @@ fn seconds_by_name(spans: &[Span]) -> BTreeMap<String, f64> {
     seconds
 }
 
-/// Operations of attention, and bytes of everything else but products, by name and pass. What is made of products and other things
-/// is left out: its time cannot be told apart.
+/// Returns the FLOPs of attention and the bytes of all other operations but products, by name and pass. Operations that contain
+/// products are left out: their time cannot be separated.
 fn amounts(work: &ModelWork) -> BTreeMap<String, f64> {
     let name = |task: &Task| format!("{} {}", task.name, task.pass.name());
     let units = (0..work.units()).map(|unit| work.unit(unit));
@@ -151,10 +152,10 @@ fn amounts(work: &ModelWork) -> BTreeMap<String, f64> {
     amounts
 }
 
-/// Microseconds that a task takes which does next to nothing.
+/// Measures the microseconds of a task that does almost nothing.
 ///
 /// # Errors
-/// Out of memory.
+/// If memory runs out.
 pub(super) fn launch_us(queue: &CpuQueue, arena: &Arena) -> Result<f64, TensorError> {
     const TASKS: usize = 2000;
     let from = Tensor::zeros(arena, DType::F32, [1, 16], MemoryCategory::Workspace)?;

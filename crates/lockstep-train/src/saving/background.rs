@@ -1,23 +1,23 @@
-//! A save beside the training, in stages that all ranks pass together between their steps.
+//! A background save, overlapped with the training, as a state machine of stages. All ranks that save together pass each stage
+//! together, between two steps.
 //!
-//! The only rank does all of a save in one stage. Of several, the first opens a directory, each writes its part, and the first makes
-//! a checkpoint of the parts; whatever fails begins again at the first stage, in the place that comes next.
+//! With one rank a single stage does everything. With several, the first rank opens a directory, each rank writes its part, and
+//! the first rank commits the checkpoint. Any failure restarts the save at the first stage with the next [`Attempt`].
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use lockstep_checkpoint::{PendingSave, Staging};
-use lockstep_engine::Snapshot;
+use lockstep_engine::{Patience, Snapshot};
+use lockstep_observe::progress::Progress;
 
 use super::job::{Attempt, Job, Saved};
 use super::part::{Written, gather};
 use super::{Decision, Memory, OPENING, Ran, Saver};
 use crate::Error;
-use crate::progress::Progress;
-use crate::ranks::Patience;
 
-/// A save under way.
+/// A save in flight.
 pub(super) struct Save {
     job: Arc<Job>,
     attempt: Attempt,
@@ -41,13 +41,13 @@ enum Stage {
     Committing(OfFirst<Saved>),
 }
 
-/// The own part of a save.
+/// This rank's part of a save.
 enum Own {
     Pending(PendingSave<Done<Written>>),
     Written(Written),
 }
 
-/// The outcome of work on a snapshot.
+/// Result of work on a snapshot, with the snapshot for reuse.
 struct Done<T> {
     ran: Ran,
     snapshot: Snapshot,
@@ -55,7 +55,7 @@ struct Done<T> {
 }
 
 impl<T> Done<T> {
-    /// Does `work` on what a snapshot holds.
+    /// Runs `work` on the snapshot and records when it ran.
     fn on(mut snapshot: Snapshot, work: impl FnOnce(&mut Snapshot) -> T) -> Self {
         let begin = Instant::now();
         let result = work(&mut snapshot);
@@ -63,17 +63,17 @@ impl<T> Done<T> {
     }
 }
 
-/// The wait for a stage.
+/// Limits on the wait for a stage.
 #[derive(Clone, Copy)]
 struct Pace {
-    /// Limit on the wait for the own work; `None` waits to its end.
+    /// Limit on the wait for this rank's own work; `None` waits until it ends.
     time: Option<Duration>,
-    /// Patience with the other ranks.
+    /// Limit on the wait for the other ranks.
     patience: Patience,
 }
 
 impl Pace {
-    /// The result of `work`, or `work` if it takes longer.
+    /// Returns the result of `work`, or `work` itself if it takes longer than `time`.
     fn settle<T>(self, work: PendingSave<T>) -> Result<T, PendingSave<T>> {
         match self.time {
             Some(time) => work.poll_for(time),
@@ -82,16 +82,16 @@ impl Pace {
     }
 }
 
-/// The continuation after a stage.
+/// Transition after a stage has been polled.
 enum Turn {
-    /// Waiting: a rank is not done with it.
+    /// The stage is not complete: some rank is still at work.
     Pending(Stage),
     Next(Attempt, Stage),
     Over,
 }
 
 impl Saver {
-    /// Begins a save of the snapshot that was taken.
+    /// Starts a save of the snapshot that was taken.
     pub(super) fn start(&mut self, job: Job, progress: &mut Progress) -> Result<(), Error> {
         let (job, attempt, begin) = (Arc::new(job), Attempt::default(), Instant::now());
         if self.ranks.size() > 1 {
@@ -109,39 +109,39 @@ impl Saver {
         Ok(())
     }
 
-    /// Takes a save further, as far as all ranks are done with its stages, and tells of it when it has ended. All that save
-    /// together call this after the same steps.
+    /// Advances the save through each stage that all ranks have completed, and reports its end. A collective call: all ranks that
+    /// save together make it after the same steps.
     ///
     /// # Errors
-    /// Weights that are not finite; [`Error::Comm`]. What kept the save from being made is a message.
+    /// If weights are not finite or the communication with other ranks fails. A failure to save is reported as a message.
     pub(crate) fn poll(&mut self, progress: &mut Progress) -> Result<(), Error> {
         self.advance(Pace { time: Some(Duration::ZERO), patience: Patience::Limited }, progress)
     }
 
-    /// Waits at most `time` for each stage of the save that is under way; returns true if it is not over then.
+    /// Waits at most `time` for each stage of the save in flight; returns true if the save has not ended.
     pub(super) fn is_saving_after(&mut self, time: Duration, progress: &mut Progress) -> Result<bool, Error> {
         self.advance(Pace { time: Some(time), patience: Patience::Unlimited }, progress)?;
         Ok(self.under_way.is_some())
     }
 
-    /// Returns true if the save under way waits for a file system that does not answer, on any rank: the training does not wait for it.
-    /// All that save together call this after the same steps.
+    /// Returns true if, on any rank, the save in flight waits for a file system that does not answer. The training does not wait
+    /// for such a save. A collective call.
     pub(super) fn stalls(&self) -> Result<bool, Error> {
         let Some(Save { job, .. }) = &self.under_way else { return Ok(false) };
         Ok(self.ranks.any_in_time(job.stalls.load(Ordering::Relaxed), Patience::Unlimited)?)
     }
 
-    /// The step whose save is under way.
+    /// Returns the step whose save is in flight.
     pub(super) fn step_under_way(&self) -> Option<u64> {
         self.under_way.as_ref().map(|save| save.job.step)
     }
 
-    /// Waits for the save that is under way.
+    /// Waits until the save in flight has ended.
     pub(super) fn wait(&mut self, progress: &mut Progress) -> Result<(), Error> {
         self.advance(Pace { time: None, patience: Patience::Unlimited }, progress)
     }
 
-    /// Takes a save from stage to stage until a rank is not done with one.
+    /// Advances the save stage by stage until a stage is incomplete on some rank.
     fn advance(&mut self, mut pace: Pace, progress: &mut Progress) -> Result<(), Error> {
         while let Some(Save { job, attempt, begin, stage }) = self.under_way.take() {
             let turn = match stage {
@@ -158,7 +158,7 @@ impl Saver {
                     break;
                 }
                 Turn::Next(attempt, stage) => {
-                    // Only the stage at hand is waited for.
+                    // Only the current stage is waited for.
                     pace.time = pace.time.map(|_| Duration::ZERO);
                     self.under_way = Some(Save { job, attempt, begin, stage });
                 }
@@ -274,7 +274,7 @@ impl Saver {
         }
     }
 
-    /// The turn after a stage that was not a success.
+    /// Returns the transition after a stage that did not succeed.
     fn turn_after_failure<T>(
         &mut self,
         job: &Arc<Job>,
@@ -291,7 +291,7 @@ impl Saver {
         }
     }
 
-    /// The decision on the first rank's work, or the work if it is not done.
+    /// Returns the decision on the first rank's work, or the work itself if it is not complete.
     fn settle_of_first<T>(
         &self,
         job: &Job,
@@ -315,7 +315,7 @@ impl Saver {
         Stage::Opening(thread.map(|thread| thread.run(move || shared.open(attempt))))
     }
 
-    /// The result of work on a snapshot, which is there for the next.
+    /// Returns the result of work on a snapshot and keeps the snapshot for the next save.
     fn take_back<T>(&mut self, done: Done<T>) -> T {
         self.ended.push(done.ran);
         self.snapshot = Memory::There(Box::new(done.snapshot));

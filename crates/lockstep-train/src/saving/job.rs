@@ -1,7 +1,7 @@
-//! One save of a run, which is tried in one place after the other.
+//! One save of a run, attempted in one directory after another.
 //!
-//! A place that is full is pruned before the next attempt, down to one checkpoint at last; where nothing helps, the next place is
-//! taken. The first rank decides, and the others follow it.
+//! If a directory is full, its checkpoints are pruned before the next attempt, finally down to one. If that does not help, the
+//! next directory is tried. The first rank decides, and the other ranks follow.
 
 use std::cell::Cell;
 use std::collections::HashSet;
@@ -11,45 +11,45 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use lockstep_checkpoint::{CheckpointError, SaveRequest, ShardReport, Staging, run_on_disk};
 use lockstep_engine::StateTensor;
+use lockstep_observe::metrics::MetricsFile;
+use lockstep_observe::progress::Voice;
 use lockstep_plan::ParameterRecord;
 use serde_json::Value;
 
 use super::part::{Observer, Part, Written};
 use super::places::{Limits, Place, Watch};
 use crate::Error;
-use crate::metrics::MetricsFile;
-use crate::progress::Voice;
 use crate::state::{Counters, SavedState};
 
-/// An attempt to save.
+/// An attempt to save: a directory and the pruning before it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Attempt {
-    /// Index of the place.
+    /// Index of the directory.
     pub(super) place: usize,
-    /// Number of checkpoints to which the place is pruned before; `None` on the first attempt in a place.
+    /// Number of checkpoints to which the directory is pruned first; `None` on the first attempt in a directory.
     keep: Option<usize>,
 }
 
 impl Attempt {
-    /// The first one in a place.
+    /// Returns the first attempt in a directory.
     pub(super) fn at(place: usize) -> Self {
         Self { place, keep: None }
     }
 }
 
-/// A save, with all that an attempt needs but the tensors.
+/// A save, with everything that an attempt needs except the tensors.
 pub(super) struct Job {
     pub(super) step: u64,
     pub(super) places: Arc<[Place]>,
     pub(super) rank: usize,
-    /// The parameters that are this rank's to write, and with them what belongs to them.
+    /// Names of the parameters that this rank writes, with their optimizer state.
     pub(super) own: HashSet<String>,
-    /// Parameters of which each rank has state of its own to write, whichever replica it belongs to.
+    /// Names of the parameters whose rank-local state this rank writes, whichever copy of the model it belongs to.
     pub(super) spoken_for: HashSet<String>,
     pub(super) observer: Observer,
     pub(super) voice: Voice,
     pub(super) limits: Limits,
-    /// The first rank's part beside the tensors.
+    /// Contents other than tensors; `None` except on the first rank.
     pub(super) contents: Option<Contents>,
     /// True while the save waits for a file system that does not answer.
     pub(super) stalls: AtomicBool,
@@ -57,7 +57,7 @@ pub(super) struct Job {
     pub(super) failures: Mutex<Vec<String>>,
 }
 
-/// Contents of a checkpoint beside its tensors.
+/// Contents of a checkpoint other than its tensors.
 pub(super) struct Contents {
     /// Description of the run's configuration.
     pub(super) record: Value,
@@ -71,12 +71,12 @@ pub(super) struct Contents {
 /// A new checkpoint.
 pub(super) struct Saved {
     pub(super) path: PathBuf,
-    /// Failures that did not keep it from being made.
+    /// Failures that did not prevent the checkpoint.
     pub(super) warnings: Vec<String>,
 }
 
 impl Job {
-    /// Saves as the only rank.
+    /// Runs the whole save as the only rank, with all its attempts.
     pub(super) fn save_alone(&self, tensors: &[StateTensor<'_>]) -> Result<Saved, Error> {
         let mut attempt = Attempt::default();
         loop {
@@ -108,7 +108,7 @@ impl Job {
         }
     }
 
-    /// Opens the save in a place, with the removal of other checkpoints that the attempt asks for.
+    /// Opens the staging directory, after the pruning that the attempt asks for.
     pub(super) fn open(&self, attempt: Attempt) -> Result<Staging, Error> {
         let (place, watch) = (self.place(attempt), self.watch(attempt));
         place.check()?;
@@ -124,7 +124,7 @@ impl Job {
         Ok(Staging::begin_observed(&place.path, self.step, &watch).map_err(|error| place.note(error))?)
     }
 
-    /// Writes those of `tensors` that are this rank's to write.
+    /// Writes the tensors of `tensors` that belong to this rank's part.
     pub(super) fn write(&self, attempt: Attempt, tensors: &[StateTensor<'_>]) -> Written {
         let Self { step, rank, own, spoken_for, .. } = self;
         let (place, watch) = (self.place(attempt), self.watch(attempt));
@@ -136,7 +136,7 @@ impl Job {
         })
     }
 
-    /// Makes a checkpoint of the parts and removes those beyond `checkpoint.keep`.
+    /// Commits the checkpoint from the parts and removes checkpoints beyond `checkpoint.keep`.
     pub(super) fn commit(
         &self,
         attempt: Attempt,
@@ -149,7 +149,7 @@ impl Job {
         let (place, watch) = (self.place(attempt), self.watch(attempt));
         let Counters { step, samples, .. } = state.counters;
         let mut warnings = Vec::new();
-        // Rows reach the disk before the checkpoint that counts them, or a resumed run would miss some.
+        // Rows reach the disk before the checkpoint that counts them; otherwise a resumed run would lack some.
         if let Some(metrics) = metrics.clone() {
             let path = metrics.path().to_owned();
             let synced = run_on_disk(&watch, "syncing", &path, move || Ok(metrics.sync()));
@@ -182,10 +182,10 @@ impl Job {
         Ok(Saved { path, warnings })
     }
 
-    /// The attempt after one that has failed with `error`; tells of it.
+    /// Returns the attempt that follows one that failed with `error`, and reports it.
     ///
     /// # Errors
-    /// The reason why the step is not saved, if nothing is left to try.
+    /// If no attempt is left; the error holds the reason of every failure.
     pub(super) fn next(&self, attempt: Attempt, error: CheckpointError) -> Result<Attempt, Error> {
         let next = self.after(attempt, &error);
         let place = &self.place(attempt).path;
@@ -213,7 +213,7 @@ impl Job {
 
     fn after(&self, attempt: Attempt, error: &CheckpointError) -> Option<Attempt> {
         let is_doubtful = self.contents.as_ref().is_some_and(|contents| contents.state.is_doubtful);
-        // What is doubtful replaces none of before.
+        // A doubtful state never replaces an earlier checkpoint.
         if error.is_full()
             && !is_doubtful
             && let Some(keep) = self.place(attempt).keep
@@ -226,7 +226,7 @@ impl Job {
     }
 }
 
-/// The number of checkpoints to which a full place is pruned next: room for one more first, then all but one.
+/// Returns the number of checkpoints to which a full directory is pruned next: one fewer than `keep`, then one.
 fn fewer(keep: usize, pruned_to: Option<usize>) -> Option<usize> {
     match pruned_to {
         None if keep > 1 => Some(keep - 1),

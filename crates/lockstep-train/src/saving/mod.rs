@@ -1,15 +1,15 @@
-//! When and how a run is saved: beside the training if it may, and where nothing better is possible in front of it.
+//! Saving a run: in the background, overlapped with the training, or in the foreground if memory is short.
 //!
-//! Ranks that share a model save together: the first opens a save, each writes the part that it holds (`part`), and when all have,
-//! the first makes a checkpoint of the parts. Where each holds all of it the first saves alone. Whatever happens on
-//! a rank, it comes to each meeting with the others: one that cannot write says so there.
+//! If replicas span several ranks, all ranks save together: the first opens a save, each writes the part that it holds (`part`),
+//! and the first commits a checkpoint of the parts. If each rank holds the whole model, the first saves alone. Whatever fails on
+//! a rank, the rank still enters each collective and reports its failure there.
 //!
-//! A save in the background works on a snapshot, so that its bytes are those of a save in the foreground. One is
-//! under way at a time: the next one waits for it, and what the training waited is its stall. What went wrong in
-//! the background is told at the next step; it costs the checkpoint and not the run.
+//! A background save works on a snapshot, so it writes the same bytes as a save in the foreground. One save is in flight at a
+//! time: the next one waits for it, and the time that the training waited is its stall. A failure in the background is reported
+//! at the next step; it costs the checkpoint and not the run.
 //!
-//! Each save is tried in one directory after the other (`job`), and none is waited for without limit (`places`): a file system that has
-//! stopped answering costs a thread, which is left behind in its call.
+//! Each save is attempted in one directory after another (`job`), and every wait is limited (`places`). A file system that has
+//! stopped answering costs a thread, which is abandoned in its system call.
 
 mod background;
 mod job;
@@ -31,83 +31,85 @@ use serde_json::{Value, json};
 use self::background::Save;
 use self::job::{Attempt, Contents, Job, Saved};
 use self::part::{Observer, gather};
+
 pub(crate) use self::places::Beginning;
 use self::places::{Limits, Place};
 use crate::interrupt::Interrupt;
-use crate::machine::available_memory_bytes;
-use crate::metrics::MetricsWriter;
-use crate::plan::checked_plan;
-use crate::progress::Progress;
-use crate::ranks::{Patience, Ranks};
 use crate::state::SavedState;
-use crate::{Corpus, Error, ResolvedModel, RunConfig, StepObserver, human};
+use crate::{Corpus, Error, StepObserver};
+use lockstep_config::plan::checked_plan;
+use lockstep_config::{ResolvedModel, RunConfig, human};
+use lockstep_engine::{Patience, Ranks};
+use lockstep_observe::metrics::MetricsWriter;
+use lockstep_observe::progress::Progress;
+use lockstep_tensor::host::available_memory_bytes;
 
-/// Memory that a snapshot leaves to everybody else.
+/// Memory that must stay available after a snapshot is allocated.
 const RESERVE_BYTES: u64 = 256 << 20;
-/// Time that the training waits for a save to be opened, so that ranks which save together need no step more for it.
+/// Longest wait of the training for a save to be opened. If it is opened in this time, the save needs no additional step.
 const OPENING: Duration = Duration::from_millis(100);
-/// Time between two looks at a save that the training waits for.
+/// Interval at which the training polls a save that it waits for.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Saves a run.
+/// Saver of a run on one rank.
 pub(crate) struct Saver {
-    /// Those that save together.
+    /// The ranks that save together.
     ranks: Ranks,
     places: Arc<[Place]>,
     limits: Limits,
-    /// What a checkpoint says of the run's configuration.
+    /// Description of the run's configuration in a checkpoint.
     record: Value,
-    /// What it says of the plan.
+    /// Description of the plan in a checkpoint.
     plan: Value,
     /// True if saves may run in the background.
     in_background: bool,
-    /// True if this rank has a part of each checkpoint to write.
+    /// True if this rank writes a part of each checkpoint.
     has_part: bool,
-    /// The thread of saves; `None` if this rank has nothing to write, or saves in the foreground.
+    /// Thread of background saves; `None` if this rank writes nothing or saves in the foreground.
     thread: Option<SaveThread>,
     snapshot: Memory,
     under_way: Option<Save>,
-    /// What has ended in the background.
+    /// Background work that has ended since it was last taken.
     ended: Vec<Ran>,
-    /// Step and path of the newest checkpoint; the first rank knows it.
+    /// Step and path of the newest checkpoint; known to the first rank only.
     saved: Option<(u64, PathBuf)>,
     stall_ms: f64,
-    /// Warnings that were told.
+    /// Warnings that have been reported.
     told: HashSet<String>,
 }
 
-/// Memory for the copy that is saved.
+/// Memory for the snapshot.
 enum Memory {
-    /// There is none yet, or the save under way has it.
+    /// Not allocated, or in use by the save in flight.
     None,
-    /// The thread has the system give it.
+    /// Being allocated and touched by the saving thread.
     Coming(PendingSave<Snapshot>),
     There(Box<Snapshot>),
 }
 
-/// When a save in the background ran.
+/// Begin and end of work in the background.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ran {
     pub(crate) begin: Instant,
     pub(crate) end: Instant,
 }
 
-/// The decision of the first rank on what it has done, as all ranks know it.
+/// The first rank's decision about its result, as all ranks know it.
 enum Decision<T> {
-    /// Success; its result, on the first rank.
+    /// Success; the result on the first rank.
     GoOn(Option<T>),
-    /// The save is tried again from its beginning.
+    /// The save restarts with this attempt.
     Again(Attempt),
-    /// The step is not saved; the reason, on the first rank.
+    /// The step is not saved; the reason on the first rank.
     Over(Option<Error>),
 }
 
 impl Saver {
-    /// A saver for a run that begins with the checkpoint `saved` (step and path), if there is one; none on ranks that do not
-    /// save.
+    /// Returns a saver for a run that begins with the checkpoint `saved` (step and path), if there is one. `None` on ranks that
+    /// do not save.
     ///
     /// # Errors
-    /// No thread for saves in the background; a plan that does not fit.
+    /// If the thread of background saves cannot be started, or the plan does not fit the model.
     pub(crate) fn new(
         config: &RunConfig,
         model: &ResolvedModel,
@@ -155,22 +157,22 @@ impl Saver {
         }))
     }
 
-    /// Milliseconds that saves have kept the training waiting since this was last asked.
+    /// Returns the milliseconds that the training has waited for saves since the last call.
     pub(crate) fn take_stall_ms(&mut self) -> f64 {
         std::mem::take(&mut self.stall_ms)
     }
 
-    /// Since when a save has been under way in the background.
+    /// Returns when the save in flight began.
     pub(crate) fn saving_since(&self) -> Option<Instant> {
         self.under_way.as_ref().map(|save| save.begin)
     }
 
-    /// What has ended in the background since this was last asked.
+    /// Returns the background work that has ended since the last call.
     pub(crate) fn take_ended(&mut self) -> Vec<Ran> {
         std::mem::take(&mut self.ended)
     }
 
-    /// Gets the memory that a save in the background needs, beside the training. If there is none, the save says so.
+    /// Allocates the memory of background saves, overlapped with the training. If it is not available, the save reports that.
     pub(crate) fn prepare(&mut self, engine: &Engine) {
         if let (Some(thread), Memory::None) = (&self.thread, &self.snapshot)
             && let Ok(mut snapshot) = new_snapshot(engine)
@@ -182,11 +184,11 @@ impl Saver {
         }
     }
 
-    /// A save between two steps. Where it fails, the run says so and goes on, and the next one may succeed. All ranks that save
-    /// together call this after the same steps.
+    /// Saves between two steps. A failure is reported as a message and the run goes on. A collective call: all ranks that save
+    /// together make it after the same steps.
     ///
     /// # Errors
-    /// Weights that are not finite; [`Error::Comm`].
+    /// If weights are not finite or the communication with other ranks fails.
     pub(crate) fn save_and_go_on(
         &mut self,
         engine: &mut Engine,
@@ -223,10 +225,11 @@ impl Saver {
         Ok(())
     }
 
-    /// The save that ends a run: waits for it, and returns the checkpoint; on other ranks than the first an empty path.
+    /// Saves at the end of a run, waits for it and returns the path of the checkpoint; on ranks other than the first an empty
+    /// path.
     ///
     /// # Errors
-    /// Whatever kept it from being made.
+    /// If the checkpoint cannot be made, for whatever reason.
     pub(crate) fn save_last(
         &mut self,
         engine: &mut Engine,
@@ -282,10 +285,10 @@ impl Saver {
         }
     }
 
-    /// Agrees on the next action of all ranks after the first has come to the result `own`, which is `None` on the others.
+    /// Agrees on the next action of all ranks after the first rank's result `own`, which is `None` on the others.
     ///
     /// # Errors
-    /// Those of `own` that end the run; [`Error::Comm`].
+    /// If `own` is an error that ends the run, or the communication with other ranks fails.
     fn decide<T>(
         &self,
         own: Option<Result<T, Error>>,
@@ -316,7 +319,7 @@ impl Saver {
         })
     }
 
-    /// A save of the state after the last step.
+    /// Returns the job that saves the state after the last step.
     fn job(
         &self,
         engine: &Engine,
@@ -327,10 +330,10 @@ impl Saver {
     ) -> Job {
         let step = state.counters.step;
         let observer: Observer = Arc::from(observer.saving(step));
-        // Other copies hold the same.
+        // Other copies hold the same values.
         let spoken_for = engine.trained_ids().filter(|id| engine.speaks_for(*id));
         let spoken_for: HashSet<_> = spoken_for.map(|id| engine.records()[id.0].name.clone()).collect();
-        // What only this rank has it saves, of whichever copy it is.
+        // State that only this rank holds is saved by this rank, whichever copy it belongs to.
         let own = if self.ranks.is_of_first_copy() { spoken_for.clone() } else { HashSet::new() };
         let metrics = metrics.map(MetricsWriter::file).transpose().unwrap_or_else(|error| {
             progress.message(&error.to_string());
@@ -362,7 +365,7 @@ impl Saver {
         match saved {
             Ok(Saved { path, warnings }) => {
                 for warning in warnings {
-                    // What stays wrong is told once.
+                    // A persistent warning is reported once.
                     if self.told.insert(warning.clone()) {
                         progress.message(&warning);
                     }
@@ -379,7 +382,7 @@ impl Saver {
         }
     }
 
-    /// Takes a snapshot of the engine; returns false where saves are made in the foreground because there is no memory for one.
+    /// Takes a snapshot of the engine; returns false if saves are made in the foreground because its memory is not available.
     fn take_copy(&mut self, engine: &Engine, progress: &mut Progress) -> bool {
         if self.thread.is_none() {
             return false;
@@ -404,13 +407,13 @@ impl Saver {
     }
 }
 
-/// Memory for a copy of the engine's state, or why there is none.
+/// Returns memory for a snapshot of the engine's state, or the reason why there is none.
 fn new_snapshot(engine: &Engine) -> Result<Snapshot, String> {
     check_room(Snapshot::bytes_for(engine) as u64, available_memory_bytes())?;
     Snapshot::new(engine).map_err(|error| error.to_string())
 }
 
-/// Whether a copy of `needed` bytes leaves the system enough; where it does not say, the copy is tried.
+/// Checks that the system has `RESERVE_BYTES` left after `needed` bytes; passes if `available` is unknown.
 fn check_room(needed: u64, available: Option<u64>) -> Result<(), String> {
     match available {
         Some(available) if available < needed.saturating_add(RESERVE_BYTES) => {

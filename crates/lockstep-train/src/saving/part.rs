@@ -1,7 +1,7 @@
-//! The work of a save: each rank writes its part, and the first makes a checkpoint of all parts.
+//! The parts of a save: each rank writes its part, and the first rank commits a checkpoint of all parts.
 //!
-//! Of a tensor that several ranks hold, one writes it. What came of a part travels to the first rank as JSON, so that it knows
-//! of every failure, and of which rank it was.
+//! A tensor that several ranks hold is written by one of them. Each rank sends the outcome of its part to the first rank as JSON,
+//! so the first rank knows of every failure and its rank.
 
 use std::cell::Cell;
 use std::collections::HashSet;
@@ -14,39 +14,38 @@ use lockstep_checkpoint::{
     ByteSource, CheckpointError, CommitObserver, Region, ShardReport, SliceBytes, Staging, TensorSlice,
     run_on_disk, write_shard_observed,
 };
-use lockstep_engine::{Contents, OnDisk, StateKind, StateTensor};
+use lockstep_engine::{Contents, OnDisk, Ranks, StateKind, StateTensor};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::ranks::Ranks;
 use crate::state::tensor_kind;
 
-/// The largest report of a part that is sent: a description of its tensors, some hundred bytes for each.
+/// Largest report that a rank sends about its part; it describes the tensors in a few hundred bytes each.
 const MAX_REPORT_BYTES: usize = 256 << 20;
 
-/// Who watches a save.
+/// Observer of a save.
 pub(super) type Observer = Arc<dyn CommitObserver + Send + Sync>;
 
 /// The part of a save that a rank writes.
 pub(super) struct Part<'a> {
     pub(super) step: u64,
-    /// The directory of checkpoints.
+    /// Directory that contains the checkpoints.
     pub(super) dir: &'a Path,
     pub(super) rank: usize,
-    /// The parameters that are this rank's to write, and with them what belongs to them.
+    /// Names of the parameters that this rank writes, with their optimizer state.
     pub(super) own: &'a HashSet<String>,
-    /// The same of what each rank has for itself, of whichever copy of the model it is.
+    /// Names of the parameters whose rank-local state this rank writes, whichever copy of the model it belongs to.
     pub(super) spoken_for: &'a HashSet<String>,
     pub(super) observer: &'a dyn CommitObserver,
 }
 
-/// What came of a part: a report, or nothing where there was nothing to write.
+/// Outcome of a part: its report, or `None` if there was nothing to write.
 pub(super) type Written = Result<Option<ShardReport>, Error>;
 
 impl Part<'_> {
-    /// Writes those of `tensors` that are this rank's to write.
+    /// Writes the tensors of `tensors` that belong to this rank's part.
     pub(super) fn write(&self, tensors: &[StateTensor<'_>]) -> Written {
-        // Finite gradients may still carry a weight out of the range of f32.
+        // Finite gradients may still move a weight out of the range of f32.
         if let Some(name) = StateTensor::first_not_finite(tensors) {
             return Err(Error::WeightsNotFinite { step: self.step, name: name.to_owned() });
         }
@@ -70,17 +69,17 @@ impl Part<'_> {
     }
 }
 
-/// A tensor that is written, and what reads it if it is on disk.
+/// A tensor to write, with its reader if it is on disk.
 struct Own<'a> {
     tensor: &'a StateTensor<'a>,
     on_disk: Option<FiniteSource<'a>>,
 }
 
-/// A tensor on disk, of whose weights none that is not finite gets through.
+/// Reader of a tensor on disk that fails at the first weight that is not finite.
 #[derive(Debug)]
 struct FiniteSource<'a> {
     part: OnDisk<'a>,
-    /// Whether they are weights.
+    /// True if the tensor holds weights.
     is_checked: bool,
     found: Cell<bool>,
 }
@@ -88,7 +87,7 @@ struct FiniteSource<'a> {
 impl ByteSource for FiniteSource<'_> {
     fn read(&self, start: usize, bytes: &mut [u8]) -> io::Result<()> {
         self.part.read(start, bytes).map_err(io::Error::other)?;
-        // Weights that are updated on disk are f32.
+        // Weights with the optimizer step on disk are f32.
         let is_finite = |word: &[u8; 4]| f32::from_le_bytes(*word).is_finite();
         if self.is_checked && !bytes.as_chunks::<4>().0.iter().all(is_finite) {
             self.found.set(true);
@@ -108,13 +107,14 @@ impl<'a> Own<'a> {
         Self { tensor, on_disk }
     }
 
-    /// The name of a parameter whose weights turned out not to be finite when they were read.
+    /// Returns the name of the parameter if reading it found a weight that is not finite.
     fn found_not_finite(&self) -> Option<&str> {
         let found = self.on_disk.as_ref().is_some_and(|source| source.found.get());
         found.then_some(self.tensor.record.name.as_str())
     }
 
-    /// What a rank owns of a tensor, as one slice or, where it begins or ends within a row of a tensor that others share, several.
+    /// Returns this rank's shard of the tensor as one slice, or as several if it begins or ends within a row of a tensor split
+    /// over ranks.
     fn slices(&self) -> Vec<TensorSlice<'_>> {
         let StateTensor { record, kind, dtype, first, .. } = *self.tensor;
         let size = dtype.size_bytes();
@@ -136,7 +136,7 @@ impl<'a> Own<'a> {
     }
 }
 
-/// What came of another rank's part.
+/// Outcome of another rank's part, as sent to the first rank.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 enum Told {
     Written(Option<ShardReport>),
@@ -175,7 +175,7 @@ impl Told {
         })
     }
 
-    /// What the first rank makes of it.
+    /// Converts the outcome of rank `rank` to the result that the first rank handles.
     fn of_rank(self, rank: usize, step: u64) -> Written {
         match self {
             Self::Written(report) => Ok(report),
@@ -185,10 +185,11 @@ impl Told {
     }
 }
 
-/// The reports of all parts, on the first of `ranks`, to which all come with what came of theirs. None on the others.
+/// Gathers the reports of all parts on the first of `ranks`; `None` on the others. A collective call.
 ///
 /// # Errors
-/// Of the first rank that failed, on the first; [`Error::WeightsNotFinite`] also on the rank itself. [`Error::Comm`].
+/// On the first rank, if any rank has failed. On a rank whose weights are not finite, for that reason. On all, if the
+/// communication fails.
 pub(super) fn gather(ranks: &Ranks, step: u64, own: Written) -> Result<Option<Vec<ShardReport>>, Error> {
     let told = ranks.gather(&Told::of(&own).to_bytes())?;
     if !ranks.is_first() {

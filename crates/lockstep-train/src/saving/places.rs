@@ -1,4 +1,4 @@
-//! The directories that a save may go to, in the order in which they are tried, and how long each is waited for.
+//! The directories to which a save may go, in the order of attempts, and the time limit on each.
 
 use std::cell::Cell;
 use std::io;
@@ -12,33 +12,33 @@ use lockstep_checkpoint::{
     Abandoned, CheckpointError, CommitObserver, CommitPoint, Manifest, Pruned, Standing, Wait, make_room,
     prune,
 };
+use lockstep_config::RunConfig;
+use lockstep_observe::progress::Voice;
 
 use super::part::Observer;
-use crate::RunConfig;
 use crate::interrupt::Interrupt;
-use crate::progress::Voice;
 
-/// A stall is told after this long, and again each time that twice as much has passed.
+/// Duration of a stall before it is reported; each further report follows when that time has doubled.
 const TOLD_AFTER: Duration = Duration::from_secs(5);
-/// Time since the last progress within which a save is not given up after a stop was asked for.
+/// Time since the last progress within which a save is not abandoned after a stop request.
 const MOVES: Duration = Duration::from_secs(1);
-/// Share of the grace after which a directory is given up while there is another one, and while there is none.
+/// Fraction of the grace period after which a directory is abandoned: with another directory left, and with none.
 const SHARES_OF_GRACE: [f64; 2] = [0.4, 0.8];
 
 /// A directory of checkpoints.
 #[derive(Debug)]
 pub(super) struct Place {
     pub(super) path: PathBuf,
-    /// Number of checkpoints that stay; `None` for all.
+    /// Number of checkpoints to keep; `None` for all.
     pub(super) keep: Option<NonZeroUsize>,
-    /// Keeps the checkpoint with the lowest evaluation loss as well.
+    /// True if the checkpoint with the lowest evaluation loss is kept as well.
     keep_best: bool,
-    /// The thread that the last save here has left behind, if it has stalled, and since when it has.
+    /// Thread that the last save in this directory has left in a stalled system call, and the time since which it has stalled.
     stalled: Mutex<Option<(Abandoned, Instant)>>,
 }
 
 impl Place {
-    /// The places of a run, the first of which is its `checkpoint.dir`.
+    /// Returns the directories of a run, `checkpoint.dir` first.
     pub(super) fn of_run(config: &RunConfig) -> Arc<[Self]> {
         let place = |path: &Path| Self {
             path: path.to_owned(),
@@ -49,7 +49,7 @@ impl Place {
         config.checkpoint_dirs().into_iter().map(place).collect()
     }
 
-    /// Removes the checkpoints beyond `keep` after one of step `newest` was saved; returns what went wrong.
+    /// Removes the checkpoints beyond `keep` after the save of step `newest`; returns the failures.
     pub(super) fn prune(&self, newest: u64, watch: &dyn CommitObserver) -> Vec<String> {
         let Some(keep) = self.keep else { return Vec::new() };
         let (dir, standing) = (self.path.clone(), self.standing());
@@ -63,7 +63,7 @@ impl Place {
         failed.into_iter().map(|error| format!("an old checkpoint is not removed: {error}")).collect()
     }
 
-    /// Removes checkpoints beyond the newest `keep` before a save that finds no room.
+    /// Removes the checkpoints beyond the newest `keep`, before a save for which the disk is too full.
     pub(super) fn make_room(
         &self,
         keep: usize,
@@ -85,7 +85,7 @@ impl Place {
         }
     }
 
-    /// Remembers a stall.
+    /// Records the stall, if `error` is one, and returns the error.
     pub(super) fn note(&self, error: CheckpointError) -> CheckpointError {
         if let CheckpointError::Stalled { abandoned, idle, .. } = &error {
             let now = Instant::now();
@@ -94,20 +94,20 @@ impl Place {
         error
     }
 
-    /// Forgets earlier stalls after a save.
+    /// Clears an earlier stall after a successful save.
     pub(super) fn has_saved(&self) {
         *self.stalled() = None;
     }
 
-    /// Returns true if the last save here has stalled.
+    /// Returns true if the last save in this directory has stalled.
     fn has_stalled(&self) -> bool {
         self.stalled().is_some()
     }
 
-    /// An error where the thread of the last save here is still in its call: another one would be stuck as well.
+    /// Checks that the thread of the last save is not stuck in its system call, where a new one would get stuck as well.
     ///
     /// # Errors
-    /// [`CheckpointError::Stalled`].
+    /// If that thread is still stuck.
     pub(super) fn check(&self) -> Result<(), CheckpointError> {
         match self.stalled().clone() {
             Some((abandoned, since)) if abandoned.is_stuck() => {
@@ -123,28 +123,28 @@ impl Place {
     }
 }
 
-/// The times that saves of a run wait for.
+/// Time limits of a run's saves.
 #[derive(Debug, Clone)]
 pub(super) struct Limits {
-    /// Time without progress after which a directory is given up.
+    /// Time without progress after which a directory is abandoned.
     pub(super) stall: Duration,
-    /// Time from a request to stop to the end of the process.
+    /// Time from a stop request to the end of the process.
     pub(super) grace: Duration,
     pub(super) interrupt: Interrupt,
 }
 
-/// Tells of a save that stalls, and ends it after a while.
+/// Observer that reports a stalled save and abandons it at its time limit.
 pub(super) struct Watch<'a> {
     pub(super) inner: &'a Observer,
     pub(super) voice: &'a Voice,
     pub(super) step: u64,
     pub(super) place: &'a Place,
-    /// Returns true if there is another place to go to.
+    /// True if another directory is left to try.
     pub(super) has_other: bool,
     pub(super) limits: &'a Limits,
-    /// Set while the file system does not answer.
+    /// Set to true while the file system does not answer.
     pub(super) stalls: &'a AtomicBool,
-    /// Time of the stall that was told last; zero before.
+    /// Duration of the stall at its last report; zero before the first one.
     pub(super) told: Cell<Duration>,
 }
 
@@ -169,7 +169,7 @@ impl CommitObserver for Watch<'_> {
     }
 }
 
-/// Tells of a directory that does not answer when a run begins, and gives up after a while.
+/// Observer of the directory reads at the beginning of a run: reports a stall and gives up at its time limit.
 pub(crate) struct Beginning<'a> {
     dir: &'a Path,
     limit: Duration,
@@ -196,7 +196,8 @@ impl CommitObserver for Beginning<'_> {
     }
 }
 
-/// Returns true if a stall of `idle` is to be told; `told` is the time of the stall that was told last, zero before.
+/// Returns true if a stall of duration `idle` is due to be reported. `told` is the duration at the last report, zero before the
+/// first.
 fn is_told_now(told: &Cell<Duration>, idle: Duration) -> bool {
     if idle < told.get() {
         told.set(Duration::ZERO);
@@ -208,7 +209,7 @@ fn is_told_now(told: &Cell<Duration>, idle: Duration) -> bool {
     is_due
 }
 
-/// Message: `writing rank-00000.safetensors has made no progress for 5 s (DIR)`.
+/// Returns a message such as `writing rank-00000.safetensors has made no progress for 5 s (DIR)`.
 fn told_of(wait: &Wait<'_>, dir: &Path) -> String {
     let seconds = wait.idle.as_secs();
     let name = wait.path.file_name().filter(|_| wait.path != dir);
@@ -233,7 +234,7 @@ mod tests {
         let at = |seconds: f64| is_told_now(&told, Duration::from_secs_f64(seconds));
         let first: Vec<u32> = (0..420).filter(|tenth| at(f64::from(*tenth) / 10.0)).collect();
         assert_eq!(first, [50, 100, 200, 400], "tenths of a second");
-        // Another wait begins anew.
+        // The doubling begins anew with another wait.
         assert!(!at(0.1));
         assert!(at(5.0));
     }

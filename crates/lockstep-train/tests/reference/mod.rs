@@ -1,4 +1,4 @@
-//! Reference numbers from `tests/fixtures/`, and steps as the scripts there make them.
+//! Reference numbers from `tests/fixtures/`, and training steps as the scripts there run them.
 
 use std::path::{Path, PathBuf};
 
@@ -7,15 +7,15 @@ use lockstep_engine::{Engine, HostBatch, Update};
 use lockstep_graph::{BlockShape, Seed};
 use lockstep_plan::DType;
 
-/// What the scripts feed their models with.
+/// Shape of the batches in the scripts.
 pub(crate) const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 24, dtype: DType::F32 };
 
-/// A file or directory of the fixtures.
+/// Returns the path of a fixture's file or directory.
 pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(name)
 }
 
-/// An `expected.safetensors`.
+/// The reference values in an `expected.safetensors`.
 pub(crate) struct Expected(SafetensorsFile);
 
 impl Expected {
@@ -40,7 +40,7 @@ impl Expected {
     }
 }
 
-/// A batch in the types the engine takes.
+/// A batch in the types of the engine.
 pub(crate) struct Batch {
     ids: Vec<u32>,
     labels: Vec<i32>,
@@ -79,7 +79,7 @@ impl Batch {
     }
 }
 
-/// ‖a − b‖ / ‖b‖
+/// Returns ‖a − b‖ / ‖b‖.
 pub(crate) fn relative(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let square = |x: f64| x * x;
@@ -88,7 +88,7 @@ pub(crate) fn relative(a: &[f32], b: &[f32]) -> f64 {
     (difference / norm.max(1e-30)).sqrt()
 }
 
-/// One step as the fixtures' scripts make it; returns loss and norm.
+/// Runs one step as the fixtures' scripts do; returns loss and gradient norm.
 pub(crate) fn training_step(engine: &mut Engine, batch: &Batch, learning_rate: f64, step: u64) -> (f64, f64) {
     engine.begin_step();
     let loss = engine.accumulate(&batch.host(), batch.seed()).unwrap() / batch.valid() as f64;

@@ -1,8 +1,8 @@
-//! `lockstep plan --calibrate`: what a machine's file learns from runs.
+//! `lockstep plan --calibrate`: calibrates a machine file by runs.
 
-use lockstep_train::human;
-use lockstep_train::planner::machine::{self, LocalMachine, measured_file};
-use lockstep_train::planner::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
+use lockstep_config::human;
+use lockstep_planner::machine::{self, LocalMachine, measured_file};
+use lockstep_planner::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
 use serde_json::{Value, json};
 
 use super::{Arguments, write};
@@ -10,7 +10,7 @@ use crate::exit::Failure;
 use crate::output::say;
 use crate::verify::plan_in_words;
 
-/// Learns from the runs that the arguments name, tells what, and writes it down.
+/// Calibrates the machine by the runs that the arguments name, prints the factors, and writes the file.
 pub(super) fn run(arguments: &Arguments) -> Result<(), Failure> {
     let (cluster, file) = match &arguments.cluster {
         Some(name) => (machine::cluster(name)?, Some(name.into())),

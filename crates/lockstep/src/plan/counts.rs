@@ -1,15 +1,15 @@
-//! Flags by which other tools count machines. `plan` takes them with their number in `--cluster`, so that each of these is answered with what to
-//! write there.
+//! Flags by which other tools count machines. `plan` counts them in `--cluster`, so each of these flags is refused with the
+//! `--cluster` to write instead.
 
 use clap::Args;
-use lockstep_plan::cluster::Cluster;
+use lockstep_planner::cluster::Cluster;
 
 use crate::exit::Failure;
 
-/// Accelerators of the answer where `--cluster` names none.
+/// Accelerator of the answer if `--cluster` names none.
 const USUAL: &str = "h100";
 
-/// Numbers of devices and of nodes, as other tools take them.
+/// Numbers of devices and nodes, as flags of other tools.
 #[derive(Debug, Args)]
 pub(super) struct Counts {
     #[arg(long, value_name = "N", hide = true, aliases = ["num-gpus", "num_gpus", "gpu", "devices", "num-devices",
@@ -19,7 +19,7 @@ pub(super) struct Counts {
     nnodes: Option<String>,
 }
 
-/// A number of machines.
+/// A number of devices or nodes.
 #[derive(Debug, Clone, Copy)]
 enum Count {
     Devices(usize),
@@ -30,7 +30,7 @@ impl Counts {
     /// Refuses the flags.
     ///
     /// # Errors
-    /// If one of the flags is given, with the `--cluster` that says the same.
+    /// If one of the flags is given; the error names the equivalent `--cluster`.
     pub(super) fn refuse(&self, cluster: Option<&str>) -> Result<(), Failure> {
         let (flag, text, count): (_, _, fn(usize) -> Count) = match (&self.nnodes, &self.gpus) {
             (Some(text), _) => ("--nnodes", text, Count::Nodes),
@@ -47,7 +47,8 @@ impl Counts {
     }
 }
 
-/// The name of so many of the machines that `base` names, and these in words; `None` for a base that has a number already, or no such number.
+/// Returns the name of a cluster with so many of the machines of `base`, and its devices in words; `None` if `base` has a number
+/// already, or there is no such cluster.
 fn cluster_with(base: &str, count: Count) -> Option<(String, String)> {
     let one = Cluster::preset(base).ok().filter(|one| one.node_count() == 1)?;
     let node = one.nodes.first()?;
@@ -58,7 +59,7 @@ fn cluster_with(base: &str, count: Count) -> Option<(String, String)> {
             format!("{base}x{}", devices / node.devices)
         }
         Count::Devices(_) => return None,
-        // The name of a part of a node ends with that of the node.
+        // The name of a partial node ends with the name of the whole node.
         Count::Nodes(nodes) => format!("{}x{nodes}", one.name.rsplit(' ').next()?),
     };
     let cluster = Cluster::preset(&name).ok()?;

@@ -1,14 +1,14 @@
 //! The parts of a plan's step for `--json` and `--explain`: traffic over each level of links, rooflines, memory over time.
 
-use lockstep_plan::cluster::Cluster;
-use lockstep_plan::predict::{StepTraffic, Traffic};
-use lockstep_train::human;
-use lockstep_train::planner::{Details, MemoryCurve, Point, Roofline};
+use lockstep_config::human;
+use lockstep_planner::cluster::Cluster;
+use lockstep_planner::predict::{StepTraffic, Traffic};
+use lockstep_planner::{Details, MemoryCurve, Point, Roofline};
 use serde_json::{Map, Value, json};
 
 use crate::output::say;
 
-/// The keys that a document has beside its plans.
+/// Returns the keys of a document beside its plans: traffic, rooflines and memory over time.
 pub(super) fn to_json(details: &Details, cluster: &Cluster) -> Map<String, Value> {
     let Details { traffic, rooflines, memory } = details;
     let memory = memory.iter().enumerate().map(curve);

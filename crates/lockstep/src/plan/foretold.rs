@@ -1,14 +1,14 @@
 //! A given plan: the memory of every rank and the time of a step; if it does not fit, the plans that do.
 
-use lockstep_plan::cluster::Cluster;
-use lockstep_plan::search::Rejection;
+use lockstep_config::plan::check;
+use lockstep_config::{PlanFile, RunConfig, human};
 use lockstep_plan::{Axis, MemoryBytes, MemoryPrediction, Plan, ZeroStage};
-use lockstep_train::fit::{available_bytes, needed};
-use lockstep_train::plan::check;
-use lockstep_train::planner::{
-    Assumption, Evaluated, Page, Planner, Remedies, Remedy, mesh_in_words, rejection_in_words,
+use lockstep_planner::cluster::Cluster;
+use lockstep_planner::fit::{available_bytes, needed};
+use lockstep_planner::search::Rejection;
+use lockstep_planner::{
+    Assumption, Evaluated, Forecast, Page, Planner, Remedies, Remedy, mesh_in_words, rejection_in_words,
 };
-use lockstep_train::{Forecast, PlanFile, RunConfig, human};
 use serde_json::{Map, Value, json};
 
 use super::details::{self, print_traffic};
@@ -20,20 +20,20 @@ use crate::output::say;
 use crate::ranks::warn_if_outdated;
 use crate::verify::plan_in_words;
 
-/// A plan, what its ranks need, and where they are.
+/// A given plan with its predicted memory and step, and the remedies if it does not fit.
 struct Predicted {
     config: RunConfig,
     plan: Plan,
     forecast: Forecast,
     evaluated: Evaluated,
     ranks_of_a_machine: usize,
-    /// Memory of a machine; `None` if it is not known.
+    /// Available memory of a machine, in bytes; `None` if it is unknown.
     available_bytes: Option<u64>,
-    /// Plans that fit in its place, if it does not.
+    /// Plans that fit instead, if this one does not.
     remedies: Remedies,
 }
 
-/// Tells what the plan of a configuration comes to on the machines of `planner`.
+/// Predicts the plan of a configuration on the machines of `planner` and prints the answer.
 pub(super) fn run(
     arguments: &Arguments,
     config: RunConfig,
@@ -121,7 +121,7 @@ impl Predicted {
         machines.max_by_key(MemoryBytes::total).unwrap_or_default()
     }
 
-    /// The rejection of a plan whose offloaded state has no room in host memory or on disk.
+    /// Returns the rejection of a plan whose offloaded state exceeds host memory or disk.
     fn lacking_room(&self) -> Option<&Rejection> {
         self.evaluated.lacking.as_ref().filter(|lacking| matches!(lacking, Rejection::Room { .. }))
     }
@@ -138,7 +138,7 @@ impl Predicted {
         say!(
             "plan       {}{}, recompute {}, {}, micro-batches of {}",
             plan_in_words(config),
-            // Of one rank there is nothing to shard; other stages are among the words.
+            // With one rank nothing is sharded; other stages are in `plan_in_words`.
             if config.ranks() > 1 && config.zero_stage() == ZeroStage::Nothing {
                 ", ZeRO stage 0"
             } else {
@@ -189,7 +189,7 @@ impl Predicted {
         self.print_remedies();
     }
 
-    /// Tells in a line or two what to type for a plan that fits.
+    /// Prints what to type for a plan that fits, in a line or two.
     fn print_remedies(&self) {
         let Remedies { nearest, best, advice } = &self.remedies;
         let step_ms = |remedy: &Remedy| remedy.evaluated.step.step_ms;
@@ -249,7 +249,7 @@ impl Predicted {
     }
 }
 
-/// The keys to type for a remedy, and what it comes to.
+/// Returns the settings of a remedy, with its memory and step.
 fn remedy_in_words(Remedy { settings, evaluated }: &Remedy) -> String {
     let settings: Vec<String> =
         settings.iter().map(|setting| format!("--set {}", shell_word(setting))).collect();
@@ -270,7 +270,7 @@ fn remedy_in_words(Remedy { settings, evaluated }: &Remedy) -> String {
     )
 }
 
-/// The categories that there is anything of.
+/// Returns the categories with any bytes, in words.
 fn parts(memory: MemoryBytes) -> String {
     let parts = memory.entries().filter(|(_, bytes)| *bytes > 0);
     let part = |(category, bytes): (lockstep_plan::MemoryCategory, usize)| {
@@ -282,7 +282,7 @@ fn parts(memory: MemoryBytes) -> String {
 pub(super) fn by_name(memory: MemoryBytes) -> Value {
     let mut map: Map<String, Value> =
         memory.entries().map(|(category, bytes)| (category.name().to_owned(), bytes.into())).collect();
-    // What kernels give back for their next call is not predicted.
+    // Cached blocks that kernels reuse are not predicted.
     map.remove(lockstep_plan::MemoryCategory::Cached.name());
     map.insert("total".to_owned(), memory.total().into());
     map.into()

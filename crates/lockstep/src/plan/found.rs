@@ -1,22 +1,21 @@
-//! The answer of a search: a table, or one JSON document.
+//! The answer of a search, as a table or as one JSON document.
 
-use lockstep_plan::cluster::Cluster;
-use lockstep_plan::search::{Found, Ranking, Rejection};
+use lockstep_config::human;
+use lockstep_config::plan::check;
 use lockstep_plan::{ContextMethod, Plan, PlanPrediction};
-use lockstep_train::plan::check;
-use lockstep_train::planner::{
-    Advice, Assumption, Details, Evaluated, Help, Neighbour, Page, Planner, Scaling, Searched, mesh_in_words,
-    parts, recompute_in_words, rejection_in_words, schedule_in_words,
+use lockstep_planner::cluster::Cluster;
+use lockstep_planner::search::{Found, Ranking, Rejection};
+use lockstep_planner::{
+    Advice, Assumption, Details, Evaluated, Forecast, Help, Neighbour, Page, Planner, Scaling, Searched,
+    mesh_in_words, parts, recompute_in_words, rejection_in_words, schedule_in_words,
 };
-use lockstep_train::{Forecast, human};
 use serde_json::{Map, Value, json};
 
 use super::details::{self, print_traffic};
 use super::foretold::by_name;
-use super::scaling;
 use super::searching::{Stop, Watch};
 use super::training::Training;
-use super::{Arguments, figures, print_workload, workload};
+use super::{Arguments, figures, print_workload, scaling, workload};
 use crate::exit::Failure;
 use crate::output::say;
 
@@ -47,7 +46,8 @@ pub(super) fn run(
     Ok(())
 }
 
-/// The plan with its prediction. On this machine its memory is that of the kernels that will run, which a search only estimates.
+/// Returns the plan with its prediction. On this machine the memory is predicted exactly, with the kernels that will run; a search
+/// only estimates it.
 fn predicted_plan(planner: &Planner, best: &Evaluated) -> Result<Plan, Failure> {
     let plan = best.plan_with_prediction(planner.cluster());
     if !planner.is_host() {
@@ -69,15 +69,15 @@ fn refuse_scaling_of_unlike_nodes(arguments: &Arguments, cluster: &Cluster) -> R
     }
 }
 
-/// The parts of the answer beside the ranking: those that the flags ask for.
+/// The parts of the answer other than the ranking, as far as flags ask for them.
 struct Answer {
     stopped: Option<Stop>,
-    /// Other machines, if the best plan waits for disks.
+    /// Advice on other machines, if the best plan waits for disks.
     advice: Vec<Advice>,
     scaling: Option<Scaling>,
     training: Option<Training>,
     neighbours: Vec<Neighbour>,
-    /// Changes that would help and costs of a slow device, with `--explain`.
+    /// Changes that would help and the cost of a slow device, with `--explain`.
     explained: Option<(Vec<Help>, Vec<Slowdown>)>,
     details: Option<Details>,
 }
@@ -169,7 +169,8 @@ impl Answer {
     }
 }
 
-/// The failure where no plan was found: the candidate that lacked least, and the changes with which one would fit.
+/// Returns the failure when no plan fits or was found in time: the candidate with the smallest shortage, and changes with which one
+/// would fit.
 fn nothing(ranking: &Ranking<Evaluated>, planner: &mut Planner, watch: &mut Watch) -> Failure {
     let workload = planner.workload_in_words();
     let question = format!("{workload}, on {}", cluster_in_words(planner.cluster()));
@@ -201,16 +202,16 @@ fn nothing(ranking: &Ranking<Evaluated>, planner: &mut Planner, watch: &mut Watc
     Failure::configuration(message)
 }
 
-/// Share of a step from which on waiting for the disk is worth other machines.
+/// Fraction of a step from which on waiting for the disk is worth advice on other machines.
 const WORTH_ADVICE: f64 = 0.1;
 
-/// Returns true if the steps of the best plan wait for disks: nobody would rent accelerators for it.
+/// Returns true if the best plan's steps wait so long for disks that its accelerators would be wasted.
 fn waits_for_disk(best: &Evaluated, cluster: &Cluster) -> bool {
     let is_host = cluster.nodes.iter().any(|node| node.device.is_host);
     !is_host && best.step.disk_ms > WORTH_ADVICE * best.step.step_ms
 }
 
-/// An advice as a line: what to type, and what then fits.
+/// Returns an advice as a line: the flag to type, and what then fits.
 pub(super) fn in_words(Advice { flag, words }: &Advice) -> String {
     format!("{flag:<40} {words}")
 }
@@ -279,7 +280,7 @@ fn print(searched: &Searched, planner: &Planner, stopped: Option<Stop>) {
     }
 }
 
-/// A plan's axes, and how those that share sequences reach each other's parts.
+/// Returns a plan's axes, with the context-parallel method.
 fn mesh_of(plan: &Plan) -> String {
     let method = match plan.context_method {
         _ if plan.mesh.context == 1 => return mesh_in_words(&plan.mesh),
@@ -290,7 +291,7 @@ fn mesh_of(plan: &Plan) -> String {
     format!("{}, {method}", mesh_in_words(&plan.mesh))
 }
 
-/// With as many digits as say something: cores come to less than one.
+/// Formats TFLOP/s with as many digits as are significant: CPU cores have less than one.
 fn teraflops(number: f64) -> String {
     if number < 10.0 { format!("{number:.3}") } else { format!("{number:.1}") }
 }

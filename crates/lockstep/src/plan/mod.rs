@@ -1,4 +1,4 @@
-//! `lockstep plan`: how a model is best trained on some machines, and what a plan comes to before any of them is asked to carry it out.
+//! `lockstep plan`: finds the best plan for a model on some machines, or predicts a given plan before any machine runs it.
 
 mod calibrated;
 mod counts;
@@ -16,11 +16,12 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum, ValueHint};
 use lockstep_checkpoint::MANIFEST_FILE;
+use lockstep_config::{NamedModel, RunConfig, find_model};
 use lockstep_plan::Plan;
-use lockstep_plan::cluster::Cluster;
-use lockstep_train::planner::machine::{self, LocalMachine};
-use lockstep_train::planner::{self, Assumption, Evaluated, Page, Planner, assumptions};
-use lockstep_train::{Error, NamedModel, RunConfig, find_model};
+use lockstep_planner::cluster::Cluster;
+use lockstep_planner::machine::{self, LocalMachine};
+use lockstep_planner::{self, Assumption, Evaluated, Page, Planner, assumptions};
+use lockstep_train::Error;
 use serde_json::{Value, json};
 
 use crate::collectives::bytes;
@@ -52,13 +53,14 @@ pub(crate) struct Arguments {
     /// Precision of the training [default: on accelerators bf16, f16 before Ampere; on CPUs f32]
     #[arg(long, value_name = "f32|bf16|f16")]
     precision: Option<String>,
-    /// Tokens of a whole training, such as 300B or 1T: how long it takes, and what it costs
+    /// Tokens of a whole training run, such as 300B or 1T: adds its duration and its price
     #[arg(long, value_name = "TOKENS", value_parser = training::tokens)]
     tokens: Option<f64>,
-    /// Table of other numbers of nodes, with the same batch and with one that grows with them; without numbers powers of two
+    /// Add a table of other numbers of nodes, with the same batch (strong scaling) and with one that grows with them (weak
+    /// scaling); without numbers powers of two
     #[arg(long, value_name = "NODES", num_args = 0..=1, require_equals = true, value_delimiter = ',')]
     scaling: Option<Vec<NonZeroUsize>>,
-    /// Time after which the best plan so far is told, with how much better another could be
+    /// Time after which the search ends with the best plan so far, and with a bound on how much better another could be
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = searching::duration)]
     limit: Duration,
     /// Number of plans to show
@@ -73,22 +75,22 @@ pub(crate) struct Arguments {
     /// Ranks on each machine [default: one for each device; of a given plan, all]
     #[arg(long, value_name = "N", alias = "nproc_per_node")]
     nproc_per_node: Option<usize>,
-    /// Say why: what the best plan's neighbours come to and what they lack, and what would help most; of a given plan, what the memory
-    /// of each rank is made of
+    /// Explain the answer: step times and shortages of the best plan's neighbours, and the changes that would help most; for a
+    /// given plan, the composition of each rank's memory
     #[arg(long)]
     explain: bool,
     /// Print one JSON document
     #[arg(long)]
     json: bool,
-    /// Write the best plan, for train --plan, with what it is predicted to come to
+    /// Write the best plan with its prediction, for train --plan
     #[arg(short, long, value_name = "PLAN.json", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
-    /// Learn from a run that was made on these machines, by the directory of its records; several times for several runs. What is learned goes
-    /// to the cluster file, or to what --output names
+    /// Calibrate the machine by a finished run, given by the directory of its records; several times for several runs. The
+    /// calibrated machine is written to the cluster file, or to --output
     #[arg(long, value_name = "RUN_DIR", value_hint = ValueHint::DirPath,
         conflicts_with_all = ["run", "settings", "plan", "model", "seq_len", "global_batch", "explain", "html"])]
     calibrate: Vec<PathBuf>,
-    /// Write one page with the mesh on the machines, the timeline of the step, memory, the roofline and the ranking
+    /// Write one HTML page with the mesh on the machines, the timeline of the step, memory, the roofline and the ranking
     #[arg(long, value_name = "REPORT.html", value_hint = ValueHint::FilePath)]
     html: Option<PathBuf>,
 }
@@ -104,7 +106,7 @@ enum Objective {
     Headroom,
 }
 
-impl From<Objective> for planner::Objective {
+impl From<Objective> for lockstep_planner::Objective {
     fn from(objective: Objective) -> Self {
         match objective {
             Objective::Time => Self::Time,
@@ -133,7 +135,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     if is_given {
         machine::check_ranks(&cluster, open.unwrap_or(config.ranks()))?;
     }
-    // A run's file means what it says, also by what it leaves out.
+    // A run's file is complete: keys that it leaves out have their defaults.
     let assumed = if arguments.planned.run.is_none() { assumptions(&config, &cluster)? } else { Vec::new() };
     let shards = open.map(|ranks| config.setting_for_ranks(ranks)).transpose()?;
     let config = match assumed.is_empty() && shards.is_none() {
@@ -146,7 +148,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     };
     let planner = Planner::new(config.clone(), cluster, arguments.objective.into())?;
     let mut planner = match arguments.nproc_per_node {
-        // Of cores a rank may have several; who says how many ranks there are leaves no choice of that.
+        // On a host a rank may have several cores, so the number of ranks is a choice unless it is given.
         Some(ranks) if planner.is_host() => planner.with_ranks(ranks),
         _ => planner,
     };
@@ -168,7 +170,7 @@ impl Arguments {
     /// Returns the keys of the run that the arguments set.
     ///
     /// # Errors
-    /// No model has the name that is given.
+    /// If no model has the given name.
     fn settings(&self) -> Result<Vec<String>, Failure> {
         let mut settings = Vec::new();
         if let Some(model) = &self.model {
@@ -180,10 +182,12 @@ impl Arguments {
         Ok(settings)
     }
 
-    /// Returns the failure of a run that cannot be loaded; where its path names a model, with the flag that takes it.
+    /// Returns the failure of a run that cannot be loaded; if its path names a model, with the flag for models.
     fn not_loaded(error: Error) -> Failure {
         let name = match &error {
-            Error::ReadConfiguration { path, .. } => path.display().to_string(),
+            Error::Config(lockstep_config::Error::ReadConfiguration { path, .. }) => {
+                path.display().to_string()
+            }
             _ => return error.into(),
         };
         let is_model = match find_model(&name) {
@@ -205,8 +209,8 @@ impl Arguments {
         Failure { message, ..failure }
     }
 
-    /// Ranks that `parallel.zero_stage` makes shards of, where no other key counts them: those that are asked for, else the devices of a named
-    /// cluster.
+    /// Returns the ranks that become shards if `parallel.zero_stage` leaves them open: those that are asked for, else the devices
+    /// of a named cluster.
     fn open_ranks(&self, config: &RunConfig) -> Result<Option<usize>, Failure> {
         if !config.leaves_shards_open() {
             return Ok(None);
@@ -218,8 +222,8 @@ impl Arguments {
         })
     }
 
-    /// The machines, and why they are known by guesses alone, if they are; this one for at least so many ranks, each with its share of the
-    /// cores or with so many threads, if nothing else is said.
+    /// Returns the machines, and the reason if they have default rates. Without `--cluster` it is this machine for at least `ranks`
+    /// ranks, each with an equal share of the cores or with `train.threads` of them.
     fn cluster(&self, config: &RunConfig, ranks: usize) -> Result<(Cluster, Option<String>), Failure> {
         let (mut cluster, doubt) = match &self.cluster {
             Some(name) => (machine::cluster(name)?, None),
@@ -248,12 +252,12 @@ impl Arguments {
         write(path, &text)
     }
 
-    /// Returns true if any output has the parts of the step.
+    /// Returns true if any output shows the parts of the step.
     fn wants_details(&self) -> bool {
         self.json || self.explain || self.html.is_some()
     }
 
-    /// Writes the page, if one is asked for, with the command that made it.
+    /// Writes the HTML page, if one is asked for, with the command that made it.
     fn write_page(&self, planner: &Planner, page: Page<'_>) -> Result<(), Failure> {
         let Some(path) = &self.html else { return Ok(()) };
         let words: Vec<String> =
@@ -263,12 +267,12 @@ impl Arguments {
     }
 }
 
-/// An argument as it is typed: in quotes if a shell would take it apart.
+/// Quotes an argument if a shell would split it.
 fn shell_word(word: &str) -> String {
     if word.contains([' ', '"', '[', '{', '*', '$']) { format!("'{word}'") } else { word.to_owned() }
 }
 
-/// Tells what the question is: model, precision and batch, and which of it nobody said.
+/// Prints the workload (model, precision, batch) and which part of it is assumed.
 fn print_workload(planner: &Planner, assumed: &[Assumption]) {
     say!("workload   {}", planner.workload_in_words());
     if !assumed.is_empty() {
@@ -278,7 +282,7 @@ fn print_workload(planner: &Planner, assumed: &[Assumption]) {
     }
 }
 
-/// The workload as `--json` has it.
+/// Returns the workload in the form of `--json`.
 fn workload(planner: &Planner, assumed: &[Assumption]) -> Value {
     let train = &planner.config().train;
     json!({
@@ -289,7 +293,7 @@ fn workload(planner: &Planner, assumed: &[Assumption]) -> Value {
     })
 }
 
-/// A size of memory: a number with a unit. A bare number below 1 MiB lacks one.
+/// Parses a memory size: a number with a unit. A bare number below 1 MiB is an error, since its unit is missing.
 fn memory(text: &str) -> Result<usize, String> {
     let bytes = bytes(text)?;
     let has_unit = !text.bytes().all(|byte| byte.is_ascii_digit());
@@ -301,7 +305,7 @@ fn write(path: &Path, text: &str) -> Result<(), Failure> {
     std::fs::write(path, text).map_err(refuse)
 }
 
-/// Returns the figures of a plan's step as `--json` has them.
+/// Returns the figures of a plan's step in the form of `--json`.
 fn figures(found: &Evaluated, cluster: &Cluster) -> Value {
     let step = &found.step;
     let goodput = (found.devices > 1).then(|| found.goodput(cluster));

@@ -1,17 +1,17 @@
 //! `lockstep plan --scaling`: the table of node counts.
 
-use lockstep_train::human;
-use lockstep_train::planner::{Evaluated, Scaled, Scaling, mesh_in_words};
+use lockstep_config::human;
+use lockstep_planner::{Evaluated, Scaled, Scaling, mesh_in_words};
 use serde_json::{Value, json};
 
 use crate::output::say;
 
-/// Most numbers of nodes of a table.
+/// Most rows of a table.
 const MOST_ROWS: usize = 16;
-/// Nodes up to which a cluster of one node is scaled.
+/// Number of nodes up to which a cluster of one node is scaled.
 const USUAL_NODES: usize = 16;
 
-/// Numbers of nodes of a table: those that were named, or powers of two up to those of the cluster.
+/// Returns the node counts of a table: the named ones, or powers of two up to the cluster's.
 pub(super) fn nodes(named: &[usize], of_cluster: usize) -> Vec<usize> {
     let most = if of_cluster == 1 { USUAL_NODES } else { of_cluster };
     let mut nodes = match named {

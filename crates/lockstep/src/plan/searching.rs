@@ -1,19 +1,19 @@
-//! A search while it runs: a progress line on a terminal, and its early end by `--limit` or Ctrl-C.
+//! The watch over a search: a progress line on a terminal, and an early end by `--limit` or Ctrl-C.
 
 use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
-use lockstep_plan::search::{Observer, Progress};
-use lockstep_train::human;
+use lockstep_config::human;
+use lockstep_planner::search::{Observer, Progress};
 use lockstep_train::interrupt::Interrupt;
 
 use crate::exit::Failure;
 
-/// Time between two looks at the progress line, which costs more than a candidate.
+/// Least time between two updates of the progress line, which cost more than a candidate.
 const BETWEEN_LINES: Duration = Duration::from_millis(100);
 
-/// Time for advice where no plan fits.
+/// Time for advice if no plan fits.
 const FOR_ADVICE: Duration = Duration::from_secs(4);
 
 /// The reason for the early end of a search.
@@ -25,7 +25,7 @@ pub(super) enum Stop {
     Interrupt,
 }
 
-/// Watches searches: all of a command share one limit.
+/// Observer of searches; all searches of a command share one limit.
 pub(super) struct Watch {
     interrupt: Interrupt,
     begin: Instant,
@@ -36,7 +36,7 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// From now on, until `limit` has passed.
+    /// Starts a watch that ends after `limit`.
     pub(super) fn start(limit: Duration) -> Result<Self, Failure> {
         let style = ProgressStyle::with_template("{spinner} {wide_msg}");
         let bar = style
@@ -47,12 +47,12 @@ impl Watch {
         Ok(Self { interrupt: Interrupt::on_signals()?, begin, limit, bar, drawn: begin, stopped: None })
     }
 
-    /// Leaves a few seconds from now on, whatever the limit was: for advice where no plan fits.
+    /// Extends the limit to a few seconds from now, for advice if no plan fits.
     pub(super) fn leave_a_moment(&mut self) {
         self.limit = self.begin.elapsed() + FOR_ADVICE;
     }
 
-    /// The reason for the early end, if there was one.
+    /// Returns the reason for the early end, if there was one.
     pub(super) fn stopped(&self) -> Option<Stop> {
         self.stopped
     }
@@ -75,7 +75,7 @@ impl Watch {
     }
 }
 
-/// The progress of a search in one line.
+/// Returns the progress of a search in one line.
 fn line(Progress { candidates, done, best, bound }: Progress) -> String {
     let done = human::thousands(done as u64);
     let Some(candidates) = candidates else {
@@ -104,7 +104,7 @@ impl Observer for Watch {
     }
 }
 
-/// A length of time: `30s`, `2m`, `500ms`, or a number of seconds.
+/// Parses a duration: `30s`, `2m`, `500ms`, or a number of seconds.
 pub(super) fn duration(text: &str) -> Result<Duration, String> {
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').len();
     let (number, unit) = text.split_at(digits);

@@ -1,21 +1,21 @@
-//! `lockstep plan --tokens 1T`: time, device hours, price and energy of a whole training.
+//! `lockstep plan --tokens 1T`: time, device hours, price and energy of a whole training run.
 
-use lockstep_plan::cluster::Cluster;
-use lockstep_train::human;
-use lockstep_train::planner::Evaluated;
+use lockstep_config::human;
+use lockstep_planner::Evaluated;
+use lockstep_planner::cluster::Cluster;
 use serde_json::{Value, json};
 
 use crate::output::say;
 
 const SECONDS_OF_HOUR: f64 = 3600.0;
 
-/// A training on so many tokens by a plan.
+/// A training run over so many tokens under a plan.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Training {
     tokens: f64,
-    /// Hours of steps alone.
+    /// Hours of the steps alone.
     hours: f64,
-    /// Hours with what failures and saves cost.
+    /// Hours with the cost of failures and saves.
     hours_with_failures: f64,
     device_hours: f64,
     dollars: Option<f64>,
@@ -28,9 +28,9 @@ impl Training {
         let hours = tokens / found.tokens_per_s() / SECONDS_OF_HOUR;
         let share = if found.devices > 1 { found.goodput(cluster).share } else { 1.0 };
         let hours_with_failures = hours / share.max(f64::MIN_POSITIVE);
-        let power = |node: &lockstep_plan::cluster::NodeKind| Some(node.kilowatts? * node.count as f64);
+        let power = |node: &lockstep_planner::cluster::NodeKind| Some(node.kilowatts? * node.count as f64);
         let kilowatts: Option<f64> = cluster.nodes.iter().map(power).sum();
-        // A plan that leaves nodes unused switches them off.
+        // Nodes that a plan leaves unused are switched off.
         let used = found.devices as f64 / cluster.devices().max(1) as f64;
         Self {
             tokens,
@@ -73,7 +73,7 @@ impl Training {
     }
 }
 
-/// Hours, or from two days on days.
+/// Formats a number of hours; as days from two days on.
 fn days(hours: f64) -> String {
     match hours {
         hours if hours < 48.0 => human::seconds(hours * SECONDS_OF_HOUR).to_string(),
@@ -90,7 +90,7 @@ fn energy_in_words(megawatt_hours: f64) -> String {
     if megawatt_hours < 100.0 { format!("{megawatt_hours:.1}") } else { whole(megawatt_hours) }
 }
 
-/// A number of tokens: `1T`, `300B`, `15.6T`, `2e12`.
+/// Parses a number of tokens: `1T`, `300B`, `15.6T`, `2e12`.
 pub(super) fn tokens(text: &str) -> Result<f64, String> {
     let (number, factor) = match text.char_indices().next_back() {
         Some((at, 'k' | 'K')) => (&text[..at], 1e3),

@@ -1,8 +1,8 @@
-//! A run as a sequence of attempts: its ranks are started, watched to their end, and after a failure started again from the newest
-//! checkpoint.
+//! A run as a sequence of attempts: its ranks are started, watched to their end, and restarted from the newest checkpoint after a
+//! failure.
 //!
-//! On several machines the launchers meet before every attempt and after the last one. Everybody says what he brings, so that all make the
-//! same attempt, or all end.
+//! On several machines the launchers meet before every attempt and after the last one. They exchange cards with their state, so
+//! that all make the same attempt, or all end.
 
 use std::fs::File;
 use std::io::Write;
@@ -12,28 +12,28 @@ use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use lockstep_comm::{LossCause, NodeCard, NodesMet};
+use lockstep_config::ResolvedModel;
+use lockstep_observe::report;
 use lockstep_train::interrupt::Interrupt;
-use lockstep_train::{ResolvedModel, report};
 use serde_json::json;
 
 use super::launcher::Launcher;
 use super::restarts::{Policy, Restarts, Verdict, jitter};
 use crate::exit::{self, Failure, INTERRUPTED, PEER_LOST};
-
 use crate::output::{field, note, warning};
 use crate::ranks;
 use crate::rendezvous::Rendezvous;
 
-/// Interval between two looks, during a pause, whether somebody has asked for a stop.
+/// Interval at which a stop request is checked during a pause.
 const LOOK: Duration = Duration::from_millis(10);
-/// Time that a launcher which ends waits for the others, to tell them.
+/// Time that an ending launcher waits for the others, to inform them.
 const FAREWELL: Duration = Duration::from_secs(10);
-/// Time that a launcher for which nobody waits gives the others, to hear how a rank of theirs ended.
+/// Time that an ending launcher waits if there are no restarts and nobody waits for it: enough to learn how a remote rank ended.
 const BRIEF_FAREWELL: Duration = Duration::from_millis(1500);
-/// The file of a run's restarts, beside its metrics.
+/// File with a run's restarts, in its metrics directory.
 const RECORDS: &str = "restarts.jsonl";
 
-/// The attempts of a launcher.
+/// Attempts of one launcher.
 pub(super) struct Attempts<'a> {
     launcher: &'a Launcher<'a>,
     model: &'a ResolvedModel,
@@ -41,16 +41,16 @@ pub(super) struct Attempts<'a> {
     rendezvous: Option<Rendezvous>,
     policy: Policy,
     restarts: Restarts,
-    /// Number of the next attempt.
+    /// Number of the next attempt, from 0.
     attempt: usize,
-    /// The rank of this machine whose loss ended the last attempt.
+    /// Rank of this machine whose loss ended the last attempt.
     lost: Option<(usize, LossCause)>,
     /// Number of this machine.
     node: usize,
 }
 
 impl<'a> Attempts<'a> {
-    /// The attempts of `launcher`, none of which has been made.
+    /// Returns the attempts of `launcher` before the first one.
     pub(super) fn new(
         launcher: &'a Launcher<'a>,
         model: &'a ResolvedModel,
@@ -61,10 +61,10 @@ impl<'a> Attempts<'a> {
         Self { launcher, model, rendezvous, policy, restarts, attempt: 0, lost: None, node: 0 }
     }
 
-    /// Makes attempts until one ends well or none may follow; `None` if this process is to be the only rank.
+    /// Runs attempts until one succeeds or none may follow; `None` if this process is to be the only rank.
     pub(super) fn run(mut self, is_started: bool) -> Result<Option<ExitCode>, Failure> {
         let mut interrupt = None;
-        // The failure that the next attempt is to mend.
+        // Failure that caused the next attempt.
         let mut mended: Option<Failure> = None;
         loop {
             let placement = match self.meet(interrupt.as_ref(), mended.as_ref()) {
@@ -133,7 +133,7 @@ impl<'a> Attempts<'a> {
             None => launching.limit,
         };
         let met = rendezvous.meet(card, limit, interrupt).map_err(|unmet| match mended {
-            // The loss is why the run ends, not who does not come back.
+            // The run ends because of the loss, not because a machine does not return.
             Some(failure) if unmet.code != INTERRUPTED => {
                 Failure { code: PEER_LOST, ..with(failure.clone(), &unmet.message) }
             }
@@ -161,7 +161,7 @@ impl<'a> Attempts<'a> {
         Ok(Some(met))
     }
 
-    /// Card of this launcher for a meeting; `ends` is the exit code of one that ends.
+    /// Returns this launcher's card for a meeting; `ends` is its exit code if it ends.
     fn card(&self, ends: Option<u8>) -> NodeCard {
         NodeCard {
             attempt: self.attempt,
@@ -172,21 +172,22 @@ impl<'a> Attempts<'a> {
         }
     }
 
-    /// Tells the other launchers that this one ends with `code`; they may wait for it. Returns their cards, if they came.
+    /// Tells the other launchers that this one ends with `code`, since they may wait for it. Returns their cards if they met.
     fn part(&mut self, code: u8) -> Option<NodesMet> {
         let card = self.card(Some(code));
         let limit = if self.policy.max_restarts > 0 { FAREWELL } else { BRIEF_FAREWELL };
-        // Whoever does not come finds out at its own deadline.
+        // A launcher that does not arrive notices at its own deadline.
         self.rendezvous.as_mut()?.meet(card, limit, None).ok()
     }
 
-    /// Tells the other launchers of `failure`, and returns it.
+    /// Tells the other launchers of `failure` and returns it.
     fn farewell(&mut self, failure: Failure) -> Failure {
         self.part(failure.code);
         failure
     }
 
-    /// The end of the run by `failure`: what is known elsewhere, where it can go on, and the report that a lost first rank has not written.
+    /// Returns the final failure: completed by other launchers' knowledge and a hint on resuming. Writes the report if the first
+    /// rank was lost.
     fn ended(&mut self, failure: Failure) -> Failure {
         let failure = match self.part(failure.code) {
             Some(met) => told_elsewhere(failure, &met.cards),
@@ -201,7 +202,7 @@ impl<'a> Attempts<'a> {
     /// Writes the report of a run whose first rank could not.
     fn leave_report(&self, cause: LossCause) {
         let metrics = &self.launcher.config.metrics;
-        // A first rank that ended by an exit has said it all.
+        // A first rank that ended by an exit has written it already.
         if !metrics.jsonl || matches!(cause, LossCause::Exit(_)) {
             return;
         }
@@ -211,12 +212,12 @@ impl<'a> Attempts<'a> {
         }
     }
 
-    /// The newest checkpoint's step; only the first machine has to see them.
+    /// Returns the step of the newest checkpoint; machines other than the first need not see checkpoints.
     fn newest_step(&self) -> Option<u64> {
         newest_step(self.launcher).or((self.node > 0).then_some(self.attempt as u64))
     }
 
-    /// Says why ranks are started again, and writes it down.
+    /// Reports why ranks are restarted and appends it to the records.
     fn say_restart(&self, failure: &Failure) {
         let message = match failure.message.as_str() {
             "" => "a rank failed",
@@ -238,12 +239,12 @@ impl<'a> Attempts<'a> {
         let metrics = &self.launcher.config.metrics;
         if self.node == 0 && metrics.jsonl {
             let file = File::options().create(true).append(true).open(metrics.dir.join(RECORDS));
-            // A record of the run, which goes on without it.
+            // The run goes on if this record cannot be written.
             let _ = file.and_then(|mut file| file.write_all(format!("{row}\n").as_bytes()));
         }
     }
 
-    /// A loss is no fault of the run's: it can go on.
+    /// Adds a hint on resuming to a failure that was a loss or an interruption.
     fn resumable(&self, failure: Failure) -> Failure {
         let how = match newest(self.launcher) {
             Some((_, path)) => format!("the same command goes on from {}", path.display()),
@@ -258,24 +259,24 @@ impl<'a> Attempts<'a> {
     }
 }
 
-/// Step and path of the newest checkpoint, in the directory of the run or its fallback.
+/// Returns step and path of the newest checkpoint, in the directory of the run or its fallback.
 fn newest(launcher: &Launcher<'_>) -> Option<(u64, PathBuf)> {
     let dirs = launcher.config.checkpoint_dirs().into_iter();
     let saved = dirs.filter_map(|dir| lockstep_checkpoint::list(dir).ok()?.pop());
     saved.map(|saved| (saved.step, saved.path)).max_by_key(|(step, _)| *step)
 }
 
-/// The step of the newest checkpoint.
+/// Returns the step of the newest checkpoint.
 fn newest_step(launcher: &Launcher<'_>) -> Option<u64> {
     newest(launcher).map(|(step, _)| step)
 }
 
-/// Returns true if another attempt may end better: not where the configuration is wrong or something is missing.
+/// Returns true if another attempt may succeed: not after a wrong configuration or a missing resource.
 fn may_restart(failure: &Failure) -> bool {
     !matches!(failure.code, exit::CONFIGURATION | exit::MISSING | exit::CORRUPT_INPUT | INTERRUPTED)
 }
 
-/// Waits for `pause`; returns false as soon as somebody asks for a stop.
+/// Waits for `pause`; returns false as soon as a stop is requested.
 fn wait(pause: Duration, interrupt: &Interrupt) -> bool {
     let end = Instant::now() + pause;
     while !interrupt.is_requested() {
@@ -288,14 +289,14 @@ fn wait(pause: Duration, interrupt: &Interrupt) -> bool {
     false
 }
 
-/// Adds a sentence to `failure`, or makes it the message where its ranks have told the rest.
+/// Appends a sentence to the message of `failure`; if the message is empty, the sentence replaces it.
 fn with(failure: Failure, sentence: &str) -> Failure {
     let Failure { message, code } = failure;
     let message = if message.is_empty() { sentence.to_owned() } else { format!("{message}; {sentence}") };
     Failure { message, code }
 }
 
-/// The end of the run on this machine because node `node` makes no further attempt.
+/// Returns the failure of this machine if node `node` makes no further attempt.
 fn ended_elsewhere(node: usize, cards: &[NodeCard], mended: Option<&Failure>) -> Failure {
     let code = cards[node].ends.unwrap_or(exit::FAILED);
     let sentence = match code {
@@ -303,12 +304,12 @@ fn ended_elsewhere(node: usize, cards: &[NodeCard], mended: Option<&Failure>) ->
         code => format!("node {node} ended with exit code {code}, so that no restart follows"),
     };
     let own = mended.cloned().unwrap_or(Failure { message: String::new(), code: PEER_LOST });
-    // A run that was interrupted is that on every machine.
+    // An interrupted run is interrupted on every machine.
     let code = if code == INTERRUPTED { INTERRUPTED } else { own.code };
     Failure { code, ..with(own, &sentence) }
 }
 
-/// Completes `failure` with the causes of losses that only the launchers of other machines know.
+/// Completes `failure` with the causes of losses that only launchers of other machines know.
 fn told_elsewhere(failure: Failure, cards: &[NodeCard]) -> Failure {
     let told = |message: String, (rank, cause): (usize, LossCause)| {
         let vague = format!("rank {rank} was lost: it {}", LossCause::Disconnected);

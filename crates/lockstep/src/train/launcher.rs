@@ -1,23 +1,22 @@
-//! The command as the launcher of its own ranks: the flags that it refuses, and what an attempt starts.
+//! The command as the launcher of its own ranks: the flags that it refuses, and the ranks that an attempt starts.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use lockstep_comm::environment::{self, ProcessPlace};
 use lockstep_comm::{Elastic, Output, Placement, Way};
-use lockstep_train::config::Transport;
-use lockstep_train::fit::require;
-use lockstep_train::plan::check;
-use lockstep_train::{Forecast, PlanFile, ResolvedModel, Resume, RunConfig};
+use lockstep_config::plan::check;
+use lockstep_config::{PlanFile, ResolvedModel, Resume, RunConfig, Transport};
+use lockstep_planner::Forecast;
+use lockstep_planner::fit::require;
 
 use super::attempts::Attempts;
 use super::restarts::Policy;
 use super::{Arguments, CHOSEN_VARIABLE};
-use crate::error_file;
 use crate::exit::{FAILED, Failure};
 use crate::launching::{First, Launching};
 use crate::planned::HandedPlan;
-use crate::ranks;
+use crate::{error_file, ranks};
 
 /// The command as the launcher of its own ranks.
 pub(super) struct Launcher<'a> {
@@ -25,12 +24,12 @@ pub(super) struct Launcher<'a> {
     pub(super) launching: &'a Launching,
     pub(super) config: &'a RunConfig,
     pub(super) plan: Option<&'a PlanFile>,
-    /// The words on the plan that the planner has chosen.
+    /// Description of the plan that the planner has chosen.
     pub(super) chosen: Option<&'a str>,
 }
 
 impl Launcher<'_> {
-    /// Refuses flags that contradict each other, or whoever has started this process as a rank.
+    /// Refuses flags that contradict each other or the launcher that has started this process as a rank.
     pub(super) fn check(&self, resume: &Resume, place: Option<ProcessPlace>) -> Result<(), Failure> {
         if self.policy().max_restarts > 0 && *resume != Resume::Auto {
             return Err(Failure::configuration(
@@ -39,7 +38,7 @@ impl Launcher<'_> {
             ));
         }
         let Some(place) = place else { return Ok(()) };
-        // Of SLURM's and mpirun's processes each may be the launcher of a machine.
+        // Each process of SLURM and mpirun may be the launcher of a machine.
         let nodes = self.arguments.nodes.first_given();
         let is_of_torchrun = place.launcher == environment::Launcher::Torchrun;
         let is_one_of_nodes = !is_of_torchrun && nodes.is_some();
@@ -55,15 +54,15 @@ impl Launcher<'_> {
         }
     }
 
-    /// The limits of restarts.
+    /// Returns the limits on restarts.
     fn policy(&self) -> Policy {
         Policy::of(self.config, self.launching)
     }
 
-    /// Starts this command once for each rank of this machine, if there are to be several and nobody else has started them; again
-    /// after a failure, as often as that is wanted.
+    /// Starts this command once per rank of this machine, if there are several and no other launcher has started them; restarts
+    /// them after failures. `None` if this process is to be the only rank.
     pub(super) fn run(&self, is_started: bool) -> Result<Option<ExitCode>, Failure> {
-        // One message before anything is started, and not one of each rank.
+        // Errors are reported once, before any rank is started.
         if let Some(plan) = self.plan {
             plan.check(self.config)?;
         }
@@ -71,7 +70,7 @@ impl Launcher<'_> {
         if self.plan.is_some() {
             ranks::warn_if_outdated(self.plan, &Forecast::of(self.config, &model)?);
         }
-        // mpirun has started them, or there is one.
+        // mpirun has started the ranks, or there is only one.
         if self.config.parallel.transport == Transport::Mpi {
             return Ok(None);
         }
@@ -79,14 +78,14 @@ impl Launcher<'_> {
         Attempts::new(self, &model, rendezvous, self.policy()).run(is_started)
     }
 
-    /// Ranks that this machine starts.
+    /// Returns the number of ranks that this machine starts.
     pub(super) fn ranks_here(&self) -> usize {
         let several = self.arguments.nodes.are_several(self.launching);
         self.launching.ranks.unwrap_or(if several { 1 } else { self.config.ranks() })
     }
 
-    /// The ranks of this machine for attempt `attempt`, at `placement` among those of several machines; `None` if this process is to be the
-    /// only one.
+    /// Returns the ranks of this machine for attempt `attempt`, at `placement` if there are several machines; `None` if this
+    /// process is to be the only rank.
     pub(super) fn start(
         &self,
         model: &ResolvedModel,
@@ -97,7 +96,7 @@ impl Launcher<'_> {
         let Self { launching, config, plan, chosen, .. } = self;
         let (all, here) = (config.ranks(), self.ranks_here());
         let records = launching.log_dir.clone().unwrap_or_else(|| config.metrics.dir.clone());
-        // What ranks print to files without a directory goes beside the metrics.
+        // Output files without a given directory are in that of the metrics.
         let output = |ranks, first| launching.output(ranks, first, &records.join("ranks"));
         let max_restarts = self.policy().max_restarts;
         let (start, output) = match placement {
@@ -120,7 +119,7 @@ impl Launcher<'_> {
                 (ranks::Start::here(all, config.parallel.transport.into())?, output)
             }
         };
-        // A rank that is handed a plan chooses none.
+        // Ranks that are handed a plan do not choose one.
         let plan = plan.map(HandedPlan::new).transpose().map_err(|error| Failure {
             message: format!("cannot hand the plan to the ranks: {error}"),
             code: FAILED,
@@ -141,7 +140,7 @@ impl Launcher<'_> {
         }))
     }
 
-    /// The directory where ranks say why they fail: beside what they print, or, where only this process is asked to say it, beside its own file.
+    /// Returns the directory for the error files of ranks: the log directory, or one next to this process's own error file.
     fn errors(&self) -> Option<PathBuf> {
         let own = || error_file::path().map(|path| path.with_extension("ranks"));
         self.launching.log_dir.clone().or_else(own)

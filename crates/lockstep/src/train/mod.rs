@@ -1,4 +1,4 @@
-//! `lockstep train`.
+//! `lockstep train`: trains as a rank, or launches the ranks of a run.
 
 mod attempts;
 mod launcher;
@@ -10,38 +10,39 @@ use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_comm::{JoinOptions, is_launched};
+use lockstep_config::{Resume, RunConfig, engine_options, human};
+use lockstep_engine::Ranks;
 use lockstep_infer::{LoadedModel, Sampling};
+use lockstep_observe::progress::{Detail, Progress};
+use lockstep_observe::screen;
 use lockstep_train::interrupt::Interrupt;
 use lockstep_train::launch::started_group;
-use lockstep_train::progress::{Detail, Progress};
-use lockstep_train::{Ranks, Resume, RunConfig, Summary, engine_options, human, screen, train};
+use lockstep_train::{Summary, ranks_of, train};
 
+use self::launcher::Launcher;
+use self::request::Request;
 use crate::exit::{Failure, INTERRUPTED};
 use crate::generate::show_sample;
 use crate::hosts::Hosts;
-use crate::import;
 use crate::launching::{Flags, Launching, variable};
 use crate::nodes::Nodes;
 use crate::output::{field, note, say, warning};
 use crate::planned::PlannedRun;
-use crate::ranks;
+use crate::{import, ranks};
 
-use self::launcher::Launcher;
-use self::request::Request;
-
-/// Tokens of the sample that a demonstration ends with.
+/// Number of tokens of the sample at the end of the demonstration.
 const SAMPLE_TOKENS: usize = 160;
-/// The variable by which the launcher has the first rank say which plan it chose.
+/// Variable with which the launcher passes the description of the chosen plan to the first rank.
 const CHOSEN_VARIABLE: &str = "LOCKSTEP_CHOSEN_PLAN";
 const SAMPLE_PROMPT: &str = "pub fn ";
-/// A loss so many times that of a uniform guess is one of a run that has diverged.
+/// Multiple of a uniform guess's loss above which a run has diverged.
 const DIVERGED: f64 = 1.2;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
     #[command(flatten)]
     planned: PlannedRun,
-    /// Where to begin: the newest good checkpoint (auto), the start (never), or a checkpoint's directory
+    /// Starting point: the newest intact checkpoint (auto), step 0 (never), or a checkpoint's directory
     #[arg(long, default_value = "auto", value_name = "auto|never|PATH")]
     resume: String,
     #[command(flatten)]
@@ -50,16 +51,16 @@ pub(crate) struct Arguments {
     flags: Flags,
     #[command(flatten)]
     hosts: Hosts,
-    /// Steps of the run, for --set train.steps=N. More of them than before let a finished run go on
+    /// Number of steps, as --set train.steps=N; a larger number lets a finished run continue
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
-    /// Print the configuration of the run, resolved, as the TOML that RUN.toml could have, and end
+    /// Print the resolved configuration of the run in TOML and exit
     #[arg(long)]
     print_config: bool,
-    /// A DeepSpeed configuration, whose values stand between those of RUN.toml and of --set; see docs/coming-from-deepspeed.md
+    /// DeepSpeed configuration, whose values override RUN.toml and are overridden by --set; see docs/coming-from-deepspeed.md
     #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath, alias = "deepspeed_config")]
     deepspeed: Option<PathBuf>,
-    /// Say more before the first step: the plan and why it was chosen, the work of a step, memory by category
+    /// Print more before the first step: the plan and the reason for it, the work of a step, memory by category
     #[arg(short, long)]
     verbose: bool,
 }
@@ -69,7 +70,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let interrupt = is_launched().then(Interrupt::on_signals).transpose()?;
     let place = lockstep_comm::place()?;
     let started = place.as_ref().and_then(|place| place.world_size);
-    // A rank of ours has the launcher's flags without being asked to start anything.
+    // A rank of ours has the launcher's flags but must not start anything.
     let launching = match is_launched() {
         true => Launching::default(),
         false => arguments.flags.settle(&variable)?,
@@ -118,7 +119,7 @@ fn train_as_rank(
 ) -> Result<ExitCode, Failure> {
     let join = JoinOptions { mpi: ranks::mpi(), ..config.join_options() };
     let ranks = match started_group(join).map_err(|error| ranks::told_by(error, 0))? {
-        Some(group) if group.size() > 1 || config.ranks() > 1 => Ranks::of(group, config)?,
+        Some(group) if group.size() > 1 || config.ranks() > 1 => ranks_of(group, config)?,
         _ => Ranks::alone(),
     };
     let threads = engine_options(config).threads;
@@ -150,7 +151,7 @@ fn train_as_rank(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Says what the run takes from a DeepSpeed file, what it takes because its own file says nothing, and what does nothing.
+/// Prints the values taken from a DeepSpeed file, the defaults taken for missing settings, and settings without effect.
 fn say_what_is_taken(request: &Request<'_>, config: &RunConfig) {
     for line in request.import.iter().flat_map(|import| import::table(import, config)) {
         note!("{line}");
@@ -163,7 +164,7 @@ fn say_what_is_taken(request: &Request<'_>, config: &RunConfig) {
     }
 }
 
-/// Says that `OMP_NUM_THREADS` has no effect, where it names another number than `threads`. torchrun sets it to 1 by itself.
+/// Warns that `OMP_NUM_THREADS` has no effect if it differs from `threads`. torchrun sets it to 1 by default.
 fn say_if_threads_differ(threads: usize) {
     let Ok(asked) = std::env::var("OMP_NUM_THREADS") else { return };
     if !asked.is_empty() && asked != threads.to_string() {
@@ -175,7 +176,7 @@ fn say_if_threads_differ(threads: usize) {
     }
 }
 
-/// Prints how the run ended, and what can be done next.
+/// Prints how the run ended, and possible next commands.
 fn report(config: &RunConfig, resume: &Resume, summary: &Summary) {
     let checkpoint = summary.checkpoint.display();
     if summary.interrupted {
@@ -216,7 +217,7 @@ fn report(config: &RunConfig, resume: &Resume, summary: &Summary) {
     note!("{}lockstep checkpoint export {checkpoint} --hf DIR", screen::field("", ""));
 }
 
-/// Warns of a run that ends worse than a model that knows nothing.
+/// Warns if the run ends worse than an untrained model.
 fn warn_if_diverged(summary: &Summary) {
     if summary.skipped_last > 1 {
         warning(&format!(

@@ -1,13 +1,13 @@
-//! The run that a command line asks for: RUN.toml, the run of a checkpoint or the demonstration, and what a DeepSpeed file, a plan, `--set`
-//! and the number of ranks change in it, each over the one before.
+//! The run that a command line describes: RUN.toml, the run of a checkpoint or the demonstration. A DeepSpeed file, a plan,
+//! `--set` and the number of ranks change it, each overriding the one before.
 
 use std::path::Path;
 
 use lockstep_checkpoint::{Checkpoint, find};
+use lockstep_config::{Imported, Origin, PlanFile, Resume, RunConfig, Transport, human};
 use lockstep_import::{AutoValues, Format, Import, Options};
-use lockstep_train::config::{Imported, Origin, Transport};
-use lockstep_train::planner::{Choice, Evaluated, Reason, choose};
-use lockstep_train::{Error, PlanFile, Resume, RunConfig, human};
+use lockstep_planner::{Choice, Evaluated, Reason, choose};
+use lockstep_train::Error;
 
 use super::Arguments;
 use crate::exit::{CORRUPT_INPUT, Failure};
@@ -16,25 +16,25 @@ use crate::launching::Launching;
 use crate::ranks::blamed;
 use crate::verify::plan_in_words;
 
-/// The built-in demonstration: what `lockstep train` does without a file.
+/// The built-in demonstration, which `lockstep train` runs without a file.
 pub(super) const DEMONSTRATION: &str = include_str!("demonstration.toml");
 /// The key that `--nproc-per-node` sets.
 const REPLICAS: &str = "parallel.data_parallel_replicate";
 
-/// The run as the command line, its files and the launcher describe it.
+/// The run as described by the command line, its files and the launcher.
 pub(super) struct Request<'a> {
     pub(super) arguments: &'a Arguments,
     pub(super) launching: &'a Launching,
-    /// The checkpoint to begin from, found if `--resume` names a directory of several.
+    /// Checkpoint to resume from, resolved if `--resume` names a directory of several.
     pub(super) resume: Resume,
-    /// The number of ranks that another launcher has started.
+    /// Number of ranks that another launcher has started.
     pub(super) started: Option<usize>,
-    /// The DeepSpeed file, read.
+    /// The imported DeepSpeed file.
     pub(super) import: Option<Import>,
 }
 
 impl<'a> Request<'a> {
-    /// Reads what the command line names: the checkpoint, and the DeepSpeed file.
+    /// Finds the checkpoint and imports the DeepSpeed file of the command line.
     pub(super) fn new(
         arguments: &'a Arguments,
         launching: &'a Launching,
@@ -50,7 +50,7 @@ impl<'a> Request<'a> {
         Ok(request)
     }
 
-    /// The DeepSpeed file of the command line.
+    /// Imports the DeepSpeed file of the command line.
     fn imported(&self) -> Result<Option<Import>, Failure> {
         let Some(path) = &self.arguments.deepspeed else { return Ok(None) };
         if self.resumed_run().is_some() {
@@ -65,7 +65,7 @@ impl<'a> Request<'a> {
         import::read(Format::DeepSpeed, path, options).map(Some)
     }
 
-    /// The checkpoint whose own run goes on, where `--resume` names one and there is no RUN.toml.
+    /// Returns the checkpoint whose own run continues, if `--resume` names one and there is no RUN.toml.
     fn resumed_run(&self) -> Option<&Path> {
         match (&self.arguments.planned.run, &self.resume) {
             (None, Resume::From(checkpoint)) => Some(checkpoint),
@@ -73,40 +73,41 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Returns true for the built-in demonstration.
+    /// Returns true if this is the built-in demonstration.
     pub(super) fn is_demonstration(&self) -> bool {
         self.arguments.planned.run.is_none() && self.resumed_run().is_none()
     }
 
-    /// The settings of the user.
+    /// Returns the user's settings.
     fn settings(&self) -> Vec<String> {
         let mut settings = self.arguments.planned.settings.clone();
         settings.extend(self.arguments.steps.map(|steps| format!("train.steps={steps}")));
         settings
     }
 
-    /// The run under a plan, if there is one, with some keys set.
+    /// Loads the run with an optional plan and additional settings.
     fn load(&self, plan: Option<&PlanFile>, settings: &[String]) -> Result<RunConfig, Error> {
         let imported: Vec<Imported> = self.import.as_ref().map_or(Vec::new(), import::values);
         match (&self.arguments.planned.run, self.resumed_run()) {
-            (Some(path), _) => RunConfig::load_with(Some(path), &imported, plan, settings),
+            (Some(path), _) => Ok(RunConfig::load_with(Some(path), &imported, plan, settings)?),
             (None, Some(checkpoint)) => run_of_checkpoint(checkpoint, plan, settings),
             (None, None) => {
                 let text = demonstration(settings);
-                RunConfig::parse_with(text, "the built-in demonstration", &imported, plan, settings)?
-                    .with_found_model()
+                let config =
+                    RunConfig::parse_with(text, "the built-in demonstration", &imported, plan, settings)?;
+                Ok(config.with_found_model()?)
             }
         }
     }
 
-    /// The configuration of the run. Unless it says otherwise, the ranks that are started are as many replicas as they make; before they
-    /// are, `--nproc-per-node` says how many.
+    /// Returns the configuration of the run. Unless it sets the number of replicas, that follows from the ranks that are started
+    /// or from `--nproc-per-node`.
     pub(super) fn configuration(&self, plan: Option<&PlanFile>) -> Result<RunConfig, Failure> {
         let mut settings = self.settings();
         let config = self.load(plan, &settings).map_err(|error| blamed(plan, error))?;
         let Some(ranks) = self.started.or(self.launching.ranks) else { return Ok(config) };
         let found = config.ranks();
-        // A checkpoint's own number of ranks gives way as well.
+        // The number of ranks in a checkpoint is overridden as well.
         let gives_way = self.resumed_run().is_some() && found != ranks;
         if config.origin(REPLICAS) == Origin::Default || gives_way {
             settings.push(config.setting_for_ranks(ranks)?);
@@ -124,8 +125,8 @@ impl<'a> Request<'a> {
         Ok(config)
     }
 
-    /// The plan of a run on this machine whose file does not say how to split it, and in words why it is this one; `None` where the file
-    /// says it, or where nothing fits, which has a message of its own.
+    /// Chooses a plan for a run on this machine whose configuration does not say how to split it; returns the plan and the
+    /// reason. `None` if the configuration says it, or if no plan fits, which is reported later.
     pub(super) fn choice(&self) -> Result<Option<(PlanFile, String)>, Failure> {
         let config = self.load(None, &self.settings())?;
         if config.says_how_to_split() || config.parallel.transport == Transport::Mpi {
@@ -147,7 +148,7 @@ impl<'a> Request<'a> {
     }
 }
 
-/// The demonstration; without its model, and the sizes that it changes in it, where `--set` names another.
+/// Returns the demonstration; without its model section if the settings name another model.
 fn demonstration(settings: &[String]) -> &'static str {
     let names_model = |setting: &String| {
         ["model.preset=", "model.path=", "model.model_type="]
@@ -158,12 +159,12 @@ fn demonstration(settings: &[String]) -> &'static str {
     &DEMONSTRATION[rest.unwrap_or(0)..]
 }
 
-/// The number of plans compared, and the time that took, in words.
+/// Describes the number of compared plans and the time that it took.
 fn searched(candidates: usize, ms: f64) -> String {
     format!("{}, compared in {}", human::plural(candidates, "plan"), human::milliseconds(ms))
 }
 
-/// Reasons for the chosen plan: lines of a label, a tabulator and a text.
+/// Describes the reasons for the chosen plan, in lines of a label, a tab and a text.
 fn in_words(chosen: &Evaluated, rival: Option<&Evaluated>, doubt: Option<&str>, searched: &str) -> String {
     let words = |found: &Evaluated| {
         let sequences = human::plural(found.config.micro_batch(), "sequence");
@@ -187,7 +188,7 @@ fn in_words(chosen: &Evaluated, rival: Option<&Evaluated>, doubt: Option<&str>, 
     lines
 }
 
-/// The checkpoint that `--resume` names, before anything else is said: of a directory of checkpoints the newest whole one.
+/// Returns the checkpoint that `--resume` names; of a directory of checkpoints the newest intact one.
 fn found_checkpoint(path: &Path) -> Result<std::path::PathBuf, Failure> {
     let error = match find(path).and_then(|found| Checkpoint::open(&found).map(|_| found)) {
         Ok(found) => return Ok(found),
@@ -213,7 +214,7 @@ fn found_checkpoint(path: &Path) -> Result<std::path::PathBuf, Failure> {
     Err(Failure { message, ..failure })
 }
 
-/// The configuration of the run that wrote a checkpoint, under a plan, if there is one, and with some keys set.
+/// Returns the configuration of the run that wrote a checkpoint, with an optional plan and additional settings.
 fn run_of_checkpoint(path: &Path, plan: Option<&PlanFile>, settings: &[String]) -> Result<RunConfig, Error> {
     let checkpoint = Checkpoint::open(path)?;
     let Some(run) = checkpoint.manifest().config.get("run") else {

@@ -1,33 +1,33 @@
-//! When ranks that have failed are started again, and when a run gives up: a function of what happened and how long it took.
+//! Restart policy: when failed ranks are restarted and when a run gives up, as a function of past failures and durations.
 //!
-//! Every restart takes one of `max_restarts`; time without a failure gives them back. Restarts that bring no new checkpoint come slower and
-//! slower, and end after a number of their own.
+//! Every restart takes one of `max_restarts`; time without a failure gives them back. Restarts without a new checkpoint back off
+//! exponentially and have a limit of their own.
 
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
-use lockstep_train::RunConfig;
+use lockstep_config::RunConfig;
 
 use crate::launching::Launching;
 
-/// The pause before the first restart after a new checkpoint.
+/// Pause before the first restart after a new checkpoint.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
-/// The longest pause.
+/// Maximum pause before a restart.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-/// Limits of restarts.
+/// Limits on restarts.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Policy {
-    /// Restarts that may be outstanding.
+    /// Maximum number of outstanding restarts.
     pub(super) max_restarts: usize,
-    /// Time without a failure that gives one back.
+    /// Time without a failure that gives one restart back.
     pub(super) stable_after: Duration,
-    /// Restarts in a row without a new checkpoint.
+    /// Maximum number of consecutive restarts without a new checkpoint.
     pub(super) max_futile: usize,
 }
 
 impl Policy {
-    /// The limits of the flags, and of `[elastic]` where these say nothing.
+    /// Returns the limits of the flags, or of `[elastic]` for those not given.
     pub(super) fn of(config: &RunConfig, launching: &Launching) -> Self {
         let elastic = &config.elastic;
         Self {
@@ -38,42 +38,42 @@ impl Policy {
     }
 }
 
-/// The action after a failure.
+/// Action after a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// Restart after a pause.
+    /// Restart after this pause.
     Again(Duration),
-    /// The end: no restarts are left.
+    /// Give up: no restarts are left.
     UsedUp,
-    /// The end: so many restarts in a row have brought no new checkpoint.
+    /// Give up: this many consecutive restarts have brought no new checkpoint.
     Futile(usize),
 }
 
-/// The restarts of a run so far.
+/// Restarts of a run so far.
 #[derive(Debug)]
 pub(super) struct Restarts {
     policy: Policy,
-    /// Restarts that time has not given back.
+    /// Number of restarts that time has not given back.
     outstanding: usize,
-    /// Restarts in a row without a new checkpoint.
+    /// Number of consecutive restarts without a new checkpoint.
     futile: usize,
-    /// The step of the newest checkpoint before the last attempt.
+    /// Step of the newest checkpoint before the last attempt.
     newest: Option<u64>,
 }
 
 impl Restarts {
-    /// Returns a record without restarts, of a run whose newest checkpoint is of step `newest`.
+    /// Returns a record without restarts, for a run whose newest checkpoint is of step `newest`.
     pub(super) fn new(policy: Policy, newest: Option<u64>) -> Self {
         Self { policy, outstanding: 0, futile: 0, newest }
     }
 
-    /// Restarts that time has not given back.
+    /// Number of restarts that time has not given back.
     pub(super) fn outstanding(&self) -> usize {
         self.outstanding
     }
 
-    /// Takes note of an attempt that failed after `ran`, with the newest checkpoint then at step `newest`. `jitter` in [0, 1) spreads the
-    /// pauses of machines that failed together.
+    /// Records an attempt that failed after `ran` and returns the next action. `newest` is the step of the newest checkpoint;
+    /// `jitter` in [0, 1) spreads the pauses of machines that failed together.
     pub(super) fn after_failure(&mut self, ran: Duration, newest: Option<u64>, jitter: f64) -> Verdict {
         let given_back = (ran.as_secs_f64() / self.policy.stable_after.as_secs_f64()) as usize;
         self.outstanding = self.outstanding.saturating_sub(given_back);
@@ -87,7 +87,7 @@ impl Restarts {
         if self.futile >= self.policy.max_futile {
             return Verdict::Futile(self.futile);
         }
-        // The first failure after a checkpoint is no sign of a loop.
+        // The first failure after a checkpoint does not indicate a loop.
         let longest = LONGEST_PAUSE.min(FIRST_PAUSE * (1 << self.futile.min(16)));
         self.futile += 1;
         self.outstanding += 1;
@@ -95,7 +95,7 @@ impl Restarts {
     }
 }
 
-/// A number in [0, 1) that differs from process to process and from call to call.
+/// Returns a number in [0, 1) that differs between processes and calls.
 pub(super) fn jitter() -> f64 {
     RandomState::new().hash_one(std::process::id()) as f64 / (u64::MAX as f64 * (1.0 + f64::EPSILON))
 }

@@ -1,8 +1,8 @@
 //! Attacks on whole runs, drawn from a seed: signals, kills and damage at random instants, under every kind of plan.
 //!
-//! A try of an attack is a function of its name and its seed. `LOCKSTEP_SEEDS` is the number of tries of each attack; the default takes
-//! a minute or two. `LOCKSTEP_SEED` is the first seed, so that `LOCKSTEP_SEED=17 LOCKSTEP_SEEDS=1 cargo test -p lockstep --test attack
-//! mixed_signals` shows try 17 again. What is waited for is decided by the clock, so a seed repeats the choices, not every interleaving.
+//! A try of an attack is a function of its name and seed. `LOCKSTEP_SEEDS` is the number of tries of each attack; the default
+//! takes a minute or two. `LOCKSTEP_SEED` is the first seed: `LOCKSTEP_SEED=17 LOCKSTEP_SEEDS=1 cargo test -p lockstep --test
+//! attack mixed_signals` repeats try 17. Waits depend on the clock, so a seed repeats the choices, not every interleaving.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 #[path = "../command_line/workshop.rs"]

@@ -1,5 +1,5 @@
-//! A rank that the kernel's out-of-memory killer ends: the others know, and the run resumes. Needs root and a memory controller of
-//! control groups, version 1 or 2.
+//! A rank killed by the kernel's out-of-memory killer: the others report it, and the run resumes. Needs root and a memory
+//! controller of control groups, version 1 or 2.
 
 use std::fs;
 use std::io::Write;
@@ -13,14 +13,14 @@ use crate::process::children;
 use crate::tries::tries;
 use crate::workshop::Started;
 
-/// Memory that a rank may take after it has come into the group; each takes more before its first step.
+/// Memory that a rank may allocate after it has joined the group; each allocates more before its first step.
 const LIMIT_BYTES: u64 = 1 << 20;
 
-/// A control group whose processes may take little memory; removed when dropped.
+/// A control group with little memory; removed when dropped.
 struct SmallGroup(PathBuf);
 
 impl SmallGroup {
-    /// Makes a group; `None` where this process may not.
+    /// Creates a group; `None` if this process may not.
     fn new(name: &str) -> Option<Self> {
         let roots = [("/sys/fs/cgroup", "memory.max"), ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")];
         let (root, limit) = roots.into_iter().find(|(root, limit)| {
@@ -32,7 +32,7 @@ impl SmallGroup {
         let group = Self(Path::new(root).join(name));
         fs::create_dir(&group.0).ok()?;
         fs::write(group.0.join(limit), LIMIT_BYTES.to_string()).ok()?;
-        // Without it pages could go to the swap; not every kernel counts that.
+        // Otherwise pages could be swapped out; not every kernel counts swap.
         let _ = fs::write(group.0.join("memory.swap.max"), "0");
         Some(group)
     }
@@ -54,7 +54,7 @@ impl Drop for SmallGroup {
     }
 }
 
-/// The process of a rank as soon as it is there.
+/// Waits for a rank's process and returns its id.
 fn process_of(rank: usize, run: &Started) -> u32 {
     let begin = Instant::now();
     loop {
@@ -70,7 +70,7 @@ fn attack(seed: u64, choice: &mut Draws) -> String {
     let plan = several[seed as usize % several.len()];
     let (expected, _) = &*undisturbed(plan);
     let Some(group) = SmallGroup::new(&format!("lockstep-{}-{seed}", std::process::id())) else {
-        // Past the harness, which shows nothing of a test that passes.
+        // Written directly, because the test harness hides the output of tests that pass.
         let _ = writeln!(std::io::stderr(), "SKIPPED: limits of memory need root and control groups");
         return "skipped".to_owned();
     };
@@ -80,7 +80,7 @@ fn attack(seed: u64, choice: &mut Draws) -> String {
     let is_limited = group.take(process_of(victim, &started));
     let outcome = started.finish();
     let what = match outcome.code {
-        // It had all that it needs before it came into the group.
+        // It had allocated all that it needs before it joined the group.
         Some(0) => "not killed".to_owned(),
         Some(5) => {
             let lost = format!("rank {victim} was lost: it was killed by the out-of-memory killer");

@@ -1,8 +1,8 @@
-//! Two hosts that are network namespaces, joined by a bad network of our own: packets come late, overtake each other, are lost, or stop
-//! coming. Needs root, iproute2 and /dev/net/tun.
+//! Two hosts in network namespaces, joined by a simulated bad network: packets are delayed, reordered, lost or stopped. Needs
+//! root, iproute2 and /dev/net/tun.
 //!
-//! Each host has a TUN device as its cable. What the kernel sends into it is read here and handed to the other host's device later, or
-//! never, so it is the kernel's own TCP that has to cope.
+//! Each host has a TUN device as its network interface. The packets that the kernel sends into it are read here and passed to the
+//! other host's device later, or never. The TCP implementation under test is thus the kernel's own.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -36,11 +36,11 @@ const PLAN: Plan = PLANS[3];
 /// Treatment of packets.
 #[derive(Debug, Clone, Copy)]
 struct Weather {
-    /// Delay in one direction.
+    /// Delay in one direction, in milliseconds.
     delay_ms: usize,
-    /// The most by which a packet comes later still, differently for each: packets overtake each other.
+    /// Maximum additional delay, drawn for each packet: packets are reordered.
     jitter_ms: usize,
-    /// Lost packets of a thousand.
+    /// Lost packets per thousand.
     lost_permille: usize,
 }
 
@@ -53,18 +53,18 @@ const WEATHERS: [Weather; 3] = [
 /// Two hosts and the network between them.
 struct Hosts {
     namespaces: Namespaces,
-    /// True while no packet arrives.
+    /// True while no packet is delivered.
     is_cut: Arc<AtomicBool>,
 }
 
 impl Hosts {
-    /// Makes two hosts; `None` where this process may not.
+    /// Creates two hosts; `None` if this process may not.
     fn new(weather: Weather, seed: u64) -> Option<Self> {
         let namespaces = Namespaces::new(&format!("attack-{seed}"))?;
         let hosts = Self { namespaces, is_cut: Arc::new(AtomicBool::new(false)) };
         let mut devices = Vec::new();
         for (name, address) in hosts.namespaces.names.iter().zip(ADDRESSES) {
-            // A device goes on to be read here after it has moved to another namespace. Names of interfaces have 15 bytes at most.
+            // The device can still be read here after it has moved to another namespace. Interface names have at most 15 bytes.
             let interface = format!("ls{}-{}", devices.len(), std::process::id());
             let device = DeviceBuilder::new().name(&interface).build_sync().ok()?;
             let is_up = ip(&format!("link set {interface} netns {name}"))
@@ -79,7 +79,7 @@ impl Hosts {
             let (source, target) = (Arc::clone(&devices[from]), Arc::clone(&devices[to]));
             let is_cut = Arc::clone(&hosts.is_cut);
             let choice = Draws::new(seed * 2 + from as u64);
-            // Both end when the namespaces are deleted, and the devices with them.
+            // Both threads end when the namespaces, and with them the devices, are deleted.
             spawn(move || collect(&source, weather, choice, &is_cut, &packets));
             spawn(move || deliver(&target, &due));
         }
@@ -97,10 +97,10 @@ impl Hosts {
     }
 }
 
-/// A packet by the time at which it arrives.
+/// A packet, ordered by its time of arrival.
 type Due = Reverse<(Instant, Vec<u8>)>;
 
-/// Reads what a host sends, and decides when it arrives.
+/// Reads the packets that a host sends and draws their times of arrival.
 fn collect(
     source: &SyncDevice,
     weather: Weather,
@@ -121,7 +121,7 @@ fn collect(
     }
 }
 
-/// Hands packets to the other host when they are due.
+/// Delivers packets to the other host when they are due.
 fn deliver(target: &SyncDevice, packets: &Receiver<Due>) {
     let mut waiting = BinaryHeap::new();
     loop {
@@ -135,14 +135,14 @@ fn deliver(target: &SyncDevice, packets: &Receiver<Due>) {
         }
         while waiting.peek().is_some_and(|Reverse((due, _))| *due <= Instant::now()) {
             if let Some(Reverse((_, packet))) = waiting.pop() {
-                // A device that is gone ends the other thread, and with it this one.
+                // A deleted device ends the other thread, and with it this one.
                 let _ = target.send(&packet);
             }
         }
     }
 }
 
-/// A disturbance of a run beside the weather.
+/// A fault in addition to the bad network.
 #[derive(Debug, Clone, Copy)]
 enum Event {
     Nothing,
@@ -150,7 +150,7 @@ enum Event {
     CutCable,
 }
 
-/// Waits for the end of both launchers after an event; returns the time that it took, and their outcomes.
+/// Injects an event and waits for both launchers to end; returns the time that it took, and their outcomes.
 fn after_event(
     event: Event,
     hosts: &Hosts,
@@ -180,7 +180,7 @@ fn attack(seed: u64, choice: &mut Draws) -> String {
     let event = choice.of(&[Event::Nothing, Event::KillRank, Event::CutCable]);
     let (expected, _) = &*undisturbed(PLAN);
     let Some(hosts) = Hosts::new(weather, seed) else {
-        // Past the harness, which shows nothing of a test that passes.
+        // Written directly, because the test harness hides the output of tests that pass.
         let _ = writeln!(std::io::stderr(), "SKIPPED: two hosts need root, iproute2 and /dev/net/tun");
         return "skipped".to_owned();
     };
@@ -193,13 +193,13 @@ fn attack(seed: u64, choice: &mut Draws) -> String {
     let is_lost = codes != [Some(0); 2];
     match event {
         Event::Nothing => assert!(!is_lost, "{weather:?}: {ended:?}"),
-        // One that was done before has not noticed.
+        // A launcher that had finished before does not notice.
         _ => {
             assert!(codes.iter().all(|code| matches!(code, Some(0 | 5))), "{event:?}, {weather:?}: {ended:?}")
         }
     }
     if is_lost && matches!(event, Event::CutCable) {
-        // Silence of 5 s, and the 2 s that ranks have to end by themselves.
+        // Heartbeats are missing for 5 s, and ranks have 2 s to end by themselves.
         assert!(took < Duration::from_secs(12), "{took:?} after {event:?}: {ended:?}");
         assert!(ended[0].stderr.contains("rank 2") || ended[0].stderr.contains("rank 3"), "{ended:?}");
     }

@@ -1,4 +1,4 @@
-//! Outputs that nobody reads, are full, or are closed: no failure of them changes a run or its exit code.
+//! Output that nobody reads, that is full or closed: no failure of it changes a run or its exit code.
 
 use crate::plans::{PLANS, Run, undisturbed};
 
@@ -18,7 +18,7 @@ fn a_run_does_not_depend_on_who_reads_what_it_says() {
             "2> >(sleep 0.1)",
         ] {
             let run = Run::new(plan);
-            // What the shell itself says goes to the pipe's other end.
+            // The shell's own output goes to the other end of the pipe.
             let script =
                 format!("set -o pipefail; \"$0\" {command} {output}; echo \"code ${{PIPESTATUS[0]}}\" >&3");
             let script = format!("exec 3>&1; {{ {script}; }}");
@@ -44,7 +44,7 @@ fn commands_whose_output_is_their_product_say_that_it_cannot_be_written() {
         let outcome = run.workshop.start("bash", &["-c", &script, LOCKSTEP]).finish();
         assert_eq!(outcome.code, Some(1), "{command}: {outcome:?}");
         assert!(outcome.stderr.contains("standard output"), "{command}: {outcome:?}");
-        // A reader that has enough is no failure: `lockstep models | head -1`.
+        // A reader that stops early is not a failure: `lockstep models | head -1`.
         let script = format!("\"$0\" {command} | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}");
         let outcome = run.workshop.start("bash", &["-c", &script, LOCKSTEP]).finish();
         assert!(!outcome.stderr.contains("panicked"), "{command}: {outcome:?}");

@@ -1,4 +1,4 @@
-//! Runs of a tiny model under fifteen plans, and what each of them ends with when nobody disturbs it.
+//! Runs of a tiny model under fifteen plans, and their results without faults.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -12,7 +12,7 @@ use crate::workshop::{Outcome, Started, Workshop};
 /// Steps of a run. A checkpoint is saved after every second one, and all of them are kept.
 pub(crate) const STEPS: u64 = 24;
 
-/// Settings beside those of the workshop's run: as many layers, heads and sequences as the plans split.
+/// Settings on top of the workshop's run: as many layers, heads and sequences as the plans split.
 const SIZES: [&str; 9] = [
     "model.num_hidden_layers=4",
     "model.num_attention_heads=4",
@@ -25,11 +25,11 @@ const SIZES: [&str; 9] = [
     "metrics.tensorboard=false",
 ];
 
-/// A model with experts, for the plans that split those.
+/// A model with experts, for the plans with expert parallelism.
 const EXPERTS: [&str; 3] =
     ["model.preset=mixtral-20m", "model.intermediate_size=24", "model.num_local_experts=4"];
 
-/// A way to split a run.
+/// A plan of a run, by its settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Plan {
     pub(crate) name: &'static str,
@@ -78,7 +78,7 @@ pub(crate) const PLANS: [Plan; 15] = [
     ),
 ];
 
-/// More ranks than a small machine has cores.
+/// Plans with more ranks than a small machine has cores.
 pub(crate) const CROWDS: [Plan; 3] = [
     plan("eight replicas", 8, &["parallel.data_parallel_replicate=8"]),
     plan(
@@ -105,7 +105,7 @@ pub(crate) const CROWDS: [Plan; 3] = [
 ];
 
 impl Plan {
-    /// Arguments of `train run.toml` under this plan.
+    /// Returns the arguments of `train run.toml` under this plan.
     pub(crate) fn arguments(&self) -> Vec<&'static str> {
         let experts = if self.has_experts { &EXPERTS[..] } else { &[] };
         let sets = SIZES.iter().chain(experts).chain(self.settings).flat_map(|setting| ["--set", setting]);
@@ -113,7 +113,7 @@ impl Plan {
     }
 }
 
-/// A directory with the run in it.
+/// A workshop with a run under a plan.
 pub(crate) struct Run {
     pub(crate) workshop: Workshop,
     pub(crate) plan: Plan,
@@ -132,7 +132,7 @@ impl Run {
         self.start().finish()
     }
 
-    /// Numbers of the steps whose checkpoints are there, ascending.
+    /// Returns the steps of the checkpoints, ascending.
     pub(crate) fn saved(&self) -> Vec<u64> {
         let Ok(entries) = fs::read_dir(self.workshop.path("checkpoints")) else { return Vec::new() };
         let step = |name: String| name.strip_prefix("step-")?.parse().ok();
@@ -142,7 +142,7 @@ impl Run {
         steps
     }
 
-    /// Everything that a run leaves that must not depend on disturbances.
+    /// Returns the results of a run that must not depend on faults.
     pub(crate) fn end(&self) -> End {
         let dir = |step: u64| self.workshop.path(&format!("checkpoints/step-{step:08}"));
         let rows = self.workshop.read("runs/metrics.jsonl");
@@ -154,13 +154,13 @@ impl Run {
     }
 }
 
-/// Step and loss of a row of metrics.
+/// Returns step and loss of a row of metrics.
 fn loss_of(row: &str) -> (u64, String) {
     let row: Value = serde_json::from_str(row).unwrap_or_else(|error| panic!("{error}: {row:?}"));
     (row["step"].as_u64().unwrap(), row["loss"].to_string())
 }
 
-/// Name and digest of each file of tensors in a checkpoint.
+/// Returns name and digest of each tensor file in a checkpoint.
 fn tensor_files(dir: &Path) -> Vec<(String, blake3::Hash)> {
     let mut files = Vec::new();
     for entry in fs::read_dir(dir).unwrap() {
@@ -174,16 +174,16 @@ fn tensor_files(dir: &Path) -> Vec<(String, blake3::Hash)> {
     files
 }
 
-/// The state that a run ends with.
+/// Results of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct End {
-    /// Files of tensors, by the step of the checkpoint.
+    /// Tensor files by the step of their checkpoint.
     pub(crate) files: BTreeMap<u64, Vec<(String, blake3::Hash)>>,
-    /// Loss by step, as the rows print it.
+    /// Loss by step, as printed in the rows.
     pub(crate) losses: Vec<(u64, String)>,
 }
 
-/// The end of a run that nobody disturbs, and how long it takes in seconds.
+/// Results of a run without faults, and its duration in seconds.
 type Undisturbed = Arc<(End, f64)>;
 
 /// Runs `plan` undisturbed, once, and returns its end and its seconds.

@@ -1,4 +1,4 @@
-//! Signals and kills at random instants, then damage to what lies on the disk: the run resumes with the bits of one that nobody disturbed,
+//! Signals and kills at random instants, then damage to checkpoints on disk: the run resumes with the bits of an undisturbed one,
 //! and no checkpoint is lost.
 
 use std::fs;
@@ -16,29 +16,29 @@ use crate::process::{children, is_alive, send};
 use crate::tries::{time_below, tries};
 use crate::workshop::Started;
 
-/// Longest that a run may take to end after it was disturbed.
+/// Time limit on the end of a run after a fault.
 const END_LIMIT: Duration = Duration::from_secs(30);
-/// Longest that ranks may live on after their launcher was killed.
+/// Time limit on the life of ranks after their launcher was killed.
 const ORPHAN_LIMIT: Duration = Duration::from_secs(2);
-/// Signals closer than this are one.
+/// Signals closer than this count as one.
 const SAME_CAUSE: Duration = Duration::from_secs(1);
 
-/// Times from the death of a rank to the end of its run, of all tries.
+/// Times from the death of a rank to the end of its run, over all tries.
 static AFTER_DEATHS: Mutex<Vec<Duration>> = Mutex::new(Vec::new());
 
-/// A disturbance of a run.
+/// A fault of a run.
 #[derive(Debug, Clone, Copy)]
 enum Fault {
     /// A signal that ends a rank at once.
     KillRank(Signal),
     KillLauncher,
-    /// A signal that asks the run to stop, to its launcher.
+    /// A stop request to the launcher.
     AskLauncher(Signal),
-    /// A signal that asks the run to stop, to one of its ranks only.
+    /// A stop request to one of the ranks only.
     AskRank(Signal),
-    /// Ctrl-C twice within the time of one cause.
+    /// Ctrl-C twice within `SAME_CAUSE`.
     AskTwice,
-    /// Ctrl-C, and again after it.
+    /// Ctrl-C, and again after `SAME_CAUSE`.
     Insist,
     /// SIGSTOP to a rank or the launcher, and SIGCONT after a while.
     StopRank,
@@ -63,7 +63,7 @@ const FAULTS: [Fault; 14] = [
 ];
 
 impl Fault {
-    /// Exit codes that README explains for it; a run may also have been done before it came.
+    /// Returns the exit codes that the README documents for the fault; the run may also have ended before it.
     fn codes(self, is_alone: bool) -> &'static [i32] {
         match self {
             Self::KillRank(_) if is_alone => &[],
@@ -75,12 +75,12 @@ impl Fault {
         }
     }
 
-    /// The signal by which the launcher itself may be ended.
+    /// Returns the signal by which the launcher itself may be ended.
     fn signal(self, is_alone: bool) -> Option<Signal> {
         match self {
             Self::KillRank(signal) if is_alone => Some(signal),
             Self::KillLauncher => Some(Signal::KILL),
-            // Before the handlers are there.
+            // Before the handlers are installed.
             Self::AskLauncher(signal) | Self::AskRank(signal) => Some(signal),
             Self::AskTwice | Self::Insist => Some(Signal::INT),
             _ => None,
@@ -115,7 +115,7 @@ impl Fault {
     }
 }
 
-/// Waits for the end of a run that was disturbed.
+/// Waits for the end of a run after a fault.
 fn wait(run: &mut Started) -> ExitStatus {
     let begin = Instant::now();
     loop {
@@ -130,7 +130,7 @@ fn wait(run: &mut Started) -> ExitStatus {
     }
 }
 
-/// Disturbs a run once; returns its fault, and how it ended.
+/// Runs once with a random fault; returns the fault as text.
 fn disturb(run: &Run, seconds: f64, choice: &mut Draws) -> String {
     let before = run.saved();
     let fault = choice.of(&FAULTS);
@@ -146,7 +146,7 @@ fn disturb(run: &Run, seconds: f64, choice: &mut Draws) -> String {
     }
     let said = started.stderr();
     let context = format!("{fault:?} after {at:?} under {:?}: {status}: {said}", run.plan.name);
-    // The only rank is its own launcher, and early on the launcher has no ranks yet.
+    // A single rank is its own launcher, and early on the launcher has no ranks yet.
     let is_alone = ranks.is_empty();
     match (status.code(), status.signal()) {
         (Some(code), _) => {
@@ -175,7 +175,7 @@ fn disturb(run: &Run, seconds: f64, choice: &mut Draws) -> String {
 
 /// Flips a bit of the newest checkpoint; returns its step.
 fn damage(run: &Run, choice: &mut Draws) -> Option<u64> {
-    // One that is whole must be left.
+    // An intact checkpoint must remain.
     let saved = run.saved();
     let newest = *saved.last().filter(|_| saved.len() > 1)?;
     let dir = run.workshop.path(&format!("checkpoints/step-{newest:08}"));
@@ -189,7 +189,7 @@ fn damage(run: &Run, choice: &mut Draws) -> Option<u64> {
     Some(newest)
 }
 
-/// A run that is disturbed once or several times and perhaps damaged between, and then left alone.
+/// Runs with one or several faults, perhaps with damage between them, and then to the end; compares the results.
 fn attack(plan: Plan, choice: &mut Draws) -> String {
     let (expected, seconds) = &*undisturbed(plan);
     let run = Run::new(plan);
@@ -208,7 +208,7 @@ fn attack(plan: Plan, choice: &mut Draws) -> String {
     let end = run.end();
     assert_eq!(end.losses, expected.losses, "rows under {:?} after {faults:?}: {outcome:?}", plan.name);
     for (step, files) in end.files {
-        // An interrupted run saves where it was asked to stop.
+        // An interrupted run saves at the step of the interruption.
         if let Some(expected) = expected.files.get(&step) {
             assert_eq!(files, *expected, "step {step} under {:?} after {faults:?}: {outcome:?}", plan.name);
         }
@@ -216,7 +216,7 @@ fn attack(plan: Plan, choice: &mut Draws) -> String {
     faults.swap_remove(0)
 }
 
-/// Prints how long runs took to end after a rank had died.
+/// Prints the times that runs took to end after the death of a rank.
 fn print_deaths() {
     let mut times = std::mem::take(&mut *AFTER_DEATHS.lock().unwrap_or_else(PoisonError::into_inner));
     times.sort_unstable();

@@ -15,11 +15,11 @@ fn number(variable: &str) -> Option<u64> {
     env::var(variable).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{variable} is a number")))
 }
 
-/// Runs the tries of an attack: `default` of them, or `LOCKSTEP_SEEDS`, from seed `LOCKSTEP_SEED` on. A try returns what it did, in a word or
-/// two; the counts of those are printed at the end.
+/// Runs the tries of an attack: `default` of them, or `LOCKSTEP_SEEDS`, from seed `LOCKSTEP_SEED` on. A try returns its outcome
+/// in a word or two; their counts are printed at the end.
 ///
 /// # Panics
-/// With the first try that does, after naming its seed; with the tries beyond `limit` for each.
+/// If a try panics, after naming its seed; if the tries take longer than `limit` each.
 pub(crate) fn tries(attack: &str, default: u64, limit: Duration, run: impl Fn(u64, &mut Draws) -> String) {
     let (first, count) = (number("LOCKSTEP_SEED").unwrap_or(0), number("LOCKSTEP_SEEDS").unwrap_or(default));
     let begin = Instant::now();

@@ -1,5 +1,5 @@
-//! Checkpoints that are damaged, missing or of another run: the newest good one is used, and if there is none the
-//! run does not begin.
+//! Checkpoints that are damaged, missing or of another run: the newest intact one is used, and without one the run does not
+//! begin.
 
 use std::fs;
 
@@ -12,7 +12,7 @@ fn file(checkpoint: &str, name: &str) -> String {
     format!("{checkpoint}/{name}")
 }
 
-/// Damages a checkpoint in the way of `kind`.
+/// Damages a checkpoint in the way that `kind` names.
 fn damage(workshop: &Workshop, checkpoint: &str, kind: &str) {
     let (manifest, tensors) = (file(checkpoint, "manifest.json"), file(checkpoint, "rank-00000.safetensors"));
     match kind {
@@ -54,7 +54,7 @@ fn a_damaged_checkpoint_is_named_and_passed_over_for_the_previous_good_one() {
         {
             assert!(outcome.stderr.contains(part), "{kind}: {part:?} in {outcome:?}");
         }
-        // The run has replaced it by a good one.
+        // The run has replaced it by an intact one.
         workshop.run(&["checkpoint", "verify", NEW]).succeeds();
     }
 }
@@ -145,7 +145,7 @@ fn damaged_checkpoints_do_not_count_towards_those_that_are_kept() {
 #[test]
 fn a_run_that_fails_evicts_no_good_checkpoint() {
     let workshop = Workshop::new();
-    // With such a learning rate the model has learned the text after a few steps.
+    // At this learning rate the model learns the text in a few steps.
     let good = ["train.steps=60", "checkpoint.every=10", "optimizer.lr=1e-2"];
     workshop.train(&good).succeeds();
     let resume = ["train", "run.toml", "--resume", "checkpoints"];

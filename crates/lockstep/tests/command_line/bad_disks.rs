@@ -1,5 +1,5 @@
-//! Directories that cannot be written and disks that are full. Nothing that was saved is lost, and a run that
-//! could not save says so before its first step.
+//! Directories that cannot be written and full disks. No checkpoint is lost, and a run that could not save fails before its first
+//! step.
 
 use std::io::Write;
 use std::process::Command;
@@ -20,15 +20,15 @@ fn a_directory_that_cannot_be_made_is_named_before_the_first_step() {
     assert!(!workshop.path("checkpoints/step-00000002").exists(), "no step was made");
 }
 
-/// Runs a shell script in which `disk` is a small file system of its own, mounted with `options`, and `$1` is the
-/// program. `None`, loudly, where the system lets nobody mount one.
+/// Runs a shell script in which `disk` is a small file system of its own, mounted with `options`, and `$1` is the program.
+/// Returns `None`, with a message, if the system does not allow mounts.
 pub(crate) fn with_disk(workshop: &Workshop, options: &str, script: &str) -> Option<Outcome> {
     std::fs::create_dir(workshop.path("disk")).unwrap();
     let mount = format!("mount -t tmpfs -o {options} tmpfs disk");
     let probe = format!("cd '{}' && {mount}", workshop.path("").display());
     let probed = Command::new("unshare").args(["-rm", "sh", "-c", &probe]).output();
     if !probed.as_ref().is_ok_and(|output| output.status.success()) {
-        // Not by `eprintln`, which tests that pass keep to themselves.
+        // Written directly, because the test harness hides `eprintln` of tests that pass.
         let message = format!("SKIPPED: no small file system can be mounted here: {probed:?}\n");
         std::io::stderr().write_all(message.as_bytes()).unwrap();
         return None;
@@ -40,7 +40,7 @@ pub(crate) fn with_disk(workshop: &Workshop, options: &str, script: &str) -> Opt
 #[test]
 fn a_full_disk_stops_no_step_and_spoils_no_checkpoint() {
     let workshop = Workshop::new();
-    // Room for two checkpoints of this model and not for three. The shell prints what is to be compared.
+    // Room for two checkpoints of this model and not for three. The shell prints the values to compare.
     let script = r#"{ $1 train run.toml --set checkpoint.dir=disk --set checkpoint.every=1 --set checkpoint.keep=0
         echo "code $?"; for saved in disk/step-*; do $1 checkpoint verify $saved; done; ls -A disk
         $1 train run.toml --set checkpoint.dir=disk --set train.steps=2; echo "code $?"; }"#;
@@ -140,7 +140,7 @@ fn a_run_whose_state_is_on_disk_is_killed_and_goes_on_to_the_same_weights() {
         run.wait_until("the step", |run| run.stderr().contains(&format!(" {step}/400")));
         run.child.kill().unwrap();
         run.child.wait().unwrap();
-        // Nothing is left of the files but their space.
+        // The files are deleted while open, so only their space remains in use.
         let names = std::fs::read_dir(killed.path("checkpoints")).unwrap();
         let left: Vec<_> = names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
         assert!(left.iter().all(|name| !name.contains("offload")), "{left:?}");
@@ -157,7 +157,7 @@ fn what_only_measures_or_verifies_a_state_on_disk_leaves_nothing_behind() {
         let entries = std::fs::read_dir(workshop.path(".")).unwrap();
         let mut names: Vec<_> =
             entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-        // What commands print is kept in files of the workshop's.
+        // The output of commands is kept in files of the workshop.
         names.retain(|name| !name.starts_with(".std"));
         names.sort();
         names
@@ -201,14 +201,14 @@ fn a_disk_in_memory_is_no_place_for_what_memory_lacks() {
 #[test]
 fn a_leftover_that_cannot_be_removed_stops_no_save() {
     let workshop = Workshop::new();
-    // A mount point cannot be removed, not even by root.
+    // A mount point cannot be removed, even by root.
     let script = r#"{ mkdir -p disk/.tmp-step-00000002/held disk/.trash-step-00000001/held
         for name in tmp-step-00000002 trash-step-00000001; do mount -t tmpfs tmpfs disk/.$name/held; done
         $1 train run.toml --set checkpoint.dir=disk --set checkpoint.every=1 --set checkpoint.keep=2; echo "code $?"
         for saved in disk/step-*; do $1 checkpoint verify $saved; done; }"#;
     let Some(outcome) = with_disk(&workshop, "size=8m", script) else { return };
     let verified = |step| format!("disk/step-0000000{step}: every byte is as it was written\n");
-    // The first checkpoint cannot be thrown away either, for its place in the trash is taken.
+    // The first checkpoint cannot be deleted either, because its place in the trash is taken.
     assert_eq!(
         outcome.stdout,
         format!("code 0\n{}{}{}", verified(1), verified(3), verified(4)),
@@ -231,7 +231,7 @@ fn rows_of_a_deleted_file_come_back_and_two_runs_keep_apart() {
     workshop
         .run(&["train", "run.toml", "--set", "checkpoint.dir=other"])
         .fails(2, &["another run writes its metrics to runs", "metrics.dir"]);
-    // The run may write the file anew before its directory is gone.
+    // The run may recreate the file before its directory is gone.
     run.wait_until("no directory", |_| std::fs::remove_dir_all(workshop.path("runs")).is_ok());
     run.wait_until("a message", |run| run.stderr().contains("runs/metrics.jsonl was deleted"));
     let pid = Pid::from_raw(run.child.id() as i32).unwrap();

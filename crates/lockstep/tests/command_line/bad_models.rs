@@ -1,5 +1,5 @@
-//! Hugging Face directories that are damaged, hostile or not supported, as `generate`, `eval`, `checkpoint import`
-//! and `train` meet them.
+//! Hugging Face directories that are damaged, hostile or not supported, as input of `generate`, `eval`, `checkpoint import` and
+//! `train`.
 
 use std::fs;
 
@@ -15,7 +15,7 @@ fn generate(workshop: &Workshop) -> Outcome {
     workshop.run(&["generate", "--model", "hf", "--prompt", "All", "--max-new-tokens", "2"])
 }
 
-/// A file with this header and `data_bytes` zeros behind it.
+/// Returns a file with this header, followed by `data_bytes` zeros.
 fn safetensors(header: &str, data_bytes: usize) -> Vec<u8> {
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header.as_bytes());
@@ -69,7 +69,7 @@ fn weights_that_are_damaged_or_hostile_are_refused_with_code_4() {
         workshop.write(WEIGHTS, bytes);
         generate(&workshop).refuses(4, parts);
     }
-    // The others read the same way.
+    // The other commands read it in the same way.
     workshop.write(WEIGHTS, &sound[..100]);
     workshop.run(&["checkpoint", "import", "hf", "--out", "imported"]).refuses(4, &[WEIGHTS]);
     workshop.run(&["eval", "--model", "hf", "--data", "text.txt", "--json"]).refuses(4, &[WEIGHTS]);
@@ -113,7 +113,7 @@ fn an_index_that_leaves_its_directory_or_names_what_is_not_there_is_refused_with
         workshop.write(INDEX, index);
         generate(&workshop).refuses(4, parts);
     }
-    // A sound index makes a sound model of the same file.
+    // A correct index makes the same file a valid model.
     let show = workshop.run(&["checkpoint", "show", "checkpoints/step-00000004", "--json"]).json();
     let names = show["tensors"].as_array().unwrap().iter().filter(|tensor| tensor["kind"] == "parameter");
     let map: serde_json::Map<_, _> = names
@@ -147,7 +147,7 @@ fn a_model_that_is_not_supported_is_refused_with_code_2_and_names_the_option() {
         workshop.edit_json(CONFIG, |config| config[key] = value);
         generate(&workshop).refuses(2, &[&[CONFIG], parts].concat());
     }
-    // What the weights contradict is no option but a damaged directory.
+    // A value that the weights contradict means a damaged directory, not a wrong option.
     workshop.write(CONFIG, &sound);
     workshop.edit_json(CONFIG, |config| config["intermediate_size"] = json!(128));
     generate(&workshop).refuses(4, &["mlp", "[128, 32]", "[64, 32]"]);
@@ -204,7 +204,7 @@ fn what_a_model_cannot_do_is_refused_with_code_2_and_the_limit() {
         .refuses(2, &["--seq-len 65", "1 to 64"]);
     workshop.run(&[&eval[..], &["nowhere.txt"]].concat()).refuses(2, &["nowhere.txt"]);
     workshop.run(&[&eval[..], &["latin1.txt"]].concat()).refuses(4, &["latin1.txt", "offset 3"]);
-    // A vocabulary that is not that of bytes needs its tokenizer.
+    // A vocabulary other than that of bytes needs its tokenizer.
     workshop.write("hf/tokenizer.json", "{}");
     generate(&workshop).refuses(4, &["hf/tokenizer.json"]);
 }

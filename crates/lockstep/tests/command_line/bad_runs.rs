@@ -1,4 +1,4 @@
-//! Arguments, RUN.toml and text that cannot be used: nothing is trained, and the message says why.
+//! Unusable arguments, RUN.toml and text: nothing is trained, and the message gives the reason.
 
 use crate::workshop::Workshop;
 
@@ -51,7 +51,7 @@ fn a_set_argument_that_cannot_be_used_is_refused_with_code_2() {
     for (setting, parts) in cases {
         workshop.train(&[setting]).refuses(2, parts);
     }
-    // Each number is allowed, all together are not.
+    // Each number is allowed by itself, and their combination is not.
     let settings = ["train.micro_batch=1000000", "train.global_batch=1000000", "train.seq_len=100000"];
     workshop.train(&settings).refuses(2, &["train.micro_batch", "100000000000 tokens", "at most 2147483648"]);
     assert!(!workshop.path("checkpoints").exists(), "a run that is refused leaves nothing");
@@ -128,7 +128,7 @@ fn text_that_cannot_be_read_is_refused_with_its_path() {
     for (file, code, parts) in cases {
         workshop.train(&[&format!("data.train=[{file:?}]")]).refuses(code, parts);
     }
-    // The good file beside it does not make the bad one good.
+    // A valid file in the list does not make the bad one acceptable.
     workshop.train(&["data.train=['text.txt', 'latin1.txt']"]).refuses(4, &["latin1.txt", "offset 3"]);
     workshop.train(&["data.valid=['latin1.txt']"]).refuses(4, &["latin1.txt", "offset 3"]);
 }
@@ -145,7 +145,7 @@ fn a_tokenizer_that_is_none_or_does_not_fit_is_refused() {
     };
     workshop.write("fits.json", with_model("null", 255));
     workshop.write("too_large.json", with_model("null", 256));
-    // Tables on which the library that reads them panics.
+    // Tables on which the tokenizer library panics.
     workshop
         .write("bad_table.json", with_model(r#"{"type": "Precompiled", "precompiled_charsmap": "AAAA"}"#, 1));
     workshop.write("cut.json", &with_model("null", 1)[..100]);

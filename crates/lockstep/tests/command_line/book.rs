@@ -1,28 +1,28 @@
-//! Every command that the book shows is run, page by page, in a directory with the files that the page speaks of. Commands that would
-//! take long get arguments that make them small; those that measure a machine run in `cargo xtask soak` (`LOCKSTEP_BOOK=all`). What a page
-//! shows below a command (blocks of kind `console`) must be what the command prints, up to its numbers.
+//! Runs every command in the book, page by page, in a directory with the files that the page mentions. Commands that would take
+//! long get additional arguments; those that measure a machine run in `cargo xtask soak` (`LOCKSTEP_BOOK=all`). The output shown
+//! below a command (blocks of kind `console`) must be what the command prints, except for numbers.
 
 use std::time::Duration;
 
 use crate::pages::{Page, pages};
 use crate::workshop::{Outcome, Workshop};
 
-/// Longest that a command may take: in CI, and with everything.
+/// Time limit on a command: in CI, and with `LOCKSTEP_BOOK=all`.
 const LIMITS: [Duration; 2] = [Duration::from_secs(60), Duration::from_secs(900)];
 
-/// The way in which a command is run.
+/// Way in which a command is run.
 #[derive(Debug, Clone, Copy)]
 enum How {
-    /// With more arguments.
+    /// With additional arguments.
     Smaller(&'static [&'static str]),
-    /// As it stands, by `cargo xtask soak` alone.
+    /// Unchanged, by `cargo xtask soak` alone.
     Soak,
-    /// Not here: it needs other machines, other programs or the toolchain. The words say what runs its like.
+    /// Not here: it needs other machines, other programs or the toolchain. The text names the test of similar commands.
     Elsewhere(&'static str),
 }
 
-/// Commands that are not run as they stand: all of `page` (any page if it is empty) that begin with `start` and contain `part`. The
-/// first rule that fits decides.
+/// A rule for commands that are not run unchanged: those of `page` (any page if it is empty) that begin with `start` and contain
+/// `part`. The first matching rule applies.
 struct Rule {
     page: &'static str,
     start: &'static str,
@@ -46,7 +46,7 @@ const SMALL_GPT: How = How::Smaller(&[
     "--set=train.log_every=250",
 ]);
 
-/// The plan that docs/memory.md speaks of.
+/// The plan of docs/memory.md.
 const ZERO_3: How = How::Smaller(&["--set=parallel.data_parallel_shard=4", "--set=parallel.zero_stage=3"]);
 
 /// A model and data for an imported file, which has neither.
@@ -62,14 +62,14 @@ const TINY: How = How::Smaller(&[
     "--steps=2",
 ]);
 
-/// The fine-tuning of README, short.
+/// A short form of the README's fine-tuning.
 const SMALL_LORA: How =
     How::Smaller(&["--set=train.seq_len=32", "--set=train.threads=1", "--set=train.log_every=150"]);
 
-/// A run with a directory of its own, beside another in the same place.
+/// A run with directories of its own, next to another run.
 const ANOTHER_RUN: How = How::Smaller(&["--set=checkpoint.dir=other", "--set=metrics.dir=other"]);
 
-/// The same for `verify`, which makes few steps.
+/// The small model for `verify`, which runs few steps.
 const SMALL_VERIFIED: How = How::Smaller(&[
     "--set=model.n_layer=1",
     "--set=model.n_embd=32",
@@ -126,7 +126,7 @@ const RULES: &[Rule] = &[
     rule("README.md", "lockstep train run.toml", "", SMALL_GPT),
     rule("README.md", "lockstep verify run.toml", "", SMALL_VERIFIED),
     rule("docs/getting-started.md", "lockstep train run.toml --steps 1000", "", SMALL_GPT),
-    // What it prints is shown: the model is not changed.
+    // Its output is shown, so the model is not changed.
     rule(
         "docs/getting-started.md",
         "lockstep train run.toml",
@@ -146,7 +146,7 @@ const RULES: &[Rule] = &[
     ),
 ];
 
-/// What must be there before the commands of a page: commands that make it.
+/// Commands that prepare the files of a page before its commands run.
 const BEFORE: &[(&str, &[&str])] = &[
     (
         "README.md",
@@ -177,7 +177,7 @@ const BEFORE: &[(&str, &[&str])] = &[
     ("docs/ranks.md", &["lockstep train run.toml --nproc-per-node 2 --steps 4"]),
 ];
 
-/// A run that takes no time, of eight sequences a step.
+/// A run that takes no time, with eight sequences per step.
 const RUN: &str = r#"[model]
 preset = "llama-15m"
 num_hidden_layers = 2
@@ -199,7 +199,7 @@ eval_every = 0
 every = 1000
 "#;
 
-/// What is fine-tuned by docs/fine-tuning.md.
+/// The run of docs/fine-tuning.md.
 const LORA: &str = r#"[model]
 path = "gpt2"
 from_pretrained = true
@@ -220,7 +220,7 @@ warmup_steps = 10
 every = 1000
 "#;
 
-/// A directory with everything that pages speak of.
+/// Returns a directory with all files that pages mention.
 fn stocked() -> Workshop {
     let workshop = Workshop::new();
     let text = "All ranks wait until the last gradient is reduced, and then they go on together.\n";
@@ -241,13 +241,13 @@ fn stocked() -> Workshop {
     workshop
 }
 
-/// A line of a page that a shell is to run, and what the page shows below it.
+/// A command of a page, and the output shown below it.
 struct Shown {
     line: String,
     output: Vec<String>,
 }
 
-/// The commands of a page: those of its blocks, and those in tables of commands.
+/// Returns the commands of a page: those of its blocks and those in tables of commands.
 fn commands(page: &Page) -> Vec<Shown> {
     let mut commands: Vec<Shown> = Vec::new();
     let mut is_table_of_commands = false;
@@ -282,7 +282,7 @@ fn commands(page: &Page) -> Vec<Shown> {
     commands
 }
 
-/// The rule for a command, by its number.
+/// Returns the index of the rule for a command.
 fn rule_for(page: &str, line: &str) -> Option<usize> {
     let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
     RULES.iter().position(|rule| {
@@ -292,7 +292,7 @@ fn rule_for(page: &str, line: &str) -> Option<usize> {
     })
 }
 
-/// Whether everything is run as it stands.
+/// Returns true if every command runs unchanged.
 fn is_everything() -> bool {
     std::env::var("LOCKSTEP_BOOK").is_ok_and(|wanted| wanted == "all")
 }
@@ -307,20 +307,20 @@ fn run(workshop: &Workshop, line: &str) -> Outcome {
     started.finish_within(LIMITS[usize::from(is_everything())])
 }
 
-/// A command with more arguments: before a pipe, a redirection or a comment.
+/// Returns a command with additional arguments, inserted before a pipe, a redirection or a comment.
 fn with(line: &str, arguments: &[&str]) -> String {
     let end = ["  #", " > ", " | "].iter().filter_map(|mark| line.find(mark)).min().unwrap_or(line.len());
     let (command, rest) = line.split_at(end);
     format!("{} {}{rest}", command.trim_end(), arguments.join(" "))
 }
 
-/// Runs a page from its first command to its last.
+/// Runs the commands of a page in order.
 fn check(name: &str) {
     let all = pages();
     let page = all.iter().find(|page| page.name == name).expect("the page is there");
     let workshop = stocked();
     for block in page.blocks().iter().filter(|block| block.kind == "toml") {
-        // A block that says its name is that file.
+        // A block that begins with its file name is written to that file.
         if let Some(file) = block.text.strip_prefix("# ").and_then(|text| text.split_once(".toml\n")) {
             workshop.write(&format!("{}.toml", file.0), &block.text);
         }
@@ -346,10 +346,11 @@ fn check(name: &str) {
     }
 }
 
-/// Whether the lines of `shown` stand in `printed` one after the other, up to numbers, units and spaces. `...` stands for any lines.
+/// Checks that the lines of `shown` occur in `printed` consecutively, except for numbers, units and spaces. `...` stands for any
+/// lines.
 fn has_shape(printed: &str, shown: &[String]) -> Result<(), String> {
     let mut printed = printed.lines().map(shape).filter(|line| !line.is_empty());
-    // What is printed before the first shown line does not matter.
+    // Output before the first shown line is ignored.
     let mut may_skip = true;
     for line in shown.iter().filter(|line| !line.trim().is_empty()) {
         if line.trim() == "..." {
@@ -367,12 +368,12 @@ fn has_shape(printed: &str, shown: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// Units that may stand behind a number, apart or not.
+/// Units that may follow a number, with or without a space.
 const UNITS: [&str; 18] = [
     "%", "B", "KiB", "MiB", "GiB", "TiB", "k", "M", "G", "T", "ns", "µs", "ms", "s", "min", "m", "h", "days",
 ];
 
-/// A line without its numbers, their units, and the spaces that make columns.
+/// Returns a line without its numbers, their units, and the spaces of columns.
 fn shape(line: &str) -> String {
     let mut words: Vec<String> = Vec::new();
     for word in line.split_whitespace() {
@@ -388,7 +389,7 @@ fn shape(line: &str) -> String {
     words.join(" ")
 }
 
-/// A word with `#` for each number and its unit.
+/// Returns a word with `#` for each number and its unit.
 fn without_numbers(word: &str) -> String {
     let mut out = String::new();
     let mut rest = word;
@@ -397,7 +398,7 @@ fn without_numbers(word: &str) -> String {
         out += rest[..at].trim_end_matches(|c| !is_part_of_name && (c == '-' || c == '+'));
         let number = rest[at..].trim_start_matches(|c: char| c.is_ascii_digit() || c == '.' || c == ',');
         let mut digits = &rest[at..rest.len() - number.len()];
-        // Commas and stops at the end belong to the sentence.
+        // Commas and periods at the end belong to the sentence.
         digits = digits.trim_end_matches(['.', ',']);
         rest = &rest[at + digits.len()..];
         if is_part_of_name {
@@ -418,7 +419,7 @@ fn without_numbers(word: &str) -> String {
     out + rest
 }
 
-/// A test for each page, so that all cores have work and a failure names the page.
+/// Defines a test for each page: they run in parallel, and a failure names the page.
 macro_rules! pages {
     ($($test:ident: $page:literal,)*) => {
         const PAGES: &[&str] = &[$($page),*];

@@ -1,13 +1,13 @@
-//! Runs on every kind of data, and what is said of data that is missing, damaged or made for another model.
+//! Runs on every kind of data, and errors about data that is missing, damaged or made for another model.
 
 use crate::workshop::Workshop;
 
-/// Ids of the text as nanoGPT writes them.
+/// Returns the token ids of the text in nanoGPT's format.
 fn raw_tokens(text: &[u8]) -> Vec<u8> {
     text.iter().flat_map(|&byte| u16::from(byte).to_le_bytes()).collect()
 }
 
-/// An index in which the tokens are one sequence, of a `.bin` with ids of two bytes.
+/// Returns an index in which the tokens are one sequence, for a `.bin` with ids of two bytes.
 fn index_of(tokens: usize) -> Vec<u8> {
     let mut bytes = b"MMIDIDX\0\0".to_vec();
     bytes.extend(1_u64.to_le_bytes());
@@ -18,7 +18,7 @@ fn index_of(tokens: usize) -> Vec<u8> {
     bytes
 }
 
-/// The losses of a run.
+/// Returns the losses of a run.
 fn losses(workshop: &Workshop) -> Vec<String> {
     let rows = String::from_utf8(workshop.read("runs/metrics.jsonl")).unwrap();
     rows.lines()
@@ -158,7 +158,7 @@ fn samples_whose_answers_do_not_fit_are_left_out_and_the_run_goes_on() {
     let fits = r#"{"prompt": "all ranks", "completion": " wait"}"#;
     let long = format!(r#"{{"prompt": "{}", "completion": "x"}}"#, "p".repeat(40));
     let none = r#"{"prompt": "a", "completion": ""}"#;
-    // Enough of those that do not fit for whole batches of them.
+    // Enough records that do not fit to fill whole batches.
     let lines = [vec![fits; 8], vec![long.as_str(); 30], vec![none; 3], vec![fits; 8]].concat();
     workshop.write("pairs.jsonl", lines.join("\n"));
     let settings = ["data.train=['pairs.jsonl']", "data.order=sequential", "data.valid_fraction=0"];

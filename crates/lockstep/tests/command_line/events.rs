@@ -1,4 +1,4 @@
-//! What `LOCKSTEP_LOG` tells of a run, as text and as JSON, and what Prometheus finds.
+//! Events of a run with `LOCKSTEP_LOG`, as text and as JSON, and its metrics for Prometheus.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -45,7 +45,7 @@ fn a_run_tells_of_its_data_its_checkpoints_and_its_ranks() {
         (&"checkpoints/step-00000004".into(), &"INFO".into())
     );
     assert!(find("tokens are in the cache").is_some(), "{told:?}");
-    // Without it nothing is said.
+    // No events are printed without it.
     let silent = workshop.run(&["train", "run.toml", "--steps", "8"]).succeeds();
     assert!(!silent.stderr.contains("INFO") && !silent.stderr.contains("DEBUG"), "{silent:?}");
 }

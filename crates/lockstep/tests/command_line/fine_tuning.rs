@@ -1,16 +1,15 @@
-//! What people do with a published model in their first hour: fine-tune it on their data, export it, talk to it; and
-//! what they are told when a file is not what they think.
+//! The first hour with a published model: fine-tuning on own data, export and generation, and the errors about wrong files.
 
 use serde_json::{Value, json};
 
 use crate::workshop::{Outcome, Workshop};
 
-/// A tokenizer with ids up to 255, all of whose words are in the text of the workshop.
+/// A tokenizer with ids up to 255, whose words all occur in the workshop's text.
 const TOKENIZER: &str = r#"{"version": "1.0", "added_tokens": [], "normalizer": null, "decoder": null,
     "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "model": {"type": "WordLevel",
     "vocab": {"All": 0, "ranks": 1, "wait": 2, "[UNK]": 255}, "unk_token": "[UNK]"}}"#;
 
-/// Losses of a run that reads `files`, in their order.
+/// Returns the losses of a run that reads `files` in order.
 fn losses(workshop: &Workshop, files: &str, more: &[&str]) -> Vec<Value> {
     let source = format!("data.train=[{files:?}]");
     let mut command = vec!["train", "run.toml", "--resume", "never", "--set", &source];
@@ -94,7 +93,7 @@ fn presets_are_listed_with_their_sizes() {
     assert!(!listed.contains("llama"), "{listed}");
 }
 
-/// `generate` of the exported model, greedily.
+/// Runs `generate` with the exported model.
 fn generate(workshop: &Workshop, more: &[&str]) -> Outcome {
     workshop.run(&[&["generate", "--model", "hf"], more].concat())
 }
@@ -110,7 +109,7 @@ fn generation_follows_the_models_own_configuration_unless_told_otherwise() {
     assert_eq!(generate(&workshop, &prompt).json(), greedy);
     let shorter = generate(&workshop, &[&prompt[..], &["--max-new-tokens", "2"]].concat()).json();
     assert_eq!(shorter["tokens"].as_array().unwrap(), &greedy["tokens"].as_array().unwrap()[..2]);
-    // The last of its end-of-text tokens is the first that it would write.
+    // The last of its end-of-text tokens is the first that it would generate.
     let ends = json!({"do_sample": false, "eos_token_id": [999, greedy["tokens"][0]]}).to_string();
     workshop.write("hf/generation_config.json", ends);
     let ended = generate(&workshop, &told).json();
@@ -148,13 +147,13 @@ fn a_window_slides_over_what_the_context_does_not_hold() {
     generate(&workshop, &long).refuses(2, &["114 tokens", "64 positions", "--sliding-window 32"]);
     let slid = generate(&workshop, &[&long[..], &["--sliding-window", "32"]].concat()).json();
     assert_eq!(slid["tokens"].as_array().unwrap().len(), 100);
-    // Up to where the context is full nothing differs.
+    // Nothing differs until the context is full.
     let within = ["--prompt", "All ranks wait", "--max-new-tokens", "50", "--json"];
     let within = generate(&workshop, &within).json();
     assert_eq!(slid["tokens"].as_array().unwrap()[..50], within["tokens"].as_array().unwrap()[..]);
 }
 
-/// Names in the directory, but for caches and what the workshop itself keeps there.
+/// Returns the names in the directory, without caches and the workshop's own files.
 fn names(workshop: &Workshop) -> Vec<String> {
     let entries = std::fs::read_dir(workshop.path("")).unwrap();
     let mut names: Vec<String> =

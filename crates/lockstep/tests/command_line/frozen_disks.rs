@@ -1,4 +1,4 @@
-//! File systems that stop answering while a run saves, or have no room: the run says so, goes on, takes its fallback, and ends in time.
+//! File systems that stop answering during a save, or are full: the run reports it, goes on, uses its fallback, and ends in time.
 
 use std::io::Write;
 use std::path::Path;
@@ -12,11 +12,11 @@ use crate::workshop::{Outcome, Started, Workshop};
 
 const LOCKSTEP: &str = env!("CARGO_BIN_EXE_lockstep");
 
-/// A small ext4 of its own, mounted at `disk` of a workshop. It is thawed and unmounted when this is dropped.
+/// A small ext4 file system mounted at `disk` of a workshop. It is thawed and unmounted when dropped.
 struct Volume(std::path::PathBuf);
 
 impl Volume {
-    /// Mounts one; `None`, loudly, where the system lets nobody.
+    /// Mounts the file system; `None`, with a message, if the system does not allow it.
     fn mount(workshop: &Workshop) -> Option<Self> {
         let path = workshop.path("disk");
         std::fs::create_dir(&path).unwrap();
@@ -25,7 +25,7 @@ impl Volume {
         if made.as_ref().is_ok_and(|output| output.status.success()) {
             return Some(Self(path));
         }
-        // Not by `eprintln`, which tests that pass keep to themselves.
+        // Written directly, because the test harness hides `eprintln` of tests that pass.
         let message = format!(
             "SKIPPED: no file system can be mounted and frozen here (needs root, mkfs.ext4 and loop devices): {made:?}\n"
         );
@@ -58,7 +58,7 @@ impl Drop for Volume {
     }
 }
 
-/// A run that saves into `disk` again and again until it is stopped.
+/// Starts a run that saves into `disk` repeatedly until it is stopped.
 fn endless(workshop: &Workshop, settings: &[&str]) -> Started {
     let common = [
         "train.steps=1000000",
@@ -76,8 +76,8 @@ fn terminate(run: &Started) {
     kill_process(Pid::from_raw(run.child.id().cast_signed()).unwrap(), Signal::TERM).unwrap();
 }
 
-/// Stops a run on a frozen volume: it says `last` and has left within `limit`, but for the threads that the system keeps in a call on the
-/// volume, which end when it is thawed.
+/// Stops a run on a frozen volume: it prints `last` and ends within `limit`. Threads stuck in a system call on the volume remain
+/// and end when it is thawed.
 fn ends_by_sigterm(mut run: Started, volume: &Volume, last: &str, limit: Duration) -> Outcome {
     let asked = Instant::now();
     terminate(&run);
@@ -93,7 +93,7 @@ fn ends_by_sigterm(mut run: Started, volume: &Volume, last: &str, limit: Duratio
     outcome
 }
 
-/// The last step that a run has shown.
+/// Returns the last step that a run has shown.
 fn last_step(run: &Started) -> u64 {
     let text = run.stderr();
     let steps =
@@ -113,7 +113,7 @@ fn assert_resumes_from(workshop: &Workshop, settings: &[&str], dir: &str) {
     assert!(resumed.stderr.contains(&expected), "{expected:?} in {resumed:?}");
 }
 
-/// Freezes the disk of a run while it saves, and checks what it says and that it goes on in `other`.
+/// Freezes the disk of a run while it saves, and checks its messages and that it saves into `other`.
 fn goes_to_the_fallback(settings: &[&str]) {
     let workshop = Workshop::new();
     let Some(volume) = Volume::mount(&workshop) else { return };

@@ -1,4 +1,4 @@
-//! Runs that go on: with more steps than before, from a checkpoint alone, and from a configuration that was printed.
+//! Runs that continue: with more steps than before, from a checkpoint alone, and from a printed configuration.
 
 use serde_json::Value;
 
@@ -29,7 +29,7 @@ fn more_steps_let_a_run_go_on_whose_schedule_follows_them() {
         "{more:?}"
     );
     assert!(workshop.path("checkpoints/step-00000008").is_dir(), "{more:?}");
-    // A schedule that somebody has given another length is another schedule.
+    // A schedule with an explicit new length is a different schedule.
     let pinned = ["--steps", "12", "--set", "schedule.decay_steps=3"];
     train(&pinned)
         .refuses(2, &["schedule.decay_steps was 7, is 3", "--resume checkpoints/step-00000008 to go on"]);
@@ -49,7 +49,7 @@ fn a_checkpoint_alone_says_what_run_it_is_of() {
     );
     assert_eq!(resumed.stdout, "", "a sample is the demonstration's: {resumed:?}");
     assert!(weights(&workshop) == expected, "the same run ends with the same weights");
-    // And it can be given more steps, and other ranks.
+    // The run may be given more steps and other ranks.
     let resume = ["train", "--resume", "checkpoints/step-00000004", "--steps", "6", "--nproc-per-node", "2"];
     let more = workshop.run(&resume).succeeds();
     assert!(
@@ -70,7 +70,7 @@ fn a_directory_of_checkpoints_stands_for_its_newest_whole_one() {
     let weights = "checkpoints/step-00000006/rank-00000.safetensors";
     let bytes = workshop.read(weights);
     workshop.write(weights, &bytes[..bytes.len() / 2]);
-    // Nothing older is taken for the model in silence.
+    // An older checkpoint is never used silently.
     let damaged =
         workshop.run(&["generate", "--model", "checkpoints", "--prompt", "a", "--max-new-tokens", "2"]);
     damaged.refuses(4, &["step-00000006", "bytes, but"]);

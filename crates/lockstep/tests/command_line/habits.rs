@@ -1,4 +1,4 @@
-//! What people type by habit: names of other tools, models by any of their names.
+//! Habits from other tools: their flags and commands, and models by any of their names.
 
 use crate::workshop::Workshop;
 

@@ -1,5 +1,5 @@
-//! Runs that `--hostfile` starts on other machines, all of which are this one: by a stand-in for ssh, and over ssh itself where there is an
-//! sshd.
+//! Runs on other machines with `--hostfile`, all of which are this one: through a stand-in for ssh, and over ssh itself if there
+//! is an sshd.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -13,7 +13,7 @@ use crate::workshop::{Started, Workshop};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_lockstep");
 
-/// A directory with a hostfile of two machines, and a program that runs commands as ssh does and writes down what it is given.
+/// Returns a directory with a hostfile of two machines, and a program that runs commands as ssh does and records its arguments.
 fn workshop() -> Workshop {
     let workshop = Workshop::new();
     workshop.write("hosts", "127.0.0.1 slots=1\nlocalhost slots=1\n");
@@ -80,7 +80,7 @@ fn hosts_that_cannot_be_are_told() {
     assert!(!workshop.path("checkpoints").exists());
 }
 
-/// An sshd of this test's own on a port of loopback; ended when dropped.
+/// An sshd of this test on a loopback port; killed when dropped.
 struct Sshd(Child);
 
 impl Drop for Sshd {
@@ -91,7 +91,8 @@ impl Drop for Sshd {
     }
 }
 
-/// Starts an sshd that knows one key, and writes `ssh-here`, which reaches it as ssh reaches a host; `None` where there is none.
+/// Starts an sshd that accepts one key, and writes `ssh-here`, which connects to it as ssh does to a host; `None` if there is no
+/// sshd.
 fn sshd(workshop: &Workshop) -> Option<Sshd> {
     let program =
         ["/usr/sbin/sshd", "/usr/bin/sshd"].into_iter().find(|path| std::path::Path::new(path).exists())?;
@@ -104,7 +105,7 @@ fn sshd(workshop: &Workshop) -> Option<Sshd> {
         made.ok().filter(|status| status.success())?;
     }
     if rustix::process::geteuid().is_root() {
-        // sshd insists on it.
+        // sshd requires this directory.
         std::fs::create_dir_all("/run/sshd").ok()?;
     }
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -145,7 +146,7 @@ fn sshd(workshop: &Workshop) -> Option<Sshd> {
 fn a_hostfile_starts_ranks_over_ssh_and_a_signal_saves_on_all_hosts() {
     let workshop = workshop();
     let Some(_sshd) = sshd(&workshop) else {
-        // Past the harness, which shows nothing of a test that passes.
+        // Written directly, because the test harness hides the output of tests that pass.
         let _ = writeln!(std::io::stderr(), "SKIPPED: a run over ssh needs openssh-server");
         return;
     };

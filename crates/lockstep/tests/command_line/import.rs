@@ -1,4 +1,4 @@
-//! `lockstep import`: a configuration of another tool becomes a run, or says why not.
+//! `lockstep import`: a configuration of another tool becomes a run, or an error gives the reason.
 
 use std::fs;
 
@@ -149,7 +149,7 @@ fn a_precision_that_contradicts_the_run_is_one_mistake() {
     outcome.refuses(2, &["ds.json:1: train.precision: is \"f16\" here and \"bf16\" in run.toml:"]);
 }
 
-/// A DeepSpeed file, and what its refusal names.
+/// A DeepSpeed file, and parts of its error message.
 const DEEPSPEED: &[(&str, &[&str])] = &[
     ("", &["is empty"]),
     ("[1, 2]", &["not a table of keys"]),
@@ -211,7 +211,7 @@ const DEEPSPEED: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// An Accelerate file, and what its refusal names.
+/// An Accelerate file, and parts of its error message.
 const ACCELERATE: &[(&str, &[&str])] = &[
     ("num_processes: 2\n", &["distributed_type: is missing", "MULTI_GPU"]),
     ("distributed_type: TPUS\n", &["distributed_type", "FSDP"]),

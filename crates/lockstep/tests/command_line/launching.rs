@@ -1,4 +1,4 @@
-//! torchrun's flags and variables: where output goes, what ranks are told, restarts, pairing.
+//! torchrun's flags and variables: destinations of output, variables of ranks, restarts, pairing.
 
 use std::net::TcpListener;
 use std::process::Command;
@@ -15,7 +15,7 @@ fn train(workshop: &Workshop, arguments: &str, variables: &[(&str, &str)]) -> Ou
     workshop.start_in(PROGRAM, &arguments, variables).finish()
 }
 
-/// `TORCHELASTIC_ERROR_FILE` of a run, read.
+/// Returns the content of a run's `TORCHELASTIC_ERROR_FILE`.
 fn error_file(workshop: &Workshop) -> Value {
     let found: Value = serde_json::from_slice(&workshop.read("error.json")).unwrap();
     let keys: Vec<&String> = found["message"]["extraInfo"].as_object().unwrap().keys().collect();
@@ -34,7 +34,7 @@ fn output_goes_where_torchruns_flags_send_it() {
     let log = |name: &str| String::from_utf8(workshop.read(name)).unwrap();
     assert!(log("logs/rank-00000.err").contains("\nstep "), "{outcome:?}");
     assert!(workshop.path("logs/rank-00001.out").exists());
-    // Only rank 0's errors are kept, and shown, by variables.
+    // With variables, only rank 0's errors are written to a file and shown.
     let tee = [("PET_TEE", "0:2"), ("PET_NPROC_PER_NODE", "2"), ("PET_LOG_DIR", "tee")];
     let outcome = train(&workshop, "--resume never", &tee).succeeds();
     assert!(
@@ -45,7 +45,7 @@ fn output_goes_where_torchruns_flags_send_it() {
     let outcome =
         train(&workshop, "--nproc-per-node 2 --local-ranks-filter 1 --resume never", &[]).succeeds();
     assert_eq!(outcome.stderr, "", "rank 0 is not shown");
-    // A failure is told though its rank is not shown.
+    // A failure is reported even if its rank's output is not shown.
     let broken = "--nproc-per-node 2 --redirects 3 --log-dir broken --set data.train=[\"nowhere.txt\"]";
     let outcome = train(&workshop, broken, &[("TORCHELASTIC_ERROR_FILE", "error.json")]);
     assert_eq!(outcome.code, Some(2), "{outcome:?}");
@@ -86,7 +86,7 @@ fn ranks_are_told_what_torchelastic_tells_its_workers() {
     ] {
         assert!(second_rank.iter().any(|found| found == expected), "{expected}: {second_rank:?}");
     }
-    // One that is killed is started again with all others, and goes on.
+    // A killed rank is restarted together with all others, and the run continues.
     let victim = rustix::process::Pid::from_raw(first[1].parse().unwrap()).unwrap();
     rustix::process::kill_process(victim, rustix::process::Signal::KILL).unwrap();
     run.wait_until("a restart", |run| run.stderr().contains("restart 1 of 3"));
@@ -120,11 +120,11 @@ fn a_pairing_code_joins_two_machines_and_another_one_does_not() {
     first.finish().succeeds();
 }
 
-/// Two machines: network namespaces that a pair of interfaces joins.
+/// Two machines: network namespaces joined by a pair of interfaces.
 struct Machines([String; 2]);
 
 impl Machines {
-    /// `None` where this user may not make any.
+    /// Creates the machines; `None` if this user may not.
     fn new() -> Option<Self> {
         let names = [0, 1].map(|number| format!("lockstep-{}-{number}", std::process::id()));
         let ip = |arguments: &str| {
@@ -163,7 +163,7 @@ impl Drop for Machines {
 #[test]
 fn torchruns_own_line_starts_a_run_on_two_machines_by_a_pairing_code() {
     let Some(machines) = Machines::new() else {
-        // The test above joins two launchers by a code on loopback.
+        // The test above joins two launchers by a pairing code on loopback.
         #[expect(clippy::print_stderr, reason = "a part that this machine cannot run is said")]
         {
             eprintln!("no network namespaces here");

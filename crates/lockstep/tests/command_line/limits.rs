@@ -1,4 +1,4 @@
-//! Limits of the system and ranks that do not run: one message and an exit code of the README's, never a death without words.
+//! System limits and ranks that do not run: one message and an exit code of the README, never a silent death.
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
@@ -20,7 +20,7 @@ fn a_file_that_may_not_grow_is_an_error_and_no_signal() {
     let workshop = Workshop::new();
     for (ranks, dir) in [("1", "a"), ("2", "b")] {
         let set = format!("--set checkpoint.dir={dir} --set metrics.dir={dir}-runs --nproc-per-node {ranks}");
-        // Blocks of 512 bytes: the weights take more.
+        // In blocks of 512 bytes: the weights take more.
         let outcome = limited(&workshop, "ulimit -f 16", &set);
         assert_eq!(outcome.code, Some(1), "{outcome:?}");
         assert!(outcome.stderr.contains("File too large"), "{outcome:?}");
@@ -33,7 +33,7 @@ fn an_address_space_that_is_too_small_is_an_error_and_no_signal() {
     let workshop = Workshop::new();
     let mut refused = 0;
     for kilobytes in (40..110).step_by(5).map(|megabytes| megabytes * 1000) {
-        // Below some limit the loader itself has no room.
+        // Below some limit the dynamic loader itself has no memory.
         let run = |arguments: &str| {
             let line = format!("ulimit -v {kilobytes}; exec {PROGRAM} {arguments}");
             let mut command = Command::new("sh");
@@ -61,7 +61,7 @@ fn an_address_space_that_is_too_small_is_an_error_and_no_signal() {
 #[test]
 fn threads_that_are_refused_are_an_error_and_no_panic() {
     let workshop = Workshop::new();
-    // Root has no such limit, so that it is another user who runs out of tasks.
+    // Root has no such limit, so another user runs out of tasks.
     let is_root = rustix::process::geteuid().is_root();
     let begin = if is_root { "setpriv --reuid=65534 --regid=65534 --clear-groups" } else { "env" };
     let all = std::fs::Permissions::from_mode(0o777);

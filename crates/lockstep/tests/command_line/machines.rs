@@ -1,5 +1,5 @@
-//! A run on two hosts that are two network namespaces of this machine, joined by a virtual cable: torchrun's own line, and the pairing
-//! code of node 0. Needs root and iproute2.
+//! A run on two hosts, which are network namespaces of this machine joined by a virtual cable: torchrun's own command line, and
+//! the pairing code of node 0. Needs root and iproute2.
 
 use std::io::Write;
 
@@ -12,11 +12,11 @@ const RUN: [&str; 4] = ["--set", "train.global_batch=8", "--set", "train.micro_b
 /// Two hosts with an address each, joined by a cable.
 struct Hosts(Namespaces);
 
-/// Addresses of the two hosts, which nobody else sees.
+/// Addresses of the two hosts, visible to them alone.
 const ADDRESSES: [&str; 2] = ["10.213.97.1", "10.213.97.2"];
 
 impl Hosts {
-    /// Makes two hosts; `None` where this process may not.
+    /// Creates two hosts; `None` if this process may not.
     fn new() -> Option<Self> {
         let namespaces = Namespaces::new("machines")?;
         let [first, second] = &namespaces.names;
@@ -29,7 +29,7 @@ impl Hosts {
         is_up.then_some(Self(namespaces))
     }
 
-    /// `lockstep train run.toml` on a host, as torchrun's users type the rest of it.
+    /// Starts `lockstep train run.toml` on a host, with torchrun's flags.
     fn start(&self, workshop: &Workshop, node: usize, more: &[&str]) -> Started {
         let node_rank = format!("--node_rank={node}");
         let endpoint = format!("--rdzv_endpoint={}:29500", ADDRESSES[0]);
@@ -51,7 +51,7 @@ impl Hosts {
     }
 }
 
-/// The code that node 0 has printed.
+/// Returns the code that node 0 has printed.
 fn code(run: &Started) -> Option<String> {
     let stderr = run.stderr();
     let line = stderr.lines().find_map(|line| line.strip_prefix("pairing code "))?;
@@ -61,7 +61,7 @@ fn code(run: &Started) -> Option<String> {
 #[test]
 fn torchruns_own_line_starts_two_hosts_with_a_pairing_code_and_the_bits_of_one_machine() {
     let Some(hosts) = Hosts::new() else {
-        // Past the harness, which shows nothing of a test that passes.
+        // Written directly, because the test harness hides the output of tests that pass.
         let _ =
             writeln!(std::io::stderr(), "SKIPPED: two hosts need root and iproute2 for network namespaces");
         return;
@@ -72,7 +72,7 @@ fn torchruns_own_line_starts_two_hosts_with_a_pairing_code_and_the_bits_of_one_m
     first.wait_until("a pairing code", |run| code(run).is_some());
     let code = code(&first).unwrap();
     assert_eq!(code.chars().filter(|c| c.is_ascii_alphanumeric()).count(), 20, "100 bits: {code}");
-    // One who guesses is turned away, and keeps nobody out.
+    // A wrong code is rejected and does not keep the right machine out.
     let wrong = ["--pairing-code", "K7QX2-M4VTD-9RZPA-3WHNC"];
     hosts.start(&workshop, 1, &[&saved[..], &wrong].concat()).finish().refuses(2, &["secret"]);
     let second = hosts.start(&workshop, 1, &[&saved[..], &["--pairing-code", &code]].concat());

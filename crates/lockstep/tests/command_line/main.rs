@@ -1,5 +1,5 @@
-//! The program as scripts see it: the exit code, standard output, standard error, and what lies on the disk
-//! afterwards. Every child process has a time limit, and none may panic.
+//! The program as scripts see it: exit code, standard output, standard error and the files on disk. Every child process has a
+//! time limit, and none may panic.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 mod bad_checkpoints;

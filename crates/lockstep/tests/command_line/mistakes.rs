@@ -1,10 +1,11 @@
-//! Mistakes of the first hour: each ends with the exit code of the README and one message that names the way out, and leaves nothing.
+//! Typical mistakes of new users: each ends with a documented exit code and one message that names the remedy, and leaves no
+//! files.
 
 use std::net::TcpListener;
 
 use crate::workshop::Workshop;
 
-/// Everything in the directory but what the test itself and the user's cache put there.
+/// Returns the names in the directory, without the test's own files and the user's cache.
 fn names(workshop: &Workshop) -> Vec<String> {
     let entries = std::fs::read_dir(workshop.path("")).unwrap();
     let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -23,7 +24,7 @@ fn a_mistake_is_told_with_its_way_out_and_leaves_nothing() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = format!("metrics.prometheus={}", taken.local_addr().unwrap());
     let before = names(&workshop);
-    // The arguments after `train run.toml`.
+    // Arguments after `train run.toml`, the exit code, and parts of the message.
     let of_runs: [(&str, i32, &[&str]); 24] = [
         ("--set data.train=[]", 2, &["data.train", "names nothing"]),
         ("train.steps=5", 2, &["`--set train.steps=5`"]),
@@ -75,7 +76,7 @@ fn a_mistake_is_told_with_its_way_out_and_leaves_nothing() {
         workshop.run(&arguments.split(' ').collect::<Vec<_>>()).refuses(code, parts);
     }
     assert_eq!(names(&workshop), before, "a mistake leaves nothing");
-    // Found out when the run is about to begin, before anything is saved.
+    // Detected when the run is about to begin, before anything is saved.
     workshop.train(&[&taken]).fails(2, &["cannot listen on metrics.prometheus", "free port"]);
     assert!(!workshop.path("runs").exists(), "nothing is written");
 }

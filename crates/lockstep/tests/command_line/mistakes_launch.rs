@@ -1,5 +1,5 @@
-//! Flags and variables about starting ranks that cannot be, or contradict each other: refused with code 2 and one message that
-//! names the way out, before anything is written.
+//! Invalid or contradictory flags and variables for starting ranks: refused with code 2 and one message that names the remedy,
+//! before anything is written.
 
 use std::net::TcpListener;
 
@@ -26,7 +26,7 @@ const fn mistake(
 const NODES: &str = "--nnodes 2 --rdzv-endpoint 127.0.0.1:29397";
 
 const MISTAKES: [Mistake; 36] = [
-    // Flags alone.
+    // Mistakes in flags alone.
     mistake("", "--nproc-per-node 0", &["--nproc-per-node 0", "a number from 1, auto, cpu"]),
     mistake("", "--nproc_per_node=two", &["--nproc-per-node two", "auto"]),
     Mistake {
@@ -71,13 +71,13 @@ const MISTAKES: [Mistake; 36] = [
         "--pairing-code x --secret-file y",
         &["--pairing-code", "--secret-file", "cannot be used with"],
     ),
-    // Variables alone.
+    // Mistakes in variables alone.
     mistake("PET_NNODES=1:3", "", &["PET_NNODES=1:3", "give one number"]),
     mistake("PET_STANDALONE=yes", "", &["PET_STANDALONE=yes", "0 to 1"]),
     mistake("PET_RDZV_BACKEND=etcd", "", &["PET_RDZV_BACKEND=etcd", "c10d"]),
     mistake("RANK=2 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1", "", &["RANK=\"2\"", "below WORLD_SIZE=2"]),
     mistake("WORLD_SIZE=2", "", &["WORLD_SIZE is set, but RANK is not"]),
-    // Both.
+    // Contradictions of flags and variables.
     mistake(
         "PET_NNODES=2",
         "--rdzv-endpoint 127.0.0.1 --node-rank 0 --rdzv-conf rank=1",
@@ -97,7 +97,7 @@ const MISTAKES: [Mistake; 36] = [
         NODES,
         &["--nnodes asks for ranks", "started by torchrun"],
     ),
-    // Nobody there.
+    // Machines that nobody answers for.
     mistake(
         "",
         "--nnodes 2 --node-rank 1 --rdzv-conf join_timeout=1 --rdzv-endpoint 127.0.0.1:29396",

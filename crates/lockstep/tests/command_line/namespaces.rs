@@ -1,21 +1,21 @@
-//! Two network namespaces, which programs take for two hosts. They need root and iproute2.
+//! Two network namespaces, which act as two hosts. They need root and iproute2.
 
 use std::process::{Command, Stdio};
 
-/// Two namespaces without a connection; deleted when dropped.
+/// Two unconnected namespaces; deleted when dropped.
 pub(crate) struct Namespaces {
     pub(crate) names: [String; 2],
 }
 
 impl Namespaces {
-    /// Two with `label` in their names; `None` if this process may not make any.
+    /// Creates two namespaces with `label` in their names; `None` if this process may not.
     pub(crate) fn new(label: &str) -> Option<Self> {
         let id = std::process::id();
         let namespaces = Self { names: ["a", "b"].map(|name| format!("lockstep-{label}-{id}-{name}")) };
         namespaces.names.iter().all(|name| ip(&format!("netns add {name}"))).then_some(namespaces)
     }
 
-    /// Gives `interface`, which lies in the namespace `name`, its address, and switches it and the loopback on; false if that fails.
+    /// Assigns the address to `interface` in the namespace `name` and brings it and the loopback up; returns false if that fails.
     pub(crate) fn bring_up(name: &str, interface: &str, address: &str) -> bool {
         [
             format!("-n {name} address add {address}/24 dev {interface}"),

@@ -1,4 +1,4 @@
-//! A run over several machines, all of which are this one: by our own launcher on each, and by others that set variables.
+//! A run over several machines, all of which are this one: with our launcher on each, and with other launchers' variables.
 
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
@@ -10,24 +10,24 @@ use crate::workshop::{Outcome, Started, Workshop};
 const PROGRAM: &str = env!("CARGO_BIN_EXE_lockstep");
 const MANY: [&str; 4] = ["--set", "train.steps=1000000", "--set", "checkpoint.every=1000000"];
 
-/// A port that nobody listens on.
+/// Returns an unused port.
 fn port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// `train run.toml` on one of two nodes.
+/// Starts `train run.toml` on one of two nodes.
 fn node(workshop: &Workshop, port: u16, arguments: &[&str]) -> Started {
     let endpoint = format!("127.0.0.1:{port}");
     let all = ["train", "run.toml", "--nnodes", "2", "--rdzv-endpoint", &endpoint];
     workshop.start(PROGRAM, &[&all[..], arguments].concat())
 }
 
-/// The weights that a run ended with.
+/// Returns the final weights of a run.
 fn weights(workshop: &Workshop, checkpoints: &str) -> Vec<u8> {
     workshop.read(&format!("{checkpoints}/step-00000004/rank-00000.safetensors"))
 }
 
-/// One process for each rank, as `srun` or `mpirun` start them.
+/// Starts one process per rank, as `srun` or `mpirun` do.
 fn each_rank(
     workshop: &Workshop,
     ranks: usize,
@@ -84,7 +84,7 @@ fn by_any_way_and_any_launcher_the_bits_are_those_of_one_machine() {
         )
     };
     each_rank(&workshop, 2, &settings, of_mpirun).into_iter().for_each(|outcome| drop(outcome.succeeds()));
-    // As torchrun's agent does: it listens at MASTER_PORT itself, and names this machine as nobody has to know it.
+    // As torchrun's agent does: it listens at MASTER_PORT itself, and names this machine by an arbitrary name.
     let agent = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = agent.local_addr().unwrap().port();
     let settings = saved("torchrun");
@@ -115,7 +115,7 @@ fn by_any_way_and_any_launcher_the_bits_are_those_of_one_machine() {
 fn a_rank_that_is_killed_on_another_machine_ends_the_run_on_all_and_is_named() {
     let workshop = Workshop::new();
     let port = port();
-    // Numbered as they come.
+    // Without node ranks: numbered in order of arrival.
     let runs = [0, 1].map(|_| node(&workshop, port, &MANY));
     let mut runs = runs.map(Some);
     let speaks = |run: &Option<Started>| run.as_ref().is_some_and(|run| run.stderr().contains("\nstep "));
@@ -132,12 +132,12 @@ fn a_rank_that_is_killed_on_another_machine_ends_the_run_on_all_and_is_named() {
     for run in runs.iter_mut().map(|run| run.take().unwrap()) {
         let outcome = run.finish();
         assert_eq!(outcome.code, Some(5), "{outcome:?}");
-        // How it ended only its own machine sees, whose launcher tells the other one.
+        // Only the rank's own machine sees how it ended; its launcher tells the other one.
         let expected = "error: rank 1 was lost: it was killed by signal 9 (SIGKILL)";
         assert!(outcome.stderr.contains(expected), "{outcome:?}");
         assert_eq!(outcome.stderr.matches("error:").count(), 1, "{outcome:?}");
     }
-    // Each machine has left the records of its rank.
+    // Each machine has written the flight record of its rank.
     let found = workshop.run(&["doctor", "--trace", "runs", "--json"]).json();
     assert_eq!(found["culprits"], serde_json::json!([1]), "{found}");
     assert_eq!(found["known"], serde_json::json!([0, 1]), "{found}");
@@ -208,7 +208,7 @@ fn what_keeps_machines_from_meeting_is_told() {
     node(&workshop, port, &["--node-rank", "1", "--secret-file", "secret", "--rdzv-id", "x"])
         .finish()
         .refuses(2, &["another run"]);
-    // None of them has kept the right one from coming.
+    // None of the rejected ones has kept the right machine out.
     let second = node(&workshop, port, &["--node-rank", "1", "--secret-file", "secret"]);
     first.wait_until("a step", |run| run.stderr().contains("\nstep "));
     first.finish().succeeds();

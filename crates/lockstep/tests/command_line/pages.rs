@@ -4,24 +4,24 @@ use std::path::{Path, PathBuf};
 
 /// A page of the book.
 pub(crate) struct Page {
-    /// `README.md`, `docs/data.md`.
+    /// Path of the page, such as `README.md` or `docs/data.md`.
     pub(crate) name: String,
     pub(crate) text: String,
 }
 
 /// A fenced block of a page.
 pub(crate) struct Block {
-    /// What its fence says: `toml`, `sh`, `console`, or nothing.
+    /// Info string of its fence: `toml`, `sh`, `console`, or empty.
     pub(crate) kind: String,
     pub(crate) text: String,
 }
 
-/// The root of the repository.
+/// Returns the root of the repository.
 pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// All pages, in the order of their names.
+/// Returns all pages, ordered by name.
 pub(crate) fn pages() -> Vec<Page> {
     let root = root();
     let docs = std::fs::read_dir(root.join("docs")).expect("the book is there");
@@ -40,7 +40,7 @@ pub(crate) fn pages() -> Vec<Page> {
 }
 
 impl Page {
-    /// The fenced blocks, in their order.
+    /// Returns the fenced blocks in order.
     pub(crate) fn blocks(&self) -> Vec<Block> {
         let mut blocks: Vec<Block> = Vec::new();
         let mut is_inside = false;

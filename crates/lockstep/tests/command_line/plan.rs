@@ -1,10 +1,11 @@
-//! `plan`: what a plan's ranks need, and whether it fits; and that the ledgers of ranks say what the system says of their processes.
+//! `plan`: the memory of a plan's ranks and whether it fits; also compares the ledgers of ranks with the system's figures for
+//! their processes.
 
 use serde_json::Value;
 
 use crate::workshop::Workshop;
 
-/// 23 million parameters: enough that what every process has besides does not count.
+/// 23 million parameters: enough to make the other memory of a process negligible.
 const MODEL: [&str; 6] = [
     "model.vocab_size=256",
     "model.hidden_size=512",
@@ -40,7 +41,7 @@ fn a_plan_is_predicted_and_what_is_written_runs() {
     assert!(ranks.iter().any(|rank| rank["memory_bytes"]["total"].as_u64() == Some(total)), "{row}");
     let few = plan(&settings, &["--json", "--memory", "32MiB"]).json();
     assert_eq!(few["ranking"][0]["fits"], false, "{few}");
-    // A machine for each rank needs less than one for all.
+    // A machine for each rank needs less memory than one for all.
     let spread = plan(&settings, &["--json", "--nproc-per-node", "1"]).json();
     let needed = |found: &Value| found["ranking"][0]["machine"]["needed_bytes"].as_u64().unwrap();
     assert!(needed(&spread) < needed(&few) && needed(&few) <= 4 * needed(&spread), "{spread} {few}");
@@ -71,12 +72,12 @@ fn what_a_plan_file_predicts_is_what_is_booked_and_other_settings_than_its_own_a
     for (category, bytes) in memory[0]["bytes"].as_object().unwrap() {
         assert_eq!(Some(bytes), of_rank["memory_bytes"].get(category), "{category} of {of_rank} and {file}");
     }
-    // With the same settings nothing is said.
+    // There is no warning with the same settings.
     let same = with_file(&["--set", "train.global_batch=4"]).succeeds();
     assert!(same.stderr.is_empty(), "{same:?}");
     let told = |text: &str| {
         for part in [
-            "warning: plan.json was edited, or made for other settings: rank 0 is foretold optimizer",
+            "warning: plan.json was edited, or made for other settings: rank 0 is predicted optimizer",
             "-o plan.json",
         ] {
             assert!(text.contains(part), "{part:?} is not in {text}");
@@ -88,7 +89,7 @@ fn what_a_plan_file_predicts_is_what_is_booked_and_other_settings_than_its_own_a
         workshop.run(&[&["train", "run.toml", "--plan", "plan.json"][..], &other].concat()).succeeds();
     told(&trained.stderr);
     assert_eq!(trained.stderr.matches("warning").count(), 1, "{trained:?}");
-    // Two statements of one rank are an error.
+    // Two entries for one rank are an error.
     let mut twice = file.clone();
     let more = twice["predicted"]["memory"][0].clone();
     twice["predicted"]["memory"].as_array_mut().unwrap().push(more);
@@ -188,7 +189,7 @@ fn machines_with_nonsense_are_told_all_of_it_at_once() {
         "8",
         "--seq-len",
         "1024",
-        // Beyond the disk of a node.
+        // More than the disk of a node holds.
         "--set",
         "model.num_hidden_layers=2000",
     ];
@@ -196,7 +197,7 @@ fn machines_with_nonsense_are_told_all_of_it_at_once() {
     workshop.run(&large).refuses(2, &told);
 }
 
-/// The flags of a question that only has a model and a cluster.
+/// Flags of a question with only a model and a cluster.
 const QUESTION: [&str; 5] = ["plan", "--model", "llama3-8b", "--cluster", "h100x16"];
 
 #[test]
@@ -264,7 +265,7 @@ fn a_model_that_does_not_fit_is_told_what_would() {
     refused.refuses(2, &["no plan fits: llama3-70b", "--cluster tpu-v5px"]);
 }
 
-/// The keys behind the first `--set` of a line, as they are typed.
+/// Returns the keys after `--set` in a line, as they are typed.
 fn typed_settings(line: &str) -> Vec<String> {
     let typed = line.split("--set ").skip(1).map(|part| part.split([' ', ':']).next().unwrap_or_default());
     typed.map(|setting| setting.trim_matches('\'').to_owned()).collect()
@@ -292,13 +293,13 @@ fn a_given_plan_that_does_not_fit_is_told_what_would() {
         let found = workshop.run(&[&given[..], &["--json"]].concat()).json();
         assert!(found["remedies"]["best"]["settings"].is_array(), "{found}");
     }
-    // A schedule goes with no plan without a pipeline.
+    // A schedule is dropped from a plan without a pipeline.
     let pipeline = ["--set", "parallel.pipeline_parallel=2", "--set", "parallel.pipeline_schedule=1f1b"];
     let large =
         ["plan", "--model", "llama3-8b", "--cluster", "h100x2", "--seq-len", "512", "--global-batch", "8"];
     let text = workshop.run(&[&large[..], &pipeline].concat()).succeeds().stdout;
     assert!(text.contains("does NOT fit") && text.contains("the best   of a search: "), "{text}");
-    // Where no plan fits, other machines are named.
+    // If no plan fits, other machines are suggested.
     let none =
         ["plan", "--model", "llama3-70b", "--cluster", "tpu-v5p", "--set", "parallel.tensor_parallel=4"];
     let text = workshop.run(&none).succeeds().stdout;
@@ -322,7 +323,7 @@ fn fine_tuning_of_a_preset_is_planned_and_what_is_frozen_has_no_state() {
     assert!(memory(&tuned, "parameters") >= memory(&whole, "parameters"), "{tuned}");
     let trained = tuned["workload"]["trained_parameters"].as_u64().unwrap();
     assert!((20_000_000..22_000_000).contains(&trained), "{trained}");
-    // All of it on one device, which the state of the whole model does not fit.
+    // The whole run on one device, in which the state of the full model would not fit.
     let one =
         ["plan", "--model", "llama3-8b", "--cluster", "h100", "--seq-len", "2048", "--global-batch", "32"];
     let found = workshop.run(&[&one[..], &lora].concat()).succeeds().stdout;
@@ -331,7 +332,7 @@ fn fine_tuning_of_a_preset_is_planned_and_what_is_frozen_has_no_state() {
     workshop
         .run(&["plan", "run.toml", "--cluster", "h100", "--seq-len", "1024", "--global-batch", "8"])
         .succeeds();
-    // A run needs weights to keep.
+    // A run with frozen parameters needs pretrained weights.
     workshop.run(&["train", "run.toml"]).refuses(2, &["would keep random weights"]);
 }
 
@@ -423,11 +424,11 @@ fn a_plan_with_state_in_host_memory_is_read_back_as_the_same_plan() {
     for figure in ["mesh", "step_ms", "memory_bytes", "step_parts_ms"] {
         assert_eq!(found[figure], again[figure], "{figure}");
     }
-    // Host memory is where ranks on CPUs have everything.
+    // Ranks on CPUs keep everything in host memory anyway.
     let offloaded = ["parallel.offload.optimizer=cpu", "parallel.offload.fraction=0.5"];
     workshop.run(&arguments(&["plan", "run.toml"], &offloaded, &["-o", "small.json"])).succeeds();
     workshop.run(&["train", "run.toml", "--plan", "small.json"]).succeeds();
-    // It needs the room there.
+    // Offload needs room in host memory.
     let replicas =
         ["parallel.data_parallel_replicate=8", "parallel.offload.optimizer=cpu", "parallel.recompute=full"];
     let little =
@@ -458,7 +459,7 @@ fn a_memory_without_a_unit_is_refused() {
     plan("1048576").succeeds();
 }
 
-/// The numbers of steps and the plan that the records of a run have.
+/// Returns the description of the run in its records.
 fn recorded(workshop: &Workshop) -> Value {
     serde_json::from_slice(&workshop.read("runs/run.json")).unwrap()
 }
@@ -479,12 +480,12 @@ fn a_run_that_does_not_say_how_it_is_split_is_planned_and_goes_on_by_the_same_pl
         settings.as_array().unwrap().iter().find(|setting| setting["key"] == key).unwrap()["value"].clone()
     };
     assert_eq!(value("parallel.data_parallel_replicate"), 2, "{settings}");
-    // As many ranks as before are not planned again.
+    // With the same number of ranks as before, the plan is kept.
     let more = train(&["--nproc-per-node", "2", "--set", "train.steps=6"]);
     assert!(more.stderr.contains("plan       2 replicas, as checkpoints/step-00000004"), "{more:?}");
     let other = train(&["--set", "train.steps=8"]);
     assert!(other.stderr.contains("plan       one rank, micro-batches"), "{other:?}");
-    // Whoever says how, is not told.
+    // No plan is printed if the user has set it.
     let told = train(&["--set", "train.steps=8", "--set", "parallel.tensor_parallel=1"]);
     assert!(!told.stderr.contains("plan  "), "{told:?}");
 }
@@ -509,7 +510,7 @@ fn a_machine_learns_from_a_run_and_the_next_run_is_predicted() {
     assert!(number(&both["predicted"]["step_ms"]) > 0.0 && both["first_step"] == 1, "{both}");
     let report = String::from_utf8(workshop.read("both/report.html")).unwrap();
     assert!(report.contains("\"usual_step\":{\"booked_bytes\":"), "{report}");
-    // From both at once, to another file.
+    // From both runs at once, to another file.
     let both = ["plan", "--calibrate", "runs", "--calibrate", "both", "--output", "two.toml"];
     let told = workshop.run(&both).succeeds();
     assert!(told.stdout.contains("of it waiting for other ranks"), "{told:?}");

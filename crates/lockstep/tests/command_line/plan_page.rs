@@ -1,4 +1,4 @@
-//! The page of a plan: its figures are those of `plan --json`, and a browser draws it without a mistake.
+//! The page of a plan: its figures equal those of `plan --json`, and a browser renders it without errors.
 
 use std::process::{Command, Stdio};
 
@@ -6,10 +6,10 @@ use serde_json::Value;
 
 use crate::workshop::Workshop;
 
-/// Names under which the browser may be installed.
+/// Names under which a browser may be installed.
 const BROWSERS: [&str; 3] = ["chromium", "chromium-browser", "google-chrome"];
 
-/// Plans with all that a page may have: a pipeline on a cluster, experts, one rank of this machine, and what a search has found.
+/// Plans that cover all parts of a page: a pipeline on a cluster, experts, one rank of this machine, and a search result.
 const PLANS: [(&str, &[&str]); 4] = [
     (
         "pipeline",
@@ -84,7 +84,7 @@ const PLANS: [(&str, &[&str]); 4] = [
     ),
 ];
 
-/// The page of a plan and its JSON document, of one command.
+/// Returns the page of a plan and its JSON document, from one command.
 fn page_of(workshop: &Workshop, name: &str, arguments: &[&str]) -> (String, Value) {
     let file = format!("{name}.html");
     let command = [&["plan"], arguments, &["--html", &file, "--json"]].concat();
@@ -92,7 +92,7 @@ fn page_of(workshop: &Workshop, name: &str, arguments: &[&str]) -> (String, Valu
     (String::from_utf8(workshop.read(&file)).unwrap(), found)
 }
 
-/// Every figure of a page: where the document should have it, its value, and the words that are seen.
+/// Returns every figure of a page: its pointer into the document, its value, and the visible text.
 fn figures(page: &str) -> Vec<(String, Value, String)> {
     let unescaped = |text: &str| {
         text.replace("&quot;", "\"").replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
@@ -123,7 +123,7 @@ fn figures_of_a_page_are_those_of_the_document() {
         }
         let count = |start: &str| figures.iter().filter(|(pointer, ..)| pointer.starts_with(start)).count();
         let length = |pointer: &str| document.pointer(pointer).and_then(Value::as_array).map_or(0, Vec::len);
-        // Each plan of the ranking, each point of each roofline, each kind that is sent, the parts of the step.
+        // Each plan of the ranking, each point of each roofline, each kind of traffic, the parts of the step.
         let rows = length("/ranking");
         for row in 0..rows {
             assert!(count(&format!("/ranking/{row}/")) >= 11, "{name}: plan {row}");
@@ -137,7 +137,7 @@ fn figures_of_a_page_are_those_of_the_document() {
         assert!(count("/traffic/") >= 5 * length("/traffic/kinds"), "{name}");
         assert!(count("/memory_over_time/") >= 4, "{name}");
         assert_eq!(count("/neighbours/"), length("/neighbours"), "{name}");
-        // What a reader is told first is what the number says.
+        // The visible text equals the number.
         let step = figures.iter().find(|(pointer, ..)| pointer == "/ranking/0/step_ms").unwrap();
         let (number, unit) = step.2.split_once(' ').unwrap_or((&step.2, ""));
         let factor = if unit == "s" { 1e3 } else { 1.0 };
@@ -189,7 +189,7 @@ fn a_browser_draws_the_page_and_shows_a_stretch_of_the_step() {
             value.split_once('"').unwrap().0.parse().unwrap()
         };
         assert_eq!(number("passes") as usize, passes, "{name}: {canvas}");
-        // Waiting is told in parts of the step, and so the last pass ends where it should but for one of them.
+        // Waits are part of the step, so the last action ends where it should, less one of them.
         let (end_ms, last_ms) = (number("end"), step_ms - after_ms);
         assert!((end_ms - last_ms).abs() <= 1e-5 * step_ms, "{name}: passes end at {end_ms}, not {last_ms}");
         assert_eq!(number("from"), 0.0, "{name}: {canvas}");

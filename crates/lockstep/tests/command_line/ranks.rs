@@ -1,4 +1,4 @@
-//! A run on several ranks of this machine: the same numbers, one voice, and an end that names who is to blame.
+//! A run on several ranks of this machine: the numbers of one rank, one reporter, and an error that names the culprit.
 
 use std::time::Instant;
 
@@ -16,7 +16,7 @@ fn start(workshop: &Workshop, ranks: &str) -> Started {
     run
 }
 
-/// The processes that `run` has started, oldest first.
+/// Returns the processes that `run` has started, oldest first.
 fn ranks_of(run: &Started) -> Vec<Pid> {
     let children = format!("/proc/{pid}/task/{pid}/children", pid = run.child.id());
     let children = std::fs::read_to_string(children).unwrap();
@@ -46,7 +46,7 @@ fn two_ranks_train_as_one_and_speak_once() {
         steps += 1;
     }
     assert_eq!(steps, 4);
-    // One trace, with a process for each rank.
+    // One trace file, with a process for each rank.
     let trace: Value = serde_json::from_slice(&workshop.read("runs/trace-00000002-00000003.json")).unwrap();
     for rank in [0, 1] {
         let events = trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["pid"] == rank);
@@ -57,7 +57,7 @@ fn two_ranks_train_as_one_and_speak_once() {
     }
     let report = String::from_utf8(workshop.read("runs/report.html")).unwrap();
     assert!(report.contains("\"comm_exposed\":{") && report.contains("\"memory_by_rank\":[{"), "{report}");
-    // The plan says how many ranks there are; nobody else need.
+    // The number of ranks follows from the plan alone.
     let planned = workshop.train(&["train.steps=6", "parallel.data_parallel_replicate=2"]).succeeds();
     assert!(planned.stderr.contains("resuming from checkpoints/step-00000004"), "{planned:?}");
 }
@@ -99,7 +99,7 @@ fn a_killed_rank_ends_the_run_at_once_and_is_named() {
         }
         let told = workshop.run(&["doctor", "--trace", file]).succeeds().stdout;
         assert!(told.contains(&format!("the run ended: rank {rank} was lost")), "{told}");
-        assert!(told.contains("ranks.rs:") || told.contains("reducer.rs:"), "{told}");
+        assert!(told.contains(" (crates/lockstep-"), "the line of the call: {told}");
         assert!(told.contains("\n  rank    median ms"), "{told}");
     }
     workshop.write("broken.json", "{\"format\": \"lockstep flight recorder\", \"version\": 1, \"ranks\"");
@@ -129,7 +129,7 @@ fn ranks_that_do_not_fit_are_refused_before_any_starts() {
     let replicas = |number: &str| format!("parallel.data_parallel_replicate={number}");
     refused(&["--set", &replicas("3")], &["3 ranks cannot share train.global_batch = 4", "3 or 6"]);
     refused(&["--set", &replicas("4")], &["2 does not divide train.global_batch = 4 / 4 ranks"]);
-    // More than any plan has a place for.
+    // More ranks than any plan can use.
     refused(&["--nproc-per-node", "7"], &["7 ranks cannot share train.global_batch = 4"]);
     refused(&["--nproc-per-node", "0"], &["0", "a number from 1, auto"]);
     refused(
@@ -197,7 +197,7 @@ fn what_ranks_print_is_kept_where_a_failure_says() {
     assert!(outcome.stderr.contains("what it said is in logs/rank-00001.err"), "{outcome:?}");
     let kept = String::from_utf8(workshop.read("logs/rank-00000.err")).unwrap();
     assert!(outcome.stderr.starts_with(&kept), "rank 0 is shown as well: {kept}, {outcome:?}");
-    // One rank is a run of ranks as well, and its bad end has no other teller.
+    // A single rank is launched in the same way, and its failure has no other reporter.
     let alone = ["train", "run.toml", "--log-dir", "logs", "--set", "data.train=['none.txt']"];
     workshop.run(&alone).refuses(2, &["none.txt"]);
     let kept = String::from_utf8(workshop.read("logs/rank-00000.err")).unwrap();
@@ -218,7 +218,7 @@ fn steps_of_several_ranks_are_timed_together() {
     assert_eq!((&alone["ranks"], &alone["comm"]["bytes"], &both["ranks"]), (&1.into(), &0.into(), &2.into()));
     assert!(both["comm"]["bytes"].as_u64() > Some(1 << 20), "{both}");
     let bytes = |found: &Value| found["peak_rss_bytes"].as_u64().unwrap();
-    // Two copies of everything, and shared gradients once.
+    // Two copies of everything, except that shared gradients exist once.
     assert!((bytes(&alone) * 3 / 2..bytes(&alone) * 5 / 2).contains(&bytes(&both)), "{alone} {both}");
     let context = bench(&["--accumulation", "2", "--set", "parallel.context_parallel=2"]).json();
     assert!((loss(&alone) - loss(&context)).abs() < 1e-4, "{alone} {context}");
@@ -229,7 +229,7 @@ fn steps_of_several_ranks_are_timed_together() {
     bench(&["--accumulation", "0"]).refuses(2, &["--accumulation 0: allowed is 1 or more"]);
 }
 
-/// `{ "version": 1, "micro_batch": 1, ... }`
+/// Returns a plan file: `{ "version": 1, "micro_batch": 1, ... }`.
 fn plan(rest: &str) -> String {
     format!("{{ \"version\": 1, \"micro_batch\": 1, {rest} }}")
 }
@@ -249,7 +249,7 @@ fn a_plan_file_says_how_a_run_is_split() {
         serde_json::from_slice(&workshop.read("checkpoints/step-00000004/manifest.json")).unwrap();
     let saved = &manifest["plan"];
     assert_eq!((&saved["mesh"]["pipeline"], &saved["stages"]), (&2.into(), &serde_json::json!([1, 3])));
-    // A plan that a checkpoint names can be used again, for its model and no other.
+    // A plan from a checkpoint can be reused, for its model only.
     workshop.write("saved.json", saved.to_string());
     workshop.run(&["train", "run.toml", "--plan", "saved.json", "--set", "train.steps=5"]).succeeds();
     workshop

@@ -1,11 +1,11 @@
-//! Every file of `recipes/` runs: two steps of it with a small model, on data of the form that it names.
+//! Every file in `recipes/` runs: two steps with a small model, on data in the format that it names.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::workshop::Workshop;
 
-/// A recipe and what makes it small.
+/// A recipe, and settings that make it small.
 struct Recipe {
     name: &'static str,
     smaller: &'static [&'static str],
@@ -22,7 +22,7 @@ const LLAMA: &[&str] = &[
     "train.seq_len=64",
 ];
 
-/// The first one leaves the model behind that the fine-tuning ones begin with.
+/// The recipes in order; the first one produces the model from which the fine-tuning ones start.
 const RECIPES: &[Recipe] = &[
     Recipe { name: "nanogpt-shakespeare", smaller: &GPT2 },
     Recipe {
@@ -46,7 +46,7 @@ const RECIPES: &[Recipe] = &[
     },
 ];
 
-/// Two steps, without evaluations.
+/// Settings for two steps without evaluations.
 const SHORT: [&str; 8] = [
     "train.steps=2",
     "train.global_batch=4",
@@ -62,7 +62,7 @@ fn recipes() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes")
 }
 
-/// Data under the names that recipes have.
+/// Returns a directory with data under the names in recipes.
 fn with_data() -> Workshop {
     let workshop = Workshop::new();
     let text =
@@ -93,7 +93,7 @@ fn every_recipe_runs() {
     for Recipe { name, smaller } in RECIPES {
         let file = recipes().join(format!("{name}.toml"));
         let own = [format!("checkpoint.dir={name}/checkpoints"), format!("metrics.dir={name}/runs")];
-        // Parquet is read by tests of its own.
+        // Parquet is tested elsewhere.
         let parquet = ["data.train=[\"openwebtext.txt\"]"];
         let data: &[&str] = if *name == "gpt2-124m" { &parquet } else { &[] };
         let settings =

@@ -1,5 +1,5 @@
-//! What a run leaves for people to look at (report, trace, TensorBoard's files), and the commands that look at the
-//! machine and help in the shell.
+//! Records of a run for people (report, trace, TensorBoard files), and the commands that check the machine and complete in the
+//! shell.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::workshop::Workshop;
 
-/// The names of the files in a directory that begin with `start`.
+/// Returns the names of the files in a directory that begin with `start`.
 fn files(workshop: &Workshop, dir: &str, start: &str) -> Vec<String> {
     let mut names: Vec<String> = fs::read_dir(workshop.path(dir))
         .unwrap()
@@ -40,7 +40,7 @@ fn a_run_leaves_a_report_event_files_and_the_trace_of_the_steps_asked_for() {
     let found = ["step 1", "step 2", "step 3", "step 4", "checkpoint"].map(count);
     assert_eq!(found, [0, 1, 1, 0, 1], "steps 2 and 3, and the checkpoint between them");
     assert!(count("save") <= 1, "the save beside step 3");
-    // Two micro-batches in each of the steps.
+    // Two micro-batches in each of the two steps.
     assert_eq!(["block 1 forward", "head backward", "data wait"].map(count), [4, 4, 2]);
 
     let page = String::from_utf8(workshop.read("runs/report.html")).unwrap();

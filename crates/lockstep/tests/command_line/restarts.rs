@@ -1,5 +1,5 @@
-//! Ranks, and whole machines, that are killed and come back: nobody types the command again, and the run ends with the bits of one that
-//! nothing has happened to.
+//! Ranks and whole machines that are killed and restarted: nobody repeats the command, and the run ends with the bits of an
+//! undisturbed one.
 
 use std::collections::BTreeSet;
 use std::net::TcpListener;
@@ -12,29 +12,29 @@ use serde_json::Value;
 use crate::workshop::{Outcome, Started, Workshop};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_lockstep");
-/// Longest that a run under faults may take.
+/// Time limit on a run with faults.
 const LIMIT: Duration = Duration::from_secs(240);
-/// Ranks are back in training after a kill within this time, on the median, on a machine that has nothing else to do.
+/// Limit on the median time from a kill to the next step, on an idle machine.
 const BACK: Duration = Duration::from_millis(1500);
 
-/// Tries that the environment asks for, if it does.
+/// Returns the number of tries from the environment, if it is set.
 fn seeds() -> Option<u64> {
     std::env::var("LOCKSTEP_SEEDS").ok().and_then(|text| text.parse().ok())
 }
 
-/// Splits `a --set b --set c`.
+/// Splits arguments such as `a --set b --set c`.
 fn arguments(text: &str) -> Vec<&str> {
     text.split_whitespace().collect()
 }
 
-/// The ranks of a launcher.
+/// Returns the ranks of a launcher.
 fn ranks_of(launcher: u32) -> Vec<Pid> {
     let children = std::fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children"));
     let children = children.unwrap_or_default();
     children.split_whitespace().filter_map(|pid| Pid::from_raw(pid.parse().ok()?)).collect()
 }
 
-/// Digests of the files of a run's last checkpoint.
+/// Returns the digests of the files in a run's last checkpoint.
 fn digests(workshop: &Workshop, dir: &str, step: u64) -> Value {
     let manifest = workshop.read(&format!("{dir}/step-{step:08}/manifest.json"));
     let manifest: Value = serde_json::from_slice(&manifest).unwrap();
@@ -42,20 +42,20 @@ fn digests(workshop: &Workshop, dir: &str, step: u64) -> Value {
     manifest["files"].clone()
 }
 
-/// The rows of steps, as step and loss.
+/// Returns step and loss of each step's row.
 fn rows(workshop: &Workshop, dir: &str) -> Vec<(u64, f64)> {
     let text = String::from_utf8(workshop.read(&format!("{dir}/metrics.jsonl"))).unwrap();
     let rows = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     rows.filter_map(|row| Some((row["step"].as_u64()?, row["loss"].as_f64()?))).collect()
 }
 
-/// The number of lines that say that something was saved or a step was made.
+/// Returns the number of output lines about saves and steps.
 fn signs_of_life(run: &Started) -> usize {
     run.stderr().lines().filter(|line| line.contains("  loss ") || line.starts_with("saved ")).count()
 }
 
-/// Kills a random rank of `run` every `period`, as often as `seed` decides, until it ends. Returns how it ended, and how long it took each
-/// time until a step was shown again.
+/// Kills a random rank of `run` every `period`, drawn from `seed`, until the run ends. Returns its outcome, and the time from
+/// each kill to the next step.
 fn kill_ranks(mut run: Started, seed: u64, period: Duration) -> (Outcome, Vec<Duration>) {
     let (begin, mut choice, mut back) = (Instant::now(), Draws::new(seed), Vec::new());
     let launcher = run.child.id();
@@ -68,7 +68,7 @@ fn kill_ranks(mut run: Started, seed: u64, period: Duration) -> (Outcome, Vec<Du
             continue;
         }
         let victim = choice.of(&ranks);
-        // It may have ended just now.
+        // The process may have ended just now.
         if kill_process(victim, Signal::KILL).is_err() {
             continue;
         }
@@ -79,7 +79,7 @@ fn kill_ranks(mut run: Started, seed: u64, period: Duration) -> (Outcome, Vec<Du
             let is_new = ranks_of(launcher).iter().all(|rank| !ranks.contains(rank));
             if is_new && signs_of_life(&run) > before {
                 back.push(killed.elapsed());
-                // On a busy machine it is left some time to train at all.
+                // On a busy machine the run gets some time to train at all.
                 next = next.max(Instant::now() + period / 2);
                 break;
             }
@@ -92,7 +92,7 @@ fn kill_ranks(mut run: Started, seed: u64, period: Duration) -> (Outcome, Vec<Du
 #[test]
 fn a_run_whose_ranks_are_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one() {
     let workshop = Workshop::new();
-    // The whole of it, or a part that takes some seconds.
+    // The whole test, or a part that takes some seconds.
     let (tries, steps, period) = match seeds() {
         Some(tries) => (tries, 400, Duration::from_secs(3)),
         None => (1, 150, Duration::from_secs(1)),
@@ -132,14 +132,14 @@ fn a_run_whose_ranks_are_killed_again_and_again_ends_with_the_bits_of_an_undistu
     assert!(median < limit, "back in training after {all:?}, allowed {limit:?} at this load");
 }
 
-/// Processes that want to run for each core.
+/// Returns the number of runnable processes per core.
 fn load() -> f64 {
     let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let load: f64 = text.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0);
     load / std::thread::available_parallelism().map_or(1.0, |cores| cores.get() as f64)
 }
 
-/// A run that fails at once, whenever it is started.
+/// A run that always fails shortly after its start.
 const HOPELESS: &str =
     "train run.toml --nproc-per-node 2 --steps 1000 --set optimizer.lr=1000000 --set checkpoint.every=0";
 
@@ -157,7 +157,7 @@ fn a_run_that_cannot_go_on_gives_up_and_says_why() {
         outcome.stderr.contains("3 restarts in a row (elastic.max_futile_restarts) have brought no new"),
         "{outcome:?}"
     );
-    // What a restart cannot mend has none; the flag wins over the file.
+    // Failures that a restart cannot fix cause none; the flag overrides the file.
     let outcome = run("--max-restarts 3 --set data.train=['none.txt']");
     assert_eq!((outcome.code, outcome.stderr.matches("; restart ").count()), (Some(2), 0), "{outcome:?}");
     let outcome = run("--set elastic.max_restarts=3 --max-restarts 0");
@@ -171,7 +171,7 @@ fn a_signal_during_the_pause_before_a_restart_ends_the_run_with_75() {
         let workshop = Workshop::new();
         let line = format!("{HOPELESS} --max-restarts 100 --set elastic.max_futile_restarts=100");
         let mut run = workshop.start(PROGRAM, &arguments(&line));
-        // By then pauses take a second and more.
+        // The pauses have grown to a second and more by then.
         run.wait_until("long pauses", |run| run.stderr().contains("; restart 7 of 100"));
         let begin = Instant::now();
         kill_process(Pid::from_raw(run.child.id() as i32).unwrap(), signal).unwrap();
@@ -193,7 +193,7 @@ fn a_signal_at_any_time_of_a_start_ends_the_run_with_75() {
              --set metrics.dir=m{number}"
         );
         let mut run = workshop.start(PROGRAM, &arguments(&line));
-        // The launcher has its handlers before it starts a rank.
+        // The launcher installs its handlers before it starts a rank.
         run.wait_until("a rank", |run| !ranks_of(run.child.id()).is_empty());
         std::thread::sleep(Duration::from_micros(choice.below(60_000) as u64));
         kill_process(Pid::from_raw(run.child.id() as i32).unwrap(), Signal::TERM).unwrap();
@@ -257,7 +257,7 @@ impl Cluster {
     }
 }
 
-/// Waits until `node` 0's run has made a step after the last one that it shows now.
+/// Waits until the run of node 0 shows new steps.
 fn makes_steps(first: &mut Started, what: &str) {
     let before = signs_of_life(first);
     first.wait_until(what, |run| signs_of_life(run) > before + 2);
@@ -274,18 +274,18 @@ fn machines_that_lose_ranks_or_launchers_meet_again_and_end_with_the_same_bits()
     let mut first = cluster.node(0, steps, more);
     let mut second = cluster.node(1, steps, more);
     makes_steps(&mut first, "steps at first");
-    // A rank of either machine.
+    // Kills a rank of each machine.
     for launcher in [first.child.id(), second.child.id()] {
         let ranks = ranks_of(launcher);
         kill_process(ranks[1], Signal::KILL).unwrap();
         makes_steps(&mut first, "steps after the loss of a rank");
     }
-    // A machine: its launcher, and with it all of its ranks.
+    // Kills a machine: its launcher, and with it all of its ranks.
     second.child.kill().unwrap();
     second.child.wait().unwrap();
     let mut second = cluster.node(1, steps, more);
     makes_steps(&mut first, "steps after the loss of a launcher");
-    // The machine where all meet.
+    // Kills the machine that hosts the rendezvous.
     first.child.kill().unwrap();
     first.child.wait().unwrap();
     let said = first.stderr();
@@ -321,7 +321,7 @@ fn a_machine_that_does_not_come_back_is_waited_for_until_the_deadline() {
     second.child.kill().unwrap();
     second.child.wait().unwrap();
     first.wait_until("a wait", |run| run.stderr().contains("; restart 1 of 3"));
-    // One that ends for good says so to whoever waits for it.
+    // A launcher that ends for good informs those that wait for it.
     let misfit = cluster.node(1, 100_000, "--max-restarts 4").finish();
     let first = first.finish();
     for outcome in [&misfit, &first] {

@@ -1,4 +1,4 @@
-//! What a person sees: the first screen of a run, the program without arguments, and nobody who looks.
+//! Output for people: the first screen of a run, the program without arguments, and output without a reader.
 
 use std::process::{Command, Stdio};
 
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::workshop::Workshop;
 
-/// The labels of the lines before the first step; a line that goes on has none.
+/// Returns the labels of the lines before the first step; a continuation line has none.
 fn labels(stderr: &str) -> Vec<&str> {
     let head = stderr.lines().take_while(|line| !line.starts_with("step 1/"));
     head.filter_map(|line| line.split_once(' ').map(|(label, _)| label))
@@ -59,11 +59,11 @@ fn the_share_of_the_peak_is_shown_and_recorded_on_one_rank_and_on_two() {
         let report = String::from_utf8(workshop.read("runs/report.html")).unwrap();
         assert!(report.contains("\"mfu\":{\"x\":[1,2,3,4]"), "{report}");
     }
-    // Measured once.
+    // Peaks are measured once and cached.
     assert!(workshop.path("cache/lockstep/peaks.json").is_file());
 }
 
-/// The exit code of the program where nobody reads what it prints.
+/// Returns the exit code of the program if nobody reads its output.
 fn unread(workshop: &Workshop, arguments: &[&str]) -> Option<i32> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
     command.args(arguments).current_dir(workshop.path("")).env("XDG_CACHE_HOME", workshop.path("cache"));

@@ -1,4 +1,4 @@
-//! A run at a terminal: Ctrl-C reaches everything that the terminal runs, and ends all ranks with one checkpoint.
+//! A run at a terminal: Ctrl-C reaches all processes of the terminal and ends all ranks with one checkpoint.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -16,14 +16,14 @@ use crate::workshop::Workshop;
 const CTRL_C: &[u8] = b"\x03";
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// A program whose controlling terminal is this one.
+/// A program with a controlling terminal of its own.
 struct Terminal {
     keys: File,
     child: Child,
 }
 
 impl Terminal {
-    /// Starts `lockstep ARGUMENTS` in the foreground of a terminal of its own; what it says goes to the file `said`.
+    /// Starts `lockstep ARGUMENTS` in the foreground of a new terminal; its output goes to the file `said`.
     fn start(workshop: &Workshop, arguments: &[&str]) -> Self {
         let keys = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
         grantpt(&keys).unwrap();
@@ -48,7 +48,7 @@ impl Terminal {
         self.keys.write_all(CTRL_C).unwrap();
     }
 
-    /// The exit code.
+    /// Waits for the program and returns its exit code.
     fn finish(&mut self) -> Option<i32> {
         let begin = Instant::now();
         while begin.elapsed() < LIMIT {

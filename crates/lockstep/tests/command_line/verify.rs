@@ -1,4 +1,4 @@
-//! `verify`: the same numbers under a plan as on one rank, and what it says where that cannot be.
+//! `verify`: a plan yields the numbers of one rank, and errors explain why a plan cannot be verified.
 
 use serde_json::Value;
 
@@ -31,7 +31,7 @@ fn a_built_in_run_agrees_with_one_rank_under_every_plan() {
             &["parallel.context_parallel=2", "parallel.tensor_parallel=2"],
             "2 context-parallel ranks (ring) of 2 tensor-parallel ranks",
         ),
-        // Keys on their way round while a thread of the transport's own carries them.
+        // Keys travel around the ring, carried by the transport's own thread.
         (&["parallel.context_parallel=4", "parallel.transport=tcp"], "4 context-parallel ranks (ring)"),
     ];
     for (settings, words) in plans {
@@ -139,7 +139,7 @@ fn a_plan_file_says_what_the_keys_would() {
         plan("{\"shard\": 2}", &sharding)
     };
     most(60_000).succeeds();
-    // How much a unit reads is known to the ranks alone.
+    // The number of parameters that a unit reads is known to the ranks alone.
     let outcome = most(9);
     let message = "max_live_parameters: unit 0 reads 8192 parameters at once, and 9 may be whole; allowed: 8192 or more";
     assert!(outcome.code == Some(2) && outcome.stderr.contains(message), "{outcome:?}");

@@ -1,5 +1,5 @@
-//! The way of a user from text to text: train, stop, resume, look at checkpoints, carry them to transformers and
-//! back, evaluate, generate.
+//! A user's way from text to text: train, stop, resume, inspect checkpoints, export to transformers and import again, evaluate,
+//! generate.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ fn rows(workshop: &Workshop, name: &str) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Step, loss and gradient norm: what must not depend on how often a run was stopped.
+/// Returns step, loss and gradient norm, which must not depend on interruptions.
 fn numbers(workshop: &Workshop, name: &str) -> Vec<(u64, f64, f64)> {
     let number = |row: &Value, key: &str| row[key].as_f64().unwrap();
     let losses = rows(workshop, name).into_iter().filter(|row| row.get("loss").is_some());
@@ -83,7 +83,7 @@ fn a_run_killed_at_any_time_goes_on_from_a_whole_checkpoint_to_the_same_weights(
     for kill in 0..8 {
         let mut run = start("killed");
         run.wait_until("a save", |run| run.stderr().contains("saved ") || run.stderr().contains("all 40"));
-        // A different moment of the saves that follow, each of which takes a few milliseconds.
+        // A different moment of the following saves, each of which takes a few milliseconds.
         std::thread::sleep(std::time::Duration::from_micros(1700 * kill));
         run.child.kill().unwrap();
         run.child.wait().unwrap();

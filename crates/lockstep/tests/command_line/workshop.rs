@@ -1,4 +1,4 @@
-//! A directory with a tiny run in it, the program run there, and what may be said of how it ended.
+//! A directory with a tiny run, commands in it, and assertions about their outcomes.
 
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// Longest that any command of these tests may take; each takes well under a second.
+/// Time limit on any command of these tests; each takes well under a second.
 const TIME_LIMIT: Duration = Duration::from_secs(30);
 
-/// Two layers of width 32 over bytes. The learning rate does not depend on the number of steps, so a run may be
-/// resumed with more of them.
+/// Two layers of width 32 over bytes. The learning rate does not depend on the number of steps, so a run may resume with more of
+/// them.
 const RUN: &str = r#"[model]
 preset = "llama-15m"
 num_hidden_layers = 2
@@ -37,14 +37,14 @@ warmup_steps = 1
 every = 2
 "#;
 
-/// Where the program runs.
+/// The directory in which the program runs.
 pub(crate) struct Workshop {
     dir: tempfile::TempDir,
     commands: AtomicUsize,
 }
 
 impl Workshop {
-    /// A run that has not begun: `run.toml` and `text.txt`.
+    /// Returns a run that has not begun: `run.toml` and `text.txt`.
     pub(crate) fn new() -> Self {
         let workshop = Self { dir: tempfile::tempdir().unwrap(), commands: AtomicUsize::new(0) };
         workshop.write("run.toml", RUN);
@@ -52,7 +52,7 @@ impl Workshop {
         workshop
     }
 
-    /// A finished run: `checkpoints/step-00000002` and `-00000004`, and the last exported to `hf`.
+    /// Returns a finished run: `checkpoints/step-00000002` and `-00000004`, and the last one exported to `hf`.
     pub(crate) fn trained() -> Self {
         let workshop = Self::new();
         workshop.run(&["train", "run.toml"]).succeeds();
@@ -74,7 +74,7 @@ impl Workshop {
         fs::read(self.path(name)).unwrap()
     }
 
-    /// Reads a JSON file, lets `change` change it, and writes it back.
+    /// Reads a JSON file, modifies it with `change` and writes it back.
     pub(crate) fn edit_json(&self, name: &str, change: impl FnOnce(&mut Value)) {
         let mut value = serde_json::from_slice(&self.read(name)).unwrap();
         change(&mut value);
@@ -94,18 +94,18 @@ impl Workshop {
         self.start(env!("CARGO_BIN_EXE_lockstep"), arguments).finish()
     }
 
-    /// `train run.toml` with these `--set` arguments.
+    /// Runs `train run.toml` with these `--set` arguments.
     pub(crate) fn train(&self, settings: &[&str]) -> Outcome {
         let sets = settings.iter().flat_map(|setting| ["--set", setting]);
         self.run(&["train", "run.toml"].into_iter().chain(sets).collect::<Vec<_>>())
     }
 
-    /// Starts any program here, with the caches of this directory.
+    /// Starts any program in the directory, with caches there.
     pub(crate) fn start(&self, program: &str, arguments: &[&str]) -> Started {
         self.start_in(program, arguments, &[])
     }
 
-    /// As [`Workshop::start`], with more variables.
+    /// Starts a program as [`Workshop::start`] does, with additional environment variables.
     pub(crate) fn start_in(&self, program: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Started {
         let number = self.commands.fetch_add(1, Ordering::Relaxed);
         let stdout = self.path(&format!(".stdout-{number}"));
@@ -128,7 +128,7 @@ impl Workshop {
     }
 }
 
-/// A program at work.
+/// A running program.
 pub(crate) struct Started {
     pub(crate) child: Child,
     command: String,
@@ -137,7 +137,7 @@ pub(crate) struct Started {
 }
 
 impl Started {
-    /// What it has said on standard error so far.
+    /// Returns its standard error so far.
     pub(crate) fn stderr(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.stderr).unwrap()).into_owned()
     }
@@ -156,12 +156,12 @@ impl Started {
         }
     }
 
-    /// Waits for its end.
+    /// Waits for the program to end.
     pub(crate) fn finish(self) -> Outcome {
         self.finish_within(TIME_LIMIT)
     }
 
-    /// As [`Started::finish`], for commands that take longer.
+    /// Waits as [`Started::finish`] does, for commands that take longer.
     pub(crate) fn finish_within(mut self, limit: Duration) -> Outcome {
         let begin = Instant::now();
         let status = loop {
@@ -185,13 +185,13 @@ impl Started {
     }
 }
 
-/// How a program ended.
+/// Result of a program.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) code: Option<i32>,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
-    /// What was run; read where a failed assertion prints all of this.
+    /// The command; shown if a failed assertion prints the outcome.
     #[expect(dead_code, reason = "shown by Debug")]
     command: String,
 }
@@ -202,13 +202,13 @@ impl Outcome {
         self
     }
 
-    /// It ends with `code`, before anything else was said, with one message that contains `parts`.
+    /// Asserts that the program failed with `code` before any other output, with one message that contains `parts`.
     pub(crate) fn refuses(self, code: i32, parts: &[&str]) {
         assert!(self.stderr.starts_with("error: "), "the message comes first: {self:?}");
         self.fails(code, parts);
     }
 
-    /// As [`Outcome::refuses`], but reports of progress may stand before the message.
+    /// Asserts what [`Outcome::refuses`] does, but allows progress before the message.
     pub(crate) fn fails(self, code: i32, parts: &[&str]) {
         assert_eq!(self.code, Some(code), "{self:?}");
         assert_eq!(self.stdout, "", "nothing on standard output: {self:?}");
@@ -218,11 +218,11 @@ impl Outcome {
         for part in parts {
             assert!(message.contains(part), "the message says {part:?}: {self:?}");
         }
-        // A message that fills the screen is not clear, however true; clap's and lists of presets are longest.
+        // A message that fills the screen is not clear; those of clap and the lists of presets are the longest.
         assert!(message.len() < 2000, "a message of {} bytes: {self:?}", message.len());
     }
 
-    /// Standard output, which is one JSON document.
+    /// Parses standard output, which is one JSON document.
     pub(crate) fn json(self) -> Value {
         let outcome = self.succeeds();
         serde_json::from_str(&outcome.stdout).unwrap_or_else(|error| panic!("{error}: {outcome:?}"))

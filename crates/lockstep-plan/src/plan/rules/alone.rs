@@ -1,4 +1,4 @@
-//! Rules that need no model: of a plan by itself, and of the step that it lays out.
+//! Rules that need no model: about the plan itself, and about the optimizer step.
 
 use super::Rule;
 use crate::{
@@ -72,11 +72,11 @@ pub(in crate::plan) const ALONE: &[Rule<StepFacts>] = &[
     Rule(&["residence.gradients", "zero_stage"], |plan, _, found| {
         let keeps_all = format!("`zero_stage` = {} keeps all on each rank", plan.zero_stage);
         let what = format!("are those that a rank owns, and {keeps_all}; allowed: `zero_stage` = 2 or 3");
-        gradients_on_disk(plan, keeps_whole_gradients(&plan.mesh, plan.zero_stage), &what, found);
+        gradients_on_disk(plan, plan.mesh.replicates_gradients(plan.zero_stage), &what, found);
     }),
 ];
 
-/// Returns the problem of a plan's format version; `None` for the version that this program reads.
+/// Returns the problem of a plan file's version; `None` for the version that this program reads.
 pub(in crate::plan) fn version(version: u32) -> Option<String> {
     (version != PLAN_VERSION).then(|| {
         format!("the plan's format has version {version}; this program reads version {PLAN_VERSION}")
@@ -89,7 +89,7 @@ fn at_least_one(name: &str, number: Option<usize>, found: &mut Vec<String>) {
     }
 }
 
-/// Data-parallel ranks, each of which reads its part of the batch; `None` if there are none, or too many to count.
+/// Returns the number of data-parallel ranks, each of which reads its part of the batch; `None` if it is 0 or overflows.
 fn parts(mesh: &Degrees) -> Option<usize> {
     mesh.replicate.checked_mul(mesh.shard).filter(|parts| *parts > 0)
 }
@@ -131,7 +131,7 @@ fn micro_batch_tokens(plan: &Plan, step: &StepFacts, found: &mut Vec<String>) {
     }
 }
 
-/// Ranks over which ZeRO shards the model's state.
+/// Returns the number of ranks over which ZeRO shards the model state.
 fn owners(mesh: &Degrees) -> usize {
     mesh.shard.saturating_mul(mesh.context)
 }
@@ -203,7 +203,7 @@ fn partitioned_activations(plan: &Plan, _: &StepFacts, found: &mut Vec<String>) 
     }
 }
 
-/// Adds a problem if matrices are cut and the optimizer needs them whole.
+/// Adds a problem if matrices are sharded and the optimizer needs them whole.
 fn whole_matrices(step: &StepFacts, is_cut: bool, how: &str, instead: &str, found: &mut Vec<String>) {
     if step.updates_whole_matrices && is_cut {
         let others = "\"adamw\", \"sgd\", \"lion\"";
@@ -220,20 +220,22 @@ fn with_optimizer(what: &str, residence: Residence, plan: &Plan, found: &mut Vec
     }
 }
 
-/// Returns true if every rank keeps all parameters, also those that others update.
-pub(crate) fn keeps_parameters_of_others(mesh: &Degrees, zero_stage: u8) -> bool {
-    owners(mesh) > 1 && matches!(zero_stage, 1 | 2)
-}
+impl Degrees {
+    /// Returns true if every rank keeps all parameters, also those that other ranks update: ZeRO stages 1 and 2.
+    pub fn replicates_parameters(&self, zero_stage: u8) -> bool {
+        owners(self) > 1 && matches!(zero_stage, 1 | 2)
+    }
 
-/// Returns true if every rank keeps all gradients, also those that others have as well.
-pub(crate) fn keeps_whole_gradients(mesh: &Degrees, zero_stage: u8) -> bool {
-    owners(mesh) > 1 && zero_stage < 2
+    /// Returns true if every rank keeps all gradients, although other ranks have them as well: below ZeRO stage 2.
+    pub fn replicates_gradients(&self, zero_stage: u8) -> bool {
+        owners(self) > 1 && zero_stage < 2
+    }
 }
 
 fn parameters_on_disk(plan: &Plan, _: &StepFacts, found: &mut Vec<String>) {
     let Plan { zero_stage, ref mesh, residence, .. } = *plan;
     let are_on_disk = [residence.parameters, residence.optimizer] == [Residence::Disk; 2];
-    if are_on_disk && keeps_parameters_of_others(mesh, zero_stage) {
+    if are_on_disk && mesh.replicates_parameters(zero_stage) {
         found.push(format!(
             "parameters on disk are those that a rank updates, and `zero_stage` = {zero_stage} has every rank keep all; \
              allowed: `zero_stage` = 3, or 0"

@@ -1,4 +1,4 @@
-//! The rules of plans: each a function that tells what does not fit, beside the fields that it is about.
+//! Rules of plans: each is a function that reports violations, next to the fields that it is about.
 
 mod alone;
 mod with_model;
@@ -6,16 +6,14 @@ mod with_model;
 use super::{Plan, PlanProblem};
 
 pub(super) use alone::{ALONE, version};
-pub(crate) use alone::{keeps_parameters_of_others, keeps_whole_gradients};
-pub(crate) use with_model::splits_heads;
 pub(super) use with_model::{ON_RANKS, WITH_MODEL};
 
-/// A rule: its fields, in the order in which they are to blame if somebody set them, and the function that adds a text for everything that
-/// breaks it. A text names other settings as `` `field` = value ``.
+/// A rule: its fields, most likely at fault first, and a function that adds a message for each violation. Messages name other settings as
+/// `` `field` = value ``.
 pub(super) struct Rule<T: 'static>(pub(super) &'static [&'static str], fn(&Plan, &T, &mut Vec<String>));
 
 impl<T> Rule<T> {
-    /// Returns the problems of a plan that breaks one of `rules`.
+    /// Returns the problems of all `rules` that the plan breaks.
     pub(super) fn all_problems(rules: &[Self], plan: &Plan, facts: &T) -> Vec<PlanProblem> {
         let problems = rules.iter().flat_map(|Self(fields, check)| {
             let mut found = Vec::new();
@@ -26,5 +24,5 @@ impl<T> Rule<T> {
     }
 }
 
-/// The fields that a schedule is about, whose own rules are those of [`Schedule`](crate::schedule::Schedule).
+/// Fields of the rules that [`Schedule`](crate::schedule::Schedule) itself checks.
 pub(super) const SCHEDULE: &[&str] = &["schedule.passes", "schedule.chunks", "mesh.pipeline"];

@@ -1,4 +1,4 @@
-//! Rules about what ranks share of a model: its heads, columns, experts, tokens and units.
+//! Rules about divisibility: heads, columns, experts, tokens and units by the degrees that shard them.
 
 use super::Rule;
 use crate::{
@@ -6,19 +6,19 @@ use crate::{
     nearest::{Choices, nearest_divisor, nearest_multiple, next_to},
 };
 
-/// Rules that hold for any degrees.
+/// Rules that hold for any degrees, valid or not.
 pub(in crate::plan) const WITH_MODEL: &[Rule<Facts>] = &[
     Rule(&["model"], same_model),
     Rule(&["recompute"], recomputed_layers),
     Rule(&["mesh.replicate"], world),
 ];
 
-/// Rules that divide by degrees, which make a number of ranks.
+/// Rules that divide by degrees, for meshes with at least one rank.
 pub(in crate::plan) const ON_RANKS: &[Rule<Facts>] = &[
     Rule(&["mesh.tensor"], tensor),
     Rule(&["tensor_layout", "mesh.tensor"], square),
     Rule(&["mesh.tensor"], side),
-    // Each row of a square has whole sequences.
+    // Each row of a 2D layout has whole sequences.
     Rule(&["micro_batch", "tensor_layout"], |plan, facts, found| {
         multiple_of_side("micro_batch", plan.micro_batch_of(facts.step.global_batch), plan, found);
     }),
@@ -59,7 +59,7 @@ fn recomputed_layers(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     }
 }
 
-/// Adds a problem if the mesh has another number of ranks than the world. A mesh of the right size can still have experts that do not fit.
+/// Adds a problem if the mesh and the world differ in size.
 fn world(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     let world = facts.world_size;
     let Some(mesh) = plan.mesh.world_size().filter(|&ranks| ranks > 0 && ranks != world) else { return };
@@ -73,22 +73,24 @@ fn world(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     found.push(format!("the mesh has {mesh} ranks and the world {world}; {replicas}"));
 }
 
-/// Returns true if `things` can be sharded evenly over `ranks`, or each replicated on equally many of them.
+/// Returns true if `things` divides evenly over `ranks`, or each can be replicated on equally many of them.
 fn even(things: usize, ranks: usize) -> bool {
     things.is_multiple_of(ranks) || ranks.is_multiple_of(things)
 }
 
-/// Returns true if `ranks` can shard the heads, and shard or replicate the key and value heads.
-pub(crate) fn splits_heads(facts: &Facts, ranks: usize) -> bool {
-    facts.heads.is_multiple_of(ranks) && even(facts.key_value_heads, ranks)
+impl Facts {
+    /// Returns true if a tensor-parallel group of `ranks` can shard the heads, and shard or replicate the key and value heads.
+    pub fn shards_heads(&self, ranks: usize) -> bool {
+        self.heads.is_multiple_of(ranks) && even(self.key_value_heads, ranks)
+    }
 }
 
-/// Returns true if the tensor-parallel ranks split linear layers in two dimensions.
+/// Returns true if the tensor layout is 2D.
 fn is_square(plan: &Plan) -> bool {
     plan.mesh.tensor > 1 && plan.tensor_layout == TensorDimensions::Two
 }
 
-/// The side of the square that the tensor ranks make, if they are to make one and do.
+/// Returns the side of the square of tensor-parallel ranks; `None` if the layout is 1D or the degree is no square.
 fn side_of(plan: &Plan) -> Option<usize> {
     let side = plan.mesh.tensor.isqrt();
     (is_square(plan) && side * side == plan.mesh.tensor).then_some(side)
@@ -104,7 +106,7 @@ fn heads(degree: &str, value: usize, facts: &Facts, nearest: Choices, found: &mu
     }
 }
 
-/// Adds a problem if a degree does not divide the things that it splits.
+/// Adds a problem if a degree does not divide the number of things that it shards.
 fn divides(degree: (&str, usize), split: (usize, &str), nearest: Choices, found: &mut Vec<String>) {
     let ((degree, value), (number, things)) = (degree, split);
     if !number.is_multiple_of(value) {
@@ -124,13 +126,13 @@ fn tensor(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
         return;
     }
     let (tensor, columns) = (plan.mesh.tensor, facts.intermediate);
-    let valid = |value: &usize| splits_heads(facts, *value) && columns.is_multiple_of(*value);
+    let valid = |value: &usize| facts.shards_heads(*value) && columns.is_multiple_of(*value);
     let nearest = next_to(tensor, (1..=facts.heads.min(facts.vocab)).filter(valid));
     heads("tensor", tensor, facts, nearest, found);
     divides(("tensor", tensor), (columns, "columns of the feed-forward layers"), nearest, found);
 }
 
-/// Heads and columns that the side of a square of ranks divides.
+/// Returns the counts that the side of a 2D layout has to divide.
 fn split_by_side(facts: &Facts) -> [(usize, &'static str); 4] {
     [
         (facts.heads, "attention heads"),
@@ -140,7 +142,7 @@ fn split_by_side(facts: &Facts) -> [(usize, &'static str); 4] {
     ]
 }
 
-/// The sides that divide all of it.
+/// Returns the sides that divide all of these counts.
 fn sides(facts: &Facts) -> impl Iterator<Item = usize> {
     let split = split_by_side(facts);
     (2..=facts.heads).filter(move |side| split.iter().all(|(number, _)| number.is_multiple_of(*side)))
@@ -155,7 +157,7 @@ fn square(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     }
 }
 
-/// The side of a square in messages.
+/// Name of the side in messages.
 const SIDE: &str = "tensor's side";
 
 fn side(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
@@ -204,7 +206,7 @@ fn vocabulary(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     }
 }
 
-/// Adds a problem if a degree of experts does not divide the things that it splits.
+/// Adds a problem if an expert degree does not divide the things that it shards.
 fn experts(degree: (&str, usize), split: (usize, &str), facts: &Facts, found: &mut Vec<String>) {
     match degree {
         (_, 1) => {}
@@ -220,7 +222,7 @@ fn sequence(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     let (context, tensor) = (plan.mesh.context, plan.mesh.tensor);
     let halves = context > 1 && plan.context_method != ContextMethod::AllToAll;
     let parts = if halves { 2 * context } else { context };
-    // Tensor ranks share out the tokens that they bring to experts.
+    // Tensor-parallel ranks shard the tokens that they send to experts.
     let splits_tokens = plan.sequence_parallel || facts.experts > 0;
     let (factor, factors) = match (splits_tokens && tensor > 1 && !is_square(plan), halves) {
         (true, true) => (least_common_multiple(parts, context * tensor), "2 x context and context x tensor"),
@@ -231,13 +233,13 @@ fn sequence(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     multiple("seq_len", facts.step.seq_len, factors, factor, found);
 }
 
-/// Adds a problem if context-parallel ranks cannot shard the heads of a tensor-parallel rank.
+/// Adds a problem if the heads of a tensor-parallel rank cannot be sharded over the context-parallel group.
 fn all_to_all(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     let (context, tensor) = (plan.mesh.context, plan.mesh.tensor);
     if context > 1 && plan.context_method == ContextMethod::AllToAll {
         let ranks = context * tensor;
         let products = (1..=facts.heads / tensor).map(|context| context * tensor);
-        let nearest = next_to(ranks, products.filter(|&ranks| splits_heads(facts, ranks)));
+        let nearest = next_to(ranks, products.filter(|&ranks| facts.shards_heads(ranks)));
         heads("context x tensor", ranks, facts, nearest, found);
     }
 }

@@ -1,9 +1,10 @@
-//! The backward: probabilities are computed again from the log-sum-exp, block by block (Dao,
-//! FlashAttention-2, 2023, algorithm 2).
+//! The backward: probabilities are recomputed from the log-sum-exp, block by block (Dao, FlashAttention-2, 2023,
+//! algorithm 2).
 //!
 //! With `P = softmax(scale Q Kᵀ)`, `M` the dropout's factors and `D = rowsum(dO ∘ O)`:
 //! `dV = (P∘M)ᵀ dO`, `dS = P ∘ ((dO Vᵀ)∘M - D)`, `dQ = scale dS K`, `dK = scale dSᵀ Q`.
-//! A task owns one (sequence, key head) pair with all its query heads, so sums over a group have one order.
+//! A task owns one (sequence, key head) pair with all its query heads, so sums over a group of query heads have a
+//! fixed order.
 
 use std::ops::Range;
 
@@ -17,7 +18,7 @@ use super::{
 };
 use crate::{Write, cpu::simd::Float};
 
-/// Keys whose gradients are summed together.
+/// Number of keys whose gradients are summed together.
 const KEY_STRIP: usize = 4;
 
 /// Operands of the backward.
@@ -34,11 +35,11 @@ pub(super) struct Backward<'a, T> {
     pub(super) dv: Gradient<'a, T>,
 }
 
-/// Scratch of one worker. Blocks of 64 rows unless said otherwise.
+/// Scratch of one worker thread: blocks of 64 rows unless said otherwise.
 struct Scratch<'a> {
-    /// Gradients of all rows of the pair.
+    /// Gradients of all queries of the pair.
     dq: &'a mut [f32],
-    /// Log-sum-exp of each row of the pair, in units of powers of two.
+    /// Log-sum-exp of each row of the pair, as an exponent of two.
     exponents: &'a mut [f32],
     /// `D` of each row of the pair.
     corrections: &'a mut [f32],
@@ -106,11 +107,11 @@ impl<T: Float> Backward<'_, T> {
             self.key_block::<V>(pair, first_key, &mut scratch);
         }
         let places = (0..geometry.rows()).map(|row| geometry.query_vector(pair, row));
-        // SAFETY: the pair's rows are this task's alone.
+        // SAFETY: only this task writes the pair's rows.
         unsafe { unpack::<V, T>(scratch.dq, geometry.scale, &self.dq, places, geometry.padded_dim) };
     }
 
-    /// Per row: the exponent and `D`; clears the gradient.
+    /// Computes the exponent and `D` of each row, and clears `dq`.
     pub(super) fn prepare_rows<V: Lanes>(
         &self,
         pair: Pair,
@@ -137,13 +138,13 @@ impl<T: Float> Backward<'_, T> {
         );
     }
 
-    /// Gradients of 64 keys and values, and what they add to the gradients of the queries.
+    /// Computes the gradients of 64 keys and values, and adds their contribution to the gradients of the queries.
     fn key_block<V: Lanes>(&self, pair: Pair, first_key: usize, scratch: &mut Scratch<'_>) {
         let geometry = &self.geometry;
         let width = geometry.padded_dim;
         let block = first_key..geometry.key_len.min(first_key + BLOCK);
         let places = || block.clone().map(|key| geometry.key_vector(pair, key));
-        // The values are needed in their transpose only; they pass through the room of the keys.
+        // Only the transpose of the values is needed; the buffer of the keys is used to pack them.
         pack::<V, T>(self.v, places(), 1.0, scratch.keys, width);
         transpose::<V>(scratch.keys, width, block.len(), scratch.values_transposed);
         pack::<V, T>(self.k, places(), 1.0, scratch.keys, width);
@@ -160,15 +161,15 @@ impl<T: Float> Backward<'_, T> {
                 self.block::<V>(pair, rows, block.clone(), &visible, scratch);
             }
         }
-        // Queries were packed with scale · log2(e); only the scale is wanted.
-        // SAFETY: the pair's keys and values are this task's alone.
+        // Queries were packed with scale · log2(e); only the scale must remain.
+        // SAFETY: only this task writes the pair's keys and values.
         unsafe {
             unpack::<V, T>(scratch.dk, std::f32::consts::LN_2, &self.dk, places(), width);
             unpack::<V, T>(scratch.dv, 1.0, &self.dv, places(), width);
         }
     }
 
-    /// The five products of a block of up to 64 rows and 64 keys.
+    /// Computes the five products of a block of up to 64 rows and 64 keys.
     fn block<V: Lanes>(
         &self,
         pair: Pair,
@@ -223,7 +224,7 @@ impl<T: Float> Backward<'_, T> {
     }
 }
 
-/// The softmax of a strip of rows, known from the forward.
+/// The softmax of a strip of rows, with the statistics of the forward.
 pub(super) struct Softmax<'a> {
     pub(super) visible: &'a [u64],
     pub(super) kept: &'a [u64],
@@ -233,7 +234,7 @@ pub(super) struct Softmax<'a> {
 }
 
 impl Softmax<'_> {
-    /// Replaces scores by probabilities after dropout, and gradients of the probabilities by those of the scores.
+    /// Replaces scores by probabilities after dropout, and gradients of the probabilities by gradients of the scores.
     #[inline(never)]
     pub(super) fn differentiate<V: Lanes>(self, scores: &mut [f32], gradients: &mut [f32]) {
         let Self { visible, kept, kept_scale, exponents, corrections } = self;
@@ -267,7 +268,7 @@ impl Softmax<'_> {
     }
 }
 
-/// `sum(a · b)` in sixteen interleaved partial sums, so that it vectorizes and its order is fixed.
+/// Computes `sum(a · b)` in sixteen interleaved partial sums, so that it vectorizes and its order is fixed.
 #[inline(always)]
 fn dot<T: Float>(a: &[T], b: &[T]) -> f32 {
     let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<16>(), b.as_chunks::<16>());
@@ -281,7 +282,7 @@ fn dot<T: Float>(a: &[T], b: &[T]) -> f32 {
     sums.iter().sum::<f32>() + rest
 }
 
-/// Writes packed rows, times `factor`, to their places.
+/// Writes packed rows, times `factor`, to their places in `target`.
 ///
 /// # Safety
 /// No other task may access the places.
@@ -296,7 +297,7 @@ pub(super) unsafe fn unpack<V: Lanes, T: Float>(
         #[inline(always)]
         || {
             for (row, place) in packed.chunks_exact(width).zip(places) {
-                // SAFETY: no other task accesses the place, says the caller.
+                // SAFETY: the caller promises that no other task accesses the place.
                 unsafe { target.row(place, 1.0, factor, row) };
             }
         },

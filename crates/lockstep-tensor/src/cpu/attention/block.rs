@@ -1,6 +1,7 @@
-//! What forward and backward do with blocks: bring rows into scratch as f32, transpose them, score, mask.
+//! Block operations of the forward and the backward: packing rows into scratch as f32, transposing, scoring, and
+//! dropout masks.
 //!
-//! Scratch rows are contiguous and padded with zeros to whole registers, whatever the strides outside.
+//! Scratch rows are contiguous and padded with zeros to whole registers, whatever the strides of the source.
 
 use std::ops::Range;
 
@@ -15,10 +16,10 @@ use crate::{
     cpu::simd::{self, CACHE_LINE_BYTES, Float},
 };
 
-/// How far ahead of a pass over rows they are fetched.
+/// Distance in rows between a loop over rows and its prefetch.
 pub(super) const PREFETCH_ROWS: usize = 16;
 
-/// Rows that are scored together where the visible keys differ from row to row.
+/// Number of rows that are scored together. Their visible keys may differ.
 const STRIP: usize = 4;
 
 /// Copies vectors, times `factor`, into rows of `width` elements, padded with zeros.
@@ -46,7 +47,7 @@ pub(super) fn pack<V: Lanes, T: Float>(
     );
 }
 
-/// Asks for vectors that will be read soon: they lie too far apart for the CPU to foresee them.
+/// Prefetches vectors that will be read soon: their distance is too large for the CPU's own prefetcher.
 #[inline(always)]
 pub(super) fn prefetch<T>(source: &[T], vectors: impl Iterator<Item = Range<usize>>) {
     for vector in vectors {
@@ -57,7 +58,7 @@ pub(super) fn prefetch<T>(source: &[T], vectors: impl Iterator<Item = Range<usiz
 }
 
 /// Writes the transpose of `rows` packed rows as rows of a block's width, padded with zeros to whole registers.
-/// What it reads of later rows it clears.
+/// Clears the packed rows between `rows` and the next multiple of a register.
 pub(super) fn transpose<V: Lanes>(packed: &mut [f32], width: usize, rows: usize, transposed: &mut [f32]) {
     let padded_rows = rows.next_multiple_of(V::LANES);
     packed[rows * width..padded_rows * width].fill(0.0);
@@ -67,8 +68,8 @@ pub(super) fn transpose<V: Lanes>(packed: &mut [f32], width: usize, rows: usize,
         || {
             for row in (0..padded_rows).step_by(V::LANES) {
                 for column in (0..width).step_by(V::LANES) {
-                    // SAFETY: both squares lie in their slices, as asserted and as the fill checked; this
-                    // runs under `V::LEVEL`.
+                    // SAFETY: both squares lie in their slices, as asserted and as the fill checked; this runs under
+                    // `V::LEVEL`.
                     unsafe {
                         let source = packed.as_ptr().add(row * width + column);
                         V::transpose(source, width, transposed.as_mut_ptr().add(column * BLOCK + row));
@@ -79,7 +80,7 @@ pub(super) fn transpose<V: Lanes>(packed: &mut [f32], width: usize, rows: usize,
     );
 }
 
-/// `scores [rows, 64] = left [rows, head_dim] · right [head_dim, 64]`, at least where `visible` is set.
+/// Computes `scores [rows, 64] = left [rows, head_dim] · right [head_dim, 64]`, at least where `visible` is set.
 pub(super) fn score<V: Lanes>(
     geometry: &Geometry<'_>,
     visible: &[u64],
@@ -101,7 +102,8 @@ pub(super) fn score<V: Lanes>(
     }
 }
 
-/// `sums [rows, padded_dim] += weights [rows, 64] · vectors [64, padded_dim]`, over the keys that each row sees.
+/// Computes `sums [rows, padded_dim] += weights [rows, 64] · vectors [64, padded_dim]`, over the keys that each row
+/// sees.
 pub(super) fn gather<V: Lanes>(
     geometry: &Geometry<'_>,
     visible: &[u64],
@@ -122,7 +124,8 @@ pub(super) fn gather<V: Lanes>(
     }
 }
 
-/// Which of the keys of a block a dropout keeps, for each row; all of them without dropout.
+/// Returns the dropout mask of a block, one bit for each key of each row (all set without dropout), and the scale of
+/// kept elements.
 pub(super) fn kept<V: Lanes>(
     geometry: &Geometry<'_>,
     pair: Pair,
@@ -137,11 +140,12 @@ pub(super) fn kept<V: Lanes>(
         || {
             for (bits, row) in kept.iter_mut().zip(rows) {
                 let (counter, unused) = geometry.dropout_counter(pair, row, first_key, mask.site);
-                // SAFETY: this runs under `V::LEVEL`, which the queue found in the CPU.
+                // SAFETY: this runs under `V::LEVEL`, which the queue detected in the CPU.
                 let keep_bits = |counter| unsafe { V::keep_bits(key, counter, mask.threshold) };
                 *bits = keep_bits(counter);
                 if unused > 0 {
-                    // Words come in fours, of which the first key may have any: the last ones are those of the next block.
+                    // Words come in fours, and the first key may be any of the four: the last words are those of the
+                    // next block.
                     let [position, head, four, site] = counter;
                     let next = keep_bits([position, head, four.wrapping_add(BLOCK as u32 / 4), site]);
                     *bits = *bits >> unused | next << (BLOCK - unused);

@@ -1,7 +1,7 @@
 //! The forward: an online softmax over blocks of keys (Dao, FlashAttention-2, 2023, algorithm 1).
 //!
-//! A task owns up to [`TASK_ROWS`] rows of one (sequence, key head) pair and walks the keys once. Queries
-//! are multiplied by `scale · log2(e)` when packed, so scores are exponents of two.
+//! A task owns up to [`TASK_ROWS`] rows of one (sequence, key head) pair and reads the keys once. Queries are
+//! multiplied by `scale · log2(e)` when packed, so that scores are exponents of two.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ use crate::{
     cpu::{simd::Float, tasks::Operand},
 };
 
-/// Rows of a task: enough to amortize packing and transposing the keys, few enough to stay in the L2 cache.
+/// Maximum rows of a task: enough to amortize packing and transposing the keys, few enough to stay in the L2 cache.
 pub(super) const TASK_ROWS: usize = 256;
 
 /// Operands of the forward.
@@ -30,12 +30,12 @@ pub(super) struct Forward<'a, T> {
     pub(super) log_sum_exp: Operand<'a, f32>,
 }
 
-/// Scratch of one worker.
+/// Scratch of one worker thread.
 struct Scratch<'a> {
     queries: &'a mut [f32],
     sums: &'a mut [f32],
     keys_transposed: &'a mut [f32],
-    /// Keys until they are transposed, then values.
+    /// The keys until they are transposed, then the values.
     vectors: &'a mut [f32],
     scores: &'a mut [f32],
 }
@@ -67,15 +67,15 @@ impl<T: Float> Forward<'_, T> {
         self.geometry.rows().div_ceil(TASK_ROWS)
     }
 
-    /// The rows of a task.
+    /// Returns the pair and the rows of a task.
     pub(super) fn task(&self, task: usize) -> (Pair, Range<usize>) {
         let per_pair = self.tasks_per_pair();
-        // The last rows see the most keys: they go first, so that no long task is left to the end.
+        // The last rows see the most keys: they are scheduled first, so that no long task remains at the end.
         let first_row = (per_pair - 1 - task % per_pair) * TASK_ROWS;
         (self.geometry.pair(task / per_pair), first_row..self.geometry.rows().min(first_row + TASK_ROWS))
     }
 
-    /// The most rows of a task.
+    /// Returns the maximum number of rows of a task.
     pub(super) fn task_rows(&self) -> usize {
         self.geometry.rows().min(TASK_ROWS)
     }
@@ -124,7 +124,7 @@ impl<T: Float> Forward<'_, T> {
         self.finish::<V>(pair, rows, sums, &maxima, &totals);
     }
 
-    /// Divides by the sums of the weights and writes outputs and log-sum-exps.
+    /// Divides by the sums of the weights, and writes outputs and log-sum-exps.
     pub(super) fn finish<V: Lanes>(
         &self,
         pair: Pair,
@@ -139,11 +139,11 @@ impl<T: Float> Forward<'_, T> {
             || {
                 for (i, row) in rows.enumerate() {
                     let sum = &sums[i * geometry.padded_dim..];
-                    // A row that sees no key attends to nothing: zeros.
+                    // The output of a row that sees no key is zero.
                     let inverse = if totals[i] == 0.0 { 0.0 } else { 1.0 / totals[i] };
                     let value = (maxima[i] + libm::log2f(totals[i])) * std::f32::consts::LN_2;
                     let statistic = geometry.statistic(pair, row);
-                    // SAFETY: tasks own disjoint rows, and a row's elements are its own.
+                    // SAFETY: tasks own disjoint rows, and a row's elements belong to it alone.
                     let place = unsafe { self.log_sum_exp.write(statistic..statistic + 1) };
                     let (total, [keep, share]) = match self.out.write() {
                         Write::Overwrite => (value, [0.0, 1.0]),
@@ -158,9 +158,9 @@ impl<T: Float> Forward<'_, T> {
     }
 }
 
-/// `log(e^a + e^b)`, and the shares of both in it.
+/// Returns `log(e^a + e^b)`, and the fractions of `e^a` and `e^b` in the sum.
 fn merge(a: f32, b: f32) -> (f32, [f32; 2]) {
-    // Nothing was seen there, or is seen here.
+    // One of the two saw no keys.
     if a == f32::NEG_INFINITY {
         return (b, [0.0, 1.0]);
     }
@@ -174,20 +174,20 @@ fn merge(a: f32, b: f32) -> (f32, [f32; 2]) {
     ((largest + libm::log(total)) as f32, [a, b].map(|x| (x / total) as f32))
 }
 
-/// The running softmax of a strip of rows.
+/// The online softmax of a strip of rows.
 pub(super) struct Softmax<'a> {
     pub(super) visible: &'a [u64],
     pub(super) kept: &'a [u64],
     pub(super) kept_scale: f32,
-    /// Largest score so far, in units of powers of two.
+    /// Largest score so far, as an exponent of two.
     pub(super) maxima: &'a mut [f32],
     /// Sum of the weights so far, relative to the maximum.
     pub(super) totals: &'a mut [f32],
 }
 
 impl Softmax<'_> {
-    /// Replaces scores by weights `2^(score - maximum)`, dropout applied, 0 where not visible, and rescales
-    /// sums and totals where the maximum grew.
+    /// Replaces scores by weights `2^(score - maximum)`, with dropout applied and 0 where not visible. Rescales sums
+    /// and totals if the maximum grew.
     #[inline(never)]
     pub(super) fn update<V: Lanes>(self, scores: &mut [f32], sums: &mut [f32], width: usize) {
         let Self { visible, kept, kept_scale, maxima, totals } = self;
@@ -217,7 +217,7 @@ impl Softmax<'_> {
                             *sum *= factor;
                         }
                     }
-                    // No score seen yet, or only -inf: any finite reference makes their weights 0.
+                    // No score so far, or only -inf: any finite reference makes their weights 0.
                     let reference = if maxima[i] == f32::NEG_INFINITY { 0.0 } else { maxima[i] };
                     let reference = splat(reference);
                     let mut total = zero;

@@ -1,7 +1,8 @@
-//! Who sees whom: the rows of a task, the keys each may see, and where their elements lie in memory.
+//! Visibility and addressing: the rows of a task, the keys each row may see, and the positions of their elements in
+//! memory.
 //!
-//! The query heads that share a key head are stacked: row `r` of a (sequence, key head) pair is query
-//! `r / group` of its head number `r % group`. So one pass over keys and values serves the whole group.
+//! The query heads that share a key head (grouped-query attention) are stacked: row `r` of a (sequence, key head)
+//! pair is query `r / group` of its head number `r % group`. So one pass over keys and values serves the whole group.
 
 use std::ops::Range;
 
@@ -11,10 +12,10 @@ use crate::{Attention, Dropout, TokenSpan, cpu::dropout::Mask};
 /// A 64-bit mask for each row of a block of scores: bit `j` stands for key `j` of the block.
 pub(super) type Bits = [u64; BLOCK];
 
-/// An [`Attention`] with what follows from it.
+/// An [`Attention`] with values derived from it.
 #[derive(Clone, Copy)]
 pub(super) struct Geometry<'a> {
-    /// Keys that take part; they are counted from the first one.
+    /// Number of keys that take part; key indices count from the first of them.
     pub(super) key_len: usize,
     pub(super) head_dim: usize,
     /// `head_dim` rounded up to whole registers of every level.
@@ -29,7 +30,7 @@ pub(super) struct Geometry<'a> {
     key_value_heads: usize,
     group: usize,
     window: usize,
-    /// Where the document of each query starts, `[sequences · queries.stored]`.
+    /// Position at which the document of each query starts, `[sequences · queries.stored]`.
     document_starts: Option<&'a [u32]>,
 }
 
@@ -42,8 +43,8 @@ pub(super) struct Pair {
 
 impl<'a> Geometry<'a> {
     /// # Panics
-    /// If the attention makes no sense: no heads, query heads that the key heads do not divide, or documents that
-    /// are not one after the other.
+    /// If there are no heads, the key heads do not divide the query heads, the window is 0, a span exceeds the stored
+    /// tokens, or the documents of a sequence are not in order.
     pub(super) fn new(attention: &Attention<'a>) -> Self {
         let &Attention { queries, keys, heads, key_value_heads, head_dim, window, .. } = attention;
         assert!(
@@ -96,41 +97,41 @@ impl<'a> Geometry<'a> {
         Pair { sequence: index / self.key_value_heads, key_head: index % self.key_value_heads }
     }
 
-    /// Rows of a pair.
+    /// Number of rows of a pair.
     pub(super) fn rows(&self) -> usize {
         self.queries.len * self.group
     }
 
-    /// Elements of a tensor of queries, `[sequences · queries.stored, heads, head_dim]`.
+    /// Returns the elements of a tensor of queries, `[sequences · queries.stored, heads, head_dim]`.
     pub(super) fn query_elements(&self) -> usize {
         self.sequences * self.queries.stored * self.heads * self.head_dim
     }
 
-    /// Elements of a tensor of keys, `[sequences · keys.stored, key_value_heads, head_dim]`.
+    /// Returns the elements of a tensor of keys, `[sequences · keys.stored, key_value_heads, head_dim]`.
     pub(super) fn key_elements(&self) -> usize {
         self.sequences * self.keys.stored * self.key_value_heads * self.head_dim
     }
 
-    /// Elements of the log-sum-exps, `[sequences, heads, queries.stored]`.
+    /// Returns the elements of the log-sum-exps, `[sequences, heads, queries.stored]`.
     pub(super) fn statistic_elements(&self) -> usize {
         self.sequences * self.queries.stored * self.heads
     }
 
-    /// Where a row's vector lies in a tensor of queries.
+    /// Returns the range of a row's vector in a tensor of queries.
     pub(super) fn query_vector(&self, pair: Pair, row: usize) -> Range<usize> {
         let token = pair.sequence * self.queries.stored + self.query(row);
         let start = (token * self.heads + self.head(pair, row)) * self.head_dim;
         start..start + self.head_dim
     }
 
-    /// Where a key's vector lies in a tensor of keys.
+    /// Returns the range of a key's vector in a tensor of keys.
     pub(super) fn key_vector(&self, pair: Pair, key: usize) -> Range<usize> {
         let token = pair.sequence * self.keys.stored + self.keys.first + key;
         let start = (token * self.key_value_heads + pair.key_head) * self.head_dim;
         start..start + self.head_dim
     }
 
-    /// Where a row's log-sum-exp lies.
+    /// Returns the index of a row's log-sum-exp.
     pub(super) fn statistic(&self, pair: Pair, row: usize) -> usize {
         (pair.sequence * self.heads + self.head(pair, row)) * self.queries.stored + self.query(row)
     }
@@ -139,7 +140,7 @@ impl<'a> Geometry<'a> {
         pair.key_head * self.group + row % self.group
     }
 
-    /// A row's query among those that a tensor holds of its sequence.
+    /// Returns the index of a row's query among the stored queries of its sequence.
     fn query(&self, row: usize) -> usize {
         self.queries.first + row / self.group
     }
@@ -148,10 +149,10 @@ impl<'a> Geometry<'a> {
         self.queries.position + row / self.group
     }
 
-    /// The keys from the first to the last that some of `rows` (not empty) may see.
+    /// Returns the range of keys that at least one of `rows` (not empty) may see.
     pub(super) fn keys_of(&self, pair: Pair, rows: Range<usize>) -> Range<usize> {
         let in_window = (self.position(rows.start) + 1).saturating_sub(self.window);
-        // Starts never fall, so the first row sees the furthest back.
+        // Document starts are nondecreasing, so the first row sees the earliest keys.
         let in_document = self.document_starts.map_or(0, |starts| {
             starts[pair.sequence * self.queries.stored + self.query(rows.start)] as usize
         });
@@ -159,7 +160,8 @@ impl<'a> Geometry<'a> {
         key_at(in_window.max(in_document))..key_at(self.position(rows.end - 1) + 1).min(self.key_len)
     }
 
-    /// Which keys of the block that starts at `first_key` each row sees. `None` if no row sees any.
+    /// Returns the mask of visible keys for each row, in the block that starts at `first_key`. `None` if no row sees
+    /// any.
     pub(super) fn visible(&self, pair: Pair, rows: Range<usize>, first_key: usize) -> Option<Bits> {
         let all = self.keys_of(pair, rows.clone());
         if all.end <= first_key || all.start >= first_key + BLOCK {
@@ -175,7 +177,8 @@ impl<'a> Geometry<'a> {
         bits.iter().any(|bits| *bits != 0).then_some(bits)
     }
 
-    /// The counter of the dropout block that holds a row's word for `first_key`, and which of its four words that is.
+    /// Returns the counter of the dropout block that holds a row's word for `first_key`, and the index of that word
+    /// in the block.
     pub(super) fn dropout_counter(
         &self,
         pair: Pair,
@@ -189,7 +192,7 @@ impl<'a> Geometry<'a> {
     }
 }
 
-/// From the first to one past the last of `rows` in which a bit of `columns` is set.
+/// Returns the range from the first to the last of `rows` in which a bit of `columns` is set.
 pub(super) fn rows_with(bits: &Bits, rows: usize, columns: u64) -> Range<usize> {
     let seen = |bits: &u64| bits & columns != 0;
     let Some(start) = bits[..rows].iter().position(seen) else { return 0..0 };
@@ -197,7 +200,7 @@ pub(super) fn rows_with(bits: &Bits, rows: usize, columns: u64) -> Range<usize> 
     start..end
 }
 
-/// From the first to one past the last key that one of the rows has set.
+/// Returns the range from the first to the last key that any of the rows has set.
 pub(super) fn columns_of(bits: &[u64]) -> Range<usize> {
     match bits.iter().fold(0, |union, bits| union | bits) {
         0 => 0..0,
@@ -205,7 +208,7 @@ pub(super) fn columns_of(bits: &[u64]) -> Range<usize> {
     }
 }
 
-/// The dropout of the probabilities, and the key of each sequence.
+/// The dropout of the probabilities, and the Philox key of each sequence.
 #[derive(Clone, Copy)]
 pub(super) struct KeyedMask<'a> {
     pub(super) mask: Mask,
@@ -220,7 +223,7 @@ impl<'a> KeyedMask<'a> {
         Self { mask: Mask::new(&dropout), keys: unsafe { keys.slice() } }
     }
 
-    /// The key of a sequence.
+    /// Returns the Philox key of a sequence.
     pub(super) fn key(&self, sequence: usize) -> [u32; 2] {
         [self.keys[2 * sequence], self.keys[2 * sequence + 1]]
     }

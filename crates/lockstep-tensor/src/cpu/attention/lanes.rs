@@ -1,8 +1,8 @@
-//! A register of f32 lanes and the few operations that attention needs of it; here the portable one.
+//! A vector register of f32 lanes with the operations that attention needs, and its portable implementation.
 //!
-//! Code generic over [`Lanes`] must be inlined into a closure given to `V::LEVEL.run(..)`: there the
-//! intrinsics become single instructions. A value of a type can only be made (`splat`, `load`) by code that
-//! promises that the CPU has the level, so the methods on values are safe.
+//! Code generic over [`Lanes`] must be inlined into a closure passed to `V::LEVEL.run(..)`: there the intrinsics
+//! become single instructions. Only code that promises that the CPU has the level can make a value (`splat`, `load`),
+//! so the methods on values are safe.
 
 use lockstep_plan::random::Philox;
 
@@ -18,11 +18,11 @@ pub(super) const EXP2: [f32; 6] =
 /// # Safety contract of the constructors
 /// `splat`, `load` and `keep_bits` may only run on a CPU that has [`Lanes::LEVEL`].
 pub(super) trait Lanes: Copy {
-    /// The instructions used.
+    /// The level whose instructions are used.
     const LEVEL: CpuLevel;
-    /// Lanes to a register; divides 64.
+    /// Number of lanes of a register; divides 64.
     const LANES: usize;
-    /// Registers that a row of a tile of accumulators takes, so that four rows fit the register file.
+    /// Number of registers in a row of a tile of accumulators, such that four rows fit the register file.
     const TILE_REGISTERS: usize;
 
     /// # Safety
@@ -34,16 +34,17 @@ pub(super) trait Lanes: Copy {
     /// # Safety
     /// `pointer` must be writable for `LANES` elements.
     unsafe fn store(self, pointer: *mut f32);
-    /// `self · b + c`, rounded once where the level has such an instruction.
+    /// Computes `self · b + c`, rounded once if the level has FMA.
     fn mul_add(self, b: Self, c: Self) -> Self;
     fn add(self, b: Self) -> Self;
     fn sub(self, b: Self) -> Self;
     fn mul(self, b: Self) -> Self;
-    /// `2^self` to within 2 units in the last place for numbers up to 127; 0 below the normal numbers, NaN stays NaN.
+    /// Computes `2^self` to within 2 units in the last place for numbers up to 127; 0 below the normal numbers, NaN
+    /// stays NaN.
     fn exp2(self) -> Self;
-    /// The larger of the two; `self` where either is NaN.
+    /// Returns the larger of the two; `self` if either is NaN.
     fn max(self, b: Self) -> Self;
-    /// `self` in the lanes whose bit is set, `other` in the rest.
+    /// Returns `self` in the lanes whose bit is set, `other` in the rest.
     fn select(self, bits: u64, other: Self) -> Self;
     fn sum(self) -> f32;
     fn maximum(self) -> f32;
@@ -62,7 +63,7 @@ pub(super) trait Lanes: Copy {
         }
     }
 
-    /// Which of 64 keys a dropout keeps: bit `i` is set if word `i % 4` of the block at
+    /// Returns the dropout mask of 64 keys: bit `i` is set (kept) if word `i % 4` of the Philox block at
     /// `[counter[0], counter[1], counter[2] + i / 4, counter[3]]` is at least `threshold`.
     ///
     /// # Safety
@@ -104,19 +105,19 @@ impl Lanes for Portable {
 
     #[inline(always)]
     unsafe fn load(pointer: *const f32) -> Self {
-        // SAFETY: readable, says the caller.
+        // SAFETY: the caller promises readable memory.
         Self(unsafe { pointer.cast::<[f32; 4]>().read_unaligned() })
     }
 
     #[inline(always)]
     unsafe fn store(self, pointer: *mut f32) {
-        // SAFETY: writable, says the caller.
+        // SAFETY: the caller promises writable memory.
         unsafe { pointer.cast::<[f32; 4]>().write_unaligned(self.0) }
     }
 
     #[inline(always)]
     fn mul_add(self, b: Self, c: Self) -> Self {
-        // Not `f32::mul_add`: without the instruction that is a slow library call.
+        // Not `f32::mul_add`, which is a slow library call without the instruction.
         self.mul(b).add(c)
     }
 
@@ -137,7 +138,7 @@ impl Lanes for Portable {
 
     #[inline(always)]
     fn exp2(self) -> Self {
-        /// Adding and subtracting 1.5 · 2^23 rounds to the nearest integer, without a library call.
+        /// Rounds to the nearest integer when added and subtracted, without a library call: 1.5 · 2^23.
         const ROUND: f32 = 12_582_912.0;
         Self(self.0.map(|x| {
             let x = x.clamp(-127.0, 128.0);
@@ -174,7 +175,7 @@ mod tests {
     use super::*;
     use crate::cpu::testing::levels;
 
-    /// Runs a check that is generic over the lanes on each kind of them that this CPU has.
+    /// Runs a check that is generic over the lanes, on each kind of lanes that this CPU has.
     macro_rules! on_all_lanes {
         ($check:ident) => {
             for level in levels() {
@@ -184,17 +185,17 @@ mod tests {
                     CpuLevel::Avx2 => $check::<super::super::x86::Avx2>(),
                     #[cfg(target_arch = "x86_64")]
                     CpuLevel::Avx512 => $check::<super::super::x86::Avx512>(),
-                    // The levels above share the lanes of AVX-512.
+                    // The higher levels use the lanes of AVX-512.
                     _ => {}
                 }
             }
         };
     }
 
-    /// A register of numbers, passed through `f`.
+    /// Applies `f` to a register of numbers.
     fn through<V: Lanes>(x: &[f32], f: impl Fn(V) -> V) -> Vec<f32> {
         let mut out = vec![0.0; V::LANES];
-        // SAFETY: `levels` found the level in the CPU, and both slices hold a register.
+        // SAFETY: `levels` detected the level in the CPU, and both slices hold a register.
         V::LEVEL.run(|| unsafe { f(V::load(x[..V::LANES].as_ptr())).store(out.as_mut_ptr()) });
         out
     }
@@ -232,9 +233,9 @@ mod tests {
         assert_eq!(through::<V>(&x, |x| x.select(bits, everywhere(9.0))), expected, "{}", V::LEVEL);
     }
 
-    /// One number in all lanes, where the level is known to be there.
+    /// Returns a register with one number in all lanes.
     fn everywhere<V: Lanes>(x: f32) -> V {
-        // SAFETY: called with levels that `levels` found in the CPU.
+        // SAFETY: called with levels that `levels` detected in the CPU.
         unsafe { V::splat(x) }
     }
 
@@ -247,7 +248,7 @@ mod tests {
         let row = V::LANES + 3;
         let source: Vec<f32> = (0..V::LANES * row).map(|i| i as f32).collect();
         let mut target = vec![-1.0; V::LANES * BLOCK];
-        // SAFETY: `levels` found the level in the CPU, and both slices hold the squares.
+        // SAFETY: `levels` detected the level in the CPU, and both slices hold the squares.
         V::LEVEL.run(|| unsafe { V::transpose(source.as_ptr(), row, target.as_mut_ptr()) });
         for (j, line) in target.chunks(BLOCK).enumerate() {
             for (i, x) in line.iter().enumerate() {
@@ -273,7 +274,7 @@ mod tests {
                     philox.block([a, b, c.wrapping_add(i / 4), d])[i as usize % 4] >= threshold
                 };
                 let expected = (0..64).fold(0, |bits, i| bits | u64::from(kept(i)) << i);
-                // SAFETY: `levels` found the level in the CPU.
+                // SAFETY: `levels` detected the level in the CPU.
                 let bits = V::LEVEL.run(|| unsafe { V::keep_bits(key, counter, threshold) });
                 assert_eq!(bits, expected, "{}: threshold {threshold:#x}", V::LEVEL);
             }

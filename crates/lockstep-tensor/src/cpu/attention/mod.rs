@@ -1,15 +1,15 @@
-//! Causal attention in blocks, forward and backward: memory grows with the length, never with its square.
+//! Causal attention in blocks (FlashAttention), forward and backward: memory grows linearly with the sequence length.
 //!
-//! Work is split into tasks by shape alone: a task reads shared inputs, writes outputs that are its own, and
-//! adds in a fixed order, so any number of threads gives the same bits. Inside a task, blocks of 64 queries
-//! and 64 keys are brought into scratch as f32, and products of blocks run in registers.
+//! Work is split into tasks by shape alone. A task reads shared inputs, writes outputs of its own, and adds in a
+//! fixed order, so any number of threads gives the same bits. Inside a task, blocks of 64 queries and 64 keys are
+//! copied to scratch as f32, and products of blocks run in registers.
 //!
-//! Ranks that hold parts of sequences call it for one span of queries and one of keys at a time; what the calls give is
-//! merged where it is written.
+//! Context-parallel ranks call it for one span of queries and one of keys at a time; the results of the calls are
+//! merged in the output tensors.
 //!
-//! `geometry` says who sees whom, `lanes` and `x86` are vector registers, `product` multiplies blocks, `block` packs and
-//! scores them, `forward` and `backward` are the algorithms, `output` is where they write; `tiles` runs these on bf16
-//! matrix instructions.
+//! `geometry` determines the visible keys of each query; `lanes` and `x86` are vector registers; `product` multiplies
+//! blocks; `block` packs and scores them. `forward` and `backward` are the algorithms, `output` writes their results,
+//! and `tiles` runs them on bf16 matrix instructions.
 
 mod backward;
 mod block;
@@ -47,14 +47,14 @@ use super::{CpuQueue, check_disjoint, simd::with_float, tasks::Operand};
 use crate::CpuLevel;
 use crate::{Attention, AttentionWrite, View, Write};
 
-/// Rows and keys of a block of scores. The masks of a row are words of as many bits.
+/// Rows and keys of a block of scores; also the number of bits in the mask of a row.
 const BLOCK: usize = 64;
 
-/// Rows of a key head from which on bf16 goes through the matrix instructions; fewer do not fill them.
+/// Smallest number of rows of a key head for which bf16 uses the matrix instructions; fewer rows do not fill them.
 #[cfg(target_arch = "x86_64")]
 const TILED_ROWS: usize = 16;
 
-/// What the forward left for the backward.
+/// Tensors that the forward saved for the backward.
 pub(super) struct Saved<'a> {
     pub(super) q: View<'a>,
     pub(super) k: View<'a>,
@@ -63,7 +63,7 @@ pub(super) struct Saved<'a> {
     pub(super) log_sum_exp: View<'a>,
 }
 
-/// See [`Kernels::attention`](crate::Kernels::attention).
+/// Runs the forward; see [`Kernels::attention`](crate::Kernels::attention).
 pub(super) fn forward(
     queue: &CpuQueue,
     attention: &Attention<'_>,
@@ -79,7 +79,8 @@ pub(super) fn forward(
     expect_elements(geometry.statistic_elements(), &[("log_sum_exp", log_sum_exp)]);
     macro_rules! work {
         ($T:ty) => {
-            // SAFETY: outputs overlap nothing, as just checked: nothing writes to the inputs during this call.
+            // SAFETY: outputs overlap no other operand, as just checked, so nothing writes to the inputs during this
+            // call.
             unsafe {
                 Forward::<$T> {
                     geometry,
@@ -109,7 +110,7 @@ pub(super) fn forward(
     with_float!(q.dtype(), T => run(queue, &work!(T)));
 }
 
-/// See [`Kernels::attention_backward`](crate::Kernels::attention_backward).
+/// Runs the backward; see [`Kernels::attention_backward`](crate::Kernels::attention_backward).
 pub(super) fn backward(
     queue: &CpuQueue,
     attention: &Attention<'_>,
@@ -160,7 +161,7 @@ pub(super) fn backward(
     with_float!(q.dtype(), T => run(queue, &work!(T)));
 }
 
-/// What is written overlaps neither what is read nor the attention's own tensors.
+/// Panics if an output overlaps an input or one of the attention's own tensors.
 fn check_operands(attention: &Attention<'_>, outputs: &[View<'_>], inputs: &[View<'_>]) {
     check_disjoint(outputs, inputs);
     for own in attention.dropout.map(|dropout| dropout.keys).into_iter().chain(attention.document_starts) {
@@ -178,17 +179,18 @@ fn expect_elements(expected: usize, operands: &[(&str, View<'_>)]) {
     }
 }
 
-/// Tasks that share nothing but what they read.
+/// A kernel as a set of independent tasks, which share only their inputs.
 trait Worker: Sync {
     /// Number of tasks.
     fn tasks(&self) -> usize;
-    /// Scratch of one worker, in f32; a multiple of a cache line. A task finds anything in it.
+    /// f32 elements of scratch for each worker thread; a multiple of a cache line. Its contents are unspecified at
+    /// the start of a task.
     fn scratch_elements(&self) -> usize;
-    /// Does one task.
+    /// Runs one task.
     fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]);
 }
 
-/// Runs all tasks on the queue's threads with the best lanes that its level allows.
+/// Runs all tasks on the queue's threads, with the widest registers that its level allows.
 fn run(queue: &CpuQueue, work: &impl Worker) {
     #[cfg(target_arch = "x86_64")]
     {
@@ -202,7 +204,7 @@ fn run(queue: &CpuQueue, work: &impl Worker) {
     run_lanes::<lanes::Portable>(queue, work);
 }
 
-/// Each worker takes the next task until none is left. Which one takes it changes no result.
+/// Runs all tasks: each worker thread takes the next one until none is left. The assignment changes no result.
 fn run_lanes<V: Lanes>(queue: &CpuQueue, work: &impl Worker) {
     let tasks = work.tasks();
     let workers = queue.threads().min(tasks);

@@ -1,4 +1,4 @@
-//! Where results go: rows of the type of the operands, or f32, replaced or added to.
+//! Outputs of attention: rows in the type of the operands or in f32, overwritten or accumulated.
 
 use std::ops::Range;
 
@@ -22,7 +22,7 @@ enum Place<'a, T> {
 
 impl<'a, T: Float> Output<'a, T> {
     /// # Panics
-    /// If the view holds neither `T` nor f32, or is added to and does not hold f32.
+    /// If the view holds neither `T` nor f32, or accumulates in another type than f32.
     pub(super) fn new(name: &str, view: View<'a>, write: Write) -> Self {
         assert!(
             write == Write::Overwrite || view.dtype() == DType::F32,
@@ -33,14 +33,14 @@ impl<'a, T: Float> Output<'a, T> {
         Self { place, write }
     }
 
-    /// Writes `factor · values`, or `keep · what is there + factor · values` where that is added to. Numbers beyond the
-    /// width of the place are padding.
+    /// Writes `factor · values`, or accumulates `keep · old + factor · values`. Values beyond the width of the place
+    /// are padding.
     ///
     /// # Safety
     /// No other task may access the place.
     #[inline(always)]
     pub(super) unsafe fn row(&self, place: Range<usize>, keep: f32, factor: f32, values: &[f32]) {
-        // SAFETY: no other task accesses the place, says the caller.
+        // SAFETY: the caller promises that no other task accesses the place.
         unsafe {
             match (&self.place, self.write) {
                 (Place::Own(out), Write::Overwrite) => {

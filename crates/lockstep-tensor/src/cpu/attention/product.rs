@@ -1,14 +1,14 @@
-//! Products of small blocks, `C = A · B` or `C += A · B`, with a tile of C held in registers.
+//! Products of small blocks, `C = A · B` or `C += A · B`, with a tile of C in registers.
 //!
-//! B and C are walked along their rows, a register at a time; elements of A are broadcast, so A may be read
-//! in either direction and its transpose needs no copy.
+//! B and C are read along their rows, a register at a time. Elements of A are broadcast, so A may be read in either
+//! direction and its transpose needs no copy.
 
 use std::ops::Range;
 
 use super::lanes::Lanes;
 use crate::Write;
 
-/// Rows of a tile of accumulators.
+/// Number of rows of a tile of accumulators.
 const TILE_ROWS: usize = 4;
 
 /// The left operand: element `(i, p)` is `data[i * row + p * inner]`.
@@ -32,8 +32,8 @@ pub(super) struct Output<'a> {
     pub(super) row: usize,
 }
 
-/// Multiplies rows `rows` of A by columns `columns` of B, over inner indices `inner`, into the same rows and
-/// columns of C. The bounds of `columns` are multiples of the register's lanes.
+/// Multiplies rows `rows` of A by columns `columns` of B, over inner indices `inner`, into the same rows and columns
+/// of C. The bounds of `columns` are multiples of the register's lanes.
 pub(super) fn multiply<V: Lanes>(
     write: Write,
     (rows, inner, columns): (Range<usize>, Range<usize>, Range<usize>),
@@ -71,8 +71,8 @@ pub(super) fn multiply<V: Lanes>(
                         c_row: c.row,
                         write,
                     };
-                    // SAFETY: the tile lies inside the asserted bounds, and this runs under `V::LEVEL`, which
-                    // the queue found in the CPU before it chose `V`.
+                    // SAFETY: the tile lies inside the asserted bounds, and this runs under `V::LEVEL`, which the
+                    // queue detected in the CPU before it chose `V`.
                     unsafe {
                         match (height, registers) {
                             (4, 4) => tile.run::<V, 4, 4>(),
@@ -101,7 +101,7 @@ pub(super) fn multiply<V: Lanes>(
     );
 }
 
-/// One tile of C: where its operands start and how far apart their rows are.
+/// One tile of C: the addresses of its operands and the strides of their rows.
 #[derive(Clone, Copy)]
 struct Tile {
     inner: usize,
@@ -119,11 +119,11 @@ impl Tile {
     /// Computes a tile of `M` rows and `N` registers.
     ///
     /// # Safety
-    /// The CPU has `V::LEVEL`; `M` rows and `inner` columns of A, `inner` rows and `N` registers of B, and `M`
-    /// rows and `N` registers of C are valid memory.
+    /// The CPU must have `V::LEVEL`. `M` rows and `inner` columns of A, `inner` rows and `N` registers of B, and `M`
+    /// rows and `N` registers of C must be valid memory.
     #[inline(always)]
     unsafe fn run<V: Lanes, const M: usize, const N: usize>(self) {
-        // SAFETY: all offsets lie in the operands, says the caller.
+        // SAFETY: the caller promises that all offsets lie in the operands.
         unsafe {
             let mut sums = [[V::splat(0.0); N]; M];
             if self.write == Write::Accumulate {

@@ -1,4 +1,4 @@
-//! Attention by its definition, in f64 and one score at a time: what the blockwise kernels are tested against.
+//! Reference attention by its definition, in f64 and one score at a time, for tests of the block kernels.
 
 use lockstep_plan::random::Philox;
 
@@ -16,15 +16,15 @@ pub(super) struct Case {
     pub(super) window: Option<usize>,
     /// First key of each query's document, `[sequences · query_len]`.
     pub(super) document_starts: Option<Vec<u32>>,
-    /// Number of the first head in the whole model.
+    /// Index of the first head in the whole model.
     pub(super) first_head: usize,
-    /// Probability; 0 for no dropout.
+    /// Dropout probability; 0 for no dropout.
     pub(super) dropout: f32,
     pub(super) site: u32,
 }
 
 impl Case {
-    /// The dropout key of a sequence.
+    /// Returns the dropout key of a sequence.
     pub(super) fn key(sequence: usize) -> u64 {
         0x1234_5678_9abc_def0_u64.wrapping_mul(sequence as u64 + 1)
     }
@@ -41,7 +41,7 @@ impl Case {
         self.sequences * self.query_len * self.heads
     }
 
-    /// What dropout multiplies a probability by.
+    /// Returns the dropout's factor on a probability.
     pub(super) fn factor(&self, sequence: usize, query: usize, head: usize, key: usize) -> f64 {
         if self.dropout == 0.0 {
             return 1.0;
@@ -53,7 +53,7 @@ impl Case {
         if f64::from(word) >= probability * 2.0_f64.powi(32) { 1.0 / (1.0 - probability) } else { 0.0 }
     }
 
-    /// Calls `visit` with (sequence, query, head, place of the query, places of the keys it sees).
+    /// Calls `visit` with each query of each head and the keys it sees.
     fn for_each_row(&self, mut visit: impl FnMut(Row<'_>)) {
         for sequence in 0..self.sequences {
             for query in 0..self.query_len {
@@ -85,7 +85,7 @@ impl Case {
         }
     }
 
-    /// Probabilities of a row and its log-sum-exp.
+    /// Returns the probabilities of a row and its log-sum-exp.
     fn softmax(&self, row: &Row<'_>, q: &[f64], k: &[f64]) -> (Vec<f64>, f64) {
         let scores: Vec<_> = row
             .places
@@ -98,7 +98,7 @@ impl Case {
         (scores.iter().map(|score| (score - log_sum_exp).exp()).collect(), log_sum_exp)
     }
 
-    /// Outputs and log-sum-exps.
+    /// Returns the outputs and log-sum-exps.
     pub(super) fn forward(&self, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
         let mut out = vec![0.0; self.query_elements()];
         let mut log_sum_exp = vec![0.0; self.statistic_elements()];
@@ -112,7 +112,7 @@ impl Case {
         (out, log_sum_exp)
     }
 
-    /// Gradients of queries, keys and values.
+    /// Returns the gradients of queries, keys and values.
     pub(super) fn backward(&self, q: &[f64], k: &[f64], v: &[f64], dout: &[f64]) -> [Vec<f64>; 3] {
         let mut dq = vec![0.0; self.query_elements()];
         let (mut dk, mut dv) = (vec![0.0; self.key_elements()], vec![0.0; self.key_elements()]);

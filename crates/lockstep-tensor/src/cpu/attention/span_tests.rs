@@ -1,4 +1,4 @@
-//! Attention by calls on spans of queries and keys, as ranks make them that share sequences, against the definition on
+//! Attention by calls on spans of queries and keys, as context-parallel ranks make them, against the definition on
 //! whole sequences.
 
 use std::ops::Range;
@@ -16,16 +16,16 @@ use crate::{
     Write, cpu::simd::Float,
 };
 
-/// How the tokens of a sequence are divided among ranks.
+/// Assignment of a sequence's tokens to context-parallel ranks.
 #[derive(Debug, Clone, Copy)]
 enum Cut {
-    /// One stretch for each rank.
+    /// One range for each rank.
     Contiguous,
-    /// One from each end, so that all ranks have as much to do.
+    /// Two ranges for each rank, one from each end, so that all ranks have the same work.
     ZigZag,
 }
 
-/// The stretches of positions that a rank holds, in order.
+/// The ranges of positions that a rank holds, in order.
 type Stretches = Vec<Range<usize>>;
 
 fn stretches(cut: Cut, len: usize, ranks: usize) -> Vec<Stretches> {
@@ -41,7 +41,7 @@ fn stored(stretches: &Stretches) -> usize {
     stretches.iter().map(Range::len).sum()
 }
 
-/// Stretch `index` of a rank's tensors.
+/// Returns range `index` of a rank's tensors as a span.
 fn span(stretches: &Stretches, index: usize) -> TokenSpan {
     TokenSpan {
         stored: stored(stretches),
@@ -51,7 +51,7 @@ fn span(stretches: &Stretches, index: usize) -> TokenSpan {
     }
 }
 
-/// A rank's part of a tensor `[outer, len, width]`.
+/// Returns a rank's part of a tensor `[outer, len, width]`.
 fn part<T: Copy>(x: &[T], len: usize, width: usize, stretches: &Stretches) -> Vec<T> {
     let tokens = |sequence: &[T]| -> Vec<T> {
         stretches.iter().flat_map(|s| sequence[s.start * width..s.end * width].to_vec()).collect()
@@ -59,7 +59,7 @@ fn part<T: Copy>(x: &[T], len: usize, width: usize, stretches: &Stretches) -> Ve
     x.chunks(len * width).flat_map(tokens).collect()
 }
 
-/// Puts a rank's part back.
+/// Writes a rank's part back to the whole tensor.
 fn put_back(x: &mut [f32], part: &[f32], len: usize, width: usize, stretches: &Stretches) {
     let mut part = part.iter();
     for sequence in x.chunks_mut(len * width) {
@@ -79,7 +79,7 @@ struct Rank {
     v: Tensor,
     dout: Tensor,
     document_starts: Option<Tensor>,
-    /// f32 sums.
+    /// f32 accumulator of the outputs.
     out: Tensor,
     dq: Tensor,
     dk: Tensor,
@@ -87,7 +87,7 @@ struct Rank {
     log_sum_exp: Tensor,
 }
 
-/// All ranks, one after the other in one process.
+/// All ranks, simulated one after the other in one process.
 struct Ring<'a> {
     case: &'a Case,
     arena: Arena,
@@ -117,7 +117,7 @@ impl<'a> Ring<'a> {
         let rank = |stretches: Stretches| {
             let part = |x: &[T], width| tensor(&arena, &part(x, case.query_len, width, &stretches));
             let tokens = case.sequences * stored(&stretches);
-            // Sums start as NaN: the first call on a span must replace them.
+            // Accumulators start as NaN: the first call on a span must overwrite them.
             let sums = |elements| tensor(&arena, &vec![f32::NAN; elements]);
             Rank {
                 q: part(&inputs.q, width),
@@ -140,8 +140,8 @@ impl<'a> Ring<'a> {
         Self { keys: tensor(&arena, &words), case, queue, ranks, arena }
     }
 
-    /// Calls `visit` with (queries' rank, keys' rank, geometry of two spans, how queries' and keys' results are written)
-    /// in the order in which keys go around a ring.
+    /// Calls `visit` with (queries' rank, keys' rank, geometry of two spans, write modes of the queries' and keys'
+    /// results) in the order in which keys travel around a ring.
     fn for_each_call(&self, mut visit: impl FnMut(&Rank, &Rank, &Attention<'_>, AttentionWrite)) {
         let count = self.ranks.len();
         let mut written = vec![[[false; 2]; 2]; count];
@@ -190,7 +190,7 @@ impl<'a> Ring<'a> {
         }
     }
 
-    /// Forward and backward, and all parts put together.
+    /// Runs forward and backward, and assembles the parts of all ranks.
     fn run<T: Float>(&self) -> Outputs {
         self.for_each_call(|own, other, attention, write| {
             let [q, k, v, out, log_sum_exp] =
@@ -283,7 +283,7 @@ fn windows_and_documents_reach_across_parts() {
         check_everywhere(&Case { window: Some(window), ..causal(1, 150, 2, 1, 16) });
     }
     for lengths in [&[64, 64][..], &[63, 2, 64], &[10; 15], &[100, 7]] {
-        // The second sequence is cut elsewhere.
+        // The second sequence has other documents.
         let starts = [document_starts(150, lengths), document_starts(150, &[70, 30])].concat();
         check_everywhere(&Case { document_starts: Some(starts), ..causal(2, 150, 4, 2, 24) });
     }
@@ -291,7 +291,7 @@ fn windows_and_documents_reach_across_parts() {
 
 #[test]
 fn dropout_of_parts_is_that_of_whole_sequences() {
-    // Parts begin at positions that are no multiples of four.
+    // Parts begin at positions that are not multiples of four.
     check_everywhere(&Case { dropout: 0.4, first_head: 3, ..causal(2, 147, 2, 1, 16) });
 }
 

@@ -1,4 +1,4 @@
-//! The kernels against the reference, on every level of the CPU, and the promises that are not about values.
+//! The kernels against the reference on every CPU level, and properties other than values.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use crate::{
 
 const CATEGORY: MemoryCategory = MemoryCategory::Activations;
 
-/// A plain causal attention over `len` tokens.
+/// Returns a plain causal attention over `len` tokens.
 pub(super) fn causal(
     sequences: usize,
     len: usize,
@@ -39,7 +39,7 @@ pub(super) fn causal(
     }
 }
 
-/// What both implementations are given, rounded to `T`.
+/// Inputs of the kernels and the reference, rounded to `T`.
 pub(super) struct Inputs<T> {
     pub(super) q: Vec<T>,
     pub(super) k: Vec<T>,
@@ -62,7 +62,7 @@ impl<T: Float> Inputs<T> {
     }
 }
 
-/// What the kernels give.
+/// Outputs of the kernels.
 #[derive(PartialEq, Debug)]
 pub(super) struct Outputs {
     pub(super) out: Vec<f32>,
@@ -160,12 +160,12 @@ impl<T: Float> Fixture<T> {
     }
 }
 
-/// The sets of instructions that attention tells apart, as far as this CPU has them.
+/// Returns the CPU levels that attention distinguishes and this CPU has.
 pub(super) fn levels() -> impl Iterator<Item = CpuLevel> {
     testing::levels()
 }
 
-/// A queue of a level that the CPU lacks, where its instructions can be emulated.
+/// Creates a queue of a level that the CPU lacks, if its instructions can be emulated.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn emulated(level: CpuLevel, threads: usize, arena: &Arena) -> Option<CpuQueue> {
     crate::cpu::gemm::amx_emulator::queue(level, threads, arena)
@@ -179,7 +179,7 @@ pub(super) fn emulated(_: CpuLevel, _: usize, _: &Arena) -> Option<CpuQueue> {
 fn assert_close(name: &str, case: &Case, level: CpuLevel, actual: &[f32], expected: &[f64], tolerance: f64) {
     assert_eq!(actual.len(), expected.len());
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
-    // Where everything cancels (one visible key has a gradient of zero) rounding is measured against 1.
+    // Where everything cancels (the gradient is zero if one key is visible), rounding errors are measured against 1.
     let scale = norm(&mut expected.iter().copied()) + (expected.len() as f64).sqrt() * 0.1;
     let error = norm(&mut actual.iter().zip(expected).map(|(a, e)| f64::from(*a) - e)) / scale;
     assert!(error <= tolerance, "{name}: relative error {error:.3e} > {tolerance:e} at {level}, {case:?}");
@@ -191,14 +191,14 @@ fn check<T: Float>(case: &Case, level: CpuLevel, seed: u64) {
     assert_agrees(case, level, &Inputs::<T>::random(case, seed), &actual);
 }
 
-/// Panics unless the outputs are those of the reference.
+/// Panics unless the outputs agree with the reference.
 pub(super) fn assert_agrees<T: Float>(case: &Case, level: CpuLevel, inputs: &Inputs<T>, actual: &Outputs) {
     let wide = |x: &[T]| x.iter().map(|x| f64::from(x.load())).collect::<Vec<_>>();
     let (q, k, v, dout) = (wide(&inputs.q), wide(&inputs.k), wide(&inputs.v), wide(&inputs.dout));
     let (out, log_sum_exp) = case.forward(&q, &k, &v);
     let [dq, dk, dv] = case.backward(&q, &k, &v, &dout);
-    // f32: a few hundred roundings of 6e-8, which add like a random walk. bf16: inputs are exact, outputs round
-    // to 2^-9 relative, and the backward sees the rounded output in rowsum(dO ∘ O).
+    // f32: a few hundred roundings of 6e-8, which add up like a random walk. bf16: inputs are exact, outputs round to
+    // 2^-9 relative, and the backward reads the rounded output in rowsum(dO ∘ O).
     let (forward, backward) = if T::DTYPE == DType::F32 { (1e-6, 4e-6) } else { (3e-3, 6e-3) };
     assert_close("out", case, level, &actual.out, &out, forward);
     assert_close("dq", case, level, &actual.dq, &dq, backward);
@@ -255,8 +255,8 @@ fn a_window_hides_old_keys() {
     }
 }
 
-/// The first token of each token's document, for documents of these lengths one after the other; the last one
-/// goes on to the end of the sequence.
+/// Returns the first token of each token's document, for consecutive documents of these lengths; the last one extends
+/// to the end of the sequence.
 pub(super) fn document_starts(len: usize, lengths: &[usize]) -> Vec<u32> {
     let mut starts = Vec::new();
     for &length in lengths {
@@ -271,7 +271,7 @@ pub(super) fn document_starts(len: usize, lengths: &[usize]) -> Vec<u32> {
 #[test]
 fn a_query_sees_nothing_before_its_document() {
     for lengths in [&[150][..], &[1; 150], &[64, 64], &[63, 2, 64], &[1, 148], &[149], &[10; 15], &[100, 7]] {
-        // The second sequence is cut elsewhere.
+        // The second sequence has other documents.
         let starts = [document_starts(150, lengths), document_starts(150, &[70, 30])].concat();
         let case = Case { document_starts: Some(starts), ..causal(2, 150, 4, 2, 24) };
         check_everywhere(&case);
@@ -384,7 +384,7 @@ fn a_nan_in_an_input_reaches_the_output() {
             operand.into_iter().nth(which).unwrap()[66 * 16 + 3] = f32::NAN;
             let out = Fixture::new(&case, inputs).run(level, 1).out;
             assert!(out[66 * 16..67 * 16].iter().any(|x| x.is_nan()), "operand {which} at {level}");
-            // A weight of zero times NaN is NaN, so rows that share a block with the key may be touched.
+            // A weight of zero times NaN is NaN, so rows in the same block as the key may become NaN too.
             assert!(out[..64 * 16].iter().all(|x| x.is_finite()), "operand {which} at {level}");
         }
     }
@@ -401,7 +401,7 @@ fn a_nan_in_an_input_reaches_the_gradients() {
             operand.into_iter().nth(which).unwrap()[66 * 16 + 3] = f32::NAN;
             let Outputs { dq, dk, dv, .. } = Fixture::new(&case, inputs).run(level, 1);
             for (name, gradient) in [("dq", &dq), ("dk", &dk), ("dv", &dv)] {
-                // The values are no factor of their own gradient.
+                // The gradient of the values does not depend on the values.
                 let expected = name != "dv" || which != 2;
                 let found = gradient[query.clone()].iter().any(|x| x.is_nan());
                 assert!(found || !expected, "operand {which}: {name} hides it at {level}");
@@ -421,7 +421,7 @@ fn any_number_of_threads_gives_the_same_bits() {
     }
 }
 
-/// The tokens `tokens` of each sequence of a tensor of `[sequences · len, width]`.
+/// Returns the tokens `tokens` of each sequence of a tensor of `[sequences · len, width]`.
 fn slice_tokens(x: &[f32], len: usize, width: usize, tokens: Range<usize>) -> Vec<f32> {
     x.chunks(len * width)
         .flat_map(|sequence| &sequence[tokens.start * width..tokens.end * width])
@@ -464,7 +464,7 @@ fn scratch_does_not_grow_with_the_length_forward_and_at_most_linearly_backward()
         let case = causal(1, len, 1, 1, 16);
         let fixture = Fixture::new(&case, Inputs::<f32>::random(&case, 10));
         let queue = CpuQueue::new(1, &fixture.arena).unwrap();
-        // What the queue keeps for other kernels does not count.
+        // Memory that the queue holds for other kernels does not count.
         let kept = fixture.arena.in_use()[MemoryCategory::Workspace];
         let peak = || fixture.arena.peak()[MemoryCategory::Workspace] - kept;
         let x = fixture.tensor(&fixture.inputs.q);
@@ -516,7 +516,7 @@ fn the_reference_backward_is_the_derivative_of_the_reference_forward() {
                 x[operand][i] += offset;
                 loss(&x)
             };
-            // Central differences are good to step² = 1e-10 and to 1e-16 / step = 1e-11.
+            // The error of central differences is about step² = 1e-10 and 1e-16 / step = 1e-11.
             let numeric = (at(step) - at(-step)) / (2.0 * step);
             assert!(
                 (numeric - analytic).abs() < 1e-8,
@@ -554,7 +554,7 @@ proptest! {
         let heads = group * key_value_heads;
         let key_len = (query_start + query_len).saturating_sub(fewer_keys).max(1);
         let plain = causal(sequences, query_len, heads, key_value_heads, head_dim);
-        // Documents stand in the keys; a query's is the one of its position.
+        // Documents are positions of keys; a query belongs to the document at its position.
         let starts = lengths.map(|lengths| {
             document_starts(query_start + query_len, &lengths)[query_start..].repeat(sequences)
         });

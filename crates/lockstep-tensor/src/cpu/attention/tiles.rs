@@ -1,8 +1,8 @@
-//! bf16 attention by the matrix instructions for bf16: the same algorithms as `forward` and `backward`, with
-//! products of blocks by the micro-kernels of the GEMM.
+//! bf16 attention by the bf16 matrix instructions: the algorithms of `forward` and `backward`, with products of
+//! blocks by the micro-kernels of the GEMM.
 //!
-//! Queries, keys and values are packed as they are; probabilities and gradients of scores are computed in f32 and
-//! rounded to bf16 where they enter a product. Sums are in f32 throughout.
+//! Queries, keys and values are packed unchanged. Probabilities and gradients of scores are computed in f32 and
+//! rounded to bf16 when they enter a product. Sums are in f32 throughout.
 
 use std::{marker::PhantomData, ops::Range};
 
@@ -25,10 +25,10 @@ use crate::{
 /// Units of depth of a block of keys or rows: pairs.
 const BLOCK_UNITS: usize = BLOCK / 2;
 
-/// Sizes of packed operands, in units, for heads of one size and the micro-kernel `K`.
+/// Sizes of packed operands in units, for a given head size and the micro-kernel `K`.
 struct Sizes<K> {
     head_dim: usize,
-    /// Units of depth of a vector of a head.
+    /// Units of depth of a head's vector.
     head_units: usize,
     kernel: PhantomData<fn(K)>,
 }
@@ -50,40 +50,40 @@ impl<K: MicroKernel> Sizes<K> {
         Self { head_dim, head_units, kernel: PhantomData }
     }
 
-    /// A block of vectors as the left operand, summed over the head's elements.
+    /// Units of a block of vectors as the left operand, summed over the head's elements.
     fn left(self) -> usize {
         BLOCK.next_multiple_of(K::ROWS) * self.head_units
     }
 
-    /// A block of vectors as the right operand, summed over the head's elements.
+    /// Units of a block of vectors as the right operand, summed over the head's elements.
     fn right(self) -> usize {
         BLOCK * self.head_units
     }
 
-    /// A block of vectors as the right operand, summed over the vectors.
+    /// Units of a block of vectors as the right operand, summed over the vectors.
     fn right_across(self) -> usize {
         self.head_dim.next_multiple_of(K::COLUMNS) * BLOCK_UNITS
     }
 
-    /// A block of scores, rounded.
+    /// Units of a block of scores, rounded to bf16.
     fn rounded() -> usize {
         BLOCK * BLOCK / 2
     }
 
-    /// A block of scores as the left operand.
+    /// Units of a block of scores as the left operand.
     fn scores() -> usize {
         BLOCK.next_multiple_of(K::ROWS) * BLOCK_UNITS
     }
 
-    /// A block of vectors side by side, in units.
+    /// Units of a block of contiguous vectors.
     fn staged(self) -> usize {
         (BLOCK * self.head_dim).div_ceil(2).next_multiple_of(16)
     }
 }
 
-/// The products of blocks. All methods are for a thread that is prepared for `K`, on a CPU that has its instructions.
+/// Packing of blocks. All methods need a thread that is prepared for `K`, on a CPU that has its instructions.
 impl<K: MicroKernel> Sizes<K> {
-    /// Copies vectors side by side.
+    /// Copies vectors into a contiguous buffer.
     fn stage<'s>(
         self,
         source: &[bf16],
@@ -131,7 +131,7 @@ impl<K: MicroKernel> Sizes<K> {
     }
 }
 
-/// Vectors of a head, side by side.
+/// Contiguous vectors of a head.
 struct Operands<'a> {
     vectors: &'a [bf16],
     count: usize,
@@ -184,10 +184,10 @@ unsafe fn right<K: MicroKernel>(
     unsafe { pack::<K::Vector, BfloatPair, ColumnPanels<K>>(operand, columns, depth, units, packed) }
 }
 
-/// Rounds a block of scores.
+/// Rounds a block of scores to bf16.
 fn round<'r>(scores: &[f32], rounded: &'r mut [f32]) -> &'r [bf16] {
     let rounded = bytemuck::cast_slice_mut::<f32, bf16>(rounded);
-    // Whoever chose tiles for bf16 found the instruction in the CPU.
+    // Tiles for bf16 are chosen only if the CPU has this instruction.
     CpuLevel::Avx512Bf16.run_with_isa(
         #[inline(always)]
         |isa| bf16::store_all(isa, scores, rounded),
@@ -195,7 +195,7 @@ fn round<'r>(scores: &[f32], rounded: &'r mut [f32]) -> &'r [bf16] {
     rounded
 }
 
-/// Where a product goes: `rows × columns`, its rows `stride` apart.
+/// The output of a product: `rows × columns`, rows `stride` elements apart.
 struct Target<'a> {
     sums: &'a mut [f32],
     rows: usize,
@@ -206,7 +206,7 @@ struct Target<'a> {
     factor: f32,
 }
 
-/// The product of packed operands of `units` of depth.
+/// Multiplies packed operands of `units` of depth into `target`.
 ///
 /// # Safety
 /// The CPU must have the instructions of `K` and of `V`, the thread must be prepared for `K`, and the operands must
@@ -234,8 +234,8 @@ unsafe fn multiply<V: Lanes, K: MicroKernel>(units: usize, a: &[f32], b: &[f32],
     }
 }
 
-/// `sums = products · factor`, or added. Whole vectors are written out: the compiler does not know that the two are
-/// different memory.
+/// Computes `sums = products · factor`, or accumulates it. The loop over whole vectors is explicit: the compiler does
+/// not know that the two slices are different memory.
 ///
 /// # Safety
 /// The CPU must have the instructions of `V`.
@@ -243,7 +243,7 @@ unsafe fn multiply<V: Lanes, K: MicroKernel>(units: usize, a: &[f32], b: &[f32],
 unsafe fn put<V: Lanes>(sums: &mut [f32], products: &[f32], factor: f32, write: Write) {
     let whole = sums.len() - sums.len() % V::LANES;
     let products = &products[..sums.len()];
-    // SAFETY: whole vectors lie below `whole`; the caller vouches for the instructions.
+    // SAFETY: whole vectors lie below `whole`; the caller promises the instructions.
     unsafe {
         let factor = V::splat(factor);
         for i in (0..whole).step_by(V::LANES) {
@@ -259,14 +259,14 @@ unsafe fn put<V: Lanes>(sums: &mut [f32], products: &[f32], factor: f32, write: 
     }
 }
 
-/// Takes the first `len` elements off a slice.
+/// Splits the first `len` elements off a slice.
 fn take<'a>(scratch: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
     let (taken, rest) = std::mem::take(scratch).split_at_mut(len);
     *scratch = rest;
     taken
 }
 
-/// The forward by the micro-kernel `K`.
+/// The forward with the micro-kernel `K`.
 pub(super) struct TileForward<'a, K> {
     pub(super) forward: Forward<'a, bf16>,
     pub(super) kernel: PhantomData<fn(K)>,
@@ -289,7 +289,7 @@ impl<K: MicroKernel> Worker for TileForward<'_, K> {
 
     fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]) {
         let (pair, rows) = self.forward.task(task);
-        // SAFETY: whoever chose `K` found its instructions in the CPU.
+        // SAFETY: `K` was chosen because the CPU has its instructions.
         unsafe { K::prepared(|| self.rows::<V>(pair, rows, scratch)) };
     }
 }
@@ -376,21 +376,21 @@ impl<K: MicroKernel> TileForward<'_, K> {
     }
 }
 
-/// Rows in strips of a block's height.
+/// Splits rows into strips of a block's height.
 fn strips(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = rows.end;
     rows.step_by(BLOCK).map(move |start| start..end.min(start + BLOCK))
 }
 
-/// The backward by the micro-kernel `K`.
+/// The backward with the micro-kernel `K`.
 pub(super) struct TileBackward<'a, K> {
     pub(super) backward: Backward<'a, bf16>,
     pub(super) kernel: PhantomData<fn(K)>,
 }
 
-/// Scratch of one worker of the backward.
+/// Scratch of one worker thread in the backward.
 struct Scratch<'a> {
-    /// Strips of all rows of the pair: queries and gradients of the output, each in both orders.
+    /// All rows of the pair in strips: queries and output gradients, each as left and as right operands.
     strips: &'a mut [f32],
     dq: &'a mut [f32],
     exponents: &'a mut [f32],
@@ -404,9 +404,9 @@ struct Scratch<'a> {
     probabilities: &'a mut [f32],
     /// Gradients of the probabilities, then of the scores.
     dscores: &'a mut [f32],
-    /// These two, rounded.
+    /// Probabilities and score gradients, rounded to bf16.
     rounded: [&'a mut [f32]; 2],
-    /// One of them, packed.
+    /// One of the two, packed.
     packed: &'a mut [f32],
     staged: &'a mut [f32],
 }
@@ -447,13 +447,13 @@ impl<K: MicroKernel> Worker for TileBackward<'_, K> {
             packed: next(Sizes::<K>::scores()),
             staged: next(sizes.staged()),
         };
-        // SAFETY: whoever chose `K` found its instructions in the CPU.
+        // SAFETY: `K` was chosen because the CPU has its instructions.
         unsafe { K::prepared(|| self.pair::<V>(geometry.pair(task), sizes, scratch)) };
     }
 }
 
 impl<K: MicroKernel> TileBackward<'_, K> {
-    /// A strip of rows: queries and gradients of the output as left operands, then both as right ones.
+    /// Returns the size of a strip of rows: queries and output gradients as left operands, then both as right ones.
     fn strip_elements(sizes: Sizes<K>) -> usize {
         2 * (sizes.left() + sizes.right_across())
     }
@@ -483,13 +483,13 @@ impl<K: MicroKernel> TileBackward<'_, K> {
             unsafe { self.key_block::<V>(pair, first_key, sizes, &mut scratch) };
         }
         let places = (0..geometry.rows()).map(|row| geometry.query_vector(pair, row));
-        // SAFETY: the pair's rows are this task's alone.
+        // SAFETY: only this task writes the pair's rows.
         unsafe {
             unpack::<V, bf16>(scratch.dq, geometry.scale, &self.backward.dq, places, geometry.padded_dim);
         }
     }
 
-    /// Gradients of 64 keys and values, and what they add to the gradients of the queries.
+    /// Computes the gradients of 64 keys and values, and adds their contribution to the gradients of the queries.
     ///
     /// # Safety
     /// As [`Self::pair`].
@@ -522,14 +522,14 @@ impl<K: MicroKernel> TileBackward<'_, K> {
                 unsafe { self.block::<V>(pair, (index, rows), block.clone(), &visible, sizes, scratch) };
             }
         }
-        // SAFETY: the pair's keys and values are this task's alone.
+        // SAFETY: only this task writes the pair's keys and values.
         unsafe {
             unpack::<V, bf16>(scratch.dk, geometry.scale, dk, places(), geometry.padded_dim);
             unpack::<V, bf16>(scratch.dv, 1.0, dv, places(), geometry.padded_dim);
         }
     }
 
-    /// The five products of a block of up to 64 rows, strip `index`, and 64 keys.
+    /// Computes the five products of a block of up to 64 rows, strip `index`, and 64 keys.
     ///
     /// # Safety
     /// As [`Self::pair`].

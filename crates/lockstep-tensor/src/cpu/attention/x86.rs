@@ -1,6 +1,6 @@
 //! The registers of AVX-512 and AVX2 with FMA: each operation of [`Lanes`] in the intrinsics of its level.
 //!
-//! A value can only be made on a CPU of the level, which is why its methods may use the level's instructions.
+//! A value can only be made on a CPU that has the level, so its methods may use the level's instructions.
 
 use std::arch::x86_64::*;
 
@@ -81,7 +81,7 @@ impl Lanes for Avx512 {
     fn exp2(self) -> Self {
         // SAFETY: as above.
         unsafe {
-            // The second operand of the maximum is the result where one is NaN. Finite, so that r is.
+            // The maximum returns its second operand if either is NaN. The lower limit keeps `r` finite.
             let x = _mm512_max_ps(_mm512_set1_ps(-200.0), self.0);
             let n = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
             let r = _mm512_sub_ps(x, n);
@@ -177,7 +177,7 @@ impl Lanes for Avx512 {
             for _ in 0..10 {
                 let (high0, low0) = multiply_512(c[0], m0);
                 let (high1, low1) = multiply_512(c[2], m1);
-                // 0x96 is the exclusive or of three.
+                // 0x96 is the three-way exclusive or.
                 let c0 = _mm512_ternarylogic_epi32::<0x96>(high1, c[1], _mm512_set1_epi32(k[0] as i32));
                 let c2 = _mm512_ternarylogic_epi32::<0x96>(high0, c[3], _mm512_set1_epi32(k[1] as i32));
                 c = [c0, low1, c2, low0];
@@ -189,7 +189,7 @@ impl Lanes for Avx512 {
     }
 }
 
-/// High and low halves of the 64-bit products of each lane.
+/// Returns the high and low halves of the 64-bit products of each lane.
 #[inline(always)]
 unsafe fn multiply_512(a: __m512i, b: __m512i) -> (__m512i, __m512i) {
     // SAFETY: called from `Avx512::keep_bits` only.
@@ -375,7 +375,7 @@ impl Lanes for Avx2 {
     }
 }
 
-/// High and low halves of the 64-bit products of each lane.
+/// Returns the high and low halves of the 64-bit products of each lane.
 #[inline(always)]
 unsafe fn multiply_256(a: __m256i, b: __m256i) -> (__m256i, __m256i) {
     // SAFETY: called from `Avx2::keep_bits` only.

@@ -1,15 +1,15 @@
-//! The micro-kernel of AMX: a 32 × 32 tile of C as four tiles of 16 × 16 sums, fed by two tiles of A and two
-//! of B (Intel SDM, volume 1, chapter 18, and `TDPBF16PS` in volume 2).
+//! The AMX micro-kernel: a 32 × 32 tile of C as four tiles of 16 × 16 sums, fed by two tiles of A and two of B (Intel
+//! SDM, volume 1, chapter 18, and `TDPBF16PS` in volume 2).
 //!
-//! A tile of A is 16 rows of 32 bf16; a tile of B is 16 pairs of rows of 16 columns, the pair side by side.
-//! Inline assembly, because Rust has no stable intrinsics for the tiles.
+//! A tile of A is 16 rows of 32 bf16. A tile of B is 16 pairs of rows with 16 columns, the elements of a pair
+//! interleaved. The code is inline assembly, because Rust has no stable intrinsics for the tiles.
 
 use super::{kernel::MicroKernel, lanes::Bf16Pairs, pack::Order, store::Tile};
 
 /// bf16 by AMX tiles.
 pub(in crate::cpu) struct Tiles;
 
-/// f32, split in three parts of bf16 (see `split`), by AMX tiles.
+/// f32 by AMX tiles, split into three bf16 parts (see `split`).
 pub(in crate::cpu) struct SplitTiles;
 
 /// The operand of `ldtilecfg`: palette 1, eight tiles of 16 rows of 64 bytes.
@@ -30,7 +30,7 @@ static CONFIGURATION: Configuration = Configuration {
     rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
 };
 
-/// The four products of the tiles of A in `tmm4` and `tmm5` and those of B in `tmm6` and `tmm7`.
+/// Computes the four products of the tiles of A in `tmm4` and `tmm5` and those of B in `tmm6` and `tmm7`.
 macro_rules! products {
     () => {
         concat!(
@@ -56,7 +56,7 @@ macro_rules! load_a {
     };
 }
 
-/// Loads a step of a panel of B.
+/// Loads a step of a panel of B, whose address is in the named operand.
 macro_rules! load_b {
     ($panel:literal) => {
         concat!(
@@ -87,7 +87,7 @@ macro_rules! store_sums {
     };
 }
 
-/// Bytes between the rows of a tile of A: they are packed one after the other.
+/// Bytes between the rows of a tile of A, which are contiguous.
 const A_STRIDE: usize = 64;
 /// Bytes between the rows of a tile of B or C.
 const B_STRIDE: usize = 128;
@@ -167,8 +167,8 @@ impl MicroKernel for SplitTiles {
         unsafe { with_tiles(work) }
     }
 
-    /// Sums the six products of parts whose ranks, counted from 0, add up to 2 at most: first those that are small,
-    /// so that a sum is rounded at its full size once for each step of the largest, as few times as can be.
+    /// Sums the six products of parts whose ranks, counted from 0, add up to 2 at most. The small products come
+    /// first, so that the sum is rounded at its full size as rarely as possible.
     unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
         let steps = depth / Self::DEPTH;
         let plane_bytes = steps * STEP_BYTES;

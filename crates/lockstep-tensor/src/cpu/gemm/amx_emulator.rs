@@ -1,9 +1,9 @@
-//! AMX for tests on a CPU without it: a handler of SIGILL that carries out the six tile instructions of `amx`,
-//! so that the very code which runs on AMX is tested everywhere. Each thread has its own tiles, as on the CPU.
+//! AMX emulation for tests on a CPU without it: a SIGILL handler executes the six tile instructions of `amx`. So the
+//! same machine code is tested everywhere. Each thread has its own tiles, as on the CPU.
 //!
-//! The CPU raises SIGILL at an instruction it lacks and hands over its registers. The handler decodes the
-//! instruction (Intel SDM, volume 2, sections 2.3 and 2.4), changes tiles or memory, and moves the
-//! instruction pointer behind it. Anything else gets the default action, which ends the process.
+//! The CPU raises SIGILL at an instruction it lacks and passes its registers. The handler decodes the instruction
+//! (Intel SDM, volume 2, sections 2.3 and 2.4), changes tiles or memory, and advances the instruction pointer past
+//! it. Any other instruction gets the default action, which ends the process.
 
 use std::{cell::UnsafeCell, sync::OnceLock};
 
@@ -13,7 +13,7 @@ use crate::{Arena, CpuLevel, CpuQueue};
 type TileRegister = [[u32; 16]; 16];
 
 struct State {
-    /// What `ldtilecfg` set: bytes per row and rows of each tile; `None` when released.
+    /// The configuration of `ldtilecfg`: bytes per row and rows of each tile; `None` when released.
     configuration: Option<[(usize, usize); 8]>,
     tiles: [TileRegister; 8],
 }
@@ -23,7 +23,7 @@ thread_local! {
         const { UnsafeCell::new(State { configuration: None, tiles: [[[0; 16]; 16]; 8] }) };
 }
 
-/// A queue with emulated AMX, if that is the `level` asked for and all that the CPU lacks of it.
+/// Creates a queue with emulated AMX, if `level` is AMX and the CPU lacks nothing else of it.
 pub(in crate::cpu) fn queue(level: CpuLevel, threads: usize, arena: &Arena) -> Option<CpuQueue> {
     if level != CpuLevel::AmxBf16 || CpuLevel::detect() != CpuLevel::Avx512Bf16 || !install() {
         return None;
@@ -33,7 +33,7 @@ pub(in crate::cpu) fn queue(level: CpuLevel, threads: usize, arena: &Arena) -> O
     Some(queue)
 }
 
-/// Installs the handler, once for the process. Whether that worked.
+/// Installs the handler, once for the process. Returns true on success.
 fn install() -> bool {
     static INSTALLED: OnceLock<bool> = OnceLock::new();
     *INSTALLED.get_or_init(|| {
@@ -49,9 +49,9 @@ fn install() -> bool {
 }
 
 extern "C" fn on_illegal_instruction(_: i32, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the system passes the interrupted thread's registers as a `ucontext_t`. The instruction pointer
-    // stands at an instruction of our own code; the emulation touches only this thread's tiles and the
-    // memory that the instruction names. An interrupted instruction holds no borrow of the tiles.
+    // SAFETY: the system passes the interrupted thread's registers as a `ucontext_t`. The instruction pointer is at
+    // an instruction of our own code. The emulation changes only this thread's tiles and the memory that the
+    // instruction names. An interrupted instruction holds no borrow of the tiles.
     unsafe {
         let registers = &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs;
         let pointer = registers[libc::REG_RIP as usize] as *const u8;
@@ -78,12 +78,12 @@ enum Instruction {
 }
 
 impl Instruction {
-    /// The instruction at `code` and its length in bytes.
+    /// Returns the instruction at `code` and its length in bytes; `None` if it is not emulated.
     ///
     /// # Safety
     /// `code` must point at an instruction.
     unsafe fn decode(code: *const u8, registers: &[libc::greg_t; 23]) -> Option<(Self, usize)> {
-        // SAFETY: bytes are read one after the other, only as far as those before say that there are more.
+        // SAFETY: bytes are read one after the other, only as far as the earlier ones show that there are more.
         let byte = |index: usize| unsafe { *code.add(index) };
         // Three-byte VEX: C4, then R X B (inverted) and the opcode map, then W, vvvv (inverted), L, pp.
         if byte(0) != 0xc4 || byte(1) & 0x1f != 2 || byte(2) & 0x84 != 0 {
@@ -106,7 +106,7 @@ impl Instruction {
         if let Some(instruction) = direct {
             return Some((instruction, 5));
         }
-        // A memory operand: [base + index + displacement], the index only where a SIB byte follows.
+        // A memory operand: [base + index + displacement]; there is an index only if a SIB byte follows.
         let (mut base, mut stride, mut length) = (rm + extend_base, 0, 5);
         if rm == 4 {
             let sib = byte(5);
@@ -137,7 +137,7 @@ impl Instruction {
         Some((instruction, length))
     }
 
-    /// Carries the instruction out.
+    /// Executes the instruction.
     ///
     /// # Safety
     /// Memory operands must be valid for it.
@@ -173,7 +173,7 @@ impl Instruction {
                 }
             }
             Self::DotBf16 { sums, x, y } => {
-                // The products of even and of odd elements are summed apart, then together, then added.
+                // The products of even and of odd elements are summed separately, then together, then added.
                 let (x, y) = (state.tiles[x], state.tiles[y]);
                 for (sums, x) in state.tiles[sums].iter_mut().zip(x) {
                     let (mut even, mut odd) = ([0.0; 16], [0.0; 16]);
@@ -192,17 +192,17 @@ impl Instruction {
     }
 }
 
-/// The bf16 in the lower half of a unit.
+/// Returns the bf16 in the lower half of a unit.
 fn half(unit: u32) -> f32 {
     normal(f32::from_bits(unit << 16))
 }
 
-/// Subnormal numbers count as zero.
+/// Flushes subnormal numbers to zero.
 fn normal(x: f32) -> f32 {
     if x.is_subnormal() { 0.0 } else { x }
 }
 
-/// A general-purpose register by its number in instructions.
+/// Returns a general-purpose register by its number in instructions.
 fn general(registers: &[libc::greg_t; 23], number: usize) -> isize {
     use libc::*;
     let order = [

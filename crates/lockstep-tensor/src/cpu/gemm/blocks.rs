@@ -1,13 +1,13 @@
-//! How a product is cut: by its shape alone, so that neither bits nor scratch depend on the machine.
+//! Block sizes of a product: they depend on its shape alone, so that neither bits nor scratch depend on the machine.
 
 use super::scratch::{COLUMNS_UNITS, MAX_DEPTH, PARTIAL_COLUMNS, PARTIAL_ROWS, ROWS_UNITS};
 
-/// Sizes of the parts of a product.
+/// Block sizes of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Blocks {
     /// Units of depth packed at a time.
     pub(super) depth: usize,
-    /// Rows worked through before the next ones are begun.
+    /// Rows of a chunk, completed before the next ones are started.
     pub(super) chunk_rows: usize,
     /// Columns of B packed at a time.
     pub(super) chunk_columns: usize,
@@ -17,32 +17,32 @@ pub(super) struct Blocks {
     pub(super) task_columns: usize,
 }
 
-/// What the micro-kernel and the types ask for.
+/// Constraints of the micro-kernel and the types.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Grain {
     /// Rows of a panel of A.
     pub(super) rows: usize,
     /// Columns of a panel of B.
     pub(super) columns: usize,
-    /// Rows of a task, at least, for which a panel of B is worth fetching.
+    /// Smallest number of rows of a task for which fetching a panel of B pays.
     pub(super) task_rows: usize,
-    /// Units that a panel's depth is a multiple of.
+    /// A panel's depth is a multiple of this many units.
     pub(super) depth: usize,
-    /// Times that a panel is packed.
+    /// Number of planes of a panel.
     pub(super) planes: usize,
-    /// Whether sums over parts of the depth need memory of their own (C is not f32).
+    /// True if sums over blocks of depth need a buffer of their own (C is not f32).
     pub(super) keeps_partial_sums: bool,
 }
 
 impl Blocks {
-    /// Rows of a task, at most: the smaller, the more evenly threads share the work.
+    /// Largest number of rows of a task: smaller tasks balance better over threads.
     const TASK_ROWS: usize = 96;
-    /// Tasks worth having, if the shape gives them.
+    /// Desired number of tasks, if the shape allows it.
     const TASKS: usize = 16;
-    /// Columns of a task, at least, so that packing its rows pays.
+    /// Smallest number of columns of a task, so that packing its rows pays.
     const TASK_COLUMNS: usize = 192;
 
-    /// The parts of an `m × n` product over `depth` units.
+    /// Returns the block sizes of an `m × n` product over `depth` units.
     pub(super) fn new(m: usize, n: usize, depth: usize, grain: Grain) -> Self {
         let most_depth = MAX_DEPTH / grain.planes / grain.depth * grain.depth;
         let depth_parts = depth.div_ceil(most_depth).max(1);
@@ -57,7 +57,7 @@ impl Blocks {
         let chunk_columns = chunk_columns / grain.columns * grain.columns;
         let chunk_columns = even_part(n, n.div_ceil(chunk_columns), grain.columns);
 
-        // Tasks share out the rows first: each column part would pack the same rows again.
+        // Rows are split over the tasks first: each column part packs the same rows again.
         let rows_limit = (ROWS_UNITS / column_units).min(Self::TASK_ROWS) / grain.rows * grain.rows;
         let wanted_rows = (chunk_rows / Self::TASKS).clamp(grain.task_rows.min(rows_limit), rows_limit);
         let task_rows = even_part(chunk_rows, chunk_rows.div_ceil(wanted_rows), grain.rows);
@@ -68,7 +68,7 @@ impl Blocks {
     }
 }
 
-/// The size of `parts` parts of `whole`, as even as multiples of `grain` allow.
+/// Returns the size of `parts` parts of `whole`, as equal as multiples of `grain` allow.
 fn even_part(whole: usize, parts: usize, grain: usize) -> usize {
     whole.div_ceil(parts.max(1)).next_multiple_of(grain).max(grain)
 }

@@ -1,10 +1,10 @@
-//! The loops around a micro-kernel. For each block of depth and chunk of columns, B is packed once, by all
-//! threads; then tasks, each a tile of C, pack their rows of A and go through the panels.
+//! The loops around a micro-kernel. For each block of depth and chunk of columns, all threads pack B once. Then
+//! tasks, each a tile of C, pack their rows of A and multiply the panels.
 //!
-//! Products that are made together share these steps, so that many small ones keep all threads busy: their chunks are gathered
-//! into a batch, as many as have room for their columns of B, and a batch is packed and multiplied at once.
+//! Products that are made together share these steps, so that many small ones keep all threads busy. Their chunks are
+//! collected into a batch, limited by the room for packed columns of B, and a batch is packed and multiplied at once.
 //!
-//! Every element of C is computed by one task in an order that only the shape of its product decides.
+//! Every element of C is computed by one task, in an order that depends only on the shape of its product.
 
 use std::{marker::PhantomData, ops::Range};
 
@@ -20,14 +20,14 @@ use super::{
 };
 use crate::{CpuLevel, Element, Write, cpu::pool::Pool};
 
-/// Products with fewer multiplications are not worth waking threads for.
+/// Products with fewer multiplications run on the calling thread: waking others costs more.
 const SERIAL_MULTIPLICATIONS: usize = 1 << 16;
-/// Panels of B that a thread packs at a time.
+/// Number of panels of B that a thread packs at a time.
 const PACKED_PANELS: usize = 4;
-/// The most chunks of a batch, which are kept on the stack.
+/// Largest number of chunks of a batch, which are on the stack.
 const MOST_CHUNKS: usize = 64;
 
-/// Where products run.
+/// The threads that run a product.
 #[derive(Clone, Copy)]
 enum Threads<'a> {
     Caller,
@@ -43,14 +43,14 @@ impl Threads<'_> {
     }
 }
 
-/// Computes `problems` with the micro-kernel `K` on operands packed as `U`, and those of few rows with vectors `V`.
+/// Computes `problems` with the micro-kernel `K` on operands packed as `U`; problems with few rows use vectors `V`.
 pub(super) fn multiply<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float>(
     queue: &CpuQueue,
     problems: impl IntoIterator<Item = Problem<'a, U::Source, C>>,
 ) where
     U::Source: 'a,
 {
-    // Held for all products: callers on other threads take turns.
+    // Locked for all products: callers on other threads take turns.
     let (mut columns, mut partial) = (queue.scratch.columns(), queue.scratch.partial());
     let mut batch = Batch::<K, U, V, C> {
         place: Place {
@@ -81,7 +81,7 @@ fn grain<K: MicroKernel, U: Packing, C: Float>() -> Grain {
     }
 }
 
-/// What all tasks use.
+/// The environment that all tasks share.
 #[derive(Clone, Copy)]
 struct Place<'a> {
     level: CpuLevel,
@@ -89,40 +89,40 @@ struct Place<'a> {
     partial: Window<f32>,
 }
 
-/// Chunks that are packed and multiplied at once.
+/// Chunks that are packed and multiplied together.
 struct Batch<'a, 's, K, U: Packing, V, C> {
     place: Place<'s>,
     pool: &'s Pool,
-    /// For the packed panels of B.
+    /// Buffer for the packed panels of B.
     columns: &'s mut [u32],
     chunks: [Option<Chunk<'a, U::Source, C>>; MOST_CHUNKS],
     len: usize,
-    /// Where the next chunk would begin.
+    /// Start of the next chunk.
     end: Start,
     multiplications: usize,
     kernel: PhantomData<fn(K, V)>,
 }
 
-/// Where a chunk begins in its batch.
+/// Start of a chunk in its batch.
 #[derive(Debug, Clone, Copy, Default)]
 struct Start {
-    /// Among the units of packed panels.
+    /// Index among the units of packed panels.
     unit: usize,
-    /// Among the parts in which they are packed.
+    /// Index among the packing parts.
     part: usize,
-    /// Among the tasks.
+    /// Index among the tasks.
     task: usize,
 }
 
 /// A chunk of rows and columns of a product at a block of depth.
 struct Chunk<'a, T, C> {
     problem: Problem<'a, T, C>,
-    /// How the product is cut; a product of few rows is one chunk, and nothing of it is packed.
+    /// Block sizes of the product; `None` for a product of few rows, which is one chunk and is not packed.
     blocks: Option<Blocks>,
     rows: Range<usize>,
     columns: Range<usize>,
     depth: Range<usize>,
-    /// Depth of the packed panels.
+    /// Units of depth of the packed panels.
     units: usize,
     /// Units of all panels.
     packed_units: usize,
@@ -130,7 +130,7 @@ struct Chunk<'a, T, C> {
 }
 
 impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, K, U, V, C> {
-    /// Adds the chunks of a product; whatever has no room any more is computed before.
+    /// Adds the chunks of a product. If there is no more room, computes the earlier chunks first.
     fn add(&mut self, problem: Problem<'a, U::Source, C>) {
         let Problem { m, n, k, .. } = problem;
         if m == 0 || n == 0 {
@@ -159,7 +159,8 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
                     let units = depth.len().div_ceil(U::ELEMENTS).next_multiple_of(K::DEPTH);
                     let panels = columns.len().div_ceil(K::COLUMNS);
                     let packed_units = panels * U::panel_units::<ColumnPanels<K>>(units);
-                    // Partial sums have one place, and a block of depth adds to what the one before it left.
+                    // The buffer of partial sums holds one chunk, and a block of depth adds to the sums of the
+                    // previous one.
                     let is_alone = depth.len() < k;
                     if is_alone || self.end.unit + packed_units > self.columns.len() {
                         self.run();
@@ -194,7 +195,7 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
         };
     }
 
-    /// Computes what has been added.
+    /// Computes the chunks added so far.
     fn run(&mut self) {
         let threads = match self.multiplications {
             ..=SERIAL_MULTIPLICATIONS => Threads::Caller,
@@ -229,7 +230,7 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
     }
 }
 
-/// Units of the panels that a thread packs at a time.
+/// Returns the units of the panels that a thread packs at a time.
 fn part_units<K: MicroKernel, U: Packing>(units: usize) -> usize {
     PACKED_PANELS * U::panel_units::<ColumnPanels<K>>(units)
 }
@@ -238,7 +239,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
     /// Packs part `part` of the columns of B.
     ///
     /// # Safety
-    /// `panels` must be those of the batch, whose part nothing else may use.
+    /// `panels` must be the batch's panels, and nothing else may use this part of them.
     unsafe fn pack<K: MicroKernel, U: Packing<Source = T>>(&self, part: usize, panels: Window<u32>) {
         let part_units = part_units::<K, U>(self.units);
         let first = part * part_units;
@@ -251,7 +252,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         unsafe { U::pack::<K::Vector, ColumnPanels<K>>(b, columns, depth, self.units, packed) };
     }
 
-    /// Computes tile `index` of C, up to `task_rows × task_columns`. The thread is prepared for the kernel.
+    /// Computes tile `index` of C, up to `task_rows × task_columns`. The thread must be prepared for the kernel.
     fn task<K: MicroKernel, U: Packing<Source = T>>(
         &self,
         place: Place<'_>,
@@ -307,7 +308,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         }
     }
 
-    /// Adds a tile to what earlier blocks of depth left, and finishes it if this block is the last.
+    /// Adds a tile to the sums of earlier blocks of depth, and finishes it if this block is the last.
     fn store<K: MicroKernel, U: Packing<Source = T>>(
         &self,
         place: Place<'_>,
@@ -319,8 +320,8 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         let (first, last) = (self.depth.start == 0, self.depth.end == k);
         let bias = bias.filter(|_| last).map(|bias| &bias[column..]);
         let earlier = if first { Write::Overwrite } else { Write::Accumulate };
-        // SAFETY: the tile lies in the chunk and the chunk in C; the partial sums hold a chunk. This task
-        // alone works on this tile.
+        // SAFETY: the tile lies in the chunk and the chunk in C; the partial sums hold a chunk. Only this task
+        // accesses this tile.
         unsafe {
             let target = c.at(row, column);
             if grain::<K, U, C>().keeps_partial_sums && !(first && last) {
@@ -340,12 +341,12 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
     }
 }
 
-/// Panel `index` of panels of `units` units.
+/// Returns panel `index` of panels of `units` units.
 fn panel(panels: &[u32], index: usize, units: usize) -> &[u32] {
     &panels[index * units..][..units]
 }
 
-/// The range in parts of `len`; the last may be shorter.
+/// Splits a range into parts of `len`; the last may be shorter.
 fn parts(whole: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
     let end = whole.end;
     whole.step_by(len).map(move |start| start..(start + len).min(end))

@@ -1,7 +1,6 @@
-//! Products of groups of rows with a matrix for each: all together, as tasks of one kernel.
+//! Grouped GEMM: groups of rows with a matrix for each, as tasks of one kernel.
 //!
-//! A group's product is the product that its rows alone would make, bit for bit, so it does not matter which other
-//! groups a rank holds.
+//! A group's product has the bits of a product of its rows alone, so the other groups on a rank do not matter.
 
 use lockstep_plan::DType;
 
@@ -20,7 +19,7 @@ pub(in crate::cpu) fn grouped(queue: &CpuQueue, grouped: GroupedGemm<'_>) {
         stacked.shape().dims().len() == 3 && stacked.shape().dims()[0] == groups,
         "{groups} groups of a {layout:?} product need a matrix each: a {a:?}, b {b:?}, c {c:?}"
     );
-    // SAFETY: no output overlaps the offsets, and kernels write nothing else.
+    // SAFETY: no output overlaps the offsets, and kernels write only their outputs.
     let offsets = unsafe { offsets.slice::<u32>() };
     assert!(
         offsets.is_sorted() && offsets[groups] as usize <= rows,
@@ -56,7 +55,7 @@ mod tests {
 
     const LAYOUTS: [GemmLayout; 3] = [GemmLayout::NN, GemmLayout::NT, GemmLayout::TN];
 
-    /// Shapes of A, B and C for groups of `rows` rows in all.
+    /// Returns the shapes of A, B and C for groups of `rows` rows in total.
     fn shapes(layout: GemmLayout, groups: usize, rows: usize, [m, n]: [usize; 2]) -> [Vec<usize>; 3] {
         match layout {
             GemmLayout::NN => [vec![rows, m], vec![groups, m, n], vec![rows, n]],
@@ -121,7 +120,7 @@ mod tests {
                     vec![values(c.view()), values(expected.view())]
                 };
                 on_every_queue(run, |results| {
-                    // Whatever belongs to no group is in `expected` as it was before.
+                    // Rows of no group keep their old value in `expected`.
                     assert_eq!(results[0], results[1], "{layout:?} {dtype}, {sizes:?}");
                 });
             }
@@ -130,7 +129,8 @@ mod tests {
 
     #[test]
     fn more_groups_than_a_batch_holds_and_larger_ones_than_its_memory_are_all_multiplied() {
-        // Products of few rows and of many, of which the last needs the room of several, in parts of its depth.
+        // Products of few and of many rows; the last one has several blocks of depth, and fills the buffer of several
+        // others.
         let sizes: Vec<usize> = (0..90).map(|group| [3, 12, 0, 30][group % 4]).chain([5]).collect();
         let cases = [(sizes, [40, 50]), (vec![10, 1, 20], [2100, 700]), (vec![9, 2100, 9], [24, 40])];
         for ((sizes, width), layout) in cases.iter().flat_map(|case| LAYOUTS.map(|layout| (case, layout))) {

@@ -1,4 +1,4 @@
-//! The micro-kernels: a tile of C in registers, one column of A times one row of B at a time.
+//! The micro-kernels: a tile of C in registers, to which one column of A times one row of B is added at a time.
 
 use std::marker::PhantomData;
 
@@ -8,24 +8,24 @@ use super::{
     store::Tile,
 };
 
-/// How one CPU level multiplies two packed panels.
+/// The product of two packed panels on one CPU level.
 ///
-/// A panel of B holds, for each unit of depth, `COLUMNS` units side by side. A panel of A holds `ROWS` units
-/// side by side where `A_ORDER` is [`Order::AcrossDepth`]; otherwise, for each `DEPTH` units of depth,
-/// `ROWS` rows of `DEPTH` units.
+/// A panel of B holds, for each unit of depth, `COLUMNS` contiguous units. A panel of A holds `ROWS` contiguous units
+/// for each unit of depth if `A_ORDER` is [`Order::AcrossDepth`]; otherwise, for each `DEPTH` units of depth, `ROWS`
+/// rows of `DEPTH` units.
 pub(in crate::cpu) trait MicroKernel {
-    /// The vectors it works with; packing uses them too.
+    /// The vectors of the kernel, which packing uses too.
     type Vector: Lanes;
     /// Rows of the tile.
     const ROWS: usize;
     /// Columns of the tile.
     const COLUMNS: usize;
-    /// Rows that a task has at least, if there are so many: a panel of B is fetched from the third-level cache once
-    /// for all of them, and must not take longer than their products.
+    /// Smallest number of rows of a task, if there are that many. A panel of B is fetched from the L3 cache once for
+    /// all of them, and the fetch must not take longer than their products.
     const TASK_ROWS: usize;
     /// The depth of a packed panel is a multiple of this many units.
     const DEPTH: usize;
-    /// Which way the units of A lie side by side.
+    /// Order of the units of A in a panel.
     const A_ORDER: Order;
 
     /// Runs `work` with the thread in the state that [`MicroKernel::tile`] needs.
@@ -36,7 +36,7 @@ pub(in crate::cpu) trait MicroKernel {
         work()
     }
 
-    /// Writes the product of a panel of A and a panel of B, `ROWS × COLUMNS`, rows side by side, to `tile`.
+    /// Writes the product of a panel of A and a panel of B, `ROWS × COLUMNS` with contiguous rows, to `tile`.
     ///
     /// # Safety
     /// The CPU must have the kernel's instructions, the thread must be prepared, and both panels must hold
@@ -60,7 +60,7 @@ impl<K: MicroKernel> PanelShape for ColumnPanels<K> {
     const ORDER: Order = Order::AcrossDepth;
 }
 
-/// The product as a sum of outer products, `VECTORS` vectors wide.
+/// Computes the product as a sum of outer products, `VECTORS` vectors wide.
 ///
 /// # Safety
 /// As [`MicroKernel::tile`].
@@ -72,8 +72,8 @@ unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
     tile: &mut Tile,
 ) {
     const { assert!(ROWS * VECTORS * V::COUNT <= Tile::ELEMENTS) };
-    // SAFETY: the panels hold `depth` steps of `ROWS` and `VECTORS · COUNT` units, and the tile is large
-    // enough, as just checked; the caller vouches for the instructions.
+    // SAFETY: the panels hold `depth` steps of `ROWS` and `VECTORS · COUNT` units, and the tile is large enough, as
+    // just checked; the caller promises the instructions.
     unsafe {
         let mut sums = [[V::zero(); VECTORS]; ROWS];
         for _ in 0..depth {
@@ -123,7 +123,7 @@ macro_rules! outer_product_kernel {
 }
 
 outer_product_kernel!(
-    /// f32 without any instruction beyond the architecture's first.
+    /// f32 in portable code.
     Portable: Plain, 4 x 1
 );
 

@@ -1,6 +1,6 @@
-//! One vector of a CPU level, as the micro-kernels see it: the same loops are compiled for each.
+//! One vector of a CPU level for the micro-kernels: the same loops are compiled for each level.
 //!
-//! A lane holds an f32 sum. A *unit* is what one lane multiplies at a time: 32 bits, an f32 or a pair of bf16.
+//! A lane holds an f32 sum. A *unit* is the operand of one lane: 32 bits, an f32 or a pair of bf16.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
@@ -11,31 +11,31 @@ use super::{Float, pack::Block, transpose};
 
 /// A vector of [`Lanes::COUNT`] lanes.
 ///
-/// The methods are unsafe because they may be called only where the CPU has the vector's instructions; they are
-/// fast only inside [`Lanes::compiled`].
+/// The methods are unsafe because they may be called only if the CPU has the vector's instructions. They are fast
+/// only inside [`Lanes::compiled`].
 pub(in crate::cpu) trait Lanes: Copy {
-    /// Lanes of a vector.
+    /// Number of lanes of a vector.
     const COUNT: usize;
-    /// Runs `work`, and all that is inlined into it, compiled for the vector's instructions.
+    /// Runs `work`, and all code inlined into it, compiled for the vector's instructions.
     unsafe fn compiled<R>(work: impl FnOnce() -> R) -> R;
-    /// Sums of zero.
+    /// Returns sums of zero.
     unsafe fn zero() -> Self;
-    /// `COUNT` units from any address.
+    /// Loads `COUNT` units from any address.
     unsafe fn load(units: *const u32) -> Self;
-    /// One unit in all lanes.
+    /// Returns one unit in all lanes.
     unsafe fn splat(unit: u32) -> Self;
-    /// `sums + x · y`, lane by lane.
+    /// Computes `sums + x · y`, lane by lane.
     unsafe fn multiply_add(x: Self, y: Self, sums: Self) -> Self;
-    /// Exchanges the rows and columns of a block of units.
+    /// Transposes a block of units.
     unsafe fn transpose(block: &mut Block);
     /// Writes the sums to any address.
     unsafe fn store(self, sums: *mut f32);
 
-    /// The sum over all lanes, in a fixed order.
+    /// Returns the sum over all lanes, in a fixed order.
     #[inline(always)]
     unsafe fn total(self) -> f32 {
         let mut lanes = [0.0; 16];
-        // SAFETY: the array holds the largest vector; the caller vouches for the instructions.
+        // SAFETY: the array holds the largest vector; the caller promises the instructions.
         unsafe { self.store(lanes.as_mut_ptr()) };
         let mut width = Self::COUNT;
         while width > 1 {
@@ -48,7 +48,7 @@ pub(in crate::cpu) trait Lanes: Copy {
     }
 }
 
-/// Eight f32 lanes of plain arithmetic, which the compiler maps to what every CPU has.
+/// Eight f32 lanes of plain arithmetic, which the compiler maps to the baseline of the CPU.
 #[derive(Clone, Copy)]
 pub(in crate::cpu) struct Plain([f32; 8]);
 
@@ -112,7 +112,7 @@ macro_rules! vector {
 
             #[inline(always)]
             unsafe fn zero() -> Self {
-                // SAFETY: the caller vouches for the instructions, here and below.
+                // SAFETY: the caller promises the instructions, here and below.
                 Self(unsafe { $zero() })
             }
 
@@ -182,7 +182,7 @@ vector!(
     transpose_avx512
 );
 
-/// The same 512 bits, as the operand type of the dot product.
+/// Casts 512 bits to the operand type of the dot product.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn bits(vector: __m512) -> __m512bh {
@@ -190,15 +190,15 @@ fn bits(vector: __m512) -> __m512bh {
     unsafe { std::mem::transmute(vector) }
 }
 
-/// A vector that is loaded from elements as they lie in memory, for dot products along the depth.
+/// A vector that loads elements directly from an operand, for dot products along the depth.
 pub(in crate::cpu) trait Dot<T>: Lanes {
-    /// Elements that a vector holds.
+    /// Number of elements of a vector.
     const ELEMENTS: usize;
-    /// `ELEMENTS` elements from any address.
+    /// Loads `ELEMENTS` elements from any address.
     unsafe fn load_elements(elements: *const T) -> Self;
 }
 
-/// Implements [`Dot`] for elements that are units, or parts of them, already.
+/// Implements [`Dot`] for elements that are units, or parts of units.
 macro_rules! dot {
     ($($vector:ty: $element:ty, $per_lane:literal, |$elements:ident| $load:expr;)*) => {$(
         impl Dot<$element> for $vector {

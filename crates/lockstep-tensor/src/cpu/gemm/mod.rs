@@ -1,11 +1,11 @@
-//! Matrix products, after the method of BLIS (Van Zee and van de Geijn, "BLIS: A Framework for Rapidly
-//! Instantiating BLAS Functionality", 2015): operands are packed into small panels in the order in which a
-//! micro-kernel reads them, and the micro-kernel keeps a tile of C in registers.
+//! GEMM, by the method of BLIS (Van Zee and van de Geijn, "BLIS: A Framework for Rapidly Instantiating BLAS
+//! Functionality", 2015). Operands are packed into small panels in the order in which a micro-kernel reads them, and
+//! the micro-kernel keeps a tile of C in registers.
 //!
-//! `pack` makes the three layouts and the types alike, `kernel` and `amx` hold one micro-kernel for each CPU
-//! level, `driver` cuts the product into blocks and tasks, `store` finishes a tile (bias, accumulation,
-//! rounding). Products with few rows, as in generation, read the weights in place: `rows`. `grouped` makes one product
-//! for each expert of a mixture.
+//! `pack` converts the three layouts and all types to panels. `kernel` and `amx` hold one micro-kernel for each CPU
+//! level. `driver` splits the product into blocks and tasks. `store` finishes a tile (bias, accumulation, rounding).
+//! `rows` computes products with few rows, as in generation, and reads the weights in place. `grouped` makes one
+//! product for each expert of a mixture.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -48,7 +48,7 @@ use pack::BfloatPair;
 use pack::{Operand, Order, Single, Widened, WidenedHalf};
 pub use peak::{Peak, measure_peak, measure_peak_within};
 
-/// What products of blocks outside of this module are made of.
+/// Building blocks for products of blocks in other modules.
 pub(super) mod panels {
     #[cfg(target_arch = "x86_64")]
     pub(in crate::cpu) use super::{
@@ -65,7 +65,7 @@ use store::Window;
 #[derive(Clone, Copy)]
 struct Problem<'a, T, C> {
     m: usize,
-    /// Rows of the product that these `m` are of: how it is computed follows from them.
+    /// Rows of the whole product, of which these `m` are a part; they select the algorithm and so the bits.
     of_rows: usize,
     n: usize,
     k: usize,
@@ -76,14 +76,14 @@ struct Problem<'a, T, C> {
     write: Write,
 }
 
-/// Runs a product, or a part of one of `rows` rows; see [`Gemm`].
+/// Runs a product, or a part of one with `rows` rows; see [`Gemm`].
 pub(super) fn gemm(queue: &CpuQueue, gemm: Gemm<'_>, rows: usize) {
     let types = (gemm.a.dtype(), gemm.c.dtype());
     gemms(queue, types, std::iter::once((gemm, rows)));
 }
 
-/// Runs products of operands of the first type into one of the second, each with the rows of the product that it is or is a part of.
-/// No output may overlap anything of another product.
+/// Runs products of operands of the first type into outputs of the second. Each comes with the rows of the product
+/// that it is a part of. No output may overlap any operand of another product.
 fn gemms<'a>(queue: &CpuQueue, types: (DType, DType), gemms: impl Iterator<Item = (Gemm<'a>, usize)>) {
     let gemms = gemms.inspect(|(gemm, _)| {
         check_disjoint(&[gemm.c], &[gemm.a, gemm.b]);
@@ -138,7 +138,7 @@ fn multiply_f16<'a, C: Float>(queue: &CpuQueue, problems: impl Iterator<Item = P
     driver::multiply::<Portable, WidenedHalf, Plain, _>(queue, problems);
 }
 
-/// Checks the shapes of a part of a product, whose rows are given, and forms the slices.
+/// Checks the shapes of a part of a product, and forms the slices.
 fn problem<'a, T: Float, C: Float>((gemm, of_rows): (Gemm<'a>, usize)) -> Problem<'a, T, C> {
     let Gemm { layout, a, b, c, bias, write } = gemm;
     let (m, n) = c.shape().as_matrix();
@@ -163,8 +163,8 @@ fn problem<'a, T: Float, C: Float>((gemm, of_rows): (Gemm<'a>, usize)) -> Proble
         of_rows == m || (of_rows > m && layout != GemmLayout::TN),
         "{m} rows are no part of a {layout:?} product of {of_rows}"
     );
-    // SAFETY: `c` overlaps no other operand (checked by the caller), and no other kernel runs meanwhile:
-    // a queue runs one kernel at a time, and views cannot be sent to another thread.
+    // SAFETY: `c` overlaps no other operand (checked by the caller), and no other kernel runs meanwhile: a queue runs
+    // one kernel at a time, and views cannot be sent to another thread.
     let (a, b, bias, c) = unsafe {
         (a.slice::<T>(), b.slice::<T>(), bias.map(|bias: View<'a>| bias.slice::<T>()), c.slice_mut::<C>())
     };

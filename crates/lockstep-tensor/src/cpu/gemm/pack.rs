@@ -1,9 +1,9 @@
-//! Packing: a block of an operand becomes panels of 32-bit units in the order in which a micro-kernel
-//! reads them. Layouts and types differ only here.
+//! Packing: a block of an operand becomes panels of 32-bit units, in the order in which a micro-kernel reads them.
+//! The rest of the GEMM does not depend on layouts and types.
 //!
-//! A unit is what one lane multiplies at once: an f32, a bf16 or f16 widened to f32, or a pair of bf16 neighbours
-//! along the depth. Blocks of 16 × 16 units are read the way they lie in memory, transposed if the panel
-//! wants them the other way, and written; what lies beyond the operand is zero.
+//! A unit is the operand of one lane: an f32, a bf16 or f16 widened to f32, or a pair of bf16 neighbours along the
+//! depth. Blocks of 16 × 16 units are read in memory order, transposed if the panel has the other order, and written.
+//! Padding beyond the operand is zero.
 
 use std::ops::Range;
 
@@ -15,18 +15,18 @@ use crate::cpu::simd::{CACHE_LINE_BYTES, prefetch};
 /// Side of the blocks that are read, transposed and written at once.
 pub(in crate::cpu) const SIDE: usize = 16;
 
-/// Units of depth by which lines across the depth are asked for before they are read.
+/// Prefetch distance, in units of depth, of lines across the depth.
 const UNITS_AHEAD: usize = 16;
 
-/// A block of units.
+/// A square of units.
 pub(in crate::cpu) type Block = [[u32; SIDE]; SIDE];
 
-/// Which neighbours lie side by side in memory.
+/// The index along which neighbours are contiguous in memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::cpu) enum Order {
-    /// Neighbours along the depth (the summed index).
+    /// Neighbours along the depth (the summed index) are contiguous.
     AlongDepth,
-    /// Neighbours along the other index.
+    /// Neighbours along the other index are contiguous.
     AcrossDepth,
 }
 
@@ -39,22 +39,22 @@ pub(in crate::cpu) struct Operand<'a, T> {
 }
 
 impl<'a, T> Operand<'a, T> {
-    /// A matrix whose lines, in the given order, are `stride` elements apart.
+    /// Wraps a matrix whose lines, in the given order, are `stride` elements apart.
     pub(in crate::cpu) fn new(elements: &'a [T], stride: usize, order: Order) -> Self {
         Self { elements, stride, order }
     }
 
-    /// Which neighbours lie side by side.
+    /// Returns the index along which neighbours are contiguous.
     pub(in crate::cpu) fn order(&self) -> Order {
         self.order
     }
 
-    /// Line `index` of the matrix as stored.
+    /// Returns line `index` of the matrix as stored.
     pub(in crate::cpu) fn line(&self, index: usize) -> &'a [T] {
         &self.elements[index * self.stride..][..self.stride]
     }
 
-    /// The elements at `depth` of a row of A or column of B.
+    /// Returns the elements at `depth` of a row of A or column of B.
     #[cfg(target_arch = "x86_64")]
     pub(in crate::cpu) fn along(&self, outer: usize, depth: Range<usize>) -> impl Iterator<Item = &'a T> {
         let (start, step) = match self.order {
@@ -64,8 +64,8 @@ impl<'a, T> Operand<'a, T> {
         self.elements.iter().skip(start).step_by(step).take(depth.len())
     }
 
-    /// The elements of one unit of depth, where neighbours across the depth lie side by side: as many lines
-    /// as a unit has elements and the depth has lines before `end`.
+    /// Returns the elements of one unit of depth, for a matrix that is contiguous across the depth: one line for each
+    /// element of a unit. A line at or beyond `end` is empty.
     #[inline(always)]
     fn lines<U: Unit<Source = T>>(&self, outer: Range<usize>, index: usize, end: usize) -> [&'a [T]; 2] {
         let line = |index: usize| &self.elements[index * self.stride..][outer.clone()];
@@ -74,18 +74,18 @@ impl<'a, T> Operand<'a, T> {
     }
 }
 
-/// How an operand is packed for a micro-kernel.
+/// The packed format of an operand, for a micro-kernel.
 pub(in crate::cpu) trait Packing {
     /// Type of the operand's elements.
     type Source: Float;
     /// Elements of one unit of depth, 1 or 2.
     const ELEMENTS: usize;
-    /// How many times each panel is packed, one plane after the other.
+    /// Number of planes of a panel, which are packed one after the other.
     const PLANES: usize;
-    /// Units that follow the planes of a panel, for its mark.
+    /// Units of the mark that follows the planes of a panel.
     const MARK_UNITS: usize;
 
-    /// Packs as [`pack`] does, all planes of a panel before the next one's.
+    /// Packs as [`pack`] does, all planes of a panel before those of the next.
     ///
     /// # Safety
     /// The CPU must have the instructions of `V`.
@@ -97,14 +97,14 @@ pub(in crate::cpu) trait Packing {
         panels: &mut [u32],
     );
 
-    /// Whether a panel, by its mark, holds values that the micro-kernel cannot multiply.
+    /// Returns true if a panel, by its mark, holds values that the micro-kernel cannot multiply.
     fn is_exceptional(panel: &[u32]) -> bool;
 
-    /// The product that the micro-kernel leaves out: `rows × columns` at `depth`, where the panel of B is exceptional.
+    /// Computes the tile `rows × columns` at `depth` if the panel of B is exceptional; the micro-kernel skips it.
     fn exceptional_tile(factors: &Factors<'_, Self::Source>, tile: &mut Tile, tile_columns: usize);
 
-    /// The rows of that product which the micro-kernel has not got right, where the panel of A is exceptional. The others
-    /// keep the bits that they have beside any rows.
+    /// Recomputes the rows of the tile that the micro-kernel got wrong, if the panel of A is exceptional. The other
+    /// rows keep their bits, whatever rows are in the same panel.
     fn exceptional_rows(factors: &Factors<'_, Self::Source>, tile: &mut Tile, tile_columns: usize);
 
     /// Units of a packed panel with its mark.
@@ -113,7 +113,7 @@ pub(in crate::cpu) trait Packing {
     }
 }
 
-/// What an element of C in a tile is the sum of products of.
+/// The operands of a tile of C: a range of rows, columns and depth.
 #[cfg_attr(
     not(target_arch = "x86_64"),
     expect(dead_code, reason = "exceptional panels come with x86's tiles")
@@ -156,20 +156,20 @@ impl<U: Unit> Packing for U {
     }
 }
 
-/// How elements become units.
+/// The conversion of elements to units.
 pub(in crate::cpu) trait Unit {
     /// Type of the operand's elements.
     type Source: Float;
     /// Elements of one unit, 1 or 2.
     const ELEMENTS: usize;
-    /// The first units of `units`, from as many elements, neighbours along the depth, as there are.
+    /// Writes the first of `units` from `elements`, which are neighbours along the depth.
     fn along(elements: &[Self::Source], units: &mut [u32; SIDE]);
-    /// All of `units`: neighbours across the depth, whose elements are in as many lines as a unit has, of which
-    /// the second is empty beyond the operand.
+    /// Writes all of `units` from neighbours across the depth, one line for each element of a unit. The second line
+    /// is empty beyond the operand.
     fn across(lines: [&[Self::Source]; 2], units: &mut [u32]);
 }
 
-/// An f32.
+/// An f32 as a unit.
 pub(in crate::cpu) struct Single;
 
 impl Unit for Single {
@@ -187,7 +187,7 @@ impl Unit for Single {
     }
 }
 
-/// A bf16 as f32, for levels without bf16 arithmetic.
+/// A bf16 widened to f32, for levels without bf16 arithmetic.
 pub(in crate::cpu) struct Widened;
 
 impl Unit for Widened {
@@ -207,7 +207,7 @@ impl Unit for Widened {
     }
 }
 
-/// An f16 as f32: no level multiplies it as it is.
+/// An f16 widened to f32: no level has f16 arithmetic.
 pub(super) struct WidenedHalf;
 
 impl Unit for WidenedHalf {
@@ -255,17 +255,17 @@ impl Unit for BfloatPair {
     }
 }
 
-/// What a micro-kernel expects of the panels of one operand.
+/// The panel format that a micro-kernel expects of one operand.
 pub(in crate::cpu) trait PanelShape {
     /// Rows of A or columns of B in a panel.
     const WIDTH: usize;
-    /// Whether a panel holds `WIDTH` units side by side for each unit of depth, or, for each 16 units of
-    /// depth, `WIDTH` lines of 16.
+    /// [`Order::AcrossDepth`] if a panel holds `WIDTH` contiguous units for each unit of depth; else it holds, for
+    /// each 16 units of depth, `WIDTH` lines of 16.
     const ORDER: Order;
 }
 
-/// Packs `outer` rows of A (or columns of B) at `depth` elements, both inside the operand, into `panels`:
-/// panel after panel, each `WIDTH · units` units.
+/// Packs `outer` rows of A (or columns of B) at `depth` elements, both inside the operand, into `panels`: panel after
+/// panel, each `WIDTH · units` units.
 ///
 /// # Safety
 /// The CPU must have the instructions of `V`.
@@ -306,7 +306,7 @@ pub(in crate::cpu) unsafe fn pack<V: Lanes, U: Unit, P: PanelShape>(
     }
 }
 
-/// Packs an operand whose neighbours across the depth lie side by side into panels where they do so too.
+/// Packs an operand that is contiguous across the depth into panels of the same order.
 #[inline(always)]
 fn copy<U: Unit, P: PanelShape>(
     operand: &Operand<'_, U::Source>,
@@ -317,7 +317,7 @@ fn copy<U: Unit, P: PanelShape>(
 ) {
     let panel_units = P::WIDTH * units;
     let whole_panels = outer.len() / P::WIDTH;
-    // The lines are too far apart for the CPU to see a pattern.
+    // The distance between lines is too large for the CPU's own prefetcher.
     let ahead = UNITS_AHEAD * U::ELEMENTS * operand.stride;
     for unit in 0..units {
         let lines = operand.lines::<U>(outer.clone(), depth.start + unit * U::ELEMENTS, depth.end);
@@ -347,7 +347,8 @@ fn copy<U: Unit, P: PanelShape>(
     }
 }
 
-/// [`Unit::across`] at an edge; what lies beyond is zero. Kept apart, so that the usual case has constant lengths.
+/// Runs [`Unit::across`] at an edge, with zero padding. A function of its own, so that the common case has constant
+/// lengths.
 #[cold]
 #[inline(never)]
 fn across_unlikely<U: Unit>(lines: [&[U::Source]; 2], units: &mut [u32]) {
@@ -356,14 +357,15 @@ fn across_unlikely<U: Unit>(lines: [&[U::Source]; 2], units: &mut [u32]) {
     U::across(lines.map(|line| &line[..len.min(line.len())]), &mut units[..len]);
 }
 
-/// [`Unit::along`] at an edge.
+/// Runs [`Unit::along`] at an edge.
 #[cold]
 #[inline(never)]
 fn along_unlikely<U: Unit>(elements: &[U::Source], units: &mut [u32; SIDE]) {
     U::along(elements, units);
 }
 
-/// Packs by blocks: `read` fills a zeroed one, as it lies in the panel, from a range across and one along the depth.
+/// Packs block by block. `read` fills a zeroed block, in the order of the panel, from a range across the depth and
+/// one along it.
 #[inline(always)]
 fn blocks<P: PanelShape>(
     outer: Range<usize>,
@@ -389,7 +391,7 @@ fn blocks<P: PanelShape>(
     }
 }
 
-/// Writes a block at `column` of a panel from its depth on, which may hold less than the block.
+/// Writes a block at `column` of a panel, which may end before the block does.
 #[inline(always)]
 fn write<P: PanelShape>(block: &Block, panel: &mut [u32], column: usize) {
     let rest = P::WIDTH % SIDE;
@@ -408,7 +410,7 @@ fn write<P: PanelShape>(block: &Block, panel: &mut [u32], column: usize) {
     }
 }
 
-/// Lines of the block are lines of an operand whose neighbours along the depth lie side by side.
+/// Reads a block from an operand that is contiguous along the depth: lines of the block are lines of the operand.
 #[inline(always)]
 fn read_along<U: Unit, P: PanelShape>(
     operand: &Operand<'_, U::Source>,
@@ -421,7 +423,7 @@ fn read_along<U: Unit, P: PanelShape>(
     if depth.len() == SIDE * U::ELEMENTS {
         for (row, index) in block.iter_mut().zip(outer) {
             let line = line(index);
-            // The same place of the next panel: the lines are too short for the CPU to see a pattern.
+            // The same place of the next panel: the lines are too short for the CPU's own prefetcher.
             prefetch(line.as_ptr().wrapping_add(next_panel));
             U::along(&line[..SIDE * U::ELEMENTS], row);
         }
@@ -432,7 +434,7 @@ fn read_along<U: Unit, P: PanelShape>(
     }
 }
 
-/// Lines of the block are lines of an operand whose neighbours across the depth lie side by side.
+/// Reads a block from an operand that is contiguous across the depth: lines of the block are lines of the operand.
 #[inline(always)]
 fn read_across<U: Unit>(
     operand: &Operand<'_, U::Source>,

@@ -1,4 +1,4 @@
-//! The machine's limit, measured: how fast a level multiplies and adds when nothing comes from memory.
+//! Measurement of peak compute: the multiply-add rate of a level when nothing is read from memory.
 
 use std::{
     hint::black_box,
@@ -17,22 +17,22 @@ use super::{
     store::Tile,
 };
 
-/// The highest rates measured, in 10⁹ floating-point operations per second; a multiply-add counts two.
+/// The highest measured rates, in 10⁹ floating-point operations per second; a multiply-add counts as two.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Peak {
-    /// f32 multiply-adds.
+    /// Rate of f32 multiply-adds.
     pub f32_gflops: f64,
-    /// bf16 products summed in f32, by the level's bf16 instructions; the f32 rate if it has none.
+    /// Rate of bf16 products summed in f32, by the level's bf16 instructions; the f32 rate if it has none.
     pub bf16_gflops: f64,
 }
 
-/// Measures `threads` threads that run register-only loops at once at `level` (or the best that the CPU
+/// Measures `threads` threads that run register-only loops simultaneously at `level` (or the best level that the CPU
 /// has), in about a third of a second.
 pub fn measure_peak(level: CpuLevel, threads: usize) -> Peak {
     measure_peak_within(level, threads, Duration::from_millis(150))
 }
 
-/// [`measure_peak`] in about `time` for each type.
+/// Measures as [`measure_peak`] does, in about `time` for each type.
 pub fn measure_peak_within(level: CpuLevel, threads: usize, time: Duration) -> Peak {
     let level = level.min(CpuLevel::detect());
     let measure = |threads, run: &(dyn Fn() -> f64 + Sync)| measure(threads, time, run);
@@ -53,7 +53,7 @@ pub fn measure_peak_within(level: CpuLevel, threads: usize, time: Duration) -> P
     Peak { f32_gflops, bf16_gflops }
 }
 
-/// The sum over threads of the best of several runs of `run`, which returns how many operations it did.
+/// Returns the sum over threads of each one's best rate; `run` returns the number of operations it did.
 fn measure(threads: usize, time: Duration, run: &(dyn Fn() -> f64 + Sync)) -> f64 {
     let best = || {
         let (start, mut best) = (Instant::now(), 0.0_f64);
@@ -71,11 +71,12 @@ fn measure(threads: usize, time: Duration, run: &(dyn Fn() -> f64 + Sync)) -> f6
     total / 1e9
 }
 
-/// Multiply-adds into `SUMS` independent sums; each lane does `products` products at a time.
+/// Runs multiply-adds into `SUMS` independent sums, `products` products at a time in each lane. Returns the number of
+/// operations.
 fn vector_loop<V: Lanes, const SUMS: usize>(products: usize) -> f64 {
     const ROUNDS: usize = 1 << 16;
     let unit = black_box(0x3f80_3f80);
-    // SAFETY: the level, which chose `V`, has its instructions.
+    // SAFETY: `V` was chosen because the level has its instructions.
     unsafe {
         V::compiled(|| {
             let (x, y) = (V::splat(unit), V::splat(unit));
@@ -91,7 +92,8 @@ fn vector_loop<V: Lanes, const SUMS: usize>(products: usize) -> f64 {
     (2 * products * V::COUNT * SUMS * ROUNDS) as f64
 }
 
-/// The micro-kernel of AMX on one step of panels, again and again, so that all loads hit the first-level cache.
+/// Runs the AMX micro-kernel repeatedly on the same panels, so that all loads hit the L1 cache. Returns the number of
+/// operations.
 #[cfg(target_arch = "x86_64")]
 fn tile_loop() -> f64 {
     const STEPS: usize = 8;

@@ -1,15 +1,15 @@
-//! The definition of the product, in f64 and one element at a time: what every kernel is tested against.
+//! The definition of the product, in f64 and one element at a time, for tests of the kernels.
 
 use crate::GemmLayout;
 
-/// An element of a product and the sum of its terms' magnitudes, which rounding errors are in proportion to.
+/// An element of a product and the sum of its terms' magnitudes, to which rounding errors are proportional.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Exact {
     pub(super) value: f64,
     pub(super) magnitude: f64,
 }
 
-/// `A · B` by `layout`, `[m, n]`, plus `bias [n]` and `earlier [m, n]` where given.
+/// Computes `A · B` by `layout`, `[m, n]`, plus `bias [n]` and `earlier [m, n]` if given.
 pub(super) fn multiply(
     layout: GemmLayout,
     [m, n, k]: [usize; 3],

@@ -1,36 +1,36 @@
-//! Products with few rows, `Y = X · Wᵀ` with up to eight rows of X: generation. They are bound by reading W, so
-//! W is read once, in place, and each element of Y is a dot product of a line of X and a line of W.
+//! Products with few rows, `Y = X · Wᵀ` with up to eight rows of X, as in generation. Reading W is the bottleneck, so
+//! W is read once, in place. Each element of Y is a dot product of a line of X and a line of W.
 
 use std::ops::Range;
 
 use super::{Float, Problem, lanes::Dot, pack::Order};
 use crate::Write;
 
-/// Rows of X up to which this is faster than packing W.
+/// Largest number of rows of X for which this is faster than packing W.
 const MAX_ROWS: usize = 8;
-/// Elements of W that a task reads, about.
+/// Approximate number of elements of W that a task reads.
 const TASK_ELEMENTS: usize = 1 << 16;
-/// The longest vector, in elements.
+/// Elements of the longest vector.
 const MAX_ELEMENTS: usize = 32;
 
-/// Whether a product is of this kind.
+/// Returns true if a product has few rows and both operands are contiguous along the depth.
 pub(super) fn fits<T, C>(problem: &Problem<'_, T, C>) -> bool {
     problem.of_rows <= MAX_ROWS
         && problem.a.order() == Order::AlongDepth
         && problem.b.order() == Order::AlongDepth
 }
 
-/// Columns of a task.
+/// Returns the number of columns of a task.
 fn task_columns<T, C>(problem: &Problem<'_, T, C>) -> usize {
     (TASK_ELEMENTS / problem.k.max(1)).clamp(8, 1024)
 }
 
-/// How many tasks `problem`, which [`fits`], has.
+/// Returns the number of tasks of `problem`, which [`fits`].
 pub(super) fn tasks<T, C>(problem: &Problem<'_, T, C>) -> usize {
     problem.n.div_ceil(task_columns(problem))
 }
 
-/// One of the tasks, with vectors `V`. Tasks write different columns.
+/// Runs one of the tasks, with vectors `V`. Tasks write different columns.
 ///
 /// # Safety
 /// The CPU must have the instructions of `V`.
@@ -53,7 +53,7 @@ pub(super) unsafe fn task<V: Dot<T>, T: Float, C: Float>(problem: &Problem<'_, T
     }
 }
 
-/// Columns `columns` of the product of `ROWS` rows, `LINES` lines of W at a time.
+/// Computes columns `columns` of the product of `ROWS` rows, `LINES` lines of W at a time.
 ///
 /// # Safety
 /// The CPU must have the instructions of `V`, and nothing else may use these columns of C.
@@ -82,7 +82,7 @@ unsafe fn dots<V: Dot<T>, T: Float, C: Float, const ROWS: usize, const LINES: us
     }
 }
 
-/// The dot products of lines of the same length.
+/// Computes the dot products of lines of the same length.
 ///
 /// # Safety
 /// The CPU must have the instructions of `V`.
@@ -94,8 +94,8 @@ unsafe fn dot<V: Dot<T>, T: Float, const ROWS: usize, const LINES: usize>(
     let k = x[0].len();
     assert!(x.iter().all(|line| line.len() == k) && w.iter().all(|line| line.len() == k));
     let whole = k - k % V::ELEMENTS;
-    // SAFETY: `V::ELEMENTS` elements follow each index below `whole`, and each padded rest is as long as the
-    // longest vector; the caller vouches for the instructions.
+    // SAFETY: `V::ELEMENTS` elements follow each index below `whole`, and each padded remainder is as long as the
+    // longest vector; the caller promises the instructions.
     unsafe {
         let mut sums = [[V::zero(); LINES]; ROWS];
         let mut step = |x: [*const T; ROWS], w: [*const T; LINES]| {
@@ -118,7 +118,7 @@ unsafe fn dot<V: Dot<T>, T: Float, const ROWS: usize, const LINES: usize>(
     }
 }
 
-/// The elements, followed by zeros.
+/// Returns the elements, padded with zeros.
 #[inline(always)]
 fn padded<T: Float>(rest: &[T]) -> [T; MAX_ELEMENTS] {
     let mut elements = [T::zeroed(); MAX_ELEMENTS];
@@ -126,7 +126,7 @@ fn padded<T: Float>(rest: &[T]) -> [T; MAX_ELEMENTS] {
     elements
 }
 
-/// Writes a column of C.
+/// Writes a column of C: adds bias and old values, and rounds.
 ///
 /// # Safety
 /// Nothing else may use the column.

@@ -1,4 +1,4 @@
-//! Memory for packed operands: allocated once with the queue, the same for every product.
+//! Scratch memory for packed operands: allocated once with the queue, the same for every product.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,17 +7,17 @@ use lockstep_plan::MemoryCategory;
 use crate::cpu::pool::worker;
 use crate::{Arena, Buffer, TensorError};
 
-/// Most units of depth that are packed at a time.
+/// Largest number of units of depth that are packed at a time.
 pub(super) const MAX_DEPTH: usize = 1024;
-/// Units of a task's packed rows of A; with a panel of B they fit a core's second-level cache.
+/// Units of a task's packed rows of A; with a panel of B they fit a core's L2 cache.
 pub(super) const ROWS_UNITS: usize = 96 * MAX_DEPTH;
-/// Units beside them for the marks of panels.
+/// Additional units for the marks of panels.
 const MARKS_UNITS: usize = 1 << 15;
-/// Units of the packed columns of B, which all tasks share in the third-level cache.
+/// Units of the packed columns of B, which all tasks share in the L3 cache.
 pub(super) const COLUMNS_UNITS: usize = 3 << 19;
-/// Rows and columns of the sums kept in f32 while a bf16 product's depth is worked through in parts.
+/// Rows of the f32 partial sums of a bf16 product whose depth has several blocks.
 pub(super) const PARTIAL_ROWS: usize = 1024;
-/// See [`PARTIAL_ROWS`].
+/// Columns of these partial sums; see [`PARTIAL_ROWS`].
 pub(super) const PARTIAL_COLUMNS: usize = 1024;
 
 /// The scratch memory of a queue.
@@ -28,14 +28,14 @@ pub(in crate::cpu) struct Scratch {
 }
 
 impl Scratch {
-    /// Bytes that are booked for it.
+    /// Returns the bytes that a queue's scratch books.
     pub(in crate::cpu) const fn booked_bytes(threads: usize) -> usize {
         let all = Arena::booked_bytes(4 * (COLUMNS_UNITS + MARKS_UNITS));
         let partial = Arena::booked_bytes(4 * PARTIAL_ROWS * PARTIAL_COLUMNS);
         all + partial + threads * Arena::booked_bytes(4 * (ROWS_UNITS + MARKS_UNITS))
     }
 
-    /// Scratch for products on `threads` threads.
+    /// Allocates scratch for products on `threads` threads.
     pub(in crate::cpu) fn new(threads: usize, arena: &Arena) -> Result<Self, TensorError> {
         let buffer = |units| arena.allocate(4 * units, MemoryCategory::Workspace).map(Mutex::new);
         Ok(Self {
@@ -45,23 +45,23 @@ impl Scratch {
         })
     }
 
-    /// The packed columns of B.
+    /// Returns the buffer of the packed columns of B.
     pub(super) fn columns(&self) -> MutexGuard<'_, Buffer> {
         lock(&self.columns)
     }
 
-    /// The partial sums.
+    /// Returns the buffer of the partial sums.
     pub(super) fn partial(&self) -> MutexGuard<'_, Buffer> {
         lock(&self.partial)
     }
 
-    /// The packed rows of A of the task that this thread works on.
+    /// Returns the buffer of the packed rows of A for the task of this thread.
     pub(super) fn rows(&self) -> MutexGuard<'_, Buffer> {
         lock(&self.rows[worker() % self.rows.len()])
     }
 }
 
-/// Packed data left by a panic is never read, so a poisoned lock is as good as any.
+/// Locks a buffer, poisoned or not: packed data that a panic left is never read.
 fn lock(buffer: &Mutex<Buffer>) -> MutexGuard<'_, Buffer> {
     buffer.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,11 +1,12 @@
-//! f32 products by bf16 tiles: `x = x₀ + x₁ + x₂`, each part the bf16 nearest to what the ones before leave over
-//! (Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
+//! f32 products by bf16 tiles: `x = x₀ + x₁ + x₂`, where each part is the bf16 nearest to the remainder of the parts
+//! before (Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
 //! Computations", 2019).
 //!
-//! Three parts of 8 bits hold the 24 of an f32, so the split is exact. Of the nine products of parts, the six
-//! largest are summed; the others are below 2^-26 of the whole, less than the rounding of one f32 addition.
-//! Panels with values that this cannot do (not finite, 2^127 and more, nonzero below 2^-100: parts would
-//! overflow or vanish) are marked while they are packed, and multiplied by vector FMA.
+//! Three parts of 8 bits hold the 24 bits of an f32, so the split is exact. Of the nine products of parts, the six
+//! largest are summed. The others are below 2^-26 of the whole, less than the rounding error of one f32 addition.
+//!
+//! Some values cannot be split: not finite, 2^127 and more, nonzero below 2^-100 (parts would overflow or vanish).
+//! Panels with such values are marked as exceptional during packing, and multiplied by vector FMA.
 
 use std::ops::Range;
 
@@ -19,16 +20,16 @@ use super::{
     store::Tile,
 };
 
-/// Exponents of 2 whose powers, rounded to bf16, bound what is split: `2^-100 <= |x| < 2^127`, or 0.
+/// Range of the magnitudes that can be split, as bits of bf16: `2^-100 <= |x| < 2^127`; 0 can be split too.
 const SPLIT_BITS: Range<u16> = bf16_bits(-100)..bf16_bits(127);
-/// What stands for a nonzero value too small for the split: a subnormal.
+/// Stands for a nonzero value that is too small to split: a subnormal.
 const TINY: u16 = 1;
-/// Units of a panel's mark: a cache line, of which the first unit says whether the panel is exceptional.
+/// Units of a panel's mark: a cache line, whose first unit is nonzero if the panel is exceptional.
 const MARK_UNITS: usize = 16;
-/// Depth at which exceptional panels are multiplied at a time.
+/// Depth of the slices in which exceptional panels are multiplied.
 const SLICE: usize = 128;
 
-/// The bits of the bf16 2^`exponent`.
+/// Returns the bits of the bf16 2^`exponent`.
 const fn bf16_bits(exponent: i32) -> u16 {
     ((exponent + 127) as u16) << 7
 }
@@ -36,7 +37,7 @@ const fn bf16_bits(exponent: i32) -> u16 {
 /// Packs the three parts of f32 values as planes of pairs of bf16.
 pub(super) struct ThreeParts;
 
-/// Part `RANK` of pairs of f32.
+/// The unit that holds part `RANK` of a pair of f32.
 struct Part<const RANK: usize>;
 
 impl<const RANK: usize> Unit for Part<RANK> {
@@ -65,7 +66,7 @@ impl<const RANK: usize> Unit for Part<RANK> {
     }
 }
 
-/// The bits of a part of `x`; the first part of a value that is not split lies outside of [`SPLIT_BITS`].
+/// Returns the bits of a part of `x`. If `x` cannot be split, its first part lies outside of [`SPLIT_BITS`].
 #[inline(always)]
 fn part_of(x: f32, rank: usize) -> u16 {
     let mut rest = x;
@@ -77,7 +78,7 @@ fn part_of(x: f32, rank: usize) -> u16 {
     if is_tiny { TINY } else { part }
 }
 
-/// Whether a packed first part is that of a value which is not split.
+/// Returns true if a packed first part belongs to a value that cannot be split.
 #[inline(always)]
 fn is_exceptional(part: u16) -> bool {
     let magnitude = part & 0x7fff;

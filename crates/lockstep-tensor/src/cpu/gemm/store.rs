@@ -1,17 +1,17 @@
-//! What happens to a finished tile of sums: earlier sums, bias and C are added, and it is rounded once.
+//! The epilogue of a tile of sums: earlier sums, bias and C are added, and the result is rounded once.
 
 use super::{CpuLevel, Float};
 use crate::Write;
 
-/// A tile of f32 sums, as a micro-kernel leaves it.
+/// A tile of f32 sums, the output of a micro-kernel.
 #[repr(align(64))]
 pub(in crate::cpu) struct Tile([f32; Self::ELEMENTS]);
 
 impl Tile {
-    /// The largest tile of any micro-kernel, 32 × 32.
+    /// Elements of the largest tile of any micro-kernel, 32 × 32.
     pub(in crate::cpu) const ELEMENTS: usize = 1024;
 
-    /// A tile of zeros.
+    /// Creates a tile of zeros.
     pub(in crate::cpu) fn zeros() -> Self {
         Self([0.0; Self::ELEMENTS])
     }
@@ -29,26 +29,26 @@ impl Tile {
         rows.iter_mut().zip(&other.0).for_each(|(sum, x)| *sum += x);
     }
 
-    /// Replaces a row by that of `other`, both `columns` wide.
+    /// Overwrites a row with that of `other`, both `columns` wide.
     #[cfg(target_arch = "x86_64")]
     pub(in crate::cpu) fn copy_row(&mut self, row: usize, other: &Self, columns: usize) {
         let range = row * columns..(row + 1) * columns;
         self.0[range.clone()].copy_from_slice(&other.0[range]);
     }
 
-    /// Its rows, `columns` wide.
+    /// Returns the rows, `columns` wide.
     #[cfg(target_arch = "x86_64")]
     pub(in crate::cpu) fn rows(&self, columns: usize) -> impl Iterator<Item = &[f32]> {
         self.0.chunks_exact(columns)
     }
 
-    /// Where a micro-kernel writes.
+    /// Returns the address that a micro-kernel writes to.
     pub(in crate::cpu) fn as_mut_ptr(&mut self) -> *mut f32 {
         self.0.as_mut_ptr()
     }
 }
 
-/// A matrix that tasks write disjoint parts of.
+/// A matrix whose disjoint parts several tasks write.
 pub(in crate::cpu) struct Window<C> {
     pointer: *mut C,
     row_stride: usize,
@@ -62,18 +62,18 @@ impl<C> Clone for Window<C> {
 
 impl<C> Copy for Window<C> {}
 
-// SAFETY: a window is an address and a stride; using the address is unsafe and asks for disjointness.
+// SAFETY: a window is an address and a stride; using the address is unsafe and requires disjointness.
 unsafe impl<C: Send> Send for Window<C> {}
 // SAFETY: as above.
 unsafe impl<C: Send> Sync for Window<C> {}
 
 impl<C> Window<C> {
-    /// A matrix with rows `row_stride` elements apart.
+    /// Wraps a matrix with rows `row_stride` elements apart.
     pub(in crate::cpu) fn new(pointer: *mut C, row_stride: usize) -> Self {
         Self { pointer, row_stride }
     }
 
-    /// The window that starts at an element of this one.
+    /// Returns the window that starts at an element of this one.
     ///
     /// # Safety
     /// The element must lie in the matrix.
@@ -82,7 +82,7 @@ impl<C> Window<C> {
         Self { pointer: unsafe { self.pointer.add(row * self.row_stride + column) }, ..self }
     }
 
-    /// The first `len` elements of a row.
+    /// Returns the first `len` elements of a row.
     ///
     /// # Safety
     /// They must lie in the matrix, and nothing else may use them while the slice lives.
@@ -92,13 +92,13 @@ impl<C> Window<C> {
     }
 }
 
-/// What is added to a tile of sums on its way to memory.
+/// The terms that are added to a tile of sums before it is stored.
 pub(in crate::cpu) struct Finish<'a, T> {
-    /// Sums over earlier parts of the depth.
+    /// Sums over earlier blocks of the depth.
     pub(in crate::cpu) partial: Option<Window<f32>>,
     /// Bias of the tile's columns.
     pub(in crate::cpu) bias: Option<&'a [T]>,
-    /// Whether what the target holds is added too.
+    /// Overwrite or accumulate into the target.
     pub(in crate::cpu) write: Write,
 }
 

@@ -1,4 +1,4 @@
-//! Every level, layout and type against the reference; bits against the number of threads.
+//! Every level, layout and type against the reference; the same bits for any number of threads.
 
 use half::{bf16, f16};
 use lockstep_plan::{DType, MemoryCategory};
@@ -25,7 +25,7 @@ const TYPES: [(DType, DType); 5] = [
     (DType::F16, DType::F16),
 ];
 
-/// A product to try, with its operands as f64 values that its types hold exactly.
+/// A product to test, with its operands as f64 values that its types represent exactly.
 #[derive(Debug, Clone)]
 struct Case {
     layout: GemmLayout,
@@ -59,12 +59,12 @@ impl Case {
         Self { layout, shape: [m, n, k], types, a, b, bias, earlier }
     }
 
-    /// C as `queue` computes it.
+    /// Returns C as `queue` computes it.
     fn run(&self, queue: &CpuQueue) -> Vec<f64> {
         self.run_of(queue, self.shape[0])
     }
 
-    /// The same as a part of a product of `rows` rows.
+    /// Returns C, computed as a part of a product of `rows` rows.
     fn run_of(&self, queue: &CpuQueue, rows: usize) -> Vec<f64> {
         let [m, n, k] = self.shape;
         let (a_shape, b_shape) = match self.layout {
@@ -75,7 +75,7 @@ impl Case {
         let a = floats(self.types.0, a_shape, &self.a);
         let b = floats(self.types.0, b_shape, &self.b);
         let bias = self.bias.as_ref().map(|bias| floats(self.types.0, [n], bias));
-        // What is overwritten must not matter, not even if it is NaN.
+        // Overwritten values must not matter, not even NaN.
         let (earlier, write) = match &self.earlier {
             Some(earlier) => (earlier.clone(), Write::Accumulate),
             None => (vec![f64::NAN; m * n], Write::Overwrite),
@@ -113,7 +113,7 @@ impl Case {
             _ => 0.0,
         };
         for (index, (out, exact)) in out.iter().zip(&exact).enumerate() {
-            // Half the smallest f16, where its numbers are evenly spaced.
+            // Half the spacing of subnormal f16 numbers.
             let smallest = if self.types.1 == DType::F16 { 2.0_f64.powi(-25) } else { 0.0 };
             let bound = exact.magnitude * sum_error + exact.value.abs() * rounding * 1.01 + smallest;
             assert!(
@@ -131,7 +131,7 @@ impl Case {
     }
 }
 
-/// Queues of every level that can be tried here. AMX is emulated where the CPU lacks it.
+/// Creates queues of every level that can be tested here. AMX is emulated if the CPU lacks it.
 fn queues(threads: usize) -> Vec<CpuQueue> {
     let mut queues = Vec::new();
     for level in CpuLevel::ALL {
@@ -180,7 +180,7 @@ fn depths_beyond_one_block_agree_with_the_reference() {
 
 #[test]
 fn chunks_of_rows_and_columns_meet_without_a_gap() {
-    // Long enough for several chunks of columns, and, in bf16, of rows with partial sums.
+    // Large enough for several chunks of columns, and, in bf16, of rows with partial sums.
     for queue in queues(2).into_iter().filter(|queue| queue.level >= CpuLevel::Avx2) {
         if queue.level == CpuLevel::AmxBf16 && CpuLevel::detect() != CpuLevel::AmxBf16 {
             // It would take minutes.
@@ -281,7 +281,7 @@ fn nan_and_infinity_reach_their_row_and_no_other() {
     }
 }
 
-/// Largest and root-mean-square error of each element of C, relative to |A| |B|, rows times columns.
+/// Returns the largest and the root-mean-square error of the elements of C, relative to |A| |B|, rows times columns.
 fn errors(case: &Case, queue: &CpuQueue) -> [f64; 2] {
     let [m, n, k] = case.shape;
     let exact = multiply(case.layout, case.shape, &case.a, &case.b, None, None);
@@ -346,7 +346,8 @@ fn f32_products_in_three_parts_err_no_more_than_by_fma() {
 fn values_that_cannot_be_split_are_multiplied_by_fma() {
     for queue in queues(2).into_iter().filter(|queue| queue.level >= CpuLevel::Avx512) {
         for layout in LAYOUTS {
-            // One value spoils a panel of A, another one of B; both reach their products exactly.
+            // One value makes a panel of A exceptional, another one a panel of B; both must enter their products
+            // exactly.
             for value in [1e-38, 1e-44, 1.5e38] {
                 let mut case = Case::new(layout, [70, 80, 300], (DType::F32, DType::F32), 1);
                 case.a.iter_mut().chain(&mut case.b).for_each(|x| *x *= 0.01);

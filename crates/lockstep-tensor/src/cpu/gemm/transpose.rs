@@ -1,5 +1,5 @@
-//! Transposition of a block of 16 × 16 units: by interleaving units, then pairs of units, then quarters or halves
-//! of vectors.
+//! Transposition of a block of 16 × 16 units: interleaves units, then pairs of units, then quarters or halves of
+//! vectors.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
@@ -8,7 +8,7 @@ use super::pack::Block;
 #[cfg(target_arch = "x86_64")]
 use super::pack::SIDE;
 
-/// Without any instruction beyond the architecture's first.
+/// Transposes in portable code.
 #[inline(always)]
 pub(super) fn transpose(block: &mut Block) {
     let source = *block;
@@ -19,7 +19,7 @@ pub(super) fn transpose(block: &mut Block) {
     }
 }
 
-/// By AVX-512.
+/// Transposes by AVX-512.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -58,7 +58,7 @@ pub(super) fn transpose_avx512(block: &mut Block) {
     }
 }
 
-/// By AVX2.
+/// Transposes by AVX2.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx2")]

@@ -145,7 +145,7 @@ mod tests {
             }
             [p, m, v, copy].map(|tensor| values(tensor.view())).to_vec()
         };
-        // Cut where no vector and no block ends.
+        // Shards that end inside vectors and blocks.
         let both =
             |queue: &CpuQueue| [run(queue, &[0, len]), run(queue, &[0, 0, 1, 1030, 66_001, len])].concat();
         on_every_queue(both, |results| assert!(results[..4] == results[4..], "shards change bits"));
@@ -191,7 +191,7 @@ mod tests {
             }
             values(p.view()).iter().sum::<f64>() / len as f64
         };
-        // 100 steps of 1e-4 each; a bf16 below 1 is 2^-8 wide, 1e-4 is far less than half of that.
+        // 100 steps of 1e-4 each. The spacing of bf16 below 1 is 2^-8, and 1e-4 is far less than half of that.
         let nearest = train(|_| Rounding::Nearest);
         let stochastic = train(|step| Rounding::Stochastic { key: 1, step, first_element: 0 });
         assert_eq!(nearest, 1.0);

@@ -1,4 +1,5 @@
-//! Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): the sign of an average of gradients.
+//! Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): steps by the sign of an average of
+//! gradients.
 
 use super::{CpuQueue, Operands, update};
 use crate::Lion;
@@ -23,7 +24,7 @@ pub(in crate::cpu) fn lion(queue: &CpuQueue, step: &Lion<'_>) {
             for ((p, m), g) in parameter.iter_mut().zip(exp_avg).zip(gradient) {
                 let g = g * gradient_scale;
                 let direction = *m + (g - *m) * one_minus_beta1;
-                // The sign, and 0 for 0.
+                // The sign of the direction, 0 for 0.
                 let sign = if direction == 0.0 { 0.0 } else { 1.0_f32.copysign(direction) };
                 *p = *p * keep - learning_rate * sign;
                 *m += (g - *m) * one_minus_beta2;
@@ -42,7 +43,7 @@ mod tests {
 
     const STEPS: u64 = 5;
 
-    /// The paper's program (its algorithm 2) for one element, in f64.
+    /// The paper's algorithm 2 for one element, in f64.
     fn reference(p: f64, gradient: impl Fn(u64) -> f64) -> [f64; 2] {
         let (lr, beta1, beta2, decay) = (1e-2, 0.9, 0.99, 0.1);
         let (mut p, mut m) = (p, 0.0);

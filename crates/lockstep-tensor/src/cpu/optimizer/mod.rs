@@ -1,8 +1,8 @@
-//! The optimizers' steps, each one pass over its operands.
+//! Optimizer steps, each one pass over its operands.
 //!
-//! Weights and state are f32, or bf16 that is widened block by block, updated in f32 and rounded again: to the
-//! nearest number or at random, so that changes smaller than a rounding add up. A rule is a loop over a block
-//! of f32 ([`update`] does the rest), and stands in a file of its own with its reference.
+//! Weights and state are f32, or bf16 that is widened block by block, updated in f32 and rounded again. Rounding is
+//! to nearest or stochastic, so that changes smaller than a rounding step accumulate. An optimizer is a loop over a
+//! block of f32 ([`update`] does the rest), in a file of its own with its reference.
 
 mod adamw;
 mod lion;
@@ -26,7 +26,7 @@ use super::{
 };
 use crate::{Rounding, View};
 
-/// Weights or state: f32, or bf16 with the way in which it is rounded.
+/// Weights or optimizer state: f32, or bf16 with its rounding.
 enum Stored<'a> {
     F32(Operand<'a, f32>),
     Bf16(Operand<'a, bf16>, Rounder),
@@ -34,7 +34,7 @@ enum Stored<'a> {
 
 impl<'a> Stored<'a> {
     /// # Panics
-    /// If the view is neither.
+    /// If the view is neither f32 nor bf16.
     fn new(view: View<'a>, rounding: Rounding, number: usize) -> Self {
         match view.dtype() {
             DType::F32 => Self::F32(Operand::new(view)),
@@ -43,10 +43,10 @@ impl<'a> Stored<'a> {
         }
     }
 
-    /// The elements of a block as f32, in `block` where they are not f32 in memory.
+    /// Returns the elements of a block as f32: in place if they are f32 in memory, else converted in `block`.
     ///
     /// # Safety
-    /// Nothing else may touch these elements while the slice lives.
+    /// Nothing else may access these elements while the slice lives.
     #[inline(always)]
     unsafe fn load<'b>(&self, range: Range<usize>, block: &'b mut Block) -> &'b mut [f32]
     where
@@ -66,7 +66,7 @@ impl<'a> Stored<'a> {
         }
     }
 
-    /// Rounds the elements of a block where they are not f32 in memory.
+    /// Rounds the elements of a block back to memory; does nothing if they are f32 there.
     ///
     /// # Safety
     /// As for [`Stored::load`].
@@ -101,10 +101,10 @@ impl<'a> Rounded<'a> {
         }
     }
 
-    /// Rounds the weights that start at element `start`.
+    /// Rounds the weights from element `start` on.
     ///
     /// # Safety
-    /// Nothing else may touch these elements of the copy.
+    /// Nothing else may access these elements of the copy.
     #[inline(always)]
     unsafe fn store(&self, isa: Isa, start: usize, weights: &[f32]) {
         let range = start..start + weights.len();
@@ -118,7 +118,7 @@ impl<'a> Rounded<'a> {
     }
 }
 
-/// What an elementwise step works on: the weights first, then its state.
+/// Operands of an elementwise step: the weights first, then the optimizer state.
 struct Operands<'a, const N: usize> {
     names: [&'static str; N],
     stored: [View<'a>; N],
@@ -127,7 +127,7 @@ struct Operands<'a, const N: usize> {
     rounding: Rounding,
 }
 
-/// Calls `rule` with the blocks of all operands as f32, the gradient last; it changes the others, and they are
+/// Calls `rule` with the blocks of all operands as f32, the gradient last; `rule` updates the others, and they are
 /// stored. It must be `#[inline(always)]`, or it is compiled for the lowest level.
 ///
 /// # Panics

@@ -1,9 +1,9 @@
-//! Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024): momentum whose singular
-//! values are all made about one.
+//! Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024): orthogonalized momentum,
+//! whose singular values are all about one.
 //!
-//! The direction of a matrix is `U·Vᵀ` of its (Nesterov) momentum `U·S·Vᵀ`, approached by five rounds of a quintic
-//! Newton-Schulz iteration, `X ← (a·I + b·A + c·A²)·X` with `A = X·Xᵀ`, which is products only. They are made in the
-//! type of the weights that kernels read, over the shorter side of the matrix.
+//! The update direction of a matrix is `U·Vᵀ` of its (Nesterov) momentum `U·S·Vᵀ`, approximated by five rounds of a
+//! quintic Newton-Schulz iteration, `X ← (a·I + b·A + c·A²)·X` with `A = X·Xᵀ`, which needs GEMMs only. The GEMMs run
+//! in the type of the weights that kernels read, with `A` over the shorter side of the matrix.
 
 use lockstep_plan::{DType, MemoryCategory};
 
@@ -19,7 +19,7 @@ use crate::{Buffer, Gemm, GemmLayout, Muon, View, Write};
 /// The coefficients (a, b, c), chosen for the steepest slope at zero.
 const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
 const ROUNDS: usize = 5;
-/// Least norm that a direction is divided by.
+/// Smallest norm that a direction is divided by.
 const EPS: f64 = 1e-7;
 
 pub(in crate::cpu) fn muon(queue: &CpuQueue, step: &Muon<'_>) {
@@ -51,7 +51,7 @@ pub(in crate::cpu) fn muon(queue: &CpuQueue, step: &Muon<'_>) {
     );
 }
 
-/// `m ← m + (g - m)·(1 - momentum)`; the direction is `g + (m - g)·momentum`.
+/// Computes `m ← m + (g - m)·(1 - momentum)`, and the direction `g + (m - g)·momentum`.
 fn momentum(queue: &CpuQueue, step: &Muon<'_>, direction: View<'_>) {
     let (gradient_scale, momentum) = (step.gradient_scale, step.momentum);
     let one_minus_momentum = (1.0 - f64::from(momentum)) as f32;
@@ -76,13 +76,13 @@ fn momentum(queue: &CpuQueue, step: &Muon<'_>, direction: View<'_>) {
     );
 }
 
-/// Floating-point operations of the products in one step on a matrix of this shape.
+/// Returns the floating-point operations of the GEMMs in one step on a matrix of this shape.
 pub fn muon_flops(shape: [usize; 2]) -> u64 {
     let [short, long] = [shape[0].min(shape[1]), shape[0].max(shape[1])].map(|side| side as u64);
     ROUNDS as u64 * (4 * short * short * long + 2 * short * short * short)
 }
 
-/// Replaces the direction, times `factor`, by the nearest matrix with equal singular values, about.
+/// Replaces the direction, times `factor`, by approximately the nearest matrix with equal singular values.
 fn orthogonalize(queue: &CpuQueue, scratch: &Scratch, factor: f32) {
     let direction = scratch.direction();
     scale(queue, direction, factor);
@@ -95,7 +95,7 @@ fn orthogonalize(queue: &CpuQueue, scratch: &Scratch, factor: f32) {
     let [rows, columns] = scratch.shape;
     let (gram, square, operand) = (scratch.square(0), scratch.square(1), scratch.operand());
     for _ in 0..ROUNDS {
-        // A, of the shorter side.
+        // `A = X·Xᵀ` or `Xᵀ·X`, over the shorter side.
         let layout = if rows <= columns { GemmLayout::NT } else { GemmLayout::TN };
         multiply(layout, x, x, gram);
         cast::cast(queue, gram, operand);
@@ -112,7 +112,7 @@ fn orthogonalize(queue: &CpuQueue, scratch: &Scratch, factor: f32) {
     cast::cast(queue, x, direction);
 }
 
-/// `gram ← a·I + b·gram + c·square`.
+/// Computes `gram ← a·I + b·gram + c·square`.
 fn quintic(queue: &CpuQueue, gram: View<'_>, square: View<'_>) {
     let (side, _) = gram.shape().as_matrix();
     let [a, b, c] = QUINTIC;
@@ -170,24 +170,24 @@ impl Scratch {
         Self { buffer, dtype, shape }
     }
 
-    /// The momentum, and in the end what becomes of it; f32.
+    /// Returns the f32 matrix that holds the momentum at first and the orthogonalized direction at the end.
     fn direction(&self) -> View<'_> {
         self.buffer.view(DType::F32, 0, self.shape)
     }
 
-    /// One of two f32 matrices of the shorter side.
+    /// Returns one of two square f32 matrices of the shorter side.
     fn square(&self, index: usize) -> View<'_> {
         let start = aligned(self.elements() * size_of::<f32>());
         let each = aligned(self.side() * self.side() * size_of::<f32>());
         self.buffer.view(DType::F32, start + index * each, [self.side(); 2])
     }
 
-    /// One of two iterates, of which a round reads one and writes the other.
+    /// Returns one of two iterates: a round reads one and writes the other.
     fn iterate(&self, index: usize) -> View<'_> {
         self.buffer.view(self.dtype, self.iterates_at() + index * self.iterate_bytes(), self.shape)
     }
 
-    /// The operand that a round multiplies with.
+    /// Returns the square matrix that a round multiplies with.
     fn operand(&self) -> View<'_> {
         let start = self.iterates_at() + 2 * self.iterate_bytes();
         self.buffer.view(self.dtype, start, [self.side(); 2])
@@ -211,7 +211,7 @@ impl Scratch {
     }
 }
 
-/// A number of bytes that ends at a cache line.
+/// Rounds a number of bytes up to whole cache lines.
 fn aligned(bytes: usize) -> usize {
     bytes.next_multiple_of(64)
 }
@@ -253,7 +253,7 @@ mod tests {
         x
     }
 
-    /// PyTorch's `_single_tensor_muon` in f64: the weights and the momentum.
+    /// PyTorch's `_single_tensor_muon` in f64: returns the weights and the momentum.
     fn reference(weights: &[f64], gradients: &[Vec<f64>], shape: [usize; 2]) -> [Vec<f64>; 2] {
         let (lr, decay, momentum, scale) = (1e-2, 0.1, f64::from(0.95_f32), f64::from(1.5_f32));
         let (mut p, mut m) = (weights.to_vec(), vec![0.0; weights.len()]);
@@ -306,7 +306,7 @@ mod tests {
             let run = |queue: &CpuQueue| steps(queue, DType::F32, &weights, &gradients, shape);
             on_every_queue(run, |results| {
                 assert_close("momentum", &results[1], &expected[1], 2e-6, 1e-6);
-                // The direction's elements are about one over the root of the longer side.
+                // The direction's elements are about one over the square root of the longer side.
                 assert_close("parameter", &results[0], &expected[0], 1e-6, 2e-6);
                 assert_eq!(results[2], rounded(DType::BF16, &results[0]), "{shape:?}: the bf16 copy");
             });

@@ -1,4 +1,4 @@
-//! The sum of squares behind gradient clipping.
+//! The sum of squares for gradient clipping.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -10,9 +10,9 @@ use super::super::{
 };
 use crate::View;
 
-/// Elements whose squares are summed before they enter the exact sum; shards are cut at its multiples.
+/// Number of elements whose squares are summed before they enter the exact sum; shards start at multiples of it.
 const NORM_BLOCK: usize = 1024;
-/// Blocks of squares that make a task.
+/// Blocks of squares of one task.
 const NORM_BLOCKS_PER_TASK: usize = 64;
 
 pub(in crate::cpu) fn sum_of_squares(queue: &CpuQueue, x: View<'_>) -> ExactSum {
@@ -32,7 +32,7 @@ pub(in crate::cpu) fn sum_of_squares(queue: &CpuQueue, x: View<'_>) -> ExactSum 
             },
         )
     };
-    // The sum is exact, so the order in which the parts are merged changes nothing.
+    // The sum is exact, so the order of the merges does not matter.
     let total = Mutex::new(ExactSum::default());
     let part = if is_parallel(elements) { NORM_BLOCK * NORM_BLOCKS_PER_TASK } else { elements.max(1) };
     queue.pool.run(elements.div_ceil(part), |task| {
@@ -42,7 +42,8 @@ pub(in crate::cpu) fn sum_of_squares(queue: &CpuQueue, x: View<'_>) -> ExactSum 
     total.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Each square is exact in f64. The order of the additions is part of the result's definition.
+/// Sums the squares of a block. Each square is exact in f64, and the order of the additions is part of the
+/// definition.
 #[inline(always)]
 fn squares_of_block(block: &[f32]) -> f64 {
     const LANES: usize = 16;
@@ -89,7 +90,7 @@ mod tests {
             x[1999] = bad;
             assert!(queue.sum_of_squares(floats(DType::F32, [2000], &x).view()).wait().value().is_nan());
         }
-        // Squares that no f32 can hold are no reason for NaN.
+        // Squares beyond the range of f32 must not give NaN.
         let large = queue.sum_of_squares(floats(DType::F32, [2], &[3e38, 3e38]).view()).wait().value();
         assert!((large / 1.8e77 - 1.0).abs() < 1e-6, "{large}");
     }

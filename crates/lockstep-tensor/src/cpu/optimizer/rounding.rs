@@ -1,6 +1,6 @@
-//! Rounding f32 to bf16: to the nearest number, or up or down at random so that the mean is right.
+//! Rounding of f32 to bf16: to nearest, or stochastically, up or down at random with the exact expected value.
 //!
-//! The random bits are a function of (key, step, element), so no number depends on how the work is split.
+//! The random bits are a function of (key, step, element), so the result does not depend on how the work is split.
 
 use half::bf16;
 use lockstep_plan::random::{Philox, mix};
@@ -11,17 +11,17 @@ use super::super::{
 };
 use crate::Rounding;
 
-/// Random halves of words in one block of the generator.
+/// Number of random 16-bit halves in one block of the generator.
 const HALVES: usize = 8;
 
-/// How one operand of a step is rounded.
+/// The rounding of one operand of a step.
 pub(super) enum Rounder {
     Nearest,
     Stochastic { philox: Philox, step: u64, first_element: u64 },
 }
 
 impl Rounder {
-    /// The rounding of operand `number`, which has random bits of its own.
+    /// Creates the rounding of operand `number`, which has random bits of its own.
     pub(super) fn new(rounding: Rounding, number: usize) -> Self {
         match rounding {
             Rounding::Nearest => Self::Nearest,
@@ -35,7 +35,7 @@ impl Rounder {
         }
     }
 
-    /// Rounds up to a block of elements that starts at element `start` of the operand.
+    /// Rounds up to one block of elements, from element `start` of the operand on.
     #[inline(always)]
     pub(super) fn round(&self, isa: Isa, start: usize, values: &[f32], out: &mut [bf16]) {
         match self {
@@ -50,7 +50,7 @@ impl Rounder {
     }
 }
 
-/// 16 random bits for each element of a block.
+/// Returns 16 random bits for each element of a block.
 #[inline(always)]
 fn random_bits(philox: Philox, step: u64, first: u64) -> [u32; BLOCK] {
     const COUNT: usize = BLOCK / HALVES;
@@ -72,13 +72,13 @@ fn random_bits(philox: Philox, step: u64, first: u64) -> [u32; BLOCK] {
     bits
 }
 
-/// `x` rounded up (away from zero) if its lower half and `bits`, 16 random ones, carry: with the probability with
-/// which the mean of the result is `x`. A number that bf16 has, an infinity and a NaN stay what they are.
+/// Rounds `x` up (away from zero) if its lower half plus `bits`, 16 random ones, carries, else down. The expected
+/// value of the result is `x`. Numbers that bf16 represents, infinities and NaN stay unchanged.
 #[inline(always)]
 fn round_by(x: f32, bits: u32) -> bf16 {
     let word = x.to_bits();
     let rounded = word.wrapping_add(bits) >> 16;
-    // The lower half of a NaN or an infinity must neither carry nor be all that is left of it.
+    // The lower half of a NaN or an infinity must not carry, and a NaN must keep a nonzero fraction.
     let special = word >> 16 | if word & 0x007f_ffff == 0 { 0 } else { 0x40 };
     let is_special = word & 0x7f80_0000 == 0x7f80_0000;
     bf16::from_bits((if is_special { special } else { rounded }) as u16)

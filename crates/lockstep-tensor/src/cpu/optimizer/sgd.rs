@@ -1,4 +1,4 @@
-//! Gradient descent with momentum, as PyTorch's `SGD`.
+//! SGD with momentum, as PyTorch's `SGD`.
 
 use super::{CpuQueue, Operands, update};
 use crate::Sgd;
@@ -13,7 +13,7 @@ pub(in crate::cpu) fn sgd(queue: &CpuQueue, step: &Sgd<'_>) {
     let rates = SgdRates {
         gradient_scale: step.gradient_scale,
         weight_decay: step.weight_decay,
-        // The first step sets the buffer, whatever it held.
+        // The first step overwrites the momentum buffer.
         momentum: (step.step > 1).then_some(step.momentum),
         learning_rate: step.learning_rate,
     };
@@ -37,7 +37,7 @@ pub(in crate::cpu) fn sgd(queue: &CpuQueue, step: &Sgd<'_>) {
     }
 }
 
-/// The scalars of one SGD step; no momentum in the first.
+/// The scalars of one SGD step; `momentum` is `None` in the first.
 #[derive(Clone, Copy)]
 struct SgdRates {
     gradient_scale: f32,
@@ -107,7 +107,7 @@ mod tests {
             let gradients: Vec<Vec<f64>> = (1..=STEPS).map(|step| gradient(step, len)).collect();
             let run = |queue: &CpuQueue| {
                 let parameter = floats(DType::F32, [len], &weights);
-                // What an unset buffer holds must not matter.
+                // The contents of the buffer before the first step must not matter.
                 let buffer = floats(DType::F32, [len], &vec![f64::NAN; len]);
                 let copy = floats(DType::BF16, [len], &vec![0.0; len]);
                 for step in 1..=STEPS {

@@ -1,8 +1,8 @@
 //! The router of a mixture of experts: scores, the choice of experts, their weights, and the gradient of the logits.
 //!
 //! With scores `s` (a softmax, or sigmoids), chosen experts `K` and `N = Σ_{j∈K} s_j`, weights are `c s_i`, or
-//! `c s_i / N`. The gradient goes through the weights of the chosen experts and through what auxiliary losses ask of
-//! all: those by probabilities `p = s / Σ s`, and by the squared log-sum-exp.
+//! `c s_i / N`. The gradient flows through the weights of the chosen experts and through the auxiliary losses: those
+//! of the probabilities `p = s / Σ s`, and that of the squared log-sum-exp (z-loss).
 
 #[cfg(test)]
 mod tests;
@@ -19,12 +19,12 @@ use super::{
 };
 use crate::{ExpertGroups, Routed, Router, RouterGradients, RouterScores, RouterWeights, TokenPlaces, View};
 
-/// The most experts of a router: a row of them is kept on the stack.
-const MAX_EXPERTS: usize = 1024;
-/// Added to sums of scores that are divided by, which may all have vanished.
+/// Largest number of experts of a router, one row of which is on the stack.
+pub(super) const MAX_EXPERTS: usize = 1024;
+/// Added to sums of scores that are divisors, all of which may have vanished.
 const TINY: f32 = 1e-20;
 
-/// A [`Router`] for so many experts.
+/// A [`Router`] for a given number of experts.
 struct Choice<'a> {
     experts: usize,
     groups: Option<ExpertGroups>,
@@ -57,23 +57,23 @@ impl<'a> Choice<'a> {
             expect("selection bias of a router", bias, DType::F32, experts);
         }
         let &Router { groups, weights, scale, .. } = router;
-        // SAFETY: kernels write nothing but their outputs.
+        // SAFETY: kernels write only their outputs.
         let bias = router.selection_bias.map(|bias| unsafe { bias.slice() });
         Self { experts, groups, bias, weights, scale }
     }
 
-    /// What experts are chosen by.
+    /// Returns the value that experts are chosen by: the score plus the selection bias.
     fn value(&self, scores: &[f32], expert: usize) -> f32 {
         scores[expert] + self.bias.map_or(0.0, |bias| bias[expert])
     }
 
-    /// The experts of a group.
+    /// Returns the experts of a group.
     fn members(&self, groups: ExpertGroups, group: usize) -> Range<usize> {
         let size = self.experts / groups.count;
         group * size..(group + 1) * size
     }
 
-    /// What groups are chosen by: the sum of their best two experts.
+    /// Returns the value that groups are chosen by: the sum of their best two experts.
     fn group_value(&self, groups: ExpertGroups, scores: &[f32], group: usize) -> f32 {
         let mut best = [0; 2];
         let best = &mut best[..(self.experts / groups.count).min(2)];
@@ -82,8 +82,8 @@ impl<'a> Choice<'a> {
         best.iter().map(|expert| value(*expert as usize)).sum()
     }
 
-    /// The experts that a token may not use, for they are in other groups than those it keeps, and how far the choice of groups is
-    /// from another one.
+    /// Returns the experts that a token may not choose because their groups are not selected, and the margin of that
+    /// selection.
     fn closed_groups(&self, scores: &[f32]) -> (Marks, f32) {
         let mut excluded = Marks::default();
         let Some(groups) = self.groups else { return (excluded, f32::INFINITY) };
@@ -108,7 +108,8 @@ impl<'a> Choice<'a> {
         choose_largest(open, |expert| self.value(scores, expert), chosen);
     }
 
-    /// How far a choice of `top_k` experts is from another one: see [`Kernels::router_margin`](crate::Kernels::router_margin).
+    /// Returns the margin of a choice of `top_k` experts: see
+    /// [`Kernels::router_margin`](crate::Kernels::router_margin).
     fn margin(&self, scores: &[f32], top_k: usize) -> f32 {
         let (excluded, of_groups) = self.closed_groups(scores);
         let open = (0..self.experts).filter(|expert| !excluded.has(*expert));
@@ -122,7 +123,7 @@ impl<'a> Choice<'a> {
         of_groups.min(of_experts)
     }
 
-    /// The sum that scores are divided by; `None` if they are not.
+    /// Returns the divisor of the scores; `None` if they are not normalized.
     fn divisor(&self, scores: &[f32], chosen: &[u32]) -> Option<f32> {
         match self.weights {
             RouterWeights::Scores => None,
@@ -133,7 +134,7 @@ impl<'a> Choice<'a> {
     }
 }
 
-/// A set of experts, or of their groups.
+/// A bit set of experts or groups.
 #[derive(Default, Clone, Copy)]
 struct Marks([u64; MAX_EXPERTS / 64]);
 
@@ -147,8 +148,8 @@ impl Marks {
     }
 }
 
-/// Fills `chosen` with the candidates of the largest values, largest first, of equal ones the first first; NaN counts as less than any
-/// number. There must be as many candidates.
+/// Fills `chosen` with the candidates of the largest values, largest first; the earlier one wins a tie, and NaN
+/// counts as less than any number. There must be at least as many candidates.
 #[inline(always)]
 fn choose_largest(candidates: impl Iterator<Item = usize>, value: impl Fn(usize) -> f32, chosen: &mut [u32]) {
     let known = |expert: u32| value(expert as usize);
@@ -161,7 +162,7 @@ fn choose_largest(candidates: impl Iterator<Item = usize>, value: impl Fn(usize)
         } else if !is_less(chosen[len - 1]) {
             continue;
         }
-        // The last one goes, or there is none yet: those that are less move up.
+        // The last one is dropped, or the list is not full yet; smaller ones move back by one.
         let mut place = len - 1;
         while place > 0 && is_less(chosen[place - 1]) {
             chosen[place] = chosen[place - 1];
@@ -190,7 +191,7 @@ pub(super) fn forward(queue: &CpuQueue, router: &Router<'_>, logits: View<'_>, r
         queue.for_each_range(tokens, grain, #[inline(always)] |tokens, isa| {
             for token in tokens {
                 let (row, slots) = (token * experts..(token + 1) * experts, token * top_k..(token + 1) * top_k);
-                // SAFETY: the logits are only read; what is a token's belongs to one task.
+                // SAFETY: the logits are only read; a token's outputs belong to one task.
                 let (logits, scores, log_sum_exp, chosen, weights) = unsafe {
                     (
                         logits.read(row.clone()),
@@ -212,7 +213,7 @@ pub(super) fn forward(queue: &CpuQueue, router: &Router<'_>, logits: View<'_>, r
     });
 }
 
-/// The smallest of all tokens; see [`Kernels::router_margin`](crate::Kernels::router_margin).
+/// Returns the smallest margin of all tokens; see [`Kernels::router_margin`](crate::Kernels::router_margin).
 pub(super) fn margin(router: &Router<'_>, scores: View<'_>) -> f32 {
     let (tokens, experts) = scores.shape().as_matrix();
     expect("router_margin: scores", scores, DType::F32, tokens * experts);
@@ -222,7 +223,7 @@ pub(super) fn margin(router: &Router<'_>, scores: View<'_>) -> f32 {
     margins.fold(f32::INFINITY, f32::min)
 }
 
-/// Scores of a row of logits, and their log-sum-exp.
+/// Writes the scores of a row of logits, and returns their log-sum-exp.
 #[inline(always)]
 fn score<T: Float>(isa: Isa, kind: RouterScores, logits: &[T], scores: &mut [f32]) -> f32 {
     let (largest, total) = sum_of_exp(isa, logits);
@@ -271,7 +272,7 @@ pub(super) fn backward(
         check_sequences("router_top_k_backward", probabilities, places, tokens, experts);
     }
     router.selection_bias.into_iter().for_each(|bias| check_disjoint(&[dlogits], &[bias]));
-    // SAFETY: as just checked; kernels write nothing but their outputs.
+    // SAFETY: as just checked; kernels write only their outputs.
     let (choice, chosen, log_sum_exp) =
         unsafe { (Choice::new(router, experts), chosen.slice::<u32>(), log_sum_exp.slice::<f32>()) };
     if let Some((slot, expert)) = chosen.iter().enumerate().find(|(_, expert)| **expert as usize >= experts) {
@@ -302,7 +303,7 @@ pub(super) fn backward(
                 let [mean] = sum([scores, &*dscores], #[inline(always)] |[s, ds]| [s * ds]);
                 let statistic = log_sum_exp[token];
                 let squared = 2.0 * gradients.squared_log_sum_exp * statistic;
-                // Where nothing is asked of it, an infinite sum must spoil nothing.
+                // Without a z-loss, an infinite log-sum-exp must not turn the gradient into NaN.
                 let squared = if gradients.squared_log_sum_exp == 0.0 { 0.0 } else { squared };
                 for (i, dscore) in dscores.iter_mut().enumerate() {
                     let s = scores[i];
@@ -323,7 +324,7 @@ pub(super) fn backward(
     });
 }
 
-/// Adds the gradient by the weights to that of the scores.
+/// Adds the gradient through the weights to the gradient of the scores.
 #[inline(always)]
 fn by_weights(choice: &Choice<'_>, scores: &[f32], chosen: &[u32], dweights: &[f32], dscores: &mut [f32]) {
     let scale = choice.scale;
@@ -340,7 +341,7 @@ fn by_weights(choice: &Choice<'_>, scores: &[f32], chosen: &[u32], dweights: &[f
     }
 }
 
-/// Adds the gradient by the probabilities to that of the scores.
+/// Adds the gradient through the probabilities to the gradient of the scores.
 #[inline(always)]
 fn by_probabilities(kind: RouterScores, scores: &[f32], gradient: &[f32], dscores: &mut [f32]) {
     match kind {
@@ -374,7 +375,7 @@ pub(super) fn load(
     check_sequences("router_load", counts, places, tokens, experts);
     check_disjoint(&[counts, probabilities], &[routed.scores, routed.experts]);
     let [scores, counts, sums] = [routed.scores, counts, probabilities].map(Operand::<f32>::new);
-    // SAFETY: as just checked; kernels write nothing but their outputs.
+    // SAFETY: as just checked; kernels write only their outputs.
     let chosen = unsafe { routed.experts.slice::<u32>() };
     let sequences_per_task = if is_parallel(tokens * experts) { 1 } else { sequences.max(1) };
     queue.for_each_range(
@@ -384,7 +385,7 @@ pub(super) fn load(
         |range, _| {
             for sequence in range {
                 let row = sequence * experts..(sequence + 1) * experts;
-                // SAFETY: what is a sequence's belongs to one task.
+                // SAFETY: a sequence's outputs belong to one task.
                 let (counts, sums) = unsafe { (counts.write(row.clone()), sums.write(row)) };
                 counts.fill(0.0);
                 sums.fill(0.0);
@@ -411,7 +412,7 @@ pub(super) fn load(
     );
 }
 
-/// Panics unless there is a row for each sequence of the tokens.
+/// Panics unless `rows` has a row for each sequence of the tokens.
 fn check_sequences(kernel: &str, rows: View<'_>, places: TokenPlaces, tokens: usize, experts: usize) {
     let (sequences, columns) = rows.shape().as_matrix();
     assert!(

@@ -1,4 +1,4 @@
-//! Routers against the definition: whom they choose, with which weights, and the gradient of the logits.
+//! Routers against the definition: chosen experts, weights, and the gradient of the logits.
 
 use super::*;
 use crate::cpu::{
@@ -62,7 +62,7 @@ impl Case {
         self.bias.as_ref().map(|bias| floats(DType::F32, [bias.len()], bias))
     }
 
-    /// Weights and probabilities by the definition, given the choice.
+    /// Returns weights and probabilities by the definition, given the choice.
     fn reference(&self, logits: &[f64], chosen: &[u32]) -> reference::Routing {
         reference::route(
             logits,
@@ -75,7 +75,7 @@ impl Case {
     }
 }
 
-/// Tensors for what a router gives.
+/// Tensors for the outputs of a router.
 struct Results([Tensor; 4]);
 
 impl Results {
@@ -99,12 +99,12 @@ impl Results {
     }
 }
 
-/// The experts that a router of `scores + bias` must choose.
+/// Returns the experts that a router of `scores + bias` must choose.
 fn expected_choice(case: &Case, scores: &[f64]) -> Vec<u32> {
     let (_, experts) = case.shape;
     let by_value = |values: &[f64]| {
         let mut order: Vec<usize> = (0..values.len()).collect();
-        // Stable, so that of equal ones the first stays first.
+        // The sort is stable, so that the lower index wins a tie.
         order.sort_by(|a, b| values[*b].total_cmp(&values[*a]));
         order
     };
@@ -138,7 +138,7 @@ fn routers_choose_and_weigh_as_defined() {
             vec![values(scores.view()), values(log_sum_exp.view()), chosen, values(weights.view())]
         };
         on_every_queue(run, |results| {
-            // The kernel's own scores decide: they may be equal where those of f64 are not.
+            // Experts are compared by the kernel's own scores: these may tie where f64 scores do not.
             let chosen = expected_choice(case, &results[0]);
             assert_eq!(results[2], chosen.iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), "{case:?}");
             let expected = case.reference(&logits, &chosen);
@@ -163,7 +163,7 @@ fn of_equal_experts_the_first_are_chosen() {
     assert_eq!(choose(None, 3, [0.0, 2.0, 1.0, 2.0, 1.0, 0.0, 1.0, 0.0]), [1, 3, 2]);
     let groups = |kept| Some(ExpertGroups { count: 4, kept });
     assert_eq!(choose(groups(2), 3, [1.0; 8]), [0, 1, 2]);
-    // The best expert is in a group that is not kept.
+    // The best expert is in a group that is not selected.
     assert_eq!(choose(groups(1), 2, [2.5, -9.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]), [2, 3]);
 }
 
@@ -213,17 +213,17 @@ fn the_margin_is_the_least_by_which_a_token_prefers_its_last_expert_or_group() {
     let biased = Case { bias: Some(vec![0.0, 0.0, 0.0625, 0.0]), ..case };
     assert_eq!(margin(&biased, &[0.5, 0.25, 0.0, 0.125, 0.0, 0.25, 0.5, 1.0]), 0.125);
     assert_eq!(margin(&biased, &[0.5, 0.25, 0.125, 0.0, 0.0, 0.25, 0.5, 1.0]), 0.0625);
-    // Groups are nearer to each other than the experts of the one that is kept.
+    // The margin of the groups is smaller than that of the experts of the selected group.
     let grouped = Case { shape: (1, 4), top_k: 1, groups: Some(ExpertGroups { count: 2, kept: 1 }), ..case };
     assert_eq!(margin(&grouped, &[0.5, 0.25, 0.375, 0.3125]), 0.0625);
 }
 
-/// Three sequences, of which these are some of the rows.
+/// Some rows of three sequences.
 fn places(tokens: usize) -> TokenPlaces {
     TokenPlaces { first_row: 1, ..TokenPlaces::whole((tokens + 1).div_ceil(3)) }
 }
 
-/// The loss that the gradients below are those of, with the choice held fixed.
+/// The loss whose gradients are tested below, with a fixed choice.
 fn loss(case: &Case, logits: &[f64], chosen: &[u32], [dweights, dprobabilities]: [&[f64]; 2], z: f64) -> f64 {
     let (tokens, experts) = case.shape;
     let routing = case.reference(logits, chosen);

@@ -1,0 +1,335 @@
+//! The keys whose value is one of a list of words: an enum for each, and its conversions to other crates' types.
+//!
+//! A planned word stands under `later` and is refused by name.
+
+use std::{fs, io};
+
+use lockstep_plan::gathering::ReshardAfterForward;
+use lockstep_plan::schedule::Kind;
+use lockstep_plan::{ContextMethod, Feedback, PassOrder, QuantizedType, Residence, TensorDimensions};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::value::{Misfit, Readable, ValueType, wrong_type};
+
+/// Declares an enum whose variants are the words a key takes, with the words that are planned.
+macro_rules! choices {
+    ($(
+        $(#[doc = $doc:literal])+
+        $name:ident { $( $(#[doc = $variant_doc:literal])+ $variant:ident = $word:literal, )+ }
+        later [$($later:literal),*]
+    )+) => { $(
+        $(#[doc = $doc])+
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+        pub enum $name { $( $(#[doc = $variant_doc])+ #[serde(rename = $word)] $variant, )+ }
+
+        impl $name {
+            /// Returns the word of this variant in RUN.toml.
+            pub const fn word(self) -> &'static str {
+                match self { $( Self::$variant => $word, )+ }
+            }
+        }
+
+        impl Readable for $name {
+            const TYPE: ValueType = ValueType::Choice { allowed: &[$($word),+], later: &[$($later),*] };
+
+            fn read(value: &Value) -> Result<Self, Misfit> {
+                match value.as_str() {
+                    $( Some($word) => Ok(Self::$variant), )+
+                    Some(word) if [$($later),*].contains(&word) => Err(Misfit {
+                        what: format!("\"{word}\" is not supported yet"),
+                        allowed: Self::TYPE.to_string(),
+                    }),
+                    _ => Err(wrong_type::<Self>(value)),
+                }
+            }
+        }
+    )+ };
+}
+
+choices! {
+    /// Format of the training files.
+    DataFormat {
+        /// By file name: `.jsonl` and `.ndjson` are JSON lines, a `.bin` is `indexed` if its `.idx` lies beside it and
+        /// `tokens` otherwise, everything else is text.
+        Auto = "auto",
+        /// Plain text in UTF-8.
+        Text = "text",
+        /// One JSON object a line.
+        JsonLines = "jsonl",
+        /// A Parquet table with a column of text.
+        Parquet = "parquet",
+        /// Megatron's indexed data sets: a `.bin` with its `.idx`.
+        Indexed = "indexed",
+        /// Files of token ids and nothing else.
+        Tokens = "tokens",
+    } later []
+
+    /// Type of the ids in raw token files.
+    TokenType {
+        /// Two bytes, unsigned.
+        U16 = "u16",
+        /// Four bytes, unsigned.
+        U32 = "u32",
+    } later []
+
+    /// Packing of documents into sequences.
+    DataPacking {
+        /// One document after another, cut anywhere; a token attends to all tokens before it, across documents.
+        Stream = "stream",
+        /// As `stream`, but a token attends to its own document only.
+        Documents = "documents",
+        /// As `documents`, and a document is cut only if it is longer than a sequence.
+        WholeDocuments = "whole_documents",
+    } later []
+
+    /// Order in which samples are drawn.
+    DataOrder {
+        /// A new permutation each epoch, a function of the seed.
+        Shuffle = "shuffle",
+        /// Consecutive windows of the corpus.
+        Sequential = "sequential",
+    } later []
+
+    /// Type of activations and of the weights that kernels read.
+    Precision {
+        /// 32-bit floats throughout.
+        F32 = "f32",
+        /// bfloat16 with f32 master weights and f32 gradients.
+        BF16 = "bf16",
+        /// Half precision with f32 master weights, f32 gradients and a scaled loss.
+        F16 = "f16",
+    } later []
+
+    /// Method of f32 matrix products on a CPU with AMX.
+    F32Products {
+        /// By bf16 tiles: each operand in three parts, six products summed in f32; at least as exact as FMA.
+        Split = "split",
+        /// By vector FMA, as on every other CPU.
+        Fma = "fma",
+    } later []
+
+    /// Optimizer of the run.
+    OptimizerKind {
+        /// Adam with decoupled weight decay.
+        AdamW = "adamw",
+        /// Gradient descent with momentum.
+        Sgd = "sgd",
+        /// The sign of an average of gradients.
+        Lion = "lion",
+        /// Muon for the matrices of the blocks, AdamW for the other parameters.
+        Muon = "muon",
+    } later ["onebit_adam"]
+
+    /// Scaling of Muon's step size by the shape of a matrix.
+    MuonScale {
+        /// Updates as large as AdamW's.
+        MatchAdamW = "match_adamw",
+        /// Updates as in Keller Jordan's original.
+        Original = "original",
+    } later []
+
+    /// Type of moments and momentum.
+    StatePrecision {
+        /// 32-bit floats, f32.
+        F32 = "f32",
+        /// bfloat16, which halves their memory.
+        BF16 = "bf16",
+    } later []
+
+    /// Rounding of weights and optimizer state in bf16.
+    Rounding {
+        /// To the nearest number.
+        Nearest = "nearest",
+        /// Up or down at random, so that small changes add up.
+        Stochastic = "stochastic",
+    } later []
+
+    /// Decay of the learning rate after the warm-up.
+    ScheduleKind {
+        /// Constant at the peak.
+        Constant = "constant",
+        /// Linear decay after the warm-up.
+        Linear = "linear",
+        /// Decay along half a cosine.
+        Cosine = "cosine",
+        /// Warm-up, a long stable phase, then decay with 1 - sqrt.
+        WarmupStableDecay = "wsd",
+    } later []
+
+    /// Scaling of the learning rate with the global batch.
+    LearningRateScaling {
+        /// The rate is independent of the batch.
+        None = "none",
+        /// Proportional to the batch (Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1).
+        Linear = "linear",
+        /// By the square root of the batch (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
+        Sqrt = "sqrt",
+    } later []
+
+    /// Scaling of an adapter's output.
+    Scaling {
+        /// `alpha / rank`.
+        Standard = "standard",
+        /// `alpha / sqrt(rank)`.
+        RankStabilized = "rank_stabilized",
+    } later []
+
+    /// Method of reading and writing files of offloaded state.
+    OffloadIo {
+        /// By io_uring where the system has it, else by threads.
+        Auto = "auto",
+        /// By io_uring alone.
+        IoUring = "io_uring",
+        /// By threads with blocking calls.
+        Threads = "threads",
+    } later []
+
+    /// Transport between ranks.
+    Transport {
+        /// Shared memory on one machine; TCP between machines and where another launcher has started the ranks.
+        Auto = "auto",
+        /// Shared memory, on one machine.
+        Shared = "shared",
+        /// TCP between all ranks.
+        Tcp = "tcp",
+        /// MPI, in a program that was built with the feature `mpi` and started by `mpirun`. Its all-reduce may give other bits.
+        Mpi = "mpi",
+    } later ["nccl"]
+
+    /// Algorithm of gradient all-reduces over a network.
+    AllReduce {
+        /// In the order of a fixed tree, as in shared memory: the same bits on every transport.
+        Tree = "tree",
+        /// Around a ring.
+        Ring = "ring",
+        /// By recursive doubling.
+        RecursiveDoubling = "recursive_doubling",
+        /// By recursive halving and doubling.
+        Rabenseifner = "rabenseifner",
+    } later []
+}
+
+impl From<OffloadIo> for lockstep_tensor::DiskMethod {
+    fn from(io: OffloadIo) -> Self {
+        match io {
+            OffloadIo::Auto => Self::Auto,
+            OffloadIo::IoUring => Self::IoUring,
+            OffloadIo::Threads => Self::Threads,
+        }
+    }
+}
+
+impl From<Transport> for lockstep_comm::Way {
+    fn from(transport: Transport) -> Self {
+        match transport {
+            Transport::Auto => Self::Auto,
+            Transport::Shared => Self::SharedMemory,
+            Transport::Tcp => Self::Tcp,
+            Transport::Mpi => Self::Mpi,
+        }
+    }
+}
+
+impl From<AllReduce> for lockstep_comm::Algorithm {
+    fn from(all_reduce: AllReduce) -> Self {
+        match all_reduce {
+            AllReduce::Tree => Self::Tree,
+            AllReduce::Ring => Self::Ring,
+            AllReduce::RecursiveDoubling => Self::RecursiveDoubling,
+            AllReduce::Rabenseifner => Self::Rabenseifner,
+        }
+    }
+}
+
+/// Implements [`Readable`] for types of plans, whose form in plan files is the word that a key takes.
+macro_rules! words_of_plans {
+    ($($Type:ty: $($word:literal),+;)+) => { $(
+        impl Readable for $Type {
+            const TYPE: ValueType = ValueType::Choice { allowed: &[$($word),+], later: &[] };
+
+            fn read(value: &Value) -> Result<Self, Misfit> {
+                let is_word = value.as_str().is_some_and(|word| [$($word),+].contains(&word));
+                let read = Self::deserialize(value).ok().filter(|_| is_word);
+                read.ok_or_else(|| wrong_type::<Self>(value))
+            }
+        }
+    )+ };
+}
+
+words_of_plans! {
+    ContextMethod: "ring", "all_gather", "all_to_all";
+    ReshardAfterForward: "always", "auto", "never";
+    Residence: "none", "cpu", "disk";
+    TensorDimensions: "1d", "2d";
+}
+
+/// Returns the word of a plan's choice.
+pub fn word_of<T: Serialize>(choice: &T) -> String {
+    serde_json::to_value(choice).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
+}
+
+/// `None` is the word `none`: not quantized.
+impl Readable for Option<QuantizedType> {
+    const TYPE: ValueType = ValueType::Choice { allowed: &["none", "int8", "int4"], later: &[] };
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        match value.as_str() {
+            Some("none") => Ok(None),
+            Some("int8") => Ok(Some(QuantizedType::Int8)),
+            Some("int4") => Ok(Some(QuantizedType::Int4)),
+            _ => Err(wrong_type::<Self>(value)),
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        self.map_or("none", QuantizedType::name).into()
+    }
+}
+
+/// Error feedback as a flag: true keeps the residuals.
+impl Readable for Feedback {
+    const TYPE: ValueType = ValueType::Flag;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        let is_kept = value.as_bool().ok_or_else(|| wrong_type::<Self>(value))?;
+        Ok(if is_kept { Self::Kept } else { Self::Dropped })
+    }
+
+    fn to_value(&self) -> Value {
+        (*self == Self::Kept).into()
+    }
+}
+
+/// A pipeline schedule: the name of a published one, a CSV file, or its rows with a line break after each.
+impl Readable for PassOrder {
+    const TYPE: ValueType = ValueType::Text;
+
+    fn read(value: &Value) -> Result<Self, Misfit> {
+        let name = value.as_str().ok_or_else(|| wrong_type::<Self>(value))?;
+        named_passes(name).map_err(|error| Misfit {
+            what: format!("\"{name}\" is no schedule, and as a file it cannot be read: {error}"),
+            allowed: format!("{}, or a CSV file", Kind::ALL.map(Kind::name).join(", ")),
+        })
+    }
+
+    fn to_value(&self) -> Value {
+        match self {
+            Self::Published(kind) => kind.name().into(),
+            Self::Rows(rows) => rows.iter().map(|row| format!("{row}\n")).collect::<String>().into(),
+        }
+    }
+}
+
+/// Returns the order of passes that `name` stands for: a published schedule, the CSV file of this name, or if it has line breaks,
+/// its own rows.
+///
+/// # Errors
+/// If the file cannot be read.
+pub fn named_passes(name: &str) -> io::Result<PassOrder> {
+    if let Some(kind) = Kind::from_name(name) {
+        return Ok(PassOrder::Published(kind));
+    }
+    let rows = |text: &str| PassOrder::Rows(text.lines().map(str::to_owned).collect());
+    if name.contains('\n') { Ok(rows(name)) } else { fs::read_to_string(name).map(|text| rows(&text)) }
+}

@@ -1,0 +1,14 @@
+//! The checkpoint that a run goes on from.
+
+use std::path::PathBuf;
+
+/// Starting point of a run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Resume {
+    /// The newest intact checkpoint in `checkpoint.dir`; step 0 if there is none.
+    Auto,
+    /// Step 0, whatever checkpoints exist.
+    Never,
+    /// The checkpoint at this path.
+    From(PathBuf),
+}

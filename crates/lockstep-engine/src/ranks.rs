@@ -1,0 +1,355 @@
+//! The ranks of a run as one of them sees them: its process groups, its place in the mesh, and the control-plane collectives.
+//! These agree on whether to go on, token counts, the loss and equal weights. With one rank every operation is local.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lockstep_comm::{
+    Call, Collective, CommError, Deadline, Group, Recorded, ReduceOp, Source, Target, now_us,
+};
+use lockstep_plan::{Among, Axis, ExpertAxis, MemoryCategory, Mesh, ZeroStage};
+use lockstep_tensor::{Arena, Device};
+
+use crate::{Engine, EngineError, Groups};
+
+/// Bytes of a digest of the weights (BLAKE3).
+const DIGEST_BYTES: usize = 32;
+
+/// The process groups of a run as seen by one rank. The run has data-parallel replicas, and each replica may span several ranks.
+#[derive(Debug, Clone)]
+pub struct Ranks {
+    groups: Groups,
+    /// Device that this rank computes on; `None` for the CPU.
+    device: Option<Arc<dyn Device>>,
+}
+
+/// Time limit of a wait for other ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Patience {
+    /// The run's `parallel.timeout_s`.
+    Limited,
+    /// No limit, because other ranks may be waiting for a disk. A rank that has died is detected without a timeout.
+    Unlimited,
+}
+
+/// A collective or point-to-point operation with its times, as recorded by one rank.
+#[derive(Debug, Clone, Copy)]
+pub struct Called {
+    /// The operation.
+    pub call: Call,
+    /// Its number in its group.
+    pub sequence: u32,
+    /// When this rank called it.
+    pub start: Duration,
+    /// Time at which all ranks had arrived.
+    pub met: Duration,
+    /// When it was done.
+    pub end: Duration,
+}
+
+impl Ranks {
+    /// Returns a group of one rank.
+    pub fn alone() -> Self {
+        Self { groups: Groups::alone(), device: None }
+    }
+
+    /// The ranks of `groups`.
+    pub fn new(groups: Groups) -> Self {
+        Self { groups, device: None }
+    }
+
+    /// Returns the group with `device` as the device on which this rank computes.
+    #[must_use]
+    pub fn on(self, device: Arc<dyn Device>) -> Self {
+        Self { device: Some(device), ..self }
+    }
+
+    /// The group of all ranks; `None` for one rank.
+    pub fn group(&self) -> Option<&Group> {
+        self.groups.world()
+    }
+
+    /// Process groups of the mesh.
+    pub fn groups(&self) -> &Groups {
+        &self.groups
+    }
+
+    /// Returns the mesh of the ranks.
+    pub fn mesh(&self) -> Mesh {
+        self.groups.plan().map_or_else(Mesh::default, |plan| *plan.mesh())
+    }
+
+    /// Index of the data-parallel replica to which this rank belongs.
+    pub fn replica(&self) -> usize {
+        self.replica_of(self.rank())
+    }
+
+    /// Number of data-parallel replicas.
+    pub fn replicas(&self) -> usize {
+        self.mesh().batch_parts()
+    }
+
+    fn replica_of(&self, rank: usize) -> usize {
+        let view = self.mesh().ranks();
+        Axis::BATCH.iter().fold(0, |index, axis| index * view.degree(*axis) + view.coordinate(rank, *axis))
+    }
+
+    /// Returns true if each copy of the model is held by several ranks.
+    pub fn share_models(&self) -> bool {
+        let copies: usize =
+            self.axes_of_copies().iter().map(|axis| self.mesh().ranks().degree(*axis)).product();
+        copies != self.size()
+    }
+
+    fn axes_of_copies(&self) -> &'static [Axis] {
+        self.mesh().axes_of_copies(self.groups.zero_stage())
+    }
+
+    /// Returns true if this rank holds the first copy of the model, or a part of that copy. The other copies are equal to it.
+    pub fn is_of_first_copy(&self) -> bool {
+        self.is_first_along(self.axes_of_copies(), self.rank())
+    }
+
+    /// Returns true if the coordinate of `rank` along each of `axes` is 0.
+    fn is_first_along(&self, axes: &[Axis], rank: usize) -> bool {
+        axes.iter().all(|axis| self.mesh().ranks().coordinate(rank, *axis) == 0)
+    }
+
+    /// Ends all ranks with exit code `code`, if the transport cannot end them otherwise (MPI).
+    pub fn abort(&self, code: u8) {
+        if let Some(group) = self.group() {
+            group.abort(code.into());
+        }
+    }
+
+    /// Rank of this process; 0 without a group.
+    pub fn rank(&self) -> usize {
+        self.group().map_or(0, Group::rank)
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> usize {
+        self.group().map_or(1, Group::size)
+    }
+
+    /// Returns true on rank 0, which writes files and messages.
+    pub fn is_first(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// Returns the arena of this rank. Its shared categories hold the gradients, the parameters of a sharded optimizer, and the
+    /// buffers of collectives within a replica, so that other ranks can reach them.
+    pub fn arena(&self) -> Arena {
+        if let Some(device) = &self.device {
+            return Arena::on(Arc::clone(device));
+        }
+        let mut shared = vec![MemoryCategory::Gradients];
+        if self.replicas() != self.size() {
+            let exchanged =
+                [MemoryCategory::Activations, MemoryCategory::Workspace, MemoryCategory::Communication];
+            shared.extend(exchanged);
+        }
+        if self.groups.zero_stage() > ZeroStage::Nothing {
+            shared.extend([MemoryCategory::Parameters, MemoryCategory::Communication]);
+        }
+        self.group().map_or_else(Arena::new, |group| group.arena(&shared))
+    }
+
+    /// Runs `work` on the first rank and then on the others, which find the files that the first has left.
+    pub fn first_then_others<T, E: From<CommError>>(
+        &self,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        if self.is_first() {
+            let done = work()?;
+            self.barrier()?;
+            Ok(done)
+        } else {
+            self.barrier()?;
+            work()
+        }
+    }
+
+    /// Waits until all ranks have arrived, at most `parallel.timeout_s`.
+    pub fn barrier(&self) -> Result<(), CommError> {
+        self.group().map_or(Ok(()), |group| group.barrier(self.deadline()))
+    }
+
+    /// Waits until all ranks have saved, without a time limit.
+    pub fn meet(&self) -> Result<(), CommError> {
+        self.group().map_or(Ok(()), |group| group.barrier(self.deadline_of(Patience::Unlimited)))
+    }
+
+    /// Returns true if `here` is true on any rank.
+    #[track_caller]
+    pub fn any(&self, here: bool) -> Result<bool, CommError> {
+        self.any_in_time(here, Patience::Limited)
+    }
+
+    /// As [`Ranks::any`], with the time limit `patience`.
+    #[track_caller]
+    pub fn any_in_time(&self, here: bool, patience: Patience) -> Result<bool, CommError> {
+        Ok(self.maximum(u8::from(here), patience)? != 0)
+    }
+
+    /// Returns the maximum of `own` over all ranks.
+    #[track_caller]
+    pub fn maximum(&self, own: u8, patience: Patience) -> Result<u8, CommError> {
+        let mut answer = [own];
+        if let Some(group) = self.group() {
+            group.all_reduce(&mut answer[..], ReduceOp::Max, self.deadline_of(patience))?;
+        }
+        Ok(answer[0])
+    }
+
+    /// Returns the sums of loss and tokens over all replicas, added in rank order.
+    #[track_caller]
+    pub fn sum(&self, loss: f64, tokens: u64) -> Result<(f64, u64), CommError> {
+        let Some(group) = self.group() else { return Ok((loss, tokens)) };
+        Ok(self.sum_of(&self.exchange(group, [loss.to_bits(), tokens])?))
+    }
+
+    /// Returns the sums of loss and tokens over the replicas. Tokens are counted once per replica, by its first rank. The loss is
+    /// known to the ranks of the last pipeline stage and zero on others.
+    pub fn sum_of<const N: usize>(&self, shares: &[[u64; N]]) -> (f64, u64) {
+        let counted = |axes: &'static [Axis]| {
+            let shares = shares.iter().enumerate();
+            shares.filter(move |(rank, _)| self.is_first_along(axes, *rank)).map(|(_, share)| share)
+        };
+        let loss = counted(&[Axis::Tensor]).map(|share| f64::from_bits(share[0])).sum();
+        (loss, counted(&[Axis::Pipeline, Axis::Context, Axis::Tensor]).map(|share| share[1]).sum())
+    }
+
+    /// Returns the sum of `own` over all ranks.
+    #[track_caller]
+    pub fn sum_of_all(&self, own: u64) -> Result<u64, CommError> {
+        Ok(self.all_numbers(own)?.into_iter().sum())
+    }
+
+    /// Returns the value of each rank, in rank order.
+    #[track_caller]
+    pub fn all_numbers(&self, own: u64) -> Result<Vec<u64>, CommError> {
+        let Some(group) = self.group() else { return Ok(vec![own]) };
+        Ok(self.exchange(group, [own])?.into_iter().map(|[number]| number).collect())
+    }
+
+    /// Returns the numbers of every rank, in the order of the ranks; on one rank its own.
+    ///
+    /// # Errors
+    /// If a rank is lost or does not answer in time.
+    #[track_caller]
+    pub fn numbers<const N: usize>(&self, own: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
+        self.group().map_or_else(|| Ok(vec![own]), |group| self.exchange(group, own))
+    }
+
+    /// All-gathers `N` values of each rank, in rank order.
+    #[track_caller]
+    fn exchange<const N: usize>(&self, group: &Group, own: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
+        let mut all = vec![0_i64; N * group.size()];
+        group.all_gather(&own.map(u64::cast_signed)[..], &mut all[..], self.deadline())?;
+        let (all, _) = all.as_chunks::<N>();
+        Ok(all.iter().map(|numbers| numbers.map(i64::cast_unsigned)).collect())
+    }
+
+    /// Gathers the bytes of every rank on the first rank, in rank order; returns nothing on the others.
+    #[track_caller]
+    pub fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        let Some(group) = self.group() else { return Ok(vec![bytes.to_vec()]) };
+        let lengths = self.all_numbers(bytes.len() as u64)?;
+        let counts: Vec<usize> = lengths.iter().map(|length| *length as usize).collect();
+        let mut all = vec![0_u8; if self.is_first() { counts.iter().sum() } else { 0 }];
+        let output = self.is_first().then(|| Target::from(&mut all[..]));
+        let (input, counts) = (Source::from(bytes), Some(counts));
+        group.run(&mut Collective::Gather { input, output, root: 0, counts }, self.deadline())?;
+        let mut rest = all.as_slice();
+        let part = |length: u64| rest.split_off(..length as usize).map(<[u8]>::to_vec);
+        Ok(lengths.into_iter().map_while(part).collect())
+    }
+
+    /// Returns the operations that this rank has posted since `begin` and completed; their times count from `begin`.
+    pub fn called_since(&self, begin: Instant) -> Vec<Called> {
+        let Some(group) = self.group() else { return Vec::new() };
+        let begin_us = now_us().saturating_sub(begin.elapsed().as_micros() as u64);
+        let since = |us: u64| Duration::from_micros(us.saturating_sub(begin_us));
+        let called = |recorded: Recorded| {
+            let Recorded { call, sequence, posted_us, met_us, done_us, .. } = recorded;
+            let end = since(done_us?);
+            (posted_us >= begin_us).then(|| Called {
+                call,
+                sequence,
+                start: since(posted_us),
+                met: met_us.map_or(end, since),
+                end,
+            })
+        };
+        group.recorded(group.rank()).into_iter().filter_map(called).collect()
+    }
+
+    /// Checks that all copies of the model are the same after `step` steps.
+    ///
+    /// # Errors
+    /// [`EngineError::WeightsDiffer`], which names the odd one.
+    pub fn check_weights(&self, engine: &mut Engine, step: u64) -> Result<(), EngineError> {
+        let Some(group) = self.group() else { return Ok(()) };
+        engine.settle_weights()?;
+        // With sharded parameters (ZeRO-3) only other replicas hold what this rank holds.
+        let (axes, of_experts) = match self.groups.zero_stage() {
+            ZeroStage::Parameters => (&Axis::TOKENS[..1], &[ExpertAxis::Replicate][..]),
+            _ => (&Axis::TOKENS[..], &[ExpertAxis::Replicate, ExpertAxis::ExpertShard][..]),
+        };
+        let experts = self.mesh().experts().groups(of_experts);
+        for (is_of_experts, groups) in [(false, self.mesh().ranks().groups(axes)), (true, experts)] {
+            let mut hasher = blake3::Hasher::new();
+            for tensor in engine.copied_weights() {
+                if (tensor.record.share.among == Among::Experts) == is_of_experts {
+                    hasher.update(tensor.in_memory().unwrap_or_default());
+                }
+            }
+            let mut digests = vec![0_u8; DIGEST_BYTES * group.size()];
+            group.all_gather(&hasher.finalize().as_bytes()[..], &mut digests[..], self.deadline())?;
+            let (digests, _) = digests.as_chunks::<DIGEST_BYTES>();
+            for ranks in groups {
+                let digests: Vec<_> = ranks.iter().map(|rank| digests[*rank]).collect();
+                if let Some((rank, reference)) = odd_one(&digests) {
+                    let (rank, reference) = (ranks[rank], ranks[reference]);
+                    return Err(EngineError::WeightsDiffer { step, rank, reference });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn deadline(&self) -> Deadline {
+        self.deadline_of(Patience::Limited)
+    }
+
+    fn deadline_of(&self, patience: Patience) -> Deadline {
+        Deadline::after(match patience {
+            Patience::Limited => self.groups.limit().unwrap_or_default(),
+            Patience::Unlimited => Duration::MAX,
+        })
+    }
+}
+
+/// Returns the index of the first value that differs from the most frequent one, and the first index of that one.
+fn odd_one<T: PartialEq>(values: &[T]) -> Option<(usize, usize)> {
+    let votes = |value: &T| values.iter().filter(|other| *other == value).count();
+    let most = values.iter().map(votes).max()?;
+    let reference = values.iter().position(|value| votes(value) == most)?;
+    let odd = values.iter().position(|value| *value != values[reference])?;
+    Some((odd, reference))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_odd_one_is_the_one_that_most_differ_from() {
+        assert_eq!(odd_one(&[1, 1, 1]), None);
+        assert_eq!(odd_one(&[7]), None);
+        assert_eq!(odd_one(&[1, 2, 1]), Some((1, 0)));
+        assert_eq!(odd_one(&[3, 1, 1, 1]), Some((0, 1)));
+        assert_eq!(odd_one(&[1, 2]), Some((1, 0)));
+    }
+}

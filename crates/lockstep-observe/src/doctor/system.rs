@@ -1,0 +1,211 @@
+//! Checks of processor, memory, disks and process limits, from the text files of /proc and /sys.
+//!
+//! Each file has a parser that a test can call with a text. A value that the system does not provide yields no finding.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use lockstep_config::human;
+use lockstep_tensor::CpuLevel;
+use lockstep_tensor::host::{available_memory_bytes, online_cores, processor_name};
+
+use super::{Finding, Status, threads};
+
+const OTHER_DIRECTORY: &str = "choose another directory with --checkpoint-dir, and checkpoint.dir in the run";
+/// Free disk space below which a warning is given: too little for checkpoints.
+const SMALL_DISK_BYTES: u64 = 2 << 30;
+/// Memory below which a warning is given: too little to train a useful model.
+const SMALL_MEMORY_BYTES: u64 = 1 << 30;
+/// Limit on open files below which a warning is given: large runs need more for ranks, shards and sockets.
+const FEW_FILES: u64 = 1024;
+
+fn read(path: &str) -> Option<String> {
+    fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
+}
+
+pub(super) fn processor() -> Vec<Finding> {
+    let section = "processor";
+    let model = processor_name();
+    let mut findings = vec![
+        Finding::ok(section, "model", model),
+        Finding::ok(section, "instructions", CpuLevel::detect().to_string()),
+    ];
+    let online = online_cores();
+    let usable = threads();
+    let mut used = Finding::ok(section, "threads", format!("{usable} of {online} cores"));
+    let status = read("/proc/self/status").unwrap_or_default();
+    let affinity = field(&status, "Cpus_allowed_list").unwrap_or("all");
+    if usable < online {
+        used = used.with(
+            Status::Warning,
+            "the affinity or the control group of this process keeps it off the others",
+        );
+    }
+    findings.push(used);
+    findings.push(Finding::ok(section, "affinity", format!("cores {affinity}")));
+    if let Some(cores) = group_cores() {
+        findings.push(Finding::ok(section, "control group", format!("{cores:.1} cores")));
+    }
+    findings
+}
+
+pub(super) fn memory() -> Vec<Finding> {
+    let section = "memory";
+    let mut findings = Vec::new();
+    let info = read("/proc/meminfo").unwrap_or_default();
+    let kib = |name| field(&info, name).and_then(|value| value.split(' ').next()?.parse::<u64>().ok());
+    if let Some(total) = kib("MemTotal") {
+        findings.push(Finding::ok(
+            section,
+            "installed",
+            human::bytes(total.saturating_mul(1024)).to_string(),
+        ));
+    }
+    if let Some(available) = available_memory_bytes() {
+        let finding = Finding::ok(
+            section,
+            "available",
+            format!("{} (control group included)", human::bytes(available)),
+        );
+        findings.push(if available < SMALL_MEMORY_BYTES {
+            finding
+                .with(Status::Warning, "close other programs, or raise the memory limit of the control group")
+        } else {
+            finding
+        });
+    }
+    if let Some(text) = read("/sys/kernel/mm/transparent_hugepage/enabled") {
+        let chosen = chosen_word(&text).unwrap_or("unknown").to_owned();
+        let finding = Finding::ok(section, "huge pages", format!("transparent: {chosen}"));
+        findings.push(if chosen == "never" {
+            finding.with(
+                Status::Warning,
+                "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled makes large buffers faster",
+            )
+        } else {
+            finding
+        });
+    }
+    findings
+}
+
+pub(super) fn disks(checkpoint_dir: &Path) -> Vec<Finding> {
+    let section = "disk";
+    let mut findings = Vec::new();
+    let there = nearest_existing(checkpoint_dir);
+    let name = format!("checkpoints in {}", checkpoint_dir.display());
+    let free = rustix::fs::statvfs(&there).map(|disk| disk.f_bavail.saturating_mul(disk.f_frsize));
+    let is_writable = rustix::fs::access(&there, rustix::fs::Access::WRITE_OK).is_ok();
+    findings.push(match free {
+        _ if !there.is_dir() => Finding::ok(section, name, format!("{} is not a directory", there.display()))
+            .with(Status::Missing, OTHER_DIRECTORY),
+        _ if !is_writable => {
+            Finding::ok(section, name, "not writable").with(Status::Missing, OTHER_DIRECTORY)
+        }
+        Err(error) => Finding::ok(section, name, format!("unknown: {error}"))
+            .with(Status::Warning, "the file system does not say how much room it has"),
+        Ok(free) if free < SMALL_DISK_BYTES => {
+            Finding::ok(section, name, format!("{} free", human::bytes(free)))
+                .with(Status::Warning, "a checkpoint takes 12 bytes for each parameter; free some space")
+        }
+        Ok(free) => Finding::ok(section, name, format!("{} free", human::bytes(free))),
+    });
+    let shared = Path::new("/dev/shm");
+    let value = match rustix::fs::statvfs(shared) {
+        Ok(disk) if shared.is_dir() => {
+            format!("{} free", human::bytes(disk.f_bavail.saturating_mul(disk.f_frsize)))
+        }
+        _ => "not there".to_owned(),
+    };
+    findings.push(Finding::ok(section, "/dev/shm", format!("{value} (not used yet)")));
+    findings
+}
+
+pub(super) fn process_limits() -> Vec<Finding> {
+    let section = "limits";
+    let limits = read("/proc/self/limits").unwrap_or_default();
+    let mut findings = Vec::new();
+    if let Some(files) = soft_limit(&limits, "Max open files") {
+        let finding = Finding::ok(section, "open files", files);
+        let is_low = files.parse::<u64>().is_ok_and(|files| files < FEW_FILES);
+        findings.push(if is_low {
+            finding.with(Status::Warning, format!("ulimit -n {FEW_FILES} gives room for shards and sockets"))
+        } else {
+            finding
+        });
+    }
+    if let Some(locked) = soft_limit(&limits, "Max locked memory") {
+        let value =
+            locked.parse().map_or_else(|_| locked.to_owned(), |bytes| human::bytes(bytes).to_string());
+        findings.push(Finding::ok(section, "locked memory", format!("{value} (not used yet)")));
+    }
+    findings
+}
+
+/// Returns the value of `name` in a text of `name: value` lines.
+fn field<'t>(text: &'t str, name: &str) -> Option<&'t str> {
+    let mut lines = text.lines().filter_map(|line| line.split_once(':'));
+    lines.find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim())
+}
+
+/// Returns the soft limit from a line of /proc/self/limits.
+fn soft_limit<'t>(limits: &'t str, name: &str) -> Option<&'t str> {
+    limits.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()
+}
+
+/// The word in brackets, as in `always [madvise] never`.
+fn chosen_word(text: &str) -> Option<&str> {
+    Some(text.split_once('[')?.1.split_once(']')?.0)
+}
+
+/// Returns the number of cores that the control groups of this process allow (cgroup v2).
+fn group_cores() -> Option<f64> {
+    let groups = read("/proc/self/cgroup")?;
+    let root = Path::new("/sys/fs/cgroup");
+    let own = root.join(groups.lines().find_map(|line| line.strip_prefix("0::/"))?);
+    own.ancestors()
+        .take_while(|group| group.starts_with(root))
+        .filter_map(|group| cores_of(&fs::read_to_string(group.join("cpu.max")).ok()?))
+        .min_by(f64::total_cmp)
+}
+
+/// Returns the cores that `cpu.max` allows (`QUOTA PERIOD` in microseconds); `None` without a limit.
+fn cores_of(cpu_max: &str) -> Option<f64> {
+    let (quota, period) = cpu_max.trim().split_once(' ')?;
+    let (quota, period) = (quota.parse::<f64>().ok()?, period.parse::<f64>().ok()?);
+    (period > 0.0).then_some(quota / period)
+}
+
+/// Returns the directory, or its nearest ancestor that exists.
+fn nearest_existing(dir: &Path) -> PathBuf {
+    let above = dir.ancestors().filter(|path| !path.as_os_str().is_empty());
+    above.into_iter().find(|path| path.exists()).map_or_else(|| PathBuf::from("."), Path::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_files_of_linux_are_understood() {
+        let limits = "Limit                     Soft Limit           Hard Limit           Units\n\
+                      Max locked memory         8388608              unlimited            bytes\n\
+                      Max open files            1024                 524288               files\n";
+        assert_eq!(soft_limit(limits, "Max open files"), Some("1024"));
+        assert_eq!(soft_limit(limits, "Max locked memory"), Some("8388608"));
+        assert_eq!(field("a\t: 1\nmodel name\t: AMD EPYC\n", "model name"), Some("AMD EPYC"));
+        assert_eq!(chosen_word("always [madvise] never"), Some("madvise"));
+        for (text, cores) in
+            [("max 100000\n", None), ("150000 100000\n", Some(1.5)), ("", None), ("5 0", None)]
+        {
+            assert_eq!(cores_of(text), cores, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn a_directory_that_is_not_there_yet_is_judged_by_the_one_above_it() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(nearest_existing(&dir.path().join("a/b")), dir.path());
+        assert_eq!(nearest_existing(Path::new("checkpoints-that-are-not-there")), Path::new("."));
+    }
+}

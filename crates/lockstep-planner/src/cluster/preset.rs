@@ -1,0 +1,292 @@
+//! Named clusters, devices and links. They are TOML files as users write them; those in `presets/` start with the sources of their
+//! numbers.
+
+use super::{Cluster, ClusterError, ClusterProblem, Device, Efficiency, Joins, Link, NodeKind, Software};
+
+use super::section::{one_of, unknown};
+use lockstep_plan::DType;
+
+/// Names of the presets, which a number of nodes may follow: `dgx-h100x96`.
+pub const PRESETS: [&str; 9] = [
+    "dgx-2",
+    "dgx-a100",
+    "dgx-h100",
+    "dgx-b200",
+    "hgx-h200",
+    "hgx-a100-roce",
+    "ethernet-100g",
+    "tpu-v4",
+    "tpu-v5p",
+];
+
+const TEXTS: [&str; 9] = [
+    include_str!("presets/dgx-2.toml"),
+    include_str!("presets/dgx-a100.toml"),
+    include_str!("presets/dgx-h100.toml"),
+    include_str!("presets/dgx-b200.toml"),
+    include_str!("presets/hgx-h200.toml"),
+    include_str!("presets/hgx-a100-roce.toml"),
+    include_str!("presets/ethernet-100g.toml"),
+    include_str!("presets/tpu-v4.toml"),
+    include_str!("presets/tpu-v5p.toml"),
+];
+
+/// Common names of accelerators, with the preset that has them: `h100x16` is 16 of them, two nodes of `dgx-h100`.
+const ACCELERATORS: [(&str, &str); 10] = [
+    ("h100", "dgx-h100"),
+    ("h200", "hgx-h200"),
+    ("b200", "dgx-b200"),
+    ("a100", "dgx-a100"),
+    ("a100-80gb", "dgx-a100"),
+    ("v100", "dgx-2"),
+    ("h100-sxm", "dgx-h100"),
+    ("h200-sxm", "hgx-h200"),
+    ("b200-sxm", "dgx-b200"),
+    ("a100-sxm", "dgx-a100"),
+];
+
+/// Names of the known devices, for `device = "NAME"` and `like = "NAME"`.
+pub const DEVICES: [&str; 9] = [
+    "v100-32gb-sxm",
+    "a100-80gb-sxm",
+    "a100-80gb-pcie",
+    "h100-sxm",
+    "h100-pcie",
+    "h200-sxm",
+    "b200-sxm",
+    "tpu-v4",
+    "tpu-v5p",
+];
+
+/// Names of the known links, for `like = "NAME"`.
+pub const LINKS: [&str; 12] = [
+    "nvlink2",
+    "nvlink3",
+    "nvlink4",
+    "nvlink5",
+    "pcie4",
+    "edr-100g",
+    "hdr-200g",
+    "ndr-400g",
+    "roce-200g",
+    "efa-400g",
+    "ethernet-100g",
+    "ici",
+];
+
+impl Cluster {
+    /// Returns one of the [`PRESETS`] with a number of nodes (`dgx-h100x96`), or a number of accelerators in the nodes of their preset:
+    /// `h100x16`, `h100:16`, `16xH100`, `2x8xH100`.
+    ///
+    /// # Errors
+    /// If the name is unknown (the message has the nearest one), if there are more nodes than can be counted, or if the accelerators fill
+    /// no whole number of nodes.
+    pub fn preset(name: &str) -> Result<Self, ClusterError> {
+        let Some(Counted { base, count }) = Counted::of(name) else {
+            let allowed = format!(
+                "{}, each with a number of nodes (dgx-h100x96), or accelerators (h100x16)",
+                one_of(&PRESETS)
+            );
+            return Err(refused(unknown(name, &PRESETS), allowed));
+        };
+        let (preset, are_devices) = match base {
+            Base::Nodes(preset) => (preset, false),
+            Base::Accelerators(preset) => (preset, true),
+        };
+        let text = PRESETS.iter().position(|known| *known == preset).map_or("", |index| TEXTS[index]);
+        let cluster = Self::parse(text, preset)?;
+        let of_node = cluster.nodes[0].devices;
+        let most = u32::MAX as usize / of_node;
+        match (count, are_devices) {
+            (Count::One, false) => Ok(cluster),
+            (Count::One, true) => Ok(cluster.with_devices_of_a_node(1)),
+            (Count::Of(nodes), false) if (1..=most).contains(&nodes) => Ok(cluster.with_nodes(nodes)),
+            (Count::Of(devices), true)
+                if devices.is_multiple_of(of_node) && (1..=most).contains(&(devices / of_node)) =>
+            {
+                Ok(cluster.with_nodes(devices / of_node))
+            }
+            (Count::Of(devices), true) if (1..of_node).contains(&devices) => {
+                Ok(cluster.with_devices_of_a_node(devices))
+            }
+            (Count::Of(_) | Count::Unreadable, true) => Err(refused(
+                format!("\"{}\" fills no whole number of nodes", name.escape_debug()),
+                format!(
+                    "1 to {of_node} accelerators, or a multiple of the {of_node} that a node of {preset} has"
+                ),
+            )),
+            (Count::Of(_) | Count::Unreadable, false) => {
+                let what = format!("\"{}\" has no number of nodes after {preset}x", name.escape_debug());
+                Err(refused(what, format!("1 to {most}")))
+            }
+        }
+    }
+
+    /// Returns the preset with this number of nodes.
+    fn with_nodes(mut self, nodes: usize) -> Self {
+        if nodes > 1 || self.nodes[0].count > 1 {
+            self.name = format!("{}x{nodes}", self.name);
+        }
+        self.nodes[0].count = nodes;
+        self
+    }
+
+    /// Returns one node with fewer devices, and with that share of its host memory, disk and price.
+    fn with_devices_of_a_node(mut self, devices: usize) -> Self {
+        let node = &mut self.nodes[0];
+        let share = devices as f64 / node.devices as f64;
+        self.name = format!("{devices} of {} devices of {}", node.devices, self.name);
+        node.devices = devices;
+        let part = |bytes: u64| (bytes as f64 * share) as u64;
+        (node.host_memory_bytes, node.disk_bytes) = (part(node.host_memory_bytes), part(node.disk_bytes));
+        for rate in [&mut node.price_per_hour, &mut node.kilowatts, &mut node.host_memory_gb_per_s]
+            .into_iter()
+            .flatten()
+        {
+            *rate *= share;
+        }
+        node.disk_gb_per_s *= share;
+        self
+    }
+
+    /// Returns a machine of which only the cores and the memory are known, with estimates for a server core until `lockstep bench
+    /// machine` has measured it.
+    pub fn local(cores: usize, memory_bytes: u64) -> Self {
+        let device = Device {
+            name: "core".to_owned(),
+            peak_tflops: [(DType::F32, 0.1), (DType::BF16, 0.2)].into(),
+            memory_bytes,
+            memory_gb_per_s: 8.0,
+            is_host: true,
+            efficiency: Efficiency { launch_us: 1.0, half_shape: [8.0, 64.0, 8.0], ..Efficiency::default() },
+        };
+        let node = NodeKind {
+            count: 1,
+            devices: cores.max(1),
+            device,
+            alone: None,
+            host_memory_bytes: memory_bytes,
+            host_gb_per_s: 8.0,
+            host_memory_gb_per_s: None,
+            disk_gb_per_s: 1.0,
+            disk_bytes: 0,
+            price_per_hour: None,
+            price_source: None,
+            kilowatts: None,
+            hours_between_failures: 50_000.0,
+        };
+        let link = Link {
+            name: "shared memory".to_owned(),
+            joins: Joins::All,
+            gb_per_s: 8.0,
+            efficiency: 0.8,
+            in_switch: None,
+            latency_us: 1.0,
+            start_us: 5.0,
+            fill: 0.0,
+            torus: None,
+        };
+        let (name, software) = ("local".to_owned(), Software::Lockstep);
+        Self { name, nodes: vec![node], links: vec![link], software, storage_gb_per_s: None }
+    }
+}
+
+/// A name of machines with their number.
+struct Counted {
+    base: Base,
+    count: Count,
+}
+
+/// Machines that have a name, by the preset that describes them.
+enum Base {
+    /// Nodes of this preset.
+    Nodes(&'static str),
+    /// Accelerators of this preset.
+    Accelerators(&'static str),
+}
+
+/// Number in a name of machines.
+enum Count {
+    /// No number is given.
+    One,
+    /// Product of all numbers that are given.
+    Of(usize),
+    /// The number cannot be parsed, or is too large.
+    Unreadable,
+}
+
+impl Counted {
+    /// Parses a name such as `dgx-h100x2`, `2x8xH100` or `h100:16`; `None` if no machines have it.
+    fn of(name: &str) -> Option<Self> {
+        let name = name.to_ascii_lowercase();
+        let mut rest = name.as_str();
+        let mut before = Vec::new();
+        while let Some((number, more)) = rest.split_once('x')
+            && !number.is_empty()
+            && number.bytes().all(|byte| byte.is_ascii_digit())
+        {
+            before.push(number);
+            rest = more;
+        }
+        let find = |name: &str| {
+            let preset = PRESETS.into_iter().find(|known| *known == name).map(Base::Nodes);
+            let accelerators = || ACCELERATORS.into_iter().find(|(known, _)| *known == name);
+            preset.or_else(|| accelerators().map(|(_, preset)| Base::Accelerators(preset)))
+        };
+        let (base, after) = match (find(rest), rest.rsplit_once(['x', ':'])) {
+            (Some(base), _) => (base, None),
+            (None, Some((base, count))) => (find(base)?, Some(count)),
+            (None, None) => return None,
+        };
+        let numbers: Vec<&str> = before.into_iter().chain(after).collect();
+        let product = numbers.iter().try_fold(1_usize, |product, number| {
+            number.parse::<usize>().ok().and_then(|number| product.checked_mul(number))
+        });
+        let count = match (numbers.is_empty(), product) {
+            (true, _) => Count::One,
+            (false, Some(product)) => Count::Of(product),
+            (false, None) => Count::Unreadable,
+        };
+        Some(Self { base, count })
+    }
+}
+
+fn refused(what: String, allowed: String) -> ClusterError {
+    let (origin, place) = ("--cluster".to_owned(), String::new());
+    ClusterError(vec![ClusterProblem { origin, place, what, allowed }])
+}
+
+/// Devices and links that cluster files refer to by name.
+pub(super) mod known {
+    use super::super::read::{read_device_table, read_document, read_link};
+    use super::{DEVICES, Device, LINKS, Link};
+
+    const DEVICE_TEXT: &str = include_str!("presets/devices.toml");
+    const LINK_TEXT: &str = include_str!("presets/links.toml");
+
+    pub(in super::super) fn device_names() -> Vec<&'static str> {
+        DEVICES.to_vec()
+    }
+
+    pub(in super::super) fn link_names() -> Vec<&'static str> {
+        LINKS.to_vec()
+    }
+
+    /// Returns one of [`DEVICES`]; `None` if the name is unknown.
+    pub(in super::super) fn device(name: &str) -> Option<Device> {
+        let name = DEVICES.into_iter().find(|known| *known == name)?;
+        let read = read_document(DEVICE_TEXT, "devices.toml", |mut file, _| {
+            read_device_table(file.section(name)?, name)
+        });
+        read.ok()
+    }
+
+    /// Returns one of [`LINKS`]; `None` if the name is unknown.
+    pub(in super::super) fn link(name: &str) -> Option<Link> {
+        let name = LINKS.into_iter().find(|known| *known == name)?;
+        let read = read_document(LINK_TEXT, "links.toml", |mut file, _| {
+            read_link(file.section(name)?).map(|link| Link { name: name.to_owned(), ..link })
+        });
+        read.ok()
+    }
+}

@@ -1,0 +1,30 @@
+//! Step-time model: predicts how long a step of a plan takes on a cluster, before it runs anywhere.
+//!
+//! ```text
+//! recording -> tasks of each unit --Worker--> seconds of each pass of each stage
+//!                 exchanges  --Cluster--> seconds, overlapped or exposed
+//!                                           --Schedule::simulate--> the pipeline's timeline
+//!                                           + gradient reductions, weight gathers, optimizer step = step
+//! ```
+//!
+//! Ranks with the same pipeline coordinate do the same at the same time, so one of them stands for all: 16,384 ranks cost no more than
+//! the stages of their pipeline. With several kinds of nodes only the device differs; the slowest one of a stage decides.
+
+mod goodput;
+mod saves;
+mod shapes;
+mod state;
+mod step;
+mod style;
+mod tasks;
+mod timed;
+mod traffic;
+
+pub use goodput::{Failures, Goodput};
+pub use saves::{Saves, data_stall_s};
+pub use shapes::product_name;
+pub use step::{PlanShape, SlowDevice, StagePrediction, StepPrediction, predict_step, predict_step_ms};
+pub use style::Style;
+pub use tasks::{PassCost, Worker};
+pub use timed::{TimedModel, device, kinds_of, slowest_kind};
+pub use traffic::{Sent, StepTraffic, Traffic, traffic};

@@ -1,0 +1,156 @@
+//! Differences between training systems on the same devices: values that they write, operations that they do not overlap, and bytes of
+//! their state. Each is a fact of the system's code or paper, except four fitted constants:
+//!
+//! - the efficiency of DeepSpeed's gathers of 2021,
+//! - the memory passes of elementwise kernels in PyTorch's backward,
+//! - the speed of Triton attention's backward,
+//! - the wait of a device whose host reads routing counts.
+//!
+//! Each constant is the same for all runs of its system, on all devices.
+
+use crate::cluster::Software;
+use lockstep_plan::{DType, StateBytes};
+
+/// Implementation choices of a training system.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Style {
+    /// True if attention writes all of its scores and reads them again; false for fused attention (Dao et al. 2022).
+    pub writes_scores: bool,
+    /// True if a weight gradient is computed in 16 bits and then added to the f32 accumulator by a separate kernel.
+    pub adds_gradients_apart: bool,
+    /// True if the gradient reduction overlaps with the backward.
+    pub sums_beside: bool,
+    /// True if weight gathers and gradient reduce-scatters overlap with passes.
+    pub gathers_beside: bool,
+    /// Collectives per unit for its weights: one with flat buffers, one per parameter without.
+    pub gathers_of_a_unit: f64,
+    /// Fraction of the link bandwidth that all-gathers and reduce-scatters achieve, in (0, 1].
+    pub gathers_at: f64,
+    /// True if the repeated all-gather for weight gradients overlaps with the input gradients (Korthikanti et al. 2022, section 4.2.2).
+    pub gathers_again_beside: bool,
+    /// True if messages between stages overlap with passes; otherwise both ranks wait for each.
+    pub sends_beside: bool,
+    /// True if tensor-parallel ranks each send a slice of their common value to the next stage, which gathers it.
+    pub slices_messages: bool,
+    /// Memory passes of elementwise kernels relative to a single fused pass, in a forward (also a recomputed one) and in a backward.
+    pub passes: [f64; 2],
+    /// True if operations without a kernel of their own are composed of elementwise ones, each of which reads and writes all operands.
+    pub composes: bool,
+    /// True if each token is sent once to an expert's tensor-parallel group, which all-gathers it and reduce-scatters the result.
+    /// Otherwise every rank of the group gets the token and returns its partial result.
+    pub gathers_for_experts: bool,
+    /// Seconds for which a device idles in a forward because the host waits for the number of rows that its experts get.
+    pub counts_wait_s: f64,
+    /// Speed of its fused attention relative to the device's best, in a forward and in a backward.
+    pub attention: [f64; 2],
+    /// Bytes through memory per gathered parameter (stage 3), in a forward and in a backward, in addition to those of GEMMs.
+    pub unit_bytes: [f64; 2],
+    /// Bytes through memory per parameter in the optimizer step.
+    pub update_bytes: f64,
+    /// Bytes of state per element if weights have 16 bits.
+    pub state: StateBytes,
+}
+
+/// Bytes per element of a separate gradient accumulation: read and write in 16 bits, read and write in f32.
+pub(super) const APART_BYTES: f64 = 2.0 + 2.0 + 4.0 + 4.0;
+/// Bytes per parameter of a fused AdamW step: gradient, master weight and both moments in f32, and the weight written in 16 bits.
+const UPDATE_BYTES: f64 = 4.0 + 3.0 * 8.0 + 2.0;
+/// Bytes per parameter of AdamW by PyTorch's `foreach` kernels, one operation after the other: decay of the weight (8), the first
+/// moment's mean (12), decay (8) and mean (12) of the second, its root (8), its correction (8), epsilon (8), the step (16), and the
+/// weight in 16 bits (6).
+const FOREACH_UPDATE_BYTES: f64 = 8.0 + 12.0 + 8.0 + 12.0 + 8.0 + 8.0 + 8.0 + 16.0 + 6.0;
+/// Bytes per parameter of FSDP's gather in the forward, and in the backward: another gather (2), the gradient's copy into the flat buffer
+/// (4), its cast to f32 (6), its division by the ranks (8), and the reduce-scatter's read and write (8). A fit to llm-foundry's runs
+/// alone gives 30 for both.
+const FSDP_UNIT_BYTES: [f64; 2] = [2.0, 2.0 + 4.0 + 6.0 + 8.0 + 8.0];
+/// Bytes per attention score in a forward: mask and softmax, then dropout with its mask, each read and written.
+pub(super) const SCORE_BYTES_FORWARD: f64 = 4.0 + 5.0;
+/// Bytes per attention score in a backward, which reads the output of the softmax as well.
+pub(super) const SCORE_BYTES_BACKWARD: f64 = 6.0 + 5.0;
+
+/// Time from the host's read of the dispatch counts until it is as far ahead of the device as before: fitted to dropless Mixtral 8x7B in
+/// Megatron-LM.
+const COUNTS_WAIT_S: f64 = 2e-3;
+
+impl Style {
+    /// Returns the memory passes of the task `name` relative to a fused kernel: [`Style::passes`], times the factor of composed kernels.
+    ///
+    /// In units of a 16-bit tensor (f32 is two): RMSNorm in f32 (PyTorch has a kernel for it from 2.8 on) has cast (3), square (4), mean
+    /// (2), product with the root (4), cast back (3) and product with the weight (2), 18 units instead of 2; its backward about 36
+    /// instead of 6. Rotary embeddings in f32 have cast (3), product (4) and cast back (3), 10 instead of 2, both ways. SwiGLU has SiLU
+    /// (2) and a product (3), 5 instead of 3; its backward 9 instead of 5.
+    pub(super) fn passes_of(&self, name: &str, is_backward: bool) -> f64 {
+        let composed = match name {
+            _ if !self.composes => [1.0; 2],
+            "RMSNorm" => [18.0 / 2.0, 36.0 / 6.0],
+            "RoPE" => [10.0 / 2.0; 2],
+            "SwiGLU" => [5.0 / 3.0, 9.0 / 5.0],
+            _ => [1.0; 2],
+        };
+        let way = usize::from(is_backward);
+        self.passes[way] * composed[way]
+    }
+
+    /// Returns the bytes of state per element if kernels read weights of `dtype`.
+    pub const fn state_bytes(&self, dtype: DType) -> StateBytes {
+        match dtype {
+            DType::F32 => StateBytes::ADAM_F32,
+            _ => self.state,
+        }
+    }
+}
+
+impl Software {
+    /// Returns the implementation choices of the system.
+    pub const fn style(self) -> Style {
+        let lockstep = Style {
+            writes_scores: false,
+            adds_gradients_apart: false,
+            sums_beside: true,
+            sends_beside: true,
+            slices_messages: false,
+            gathers_beside: true,
+            gathers_again_beside: false,
+            gathers_of_a_unit: 1.0,
+            gathers_at: 1.0,
+            passes: [1.0; 2],
+            composes: false,
+            gathers_for_experts: false,
+            counts_wait_s: COUNTS_WAIT_S,
+            attention: [1.0; 2],
+            unit_bytes: [0.0; 2],
+            update_bytes: UPDATE_BYTES,
+            state: StateBytes::MIXED_ADAM_F32_GRADIENTS,
+        };
+        match self {
+            Self::Lockstep => lockstep,
+            Self::MegatronCore => Style { gathers_for_experts: true, ..lockstep },
+            Self::Megatron => Style {
+                writes_scores: true,
+                adds_gradients_apart: true,
+                sums_beside: false,
+                sends_beside: false,
+                gathers_again_beside: true,
+                slices_messages: true,
+                ..lockstep
+            },
+            Self::Fsdp => Style {
+                passes: [1.0, 4.0],
+                composes: true,
+                unit_bytes: FSDP_UNIT_BYTES,
+                update_bytes: FOREACH_UPDATE_BYTES,
+                ..lockstep
+            },
+            Self::LlmFoundry => Style { attention: [1.0, 0.385], ..Self::Fsdp.style() },
+            Self::DeepSpeed => Style {
+                writes_scores: true,
+                adds_gradients_apart: true,
+                gathers_beside: false,
+                gathers_of_a_unit: 7.0,
+                gathers_at: 0.143,
+                state: StateBytes::MIXED_ADAM,
+                ..lockstep
+            },
+        }
+    }
+}

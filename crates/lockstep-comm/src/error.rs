@@ -3,12 +3,7 @@
 
 use std::{fmt, io, path::PathBuf};
 
-use crate::{
-    Kind,
-    call::Call,
-    environment::{EnvironmentProblem, Launcher},
-    tcp::Malformed,
-};
+use crate::{Kind, call::Call, tcp::Malformed};
 
 /// Error of a collective, or of starting and joining ranks.
 #[derive(Debug, thiserror::Error)]
@@ -67,14 +62,6 @@ pub enum CommError {
     /// Failure of ranks to come together.
     #[error("cannot join the other ranks: {0}")]
     Join(JoinProblem),
-    /// A log file that cannot be written.
-    #[error("cannot write {}: {source}", path.display())]
-    Log {
-        /// Path of the log file.
-        path: PathBuf,
-        /// Error of the system.
-        source: io::Error,
-    },
     /// Failure of a system call.
     #[error("cannot {what}: {source}")]
     Io {
@@ -345,25 +332,6 @@ pub enum JoinProblem {
         /// Count that number 0 expects.
         ours: usize,
     },
-    /// The launcher's environment variables are invalid.
-    #[error("{0}")]
-    Environment(EnvironmentProblem),
-    /// Ranks of several machines have no address at which to meet.
-    #[error(
-        "{launcher} does not say where ranks of several machines meet: set MASTER_ADDR, and MASTER_PORT, alike for all of them"
-    )]
-    NoLeader {
-        /// Launcher that started them.
-        launcher: Launcher,
-    },
-    /// Shared memory was requested for ranks that cannot share it.
-    #[error(
-        "shared memory is for ranks that lockstep itself starts on one machine; these were started by {launcher}"
-    )]
-    NoSharedMemory {
-        /// Launcher that started them.
-        launcher: Launcher,
-    },
     /// A rank was given another configuration than rank 0.
     #[error(
         "rank {rank} was started with other settings than rank 0: give all ranks the same file and the same --set"
@@ -402,7 +370,7 @@ impl CommError {
 
     /// Returns true if every rank learns of this error. A local failure is reported to the other ranks only as a stop.
     pub fn is_known_to_all(&self) -> bool {
-        !matches!(self, Self::Join(_) | Self::Log { .. } | Self::Io { .. })
+        !matches!(self, Self::Join(_) | Self::Io { .. })
     }
 
     /// Returns a loss with `occasion` as the operation that this rank was waiting for; other errors unchanged.
@@ -427,7 +395,7 @@ impl CommError {
             Self::Misuse { rank, .. } => Some(*rank),
             Self::Stopped { by } => *by,
             Self::PeerLost { rank, .. } => Some(usize::from(*rank == 0)),
-            Self::Join(_) | Self::Log { .. } | Self::Io { .. } => None,
+            Self::Join(_) | Self::Io { .. } => None,
         }
     }
 
@@ -463,9 +431,7 @@ impl CommError {
                 put(4, [*rank as u64, problem as u64, 0, 0], Some(occasion), None);
             }
             Self::Stopped { by } => put(5, [by.map_or(0, |rank| rank as u64 + 1), 0, 0, 0], None, None),
-            Self::Join(_) | Self::Log { .. } | Self::Io { .. } => {
-                put(5, [own_rank as u64 + 1, 0, 0, 0], None, None)
-            }
+            Self::Join(_) | Self::Io { .. } => put(5, [own_rank as u64 + 1, 0, 0, 0], None, None),
         }
         words
     }
@@ -483,7 +449,7 @@ impl CommError {
             Self::Mismatch { rank, reference, .. } => [*rank, *reference],
             Self::TimedOut { rank, waiting, .. } => [*rank, *waiting],
             Self::Stopped { by } => [by.unwrap_or(0), 0],
-            Self::Join(_) | Self::Log { .. } | Self::Io { .. } => return None,
+            Self::Join(_) | Self::Io { .. } => return None,
         };
         named.iter().all(|rank| *rank < ranks).then_some(error)
     }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueHint};
 use lockstep_comm::{DEFAULT_PORT, PairingCode};
-use lockstep_train::interrupt::Interrupt;
+use lockstep_launch::interrupt::Interrupt;
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::exit::{FAILED, Failure};

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueHint};
-use lockstep_comm::{CommError, DEFAULT_PORT, Meeting, PairingCode, Secret, secret};
+use lockstep_comm::{CommError, DEFAULT_PORT, Meeting, PairingCode, Secret};
+use lockstep_launch::secret;
 
 use crate::exit::Failure;
 use crate::hosts;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use lockstep_comm::{
     CommError, Deadline, JoinProblem, Meeting, NodeCard, NodesMet, Secret, TurnedAway, meet_nodes,
 };
-use lockstep_train::interrupt::Interrupt;
+use lockstep_launch::interrupt::Interrupt;
 
 use crate::exit::Failure;
 use crate::output::note;

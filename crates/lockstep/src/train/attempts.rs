@@ -13,12 +13,12 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use lockstep_comm::{LossCause, NodeCard, NodesMet};
 use lockstep_config::ResolvedModel;
+use lockstep_launch::interrupt::Interrupt;
+use lockstep_launch::restarts::{Policy, Restarts, Verdict, jitter};
 use lockstep_observe::report;
-use lockstep_train::interrupt::Interrupt;
 use serde_json::json;
 
 use super::launcher::Launcher;
-use super::restarts::{Policy, Restarts, Verdict, jitter};
 use crate::exit::{self, Failure, INTERRUPTED, PEER_LOST};
 use crate::output::{field, note, warning};
 use crate::ranks;

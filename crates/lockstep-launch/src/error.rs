@@ -1,0 +1,63 @@
+//! Errors of this crate.
+
+use std::{io, path::PathBuf};
+
+use lockstep_comm::CommError;
+
+use crate::environment::{EnvironmentProblem, Launcher};
+
+/// Error of starting ranks, or of joining the ranks that this process was started with.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// Error in the communication with other ranks.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// The launcher's environment variables are invalid.
+    #[error("cannot join the other ranks: {0}")]
+    Environment(#[from] EnvironmentProblem),
+    /// Ranks of several machines have no address at which to meet.
+    #[error(
+        "cannot join the other ranks: {launcher} does not say where ranks of several machines meet: set MASTER_ADDR, and MASTER_PORT, alike for all of them"
+    )]
+    NoLeader {
+        /// Launcher that started them.
+        launcher: Launcher,
+    },
+    /// Shared memory was requested for ranks that cannot share it.
+    #[error(
+        "cannot join the other ranks: shared memory is for ranks that lockstep itself starts on one machine; these were started by {launcher}"
+    )]
+    NoSharedMemory {
+        /// Launcher that started them.
+        launcher: Launcher,
+    },
+    /// A log file that cannot be written.
+    #[error("cannot write {}: {source}", path.display())]
+    Log {
+        /// Path of the log file.
+        path: PathBuf,
+        /// Error of the system.
+        source: io::Error,
+    },
+    /// Failure of a system call.
+    #[error("cannot {what}: {source}")]
+    Io {
+        /// Action that failed, after "cannot".
+        what: &'static str,
+        /// Error of the system.
+        source: io::Error,
+    },
+    /// The path of this program, from which ranks are started, is unknown.
+    #[error("cannot find the program to start its ranks: {0}")]
+    Program(#[source] io::Error),
+    /// The handlers of SIGINT and SIGTERM cannot be installed.
+    #[error("cannot watch for Ctrl-C and SIGTERM: {0}")]
+    Signals(#[source] io::Error),
+}
+
+impl LaunchError {
+    pub(crate) fn io(what: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io { what, source }
+    }
+}

@@ -70,14 +70,13 @@ const CODE: [Code; 5] = [
             "trainer.rs",
         ],
         tested_by: None,
-        tests: &["--lib", "--test", "run", "--test", "guard", "--test", "sharded", "--test", "interrupt"],
+        tests: &["--lib", "--test", "run", "--test", "guard", "--test", "sharded"],
     },
     Code {
         package: "lockstep-comm",
         files: &[
             "algorithm.rs",
             "blocks.rs",
-            "environment/*.rs",
             "number.rs",
             "recorder.rs",
             "tcp/frame.rs",
@@ -86,6 +85,12 @@ const CODE: [Code; 5] = [
         ],
         tested_by: None,
         tests: &[],
+    },
+    Code {
+        package: "lockstep-launch",
+        files: &["environment/*.rs", "hostfile.rs", "restarts.rs"],
+        tested_by: None,
+        tests: &["--lib"],
     },
 ];
 

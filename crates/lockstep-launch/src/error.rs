@@ -54,6 +54,40 @@ pub enum LaunchError {
     /// The handlers of SIGINT and SIGTERM cannot be installed.
     #[error("cannot watch for Ctrl-C and SIGTERM: {0}")]
     Signals(#[source] io::Error),
+    /// A stop was requested while no rank was running.
+    #[error("interrupted before the ranks had begun")]
+    Interrupted,
+    /// The program that reaches other machines cannot be started.
+    #[error("cannot start {program} to reach {host}: {source} (--ssh names the program)")]
+    Ssh {
+        /// Program that was to run.
+        program: String,
+        /// Host that it was to reach.
+        host: String,
+        /// Error of the system.
+        source: io::Error,
+    },
+    /// Hosts that ssh does not reach.
+    #[error(
+        "{all} cannot be reached by ssh, or the connection broke (exit code 255): `ssh -o BatchMode=yes {host} true` must work without a password"
+    )]
+    Unreachable {
+        /// The first of these hosts.
+        host: String,
+        /// All of these hosts, separated by commas.
+        all: String,
+    },
+    /// Hosts without this program or this directory.
+    #[error(
+        "{all}: there is no lockstep at the path that it has here, or not this directory; install both alike on all hosts"
+    )]
+    NotInstalled {
+        /// These hosts, separated by commas.
+        all: String,
+    },
+    /// A command on another machine cannot be watched.
+    #[error(transparent)]
+    Remote(io::Error),
 }
 
 impl LaunchError {

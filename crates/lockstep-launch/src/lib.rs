@@ -14,6 +14,8 @@
 //! - `agent`: the processes until the last one has ended; `stillness`: heartbeats and out-of-memory kills.
 //! - `output`: the ranks' standard output and standard error, line by line.
 //! - [`run`]: this program as the launcher of its own ranks.
+//! - [`rendezvous`]: the meeting of the launchers of several machines, before every attempt and after the last one.
+//! - [`hostfile`], [`ssh`]: the machines of a run, and its commands on them.
 //! - [`restarts`]: when failed ranks are restarted, and when a run gives up.
 //! - [`interrupt`]: Ctrl-C and SIGTERM as a flag that is read between steps.
 //! - [`limits`]: system limits as errors instead of fatal signals.
@@ -21,13 +23,16 @@
 mod agent;
 pub mod environment;
 mod error;
+pub mod hostfile;
 pub mod interrupt;
 mod joining;
 mod launch;
 pub mod limits;
 mod output;
+pub mod rendezvous;
 pub mod restarts;
 pub mod run;
+pub mod ssh;
 mod stillness;
 
 pub use agent::{Agent, Ended, Failure, Movement};

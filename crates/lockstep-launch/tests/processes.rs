@@ -16,7 +16,7 @@ use lockstep_comm::{
     TcpOptions, WorldOptions, meet_nodes,
 };
 use lockstep_launch::{
-    Agent, Elastic, Ended, Failure, JoinOptions, Launch, Output, Pinning, join_from_environment,
+    Agent, Elastic, Ended, Failure, JoinOptions, Launch, LaunchError, Output, Pinning, join_from_environment,
 };
 use lockstep_plan::random::Draws;
 use lockstep_plan::{DType, MemoryCategory};
@@ -43,8 +43,8 @@ fn a_rank() {
     let (Some(role), Some(reports)) = (env::var_os(ROLE), env::var_os(REPORTS)) else { return };
     // The rank may end while the last one is still joining; that must be reported in the same way.
     let result = join_from_environment(options(), soon())
-        .and_then(|group| play(role.to_str().unwrap(), &group.unwrap()));
-    let text = result.as_ref().err().map_or("done".to_owned(), CommError::to_string);
+        .and_then(|group| Ok(play(role.to_str().unwrap(), &group.unwrap())?));
+    let text = result.as_ref().err().map_or("done".to_owned(), LaunchError::to_string);
     let report = Path::new(&reports).join(env::var("RANK").unwrap());
     fs::write(report, format!("{} {text}", now_us())).unwrap();
     std::process::exit(if result.is_ok() { 0 } else { 1 });

@@ -115,7 +115,11 @@ impl From<LaunchError> for Failure {
             LaunchError::Comm(error) => code_of(error),
             LaunchError::Environment(_)
             | LaunchError::NoLeader { .. }
-            | LaunchError::NoSharedMemory { .. } => CONFIGURATION,
+            | LaunchError::NoSharedMemory { .. }
+            | LaunchError::Ssh { .. }
+            | LaunchError::Unreachable { .. }
+            | LaunchError::NotInstalled { .. } => CONFIGURATION,
+            LaunchError::Interrupted => INTERRUPTED,
             LaunchError::Log { source, .. } => code_of_io(source),
             _ => FAILED,
         };

@@ -11,7 +11,7 @@ use lockstep_config::{PlanFile, RunConfig};
 use lockstep_engine::Ranks;
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_launch::run::{BadEnd, Ended, RankProcesses, run_ranks};
-use lockstep_launch::{self as launch, Elastic, JoinOptions, Output, Pinning, is_launched};
+use lockstep_launch::{self as launch, Elastic, JoinOptions, LaunchError, Output, Pinning, is_launched};
 use lockstep_observe::flight::{Dump, Ending, write_records};
 use lockstep_planner::Forecast;
 
@@ -117,7 +117,7 @@ pub(crate) fn attempt(
 
 /// Returns the failure for a signal while no rank was running.
 pub(crate) fn interrupted() -> Failure {
-    Failure { message: "interrupted before the ranks had begun".to_owned(), code: INTERRUPTED }
+    LaunchError::Interrupted.into()
 }
 
 /// Returns the failure that the launcher reports: only what no rank has reported to the user.

@@ -31,7 +31,7 @@ struct Code {
     tests: &'static [&'static str],
 }
 
-const CODE: [Code; 5] = [
+const CODE: [Code; 6] = [
     Code {
         package: "lockstep-plan",
         files: &[],

@@ -340,9 +340,6 @@ pub enum JoinProblem {
         /// World rank of the process.
         rank: usize,
     },
-    /// MPI was requested from a program built without it.
-    #[error("this program was built without MPI: cargo build --release --features mpi")]
-    NotBuilt,
     /// MPI was started a second time in one process.
     #[error("MPI was started before")]
     Again,
@@ -360,11 +357,12 @@ fn list(what: &str, numbers: &[usize]) -> String {
     }
 }
 
-/// Number of words of an encoded error in shared memory.
-pub(crate) const ERROR_WORDS: usize = 16;
+/// Number of words of an encoded error, in shared memory and in messages.
+pub const ERROR_WORDS: usize = 16;
 
 impl CommError {
-    pub(crate) fn io(what: &'static str) -> impl FnOnce(io::Error) -> Self {
+    /// Returns a function that turns an error of the system into [`CommError::Io`]; `what` is the action that failed.
+    pub fn io(what: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { what, source }
     }
 
@@ -400,7 +398,7 @@ impl CommError {
     }
 
     /// Encodes the error as words for other ranks. A local error is encoded as a stop by `own_rank`.
-    pub(crate) fn to_words(&self, own_rank: usize) -> [u64; ERROR_WORDS] {
+    pub fn to_words(&self, own_rank: usize) -> [u64; ERROR_WORDS] {
         let mut words = [0; ERROR_WORDS];
         let mut put = |kind: u64, numbers: [u64; 4], occasion: Option<&Occasion>, other: Option<Call>| {
             words[0] = kind;
@@ -437,7 +435,7 @@ impl CommError {
     }
 
     /// Decodes the error in `words`. Invalid words become a stop by the launcher.
-    pub(crate) fn from_words(words: [u64; ERROR_WORDS]) -> Self {
+    pub fn from_words(words: [u64; ERROR_WORDS]) -> Self {
         Self::decode(words).unwrap_or(Self::Stopped { by: None })
     }
 

@@ -9,7 +9,7 @@
 //! the transport. Pure code is separate from code that waits. `call` describes an operation, `task` validates and plans it
 //! for one rank, `blocks` and `exchange` say which bytes go where. `shm` carries tasks out between ranks of one machine.
 //! `world` creates and joins their shared memory. `tcp` connects machines by sockets, and holds the rendezvous of ranks and of
-//! launchers; `mpi` delegates to an MPI library.
+//! launchers. [`transport`] is what a transport implements; crates may add more of them, as `lockstep-mpi` does.
 
 mod algorithm;
 pub mod benchmark;
@@ -23,7 +23,6 @@ pub mod faults;
 mod group;
 mod memory;
 mod meter;
-mod mpi;
 mod number;
 mod placement;
 mod recorder;
@@ -31,7 +30,7 @@ mod reduce;
 mod shm;
 mod task;
 mod tcp;
-mod transport;
+pub mod transport;
 mod way;
 mod world;
 
@@ -42,7 +41,6 @@ pub use error::{CommError, GroupName, JoinProblem, LossCause, Occasion, Problem}
 pub use group::{Group, Pending};
 pub use memory::{Lent, Source, Target};
 pub use meter::{Meter, Metered};
-pub use mpi::{MpiOptions, join_mpi};
 pub use number::{Number, NumberType, ReduceOp};
 pub use placement::{Leader, Placement};
 pub use recorder::{Recorded, now_us};

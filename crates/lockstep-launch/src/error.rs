@@ -32,6 +32,11 @@ pub enum LaunchError {
         /// Launcher that started them.
         launcher: Launcher,
     },
+    /// MPI was requested from a program built without it.
+    #[error(
+        "cannot join the other ranks: this program was built without MPI: cargo build --release --features mpi"
+    )]
+    NotBuilt,
     /// A log file that cannot be written.
     #[error("cannot write {}: {source}", path.display())]
     Log {

@@ -4,8 +4,8 @@
 use std::{env, net::TcpListener, path::PathBuf, time::Duration};
 
 use lockstep_comm::{
-    CommError, Deadline, Group, Meeting, MpiOptions, SOCKET_VARIABLE, Secret, TcpOptions, Way, enter,
-    inherited, inherited_socket, join, join_mpi, join_with,
+    CommError, Deadline, Group, Meeting, SOCKET_VARIABLE, Secret, TcpOptions, Way, enter, inherited,
+    inherited_socket, join, join_with,
 };
 
 use crate::{
@@ -34,9 +34,12 @@ pub struct JoinOptions {
     pub way: Way,
     /// Options of the TCP transport.
     pub tcp: TcpOptions,
-    /// Options of the MPI transport.
-    pub mpi: MpiOptions,
+    /// Function that joins the ranks over MPI; `None` in a program built without it.
+    pub mpi: Option<JoinByMpi>,
 }
+
+/// Function that starts MPI and returns the group of all ranks, as `lockstep_mpi::join_mpi` does.
+pub type JoinByMpi = fn() -> Result<Group, CommError>;
 
 /// Returns the place of this process in the run; `None` if it was started alone.
 ///
@@ -60,7 +63,8 @@ pub fn is_launched() -> bool {
 /// `deadline`.
 pub fn join_from_environment(options: JoinOptions, deadline: Deadline) -> Result<Option<Group>, LaunchError> {
     if options.way == Way::Mpi {
-        return Ok(Some(join_mpi(options.mpi)?));
+        let join = options.mpi.ok_or(LaunchError::NotBuilt)?;
+        return Ok(Some(join()?));
     }
     let Some(place) = place()? else { return Ok(None) };
     let ranks = place.world_size.or(place.local_size).unwrap_or(1);

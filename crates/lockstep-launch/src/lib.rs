@@ -38,8 +38,8 @@ mod stillness;
 pub use agent::{Agent, Ended, Failure, Movement};
 pub use error::LaunchError;
 pub use joining::{
-    JoinOptions, MEETING_LIMIT, SECRET_VARIABLE, is_launched, join_from_environment, place, secret,
-    started_group,
+    JoinByMpi, JoinOptions, MEETING_LIMIT, SECRET_VARIABLE, is_launched, join_from_environment, place,
+    secret, started_group,
 };
 pub use launch::{ERROR_FILE_VARIABLE, Elastic, Launch, Pinning};
 pub use output::{Output, Route, Routing};

@@ -116,6 +116,7 @@ impl From<LaunchError> for Failure {
             LaunchError::Environment(_)
             | LaunchError::NoLeader { .. }
             | LaunchError::NoSharedMemory { .. }
+            | LaunchError::NotBuilt
             | LaunchError::Ssh { .. }
             | LaunchError::Unreachable { .. }
             | LaunchError::NotInstalled { .. } => CONFIGURATION,

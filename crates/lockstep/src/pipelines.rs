@@ -50,7 +50,8 @@ pub(crate) struct Arguments {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let schedules = arguments.schedules()?;
-    let options = JoinOptions { way: arguments.transport.into(), ..JoinOptions::default() };
+    let options =
+        JoinOptions { way: arguments.transport.into(), mpi: ranks::mpi(), ..JoinOptions::default() };
     match started_group(options).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) => {
             let abort = |code: u8| group.abort(code.into());

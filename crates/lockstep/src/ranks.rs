@@ -6,12 +6,14 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use lockstep_comm::{CommError, LossCause, MpiOptions, Placement, Way, WorldOptions};
+use lockstep_comm::{CommError, LossCause, Placement, Way, WorldOptions};
 use lockstep_config::{PlanFile, RunConfig};
 use lockstep_engine::Ranks;
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_launch::run::{BadEnd, Ended, RankProcesses, run_ranks};
-use lockstep_launch::{self as launch, Elastic, JoinOptions, LaunchError, Output, Pinning, is_launched};
+use lockstep_launch::{
+    self as launch, Elastic, JoinByMpi, JoinOptions, LaunchError, Output, Pinning, is_launched,
+};
 use lockstep_observe::flight::{Dump, Ending, write_records};
 use lockstep_planner::Forecast;
 
@@ -230,7 +232,15 @@ pub(crate) fn join_options(config: &RunConfig) -> JoinOptions {
     JoinOptions { way: config.parallel.transport.into(), tcp: config.tcp_options(), mpi: mpi() }
 }
 
-/// Returns the options of the MPI transport.
-pub(crate) fn mpi() -> MpiOptions {
-    MpiOptions { exit_code: |error| code_of(error).into(), ..MpiOptions::default() }
+/// Returns the function that joins ranks over MPI; `None` in a program built without the feature `mpi`.
+#[cfg(feature = "mpi")]
+pub(crate) fn mpi() -> Option<JoinByMpi> {
+    use lockstep_mpi::{MpiOptions, join_mpi};
+    Some(|| join_mpi(MpiOptions { exit_code: |error| code_of(error).into(), ..MpiOptions::default() }))
+}
+
+/// Returns the function that joins ranks over MPI: `None`, since this program was built without the feature `mpi`.
+#[cfg(not(feature = "mpi"))]
+pub(crate) fn mpi() -> Option<JoinByMpi> {
+    None
 }

@@ -64,10 +64,10 @@ pub(crate) fn check_if_possible() -> Result<(), String> {
 /// Lints the feature, runs the tests of collectives and faults, and trains.
 pub(crate) fn check() -> Result<(), String> {
     run(
-        "cargo clippy -p lockstep -p lockstep-comm --all-targets --features lockstep/mpi,lockstep-comm/mpi -- -D warnings",
+        "cargo clippy -p lockstep -p lockstep-mpi --all-targets --features lockstep/mpi,lockstep-mpi/mpi -- -D warnings",
         &[],
     )?;
-    let test = build(&["test", "-p", "lockstep-comm", "--features", "mpi", "--test", "mpi", "--no-run"])?;
+    let test = build(&["test", "-p", "lockstep-mpi", "--features", "mpi", "--test", "mpi", "--no-run"])?;
     for (ranks, part, code, words) in PARTS {
         let mut command = launch(ranks);
         command.arg(&test);

@@ -65,7 +65,7 @@ const PARTS: &[Part] = &[
     as_it_is("disks", "cargo test -p lockstep --test command_line disks -- --nocapture"),
     part(
         "deaths",
-        "cargo test -p lockstep-comm --test processes a_rank_that_dies -- --nocapture",
+        "cargo test -p lockstep-launch --test processes a_rank_that_dies -- --nocapture",
         ("LOCKSTEP_SEEDS", "1000"),
     ),
     part("plans", "cargo test -p lockstep-testkit --test parity random_plans", ("LOCKSTEP_PLANS", "2000")),

@@ -7,9 +7,14 @@ const ALIGNMENT_ELEMENTS: usize = 64;
 
 /// One block of elements per rank, in rank order, that together cover a buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Blocks {
+pub enum Blocks {
     /// Blocks of `len` elements, except for the last ones, which `total` cuts short.
-    Even { len: usize, total: usize },
+    Even {
+        /// Number of elements in a block.
+        len: usize,
+        /// Number of elements in all blocks.
+        total: usize,
+    },
     /// Borders: block r extends from border r to border r + 1.
     Uneven(Arc<[usize]>),
 }
@@ -35,7 +40,7 @@ impl Blocks {
     }
 
     /// Returns the range of elements in the block of rank `rank`.
-    pub(crate) fn range(&self, rank: usize) -> Range<usize> {
+    pub fn range(&self, rank: usize) -> Range<usize> {
         match self {
             Self::Even { len, total } => {
                 let border = |rank: usize| len.saturating_mul(rank).min(*total);
@@ -46,7 +51,7 @@ impl Blocks {
     }
 
     /// Returns the number of elements in all blocks.
-    pub(crate) fn total(&self) -> usize {
+    pub fn total(&self) -> usize {
         match self {
             Self::Even { total, .. } => *total,
             Self::Uneven(borders) => borders[borders.len() - 1],
@@ -68,7 +73,7 @@ impl Blocks {
 }
 
 /// Returns window `index` of a range that is processed `width` elements at a time; empty past the end.
-pub(crate) fn window(range: &Range<usize>, width: usize, index: usize) -> Range<usize> {
+pub fn window(range: &Range<usize>, width: usize, index: usize) -> Range<usize> {
     let start = width.saturating_mul(index).min(range.len());
     let end = start.saturating_add(width).min(range.len());
     range.start + start..range.start + end

@@ -96,7 +96,7 @@ impl Call {
     }
 
     /// Encodes the call losslessly in three words.
-    pub(crate) fn to_words(self) -> [u64; 3] {
+    pub fn to_words(self) -> [u64; 3] {
         let position = |found: Option<usize>| found.map_or(0, |position| position as u64 + 1);
         let kind = position(Kind::ALL.iter().position(|kind| *kind == self.kind));
         let number = position(NumberType::ALL.iter().position(|number| *number == self.number));
@@ -106,7 +106,7 @@ impl Call {
     }
 
     /// Decodes the call in `words`; `None` if no call encodes to them.
-    pub(crate) fn from_words(words: [u64; 3]) -> Option<Self> {
+    pub fn from_words(words: [u64; 3]) -> Option<Self> {
         let [head, elements, detail] = words;
         let byte = |shift: u32| usize::from((head >> shift) as u8);
         let optional = |code: usize| code.checked_sub(1);

@@ -3,12 +3,7 @@
 
 use std::{fmt, io, path::PathBuf};
 
-use crate::{
-    Kind,
-    call::Call,
-    environment::{EnvironmentProblem, Launcher},
-    tcp::Malformed,
-};
+use crate::{Kind, call::Call, tcp::Malformed};
 
 /// Error of a collective, or of starting and joining ranks.
 #[derive(Debug, thiserror::Error)]
@@ -67,14 +62,6 @@ pub enum CommError {
     /// Failure of ranks to come together.
     #[error("cannot join the other ranks: {0}")]
     Join(JoinProblem),
-    /// A log file that cannot be written.
-    #[error("cannot write {}: {source}", path.display())]
-    Log {
-        /// Path of the log file.
-        path: PathBuf,
-        /// Error of the system.
-        source: io::Error,
-    },
     /// Failure of a system call.
     #[error("cannot {what}: {source}")]
     Io {
@@ -345,25 +332,6 @@ pub enum JoinProblem {
         /// Count that number 0 expects.
         ours: usize,
     },
-    /// The launcher's environment variables are invalid.
-    #[error("{0}")]
-    Environment(EnvironmentProblem),
-    /// Ranks of several machines have no address at which to meet.
-    #[error(
-        "{launcher} does not say where ranks of several machines meet: set MASTER_ADDR, and MASTER_PORT, alike for all of them"
-    )]
-    NoLeader {
-        /// Launcher that started them.
-        launcher: Launcher,
-    },
-    /// Shared memory was requested for ranks that cannot share it.
-    #[error(
-        "shared memory is for ranks that lockstep itself starts on one machine; these were started by {launcher}"
-    )]
-    NoSharedMemory {
-        /// Launcher that started them.
-        launcher: Launcher,
-    },
     /// A rank was given another configuration than rank 0.
     #[error(
         "rank {rank} was started with other settings than rank 0: give all ranks the same file and the same --set"
@@ -372,9 +340,6 @@ pub enum JoinProblem {
         /// World rank of the process.
         rank: usize,
     },
-    /// MPI was requested from a program built without it.
-    #[error("this program was built without MPI: cargo build --release --features mpi")]
-    NotBuilt,
     /// MPI was started a second time in one process.
     #[error("MPI was started before")]
     Again,
@@ -392,17 +357,18 @@ fn list(what: &str, numbers: &[usize]) -> String {
     }
 }
 
-/// Number of words of an encoded error in shared memory.
-pub(crate) const ERROR_WORDS: usize = 16;
+/// Number of words of an encoded error, in shared memory and in messages.
+pub const ERROR_WORDS: usize = 16;
 
 impl CommError {
-    pub(crate) fn io(what: &'static str) -> impl FnOnce(io::Error) -> Self {
+    /// Returns a function that turns an error of the system into [`CommError::Io`]; `what` is the action that failed.
+    pub fn io(what: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { what, source }
     }
 
     /// Returns true if every rank learns of this error. A local failure is reported to the other ranks only as a stop.
     pub fn is_known_to_all(&self) -> bool {
-        !matches!(self, Self::Join(_) | Self::Log { .. } | Self::Io { .. })
+        !matches!(self, Self::Join(_) | Self::Io { .. })
     }
 
     /// Returns a loss with `occasion` as the operation that this rank was waiting for; other errors unchanged.
@@ -427,12 +393,12 @@ impl CommError {
             Self::Misuse { rank, .. } => Some(*rank),
             Self::Stopped { by } => *by,
             Self::PeerLost { rank, .. } => Some(usize::from(*rank == 0)),
-            Self::Join(_) | Self::Log { .. } | Self::Io { .. } => None,
+            Self::Join(_) | Self::Io { .. } => None,
         }
     }
 
     /// Encodes the error as words for other ranks. A local error is encoded as a stop by `own_rank`.
-    pub(crate) fn to_words(&self, own_rank: usize) -> [u64; ERROR_WORDS] {
+    pub fn to_words(&self, own_rank: usize) -> [u64; ERROR_WORDS] {
         let mut words = [0; ERROR_WORDS];
         let mut put = |kind: u64, numbers: [u64; 4], occasion: Option<&Occasion>, other: Option<Call>| {
             words[0] = kind;
@@ -463,15 +429,13 @@ impl CommError {
                 put(4, [*rank as u64, problem as u64, 0, 0], Some(occasion), None);
             }
             Self::Stopped { by } => put(5, [by.map_or(0, |rank| rank as u64 + 1), 0, 0, 0], None, None),
-            Self::Join(_) | Self::Log { .. } | Self::Io { .. } => {
-                put(5, [own_rank as u64 + 1, 0, 0, 0], None, None)
-            }
+            Self::Join(_) | Self::Io { .. } => put(5, [own_rank as u64 + 1, 0, 0, 0], None, None),
         }
         words
     }
 
     /// Decodes the error in `words`. Invalid words become a stop by the launcher.
-    pub(crate) fn from_words(words: [u64; ERROR_WORDS]) -> Self {
+    pub fn from_words(words: [u64; ERROR_WORDS]) -> Self {
         Self::decode(words).unwrap_or(Self::Stopped { by: None })
     }
 
@@ -483,7 +447,7 @@ impl CommError {
             Self::Mismatch { rank, reference, .. } => [*rank, *reference],
             Self::TimedOut { rank, waiting, .. } => [*rank, *waiting],
             Self::Stopped { by } => [by.unwrap_or(0), 0],
-            Self::Join(_) | Self::Log { .. } | Self::Io { .. } => return None,
+            Self::Join(_) | Self::Io { .. } => return None,
         };
         named.iter().all(|rank| *rank < ranks).then_some(error)
     }

@@ -7,37 +7,62 @@ use crate::blocks::Blocks;
 
 /// A data-movement operation, with lengths in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Exchange {
+pub enum Exchange {
     /// Broadcast of the root's data to all ranks.
-    Broadcast { root: usize, bytes: usize },
+    Broadcast {
+        /// Root, as a rank of the group.
+        root: usize,
+        /// Length of the data in bytes.
+        bytes: usize,
+    },
     /// Concatenation of every rank's block on all ranks.
     AllGather(Blocks),
     /// Concatenation of every rank's block on the root.
-    Gather { root: usize, blocks: Blocks },
+    Gather {
+        /// Root, as a rank of the group.
+        root: usize,
+        /// Blocks of the ranks, in bytes.
+        blocks: Blocks,
+    },
     /// Distribution of the root's data, one block to each rank.
-    Scatter { root: usize, blocks: Blocks },
+    Scatter {
+        /// Root, as a rank of the group.
+        root: usize,
+        /// Blocks of the ranks, in bytes.
+        blocks: Blocks,
+    },
     /// One block from every rank to each rank.
     AllToAll(Matrix),
 }
 
 /// Number of bytes that each rank sends to each other rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Matrix {
+pub enum Matrix {
     /// Equal blocks of `bytes` bytes.
-    Even { bytes: usize, ranks: usize },
+    Even {
+        /// Length of a block in bytes.
+        bytes: usize,
+        /// Number of ranks.
+        ranks: usize,
+    },
     /// Uneven blocks, in row-major order with one row per sender.
-    Uneven { sends: Vec<usize>, ranks: usize },
+    Uneven {
+        /// Lengths in bytes.
+        sends: Vec<usize>,
+        /// Number of ranks.
+        ranks: usize,
+    },
 }
 
 /// A copy: bytes that one rank pulls from the stream of another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Piece {
+pub struct Piece {
     /// Offset in the other rank's stream, in bytes.
-    pub(crate) from: usize,
+    pub from: usize,
     /// Offset in the target, in bytes.
-    pub(crate) to: usize,
+    pub to: usize,
     /// Length in bytes; 0 for no copy.
-    pub(crate) bytes: usize,
+    pub bytes: usize,
 }
 
 impl Exchange {
@@ -65,7 +90,7 @@ impl Exchange {
     }
 
     /// Returns the piece that `rank` pulls from the stream of `from`, which may be itself.
-    pub(crate) fn piece(&self, rank: usize, from: usize) -> Piece {
+    pub fn piece(&self, rank: usize, from: usize) -> Piece {
         let none = Piece { from: 0, to: 0, bytes: 0 };
         match self {
             Self::Broadcast { root, bytes } if from == *root => Piece { bytes: *bytes, ..none },

@@ -33,7 +33,10 @@ pub struct Group {
 
 impl Group {
     /// Creates the group of all ranks.
-    pub(crate) fn world(transport: impl Transport + 'static) -> Self {
+    ///
+    /// # Panics
+    /// If the transport is not a member of its first group.
+    pub fn world(transport: impl Transport + 'static) -> Self {
         Self::new(Arc::new(transport), 0)
     }
 

@@ -8,60 +8,49 @@
 //! Reductions follow a fixed binary tree over the ranks of a group (`reduce`), whatever the message size, the chunking and
 //! the transport. Pure code is separate from code that waits. `call` describes an operation, `task` validates and plans it
 //! for one rank, `blocks` and `exchange` say which bytes go where. `shm` carries tasks out between ranks of one machine.
-//! `world` creates and joins their shared memory, `launch` starts the ranks, and [`environment`] recognizes ranks that
-//! another launcher started. `tcp` connects machines by sockets; `mpi` delegates to an MPI library.
+//! `world` creates and joins their shared memory. `tcp` connects machines by sockets, and holds the rendezvous of ranks and of
+//! launchers. [`transport`] is what a transport implements; crates may add more of them, as `lockstep-mpi` does.
 
-mod agent;
 mod algorithm;
 pub mod benchmark;
 mod blocks;
 mod call;
 mod deadline;
-pub mod environment;
 mod error;
 mod exchange;
 #[cfg(any(test, feature = "faults"))]
 pub mod faults;
 mod group;
-mod launch;
 mod memory;
 mod meter;
-mod mpi;
 mod number;
-mod output;
+mod placement;
 mod recorder;
 mod reduce;
 mod shm;
-mod started;
-mod stillness;
 mod task;
 mod tcp;
-mod transport;
+pub mod transport;
+mod way;
 mod world;
 
-pub use agent::{Agent, Ended, Failure, Movement};
 pub use algorithm::Algorithm;
 pub use call::{Call, Kind};
 pub use deadline::Deadline;
 pub use error::{CommError, GroupName, JoinProblem, LossCause, Occasion, Problem};
 pub use group::{Group, Pending};
-pub use launch::{ERROR_FILE_VARIABLE, Elastic, Launch, Pinning, Placement};
 pub use memory::{Lent, Source, Target};
 pub use meter::{Meter, Metered};
-pub use mpi::{MpiOptions, join_mpi};
 pub use number::{Number, NumberType, ReduceOp};
-pub use output::{Output, Route, Routing};
+pub use placement::{Leader, Placement};
 pub use recorder::{Recorded, now_us};
-pub use started::{
-    DEFAULT_PORT, JoinOptions, MEETING_LIMIT, SECRET_VARIABLE, Way, is_launched, join_from_environment,
-    place, secret,
-};
 pub use task::Collective;
 pub use tcp::{
-    Malformed, Meeting, NodeCard, NodesMet, PairingCode, Secret, SecretInMemory, TcpOptions, TurnedAway,
-    join_by_address, meet_nodes, read_frames, sample_frames, seal_frames,
+    DEFAULT_PORT, Malformed, Meeting, NodeCard, NodesMet, PairingCode, Secret, SecretInMemory, TcpOptions,
+    TurnedAway, join_by_address, join_with, meet_nodes, read_frames, sample_frames, seal_frames,
 };
-pub use world::{SOCKET_VARIABLE, World, WorldOptions, join};
+pub use way::Way;
+pub use world::{Entered, SOCKET_VARIABLE, World, WorldOptions, enter, inherited, inherited_socket, join};
 
 /// Maximum number of ranks on one machine.
 pub const MAX_RANKS: usize = 64;

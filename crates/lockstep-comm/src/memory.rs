@@ -102,10 +102,13 @@ impl Lent {
 
 /// Address range of memory, without a lifetime. Its creator guarantees that the memory outlives its use.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Stretch {
-    pub(crate) pointer: *mut u8,
-    pub(crate) number: NumberType,
-    pub(crate) elements: usize,
+pub struct Stretch {
+    /// Address of the first element.
+    pub pointer: *mut u8,
+    /// Type of the elements.
+    pub number: NumberType,
+    /// Number of elements.
+    pub elements: usize,
 }
 
 // SAFETY: a `Stretch` is only an address; the code that accesses the memory guarantees exclusive or shared access.
@@ -116,23 +119,25 @@ impl Stretch {
     pub(crate) const EMPTY: Self =
         Self { pointer: std::ptr::dangling_mut(), number: NumberType::U8, elements: 0 };
 
-    pub(crate) fn bytes(&self) -> usize {
+    /// Returns the length in bytes.
+    pub fn bytes(&self) -> usize {
         self.elements * self.number.size_bytes()
     }
 
     /// Returns the `elements` elements from `start` on.
-    pub(crate) fn part(&self, start: usize, elements: usize) -> Self {
+    pub fn part(&self, start: usize, elements: usize) -> Self {
         debug_assert!(start + elements <= self.elements);
         Self { pointer: self.pointer.wrapping_add(start * self.number.size_bytes()), elements, ..*self }
     }
 
     /// Returns the `bytes` bytes from byte `start` on, as `U8` elements.
-    pub(crate) fn bytes_at(&self, start: usize, bytes: usize) -> Self {
+    pub fn bytes_at(&self, start: usize, bytes: usize) -> Self {
         debug_assert!(start + bytes <= self.bytes());
         Self { pointer: self.pointer.wrapping_add(start), number: NumberType::U8, elements: bytes }
     }
 
-    pub(crate) fn overlaps(&self, other: &Self) -> bool {
+    /// Returns true if the two ranges have a byte in common.
+    pub fn overlaps(&self, other: &Self) -> bool {
         let range = |stretch: &Self| stretch.pointer as usize..stretch.pointer as usize + stretch.bytes();
         let (a, b) = (range(self), range(other));
         a.start.max(b.start) < a.end.min(b.end)

@@ -56,7 +56,7 @@ impl fmt::Display for Recorded {
 }
 
 /// Recorder of a rank that communicates over sockets.
-pub(crate) struct Recorder {
+pub struct Recorder {
     records: Records,
     count: u64,
 }
@@ -74,6 +74,11 @@ impl fmt::Debug for Recorder {
 }
 
 impl Recorder {
+    /// Creates a recorder in private memory.
+    pub fn private() -> Self {
+        Self::new(None)
+    }
+
     /// Creates a recorder in the shared segment of a rank of this machine, or in private memory if there is none.
     pub(crate) fn new(segment: Option<(Segments, usize)>) -> Self {
         let own = || Records::Own((0..RECORDS).map(|_| Record::default()).collect());
@@ -93,13 +98,7 @@ impl Recorder {
     }
 
     /// Records an operation and returns its number.
-    pub(crate) fn write(
-        &mut self,
-        call: Call,
-        group: GroupName,
-        sequence: u32,
-        caller: &Location<'_>,
-    ) -> u64 {
+    pub fn write(&mut self, call: Call, group: GroupName, sequence: u32, caller: &Location<'_>) -> u64 {
         let number = self.count;
         self.count += 1;
         write(self.record(number), number, call, group, sequence, caller);
@@ -109,13 +108,14 @@ impl Recorder {
         number
     }
 
-    /// Stamps record `number`; see [`stamp`].
-    pub(crate) fn stamp(&self, number: u64, which: usize) {
+    /// Stamps record `number` with the time at which all ranks had come to the operation (`which` 0), or at which it completed
+    /// (1).
+    pub fn stamp(&self, number: u64, which: usize) {
         stamp(self.record(number), number, which);
     }
 
     /// Returns the last records, oldest first.
-    pub(crate) fn read(&self) -> Vec<Recorded> {
+    pub fn read(&self) -> Vec<Recorded> {
         let first = self.count.saturating_sub(RECORDS as u64);
         (first..self.count).filter_map(|number| read_one(self.record(number), number)).collect()
     }

@@ -25,7 +25,7 @@ const LEVELS: usize = MAX_WORLD.ilog2() as usize + 1;
 /// # Safety
 /// Each pointer is valid for `elements` elements. Meanwhile no other code writes to them or reads the targets. A target may
 /// be identical to a source, but must not overlap one in any other way. Pointers need no alignment.
-pub(crate) unsafe fn reduce(
+pub unsafe fn reduce(
     number: NumberType,
     op: ReduceOp,
     sources: &[*const u8],

@@ -172,42 +172,59 @@ impl Collective<Lent, Lent> {
 
 /// Unit of work for a transport: a validated operation and its buffers.
 #[derive(Debug)]
-pub(crate) struct Task {
-    pub(crate) call: Call,
-    pub(crate) flow: Flow,
+pub struct Task {
+    /// The operation as this rank called it.
+    pub call: Call,
+    /// Flow of its data.
+    pub flow: Flow,
     /// Memory that other ranks may read.
-    pub(crate) source: Stretch,
+    pub source: Stretch,
     /// Destination of the result.
-    pub(crate) target: Stretch,
+    pub target: Stretch,
 }
 
+/// Flow of an operation's data between the ranks of its group.
 #[derive(Debug)]
-pub(crate) enum Flow {
+pub enum Flow {
+    /// No data.
     Barrier,
+    /// Reduction of all ranks' sources.
     Reduction {
+        /// Operator of the reduction.
         op: ReduceOp,
+        /// Block of each rank, in elements.
         blocks: Blocks,
+        /// Destination of the result.
         receiver: Receiver,
     },
+    /// Movement of data.
     Exchange(Exchange),
     /// An all-to-all with uneven blocks: bytes sent to, and received from, each rank. The exchange is known once all ranks have
     /// entered.
     Unknown {
+        /// Bytes sent to each rank.
         sends: Vec<usize>,
+        /// Bytes received from each rank.
         receives: Vec<usize>,
     },
+    /// Point-to-point send.
     Send {
+        /// Receiver, as a rank of the group.
         to: usize,
     },
+    /// Point-to-point receive.
     Receive {
+        /// Sender, as a rank of the group.
         from: usize,
     },
 }
 
 /// Destination of a reduction's result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Receiver {
+pub enum Receiver {
+    /// All ranks.
     All,
+    /// This rank of the group.
     One(usize),
     /// Each rank receives its own block.
     Owner,
@@ -271,11 +288,12 @@ impl Task {
 }
 
 /// Comparison of the members' descriptions of one operation.
-pub(crate) struct Comparison<'a> {
+#[derive(Debug)]
+pub struct Comparison<'a> {
     /// World ranks of the members, in group order.
-    pub(crate) ranks: &'a [usize],
+    pub ranks: &'a [usize],
     /// The operation as this rank called it.
-    pub(crate) occasion: Occasion,
+    pub occasion: Occasion,
 }
 
 impl Comparison<'_> {
@@ -283,7 +301,7 @@ impl Comparison<'_> {
     ///
     /// # Errors
     /// If they did not; the error is the same on all ranks.
-    pub(crate) fn of_calls(&self, calls: &[[u64; 3]]) -> Result<(), CommError> {
+    pub fn of_calls(&self, calls: &[[u64; 3]]) -> Result<(), CommError> {
         let Some((odd, reference)) = call::odd_one_out(calls) else { return Ok(()) };
         let call = |member: usize| Call::from_words(calls[member]).unwrap_or(self.occasion.call);
         Err(self.mismatch(odd, call(odd), reference, call(reference)))
@@ -294,7 +312,7 @@ impl Comparison<'_> {
     ///
     /// # Errors
     /// If a sender and a receiver disagree on a length; the error is the same on all ranks.
-    pub(crate) fn of_tables(&self, word: impl Fn(usize, usize) -> usize) -> Result<Exchange, CommError> {
+    pub fn of_tables(&self, word: impl Fn(usize, usize) -> usize) -> Result<Exchange, CommError> {
         let ranks = self.ranks.len();
         for sender in 0..ranks {
             for receiver in 0..ranks {
@@ -313,7 +331,7 @@ impl Comparison<'_> {
     }
 
     /// Builds the error for member `odd`, which called `found` where `reference` called `expected`.
-    pub(crate) fn mismatch(&self, odd: usize, found: Call, reference: usize, expected: Call) -> CommError {
+    pub fn mismatch(&self, odd: usize, found: Call, reference: usize, expected: Call) -> CommError {
         CommError::Mismatch {
             rank: self.ranks[odd],
             found,

@@ -1,4 +1,10 @@
-//! The interface between groups and transports (shared memory, TCP, MPI): groups hand down tasks, transports carry them out.
+//! The interface between groups and transports (shared memory, TCP, and those of other crates): groups hand down tasks,
+//! transports carry them out.
+//!
+//! A [`Task`] is an operation that has been validated and planned for one rank: its [`Call`](crate::Call), on which all ranks
+//! must agree, the flow of its data, and the memory at both ends. A transport compares the calls of all members first
+//! ([`Comparison`]), then moves the data, and completes the [`Ticket`]. [`Group::world`](crate::Group::world) makes a group of
+//! a transport.
 
 use std::{
     fmt,
@@ -13,10 +19,19 @@ use std::{
 use lockstep_plan::MemoryCategory;
 use lockstep_tensor::{Arena, Workers};
 
-use crate::{CommError, Deadline, GroupName, memory::Lent, recorder::Recorded, task::Task};
+use crate::{CommError, Deadline, GroupName, Lent, Recorded};
+pub use crate::{
+    blocks::{Blocks, window},
+    error::ERROR_WORDS,
+    exchange::{Exchange, Matrix, Piece},
+    memory::Stretch,
+    recorder::Recorder,
+    reduce::reduce,
+    task::{Comparison, Flow, Receiver, Task},
+};
 
 /// Transport of one rank, with all its groups. Every wait takes a deadline; an error ends the run on all ranks.
-pub(crate) trait Transport: fmt::Debug + Send + Sync {
+pub trait Transport: fmt::Debug + Send + Sync {
     /// Returns the rank of this process in the world.
     fn rank(&self) -> usize;
 
@@ -31,6 +46,9 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
     fn add_group(&self, ranks: Vec<usize>) -> usize;
 
     /// Starts an operation. Waits only if too many are in flight.
+    ///
+    /// # Errors
+    /// If the run has ended, or if there is no room before `deadline`.
     fn begin(
         &self,
         group: usize,
@@ -44,9 +62,15 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
     fn begun(&self, group: usize) -> u32;
 
     /// Waits for an operation to complete.
+    ///
+    /// # Errors
+    /// If the run ends, or if the operation is not complete before `deadline`.
     fn wait(&self, group: usize, ticket: &Arc<Ticket>, deadline: Deadline) -> Result<(), CommError>;
 
     /// Advances all operations without waiting.
+    ///
+    /// # Errors
+    /// If the run has ended.
     fn progress(&self) -> Result<(), CommError>;
 
     /// Ends the run on all ranks and returns the error that ended it. Afterwards no operation touches the callers' memory.
@@ -73,7 +97,7 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
 
 /// Shared completion state of an operation in flight.
 #[derive(Debug, Default)]
-pub(crate) struct Ticket {
+pub struct Ticket {
     is_complete: AtomicBool,
     completed_at: OnceLock<Instant>,
     /// Memory lent to the operation.
@@ -82,16 +106,18 @@ pub(crate) struct Ticket {
 
 impl Ticket {
     /// Creates the ticket of an operation that `memory` is lent to.
-    pub(crate) fn new(memory: Vec<Lent>) -> Arc<Self> {
+    pub fn new(memory: Vec<Lent>) -> Arc<Self> {
         Arc::new(Self { memory: Mutex::new(memory), ..Self::default() })
     }
 
-    pub(crate) fn complete(&self) {
+    /// Completes the operation, with the current time.
+    pub fn complete(&self) {
         self.completed_at.get_or_init(Instant::now);
         self.is_complete.store(true, Ordering::Release);
     }
 
-    pub(crate) fn is_complete(&self) -> bool {
+    /// Returns true once the operation is complete.
+    pub fn is_complete(&self) -> bool {
         self.is_complete.load(Ordering::Acquire)
     }
 
@@ -101,8 +127,7 @@ impl Ticket {
     }
 
     /// Returns true if any memory is lent to the operation.
-    #[cfg(feature = "mpi")]
-    pub(crate) fn has_memory(&self) -> bool {
+    pub fn has_memory(&self) -> bool {
         !self.memory.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
@@ -113,7 +138,7 @@ impl Ticket {
 }
 
 /// Returns the name of the group that partition `index` made of `ranks`.
-pub(crate) fn name(index: usize, ranks: &[usize]) -> GroupName {
+pub fn name(index: usize, ranks: &[usize]) -> GroupName {
     let first = ranks.iter().min().copied().unwrap_or(0);
     GroupName { index: index as u32, first: first as u32, size: ranks.len() as u32 }
 }

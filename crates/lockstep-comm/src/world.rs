@@ -169,13 +169,20 @@ impl World {
 /// # Errors
 /// If the other end is not a Lockstep launcher of this version, or if a rank does not join before `deadline`.
 pub fn join(socket: &UnixStream, deadline: Deadline) -> Result<Group, CommError> {
-    let group = Group::world(enter(socket, deadline)?);
+    let group = Group::world(enter(socket, deadline)?.0);
     group.barrier(deadline)?;
     Ok(group)
 }
 
+/// The shared memory of this machine's ranks, before its ranks join those of other machines.
+#[derive(Debug)]
+pub struct Entered(pub(crate) Machine);
+
 /// Enters the world of the launcher at the other end of `socket`, without waiting for the other ranks.
-pub(crate) fn enter(socket: &UnixStream, deadline: Deadline) -> Result<Machine, CommError> {
+///
+/// # Errors
+/// If the other end is not a Lockstep launcher of this version, or if it sends nothing before `deadline`.
+pub fn enter(socket: &UnixStream, deadline: Deadline) -> Result<Entered, CommError> {
     let (message, files) = receive_welcome(socket, deadline)?;
     let number = |index: usize| {
         let mut bytes = [0; 8];
@@ -193,16 +200,22 @@ pub(crate) fn enter(socket: &UnixStream, deadline: Deadline) -> Result<Machine, 
     }
     let segments = Segments::open(files).map_err(CommError::io("map shared memory"))?;
     let segments = segments.beginning_at(number(5) as usize);
-    Machine::new(segments, rank, number(3) as usize, Duration::from_millis(number(4)))
+    Machine::new(segments, rank, number(3) as usize, Duration::from_millis(number(4))).map(Entered)
 }
 
 /// Returns the socket that this process inherited from its launcher; `None` if it inherited none.
-pub(crate) fn inherited_socket() -> Result<Option<UnixStream>, CommError> {
+///
+/// # Errors
+/// If the variable does not name a socket.
+pub fn inherited_socket() -> Result<Option<UnixStream>, CommError> {
     inherited(SOCKET_VARIABLE).map(|socket| socket.map(UnixStream::from))
 }
 
 /// Returns a duplicate of the socket whose descriptor number is in the environment variable; `None` if it is unset.
-pub(crate) fn inherited(variable: &'static str) -> Result<Option<OwnedFd>, CommError> {
+///
+/// # Errors
+/// If the variable does not name a socket.
+pub fn inherited(variable: &'static str) -> Result<Option<OwnedFd>, CommError> {
     let Some(value) = env::var_os(variable) else { return Ok(None) };
     let value = value.to_string_lossy().into_owned();
     let descriptor = value.parse::<RawFd>().ok().filter(|descriptor| *descriptor > 2);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lockstep_comm::{JoinOptions, TcpOptions};
+use lockstep_comm::TcpOptions;
 
 use crate::RunConfig;
 
@@ -12,14 +12,13 @@ impl RunConfig {
         Duration::from_millis(self.elastic.heartbeat_ms)
     }
 
-    /// Returns the options with which the ranks of this run join.
-    pub fn join_options(&self) -> JoinOptions {
-        let tcp = TcpOptions {
+    /// Returns the options with which the ranks of this run join over TCP.
+    pub fn tcp_options(&self) -> TcpOptions {
+        TcpOptions {
             streams: self.parallel.tcp_connections,
             settings: self.digest(),
             silence: self.heartbeat(),
             encrypt: self.parallel.encrypt,
-        };
-        JoinOptions { way: self.parallel.transport.into(), tcp, ..JoinOptions::default() }
+        }
     }
 }

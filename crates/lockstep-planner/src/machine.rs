@@ -143,7 +143,7 @@ pub fn name_of_this(cores: usize) -> String {
 ///
 /// A rank may be pinned to its share of the cores and see no others, so the file is not compared with this machine.
 pub(crate) fn of_run(config: &RunConfig) -> Option<Cluster> {
-    let place = lockstep_comm::place().ok().flatten();
+    let place = lockstep_launch::place().ok().flatten();
     if place.is_some_and(|place| place.world_size.is_some_and(|ranks| place.local_size != Some(ranks))) {
         return None;
     }
@@ -178,7 +178,7 @@ pub(crate) fn for_run(cluster: &Cluster, config: &RunConfig) -> Cluster {
 
 /// Returns the number of ranks on this machine; if the launcher does not tell, estimated from this rank's share of the cores.
 pub fn local_ranks() -> usize {
-    let Some(place) = lockstep_comm::place().ok().flatten() else { return 1 };
+    let Some(place) = lockstep_launch::place().ok().flatten() else { return 1 };
     let own_cores = std::thread::available_parallelism().map_or(1, usize::from);
     place.local_size.unwrap_or_else(|| (online_cores() / own_cores).max(1))
 }

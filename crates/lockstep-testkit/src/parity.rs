@@ -12,11 +12,11 @@ use lockstep_checkpoint::ModelDirectory;
 use lockstep_comm::{Group, World, WorldOptions};
 use lockstep_config::{Resume, RunConfig};
 use lockstep_engine::Ranks;
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::progress::Progress;
 use lockstep_plan::DType;
 use lockstep_plan::schedule::Kind;
 use lockstep_tensor::delayed::{Delayed, Fault};
-use lockstep_train::interrupt::Interrupt;
 use lockstep_train::verify::{
     Comparison, Numbers, ROUTER_MARGIN, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, exact, numbers, sample_text,
 };

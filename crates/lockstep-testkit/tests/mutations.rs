@@ -12,10 +12,10 @@ use std::path::Path;
 use lockstep_comm::faults::{Damage, Faults, Seen, Site};
 use lockstep_engine::Ranks;
 use lockstep_graph::faults::{Fault, record_with};
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_plan::{Axis, Feedback, Mesh, Quantization, QuantizedType, ZeroStage};
 use lockstep_testkit::parity::{GPT2, LLAMA, MIXTRAL, TinyModel, Workbench, on_ranks_of};
 use lockstep_testkit::quantized::{Case, what_one_step_loses_the_next_one_says};
-use lockstep_train::interrupt::Interrupt;
 use lockstep_train::verify::{Tolerance, numbers};
 use lockstep_train::{Error, ranks_of};
 

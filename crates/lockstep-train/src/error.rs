@@ -1,10 +1,10 @@
 //! Errors of this crate, each with the path or the value at fault.
 
-use std::io;
 use std::path::PathBuf;
 
 use lockstep_config::Problems;
 use lockstep_engine::EngineError;
+use lockstep_launch::LaunchError;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -19,9 +19,6 @@ pub enum Error {
     /// A record of the run: metrics, a report, a trace, records of the flight recorder.
     #[error(transparent)]
     Observe(Box<lockstep_observe::Error>),
-    /// The handlers of SIGINT and SIGTERM cannot be installed.
-    #[error("cannot watch for Ctrl-C and SIGTERM: {0}")]
-    Signals(#[source] io::Error),
     /// Error in the model's configuration.
     #[error(transparent)]
     Model(#[from] lockstep_model::ModelError),
@@ -31,15 +28,15 @@ pub enum Error {
     /// Error of the engine: memory, threads, or state that does not fit the model.
     #[error(transparent)]
     Engine(EngineError),
-    /// The path of this program, from which ranks are started, is unknown.
-    #[error("cannot find the program to start its ranks: {0}")]
-    Program(#[source] io::Error),
     /// Error in the plan for these ranks.
     #[error(transparent)]
     Layout(#[from] lockstep_plan::PlanProblems),
     /// Error in the communication with other ranks.
     #[error(transparent)]
     Comm(#[from] lockstep_comm::CommError),
+    /// Error in joining the ranks that this process was started with, before they communicate.
+    #[error(transparent)]
+    Launch(LaunchError),
     /// Error while saving or loading a checkpoint.
     #[error(transparent)]
     Checkpoint(#[from] lockstep_checkpoint::CheckpointError),
@@ -165,6 +162,16 @@ impl From<EngineError> for Error {
         match error {
             EngineError::Comm(error) => Self::Comm(error),
             error => Self::Engine(error),
+        }
+    }
+}
+
+/// Communication errors become [`Error::Comm`] even if they end the joining of ranks.
+impl From<LaunchError> for Error {
+    fn from(error: LaunchError) -> Self {
+        match error {
+            LaunchError::Comm(error) => Self::Comm(error),
+            error => Self::Launch(error),
         }
     }
 }

@@ -3,8 +3,6 @@
 //! [`train`] executes a [`RunConfig`](lockstep_config::RunConfig): it resolves the model, prepares the corpus, resumes from the newest intact
 //! checkpoint and runs the steps. The modules around the loop do not touch tensors:
 //!
-//! - [`launch`]: starts and watches the local ranks of a run.
-//! - [`interrupt`]: Ctrl-C and SIGTERM as a flag that the loop reads between steps.
 //! - [`verify`]: compares a plan's numbers with those of one rank.
 //! - [`benchmark`]: step times of this machine.
 //! - [`rehearsal`]: pipeline schedules, measured and simulated.
@@ -17,9 +15,6 @@ mod corpus;
 mod describe;
 mod error;
 mod guard;
-pub mod interrupt;
-pub mod launch;
-pub mod limits;
 mod loss_scale;
 pub mod machine_file;
 mod origin;

@@ -120,7 +120,7 @@ impl Records {
     /// Opens the records of a rank other than the first: its contribution to the timeline and, on the first rank of a machine,
     /// the health endpoint.
     pub(crate) fn of_other(config: &RunConfig, start: Start) -> Self {
-        let place = lockstep_comm::place().ok().flatten();
+        let place = lockstep_launch::place().ok().flatten();
         let serves = place.is_some_and(|place| place.local_rank == Some(0));
         let opened = if serves { Server::open(config) } else { Ok(None) };
         // The run does not depend on the endpoint, and hosts on the same machine contend for one port.

@@ -14,6 +14,7 @@ use lockstep_config::{ResolvedModel, Resume, RunConfig, resolve_model};
 use lockstep_data::{MicroBatch, Prefetcher};
 use lockstep_engine::{Engine, EngineError, HostBatch, Ranks, Update};
 use lockstep_graph::{Activity, Cost, Seed};
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::metrics::{DiskUse, EvalMetrics, MemoryUse, Start, StepMetrics, imbalance};
 use lockstep_observe::progress::{Progress, Steps};
 use lockstep_plan::ParameterId;
@@ -22,7 +23,6 @@ use serde_json::Value;
 
 use crate::describe::{Screen, describe};
 use crate::guard::{Action, Guard, Refuge, Verdict};
-use crate::interrupt::Interrupt;
 use crate::loss_scale::{LossScale, Overflow};
 use crate::origin::{Origin, lock, prefetcher};
 use crate::peak::device_peak;

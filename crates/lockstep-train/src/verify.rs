@@ -10,12 +10,12 @@ use lockstep_config::{
     Precision, Resume, Rounding, RunConfig, StatePrecision, offload_to_existing_directory,
 };
 use lockstep_engine::{Engine, Ranks};
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::metrics::StepMetrics;
 use lockstep_observe::progress::Progress;
 use lockstep_plan::{Plan, Quantization, QuantizedType, Sharding, Share};
 use serde::{Deserialize, Serialize};
 
-use crate::interrupt::Interrupt;
 use crate::trainer::{Leaves, run};
 use crate::{Error, StepObserver};
 

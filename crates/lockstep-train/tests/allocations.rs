@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use lockstep_config::{Resume, RunConfig};
 use lockstep_engine::{Engine, Ranks};
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::progress::Progress;
-use lockstep_train::interrupt::Interrupt;
 use lockstep_train::{Error, StepObserver, train_observed};
 
 /// The system's allocator with a counter.

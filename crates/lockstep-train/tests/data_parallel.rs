@@ -9,10 +9,10 @@ use std::time::Duration;
 use lockstep_comm::{World, WorldOptions};
 use lockstep_config::{Resume, RunConfig};
 use lockstep_engine::{Engine, EngineError, Ranks};
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::flight::{analyse, read_all, write_records};
 use lockstep_observe::progress::Progress;
 use lockstep_plan::ParameterId;
-use lockstep_train::interrupt::Interrupt;
 use lockstep_train::{Error, StepObserver, Summary, ranks_of, train_observed};
 use serde_json::Value;
 

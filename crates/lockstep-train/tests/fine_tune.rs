@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use lockstep_checkpoint::{Checkpoint, CheckpointError, DType, ModelDirectory, TensorKind};
 use lockstep_config::{Resume, RunConfig, resolve_model};
 use lockstep_engine::Ranks;
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::progress::Progress;
-use lockstep_train::interrupt::Interrupt;
 use lockstep_train::{Error, Summary, train};
 
 /// Configuration of the model that is fine-tuned.

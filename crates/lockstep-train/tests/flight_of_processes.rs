@@ -6,9 +6,9 @@
 use std::env;
 use std::time::{Duration, Instant};
 
-use lockstep_comm::{
-    Agent, CommError, Deadline, Elastic, Ended, Failure, Group, JoinOptions, Launch, Output, Pinning,
-    Placement, ReduceOp, WorldOptions, join_from_environment,
+use lockstep_comm::{CommError, Deadline, Group, Placement, ReduceOp, WorldOptions};
+use lockstep_launch::{
+    Agent, Elastic, Ended, Failure, JoinOptions, Launch, Output, Pinning, join_from_environment,
 };
 use lockstep_observe::flight::{Analysis, Dump, Ending, Finding, analyse};
 use rustix::process::{Pid, Signal, kill_process};

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use lockstep_checkpoint::{Checkpoint, TensorKind};
 use lockstep_config::{Resume, RunConfig};
 use lockstep_engine::{Engine, Ranks};
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::progress::Progress;
-use lockstep_train::interrupt::Interrupt;
 use lockstep_train::{Error, StepObserver, Summary, train_observed};
 use serde_json::Value;
 

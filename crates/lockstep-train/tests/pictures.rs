@@ -6,10 +6,10 @@ use std::path::Path;
 
 use lockstep_comm::{World, WorldOptions};
 use lockstep_config::{Resume, RunConfig};
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::progress::Progress;
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_planner::{LinearShape, LinearSplit, TensorLayout};
-use lockstep_train::interrupt::Interrupt;
 use lockstep_train::{ranks_of, train};
 use serde_json::Value;
 

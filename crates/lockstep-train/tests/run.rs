@@ -11,10 +11,10 @@ use lockstep_checkpoint::hf::HfCheckpoint;
 use lockstep_checkpoint::{Checkpoint, CheckpointError, ModelDirectory, RunLock, TensorKind};
 use lockstep_config::{Resume, RunConfig};
 use lockstep_engine::{Engine, Ranks};
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::metrics::StepMetrics;
 use lockstep_observe::progress::Progress;
 use lockstep_plan::DType;
-use lockstep_train::interrupt::Interrupt;
 use lockstep_train::{Error, StepObserver, Summary, train, train_observed};
 use serde_json::Value;
 

@@ -14,9 +14,9 @@ use lockstep_checkpoint::{
 use lockstep_comm::{World, WorldOptions};
 use lockstep_config::{Resume, RunConfig};
 use lockstep_engine::{Engine, Ranks, StateKind};
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::progress::Progress;
 use lockstep_plan::ParameterId;
-use lockstep_train::interrupt::Interrupt;
 use lockstep_train::{Error, StepObserver, Summary, ranks_of, train_observed};
 use serde_json::Value;
 

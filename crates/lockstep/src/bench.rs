@@ -3,13 +3,15 @@
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand, ValueEnum};
-use lockstep_comm::{JoinOptions, Way, is_launched};
+use lockstep_comm::Way;
 use lockstep_config::plan::{check, checked_plan};
 use lockstep_config::{
     NamedModel, RunConfig, find_model, human, offload_to_existing_directory, resolve_model,
 };
 use lockstep_engine::Ranks;
 use lockstep_graph::BlockShape;
+use lockstep_launch::interrupt::Interrupt;
+use lockstep_launch::{JoinOptions, is_launched, started_group};
 use lockstep_model::Tuning;
 use lockstep_observe::metrics::{CommunicationUse, DiskUse};
 use lockstep_observe::roofline::Detail;
@@ -18,8 +20,6 @@ use lockstep_planner::fit::require_for_benchmark;
 use lockstep_train::benchmark::{
     GemmTime, StepBenchmark, StepTimes, benchmark_model, time_gemms, time_steps,
 };
-use lockstep_train::interrupt::Interrupt;
-use lockstep_train::launch::started_group;
 use lockstep_train::ranks_of_model;
 use serde_json::json;
 

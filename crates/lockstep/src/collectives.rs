@@ -6,9 +6,9 @@ use std::time::Duration;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use lockstep_comm::benchmark::{Benchmark, BenchmarkMemory, Timing};
-use lockstep_comm::{Algorithm, CommError, Group, JoinOptions, Kind, NumberType, Pinning, TcpOptions, Way};
-use lockstep_train::interrupt::Interrupt;
-use lockstep_train::launch::started_group;
+use lockstep_comm::{Algorithm, CommError, Group, Kind, NumberType, TcpOptions, Way};
+use lockstep_launch::interrupt::Interrupt;
+use lockstep_launch::{JoinOptions, Pinning, started_group};
 use serde_json::json;
 
 use crate::exit::Failure;

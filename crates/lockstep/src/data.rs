@@ -10,7 +10,7 @@ use lockstep_data::{
     Bar, Contents, Dataset, Ending, ExportOptions, FindDocuments, Format, IdType, OpenOptions, SourceFile,
     TextOptions, Tokenizer, Tokens, expand, tokenize_to_indexed,
 };
-use lockstep_train::interrupt::Interrupt;
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_train::{Corpus, answers};
 use serde_json::{Value, json};
 

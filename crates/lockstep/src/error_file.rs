@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use lockstep_comm::ERROR_FILE_VARIABLE;
+use lockstep_launch::ERROR_FILE_VARIABLE;
 use serde_json::{Value, json};
 
 use crate::exit::{self, Failure};

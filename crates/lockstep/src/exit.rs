@@ -6,6 +6,7 @@ use lockstep_checkpoint::CheckpointError;
 use lockstep_comm::CommError;
 use lockstep_data::{DataError, ErrorKind};
 use lockstep_infer::InferError;
+use lockstep_launch::LaunchError;
 use lockstep_model::ModelError;
 
 /// The run failed.
@@ -98,7 +99,6 @@ pub(crate) fn code_of(error: &CommError) -> u8 {
     match error {
         CommError::PeerLost { .. } => PEER_LOST,
         CommError::Join(_) => CONFIGURATION,
-        CommError::Log { source, .. } => code_of_io(source),
         _ => FAILED,
     }
 }
@@ -106,6 +106,25 @@ pub(crate) fn code_of(error: &CommError) -> u8 {
 impl From<CommError> for Failure {
     fn from(error: CommError) -> Self {
         Self { message: error.to_string(), code: code_of(&error) }
+    }
+}
+
+impl From<LaunchError> for Failure {
+    fn from(error: LaunchError) -> Self {
+        let code = match &error {
+            LaunchError::Comm(error) => code_of(error),
+            LaunchError::Environment(_)
+            | LaunchError::NoLeader { .. }
+            | LaunchError::NoSharedMemory { .. }
+            | LaunchError::NotBuilt
+            | LaunchError::Ssh { .. }
+            | LaunchError::Unreachable { .. }
+            | LaunchError::NotInstalled { .. } => CONFIGURATION,
+            LaunchError::Interrupted => INTERRUPTED,
+            LaunchError::Log { source, .. } => code_of_io(source),
+            _ => FAILED,
+        };
+        Self { message: error.to_string(), code }
     }
 }
 
@@ -181,6 +200,7 @@ impl From<lockstep_train::Error> for Failure {
                 Self { message: error.to_string(), code: CORRUPT_INPUT }
             }
             Error::Comm(error) => error.into(),
+            Error::Launch(error) => error.into(),
             error => Self { message: error.to_string(), code: FAILED },
         }
     }

@@ -3,17 +3,16 @@
 //! Each host gets one command by `ssh -o BatchMode=yes`. The run's secret is sent over its standard input, never in its
 //! arguments. The end of that input ends the command on the host, so no process has to be killed remotely.
 
-use std::collections::BTreeSet;
-use std::io::{BufRead, Read, Write};
-use std::os::unix::process::CommandExt;
+use std::io::{BufRead, Read};
 use std::path::PathBuf;
-use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
+use std::process::ExitCode;
 use std::sync::OnceLock;
-use std::time::{Duration, Instant};
 
 use clap::{Args, ValueHint};
 use lockstep_comm::{DEFAULT_PORT, PairingCode};
-use lockstep_train::interrupt::Interrupt;
+use lockstep_launch::hostfile::{Host, HostfileProblem, Selection, parse};
+use lockstep_launch::interrupt::Interrupt;
+use lockstep_launch::ssh::{Remote, quoted, watch};
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::exit::{FAILED, Failure};
@@ -21,13 +20,6 @@ use crate::nodes::Nodes;
 use crate::output::note;
 
 const HEADING: &str = "Starting ranks on other machines, as DeepSpeed does";
-/// Exit code of ssh for its own failures.
-const SSH_FAILED: i32 = 255;
-/// Interval at which the remote commands are polled.
-const LOOK: Duration = Duration::from_millis(50);
-/// Time for a command to end after its standard input has ended, before its ssh is killed.
-const PATIENCE: Duration = Duration::from_secs(300);
-
 /// Flags of DeepSpeed's launcher.
 #[derive(Debug, Args)]
 pub(crate) struct Hosts {
@@ -49,13 +41,6 @@ pub(crate) struct Hosts {
     /// Program that runs a command on a host, as ssh does
     #[arg(long, value_name = "PROGRAM", default_value = "ssh", help_heading = HEADING)]
     ssh: String,
-}
-
-/// A machine and the numbers of its slots in use.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Host {
-    name: String,
-    slots: BTreeSet<usize>,
 }
 
 impl Hosts {
@@ -98,51 +83,25 @@ impl Hosts {
         let text = std::fs::read_to_string(path).map_err(|error| {
             Failure::configuration(format!("cannot read the hostfile {}: {error}", path.display()))
         })?;
-        let problem = |what: String| Failure::configuration(format!("{}: {what}", path.display()));
-        let hosts = parse(&text).and_then(|hosts| self.chosen(hosts)).map_err(problem)?;
+        let problem = |what: HostfileProblem| Failure::configuration(format!("{}: {what}", path.display()));
+        let hosts = parse(&text).and_then(|hosts| self.selection().chosen(hosts)).map_err(problem)?;
         self.start(&hosts, nodes.master()).map(Some)
     }
 
-    /// Returns the hosts and slots of the file that the flags select.
-    fn chosen(&self, mut hosts: Vec<Host>) -> Result<Vec<Host>, String> {
-        if let Some(filter) = &self.include {
-            let chosen = filtered(filter, &hosts)?;
-            // The order of the file is kept.
-            hosts.retain_mut(|host| {
-                let found = chosen.iter().find(|(name, _)| *name == host.name);
-                if let Some((_, Some(slots))) = found {
-                    host.slots.clone_from(slots);
-                }
-                found.is_some()
-            });
+    /// Returns the choice among the hosts of the file.
+    fn selection(&self) -> Selection<'_> {
+        Selection {
+            include: self.include.as_deref(),
+            exclude: self.exclude.as_deref(),
+            num_nodes: self.num_nodes,
+            num_gpus: self.num_gpus,
         }
-        if let Some(filter) = &self.exclude {
-            for (name, slots) in filtered(filter, &hosts)? {
-                for host in hosts.iter_mut().filter(|host| host.name == name) {
-                    host.slots.retain(|slot| slots.as_ref().is_some_and(|slots| !slots.contains(slot)));
-                }
-            }
-            hosts.retain(|host| !host.slots.is_empty());
-        }
-        if let Some(nodes) = self.num_nodes {
-            if nodes == 0 || nodes > hosts.len() {
-                return Err(format!("--num-nodes {nodes}: it has {} hosts", hosts.len()));
-            }
-            hosts.truncate(nodes);
-        }
-        if let Some(ranks) = self.num_gpus {
-            if ranks == 0 {
-                return Err("--num-gpus 0: a number from 1".to_owned());
-            }
-            hosts.iter_mut().for_each(|host| host.slots = (0..ranks).collect());
-        }
-        if hosts.is_empty() { Err("no host is left to start on".to_owned()) } else { Ok(hosts) }
     }
 
     fn start(&self, hosts: &[Host], master: (Option<&str>, Option<u16>)) -> Result<ExitCode, Failure> {
         let failed = |error: &dyn std::fmt::Display| Failure { message: error.to_string(), code: FAILED };
         let (address, port) =
-            (master.0.unwrap_or_else(|| plain(&hosts[0].name)), master.1.unwrap_or(DEFAULT_PORT));
+            (master.0.unwrap_or_else(|| hosts[0].address()), master.1.unwrap_or(DEFAULT_PORT));
         let here = std::env::current_dir().map_err(|error| failed(&error))?;
         let program = std::env::current_exe().map_err(|error| failed(&error))?;
         let arguments: Vec<String> =
@@ -162,90 +121,13 @@ impl Hosts {
             ]);
             let command: Vec<String> = command.iter().map(|argument| quoted(argument)).collect();
             let line = format!("cd {} && exec {}", quoted(&here.to_string_lossy()), command.join(" "));
-            remotes.push(self.connect(&host.name, &line, &secret)?);
+            remotes.push(Remote::connect(&self.ssh, &host.name, &line, &secret)?);
         }
         let names: Vec<String> =
             hosts.iter().map(|host| format!("{} ({})", host.name, host.slots.len())).collect();
         note!("hosts      {}", names.join(", "));
-        watch(remotes, &interrupt)
-    }
-
-    /// Runs `line` on a host, with the secret as the first line of its input.
-    fn connect(&self, host: &str, line: &str, secret: &PairingCode) -> Result<Remote, Failure> {
-        let mut command = Command::new(&self.ssh);
-        command.args(["-o", "BatchMode=yes", "--", host, line]).stdin(Stdio::piped());
-        // Ctrl-C reaches this process alone, which ends the others in order.
-        command.process_group(0);
-        let mut child = command.spawn().map_err(|error| {
-            Failure::configuration(format!(
-                "cannot start {} to reach {host}: {error} (--ssh names the program)",
-                self.ssh
-            ))
-        })?;
-        let mut input = child.stdin.take();
-        if let Some(input) = &mut input {
-            // A command that has already ended reports why by its exit code.
-            let _ = writeln!(input, "{secret}").and_then(|()| input.flush());
-        }
-        Ok(Remote { host: host.to_owned(), child, input, code: None })
-    }
-}
-
-/// The command on another machine.
-struct Remote {
-    host: String,
-    child: Child,
-    input: Option<ChildStdin>,
-    code: Option<i32>,
-}
-
-impl Drop for Remote {
-    fn drop(&mut self) {
-        self.input = None;
-        if self.code.is_none() {
-            // The process may have ended just now.
-            let _ = self.child.kill();
-            let _ = self.child.wait();
-        }
-    }
-}
-
-/// Waits for all commands; the first failure, or a signal, ends the others.
-fn watch(mut remotes: Vec<Remote>, interrupt: &Interrupt) -> Result<ExitCode, Failure> {
-    let mut first = None;
-    let mut last_moment = None;
-    while remotes.iter().any(|remote| remote.code.is_none()) {
-        for remote in remotes.iter_mut().filter(|remote| remote.code.is_none()) {
-            let ended = remote.child.try_wait();
-            let ended = ended.map_err(|error| Failure { message: error.to_string(), code: FAILED })?;
-            if let Some(status) = ended {
-                let code = status.code().unwrap_or(SSH_FAILED);
-                remote.code = Some(code);
-                first = first.or((code != 0).then_some(code));
-            }
-        }
-        if last_moment.is_none() && (first.is_some() || interrupt.is_requested()) {
-            last_moment = Some(Instant::now() + PATIENCE);
-            remotes.iter_mut().for_each(|remote| remote.input = None);
-        }
-        if last_moment.is_some_and(|moment| Instant::now() > moment) {
-            break;
-        }
-        std::thread::sleep(LOOK);
-    }
-    // All hosts with the exit code of the first failure, in the order of the hostfile.
-    let alike = remotes.iter().filter(|remote| remote.code == first).map(|remote| remote.host.as_str());
-    let hosts: Vec<&str> = alike.collect();
-    let (host, all) = (hosts.first().copied().unwrap_or_default(), hosts.join(", "));
-    match first {
-        None => Ok(ExitCode::SUCCESS),
-        Some(SSH_FAILED) => Err(Failure::configuration(format!(
-            "{all} cannot be reached by ssh, or the connection broke (exit code 255): `ssh -o BatchMode=yes {host} true` must work without a password"
-        ))),
-        Some(126 | 127) => Err(Failure::configuration(format!(
-            "{all}: there is no lockstep at the path that it has here, or not this directory; install both alike on all hosts"
-        ))),
-        Some(code) => Ok(ExitCode::from(code as u8)),
+        let code = watch(remotes, &interrupt)?;
+        Ok(ExitCode::from(code as u8))
     }
 }
 
@@ -279,62 +161,6 @@ fn stop() {
     let _ = kill_process(getpid(), Signal::TERM);
 }
 
-/// Returns `host` of `user@host`.
-fn plain(host: &str) -> &str {
-    host.rsplit_once('@').map_or(host, |(_, host)| host)
-}
-
-/// Parses lines `HOST slots=N`; empty lines and comments are skipped.
-fn parse(text: &str) -> Result<Vec<Host>, String> {
-    let mut hosts: Vec<Host> = Vec::new();
-    for (index, line) in text.lines().enumerate() {
-        let line = line.trim();
-        if line.is_empty() || line.starts_with('#') {
-            continue;
-        }
-        let number = index + 1;
-        let mut words = line.split_whitespace();
-        let (name, slots) =
-            (words.next().unwrap_or_default(), words.next().and_then(|word| word.strip_prefix("slots=")));
-        let slots =
-            slots.and_then(|slots| slots.parse::<usize>().ok()).filter(|slots| (1..=1024).contains(slots));
-        let Some(slots) = slots else {
-            return Err(format!("line {number}, {line:?}: HOST slots=N, as worker-1 slots=8"));
-        };
-        if name.starts_with('-') {
-            return Err(format!("line {number}: {name:?} is no name of a host"));
-        }
-        if hosts.iter().any(|host| host.name == name) {
-            return Err(format!("line {number}: {name} is there twice; give it all its slots in one line"));
-        }
-        hosts.push(Host { name: name.to_owned(), slots: (0..slots).collect() });
-    }
-    if hosts.is_empty() { Err("it names no host; its lines are HOST slots=N".to_owned()) } else { Ok(hosts) }
-}
-
-/// Hosts of a filter, with their slots if it names any: `h1@h2:0,2`.
-type Filtered = Vec<(String, Option<BTreeSet<usize>>)>;
-
-fn filtered(filter: &str, hosts: &[Host]) -> Result<Filtered, String> {
-    filter
-        .split('@')
-        .map(|part| {
-            let (name, slots) =
-                part.split_once(':').map_or((part, None), |(name, slots)| (name, Some(slots)));
-            let Some(host) = hosts.iter().find(|host| host.name == name) else {
-                let known: Vec<&str> = hosts.iter().map(|host| host.name.as_str()).collect();
-                return Err(format!("no host {name:?} ({filter}); hosts are {}", known.join(", ")));
-            };
-            let parse = |slot: &str| {
-                let slot = slot.trim().parse().ok().filter(|slot| host.slots.contains(slot));
-                slot.ok_or_else(|| format!("{filter}: {name} has slots 0 to {}", host.slots.len() - 1))
-            };
-            let slots = slots.map(|slots| slots.split(',').map(parse).collect()).transpose()?;
-            Ok((name.to_owned(), slots))
-        })
-        .collect()
-}
-
 /// Returns the arguments for the other machines: all except those of this module.
 fn without_hosts(arguments: &[String]) -> Vec<String> {
     let own =
@@ -356,15 +182,6 @@ fn without_hosts(arguments: &[String]) -> Vec<String> {
     kept
 }
 
-/// Quotes an argument for a shell.
-fn quoted(text: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@%+".contains(c);
-    if !text.is_empty() && text.chars().all(is_plain) {
-        return text.to_owned();
-    }
-    format!("'{}'", text.replace('\'', r"'\''"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -376,7 +193,8 @@ mod tests {
             hosts: Hosts,
         }
         let line = <Line as clap::Parser>::try_parse_from([&["x"], flags].concat()).unwrap();
-        let hosts = parse(text).and_then(|hosts| line.hosts.chosen(hosts))?;
+        let hosts = parse(text).and_then(|hosts| line.hosts.selection().chosen(hosts));
+        let hosts = hosts.map_err(|problem| problem.to_string())?;
         Ok(hosts.into_iter().map(|host| (host.name, host.slots.into_iter().collect())).collect())
     }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{ArgAction, Args, ValueHint};
-use lockstep_comm::{MEETING_LIMIT, Output, Route, Routing};
+use lockstep_launch::{MEETING_LIMIT, Output, Route, Routing};
 
 use crate::exit::{Failure, MISSING};
 

@@ -3,7 +3,7 @@
 
 use std::panic::{PanicHookInfo, set_hook, take_hook};
 
-use lockstep_train::limits::outlive_limits;
+use lockstep_launch::limits::outlive_limits;
 
 use crate::exit::{FAILED, Failure};
 use crate::output;

@@ -31,7 +31,6 @@ mod pipelines;
 mod plan;
 mod planned;
 mod ranks;
-mod rendezvous;
 mod report;
 mod train;
 mod typed;

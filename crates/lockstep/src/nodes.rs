@@ -4,13 +4,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueHint};
-use lockstep_comm::{CommError, DEFAULT_PORT, Meeting, PairingCode, Secret, secret};
+use lockstep_comm::{CommError, DEFAULT_PORT, Meeting, PairingCode, Secret};
+use lockstep_launch::rendezvous::Rendezvous;
+use lockstep_launch::secret;
 
 use crate::exit::Failure;
 use crate::hosts;
 use crate::launching::{Launching, Variables, variable};
 use crate::output::note;
-use crate::rendezvous::Rendezvous;
 
 /// torchrun's default port of a rendezvous.
 const RENDEZVOUS_PORT: u16 = 29400;

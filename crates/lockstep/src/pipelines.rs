@@ -3,12 +3,12 @@
 use std::process::ExitCode;
 
 use clap::Args;
-use lockstep_comm::{Group, JoinOptions};
+use lockstep_comm::Group;
 use lockstep_config::{human, named_passes};
+use lockstep_launch::interrupt::Interrupt;
+use lockstep_launch::{JoinOptions, started_group};
 use lockstep_plan::schedule::{Kind, Schedule, StageCost};
 use lockstep_plan::{PassOrder, PipelineSchedule};
-use lockstep_train::interrupt::Interrupt;
-use lockstep_train::launch::started_group;
 use lockstep_train::rehearsal::{PipelineBenchmark, Rehearsed};
 use serde_json::json;
 
@@ -50,7 +50,8 @@ pub(crate) struct Arguments {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let schedules = arguments.schedules()?;
-    let options = JoinOptions { way: arguments.transport.into(), ..JoinOptions::default() };
+    let options =
+        JoinOptions { way: arguments.transport.into(), mpi: ranks::mpi(), ..JoinOptions::default() };
     match started_group(options).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) => {
             let abort = |code: u8| group.abort(code.into());

@@ -7,8 +7,8 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
-use lockstep_comm::is_launched;
 use lockstep_config::PlanFile;
+use lockstep_launch::is_launched;
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::exit::Failure;

@@ -6,16 +6,16 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use lockstep_comm::{
-    self as comm, CommError, Elastic, LossCause, MpiOptions, Output, Pinning, Placement, Way, WorldOptions,
-    is_launched,
-};
-use lockstep_config::PlanFile;
+use lockstep_comm::{CommError, LossCause, Placement, Way, WorldOptions};
+use lockstep_config::{PlanFile, RunConfig};
 use lockstep_engine::Ranks;
-use lockstep_observe::flight::write_records;
+use lockstep_launch::interrupt::Interrupt;
+use lockstep_launch::run::{BadEnd, Ended, RankProcesses, run_ranks};
+use lockstep_launch::{
+    self as launch, Elastic, JoinByMpi, JoinOptions, LaunchError, Output, Pinning, is_launched,
+};
+use lockstep_observe::flight::{Dump, Ending, write_records};
 use lockstep_planner::Forecast;
-use lockstep_train::interrupt::Interrupt;
-use lockstep_train::launch::{BadEnd, Ended, RankProcesses, run_ranks};
 
 use crate::error_file;
 use crate::exit::{Failure, INTERRUPTED, PEER_LOST, code_of};
@@ -68,7 +68,7 @@ impl Start {
 
 /// Returns the ranks whose memory this process checks: all of them if it starts them, itself alone under another launcher.
 pub(crate) fn seen_to(all: usize) -> Result<Range<usize>, Failure> {
-    Ok(lockstep_comm::place()?.map_or(0..all, |place| place.rank..place.rank + 1))
+    Ok(launch::place()?.map_or(0..all, |place| place.rank..place.rank + 1))
 }
 
 /// Starts this command once per rank of this machine and watches the processes.
@@ -85,13 +85,13 @@ pub(crate) fn attempt(
     let Start { ranks, placement, mut environment, plan, pinning, output, records, elastic, silence } = start;
     environment.extend(plan.as_ref().map(HandedPlan::variable));
     let errors = elastic.clone();
+    let world_size = placement.world_size;
     let processes = RankProcesses {
         ranks,
         placement,
         environment,
         pinning,
         output,
-        records,
         elastic,
         interrupted: INTERRUPTED.into(),
         lost: PEER_LOST.into(),
@@ -100,23 +100,31 @@ pub(crate) fn attempt(
     match run_ranks(processes, interrupt, &mut |text| warning(text))? {
         Ended::Well(code) => Ok(ExitCode::from(code as u8)),
         Ended::BeforeTheyBegan => Err(interrupted()),
-        Ended::Badly(end) => {
-            let comm::Failure { rank, cause, error, .. } = &end.failure;
+        Ended::Badly(mut end) => {
+            let launch::Failure { rank, cause, error, .. } = &end.failure;
             let is_to_blame = matches!(error, CommError::PeerLost { rank: found, .. } if found == rank);
             *lost = is_to_blame.then_some((*rank, *cause));
-            Err(judge(*end, &errors))
+            let written = records.and_then(|dir| {
+                let dump = Dump::new(world_size, Some(Ending::by(error)), std::mem::take(&mut end.recorded));
+                (!dump.is_empty()).then(|| dump.write(&dir))
+            });
+            let failure = judge(*end, &errors);
+            if let Some(written) = written {
+                hint(written);
+            }
+            Err(failure)
         }
     }
 }
 
 /// Returns the failure for a signal while no rank was running.
 pub(crate) fn interrupted() -> Failure {
-    Failure { message: "interrupted before the ranks had begun".to_owned(), code: INTERRUPTED }
+    LaunchError::Interrupted.into()
 }
 
 /// Returns the failure that the launcher reports: only what no rank has reported to the user.
 fn judge(end: BadEnd, elastic: &Elastic) -> Failure {
-    let comm::Failure { rank, cause, error, log, is_shown } = end.failure;
+    let launch::Failure { rank, cause, error, log, is_shown } = end.failure;
     let of_rank = elastic.error_file(rank);
     let all = Failure { message: error.to_string(), code: code_of(&error) };
     error_file::pass_on(of_rank.as_deref(), &all, exit_code(&cause));
@@ -130,9 +138,6 @@ fn judge(end: BadEnd, elastic: &Elastic) -> Failure {
     };
     if let Some(log) = log.filter(|_| !failure.message.is_empty()) {
         failure.message += &format!("; what it said is in {}", log.display());
-    }
-    if let Some(records) = end.records {
-        hint(records);
     }
     failure
 }
@@ -179,7 +184,7 @@ pub(crate) fn blamed(
 
 /// Warns if a plan file predicts something else than `forecast`. The run goes on, because predictions are not part of a plan.
 pub(crate) fn warn_if_outdated(plan: Option<&PlanFile>, forecast: &Forecast) {
-    let is_first = comm::place().is_ok_and(|place| place.is_none_or(|place| place.rank == 0));
+    let is_first = launch::place().is_ok_and(|place| place.is_none_or(|place| place.rank == 0));
     if is_first && let Some(difference) = plan.and_then(|plan| forecast.outdated(plan)) {
         warning(&difference);
     }
@@ -187,10 +192,11 @@ pub(crate) fn warn_if_outdated(plan: Option<&PlanFile>, forecast: &Forecast) {
 
 /// Returns the failure that a rank reports. An error that all ranks know is reported by our launcher, or by a single rank if
 /// there is no launcher.
-pub(crate) fn told_by(error: lockstep_train::Error, rank: usize) -> Failure {
+pub(crate) fn told_by(error: impl Into<lockstep_train::Error>, rank: usize) -> Failure {
     use lockstep_train::Error;
+    let error = error.into();
     let is_first_here =
-        || comm::place().is_ok_and(|place| place.is_none_or(|place| place.local_rank == Some(0)));
+        || launch::place().is_ok_and(|place| place.is_none_or(|place| place.local_rank == Some(0)));
     let is_told_elsewhere = match &error {
         Error::Comm(error) if error.is_known_to_all() => is_launched() || error.teller() != Some(rank),
         // All ranks of a machine end in the same way, and one reports it.
@@ -221,7 +227,20 @@ pub(crate) fn ended_by(error: lockstep_train::Error, rank: usize, abort: impl Fn
     Failure { message: String::new(), code }
 }
 
-/// Returns the options of the MPI transport.
-pub(crate) fn mpi() -> MpiOptions {
-    MpiOptions { exit_code: |error| code_of(error).into(), ..MpiOptions::default() }
+/// Returns the options with which the ranks of a run join.
+pub(crate) fn join_options(config: &RunConfig) -> JoinOptions {
+    JoinOptions { way: config.parallel.transport.into(), tcp: config.tcp_options(), mpi: mpi() }
+}
+
+/// Returns the function that joins ranks over MPI; `None` in a program built without the feature `mpi`.
+#[cfg(feature = "mpi")]
+pub(crate) fn mpi() -> Option<JoinByMpi> {
+    use lockstep_mpi::{MpiOptions, join_mpi};
+    Some(|| join_mpi(MpiOptions { exit_code: |error| code_of(error).into(), ..MpiOptions::default() }))
+}
+
+/// Returns the function that joins ranks over MPI: `None`, since this program was built without the feature `mpi`.
+#[cfg(not(feature = "mpi"))]
+pub(crate) fn mpi() -> Option<JoinByMpi> {
+    None
 }

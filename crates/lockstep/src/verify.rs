@@ -3,15 +3,14 @@
 use std::process::ExitCode;
 
 use clap::Args;
-use lockstep_comm::{JoinOptions, is_launched};
 use lockstep_config::plan::check;
 use lockstep_config::{DataSource, Origin, Precision, RunConfig, Transport, human, resolve_model, word_of};
 use lockstep_engine::Ranks;
+use lockstep_launch::interrupt::Interrupt;
+use lockstep_launch::{is_launched, started_group};
 use lockstep_plan::{Quantization, QuantizedType, TensorDimensions};
 use lockstep_planner::fit::require;
 use lockstep_planner::{Forecast, residence_in_words};
-use lockstep_train::interrupt::Interrupt;
-use lockstep_train::launch::started_group;
 use lockstep_train::ranks_of;
 use lockstep_train::verify::{
     ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, Numbers, ROUTER_MARGIN, SAMPLE_RUN,
@@ -48,11 +47,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     if !is_launched() {
         require(&config, &resolve_model(&config)?, ranks::seen_to(config.ranks())?)?;
     }
-    if !is_launched() && lockstep_comm::place()?.is_none() && config.ranks() > 1 && !is_of_mpi {
+    if !is_launched() && lockstep_launch::place()?.is_none() && config.ranks() > 1 && !is_of_mpi {
         let start = ranks::Start::here(config.ranks(), config.parallel.transport.into())?;
         return ranks::run(start, &interrupt);
     }
-    let join = JoinOptions { mpi: ranks::mpi(), ..config.join_options() };
+    let join = ranks::join_options(&config);
     let _sample = arguments.planned.run.is_none().then(|| sample(&mut config)).transpose()?;
     let ranks = match started_group(join).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) if group.size() > 1 || config.ranks() > 1 => ranks_of(group, &config)?,

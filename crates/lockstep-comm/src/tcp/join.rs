@@ -17,7 +17,7 @@ use super::{
     visit::visit,
     wire::Connection,
 };
-use crate::{CommError, Deadline, Group, JoinProblem, MAX_WORLD, shm};
+use crate::{CommError, Deadline, Group, JoinProblem, MAX_WORLD, world::Entered};
 
 /// Options of a rank that joins others over TCP.
 #[derive(Debug, Clone, Copy)]
@@ -69,12 +69,15 @@ pub fn join_by_address(
 
 /// Joins as [`join_by_address`] does, for a rank that may share memory with others of this machine. Calls `settle` with its
 /// rank and the number of ranks on this host, before any thread is started.
-pub(crate) fn join_with(
+///
+/// # Errors
+/// As [`join_by_address`].
+pub fn join_with(
     rank: usize,
     ranks: usize,
     mut meeting: Meeting,
     options: TcpOptions,
-    local: Option<shm::Machine>,
+    local: Option<Entered>,
     settle: impl FnOnce(usize, usize),
     deadline: Deadline,
 ) -> Result<Group, CommError> {
@@ -89,6 +92,7 @@ pub(crate) fn join_with(
     if options.streams == 0 || options.streams > MAX_STREAMS {
         return out_of_range("number of connections", options.streams, format!("1 to {MAX_STREAMS}"));
     }
+    let local = local.map(|Entered(machine)| machine);
     let near =
         local.as_ref().map_or((rank, 0), |local| (local.segments.world_rank(0), local.segments.ranks()));
     let (sockets, cards) = gather(rank, ranks, &mut meeting, options, near, settle, deadline)?;

@@ -17,7 +17,12 @@ use super::{
     visit::visit,
     wire::Connection,
 };
-use crate::{CommError, Deadline, JoinProblem};
+use crate::{CommError, Deadline, JoinProblem, call};
+
+/// Default port of the rendezvous; the same as torchrun's.
+pub const DEFAULT_PORT: u16 = 29500;
+/// Range of ports for launchers that name a run, but no port.
+const RUN_PORTS: std::ops::Range<u16> = 20_000..29_000;
 
 /// Length of a card in bytes.
 pub(crate) const CARD_BYTES: usize = 96;
@@ -67,6 +72,15 @@ pub(crate) struct Guest {
 }
 
 impl Meeting {
+    /// Returns the port of the rendezvous of a run that has a name but no port; [`DEFAULT_PORT`] for an empty name.
+    pub fn port_of_run(run: &str) -> u16 {
+        if run.is_empty() {
+            return DEFAULT_PORT;
+        }
+        let hash = call::hash(run.bytes().map(usize::from));
+        RUN_PORTS.start + (hash % u64::from(RUN_PORTS.end - RUN_PORTS.start)) as u16
+    }
+
     /// Returns true if only processes of this machine can take part.
     pub fn is_local(&self) -> bool {
         self.host == "localhost" || self.host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())

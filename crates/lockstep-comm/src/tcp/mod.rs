@@ -31,10 +31,9 @@ mod visit;
 mod wire;
 
 pub use frame::{Malformed, read_frames, sample_frames, seal_frames};
-pub(crate) use join::join_with;
-pub use join::{TcpOptions, join_by_address};
+pub use join::{TcpOptions, join_by_address, join_with};
 pub(crate) use machine::{Local, Machine};
-pub use meeting::Meeting;
+pub use meeting::{DEFAULT_PORT, Meeting};
 pub use nodes::{NodeCard, NodesMet, meet_nodes};
 pub use secret::{PairingCode, Secret, SecretInMemory};
 pub use turned_away::TurnedAway;

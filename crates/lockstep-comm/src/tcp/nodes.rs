@@ -13,7 +13,7 @@ use super::{
     meeting::{ANY, Begun, CARD_BYTES, Meeting},
     secret::SecretInMemory,
 };
-use crate::{CommError, Deadline, JoinProblem, LossCause, MAX_WORLD, Placement, environment::Leader};
+use crate::{CommError, Deadline, JoinProblem, Leader, LossCause, MAX_WORLD, Placement};
 
 /// A launcher's data for the rendezvous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

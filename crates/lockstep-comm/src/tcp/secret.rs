@@ -159,7 +159,7 @@ impl SecretInMemory {
     ///
     /// # Errors
     /// If the system has no random bytes, or no memory.
-    pub(crate) fn random() -> Result<Self, CommError> {
+    pub fn random() -> Result<Self, CommError> {
         Self::new(&Secret::random().map_err(CommError::Join)?)
     }
 
@@ -172,7 +172,7 @@ impl SecretInMemory {
     }
 
     /// Returns the path from which a process that inherits the descriptor reads it.
-    pub(crate) fn inherited_path(&self) -> String {
+    pub fn inherited_path(&self) -> String {
         format!("/proc/self/fd/{}", self.0.as_raw_fd())
     }
 }

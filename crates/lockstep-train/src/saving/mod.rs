@@ -34,12 +34,12 @@ use self::part::{Observer, gather};
 
 pub(crate) use self::places::Beginning;
 use self::places::{Limits, Place};
-use crate::interrupt::Interrupt;
 use crate::state::SavedState;
 use crate::{Corpus, Error, StepObserver};
 use lockstep_config::plan::checked_plan;
 use lockstep_config::{ResolvedModel, RunConfig, human};
 use lockstep_engine::{Patience, Ranks};
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::metrics::MetricsWriter;
 use lockstep_observe::progress::Progress;
 use lockstep_tensor::host::available_memory_bytes;

@@ -13,10 +13,10 @@ use lockstep_checkpoint::{
     prune,
 };
 use lockstep_config::RunConfig;
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::progress::Voice;
 
 use super::part::Observer;
-use crate::interrupt::Interrupt;
 
 /// Duration of a stall before it is reported; each further report follows when that time has doubled.
 const TOLD_AFTER: Duration = Duration::from_secs(5);

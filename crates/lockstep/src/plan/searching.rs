@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use lockstep_config::human;
+use lockstep_launch::interrupt::Interrupt;
 use lockstep_planner::search::{Observer, Progress};
-use lockstep_train::interrupt::Interrupt;
 
 use crate::exit::Failure;
 

@@ -13,16 +13,16 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use lockstep_comm::{LossCause, NodeCard, NodesMet};
 use lockstep_config::ResolvedModel;
+use lockstep_launch::interrupt::Interrupt;
+use lockstep_launch::rendezvous::Rendezvous;
+use lockstep_launch::restarts::{Policy, Restarts, Verdict, jitter};
 use lockstep_observe::report;
-use lockstep_train::interrupt::Interrupt;
 use serde_json::json;
 
 use super::launcher::Launcher;
-use super::restarts::{Policy, Restarts, Verdict, jitter};
 use crate::exit::{self, Failure, INTERRUPTED, PEER_LOST};
 use crate::output::{field, note, warning};
 use crate::ranks;
-use crate::rendezvous::Rendezvous;
 
 /// Interval at which a stop request is checked during a pause.
 const LOOK: Duration = Duration::from_millis(10);
@@ -132,13 +132,16 @@ impl<'a> Attempts<'a> {
             Some(_) => launching.rejoin_limit.unwrap_or(rejoin),
             None => launching.limit,
         };
-        let met = rendezvous.meet(card, limit, interrupt).map_err(|unmet| match mended {
-            // The run ends because of the loss, not because a machine does not return.
-            Some(failure) if unmet.code != INTERRUPTED => {
-                Failure { code: PEER_LOST, ..with(failure.clone(), &unmet.message) }
-            }
-            _ => unmet,
-        })?;
+        let met =
+            rendezvous.meet(card, limit, interrupt, &say).map_err(Failure::from).map_err(
+                |unmet| match mended {
+                    // The run ends because of the loss, not because a machine does not return.
+                    Some(failure) if unmet.code != INTERRUPTED => {
+                        Failure { code: PEER_LOST, ..with(failure.clone(), &unmet.message) }
+                    }
+                    _ => unmet,
+                },
+            )?;
         self.node = met.placement.node;
         let restarts = |card: &NodeCard| card.max_restarts;
         if let Some(node) = met.cards.iter().position(|card| restarts(card) != restarts(&met.cards[0])) {
@@ -177,7 +180,7 @@ impl<'a> Attempts<'a> {
         let card = self.card(Some(code));
         let limit = if self.policy.max_restarts > 0 { FAREWELL } else { BRIEF_FAREWELL };
         // A launcher that does not arrive notices at its own deadline.
-        self.rendezvous.as_mut()?.meet(card, limit, None).ok()
+        self.rendezvous.as_mut()?.meet(card, limit, None, &say).ok()
     }
 
     /// Tells the other launchers of `failure` and returns it.
@@ -257,6 +260,11 @@ impl<'a> Attempts<'a> {
             failure => failure,
         }
     }
+}
+
+/// Prints what the launcher tells while it waits for others.
+fn say(text: &str) {
+    note!("{text}");
 }
 
 /// Returns step and path of the newest checkpoint, in the directory of the run or its fallback.

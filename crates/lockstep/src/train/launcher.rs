@@ -2,16 +2,18 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
-use lockstep_comm::environment::{self, ProcessPlace};
-use lockstep_comm::{Elastic, Output, Placement, Way};
+use lockstep_comm::{Placement, Way};
 use lockstep_config::plan::check;
 use lockstep_config::{PlanFile, ResolvedModel, Resume, RunConfig, Transport};
+use lockstep_launch::environment::{self, ProcessPlace};
+use lockstep_launch::restarts::Policy;
+use lockstep_launch::{Elastic, Output};
 use lockstep_planner::Forecast;
 use lockstep_planner::fit::require;
 
 use super::attempts::Attempts;
-use super::restarts::Policy;
 use super::{Arguments, CHOSEN_VARIABLE};
 use crate::exit::{FAILED, Failure};
 use crate::launching::{First, Launching};
@@ -54,9 +56,14 @@ impl Launcher<'_> {
         }
     }
 
-    /// Returns the limits on restarts.
+    /// Returns the limits on restarts: those of the flags, or of `[elastic]` for flags that are not given.
     fn policy(&self) -> Policy {
-        Policy::of(self.config, self.launching)
+        let elastic = &self.config.elastic;
+        Policy {
+            max_restarts: self.launching.max_restarts.unwrap_or(elastic.max_restarts as usize),
+            stable_after: Duration::from_secs_f64(elastic.stable_after_s),
+            max_futile: elastic.max_futile_restarts as usize,
+        }
     }
 
     /// Starts this command once per rank of this machine, if there are several and no other launcher has started them; restarts

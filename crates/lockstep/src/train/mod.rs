@@ -3,20 +3,18 @@
 mod attempts;
 mod launcher;
 mod request;
-mod restarts;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
-use lockstep_comm::{JoinOptions, is_launched};
 use lockstep_config::{Resume, RunConfig, engine_options, human};
 use lockstep_engine::Ranks;
 use lockstep_infer::{LoadedModel, Sampling};
+use lockstep_launch::interrupt::Interrupt;
+use lockstep_launch::{is_launched, started_group};
 use lockstep_observe::progress::{Detail, Progress};
 use lockstep_observe::screen;
-use lockstep_train::interrupt::Interrupt;
-use lockstep_train::launch::started_group;
 use lockstep_train::{Summary, ranks_of, train};
 
 use self::launcher::Launcher;
@@ -68,7 +66,7 @@ pub(crate) struct Arguments {
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     // A rank may be asked to stop at any time from its start.
     let interrupt = is_launched().then(Interrupt::on_signals).transpose()?;
-    let place = lockstep_comm::place()?;
+    let place = lockstep_launch::place()?;
     let started = place.as_ref().and_then(|place| place.world_size);
     // A rank of ours has the launcher's flags but must not start anything.
     let launching = match is_launched() {
@@ -117,7 +115,7 @@ fn train_as_rank(
     chosen: Option<&str>,
     interrupt: &Interrupt,
 ) -> Result<ExitCode, Failure> {
-    let join = JoinOptions { mpi: ranks::mpi(), ..config.join_options() };
+    let join = ranks::join_options(config);
     let ranks = match started_group(join).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) if group.size() > 1 || config.ranks() > 1 => ranks_of(group, config)?,
         _ => Ranks::alone(),

@@ -1,33 +1,26 @@
 //! The MPI transport of a rank, as seen by the callers that start operations and wait for them.
 
-use std::{
-    collections::VecDeque,
-    io::{self, Write},
-    panic::Location,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
-    thread::{Builder, JoinHandle},
-    time::{Duration, Instant},
-};
+use std::collections::VecDeque;
+use std::io::{self, Write};
+use std::panic::Location;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
 
+use lockstep_comm::transport::{self, ERROR_WORDS, Flow, Recorder, Task, Ticket, Transport};
+use lockstep_comm::{CommError, Deadline, Lent, LossCause, Recorded};
 use lockstep_plan::MemoryCategory;
 use lockstep_tensor::{Arena, Workers};
 
-use super::{MpiOptions, engine::Engine};
-use crate::{
-    CommError, Deadline, LossCause,
-    error::ERROR_WORDS,
-    memory::Lent,
-    recorder::{Recorded, Recorder},
-    task::{Flow, Task},
-    transport::{self, Ticket, Transport},
-};
+use crate::MpiOptions;
+use crate::engine::Engine;
 
 /// Maximum sleep of a caller.
 const NAP: Duration = Duration::from_millis(100);
 /// Time limit for the thread to react to a passed deadline. Only an MPI call that does not return takes longer.
 const STUCK: Duration = Duration::from_secs(10);
 /// Time for the rank that detected an error to report it, and before that for MPI to release memory, until other ranks abort.
-pub(super) const TELLERS_TURN: Duration = Duration::from_secs(2);
+pub(crate) const TELLERS_TURN: Duration = Duration::from_secs(2);
 
 /// MPI transport of one rank, with every group that it is in.
 #[derive(Debug)]
@@ -59,32 +52,32 @@ impl Counts {
 
 /// State shared by callers and the MPI thread.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(crate) struct Shared {
     desk: Mutex<Desk>,
     /// Notified when the thread has a job.
-    pub(super) bell: Condvar,
+    pub(crate) bell: Condvar,
     /// Notified when callers should check again.
     news: Condvar,
 }
 
 #[derive(Debug)]
-pub(super) struct Desk {
+pub(crate) struct Desk {
     /// Jobs for the thread.
-    pub(super) jobs: VecDeque<Job>,
+    pub(crate) jobs: VecDeque<Job>,
     /// Error that ended the run, as words; `None` while it goes on.
-    pub(super) ending: Option<[u64; ERROR_WORDS]>,
+    pub(crate) ending: Option<[u64; ERROR_WORDS]>,
     /// Details of that error, if it is local to this rank.
-    pub(super) details: Option<CommError>,
+    pub(crate) details: Option<CommError>,
     /// True once MPI has released all borrowed memory after the end of the run.
-    pub(super) is_settled: bool,
+    pub(crate) is_settled: bool,
     /// Number of waiting callers.
-    pub(super) callers: usize,
-    pub(super) recorder: Recorder,
+    pub(crate) callers: usize,
+    pub(crate) recorder: Recorder,
 }
 
 /// Job for the MPI thread.
 #[derive(Debug)]
-pub(super) enum Job {
+pub(crate) enum Job {
     Begin {
         group: usize,
         sequence: u32,
@@ -107,7 +100,7 @@ pub(super) enum Job {
 }
 
 impl Shared {
-    pub(super) fn lock(&self) -> MutexGuard<'_, Desk> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Desk> {
         self.desk.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -117,7 +110,7 @@ impl Shared {
     }
 
     /// Wakes the waiting callers.
-    pub(super) fn tell(&self) {
+    pub(crate) fn tell(&self) {
         // A caller that has already checked holds the lock until it sleeps.
         drop(self.lock());
         self.news.notify_all();
@@ -148,7 +141,7 @@ impl Machine {
             details: None,
             is_settled: false,
             callers: 0,
-            recorder: Recorder::new(None),
+            recorder: Recorder::private(),
         };
         let shared = Shared { desk: Mutex::new(desk), bell: Condvar::new(), news: Condvar::new() };
         let shared = Arc::new(shared);

@@ -1,12 +1,11 @@
 //! Signals set the flag, and a second Ctrl-C ends the process. Both need a process of their own.
 
-use std::env;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus};
-use std::thread;
 use std::time::Duration;
+use std::{env, thread};
 
-use lockstep_train::interrupt::{Interrupt, SECOND_INTERRUPT_EXIT_CODE};
+use lockstep_launch::interrupt::{Interrupt, SECOND_INTERRUPT_EXIT_CODE};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::low_level::raise;
 

@@ -18,7 +18,7 @@ use rustix::{
     fs::{OFlags, fcntl_getfl, fcntl_setfl},
 };
 
-use crate::CommError;
+use crate::LaunchError;
 
 /// Maximum length of a line in bytes; longer lines are cut.
 const LINE_BYTES: usize = 64 << 10;
@@ -106,8 +106,8 @@ impl Output {
     ///
     /// # Errors
     /// If a file cannot be opened.
-    pub(crate) fn prepare(&self, numbers: Numbers, command: &mut Command) -> Result<(), CommError> {
-        let target = |stream: usize| {
+    pub(crate) fn prepare(&self, numbers: Numbers, command: &mut Command) -> Result<(), LaunchError> {
+        let target = |stream: usize| -> Result<Stdio, LaunchError> {
             let route = self.routes(numbers)[stream];
             Ok(match (route.console, self.file(numbers.1, EXTENSIONS[stream]).filter(|_| route.file)) {
                 (false, None) => Stdio::null(),
@@ -125,7 +125,7 @@ impl Output {
     ///
     /// # Errors
     /// If a file cannot be opened, or a pipe cannot be made non-blocking.
-    pub(crate) fn streams(&self, numbers: Numbers, child: &mut Child) -> Result<Vec<Stream>, CommError> {
+    pub(crate) fn streams(&self, numbers: Numbers, child: &mut Child) -> Result<Vec<Stream>, LaunchError> {
         let label = self.label(numbers.1);
         let routes = self.routes(numbers);
         let copy = |stream: usize| {
@@ -150,11 +150,11 @@ fn file(dir: &Path, rank: usize, extension: &str) -> PathBuf {
     dir.join(format!("rank-{rank:05}.{extension}"))
 }
 
-fn open(path: PathBuf) -> Result<File, CommError> {
+fn open(path: PathBuf) -> Result<File, LaunchError> {
     let made = path.parent().map_or(Ok(()), fs::create_dir_all);
     // The output of an earlier run may say why it ended.
     let opened = made.and_then(|()| File::options().append(true).create(true).open(&path));
-    opened.map_err(|source| CommError::Log { path, source })
+    opened.map_err(|source| LaunchError::Log { path, source })
 }
 
 /// One of a rank's two output streams.
@@ -174,9 +174,9 @@ impl Stream {
         label: Option<String>,
         out: Box<dyn Write + Send>,
         copy: Option<File>,
-    ) -> Result<Self, CommError> {
+    ) -> Result<Self, LaunchError> {
         let flags = fcntl_getfl(&pipe).and_then(|flags| fcntl_setfl(&pipe, flags | OFlags::NONBLOCK));
-        flags.map_err(|error| CommError::io("read the output of a rank")(error.into()))?;
+        flags.map_err(|error| LaunchError::io("read the output of a rank")(error.into()))?;
         Ok(Self { pipe, label, out, copy, line: Vec::new() })
     }
 
@@ -235,8 +235,8 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    pub(crate) fn start(streams: Vec<Stream>) -> Result<Self, CommError> {
-        let failed = CommError::io("start a thread");
+    pub(crate) fn start(streams: Vec<Stream>) -> Result<Self, LaunchError> {
+        let failed = LaunchError::io("start a thread");
         let start = || -> io::Result<Self> {
             let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
             let watched = Arc::clone(&stop);

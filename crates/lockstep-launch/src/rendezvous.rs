@@ -6,22 +6,24 @@ use std::time::{Duration, Instant};
 use lockstep_comm::{
     CommError, Deadline, JoinProblem, Meeting, NodeCard, NodesMet, Secret, TurnedAway, meet_nodes,
 };
-use lockstep_train::interrupt::Interrupt;
 
-use crate::exit::Failure;
-use crate::output::note;
-use crate::ranks;
+use crate::LaunchError;
+use crate::interrupt::Interrupt;
 
 /// Duration of a wait after which it is reported.
 const LONG_WAIT: Duration = Duration::from_secs(5);
 
-/// Runs `wait` and prints `text` if it takes long.
-fn told_if_long<T>(text: impl FnOnce() -> String + Send, wait: impl FnOnce() -> T) -> T {
+/// Runs `wait` and passes `text` to `tell` if it takes long.
+fn told_if_long<T>(
+    tell: &(dyn Fn(&str) + Sync),
+    text: impl FnOnce() -> String + Send,
+    wait: impl FnOnce() -> T,
+) -> T {
     let (over, is_over) = mpsc::channel::<()>();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             if is_over.recv_timeout(LONG_WAIT) == Err(mpsc::RecvTimeoutError::Timeout) {
-                note!("{}", text());
+                tell(&text());
             }
         });
         let found = wait();
@@ -31,7 +33,8 @@ fn told_if_long<T>(text: impl FnOnce() -> String + Send, wait: impl FnOnce() -> 
 }
 
 /// Rendezvous of the launchers of a run: before every attempt, and after the last one.
-pub(crate) struct Rendezvous {
+#[derive(Debug)]
+pub struct Rendezvous {
     host: String,
     port: u16,
     run: String,
@@ -54,18 +57,23 @@ const LOOK: Duration = Duration::from_millis(20);
 impl Rendezvous {
     /// Returns a rendezvous of `nodes` launchers at the address in `meeting`, with this one as number `node` if that is known.
     /// The secret of a file or pairing code holds for all meetings.
-    pub(crate) fn new(meeting: Meeting, node: Option<usize>, nodes: usize) -> Self {
+    pub fn new(meeting: Meeting, node: Option<usize>, nodes: usize) -> Self {
         let Meeting { host, port, run, secret, turned_away, .. } = meeting;
         Self { host, port, run, secret, node, nodes, has_met: false, turned_away }
     }
 
     /// Meets the launchers of all other machines and exchanges cards, for at most `limit`. Gives up if `interrupt` is requested.
-    pub(crate) fn meet(
+    /// `tell` is given what the user should know if it takes long.
+    ///
+    /// # Errors
+    /// If the launchers do not meet in time, or if a stop is requested ([`LaunchError::Interrupted`]).
+    pub fn meet(
         &mut self,
         card: NodeCard,
         limit: Duration,
         interrupt: Option<&Interrupt>,
-    ) -> Result<NodesMet, Failure> {
+        tell: &(dyn Fn(&str) + Sync),
+    ) -> Result<NodesMet, LaunchError> {
         let deadline = Deadline::after(limit);
         let begin = Instant::now();
         let (address, nodes, seconds) = (format!("{}:{}", self.host, self.port), self.nodes, limit.as_secs());
@@ -74,11 +82,11 @@ impl Rendezvous {
             let strangers = if turned_away.count() > 0 { format!("; {turned_away}") } else { String::new() };
             format!("waiting for {nodes} machines at {address}, {seconds} s at most{strangers}")
         };
-        let met = told_if_long(told, || {
+        let met = told_if_long(tell, told, || {
             loop {
                 let problem = match self.meet_once(card, deadline, interrupt) {
                     Ok(met) => return Ok(met),
-                    Err(Unmet::Interrupted) => return Err(ranks::interrupted()),
+                    Err(Unmet::Interrupted) => return Err(LaunchError::Interrupted),
                     Err(Unmet::Refused(problem)) => problem,
                 };
                 // The others may be about to enter this meeting, or wait for one that was replaced.

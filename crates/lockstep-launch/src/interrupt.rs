@@ -13,7 +13,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use signal_hook::{flag, low_level};
 
-use crate::error::Error;
+use crate::LaunchError;
 
 /// Exit code of a process that a second Ctrl-C ends, as shells report it (128 + SIGINT).
 pub const SECOND_INTERRUPT_EXIT_CODE: i32 = 130;
@@ -34,17 +34,17 @@ impl Interrupt {
     /// started so (`nohup`).
     ///
     /// # Errors
-    /// [`Error::Signals`] if the system refuses the handlers or the thread.
-    pub fn on_signals() -> Result<Self, Error> {
+    /// [`LaunchError::Signals`] if the system refuses the handlers or the thread.
+    pub fn on_signals() -> Result<Self, LaunchError> {
         let interrupt = Self::default();
         let ignored = ignored_signals();
         let is_ignored = |signal: i32| ignored >> (signal - 1) & 1 == 1;
         let mut asking = vec![SIGINT, SIGTERM];
         asking.extend([SIGHUP, SIGUSR1].into_iter().filter(|signal| !is_ignored(*signal)));
         for signal in asking.iter().copied() {
-            flag::register(signal, Arc::clone(&interrupt.requested)).map_err(Error::Signals)?;
+            flag::register(signal, Arc::clone(&interrupt.requested)).map_err(LaunchError::Signals)?;
         }
-        let mut signals = Signals::new(asking).map_err(Error::Signals)?;
+        let mut signals = Signals::new(asking).map_err(LaunchError::Signals)?;
         let since = Arc::clone(&interrupt.since);
         let watch = move || {
             for signal in signals.forever() {
@@ -53,7 +53,7 @@ impl Interrupt {
                 }
             }
         };
-        Builder::new().name("lockstep-signals".to_owned()).spawn(watch).map_err(Error::Signals)?;
+        Builder::new().name("lockstep-signals".to_owned()).spawn(watch).map_err(LaunchError::Signals)?;
         Ok(interrupt)
     }
 

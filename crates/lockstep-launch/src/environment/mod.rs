@@ -8,6 +8,8 @@ mod node_list;
 
 use std::fmt;
 
+use lockstep_comm::Leader;
+
 pub use node_list::{first_node, tasks_on_node};
 
 /// Maximum number of ranks of a run.
@@ -55,15 +57,6 @@ pub struct ProcessPlace {
     pub local_size: Option<usize>,
     /// Address where ranks meet, if the launcher sets it.
     pub leader: Option<Leader>,
-}
-
-/// The address where ranks meet.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Leader {
-    /// Name or address of the host.
-    pub host: String,
-    /// Port, if it is given.
-    pub port: Option<u16>,
 }
 
 /// Reason why an environment is invalid.

@@ -3,17 +3,15 @@
 //! All ranks of a group first exchange their calls, pair by pair, so that mismatches are found before any data moves, and ranks
 //! that have not come are known. Then the data moves, in one MPI call if it fits.
 
-use std::{collections::VecDeque, ffi::c_int, ops::Range, sync::Arc};
+use std::collections::VecDeque;
+use std::ffi::c_int;
+use std::ops::Range;
+use std::sync::Arc;
 
-use super::shim::{Comm, Mpi, Request};
-use crate::{
-    Call, CommError, GroupName, Kind, Occasion, ReduceOp,
-    blocks::{Blocks, window},
-    exchange::Exchange,
-    memory::Stretch,
-    task::{Comparison, Flow, Receiver, Task},
-    transport::Ticket,
-};
+use lockstep_comm::transport::{Blocks, Comparison, Exchange, Flow, Receiver, Stretch, Task, Ticket, window};
+use lockstep_comm::{Call, CommError, GroupName, Kind, Occasion, ReduceOp};
+
+use crate::shim::{Comm, Mpi, Request};
 
 /// Maximum size in bytes of a point-to-point message that is sent with its description, without waiting for the receiver.
 const SMALL_BYTES: usize = 32 << 10;
@@ -23,7 +21,7 @@ const CALL_WORDS: usize = 3;
 /// Message tag. Messages between two ranks with the same tag arrive in order.
 #[derive(Debug, Clone, Copy)]
 #[repr(i32)]
-pub(super) enum Tag {
+pub(crate) enum Tag {
     /// Messages about the run.
     Control = 1,
     /// Call of an operation.
@@ -40,15 +38,15 @@ pub(super) enum Tag {
 
 /// Members of a group.
 #[derive(Debug)]
-pub(super) struct Members {
-    pub(super) comm: Comm,
-    pub(super) name: GroupName,
+pub(crate) struct Members {
+    pub(crate) comm: Comm,
+    pub(crate) name: GroupName,
     /// World ranks of the members, in group order.
-    pub(super) ranks: Vec<usize>,
+    pub(crate) ranks: Vec<usize>,
     /// Index of this rank in `ranks`.
-    pub(super) own: usize,
+    pub(crate) own: usize,
     /// Maximum number of elements or bytes per MPI call.
-    pub(super) per_call: usize,
+    pub(crate) per_call: usize,
 }
 
 impl Members {
@@ -60,13 +58,13 @@ impl Members {
 
 /// An operation in flight.
 #[derive(Debug)]
-pub(super) struct Running {
-    pub(super) task: Task,
-    pub(super) sequence: u32,
+pub(crate) struct Running {
+    pub(crate) task: Task,
+    pub(crate) sequence: u32,
     /// Number in the flight recorder.
-    pub(super) recorded: u64,
-    pub(super) ticket: Arc<Ticket>,
-    pub(super) step: Step,
+    pub(crate) recorded: u64,
+    pub(crate) ticket: Arc<Ticket>,
+    pub(crate) step: Step,
     /// True if MPI has refused a call, so that the completed requests are not the whole operation.
     is_broken: bool,
     /// Requests of the current step.
@@ -83,7 +81,7 @@ pub(super) struct Running {
 
 /// Next step of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Step {
+pub(crate) enum Step {
     /// Wait for the calls of all members.
     Meet,
     /// Wait for the tables of all members.
@@ -95,7 +93,7 @@ pub(super) enum Step {
 
 impl Running {
     /// Creates an operation that has not started.
-    pub(super) fn new(task: Task, sequence: u32, recorded: u64, ticket: Arc<Ticket>) -> Self {
+    pub(crate) fn new(task: Task, sequence: u32, recorded: u64, ticket: Arc<Ticket>) -> Self {
         Self {
             task,
             sequence,
@@ -112,7 +110,7 @@ impl Running {
     }
 
     /// Starts the operation: sends this rank's call to the other members.
-    pub(super) fn begin(&mut self, mpi: &Mpi, members: &Members) -> Result<(), CommError> {
+    pub(crate) fn begin(&mut self, mpi: &Mpi, members: &Members) -> Result<(), CommError> {
         let call = self.task.call.to_words();
         let begun = match self.task.flow {
             Flow::Send { to } => self.begin_send(mpi, members, to, call),
@@ -176,7 +174,7 @@ impl Running {
     }
 
     /// Advances the operation as far as its requests are complete. Returns true if it moved on.
-    pub(super) fn advance(&mut self, mpi: &Mpi, members: &Members) -> Result<bool, CommError> {
+    pub(crate) fn advance(&mut self, mpi: &Mpi, members: &Members) -> Result<bool, CommError> {
         let before = self.step;
         while self.step != Step::Done && mpi.test(&mut self.requests)?.is_none() {
             self.requests.clear();
@@ -417,7 +415,7 @@ impl Running {
 
     /// Returns the world rank that the operation waits for: the peer of a point-to-point message, or a member that has
     /// not come.
-    pub(super) fn awaited(&mut self, mpi: &Mpi, members: &Members) -> Result<Option<usize>, CommError> {
+    pub(crate) fn awaited(&mut self, mpi: &Mpi, members: &Members) -> Result<Option<usize>, CommError> {
         if let Flow::Send { to: peer } | Flow::Receive { from: peer } = self.task.flow {
             return Ok(Some(members.ranks[peer]));
         }
@@ -429,7 +427,7 @@ impl Running {
         Ok(first.and_then(|first| members.others().nth(first)).map(|member| members.ranks[member]))
     }
 
-    pub(super) fn occasion(&self, members: &Members) -> Occasion {
+    pub(crate) fn occasion(&self, members: &Members) -> Occasion {
         Occasion { call: self.task.call, sequence: self.sequence, group: members.name }
     }
 
@@ -438,26 +436,26 @@ impl Running {
     }
 
     /// Returns true if MPI may access memory of a caller that is blocked in the operation.
-    pub(super) fn holds_borrowed_memory(&self) -> bool {
+    pub(crate) fn holds_borrowed_memory(&self) -> bool {
         self.step == Step::Move && !self.ticket.is_complete() && !self.ticket.has_memory()
     }
 }
 
 /// Operations of a group, in lanes: collectives, messages from this rank, and messages from each of the others.
 #[derive(Debug)]
-pub(super) struct Lanes {
-    pub(super) members: Members,
-    pub(super) lanes: Vec<VecDeque<Running>>,
+pub(crate) struct Lanes {
+    pub(crate) members: Members,
+    pub(crate) lanes: Vec<VecDeque<Running>>,
 }
 
 impl Lanes {
-    pub(super) fn new(members: Members) -> Self {
+    pub(crate) fn new(members: Members) -> Self {
         let lanes = (0..2 + members.ranks.len()).map(|_| VecDeque::new()).collect();
         Self { members, lanes }
     }
 
     /// Returns the lane of a task.
-    pub(super) fn lane(&mut self, task: &Task) -> &mut VecDeque<Running> {
+    pub(crate) fn lane(&mut self, task: &Task) -> &mut VecDeque<Running> {
         let index = match task.flow {
             Flow::Send { .. } => 1,
             Flow::Receive { from } => 2 + from,

@@ -6,14 +6,12 @@
 use std::{
     ffi::OsString,
     io,
-    net::{Ipv4Addr, TcpListener},
     os::{
         fd::AsRawFd,
         unix::{net::UnixStream, process::CommandExt},
     },
     path::PathBuf,
     process::Command,
-    sync::Arc,
 };
 
 use rustix::{
@@ -22,13 +20,13 @@ use rustix::{
     thread::{CpuSet, sched_getaffinity, sched_setaffinity},
 };
 
+use lockstep_comm::{DEFAULT_PORT, Leader, Placement, SOCKET_VARIABLE, World, WorldOptions};
+
 use crate::{
-    CommError, Output, SOCKET_VARIABLE, World, WorldOptions,
+    LaunchError, Output,
     agent::{Agent, Rank},
-    environment::Leader,
+    joining::{LISTENER_VARIABLE, SECRET_VARIABLE},
     output::{Relay, Stream},
-    started::{DEFAULT_PORT, LISTENER_VARIABLE, SECRET_VARIABLE},
-    tcp::SecretInMemory,
 };
 
 /// Variable with the path of the file where a rank writes the reason of its failure; the name is torchelastic's.
@@ -111,56 +109,6 @@ impl Elastic {
     }
 }
 
-/// Place of this machine's ranks among those of all machines.
-#[derive(Debug, Clone)]
-pub struct Placement {
-    /// Number of this machine, from 0.
-    pub node: usize,
-    /// Number of machines.
-    pub nodes: usize,
-    /// World rank of the first rank of this machine.
-    pub first_rank: usize,
-    /// Number of ranks of all machines.
-    pub world_size: usize,
-    /// Address where ranks without shared memory meet.
-    pub leader: Option<Leader>,
-    /// Listening socket at that address, which rank 0 inherits.
-    pub listener: Option<Arc<TcpListener>>,
-    /// Name of the run; may be empty.
-    pub run: String,
-    /// Secret that authenticates ranks without shared memory to each other. The ranks inherit its descriptor.
-    pub secret: Option<Arc<SecretInMemory>>,
-}
-
-impl Placement {
-    /// Returns the placement of a run on one machine.
-    pub fn alone(ranks: usize) -> Self {
-        Self {
-            node: 0,
-            nodes: 1,
-            first_rank: 0,
-            world_size: ranks,
-            leader: None,
-            listener: None,
-            run: String::new(),
-            secret: None,
-        }
-    }
-
-    /// Returns a placement on one machine with a loopback address where ranks meet as if on several machines, and a new secret.
-    ///
-    /// # Errors
-    /// If the system has no port, random bytes or memory.
-    pub fn on_loopback(ranks: usize) -> Result<Self, CommError> {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
-        let listener = listener.map_err(CommError::io("listen for ranks"))?;
-        let port = listener.local_addr().map_err(CommError::io("listen for ranks"))?.port();
-        let leader = Leader { host: Ipv4Addr::LOCALHOST.to_string(), port: Some(port) };
-        let (listener, secret) = (Some(Arc::new(listener)), Some(Arc::new(SecretInMemory::random()?)));
-        Ok(Self { leader: Some(leader), listener, run: port.to_string(), secret, ..Self::alone(ranks) })
-    }
-}
-
 /// Core affinity of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pinning {
@@ -176,13 +124,13 @@ impl Launch {
     /// # Errors
     /// If the number of ranks is out of range, if a log or error directory cannot be created, or if the program cannot be
     /// started.
-    pub fn start(&self) -> Result<Agent, CommError> {
+    pub fn start(&self) -> Result<Agent, LaunchError> {
         let options = WorldOptions { first_rank: self.placement.first_rank, ..self.options };
         let world = World::new(self.ranks, options)?;
         let mut agent = Agent::new(world, options, self.output.clone(), self.sound_codes.clone());
         if let Some(dir) = &self.elastic.errors {
             let made = std::fs::create_dir_all(dir);
-            made.map_err(|source| CommError::Log { path: dir.clone(), source })?;
+            made.map_err(|source| LaunchError::Log { path: dir.clone(), source })?;
         }
         let mut streams = Vec::new();
         for rank in 0..self.ranks {
@@ -195,8 +143,8 @@ impl Launch {
         Ok(agent)
     }
 
-    fn start_rank(&self, world: &World, rank: usize) -> Result<(Rank, Vec<Stream>), CommError> {
-        let (ours, theirs) = UnixStream::pair().map_err(CommError::io("make a socket for a rank"))?;
+    fn start_rank(&self, world: &World, rank: usize) -> Result<(Rank, Vec<Stream>), LaunchError> {
+        let (ours, theirs) = UnixStream::pair().map_err(LaunchError::io("make a socket for a rank"))?;
         world.welcome(&ours, rank)?;
         let mut command = Command::new(&self.program);
         // Ctrl-C in a terminal reaches the launcher alone, which asks all ranks to stop at the same step.
@@ -254,11 +202,11 @@ impl Launch {
         };
         // SAFETY: between fork and exec it makes system calls only; it neither allocates nor locks.
         unsafe { command.pre_exec(prepare) };
-        let mut child = command.spawn().map_err(CommError::io("start a rank"))?;
+        let mut child = command.spawn().map_err(LaunchError::io("start a rank"))?;
         let streams = self.output.streams((rank, world_rank), &mut child);
         let process = Pid::from_raw(child.id() as i32).ok_or(rustix::io::Errno::SRCH);
         let process = process.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
-        let process = process.map_err(|error| CommError::io("watch a rank")(error.into()))?;
+        let process = process.map_err(|error| LaunchError::io("watch a rank")(error.into()))?;
         Ok((Rank { child, process, has_ended: false }, streams?))
     }
 }

@@ -4,26 +4,25 @@
 //! its result.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-use std::{
-    collections::BTreeSet,
-    env, fs,
-    net::TcpListener,
-    os::unix::fs::MetadataExt,
-    path::{Path, PathBuf},
-    time::{Duration, Instant},
-};
+use std::collections::BTreeSet;
+use std::net::TcpListener;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use std::{env, fs};
 
 use lockstep_comm::{
-    Agent, Collective, CommError, Deadline, Elastic, Ended, Failure, Group, JoinOptions, Launch, Lent,
-    LossCause, Meeting, NodeCard, Output, Pinning, Placement, ReduceOp, TcpOptions, WorldOptions,
-    join_from_environment, meet_nodes,
+    Collective, CommError, Deadline, Group, Lent, LossCause, Meeting, NodeCard, Placement, ReduceOp,
+    TcpOptions, WorldOptions, meet_nodes,
 };
-use lockstep_plan::{DType, MemoryCategory, random::Draws};
+use lockstep_launch::{
+    Agent, Elastic, Ended, Failure, JoinOptions, Launch, LaunchError, Output, Pinning, join_from_environment,
+};
+use lockstep_plan::random::Draws;
+use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::Buffer;
-use rustix::{
-    process::{Pid, Signal, kill_process},
-    time::{ClockId, clock_gettime},
-};
+use rustix::process::{Pid, Signal, kill_process};
+use rustix::time::{ClockId, clock_gettime};
 
 /// Environment variable with the role of a rank, which selects its work.
 const ROLE: &str = "LOCKSTEP_TEST_ROLE";
@@ -44,8 +43,8 @@ fn a_rank() {
     let (Some(role), Some(reports)) = (env::var_os(ROLE), env::var_os(REPORTS)) else { return };
     // The rank may end while the last one is still joining; that must be reported in the same way.
     let result = join_from_environment(options(), soon())
-        .and_then(|group| play(role.to_str().unwrap(), &group.unwrap()));
-    let text = result.as_ref().err().map_or("done".to_owned(), CommError::to_string);
+        .and_then(|group| Ok(play(role.to_str().unwrap(), &group.unwrap())?));
+    let text = result.as_ref().err().map_or("done".to_owned(), LaunchError::to_string);
     let report = Path::new(&reports).join(env::var("RANK").unwrap());
     fs::write(report, format!("{} {text}", now_us())).unwrap();
     std::process::exit(if result.is_ok() { 0 } else { 1 });

@@ -6,10 +6,6 @@
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
-use lockstep_config::RunConfig;
-
-use crate::launching::Launching;
-
 /// Pause before the first restart after a new checkpoint.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// Maximum pause before a restart.
@@ -17,30 +13,18 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 /// Limits on restarts.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Policy {
+pub struct Policy {
     /// Maximum number of outstanding restarts.
-    pub(super) max_restarts: usize,
+    pub max_restarts: usize,
     /// Time without a failure that gives one restart back.
-    pub(super) stable_after: Duration,
+    pub stable_after: Duration,
     /// Maximum number of consecutive restarts without a new checkpoint.
-    pub(super) max_futile: usize,
-}
-
-impl Policy {
-    /// Returns the limits of the flags, or of `[elastic]` for those not given.
-    pub(super) fn of(config: &RunConfig, launching: &Launching) -> Self {
-        let elastic = &config.elastic;
-        Self {
-            max_restarts: launching.max_restarts.unwrap_or(elastic.max_restarts as usize),
-            stable_after: Duration::from_secs_f64(elastic.stable_after_s),
-            max_futile: elastic.max_futile_restarts as usize,
-        }
-    }
+    pub max_futile: usize,
 }
 
 /// Action after a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub enum Verdict {
     /// Restart after this pause.
     Again(Duration),
     /// Give up: no restarts are left.
@@ -51,7 +35,7 @@ pub(super) enum Verdict {
 
 /// Restarts of a run so far.
 #[derive(Debug)]
-pub(super) struct Restarts {
+pub struct Restarts {
     policy: Policy,
     /// Number of restarts that time has not given back.
     outstanding: usize,
@@ -63,18 +47,18 @@ pub(super) struct Restarts {
 
 impl Restarts {
     /// Returns a record without restarts, for a run whose newest checkpoint is of step `newest`.
-    pub(super) fn new(policy: Policy, newest: Option<u64>) -> Self {
+    pub fn new(policy: Policy, newest: Option<u64>) -> Self {
         Self { policy, outstanding: 0, futile: 0, newest }
     }
 
     /// Number of restarts that time has not given back.
-    pub(super) fn outstanding(&self) -> usize {
+    pub fn outstanding(&self) -> usize {
         self.outstanding
     }
 
     /// Records an attempt that failed after `ran` and returns the next action. `newest` is the step of the newest checkpoint;
     /// `jitter` in [0, 1) spreads the pauses of machines that failed together.
-    pub(super) fn after_failure(&mut self, ran: Duration, newest: Option<u64>, jitter: f64) -> Verdict {
+    pub fn after_failure(&mut self, ran: Duration, newest: Option<u64>, jitter: f64) -> Verdict {
         let given_back = (ran.as_secs_f64() / self.policy.stable_after.as_secs_f64()) as usize;
         self.outstanding = self.outstanding.saturating_sub(given_back);
         if newest > self.newest {
@@ -96,7 +80,7 @@ impl Restarts {
 }
 
 /// Returns a number in [0, 1) that differs between processes and calls.
-pub(super) fn jitter() -> f64 {
+pub fn jitter() -> f64 {
     RandomState::new().hash_one(std::process::id()) as f64 / (u64::MAX as f64 * (1.0 + f64::EPSILON))
 }
 

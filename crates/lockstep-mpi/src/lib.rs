@@ -1,4 +1,7 @@
-//! The MPI transport, for sites whose network is accessible only through MPI. Requires the feature `mpi`.
+//! The MPI transport of [`lockstep_comm`], for sites whose network is accessible only through MPI.
+//!
+//! Without the feature `mpi` this crate is empty but for [`MpiOptions`], and needs no MPI to be built. A program built with it
+//! passes [`join_mpi`] on to where ranks join.
 //!
 //! - `shim.c` and `shim`: the few MPI functions that are used.
 //! - `operation`: one operation in flight, as MPI requests.
@@ -18,7 +21,9 @@ mod operation;
 #[cfg(feature = "mpi")]
 mod shim;
 
-use crate::{CommError, Group};
+use lockstep_comm::CommError;
+#[cfg(feature = "mpi")]
+use lockstep_comm::Group;
 
 /// Options of the MPI transport.
 #[derive(Debug, Clone, Copy)]
@@ -43,13 +48,4 @@ impl Default for MpiOptions {
 #[cfg(feature = "mpi")]
 pub fn join_mpi(options: MpiOptions) -> Result<Group, CommError> {
     machine::Machine::start(options).map(Group::world)
-}
-
-/// Starts MPI, and returns the group of all ranks once they have joined. Works once per process.
-///
-/// # Errors
-/// Always: this program was built without the feature `mpi` ([`JoinProblem::NotBuilt`](crate::JoinProblem::NotBuilt)).
-#[cfg(not(feature = "mpi"))]
-pub fn join_mpi(_: MpiOptions) -> Result<Group, CommError> {
-    Err(CommError::Join(crate::JoinProblem::NotBuilt))
 }

@@ -2,7 +2,7 @@
 
 use std::{env, path::Path, process::Command};
 
-const SOURCE: &str = "src/mpi/shim.c";
+const SOURCE: &str = "src/shim.c";
 
 fn main() -> Result<(), String> {
     println!("cargo:rerun-if-changed={SOURCE}");

@@ -1,24 +1,19 @@
 //! The one thread of a process that calls MPI. It advances all operations, receives messages of other ranks about the run, and
 //! sleeps when idle. It must poll, because MPI makes progress only within its calls.
 
-use std::{
-    collections::VecDeque,
-    io::{self, Write},
-    sync::{Arc, mpsc::Sender},
-    time::{Duration, Instant},
-};
+use std::collections::VecDeque;
+use std::io::{self, Write};
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
 
-use super::{
-    MpiOptions,
-    machine::{Job, Shared, TELLERS_TURN},
-    operation::{Lanes, Members, Running, Step, Tag},
-    shim::{Mpi, Request},
-};
-use crate::{
-    CommError, LossCause,
-    error::ERROR_WORDS,
-    transport::{self, Ticket},
-};
+use lockstep_comm::transport::{self, ERROR_WORDS, Ticket};
+use lockstep_comm::{CommError, LossCause};
+
+use crate::MpiOptions;
+use crate::machine::{Job, Shared, TELLERS_TURN};
+use crate::operation::{Lanes, Members, Running, Step, Tag};
+use crate::shim::{Mpi, Request};
 
 /// Polling interval while no operation is in flight.
 const IDLE_NAP: Duration = Duration::from_millis(5);
@@ -41,7 +36,7 @@ const SAID_WORDS: usize = 2 + ERROR_WORDS;
 const LEAVING: u64 = 1;
 const ENDING: u64 = 2;
 
-pub(super) struct Engine {
+pub(crate) struct Engine {
     mpi: Mpi,
     shared: Arc<Shared>,
     options: MpiOptions,
@@ -65,7 +60,7 @@ pub(super) struct Engine {
 
 impl Engine {
     /// Starts MPI, sends rank and number of ranks to `tell`, and makes progress until the rank leaves.
-    pub(super) fn run(
+    pub(crate) fn run(
         shared: Arc<Shared>,
         options: MpiOptions,
         tell: Sender<Result<(usize, usize), CommError>>,

@@ -4,19 +4,19 @@
 //! [`AS_EXPECTED`], because MPI ends by an abort.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-#[path = "common/cases.rs"]
+#[path = "../../lockstep-comm/tests/common/cases.rs"]
 mod cases;
 
-use std::{env, process::ExitCode, thread::sleep, time::Duration};
+use std::env;
+use std::process::ExitCode;
+use std::thread::sleep;
+use std::time::Duration;
 
 use cases::{case, check_number};
-use lockstep_comm::{
-    Collective, CommError, Deadline, Group, LossCause, MpiOptions, ReduceOp, Source, Target, join_mpi,
-};
-use proptest::{
-    strategy::{Strategy, ValueTree},
-    test_runner::TestRunner,
-};
+use lockstep_comm::{Collective, CommError, Deadline, Group, LossCause, ReduceOp, Source, Target};
+use lockstep_mpi::{MpiOptions, join_mpi};
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::TestRunner;
 
 /// Exit code of a part that ended in an error, as it must.
 const AS_EXPECTED: i32 = 42;

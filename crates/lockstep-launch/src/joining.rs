@@ -3,12 +3,15 @@
 
 use std::{env, net::TcpListener, path::PathBuf, time::Duration};
 
+use lockstep_comm::{
+    CommError, Deadline, Group, Meeting, SOCKET_VARIABLE, Secret, TcpOptions, Way, enter, inherited,
+    inherited_socket, join, join_with,
+};
+
 use crate::{
-    CommError, Deadline, Group, JoinProblem, MpiOptions, call,
+    LaunchError,
     environment::{self, Launcher, ProcessPlace},
-    join_mpi, launch, shm,
-    tcp::{self, Meeting, Secret, TcpOptions},
-    world,
+    launch,
 };
 
 /// Environment variable with the path of the job's secret file. Lockstep's launcher passes the path of an inherited
@@ -16,30 +19,13 @@ use crate::{
 pub const SECRET_VARIABLE: &str = "LOCKSTEP_SECRET_FILE";
 /// Environment variable with the descriptor of the listening socket that rank 0 inherits.
 pub(crate) const LISTENER_VARIABLE: &str = "LOCKSTEP_LISTENER_FD";
-/// Default port of the rendezvous; the same as torchrun's.
-pub const DEFAULT_PORT: u16 = 29500;
-/// Range of ports for launchers that name a job, but no port.
-const JOB_PORTS: std::ops::Range<u16> = 20_000..29_000;
-
 /// Number of ports that ranks try in turn when another launcher's agent occupies `MASTER_PORT`.
 const AGENT_PORTS: usize = 8;
 
 /// Time limit for ranks of several machines to meet.
 pub const MEETING_LIMIT: Duration = Duration::from_secs(300);
-
-/// Transport between the ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Way {
-    /// Shared memory if Lockstep's launcher started all ranks on one machine, TCP otherwise.
-    #[default]
-    Auto,
-    /// Shared memory: all ranks are on one machine.
-    SharedMemory,
-    /// TCP between all ranks, even on one machine.
-    Tcp,
-    /// MPI, which knows where the ranks are.
-    Mpi,
-}
+/// Longest wait of launched ranks for each other at the start.
+const JOIN_LIMIT: Duration = Duration::from_secs(60);
 
 /// Options of a rank that joins the others.
 #[derive(Debug, Clone, Copy, Default)]
@@ -48,24 +34,26 @@ pub struct JoinOptions {
     pub way: Way,
     /// Options of the TCP transport.
     pub tcp: TcpOptions,
-    /// Options of the MPI transport.
-    pub mpi: MpiOptions,
+    /// Function that joins the ranks over MPI; `None` in a program built without it.
+    pub mpi: Option<JoinByMpi>,
 }
+
+/// Function that starts MPI and returns the group of all ranks, as `lockstep_mpi::join_mpi` does.
+pub type JoinByMpi = fn() -> Result<Group, CommError>;
 
 /// Returns the place of this process in the run; `None` if it was started alone.
 ///
 /// # Errors
 /// If the launcher's environment variables are invalid.
-pub fn place() -> Result<Option<ProcessPlace>, CommError> {
+pub fn place() -> Result<Option<ProcessPlace>, LaunchError> {
     let variable = |name: &str| env::var_os(name).map(|value| value.to_string_lossy().into_owned());
-    let place = environment::detect(&variable);
-    let place = place.map_err(|problem| CommError::Join(JoinProblem::Environment(problem)))?;
+    let place = environment::detect(&variable)?;
     Ok(place.filter(|place| place.world_size.is_some_and(|ranks| ranks > 1) || is_launched()))
 }
 
 /// Returns true if Lockstep's own launcher started this process.
 pub fn is_launched() -> bool {
-    env::var_os(world::SOCKET_VARIABLE).is_some()
+    env::var_os(SOCKET_VARIABLE).is_some()
 }
 
 /// Joins the ranks that this process was started with; `None` if it was started alone.
@@ -73,39 +61,50 @@ pub fn is_launched() -> bool {
 /// # Errors
 /// If the environment is invalid, if the ranks cannot reach or authenticate each other, or if a rank does not join before
 /// `deadline`.
-pub fn join_from_environment(options: JoinOptions, deadline: Deadline) -> Result<Option<Group>, CommError> {
+pub fn join_from_environment(options: JoinOptions, deadline: Deadline) -> Result<Option<Group>, LaunchError> {
     if options.way == Way::Mpi {
-        return join_mpi(options.mpi).map(Some);
+        let join = options.mpi.ok_or(LaunchError::NotBuilt)?;
+        return Ok(Some(join()?));
     }
     let Some(place) = place()? else { return Ok(None) };
     let ranks = place.world_size.or(place.local_size).unwrap_or(1);
     let are_near = place.local_size == Some(ranks);
     if options.way == Way::SharedMemory && !(are_near && is_launched()) {
-        return Err(CommError::Join(JoinProblem::NoSharedMemory { launcher: place.launcher }));
+        return Err(LaunchError::NoSharedMemory { launcher: place.launcher });
     }
     tracing::debug!(
         launcher = %place.launcher, rank = place.rank, ranks, local_ranks = place.local_size, way = ?options.way, "joining the other ranks"
     );
-    let Some(socket) = world::inherited_socket()? else {
+    let Some(socket) = inherited_socket()? else {
         let meeting = meeting(&place, are_near)?;
         let pin = launch::pin_to_share;
-        return tcp::join_with(place.rank, ranks, meeting, options.tcp, None, pin, deadline).map(Some);
+        let group = join_with(place.rank, ranks, meeting, options.tcp, None, pin, deadline)?;
+        return Ok(Some(group));
     };
     if are_near && options.way != Way::Tcp {
         tracing::debug!("all ranks are on this machine: shared memory");
-        return world::join(&socket, deadline).map(Some);
+        return Ok(Some(join(&socket, deadline)?));
     }
-    let local: shm::Machine = world::enter(&socket, deadline)?;
+    let local = enter(&socket, deadline)?;
     let meeting = meeting(&place, are_near)?;
     // The launcher has pinned this rank already.
-    tcp::join_with(place.rank, ranks, meeting, options.tcp, Some(local), |_, _| {}, deadline).map(Some)
+    Ok(Some(join_with(place.rank, ranks, meeting, options.tcp, Some(local), |_, _| {}, deadline)?))
+}
+
+/// Joins the group of ranks with which this process was started; `None` if it was started alone.
+///
+/// # Errors
+/// If the ranks do not connect within the time limit.
+pub fn started_group(options: JoinOptions) -> Result<Option<Group>, LaunchError> {
+    let limit = if is_launched() { JOIN_LIMIT } else { MEETING_LIMIT };
+    join_from_environment(options, Deadline::after(limit))
 }
 
 /// Returns the rendezvous of the ranks of `place`.
-fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, CommError> {
+fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, LaunchError> {
     let named = place.leader.clone().filter(|leader| leader.port.is_some() || !are_near);
     let host = variable("MASTER_ADDR").or_else(|| named.as_ref().map(|leader| leader.host.clone()));
-    let listener = world::inherited(LISTENER_VARIABLE)?.map(TcpListener::from);
+    let listener = inherited(LISTENER_VARIABLE)?.map(TcpListener::from);
     let secret = secret()?;
     let host = match host {
         // If all ranks are on this machine, no other machine needs to reach the rendezvous. torchrun names the
@@ -120,14 +119,15 @@ fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, CommError> {
         }
         Some(host) => host,
         None if are_near => "127.0.0.1".to_owned(),
-        None => return Err(CommError::Join(JoinProblem::NoLeader { launcher: place.launcher })),
+        None => return Err(LaunchError::NoLeader { launcher: place.launcher }),
     };
     let run = variable("TORCHELASTIC_RUN_ID").unwrap_or_else(|| job(place.launcher));
     // A rank left over from an earlier attempt belongs to another run.
     let attempt = variable("TORCHELASTIC_RESTART_COUNT").filter(|_| is_launched());
     let run = attempt.map_or(run.clone(), |attempt| format!("{run}.{attempt}"));
     let port = named.and_then(|leader| leader.port);
-    let port = port.or_else(|| variable("MASTER_PORT")?.parse().ok()).unwrap_or_else(|| port_of(&run));
+    let port =
+        port.or_else(|| variable("MASTER_PORT")?.parse().ok()).unwrap_or_else(|| Meeting::port_of_run(&run));
     let meeting = Meeting { host, port, listener, run, secret, ..Meeting::default() };
     let is_agents = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
     let meeting = if is_agents && !is_launched() { beside_agent(meeting) } else { meeting };
@@ -140,7 +140,7 @@ fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, CommError> {
 fn beside_agent(meeting: Meeting) -> Meeting {
     let restart = variable("TORCHELASTIC_RESTART_COUNT").unwrap_or_default();
     let run = format!("{}.{}.{restart}", meeting.run, meeting.port);
-    let mut ports = (0..AGENT_PORTS).map(|attempt| port_of(&format!("{run}.{attempt}")));
+    let mut ports = (0..AGENT_PORTS).map(|attempt| Meeting::port_of_run(&format!("{run}.{attempt}")));
     let port = ports.next().unwrap_or(meeting.port);
     let fallback_ports = ports.collect();
     Meeting { port, fallback_ports, run, ..meeting }
@@ -173,12 +173,4 @@ fn job(launcher: Launcher) -> String {
         Launcher::Mpich => rustix::process::getppid().map_or(String::new(), |pid| pid.to_string()),
         Launcher::Torchrun | Launcher::Kubernetes => String::new(),
     }
-}
-
-fn port_of(job: &str) -> u16 {
-    if job.is_empty() {
-        return DEFAULT_PORT;
-    }
-    let hash = call::hash(job.bytes().map(usize::from));
-    JOB_PORTS.start + (hash % u64::from(JOB_PORTS.end - JOB_PORTS.start)) as u16
 }

@@ -1,13 +1,12 @@
 //! MPI for a single thread: the functions of `shim.c`, with MPI's error codes as errors.
 
-use std::{
-    ffi::{CStr, c_char, c_int, c_void},
-    io,
-    marker::PhantomData,
-    sync::atomic::{AtomicBool, Ordering},
-};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::io;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::{CommError, JoinProblem, NumberType, ReduceOp, memory::Stretch, reduce::reduce};
+use lockstep_comm::transport::{Stretch, reduce};
+use lockstep_comm::{CommError, JoinProblem, NumberType, ReduceOp};
 
 type UserFunction = unsafe extern "C" fn(*const c_void, *mut c_void, *const c_int, *const c_void);
 
@@ -95,25 +94,25 @@ unsafe extern "C" {
 /// Handle of a communicator, as `shim.c` encodes it.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(transparent)]
-pub(super) struct Comm(u64);
+pub(crate) struct Comm(u64);
 
 /// Handle of a request, as `shim.c` encodes it. Its buffers must not move until it is complete.
 #[derive(Debug, Default)]
 #[repr(transparent)]
-pub(super) struct Request(u64);
+pub(crate) struct Request(u64);
 
 /// Size in bytes of the buffer for an MPI error message.
 const TEXT_BYTES: usize = 256;
 
 /// The MPI library, owned by the thread that started it and makes all calls.
 #[derive(Debug)]
-pub(super) struct Mpi {
-    pub(super) rank: usize,
-    pub(super) ranks: usize,
+pub(crate) struct Mpi {
+    pub(crate) rank: usize,
+    pub(crate) ranks: usize,
     /// Number of ranks on this host.
-    pub(super) local_ranks: usize,
+    pub(crate) local_ranks: usize,
     /// Communicator of all ranks, separate from other uses of MPI in this process.
-    pub(super) world: Comm,
+    pub(crate) world: Comm,
     /// Marker that keeps the value on its thread.
     here: PhantomData<*const ()>,
 }
@@ -126,7 +125,7 @@ impl Mpi {
     ///
     /// # Errors
     /// If MPI was started before, or fails.
-    pub(super) fn start() -> Result<Self, CommError> {
+    pub(crate) fn start() -> Result<Self, CommError> {
         if IS_STARTED.swap(true, Ordering::SeqCst) {
             return Err(CommError::Join(JoinProblem::Again));
         }
@@ -148,7 +147,7 @@ impl Mpi {
     }
 
     /// Creates a communicator for `ranks` of the world. All of them call it with the same `tag`, and it waits for them.
-    pub(super) fn group(&self, ranks: &[usize], tag: usize) -> Result<Comm, CommError> {
+    pub(crate) fn group(&self, ranks: &[usize], tag: usize) -> Result<Comm, CommError> {
         let ranks: Vec<c_int> = ranks.iter().map(|rank| int(*rank)).collect();
         let mut comm = Comm::default();
         let (count, tag) = (int(ranks.len()), int(tag));
@@ -163,7 +162,7 @@ impl Mpi {
     ///
     /// # Safety
     /// The bytes are valid and unchanged until the request is complete.
-    pub(super) unsafe fn send(
+    pub(crate) unsafe fn send(
         &self,
         comm: Comm,
         data: *const u8,
@@ -181,7 +180,7 @@ impl Mpi {
     ///
     /// # Safety
     /// No other code accesses the bytes until the request is complete.
-    pub(super) unsafe fn receive(
+    pub(crate) unsafe fn receive(
         &self,
         comm: Comm,
         data: *mut u8,
@@ -199,7 +198,7 @@ impl Mpi {
     ///
     /// # Safety
     /// No other code accesses `data` until the request is complete.
-    pub(super) unsafe fn broadcast(
+    pub(crate) unsafe fn broadcast(
         &self,
         comm: Comm,
         data: Stretch,
@@ -216,7 +215,7 @@ impl Mpi {
     ///
     /// # Safety
     /// No other code accesses input, output and lists until the request is complete.
-    pub(super) unsafe fn all_gather(
+    pub(crate) unsafe fn all_gather(
         &self,
         comm: Comm,
         input: Option<Stretch>,
@@ -236,7 +235,7 @@ impl Mpi {
     ///
     /// # Safety
     /// No other code accesses `data` until the request is complete.
-    pub(super) unsafe fn all_reduce(
+    pub(crate) unsafe fn all_reduce(
         &self,
         comm: Comm,
         data: Stretch,
@@ -253,7 +252,7 @@ impl Mpi {
     ///
     /// # Safety
     /// No other code accesses input and output until the request is complete.
-    pub(super) unsafe fn reduce(
+    pub(crate) unsafe fn reduce(
         &self,
         comm: Comm,
         input: Stretch,
@@ -275,7 +274,7 @@ impl Mpi {
     ///
     /// # Safety
     /// No other code accesses input, output and list until the request is complete.
-    pub(super) unsafe fn reduce_scatter(
+    pub(crate) unsafe fn reduce_scatter(
         &self,
         comm: Comm,
         input: Stretch,
@@ -293,7 +292,7 @@ impl Mpi {
 
     /// Makes progress with all operations. Returns the index of the first of `requests` that is not complete; `None` if
     /// all are.
-    pub(super) fn test(&self, requests: &mut [Request]) -> Result<Option<usize>, CommError> {
+    pub(crate) fn test(&self, requests: &mut [Request]) -> Result<Option<usize>, CommError> {
         let mut first = 0;
         let count = int(requests.len());
         // SAFETY: the count is that of the requests, whose makers keep their memory valid.
@@ -302,13 +301,13 @@ impl Mpi {
     }
 
     /// Shuts MPI down, on all ranks together. No operation is in flight except `receive`, which is cancelled.
-    pub(super) fn finish(self, mut receive: Request) -> Result<(), CommError> {
+    pub(crate) fn finish(self, mut receive: Request) -> Result<(), CommError> {
         // SAFETY: the request is this library's. No call follows, since this takes `self`.
         check("end MPI", unsafe { lockstep_mpi_finish(&mut receive) })
     }
 
     /// Aborts the processes of all ranks.
-    pub(super) fn abort(&self, code: i32) {
+    pub(crate) fn abort(&self, code: i32) {
         // SAFETY: the call has no pointers.
         unsafe { lockstep_mpi_abort(code) };
     }

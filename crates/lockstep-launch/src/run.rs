@@ -1,23 +1,18 @@
 //! The local ranks of a run: started as processes of this program, watched, and stopped together.
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use lockstep_comm::{
-    self as comm, Agent, CommError, Deadline, Elastic, Failure, Group, JoinOptions, Launch, LossCause,
-    MEETING_LIMIT, Movement, Output, Pinning, Placement, WorldOptions, is_launched, join_from_environment,
-};
-use lockstep_observe::flight::{Dump, Ending};
+use lockstep_comm::{CommError, LossCause, Placement, Recorded, WorldOptions};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::Error;
+use crate::agent::{self, Agent, Failure, Movement};
 use crate::interrupt::Interrupt;
+use crate::launch::{Elastic, Launch, Pinning};
+use crate::{LaunchError, Output};
 
 /// Interval at which the launcher checks for a signal to pass on.
 const LOOK: Duration = Duration::from_millis(100);
-/// Longest wait of launched ranks for each other at the start.
-const JOIN_LIMIT: Duration = Duration::from_secs(60);
 /// Exit code of a rank that has panicked.
 const PANICKED: i32 = 101;
 /// Cause of death of a rank that received the stop request before its signal handler was installed.
@@ -36,8 +31,6 @@ pub struct RankProcesses {
     pub pinning: Pinning,
     /// Destination of the ranks' output.
     pub output: Output,
-    /// Directory for the flight record after a failure, if any.
-    pub records: Option<PathBuf>,
     /// Settings that ranks receive in torchelastic's environment variables.
     pub elastic: Elastic,
     /// Exit code of a rank that was asked to stop and has done so.
@@ -66,17 +59,9 @@ pub struct BadEnd {
     pub failure: Failure,
     /// True if that rank has reported the reason itself. A reason that all ranks know is reported by none of them.
     pub has_told: bool,
-    /// Path of the flight record, if it has been written, or the error that prevented it.
-    pub records: Option<Result<PathBuf, lockstep_observe::Error>>,
-}
-
-/// Joins the group of ranks with which this process was started; `None` if it was started alone.
-///
-/// # Errors
-/// If the ranks do not connect within the time limit.
-pub fn started_group(options: JoinOptions) -> Result<Option<Group>, Error> {
-    let limit = if is_launched() { JOIN_LIMIT } else { MEETING_LIMIT };
-    Ok(join_from_environment(options, Deadline::after(limit))?)
+    /// Last operations of each world rank of this machine. Empty if that rank has reported the reason itself and has not
+    /// panicked: then the operations explain nothing.
+    pub recorded: Vec<(usize, Vec<Recorded>)>,
 }
 
 /// Starts this program with its own arguments as each of the ranks, and watches them to their end. A request for a stop is
@@ -84,26 +69,15 @@ pub fn started_group(options: JoinOptions) -> Result<Option<Group>, Error> {
 ///
 /// # Errors
 /// If the processes cannot be started or watched.
-/// What kept them from being started.
 pub fn run_ranks(
     processes: RankProcesses,
     interrupt: &Interrupt,
     tell: &mut dyn FnMut(&str),
-) -> Result<Ended, Error> {
-    let RankProcesses {
-        ranks,
-        placement,
-        environment,
-        pinning,
-        output,
-        records,
-        elastic,
-        interrupted,
-        lost,
-        silence,
-    } = processes;
+) -> Result<Ended, LaunchError> {
+    let RankProcesses { ranks, placement, environment, pinning, output, elastic, interrupted, lost, silence } =
+        processes;
     let launch = Launch {
-        program: std::env::current_exe().map_err(Error::Program)?,
+        program: std::env::current_exe().map_err(LaunchError::Program)?,
         arguments: std::env::args_os().skip(1).collect(),
         environment,
         ranks,
@@ -121,18 +95,12 @@ pub fn run_ranks(
     loop {
         match agent.watch(LOOK)? {
             None => {}
-            Some(comm::Ended::Well(code)) => return Ok(Ended::Well(code)),
-            Some(comm::Ended::Badly(failure)) if is_passed_on && failure.cause == STOPPED => {
+            Some(agent::Ended::Well(code)) => return Ok(Ended::Well(code)),
+            Some(agent::Ended::Badly(failure)) if is_passed_on && failure.cause == STOPPED => {
                 return Ok(Ended::BeforeTheyBegan);
             }
-            Some(comm::Ended::Badly(failure)) => {
-                return Ok(Ended::Badly(Box::new(bad_end(
-                    &agent,
-                    world_size,
-                    failure,
-                    records.as_deref(),
-                    lost,
-                ))));
+            Some(agent::Ended::Badly(failure)) => {
+                return Ok(Ended::Badly(Box::new(bad_end(&agent, failure, lost))));
             }
         }
         if let Some(movement) = agent.movement() {
@@ -166,13 +134,10 @@ fn in_words(movement: Movement) -> String {
     }
 }
 
-fn bad_end(agent: &Agent, world_size: usize, failure: Failure, records: Option<&Path>, lost: i32) -> BadEnd {
+fn bad_end(agent: &Agent, failure: Failure, lost: i32) -> BadEnd {
     let is_of_one = matches!(failure.error, CommError::PeerLost { .. } | CommError::Stopped { .. });
     let has_told = is_of_one && matches!(failure.cause, LossCause::Exit(code) if code != lost);
-    let records = records.filter(|_| !has_told || failure.cause == LossCause::Exit(PANICKED));
-    let written = records.and_then(|dir| {
-        let dump = Dump::new(world_size, Some(Ending::by(&failure.error)), agent.recorded());
-        (!dump.is_empty()).then(|| dump.write(dir))
-    });
-    BadEnd { failure, has_told, records: written }
+    let explains = !has_told || failure.cause == LossCause::Exit(PANICKED);
+    let recorded = if explains { agent.recorded().collect() } else { Vec::new() };
+    BadEnd { failure, has_told, recorded }
 }

@@ -11,8 +11,10 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use lockstep_comm::{CommError, LossCause, Recorded, World, WorldOptions};
+
 use crate::{
-    CommError, LossCause, Output, Recorded, World, WorldOptions,
+    LaunchError, Output,
     output::Relay,
     stillness::{OomKills, Stillness},
 };
@@ -125,7 +127,7 @@ impl Agent {
     ///
     /// # Errors
     /// If the ranks cannot be watched.
-    pub fn watch(&mut self, limit: Duration) -> Result<Option<Ended>, CommError> {
+    pub fn watch(&mut self, limit: Duration) -> Result<Option<Ended>, LaunchError> {
         let what = "watch the ranks";
         let limit = self.kill_at.map_or(limit, |at| limit.min(at.saturating_duration_since(Instant::now())));
         let timeout = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
@@ -133,12 +135,12 @@ impl Agent {
         let mut polled: Vec<_> = alive.map(|rank| PollFd::new(&rank.process, PollFlags::IN)).collect();
         match poll(&mut polled, Some(&timeout)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(CommError::io(what)(error.into())),
+            Err(error) => return Err(LaunchError::io(what)(error.into())),
         }
         self.oom_kills.look();
         for rank in 0..self.ranks.len() {
             if !self.ranks[rank].has_ended
-                && let Some(status) = self.ranks[rank].child.try_wait().map_err(CommError::io(what))?
+                && let Some(status) = self.ranks[rank].child.try_wait().map_err(LaunchError::io(what))?
             {
                 self.ranks[rank].has_ended = true;
                 self.note_end(rank, status);

@@ -106,7 +106,7 @@ pub fn latest_good_of(dirs: &[&Path]) -> Result<Latest, CheckpointError> {
 
 /// Properties of a checkpoint that decide whether [`prune`] keeps it.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Standing {
+pub struct CheckpointQuality {
     /// True if the run was failing when the checkpoint was saved. It does not count as good and is kept only while it
     /// is the newest.
     pub is_doubtful: bool,
@@ -133,10 +133,10 @@ pub fn prune(
     dir: &Path,
     keep: NonZeroUsize,
     protect: &[u64],
-    standing: impl Fn(&Manifest) -> Standing,
+    standing: impl Fn(&Manifest) -> CheckpointQuality,
 ) -> Result<Pruned, CheckpointError> {
     let _lock = DirectoryLock::take(dir)?;
-    let judged: Vec<(ListedCheckpoint, Option<Standing>)> = list(dir)?
+    let judged: Vec<(ListedCheckpoint, Option<CheckpointQuality>)> = list(dir)?
         .into_iter()
         .rev()
         .map(|listed| {
@@ -180,7 +180,7 @@ pub fn prune(
 pub fn make_room(
     dir: &Path,
     keep: NonZeroUsize,
-    standing: impl Fn(&Manifest) -> Standing,
+    standing: impl Fn(&Manifest) -> CheckpointQuality,
 ) -> Result<Pruned, CheckpointError> {
     let is_whole = |listed: &ListedCheckpoint| {
         let checkpoint = open_listed(listed).ok()?;

@@ -20,13 +20,13 @@ use crate::{CommitObserver, CommitPoint, error::CheckpointError};
 /// Time between two calls of the observer while waiting.
 const TICK: Duration = Duration::from_millis(100);
 
-/// Time that [`Briefly`] waits.
+/// Time that [`OneSecondTimeout`] waits.
 const BRIEFLY: Duration = Duration::from_secs(1);
 
 /// Observer that waits for a file system for one second. Used for the clean-up after a save or run.
-pub(crate) struct Briefly;
+pub(crate) struct OneSecondTimeout;
 
-impl CommitObserver for Briefly {
+impl CommitObserver for OneSecondTimeout {
     fn reached(&self, _: CommitPoint) -> io::Result<()> {
         Ok(())
     }

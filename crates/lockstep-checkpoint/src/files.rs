@@ -12,7 +12,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use crate::{
-    disk::{Briefly, run_on_disk},
+    disk::{OneSecondTimeout, run_on_disk},
     error::CheckpointError,
 };
 
@@ -63,7 +63,7 @@ pub struct RunLock {
 impl Drop for RunLock {
     fn drop(&mut self) {
         let Some(lock) = self.lock.take() else { return };
-        drop(run_on_disk(&Briefly, "unlocking", &self.dir, move || {
+        drop(run_on_disk(&OneSecondTimeout, "unlocking", &self.dir, move || {
             drop(lock);
             Ok(())
         }));

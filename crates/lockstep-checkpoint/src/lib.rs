@@ -64,8 +64,8 @@ pub use background::{PendingSave, SaveThread};
 pub use base::BaseModel;
 pub use digest::Digest;
 pub use directory::{
-    Latest, ListedCheckpoint, Pruned, SkippedCheckpoint, Standing, find, latest_good, latest_good_of, list,
-    make_room, prune, set_aside, set_damaged_aside,
+    CheckpointQuality, Latest, ListedCheckpoint, Pruned, SkippedCheckpoint, find, latest_good,
+    latest_good_of, list, make_room, prune, set_aside, set_damaged_aside,
 };
 pub use disk::{Abandoned, Wait, run_on_disk};
 pub use error::{CheckpointError, CoverageError};

@@ -25,7 +25,7 @@ use serde_json::Value;
 
 use crate::{
     directory::{self, SET_ASIDE},
-    disk::{Briefly, Wait, run_on_disk},
+    disk::{OneSecondTimeout, Wait, run_on_disk},
     error::{CheckpointError, CoverageError},
     files::{DirectoryLock, create_directories, create_file, exchange, sync_directory},
     manifest::{FORMAT_VERSION, MANIFEST_FILE, Manifest, TensorEntry, TensorKind, config_digest},
@@ -155,12 +155,12 @@ pub struct Staging {
     /// Errors of leftovers that could not be deleted.
     leftovers: Vec<CheckpointError>,
     /// Ownership of the directory. `None` while a disk thread uses it, and after such a thread was abandoned.
-    claim: Option<Claim>,
+    claim: Option<StagingDirectory>,
 }
 
 /// Staging directory of a save and the lock of its parent. Dropping this removes the directory unless it was committed.
 #[derive(Debug)]
-struct Claim {
+struct StagingDirectory {
     dir: PathBuf,
     path: PathBuf,
     step: u64,
@@ -183,7 +183,7 @@ impl Staging {
         observer: &dyn CommitObserver,
     ) -> Result<Self, CheckpointError> {
         let owned = dir.to_owned();
-        let open = move || Claim::take(&owned, step);
+        let open = move || StagingDirectory::take(&owned, step);
         let (claim, leftovers) = run_on_disk(observer, "opening", dir, open)?;
         let staging = Self { path: claim.path.clone(), step, leftovers, claim: Some(claim) };
         notify(observer, CommitPoint::StagingCreated)?;
@@ -232,13 +232,13 @@ impl Staging {
         self.on_disk(observer, "syncing", &path, |claim| sync_directory(&claim.path))?;
         notify(observer, CommitPoint::StagingSynced)?;
 
-        let (target, replaced) = self.on_disk(observer, "renaming", &path, Claim::rename)?;
+        let (target, replaced) = self.on_disk(observer, "renaming", &path, StagingDirectory::rename)?;
         notify(observer, CommitPoint::Renamed)?;
         self.on_disk(observer, "syncing", &target, |claim| sync_directory(&claim.dir))?;
         notify(observer, CommitPoint::ParentSynced)?;
         if let Some(replaced) = replaced {
             // The save has succeeded even if this fails; the next save tries again.
-            let remove = move |_: &mut Claim| {
+            let remove = move |_: &mut StagingDirectory| {
                 drop(fs::remove_dir_all(replaced));
                 Ok(())
             };
@@ -255,7 +255,7 @@ impl Staging {
         observer: &dyn CommitObserver,
         doing: &'static str,
         path: &Path,
-        work: impl FnOnce(&mut Claim) -> Result<T, CheckpointError> + Send + 'static,
+        work: impl FnOnce(&mut StagingDirectory) -> Result<T, CheckpointError> + Send + 'static,
     ) -> Result<T, CheckpointError> {
         let Some(mut claim) = self.claim.take() else {
             let lost = io::Error::other("the save was given up before");
@@ -330,7 +330,7 @@ impl Staging {
         let path = self.path.join(MANIFEST_FILE);
         let bytes = manifest.to_bytes();
         let half = bytes.len() / 2;
-        let create = move |claim: &mut Claim| {
+        let create = move |claim: &mut StagingDirectory| {
             let path = claim.path.join(MANIFEST_FILE);
             let mut file = create_file(&path, bytes.len() as u64)?;
             file.write_all(&bytes[..half]).map_err(CheckpointError::io("write", &path))?;
@@ -338,14 +338,14 @@ impl Staging {
         };
         let (mut file, bytes) = self.on_disk(observer, "writing", &path, create)?;
         notify(observer, CommitPoint::ManifestHalfWritten)?;
-        let finish = move |claim: &mut Claim| {
+        let finish = move |claim: &mut StagingDirectory| {
             let path = claim.path.join(MANIFEST_FILE);
             file.write_all(&bytes[half..]).map_err(CheckpointError::io("write", &path))?;
             Ok(file)
         };
         let file = self.on_disk(observer, "writing", &path, finish)?;
         notify(observer, CommitPoint::ManifestWritten)?;
-        let sync = move |claim: &mut Claim| {
+        let sync = move |claim: &mut StagingDirectory| {
             file.sync_all().map_err(CheckpointError::io("sync", &claim.path.join(MANIFEST_FILE)))
         };
         self.on_disk(observer, "syncing", &path, sync)?;
@@ -363,14 +363,14 @@ impl Drop for Staging {
         }
         let path = claim.path.clone();
         // If no thread can be started, the claim is dropped here.
-        drop(run_on_disk(&Briefly, "deleting", &path, move || {
+        drop(run_on_disk(&OneSecondTimeout, "deleting", &path, move || {
             drop(claim);
             Ok(())
         }));
     }
 }
 
-impl Claim {
+impl StagingDirectory {
     /// Locks `dir`, removes leftovers and creates the hidden directory. Also returns the errors of remaining leftovers.
     fn take(dir: &Path, step: u64) -> Result<(Self, Vec<CheckpointError>), CheckpointError> {
         create_directories(dir)?;
@@ -411,7 +411,7 @@ impl Claim {
     }
 }
 
-impl Drop for Claim {
+impl Drop for StagingDirectory {
     fn drop(&mut self) {
         if !self.committed {
             // The next save removes what cannot be removed now.

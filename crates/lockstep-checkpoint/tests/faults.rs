@@ -155,7 +155,8 @@ fn child_that_saves_on_and_on() {
     for step in first.parse::<u64>().unwrap().. {
         save_step(&dir, step).unwrap();
         let keep = std::num::NonZeroUsize::new(2).unwrap();
-        lockstep_checkpoint::prune(&dir, keep, &[], |_| lockstep_checkpoint::Standing::default()).unwrap();
+        lockstep_checkpoint::prune(&dir, keep, &[], |_| lockstep_checkpoint::CheckpointQuality::default())
+            .unwrap();
     }
 }
 

@@ -12,7 +12,7 @@ use std::{
 };
 
 use common::State;
-use lockstep_checkpoint::{Checkpoint, CheckpointError, Standing, list, prune, save};
+use lockstep_checkpoint::{Checkpoint, CheckpointError, CheckpointQuality, list, prune, save};
 
 /// Returns the number of reads, from `LOCKSTEP_SEEDS`.
 fn tries() -> u64 {
@@ -39,7 +39,7 @@ fn a_reader_sees_a_whole_checkpoint_or_is_told_which_one_to_take() {
             for step in 1.. {
                 let state = State::at(step);
                 save(dir, &state.request(), &state.slices()).unwrap();
-                prune(dir, NonZeroUsize::new(2).unwrap(), &[], |_| Standing::default()).unwrap();
+                prune(dir, NonZeroUsize::new(2).unwrap(), &[], |_| CheckpointQuality::default()).unwrap();
                 if ends.load(Ordering::Relaxed) {
                     break;
                 }

@@ -11,9 +11,9 @@ use std::{
 
 use common::State;
 use lockstep_checkpoint::{
-    Checkpoint, CheckpointError, CoverageError, DType, Digest, Manifest, Region, SaveRequest, Staging,
-    Standing, TensorKind, TensorSlice, latest_good, list, prune, safetensors::SafetensorsFile, save,
-    set_damaged_aside, write_shard,
+    Checkpoint, CheckpointError, CheckpointQuality, CoverageError, DType, Digest, Manifest, Region,
+    SaveRequest, Staging, TensorKind, TensorSlice, latest_good, list, prune, safetensors::SafetensorsFile,
+    save, set_damaged_aside, write_shard,
 };
 use lockstep_plan::{Initializer, ParameterRecord, Share};
 use proptest::prelude::*;
@@ -272,8 +272,9 @@ fn prune_keeps_the_newest_good_ones_and_the_protected_and_counts_no_broken_one()
         let state = State::at(step);
         save(dir.path(), &state.request(), &state.slices()).unwrap();
     }
-    let prune =
-        |keep, protect: &[u64]| prune(dir.path(), keep, protect, |_| Standing::default()).unwrap().deleted;
+    let prune = |keep, protect: &[u64]| {
+        prune(dir.path(), keep, protect, |_| CheckpointQuality::default()).unwrap().deleted
+    };
     assert_eq!(prune(keep(6), &[]), Vec::<PathBuf>::new());
     fs::remove_file(dir.path().join("step-00000005/rank-00000.safetensors")).unwrap();
     let deleted = prune(keep(2), &[1]);
@@ -301,7 +302,7 @@ fn prune_lets_no_doubtful_checkpoint_take_the_place_of_a_good_one_and_keeps_the_
     let standing = |manifest: &Manifest| {
         let step = manifest.step;
         let (_, loss) = losses[step as usize - 1];
-        Standing { is_doubtful: step == 5 || step == 6, loss: loss.filter(|_| step < 7) }
+        CheckpointQuality { is_doubtful: step == 5 || step == 6, loss: loss.filter(|_| step < 7) }
     };
     for (step, left) in [
         (1, &[1][..]),

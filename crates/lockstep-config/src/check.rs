@@ -4,7 +4,7 @@ use lockstep_data::Columns;
 use lockstep_plan::Residence;
 
 use crate::choices::{Precision, Rounding, StatePrecision};
-use crate::declare::Idle;
+use crate::declare::NoEffect;
 use crate::keys::{KEYS, MODEL_SOURCES, RunConfig};
 use crate::plan_keys::{key_of, keys_of};
 use crate::problem::Origin;
@@ -55,7 +55,8 @@ impl Checker<'_, '_, '_> {
     /// and keys of a file whose choice an argument overrides.
     fn idle(&mut self) {
         for key in KEYS.iter() {
-            let Some(Idle { because, depends_on }) = key.rules.idle.and_then(|idle| idle(self.config)) else {
+            let Some(NoEffect { because, depends_on }) = key.rules.idle.and_then(|idle| idle(self.config))
+            else {
                 continue;
             };
             let is_chosen_by_argument = matches!(self.config.origin(depends_on), Origin::Argument(_));

@@ -10,7 +10,7 @@ use lockstep_plan::{ContextMethod, Feedback, PassOrder, QuantizedType, Residence
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::value::{Misfit, Readable, ValueType, wrong_type};
+use crate::value::{InvalidValue, Readable, ValueType, wrong_type};
 
 /// Declares an enum whose variants are the words a key takes, with the words that are planned.
 macro_rules! choices {
@@ -33,10 +33,10 @@ macro_rules! choices {
         impl Readable for $name {
             const TYPE: ValueType = ValueType::Choice { allowed: &[$($word),+], later: &[$($later),*] };
 
-            fn read(value: &Value) -> Result<Self, Misfit> {
+            fn read(value: &Value) -> Result<Self, InvalidValue> {
                 match value.as_str() {
                     $( Some($word) => Ok(Self::$variant), )+
-                    Some(word) if [$($later),*].contains(&word) => Err(Misfit {
+                    Some(word) if [$($later),*].contains(&word) => Err(InvalidValue {
                         what: format!("\"{word}\" is not supported yet"),
                         allowed: Self::TYPE.to_string(),
                     }),
@@ -210,7 +210,7 @@ choices! {
     } later []
 }
 
-impl From<OffloadIo> for lockstep_tensor::DiskMethod {
+impl From<OffloadIo> for lockstep_tensor::DiskIo {
     fn from(io: OffloadIo) -> Self {
         match io {
             OffloadIo::Auto => Self::Auto,
@@ -248,7 +248,7 @@ macro_rules! words_of_plans {
         impl Readable for $Type {
             const TYPE: ValueType = ValueType::Choice { allowed: &[$($word),+], later: &[] };
 
-            fn read(value: &Value) -> Result<Self, Misfit> {
+            fn read(value: &Value) -> Result<Self, InvalidValue> {
                 let is_word = value.as_str().is_some_and(|word| [$($word),+].contains(&word));
                 let read = Self::deserialize(value).ok().filter(|_| is_word);
                 read.ok_or_else(|| wrong_type::<Self>(value))
@@ -273,7 +273,7 @@ pub fn word_of<T: Serialize>(choice: &T) -> String {
 impl Readable for Option<QuantizedType> {
     const TYPE: ValueType = ValueType::Choice { allowed: &["none", "int8", "int4"], later: &[] };
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         match value.as_str() {
             Some("none") => Ok(None),
             Some("int8") => Ok(Some(QuantizedType::Int8)),
@@ -291,7 +291,7 @@ impl Readable for Option<QuantizedType> {
 impl Readable for Feedback {
     const TYPE: ValueType = ValueType::Flag;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         let is_kept = value.as_bool().ok_or_else(|| wrong_type::<Self>(value))?;
         Ok(if is_kept { Self::Kept } else { Self::Dropped })
     }
@@ -305,9 +305,9 @@ impl Readable for Feedback {
 impl Readable for PassOrder {
     const TYPE: ValueType = ValueType::Text;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         let name = value.as_str().ok_or_else(|| wrong_type::<Self>(value))?;
-        named_passes(name).map_err(|error| Misfit {
+        named_passes(name).map_err(|error| InvalidValue {
             what: format!("\"{name}\" is no schedule, and as a file it cannot be read: {error}"),
             allowed: format!("{}, or a CSV file", Kind::ALL.map(Kind::name).join(", ")),
         })

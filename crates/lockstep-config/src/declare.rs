@@ -76,12 +76,12 @@ pub struct Rules {
     /// Words of the type's choice that the key accepts; `None` for all.
     words: Option<&'static [&'static str]>,
     /// Function that returns why the key has no effect in a run; `None` for a key that always has one.
-    pub(crate) idle: Option<fn(&RunConfig) -> Option<Idle>>,
+    pub(crate) idle: Option<fn(&RunConfig) -> Option<NoEffect>>,
 }
 
 /// Reason why a key has no effect.
 #[derive(Debug)]
-pub(crate) struct Idle {
+pub(crate) struct NoEffect {
     /// The reason in words, to follow "has no effect with".
     pub(crate) because: String,
     /// Name of the key whose value is the reason.
@@ -89,8 +89,12 @@ pub(crate) struct Idle {
 }
 
 /// Returns the reason why a key has no effect if `is_idle`; `depends_on` is the key whose value decides it.
-pub(crate) fn idle_if(is_idle: bool, depends_on: &'static str, because: impl Into<String>) -> Option<Idle> {
-    is_idle.then(|| Idle { because: because.into(), depends_on })
+pub(crate) fn idle_if(
+    is_idle: bool,
+    depends_on: &'static str,
+    because: impl Into<String>,
+) -> Option<NoEffect> {
+    is_idle.then(|| NoEffect { because: because.into(), depends_on })
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -140,7 +144,7 @@ impl Rules {
         self
     }
 
-    pub(crate) const fn idle(mut self, idle: fn(&RunConfig) -> Option<Idle>) -> Self {
+    pub(crate) const fn idle(mut self, idle: fn(&RunConfig) -> Option<NoEffect>) -> Self {
         self.idle = Some(idle);
         self
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use lockstep_engine::{EngineOptions, Offload, Optimizer, RoundingMode, Storage, WeightStorage};
 use lockstep_graph::BlockShape;
 use lockstep_plan::DType;
-use lockstep_plan::gathering::TooFewLive;
+use lockstep_plan::gathering::LiveLimitTooLow;
 use lockstep_tensor::ScratchFile;
 
 use crate::{Error, MuonScale, OptimizerKind, Precision, Rounding, RunConfig, StatePrecision};
@@ -51,7 +51,7 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
 }
 
 /// Returns the error for a limit on live parameters below what a unit reads.
-pub fn too_few_live(config: &RunConfig, few: TooFewLive) -> Error {
+pub fn too_few_live(config: &RunConfig, few: LiveLimitTooLow) -> Error {
     let allowed = format!("{} or more, padding included", few.needed);
     let problem = config.problem("parallel.max_live_parameters", few.to_string(), allowed);
     Error::Configuration(problem.into())

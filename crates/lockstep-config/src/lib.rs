@@ -7,7 +7,7 @@
 //! - [`RunConfig`]: the values, and [`Origin`]: where each came from.
 //! - [`plan`]: the run's plan, checked against its model.
 //! - [`schedule`]: the learning rate as a pure function of the step.
-//! - [`habits`]: names that other tools use for our keys.
+//! - [`foreign_names`]: names that other tools use for our keys.
 //! - [`human`]: numbers the way people read them.
 #![forbid(unsafe_code)]
 
@@ -16,9 +16,9 @@ mod choices;
 mod declare;
 mod engine_options;
 mod error;
-pub mod habits;
+pub mod foreign_names;
 pub mod human;
-mod idle;
+mod ineffective_keys;
 mod joining;
 mod keys;
 mod manual;

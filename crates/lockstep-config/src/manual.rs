@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use crate::declare::Later;
-use crate::habits::{Answer, HABITS, Habit, Place};
+use crate::foreign_names::{Answer, FOREIGN_NAMES, ForeignName, Place};
 use crate::keys::{ALIASES, KEYS, SECTIONS};
 use crate::value::ValueType;
 
@@ -72,7 +72,7 @@ pub fn configuration_markdown() -> String {
     }
     out.push_str("\nNames of other tools are taken in any section, or answered with what to write:\n\n");
     out.push_str("| typed | here |\n|---|---|\n");
-    for Habit { place, typed, answer } in HABITS {
+    for ForeignName { place, typed, answer } in FOREIGN_NAMES {
         let ours = match answer {
             Answer::Is(ours) => format!("`{ours}`"),
             Answer::Write(sentence) => (*sentence).to_owned(),

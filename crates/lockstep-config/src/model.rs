@@ -7,7 +7,7 @@ use lockstep_model::{ModelConfig, Tuning};
 use serde_json::{Map, Value};
 
 use crate::model_name::config_of;
-use crate::plan::misfits;
+use crate::plan::plan_problems;
 use crate::tuning::resolve_tuning;
 use crate::{Error, ModelSource, Origin, Problems, RunConfig};
 
@@ -43,7 +43,7 @@ pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
         ));
     }
     let tuned = resolve_tuning(config, &model);
-    problems.extend(misfits(config, &model, tuned.as_ref().ok().map(|(tuning, _)| tuning)));
+    problems.extend(plan_problems(config, &model, tuned.as_ref().ok().map(|(tuning, _)| tuning)));
     Problems::none_of(problems)?;
     let (tuning, adapter) = tuned?;
     Ok(ResolvedModel { config: model, tuning, pretrained, adapter, base: OnceLock::new() })

@@ -10,7 +10,7 @@ use lockstep_checkpoint::{ModelDirectory, list};
 use lockstep_model::{ModelConfig, presets};
 
 use crate::Error;
-use crate::habits::preset_of;
+use crate::foreign_names::preset_of;
 
 /// The location of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]

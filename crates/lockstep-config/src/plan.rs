@@ -31,7 +31,11 @@ pub fn checked_plan(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) ->
 }
 
 /// Returns everything in the run's keys that does not fit its model and its tuning, as far as that is known, each at the key that was set.
-pub(crate) fn misfits(config: &RunConfig, model: &ModelConfig, tuning: Option<&Tuning>) -> Vec<Problem> {
+pub(crate) fn plan_problems(
+    config: &RunConfig,
+    model: &ModelConfig,
+    tuning: Option<&Tuning>,
+) -> Vec<Problem> {
     let facts = Facts { adapter_rank: tuning.and_then(adapter_rank), ..facts_of(config, model) };
     // The split into stages does not matter here, and the units' costs are known only after recording.
     match plan_of(config, &facts, || vec![1.0; facts.units()]) {
@@ -143,7 +147,7 @@ mod tests {
             let (scaling, targets) = (LoraScaling::Standard, vec![ALL_LINEAR.to_owned()]);
             let lora = LoraConfig { rank, alpha: 1.0, dropout: 0.0, scaling, targets };
             tuning.adapter = Some(Adapter::new(lora, &model).unwrap());
-            misfits(config, &model, Some(&tuning)).iter().map(Problem::to_string).collect::<Vec<_>>()
+            plan_problems(config, &model, Some(&tuning)).iter().map(Problem::to_string).collect::<Vec<_>>()
         };
         let nothing: [&str; 0] = [];
         assert_eq!(fits(&square, 6), nothing);

@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value};
 
 use crate::declare::{Later, Rules};
-use crate::habits::{self, Answer};
+use crate::foreign_names::{self, Answer};
 use crate::keys::SECTIONS;
 use crate::nearest::{is_misspelt_model_key, keys_of, nearest_key};
 use crate::problem::{Origin, Problem};
 use crate::sources::{Entries, Entry};
-use crate::value::{Misfit, Readable, shortened};
+use crate::value::{InvalidValue, Readable, shortened};
 
 /// The entries that are not read yet, with the origins and problems of those that are.
 pub(crate) struct Reader<'p> {
@@ -31,7 +31,8 @@ impl<'p> Reader<'p> {
     pub(crate) fn take<T: Readable>(&mut self, name: &str, default: T, rules: Rules) -> T {
         let Some(Entry { value, origin }) = self.entries.remove(name) else { return default };
         self.origins.insert(name.to_owned(), origin.clone());
-        let habit = if T::read(&value).is_err() { habits::of_value(name, T::TYPE, &value) } else { None };
+        let habit =
+            if T::read(&value).is_err() { foreign_names::of_value(name, T::TYPE, &value) } else { None };
         let value = match habit {
             Some(Answer::Is(ours)) => Value::from(ours),
             _ => value,
@@ -39,12 +40,12 @@ impl<'p> Reader<'p> {
         let value_type = rules.narrowed(T::TYPE);
         let misfit = match T::read(&value) {
             Ok(_) if !value_type.has_word(&value) => {
-                Misfit { what: format!("is the string {value}"), allowed: value_type.to_string() }
+                InvalidValue { what: format!("is the string {value}"), allowed: value_type.to_string() }
             }
             Ok(read) if read.numbers().into_iter().all(|number| rules.admits(number)) => return read,
-            Ok(_) => Misfit { what: format!("is {value}"), allowed: format!("{value_type} {rules}") },
+            Ok(_) => InvalidValue { what: format!("is {value}"), allowed: format!("{value_type} {rules}") },
             Err(misfit) => match habit {
-                Some(Answer::Write(sentence)) => Misfit { allowed: sentence.to_owned(), ..misfit },
+                Some(Answer::Write(sentence)) => InvalidValue { allowed: sentence.to_owned(), ..misfit },
                 _ => misfit,
             },
         };
@@ -61,7 +62,7 @@ impl<'p> Reader<'p> {
             self.entries.keys().filter(|name| name.starts_with(&prefix)).cloned().collect();
         for name in names {
             let key = &name[prefix.len()..];
-            if is_misspelt_model_key(key) || habits::of_key(&name).is_some() {
+            if is_misspelt_model_key(key) || foreign_names::of_key(&name).is_some() {
                 continue;
             }
             if let Some(entry) = self.entries.remove(&name) {
@@ -95,7 +96,7 @@ impl<'p> Reader<'p> {
 
 /// Returns the message on an unknown key: the answer to another tool's name, else the most similar key if there is one.
 fn unknown_key(name: &str, section: &str) -> (String, String) {
-    if let Some(Answer::Write(sentence)) = habits::of_key(name) {
+    if let Some(Answer::Write(sentence)) = foreign_names::of_key(name) {
         return ("is no key here".to_owned(), sentence.to_owned());
     }
     let near = nearest_key(name).map_or(String::new(), |near| format!("; the nearest is {near}"));

@@ -10,7 +10,7 @@ use lockstep_plan::Plan;
 use serde_json::{Map, Value};
 use toml::de::{DeTable, DeValue};
 
-use crate::habits::{self, Answer};
+use crate::foreign_names::{self, Answer};
 use crate::keys::{ALIASES, KEYS, MODEL_SOURCES, SECTIONS, values_of_plan};
 use crate::nearest::{all_sections, nearest_key, nearest_section};
 use crate::problem::{Origin, Problem};
@@ -230,7 +230,7 @@ fn canonical(written: &str) -> &str {
     if let Some((_, name)) = ALIASES.iter().find(|(alias, _)| *alias == written) {
         return name;
     }
-    match habits::of_key(written) {
+    match foreign_names::of_key(written) {
         Some(Answer::Is(name)) if written.contains('.') => name,
         _ => written,
     }
@@ -239,7 +239,7 @@ fn canonical(written: &str) -> &str {
 /// Returns what to write for a key that was given without a section.
 fn sectionless(name: &str) -> Option<String> {
     let own = KEYS.iter().find(|key| key.key() == name).map(|key| Answer::Is(key.name));
-    let ours = match own.or_else(|| habits::of_key(name))? {
+    let ours = match own.or_else(|| foreign_names::of_key(name))? {
         Answer::Write(sentence) => return Some(sentence.to_owned()),
         Answer::Is(ours) => ours,
     };

@@ -1,7 +1,7 @@
 //! The types of keys, each with the one way to read it.
 //!
 //! TOML is first converted to JSON values (see `sources`), so that `--set`, a file and a checkpoint's manifest yield the same
-//! values. Here those become Rust values, or a [`Misfit`].
+//! values. Here those become Rust values, or a [`InvalidValue`].
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -99,7 +99,7 @@ impl fmt::Display for ValueType {
 
 /// Reason why a value does not fit its key.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Misfit {
+pub(crate) struct InvalidValue {
     pub(crate) what: String,
     pub(crate) allowed: String,
 }
@@ -110,7 +110,7 @@ pub(crate) trait Readable: Serialize + Sized {
     const TYPE: ValueType;
 
     /// Reads a value, or returns why it does not fit.
-    fn read(value: &Value) -> Result<Self, Misfit>;
+    fn read(value: &Value) -> Result<Self, InvalidValue>;
 
     /// Returns the value in the form of TOML and JSON.
     fn to_value(&self) -> Value {
@@ -124,7 +124,7 @@ pub(crate) trait Readable: Serialize + Sized {
 }
 
 /// Returns the misfit of a value of the wrong type.
-pub(crate) fn wrong_type<T: Readable>(value: &Value) -> Misfit {
+pub(crate) fn wrong_type<T: Readable>(value: &Value) -> InvalidValue {
     let found = match value {
         Value::Null => "nothing".to_owned(),
         Value::Bool(flag) => format!("the flag {flag}"),
@@ -133,7 +133,7 @@ pub(crate) fn wrong_type<T: Readable>(value: &Value) -> Misfit {
         Value::Array(items) => format!("a list of {}", items.len()),
         Value::Object(_) => "a table".to_owned(),
     };
-    Misfit { what: format!("is {found}"), allowed: T::TYPE.to_string() }
+    InvalidValue { what: format!("is {found}"), allowed: T::TYPE.to_string() }
 }
 
 /// Returns at most 60 characters of a text, escaped, for a message.
@@ -148,7 +148,7 @@ pub(crate) fn shortened(text: &str) -> String {
 impl Readable for bool {
     const TYPE: ValueType = ValueType::Flag;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         value.as_bool().ok_or_else(|| wrong_type::<Self>(value))
     }
 }
@@ -156,7 +156,7 @@ impl Readable for bool {
 impl Readable for u64 {
     const TYPE: ValueType = ValueType::Integer;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         if let Some(number) = value.as_u64() {
             return Ok(number);
         }
@@ -180,7 +180,7 @@ impl Readable for u64 {
 impl Readable for usize {
     const TYPE: ValueType = ValueType::Integer;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         let number = u64::read(value)?;
         Self::try_from(number).map_err(|_| wrong_type::<Self>(value))
     }
@@ -193,7 +193,7 @@ impl Readable for usize {
 impl Readable for u8 {
     const TYPE: ValueType = ValueType::Integer;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         // The key's range refuses larger numbers.
         u64::read(value).map(|number| Self::try_from(number).unwrap_or(Self::MAX))
     }
@@ -206,7 +206,7 @@ impl Readable for u8 {
 impl Readable for f64 {
     const TYPE: ValueType = ValueType::Number;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         value.as_f64().ok_or_else(|| wrong_type::<Self>(value))
     }
 
@@ -218,12 +218,12 @@ impl Readable for f64 {
 impl Readable for [f64; 2] {
     const TYPE: ValueType = ValueType::NumberPair;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         let pair = value.as_array().map(Vec::as_slice);
         let Some([first, second]) = pair else { return Err(wrong_type::<Self>(value)) };
         match (first.as_f64(), second.as_f64()) {
             (Some(first), Some(second)) => Ok([first, second]),
-            _ => Err(Misfit { what: format!("is {value}"), allowed: Self::TYPE.to_string() }),
+            _ => Err(InvalidValue { what: format!("is {value}"), allowed: Self::TYPE.to_string() }),
         }
     }
 
@@ -235,12 +235,12 @@ impl Readable for [f64; 2] {
 impl Readable for [u64; 2] {
     const TYPE: ValueType = ValueType::IntegerPair;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         let pair = value.as_array().map(Vec::as_slice);
         let Some([first, second]) = pair else { return Err(wrong_type::<Self>(value)) };
         match (first.as_u64(), second.as_u64()) {
             (Some(first), Some(second)) => Ok([first, second]),
-            _ => Err(Misfit { what: format!("is {value}"), allowed: Self::TYPE.to_string() }),
+            _ => Err(InvalidValue { what: format!("is {value}"), allowed: Self::TYPE.to_string() }),
         }
     }
 
@@ -252,10 +252,10 @@ impl Readable for [u64; 2] {
 impl Readable for String {
     const TYPE: ValueType = ValueType::Text;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         let text = value.as_str().ok_or_else(|| wrong_type::<Self>(value))?;
         if text.is_empty() || text.contains('\0') {
-            return Err(Misfit {
+            return Err(InvalidValue {
                 what: format!("is \"{}\"", shortened(text)),
                 allowed: "a string that is not empty and holds no NUL".to_owned(),
             });
@@ -267,7 +267,7 @@ impl Readable for String {
 impl Readable for PathBuf {
     const TYPE: ValueType = ValueType::Text;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         String::read(value).map(Self::from)
     }
 }
@@ -275,7 +275,7 @@ impl Readable for PathBuf {
 impl Readable for Vec<String> {
     const TYPE: ValueType = ValueType::TextList;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         read_list::<Self, String>(&listed(value), String::read)
     }
 }
@@ -283,7 +283,7 @@ impl Readable for Vec<String> {
 impl Readable for Vec<usize> {
     const TYPE: ValueType = ValueType::IntegerList;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         read_list::<Self, usize>(value, usize::read)
     }
 
@@ -303,13 +303,13 @@ fn listed(value: &Value) -> Cow<'_, Value> {
 /// Reads every entry of a list.
 fn read_list<List: Readable, T>(
     value: &Value,
-    read: impl Fn(&Value) -> Result<T, Misfit>,
-) -> Result<Vec<T>, Misfit> {
+    read: impl Fn(&Value) -> Result<T, InvalidValue>,
+) -> Result<Vec<T>, InvalidValue> {
     let items = value.as_array().ok_or_else(|| wrong_type::<List>(value))?;
     let numbered = items.iter().enumerate();
     numbered
         .map(|(i, item)| {
-            read(item).map_err(|Misfit { what, allowed }| Misfit {
+            read(item).map_err(|InvalidValue { what, allowed }| InvalidValue {
                 what: format!("entry {} {what}", i + 1),
                 allowed,
             })
@@ -344,10 +344,11 @@ impl DataSource {
 impl Readable for Vec<DataSource> {
     const TYPE: ValueType = ValueType::SourceList;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         read_list::<Self, DataSource>(&listed(value), |item| {
             let Value::Object(table) = item else { return String::read(item).map(DataSource::Plain) };
-            let misfit = |what: String| Misfit { what, allowed: "{ path = \"a\", weight = 0.3 }".to_owned() };
+            let misfit =
+                |what: String| InvalidValue { what, allowed: "{ path = \"a\", weight = 0.3 }".to_owned() };
             if let Some(key) = table.keys().find(|key| !["path", "weight"].contains(&key.as_str())) {
                 return Err(misfit(format!("has the unknown key \"{}\"", shortened(key))));
             }
@@ -366,13 +367,13 @@ impl Readable for Vec<DataSource> {
 impl Readable for BTreeMap<String, f64> {
     const TYPE: ValueType = ValueType::NumberTable;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         let table = value.as_object().ok_or_else(|| wrong_type::<Self>(value))?;
         table
             .iter()
             .map(|(name, value)| match value.as_f64() {
                 Some(number) => Ok((name.clone(), number)),
-                None => Err(Misfit {
+                None => Err(InvalidValue {
                     what: format!("\"{}\" is {value}", shortened(name)),
                     allowed: Self::TYPE.to_string(),
                 }),
@@ -388,11 +389,11 @@ impl Readable for BTreeMap<String, f64> {
 impl Readable for BTreeMap<String, String> {
     const TYPE: ValueType = ValueType::TextTable;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         let table = value.as_object().ok_or_else(|| wrong_type::<Self>(value))?;
         let entry = |(name, value): (&String, &Value)| match value.as_str() {
             Some(text) => Ok((name.clone(), text.to_owned())),
-            None => Err(Misfit {
+            None => Err(InvalidValue {
                 what: format!("\"{}\" is {value}", shortened(name)),
                 allowed: Self::TYPE.to_string(),
             }),
@@ -404,13 +405,13 @@ impl Readable for BTreeMap<String, String> {
 impl Readable for RecomputeRules {
     const TYPE: ValueType = ValueType::Recompute;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         let word = |word: &str| ["none", "selective", "full"].contains(&word);
         match value {
             Value::String(text) if !word(text) => Err(wrong_type::<Self>(value)),
             Value::String(_) | Value::Object(_) => Self::deserialize(value).map_err(|error| {
                 let what = shortened(&error.to_string());
-                Misfit {
+                InvalidValue {
                     what: format!("is a table that says nothing: {what}"),
                     allowed: Self::TYPE.to_string(),
                 }
@@ -423,7 +424,7 @@ impl Readable for RecomputeRules {
 impl Readable for Wrap {
     const TYPE: ValueType = ValueType::Wrap;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         let is_readable = match value {
             Value::String(_) => true,
             Value::Object(table) => table.values().all(Value::is_u64),
@@ -435,7 +436,7 @@ impl Readable for Wrap {
         }
         Self::deserialize(value).map_err(|error| {
             let what = shortened(&error.to_string());
-            Misfit { what, allowed: Self::TYPE.to_string() }
+            InvalidValue { what, allowed: Self::TYPE.to_string() }
         })
     }
 }
@@ -444,7 +445,7 @@ impl Readable for Wrap {
 impl<T: Readable> Readable for Option<T> {
     const TYPE: ValueType = T::TYPE;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         T::read(value).map(Some)
     }
 
@@ -465,7 +466,7 @@ pub enum TokenizerSource {
 impl Readable for TokenizerSource {
     const TYPE: ValueType = ValueType::Text;
 
-    fn read(value: &Value) -> Result<Self, Misfit> {
+    fn read(value: &Value) -> Result<Self, InvalidValue> {
         let text = String::read(value)?;
         Ok(if text == "bytes" { Self::Bytes } else { Self::File(text.into()) })
     }

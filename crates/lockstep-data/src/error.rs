@@ -565,15 +565,15 @@ impl DataError {
 
 /// Returns the reasons why no window has a label, with the setting that would change it.
 fn why_no_answers(supervision: &Supervision) -> String {
-    let Supervision { answer_beyond, without_answer, masked_windows, seq_len_for_one_more, .. } =
+    let Supervision { answer_out_of_window, without_answer, masked_windows, seq_len_for_one_more, .. } =
         *supervision;
     if masked_windows > 0 {
         return format!("none of its {masked_windows} windows holds a token to predict; raise train.seq_len");
     }
     let mut why = Vec::new();
-    if answer_beyond > 0 {
+    if answer_out_of_window > 0 {
         why.push(format!(
-            "{answer_beyond} have prompts that fill it (train.seq_len = {seq_len_for_one_more} holds the first answer of one)"
+            "{answer_out_of_window} have prompts that fill it (train.seq_len = {seq_len_for_one_more} holds the first answer of one)"
         ));
     }
     if without_answer > 0 {

@@ -178,7 +178,7 @@ impl<'a> WholeDocuments<'a> {
 
     fn add_beyond(&mut self, seq_len: u64) {
         let of_this =
-            Supervision { answer_beyond: 1, seq_len_for_one_more: seq_len, ..Supervision::default() };
+            Supervision { answer_out_of_window: 1, seq_len_for_one_more: seq_len, ..Supervision::default() };
         self.supervision += of_this;
     }
 

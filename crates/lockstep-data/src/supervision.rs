@@ -18,19 +18,19 @@ pub struct Supervision {
     /// Samples dropped because none of their tokens belongs to an answer.
     pub without_answer: u64,
     /// Samples dropped because their answer begins beyond the end of a window.
-    pub answer_beyond: u64,
+    pub answer_out_of_window: u64,
     /// Samples longer than a window, truncated at its end.
     pub truncated: u64,
     /// Windows dropped because all their labels are masked.
     pub masked_windows: u64,
-    /// Smallest `seq_len` at which one of the samples in `answer_beyond` has a label; 0 if there are none.
+    /// Smallest `seq_len` at which one of the samples in `answer_out_of_window` has a label; 0 if there are none.
     pub seq_len_for_one_more: u64,
 }
 
 impl Supervision {
     /// Returns true if no sample or window was dropped or truncated.
     pub fn is_complete(&self) -> bool {
-        self.without_answer + self.answer_beyond + self.truncated + self.masked_windows == 0
+        self.without_answer + self.answer_out_of_window + self.truncated + self.masked_windows == 0
     }
 }
 
@@ -40,7 +40,7 @@ impl AddAssign for Supervision {
         self.labels += other.labels;
         self.samples += other.samples;
         self.without_answer += other.without_answer;
-        self.answer_beyond += other.answer_beyond;
+        self.answer_out_of_window += other.answer_out_of_window;
         self.truncated += other.truncated;
         self.masked_windows += other.masked_windows;
         let shortest = [self.seq_len_for_one_more, other.seq_len_for_one_more];

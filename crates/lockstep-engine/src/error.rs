@@ -1,7 +1,7 @@
 //! What can go wrong in the engine.
 
 use lockstep_comm::CommError;
-use lockstep_plan::gathering::TooFewLive;
+use lockstep_plan::gathering::LiveLimitTooLow;
 use lockstep_tensor::{DiskError, TensorError};
 
 use crate::StateKind;
@@ -40,7 +40,7 @@ pub enum EngineError {
     },
     /// Fewer parameters may be whole at once than a unit reads.
     #[error(transparent)]
-    TooFewLive(#[from] TooFewLive),
+    LiveLimitTooLow(#[from] LiveLimitTooLow),
     /// A tensor that is loaded does not have its parameter's size.
     #[error("{} of {name}: {found} elements, the model has {expected}", kind.name())]
     WrongSize {

@@ -10,8 +10,8 @@ use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
 use lockstep_plan::{
-    DType, MemoryCategory, ParameterId, ParameterRecord, Passage, SharedTable, StateLayout, StoreKind,
-    Stretch, Summing, exact::ExactSum,
+    DType, GradientStaging, MemoryCategory, ParameterId, ParameterRecord, SharedTable, StateLayout,
+    StoreKind, Stretch, Summing, exact::ExactSum,
 };
 use lockstep_tensor::{Arena, Buffer, DiskTraffic, Kernels, TensorError, View, Write};
 
@@ -504,7 +504,7 @@ impl Passing {
     }
 
     fn new(arena: &Arena, store: &StateStore) -> Result<Self, TensorError> {
-        let Passage { offsets, elements: [even, odd] } = store.layout().passage();
+        let GradientStaging { offsets, elements: [even, odd] } = store.layout().passage();
         let bytes = |elements: usize| elements * size_of::<f32>();
         let offsets_bytes: Vec<usize> = offsets.into_iter().map(bytes).collect();
         let stretches = offsets_bytes.len();

@@ -4,7 +4,7 @@
 use std::{sync::Arc, time::Duration};
 
 use lockstep_comm::{CommError, Deadline, Group, Meter, Metered, ReduceOp};
-use lockstep_graph::{GridPeers, Peers};
+use lockstep_graph::{GridGroups, Peers};
 use lockstep_plan::{
     Among, Axis, ContextPlace, ExpertAxis, Mesh, ParameterRecord, Places, RankPlan, Share, Summing,
     TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum, schedule::Schedule,
@@ -174,10 +174,10 @@ impl Groups {
     }
 
     /// Its row and its column, if they make a square.
-    pub(crate) fn grid_peers(&self) -> Option<GridPeers<'_>> {
+    pub(crate) fn grid_peers(&self) -> Option<GridGroups<'_>> {
         let World { grid, limit, .. } = self.world.as_ref()?;
         let [row, column] = grid.as_ref()?.each_ref().map(|group| Peers { group, limit: *limit });
-        Some(GridPeers { row, column })
+        Some(GridGroups { row, column })
     }
 
     /// The rank's part in the pipeline, if there is one.

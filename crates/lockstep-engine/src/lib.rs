@@ -57,7 +57,7 @@ pub use load::ExpertLoad;
 pub use lockstep_plan::StateKind;
 pub use optimizer::{Granularity, MuonScale, Optimizer};
 pub use passes::{PassTime, StepTimes};
-pub use ranks::{Called, Patience, Ranks};
+pub use ranks::{Called, Ranks, TimeLimit};
 pub use rehearsal::Rehearsal;
 pub use runner::{HostBatch, Runner};
 pub use snapshot::Snapshot;

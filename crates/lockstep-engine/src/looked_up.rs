@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use lockstep_plan::{DType, LookedUpSizes, MemoryCategory, ParameterId, ParameterRecord};
+use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, SparseGradientSizes};
 use lockstep_tensor::{Arena, Buffer, Kernels, Tensor, TensorError, View};
 
 use crate::state_store::Part;
@@ -54,7 +54,8 @@ impl LookedUp {
     ) -> Result<Self, TensorError> {
         let shape = record.local_shape();
         let (ids, columns) = (shape[0], shape[1]);
-        let LookedUpSizes { capacity, rows_bytes, .. } = LookedUpSizes::new(record, tokens, micro_batches);
+        let SparseGradientSizes { capacity, rows_bytes, .. } =
+            SparseGradientSizes::new(record, tokens, micro_batches);
         let category = MemoryCategory::Gradients;
         let zeros = |shape: usize| Tensor::zeros(arena, DType::U32, [shape], category);
         Ok(Self {

@@ -18,8 +18,8 @@ use std::ops::Range;
 
 use lockstep_comm::{Collective, Lent};
 use lockstep_plan::{
-    DType, MemoryCategory, ParameterId, QUANTIZATION_BLOCK, QuantizedType, RecordPassage, StateLayout,
-    Summing,
+    DType, MemoryCategory, ParameterId, QUANTIZATION_BLOCK, QuantizedGradientStaging, QuantizedType,
+    StateLayout, Summing,
 };
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
 
@@ -74,7 +74,7 @@ impl QuantizedGradients {
         residual: Option<StateStore>,
     ) -> Result<Option<Self>, TensorError> {
         let Some((kind, passage)) = layout.record_passage() else { return Ok(None) };
-        let RecordPassage { offsets, sent, received } = passage;
+        let QuantizedGradientStaging { offsets, sent, received } = passage;
         let records = &layout.records;
         let of_parameter =
             |store: &StateStore, id: usize| store.place_of(ParameterId(id)).map(|place| place.0);

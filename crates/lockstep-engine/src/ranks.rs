@@ -25,7 +25,7 @@ pub struct Ranks {
 
 /// Time limit of a wait for other ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Patience {
+pub enum TimeLimit {
     /// The run's `parallel.timeout_s`.
     Limited,
     /// No limit, because other ranks may be waiting for a disk. A rank that has died is detected without a timeout.
@@ -97,17 +97,17 @@ impl Ranks {
     /// Returns true if each copy of the model is held by several ranks.
     pub fn share_models(&self) -> bool {
         let copies: usize =
-            self.axes_of_copies().iter().map(|axis| self.mesh().ranks().degree(*axis)).product();
+            self.replicated_axes().iter().map(|axis| self.mesh().ranks().degree(*axis)).product();
         copies != self.size()
     }
 
-    fn axes_of_copies(&self) -> &'static [Axis] {
-        self.mesh().axes_of_copies(self.groups.zero_stage())
+    fn replicated_axes(&self) -> &'static [Axis] {
+        self.mesh().replicated_axes(self.groups.zero_stage())
     }
 
     /// Returns true if this rank holds the first copy of the model, or a part of that copy. The other copies are equal to it.
-    pub fn is_of_first_copy(&self) -> bool {
-        self.is_first_along(self.axes_of_copies(), self.rank())
+    pub fn is_in_first_replica(&self) -> bool {
+        self.is_first_along(self.replicated_axes(), self.rank())
     }
 
     /// Returns true if the coordinate of `rank` along each of `axes` is 0.
@@ -177,24 +177,24 @@ impl Ranks {
 
     /// Waits until all ranks have saved, without a time limit.
     pub fn meet(&self) -> Result<(), CommError> {
-        self.group().map_or(Ok(()), |group| group.barrier(self.deadline_of(Patience::Unlimited)))
+        self.group().map_or(Ok(()), |group| group.barrier(self.deadline_of(TimeLimit::Unlimited)))
     }
 
     /// Returns true if `here` is true on any rank.
     #[track_caller]
     pub fn any(&self, here: bool) -> Result<bool, CommError> {
-        self.any_in_time(here, Patience::Limited)
+        self.any_in_time(here, TimeLimit::Limited)
     }
 
     /// As [`Ranks::any`], with the time limit `patience`.
     #[track_caller]
-    pub fn any_in_time(&self, here: bool, patience: Patience) -> Result<bool, CommError> {
+    pub fn any_in_time(&self, here: bool, patience: TimeLimit) -> Result<bool, CommError> {
         Ok(self.maximum(u8::from(here), patience)? != 0)
     }
 
     /// Returns the maximum of `own` over all ranks.
     #[track_caller]
-    pub fn maximum(&self, own: u8, patience: Patience) -> Result<u8, CommError> {
+    pub fn maximum(&self, own: u8, patience: TimeLimit) -> Result<u8, CommError> {
         let mut answer = [own];
         if let Some(group) = self.group() {
             group.all_reduce(&mut answer[..], ReduceOp::Max, self.deadline_of(patience))?;
@@ -320,13 +320,13 @@ impl Ranks {
     }
 
     fn deadline(&self) -> Deadline {
-        self.deadline_of(Patience::Limited)
+        self.deadline_of(TimeLimit::Limited)
     }
 
-    fn deadline_of(&self, patience: Patience) -> Deadline {
+    fn deadline_of(&self, patience: TimeLimit) -> Deadline {
         Deadline::after(match patience {
-            Patience::Limited => self.groups.limit().unwrap_or_default(),
-            Patience::Unlimited => Duration::MAX,
+            TimeLimit::Limited => self.groups.limit().unwrap_or_default(),
+            TimeLimit::Unlimited => Duration::MAX,
         })
     }
 }

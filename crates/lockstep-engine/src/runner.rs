@@ -6,7 +6,9 @@
 use std::cell::Cell;
 
 use lockstep_comm::Lent;
-use lockstep_graph::{Activity, Batch, ContextPeers, Cost, Replay, Ring, Seed, Timeline, Trace, Transits};
+use lockstep_graph::{
+    Activity, Batch, CommunicationBuffer, ContextPeers, Cost, Replay, Ring, Seed, Timeline, Trace,
+};
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
     DType, MemoryCategory, StageMemory,
@@ -60,7 +62,7 @@ pub struct Runner {
     /// Where keys and values of other ranks come by, if they do.
     ring: Option<Ring>,
     /// What is on its way while products are computed, if anything is.
-    transits: Option<Transits>,
+    communication_buffer: Option<CommunicationBuffer>,
     timeline: Timeline,
     load: ExpertLoad,
     /// The smallest of any router here, if it is watched.
@@ -164,7 +166,7 @@ impl Runner {
             // Dropout must not walk in step with the initial weights or the data order.
             seed: mix(seed ^ key_from_name("dropout")),
             ring: Ring::new(units().map(|unit| model.program(unit)), arena)?,
-            transits: Transits::new(units().map(|unit| model.program(unit)), arena)?,
+            communication_buffer: CommunicationBuffer::new(units().map(|unit| model.program(unit)), arena)?,
             groups,
             timeline: Timeline::default(),
             load: ExpertLoad::new(model),
@@ -590,7 +592,7 @@ impl Runner {
                 .groups
                 .context_peers()
                 .map(|peers| ContextPeers { peers, ring: self.ring.as_ref() }),
-            transits: self.transits.as_ref(),
+            communication_buffer: self.communication_buffer.as_ref(),
             router_margin: self.router_margin.as_ref(),
             trace: Some(Trace { timeline: &self.timeline, unit }),
         }

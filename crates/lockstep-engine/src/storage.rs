@@ -6,7 +6,7 @@ use lockstep_plan::{
     DType, WINDOW_ELEMENTS,
     random::{key_from_name, mix},
 };
-use lockstep_tensor::{DiskMethod, Rounding};
+use lockstep_tensor::{DiskIo, Rounding};
 
 /// How an engine keeps weights and optimizer state.
 #[derive(Debug, Clone, PartialEq)]
@@ -30,7 +30,7 @@ pub struct Offload {
     /// Elements that are moved at once, a multiple of 2,048.
     pub window_elements: usize,
     /// By what they are moved.
-    pub method: DiskMethod,
+    pub method: DiskIo,
     /// How long the disk may take for one of them.
     pub limit: Duration,
 }
@@ -41,7 +41,7 @@ impl Default for Offload {
         Self {
             directory: PathBuf::from("."),
             window_elements: WINDOW_ELEMENTS,
-            method: DiskMethod::Auto,
+            method: DiskIo::Auto,
             limit: Duration::from_secs(600),
         }
     }

@@ -4,7 +4,7 @@ use std::io;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use lockstep_tensor::{Action, DiskQueue, Mover, Transfer};
+use lockstep_tensor::{Action, DiskBackend, DiskQueue, Transfer};
 
 /// What is wrong with a disk.
 #[derive(Debug, Default)]
@@ -20,7 +20,7 @@ pub(crate) struct Trouble {
 /// Stands between a queue and its disk.
 #[derive(Debug)]
 struct Troubled {
-    disk: Box<dyn Mover>,
+    disk: Box<dyn DiskBackend>,
     trouble: Trouble,
     /// Transfers of the action that is counted.
     counted: usize,
@@ -30,7 +30,7 @@ struct Troubled {
 impl Trouble {
     /// The queue, with this trouble.
     pub(crate) fn of(self, queue: DiskQueue) -> DiskQueue {
-        queue.wrap_mover(|disk| Box::new(Troubled { disk, trouble: self, counted: 0, failed: Vec::new() }))
+        queue.wrap_backend(|disk| Box::new(Troubled { disk, trouble: self, counted: 0, failed: Vec::new() }))
     }
 }
 
@@ -43,7 +43,7 @@ impl Troubled {
     }
 }
 
-impl Mover for Troubled {
+impl DiskBackend for Troubled {
     fn start(&mut self, transfer: Transfer) {
         if self.fails(transfer.action) || self.trouble.is_silent {
             self.failed.push(transfer);

@@ -13,7 +13,7 @@ use lockstep_engine::{
 use lockstep_graph::Seed;
 use lockstep_model::ModelConfig;
 use lockstep_plan::{DType, MemoryCategory, Plan, Residence, Residences};
-use lockstep_tensor::{Arena, DiskError, DiskMethod};
+use lockstep_tensor::{Arena, DiskError, DiskIo};
 use serde_json::json;
 
 const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
@@ -292,8 +292,8 @@ fn both_ways_to_the_disk_give_the_same() {
         }
         Ok::<_, EngineError>(state(&mut engine))
     };
-    let threads = of_method(DiskMethod::Threads).unwrap();
-    match of_method(DiskMethod::IoUring) {
+    let threads = of_method(DiskIo::Threads).unwrap();
+    match of_method(DiskIo::IoUring) {
         Ok(ring) => assert!(ring == threads),
         Err(error) => println!("SKIPPED: io_uring: {error}"),
     }

@@ -5,7 +5,7 @@ use lockstep_comm::CommError;
 use lockstep_tensor::{Attention, AttentionWrite, Dropout, TokenSpan, View, Write};
 
 use crate::{
-    context::{Reach, spans},
+    context::{KeySource, spans},
     operation::{AttentionOperation, AttentionShape, SequenceRange},
     replay::{Run, split_heads},
 };
@@ -23,9 +23,9 @@ impl<'a> Run<'a> {
     pub(crate) fn attention(&self, operation: &AttentionOperation) -> Result<(), CommError> {
         let AttentionOperation { q, k, v, y, .. } = *operation;
         match operation.reach {
-            Reach::Whole => self.whole_attention(operation),
-            Reach::Ring { sums } => return self.ring_attention(operation, sums),
-            Reach::Gathered { .. } => {
+            KeySource::Whole => self.whole_attention(operation),
+            KeySource::Ring { sums } => return self.ring_attention(operation, sums),
+            KeySource::Gathered { .. } => {
                 let operands = [q, k, v].map(|value| self.value(value));
                 for spans in self.spans_of_gathered() {
                     self.attend(operation, spans, operands, self.value(y), Write::Overwrite);
@@ -44,12 +44,12 @@ impl<'a> Run<'a> {
     ) -> Result<(), CommError> {
         let block = [operation.k, operation.v].map(|value| self.value(value));
         match operation.reach {
-            Reach::Ring { sums } => return self.ring_attention_backward(operation, sums, dy, gradients),
-            Reach::Whole => {
+            KeySource::Ring { sums } => return self.ring_attention_backward(operation, sums, dy, gradients),
+            KeySource::Whole => {
                 let spans = [TokenSpan::whole(self.queries_of(operation)); 2];
                 self.attend_backward(operation, spans, block, dy, gradients, AttentionWrite::OVERWRITE);
             }
-            Reach::Gathered { sums } => {
+            KeySource::Gathered { sums } => {
                 let AttentionGradients { dq, dk, dv } = gradients;
                 let [keys, values] = sums.map_or([dk, dv], |sums| sums.map(|sum| self.value(sum)));
                 let queue = self.replay.queue;

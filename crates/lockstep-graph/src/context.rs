@@ -31,7 +31,7 @@ pub struct ContextPeers<'a> {
 
 /// Source of the keys and values of other ranks' tokens.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Reach {
+pub(crate) enum KeySource {
     /// Queries and keys are those of whole sequences.
     Whole,
     /// Keys are those of whole sequences, queries those of local tokens. `sums`: f32 scratch for the gradients of
@@ -42,7 +42,7 @@ pub(crate) enum Reach {
     Ring { sums: Option<Value> },
 }
 
-impl Reach {
+impl KeySource {
     /// Scratch values of the attention.
     pub(crate) fn scratch(&self) -> Vec<Value> {
         match *self {
@@ -55,7 +55,7 @@ impl Reach {
 
 /// Kinds of context-parallel collectives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum SequenceChange {
+pub(crate) enum ContextCollectiveKind {
     /// All-gather: from the local tokens of each sequence to all of them.
     Gather,
     /// All-to-all from the local tokens and all `heads` to all tokens and some heads. With fewer heads than ranks,
@@ -67,8 +67,8 @@ pub(crate) enum SequenceChange {
 
 /// A context-parallel collective that converts between local tokens and whole sequences.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct SequenceExchange {
-    pub(crate) change: SequenceChange,
+pub(crate) struct ContextCollective {
+    pub(crate) change: ContextCollectiveKind,
     pub(crate) x: Value,
     pub(crate) y: Value,
     /// Scratch, each as large as the larger of `x` and `y`.
@@ -77,20 +77,20 @@ pub(crate) struct SequenceExchange {
     pub(crate) sum: Option<Value>,
 }
 
-impl SequenceExchange {
+impl ContextCollective {
     /// Name in tables and traces.
     pub(crate) fn name(&self) -> &'static str {
         match self.change {
-            SequenceChange::Gather => "gather sequences of ranks",
-            SequenceChange::TokensToHeads { .. } => "exchange tokens for heads",
-            SequenceChange::HeadsToTokens { .. } => "exchange heads for tokens",
+            ContextCollectiveKind::Gather => "gather sequences of ranks",
+            ContextCollectiveKind::TokensToHeads { .. } => "exchange tokens for heads",
+            ContextCollectiveKind::HeadsToTokens { .. } => "exchange heads for tokens",
         }
     }
 
     /// Scratch values of the exchange.
     pub(crate) fn scratch(&self) -> Vec<Value> {
         match self.change {
-            SequenceChange::Gather => vec![self.scratch[0]],
+            ContextCollectiveKind::Gather => vec![self.scratch[0]],
             _ => self.scratch.into_iter().chain(self.sum).collect(),
         }
     }
@@ -113,34 +113,38 @@ impl Recorder {
         &mut self,
         [q, k, v]: [Value; 3],
         shape: AttentionShape,
-    ) -> ([Value; 3], usize, AttentionShape, Reach) {
+    ) -> ([Value; 3], usize, AttentionShape, KeySource) {
         let ContextPlace { ranks, rank, method } = self.context;
         if ranks == 1 {
-            return ([q, k, v], 0, shape, Reach::Whole);
+            return ([q, k, v], 0, shape, KeySource::Whole);
         }
         let is_narrow = self.shape.dtype != DType::F32;
         match method {
             ContextMethod::Ring => {
                 let ValueInfo { rows, columns, .. } = self.values[q.0];
                 let sums = is_narrow.then(|| self.scratch(rows, columns, DType::F32));
-                ([q, k, v], 0, shape, Reach::Ring { sums })
+                ([q, k, v], 0, shape, KeySource::Ring { sums })
             }
             ContextMethod::AllGather => {
                 let [k, v] = [k, v].map(|x| {
                     let columns = self.values[x.0].columns;
-                    self.exchange_sequences(x, SequenceChange::Gather, columns)
+                    self.exchange_sequences(x, ContextCollectiveKind::Gather, columns)
                 });
                 let ValueInfo { rows, columns, .. } = self.values[k.0];
                 let mut sum = || self.scratch(rows, columns, DType::F32);
                 let sums = is_narrow.then(|| [sum(), sum()]);
-                ([q, k, v], 0, shape, Reach::Gathered { sums })
+                ([q, k, v], 0, shape, KeySource::Gathered { sums })
             }
             ContextMethod::AllToAll => {
                 let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
                 assert!(heads.is_multiple_of(ranks), "{heads} heads are not split over {ranks} ranks");
                 let (of_queries, of_keys) = (heads / ranks, (key_value_heads / ranks).max(1));
                 let mut change = |x, heads, held| {
-                    self.exchange_sequences(x, SequenceChange::TokensToHeads { heads }, held * head_dim)
+                    self.exchange_sequences(
+                        x,
+                        ContextCollectiveKind::TokensToHeads { heads },
+                        held * head_dim,
+                    )
                 };
                 let operands = [
                     change(q, heads, of_queries),
@@ -148,7 +152,7 @@ impl Recorder {
                     change(v, key_value_heads, of_keys),
                 ];
                 let shape = AttentionShape { heads: of_queries, key_value_heads: of_keys, ..shape };
-                (operands, rank * of_queries, shape, Reach::Whole)
+                (operands, rank * of_queries, shape, KeySource::Whole)
             }
         }
     }
@@ -160,24 +164,24 @@ impl Recorder {
             return y;
         }
         let columns = self.values[y.0].columns * ranks;
-        self.exchange_sequences(y, SequenceChange::HeadsToTokens { heads }, columns)
+        self.exchange_sequences(y, ContextCollectiveKind::HeadsToTokens { heads }, columns)
     }
 
-    fn exchange_sequences(&mut self, x: Value, change: SequenceChange, columns: usize) -> Value {
+    fn exchange_sequences(&mut self, x: Value, change: ContextCollectiveKind, columns: usize) -> Value {
         let ValueInfo { rows, dtype, .. } = self.values[x.0];
         let rows = match change {
-            SequenceChange::HeadsToTokens { .. } => rows / self.context.ranks,
+            ContextCollectiveKind::HeadsToTokens { .. } => rows / self.context.ranks,
             _ => rows * self.context.ranks,
         };
         self.values.push(ValueInfo { rows, columns, dtype });
-        self.layouts.push(self.layout(x));
+        self.placements.push(self.placement(x));
         let y = Value(self.values.len() - 1);
         let elements = self.values[x.0].elements().max(rows * columns);
         let scratch = [(); 2].map(|()| self.scratch(1, elements, dtype));
         let is_repeated =
-            matches!(change, SequenceChange::TokensToHeads { heads } if heads < self.context.ranks);
+            matches!(change, ContextCollectiveKind::TokensToHeads { heads } if heads < self.context.ranks);
         let sum = is_repeated.then(|| self.scratch(1, elements / self.context.ranks, DType::F32));
-        self.operations.push(Operation::SequenceExchange(SequenceExchange { change, x, y, scratch, sum }));
+        self.operations.push(Operation::ContextCollective(ContextCollective { change, x, y, scratch, sum }));
         y
     }
 }
@@ -212,12 +216,12 @@ impl<'a> Run<'a> {
     /// Runs the collective forward: converts `x` to `y`.
     pub(crate) fn exchange_sequences(
         &self,
-        exchange: &SequenceExchange,
+        exchange: &ContextCollective,
         x: View<'a>,
         y: View<'a>,
     ) -> Result<(), CommError> {
         match exchange.change {
-            SequenceChange::Gather => {
+            ContextCollectiveKind::Gather => {
                 let gathered = self.scratch_like(exchange.scratch[0], y);
                 let peers = self.peers_of_context();
                 peers.gather(x, gathered)?;
@@ -226,20 +230,20 @@ impl<'a> Run<'a> {
                 });
                 Ok(())
             }
-            SequenceChange::TokensToHeads { heads } => self.tokens_to_heads(exchange, heads, x, y),
-            SequenceChange::HeadsToTokens { heads } => self.heads_to_tokens(exchange, heads, x, y),
+            ContextCollectiveKind::TokensToHeads { heads } => self.tokens_to_heads(exchange, heads, x, y),
+            ContextCollectiveKind::HeadsToTokens { heads } => self.heads_to_tokens(exchange, heads, x, y),
         }
     }
 
     /// Runs the collective backward: writes the gradient of its input to `dx`, given that of its output, `dy`.
     pub(crate) fn exchange_sequence_gradients(
         &self,
-        exchange: &SequenceExchange,
+        exchange: &ContextCollective,
         dy: View<'a>,
         dx: View<'a>,
     ) -> Result<(), CommError> {
         match exchange.change {
-            SequenceChange::Gather => {
+            ContextCollectiveKind::Gather => {
                 let summands = self.scratch_like(exchange.scratch[0], dy);
                 self.for_each_stretch(dy, summands, |of_sequences, of_ranks| {
                     self.replay.queue.cast(of_sequences, of_ranks);
@@ -247,8 +251,8 @@ impl<'a> Run<'a> {
                 let peers = self.peers_of_context();
                 peers.sum_rows(summands, dx)
             }
-            SequenceChange::TokensToHeads { heads } => self.heads_to_tokens(exchange, heads, dy, dx),
-            SequenceChange::HeadsToTokens { heads } => self.tokens_to_heads(exchange, heads, dy, dx),
+            ContextCollectiveKind::TokensToHeads { heads } => self.heads_to_tokens(exchange, heads, dy, dx),
+            ContextCollectiveKind::HeadsToTokens { heads } => self.tokens_to_heads(exchange, heads, dy, dx),
         }
     }
 
@@ -277,7 +281,7 @@ impl<'a> Run<'a> {
     #[track_caller]
     fn tokens_to_heads(
         &self,
-        exchange: &SequenceExchange,
+        exchange: &ContextCollective,
         heads: usize,
         x: View<'a>,
         y: View<'a>,
@@ -313,7 +317,7 @@ impl<'a> Run<'a> {
     #[track_caller]
     fn heads_to_tokens(
         &self,
-        exchange: &SequenceExchange,
+        exchange: &ContextCollective,
         heads: usize,
         x: View<'a>,
         y: View<'a>,

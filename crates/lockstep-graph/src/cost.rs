@@ -4,7 +4,7 @@
 //! once, twice if it is added to. Logits count as operands, although they exist for one range of tokens at a time.
 //! Experts are assumed to be evenly loaded.
 
-use lockstep_plan::work::{Labor, Product};
+use lockstep_plan::work::{Product, TaskKind};
 use lockstep_tensor::Write;
 
 use crate::{
@@ -13,7 +13,7 @@ use crate::{
     operation::{AttentionOperation, Operation, RouteOperation},
     program::{Instruction, Phase},
     recorder::ValueInfo,
-    summa::BlockLinear,
+    summa::SummaLinear,
 };
 
 /// Bytes per element of a weight gradient.
@@ -44,7 +44,7 @@ impl Program {
             Instruction::Start { transit }
             | Instruction::Send { transit, .. }
             | Instruction::Await { transit, .. } => {
-                return self.activity(&phase.transits[*transit].exchange, phase, stage, unit);
+                return self.activity(&phase.communication_buffer[*transit].exchange, phase, stage, unit);
             }
             Instruction::Copy { .. } | Instruction::Add { .. } => {
                 let name = if matches!(instruction, Instruction::Copy { .. }) {
@@ -107,7 +107,7 @@ impl Program {
                     product_flops: match operation {
                         // A bias gradient needs no product.
                         Operation::Linear { weight, .. }
-                        | Operation::BlockLinear(BlockLinear { weight, .. })
+                        | Operation::SummaLinear(SummaLinear { weight, .. })
                             if !self.training.trains(*weight) =>
                         {
                             0
@@ -119,13 +119,13 @@ impl Program {
                 }
             }
             Instruction::Part { product, transit, rows } => {
-                let transit = &phase.transits[*transit];
+                let transit = &phase.communication_buffer[*transit];
                 share_of(self.cost(product, phase, gradients), transit.part_rows(*rows), transit.info.rows)
             }
             // The whole exchange is counted where its end is awaited.
             Instruction::Start { .. } | Instruction::Send { .. } => Cost::default(),
             Instruction::Await { transit, chunk } => {
-                let transit = &phase.transits[*transit];
+                let transit = &phase.communication_buffer[*transit];
                 let rows = transit.chunks[*chunk].len();
                 share_of(self.cost(&transit.exchange, phase, gradients), rows, transit.block_rows())
             }
@@ -161,7 +161,7 @@ impl Program {
         &self,
         operation: &Operation,
         gradient_bytes: Option<u64>,
-    ) -> Vec<(Labor, Cost)> {
+    ) -> Vec<(TaskKind, Cost)> {
         let Operation::OutputLoss { x, weight, logits, losses, .. } = *operation else { return Vec::new() };
         let (tokens, inner) = (self.shape.tokens() as u64, self.values[x.0].columns as u64);
         let columns = self.values[logits.0].columns as u64;
@@ -169,7 +169,7 @@ impl Program {
         let (of_weight, of_x) = (self.weight_bytes(weight), self.bytes(operation, [x]));
         let product = |rows, inner, columns, bytes| {
             let product = Product { rows, inner, columns, count: 1 };
-            (Labor::Product(product), Cost { product_flops: product.flops(), ..Cost::of_bytes(bytes) })
+            (TaskKind::Product(product), Cost { product_flops: product.flops(), ..Cost::of_bytes(bytes) })
         };
         let pass = if gradient_bytes.is_some() { Pass::BackwardInputs } else { Pass::Forward };
         // In the backward the gradient of the logits overwrites them.
@@ -179,7 +179,7 @@ impl Program {
             ..Cost::of_bytes(of_loss + self.bytes(operation, [losses]))
         };
         let mut parts =
-            vec![product(tokens, inner, columns, of_x + of_weight + of_logits), (Labor::Stream, loss)];
+            vec![product(tokens, inner, columns, of_x + of_weight + of_logits), (TaskKind::Stream, loss)];
         if let Some(gradient_bytes) = gradient_bytes {
             if self.training.differentiates(x) {
                 parts.push(product(tokens, columns, inner, of_logits + of_weight + gradient_bytes));
@@ -199,7 +199,7 @@ impl Program {
         let tokens = self.shape.tokens() as u64;
         match operation {
             Operation::Linear { x, y, .. } => 2 * self.values[y.0].rows as u64 * columns(*x) * columns(*y),
-            Operation::BlockLinear(BlockLinear { x, grid, y, .. }) => {
+            Operation::SummaLinear(SummaLinear { x, grid, y, .. }) => {
                 2 * self.values[y.0].rows as u64 * grid.side as u64 * columns(*x) * columns(*y)
             }
             Operation::GroupedLinear { x, y, even_rows, .. } => {
@@ -272,7 +272,7 @@ impl Program {
 }
 
 /// Sums the cost of all parts of an operation.
-fn sum(parts: Vec<(Labor, Cost)>) -> Cost {
+fn sum(parts: Vec<(TaskKind, Cost)>) -> Cost {
     parts.into_iter().fold(Cost::default(), |mut all, (_, cost)| {
         all += cost;
         all
@@ -303,7 +303,7 @@ impl Operation {
         match self {
             Self::Embedding { .. } => "embedding",
             Self::Linear { .. } => "linear",
-            Self::BlockLinear(_) => "linear in blocks",
+            Self::SummaLinear(_) => "linear in blocks",
             Self::RmsNorm { .. } => "RMSNorm",
             Self::LayerNorm { .. } => "LayerNorm",
             Self::Rope { .. } => "RoPE",
@@ -313,8 +313,8 @@ impl Operation {
             Self::Scale { .. } => "scale",
             Self::Add { .. } => "add",
             Self::Dropout { .. } => "dropout",
-            Self::Exchange { exchange, .. } => exchange.name(),
-            Self::SequenceExchange(exchange) => exchange.name(),
+            Self::Redistribute { exchange, .. } => exchange.name(),
+            Self::ContextCollective(exchange) => exchange.name(),
             Self::Route(_) => "router",
             Self::Dispatch { .. } => "dispatch to experts",
             Self::GroupedLinear { .. } => "linear of experts",
@@ -346,13 +346,13 @@ impl Operation {
             Self::GateRows { .. } => (1, 3, 0),
             Self::Dispatch { .. } => (0, 1, 0),
             Self::Linear { .. }
-            | Self::BlockLinear(_)
+            | Self::SummaLinear(_)
             | Self::GroupedLinear { .. }
             | Self::Attention(_)
             | Self::JoinHeads { .. }
             | Self::ResizeHeads { .. }
-            | Self::Exchange { .. }
-            | Self::SequenceExchange(_) => (0, 0, 0),
+            | Self::Redistribute { .. }
+            | Self::ContextCollective(_) => (0, 0, 0),
         };
         match pass {
             Pass::Forward | Pass::Recompute => forward,

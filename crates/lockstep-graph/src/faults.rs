@@ -41,9 +41,9 @@ pub enum Fault {
     /// Expert shards of the tensor-parallel group begin at element 0 of their dimension.
     PartsOfExpertsFromZero,
     /// Ranks that hold a copy of the same shard each count it once, so that it enters the norm several times.
-    CopiesCounted,
+    ReplicasCountedTwice,
     /// Partial gradients are taken for complete ones.
-    SummandsTakenForSums,
+    PartialTakenAsReduced,
 }
 
 impl Fault {
@@ -63,8 +63,8 @@ impl Fault {
         Self::BlocksFromZero,
         Self::ExpertsFromFirst,
         Self::PartsOfExpertsFromZero,
-        Self::CopiesCounted,
-        Self::SummandsTakenForSums,
+        Self::ReplicasCountedTwice,
+        Self::PartialTakenAsReduced,
     ];
 }
 
@@ -112,8 +112,8 @@ fn change_parameters(recorder: &mut Recorder, fault: Fault) {
             | (Fault::ExpertsFromFirst, Among::Experts) => from_zero(&mut share.shard),
             (Fault::BlocksFromZero, Among::Tensor | Among::TensorColumn)
             | (Fault::PartsOfExpertsFromZero, Among::Experts) => from_zero(&mut share.inner),
-            (Fault::CopiesCounted, _) => share.copies = 1,
-            (Fault::SummandsTakenForSums, _) => share.summands = 1,
+            (Fault::ReplicasCountedTwice, _) => share.copies = 1,
+            (Fault::PartialTakenAsReduced, _) => share.summands = 1,
             _ => {}
         }
     }

@@ -14,7 +14,7 @@
 //! - The *workspace* holds values that live only inside one call; all blocks share one.
 //! - A *deferred* buffer holds what a split backward saves for the weight gradients.
 //! - Under tensor parallelism each rank records its shard of a block ([`Recorder::split`]). Its program runs
-//!   collectives over its [`Peers`], which can overlap with matrix products ([`Transits`]).
+//!   collectives over its [`Peers`], which can overlap with matrix products ([`CommunicationBuffer`]).
 //! - Under context parallelism ([`Recorder::share_sequences`]) attention reads the other ranks' tokens over its [`ContextPeers`].
 //! - [`Program::work`] lists the work and memory of a rank for the cost model.
 //! - A [`Timeline`] records the time and cost of each operation in traced steps.
@@ -24,10 +24,8 @@ mod attention;
 mod backward;
 mod context;
 mod cost;
-mod exchange;
 #[cfg(feature = "faults")]
 pub mod faults;
-mod layout;
 mod loss;
 mod low_rank;
 mod mixture;
@@ -35,9 +33,11 @@ mod mixture;
 mod operation;
 mod overlap;
 mod peers;
+mod placement;
 mod product;
 mod program;
 mod recorder;
+mod redistribute;
 mod replay;
 mod ring;
 mod route;
@@ -49,17 +49,17 @@ mod transit;
 mod work;
 
 pub use context::ContextPeers;
-pub use layout::Split;
 pub use lockstep_plan::work::Pass;
 pub use lockstep_plan::{Recompute, RecomputeRules};
-pub use low_rank::LowRank;
+pub use low_rank::LoraAdapters;
 pub use mixture::{Mixture, Routing};
 pub use operation::{AttentionShape, BatchInput, DropoutSite, ParameterIndex, RotaryPairs};
-pub use peers::{GridPeers, Peers};
+pub use peers::{GridGroups, Peers};
+pub use placement::Split;
 pub use program::{BlockProfile, ParameterDeclaration, Program};
 pub use recorder::{Bias, BlockShape, Linear, MAX_DROPOUT_SITES, Mode, Recorder, Value};
 pub use replay::{Batch, KeyValueCache, Parameters, Replay, Seed};
 pub use ring::Ring;
 pub use timeline::{Activity, Begin, Cost, Span, Timeline, Trace};
 pub use training::InputGradient;
-pub use transit::Transits;
+pub use transit::CommunicationBuffer;

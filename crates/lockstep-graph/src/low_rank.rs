@@ -9,7 +9,7 @@ use crate::{Bias, Recorder, Split, Value, operation::Operation};
 /// Low-rank adapters of some linear layers of a block: `y = x Wᵀ + b + scale · (dropout(x) Aᵀ) Bᵀ` with
 /// `A [rank, in]` and `B [out, rank]` (Hu et al., 2021, section 4.1).
 #[derive(Debug, Clone, PartialEq, Default)]
-pub struct LowRank {
+pub struct LoraAdapters {
     /// Rank of the adapters: rows of `A`.
     pub rank: usize,
     /// Factor on the adapter's output.
@@ -23,7 +23,7 @@ pub struct LowRank {
 
 /// The scaled output of an `A`, which several layers may read.
 #[derive(Debug)]
-pub(crate) struct Narrow {
+pub(crate) struct LoraDown {
     name: String,
     of: Value,
     value: Value,
@@ -31,7 +31,7 @@ pub(crate) struct Narrow {
 
 impl Recorder {
     /// Adds low-rank adapters to the linear layers that are recorded from now on.
-    pub fn adapt(&mut self, low_rank: LowRank) {
+    pub fn adapt(&mut self, low_rank: LoraAdapters) {
         self.low_rank = Some(low_rank);
     }
 
@@ -42,8 +42,8 @@ impl Recorder {
         let (rank, scale, dropout) = (low_rank.rank, low_rank.scale, low_rank.dropout);
         // `A` follows a row-parallel layer's split of its inputs, `B` a column-parallel layer's split of its outputs.
         let split = self.split_of(layer);
-        let by_inputs = split.filter(|split| *split == Split::Inputs);
-        let by_outputs = split.filter(|split| matches!(split, Split::Outputs { .. }));
+        let by_inputs = split.filter(|split| *split == Split::RowParallel);
+        let by_outputs = split.filter(|split| matches!(split, Split::ColumnParallel { .. }));
         let known = self.narrow.iter().find(|narrow| narrow.name == name);
         let narrow = match known {
             Some(narrow) => {
@@ -57,7 +57,7 @@ impl Recorder {
                 let initializer = (Bias::Without, Initializer::Uniform { bound });
                 let reduced = self.product(dropped, &format!("{name}.lora_A"), rank, by_inputs, initializer);
                 let value = self.scale(reduced, scale);
-                self.narrow.push(Narrow { name, of: x, value });
+                self.narrow.push(LoraDown { name, of: x, value });
                 value
             }
         };

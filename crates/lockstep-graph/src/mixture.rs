@@ -106,7 +106,7 @@ impl Recorder {
     /// # Panics
     /// If the two do not have the same rows.
     pub fn gate_rows(&mut self, gate: Value, x: Value) -> Value {
-        let kind = |value: Value| (self.values[value.0].rows, self.layout(value));
+        let kind = |value: Value| (self.values[value.0].rows, self.placement(value));
         assert_eq!((self.columns(gate), kind(gate)), (1, kind(x)), "one number for each row");
         let y = self.value_like(x, self.columns(x));
         self.operations.push(Operation::GateRows { gate, x, y });
@@ -119,13 +119,13 @@ impl Recorder {
         let Mixture { experts, routing, .. } = *mixture;
         let tokens = self.values[logits.0].rows;
         let bias = mixture.selection_bias.map(|name| {
-            let share = self.whole_share(self.layout(logits));
+            let share = self.whole_share(self.placement(logits));
             let share = Share { summands: 1, ..share };
             let parameter = self.parameter_shared(name.to_owned(), &[experts], Initializer::Zeros, share);
             (parameter, self.table(1, experts, DType::F32))
         });
         let (sequences, ranks) = (self.shape.sequences, self.place.ranks);
-        let tokens_here = self.tokens_of(self.layout(logits));
+        let tokens_here = self.tokens_of(self.placement(logits));
         let ranks = ranks * self.context.ranks;
         let stretches = sequences * self.context.pieces();
         let has_parts = ranks > 1 && (routing.auxiliary_loss != 0.0 || routing.capacity_factor.is_some());

@@ -6,9 +6,9 @@ use lockstep_tensor::Gelu;
 
 use crate::{
     Routing, Value,
-    context::{Reach, SequenceChange, SequenceExchange},
-    layout::Exchange,
-    summa::BlockLinear,
+    context::{ContextCollective, ContextCollectiveKind, KeySource},
+    placement::Redistribute,
+    summa::SummaLinear,
     training::Training,
 };
 
@@ -72,7 +72,7 @@ pub(crate) struct AttentionOperation {
     pub(crate) sequences: SequenceRange,
     pub(crate) dropout: Option<DropoutSite>,
     /// Source of the keys of whole sequences.
-    pub(crate) reach: Reach,
+    pub(crate) reach: KeySource,
     pub(crate) y: Value,
     pub(crate) log_sum_exp: Value,
 }
@@ -209,7 +209,7 @@ pub(crate) enum Operation {
         y: Value,
     },
     /// A linear layer under two-dimensional tensor parallelism.
-    BlockLinear(BlockLinear),
+    SummaLinear(SummaLinear),
     RmsNorm {
         x: Value,
         weight: ParameterIndex,
@@ -281,15 +281,15 @@ pub(crate) enum Operation {
         y: Value,
     },
     /// A tensor-parallel collective that changes the layout of a value.
-    Exchange {
-        exchange: Exchange,
+    Redistribute {
+        exchange: Redistribute,
         x: Value,
         y: Value,
         /// Scratch as large as `x`, for exchanges to and from blocks.
         scratch: Option<Value>,
     },
     /// A context-parallel collective that converts between local tokens and whole sequences.
-    SequenceExchange(SequenceExchange),
+    ContextCollective(ContextCollective),
     /// A router: the choice of experts and their weights.
     Route(RouteOperation),
     /// A copy of the row of each slot, sorted by expert.
@@ -350,7 +350,7 @@ impl Operation {
         match *self {
             Self::Embedding { y, .. }
             | Self::Linear { y, .. }
-            | Self::BlockLinear(BlockLinear { y, .. })
+            | Self::SummaLinear(SummaLinear { y, .. })
             | Self::RmsNorm { y, .. }
             | Self::LayerNorm { y, .. }
             | Self::Rope { y, .. }
@@ -365,8 +365,8 @@ impl Operation {
             | Self::GateRows { y, .. }
             | Self::JoinHeads { y, .. }
             | Self::ResizeHeads { y, .. }
-            | Self::Exchange { y, .. }
-            | Self::SequenceExchange(SequenceExchange { y, .. }) => y,
+            | Self::Redistribute { y, .. }
+            | Self::ContextCollective(ContextCollective { y, .. }) => y,
             Self::Route(RouteOperation { weights, .. }) => weights,
             Self::Dispatch { rows, .. } => rows,
             Self::OutputLoss { losses, .. } => losses,
@@ -429,7 +429,7 @@ impl Operation {
         match *self {
             Self::Embedding { .. } => vec![],
             Self::Linear { x, .. }
-            | Self::BlockLinear(BlockLinear { x, .. })
+            | Self::SummaLinear(SummaLinear { x, .. })
             | Self::RmsNorm { x, .. }
             | Self::LayerNorm { x, .. }
             | Self::Rope { x, .. }
@@ -437,8 +437,8 @@ impl Operation {
             | Self::Scale { x, .. }
             | Self::Dropout { x, .. }
             | Self::ResizeHeads { x, .. }
-            | Self::Exchange { x, .. }
-            | Self::SequenceExchange(SequenceExchange { x, .. })
+            | Self::Redistribute { x, .. }
+            | Self::ContextCollective(ContextCollective { x, .. })
             | Self::OutputLoss { x, .. } => vec![x],
             Self::JoinHeads { own, tail, .. } => vec![own, tail],
             Self::Attention(AttentionOperation { q, k, v, .. }) => vec![q, k, v],
@@ -455,9 +455,9 @@ impl Operation {
     pub(crate) fn scratch(&self) -> Vec<Value> {
         match *self {
             Self::Attention(ref attention) => attention.reach.scratch(),
-            Self::BlockLinear(ref linear) => linear.scratch(),
-            Self::Exchange { scratch, .. } => scratch.into_iter().collect(),
-            Self::SequenceExchange(ref exchange) => exchange.scratch(),
+            Self::SummaLinear(ref linear) => linear.scratch(),
+            Self::Redistribute { scratch, .. } => scratch.into_iter().collect(),
+            Self::ContextCollective(ref exchange) => exchange.scratch(),
             Self::OutputLoss { logits, split: None, .. } => vec![logits],
             Self::OutputLoss { logits, split: Some(split), .. } => {
                 vec![logits, split.statistics, split.gathered, split.log_sum_exp]
@@ -478,7 +478,7 @@ impl Operation {
     /// Returns scratch values, used by the weight gradients.
     pub(crate) fn scratch_for_weights(&self) -> Vec<Value> {
         match self {
-            Self::BlockLinear(linear) => linear.scratch_for_weights(),
+            Self::SummaLinear(linear) => linear.scratch_for_weights(),
             _ => vec![],
         }
     }
@@ -486,14 +486,14 @@ impl Operation {
     /// Returns the value that its output is an alias of; only their gradients differ.
     pub(crate) fn renamed(&self) -> Option<Value> {
         match *self {
-            Self::Exchange { exchange: Exchange::SumGradients, x, .. } => Some(x),
+            Self::Redistribute { exchange: Redistribute::AllReduceGradient, x, .. } => Some(x),
             _ => None,
         }
     }
 
     /// Returns true if its inputs have the gradient of its output.
     pub(crate) fn passes_gradient_on(&self) -> bool {
-        matches!(self, Self::Add { .. } | Self::Exchange { exchange: Exchange::Sum, .. })
+        matches!(self, Self::Add { .. } | Self::Redistribute { exchange: Redistribute::AllReduce, .. })
     }
 
     /// Returns true if it is a loss, which seeds the backward and does all of its work there.
@@ -533,22 +533,22 @@ impl Operation {
             Self::GateRows { gate, x, .. } => vec![gate, x],
             Self::Embedding { .. }
             | Self::Linear { .. }
-            | Self::BlockLinear(_)
+            | Self::SummaLinear(_)
             | Self::Rope { .. }
             | Self::Scale { .. }
             | Self::Add { .. }
             | Self::Dropout { .. }
             | Self::JoinHeads { .. }
             | Self::ResizeHeads { .. }
-            | Self::Exchange { .. }
-            | Self::SequenceExchange(_) => vec![],
+            | Self::Redistribute { .. }
+            | Self::ContextCollective(_) => vec![],
         }
     }
 
     /// Returns the saved activations that the gradients of trained weights need. A bias gradient needs none.
     pub(crate) fn needs_for_weights(&self, training: &Training) -> Vec<Value> {
         match *self {
-            Self::Linear { x, weight, .. } | Self::BlockLinear(BlockLinear { x, weight, .. })
+            Self::Linear { x, weight, .. } | Self::SummaLinear(SummaLinear { x, weight, .. })
                 if training.trains(weight) =>
             {
                 vec![x]
@@ -568,7 +568,7 @@ impl Operation {
             | Self::GroupedLinear { weight, .. }
             | Self::OutputLoss { weight, .. } => (Some(weight), None),
             Self::Linear { weight, bias, .. }
-            | Self::BlockLinear(BlockLinear { weight, bias, .. })
+            | Self::SummaLinear(SummaLinear { weight, bias, .. })
             | Self::LayerNorm { weight, bias, .. } => (Some(weight), bias),
             _ => (None, None),
         };
@@ -581,7 +581,7 @@ impl Operation {
             Self::Rope { x, .. }
             | Self::Scale { x, .. }
             | Self::Dropout { x, .. }
-            | Self::Exchange { exchange: Exchange::Sum, x, .. } => vec![x],
+            | Self::Redistribute { exchange: Redistribute::AllReduce, x, .. } => vec![x],
             Self::Add { a, b, .. } => vec![b, a],
             _ => vec![],
         }
@@ -595,7 +595,7 @@ impl Operation {
                 | Self::Scale { .. }
                 | Self::Dropout { .. }
                 | Self::Gelu { .. }
-                | Self::Exchange { exchange: Exchange::SumGradients, .. }
+                | Self::Redistribute { exchange: Redistribute::AllReduceGradient, .. }
         )
     }
 
@@ -603,7 +603,7 @@ impl Operation {
     pub(crate) fn accumulation(&self) -> Accumulation {
         match self {
             Self::Linear { .. }
-            | Self::BlockLinear(_)
+            | Self::SummaLinear(_)
             | Self::GroupedLinear { .. }
             | Self::RmsNorm { .. }
             | Self::LayerNorm { .. } => Accumulation::InKernel,
@@ -613,13 +613,21 @@ impl Operation {
 
     /// Returns true if its output is never saved but gathered again, because other ranks save their shards of it.
     pub(crate) fn is_gathered(&self) -> bool {
-        matches!(self, Self::Exchange { exchange: Exchange::GatherTokens | Exchange::AllTokens, .. })
-            || self.gathers_sequences()
+        matches!(
+            self,
+            Self::Redistribute {
+                exchange: Redistribute::AllGatherTokens | Redistribute::AllGatherReplicated,
+                ..
+            }
+        ) || self.gathers_sequences()
     }
 
     /// Returns true if its output is the keys or values of whole sequences; those of the local tokens are saved instead.
     pub(crate) fn gathers_sequences(&self) -> bool {
-        matches!(self, Self::SequenceExchange(SequenceExchange { change: SequenceChange::Gather, .. }))
+        matches!(
+            self,
+            Self::ContextCollective(ContextCollective { change: ContextCollectiveKind::Gather, .. })
+        )
     }
 
     /// Returns true if selective recomputation drops its output: it is cheap to recompute, and as wide as an activation.
@@ -633,7 +641,7 @@ impl Operation {
                 | Self::Dispatch { tables: SlotTables { remote: None, .. }, .. }
                 | Self::Dropout { .. }
                 // The output of a norm in blocks; the norm's output is not saved either.
-                | Self::Exchange { exchange: Exchange::TokensToBlocks, .. }
+                | Self::Redistribute { exchange: Redistribute::TokensToBlocks, .. }
         )
     }
 }

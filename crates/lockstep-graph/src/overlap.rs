@@ -16,8 +16,8 @@ use std::ops::Range;
 use crate::{
     Value,
     backward::{Gradient, GradientBuffer},
-    layout::Exchange,
     operation::Operation,
+    placement::Redistribute,
     program::{Instruction, Planner},
     recorder::ValueInfo,
     storage::{Lifetime, Slot, pack},
@@ -59,7 +59,7 @@ pub(crate) enum Rows {
 
 /// A collective that overlaps with products.
 #[derive(Debug)]
-pub(crate) struct Transit {
+pub(crate) struct OverlappedCollective {
     pub(crate) way: Way,
     /// The equivalent blocking instruction.
     pub(crate) exchange: Instruction,
@@ -79,7 +79,7 @@ pub(crate) struct Transit {
     pub(crate) first_pending: usize,
 }
 
-impl Transit {
+impl OverlappedCollective {
     /// Returns the rows of `all` that are block `block` of a chunk.
     pub(crate) fn rows(&self, block: usize, chunk: usize) -> Range<usize> {
         let (first, range) = (block * self.info.rows / self.blocks, &self.chunks[chunk]);
@@ -124,7 +124,7 @@ impl Transit {
 #[derive(Debug)]
 pub(crate) struct Overlapped {
     pub(crate) instructions: Vec<Instruction>,
-    pub(crate) transits: Vec<Transit>,
+    pub(crate) communication_buffer: Vec<OverlappedCollective>,
     /// Size of the communication buffer in bytes.
     pub(crate) transit_bytes: usize,
 }
@@ -147,42 +147,46 @@ impl Planner<'_> {
         slots: &[Option<Slot>],
     ) -> Overlapped {
         if self.chunks < 2 {
-            return Overlapped { instructions, transits: Vec::new(), transit_bytes: 0 };
+            return Overlapped { instructions, communication_buffer: Vec::new(), transit_bytes: 0 };
         }
-        self.bring_together(&mut instructions);
+        self.reorder_for_overlap(&mut instructions);
         let mut lowering = Lowering {
             planner: self,
             gradients,
             slots,
             list: &instructions,
             out: Vec::with_capacity(instructions.len()),
-            transits: Vec::new(),
+            communication_buffer: Vec::new(),
             on_the_way: Vec::new(),
         };
         lowering.run();
-        let Lowering { out: instructions, mut transits, .. } = lowering;
-        let transit_bytes = place(&instructions, &mut transits);
-        Overlapped { instructions, transits, transit_bytes }
+        let Lowering { out: instructions, mut communication_buffer, .. } = lowering;
+        let transit_bytes = place(&instructions, &mut communication_buffer);
+        Overlapped { instructions, communication_buffer, transit_bytes }
     }
 
     /// Returns every object that an instruction of an overlapped list reads or writes.
-    pub(crate) fn touches_of(&self, instruction: &Instruction, transits: &[Transit]) -> Vec<usize> {
+    pub(crate) fn touches_of(
+        &self,
+        instruction: &Instruction,
+        communication_buffer: &[OverlappedCollective],
+    ) -> Vec<usize> {
         match instruction {
             Instruction::Start { transit } => {
-                let Transit { own, all, .. } = transits[*transit];
+                let OverlappedCollective { own, all, .. } = communication_buffer[*transit];
                 vec![self.index(own), self.index(all)]
             }
             Instruction::Part { product, transit, rows } => {
                 let mut objects = self.touches(product);
                 if matches!(rows, Rows::Sent(_)) {
-                    let sent = self.index(transits[*transit].all);
+                    let sent = self.index(communication_buffer[*transit].all);
                     objects.retain(|object| *object != sent);
                 }
                 objects
             }
             Instruction::Send { .. } => Vec::new(),
             Instruction::Await { transit, .. } => {
-                let Transit { way, own, all, .. } = transits[*transit];
+                let OverlappedCollective { way, own, all, .. } = communication_buffer[*transit];
                 vec![self.index(if way == Way::Gather { all } else { own })]
             }
             _ => self.touches(instruction),
@@ -197,7 +201,7 @@ impl Planner<'_> {
     }
 
     /// Reorders independent instructions, so that collectives have something to overlap with.
-    fn bring_together(&self, list: &mut [Instruction]) {
+    fn reorder_for_overlap(&self, list: &mut [Instruction]) {
         for at in 0..list.len() {
             match self.exchange(&list[at]) {
                 Some((Way::Gather, ..)) => self.gather_early(list, at),
@@ -245,27 +249,33 @@ impl Planner<'_> {
     fn exchange(&self, instruction: &Instruction) -> Option<(Way, Object, Object)> {
         match instruction {
             Instruction::Forward(operation) => {
-                let Operation::Exchange { exchange, x, y, .. } = self.operations[*operation] else {
+                let Operation::Redistribute { exchange, x, y, .. } = self.operations[*operation] else {
                     return None;
                 };
                 let (x, y) = (Object::Value(x), Object::Value(y));
                 match exchange {
-                    Exchange::GatherTokens | Exchange::AllTokens => Some((Way::Gather, x, y)),
-                    Exchange::SumTokens => Some((Way::SumRows, y, x)),
-                    Exchange::Sum => Some((Way::Sum, y, x)),
-                    Exchange::SumGradients | Exchange::OwnTokens => None,
-                    Exchange::TokensToBlocks | Exchange::BlocksToTokens => None,
+                    Redistribute::AllGatherTokens | Redistribute::AllGatherReplicated => {
+                        Some((Way::Gather, x, y))
+                    }
+                    Redistribute::ReduceScatterTokens => Some((Way::SumRows, y, x)),
+                    Redistribute::AllReduce => Some((Way::Sum, y, x)),
+                    Redistribute::AllReduceGradient | Redistribute::SliceTokens => None,
+                    Redistribute::TokensToBlocks | Redistribute::BlocksToTokens => None,
                 }
             }
             Instruction::BackwardInputs { operation, dy: Some(dy), dx } => {
-                let Operation::Exchange { exchange, .. } = self.operations[*operation] else { return None };
+                let Operation::Redistribute { exchange, .. } = self.operations[*operation] else {
+                    return None;
+                };
                 let (dy, dx) = (Object::Gradient(*dy), Object::Gradient(dx[0].0));
                 match exchange {
-                    Exchange::SumTokens | Exchange::OwnTokens => Some((Way::Gather, dy, dx)),
-                    Exchange::GatherTokens => Some((Way::SumRows, dx, dy)),
-                    Exchange::SumGradients => Some((Way::Sum, dx, dy)),
-                    Exchange::AllTokens | Exchange::Sum => None,
-                    Exchange::TokensToBlocks | Exchange::BlocksToTokens => None,
+                    Redistribute::ReduceScatterTokens | Redistribute::SliceTokens => {
+                        Some((Way::Gather, dy, dx))
+                    }
+                    Redistribute::AllGatherTokens => Some((Way::SumRows, dx, dy)),
+                    Redistribute::AllReduceGradient => Some((Way::Sum, dx, dy)),
+                    Redistribute::AllGatherReplicated | Redistribute::AllReduce => None,
+                    Redistribute::TokensToBlocks | Redistribute::BlocksToTokens => None,
                 }
             }
             _ => None,
@@ -321,7 +331,7 @@ impl Planner<'_> {
             }
             Instruction::BackwardInputs { operation, dx, .. } => match self.operations[*operation] {
                 Operation::Linear { .. }
-                | Operation::Exchange { .. }
+                | Operation::Redistribute { .. }
                 | Operation::RmsNorm { .. }
                 | Operation::LayerNorm { .. }
                 | Operation::Rope { .. }
@@ -361,7 +371,7 @@ struct Lowering<'a> {
     slots: &'a [Option<Slot>],
     list: &'a [Instruction],
     out: Vec<Instruction>,
-    transits: Vec<Transit>,
+    communication_buffer: Vec<OverlappedCollective>,
     /// Collectives that have not been awaited, in the order of their start.
     on_the_way: Vec<usize>,
 }
@@ -412,7 +422,7 @@ impl Lowering<'_> {
         let transit = self.transit(at, (Way::Gather, own, all), self.planner.chunks);
         self.out.push(Instruction::Start { transit });
         self.parts(at + 1..end, transit, Rows::Own);
-        for chunk in 0..self.transits[transit].chunks.len() {
+        for chunk in 0..self.communication_buffer[transit].chunks.len() {
             self.out.push(Instruction::Await { transit, chunk });
             self.parts(at + 1..end, transit, Rows::Others(chunk));
         }
@@ -442,7 +452,7 @@ impl Lowering<'_> {
         }
         self.settle(at..end + 1);
         let transit = self.transit(end, (way, own, all), self.planner.chunks);
-        for chunk in 0..self.transits[transit].chunks.len() {
+        for chunk in 0..self.communication_buffer[transit].chunks.len() {
             self.parts(at..end, transit, Rows::Sent(chunk));
             self.out.push(Instruction::Send { transit, chunk });
         }
@@ -462,8 +472,9 @@ impl Lowering<'_> {
             Object::Gradient(gradient) => self.gradients[gradient.0].info,
         };
         let blocks = if way == Way::Sum { 1 } else { self.planner.ranks };
-        let first_pending = self.transits.last().map_or(0, |last| last.first_pending + last.chunks.len());
-        self.transits.push(Transit {
+        let first_pending =
+            self.communication_buffer.last().map_or(0, |last| last.first_pending + last.chunks.len());
+        self.communication_buffer.push(OverlappedCollective {
             way,
             exchange: self.list[at].clone(),
             own,
@@ -474,7 +485,7 @@ impl Lowering<'_> {
             first_byte: 0,
             first_pending,
         });
-        self.transits.len() - 1
+        self.communication_buffer.len() - 1
     }
 
     /// Waits for the collectives in flight whose objects any of these instructions touches.
@@ -483,7 +494,7 @@ impl Lowering<'_> {
         let touched: Vec<usize> =
             list.iter().flat_map(|instruction| self.planner.touches(instruction)).collect();
         for transit in std::mem::take(&mut self.on_the_way) {
-            let Transit { own, all, .. } = self.transits[transit];
+            let OverlappedCollective { own, all, .. } = self.communication_buffer[transit];
             if [own, all].iter().any(|object| touched.contains(&self.planner.index(*object))) {
                 self.wait(transit);
             } else {
@@ -493,14 +504,14 @@ impl Lowering<'_> {
     }
 
     fn wait(&mut self, transit: usize) {
-        let chunks = 0..self.transits[transit].chunks.len();
+        let chunks = 0..self.communication_buffer[transit].chunks.len();
         self.out.extend(chunks.map(|chunk| Instruction::Await { transit, chunk }));
     }
 }
 
 /// Assigns byte offsets in the communication buffer; returns its size.
-fn place(instructions: &[Instruction], transits: &mut [Transit]) -> usize {
-    let mut lifetimes: Vec<Lifetime> = transits
+fn place(instructions: &[Instruction], communication_buffer: &mut [OverlappedCollective]) -> usize {
+    let mut lifetimes: Vec<Lifetime> = communication_buffer
         .iter()
         .map(|transit| Lifetime { first: usize::MAX, last: 0, bytes: transit.total_bytes() })
         .collect();
@@ -516,6 +527,6 @@ fn place(instructions: &[Instruction], transits: &mut [Transit]) -> usize {
         }
     }
     let (offsets, bytes) = pack(&lifetimes);
-    transits.iter_mut().zip(offsets).for_each(|(transit, offset)| transit.first_byte = offset);
+    communication_buffer.iter_mut().zip(offsets).for_each(|(transit, offset)| transit.first_byte = offset);
     bytes
 }

@@ -16,7 +16,7 @@ pub struct Peers<'a> {
 
 /// The row group and the column group of a rank under two-dimensional tensor parallelism.
 #[derive(Debug, Clone, Copy)]
-pub struct GridPeers<'a> {
+pub struct GridGroups<'a> {
     /// Ranks with the same tokens, in the order of their columns.
     pub row: Peers<'a>,
     /// Ranks with the same columns of values, in the order of their rows.

@@ -45,6 +45,6 @@ impl<'a> Run<'a> {
     pub(crate) fn multiply_rows(&self, product: &Product<'_>, rows: Range<usize>, result: View<'_>) {
         let Product { layout, rows: all, weight, bias, write } = *product;
         let gemm = Gemm { layout, a: all.rows(rows), b: weight, c: result, bias, write };
-        self.replay.queue.gemm_part(gemm, all.shape().as_matrix().0);
+        self.replay.queue.gemm_rows(gemm, all.shape().as_matrix().0);
     }
 }

@@ -9,10 +9,10 @@ use crate::{
     BlockShape, Mode, ParameterIndex, Recorder, Value,
     backward::{self, Gradient, GradientBuffer, Home, Order},
     operation::Operation,
-    overlap::{Overlapped, Rows, Transit},
+    overlap::{Overlapped, OverlappedCollective, Rows},
     recorder::ValueInfo,
     storage::{Bump, Lifetime, Region, Slot, pack},
-    summa::BlockLinear,
+    summa::SummaLinear,
     training::Training,
 };
 
@@ -100,7 +100,7 @@ pub(crate) enum Instruction {
 pub(crate) struct Phase {
     pub(crate) instructions: Vec<Instruction>,
     /// Collectives that overlap with other instructions.
-    pub(crate) transits: Vec<Transit>,
+    pub(crate) communication_buffer: Vec<OverlappedCollective>,
     pub(crate) values: Vec<Option<Slot>>,
     pub(crate) gradients: Vec<Option<Slot>>,
     workspace_bytes: usize,
@@ -267,7 +267,7 @@ impl Program {
 
     /// Largest number of chunks that can be in flight; 0 if no collective overlaps with products.
     pub fn transit_chunks(&self) -> usize {
-        let of = |phase: &Phase| phase.transits.iter().map(|transit| transit.chunks.len()).sum();
+        let of = |phase: &Phase| phase.communication_buffer.iter().map(|transit| transit.chunks.len()).sum();
         self.phases().map(of).max().unwrap_or(0)
     }
 
@@ -303,7 +303,7 @@ impl Program {
         let inputs = if self.training.reaches_inputs(operation) { forward } else { 0 };
         let weights = match operation {
             Operation::Linear { weight, .. }
-            | Operation::BlockLinear(BlockLinear { weight, .. })
+            | Operation::SummaLinear(SummaLinear { weight, .. })
             | Operation::GroupedLinear { weight, .. }
             | Operation::OutputLoss { weight, .. }
                 if self.training.trains(*weight) =>
@@ -499,7 +499,9 @@ impl<'a> Planner<'a> {
             Instruction::Start { .. }
             | Instruction::Part { .. }
             | Instruction::Send { .. }
-            | Instruction::Await { .. } => unreachable!("what they touch is said by their transits"),
+            | Instruction::Await { .. } => {
+                unreachable!("what they touch is said by their communication_buffer")
+            }
         }
         objects
     }
@@ -589,11 +591,11 @@ impl<'a> Planner<'a> {
             slots[object] = Some(slot);
         }
 
-        let Overlapped { instructions, transits, transit_bytes } =
+        let Overlapped { instructions, communication_buffer, transit_bytes } =
             self.overlapped(instructions, gradients, &slots);
         let mut lifetimes: Vec<Option<Lifetime>> = vec![None; count];
         for (time, instruction) in instructions.iter().enumerate() {
-            for object in self.touches_of(instruction, &transits) {
+            for object in self.touches_of(instruction, &communication_buffer) {
                 let bytes = self.bytes(object, gradients);
                 lifetimes[object].get_or_insert(Lifetime { first: time, last: time, bytes }).last = time;
             }
@@ -627,7 +629,7 @@ impl<'a> Planner<'a> {
         debug_assert!(self.input.is_none_or(|input| slots[input.0].is_some()));
         Phase {
             instructions,
-            transits,
+            communication_buffer,
             values: slots,
             gradients: gradient_slots,
             workspace_bytes,

@@ -10,11 +10,11 @@ use lockstep_plan::{CheckedPlan, ContextPlace, DType, ExpertPlace, Initializer, 
 use lockstep_tensor::Gelu;
 
 use crate::{
-    AttentionShape, BatchInput, DropoutSite, InputGradient, LowRank, ParameterDeclaration, ParameterIndex,
-    Program, Recompute, Split,
-    layout::Layout,
-    low_rank::Narrow,
+    AttentionShape, BatchInput, DropoutSite, InputGradient, LoraAdapters, ParameterDeclaration,
+    ParameterIndex, Program, Recompute, Split,
+    low_rank::LoraDown,
     operation::{AttentionOperation, Operation, RotaryPairs, SequenceRange, SplitLoss, TokenRange},
+    placement::Placement,
 };
 
 /// Most dropout sites of a program. Programs of a model number theirs this far apart, so no two sites share a mask.
@@ -115,7 +115,7 @@ pub struct Recorder {
     pub(crate) shape: BlockShape,
     pub(crate) values: Vec<ValueInfo>,
     /// Placement of each value in the tensor-parallel group.
-    pub(crate) layouts: Vec<Layout>,
+    pub(crate) placements: Vec<Placement>,
     pub(crate) place: TensorPlace,
     pub(crate) experts: ExpertPlace,
     /// The rank's place in the context-parallel group; `shape` is that of the local tokens.
@@ -127,8 +127,8 @@ pub struct Recorder {
     pub(crate) input: Option<Value>,
     pub(crate) input_gradient: InputGradient,
     frozen: BTreeSet<String>,
-    pub(crate) low_rank: Option<LowRank>,
-    pub(crate) narrow: Vec<Narrow>,
+    pub(crate) low_rank: Option<LoraAdapters>,
+    pub(crate) narrow: Vec<LoraDown>,
     dropout_sites: u32,
 }
 
@@ -139,7 +139,7 @@ impl Recorder {
             mode,
             shape,
             values: Vec::new(),
-            layouts: Vec::new(),
+            placements: Vec::new(),
             place: TensorPlace::default(),
             experts: ExpertPlace::default(),
             context: ContextPlace::default(),
@@ -188,16 +188,16 @@ impl Recorder {
         columns: usize,
         std: f32,
     ) -> Value {
-        let (share, layout) = match self.split_of(name) {
+        let (share, placement) = match self.split_of(name) {
             None => (self.whole_share(self.stream()), self.stream()),
-            Some(Split::Vocabulary) => (self.vocabulary_shard(rows), Layout::Summands),
+            Some(Split::VocabularyParallel) => (self.vocabulary_shard(rows), Placement::Partial),
             Some(split) => panic!("{name}: a table is split by its rows, not by {split:?}"),
         };
         let initializer = Initializer::Normal { std };
         let table = self.parameter_shared(format!("{name}.weight"), &[rows, columns], initializer, share);
         let first_id = share.shard.map_or(0, |shard| shard.start as u32);
-        let y = self.value_in(columns, layout);
-        let tokens = self.tokens_of(layout);
+        let y = self.value_in(columns, placement);
+        let tokens = self.tokens_of(placement);
         self.operations.push(Operation::Embedding { input, table, first_id, tokens, y });
         self.settled(y)
     }
@@ -205,7 +205,7 @@ impl Recorder {
     /// Records a linear layer, with the adapter that [`Recorder::adapt`] gives it.
     ///
     /// # Panics
-    /// If the input's layout does not fit the layer's split.
+    /// If the input's placement does not fit the layer's split.
     pub fn linear(&mut self, x: Value, linear: Linear<'_>) -> Value {
         let Linear { name, out_features, bias, std } = linear;
         let (split, initializer) = (self.split_of(name), Initializer::Normal { std });
@@ -226,32 +226,38 @@ impl Recorder {
             return self.product_of_blocks(x, name, out_features, (split, grid), (bias, initializer));
         }
         let shape = [out_features, self.columns(x)];
-        let (x, weight, of_bias, layout) = match split {
+        let (x, weight, of_bias, placement) = match split {
             None => {
-                let layout = self.layout(x);
-                self.expect_layout(x, |layout| matches!(layout, Layout::Whole | Layout::Tokens), name);
-                (x, self.whole_share(layout), self.whole_share(layout), layout)
+                let placement = self.placement(x);
+                self.expect_placement(
+                    x,
+                    |placement| matches!(placement, Placement::Replicate | Placement::ShardTokens),
+                    name,
+                );
+                (x, self.whole_share(placement), self.whole_share(placement), placement)
             }
-            Some(Split::Outputs { pieces }) => {
+            Some(Split::ColumnParallel { pieces }) => {
                 let parts = self.parts(name, pieces);
                 let share = self.shard(0, out_features, parts);
-                (self.spread(x), share, share, Layout::Columns { parts })
+                (self.spread(x), share, share, Placement::ShardColumns { parts })
             }
-            Some(Split::Inputs) => {
+            Some(Split::RowParallel) => {
                 let parts = self.place.ranks;
-                self.expect_layout(x, |layout| layout == Layout::Columns { parts }, name);
-                let whole = self.whole_share(Layout::Summands);
-                (x, self.shard(1, shape[1], parts), whole, Layout::Summands)
+                self.expect_placement(x, |placement| placement == Placement::ShardColumns { parts }, name);
+                let whole = self.whole_share(Placement::Partial);
+                (x, self.shard(1, shape[1], parts), whole, Placement::Partial)
             }
-            Some(Split::Vocabulary) => panic!("{name}: only an output layer is split by a vocabulary"),
+            Some(Split::VocabularyParallel) => {
+                panic!("{name}: only an output layer is split by a vocabulary")
+            }
         };
         let weight = self.parameter_shared(format!("{name}.weight"), &shape, initializer, weight);
         let bias = (bias == Bias::With).then(|| {
             self.parameter_shared(format!("{name}.bias"), &[out_features], Initializer::Zeros, of_bias)
         });
-        let y = self.value_in(out_features, layout);
+        let y = self.value_in(out_features, placement);
         // Only one of the partial sums includes the bias.
-        let adds_bias = layout != Layout::Summands || self.place.rank == 0;
+        let adds_bias = placement != Placement::Partial || self.place.rank == 0;
         self.operations.push(Operation::Linear { x, weight, bias, adds_bias, y });
         self.settled(y)
     }
@@ -264,7 +270,7 @@ impl Recorder {
     pub fn rms_norm(&mut self, x: Value, name: &str, width: usize, eps: f32) -> Value {
         let (columns, held) = (self.columns(x), self.values[x.0].columns);
         assert!(held.is_multiple_of(width), "{name}: a norm over {width} of {held} columns");
-        let share = self.whole_share(self.layout(x));
+        let share = self.whole_share(self.placement(x));
         let weight = self.parameter_shared(format!("{name}.weight"), &[width], Initializer::Ones, share);
         let y = self.value_like(x, columns);
         let rstd = self.statistic(x, held / width);
@@ -277,8 +283,12 @@ impl Recorder {
     /// # Panics
     /// If the value is neither replicated nor sharded by tokens.
     pub fn layer_norm(&mut self, x: Value, name: &str, bias: Bias, eps: f32) -> Value {
-        self.expect_layout(x, |layout| matches!(layout, Layout::Whole | Layout::Tokens), name);
-        let (columns, share) = (self.columns(x), self.whole_share(self.layout(x)));
+        self.expect_placement(
+            x,
+            |placement| matches!(placement, Placement::Replicate | Placement::ShardTokens),
+            name,
+        );
+        let (columns, share) = (self.columns(x), self.whole_share(self.placement(x)));
         let weight = self.parameter_shared(format!("{name}.weight"), &[columns], Initializer::Ones, share);
         let bias = (bias == Bias::With)
             .then(|| self.parameter_shared(format!("{name}.bias"), &[columns], Initializer::Zeros, share));
@@ -297,9 +307,9 @@ impl Recorder {
     pub fn rope_in_pairs(&mut self, x: Value, head_dim: usize, pairs: RotaryPairs) -> Value {
         let columns = self.columns(x);
         assert!(columns.is_multiple_of(head_dim), "heads of {head_dim} in {columns} columns");
-        self.expect_layout(x, |layout| layout != Layout::Tokens, "rotary embedding");
+        self.expect_placement(x, |placement| placement != Placement::ShardTokens, "rotary embedding");
         let y = self.value_like(x, columns);
-        let tokens = self.tokens_of(self.layout(x));
+        let tokens = self.tokens_of(self.placement(x));
         self.operations.push(Operation::Rope { x, head_dim, pairs, tokens, y });
         y
     }
@@ -309,10 +319,10 @@ impl Recorder {
     /// # Panics
     /// If the two are not sharded alike. A single tail for all heads must be whole.
     pub fn join_heads(&mut self, own: Value, tail: Value, heads: usize, tails: usize) -> Value {
-        let is_split = matches!(self.layout(own), Layout::Columns { .. });
+        let is_split = matches!(self.placement(own), Placement::ShardColumns { .. });
         let tail = if tails == 1 && is_split { self.spread(tail) } else { tail };
-        let fits = tails == 1 || self.layout(own) == self.layout(tail);
-        assert!(fits, "heads of {:?} with tails of {:?}", self.layout(own), self.layout(tail));
+        let fits = tails == 1 || self.placement(own) == self.placement(tail);
+        assert!(fits, "heads of {:?} with tails of {:?}", self.placement(own), self.placement(tail));
         let y = self.value_like(own, self.columns(own) + self.columns(tail) * heads / tails);
         let held = heads * self.values[own.0].columns / self.columns(own);
         let tails = if tails == 1 { 1 } else { held };
@@ -331,7 +341,7 @@ impl Recorder {
     /// Records causal attention, with dropout of the probabilities.
     ///
     /// # Panics
-    /// If the shapes or layouts of queries, keys and values do not match.
+    /// If the shapes or placements of queries, keys and values do not match.
     pub fn attention(&mut self, q: Value, k: Value, v: Value, shape: AttentionShape, dropout: f32) -> Value {
         let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
         for (name, value, heads) in [("q", q, heads), ("k", k, key_value_heads), ("v", v, key_value_heads)] {
@@ -342,25 +352,25 @@ impl Recorder {
                 "{name} has {columns} columns for {heads} heads of {head_dim}"
             );
         }
-        let (of_queries, of_keys) = (self.layout(q), self.layout(k));
+        let (of_queries, of_keys) = (self.placement(q), self.placement(k));
         let ranks = self.place.ranks;
         let fits = match (of_queries, of_keys) {
-            (Layout::Whole, Layout::Whole) => true,
-            (Layout::Columns { parts }, Layout::Columns { parts: of_keys }) => {
+            (Placement::Replicate, Placement::Replicate) => true,
+            (Placement::ShardColumns { parts }, Placement::ShardColumns { parts: of_keys }) => {
                 parts == ranks && key_value_heads.is_multiple_of(of_keys)
             }
-            (Layout::Blocks(grid), Layout::Blocks(_)) => {
+            (Placement::ShardBlocks(grid), Placement::ShardBlocks(_)) => {
                 heads.is_multiple_of(grid.side) && key_value_heads.is_multiple_of(grid.side)
             }
             _ => false,
         };
-        assert!(fits && of_keys == self.layout(v), "attention of {of_queries:?} to {of_keys:?}");
+        assert!(fits && of_keys == self.placement(v), "attention of {of_queries:?} to {of_keys:?}");
         let held = |value: Value| self.values[value.0].columns / head_dim;
         let shape = AttentionShape { heads: held(q), key_value_heads: held(k), ..shape };
         let all = SequenceRange { first: 0, len: self.shape.sequences };
         let (first_head, sequences) = match of_queries {
-            Layout::Whole => (0, all),
-            Layout::Blocks(grid) => (grid.column * shape.heads, self.sequences_of(grid)),
+            Placement::Replicate => (0, all),
+            Placement::ShardBlocks(grid) => (grid.column * shape.heads, self.sequences_of(grid)),
             _ => (self.place.rank * shape.heads, all),
         };
         let dropout = self.dropout_site(dropout);
@@ -409,16 +419,16 @@ impl Recorder {
     /// Records dropout; records nothing in inference or for probability 0.
     pub fn dropout(&mut self, x: Value, probability: f32) -> Value {
         let Some(dropout) = self.dropout_site(probability) else { return x };
-        let layout = self.layout(x);
-        let first_feature = match layout {
-            Layout::Columns { parts } => {
+        let placement = self.placement(x);
+        let first_feature = match placement {
+            Placement::ShardColumns { parts } => {
                 self.place.rank * parts / self.place.ranks * self.values[x.0].columns
             }
-            Layout::Blocks(grid) => grid.column * self.values[x.0].columns,
+            Placement::ShardBlocks(grid) => grid.column * self.values[x.0].columns,
             _ => 0,
         };
         let y = self.value_like(x, self.columns(x));
-        let tokens = self.tokens_of(layout);
+        let tokens = self.tokens_of(placement);
         self.operations.push(Operation::Dropout {
             x,
             dropout,
@@ -440,10 +450,10 @@ impl Recorder {
         assert_eq!(bias, Bias::Without, "{name}: an output layer has no bias");
         let (x, share) = match self.split_of(name) {
             None => {
-                self.expect_layout(x, |layout| layout == Layout::Whole, name);
-                (x, self.whole_share(Layout::Whole))
+                self.expect_placement(x, |placement| placement == Placement::Replicate, name);
+                (x, self.whole_share(Placement::Replicate))
             }
-            Some(Split::Vocabulary) => (self.spread(x), self.vocabulary_shard(out_features)),
+            Some(Split::VocabularyParallel) => (self.spread(x), self.vocabulary_shard(out_features)),
             Some(split) => panic!("{name}: an output layer is split by the vocabulary, not by {split:?}"),
         };
         let shape = [out_features, self.columns(x)];
@@ -460,7 +470,7 @@ impl Recorder {
             gathered: self.scratch(rows, 3 * self.place.ranks, DType::F32),
             log_sum_exp: self.scratch(rows, 1, DType::F32),
         });
-        let losses = self.push(1, DType::F32, Layout::Whole);
+        let losses = self.push(1, DType::F32, Placement::Replicate);
         self.operations.push(Operation::OutputLoss { x, weight, logits, split, losses });
         losses
     }
@@ -473,9 +483,9 @@ impl Recorder {
     /// Global number of columns of a value.
     pub fn columns(&self, value: Value) -> usize {
         let held = self.values[value.0].columns;
-        match self.layout(value) {
-            Layout::Columns { parts } => held * parts,
-            Layout::Blocks(grid) => held * grid.side,
+        match self.placement(value) {
+            Placement::ShardColumns { parts } => held * parts,
+            Placement::ShardBlocks(grid) => held * grid.side,
             _ => held,
         }
     }
@@ -505,38 +515,38 @@ impl Recorder {
         ParameterIndex(self.parameters.len() - 1)
     }
 
-    /// Returns the tokens whose rows a value in `layout` holds.
-    pub(crate) fn tokens_of(&self, layout: Layout) -> TokenRange {
-        let len = self.rows_of(layout);
-        let first = match layout {
-            Layout::Tokens => self.place.rank * len,
-            Layout::Blocks(grid) => self.sequences_of(grid).first * self.shape.seq_len,
+    /// Returns the tokens whose rows a value in `placement` holds.
+    pub(crate) fn tokens_of(&self, placement: Placement) -> TokenRange {
+        let len = self.rows_of(placement);
+        let first = match placement {
+            Placement::ShardTokens => self.place.rank * len,
+            Placement::ShardBlocks(grid) => self.sequences_of(grid).first * self.shape.seq_len,
             _ => 0,
         };
         TokenRange { first, len }
     }
 
-    /// Creates a value of `columns` global columns, in the layout of `other`.
+    /// Creates a value of `columns` global columns, in the placement of `other`.
     pub(crate) fn value_like(&mut self, other: Value, columns: usize) -> Value {
-        self.value_in(columns, self.layout(other))
+        self.value_in(columns, self.placement(other))
     }
 
-    pub(crate) fn value_in(&mut self, columns: usize, layout: Layout) -> Value {
-        let held = match layout {
-            Layout::Columns { parts } => columns / parts,
-            Layout::Blocks(grid) => {
+    pub(crate) fn value_in(&mut self, columns: usize, placement: Placement) -> Value {
+        let held = match placement {
+            Placement::ShardColumns { parts } => columns / parts,
+            Placement::ShardBlocks(grid) => {
                 assert!(columns.is_multiple_of(grid.side), "{columns} columns for a side of {}", grid.side);
                 columns / grid.side
             }
             _ => columns,
         };
-        self.push(held, self.shape.dtype, layout)
+        self.push(held, self.shape.dtype, placement)
     }
 
-    /// Creates a value with the shape and layout of another.
+    /// Creates a value with the shape and placement of another.
     fn beside(&mut self, other: Value) -> Value {
         self.values.push(self.values[other.0]);
-        self.layouts.push(self.layout(other));
+        self.placements.push(self.placement(other));
         Value(self.values.len() - 1)
     }
 
@@ -555,20 +565,20 @@ impl Recorder {
     /// Creates a value of any shape, local to this rank.
     pub(crate) fn table(&mut self, rows: usize, columns: usize, dtype: DType) -> Value {
         self.values.push(ValueInfo { rows, columns, dtype });
-        self.layouts.push(Layout::Whole);
+        self.placements.push(Placement::Replicate);
         Value(self.values.len() - 1)
     }
 
-    fn push(&mut self, columns: usize, dtype: DType, layout: Layout) -> Value {
-        self.values.push(ValueInfo { rows: self.rows_of(layout), columns, dtype });
-        self.layouts.push(layout);
+    fn push(&mut self, columns: usize, dtype: DType, placement: Placement) -> Value {
+        self.values.push(ValueInfo { rows: self.rows_of(placement), columns, dtype });
+        self.placements.push(placement);
         Value(self.values.len() - 1)
     }
 
     fn expect_same(&self, a: Value, b: Value) {
-        let kind = |value: Value| (self.columns(value), self.layout(value));
+        let kind = |value: Value| (self.columns(value), self.placement(value));
         let (a, b) = (kind(a), kind(b));
-        assert_eq!(a, b, "operands of unlike columns or layouts");
-        assert!(a.1 != Layout::Summands, "summands are summed before anything is done with them");
+        assert_eq!(a, b, "operands of unlike columns or placements");
+        assert!(a.1 != Placement::Partial, "summands are summed before anything is done with them");
     }
 }

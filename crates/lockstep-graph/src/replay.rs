@@ -7,11 +7,12 @@ use std::cell::Cell;
 use lockstep_comm::CommError;
 use lockstep_plan::DType;
 use lockstep_tensor::{
-    Buffer, Dropout, Gemm, GemmLayout, GroupedGemm, Kernels, LayerNorm, Rotation, TokenPlaces, View, Write,
+    Buffer, Dropout, Gemm, GemmLayout, GroupedGemm, Kernels, LayerNorm, Rotation, TokenPositions, View, Write,
 };
 
 use crate::{
-    BatchInput, ContextPeers, DropoutSite, GridPeers, ParameterIndex, Peers, Program, Trace, Transits, Value,
+    BatchInput, CommunicationBuffer, ContextPeers, DropoutSite, GridGroups, ParameterIndex, Peers, Program,
+    Trace, Value,
     attention::AttentionGradients,
     backward::{Gradient, GradientBuffer},
     cost::Stage,
@@ -90,7 +91,7 @@ pub struct Replay<'a> {
     /// The tensor-parallel group, if the block was recorded for several ranks.
     pub peers: Option<Peers<'a>>,
     /// Row and column groups of this rank, under two-dimensional tensor parallelism.
-    pub grid: Option<GridPeers<'a>>,
+    pub grid: Option<GridGroups<'a>>,
     /// The expert-parallel group, if the experts are on several ranks.
     pub expert_peers: Option<Peers<'a>>,
     /// The ranks that route other tokens of the same sequences, if there are any.
@@ -98,7 +99,7 @@ pub struct Replay<'a> {
     /// The context-parallel group, if the block was recorded for several ranks.
     pub context: Option<ContextPeers<'a>>,
     /// Communication buffer, if the program overlaps collectives with products.
-    pub transits: Option<&'a Transits>,
+    pub communication_buffer: Option<&'a CommunicationBuffer>,
     /// Destination of the smallest router margin
     /// ([`Kernels::router_margin`](lockstep_tensor::Kernels::router_margin)); `None` if it is not wanted.
     pub router_margin: Option<&'a Cell<f32>>,
@@ -280,7 +281,7 @@ impl<'a> Run<'a> {
                 queue.embedding(self.indices(input, tokens), self.weight(table), first_id, self.value(y));
             }
             Operation::Linear { y, .. } => self.multiply(&self.output_product(operation), self.value(y)),
-            Operation::BlockLinear(ref linear) => self.block_linear(linear)?,
+            Operation::SummaLinear(ref linear) => self.block_linear(linear)?,
             Operation::RmsNorm { x, weight, eps, y, rstd } => {
                 let weight = self.weight(weight);
                 let width = weight.elements();
@@ -302,7 +303,7 @@ impl<'a> Run<'a> {
                 queue.resize_heads(in_heads(self.value(x), heads), in_heads(self.value(y), heads));
             }
             Operation::Attention(ref attention) => self.attention(attention)?,
-            Operation::SequenceExchange(ref exchange) => {
+            Operation::ContextCollective(ref exchange) => {
                 self.exchange_sequences(exchange, self.value(exchange.x), self.value(exchange.y))?;
             }
             Operation::SwiGlu { gate, up, y, offsets } => {
@@ -317,7 +318,7 @@ impl<'a> Run<'a> {
                 let places = self.places(tokens);
                 queue.dropout(self.dropout(dropout), places, first_feature, self.value(x), self.value(y));
             }
-            Operation::Exchange { exchange, x, y, scratch } => {
+            Operation::Redistribute { exchange, x, y, scratch } => {
                 self.exchange(exchange, self.value(x), self.value(y), scratch)?;
             }
             Operation::Route(route) => self.route(&route)?,
@@ -358,7 +359,7 @@ impl<'a> Run<'a> {
         let dy = dy.expect("every operation but a loss is given the gradient of its output");
         match *operation {
             Operation::Linear { .. } => self.multiply(&self.input_product(operation, dy, write), target(0)),
-            Operation::BlockLinear(ref linear) => {
+            Operation::SummaLinear(ref linear) => {
                 self.block_linear_input_gradient(linear, dy, target(0), write)?;
             }
             Operation::RmsNorm { x, weight, rstd, .. } => {
@@ -381,7 +382,7 @@ impl<'a> Run<'a> {
                 let gradients = AttentionGradients { dq: target(0), dk: target(1), dv: target(2) };
                 self.attention_backward(attention, dy, gradients)?;
             }
-            Operation::SequenceExchange(ref exchange) => {
+            Operation::ContextCollective(ref exchange) => {
                 self.exchange_sequence_gradients(exchange, dy, target(0))?;
             }
             Operation::SwiGlu { gate, up, offsets, .. } => {
@@ -412,7 +413,7 @@ impl<'a> Run<'a> {
             Operation::Dropout { dropout, tokens, first_feature, .. } => {
                 queue.dropout(self.dropout(dropout), self.places(tokens), first_feature, dy, target(0));
             }
-            Operation::Exchange { exchange, scratch, .. } => {
+            Operation::Redistribute { exchange, scratch, .. } => {
                 self.exchange_gradient(exchange, dy, target(0), scratch)?;
             }
             Operation::Embedding { .. } | Operation::Add { .. } | Operation::OutputLoss { .. } => {
@@ -527,7 +528,7 @@ impl<'a> Run<'a> {
                 queue.layer_norm_backward_weight(norm, dy, gradient(weight), bias);
             }
             Operation::LayerNorm { bias: Some(bias), .. } => queue.sum_rows(dy, gradient(bias)),
-            Operation::BlockLinear(ref linear) => {
+            Operation::SummaLinear(ref linear) => {
                 if is_trained(&linear.weight) {
                     self.block_linear_weight_gradient(linear, dy)?;
                 }
@@ -541,10 +542,10 @@ impl<'a> Run<'a> {
     }
 
     /// Returns the places of some tokens in their sequences, which key dropout masks.
-    pub(crate) fn places(&self, tokens: TokenRange) -> TokenPlaces {
+    pub(crate) fn places(&self, tokens: TokenRange) -> TokenPositions {
         let (seq_len, context) = (self.program.shape.seq_len, self.program.context);
         let halves = context.halves_of(context.rank, seq_len * context.ranks);
-        TokenPlaces { first_row: tokens.first, seq_len, halves }
+        TokenPositions { first_row: tokens.first, seq_len, halves }
     }
 
     pub(crate) fn dropout(&self, dropout: DropoutSite) -> Dropout<'a> {
@@ -573,7 +574,7 @@ impl<'a> Run<'a> {
         match pairs {
             RotaryPairs::Halves => queue.rope(x, positions, frequencies, rotation, y),
             RotaryPairs::Neighbours => {
-                queue.rope_neighbours(x, positions, frequencies, rotation, y);
+                queue.rope_interleaved(x, positions, frequencies, rotation, y);
             }
         }
     }

@@ -14,7 +14,7 @@ use lockstep_tensor::{Arena, AttentionWrite, Buffer, TensorError, TokenSpan, Vie
 use crate::{
     Peers, Program, Value,
     attention::AttentionGradients,
-    context::{Reach, may_see, spans},
+    context::{KeySource, may_see, spans},
     operation::{AttentionOperation, Operation},
     replay::Run,
 };
@@ -63,7 +63,7 @@ impl Program {
     /// Elements of the largest block of keys and values that travels around the context-parallel group; 0 without ring attention.
     pub fn ring_elements(&self) -> usize {
         let of = |operation: &Operation| match operation {
-            Operation::Attention(AttentionOperation { reach: Reach::Ring { .. }, k, v, .. }) => {
+            Operation::Attention(AttentionOperation { reach: KeySource::Ring { .. }, k, v, .. }) => {
                 self.values[k.0].elements() + self.values[v.0].elements()
             }
             _ => 0,

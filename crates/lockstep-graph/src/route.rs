@@ -9,7 +9,7 @@
 //! ```
 
 use lockstep_comm::CommError;
-use lockstep_tensor::{Permutation, Routed, Router, RouterGradients, TokenPlaces, View};
+use lockstep_tensor::{Permutation, Router, RouterGradients, RouterOutputs, TokenPositions, View};
 
 use crate::{
     Peers, Value,
@@ -28,7 +28,7 @@ impl<'a> Run<'a> {
         }
         // The tokens of one range of a sequence are consecutive; other ranks may hold the tokens between two ranges.
         let places = self.places(tokens);
-        let stretches = TokenPlaces { seq_len: places.seq_len / self.program.context.pieces(), ..places };
+        let stretches = TokenPositions { seq_len: places.seq_len / self.program.context.pieces(), ..places };
         queue.router_load(routed, stretches, self.value(counts), self.value(probabilities));
         if let Some(parts) = parts {
             self.count_parts(self.value(counts), parts)?;
@@ -216,20 +216,20 @@ impl<'a> Run<'a> {
     }
 
     /// Exchanges with the expert group how many rows each rank sends to each expert.
-    fn tell_counts(&self, remote: RemoteRows) -> Result<Trade<'a>, CommError> {
+    fn tell_counts(&self, remote: RemoteRows) -> Result<ExpertAllToAll<'a>, CommError> {
         let sent = self.counts_sent(remote);
         let mut theirs = vec![0; sent.len()];
         let peers = self.expert_peers();
         peers.trade_numbers(&sent.iter().copied().map(i64::from).collect::<Vec<_>>(), &mut theirs)?;
         let received: Vec<u32> = theirs.iter().map(|count| *count as u32).collect();
         self.flat(remote.received).write(&received);
-        Ok(Trade::new(peers, &sent, &received))
+        Ok(ExpertAllToAll::new(peers, &sent, &received))
     }
 
     /// Returns the counts that an earlier call of `tell_counts` exchanged.
-    fn known_counts(&self, remote: RemoteRows) -> Trade<'a> {
+    fn known_counts(&self, remote: RemoteRows) -> ExpertAllToAll<'a> {
         let received = self.numbers(self.flat(remote.received));
-        Trade::new(self.expert_peers(), &self.counts_sent(remote), &received)
+        ExpertAllToAll::new(self.expert_peers(), &self.counts_sent(remote), &received)
     }
 
     fn counts_sent(&self, remote: RemoteRows) -> Vec<u32> {
@@ -244,7 +244,7 @@ impl<'a> Run<'a> {
         numbers
     }
 
-    fn arrivals(&self, remote: RemoteRows, trade: &Trade<'_>) -> Permutation<'a> {
+    fn arrivals(&self, remote: RemoteRows, trade: &ExpertAllToAll<'_>) -> Permutation<'a> {
         let [slots, rows] = [remote.arrived_slots, remote.arrived_rows]
             .map(|table| self.flat(table).rows(0..trade.arrived()));
         Permutation { slots, rows }
@@ -271,8 +271,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn routed(&self, route: &RouteOperation) -> Routed<'a> {
-        Routed {
+    fn routed(&self, route: &RouteOperation) -> RouterOutputs<'a> {
+        RouterOutputs {
             scores: self.value(route.scores),
             log_sum_exp: self.flat(route.log_sum_exp),
             experts: self.value(route.experts),
@@ -286,7 +286,7 @@ impl<'a> Run<'a> {
 }
 
 /// An expert-parallel all-to-all of rows, with the row counts to and from each rank.
-struct Trade<'a> {
+struct ExpertAllToAll<'a> {
     peers: Peers<'a>,
     /// Experts per rank.
     experts: usize,
@@ -294,7 +294,7 @@ struct Trade<'a> {
     received: Vec<usize>,
 }
 
-impl<'a> Trade<'a> {
+impl<'a> ExpertAllToAll<'a> {
     /// Sums counts per rank and expert to counts per rank.
     fn new(peers: Peers<'a>, sent: &[u32], received: &[u32]) -> Self {
         let experts = sent.len() / peers.group.size();

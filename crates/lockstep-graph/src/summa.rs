@@ -23,16 +23,16 @@ use lockstep_plan::{DType, GridPlace, Initializer};
 use lockstep_tensor::{Gemm, GemmLayout, View, Write};
 
 use crate::{
-    Bias, GridPeers, ParameterIndex, Peers, Recorder, Split, Value,
-    layout::{Exchange, Layout},
+    Bias, GridGroups, ParameterIndex, Peers, Recorder, Split, Value,
     operation::Operation,
+    placement::{Placement, Redistribute},
     recorder::ValueInfo,
     replay::Run,
 };
 
 /// A linear layer `y = x Wᵀ + b` whose operands are sharded into blocks.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct BlockLinear {
+pub(crate) struct SummaLinear {
     pub(crate) x: Value,
     pub(crate) weight: ParameterIndex,
     pub(crate) bias: Option<ParameterIndex>,
@@ -46,7 +46,7 @@ pub(crate) struct BlockLinear {
     blocks_for_weights: [Value; 2],
 }
 
-impl BlockLinear {
+impl SummaLinear {
     pub(crate) fn scratch(&self) -> Vec<Value> {
         self.blocks.into_iter().chain(self.sums).collect()
     }
@@ -71,15 +71,15 @@ impl Recorder {
     ) -> Value {
         let side = grid.side;
         let x = match split {
-            Split::Outputs { pieces } => {
+            Split::ColumnParallel { pieces } => {
                 assert!(pieces.is_multiple_of(side), "{name}: {pieces} pieces for a side of {side}");
                 self.in_blocks(x, grid)
             }
-            Split::Inputs => {
-                self.expect_layout(x, |layout| layout == Layout::Blocks(grid), name);
+            Split::RowParallel => {
+                self.expect_placement(x, |layout| layout == Placement::ShardBlocks(grid), name);
                 x
             }
-            Split::Vocabulary => panic!("{name}: only an output layer is split by a vocabulary"),
+            Split::VocabularyParallel => panic!("{name}: only an output layer is split by a vocabulary"),
         };
         let shape = [out_features, self.columns(x)];
         let share = grid.share_of_weight(shape);
@@ -88,33 +88,33 @@ impl Recorder {
             let share = grid.share_of_bias(out_features);
             self.parameter_shared(format!("{name}.bias"), &shape[..1], Initializer::Zeros, share)
         });
-        let y = self.value_in(out_features, Layout::Blocks(grid));
+        let y = self.value_in(out_features, Placement::ShardBlocks(grid));
         let [inputs, outputs] = [x, y].map(|value| self.values[value.0].columns);
         let ValueInfo { rows, dtype, .. } = self.values[x.0];
         let sums = (dtype != DType::F32).then(|| self.scratch(rows, outputs, DType::F32));
         let blocks = [self.scratch(rows, inputs, dtype), self.scratch(outputs, inputs, dtype)];
         let blocks_for_weights =
             [self.scratch(rows, inputs, dtype), self.scratch(outputs, inputs, DType::F32)];
-        let linear = BlockLinear { x, weight, bias, grid, y, blocks, sums, blocks_for_weights };
-        self.operations.push(Operation::BlockLinear(linear));
+        let linear = SummaLinear { x, weight, bias, grid, y, blocks, sums, blocks_for_weights };
+        self.operations.push(Operation::SummaLinear(linear));
         match split {
-            Split::Inputs => self.exchange(y, Exchange::BlocksToTokens, Layout::Tokens),
+            Split::RowParallel => self.exchange(y, Redistribute::BlocksToTokens, Placement::ShardTokens),
             _ => y,
         }
     }
 }
 
 impl<'a> Run<'a> {
-    fn grid_peers(&self) -> GridPeers<'a> {
+    fn grid_peers(&self) -> GridGroups<'a> {
         self.replay
             .grid
             .expect("a program that was recorded for a square of ranks is given its rows and columns")
     }
 
     /// Runs the forward.
-    pub(crate) fn block_linear(&self, linear: &BlockLinear) -> Result<(), CommError> {
-        let BlockLinear { x, weight, bias, grid, y, blocks, sums, .. } = *linear;
-        let (GridPeers { row, column }, queue) = (self.grid_peers(), self.replay.queue);
+    pub(crate) fn block_linear(&self, linear: &SummaLinear) -> Result<(), CommError> {
+        let SummaLinear { x, weight, bias, grid, y, blocks, sums, .. } = *linear;
+        let (GridGroups { row, column }, queue) = (self.grid_peers(), self.replay.queue);
         let (x, weight, y) = (self.value(x), self.weight(weight), self.value(y));
         let [other_inputs, other_weights] = blocks.map(|block| self.value(block));
         let c = sums.map_or(y, |sums| self.value(sums));
@@ -135,13 +135,13 @@ impl<'a> Run<'a> {
     /// Writes the gradient of the input to `dx`, or adds it.
     pub(crate) fn block_linear_input_gradient(
         &self,
-        linear: &BlockLinear,
+        linear: &SummaLinear,
         dy: View<'_>,
         dx: View<'_>,
         write: Write,
     ) -> Result<(), CommError> {
-        let BlockLinear { weight, grid, blocks, .. } = *linear;
-        let GridPeers { row, column } = self.grid_peers();
+        let SummaLinear { weight, grid, blocks, .. } = *linear;
+        let GridGroups { row, column } = self.grid_peers();
         let (weight, [aside, other_weights]) = (self.weight(weight), blocks.map(|block| self.value(block)));
         for step in 0..grid.side {
             let b = block_of(column, step, weight, other_weights)?;
@@ -154,11 +154,11 @@ impl<'a> Run<'a> {
     /// Writes the gradient of the weight, or adds it.
     pub(crate) fn block_linear_weight_gradient(
         &self,
-        linear: &BlockLinear,
+        linear: &SummaLinear,
         dy: View<'_>,
     ) -> Result<(), CommError> {
-        let BlockLinear { x, weight, grid, blocks_for_weights, .. } = *linear;
-        let GridPeers { row, column } = self.grid_peers();
+        let SummaLinear { x, weight, grid, blocks_for_weights, .. } = *linear;
+        let GridGroups { row, column } = self.grid_peers();
         let (x, [other_inputs, aside]) = (self.value(x), blocks_for_weights.map(|block| self.value(block)));
         let gradient = self.replay.parameters.gradient(weight);
         for step in 0..grid.side {

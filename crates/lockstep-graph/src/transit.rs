@@ -9,19 +9,19 @@ use lockstep_tensor::{Arena, Buffer, TensorError, View};
 
 use crate::{
     Program,
-    overlap::{Object, Rows, Transit, Way},
+    overlap::{Object, OverlappedCollective, Rows, Way},
     program::Instruction,
     replay::Run,
 };
 
 /// The communication buffer and the handles of collectives that overlap with matrix products.
 #[derive(Debug)]
-pub struct Transits {
+pub struct CommunicationBuffer {
     memory: RefCell<Buffer>,
     pending: RefCell<Vec<Option<Pending>>>,
 }
 
-impl Transits {
+impl CommunicationBuffer {
     /// Allocates memory that suffices for any of `programs`; `None` if none of them overlaps collectives with products.
     ///
     /// # Errors
@@ -44,7 +44,7 @@ impl Transits {
 impl<'a> Run<'a> {
     /// Runs one of the instructions of an overlapped collective.
     pub(crate) fn in_transit(&self, instruction: &Instruction) -> Result<(), CommError> {
-        let of = |transit: &usize| &self.phase.transits[*transit];
+        let of = |transit: &usize| &self.phase.communication_buffer[*transit];
         match instruction {
             Instruction::Start { transit } => self.start_gather(of(transit)),
             Instruction::Part { product, transit, rows } => self.part(product, of(transit), *rows),
@@ -55,13 +55,13 @@ impl<'a> Run<'a> {
     }
 
     /// Copies this rank's rows to their place in the result, and starts the all-gather of all chunks.
-    fn start_gather(&self, transit: &Transit) -> Result<(), CommError> {
+    fn start_gather(&self, transit: &OverlappedCollective) -> Result<(), CommError> {
         let (queue, rank) = (self.replay.queue, self.peers().group.rank());
         let (own, all) = (self.object(transit.own), self.object(transit.all));
         queue.cast(own, all.rows(rank * transit.block_rows()..(rank + 1) * transit.block_rows()));
         for chunk in 0..transit.chunks.len() {
             {
-                let memory = self.transits().memory.borrow();
+                let memory = self.communication_buffer().memory.borrow();
                 queue.cast(own.rows(transit.chunks[chunk].clone()), block(&memory, transit, chunk, rank));
             }
             self.start(transit, chunk, |data| Collective::AllGatherInPlace { data, counts: None })?;
@@ -70,7 +70,7 @@ impl<'a> Run<'a> {
     }
 
     /// Starts the reduction of a chunk, whose partial sums the products wrote to the communication buffer.
-    fn send_sums(&self, transit: &Transit, chunk: usize) -> Result<(), CommError> {
+    fn send_sums(&self, transit: &OverlappedCollective, chunk: usize) -> Result<(), CommError> {
         let op = ReduceOp::Sum;
         self.start(transit, chunk, |data| match transit.way {
             Way::SumRows => Collective::ReduceScatterInPlace { data, op, counts: None },
@@ -81,25 +81,26 @@ impl<'a> Run<'a> {
     #[track_caller]
     fn start(
         &self,
-        transit: &Transit,
+        transit: &OverlappedCollective,
         chunk: usize,
         collective: impl FnOnce(Lent) -> Collective<Lent, Lent>,
     ) -> Result<(), CommError> {
-        let transits = self.transits();
-        let loan = transits.memory.borrow_mut().lend(transit.bytes(chunk));
+        let communication_buffer = self.communication_buffer();
+        let loan = communication_buffer.memory.borrow_mut().lend(transit.bytes(chunk));
         let pending = self.peers().start(collective(Lent::new(loan, transit.info.dtype)))?;
-        transits.pending.borrow_mut()[transit.first_pending + chunk] = Some(pending);
+        communication_buffer.pending.borrow_mut()[transit.first_pending + chunk] = Some(pending);
         Ok(())
     }
 
     /// Waits for a chunk and copies its rows from the communication buffer to the result.
-    fn receive(&self, transit: &Transit, chunk: usize) -> Result<(), CommError> {
-        let (queue, transits, rank) = (self.replay.queue, self.transits(), self.peers().group.rank());
-        let pending = transits.pending.borrow_mut()[transit.first_pending + chunk].take();
+    fn receive(&self, transit: &OverlappedCollective, chunk: usize) -> Result<(), CommError> {
+        let (queue, communication_buffer, rank) =
+            (self.replay.queue, self.communication_buffer(), self.peers().group.rank());
+        let pending = communication_buffer.pending.borrow_mut()[transit.first_pending + chunk].take();
         if let Some(pending) = pending {
             self.peers().wait(pending)?;
         }
-        let memory = transits.memory.borrow();
+        let memory = communication_buffer.memory.borrow();
         if transit.way != Way::Gather {
             let own = if transit.way == Way::Sum { 0 } else { rank };
             let rows = self.object(transit.own).rows(transit.chunks[chunk].clone());
@@ -115,7 +116,12 @@ impl<'a> Run<'a> {
     }
 
     /// Computes a range of rows of a product.
-    fn part(&self, product: &Instruction, transit: &Transit, rows: Rows) -> Result<(), CommError> {
+    fn part(
+        &self,
+        product: &Instruction,
+        transit: &OverlappedCollective,
+        rows: Rows,
+    ) -> Result<(), CommError> {
         let (product, result) = match product {
             Instruction::Forward(operation) => {
                 let operation = &self.program.operations[*operation];
@@ -138,7 +144,7 @@ impl<'a> Run<'a> {
                 .filter(|other| *other != rank)
                 .for_each(|other| in_place(transit.rows(other, chunk))),
             Rows::Sent(chunk) => {
-                let memory = self.transits().memory.borrow();
+                let memory = self.communication_buffer().memory.borrow();
                 for index in 0..transit.blocks {
                     let target = block(&memory, transit, chunk, index);
                     self.multiply_rows(&product, transit.rows(index, chunk), target);
@@ -155,13 +161,15 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn transits(&self) -> &'a Transits {
-        self.replay.transits.expect("a program that exchanges rows beside products is given memory for them")
+    fn communication_buffer(&self) -> &'a CommunicationBuffer {
+        self.replay
+            .communication_buffer
+            .expect("a program that exchanges rows beside products is given memory for them")
     }
 }
 
 /// Returns block `index` of a chunk in the communication buffer.
-fn block<'a>(memory: &'a Buffer, transit: &Transit, chunk: usize, index: usize) -> View<'a> {
+fn block<'a>(memory: &'a Buffer, transit: &OverlappedCollective, chunk: usize, index: usize) -> View<'a> {
     let (rows, columns) = (transit.chunks[chunk].len(), transit.info.columns);
     let dtype: DType = transit.info.dtype;
     let start = transit.bytes(chunk).start + index * rows * columns * dtype.size_bytes();

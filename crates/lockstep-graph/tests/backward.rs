@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::{
-    AttentionShape, Batch, BatchInput, Bias, BlockShape, InputGradient, Linear, LowRank, Mixture, Mode,
+    AttentionShape, Batch, BatchInput, Bias, BlockShape, InputGradient, Linear, LoraAdapters, Mixture, Mode,
     ParameterIndex, Parameters, Program, Recompute, Recorder, Replay, Routing, Seed, Value,
 };
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
@@ -24,7 +24,7 @@ fn linear<'a>(name: &'a str, out_features: usize, bias: Bias) -> Linear<'a> {
 fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
     let layers = [("q", "qv"), ("v", "qv"), ("down", "down")];
     let layers = layers.into_iter().map(|(layer, name)| (layer.to_owned(), name.to_owned())).collect();
-    g.adapt(LowRank { rank: 3, scale: 0.7, dropout, layers });
+    g.adapt(LoraAdapters { rank: 3, scale: 0.7, dropout, layers });
     let normed = g.rms_norm(x, "norm_1", WIDTH, 1e-5);
     let q = g.linear(normed, linear("q", 16, Bias::With));
     let k = g.linear(normed, linear("k", 8, Bias::Without));
@@ -210,7 +210,7 @@ impl World {
             expert_peers: None,
             sequence_peers: None,
             context: None,
-            transits: None,
+            communication_buffer: None,
             router_margin: None,
             trace: None,
         })

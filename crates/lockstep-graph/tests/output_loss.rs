@@ -89,7 +89,7 @@ fn logits_in_parts_give_the_losses_and_gradients_of_the_whole() {
         expert_peers: None,
         sequence_peers: None,
         context: None,
-        transits: None,
+        communication_buffer: None,
         router_margin: None,
         trace: None,
     };

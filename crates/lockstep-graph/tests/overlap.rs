@@ -5,13 +5,13 @@ use std::{net::TcpListener, thread, time::Duration};
 
 use lockstep_comm::{Deadline, Group, Kind, Meeting, TcpOptions, World, WorldOptions, join_by_address};
 use lockstep_graph::{
-    AttentionShape, Batch, Bias, BlockShape, ContextPeers, Linear, Mode, ParameterIndex, Parameters, Peers,
-    Program, Recompute, Recorder, Replay, Ring, Seed, Split, Transits, Value,
+    AttentionShape, Batch, Bias, BlockShape, CommunicationBuffer, ContextPeers, Linear, Mode, ParameterIndex,
+    Parameters, Peers, Program, Recompute, Recorder, Replay, Ring, Seed, Split, Value,
 };
 use lockstep_plan::{
     ContextMethod, ContextPlace, DType, MemoryCategory, TensorPlace,
     random::Philox,
-    work::{Collective, Labor},
+    work::{Collective, TaskKind},
 };
 use lockstep_tensor::{Arena, CpuQueue, Kernels, Tensor, View, Write};
 use proptest::{prelude::*, sample::select};
@@ -67,13 +67,13 @@ fn record(setting: &Setting, ranks: usize, rank: usize) -> Program {
     let mut g = Recorder::new(Mode::Training, setting.shape);
     let Setting { splits_tokens, chunks, shared, .. } = *setting;
     let splits = [
-        ("q", Split::Outputs { pieces: 4 }),
-        ("k", Split::Outputs { pieces: 2 }),
-        ("v", Split::Outputs { pieces: 2 }),
-        ("o", Split::Inputs),
-        ("gate", Split::Outputs { pieces: 24 }),
-        ("up", Split::Outputs { pieces: 24 }),
-        ("down", Split::Inputs),
+        ("q", Split::ColumnParallel { pieces: 4 }),
+        ("k", Split::ColumnParallel { pieces: 2 }),
+        ("v", Split::ColumnParallel { pieces: 2 }),
+        ("o", Split::RowParallel),
+        ("gate", Split::ColumnParallel { pieces: 24 }),
+        ("up", Split::ColumnParallel { pieces: 24 }),
+        ("down", Split::RowParallel),
     ];
     match shared {
         Shared::Block => {
@@ -168,8 +168,8 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
     let frame = poisoned(program.frame_bytes());
     let workspace = poisoned(program.workspace_bytes().max(program.split_workspace_bytes()));
     let deferred = poisoned(program.deferred_bytes());
-    let transits = Transits::new([&program].into_iter(), &arena).unwrap();
-    assert_eq!(transits.is_some(), setting.chunks > 1, "{setting:?}");
+    let communication_buffer = CommunicationBuffer::new([&program].into_iter(), &arena).unwrap();
+    assert_eq!(communication_buffer.is_some(), setting.chunks > 1, "{setting:?}");
     let ring = Ring::new([&program].into_iter(), &arena).unwrap();
     let peers = Peers { group, limit: LIMIT };
     let of_block = setting.shared == Shared::Block;
@@ -196,7 +196,7 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
         context: (!of_block).then_some(ContextPeers { peers, ring: ring.as_ref() }),
         grid: None,
         router_margin: None,
-        transits: transits.as_ref(),
+        communication_buffer: communication_buffer.as_ref(),
         trace: None,
     };
     let (dy, gradient) = (Some(dy.view()), Some(dx.view()));
@@ -331,7 +331,7 @@ fn said(setting: &Setting, ranks: usize) -> [u64; 5] {
     };
     let mut sums = [0; 5];
     for task in work.forward.iter().chain(&backward) {
-        let Labor::Exchange(exchange) = task.labor else { continue };
+        let TaskKind::Exchange(exchange) = task.kind else { continue };
         let (kind, times) = match exchange.collective {
             Collective::AllReduce => (Kind::AllReduce, 1),
             Collective::AllGather => (Kind::AllGather, 1),

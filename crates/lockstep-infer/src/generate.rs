@@ -204,7 +204,7 @@ impl Forward {
             expert_peers: None,
             sequence_peers: None,
             context: None,
-            transits: None,
+            communication_buffer: None,
             router_margin: None,
             trace: None,
         }

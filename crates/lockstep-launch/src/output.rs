@@ -38,7 +38,7 @@ pub enum Output {
     /// Appended to `rank-00003.out` and `rank-00003.err` in this directory; the launcher shows rank 0's as well.
     Files(PathBuf),
     /// Destinations chosen for each rank and stream.
-    Routed(Routing),
+    RouterOutputs(Routing),
 }
 
 /// Destinations by local rank and stream.
@@ -72,7 +72,7 @@ impl Output {
         match self {
             Self::Labelled => [Route { console: true, file: false }; 2],
             Self::Files(_) => [Route { console: rank == 0, file: true }; 2],
-            Self::Routed(routing) => {
+            Self::RouterOutputs(routing) => {
                 routing.streams.get(local).copied().unwrap_or([Route { console: true, file: false }; 2])
             }
         }
@@ -81,13 +81,13 @@ impl Output {
     fn file(&self, rank: usize, extension: &str) -> Option<PathBuf> {
         match self {
             Self::Labelled => None,
-            Self::Files(dir) | Self::Routed(Routing { dir, .. }) => Some(file(dir, rank, extension)),
+            Self::Files(dir) | Self::RouterOutputs(Routing { dir, .. }) => Some(file(dir, rank, extension)),
         }
     }
 
     fn label(&self, rank: usize) -> Option<String> {
         (rank > 0).then(|| match self {
-            Self::Routed(Routing { role: Some(role), .. }) => format!("[{role}{rank}]: "),
+            Self::RouterOutputs(Routing { role: Some(role), .. }) => format!("[{role}{rank}]: "),
             _ => format!("[rank {rank}] "),
         })
     }

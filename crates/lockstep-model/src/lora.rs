@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use lockstep_graph::LowRank;
+use lockstep_graph::LoraAdapters;
 use serde::{Deserialize, Serialize};
 
 use crate::{HfContent, HfMapping, HfTransform, ModelConfig, ModelError, parameter_records};
@@ -174,11 +174,11 @@ impl Adapter {
     }
 
     /// Returns the part of the adapter in the unit whose parameter names begin with `prefix`.
-    pub(crate) fn within(&self, prefix: &str) -> LowRank {
+    pub(crate) fn within(&self, prefix: &str) -> LoraAdapters {
         let within = |(layer, module): (&String, &String)| {
             Some((layer.strip_prefix(prefix)?.to_owned(), module.strip_prefix(prefix)?.to_owned()))
         };
-        LowRank {
+        LoraAdapters {
             rank: self.config.rank,
             scale: self.config.scale() as f32,
             dropout: self.config.dropout as f32,

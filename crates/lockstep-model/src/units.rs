@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use lockstep_graph::{InputGradient, LowRank, Program, Recompute, Recorder, Split, Value};
+use lockstep_graph::{InputGradient, LoraAdapters, Program, Recompute, Recorder, Split, Value};
 use lockstep_plan::Places;
 
 use crate::{HeadOutput, ModelConfig, RecordingOptions, Tuning};
@@ -128,7 +128,7 @@ struct Recording {
     kind: Unit,
     /// Names of frozen parameters, relative to the unit.
     frozen: BTreeSet<String>,
-    low_rank: Option<LowRank>,
+    low_rank: Option<LoraAdapters>,
     input_gradient: InputGradient,
     recompute: Recompute,
 }

@@ -3,7 +3,9 @@
 
 use lockstep_graph::{BlockShape, Recompute};
 use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning, model_work, parameter_records};
-use lockstep_plan::work::{Collective, Exchange, Keeping, Labor, ModelWork, Pass, Peers, Task, UnitWork};
+use lockstep_plan::work::{
+    Collective, Exchange, ModelWork, Pass, Peers, SavedExtent, Task, TaskKind, UnitWork,
+};
 use lockstep_plan::{ContextMethod, ContextPlace, DType, ExpertPlace, Places, TensorDimensions, TensorPlace};
 
 /// A model of Korthikanti et al. (2022), table 3, with its values in figures 1 and 7.
@@ -141,7 +143,7 @@ fn a_layer_keeps_what_is_published() {
         };
         let (alone, in_parts) = (TensorPlace::default(), split_over(TENSOR, false));
         let with_tokens = split_over(TENSOR, true);
-        let (all, without) = (Keeping::Everything, Keeping::WithoutScores);
+        let (all, without) = (SavedExtent::Everything, SavedExtent::WithoutScores);
         for (tensor, keeping, expected, what) in [
             (alone, all, 34.0 + scores, "alone"),
             (alone, without, 34.0, "alone, selective"),
@@ -149,7 +151,7 @@ fn a_layer_keeps_what_is_published() {
             (with_tokens, all, (34.0 + scores) / t, "tensor and sequence"),
             (in_parts, without, 10.0 + 24.0 / t, "tensor, selective"),
             (with_tokens, without, 34.0 / t, "tensor and sequence, selective"),
-            (in_parts, Keeping::InputAlone, 2.0, "full"),
+            (in_parts, SavedExtent::InputAlone, 2.0, "full"),
         ] {
             assert_near(kept(tensor, keeping), expected, 1e-9, &format!("{}, {what}", model.name));
         }
@@ -161,7 +163,7 @@ fn the_ends_of_a_model_keep_what_is_published() {
     // Section 4.3: the mask of the embedding's dropout; the inputs of the last norm and of the output layer, and logits in f32.
     for model in &PUBLISHED {
         let work = model.work(split_over(TENSOR, true));
-        let of = |unit| work.unit(unit).kept.bytes(Keeping::Everything, work.dtype) as f64;
+        let of = |unit| work.unit(unit).kept.bytes(SavedExtent::Everything, work.dtype) as f64;
         let sbh_of_rank = model.sbh() / TENSOR as f64;
         assert_near(of(0), sbh_of_rank, 1e-12, model.name);
         let vocabulary = VOCABULARY as f64 / model.hidden as f64;
@@ -175,7 +177,7 @@ fn without_dropout_of_attention_a_score_is_two_bytes() {
     let model = &PUBLISHED[0];
     let options = model.options(TensorPlace::default(), Recompute::None);
     let work = model_work(&model.config().without_dropout(), &Tuning::default(), options);
-    let kept = work.unit(1).kept.bytes(Keeping::Everything, work.dtype) as f64 / model.sbh();
+    let kept = work.unit(1).kept.bytes(SavedExtent::Everything, work.dtype) as f64 / model.sbh();
     // Without dropout the two other masks are absent as well.
     assert_near(kept, 32.0 + model.scores() * 2.0 / 5.0, 1e-9, "without dropout");
 }
@@ -183,7 +185,7 @@ fn without_dropout_of_attention_a_score_is_two_bytes() {
 #[test]
 fn a_first_stage_keeps_what_figures_1_and_7_say() {
     let [alone, with_tokens] = [split_over(TENSOR, false), split_over(TENSOR, true)];
-    let (all, without) = (Keeping::Everything, Keeping::WithoutScores);
+    let (all, without) = (SavedExtent::Everything, SavedExtent::WithoutScores);
     for model in &PUBLISHED {
         let kept = |tensor, keeping| {
             let work = model.work(tensor);
@@ -197,7 +199,7 @@ fn a_first_stage_keeps_what_figures_1_and_7_say() {
         assert_near(gib(kept(alone, all)), neither, 5e-4, model.name);
         assert_near(gib(kept(with_tokens, without)), both, 5e-4, model.name);
         let found =
-            [(with_tokens, all), (alone, without), (with_tokens, without), (alone, Keeping::InputAlone)]
+            [(with_tokens, all), (alone, without), (with_tokens, without), (alone, SavedExtent::InputAlone)]
                 .map(|(tensor, keeping)| 100.0 * kept(tensor, keeping) / kept(alone, all));
         for (found, read) in found.into_iter().zip(model.percent) {
             assert!((found - read).abs() < 0.15, "{}: {found} %, and {read} in the figure", model.name);
@@ -206,11 +208,11 @@ fn a_first_stage_keeps_what_figures_1_and_7_say() {
 }
 
 fn flops(tasks: &[Task], passes: &[Pass]) -> u64 {
-    let of = |task: &Task| match task.labor {
-        Labor::Product(product) => product.flops(),
+    let of = |task: &Task| match task.kind {
+        TaskKind::Product(product) => product.flops(),
         // The full score square; `flops` counts half of it.
-        Labor::Attention(attention) => 2 * attention.flops,
-        Labor::Stream | Labor::Exchange(_) => 0,
+        TaskKind::Attention(attention) => 2 * attention.flops,
+        TaskKind::Stream | TaskKind::Exchange(_) => 0,
     };
     tasks.iter().filter(|task| passes.contains(&task.pass)).map(of).sum()
 }
@@ -273,7 +275,7 @@ fn sent(unit: &UnitWork, peers: Peers, ranks: usize) -> [f64; 2] {
     };
     let mut sums = [0.0; 2];
     for task in unit.forward.iter().chain(&unit.backward) {
-        let Labor::Exchange(exchange) = task.labor else { continue };
+        let TaskKind::Exchange(exchange) = task.kind else { continue };
         assert_eq!(exchange.peers, peers, "{task:?}");
         sums[1] += bytes(&exchange);
         sums[0] += if task.pass == Pass::Recompute { 0.0 } else { bytes(&exchange) };
@@ -312,7 +314,8 @@ fn what_is_cut_into_chunks_is_one_task_beside_its_products() {
     let parts = |chunks, splits_tokens| {
         let work = model.work(TensorPlace { chunks, ..split_over(TENSOR, splits_tokens) });
         let unit = work.unit(1).clone();
-        let is_beside = |task: &&Task| matches!(task.labor, Labor::Exchange(exchange) if exchange.is_beside);
+        let is_beside =
+            |task: &&Task| matches!(task.kind, TaskKind::Exchange(exchange) if exchange.is_beside);
         let beside = unit.forward.iter().chain(&unit.backward).filter(is_beside).count();
         let lists = [unit.forward, unit.backward, unit.backward_inputs, unit.backward_weights].map(|tasks| {
             let mut words: Vec<String> = tasks.iter().map(|task| format!("{task:?}")).collect();
@@ -420,7 +423,7 @@ fn a_host_waits_for_how_many_rows_come_where_nothing_is_dropped() {
         let options = at(Places { experts: place, ..Places::default() }, shape);
         let work = model_work(config, &Tuning::default(), options);
         let is_for_host =
-            |task: &&Task| matches!(task.labor, Labor::Exchange(exchange) if exchange.is_for_host);
+            |task: &&Task| matches!(task.kind, TaskKind::Exchange(exchange) if exchange.is_for_host);
         let unit = work.unit(1);
         [&unit.forward, &unit.backward].map(|pass| pass.iter().filter(is_for_host).count())
     };
@@ -444,7 +447,7 @@ fn a_square_of_ranks_sends_blocks_along_its_lines() {
     let unit = work.unit(1);
     let count = |collective| {
         let is_such = |task: &&Task| {
-            matches!(task.labor, Labor::Exchange(exchange)
+            matches!(task.kind, TaskKind::Exchange(exchange)
                 if exchange.peers == Peers::TensorLine && exchange.collective == collective)
         };
         unit.forward.iter().chain(&unit.backward).filter(is_such).count()
@@ -466,15 +469,15 @@ fn ranks_that_split_the_vocabulary_tell_each_other_three_numbers_of_each_token()
     let shape = BlockShape { sequences: 1, seq_len: 8192, dtype: DType::BF16 };
     let work = llama(at(Places { tensor: split_over(8, false), ..Places::default() }, shape));
     let head = work.unit(work.units() - 1);
-    let told = head.backward.iter().filter_map(|task| match task.labor {
-        Labor::Exchange(exchange) if exchange.collective == Collective::AllGather => Some(exchange.bytes),
+    let told = head.backward.iter().filter_map(|task| match task.kind {
+        TaskKind::Exchange(exchange) if exchange.collective == Collective::AllGather => Some(exchange.bytes),
         _ => None,
     });
     let told: Vec<u64> = told.collect();
     assert_eq!(told.iter().sum::<u64>(), 3 * 4 * 8 * 8192, "{told:?}");
     assert!(told.len() > 1, "the tokens' logits are computed in parts");
     // The products still count as those of all tokens at once.
-    let products = head.backward.iter().filter(|task| matches!(task.labor, Labor::Product(_)));
+    let products = head.backward.iter().filter(|task| matches!(task.kind, TaskKind::Product(_)));
     assert_eq!(products.count(), 3);
 }
 

@@ -25,4 +25,4 @@ pub mod screen;
 pub mod trace;
 
 pub use error::Error;
-pub use lock::take_from_the_dying;
+pub use lock::retry_lock;

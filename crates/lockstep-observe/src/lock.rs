@@ -12,7 +12,7 @@ const RETRY: Duration = Duration::from_millis(10);
 ///
 /// # Errors
 /// If the last attempt fails.
-pub fn take_from_the_dying<T, E>(
+pub fn retry_lock<T, E>(
     mut take: impl FnMut() -> Result<T, E>,
     is_busy: impl Fn(&E) -> bool,
 ) -> Result<T, E> {

@@ -49,7 +49,7 @@ pub struct Progress {
 enum Display {
     Bar(ProgressBar),
     Lines(Lines),
-    /// Display of a rank other than the first, with its number: it prints only what its [`Voice`] sends.
+    /// Display of a rank other than the first, with its number: it prints only what its [`MessagePrinter`] sends.
     OfOther(usize),
 }
 
@@ -58,7 +58,7 @@ type Lines = Arc<Mutex<Box<dyn Write + Send>>>;
 
 /// Printer of messages for any thread. A failure to print never fails the run.
 #[derive(Clone)]
-pub struct Voice(Sound);
+pub struct MessagePrinter(Sound);
 
 #[derive(Clone)]
 enum Sound {
@@ -67,7 +67,7 @@ enum Sound {
     OfOther(usize),
 }
 
-impl Voice {
+impl MessagePrinter {
     /// Returns a printer to standard error, for use before the progress display exists.
     pub fn on_stderr() -> Self {
         Self(Sound::Lines(Arc::new(Mutex::new(Box::new(io::stderr())))))
@@ -101,14 +101,14 @@ impl Progress {
         Self::new(steps, Display::Lines(Arc::new(Mutex::new(out))))
     }
 
-    /// Returns a display that prints nothing except the messages of its [`Voice`].
+    /// Returns a display that prints nothing except the messages of its [`MessagePrinter`].
     pub fn of_other_rank(steps: Steps, rank: usize) -> Self {
         Self::new(steps, Display::OfOther(rank))
     }
 
     /// Returns a printer of messages for other threads.
-    pub fn voice(&self) -> Voice {
-        Voice(match &self.display {
+    pub fn voice(&self) -> MessagePrinter {
+        MessagePrinter(match &self.display {
             Display::Bar(bar) => Sound::Bar(bar.clone()),
             Display::Lines(out) => Sound::Lines(out.clone()),
             Display::OfOther(rank) => Sound::OfOther(*rank),

@@ -47,13 +47,13 @@ mod zero;
 pub use context::ContextPlace;
 pub use dtype::DType;
 pub use memory::{
-    CACHE_LINE_BYTES, Extent, FRAME_PLACES, HeldActivations, HeldOfStage, LookedUpSizes, MemoryBytes,
-    MemoryCategory, MemoryItem, MemoryPrediction, ModelProfile, Passage, RecordPassage, RingSizes,
-    SharedTable, StageMemory, StateFacts, StateItem, StateLayout, StatePlan, StoreKind, StoreLayout, Stretch,
-    UnitProfile, booked_bytes, predicted,
+    ActivationUse, CACHE_LINE_BYTES, Extent, FRAME_PLACES, GradientStaging, MemoryBytes, MemoryCategory,
+    MemoryItem, MemoryPrediction, ModelProfile, QuantizedGradientStaging, RingSizes, SharedTable,
+    SparseGradientSizes, StageActivationUse, StageMemory, StateFacts, StateItem, StateLayout, StatePlan,
+    StoreKind, StoreLayout, Stretch, UnitProfile, booked_bytes, predicted,
 };
 pub use memory::{
-    DISK_ALIGNMENT_BYTES, DiskPlan, OffloadBytes, OffloadTraffic, RankTraffic, WINDOW_SLOTS,
+    DISK_ALIGNMENT_BYTES, OffloadBytes, OffloadPlan, OffloadTraffic, RankTraffic, WINDOW_SLOTS,
     aligned_buffer_bytes, offload_traffic_by_kind, offloaded_bytes, window_bytes, window_memory_bytes,
 };
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
@@ -69,7 +69,7 @@ pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
 pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};
 pub use residence::{Offload, Residence, Residences, WINDOW_ELEMENTS};
 pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, Summing, TensorPlace};
-pub use split::{SplitError, split_quickly, split_units};
+pub use split::{SplitError, split_minmax, split_units};
 pub use state_bytes::{StateBytes, StateOnRank};
 pub use state_kind::StateKind;
 pub use wrap::{BufferUnit, Wrap, WrapError};

@@ -201,13 +201,13 @@ pub struct Mesh(Degrees);
 
 impl Mesh {
     /// Returns true if a rank has the first copy of the model, or a part of it; the other copies are the same.
-    pub fn is_of_first_copy(&self, rank: usize, zero_stage: ZeroStage) -> bool {
-        self.axes_of_copies(zero_stage).iter().all(|axis| self.ranks().coordinate(rank, *axis) == 0)
+    pub fn is_in_first_replica(&self, rank: usize, zero_stage: ZeroStage) -> bool {
+        self.replicated_axes(zero_stage).iter().all(|axis| self.ranks().coordinate(rank, *axis) == 0)
     }
 
     /// Returns the axes along which ranks hold the same parameters. Axes that experts are sharded over are not among them, nor those that
     /// ZeRO shards the state over.
-    pub fn axes_of_copies(&self, zero_stage: ZeroStage) -> &'static [Axis] {
+    pub fn replicated_axes(&self, zero_stage: ZeroStage) -> &'static [Axis] {
         let view = self.experts();
         let experts = view.degree(ExpertAxis::Expert) * view.degree(ExpertAxis::ExpertTensor);
         if experts > 1 || zero_stage > ZeroStage::Nothing { &[Axis::Replicate] } else { &Axis::TOKENS }

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::DiskPlan;
+use crate::OffloadPlan;
 
 /// Elements of an offload window: the unit of a transfer to or from host memory or a disk.
 pub const WINDOW_ELEMENTS: usize = 1 << 20;
@@ -63,17 +63,17 @@ impl Residences {
     }
 
     /// Returns the plan for model state on disk, moved in windows of `window_elements`; `None` if there is none on disk.
-    pub fn disk_plan(&self, window_elements: usize) -> Option<DiskPlan> {
+    pub fn disk_plan(&self, window_elements: usize) -> Option<OffloadPlan> {
         self.plan_of(Residence::Disk, window_elements)
     }
 
     /// Returns the plan for model state that a device offloads to host memory or disk; see [`Residences::disk_plan`].
-    pub fn offload_plan(&self, window_elements: usize) -> Option<DiskPlan> {
+    pub fn offload_plan(&self, window_elements: usize) -> Option<OffloadPlan> {
         self.plan_of(self.optimizer, window_elements)
     }
 
-    fn plan_of(&self, place: Residence, window_elements: usize) -> Option<DiskPlan> {
-        (self.optimizer == place && place != Residence::Memory).then(|| DiskPlan {
+    fn plan_of(&self, place: Residence, window_elements: usize) -> Option<OffloadPlan> {
+        (self.optimizer == place && place != Residence::Memory).then(|| OffloadPlan {
             share: self.fraction,
             has_gradients: self.gradients == place,
             has_parameters: self.parameters == place,

@@ -66,7 +66,7 @@ pub fn split_units(kind: Kind, costs: &[f64], ranks: usize, chunks: usize) -> Re
 /// Returns the number of units of each stage so that the largest stage is as cheap as possible: only the first aim of [`split_units`], in
 /// microseconds. `costs(stage)` are the costs of all `units` on that stage, since stages may be on different nodes. Remainders make the
 /// first stages smaller, which hold the most micro-batches at a time. Returns `None` if there are no stages, or more than units.
-pub fn split_quickly<'c>(
+pub fn split_minmax<'c>(
     costs: impl Fn(usize) -> &'c [f64],
     units: usize,
     stages: usize,
@@ -244,7 +244,7 @@ mod tests {
             };
             let exact =
                 super::split_units(crate::schedule::Kind::OneForwardOneBackward, &costs, stages, 1).unwrap();
-            let quick = super::split_quickly(|_| &costs, costs.len(), stages).unwrap();
+            let quick = super::split_minmax(|_| &costs, costs.len(), stages).unwrap();
             assert!(
                 quick.iter().all(|length| *length > 0) && quick.iter().sum::<usize>() == costs.len(),
                 "{costs:?} {quick:?}"
@@ -260,11 +260,11 @@ mod tests {
     fn a_quick_split_gives_slow_nodes_less() {
         // The second half of the stages is on nodes of half the speed.
         let (fast, slow) = (vec![1.0; 12], vec![2.0; 12]);
-        let lengths = super::split_quickly(|stage| if stage < 2 { &fast } else { &slow }, 12, 4).unwrap();
+        let lengths = super::split_minmax(|stage| if stage < 2 { &fast } else { &slow }, 12, 4).unwrap();
         assert_eq!(lengths, [4, 4, 2, 2]);
         // A unit that is too dear for a slow node goes to a fast one.
         let (fast, slow) = (vec![1.0, 1.0, 4.0], vec![2.0, 2.0, 8.0]);
-        let lengths = super::split_quickly(|stage| if stage < 1 { &slow } else { &fast }, 3, 2).unwrap();
+        let lengths = super::split_minmax(|stage| if stage < 1 { &slow } else { &fast }, 3, 2).unwrap();
         assert_eq!(lengths, [2, 1]);
     }
 

@@ -96,7 +96,7 @@ pub struct Exchange {
 
 /// Kind of work of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Labor {
+pub enum TaskKind {
     /// One or several GEMMs.
     Product(Product),
     /// Attention or its gradients.
@@ -140,7 +140,7 @@ pub struct Task {
     /// Part of the step.
     pub pass: Pass,
     /// Kind of work.
-    pub labor: Labor,
+    pub kind: TaskKind,
     /// Bytes of all operands, counted once per necessary read or write; 0 for an exchange.
     pub bytes: u64,
     /// Floating-point operations outside GEMMs.
@@ -176,7 +176,7 @@ pub struct Kept {
 
 /// Extent of saved activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Keeping {
+pub enum SavedExtent {
     /// All saved activations.
     Everything,
     /// All but the attention scores: attention is recomputed (Korthikanti's selective recomputation), or fused so that scores are never
@@ -188,16 +188,16 @@ pub enum Keeping {
 
 impl Kept {
     /// Returns the bytes of saved activations of a model with values of `dtype`.
-    pub const fn bytes(&self, keeping: Keeping, dtype: DType) -> u64 {
+    pub const fn bytes(&self, keeping: SavedExtent, dtype: DType) -> u64 {
         let values = self.value_bytes + self.dropped + self.logits * DType::F32.size_bytes() as u64;
         match keeping {
             // The softmax, its output after dropout, and a mask of one byte per element.
-            Keeping::Everything => {
+            SavedExtent::Everything => {
                 let element = dtype.size_bytes() as u64;
                 values + self.scores * element + self.dropped_scores * (element + 1)
             }
-            Keeping::WithoutScores => values,
-            Keeping::InputAlone => self.input_bytes,
+            SavedExtent::WithoutScores => values,
+            SavedExtent::InputAlone => self.input_bytes,
         }
     }
 }

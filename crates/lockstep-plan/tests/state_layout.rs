@@ -2,8 +2,8 @@
 
 use lockstep_plan::gathering::RankPasses;
 use lockstep_plan::{
-    BufferUnit, CACHE_LINE_BYTES, ContextPlace, DType, DiskPlan, Extent, Feedback, Initializer,
-    MemoryCategory, ModelProfile, ParameterId, ParameterRecord, Quantization, QuantizedType, ShardPlace,
+    BufferUnit, CACHE_LINE_BYTES, ContextPlace, DType, Extent, Feedback, Initializer, MemoryCategory,
+    ModelProfile, OffloadPlan, ParameterId, ParameterRecord, Quantization, QuantizedType, ShardPlace,
     Sharding, Share, StageMemory, StateFacts, StateKind, StateLayout, StatePlan, StoreKind, UnitProfile,
     ZeroStage,
 };
@@ -160,7 +160,7 @@ fn copies_hold_updated_weights_optimizer_state_biases_and_residuals() {
 
 #[test]
 fn stores_of_the_optimizer_step_lie_on_disk_beside_each_other() {
-    let disk = DiskPlan { share: 0.5, has_gradients: false, has_parameters: true, window_elements: 2048 };
+    let disk = OffloadPlan { share: 0.5, has_gradients: false, has_parameters: true, window_elements: 2048 };
     let layout = laid_out(&StatePlan { on_disk: Some(disk), ..plan(ZeroStage::Nothing) }, 1, 0);
     let [first, second] = MOMENTS;
     let file = [StoreKind::Weights, StoreKind::MasterWeights, first, second];

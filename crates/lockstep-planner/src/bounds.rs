@@ -32,7 +32,7 @@ pub(crate) struct PassKey {
 
 /// The choices of a candidate on which its split into stages depends: its passes, the recompute mode and the number of blocks with
 /// it, the number of stages, and true for V-shaped schedules.
-pub(crate) type CutKey = (PassKey, Recompute, usize, usize, bool);
+pub(crate) type StageSplitKey = (PassKey, Recompute, usize, usize, bool);
 
 /// The inputs of the bounds: the model state, and times and saved activations by recompute mode, each recorded on first use.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -90,7 +90,7 @@ impl Planner {
             || is_counted && left < 0.8 * none_bytes * at_once / ranks;
         let mode = if needs_mode { candidate.recompute } else { Recompute::None };
         let ModeOutline { pass_ms: mode_ms, saved_bytes: mode_bytes } = self.mode_outline(candidate, mode)?;
-        let stretch = bubble_stretch(kind, ranks, chunks as f64, micro_batches);
+        let stretch = bubble_factor(kind, ranks, chunks as f64, micro_batches);
         if !candidate.offload.is_nothing() {
             let least = self.least_offloaded(held, mode_bytes / ranks, ranks, [at_once, micro_batches]);
             return self.bound_offloaded(candidate, micro_batches * stretch * mode_ms / ranks, least);
@@ -120,7 +120,7 @@ impl Planner {
 /// Rank `s` waits for one forward and one backward of a chunk on each rank before it. With `M` micro-batches and `v` chunks of `t[r] / v`
 /// on rank `r`, the step takes at least `M t[s] + (t[0] + … + t[s - 1]) / v`. Stages are whole units, so the last ranks may have fewer. The
 /// largest of these sums is smallest where all are equal: `t[s + 1] = t[s] (1 - 1 / (v M))`. Split backwards fill the wait.
-fn bubble_stretch(kind: Kind, ranks: f64, chunks: f64, micro_batches: f64) -> f64 {
+fn bubble_factor(kind: Kind, ranks: f64, chunks: f64, micro_batches: f64) -> f64 {
     if kind.splits_backward() {
         return 1.0;
     }

@@ -7,7 +7,7 @@
 use std::path::{Path, PathBuf};
 
 use lockstep_config::{RunConfig, engine_options};
-use lockstep_observe::report::{UsualStep, measured};
+use lockstep_observe::report::{MedianStep, measured};
 use lockstep_plan::{DType, PlannedStep};
 
 use crate::Error;
@@ -24,13 +24,13 @@ const FEWEST_STEPS: usize = 3;
 
 /// A finished run to calibrate by.
 #[derive(Debug, Clone)]
-pub struct MadeRun {
+pub struct FinishedRun {
     /// Directory of its records.
     pub dir: PathBuf,
     /// Configuration of the run.
     pub config: RunConfig,
     /// The run's median step.
-    pub step: UsualStep,
+    pub step: MedianStep,
 }
 
 /// A calibrated cluster, with the factors that were applied.
@@ -39,7 +39,7 @@ pub struct Calibrated {
     /// The machine, with rates that predict the runs better.
     pub cluster: Cluster,
     /// Measured over predicted compute time, by type and device.
-    pub work: Vec<WorkFactor>,
+    pub work: Vec<ComputeFactor>,
     /// Measured over predicted exposed communication; `None` if no run has enough of it.
     pub exchanges: Option<f64>,
     /// The runs, with their predictions before and after the calibration.
@@ -48,7 +48,7 @@ pub struct Calibrated {
 
 /// Measured over predicted compute time of one kind of work.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct WorkFactor {
+pub struct ComputeFactor {
     /// True for a single rank that has all cores of a machine which several could share.
     pub is_alone: bool,
     /// Compute type of the run.
@@ -63,21 +63,21 @@ pub struct WorkFactor {
 #[derive(Debug, Clone)]
 pub struct CalibratedRun {
     /// The run with its measured step.
-    pub run: MadeRun,
+    pub run: FinishedRun,
     /// Prediction before the calibration.
     pub before: PlannedStep,
     /// Prediction after the calibration.
     pub after: PlannedStep,
 }
 
-impl MadeRun {
+impl FinishedRun {
     /// Reads the records of a run.
     ///
     /// # Errors
-    /// If the directory has no run; [`Error::TeachesNothing`] if the run has made too few steps.
+    /// If the directory has no run; [`Error::UnusableForCalibration`] if the run has made too few steps.
     pub fn read(dir: &Path) -> Result<Self, Error> {
         let (config, step) = measured(dir)?;
-        let refuse = |why: String| Error::TeachesNothing { dir: dir.to_owned(), why };
+        let refuse = |why: String| Error::UnusableForCalibration { dir: dir.to_owned(), why };
         let step = step.filter(|step| step.steps >= FEWEST_STEPS).ok_or_else(|| {
             refuse(format!(
                 "it has made too few steps; the first two of a process do not count, and {FEWEST_STEPS} more have to follow"
@@ -104,33 +104,33 @@ impl MadeRun {
 /// Calibrates `cluster` by `runs`. Runs that offload to disk are compared with their predictions but change no factor.
 ///
 /// # Errors
-/// If the model of a run cannot be resolved or does not fit the machine; [`Error::TeachesNothing`] if all runs offload to disk.
-pub fn calibrate(cluster: &Cluster, runs: Vec<MadeRun>) -> Result<Calibrated, Error> {
-    if let Some(run) = runs.first().filter(|_| !runs.iter().any(MadeRun::teaches)) {
+/// If the model of a run cannot be resolved or does not fit the machine; [`Error::UnusableForCalibration`] if all runs offload to disk.
+pub fn calibrate(cluster: &Cluster, runs: Vec<FinishedRun>) -> Result<Calibrated, Error> {
+    if let Some(run) = runs.first().filter(|_| !runs.iter().any(FinishedRun::teaches)) {
         let why = "part of it is on disk, and what it waited there says nothing of the cores".to_owned();
-        return Err(Error::TeachesNothing { dir: run.dir.clone(), why });
+        return Err(Error::UnusableForCalibration { dir: run.dir.clone(), why });
     }
     let predict =
-        |cluster: &Cluster, run: &MadeRun| predicted_step(&run.config, for_run(cluster, &run.config));
+        |cluster: &Cluster, run: &FinishedRun| predicted_step(&run.config, for_run(cluster, &run.config));
     let before: Vec<PlannedStep> =
         runs.iter().map(|run| predict(cluster, run)).collect::<Result<_, Error>>()?;
     let pairs = || runs.iter().zip(&before).filter(|(run, _)| run.teaches());
     let work_of = |is_alone: bool, dtype: DType| {
         let of_kind = pairs().filter(|(run, _)| run.is_alone(cluster) == is_alone && run.dtype() == dtype);
-        let factor = |(run, before): (&MadeRun, &PlannedStep)| {
+        let factor = |(run, before): (&FinishedRun, &PlannedStep)| {
             (run.step.step_ms - run.step.exposed_ms) / before.compute_ms
         };
         let factors: Vec<f64> = of_kind.map(factor).collect();
         let runs = factors.len();
-        middle(factors).map(|factor| WorkFactor { is_alone, dtype, factor: bounded(factor), runs })
+        middle(factors).map(|factor| ComputeFactor { is_alone, dtype, factor: bounded(factor), runs })
     };
     let kinds = [false, true].into_iter().flat_map(|is_alone| {
         [DType::F32, DType::BF16, DType::F16].into_iter().map(move |dtype| (is_alone, dtype))
     });
-    let work: Vec<WorkFactor> = kinds.filter_map(|(is_alone, dtype)| work_of(is_alone, dtype)).collect();
+    let work: Vec<ComputeFactor> = kinds.filter_map(|(is_alone, dtype)| work_of(is_alone, dtype)).collect();
     // Exposed communication without the pipeline bubble, which grows by the factor of the compute.
     let waits = pairs().filter(|(_, before)| before.exposed_ms > LEAST_WAIT * before.step_ms);
-    let factor = |(run, before): (&MadeRun, &PlannedStep)| {
+    let factor = |(run, before): (&FinishedRun, &PlannedStep)| {
         let bubble_ms = factor_of(&work, false, run.dtype()) * before.bubble_ms;
         (run.step.exposed_ms - bubble_ms).max(0.0) / before.exposed_ms
     };
@@ -150,15 +150,18 @@ pub fn calibrate(cluster: &Cluster, runs: Vec<MadeRun>) -> Result<Calibrated, Er
     }
     let after: Vec<PlannedStep> =
         runs.iter().map(|run| predict(&learned, run)).collect::<Result<_, Error>>()?;
-    let compared =
-        |((run, before), after): ((MadeRun, PlannedStep), PlannedStep)| CalibratedRun { run, before, after };
+    let compared = |((run, before), after): ((FinishedRun, PlannedStep), PlannedStep)| CalibratedRun {
+        run,
+        before,
+        after,
+    };
     let runs = runs.into_iter().zip(before).zip(after).map(compared).collect();
     Ok(Calibrated { cluster: learned, work, exchanges, runs })
 }
 
 /// Returns the factor of a kind of work: its own, or that of the most similar kind; 1 if there is none.
-fn factor_of(work: &[WorkFactor], is_alone: bool, dtype: DType) -> f64 {
-    let unlike = |known: &&WorkFactor| (known.is_alone != is_alone, known.dtype != dtype);
+fn factor_of(work: &[ComputeFactor], is_alone: bool, dtype: DType) -> f64 {
+    let unlike = |known: &&ComputeFactor| (known.is_alone != is_alone, known.dtype != dtype);
     work.iter().min_by_key(unlike).map_or(1.0, |known| known.factor)
 }
 
@@ -183,7 +186,7 @@ mod tests {
     #[test]
     fn work_that_no_run_has_shown_is_taken_for_what_is_most_like_it() {
         let known =
-            |is_alone: bool, dtype: DType, factor: f64| WorkFactor { is_alone, dtype, factor, runs: 1 };
+            |is_alone: bool, dtype: DType, factor: f64| ComputeFactor { is_alone, dtype, factor, runs: 1 };
         let work =
             [known(false, DType::F32, 1.1), known(false, DType::BF16, 1.2), known(true, DType::F32, 0.9)];
         assert_eq!(factor_of(&work, true, DType::F32), 0.9);

@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 
 use lockstep_plan::schedule::{Action, Pass, PassKind, Span};
-use lockstep_plan::{HeldActivations, HeldOfStage, MemoryCategory, StepLayout};
+use lockstep_plan::{ActivationUse, MemoryCategory, StageActivationUse, StepLayout};
 
 use crate::cluster::Software;
 use crate::predict::{StepTraffic, TimedModel, slowest_kind, traffic};
@@ -111,7 +111,7 @@ impl Planner {
         layout: &StepLayout,
         recording: &Recording,
         rank: usize,
-    ) -> HeldActivations {
+    ) -> ActivationUse {
         let (numbers, software) = (layout.stages_of(rank), self.cluster.software);
         if software == Software::Lockstep {
             let stages = layout.stages_on(rank);
@@ -124,13 +124,13 @@ impl Planner {
         };
         let of_stage = |stage: usize| {
             let kept_bytes: Vec<usize> = layout.stages[stage].clone().map(kept).collect();
-            HeldOfStage {
+            StageActivationUse {
                 stage,
                 deferred_bytes: vec![0; kept_bytes.len()],
                 kept_bytes,
-                ..HeldOfStage::default()
+                ..StageActivationUse::default()
             }
         };
-        HeldActivations { always_bytes: 0, stages: numbers.into_iter().map(of_stage).collect() }
+        ActivationUse { always_bytes: 0, stages: numbers.into_iter().map(of_stage).collect() }
     }
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::cluster::ClusterError;
-use crate::fit::Misfit;
+use crate::fit::MemoryShortage;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -18,7 +18,7 @@ pub enum Error {
     Observe(Box<lockstep_observe::Error>),
     /// The ranks of this machine need more memory than it has.
     #[error("{0}")]
-    DoesNotFit(Box<Misfit>),
+    DoesNotFit(Box<MemoryShortage>),
     /// The cluster description has mistakes; all of them are in the list.
     #[error("{0}")]
     Cluster(#[from] ClusterError),
@@ -46,7 +46,7 @@ pub enum Error {
     },
     /// The run cannot be used for calibration.
     #[error("nothing can be learned from the run in {}: {why}", dir.display())]
-    TeachesNothing {
+    UnusableForCalibration {
         /// Directory of the run's metrics.
         dir: PathBuf,
         /// Reason why it cannot be used.

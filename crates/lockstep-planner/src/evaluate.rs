@@ -2,7 +2,7 @@
 
 use lockstep_config::RunConfig;
 use lockstep_plan::gathering::ReshardAfterForward;
-use lockstep_plan::work::{Labor, ModelWork, Pass};
+use lockstep_plan::work::{ModelWork, Pass, TaskKind};
 use lockstep_plan::{
     CheckedPlan, MemoryBytes, MemoryCategory, Plan, RankTraffic, StatePlan, StepLayout, ZeroStage, predicted,
 };
@@ -159,9 +159,9 @@ fn computed_again(work: &ModelWork) -> f64 {
     for unit in 0..work.units() {
         let unit = work.unit(unit);
         for task in unit.forward.iter().chain(&unit.backward) {
-            let flops = match task.labor {
-                Labor::Product(product) => product.flops() as f64,
-                Labor::Attention(attention) => 2.0 * attention.flops as f64,
+            let flops = match task.kind {
+                TaskKind::Product(product) => product.flops() as f64,
+                TaskKind::Attention(attention) => 2.0 * attention.flops as f64,
                 _ => continue,
             };
             if task.pass == Pass::Recompute { again += flops } else { once += flops }

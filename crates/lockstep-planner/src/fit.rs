@@ -18,7 +18,7 @@ use crate::{Error, Forecast};
 
 /// A run that does not fit the memory of a machine, with a remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Misfit {
+pub struct MemoryShortage {
     /// Memory that all ranks of the machine need.
     pub needed: MemoryBytes,
     /// Memory that is available, in bytes.
@@ -53,7 +53,7 @@ impl fmt::Display for Change {
     }
 }
 
-impl fmt::Display for Misfit {
+impl fmt::Display for MemoryShortage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let bytes = |bytes: usize| human::bytes(bytes as u64);
         let (needed, there) = (bytes(self.needed.total()), human::bytes(self.available_bytes));
@@ -106,8 +106,8 @@ pub fn require_within(
     available_bytes: u64,
 ) -> Result<(), Error> {
     let forecast = Forecast::of(config, model)?;
-    let foretell = |config: &RunConfig| Forecast::of(config, &check(config)?.1);
-    require_forecast(&forecast, ranks, available_bytes, |fits| changed(config, &STEPS, &foretell, fits))
+    let predict_step = |config: &RunConfig| Forecast::of(config, &check(config)?.1);
+    require_forecast(&forecast, ranks, available_bytes, |fits| changed(config, &STEPS, &predict_step, fits))
 }
 
 /// As [`require`], with the memory of the ranks already predicted; `search` looks for a remedy.
@@ -130,20 +130,27 @@ fn require_forecast(
         (bytes, bytes as u64 <= available_bytes)
     };
     let Found { remedy, least } = search(&fits);
-    Err(Error::DoesNotFit(Box::new(Misfit { needed, available_bytes, ranks, largest, remedy, least })))
+    Err(Error::DoesNotFit(Box::new(MemoryShortage {
+        needed,
+        available_bytes,
+        ranks,
+        largest,
+        remedy,
+        least,
+    })))
 }
 
-/// As [`require`], for the steps of a benchmark; `foretell` predicts their memory under a configuration. Batch and precision are
+/// As [`require`], for the steps of a benchmark; `predict_step` predicts their memory under a configuration. Batch and precision are
 /// the benchmark's own, so no remedy changes them.
 ///
 /// # Errors
-/// [`Error::DoesNotFit`] if the steps do not fit; the error of `foretell` for `config` itself.
+/// [`Error::DoesNotFit`] if the steps do not fit; the error of `predict_step` for `config` itself.
 pub fn require_for_benchmark(
     config: &RunConfig,
-    foretell: &dyn Fn(&RunConfig) -> Result<Forecast, Error>,
+    predict_step: &dyn Fn(&RunConfig) -> Result<Forecast, Error>,
 ) -> Result<(), Error> {
     match takable_memory_bytes() {
-        Some(available_bytes) => require_for_benchmark_within(config, foretell, available_bytes),
+        Some(available_bytes) => require_for_benchmark_within(config, predict_step, available_bytes),
         None => Ok(()),
     }
 }
@@ -154,13 +161,13 @@ pub fn require_for_benchmark(
 /// As [`require_for_benchmark`].
 fn require_for_benchmark_within(
     config: &RunConfig,
-    foretell: &dyn Fn(&RunConfig) -> Result<Forecast, Error>,
+    predict_step: &dyn Fn(&RunConfig) -> Result<Forecast, Error>,
     available_bytes: u64,
 ) -> Result<(), Error> {
-    let forecast = foretell(config)?;
+    let forecast = predict_step(config)?;
     let ranks = 0..forecast.ranks();
     require_forecast(&forecast, ranks, available_bytes, |fits| {
-        changed(config, &STEPS_OF_BENCHMARKS, foretell, fits)
+        changed(config, &STEPS_OF_BENCHMARKS, predict_step, fits)
     })
 }
 
@@ -221,7 +228,7 @@ const STEPS_OF_BENCHMARKS: [Step; 10] = [
 fn changed(
     config: &RunConfig,
     changes: &[Step],
-    foretell: &dyn Fn(&RunConfig) -> Result<Forecast, Error>,
+    predict_step: &dyn Fn(&RunConfig) -> Result<Forecast, Error>,
     fits: &dyn Fn(&Forecast) -> (usize, bool),
 ) -> Found {
     let tried = |steps: &mut dyn Iterator<Item = &Step>| -> Option<(Change, bool)> {
@@ -234,7 +241,7 @@ fn changed(
             return None;
         }
         // A changed plan that does not fit its model is no remedy.
-        let needed = |run: &RunConfig| Some(fits(&foretell(run).ok()?));
+        let needed = |run: &RunConfig| Some(fits(&predict_step(run).ok()?));
         let (mut needed_bytes, is_enough) = needed(&changed)?;
         if is_enough && is_state_moved(config, &changed) {
             let within = |share: f64| {
@@ -450,7 +457,7 @@ mod tests {
         needed(&forecast, 0..forecast.ranks()).total()
     }
 
-    fn refusal(config: &RunConfig, available_bytes: usize) -> Misfit {
+    fn refusal(config: &RunConfig, available_bytes: usize) -> MemoryShortage {
         let model = resolve_model(config).unwrap();
         match require_within(config, &model, 0..config.ranks(), available_bytes as u64) {
             Err(Error::DoesNotFit(misfit)) => *misfit,
@@ -535,17 +542,17 @@ mod tests {
     #[test]
     fn a_benchmark_that_does_not_fit_is_told_what_would_and_keeps_its_batch_and_precision() {
         let config = config(&["parallel.data_parallel_replicate=2", "train.micro_batch=4"]);
-        let foretell = |config: &RunConfig| Forecast::of(config, &check(config)?.1);
+        let predict_step = |config: &RunConfig| Forecast::of(config, &check(config)?.1);
         let refusal = |available_bytes: usize| match require_for_benchmark_within(
             &config,
-            &foretell,
+            &predict_step,
             available_bytes as u64,
         ) {
             Err(Error::DoesNotFit(misfit)) => *misfit,
             other => panic!("{available_bytes} bytes: {other:?}"),
         };
         let all = total(&config);
-        assert!(require_for_benchmark_within(&config, &foretell, all as u64).is_ok());
+        assert!(require_for_benchmark_within(&config, &predict_step, all as u64).is_ok());
         let change = refusal(all - 1).remedy.expect("less is needed where state is shared out");
         assert!(
             change.needed_bytes < all && change.settings.iter().any(|set| set.contains("zero_stage=1")),

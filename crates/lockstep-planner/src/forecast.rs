@@ -9,7 +9,7 @@ use lockstep_config::{PlanFile, ResolvedModel, RunConfig, engine_options, human,
 use lockstep_engine::EngineOptions;
 use lockstep_graph::BlockShape;
 use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::gathering::TooFewLive;
+use lockstep_plan::gathering::LiveLimitTooLow;
 use lockstep_plan::{
     Axis, MemoryBytes, MemoryCategory, MemoryPrediction, Mesh, ModelProfile, Places, Plan, PlanPrediction,
     RankPlan, RanksMemory, Residences, StatePlan, ZeroStage, predicted,
@@ -199,7 +199,7 @@ impl Training {
 
     /// Returns the copies of the state that a rank keeps.
     pub fn copies(&self, mesh: &Mesh, rank: usize, zero_stage: ZeroStage) -> Copies {
-        let saves = self.saves_beside && mesh.is_of_first_copy(rank, zero_stage);
+        let saves = self.saves_beside && mesh.is_in_first_replica(rank, zero_stage);
         Copies { kept: usize::from(self.goes_back), saved: usize::from(saves) }
     }
 }
@@ -222,7 +222,7 @@ impl Recorded {
         Self { profile: recorded.profile(), state }
     }
 
-    fn on(&mut self, plan: &RankPlan, copies: Copies) -> Result<MemoryPrediction, TooFewLive> {
+    fn on(&mut self, plan: &RankPlan, copies: Copies) -> Result<MemoryPrediction, LiveLimitTooLow> {
         (self.state.kept_copies, self.state.saved_copies) = (copies.kept, copies.saved);
         let shard_ranks = |summing| plan.mesh().shard_ranks(summing);
         predicted(&self.profile, &plan.passes, shard_ranks, &self.state)

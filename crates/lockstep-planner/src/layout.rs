@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use lockstep_config::{RunConfig, plan};
 use lockstep_plan::schedule::{Kind, Schedule};
-use lockstep_plan::{CheckedPlan, Mesh, Plan, Recompute, StepLayout, split_quickly};
+use lockstep_plan::{CheckedPlan, Mesh, Plan, Recompute, StepLayout, split_minmax};
 
 use crate::predict::{TimedModel, slowest_kind};
 use crate::search::Candidate;
@@ -73,7 +73,7 @@ impl Planner {
         let kind = |rank: usize| slowest_kind(&self.cluster, mesh, times.dtype(), rank);
         let kinds: Vec<usize> = (0..candidate.degrees.pipeline).map(kind).collect();
         let of_stage = |stage: usize| costs[kinds[schedule.rank_of(stage)]].as_slice();
-        let cut = split_quickly(of_stage, times.units(), stages).map(|units| {
+        let cut = split_minmax(of_stage, times.units(), stages).map(|units| {
             let stage = |end: &mut usize, units: usize| {
                 let start = *end;
                 *end += units;

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use lockstep_plan::gathering::TooFewLive;
+use lockstep_plan::gathering::LiveLimitTooLow;
 use lockstep_plan::{
     MemoryBytes, Mesh, Plan, RankTraffic, Residence, Residences, StatePlan, StepLayout,
     offload_traffic_by_kind, predicted,
@@ -90,7 +90,7 @@ impl Planner {
             }
             Ok(traffic)
         };
-        let traffic = (0..layout.pipeline_ranks()).map(of_rank).collect::<Result<_, TooFewLive>>();
+        let traffic = (0..layout.pipeline_ranks()).map(of_rank).collect::<Result<_, LiveLimitTooLow>>();
         traffic.map_err(|_| Rejection::Invalid)
     }
 

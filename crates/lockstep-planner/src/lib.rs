@@ -41,7 +41,7 @@ mod value;
 mod workload;
 
 pub use advice::Advice;
-pub use calibrate::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
+pub use calibrate::{Calibrated, CalibratedRun, ComputeFactor, FinishedRun, calibrate};
 pub use choice::{Choice, Reason, choose};
 pub use details::{Details, MemoryCurve};
 pub use error::Error;
@@ -52,7 +52,7 @@ pub use explain::{
 };
 pub use forecast::Forecast;
 pub use page::Page;
-pub use planner::{Objective, Planner, Searched, foretell};
+pub use planner::{Objective, Planner, Searched, predict_step};
 pub use remedy::{Remedies, Remedy};
 pub use roofline::{Point, Roofline};
 pub use scaling::{Scaled, Scaling};

@@ -15,7 +15,7 @@ use lockstep_model::{Tuning, tuned_records};
 use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::{ContextMethod, Facts, Offload, PlannedStep, Recompute, Residence};
 
-use crate::bounds::{CutKey, Outline, PassKey};
+use crate::bounds::{Outline, PassKey, StageSplitKey};
 use crate::cluster::{Cluster, Software};
 use crate::recordings::{Recordings, Uniform};
 use crate::search::{Candidate, Found, Observer, Ranking, Space, search};
@@ -34,7 +34,7 @@ pub enum Objective {
 }
 
 /// Predicts a step of `config` on this machine; `None` if the machine was not measured, or if ranks run on other machines too.
-pub fn foretell(config: &RunConfig) -> Option<PlannedStep> {
+pub fn predict_step(config: &RunConfig) -> Option<PlannedStep> {
     predicted_step(config, machine::of_run(config)?).ok()
 }
 
@@ -69,7 +69,7 @@ pub struct Planner {
     pub(crate) schedules: HashMap<(Kind, usize, usize, usize), Option<Arc<Schedule>>>,
     pub(crate) outlines: HashMap<PassKey, Outline>,
     pub(crate) uniforms: HashMap<(PassKey, Recompute), Rc<Uniform>>,
-    pub(crate) cuts: HashMap<CutKey, Option<Vec<Range<usize>>>>,
+    pub(crate) cuts: HashMap<StageSplitKey, Option<Vec<Range<usize>>>>,
     /// Number of rank ledgers that searches have computed so far.
     pub(crate) ledgers: usize,
 }

@@ -8,7 +8,7 @@ use lockstep_config::{ResolvedModel, RunConfig, engine_options};
 use lockstep_engine::EngineOptions;
 use lockstep_graph::BlockShape;
 use lockstep_model::{Flops, ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::work::{Keeping, Labor, ModelWork};
+use lockstep_plan::work::{ModelWork, SavedExtent, TaskKind};
 use lockstep_plan::{Mesh, ModelProfile, Places, Plan, Recompute, StateBytes, StateFacts};
 
 use crate::cluster::{Cluster, Software};
@@ -73,10 +73,10 @@ impl Uniform {
 pub(crate) fn kept_elsewhere(work: &ModelWork, unit: usize, recompute: Recompute, software: Software) -> u64 {
     let is_block = unit > 0 && unit + 1 < work.units();
     let keeping = match recompute {
-        Recompute::Full if is_block => Keeping::InputAlone,
-        Recompute::Selective if is_block => Keeping::WithoutScores,
-        _ if !software.style().writes_scores => Keeping::WithoutScores,
-        _ => Keeping::Everything,
+        Recompute::Full if is_block => SavedExtent::InputAlone,
+        Recompute::Selective if is_block => SavedExtent::WithoutScores,
+        _ if !software.style().unfused_attention => SavedExtent::WithoutScores,
+        _ => SavedExtent::Everything,
     };
     work.unit(unit).kept.bytes(keeping, work.dtype)
 }
@@ -167,7 +167,7 @@ impl Recordings {
     /// repeats the whole forward, or attention alone.
     fn make(&mut self, plan: &Plan, mesh: &Mesh, recompute: Recompute) -> Recording {
         let repeats = match recompute {
-            Recompute::Selective if self.software.style().writes_scores => Some(recompute),
+            Recompute::Selective if self.software.style().unfused_attention => Some(recompute),
             Recompute::Full if self.software != Software::Lockstep => Some(recompute),
             _ => None,
         };
@@ -179,7 +179,7 @@ impl Recordings {
         self.flops.insert((shape, recompute), recorded.flops());
         let mut work = recorded.work();
         match repeats {
-            Some(Recompute::Selective) => work.repeat(|task| matches!(task.labor, Labor::Attention(_))),
+            Some(Recompute::Selective) => work.repeat(|task| matches!(task.kind, TaskKind::Attention(_))),
             Some(_) => work.repeat(|_| true),
             None => {}
         }

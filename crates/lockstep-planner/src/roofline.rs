@@ -2,9 +2,9 @@
 
 use lockstep_config::human;
 use lockstep_plan::StepLayout;
-use lockstep_plan::work::{Labor, Pass, Product, Task};
+use lockstep_plan::work::{Pass, Product, Task, TaskKind};
 
-use crate::predict::{Worker, device, kinds_of};
+use crate::predict::{KernelTimes, device, kinds_of};
 use crate::recordings::Recording;
 use crate::{Evaluated, Planner};
 
@@ -109,7 +109,7 @@ impl Planner {
         }
         let work = &recording.work;
         let device = device(&self.cluster, &layout.mesh, kind);
-        let worker = Worker::new(device, self.cluster.software.style(), work.dtype);
+        let worker = KernelTimes::new(device, self.cluster.software.style(), work.dtype);
         let stages = pipeline_ranks.iter().flat_map(|rank| layout.stages_of(*rank));
         let mut points: Vec<Point> = Vec::new();
         for unit in stages.flat_map(|stage| layout.stages[stage].clone()) {
@@ -149,11 +149,11 @@ impl Planner {
 /// Returns the point of a single task; `None` for a collective.
 fn point_of(task: &Task, seconds: f64) -> Option<Point> {
     let vector = task.vector_flops as f64;
-    let (shape, flops) = match task.labor {
-        Labor::Product(product) => (Some(product), product.flops() as f64 + vector),
-        Labor::Attention(attention) => (None, attention.flops as f64 + vector),
-        Labor::Stream => (None, vector),
-        Labor::Exchange(_) => return None,
+    let (shape, flops) = match task.kind {
+        TaskKind::Product(product) => (Some(product), product.flops() as f64 + vector),
+        TaskKind::Attention(attention) => (None, attention.flops as f64 + vector),
+        TaskKind::Stream => (None, vector),
+        TaskKind::Exchange(_) => return None,
     };
     Some(Point { name: task.name, pass: task.pass, shape, flops, bytes: task.bytes as f64, seconds })
 }

@@ -12,7 +12,7 @@ use criterion::{
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::{
     AdamW, Arena, CpuLevel, CpuQueue, Dropout, Gelu, Kernels, LayerNorm, Rotation, Rounding, Sgd, Tensor,
-    TokenPlaces, Write,
+    TokenPositions, Write,
 };
 
 const TOKENS: usize = 2048;
@@ -74,7 +74,7 @@ fn elementwise(group: &mut Group<'_>, s: &Setting) {
     }
     let keys = s.words(&[1, 2]);
     let dropout = Dropout { probability: 0.2, site: 3, keys: keys.view() };
-    measure(group, "dropout", 2 * bytes, || q.dropout(dropout, TokenPlaces::whole(TOKENS), 0, a, y));
+    measure(group, "dropout", 2 * bytes, || q.dropout(dropout, TokenPositions::whole(TOKENS), 0, a, y));
     let other = if s.dtype == DType::F32 { DType::BF16 } else { DType::F32 };
     let converted = s.matrix(other, TOKENS, WIDTH);
     let half = s.matrix(DType::F16, TOKENS, WIDTH);

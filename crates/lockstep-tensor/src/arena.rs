@@ -41,14 +41,14 @@ struct State {
     peak: MemoryBytes,
     peak_total_bytes: usize,
     /// Freed blocks, keyed by their kind and capacity.
-    free: BTreeMap<(Kind, usize), Vec<Arc<Held>>>,
-    shared: Option<Sharing>,
+    free: BTreeMap<(Kind, usize), Vec<Arc<LendableBlock>>>,
+    shared: Option<SharedCategories>,
     /// The device that holds the buffers, snapshots excepted: those stay on the host.
     device: Option<Arc<dyn Device>>,
 }
 
 /// The categories whose buffers lie in shared memory.
-struct Sharing {
+struct SharedCategories {
     heap: Arc<SharedHeap>,
     categories: Vec<MemoryCategory>,
 }
@@ -206,7 +206,7 @@ impl Arena {
     /// mapped. Once the heap is full, these buffers lie in private memory.
     pub fn sharing(heap: Arc<SharedHeap>, categories: &[MemoryCategory]) -> Self {
         let arena = Self::default();
-        arena.lock().shared = Some(Sharing { heap, categories: categories.to_vec() });
+        arena.lock().shared = Some(SharedCategories { heap, categories: categories.to_vec() });
         arena
     }
 
@@ -287,12 +287,12 @@ impl Arena {
                     requested_bytes: capacity,
                     in_use_bytes: state.in_use.total(),
                 })?;
-                let held = Held { block, loans: Mutex::default(), lent: AtomicUsize::new(0) };
+                let held = LendableBlock { block, loans: Mutex::default(), lent: AtomicUsize::new(0) };
                 (Arc::new(held), Contents::Zeros)
             }
         };
         state.book(category, capacity);
-        let home = Home { arena: self.clone(), category };
+        let home = Owner { arena: self.clone(), category };
         Ok((Buffer { held, home, copy: Vec::new(), not_sync: PhantomData }, contents))
     }
 
@@ -364,8 +364,8 @@ impl State {
 
 /// Memory of one device, booked under one category. It is `Send` but not `Sync`: see the crate's documentation.
 pub struct Buffer {
-    held: Arc<Held>,
-    home: Home,
+    held: Arc<LendableBlock>,
+    home: Owner,
     /// For a buffer on a device: the bytes that [`Buffer::host_bytes`] read last. No ledger books them.
     copy: Vec<u8>,
     not_sync: PhantomData<Cell<()>>,
@@ -375,7 +375,7 @@ pub struct Buffer {
 const LOANS: usize = 16;
 
 /// A block and its loans.
-struct Held {
+struct LendableBlock {
     block: Block,
     loans: Mutex<Loans>,
     /// Number of lent ranges, readable without the lock.
@@ -387,19 +387,19 @@ struct Loans {
     /// Byte ranges that are lent.
     ranges: Vec<Range<usize>>,
     /// The arena that takes the block back, if its buffer was dropped while part of it was lent.
-    home: Option<Home>,
+    home: Option<Owner>,
 }
 
 /// The arena that takes a free block back, and the category under which it is booked until then.
 #[derive(Clone)]
-struct Home {
+struct Owner {
     arena: Arena,
     category: MemoryCategory,
 }
 
-impl Home {
+impl Owner {
     /// Returns a block to the cache. A block of a device returns once the queue has passed all uses of it.
-    fn take_back(&self, held: Arc<Held>) {
+    fn take_back(&self, held: Arc<LendableBlock>) {
         let (retired, home) = (Arc::clone(&held), self.clone());
         let give_back = move || home.take_back_now(retired);
         match held.block.place() {
@@ -410,7 +410,7 @@ impl Home {
         }
     }
 
-    fn take_back_now(&self, held: Arc<Held>) {
+    fn take_back_now(&self, held: Arc<LendableBlock>) {
         let (kind, capacity) = (held.block.kind(), held.block.capacity);
         let mut state = self.arena.lock();
         state.in_use[self.category] -= capacity;
@@ -520,7 +520,7 @@ impl Buffer {
     }
 }
 
-impl Held {
+impl LendableBlock {
     fn lock_loans(&self) -> MutexGuard<'_, Loans> {
         self.loans.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -553,7 +553,7 @@ impl Drop for Buffer {
 
 /// A range of a [`Buffer`], for one borrower on any thread. The memory lives until both are dropped.
 pub struct Loan {
-    held: Arc<Held>,
+    held: Arc<LendableBlock>,
     range: Range<usize>,
     after: Event,
     is_handed_over: bool,

@@ -98,10 +98,10 @@ pub trait Queue: Kernels {
 
 /// A point in the order of a queue, or of a transfer that is overlapped with it; as a CUDA event.
 #[derive(Debug, Clone, Default)]
-pub struct Event(Option<Arc<dyn Moment>>);
+pub struct Event(Option<Arc<dyn DeviceEvent>>);
 
 /// The device's side of an [`Event`].
-pub trait Moment: Any + fmt::Debug + Send + Sync {
+pub trait DeviceEvent: Any + fmt::Debug + Send + Sync {
     /// Returns true once the point has been reached.
     fn has_come(&self) -> bool;
 
@@ -114,7 +114,7 @@ impl Event {
     pub const COMPLETE: Self = Self(None);
 
     /// Wraps a device's `moment`.
-    pub fn new(moment: Arc<dyn Moment>) -> Self {
+    pub fn new(moment: Arc<dyn DeviceEvent>) -> Self {
         Self(Some(moment))
     }
 
@@ -131,7 +131,7 @@ impl Event {
     }
 
     /// Returns the device's side of the event; `None` for [`Event::COMPLETE`].
-    pub fn moment(&self) -> Option<&dyn Moment> {
+    pub fn moment(&self) -> Option<&dyn DeviceEvent> {
         self.0.as_deref()
     }
 }

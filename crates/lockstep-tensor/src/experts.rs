@@ -53,7 +53,7 @@ pub struct Router<'a> {
 
 /// The outputs of a router, which its backward reads.
 #[derive(Debug, Clone, Copy)]
-pub struct Routed<'a> {
+pub struct RouterOutputs<'a> {
     /// f32 `[T, experts]`: the score of each expert.
     pub scores: View<'a>,
     /// f32 `[T]`: log-sum-exp of the logits.

@@ -8,7 +8,7 @@
 
 use lockstep_plan::{DType, QuantizedType, exact::ExactSum};
 
-use crate::{GroupedGemm, Pending, Permutation, Routed, Router, RouterGradients, View};
+use crate::{GroupedGemm, Pending, Permutation, Router, RouterGradients, RouterOutputs, View};
 
 /// Storage order of the operands of a GEMM. `C` is always `[m, n]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -90,7 +90,7 @@ pub struct Dropout<'a> {
 /// the same attention work. Token `i` of a sequence on this rank has position `halves[0] + i` for `i < seq_len / 2`,
 /// else `halves[1] + i - seq_len / 2`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct TokenPlaces {
+pub struct TokenPositions {
     /// Index within the micro-batch of the tensor's first row.
     pub first_row: usize,
     /// Tokens of each sequence on this rank.
@@ -99,7 +99,7 @@ pub struct TokenPlaces {
     pub halves: [usize; 2],
 }
 
-impl TokenPlaces {
+impl TokenPositions {
     /// Creates the mapping for all rows of whole sequences.
     pub fn whole(seq_len: usize) -> Self {
         Self { first_row: 0, seq_len, halves: [0, seq_len / 2] }
@@ -326,12 +326,12 @@ pub struct Muon<'a> {
 pub trait Kernels {
     /// Computes a matrix product; see [`Gemm`].
     fn gemm(&self, gemm: Gemm<'_>) {
-        self.gemm_part(gemm, gemm.c.shape().as_matrix().0);
+        self.gemm_rows(gemm, gemm.c.shape().as_matrix().0);
     }
 
     /// Computes some rows of a matrix product that has `rows` of them, bit-identical to those rows of the whole
     /// product. `a` (not transposed) and `c` hold only those rows.
-    fn gemm_part(&self, gemm: Gemm<'_>, rows: usize);
+    fn gemm_rows(&self, gemm: Gemm<'_>, rows: usize);
 
     /// Computes matrix products of groups of rows; see [`GroupedGemm`].
     fn grouped_gemm(&self, gemm: GroupedGemm<'_>);
@@ -396,7 +396,7 @@ pub trait Kernels {
     );
 
     /// Applies rotary position embedding as [`Kernels::rope`] does, to interleaved pairs: `(x[2i], x[2i + 1])`.
-    fn rope_neighbours(
+    fn rope_interleaved(
         &self,
         x: View<'_>,
         positions: View<'_>,
@@ -482,7 +482,7 @@ pub trait Kernels {
     fn dropout(
         &self,
         dropout: Dropout<'_>,
-        places: TokenPlaces,
+        places: TokenPositions,
         first_feature: u32,
         x: View<'_>,
         y: View<'_>,
@@ -527,7 +527,7 @@ pub trait Kernels {
     );
 
     /// Chooses experts by `logits [T, experts]`, and writes all of `routed`; see [`Router`].
-    fn router_top_k(&self, router: &Router<'_>, logits: View<'_>, routed: Routed<'_>);
+    fn router_top_k(&self, router: &Router<'_>, logits: View<'_>, routed: RouterOutputs<'_>);
 
     /// Returns the router margin: the smallest distance of any token from another choice of experts. It is the
     /// difference between the score of a token's last chosen expert and the best one it did not choose, and likewise
@@ -540,16 +540,22 @@ pub trait Kernels {
         &self,
         router: &Router<'_>,
         logits: View<'_>,
-        routed: Routed<'_>,
+        routed: RouterOutputs<'_>,
         gradients: RouterGradients<'_>,
-        places: TokenPlaces,
+        places: TokenPositions,
         dlogits: View<'_>,
     );
 
     /// Computes the terms of a load-balancing loss (Fedus et al., "Switch Transformers", 2021, section 2.2). Writes
     /// `counts` (f32 `[sequences, experts]`), the number of slots of a sequence's tokens that chose an expert. Writes
     /// `probabilities` (same shape), the sum of the expert's probabilities over these tokens.
-    fn router_load(&self, routed: Routed<'_>, places: TokenPlaces, counts: View<'_>, probabilities: View<'_>);
+    fn router_load(
+        &self,
+        routed: RouterOutputs<'_>,
+        places: TokenPositions,
+        counts: View<'_>,
+        probabilities: View<'_>,
+    );
 
     /// Sorts slots by expert, and in ascending order within an expert. `experts` (u32) holds the expert of each slot;
     /// `offsets` (u32 `[G + 1]`) becomes the first row of each of the experts `first_expert..first_expert + G`. Slots
@@ -569,7 +575,7 @@ pub trait Kernels {
     fn limit_slots(
         &self,
         experts: View<'_>,
-        places: TokenPlaces,
+        places: TokenPositions,
         capacity: usize,
         before: Option<View<'_>>,
         kept: View<'_>,

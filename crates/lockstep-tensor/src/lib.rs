@@ -27,15 +27,18 @@ mod view;
 
 pub use arena::{Arena, Buffer, Loan};
 pub use cpu::{CpuLevel, CpuQueue, F32Products, Workers, muon_flops};
-pub use device::{Device, Event, Moment, Pending, Place, Queue};
-pub use disk::{Action, DiskError, DiskMethod, DiskQueue, DiskTraffic, Mover, ScratchFile, Ticket, Transfer};
+pub use device::{Device, DeviceEvent, Event, Pending, Place, Queue};
+pub use disk::{
+    Action, DiskBackend, DiskError, DiskIo, DiskQueue, DiskTraffic, ScratchFile, Ticket, Transfer,
+};
 pub use error::TensorError;
 pub use experts::{
-    ExpertGroups, GroupedGemm, Permutation, Routed, Router, RouterGradients, RouterScores, RouterWeights,
+    ExpertGroups, GroupedGemm, Permutation, Router, RouterGradients, RouterOutputs, RouterScores,
+    RouterWeights,
 };
 pub use kernels::{
     AdamW, Attention, AttentionWrite, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Lion, Muon,
-    Rotation, Rounding, Sgd, TokenPlaces, TokenSpan, Write,
+    Rotation, Rounding, Sgd, TokenPositions, TokenSpan, Write,
 };
 pub use mapped::MappedFile;
 pub use shared::{SharedHeap, SharedMemory};

@@ -181,7 +181,14 @@ fn describe_work(
 /// Returns the fraction of tokens that are predicted, and the samples that were left out, with reasons.
 pub fn answers(supervision: &Supervision, seq_len: usize) -> String {
     let Supervision {
-        tokens, labels, samples, without_answer, answer_beyond, truncated, masked_windows, ..
+        tokens,
+        labels,
+        samples,
+        without_answer,
+        answer_out_of_window,
+        truncated,
+        masked_windows,
+        ..
     } = *supervision;
     let mut line = format!(
         "{} of {} tokens are predicted ({:.1} %)",
@@ -190,10 +197,10 @@ pub fn answers(supervision: &Supervision, seq_len: usize) -> String {
         100.0 * labels as f64 / tokens.max(1) as f64
     );
     let mut left_out = Vec::new();
-    if answer_beyond > 0 {
+    if answer_out_of_window > 0 {
         left_out.push(format!(
             "{} with prompts of {seq_len} tokens or more (train.seq_len = {} would keep the shortest)",
-            human::thousands(answer_beyond),
+            human::thousands(answer_out_of_window),
             supervision.seq_len_for_one_more
         ));
     }
@@ -201,7 +208,7 @@ pub fn answers(supervision: &Supervision, seq_len: usize) -> String {
         left_out.push(format!("{} without an answer", human::thousands(without_answer)));
     }
     if !left_out.is_empty() {
-        let dropped = human::thousands(answer_beyond + without_answer);
+        let dropped = human::thousands(answer_out_of_window + without_answer);
         let samples = human::thousands(samples);
         line += &format!("; {dropped} of {samples} samples are left out: {}", left_out.join(", "));
     }

@@ -28,7 +28,7 @@ const MAX_SKIPPED_IN_A_ROW: u64 = 10;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Verdict {
     /// The step may change the weights.
-    Sound,
+    Accepted,
     /// The loss or the gradient norm is not finite.
     NotFinite {
         /// Loss of the step.
@@ -50,7 +50,7 @@ pub(crate) enum Verdict {
 impl fmt::Display for Verdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Sound => f.write_str("sound"),
+            Self::Accepted => f.write_str("sound"),
             Self::NotFinite { loss, grad_norm } if loss.is_finite() => {
                 write!(f, "the gradient norm is {grad_norm} (loss {})", Short(*loss))
             }
@@ -98,8 +98,8 @@ pub(crate) struct Guard {
     norms: Window,
     pub(crate) skipped_in_a_row: u64,
     /// Losses of sound steps that had not risen.
-    calm: Window,
-    /// True if the loss of the last sound step had risen above the median of `calm`.
+    recent_losses: Window,
+    /// True if the loss of the last sound step had risen above the median of `recent_losses`.
     is_risen: bool,
     /// Last step that changed the weights.
     last_good: u64,
@@ -127,7 +127,7 @@ impl Guard {
             losses: Window::from_json(&remembered["losses"]),
             norms: Window::from_json(&remembered["gradient_norms"]),
             skipped_in_a_row: number("skipped_in_a_row"),
-            calm: Window::from_json(&remembered["calm_losses"]),
+            recent_losses: Window::from_json(&remembered["calm_losses"]),
             is_risen: remembered["is_risen"] == true,
             last_good: step - number("skipped_in_a_row").min(step),
             skipped: number("skipped"),
@@ -141,7 +141,7 @@ impl Guard {
             "losses": self.losses.to_json(),
             "gradient_norms": self.norms.to_json(),
             "skipped_in_a_row": self.skipped_in_a_row,
-            "calm_losses": self.calm.to_json(),
+            "calm_losses": self.recent_losses.to_json(),
             "is_risen": self.is_risen,
             "skipped": self.skipped,
             "rollbacks": self.rollbacks,
@@ -153,13 +153,13 @@ impl Guard {
         if !(loss.is_finite() && grad_norm.is_finite()) {
             return Verdict::NotFinite { loss, grad_norm };
         }
-        let Some(factor) = self.spike_factor else { return Verdict::Sound };
+        let Some(factor) = self.spike_factor else { return Verdict::Accepted };
         let usual = [("loss", loss, &self.losses), ("gradient norm", grad_norm, &self.norms)];
         let spike = usual.into_iter().find_map(|(what, value, window)| {
             let median = window.median()?;
             (value > factor * median).then_some(Verdict::Spike { what, value, median })
         });
-        spike.unwrap_or(Verdict::Sound)
+        spike.unwrap_or(Verdict::Accepted)
     }
 
     /// Records a step that changed the weights.
@@ -171,9 +171,9 @@ impl Guard {
             self.norms.push(grad_norm);
         }
         // A risen loss does not enter the median, however long it lasts.
-        self.is_risen = self.calm.median().is_some_and(|median| loss > RISEN * median + LEAST_RISE);
+        self.is_risen = self.recent_losses.median().is_some_and(|median| loss > RISEN * median + LEAST_RISE);
         if !self.is_risen {
-            self.calm.push(loss);
+            self.recent_losses.push(loss);
         }
     }
 
@@ -262,13 +262,13 @@ impl Window {
 }
 
 /// Copy of the state in memory for rollbacks.
-pub(crate) struct Refuge {
+pub(crate) struct RollbackSnapshot {
     snapshot: Snapshot,
     /// Number of optimizer steps of the copied state.
     updates: u64,
 }
 
-impl Refuge {
+impl RollbackSnapshot {
     /// Copies the engine's state after `updates` optimizer steps.
     ///
     /// # Errors
@@ -318,20 +318,20 @@ mod tests {
             let verdict = guard.judge(loss, norm);
             assert!(matches!(verdict, Verdict::NotFinite { .. }), "{loss}, {norm}: {verdict}");
         }
-        assert_eq!(guard.judge(1e30, 1e30), Verdict::Sound);
+        assert_eq!(guard.judge(1e30, 1e30), Verdict::Accepted);
     }
 
     #[test]
     fn a_loss_or_norm_beyond_the_factor_is_a_spike_once_enough_is_known() {
         let settings = ["train.spike_factor=5"];
         let known = after_sound_steps(guard(&settings), LEAST_HISTORY as u64);
-        assert_eq!(known.judge(20.0, 10.0), Verdict::Sound);
+        assert_eq!(known.judge(20.0, 10.0), Verdict::Accepted);
         assert_eq!(known.judge(20.1, 1.0), Verdict::Spike { what: "loss", value: 20.1, median: 4.0 });
         let norm = known.judge(4.0, 10.1);
         assert_eq!(norm, Verdict::Spike { what: "gradient norm", value: 10.1, median: 2.0 });
         assert_eq!(norm.to_string(), "the gradient norm is 10.1000, 5.0 times the median 2.0000");
         let unknown = after_sound_steps(guard(&settings), LEAST_HISTORY as u64 - 1);
-        assert_eq!(unknown.judge(1e9, 1e9), Verdict::Sound);
+        assert_eq!(unknown.judge(1e9, 1e9), Verdict::Accepted);
     }
 
     #[test]

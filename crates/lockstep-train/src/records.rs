@@ -12,17 +12,17 @@ use lockstep_config::{RunConfig, human};
 use lockstep_engine::{Engine, Ranks};
 use lockstep_observe::metrics::{EventWriter, MetricsWriter, Prometheus, Row, Server, Start};
 use lockstep_observe::rank_layout::{self, LAYOUT};
-use lockstep_observe::report::{self, Beginning, DevicePeak, describe_run};
+use lockstep_observe::report::{self, DevicePeak, RunFacts, describe_run};
 use lockstep_observe::roofline::Limits;
 use lockstep_observe::trace::Tracer;
 use lockstep_observe::trace::pipeline::{self, TIMELINE};
 use lockstep_plan::ParameterRecord;
-use lockstep_planner::foretell;
+use lockstep_planner::predict_step;
 use lockstep_tensor::host::available_memory_bytes;
 
 use crate::corpus::Corpus;
 use crate::error::Error;
-use crate::saving::Ran;
+use crate::saving::SaveInterval;
 
 /// Least duration of a run that measures the machine's limits at its end, which takes a second.
 const LONG_RUN_SECONDS: u64 = 30;
@@ -42,7 +42,7 @@ pub(crate) struct Records {
     health: Option<Server>,
     tracer: Tracer,
     /// State of the pipeline timeline in the report; `None` if no timeline is drawn.
-    picture: Option<Picture>,
+    picture: Option<TimelineState>,
     begin: Instant,
     /// Consecutive rows that could not be written at once, and the count at which the next message is due.
     refused: u64,
@@ -51,7 +51,7 @@ pub(crate) struct Records {
 
 /// Pipeline step whose timeline is shown with the actions of all ranks: the sampled step, later the last one.
 #[derive(Debug)]
-struct Picture {
+struct TimelineState {
     schedule: String,
     sampled: u64,
     /// Last step completed, and last step written.
@@ -59,7 +59,7 @@ struct Picture {
     written: u64,
 }
 
-impl Picture {
+impl TimelineState {
     /// Returns `None` if the run keeps no rows.
     fn of(config: &RunConfig, start: Start) -> Option<Self> {
         config.metrics.jsonl.then(|| Self {
@@ -94,11 +94,11 @@ impl Records {
         let events = metrics.tensorboard.then(|| EventWriter::open(&dir, start)).transpose()?;
         if rows.is_some() {
             let ranks = config.ranks();
-            let beginning = Beginning {
+            let beginning = RunFacts {
                 model: &model_line(engine),
                 machine: &machine_line(engine, ranks),
                 first_step: start.done() + 1,
-                predicted: foretell(config),
+                predicted: predict_step(config),
                 peak,
                 data: corpus.described(),
             };
@@ -111,7 +111,7 @@ impl Records {
         let sampled = rows.is_some().then_some(start.done() + SAMPLED_STEP);
         let tracer = Tracer::new(&dir, sampled, metrics.trace_steps);
         let rows = rows.map(|(rows, _)| rows);
-        let picture = Picture::of(config, start);
+        let picture = TimelineState::of(config, start);
         let begin = Instant::now();
         let health = None;
         Ok(Self { dir, rows, events, prometheus, health, tracer, picture, begin, refused: 0, next_told: 1 })
@@ -125,7 +125,7 @@ impl Records {
         let opened = if serves { Server::open(config) } else { Ok(None) };
         // The run does not depend on the endpoint, and hosts on the same machine contend for one port.
         let health = opened.inspect_err(|error| tracing::warn!("{error}")).unwrap_or_default();
-        Self { picture: Picture::of(config, start), health, ..Self::of_trace(config) }
+        Self { picture: TimelineState::of(config, start), health, ..Self::of_trace(config) }
     }
 
     /// Opens records that consist of a trace alone.
@@ -160,7 +160,7 @@ impl Records {
         if self.picture.is_none() {
             return Ok(());
         }
-        unless_told(rank_layout::write(&self.dir, engine, ranks), tell)
+        report_unless_comm(rank_layout::write(&self.dir, engine, ranks), tell)
     }
 
     /// Writes the timeline of the last pipeline step; a collective call.
@@ -214,13 +214,13 @@ impl Records {
         ranks: &Ranks,
         mut tell: impl FnMut(&str),
     ) -> Result<(), Error> {
-        unless_told(self.tracer.end(step, begin, saving_since, engine, ranks), &mut tell)?;
+        report_unless_comm(self.tracer.end(step, begin, saving_since, engine, ranks), &mut tell)?;
         if let Some(health) = &self.health {
             health.show(step, "");
         }
         let Some(picture) = &mut self.picture else { return Ok(()) };
         picture.made = step;
-        if picture.sampled == step { unless_told(self.draw(engine, ranks), tell) } else { Ok(()) }
+        if picture.sampled == step { report_unless_comm(self.draw(engine, ranks), tell) } else { Ok(()) }
     }
 
     /// Marks the end of the last step: writes a trace that was to continue, and the timeline of this step.
@@ -233,8 +233,8 @@ impl Records {
         ranks: &Ranks,
         mut tell: impl FnMut(&str),
     ) -> Result<(), Error> {
-        unless_told(self.tracer.write_trace(engine.model(), ranks), &mut tell)?;
-        unless_told(self.draw(engine, ranks), tell)
+        report_unless_comm(self.tracer.write_trace(engine.model(), ranks), &mut tell)?;
+        report_unless_comm(self.draw(engine, ranks), tell)
     }
 
     /// Marks the end of work between two steps, such as an evaluation.
@@ -243,7 +243,7 @@ impl Records {
     }
 
     /// Marks the end of a save that overlapped with steps.
-    pub(crate) fn saved(&mut self, Ran { begin, end }: Ran) {
+    pub(crate) fn saved(&mut self, SaveInterval { begin, end }: SaveInterval) {
         if let Some(prometheus) = &mut self.prometheus {
             prometheus.saved();
         }
@@ -304,7 +304,10 @@ impl Records {
 }
 
 /// Passes on a communication error, which ends the run, and reports any other error through `tell`.
-fn unless_told(result: Result<(), lockstep_observe::Error>, tell: impl FnOnce(&str)) -> Result<(), Error> {
+fn report_unless_comm(
+    result: Result<(), lockstep_observe::Error>,
+    tell: impl FnOnce(&str),
+) -> Result<(), Error> {
     match result {
         Err(error @ lockstep_observe::Error::Comm(_)) => Err(error.into()),
         Err(error) => {

@@ -39,7 +39,7 @@ pub(crate) fn build_engine(
     let engine = builder.options(engine_options(config)).build(arena);
     let mut engine = engine.map_err(|error| match error {
         // The parameters that a unit reads are known only after recording.
-        EngineError::TooFewLive(few) => Error::from(too_few_live(config, few)),
+        EngineError::LiveLimitTooLow(few) => Error::from(too_few_live(config, few)),
         error => error.into(),
     })?;
     engine.set_f32_products(match config.train.f32_products {

@@ -22,14 +22,14 @@ use lockstep_tensor::host::proportional_bytes;
 use serde_json::Value;
 
 use crate::describe::{Screen, describe};
-use crate::guard::{Action, Guard, Refuge, Verdict};
+use crate::guard::{Action, Guard, RollbackSnapshot, Verdict};
 use crate::loss_scale::{LossScale, Overflow};
-use crate::origin::{Origin, lock, prefetcher};
 use crate::peak::device_peak;
 use crate::predicted::Predicted;
 use crate::ranks::sum_and_memory;
 use crate::records::Records;
 use crate::saving::Saver;
+use crate::start::{StartState, lock, prefetcher};
 use crate::state::{Counters, SavedState, set_aside_later, text_has_changed};
 use crate::{Corpus, Error};
 
@@ -96,7 +96,7 @@ impl StepObserver for () {
 
 /// Files that a run writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Leaves {
+pub(crate) enum RunOutputs {
     /// Checkpoints and metrics.
     Everything,
     /// No files except a trace, if one is configured.
@@ -131,7 +131,7 @@ pub fn train_observed(
     show: impl FnOnce(Steps) -> Progress,
     observer: &mut dyn StepObserver,
 ) -> Result<Summary, Error> {
-    run(config, resume, ranks, interrupt, show, (observer, Leaves::Everything))
+    run(config, resume, ranks, interrupt, show, (observer, RunOutputs::Everything))
 }
 
 /// Trains as [`train_observed`] does and writes the files that `leaves` allows.
@@ -141,16 +141,16 @@ pub(crate) fn run(
     ranks: &Ranks,
     interrupt: &Interrupt,
     show: impl FnOnce(Steps) -> Progress,
-    (observer, leaves): (&mut dyn StepObserver, Leaves),
+    (observer, leaves): (&mut dyn StepObserver, RunOutputs),
 ) -> Result<Summary, Error> {
     let model = resolve_model(config)?;
     let corpus = open_corpus(config, &model, ranks)?;
-    let leaves_anything = leaves == Leaves::Everything;
+    let leaves_anything = leaves == RunOutputs::Everything;
     let writes = ranks.is_first() && leaves_anything;
     // The lock comes before any look at checkpoints: the process before this one may still be saving.
     let _lock = ranks.first_then_others(|| writes.then(|| lock(config)).transpose())?;
-    let Origin { mut engine, counters, checkpoint, told, damaged } =
-        Origin::of(config, resume, ranks, &model)?;
+    let StartState { mut engine, counters, checkpoint, told, damaged } =
+        StartState::of(config, resume, ranks, &model)?;
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress =
         if ranks.is_first() { show(steps) } else { Progress::of_other_rank(steps, ranks.rank()) };
@@ -174,7 +174,7 @@ pub(crate) fn run(
         set_aside(config, resume, &counters, &damaged, &mut progress)?;
     }
     let records = match (leaves, writes) {
-        (Leaves::Nothing, _) => Records::of_trace(config),
+        (RunOutputs::Nothing, _) => Records::of_trace(config),
         (_, false) => Records::of_other(config, start),
         _ => Records::open(config, &engine, start, (peak.as_ref(), &corpus), |text| progress.message(text))?,
     };
@@ -183,7 +183,9 @@ pub(crate) fn run(
     let remembered = checkpoint.as_ref().map_or(&Value::Null, |checkpoint| &checkpoint.manifest().state);
     let guard = Guard::new(config, counters.step, &remembered["guard"]);
     let loss_scale = LossScale::new(config, &remembered["loss_scale"]);
-    let refuge = (config.rollback_after() > 0).then(|| Refuge::new(&engine, counters.updates)).transpose()?;
+    let refuge = (config.rollback_after() > 0)
+        .then(|| RollbackSnapshot::new(&engine, counters.updates))
+        .transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
     let new_saver = || Saver::new(config, &model, &corpus, ranks, saved, interrupt);
     let saver = leaves_anything.then(new_saver).transpose()?.flatten();
@@ -329,7 +331,7 @@ struct Run<'a> {
     /// `None` except in f16.
     loss_scale: Option<LossScale>,
     /// In-memory copy of the state for rollbacks; `None` if the run never rolls back.
-    refuge: Option<Refuge>,
+    refuge: Option<RollbackSnapshot>,
     /// None on ranks that do not save.
     saver: Option<Saver>,
     observer: &'a mut dyn StepObserver,
@@ -533,7 +535,7 @@ impl Run<'_> {
         let learning_rate = self.learning_rate.at(self.counters.step);
         let verdict = self.guard.judge(loss, grad_norm);
         self.phase = "optimizer step";
-        if verdict == Verdict::Sound {
+        if verdict == Verdict::Accepted {
             self.guard.accept(step, loss, grad_norm);
             if let Some(scale) = &mut self.loss_scale {
                 scale.calm();
@@ -551,7 +553,7 @@ impl Run<'_> {
         self.counters.samples += self.config.train.global_batch as u64;
         self.counters.tokens += tokens;
         // If the guard ends the run, the step's row is written first.
-        let refused = if verdict == Verdict::Sound { Ok(()) } else { self.refuse(step, verdict) };
+        let refused = if verdict == Verdict::Accepted { Ok(()) } else { self.refuse(step, verdict) };
         let seconds = begin.elapsed().as_secs_f64();
         let saving_since = self.saver.as_ref().and_then(Saver::saving_since);
         let tell = |text: &str| self.progress.message(text);
@@ -561,7 +563,7 @@ impl Run<'_> {
         if let Some(own) = memory_by_rank.get_mut(self.ranks.rank()) {
             *own = own_memory;
         }
-        let skipped = verdict != Verdict::Sound;
+        let skipped = verdict != Verdict::Accepted;
         let memory = (memory_by_rank.iter().fold(own_memory, MemoryUse::maximum), memory_by_rank);
         let row =
             self.row(Made { loss, grad_norm, learning_rate, loss_scale, tokens, seconds, skipped, memory });
@@ -572,7 +574,7 @@ impl Run<'_> {
         if self.is_shown(step) {
             self.expert_load = row.expert_load;
         }
-        refused.map(|()| (verdict == Verdict::Sound).then_some(loss))
+        refused.map(|()| (verdict == Verdict::Accepted).then_some(loss))
     }
 
     /// Returns true if step `step` is one that is logged.

@@ -16,7 +16,7 @@ use lockstep_observe::progress::Progress;
 use lockstep_plan::{Plan, Quantization, QuantizedType, Sharding, Share};
 use serde::{Deserialize, Serialize};
 
-use crate::trainer::{Leaves, run};
+use crate::trainer::{RunOutputs, run};
 use crate::{Error, StepObserver};
 
 pub use crate::comparison::{
@@ -130,7 +130,7 @@ pub fn first_numbers(
     let stop = Interrupt::default();
     let mut watch = Watch { ranks, steps, asked: interrupt, stop: stop.clone(), numbers: Numbers::default() };
     let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
-    run(&config, &Resume::Never, ranks, &stop, show, (&mut watch, Leaves::Nothing))?;
+    run(&config, &Resume::Never, ranks, &stop, show, (&mut watch, RunOutputs::Nothing))?;
     Ok(ranks.is_first().then_some(watch.numbers))
 }
 
@@ -142,7 +142,8 @@ pub fn watch(config: &RunConfig, ranks: &Ranks, observer: &mut dyn StepObserver)
     let mut config = config.clone();
     offload_to_existing_directory(&mut config);
     let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
-    run(&config, &Resume::Never, ranks, &Interrupt::default(), show, (observer, Leaves::Nothing)).map(drop)
+    run(&config, &Resume::Never, ranks, &Interrupt::default(), show, (observer, RunOutputs::Nothing))
+        .map(drop)
 }
 
 /// Returns the same run on one rank.
@@ -218,7 +219,7 @@ struct Held {
 /// Serializes the gradients that this rank represents: the length of the description in bytes, the description as JSON, and the
 /// elements.
 fn held(ranks: &Ranks, engine: &Engine) -> Result<Vec<u8>, Error> {
-    let speaks_for = |id: &lockstep_plan::ParameterId| ranks.is_of_first_copy() && engine.speaks_for(*id);
+    let speaks_for = |id: &lockstep_plan::ParameterId| ranks.is_in_first_replica() && engine.speaks_for(*id);
     let ids: Vec<_> = engine.trained_ids().filter(speaks_for).collect();
     let describe = |id: &lockstep_plan::ParameterId| {
         let record = &engine.records()[id.0];

@@ -211,7 +211,7 @@ fn show_run(arguments: &ShowArguments, path: &Path) -> Result<(), Failure> {
             described["answers"] = json!({
                 "tokens": supervision.tokens, "predicted_tokens": supervision.labels,
                 "samples": supervision.samples, "without_answer": supervision.without_answer,
-                "answer_beyond": supervision.answer_beyond, "truncated": supervision.truncated,
+                "answer_out_of_window": supervision.answer_out_of_window, "truncated": supervision.truncated,
                 "masked_windows": supervision.masked_windows,
             });
         }

@@ -397,7 +397,7 @@ impl Launching {
         }
         let streams = (0..ranks).map(|rank| [OUT, ERR].map(|stream| self.route(rank, stream, is_first)));
         let dir = self.log_dir.clone().unwrap_or_else(|| dir.to_owned());
-        Ok(Output::Routed(Routing { dir, role: self.role.clone(), streams: streams.collect() }))
+        Ok(Output::RouterOutputs(Routing { dir, role: self.role.clone(), streams: streams.collect() }))
     }
 
     /// Returns the destinations of a stream of a local rank.
@@ -528,7 +528,7 @@ mod tests {
         let routed = |arguments: &[&str]| -> Vec<[(bool, bool); 2]> {
             let launching = settle(arguments, &[]).unwrap();
             match launching.output(2, First::Here, Path::new("d")).unwrap() {
-                Output::Routed(routing) => {
+                Output::RouterOutputs(routing) => {
                     let pair = |route: Route| (route.console, route.file);
                     routing.streams.iter().map(|streams| streams.map(pair)).collect()
                 }

@@ -2,7 +2,7 @@
 
 use clap::Parser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use lockstep_config::habits;
+use lockstep_config::foreign_names;
 
 use crate::{Cli, import};
 
@@ -64,15 +64,15 @@ pub(crate) fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> 
         if typed.ends_with(".toml") {
             return Some(format!("there is no command {typed}; write `lockstep train {typed}`"));
         }
-        return Some(format!("there is no {typed}; {}", habits::of_command(typed)?));
+        return Some(format!("there is no {typed}; {}", foreign_names::of_command(typed)?));
     }
     let has = |flag: &str| arguments.iter().any(|argument| argument.split('=').next() == Some(flag));
     let command: Vec<&str> = arguments.iter().skip(1).take(2).map(String::as_str).collect();
     let takes_settings = matches!(command[..], ["train" | "plan" | "verify", ..]);
     if typed.starts_with('-') {
         let name = typed.trim_start_matches('-');
-        let setting = || habits::setting_of_flag(name).filter(|_| takes_settings);
-        return Some(format!("there is no {typed}; {}", setting().or_else(|| habits::of_flag(name))?));
+        let setting = || foreign_names::setting_of_flag(name).filter(|_| takes_settings);
+        return Some(format!("there is no {typed}; {}", setting().or_else(|| foreign_names::of_flag(name))?));
     }
     if takes_settings && typed.contains('=') {
         return Some(format!("{typed} belongs to no flag; write `--set {typed}`"));

@@ -17,7 +17,7 @@ use std::process::Command;
 use common::State;
 use disk::{Disk, Forgets};
 use lockstep_checkpoint::{
-    Checkpoint, CommitObserver, CommitPoint, Standing, latest_good_of, list, make_room, prune, save,
+    Checkpoint, CheckpointQuality, CommitObserver, CommitPoint, latest_good_of, list, make_room, prune, save,
     save_observed, set_aside, set_damaged_aside,
 };
 
@@ -44,7 +44,7 @@ fn run_of_saves(root: &Path, mark: impl Fn(&str, u64)) {
         mark(name, step);
     };
     let keep = |count| NonZeroUsize::new(count).unwrap();
-    let standing = |_: &_| Standing::default();
+    let standing = |_: &_| CheckpointQuality::default();
     for step in 1..=3 {
         save_in("dir", step);
         prune(&dir, keep(2), &[step], standing).unwrap();

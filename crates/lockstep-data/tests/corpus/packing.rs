@@ -205,7 +205,7 @@ fn samples_whose_answers_do_not_fit_are_left_out_and_counted() {
         labels: 2 + 4 + 2,
         samples: 5,
         without_answer: 1,
-        answer_beyond: 1,
+        answer_out_of_window: 1,
         truncated: 1,
         seq_len_for_one_more: 6,
         ..Supervision::default()

@@ -14,18 +14,18 @@ mod kept;
 
 use lockstep_plan::{
     Among, DType,
-    work::{Attention, Collective, Exchange, Labor, Peers, Product, Task, UnitWork},
+    work::{Attention, Collective, Exchange, Peers, Product, Task, TaskKind, UnitWork},
 };
 
 use crate::{
     Cost, Pass, Program, Value,
     backward::GradientBuffer,
-    context::{Reach, SequenceChange, SequenceExchange},
+    context::{ContextCollective, ContextCollectiveKind, KeySource},
     cost::Stage,
-    layout,
     operation::{AttentionOperation, Operation, RemoteRows, RouteOperation, SplitLoss},
+    placement,
     program::{Instruction, Phase},
-    summa::BlockLinear,
+    summa::SummaLinear,
 };
 
 impl Program {
@@ -62,7 +62,7 @@ impl Program {
                     }
                 }
                 Instruction::Start { transit } | Instruction::Send { transit, chunk: 0 } => {
-                    list.add(&phase.transits[*transit].exchange, Manner::Beside);
+                    list.add(&phase.communication_buffer[*transit].exchange, Manner::Beside);
                 }
                 Instruction::Send { .. } | Instruction::Await { .. } => {}
                 // In a training step the backward computes the loss: see `Program::forward_for_backward`.
@@ -77,13 +77,13 @@ impl Program {
     }
 
     /// Returns the pieces of work of an operation's forward, in order.
-    fn forward_labors(&self, operation: &Operation, manner: Manner) -> Vec<Labor> {
+    fn forward_labors(&self, operation: &Operation, manner: Manner) -> Vec<TaskKind> {
         match operation {
             Operation::Linear { x, y, .. } => {
                 let [rows, inner, columns] = [self.rows(*y), self.columns(*x), self.columns(*y)];
                 vec![product([rows, inner, columns], 1)]
             }
-            Operation::BlockLinear(linear) => {
+            Operation::SummaLinear(linear) => {
                 let [rows, inner, columns] = self.block_shape(linear);
                 let sent = [self.broadcast(rows * inner), self.broadcast(columns * inner)];
                 in_steps(linear, sent, [rows, inner, columns])
@@ -94,15 +94,17 @@ impl Program {
             }
             Operation::Attention(attention) => {
                 let mut labors = Vec::new();
-                if let Reach::Ring { .. } = attention.reach {
+                if let KeySource::Ring { .. } = attention.reach {
                     let bytes = self.ring_bytes(attention, self.shape.dtype);
                     labors.push(exchange(Peers::Context, Collective::Ring, bytes, Manner::Beside));
                 }
                 labors.push(self.attention(attention, self.product_flops(operation)));
                 labors
             }
-            Operation::Exchange { exchange: change, x, y, .. } => self.exchanged(*change, (*x, *y), manner),
-            Operation::SequenceExchange(change) => self.sequences_exchanged(change, Way::There),
+            Operation::Redistribute { exchange: change, x, y, .. } => {
+                self.exchanged(*change, (*x, *y), manner)
+            }
+            Operation::ContextCollective(change) => self.sequences_exchanged(change, Way::There),
             Operation::Route(RouteOperation { parts: Some(parts), counts, .. }) => {
                 let bytes = self.value_bytes(parts.gathered);
                 let ranks = self.rows(parts.gathered) / self.rows(*counts);
@@ -111,29 +113,29 @@ impl Program {
                     context if context == ranks => Peers::Context,
                     _ => Peers::TensorAndContext,
                 };
-                vec![Labor::Stream, exchange(peers, Collective::AllGather, bytes, manner)]
+                vec![TaskKind::Stream, exchange(peers, Collective::AllGather, bytes, manner)]
             }
             Operation::Dispatch { tables, chosen, .. } => {
                 let remote = tables.remote.iter();
                 let counts = |remote| self.counts_told(remote, self.has_capacity(*chosen));
                 let exchanges = remote.flat_map(|remote| [counts(remote), self.rows_sent(remote)]);
-                [Labor::Stream].into_iter().chain(exchanges).collect()
+                [TaskKind::Stream].into_iter().chain(exchanges).collect()
             }
             Operation::Combine { tables, .. } => {
                 let exchange = tables.remote.iter().map(|remote| self.rows_sent(remote));
-                exchange.chain([Labor::Stream]).collect()
+                exchange.chain([TaskKind::Stream]).collect()
             }
-            _ => vec![Labor::Stream],
+            _ => vec![TaskKind::Stream],
         }
     }
 
     /// Returns the pieces of work of an operation's input gradients, in order.
-    fn input_labors(&self, operation: &Operation, manner: Manner) -> Vec<Labor> {
+    fn input_labors(&self, operation: &Operation, manner: Manner) -> Vec<TaskKind> {
         match operation {
             Operation::Linear { x, y, .. } => {
                 vec![product([self.rows(*y), self.columns(*y), self.columns(*x)], 1)]
             }
-            Operation::BlockLinear(linear) => {
+            Operation::SummaLinear(linear) => {
                 let [rows, inner, columns] = self.block_shape(linear);
                 let sent = [self.broadcast(columns * inner), self.reduce(rows * inner, self.shape.dtype)];
                 in_steps(linear, sent, [rows, columns, inner])
@@ -145,7 +147,7 @@ impl Program {
             Operation::Attention(attention) => {
                 let mut labors = Vec::new();
                 let gradients = self.ring_bytes(attention, DType::F32);
-                let is_ring = matches!(attention.reach, Reach::Ring { .. });
+                let is_ring = matches!(attention.reach, KeySource::Ring { .. });
                 if is_ring {
                     // Gradients travel after their keys and values.
                     let bytes = self.ring_bytes(attention, self.shape.dtype) + gradients;
@@ -158,25 +160,25 @@ impl Program {
                 }
                 labors
             }
-            Operation::Exchange { exchange: change, x, y, .. } => {
+            Operation::Redistribute { exchange: change, x, y, .. } => {
                 self.gradients_exchanged(*change, (*x, *y), manner)
             }
-            Operation::SequenceExchange(change) => self.sequences_exchanged(change, Way::Back),
+            Operation::ContextCollective(change) => self.sequences_exchanged(change, Way::Back),
             Operation::Dispatch { tables, .. } | Operation::Combine { tables, .. } => {
                 let exchange = tables.remote.iter().map(|remote| self.rows_sent(remote));
-                [Labor::Stream].into_iter().chain(exchange).collect()
+                [TaskKind::Stream].into_iter().chain(exchange).collect()
             }
-            _ => vec![Labor::Stream],
+            _ => vec![TaskKind::Stream],
         }
     }
 
     /// Returns the pieces of work of an operation's weight gradients, in order.
-    fn weight_labors(&self, operation: &Operation) -> Vec<Labor> {
+    fn weight_labors(&self, operation: &Operation) -> Vec<TaskKind> {
         match operation {
             Operation::Linear { x, weight, y, .. } if self.training.trains(*weight) => {
                 vec![product([self.columns(*y), self.rows(*y), self.columns(*x)], 1)]
             }
-            Operation::BlockLinear(linear) if self.training.trains(linear.weight) => {
+            Operation::SummaLinear(linear) if self.training.trains(linear.weight) => {
                 let [rows, inner, columns] = self.block_shape(linear);
                 let sent = [self.broadcast(rows * inner), self.reduce(columns * inner, DType::F32)];
                 in_steps(linear, sent, [columns, rows, inner])
@@ -185,71 +187,76 @@ impl Program {
                 let (rows, count) = self.rows_of_expert(operation);
                 vec![product([self.columns(*y), rows, self.columns(*x)], count)]
             }
-            _ => vec![Labor::Stream],
+            _ => vec![TaskKind::Stream],
         }
     }
 
     /// Returns the communication of a layout exchange's forward.
-    fn exchanged(&self, change: layout::Exchange, (x, y): (Value, Value), manner: Manner) -> Vec<Labor> {
-        use layout::Exchange as Change;
+    fn exchanged(
+        &self,
+        change: placement::Redistribute,
+        (x, y): (Value, Value),
+        manner: Manner,
+    ) -> Vec<TaskKind> {
+        use placement::Redistribute as Change;
         let all =
             |collective, value| vec![exchange(Peers::Tensor, collective, self.value_bytes(value), manner)];
         match change {
-            Change::GatherTokens | Change::AllTokens => all(Collective::AllGather, y),
-            Change::Sum => all(Collective::AllReduce, y),
-            Change::SumTokens => all(Collective::ReduceScatter, x),
+            Change::AllGatherTokens | Change::AllGatherReplicated => all(Collective::AllGather, y),
+            Change::AllReduce => all(Collective::AllReduce, y),
+            Change::ReduceScatterTokens => all(Collective::ReduceScatter, x),
             Change::TokensToBlocks | Change::BlocksToTokens => self.in_line(x),
-            Change::OwnTokens | Change::SumGradients => vec![Labor::Stream],
+            Change::SliceTokens | Change::AllReduceGradient => vec![TaskKind::Stream],
         }
     }
 
     /// Returns the communication of a layout exchange's backward.
     fn gradients_exchanged(
         &self,
-        change: layout::Exchange,
+        change: placement::Redistribute,
         (x, y): (Value, Value),
         manner: Manner,
-    ) -> Vec<Labor> {
-        use layout::Exchange as Change;
+    ) -> Vec<TaskKind> {
+        use placement::Redistribute as Change;
         let all =
             |collective, value| vec![exchange(Peers::Tensor, collective, self.value_bytes(value), manner)];
         match change {
-            Change::SumGradients => all(Collective::AllReduce, y),
-            Change::GatherTokens => all(Collective::ReduceScatter, y),
-            Change::SumTokens | Change::OwnTokens => all(Collective::AllGather, x),
+            Change::AllReduceGradient => all(Collective::AllReduce, y),
+            Change::AllGatherTokens => all(Collective::ReduceScatter, y),
+            Change::ReduceScatterTokens | Change::SliceTokens => all(Collective::AllGather, x),
             Change::TokensToBlocks | Change::BlocksToTokens => self.in_line(x),
-            Change::AllTokens | Change::Sum => vec![Labor::Stream],
+            Change::AllGatherReplicated | Change::AllReduce => vec![TaskKind::Stream],
         }
     }
 
     /// All-to-all between tokens and blocks: a transpose, and the exchange along a row.
-    fn in_line(&self, x: Value) -> Vec<Labor> {
+    fn in_line(&self, x: Value) -> Vec<TaskKind> {
         let bytes = self.value_bytes(x);
-        vec![Labor::Stream, exchange(Peers::TensorLine, Collective::AllToAll, bytes, Manner::Alone)]
+        vec![TaskKind::Stream, exchange(Peers::TensorLine, Collective::AllToAll, bytes, Manner::Alone)]
     }
 
-    fn sequences_exchanged(&self, change: &SequenceExchange, way: Way) -> Vec<Labor> {
-        let SequenceExchange { change, x, y, .. } = *change;
+    fn sequences_exchanged(&self, change: &ContextCollective, way: Way) -> Vec<TaskKind> {
+        let ContextCollective { change, x, y, .. } = *change;
         let (collective, value) = match (change, way) {
-            (SequenceChange::Gather, Way::There) => (Collective::AllGather, y),
-            (SequenceChange::Gather, Way::Back) => (Collective::ReduceScatter, y),
+            (ContextCollectiveKind::Gather, Way::There) => (Collective::AllGather, y),
+            (ContextCollectiveKind::Gather, Way::Back) => (Collective::ReduceScatter, y),
             // With fewer heads than ranks, a head is sent to several ranks.
-            (SequenceChange::TokensToHeads { .. }, _) => (Collective::AllToAll, y),
-            (SequenceChange::HeadsToTokens { .. }, _) => (Collective::AllToAll, x),
+            (ContextCollectiveKind::TokensToHeads { .. }, _) => (Collective::AllToAll, y),
+            (ContextCollectiveKind::HeadsToTokens { .. }, _) => (Collective::AllToAll, x),
         };
         let bytes = self.value_bytes(value);
-        vec![Labor::Stream, exchange(Peers::Context, collective, bytes, Manner::Alone)]
+        vec![TaskKind::Stream, exchange(Peers::Context, collective, bytes, Manner::Alone)]
     }
 
     /// All-to-all of rows to or from the experts: as many rows as slots, under even load.
-    fn rows_sent(&self, remote: &RemoteRows) -> Labor {
+    fn rows_sent(&self, remote: &RemoteRows) -> TaskKind {
         exchange(Peers::Expert, Collective::AllToAll, self.value_bytes(remote.sending), Manner::Alone)
     }
 
     /// All-to-all of the row counts of each expert. With a capacity the host need not wait for the counts: the most
     /// rows that can come are known.
-    fn counts_told(&self, remote: &RemoteRows, has_capacity: bool) -> Labor {
-        Labor::Exchange(Exchange {
+    fn counts_told(&self, remote: &RemoteRows, has_capacity: bool) -> TaskKind {
+        TaskKind::Exchange(Exchange {
             peers: Peers::Expert,
             collective: Collective::AllToAll,
             bytes: self.rows(remote.received) * size_of::<i64>() as u64,
@@ -266,7 +273,7 @@ impl Program {
     }
 
     /// All-gathers of the softmax statistics of a vocabulary-parallel loss, one per range of tokens.
-    fn statistics(&self, logits: Value, split: SplitLoss) -> Vec<Labor> {
+    fn statistics(&self, logits: Value, split: SplitLoss) -> Vec<TaskKind> {
         let columns = self.columns(split.gathered);
         let (tokens, step) = (self.shape.tokens() as u64, self.rows(logits));
         let parts = (0..tokens).step_by(step as usize).map(|start| step.min(tokens - start));
@@ -275,9 +282,9 @@ impl Program {
         parts.map(gather).collect()
     }
 
-    fn attention(&self, attention: &AttentionOperation, flops: u64) -> Labor {
+    fn attention(&self, attention: &AttentionOperation, flops: u64) -> TaskKind {
         let head_dim = attention.shape.head_dim as u64;
-        Labor::Attention(Attention { flops, scores: self.scores(attention), head_dim })
+        TaskKind::Attention(Attention { flops, scores: self.scores(attention), head_dim })
     }
 
     /// Bytes of the keys and values of one rank.
@@ -287,16 +294,16 @@ impl Program {
     }
 
     /// Returns the rows, inputs and outputs of the product of two blocks.
-    fn block_shape(&self, linear: &BlockLinear) -> [u64; 3] {
+    fn block_shape(&self, linear: &SummaLinear) -> [u64; 3] {
         [self.rows(linear.y), self.columns(linear.x), self.columns(linear.y)]
     }
 
-    fn broadcast(&self, elements: u64) -> Labor {
+    fn broadcast(&self, elements: u64) -> TaskKind {
         let bytes = elements * self.shape.dtype.size_bytes() as u64;
         exchange(Peers::TensorLine, Collective::Broadcast, bytes, Manner::Alone)
     }
 
-    fn reduce(&self, elements: u64, dtype: DType) -> Labor {
+    fn reduce(&self, elements: u64, dtype: DType) -> TaskKind {
         let bytes = elements * dtype.size_bytes() as u64;
         exchange(Peers::TensorLine, Collective::Reduce, bytes, Manner::Alone)
     }
@@ -338,13 +345,13 @@ impl List<'_> {
         let activity = program.activity(instruction, self.phase, self.stage, 0);
         let pass = activity.pass.unwrap_or(Pass::Forward);
         let cost = program.cost(instruction, self.phase, self.gradients);
-        for (labor, cost) in self.parts(instruction, manner, cost) {
+        for (kind, cost) in self.parts(instruction, manner, cost) {
             let Cost { bytes, vector_flops, .. } = cost;
-            self.tasks.push(Task { name: activity.name, pass, labor, bytes, vector_flops });
+            self.tasks.push(Task { name: activity.name, pass, kind, bytes, vector_flops });
         }
     }
 
-    fn parts(&self, instruction: &Instruction, manner: Manner, cost: Cost) -> Vec<(Labor, Cost)> {
+    fn parts(&self, instruction: &Instruction, manner: Manner, cost: Cost) -> Vec<(TaskKind, Cost)> {
         let program = self.program;
         let labors = match instruction {
             Instruction::Forward(index) | Instruction::BackwardInputs { operation: index, .. }
@@ -365,24 +372,24 @@ impl List<'_> {
             Instruction::BackwardWeights { operation, .. } => {
                 program.weight_labors(&program.operations[*operation])
             }
-            _ => vec![Labor::Stream],
+            _ => vec![TaskKind::Stream],
         };
         // Compute carries the whole cost. A collective moves no memory apart from its transfer.
         labors
             .into_iter()
-            .map(|labor| match labor {
-                Labor::Exchange(_) => (labor, Cost::default()),
-                _ => (labor, cost),
+            .map(|kind| match kind {
+                TaskKind::Exchange(_) => (kind, Cost::default()),
+                _ => (kind, cost),
             })
             .collect()
     }
 
-    fn loss(&self, operation: &Operation, gradient_bytes: Option<u64>) -> Vec<(Labor, Cost)> {
+    fn loss(&self, operation: &Operation, gradient_bytes: Option<u64>) -> Vec<(TaskKind, Cost)> {
         let mut parts = self.program.loss_parts(operation, gradient_bytes);
         if let Operation::OutputLoss { logits, split: Some(split), .. } = *operation {
             let exchanges = self.program.statistics(logits, split);
             // After the logits.
-            parts.splice(1..1, exchanges.into_iter().map(|labor| (labor, Cost::default())));
+            parts.splice(1..1, exchanges.into_iter().map(|kind| (kind, Cost::default())));
         }
         parts
     }
@@ -402,17 +409,17 @@ enum Way {
     Back,
 }
 
-fn exchange(peers: Peers, collective: Collective, bytes: u64, manner: Manner) -> Labor {
+fn exchange(peers: Peers, collective: Collective, bytes: u64, manner: Manner) -> TaskKind {
     let is_beside = manner == Manner::Beside;
-    Labor::Exchange(Exchange { peers, collective, bytes, is_beside, is_for_host: false })
+    TaskKind::Exchange(Exchange { peers, collective, bytes, is_beside, is_for_host: false })
 }
 
-fn product([rows, inner, columns]: [u64; 3], count: u64) -> Labor {
-    Labor::Product(Product { rows, inner, columns, count })
+fn product([rows, inner, columns]: [u64; 3], count: u64) -> TaskKind {
+    TaskKind::Product(Product { rows, inner, columns, count })
 }
 
 /// Products of blocks, one per step of SUMMA, and the transfers of each step.
-fn in_steps(linear: &BlockLinear, sent: [Labor; 2], shape: [u64; 3]) -> Vec<Labor> {
+fn in_steps(linear: &SummaLinear, sent: [TaskKind; 2], shape: [u64; 3]) -> Vec<TaskKind> {
     let side = linear.grid.side;
     std::iter::repeat_n(sent, side).flatten().chain([product(shape, side as u64)]).collect()
 }

@@ -42,13 +42,13 @@ fn record(setting: Setting, recompute: Recompute) -> Program {
     let Setting { tensor, context, experts, ends } = setting;
     g.share_sequences(context);
     let splits = [
-        ("q", Split::Outputs { pieces: 4 }),
-        ("k", Split::Outputs { pieces: 2 }),
-        ("v", Split::Outputs { pieces: 2 }),
-        ("o", Split::Inputs),
-        ("up", Split::Outputs { pieces: 24 }),
-        ("down", Split::Inputs),
-        ("head", Split::Vocabulary),
+        ("q", Split::ColumnParallel { pieces: 4 }),
+        ("k", Split::ColumnParallel { pieces: 2 }),
+        ("v", Split::ColumnParallel { pieces: 2 }),
+        ("o", Split::RowParallel),
+        ("up", Split::ColumnParallel { pieces: 24 }),
+        ("down", Split::RowParallel),
+        ("head", Split::VocabularyParallel),
     ];
     g.split(tensor, splits.map(|(name, split)| (name.to_owned(), split)));
     g.share_experts(experts);
@@ -123,10 +123,10 @@ fn settings() -> Vec<Setting> {
 }
 
 fn flops(tasks: &[Task]) -> u64 {
-    let of = |task: &Task| match task.labor {
-        Labor::Product(product) => product.flops(),
-        Labor::Attention(attention) => attention.flops,
-        Labor::Stream | Labor::Exchange(_) => 0,
+    let of = |task: &Task| match task.kind {
+        TaskKind::Product(product) => product.flops(),
+        TaskKind::Attention(attention) => attention.flops,
+        TaskKind::Stream | TaskKind::Exchange(_) => 0,
     };
     tasks.iter().filter(|task| task.pass != Pass::Recompute).map(of).sum()
 }
@@ -153,16 +153,16 @@ fn products_are_those_of_the_profile() {
 
 /// Returns true if the instruction only communicates.
 fn only_sends(program: &Program, instruction: &Instruction) -> bool {
-    use crate::layout::Exchange as Change;
+    use crate::placement::Redistribute as Change;
     let changes = |operation: usize, copied: Change| match program.operations[operation] {
-        Operation::Exchange { exchange, .. } => {
+        Operation::Redistribute { exchange, .. } => {
             ![copied, Change::TokensToBlocks, Change::BlocksToTokens].contains(&exchange)
         }
         _ => false,
     };
     match instruction {
-        Instruction::Forward(operation) => changes(*operation, Change::OwnTokens),
-        Instruction::BackwardInputs { operation, .. } => changes(*operation, Change::AllTokens),
+        Instruction::Forward(operation) => changes(*operation, Change::SliceTokens),
+        Instruction::BackwardInputs { operation, .. } => changes(*operation, Change::AllGatherReplicated),
         Instruction::Await { .. } => true,
         _ => false,
     }

@@ -90,7 +90,11 @@ impl ExpertsConfig {
     pub(crate) fn tensor_splits(&self) -> Vec<(&'static str, Split)> {
         let Some(pieces) = self.shared_intermediate_size else { return Vec::new() };
         let splits = |[gate, up, down]: [&'static str; 3]| {
-            [(gate, Split::Outputs { pieces }), (up, Split::Outputs { pieces }), (down, Split::Inputs)]
+            [
+                (gate, Split::ColumnParallel { pieces }),
+                (up, Split::ColumnParallel { pieces }),
+                (down, Split::RowParallel),
+            ]
         };
         [&ExpertNames::QWEN, &ExpertNames::DEEPSEEK]
             .into_iter()

@@ -95,17 +95,17 @@ impl Family for Gpt2Config {
     }
 
     fn tensor_splits(&self) -> Vec<(&'static str, Split)> {
-        let heads = Split::Outputs { pieces: self.num_attention_heads };
-        let features = Split::Outputs { pieces: self.intermediate_size };
+        let heads = Split::ColumnParallel { pieces: self.num_attention_heads };
+        let features = Split::ColumnParallel { pieces: self.intermediate_size };
         vec![
-            ("wte", Split::Vocabulary),
+            ("wte", Split::VocabularyParallel),
             ("attn.q", heads),
             ("attn.k", heads),
             ("attn.v", heads),
-            ("attn.c_proj", Split::Inputs),
+            ("attn.c_proj", Split::RowParallel),
             ("mlp.c_fc", features),
-            ("mlp.c_proj", Split::Inputs),
-            ("lm_head", Split::Vocabulary),
+            ("mlp.c_proj", Split::RowParallel),
+            ("lm_head", Split::VocabularyParallel),
         ]
     }
 }

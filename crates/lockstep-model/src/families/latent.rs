@@ -61,7 +61,7 @@ impl LlamaConfig {
 
     /// Returns the tensor-parallel sharding of latent attention: by heads, after the low-rank values.
     pub(super) fn latent_splits(&self) -> Vec<(&'static str, Split)> {
-        let heads = Split::Outputs { pieces: self.num_attention_heads };
+        let heads = Split::ColumnParallel { pieces: self.num_attention_heads };
         let by_heads = [
             "self_attn.q_proj_plain",
             "self_attn.q_proj_rotary",

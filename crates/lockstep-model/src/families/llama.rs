@@ -119,20 +119,20 @@ impl Family for LlamaConfig {
     }
 
     fn tensor_splits(&self) -> Vec<(&'static str, Split)> {
-        let heads = Split::Outputs { pieces: self.num_attention_heads };
-        let key_value_heads = Split::Outputs { pieces: self.num_key_value_heads };
-        let features = Split::Outputs { pieces: self.intermediate_size };
+        let heads = Split::ColumnParallel { pieces: self.num_attention_heads };
+        let key_value_heads = Split::ColumnParallel { pieces: self.num_key_value_heads };
+        let features = Split::ColumnParallel { pieces: self.intermediate_size };
         let of_experts = self.experts.iter().flat_map(|experts| experts.tensor_splits());
         let of_model = [
-            ("embed_tokens", Split::Vocabulary),
+            ("embed_tokens", Split::VocabularyParallel),
             ("self_attn.q_proj", heads),
             ("self_attn.k_proj", key_value_heads),
             ("self_attn.v_proj", key_value_heads),
-            ("self_attn.o_proj", Split::Inputs),
+            ("self_attn.o_proj", Split::RowParallel),
             ("mlp.gate_proj", features),
             ("mlp.up_proj", features),
-            ("mlp.down_proj", Split::Inputs),
-            ("lm_head", Split::Vocabulary),
+            ("mlp.down_proj", Split::RowParallel),
+            ("lm_head", Split::VocabularyParallel),
         ];
         of_model.into_iter().chain(of_experts).chain(self.latent_splits()).collect()
     }

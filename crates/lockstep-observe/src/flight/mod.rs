@@ -4,8 +4,8 @@
 //! operation on which ranks differ, and its `Display` explains it.
 
 mod analysis;
+mod display;
 mod dump;
-mod telling;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -12,7 +12,7 @@ use serde::Deserialize;
 use super::Row;
 use super::appender::{Appender, Sink};
 use crate::Error;
-use crate::lock::take_from_the_dying;
+use crate::lock::retry_lock;
 
 /// Name of the file in `metrics.dir`.
 pub const FILE_NAME: &str = "metrics.jsonl";
@@ -169,7 +169,7 @@ fn lock_earlier(path: &Path) -> Result<Option<File>, Error> {
 /// Locks `file` against other runs until it is closed. File systems without locks are accepted.
 fn lock(file: &File, path: &Path) -> Result<(), Error> {
     let is_busy = |error: &TryLockError| matches!(error, TryLockError::WouldBlock);
-    match take_from_the_dying(|| file.try_lock(), is_busy) {
+    match retry_lock(|| file.try_lock(), is_busy) {
         Err(TryLockError::WouldBlock) => {
             Err(Error::MetricsInUse { dir: path.parent().unwrap_or(path).to_owned() })
         }

@@ -92,7 +92,7 @@ pub(super) struct History {
 
 /// Median times and the memory of a run's steps.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct UsualStep {
+pub struct MedianStep {
     /// Median step time in milliseconds, without waits for data.
     pub step_ms: f64,
     /// Median exposed communication of the first rank in milliseconds.
@@ -211,10 +211,10 @@ impl History {
     }
 
     /// Returns the medians of the steps of a process that began with step `first`; `None` if it has too few.
-    pub(super) fn usual_step(&self, first: u64) -> Option<UsualStep> {
+    pub(super) fn usual_step(&self, first: u64) -> Option<MedianStep> {
         let of_process = || self.times.iter().filter(|(step, _)| *step >= first + FIRST_STEPS);
         let middle = |part: usize| median(of_process().map(|(_, times)| times[part]).collect());
-        Some(UsualStep {
+        Some(MedianStep {
             step_ms: middle(0)?,
             exposed_ms: middle(1)?,
             disk_ms: middle(2)?,

@@ -22,7 +22,7 @@ use crate::rank_layout::LAYOUT;
 use crate::trace::pipeline::TIMELINE;
 use crate::trace::{PROFILE, write_json};
 
-pub use history::UsualStep;
+pub use history::MedianStep;
 
 /// Default file name of the page.
 pub const REPORT: &str = "report.html";
@@ -36,7 +36,7 @@ pub const STYLE: &str = include_str!("../../assets/report.css");
 const SCRIPT: &str = include_str!("../../assets/report.js");
 
 /// Facts about the run that are known before the first step of a process.
-pub struct Beginning<'a> {
+pub struct RunFacts<'a> {
     /// Description of the model.
     pub model: &'a str,
     /// Description of the machine.
@@ -64,8 +64,8 @@ pub struct DevicePeak {
 ///
 /// # Errors
 /// If the file cannot be written.
-pub fn describe_run(config: &RunConfig, beginning: &Beginning<'_>) -> Result<(), Error> {
-    let Beginning { model, machine, first_step, predicted, peak, data } = beginning;
+pub fn describe_run(config: &RunConfig, beginning: &RunFacts<'_>) -> Result<(), Error> {
+    let RunFacts { model, machine, first_step, predicted, peak, data } = beginning;
     let name = match config.model_source() {
         ModelSource::Preset(name) | ModelSource::ModelType(name) => name.to_owned(),
         ModelSource::Path(path) => path.display().to_string(),
@@ -145,7 +145,7 @@ fn history_of(dir: &Path, waiting: &[u8]) -> Result<History, Error> {
 /// # Errors
 /// [`Error::NoRun`], [`Error::NoRows`] or [`Error::Metrics`] if its rows cannot be read; `Error::Config` if its settings
 /// cannot.
-pub fn measured(dir: &Path) -> Result<(RunConfig, Option<UsualStep>), Error> {
+pub fn measured(dir: &Path) -> Result<(RunConfig, Option<MedianStep>), Error> {
     let history = history_of(dir, b"")?;
     let run = read_json(&dir.join(RUN));
     let settings = run["settings"].as_array().map_or(&[][..], Vec::as_slice);

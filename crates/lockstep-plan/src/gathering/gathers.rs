@@ -1,6 +1,6 @@
 //! All parameter gathers of a rank, their times and their memory, computed before the run from the layout of its weights and its passes.
 
-use super::{GatherPlan, RankPasses, Sequence, TooFewLive};
+use super::{GatherPlan, LiveLimitTooLow, RankPasses, Sequence};
 use crate::{DType, ModelProfile, Sharding, StoreLayout, Summing, aligned_buffer_bytes};
 
 /// Store of a rank's weights: trained or frozen.
@@ -58,7 +58,7 @@ impl Gathers {
         shard_ranks: impl Fn(Summing) -> usize,
         passes: &RankPasses,
         sharding: &Sharding,
-    ) -> Result<Self, TooFewLive> {
+    ) -> Result<Self, LiveLimitTooLow> {
         let units = model.units.len();
         let (mut bundles, mut needs): (Vec<Vec<Bundled>>, _) = (Vec::new(), vec![Vec::new(); units]);
         let mut in_bundle = [Vec::new(), Vec::new()];

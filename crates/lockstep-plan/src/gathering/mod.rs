@@ -58,7 +58,7 @@ pub struct LiveParameters {
 /// Error: one unit reads more parameters than may be unsharded at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("unit {unit} reads {needed} parameters at once, and {limit} may be whole")]
-pub struct TooFewLive {
+pub struct LiveLimitTooLow {
     /// Index of the unit.
     pub unit: usize,
     /// Elements that the unit reads.
@@ -107,7 +107,7 @@ impl GatherPlan {
         needs: &[Vec<usize>],
         uses: &[usize],
         live: LiveParameters,
-    ) -> Result<Self, TooFewLive> {
+    ) -> Result<Self, LiveLimitTooLow> {
         let planner = Planner { sizes, needs, uses, limit: limit_of(sizes, needs, uses, live)? };
         let mut stays = planner.least();
         if live.reshard != ReshardAfterForward::Always {
@@ -169,7 +169,7 @@ fn limit_of(
     needs: &[Vec<usize>],
     uses: &[usize],
     LiveParameters { reshard, limit }: LiveParameters,
-) -> Result<usize, TooFewLive> {
+) -> Result<usize, LiveLimitTooLow> {
     let of = |bundles: &BTreeSet<usize>| bundles.iter().map(|bundle| sizes[*bundle]).sum::<usize>();
     let read_by = |units: &[usize]| of(&units.iter().flat_map(|unit| needs[*unit].iter().copied()).collect());
     if reshard == ReshardAfterForward::Never {
@@ -181,7 +181,7 @@ fn limit_of(
     let limit = limit.unwrap_or_else(|| pairs.iter().map(|pair| read_by(pair)).fold(single, usize::max));
     let units: BTreeSet<usize> = uses.iter().copied().collect();
     match units.into_iter().map(|unit| (unit, read_by(&[unit]))).find(|(_, needed)| *needed > limit) {
-        Some((unit, needed)) => Err(TooFewLive { unit, needed, limit }),
+        Some((unit, needed)) => Err(LiveLimitTooLow { unit, needed, limit }),
         None => Ok(limit),
     }
 }

@@ -225,7 +225,7 @@ fn the_stages_of_a_rank_may_follow_each_other_in_any_order() {
 fn a_unit_that_reads_more_than_may_be_whole_is_named() {
     let found =
         GatherPlan::plan(&[3, 8], &own_bundles(2), &steps(2, 1), live(ReshardAfterForward::Auto, Some(7)));
-    assert_eq!(found, Err(TooFewLive { unit: 1, needed: 8, limit: 7 }));
+    assert_eq!(found, Err(LiveLimitTooLow { unit: 1, needed: 8, limit: 7 }));
 }
 
 #[test]

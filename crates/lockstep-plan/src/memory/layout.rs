@@ -67,7 +67,7 @@ pub struct StoreLayout {
 /// Staging buffers of gradients in flight to their owners. Two buffers alternate: one is reduced while the next unit's backward fills
 /// the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Passage {
+pub struct GradientStaging {
     /// Offset of each flat parameter in its buffer, in elements.
     pub offsets: Vec<usize>,
     /// Sizes of both buffers in elements.
@@ -77,7 +77,7 @@ pub struct Passage {
 /// Staging buffers of quantized gradients in flight to their owners. Two pairs of buffers alternate; each pair has one for sending and
 /// one for receiving.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RecordPassage {
+pub struct QuantizedGradientStaging {
     /// Offset of each flat parameter in its buffers, in elements; `None` if it is not quantized.
     pub offsets: Vec<Option<usize>>,
     /// Sizes of both send buffers in elements.
@@ -211,7 +211,7 @@ impl StoreLayout {
     }
 
     /// Returns the staging buffers for gradients with this layout.
-    pub fn passage(&self) -> Passage {
+    pub fn passage(&self) -> GradientStaging {
         let buffers = self.stretches.iter().map(|stretch| stretch.completed_in + 1).max().unwrap_or(0);
         let (mut ends, mut elements) = (vec![0; buffers], [0; 2]);
         let offset = |stretch: &Stretch| {
@@ -223,12 +223,16 @@ impl StoreLayout {
             start
         };
         let offsets = self.stretches.iter().map(offset).collect();
-        Passage { offsets, elements }
+        GradientStaging { offsets, elements }
     }
 
     /// Returns the staging buffers for quantized gradients with this layout; `is_coded` selects the flat parameters. With several
     /// `replicas` the reduced gradients are quantized for the exchange between replicas as well.
-    pub fn record_passage(&self, replicas: usize, is_coded: impl Fn(usize) -> bool) -> RecordPassage {
+    pub fn record_passage(
+        &self,
+        replicas: usize,
+        is_coded: impl Fn(usize) -> bool,
+    ) -> QuantizedGradientStaging {
         let buffers = self.stretches.iter().map(|stretch| stretch.completed_in + 1).max().unwrap_or(0);
         let (mut ends, mut sent, mut received) = (vec![0; buffers], [0; 2], [0; 2]);
         let offset = |(index, stretch): (usize, &Stretch)| {
@@ -245,7 +249,7 @@ impl StoreLayout {
             Some(start)
         };
         let offsets = self.stretches.iter().enumerate().map(offset).collect();
-        RecordPassage { offsets, sent, received }
+        QuantizedGradientStaging { offsets, sent, received }
     }
 
     /// Returns the size in elements of each flat parameter if each parameter had `largest_elements`.

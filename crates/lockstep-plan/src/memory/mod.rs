@@ -5,7 +5,7 @@
 //! - [`ModelProfile`]: memory of each unit of a model, as recorded.
 //! - [`StateLayout`]: flat stores of a rank, which the engine allocates.
 //! - [`MemoryPrediction`]: all of it together with the buffers of passes and collectives, as bytes by category.
-//! - [`HeldActivations`]: activation memory in use over the time of a step.
+//! - [`ActivationUse`]: activation memory in use over the time of a step.
 
 mod layout;
 mod offload_traffic;
@@ -73,19 +73,19 @@ impl MemoryCategory {
     }
 }
 
-pub use layout::{Extent, Passage, RecordPassage, StoreLayout, Stretch};
+pub use layout::{Extent, GradientStaging, QuantizedGradientStaging, StoreLayout, Stretch};
 pub use offload_traffic::{
     OffloadBytes, OffloadTraffic, RankTraffic, offload_traffic_by_kind, offloaded_bytes,
 };
 pub use offloaded_frames::FRAME_PLACES;
-pub use over_time::{HeldActivations, HeldOfStage};
-pub use prediction::{LookedUpSizes, MemoryItem, MemoryPrediction, RingSizes, predicted};
+pub use over_time::{ActivationUse, StageActivationUse};
+pub use prediction::{MemoryItem, MemoryPrediction, RingSizes, SparseGradientSizes, predicted};
 pub use profile::{ModelProfile, UnitProfile};
 pub use stage::{SharedTable, StageMemory};
 pub use state_layout::{StateItem, StateLayout, StoreKind};
 pub use state_plan::{StateFacts, StatePlan};
 pub use windows::{
-    DISK_ALIGNMENT_BYTES, DiskPlan, WINDOW_SLOTS, aligned_buffer_bytes, window_bytes, window_memory_bytes,
+    DISK_ALIGNMENT_BYTES, OffloadPlan, WINDOW_SLOTS, aligned_buffer_bytes, window_bytes, window_memory_bytes,
 };
 
 /// Granularity of allocations: whole cache lines.

@@ -11,9 +11,9 @@
 //! a forward whose backward follows directly.
 
 use super::{
-    DiskPlan, FRAME_PLACES, StateLayout, StatePlan, StoreKind, StoreLayout, WINDOW_SLOTS, window_bytes,
+    FRAME_PLACES, OffloadPlan, StateLayout, StatePlan, StoreKind, StoreLayout, WINDOW_SLOTS, window_bytes,
 };
-use crate::gathering::{Gathers, Kept, RankPasses, Sequence, TooFewLive};
+use crate::gathering::{Gathers, Kept, LiveLimitTooLow, RankPasses, Sequence};
 use crate::schedule::PassKind;
 use crate::{DType, ModelProfile, StageMemory, Summing};
 
@@ -145,7 +145,7 @@ pub fn offload_traffic_by_kind(
     passes: &RankPasses,
     shard_ranks: impl Fn(Summing) -> usize,
     state: &StatePlan,
-) -> Result<[OffloadTraffic; 2], TooFewLive> {
+) -> Result<[OffloadTraffic; 2], LiveLimitTooLow> {
     let layout = StateLayout::of_first_ranks(model, &passes.stages, shard_ranks, state);
     let gathers = if state.on_disk.is_some() { layout.gathers(model, passes)? } else { None };
     Ok(layout.offload_traffic(model, passes, gathers.as_ref()))
@@ -254,7 +254,7 @@ impl StateLayout {
     /// Adds the reads of weights before each use for which they are not in the pool.
     fn move_weights(
         &self,
-        disk: DiskPlan,
+        disk: OffloadPlan,
         model: &ModelProfile,
         passes: &RankPasses,
         gathers: &Gathers,
@@ -281,7 +281,12 @@ impl StateLayout {
     }
 
     /// Adds the traffic of gradients, which every micro-batch after the first reads and accumulates into, and that of the optimizer step.
-    fn move_gradients_and_state(&self, disk: DiskPlan, micro_batches: usize, traffic: &mut OffloadTraffic) {
+    fn move_gradients_and_state(
+        &self,
+        disk: OffloadPlan,
+        micro_batches: usize,
+        traffic: &mut OffloadTraffic,
+    ) {
         let [state, gradients, _] = self.files();
         let Some((layout, dtypes)) = gradients else { return };
         let mut gradients = Windows::new(layout, &dtypes, disk.window_elements);

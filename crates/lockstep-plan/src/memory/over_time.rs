@@ -9,7 +9,7 @@ use crate::{DType, ModelProfile, StageMemory, booked_bytes};
 
 /// Activation memory of one micro-batch in a stage.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct HeldOfStage {
+pub struct StageActivationUse {
     /// Index of the stage.
     pub stage: usize,
     /// Saved activations of each unit, from its forward to the end of its backward.
@@ -24,11 +24,11 @@ pub struct HeldOfStage {
 
 /// Activation memory of a rank's stages.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct HeldActivations {
+pub struct ActivationUse {
     /// Bytes that are in use during the whole step.
     pub always_bytes: usize,
     /// Memory of each stage of the rank.
-    pub stages: Vec<HeldOfStage>,
+    pub stages: Vec<StageActivationUse>,
 }
 
 impl ModelProfile {
@@ -38,7 +38,7 @@ impl ModelProfile {
         stages: &[StageMemory],
         numbers: impl IntoIterator<Item = usize>,
         are_on_disk: bool,
-    ) -> HeldActivations {
+    ) -> ActivationUse {
         let boundary = booked_bytes(self.boundary_bytes);
         let of_tokens = |tokens: usize| booked_bytes(DType::U32.size_bytes() * tokens);
         let of_micro_batch = 3 * of_tokens(self.tokens)
@@ -51,7 +51,7 @@ impl ModelProfile {
             let has_after = stage.units.end < self.units.len();
             let handed_on = if are_on_disk && has_after { given(stage.units.end) } else { 0 };
             let splits = stage.splits_backward;
-            HeldOfStage {
+            StageActivationUse {
                 stage: number,
                 kept_bytes: stage.units.clone().map(kept).collect(),
                 deferred_bytes: stage
@@ -70,7 +70,7 @@ impl ModelProfile {
         } else {
             0
         };
-        HeldActivations {
+        ActivationUse {
             always_bytes: (2 + outboxes) * boundary + on_their_way,
             stages: stages.iter().zip(numbers).map(of_stage).collect(),
         }
@@ -84,7 +84,7 @@ struct Change {
     bytes: i64,
 }
 
-impl HeldActivations {
+impl ActivationUse {
     /// Returns the bytes in use over time, as (milliseconds, bytes) at each change, for a rank that runs `spans`. `seconds(stage)` are
     /// the relative durations of the forward and backward of each unit, in which a pass is divided.
     pub fn over_time(&self, spans: &[Span], seconds: impl Fn(usize) -> Vec<[f64; 2]>) -> Vec<(f64, usize)> {
@@ -111,7 +111,7 @@ impl HeldActivations {
 
 /// Effect of a stage's passes on the memory in use.
 struct StageChanges<'h> {
-    held: &'h HeldOfStage,
+    held: &'h StageActivationUse,
     /// For each unit, the start in the forward and the end in the backward, as fractions of the pass.
     begins: Vec<f64>,
     ends: Vec<f64>,
@@ -120,7 +120,7 @@ struct StageChanges<'h> {
 }
 
 impl<'h> StageChanges<'h> {
-    fn new(held: &'h HeldOfStage, spans: &[Span], seconds: &[[f64; 2]]) -> Self {
+    fn new(held: &'h StageActivationUse, spans: &[Span], seconds: &[[f64; 2]]) -> Self {
         let is_to_here = |span: &Span, is_activation: bool| {
             matches!(span.action, Action::Receive(message)
                 if message.to == held.stage && message.is_activation() == is_activation)
@@ -148,7 +148,7 @@ impl<'h> StageChanges<'h> {
     }
 
     fn add(&self, span: &Span, changes: &mut Vec<Change>) {
-        let HeldOfStage { stage, given_bytes, gradient_bytes, .. } = *self.held;
+        let StageActivationUse { stage, given_bytes, gradient_bytes, .. } = *self.held;
         let Span { action, start_ms, end_ms } = *span;
         let mut change = |at_ms: f64, bytes: usize, sign: i64| {
             if bytes > 0 {
@@ -201,20 +201,20 @@ mod tests {
     use crate::{ContextPlace, UnitProfile};
 
     /// Stages of two units of 100 and 200 bytes, with 30 bytes of input and 7 of gradient.
-    fn held(schedule: &Schedule, rank: usize) -> HeldActivations {
-        let of_stage = |stage: usize| HeldOfStage {
+    fn held(schedule: &Schedule, rank: usize) -> ActivationUse {
+        let of_stage = |stage: usize| StageActivationUse {
             stage,
             kept_bytes: vec![100, 200],
             deferred_bytes: vec![if schedule.splits_backward(stage) { 11 } else { 0 }; 2],
             given_bytes: 30,
             gradient_bytes: 7,
         };
-        HeldActivations { always_bytes: 1000, stages: schedule.stages_of(rank).map(of_stage).collect() }
+        ActivationUse { always_bytes: 1000, stages: schedule.stages_of(rank).map(of_stage).collect() }
     }
 
     /// Returns the bytes of all slots of the rank's stages.
-    fn booked(held: &HeldActivations, schedule: &Schedule) -> usize {
-        let of_stage = |held: &HeldOfStage| {
+    fn booked(held: &ActivationUse, schedule: &Schedule) -> usize {
+        let of_stage = |held: &StageActivationUse| {
             let of_units = held.kept_bytes.iter().chain(&held.deferred_bytes).sum::<usize>();
             schedule.slots(held.stage) * (of_units + held.given_bytes + held.gradient_bytes)
         };

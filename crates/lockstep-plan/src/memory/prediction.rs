@@ -5,10 +5,10 @@
 //! and on the plan only through the micro-batch size.
 
 use super::{StateItem, StateLayout, StatePlan, StoreKind};
-use crate::gathering::{Gathers, RankPasses, TooFewLive};
+use crate::gathering::{Gathers, LiveLimitTooLow, RankPasses};
 use crate::{
-    DType, DiskPlan, MemoryBytes, MemoryCategory, ModelProfile, ParameterRecord, RecordPassage, StageMemory,
-    Summing, UnitProfile, booked_bytes, window_bytes, window_memory_bytes,
+    DType, MemoryBytes, MemoryCategory, ModelProfile, OffloadPlan, ParameterRecord, QuantizedGradientStaging,
+    StageMemory, Summing, UnitProfile, booked_bytes, window_bytes, window_memory_bytes,
 };
 
 /// A group of buffers of a rank.
@@ -73,7 +73,7 @@ pub fn predicted(
     passes: &RankPasses,
     shard_ranks: impl Fn(Summing) -> usize,
     state: &StatePlan,
-) -> Result<MemoryPrediction, TooFewLive> {
+) -> Result<MemoryPrediction, LiveLimitTooLow> {
     let layout = StateLayout::of_first_ranks(model, &passes.stages, shard_ranks, state);
     let gathers = layout.gathers(model, passes)?;
     Ok(layout.memory(model, &passes.stages, gathers.as_ref()))
@@ -125,7 +125,7 @@ impl StateLayout {
 
     /// Adds the memory for windows of each offload file.
     fn book_windows(&self, memory: &mut MemoryPrediction) {
-        let Some(DiskPlan { window_elements, .. }) = self.plan.on_disk else { return };
+        let Some(OffloadPlan { window_elements, .. }) = self.plan.on_disk else { return };
         let names = ["windows of the optimizer's state", "windows of gradients", "windows of frozen weights"];
         for (what, file) in names.into_iter().zip(self.files()) {
             let Some((layout, dtypes)) = file else { continue };
@@ -138,8 +138,9 @@ impl StateLayout {
     /// Adds the sparse gradients of embedding rows of a tied table.
     fn book_looked_up(&self, model: &ModelProfile, memory: &mut MemoryPrediction) {
         for (_, table) in self.tied_tables() {
-            let sizes = LookedUpSizes::new(&self.records[table.0], model.tokens, self.plan.micro_batches);
-            let LookedUpSizes { rows_bytes, row_ids_bytes, token_rows_bytes, .. } = sizes;
+            let sizes =
+                SparseGradientSizes::new(&self.records[table.0], model.tokens, self.plan.micro_batches);
+            let SparseGradientSizes { rows_bytes, row_ids_bytes, token_rows_bytes, .. } = sizes;
             let numbers = booked_bytes(row_ids_bytes) + booked_bytes(token_rows_bytes);
             memory.reserve(MemoryCategory::Gradients, "rows that tokens look up", booked_bytes(rows_bytes));
             memory.add(MemoryCategory::Gradients, "numbers of these rows", numbers);
@@ -169,7 +170,7 @@ impl StateLayout {
             let bytes = |elements: usize| elements.saturating_mul(DType::F32.size_bytes());
             memory.add(category, "gradients on their way to their owners", both(passage.elements, &bytes));
         }
-        if let Some((kind, RecordPassage { sent, received, .. })) = self.record_passage() {
+        if let Some((kind, QuantizedGradientStaging { sent, received, .. })) = self.record_passage() {
             let bytes = |elements: usize| kind.bytes(elements);
             memory.add(category, "records of gradients", both(sent, &bytes) + both(received, &bytes));
         }
@@ -178,7 +179,7 @@ impl StateLayout {
 
 /// Sizes of the sparse gradient of a tied embedding table, with room for every row that a step can look up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LookedUpSizes {
+pub struct SparseGradientSizes {
     /// Maximum number of rows.
     pub capacity: usize,
     /// Bytes of the rows in f32.
@@ -189,7 +190,7 @@ pub struct LookedUpSizes {
     pub token_rows_bytes: usize,
 }
 
-impl LookedUpSizes {
+impl SparseGradientSizes {
     /// Computes the sizes for `table` and `micro_batches` of `tokens` each, on all replicas together.
     pub fn new(table: &ParameterRecord, tokens: usize, micro_batches: usize) -> Self {
         let shape = table.local_shape();

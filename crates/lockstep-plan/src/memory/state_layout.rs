@@ -4,8 +4,10 @@
 //! memory and offload traffic sum it, and checkpoints copy it. Only this module decides which stores exist, and which are sharded or
 //! offloaded.
 
-use super::{MemoryCategory, ModelProfile, RecordPassage, SharedTable, StageMemory, StatePlan, StoreLayout};
-use crate::gathering::{Gathers, RankPasses, TooFewLive};
+use super::{
+    MemoryCategory, ModelProfile, QuantizedGradientStaging, SharedTable, StageMemory, StatePlan, StoreLayout,
+};
+use crate::gathering::{Gathers, LiveLimitTooLow, RankPasses};
 use crate::{
     DType, Extent, Feedback, ParameterId, ParameterRecord, QuantizedType, ShardPlace, StateBytes, StateKind,
     Summing, ZeroStage,
@@ -337,7 +339,7 @@ impl StateLayout {
     }
 
     /// Returns the quantized type and the staging buffers of quantized gradients; `None` if gradients are not quantized.
-    pub fn record_passage(&self) -> Option<(QuantizedType, RecordPassage)> {
+    pub fn record_passage(&self) -> Option<(QuantizedType, QuantizedGradientStaging)> {
         let passage = |stretch| self.is_coded(stretch);
         let gradients = self.layout_of(StoreKind::Gradients);
         let kind = self.plan.quantized_gradients()?;
@@ -357,7 +359,11 @@ impl StateLayout {
     ///
     /// # Errors
     /// If the limit on live parameters leaves no room for a unit's weights.
-    pub fn gathers(&self, model: &ModelProfile, passes: &RankPasses) -> Result<Option<Gathers>, TooFewLive> {
+    pub fn gathers(
+        &self,
+        model: &ModelProfile,
+        passes: &RankPasses,
+    ) -> Result<Option<Gathers>, LiveLimitTooLow> {
         let is_sharded = self.plan.zero_stage >= ZeroStage::Parameters;
         if !is_sharded && !self.plan.on_disk.is_some_and(|disk| disk.has_parameters) {
             return Ok(None);

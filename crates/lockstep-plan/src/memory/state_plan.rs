@@ -1,7 +1,7 @@
 //! Inputs of a state layout: model state settings of the plan, and the state kept by the run's optimizer and precision.
 
 use crate::mesh::{Axis, Mesh};
-use crate::{DType, DiskPlan, Plan, Quantization, Residence, Residences, Sharding, StateKind, ZeroStage};
+use crate::{DType, OffloadPlan, Plan, Quantization, Residence, Residences, Sharding, StateKind, ZeroStage};
 
 /// State that the optimizer and the precision of a run keep, whatever the plan.
 #[derive(Debug, Clone, PartialEq)]
@@ -32,7 +32,7 @@ pub struct StatePlan {
     /// Reshard policy, limits and wrapping of sharded state.
     pub sharding: Sharding,
     /// Offloaded model state; `None` if all of it is in device memory. State layouts treat host memory like a disk.
-    pub on_disk: Option<DiskPlan>,
+    pub on_disk: Option<OffloadPlan>,
     /// True if saved activations are offloaded, to disk or to host memory.
     pub has_activations_on_disk: bool,
     /// Micro-batches of a step, summed over all data-parallel and context-parallel ranks.

@@ -11,7 +11,7 @@ const LEAST_BUFFER_BYTES: usize = 2 << 20;
 
 /// Optimizer offload of a rank: the part of the model state that is on disk, or in host memory, which layouts treat the same.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct DiskPlan {
+pub struct OffloadPlan {
     /// Fraction of the rank's model state, from 0 to 1.
     pub share: f64,
     /// True if gradients are offloaded too.

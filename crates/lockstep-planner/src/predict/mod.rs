@@ -1,7 +1,7 @@
 //! Step-time model: predicts how long a step of a plan takes on a cluster, before it runs anywhere.
 //!
 //! ```text
-//! recording -> tasks of each unit --Worker--> seconds of each pass of each stage
+//! recording -> tasks of each unit --KernelTimes--> seconds of each pass of each stage
 //!                 exchanges  --Cluster--> seconds, overlapped or exposed
 //!                                           --Schedule::simulate--> the pipeline's timeline
 //!                                           + gradient reductions, weight gathers, optimizer step = step
@@ -24,7 +24,7 @@ pub use goodput::{Failures, Goodput};
 pub use saves::{Saves, data_stall_s};
 pub use shapes::product_name;
 pub use step::{PlanShape, SlowDevice, StagePrediction, StepPrediction, predict_step, predict_step_ms};
-pub use style::Style;
-pub use tasks::{PassCost, Worker};
+pub use style::SystemTraits;
+pub use tasks::{KernelTimes, PassCost};
 pub use timed::{TimedModel, device, kinds_of, slowest_kind};
 pub use traffic::{Sent, StepTraffic, Traffic, traffic};

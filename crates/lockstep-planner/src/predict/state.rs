@@ -1,6 +1,6 @@
 //! Collectives of gradients and weights: gradient reductions, weight gathers for passes, and weight gathers after the optimizer step.
 
-use crate::predict::style::Style;
+use crate::predict::style::SystemTraits;
 use lockstep_plan::ZeroStage;
 use lockstep_plan::work::Collective;
 
@@ -53,7 +53,7 @@ impl SharedState {
     /// Returns the collectives of the state under a ZeRO stage, in a step of this many micro-batches.
     pub(super) fn exchanges(
         &self,
-        style: &Style,
+        style: &SystemTraits,
         zero_stage: ZeroStage,
         micro_batches: usize,
     ) -> impl Iterator<Item = StateExchange> + use<> {
@@ -77,7 +77,7 @@ impl SharedState {
             collective,
             times: units,
             bytes: bytes / units,
-            slowness: 1.0 / style.gathers_at,
+            slowness: 1.0 / style.gather_efficiency,
             size: sharers,
             stride,
         };

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use crate::cluster::{Cluster, LinkTime};
 use crate::predict::state::{SharedState, StateExchange, StatePassage};
-use crate::predict::style::Style;
-use crate::predict::tasks::{PassCost, Timed, Worker};
+use crate::predict::style::SystemTraits;
+use crate::predict::tasks::{KernelTimes, PassCost, Timed};
 use crate::predict::timed::{TimedModel, TimedUnit, among, device, slowest_kind};
 use lockstep_plan::schedule::{Costs, CostsError, Schedule, Simulation, StageCost};
 use lockstep_plan::work::{Collective, ModelWork, UnitElements};
@@ -128,7 +128,7 @@ pub(super) struct Step<'a> {
     pub(super) cluster: &'a Cluster,
     pub(super) model: &'a TimedModel,
     pub(super) shape: PlanShape<'a>,
-    pub(super) style: Style,
+    pub(super) style: SystemTraits,
     /// For each pipeline rank, the kind of node that decides its time.
     pub(super) kinds: Vec<usize>,
 }
@@ -332,7 +332,7 @@ impl<'a> Step<'a> {
 
     /// Adds the messages to neighbouring stages to the link load of a stage's passes; each overlaps with the next pass.
     fn with_messages(&self, mut prediction: StagePrediction, stage: usize) -> StagePrediction {
-        let Some(schedule) = self.schedule().filter(|_| self.style.sends_beside) else {
+        let Some(schedule) = self.schedule().filter(|_| self.style.overlaps_sends) else {
             return prediction;
         };
         let crosses = |other: usize| schedule.rank_of(other) != schedule.rank_of(stage);
@@ -441,7 +441,7 @@ impl<'a> Step<'a> {
         // The reduction of the last unit's gradients has nothing left to overlap with.
         let least_s = state.sum.seconds / units.max(1) as f64;
         let [sum_s, shared_by_sum_s] =
-            self.beside(&state.sum, &backward, self.hides() && self.style.sums_beside, least_s);
+            self.beside(&state.sum, &backward, self.hides() && self.style.overlaps_reductions, least_s);
         let [arrive_s, shared_by_arrival_s] = self.beside(&state.arrive, &forward, self.hides(), 0.0);
         let busy_s = passes.exchange_s + state.sum.seconds + state.arrive.seconds;
         let after_shared_s = shared_by_sum_s + shared_by_arrival_s;
@@ -500,7 +500,7 @@ impl<'a> Step<'a> {
             pass.exchange_s += beside;
             // The first unit waits for its own weights.
             let first = beside / units.max(1) as f64;
-            let hidden = if self.hides() && self.style.gathers_beside { pass.work_s } else { 0.0 };
+            let hidden = if self.hides() && self.style.overlaps_gathers { pass.work_s } else { 0.0 };
             pass.exposed_s += f64::max(beside - hidden, first.min(beside));
             pass.work_s += copies;
         }
@@ -551,9 +551,9 @@ impl<'a> Step<'a> {
         cost
     }
 
-    fn worker(&self, kind: usize) -> Worker<'_> {
+    fn worker(&self, kind: usize) -> KernelTimes<'_> {
         let device = device(self.cluster, &self.shape.layout.mesh, kind);
-        Worker::new(device, self.style, self.model.dtype())
+        KernelTimes::new(device, self.style, self.model.dtype())
     }
 
     /// Returns the state that a rank may shard: of the dense parameters, and of the experts.
@@ -624,7 +624,7 @@ impl<'a> Step<'a> {
 
     /// Returns the inputs of the pipeline simulation, with messages of `message_s`.
     fn costs(&self, stages: &[StagePrediction], message_s: f64) -> Costs {
-        let waits_ms = if self.style.sends_beside { 0.0 } else { message_s * 1e3 };
+        let waits_ms = if self.style.overlaps_sends { 0.0 } else { message_s * 1e3 };
         let last = stages.len().saturating_sub(1);
         let stage = |(index, stage): (usize, &StagePrediction)| {
             let (weights_s, inputs_s) = (
@@ -641,7 +641,7 @@ impl<'a> Step<'a> {
         Costs {
             stages: stages.iter().enumerate().map(stage).collect(),
             latency_ms: 0.0,
-            transfer_ms: if self.style.sends_beside { message_s * 1e3 } else { 0.0 },
+            transfer_ms: if self.style.overlaps_sends { message_s * 1e3 } else { 0.0 },
             optimizer_ms: 0.0,
         }
     }

@@ -13,23 +13,23 @@ use lockstep_plan::{DType, StateBytes};
 
 /// Implementation choices of a training system.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Style {
+pub struct SystemTraits {
     /// True if attention writes all of its scores and reads them again; false for fused attention (Dao et al. 2022).
-    pub writes_scores: bool,
+    pub unfused_attention: bool,
     /// True if a weight gradient is computed in 16 bits and then added to the f32 accumulator by a separate kernel.
-    pub adds_gradients_apart: bool,
+    pub separate_accumulation: bool,
     /// True if the gradient reduction overlaps with the backward.
-    pub sums_beside: bool,
+    pub overlaps_reductions: bool,
     /// True if weight gathers and gradient reduce-scatters overlap with passes.
-    pub gathers_beside: bool,
+    pub overlaps_gathers: bool,
     /// Collectives per unit for its weights: one with flat buffers, one per parameter without.
     pub gathers_of_a_unit: f64,
     /// Fraction of the link bandwidth that all-gathers and reduce-scatters achieve, in (0, 1].
-    pub gathers_at: f64,
+    pub gather_efficiency: f64,
     /// True if the repeated all-gather for weight gradients overlaps with the input gradients (Korthikanti et al. 2022, section 4.2.2).
     pub gathers_again_beside: bool,
     /// True if messages between stages overlap with passes; otherwise both ranks wait for each.
-    pub sends_beside: bool,
+    pub overlaps_sends: bool,
     /// True if tensor-parallel ranks each send a slice of their common value to the next stage, which gathers it.
     pub slices_messages: bool,
     /// Memory passes of elementwise kernels relative to a single fused pass, in a forward (also a recomputed one) and in a backward.
@@ -72,8 +72,8 @@ pub(super) const SCORE_BYTES_BACKWARD: f64 = 6.0 + 5.0;
 /// Megatron-LM.
 const COUNTS_WAIT_S: f64 = 2e-3;
 
-impl Style {
-    /// Returns the memory passes of the task `name` relative to a fused kernel: [`Style::passes`], times the factor of composed kernels.
+impl SystemTraits {
+    /// Returns the memory passes of the task `name` relative to a fused kernel: [`SystemTraits::passes`], times the factor of composed kernels.
     ///
     /// In units of a 16-bit tensor (f32 is two): RMSNorm in f32 (PyTorch has a kernel for it from 2.8 on) has cast (3), square (4), mean
     /// (2), product with the root (4), cast back (3) and product with the weight (2), 18 units instead of 2; its backward about 36
@@ -102,17 +102,17 @@ impl Style {
 
 impl Software {
     /// Returns the implementation choices of the system.
-    pub const fn style(self) -> Style {
-        let lockstep = Style {
-            writes_scores: false,
-            adds_gradients_apart: false,
-            sums_beside: true,
-            sends_beside: true,
+    pub const fn style(self) -> SystemTraits {
+        let lockstep = SystemTraits {
+            unfused_attention: false,
+            separate_accumulation: false,
+            overlaps_reductions: true,
+            overlaps_sends: true,
             slices_messages: false,
-            gathers_beside: true,
+            overlaps_gathers: true,
             gathers_again_beside: false,
             gathers_of_a_unit: 1.0,
-            gathers_at: 1.0,
+            gather_efficiency: 1.0,
             passes: [1.0; 2],
             composes: false,
             gathers_for_experts: false,
@@ -124,30 +124,30 @@ impl Software {
         };
         match self {
             Self::Lockstep => lockstep,
-            Self::MegatronCore => Style { gathers_for_experts: true, ..lockstep },
-            Self::Megatron => Style {
-                writes_scores: true,
-                adds_gradients_apart: true,
-                sums_beside: false,
-                sends_beside: false,
+            Self::MegatronCore => SystemTraits { gathers_for_experts: true, ..lockstep },
+            Self::Megatron => SystemTraits {
+                unfused_attention: true,
+                separate_accumulation: true,
+                overlaps_reductions: false,
+                overlaps_sends: false,
                 gathers_again_beside: true,
                 slices_messages: true,
                 ..lockstep
             },
-            Self::Fsdp => Style {
+            Self::Fsdp => SystemTraits {
                 passes: [1.0, 4.0],
                 composes: true,
                 unit_bytes: FSDP_UNIT_BYTES,
                 update_bytes: FOREACH_UPDATE_BYTES,
                 ..lockstep
             },
-            Self::LlmFoundry => Style { attention: [1.0, 0.385], ..Self::Fsdp.style() },
-            Self::DeepSpeed => Style {
-                writes_scores: true,
-                adds_gradients_apart: true,
-                gathers_beside: false,
+            Self::LlmFoundry => SystemTraits { attention: [1.0, 0.385], ..Self::Fsdp.style() },
+            Self::DeepSpeed => SystemTraits {
+                unfused_attention: true,
+                separate_accumulation: true,
+                overlaps_gathers: false,
                 gathers_of_a_unit: 7.0,
-                gathers_at: 0.143,
+                gather_efficiency: 0.143,
                 state: StateBytes::MIXED_ADAM,
                 ..lockstep
             },

@@ -4,9 +4,9 @@ use std::borrow::Cow;
 
 use crate::cluster::{Device, Efficiency, LinkTime, MAX_LEVELS};
 use crate::predict::shapes::Shapes;
-use crate::predict::style::{APART_BYTES, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWARD, Style};
+use crate::predict::style::{APART_BYTES, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWARD, SystemTraits};
 use lockstep_plan::DType;
-use lockstep_plan::work::{Attention, Collective, Exchange, Labor, Pass, Product, Task};
+use lockstep_plan::work::{Attention, Collective, Exchange, Pass, Product, Task, TaskKind};
 
 /// Time of a pass through some units.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -82,19 +82,19 @@ impl std::ops::AddAssign for PassCost {
 
 /// A device that runs a training system's kernels.
 #[derive(Debug, Clone)]
-pub struct Worker<'a> {
+pub struct KernelTimes<'a> {
     /// Device that computes.
     pub device: Cow<'a, Device>,
     /// Implementation choices of the training system.
-    pub style: Style,
+    pub style: SystemTraits,
     /// Dtype of weights and values.
     pub dtype: DType,
     shapes: Shapes,
 }
 
-impl<'a> Worker<'a> {
+impl<'a> KernelTimes<'a> {
     /// Creates the model of a device that runs a system's kernels on values of a dtype.
-    pub fn new(device: Cow<'a, Device>, style: Style, dtype: DType) -> Self {
+    pub fn new(device: Cow<'a, Device>, style: SystemTraits, dtype: DType) -> Self {
         let mut worker = Self { device, style, dtype, shapes: Shapes::default() };
         worker.shapes = Shapes::new(&worker.device.efficiency.measured, dtype, |is_of_weight, product| {
             worker.by_sides(is_of_weight, *product)
@@ -103,26 +103,26 @@ impl<'a> Worker<'a> {
     }
 }
 
-impl Worker<'_> {
+impl KernelTimes<'_> {
     /// Returns the seconds of a task; 0 for an exchange.
     pub fn seconds(&self, task: &Task) -> f64 {
-        self.measured(task).unwrap_or_else(|| match task.labor {
-            Labor::Product(product) => self.product(task, product),
-            Labor::Attention(attention) => self.attention(task, attention),
-            Labor::Stream => {
+        self.measured(task).unwrap_or_else(|| match task.kind {
+            TaskKind::Product(product) => self.product(task, product),
+            TaskKind::Attention(attention) => self.attention(task, attention),
+            TaskKind::Stream => {
                 let is_backward = matches!(task.pass, Pass::BackwardInputs | Pass::BackwardWeights);
                 self.stream(task.bytes as f64 * self.style.passes_of(task.name, is_backward))
             }
-            Labor::Exchange(_) => 0.0,
+            TaskKind::Exchange(_) => 0.0,
         })
     }
 
     /// Returns the seconds of a task by the measured rate of its kind; `None` if it was not measured.
     fn measured(&self, task: &Task) -> Option<f64> {
-        let amount = match task.labor {
-            Labor::Attention(attention) => attention.flops,
-            Labor::Stream => task.bytes,
-            Labor::Product(_) | Labor::Exchange(_) => return None,
+        let amount = match task.kind {
+            TaskKind::Attention(attention) => attention.flops,
+            TaskKind::Stream => task.bytes,
+            TaskKind::Product(_) | TaskKind::Exchange(_) => return None,
         };
         let measured = &self.device.efficiency.measured;
         if measured.is_empty() {
@@ -186,7 +186,7 @@ impl Worker<'_> {
     fn product(&self, task: &Task, product: Product) -> f64 {
         let is_of_weight = task.pass == Pass::BackwardWeights;
         let by_sides = self.by_sides(is_of_weight, product) * self.shapes.factor(is_of_weight, &product);
-        let is_apart = is_of_weight && self.style.adds_gradients_apart;
+        let is_apart = is_of_weight && self.style.separate_accumulation;
         let elements = (product.rows * product.columns * product.count) as f64;
         let apart = if is_apart { self.stream(APART_BYTES * elements) } else { 0.0 };
         by_sides.max(self.through_memory(task.bytes as f64) + self.launch()) + apart
@@ -218,7 +218,7 @@ impl Worker<'_> {
     fn attention(&self, task: &Task, attention: Attention) -> f64 {
         let efficiency = &self.device.efficiency;
         let is_backward = task.pass == Pass::BackwardInputs;
-        if !self.style.writes_scores {
+        if !self.style.unfused_attention {
             let flops = attention.flops as f64 * if is_backward { 1.25 } else { 1.0 };
             let share = self.style.attention[usize::from(is_backward)];
             let seconds = flops / (self.peak() * efficiency.attention * share);
@@ -238,8 +238,8 @@ impl Worker<'_> {
         tasks: impl IntoIterator<Item = &'t Task>,
         exchange: impl Fn(&Exchange) -> LinkTime,
     ) -> Vec<Timed> {
-        let timed = |task: &Task| match &task.labor {
-            Labor::Exchange(what) => {
+        let timed = |task: &Task| match &task.kind {
+            TaskKind::Exchange(what) => {
                 let LinkTime { seconds, filled_s } = exchange(what);
                 let waits = what.is_for_host && seconds > 0.0 && !self.device.is_host;
                 let wait_s = if waits { self.style.counts_wait_s } else { 0.0 };

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use crate::cluster::{Cluster, Device, LinkTime};
-use crate::predict::tasks::{PassCost, Timed, Worker};
+use crate::predict::tasks::{KernelTimes, PassCost, Timed};
 use lockstep_plan::work::{Collective, Exchange, ModelWork, Peers, UnitElements, UnitWork};
 use lockstep_plan::{Axis, DType, ExpertAxis, Mesh};
 
@@ -43,11 +43,11 @@ impl TimedModel {
     /// matter; on CPUs, the number of ranks matters too.
     pub fn new(cluster: &Cluster, work: &ModelWork, mesh: &Mesh) -> Self {
         let exchange = |exchange: &Exchange| exchange_time(cluster, mesh, exchange);
-        let workers: Vec<Worker<'_>> = (0..cluster.nodes.len())
-            .map(|kind| Worker::new(device(cluster, mesh, kind), cluster.software.style(), work.dtype))
+        let workers: Vec<KernelTimes<'_>> = (0..cluster.nodes.len())
+            .map(|kind| KernelTimes::new(device(cluster, mesh, kind), cluster.software.style(), work.dtype))
             .collect();
         let unit = |unit: &UnitWork| {
-            let on = |worker: &Worker<'_>| TimedUnit::new(unit, worker, exchange);
+            let on = |worker: &KernelTimes<'_>| TimedUnit::new(unit, worker, exchange);
             Rc::new(OnNodes { kinds: workers.iter().map(on).collect(), elements: unit.elements() })
         };
         Self {
@@ -112,7 +112,7 @@ impl TimedModel {
 }
 
 impl TimedUnit {
-    fn new(unit: &UnitWork, worker: &Worker<'_>, exchange: impl Fn(&Exchange) -> LinkTime) -> Self {
+    fn new(unit: &UnitWork, worker: &KernelTimes<'_>, exchange: impl Fn(&Exchange) -> LinkTime) -> Self {
         let timed = |tasks| worker.timed(tasks, &exchange);
         let (forward, backward) = (timed(&unit.forward), timed(&unit.backward));
         Self {
@@ -228,7 +228,7 @@ mod tests {
     use super::*;
     use crate::cluster::Software;
     use lockstep_plan::Degrees;
-    use lockstep_plan::work::{Labor, Pass, Task};
+    use lockstep_plan::work::{Pass, Task, TaskKind};
 
     fn rows(bytes: u64, is_for_host: bool) -> Exchange {
         let (peers, collective) = (Peers::Expert, Collective::AllToAll);
@@ -258,9 +258,9 @@ mod tests {
     fn a_device_waits_for_a_host_that_waits_for_counts_and_a_core_does_not() {
         let waited = |cluster: Cluster, is_for_host: bool| {
             let device = Cow::Borrowed(&cluster.nodes[0].device);
-            let worker = Worker::new(device, cluster.software.style(), DType::BF16);
-            let labor = Labor::Exchange(rows(8, is_for_host));
-            let task = Task { name: "dispatch", pass: Pass::Forward, labor, bytes: 0, vector_flops: 0 };
+            let worker = KernelTimes::new(device, cluster.software.style(), DType::BF16);
+            let kind = TaskKind::Exchange(rows(8, is_for_host));
+            let task = Task { name: "dispatch", pass: Pass::Forward, kind, bytes: 0, vector_flops: 0 };
             let link = LinkTime { seconds: 1e-5, ..LinkTime::default() };
             PassCost::of(&worker.timed([&task], |_| link)).exposed_s
         };

@@ -14,7 +14,7 @@ use crate::predict::tasks::{PassCost, Timed, Waited};
 use crate::predict::timed::{Leg, TimedModel, TimedUnit, legs};
 use lockstep_plan::Axis;
 use lockstep_plan::schedule::{Action, CostsError, Schedule};
-use lockstep_plan::work::{Collective, Exchange, Labor, ModelWork, Peers, Task, UnitWork};
+use lockstep_plan::work::{Collective, Exchange, ModelWork, Peers, Task, TaskKind, UnitWork};
 
 /// Kind of communication.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -209,8 +209,8 @@ impl RankTraffic<'_, '_> {
         let kind = self.step.kinds[self.rank];
         let tasks: Vec<&Task> = units.clone().flat_map(|unit| tasks(self.work.unit(unit))).collect();
         let timed = units.flat_map(|unit| times(self.step.model.on(unit, kind)));
-        let exchange = |task: usize| match &tasks[task].labor {
-            Labor::Exchange(exchange) => Some(exchange),
+        let exchange = |task: usize| match &tasks[task].kind {
+            TaskKind::Exchange(exchange) => Some(exchange),
             _ => None,
         };
         let mut beside: Vec<(Sent, f64)> = Vec::new();

@@ -3,12 +3,12 @@
 use lockstep_plan::DType;
 
 use super::{check_disjoint, router::MAX_EXPERTS, tasks::expect};
-use crate::{Permutation, TokenPlaces, View};
+use crate::{Permutation, TokenPositions, View};
 
 /// Makes one pass over the slots, with a counter for each expert.
 pub(super) fn limit_slots(
     experts: View<'_>,
-    places: TokenPlaces,
+    places: TokenPositions,
     capacity: usize,
     before: Option<View<'_>>,
     kept: View<'_>,
@@ -58,10 +58,10 @@ mod tests {
         let experts = tensor(&slots);
         let experts = experts.view().reshape([6, 2]);
         let kept = tensor(&[7_u32; 12]);
-        queue.limit_slots(experts, TokenPlaces::whole(3), 2, None, kept.view());
+        queue.limit_slots(experts, TokenPositions::whole(3), 2, None, kept.view());
         let expected = [0, 1, 0, 2, NONE, 1, 1, 0, 1, 2, NONE, 0];
         assert_eq!(kept.view().to_vec::<u32>(), expected);
-        queue.limit_slots(experts, TokenPlaces::whole(3), 12, None, kept.view());
+        queue.limit_slots(experts, TokenPositions::whole(3), 12, None, kept.view());
         assert_eq!(kept.view().to_vec::<u32>(), slots, "there is room for all");
     }
 
@@ -70,11 +70,17 @@ mod tests {
         let queue = CpuQueue::new(1, &Arena::new()).unwrap();
         let slots = [0_u32, 1, 0, 2, 0, 1, 1, 0, 1, 2, 1, 0];
         let all = tensor(&[7_u32; 12]);
-        queue.limit_slots(tensor(&slots).view().reshape([6, 2]), TokenPlaces::whole(3), 2, None, all.view());
+        queue.limit_slots(
+            tensor(&slots).view().reshape([6, 2]),
+            TokenPositions::whole(3),
+            2,
+            None,
+            all.view(),
+        );
         // The tokens from the third on; the sequence began with slots of experts 0, 1, 0 and 2.
         let (experts, part) = (tensor(&slots[4..]), tensor(&[7_u32; 8]));
         let before = tensor(&[2.0_f32, 1.0, 1.0, 0.0, 0.0, 0.0]);
-        let places = TokenPlaces { first_row: 2, ..TokenPlaces::whole(3) };
+        let places = TokenPositions { first_row: 2, ..TokenPositions::whole(3) };
         let before = before.view().reshape([2, 3]);
         queue.limit_slots(experts.view().reshape([4, 2]), places, 2, Some(before), part.view());
         assert_eq!(part.view().to_vec::<u32>(), all.view().to_vec::<u32>()[4..]);

@@ -8,7 +8,7 @@ use super::{
     simd::{Float, with_float},
     tasks::{BLOCK, Block, Operand, expect, rows_per_task},
 };
-use crate::{Dropout, TokenPlaces, View};
+use crate::{Dropout, TokenPositions, View};
 
 /// The fields of a [`Dropout`] that are the same for every element, prepared for use.
 #[derive(Debug, Clone, Copy)]
@@ -62,7 +62,7 @@ impl Mask {
 pub(super) fn dropout(
     queue: &CpuQueue,
     dropout: Dropout<'_>,
-    places: TokenPlaces,
+    places: TokenPositions,
     first_feature: u32,
     x: View<'_>,
     y: View<'_>,
@@ -155,7 +155,7 @@ mod tests {
                     let dropout = Dropout { probability, site: SITE, keys: keys.view() };
                     let shape = [rows, width];
                     let (x, y) = (floats(dtype, shape, &x), floats(dtype, shape, &vec![9.0; rows * width]));
-                    let places = TokenPlaces::whole(len);
+                    let places = TokenPositions::whole(len);
                     queue.dropout(dropout, places, 0, x.view(), y.view());
                     queue.dropout(dropout, places, 0, x.view(), x.view());
                     vec![values(y.view()), values(x.view())]
@@ -192,7 +192,7 @@ mod tests {
         let backward = |queue: &CpuQueue| {
             let (keys, dx) = (tensor(&keys), floats(DType::F32, [rows, width], &dy));
             let dropout = Dropout { probability: 0.4, site: SITE, keys: keys.view() };
-            queue.dropout(dropout, TokenPlaces::whole(2), 0, dx.view(), dx.view());
+            queue.dropout(dropout, TokenPositions::whole(2), 0, dx.view(), dx.view());
             vec![values(dx.view())]
         };
         on_every_queue(backward, |results| assert_close("dx", &results[0], &gradient, 1e-6, 0.0));
@@ -210,16 +210,16 @@ mod tests {
         // Ranges from both ends of each sequence, as context parallelism shards it: the second of three ranks.
         let zigzag: Vec<usize> =
             (0..sequences).flat_map(|s| [2, 3, 8, 9].map(|position| s * len + position)).collect();
-        let places = TokenPlaces { first_row: 0, seq_len: 4, halves: [2, 8] };
+        let places = TokenPositions { first_row: 0, seq_len: 4, halves: [2, 8] };
         // An odd number of tokens: the second half is longer.
         let odd: Vec<usize> =
             (0..sequences).flat_map(|s| [0, 6, 7].map(|position| s * len + position)).collect();
-        let odd_places = TokenPlaces { first_row: 0, seq_len: 3, halves: [0, 6] };
+        let odd_places = TokenPositions { first_row: 0, seq_len: 3, halves: [0, 6] };
         let cases = [
-            (whole.clone(), TokenPlaces::whole(len)),
-            (whole[7..25].to_vec(), TokenPlaces { first_row: 7, ..TokenPlaces::whole(len) }),
+            (whole.clone(), TokenPositions::whole(len)),
+            (whole[7..25].to_vec(), TokenPositions { first_row: 7, ..TokenPositions::whole(len) }),
             (zigzag.clone(), places),
-            (zigzag[5..11].to_vec(), TokenPlaces { first_row: 5, ..places }),
+            (zigzag[5..11].to_vec(), TokenPositions { first_row: 5, ..places }),
             (odd, odd_places),
         ];
         let keys: Vec<u32> = (0..2 * sequences as u32).map(|i| i.wrapping_mul(0x9e37_79b9)).collect();
@@ -250,7 +250,7 @@ mod tests {
         let queue = CpuQueue::new(1, &Arena::new()).unwrap();
         let (keys, x) = (tensor(&[0_u32, 0]), floats(DType::F32, [3, 2], &[0.0; 6]));
         let dropout = Dropout { probability: 0.5, site: 0, keys: keys.view() };
-        let places = TokenPlaces { first_row: 2, ..TokenPlaces::whole(4) };
+        let places = TokenPositions { first_row: 2, ..TokenPositions::whole(4) };
         queue.dropout(dropout, places, 0, x.view(), x.view());
     }
 
@@ -262,7 +262,7 @@ mod tests {
         let x = floats(DType::F32, [rows, width], &vec![1.0; rows * width]);
         let y = floats(DType::F32, [rows, width], &vec![0.0; rows * width]);
         let dropout = Dropout { probability: 0.2, site: 0, keys: keys.view() };
-        queue.dropout(dropout, TokenPlaces::whole(rows), 0, x.view(), y.view());
+        queue.dropout(dropout, TokenPositions::whole(rows), 0, x.view(), y.view());
         let y = values(y.view());
         let dropped = y.iter().filter(|y| **y == 0.0).count() as f64 / y.len() as f64;
         let mean = y.iter().sum::<f64>() / y.len() as f64;

@@ -109,7 +109,7 @@ pub(super) fn join_heads_backward(queue: &CpuQueue, dy: View<'_>, [down, dtail]:
     });
 }
 
-pub(super) fn rope_neighbours(
+pub(super) fn rope_interleaved(
     queue: &CpuQueue,
     x: View<'_>,
     positions: View<'_>,
@@ -118,13 +118,13 @@ pub(super) fn rope_neighbours(
     y: View<'_>,
 ) {
     let (pairs, tokens) = (inverse_frequencies.elements(), positions.elements());
-    expect("rope_neighbours: positions", positions, DType::U32, tokens);
-    expect("rope_neighbours: inverse frequencies", inverse_frequencies, DType::F32, pairs);
-    expect("rope_neighbours: y", y, x.dtype(), x.elements());
+    expect("rope_interleaved: positions", positions, DType::U32, tokens);
+    expect("rope_interleaved: inverse frequencies", inverse_frequencies, DType::F32, pairs);
+    expect("rope_interleaved: y", y, x.dtype(), x.elements());
     let width = x.elements() / tokens.max(1);
     assert!(
         pairs > 0 && width * tokens == x.elements() && width.is_multiple_of(2 * pairs),
-        "rope_neighbours: {x:?} is not [{tokens} tokens, heads, {} elements]",
+        "rope_interleaved: {x:?} is not [{tokens} tokens, heads, {} elements]",
         2 * pairs
     );
     check_elementwise(y, &[x]);
@@ -232,7 +232,7 @@ mod tests {
                 let run = |queue: &CpuQueue| {
                     let x = floats(DType::F32, [tokens, heads, 2 * half], &x);
                     let (positions, frequencies) = (tensor(&positions), tensor(&frequencies));
-                    queue.rope_neighbours(x.view(), positions.view(), frequencies.view(), rotation, x.view());
+                    queue.rope_interleaved(x.view(), positions.view(), frequencies.view(), rotation, x.view());
                     vec![values(x.view())]
                 };
                 on_every_queue(run, |results| {

@@ -37,8 +37,8 @@ use lockstep_plan::{QuantizedType, exact::ExactSum};
 
 use crate::{
     AdamW, Arena, Attention, AttentionWrite, Dropout, Event, Gelu, Gemm, GroupedGemm, Kernels, LayerNorm,
-    Lion, Muon, Pending, Permutation, Queue, Rotation, Routed, Router, RouterGradients, Sgd, TensorError,
-    TokenPlaces, View, Write,
+    Lion, Muon, Pending, Permutation, Queue, Rotation, Router, RouterGradients, RouterOutputs, Sgd,
+    TensorError, TokenPositions, View, Write,
 };
 pub use bandwidth::measure_bandwidth;
 pub use gemm::{Peak, measure_peak, measure_peak_within};
@@ -181,7 +181,7 @@ pub(crate) fn check_elementwise(output: View<'_>, inputs: &[View<'_>]) {
 }
 
 impl Kernels for CpuQueue {
-    fn gemm_part(&self, gemm: Gemm<'_>, rows: usize) {
+    fn gemm_rows(&self, gemm: Gemm<'_>, rows: usize) {
         gemm::gemm(self, gemm, rows);
     }
 
@@ -308,7 +308,7 @@ impl Kernels for CpuQueue {
     fn dropout(
         &self,
         dropout: Dropout<'_>,
-        places: TokenPlaces,
+        places: TokenPositions,
         first_feature: u32,
         x: View<'_>,
         y: View<'_>,
@@ -349,7 +349,7 @@ impl Kernels for CpuQueue {
         loss::softmax_gradient(self, logits, labels, first_column, log_sum_exp, seed);
     }
 
-    fn router_top_k(&self, router: &Router<'_>, logits: View<'_>, routed: Routed<'_>) {
+    fn router_top_k(&self, router: &Router<'_>, logits: View<'_>, routed: RouterOutputs<'_>) {
         router::forward(self, router, logits, routed);
     }
 
@@ -361,9 +361,9 @@ impl Kernels for CpuQueue {
         &self,
         router: &Router<'_>,
         logits: View<'_>,
-        routed: Routed<'_>,
+        routed: RouterOutputs<'_>,
         gradients: RouterGradients<'_>,
-        places: TokenPlaces,
+        places: TokenPositions,
         dlogits: View<'_>,
     ) {
         router::backward(self, router, logits, routed, gradients, places, dlogits);
@@ -371,8 +371,8 @@ impl Kernels for CpuQueue {
 
     fn router_load(
         &self,
-        routed: Routed<'_>,
-        places: TokenPlaces,
+        routed: RouterOutputs<'_>,
+        places: TokenPositions,
         counts: View<'_>,
         probabilities: View<'_>,
     ) {
@@ -392,7 +392,7 @@ impl Kernels for CpuQueue {
     fn limit_slots(
         &self,
         experts: View<'_>,
-        places: TokenPlaces,
+        places: TokenPositions,
         capacity: usize,
         before: Option<View<'_>>,
         kept: View<'_>,
@@ -400,7 +400,7 @@ impl Kernels for CpuQueue {
         capacity::limit_slots(experts, places, capacity, before, kept);
     }
 
-    fn rope_neighbours(
+    fn rope_interleaved(
         &self,
         x: View<'_>,
         positions: View<'_>,
@@ -408,7 +408,7 @@ impl Kernels for CpuQueue {
         rotation: Rotation,
         y: View<'_>,
     ) {
-        heads::rope_neighbours(self, x, positions, inverse_frequencies, rotation, y);
+        heads::rope_interleaved(self, x, positions, inverse_frequencies, rotation, y);
     }
 
     fn join_heads(&self, own: View<'_>, tail: View<'_>, y: View<'_>) {

@@ -11,8 +11,8 @@ use super::{
 };
 use crate::{
     Arena, Attention, AttentionWrite, Dropout, Gelu, Gemm, GemmLayout, GroupedGemm, Kernels, LayerNorm,
-    Permutation, Rotation, Rounding, Routed, Router, RouterGradients, RouterScores, RouterWeights, Sgd,
-    Tensor, TokenPlaces, TokenSpan, View, Write,
+    Permutation, Rotation, Rounding, Router, RouterGradients, RouterOutputs, RouterScores, RouterWeights,
+    Sgd, Tensor, TokenPositions, TokenSpan, View, Write,
 };
 
 const ROWS: usize = 3;
@@ -102,7 +102,7 @@ fn no_tokens_leave_every_gradient_as_it_was() {
         q.scale(0.5, x, y);
         let keys = tensor(&[1_u32, 2]);
         let dropout = Dropout { probability: 0.5, site: 0, keys: keys.view() };
-        q.dropout(dropout, TokenPlaces::whole(0), 0, x, y);
+        q.dropout(dropout, TokenPositions::whole(0), 0, x, y);
         q.cross_entropy(x, labels.view(), rstd);
         q.cross_entropy_with_gradient(x, labels.view(), rstd, 1.0);
         let statistics = floats(DType::F32, [2, 3, 0], &[]);
@@ -131,7 +131,7 @@ fn route_nobody(q: &CpuQueue, x: View<'_>, y: View<'_>) {
     let [scores, log_sum_exp, weights, counts, sums] = [WIDTH, 1, 2, WIDTH, WIDTH].map(|n| floats([0, n]));
     let [experts, slots, rows] = [(); 3].map(|()| tensor::<u32>(&[]));
     let offsets = tensor(&[7_u32, 7]);
-    let routed = Routed {
+    let routed = RouterOutputs {
         scores: scores.view(),
         log_sum_exp: log_sum_exp.view(),
         experts: experts.view().reshape([0, 2]),
@@ -150,8 +150,8 @@ fn route_nobody(q: &CpuQueue, x: View<'_>, y: View<'_>) {
         RouterGradients { weights: dweights.view(), probabilities: None, squared_log_sum_exp: 0.1 };
     let permutation = Permutation { slots: slots.view(), rows: rows.view() };
     q.router_top_k(&router, x, routed);
-    q.router_top_k_backward(&router, x, routed, gradients, TokenPlaces::whole(0), y);
-    q.router_load(routed, TokenPlaces::whole(0), counts.view(), sums.view());
+    q.router_top_k_backward(&router, x, routed, gradients, TokenPositions::whole(0), y);
+    q.router_load(routed, TokenPositions::whole(0), counts.view(), sums.view());
     q.sort_slots(experts.view(), 0, permutation, offsets.view());
     assert_eq!(offsets.view().to_vec::<u32>(), [0, 0]);
     q.permute(permutation, x, y);
@@ -298,7 +298,7 @@ fn a_nan_stays_in_its_element_of_elementwise_kernels() {
         assert_nan("swiglu dup", other, is_element);
         let keys = tensor(&[1_u32, 2]);
         let dropout = Dropout { probability: 0.0, site: 0, keys: keys.view() };
-        q.dropout(dropout, TokenPlaces::whole(ROWS), 0, bad, y);
+        q.dropout(dropout, TokenPositions::whole(ROWS), 0, bad, y);
         assert_nan("dropout", y, is_element);
         for to in [DType::F32, DType::BF16, DType::F16] {
             let converted = floats(to, [ROWS, WIDTH], &[0.0; ROWS * WIDTH]);
@@ -411,7 +411,7 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
     let keys = tensor(&[0_u32, 0]);
     let dropout = Dropout { probability: 0.5, site: 0, keys: keys.view() };
     assert_refused("dropout", || {
-        q.dropout(dropout, TokenPlaces::whole(3), 0, a.rows(0..3), a.rows(1..4));
+        q.dropout(dropout, TokenPositions::whole(3), 0, a.rows(0..3), a.rows(1..4));
     });
     assert_refused("cross_entropy", || q.cross_entropy(a, labels.view(), row_of_a));
     assert_refused("cross_entropy_with_gradient", || {
@@ -445,16 +445,18 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
         weights: RouterWeights::Scores,
         scale: 1.0,
     };
-    let routed = Routed { scores: b, log_sum_exp: row_of_c, experts, weights: row(d, 0) };
-    assert_refused("router_top_k", || q.router_top_k(&router, a, Routed { weights: row_of_a, ..routed }));
+    let routed = RouterOutputs { scores: b, log_sum_exp: row_of_c, experts, weights: row(d, 0) };
+    assert_refused("router_top_k", || {
+        q.router_top_k(&router, a, RouterOutputs { weights: row_of_a, ..routed })
+    });
     assert_refused("router_top_k's bias", || {
         q.router_top_k(&Router { selection_bias: Some(row_of_b), ..router }, a, routed);
     });
     let gradients = RouterGradients { weights: row(e, 0), probabilities: None, squared_log_sum_exp: 0.0 };
     assert_refused("router_top_k_backward", || {
-        q.router_top_k_backward(&router, a, routed, gradients, TokenPlaces::whole(4), b);
+        q.router_top_k_backward(&router, a, routed, gradients, TokenPositions::whole(4), b);
     });
-    assert_refused("router_load", || q.router_load(routed, TokenPlaces::whole(1), b, e));
+    assert_refused("router_load", || q.router_load(routed, TokenPositions::whole(1), b, e));
     assert_refused("adamw", || q.adamw(&adamw_step([a, b, c, c])));
     assert_refused("adamw's gradient", || q.adamw(&adamw_step([a, a, c, d])));
     assert_refused("sgd", || q.sgd(&momentum_step([a, b, a])));

@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::operands::Operands;
-use crate::{Event, Moment, View};
+use crate::{DeviceEvent, Event, View};
 
 /// Pending jobs, in the order in which they were enqueued.
 #[derive(Default)]
@@ -121,7 +121,7 @@ impl Point {
     }
 }
 
-impl Moment for Point {
+impl DeviceEvent for Point {
     fn has_come(&self) -> bool {
         self.list.lock().passed >= self.end
     }

@@ -7,7 +7,8 @@ use lockstep_plan::{DType, QuantizedType};
 use super::Delayed;
 use crate::{
     AdamW, Attention, AttentionWrite, Device, Dropout, Gelu, Gemm, GroupedGemm, LayerNorm, Lion, Muon,
-    Permutation, Place, Rotation, Routed, Router, RouterGradients, Sgd, Shape, TokenPlaces, View, Write,
+    Permutation, Place, Rotation, Router, RouterGradients, RouterOutputs, Sgd, Shape, TokenPositions, View,
+    Write,
 };
 
 /// The memory that a job uses.
@@ -121,7 +122,7 @@ macro_rules! plain {
         }
     )*};
 }
-plain!(AttentionWrite, Gelu, QuantizedType, Rotation, TokenPlaces, Write, f32, u32, usize);
+plain!(AttentionWrite, Gelu, QuantizedType, Rotation, TokenPositions, Write, f32, u32, usize);
 
 /// Implements [`Late`] for arguments with views, all of which are recorded.
 macro_rules! with_views {
@@ -148,7 +149,7 @@ with_views! {
     Lion { parameter, gradient, exp_avg, rounded }
     Muon { parameter, gradient, momentum_buffer, rounded }
     Permutation { slots, rows }
-    Routed { scores, log_sum_exp, experts, weights }
+    RouterOutputs { scores, log_sum_exp, experts, weights }
     Router { selection_bias }
     RouterGradients { weights, probabilities }
     Sgd { parameter, gradient, momentum_buffer, rounded }

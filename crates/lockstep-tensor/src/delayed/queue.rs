@@ -11,8 +11,8 @@ use super::{
 };
 use crate::{
     AdamW, Attention, AttentionWrite, CpuLevel, CpuQueue, Device, Dropout, Event, F32Products, Gelu, Gemm,
-    GroupedGemm, Kernels, LayerNorm, Lion, Muon, Pending, Permutation, Queue, Rotation, Routed, Router,
-    RouterGradients, Sgd, TokenPlaces, View, Workers, Write,
+    GroupedGemm, Kernels, LayerNorm, Lion, Muon, Pending, Permutation, Queue, Rotation, Router,
+    RouterGradients, RouterOutputs, Sgd, TokenPositions, View, Workers, Write,
 };
 
 /// A handle of the device's list, and the CPU queue that runs its jobs.
@@ -108,7 +108,7 @@ macro_rules! jobs {
 
 impl Kernels for DelayedQueue {
     jobs! {
-        gemm_part(gemm: Gemm<'_>, rows: usize);
+        gemm_rows(gemm: Gemm<'_>, rows: usize);
         grouped_gemm(gemm: GroupedGemm<'_>);
         sum_rows(x: View<'_>, out: View<'_>);
         embedding(ids: View<'_>, table: View<'_>, first_id: u32, out: View<'_>);
@@ -124,7 +124,7 @@ impl Kernels for DelayedQueue {
             norm: LayerNorm<'_>, dy: View<'_>, dweight: View<'_>, dbias: Option<View<'_>>
         );
         rope(x: View<'_>, positions: View<'_>, frequencies: View<'_>, rotation: Rotation, y: View<'_>);
-        rope_neighbours(x: View<'_>, positions: View<'_>, frequencies: View<'_>, rotation: Rotation, y: View<'_>);
+        rope_interleaved(x: View<'_>, positions: View<'_>, frequencies: View<'_>, rotation: Rotation, y: View<'_>);
         join_heads(own: View<'_>, tail: View<'_>, y: View<'_>);
         join_heads_backward(dy: View<'_>, down: View<'_>, dtail: View<'_>);
         resize_heads(x: View<'_>, y: View<'_>);
@@ -141,7 +141,7 @@ impl Kernels for DelayedQueue {
         gelu_backward(kind: Gelu, dy: View<'_>, x: View<'_>, dx: View<'_>);
         add(a: View<'_>, b: View<'_>, y: View<'_>);
         scale(factor: f32, x: View<'_>, y: View<'_>);
-        dropout(dropout: Dropout<'_>, places: TokenPlaces, first_feature: u32, x: View<'_>, y: View<'_>);
+        dropout(dropout: Dropout<'_>, places: TokenPositions, first_feature: u32, x: View<'_>, y: View<'_>);
         cross_entropy(logits: View<'_>, labels: View<'_>, losses: View<'_>);
         cross_entropy_with_gradient(logits: View<'_>, labels: View<'_>, losses: View<'_>, seed: f32);
         softmax_statistics(logits: View<'_>, labels: View<'_>, first_column: usize, statistics: View<'_>);
@@ -149,15 +149,15 @@ impl Kernels for DelayedQueue {
         softmax_gradient(
             logits: View<'_>, labels: View<'_>, first_column: usize, log_sum_exp: View<'_>, seed: f32
         );
-        router_top_k[router: Router<'_>](logits: View<'_>, routed: Routed<'_>);
+        router_top_k[router: Router<'_>](logits: View<'_>, routed: RouterOutputs<'_>);
         router_top_k_backward[router: Router<'_>](
-            logits: View<'_>, routed: Routed<'_>, gradients: RouterGradients<'_>, places: TokenPlaces,
+            logits: View<'_>, routed: RouterOutputs<'_>, gradients: RouterGradients<'_>, places: TokenPositions,
             dlogits: View<'_>
         );
-        router_load(routed: Routed<'_>, places: TokenPlaces, counts: View<'_>, probabilities: View<'_>);
+        router_load(routed: RouterOutputs<'_>, places: TokenPositions, counts: View<'_>, probabilities: View<'_>);
         sort_slots(experts: View<'_>, first_expert: u32, permutation: Permutation<'_>, offsets: View<'_>);
         limit_slots(
-            experts: View<'_>, places: TokenPlaces, capacity: usize, before: Option<View<'_>>, kept: View<'_>
+            experts: View<'_>, places: TokenPositions, capacity: usize, before: Option<View<'_>>, kept: View<'_>
         );
         gate_rows(gate: View<'_>, x: View<'_>, y: View<'_>);
         gate_rows_backward(dy: View<'_>, gate: View<'_>, x: View<'_>, dgate: View<'_>, dx: View<'_>);

@@ -104,7 +104,7 @@ impl std::fmt::Display for Action {
 
 /// The I/O interface that performs transfers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum DiskMethod {
+pub enum DiskIo {
     /// io_uring if the kernel has it and lets this process use it, else threads.
     #[default]
     Auto,
@@ -160,7 +160,7 @@ pub struct Transfer {
 }
 
 /// The backend that performs transfers; a test can stand between a queue and the disk.
-pub trait Mover: std::fmt::Debug {
+pub trait DiskBackend: std::fmt::Debug {
     /// Starts a transfer.
     fn start(&mut self, transfer: Transfer);
 
@@ -169,21 +169,21 @@ pub trait Mover: std::fmt::Debug {
     fn next(&mut self, deadline: Instant) -> Option<(Transfer, io::Result<()>)>;
 }
 
-/// State of a transfer. `AskedFor` means that its result was returned.
+/// State of a transfer. `Taken` means that its result was returned.
 #[derive(Debug)]
-enum Begun {
-    OnItsWay,
+enum TransferState {
+    InFlight,
     Ended(Result<(), DiskError>),
-    AskedFor,
+    Taken,
 }
 
 /// Asynchronous reads and writes of one file, many in flight at once.
 #[derive(Debug)]
 pub struct DiskQueue {
     file: Arc<ScratchFile>,
-    mover: Box<dyn Mover>,
+    mover: Box<dyn DiskBackend>,
     /// State of the transfers from number `first_begun` on, the oldest whose result nobody has asked for.
-    begun: VecDeque<Begun>,
+    begun: VecDeque<TransferState>,
     first_begun: u64,
     on_their_way: usize,
     /// Transfers that wait because [`DEPTH`] are in flight already.
@@ -198,21 +198,21 @@ impl DiskQueue {
     ///
     /// # Errors
     /// If io_uring is requested and unavailable, or threads cannot be started.
-    pub fn new(file: ScratchFile, method: DiskMethod) -> Result<Self, DiskError> {
+    pub fn new(file: ScratchFile, method: DiskIo) -> Result<Self, DiskError> {
         let file = Arc::new(file);
         let mover = mover(&file, method)
             .map_err(|source| DiskError::Create { directory: file.directory().to_owned(), source })?;
-        Ok(Self::with_mover(file, mover))
+        Ok(Self::with_backend(file, mover))
     }
 
     /// Wraps the backend by `around`: a test can delay transfers or make them fail.
-    pub fn wrap_mover(mut self, around: impl FnOnce(Box<dyn Mover>) -> Box<dyn Mover>) -> Self {
+    pub fn wrap_backend(mut self, around: impl FnOnce(Box<dyn DiskBackend>) -> Box<dyn DiskBackend>) -> Self {
         self.mover = around(self.mover);
         self
     }
 
     /// Creates a queue that uses `mover` as its backend.
-    pub fn with_mover(file: Arc<ScratchFile>, mover: Box<dyn Mover>) -> Self {
+    pub fn with_backend(file: Arc<ScratchFile>, mover: Box<dyn DiskBackend>) -> Self {
         Self {
             file,
             mover,
@@ -258,25 +258,25 @@ impl DiskQueue {
     /// If it was waited for before.
     pub fn wait(&mut self, ticket: Ticket, limit: Duration) -> Result<(), DiskError> {
         let begin = Instant::now();
-        while matches!(self.begun(ticket.0), Some(Begun::OnItsWay)) {
+        while matches!(self.begun(ticket.0), Some(TransferState::InFlight)) {
             if !self.take_in(begin + limit) {
                 let directory = self.file.directory().to_owned();
                 return Err(DiskError::Silent { directory, waited: begin.elapsed() });
             }
         }
         self.traffic.exposed += begin.elapsed();
-        let begun = self.begun(ticket.0).map(|begun| std::mem::replace(begun, Begun::AskedFor));
-        while matches!(self.begun.front(), Some(Begun::AskedFor)) {
+        let begun = self.begun(ticket.0).map(|begun| std::mem::replace(begun, TransferState::Taken));
+        while matches!(self.begun.front(), Some(TransferState::Taken)) {
             self.begun.pop_front();
             self.first_begun += 1;
         }
         match begun {
-            Some(Begun::Ended(result)) => result,
+            Some(TransferState::Ended(result)) => result,
             _ => panic!("{ticket:?} was waited for before"),
         }
     }
 
-    fn begun(&mut self, id: u64) -> Option<&mut Begun> {
+    fn begun(&mut self, id: u64) -> Option<&mut TransferState> {
         self.begun.get_mut(id.checked_sub(self.first_begun)? as usize)
     }
 
@@ -302,7 +302,7 @@ impl DiskQueue {
             self.file.len_bytes()
         );
         let id = self.first_begun + self.begun.len() as u64;
-        self.begun.push_back(Begun::OnItsWay);
+        self.begun.push_back(TransferState::InFlight);
         self.waiting.push_back(Transfer { id, action, offset, loan, done: 0 });
         self.start_waiting();
         Ticket(id)
@@ -341,25 +341,25 @@ impl DiskQueue {
             source,
         });
         if let Some(begun) = self.begun(id) {
-            *begun = Begun::Ended(result);
+            *begun = TransferState::Ended(result);
         }
         true
     }
 }
 
 /// Creates the backend for `file` that `method` selects.
-fn mover(file: &Arc<ScratchFile>, method: DiskMethod) -> io::Result<Box<dyn Mover>> {
+fn mover(file: &Arc<ScratchFile>, method: DiskIo) -> io::Result<Box<dyn DiskBackend>> {
     #[cfg(target_os = "linux")]
-    if method != DiskMethod::Threads {
+    if method != DiskIo::Threads {
         match ring::Ring::new(Arc::clone(file), DEPTH) {
             Ok(ring) => return Ok(Box::new(ring)),
-            Err(error) if method == DiskMethod::IoUring => return Err(error),
+            Err(error) if method == DiskIo::IoUring => return Err(error),
             // An older kernel, or a sandbox that forbids it.
             Err(_) => {}
         }
     }
     #[cfg(not(target_os = "linux"))]
-    if method == DiskMethod::IoUring {
+    if method == DiskIo::IoUring {
         return Err(io::ErrorKind::Unsupported.into());
     }
     Ok(Box::new(pool::Pool::new(file, DEPTH)?))

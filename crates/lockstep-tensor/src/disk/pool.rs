@@ -10,7 +10,7 @@ use std::{
     time::Instant,
 };
 
-use super::{Action, Mover, ScratchFile, Transfer};
+use super::{Action, DiskBackend, ScratchFile, Transfer};
 
 /// Enough threads to keep a disk's queue filled with requests of some MiB each.
 const THREADS: usize = 4;
@@ -93,7 +93,7 @@ fn run(file: &ScratchFile, transfer: &mut Transfer) -> io::Result<()> {
     }
 }
 
-impl Mover for Pool {
+impl DiskBackend for Pool {
     fn start(&mut self, transfer: Transfer) {
         self.desk.queues().orders.push_back(transfer);
         self.desk.has_orders.notify_one();

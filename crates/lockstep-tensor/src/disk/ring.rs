@@ -12,7 +12,7 @@ use std::{
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::io::Errno;
 
-use super::{Action, Mover, ScratchFile, Transfer};
+use super::{Action, DiskBackend, ScratchFile, Transfer};
 
 /// Time limit for the trial request on a new ring.
 const PATIENCE_AT_START: Duration = Duration::from_secs(1);
@@ -146,7 +146,7 @@ fn entry_of(file: &ScratchFile, transfer: &Transfer) -> squeue::Entry {
     entry.user_data(*id)
 }
 
-impl Mover for Ring {
+impl DiskBackend for Ring {
     fn start(&mut self, transfer: Transfer) {
         if let Err((transfer, _)) = self.submit(transfer) {
             // A queue has at most as many transfers in flight as the ring has entries, so one is always free.

@@ -16,20 +16,20 @@ fn pages(count: usize) -> Buffer {
     Arena::new().allocate_zeroed((count * UNIT).max(2 << 20), MemoryCategory::Workspace).unwrap()
 }
 
-fn queue(directory: &Path, units: usize, method: DiskMethod) -> DiskQueue {
+fn queue(directory: &Path, units: usize, method: DiskIo) -> DiskQueue {
     let file = ScratchFile::create(directory, (units * UNIT) as u64).unwrap();
     DiskQueue::new(file, method).unwrap()
 }
 
 /// Returns the backends that this machine supports.
-fn methods() -> Vec<DiskMethod> {
+fn methods() -> Vec<DiskIo> {
     let directory = tempfile::tempdir().unwrap();
     let file = ScratchFile::create(directory.path(), 1).unwrap();
-    match DiskQueue::new(file, DiskMethod::IoUring) {
-        Ok(_) => vec![DiskMethod::IoUring, DiskMethod::Threads],
+    match DiskQueue::new(file, DiskIo::IoUring) {
+        Ok(_) => vec![DiskIo::IoUring, DiskIo::Threads],
         Err(error) => {
             println!("SKIPPED: io_uring: {error}");
-            vec![DiskMethod::Threads]
+            vec![DiskIo::Threads]
         }
     }
 }
@@ -136,7 +136,7 @@ struct Broken {
     ends: bool,
 }
 
-impl Mover for Broken {
+impl DiskBackend for Broken {
     fn start(&mut self, transfer: Transfer) {
         self.started.push(transfer);
     }
@@ -155,7 +155,7 @@ fn a_failed_transfer_and_a_silent_disk_are_errors_that_say_where() {
     let directory = tempfile::tempdir().unwrap();
     let broken = |ends| {
         let file = Arc::new(ScratchFile::create(directory.path(), 8 * UNIT as u64).unwrap());
-        DiskQueue::with_mover(file, Box::new(Broken { started: Vec::new(), ends }))
+        DiskQueue::with_backend(file, Box::new(Broken { started: Vec::new(), ends }))
     };
     let mut memory = pages(1);
     let mut queue = broken(true);
@@ -184,5 +184,5 @@ fn a_directory_that_is_there_is_found_at_or_above_one_that_is_not() {
 fn what_is_not_aligned_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let mut memory = pages(1);
-    queue(directory.path(), 1, DiskMethod::Threads).read(0, memory.lend(0..512));
+    queue(directory.path(), 1, DiskIo::Threads).read(0, memory.lend(0..512));
 }

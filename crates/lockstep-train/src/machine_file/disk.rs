@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use lockstep_engine::EngineError;
 use lockstep_plan::{DISK_ALIGNMENT_BYTES, MemoryCategory, WINDOW_ELEMENTS, WINDOW_SLOTS};
-use lockstep_tensor::{Action, Arena, Buffer, DiskError, DiskMethod, DiskQueue, ScratchFile, Ticket};
+use lockstep_tensor::{Action, Arena, Buffer, DiskError, DiskIo, DiskQueue, ScratchFile, Ticket};
 
 /// Bytes of a window of weights and two moments in f32.
 const WINDOW_BYTES: usize = 3 * 4 * WINDOW_ELEMENTS;
@@ -36,7 +36,7 @@ pub(super) fn measure(directory: &Path, mib: usize) -> Result<Disk, EngineError>
     let free_bytes = ScratchFile::available_bytes(directory).unwrap_or(0);
     let file = ScratchFile::create(directory, (windows * bytes) as u64)?;
     let mut state = State {
-        queue: DiskQueue::new(file, DiskMethod::Auto)?,
+        queue: DiskQueue::new(file, DiskIo::Auto)?,
         memory: Arena::new().allocate(WINDOW_SLOTS * bytes, MemoryCategory::Workspace)?,
         pending: [const { None }; WINDOW_SLOTS],
         bytes,

@@ -7,7 +7,7 @@ use std::time::Instant;
 use lockstep_engine::{Engine, EngineOptions};
 use lockstep_graph::{BlockShape, Span};
 use lockstep_model::ModelConfig;
-use lockstep_plan::work::{Labor, ModelWork, Task};
+use lockstep_plan::work::{ModelWork, Task, TaskKind};
 use lockstep_plan::{DType, MemoryCategory, Plan};
 use lockstep_tensor::{Arena, CpuQueue, Kernels, Tensor, TensorError};
 use serde_json::json;
@@ -135,14 +135,17 @@ fn amounts(work: &ModelWork) -> BTreeMap<String, f64> {
     let name = |task: &Task| format!("{} {}", task.name, task.pass.name());
     let units = (0..work.units()).map(|unit| work.unit(unit));
     let tasks: Vec<&Task> = units.flat_map(|unit| unit.forward.iter().chain(&unit.backward)).collect();
-    let of_products: BTreeSet<String> =
-        tasks.iter().filter(|task| matches!(task.labor, Labor::Product(_))).map(|task| name(task)).collect();
+    let of_products: BTreeSet<String> = tasks
+        .iter()
+        .filter(|task| matches!(task.kind, TaskKind::Product(_)))
+        .map(|task| name(task))
+        .collect();
     let mut amounts = BTreeMap::new();
     for task in tasks {
-        let amount = match task.labor {
-            Labor::Attention(attention) => attention.flops,
-            Labor::Stream => task.bytes,
-            Labor::Product(_) | Labor::Exchange(_) => continue,
+        let amount = match task.kind {
+            TaskKind::Attention(attention) => attention.flops,
+            TaskKind::Stream => task.bytes,
+            TaskKind::Product(_) | TaskKind::Exchange(_) => continue,
         };
         let name = name(task);
         if amount > 0 && !of_products.contains(&name) {

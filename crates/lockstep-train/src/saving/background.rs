@@ -9,12 +9,12 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use lockstep_checkpoint::{PendingSave, Staging};
-use lockstep_engine::{Patience, Snapshot};
+use lockstep_engine::{Snapshot, TimeLimit};
 use lockstep_observe::progress::Progress;
 
 use super::job::{Attempt, Job, Saved};
 use super::part::{Written, gather};
-use super::{Decision, Memory, OPENING, Ran, Saver};
+use super::{Decision, Memory, OPENING, SaveInterval, Saver};
 use crate::Error;
 
 /// A save in flight.
@@ -49,7 +49,7 @@ enum Own {
 
 /// Result of work on a snapshot, with the snapshot for reuse.
 struct Done<T> {
-    ran: Ran,
+    ran: SaveInterval,
     snapshot: Snapshot,
     result: T,
 }
@@ -59,7 +59,7 @@ impl<T> Done<T> {
     fn on(mut snapshot: Snapshot, work: impl FnOnce(&mut Snapshot) -> T) -> Self {
         let begin = Instant::now();
         let result = work(&mut snapshot);
-        Self { ran: Ran { begin, end: Instant::now() }, snapshot, result }
+        Self { ran: SaveInterval { begin, end: Instant::now() }, snapshot, result }
     }
 }
 
@@ -69,7 +69,7 @@ struct Pace {
     /// Limit on the wait for this rank's own work; `None` waits until it ends.
     time: Option<Duration>,
     /// Limit on the wait for the other ranks.
-    patience: Patience,
+    patience: TimeLimit,
 }
 
 impl Pace {
@@ -97,7 +97,7 @@ impl Saver {
         if self.ranks.size() > 1 {
             let stage = self.opening(&job, attempt);
             self.under_way = Some(Save { job, attempt, begin, stage });
-            return self.advance(Pace { time: Some(OPENING), patience: Patience::Unlimited }, progress);
+            return self.advance(Pace { time: Some(OPENING), patience: TimeLimit::Unlimited }, progress);
         }
         let snapshot = std::mem::replace(&mut self.snapshot, Memory::None);
         if let (Some(thread), Memory::There(snapshot)) = (&self.thread, snapshot) {
@@ -115,12 +115,12 @@ impl Saver {
     /// # Errors
     /// If weights are not finite or the communication with other ranks fails. A failure to save is reported as a message.
     pub(crate) fn poll(&mut self, progress: &mut Progress) -> Result<(), Error> {
-        self.advance(Pace { time: Some(Duration::ZERO), patience: Patience::Limited }, progress)
+        self.advance(Pace { time: Some(Duration::ZERO), patience: TimeLimit::Limited }, progress)
     }
 
     /// Waits at most `time` for each stage of the save in flight; returns true if the save has not ended.
     pub(super) fn is_saving_after(&mut self, time: Duration, progress: &mut Progress) -> Result<bool, Error> {
-        self.advance(Pace { time: Some(time), patience: Patience::Unlimited }, progress)?;
+        self.advance(Pace { time: Some(time), patience: TimeLimit::Unlimited }, progress)?;
         Ok(self.under_way.is_some())
     }
 
@@ -128,7 +128,7 @@ impl Saver {
     /// for such a save. A collective call.
     pub(super) fn stalls(&self) -> Result<bool, Error> {
         let Some(Save { job, .. }) = &self.under_way else { return Ok(false) };
-        Ok(self.ranks.any_in_time(job.stalls.load(Ordering::Relaxed), Patience::Unlimited)?)
+        Ok(self.ranks.any_in_time(job.stalls.load(Ordering::Relaxed), TimeLimit::Unlimited)?)
     }
 
     /// Returns the step whose save is in flight.
@@ -138,7 +138,7 @@ impl Saver {
 
     /// Waits until the save in flight has ended.
     pub(super) fn wait(&mut self, progress: &mut Progress) -> Result<(), Error> {
-        self.advance(Pace { time: None, patience: Patience::Unlimited }, progress)
+        self.advance(Pace { time: None, patience: TimeLimit::Unlimited }, progress)
     }
 
     /// Advances the save stage by stage until a stage is incomplete on some rank.

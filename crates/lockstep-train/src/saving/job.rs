@@ -12,12 +12,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use lockstep_checkpoint::{CheckpointError, SaveRequest, ShardReport, Staging, run_on_disk};
 use lockstep_engine::StateTensor;
 use lockstep_observe::metrics::MetricsFile;
-use lockstep_observe::progress::Voice;
+use lockstep_observe::progress::MessagePrinter;
 use lockstep_plan::ParameterRecord;
 use serde_json::Value;
 
+use super::directories::{CheckpointDir, Limits, Watch};
 use super::part::{Observer, Part, Written};
-use super::places::{Limits, Place, Watch};
 use crate::Error;
 use crate::state::{Counters, SavedState};
 
@@ -40,14 +40,14 @@ impl Attempt {
 /// A save, with everything that an attempt needs except the tensors.
 pub(super) struct Job {
     pub(super) step: u64,
-    pub(super) places: Arc<[Place]>,
+    pub(super) places: Arc<[CheckpointDir]>,
     pub(super) rank: usize,
     /// Names of the parameters that this rank writes, with their optimizer state.
     pub(super) own: HashSet<String>,
     /// Names of the parameters whose rank-local state this rank writes, whichever copy of the model it belongs to.
     pub(super) spoken_for: HashSet<String>,
     pub(super) observer: Observer,
-    pub(super) voice: Voice,
+    pub(super) voice: MessagePrinter,
     pub(super) limits: Limits,
     /// Contents other than tensors; `None` except on the first rank.
     pub(super) contents: Option<Contents>,
@@ -91,7 +91,7 @@ impl Job {
         }
     }
 
-    fn place(&self, attempt: Attempt) -> &Place {
+    fn place(&self, attempt: Attempt) -> &CheckpointDir {
         &self.places[attempt.place]
     }
 

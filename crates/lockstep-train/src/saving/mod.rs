@@ -12,9 +12,9 @@
 //! stopped answering costs a thread, which is abandoned in its system call.
 
 mod background;
+mod directories;
 mod job;
 mod part;
-mod places;
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -32,13 +32,13 @@ use self::background::Save;
 use self::job::{Attempt, Contents, Job, Saved};
 use self::part::{Observer, gather};
 
-pub(crate) use self::places::Beginning;
-use self::places::{Limits, Place};
+pub(crate) use self::directories::Beginning;
+use self::directories::{CheckpointDir, Limits};
 use crate::state::SavedState;
 use crate::{Corpus, Error, StepObserver};
 use lockstep_config::plan::checked_plan;
 use lockstep_config::{ResolvedModel, RunConfig, human};
-use lockstep_engine::{Patience, Ranks};
+use lockstep_engine::{Ranks, TimeLimit};
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::metrics::MetricsWriter;
 use lockstep_observe::progress::Progress;
@@ -55,7 +55,7 @@ const LOOK: Duration = Duration::from_millis(200);
 pub(crate) struct Saver {
     /// The ranks that save together.
     ranks: Ranks,
-    places: Arc<[Place]>,
+    places: Arc<[CheckpointDir]>,
     limits: Limits,
     /// Description of the run's configuration in a checkpoint.
     record: Value,
@@ -70,7 +70,7 @@ pub(crate) struct Saver {
     snapshot: Memory,
     under_way: Option<Save>,
     /// Background work that has ended since it was last taken.
-    ended: Vec<Ran>,
+    ended: Vec<SaveInterval>,
     /// Step and path of the newest checkpoint; known to the first rank only.
     saved: Option<(u64, PathBuf)>,
     stall_ms: f64,
@@ -89,7 +89,7 @@ enum Memory {
 
 /// Begin and end of work in the background.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Ran {
+pub(crate) struct SaveInterval {
     pub(crate) begin: Instant,
     pub(crate) end: Instant,
 }
@@ -126,9 +126,9 @@ impl Saver {
         let Quantization { gradients, feedback, .. } = config.plan.quantization();
         let keeps_residual = gradients.is_some() && feedback == Feedback::Kept;
         let in_background = config.saves_from_copies();
-        let has_part = ranks.is_of_first_copy() || keeps_residual;
+        let has_part = ranks.is_in_first_replica() || keeps_residual;
         Ok(Some(Self {
-            places: Place::of_run(config),
+            places: CheckpointDir::of_run(config),
             limits: Limits {
                 stall: Duration::from_secs_f64(config.checkpoint.stall_s),
                 grace: Duration::from_secs_f64(config.checkpoint.grace_s),
@@ -168,7 +168,7 @@ impl Saver {
     }
 
     /// Returns the background work that has ended since the last call.
-    pub(crate) fn take_ended(&mut self) -> Vec<Ran> {
+    pub(crate) fn take_ended(&mut self) -> Vec<SaveInterval> {
         std::mem::take(&mut self.ended)
     }
 
@@ -212,7 +212,7 @@ impl Saver {
         }
         let job = self.job(engine, state, metrics, observer, progress);
         let lacks_copy = self.in_background && self.has_part && !self.take_copy(engine, progress);
-        if !self.in_background || self.ranks.any_in_time(lacks_copy, Patience::Unlimited)? {
+        if !self.in_background || self.ranks.any_in_time(lacks_copy, TimeLimit::Unlimited)? {
             match self.save_now(&job, engine) {
                 Ok(Some(saved)) => self.tell(job.step, Ok(saved), progress)?,
                 Ok(None) => {}
@@ -241,7 +241,7 @@ impl Saver {
         self.wait(progress)?;
         let step = state.counters.step;
         let saved = self.saved.clone().filter(|(saved, _)| self.ranks.is_first() && *saved == step);
-        if self.ranks.any_in_time(saved.is_some(), Patience::Unlimited)? {
+        if self.ranks.any_in_time(saved.is_some(), TimeLimit::Unlimited)? {
             return Ok(saved.map_or_else(PathBuf::new, |(_, path)| path));
         }
         let job = self.job(engine, state, metrics, observer, progress);
@@ -257,7 +257,7 @@ impl Saver {
         let mut attempt = Attempt::default();
         loop {
             let opened = is_first.then(|| job.open(attempt));
-            let staging = match self.decide(opened, job, attempt, Patience::Unlimited)? {
+            let staging = match self.decide(opened, job, attempt, TimeLimit::Unlimited)? {
                 Decision::GoOn(staging) => staging,
                 Decision::Again(next) => {
                     attempt = next;
@@ -277,7 +277,7 @@ impl Saver {
                 (Err(error), _) => Some(Err(error)),
                 (Ok(_), None) => None,
             };
-            match self.decide(saved, job, attempt, Patience::Unlimited)? {
+            match self.decide(saved, job, attempt, TimeLimit::Unlimited)? {
                 Decision::GoOn(saved) => return Ok(saved),
                 Decision::Again(next) => attempt = next,
                 Decision::Over(error) => return error.map_or(Ok(None), Err),
@@ -294,7 +294,7 @@ impl Saver {
         own: Option<Result<T, Error>>,
         job: &Job,
         attempt: Attempt,
-        patience: Patience,
+        patience: TimeLimit,
     ) -> Result<Decision<T>, Error> {
         let decision = match own {
             None => Decision::GoOn(None),
@@ -334,7 +334,7 @@ impl Saver {
         let spoken_for = engine.trained_ids().filter(|id| engine.speaks_for(*id));
         let spoken_for: HashSet<_> = spoken_for.map(|id| engine.records()[id.0].name.clone()).collect();
         // State that only this rank holds is saved by this rank, whichever copy it belongs to.
-        let own = if self.ranks.is_of_first_copy() { spoken_for.clone() } else { HashSet::new() };
+        let own = if self.ranks.is_in_first_replica() { spoken_for.clone() } else { HashSet::new() };
         let metrics = metrics.map(MetricsWriter::file).transpose().unwrap_or_else(|error| {
             progress.message(&error.to_string());
             None

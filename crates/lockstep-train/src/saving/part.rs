@@ -138,13 +138,13 @@ impl<'a> Own<'a> {
 
 /// Outcome of another rank's part, as sent to the first rank.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-enum Told {
+enum PartOutcome {
     Written(Option<ShardReport>),
     NotFinite { parameter: String },
     Failed { reason: String, is_full: bool },
 }
 
-impl Told {
+impl PartOutcome {
     fn of(written: &Written) -> Self {
         match written {
             Ok(report) => Self::Written(report.clone()),
@@ -191,7 +191,7 @@ impl Told {
 /// On the first rank, if any rank has failed. On a rank whose weights are not finite, for that reason. On all, if the
 /// communication fails.
 pub(super) fn gather(ranks: &Ranks, step: u64, own: Written) -> Result<Option<Vec<ShardReport>>, Error> {
-    let told = ranks.gather(&Told::of(&own).to_bytes())?;
+    let told = ranks.gather(&PartOutcome::of(&own).to_bytes())?;
     if !ranks.is_first() {
         return match own {
             Err(error @ Error::WeightsNotFinite { .. }) => Err(error),
@@ -199,7 +199,7 @@ pub(super) fn gather(ranks: &Ranks, step: u64, own: Written) -> Result<Option<Ve
         };
     }
     let of_others = told.iter().enumerate().skip(1);
-    let of_others = of_others.map(|(rank, bytes)| Told::from_bytes(bytes).of_rank(rank, step));
+    let of_others = of_others.map(|(rank, bytes)| PartOutcome::from_bytes(bytes).of_rank(rank, step));
     let reports: Vec<Option<ShardReport>> =
         std::iter::once(own).chain(of_others).collect::<Result<_, _>>()?;
     Ok(Some(reports.into_iter().flatten().collect()))
@@ -219,7 +219,7 @@ mod tests {
             (Err(not_finite), Some("w is not finite after step 7".to_owned())),
             (Err(full.into()), Some(reason)),
         ] {
-            let arrived = Told::from_bytes(&Told::of(&own).to_bytes()).of_rank(3, 7);
+            let arrived = PartOutcome::from_bytes(&PartOutcome::of(&own).to_bytes()).of_rank(3, 7);
             match (arrived, expected) {
                 (Ok(report), None) => assert_eq!(report, None),
                 (Err(error), Some(expected)) => {
@@ -228,7 +228,7 @@ mod tests {
                 (arrived, expected) => panic!("{arrived:?}, expected {expected:?}"),
             }
         }
-        let garbled = Told::from_bytes(b"{\"Written\":").of_rank(2, 7).unwrap_err();
+        let garbled = PartOutcome::from_bytes(b"{\"Written\":").of_rank(2, 7).unwrap_err();
         assert!(
             garbled.to_string().starts_with("rank 2: the report of its part cannot be read"),
             "{garbled}"

@@ -2,7 +2,7 @@
 
 use lockstep_config::human;
 use lockstep_planner::machine::{self, LocalMachine, measured_file};
-use lockstep_planner::{Calibrated, CalibratedRun, MadeRun, WorkFactor, calibrate};
+use lockstep_planner::{Calibrated, CalibratedRun, ComputeFactor, FinishedRun, calibrate};
 use serde_json::{Value, json};
 
 use super::{Arguments, write};
@@ -22,7 +22,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Failure> {
         let message = "a preset is no file that could learn: say with --output where it is to be written";
         return Err(Failure::configuration(message.to_owned()));
     };
-    let runs = arguments.calibrate.iter().map(|dir| MadeRun::read(dir)).collect::<Result<_, _>>()?;
+    let runs = arguments.calibrate.iter().map(|dir| FinishedRun::read(dir)).collect::<Result<_, _>>()?;
     let learned = calibrate(&cluster, runs)?;
     if let Some(directory) = output.parent().filter(|_| arguments.output.is_none()) {
         std::fs::create_dir_all(directory).map_err(|error| {
@@ -43,7 +43,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Failure> {
 
 fn document(learned: &Calibrated) -> Value {
     let run = |CalibratedRun { run, before, after }: &CalibratedRun| json!({ "dir": run.dir, "ranks": run.config.ranks(), "measured": run.step, "before": before, "after": after });
-    let work = |WorkFactor { is_alone, dtype, factor, runs }: &WorkFactor| json!({ "alone": is_alone, "dtype": dtype, "factor": factor, "runs": runs });
+    let work = |ComputeFactor { is_alone, dtype, factor, runs }: &ComputeFactor| json!({ "alone": is_alone, "dtype": dtype, "factor": factor, "runs": runs });
     json!({
         "work": learned.work.iter().map(work).collect::<Vec<_>>(), "exchanges": learned.exchanges,
         "runs": learned.runs.iter().map(run).collect::<Vec<_>>(),
@@ -87,7 +87,7 @@ fn show(learned: &Calibrated) {
     if let Some(most) = memory.reduce(f64::max) {
         say!("memory was off by {:.1} % at most", 100.0 * most);
     }
-    for WorkFactor { is_alone, dtype, factor, runs } in &learned.work {
+    for ComputeFactor { is_alone, dtype, factor, runs } in &learned.work {
         let whose = if *is_alone { "a rank with all cores" } else { "each of several ranks" };
         let runs = human::plural(*runs, "run");
         say!("{dtype} work of {whose} takes {factor:.2} times as long as was predicted ({runs})");

@@ -89,7 +89,7 @@ impl Case {
             bias: bias.as_ref().map(|bias| bias.view()),
             write,
         };
-        queue.gemm_part(gemm, rows);
+        queue.gemm_rows(gemm, rows);
         values(c.view())
     }
 

@@ -17,7 +17,9 @@ use super::{
     simd::{Float, Isa, exp, map_block, sigmoid, sum, with_float},
     tasks::{BLOCK, Block, Operand, add_to, expect, is_parallel, rows_per_task},
 };
-use crate::{ExpertGroups, Routed, Router, RouterGradients, RouterScores, RouterWeights, TokenPlaces, View};
+use crate::{
+    ExpertGroups, Router, RouterGradients, RouterOutputs, RouterScores, RouterWeights, TokenPositions, View,
+};
 
 /// Largest number of experts of a router, one row of which is on the stack.
 pub(super) const MAX_EXPERTS: usize = 1024;
@@ -173,7 +175,7 @@ fn choose_largest(candidates: impl Iterator<Item = usize>, value: impl Fn(usize)
     assert_eq!(len, chosen.len(), "there are fewer experts than a token must choose");
 }
 
-pub(super) fn forward(queue: &CpuQueue, router: &Router<'_>, logits: View<'_>, routed: Routed<'_>) {
+pub(super) fn forward(queue: &CpuQueue, router: &Router<'_>, logits: View<'_>, routed: RouterOutputs<'_>) {
     let (tokens, experts) = logits.shape().as_matrix();
     let &Router { top_k, scores: kind, .. } = router;
     check_routed(routed, tokens, experts, top_k);
@@ -255,9 +257,9 @@ pub(super) fn backward(
     queue: &CpuQueue,
     router: &Router<'_>,
     logits: View<'_>,
-    routed: Routed<'_>,
+    routed: RouterOutputs<'_>,
     gradients: RouterGradients<'_>,
-    places: TokenPlaces,
+    places: TokenPositions,
     dlogits: View<'_>,
 ) {
     let (tokens, experts) = logits.shape().as_matrix();
@@ -265,7 +267,7 @@ pub(super) fn backward(
     check_routed(routed, tokens, experts, top_k);
     expect("router_top_k_backward: dlogits", dlogits, logits.dtype(), tokens * experts);
     expect("router_top_k_backward: dweights", gradients.weights, DType::F32, tokens * top_k);
-    let Routed { scores, log_sum_exp, experts: chosen, weights } = routed;
+    let RouterOutputs { scores, log_sum_exp, experts: chosen, weights } = routed;
     check_disjoint(&[dlogits], &[logits, scores, log_sum_exp, chosen, weights, gradients.weights]);
     if let Some(probabilities) = gradients.probabilities {
         check_disjoint(&[dlogits], &[probabilities]);
@@ -362,8 +364,8 @@ fn by_probabilities(kind: RouterScores, scores: &[f32], gradient: &[f32], dscore
 
 pub(super) fn load(
     queue: &CpuQueue,
-    routed: Routed<'_>,
-    places: TokenPlaces,
+    routed: RouterOutputs<'_>,
+    places: TokenPositions,
     counts: View<'_>,
     probabilities: View<'_>,
 ) {
@@ -413,7 +415,7 @@ pub(super) fn load(
 }
 
 /// Panics unless `rows` has a row for each sequence of the tokens.
-fn check_sequences(kernel: &str, rows: View<'_>, places: TokenPlaces, tokens: usize, experts: usize) {
+fn check_sequences(kernel: &str, rows: View<'_>, places: TokenPositions, tokens: usize, experts: usize) {
     let (sequences, columns) = rows.shape().as_matrix();
     assert!(
         rows.dtype() == DType::F32
@@ -426,7 +428,7 @@ fn check_sequences(kernel: &str, rows: View<'_>, places: TokenPlaces, tokens: us
     );
 }
 
-fn check_routed(routed: Routed<'_>, tokens: usize, experts: usize, top_k: usize) {
+fn check_routed(routed: RouterOutputs<'_>, tokens: usize, experts: usize, top_k: usize) {
     expect("scores of a router", routed.scores, DType::F32, tokens * experts);
     expect("log_sum_exp of a router", routed.log_sum_exp, DType::F32, tokens);
     expect("experts of a router", routed.experts, DType::U32, tokens * top_k);

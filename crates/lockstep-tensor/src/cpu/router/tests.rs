@@ -88,10 +88,10 @@ impl Results {
         ])
     }
 
-    fn routed(&self) -> Routed<'_> {
+    fn routed(&self) -> RouterOutputs<'_> {
         let [scores, log_sum_exp, experts, weights] = self.0.each_ref().map(Tensor::view);
         let (tokens, top_k) = weights.shape().as_matrix();
-        Routed { scores, log_sum_exp, experts: experts.reshape([tokens, top_k]), weights }
+        RouterOutputs { scores, log_sum_exp, experts: experts.reshape([tokens, top_k]), weights }
     }
 
     fn chosen(&self) -> Vec<u32> {
@@ -219,8 +219,8 @@ fn the_margin_is_the_least_by_which_a_token_prefers_its_last_expert_or_group() {
 }
 
 /// Some rows of three sequences.
-fn places(tokens: usize) -> TokenPlaces {
-    TokenPlaces { first_row: 1, ..TokenPlaces::whole((tokens + 1).div_ceil(3)) }
+fn places(tokens: usize) -> TokenPositions {
+    TokenPositions { first_row: 1, ..TokenPositions::whole((tokens + 1).div_ceil(3)) }
 }
 
 /// The loss whose gradients are tested below, with a fixed choice.

@@ -36,7 +36,7 @@ pub enum Answer {
 
 /// A name from another tool, with the answer to it.
 #[derive(Debug, Clone, Copy)]
-pub struct Habit {
+pub struct ForeignName {
     /// The place where it is typed.
     pub place: Place,
     /// The name in lower case, with underscores in keys and dashes in flags.
@@ -45,36 +45,36 @@ pub struct Habit {
     pub answer: Answer,
 }
 
-const fn key(typed: &'static str, ours: &'static str) -> Habit {
-    Habit { place: Place::Key, typed, answer: Answer::Is(ours) }
+const fn key(typed: &'static str, ours: &'static str) -> ForeignName {
+    ForeignName { place: Place::Key, typed, answer: Answer::Is(ours) }
 }
 
-const fn no_key(typed: &'static str, sentence: &'static str) -> Habit {
-    Habit { place: Place::Key, typed, answer: Answer::Write(sentence) }
+const fn no_key(typed: &'static str, sentence: &'static str) -> ForeignName {
+    ForeignName { place: Place::Key, typed, answer: Answer::Write(sentence) }
 }
 
-const fn no_model_key(typed: &'static str, sentence: &'static str) -> Habit {
-    Habit { place: Place::ModelKey, typed, answer: Answer::Write(sentence) }
+const fn no_model_key(typed: &'static str, sentence: &'static str) -> ForeignName {
+    ForeignName { place: Place::ModelKey, typed, answer: Answer::Write(sentence) }
 }
 
-const fn value(of: &'static str, typed: &'static str, ours: &'static str) -> Habit {
-    Habit { place: Place::Value(of), typed, answer: Answer::Is(ours) }
+const fn value(of: &'static str, typed: &'static str, ours: &'static str) -> ForeignName {
+    ForeignName { place: Place::Value(of), typed, answer: Answer::Is(ours) }
 }
 
-const fn no_value(of: &'static str, typed: &'static str, sentence: &'static str) -> Habit {
-    Habit { place: Place::Value(of), typed, answer: Answer::Write(sentence) }
+const fn no_value(of: &'static str, typed: &'static str, sentence: &'static str) -> ForeignName {
+    ForeignName { place: Place::Value(of), typed, answer: Answer::Write(sentence) }
 }
 
-const fn flag(typed: &'static str, sentence: &'static str) -> Habit {
-    Habit { place: Place::Flag, typed, answer: Answer::Write(sentence) }
+const fn flag(typed: &'static str, sentence: &'static str) -> ForeignName {
+    ForeignName { place: Place::Flag, typed, answer: Answer::Write(sentence) }
 }
 
-const fn command(typed: &'static str, sentence: &'static str) -> Habit {
-    Habit { place: Place::Command, typed, answer: Answer::Write(sentence) }
+const fn command(typed: &'static str, sentence: &'static str) -> ForeignName {
+    ForeignName { place: Place::Command, typed, answer: Answer::Write(sentence) }
 }
 
-const fn model(typed: &'static str, ours: &'static str) -> Habit {
-    Habit { place: Place::Model, typed, answer: Answer::Is(ours) }
+const fn model(typed: &'static str, ours: &'static str) -> ForeignName {
+    ForeignName { place: Place::Model, typed, answer: Answer::Is(ours) }
 }
 
 const BATCH: &str = "train.global_batch for the sequences of a step over all ranks, train.micro_batch for those of one forward and backward";
@@ -88,7 +88,7 @@ const SHARDING: &str = "parallel.zero_stage: 3 for FULL_SHARD, 3 with reshard_af
 const PRECISION: &str = "train.precision = \"bf16\" (or \"f16\", \"f32\")";
 
 /// Names from other tools, by place.
-pub const HABITS: &[Habit] = &[
+pub const FOREIGN_NAMES: &[ForeignName] = &[
     // Keys.
     key("lr", "optimizer.lr"),
     key("learning_rate", "optimizer.lr"),
@@ -374,7 +374,7 @@ fn normal(typed: &str, separator: char) -> String {
 }
 
 fn find(place: Place, typed: &str) -> Option<Answer> {
-    HABITS.iter().find(|habit| habit.place == place && habit.typed == typed).map(|habit| habit.answer)
+    FOREIGN_NAMES.iter().find(|habit| habit.place == place && habit.typed == typed).map(|habit| habit.answer)
 }
 
 /// Returns the answer to a key that does not exist here, with a known section or without any.
@@ -397,7 +397,7 @@ pub(crate) fn of_value(key: &str, value_type: ValueType, value: &Value) -> Optio
     {
         return Some(Answer::Is(ours));
     }
-    let habit = HABITS.iter().find(|habit| habit.place.is_value_of(key) && habit.typed == word);
+    let habit = FOREIGN_NAMES.iter().find(|habit| habit.place.is_value_of(key) && habit.typed == word);
     habit.map(|habit| habit.answer)
 }
 
@@ -418,10 +418,10 @@ pub fn preset_of(name: &str) -> Option<&'static str> {
 /// Returns the sentence on a flag that a command does not have; `typed` is without its dashes.
 pub fn of_flag(typed: &str) -> Option<String> {
     let name = name_of_flag(typed);
-    let found = HABITS
+    let found = FOREIGN_NAMES
         .iter()
         .find(|habit| habit.place == Place::Flag && normal(habit.typed, '-') == normal(name, '-'));
-    if let Some(Habit { answer: Answer::Write(sentence), .. }) = found {
+    if let Some(ForeignName { answer: Answer::Write(sentence), .. }) = found {
         return Some(format!("write {sentence}"));
     }
     None
@@ -467,7 +467,9 @@ mod tests {
 
     #[test]
     fn every_key_works_or_has_a_sentence_and_no_neighbour() {
-        for Habit { typed, answer, .. } in HABITS.iter().filter(|habit| habit.place == Place::Key) {
+        for ForeignName { typed, answer, .. } in
+            FOREIGN_NAMES.iter().filter(|habit| habit.place == Place::Key)
+        {
             for section in ["train", "optimizer", "data"] {
                 let ours = match answer {
                     Answer::Is(ours) => ours,
@@ -497,7 +499,9 @@ mod tests {
 
     #[test]
     fn every_key_of_a_model_has_a_sentence_and_is_not_taken_for_one_of_its_config_json() {
-        for Habit { typed, answer, .. } in HABITS.iter().filter(|habit| habit.place == Place::ModelKey) {
+        for ForeignName { typed, answer, .. } in
+            FOREIGN_NAMES.iter().filter(|habit| habit.place == Place::ModelKey)
+        {
             let Answer::Write(sentence) = answer else { panic!("{typed} has no sentence") };
             for text in [
                 format!("[model]\n{typed} = \"x\"\n"),
@@ -512,7 +516,7 @@ mod tests {
 
     #[test]
     fn every_value_works_or_has_a_sentence() {
-        for Habit { place, typed, answer } in HABITS {
+        for ForeignName { place, typed, answer } in FOREIGN_NAMES {
             let Place::Value(key) = place else { continue };
             let setting = format!("{key}={}", typed.to_uppercase());
             let found = RunConfig::parse("", "run.toml", &[&setting]);
@@ -542,8 +546,8 @@ mod tests {
 
     #[test]
     fn models_are_presets_and_flags_and_commands_have_sentences() {
-        assert!(HABITS.len() >= 60);
-        for Habit { place, typed, answer } in HABITS {
+        assert!(FOREIGN_NAMES.len() >= 60);
+        for ForeignName { place, typed, answer } in FOREIGN_NAMES {
             match (place, answer) {
                 (Place::Model, Answer::Is(preset)) => {
                     lockstep_model::ModelConfig::preset(preset)

@@ -6,7 +6,7 @@ use lockstep_checkpoint::{Checkpoint, CheckpointError, RunLock, prepare_director
 use lockstep_config::{ResolvedModel, Resume, RunConfig};
 use lockstep_data::{Prefetcher, SampleCursor};
 use lockstep_engine::{Engine, Ranks};
-use lockstep_observe::take_from_the_dying;
+use lockstep_observe::retry_lock;
 
 use crate::saving::Beginning;
 use crate::setup::{build_engine, load_first_weights};
@@ -23,7 +23,7 @@ pub(crate) fn lock(config: &RunConfig) -> Result<Vec<RunLock>, Error> {
         let take = move || {
             prepare_directory(&owned)?;
             let is_busy = |error: &CheckpointError| matches!(error, CheckpointError::Busy { .. });
-            take_from_the_dying(|| RunLock::take(&owned), is_busy)
+            retry_lock(|| RunLock::take(&owned), is_busy)
         };
         Ok(run_on_disk(&Beginning::of(config, dir), "opening", dir, take)?)
     };
@@ -31,7 +31,7 @@ pub(crate) fn lock(config: &RunConfig) -> Result<Vec<RunLock>, Error> {
 }
 
 /// The engine with the starting state of a run.
-pub(crate) struct Origin {
+pub(crate) struct StartState {
     pub(crate) engine: Engine,
     pub(crate) counters: Counters,
     /// Checkpoint from which the run resumes; `None` for a new run.
@@ -42,7 +42,7 @@ pub(crate) struct Origin {
     pub(crate) damaged: Vec<PathBuf>,
 }
 
-impl Origin {
+impl StartState {
     /// Loads the checkpoint that `resume` selects, or the initial weights.
     pub(crate) fn of(
         config: &RunConfig,

@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use lockstep_checkpoint::{
-    Abandoned, CheckpointError, CommitObserver, CommitPoint, Manifest, Pruned, Standing, Wait, make_room,
-    prune,
+    Abandoned, CheckpointError, CheckpointQuality, CommitObserver, CommitPoint, Manifest, Pruned, Wait,
+    make_room, prune,
 };
 use lockstep_config::RunConfig;
 use lockstep_launch::interrupt::Interrupt;
-use lockstep_observe::progress::Voice;
+use lockstep_observe::progress::MessagePrinter;
 
 use super::part::Observer;
 
@@ -27,7 +27,7 @@ const SHARES_OF_GRACE: [f64; 2] = [0.4, 0.8];
 
 /// A directory of checkpoints.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct CheckpointDir {
     pub(super) path: PathBuf,
     /// Number of checkpoints to keep; `None` for all.
     pub(super) keep: Option<NonZeroUsize>,
@@ -37,7 +37,7 @@ pub(super) struct Place {
     stalled: Mutex<Option<(Abandoned, Instant)>>,
 }
 
-impl Place {
+impl CheckpointDir {
     /// Returns the directories of a run, `checkpoint.dir` first.
     pub(super) fn of_run(config: &RunConfig) -> Arc<[Self]> {
         let place = |path: &Path| Self {
@@ -77,9 +77,9 @@ impl Place {
         .map_err(|error| self.note(error))
     }
 
-    fn standing(&self) -> impl Fn(&Manifest) -> Standing + Send + 'static {
+    fn standing(&self) -> impl Fn(&Manifest) -> CheckpointQuality + Send + 'static {
         let keep_best = self.keep_best;
-        move |manifest| Standing {
+        move |manifest| CheckpointQuality {
             is_doubtful: manifest.state["is_doubtful"] == true,
             loss: manifest.state["eval_loss"].as_f64().filter(|_| keep_best),
         }
@@ -136,9 +136,9 @@ pub(super) struct Limits {
 /// Observer that reports a stalled save and abandons it at its time limit.
 pub(super) struct Watch<'a> {
     pub(super) inner: &'a Observer,
-    pub(super) voice: &'a Voice,
+    pub(super) voice: &'a MessagePrinter,
     pub(super) step: u64,
-    pub(super) place: &'a Place,
+    pub(super) place: &'a CheckpointDir,
     /// True if another directory is left to try.
     pub(super) has_other: bool,
     pub(super) limits: &'a Limits,
@@ -190,7 +190,7 @@ impl CommitObserver for Beginning<'_> {
 
     fn waiting(&self, wait: &Wait<'_>) -> io::Result<()> {
         if is_told_now(&self.told, wait.idle) {
-            Voice::on_stderr().message(&told_of(wait, self.dir));
+            MessagePrinter::on_stderr().message(&told_of(wait, self.dir));
         }
         if wait.idle >= self.limit { Err(io::ErrorKind::TimedOut.into()) } else { Ok(()) }
     }

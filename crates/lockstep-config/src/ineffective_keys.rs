@@ -6,10 +6,10 @@ use lockstep_plan::gathering::ReshardAfterForward;
 use lockstep_plan::{Residence, TensorDimensions};
 
 use crate::choices::{DataFormat, LearningRateScaling, OptimizerKind, Precision, ScheduleKind, Transport};
-use crate::declare::{Idle, idle_if};
+use crate::declare::{NoEffect, idle_if};
 use crate::keys::RunConfig;
 
-type Reason = Option<Idle>;
+type Reason = Option<NoEffect>;
 
 /// Returns the first reason that holds.
 fn first(reasons: impl IntoIterator<Item = Reason>) -> Reason {

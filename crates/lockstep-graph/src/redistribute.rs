@@ -3,52 +3,52 @@
 use lockstep_comm::CommError;
 use lockstep_tensor::View;
 
-use crate::{Value, layout::Exchange, replay::Run};
+use crate::{Value, placement::Redistribute, replay::Run};
 
 impl Run<'_> {
     /// Converts `x` to another layout and writes it to `y`.
     pub(crate) fn exchange(
         &self,
-        exchange: Exchange,
+        exchange: Redistribute,
         x: View<'_>,
         y: View<'_>,
         scratch: Option<Value>,
     ) -> Result<(), CommError> {
         match exchange {
-            Exchange::SumGradients => unreachable!("its output is its input"),
-            Exchange::GatherTokens => self.peers().gather(x, y),
-            Exchange::Sum => self.sum(x, y),
-            Exchange::SumTokens => self.peers().sum_rows(x, y),
-            Exchange::OwnTokens => {
+            Redistribute::AllReduceGradient => unreachable!("its output is its input"),
+            Redistribute::AllGatherTokens => self.peers().gather(x, y),
+            Redistribute::AllReduce => self.sum(x, y),
+            Redistribute::ReduceScatterTokens => self.peers().sum_rows(x, y),
+            Redistribute::SliceTokens => {
                 self.own_rows(x, y);
                 Ok(())
             }
-            Exchange::AllTokens => self.peers().gather(x, y),
-            Exchange::TokensToBlocks => self.tokens_to_blocks(x, y, scratch),
-            Exchange::BlocksToTokens => self.blocks_to_tokens(x, y, scratch),
+            Redistribute::AllGatherReplicated => self.peers().gather(x, y),
+            Redistribute::TokensToBlocks => self.tokens_to_blocks(x, y, scratch),
+            Redistribute::BlocksToTokens => self.blocks_to_tokens(x, y, scratch),
         }
     }
 
     /// Writes to `dx` the gradient of an exchange's input, given the gradient `dy` of its output.
     pub(crate) fn exchange_gradient(
         &self,
-        exchange: Exchange,
+        exchange: Redistribute,
         dy: View<'_>,
         dx: View<'_>,
         scratch: Option<Value>,
     ) -> Result<(), CommError> {
         match exchange {
-            Exchange::SumGradients => self.sum(dy, dx),
-            Exchange::GatherTokens => self.peers().sum_rows(dy, dx),
-            Exchange::SumTokens => self.peers().gather(dy, dx),
-            Exchange::OwnTokens => self.peers().gather(dy, dx),
-            Exchange::AllTokens => {
+            Redistribute::AllReduceGradient => self.sum(dy, dx),
+            Redistribute::AllGatherTokens => self.peers().sum_rows(dy, dx),
+            Redistribute::ReduceScatterTokens => self.peers().gather(dy, dx),
+            Redistribute::SliceTokens => self.peers().gather(dy, dx),
+            Redistribute::AllGatherReplicated => {
                 self.own_rows(dy, dx);
                 Ok(())
             }
-            Exchange::TokensToBlocks => self.blocks_to_tokens(dy, dx, scratch),
-            Exchange::BlocksToTokens => self.tokens_to_blocks(dy, dx, scratch),
-            Exchange::Sum => unreachable!("the gradient of its input is that of its output"),
+            Redistribute::TokensToBlocks => self.blocks_to_tokens(dy, dx, scratch),
+            Redistribute::BlocksToTokens => self.tokens_to_blocks(dy, dx, scratch),
+            Redistribute::AllReduce => unreachable!("the gradient of its input is that of its output"),
         }
     }
 

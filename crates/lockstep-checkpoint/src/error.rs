@@ -363,7 +363,7 @@ pub enum CheckpointError {
 #[non_exhaustive]
 pub enum CoverageError {
     /// No rank saves a parameter of the model.
-    #[error("nobody saves it")]
+    #[error("no rank saves it")]
     Absent,
     /// The saved shape differs from the model's.
     #[error("saved with shape {saved:?}, but the model has {model:?}")]

@@ -234,7 +234,7 @@ fn every_untied_parameter_of_the_model_must_be_saved() {
     let tied = record("lm_head.weight", &[2, 3], Some(lockstep_plan::ParameterId(0)));
     attempt(&[record("w", &[2, 3], None), tied]).unwrap();
     let absent = attempt(&[record("w", &[2, 3], None), record("bias", &[3], None)]).unwrap_err();
-    assert_eq!(absent.to_string(), "parameter of `bias`: nobody saves it");
+    assert_eq!(absent.to_string(), "parameter of `bias`: no rank saves it");
     let reshaped = attempt(&[record("w", &[3, 2], None)]).unwrap_err();
     assert!(reshaped.to_string().contains("saved with shape [2, 3], but the model has [3, 2]"), "{reshaped}");
 }

@@ -48,7 +48,7 @@ impl fmt::Display for Recorded {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = match (self.met_us, self.done_us) {
             (_, Some(done)) => format!("done after {} us", done - self.posted_us.min(done)),
-            (Some(_), None) => "under way".to_owned(),
+            (Some(_), None) => "in flight".to_owned(),
             (None, None) => "waiting for others".to_owned(),
         };
         write!(f, "{}, operation {} of {}: {state} ({})", self.call, self.sequence, self.group, self.caller)

@@ -124,7 +124,7 @@ fn a_place_that_cannot_be_used_is_named() {
     drop(listener);
     for secret in [None, some_secret()] {
         let text = problem(Meeting { secret, ..meeting(port) }, 1);
-        assert!(text.contains(&format!("127.0.0.1:{port}: nobody answered")), "{text}");
+        assert!(text.contains(&format!("127.0.0.1:{port}: no answer")), "{text}");
     }
     let text = problem(Meeting { host: "no-such-host.invalid".to_owned(), ..meeting(port) }, 1);
     assert!(text.contains("no secret") && text.contains("LOCKSTEP_SECRET_FILE"), "{text}");

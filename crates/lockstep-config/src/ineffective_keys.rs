@@ -171,14 +171,14 @@ pub(crate) fn pipeline(run: &RunConfig) -> Reason {
 
 pub(crate) fn zero_stage(run: &RunConfig) -> Reason {
     let is_alone = run.owners() == 1 && run.plan.mesh.replicate == 1 && !run.leaves_shards_open();
-    let because = "parallel.data_parallel_shard = 1, so that nobody is there to share with";
+    let because = "parallel.data_parallel_shard = 1, so there is no other rank to shard over";
     idle_if(run.plan.zero_stage > 0 && is_alone, "parallel.data_parallel_shard", because)
 }
 
 pub(crate) fn wrap(run: &RunConfig) -> Reason {
     let may_shard = run.plan.zero_stage > 0 && (run.leaves_shards_open() || run.owners() > 1);
     let is_offloaded = run.plan.residence.optimizer == Residence::Disk;
-    let because = "nothing that is shared out, or on disk, in any buffer";
+    let because = "no buffer with sharded or offloaded parameters";
     idle_if(!may_shard && !is_offloaded, "parallel.zero_stage", because)
 }
 

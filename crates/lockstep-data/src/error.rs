@@ -223,7 +223,7 @@ pub enum DataError {
         problem: String,
     },
     /// A file of the token cache is invalid.
-    #[error("{} is not a valid token file: {problem}; delete it and it is made again", path.display())]
+    #[error("{} is not a valid token file: {problem}; delete it and it is written again", path.display())]
     BadTokenFile {
         /// Token file that is invalid.
         path: PathBuf,

@@ -78,7 +78,7 @@ pub fn tokenize_files(
             return Ok(Tokenized { file, from_cache: true });
         }
         Ok(None) => tracing::debug!(path = %path.display(), files = files.len(), "tokenizing into the cache"),
-        Err(error) => tracing::warn!(%error, "a damaged token file is made again"),
+        Err(error) => tracing::warn!(%error, "a damaged token file is written again"),
     }
 
     fs::create_dir_all(options.cache_dir).map_err(DataError::io("create", options.cache_dir))?;

@@ -197,7 +197,7 @@ impl Recorder {
 
     fn experts_here(&self, mixture: &Mixture<'_>) -> usize {
         let (experts, ranks) = (mixture.experts, self.experts.ranks);
-        assert!(experts.is_multiple_of(ranks), "{experts} experts are not shared out over {ranks} ranks");
+        assert!(experts.is_multiple_of(ranks), "{experts} experts are not divided among {ranks} ranks");
         experts / ranks
     }
 

@@ -187,7 +187,7 @@ impl Recorder {
                 self.exchange(x, Redistribute::SliceTokens, Placement::ShardTokens)
             }
             Placement::Replicate | Placement::ShardTokens => x,
-            placement => panic!("tokens of {placement:?} are not shared out"),
+            placement => panic!("tokens of {placement:?} are not sharded"),
         }
     }
 

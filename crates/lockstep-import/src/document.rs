@@ -164,7 +164,7 @@ impl Builder<'_> {
                 let node = match self.open.pop() {
                     Some(Open::List(items)) => Node::List(items),
                     Some(Open::Map { entries, .. }) => Node::Map(entries),
-                    None => return Err(self.refuse(line, "ends a list that nobody began")),
+                    None => return Err(self.refuse(line, "ends a list that was not begun")),
                 };
                 self.put(node, line)
             }

@@ -553,7 +553,7 @@ mod tests {
         };
         let all = total(&config);
         assert!(require_for_benchmark_within(&config, &predict_step, all as u64).is_ok());
-        let change = refusal(all - 1).remedy.expect("less is needed where state is shared out");
+        let change = refusal(all - 1).remedy.expect("less is needed if state is sharded");
         assert!(
             change.needed_bytes < all && change.settings.iter().any(|set| set.contains("zero_stage=1")),
             "{change}"

@@ -97,7 +97,7 @@ impl LocalMachine {
                 cluster.name
             )),
             Some(Err(error)) => Some(error.to_string()),
-            None => Some("nobody has measured this machine: lockstep bench machine does".to_owned()),
+            None => Some("this machine is not measured; lockstep bench machine measures it".to_owned()),
         };
         let memory_bytes = available_bytes().unwrap_or(UNKNOWN_MEMORY_BYTES);
         let mut cluster = match (measured, &doubt) {

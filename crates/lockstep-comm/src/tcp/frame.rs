@@ -95,7 +95,7 @@ pub enum Malformed {
     #[error("a frame is longer or shorter than its kind can be")]
     Length,
     /// Operation that is neither in flight nor possible as the next one.
-    #[error("a frame is about no operation that is under way")]
+    #[error("a frame of an operation that is not in flight")]
     Operation,
     /// Bytes outside of their destination, or too many.
     #[error("a frame's bytes lie outside of what they belong to, or are too many for it")]

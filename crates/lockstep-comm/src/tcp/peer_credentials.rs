@@ -256,7 +256,7 @@ pub(crate) fn fetch(name: &Name, port: u16, deadline: Deadline) -> Result<(Secre
             let waited = deadline.limit().as_secs();
             let stranger = if is_squatted { "; a process of another user waits there" } else { "" };
             let what = format!(
-                "nobody answered for {waited} s{stranger}: is rank 0 (or node 0) of this run started on this machine, by the same user?"
+                "no answer for {waited} s{stranger}: is rank 0 (or node 0) of this run started on this machine, by the same user?"
             );
             return Err(JoinProblem::Address { address: format!("127.0.0.1:{port}"), what });
         }
@@ -279,7 +279,7 @@ mod tests {
     fn those_of_one_user_get_the_secret_and_a_second_giver_is_told() {
         let name = Name::new(7, &format!("a test of {}", std::process::id()));
         let nobody = fetch(&name, 7, Deadline::after(Duration::from_millis(50))).unwrap_err();
-        assert!(nobody.to_string().contains("127.0.0.1:7: nobody answered"), "{nobody}");
+        assert!(nobody.to_string().contains("127.0.0.1:7: no answer"), "{nobody}");
         let secret = Secret::random().unwrap();
         let given = HandOut::open(&name, &secret, 1234).unwrap().unwrap();
         let soon = Deadline::after(Duration::from_secs(5));

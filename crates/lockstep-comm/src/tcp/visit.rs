@@ -105,7 +105,7 @@ fn unreached(addresses: &[SocketAddr], failed: &JoinProblem, deadline: Deadline)
     let ports: Vec<String> = addresses.iter().map(|address| address.port().to_string()).collect();
     let what = if ports.len() == 1 {
         format!(
-            "nobody answered for {waited} s ({failed}): is the run started on node 0, and can this machine reach it?"
+            "no answer for {waited} s ({failed}): is the run started on node 0, and can this machine reach it?"
         )
     } else {
         format!("rank 0 answered on none of the ports {} for {waited} s ({failed})", ports.join(", "))

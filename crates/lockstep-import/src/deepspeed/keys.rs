@@ -347,7 +347,7 @@ pub(crate) static KEYS: &[Row] = &[
         "the service is not used; set `checkpoint.dir` to a directory that lasts",
     ),
     idle("nebula.*", "", NOT_ENABLED),
-    idle("datastates_ckpt.*", "", "`checkpoint.async` writes beside the training"),
+    idle("datastates_ckpt.*", "", "`checkpoint.async` writes in the background"),
     // Elasticity.
     to_but("elasticity.enabled", "false", "train.global_batch", "the batch that DeepSpeed would choose"),
     to("elasticity.max_train_batch_size", "2000", "train.global_batch"),

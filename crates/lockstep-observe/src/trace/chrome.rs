@@ -41,7 +41,7 @@ pub(super) fn events(
         (STEPS, "steps", true),
         (COMMUNICATION, "communication", steps.iter().any(|step| !step.called.is_empty())),
         (PAUSES, "between steps", !pauses.is_empty()),
-        (SAVES, "saves beside the steps", !saves.is_empty()),
+        (SAVES, "background saves", !saves.is_empty()),
     ];
     let mut events = vec![metadata("process_name", 0, json!({ "name": format!("lockstep, rank {rank}") }))];
     events.push(metadata("process_sort_index", 0, json!({ "sort_index": rank })));

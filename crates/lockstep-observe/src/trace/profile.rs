@@ -38,7 +38,7 @@ pub(super) fn describe(step: &RecordedStep, model: &RecordedModel, limits: Optio
     spans.extend(step.turns().iter().map(|Turn { called, start, hidden }| {
         let seconds = (called.end - *start).as_secs_f64();
         json!({
-            "name": format!("{}, {:.0} % beside work", called.call, 100.0 * hidden.as_secs_f64() / seconds.max(1e-9)),
+            "name": format!("{}, {:.0} % overlapped", called.call, 100.0 * hidden.as_secs_f64() / seconds.max(1e-9)),
             "kind": "communication",
             "lane": "ranks",
             "start_ms": microseconds(start.as_secs_f64()),

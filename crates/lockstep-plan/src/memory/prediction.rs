@@ -105,8 +105,8 @@ impl StateLayout {
         model.book_activations(stages, self.plan.has_activations_on_disk, &mut memory);
         self.book_passing(&mut memory);
         let category = MemoryCategory::Communication;
-        memory.add(category, "keys and values of others", model.ring_bytes(stages));
-        memory.add(category, "rows on their way", model.transit_bytes(stages));
+        memory.add(category, "keys and values of other ranks", model.ring_bytes(stages));
+        memory.add(category, "rows in flight", model.transit_bytes(stages));
         memory.add(category, "gathered inputs of blocks", model.gathering_bytes(stages));
         memory.add(MemoryCategory::Workspace, "inside a unit", booked_bytes(model.workspace_bytes(stages)));
         memory.reserve(MemoryCategory::Workspace, "packed operands", self.plan.facts.packed_bytes);
@@ -156,7 +156,7 @@ impl StateLayout {
         }
         let bytes = |elements: usize| booked_bytes(elements.saturating_mul(dtype.size_bytes()));
         let kept = gathers.secondary_elements.map_or(0, bytes);
-        memory.add(MemoryCategory::Parameters, "weights kept for neighbours", kept);
+        memory.add(MemoryCategory::Parameters, "secondary parameter shard", kept);
     }
 
     /// Adds the staging buffers of gradients, plain and quantized.
@@ -168,7 +168,7 @@ impl StateLayout {
         if self.plan.hands_gradients_on() {
             let passage = self.layout_of(StoreKind::Gradients).passage();
             let bytes = |elements: usize| elements.saturating_mul(DType::F32.size_bytes());
-            memory.add(category, "gradients on their way to their owners", both(passage.elements, &bytes));
+            memory.add(category, "quantized gradients in flight", both(passage.elements, &bytes));
         }
         if let Some((kind, QuantizedGradientStaging { sent, received, .. })) = self.record_passage() {
             let bytes = |elements: usize| kind.bytes(elements);
@@ -238,9 +238,9 @@ impl ModelProfile {
         prediction.add(category, "kept from forward to backward", saved);
         if are_on_disk {
             let (places, bytes) = self.frame_places(stages);
-            prediction.add(category, "on its way to and from disk", places * booked_bytes(bytes));
+            prediction.add(category, "disk staging buffers", places * booked_bytes(bytes));
         }
-        prediction.add(category, "kept for gradients of weights", deferred);
+        prediction.add(category, "saved for weight gradients", deferred);
         prediction.add(category, "values and gradients between units", between);
         prediction.add(category, "micro-batches", inputs);
     }

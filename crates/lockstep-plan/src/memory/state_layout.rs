@@ -43,7 +43,7 @@ impl StoreKind {
             Self::Optimizer(kind) => kind.name(),
             Self::SelectionBiases => "biases that choose experts",
             Self::Gradients => "sums of gradients",
-            Self::GradientResidual => "what gradients lost",
+            Self::GradientResidual => "gradient quantization error",
         }
     }
 

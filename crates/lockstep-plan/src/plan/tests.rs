@@ -514,7 +514,7 @@ fn a_users_schedule_is_checked_with_the_plan() {
     assert_eq!(
         problems(&wrong, &facts),
         [
-            "schedule of 2 micro-batches: rank 1 forgets 1B1",
+            "schedule of 2 micro-batches: rank 1 lacks 1B1",
             "schedule of 2 micro-batches: deadlock: rank 0 waits before 0B0 for 1SEND_B0 of rank 1; \
              rank 1 waits before 1F1 for 0SEND_F1 of rank 0",
         ]

@@ -132,7 +132,7 @@ pub enum ScheduleProblem {
         owner: usize,
     },
     /// An action is missing.
-    #[error("rank {rank} forgets {action}")]
+    #[error("rank {rank} lacks {action}")]
     Forgotten {
         /// Rank whose list lacks the action.
         rank: usize,

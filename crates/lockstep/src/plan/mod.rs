@@ -161,7 +161,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         found::run(arguments, &mut planner, &assumed)?;
     }
     if let Some(doubt) = doubt.filter(|_| !arguments.json) {
-        say!("\ntimes are by guesses: {doubt}");
+        say!("\ntimes are estimates: {doubt}");
     }
     Ok(ExitCode::SUCCESS)
 }

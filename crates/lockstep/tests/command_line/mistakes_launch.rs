@@ -101,7 +101,7 @@ const MISTAKES: [Mistake; 36] = [
     mistake(
         "",
         "--nnodes 2 --node-rank 1 --rdzv-conf join_timeout=1 --rdzv-endpoint 127.0.0.1:29396",
-        &["nobody answered for 1 s", "is rank 0 (or node 0) of this run started"],
+        &["no answer for 1 s", "is rank 0 (or node 0) of this run started"],
     ),
 ];
 

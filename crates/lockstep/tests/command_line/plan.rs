@@ -471,7 +471,7 @@ fn a_run_that_does_not_say_how_it_is_split_is_planned_and_goes_on_by_the_same_pl
         |arguments: &[&str]| workshop.run(&[&["train", "run.toml", "-v"], arguments].concat()).succeeds();
     let one = train(&[]);
     assert!(one.stderr.contains("plan       one rank, micro-batches of 2 sequences: "), "{one:?}");
-    assert!(one.stderr.contains("nobody has measured this machine"), "{one:?}");
+    assert!(one.stderr.contains("this machine is not measured"), "{one:?}");
     let two = train(&["--nproc-per-node", "2", "--resume", "never"]);
     assert!(two.stderr.contains("plan       2 replicas, micro-batches of 2 sequences: "), "{two:?}");
     assert_eq!(two.stderr.matches("plan  ").count(), 1, "{two:?}");

@@ -1,7 +1,7 @@
 //! The MPI transport of [`lockstep_comm`], for sites whose network is accessible only through MPI.
 //!
 //! Without the feature `mpi` this crate is empty but for [`MpiOptions`], and needs no MPI to be built. A program built with it
-//! passes [`join_mpi`] on to where ranks join.
+//! passes `join_mpi` on to where ranks join.
 //!
 //! - `shim.c` and `shim`: the few MPI functions that are used.
 //! - `operation`: one operation in flight, as MPI requests.

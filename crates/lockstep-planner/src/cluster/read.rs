@@ -101,7 +101,11 @@ fn read_node(mut section: Section<'_, '_>) -> Option<NodeKind> {
     let kilowatts = section.number("kilowatts", Rule::Positive);
     let hours = section.number("hours_between_failures", Rule::Positive);
     if alone.is_some() && device.as_ref().is_some_and(|device| !device.is_host) {
-        section.refuse("alone", "applies to hosts, whose cores are divided among the ranks", "device.is_host = true");
+        section.refuse(
+            "alone",
+            "applies to hosts, whose cores are divided among the ranks",
+            "device.is_host = true",
+        );
     }
     section.finish();
     let (device, devices) = (device?, devices.unwrap_or(1));

@@ -4,22 +4,20 @@
 #[path = "common/tcp.rs"]
 mod common;
 
-use std::{
-    io::{Read, Write},
-    net::{TcpListener, TcpStream},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    thread,
-    time::{Duration, Instant},
-};
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use common::{in_tcp_world, soon};
 use lockstep_comm::{
-    Algorithm, CommError, Deadline, Group, JoinProblem, LossCause, Meeting, ReduceOp, Secret, TcpOptions,
-    join_by_address,
+    Algorithm, Collective, CommError, Deadline, Group, JoinProblem, Lent, LossCause, Meeting, ReduceOp,
+    Secret, TcpOptions, join_by_address,
 };
+use lockstep_plan::{DType, MemoryCategory};
+use lockstep_tensor::Arena;
 
 /// Returns a listener on an unused port, and the port.
 fn listener() -> (TcpListener, u16) {
@@ -303,5 +301,29 @@ fn ranks_find_the_first_one_at_the_next_port_where_something_else_has_the_first(
                 group.barrier(soon()).unwrap();
             });
         }
+    });
+}
+
+#[test]
+fn a_send_that_cannot_start_names_its_own_number_and_the_rank_that_does_not_receive() {
+    const AHEAD: usize = 4;
+    const BYTES: usize = 8 << 20;
+    let done = std::sync::Barrier::new(2);
+    in_tcp_world(2, |group| {
+        (0..3).for_each(|_| group.barrier(soon()).unwrap());
+        if group.rank() == 0 {
+            let arena = Arena::new();
+            let mut buffers: Vec<_> =
+                (0..=AHEAD).map(|_| arena.allocate(BYTES, MemoryCategory::Communication).unwrap()).collect();
+            let started = buffers.iter_mut().map(|buffer| {
+                let input = Lent::new(buffer.lend(0..BYTES), DType::U8);
+                group.start(Collective::Send { input, to: 1 }, Deadline::after(Duration::from_millis(300)))
+            });
+            let started: Vec<_> = started.collect();
+            let error = started.into_iter().find_map(Result::err).expect("the last send has no room");
+            let CommError::TimedOut { rank: 1, waiting: 0, occasion, .. } = &error else { panic!("{error}") };
+            assert_eq!(occasion.sequence as usize, AHEAD, "{error}");
+        }
+        done.wait();
     });
 }

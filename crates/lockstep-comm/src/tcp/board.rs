@@ -72,24 +72,38 @@ impl Operations {
         Self { members: Members { name, ranks, own }, begun: 0, mail, running: Vec::new() }
     }
 
-    /// Returns channel, peer and sequence number of an operation if it started now.
-    fn next(&self, task: &Task) -> (Channel, Option<usize>, u32) {
-        match task.flow {
-            Flow::Send { to } => (Channel::Send, Some(to), self.mail[to].sent),
-            Flow::Receive { from } => (Channel::Receive, Some(from), self.mail[from].received),
-            _ => (Channel::Collective, None, self.begun),
+    /// Returns the sequence number of an operation if it started now.
+    pub(crate) fn next(&self, (channel, peer): (Channel, Option<usize>)) -> u32 {
+        match (channel, peer) {
+            (Channel::Send, Some(to)) => self.mail[to].sent,
+            (Channel::Receive, Some(from)) => self.mail[from].received,
+            _ => self.begun,
         }
     }
 
-    /// Returns the oldest operation in flight, which delays the start of further ones, and the rank it waits for.
-    pub(crate) fn oldest(&self) -> Option<(usize, Occasion)> {
-        self.running.first().map(|running| running.waits_for(&self.members))
+    /// Returns the operations in flight between the same ranks, oldest first.
+    fn on(&self, (channel, peer): (Channel, Option<usize>)) -> impl Iterator<Item = &Running> {
+        self.running.iter().filter(move |running| running.key.channel == channel && running.peer == peer)
+    }
+
+    /// Returns the rank for which the oldest operation between the same ranks waits; that operation delays the start of further ones.
+    pub(crate) fn oldest(&self, way: (Channel, Option<usize>)) -> Option<usize> {
+        self.on(way).next().map(|running| running.waits_for(&self.members).0)
     }
 
     /// Returns the rank that the operation of a ticket waits for, and the operation.
     pub(crate) fn waits_for(&self, ticket: &Arc<Ticket>) -> Option<(usize, Occasion)> {
         let running = self.running.iter().find(|running| Arc::ptr_eq(&running.ticket, ticket))?;
         Some(running.waits_for(&self.members))
+    }
+}
+
+/// Returns the channel of an operation, and the peer of a send or receive, as a rank of the group.
+pub(crate) fn way_of(task: &Task) -> (Channel, Option<usize>) {
+    match task.flow {
+        Flow::Send { to } => (Channel::Send, Some(to)),
+        Flow::Receive { from } => (Channel::Receive, Some(from)),
+        _ => (Channel::Collective, None),
     }
 }
 
@@ -124,13 +138,8 @@ impl Board {
 
     /// Returns true if an operation may start.
     pub(crate) fn has_room(&self, group: usize, task: &Task) -> bool {
-        let operations = self.group(group);
-        let (channel, peer, _) = operations.next(task);
-        let same = operations
-            .running
-            .iter()
-            .filter(|running| running.key.channel == channel && running.peer == peer);
-        same.count() < if channel == Channel::Send { SMALL_AHEAD } else { RING }
+        let way = way_of(task);
+        self.group(group).on(way).count() < if way.0 == Channel::Send { SMALL_AHEAD } else { RING }
     }
 
     /// Starts an operation: announces it to the other ranks, and takes their announcements that have arrived.
@@ -142,7 +151,8 @@ impl Board {
         caller: &std::panic::Location<'_>,
     ) {
         let operations = self.groups[group].as_mut().expect("a group's handle is only given to its members");
-        let (channel, peer, sequence) = operations.next(&task);
+        let (channel, peer) = way_of(&task);
+        let sequence = operations.next((channel, peer));
         let key = Key { group: group as u32, channel, sequence };
         match (channel, peer) {
             (Channel::Send, Some(to)) => operations.mail[to].sent += 1,

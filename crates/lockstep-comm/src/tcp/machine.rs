@@ -18,7 +18,7 @@ use lockstep_tensor::{Arena, Workers};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::{
-    board::{Board, Said},
+    board::{Board, Said, way_of},
     frame::{Channel, Header, Key, Kind},
     layered::Machines,
     link::{Link, Status},
@@ -192,7 +192,7 @@ impl Transport for Machine {
         caller: &Location<'_>,
     ) -> Result<Arc<Ticket>, CommError> {
         let ticket = Ticket::new(memory);
-        let call = task.call;
+        let (call, way) = (task.call, way_of(&task));
         let mut waiting = Some(task);
         let begin = |state: &mut State| {
             let task = waiting.take_if(|task| state.board.has_room(group, task))?;
@@ -202,9 +202,8 @@ impl Transport for Machine {
         };
         let late = |state: &State| {
             let operations = state.board.group(group);
-            let (rank, _) = operations.oldest()?;
-            let group = operations.members.name;
-            Some((rank, Occasion { call, sequence: operations.begun, group }))
+            let (sequence, group) = (operations.next(way), operations.members.name);
+            Some((operations.oldest(way)?, Occasion { call, sequence, group }))
         };
         self.drive(group, deadline, begin, late)?;
         self.shared.tell();

@@ -17,6 +17,7 @@ use lockstep_graph::{Activity, Cost, Seed};
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::metrics::{DiskUse, EvalMetrics, MemoryUse, Start, StepMetrics, imbalance};
 use lockstep_observe::progress::{Progress, Steps};
+use lockstep_observe::report::DevicePeak;
 use lockstep_plan::ParameterId;
 use lockstep_tensor::host::proportional_bytes;
 use serde_json::Value;
@@ -173,17 +174,13 @@ pub(crate) fn run(
     if writes {
         set_aside(config, resume, &counters, &damaged, &mut progress)?;
     }
-    let records = match (leaves, writes) {
-        (RunOutputs::Nothing, _) => Records::of_trace(config),
-        (_, false) => Records::of_other(config, start),
-        _ => Records::open(config, &engine, start, (peak.as_ref(), &corpus), |text| progress.message(text))?,
-    };
-    records.describe_ranks(&engine, ranks, |text| progress.message(text))?;
+    let records =
+        open_records(config, (&engine, ranks), (start, leaves), (peak.as_ref(), &corpus), &mut progress)?;
     let prefetcher = prefetcher(config, ranks, &corpus, &counters)?;
     let remembered = checkpoint.as_ref().map_or(&Value::Null, |checkpoint| &checkpoint.manifest().state);
     let guard = Guard::new(config, counters.step, &remembered["guard"]);
     let loss_scale = LossScale::new(config, &remembered["loss_scale"]);
-    let refuge = (config.rollback_after() > 0)
+    let rollback_snapshot = (config.rollback_after() > 0)
         .then(|| RollbackSnapshot::new(&engine, counters.updates))
         .transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
@@ -206,7 +203,7 @@ pub(crate) fn run(
         counters,
         guard,
         loss_scale,
-        refuge,
+        rollback_snapshot,
         saver,
         observer,
         phase: "before the first step",
@@ -217,6 +214,24 @@ pub(crate) fn run(
         expert_load: Vec::new(),
     }
     .run(interrupt)
+}
+
+/// Opens the records that this rank keeps of the run, and writes the layout of the ranks.
+fn open_records(
+    config: &RunConfig,
+    (engine, ranks): (&Engine, &Ranks),
+    (start, leaves): (Start, RunOutputs),
+    of_run: (Option<&DevicePeak>, &Corpus),
+    progress: &mut Progress,
+) -> Result<Records, Error> {
+    let mut tell = |text: &str| progress.message(text);
+    let records = match leaves {
+        RunOutputs::Nothing => Records::of_trace(config),
+        _ if ranks.is_first() => Records::open(config, engine, start, of_run, &mut tell)?,
+        _ => Records::of_other(config, start),
+    };
+    records.describe_ranks(engine, ranks, &mut tell)?;
+    Ok(records)
 }
 
 /// Abandons a step that is still running when half of the grace period after a stop request is over; the other half is for the
@@ -331,7 +346,7 @@ struct Run<'a> {
     /// `None` except in f16.
     loss_scale: Option<LossScale>,
     /// In-memory copy of the state for rollbacks; `None` if the run never rolls back.
-    refuge: Option<RollbackSnapshot>,
+    rollback_snapshot: Option<RollbackSnapshot>,
     /// None on ranks that do not save.
     saver: Option<Saver>,
     observer: &'a mut dyn StepObserver,
@@ -393,11 +408,11 @@ impl Run<'_> {
             }
             let is_saved = every > 0 && step.is_multiple_of(every) && !is_last;
             // A run that resumes from this checkpoint would roll back to it, so this run does the same.
-            if let Some(refuge) = &mut self.refuge
+            if let Some(rollback_snapshot) = &mut self.rollback_snapshot
                 && (is_saved || step.is_multiple_of(train.rollback_every))
             {
                 self.engine.settle_weights()?;
-                refuge.renew(&self.engine, self.counters.updates);
+                rollback_snapshot.renew(&self.engine, self.counters.updates);
             }
             if is_saved {
                 self.phase = "save";
@@ -657,9 +672,9 @@ impl Run<'_> {
             Some(self.engine.records()[found.0].name.clone())
         };
         if self.guard.skip(step, verdict, suspect)? == Action::RollBack
-            && let Some(refuge) = &self.refuge
+            && let Some(rollback_snapshot) = &self.rollback_snapshot
         {
-            self.counters.updates = refuge.restore(&mut self.engine)?;
+            self.counters.updates = rollback_snapshot.restore(&mut self.engine)?;
             tracing::info!(step, updates = self.counters.updates, "went back to earlier weights");
             let updates = self.counters.updates;
             self.progress

@@ -43,7 +43,7 @@ pub(crate) enum KeySource {
 }
 
 impl KeySource {
-    /// Scratch values of the attention.
+    /// Returns the scratch values of the attention.
     pub(crate) fn scratch(&self) -> Vec<Value> {
         match *self {
             Self::Whole => vec![],
@@ -87,7 +87,7 @@ impl ContextCollective {
         }
     }
 
-    /// Scratch values of the exchange.
+    /// Returns the scratch values of the collective.
     pub(crate) fn scratch(&self) -> Vec<Value> {
         match self.change {
             ContextCollectiveKind::Gather => vec![self.scratch[0]],

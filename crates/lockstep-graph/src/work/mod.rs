@@ -191,7 +191,7 @@ impl Program {
         }
     }
 
-    /// Returns the communication of a layout exchange's forward.
+    /// Returns the communication of a redistribution's forward.
     fn exchanged(
         &self,
         change: placement::Redistribute,
@@ -210,7 +210,7 @@ impl Program {
         }
     }
 
-    /// Returns the communication of a layout exchange's backward.
+    /// Returns the communication of a redistribution's backward.
     fn gradients_exchanged(
         &self,
         change: placement::Redistribute,

@@ -4,7 +4,7 @@
 use lockstep_model::RecordedModel;
 use lockstep_tensor::{Buffer, View};
 
-/// Returns a view of `buffer` as the output of a unit, `[tokens, hidden]`.
+/// Returns a view of `buffer` as the output of a unit, `[local rows, local columns]`.
 pub(crate) fn boundary<'a>(model: &RecordedModel, buffer: &'a Buffer) -> View<'a> {
     let between = model.program(0);
     buffer.view(between.shape().dtype, 0, [between.output_rows(), between.output_columns()])

@@ -51,7 +51,7 @@ pub struct Engine {
     pub(crate) groups: Groups,
     /// Micro-batches per step on this rank; used without a pipeline.
     pub(crate) micro_batches: usize,
-    /// Reduces gradients over ranks; `None` if no other rank contributes to a gradient of this one.
+    /// Reduces gradients over ranks, and on the way to disk; `None` if gradients are neither reduced nor offloaded.
     pub(crate) reducer: Option<Reducer>,
     /// Pipeline executor of this rank; `None` without pipeline parallelism.
     pub(crate) pipeline: Option<Pipeline>,
@@ -337,7 +337,7 @@ impl Engine {
     /// overlaps with the next forward, so call this before you read or replace weights by other means.
     ///
     /// # Errors
-    /// If another rank is lost or does not answer in time, the disk of offloaded state fails, or the step is abandoned.
+    /// If another rank is lost or does not answer in time.
     pub fn settle_weights(&mut self) -> Result<(), EngineError> {
         self.weights.settle()
     }
@@ -346,7 +346,7 @@ impl Engine {
     /// counted once. The norm is NaN if any gradient is not finite.
     ///
     /// # Errors
-    /// If another rank is lost or does not answer in time, the disk of offloaded state fails, or the step is abandoned.
+    /// If another rank is lost or does not answer in time, or the disk of offloaded gradients fails.
     pub fn finish_gradients(&mut self) -> Result<f64, EngineError> {
         self.complete_gradients()?;
         let begin = self.timeline().begin();

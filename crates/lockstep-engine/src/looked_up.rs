@@ -36,7 +36,7 @@ pub(crate) struct LookedUp {
     /// Row of each token of the last micro-batch, u32 `[tokens]`; [`NONE`] if its id is on another rank.
     token_rows: Tensor,
     host_rows: Vec<u32>,
-    /// 1 for each id that has a row, else 0.
+    /// Mark of each id: 1 if any data-parallel rank looks it up in this step, else 0.
     marks: Vec<u8>,
 }
 

@@ -1,5 +1,5 @@
-//! Offloaded gradients: written to disk once reduced, read back to add those of the next micro-batch, and read by the
-//! optimizer step.
+//! Offloaded gradients: written to disk once reduced, read back to add the gradients of the next micro-batch, and read
+//! by the optimizer step.
 //!
 //! The squares for the gradient norm are summed whenever a window changes, so that the norm needs no reads.
 

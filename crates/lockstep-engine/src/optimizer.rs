@@ -66,7 +66,7 @@ impl MuonScale {
 pub enum Granularity {
     /// Each element by itself: any shard works.
     Elementwise,
-    /// The whole matrix: shards follow the borders of parameters.
+    /// The whole matrix at once: shards follow parameter boundaries.
     WholeMatrix,
 }
 

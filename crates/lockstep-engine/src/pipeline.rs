@@ -205,7 +205,7 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Waits until the message that a pass reads is in its slot; copies it if it comes from a stage of this rank.
+    /// Waits until the message that a pass reads is in its slot; copies the message if a stage of this rank sends it.
     fn await_message(
         &mut self,
         passes: &mut dyn Passes,

@@ -56,7 +56,7 @@ impl Engine {
 
     /// Updates the elements of a parameter that are in memory.
     fn update_parameter(&self, id: ParameterId, update: &Update) {
-        // An optimizer for whole matrices gets each in its own shape: shards then follow parameter borders.
+        // An optimizer for whole matrices gets each in its own shape, because its shards follow parameter boundaries.
         let Some(parameter) = self.weights.updated().part_in_shape(id) else { return };
         let Some(gradient) = self.gradients.part(id) else { return };
         let gradient_view = gradient.view.reshape(parameter.shape());

@@ -58,7 +58,8 @@ pub struct Gradients {
 /// Staging buffers for the full gradients of units whose backward runs or has just run.
 #[derive(Debug)]
 struct Passing {
-    /// Buffers for units of even and of odd index, so that neighbouring units use different ones.
+    /// Two alternating buffers, selected by [`Stretch::parity`]: consecutive buffers of the backward use different
+    /// ones.
     buffers: [Buffer; 2],
     /// Offset in bytes of each flat parameter in its buffer.
     offsets_bytes: Vec<usize>,

@@ -30,7 +30,7 @@ use crate::{EngineError, reducer::Reducer, state_store::StateStore};
 pub(crate) struct QuantizedGradients {
     kind: QuantizedType,
     stretches: Vec<Option<Coded>>,
-    /// Records to be sent. Consecutive units use different buffers, by the parity of their index.
+    /// Records to be sent, in two alternating buffers selected by [`Stretch::parity`](lockstep_plan::Stretch::parity).
     sent: [Buffer; 2],
     /// Records received from other ranks, by the same parity.
     received: [Buffer; 2],
@@ -44,7 +44,7 @@ struct Coded {
     summing: Summing,
     /// Number of ranks in its shard group.
     ranks: usize,
-    /// Parity of the unit, which selects the record buffers; `first` is the index of its first element there.
+    /// Index, 0 or 1, of its record buffers; `first` is the index of its first element there.
     parity: usize,
     first: usize,
     elements: usize,

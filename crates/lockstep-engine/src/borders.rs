@@ -1,16 +1,17 @@
-//! Values that cross the borders between units, as buffers have them: outputs, their gradients, and what one stage of a pipeline sends
-//! the next.
+//! Views of buffers as values that pass between units: unit outputs, their gradients, and the messages between pipeline
+//! stages.
 
 use lockstep_model::RecordedModel;
 use lockstep_tensor::{Buffer, View};
 
-/// A buffer as a value between units.
+/// Returns a view of `buffer` as the output of a unit, `[local rows, local columns]`.
 pub(crate) fn boundary<'a>(model: &RecordedModel, buffer: &'a Buffer) -> View<'a> {
     let between = model.program(0);
     buffer.view(between.shape().dtype, 0, [between.output_rows(), between.output_columns()])
 }
 
-/// What a stage hands to the next one, as a buffer has it from an offset on: the output of its last unit, or a slice of it.
+/// Returns a flat view of the message that a stage sends to the next one, at `offset_bytes` of `buffer`: the output of
+/// `unit`, or this rank's slice of it.
 pub(crate) fn message<'a>(
     model: &RecordedModel,
     unit: usize,
@@ -21,7 +22,7 @@ pub(crate) fn message<'a>(
     buffer.view(dtype, offset_bytes, [message_bytes(model, unit) / dtype.size_bytes()])
 }
 
-/// Bytes of that.
+/// Returns the bytes of a [`message`].
 pub(crate) fn message_bytes(model: &RecordedModel, unit: usize) -> usize {
     if model.slices_output(unit) {
         model.slice_elements() * model.program(unit).shape().dtype.size_bytes()
@@ -30,7 +31,7 @@ pub(crate) fn message_bytes(model: &RecordedModel, unit: usize) -> usize {
     }
 }
 
-/// Bytes of the values between units.
+/// Returns the bytes of a unit's output.
 pub(crate) fn boundary_bytes(model: &RecordedModel) -> usize {
     let between = model.program(0);
     between.output_rows() * between.output_columns() * between.shape().dtype.size_bytes()

@@ -1,4 +1,5 @@
-//! The construction of an engine: a model is recorded for its rank's place in the plan, its state is laid out, and that list is allocated.
+//! Construction of an engine: records the model for the rank's place in the plan, lays out its state, and allocates
+//! that layout.
 
 use lockstep_graph::BlockShape;
 use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
@@ -12,18 +13,18 @@ use crate::shards::Shards;
 use crate::state::ResidualNumbers;
 use crate::{Engine, EngineError, Gradients, Groups, Optimizer, Runner, Storage, WeightStorage};
 
-/// The settings of an engine that no plan depends on.
+/// Settings of an engine that are not part of the plan.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineOptions {
-    /// The type that kernels read.
+    /// Type of weights and activations that kernels read.
     pub dtype: DType,
-    /// The update rule.
+    /// Optimizer and its hyperparameters.
     pub optimizer: Optimizer,
-    /// Precision of weights and optimizer state, and where offloaded state lies.
+    /// Precision of weights and optimizer state, and location of offloaded state.
     pub storage: Storage,
     /// Seed of the initial weights and of dropout.
     pub seed: u64,
-    /// Compute threads.
+    /// Number of compute threads, at least 1.
     pub threads: usize,
 }
 
@@ -41,7 +42,7 @@ impl Default for EngineOptions {
 }
 
 impl EngineOptions {
-    /// Returns the state that the optimizer and the precision keep of `model`.
+    /// Returns the state of `model` that the optimizer and the precision require.
     pub fn state_facts(&self, model: &RecordedModel) -> StateFacts {
         let kinds = StateKind::OF_OPTIMIZERS.into_iter().map(|kind| {
             let is_kept =
@@ -74,28 +75,29 @@ impl<'a> EngineBuilder<'a> {
         Self { model, tuning, plan, options, groups: Groups::alone() }
     }
 
-    /// Trains what `tuning` says of the model; without it, everything.
+    /// Sets which parameters are trained, and how; the default is full training.
     #[must_use]
     pub fn tuning(self, tuning: &Tuning) -> Self {
         Self { tuning: tuning.clone(), ..self }
     }
 
-    /// Sets what no plan depends on.
+    /// Sets the options that are not part of the plan.
     #[must_use]
     pub fn options(self, options: EngineOptions) -> Self {
         Self { options, ..self }
     }
 
-    /// Joins the other ranks of the plan; all of them build their engines, and call what follows, in the same order.
+    /// Sets the process groups. All ranks of the plan build their engines, and call their methods, in the same order.
     #[must_use]
     pub fn groups(self, groups: Groups) -> Self {
         Self { groups, ..self }
     }
 
-    /// Builds the engine in the memory of `arena`, with all weights zero: call [`Engine::initialize`] or load them.
+    /// Builds the engine in the memory of `arena` with all weights zero: call [`Engine::initialize`] or load weights
+    /// afterwards.
     ///
     /// # Errors
-    /// Out of memory or threads, no room for files of offloaded state, or a lost rank.
+    /// If memory or threads run out, the disk has no room for offloaded state, or a rank is lost.
     pub fn build(self, arena: &Arena) -> Result<Engine, EngineError> {
         let Self { model: config, tuning, plan, options, groups } = self;
         let (mesh, passes) = (plan.mesh(), &plan.passes);

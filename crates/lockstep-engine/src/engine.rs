@@ -1,4 +1,4 @@
-//! One rank's training state and the steps that change it.
+//! The engine of one rank: its training state, and the calls that make up a training step.
 
 use std::ops::Range;
 
@@ -25,7 +25,7 @@ use crate::{
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
 
-/// Where a micro-batch stands in its step.
+/// Position of a micro-batch in its step; gradients are reduced over ranks after the last one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Turn {
     Earlier,
@@ -40,50 +40,51 @@ pub struct Engine {
     pub(crate) rounding: RoundingMode,
     pub(crate) seed: u64,
     pub(crate) model: RecordedModel,
-    /// The same model without dropout, with experts that take all tokens; `None` if that is the model itself.
+    /// The model for evaluation, without dropout and without expert capacity; `None` if `model` has neither.
     pub(crate) evaluation: Option<RecordedModel>,
     pub(crate) runner: Runner,
     pub(crate) records: Vec<ParameterRecord>,
     pub(crate) weights: ModelState,
     pub(crate) gradients: Gradients,
-    /// The stores that a checkpoint or a copy of the state holds.
+    /// Kinds of the stores that a checkpoint or a snapshot holds.
     pub(crate) saved: Vec<StoreKind>,
     pub(crate) groups: Groups,
-    /// Those of a step of this rank, without a pipeline.
+    /// Micro-batches per step on this rank; used without a pipeline.
     pub(crate) micro_batches: usize,
-    /// None if all gradients are whole.
+    /// Reduces gradients over ranks, and on the way to disk; `None` if gradients are neither reduced nor offloaded.
     pub(crate) reducer: Option<Reducer>,
-    /// The rank's part in a pipeline, if there is one.
+    /// Pipeline executor of this rank; `None` without pipeline parallelism.
     pub(crate) pipeline: Option<Pipeline>,
-    /// Which units are on this rank.
+    /// True for each unit that this rank holds.
     pub(crate) is_here: Vec<bool>,
-    /// What checkpoints call the residuals of its gradients.
+    /// Numbers by which checkpoints name this rank's residuals of quantized gradients.
     pub(crate) residual_numbers: ResidualNumbers,
-    /// Room for the biases by which the experts of a layer are chosen.
+    /// Scratch buffer for the router biases of one layer's experts.
     pub(crate) bias_values: Vec<f32>,
-    /// The table of the embedding, where the output layer that shares it is on another rank, or the other way round.
+    /// Tied embedding table whose two uses, embedding and output layer, are on different pipeline ranks.
     pub(crate) shared_table: Option<SharedTable>,
     pub(crate) predicted: MemoryPrediction,
     pub(crate) predicted_traffic: OffloadTraffic,
 }
 
 impl Engine {
-    /// An engine that trains `model` as `plan` says, to be built.
+    /// Returns a builder of an engine that trains `model` under `plan`.
     pub fn builder(model: &ModelConfig, plan: RankPlan) -> EngineBuilder<'_> {
         EngineBuilder::new(model, plan)
     }
 
-    /// The records of all parameters; which of them decay is the caller's to change.
+    /// Returns the records of all parameters for change; a caller may choose which of them decay.
     pub fn records_mut(&mut self) -> &mut [ParameterRecord] {
         &mut self.records
     }
 
-    /// The records of all parameters.
+    /// Returns the records of all parameters.
     pub fn records(&self) -> &[ParameterRecord] {
         &self.records
     }
 
-    /// The parameters that own their weights and are on this rank.
+    /// Returns the parameters on this rank that own their weights; a tied parameter reads those of another and is left
+    /// out.
     pub fn parameter_ids(&self) -> impl Iterator<Item = ParameterId> {
         let is_owned = |id: &ParameterId| {
             let record = &self.records[id.0];
@@ -92,86 +93,88 @@ impl Engine {
         (0..self.records.len()).map(ParameterId).filter(is_owned)
     }
 
-    /// Whether this rank is the one, of those that hold the same of a parameter of one copy of the model, that counts it and
-    /// saves it.
+    /// Returns true if this rank counts and saves its elements of a parameter. Of the ranks of one data-parallel
+    /// replica that hold the same elements, exactly one does.
     pub fn speaks_for(&self, id: ParameterId) -> bool {
         let is_copy = self.shared_table.is_some_and(|table| table.id == id && table.is_copy);
         !is_copy && self.groups.speaks_for(&self.records[id.0].share)
     }
 
-    /// Those of them that are trained.
+    /// Returns the trainable parameters among [`Engine::parameter_ids`].
     pub fn trained_ids(&self) -> impl Iterator<Item = ParameterId> {
         self.parameter_ids().filter(|id| self.records[id.0].trainable)
     }
 
-    /// The recorded model.
+    /// Returns the recorded model.
     pub fn model(&self) -> &RecordedModel {
         &self.model
     }
 
-    /// Where the times of operations are recorded while it is on.
+    /// Returns the timeline, which records the times of operations while it is enabled.
     pub fn timeline(&self) -> &Timeline {
         self.runner.timeline()
     }
 
-    /// The ledger.
+    /// Returns the arena that all buffers of this engine come from, with the memory ledger.
     pub fn arena(&self) -> &Arena {
         &self.arena
     }
 
-    /// What this rank was predicted to hold beside copies of its state, before anything was allocated.
+    /// Returns the memory that was predicted for this rank before anything was allocated; snapshots of its state are
+    /// not included.
     pub fn predicted_memory(&self) -> &MemoryPrediction {
         &self.predicted
     }
 
-    /// What this rank was predicted to move to and from its disk in each step but the first.
+    /// Returns the predicted disk traffic of this rank in each step but the first.
     pub fn predicted_disk_traffic(&self) -> &OffloadTraffic {
         &self.predicted_traffic
     }
 
-    /// The queue.
+    /// Returns the compute queue.
     pub fn queue(&self) -> &dyn Queue {
         &*self.queue
     }
 
-    /// Chooses how f32 matrices are multiplied; of effect only on a CPU with AMX.
+    /// Sets how f32 matrices are multiplied; has an effect only on a CPU with AMX.
     pub fn set_f32_products(&mut self, f32_products: F32Products) {
         self.queue.set_f32_products(f32_products);
     }
 
-    /// How many tokens of all ranks have chosen each expert in the step that [`Engine::forward_backward`] has made.
+    /// Returns the number of tokens routed to each expert, over all ranks, in the last [`Engine::forward_backward`].
     pub fn expert_load(&self) -> &ExpertLoad {
         self.runner.expert_load()
     }
 
-    /// From now on [`Engine::router_margin`] is kept, which takes a look at all scores.
+    /// Enables [`Engine::router_margin`], which reads all router scores of every micro-batch.
     pub fn watch_router_margin(&mut self) {
         self.runner.watch_router_margin();
     }
 
-    /// How near any token that was routed here has been to choosing other experts
-    /// ([`Kernels::router_margin`](lockstep_tensor::Kernels::router_margin)); infinite in a model without any, none where it
-    /// is not watched.
+    /// Returns the smallest margin by which any token routed on this rank kept its experts
+    /// ([`Kernels::router_margin`](lockstep_tensor::Kernels::router_margin)). It is infinite for a model without
+    /// experts, and `None` unless [`Engine::watch_router_margin`] was called.
     pub fn router_margin(&self) -> Option<f32> {
         self.runner.router_margin()
     }
 
-    /// Starts a step.
+    /// Starts a step: later contributions replace the gradients and expert counts of the last one.
     pub fn begin_step(&mut self) {
         self.gradients.begin();
         self.runner.expert_load_mut().clear();
     }
 
-    /// Asks `is_asked` before each unit of a forward or backward, which ends with [`EngineError::Abandoned`] when the answer is yes. Weights
-    /// and optimizer state are then those before the step, and may be saved; no further step may follow. For one rank: others would wait.
+    /// Calls `is_asked` before each unit of a forward or backward, which ends with [`EngineError::Abandoned`] once it
+    /// returns true. Weights and optimizer state are then those before the step and may be saved; no further step may
+    /// follow. Only for a world of one rank, because other ranks would wait for the abandoned collectives.
     pub fn abandon_if(&mut self, is_asked: impl Fn() -> bool + Send + Sync + 'static) {
         self.runner.abandon_if(Box::new(is_asked));
     }
 
-    /// Forward and backward of one micro-batch; returns the sum of its losses.
+    /// Runs forward and backward of one micro-batch and returns the sum of its losses.
     ///
     /// # Errors
-    /// [`EngineError`]: none on one rank.
+    /// If another rank is lost or does not answer in time, the disk of offloaded state fails, or the step is abandoned.
     ///
     /// # Panics
     /// If a step has more micro-batches than the plan.
@@ -180,12 +183,12 @@ impl Engine {
         self.micro_batch(batch, seed, Turn::Earlier)
     }
 
-    /// Forward and backward of all micro-batches of a step; returns the sum of their losses.
-    /// Gradients are summed over the ranks that have summands of them, those of each unit as soon as the last micro-batch has
-    /// contributed to them.
+    /// Runs forward and backward of all micro-batches of a step and returns the sum of their losses. Gradients are
+    /// reduced over ranks, each unit's as soon as the last micro-batch has contributed to it, overlapped with the rest
+    /// of the backward.
     ///
     /// # Errors
-    /// [`EngineError`].
+    /// As [`Engine::accumulate`].
     ///
     /// # Panics
     /// As [`Engine::accumulate`].
@@ -221,7 +224,7 @@ impl Engine {
         Ok(loss_sum)
     }
 
-    /// The rank's part of a step in a pipeline.
+    /// Runs this rank's actions of a pipelined step and returns the sum of the losses it computed.
     fn run_pipeline<'a>(
         &mut self,
         batches: impl Iterator<Item = HostBatch<'a>> + Clone,
@@ -247,7 +250,7 @@ impl Engine {
         Ok(loss_sum)
     }
 
-    /// Waits for what was summed after the last micro-batch.
+    /// Waits for the gradient reduction that follows the last micro-batch.
     fn await_gradients(&mut self) -> Result<(), EngineError> {
         let Self { queue, runner, gradients, reducer: Some(reducer), .. } = self else { return Ok(()) };
         let queue = &**queue;
@@ -258,16 +261,16 @@ impl Engine {
         Ok(())
     }
 
-    /// What sums of gradients, gathered weights, and exchanges with the ranks that share the model have cost since this was last
-    /// asked.
+    /// Returns the communication since the last call: gradient reduction, parameter gathers, and collectives between
+    /// the ranks of one model replica.
     pub fn take_traffic(&mut self) -> Traffic {
         let sums = self.reducer.as_mut().map_or_else(Traffic::default, Reducer::take_traffic);
         let Metered { bytes, busy, exposed } = self.groups.take_metered();
         sums + self.weights.take_traffic() + Traffic { bytes, busy, exposed }
     }
 
-    /// Forward and backward of one micro-batch; returns the sum of its losses. After the last of a step the gradients are summed
-    /// over ranks.
+    /// Runs forward and backward of one micro-batch and returns the sum of its losses. With the last of a step,
+    /// gradients are reduced over ranks.
     fn micro_batch(&mut self, batch: &HostBatch<'_>, seed: Seed, turn: Turn) -> Result<f64, EngineError> {
         let Self { model, queue, weights, runner, gradients, reducer, .. } = self;
         let only = Place::default();
@@ -298,10 +301,10 @@ impl Engine {
         Ok(runner.loss_sum(model))
     }
 
-    /// Forward of one micro-batch without dropout; returns the sum of its losses.
+    /// Runs the forward of one micro-batch without dropout and returns the sum of its losses.
     ///
     /// # Errors
-    /// [`EngineError`]: none on one rank.
+    /// If another rank is lost or does not answer in time, the disk of offloaded state fails, or the step is abandoned.
     pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, EngineError> {
         self.weights.begin(Sequence::Evaluation);
         let Self { evaluation, model, pipeline, queue, weights, runner, .. } = self;
@@ -315,7 +318,8 @@ impl Engine {
         Ok(runner.loss_sum(model))
     }
 
-    /// Completes the gradients of a step after its last micro-batch: those that nothing contributed to, and tied ones.
+    /// Completes the gradients of a step after its last micro-batch: untouched ones become zero, tied ones are added
+    /// up.
     fn complete_gradients(&mut self) -> Result<(), EngineError> {
         let begin = self.timeline().begin();
         let elements = self.gradients.tied_elements() as u64;
@@ -329,20 +333,20 @@ impl Engine {
         Ok(())
     }
 
-    /// Waits until the weights are what the last update has made them, also those that other ranks have updated, which are on their
-    /// way during the forward that follows. Whoever reads or replaces weights otherwise calls this before.
+    /// Waits until all weights are those of the last optimizer step. The all-gather of weights that other ranks updated
+    /// overlaps with the next forward, so call this before you read or replace weights by other means.
     ///
     /// # Errors
-    /// [`EngineError`]: none on one rank.
+    /// If another rank is lost or does not answer in time.
     pub fn settle_weights(&mut self) -> Result<(), EngineError> {
         self.weights.settle()
     }
 
-    /// Completes the gradients if they are not, and returns the global L2 norm over all ranks that share the model, each
-    /// element counted once. NaN if any gradient is not finite.
+    /// Completes the gradients if necessary and returns their global L2 norm over all ranks of the model, each element
+    /// counted once. The norm is NaN if any gradient is not finite.
     ///
     /// # Errors
-    /// [`EngineError`]: none on one rank.
+    /// If another rank is lost or does not answer in time, or the disk of offloaded gradients fails.
     pub fn finish_gradients(&mut self) -> Result<f64, EngineError> {
         self.complete_gradients()?;
         let begin = self.timeline().begin();
@@ -361,58 +365,60 @@ impl Engine {
         Ok(sum.value().sqrt())
     }
 
-    /// Which elements of what its model holds of a trained parameter this rank owns.
+    /// Returns the elements of a trained parameter that this rank owns, as a range of the elements that its model
+    /// replica holds on this rank.
     pub fn owned_range(&self, id: ParameterId) -> Range<usize> {
         self.gradients.owned_range(id)
     }
 
-    /// The gradient of what this rank owns of a trained parameter, after [`Engine::forward_backward`] or
-    /// [`Engine::finish_gradients`].
+    /// Returns the gradient of the elements of a trained parameter that this rank owns; call it after
+    /// [`Engine::forward_backward`] or [`Engine::finish_gradients`].
     ///
     /// # Errors
-    /// [`EngineError::Disk`], if it is there.
+    /// If the gradient is offloaded to disk and the disk fails.
     pub fn gradient(&self, id: ParameterId) -> Result<Vec<f32>, EngineError> {
         self.gradients.read(id)
     }
 
-    /// Replaces the gradient of what this rank owns of a parameter.
+    /// Replaces the gradient of the elements of a parameter that this rank owns.
     ///
     /// # Errors
-    /// [`EngineError::Disk`], if it is there.
+    /// If the gradient is offloaded to disk and the disk fails.
     ///
     /// # Panics
-    /// If the number of elements is another.
+    /// If `values` does not have as many elements as the gradient.
     pub fn write_gradient(&mut self, id: ParameterId, values: &[f32]) -> Result<(), EngineError> {
         self.gradients.write(&*self.queue, id, values)
     }
 
-    /// What has been read from and written to disk since this was last asked.
+    /// Returns the reads from and writes to disk since the last call.
     pub fn take_disk_traffic(&mut self) -> DiskTraffic {
         let of_state = self.weights.take_disk_traffic() + self.gradients.take_disk_traffic();
         of_state + self.runner.take_disk_traffic()
     }
 
-    /// Whether any gradients are on disk.
+    /// Returns true if any gradients are offloaded to disk.
     pub fn has_gradients_on_disk(&self) -> bool {
         self.gradients.disk_bytes() > 0
     }
 
-    /// Bytes of model state and activations that are on disk.
+    /// Returns the bytes of model state and activations on disk.
     pub fn disk_bytes(&self) -> u64 {
         self.weights.disk_bytes() + self.gradients.disk_bytes() + self.runner.disk_bytes()
     }
 
-    /// When this rank did what in the last step, if it is one of a pipeline.
+    /// Returns the times of this rank's actions in the last step; `None` without a pipeline.
     pub fn pipeline_times(&self) -> Option<&StepTimes> {
         self.pipeline.as_ref().map(Pipeline::times)
     }
 
-    /// When weights are gathered in a step, and how many of them are whole at once, where they are shared out.
+    /// Returns when sharded weights are gathered in a step, and how many are unsharded at once; `None` if weights are
+    /// not sharded.
     pub fn gathers_of_step(&self) -> Option<&GatherPlan> {
         self.weights.gathers_of_step()
     }
 
-    /// Elements of the parameters that are trained.
+    /// Elements of the trainable parameters on this rank.
     fn trained_elements(&self) -> u64 {
         self.trained_ids().map(|id| self.records[id.0].local_elements() as u64).sum()
     }
@@ -421,12 +427,12 @@ impl Engine {
         Role::of(&self.records[id.0], self.model.units())
     }
 
-    /// The kinds of tensors that a checkpoint holds for a parameter.
+    /// Returns the kinds of tensors that a checkpoint holds for a parameter.
     pub fn state_kinds(&self, id: ParameterId) -> impl Iterator<Item = StateKind> + use<> {
         std::iter::once(StateKind::Parameter).chain(self.optimizer.state_kinds(self.role(id)).iter().copied())
     }
 
-    /// The update rule.
+    /// Returns the optimizer.
     pub fn optimizer(&self) -> Optimizer {
         self.optimizer
     }

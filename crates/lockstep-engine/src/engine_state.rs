@@ -1,5 +1,5 @@
-//! The engine's access to its model state: parameters are initialized, and all tensors of the state are read for checkpoints and replaced
-//! from them.
+//! Access of the engine to its model state: initialization of parameters, and reading and replacing all tensors of the
+//! state for checkpoints.
 
 use lockstep_plan::{ParameterId, StoreKind};
 
@@ -7,21 +7,21 @@ use crate::state::{Contents, tensors_of, tensors_on_disk};
 use crate::{Engine, EngineError, StateKind, StateStore, StateTensor};
 
 impl Engine {
-    /// Fills every parameter by its initializer.
+    /// Fills every parameter of this rank from its initializer and `seed`.
     ///
     /// # Errors
-    /// None that a fitting model can cause.
+    /// If the disk of offloaded state fails.
     pub fn initialize(&mut self, seed: u64) -> Result<(), EngineError> {
         let ids: Vec<_> = self.parameter_ids().collect();
         ids.into_iter().try_for_each(|id| self.initialize_parameter(id, seed))
     }
 
-    /// Fills what this rank has of one parameter by its initializer.
+    /// Fills the elements of one parameter that this rank keeps from its initializer and `seed`.
     ///
     /// # Errors
     /// As for [`Engine::initialize`].
     pub fn initialize_parameter(&mut self, id: ParameterId, seed: u64) -> Result<(), EngineError> {
-        // Part by part: a copy of the largest parameter may be the most memory that a run ever needs.
+        // In parts: a copy of the largest parameter could raise the peak memory of the whole run.
         const PART: usize = 1 << 20;
         let kept = self.weights.kept_range(&self.records[id.0], id);
         let mut values = vec![0.0; PART.min(kept.len())];
@@ -42,8 +42,8 @@ impl Engine {
         Ok(())
     }
 
-    /// What this rank owns of everything that a checkpoint holds, as it is kept and without a copy: what is trained, and the
-    /// optimizer's state. What is on disk comes last, parameter by parameter, and is read when it is asked for.
+    /// Returns the checkpointed tensors that this rank owns, in their stored type and without a copy: trained
+    /// parameters and optimizer state. Tensors on disk come last, parameter by parameter, and are read on demand.
     pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
         let (stores, on_disk) = self.weights.all_mut();
         let stores = stores.chain(self.gradients.residual_mut());
@@ -55,8 +55,8 @@ impl Engine {
         tensors
     }
 
-    /// The residual that this rank has of a parameter's gradients, and of those that all ranks have the last and the one after it,
-    /// which there is not; none where no residual is kept.
+    /// Returns the kind of this rank's residual of a parameter's quantized gradients, the last such kind over all
+    /// ranks, and the kind after that, which does not exist. `None` if no residual is kept.
     pub fn residual_kinds(&self, id: ParameterId) -> Option<[StateKind; 3]> {
         self.gradients.residual()?.part(id)?;
         let record = &self.records[id.0];
@@ -64,7 +64,7 @@ impl Engine {
         Some([self.residual_numbers.own(record)?, last, next])
     }
 
-    /// The trained weights in this rank's memory of which other ranks have copies.
+    /// Returns the trained weights in this rank's memory that are replicated on other ranks.
     pub fn copied_weights(&mut self) -> Vec<StateTensor<'_>> {
         let Some(store) = self.weights.copied() else { return Vec::new() };
         let dtype = store.dtype();
@@ -78,7 +78,7 @@ impl Engine {
         store.kept_parts().into_iter().map(tensor).collect()
     }
 
-    /// The stores that a checkpoint or a copy of the state holds.
+    /// Returns the stores that a checkpoint or a snapshot holds.
     pub(crate) fn saved_stores(&self) -> impl Iterator<Item = &StateStore> {
         self.saved.iter().filter_map(|kind| self.store(*kind))
     }
@@ -90,15 +90,16 @@ impl Engine {
         }
     }
 
-    /// Rounds the own f32 weights, if there are any, to the type that kernels read.
+    /// Rounds this rank's f32 master weights, if any, to the type that kernels read.
     pub(crate) fn round_weights(&self) {
         self.trained_ids().for_each(|id| self.weights.round(&*self.queue, id));
     }
 
-    /// Replaces a tensor of a parameter by its part of `values`, the tensor of all ranks together, rounded to the type of its store.
+    /// Replaces this rank's part of a tensor of a parameter. `values` is the whole tensor; elements are rounded to the
+    /// type of the store.
     ///
     /// # Errors
-    /// If `values` has another size than the parameter, or the disk fails.
+    /// If `values` does not have the parameter's number of elements, or the disk fails.
     pub fn write_state(
         &mut self,
         id: ParameterId,
@@ -134,7 +135,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The store of a kind of tensors.
+    /// Returns the store that holds a kind of tensors.
     pub(crate) fn state_store(&self, kind: StateKind) -> Option<&StateStore> {
         match kind {
             StateKind::Parameter => Some(self.weights.updated()),

@@ -1,4 +1,4 @@
-//! What can go wrong in the engine.
+//! Errors of the engine.
 
 use lockstep_comm::CommError;
 use lockstep_plan::gathering::LiveLimitTooLow;
@@ -6,20 +6,20 @@ use lockstep_tensor::{DiskError, TensorError};
 
 use crate::StateKind;
 
-/// An error of this crate.
+/// Reasons why the engine cannot be built or cannot go on with a step.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {
-    /// Memory or threads.
+    /// Memory could not be allocated, or threads could not be started.
     #[error(transparent)]
     Tensor(#[from] TensorError),
-    /// Other ranks.
+    /// A collective failed: another rank is lost, aborted, or did not answer in time.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// The disk that model state or activations are on.
+    /// The disk of offloaded model state or activations failed.
     #[error(transparent)]
     Disk(#[from] DiskError),
-    /// A copy in memory is asked for of what is on disk because memory has no room for it.
+    /// A snapshot in memory was requested of model state that is offloaded to disk.
     #[error("there is no copy in memory of model state that is on disk")]
     OnDisk,
     /// The step was abandoned before its update ([`Engine::abandon_if`](crate::Engine::abandon_if)).
@@ -38,7 +38,7 @@ pub enum EngineError {
         /// A rank whose weights most ranks have.
         reference: usize,
     },
-    /// Fewer parameters may be whole at once than a unit reads.
+    /// The limit on unsharded parameters is lower than what one unit reads.
     #[error(transparent)]
     LiveLimitTooLow(#[from] LiveLimitTooLow),
     /// A tensor that is loaded does not have its parameter's size.
@@ -46,11 +46,11 @@ pub enum EngineError {
     WrongSize {
         /// Name of the parameter.
         name: String,
-        /// Which of its tensors.
+        /// Kind of the tensor: parameter, optimizer state or gradient residual.
         kind: StateKind,
-        /// Elements given.
+        /// Number of elements in the loaded tensor.
         found: usize,
-        /// Elements of the parameter.
+        /// Number of elements of the parameter.
         expected: usize,
     },
 }

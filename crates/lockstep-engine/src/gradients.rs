@@ -1,10 +1,11 @@
-//! Gradients of one step: the first contribution to each replaces what the last step left, so that nothing has to
-//! be set to zero beforehand and read back. Parameters that are not trained have none.
+//! Gradients of one step. The first contribution to a gradient overwrites the one of the last step, which saves zeroing
+//! it and reading it back. Frozen parameters have no gradient.
 //!
-//! With sharded gradients (ZeRO stage 2) a rank keeps its own elements. The others' exist for as long as a unit's backward takes: in one of
-//! two buffers, which is reduced to the owners while the next unit fills the other. Offloaded gradients use the same buffers: the own
-//! elements of a sum are written behind the backward ([`OffloadedGradients`]). Quantized ones ([`QuantizedGradients`]) are summed while the next
-//! unit works in any case.
+//! With sharded gradients (ZeRO stage 2) a rank keeps only its own elements. The full gradients of a unit exist during
+//! its backward, in one of two staging buffers: one is reduce-scattered while the next unit fills the other. Offloaded
+//! gradients use the same buffers, and their own elements are written to disk behind the backward
+//! ([`OffloadedGradients`]). The reduction of quantized gradients ([`QuantizedGradients`]) always overlaps with the
+//! next unit's backward.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -21,51 +22,54 @@ use crate::quantized_gradients::QuantizedGradients;
 use crate::state_store::{Part, Residence, StateStore};
 use crate::{EngineError, Offload, looked_up::LookedUp, reducer::Reducer};
 
-/// The f32 gradients of all parameters. Tied ones share theirs; what the embedding contributes to a shared one is
+/// The f32 gradients of all parameters. Tied parameters share one gradient, to which the embedding's contribution is
 /// added last.
 #[derive(Debug)]
 pub struct Gradients {
     store: StateStore,
-    /// Windowed gradients.
+    /// Gradients that are offloaded to disk, if there are any.
     offloaded: Option<RefCell<OffloadedGradients>>,
-    /// The buffers of gradients of other owners, or of a disk, until they are summed; `None` if the store has all gradients.
+    /// Staging buffers of gradients that other ranks own or that are offloaded, until they are reduced; `None` if the
+    /// store holds all gradients in full.
     passing: Option<Passing>,
-    /// The codes of gradients between ranks; `None` if they are not quantized.
+    /// Quantized reduction of gradients; `None` if gradients are reduced in f32.
     quantized: Option<QuantizedGradients>,
-    /// The stretches that are being summed, if their sums are taken in when the next unit's are begun.
+    /// Flat parameters whose reduction is in flight and whose sums are taken in when the next unit's reduction begins.
     in_flight: Vec<usize>,
-    /// The stretches whose sums were taken in last.
+    /// Flat parameters whose sums were taken in last.
     arrived: Vec<usize>,
-    /// The unit that contributes to each. By [`ParameterId`].
+    /// Unit of each parameter, by [`ParameterId`].
     units: Vec<usize>,
-    /// The unit after which nothing of its buffer contributes to it, but for a table of which others look up rows. By [`ParameterId`].
+    /// Index of the last unit whose backward contributes to each gradient, sparse embedding rows excepted. By
+    /// [`ParameterId`].
     completed_by: Vec<usize>,
-    /// The first unit of the buffer that each unit's stand in. By unit.
+    /// First unit of the buffer that holds each unit's parameters. By unit.
     buffer_firsts: Vec<usize>,
-    /// Whether it is another's contribution that it holds: that of the output layer, where the embedding of a shared table is
-    /// on another rank. By [`ParameterId`].
+    /// True for an embedding table that this rank holds only for the tied output layer, because the embedding is on
+    /// another rank. Its gradient is then the output layer's contribution. By [`ParameterId`].
     is_borrowed: Vec<bool>,
-    /// The stretches that are complete, but for looked-up rows, when a unit has ended. By unit.
+    /// Flat parameters whose gradients are complete, sparse embedding rows excepted, after a unit's backward. By unit.
     completed: Vec<Vec<usize>>,
-    /// What the next contribution to each does. By [`ParameterId`].
+    /// Overwrite or accumulate: effect of the next contribution to each gradient. By [`ParameterId`].
     next: Vec<Cell<Write>>,
     tied: Vec<Tied>,
 }
 
-/// Gradients of units whose backward runs or has just run.
+/// Staging buffers for the full gradients of units whose backward runs or has just run.
 #[derive(Debug)]
 struct Passing {
-    /// A unit uses the buffer of its parity: neighbours use different ones.
+    /// Two alternating buffers, selected by [`Stretch::parity`]: consecutive buffers of the backward use different
+    /// ones.
     buffers: [Buffer; 2],
-    /// The first byte of each stretch in its buffer.
+    /// Offset in bytes of each flat parameter in its buffer.
     offsets_bytes: Vec<usize>,
-    /// How the next sum of each stretch changes the stored gradients.
+    /// Overwrite or accumulate: effect of the next reduced sum of each flat parameter on the stored gradients.
     next: Vec<Cell<Write>>,
-    /// True for stretches whose sum over the replicas has begun.
+    /// True for flat parameters whose all-reduce over the data-parallel replicas has begun.
     owned_begun: Vec<bool>,
 }
 
-/// A table that an output layer and an embedding share.
+/// A table that an output layer and an embedding share: dense gradient of the former, sparse rows of the latter.
 #[derive(Debug)]
 struct Tied {
     output: ParameterId,
@@ -74,10 +78,11 @@ struct Tied {
 }
 
 impl Gradients {
-    /// Gradients of what is trained, all zero, for steps with micro-batches of `tokens`. Those of offloaded units are on disk, but tied ones.
+    /// Allocates zero gradients for the trainable parameters, for micro-batches of `tokens`. Gradients of offloaded
+    /// units are on disk, tied tables excepted.
     ///
     /// # Errors
-    /// No memory, no room on the disk.
+    /// If memory runs out, or the disk has no room.
     pub(crate) fn new(
         arena: &Arena,
         layout: &StateLayout,
@@ -125,7 +130,7 @@ impl Gradients {
         })
     }
 
-    /// Starts a step: what is there no longer counts.
+    /// Starts a step: the first contribution to each gradient overwrites what the last step left.
     pub fn begin(&mut self) {
         self.next.iter().for_each(|next| next.set(Write::Overwrite));
         self.tied.iter_mut().for_each(|tied| tied.embedding.clear());
@@ -135,16 +140,17 @@ impl Gradients {
         }
     }
 
-    /// Whether gradients are summed after every micro-batch, not after the last.
+    /// Returns true if gradients are reduced after every micro-batch; otherwise they are reduced after the last one of
+    /// a step.
     pub(crate) fn are_summed_at_once(&self) -> bool {
         self.passing.is_some()
     }
 
-    /// Has all replicas of `reducer` agree on what the embeddings among tied ones contribute to in this step; `ids` are the
-    /// token ids of the own micro-batches.
+    /// Agrees with all data-parallel ranks on the rows of tied tables that the embedding contributes to in this step.
+    /// `ids` are the token ids of this rank's micro-batches.
     ///
     /// # Errors
-    /// [`EngineError`].
+    /// If another rank is lost or does not answer in time, or the disk of offloaded gradients fails.
     pub(crate) fn share<'a>(
         &mut self,
         queue: &dyn Kernels,
@@ -156,7 +162,7 @@ impl Gradients {
         })
     }
 
-    /// Prepares for the backward of a micro-batch with these token ids, in one stretch or several.
+    /// Prepares for the backward of a micro-batch with these token ids, given in one or several ranges.
     ///
     /// # Panics
     /// If there are more micro-batches in the step than there is room for.
@@ -168,7 +174,7 @@ impl Gradients {
         self.tied.iter_mut().for_each(|tied| tied.embedding.look_up(queue, ids.clone()));
     }
 
-    /// The gradient, and what its next contribution has to do; the one after that adds.
+    /// Returns the gradient and whether the next contribution overwrites it or adds to it; later contributions add.
     pub fn contribute(&self, id: ParameterId) -> (View<'_>, Write) {
         match self.looked_up(id) {
             Some(embedding) => (embedding.gradient(0..embedding.rows()), Write::Accumulate),
@@ -176,16 +182,17 @@ impl Gradients {
         }
     }
 
-    /// The row of a table's gradient that each token of the micro-batch contributes to, where that is not its id.
+    /// Returns the row of a tied table's sparse gradient for each token of the micro-batch, u32 `[tokens]`; `None` if
+    /// the row is the token id itself.
     pub fn rows(&self, table: ParameterId) -> Option<View<'_>> {
         self.looked_up(table).map(LookedUp::token_rows)
     }
 
-    /// Completes the gradients of a unit, to which nothing contributes any more: what nothing contributed to is zero, and
-    /// tied gradients are the sums of both uses. What is complete stays as it is.
+    /// Completes the gradients of a unit after its last contribution: untouched ones become zero, and a tied gradient
+    /// becomes the sum of both uses. Complete gradients stay as they are.
     ///
     /// # Errors
-    /// [`EngineError::Disk`].
+    /// If the disk of offloaded gradients fails.
     pub fn end_unit(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), EngineError> {
         if let Some(Passing { next, .. }) = &self.passing {
             for &stretch in &self.completed[unit] {
@@ -211,22 +218,23 @@ impl Gradients {
         Ok(())
     }
 
-    /// Begins to sum the gradients of a unit, to which this micro-batch contributes nothing any more, over those that have
-    /// summands; where they are kept by their owners, those of the units before are there when it returns.
+    /// Begins to reduce the gradients of a unit after this micro-batch's last contribution to it. With staging buffers,
+    /// or quantized gradients, it first waits for the reductions of earlier units and takes in their sums.
     ///
     /// # Errors
-    /// [`EngineError`].
+    /// If another rank is lost or does not answer in time, or the disk of offloaded gradients fails.
     pub(crate) fn sum_unit(
         &mut self,
         queue: &dyn Kernels,
         unit: usize,
         reducer: &mut Reducer,
     ) -> Result<(), EngineError> {
-        // Units before it stand in the same buffer.
+        // The unit's buffer also holds earlier units, whose backward is still to come.
         if self.completed[unit].is_empty() && self.buffer_firsts[unit] != unit {
             return Ok(());
         }
-        // One half of a split backward, or a unit that is frozen, may contribute nothing. The unit before has the buffer of the one after.
+        // One half of a split backward, or a frozen unit, may contribute nothing. Wait even then: the units before and
+        // after use the same buffer.
         if self.passing.is_some() && !self.is_touched(unit) {
             return self.wait(queue, reducer);
         }
@@ -268,11 +276,11 @@ impl Gradients {
         Ok(())
     }
 
-    /// Begins to sum what an embedding contributes to a tied table over those that have summands; [`Gradients::end_unit`] adds it
-    /// to the output layer's contribution after that.
+    /// Begins to all-reduce an embedding's rows of a tied table; [`Gradients::end_unit`] later adds them to the output
+    /// layer's gradient.
     ///
     /// # Errors
-    /// [`EngineError`].
+    /// If another rank is lost or does not answer in time, or the disk of offloaded gradients fails.
     pub(crate) fn sum_rows(&mut self, unit: usize, reducer: &mut Reducer) -> Result<(), EngineError> {
         let Self { units, tied, .. } = self;
         let of_unit = tied.iter_mut().filter(|tied| units[tied.embedding.table().0] == unit);
@@ -282,24 +290,24 @@ impl Gradients {
         Ok(())
     }
 
-    /// Waits until everything is summed that is under way.
+    /// Waits for all reductions in flight and takes in their sums.
     ///
     /// # Errors
-    /// [`EngineError`].
+    /// If another rank is lost or does not answer in time, or the disk of offloaded gradients fails.
     pub(crate) fn wait(&mut self, queue: &dyn Kernels, reducer: &mut Reducer) -> Result<(), EngineError> {
         reducer.finish()?;
         self.take_in(queue)
     }
 
-    /// In the last micro-batch of a step, after [`Gradients::sum_unit`]: begins to sum over the replicas what this rank owns of the
-    /// stretches whose sums have come meanwhile.
+    /// Begins to all-reduce this rank's own elements over the data-parallel replicas, for the flat parameters that were
+    /// taken in last. Called in the last micro-batch of a step, after [`Gradients::sum_unit`].
     ///
     /// # Errors
-    /// [`EngineError`].
+    /// If another rank is lost or does not answer in time, or the disk of offloaded gradients fails.
     pub(crate) fn begin_owned(&mut self, reducer: &mut Reducer) -> Result<(), EngineError> {
         let Self { store, quantized, arrived, passing: Some(passing), .. } = self else { return Ok(()) };
         for stretch in arrived.drain(..) {
-            // Records of several stretches would want one buffer at once.
+            // Quantized records of several flat parameters would need the one record buffer at the same time.
             let is_coded = quantized.as_ref().is_some_and(|quantized| quantized.has(stretch));
             if is_coded || store.residence(stretch) == Residence::Windowed {
                 continue;
@@ -311,10 +319,11 @@ impl Gradients {
         Ok(())
     }
 
-    /// Sums what this rank owns over the replicas, after the last micro-batch, as far as that has not begun.
+    /// All-reduces this rank's own elements over the data-parallel replicas after the last micro-batch, except where
+    /// [`Gradients::begin_owned`] has begun that, and waits for all of them.
     ///
     /// # Errors
-    /// [`EngineError`].
+    /// If another rank is lost or does not answer in time, or the disk of offloaded gradients fails.
     pub(crate) fn sum_owned(
         &mut self,
         queue: &dyn Kernels,
@@ -336,7 +345,7 @@ impl Gradients {
         reducer.finish()
     }
 
-    /// Adds sums that have arrived to the own gradients.
+    /// Takes the finished sums into this rank's own gradients.
     fn take_in(&mut self, queue: &dyn Kernels) -> Result<(), EngineError> {
         let Self { store, offloaded, passing, quantized, in_flight, arrived, .. } = self;
         arrived.clear();
@@ -363,7 +372,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Sets gradients of the unit to zero that nothing has contributed to.
+    /// Zeroes the gradients of the unit that have no contribution.
     fn zero_untouched(&self, queue: &dyn Kernels, unit: usize) {
         for id in self.parameters_of(unit) {
             if self.next[id].replace(Write::Accumulate) == Write::Overwrite {
@@ -372,12 +381,12 @@ impl Gradients {
         }
     }
 
-    /// Whether anything of the unit was contributed to since it was summed last.
+    /// Returns true if any gradient of the unit has a contribution since its last reduction.
     fn is_touched(&self, unit: usize) -> bool {
         self.parameters_of(unit).any(|id| self.next[id].get() == Write::Accumulate)
     }
 
-    /// The parameters whose gradients here are complete when a unit has contributed to them, by number.
+    /// Returns the indices of the parameters whose gradients on this rank are complete after a unit's backward.
     fn parameters_of(&self, unit: usize) -> impl Iterator<Item = usize> {
         (0..self.next.len()).filter(move |&index| {
             let id = ParameterId(index);
@@ -388,7 +397,7 @@ impl Gradients {
         })
     }
 
-    /// The quantization errors of earlier gradients, if they are kept.
+    /// Returns the store of quantization errors of earlier gradients (error feedback), if they are kept.
     pub(crate) fn residual(&self) -> Option<&StateStore> {
         self.quantized.as_ref().and_then(QuantizedGradients::residual)
     }
@@ -398,17 +407,18 @@ impl Gradients {
         self.quantized.as_mut().and_then(QuantizedGradients::residual_mut)
     }
 
-    /// The own elements of a gradient, after the step; `None` if there are none, or they are on disk.
+    /// Returns this rank's own elements of a gradient, valid after the step; `None` if there are none, or they are on
+    /// disk.
     pub fn part(&self, id: ParameterId) -> Option<Part<'_>> {
         self.store.part(id)
     }
 
-    /// The range of a gradient's own elements, wherever they are.
+    /// Returns the range of this rank's own elements of a gradient, in memory or on disk.
     pub(crate) fn owned_range(&self, id: ParameterId) -> Range<usize> {
         self.store.owned_range(id)
     }
 
-    /// Adds the squares of what this rank owns of the gradient of a step that has ended.
+    /// Adds the squares of this rank's own elements of a gradient to `sum`; call it after the step's backward.
     pub(crate) fn add_squares(&self, queue: &dyn Kernels, id: ParameterId, sum: &mut ExactSum) {
         match (self.store.part(id), &self.offloaded) {
             (Some(part), _) => sum.merge(&queue.sum_of_squares(part.view).wait()),
@@ -417,10 +427,10 @@ impl Gradients {
         }
     }
 
-    /// A copy of what this rank owns of the gradient of a step that has ended.
+    /// Returns a copy of this rank's own elements of a gradient; call it after the step's backward.
     ///
     /// # Errors
-    /// [`EngineError::Disk`].
+    /// If the disk of offloaded gradients fails.
     pub(crate) fn read(&self, id: ParameterId) -> Result<Vec<f32>, EngineError> {
         let range = self.store.owned_range(id);
         match (self.store.part(id), &self.offloaded) {
@@ -430,10 +440,10 @@ impl Gradients {
         }
     }
 
-    /// Replaces what this rank owns of the gradient of a step that has ended.
+    /// Replaces this rank's own elements of a gradient; call it after the step's backward.
     ///
     /// # Errors
-    /// [`EngineError::Disk`].
+    /// If the disk of offloaded gradients fails.
     pub(crate) fn write(
         &mut self,
         queue: &dyn Kernels,
@@ -449,28 +459,28 @@ impl Gradients {
         Ok(())
     }
 
-    /// Windowed gradients, which an optimizer step reads window by window.
+    /// Returns the offloaded gradients, which an optimizer step reads window by window.
     pub(crate) fn offloaded(&self) -> Option<&RefCell<OffloadedGradients>> {
         self.offloaded.as_ref()
     }
 
-    /// The cost of reads and writes since this was last asked.
+    /// Returns the disk traffic of offloaded gradients since the last call.
     pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
         let offloaded = self.offloaded.as_mut().map(RefCell::get_mut);
         offloaded.map_or_else(DiskTraffic::default, OffloadedGradients::take_traffic)
     }
 
-    /// Bytes of the file.
+    /// Returns the bytes of the file of offloaded gradients.
     pub(crate) fn disk_bytes(&self) -> u64 {
         self.offloaded.as_ref().map_or(0, |offloaded| offloaded.borrow().disk_bytes())
     }
 
-    /// Elements that are still to be added to tied gradients.
+    /// Returns the number of embedding elements that are still to be added to tied gradients.
     pub fn tied_elements(&self) -> usize {
         self.tied.iter().map(|tied| tied.embedding.elements()).sum()
     }
 
-    /// The whole gradient, while a backward contributes to it.
+    /// Returns the full (unsharded) gradient, while a backward contributes to it.
     fn whole(&self, id: ParameterId) -> View<'_> {
         let Some(passing) = &self.passing else { return self.store.view(id) };
         let (stretch, first, shape) = self.store.place_of(id).expect("what is trained has a gradient");
@@ -484,12 +494,13 @@ impl Gradients {
     }
 }
 
-/// The unit after whose backward a parameter's gradient is complete; a table that an output layer shares stands by itself.
+/// Returns the unit after whose backward a parameter's gradient is complete. The gradient of a tied output layer is
+/// complete after its own unit.
 fn completing_unit(record: &ParameterRecord) -> usize {
     if record.tie.is_some() { record.unit } else { record.buffer.first }
 }
 
-/// The first unit of the buffer that each unit's parameters stand in.
+/// Returns the first unit of the buffer that holds each unit's parameters.
 fn buffer_firsts(records: &[ParameterRecord], units: usize) -> Vec<usize> {
     let mut firsts: Vec<usize> = (0..units).collect();
     records.iter().for_each(|record| firsts[record.unit] = record.buffer.first);
@@ -497,7 +508,7 @@ fn buffer_firsts(records: &[ParameterRecord], units: usize) -> Vec<usize> {
 }
 
 impl Passing {
-    /// Some elements of a stretch of `store`.
+    /// Returns a view of some elements of a flat parameter of `store`.
     fn range_of(&self, store: &StateStore, stretch: usize, elements: Range<usize>) -> View<'_> {
         let start = self.offsets_bytes[stretch] + elements.start * size_of::<f32>();
         self.buffers[store.stretches()[stretch].parity()].view(DType::F32, start, [elements.len()])

@@ -1,5 +1,5 @@
-//! The groups of ranks that a mesh makes of the world, as the engine uses them: who shares its blocks, and over whom its
-//! gradients are summed.
+//! Process groups of the device mesh: tensor, context, expert and pipeline groups, and the groups over which gradients
+//! are reduced and model state is sharded.
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,60 +13,63 @@ use lockstep_tensor::View;
 
 use crate::pipeline::Pipeline;
 
-/// Chunks of rows, where nobody says how many. Over a network, few enough that each is worth a message and a product. Within a
-/// machine nothing is on its way by itself: ranks copy what they exchange with the cores that they multiply with.
+/// Default number of row chunks of a tensor-parallel collective that overlaps with matrix products. Over a network
+/// there are few, so that each is worth a message and a product. Within a machine there is one: copies use the same
+/// cores as products, so chunks would overlap nothing.
 fn chunks_for(group: &Group) -> usize {
     const OVER_A_NETWORK: usize = 4;
     if group.is_on_one_machine() { 1 } else { OVER_A_NETWORK }
 }
 
-/// The groups that a rank is in.
+/// Process groups of a rank, and its place in each.
 #[derive(Debug, Clone)]
 pub struct Groups {
     world: Option<World>,
     places: Places,
 }
 
-/// What there is only with other ranks.
+/// Parts of [`Groups`] that exist only in a world of more than one rank.
 #[derive(Debug, Clone)]
 struct World {
     group: Group,
     plan: RankPlan,
-    /// No wait for another rank is longer.
+    /// Timeout of every wait for another rank.
     limit: Duration,
     /// The tensor-parallel group; `None` if its degree is 1.
     tensor: Option<Group>,
-    /// The row and the column of the tensor-parallel group, if its ranks make a square.
+    /// Row group and column group of this rank if the tensor-parallel group forms a square grid (SUMMA).
     grid: Option<[Group; 2]>,
     /// The expert-parallel group; `None` if its degree is 1.
     experts: Option<Group>,
     /// The context-parallel group; `None` if its degree is 1.
     context: Option<Group>,
-    /// Those that share its sequences or its blocks: experts get other tokens of the same sequences from each.
+    /// Context and tensor axes together: each of these ranks routes different tokens of the same sequences to experts.
+    /// `None` if both degrees are 1.
     sequence: Option<Group>,
     /// The pipeline-parallel group; `None` if its degree is 1.
     pipeline: Option<Group>,
-    /// Those that share the model in any way.
+    /// All ranks of one data-parallel replica: pipeline, shard, context and tensor axes.
     model: Option<Group>,
-    /// Those that have its first and its last unit, if that are several.
+    /// Ranks that hold the first and the last unit; `None` if that is one rank.
     ends: Option<Group>,
-    /// Counts what is exchanged with those that share the model.
+    /// Counts the traffic of collectives between the ranks of one model replica, gradient reduction excepted.
     meter: Arc<Meter>,
 }
 
 impl Groups {
-    /// Returns a group of one rank.
+    /// Returns the groups of a world of one rank.
     pub fn alone() -> Self {
         Self { world: None, places: Places::default() }
     }
 
-    /// The groups that `plan` makes of the ranks of `group`, which all call this together; no wait for another rank is longer than `limit`.
+    /// Partitions `group` into the process groups of `plan`; a collective call. `limit` is the timeout of every wait
+    /// for another rank.
     ///
     /// # Errors
     /// If a rank is lost, or does not answer in time.
     ///
     /// # Panics
-    /// If the plan is for another number of ranks, or for another rank.
+    /// If the plan's world size or rank differs from that of `group`.
     pub fn new(group: Group, plan: RankPlan, limit: Duration) -> Result<Self, CommError> {
         let mesh = *plan.mesh();
         assert_eq!((group.size(), group.rank()), (mesh.world_size(), plan.rank), "a plan for another world");
@@ -108,28 +111,30 @@ impl Groups {
         Ok(Self { world: Some(world), places })
     }
 
-    /// The rank's places under `plan`, with the chunks of tensor-parallel collectives that suit what lies between the ranks.
+    /// Returns the rank's places under `plan`, with a number of chunks for tensor-parallel collectives that suits the
+    /// link between the ranks.
     pub(crate) fn places_of(&self, plan: &RankPlan) -> Places {
         if self.world.is_some() { self.places } else { plan.places }
     }
 
-    /// Where the rank is among those that share its blocks.
+    /// Returns the rank's place in the tensor-parallel group.
     pub fn tensor_place(&self) -> TensorPlace {
         self.places.tensor
     }
 
-    /// Where the rank is among those that share its sequences.
+    /// Returns the rank's place in the context-parallel group.
     pub fn context_place(&self) -> ContextPlace {
         self.places.context
     }
 
-    /// Those that share its sequences, if there are any.
+    /// Returns the context-parallel group; `None` if its degree is 1.
     pub(crate) fn context_peers(&self) -> Option<Peers<'_>> {
         let World { context, limit, .. } = self.world.as_ref()?;
         context.as_ref().map(|group| Peers { group, limit: *limit })
     }
 
-    /// Whether the rank is the one, of those that own the same of one copy of the model, that counts and saves it.
+    /// Returns true if this rank counts and saves parameters with this `share`. Of the ranks of one model replica that
+    /// own the same elements, exactly one does.
     pub(crate) fn speaks_for(&self, share: &Share) -> bool {
         let Some(World { plan, .. }) = &self.world else { return true };
         let (mesh, rank) = (plan.mesh(), plan.rank);
@@ -155,60 +160,61 @@ impl Groups {
         }
     }
 
-    /// Those that route other tokens of the same sequences, if there are any.
+    /// Returns the group of the context and tensor axes, whose ranks route different tokens of the same sequences;
+    /// `None` if both degrees are 1.
     pub(crate) fn sequence_peers(&self) -> Option<Peers<'_>> {
         let World { sequence, limit, .. } = self.world.as_ref()?;
         sequence.as_ref().map(|group| Peers { group, limit: *limit })
     }
 
-    /// Those that share out the experts of its layers, if there are any.
+    /// Returns the group over which the experts of a layer are sharded; `None` if its degree is 1.
     pub(crate) fn expert_peers(&self) -> Option<Peers<'_>> {
         let World { experts, limit, .. } = self.world.as_ref()?;
         experts.as_ref().map(|group| Peers { group, limit: *limit })
     }
 
-    /// Those that share its blocks, if there are any.
+    /// Returns the tensor-parallel group; `None` if its degree is 1.
     pub(crate) fn peers(&self) -> Option<Peers<'_>> {
         let World { tensor, limit, .. } = self.world.as_ref()?;
         tensor.as_ref().map(|group| Peers { group, limit: *limit })
     }
 
-    /// Its row and its column, if they make a square.
+    /// Returns the row and column groups of the tensor-parallel grid; `None` if it is not a square grid.
     pub(crate) fn grid_peers(&self) -> Option<GridGroups<'_>> {
         let World { grid, limit, .. } = self.world.as_ref()?;
         let [row, column] = grid.as_ref()?.each_ref().map(|group| Peers { group, limit: *limit });
         Some(GridGroups { row, column })
     }
 
-    /// The rank's part in the pipeline, if there is one.
+    /// Returns the pipeline executor of this rank; `None` without pipeline parallelism.
     pub(crate) fn pipeline(&self) -> Option<Pipeline> {
         let World { pipeline, plan, limit, .. } = self.world.as_ref()?;
         Some(Pipeline::new(plan, pipeline.clone()?, *limit))
     }
 
-    /// The plan that the groups were made for; `None` of one rank alone.
+    /// Returns the plan that the groups were made for; `None` in a world of one rank.
     pub fn plan(&self) -> Option<&RankPlan> {
         self.world.as_ref().map(|world| &world.plan)
     }
 
-    /// The longest wait for another rank; `None` of one rank alone.
+    /// Returns the timeout of a wait for another rank; `None` in a world of one rank.
     pub fn limit(&self) -> Option<Duration> {
         self.world.as_ref().map(|world| world.limit)
     }
 
-    /// Adds what the ranks with the first and the last unit have of a gradient, on these ranks.
+    /// All-reduces a gradient over the ranks that hold the first and the last unit; does nothing on other ranks.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a rank is lost, or does not answer in time.
     pub(crate) fn sum_over_ends(&self, gradient: View<'_>) -> Result<(), CommError> {
         let Some(World { ends: Some(group), limit, .. }) = &self.world else { return Ok(()) };
         group.all_reduce(gradient, ReduceOp::Sum, Deadline::after(*limit))
     }
 
-    /// The exact sum of what the ranks that share a model have of it.
+    /// Returns the exact sum over all ranks of the model replica.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a rank is lost, or does not answer in time.
     pub(crate) fn sum_over_model(&self, sum: &ExactSum) -> Result<ExactSum, CommError> {
         let mut words = sum.to_words();
         if let Some(World { model: Some(group), limit, .. }) = &self.world {
@@ -217,19 +223,20 @@ impl Groups {
         Ok(ExactSum::from_words(&words))
     }
 
-    /// Adds the numbers of all ranks.
+    /// All-reduces `numbers` over all ranks.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a rank is lost, or does not answer in time.
     pub(crate) fn sum_over_world(&self, numbers: &mut [i64]) -> Result<(), CommError> {
         let Some(World { group, limit, .. }) = &self.world else { return Ok(()) };
         group.all_reduce(numbers, ReduceOp::Sum, Deadline::after(*limit))
     }
 
-    /// The groups over which gradients of `records` are summed; none where that is the rank alone.
+    /// Returns the groups over which the gradients of `records` are reduced, one for each kind of [`Summing`]; groups
+    /// of one rank are left out.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a rank is lost, or does not answer in time.
     pub(crate) fn of_gradients(
         &self,
         records: &[ParameterRecord],
@@ -239,20 +246,22 @@ impl Groups {
         self.of_kinds(records, &Axis::TOKENS, &[ExpertAxis::Replicate, ExpertAxis::ExpertShard], make)
     }
 
-    /// The groups of those that can share out what they hold of `records`; none where that is the rank alone.
+    /// Returns the groups over which the model state of `records` can be sharded (ZeRO), one for each kind of
+    /// [`Summing`]; groups of one rank are left out.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a rank is lost, or does not answer in time.
     pub(crate) fn of_shards(&self, records: &[ParameterRecord]) -> Result<Vec<(Summing, Group)>, CommError> {
         let world = self.world.as_ref();
         let make = |ranks| world.map_or(Ok(None), |world| world.made_of(ranks));
         self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
     }
 
-    /// Groups of the same ranks as those of [`Groups::of_shards`], and of nothing else's.
+    /// Returns separate groups of the same ranks as [`Groups::of_shards`], whose collectives do not wait for those of
+    /// other groups.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a rank is lost, or does not answer in time.
     pub(crate) fn of_shards_apart(
         &self,
         records: &[ParameterRecord],
@@ -262,10 +271,11 @@ impl Groups {
         self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
     }
 
-    /// Groups of [`secondary_shard`](lockstep_plan::Sharding) neighbours of those of [`Groups::of_shards`], where these are more and can be divided so.
+    /// Returns subgroups of [`secondary_shard`](lockstep_plan::Sharding) neighbours within each group of
+    /// [`Groups::of_shards`]; only where that group is larger and divides evenly.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a rank is lost, or does not answer in time.
     pub(crate) fn of_neighbours(
         &self,
         records: &[ParameterRecord],
@@ -273,7 +283,7 @@ impl Groups {
         let Some(world) = &self.world else { return Ok(Vec::new()) };
         let sharding = &world.plan.plan().sharding;
         let make = |ranks: Vec<Vec<usize>>| {
-            // Groups of a kind have one size.
+            // All groups of a kind have the same size.
             let Some(count) = sharding.neighbours(ranks.first().map_or(0, Vec::len)) else {
                 return Ok(None);
             };
@@ -283,7 +293,8 @@ impl Groups {
         self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
     }
 
-    /// Which copy of the model the rank has a part of, among those whose ranks share it out: of experts, and of everything else.
+    /// Returns the index of this rank's data-parallel replica: on the experts' mesh for experts, on the ranks' mesh for
+    /// everything else.
     pub(crate) fn replica_of(&self, among: Among) -> usize {
         let Some(plan) = self.plan() else { return 0 };
         match among {
@@ -292,7 +303,7 @@ impl Groups {
         }
     }
 
-    /// How many such copies there are.
+    /// Returns the number of data-parallel replicas that [`Groups::replica_of`] counts.
     pub(crate) fn replicas_of(&self, among: Among) -> usize {
         let Some(plan) = self.plan() else { return 1 };
         match among {
@@ -301,22 +312,23 @@ impl Groups {
         }
     }
 
-    /// How many copies of the model there are, whole or shared out.
+    /// Returns the number of data-parallel replicas of the model, each sharded or not.
     pub(crate) fn replicas(&self) -> usize {
         self.plan().map_or(1, |plan| plan.mesh().ranks().degree(Axis::Replicate))
     }
 
-    /// Those that own the same of other replicas, if there are any.
+    /// Returns the group of ranks that own the same elements in other data-parallel replicas; `None` if there is one
+    /// replica.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a rank is lost, or does not answer in time.
     pub(crate) fn of_replicas(&self) -> Result<Option<Group>, CommError> {
         let Some(world) = &self.world else { return Ok(None) };
         world.made_of(world.mesh().ranks().groups(&[Axis::Replicate]))
     }
 
-    /// For each way in which gradients of `records` are summed, the ranks along some axes that hold the same; with them the
-    /// neighbours on the tensor axis that have summands.
+    /// Makes one group for each kind of [`Summing`] among `records`: the ranks along `axes` (`of_experts` for experts)
+    /// that hold the same elements, and the neighbours on the tensor axis that contribute to the same gradients.
     fn of_kinds(
         &self,
         records: &[ParameterRecord],
@@ -340,17 +352,18 @@ impl Groups {
         kinds.into_iter().filter_map(|kind| group(kind).transpose()).collect()
     }
 
-    /// What exchanges with those that share the model have cost since this was last asked. Sums of gradients are not among them.
+    /// Returns the traffic since the last call of collectives between the ranks of one model replica, gradient
+    /// reduction excepted.
     pub(crate) fn take_metered(&self) -> Metered {
         self.world.as_ref().map_or_else(Metered::default, |world| world.meter.take())
     }
 
-    /// The ZeRO stage.
+    /// Returns the effective ZeRO stage.
     pub fn zero_stage(&self) -> ZeroStage {
         self.plan().map_or(ZeroStage::Nothing, |plan| plan.plan().effective_zero_stage())
     }
 
-    /// All ranks, if there are others.
+    /// Returns the group of all ranks; `None` in a world of one rank.
     pub fn world(&self) -> Option<&Group> {
         self.world.as_ref().map(|world| &world.group)
     }
@@ -361,18 +374,18 @@ impl World {
         self.plan.mesh()
     }
 
-    /// The rank's group along some axes that share the model, unless it is alone there.
+    /// Returns this rank's metered group along some axes; `None` if it has one rank.
     fn along(&self, axes: &[Axis]) -> Result<Option<Group>, CommError> {
         self.metered(self.mesh().ranks().groups(axes))
     }
 
-    /// As [`World::made_of`], with the meter.
+    /// As [`World::made_of`], with traffic counted by the meter.
     fn metered(&self, groups: Vec<Vec<usize>>) -> Result<Option<Group>, CommError> {
         let group = self.made_of(groups)?;
         Ok(group.map(|group| group.with_meter(Arc::clone(&self.meter))))
     }
 
-    /// Ranks that have the first and the last unit of one copy of the model and the same part of them.
+    /// Returns the group of the pipeline's ranks that hold the first and the last stage.
     fn ends_of(&self, schedule: &Schedule) -> Result<Option<Group>, CommError> {
         let [first, last] = [0, schedule.stages() - 1].map(|stage| schedule.rank_of(stage));
         let view = self.mesh().ranks();
@@ -383,7 +396,8 @@ impl World {
         self.metered(groups)
     }
 
-    /// Ranks along some axes, with those on the tensor axis of each that are of the same part of it.
+    /// Returns groups of ranks along `axes` and the tensor axis, the latter cut into parts: `part` maps a tensor
+    /// coordinate to its part.
     fn with_neighbours(&self, axes: &[Axis], part: impl Fn(usize) -> usize) -> Vec<Vec<usize>> {
         let view = self.mesh().ranks();
         let axes: Vec<Axis> = axes.iter().copied().chain([Axis::Tensor]).collect();
@@ -396,7 +410,8 @@ impl World {
         view.groups(&axes).into_iter().flat_map(cut).collect()
     }
 
-    /// The one of `groups` that the rank is in. No group of one rank is made.
+    /// Returns this rank's group among `groups`; `None` if all have one rank. Reuses the world group where that has the
+    /// same ranks.
     fn made_of(&self, groups: Vec<Vec<usize>>) -> Result<Option<Group>, CommError> {
         if groups.len() == 1 && groups[0].len() == self.group.size() && self.group.size() > 1 {
             return Ok(Some(self.group.clone()));
@@ -404,7 +419,7 @@ impl World {
         self.made_apart(&groups)
     }
 
-    /// As [`World::made_of`], also where that is all ranks: operations of the two groups do not wait for each other.
+    /// As [`World::made_of`], but never reuses the world group: collectives of the two do not wait for each other.
     fn made_apart(&self, groups: &[Vec<usize>]) -> Result<Option<Group>, CommError> {
         if groups.iter().all(|group| group.len() == 1) {
             return Ok(None);

@@ -1,4 +1,4 @@
-//! How many tokens have chosen each expert in a step.
+//! Expert load: the number of tokens routed to each expert in a step, and the bias steps that balance it.
 
 use lockstep_comm::CommError;
 use lockstep_model::RecordedModel;
@@ -6,19 +6,19 @@ use lockstep_tensor::View;
 
 use crate::Groups;
 
-/// Counts by layer and expert, of the layers that have experts.
+/// Token counts by layer and expert, for the layers that have experts.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ExpertLoad {
     experts: usize,
-    /// The number of each unit's layer among those with experts.
+    /// Index of each unit's layer among those with experts; `None` for other units.
     layers: Vec<Option<usize>>,
     counts: Vec<i64>,
-    /// A micro-batch's, on the host.
+    /// Host copy of one micro-batch's counts.
     scratch: Vec<f32>,
 }
 
 impl ExpertLoad {
-    /// Room for the experts of `model`; none in one without.
+    /// Returns zero counts for the experts of `model`; empty for a model without experts.
     pub(crate) fn new(model: &RecordedModel) -> Self {
         let experts = (0..model.units()).filter_map(|unit| model.program(unit).experts()).max().unwrap_or(0);
         let mut layers = 0;
@@ -32,12 +32,13 @@ impl ExpertLoad {
         Self { experts, layers: layers_of, counts: vec![0; layers * experts], scratch: Vec::new() }
     }
 
-    /// The counts of each layer that has experts, slots of all tokens of the step.
+    /// Returns the counts of each layer that has experts. They add up to the tokens of the step times the experts
+    /// chosen per token.
     pub fn layers(&self) -> impl Iterator<Item = &[i64]> {
         self.counts.chunks_exact(self.experts.max(1))
     }
 
-    /// Those of a unit's layer.
+    /// Returns the counts of a unit's layer; `None` if it has no experts.
     pub(crate) fn of_unit(&self, unit: usize) -> Option<&[i64]> {
         let layer = self.layers[unit]?;
         Some(&self.counts[layer * self.experts..(layer + 1) * self.experts])
@@ -47,7 +48,7 @@ impl ExpertLoad {
         self.counts.fill(0);
     }
 
-    /// Adds what a micro-batch has chosen in a unit: f32 `[sequences, experts]`.
+    /// Adds the counts of one micro-batch in a unit: f32 `[sequences, experts]`.
     pub(crate) fn add(&mut self, unit: usize, counts: View<'_>) {
         let Some(layer) = self.layers[unit] else { return };
         self.scratch.resize(counts.elements(), 0.0);
@@ -58,15 +59,15 @@ impl ExpertLoad {
         }
     }
 
-    /// How the biases of a unit's experts move: up by `rate` for those with less than the mean, down for those with more (Wang et
-    /// al., 2024, algorithm 1).
+    /// Returns the change of each expert's router bias in a unit: `+rate` below the mean load, `-rate` above it, 0 at
+    /// the mean (Wang et al., 2024, algorithm 1).
     pub(crate) fn steps_to_balance(&self, unit: usize, rate: f32) -> Option<impl Iterator<Item = f32>> {
         let counts = self.of_unit(unit)?;
         let (total, experts) = (counts.iter().sum::<i64>(), counts.len() as i64);
         Some(counts.iter().map(move |count| rate * (total - count * experts).signum() as f32))
     }
 
-    /// Adds those of all other ranks.
+    /// All-reduces the counts over all ranks.
     pub(crate) fn sum(&mut self, groups: &Groups) -> Result<(), CommError> {
         if self.counts.is_empty() { Ok(()) } else { groups.sum_over_world(&mut self.counts) }
     }

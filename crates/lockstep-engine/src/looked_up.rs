@@ -1,12 +1,12 @@
-//! The gradient of an embedding that shares its table with the output layer.
+//! Sparse gradient of an embedding that shares its table with the output layer.
 //!
-//! The output layer reaches every row of the table and the embedding only those that a step's tokens look up: its
-//! share is kept for these rows alone, in the order in which they are first seen, and added when the step ends. So
-//! both uses are summed apart, without a second gradient of the table's size.
+//! The output layer contributes to every row of the table, the embedding only to the rows of the step's token ids. The
+//! embedding's contribution is kept for these rows alone, in order of first use, and added at the end of the step. Both
+//! uses are thus accumulated separately without a second gradient of the table's size.
 //!
-//! Replicas agree on the rows before they start: those that any of them looks up, in the order of the ids. So the output
-//! layer's share, which is complete first, need not wait for the embedding's to be summed over them. Of a table that ranks
-//! split only the ids that are here count.
+//! Data-parallel ranks agree on the rows before the step: those that any of them looks up, in the order of their ids.
+//! The output layer's gradient, which is complete first, can then be reduced without waiting for the embedding's. Of a
+//! vocabulary-parallel table only this rank's rows count.
 
 use std::ops::Range;
 
@@ -15,36 +15,37 @@ use lockstep_tensor::{Arena, Buffer, Kernels, Tensor, TensorError, View};
 
 use crate::state_store::Part;
 
-/// An id that no token has looked up yet.
+/// Row of an id that no token has looked up yet.
 const NONE: u32 = u32::MAX;
 
-/// The rows of one table that were looked up since a step began.
+/// Rows of one table that were looked up since the step began, and their gradients.
 #[derive(Debug)]
 pub(crate) struct LookedUp {
     table: ParameterId,
-    /// The id of the first row of the table that is here.
+    /// Token id of the first table row on this rank.
     first_id: u32,
-    /// The id of each row in use, counted from there.
+    /// Token id of each row in use, relative to `first_id`.
     ids: Vec<u32>,
-    /// The row of each of these ids, or [`NONE`].
+    /// Row of each id, relative to `first_id`; [`NONE`] without a row.
     row_of: Vec<u32>,
-    /// f32 `[capacity, columns]`: gradients.
+    /// Gradients of the rows, f32 `[capacity, columns]`.
     rows: Buffer,
     columns: usize,
-    /// u32 `[capacity]`: `ids`, for kernels.
+    /// `ids` for kernels, u32 `[capacity]`.
     row_ids: Tensor,
-    /// u32 `[tokens]`: the row of each token of the last micro-batch, or [`NONE`] if its id is not here.
+    /// Row of each token of the last micro-batch, u32 `[tokens]`; [`NONE`] if its id is on another rank.
     token_rows: Tensor,
     host_rows: Vec<u32>,
-    /// For each id, whether it has a row.
+    /// Mark of each id: 1 if any data-parallel rank looks it up in this step, else 0.
     marks: Vec<u8>,
 }
 
 impl LookedUp {
-    /// Room for the rows of `table` that `micro_batches` of `tokens`, on all replicas together, can look up.
+    /// Allocates room for the rows of `table` that `micro_batches` of `tokens` on all data-parallel ranks together can
+    /// look up.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If memory runs out.
     pub(crate) fn new(
         arena: &Arena,
         table: ParameterId,
@@ -72,23 +73,23 @@ impl LookedUp {
         })
     }
 
-    /// The parameter that is looked up.
+    /// Returns the embedding table.
     pub(crate) fn table(&self) -> ParameterId {
         self.table
     }
 
-    /// Forgets all rows.
+    /// Removes all rows.
     pub(crate) fn clear(&mut self) {
         for id in self.ids.drain(..) {
             self.row_of[id as usize] = NONE;
         }
     }
 
-    /// Makes rows for all ids that any replica looks up in a step, as `agree` finds: it turns marks of the ids of this
-    /// one into marks of those of all.
+    /// Creates rows for all ids that any data-parallel rank looks up in a step. `agree` combines the marks of this
+    /// rank's ids with those of all ranks.
     ///
     /// # Errors
-    /// Those of `agree`.
+    /// If `agree` fails.
     pub(crate) fn share<'a, E>(
         &mut self,
         queue: &dyn Kernels,
@@ -112,7 +113,7 @@ impl LookedUp {
         Ok(())
     }
 
-    /// Finds the rows of a micro-batch's tokens; those of ids not seen before start at zero.
+    /// Finds the row of each token of a micro-batch, and creates zero rows for new ids.
     ///
     /// # Panics
     /// If there are more micro-batches than there is room for.
@@ -134,7 +135,7 @@ impl LookedUp {
         self.begin_rows(queue, before);
     }
 
-    /// Starts the rows from number `first` on at zero.
+    /// Zeroes the rows from index `first` on and writes their ids for kernels.
     fn begin_rows(&self, queue: &dyn Kernels, first: usize) {
         let capacity = self.row_ids.view().elements();
         assert!(self.ids.len() <= capacity, "more micro-batches than the engine was built for");
@@ -145,29 +146,29 @@ impl LookedUp {
         }
     }
 
-    /// The row of each token of the last micro-batch.
+    /// Returns the row of each token of the last micro-batch, u32 `[tokens]`.
     pub(crate) fn token_rows(&self) -> View<'_> {
         self.token_rows.view()
     }
 
-    /// The gradients of the rows, f32 `[rows, columns]`.
+    /// Returns the gradients of `rows`, f32 `[rows, columns]`.
     pub(crate) fn gradient(&self, rows: Range<usize>) -> View<'_> {
         let row_bytes = self.columns * size_of::<f32>();
         self.rows.view(DType::F32, rows.start * row_bytes, [rows.len(), self.columns])
     }
 
-    /// The buffer of the gradients of all rows, to be summed over the replicas, and their bytes there.
+    /// Returns the buffer of all rows' gradients and their byte range, for the reduction over ranks.
     pub(crate) fn gradient_mut(&mut self) -> (&mut Buffer, Range<usize>) {
         let bytes = self.elements() * size_of::<f32>();
         (&mut self.rows, 0..bytes)
     }
 
-    /// How many rows there are.
+    /// Returns the number of rows in use.
     pub(crate) fn rows(&self) -> usize {
         self.ids.len()
     }
 
-    /// Adds the rows to what is here of the table's gradient, `[elements]`, which may begin and end within a row.
+    /// Adds the rows to this rank's part of the table's gradient, `[elements]`, which may begin and end within a row.
     pub(crate) fn add_to(&self, queue: &dyn Kernels, Part { first, view }: Part<'_>) {
         let (rows, end) = (0..self.rows(), first + view.elements());
         if rows.is_empty() {
@@ -180,7 +181,7 @@ impl LookedUp {
             let ids = self.row_ids.view().rows(rows.clone());
             queue.embedding_backward(ids, self.gradient(rows), whole.start as u32, table);
         }
-        // Rows that are cut: the first, and the last if it is another one.
+        // Partial rows: the first, and the last if it is another one.
         let cut = [(first, end.min(whole.start * self.columns)), (first.max(whole.end * self.columns), end)];
         let of_one_row = whole.start > whole.end;
         for (start, end) in
@@ -197,7 +198,7 @@ impl LookedUp {
         }
     }
 
-    /// Elements of the rows in use.
+    /// Returns the number of elements of the rows in use.
     pub(crate) fn elements(&self) -> usize {
         self.rows() * self.columns
     }

@@ -1,11 +1,11 @@
-//! The model state of a rank: the stores that its [`StateLayout`] lists, and how kernels get the weights that other ranks or a disk have:
-//! after each optimizer step (ZeRO stages 1 and 2), or before each use (stage 3, or from a disk).
+//! The model state of a rank: the stores that its [`StateLayout`] lists. Weights that other ranks own, or that are on
+//! disk, are gathered after each optimizer step (ZeRO stages 1 and 2) or before each use (stage 3, offload).
 //!
-//! | residence of a stretch | where its elements are | who moves them |
+//! | residence of a flat parameter | location of its elements | transfers |
 //! |---|---|---|
 //! | resident | flat buffers of its [`StateStore`] | all-gathers after the optimizer step, at stages 1 and 2 |
-//! | gathered | whole in the [`ParameterPool`] while units read them | gathers before use, reads of the own elements |
-//! | windowed | on disk, in a [`WindowedStore`] | reads ahead of the optimizer step and writes behind it |
+//! | gathered | unsharded in the [`ParameterPool`] while units read them | gathers before use, reads of the own elements |
+//! | windowed | on disk, in a [`WindowedStore`] | window by window during the optimizer step |
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -25,22 +25,24 @@ use crate::weights::{WeightSource, Weights};
 use crate::windowed_store::WindowedStore;
 use crate::{EngineError, Offload, shards::Shards};
 
-/// Weights and optimizer state. Gradients and their residual are here until [`Gradients`](crate::Gradients) takes them.
+/// Weights and optimizer state. The stores of gradients and their residual are also here until
+/// [`Gradients`](crate::Gradients) takes them.
 #[derive(Debug)]
 pub(crate) struct ModelState {
     stores: Vec<StateStore>,
-    /// The offloaded stretches of trained weights and optimizer state, and of frozen weights.
+    /// Offloaded flat parameters: first trained weights and optimizer state, then frozen weights.
     files: [Option<RefCell<WindowedStore>>; 2],
     pool: Option<ParameterPool>,
     shards: Shards,
     transfers: Transfers<WeightTransfer>,
-    /// The stretches of trained weights that each unit reads, if they are gathered after the optimizer step.
+    /// Flat parameters of trained weights that each unit reads; `None` unless they are gathered after the optimizer
+    /// step.
     reads: Option<Vec<Vec<usize>>>,
 }
 
 impl ModelState {
-    /// Zeros for every store of `layout`, in its order: weights come first, so that a model that is too large is refused for them. Weights
-    /// are gathered before each use where `gathers` plans it.
+    /// Allocates zeros for every store of `layout`, in its order. Weights come first, so that a model that does not fit
+    /// is reported for its weights. With `gathers`, weights are gathered before each use.
     ///
     /// # Errors
     /// If memory or the disk has no room.
@@ -77,50 +79,52 @@ impl ModelState {
         Ok(Self { stores, files, pool, shards, transfers, reads })
     }
 
-    /// Takes the store of a kind, if the rank has one.
+    /// Removes and returns the store of a kind, if the rank has one.
     pub(crate) fn take(&mut self, kind: StoreKind) -> Option<StateStore> {
         let index = self.stores.iter().position(|store| store.kind() == kind)?;
         Some(self.stores.remove(index))
     }
 
-    /// The store of a kind, if the rank has one.
+    /// Returns the store of a kind, if the rank has one.
     pub(crate) fn get(&self, kind: StoreKind) -> Option<&StateStore> {
         self.stores.iter().find(|store| store.kind() == kind)
     }
 
-    /// All stores, and the file of those that an optimizer step changes.
+    /// Returns all stores in memory, and the file of those that an optimizer step changes.
     pub(crate) fn all_mut(
         &mut self,
     ) -> (impl Iterator<Item = &mut StateStore>, Option<&RefCell<WindowedStore>>) {
         (self.stores.iter_mut(), self.files[0].as_ref())
     }
 
-    /// The file of trained weights and optimizer state, if any are offloaded.
+    /// Returns the file of trained weights and optimizer state, if any are offloaded.
     pub(crate) fn updated_on_disk(&self) -> Option<&RefCell<WindowedStore>> {
         self.files[0].as_ref()
     }
 
-    /// Trained weights in the type that kernels read; the own elements, if they are gathered.
+    /// Returns the trained weights in the type that kernels read; only this rank's own elements if they are gathered
+    /// before each use.
     pub(crate) fn trained(&self) -> &StateStore {
         self.get(StoreKind::Weights).expect("every rank has a store of weights")
     }
 
-    /// The f32 weights, if kernels read another type.
+    /// Returns the f32 master weights, if kernels read another type.
     pub(crate) fn master(&self) -> Option<&StateStore> {
         self.get(StoreKind::MasterWeights)
     }
 
-    /// The biases that choose experts, if they have a store of their own.
+    /// Returns the router biases that select experts, if they have a separate store.
     pub(crate) fn biases(&self) -> Option<&StateStore> {
         self.get(StoreKind::SelectionBiases)
     }
 
-    /// The weights that an optimizer step changes: trained ones in the greatest precision.
+    /// Returns the trained weights that an optimizer step changes: the master weights if there are any.
     pub(crate) fn updated(&self) -> &StateStore {
         self.master().unwrap_or_else(|| self.trained())
     }
 
-    /// The trained weights of which other ranks have copies.
+    /// Returns the trained weights that are replicated on other ranks: the master weights where these are replicated
+    /// too.
     pub(crate) fn copied(&mut self) -> Option<&mut StateStore> {
         let is_whole = self.shards.stage() == ZeroStage::Nothing;
         let is_master = self.master().is_some_and(|master| is_whole && !master.is_partly_on_disk());
@@ -128,7 +132,7 @@ impl ModelState {
         self.stores.iter_mut().find(|store| store.kind() == kind)
     }
 
-    /// The range of a parameter's elements that this rank keeps in any precision.
+    /// Returns the range of a parameter's elements that this rank keeps in any precision.
     pub(crate) fn kept_range(&self, record: &ParameterRecord, id: ParameterId) -> Range<usize> {
         let frozen = self.get(StoreKind::FrozenWeights).filter(|_| !record.trainable);
         let of_kernels = frozen.unwrap_or_else(|| self.trained());
@@ -139,8 +143,8 @@ impl ModelState {
         }
     }
 
-    /// Replaces the elements from `start` on of a parameter's tensor, as far as the rank keeps them: of weights in every precision, of
-    /// resident elements in memory, of windowed ones on disk.
+    /// Replaces the elements of a parameter's tensor from `start` on, in memory and on disk; weights in every
+    /// precision. Elements that this rank does not keep are skipped.
     ///
     /// # Errors
     /// If the disk fails.
@@ -170,7 +174,7 @@ impl ModelState {
         Ok(())
     }
 
-    /// Rounds the own elements of a parameter's f32 weights, if there are any, to the type that kernels read.
+    /// Rounds this rank's own elements of a parameter's f32 master weights, if any, to the type that kernels read.
     pub(crate) fn round(&self, queue: &dyn Kernels, id: ParameterId) {
         if let Some(master) = self.master().and_then(|store| store.part(id))
             && let Some(rounded) = self.trained().part(id)
@@ -179,8 +183,8 @@ impl ModelState {
         }
     }
 
-    /// Begins to gather the trained weights, of which each rank has updated its own elements, where every rank keeps all of them. Until
-    /// [`ModelState::settle`] only passes of units may read or write them.
+    /// Begins to all-gather the updated trained weights, at ZeRO stages 1 and 2. Until [`ModelState::settle`], only
+    /// passes of units may read or write them.
     ///
     /// # Errors
     /// If another rank is lost.
@@ -201,7 +205,7 @@ impl ModelState {
         Ok(())
     }
 
-    /// Waits until the weights that the rank keeps are those of the last optimizer step.
+    /// Waits until all weights in memory are those of the last optimizer step.
     ///
     /// # Errors
     /// If another rank is lost.
@@ -209,30 +213,30 @@ impl ModelState {
         self.transfers.finish(|transfer| matches!(transfer, WeightTransfer::Stretch(_)))
     }
 
-    /// Begins a sequence of uses.
+    /// Begins a sequence of units that read gathered weights.
     pub(crate) fn begin(&mut self, sequence: Sequence) {
         if let Some(pool) = &mut self.pool {
             pool.begin(sequence);
         }
     }
 
-    /// The gathers of a step, if weights are gathered before each use.
+    /// Returns the planned gathers of a step; `None` unless weights are gathered before each use.
     pub(crate) fn gathers_of_step(&self) -> Option<&GatherPlan> {
         self.pool.as_ref().map(ParameterPool::plan_of_step)
     }
 
-    /// Bytes of the files.
+    /// Returns the bytes of the files.
     pub(crate) fn disk_bytes(&self) -> u64 {
         self.files.iter().flatten().map(|file| file.borrow().disk_bytes()).sum()
     }
 
-    /// The cost of reads and writes since this was last asked.
+    /// Returns the disk traffic since the last call.
     pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
         let traffic = self.files.iter_mut().flatten().map(|file| file.get_mut().take_traffic());
         traffic.fold(DiskTraffic::default(), |sum, traffic| sum + traffic)
     }
 
-    /// The cost of gathers since this was last asked.
+    /// Returns the traffic of gathers since the last call.
     pub(crate) fn take_traffic(&mut self) -> Traffic {
         self.transfers.take_traffic()
     }

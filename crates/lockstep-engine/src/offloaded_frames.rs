@@ -1,9 +1,10 @@
-//! Offloaded activations: frames of units on disk between their forward and their backward (ZeRO-Infinity: Rajbhandari et al. 2021,
-//! section 5.1.2; DeepSpeed's `cpu_checkpointing`, one step further down).
+//! Offloaded activations: frames of units are on disk between their forward and their backward (ZeRO-Infinity:
+//! Rajbhandari et al. 2021, section 5.1.2; DeepSpeed's `cpu_checkpointing`, but to disk).
 //!
-//! A frame is one stretch of memory, so that one transfer moves all of it: the saved activations of a unit, and then its output, the input of
-//! the next unit. It is written behind the forward of the next unit, which reads its end, and read ahead of the backward of the unit
-//! behind it. Staging slots hold a few frames. Where a backward follows its own forward, the last frames stay there and are never written.
+//! A frame is one contiguous range of memory, moved by one transfer: the saved activations of a unit, followed by its
+//! output, which is the input of the next unit. It is written once the next unit's forward has read that output, and
+//! prefetched during the backward of later units. Staging slots hold a few frames. If a backward directly follows its
+//! forward, the last frames stay in their slots and are never written.
 //!
 //! ```text
 //! forward     unit 5 writes its frame    reads the end of 4    3 is being written
@@ -16,7 +17,7 @@ use lockstep_tensor::{Arena, Buffer, DiskTraffic, TensorError};
 use crate::staging::{FileExtent, Staging};
 use crate::{EngineError, Offload, passes::Place};
 
-/// A frame: of a unit of one of the own stages, in one of its slots.
+/// Identifies a frame: stage of this rank, slot of the micro-batch, and unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FrameId {
     stage: usize,
@@ -29,33 +30,34 @@ impl FrameId {
         Self { stage, slot, unit }
     }
 
-    /// The frame of the unit before.
+    /// Returns the frame of the unit before; `None` for the first unit.
     fn before(self) -> Option<Self> {
         Some(Self { unit: self.unit.checked_sub(1)?, ..self })
     }
 }
 
-/// Frames on disk, a few of them in staging slots. Methods fail if the disk does, or does not answer in time.
+/// Frames on disk, a few of them in staging slots. Methods fail if the disk fails or does not answer in time.
 #[derive(Debug)]
 pub(crate) struct OffloadedFrames {
     stages: Vec<StageFile>,
     staging: Staging<FrameId>,
 }
 
-/// The frames of a stage in the file, slot after slot.
+/// Position of a stage's frames in the file, slot after slot.
 #[derive(Debug)]
 struct StageFile {
     first_unit: usize,
-    /// The extent of each unit's frame, in that of a slot; `None` if the frame stays in memory.
+    /// Extent of each unit's frame, relative to the start of its slot in the file; `None` if the frame stays in memory.
     frames: Vec<Option<FileExtent>>,
     start: u64,
     slot_bytes: u64,
-    /// The first unit whose frame stays in its staging slot until its backward.
+    /// First unit whose frame stays in its staging slot until its backward.
     first_kept: usize,
 }
 
 impl OffloadedFrames {
-    /// Staging slots and a file for the frames of `stages` of a rank; `None` without `offload`, or if no frame can be offloaded.
+    /// Allocates staging slots and a file for the frames of a rank's `stages`; returns `None` without `offload`, or if
+    /// no frame can be offloaded.
     ///
     /// # Errors
     /// If the disk or memory has no room.
@@ -80,7 +82,8 @@ impl OffloadedFrames {
             });
             let frames: Vec<_> = frames.collect();
             end += stage.slots as u64 * slot_bytes;
-            // The backward follows at once, so that no other frame takes the slots meanwhile.
+            // With one stage and one slot, the backward directly follows its forward, so no other frame needs the
+            // staging slots in between.
             let kept = if is_alone && stage.slots == 1 { slots } else { 0 };
             let on_disk = frames.iter().enumerate().filter(|(_, frame)| frame.is_some());
             let first_kept = on_disk.rev().take(kept).last().map_or(frames.len(), |(index, _)| index);
@@ -94,26 +97,27 @@ impl OffloadedFrames {
         Ok(Some(Self { stages, staging }))
     }
 
-    /// Bytes of the file.
+    /// Returns the bytes of the file.
     pub(crate) fn disk_bytes(&self) -> u64 {
         self.staging.disk_bytes()
     }
 
-    /// The cost of reads and writes since this was last asked.
+    /// Returns the disk traffic since the last call.
     pub(crate) fn take_traffic(&mut self) -> DiskTraffic {
         self.staging.take_traffic()
     }
 
-    /// The memory of the frame that was [begun](Self::begin) or [brought back](Self::bring_back) last, or of the one before it.
+    /// Returns the memory of the frame that was [begun](Self::begin) or [brought back](Self::bring_back) last, or of
+    /// the one before it.
     ///
     /// # Panics
-    /// If it is not in memory.
+    /// If the frame is not in memory.
     pub(crate) fn get(&self, frame: FrameId) -> &Buffer {
         let slot = self.staging.slot_of(frame).expect("a frame is brought back before it is looked at");
         self.staging.buffer(slot).0
     }
 
-    /// Has memory for a frame that a forward writes, beside that of the unit before.
+    /// Provides a staging slot for a frame that a forward will write; the frame of the unit before keeps its slot.
     pub(crate) fn begin(&mut self, frame: FrameId) -> Result<(), EngineError> {
         let Some(extent) = self.in_file(frame) else { return Ok(()) };
         let slot = match self.staging.slot_of(frame) {
@@ -126,15 +130,15 @@ impl OffloadedFrames {
         Ok(())
     }
 
-    /// The forward of a unit, the last of its stage or not, has written its frame, which a backward will read, and has read the frame
-    /// before, which begins to be written.
+    /// Marks a frame as written by its unit's forward, and begins to write the frame before to disk, which that forward
+    /// was the last to read. With `is_last`, the last unit of a stage, the frame itself is written as well.
     pub(crate) fn end(&mut self, frame: FrameId, is_last: bool) -> Result<(), EngineError> {
         self.set_changed(frame, true);
         let mut read_by_now = frame.before().into_iter().chain(Some(frame).filter(|_| is_last));
         read_by_now.try_for_each(|frame| self.write_behind(frame))
     }
 
-    /// Begins to write a frame that nothing reads before its backward.
+    /// Begins to write a frame that nothing reads before its backward, unless it stays in its slot.
     fn write_behind(&mut self, frame: FrameId) -> Result<(), EngineError> {
         let is_kept = self.stages[frame.stage].first_kept <= frame.unit;
         match self.staging.slot_of(frame).filter(|slot| !is_kept && self.staging.is_changed(*slot)) {
@@ -143,8 +147,8 @@ impl OffloadedFrames {
         }
     }
 
-    /// Has the frames of a unit and of the unit before in memory, for a backward, and begins to read the next one.
-    /// The backward ends with the unit `first`, if not at the border of the stage.
+    /// Waits until the frames of a unit and of the unit before are in memory for a backward, and prefetches the one
+    /// before these. The backward ends at the unit `first` or at the start of the stage.
     pub(crate) fn bring_back(&mut self, frame: FrameId, first: usize) -> Result<(), EngineError> {
         let before = frame.before();
         for wanted in [Some(frame), before].into_iter().flatten() {
@@ -162,7 +166,8 @@ impl OffloadedFrames {
         }
     }
 
-    /// The last backward that reads a frame is over; after that of the unit `first` nothing reads the frame before either.
+    /// Releases a frame's slot after its last backward. After the backward of the unit `first`, the slot of the frame
+    /// before is released too.
     pub(crate) fn forget(&mut self, frame: FrameId, first: usize) {
         let before = frame.before().filter(|_| frame.unit == first);
         for read in [Some(frame), before].into_iter().flatten() {
@@ -178,7 +183,7 @@ impl OffloadedFrames {
         }
     }
 
-    /// The extent of a frame; `None` if it stays in memory, or is of another stage.
+    /// Returns the extent of a frame; `None` if it stays in memory or belongs to another stage.
     fn in_file(&self, frame: FrameId) -> Option<FileExtent> {
         let stage = &self.stages[frame.stage];
         let index = frame.unit.checked_sub(stage.first_unit)?;
@@ -187,7 +192,7 @@ impl OffloadedFrames {
         Some(FileExtent { offset, ..in_slot })
     }
 
-    /// Begins to read a frame that is on disk and not in memory.
+    /// Begins to read a frame that is on disk and not in memory; does nothing otherwise.
     fn begin_to_read(&mut self, frame: FrameId, in_use: FrameId) -> Result<(), EngineError> {
         let Some(extent) = self.in_file(frame) else { return Ok(()) };
         if self.staging.slot_of(frame).is_some() {
@@ -197,7 +202,8 @@ impl OffloadedFrames {
         self.staging.begin_to_read(slot)
     }
 
-    /// Gives a frame a slot: preferably a free one, else one that is on disk as well. The frame in use and the one before it keep theirs.
+    /// Assigns a slot to a frame: a free one if possible, else one whose frame is already on disk. The frame in use and
+    /// the one before it keep theirs.
     fn make_room(
         &mut self,
         frame: FrameId,
@@ -225,7 +231,7 @@ mod tests {
     const UNITS: usize = 9;
     const SLOTS: usize = 3;
 
-    /// A model whose units keep a page each, in a stage with several slots or with one.
+    /// Frames of a model whose units save 4 KiB each, in one stage with `slots` slots.
     fn offloaded(directory: &std::path::Path, slots: usize) -> OffloadedFrames {
         let unit = UnitProfile { frame_bytes: 4096, saved_bytes: 4096, ..UnitProfile::default() };
         let model = ModelProfile {
@@ -255,7 +261,7 @@ mod tests {
     }
 
     fn forward(frames: &mut OffloadedFrames, slot: usize, seed: u32) -> Result<(), EngineError> {
-        // The head is in memory.
+        // The frame of the head stays in memory.
         for unit in 0..UNITS - 1 {
             frames.begin(frame(slot, unit))?;
             if unit > 0 {
@@ -308,7 +314,7 @@ mod tests {
                 backward(&mut frames, 0, seed(0), 0).unwrap();
                 forward(&mut frames, 2, seed(2)).unwrap();
                 forward(&mut frames, 0, seed(7)).unwrap();
-                // A model of which the beginning is frozen.
+                // The first units are frozen.
                 backward(&mut frames, 1, seed(1), 3).unwrap();
                 backward(&mut frames, 2, seed(2), 0).unwrap();
                 backward(&mut frames, 0, seed(7), 0).unwrap();

@@ -1,6 +1,7 @@
-//! Offloaded gradients: each is written once it is reduced, read back to add the next micro-batch's, and read by the optimizer step.
+//! Offloaded gradients: written to disk once reduced, read back to add the gradients of the next micro-batch, and read
+//! by the optimizer step.
 //!
-//! The squares of the gradient norm are summed whenever a window changes, so that the norm costs no pass over the disk.
+//! The squares for the gradient norm are summed whenever a window changes, so that the norm needs no reads.
 
 use std::ops::Range;
 
@@ -12,16 +13,17 @@ use crate::{EngineError, Offload, state_store::StateStore};
 
 const KIND: StoreKind = StoreKind::Gradients;
 
-/// The gradients of the offloaded stretches of a store. Methods fail if the disk does, or does not answer in time.
+/// Gradients of the offloaded flat parameters of a store. Methods fail if the disk fails or does not answer in time.
 #[derive(Debug)]
 pub(crate) struct OffloadedGradients {
     store: WindowedStore,
-    /// The sum of squares of each piece of each window.
+    /// Sum of squares of each piece of each window.
     squares: Vec<Vec<ExactSum>>,
 }
 
 impl OffloadedGradients {
-    /// Gradients for the own elements of the offloaded stretches of `gradients`; `None` if nothing is offloaded.
+    /// Creates gradients for this rank's own elements of the offloaded flat parameters of `gradients`; returns `None`
+    /// if nothing is offloaded.
     ///
     /// # Errors
     /// If the disk or memory has no room.
@@ -38,12 +40,12 @@ impl OffloadedGradients {
         Ok(Some(Self { store, squares }))
     }
 
-    /// True if a stretch is offloaded.
+    /// Returns true if a flat parameter is offloaded.
     pub(crate) fn has(&self, stretch: usize) -> bool {
         !self.store.windows_of(stretch).is_empty()
     }
 
-    /// Replaces the gradients of a stretch by a sum, `[own elements of the stretch]`, or adds it.
+    /// Overwrites the gradients of a flat parameter with `sum`, `[own elements]`, or adds `sum` to them.
     pub(crate) fn take(
         &mut self,
         queue: &dyn Kernels,
@@ -74,7 +76,7 @@ impl OffloadedGradients {
         self.store.write_behind()
     }
 
-    /// Sets the gradients of a stretch to zero.
+    /// Zeroes the gradients of a flat parameter.
     pub(crate) fn zero(&mut self, queue: &dyn Kernels, stretch: usize) -> Result<(), EngineError> {
         for window in self.store.windows_of(stretch) {
             self.store.begin_anew(window)?;
@@ -84,7 +86,7 @@ impl OffloadedGradients {
         self.store.write_behind()
     }
 
-    /// Adds the squares of the own elements of a gradient.
+    /// Adds the squares of this rank's own elements of a gradient to `sum`.
     pub(crate) fn add_squares(&self, id: ParameterId, sum: &mut ExactSum) {
         for (window, squares) in self.store.windows().iter().zip(&self.squares) {
             let of_parameter = window.pieces.iter().zip(squares).filter(|(piece, _)| piece.id == id);
@@ -92,7 +94,7 @@ impl OffloadedGradients {
         }
     }
 
-    /// A copy of elements of a gradient.
+    /// Returns a copy of elements of a gradient.
     pub(crate) fn read(&mut self, id: ParameterId, elements: Range<usize>) -> Result<Vec<f32>, EngineError> {
         let mut values = vec![0.0_f32; elements.len()];
         self.store.read(id, KIND, elements, bytemuck::cast_slice_mut(&mut values))?;
@@ -117,14 +119,14 @@ impl OffloadedGradients {
         Ok(())
     }
 
-    /// Begins to read the windows of a stretch from the one with this number on.
+    /// Begins to read the windows of a flat parameter from index `number` on.
     pub(crate) fn read_ahead(&mut self, stretch: usize, number: usize) -> Result<(), EngineError> {
         let windows = self.store.windows_of(stretch);
-        // The windows of the next stretch follow.
+        // Reading ahead goes on with the windows of the next flat parameter.
         self.store.read_ahead(windows.start + number, self.store.windows().len())
     }
 
-    /// The elements of a window, given by its number in its stretch, once they have come.
+    /// Waits for a window, given by its index in its flat parameter, and returns a view of some of its elements.
     pub(crate) fn load(
         &mut self,
         stretch: usize,
@@ -136,17 +138,17 @@ impl OffloadedGradients {
         Ok(self.store.view(window, KIND, elements))
     }
 
-    /// The cost of reads and writes since this was last asked.
+    /// Returns the disk traffic since the last call.
     pub(crate) fn take_traffic(&mut self) -> DiskTraffic {
         self.store.take_traffic()
     }
 
-    /// Bytes of the file.
+    /// Returns the bytes of the file.
     pub(crate) fn disk_bytes(&self) -> u64 {
         self.store.disk_bytes()
     }
 
-    /// Notes that a window in memory was changed, and sums its squares again.
+    /// Marks a window in memory as changed, and recomputes its sums of squares.
     fn note_change(&mut self, queue: &dyn Kernels, window: usize) {
         self.store.note_change(window);
         let of_window = &self.store.windows()[window];

@@ -1,52 +1,52 @@
-//! The update rules: what each keeps for a parameter, in which shards it can work, and the kernel it calls.
+//! The optimizers: state that each keeps for a parameter, shards that it can work on, and the kernel that it calls.
 
 use lockstep_plan::{DType, ParameterRecord};
 use lockstep_tensor::{AdamW, Kernels, Lion, Muon, Rounding, Sgd, View, muon_flops};
 
 use crate::{StateKind, Update};
 
-/// The update rule.
+/// An optimizer with its hyperparameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Optimizer {
-    /// AdamW.
+    /// AdamW: Adam with decoupled weight decay.
     AdamW {
-        /// Decay rates of the moments.
+        /// Decay rates of the first and second moment.
         betas: [f64; 2],
-        /// Added to the root of the second moment.
+        /// Term added to the square root of the second moment.
         eps: f64,
     },
-    /// Gradient descent.
+    /// Stochastic gradient descent.
     Sgd {
         /// Momentum; 0 keeps no state.
         momentum: f32,
     },
-    /// The sign of an average of gradients.
+    /// Lion: steps along the sign of an average of gradients.
     Lion {
-        /// Weights of the old average: in the direction, and in the new average.
+        /// Weights of the old average in the step's direction and in the new average.
         betas: [f64; 2],
     },
-    /// Muon for the matrices of the blocks, AdamW for everything else.
+    /// Muon for the matrices of the blocks, AdamW for all other parameters.
     Muon {
         /// Weight of the old average of gradients.
         momentum: f32,
-        /// How the step size follows from a matrix's shape.
+        /// Scale of the step size by a matrix's shape.
         scale: MuonScale,
         /// AdamW's decay rates.
         betas: [f64; 2],
-        /// AdamW's eps.
+        /// AdamW's term added to the square root of the second moment.
         eps: f64,
         /// AdamW's learning rate, as a multiple of that of the matrices.
         adam_ratio: f64,
     },
 }
 
-/// How Muon's step size follows from the shape `[rows, columns]` of a matrix.
+/// Scale of Muon's step size for a matrix of shape `[rows, columns]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MuonScale {
-    /// `0.2·√max(rows, columns)`: updates as large as AdamW's, whose learning rates fit (Liu et al., "Muon is scalable
-    /// for LLM training", 2025).
+    /// `0.2·√max(rows, columns)`: updates as large as AdamW's, so that its learning rates fit (Liu et al., "Muon is
+    /// scalable for LLM training", 2025).
     MatchAdamW,
-    /// `√max(1, rows / columns)`, as in Jordan's own.
+    /// `√max(1, rows / columns)`, as in Jordan's original implementation.
     Original,
 }
 
@@ -61,16 +61,16 @@ impl MuonScale {
     }
 }
 
-/// What of a parameter an update must see at once.
+/// Granularity of an optimizer's update, which limits how parameters can be sharded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Granularity {
-    /// Each element on its own: any shard will do.
+    /// Each element by itself: any shard works.
     Elementwise,
-    /// The whole matrix: shards follow the borders of parameters.
+    /// The whole matrix at once: shards follow parameter boundaries.
     WholeMatrix,
 }
 
-/// The part that a parameter plays in its model, as far as update rules tell them apart.
+/// Role of a parameter in its model, as far as optimizers distinguish them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
     /// A matrix between the embedding and the output layer.
@@ -78,13 +78,13 @@ pub(crate) enum Role {
         /// Rows and columns.
         shape: [usize; 2],
     },
-    /// Everything else.
+    /// Any other parameter, such as an embedding, the output layer, or a vector.
     Other,
 }
 
 impl Role {
-    /// The role of a parameter in a model of `units` units, of which the first embeds and the last has the output
-    /// layer.
+    /// Returns the role of a parameter in a model of `units` units, of which the first is the embedding and the last
+    /// has the output layer.
     pub(crate) fn of(record: &ParameterRecord, units: usize) -> Self {
         match record.shape[..] {
             [rows, columns] if (1..units.saturating_sub(1)).contains(&record.unit) => {
@@ -95,20 +95,20 @@ impl Role {
     }
 }
 
-/// The operands of one parameter's update.
+/// Operands of the update of one parameter.
 pub(crate) struct Operands<'a> {
     pub(crate) role: Role,
     pub(crate) parameter: View<'a>,
     pub(crate) gradient: View<'a>,
-    /// What kernels read, if that is not `parameter`.
+    /// Rounded weights that kernels read; `None` if they read `parameter`.
     pub(crate) rounded: Option<View<'a>>,
     pub(crate) rounding: Rounding,
-    /// The type that kernels read.
+    /// Type of the weights that kernels read.
     pub(crate) dtype: DType,
 }
 
 impl Optimizer {
-    /// What of a parameter an update must see at once.
+    /// Returns the granularity of the optimizer's update.
     pub fn granularity(&self) -> Granularity {
         match self {
             Self::AdamW { .. } | Self::Sgd { .. } | Self::Lion { .. } => Granularity::Elementwise,
@@ -116,7 +116,7 @@ impl Optimizer {
         }
     }
 
-    /// Floating-point operations of the products in one update of a parameter.
+    /// Returns the floating-point operations of the matrix products in one update of a parameter.
     pub(crate) fn product_flops(&self, role: Role) -> u64 {
         match (self, role) {
             (Self::Muon { .. }, Role::HiddenMatrix { shape }) => muon_flops(shape),
@@ -124,7 +124,7 @@ impl Optimizer {
         }
     }
 
-    /// The state that it keeps for a parameter.
+    /// Returns the kinds of state that the optimizer keeps for a parameter.
     pub(crate) fn state_kinds(&self, role: Role) -> &'static [StateKind] {
         match (self, role) {
             (Self::Lion { .. }, _) => &[StateKind::ExpAvg],
@@ -135,7 +135,8 @@ impl Optimizer {
         }
     }
 
-    /// Updates one parameter; `update` has its own learning rate and decay, `state` what is kept for it.
+    /// Updates one parameter. `update` has the parameter's own learning rate and decay; `state` returns its optimizer
+    /// state.
     pub(crate) fn step<'a>(
         &self,
         kernels: &dyn Kernels,
@@ -173,7 +174,7 @@ impl Optimizer {
                 momentum_buffer: kept(StateKind::MomentumBuffer),
                 rounded,
                 rounding,
-                // Half precision has too few exponents for the iteration's squares.
+                // The exponent range of f16 is too small for the squares in the iteration.
                 dtype: if dtype == DType::BF16 { DType::BF16 } else { DType::F32 },
                 learning_rate,
                 momentum,

@@ -1,15 +1,17 @@
-//! Gathered weights: whole only while units work with them (ZeRO stage 3; Rajbhandari et al., 2020, and PyTorch's FSDP).
+//! The pool of gathered weights: weights are unsharded only while units use them (ZeRO stage 3; Rajbhandari et al.,
+//! 2020, and PyTorch's FSDP).
 //!
-//! Each rank keeps its own elements. Which bundles of stretches are gathered from their owners when, how long they stay and where they lie in
-//! the pool is planned before the run ([`GatherPlan`]). The pool carries the plan out: before a use its bundles have arrived, and
-//! while it computes the bundles of later uses are in flight.
+//! Each rank keeps its own elements. A bundle is a set of flat parameters that the same units read, gathered together.
+//! The [`GatherPlan`] decides before the run when each bundle is gathered, how long it stays, and where it lies in the
+//! pool. The pool carries out the plan: it waits for the bundles of a unit and prefetches those of later units.
 //!
-//! Own elements on disk (ZeRO-Infinity: Rajbhandari et al., 2021) are read to their place in the pool, while the uses before compute, and
-//! gathered from there.
+//! Own elements on disk (ZeRO-Infinity: Rajbhandari et al., 2021) are read to their place in the pool, overlapped with
+//! earlier units, and gathered from there.
 //!
-//! Weights may be gathered as quantized codes (qwZ of ZeRO++: Wang et al., 2023): each rank encodes its own elements, and every rank decodes
-//! all of them, its own as well, so that all work with the same bits. A secondary shard (hpZ of ZeRO++) keeps a range of what the first
-//! gather of a sequence has brought: further gathers ask only the neighbours, such as the ranks of a machine.
+//! Weights may be gathered as quantized codes (qwZ of ZeRO++: Wang et al., 2023). Each rank encodes its own elements,
+//! and every rank decodes all of them, its own included, so that all compute with the same bits. A secondary shard (hpZ
+//! of ZeRO++) keeps a range of the weights that the first gather of a sequence brought; later gathers then involve only
+//! neighbours, such as the ranks of a machine.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -24,25 +26,26 @@ use crate::transfers::{Job, Transfers};
 use crate::windowed_store::WindowedStore;
 use crate::{EngineError, shards::Shards};
 
-/// Weights in flight.
+/// A weight gather in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WeightTransfer {
-    /// A stretch that its owners have updated.
+    /// A flat parameter, by index, that is gathered after the optimizer step.
     Stretch(usize),
-    /// A bundle of the pool.
+    /// A bundle of the pool, by index.
     Bundle(usize),
 }
 
-/// Own weights, and the queue by which they are gathered.
+/// Borrowed parts of the model state that the pool gathers from: own weights in memory and on disk, groups and
+/// transfers.
 pub(crate) struct OwnWeights<'a> {
     pub(crate) stores: &'a mut [StateStore],
-    /// The offloaded stretches of trained and of frozen weights.
+    /// Offloaded flat parameters: first of trained, then of frozen weights.
     pub(crate) files: &'a mut [Option<RefCell<WindowedStore>>; 2],
     pub(crate) shards: &'a Shards,
     pub(crate) transfers: &'a mut Transfers<WeightTransfer>,
 }
 
-/// The store of trained or of frozen weights, if there is one.
+/// Returns the store of trained or of frozen weights, if there is one.
 fn store_of(stores: &mut [StateStore], kept: Kept) -> Option<&mut StateStore> {
     let kind = match kept {
         Kept::Trained => StoreKind::Weights,
@@ -51,52 +54,53 @@ fn store_of(stores: &mut [StateStore], kept: Kept) -> Option<&mut StateStore> {
     stores.iter_mut().find(|store| store.kind() == kind)
 }
 
-/// Memory for weights that are whole at the time.
+/// Memory for weights that are currently unsharded, and the state of their gathers.
 #[derive(Debug)]
 pub(crate) struct ParameterPool {
     memory: Buffer,
     dtype: DType,
-    /// The codes of each element of the pool, if weights are quantized.
+    /// Quantized codes of the pool's elements, if weights are gathered as codes.
     codes: Option<(QuantizedType, Buffer)>,
-    /// The secondary shard, if there is one.
+    /// Memory of the secondary shard (hpZ), if there is one.
     secondary: Option<Buffer>,
     bundles: Vec<Bundle>,
-    /// The bundles that each unit reads.
+    /// Bundles that each unit reads.
     needs: Vec<Vec<usize>>,
-    /// By [`Sequence`].
+    /// Planned gathers, by [`Sequence`].
     plans: [GatherPlan; 3],
     sequence: Sequence,
-    /// Uses of the sequence that have been made ready.
+    /// Number of uses of the current sequence that have been made ready; a use is one pass of a unit.
     used: usize,
 }
 
-/// Stretches that the same units read.
+/// Flat parameters that the same units read and that are gathered together.
 #[derive(Debug)]
 struct Bundle {
     stretches: Vec<BundledStretch>,
-    /// True if the secondary shard takes its part once the bundle has arrived.
+    /// True if the secondary shard is filled from this bundle once it has arrived.
     fills_secondary: bool,
-    /// Its first element in the pool; `None` if it was not gathered in this sequence.
+    /// Index of the bundle's first element in the pool; `None` if it was not gathered in this sequence.
     start: Option<usize>,
 }
 
-/// A stretch in a bundle.
+/// A flat parameter in a bundle.
 #[derive(Debug)]
 struct BundledStretch {
     bundled: Bundled,
-    /// The rank's elements of it in the secondary shard, by index in the stretch.
+    /// Elements of the flat parameter in this rank's secondary shard; `None` without one.
     secondary: Option<Range<usize>>,
-    /// True if the own elements are being read from disk.
+    /// True while this rank's own elements are being read from disk.
     is_read: bool,
-    /// True if it arrives as codes.
+    /// True if it is gathered as quantized codes.
     is_coded: bool,
 }
 
 impl ParameterPool {
-    /// A pool for the weights that `gathers` plans, which then count as gathered in `stores`; they are quantized to `quantized`.
+    /// Allocates a pool for the weights that `gathers` plans, and marks them as gathered in `stores`. With `quantized`,
+    /// they are gathered as codes of that type.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If memory runs out.
     pub(crate) fn new(
         arena: &Arena,
         gathers: Gathers,
@@ -139,31 +143,32 @@ impl ParameterPool {
         Ok(Self { memory, dtype, codes, secondary, bundles, needs, plans, sequence, used })
     }
 
-    /// Begins a sequence of uses. Bundles that were gathered before no longer count.
+    /// Begins a sequence of uses. Bundles of the last sequence are no longer valid.
     pub(crate) fn begin(&mut self, sequence: Sequence) {
         self.sequence = sequence;
         self.used = 0;
         self.bundles.iter_mut().for_each(|bundle| bundle.start = None);
     }
 
-    /// The gathers of a step.
+    /// Returns the planned gathers of a step.
     pub(crate) fn plan_of_step(&self) -> &GatherPlan {
         &self.plans[Sequence::Step as usize]
     }
 
-    /// Weights from element `first` of a bundle on, which a unit that was made ready reads.
+    /// Returns the weights from element `first` of a bundle on. The unit that reads them must have been made ready.
     pub(crate) fn view(&self, bundle: usize, first: usize, shape: Shape) -> View<'_> {
         let start = self.bundles[bundle].start.expect("the bundles that a unit reads were made ready");
         self.memory.view(self.dtype, (start + first) * self.dtype.size_bytes(), shape)
     }
 
-    /// Waits until the bundles that `unit` reads have arrived, and begins the gathers that are planned to overlap with it.
+    /// Waits until the bundles that `unit` reads have arrived, and begins the gathers that are planned to overlap with
+    /// it.
     ///
     /// # Errors
     /// If another rank is lost, or the disk fails.
     ///
     /// # Panics
-    /// If the unit is not the next one of the sequence.
+    /// If the sequence has no further use.
     pub(crate) fn make_ready(
         &mut self,
         queue: &dyn Kernels,
@@ -183,7 +188,7 @@ impl ParameterPool {
         (at_once..stays).try_for_each(|index| self.begin_gather(queue, stay(self, index), own))
     }
 
-    /// Begins to gather a bundle, or to read own elements that are on disk.
+    /// Begins to gather a bundle, or to read its own elements that are on disk.
     fn begin_gather(
         &mut self,
         queue: &dyn Kernels,
@@ -233,7 +238,8 @@ impl ParameterPool {
         Ok(())
     }
 
-    /// Begins to gather a stretch of a bundle from its owners, or from the secondary shards of neighbours, if others have parts of it.
+    /// Begins to all-gather a flat parameter of a bundle from its owners, or from the secondary shards of neighbours.
+    /// Does nothing if this rank owns all of it.
     #[track_caller]
     fn gather(
         &mut self,
@@ -287,7 +293,7 @@ impl ParameterPool {
         own.transfers.begin(WeightTransfer::Bundle(bundle), Job::Collective { group, collective, bytes })
     }
 
-    /// Decodes the stretches of a bundle that have arrived as codes.
+    /// Decodes the flat parameters of a bundle that have arrived as codes.
     fn decode(&mut self, queue: &dyn Kernels, bundle: usize) {
         let Some((kind, codes)) = &self.codes else { return };
         let Bundle { stretches, start: Some(start), .. } = &mut self.bundles[bundle] else { return };
@@ -301,7 +307,7 @@ impl ParameterPool {
         }
     }
 
-    /// Copies this rank's part of a bundle that has arrived from all owners to the secondary shard.
+    /// Copies this rank's part of an arrived bundle to the secondary shard.
     fn fill_secondary(&mut self, queue: &dyn Kernels, bundle: usize) {
         let size = self.dtype.size_bytes();
         let Bundle { stretches, fills_secondary, start: Some(start) } = &mut self.bundles[bundle] else {

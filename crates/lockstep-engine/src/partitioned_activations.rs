@@ -1,10 +1,10 @@
-//! Partitioned activations: outputs of units of which each tensor-parallel rank keeps a slice (Rajbhandari et al. 2019, `P_a`;
-//! Korthikanti et al. 2022).
+//! Partitioned activations: each tensor-parallel rank saves only a slice of a unit's output (Rajbhandari et al. 2019,
+//! `P_a`; Korthikanti et al. 2022).
 //!
-//! Without sequence parallelism all tensor-parallel ranks have the same output of a block. If the next block recomputes everything else,
-//! each keeps a flat slice of that output, and before the block's backward all slices are gathered again. Two outputs are whole at a
-//! time: the one that a unit reads and the one that it writes. Pipeline stages send the slices themselves (Narayanan et al. 2021,
-//! section 4.1), which makes messages shorter, and gather them where they are read.
+//! Without sequence parallelism all tensor-parallel ranks have the same output of a block. If the next block recomputes
+//! everything else, each rank saves a flat slice of that output. The slices are all-gathered before the next block's
+//! backward. Two outputs are complete at a time: the one that a unit reads and the one that it writes. Pipeline stages
+//! send slices, which makes messages shorter, and gather them at the receiver (Narayanan et al. 2021, section 4.1).
 //!
 //! ```text
 //! forward    unit 3 writes [ rank 0 | rank 1 | rank 2 | rank 3 ]    unit 4 reads it, then unit 5 writes there
@@ -17,25 +17,25 @@ use lockstep_model::RecordedModel;
 use lockstep_plan::{DType, MemoryCategory, StageMemory, TensorPlace};
 use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View};
 
-/// The two outputs that are whole, and how they are cut into slices.
+/// Two buffers for complete outputs, and the shape of their slices.
 #[derive(Debug)]
 pub(crate) struct PartitionedActivations {
     whole: [Buffer; 2],
     dtype: DType,
-    /// Rows and columns of an output.
+    /// Rows and columns of a complete output.
     shape: [usize; 2],
-    /// Elements of a slice; together the slices may have a few more than the output.
+    /// Elements of a slice; because of padding, all slices together may have more than the output.
     elements: usize,
     ranks: usize,
     rank: usize,
 }
 
 impl PartitionedActivations {
-    /// Memory for the outputs of units of `stages` of `model`, at this place of the tensor-parallel group; `None` if all outputs are kept
-    /// whole.
+    /// Allocates memory for complete unit outputs of `stages`, for a rank at this place of the tensor-parallel group.
+    /// Returns `None` if no output is partitioned.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If memory runs out.
     pub(crate) fn new(
         model: &RecordedModel,
         stages: &[StageMemory],
@@ -53,17 +53,17 @@ impl PartitionedActivations {
         Ok(Some(Self { whole: [whole()?, whole()?], dtype, shape, elements, ranks, rank }))
     }
 
-    /// The output of a unit, as it was written or gathered last.
+    /// Returns the complete output of a unit, as it was written or gathered last.
     pub(crate) fn whole(&self, unit: usize) -> View<'_> {
         self.whole[unit % 2].view(self.dtype, 0, self.shape)
     }
 
-    /// Bytes of a slice.
+    /// Returns the bytes of a slice.
     pub(crate) fn bytes(&self) -> usize {
         self.elements * self.dtype.size_bytes()
     }
 
-    /// The slice in a buffer from an offset on.
+    /// Returns the slice at `offset_bytes` of a buffer.
     pub(crate) fn slice<'a>(&self, buffer: &'a Buffer, offset_bytes: usize) -> View<'a> {
         buffer.view(self.dtype, offset_bytes, [self.elements])
     }
@@ -73,10 +73,10 @@ impl PartitionedActivations {
         queue.cast(self.of_rank(unit, self.rank), kept);
     }
 
-    /// Gathers the output of a unit from the slices that `peers` kept.
+    /// All-gathers the output of a unit from the slices that `peers` saved.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a rank is lost, or does not answer in time.
     pub(crate) fn gather(&self, peers: Peers<'_>, unit: usize, kept: View<'_>) -> Result<(), CommError> {
         peers.gather(kept, self.whole[unit % 2].view(self.dtype, 0, [self.ranks * self.elements]))
     }

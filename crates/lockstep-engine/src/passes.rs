@@ -1,7 +1,7 @@
-//! The seam between a rank's list, which [`Pipeline`](crate::pipeline::Pipeline) follows, and what is done in its passes.
+//! The interface between the pipeline executor ([`Pipeline`](crate::pipeline::Pipeline)) and the passes that it runs.
 //!
-//! Whoever is [`Passes`] runs them and has the memory in which messages are. In training that is [`Work`], which replays the
-//! model's programs; in a rehearsal it is somebody who only takes the time.
+//! An implementation of [`Passes`] runs the passes and owns the memory of messages. In training that is [`Work`], which
+//! replays the model's programs; in a rehearsal it is one that only sleeps for the time of a pass.
 
 use std::{ops::Range, time::Instant};
 
@@ -18,25 +18,25 @@ use crate::{
     weights::WeightSource,
 };
 
-/// Where a micro-batch is in a stage of this rank.
+/// Location of a micro-batch on this rank: stage, slot and outbox.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Place {
-    /// Which of the own stages.
+    /// Index among this rank's stages.
     pub(crate) stage: usize,
     pub(crate) slot: usize,
-    /// Which of the stage's buffers takes the gradient of its input. It is not of the slot, which the next micro-batch may have
-    /// long before the stage before has come to fetch the gradient.
+    /// Index of the stage's buffer for the gradient of its input. It is separate from the slot, because the next
+    /// micro-batch may take the slot before the gradient has been sent.
     pub(crate) outbox: usize,
 }
 
 impl Place {
-    /// The first slot of a stage.
+    /// Returns the first slot of a stage.
     pub(crate) const fn first(stage: usize) -> Self {
         Self { stage, slot: 0, outbox: 0 }
     }
 }
 
-/// What crosses a border of a stage.
+/// A value that crosses a border of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Border {
     Input,
@@ -46,12 +46,12 @@ pub(crate) enum Border {
 }
 
 impl Border {
-    /// What a message is to the stage that sends it.
+    /// Returns what a message is for the stage that sends it.
     pub(crate) const fn sent(message: Message) -> Self {
         if message.is_activation() { Self::Output } else { Self::InputGradient }
     }
 
-    /// What it is to the stage that receives it.
+    /// Returns what a message is for the stage that receives it.
     pub(crate) const fn received(message: Message) -> Self {
         if message.is_activation() { Self::Input } else { Self::OutputGradient }
     }
@@ -59,54 +59,54 @@ impl Border {
 
 /// Runs the passes of a rank's stages.
 pub(crate) trait Passes {
-    /// Takes in a micro-batch, before what its forward needs of another stage is there.
+    /// Loads a micro-batch into its slot; the input from another stage may not have arrived yet.
     fn load(&mut self, place: Place, micro_batch: usize);
 
-    /// Runs a pass, for which everything is there.
+    /// Runs a pass whose inputs have all arrived.
     fn run(&mut self, pass: Pass, place: Place) -> Result<(), EngineError>;
 
-    /// Copies a message from one own stage to another.
+    /// Copies a message from one stage of this rank to another.
     fn hand_over(&mut self, message: Message, from: Place, to: Place);
 
-    /// Lends memory to a message on its way.
+    /// Lends the memory of a message while it is in flight.
     fn lend(&mut self, place: Place, border: Border) -> Lent;
 
-    /// Begins to sum the gradients of a stage's units, which are complete here, over the ranks that have summands of them.
+    /// Begins to reduce the gradients of a stage's units over ranks, once they are complete on this rank.
     fn reduce(&mut self, units: Range<usize>) -> Result<(), EngineError>;
 
-    /// The sum of the losses of a micro-batch, after its backward in the last stage.
+    /// Returns the sum of the losses of a micro-batch, after its backward in the last stage.
     fn loss_sum(&mut self, place: Place) -> f64;
 
-    /// Where waits are recorded.
+    /// Returns the timeline in which waits are recorded.
     fn timeline(&self) -> &Timeline;
 }
 
-/// When a pass ran.
+/// Begin and end of a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PassTime {
-    /// Which.
+    /// The pass that ran.
     pub pass: Pass,
-    /// From when on everything that it needs was there.
+    /// When the pass began, after all of its inputs had arrived.
     pub begin: Instant,
-    /// When it was done.
+    /// When the pass ended.
     pub end: Instant,
 }
 
-/// When a rank of a pipeline did what in a step.
+/// Times of a pipeline rank's passes in one step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepTimes {
-    /// When it began to follow its list.
+    /// When the rank began its action list.
     pub begin: Instant,
-    /// Its passes, in their order.
+    /// Passes in the order in which they ran.
     pub passes: Vec<PassTime>,
-    /// When the last pass was done, and what was sent had left.
+    /// When the last pass and all sends were done.
     pub passed: Instant,
-    /// When the step was over: the weights were updated, if they were.
+    /// When the step ended, including the optimizer step if there was one.
     pub end: Instant,
 }
 
 impl StepTimes {
-    /// Before the first step of a rank with so many passes.
+    /// Returns empty times with room for `passes`.
     pub(crate) fn of(passes: usize) -> Self {
         let now = Instant::now();
         Self { begin: now, passes: Vec::with_capacity(passes), passed: now, end: now }
@@ -118,7 +118,7 @@ impl StepTimes {
     }
 }
 
-/// The passes of training.
+/// Implementation of [`Passes`] for training.
 pub(crate) struct Work<'a, B> {
     pub(crate) model: &'a RecordedModel,
     pub(crate) queue: &'a dyn Kernels,
@@ -127,7 +127,7 @@ pub(crate) struct Work<'a, B> {
     pub(crate) gradients: &'a mut Gradients,
     pub(crate) reducer: Option<&'a mut Reducer>,
     pub(crate) seed: Seed,
-    /// Those of the step, at least as many as the schedule has.
+    /// Micro-batches of the step, at least as many as the schedule has.
     pub(crate) batches: B,
 }
 

@@ -1,8 +1,8 @@
-//! A rank's part in a pipeline: it does what its list of the schedule says, in that order and nothing else.
+//! The pipeline executor: it runs its rank's action list of the schedule in order and makes no decisions.
 //!
-//! Messages are lent to the transport where they lie: an output in its frame, a gradient in its slot. Sends and receives
-//! only begin where they stand in the list; a pass waits for what it needs, and memory that is used again for what was sent
-//! from it. Between two stages of one rank values are copied.
+//! Messages are sent without a copy, from an output's frame or a gradient's buffer. An action in the list only begins a
+//! send or receive. A pass waits for the messages that it reads, and before memory is reused the executor waits for
+//! sends from it. Between two stages of one rank values are copied.
 
 use std::{
     ops::Range,
@@ -25,16 +25,16 @@ use crate::{
     weights::WeightSource,
 };
 
-/// A rank of a pipeline.
+/// Pipeline executor of one rank.
 #[derive(Debug)]
 pub(crate) struct Pipeline {
     schedule: Arc<Schedule>,
-    /// The ranks of the pipeline.
+    /// The pipeline-parallel group.
     group: Group,
     transfers: Transfers<InFlight>,
-    /// The own stages, in their order.
+    /// Stages of this rank, in order.
     stages: Vec<OwnStage>,
-    /// The loss of each micro-batch, where the head is.
+    /// Loss of each micro-batch on the rank with the head; zeros elsewhere.
     losses: Vec<f64>,
     times: StepTimes,
 }
@@ -43,9 +43,9 @@ pub(crate) struct Pipeline {
 struct OwnStage {
     number: usize,
     units: Range<usize>,
-    /// The slot of each micro-batch that is in the stage.
+    /// Slot of each micro-batch; `None` if it is not in the stage.
     slot_of: Vec<Option<usize>>,
-    /// The slot that each was in last: what it left there is sent right after its last pass.
+    /// Slot that each micro-batch had last, from which its message is sent after its last pass.
     left: Vec<usize>,
     free: Vec<usize>,
     outboxes: usize,
@@ -54,13 +54,14 @@ struct OwnStage {
 /// A message in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum InFlight {
-    /// It is sent from here.
+    /// A message that this rank sends from `Border` of `Place`.
     Sent(Place, Border),
     Received(Message),
 }
 
 impl Pipeline {
-    /// The rank of `plan` in `group`, the pipeline-parallel group; no wait is longer than `limit`.
+    /// Returns the executor of the plan's rank in `group`, the pipeline-parallel group. `limit` is the timeout of every
+    /// wait for another rank.
     ///
     /// # Panics
     /// If the plan has no pipeline.
@@ -81,16 +82,16 @@ impl Pipeline {
         Self { schedule, group, transfers, stages, losses, times }
     }
 
-    /// The micro-batches of a step.
+    /// Returns the number of micro-batches of a step.
     pub(crate) fn micro_batches(&self) -> usize {
         self.losses.len()
     }
 
-    /// Does what the list says for one step, until gradients are on their way to be summed; returns the sum of the losses, which is
-    /// zero where the head is not.
+    /// Runs the action list of one step, up to the beginning of gradient reduction. Returns the sum of the losses; 0 on
+    /// a rank without the head.
     ///
     /// # Errors
-    /// [`EngineError`].
+    /// If another rank is lost or does not answer in time, or a pass fails.
     pub(crate) fn run(&mut self, passes: &mut dyn Passes) -> Result<f64, EngineError> {
         self.losses.fill(0.0);
         self.times.start();
@@ -113,20 +114,21 @@ impl Pipeline {
         Ok(self.losses.iter().sum())
     }
 
-    /// The step that was [`run`](Self::run) is over.
+    /// Records the end of the step that was [`run`](Self::run).
     pub(crate) fn end_step(&mut self) {
         self.times.end = Instant::now();
     }
 
-    /// When what was done in the last step.
+    /// Returns the times of the last step.
     pub(crate) fn times(&self) -> &StepTimes {
         &self.times
     }
 
-    /// The forward alone of a micro-batch, on all ranks; returns the sum of its losses, which is zero where the head is not.
+    /// Runs only the forward of a micro-batch through all stages; a collective call. Returns the sum of its losses; 0
+    /// on a rank without the head.
     ///
     /// # Errors
-    /// [`EngineError`].
+    /// If another rank is lost or does not answer in time, or a pass fails.
     pub(crate) fn evaluate(
         &mut self,
         (model, queue, weights): (&RecordedModel, &dyn Kernels, &mut dyn WeightSource),
@@ -203,7 +205,7 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Waits until what a pass needs of another stage is in its slot.
+    /// Waits until the message that a pass reads is in its slot; copies the message if a stage of this rank sends it.
     fn await_message(
         &mut self,
         passes: &mut dyn Passes,
@@ -243,17 +245,18 @@ impl Pipeline {
         self.begin(InFlight::Received(message), Collective::Receive { output, from })
     }
 
-    /// Begins to send or receive a message. The group's meter counts its bytes.
+    /// Begins to send or receive a message. Its bytes are counted by the group's meter and not by `transfers`.
     fn begin(&mut self, tag: InFlight, collective: Collective<Lent, Lent>) -> Result<(), EngineError> {
         self.transfers.begin(tag, Job::Collective { group: &self.group, collective, bytes: 0 })
     }
 
-    /// The place of a stage among the own ones.
+    /// Returns the index of a stage among this rank's stages; `None` if it is on another rank.
     fn own(&self, stage: usize) -> Option<usize> {
         self.stages.iter().position(|own| own.number == stage)
     }
 
-    /// Where a micro-batch is in an own stage: in a free slot if it comes only now. What was sent from there has left.
+    /// Returns the place of a micro-batch in a stage of this rank. A new micro-batch takes a free slot, after sends
+    /// from that slot are done.
     fn place(&mut self, own: usize, micro_batch: usize) -> Result<Place, EngineError> {
         let stage = &mut self.stages[own];
         if let Some(slot) = stage.slot_of[micro_batch] {
@@ -268,7 +271,7 @@ impl Pipeline {
 }
 
 impl OwnStage {
-    /// The place of a micro-batch that is in a slot of this stage, the own one of this number.
+    /// Returns the place of a micro-batch in a slot of this stage; `own` is the stage's index on this rank.
     fn place(&self, own: usize, slot: usize, micro_batch: usize) -> Place {
         Place { stage: own, slot, outbox: micro_batch % self.outboxes.max(1) }
     }

@@ -1,18 +1,18 @@
-//! Quantized gradients between ranks (qgZ of ZeRO++: Wang et al., 2023, section 3.3).
+//! Quantized gradient reduction (qgZ of ZeRO++: Wang et al., 2023, section 3.3).
 //!
-//! A ring or a tree would round at every hop. Here each rank encodes its gradients once, as codes and scales, sends every owner its part, and
-//! the owner adds up all parts in f32. Several replicas sum their sums in the same way, each a piece of the own range, and gather
-//! the results: inside first, then across.
+//! A ring or a tree would round at every hop. Here each rank encodes its gradients once, as records of codes and
+//! scales, and sends every owner its part by all-to-all. The owner adds up all parts in f32. Data-parallel replicas
+//! then reduce these sums in the same way, each rank a piece of the own range, and all-gather the results.
 //!
 //! ```text
 //! gradients + residual -> records, all-to-all -> sum of the own range                              over the owners
 //! own range + residual -> records, all-to-all -> sum of a piece of it -> records, all-gather       over the replicas
 //! ```
 //!
-//! What the codes of a rank fail to say is its residual, which is added to what it writes next (error feedback: Karimireddy et al., 2019). All
-//! three sets of records share one residual, so that what has been delivered and what is left always add up to the gradients. It is
-//! not weakened or forgotten from time to time as in LoCo (Xie et al., 2024), which keeps it in 8 bits of an average: here it is
-//! bf16, and exact sums need no forgetting. It is part of a checkpoint.
+//! The quantization error of a rank is its residual, which is added to its next gradients (error feedback: Karimireddy
+//! et al., 2019). All three sets of records share one residual, so that delivered gradients and residual always add up
+//! to the true gradients. LoCo (Xie et al., 2024) keeps an 8-bit moving average and resets it from time to time; here
+//! the residual is bf16 and is neither averaged nor reset. It is part of a checkpoint.
 
 use std::ops::Range;
 
@@ -25,48 +25,48 @@ use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
 
 use crate::{EngineError, reducer::Reducer, state_store::StateStore};
 
-/// The records of gradients whose backward has just run, and the quantization errors of earlier ones.
+/// Record buffers for gradients whose backward has just run, and the quantization errors of earlier gradients.
 #[derive(Debug)]
 pub(crate) struct QuantizedGradients {
     kind: QuantizedType,
     stretches: Vec<Option<Coded>>,
-    /// Records for the others. Units that follow each other use different buffers, by parity.
+    /// Records to be sent, in two alternating buffers selected by [`Stretch::parity`](lockstep_plan::Stretch::parity).
     sent: [Buffer; 2],
-    /// Records from the others.
+    /// Records received from other ranks, by the same parity.
     received: [Buffer; 2],
-    /// The quantization errors of all gradients of this rank, if they are kept.
+    /// Quantization errors of all gradients of this rank, if they are kept.
     residual: Option<StateStore>,
 }
 
-/// A stretch that is sent as records.
+/// A flat parameter whose gradients are sent as records.
 #[derive(Debug, Clone)]
 struct Coded {
     summing: Summing,
-    /// The size of its shard group.
+    /// Number of ranks in its shard group.
     ranks: usize,
-    /// The buffers of its records, and its first element there.
+    /// Index, 0 or 1, of its record buffers; `first` is the index of its first element there.
     parity: usize,
     first: usize,
     elements: usize,
     own: Range<usize>,
-    /// Its number in the residual.
+    /// Index of the flat parameter in the residual's store.
     in_residual: Option<usize>,
-    /// The elements between the end of a parameter and that of its last block.
+    /// Padding elements between the end of each parameter and the end of its last quantization block.
     gaps: Vec<Range<usize>>,
 }
 
 impl Coded {
-    /// The bytes of some of its elements' records.
+    /// Returns the byte range of the records of some elements.
     fn records(&self, kind: QuantizedType, elements: Range<usize>) -> Range<usize> {
         kind.bytes(self.first + elements.start)..kind.bytes(self.first + elements.end)
     }
 }
 
 impl QuantizedGradients {
-    /// Buffers for the records of the gradients in `store`, with their residual; `None` if nothing is quantized.
+    /// Allocates record buffers for the gradients in `store`; returns `None` if nothing is quantized.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If memory runs out.
     pub(crate) fn new(
         arena: &Arena,
         layout: &StateLayout,
@@ -112,19 +112,19 @@ impl QuantizedGradients {
         }))
     }
 
-    /// True if a stretch is sent as records.
+    /// Returns true if a flat parameter is sent as records.
     pub(crate) fn has(&self, stretch: usize) -> bool {
         self.stretches[stretch].is_some()
     }
 
-    /// True if records of some stretches would take the place of records in flight.
+    /// Returns true if the records of `stretches` would overwrite records in flight.
     pub(crate) fn is_busy(&self, stretches: &[usize], in_flight: &[usize]) -> bool {
         let buffer = |stretch: &usize| self.stretches[*stretch].as_ref().map(|coded| coded.parity);
         let mut wanted = stretches.iter().filter_map(buffer);
         wanted.any(|wanted| in_flight.iter().filter_map(buffer).any(|taken| taken == wanted))
     }
 
-    /// The quantization errors of this rank, if they are kept.
+    /// Returns the store of this rank's quantization errors, if they are kept.
     pub(crate) fn residual(&self) -> Option<&StateStore> {
         self.residual.as_ref()
     }
@@ -134,10 +134,11 @@ impl QuantizedGradients {
         self.residual.as_mut()
     }
 
-    /// Writes the gradients `[elements]` of a stretch, which are complete here, as records, and begins to send these to the owners.
+    /// Encodes the complete gradients `[elements]` of a flat parameter as records, and begins to send them to the
+    /// owners.
     ///
     /// # Errors
-    /// [`EngineError::Comm`].
+    /// If another rank is lost or does not answer in time.
     pub(crate) fn send(
         &mut self,
         queue: &dyn Kernels,
@@ -146,7 +147,7 @@ impl QuantizedGradients {
         reducer: &mut Reducer,
     ) -> Result<(), EngineError> {
         let Some(coded) = &self.stretches[stretch] else { return Ok(()) };
-        // What units before have left there is no part of these gradients, and would coarsen the scales of the blocks that it is in.
+        // Padding still holds values of earlier units, which would coarsen the scales of their quantization blocks.
         coded.gaps.iter().for_each(|gap| queue.zero(gradients.rows(gap.clone())));
         self.encode(queue, coded, gradients, 0..coded.elements);
         let records = coded.records(self.kind, 0..coded.elements);
@@ -157,7 +158,8 @@ impl QuantizedGradients {
         reducer.exchange_stretch(exchange, records.len(), summing)
     }
 
-    /// Adds up the records of a stretch that have arrived, if it is sent as records: `[own elements]`.
+    /// Adds up the received records of a flat parameter into `own`, `[own elements]`; does nothing if it is not sent as
+    /// records.
     pub(crate) fn take_in(&self, queue: &dyn Kernels, stretch: usize, own: View<'_>) {
         let Some(coded) = &self.stretches[stretch] else { return };
         let records = coded.records(self.kind, 0..coded.elements);
@@ -165,10 +167,10 @@ impl QuantizedGradients {
         queue.dequantize_sum(self.kind, coded.ranks, received, own);
     }
 
-    /// Sums the own elements of a stretch, `[own elements]`, over the replicas.
+    /// All-reduces this rank's own elements of a flat parameter, `[own elements]`, over the data-parallel replicas.
     ///
     /// # Errors
-    /// [`EngineError::Comm`].
+    /// If another rank is lost or does not answer in time.
     pub(crate) fn sum_over_replicas(
         &mut self,
         queue: &dyn Kernels,
@@ -204,7 +206,7 @@ impl QuantizedGradients {
         Ok(())
     }
 
-    /// Writes the records of some elements of a stretch.
+    /// Encodes some elements of a flat parameter as records.
     fn encode(&self, queue: &dyn Kernels, coded: &Coded, gradients: View<'_>, elements: Range<usize>) {
         let records = coded.records(self.kind, elements.clone());
         let target = self.sent[coded.parity].view(DType::U8, records.start, [records.len()]);

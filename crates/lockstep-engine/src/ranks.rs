@@ -35,41 +35,41 @@ pub enum TimeLimit {
 /// A collective or point-to-point operation with its times, as recorded by one rank.
 #[derive(Debug, Clone, Copy)]
 pub struct Called {
-    /// The operation.
+    /// Operation and its parameters.
     pub call: Call,
-    /// Its number in its group.
+    /// Sequence number of the operation in its group.
     pub sequence: u32,
-    /// When this rank called it.
+    /// Time at which this rank called it.
     pub start: Duration,
     /// Time at which all ranks had arrived.
     pub met: Duration,
-    /// When it was done.
+    /// Time at which it completed on this rank.
     pub end: Duration,
 }
 
 impl Ranks {
-    /// Returns a group of one rank.
+    /// Returns the ranks of a run with one rank.
     pub fn alone() -> Self {
         Self { groups: Groups::alone(), device: None }
     }
 
-    /// The ranks of `groups`.
+    /// Returns the ranks of `groups`.
     pub fn new(groups: Groups) -> Self {
         Self { groups, device: None }
     }
 
-    /// Returns the group with `device` as the device on which this rank computes.
+    /// Returns the ranks with `device` as the device on which this rank computes.
     #[must_use]
     pub fn on(self, device: Arc<dyn Device>) -> Self {
         Self { device: Some(device), ..self }
     }
 
-    /// The group of all ranks; `None` for one rank.
+    /// Returns the group of all ranks; `None` for one rank.
     pub fn group(&self) -> Option<&Group> {
         self.groups.world()
     }
 
-    /// Process groups of the mesh.
+    /// Returns the process groups of the mesh.
     pub fn groups(&self) -> &Groups {
         &self.groups
     }
@@ -79,12 +79,12 @@ impl Ranks {
         self.groups.plan().map_or_else(Mesh::default, |plan| *plan.mesh())
     }
 
-    /// Index of the data-parallel replica to which this rank belongs.
+    /// Returns the index of the data-parallel replica to which this rank belongs.
     pub fn replica(&self) -> usize {
         self.replica_of(self.rank())
     }
 
-    /// Number of data-parallel replicas.
+    /// Returns the number of data-parallel replicas.
     pub fn replicas(&self) -> usize {
         self.mesh().batch_parts()
     }
@@ -94,7 +94,7 @@ impl Ranks {
         Axis::BATCH.iter().fold(0, |index, axis| index * view.degree(*axis) + view.coordinate(rank, *axis))
     }
 
-    /// Returns true if each copy of the model is held by several ranks.
+    /// Returns true if each model replica spans several ranks.
     pub fn share_models(&self) -> bool {
         let copies: usize =
             self.replicated_axes().iter().map(|axis| self.mesh().ranks().degree(*axis)).product();
@@ -105,7 +105,7 @@ impl Ranks {
         self.mesh().replicated_axes(self.groups.zero_stage())
     }
 
-    /// Returns true if this rank holds the first copy of the model, or a part of that copy. The other copies are equal to it.
+    /// Returns true if this rank holds the first model replica, or a part of it. The other replicas are equal to it.
     pub fn is_in_first_replica(&self) -> bool {
         self.is_first_along(self.replicated_axes(), self.rank())
     }
@@ -122,12 +122,12 @@ impl Ranks {
         }
     }
 
-    /// Rank of this process; 0 without a group.
+    /// Returns the rank of this process; 0 without a group.
     pub fn rank(&self) -> usize {
         self.group().map_or(0, Group::rank)
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.group().map_or(1, Group::size)
     }
@@ -155,7 +155,7 @@ impl Ranks {
         self.group().map_or_else(Arena::new, |group| group.arena(&shared))
     }
 
-    /// Runs `work` on the first rank and then on the others, which find the files that the first has left.
+    /// Runs `work` on the first rank and then on the others, which can use the files that the first has written.
     pub fn first_then_others<T, E: From<CommError>>(
         &self,
         work: impl FnOnce() -> Result<T, E>,
@@ -285,10 +285,11 @@ impl Ranks {
         group.recorded(group.rank()).into_iter().filter_map(called).collect()
     }
 
-    /// Checks that all copies of the model are the same after `step` steps.
+    /// Checks that all model replicas have the same weights after `step` steps.
     ///
     /// # Errors
-    /// [`EngineError::WeightsDiffer`], which names the odd one.
+    /// If the weights of a rank differ from those of most ranks (the error names it), or a rank is lost or does not
+    /// answer in time.
     pub fn check_weights(&self, engine: &mut Engine, step: u64) -> Result<(), EngineError> {
         let Some(group) = self.group() else { return Ok(()) };
         engine.settle_weights()?;

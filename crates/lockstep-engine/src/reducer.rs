@@ -1,8 +1,8 @@
-//! Gradients summed over the ranks that have summands of them, while the backward goes on.
+//! The gradient reducer: reduces gradients over ranks, overlapped with the backward.
 //!
-//! A unit whose gradients are complete is lent to the group in buckets. Where they lie in the shared arena they are summed
-//! in place, over the group's fixed tree: all replicas end with the same bits. Where ranks share out the model's state
-//! ([`Shards`]) each gets the sum of what it owns, and adds to it that of the other replicas.
+//! Complete gradients of a unit are lent to the process group in buckets. In a shared arena they are reduced in place,
+//! over the group's fixed tree, so that all replicas end with the same bits. With sharded model state ([`Shards`]) a
+//! reduce-scatter gives each rank the sum of its own elements; an all-reduce over the data-parallel replicas follows.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -14,33 +14,34 @@ use lockstep_tensor::{Buffer, Workers};
 use crate::transfers::{Job, Traffic, Transfers, bytes_sent};
 use crate::{EngineError, Groups, shards::Shards};
 
-/// Buckets end where blocks of the gradient norm do.
+/// Bucket sizes are multiples of this, so that buckets end at block boundaries of the gradient norm.
 const BUCKET_GRAIN_BYTES: usize = 4096;
-/// Buckets in flight for which there is room beforehand.
+/// Number of buckets in flight for which memory is reserved.
 const BUCKETS: usize = 256;
 
-/// Sums gradients over the ranks that have summands of them.
+/// Reduces gradients over the ranks that contribute to them.
 #[derive(Debug)]
 pub(crate) struct Reducer {
     /// See [`Groups::of_gradients`].
     groups: Vec<(Summing, Group)>,
-    /// Those that share out what is summed so, where that are several.
+    /// Shard groups, by kind of reduction; see [`Groups::of_shards`].
     shards: Vec<(Summing, Group)>,
-    /// Those that own the same of other replicas, where ranks share out anything.
+    /// Ranks that own the same elements in other data-parallel replicas; `None` unless model state is sharded and there
+    /// are several replicas.
     replicas: Option<Group>,
     bucket_bytes: usize,
     limit: Duration,
-    /// Sums in flight, by round.
+    /// Reductions in flight, tagged with their round.
     transfers: Transfers<usize>,
     round: usize,
 }
 
 impl Reducer {
-    /// Sums the gradients of `records` over `groups`, of which `shards` says who owns what; none where nothing is to be summed. The
-    /// engine's threads help.
+    /// Returns a reducer of the gradients of `records` over `groups`, sharded by `shards`; `None` if no gradient needs
+    /// a reduction. The engine's worker threads take part in reductions.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a rank is lost, or does not answer in time.
     pub(crate) fn new(
         groups: &Groups,
         records: &[ParameterRecord],
@@ -61,7 +62,7 @@ impl Reducer {
         Ok((!reducer.groups.is_empty()).then_some(reducer))
     }
 
-    /// Sums nothing: nobody else has summands.
+    /// Returns a reducer for a rank whose gradients need no reduction.
     pub(crate) fn alone() -> Self {
         Self {
             groups: Vec::new(),
@@ -74,15 +75,15 @@ impl Reducer {
         }
     }
 
-    /// The cost of sums since this was last asked.
+    /// Returns the traffic of gradient reductions since the last call.
     pub(crate) fn take_traffic(&mut self) -> Traffic {
         self.transfers.take_traffic()
     }
 
-    /// Adds to the marks, which are not 0, those of all ranks that have summands of what they mark.
+    /// All-reduces marks (0 or 1, one for each row) with the maximum over the ranks that reduce the same gradient.
     ///
     /// # Errors
-    /// [`EngineError::Comm`].
+    /// If another rank is lost or does not answer in time.
     pub(crate) fn mark_all(&mut self, marks: &mut [u8], summing: Summing) -> Result<(), EngineError> {
         let Some(group) = group_of(&self.groups, summing) else { return Ok(()) };
         let begin = Instant::now();
@@ -92,10 +93,10 @@ impl Reducer {
         Ok(())
     }
 
-    /// Begins to sum complete f32 gradients, bytes of a buffer, over all that have summands.
+    /// Begins to all-reduce complete f32 gradients, a byte range of a buffer, over all ranks that contribute to them.
     ///
     /// # Errors
-    /// [`EngineError::Comm`].
+    /// If another rank is lost or does not answer in time.
     #[track_caller]
     pub(crate) fn sum(
         &mut self,
@@ -106,11 +107,12 @@ impl Reducer {
         self.all_reduce(&group, memory)
     }
 
-    /// Begins to sum complete f32 gradients of one stretch, bytes of a buffer, so that each rank of its shard group gets its own elements.
-    /// Without a shard group, where [`Reducer::sum_owned`] has nothing left to do, they are summed over all that have summands.
+    /// Begins to reduce-scatter the complete f32 gradients of one flat parameter, a byte range of a buffer, over its
+    /// shard group. Without a shard group they are all-reduced over all ranks that contribute, and
+    /// [`Reducer::sum_owned`] has nothing to do.
     ///
     /// # Errors
-    /// [`EngineError::Comm`].
+    /// If another rank is lost or does not answer in time.
     #[track_caller]
     pub(crate) fn sum_stretch(
         &mut self,
@@ -126,10 +128,10 @@ impl Reducer {
         self.begin(&group, Collective::ReduceScatterInPlace { data, op, counts }, bytes)
     }
 
-    /// Begins to exchange the records of a stretch, `len` bytes, with those that share it out.
+    /// Begins a collective over the shard group with the quantized records of a flat parameter, `len` bytes.
     ///
     /// # Errors
-    /// [`EngineError::Comm`].
+    /// If another rank is lost or does not answer in time.
     #[track_caller]
     pub(crate) fn exchange_stretch(
         &mut self,
@@ -141,16 +143,18 @@ impl Reducer {
         self.begin(&group, collective, len)
     }
 
-    /// How many replicas there are, where ranks share anything out, and of which this rank is.
+    /// Returns the number of data-parallel replicas and this rank's index among them; `None` unless model state is
+    /// sharded and there are several.
     pub(crate) fn place_among_replicas(&self) -> Option<(usize, usize)> {
         let group = self.replicas.as_ref()?;
         Some((group.size(), group.rank()))
     }
 
-    /// Exchanges records of what this rank owns, `len` bytes, with those that own the same of other replicas, and waits for theirs.
+    /// Runs a collective over the data-parallel replicas with the quantized records of this rank's own elements, `len`
+    /// bytes, and waits for it.
     ///
     /// # Errors
-    /// [`EngineError::Comm`].
+    /// If another rank is lost or does not answer in time.
     #[track_caller]
     pub(crate) fn exchange_owned(
         &mut self,
@@ -162,10 +166,11 @@ impl Reducer {
         self.finish()
     }
 
-    /// Begins to sum the own elements of a stretch, bytes of a buffer, over the replicas, when those of its own replica are summed.
+    /// Begins to all-reduce this rank's own elements of a flat parameter, a byte range of a buffer, over the
+    /// data-parallel replicas. Call it after the reduce-scatter within the replica.
     ///
     /// # Errors
-    /// [`EngineError::Comm`].
+    /// If another rank is lost or does not answer in time.
     #[track_caller]
     pub(crate) fn sum_owned(
         &mut self,
@@ -183,7 +188,7 @@ impl Reducer {
         group: &Group,
         (gradients, range): (&mut Buffer, Range<usize>),
     ) -> Result<(), EngineError> {
-        // Booked once: a part of each bucket's bytes may be rounded off.
+        // Traffic is booked once for all buckets, because booking each could lose a fraction of its bytes to rounding.
         let mut bytes = range.len();
         for start in range.clone().step_by(self.bucket_bytes) {
             let bucket = start..range.end.min(start + self.bucket_bytes);
@@ -204,29 +209,29 @@ impl Reducer {
         self.transfers.begin(self.round, Job::Collective { group, collective, bytes })
     }
 
-    /// Begins a round of sums.
+    /// Begins a round of reductions.
     pub(crate) fn begin_round(&mut self) {
         self.round += 1;
     }
 
-    /// Waits for the sums of earlier rounds.
+    /// Waits for the reductions of earlier rounds.
     ///
     /// # Errors
-    /// [`EngineError::Comm`].
+    /// If another rank is lost or does not answer in time.
     pub(crate) fn finish_earlier_rounds(&mut self) -> Result<(), EngineError> {
         self.transfers.finish(|round| *round != self.round)
     }
 
-    /// Waits for all sums.
+    /// Waits for all reductions.
     ///
     /// # Errors
-    /// [`EngineError::Comm`].
+    /// If another rank is lost or does not answer in time.
     pub(crate) fn finish(&mut self) -> Result<(), EngineError> {
         self.transfers.finish(|_| true)
     }
 }
 
-/// The group of those that sum so, if there is one.
+/// Returns the group of a kind of reduction, if there is one.
 fn group_of(groups: &[(Summing, Group)], summing: Summing) -> Option<Group> {
     groups.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group.clone())
 }

@@ -1,8 +1,8 @@
-//! A rehearsal of a pipeline: its ranks follow their lists and send each other messages as in training, but a pass only takes
-//! its time, asleep.
+//! A rehearsal of a pipeline: its ranks run their action lists and send each other messages as in training, but each
+//! pass only sleeps for its duration.
 //!
-//! So a schedule can be held against its simulation on a machine with fewer cores than ranks. Everything that stands between
-//! passes is the training's own: slots, messages, and the sum over all ranks before the update of the weights.
+//! A schedule can thus be compared with its simulation on a machine with fewer cores than ranks. All but the passes is
+//! as in training: slots, messages, and the all-reduce before the optimizer step.
 
 use std::{
     ops::Range,
@@ -25,10 +25,10 @@ use crate::{
     pipeline::Pipeline,
 };
 
-/// The end of a pass is awaited awake: a sleeper is woken late.
+/// Time before the end of a pass that is spent in a spin loop, because a sleeping thread wakes late.
 const AWAKE: Duration = Duration::from_micros(200);
 
-/// A rank of a pipeline that rehearses.
+/// One rank of a pipeline rehearsal.
 #[derive(Debug)]
 pub struct Rehearsal {
     pipeline: Pipeline,
@@ -38,13 +38,14 @@ pub struct Rehearsal {
 }
 
 impl Rehearsal {
-    /// A rank of the pipeline of `groups`, whose passes cost `costs`, one of each stage, and whose messages have so many bytes.
+    /// Returns a rank of the pipeline of `groups`. `costs` are the costs of each stage's passes; each message has
+    /// `message_bytes`.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If memory runs out.
     ///
     /// # Panics
-    /// If there is no pipeline, or there are costs of another number of stages.
+    /// If `groups` has no pipeline, or `costs` has not one entry for each stage.
     pub fn new(
         groups: &Groups,
         costs: &[StageCost],
@@ -70,27 +71,27 @@ impl Rehearsal {
         Ok(Self { pipeline, groups: groups.clone(), sleeper, limit })
     }
 
-    /// Rehearses a step, which all ranks begin and end together.
+    /// Rehearses a step, which all ranks begin and end together, and returns its times on this rank.
     ///
     /// # Errors
-    /// [`EngineError`].
+    /// If another rank is lost or does not answer in time.
     pub fn step(&mut self) -> Result<&StepTimes, EngineError> {
         self.groups.world().map_or(Ok(()), |group: &Group| group.barrier(Deadline::after(self.limit)))?;
         self.pipeline.run(&mut self.sleeper)?;
-        // What clipping and the guard against NaN need before the update.
+        // Clipping and the NaN guard need this all-reduce before the optimizer step.
         self.groups.sum_over_model(&ExactSum::default())?;
         self.pipeline.end_step();
         Ok(self.pipeline.times())
     }
 }
 
-/// Takes the time of passes.
+/// Implementation of [`Passes`] that sleeps for the duration of each pass.
 #[derive(Debug)]
 struct Sleeper {
     costs: Vec<StageCost>,
-    /// For each own stage and slot its input, its output and the gradient of that.
+    /// Input, output and output gradient, for each stage of this rank and each slot.
     slots: Vec<Vec<[Buffer; 3]>>,
-    /// For each own stage gradients of its input.
+    /// Input gradients, for each stage of this rank and each outbox.
     outboxes: Vec<Vec<Buffer>>,
     message_bytes: usize,
     timeline: Timeline,
@@ -131,7 +132,7 @@ impl Passes for Sleeper {
     }
 }
 
-/// Sleeps, and is awake in time.
+/// Sleeps until shortly before `end`, then spins.
 fn sleep_until(end: Instant) {
     let left = end.saturating_duration_since(Instant::now());
     if left > AWAKE {
@@ -152,7 +153,7 @@ mod tests {
 
     use super::*;
 
-    /// What each of four ranks did in one step of `kind`, with passes of `pass_ms`.
+    /// Returns the times of each of four ranks in one step of `kind`, with passes of `pass_ms`.
     fn rehearse(kind: Kind, micro_batches: usize, pass_ms: f64) -> (Schedule, Vec<StepTimes>) {
         const RANKS: usize = 4;
         let schedule = Schedule::new(kind, RANKS, micro_batches, kind.chunks().0).unwrap();

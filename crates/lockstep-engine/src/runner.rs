@@ -1,7 +1,7 @@
-//! Runs a recorded model over micro-batches: the frames, the workspace, and the order of the units.
+//! Runs a recorded model over micro-batches: owns the frames and the workspace, and replays the units in order.
 //!
-//! A rank runs one stage of the model, which without a pipeline is all of it, or several. For each micro-batch that is on
-//! its way through a stage there is a slot: a frame for each unit, and what the stage was given.
+//! A rank runs one or several stages of the model; without a pipeline, one stage is the whole model. Each micro-batch
+//! in flight in a stage has a slot: a frame for each unit, and the stage's input.
 
 use std::cell::Cell;
 
@@ -26,52 +26,52 @@ use crate::{
     weights::WeightSource,
 };
 
-/// A micro-batch in host memory; all slices but the last are `[sequences · seq_len]`, of whole sequences also where ranks
-/// share these.
+/// A micro-batch in host memory. All slices but the last are `[sequences · seq_len]` and cover whole sequences, also
+/// with context parallelism.
 #[derive(Debug, Clone, Copy)]
 pub struct HostBatch<'a> {
-    /// Token ids.
+    /// Token ids, each below the vocabulary size.
     pub ids: &'a [u32],
-    /// What follows each token, -100 where masked.
+    /// Target of each token: the id of the next one, or -100 where masked.
     pub labels: &'a [i32],
     /// Position of each token in its sequence.
     pub positions: &'a [u32],
-    /// For each token, the index within its sequence of the first token of its document: attention sees nothing
-    /// before it. 0 everywhere costs nothing.
+    /// For each token, the index within its sequence of the first token of its document; attention does not look before
+    /// it. All zeros select the cheaper attention without document masks.
     pub document_starts: &'a [u32],
     /// Global sample number of each sequence, counted through all epochs: the key of its dropout masks.
     pub sample_numbers: &'a [u64],
 }
 
-/// The memory of the micro-batches in flight.
+/// Memory of the micro-batches in flight, and everything that a replay reads besides weights.
 pub struct Runner {
     stages: Vec<Stage>,
     workspace: Buffer,
-    /// Gradients of the values between units; a unit reads one and writes the other.
+    /// Gradients of unit outputs; a unit's backward reads one and writes the other.
     boundary: [Buffer; 2],
-    /// Outputs of units, where tensor-parallel ranks keep a slice of each.
+    /// Gathered unit outputs, where each tensor-parallel rank saves only a slice of them.
     partitioned: Option<PartitionedActivations>,
-    /// Offloaded frames.
+    /// Frames that are offloaded to disk; `None` if all are in memory.
     offloaded: Option<OffloadedFrames>,
     inverse_frequencies: Option<Tensor>,
     host_keys: Vec<u32>,
     host_losses: Vec<f32>,
     seed: u64,
-    /// Those who share the model's blocks.
+    /// Process groups of this rank.
     groups: Groups,
-    /// Where keys and values of other ranks come by, if they do.
+    /// Buffers for keys and values of other ranks in ring attention; `None` without it.
     ring: Option<Ring>,
-    /// What is on its way while products are computed, if anything is.
+    /// Buffer for collectives that overlap with matrix products; `None` without such overlap.
     communication_buffer: Option<CommunicationBuffer>,
     timeline: Timeline,
     load: ExpertLoad,
-    /// The smallest of any router here, if it is watched.
+    /// Smallest router margin on this rank; `None` unless it is watched.
     router_margin: Option<Cell<f32>>,
-    /// Asked before each unit of a step.
+    /// Checked before each unit of a step.
     abandons: Abandons,
 }
 
-/// Answers whether the step at hand is to be abandoned; never, unless it was given a way to find out.
+/// Callback that returns true if the current step is to be abandoned; without one, no step is.
 #[derive(Default)]
 struct Abandons(Option<Box<dyn Fn() -> bool + Send + Sync>>);
 
@@ -90,38 +90,39 @@ impl Abandons {
     }
 }
 
-/// What a forward is for.
+/// Purpose of a forward, which decides whether its activations are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// A backward follows.
+    /// A backward follows, so activations are saved.
     Training,
-    /// Nothing does.
+    /// No backward follows.
     Evaluation,
 }
 
-/// Which gradients a backward computes.
+/// Gradients that a backward computes; split backwards serve zero-bubble schedules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Half {
-    /// Those of inputs and weights.
+    /// Input and weight gradients.
     Both,
-    /// Those of inputs; those of weights come later.
+    /// Input gradients only; weight gradients are computed later.
     Inputs,
 }
 
 impl Runner {
-    /// Memory for `model` on one rank, whose dropout masks follow from `seed`.
+    /// Allocates memory for `model` on one rank; `seed` determines the dropout masks.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If memory runs out.
     pub fn new(model: &RecordedModel, arena: &Arena, seed: u64) -> Result<Self, EngineError> {
         let stages = [StageMemory::whole(model.units())];
         Self::in_groups(model, arena, seed, Groups::alone(), &stages, None)
     }
 
-    /// Memory for `stages` of `model`, which was recorded for this rank of `groups`, with its activations in a file of `offload`, if they are offloaded.
+    /// Allocates memory for `stages` of `model`, which was recorded for this rank of `groups`. With `offload`,
+    /// activations are kept in a file.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`], [`EngineError::Disk`].
+    /// If memory runs out, or the file of offloaded activations cannot be made.
     pub(crate) fn in_groups(
         model: &RecordedModel,
         arena: &Arena,
@@ -163,7 +164,7 @@ impl Runner {
                 .transpose()?,
             host_keys: vec![0; 2 * sequences],
             host_losses: vec![0.0; tokens],
-            // Dropout must not walk in step with the initial weights or the data order.
+            // Dropout masks must be independent of the initial weights and the data order, which use the same seed.
             seed: mix(seed ^ key_from_name("dropout")),
             ring: Ring::new(units().map(|unit| model.program(unit)), arena)?,
             communication_buffer: CommunicationBuffer::new(units().map(|unit| model.program(unit)), arena)?,
@@ -175,12 +176,13 @@ impl Runner {
         })
     }
 
-    /// Bytes of activations that [`Runner::new`] books for `model`: frames, boundaries and the micro-batch itself.
+    /// Returns the bytes of activations that [`Runner::new`] books for `model`: frames, unit outputs' gradients and the
+    /// micro-batch itself.
     pub fn predicted_activation_bytes(model: &RecordedModel) -> usize {
         model.profile().activation_bytes(&[StageMemory::whole(model.units())], false)
     }
 
-    /// How many tokens have chosen each expert since the step began.
+    /// Returns the number of tokens routed to each expert since the step began.
     pub(crate) fn expert_load(&self) -> &ExpertLoad {
         &self.load
     }
@@ -203,7 +205,7 @@ impl Runner {
         &mut self.load
     }
 
-    /// Where the times of operations are recorded while it is on.
+    /// Returns the timeline, which records the times of operations while it is enabled.
     pub fn timeline(&self) -> &Timeline {
         &self.timeline
     }
@@ -211,7 +213,7 @@ impl Runner {
     /// Runs the forward of every unit.
     ///
     /// # Errors
-    /// [`EngineError`]: none on one rank.
+    /// If another rank is lost or does not answer in time, or a disk of offloaded state fails.
     pub fn forward(
         &mut self,
         model: &RecordedModel,
@@ -223,10 +225,10 @@ impl Runner {
         self.forward_stage(model, Place::default(), queue, &mut weights, Purpose::Evaluation)
     }
 
-    /// Runs the forward of a stage, with what was loaded into a slot of it.
+    /// Runs the forward of a stage on the micro-batch that was loaded into the slot of `place`.
     ///
     /// # Errors
-    /// [`EngineError`].
+    /// As [`Runner::forward`], or if the step is abandoned.
     pub(crate) fn forward_stage(
         &mut self,
         model: &RecordedModel,
@@ -247,7 +249,7 @@ impl Runner {
             let weights = weights.weights();
             let parameters = UnitParameters { ids: model.unit_parameters(unit), weights, gradients: None };
             let mut replay = self.replay(model, place, unit, queue, &parameters);
-            // In the backward, which has no use for it, it may still be on its way to the next stage.
+            // A backward does not read this output, which may still be in flight to the next stage.
             let handed_on = self.stages[place.stage].slots[place.slot].output.as_ref();
             let handed_on = handed_on.filter(|_| unit + 1 == units.end);
             replay.output = replay.output.or_else(|| handed_on.map(|buffer| boundary(model, buffer)));
@@ -272,26 +274,25 @@ impl Runner {
         Ok(())
     }
 
-    /// The head's output after a forward: losses or logits, as the model was recorded.
+    /// Returns the head's output after a forward: losses or logits, depending on how the model was recorded.
     ///
     /// # Panics
-    /// If the head is not here.
+    /// If the head is not on this rank.
     pub fn output(&self, model: &RecordedModel) -> View<'_> {
         let place = Place::first(self.stages.len() - 1);
         let head = model.units() - 1;
         model.program(head).output(frame(&self.stages, None, place, head))
     }
 
-    /// The sum of the losses of the last forward, or of the backward that followed it, over the tokens that are not
-    /// masked.
+    /// Returns the sum over unmasked tokens of the losses of the last forward, or of the backward that followed it.
     ///
     /// # Panics
-    /// If the head is not here.
+    /// If the head is not on this rank.
     pub fn loss_sum(&mut self, model: &RecordedModel) -> f64 {
         self.loss_sum_of(model, Place::first(self.stages.len() - 1))
     }
 
-    /// The sum of the losses of a micro-batch, in the stage that ends in the head.
+    /// Returns the sum of the losses of a micro-batch; `place` must be in the stage that ends in the head.
     pub(crate) fn loss_sum_of(&mut self, model: &RecordedModel, place: Place) -> f64 {
         let begin = self.timeline.begin();
         let head = model.units() - 1;
@@ -302,11 +303,11 @@ impl Runner {
         sum
     }
 
-    /// Runs the backward of every unit of a stage that has one after a forward (of either kind), contributing to `gradients`,
-    /// and calls `after_unit` with each.
+    /// Runs the backward of every unit of a stage down to the first trained one, after a forward of either purpose.
+    /// Adds to `gradients`, and calls `after_unit` after each unit.
     ///
     /// # Errors
-    /// [`EngineError`], and what `after_unit` says, at once.
+    /// As [`Runner::forward_stage`], or as soon as `after_unit` fails.
     #[expect(clippy::too_many_arguments, reason = "what is run, where, and what it contributes to")]
     pub(crate) fn backward_stage(
         &mut self,
@@ -359,10 +360,11 @@ impl Runner {
         Ok(())
     }
 
-    /// Runs what a backward of inputs has left of every unit of a stage, and calls `after_unit` with each.
+    /// Computes the weight gradients that a [`Half::Inputs`] backward of a stage has deferred, and calls `after_unit`
+    /// after each unit.
     ///
     /// # Errors
-    /// [`EngineError`], and what `after_unit` says, at once.
+    /// As [`Runner::forward_stage`], or as soon as `after_unit` fails.
     pub(crate) fn weights_stage(
         &mut self,
         model: &RecordedModel,
@@ -392,7 +394,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Has the weights of a unit where kernels read them.
+    /// Waits until the weights of a unit are in memory, unsharded, in the type that kernels read.
     fn make_ready(
         &self,
         queue: &dyn Kernels,
@@ -405,7 +407,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Has the input of a unit whole where ranks keep slices of it: in its backward, and in the forward of a stage's first unit.
+    /// All-gathers the input of a unit where each tensor-parallel rank saves a slice of it: in its backward, and in the
+    /// forward of a stage's first unit.
     fn gather_input(&self, model: &RecordedModel, place: Place, unit: usize) -> Result<(), EngineError> {
         let (Some(before), Some(slices)) = (unit.checked_sub(1), &self.partitioned) else { return Ok(()) };
         let Some(peers) = self.groups.peers().filter(|_| model.slices_output(before)) else { return Ok(()) };
@@ -421,7 +424,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Where the output of a unit is, or the own slice of it: a buffer, and the first byte there.
+    /// Returns the buffer and the byte offset of a unit's output, or of this rank's slice of it.
     fn output_of(&self, model: &RecordedModel, place: Place, unit: usize) -> (&Buffer, usize) {
         let Stage { units, slots, .. } = &self.stages[place.stage];
         match &slots[place.slot].output {
@@ -433,7 +436,7 @@ impl Runner {
         }
     }
 
-    /// Has something done with the frames that are on disk, if any are.
+    /// Runs `work` on the offloaded frames, if there are any, and records its time as waiting for the disk.
     fn on_disk(
         &mut self,
         work: impl FnOnce(&mut OffloadedFrames) -> Result<(), EngineError>,
@@ -445,17 +448,17 @@ impl Runner {
         Ok(())
     }
 
-    /// Bytes of activations on disk.
+    /// Returns the bytes of activations on disk.
     pub(crate) fn disk_bytes(&self) -> u64 {
         self.offloaded.as_ref().map_or(0, OffloadedFrames::disk_bytes)
     }
 
-    /// What of them has been read and written since this was last asked.
+    /// Returns the disk traffic of activations since the last call.
     pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
         self.offloaded.as_mut().map_or_else(DiskTraffic::default, OffloadedFrames::take_traffic)
     }
 
-    /// Lends what crosses a border of a stage, for as long as it is on its way.
+    /// Lends the memory of a message that crosses a border of a stage, for as long as the message is in flight.
     pub(crate) fn lend(&mut self, model: &RecordedModel, place: Place, border: Border) -> Lent {
         let Stage { units, slots, outboxes } = &mut self.stages[place.stage];
         let slot = &mut slots[place.slot];
@@ -482,7 +485,7 @@ impl Runner {
         Lent::new(buffer.lend(0..bytes), DType::U8)
     }
 
-    /// Copies the output of a stage to where the next one, on the same rank, reads it.
+    /// Copies the output of a stage to the input of the next one, which is on the same rank.
     pub(crate) fn hand_on(&self, model: &RecordedModel, queue: &dyn Kernels, from: Place, to: Place) {
         let last = self.stages[from.stage].units.end - 1;
         let (output, start) = self.output_of(model, from, last);
@@ -493,7 +496,7 @@ impl Runner {
         );
     }
 
-    /// Copies the gradient of the input of a stage to where the one before, on the same rank, reads it.
+    /// Copies the input gradient of a stage to the output gradient of the one before, which is on the same rank.
     pub(crate) fn hand_back(&self, model: &RecordedModel, queue: &dyn Kernels, from: Place, to: Place) {
         let gradient = self.stages[from.stage].outboxes.get(from.outbox);
         let gradient = gradient.map(|buffer| boundary(model, buffer));
@@ -505,7 +508,7 @@ impl Runner {
         );
     }
 
-    /// Puts a micro-batch into a slot.
+    /// Copies this rank's tokens of a micro-batch into a slot.
     pub(crate) fn load(&mut self, place: Place, batch: &HostBatch<'_>) {
         let begin = self.timeline.begin();
         for (pair, &sample) in self.host_keys.chunks_exact_mut(2).zip(batch.sample_numbers) {
@@ -527,7 +530,8 @@ impl Runner {
         self.timeline.end(begin, || (Activity::of_step("load batch"), Cost::default()));
     }
 
-    /// Of something that a micro-batch has of each token, what is of the own tokens, stretch by stretch.
+    /// Returns this rank's tokens of a per-token slice of a micro-batch, range by range: all of them without context
+    /// parallelism.
     pub(crate) fn own_tokens<'b, T>(
         &self,
         all: &'b [T],

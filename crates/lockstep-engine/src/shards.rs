@@ -1,13 +1,13 @@
-//! Among whom a rank's model state is shared out, and the collectives by which the ranks give each other their shares.
+//! Process groups over which a rank's model state is sharded (ZeRO), and those for its collectives.
 //!
-//! Ranks that hold the same parameters, and are on one coordinate of the replicate axis, share out each stretch of them
-//! ([`StateStore`](crate::StateStore)): the shard and the context axis, and where neighbours on the tensor axis hold the same and sum its gradients
-//! these too. Of experts it is what is left of these axes. So every element has one owner in each replica, and after an update
-//! the owners' weights are gathered.
+//! Each flat parameter ([`StateStore`](crate::StateStore)) is sharded over the ranks that hold it within one
+//! data-parallel replica. These are the shard and context axes, plus neighbours on the tensor axis that hold the same
+//! elements and reduce their gradients. For experts it is the rest of these axes. Every element thus has one owner in
+//! each replica, and weights are all-gathered after an optimizer step.
 //!
 //! ```text
 //! gradients   reduce-scatter over the owners, then all-reduce of the own range over the replicas
-//! update      of the own range
+//! optimizer   step on the own range
 //! weights     all-gather from the owners
 //! ```
 
@@ -18,30 +18,30 @@ use lockstep_plan::{ParameterRecord, ShardPlace, StateLayout, Summing, ZeroStage
 
 use crate::Groups;
 
-/// Who owns what of the model's state.
+/// Shard groups of the model state; empty if nothing is sharded.
 #[derive(Debug, Default)]
 pub(crate) struct Shards {
     stage: ZeroStage,
-    /// Those that share out what is summed so, where that are several.
+    /// Shard groups with several ranks, by kind of gradient reduction.
     groups: Vec<(Summing, Group)>,
-    /// The same ranks once more, to gather weights: what is under way in one group goes in its order, and weights shall not stand behind
-    /// gradients, nor what the run asks of all ranks behind weights.
+    /// Separate groups of the same ranks for weight gathers. Collectives of one group run in order, so weights do not
+    /// queue behind gradients, nor world collectives behind weights.
     gathering: Vec<(Summing, Group)>,
-    /// Those of them among which what was gathered is kept once more, where that is asked for.
+    /// Subgroups that keep secondary shards of gathered weights (hpZ), if the plan asks for them.
     neighbours: Vec<(Summing, Group)>,
     limit: Duration,
 }
 
 impl Shards {
-    /// Every rank owns all that it holds.
+    /// Returns no shard groups: every rank owns all that it holds.
     pub(crate) fn none() -> Self {
         Self::default()
     }
 
-    /// As `groups` says, for the parameters `records`; all ranks call this together.
+    /// Makes the shard groups of `records` under `groups`; a collective call.
     ///
     /// # Errors
-    /// [`CommError`].
+    /// If a rank is lost, or does not answer in time.
     pub(crate) fn new(groups: &Groups, records: &[ParameterRecord]) -> Result<Self, CommError> {
         let stage = groups.zero_stage();
         let Some(limit) = groups.limit().filter(|_| stage > ZeroStage::Nothing) else {
@@ -55,7 +55,7 @@ impl Shards {
         Ok(Self { stage, groups, gathering, neighbours, limit })
     }
 
-    /// Checks, in tests, that its groups are those that the state was laid out for.
+    /// Asserts, in debug builds, that the shard groups match the state layout.
     pub(crate) fn check(&self, layout: &StateLayout) {
         for (summing, group) in &self.groups {
             let place = ShardPlace { ranks: group.size(), rank: group.rank() };
@@ -63,27 +63,27 @@ impl Shards {
         }
     }
 
-    /// How long a wait for the others may be.
+    /// Returns the timeout of a wait for other ranks.
     pub(crate) fn limit(&self) -> Duration {
         self.limit
     }
 
-    /// What is shared out.
+    /// Returns the ZeRO stage, which says what is sharded.
     pub(crate) fn stage(&self) -> ZeroStage {
         self.stage
     }
 
-    /// Those that share out what is summed so, where that are several.
+    /// Returns the shard groups with several ranks, by kind of gradient reduction.
     pub(crate) fn groups(&self) -> &[(Summing, Group)] {
         &self.groups
     }
 
-    /// The neighbours that have secondary shards of weights whose gradients are summed so, if there are several.
+    /// Returns the subgroup that keeps secondary shards of weights of a kind of reduction; `None` if there is none.
     pub(crate) fn neighbours(&self, summing: Summing) -> Option<&Group> {
         self.neighbours.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group)
     }
 
-    /// Those that gather from each other what they share out and sum so, if they are several.
+    /// Returns the group for weight gathers of a kind of reduction; `None` if this rank is alone.
     pub(crate) fn gathering(&self, summing: Summing) -> Option<&Group> {
         self.gathering.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group)
     }

@@ -1,4 +1,4 @@
-//! The memory of micro-batches on their way through a stage of the model.
+//! Memory of the micro-batches in flight in a stage of the model.
 
 use std::ops::Range;
 
@@ -12,42 +12,44 @@ use crate::{
     passes::Place,
 };
 
-/// A stage of the model that is here.
+/// A stage of the model on this rank.
 #[derive(Debug)]
 pub(crate) struct Stage {
     pub(crate) units: Range<usize>,
     pub(crate) slots: Vec<Slot>,
-    /// Gradients of the stage's input, for the stage before; none for the first.
+    /// Gradients of the stage's input, to be sent to the stage before; empty for the first stage.
     pub(crate) outboxes: Vec<Buffer>,
 }
 
-/// A micro-batch in a stage.
+/// Memory of one micro-batch in a stage.
 #[derive(Debug)]
 pub(crate) struct Slot {
-    /// One frame for each unit, which ends in the unit's output or the own slice of it; none for one that is on disk.
+    /// Frame of each unit, which ends with the unit's output or this rank's slice of it; `None` if it is offloaded to
+    /// disk.
     pub(crate) frames: Vec<Option<Buffer>>,
-    /// What goes to the stage after, where it is not in the frame of the last unit.
+    /// Output for the next stage, if it is not in the frame of the last unit.
     pub(crate) output: Option<Buffer>,
-    /// What the gradients of weights need, for each unit; none where they come with those of inputs.
+    /// Values that the deferred weight gradients of each unit read; empty unless the backward is split.
     pub(crate) deferred: Vec<Buffer>,
-    /// The output of the stage before, or the own slice of it; none for the first.
+    /// Output of the stage before, or this rank's slice of it; `None` for the first stage.
     pub(crate) input: Option<Buffer>,
-    /// The gradient of the output, from the stage after; none for the last.
+    /// Gradient of the output, received from the next stage; `None` for the last stage.
     pub(crate) output_gradient: Option<Buffer>,
     pub(crate) ids: Tensor,
     pub(crate) labels: Tensor,
     pub(crate) positions: Tensor,
     pub(crate) document_starts: Tensor,
-    /// Whether a sequence of the micro-batch holds more than one document.
+    /// True if a sequence of the micro-batch holds more than one document.
     pub(crate) keeps_documents_apart: bool,
     pub(crate) dropout_keys: Tensor,
 }
 
 impl Slot {
-    /// Memory for a micro-batch in `stage`, whose frames are in memory or, as far as they can be, on disk.
+    /// Allocates memory for a micro-batch in `stage`. With `are_on_disk`, frames that can be offloaded get no memory
+    /// here.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If memory runs out.
     pub(crate) fn new(
         model: &RecordedModel,
         profile: &ModelProfile,
@@ -85,7 +87,7 @@ impl Slot {
     }
 }
 
-/// The frame of a unit, in memory or brought there from disk.
+/// Returns the frame of a unit, in memory or read back from disk.
 pub(crate) fn frame<'a>(
     stages: &'a [Stage],
     offloaded: Option<&'a OffloadedFrames>,

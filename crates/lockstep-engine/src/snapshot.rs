@@ -1,16 +1,15 @@
-//! A copy of everything that a checkpoint holds, taken between two steps.
+//! A snapshot: an in-memory copy of everything that a checkpoint holds, taken between two steps.
 //!
-//! It is plain memory that can be sent to another thread: the training goes on while it is written to disk. The
-//! copy is one pass of the compute threads over the flat buffers; it was preferred to copying pages as they are
-//! overwritten, which would need buffers that two threads share, to save a pass that takes a few thousandths of
-//! the time between two saves.
+//! A snapshot can be sent to another thread, which writes it to disk while training goes on. Taking it is one pass of
+//! the compute threads over the flat buffers, a few thousandths of the time between two saves. Copy-on-write of pages
+//! would save that pass, but needs buffers that two threads share.
 
 use lockstep_plan::{MemoryCategory, ParameterRecord};
 
 use crate::state::{ResidualNumbers, tensors_of};
 use crate::{Engine, EngineError, StateStore, StateTensor};
 
-/// Weights in full precision and optimizer state, as they were between two steps.
+/// Copy of the weights in full precision and the optimizer state between two steps.
 #[derive(Debug)]
 pub struct Snapshot {
     records: Vec<ParameterRecord>,
@@ -19,10 +18,11 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Memory for the state of `engine`, booked in its ledger. It holds nothing yet: call [`Snapshot::take`].
+    /// Allocates memory for the state of `engine`, booked in its ledger. The contents are undefined until
+    /// [`Snapshot::take`].
     ///
     /// # Errors
-    /// Out of memory; [`EngineError::OnDisk`].
+    /// If memory runs out, or state is offloaded to disk.
     pub fn new(engine: &Engine) -> Result<Self, EngineError> {
         if engine.weights.updated_on_disk().is_some() {
             return Err(EngineError::OnDisk);
@@ -35,27 +35,27 @@ impl Snapshot {
         })
     }
 
-    /// Has the system give all of the memory now, so that the first copy is as quick as any.
+    /// Touches all of the memory now, so that the first copy is as fast as later ones.
     pub fn touch(&mut self) {
         self.stores.iter_mut().for_each(StateStore::touch);
     }
 
-    /// Bytes that a snapshot of `engine` takes.
+    /// Returns the bytes of a snapshot of `engine`.
     pub fn bytes_for(engine: &Engine) -> usize {
         engine.saved_stores().map(StateStore::len_bytes).sum()
     }
 
-    /// Copies the state of the engine that it was made for, whose weights are settled ([`Engine::settle_weights`]).
+    /// Copies the state of the engine that the snapshot was made for. Call [`Engine::settle_weights`] first.
     pub fn take(&mut self, engine: &Engine) {
         for (copy, store) in self.stores.iter().zip(engine.saved_stores()) {
             copy.copy_from(store, engine.queue());
         }
     }
 
-    /// Restores the state of the engine that it was made for, on all ranks of the run.
+    /// Restores the state of the engine that the snapshot was made for; a collective call of all ranks.
     ///
     /// # Errors
-    /// [`EngineError`]: none on one rank.
+    /// If another rank is lost or does not answer in time.
     pub fn restore(&self, engine: &mut Engine) -> Result<(), EngineError> {
         engine.weights.settle()?;
         for (copy, store) in self.stores.iter().zip(engine.saved_stores()) {
@@ -66,12 +66,12 @@ impl Snapshot {
         engine.weights.settle()
     }
 
-    /// The parameters of the model.
+    /// Returns the records of all parameters.
     pub fn records(&self) -> &[ParameterRecord] {
         &self.records
     }
 
-    /// Everything that a checkpoint holds.
+    /// Returns the tensors that a checkpoint holds.
     pub fn tensors(&mut self) -> Vec<StateTensor<'_>> {
         tensors_of(&self.records, &self.residual_numbers, self.stores.iter_mut())
     }

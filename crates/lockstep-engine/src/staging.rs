@@ -1,7 +1,8 @@
-//! Staging buffers between a file and kernels: slots of memory, each with one extent of the file, read ahead and written behind.
+//! Staging buffers between a file and kernels: slots of memory that each hold one extent of the file, prefetched and
+//! written in the background.
 //!
-//! Windows of model state and frames of activations use the same slots. Their owners choose which slot is emptied next, and when
-//! extents are read and written.
+//! Both windows of model state and frames of activations are staged this way. The owner of a [`Staging`] chooses which
+//! slot to reuse, and when extents are read and written.
 
 use std::ops::Range;
 
@@ -11,47 +12,48 @@ use lockstep_tensor::{Buffer, DiskQueue, DiskTraffic, Loan, ScratchFile, View};
 use crate::transfers::{Job, Transfers};
 use crate::{EngineError, Offload};
 
-/// Part of a file.
+/// Byte range of a file.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct FileExtent {
     pub(crate) offset: u64,
     pub(crate) bytes: usize,
 }
 
-/// A slot of staging memory.
+/// State of a slot of staging memory.
 #[derive(Debug)]
 pub(crate) struct Slot<Key> {
-    /// What it has; `None` if nothing that will be asked for.
+    /// Key of the slot's contents; `None` if they will not be looked up.
     pub(crate) key: Option<Key>,
-    /// True if memory has contents that the file has not.
+    /// True if the contents are not yet in the file.
     pub(crate) is_changed: bool,
     extent: FileExtent,
     last_turn: u64,
 }
 
-/// The memory that a transfer fills or empties.
+/// Memory that a transfer reads from or writes to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Target {
     Slot(usize),
-    /// Memory of a caller, which chose the number.
+    /// Memory of a caller, under a number that the caller chose.
     Elsewhere(usize),
 }
 
-/// Slots of staging memory, and the file behind them. Methods fail if the disk does, or does not answer in time.
+/// Slots of staging memory and their file. Methods fail if the disk fails or does not answer in time.
 #[derive(Debug)]
 pub(crate) struct Staging<Key> {
     transfers: Transfers<Target>,
-    /// One buffer of all slots, or one for each.
+    /// One buffer for all slots, or one for each.
     memory: Vec<Buffer>,
     slot_bytes: usize,
     slots: Vec<Slot<Key>>,
-    /// How often any slot was turned to.
+    /// Counter of slot uses, for the least-recently-used order.
     turns: u64,
 }
 
 impl<Key: Copy + PartialEq> Staging<Key> {
-    /// `slots` of `slot_bytes` in `memory`, one buffer of all or one for each, before a file of `file_bytes`; at most so many jobs besides
-    /// those of the slots are in flight at once.
+    /// Creates a file of `file_bytes` with `slots` staging slots of `slot_bytes` in `memory`, which is one buffer for
+    /// all slots or one for each. `jobs_elsewhere` is the number of jobs in flight into other memory for which room is
+    /// reserved.
     ///
     /// # Errors
     /// If the disk has no room.
@@ -68,32 +70,32 @@ impl<Key: Copy + PartialEq> Staging<Key> {
         Ok(Self { transfers, memory, slot_bytes, slots: (0..slots).map(slot).collect(), turns: 0 })
     }
 
-    /// Bytes of the file.
+    /// Returns the bytes of the file.
     pub(crate) fn disk_bytes(&self) -> u64 {
         self.transfers.disk_bytes()
     }
 
-    /// The cost of reads and writes since this was last asked.
+    /// Returns the disk traffic since the last call.
     pub(crate) fn take_traffic(&mut self) -> DiskTraffic {
         self.transfers.take_disk_traffic()
     }
 
-    /// The slot that has this contents, if one does.
+    /// Returns the slot that holds `key`, if one does.
     pub(crate) fn slot_of(&self, key: Key) -> Option<usize> {
         self.slots.iter().position(|slot| slot.key == Some(key))
     }
 
-    /// True if a slot has contents that the file has not.
+    /// Returns true if a slot's contents are not yet in the file.
     pub(crate) fn is_changed(&self, slot: usize) -> bool {
         self.slots[slot].is_changed
     }
 
-    /// The slot that has this contents, for a change of its state.
+    /// Returns the state of the slot that holds `key`, for change.
     pub(crate) fn get_mut(&mut self, key: Key) -> Option<&mut Slot<Key>> {
         self.slots.iter_mut().find(|slot| slot.key == Some(key))
     }
 
-    /// The buffer of a slot, and the slot's first byte there.
+    /// Returns the buffer of a slot, and the slot's byte offset there.
     pub(crate) fn buffer(&self, slot: usize) -> (&Buffer, usize) {
         match &self.memory[..] {
             [all] => (all, slot * self.slot_bytes),
@@ -101,14 +103,14 @@ impl<Key: Copy + PartialEq> Staging<Key> {
         }
     }
 
-    /// Elements of a slot, from a byte on.
+    /// Returns `count` elements of a slot from byte `start` on.
     pub(crate) fn view(&self, slot: usize, dtype: DType, start: usize, count: usize) -> View<'_> {
         let (buffer, first) = self.buffer(slot);
         buffer.view(dtype, first + start, [count])
     }
 
-    /// Empties the slot that `rank` puts first, or, of several, the one that was turned to least recently, and gives it to an extent of the
-    /// file. Slots without a rank are in use.
+    /// Reuses the slot with the lowest `rank`, the least recently used of equals, for `extent`; writes its old contents
+    /// first if they are changed. Slots for which `rank` returns `None` are in use.
     pub(crate) fn take<Rank: Ord>(
         &mut self,
         key: Option<Key>,
@@ -128,7 +130,7 @@ impl<Key: Copy + PartialEq> Staging<Key> {
         Ok(slot)
     }
 
-    /// Notes that a slot is in use now.
+    /// Marks a slot as the most recently used.
     pub(crate) fn turn_to(&mut self, slot: usize) {
         self.turns += 1;
         self.slots[slot].last_turn = self.turns;
@@ -139,7 +141,7 @@ impl<Key: Copy + PartialEq> Staging<Key> {
         self.begin_to_read_part(slot, 0..self.slots[slot].extent.bytes)
     }
 
-    /// Begins to read bytes of the extent of a slot to where they belong there.
+    /// Begins to read a byte range of a slot's extent to the same place in the slot.
     pub(crate) fn begin_to_read_part(&mut self, slot: usize, bytes: Range<usize>) -> Result<(), EngineError> {
         let offset = self.slots[slot].extent.offset + bytes.start as u64;
         let loan = self.lend(slot, bytes);
@@ -154,7 +156,7 @@ impl<Key: Copy + PartialEq> Staging<Key> {
         self.transfers.begin(Target::Slot(slot), Job::Write(offset, loan))
     }
 
-    /// Begins to write every changed slot but the one of `but`.
+    /// Begins to write every changed slot except the one that holds `but`.
     pub(crate) fn write_behind(&mut self, but: Option<Key>) -> Result<(), EngineError> {
         for slot in 0..self.slots.len() {
             if self.slots[slot].is_changed && (but.is_none() || self.slots[slot].key != but) {
@@ -164,12 +166,12 @@ impl<Key: Copy + PartialEq> Staging<Key> {
         Ok(())
     }
 
-    /// Waits until a slot is neither read nor written.
+    /// Waits for all transfers of a slot.
     pub(crate) fn settle(&mut self, slot: usize) -> Result<(), EngineError> {
         self.transfers.finish(|target| *target == Target::Slot(slot))
     }
 
-    /// Begins to read an extent of the file into memory of the caller, under a number that the caller chooses.
+    /// Begins to read from `offset` of the file into memory of the caller, under a number that the caller chooses.
     pub(crate) fn begin_to_fill(
         &mut self,
         number: usize,
@@ -185,7 +187,7 @@ impl<Key: Copy + PartialEq> Staging<Key> {
         self.transfers.finish(|target| *target == Target::Elsewhere(number))
     }
 
-    /// The same buffers before a disk that has this trouble.
+    /// Returns the same staging buffers with a faulty disk.
     #[cfg(test)]
     pub(crate) fn troubled(self, trouble: crate::troubled::Trouble) -> Self {
         Self { transfers: self.transfers.troubled(trouble), ..self }

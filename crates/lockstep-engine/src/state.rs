@@ -1,4 +1,4 @@
-//! The tensors that belong to one parameter, wherever they are.
+//! The tensors of a parameter's state, in memory or on disk, as checkpoints read them.
 
 use std::cell::RefCell;
 
@@ -9,31 +9,32 @@ use lockstep_plan::{DType, ParameterId, ParameterRecord, StateKind, StoreKind, S
 use crate::windowed_store::WindowedStore;
 use crate::{EngineError, Groups, StateStore, shards::Shards};
 
-/// What a rank owns of a tensor of a parameter, lent by an [`Engine`](crate::Engine) or a [`Snapshot`](crate::Snapshot).
+/// The elements of a parameter's tensor that a rank owns, borrowed from an [`Engine`](crate::Engine) or a
+/// [`Snapshot`](crate::Snapshot).
 #[derive(Debug, Clone, Copy)]
 pub struct StateTensor<'a> {
-    /// The parameter.
+    /// Record of the parameter.
     pub record: &'a ParameterRecord,
-    /// Which of its tensors.
+    /// Kind of the tensor: parameter, optimizer state or gradient residual.
     pub kind: StateKind,
-    /// Type of its elements: f32 or bf16.
+    /// Type of the elements: f32 or bf16.
     pub dtype: DType,
-    /// The index of the first element here, in what this rank's model holds of the parameter.
+    /// Index of the first owned element among the parameter's elements on this rank.
     pub first: usize,
-    /// The elements from there on that this rank owns.
+    /// Elements that this rank owns, from `first` on.
     pub contents: Contents<'a>,
 }
 
-/// Elements of a tensor, as they are kept.
+/// Elements of a tensor in their stored type.
 #[derive(Debug, Clone, Copy)]
 pub enum Contents<'a> {
-    /// Their bytes.
+    /// Bytes of elements in memory.
     Memory(&'a [u8]),
-    /// They are read in parts.
+    /// Elements on disk, which are read in parts.
     Disk(OnDisk<'a>),
 }
 
-/// Elements on disk.
+/// Handle of a tensor's elements on disk.
 #[derive(Debug, Clone, Copy)]
 pub struct OnDisk<'a> {
     store: &'a RefCell<WindowedStore>,
@@ -45,13 +46,13 @@ pub struct OnDisk<'a> {
 }
 
 impl OnDisk<'_> {
-    /// Reads the bytes from `start` on, all of which are there.
+    /// Reads `bytes.len()` bytes from byte `start` of the elements on.
     ///
     /// # Errors
-    /// [`EngineError::Disk`].
+    /// If the disk fails or does not answer in time.
     ///
     /// # Panics
-    /// If they do not begin and end with elements.
+    /// If the range does not begin and end at element boundaries.
     pub fn read(&self, start: usize, bytes: &mut [u8]) -> Result<(), EngineError> {
         assert!(
             start.is_multiple_of(self.size) && bytes.len().is_multiple_of(self.size),
@@ -64,7 +65,7 @@ impl OnDisk<'_> {
 }
 
 impl<'a> StateTensor<'a> {
-    /// How many bytes its elements have.
+    /// Returns the bytes of the elements.
     pub fn len_bytes(&self) -> usize {
         match self.contents {
             Contents::Memory(bytes) => bytes.len(),
@@ -72,7 +73,7 @@ impl<'a> StateTensor<'a> {
         }
     }
 
-    /// Its elements, if they are in memory.
+    /// Returns the bytes of the elements, if they are in memory.
     pub fn in_memory(&self) -> Option<&'a [u8]> {
         match self.contents {
             Contents::Memory(bytes) => Some(bytes),
@@ -80,10 +81,10 @@ impl<'a> StateTensor<'a> {
         }
     }
 
-    /// The elements as f32, which holds each of them exactly.
+    /// Returns the elements as f32, which represents each exactly.
     ///
     /// # Errors
-    /// [`EngineError::Disk`], if they are there.
+    /// If the elements are on disk and the disk fails or does not answer in time.
     pub fn to_vec(&self) -> Result<Vec<f32>, EngineError> {
         let mut values = vec![0.0_f32; self.len_bytes() / self.dtype.size_bytes()];
         let mut narrow = vec![bf16::ZERO; if self.dtype == DType::BF16 { values.len() } else { 0 }];
@@ -99,7 +100,8 @@ impl<'a> StateTensor<'a> {
         Ok(values)
     }
 
-    /// The first of `tensors`, if any, that is a parameter with a value in memory that is not finite.
+    /// Returns the name of the first parameter among `tensors` that has a non-finite value in memory; `None` if all are
+    /// finite.
     pub fn first_not_finite<'t>(tensors: &'t [StateTensor<'_>]) -> Option<&'t str> {
         let is_broken = |tensor: &&StateTensor<'_>| {
             // Not finite: all bits of the exponent are set. A maximum vectorizes, a search does not.
@@ -120,7 +122,8 @@ impl<'a> StateTensor<'a> {
     }
 }
 
-/// The numbers of a rank's residuals, by the way in which gradients are summed: among all that have summands, over all replicas.
+/// Numbers of this rank's gradient residuals, by kind of gradient reduction. They count the ranks that contribute to a
+/// gradient, over all data-parallel replicas.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ResidualNumbers(Vec<(Summing, ResidualNumber)>);
 
@@ -144,24 +147,26 @@ impl ResidualNumbers {
         self.0.iter().find(|(kind, _)| *kind == summing).map(|(_, number)| *number)
     }
 
-    /// Which residual of a parameter is this rank's.
+    /// Returns the kind of this rank's residual of a parameter; `None` if its gradient is not reduced over a shard
+    /// group.
     pub(crate) fn own(&self, record: &ParameterRecord) -> Option<StateKind> {
         self.of(record).map(|number| StateKind::GradientResidual(number.own))
     }
 
-    /// The last residual that a parameter has, and the one after it, which it has not.
+    /// Returns the kind of a parameter's last residual, and of the one after it, which does not exist.
     pub(crate) fn last_and_next(&self, record: &ParameterRecord) -> Option<[StateKind; 2]> {
         let of = self.of(record)?.of;
         Some([of - 1, of].map(StateKind::GradientResidual))
     }
 }
 
-/// The tensors of a parameter that a store of weights or of optimizer state has.
+/// Returns the kind of tensors in a store of weights or optimizer state.
 fn tensor_kind(store: StoreKind) -> StateKind {
     if let StoreKind::Optimizer(kind) = store { kind } else { StateKind::Parameter }
 }
 
-/// The tensors of all parameters in `stores`. Selection biases are left out: their owners have them among the weights.
+/// Returns the tensors of all parameters in `stores`. Router biases are left out, because their owners have them among
+/// the weights.
 pub(crate) fn tensors_of<'a>(
     records: &'a [ParameterRecord],
     numbers: &ResidualNumbers,
@@ -183,7 +188,8 @@ pub(crate) fn tensors_of<'a>(
     tensors
 }
 
-/// The tensors of all parameters on disk, those of a parameter one after the other: they lie near each other.
+/// Returns the tensors of all parameters on disk. Those of one parameter are consecutive, because they are close to
+/// each other in the file.
 pub(crate) fn tensors_on_disk<'a>(
     records: &'a [ParameterRecord],
     store: &'a RefCell<WindowedStore>,

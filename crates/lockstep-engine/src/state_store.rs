@@ -1,9 +1,10 @@
-//! A store of model state: one tensor for each parameter of a line of the [`StateLayout`](lockstep_plan::StateLayout), be it weights,
-//! gradients or a number that the optimizer keeps.
+//! A store of model state: one tensor for each parameter of an item of the [`StateLayout`](lockstep_plan::StateLayout),
+//! such as weights, gradients or an optimizer moment.
 //!
-//! [`StoreLayout`] says where each parameter stands in the stretches of the store. The [`Residence`] of a stretch says where its elements are:
-//! in the store's flat buffers, whole or the own elements; whole only while a unit reads them; or on disk. Extent and residence
-//! are all that ZeRO stages and offloading change.
+//! [`StoreLayout`] places each parameter in a flat parameter (`Stretch`: consecutive parameters whose gradients are
+//! complete at the same time and reduced over the same group). The [`Residence`] of a flat parameter says where its
+//! elements are: in the store's buffers, in the pool while a unit reads them, or on disk. ZeRO stages and offloading
+//! change only extent and residence.
 
 use std::ops::Range;
 
@@ -14,20 +15,20 @@ use lockstep_plan::{
 };
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
 
-/// Where the elements of a stretch are.
+/// Residence of a flat parameter's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Residence {
-    /// In the flat buffers of the store.
+    /// In the flat buffers of the store, in full or only this rank's own elements.
     Resident,
-    /// In the pool of gathered parameters, from an element of a bundle on, while a unit reads them. The own elements stay in the flat
-    /// buffers of the store or on disk.
+    /// In the pool of gathered parameters while a unit reads them, from element `start` of `bundle` on. This rank's own
+    /// elements stay in the flat buffers of the store or on disk.
     Gathered { bundle: usize, start: usize },
-    /// On disk; windows of them are in memory while they are read and written.
+    /// On disk; windows of them are in memory while they are read or written.
     Windowed,
 }
 
-/// One tensor for each parameter of a model, in one flat buffer per unit. A tied parameter is a view of the one it is
-/// tied to.
+/// One tensor for each parameter of a model, in one flat buffer per unit. A tied parameter is a view of the one that it
+/// is tied to.
 #[derive(Debug)]
 pub struct StateStore {
     kind: StoreKind,
@@ -36,26 +37,26 @@ pub struct StateStore {
     /// The flat buffer of each unit.
     units: Vec<Buffer>,
     layout: StoreLayout,
-    /// By stretch.
+    /// Residence of each flat parameter.
     residences: Vec<Residence>,
-    /// By [`ParameterId`]; parameters that are left out have none.
+    /// Place of each parameter, by [`ParameterId`]; `None` for parameters that the store does not hold.
     places: Vec<Option<Place>>,
 }
 
-/// A parameter, or some of its elements, in a stretch.
+/// A range of a parameter's elements in a flat parameter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) id: ParameterId,
-    /// Which elements of what the rank's model holds of it.
+    /// Range among the parameter's elements on this rank.
     pub(crate) elements: Range<usize>,
-    /// Where the first of them is in the stretch.
+    /// Index of the first of them in the flat parameter.
     pub(crate) first: usize,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Place {
     stretch: usize,
-    /// Its first element in the stretch.
+    /// Index of the parameter's first element in the flat parameter.
     first: usize,
     shape: Shape,
 }
@@ -66,22 +67,22 @@ impl Place {
     }
 }
 
-/// The own elements of a parameter's tensor.
+/// Elements of a parameter's tensor that this rank owns.
 #[derive(Debug, Clone, Copy)]
 pub struct Part<'a> {
-    /// The index, in what the rank's model holds of the parameter, of the first element.
+    /// Index of the first element among the parameter's elements on this rank.
     pub first: usize,
     /// The elements, `[count]`.
     pub view: View<'a>,
 }
 
 impl Part<'_> {
-    /// The indices of its elements.
+    /// Returns the range of the elements.
     pub fn range(&self) -> Range<usize> {
         self.first..self.first + self.view.elements()
     }
 
-    /// Writes the elements as f32, which holds each of them exactly.
+    /// Copies the elements to `values` as f32, which represents each exactly.
     pub(crate) fn copy_to_f32(self, values: &mut Vec<f32>) {
         values.clear();
         match self.view.dtype() {
@@ -96,10 +97,10 @@ impl Part<'_> {
 }
 
 impl StateStore {
-    /// Zeros for every parameter of `records`.
+    /// Allocates zeros for every parameter of `records`.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If memory runs out.
     pub fn zeros(
         arena: &Arena,
         records: &[ParameterRecord],
@@ -111,10 +112,10 @@ impl StateStore {
         Self::laid_out(arena, records, StateItem { kind, dtype, extent, layout }, category)
     }
 
-    /// Zeros for a line of the state of a rank that sees its parameters as `records`.
+    /// Allocates zeros for an item of a rank's state layout, whose parameters are `records`.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If memory runs out.
     pub(crate) fn zeros_of(
         arena: &Arena,
         records: &[ParameterRecord],
@@ -145,31 +146,31 @@ impl StateStore {
         Ok(Self { kind, dtype, extent, units, layout, residences, places })
     }
 
-    /// The kind of store.
+    /// Returns the kind of store.
     pub(crate) fn kind(&self) -> StoreKind {
         self.kind
     }
 
-    /// True if it keeps no parameter.
+    /// Returns true if the store holds no parameter.
     pub fn is_empty(&self) -> bool {
         self.places.iter().all(Option::is_none)
     }
 
-    /// The extent of each resident stretch.
+    /// Returns the extent of resident flat parameters: in full, or only own elements.
     pub(crate) fn extent(&self) -> Extent {
         self.extent
     }
 
-    /// Type of the elements.
+    /// Returns the type of the elements.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// A store for the same parameters, whose contents are unspecified: memory that nobody touches before it is
+    /// Allocates a store for the same parameters with unspecified contents; its memory is not touched before it is
     /// written.
     ///
     /// # Errors
-    /// [`TensorError::OutOfMemory`].
+    /// If memory runs out.
     pub fn like(&self, arena: &Arena, category: MemoryCategory) -> Result<Self, TensorError> {
         arena.require(self.len_bytes(), category)?;
         let units = self.units.iter().map(|unit| arena.allocate(unit.len_bytes(), category));
@@ -182,35 +183,36 @@ impl StateStore {
         })
     }
 
-    /// The stretches, in which parameters stand together.
+    /// Returns the flat parameters of the store.
     pub(crate) fn stretches(&self) -> &[Stretch] {
         &self.layout.stretches
     }
 
-    /// The places of all parameters.
+    /// Returns the layout of the store.
     pub(crate) fn layout(&self) -> &StoreLayout {
         &self.layout
     }
 
-    /// Where the elements of a stretch are.
+    /// Returns the residence of a flat parameter's elements.
     pub(crate) fn residence(&self, stretch: usize) -> Residence {
         self.residences[stretch]
     }
 
-    /// Has a stretch gathered before each use, to an element of a bundle of the pool.
+    /// Marks a flat parameter as gathered before each use, to element `start` of a bundle of the pool.
     pub(crate) fn gather(&mut self, stretch: usize, (bundle, start): (usize, usize)) {
         self.residences[stretch] = Residence::Gathered { bundle, start };
     }
 
-    /// The stretch of a parameter, its first element there, and its shape; `None` if the store leaves it out.
+    /// Returns the flat parameter that holds a parameter, the index of its first element there, and its shape; `None`
+    /// if the store does not hold it.
     pub(crate) fn place_of(&self, id: ParameterId) -> Option<(usize, usize, Shape)> {
         self.places[id.0].map(|place| (place.stretch, place.first, place.shape))
     }
 
-    /// The buffer that a stretch lies in, and the bytes there of some of its elements.
+    /// Returns the buffer of a flat parameter, and the byte range of some of its elements.
     ///
     /// # Panics
-    /// If the store does not have them.
+    /// If the elements are not in the store's memory.
     pub(crate) fn lend_from(
         &mut self,
         stretch: usize,
@@ -220,40 +222,40 @@ impl StateStore {
         (&mut self.units[self.layout.stretches[stretch].unit], bytes)
     }
 
-    /// The buffer of a stretch, and the bytes of the own elements there.
+    /// Returns the buffer of a flat parameter, and the byte range of this rank's own elements.
     pub(crate) fn lend_own(&mut self, stretch: usize) -> (&mut Buffer, Range<usize>) {
         let own = self.layout.stretches[stretch].own.clone();
         self.lend_from(stretch, own)
     }
 
-    /// The own elements of a stretch, `[count]`; there may be none.
+    /// Returns this rank's own elements of a flat parameter, `[count]`; `count` may be 0.
     pub(crate) fn own_of(&self, stretch: usize) -> View<'_> {
         let stretch = &self.layout.stretches[stretch];
         self.elements_of(stretch, stretch.own.clone())
     }
 
-    /// Elements of a stretch, `[count]`.
+    /// Returns elements of a flat parameter, `[count]`.
     ///
     /// # Panics
-    /// If the store does not have them.
+    /// If the elements are not in the store's memory.
     pub(crate) fn range_of(&self, stretch: usize, elements: Range<usize>) -> View<'_> {
         self.elements_of(&self.layout.stretches[stretch], elements)
     }
 
-    /// Bytes of all parameters, padding included.
+    /// Returns the bytes of all parameters in memory, padding included.
     pub fn len_bytes(&self) -> usize {
         self.units.iter().map(Buffer::len_bytes).sum()
     }
 
-    /// Has the system give all of the memory now: it does so page by page, when each is written first.
+    /// Touches all of the memory now. Otherwise the operating system commits each page at its first write.
     pub fn touch(&mut self) {
         self.units.iter_mut().for_each(|unit| unit.bytes_mut().fill(0));
     }
 
-    /// Copies the contents of a store of the same parameters and type.
+    /// Copies the contents of `other`, a store of the same parameters and type.
     ///
     /// # Panics
-    /// If it is not one.
+    /// If the stores differ in type, extent or number of units.
     pub fn copy_from(&self, other: &Self, queue: &dyn Kernels) {
         assert_eq!(
             (self.dtype, self.extent, self.units.len()),
@@ -266,49 +268,50 @@ impl StateStore {
         }
     }
 
-    /// A parameter's tensor.
+    /// Returns a parameter's tensor.
     ///
     /// # Panics
-    /// If the store has none for it, or not all of it.
+    /// If the store does not hold the parameter, or only a part of it.
     pub fn view(&self, id: ParameterId) -> View<'_> {
         self.get(id).expect("the store has a tensor for each parameter that it is asked for")
     }
 
-    /// A parameter's tensor, if the store has one for it.
+    /// Returns a parameter's tensor; `None` if the store does not hold it.
     ///
     /// # Panics
-    /// If it has not all of it.
+    /// If the store holds only a part of it.
     pub fn get(&self, id: ParameterId) -> Option<View<'_>> {
         let place = self.places[id.0]?;
         let elements = place.first..place.first + place.shape.elements();
         Some(self.elements_of(&self.layout.stretches[place.stretch], elements).reshape(place.shape))
     }
 
-    /// The own elements of a parameter's tensor; `None` if there are none, or they are on disk.
+    /// Returns this rank's own elements of a parameter's tensor; `None` if there are none, or they are on disk.
     pub fn part(&self, id: ParameterId) -> Option<Part<'_>> {
         let place = self.places[id.0]?;
         let range = self.owned_in_memory(&place);
         (!range.is_empty()).then(|| self.part_of(&place, range))
     }
 
-    /// The range of a parameter's own elements, wherever they are.
+    /// Returns the range of this rank's own elements of a parameter, in memory or on disk.
     pub(crate) fn owned_range(&self, id: ParameterId) -> Range<usize> {
         self.places[id.0].map_or(0..0, |place| self.owned(&place))
     }
 
-    /// True if any stretch is on disk.
+    /// Returns true if any flat parameter is on disk.
     pub(crate) fn is_partly_on_disk(&self) -> bool {
         self.layout.stretches.iter().any(|stretch| stretch.is_on_disk)
     }
 
-    /// The parameters that lie in `elements` of a stretch, each that owns its storage once, in their order there.
+    /// Returns the parameters within `elements` of a flat parameter, in order. Tied parameters are listed once, as the
+    /// one that owns the storage.
     pub(crate) fn pieces(&self, stretch: usize, elements: Range<usize>) -> Vec<Piece> {
         let mut pieces: Vec<Piece> = Vec::new();
         for (index, place) in self.places.iter().enumerate() {
             let Some(place) = place.filter(|place| place.stretch == stretch) else { continue };
             let (start, end) = (place.first, place.first + place.shape.elements());
             let first = elements.start.max(start);
-            // A shared place was listed under the parameter that owns it.
+            // A place shared by tied parameters was listed under the parameter that owns it.
             if first < elements.end.min(end) && pieces.iter().all(|piece| piece.first != first) {
                 let of_parameter = first - start..elements.end.min(end) - start;
                 pieces.push(Piece { id: ParameterId(index), elements: of_parameter, first });
@@ -318,23 +321,25 @@ impl StateStore {
         pieces
     }
 
-    /// The own elements of a parameter's tensor, in its shape if that is all of it.
+    /// Returns this rank's own elements of a parameter's tensor, in the tensor's shape if they are all of it, else
+    /// `[count]`.
     pub(crate) fn part_in_shape(&self, id: ParameterId) -> Option<View<'_>> {
         let (place, part) = (self.places[id.0]?, self.part(id)?.view);
         Some(if part.elements() == place.shape.elements() { part.reshape(place.shape) } else { part })
     }
 
-    /// What the store has in memory of a parameter's tensor; `None` if that is nothing.
+    /// Returns the elements of a parameter's tensor that are in the store's memory; `None` if there are none.
     pub(crate) fn kept_part(&self, id: ParameterId) -> Option<Part<'_>> {
         let place = self.places[id.0]?;
         let range = self.kept_in_memory(&place);
         (!range.is_empty()).then(|| self.part_of(&place, range))
     }
 
-    /// Replaces the elements from `start` on of a parameter's tensor, rounded to the store's type, as far as the store has them.
+    /// Replaces the elements of a parameter's tensor from `start` on, rounded to the store's type. Elements that are
+    /// not in the store's memory are skipped.
     ///
     /// # Panics
-    /// If the parameter has fewer elements.
+    /// If `values` reaches beyond the end of the parameter.
     pub fn write_part(&self, id: ParameterId, start: usize, values: &[f32]) {
         let Some(kept) = self.kept_part(id) else { return };
         let range = kept.range().start.max(start)..kept.range().end.min(start + values.len());
@@ -345,12 +350,13 @@ impl StateStore {
         write_rounded(view, &values[range.start - start..range.end - start]);
     }
 
-    /// The own bytes in memory of all parameters that own their storage here, each with its first element, without a copy.
+    /// Returns the bytes in memory of this rank's own elements, without a copy: for each parameter that owns its
+    /// storage, its id, the index of its first element, and the bytes.
     pub fn parts(&mut self) -> Vec<(ParameterId, usize, &[u8])> {
         self.bytes_where(Self::owned_in_memory)
     }
 
-    /// The bytes in memory of all parameters that own their storage here, each with its first element, without a copy.
+    /// Returns, as [`StateStore::parts`], the bytes of all elements in memory, own or not.
     pub(crate) fn kept_parts(&mut self) -> Vec<(ParameterId, usize, &[u8])> {
         self.bytes_where(Self::kept_in_memory)
     }
@@ -362,7 +368,7 @@ impl StateStore {
         let mut found = Vec::with_capacity(self.places.len());
         for (index, place) in self.places.iter().enumerate() {
             let Some(place) = place else { continue };
-            // A shared place was listed under the parameter that owns it.
+            // A place shared by tied parameters was listed under the parameter that owns it.
             if self.places[..index].iter().flatten().any(|earlier| earlier.is_same(place)) {
                 continue;
             }
@@ -382,7 +388,7 @@ impl StateStore {
         found.into_iter().map(|(id, first, unit, bytes)| (id, first, &units[unit][bytes])).collect()
     }
 
-    /// The elements of a parameter that this rank owns.
+    /// Returns the elements of a parameter that this rank owns.
     fn owned(&self, place: &Place) -> Range<usize> {
         let own = &self.layout.stretches[place.stretch].own;
         let end = place.first + place.shape.elements();
@@ -390,12 +396,12 @@ impl StateStore {
         if range.is_empty() { 0..0 } else { range.start - place.first..range.end - place.first }
     }
 
-    /// The own elements of a parameter that the store has in memory.
+    /// Returns this rank's own elements of a parameter that are in memory.
     fn owned_in_memory(&self, place: &Place) -> Range<usize> {
         if self.layout.stretches[place.stretch].is_on_disk { 0..0 } else { self.owned(place) }
     }
 
-    /// The elements of a parameter that the store has in memory.
+    /// Returns the elements of a parameter that are in memory.
     fn kept_in_memory(&self, place: &Place) -> Range<usize> {
         match self.extent {
             Extent::Whole if !self.layout.stretches[place.stretch].is_on_disk => 0..place.shape.elements(),
@@ -408,7 +414,7 @@ impl StateStore {
         Part { first: range.start, view: self.elements_of(&self.layout.stretches[place.stretch], of_stretch) }
     }
 
-    /// The elements of a stretch that the store has in memory.
+    /// Returns the elements of a flat parameter that are in memory.
     fn kept(&self, stretch: &Stretch) -> Range<usize> {
         match self.extent {
             _ if stretch.is_on_disk => 0..0,
@@ -423,7 +429,7 @@ impl StateStore {
         self.units[stretch.unit].view(self.dtype, bytes.start, [count])
     }
 
-    /// The bytes of elements of a stretch in its unit's buffer.
+    /// Returns the byte range of elements of a flat parameter in its unit's buffer.
     fn bytes_of(&self, stretch: &Stretch, elements: Range<usize>) -> Range<usize> {
         let kept = self.kept(stretch);
         assert!(
@@ -435,7 +441,7 @@ impl StateStore {
     }
 }
 
-/// Writes f32 values, rounded to the type of what is written.
+/// Writes f32 values to `view`, rounded to its type.
 pub(crate) fn write_rounded(view: View<'_>, values: &[f32]) {
     match view.dtype() {
         DType::BF16 => view.write(&values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>()),

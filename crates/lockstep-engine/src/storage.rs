@@ -1,4 +1,4 @@
-//! In which precision weights and optimizer state are kept, how they are rounded, and where they are.
+//! Storage of weights and optimizer state: precision, rounding, and the files of offloaded state.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -8,35 +8,35 @@ use lockstep_plan::{
 };
 use lockstep_tensor::{DiskIo, Rounding};
 
-/// How an engine keeps weights and optimizer state.
+/// Precision, rounding and offload files of weights and optimizer state.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Storage {
-    /// The weights that are updated.
+    /// Weights that the optimizer updates: master weights or those of kernels.
     pub weights: WeightStorage,
-    /// Type of moments and momentum: f32 or bf16.
+    /// Type of the optimizer's moments and momentum: f32 or bf16.
     pub state: DType,
-    /// How what is kept in bf16 is rounded.
+    /// Rounding of weights and optimizer state in bf16.
     pub rounding: RoundingMode,
-    /// Files of what is on disk.
+    /// Files of offloaded state and activations.
     pub offload: Offload,
 }
 
-/// The files of offloaded state and activations, and how they are moved (ZeRO-Infinity: Rajbhandari et al., 2021). The plan says what is
-/// offloaded.
+/// Files of offloaded state and activations, and the way they are read and written (ZeRO-Infinity: Rajbhandari et al.,
+/// 2021). The plan decides what is offloaded.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Offload {
-    /// Where the files are. They have no name, and end with the process.
+    /// Directory of the files. They have no name and vanish with the process.
     pub directory: PathBuf,
-    /// Elements that are moved at once, a multiple of 2,048.
+    /// Elements of a window, which is read and written in one piece; a multiple of 2,048.
     pub window_elements: usize,
-    /// By what they are moved.
+    /// System interface for reads and writes.
     pub method: DiskIo,
-    /// How long the disk may take for one of them.
+    /// Timeout of one read or write.
     pub limit: Duration,
 }
 
 impl Default for Offload {
-    /// In the working directory.
+    /// Returns the defaults: files in the working directory.
     fn default() -> Self {
         Self {
             directory: PathBuf::from("."),
@@ -47,26 +47,26 @@ impl Default for Offload {
     }
 }
 
-/// The weights that an update changes.
+/// Weights that an optimizer step updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightStorage {
-    /// f32, with a rounded copy for kernels that read another type.
+    /// f32 master weights, with a rounded copy if kernels read another type.
     Master,
-    /// Those that kernels read, f32 or bf16, and no others.
+    /// The weights that kernels read, f32 or bf16; there are no master weights.
     Kernels,
 }
 
-/// How numbers are rounded to bf16.
+/// Rounding of f32 numbers to bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RoundingMode {
-    /// To the nearest.
+    /// Round to nearest.
     Nearest,
-    /// At random, by (seed, name, element, step).
+    /// Stochastic rounding, determined by (seed, name, element, step).
     Stochastic,
 }
 
 impl Default for Storage {
-    /// Everything in f32 and in memory.
+    /// Returns the defaults: everything in f32, with f32 master weights.
     fn default() -> Self {
         Self {
             weights: WeightStorage::Master,
@@ -78,12 +78,12 @@ impl Default for Storage {
 }
 
 impl RoundingMode {
-    /// The rounding of the parameter `name` from `first_element` on in update `step`.
+    /// Returns the rounding of the parameter `name` from `first_element` on in optimizer step `step`.
     pub(crate) fn of(self, seed: u64, name: &str, step: u64, first_element: u64) -> Rounding {
         match self {
             Self::Nearest => Rounding::Nearest,
             Self::Stochastic => {
-                // Rounding must not walk in step with the initial weights.
+                // Rounding must be independent of the initial weights, which use the same seed.
                 let key = mix(seed ^ key_from_name(name) ^ key_from_name("stochastic rounding"));
                 Rounding::Stochastic { key, step, first_element }
             }

@@ -1,12 +1,13 @@
-//! Transfers between this rank's memory, other ranks and a disk: one queue of jobs, each begun early and finished before its memory is used.
+//! Transfers between this rank's memory, other ranks and a disk: a queue of asynchronous jobs, each begun early and
+//! finished before its memory is used.
 //!
 //! ```text
 //! begin(tag, job)    the job's memory is lent: links or the disk work while kernels compute
 //! finish(which)      the loans of the jobs with these tags are over; the time of the wait is exposed
 //! ```
 //!
-//! A job is a collective, a read or a write. Owners give their jobs tags by which they find them again, and encode or decode
-//! quantized data before [`Transfers::begin`] or after [`Transfers::finish`].
+//! A job is a collective, a read or a write, identified by a tag of its owner. Quantized data is encoded before
+//! [`Transfers::begin`] and decoded after [`Transfers::finish`].
 
 use std::collections::VecDeque;
 use std::ops::Add;
@@ -23,7 +24,7 @@ pub(crate) enum Job<'a> {
     Collective {
         group: &'a Group,
         collective: Collective<Lent, Lent>,
-        /// Bytes that each rank has after it, or of which it gets its part.
+        /// Size of the full data in bytes: each rank has all of it before or after the collective.
         bytes: usize,
     },
     /// A read of the file, from an offset on.
@@ -32,15 +33,15 @@ pub(crate) enum Job<'a> {
     Write(u64, Loan),
 }
 
-/// Jobs in flight, oldest first, and what they have cost.
+/// Jobs in flight, oldest first, and the traffic of all jobs.
 #[derive(Debug)]
 pub(crate) struct Transfers<Tag> {
     in_flight: VecDeque<(Tag, InFlight)>,
     disk: Option<DiskQueue>,
-    /// The longest wait for one job.
+    /// Timeout of a wait for one job.
     limit: Duration,
     traffic: Traffic,
-    /// The time until which collectives in the background are in the traffic.
+    /// End of the time that background collectives have been booked for; avoids counting overlapping ones twice.
     counted_until: Option<Instant>,
 }
 
@@ -50,14 +51,16 @@ enum InFlight {
     Disk(Ticket),
 }
 
-/// The cost of collectives.
+/// Bytes and times of collectives.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Traffic {
-    /// Bytes that this rank sent, by the best of algorithms: 2 (P-1)/P S for an all-reduce of S bytes over P ranks.
+    /// Bytes that this rank sent, counted for the bandwidth-optimal algorithm: 2 (P-1)/P S for an all-reduce of S bytes
+    /// over P ranks.
     pub bytes: u64,
-    /// Time in which this rank worked on them, or, for collectives that compute threads take no part in, in which they were in flight.
+    /// Time in which this rank worked on collectives. For background collectives, in which compute threads take no
+    /// part, the time in which they were in flight.
     pub busy: Duration,
-    /// The part of it in which nothing was computed.
+    /// Exposed communication: the part of `busy` that does not overlap with compute.
     pub exposed: Duration,
 }
 
@@ -74,13 +77,14 @@ impl Add for Traffic {
 }
 
 impl<Tag> Transfers<Tag> {
-    /// A queue without a disk, with room for so many jobs in flight; no wait for one is longer than `limit`.
+    /// Returns a queue without a disk, with room reserved for `capacity` jobs in flight. `limit` is the timeout of a
+    /// wait for one job.
     pub(crate) fn new(limit: Duration, capacity: usize) -> Self {
         let (traffic, counted_until) = (Traffic::default(), None);
         Self { in_flight: VecDeque::with_capacity(capacity), disk: None, limit, traffic, counted_until }
     }
 
-    /// The same queue for reads and writes of a file.
+    /// Returns the queue with a disk, for reads and writes of a file.
     pub(crate) fn with_disk(self, disk: DiskQueue) -> Self {
         Self { disk: Some(disk), ..self }
     }
@@ -91,7 +95,7 @@ impl<Tag> Transfers<Tag> {
     /// If another rank is lost.
     ///
     /// # Panics
-    /// If the job is of a disk and the queue has none.
+    /// If the job is a read or write and the queue has no disk.
     #[track_caller]
     pub(crate) fn begin(&mut self, tag: Tag, job: Job<'_>) -> Result<(), EngineError> {
         let job = match job {
@@ -113,12 +117,12 @@ impl<Tag> Transfers<Tag> {
         Ok(())
     }
 
-    /// True if a job whose tag `which` accepts is in flight.
+    /// Returns true if a job whose tag `which` accepts is in flight.
     pub(crate) fn has(&self, which: impl Fn(&Tag) -> bool) -> bool {
         self.in_flight.iter().any(|(tag, _)| which(tag))
     }
 
-    /// Waits until the jobs are done whose tags `which` accepts, oldest first.
+    /// Waits for the jobs whose tags `which` accepts, oldest first.
     ///
     /// # Errors
     /// If another rank or the disk fails or does not answer in time.
@@ -148,27 +152,27 @@ impl<Tag> Transfers<Tag> {
         Ok(())
     }
 
-    /// Adds a collective of so many bytes that ran to its end within `elapsed`.
+    /// Books a blocking collective that took `elapsed`, all of it exposed.
     pub(crate) fn book(&mut self, bytes: u64, elapsed: Duration) {
         self.traffic = self.traffic + Traffic { bytes, busy: elapsed, exposed: elapsed };
     }
 
-    /// The cost of collectives since this was last asked.
+    /// Returns the traffic of collectives since the last call.
     pub(crate) fn take_traffic(&mut self) -> Traffic {
         std::mem::take(&mut self.traffic)
     }
 
-    /// The cost of reads and writes since this was last asked.
+    /// Returns the disk traffic since the last call.
     pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
         self.disk.as_mut().map_or_else(DiskTraffic::default, DiskQueue::take_traffic)
     }
 
-    /// Bytes of the file; 0 without one.
+    /// Returns the bytes of the file; 0 without one.
     pub(crate) fn disk_bytes(&self) -> u64 {
         self.disk.as_ref().map_or(0, |disk| disk.file().len_bytes())
     }
 
-    /// The same queue with a disk that has this trouble.
+    /// Returns the queue with a faulty disk.
     #[cfg(test)]
     pub(crate) fn troubled(self, trouble: crate::troubled::Trouble) -> Self {
         Self { disk: self.disk.map(|disk| trouble.of(disk)), ..self }
@@ -179,7 +183,8 @@ impl<Tag> Transfers<Tag> {
     }
 }
 
-/// Bytes that a rank of `group` sends when `bytes` pass all ranks so often: once for a gather, twice for an all-reduce.
+/// Returns the bytes that a rank of `group` sends in a collective over `bytes` with the bandwidth-optimal algorithm.
+/// `passes` is 1 for an all-gather or reduce-scatter, 2 for an all-reduce.
 pub(crate) fn bytes_sent(group: &Group, passes: u64, bytes: usize) -> u64 {
     let (ranks, bytes) = (group.size() as u64, bytes as u64);
     passes * (ranks - 1) * bytes / ranks

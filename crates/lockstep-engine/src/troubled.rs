@@ -1,4 +1,4 @@
-//! A disk with troubles of its own, for the tests of what lives on one: slow, silent, or with a transfer that fails.
+//! A faulty disk for tests of offloading: slow, silent, or with a failing transfer.
 
 use std::io;
 use std::thread::sleep;
@@ -6,29 +6,29 @@ use std::time::{Duration, Instant};
 
 use lockstep_tensor::{Action, DiskBackend, DiskQueue, Transfer};
 
-/// What is wrong with a disk.
+/// Faults of a test disk.
 #[derive(Debug, Default)]
 pub(crate) struct Trouble {
-    /// How long it takes to say that anything has ended.
+    /// Delay before the end of a transfer is reported.
     pub(crate) delay: Duration,
-    /// The transfer with this number fails, counted from 0; of one action only, if one is said.
+    /// Index of the transfer that fails, from 0; with an action, only transfers of that action count.
     pub(crate) fails_at: Option<(usize, Option<Action>)>,
-    /// Nothing that is started ever ends.
+    /// True if no transfer ever ends.
     pub(crate) is_silent: bool,
 }
 
-/// Stands between a queue and its disk.
+/// Wraps the backend of a queue and injects faults.
 #[derive(Debug)]
 struct Troubled {
     disk: Box<dyn DiskBackend>,
     trouble: Trouble,
-    /// Transfers of the action that is counted.
+    /// Number of transfers so far that count for `fails_at`.
     counted: usize,
     failed: Vec<Transfer>,
 }
 
 impl Trouble {
-    /// The queue, with this trouble.
+    /// Returns the queue with these faults.
     pub(crate) fn of(self, queue: DiskQueue) -> DiskQueue {
         queue.wrap_backend(|disk| Box::new(Troubled { disk, trouble: self, counted: 0, failed: Vec::new() }))
     }

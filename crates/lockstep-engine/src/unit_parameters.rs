@@ -1,6 +1,7 @@
-//! The parameters of one unit as its program sees them.
+//! Parameters of one unit, as its program accesses them.
 //!
-//! A program knows parameters by index only; here an index becomes the weights that kernels read and the gradient that they contribute to.
+//! A program refers to parameters by index. [`UnitParameters`] maps an index to the weights that kernels read and to
+//! the gradient that they contribute to.
 
 use lockstep_graph::{ParameterIndex, Parameters};
 use lockstep_plan::ParameterId;
@@ -8,13 +9,13 @@ use lockstep_tensor::{View, Write};
 
 use crate::{Gradients, Weights};
 
-/// The parameters of one unit, as its program sees them.
+/// Parameters of one unit, as its program accesses them.
 pub struct UnitParameters<'a> {
-    /// By the program's parameter index.
+    /// Parameter id of each of the program's parameter indices.
     pub ids: &'a [ParameterId],
     /// Weights that kernels read.
     pub weights: Weights<'a>,
-    /// Gradients, where there is a backward.
+    /// Gradients; `None` without a backward.
     pub gradients: Option<&'a Gradients>,
 }
 

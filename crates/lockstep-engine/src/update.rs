@@ -1,6 +1,6 @@
-//! The optimizer step on the own elements of each parameter, and the balance of the biases that choose experts.
+//! The optimizer step on this rank's own elements of each parameter, and the balancing of router biases.
 //!
-//! Windowed state is updated window by window, while the next windows are read and those before are written.
+//! Offloaded state is updated window by window, overlapped with reads of later windows and writes of earlier ones.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -16,27 +16,28 @@ use crate::windowed_store::WindowedStore;
 use crate::{Engine, EngineError, Part, StateKind, StateStore};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
-/// Floating-point operations per element of an update, as in AdamW.
+/// Floating-point operations per element of an optimizer step, counted as for AdamW.
 const UPDATE_FLOPS: u64 = 13;
 
-/// The numbers of one update.
+/// Hyperparameters of one optimizer step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Update {
-    /// Step size.
+    /// Learning rate, before the parameter's multiplier.
     pub learning_rate: f64,
-    /// Weight decay of the parameters whose record says that they decay.
+    /// Weight decay, for parameters whose record has `decay` set.
     pub weight_decay: f64,
-    /// Factor on the gradients, from clipping.
+    /// Factor on the gradients, from clipping; 1 without it.
     pub gradient_scale: f32,
-    /// Number of this update, from 1.
+    /// Number of this optimizer step, from 1.
     pub step: u64,
 }
 
 impl Engine {
-    /// Updates the weights: each rank those that it owns, which are then on their way to the others ([`Engine::settle_weights`]).
+    /// Runs the optimizer step on the weights that this rank owns, and begins the all-gather of updated weights
+    /// ([`Engine::settle_weights`] waits for it).
     ///
     /// # Errors
-    /// [`EngineError::Comm`], [`EngineError::Disk`].
+    /// If another rank is lost or does not answer in time, or the disk of offloaded state fails.
     pub fn update(&mut self, update: &Update) -> Result<(), EngineError> {
         self.weights.settle()?;
         self.balance()?;
@@ -53,9 +54,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Updates what is in memory of a parameter.
+    /// Updates the elements of a parameter that are in memory.
     fn update_parameter(&self, id: ParameterId, update: &Update) {
-        // Rules for whole matrices are not given parts of them.
+        // An optimizer for whole matrices gets each in its own shape, because its shards follow parameter boundaries.
         let Some(parameter) = self.weights.updated().part_in_shape(id) else { return };
         let Some(gradient) = self.gradients.part(id) else { return };
         let gradient_view = gradient.view.reshape(parameter.shape());
@@ -67,7 +68,7 @@ impl Engine {
         self.apply(update, id, gradient.first, (parameter, gradient_view, rounded), state);
     }
 
-    /// Updates what is on disk, window by window.
+    /// Updates the offloaded state, window by window.
     fn update_on_disk(&self, update: &Update) -> Result<(), EngineError> {
         let Some(store) = self.weights.updated_on_disk() else { return Ok(()) };
         let mut offloaded = self.gradients.offloaded().map(RefCell::borrow_mut);
@@ -104,7 +105,8 @@ impl Engine {
         store.write_behind()
     }
 
-    /// Updates the elements of a parameter that lie `in_window`; `gradients` are the window's, if they are on disk too.
+    /// Updates the elements `in_window` of a parameter. `gradients` are those of the whole window, if gradients are
+    /// offloaded too.
     fn update_piece(
         &self,
         store: &WindowedStore,
@@ -130,8 +132,8 @@ impl Engine {
         self.apply(update, id, piece.elements.start, (parameter, gradient, rounded), on_disk);
     }
 
-    /// Applies the rule to elements of a parameter, the first of which has the index `first`: the weights, the gradient, and what
-    /// kernels read if that is not the weights.
+    /// Applies the optimizer to elements of a parameter, from index `first` on. The views are the weights, the
+    /// gradient, and the rounded weights of kernels if these are separate.
     fn apply<'a>(
         &self,
         update: &Update,
@@ -162,12 +164,12 @@ impl Engine {
         });
     }
 
-    /// Whether experts are chosen by it: it moves with their load and not by its gradient.
+    /// Returns true for a router bias that selects experts; it is changed by the experts' load, not by a gradient.
     fn is_selection_bias(&self, id: ParameterId) -> bool {
         self.model.selection_bias(self.records[id.0].unit) == Some(id)
     }
 
-    /// Moves the biases by which experts are chosen against the load of the step, alike on all ranks.
+    /// Moves the router biases against the expert load of the step, by the same amount on all ranks.
     fn balance(&mut self) -> Result<(), EngineError> {
         let rate = self.model.bias_update_rate() as f32;
         let mut values = std::mem::take(&mut self.bias_values);
@@ -190,7 +192,8 @@ impl Engine {
         Ok(())
     }
 
-    /// The gradient and the rounded weights go through memory once, everything else is read and written.
+    /// Returns the cost of a parameter's update. The gradient and the rounded weights pass through memory once; weights
+    /// and state are read and written.
     fn update_cost(&self, id: ParameterId, elements: u64) -> Cost {
         let bytes_of = |store: &StateStore| store.dtype().size_bytes() as u64;
         let rounded = self.weights.master().map_or(0, |_| bytes_of(self.weights.trained()));
@@ -203,7 +206,7 @@ impl Engine {
     }
 }
 
-/// Some elements of a parameter, out of those of which there is a part.
+/// Returns some elements of a parameter as a view of its part, which must contain them.
 fn elements_of<'a>(part: Option<Part<'a>>, elements: &Range<usize>) -> Option<View<'a>> {
     part.map(|part| part.view.rows(elements.start - part.first..elements.end - part.first))
 }

@@ -1,6 +1,7 @@
-//! Weights as kernels read them.
+//! Access to weights in the form that kernels read.
 //!
-//! Each pass of a unit first makes its source of weights ready, and then reads every parameter where it is whole: in its store, or in the pool.
+//! Each pass of a unit first makes its weight source ready, and then reads every parameter unsharded: from its store,
+//! or from the pool.
 
 use lockstep_plan::ParameterId;
 use lockstep_tensor::{Kernels, View};
@@ -9,19 +10,19 @@ use crate::EngineError;
 use crate::parameter_pool::ParameterPool;
 use crate::state_store::{Residence, StateStore};
 
-/// Brings the weights of a unit to where kernels read them.
+/// Source of unsharded weights, unit by unit.
 pub(crate) trait WeightSource {
-    /// Waits until the weights of `unit`, the next one of the sequence of uses, are there.
+    /// Waits until the weights of `unit`, the next one in the sequence of uses, can be read.
     ///
     /// # Errors
     /// If another rank is lost, or the disk fails.
     fn make_ready(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), EngineError>;
 
-    /// The weights; of gathered ones, those of the unit that was made ready last.
+    /// Returns the weights. Of gathered weights, only those of the unit that was made ready last are valid.
     fn weights(&self) -> Weights<'_>;
 }
 
-/// Weights that are all resident.
+/// A source whose weights are all resident.
 impl WeightSource for Weights<'_> {
     fn make_ready(&mut self, _: &dyn Kernels, _: usize) -> Result<(), EngineError> {
         Ok(())
@@ -32,21 +33,22 @@ impl WeightSource for Weights<'_> {
     }
 }
 
-/// The weights that kernels read.
+/// Weights that kernels read, by store.
 #[derive(Debug, Clone, Copy)]
 pub struct Weights<'a> {
-    /// Trained weights; the own elements, if they are gathered.
+    /// Trained weights; only this rank's own elements if they are gathered before use.
     pub trained: &'a StateStore,
     /// The pool of gathered weights, if any are gathered.
     pub(crate) pool: Option<&'a ParameterPool>,
     /// Frozen weights, if there are any.
     pub frozen: Option<&'a StateStore>,
-    /// Trained weights in full precision, if kernels read another: all, or those that kernels need so.
+    /// Trained weights in full precision, if kernels read another type: all of them, or only those that kernels need
+    /// exactly.
     pub exact: Option<&'a StateStore>,
 }
 
 impl<'a> Weights<'a> {
-    /// The whole weights of a parameter.
+    /// Returns the unsharded weights of a parameter.
     pub(crate) fn view(&self, id: ParameterId) -> View<'a> {
         let find = |store: &'a StateStore| Some((store, store.place_of(id)?));
         let place = find(self.trained).or_else(|| self.frozen.and_then(find));
@@ -59,7 +61,7 @@ impl<'a> Weights<'a> {
 }
 
 impl<'a> From<&'a StateStore> for Weights<'a> {
-    /// Weights in a store that has all.
+    /// Returns the weights of a store that holds all of them in full.
     fn from(trained: &'a StateStore) -> Self {
         Self { trained, pool: None, frozen: None, exact: None }
     }

@@ -1,8 +1,8 @@
 //! Windowed model state: stores on disk, of which a few windows are in memory at a time (ZeRO-Infinity: Rajbhandari et al., 2021).
 //!
-//! The own elements of offloaded stretches are cut into windows of equal length. A window has the tensors of all its stores side by
-//! side, so that an optimizer step reads and writes each window in one piece. Staging slots hold a few windows: those ahead are being
-//! read, the one at hand is updated, and changed ones behind are being written.
+//! The own elements of offloaded flat parameters are cut into windows of equal length. A window holds the tensors of
+//! all its stores side by side, so that an optimizer step reads and writes each window in one piece. Staging slots hold
+//! a few windows: the next ones are being read, the current one is updated, and changed ones are being written.
 //!
 //! ```text
 //! file   [ window 0: master | exp_avg | exp_avg_sq ][ window 1: master | exp_avg | exp_avg_sq ] ...
@@ -21,36 +21,37 @@ use crate::staging::{FileExtent, Staging};
 use crate::state_store::{Piece, StateStore, write_rounded};
 use crate::{EngineError, Offload};
 
-/// Windows that may be read ahead; the other slots are for those being written.
+/// Number of windows that are read ahead, the current one included; the other slots are for windows being written.
 const AHEAD: usize = 3;
 
-/// Consecutive own elements of a stretch.
+/// Consecutive own elements of a flat parameter.
 #[derive(Debug)]
 pub(crate) struct Window {
     pub(crate) stretch: usize,
-    /// Which elements of the stretch.
+    /// Range of elements in the flat parameter.
     pub(crate) elements: Range<usize>,
-    /// The parameters that lie there.
+    /// Parameters in this range.
     pub(crate) pieces: Vec<Piece>,
     extent: FileExtent,
 }
 
-/// Stores that lie beside each other on disk. Methods fail if the disk does, or does not answer in time.
+/// Stores that lie side by side on disk. Methods fail if the disk fails or does not answer in time.
 #[derive(Debug)]
 pub(crate) struct WindowedStore {
-    /// The stores of a window, in their order there.
+    /// Kind and type of each store, in their order within a window.
     kinds: Vec<(StoreKind, DType)>,
     windows: Vec<Window>,
-    /// The windows of each stretch.
+    /// Windows of each flat parameter.
     of_stretch: Vec<Range<usize>>,
-    /// The stretch and the first element there of each parameter. By [`ParameterId`].
+    /// Flat parameter of each parameter and the index of its first element there. By [`ParameterId`].
     places: Vec<Option<(usize, usize)>>,
-    /// Slots, by number of the window.
+    /// Staging slots, keyed by the index of the window.
     staging: Staging<usize>,
 }
 
 impl WindowedStore {
-    /// Zeros on disk for the own elements of the offloaded stretches of `store`; `None` if nothing is offloaded.
+    /// Writes zeros to disk for the own elements of the offloaded flat parameters of `store`; returns `None` if nothing
+    /// is offloaded.
     ///
     /// # Errors
     /// If the disk or memory has no room.
@@ -84,17 +85,17 @@ impl WindowedStore {
         Ok(Some(Self { kinds, windows, of_stretch, places: store.layout().places.clone(), staging }))
     }
 
-    /// All windows, in the order of the file.
+    /// Returns all windows, in file order.
     pub(crate) fn windows(&self) -> &[Window] {
         &self.windows
     }
 
-    /// The numbers of the windows of a stretch.
+    /// Returns the indices of a flat parameter's windows.
     pub(crate) fn windows_of(&self, stretch: usize) -> Range<usize> {
         self.of_stretch[stretch].clone()
     }
 
-    /// The parameters on disk, each with its own elements.
+    /// Returns the parameters on disk, each with the range of this rank's own elements.
     pub(crate) fn owned(&self) -> Vec<(ParameterId, Range<usize>)> {
         let mut owned: Vec<(ParameterId, Range<usize>)> = Vec::new();
         for piece in self.windows.iter().flat_map(|window| &window.pieces) {
@@ -106,27 +107,28 @@ impl WindowedStore {
         owned
     }
 
-    /// The stores, each with its type.
+    /// Returns the kind and type of each store.
     pub(crate) fn kinds(&self) -> &[(StoreKind, DType)] {
         &self.kinds
     }
 
-    /// True if it has a store of this kind.
+    /// Returns true if it has a store of this kind.
     pub(crate) fn keeps(&self, kind: StoreKind) -> bool {
         self.kinds.iter().any(|(kept, _)| *kept == kind)
     }
 
-    /// Bytes of the file.
+    /// Returns the bytes of the file.
     pub(crate) fn disk_bytes(&self) -> u64 {
         self.staging.disk_bytes()
     }
 
-    /// The cost of reads and writes since this was last asked.
+    /// Returns the disk traffic since the last call.
     pub(crate) fn take_traffic(&mut self) -> DiskTraffic {
         self.staging.take_traffic()
     }
 
-    /// Begins to read the next windows from number `window` on, in a pass that ends before `end`, and to write changed ones behind it.
+    /// Begins to read the next windows from index `window` on, up to `end`, and to write changed ones other than
+    /// `window`.
     pub(crate) fn read_ahead(&mut self, window: usize, end: usize) -> Result<(), EngineError> {
         self.staging.write_behind(Some(window))?;
         for next in window..end.min(window + AHEAD) {
@@ -137,7 +139,7 @@ impl WindowedStore {
         Ok(())
     }
 
-    /// Has a window in memory.
+    /// Waits until a window is in memory, and reads it if necessary.
     pub(crate) fn load(&mut self, window: usize) -> Result<(), EngineError> {
         let slot = match self.staging.slot_of(window) {
             Some(slot) => slot,
@@ -149,7 +151,7 @@ impl WindowedStore {
         self.staging.settle(slot)
     }
 
-    /// Has memory for a window of which every element will be overwritten.
+    /// Provides a slot for a window that will be overwritten in full, so nothing is read.
     pub(crate) fn begin_anew(&mut self, window: usize) -> Result<(), EngineError> {
         self.staging.write_behind(Some(window))?;
         match self.staging.slot_of(window) {
@@ -158,7 +160,7 @@ impl WindowedStore {
         }
     }
 
-    /// Notes that a window in memory was changed; it is written when another one is turned to.
+    /// Marks a window in memory as changed; it is written when another window is used.
     pub(crate) fn note_change(&mut self, window: usize) {
         if let Some(slot) = self.staging.get_mut(window) {
             slot.is_changed = true;
@@ -170,24 +172,25 @@ impl WindowedStore {
         self.staging.write_behind(None)
     }
 
-    /// Elements of a window that is in memory, by their index in it.
+    /// Returns elements of a window in memory, by their index in the window.
     ///
     /// # Panics
-    /// If it is not in memory, or has no store of this kind.
+    /// If the window is not in memory, or there is no store of this kind.
     pub(crate) fn view(&self, window: usize, kind: StoreKind, elements: Range<usize>) -> View<'_> {
         let slot = self.staging.slot_of(window).expect("a window is loaded before it is looked at");
         let (dtype, start) = self.place_of(window, kind, elements.start);
         self.staging.view(slot, dtype, start, elements.len())
     }
 
-    /// The type of a store, and the byte of a window at which one of its elements begins.
+    /// Returns the type of a store and the byte offset of one of its elements within a window.
     fn place_of(&self, window: usize, kind: StoreKind, element: usize) -> (DType, usize) {
         let number = self.kinds.iter().position(|(other, _)| *other == kind).expect("a kind of the store");
         let (len, dtype) = (self.windows[window].elements.len(), self.kinds[number].1);
         (dtype, bytes_of(&self.kinds[..number], len) + element * dtype.size_bytes())
     }
 
-    /// Replaces the elements from `start` on of a parameter, rounded to the type of the store, as far as they are on this rank's disk.
+    /// Replaces the elements of a parameter from `start` on, rounded to the type of the store. Elements that are not on
+    /// this rank's disk are skipped.
     pub(crate) fn write(
         &mut self,
         id: ParameterId,
@@ -203,7 +206,7 @@ impl WindowedStore {
         })
     }
 
-    /// Copies elements of a parameter, all of which are on this rank's disk, in the type of the store.
+    /// Copies elements of a parameter to `bytes` in the type of the store; all of them must be on this rank's disk.
     pub(crate) fn read(
         &mut self,
         id: ParameterId,
@@ -223,10 +226,11 @@ impl WindowedStore {
         })
     }
 
-    /// Begins to read the own elements of a stretch, of the first store, to `memory` from a byte on.
+    /// Begins to read this rank's own elements of a flat parameter, from the first store, to `memory` from byte `start`
+    /// on.
     ///
     /// # Panics
-    /// If the memory does not begin with a block of the disk.
+    /// If the memory from `start` on is not aligned to a disk block.
     pub(crate) fn begin_to_fill(
         &mut self,
         stretch: usize,
@@ -250,13 +254,13 @@ impl WindowedStore {
         Ok(())
     }
 
-    /// Waits for the reads of a stretch.
+    /// Waits for the reads of a flat parameter.
     pub(crate) fn finish_filling(&mut self, stretch: usize) -> Result<(), EngineError> {
         self.staging.finish_filling(stretch)
     }
 
-    /// Calls `work` for each window that has some of the `elements` of a parameter: with its number, the elements by their
-    /// index in the window, and how many came before.
+    /// Calls `work` for each window that holds some of the `elements` of a parameter, with the window's index, the
+    /// range of the elements within the window, and the number of elements in earlier windows.
     fn each_window(
         &mut self,
         id: ParameterId,
@@ -273,7 +277,8 @@ impl WindowedStore {
         Ok(())
     }
 
-    /// The windows that have some of the elements `asked` of a stretch. All but the last are equally long.
+    /// Returns the windows that hold some of the elements `asked` of a flat parameter. All windows but the last have
+    /// the same length.
     fn windows_with(&self, stretch: usize, asked: &Range<usize>) -> Range<usize> {
         let of_stretch = self.windows_of(stretch);
         let windows = &self.windows[of_stretch.clone()];
@@ -287,8 +292,9 @@ impl WindowedStore {
         number((common.start - own.start) / len)..number((common.end - own.start).div_ceil(len))
     }
 
-    /// Elements of a window, of one store. A window of a single parameter is not read whole for them: a save reads the stores of a
-    /// parameter one after the other, and the first windows of a long parameter have lost their slots when the next store's turn comes.
+    /// Returns elements of one store of a window. A window of a single parameter is not read in full: a save reads the
+    /// stores of a parameter one after the other, and by the next store the first windows of a long parameter have lost
+    /// their slots.
     fn load_part(
         &mut self,
         window: usize,
@@ -299,7 +305,7 @@ impl WindowedStore {
             self.load(window)?;
             return Ok(self.view(window, kind, elements));
         }
-        // The rest of the window is not there, so that no slot is known by its number.
+        // The slot gets no window index, because the rest of the window is not in it.
         let slot = self.staging.take(None, self.windows[window].extent, |_| Some(()))?;
         let (dtype, start) = self.place_of(window, kind, elements.start);
         let end = (start + elements.len() * dtype.size_bytes()).next_multiple_of(DISK_ALIGNMENT_BYTES);
@@ -314,13 +320,13 @@ impl WindowedStore {
         Ok(slot)
     }
 
-    /// Gives a window the slot whose turn it is.
+    /// Assigns the next slot in turn to a window.
     fn take_slot(&mut self, window: usize) -> Result<usize, EngineError> {
         self.staging.take(Some(window), self.windows[window].extent, |_| Some(()))
     }
 }
 
-/// Bytes of the tensors of so many elements that a window has of each kind.
+/// Returns the bytes of a window of `elements` elements of each kind.
 fn bytes_of(kinds: &[(StoreKind, DType)], elements: usize) -> usize {
     window_bytes(kinds.iter().map(|(_, dtype)| *dtype), elements)
 }

@@ -1,4 +1,4 @@
-//! Documents packed into one sequence must train as if each stood alone.
+//! Documents packed into one sequence must train as if each were a sequence of its own.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 mod common;
@@ -10,7 +10,7 @@ use lockstep_plan::{DType, ParameterId, Plan};
 use lockstep_tensor::Arena;
 use serde_json::json;
 
-/// Lengths of the documents that one sequence holds.
+/// Lengths of the documents in one sequence.
 const LENGTHS: [usize; 3] = [70, 1, 25];
 
 fn models() -> [ModelConfig; 2] {
@@ -26,7 +26,7 @@ fn models() -> [ModelConfig; 2] {
     [llama, gpt2].map(|table| ModelConfig::from_table(table.as_object().unwrap(), "test").unwrap())
 }
 
-/// Loss and gradients of the documents of these lengths, in one sequence.
+/// Returns the loss and gradients of documents of these lengths, packed into one sequence.
 fn train(config: &ModelConfig, ids: &[u32], lengths: &[usize]) -> (f64, Vec<Vec<f32>>) {
     let shape = BlockShape { sequences: 1, seq_len: lengths.iter().sum(), dtype: DType::F32 };
     let optimizer = Optimizer::Sgd { momentum: 0.0 };

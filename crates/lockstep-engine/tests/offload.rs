@@ -1,4 +1,5 @@
-//! Model state on disk: no bit of a run depends on it, its memory is that of a few windows, and a disk that fails ends the step.
+//! Tests of offload to disk: it changes no bit of a run, it needs memory for a few windows only, and a failing disk
+//! ends the step.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 mod common;
@@ -29,7 +30,7 @@ fn model(ties: bool) -> ModelConfig {
     ModelConfig::from_table(config.as_object().unwrap(), "test").unwrap()
 }
 
-/// What a run is made with.
+/// Settings of a test run.
 #[derive(Clone)]
 struct Setting {
     ties: bool,
@@ -58,7 +59,7 @@ impl Setting {
         Self { storage: Storage { offload, ..self.storage.clone() }, residence, ..self.clone() }
     }
 
-    /// Settings that differ in what state there is.
+    /// Returns settings that differ in the state that they keep.
     fn all() -> Vec<Self> {
         let narrow = Storage {
             weights: WeightStorage::Kernels,
@@ -85,7 +86,7 @@ impl Setting {
     }
 }
 
-/// Makes a step of a run and returns what the gradient norm was.
+/// Runs a step and returns its gradient norm.
 fn step(engine: &mut Engine, setting: &Setting, step: u64) -> Result<f64, EngineError> {
     let ids = |batch: u32| -> Vec<u32> {
         (0..TOKENS as u32).map(|i| (i * 7 + batch * 13 + step as u32 * 5) % VOCABULARY).collect()
@@ -104,15 +105,15 @@ fn step(engine: &mut Engine, setting: &Setting, step: u64) -> Result<f64, Engine
     Ok(norm)
 }
 
-/// Whether gradients are added up as in memory: there a product may begin with what is there already, on the way to the disk it is
-/// added when it is done.
+/// Returns true if gradients are accumulated with the same rounding as in memory. In memory a matrix product may
+/// accumulate directly; a gradient on disk gets the finished product added.
 fn is_exact(setting: &Setting, engine: &Engine) -> bool {
     setting.micro_batches == 1 || !engine.has_gradients_on_disk()
 }
 
 type State = Vec<(String, StateKind, Vec<f32>)>;
 
-/// All that a checkpoint would hold, by name and kind.
+/// Returns all tensors that a checkpoint would hold, by name and kind.
 fn state(engine: &mut Engine) -> State {
     let tensors = engine.state_tensors();
     let mut state: State =
@@ -299,7 +300,7 @@ fn both_ways_to_the_disk_give_the_same() {
     }
 }
 
-/// A file system of a few pages, if this process may mount one.
+/// A file system of a few pages; available only if this process may mount one.
 struct SmallDisk {
     directory: tempfile::TempDir,
 }

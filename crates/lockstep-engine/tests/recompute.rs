@@ -1,4 +1,4 @@
-//! What blocks forget, layer by layer: no bit depends on it, and what they keep is what was predicted.
+//! Tests of recompute settings per layer: they change no bit, and saved activations are as large as predicted.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 mod common;
@@ -28,7 +28,7 @@ fn engine(recompute: RecomputeRules) -> Engine {
     engine
 }
 
-/// Losses of three steps, and all weights after them.
+/// Returns the losses of three steps, and all weights after them.
 fn trained(engine: &mut Engine) -> (Vec<u64>, Vec<Vec<u8>>) {
     let ids: [u32; TOKENS] = std::array::from_fn(|i| (i * i + 3) as u32 % 11);
     let labels = ids.map(|id| (id as i32 * 7 + 2) % 11);

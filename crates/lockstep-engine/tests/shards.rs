@@ -1,4 +1,5 @@
-//! What ranks that share out the model's state hold of it: as much as ZeRO's paper says, and every element on one of them.
+//! Tests of sharded model state: its size on each rank is that of the ZeRO paper, and every element has exactly one
+//! owner.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::{thread, time::Duration};
@@ -21,7 +22,7 @@ fn model(is_tied: bool, hidden: usize) -> ModelConfig {
     ModelConfig::from_table(config.as_object().unwrap(), "test").unwrap()
 }
 
-/// What `look` sees of the engine of each rank.
+/// Returns the result of `look` on the engine of each rank.
 fn on_ranks<T: Send>(
     model: &ModelConfig,
     dtype: DType,
@@ -32,7 +33,7 @@ fn on_ranks<T: Send>(
     on_ranks_that_train(&Tuning::default(), model, dtype, degrees, zero_stage, look)
 }
 
-/// The same where not all of the model is trained.
+/// As [`on_ranks`], with a part of the model trained.
 fn on_ranks_that_train<T: Send>(
     tuning: &Tuning,
     model: &ModelConfig,

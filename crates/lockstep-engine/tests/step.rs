@@ -1,4 +1,4 @@
-//! Where parameters lie, and what one step of a tiny model must do to them.
+//! Tests of parameter placement in memory, and of the effect of one step of a tiny model.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 mod common;
@@ -13,7 +13,7 @@ use lockstep_plan::{DType, MemoryCategory, ParameterId, Plan, RankPlan};
 use lockstep_tensor::Arena;
 use serde_json::json;
 
-/// Four micro-batches of two sequences of 5 tokens on one rank.
+/// Returns a plan of one rank with four micro-batches of two sequences of 5 tokens.
 fn one_rank(model: &ModelConfig, recompute: Recompute) -> RankPlan {
     common::one_rank(model, Plan { recompute: recompute.into(), ..Plan::default() }, [2, 5], 4)
 }
@@ -23,7 +23,7 @@ fn built(options: EngineOptions, recompute: Recompute, arena: &Arena) -> Engine 
     Engine::builder(&model, one_rank(&model, recompute)).options(options).build(arena).unwrap()
 }
 
-/// A Llama whose output layer is its embedding.
+/// Returns a Llama whose output layer is tied to its embedding.
 fn model() -> ModelConfig {
     model_with(Embedding::Tied)
 }
@@ -43,7 +43,7 @@ fn model_with(embedding: Embedding) -> ModelConfig {
     ModelConfig::from_table(config.as_object().unwrap(), "test").unwrap()
 }
 
-/// An engine for it, with gradient descent.
+/// Returns an engine for [`model`] with gradient descent.
 fn engine() -> Engine {
     engine_of(&model())
 }
@@ -57,7 +57,7 @@ fn engine_of(model: &ModelConfig) -> Engine {
     engine
 }
 
-/// Forward and backward of a fixed batch, of which the first `masked` labels do not count.
+/// Runs forward and backward of a fixed batch, whose first `masked` labels are masked.
 fn accumulate(engine: &mut Engine, masked: usize) -> f64 {
     accumulate_ids(engine, std::array::from_fn(|i| i as u32 * 7 % 11), masked)
 }
@@ -126,12 +126,12 @@ fn a_tied_gradient_is_the_sum_of_what_both_uses_accumulate_apart() {
         let (_, values) = values.iter().find(|(name, _)| name == source).unwrap();
         apart.write_state(id, StateKind::Parameter, values).unwrap();
     }
-    // Twice: a second step starts from nothing.
+    // Two steps: the second must not see gradients of the first.
     for step in 0..2 {
         for engine in [&mut tied, &mut apart] {
             engine.begin_step();
             for batch in 0..3 {
-                // Ids that come twice in a batch, in one batch only, or in all.
+                // Token ids that occur twice in a batch, in one batch only, or in all.
                 let ids = std::array::from_fn(|i| (i as u32 * (batch + 2) + step) % 9);
                 accumulate_ids(engine, ids, batch as usize);
             }
@@ -160,7 +160,7 @@ fn the_norm_counts_every_element_once_and_a_tied_gradient_is_the_sum_of_both_use
         .map(|g| f64::from(g) * f64::from(g));
     let expected = squares.sum::<f64>().sqrt();
     assert!((norm - expected).abs() <= 1e-12 * norm, "{norm}, expected {expected}");
-    // Id 4 is no input: its embedding moves through the output layer only.
+    // Id 4 is no input, so its row has a gradient from the output layer only.
     let embedding = engine.gradient(ParameterId(0)).unwrap();
     assert!(embedding[4 * 8..5 * 8].iter().any(|&g| g != 0.0), "{embedding:?}");
 }
@@ -256,7 +256,7 @@ fn a_snapshot_keeps_the_state_while_the_engine_goes_on_and_gives_it_back() {
         assert!(state(snapshot.tensors()) == before && state(engine.state_tensors()) != before, "{dtype}");
         snapshot.restore(&mut engine).unwrap();
         assert!(state(engine.state_tensors()) == before, "{dtype}");
-        // The weights that kernels read have been given back too.
+        // The rounded weights that kernels read are restored as well.
         assert_eq!(step(&mut engine, 2).to_bits(), loss.to_bits(), "{dtype}");
     }
 }
@@ -268,7 +268,7 @@ fn a_tensor_of_the_wrong_size_is_refused_by_name() {
     assert!(error.contains("model.embed_tokens.weight") && error.contains("88"), "{error}");
 }
 
-/// One step of a model with one layer of everything, recorded.
+/// Runs one step of a model with one block; returns the engine and the spans of its timeline.
 fn recorded_step(recompute: Recompute) -> (Engine, Vec<Span>) {
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
     let options = EngineOptions { optimizer, seed: 1, ..EngineOptions::default() };
@@ -289,7 +289,7 @@ fn every_operation_of_a_recorded_step_is_a_span_with_the_work_that_its_shapes_as
     let calls = |name: &str, pass: Option<Pass>| {
         spans.iter().filter(|span| span.activity.name == name && span.activity.pass == pass).count()
     };
-    // Seven linear layers of the block; the backward does all of the output layer.
+    // The block has seven linear layers; the output layer runs entirely in the backward.
     for pass in [Pass::Forward, Pass::BackwardInputs, Pass::BackwardWeights] {
         assert_eq!(calls("linear", Some(pass)), 7, "{pass:?}");
         assert_eq!(calls("RMSNorm", Some(pass)), 3, "{pass:?}");
@@ -308,7 +308,7 @@ fn every_operation_of_a_recorded_step_is_a_span_with_the_work_that_its_shapes_as
     };
     let attention =
         flops(|span| span.activity.name == "attention" && span.activity.pass == Some(Pass::Forward));
-    // Attention's backward computes the scores again.
+    // The backward of attention recomputes the scores.
     assert_eq!(flops(|_| true), engine.model().training_flops() + attention / 2);
 
     let gate = spans.iter().find(|span| {
@@ -337,7 +337,7 @@ fn what_is_computed_again_is_recorded_as_such() {
     }
 }
 
-/// Weights and state after some steps on the same batch, from an engine whose state `between` may replace.
+/// Returns weights and optimizer state after some steps on the same batch; `between` may replace the engine on the way.
 fn after_steps(optimizer: Optimizer, storage: Storage, between: impl Fn(Engine) -> Engine) -> Vec<Vec<f32>> {
     let dtype = if storage.weights == WeightStorage::Kernels { DType::BF16 } else { DType::F32 };
     let options = EngineOptions { dtype, optimizer, storage, seed: 1, threads: 2 };

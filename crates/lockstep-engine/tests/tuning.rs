@@ -1,4 +1,5 @@
-//! Training a part of a model: the part trains as it would in the whole, and the rest costs nothing.
+//! Tests of fine-tuning with frozen parameters: trained parameters get the same gradients as in full training, and
+//! frozen ones cost nothing.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 mod common;
@@ -39,7 +40,7 @@ fn engine(model: &ModelConfig, tuning: &Tuning, dtype: DType, recompute: Recompu
     engine
 }
 
-/// Loss, norm and gradients by name of a fixed batch.
+/// Returns the loss, the gradient norm and the gradients by name of a fixed batch.
 fn gradients(engine: &mut Engine) -> (f64, f64, Vec<(String, Vec<f32>)>) {
     let ids: Vec<u32> = (0..16).map(|i| i * 7 % 40).collect();
     let labels: Vec<i32> = ids.iter().map(|&id| (id as i32 + 3) % 40).collect();
@@ -58,7 +59,7 @@ fn gradients(engine: &mut Engine) -> (f64, f64, Vec<(String, Vec<f32>)>) {
     (loss, norm, engine.trained_ids().map(gradient).collect())
 }
 
-/// Which names are frozen.
+/// Predicate on parameter names; true for frozen parameters.
 type Choice = fn(&str) -> bool;
 
 const CHOICES: [(&str, Choice); 6] = [
@@ -114,7 +115,7 @@ fn what_is_frozen_keeps_its_bits_and_has_neither_gradients_nor_state_nor_backwar
         let saved: BTreeSet<String> =
             part.state_tensors().iter().map(|tensor| tensor.record.name.clone()).collect();
         assert!(saved.iter().all(|name| !tuning.frozen.contains(name)), "{saved:?}");
-        // Everything trained put back, the loss is what it was.
+        // With all trained parameters restored, the loss is the original one.
         let (fresh, ids) = (whole.records().to_vec(), part.trained_ids().collect::<Vec<_>>());
         let (changed, ..) = gradients(&mut part);
         for id in ids {

@@ -1,10 +1,10 @@
 //! Context parallelism: attention where each rank holds some tokens of every sequence.
 //!
-//! Attention is the only operation of a block that reads other tokens, apart from the slot counts of routers. There
-//! are three methods: keys and values are all-gathered (as in Llama 3: Grattafiori et al., 2024), or travel around a
-//! ring (`ring`), or an all-to-all trades tokens for heads so that each rank attends within whole sequences (Jacobs
-//! et al., 2023). All-gathers and all-to-alls are operations of their own, and their backward is derived like any
-//! other.
+//! Attention is the only operation of a block that reads other tokens, apart from the slot counts of routers. There are
+//! three methods: keys and values are all-gathered (as in Llama 3: Grattafiori et al., 2024), or travel around a ring
+//! (`ring`), or an all-to-all converts from sharded tokens to sharded heads, so that each rank attends within whole
+//! sequences (Jacobs et al., 2023). All-gathers and all-to-alls are operations of their own, and their backward is
+//! derived like any other.
 //!
 //! ```text
 //! ring         q, k, v of local tokens -> attention, in which k and v travel around the ring -> y of local tokens
@@ -43,7 +43,7 @@ pub(crate) enum KeySource {
 }
 
 impl KeySource {
-    /// Scratch values of the attention.
+    /// Returns the scratch values of the attention.
     pub(crate) fn scratch(&self) -> Vec<Value> {
         match *self {
             Self::Whole => vec![],
@@ -87,7 +87,7 @@ impl ContextCollective {
         }
     }
 
-    /// Scratch values of the exchange.
+    /// Returns the scratch values of the collective.
     pub(crate) fn scratch(&self) -> Vec<Value> {
         match self.change {
             ContextCollectiveKind::Gather => vec![self.scratch[0]],
@@ -371,7 +371,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Shape of an all-to-all that trades tokens for heads: blocks of heads, one per rank.
+/// Shape of an all-to-all between sharded tokens and sharded heads: blocks of heads, one per rank.
 struct Blocks {
     ranks: usize,
     /// Distinct blocks of heads.

@@ -122,7 +122,7 @@ impl Program {
                 let transit = &phase.communication_buffer[*transit];
                 share_of(self.cost(product, phase, gradients), transit.part_rows(*rows), transit.info.rows)
             }
-            // The whole exchange is counted where its end is awaited.
+            // A collective is counted in full where its end is awaited.
             Instruction::Start { .. } | Instruction::Send { .. } => Cost::default(),
             Instruction::Await { transit, chunk } => {
                 let transit = &phase.communication_buffer[*transit];

@@ -280,12 +280,12 @@ pub(crate) enum Operation {
         first_feature: u32,
         y: Value,
     },
-    /// A tensor-parallel collective that changes the layout of a value.
+    /// A tensor-parallel collective that changes the placement of a value.
     Redistribute {
         exchange: Redistribute,
         x: Value,
         y: Value,
-        /// Scratch as large as `x`, for exchanges to and from blocks.
+        /// Scratch as large as `x`, for all-to-alls to and from blocks.
         scratch: Option<Value>,
     },
     /// A context-parallel collective that converts between local tokens and whole sequences.

@@ -86,7 +86,7 @@ impl OverlappedCollective {
         first + range.start..first + range.end
     }
 
-    /// Number of rows of `all` per block.
+    /// Returns the number of rows of `all` per block.
     pub(crate) fn block_rows(&self) -> usize {
         self.info.rows / self.blocks
     }
@@ -110,7 +110,7 @@ impl OverlappedCollective {
         (0..self.chunks.len()).map(|chunk| self.chunk_bytes(chunk).next_multiple_of(ALIGNMENT)).sum()
     }
 
-    /// Number of rows that a part of a product computes.
+    /// Returns the number of rows that a part of a product computes.
     pub(crate) fn part_rows(&self, rows: Rows) -> usize {
         match rows {
             Rows::Own => self.block_rows(),

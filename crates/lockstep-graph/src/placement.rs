@@ -1,32 +1,33 @@
-//! Placements of values in the tensor-parallel group, and the collectives that convert one placement (here: placement) to another.
+//! Placements of values in the tensor-parallel group, and the collectives that redistribute a value from one placement
+//! to another.
 //!
-//! Model code names no placement. The recorder is told how the weights of a block are split, and every value carries
-//! its placement. An operation that needs another placement gets it by an exchange. There is no other conversion, so a
-//! missing reduction fails while recording. After Shoeybi et al. (2019); token sharding between the linear layers
-//! (sequence parallelism) after Korthikanti et al. (2022).
+//! Model code names no placement. The recorder is told how the weights of a block are sharded, and every value carries
+//! its placement. An operation that needs another placement gets it by a `Redistribute` operation. There is no other
+//! conversion, so a missing reduction fails while recording. After Shoeybi et al. (2019); token sharding between the
+//! linear layers (sequence parallelism) after Korthikanti et al. (2022).
 //!
 //! ```text
-//! placement               value                      gradient
-//! Replicate                replicated                 replicated
-//! PartialGradient               replicated                 partial
-//! Partial             partial                    replicated
-//! ShardColumns              sharded by columns         sharded by columns
-//! ShardTokens               sharded by tokens          sharded by tokens
-//! ShardBlocks               sharded by both            sharded by both
+//! placement         value                gradient
+//! Replicate         replicated           replicated
+//! PartialGradient   replicated           partial
+//! Partial           partial              replicated
+//! ShardColumns      sharded by columns   sharded by columns
+//! ShardTokens       sharded by tokens    sharded by tokens
+//! ShardBlocks       sharded by both      sharded by both
 //!
-//! exchange             forward                    backward
-//! Replicate    -> PartialGradient   none                       all-reduce
-//! ShardTokens   -> PartialGradient   all-gather                 reduce-scatter
-//! Partial -> Replicate    all-reduce                 none
-//! Partial -> ShardTokens   reduce-scatter             all-gather
-//! Replicate    -> ShardTokens   slice                      all-gather
-//! ShardTokens   -> Replicate    all-gather                 slice
-//! ShardTokens   -> ShardBlocks   all-to-all along a row     all-to-all along a row
-//! ShardBlocks   -> ShardTokens   all-to-all along a row     all-to-all along a row
+//! redistribution                   forward                  backward
+//! Replicate   -> PartialGradient   none                     all-reduce
+//! ShardTokens -> PartialGradient   all-gather               reduce-scatter
+//! Partial     -> Replicate         all-reduce               none
+//! Partial     -> ShardTokens       reduce-scatter           all-gather
+//! Replicate   -> ShardTokens       slice                    all-gather
+//! ShardTokens -> Replicate         all-gather               slice
+//! ShardTokens -> ShardBlocks       all-to-all along a row   all-to-all along a row
+//! ShardBlocks -> ShardTokens       all-to-all along a row   all-to-all along a row
 //! ```
 //!
-//! ShardBlocks belong to two-dimensional tensor parallelism (`summa`): each row of the square has whole sequences, and
-//! each of its ranks a range of their columns.
+//! `ShardBlocks` is the placement of two-dimensional tensor parallelism (`summa`): each row of the grid has whole
+//! sequences, and each rank of a row has a range of their columns.
 
 use lockstep_plan::{GridPlace, Shard, Share, TensorPlace};
 
@@ -106,7 +107,7 @@ impl Redistribute {
 }
 
 impl Recorder {
-    /// Records the block as rank `place` of the tensor-parallel group, which shards the modules of the block that `splits` names.
+    /// Records the block as rank `place` of the tensor-parallel group, which shards the modules that `splits` names.
     pub fn split(&mut self, place: TensorPlace, splits: impl IntoIterator<Item = (String, Split)>) {
         self.place = place;
         self.splits = splits.into_iter().collect();
@@ -123,7 +124,7 @@ impl Recorder {
         if ranks > 1 && splits_tokens { Placement::ShardTokens } else { Placement::Replicate }
     }
 
-    /// Local rows of a value in `placement`, in tokens.
+    /// Returns the number of local rows, in tokens, of a value in `placement`.
     pub(crate) fn rows_of(&self, placement: Placement) -> usize {
         match placement {
             Placement::ShardTokens => self.place.even_range(self.shape.tokens()).len(),
@@ -136,7 +137,7 @@ impl Recorder {
         self.placements[value.0]
     }
 
-    /// Returns the value as column-parallel layers read it: replicated, with a partial gradient.
+    /// Returns the value in `PartialGradient`, as column-parallel layers read it.
     pub(crate) fn spread(&mut self, x: Value) -> Value {
         let exchange = match self.placement(x) {
             Placement::PartialGradient => return x,
@@ -147,7 +148,7 @@ impl Recorder {
         self.exchanged_once(x, exchange, Placement::PartialGradient)
     }
 
-    /// Returns the value in blocks, as linear layers under two-dimensional tensor parallelism read it.
+    /// Returns the value in `ShardBlocks`, as linear layers under two-dimensional tensor parallelism read it.
     pub(crate) fn in_blocks(&mut self, x: Value, grid: GridPlace) -> Value {
         match self.placement(x) {
             Placement::ShardBlocks(_) => x,
@@ -158,7 +159,7 @@ impl Recorder {
         }
     }
 
-    /// Returns the output of an exchange, which is recorded once for all layers that read `x`.
+    /// Returns `x` in another placement; the collective is recorded once for all layers that read `x`.
     fn exchanged_once(&mut self, x: Value, exchange: Redistribute, placement: Placement) -> Value {
         let known = self.operations.iter().find_map(|operation| match *operation {
             Operation::Redistribute { exchange: other, x: from, y, .. } if (other, from) == (exchange, x) => {
@@ -169,7 +170,7 @@ impl Recorder {
         known.unwrap_or_else(|| self.exchange(x, exchange, placement))
     }
 
-    /// Returns a partial value reduced to the placement between blocks; any other value as it is.
+    /// Returns a `Partial` value reduced to the placement between blocks; any other value unchanged.
     pub(crate) fn settled(&mut self, x: Value) -> Value {
         match (self.placement(x), self.stream()) {
             (Placement::Partial, Placement::ShardTokens) => {
@@ -180,7 +181,7 @@ impl Recorder {
         }
     }
 
-    /// Returns the value sharded by tokens, for work that ranks need not repeat.
+    /// Returns the value in `ShardTokens`, so that ranks do not repeat each other's work.
     pub(crate) fn by_tokens(&mut self, x: Value) -> Value {
         match self.placement(x) {
             Placement::Replicate if self.place.ranks > 1 => {
@@ -191,7 +192,7 @@ impl Recorder {
         }
     }
 
-    /// Returns the value with all tokens on every rank, which operations on heads need.
+    /// Returns the value with all tokens on every rank, as operations on heads read it.
     pub fn whole_tokens(&mut self, x: Value) -> Value {
         if self.placement(x) == Placement::ShardTokens { self.spread(x) } else { x }
     }
@@ -215,7 +216,7 @@ impl Recorder {
         y
     }
 
-    /// Returns the sequences of a micro-batch that belong to a row of the square.
+    /// Returns the sequences of a micro-batch that belong to a row of the grid.
     ///
     /// # Panics
     /// If the sequences do not divide evenly among the rows.

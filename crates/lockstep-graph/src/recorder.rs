@@ -57,7 +57,7 @@ impl BlockShape {
         Self { sequences: plan.micro_batch(), seq_len: plan.seq_len(), dtype }
     }
 
-    /// Number of tokens in a micro-batch.
+    /// Returns the number of tokens in a micro-batch.
     pub fn tokens(&self) -> usize {
         self.sequences * self.seq_len
     }
@@ -317,7 +317,7 @@ impl Recorder {
     /// Records the concatenation of each head of `own` with its head of `tail`, or with the only one.
     ///
     /// # Panics
-    /// If the two are not sharded alike. A single tail for all heads must be whole.
+    /// If the two are not sharded alike, or if a single tail for sharded heads is itself partial or sharded by columns.
     pub fn join_heads(&mut self, own: Value, tail: Value, heads: usize, tails: usize) -> Value {
         let is_split = matches!(self.placement(own), Placement::ShardColumns { .. });
         let tail = if tails == 1 && is_split { self.spread(tail) } else { tail };
@@ -480,7 +480,7 @@ impl Recorder {
         Program::compile(self, output, recompute)
     }
 
-    /// Global number of columns of a value.
+    /// Returns the global number of columns of a value.
     pub fn columns(&self, value: Value) -> usize {
         let held = self.values[value.0].columns;
         match self.placement(value) {

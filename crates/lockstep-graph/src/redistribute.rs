@@ -6,7 +6,7 @@ use lockstep_tensor::View;
 use crate::{Value, placement::Redistribute, replay::Run};
 
 impl Run<'_> {
-    /// Converts `x` to another layout and writes it to `y`.
+    /// Redistributes `x` to another placement and writes it to `y`.
     pub(crate) fn exchange(
         &self,
         exchange: Redistribute,
@@ -29,7 +29,7 @@ impl Run<'_> {
         }
     }
 
-    /// Writes to `dx` the gradient of an exchange's input, given the gradient `dy` of its output.
+    /// Writes to `dx` the gradient of a redistribution's input, given the gradient `dy` of its output.
     pub(crate) fn exchange_gradient(
         &self,
         exchange: Redistribute,

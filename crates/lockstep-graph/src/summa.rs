@@ -1,5 +1,5 @@
-//! Linear layers under two-dimensional tensor parallelism: the ranks form a square, each holds one block of every
-//! weight, and blocks are broadcast along its rows and columns.
+//! Linear layers under two-dimensional tensor parallelism: the ranks form a square grid, each holds one block of every
+//! weight, and blocks are broadcast along the rows and columns of the grid.
 //!
 //! SUMMA (van de Geijn and Watts, 1997), as Xu et al. (2021) use it for transformers. In a square of `q · q` ranks,
 //! row `i` has `1/q` of the sequences. The rank in row `i` and column `j` holds the blocks below; attention and the
@@ -15,8 +15,8 @@
 //! dW_jk = sum over i of dY_ijᵀ X_ik     for each k: broadcast X_ik along the row, reduce the sum along the column to k
 //! ```
 //!
-//! Norms, residuals and dropout work on a range of tokens per rank, as in sequence parallelism. Before and after the
-//! linear layers of a branch an all-to-all along the row converts between tokens and blocks.
+//! Norms, residuals and dropout work on a range of tokens per rank, as in sequence parallelism (`ShardTokens`). Before
+//! and after the linear layers of a branch an all-to-all along the row converts to and from `ShardBlocks`.
 
 use lockstep_comm::CommError;
 use lockstep_plan::{DType, GridPlace, Initializer};
@@ -60,7 +60,7 @@ impl Recorder {
     /// Records [`Recorder::product`] under two-dimensional tensor parallelism.
     ///
     /// # Panics
-    /// If the side of the square does not divide the split dimension.
+    /// If the side of the grid does not divide the sharded dimension.
     pub(crate) fn product_of_blocks(
         &mut self,
         x: Value,
@@ -216,7 +216,8 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Returns the row group, scratch, and the sizes of an exchange: tokens per rank, ranks, and columns per rank.
+    /// Returns the row group, the scratch, and the sizes of an all-to-all: tokens per rank, ranks, and columns per
+    /// rank.
     fn of_exchange(&self, tokens: View<'_>, scratch: Option<Value>) -> (Peers<'a>, View<'a>, [usize; 3]) {
         let row = self.grid_peers().row;
         let ((n, columns), q) = (tokens.shape().as_matrix(), row.group.size());

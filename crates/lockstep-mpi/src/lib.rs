@@ -30,7 +30,8 @@ use lockstep_comm::Group;
 pub struct MpiOptions {
     /// Maximum number of elements, or bytes, per MPI call, whose counts are ints; longer data is split.
     pub per_call: usize,
-    /// Returns the exit code with which all processes end where only the library can report an error.
+    /// Function from an error to the exit code with which all processes end, for errors that only this crate can
+    /// report.
     pub exit_code: fn(&CommError) -> i32,
 }
 

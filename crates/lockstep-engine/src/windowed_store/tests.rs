@@ -1,4 +1,4 @@
-//! Windows of a disk that is slow, silent, or fails.
+//! Tests of windowed stores on a disk that is slow, silent, or fails.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ const ELEMENTS: usize = 2048;
 const FIRST: StoreKind = StoreKind::MasterWeights;
 const SECOND: StoreKind = StoreKind::Gradients;
 
-/// A parameter of many windows, and two tensors of it.
+/// Returns a store with two tensors of one parameter that spans many windows.
 fn store(directory: &std::path::Path) -> WindowedStore {
     let record = ParameterRecord {
         name: "w".to_owned(),
@@ -47,7 +47,7 @@ fn store(directory: &std::path::Path) -> WindowedStore {
         .unwrap()
 }
 
-/// Adds 1 to everything of the first kind, as an update goes through the windows.
+/// Adds 1 to all elements of the first kind, window by window as an optimizer step does.
 fn pass(store: &mut WindowedStore) -> Result<(), EngineError> {
     for window in 0..WINDOWS {
         store.read_ahead(window, WINDOWS)?;
@@ -77,7 +77,7 @@ fn what_is_written_is_read_by_the_next_pass_however_slow_the_disk() {
     for delay in [Duration::ZERO, Duration::from_millis(2)] {
         let mut store = troubled(store(directory.path()), Trouble { delay, ..Trouble::default() });
         let values: Vec<f32> = (0..WINDOWS * ELEMENTS).map(|i| i as f32).collect();
-        // Not at the border of a window.
+        // Element 3,000 is not at a window boundary.
         store.write(ParameterId(0), SECOND, 0, &values[..3000]).unwrap();
         store.write(ParameterId(0), SECOND, 3000, &values[3000..]).unwrap();
         (0..3).for_each(|_| pass(&mut store).unwrap());
@@ -125,7 +125,7 @@ fn each_byte_of_a_long_parameter_is_read_once_though_its_kinds_are_asked_for_one
         }
     }
     let (read, all) = (store.take_traffic().read_bytes, (2 * 4 * WINDOWS * ELEMENTS) as u64);
-    // Those that were written last are still in memory.
+    // The windows that were written last are still in memory.
     assert!(read <= all && read >= all - (WINDOW_SLOTS * 2 * 4 * ELEMENTS) as u64, "{read} of {all} bytes");
 }
 

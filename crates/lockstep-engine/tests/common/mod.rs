@@ -1,9 +1,9 @@
-//! Plans of one rank for the tests of engines.
+//! Plans of one rank for the engine's tests.
 
 use lockstep_model::ModelConfig;
 use lockstep_plan::{Plan, RankPlan};
 
-/// `plan` on one rank, for steps of `micro_batches` of so many sequences of so many tokens.
+/// Returns `plan` on one rank, for steps of `micro_batches` of `[sequences, tokens]`.
 pub(crate) fn one_rank(
     model: &ModelConfig,
     plan: Plan,

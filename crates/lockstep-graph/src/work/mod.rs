@@ -1,7 +1,7 @@
 //! The work of one rank for a micro-batch, read from the instructions that a replay runs and expressed in [`lockstep_plan::work`].
 //!
-//! Matrix products have the shapes of this rank, exchanges the bytes that ranks really send. A collective that
-//! overlaps with its products in chunks counts as one product and one exchange. Bytes and other floating-point
+//! Matrix products have the shapes of this rank, collectives the bytes that ranks really send. A collective that
+//! overlaps with its products in chunks counts as one product and one collective. Bytes and other floating-point
 //! operations are those of `cost`. The submodule `kept` counts the activations that other frameworks save.
 //!
 //! ```text
@@ -191,7 +191,7 @@ impl Program {
         }
     }
 
-    /// Returns the communication of a layout exchange's forward.
+    /// Returns the communication of a redistribution's forward.
     fn exchanged(
         &self,
         change: placement::Redistribute,
@@ -210,7 +210,7 @@ impl Program {
         }
     }
 
-    /// Returns the communication of a layout exchange's backward.
+    /// Returns the communication of a redistribution's backward.
     fn gradients_exchanged(
         &self,
         change: placement::Redistribute,
@@ -229,7 +229,7 @@ impl Program {
         }
     }
 
-    /// All-to-all between tokens and blocks: a transpose, and the exchange along a row.
+    /// All-to-all between tokens and blocks: a transpose, and the communication along a row.
     fn in_line(&self, x: Value) -> Vec<TaskKind> {
         let bytes = self.value_bytes(x);
         vec![TaskKind::Stream, exchange(Peers::TensorLine, Collective::AllToAll, bytes, Manner::Alone)]
@@ -395,14 +395,14 @@ impl List<'_> {
     }
 }
 
-/// Overlap of an exchange with compute.
+/// Overlap of a collective with compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Manner {
     Alone,
     Beside,
 }
 
-/// Direction of an exchange: forward or backward.
+/// Direction of a collective: forward or backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     There,

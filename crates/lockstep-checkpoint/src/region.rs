@@ -284,7 +284,8 @@ mod tests {
         for share in [split(0, 1, 2), split(1, 3, 3), of_experts] {
             let whole = [4, 6];
             let (start, shape) = Region::of_share(&share, &whole).extent(&whole);
-            let held: Vec<_> = share.stretches(&whole).flat_map(|(first, len)| first..first + len).collect();
+            let held: Vec<_> =
+                share.element_ranges(&whole).flat_map(|(first, len)| first..first + len).collect();
             assert_eq!(elements_of(&start, &shape, &whole), held, "{share:?}");
         }
     }
@@ -296,7 +297,7 @@ mod tests {
         let whole = [4, 6, 3];
         for share in [Share::default(), split(0, 1, 2), split(1, 3, 3), of_experts] {
             let held: Vec<usize> =
-                share.stretches(&whole).flat_map(|(first, len)| first..first + len).collect();
+                share.element_ranges(&whole).flat_map(|(first, len)| first..first + len).collect();
             for start in 0..held.len() {
                 for end in start + 1..=held.len() {
                     let (mut next, mut found) = (start, Vec::new());

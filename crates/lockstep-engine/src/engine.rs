@@ -16,7 +16,7 @@ use crate::model_state::ModelState;
 use crate::optimizer::Role;
 use crate::passes::{Place, Work};
 use crate::pipeline::Pipeline;
-use crate::runner::{Half, Purpose};
+use crate::runner::{BackwardPart, Purpose};
 use crate::state::ResidualNumbers;
 use crate::{
     EngineBuilder, EngineError, ExpertLoad, Gradients, Groups, HostBatch, Optimizer, RoundingMode, Runner,
@@ -27,7 +27,7 @@ const F32_BYTES: u64 = size_of::<f32>() as u64;
 
 /// Position of a micro-batch in its step; gradients are reduced over ranks after the last one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Turn {
+enum MicroBatchPosition {
     Earlier,
     Last,
 }
@@ -95,9 +95,9 @@ impl Engine {
 
     /// Returns true if this rank counts and saves its elements of a parameter. Of the ranks of one data-parallel
     /// replica that hold the same elements, exactly one does.
-    pub fn speaks_for(&self, id: ParameterId) -> bool {
+    pub fn is_primary_owner(&self, id: ParameterId) -> bool {
         let is_copy = self.shared_table.is_some_and(|table| table.id == id && table.is_copy);
-        !is_copy && self.groups.speaks_for(&self.records[id.0].share)
+        !is_copy && self.groups.is_primary_owner(&self.records[id.0].share)
     }
 
     /// Returns the trainable parameters among [`Engine::parameter_ids`].
@@ -180,7 +180,7 @@ impl Engine {
     /// If a step has more micro-batches than the plan.
     pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed: Seed) -> Result<f64, EngineError> {
         self.weights.begin(Sequence::MicroBatch);
-        self.micro_batch(batch, seed, Turn::Earlier)
+        self.micro_batch(batch, seed, MicroBatchPosition::Earlier)
     }
 
     /// Runs forward and backward of all micro-batches of a step and returns the sum of their losses. Gradients are
@@ -216,7 +216,8 @@ impl Engine {
             if !is_planned {
                 self.weights.begin(Sequence::MicroBatch);
             }
-            let turn = if batches.peek().is_some() { Turn::Earlier } else { Turn::Last };
+            let turn =
+                if batches.peek().is_some() { MicroBatchPosition::Earlier } else { MicroBatchPosition::Last };
             loss_sum += self.micro_batch(&batch, seed, turn)?;
         }
         self.complete_gradients()?;
@@ -245,7 +246,7 @@ impl Engine {
         if let Some(SharedTable { id, .. }) = self.shared_table
             && let Some(part) = self.gradients.part(id)
         {
-            self.groups.sum_over_ends(part.view)?;
+            self.groups.all_reduce_over_first_and_last_stage(part.view)?;
         }
         Ok(loss_sum)
     }
@@ -271,15 +272,20 @@ impl Engine {
 
     /// Runs forward and backward of one micro-batch and returns the sum of its losses. With the last of a step,
     /// gradients are reduced over ranks.
-    fn micro_batch(&mut self, batch: &HostBatch<'_>, seed: Seed, turn: Turn) -> Result<f64, EngineError> {
+    fn micro_batch(
+        &mut self,
+        batch: &HostBatch<'_>,
+        seed: Seed,
+        turn: MicroBatchPosition,
+    ) -> Result<f64, EngineError> {
         let Self { model, queue, weights, runner, gradients, reducer, .. } = self;
         let only = Place::default();
         let queue = &**queue;
         runner.load(only, batch);
         runner.forward_stage(model, only, queue, weights, Purpose::Training)?;
         gradients.begin_micro_batch(queue, runner.own_tokens(batch.ids));
-        let is_last = turn == Turn::Last;
-        let at_once = gradients.are_summed_at_once();
+        let is_last = turn == MicroBatchPosition::Last;
+        let at_once = gradients.reduces_every_micro_batch();
         let mut reducer = reducer.as_mut().filter(|_| is_last || at_once);
         let after_unit = |gradients: &mut Gradients, unit| {
             let Some(reducer) = &mut reducer else { return Ok(()) };
@@ -290,7 +296,7 @@ impl Engine {
             gradients.begin_owned(reducer)?;
             gradients.sum_rows(unit, reducer)
         };
-        let half = Half::Both;
+        let half = BackwardPart::Both;
         runner.backward_stage(model, only, queue, weights, gradients, seed, half, after_unit)?;
         match reducer {
             Some(_) if is_last => self.await_gradients()?,
@@ -338,7 +344,7 @@ impl Engine {
     ///
     /// # Errors
     /// If another rank is lost or does not answer in time.
-    pub fn settle_weights(&mut self) -> Result<(), EngineError> {
+    pub fn wait_for_weights(&mut self) -> Result<(), EngineError> {
         self.weights.settle()
     }
 
@@ -352,7 +358,7 @@ impl Engine {
         let begin = self.timeline().begin();
         let mut sum = ExactSum::default();
         for id in self.trained_ids() {
-            if self.speaks_for(id) {
+            if self.is_primary_owner(id) {
                 self.gradients.add_squares(&*self.queue, id, &mut sum);
             }
         }

@@ -27,7 +27,7 @@ impl Engine {
         let mut values = vec![0.0; PART.min(kept.len())];
         let mut place = kept.start;
         let record = &self.records[id.0];
-        for (first, len) in record.share.stretches_of_part(&record.shape, kept) {
+        for (first, len) in record.share.element_ranges_of_part(&record.shape, kept) {
             for start in (0..len).step_by(PART) {
                 let part = &mut values[..PART.min(len - start)];
                 let record = &self.records[id.0];
@@ -65,7 +65,7 @@ impl Engine {
     }
 
     /// Returns the trained weights in this rank's memory that are replicated on other ranks.
-    pub fn copied_weights(&mut self) -> Vec<StateTensor<'_>> {
+    pub fn replicated_weights(&mut self) -> Vec<StateTensor<'_>> {
         let Some(store) = self.weights.copied() else { return Vec::new() };
         let dtype = store.dtype();
         let tensor = |(id, first, bytes): (ParameterId, _, _)| StateTensor {
@@ -119,8 +119,8 @@ impl Engine {
             return Ok(());
         }
         let mut place = 0;
-        let stretches = record.share.stretches(&record.shape);
-        for (first, len) in stretches {
+        let flat_parameters = record.share.element_ranges(&record.shape);
+        for (first, len) in flat_parameters {
             let values = &values[first..first + len];
             match kind {
                 StateKind::GradientResidual(_) => {

@@ -11,8 +11,8 @@ use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
 use lockstep_plan::{
-    DType, GradientStaging, MemoryCategory, ParameterId, ParameterRecord, SharedTable, StateLayout,
-    StoreKind, Stretch, Summing, exact::ExactSum,
+    DType, FlatParameter, GradientStaging, MemoryCategory, ParameterId, ParameterRecord, ReductionGroup,
+    SharedTable, StateLayout, StoreKind, exact::ExactSum,
 };
 use lockstep_tensor::{Arena, Buffer, DiskTraffic, Kernels, TensorError, View, Write};
 
@@ -20,7 +20,7 @@ use crate::model_state::ModelState;
 use crate::offloaded_gradients::OffloadedGradients;
 use crate::quantized_gradients::QuantizedGradients;
 use crate::state_store::{Part, Residence, StateStore};
-use crate::{EngineError, Offload, looked_up::LookedUp, reducer::Reducer};
+use crate::{EngineError, Offload, reducer::Reducer, sparse_embedding_gradient::SparseEmbeddingGradient};
 
 /// The f32 gradients of all parameters. Tied parameters share one gradient, to which the embedding's contribution is
 /// added last.
@@ -31,7 +31,7 @@ pub struct Gradients {
     offloaded: Option<RefCell<OffloadedGradients>>,
     /// Staging buffers of gradients that other ranks own or that are offloaded, until they are reduced; `None` if the
     /// store holds all gradients in full.
-    passing: Option<Passing>,
+    staging_buffers: Option<GradientStagingBuffers>,
     /// Quantized reduction of gradients; `None` if gradients are reduced in f32.
     quantized: Option<QuantizedGradients>,
     /// Flat parameters whose reduction is in flight and whose sums are taken in when the next unit's reduction begins.
@@ -57,8 +57,8 @@ pub struct Gradients {
 
 /// Staging buffers for the full gradients of units whose backward runs or has just run.
 #[derive(Debug)]
-struct Passing {
-    /// Two alternating buffers, selected by [`Stretch::parity`]: consecutive buffers of the backward use different
+struct GradientStagingBuffers {
+    /// Two alternating buffers, selected by [`FlatParameter::parity`]: consecutive buffers of the backward use different
     /// ones.
     buffers: [Buffer; 2],
     /// Offset in bytes of each flat parameter in its buffer.
@@ -73,8 +73,8 @@ struct Passing {
 #[derive(Debug)]
 struct Tied {
     output: ParameterId,
-    embedding: LookedUp,
-    summing: Summing,
+    embedding: SparseEmbeddingGradient,
+    summing: ReductionGroup,
 }
 
 impl Gradients {
@@ -100,13 +100,13 @@ impl Gradients {
         }
         let tied = layout.tied_tables().map(|(output, table)| {
             let of_table = &records[table.0];
-            let embedding = LookedUp::new(arena, table, of_table, tokens, plan.micro_batches)?;
-            Ok(Tied { output, embedding, summing: Summing::of(&of_table.share) })
+            let embedding = SparseEmbeddingGradient::new(arena, table, of_table, tokens, plan.micro_batches)?;
+            Ok(Tied { output, embedding, summing: ReductionGroup::of(&of_table.share) })
         });
         let tied = tied.collect::<Result<_, TensorError>>()?;
         let mut completed = vec![Vec::new(); is_here.len()];
-        for (index, stretch) in store.stretches().iter().enumerate() {
-            completed[stretch.completed_by].push(index);
+        for (index, flat) in store.flat_parameters().iter().enumerate() {
+            completed[flat.completed_by].push(index);
         }
         Ok(Self {
             quantized: QuantizedGradients::new(
@@ -115,9 +115,12 @@ impl Gradients {
                 &store,
                 state.take(StoreKind::GradientResidual),
             )?,
-            in_flight: Vec::with_capacity(store.stretches().len()),
-            arrived: Vec::with_capacity(store.stretches().len()),
-            passing: plan.hands_gradients_on().then(|| Passing::new(arena, &store)).transpose()?,
+            in_flight: Vec::with_capacity(store.flat_parameters().len()),
+            arrived: Vec::with_capacity(store.flat_parameters().len()),
+            staging_buffers: plan
+                .hands_gradients_on()
+                .then(|| GradientStagingBuffers::new(arena, &store))
+                .transpose()?,
             store,
             offloaded: offloaded.map(RefCell::new),
             units: records.iter().map(|record| record.unit).collect(),
@@ -134,16 +137,16 @@ impl Gradients {
     pub fn begin(&mut self) {
         self.next.iter().for_each(|next| next.set(Write::Overwrite));
         self.tied.iter_mut().for_each(|tied| tied.embedding.clear());
-        if let Some(passing) = &mut self.passing {
-            passing.next.iter().for_each(|next| next.set(Write::Overwrite));
-            passing.owned_begun.fill(false);
+        if let Some(staging_buffers) = &mut self.staging_buffers {
+            staging_buffers.next.iter().for_each(|next| next.set(Write::Overwrite));
+            staging_buffers.owned_begun.fill(false);
         }
     }
 
     /// Returns true if gradients are reduced after every micro-batch; otherwise they are reduced after the last one of
     /// a step.
-    pub(crate) fn are_summed_at_once(&self) -> bool {
-        self.passing.is_some()
+    pub(crate) fn reduces_every_micro_batch(&self) -> bool {
+        self.staging_buffers.is_some()
     }
 
     /// Agrees with all data-parallel ranks on the rows of tied tables that the embedding contributes to in this step.
@@ -176,7 +179,7 @@ impl Gradients {
 
     /// Returns the gradient and whether the next contribution overwrites it or adds to it; later contributions add.
     pub fn contribute(&self, id: ParameterId) -> (View<'_>, Write) {
-        match self.looked_up(id) {
+        match self.sparse_embedding_gradient(id) {
             Some(embedding) => (embedding.gradient(0..embedding.rows()), Write::Accumulate),
             None => (self.whole(id), self.next[id.0].replace(Write::Accumulate)),
         }
@@ -185,7 +188,7 @@ impl Gradients {
     /// Returns the row of a tied table's sparse gradient for each token of the micro-batch, u32 `[tokens]`; `None` if
     /// the row is the token id itself.
     pub fn rows(&self, table: ParameterId) -> Option<View<'_>> {
-        self.looked_up(table).map(LookedUp::token_rows)
+        self.sparse_embedding_gradient(table).map(SparseEmbeddingGradient::token_rows)
     }
 
     /// Completes the gradients of a unit after its last contribution: untouched ones become zero, and a tied gradient
@@ -194,14 +197,14 @@ impl Gradients {
     /// # Errors
     /// If the disk of offloaded gradients fails.
     pub fn end_unit(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), EngineError> {
-        if let Some(Passing { next, .. }) = &self.passing {
-            for &stretch in &self.completed[unit] {
-                if next[stretch].replace(Write::Accumulate) == Write::Accumulate {
+        if let Some(GradientStagingBuffers { next, .. }) = &self.staging_buffers {
+            for &flat in &self.completed[unit] {
+                if next[flat].replace(Write::Accumulate) == Write::Accumulate {
                     continue;
                 }
-                match (self.store.residence(stretch), &mut self.offloaded) {
-                    (Residence::Windowed, Some(offloaded)) => offloaded.get_mut().zero(queue, stretch)?,
-                    _ => queue.zero(self.store.own_of(stretch)),
+                match (self.store.residence(flat), &mut self.offloaded) {
+                    (Residence::Windowed, Some(offloaded)) => offloaded.get_mut().zero(queue, flat)?,
+                    _ => queue.zero(self.store.own_of(flat)),
                 }
             }
         } else {
@@ -235,7 +238,7 @@ impl Gradients {
         }
         // One half of a split backward, or a frozen unit, may contribute nothing. Wait even then: the units before and
         // after use the same buffer.
-        if self.passing.is_some() && !self.is_touched(unit) {
+        if self.staging_buffers.is_some() && !self.is_touched(unit) {
             return self.wait(queue, reducer);
         }
         self.zero_untouched(queue, unit);
@@ -244,33 +247,33 @@ impl Gradients {
             self.wait(queue, reducer)?;
         }
         reducer.begin_round();
-        for &stretch in &self.completed[unit] {
-            if let Some(quantized) = self.quantized.as_mut().filter(|quantized| quantized.has(stretch)) {
-                let elements = self.store.stretches()[stretch].elements;
-                let gradients = match &self.passing {
-                    None => self.store.range_of(stretch, 0..elements),
-                    Some(passing) => passing.range_of(&self.store, stretch, 0..elements),
+        for &flat in &self.completed[unit] {
+            if let Some(quantized) = self.quantized.as_mut().filter(|quantized| quantized.has(flat)) {
+                let elements = self.store.flat_parameters()[flat].elements;
+                let gradients = match &self.staging_buffers {
+                    None => self.store.range_of(flat, 0..elements),
+                    Some(staging_buffers) => staging_buffers.range_of(&self.store, flat, 0..elements),
                 };
-                quantized.send(queue, stretch, gradients, reducer)?;
+                quantized.send(queue, flat, gradients, reducer)?;
                 continue;
             }
-            let &Stretch { summing, elements, .. } = &self.store.stretches()[stretch];
-            let memory = match &mut self.passing {
-                None => self.store.lend_from(stretch, 0..elements),
-                Some(passing) => {
-                    let start = passing.offsets_bytes[stretch];
-                    let buffer = &mut passing.buffers[self.store.stretches()[stretch].parity()];
+            let &FlatParameter { summing, elements, .. } = &self.store.flat_parameters()[flat];
+            let memory = match &mut self.staging_buffers {
+                None => self.store.lend_from(flat, 0..elements),
+                Some(staging_buffers) => {
+                    let start = staging_buffers.offsets_bytes[flat];
+                    let buffer = &mut staging_buffers.buffers[self.store.flat_parameters()[flat].parity()];
                     (buffer, start..start + elements * size_of::<f32>())
                 }
             };
             reducer.sum_stretch(memory, summing)?;
         }
-        if self.passing.is_some() || self.quantized.is_some() {
+        if self.staging_buffers.is_some() || self.quantized.is_some() {
             reducer.finish_earlier_rounds()?;
-            self.take_in(queue)?;
+            self.accumulate_reduced(queue)?;
             self.in_flight.extend(&self.completed[unit]);
         }
-        if self.passing.is_some() {
+        if self.staging_buffers.is_some() {
             self.parameters_of(unit).for_each(|id| self.next[id].set(Write::Overwrite));
         }
         Ok(())
@@ -296,7 +299,7 @@ impl Gradients {
     /// If another rank is lost or does not answer in time, or the disk of offloaded gradients fails.
     pub(crate) fn wait(&mut self, queue: &dyn Kernels, reducer: &mut Reducer) -> Result<(), EngineError> {
         reducer.finish()?;
-        self.take_in(queue)
+        self.accumulate_reduced(queue)
     }
 
     /// Begins to all-reduce this rank's own elements over the data-parallel replicas, for the flat parameters that were
@@ -305,16 +308,18 @@ impl Gradients {
     /// # Errors
     /// If another rank is lost or does not answer in time, or the disk of offloaded gradients fails.
     pub(crate) fn begin_owned(&mut self, reducer: &mut Reducer) -> Result<(), EngineError> {
-        let Self { store, quantized, arrived, passing: Some(passing), .. } = self else { return Ok(()) };
-        for stretch in arrived.drain(..) {
+        let Self { store, quantized, arrived, staging_buffers: Some(staging_buffers), .. } = self else {
+            return Ok(());
+        };
+        for flat in arrived.drain(..) {
             // Quantized records of several flat parameters would need the one record buffer at the same time.
-            let is_coded = quantized.as_ref().is_some_and(|quantized| quantized.has(stretch));
-            if is_coded || store.residence(stretch) == Residence::Windowed {
+            let is_coded = quantized.as_ref().is_some_and(|quantized| quantized.has(flat));
+            if is_coded || store.residence(flat) == Residence::Windowed {
                 continue;
             }
-            passing.owned_begun[stretch] = true;
-            let summing = store.stretches()[stretch].summing;
-            reducer.sum_owned(store.lend_own(stretch), summing)?;
+            staging_buffers.owned_begun[flat] = true;
+            let summing = store.flat_parameters()[flat].summing;
+            reducer.sum_owned(store.lend_own(flat), summing)?;
         }
         Ok(())
     }
@@ -329,44 +334,47 @@ impl Gradients {
         queue: &dyn Kernels,
         reducer: &mut Reducer,
     ) -> Result<(), EngineError> {
-        for stretch in 0..self.store.stretches().len() {
-            if self.store.residence(stretch) == Residence::Windowed
-                || self.passing.as_ref().is_some_and(|passing| passing.owned_begun[stretch])
+        for flat in 0..self.store.flat_parameters().len() {
+            if self.store.residence(flat) == Residence::Windowed
+                || self
+                    .staging_buffers
+                    .as_ref()
+                    .is_some_and(|staging_buffers| staging_buffers.owned_begun[flat])
             {
                 continue;
             }
-            if let Some(quantized) = self.quantized.as_mut().filter(|quantized| quantized.has(stretch)) {
-                quantized.sum_over_replicas(queue, stretch, self.store.own_of(stretch), reducer)?;
+            if let Some(quantized) = self.quantized.as_mut().filter(|quantized| quantized.has(flat)) {
+                quantized.sum_over_replicas(queue, flat, self.store.own_of(flat), reducer)?;
                 continue;
             }
-            let summing = self.store.stretches()[stretch].summing;
-            reducer.sum_owned(self.store.lend_own(stretch), summing)?;
+            let summing = self.store.flat_parameters()[flat].summing;
+            reducer.sum_owned(self.store.lend_own(flat), summing)?;
         }
         reducer.finish()
     }
 
     /// Takes the finished sums into this rank's own gradients.
-    fn take_in(&mut self, queue: &dyn Kernels) -> Result<(), EngineError> {
-        let Self { store, offloaded, passing, quantized, in_flight, arrived, .. } = self;
+    fn accumulate_reduced(&mut self, queue: &dyn Kernels) -> Result<(), EngineError> {
+        let Self { store, offloaded, staging_buffers, quantized, in_flight, arrived, .. } = self;
         arrived.clear();
         std::mem::swap(arrived, in_flight);
-        for &stretch in &*arrived {
-            let own = store.stretches()[stretch].own.clone();
-            let sum = match &*passing {
-                None => store.own_of(stretch),
-                Some(passing) => passing.range_of(store, stretch, own),
+        for &flat in &*arrived {
+            let own = store.flat_parameters()[flat].own.clone();
+            let sum = match &*staging_buffers {
+                None => store.own_of(flat),
+                Some(staging_buffers) => staging_buffers.range_of(store, flat, own),
             };
             if let Some(quantized) = &*quantized {
-                quantized.take_in(queue, stretch, sum);
+                quantized.accumulate_reduced(queue, flat, sum);
             }
-            let Some(passing) = &*passing else { continue };
-            let write = passing.next[stretch].replace(Write::Accumulate);
-            match (store.residence(stretch), &mut *offloaded, write) {
+            let Some(staging_buffers) = &*staging_buffers else { continue };
+            let write = staging_buffers.next[flat].replace(Write::Accumulate);
+            match (store.residence(flat), &mut *offloaded, write) {
                 (Residence::Windowed, Some(offloaded), _) => {
-                    offloaded.get_mut().take(queue, stretch, sum, write)?;
+                    offloaded.get_mut().take(queue, flat, sum, write)?;
                 }
-                (_, _, Write::Overwrite) => queue.cast(sum, store.own_of(stretch)),
-                (_, _, Write::Accumulate) => queue.add(store.own_of(stretch), sum, store.own_of(stretch)),
+                (_, _, Write::Overwrite) => queue.cast(sum, store.own_of(flat)),
+                (_, _, Write::Accumulate) => queue.add(store.own_of(flat), sum, store.own_of(flat)),
             }
         }
         Ok(())
@@ -392,7 +400,7 @@ impl Gradients {
             let id = ParameterId(index);
             self.completed_by[index] == unit
                 && !self.is_borrowed[index]
-                && self.looked_up(id).is_none()
+                && self.sparse_embedding_gradient(id).is_none()
                 && self.store.place_of(id).is_some()
         })
     }
@@ -482,14 +490,14 @@ impl Gradients {
 
     /// Returns the full (unsharded) gradient, while a backward contributes to it.
     fn whole(&self, id: ParameterId) -> View<'_> {
-        let Some(passing) = &self.passing else { return self.store.view(id) };
-        let (stretch, first, shape) = self.store.place_of(id).expect("what is trained has a gradient");
-        let offset_bytes = passing.offsets_bytes[stretch] + first * size_of::<f32>();
-        let buffer = &passing.buffers[self.store.stretches()[stretch].parity()];
+        let Some(staging_buffers) = &self.staging_buffers else { return self.store.view(id) };
+        let (flat, first, shape) = self.store.place_of(id).expect("what is trained has a gradient");
+        let offset_bytes = staging_buffers.offsets_bytes[flat] + first * size_of::<f32>();
+        let buffer = &staging_buffers.buffers[self.store.flat_parameters()[flat].parity()];
         buffer.view(DType::F32, offset_bytes, shape)
     }
 
-    fn looked_up(&self, id: ParameterId) -> Option<&LookedUp> {
+    fn sparse_embedding_gradient(&self, id: ParameterId) -> Option<&SparseEmbeddingGradient> {
         self.tied.iter().map(|tied| &tied.embedding).find(|embedding| embedding.table() == id)
     }
 }
@@ -507,24 +515,24 @@ fn buffer_firsts(records: &[ParameterRecord], units: usize) -> Vec<usize> {
     firsts
 }
 
-impl Passing {
+impl GradientStagingBuffers {
     /// Returns a view of some elements of a flat parameter of `store`.
-    fn range_of(&self, store: &StateStore, stretch: usize, elements: Range<usize>) -> View<'_> {
-        let start = self.offsets_bytes[stretch] + elements.start * size_of::<f32>();
-        self.buffers[store.stretches()[stretch].parity()].view(DType::F32, start, [elements.len()])
+    fn range_of(&self, store: &StateStore, flat: usize, elements: Range<usize>) -> View<'_> {
+        let start = self.offsets_bytes[flat] + elements.start * size_of::<f32>();
+        self.buffers[store.flat_parameters()[flat].parity()].view(DType::F32, start, [elements.len()])
     }
 
     fn new(arena: &Arena, store: &StateStore) -> Result<Self, TensorError> {
         let GradientStaging { offsets, elements: [even, odd] } = store.layout().passage();
         let bytes = |elements: usize| elements * size_of::<f32>();
         let offsets_bytes: Vec<usize> = offsets.into_iter().map(bytes).collect();
-        let stretches = offsets_bytes.len();
+        let flat_parameters = offsets_bytes.len();
         let buffer = |bytes| arena.allocate_zeroed(bytes, MemoryCategory::Communication);
         Ok(Self {
             buffers: [buffer(bytes(even))?, buffer(bytes(odd))?],
             offsets_bytes,
-            next: vec![Cell::new(Write::Overwrite); stretches],
-            owned_begun: vec![false; stretches],
+            next: vec![Cell::new(Write::Overwrite); flat_parameters],
+            owned_begun: vec![false; flat_parameters],
         })
     }
 }

@@ -6,7 +6,7 @@ use std::{sync::Arc, time::Duration};
 use lockstep_comm::{CommError, Deadline, Group, Meter, Metered, ReduceOp};
 use lockstep_graph::{GridGroups, Peers};
 use lockstep_plan::{
-    Among, Axis, ContextPlace, ExpertAxis, Mesh, ParameterRecord, Places, RankPlan, Share, Summing,
+    Among, Axis, ContextPlace, ExpertAxis, Mesh, ParameterRecord, Places, RankPlan, ReductionGroup, Share,
     TensorDimensions, TensorPlace, ZeroStage, exact::ExactSum, schedule::Schedule,
 };
 use lockstep_tensor::View;
@@ -135,7 +135,7 @@ impl Groups {
 
     /// Returns true if this rank counts and saves parameters with this `share`. Of the ranks of one model replica that
     /// own the same elements, exactly one does.
-    pub(crate) fn speaks_for(&self, share: &Share) -> bool {
+    pub(crate) fn is_primary_owner(&self, share: &Share) -> bool {
         let Some(World { plan, .. }) = &self.world else { return true };
         let (mesh, rank) = (plan.mesh(), plan.rank);
         let is_shared_out = self.zero_stage() > ZeroStage::Nothing;
@@ -206,7 +206,7 @@ impl Groups {
     ///
     /// # Errors
     /// If a rank is lost, or does not answer in time.
-    pub(crate) fn sum_over_ends(&self, gradient: View<'_>) -> Result<(), CommError> {
+    pub(crate) fn all_reduce_over_first_and_last_stage(&self, gradient: View<'_>) -> Result<(), CommError> {
         let Some(World { ends: Some(group), limit, .. }) = &self.world else { return Ok(()) };
         group.all_reduce(gradient, ReduceOp::Sum, Deadline::after(*limit))
     }
@@ -232,54 +232,57 @@ impl Groups {
         group.all_reduce(numbers, ReduceOp::Sum, Deadline::after(*limit))
     }
 
-    /// Returns the groups over which the gradients of `records` are reduced, one for each kind of [`Summing`]; groups
+    /// Returns the groups over which the gradients of `records` are reduced, one for each kind of [`ReductionGroup`]; groups
     /// of one rank are left out.
     ///
     /// # Errors
     /// If a rank is lost, or does not answer in time.
-    pub(crate) fn of_gradients(
+    pub(crate) fn reduction_groups(
         &self,
         records: &[ParameterRecord],
-    ) -> Result<Vec<(Summing, Group)>, CommError> {
+    ) -> Result<Vec<(ReductionGroup, Group)>, CommError> {
         let world = self.world.as_ref();
         let make = |ranks| world.map_or(Ok(None), |world| world.made_of(ranks));
         self.of_kinds(records, &Axis::TOKENS, &[ExpertAxis::Replicate, ExpertAxis::ExpertShard], make)
     }
 
     /// Returns the groups over which the model state of `records` can be sharded (ZeRO), one for each kind of
-    /// [`Summing`]; groups of one rank are left out.
+    /// [`ReductionGroup`]; groups of one rank are left out.
     ///
     /// # Errors
     /// If a rank is lost, or does not answer in time.
-    pub(crate) fn of_shards(&self, records: &[ParameterRecord]) -> Result<Vec<(Summing, Group)>, CommError> {
+    pub(crate) fn shard_groups(
+        &self,
+        records: &[ParameterRecord],
+    ) -> Result<Vec<(ReductionGroup, Group)>, CommError> {
         let world = self.world.as_ref();
         let make = |ranks| world.map_or(Ok(None), |world| world.made_of(ranks));
         self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
     }
 
-    /// Returns separate groups of the same ranks as [`Groups::of_shards`], whose collectives do not wait for those of
+    /// Returns separate groups of the same ranks as [`Groups::shard_groups`], whose collectives do not wait for those of
     /// other groups.
     ///
     /// # Errors
     /// If a rank is lost, or does not answer in time.
-    pub(crate) fn of_shards_apart(
+    pub(crate) fn separate_shard_groups(
         &self,
         records: &[ParameterRecord],
-    ) -> Result<Vec<(Summing, Group)>, CommError> {
+    ) -> Result<Vec<(ReductionGroup, Group)>, CommError> {
         let world = self.world.as_ref();
         let make = |ranks: Vec<Vec<usize>>| world.map_or(Ok(None), |world| world.made_apart(&ranks));
         self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
     }
 
     /// Returns subgroups of [`secondary_shard`](lockstep_plan::Sharding) neighbours within each group of
-    /// [`Groups::of_shards`]; only where that group is larger and divides evenly.
+    /// [`Groups::shard_groups`]; only where that group is larger and divides evenly.
     ///
     /// # Errors
     /// If a rank is lost, or does not answer in time.
-    pub(crate) fn of_neighbours(
+    pub(crate) fn secondary_shard_groups(
         &self,
         records: &[ParameterRecord],
-    ) -> Result<Vec<(Summing, Group)>, CommError> {
+    ) -> Result<Vec<(ReductionGroup, Group)>, CommError> {
         let Some(world) = &self.world else { return Ok(Vec::new()) };
         let sharding = &world.plan.plan().sharding;
         let make = |ranks: Vec<Vec<usize>>| {
@@ -322,12 +325,12 @@ impl Groups {
     ///
     /// # Errors
     /// If a rank is lost, or does not answer in time.
-    pub(crate) fn of_replicas(&self) -> Result<Option<Group>, CommError> {
+    pub(crate) fn replica_group(&self) -> Result<Option<Group>, CommError> {
         let Some(world) = &self.world else { return Ok(None) };
         world.made_of(world.mesh().ranks().groups(&[Axis::Replicate]))
     }
 
-    /// Makes one group for each kind of [`Summing`] among `records`: the ranks along `axes` (`of_experts` for experts)
+    /// Makes one group for each kind of [`ReductionGroup`] among `records`: the ranks along `axes` (`of_experts` for experts)
     /// that hold the same elements, and the neighbours on the tensor axis that contribute to the same gradients.
     fn of_kinds(
         &self,
@@ -335,12 +338,13 @@ impl Groups {
         axes: &[Axis],
         of_experts: &[ExpertAxis],
         make: impl Fn(Vec<Vec<usize>>) -> Result<Option<Group>, CommError>,
-    ) -> Result<Vec<(Summing, Group)>, CommError> {
+    ) -> Result<Vec<(ReductionGroup, Group)>, CommError> {
         let Some(world) = &self.world else { return Ok(Vec::new()) };
-        let mut kinds: Vec<Summing> = records.iter().map(|record| Summing::of(&record.share)).collect();
+        let mut kinds: Vec<ReductionGroup> =
+            records.iter().map(|record| ReductionGroup::of(&record.share)).collect();
         kinds.sort_unstable();
         kinds.dedup();
-        let group = |kind: Summing| {
+        let group = |kind: ReductionGroup| {
             let group = match kind.among {
                 Among::Tensor => make(world.with_neighbours(axes, |tensor| tensor / kind.summands))?,
                 // A column has as many ranks as a row.

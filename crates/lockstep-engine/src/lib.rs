@@ -11,15 +11,16 @@
 //! valid tokens of the whole global batch, which the caller counts beforehand.
 #![forbid(unsafe_code)]
 
-mod borders;
+mod boundaries;
 mod builder;
 mod engine;
 mod engine_state;
 mod error;
+#[cfg(test)]
+mod faulty_disk;
 mod gradients;
 mod groups;
 mod load;
-mod looked_up;
 mod model_state;
 mod offloaded_frames;
 mod offloaded_gradients;
@@ -36,13 +37,12 @@ mod runner;
 mod shards;
 mod slots;
 mod snapshot;
+mod sparse_embedding_gradient;
 mod staging;
 mod state;
 mod state_store;
 mod storage;
 mod transfers;
-#[cfg(test)]
-mod troubled;
 mod unit_parameters;
 mod update;
 mod weights;
@@ -57,7 +57,7 @@ pub use load::ExpertLoad;
 pub use lockstep_plan::StateKind;
 pub use optimizer::{Granularity, MuonScale, Optimizer};
 pub use passes::{PassTime, StepTimes};
-pub use ranks::{Called, Ranks, TimeLimit};
+pub use ranks::{Ranks, TimeLimit, TimedOperation};
 pub use rehearsal::Rehearsal;
 pub use runner::{HostBatch, Runner};
 pub use snapshot::Snapshot;

@@ -14,7 +14,8 @@ use lockstep_comm::{Collective, Lent};
 use lockstep_model::RecordedModel;
 use lockstep_plan::gathering::{GatherPlan, Gathers, Sequence};
 use lockstep_plan::{
-    Extent, ParameterId, ParameterRecord, StateItem, StateKind, StateLayout, StoreKind, Stretch, ZeroStage,
+    Extent, FlatParameter, ParameterId, ParameterRecord, StateItem, StateKind, StateLayout, StoreKind,
+    ZeroStage,
 };
 use lockstep_tensor::{Arena, DiskTraffic, Kernels, TensorError};
 
@@ -68,14 +69,14 @@ impl ModelState {
         let is_gathered_after =
             (ZeroStage::Optimizer..ZeroStage::Parameters).contains(&layout.plan.zero_stage);
         let reads = find(StoreKind::Weights).filter(|_| is_gathered_after).map(|weights| {
-            let stretch = |id: &ParameterId| Some(weights.place_of(*id)?.0);
-            let reads = |unit| model.unit_parameters(unit).iter().filter_map(stretch).collect();
+            let flat = |id: &ParameterId| Some(weights.place_of(*id)?.0);
+            let reads = |unit| model.unit_parameters(unit).iter().filter_map(flat).collect();
             (0..model.units()).map(reads).collect()
         });
-        let stretches: usize = stores.iter().map(|store| store.stretches().len()).sum();
+        let flat_parameters: usize = stores.iter().map(|store| store.flat_parameters().len()).sum();
         let quantized = layout.plan.quantized_weights();
         let pool = gathers.map(|gathers| ParameterPool::new(arena, gathers, &mut stores, &shards, quantized));
-        let (pool, transfers) = (pool.transpose()?, Transfers::new(shards.limit(), stretches));
+        let (pool, transfers) = (pool.transpose()?, Transfers::new(shards.limit(), flat_parameters));
         Ok(Self { stores, files, pool, shards, transfers, reads })
     }
 
@@ -192,14 +193,16 @@ impl ModelState {
         let Self { stores, shards, transfers, reads: Some(_), .. } = self else { return Ok(()) };
         for weights in stores.iter_mut().filter(|store| store.kind() == StoreKind::Weights) {
             let dtype = weights.dtype();
-            for index in 0..weights.stretches().len() {
-                let &Stretch { summing, elements, .. } = &weights.stretches()[index];
+            for index in 0..weights.flat_parameters().len() {
+                let &FlatParameter { summing, elements, .. } = &weights.flat_parameters()[index];
                 let Some(group) = shards.gathering(summing) else { continue };
                 let (buffer, range) = weights.lend_from(index, 0..elements);
                 let (bytes, data) = (range.len(), Lent::new(buffer.lend(range), dtype));
                 let collective = Collective::AllGatherInPlace { data, counts: None };
-                transfers
-                    .begin(WeightTransfer::Stretch(index), Job::Collective { group, collective, bytes })?;
+                transfers.begin(
+                    WeightTransfer::FlatParameter(index),
+                    Job::Collective { group, collective, bytes },
+                )?;
             }
         }
         Ok(())
@@ -210,7 +213,7 @@ impl ModelState {
     /// # Errors
     /// If another rank is lost.
     pub(crate) fn settle(&mut self) -> Result<(), EngineError> {
-        self.transfers.finish(|transfer| matches!(transfer, WeightTransfer::Stretch(_)))
+        self.transfers.finish(|transfer| matches!(transfer, WeightTransfer::FlatParameter(_)))
     }
 
     /// Begins a sequence of units that read gathered weights.
@@ -250,7 +253,7 @@ impl WeightSource for ModelState {
                 pool.make_ready(queue, unit, &mut OwnWeights { stores, files, shards, transfers })
             }
             (None, Some(reads)) => transfers.finish(|transfer| match transfer {
-                WeightTransfer::Stretch(stretch) => reads[unit].contains(stretch),
+                WeightTransfer::FlatParameter(flat) => reads[unit].contains(flat),
                 WeightTransfer::Bundle(_) => false,
             }),
             (None, None) => Ok(()),

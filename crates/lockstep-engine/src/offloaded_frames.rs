@@ -226,7 +226,7 @@ mod tests {
     use lockstep_tensor::{Action, DiskError};
 
     use super::*;
-    use crate::troubled::Trouble;
+    use crate::faulty_disk::DiskFaults;
 
     const UNITS: usize = 9;
     const SLOTS: usize = 3;
@@ -296,8 +296,8 @@ mod tests {
         assert!(found.iter().enumerate().all(is_right), "{frame:?} of {seed}: {:?}", &found[..4]);
     }
 
-    fn troubled(mut frames: OffloadedFrames, trouble: Trouble) -> OffloadedFrames {
-        frames.staging = frames.staging.troubled(trouble);
+    fn faulty_disk(mut frames: OffloadedFrames, trouble: DiskFaults) -> OffloadedFrames {
+        frames.staging = frames.staging.faulty_disk(trouble);
         frames
     }
 
@@ -305,8 +305,10 @@ mod tests {
     fn frames_come_back_as_they_were_whichever_slots_are_in_flight_and_however_slow_the_disk() {
         let directory = tempfile::tempdir().unwrap();
         for delay in [Duration::ZERO, Duration::from_millis(2)] {
-            let mut frames =
-                troubled(offloaded(directory.path(), SLOTS), Trouble { delay, ..Trouble::default() });
+            let mut frames = faulty_disk(
+                offloaded(directory.path(), SLOTS),
+                DiskFaults { delay, ..DiskFaults::default() },
+            );
             for step in 0..3 {
                 let seed = |slot: usize| 1000 * step + slot as u32;
                 forward(&mut frames, 0, seed(0)).unwrap();
@@ -343,9 +345,9 @@ mod tests {
     fn a_transfer_that_fails_is_an_error_of_the_step_or_of_the_next_one() {
         let directory = tempfile::tempdir().unwrap();
         for fails_at in 0..10 {
-            let mut frames = troubled(
+            let mut frames = faulty_disk(
                 offloaded(directory.path(), 1),
-                Trouble { fails_at: Some((fails_at, None)), ..Trouble::default() },
+                DiskFaults { fails_at: Some((fails_at, None)), ..DiskFaults::default() },
             );
             let mut step = || forward(&mut frames, 0, 1).and_then(|()| backward(&mut frames, 0, 1, 0));
             let error = step().and_then(|()| step()).unwrap_err();
@@ -361,8 +363,10 @@ mod tests {
     #[test]
     fn a_disk_that_says_nothing_is_an_error_in_time() {
         let directory = tempfile::tempdir().unwrap();
-        let mut frames =
-            troubled(offloaded(directory.path(), 1), Trouble { is_silent: true, ..Trouble::default() });
+        let mut frames = faulty_disk(
+            offloaded(directory.path(), 1),
+            DiskFaults { is_silent: true, ..DiskFaults::default() },
+        );
         let begin = Instant::now();
         let error = forward(&mut frames, 0, 1).unwrap_err();
         assert!(matches!(error, EngineError::Disk(DiskError::Silent { .. })), "{error}");

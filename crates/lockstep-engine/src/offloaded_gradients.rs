@@ -41,19 +41,19 @@ impl OffloadedGradients {
     }
 
     /// Returns true if a flat parameter is offloaded.
-    pub(crate) fn has(&self, stretch: usize) -> bool {
-        !self.store.windows_of(stretch).is_empty()
+    pub(crate) fn has(&self, flat: usize) -> bool {
+        !self.store.windows_of(flat).is_empty()
     }
 
     /// Overwrites the gradients of a flat parameter with `sum`, `[own elements]`, or adds `sum` to them.
     pub(crate) fn take(
         &mut self,
         queue: &dyn Kernels,
-        stretch: usize,
+        flat: usize,
         sum: View<'_>,
         write: Write,
     ) -> Result<(), EngineError> {
-        let windows = self.store.windows_of(stretch);
+        let windows = self.store.windows_of(flat);
         let mut first = 0;
         for window in windows.clone() {
             match write {
@@ -77,8 +77,8 @@ impl OffloadedGradients {
     }
 
     /// Zeroes the gradients of a flat parameter.
-    pub(crate) fn zero(&mut self, queue: &dyn Kernels, stretch: usize) -> Result<(), EngineError> {
-        for window in self.store.windows_of(stretch) {
+    pub(crate) fn zero(&mut self, queue: &dyn Kernels, flat: usize) -> Result<(), EngineError> {
+        for window in self.store.windows_of(flat) {
             self.store.begin_anew(window)?;
             queue.zero(self.store.view(window, KIND, 0..self.store.windows()[window].elements.len()));
             self.note_change(queue, window);
@@ -120,8 +120,8 @@ impl OffloadedGradients {
     }
 
     /// Begins to read the windows of a flat parameter from index `number` on.
-    pub(crate) fn read_ahead(&mut self, stretch: usize, number: usize) -> Result<(), EngineError> {
-        let windows = self.store.windows_of(stretch);
+    pub(crate) fn read_ahead(&mut self, flat: usize, number: usize) -> Result<(), EngineError> {
+        let windows = self.store.windows_of(flat);
         // Reading ahead goes on with the windows of the next flat parameter.
         self.store.read_ahead(windows.start + number, self.store.windows().len())
     }
@@ -129,11 +129,11 @@ impl OffloadedGradients {
     /// Waits for a window, given by its index in its flat parameter, and returns a view of some of its elements.
     pub(crate) fn load(
         &mut self,
-        stretch: usize,
+        flat: usize,
         number: usize,
         elements: Range<usize>,
     ) -> Result<View<'_>, EngineError> {
-        let window = self.store.windows_of(stretch).start + number;
+        let window = self.store.windows_of(flat).start + number;
         self.store.load(window)?;
         Ok(self.store.view(window, KIND, elements))
     }

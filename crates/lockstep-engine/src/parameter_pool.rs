@@ -17,7 +17,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use lockstep_comm::{Collective, Lent};
-use lockstep_plan::gathering::{Bundled, GatherPlan, Gathers, Kept, Sequence, Stay};
+use lockstep_plan::gathering::{Bundled, GatherPlan, Gathers, Kept, Residency, Sequence};
 use lockstep_plan::{DType, MemoryCategory, QuantizedType, StoreKind};
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
 
@@ -30,7 +30,7 @@ use crate::{EngineError, shards::Shards};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WeightTransfer {
     /// A flat parameter, by index, that is gathered after the optimizer step.
-    Stretch(usize),
+    FlatParameter(usize),
     /// A bundle of the pool, by index.
     Bundle(usize),
 }
@@ -76,7 +76,7 @@ pub(crate) struct ParameterPool {
 /// Flat parameters that the same units read and that are gathered together.
 #[derive(Debug)]
 struct Bundle {
-    stretches: Vec<BundledStretch>,
+    flat_parameters: Vec<BundledParameter>,
     /// True if the secondary shard is filled from this bundle once it has arrived.
     fills_secondary: bool,
     /// Index of the bundle's first element in the pool; `None` if it was not gathered in this sequence.
@@ -85,7 +85,7 @@ struct Bundle {
 
 /// A flat parameter in a bundle.
 #[derive(Debug)]
-struct BundledStretch {
+struct BundledParameter {
     bundled: Bundled,
     /// Elements of the flat parameter in this rank's secondary shard; `None` without one.
     secondary: Option<Range<usize>>,
@@ -121,22 +121,23 @@ impl ParameterPool {
         let Gathers { bundles, needs, in_bundle, plans, .. } = gathers;
         for (kept, in_bundle) in [Kept::Trained, Kept::Frozen].into_iter().zip(in_bundle) {
             let Some(store) = store_of(stores, kept) else { continue };
-            for (stretch, place) in in_bundle.into_iter().enumerate() {
-                place.into_iter().for_each(|place| store.gather(stretch, place));
+            for (flat, place) in in_bundle.into_iter().enumerate() {
+                place.into_iter().for_each(|place| store.gather(flat, place));
             }
         }
-        let mut stretch = |bundled: Bundled| {
+        let mut flat = |bundled: Bundled| {
             let store = store_of(stores, bundled.kept).filter(|_| bundled.secondary_start.is_some());
-            let group = store.and_then(|store| shards.neighbours(store.stretches()[bundled.stretch].summing));
+            let group =
+                store.and_then(|store| shards.neighbours(store.flat_parameters()[bundled.flat].summing));
             let secondary = group.map(|group| {
                 let elements = bundled.elements / group.size();
                 group.rank() * elements..(group.rank() + 1) * elements
             });
-            BundledStretch { bundled, secondary, is_read: false, is_coded: false }
+            BundledParameter { bundled, secondary, is_read: false, is_coded: false }
         };
-        let mut bundle = |stretches: Vec<Bundled>| {
-            let stretches = stretches.into_iter().map(&mut stretch).collect();
-            Bundle { stretches, fills_secondary: false, start: None }
+        let mut bundle = |flat_parameters: Vec<Bundled>| {
+            let flat_parameters = flat_parameters.into_iter().map(&mut flat).collect();
+            Bundle { flat_parameters, fills_secondary: false, start: None }
         };
         let bundles = bundles.into_iter().map(&mut bundle).collect();
         let (sequence, used) = (Sequence::Step, 0);
@@ -192,25 +193,25 @@ impl ParameterPool {
     fn begin_gather(
         &mut self,
         queue: &dyn Kernels,
-        stay: Stay,
+        stay: Residency,
         own: &mut OwnWeights<'_>,
     ) -> Result<(), EngineError> {
         let bundle = &mut self.bundles[stay.bundle];
         bundle.start = Some(stay.start);
         bundle.fills_secondary = stay.earlier == 0;
-        for index in 0..bundle.stretches.len() {
-            let BundledStretch { bundled, secondary, is_read, .. } =
-                &mut self.bundles[stay.bundle].stretches[index];
+        for index in 0..bundle.flat_parameters.len() {
+            let BundledParameter { bundled, secondary, is_read, .. } =
+                &mut self.bundles[stay.bundle].flat_parameters[index];
             let from_neighbours = stay.earlier > 0 && secondary.is_some();
             if from_neighbours || !bundled.is_on_disk {
                 self.gather(queue, (stay.bundle, index), from_neighbours, own)?;
                 continue;
             }
             let store = store_of(own.stores, bundled.kept);
-            let first = store.map_or(0, |store| store.stretches()[bundled.stretch].own.start);
+            let first = store.map_or(0, |store| store.flat_parameters()[bundled.flat].own.start);
             if let Some(file) = own.files[bundled.kept as usize].as_mut().map(RefCell::get_mut) {
                 let start_bytes = (stay.start + bundled.start + first) * self.dtype.size_bytes();
-                file.begin_to_fill(bundled.stretch, &mut self.memory, start_bytes)?;
+                file.begin_to_fill(bundled.flat, &mut self.memory, start_bytes)?;
                 *is_read = true;
             }
         }
@@ -224,11 +225,11 @@ impl ParameterPool {
         bundle: usize,
         own: &mut OwnWeights<'_>,
     ) -> Result<(), EngineError> {
-        for index in 0..self.bundles[bundle].stretches.len() {
-            let BundledStretch { bundled, is_read, .. } = &mut self.bundles[bundle].stretches[index];
+        for index in 0..self.bundles[bundle].flat_parameters.len() {
+            let BundledParameter { bundled, is_read, .. } = &mut self.bundles[bundle].flat_parameters[index];
             let file = own.files[bundled.kept as usize].as_mut().filter(|_| std::mem::take(is_read));
             if let Some(file) = file {
-                file.get_mut().finish_filling(bundled.stretch)?;
+                file.get_mut().finish_filling(bundled.flat)?;
                 self.gather(queue, (bundle, index), false, own)?;
             }
         }
@@ -249,13 +250,13 @@ impl ParameterPool {
         own: &mut OwnWeights<'_>,
     ) -> Result<(), EngineError> {
         let (dtype, size) = (self.dtype, self.dtype.size_bytes());
-        let Bundle { stretches, start, .. } = &mut self.bundles[bundle];
-        let BundledStretch { bundled, secondary, is_coded, .. } = &mut stretches[index];
+        let Bundle { flat_parameters, start, .. } = &mut self.bundles[bundle];
+        let BundledParameter { bundled, secondary, is_coded, .. } = &mut flat_parameters[index];
         let Some(store) = store_of(own.stores, bundled.kept) else { return Ok(()) };
-        let summing = store.stretches()[bundled.stretch].summing;
+        let summing = store.flat_parameters()[bundled.flat].summing;
         let Some(group) = own.shards.gathering(summing) else { return Ok(()) };
         let (first, elements) = (start.unwrap_or_default() + bundled.start, bundled.elements);
-        let of_own = store.stretches()[bundled.stretch].own.clone();
+        let of_own = store.flat_parameters()[bundled.flat].own.clone();
         let in_pool = first * size..(first + elements) * size;
         let shard = self.secondary.as_mut().zip(secondary.as_ref()).zip(bundled.secondary_start);
         let shard = shard.zip(own.shards.neighbours(summing)).filter(|_| from_neighbours);
@@ -272,7 +273,7 @@ impl ParameterPool {
                 let weights = if bundled.is_on_disk {
                     self.memory.view(dtype, (first + of_own.start) * size, [of_own.len()])
                 } else {
-                    store.own_of(bundled.stretch)
+                    store.own_of(bundled.flat)
                 };
                 let target = codes.view(DType::U8, own_codes.start, [own_codes.len()]);
                 queue.quantize(*kind, weights, None, target);
@@ -284,7 +285,7 @@ impl ParameterPool {
                 (group, Collective::AllGatherInPlace { data, counts: None }, in_pool.len())
             }
             (None, None) => {
-                let (buffer, range) = store.lend_own(bundled.stretch);
+                let (buffer, range) = store.lend_own(bundled.flat);
                 let input = Lent::new(buffer.lend(range), dtype);
                 let output = Lent::new(self.memory.lend(in_pool.clone()), dtype);
                 (group, Collective::AllGather { input, output, counts: None }, in_pool.len())
@@ -296,8 +297,8 @@ impl ParameterPool {
     /// Decodes the flat parameters of a bundle that have arrived as codes.
     fn decode(&mut self, queue: &dyn Kernels, bundle: usize) {
         let Some((kind, codes)) = &self.codes else { return };
-        let Bundle { stretches, start: Some(start), .. } = &mut self.bundles[bundle] else { return };
-        for BundledStretch { bundled, is_coded, .. } in stretches {
+        let Bundle { flat_parameters, start: Some(start), .. } = &mut self.bundles[bundle] else { return };
+        for BundledParameter { bundled, is_coded, .. } in flat_parameters {
             if std::mem::take(is_coded) {
                 let (first, elements) = (*start + bundled.start, bundled.elements);
                 let bytes = kind.bytes(first)..kind.bytes(first + elements);
@@ -310,11 +311,12 @@ impl ParameterPool {
     /// Copies this rank's part of an arrived bundle to the secondary shard.
     fn fill_secondary(&mut self, queue: &dyn Kernels, bundle: usize) {
         let size = self.dtype.size_bytes();
-        let Bundle { stretches, fills_secondary, start: Some(start) } = &mut self.bundles[bundle] else {
+        let Bundle { flat_parameters, fills_secondary, start: Some(start) } = &mut self.bundles[bundle]
+        else {
             return;
         };
         let Some(shard) = self.secondary.as_ref().filter(|_| std::mem::take(fills_secondary)) else { return };
-        for BundledStretch { bundled, secondary, .. } in stretches {
+        for BundledParameter { bundled, secondary, .. } in flat_parameters {
             let Some((range, at)) = secondary.as_ref().zip(bundled.secondary_start) else { continue };
             let first = *start + bundled.start + range.start;
             let arrived = self.memory.view(self.dtype, first * size, [range.len()]);

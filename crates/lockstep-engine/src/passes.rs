@@ -14,7 +14,7 @@ use lockstep_tensor::Kernels;
 use crate::{
     EngineError, Gradients, HostBatch, Runner,
     reducer::Reducer,
-    runner::{Half, Purpose},
+    runner::{BackwardPart, Purpose},
     weights::WeightSource,
 };
 
@@ -38,14 +38,14 @@ impl Place {
 
 /// A value that crosses a border of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Border {
+pub(crate) enum StageBoundary {
     Input,
     InputGradient,
     Output,
     OutputGradient,
 }
 
-impl Border {
+impl StageBoundary {
     /// Returns what a message is for the stage that sends it.
     pub(crate) const fn sent(message: Message) -> Self {
         if message.is_activation() { Self::Output } else { Self::InputGradient }
@@ -69,7 +69,7 @@ pub(crate) trait Passes {
     fn hand_over(&mut self, message: Message, from: Place, to: Place);
 
     /// Lends the memory of a message while it is in flight.
-    fn lend(&mut self, place: Place, border: Border) -> Lent;
+    fn lend(&mut self, place: Place, border: StageBoundary) -> Lent;
 
     /// Begins to reduce the gradients of a stage's units over ranks, once they are complete on this rank.
     fn reduce(&mut self, units: Range<usize>) -> Result<(), EngineError>;
@@ -153,7 +153,7 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for Work<'_, B> {
             self.gradients.begin_micro_batch(queue, self.runner.own_tokens(batch.ids));
         }
         let (weights, gradients, seed) = (&mut *self.weights, &mut *self.gradients, self.seed);
-        let mut reducer = self.reducer.as_deref_mut().filter(|_| gradients.are_summed_at_once());
+        let mut reducer = self.reducer.as_deref_mut().filter(|_| gradients.reduces_every_micro_batch());
         let after_unit = |gradients: &mut Gradients, unit| match &mut reducer {
             Some(reducer) => gradients.sum_unit(queue, unit, reducer),
             None => Ok(()),
@@ -161,7 +161,8 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for Work<'_, B> {
         if pass.kind == PassKind::BackwardWeight {
             self.runner.weights_stage(model, place, queue, weights, gradients, after_unit)?;
         } else {
-            let half = if pass.kind == PassKind::BackwardInput { Half::Inputs } else { Half::Both };
+            let half =
+                if pass.kind == PassKind::BackwardInput { BackwardPart::Inputs } else { BackwardPart::Both };
             self.runner.backward_stage(model, place, queue, weights, gradients, seed, half, after_unit)?;
         }
         match reducer {
@@ -172,19 +173,19 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for Work<'_, B> {
 
     fn hand_over(&mut self, message: Message, from: Place, to: Place) {
         if message.is_activation() {
-            self.runner.hand_on(self.model, self.queue, from, to);
+            self.runner.copy_output_to_next_stage(self.model, self.queue, from, to);
         } else {
-            self.runner.hand_back(self.model, self.queue, from, to);
+            self.runner.copy_gradient_to_previous_stage(self.model, self.queue, from, to);
         }
     }
 
-    fn lend(&mut self, place: Place, border: Border) -> Lent {
+    fn lend(&mut self, place: Place, border: StageBoundary) -> Lent {
         self.runner.lend(self.model, place, border)
     }
 
     fn reduce(&mut self, units: Range<usize>) -> Result<(), EngineError> {
         let Some(reducer) = &mut self.reducer else { return Ok(()) };
-        let at_once = self.gradients.are_summed_at_once();
+        let at_once = self.gradients.reduces_every_micro_batch();
         units.rev().try_for_each(|unit| {
             if !at_once {
                 self.gradients.sum_unit(self.queue, unit, reducer)?;

@@ -19,7 +19,7 @@ use lockstep_tensor::Kernels;
 
 use crate::{
     EngineError, HostBatch, Runner,
-    passes::{Border, PassTime, Passes, Place, StepTimes},
+    passes::{PassTime, Passes, Place, StageBoundary, StepTimes},
     runner::Purpose,
     transfers::{Job, Transfers},
     weights::WeightSource,
@@ -54,8 +54,8 @@ struct OwnStage {
 /// A message in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum InFlight {
-    /// A message that this rank sends from `Border` of `Place`.
-    Sent(Place, Border),
+    /// A message that this rank sends from `StageBoundary` of `Place`.
+    Sent(Place, StageBoundary),
     Received(Message),
 }
 
@@ -144,9 +144,11 @@ impl Pipeline {
             if number > 0 {
                 let from = self.schedule.rank_of(number - 1);
                 match self.own(number - 1) {
-                    Some(before) => runner.hand_on(model, queue, Place::first(before), place),
+                    Some(before) => {
+                        runner.copy_output_to_next_stage(model, queue, Place::first(before), place)
+                    }
                     None => {
-                        let output = runner.lend(model, place, Border::Input);
+                        let output = runner.lend(model, place, StageBoundary::Input);
                         let message = Message { from: number - 1, to: number, micro_batch: 0 };
                         self.begin(InFlight::Received(message), Collective::Receive { output, from })?;
                         self.transfers.finish(|_| true)?;
@@ -158,8 +160,8 @@ impl Pipeline {
                 loss_sum = runner.loss_sum_of(model, place);
             } else if self.own(number + 1).is_none() {
                 let to = self.schedule.rank_of(number + 1);
-                let input = runner.lend(model, place, Border::Output);
-                self.begin(InFlight::Sent(place, Border::Output), Collective::Send { input, to })?;
+                let input = runner.lend(model, place, StageBoundary::Output);
+                self.begin(InFlight::Sent(place, StageBoundary::Output), Collective::Send { input, to })?;
                 self.transfers.finish(|_| true)?;
             }
         }
@@ -232,7 +234,8 @@ impl Pipeline {
         let to = self.schedule.rank_of(message.to);
         let OwnStage { slot_of, left, .. } = &self.stages[own];
         let slot = slot_of[message.micro_batch].unwrap_or(left[message.micro_batch]);
-        let (place, border) = (self.stages[own].place(own, slot, message.micro_batch), Border::sent(message));
+        let (place, border) =
+            (self.stages[own].place(own, slot, message.micro_batch), StageBoundary::sent(message));
         let input = passes.lend(place, border);
         self.begin(InFlight::Sent(place, border), Collective::Send { input, to })
     }
@@ -241,7 +244,7 @@ impl Pipeline {
         let own = self.own(message.to).expect("a rank's list has receives of its stages");
         let place = self.place(own, message.micro_batch)?;
         let from = self.schedule.rank_of(message.from);
-        let output = passes.lend(place, Border::received(message));
+        let output = passes.lend(place, StageBoundary::received(message));
         self.begin(InFlight::Received(message), Collective::Receive { output, from })
     }
 
@@ -280,12 +283,12 @@ impl OwnStage {
 impl InFlight {
     /// True if the message is sent from the output of a slot.
     fn is_in_slot(&self, at: Place) -> bool {
-        matches!(self, Self::Sent(place, Border::Output) if (place.stage, place.slot) == (at.stage, at.slot))
+        matches!(self, Self::Sent(place, StageBoundary::Output) if (place.stage, place.slot) == (at.stage, at.slot))
     }
 
     /// True if the message is sent from an outbox.
     fn is_in_outbox(&self, at: Place) -> bool {
-        matches!(self, Self::Sent(place, Border::InputGradient)
+        matches!(self, Self::Sent(place, StageBoundary::InputGradient)
             if (place.stage, place.outbox) == (at.stage, at.outbox))
     }
 }

@@ -19,7 +19,7 @@ use std::ops::Range;
 use lockstep_comm::{Collective, Lent};
 use lockstep_plan::{
     DType, MemoryCategory, ParameterId, QUANTIZATION_BLOCK, QuantizedGradientStaging, QuantizedType,
-    StateLayout, Summing,
+    ReductionGroup, StateLayout,
 };
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
 
@@ -29,8 +29,8 @@ use crate::{EngineError, reducer::Reducer, state_store::StateStore};
 #[derive(Debug)]
 pub(crate) struct QuantizedGradients {
     kind: QuantizedType,
-    stretches: Vec<Option<Coded>>,
-    /// Records to be sent, in two alternating buffers selected by [`Stretch::parity`](lockstep_plan::Stretch::parity).
+    flat_parameters: Vec<Option<Coded>>,
+    /// Records to be sent, in two alternating buffers selected by [`FlatParameter::parity`](lockstep_plan::FlatParameter::parity).
     sent: [Buffer; 2],
     /// Records received from other ranks, by the same parity.
     received: [Buffer; 2],
@@ -41,7 +41,7 @@ pub(crate) struct QuantizedGradients {
 /// A flat parameter whose gradients are sent as records.
 #[derive(Debug, Clone)]
 struct Coded {
-    summing: Summing,
+    summing: ReductionGroup,
     /// Number of ranks in its shard group.
     ranks: usize,
     /// Index, 0 or 1, of its record buffers; `first` is the index of its first element there.
@@ -79,7 +79,7 @@ impl QuantizedGradients {
         let of_parameter =
             |store: &StateStore, id: usize| store.place_of(ParameterId(id)).map(|place| place.0);
         let coded = |(index, first): (usize, Option<usize>)| {
-            let (of, first) = (&store.stretches()[index], first?);
+            let (of, first) = (&store.flat_parameters()[index], first?);
             let any_of_it = (0..records.len()).find(|id| of_parameter(store, *id) == Some(index));
             let in_residual =
                 residual.as_ref().zip(any_of_it).and_then(|(residual, id)| of_parameter(residual, id));
@@ -88,7 +88,7 @@ impl QuantizedGradients {
                 let end = first + shape.elements();
                 end..end.next_multiple_of(QUANTIZATION_BLOCK)
             };
-            let gaps = places.filter(|(stretch, ..)| *stretch == index).map(gap);
+            let gaps = places.filter(|(flat, ..)| *flat == index).map(gap);
             Some(Coded {
                 summing: of.summing,
                 ranks: layout.place(of.summing).ranks,
@@ -100,12 +100,12 @@ impl QuantizedGradients {
                 gaps: gaps.filter(|gap| !gap.is_empty()).collect(),
             })
         };
-        let stretches = offsets.into_iter().enumerate().map(coded).collect();
+        let flat_parameters = offsets.into_iter().enumerate().map(coded).collect();
         let buffer =
             |elements: usize| arena.allocate_zeroed(kind.bytes(elements), MemoryCategory::Communication);
         Ok(Some(Self {
             kind,
-            stretches,
+            flat_parameters,
             sent: [buffer(sent[0])?, buffer(sent[1])?],
             received: [buffer(received[0])?, buffer(received[1])?],
             residual,
@@ -113,14 +113,14 @@ impl QuantizedGradients {
     }
 
     /// Returns true if a flat parameter is sent as records.
-    pub(crate) fn has(&self, stretch: usize) -> bool {
-        self.stretches[stretch].is_some()
+    pub(crate) fn has(&self, flat: usize) -> bool {
+        self.flat_parameters[flat].is_some()
     }
 
-    /// Returns true if the records of `stretches` would overwrite records in flight.
-    pub(crate) fn is_busy(&self, stretches: &[usize], in_flight: &[usize]) -> bool {
-        let buffer = |stretch: &usize| self.stretches[*stretch].as_ref().map(|coded| coded.parity);
-        let mut wanted = stretches.iter().filter_map(buffer);
+    /// Returns true if the records of `flat_parameters` would overwrite records in flight.
+    pub(crate) fn is_busy(&self, flat_parameters: &[usize], in_flight: &[usize]) -> bool {
+        let buffer = |flat: &usize| self.flat_parameters[*flat].as_ref().map(|coded| coded.parity);
+        let mut wanted = flat_parameters.iter().filter_map(buffer);
         wanted.any(|wanted| in_flight.iter().filter_map(buffer).any(|taken| taken == wanted))
     }
 
@@ -142,11 +142,11 @@ impl QuantizedGradients {
     pub(crate) fn send(
         &mut self,
         queue: &dyn Kernels,
-        stretch: usize,
+        flat: usize,
         gradients: View<'_>,
         reducer: &mut Reducer,
     ) -> Result<(), EngineError> {
-        let Some(coded) = &self.stretches[stretch] else { return Ok(()) };
+        let Some(coded) = &self.flat_parameters[flat] else { return Ok(()) };
         // Padding still holds values of earlier units, which would coarsen the scales of their quantization blocks.
         coded.gaps.iter().for_each(|gap| queue.zero(gradients.rows(gap.clone())));
         self.encode(queue, coded, gradients, 0..coded.elements);
@@ -160,8 +160,8 @@ impl QuantizedGradients {
 
     /// Adds up the received records of a flat parameter into `own`, `[own elements]`; does nothing if it is not sent as
     /// records.
-    pub(crate) fn take_in(&self, queue: &dyn Kernels, stretch: usize, own: View<'_>) {
-        let Some(coded) = &self.stretches[stretch] else { return };
+    pub(crate) fn accumulate_reduced(&self, queue: &dyn Kernels, flat: usize, own: View<'_>) {
+        let Some(coded) = &self.flat_parameters[flat] else { return };
         let records = coded.records(self.kind, 0..coded.elements);
         let received = self.received[coded.parity].view(DType::U8, records.start, [records.len()]);
         queue.dequantize_sum(self.kind, coded.ranks, received, own);
@@ -174,17 +174,17 @@ impl QuantizedGradients {
     pub(crate) fn sum_over_replicas(
         &mut self,
         queue: &dyn Kernels,
-        stretch: usize,
+        flat: usize,
         own: View<'_>,
         reducer: &mut Reducer,
     ) -> Result<(), EngineError> {
-        let Some(coded) = &self.stretches[stretch] else { return Ok(()) };
+        let Some(coded) = &self.flat_parameters[flat] else { return Ok(()) };
         let Some((replicas, replica)) = reducer.place_among_replicas() else { return Ok(()) };
         let (kind, elements) = (self.kind, own.elements());
         let blocks = elements / QUANTIZATION_BLOCK;
         let border = |replica: usize| blocks * replica / replicas * QUANTIZATION_BLOCK;
         let piece = border(replica)..border(replica + 1);
-        let of_replicas: Vec<usize> =
+        let replica_group: Vec<usize> =
             (0..replicas).map(|replica| kind.bytes(border(replica + 1) - border(replica))).collect();
         self.encode(queue, coded, own, coded.own.clone());
         let of_sent = coded.records(kind, coded.own.clone());
@@ -192,15 +192,15 @@ impl QuantizedGradients {
         let (parity, first) = (coded.parity, coded.own.start);
         let input = Lent::new(self.sent[parity].lend(of_sent.clone()), DType::U8);
         let output = Lent::new(self.received[parity].lend(0..replicas * of_piece), DType::U8);
-        let counts = Some((of_replicas.clone(), vec![of_piece; replicas]));
+        let counts = Some((replica_group.clone(), vec![of_piece; replicas]));
         reducer.exchange_owned(Collective::AllToAll { input, output, counts }, of_sent.len())?;
         let summands = self.received[parity].view(DType::U8, 0, [replicas * of_piece]);
         queue.dequantize_sum(kind, replicas, summands, own.rows(piece.clone()));
-        if let Some(coded) = &self.stretches[stretch] {
+        if let Some(coded) = &self.flat_parameters[flat] {
             self.encode(queue, coded, own.rows(piece.clone()), first + piece.start..first + piece.end);
         }
         let data = Lent::new(self.sent[parity].lend(of_sent.clone()), DType::U8);
-        let counts = Some(of_replicas);
+        let counts = Some(replica_group);
         reducer.exchange_owned(Collective::AllGatherInPlace { data, counts }, of_sent.len())?;
         queue.dequantize(kind, self.sent[parity].view(DType::U8, of_sent.start, [of_sent.len()]), own);
         Ok(())
@@ -211,7 +211,7 @@ impl QuantizedGradients {
         let records = coded.records(self.kind, elements.clone());
         let target = self.sent[coded.parity].view(DType::U8, records.start, [records.len()]);
         let kept = self.residual.as_ref().zip(coded.in_residual);
-        let residual = kept.map(|(residual, stretch)| residual.range_of(stretch, elements));
+        let residual = kept.map(|(residual, flat)| residual.range_of(flat, elements));
         queue.quantize(self.kind, gradients, residual, target);
     }
 }

@@ -34,7 +34,7 @@ pub enum TimeLimit {
 
 /// A collective or point-to-point operation with its times, as recorded by one rank.
 #[derive(Debug, Clone, Copy)]
-pub struct Called {
+pub struct TimedOperation {
     /// Operation and its parameters.
     pub call: Call,
     /// Sequence number of the operation in its group.
@@ -95,7 +95,7 @@ impl Ranks {
     }
 
     /// Returns true if each model replica spans several ranks.
-    pub fn share_models(&self) -> bool {
+    pub fn has_model_parallelism(&self) -> bool {
         let copies: usize =
             self.replicated_axes().iter().map(|axis| self.mesh().ranks().degree(*axis)).product();
         copies != self.size()
@@ -267,14 +267,14 @@ impl Ranks {
     }
 
     /// Returns the operations that this rank has posted since `begin` and completed; their times count from `begin`.
-    pub fn called_since(&self, begin: Instant) -> Vec<Called> {
+    pub fn called_since(&self, begin: Instant) -> Vec<TimedOperation> {
         let Some(group) = self.group() else { return Vec::new() };
         let begin_us = now_us().saturating_sub(begin.elapsed().as_micros() as u64);
         let since = |us: u64| Duration::from_micros(us.saturating_sub(begin_us));
         let called = |recorded: Recorded| {
             let Recorded { call, sequence, posted_us, met_us, done_us, .. } = recorded;
             let end = since(done_us?);
-            (posted_us >= begin_us).then(|| Called {
+            (posted_us >= begin_us).then(|| TimedOperation {
                 call,
                 sequence,
                 start: since(posted_us),
@@ -292,7 +292,7 @@ impl Ranks {
     /// answer in time.
     pub fn check_weights(&self, engine: &mut Engine, step: u64) -> Result<(), EngineError> {
         let Some(group) = self.group() else { return Ok(()) };
-        engine.settle_weights()?;
+        engine.wait_for_weights()?;
         // With sharded parameters (ZeRO-3) only other replicas hold what this rank holds.
         let (axes, of_experts) = match self.groups.zero_stage() {
             ZeroStage::Parameters => (&Axis::TOKENS[..1], &[ExpertAxis::Replicate][..]),
@@ -301,7 +301,7 @@ impl Ranks {
         let experts = self.mesh().experts().groups(of_experts);
         for (is_of_experts, groups) in [(false, self.mesh().ranks().groups(axes)), (true, experts)] {
             let mut hasher = blake3::Hasher::new();
-            for tensor in engine.copied_weights() {
+            for tensor in engine.replicated_weights() {
                 if (tensor.record.share.among == Among::Experts) == is_of_experts {
                     hasher.update(tensor.in_memory().unwrap_or_default());
                 }

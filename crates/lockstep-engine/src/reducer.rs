@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, ReduceOp};
-use lockstep_plan::{DType, ParameterRecord, Summing, ZeroStage};
+use lockstep_plan::{DType, ParameterRecord, ReductionGroup, ZeroStage};
 use lockstep_tensor::{Buffer, Workers};
 
 use crate::transfers::{Job, Traffic, Transfers, bytes_sent};
@@ -22,10 +22,10 @@ const BUCKETS: usize = 256;
 /// Reduces gradients over the ranks that contribute to them.
 #[derive(Debug)]
 pub(crate) struct Reducer {
-    /// See [`Groups::of_gradients`].
-    groups: Vec<(Summing, Group)>,
-    /// Shard groups, by kind of reduction; see [`Groups::of_shards`].
-    shards: Vec<(Summing, Group)>,
+    /// See [`Groups::reduction_groups`].
+    groups: Vec<(ReductionGroup, Group)>,
+    /// Shard groups, by kind of reduction; see [`Groups::shard_groups`].
+    shards: Vec<(ReductionGroup, Group)>,
     /// Ranks that own the same elements in other data-parallel replicas; `None` unless model state is sharded and there
     /// are several replicas.
     replicas: Option<Group>,
@@ -54,8 +54,8 @@ impl Reducer {
             world.set_workers(workers);
         }
         let is_shared_out = shards.stage() > ZeroStage::Nothing;
-        let replicas = if is_shared_out { groups.of_replicas()? } else { None };
-        let groups = groups.of_gradients(records)?;
+        let replicas = if is_shared_out { groups.replica_group()? } else { None };
+        let groups = groups.reduction_groups(records)?;
         let bucket_bytes = bucket_bytes.next_multiple_of(BUCKET_GRAIN_BYTES).max(BUCKET_GRAIN_BYTES);
         let (shards, transfers) = (shards.groups().to_vec(), Transfers::new(limit, BUCKETS));
         let reducer = Self { groups, shards, replicas, bucket_bytes, limit, transfers, round: 0 };
@@ -84,7 +84,7 @@ impl Reducer {
     ///
     /// # Errors
     /// If another rank is lost or does not answer in time.
-    pub(crate) fn mark_all(&mut self, marks: &mut [u8], summing: Summing) -> Result<(), EngineError> {
+    pub(crate) fn mark_all(&mut self, marks: &mut [u8], summing: ReductionGroup) -> Result<(), EngineError> {
         let Some(group) = group_of(&self.groups, summing) else { return Ok(()) };
         let begin = Instant::now();
         let bytes = bytes_sent(&group, 2, marks.len());
@@ -101,7 +101,7 @@ impl Reducer {
     pub(crate) fn sum(
         &mut self,
         memory: (&mut Buffer, Range<usize>),
-        summing: Summing,
+        summing: ReductionGroup,
     ) -> Result<(), EngineError> {
         let Some(group) = group_of(&self.groups, summing) else { return Ok(()) };
         self.all_reduce(&group, memory)
@@ -117,7 +117,7 @@ impl Reducer {
     pub(crate) fn sum_stretch(
         &mut self,
         memory: (&mut Buffer, Range<usize>),
-        summing: Summing,
+        summing: ReductionGroup,
     ) -> Result<(), EngineError> {
         let Some(group) = group_of(&self.shards, summing) else {
             return self.sum(memory, summing);
@@ -137,7 +137,7 @@ impl Reducer {
         &mut self,
         collective: Collective<Lent, Lent>,
         len: usize,
-        summing: Summing,
+        summing: ReductionGroup,
     ) -> Result<(), EngineError> {
         let Some(group) = group_of(&self.shards, summing) else { return Ok(()) };
         self.begin(&group, collective, len)
@@ -175,7 +175,7 @@ impl Reducer {
     pub(crate) fn sum_owned(
         &mut self,
         memory: (&mut Buffer, Range<usize>),
-        summing: Summing,
+        summing: ReductionGroup,
     ) -> Result<(), EngineError> {
         let is_shared_out = group_of(&self.shards, summing).is_some();
         let Some(group) = self.replicas.clone().filter(|_| is_shared_out) else { return Ok(()) };
@@ -232,6 +232,6 @@ impl Reducer {
 }
 
 /// Returns the group of a kind of reduction, if there is one.
-fn group_of(groups: &[(Summing, Group)], summing: Summing) -> Option<Group> {
+fn group_of(groups: &[(ReductionGroup, Group)], summing: ReductionGroup) -> Option<Group> {
     groups.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group.clone())
 }

@@ -21,7 +21,7 @@ use lockstep_tensor::{Arena, Buffer, TensorError};
 
 use crate::{
     EngineError, Groups, StepTimes,
-    passes::{Border, Passes, Place},
+    passes::{Passes, Place, StageBoundary},
     pipeline::Pipeline,
 };
 
@@ -108,13 +108,13 @@ impl Passes for Sleeper {
 
     fn hand_over(&mut self, _: Message, _: Place, _: Place) {}
 
-    fn lend(&mut self, Place { stage, slot, outbox }: Place, border: Border) -> Lent {
+    fn lend(&mut self, Place { stage, slot, outbox }: Place, border: StageBoundary) -> Lent {
         let [input, output, output_gradient] = &mut self.slots[stage][slot];
         let buffer = match border {
-            Border::Input => input,
-            Border::InputGradient => &mut self.outboxes[stage][outbox],
-            Border::Output => output,
-            Border::OutputGradient => output_gradient,
+            StageBoundary::Input => input,
+            StageBoundary::InputGradient => &mut self.outboxes[stage][outbox],
+            StageBoundary::Output => output,
+            StageBoundary::OutputGradient => output_gradient,
         };
         Lent::new(buffer.lend(0..self.message_bytes), DType::U8)
     }

@@ -18,10 +18,10 @@ use lockstep_tensor::{Arena, Buffer, DiskTraffic, Element, Kernels, Tensor, Tens
 
 use crate::{
     EngineError, ExpertLoad, Gradients, Groups, Offload, UnitParameters, Weights,
-    borders::{boundary, boundary_bytes, message, message_bytes},
+    boundaries::{boundary, boundary_bytes, message, message_bytes},
     offloaded_frames::{FrameId, OffloadedFrames},
     partitioned_activations::PartitionedActivations,
-    passes::{Border, Place},
+    passes::{Place, StageBoundary},
     slots::{Slot, Stage, frame},
     weights::WeightSource,
 };
@@ -101,7 +101,7 @@ pub(crate) enum Purpose {
 
 /// Gradients that a backward computes; split backwards serve zero-bubble schedules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Half {
+pub(crate) enum BackwardPart {
     /// Input and weight gradients.
     Both,
     /// Input gradients only; weight gradients are computed later.
@@ -317,7 +317,7 @@ impl Runner {
         weights: &mut dyn WeightSource,
         gradients: &mut Gradients,
         seed: Seed,
-        half: Half,
+        half: BackwardPart,
         mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         let units = self.stages[place.stage].units.clone();
@@ -346,13 +346,13 @@ impl Runner {
             let replay = self.replay(model, place, unit, queue, &parameters);
             let program = model.program(unit);
             match half {
-                Half::Both => program.backward(&replay, dy, dx, seed)?,
-                Half::Inputs => {
+                BackwardPart::Both => program.backward(&replay, dy, dx, seed)?,
+                BackwardPart::Inputs => {
                     let deferred = &slot.deferred[unit - units.start];
                     program.backward_inputs(&replay, dy, dx, seed, deferred)?;
                 }
             }
-            if let Some(frames) = self.offloaded.as_mut().filter(|_| half == Half::Both) {
+            if let Some(frames) = self.offloaded.as_mut().filter(|_| half == BackwardPart::Both) {
                 frames.forget(FrameId::new(place, unit), first);
             }
             after_unit(gradients, unit)?;
@@ -360,7 +360,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Computes the weight gradients that a [`Half::Inputs`] backward of a stage has deferred, and calls `after_unit`
+    /// Computes the weight gradients that a [`BackwardPart::Inputs`] backward of a stage has deferred, and calls `after_unit`
     /// after each unit.
     ///
     /// # Errors
@@ -459,18 +459,18 @@ impl Runner {
     }
 
     /// Lends the memory of a message that crosses a border of a stage, for as long as the message is in flight.
-    pub(crate) fn lend(&mut self, model: &RecordedModel, place: Place, border: Border) -> Lent {
+    pub(crate) fn lend(&mut self, model: &RecordedModel, place: Place, border: StageBoundary) -> Lent {
         let Stage { units, slots, outboxes } = &mut self.stages[place.stage];
         let slot = &mut slots[place.slot];
         let mut bytes = boundary_bytes(model);
         let buffer = match border {
-            Border::Input => {
+            StageBoundary::Input => {
                 bytes = message_bytes(model, units.start - 1);
                 slot.input.as_mut()
             }
-            Border::InputGradient => outboxes.get_mut(place.outbox),
-            Border::OutputGradient => slot.output_gradient.as_mut(),
-            Border::Output => {
+            StageBoundary::InputGradient => outboxes.get_mut(place.outbox),
+            StageBoundary::OutputGradient => slot.output_gradient.as_mut(),
+            StageBoundary::Output => {
                 let last = units.end - 1;
                 let in_frame = slot.frames.last_mut().and_then(Option::as_mut);
                 let (buffer, start) = match &mut slot.output {
@@ -481,12 +481,18 @@ impl Runner {
                 return Lent::new(buffer.lend(start..start + message_bytes(model, last)), DType::U8);
             }
         };
-        let buffer = buffer.expect("a stage has memory for what crosses its borders");
+        let buffer = buffer.expect("a stage has memory for what crosses its boundaries");
         Lent::new(buffer.lend(0..bytes), DType::U8)
     }
 
     /// Copies the output of a stage to the input of the next one, which is on the same rank.
-    pub(crate) fn hand_on(&self, model: &RecordedModel, queue: &dyn Kernels, from: Place, to: Place) {
+    pub(crate) fn copy_output_to_next_stage(
+        &self,
+        model: &RecordedModel,
+        queue: &dyn Kernels,
+        from: Place,
+        to: Place,
+    ) {
         let last = self.stages[from.stage].units.end - 1;
         let (output, start) = self.output_of(model, from, last);
         let input = self.stages[to.stage].slots[to.slot].input.as_ref();
@@ -497,7 +503,13 @@ impl Runner {
     }
 
     /// Copies the input gradient of a stage to the output gradient of the one before, which is on the same rank.
-    pub(crate) fn hand_back(&self, model: &RecordedModel, queue: &dyn Kernels, from: Place, to: Place) {
+    pub(crate) fn copy_gradient_to_previous_stage(
+        &self,
+        model: &RecordedModel,
+        queue: &dyn Kernels,
+        from: Place,
+        to: Place,
+    ) {
         let gradient = self.stages[from.stage].outboxes.get(from.outbox);
         let gradient = gradient.map(|buffer| boundary(model, buffer));
         let output = self.stages[to.stage].slots[to.slot].output_gradient.as_ref();
@@ -539,14 +551,14 @@ impl Runner {
         let place = self.groups.context_place();
         let sequences = self.host_keys.len() / 2;
         let seq_len = all.len() / sequences.max(1);
-        place.stretches(sequences, seq_len).map(move |range| &all[range])
+        place.token_ranges(sequences, seq_len).map(move |range| &all[range])
     }
 
     fn copy_own<T: Element>(&self, all: &[T], tensor: &Tensor) {
         let mut row = 0;
-        for stretch in self.own_tokens(all) {
-            tensor.view().rows(row..row + stretch.len()).write(stretch);
-            row += stretch.len();
+        for flat in self.own_tokens(all) {
+            tensor.view().rows(row..row + flat.len()).write(flat);
+            row += flat.len();
         }
     }
 

@@ -14,7 +14,7 @@
 use std::time::Duration;
 
 use lockstep_comm::{CommError, Group};
-use lockstep_plan::{ParameterRecord, ShardPlace, StateLayout, Summing, ZeroStage};
+use lockstep_plan::{ParameterRecord, ReductionGroup, ShardPlace, StateLayout, ZeroStage};
 
 use crate::Groups;
 
@@ -23,12 +23,12 @@ use crate::Groups;
 pub(crate) struct Shards {
     stage: ZeroStage,
     /// Shard groups with several ranks, by kind of gradient reduction.
-    groups: Vec<(Summing, Group)>,
+    groups: Vec<(ReductionGroup, Group)>,
     /// Separate groups of the same ranks for weight gathers. Collectives of one group run in order, so weights do not
     /// queue behind gradients, nor world collectives behind weights.
-    gathering: Vec<(Summing, Group)>,
+    gathering: Vec<(ReductionGroup, Group)>,
     /// Subgroups that keep secondary shards of gathered weights (hpZ), if the plan asks for them.
-    neighbours: Vec<(Summing, Group)>,
+    neighbours: Vec<(ReductionGroup, Group)>,
     limit: Duration,
 }
 
@@ -47,8 +47,9 @@ impl Shards {
         let Some(limit) = groups.limit().filter(|_| stage > ZeroStage::Nothing) else {
             return Ok(Self::none());
         };
-        let (gathering, neighbours) = (groups.of_shards_apart(records)?, groups.of_neighbours(records)?);
-        let groups = groups.of_shards(records)?;
+        let (gathering, neighbours) =
+            (groups.separate_shard_groups(records)?, groups.secondary_shard_groups(records)?);
+        let groups = groups.shard_groups(records)?;
         if groups.is_empty() {
             return Ok(Self::none());
         }
@@ -74,17 +75,17 @@ impl Shards {
     }
 
     /// Returns the shard groups with several ranks, by kind of gradient reduction.
-    pub(crate) fn groups(&self) -> &[(Summing, Group)] {
+    pub(crate) fn groups(&self) -> &[(ReductionGroup, Group)] {
         &self.groups
     }
 
     /// Returns the subgroup that keeps secondary shards of weights of a kind of reduction; `None` if there is none.
-    pub(crate) fn neighbours(&self, summing: Summing) -> Option<&Group> {
+    pub(crate) fn neighbours(&self, summing: ReductionGroup) -> Option<&Group> {
         self.neighbours.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group)
     }
 
     /// Returns the group for weight gathers of a kind of reduction; `None` if this rank is alone.
-    pub(crate) fn gathering(&self, summing: Summing) -> Option<&Group> {
+    pub(crate) fn gathering(&self, summing: ReductionGroup) -> Option<&Group> {
         self.gathering.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group)
     }
 }

@@ -7,7 +7,7 @@ use lockstep_plan::{DType, MemoryCategory, ModelProfile, StageMemory};
 use lockstep_tensor::{Arena, Buffer, Tensor, TensorError};
 
 use crate::{
-    borders::boundary_bytes,
+    boundaries::boundary_bytes,
     offloaded_frames::{FrameId, OffloadedFrames},
     passes::Place,
 };

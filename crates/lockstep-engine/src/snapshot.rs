@@ -45,7 +45,7 @@ impl Snapshot {
         engine.saved_stores().map(StateStore::len_bytes).sum()
     }
 
-    /// Copies the state of the engine that the snapshot was made for. Call [`Engine::settle_weights`] first.
+    /// Copies the state of the engine that the snapshot was made for. Call [`Engine::wait_for_weights`] first.
     pub fn take(&mut self, engine: &Engine) {
         for (copy, store) in self.stores.iter().zip(engine.saved_stores()) {
             copy.copy_from(store, engine.queue());

@@ -189,8 +189,8 @@ impl<Key: Copy + PartialEq> Staging<Key> {
 
     /// Returns the same staging buffers with a faulty disk.
     #[cfg(test)]
-    pub(crate) fn troubled(self, trouble: crate::troubled::Trouble) -> Self {
-        Self { transfers: self.transfers.troubled(trouble), ..self }
+    pub(crate) fn faulty_disk(self, trouble: crate::faulty_disk::DiskFaults) -> Self {
+        Self { transfers: self.transfers.faulty_disk(trouble), ..self }
     }
 
     fn lend(&mut self, slot: usize, bytes: Range<usize>) -> Loan {

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 
 use half::bf16;
 use lockstep_comm::Group;
-use lockstep_plan::{DType, ParameterId, ParameterRecord, StateKind, StoreKind, Summing};
+use lockstep_plan::{DType, ParameterId, ParameterRecord, ReductionGroup, StateKind, StoreKind};
 
 use crate::windowed_store::WindowedStore;
 use crate::{EngineError, Groups, StateStore, shards::Shards};
@@ -125,7 +125,7 @@ impl<'a> StateTensor<'a> {
 /// Numbers of this rank's gradient residuals, by kind of gradient reduction. They count the ranks that contribute to a
 /// gradient, over all data-parallel replicas.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct ResidualNumbers(Vec<(Summing, ResidualNumber)>);
+pub(crate) struct ResidualNumbers(Vec<(ReductionGroup, ResidualNumber)>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ResidualNumber {
@@ -135,7 +135,7 @@ struct ResidualNumber {
 
 impl ResidualNumbers {
     pub(crate) fn new(groups: &Groups, shards: &Shards) -> Self {
-        let number = |(summing, group): &(Summing, Group)| {
+        let number = |(summing, group): &(ReductionGroup, Group)| {
             let own = groups.replica_of(summing.among) * group.size() + group.rank();
             (*summing, ResidualNumber { own, of: groups.replicas_of(summing.among) * group.size() })
         };
@@ -143,7 +143,7 @@ impl ResidualNumbers {
     }
 
     fn of(&self, record: &ParameterRecord) -> Option<ResidualNumber> {
-        let summing = Summing::of(&record.share);
+        let summing = ReductionGroup::of(&record.share);
         self.0.iter().find(|(kind, _)| *kind == summing).map(|(_, number)| *number)
     }
 

@@ -1,7 +1,7 @@
 //! A store of model state: one tensor for each parameter of an item of the [`StateLayout`](lockstep_plan::StateLayout),
 //! such as weights, gradients or an optimizer moment.
 //!
-//! [`StoreLayout`] places each parameter in a flat parameter (`Stretch`: consecutive parameters whose gradients are
+//! [`StoreLayout`] places each parameter in a flat parameter (`FlatParameter`: consecutive parameters whose gradients are
 //! complete at the same time and reduced over the same group). The [`Residence`] of a flat parameter says where its
 //! elements are: in the store's buffers, in the pool while a unit reads them, or on disk. ZeRO stages and offloading
 //! change only extent and residence.
@@ -10,8 +10,8 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use lockstep_plan::{
-    DType, Extent, MemoryCategory, ParameterId, ParameterRecord, ShardPlace, StateItem, StoreKind,
-    StoreLayout, Stretch,
+    DType, Extent, FlatParameter, MemoryCategory, ParameterId, ParameterRecord, ShardPlace, StateItem,
+    StoreKind, StoreLayout,
 };
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
 
@@ -55,7 +55,7 @@ pub(crate) struct Piece {
 
 #[derive(Debug, Clone, Copy)]
 struct Place {
-    stretch: usize,
+    flat: usize,
     /// Index of the parameter's first element in the flat parameter.
     first: usize,
     shape: Shape,
@@ -63,7 +63,7 @@ struct Place {
 
 impl Place {
     fn is_same(&self, other: &Self) -> bool {
-        (self.stretch, self.first) == (other.stretch, other.first)
+        (self.flat, self.first) == (other.flat, other.first)
     }
 }
 
@@ -132,7 +132,7 @@ impl StateStore {
     ) -> Result<Self, TensorError> {
         let place = |(place, record): (Option<(usize, usize)>, &ParameterRecord)| {
             let shape = Shape::from(record.local_shape().as_slice());
-            place.map(|(stretch, first)| Place { stretch, first, shape })
+            place.map(|(flat, first)| Place { flat, first, shape })
         };
         let places = layout.places.iter().copied().zip(records).map(place).collect();
         let unit_bytes: Vec<usize> =
@@ -141,8 +141,8 @@ impl StateStore {
         let units = unit_bytes.into_iter().map(|bytes| arena.allocate_zeroed(bytes, category));
         let units = units.collect::<Result<_, _>>()?;
         let residence =
-            |stretch: &Stretch| if stretch.is_on_disk { Residence::Windowed } else { Residence::Resident };
-        let residences = layout.stretches.iter().map(residence).collect();
+            |flat: &FlatParameter| if flat.is_on_disk { Residence::Windowed } else { Residence::Resident };
+        let residences = layout.flat_parameters.iter().map(residence).collect();
         Ok(Self { kind, dtype, extent, units, layout, residences, places })
     }
 
@@ -184,8 +184,8 @@ impl StateStore {
     }
 
     /// Returns the flat parameters of the store.
-    pub(crate) fn stretches(&self) -> &[Stretch] {
-        &self.layout.stretches
+    pub(crate) fn flat_parameters(&self) -> &[FlatParameter] {
+        &self.layout.flat_parameters
     }
 
     /// Returns the layout of the store.
@@ -194,52 +194,48 @@ impl StateStore {
     }
 
     /// Returns the residence of a flat parameter's elements.
-    pub(crate) fn residence(&self, stretch: usize) -> Residence {
-        self.residences[stretch]
+    pub(crate) fn residence(&self, flat: usize) -> Residence {
+        self.residences[flat]
     }
 
     /// Marks a flat parameter as gathered before each use, to element `start` of a bundle of the pool.
-    pub(crate) fn gather(&mut self, stretch: usize, (bundle, start): (usize, usize)) {
-        self.residences[stretch] = Residence::Gathered { bundle, start };
+    pub(crate) fn gather(&mut self, flat: usize, (bundle, start): (usize, usize)) {
+        self.residences[flat] = Residence::Gathered { bundle, start };
     }
 
     /// Returns the flat parameter that holds a parameter, the index of its first element there, and its shape; `None`
     /// if the store does not hold it.
     pub(crate) fn place_of(&self, id: ParameterId) -> Option<(usize, usize, Shape)> {
-        self.places[id.0].map(|place| (place.stretch, place.first, place.shape))
+        self.places[id.0].map(|place| (place.flat, place.first, place.shape))
     }
 
     /// Returns the buffer of a flat parameter, and the byte range of some of its elements.
     ///
     /// # Panics
     /// If the elements are not in the store's memory.
-    pub(crate) fn lend_from(
-        &mut self,
-        stretch: usize,
-        elements: Range<usize>,
-    ) -> (&mut Buffer, Range<usize>) {
-        let bytes = self.bytes_of(&self.layout.stretches[stretch], elements);
-        (&mut self.units[self.layout.stretches[stretch].unit], bytes)
+    pub(crate) fn lend_from(&mut self, flat: usize, elements: Range<usize>) -> (&mut Buffer, Range<usize>) {
+        let bytes = self.bytes_of(&self.layout.flat_parameters[flat], elements);
+        (&mut self.units[self.layout.flat_parameters[flat].unit], bytes)
     }
 
     /// Returns the buffer of a flat parameter, and the byte range of this rank's own elements.
-    pub(crate) fn lend_own(&mut self, stretch: usize) -> (&mut Buffer, Range<usize>) {
-        let own = self.layout.stretches[stretch].own.clone();
-        self.lend_from(stretch, own)
+    pub(crate) fn lend_own(&mut self, flat: usize) -> (&mut Buffer, Range<usize>) {
+        let own = self.layout.flat_parameters[flat].own.clone();
+        self.lend_from(flat, own)
     }
 
     /// Returns this rank's own elements of a flat parameter, `[count]`; `count` may be 0.
-    pub(crate) fn own_of(&self, stretch: usize) -> View<'_> {
-        let stretch = &self.layout.stretches[stretch];
-        self.elements_of(stretch, stretch.own.clone())
+    pub(crate) fn own_of(&self, flat: usize) -> View<'_> {
+        let flat = &self.layout.flat_parameters[flat];
+        self.elements_of(flat, flat.own.clone())
     }
 
     /// Returns elements of a flat parameter, `[count]`.
     ///
     /// # Panics
     /// If the elements are not in the store's memory.
-    pub(crate) fn range_of(&self, stretch: usize, elements: Range<usize>) -> View<'_> {
-        self.elements_of(&self.layout.stretches[stretch], elements)
+    pub(crate) fn range_of(&self, flat: usize, elements: Range<usize>) -> View<'_> {
+        self.elements_of(&self.layout.flat_parameters[flat], elements)
     }
 
     /// Returns the bytes of all parameters in memory, padding included.
@@ -283,7 +279,7 @@ impl StateStore {
     pub fn get(&self, id: ParameterId) -> Option<View<'_>> {
         let place = self.places[id.0]?;
         let elements = place.first..place.first + place.shape.elements();
-        Some(self.elements_of(&self.layout.stretches[place.stretch], elements).reshape(place.shape))
+        Some(self.elements_of(&self.layout.flat_parameters[place.flat], elements).reshape(place.shape))
     }
 
     /// Returns this rank's own elements of a parameter's tensor; `None` if there are none, or they are on disk.
@@ -300,15 +296,15 @@ impl StateStore {
 
     /// Returns true if any flat parameter is on disk.
     pub(crate) fn is_partly_on_disk(&self) -> bool {
-        self.layout.stretches.iter().any(|stretch| stretch.is_on_disk)
+        self.layout.flat_parameters.iter().any(|flat| flat.is_on_disk)
     }
 
     /// Returns the parameters within `elements` of a flat parameter, in order. Tied parameters are listed once, as the
     /// one that owns the storage.
-    pub(crate) fn pieces(&self, stretch: usize, elements: Range<usize>) -> Vec<Piece> {
+    pub(crate) fn pieces(&self, flat: usize, elements: Range<usize>) -> Vec<Piece> {
         let mut pieces: Vec<Piece> = Vec::new();
         for (index, place) in self.places.iter().enumerate() {
-            let Some(place) = place.filter(|place| place.stretch == stretch) else { continue };
+            let Some(place) = place.filter(|place| place.flat == flat) else { continue };
             let (start, end) = (place.first, place.first + place.shape.elements());
             let first = elements.start.max(start);
             // A place shared by tied parameters was listed under the parameter that owns it.
@@ -374,14 +370,9 @@ impl StateStore {
             }
             let range = elements(self, place);
             if !range.is_empty() {
-                let stretch = &self.layout.stretches[place.stretch];
+                let flat = &self.layout.flat_parameters[place.flat];
                 let of_stretch = place.first + range.start..place.first + range.end;
-                found.push((
-                    ParameterId(index),
-                    range.start,
-                    stretch.unit,
-                    self.bytes_of(stretch, of_stretch),
-                ));
+                found.push((ParameterId(index), range.start, flat.unit, self.bytes_of(flat, of_stretch)));
             }
         }
         let units: Vec<&[u8]> = self.units.iter_mut().map(Buffer::host_bytes).collect();
@@ -390,7 +381,7 @@ impl StateStore {
 
     /// Returns the elements of a parameter that this rank owns.
     fn owned(&self, place: &Place) -> Range<usize> {
-        let own = &self.layout.stretches[place.stretch].own;
+        let own = &self.layout.flat_parameters[place.flat].own;
         let end = place.first + place.shape.elements();
         let range = own.start.max(place.first)..own.end.min(end);
         if range.is_empty() { 0..0 } else { range.start - place.first..range.end - place.first }
@@ -398,45 +389,48 @@ impl StateStore {
 
     /// Returns this rank's own elements of a parameter that are in memory.
     fn owned_in_memory(&self, place: &Place) -> Range<usize> {
-        if self.layout.stretches[place.stretch].is_on_disk { 0..0 } else { self.owned(place) }
+        if self.layout.flat_parameters[place.flat].is_on_disk { 0..0 } else { self.owned(place) }
     }
 
     /// Returns the elements of a parameter that are in memory.
     fn kept_in_memory(&self, place: &Place) -> Range<usize> {
         match self.extent {
-            Extent::Whole if !self.layout.stretches[place.stretch].is_on_disk => 0..place.shape.elements(),
+            Extent::Whole if !self.layout.flat_parameters[place.flat].is_on_disk => 0..place.shape.elements(),
             _ => self.owned_in_memory(place),
         }
     }
 
     fn part_of(&self, place: &Place, range: Range<usize>) -> Part<'_> {
         let of_stretch = place.first + range.start..place.first + range.end;
-        Part { first: range.start, view: self.elements_of(&self.layout.stretches[place.stretch], of_stretch) }
-    }
-
-    /// Returns the elements of a flat parameter that are in memory.
-    fn kept(&self, stretch: &Stretch) -> Range<usize> {
-        match self.extent {
-            _ if stretch.is_on_disk => 0..0,
-            Extent::Whole => 0..stretch.elements,
-            Extent::Own => stretch.own.clone(),
+        Part {
+            first: range.start,
+            view: self.elements_of(&self.layout.flat_parameters[place.flat], of_stretch),
         }
     }
 
-    fn elements_of(&self, stretch: &Stretch, elements: Range<usize>) -> View<'_> {
+    /// Returns the elements of a flat parameter that are in memory.
+    fn kept(&self, flat: &FlatParameter) -> Range<usize> {
+        match self.extent {
+            _ if flat.is_on_disk => 0..0,
+            Extent::Whole => 0..flat.elements,
+            Extent::Own => flat.own.clone(),
+        }
+    }
+
+    fn elements_of(&self, flat: &FlatParameter, elements: Range<usize>) -> View<'_> {
         let count = elements.len();
-        let bytes = self.bytes_of(stretch, elements);
-        self.units[stretch.unit].view(self.dtype, bytes.start, [count])
+        let bytes = self.bytes_of(flat, elements);
+        self.units[flat.unit].view(self.dtype, bytes.start, [count])
     }
 
     /// Returns the byte range of elements of a flat parameter in its unit's buffer.
-    fn bytes_of(&self, stretch: &Stretch, elements: Range<usize>) -> Range<usize> {
-        let kept = self.kept(stretch);
+    fn bytes_of(&self, flat: &FlatParameter, elements: Range<usize>) -> Range<usize> {
+        let kept = self.kept(flat);
         assert!(
             kept.start <= elements.start && elements.end <= kept.end,
-            "elements {elements:?} of a stretch of which the store has {kept:?}"
+            "elements {elements:?} of a flat of which the store has {kept:?}"
         );
-        let byte = |element: usize| (stretch.start + element - kept.start) * self.dtype.size_bytes();
+        let byte = |element: usize| (flat.start + element - kept.start) * self.dtype.size_bytes();
         byte(elements.start)..byte(elements.end)
     }
 }

@@ -174,7 +174,7 @@ impl<Tag> Transfers<Tag> {
 
     /// Returns the queue with a faulty disk.
     #[cfg(test)]
-    pub(crate) fn troubled(self, trouble: crate::troubled::Trouble) -> Self {
+    pub(crate) fn faulty_disk(self, trouble: crate::faulty_disk::DiskFaults) -> Self {
         Self { disk: self.disk.map(|disk| trouble.of(disk)), ..self }
     }
 

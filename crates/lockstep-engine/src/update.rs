@@ -34,7 +34,7 @@ pub struct Update {
 
 impl Engine {
     /// Runs the optimizer step on the weights that this rank owns, and begins the all-gather of updated weights
-    /// ([`Engine::settle_weights`] waits for it).
+    /// ([`Engine::wait_for_weights`] waits for it).
     ///
     /// # Errors
     /// If another rank is lost or does not answer in time, or the disk of offloaded state fails.
@@ -84,16 +84,16 @@ impl Engine {
         let end = store.windows().len();
         for window in 0..end {
             let begin = self.timeline().begin();
-            let stretch = store.windows()[window].stretch;
-            let number = window - store.windows_of(stretch).start;
+            let flat = store.windows()[window].flat;
+            let number = window - store.windows_of(flat).start;
             store.read_ahead(window, end)?;
-            let mut offloaded = offloaded.as_deref_mut().filter(|offloaded| offloaded.has(stretch));
+            let mut offloaded = offloaded.as_deref_mut().filter(|offloaded| offloaded.has(flat));
             if let Some(offloaded) = &mut offloaded {
-                offloaded.read_ahead(stretch, number)?;
+                offloaded.read_ahead(flat, number)?;
             }
             store.load(window)?;
             let len = store.windows()[window].elements.len();
-            let gradients = offloaded.map(|offloaded| offloaded.load(stretch, number, 0..len)).transpose()?;
+            let gradients = offloaded.map(|offloaded| offloaded.load(flat, number, 0..len)).transpose()?;
             self.timeline().end(begin, || (Activity::of_step("wait for the disk"), Cost::default()));
             let start = store.windows()[window].elements.start;
             for piece in &store.windows()[window].pieces {

@@ -52,8 +52,8 @@ impl<'a> Weights<'a> {
     pub(crate) fn view(&self, id: ParameterId) -> View<'a> {
         let find = |store: &'a StateStore| Some((store, store.place_of(id)?));
         let place = find(self.trained).or_else(|| self.frozen.and_then(find));
-        let (store, (stretch, first, shape)) = place.expect("a parameter is trained or frozen");
-        match (store.residence(stretch), self.pool) {
+        let (store, (flat, first, shape)) = place.expect("a parameter is trained or frozen");
+        match (store.residence(flat), self.pool) {
             (Residence::Gathered { bundle, start }, Some(pool)) => pool.view(bundle, start + first, shape),
             _ => store.view(id),
         }

@@ -27,7 +27,7 @@ const AHEAD: usize = 3;
 /// Consecutive own elements of a flat parameter.
 #[derive(Debug)]
 pub(crate) struct Window {
-    pub(crate) stretch: usize,
+    pub(crate) flat: usize,
     /// Range of elements in the flat parameter.
     pub(crate) elements: Range<usize>,
     /// Parameters in this range.
@@ -62,14 +62,14 @@ impl WindowedStore {
         arena: &Arena,
     ) -> Result<Option<Self>, EngineError> {
         let (mut windows, mut of_stretch, mut end) = (Vec::new(), Vec::new(), 0);
-        for (index, stretch) in store.stretches().iter().enumerate() {
+        for (index, flat) in store.flat_parameters().iter().enumerate() {
             let first = windows.len();
-            let own = if stretch.is_on_disk { stretch.own.clone() } else { 0..0 };
+            let own = if flat.is_on_disk { flat.own.clone() } else { 0..0 };
             for start in own.clone().step_by(offload.window_elements) {
                 let elements = start..own.end.min(start + offload.window_elements);
                 let pieces = store.pieces(index, elements.clone());
                 let extent = FileExtent { offset: end, bytes: bytes_of(&kinds, elements.len()) };
-                windows.push(Window { stretch: index, elements, pieces, extent });
+                windows.push(Window { flat: index, elements, pieces, extent });
                 end += extent.bytes as u64;
             }
             of_stretch.push(first..windows.len());
@@ -91,8 +91,8 @@ impl WindowedStore {
     }
 
     /// Returns the indices of a flat parameter's windows.
-    pub(crate) fn windows_of(&self, stretch: usize) -> Range<usize> {
-        self.of_stretch[stretch].clone()
+    pub(crate) fn windows_of(&self, flat: usize) -> Range<usize> {
+        self.of_stretch[flat].clone()
     }
 
     /// Returns the parameters on disk, each with the range of this rank's own elements.
@@ -233,12 +233,12 @@ impl WindowedStore {
     /// If the memory from `start` on is not aligned to a disk block.
     pub(crate) fn begin_to_fill(
         &mut self,
-        stretch: usize,
+        flat: usize,
         memory: &mut Buffer,
         start: usize,
     ) -> Result<(), EngineError> {
         let mut end = start;
-        for window in self.windows_of(stretch) {
+        for window in self.windows_of(flat) {
             // A changed window is written before it is read.
             if let Some(slot) = self.staging.slot_of(window) {
                 if self.staging.is_changed(slot) {
@@ -248,15 +248,15 @@ impl WindowedStore {
             }
             let Window { extent, elements, .. } = &self.windows[window];
             let bytes = bytes_of(&self.kinds[..1], elements.len());
-            self.staging.begin_to_fill(stretch, extent.offset, memory, end..end + bytes)?;
+            self.staging.begin_to_fill(flat, extent.offset, memory, end..end + bytes)?;
             end += bytes;
         }
         Ok(())
     }
 
     /// Waits for the reads of a flat parameter.
-    pub(crate) fn finish_filling(&mut self, stretch: usize) -> Result<(), EngineError> {
-        self.staging.finish_filling(stretch)
+    pub(crate) fn finish_filling(&mut self, flat: usize) -> Result<(), EngineError> {
+        self.staging.finish_filling(flat)
     }
 
     /// Calls `work` for each window that holds some of the `elements` of a parameter, with the window's index, the
@@ -267,9 +267,9 @@ impl WindowedStore {
         elements: Range<usize>,
         mut work: impl FnMut(&mut Self, usize, Range<usize>, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
-        let Some((stretch, first)) = self.places[id.0] else { return Ok(()) };
+        let Some((flat, first)) = self.places[id.0] else { return Ok(()) };
         let asked = first + elements.start..first + elements.end;
-        for window in self.windows_with(stretch, &asked) {
+        for window in self.windows_with(flat, &asked) {
             let has = self.windows[window].elements.clone();
             let common = asked.start.max(has.start)..asked.end.min(has.end);
             work(self, window, common.start - has.start..common.end - has.start, common.start - asked.start)?;
@@ -279,8 +279,8 @@ impl WindowedStore {
 
     /// Returns the windows that hold some of the elements `asked` of a flat parameter. All windows but the last have
     /// the same length.
-    fn windows_with(&self, stretch: usize, asked: &Range<usize>) -> Range<usize> {
-        let of_stretch = self.windows_of(stretch);
+    fn windows_with(&self, flat: usize, asked: &Range<usize>) -> Range<usize> {
+        let of_stretch = self.windows_of(flat);
         let windows = &self.windows[of_stretch.clone()];
         let (Some(first), Some(last)) = (windows.first(), windows.last()) else { return 0..0 };
         let (own, len) = (first.elements.start..last.elements.end, first.elements.len());

@@ -131,18 +131,18 @@ fn every_element_has_one_owner_in_each_replica() {
     for (is_tied, degrees) in [(false, shards), (true, shards), (true, with_tensor), (false, with_tensor)] {
         let model = model(is_tied, 24);
         let owned = on_ranks(&model, DType::F32, degrees, ZeroStage::Gradients, |engine| {
-            let ids = engine.trained_ids().filter(|id| engine.speaks_for(*id));
+            let ids = engine.trained_ids().filter(|id| engine.is_primary_owner(*id));
             let of_parameter = |id: ParameterId| {
                 let record = engine.records()[id.0].clone();
-                let part = record.share.stretches_of_part(&record.shape, engine.owned_range(id));
+                let part = record.share.element_ranges_of_part(&record.shape, engine.owned_range(id));
                 (record.name.clone(), record.elements(), part.collect::<Vec<_>>())
             };
             ids.map(of_parameter).collect::<Vec<_>>()
         });
         let mut owners = std::collections::BTreeMap::new();
-        for (name, elements, stretches) in owned.into_iter().flatten() {
+        for (name, elements, flat_parameters) in owned.into_iter().flatten() {
             let counts = owners.entry(name).or_insert_with(|| vec![0; elements]);
-            for (first, len) in stretches {
+            for (first, len) in flat_parameters {
                 counts[first..first + len].iter_mut().for_each(|count| *count += 1);
             }
         }

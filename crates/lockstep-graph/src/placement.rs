@@ -138,29 +138,29 @@ impl Recorder {
     }
 
     /// Returns the value in `PartialGradient`, as column-parallel layers read it.
-    pub(crate) fn spread(&mut self, x: Value) -> Value {
+    pub(crate) fn to_partial_gradient(&mut self, x: Value) -> Value {
         let exchange = match self.placement(x) {
             Placement::PartialGradient => return x,
             Placement::Replicate => Redistribute::AllReduceGradient,
             Placement::ShardTokens => Redistribute::AllGatherTokens,
             placement => panic!("a layer that is split by its outputs reads whole values, not {placement:?}"),
         };
-        self.exchanged_once(x, exchange, Placement::PartialGradient)
+        self.redistribute_once(x, exchange, Placement::PartialGradient)
     }
 
     /// Returns the value in `ShardBlocks`, as linear layers under two-dimensional tensor parallelism read it.
-    pub(crate) fn in_blocks(&mut self, x: Value, grid: GridPlace) -> Value {
+    pub(crate) fn to_shard_blocks(&mut self, x: Value, grid: GridPlace) -> Value {
         match self.placement(x) {
             Placement::ShardBlocks(_) => x,
             Placement::ShardTokens => {
-                self.exchanged_once(x, Redistribute::TokensToBlocks, Placement::ShardBlocks(grid))
+                self.redistribute_once(x, Redistribute::TokensToBlocks, Placement::ShardBlocks(grid))
             }
             placement => panic!("a layer that is split into blocks reads tokens, not {placement:?}"),
         }
     }
 
     /// Returns `x` in another placement; the collective is recorded once for all layers that read `x`.
-    fn exchanged_once(&mut self, x: Value, exchange: Redistribute, placement: Placement) -> Value {
+    fn redistribute_once(&mut self, x: Value, exchange: Redistribute, placement: Placement) -> Value {
         let known = self.operations.iter().find_map(|operation| match *operation {
             Operation::Redistribute { exchange: other, x: from, y, .. } if (other, from) == (exchange, x) => {
                 Some(y)
@@ -171,7 +171,7 @@ impl Recorder {
     }
 
     /// Returns a `Partial` value reduced to the placement between blocks; any other value unchanged.
-    pub(crate) fn settled(&mut self, x: Value) -> Value {
+    pub(crate) fn reduce_partial(&mut self, x: Value) -> Value {
         match (self.placement(x), self.stream()) {
             (Placement::Partial, Placement::ShardTokens) => {
                 self.exchange(x, Redistribute::ReduceScatterTokens, Placement::ShardTokens)
@@ -182,7 +182,7 @@ impl Recorder {
     }
 
     /// Returns the value in `ShardTokens`, so that ranks do not repeat each other's work.
-    pub(crate) fn by_tokens(&mut self, x: Value) -> Value {
+    pub(crate) fn to_shard_tokens(&mut self, x: Value) -> Value {
         match self.placement(x) {
             Placement::Replicate if self.place.ranks > 1 => {
                 self.exchange(x, Redistribute::SliceTokens, Placement::ShardTokens)
@@ -194,11 +194,11 @@ impl Recorder {
 
     /// Returns the value with all tokens on every rank, as operations on heads read it.
     pub fn whole_tokens(&mut self, x: Value) -> Value {
-        if self.placement(x) == Placement::ShardTokens { self.spread(x) } else { x }
+        if self.placement(x) == Placement::ShardTokens { self.to_partial_gradient(x) } else { x }
     }
 
     /// Returns the value in the placement between blocks.
-    pub(crate) fn in_stream(&mut self, x: Value) -> Value {
+    pub(crate) fn to_stream_placement(&mut self, x: Value) -> Value {
         match (self.placement(x), self.stream()) {
             (Placement::ShardTokens, Placement::Replicate) => {
                 self.exchange(x, Redistribute::AllGatherReplicated, Placement::Replicate)

@@ -199,7 +199,7 @@ impl Recorder {
         let y = self.value_in(columns, placement);
         let tokens = self.tokens_of(placement);
         self.operations.push(Operation::Embedding { input, table, first_id, tokens, y });
-        self.settled(y)
+        self.reduce_partial(y)
     }
 
     /// Records a linear layer, with the adapter that [`Recorder::adapt`] gives it.
@@ -239,7 +239,7 @@ impl Recorder {
             Some(Split::ColumnParallel { pieces }) => {
                 let parts = self.parts(name, pieces);
                 let share = self.shard(0, out_features, parts);
-                (self.spread(x), share, share, Placement::ShardColumns { parts })
+                (self.to_partial_gradient(x), share, share, Placement::ShardColumns { parts })
             }
             Some(Split::RowParallel) => {
                 let parts = self.place.ranks;
@@ -259,7 +259,7 @@ impl Recorder {
         // Only one of the partial sums includes the bias.
         let adds_bias = placement != Placement::Partial || self.place.rank == 0;
         self.operations.push(Operation::Linear { x, weight, bias, adds_bias, y });
-        self.settled(y)
+        self.reduce_partial(y)
     }
 
     /// Records root-mean-square normalization with the scale `NAME.weight [width]`, over each group of `width`
@@ -320,7 +320,7 @@ impl Recorder {
     /// If the two are not sharded alike, or if a single tail for sharded heads is itself partial or sharded by columns.
     pub fn join_heads(&mut self, own: Value, tail: Value, heads: usize, tails: usize) -> Value {
         let is_split = matches!(self.placement(own), Placement::ShardColumns { .. });
-        let tail = if tails == 1 && is_split { self.spread(tail) } else { tail };
+        let tail = if tails == 1 && is_split { self.to_partial_gradient(tail) } else { tail };
         let fits = tails == 1 || self.placement(own) == self.placement(tail);
         assert!(fits, "heads of {:?} with tails of {:?}", self.placement(own), self.placement(tail));
         let y = self.value_like(own, self.columns(own) + self.columns(tail) * heads / tails);
@@ -453,7 +453,9 @@ impl Recorder {
                 self.expect_placement(x, |placement| placement == Placement::Replicate, name);
                 (x, self.whole_share(Placement::Replicate))
             }
-            Some(Split::VocabularyParallel) => (self.spread(x), self.vocabulary_shard(out_features)),
+            Some(Split::VocabularyParallel) => {
+                (self.to_partial_gradient(x), self.vocabulary_shard(out_features))
+            }
             Some(split) => panic!("{name}: an output layer is split by the vocabulary, not by {split:?}"),
         };
         let shape = [out_features, self.columns(x)];

@@ -76,7 +76,7 @@ impl ContextPlace {
     }
 
     /// Returns the ranges of this rank's tokens in a micro-batch `[sequences · seq_len]`, in local order.
-    pub fn stretches(
+    pub fn token_ranges(
         &self,
         sequences: usize,
         seq_len: usize,
@@ -114,9 +114,9 @@ mod tests {
                 let mut seen = vec![0; sequences * seq_len];
                 for rank in 0..ranks {
                     let place = ContextPlace { ranks, rank, method };
-                    let held: usize = place.stretches(sequences, seq_len).map(|range| range.len()).sum();
+                    let held: usize = place.token_ranges(sequences, seq_len).map(|range| range.len()).sum();
                     prop_assert_eq!(held, sequences * place.held(seq_len));
-                    place.stretches(sequences, seq_len).flatten().for_each(|token| seen[token] += 1);
+                    place.token_ranges(sequences, seq_len).flatten().for_each(|token| seen[token] += 1);
                     for (index, first) in place.halves(seq_len).into_iter().take(place.pieces()).enumerate() {
                         let before = place.piece_place(rank, index) * held / (sequences * place.pieces());
                         prop_assert_eq!(before, first);
@@ -131,7 +131,7 @@ mod tests {
             let seq_len = 2 * ranks * piece;
             let pairs = |rank| -> usize {
                 let place = ContextPlace { ranks, rank, method: ContextMethod::Ring };
-                place.stretches(1, seq_len).flatten().map(|position| position + 1).sum()
+                place.token_ranges(1, seq_len).flatten().map(|position| position + 1).sum()
             };
             prop_assert!((1..ranks).all(|rank| pairs(rank) == pairs(0)));
         }
@@ -139,9 +139,9 @@ mod tests {
 
     #[test]
     fn a_rank_alone_holds_all_even_of_odd_sequences() {
-        let ranges: Vec<_> = ContextPlace::default().stretches(2, 5).collect();
+        let ranges: Vec<_> = ContextPlace::default().token_ranges(2, 5).collect();
         assert_eq!(ranges, [0..2, 2..5, 5..7, 7..10]);
         let place = ContextPlace { ranks: 2, rank: 1, method: ContextMethod::AllToAll };
-        assert_eq!(place.stretches(1, 6).collect::<Vec<_>>(), [3..4, 4..6]);
+        assert_eq!(place.token_ranges(1, 6).collect::<Vec<_>>(), [3..4, 4..6]);
     }
 }

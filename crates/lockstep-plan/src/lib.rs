@@ -47,10 +47,10 @@ mod zero;
 pub use context::ContextPlace;
 pub use dtype::DType;
 pub use memory::{
-    ActivationUse, CACHE_LINE_BYTES, Extent, FRAME_PLACES, GradientStaging, MemoryBytes, MemoryCategory,
-    MemoryItem, MemoryPrediction, ModelProfile, QuantizedGradientStaging, RingSizes, SharedTable,
-    SparseGradientSizes, StageActivationUse, StageMemory, StateFacts, StateItem, StateLayout, StatePlan,
-    StoreKind, StoreLayout, Stretch, UnitProfile, booked_bytes, predicted,
+    ActivationUse, CACHE_LINE_BYTES, Extent, FRAME_PLACES, FlatParameter, GradientStaging, MemoryBytes,
+    MemoryCategory, MemoryItem, MemoryPrediction, ModelProfile, QuantizedGradientStaging, RingSizes,
+    SharedTable, SparseGradientSizes, StageActivationUse, StageMemory, StateFacts, StateItem, StateLayout,
+    StatePlan, StoreKind, StoreLayout, UnitProfile, booked_bytes, predicted,
 };
 pub use memory::{
     DISK_ALIGNMENT_BYTES, OffloadBytes, OffloadPlan, OffloadTraffic, RankTraffic, WINDOW_SLOTS,
@@ -68,7 +68,7 @@ pub use plan::{
 pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
 pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};
 pub use residence::{Offload, Residence, Residences, WINDOW_ELEMENTS};
-pub use share::{Among, ExpertPlace, GridPlace, Shard, Share, Summing, TensorPlace};
+pub use share::{Among, ExpertPlace, GridPlace, ReductionGroup, Shard, Share, TensorPlace};
 pub use split::{SplitError, split_minmax, split_units};
 pub use state_bytes::{StateBytes, StateOnRank};
 pub use state_kind::StateKind;

@@ -14,7 +14,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::nearest::{Choices, nearest_divisor};
-use crate::{Among, ShardPlace, Summing, ZeroStage};
+use crate::{Among, ReductionGroup, ShardPlace, ZeroStage};
 
 /// Axis of the view for everything except experts, slowest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -258,9 +258,9 @@ impl Mesh {
 }
 
 impl Mesh {
-    /// Returns the size of the shard group of parameters whose gradients are reduced over `Summing`. Its ranks hold the same parameters
+    /// Returns the size of the shard group of parameters whose gradients are reduced over `ReductionGroup`. Its ranks hold the same parameters
     /// and have the same replicate coordinate.
-    pub fn shard_ranks(&self, Summing { among, summands }: Summing) -> usize {
+    pub fn shard_ranks(&self, ReductionGroup { among, summands }: ReductionGroup) -> usize {
         match among {
             // A column of a 2D layout has as many ranks as a row.
             Among::Tensor | Among::TensorColumn => {
@@ -272,7 +272,7 @@ impl Mesh {
     }
 
     /// Returns the position of `rank` in that shard group, whose ranks are in ascending order; see [`shard_ranks`](Mesh::shard_ranks).
-    pub fn shard_place(&self, rank: usize, summing: Summing) -> ShardPlace {
+    pub fn shard_place(&self, rank: usize, summing: ReductionGroup) -> ShardPlace {
         let (view, ranks) = (self.ranks(), self.shard_ranks(summing));
         let (tensor, summands) = (view.coordinate(rank, Axis::Tensor), summing.summands);
         let neighbour = match summing.among {
@@ -462,11 +462,11 @@ mod tests {
                 for summands in (1..=degree).filter(|summands| degree.is_multiple_of(*summands)) {
                     let mut group = view.group_of(rank, &[Axis::Shard, Axis::Context, Axis::Tensor]);
                     group.retain(|other| tensor(other) / summands == tensor(&rank) / summands);
-                    let place = mesh.shard_place(rank, Summing { among: Among::Tensor, summands });
+                    let place = mesh.shard_place(rank, ReductionGroup { among: Among::Tensor, summands });
                     prop_assert_eq!((place.ranks, group[place.rank]), (group.len(), rank));
                 }
                 let group = mesh.experts().group_of(rank, &[ExpertAxis::ExpertShard]);
-                let place = mesh.shard_place(rank, Summing { among: Among::Experts, summands: 1 });
+                let place = mesh.shard_place(rank, ReductionGroup { among: Among::Experts, summands: 1 });
                 prop_assert_eq!((place.ranks, group[place.rank]), (group.len(), rank));
             }
         }

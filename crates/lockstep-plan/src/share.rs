@@ -149,14 +149,14 @@ pub enum Among {
 /// Identifies the group over which a gradient is reduced. Parameters with equal values have the same holders, so they are sharded over
 /// the same ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Summing {
+pub struct ReductionGroup {
     /// Group whose ranks hold shards or copies of the parameter.
     pub among: Among,
     /// Number of consecutive tensor-parallel ranks whose gradients are partial sums.
     pub summands: usize,
 }
 
-impl Summing {
+impl ReductionGroup {
     /// Returns the reduction group of a parameter's gradient.
     pub fn of(share: &Share) -> Self {
         Self { among: share.among, summands: share.summands }
@@ -223,7 +223,7 @@ impl Share {
 
     /// Returns the contiguous ranges of elements that the rank holds, in order, as (first element in a parameter of shape `whole`,
     /// length).
-    pub fn stretches(&self, whole: &[usize]) -> impl Iterator<Item = (usize, usize)> + use<> {
+    pub fn element_ranges(&self, whole: &[usize]) -> impl Iterator<Item = (usize, usize)> + use<> {
         let (whole, held, start) = (whole.to_vec(), self.shape_of(whole), self.start_in(whole));
         // Everything behind the last sharded dimension is contiguous.
         let cut = self.shards().map(|shard| shard.dim).max().unwrap_or(0);
@@ -245,13 +245,13 @@ impl Share {
     }
 
     /// Returns the same ranges clipped to the elements `part` of the rank's shard.
-    pub fn stretches_of_part(
+    pub fn element_ranges_of_part(
         &self,
         whole: &[usize],
         part: Range<usize>,
     ) -> impl Iterator<Item = (usize, usize)> + use<> {
         let mut held = 0;
-        self.stretches(whole).filter_map(move |(first, len)| {
+        self.element_ranges(whole).filter_map(move |(first, len)| {
             let (start, end) = (part.start.max(held), part.end.min(held + len));
             let cut = (start < end).then(|| (first + start - held, end - start));
             held += len;
@@ -279,9 +279,9 @@ mod tests {
                 let range = TensorPlace { ranks, rank, ..TensorPlace::default() }.even_range(whole[dim]);
                 let share =
                     Share { shard: Some(Shard { dim, start: range.start, len: range.len() }), ..Share::default() };
-                let held: usize = share.stretches(&whole).map(|(_, len)| len).sum();
+                let held: usize = share.element_ranges(&whole).map(|(_, len)| len).sum();
                 prop_assert_eq!(held, share.shape_of(&whole).iter().product::<usize>());
-                for (start, len) in share.stretches(&whole) {
+                for (start, len) in share.element_ranges(&whole) {
                     seen[start..start + len].iter_mut().for_each(|count| *count += 1);
                 }
             }
@@ -315,9 +315,9 @@ mod tests {
                     among: Among::Experts,
                     ..Share::default()
                 };
-                let held: usize = share.stretches(&whole).map(|(_, len)| len).sum();
+                let held: usize = share.element_ranges(&whole).map(|(_, len)| len).sum();
                 assert_eq!(held, share.shape_of(&whole).iter().product::<usize>());
-                for (start, len) in share.stretches(&whole) {
+                for (start, len) in share.element_ranges(&whole) {
                     seen[start..start + len].iter_mut().for_each(|count| *count += 1);
                 }
             }
@@ -329,11 +329,11 @@ mod tests {
     fn a_part_of_what_a_rank_holds_is_cut_from_its_stretches() {
         // Columns 2 and 3 of rows of 6: elements 2, 3, 8, 9, 14, 15.
         let share = Share { shard: Some(Shard { dim: 1, start: 2, len: 2 }), ..Share::default() };
-        let part = |range| share.stretches_of_part(&[3, 6], range).collect::<Vec<_>>();
+        let part = |range| share.element_ranges_of_part(&[3, 6], range).collect::<Vec<_>>();
         assert_eq!(part(0..6), [(2, 2), (8, 2), (14, 2)]);
         assert_eq!(part(1..4), [(3, 1), (8, 2)]);
         assert_eq!(part(3..3), []);
-        assert_eq!(Share::default().stretches_of_part(&[3, 6], 4..9).collect::<Vec<_>>(), [(4, 5)]);
+        assert_eq!(Share::default().element_ranges_of_part(&[3, 6], 4..9).collect::<Vec<_>>(), [(4, 5)]);
     }
 
     #[test]
@@ -344,10 +344,10 @@ mod tests {
             let place = TensorPlace { ranks: 9, rank, dimensions, ..TensorPlace::default() };
             let grid = place.grid().unwrap();
             assert_eq!((grid.row, grid.column), (rank / 3, rank % 3));
-            for (first, len) in grid.share_of_weight([6, 9]).stretches(&[6, 9]) {
+            for (first, len) in grid.share_of_weight([6, 9]).element_ranges(&[6, 9]) {
                 weight[first..first + len].iter_mut().for_each(|count| *count += 1);
             }
-            for (first, len) in grid.share_of_bias(6).stretches(&[6]) {
+            for (first, len) in grid.share_of_bias(6).element_ranges(&[6]) {
                 bias[first..first + len].iter_mut().for_each(|count| *count += 1);
             }
         }
@@ -359,7 +359,7 @@ mod tests {
 
     #[test]
     fn a_parameter_that_is_not_split_is_one_stretch() {
-        assert_eq!(Share::default().stretches(&[3, 4]).collect::<Vec<_>>(), [(0, 12)]);
-        assert_eq!(Share::default().stretches(&[5]).collect::<Vec<_>>(), [(0, 5)]);
+        assert_eq!(Share::default().element_ranges(&[3, 4]).collect::<Vec<_>>(), [(0, 12)]);
+        assert_eq!(Share::default().element_ranges(&[5]).collect::<Vec<_>>(), [(0, 5)]);
     }
 }

@@ -116,11 +116,11 @@ fn each_zero_stage_shards_one_kind_of_store_more() {
         let own = layout.items.iter().filter(|item| item.extent == Extent::Own);
         assert_eq!(kinds(own.clone()), expected, "{stage:?}");
         for item in own {
-            let stretches = &item.layout.stretches;
-            assert!(stretches.iter().all(|stretch| stretch.own.start == stretch.elements / RANKS));
-            let elements: usize = stretches.iter().map(|stretch| stretch.own.len()).sum();
+            let flat_parameters = &item.layout.flat_parameters;
+            assert!(flat_parameters.iter().all(|flat| flat.own.start == flat.elements / RANKS));
+            let elements: usize = flat_parameters.iter().map(|flat| flat.own.len()).sum();
             // A unit without elements in the store is booked one cache line.
-            let empty = (0..3).filter(|unit| stretches.iter().all(|stretch| stretch.unit != *unit)).count();
+            let empty = (0..3).filter(|unit| flat_parameters.iter().all(|flat| flat.unit != *unit)).count();
             let bytes = elements * item.dtype.size_bytes() + empty * CACHE_LINE_BYTES;
             assert_eq!(item.booked_bytes(), bytes, "{stage:?}, {:?}", item.kind);
         }
@@ -167,7 +167,7 @@ fn stores_of_the_optimizer_step_lie_on_disk_beside_each_other() {
     assert_eq!(kinds(layout.updated_on_disk()), file);
     for item in &layout.items {
         let on_disk: Vec<usize> =
-            item.layout.stretches.iter().filter(|stretch| stretch.is_on_disk).map(|s| s.unit).collect();
+            item.layout.flat_parameters.iter().filter(|flat| flat.is_on_disk).map(|s| s.unit).collect();
         let expected: &[usize] = match item.kind {
             // Half of the trained state, by whole units from the first on; the frozen matrix separately.
             kind if file.contains(&kind) => &[0, 1],

@@ -33,7 +33,7 @@ impl Forecast {
     /// # Errors
     /// If the configuration does not fit its model.
     pub fn of(config: &RunConfig, model: &ResolvedModel) -> Result<Self, Error> {
-        Self::of_training(config, &model.config, &model.tuning, &Training::of(config))
+        Self::of_training(config, &model.config, &model.tuning, &MemoryInputs::of(config))
     }
 
     /// Predicts the device memory of a run on accelerators. Copies of the state and state offloaded to host memory are not in it.
@@ -42,7 +42,12 @@ impl Forecast {
     /// If the configuration does not fit its model.
     pub fn on_accelerators(config: &RunConfig, model: &ResolvedModel) -> Result<Self, Error> {
         let residences = config.plan.residence.off_device();
-        let training = Training { residences, goes_back: false, saves_beside: false, ..Training::of(config) };
+        let training = MemoryInputs {
+            residences,
+            keeps_rollback_copy: false,
+            saves_in_background: false,
+            ..MemoryInputs::of(config)
+        };
         Self::of_training(config, &model.config, &model.tuning, &training)
     }
 
@@ -54,7 +59,7 @@ impl Forecast {
         config: &RunConfig,
         model: &ModelConfig,
         tuning: &Tuning,
-        training: &Training,
+        training: &MemoryInputs,
     ) -> Result<Self, Error> {
         let checked = checked_plan(config, model, tuning)?;
         let mesh = *checked.mesh();
@@ -163,17 +168,17 @@ pub struct Copies {
 
 /// The inputs of a memory prediction other than the model and its parallelism.
 #[derive(Debug, Clone)]
-pub struct Training {
+pub struct MemoryInputs {
     options: EngineOptions,
     /// The plan's residences on this device.
     residences: Residences,
     /// True if a copy of the state is kept for rollbacks.
-    goes_back: bool,
+    keeps_rollback_copy: bool,
     /// True if the state is copied so that saves overlap with steps.
-    saves_beside: bool,
+    saves_in_background: bool,
 }
 
-impl Training {
+impl MemoryInputs {
     /// Returns the inputs of a run.
     pub fn of(config: &RunConfig) -> Self {
         Self::under(config, &config.plan)
@@ -186,21 +191,21 @@ impl Training {
         Self {
             options: engine_options(config),
             residences: plan.residence.on_cpu(),
-            goes_back: config.rollback_after() > 0,
-            saves_beside: config.saves_from_copies_of(plan) && saves_midway,
+            keeps_rollback_copy: config.rollback_after() > 0,
+            saves_in_background: config.saves_from_copies_of(plan) && saves_midway,
         }
     }
 
     /// Returns the inputs of steps of `plan` that keep no copies of the state.
     pub fn bare(options: EngineOptions, plan: &Plan) -> Self {
         let residences = plan.residence.on_cpu();
-        Self { options, residences, goes_back: false, saves_beside: false }
+        Self { options, residences, keeps_rollback_copy: false, saves_in_background: false }
     }
 
     /// Returns the copies of the state that a rank keeps.
     pub fn copies(&self, mesh: &Mesh, rank: usize, zero_stage: ZeroStage) -> Copies {
-        let saves = self.saves_beside && mesh.is_in_first_replica(rank, zero_stage);
-        Copies { kept: usize::from(self.goes_back), saved: usize::from(saves) }
+        let saves = self.saves_in_background && mesh.is_in_first_replica(rank, zero_stage);
+        Copies { kept: usize::from(self.keeps_rollback_copy), saved: usize::from(saves) }
     }
 }
 
@@ -211,8 +216,8 @@ struct Recorded {
 }
 
 impl Recorded {
-    fn new(model: &ModelConfig, tuning: &Tuning, training: &Training, plan: &RankPlan) -> Self {
-        let Training { options, residences, .. } = training;
+    fn new(model: &ModelConfig, tuning: &Tuning, training: &MemoryInputs, plan: &RankPlan) -> Self {
+        let MemoryInputs { options, residences, .. } = training;
         let shape = BlockShape::of_plan(plan.checked(), options.dtype);
         let recording = RecordingOptions::training(shape, plan.plan().recompute, plan.places);
         let recorded = RecordedModel::tuned(model, tuning, recording);

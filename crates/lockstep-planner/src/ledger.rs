@@ -10,7 +10,7 @@ use lockstep_plan::{
 
 use crate::Planner;
 use crate::cluster::Software;
-use crate::forecast::Training;
+use crate::forecast::MemoryInputs;
 use crate::memory::{Holding, memory_elsewhere};
 use crate::recordings::{Recording, kept_elsewhere};
 use crate::search::Rejection;
@@ -105,7 +105,7 @@ impl Planner {
         let (batch, facts) = (self.config.train.global_batch, &recording.facts);
         let mut state = StatePlan::new(plan, self.residences_of(plan), &layout.mesh, batch, facts);
         let of_a_stage = layout.mesh.world_size() / layout.pipeline_ranks();
-        let copies = Training::under(&self.config, plan).copies(
+        let copies = MemoryInputs::under(&self.config, plan).copies(
             &layout.mesh,
             rank * of_a_stage,
             plan.effective_zero_stage(),

@@ -11,7 +11,7 @@ use lockstep_observe::roofline::{Detail, Limits, Roofline};
 use lockstep_plan::random::Philox;
 use lockstep_plan::{CheckedPlan, DType, MemoryCategory};
 use lockstep_planner::Forecast;
-use lockstep_planner::forecast::Training;
+use lockstep_planner::forecast::MemoryInputs;
 use lockstep_tensor::cpu::measure_peak;
 use lockstep_tensor::host::{peak_own_bytes, peak_resident_bytes, proportional_bytes};
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
@@ -62,7 +62,7 @@ impl StepBenchmark {
         config: &RunConfig,
         model: &ModelConfig,
     ) -> Result<Forecast, lockstep_planner::Error> {
-        let training = Training::bare(self.options.clone(), self.plan.plan());
+        let training = MemoryInputs::bare(self.options.clone(), self.plan.plan());
         Forecast::of_training(config, model, &Tuning::default(), &training)
     }
 }

@@ -5,7 +5,7 @@ use lockstep_config::RunConfig;
 use lockstep_engine::{Engine, Ranks, Snapshot};
 use lockstep_observe::metrics::{MemoryUse, PredictedMemory};
 use lockstep_plan::{MemoryBytes, MemoryCategory};
-use lockstep_planner::forecast::{Copies, Training};
+use lockstep_planner::forecast::{Copies, MemoryInputs};
 
 /// Predicted memory of the ranks of a run that has started.
 #[derive(Debug, Clone)]
@@ -25,7 +25,7 @@ impl Predicted {
     pub(crate) fn of(config: &RunConfig, engine: &Engine, ranks: &Ranks) -> Result<Self, CommError> {
         let mut own = engine.predicted_memory().by_category();
         let Copies { kept, saved } =
-            Training::of(config).copies(&ranks.mesh(), ranks.rank(), config.zero_stage());
+            MemoryInputs::of(config).copies(&ranks.mesh(), ranks.rank(), config.zero_stage());
         own[MemoryCategory::Snapshot] += (kept + saved) * Snapshot::bytes_for(engine);
         let own = MemoryUse { by_category: own, ..MemoryUse::default() };
         let all = own.of_ranks(ranks)?;

@@ -216,7 +216,7 @@ pub(crate) fn restore(
             values.resize(checkpoint.tensor(&record.name, &stored)?.elements(), 0.0);
             // Only this rank's shard is read. A tensor of another shape is left for `write_state` to refuse.
             let fits = values.len() == record.elements();
-            for (first, len) in record.share.stretches(&record.shape).filter(|_| fits) {
+            for (first, len) in record.share.element_ranges(&record.shape).filter(|_| fits) {
                 checkpoint.read(&record.name, &stored, first, &mut values[first..first + len])?;
             }
             engine.write_state(id, kind, &values)?;

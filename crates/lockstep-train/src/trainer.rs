@@ -411,12 +411,12 @@ impl Run<'_> {
             if let Some(rollback_snapshot) = &mut self.rollback_snapshot
                 && (is_saved || step.is_multiple_of(train.rollback_every))
             {
-                self.engine.settle_weights()?;
+                self.engine.wait_for_weights()?;
                 rollback_snapshot.renew(&self.engine, self.counters.updates);
             }
             if is_saved {
                 self.phase = "save";
-                self.engine.settle_weights()?;
+                self.engine.wait_for_weights()?;
                 self.save_and_go_on()?;
             }
         }
@@ -440,7 +440,7 @@ impl Run<'_> {
     fn end(mut self, begin: Instant, before: &Counters, losses: Losses) -> Result<Summary, Error> {
         let interrupted = self.counters.step < self.config.train.steps;
         tracing::info!(step = self.counters.step, interrupted, "the last step of this process is made");
-        self.engine.settle_weights()?;
+        self.engine.wait_for_weights()?;
         let state = self.state();
         let Self { saver, engine, records, progress, ranks, observer, .. } = &mut self;
         // The trace is gathered while all ranks are here.

@@ -219,8 +219,9 @@ struct Held {
 /// Serializes the gradients that this rank represents: the length of the description in bytes, the description as JSON, and the
 /// elements.
 fn held(ranks: &Ranks, engine: &Engine) -> Result<Vec<u8>, Error> {
-    let speaks_for = |id: &lockstep_plan::ParameterId| ranks.is_in_first_replica() && engine.speaks_for(*id);
-    let ids: Vec<_> = engine.trained_ids().filter(speaks_for).collect();
+    let is_primary_owner =
+        |id: &lockstep_plan::ParameterId| ranks.is_in_first_replica() && engine.is_primary_owner(*id);
+    let ids: Vec<_> = engine.trained_ids().filter(is_primary_owner).collect();
     let describe = |id: &lockstep_plan::ParameterId| {
         let record = &engine.records()[id.0];
         let part = engine.owned_range(*id);
@@ -246,7 +247,7 @@ fn whole(of_ranks: &[Vec<u8>]) -> BTreeMap<String, Vec<f32>> {
         for Held { name, shape, share, part } in description {
             let gradient =
                 gradients.entry(name).or_insert_with(|| vec![f32::NAN; shape.iter().product::<usize>()]);
-            for (first, len) in share.stretches_of_part(&shape, part) {
+            for (first, len) in share.element_ranges_of_part(&shape, part) {
                 for (element, value) in gradient[first..first + len].iter_mut().zip(&mut elements) {
                     *element = value;
                 }

@@ -9,7 +9,7 @@ use lockstep_plan::{
 use lockstep_tensor::{Action, DiskError};
 
 use super::*;
-use crate::troubled::Trouble;
+use crate::faulty_disk::DiskFaults;
 
 const WINDOWS: usize = 20;
 const ELEMENTS: usize = 2048;
@@ -66,8 +66,8 @@ fn contents(store: &mut WindowedStore, kind: StoreKind) -> Vec<f32> {
     values
 }
 
-fn troubled(mut store: WindowedStore, trouble: Trouble) -> WindowedStore {
-    store.staging = store.staging.troubled(trouble);
+fn faulty_disk(mut store: WindowedStore, trouble: DiskFaults) -> WindowedStore {
+    store.staging = store.staging.faulty_disk(trouble);
     store
 }
 
@@ -75,7 +75,7 @@ fn troubled(mut store: WindowedStore, trouble: Trouble) -> WindowedStore {
 fn what_is_written_is_read_by_the_next_pass_however_slow_the_disk() {
     let directory = tempfile::tempdir().unwrap();
     for delay in [Duration::ZERO, Duration::from_millis(2)] {
-        let mut store = troubled(store(directory.path()), Trouble { delay, ..Trouble::default() });
+        let mut store = faulty_disk(store(directory.path()), DiskFaults { delay, ..DiskFaults::default() });
         let values: Vec<f32> = (0..WINDOWS * ELEMENTS).map(|i| i as f32).collect();
         // Element 3,000 is not at a window boundary.
         store.write(ParameterId(0), SECOND, 0, &values[..3000]).unwrap();
@@ -91,10 +91,10 @@ fn the_windows_of_elements_are_those_that_have_some_of_them() {
     let directory = tempfile::tempdir().unwrap();
     let store = store(directory.path());
     let all = 0..WINDOWS * ELEMENTS;
-    let borders =
+    let boundaries =
         [0, 1, ELEMENTS - 1, ELEMENTS, ELEMENTS + 1, 7 * ELEMENTS, all.end - 1, all.end, all.end + 5];
-    for start in borders {
-        for end in borders {
+    for start in boundaries {
+        for end in boundaries {
             let has_some = |window: &usize| {
                 let has = &store.windows()[*window].elements;
                 start.max(has.start) < end.min(has.end)
@@ -133,9 +133,9 @@ fn each_byte_of_a_long_parameter_is_read_once_though_its_kinds_are_asked_for_one
 fn a_write_that_fails_is_an_error_of_the_pass_or_of_the_next_one() {
     let directory = tempfile::tempdir().unwrap();
     for fails_at in [0, 7, WINDOWS - 1] {
-        let mut store = troubled(
+        let mut store = faulty_disk(
             store(directory.path()),
-            Trouble { fails_at: Some((fails_at, Some(Action::Write))), ..Trouble::default() },
+            DiskFaults { fails_at: Some((fails_at, Some(Action::Write))), ..DiskFaults::default() },
         );
         let error = pass(&mut store).and_then(|()| pass(&mut store)).unwrap_err();
         assert!(
@@ -149,7 +149,8 @@ fn a_write_that_fails_is_an_error_of_the_pass_or_of_the_next_one() {
 #[test]
 fn a_disk_that_says_nothing_is_an_error_in_time() {
     let directory = tempfile::tempdir().unwrap();
-    let mut store = troubled(store(directory.path()), Trouble { is_silent: true, ..Trouble::default() });
+    let mut store =
+        faulty_disk(store(directory.path()), DiskFaults { is_silent: true, ..DiskFaults::default() });
     let begin = Instant::now();
     let error = pass(&mut store).unwrap_err();
     assert!(matches!(error, EngineError::Disk(DiskError::Silent { .. })), "{error}");

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use lockstep_comm::{Kind, NumberType};
-use lockstep_engine::Called;
+use lockstep_engine::TimedOperation;
 use lockstep_graph::{Pass, Span};
 use lockstep_model::RecordedModel;
 use serde_json::{Value, json};
@@ -92,7 +92,9 @@ pub(super) fn events(
 /// Returns the collectives and messages of a step, each with its exposed and overlapped time.
 fn communication(step: &RecordedStep) -> Vec<Value> {
     let (mut events, mut bucket) = (Vec::new(), 0);
-    for Turn { called: Called { call, sequence, start: posted, met, end }, start, hidden } in step.turns() {
+    for Turn { called: TimedOperation { call, sequence, start: posted, met, end }, start, hidden } in
+        step.turns()
+    {
         let mut name = call.kind.name().to_owned();
         // Only gradients are all-reduced in f32.
         if call.kind == Kind::AllReduce && call.number == NumberType::F32 {
@@ -183,10 +185,10 @@ mod tests {
         }
     }
 
-    fn called(kind: Kind, start_us: u64, met_us: u64, end_us: u64) -> Called {
+    fn called(kind: Kind, start_us: u64, met_us: u64, end_us: u64) -> TimedOperation {
         let call = Call { kind, number: NumberType::F32, op: None, root: None, elements: 1024, detail: 0 };
         let us = Duration::from_micros;
-        Called { call, sequence: 7, start: us(start_us), met: us(met_us), end: us(end_us) }
+        TimedOperation { call, sequence: 7, start: us(start_us), met: us(met_us), end: us(end_us) }
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use lockstep_engine::{Called, Engine, Ranks};
+use lockstep_engine::{Engine, Ranks, TimedOperation};
 use lockstep_graph::{Activity, Cost, Span};
 use lockstep_model::RecordedModel;
 use serde::Serialize;
@@ -35,7 +35,7 @@ struct RecordedStep {
     duration: Duration,
     spans: Vec<Span>,
     /// Collectives and messages of this rank.
-    called: Vec<Called>,
+    called: Vec<TimedOperation>,
 }
 
 /// Work between two recorded steps, or a background save.
@@ -229,7 +229,7 @@ fn operation_name(activity: &Activity, model: &RecordedModel) -> String {
 
 /// An operation between ranks from the end of the one before it; they run in order.
 struct Turn {
-    called: Called,
+    called: TimedOperation,
     start: Duration,
     /// Time for which the operation overlaps with compute of this rank.
     hidden: Duration,
@@ -238,7 +238,7 @@ struct Turn {
 impl RecordedStep {
     fn turns(&self) -> Vec<Turn> {
         let mut before = Duration::ZERO;
-        let turn = |called: &Called| {
+        let turn = |called: &TimedOperation| {
             let (start, end) = (called.start.max(before).min(called.end), called.end);
             before = end;
             let is_work = |span: &&Span| span.cost != Cost::default();

@@ -1,7 +1,7 @@
 //! All parameter gathers of a rank, their times and their memory, computed before the run from the layout of its weights and its passes.
 
 use super::{GatherPlan, LiveLimitTooLow, RankPasses, Sequence};
-use crate::{DType, ModelProfile, Sharding, StoreLayout, Summing, aligned_buffer_bytes};
+use crate::{DType, ModelProfile, ReductionGroup, Sharding, StoreLayout, aligned_buffer_bytes};
 
 /// Store of a rank's weights: trained or frozen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -18,7 +18,7 @@ pub struct Bundled {
     /// Store of the flat parameter.
     pub kept: Kept,
     /// Index of the flat parameter in its store.
-    pub stretch: usize,
+    pub flat: usize,
     /// Offset in the bundle, in elements.
     pub start: usize,
     /// Size in elements.
@@ -55,7 +55,7 @@ impl Gathers {
     pub fn new(
         model: &ModelProfile,
         stores: [Option<&StoreLayout>; 2],
-        shard_ranks: impl Fn(Summing) -> usize,
+        shard_ranks: impl Fn(ReductionGroup) -> usize,
         passes: &RankPasses,
         sharding: &Sharding,
     ) -> Result<Self, LiveLimitTooLow> {
@@ -67,20 +67,20 @@ impl Gathers {
         let mut sizes: Vec<usize> = Vec::new();
         for (kept, layout) in [Kept::Trained, Kept::Frozen].into_iter().zip(stores) {
             let Some(layout) = layout else { continue };
-            let mut readers = vec![Vec::new(); layout.stretches.len()];
+            let mut readers = vec![Vec::new(); layout.flat_parameters.len()];
             for (unit, profile) in model.units.iter().enumerate() {
                 for id in &profile.parameters {
-                    if let Some((stretch, _)) = layout.places[id.0]
-                        && readers[stretch].last() != Some(&unit)
+                    if let Some((flat, _)) = layout.places[id.0]
+                        && readers[flat].last() != Some(&unit)
                     {
-                        readers[stretch].push(unit);
+                        readers[flat].push(unit);
                     }
                 }
             }
             let largest = layout.largest(&model.records, &model.largest_elements);
-            for (index, (stretch, readers)) in layout.stretches.iter().zip(readers).enumerate() {
+            for (index, (flat, readers)) in layout.flat_parameters.iter().zip(readers).enumerate() {
                 // A flat parameter that is not sharded is read in place, unless it is on disk.
-                if shard_ranks(stretch.summing) == 1 && !stretch.is_on_disk || readers.is_empty() {
+                if shard_ranks(flat.summing) == 1 && !flat.is_on_disk || readers.is_empty() {
                     in_bundle[kept as usize].push(None);
                     continue;
                 }
@@ -93,8 +93,8 @@ impl Gathers {
                     bundles.len() - 1
                 });
                 let start = bundles[bundle].last().map_or(0, |last| last.start + last.elements);
-                let (elements, is_on_disk, secondary_start) = (stretch.elements, stretch.is_on_disk, None);
-                let bundled = Bundled { kept, stretch: index, start, elements, is_on_disk, secondary_start };
+                let (elements, is_on_disk, secondary_start) = (flat.elements, flat.is_on_disk, None);
+                let bundled = Bundled { kept, flat: index, start, elements, is_on_disk, secondary_start };
                 bundles[bundle].push(bundled);
                 in_bundle[kept as usize].push(Some((bundle, start)));
                 sizes[bundle] += largest[index];
@@ -113,7 +113,7 @@ impl Gathers {
         let plans = [plan(step)?, plan(micro_batch)?, plan(evaluation)?];
         let neighbours = |summing| sharding.neighbours(shard_ranks(summing));
         let has_neighbours =
-            model.records.iter().any(|record| neighbours(Summing::of(&record.share)).is_some());
+            model.records.iter().any(|record| neighbours(ReductionGroup::of(&record.share)).is_some());
         let mut kept_elements = 0;
         let mut is_repeated = vec![false; bundles.len()];
         for stay in plans.iter().flat_map(GatherPlan::stays) {
@@ -122,7 +122,7 @@ impl Gathers {
         for (bundle, _) in bundles.iter_mut().zip(is_repeated).filter(|(_, is_repeated)| *is_repeated) {
             for part in bundle {
                 let layout = stores[part.kept as usize].expect("what is bundled is of a store");
-                let Some(count) = neighbours(layout.stretches[part.stretch].summing) else { continue };
+                let Some(count) = neighbours(layout.flat_parameters[part.flat].summing) else { continue };
                 part.secondary_start = Some(kept_elements);
                 kept_elements += part.elements / count;
             }

@@ -69,7 +69,7 @@ pub struct LiveLimitTooLow {
 
 /// Residency of a bundle in the pool, from its gather to its last use before it is dropped. Times are indices of uses in the sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stay {
+pub struct Residency {
     /// Index of the bundle.
     pub bundle: usize,
     /// Use during which the gather starts; if it equals `first_use`, the gather runs before that use.
@@ -89,7 +89,7 @@ pub struct Stay {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GatherPlan {
     /// Stays in order of their start.
-    stays: Vec<Stay>,
+    stays: Vec<Residency>,
     /// For each use, the index of the first stay that starts with it or later; the last entry is the number of stays.
     first_of_use: Vec<usize>,
     pool_elements: usize,
@@ -114,7 +114,8 @@ impl GatherPlan {
             planner.keep(&mut stays);
         }
         planner.begin_early(&mut stays);
-        let lifetime = |stay: &Stay| Lifetime { from: stay.from, to: stay.to, elements: sizes[stay.bundle] };
+        let lifetime =
+            |stay: &Residency| Lifetime { from: stay.from, to: stay.to, elements: sizes[stay.bundle] };
         let (starts, pool_elements) = pack(&stays.iter().map(lifetime).collect::<Vec<_>>());
         let mut gathered = vec![0; sizes.len()];
         for (stay, start) in stays.iter_mut().zip(starts) {
@@ -128,7 +129,7 @@ impl GatherPlan {
     }
 
     /// Returns the stays whose gather starts with a use: those that it reads itself first.
-    pub fn begins_with(&self, at: usize) -> &[Stay] {
+    pub fn begins_with(&self, at: usize) -> &[Residency] {
         &self.stays[self.first_of_use[at]..self.first_of_use[at + 1]]
     }
 
@@ -148,7 +149,7 @@ impl GatherPlan {
     }
 
     /// Returns all stays, in order of their start.
-    pub fn stays(&self) -> &[Stay] {
+    pub fn stays(&self) -> &[Residency] {
         &self.stays
     }
 
@@ -199,14 +200,14 @@ impl Planner<'_> {
     }
 
     /// Returns the mandatory stays: each bundle during the uses that read it, and during the use before them if there is room.
-    fn least(&self) -> Vec<Stay> {
-        let mut stays: Vec<Stay> = Vec::new();
+    fn least(&self) -> Vec<Residency> {
+        let mut stays: Vec<Residency> = Vec::new();
         let mut last_of: Vec<Option<usize>> = vec![None; self.sizes.len()];
         let mut be_there = |at: usize, bundle: usize, first_use: usize| match last_of[bundle] {
             Some(last) if stays[last].to + 1 == at => stays[last].to = at,
             _ => {
                 last_of[bundle] = Some(stays.len());
-                stays.push(Stay { bundle, from: at, first_use, to: at, start: 0, earlier: 0 });
+                stays.push(Residency { bundle, from: at, first_use, to: at, start: 0, earlier: 0 });
             }
         };
         for at in 0..self.uses.len() {
@@ -222,7 +223,7 @@ impl Planner<'_> {
     }
 
     /// Joins stays of one bundle if there is room to keep it between them.
-    fn keep(&self, stays: &mut Vec<Stay>) {
+    fn keep(&self, stays: &mut Vec<Residency>) {
         let room: Vec<usize> = self.live(stays).into_iter().map(|live| self.limit - live).collect();
         let mut next_of = vec![None; stays.len()];
         let mut last_of: Vec<Option<usize>> = vec![None; self.sizes.len()];
@@ -268,7 +269,7 @@ impl Planner<'_> {
     }
 
     /// Starts gathers earlier if there is room.
-    fn begin_early(&self, stays: &mut [Stay]) {
+    fn begin_early(&self, stays: &mut [Residency]) {
         let mut live = self.live(stays);
         let mut free_from = vec![0; self.sizes.len()];
         for stay in stays.iter_mut() {
@@ -284,7 +285,7 @@ impl Planner<'_> {
     }
 
     /// Returns the number of elements that are unsharded or in flight during each use.
-    fn live(&self, stays: &[Stay]) -> Vec<usize> {
+    fn live(&self, stays: &[Residency]) -> Vec<usize> {
         let mut changes = vec![(0, 0); self.uses.len() + 1];
         for stay in stays {
             changes[stay.from].0 += self.sizes[stay.bundle];

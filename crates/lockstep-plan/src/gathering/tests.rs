@@ -30,7 +30,7 @@ fn fault(
     uses: &[usize],
     limit: usize,
 ) -> Option<String> {
-    let mut there: BTreeMap<usize, Stay> = BTreeMap::new();
+    let mut there: BTreeMap<usize, Residency> = BTreeMap::new();
     for at in 0..uses.len() {
         there.retain(|_, stay| stay.to >= at);
         for stay in plan.begins_with(at) {

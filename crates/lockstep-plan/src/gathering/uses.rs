@@ -36,7 +36,7 @@ pub struct RankPasses {
 impl RankPasses {
     /// Returns the number of micro-batches of a step whose backward directly follows their forward. `stage` is an index into the rank's
     /// own stages.
-    pub fn turns_at_once(&self, stage: usize) -> usize {
+    pub fn immediate_backwards(&self, stage: usize) -> usize {
         let Some((schedule, rank)) = &self.pipeline else { return self.micro_batches };
         let Some(stage) = schedule.stages_of(*rank).nth(stage) else { return 0 };
         let passes: Vec<_> = schedule.passes(*rank).collect();

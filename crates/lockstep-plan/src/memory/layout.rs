@@ -2,7 +2,7 @@
 //!
 //! Each parameter starts at a multiple of 1,024 elements. So shards are cut at block borders, and the gradient norm, a sum over such
 //! blocks, does not depend on the cut. Parameters whose gradients are complete at the same time and reduced over the same group form a
-//! *flat parameter* ([`Stretch`], as FSDP's `FlatParameter`). Each rank of the shard group owns one of its equal ranges, whatever
+//! *flat parameter* ([`FlatParameter`], as FSDP's `FlatParameter`). Each rank of the shard group owns one of its equal ranges, whatever
 //! parameters lie there. A store holds its flat parameters whole, or only the rank's shards, or nothing if they are on disk. Every range
 //! fills whole disk blocks in any dtype.
 //!
@@ -15,7 +15,8 @@
 use std::ops::Range;
 
 use crate::{
-    DISK_ALIGNMENT_BYTES, DType, ParameterRecord, QUANTIZATION_BLOCK, ShardPlace, Summing, booked_bytes,
+    DISK_ALIGNMENT_BYTES, DType, ParameterRecord, QUANTIZATION_BLOCK, ReductionGroup, ShardPlace,
+    booked_bytes,
 };
 
 /// Alignment of parameters, in elements.
@@ -34,7 +35,7 @@ pub enum Extent {
 
 /// Flat parameter: consecutive parameters of a buffer whose gradients are complete at the same time and reduced over the same group.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stretch {
+pub struct FlatParameter {
     /// First unit of the buffer that it lies in.
     pub unit: usize,
     /// Index of the last unit whose backward contributes to the gradients; sparse embedding rows of a tied table excepted.
@@ -42,7 +43,7 @@ pub struct Stretch {
     /// Index of that unit's buffer.
     pub completed_in: usize,
     /// Group over which the gradients are reduced.
-    pub summing: Summing,
+    pub summing: ReductionGroup,
     /// Offset in the unit's buffer of the first element that the store holds.
     pub start: usize,
     /// Unsharded size in elements, whatever part the store holds.
@@ -57,7 +58,7 @@ pub struct Stretch {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreLayout {
     /// Flat parameters, unit by unit.
-    pub stretches: Vec<Stretch>,
+    pub flat_parameters: Vec<FlatParameter>,
     /// Flat parameter and offset of each parameter, by [`ParameterId`](crate::ParameterId); `None` if the store does not hold it.
     pub places: Vec<Option<(usize, usize)>>,
     /// Size of each unit's buffer in elements; empty if the store holds no parameter.
@@ -86,7 +87,7 @@ pub struct QuantizedGradientStaging {
     pub received: [usize; 2],
 }
 
-impl Stretch {
+impl FlatParameter {
     /// Returns which of the two staging buffers its gradients use; consecutive buffers alternate.
     pub const fn parity(&self) -> usize {
         self.completed_in % 2
@@ -99,7 +100,7 @@ impl StoreLayout {
     pub fn new(
         records: &[ParameterRecord],
         extent: Extent,
-        place: impl Fn(Summing) -> ShardPlace,
+        place: impl Fn(ReductionGroup) -> ShardPlace,
         keeps: impl Fn(usize) -> bool,
     ) -> Self {
         Self::partly_on_disk(records, extent, place, keeps, |_, _| false)
@@ -110,7 +111,7 @@ impl StoreLayout {
     pub fn partly_on_disk(
         records: &[ParameterRecord],
         extent: Extent,
-        place: impl Fn(Summing) -> ShardPlace,
+        place: impl Fn(ReductionGroup) -> ShardPlace,
         keeps: impl Fn(usize) -> bool,
         is_on_disk: impl Fn(usize, bool) -> bool,
     ) -> Self {
@@ -128,22 +129,22 @@ impl StoreLayout {
         let key = |&index: &usize| {
             let record = &records[index];
             let completed = tied_in[index].unwrap_or((record.buffer.first, record.buffer.number));
-            (record.buffer.first, completed, is_tied[index], Summing::of(&record.share))
+            (record.buffer.first, completed, is_tied[index], ReductionGroup::of(&record.share))
         };
         let mut kept: Vec<usize> =
             (0..records.len()).filter(|&index| records[index].tie.is_none() && keeps(index)).collect();
         kept.sort_by_key(key);
-        let mut stretches: Vec<Stretch> = Vec::new();
+        let mut flat_parameters: Vec<FlatParameter> = Vec::new();
         let mut places: Vec<Option<(usize, usize)>> = vec![None; records.len()];
         let units = records.iter().map(|record| record.unit + 1).max().unwrap_or(0);
         let mut unit_elements = vec![0; if kept.is_empty() { 0 } else { units }];
-        for stretch in kept.chunk_by(|a, b| key(a) == key(b)) {
+        for flat in kept.chunk_by(|a, b| key(a) == key(b)) {
             let mut elements = 0;
-            for &index in stretch {
-                places[index] = Some((stretches.len(), elements));
+            for &index in flat {
+                places[index] = Some((flat_parameters.len(), elements));
                 elements += records[index].local_elements().next_multiple_of(ALIGNMENT_ELEMENTS);
             }
-            let (unit, (completed_by, completed_in), is_tied, summing) = key(&stretch[0]);
+            let (unit, (completed_by, completed_in), is_tied, summing) = key(&flat[0]);
             let is_on_disk = is_on_disk(unit, is_tied);
             let ShardPlace { ranks, rank } = place(summing);
             let elements = elements.next_multiple_of(RANGE_ALIGNMENT_ELEMENTS * ranks);
@@ -155,7 +156,7 @@ impl StoreLayout {
                 Extent::Whole => elements,
             };
             let own = rank * len..(rank + 1) * len;
-            stretches.push(Stretch {
+            flat_parameters.push(FlatParameter {
                 unit,
                 completed_by,
                 completed_in,
@@ -171,15 +172,15 @@ impl StoreLayout {
                 places[index] = places[table.0];
             }
         }
-        Self { stretches, places, unit_elements }
+        Self { flat_parameters, places, unit_elements }
     }
 
     /// Returns, by unit, whether its state is on disk, if that is a fraction `share` of what the rank owns. Units are taken from the
     /// first one on.
     pub fn units_on_disk(&self, share: f64) -> Vec<bool> {
-        let mut elements = vec![0; self.stretches.iter().map(|stretch| stretch.unit + 1).max().unwrap_or(0)];
-        for stretch in &self.stretches {
-            elements[stretch.unit] += stretch.own.len();
+        let mut elements = vec![0; self.flat_parameters.iter().map(|flat| flat.unit + 1).max().unwrap_or(0)];
+        for flat in &self.flat_parameters {
+            elements[flat.unit] += flat.own.len();
         }
         let wanted = share * elements.iter().sum::<usize>() as f64;
         let mut before = 0;
@@ -193,13 +194,13 @@ impl StoreLayout {
 
     /// Returns the size in elements of the longest window, of at most `most`, of the state on disk; `None` if there is none.
     pub fn longest_window(&self, most: usize) -> Option<usize> {
-        let on_disk = self.stretches.iter().filter(|stretch| stretch.is_on_disk);
-        on_disk.map(|stretch| stretch.own.len().min(most)).max().filter(|elements| *elements > 0)
+        let on_disk = self.flat_parameters.iter().filter(|flat| flat.is_on_disk);
+        on_disk.map(|flat| flat.own.len().min(most)).max().filter(|elements| *elements > 0)
     }
 
     /// Returns true if the store holds no parameter.
     pub fn is_empty(&self) -> bool {
-        self.stretches.is_empty()
+        self.flat_parameters.is_empty()
     }
 
     /// Returns the booked bytes of a store with this layout and `dtype`.
@@ -212,17 +213,17 @@ impl StoreLayout {
 
     /// Returns the staging buffers for gradients with this layout.
     pub fn passage(&self) -> GradientStaging {
-        let buffers = self.stretches.iter().map(|stretch| stretch.completed_in + 1).max().unwrap_or(0);
+        let buffers = self.flat_parameters.iter().map(|flat| flat.completed_in + 1).max().unwrap_or(0);
         let (mut ends, mut elements) = (vec![0; buffers], [0; 2]);
-        let offset = |stretch: &Stretch| {
-            let end = &mut ends[stretch.completed_in];
+        let offset = |flat: &FlatParameter| {
+            let end = &mut ends[flat.completed_in];
             let start = *end;
-            *end += stretch.elements;
-            let longest = &mut elements[stretch.parity()];
+            *end += flat.elements;
+            let longest = &mut elements[flat.parity()];
             *longest = (*longest).max(*end);
             start
         };
-        let offsets = self.stretches.iter().map(offset).collect();
+        let offsets = self.flat_parameters.iter().map(offset).collect();
         GradientStaging { offsets, elements }
     }
 
@@ -233,37 +234,37 @@ impl StoreLayout {
         replicas: usize,
         is_coded: impl Fn(usize) -> bool,
     ) -> QuantizedGradientStaging {
-        let buffers = self.stretches.iter().map(|stretch| stretch.completed_in + 1).max().unwrap_or(0);
+        let buffers = self.flat_parameters.iter().map(|flat| flat.completed_in + 1).max().unwrap_or(0);
         let (mut ends, mut sent, mut received) = (vec![0; buffers], [0; 2], [0; 2]);
-        let offset = |(index, stretch): (usize, &Stretch)| {
+        let offset = |(index, flat): (usize, &FlatParameter)| {
             if !is_coded(index) {
                 return None;
             }
-            let (end, buffer) = (&mut ends[stretch.completed_in], stretch.parity());
+            let (end, buffer) = (&mut ends[flat.completed_in], flat.parity());
             let start = *end;
-            *end += stretch.elements;
+            *end += flat.elements;
             sent[buffer] = (*end).max(sent[buffer]);
             // Between replicas one piece arrives from each of them, the last of which may be the longest.
-            let piece = (stretch.own.len() / QUANTIZATION_BLOCK).div_ceil(replicas) * QUANTIZATION_BLOCK;
+            let piece = (flat.own.len() / QUANTIZATION_BLOCK).div_ceil(replicas) * QUANTIZATION_BLOCK;
             received[buffer] = (*end).max(replicas * piece).max(received[buffer]);
             Some(start)
         };
-        let offsets = self.stretches.iter().enumerate().map(offset).collect();
+        let offsets = self.flat_parameters.iter().enumerate().map(offset).collect();
         QuantizedGradientStaging { offsets, sent, received }
     }
 
     /// Returns the size in elements of each flat parameter if each parameter had `largest_elements`.
     pub(crate) fn largest(&self, records: &[ParameterRecord], largest_elements: &[usize]) -> Vec<usize> {
-        let mut largest = vec![0; self.stretches.len()];
+        let mut largest = vec![0; self.flat_parameters.len()];
         for ((record, place), elements) in records.iter().zip(&self.places).zip(largest_elements) {
-            if let Some((stretch, _)) = place.filter(|_| record.tie.is_none()) {
-                largest[stretch] += elements.next_multiple_of(ALIGNMENT_ELEMENTS);
+            if let Some((flat, _)) = place.filter(|_| record.tie.is_none()) {
+                largest[flat] += elements.next_multiple_of(ALIGNMENT_ELEMENTS);
             }
         }
-        let padded = |(elements, stretch): (usize, &Stretch)| {
-            let ranks = (stretch.elements / stretch.own.len().max(1)).max(1);
+        let padded = |(elements, flat): (usize, &FlatParameter)| {
+            let ranks = (flat.elements / flat.own.len().max(1)).max(1);
             elements.next_multiple_of(RANGE_ALIGNMENT_ELEMENTS * ranks)
         };
-        largest.into_iter().zip(&self.stretches).map(padded).collect()
+        largest.into_iter().zip(&self.flat_parameters).map(padded).collect()
     }
 }

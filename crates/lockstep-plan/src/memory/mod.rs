@@ -73,7 +73,7 @@ impl MemoryCategory {
     }
 }
 
-pub use layout::{Extent, GradientStaging, QuantizedGradientStaging, StoreLayout, Stretch};
+pub use layout::{Extent, FlatParameter, GradientStaging, QuantizedGradientStaging, StoreLayout};
 pub use offload_traffic::{
     OffloadBytes, OffloadTraffic, RankTraffic, offload_traffic_by_kind, offloaded_bytes,
 };

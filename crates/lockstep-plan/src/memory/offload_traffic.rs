@@ -15,7 +15,7 @@ use super::{
 };
 use crate::gathering::{Gathers, Kept, LiveLimitTooLow, RankPasses, Sequence};
 use crate::schedule::PassKind;
-use crate::{DType, ModelProfile, StageMemory, Summing};
+use crate::{DType, ModelProfile, ReductionGroup, StageMemory};
 
 /// Offload traffic in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -143,7 +143,7 @@ pub struct RankTraffic {
 pub fn offload_traffic_by_kind(
     model: &ModelProfile,
     passes: &RankPasses,
-    shard_ranks: impl Fn(Summing) -> usize,
+    shard_ranks: impl Fn(ReductionGroup) -> usize,
     state: &StatePlan,
 ) -> Result<[OffloadTraffic; 2], LiveLimitTooLow> {
     let layout = StateLayout::of_first_ranks(model, &passes.stages, shard_ranks, state);
@@ -155,7 +155,7 @@ pub fn offload_traffic_by_kind(
 pub fn offloaded_bytes(
     model: &ModelProfile,
     stages: &[StageMemory],
-    shard_ranks: impl Fn(Summing) -> usize,
+    shard_ranks: impl Fn(ReductionGroup) -> usize,
     state: &StatePlan,
 ) -> [u64; 2] {
     let of_state = state.on_disk.map_or(0, |disk| {
@@ -185,8 +185,8 @@ impl Windows {
     /// Cuts the offloaded part of a store into windows, each with tensors of these dtypes.
     fn new(layout: &StoreLayout, dtypes: &[DType], window_elements: usize) -> Self {
         let (mut bytes, mut first) = (Vec::new(), vec![0]);
-        for stretch in &layout.stretches {
-            let own = if stretch.is_on_disk { stretch.own.clone() } else { 0..0 };
+        for flat in &layout.flat_parameters {
+            let own = if flat.is_on_disk { flat.own.clone() } else { 0..0 };
             for start in own.clone().step_by(window_elements) {
                 let elements = window_elements.min(own.end - start);
                 bytes.push(window_bytes(dtypes.iter().copied(), elements) as u64);
@@ -218,8 +218,8 @@ impl Windows {
         slots
     }
 
-    fn of_stretch(&self, stretch: usize) -> std::ops::Range<usize> {
-        self.first[stretch]..self.first[stretch + 1]
+    fn of_stretch(&self, flat: usize) -> std::ops::Range<usize> {
+        self.first[flat]..self.first[flat + 1]
     }
 
     fn total(&self) -> u64 {
@@ -265,13 +265,13 @@ impl StateLayout {
         let stores = [StoreKind::Weights, StoreKind::FrozenWeights].map(|kind| {
             self.item(kind).map(|item| Windows::new(&item.layout, &[model.dtype], disk.window_elements))
         });
-        let own_bytes = |kept: Kept, stretch: usize| -> u64 {
-            let of = |store: &Windows| store.bytes[store.of_stretch(stretch)].iter().sum();
+        let own_bytes = |kept: Kept, flat: usize| -> u64 {
+            let of = |store: &Windows| store.bytes[store.of_stretch(flat)].iter().sum();
             stores[kept as usize].as_ref().map_or(0, of)
         };
         for stay in gathers.plans[Sequence::Step as usize].stays() {
             let parts = gathers.bundles[stay.bundle].iter().filter(|part| part.is_on_disk);
-            let read: u64 = parts.map(|part| own_bytes(part.kept, part.stretch)).sum();
+            let read: u64 = parts.map(|part| own_bytes(part.kept, part.flat)).sum();
             let (kind, unit) = uses[stay.first_use];
             let of_pass =
                 if kind == PassKind::Forward { &mut traffic.forward } else { &mut traffic.backward };
@@ -291,14 +291,14 @@ impl StateLayout {
         let Some((layout, dtypes)) = gradients else { return };
         let mut gradients = Windows::new(layout, &dtypes, disk.window_elements);
         // Flat parameters in the order in which backwards complete them.
-        let mut completed: Vec<usize> = (0..layout.stretches.len()).collect();
-        completed.sort_by_key(|stretch| std::cmp::Reverse(layout.stretches[*stretch].completed_by));
+        let mut completed: Vec<usize> = (0..layout.flat_parameters.len()).collect();
+        completed.sort_by_key(|flat| std::cmp::Reverse(layout.flat_parameters[*flat].completed_by));
         let of_micro_batch = |gradients: &mut Windows, adds: bool| {
             // Writes of the last windows overlap with the next unit: all slots if none is needed for reads, otherwise half of them.
             let beside = if adds { WINDOW_SLOTS / 2 } else { WINDOW_SLOTS };
             let mut of_units: Vec<(usize, OffloadBytes)> = Vec::new();
-            for &stretch in &completed {
-                let windows = gradients.of_stretch(stretch);
+            for &flat in &completed {
+                let windows = gradients.of_stretch(flat);
                 let mut moved = OffloadBytes::default();
                 for window in windows.clone() {
                     let missing = gradients.load(window);
@@ -307,7 +307,7 @@ impl StateLayout {
                     moved.written += written;
                     moved.waited += read + if window + beside < windows.end { written } else { 0 };
                 }
-                of_units.push((layout.stretches[stretch].completed_by, moved));
+                of_units.push((layout.flat_parameters[flat].completed_by, moved));
             }
             of_units
         };
@@ -352,7 +352,7 @@ impl ModelProfile {
                 // written.
                 let (written, found) = match is_last {
                     true if is_alone(stage) => (0, micro_batches),
-                    true => (micro_batches, passes.turns_at_once(index) as u64),
+                    true => (micro_batches, passes.immediate_backwards(index) as u64),
                     false => (micro_batches, 0),
                 };
                 traffic.forward[unit].written += bytes * written;

@@ -8,7 +8,7 @@ use super::{StateItem, StateLayout, StatePlan, StoreKind};
 use crate::gathering::{Gathers, LiveLimitTooLow, RankPasses};
 use crate::{
     DType, MemoryBytes, MemoryCategory, ModelProfile, OffloadPlan, ParameterRecord, QuantizedGradientStaging,
-    StageMemory, Summing, UnitProfile, booked_bytes, window_bytes, window_memory_bytes,
+    ReductionGroup, StageMemory, UnitProfile, booked_bytes, window_bytes, window_memory_bytes,
 };
 
 /// A group of buffers of a rank.
@@ -71,7 +71,7 @@ impl MemoryPrediction {
 pub fn predicted(
     model: &ModelProfile,
     passes: &RankPasses,
-    shard_ranks: impl Fn(Summing) -> usize,
+    shard_ranks: impl Fn(ReductionGroup) -> usize,
     state: &StatePlan,
 ) -> Result<MemoryPrediction, LiveLimitTooLow> {
     let layout = StateLayout::of_first_ranks(model, &passes.stages, shard_ranks, state);

@@ -9,8 +9,8 @@ use super::{
 };
 use crate::gathering::{Gathers, LiveLimitTooLow, RankPasses};
 use crate::{
-    DType, Extent, Feedback, ParameterId, ParameterRecord, QuantizedType, ShardPlace, StateBytes, StateKind,
-    Summing, ZeroStage,
+    DType, Extent, Feedback, ParameterId, ParameterRecord, QuantizedType, ReductionGroup, ShardPlace,
+    StateBytes, StateKind, ZeroStage,
 };
 
 /// Kind of flat store.
@@ -157,7 +157,7 @@ pub struct StateLayout {
     /// Tied table whose embedding and output layer are on two ranks; `None` if there is none.
     pub shared_table: Option<SharedTable>,
     /// The rank's position in the shard group of each reduction group; empty without sharding.
-    places: Vec<(Summing, ShardPlace)>,
+    places: Vec<(ReductionGroup, ShardPlace)>,
     /// Stores in order of allocation. Empty ones are omitted, except weights and gradients.
     pub items: Vec<StateItem>,
 }
@@ -171,15 +171,15 @@ impl StateLayout {
     pub fn new(
         model: &ModelProfile,
         stages: &[StageMemory],
-        place: impl Fn(Summing) -> ShardPlace,
+        place: impl Fn(ReductionGroup) -> ShardPlace,
         state: &StatePlan,
     ) -> Self {
         let is_here = model.is_here(stages);
         let mut records = model.records.clone();
         state.sharding.wrap.apply(&mut records, stages.iter().map(|stage| &stage.units));
         let shared_table = SharedTable::of(&mut records, &is_here);
-        let mut places: Vec<(Summing, ShardPlace)> = Vec::new();
-        for summing in records.iter().map(|record| Summing::of(&record.share)) {
+        let mut places: Vec<(ReductionGroup, ShardPlace)> = Vec::new();
+        for summing in records.iter().map(|record| ReductionGroup::of(&record.share)) {
             if places.iter().all(|(known, _)| *known != summing) {
                 places.push((summing, place(summing)));
             }
@@ -207,7 +207,7 @@ impl StateLayout {
     pub fn of_first_ranks(
         model: &ModelProfile,
         stages: &[StageMemory],
-        shard_ranks: impl Fn(Summing) -> usize,
+        shard_ranks: impl Fn(ReductionGroup) -> usize,
         state: &StatePlan,
     ) -> Self {
         Self::new(model, stages, |summing| ShardPlace { ranks: shard_ranks(summing), rank: 0 }, state)
@@ -247,7 +247,7 @@ impl StateLayout {
             }
             StoreKind::GradientResidual => {
                 let place = self.layout_of(StoreKind::Gradients).places[index];
-                is_trained(index) && place.is_some_and(|(stretch, _)| self.is_coded(stretch))
+                is_trained(index) && place.is_some_and(|(flat, _)| self.is_coded(flat))
             }
         };
         let has_weights = plan.on_disk.is_some_and(|disk| disk.has_parameters);
@@ -269,7 +269,7 @@ impl StateLayout {
         let mut layout = StoreLayout::partly_on_disk(records, extent, place, keeps, is_on_disk);
         if kind == StoreKind::GradientResidual {
             // Each rank keeps its own quantization errors, for the gradients of all owners.
-            layout.stretches.iter_mut().for_each(|stretch| stretch.own = 0..stretch.elements);
+            layout.flat_parameters.iter_mut().for_each(|flat| flat.own = 0..flat.elements);
         }
         StateItem { kind, dtype, extent, layout }
     }
@@ -280,7 +280,7 @@ impl StateLayout {
     }
 
     /// Returns the rank's position in the shard group of state reduced over `summing`.
-    pub fn place(&self, summing: Summing) -> ShardPlace {
+    pub fn place(&self, summing: ReductionGroup) -> ShardPlace {
         self.places
             .iter()
             .find(|(known, _)| *known == summing)
@@ -331,16 +331,16 @@ impl StateLayout {
 
     /// Returns true if a flat parameter's gradients are quantized: it is sharded, and not a tied table that is also reduced between
     /// stages.
-    pub fn is_coded(&self, stretch: usize) -> bool {
+    pub fn is_coded(&self, flat: usize) -> bool {
         let gradients = self.layout_of(StoreKind::Gradients);
         let of_table = self.shared_table.and_then(|table| gradients.places[table.id.0]);
-        let is_table = of_table.is_some_and(|(of_table, _)| of_table == stretch);
-        self.place(gradients.stretches[stretch].summing).ranks > 1 && !is_table
+        let is_table = of_table.is_some_and(|(of_table, _)| of_table == flat);
+        self.place(gradients.flat_parameters[flat].summing).ranks > 1 && !is_table
     }
 
     /// Returns the quantized type and the staging buffers of quantized gradients; `None` if gradients are not quantized.
     pub fn record_passage(&self) -> Option<(QuantizedType, QuantizedGradientStaging)> {
-        let passage = |stretch| self.is_coded(stretch);
+        let passage = |flat| self.is_coded(flat);
         let gradients = self.layout_of(StoreKind::Gradients);
         let kind = self.plan.quantized_gradients()?;
         Some((kind, gradients.record_passage(self.plan.replicas, passage)))

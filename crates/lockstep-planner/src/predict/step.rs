@@ -183,8 +183,8 @@ impl RankEnd {
     }
 
     /// Returns the exposed time due to contention for links, in passes and after them.
-    pub(super) fn shared_s(&self) -> f64 {
-        self.passes.shared_s + self.after_shared_s
+    pub(super) fn contention_s(&self) -> f64 {
+        self.passes.contention_s + self.after_shared_s
     }
 }
 
@@ -455,8 +455,8 @@ impl<'a> Step<'a> {
             return [exchanges.seconds, 0.0];
         }
         let alone_s = f64::max(exchanges.seconds - pass.work_s, least_s);
-        let shared_s = f64::max(pass.overfilled_s(&exchanges.filled_s) - alone_s, 0.0);
-        [alone_s, shared_s]
+        let contention_s = f64::max(pass.overfilled_s(&exchanges.filled_s) - alone_s, 0.0);
+        [alone_s, contention_s]
     }
 
     /// Returns the times of passes through some units on a kind of node, without gathers and reductions.

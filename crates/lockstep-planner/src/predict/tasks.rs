@@ -18,7 +18,7 @@ pub struct PassCost {
     /// Seconds of communication, overlapped or exposed.
     pub exchange_s: f64,
     /// Part of `exposed_s` due to contention: several exchanges use one level of links at once.
-    pub shared_s: f64,
+    pub contention_s: f64,
     /// Seconds of exposed transfers of offloaded state to and from host memory.
     pub host_s: f64,
     /// Seconds of exposed transfers of offloaded state to and from disk.
@@ -35,12 +35,12 @@ impl PassCost {
 
     /// Returns the times of `number` micro-batches.
     pub fn times(self, number: f64) -> Self {
-        let Self { work_s, exposed_s, exchange_s, shared_s, host_s, disk_s, filled_s } = self;
+        let Self { work_s, exposed_s, exchange_s, contention_s, host_s, disk_s, filled_s } = self;
         Self {
             work_s: work_s * number,
             exposed_s: exposed_s * number,
             exchange_s: exchange_s * number,
-            shared_s: shared_s * number,
+            contention_s: contention_s * number,
             host_s: host_s * number,
             disk_s: disk_s * number,
             filled_s: filled_s.map(|seconds| seconds * number),
@@ -62,18 +62,18 @@ impl PassCost {
     pub(super) fn stretched(mut self) -> Self {
         let longer_s = self.overfilled_s(&[0.0; MAX_LEVELS]);
         self.exposed_s += longer_s;
-        self.shared_s += longer_s;
+        self.contention_s += longer_s;
         self
     }
 }
 
 impl std::ops::AddAssign for PassCost {
     fn add_assign(&mut self, other: Self) {
-        let Self { work_s, exposed_s, exchange_s, shared_s, host_s, disk_s, filled_s } = other;
+        let Self { work_s, exposed_s, exchange_s, contention_s, host_s, disk_s, filled_s } = other;
         self.work_s += work_s;
         self.exposed_s += exposed_s;
         self.exchange_s += exchange_s;
-        self.shared_s += shared_s;
+        self.contention_s += contention_s;
         self.host_s += host_s;
         self.disk_s += disk_s;
         self.fill(&filled_s);

@@ -133,7 +133,7 @@ pub fn traffic(cluster: &Cluster, work: &ModelWork, shape: PlanShape<'_>) -> Res
     Ok(StepTraffic {
         pipeline_rank: rank,
         kinds: sums.0.into_iter().filter(|sum| sum.busy_ms > 0.0).collect(),
-        shared_ms: end.shared_s() * 1e3,
+        shared_ms: end.contention_s() * 1e3,
     })
 }
 
@@ -295,7 +295,7 @@ impl RankTraffic<'_, '_> {
             let more =
                 |with: f64, without: f64| if with > without { (with - without) * micro_batches } else { 0.0 };
             // Contention is reported separately.
-            let exposed_s = with.exposed_s - with.shared_s;
+            let exposed_s = with.exposed_s - with.contention_s;
             [more(with.exchange_s, without.exchange_s), more(exposed_s, without.exposed_s)]
         };
         let mut take = |sent, [busy_s, exposed_s]: [f64; 2]| sums.of(sent).take(busy_s, exposed_s);

@@ -118,7 +118,7 @@ impl Saver {
         saved: Option<(u64, PathBuf)>,
         interrupt: &Interrupt,
     ) -> Result<Option<Self>, Error> {
-        let ranks = match ranks.share_models() {
+        let ranks = match ranks.has_model_parallelism() {
             true => ranks.clone(),
             false if ranks.is_first() => Ranks::alone(),
             false => return Ok(None),
@@ -331,7 +331,7 @@ impl Saver {
         let step = state.counters.step;
         let observer: Observer = Arc::from(observer.saving(step));
         // Other copies hold the same values.
-        let spoken_for = engine.trained_ids().filter(|id| engine.speaks_for(*id));
+        let spoken_for = engine.trained_ids().filter(|id| engine.is_primary_owner(*id));
         let spoken_for: HashSet<_> = spoken_for.map(|id| engine.records()[id.0].name.clone()).collect();
         // State that only this rank holds is saved by this rank, whichever copy it belongs to.
         let own = if self.ranks.is_in_first_replica() { spoken_for.clone() } else { HashSet::new() };

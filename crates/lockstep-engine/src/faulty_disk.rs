@@ -8,7 +8,7 @@ use lockstep_tensor::{Action, DiskBackend, DiskQueue, Transfer};
 
 /// Faults of a test disk.
 #[derive(Debug, Default)]
-pub(crate) struct Trouble {
+pub(crate) struct DiskFaults {
     /// Delay before the end of a transfer is reported.
     pub(crate) delay: Duration,
     /// Index of the transfer that fails, from 0; with an action, only transfers of that action count.
@@ -21,13 +21,13 @@ pub(crate) struct Trouble {
 #[derive(Debug)]
 struct Troubled {
     disk: Box<dyn DiskBackend>,
-    trouble: Trouble,
+    trouble: DiskFaults,
     /// Number of transfers so far that count for `fails_at`.
     counted: usize,
     failed: Vec<Transfer>,
 }
 
-impl Trouble {
+impl DiskFaults {
     /// Returns the queue with these faults.
     pub(crate) fn of(self, queue: DiskQueue) -> DiskQueue {
         queue.wrap_backend(|disk| Box::new(Troubled { disk, trouble: self, counted: 0, failed: Vec::new() }))

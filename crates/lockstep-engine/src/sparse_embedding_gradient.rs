@@ -20,7 +20,7 @@ const NONE: u32 = u32::MAX;
 
 /// Rows of one table that were looked up since the step began, and their gradients.
 #[derive(Debug)]
-pub(crate) struct LookedUp {
+pub(crate) struct SparseEmbeddingGradient {
     table: ParameterId,
     /// Token id of the first table row on this rank.
     first_id: u32,
@@ -40,7 +40,7 @@ pub(crate) struct LookedUp {
     marks: Vec<u8>,
 }
 
-impl LookedUp {
+impl SparseEmbeddingGradient {
     /// Allocates room for the rows of `table` that `micro_batches` of `tokens` on all data-parallel ranks together can
     /// look up.
     ///
@@ -228,15 +228,16 @@ mod tests {
             decay: true,
             learning_rate_multiplier: 1.0,
         };
-        let mut looked_up = LookedUp::new(&arena, ParameterId(0), &record, 4, 1).unwrap();
-        looked_up.look_up(&queue, [&[6, 0, 3, 0][..]].into_iter());
+        let mut sparse_embedding_gradient =
+            SparseEmbeddingGradient::new(&arena, ParameterId(0), &record, 4, 1).unwrap();
+        sparse_embedding_gradient.look_up(&queue, [&[6, 0, 3, 0][..]].into_iter());
         let rows: Vec<f32> = (0..15).map(|value| 1.0 + value as f32).collect();
-        looked_up.gradient(0..3).copy_from(&rows);
+        sparse_embedding_gradient.gradient(0..3).copy_from(&rows);
         let table = Tensor::zeros(&arena, DType::F32, [35], MemoryCategory::Gradients).unwrap();
         let ones = [1.0_f32; 35];
         let added = |first: usize, end: usize| {
             table.view().copy_from(&ones);
-            looked_up.add_to(&queue, Part { first, view: table.view().rows(first..end) });
+            sparse_embedding_gradient.add_to(&queue, Part { first, view: table.view().rows(first..end) });
             table.view().to_vec::<f32>()
         };
         let whole = added(0, 35);

@@ -79,7 +79,7 @@ impl Recorder {
     /// If `x` is not whole rows, or if the tokens or the experts do not divide evenly among the ranks.
     pub fn mixture(&mut self, x: Value, mixture: &Mixture<'_>) -> Value {
         let Mixture { router, layers, experts, intermediate_size, routing, std, .. } = *mixture;
-        let x = self.to_shard_tokens(x);
+        let x = self.shard_tokens(x);
         let hidden = self.columns(x);
         let linear = Linear { name: router, out_features: experts, bias: Bias::Without, std };
         let logits = self.linear(x, linear);
@@ -98,7 +98,7 @@ impl Recorder {
         let returned = tables.remote.map(|_| self.table(slots * parts, hidden, self.shape.dtype));
         let y = self.value_like(x, hidden);
         self.operations.push(Operation::Combine { rows: down, weights, tables, returned, y });
-        self.to_stream_placement(y)
+        self.redistribute_to_stream(y)
     }
 
     /// Records `sigmoid(gate) · x`, with one number of `gate` per row.

@@ -138,7 +138,7 @@ impl Recorder {
     }
 
     /// Returns the value in `PartialGradient`, as column-parallel layers read it.
-    pub(crate) fn to_partial_gradient(&mut self, x: Value) -> Value {
+    pub(crate) fn partial_gradient(&mut self, x: Value) -> Value {
         let exchange = match self.placement(x) {
             Placement::PartialGradient => return x,
             Placement::Replicate => Redistribute::AllReduceGradient,
@@ -149,7 +149,7 @@ impl Recorder {
     }
 
     /// Returns the value in `ShardBlocks`, as linear layers under two-dimensional tensor parallelism read it.
-    pub(crate) fn to_shard_blocks(&mut self, x: Value, grid: GridPlace) -> Value {
+    pub(crate) fn shard_blocks(&mut self, x: Value, grid: GridPlace) -> Value {
         match self.placement(x) {
             Placement::ShardBlocks(_) => x,
             Placement::ShardTokens => {
@@ -182,7 +182,7 @@ impl Recorder {
     }
 
     /// Returns the value in `ShardTokens`, so that ranks do not repeat each other's work.
-    pub(crate) fn to_shard_tokens(&mut self, x: Value) -> Value {
+    pub(crate) fn shard_tokens(&mut self, x: Value) -> Value {
         match self.placement(x) {
             Placement::Replicate if self.place.ranks > 1 => {
                 self.exchange(x, Redistribute::SliceTokens, Placement::ShardTokens)
@@ -194,11 +194,11 @@ impl Recorder {
 
     /// Returns the value with all tokens on every rank, as operations on heads read it.
     pub fn whole_tokens(&mut self, x: Value) -> Value {
-        if self.placement(x) == Placement::ShardTokens { self.to_partial_gradient(x) } else { x }
+        if self.placement(x) == Placement::ShardTokens { self.partial_gradient(x) } else { x }
     }
 
     /// Returns the value in the placement between blocks.
-    pub(crate) fn to_stream_placement(&mut self, x: Value) -> Value {
+    pub(crate) fn redistribute_to_stream(&mut self, x: Value) -> Value {
         match (self.placement(x), self.stream()) {
             (Placement::ShardTokens, Placement::Replicate) => {
                 self.exchange(x, Redistribute::AllGatherReplicated, Placement::Replicate)

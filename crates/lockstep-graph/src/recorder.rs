@@ -239,7 +239,7 @@ impl Recorder {
             Some(Split::ColumnParallel { pieces }) => {
                 let parts = self.parts(name, pieces);
                 let share = self.shard(0, out_features, parts);
-                (self.to_partial_gradient(x), share, share, Placement::ShardColumns { parts })
+                (self.partial_gradient(x), share, share, Placement::ShardColumns { parts })
             }
             Some(Split::RowParallel) => {
                 let parts = self.place.ranks;
@@ -320,7 +320,7 @@ impl Recorder {
     /// If the two are not sharded alike, or if a single tail for sharded heads is itself partial or sharded by columns.
     pub fn join_heads(&mut self, own: Value, tail: Value, heads: usize, tails: usize) -> Value {
         let is_split = matches!(self.placement(own), Placement::ShardColumns { .. });
-        let tail = if tails == 1 && is_split { self.to_partial_gradient(tail) } else { tail };
+        let tail = if tails == 1 && is_split { self.partial_gradient(tail) } else { tail };
         let fits = tails == 1 || self.placement(own) == self.placement(tail);
         assert!(fits, "heads of {:?} with tails of {:?}", self.placement(own), self.placement(tail));
         let y = self.value_like(own, self.columns(own) + self.columns(tail) * heads / tails);
@@ -454,7 +454,7 @@ impl Recorder {
                 (x, self.whole_share(Placement::Replicate))
             }
             Some(Split::VocabularyParallel) => {
-                (self.to_partial_gradient(x), self.vocabulary_shard(out_features))
+                (self.partial_gradient(x), self.vocabulary_shard(out_features))
             }
             Some(split) => panic!("{name}: an output layer is split by the vocabulary, not by {split:?}"),
         };

@@ -73,7 +73,7 @@ impl Recorder {
         let x = match split {
             Split::ColumnParallel { pieces } => {
                 assert!(pieces.is_multiple_of(side), "{name}: {pieces} pieces for a side of {side}");
-                self.to_shard_blocks(x, grid)
+                self.shard_blocks(x, grid)
             }
             Split::RowParallel => {
                 self.expect_placement(x, |layout| layout == Placement::ShardBlocks(grid), name);

@@ -197,6 +197,24 @@ mod tests {
     }
 
     #[test]
+    fn a_device_that_is_faster_than_its_peak_allows_gets_a_higher_peak() {
+        let mut device = Cluster::local(2, 1 << 30).nodes[0].device.clone();
+        let before = device.clone();
+        device.slow_down(|_| 0.1);
+        let rates = |device: &crate::cluster::Device| {
+            let (peak, efficiency) = (device.peak_tflops[&DType::F32], &device.efficiency);
+            let stream = device.memory_gb_per_s * efficiency.stream;
+            [peak * efficiency.product, peak * efficiency.attention, peak * efficiency.scores, stream]
+        };
+        for (found, before) in rates(&device).into_iter().zip(rates(&before)) {
+            assert!((found / before / 10.0 - 1.0).abs() < 1e-9, "{found} after {before}");
+        }
+        let mut cluster = Cluster::local(2, 1 << 30);
+        cluster.nodes[0].device = device;
+        Cluster::parse(&cluster.to_toml(), "machine.toml").unwrap_or_else(|problems| panic!("{problems}"));
+    }
+
+    #[test]
     fn each_type_is_slowed_down_by_its_own_factor() {
         let mut device = Cluster::local(2, 1 << 30).nodes[0].device.clone();
         device.efficiency.measured = [("GELU forward", 10.0), ("GELU forward bf16", 20.0)]

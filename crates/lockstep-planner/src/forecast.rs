@@ -184,7 +184,7 @@ impl MemoryInputs {
         Self::under(config, &config.plan)
     }
 
-    /// Returns the inputs of a run under another plan.
+    /// Returns the memory-prediction inputs of `config` with `plan` instead of its own.
     pub(crate) fn under(config: &RunConfig, plan: &Plan) -> Self {
         let every = config.checkpoint.every;
         let saves_midway = every > 0 && every < config.train.steps;

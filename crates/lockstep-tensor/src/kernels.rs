@@ -77,7 +77,7 @@ pub enum Rotation {
 pub struct Dropout<'a> {
     /// Probability of dropping, in `[0, 1)`.
     pub probability: f32,
-    /// Identifies the dropout within the model.
+    /// Index of the dropout layer in the model; input to the random generator.
     pub site: u32,
     /// u32 `[sequences, 2]`: low and high word of the key of (seed, global sample number, epoch).
     pub keys: View<'a>,

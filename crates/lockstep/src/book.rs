@@ -76,6 +76,17 @@ fn every_command_in_the_book_is_one_that_the_program_knows() {
 }
 
 #[test]
+fn every_source_file_that_the_architecture_names_is_there() {
+    let text = std::fs::read_to_string(pages::root().join("ARCHITECTURE.md")).unwrap();
+    let is_path =
+        |word: &&str| word.starts_with("lockstep-") && word.contains('/') && !word.contains(['*', '{', ' ']);
+    let paths: Vec<&str> = text.split('`').skip(1).step_by(2).filter(is_path).collect();
+    assert!(paths.len() >= 50, "only {} paths found", paths.len());
+    let missing = paths.into_iter().filter(|path| !pages::root().join("crates").join(path).exists());
+    assert_eq!(missing.collect::<Vec<_>>(), [""; 0]);
+}
+
+#[test]
 fn every_page_that_a_page_links_to_is_there() {
     for page in pages() {
         let targets = page.text.split("](").skip(1).filter_map(|rest| rest.split(')').next());

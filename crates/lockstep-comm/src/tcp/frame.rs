@@ -101,7 +101,9 @@ pub enum Malformed {
     #[error("a frame's bytes lie outside of what they belong to, or are too many for it")]
     Range,
     /// Invalid description of an operation, or attached data of the wrong length.
-    #[error("an operation was announced in words without sense, or with data of another size")]
+    #[error(
+        "an operation was announced with an invalid descriptor, or a payload of the wrong length, or with data of another size"
+    )]
     Call,
     /// Invalid error that ends the run.
     #[error("the end of the run was announced without a reason that there is")]

@@ -80,7 +80,9 @@ pub enum ScheduleProblem {
         ranks: usize,
     },
     /// A stage index is beyond the number of stages.
-    #[error("rank {rank}: {action} is of an unknown stage; the schedule has {stages} stages, counted from 0")]
+    #[error(
+        "rank {rank}: {action} names a stage that does not exist; the schedule has {stages} stages, counted from 0"
+    )]
     UnknownStage {
         /// Rank whose list has the action.
         rank: usize,
@@ -104,7 +106,9 @@ pub enum ScheduleProblem {
         rank: usize,
     },
     /// A micro-batch index is beyond the number of micro-batches.
-    #[error("rank {rank}: {action} is of an unknown micro-batch; there are {micro_batches}, counted from 0")]
+    #[error(
+        "rank {rank}: {action} names a micro-batch that does not exist; there are {micro_batches}, counted from 0"
+    )]
     UnknownMicroBatch {
         /// Rank whose list has the action.
         rank: usize,
@@ -114,7 +118,7 @@ pub enum ScheduleProblem {
         micro_batches: usize,
     },
     /// A message is between stages that are not neighbours, or that are on one rank.
-    #[error("rank {rank}: {action} is no message: stages that follow each other on different ranks send")]
+    #[error("rank {rank}: {action} is invalid: only consecutive stages on different ranks exchange messages")]
     NoMessage {
         /// Rank whose list has the action.
         rank: usize,

@@ -88,8 +88,8 @@ fn everything_forgotten_doubled_or_out_of_order_is_told_at_once() {
             "rank 0 lacks 0B2",
             "rank 0 does 0B0 after 0B1: gradients of weights are added in ascending order of micro-batches",
             "rank 0 does 0W0 after 0B1: gradients of weights are added in ascending order of micro-batches",
-            "rank 1: 1F7 is of an unknown micro-batch; there are 3, counted from 0",
-            "rank 1: 9F0 is of an unknown stage; the schedule has 3 stages, counted from 0",
+            "rank 1: 1F7 names a micro-batch that does not exist; there are 3, counted from 0",
+            "rank 1: 9F0 names a stage that does not exist; the schedule has 3 stages, counted from 0",
             "rank 1 does 1W0 after 1W1: gradients of weights are added in ascending order of micro-batches",
         ]
     );

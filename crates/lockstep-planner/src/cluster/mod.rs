@@ -60,7 +60,7 @@ pub struct NodeKind {
     pub device: Device,
     /// Measured device of a rank that has all cores of the node to itself; `None` for accelerators, or if not measured.
     pub alone: Option<Device>,
-    /// Host memory of a node, apart from device memory. If `Device::is_host`, the ranks share it.
+    /// Host memory of a node in bytes, excluding device memory. CPU ranks (`Device::is_host`) share it.
     pub host_memory_bytes: u64,
     /// Bandwidth between a device and host memory in each direction, in 10⁹ bytes per second.
     pub host_gb_per_s: f64,
@@ -321,9 +321,16 @@ impl Device {
         let plain = factor(DType::F32);
         let Efficiency { product, attention, scores, stream, cold_gb_per_s, launch_us, measured, .. } =
             &mut self.efficiency;
-        for share in [product, attention, scores, stream] {
-            *share = (*share / plain).min(MOST_OF_A_PEAK);
+        // An efficiency has an upper limit. What is faster still has a higher peak than the file or the guess said.
+        let faster = product.max(*attention).max(*scores) / plain / MOST_OF_A_PEAK;
+        let higher_peak = faster.max(1.0);
+        for efficiency in [product, attention, scores] {
+            *efficiency /= plain * higher_peak;
         }
+        let more_bandwidth = (*stream / plain / MOST_OF_A_PEAK).max(1.0);
+        *stream /= plain * more_bandwidth;
+        self.memory_gb_per_s *= more_bandwidth;
+        self.peak_tflops.values_mut().for_each(|peak| *peak *= higher_peak);
         *cold_gb_per_s /= plain;
         *launch_us *= plain;
         let others = || self.peak_tflops.keys().copied().filter(|dtype| *dtype != DType::F32);

@@ -26,7 +26,7 @@ pub(in crate::cpu) trait Lanes: Copy {
     unsafe fn splat(unit: u32) -> Self;
     /// Computes `sums + x · y`, lane by lane.
     unsafe fn multiply_add(x: Self, y: Self, sums: Self) -> Self;
-    /// Transposes a block of units.
+    /// Transposes a block of 32-bit words in place.
     unsafe fn transpose(block: &mut Block);
     /// Writes the sums to any address.
     unsafe fn store(self, sums: *mut f32);

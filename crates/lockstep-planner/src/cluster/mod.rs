@@ -325,10 +325,10 @@ impl Device {
         let faster = product.max(*attention).max(*scores) / plain / MOST_OF_A_PEAK;
         let higher_peak = faster.max(1.0);
         for efficiency in [product, attention, scores] {
-            *efficiency /= plain * higher_peak;
+            *efficiency = (*efficiency / (plain * higher_peak)).min(MOST_OF_A_PEAK);
         }
         let more_bandwidth = (*stream / plain / MOST_OF_A_PEAK).max(1.0);
-        *stream /= plain * more_bandwidth;
+        *stream = (*stream / (plain * more_bandwidth)).min(MOST_OF_A_PEAK);
         self.memory_gb_per_s *= more_bandwidth;
         self.peak_tflops.values_mut().for_each(|peak| *peak *= higher_peak);
         *cold_gb_per_s /= plain;

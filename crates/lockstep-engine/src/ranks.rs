@@ -239,7 +239,11 @@ impl Ranks {
     /// If a rank is lost or does not answer in time.
     #[track_caller]
     pub fn numbers<const N: usize>(&self, own: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
-        self.group().map_or_else(|| Ok(vec![own]), |group| self.exchange(group, own))
+        // A closure would be the caller that the flight recorder names.
+        match self.group() {
+            Some(group) => self.exchange(group, own),
+            None => Ok(vec![own]),
+        }
     }
 
     /// All-gathers `N` values of each rank, in rank order.

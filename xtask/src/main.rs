@@ -75,6 +75,8 @@ fn ci() -> Result<(), String> {
         return Err(format!("README.md does not name the test command, {TEST:?}"));
     }
     run("cargo fmt --all -- --check", &[])?;
+    println!("== cargo xtask words");
+    words::check()?;
     run("cargo clippy --workspace --all-targets -- -D warnings", &[])?;
     if is_installed(OTHER_TARGET) {
         run(&format!("cargo clippy --target {OTHER_TARGET} -- -D warnings"), &[])?;

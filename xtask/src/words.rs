@@ -57,10 +57,7 @@ impl Comment {
 /// # Errors
 /// If the share of forbidden openings reaches [`LIMIT_PERCENT`], or a directory cannot be read.
 pub(crate) fn words(arguments: &[String]) -> Result<(), String> {
-    let mut comments = Vec::new();
-    for directory in ["crates", "xtask"] {
-        collect(Path::new(directory), &mut comments)?;
-    }
+    let comments = all_comments()?;
     if arguments.first().is_some_and(|argument| argument == "--list") {
         let at_fault =
             comments.iter().filter(|comment| comment.opens_with_a_forbidden_word() || comment.is_too_short());
@@ -77,7 +74,27 @@ pub(crate) fn words(arguments: &[String]) -> Result<(), String> {
         None => std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs()),
     };
     draw(&comments, seed);
-    let percent = count(&comments);
+    judge(&comments)
+}
+
+/// Counts all doc comments, as CI does.
+///
+/// # Errors
+/// If the share of forbidden openings reaches [`LIMIT_PERCENT`], or a directory cannot be read.
+pub(crate) fn check() -> Result<(), String> {
+    judge(&all_comments()?)
+}
+
+fn all_comments() -> Result<Vec<Comment>, String> {
+    let mut comments = Vec::new();
+    for directory in ["crates", "xtask", "examples"] {
+        collect(Path::new(directory), &mut comments)?;
+    }
+    Ok(comments)
+}
+
+fn judge(comments: &[Comment]) -> Result<(), String> {
+    let percent = count(comments);
     if percent < LIMIT_PERCENT {
         return Ok(());
     }
@@ -90,7 +107,8 @@ pub(crate) fn words(arguments: &[String]) -> Result<(), String> {
 fn count(comments: &[Comment]) -> f64 {
     let mut of_crates: BTreeMap<String, [usize; 3]> = BTreeMap::new();
     for comment in comments {
-        let name = comment.path.iter().take(2).last().unwrap_or_default().to_string_lossy().into_owned();
+        let mut folders = comment.path.iter().skip_while(|folder| *folder == "crates");
+        let name = folders.next().unwrap_or_default().to_string_lossy().into_owned();
         let counts = of_crates.entry(name).or_default();
         counts[0] += 1;
         counts[1] += usize::from(comment.opens_with_a_forbidden_word());

@@ -186,7 +186,7 @@ pub struct Task {
 /// Flow of an operation's data between the ranks of its group.
 #[derive(Debug)]
 pub enum Flow {
-    /// No data.
+    /// Meeting of all ranks, without data.
     Barrier,
     /// Reduction of all ranks' sources.
     Reduction {
@@ -207,12 +207,12 @@ pub enum Flow {
         /// Bytes received from each rank.
         receives: Vec<usize>,
     },
-    /// Point-to-point send.
+    /// Point-to-point send to one rank of the group.
     Send {
         /// Receiver, as a rank of the group.
         to: usize,
     },
-    /// Point-to-point receive.
+    /// Point-to-point receive from one rank of the group.
     Receive {
         /// Sender, as a rank of the group.
         from: usize,
@@ -222,7 +222,7 @@ pub enum Flow {
 /// Destination of a reduction's result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Receiver {
-    /// All ranks.
+    /// All ranks of the group.
     All,
     /// This rank of the group.
     One(usize),

@@ -1,4 +1,4 @@
-//! The checkpoint that a run goes on from.
+//! The starting point of a run: step 0, the newest checkpoint, or a given one.
 
 use std::path::PathBuf;
 

@@ -266,7 +266,7 @@ impl Gradients {
                     (buffer, start..start + elements * size_of::<f32>())
                 }
             };
-            reducer.sum_stretch(memory, summing)?;
+            reducer.reduce_scatter(memory, summing)?;
         }
         if self.staging_buffers.is_some() || self.quantized.is_some() {
             reducer.finish_earlier_rounds()?;

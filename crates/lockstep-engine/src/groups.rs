@@ -138,25 +138,25 @@ impl Groups {
     pub(crate) fn is_primary_owner(&self, share: &Share) -> bool {
         let Some(World { plan, .. }) = &self.world else { return true };
         let (mesh, rank) = (plan.mesh(), plan.rank);
-        let is_shared_out = self.zero_stage() > ZeroStage::Nothing;
+        let is_sharded = self.zero_stage() > ZeroStage::Nothing;
         match share.among {
             Among::Tensor => {
                 let is_first = |axis| mesh.ranks().coordinate(rank, axis) == 0;
-                let neighbour = if is_shared_out {
+                let neighbour = if is_sharded {
                     self.places.tensor.rank / share.summands
                 } else {
                     self.places.tensor.rank
                 };
-                let copies = if is_shared_out { share.copies.div_ceil(share.summands) } else { share.copies };
-                (is_shared_out || is_first(Axis::Shard) && is_first(Axis::Context))
+                let copies = if is_sharded { share.copies.div_ceil(share.summands) } else { share.copies };
+                (is_sharded || is_first(Axis::Shard) && is_first(Axis::Context))
                     && neighbour.is_multiple_of(copies)
             }
             Among::TensorColumn => {
                 let is_first = |axis| mesh.ranks().coordinate(rank, axis) == 0;
                 let is_of_first_row = self.places.tensor.grid().is_none_or(|grid| grid.row == 0);
-                is_shared_out || is_first(Axis::Shard) && is_of_first_row
+                is_sharded || is_first(Axis::Shard) && is_of_first_row
             }
-            Among::Experts => is_shared_out || mesh.experts().coordinate(rank, ExpertAxis::ExpertShard) == 0,
+            Among::Experts => is_sharded || mesh.experts().coordinate(rank, ExpertAxis::ExpertShard) == 0,
         }
     }
 

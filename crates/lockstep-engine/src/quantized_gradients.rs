@@ -155,7 +155,7 @@ impl QuantizedGradients {
         let input = Lent::new(self.sent[parity].lend(records.clone()), DType::U8);
         let output = Lent::new(self.received[parity].lend(records.clone()), DType::U8);
         let exchange = Collective::AllToAll { input, output, counts: None };
-        reducer.exchange_stretch(exchange, records.len(), summing)
+        reducer.run_over_shards(exchange, records.len(), summing)
     }
 
     /// Adds up the received records of a flat parameter into `own`, `[own elements]`; does nothing if it is not sent as
@@ -193,7 +193,7 @@ impl QuantizedGradients {
         let input = Lent::new(self.sent[parity].lend(of_sent.clone()), DType::U8);
         let output = Lent::new(self.received[parity].lend(0..replicas * of_piece), DType::U8);
         let counts = Some((replica_group.clone(), vec![of_piece; replicas]));
-        reducer.exchange_owned(Collective::AllToAll { input, output, counts }, of_sent.len())?;
+        reducer.run_over_replicas(Collective::AllToAll { input, output, counts }, of_sent.len())?;
         let summands = self.received[parity].view(DType::U8, 0, [replicas * of_piece]);
         queue.dequantize_sum(kind, replicas, summands, own.rows(piece.clone()));
         if let Some(coded) = &self.flat_parameters[flat] {
@@ -201,7 +201,7 @@ impl QuantizedGradients {
         }
         let data = Lent::new(self.sent[parity].lend(of_sent.clone()), DType::U8);
         let counts = Some(replica_group);
-        reducer.exchange_owned(Collective::AllGatherInPlace { data, counts }, of_sent.len())?;
+        reducer.run_over_replicas(Collective::AllGatherInPlace { data, counts }, of_sent.len())?;
         queue.dequantize(kind, self.sent[parity].view(DType::U8, of_sent.start, [of_sent.len()]), own);
         Ok(())
     }

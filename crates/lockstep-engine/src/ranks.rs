@@ -96,18 +96,14 @@ impl Ranks {
 
     /// Returns true if each model replica spans several ranks.
     pub fn has_model_parallelism(&self) -> bool {
-        let copies: usize =
-            self.replicated_axes().iter().map(|axis| self.mesh().ranks().degree(*axis)).product();
+        let axes = self.mesh().replicated_axes(self.groups.zero_stage());
+        let copies: usize = axes.iter().map(|axis| self.mesh().ranks().degree(*axis)).product();
         copies != self.size()
-    }
-
-    fn replicated_axes(&self) -> &'static [Axis] {
-        self.mesh().replicated_axes(self.groups.zero_stage())
     }
 
     /// Returns true if this rank holds the first model replica, or a part of it. The other replicas are equal to it.
     pub fn is_in_first_replica(&self) -> bool {
-        self.is_first_along(self.replicated_axes(), self.rank())
+        self.mesh().is_in_first_replica(self.rank(), self.groups.zero_stage())
     }
 
     /// Returns true if the coordinate of `rank` along each of `axes` is 0.
@@ -186,18 +182,18 @@ impl Ranks {
         self.any_in_time(here, TimeLimit::Limited)
     }
 
-    /// As [`Ranks::any`], with the time limit `patience`.
+    /// As [`Ranks::any`], with the time limit `limit`.
     #[track_caller]
-    pub fn any_in_time(&self, here: bool, patience: TimeLimit) -> Result<bool, CommError> {
-        Ok(self.maximum(u8::from(here), patience)? != 0)
+    pub fn any_in_time(&self, here: bool, limit: TimeLimit) -> Result<bool, CommError> {
+        Ok(self.maximum(u8::from(here), limit)? != 0)
     }
 
     /// Returns the maximum of `own` over all ranks.
     #[track_caller]
-    pub fn maximum(&self, own: u8, patience: TimeLimit) -> Result<u8, CommError> {
+    pub fn maximum(&self, own: u8, limit: TimeLimit) -> Result<u8, CommError> {
         let mut answer = [own];
         if let Some(group) = self.group() {
-            group.all_reduce(&mut answer[..], ReduceOp::Max, self.deadline_of(patience))?;
+            group.all_reduce(&mut answer[..], ReduceOp::Max, self.deadline_of(limit))?;
         }
         Ok(answer[0])
     }
@@ -205,8 +201,11 @@ impl Ranks {
     /// Returns the sums of loss and tokens over all replicas, added in rank order.
     #[track_caller]
     pub fn sum(&self, loss: f64, tokens: u64) -> Result<(f64, u64), CommError> {
-        let Some(group) = self.group() else { return Ok((loss, tokens)) };
-        Ok(self.sum_of(&self.exchange(group, [loss.to_bits(), tokens])?))
+        // A step of one rank allocates nothing.
+        if self.size() == 1 {
+            return Ok((loss, tokens));
+        }
+        Ok(self.sum_of(&self.numbers([loss.to_bits(), tokens])?))
     }
 
     /// Returns the sums of loss and tokens over the replicas. Tokens are counted once per replica, by its first rank. The loss is
@@ -229,8 +228,7 @@ impl Ranks {
     /// Returns the value of each rank, in rank order.
     #[track_caller]
     pub fn all_numbers(&self, own: u64) -> Result<Vec<u64>, CommError> {
-        let Some(group) = self.group() else { return Ok(vec![own]) };
-        Ok(self.exchange(group, [own])?.into_iter().map(|[number]| number).collect())
+        Ok(self.numbers([own])?.into_iter().map(|[number]| number).collect())
     }
 
     /// Returns the numbers of every rank, in the order of the ranks; on one rank its own.
@@ -239,16 +237,7 @@ impl Ranks {
     /// If a rank is lost or does not answer in time.
     #[track_caller]
     pub fn numbers<const N: usize>(&self, own: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
-        // A closure would be the caller that the flight recorder names.
-        match self.group() {
-            Some(group) => self.exchange(group, own),
-            None => Ok(vec![own]),
-        }
-    }
-
-    /// All-gathers `N` values of each rank, in rank order.
-    #[track_caller]
-    fn exchange<const N: usize>(&self, group: &Group, own: [u64; N]) -> Result<Vec<[u64; N]>, CommError> {
+        let Some(group) = self.group() else { return Ok(vec![own]) };
         let mut all = vec![0_i64; N * group.size()];
         group.all_gather(&own.map(u64::cast_signed)[..], &mut all[..], self.deadline())?;
         let (all, _) = all.as_chunks::<N>();
@@ -328,8 +317,8 @@ impl Ranks {
         self.deadline_of(TimeLimit::Limited)
     }
 
-    fn deadline_of(&self, patience: TimeLimit) -> Deadline {
-        Deadline::after(match patience {
+    fn deadline_of(&self, limit: TimeLimit) -> Deadline {
+        Deadline::after(match limit {
             TimeLimit::Limited => self.groups.limit().unwrap_or_default(),
             TimeLimit::Unlimited => Duration::MAX,
         })

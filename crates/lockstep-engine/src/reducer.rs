@@ -53,8 +53,8 @@ impl Reducer {
         if let Some(world) = groups.world() {
             world.set_workers(workers);
         }
-        let is_shared_out = shards.stage() > ZeroStage::Nothing;
-        let replicas = if is_shared_out { groups.replica_group()? } else { None };
+        let is_sharded = shards.stage() > ZeroStage::Nothing;
+        let replicas = if is_sharded { groups.replica_group()? } else { None };
         let groups = groups.reduction_groups(records)?;
         let bucket_bytes = bucket_bytes.next_multiple_of(BUCKET_GRAIN_BYTES).max(BUCKET_GRAIN_BYTES);
         let (shards, transfers) = (shards.groups().to_vec(), Transfers::new(limit, BUCKETS));
@@ -114,7 +114,7 @@ impl Reducer {
     /// # Errors
     /// If another rank is lost or does not answer in time.
     #[track_caller]
-    pub(crate) fn sum_stretch(
+    pub(crate) fn reduce_scatter(
         &mut self,
         memory: (&mut Buffer, Range<usize>),
         summing: ReductionGroup,
@@ -133,7 +133,7 @@ impl Reducer {
     /// # Errors
     /// If another rank is lost or does not answer in time.
     #[track_caller]
-    pub(crate) fn exchange_stretch(
+    pub(crate) fn run_over_shards(
         &mut self,
         collective: Collective<Lent, Lent>,
         len: usize,
@@ -156,7 +156,7 @@ impl Reducer {
     /// # Errors
     /// If another rank is lost or does not answer in time.
     #[track_caller]
-    pub(crate) fn exchange_owned(
+    pub(crate) fn run_over_replicas(
         &mut self,
         collective: Collective<Lent, Lent>,
         len: usize,
@@ -177,8 +177,8 @@ impl Reducer {
         memory: (&mut Buffer, Range<usize>),
         summing: ReductionGroup,
     ) -> Result<(), EngineError> {
-        let is_shared_out = group_of(&self.shards, summing).is_some();
-        let Some(group) = self.replicas.clone().filter(|_| is_shared_out) else { return Ok(()) };
+        let is_sharded = group_of(&self.shards, summing).is_some();
+        let Some(group) = self.replicas.clone().filter(|_| is_sharded) else { return Ok(()) };
         self.all_reduce(&group, memory)
     }
 

@@ -371,8 +371,8 @@ impl StateStore {
             let range = elements(self, place);
             if !range.is_empty() {
                 let flat = &self.layout.flat_parameters[place.flat];
-                let of_stretch = place.first + range.start..place.first + range.end;
-                found.push((ParameterId(index), range.start, flat.unit, self.bytes_of(flat, of_stretch)));
+                let of_flat = place.first + range.start..place.first + range.end;
+                found.push((ParameterId(index), range.start, flat.unit, self.bytes_of(flat, of_flat)));
             }
         }
         let units: Vec<&[u8]> = self.units.iter_mut().map(Buffer::host_bytes).collect();
@@ -401,11 +401,8 @@ impl StateStore {
     }
 
     fn part_of(&self, place: &Place, range: Range<usize>) -> Part<'_> {
-        let of_stretch = place.first + range.start..place.first + range.end;
-        Part {
-            first: range.start,
-            view: self.elements_of(&self.layout.flat_parameters[place.flat], of_stretch),
-        }
+        let of_flat = place.first + range.start..place.first + range.end;
+        Part { first: range.start, view: self.elements_of(&self.layout.flat_parameters[place.flat], of_flat) }
     }
 
     /// Returns the elements of a flat parameter that are in memory.

@@ -42,7 +42,7 @@ pub(crate) struct WindowedStore {
     kinds: Vec<(StoreKind, DType)>,
     windows: Vec<Window>,
     /// Windows of each flat parameter.
-    of_stretch: Vec<Range<usize>>,
+    of_flat: Vec<Range<usize>>,
     /// Flat parameter of each parameter and the index of its first element there. By [`ParameterId`].
     places: Vec<Option<(usize, usize)>>,
     /// Staging slots, keyed by the index of the window.
@@ -61,7 +61,7 @@ impl WindowedStore {
         kinds: Vec<(StoreKind, DType)>,
         arena: &Arena,
     ) -> Result<Option<Self>, EngineError> {
-        let (mut windows, mut of_stretch, mut end) = (Vec::new(), Vec::new(), 0);
+        let (mut windows, mut of_flat, mut end) = (Vec::new(), Vec::new(), 0);
         for (index, flat) in store.flat_parameters().iter().enumerate() {
             let first = windows.len();
             let own = if flat.is_on_disk { flat.own.clone() } else { 0..0 };
@@ -72,7 +72,7 @@ impl WindowedStore {
                 windows.push(Window { flat: index, elements, pieces, extent });
                 end += extent.bytes as u64;
             }
-            of_stretch.push(first..windows.len());
+            of_flat.push(first..windows.len());
         }
         if windows.is_empty() || kinds.is_empty() {
             return Ok(None);
@@ -82,7 +82,7 @@ impl WindowedStore {
         let memory = arena.allocate_zeroed(window_memory_bytes(slot_bytes), MemoryCategory::Workspace)?;
         let slots = (vec![memory], slot_bytes, WINDOW_SLOTS);
         let staging = Staging::new(offload, end, slots, windows.len())?;
-        Ok(Some(Self { kinds, windows, of_stretch, places: store.layout().places.clone(), staging }))
+        Ok(Some(Self { kinds, windows, of_flat, places: store.layout().places.clone(), staging }))
     }
 
     /// Returns all windows, in file order.
@@ -92,7 +92,7 @@ impl WindowedStore {
 
     /// Returns the indices of a flat parameter's windows.
     pub(crate) fn windows_of(&self, flat: usize) -> Range<usize> {
-        self.of_stretch[flat].clone()
+        self.of_flat[flat].clone()
     }
 
     /// Returns the parameters on disk, each with the range of this rank's own elements.
@@ -280,15 +280,15 @@ impl WindowedStore {
     /// Returns the windows that hold some of the elements `asked` of a flat parameter. All windows but the last have
     /// the same length.
     fn windows_with(&self, flat: usize, asked: &Range<usize>) -> Range<usize> {
-        let of_stretch = self.windows_of(flat);
-        let windows = &self.windows[of_stretch.clone()];
+        let of_flat = self.windows_of(flat);
+        let windows = &self.windows[of_flat.clone()];
         let (Some(first), Some(last)) = (windows.first(), windows.last()) else { return 0..0 };
         let (own, len) = (first.elements.start..last.elements.end, first.elements.len());
         let common = asked.start.max(own.start)..asked.end.min(own.end);
         if common.is_empty() {
             return 0..0;
         }
-        let number = |windows: usize| of_stretch.start + windows;
+        let number = |windows: usize| of_flat.start + windows;
         number((common.start - own.start) / len)..number((common.end - own.start).div_ceil(len))
     }
 

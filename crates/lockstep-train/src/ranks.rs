@@ -20,10 +20,10 @@ pub fn ranks_of(group: Group, config: &RunConfig) -> Result<Ranks, Error> {
     ranks_of_model(group, config, &model.config, &model.tuning)
 }
 
-/// The ranks of `group`, laid out as `config` says for another model than its own.
+/// Returns the ranks of `group`, laid out as `config` says for a model other than its own. Collective: every rank calls it.
 ///
 /// # Errors
-/// As [`ranks_of`].
+/// In the cases of [`ranks_of`].
 pub fn ranks_of_model(
     group: Group,
     config: &RunConfig,

@@ -322,8 +322,7 @@ impl Device {
         let Efficiency { product, attention, scores, stream, cold_gb_per_s, launch_us, measured, .. } =
             &mut self.efficiency;
         // An efficiency has an upper limit. What is faster still has a higher peak than the file or the guess said.
-        let faster = product.max(*attention).max(*scores) / plain / MOST_OF_A_PEAK;
-        let higher_peak = faster.max(1.0);
+        let higher_peak = (product.max(*attention).max(*scores) / plain / MOST_OF_A_PEAK).max(1.0);
         for efficiency in [product, attention, scores] {
             *efficiency = (*efficiency / (plain * higher_peak)).min(MOST_OF_A_PEAK);
         }

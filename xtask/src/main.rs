@@ -1,6 +1,7 @@
 //! The one entry point for developers: `cargo xtask ci` runs what CI runs, step by step, and stops at the first failure.
 #![forbid(unsafe_code)]
 
+mod circles;
 mod golden;
 mod mpi;
 mod mutants;
@@ -40,6 +41,7 @@ cargo xtask mutations  faults put into what ranks tell each other and record, ea
 cargo xtask mpi     the feature mpi, built and run with the MPI that MPICC and MPIRUN name
 cargo xtask docs    writes docs/configuration.md and tables of keys from the code
 cargo xtask picture draws docs/train.svg from a run of the demonstration
+cargo xtask circles names the circles of imports between files of a crate
 cargo xtask words [SEED | --list [DIR]]  counts doc comments that open without a noun or verb, and prints 50 drawn at random, or all at
                     fault
 ";
@@ -56,6 +58,7 @@ fn main() -> ExitCode {
         Some("golden") => golden::golden(&env::args().skip(2).collect::<Vec<_>>()),
         Some("soak") => soak::soak(&env::args().skip(2).collect::<Vec<_>>()),
         Some("picture") => picture::draw(),
+        Some("circles") => circles::check(),
         Some("words") => words::words(&env::args().skip(2).collect::<Vec<_>>()),
         _ => Err(HELP.to_owned()),
     };
@@ -77,6 +80,8 @@ fn ci() -> Result<(), String> {
     run("cargo fmt --all -- --check", &[])?;
     println!("== cargo xtask words");
     words::check()?;
+    println!("== cargo xtask circles");
+    circles::check()?;
     run("cargo clippy --workspace --all-targets -- -D warnings", &[])?;
     if is_installed(OTHER_TARGET) {
         run(&format!("cargo clippy --target {OTHER_TARGET} -- -D warnings"), &[])?;

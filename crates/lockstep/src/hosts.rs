@@ -3,17 +3,14 @@
 //! Each host gets one command by `ssh -o BatchMode=yes`. The run's secret is sent over its standard input, never in its
 //! arguments. The end of that input ends the command on the host, so no process has to be killed remotely.
 
-use std::io::{BufRead, Read};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::OnceLock;
 
 use clap::{Args, ValueHint};
 use lockstep_comm::{DEFAULT_PORT, PairingCode};
 use lockstep_launch::hostfile::{Host, HostfileProblem, Selection, parse};
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_launch::ssh::{Remote, quoted, watch};
-use rustix::process::{Signal, getpid, kill_process};
 
 use crate::exit::{FAILED, Failure};
 use crate::nodes::Nodes;
@@ -129,36 +126,6 @@ impl Hosts {
         let code = watch(remotes, &interrupt)?;
         Ok(ExitCode::from(code as u8))
     }
-}
-
-/// Reads the secret from standard input. From then on the end of that input stops this process like SIGTERM.
-pub(crate) fn secret_from_stdin() -> Result<String, Failure> {
-    static READ: OnceLock<String> = OnceLock::new();
-    // Ranks that are restarted use the same secret.
-    if let Some(secret) = READ.get() {
-        return Ok(secret.clone());
-    }
-    let mut line = String::new();
-    let read = std::io::stdin().lock().take(4096).read_line(&mut line);
-    let secret = line.trim();
-    // Hyphens of a code are not part of the secret; any line of at least 16 characters is accepted.
-    if read.is_err() || secret.len() < 16 {
-        return Err(Failure::configuration(
-            "--secret-file -: standard input has no line of at least 16 characters",
-        ));
-    }
-    std::thread::spawn(|| {
-        let mut rest = [0; 256];
-        while matches!(std::io::stdin().read(&mut rest), Ok(1..)) {}
-        stop();
-    });
-    Ok(READ.get_or_init(|| secret.to_owned()).clone())
-}
-
-/// Requests a stop of this process: it saves and ends.
-fn stop() {
-    // The process exists and may signal itself.
-    let _ = kill_process(getpid(), Signal::TERM);
 }
 
 /// Returns the arguments for the other machines: all except those of this module.

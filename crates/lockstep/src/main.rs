@@ -3,6 +3,7 @@
 // They panic if the reader is gone; `output` has replacements that do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+mod advice;
 mod bench;
 #[cfg(test)]
 mod book;
@@ -32,6 +33,7 @@ mod plan;
 mod planned;
 mod ranks;
 mod report;
+mod stdin_secret;
 mod train;
 mod typed;
 mod verify;

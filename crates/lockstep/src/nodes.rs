@@ -9,9 +9,9 @@ use lockstep_launch::rendezvous::Rendezvous;
 use lockstep_launch::secret;
 
 use crate::exit::Failure;
-use crate::hosts;
 use crate::launching::{Launching, Variables, variable};
 use crate::output::note;
+use crate::stdin_secret;
 
 /// torchrun's default port of a rendezvous.
 const RENDEZVOUS_PORT: u16 = 29400;
@@ -136,7 +136,7 @@ impl Nodes {
     ) -> Result<Option<Secret>, Failure> {
         let code = self.pairing_code.clone().or_else(|| variable(PAIRING_VARIABLE));
         let given = match &self.secret_file {
-            Some(path) if path.as_os_str() == "-" => Some(Secret::of(hosts::secret_from_stdin()?.as_bytes())),
+            Some(path) if path.as_os_str() == "-" => Some(Secret::of(stdin_secret::read()?.as_bytes())),
             Some(path) => Some(Secret::from_file(path).map_err(CommError::Join)?),
             None if code.is_some() => None,
             None => secret()?,

@@ -6,8 +6,8 @@ use std::io::{ErrorKind, Write};
 
 use lockstep_observe::screen::{self, Colour};
 
+use crate::advice;
 use crate::exit::FAILED;
-use crate::limits;
 
 /// Writes one line to standard output; ends the process if that fails, unless the reader is gone.
 pub(crate) fn line(text: Arguments<'_>) {
@@ -22,7 +22,7 @@ pub(crate) fn line(text: Arguments<'_>) {
 
 /// Prints an error on standard error, with advice if a system limit is the cause.
 pub(crate) fn error(text: &str) {
-    let hint = limits::hint(text).map_or(String::new(), |hint| format!("; {hint}"));
+    let hint = advice::hint(text).map_or(String::new(), |hint| format!("; {hint}"));
     screen::line(&screen::message("error", Colour::Red, &format!("{text}{hint}")));
 }
 

@@ -4,13 +4,13 @@ use clap::Parser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use lockstep_config::foreign_names;
 
-use crate::{Cli, import};
+use crate::import;
 
 /// Parses arguments, the program's name first. Flags may have underscores in place of dashes.
 ///
 /// # Errors
 /// If clap refuses them: its error, with the arguments as they were understood.
-pub(crate) fn parse(mut arguments: Vec<String>) -> Result<Cli, (clap::Error, Vec<String>)> {
+pub(crate) fn parse<Cli: Parser>(mut arguments: Vec<String>) -> Result<Cli, (clap::Error, Vec<String>)> {
     loop {
         let error = match Cli::try_parse_from(&arguments) {
             Ok(cli) => return Ok(cli),
@@ -101,10 +101,11 @@ pub(crate) fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Cli;
 
     fn refused(line: &str) -> String {
         let words = line.split(' ').map(str::to_owned).collect();
-        let Err((error, arguments)) = parse(words) else { panic!("{line} is accepted") };
+        let Err((error, arguments)) = parse::<Cli>(words) else { panic!("{line} is accepted") };
         hint(&error, &arguments).unwrap_or_else(|| panic!("{line}: {error}"))
     }
 
@@ -116,7 +117,7 @@ mod tests {
             "lockstep plan --model m --global_batch 8 --seq_len=16",
         ] {
             let words = line.split(' ').map(str::to_owned).collect();
-            assert!(parse(words).is_ok(), "{line}");
+            assert!(parse::<Cli>(words).is_ok(), "{line}");
         }
     }
 

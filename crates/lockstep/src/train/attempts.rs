@@ -12,11 +12,13 @@ use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use lockstep_comm::{LossCause, NodeCard, NodesMet};
-use lockstep_config::ResolvedModel;
+use lockstep_config::plan::check;
+use lockstep_config::{ResolvedModel, Transport};
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_launch::rendezvous::Rendezvous;
 use lockstep_launch::restarts::{Policy, Restarts, Verdict, jitter};
 use lockstep_observe::report;
+use lockstep_planner::Forecast;
 use serde_json::json;
 
 use super::launcher::Launcher;
@@ -34,7 +36,7 @@ const BRIEF_FAREWELL: Duration = Duration::from_millis(1500);
 const RECORDS: &str = "restarts.jsonl";
 
 /// Attempts of one launcher.
-pub(super) struct Attempts<'a> {
+struct Attempts<'a> {
     launcher: &'a Launcher<'a>,
     model: &'a ResolvedModel,
     /// Rendezvous of the launchers of several machines.
@@ -49,20 +51,36 @@ pub(super) struct Attempts<'a> {
     node: usize,
 }
 
+/// Starts this command once per rank of this machine, if there are several and no other launcher has started them; restarts
+/// them after failures. `None` if this process is to be the only rank.
+pub(super) fn run(launcher: &Launcher<'_>, is_started: bool) -> Result<Option<ExitCode>, Failure> {
+    let Launcher { arguments, launching, config, plan, .. } = *launcher;
+    // Errors are reported once, before any rank is started.
+    if let Some(plan) = plan {
+        plan.check(config)?;
+    }
+    let (_, model) = check(config)?;
+    if plan.is_some() {
+        ranks::warn_if_outdated(plan, &Forecast::of(config, &model)?);
+    }
+    // mpirun has started the ranks, or there is only one.
+    if config.parallel.transport == Transport::Mpi {
+        return Ok(None);
+    }
+    let rendezvous = arguments.nodes.rendezvous(launching)?;
+    Attempts::new(launcher, &model, rendezvous).run(is_started)
+}
+
 impl<'a> Attempts<'a> {
     /// Returns the attempts of `launcher` before the first one.
-    pub(super) fn new(
-        launcher: &'a Launcher<'a>,
-        model: &'a ResolvedModel,
-        rendezvous: Option<Rendezvous>,
-        policy: Policy,
-    ) -> Self {
+    fn new(launcher: &'a Launcher<'a>, model: &'a ResolvedModel, rendezvous: Option<Rendezvous>) -> Self {
+        let policy = launcher.policy();
         let restarts = Restarts::new(policy, newest_step(launcher));
         Self { launcher, model, rendezvous, policy, restarts, attempt: 0, lost: None, node: 0 }
     }
 
     /// Runs attempts until one succeeds or none may follow; `None` if this process is to be the only rank.
-    pub(super) fn run(mut self, is_started: bool) -> Result<Option<ExitCode>, Failure> {
+    fn run(mut self, is_started: bool) -> Result<Option<ExitCode>, Failure> {
         let mut interrupt = None;
         // Failure that caused the next attempt.
         let mut mended: Option<Failure> = None;

@@ -1,20 +1,16 @@
 //! The command as the launcher of its own ranks: the flags that it refuses, and the ranks that an attempt starts.
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use lockstep_comm::{Placement, Way};
-use lockstep_config::plan::check;
-use lockstep_config::{PlanFile, ResolvedModel, Resume, RunConfig, Transport};
+use lockstep_config::{PlanFile, ResolvedModel, Resume, RunConfig};
 use lockstep_launch::environment::{self, ProcessPlace};
 use lockstep_launch::restarts::Policy;
 use lockstep_launch::{Elastic, Output};
-use lockstep_planner::Forecast;
 use lockstep_planner::fit::require;
 
-use super::attempts::Attempts;
-use super::{Arguments, CHOSEN_VARIABLE};
+use super::arguments::{Arguments, CHOSEN_VARIABLE};
 use crate::exit::{FAILED, Failure};
 use crate::launching::{First, Launching};
 use crate::planned::HandedPlan;
@@ -57,32 +53,13 @@ impl Launcher<'_> {
     }
 
     /// Returns the limits on restarts: those of the flags, or of `[elastic]` for flags that are not given.
-    fn policy(&self) -> Policy {
+    pub(super) fn policy(&self) -> Policy {
         let elastic = &self.config.elastic;
         Policy {
             max_restarts: self.launching.max_restarts.unwrap_or(elastic.max_restarts as usize),
             stable_after: Duration::from_secs_f64(elastic.stable_after_s),
             max_futile: elastic.max_futile_restarts as usize,
         }
-    }
-
-    /// Starts this command once per rank of this machine, if there are several and no other launcher has started them; restarts
-    /// them after failures. `None` if this process is to be the only rank.
-    pub(super) fn run(&self, is_started: bool) -> Result<Option<ExitCode>, Failure> {
-        // Errors are reported once, before any rank is started.
-        if let Some(plan) = self.plan {
-            plan.check(self.config)?;
-        }
-        let (_, model) = check(self.config)?;
-        if self.plan.is_some() {
-            ranks::warn_if_outdated(self.plan, &Forecast::of(self.config, &model)?);
-        }
-        // mpirun has started the ranks, or there is only one.
-        if self.config.parallel.transport == Transport::Mpi {
-            return Ok(None);
-        }
-        let rendezvous = self.arguments.nodes.rendezvous(self.launching)?;
-        Attempts::new(self, &model, rendezvous, self.policy()).run(is_started)
     }
 
     /// Returns the number of ranks that this machine starts.

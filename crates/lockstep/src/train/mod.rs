@@ -1,13 +1,13 @@
 //! `lockstep train`: trains as a rank, or launches the ranks of a run.
 
+mod arguments;
 mod attempts;
 mod launcher;
 mod request;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 
-use clap::Args;
 use lockstep_config::{Resume, RunConfig, engine_options, human};
 use lockstep_engine::Ranks;
 use lockstep_infer::{LoadedModel, Sampling};
@@ -17,51 +17,21 @@ use lockstep_observe::progress::{Detail, Progress};
 use lockstep_observe::screen;
 use lockstep_train::{Summary, ranks_of, train};
 
+pub(crate) use self::arguments::Arguments;
+use self::arguments::CHOSEN_VARIABLE;
 use self::launcher::Launcher;
 use self::request::Request;
 use crate::exit::{Failure, INTERRUPTED};
 use crate::generate::show_sample;
-use crate::hosts::Hosts;
-use crate::launching::{Flags, Launching, variable};
-use crate::nodes::Nodes;
+use crate::launching::{Launching, variable};
 use crate::output::{field, note, say, warning};
-use crate::planned::PlannedRun;
 use crate::{import, ranks};
 
 /// Number of tokens of the sample at the end of the demonstration.
 const SAMPLE_TOKENS: usize = 160;
-/// Variable with which the launcher passes the description of the chosen plan to the first rank.
-const CHOSEN_VARIABLE: &str = "LOCKSTEP_CHOSEN_PLAN";
 const SAMPLE_PROMPT: &str = "pub fn ";
 /// Multiple of a uniform guess's loss above which a run has diverged.
 const DIVERGED: f64 = 1.2;
-
-#[derive(Debug, Args)]
-pub(crate) struct Arguments {
-    #[command(flatten)]
-    planned: PlannedRun,
-    /// Starting point: the newest intact checkpoint (auto), step 0 (never), or a checkpoint's directory
-    #[arg(long, default_value = "auto", value_name = "auto|never|PATH")]
-    resume: String,
-    #[command(flatten)]
-    nodes: Nodes,
-    #[command(flatten)]
-    flags: Flags,
-    #[command(flatten)]
-    hosts: Hosts,
-    /// Number of steps, as --set train.steps=N; a larger number lets a finished run continue
-    #[arg(long, value_name = "N")]
-    steps: Option<u64>,
-    /// Print the resolved configuration of the run in TOML and exit
-    #[arg(long)]
-    print_config: bool,
-    /// DeepSpeed configuration, whose values override RUN.toml and are overridden by --set; see docs/coming-from-deepspeed.md
-    #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath, alias = "deepspeed_config")]
-    deepspeed: Option<PathBuf>,
-    /// Print more before the first step: the plan and the reason for it, the work of a step, memory by category
-    #[arg(short, long)]
-    verbose: bool,
-}
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     // A rank may be asked to stop at any time from its start.
@@ -100,7 +70,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
             chosen: chosen.as_deref(),
         };
         launcher.check(&request.resume, place.filter(|_| started.is_some()))?;
-        if let Some(exit) = launcher.run(started.is_some())? {
+        if let Some(exit) = attempts::run(&launcher, started.is_some())? {
             return Ok(exit);
         }
     }

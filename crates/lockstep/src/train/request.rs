@@ -9,7 +9,7 @@ use lockstep_import::{AutoValues, Format, Import, Options};
 use lockstep_planner::{Choice, Evaluated, Reason, choose};
 use lockstep_train::Error;
 
-use super::Arguments;
+use super::arguments::Arguments;
 use crate::exit::{CORRUPT_INPUT, Failure};
 use crate::import;
 use crate::launching::Launching;

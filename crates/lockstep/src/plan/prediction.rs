@@ -9,12 +9,14 @@ use lockstep_planner::search::Rejection;
 use lockstep_planner::{
     Assumption, Evaluated, Forecast, Page, Planner, Remedies, Remedy, mesh_in_words, rejection_in_words,
 };
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
+use super::arguments::{Arguments, shell_word};
 use super::details::{self, print_traffic};
-use super::searching::Watch;
+use super::figures::{figures, memory_by_category, print_workload, workload};
+use super::progress::Watch;
+use super::ranking;
 use super::training::Training;
-use super::{Arguments, figures, found, print_workload, shell_word, workload};
 use crate::exit::Failure;
 use crate::output::say;
 use crate::ranks::warn_if_outdated;
@@ -96,7 +98,7 @@ pub(super) fn run(
         if let Some(tokens) = arguments.tokens {
             document["training"] = Training::of(tokens, &predicted.evaluated, planner.cluster()).to_json();
         }
-        found::extend(&mut document, details.map(|details| details::to_json(&details, planner.cluster())));
+        ranking::extend(&mut document, details.map(|details| details::to_json(&details, planner.cluster())));
         say!("{document}");
         return Ok(());
     }
@@ -184,7 +186,7 @@ impl Predicted {
                 format!("{ranks} of a machine need {needs}; what is there is not known: say it with --memory")
             }
         };
-        found::print_step(&self.evaluated, planner.cluster());
+        ranking::print_step(&self.evaluated, planner.cluster());
         say!("\nverdict    {verdict}");
         self.print_remedies();
     }
@@ -201,7 +203,7 @@ impl Predicted {
             say!("the best   of a search: {}", remedy_in_words(best));
         }
         for advice in advice {
-            say!("others fit with {}", found::in_words(advice));
+            say!("others fit with {}", ranking::in_words(advice));
         }
     }
 
@@ -210,7 +212,7 @@ impl Predicted {
         let of_rank = |(rank, ranks, prediction): (usize, usize, &MemoryPrediction)| {
             let mut row = json!({
                 "rank": rank, "ranks": ranks, "coordinates": coordinates(forecast, rank),
-                "memory_bytes": by_name(prediction.by_category()),
+                "memory_bytes": memory_by_category(prediction.by_category()),
             });
             if explains {
                 let items = prediction.items.iter().map(|item| {
@@ -224,7 +226,7 @@ impl Predicted {
         let most = most.map_or_else(MemoryBytes::default, |(_, _, prediction)| prediction.by_category());
         let mut row = json!({
             "mesh": plan.mesh, "zero_stage": plan.zero_stage, "micro_batch": plan.micro_batch,
-            "schedule": plan.schedule, "recompute": plan.recompute, "memory_bytes": by_name(most),
+            "schedule": plan.schedule, "recompute": plan.recompute, "memory_bytes": memory_by_category(most),
             "memory_by_rank": forecast.distinct().map(of_rank).collect::<Vec<_>>(),
             "machine": {
                 "ranks": self.ranks_of_a_machine, "needed_bytes": self.of_a_machine().total(),
@@ -232,17 +234,17 @@ impl Predicted {
             },
             "fits": self.fits(),
         });
-        found::extend(&mut row, figures(&self.evaluated, cluster).as_object().cloned());
+        ranking::extend(&mut row, figures(&self.evaluated, cluster).as_object().cloned());
         let mut document = json!({ "best": plan, "ranking": [row] });
         if self.fits() == Some(false) {
             let Remedies { nearest, best, advice } = &self.remedies;
             let remedy = |remedy: &Remedy| {
                 json!({ "settings": remedy.settings, "step_ms": remedy.evaluated.step.step_ms,
-                    "memory_bytes": by_name(remedy.evaluated.largest().1) })
+                    "memory_bytes": memory_by_category(remedy.evaluated.largest().1) })
             };
             document["remedies"] = json!({
                 "nearest": nearest.as_ref().map(remedy), "best": best.as_ref().map(remedy),
-                "advice": advice.iter().map(found::advice_to_json).collect::<Vec<_>>(),
+                "advice": advice.iter().map(ranking::advice_to_json).collect::<Vec<_>>(),
             });
         }
         document
@@ -277,15 +279,6 @@ fn parts(memory: MemoryBytes) -> String {
         format!("{} {}", category.name(), human::bytes(bytes as u64))
     };
     parts.map(part).collect::<Vec<_>>().join(", ")
-}
-
-pub(super) fn by_name(memory: MemoryBytes) -> Value {
-    let mut map: Map<String, Value> =
-        memory.entries().map(|(category, bytes)| (category.name().to_owned(), bytes.into())).collect();
-    // Cached blocks that kernels reuse are not predicted.
-    map.remove(lockstep_plan::MemoryCategory::Cached.name());
-    map.insert("total".to_owned(), memory.total().into());
-    map.into()
 }
 
 fn coordinates(forecast: &Forecast, rank: usize) -> Value {

@@ -11,11 +11,12 @@ use lockstep_planner::{
 };
 use serde_json::{Map, Value, json};
 
+use super::arguments::Arguments;
 use super::details::{self, print_traffic};
-use super::foretold::by_name;
-use super::searching::{Stop, Watch};
+use super::figures::{figures, memory_by_category, print_workload, workload};
+use super::progress::{Stop, Watch};
+use super::scaling;
 use super::training::Training;
-use super::{Arguments, figures, print_workload, scaling, workload};
 use crate::exit::Failure;
 use crate::output::say;
 
@@ -404,7 +405,7 @@ fn row(found: &Evaluated, cluster: &Cluster) -> Value {
         "mesh": plan.mesh, "zero_stage": plan.zero_stage, "micro_batch": plan.micro_batch,
         "schedule": plan.schedule, "recompute": plan.recompute,
         "sequence_parallel": plan.sequence_parallel, "stages": plan.stages,
-        "memory_bytes": by_name(found.largest().1),
+        "memory_bytes": memory_by_category(found.largest().1),
         "fits": found.fits,
     });
     extend(&mut row, figures(found, cluster).as_object().cloned());

@@ -5,7 +5,7 @@ use lockstep_planner::machine::{self, LocalMachine, measured_file};
 use lockstep_planner::{Calibrated, CalibratedRun, ComputeFactor, FinishedRun, calibrate};
 use serde_json::{Value, json};
 
-use super::{Arguments, write};
+use super::arguments::{Arguments, write};
 use crate::exit::Failure;
 use crate::output::say;
 use crate::verify::plan_in_words;

@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use clap::{ArgAction, Args, ValueHint};
-use lockstep_launch::{MEETING_LIMIT, Output, Route, Routing};
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueHint};
+use lockstep_launch::{Output, Route, Routing};
 
 use crate::exit::{Failure, MISSING};
 
@@ -58,40 +59,11 @@ pub(crate) struct Flags {
     idle: Idle,
 }
 
-/// Flags that have no effect here.
-#[derive(Debug, Default, Args)]
+/// Flags of torchrun that have no effect here, or that are refused.
+#[derive(Debug, Default)]
 struct Idle {
-    #[arg(long, alias = "monitor_interval", hide = true)]
-    monitor_interval: Option<String>,
-    #[arg(long, alias = "start_method", hide = true)]
-    start_method: Option<String>,
-    #[arg(long, alias = "local_addr", hide = true)]
-    local_addr: Option<String>,
-    #[arg(long, alias = "event_log_handler", hide = true)]
-    event_log_handler: Option<String>,
-    #[arg(long, alias = "logs_specs", hide = true)]
-    logs_specs: Option<String>,
-    #[arg(long, alias = "numa_binding", hide = true)]
-    numa_binding: Option<String>,
-    #[arg(long, alias = "signals_to_handle", hide = true)]
-    signals_to_handle: Option<String>,
-    #[arg(long, alias = "shutdown_timeout", hide = true)]
-    shutdown_timeout: Option<String>,
-    #[arg(long, alias = "duplicate_stdout_filters", hide = true)]
-    duplicate_stdout_filters: Option<String>,
-    #[arg(long, alias = "duplicate_stderr_filters", hide = true)]
-    duplicate_stderr_filters: Option<String>,
-    #[arg(long, alias = "virtual_local_rank", hide = true)]
-    virtual_local_rank: bool,
-    #[arg(long, alias = "no_python", hide = true)]
-    no_python: bool,
-    #[arg(short = 'm', long, hide = true)]
-    module: bool,
-    #[arg(long, alias = "run_path", hide = true)]
-    run_path: bool,
-    /// DeepSpeed's launcher adds this flag to every program.
-    #[arg(long, alias = "local_rank", hide = true, action = ArgAction::Append)]
-    local_rank: Vec<String>,
+    /// The given ones of [`IDLE`] and [`FOR_PYTHON`].
+    given: Vec<&'static str>,
 }
 
 /// Lookup of an environment variable; an empty one counts as not set.
@@ -105,7 +77,7 @@ pub(crate) fn variable(name: &str) -> Option<String> {
 }
 
 /// Settings for starting ranks, resolved from flags and variables.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Launching {
     /// Number of ranks on this machine, if it is given.
     pub(crate) ranks: Option<usize>,
@@ -113,10 +85,8 @@ pub(crate) struct Launching {
     pub(crate) standalone: bool,
     /// Number of this machine from `--rdzv-conf`.
     pub(crate) node: Option<usize>,
-    /// Time limit of the wait for other machines.
-    pub(crate) limit: Duration,
-    /// Time limit of the wait for a lost machine, if `--rdzv-conf` gives it.
-    pub(crate) rejoin_limit: Option<Duration>,
+    /// Time limit of the wait for other machines, if `--rdzv-conf` gives it.
+    pub(crate) limit: Option<Duration>,
     /// Number of restarts after failures, if a flag gives it.
     pub(crate) max_restarts: Option<usize>,
     pub(crate) role: Option<String>,
@@ -125,25 +95,6 @@ pub(crate) struct Launching {
     tee: Option<Streams>,
     shown: Option<Vec<usize>>,
     without_effect: Vec<String>,
-}
-
-impl Default for Launching {
-    fn default() -> Self {
-        Self {
-            ranks: None,
-            standalone: false,
-            node: None,
-            limit: MEETING_LIMIT,
-            rejoin_limit: None,
-            max_restarts: None,
-            role: None,
-            log_dir: None,
-            redirects: None,
-            tee: None,
-            shown: None,
-            without_effect: Vec::new(),
-        }
-    }
 }
 
 /// A value and its source: `--tee` or `PET_TEE`.
@@ -234,22 +185,64 @@ impl Flags {
     }
 }
 
-/// Reasons why flags have no effect.
-const AT_ONCE: &str = "the end of a rank is known at once";
-const OWN_PROCESSES: &str = "every rank is a process of its own program";
-const NO_SCRIPT: &str = "no Python is started";
-const PINNED: &str = "every rank has its share of the cores";
 const OTHER_LOGS: &str = "logs are those of --log-dir";
-const STOPPED: &str = "SIGINT and SIGTERM end a run with a checkpoint";
-const SEEN: &str = "machines are seen at the address that they come from";
-const PLACES: &str = "ranks keep their numbers";
+const SIGNALS: &str = "SIGINT and SIGTERM end a run with a checkpoint";
+
+/// Flags without effect: name, true if a value follows, and the reason.
+const IDLE: [(&str, bool, &str); 12] = [
+    ("monitor-interval", true, "the end of a rank is known at once"),
+    ("start-method", true, "every rank is a process of its own program"),
+    ("local-addr", true, "machines are seen at the address that they come from"),
+    ("event-log-handler", true, OTHER_LOGS),
+    ("logs-specs", true, OTHER_LOGS),
+    ("numa-binding", true, "every rank has its share of the cores"),
+    ("signals-to-handle", true, SIGNALS),
+    ("shutdown-timeout", true, SIGNALS),
+    ("duplicate-stdout-filters", true, OTHER_LOGS),
+    ("duplicate-stderr-filters", true, OTHER_LOGS),
+    ("virtual-local-rank", false, "ranks keep their numbers"),
+    ("no-python", false, "no Python is started"),
+];
+/// Flags for Python programs, which are refused.
+const FOR_PYTHON: [&str; 2] = ["module", "run-path"];
+
+impl Args for Idle {
+    fn augment_args(command: Command) -> Command {
+        let switches = FOR_PYTHON.map(|name| (name, false, ""));
+        let with_flags = IDLE.into_iter().chain(switches).fold(command, |command, (name, has_value, _)| {
+            let action = if has_value { ArgAction::Set } else { ArgAction::SetTrue };
+            let argument = Arg::new(name).long(name).action(action).hide(true);
+            command.arg(if name == "module" { argument.short('m') } else { argument })
+        });
+        // DeepSpeed's launcher adds this flag to every program.
+        with_flags.arg(Arg::new("local_rank").long("local_rank").action(ArgAction::Append).hide(true))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Idle {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let names = IDLE.into_iter().map(|(name, ..)| name).chain(FOR_PYTHON);
+        let is_given = |name: &&str| matches.value_source(name) == Some(ValueSource::CommandLine);
+        Ok(Self { given: names.filter(is_given).collect() })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
 
 impl Idle {
     /// Refuses flags for Python programs.
     fn refuse(&self, variables: Variables<'_>) -> Result<(), Failure> {
-        for (flag, name) in [(self.module, "--module"), (self.run_path, "--run-path")] {
-            if is_on(flag, name, variables)? {
-                let name = if flag { name.to_owned() } else { twin(name) };
+        for name in FOR_PYTHON {
+            let (flag, is_given) = (format!("--{name}"), self.given.contains(&name));
+            if is_on(is_given, &flag, variables)? {
+                let name = if is_given { flag } else { twin(&flag) };
                 return Err(Failure::configuration(format!(
                     "{name} is for Python programs: lockstep is the program itself, and RUN.toml stands where torchrun has a script; leave {name} out"
                 )));
@@ -260,24 +253,12 @@ impl Idle {
 
     /// Returns the given flags, each with the reason why it has no effect.
     fn named(&self, variables: Variables<'_>) -> Vec<String> {
-        let flags = [
-            ("--monitor-interval", self.monitor_interval.is_some(), AT_ONCE),
-            ("--start-method", self.start_method.is_some(), OWN_PROCESSES),
-            ("--local-addr", self.local_addr.is_some(), SEEN),
-            ("--event-log-handler", self.event_log_handler.is_some(), OTHER_LOGS),
-            ("--logs-specs", self.logs_specs.is_some(), OTHER_LOGS),
-            ("--numa-binding", self.numa_binding.is_some(), PINNED),
-            ("--signals-to-handle", self.signals_to_handle.is_some(), STOPPED),
-            ("--shutdown-timeout", self.shutdown_timeout.is_some(), STOPPED),
-            ("--duplicate-stdout-filters", self.duplicate_stdout_filters.is_some(), OTHER_LOGS),
-            ("--duplicate-stderr-filters", self.duplicate_stderr_filters.is_some(), OTHER_LOGS),
-            ("--virtual-local-rank", self.virtual_local_rank, PLACES),
-            ("--no-python", self.no_python, NO_SCRIPT),
-        ];
-        let named = flags.into_iter().filter_map(|(name, is_given, why)| {
-            let twin = twin(name);
-            let is_twin = variables(&twin).is_some_and(|value| value != "0");
-            let name = if is_given { name.to_owned() } else { is_twin.then_some(twin)? };
+        let named = IDLE.into_iter().filter_map(|(name, _, why)| {
+            let is_twin = || variables(&twin(name)).is_some_and(|value| value != "0");
+            let name = match self.given.contains(&name) {
+                true => format!("--{name}"),
+                false => is_twin().then(|| twin(name))?,
+            };
             Some(format!("{name} ({why})"))
         });
         named.collect()
@@ -345,8 +326,7 @@ impl Launching {
             };
             match (key, value.to_ascii_lowercase().as_str()) {
                 ("timeout" | "join_timeout", _) => {
-                    self.limit = Duration::from_secs(number(1, WAIT_LIMIT)?);
-                    self.rejoin_limit = Some(self.limit);
+                    self.limit = Some(Duration::from_secs(number(1, WAIT_LIMIT)?));
                 }
                 ("rank", _) => self.is_node(number(0, 1 << 20)? as usize, given)?,
                 ("is_host", "1" | "true" | "t" | "yes" | "y") => self.is_node(0, given)?,
@@ -512,11 +492,11 @@ mod tests {
         ];
         let found = settle(&[], &twins).unwrap();
         assert_eq!((found.ranks, found.standalone, found.node), (Some(3), true, Some(1)));
-        assert_eq!((found.limit.as_secs(), found.max_restarts), (7, Some(2)));
+        assert_eq!((found.limit, found.max_restarts), (Some(Duration::from_secs(7)), Some(2)));
         assert_eq!((found.role.as_deref(), found.shown), (Some("trainer"), Some(vec![0, 2])));
         assert_eq!(found.log_dir, Some("logs".into()));
         assert_eq!(found.tee, Some(Streams::ByRank(BTreeMap::from([(0, 3), (1, 1)]))));
-        assert_eq!(found.without_effect, [format!("PET_MONITOR_INTERVAL ({AT_ONCE})")]);
+        assert_eq!(found.without_effect, ["PET_MONITOR_INTERVAL (the end of a rank is known at once)"]);
         let flags = ["--nproc_per_node=4", "--max_restarts", "0", "-t", "3", "--role", "x"];
         let found = settle(&flags, &twins).unwrap();
         assert_eq!((found.ranks, found.max_restarts), (Some(4), Some(0)));

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, ValueHint};
 use lockstep_comm::{CommError, DEFAULT_PORT, Meeting, PairingCode, Secret};
 use lockstep_launch::rendezvous::Rendezvous;
-use lockstep_launch::secret;
+use lockstep_launch::{MEETING_LIMIT, secret};
 
 use crate::exit::Failure;
 use crate::launching::{Launching, Variables, variable};
@@ -87,7 +87,8 @@ impl Nodes {
             return Err(Failure::configuration(message));
         };
         let mut meeting = Meeting { host, port, run: wishes.run, ..Meeting::default() };
-        meeting.secret = self.key(&meeting, wishes.node, wishes.nnodes, launching.limit)?;
+        meeting.secret =
+            self.key(&meeting, wishes.node, wishes.nnodes, launching.limit.unwrap_or(MEETING_LIMIT))?;
         Ok(Some(Rendezvous::new(meeting, wishes.node, wishes.nnodes)))
     }
 

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use lockstep_comm::{LossCause, NodeCard, NodesMet};
 use lockstep_config::plan::check;
 use lockstep_config::{ResolvedModel, Transport};
+use lockstep_launch::MEETING_LIMIT;
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_launch::rendezvous::Rendezvous;
 use lockstep_launch::restarts::{Policy, Restarts, Verdict, jitter};
@@ -147,8 +148,8 @@ impl<'a> Attempts<'a> {
         let launching = self.launcher.launching;
         let rejoin = Duration::from_secs_f64(self.launcher.config.elastic.rejoin_timeout_s);
         let limit = match mended {
-            Some(_) => launching.rejoin_limit.unwrap_or(rejoin),
-            None => launching.limit,
+            Some(_) => launching.limit.unwrap_or(rejoin),
+            None => launching.limit.unwrap_or(MEETING_LIMIT),
         };
         let met =
             rendezvous.meet(card, limit, interrupt, &say).map_err(Failure::from).map_err(

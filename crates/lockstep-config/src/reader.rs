@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 
-use crate::declare::{Later, Rules};
+use crate::declare::{KeyReader, Later, Rules};
 use crate::foreign_names::{self, Answer};
 use crate::keys::SECTIONS;
 use crate::nearest::{is_misspelt_model_key, keys_of, nearest_key};
@@ -27,8 +27,29 @@ impl<'p> Reader<'p> {
         Self { entries: entries.0, origins: BTreeMap::new(), refused: BTreeSet::new(), problems }
     }
 
-    /// Returns the value of `name`, or its default if it is not given or does not fit.
-    pub(crate) fn take<T: Readable>(&mut self, name: &str, default: T, rules: Rules) -> T {
+    /// Reports every entry that was not taken.
+    pub(crate) fn refuse_rest(&mut self) {
+        for (name, entry) in std::mem::take(&mut self.entries) {
+            let (section, key) = name.split_once('.').unwrap_or((&name, ""));
+            let known = SECTIONS.iter().filter(|known| known.name == section);
+            let later = known.flat_map(|known| known.later).find(|later| later.key == key);
+            let (what, allowed) = match later {
+                Some(later) if later.accepts(&entry.value) => continue,
+                Some(Later { accepted, .. }) if !accepted.is_empty() => {
+                    (format!("{} is not supported yet", entry.value), (*accepted).to_owned())
+                }
+                Some(_) => {
+                    ("is not supported yet".to_owned(), format!("in [{section}] {}", keys_of(section)))
+                }
+                None => unknown_key(&name, section),
+            };
+            self.problems.push(Problem::new(entry.origin, shortened(&name), what, allowed));
+        }
+    }
+}
+
+impl KeyReader for Reader<'_> {
+    fn take<T: Readable>(&mut self, name: &str, default: T, rules: Rules) -> T {
         let Some(Entry { value, origin }) = self.entries.remove(name) else { return default };
         self.origins.insert(name.to_owned(), origin.clone());
         let habit =
@@ -54,8 +75,7 @@ impl<'p> Reader<'p> {
         default
     }
 
-    /// Takes all keys of a section that the table of keys does not list.
-    pub(crate) fn take_rest(&mut self, section: &str) -> Map<String, Value> {
+    fn take_rest(&mut self, section: &str) -> Map<String, Value> {
         let mut rest = Map::new();
         let prefix = format!("{section}.");
         let names: Vec<String> =
@@ -71,26 +91,6 @@ impl<'p> Reader<'p> {
             }
         }
         rest
-    }
-
-    /// Reports every entry that was not taken.
-    pub(crate) fn refuse_rest(&mut self) {
-        for (name, entry) in std::mem::take(&mut self.entries) {
-            let (section, key) = name.split_once('.').unwrap_or((&name, ""));
-            let known = SECTIONS.iter().filter(|known| known.name == section);
-            let later = known.flat_map(|known| known.later).find(|later| later.key == key);
-            let (what, allowed) = match later {
-                Some(later) if later.accepts(&entry.value) => continue,
-                Some(Later { accepted, .. }) if !accepted.is_empty() => {
-                    (format!("{} is not supported yet", entry.value), (*accepted).to_owned())
-                }
-                Some(_) => {
-                    ("is not supported yet".to_owned(), format!("in [{section}] {}", keys_of(section)))
-                }
-                None => unknown_key(&name, section),
-            };
-            self.problems.push(Problem::new(entry.origin, shortened(&name), what, allowed));
-        }
     }
 }
 

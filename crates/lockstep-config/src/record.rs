@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use crate::keys::{KEYS, RunConfig, SECTIONS};
 use crate::problem::Origin;
+use crate::run_config::ModelSource;
 use crate::schedule::Decay;
 
 /// A value of the configuration and its source.
@@ -69,7 +70,7 @@ impl RunConfig {
         if rate.decay != Decay::None {
             json["schedule"]["decay_steps"] = rate.decay_steps.into();
         }
-        if let crate::run_config::ModelSource::Preset(preset) = self.model_source() {
+        if let ModelSource::Preset(preset) = self.model_source() {
             json["model"]["preset"] = preset.into();
         }
         json["derived"] = json!({

@@ -10,7 +10,7 @@ use crate::keys::SECTIONS;
 use crate::nearest::{is_misspelt_model_key, keys_of, nearest_key};
 use crate::problem::{Origin, Problem};
 use crate::sources::{Entries, Entry};
-use crate::value::{InvalidValue, Readable, shortened};
+use crate::value::{InvalidValue, Readable, numbers_in, shortened};
 
 /// The entries that are not read yet, with the origins and problems of those that are.
 pub(crate) struct Reader<'p> {
@@ -63,7 +63,7 @@ impl KeyReader for Reader<'_> {
             Ok(_) if !value_type.has_word(&value) => {
                 InvalidValue { what: format!("is the string {value}"), allowed: value_type.to_string() }
             }
-            Ok(read) if read.numbers().into_iter().all(|number| rules.admits(number)) => return read,
+            Ok(read) if numbers_in(&value).into_iter().all(|number| rules.admits(number)) => return read,
             Ok(_) => InvalidValue { what: format!("is {value}"), allowed: format!("{value_type} {rules}") },
             Err(misfit) => match habit {
                 Some(Answer::Write(sentence)) => InvalidValue { allowed: sentence.to_owned(), ..misfit },

@@ -119,9 +119,7 @@ impl RunConfig {
             })
             .collect()
     }
-}
 
-impl RunConfig {
     /// Returns the configuration as the text of a RUN.toml: keys that were set with their source, everything else as comments, so
     /// that derived values stay derived.
     pub fn to_toml(&self) -> String {
@@ -144,9 +142,7 @@ impl RunConfig {
         }
         text
     }
-}
 
-impl RunConfig {
     /// Returns [`RunConfig::settings`] in the form of `run.json`, which [`RunConfig::recorded`] reads.
     pub fn recorded_settings(&self) -> Vec<Value> {
         let record = |Setting { key, value, origin }: Setting| json!({ "key": key, "value": value, "origin": origin.to_string() });

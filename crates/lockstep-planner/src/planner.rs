@@ -5,21 +5,19 @@
 //! sharding that a search visits, and turns the result into a configuration that `train` executes.
 
 use std::collections::HashMap;
-use std::ops::Range;
-use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
 use lockstep_config::{Origin, ResolvedModel, RunConfig, plan, resolve_model};
 use lockstep_model::{Tuning, tuned_records};
 use lockstep_plan::schedule::{Kind, Schedule};
-use lockstep_plan::{ContextMethod, Facts, Offload, PlannedStep, Recompute, Residence};
+use lockstep_plan::{ContextMethod, Facts, Offload, PlannedStep, Residence};
 
-use crate::bounds::{Outline, PassKey, StageSplitKey};
+use crate::caches::Caches;
 use crate::cluster::{Cluster, Software};
-use crate::recordings::{Recordings, Uniform};
+use crate::recordings::Recordings;
 use crate::search::{Candidate, Found, Observer, Ranking, Space, search};
-use crate::{Error, Evaluated, machine, workload};
+use crate::{Error, Evaluated, workload};
 
 /// The figure by which plans are ranked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -31,11 +29,6 @@ pub enum Objective {
     Cost,
     /// The most memory left on the rank that has least.
     Headroom,
-}
-
-/// Predicts a step of `config` on this machine; `None` if the machine was not measured, or if ranks run on other machines too.
-pub fn predict_step(config: &RunConfig) -> Option<PlannedStep> {
-    predicted_step(config, machine::of_run(config)?).ok()
 }
 
 /// Predicts a step of `config` on `cluster`.
@@ -67,9 +60,7 @@ pub struct Planner {
     pub(crate) ranks: Option<usize>,
     pub(crate) recordings: Recordings,
     pub(crate) schedules: HashMap<(Kind, usize, usize, usize), Option<Arc<Schedule>>>,
-    pub(crate) outlines: HashMap<PassKey, Outline>,
-    pub(crate) uniforms: HashMap<(PassKey, Recompute), Rc<Uniform>>,
-    pub(crate) cuts: HashMap<StageSplitKey, Option<Vec<Range<usize>>>>,
+    pub(crate) caches: Caches,
     /// Number of rank ledgers that searches have computed so far.
     pub(crate) ledgers: usize,
 }
@@ -102,9 +93,7 @@ impl Planner {
             ranks: None,
             recordings,
             schedules: HashMap::new(),
-            outlines: HashMap::new(),
-            uniforms: HashMap::new(),
-            cuts: HashMap::new(),
+            caches: Caches::default(),
             ledgers: 0,
         })
     }

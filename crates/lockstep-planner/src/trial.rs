@@ -91,13 +91,13 @@ impl Planner {
     /// Returns a candidate's recording with the same recompute mode in every block.
     fn uniform(&mut self, candidate: &Candidate, mesh: &Mesh, recompute: Recompute) -> Rc<Uniform> {
         let key = (self.pass_key(candidate), recompute);
-        if let Some(known) = self.uniforms.get(&key) {
+        if let Some(known) = self.caches.uniforms.get(&key) {
             return Rc::clone(known);
         }
         let recording = self.recordings.uniform(&candidate.plan(&self.config.plan), mesh, recompute);
         let state = self.state_bytes(&recording);
         let uniform = Rc::new(Uniform::new(&recording, state, recompute, &self.cluster, mesh));
-        self.uniforms.insert(key, Rc::clone(&uniform));
+        self.caches.uniforms.insert(key, Rc::clone(&uniform));
         uniform
     }
 

@@ -20,8 +20,10 @@ mod section;
 mod write;
 
 pub use collective::{LinkTime, Placement};
-pub use preset::{DEVICES, LINKS, PRESETS};
+pub use preset::PRESETS;
+pub(crate) use preset::with_nodes;
 pub use problem::{ClusterError, ClusterProblem};
+pub use read::{DEVICES, LINKS};
 
 /// Maximum number of levels of links.
 pub const MAX_LEVELS: usize = 4;

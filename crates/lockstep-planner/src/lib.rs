@@ -37,6 +37,7 @@ mod roofline;
 mod scaling;
 pub mod search;
 mod shortage;
+mod system;
 mod tensor_cost;
 mod trial;
 mod value;

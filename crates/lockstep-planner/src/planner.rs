@@ -14,9 +14,10 @@ use lockstep_plan::schedule::{Kind, Schedule};
 use lockstep_plan::{ContextMethod, Facts, Offload, PlannedStep, Residence};
 
 use crate::caches::Caches;
-use crate::cluster::{Cluster, Software};
+use crate::cluster::Cluster;
 use crate::recordings::Recordings;
 use crate::search::{Candidate, Found, Observer, Ranking, Space, search};
+use crate::system::SystemTraits;
 use crate::{Error, Evaluated, workload};
 
 /// The figure by which plans are ranked.
@@ -77,13 +78,12 @@ impl Planner {
             // The cores of the planning machine affect neither the time nor the memory of a device.
             config.train.threads = 1;
         }
-        // Runs of these systems used dropout and saved its masks.
-        let drops = matches!(cluster.software, Software::Megatron | Software::DeepSpeed);
-        if drops && config.origin("train.dropout") == Origin::Default {
-            config.train.dropout = 0.1;
+        let style = cluster.software.style();
+        if style.dropout > 0.0 && config.origin("train.dropout") == Origin::Default {
+            config.train.dropout = style.dropout;
         }
         let model = resolve_model(&config)?;
-        let recordings = Recordings::new(&config, &model, cluster.software);
+        let recordings = Recordings::new(&config, &model, style);
         Ok(Self {
             config,
             model,
@@ -107,6 +107,11 @@ impl Planner {
     /// Returns the machines that the run is planned for.
     pub fn cluster(&self) -> &Cluster {
         &self.cluster
+    }
+
+    /// Returns the implementation choices of the system that is planned for.
+    pub(crate) fn style(&self) -> SystemTraits {
+        self.cluster.software.style()
     }
 
     /// Returns the configuration of the run.

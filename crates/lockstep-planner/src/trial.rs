@@ -10,7 +10,6 @@ use lockstep_plan::{
     StageMemory, StepLayout, ZeroStage,
 };
 
-use crate::cluster::Software;
 use crate::memory::{Holding, memory_elsewhere, state_of};
 use crate::predict::{TimedModel, predict_step_ms, slowest_kind};
 use crate::recordings::Uniform;
@@ -151,7 +150,7 @@ impl Planner {
         let Uniform { times, profile, state, kept_elsewhere } = units;
         let (mesh, zero_stage, dtype) = (&layout.mesh, candidate.zero_stage, times.dtype());
         let holding = Holding { state: *state, mesh, zero_stage, stages };
-        if self.cluster.software != Software::Lockstep {
+        if !self.style().has_ledger {
             return memory_elsewhere(holding, |unit| times.elements(unit), |unit| kept_elsewhere[unit]);
         }
         let elements = self.elements_of(times, stages);

@@ -25,6 +25,8 @@ pub(crate) use preset::with_nodes;
 pub use problem::{ClusterError, ClusterProblem};
 pub use read::{DEVICES, LINKS};
 
+pub use crate::system::Software;
+
 /// Maximum number of levels of links.
 pub const MAX_LEVELS: usize = 4;
 /// Upper limit of an efficiency factor; above 1, since measured peaks may exceed the vendor's.
@@ -175,41 +177,6 @@ pub enum Joins {
     Devices(usize),
     /// All devices of the cluster.
     All,
-}
-
-/// Training system, for the choices in which systems differ. The constants of a device are the same for all.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Software {
-    /// Lockstep's own engine.
-    Lockstep,
-    /// Megatron-LM of 2021 and 2022: attention writes scores, and f32 gradients are reduced after the backward.
-    Megatron,
-    /// Megatron Core (Megatron-LM and NeMo from 2023 on): as Lockstep, except the token dispatch to tensor-parallel experts.
-    MegatronCore,
-    /// PyTorch FSDP with fused attention and unfused other operations; gathers and reductions overlap with compute.
-    Fsdp,
-    /// PyTorch FSDP in Mosaic's llm-foundry of 2023: with Triton attention, whose backward was slow.
-    LlmFoundry,
-    /// DeepSpeed ZeRO: gradients are reduced in 16 bits.
-    DeepSpeed,
-}
-
-impl Software {
-    /// All training systems.
-    pub const ALL: [Self; 6] =
-        [Self::Lockstep, Self::Megatron, Self::MegatronCore, Self::Fsdp, Self::LlmFoundry, Self::DeepSpeed];
-
-    /// Returns the name in a cluster file.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Lockstep => "lockstep",
-            Self::Megatron => "megatron",
-            Self::MegatronCore => "megatron-core",
-            Self::Fsdp => "fsdp",
-            Self::LlmFoundry => "llm-foundry",
-            Self::DeepSpeed => "deepspeed",
-        }
-    }
 }
 
 impl Default for Efficiency {

@@ -57,11 +57,6 @@ impl RunConfig {
         self.plan.mesh
     }
 
-    /// Returns true if nothing is offloaded to disk.
-    pub fn offloads_nothing(&self) -> bool {
-        !self.plan.residence.use_disk()
-    }
-
     /// Returns true if checkpoints are written in the background from copies of the state in memory. State that is offloaded to
     /// disk for lack of memory is never copied.
     pub fn saves_from_copies(&self) -> bool {

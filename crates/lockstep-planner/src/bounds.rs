@@ -38,7 +38,8 @@ impl Planner {
         // schedules.
         let at_once = if kind.is_v_shaped() { ranks / 2.0 } else { ranks.min(micro_batches) };
         let available = self.capacity_bytes(self.ranks_of(candidate)) as f64 * SLACK;
-        let is_counted = self.config.offloads_nothing();
+        // Lower bounds of memory do not know of state that the run itself offloads.
+        let is_counted = !self.offloads(&self.config.plan);
         let left = available - 0.9 * state / ranks;
         // A candidate that fits without recomputation needs none.
         let needs_mode = !candidate.offload.is_nothing()

@@ -175,7 +175,7 @@ pub fn peak_of_rank(config: &RunConfig, dtype: DType) -> Option<f64> {
 /// Returns `cluster` with the cores of a host divided among the ranks of `config`.
 pub(crate) fn for_run(cluster: &Cluster, config: &RunConfig) -> Cluster {
     let mut cluster = cluster.clone();
-    if cluster.nodes.iter().any(|node| node.device.is_host) {
+    if cluster.is_host() {
         share_out(&mut cluster, config.ranks(), config.train.threads);
     }
     cluster

@@ -73,8 +73,7 @@ impl Planner {
     /// # Errors
     /// If the model cannot be resolved.
     pub fn new(mut config: RunConfig, cluster: Cluster, objective: Objective) -> Result<Self, Error> {
-        let is_host = cluster.nodes.iter().any(|node| node.device.is_host);
-        if !is_host {
+        if !cluster.is_host() {
             // The cores of the planning machine affect neither the time nor the memory of a device.
             config.train.threads = 1;
         }
@@ -157,10 +156,9 @@ impl Planner {
     /// Returns the search space for a number of devices.
     pub(crate) fn space(&self, devices: usize) -> Space {
         let facts = plan::facts_of(&self.config, &self.model.config);
-        let of_a_node = self.cluster.nodes.iter().map(|node| node.devices).min().unwrap_or(1);
         Space {
             facts: Facts { world_size: devices, ..facts },
-            devices_of_a_node: of_a_node.min(devices),
+            devices_of_a_node: self.cluster.devices_of_a_node().min(devices),
             micro_batch: self.config.plan.micro_batch,
             tries_whole_tokens: self.is_host(),
             context_methods: self.context_methods(),
@@ -215,7 +213,7 @@ impl Planner {
 
     /// Returns true if ranks live in host memory and compute with CPU cores.
     pub fn is_host(&self) -> bool {
-        self.cluster.nodes.iter().any(|node| node.device.is_host)
+        self.cluster.is_host()
     }
 
     /// Finds the `top` best plans: with everything in device memory; if none fits, with state offloaded to host memory; if none

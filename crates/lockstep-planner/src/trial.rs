@@ -107,7 +107,7 @@ impl Planner {
     pub(crate) fn fitting(&mut self, candidate: &Candidate, count: usize) -> Result<Trial, Rejection> {
         let trial = self.tried(candidate, count)?;
         let lacking = self.lacking(&trial.layout, &trial.memory);
-        lacking.filter(|_| self.config.offloads_nothing()).map_or(Ok(trial), Err)
+        lacking.filter(|_| !self.offloads(&self.config.plan)).map_or(Ok(trial), Err)
     }
 
     /// Tries a candidate whose first `count` blocks recompute, with the stages that are balanced then.

@@ -215,13 +215,22 @@ impl Cluster {
     /// cluster names no such storage: checkpoints then go to the nodes' disks.
     pub fn checkpoint_gb_per_s(&self) -> Option<f64> {
         let usual = (STORAGE_GB_PER_S_OF_NODE * self.node_count() as f64).max(STORAGE_GB_PER_S_OF_LONE_NODE);
-        let is_host = self.nodes.iter().any(|node| node.device.is_host);
-        self.storage_gb_per_s.or((!is_host).then_some(usual))
+        self.storage_gb_per_s.or((!self.is_host()).then_some(usual))
     }
 
     /// Returns the number of devices of all nodes, from 1 to `u32::MAX`.
     pub fn devices(&self) -> usize {
         self.nodes.iter().map(|kind| kind.count * kind.devices).sum()
+    }
+
+    /// Returns true if ranks live in host memory and compute with CPU cores.
+    pub fn is_host(&self) -> bool {
+        self.nodes.iter().any(|kind| kind.device.is_host)
+    }
+
+    /// Returns the number of devices of the smallest node.
+    pub(crate) fn devices_of_a_node(&self) -> usize {
+        self.nodes.iter().map(|kind| kind.devices).min().unwrap_or(1)
     }
 
     /// Returns the number of nodes of all kinds.

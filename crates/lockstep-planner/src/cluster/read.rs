@@ -392,7 +392,7 @@ fn check(cluster: &mut Cluster, file: &Section<'_, '_>) {
         let what = format!("nothing joins the {devices} devices");
         file.refuse("link", what, "a table [[link]] for each level, the innermost first");
     }
-    let smallest = cluster.nodes.iter().map(|kind| kind.devices).min().unwrap_or(1);
+    let smallest = cluster.devices_of_a_node();
     let mut below = 1;
     for (index, link) in cluster.links.iter().enumerate() {
         if cluster.links[..index].iter().any(|other| other.name == link.name) {

@@ -4,16 +4,24 @@ use lockstep_data::Columns;
 use lockstep_plan::Residence;
 
 use crate::choices::{Precision, Rounding, StatePrecision};
-use crate::declare::NoEffect;
+use crate::ineffective_keys::{NoEffect, no_effect};
 use crate::keys::{KEYS, MODEL_SOURCES, RunConfig};
 use crate::plan_keys::{key_of, keys_of};
 use crate::problem::Origin;
 use crate::reader::Reader;
-use crate::run_config::Purpose;
 use crate::value::DataSource;
 
 /// Most steps in one trace: a few hundred thousand spans are what a browser can show.
 const MAX_TRACED_STEPS: u64 = 100;
+
+/// The use that a configuration is read for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// A run, which needs weights for fine-tuning.
+    Run,
+    /// Planning of a run, which needs no weights.
+    Plan,
+}
 
 /// Adds a problem for each rule that `config` breaks. Rules that involve a refused value are skipped: the default in its place is
 /// not what the user meant.
@@ -55,10 +63,7 @@ impl Checker<'_, '_, '_> {
     /// and keys of a file whose choice an argument overrides.
     fn idle(&mut self) {
         for key in KEYS.iter() {
-            let Some(NoEffect { because, depends_on }) = key.rules.idle.and_then(|idle| idle(self.config))
-            else {
-                continue;
-            };
+            let Some(NoEffect { because, depends_on }) = no_effect(self.config, key.name) else { continue };
             let is_chosen_by_argument = matches!(self.config.origin(depends_on), Origin::Argument(_));
             let origin = self.config.origin(key.name);
             let is_overridden = is_chosen_by_argument && matches!(origin, Origin::File { .. });
@@ -70,10 +75,7 @@ impl Checker<'_, '_, '_> {
     }
 
     fn model(&mut self) {
-        let sources: Vec<&str> = ["model.preset", "model.path", "model.model_type"]
-            .into_iter()
-            .filter(|key| self.given(key))
-            .collect();
+        let sources: Vec<&str> = MODEL_SOURCES.into_iter().filter(|key| self.given(key)).collect();
         if let [first, second, ..] = sources[..] {
             let what = format!("is given as well as {first}; each names the model");
             self.refuse(&[second], what, format!("one of {}", MODEL_SOURCES.join(", ")));

@@ -6,7 +6,7 @@ use std::{fs, io};
 
 use lockstep_plan::gathering::ReshardAfterForward;
 use lockstep_plan::schedule::Kind;
-use lockstep_plan::{ContextMethod, Feedback, PassOrder, QuantizedType, Residence, TensorDimensions};
+use lockstep_plan::{ContextMethod, DType, Feedback, PassOrder, QuantizedType, Residence, TensorDimensions};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -36,10 +36,9 @@ macro_rules! choices {
             fn read(value: &Value) -> Result<Self, InvalidValue> {
                 match value.as_str() {
                     $( Some($word) => Ok(Self::$variant), )+
-                    Some(word) if [$($later),*].contains(&word) => Err(InvalidValue {
-                        what: format!("\"{word}\" is not supported yet"),
-                        allowed: Self::TYPE.to_string(),
-                    }),
+                    Some(word) if [$($later),*].contains(&word) => {
+                        Err(InvalidValue::of::<Self>(format!("\"{word}\" is not supported yet")))
+                    }
                     _ => Err(wrong_type::<Self>(value)),
                 }
             }
@@ -210,36 +209,28 @@ choices! {
     } later []
 }
 
-impl From<OffloadIo> for lockstep_tensor::DiskIo {
-    fn from(io: OffloadIo) -> Self {
-        match io {
-            OffloadIo::Auto => Self::Auto,
-            OffloadIo::IoUring => Self::IoUring,
-            OffloadIo::Threads => Self::Threads,
+/// Converts choices into the types of the crates that act on them; a variant is followed by its name there if that differs.
+macro_rules! conversions {
+    ($($Choice:ident => $Type:ty: $($variant:ident $($other:ident)?),+;)+) => { $(
+        impl From<$Choice> for $Type {
+            fn from(choice: $Choice) -> Self {
+                match choice { $( $Choice::$variant => conversions!(@variant $variant $($other)?), )+ }
+            }
         }
-    }
+    )+ };
+    (@variant $same:ident) => { Self::$same };
+    (@variant $variant:ident $other:ident) => { Self::$other };
 }
 
-impl From<Transport> for lockstep_comm::Way {
-    fn from(transport: Transport) -> Self {
-        match transport {
-            Transport::Auto => Self::Auto,
-            Transport::Shared => Self::SharedMemory,
-            Transport::Tcp => Self::Tcp,
-            Transport::Mpi => Self::Mpi,
-        }
-    }
-}
-
-impl From<AllReduce> for lockstep_comm::Algorithm {
-    fn from(all_reduce: AllReduce) -> Self {
-        match all_reduce {
-            AllReduce::Tree => Self::Tree,
-            AllReduce::Ring => Self::Ring,
-            AllReduce::RecursiveDoubling => Self::RecursiveDoubling,
-            AllReduce::Rabenseifner => Self::Rabenseifner,
-        }
-    }
+conversions! {
+    Precision => DType: F32, BF16, F16;
+    StatePrecision => DType: F32, BF16;
+    Rounding => lockstep_engine::RoundingMode: Nearest, Stochastic;
+    MuonScale => lockstep_engine::MuonScale: MatchAdamW, Original;
+    Scaling => lockstep_model::LoraScaling: Standard, RankStabilized;
+    OffloadIo => lockstep_tensor::DiskIo: Auto, IoUring, Threads;
+    Transport => lockstep_comm::Way: Auto, Shared SharedMemory, Tcp, Mpi;
+    AllReduce => lockstep_comm::Algorithm: Tree, Ring, RecursiveDoubling, Rabenseifner;
 }
 
 /// Implements [`Readable`] for types of plans, whose form in plan files is the word that a key takes.

@@ -3,10 +3,9 @@
 
 use std::fmt;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
-use crate::keys::RunConfig;
-use crate::value::ValueType;
+use crate::value::{Readable, ValueType};
 
 /// One key of RUN.toml.
 #[derive(Debug, Clone)]
@@ -75,26 +74,6 @@ pub struct Rules {
     pub defines_numbers: bool,
     /// Words of the type's choice that the key accepts; `None` for all.
     words: Option<&'static [&'static str]>,
-    /// Function that returns why the key has no effect in a run; `None` for a key that always has one.
-    pub(crate) idle: Option<fn(&RunConfig) -> Option<NoEffect>>,
-}
-
-/// Reason why a key has no effect.
-#[derive(Debug)]
-pub(crate) struct NoEffect {
-    /// The reason in words, to follow "has no effect with".
-    pub(crate) because: String,
-    /// Name of the key whose value is the reason.
-    pub(crate) depends_on: &'static str,
-}
-
-/// Returns the reason why a key has no effect if `is_idle`; `depends_on` is the key whose value decides it.
-pub(crate) fn idle_if(
-    is_idle: bool,
-    depends_on: &'static str,
-    because: impl Into<String>,
-) -> Option<NoEffect> {
-    is_idle.then(|| NoEffect { because: because.into(), depends_on })
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -105,7 +84,7 @@ struct Bound {
 
 /// Returns rules without a range, for a key that does not affect the numbers of a run.
 pub(crate) const fn rules() -> Rules {
-    Rules { low: None, high: None, when_absent: None, defines_numbers: false, words: None, idle: None }
+    Rules { low: None, high: None, when_absent: None, defines_numbers: false, words: None }
 }
 
 impl Rules {
@@ -141,11 +120,6 @@ impl Rules {
 
     pub(crate) const fn words(mut self, words: &'static [&'static str]) -> Self {
         self.words = Some(words);
-        self
-    }
-
-    pub(crate) const fn idle(mut self, idle: fn(&RunConfig) -> Option<NoEffect>) -> Self {
-        self.idle = Some(idle);
         self
     }
 
@@ -186,6 +160,15 @@ impl fmt::Display for Rules {
         }
         Ok(())
     }
+}
+
+/// A reader of the values of keys, which the declared sections ask for each of theirs.
+pub(crate) trait KeyReader {
+    /// Returns the value of `name`, or its default if it is not given or does not fit.
+    fn take<T: Readable>(&mut self, name: &str, default: T, rules: Rules) -> T;
+
+    /// Takes all keys of a section that the table of keys does not list.
+    fn take_rest(&mut self, section: &str) -> Map<String, Value>;
 }
 
 /// Joins the lines of a doc comment.
@@ -245,7 +228,7 @@ macro_rules! sections {
             }
 
             impl $Struct {
-                fn read(reader: &mut Reader<'_>) -> Self {
+                fn read(reader: &mut impl KeyReader) -> Self {
                     Self {
                         $($( $key: reader.take(
                             key_name!($section.$key $($name)?), $default, $rules,
@@ -269,18 +252,18 @@ macro_rules! sections {
             $( $(#[doc = $section_doc])+ pub $section: $Struct, )+
             /// The layout of a step as far as keys fix it; the model and the batch determine the rest.
             pub plan: Plan,
-            pub(crate) origins: std::collections::BTreeMap<String, Origin>,
+            pub(crate) origins: BTreeMap<String, Origin>,
         }
 
         impl RunConfig {
-            /// Takes every known key out of `reader`; the keys that remain are unknown.
-            pub(crate) fn read(reader: &mut Reader<'_>) -> Self {
+            /// Takes every known key out of `reader`; the keys that remain are unknown. The origins are not known yet.
+            pub(crate) fn read(reader: &mut impl KeyReader) -> Self {
                 let mut plan = Plan::default();
                 $($($($( plan.$($field).+ = reader.take(
                     key_name!($section.$plan_key $($plan_name)?), $plan_default, $plan_rules,
                 ); )*)?)+)+
                 $( let $section = $Struct::read(reader); )+
-                Self { $($section,)+ plan, origins: std::mem::take(&mut reader.origins) }
+                Self { $($section,)+ plan, origins: BTreeMap::new() }
             }
 
             /// Returns every key's value, by section.

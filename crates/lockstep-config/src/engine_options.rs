@@ -3,22 +3,17 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use lockstep_engine::{EngineOptions, Offload, Optimizer, RoundingMode, Storage, WeightStorage};
+use lockstep_engine::{EngineOptions, Offload, Optimizer, Storage, WeightStorage};
 use lockstep_graph::BlockShape;
-use lockstep_plan::DType;
 use lockstep_plan::gathering::LiveLimitTooLow;
 use lockstep_tensor::ScratchFile;
 
-use crate::{Error, MuonScale, OptimizerKind, Precision, Rounding, RunConfig, StatePrecision};
+use crate::{Error, OptimizerKind, RunConfig};
 
 /// Returns the shape of a run's micro-batch, with the type that its kernels read.
 pub fn shape_of(config: &RunConfig) -> BlockShape {
-    let dtype = match config.train.precision {
-        Precision::F32 => DType::F32,
-        Precision::BF16 => DType::BF16,
-        Precision::F16 => DType::F16,
-    };
-    BlockShape { sequences: config.micro_batch(), seq_len: config.train.seq_len, dtype }
+    let (train, sequences) = (&config.train, config.micro_batch());
+    BlockShape { sequences, seq_len: train.seq_len, dtype: train.precision.into() }
 }
 
 /// Returns the engine's settings that do not depend on the plan.
@@ -33,10 +28,7 @@ pub fn engine_options(config: &RunConfig) -> EngineOptions {
             OptimizerKind::Lion => Optimizer::Lion { betas: optimizer.betas() },
             OptimizerKind::Muon => Optimizer::Muon {
                 momentum: optimizer.momentum() as f32,
-                scale: match optimizer.muon_scale {
-                    MuonScale::MatchAdamW => lockstep_engine::MuonScale::MatchAdamW,
-                    MuonScale::Original => lockstep_engine::MuonScale::Original,
-                },
+                scale: optimizer.muon_scale.into(),
                 betas: optimizer.betas(),
                 eps: optimizer.eps,
                 adam_ratio: optimizer.adam_lr.map_or(1.0, |adam_lr| adam_lr / optimizer.lr),
@@ -62,14 +54,8 @@ fn storage(config: &RunConfig) -> Storage {
     let parallel = &config.parallel;
     Storage {
         weights: if config.train.master_weights { WeightStorage::Master } else { WeightStorage::Kernels },
-        state: match config.optimizer.state_precision {
-            StatePrecision::F32 => DType::F32,
-            StatePrecision::BF16 => DType::BF16,
-        },
-        rounding: match config.optimizer.rounding {
-            Rounding::Nearest => RoundingMode::Nearest,
-            Rounding::Stochastic => RoundingMode::Stochastic,
-        },
+        state: config.optimizer.state_precision.into(),
+        rounding: config.optimizer.rounding.into(),
         offload: Offload {
             directory: offload_directory(config),
             method: parallel.offload_io.into(),

@@ -19,10 +19,8 @@ use crate::choices::{
     AllReduce, DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling, MuonScale, OffloadIo,
     OptimizerKind, Precision, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, Transport,
 };
-use crate::declare::{Key, Section, joined, key_name, key_word, rules, sections};
-use crate::ineffective_keys;
+use crate::declare::{Key, KeyReader, Section, joined, key_name, key_word, rules, sections};
 use crate::problem::Origin;
-use crate::reader::Reader;
 use crate::value::{DataSource, Readable, TokenizerSource};
 
 /// The preset that is trained when `[model]` names none.
@@ -63,7 +61,7 @@ sections! {
         valid: Vec<String> = Vec::new(),
             rules().when_absent("`valid_fraction` of the training text, from its end").defines_numbers();
         /// The share of the training text that is kept for evaluation when `valid` is not given.
-        valid_fraction: f64 = 0.1, rules().idle(ineffective_keys::valid_fraction).at_least(0.0).below(1.0).defines_numbers();
+        valid_fraction: f64 = 0.1, rules().at_least(0.0).below(1.0).defines_numbers();
         /// Format of the files; `auto` decides by the file name.
         format: DataFormat = DataFormat::Auto, rules().defines_numbers();
         /// `bytes`, or the path of a `tokenizer.json`. Files of tokens need none.
@@ -71,7 +69,7 @@ sections! {
             rules().when_absent("the one in the model's directory, else `bytes`").defines_numbers();
         /// The type of the ids in raw token files (`format = "tokens"`), little-endian.
         token_type: Option<TokenType> = None,
-            rules().idle(ineffective_keys::token_type).when_absent("`u16` for a vocabulary of at most 65,536, else `u32`").defines_numbers();
+            rules().when_absent("`u16` for a vocabulary of at most 65,536, else `u32`").defines_numbers();
         /// Packing of documents into sequences. `stream`: one after another, cut wherever a sequence ends. `documents`: the same,
         /// but a token attends only to its own document, positions begin at 0 in each, and no token predicts the first of the next.
         /// `whole_documents`: as `documents`, and cut only if longer than a sequence; when the next document does not fit, the rest
@@ -87,12 +85,12 @@ sections! {
         /// without it may hold `messages` (a list of `{role, content}`) or `conversations` (of `{from, value}`), `instruction` and
         /// `output` with `input` and `system`, or `prompt` and `completion`; then only the assistant's turns, the output or the
         /// completion are predicted. Chats and instructions are formatted by the tokenizer's chat template, else as ChatML.
-        text_field: String = "text".to_owned(), rules().idle(ineffective_keys::text_field).defines_numbers();
+        text_field: String = "text".to_owned(), rules().defines_numbers();
         /// Names of JSON fields that differ from the known ones: `{ prompt = "question", completion = "answer" }`. Known are
         /// `prompt`, `completion`, `instruction`, `input`, `output`, `system`, `messages`, and in a message `role` and `content`.
         columns: BTreeMap<String, String> = BTreeMap::new(), rules().defines_numbers();
         /// Directory in which tokenized text is kept between runs.
-        cache_dir: Option<PathBuf> = None, rules().idle(ineffective_keys::cache_dir).when_absent("`lockstep` in the user's cache directory");
+        cache_dir: Option<PathBuf> = None, rules().when_absent("`lockstep` in the user's cache directory");
     }
     later []
 
@@ -121,15 +119,15 @@ sections! {
         /// are updated in place and should be rounded `stochastic`ally.
         master_weights: bool = true, rules().defines_numbers();
         /// With `f16`, a fixed loss scale; 0 adjusts it dynamically: steps whose gradients overflow are skipped and lower it.
-        loss_scale: f64 = 0.0, rules().idle(ineffective_keys::loss_scale).at_least(0.0).at_most(4294967296.0).defines_numbers();
+        loss_scale: f64 = 0.0, rules().at_least(0.0).at_most(4294967296.0).defines_numbers();
         /// The loss scale of the first step, as a power of two.
-        initial_scale_power: u64 = 16, rules().idle(ineffective_keys::dynamic_loss_scale).at_most(32.0).defines_numbers();
+        initial_scale_power: u64 = 16, rules().at_most(32.0).defines_numbers();
         /// Steps without an overflow after which the loss scale is doubled.
-        loss_scale_window: u64 = 1000, rules().idle(ineffective_keys::dynamic_loss_scale).at_least(1.0).defines_numbers();
+        loss_scale_window: u64 = 1000, rules().at_least(1.0).defines_numbers();
         /// Overflows after which the loss scale is halved.
-        hysteresis: u64 = 2, rules().idle(ineffective_keys::dynamic_loss_scale).at_least(1.0).defines_numbers();
+        hysteresis: u64 = 2, rules().at_least(1.0).defines_numbers();
         /// The least loss scale. At this one, an overflow is handled as any other step that is not finite.
-        min_loss_scale: f64 = 1.0, rules().idle(ineffective_keys::dynamic_loss_scale).above(0.0).at_most(4294967296.0).defines_numbers();
+        min_loss_scale: f64 = 1.0, rules().above(0.0).at_most(4294967296.0).defines_numbers();
         /// Gradients are clipped to this global L2 norm; 0 switches clipping off.
         max_grad_norm: f64 = 1.0, rules().at_least(0.0).defines_numbers();
         /// Probability of dropout, in families that have it.
@@ -146,7 +144,7 @@ sections! {
         rollback_after: Option<u64> = None,
             rules().at_most(9.0).when_absent("3 with `spike_factor`, else 0").defines_numbers();
         /// Steps between copies of the state in memory for rollbacks; one is also made with each checkpoint.
-        rollback_every: u64 = 100, rules().idle(ineffective_keys::rollback_every).at_least(1.0).defines_numbers();
+        rollback_every: u64 = 100, rules().at_least(1.0).defines_numbers();
         /// Steps between evaluations; 0 switches them off.
         eval_every: u64 = 100, rules();
         /// Global batches in one evaluation.
@@ -165,20 +163,20 @@ sections! {
         lr: f64 = 3e-4, rules().above(0.0).at_most(1e6).defines_numbers();
         /// Decay rates of AdamW's first and second moment; for Lion, the weights of the momentum in its update and in its average.
         betas: Option<[f64; 2]> = None,
-            rules().idle(ineffective_keys::betas).at_least(0.0).below(1.0).when_absent("`[0.9, 0.95]`; for `lion` `[0.9, 0.99]`").defines_numbers();
+            rules().at_least(0.0).below(1.0).when_absent("`[0.9, 0.95]`; for `lion` `[0.9, 0.99]`").defines_numbers();
         /// Term added to AdamW's denominator.
-        eps: f64 = 1e-8, rules().idle(ineffective_keys::eps).above(0.0).defines_numbers();
+        eps: f64 = 1e-8, rules().above(0.0).defines_numbers();
         /// Strength of the decoupled weight decay.
         weight_decay: f64 = 0.1, rules().at_least(0.0).defines_numbers();
         /// Momentum of `sgd` and `muon`.
         momentum: Option<f64> = None,
-            rules().idle(ineffective_keys::momentum).at_least(0.0).below(1.0).when_absent("`0.9`; for `muon` `0.95`").defines_numbers();
+            rules().at_least(0.0).below(1.0).when_absent("`0.9`; for `muon` `0.95`").defines_numbers();
         /// The learning rate of AdamW for the parameters that `muon` leaves to it.
         adam_lr: Option<f64> = None,
-            rules().idle(ineffective_keys::of_muon).above(0.0).at_most(1e6).when_absent("`lr`").defines_numbers();
+            rules().above(0.0).at_most(1e6).when_absent("`lr`").defines_numbers();
         /// Scaling of a matrix's learning rate in `muon`: `match_adamw` by 0.2 times the square root of its longer side, so that
         /// AdamW's learning rates fit; `original` by the square root of rows over columns, at least 1.
-        muon_scale: MuonScale = MuonScale::MatchAdamW, rules().idle(ineffective_keys::of_muon).defines_numbers();
+        muon_scale: MuonScale = MuonScale::MatchAdamW, rules().defines_numbers();
         /// The type of moments and momentum; `bf16` halves their memory.
         state_precision: StatePrecision = StatePrecision::F32, rules().defines_numbers();
         /// Rounding of weights and state in bf16. `stochastic` is right on average, so that changes too small for bf16 are not lost.
@@ -200,16 +198,16 @@ sections! {
             rules().when_absent("a tenth of `train.steps`; 10 to 100 in runs of 20 steps or more").defines_numbers();
         /// Steps in which it decays. The decay ends with the run, or later if it does not fit after the warm-up.
         decay_steps: Option<u64> = None,
-            rules().idle(ineffective_keys::decay_of_schedule).at_least(1.0).at_most(1e12)
+            rules().at_least(1.0).at_most(1e12)
                 .when_absent("all steps after the warm-up; for `wsd` a fifth of `train.steps`")
                 .defines_numbers();
         /// The learning rate at the end, as a fraction of the peak.
-        min_lr_ratio: f64 = 0.1, rules().idle(ineffective_keys::decay_of_schedule).at_least(0.0).at_most(1.0).defines_numbers();
+        min_lr_ratio: f64 = 0.1, rules().at_least(0.0).at_most(1.0).defines_numbers();
         /// Scaling of `optimizer.lr` with the global batch, so that one recipe serves several batches: the peak is `lr * global_batch /
         /// scale_lr_batch` (`linear`, usual with SGD), or `lr * sqrt(global_batch / scale_lr_batch)` (`sqrt`, usual with Adam).
         scale_lr: LearningRateScaling = LearningRateScaling::None, rules().defines_numbers();
         /// The global batch, in sequences, for which `optimizer.lr` was chosen.
-        scale_lr_batch: usize = 256, rules().idle(ineffective_keys::scale_lr_batch).at_least(1.0).defines_numbers();
+        scale_lr_batch: usize = 256, rules().at_least(1.0).defines_numbers();
     }
     later []
 
@@ -217,20 +215,20 @@ sections! {
     fine_tune: FineTuneConfig {
         /// Names of the parameters that keep their values from `model.path`; `*` matches any characters, as in `model.layers.0.*`.
         /// They need neither gradients nor optimizer state.
-        freeze: Vec<String> = Vec::new(), rules().idle(ineffective_keys::freeze).defines_numbers();
+        freeze: Vec<String> = Vec::new(), rules().defines_numbers();
         /// Trains a low-rank adapter of this rank (LoRA) and freezes the model itself.
         lora_rank: Option<usize> = None,
-            rules().idle(ineffective_keys::lora_rank).at_least(1.0).at_most(MAX_RANK as f64).when_absent("no adapter").defines_numbers();
+            rules().at_least(1.0).at_most(MAX_RANK as f64).when_absent("no adapter").defines_numbers();
         /// LoRA's alpha, which scales the adapter's output.
-        lora_alpha: f64 = 16.0, rules().idle(ineffective_keys::lora).above(0.0).at_most(1e6).defines_numbers();
+        lora_alpha: f64 = 16.0, rules().above(0.0).at_most(1e6).defines_numbers();
         /// Probability of dropout of the adapted layers' inputs.
-        lora_dropout: f64 = 0.0, rules().idle(ineffective_keys::lora).at_least(0.0).below(1.0).defines_numbers();
+        lora_dropout: f64 = 0.0, rules().at_least(0.0).below(1.0).defines_numbers();
         /// Linear layers as PEFT names them: the end of a module's name, such as `q_proj`, or `all-linear` for all but
         /// the output layer.
-        lora_targets: Vec<String> = vec![ALL_LINEAR.to_owned()], rules().idle(ineffective_keys::lora).defines_numbers();
+        lora_targets: Vec<String> = vec![ALL_LINEAR.to_owned()], rules().defines_numbers();
         /// `standard` multiplies what the adapter adds by `lora_alpha / lora_rank`, `rank_stabilized` (rsLoRA) by
         /// `lora_alpha / sqrt(lora_rank)`.
-        lora_scaling: Scaling = Scaling::Standard, rules().idle(ineffective_keys::lora).defines_numbers();
+        lora_scaling: Scaling = Scaling::Standard, rules().defines_numbers();
         /// Directory of a PEFT adapter to continue from; rank, alpha and targets are those of the adapter.
         adapter: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
     }
@@ -247,7 +245,7 @@ sections! {
         /// Model state that is sharded over the ranks of `data_parallel_shard` and `context_parallel`: 0 nothing, 1 optimizer state
         /// and master weights, 2 also gradients, 3 also parameters. Experts are sharded over those of these ranks that hold the
         /// same experts. Without `data_parallel_shard` and `data_parallel_replicate`, the started ranks become shards.
-        zero_stage in zero_stage: u8 = 0, rules().idle(ineffective_keys::zero_stage).at_most(3.0);
+        zero_stage in zero_stage: u8 = 0, rules().at_most(3.0);
         /// With `zero_stage = 3`, the form in which weights are all-gathered (qwZ of ZeRO++): `int8` sends one byte for each weight and a
         /// scale for each 256, and all ranks compute with the quantized weights. The weights that are updated and saved stay exact.
         quantize_weights in quantize_weights: Option<QuantizedType> = None, rules().words(&["none", "int8"]).defines_numbers();
@@ -255,19 +253,19 @@ sections! {
         quantize_gradients in quantize_gradients: Option<QuantizedType> = None, rules().defines_numbers();
         /// With `quantize_gradients`, error feedback: each rank keeps the quantization error of its gradients and adds it to the
         /// next ones. It takes 2 bytes for each parameter on every rank, in memory and in checkpoints.
-        quantize_feedback in quantize_feedback: Feedback = Feedback::Kept, rules().idle(ineffective_keys::quantize_feedback).defines_numbers();
+        quantize_feedback in quantize_feedback: Feedback = Feedback::Kept, rules().defines_numbers();
         /// With `zero_stage = 3`, or parameters on disk, the handling of a unit's gathered weights (embedding, a block or the head) after
         /// its forward: `always` frees them, `never` keeps those of all units for the backward and the next micro-batches, `auto` keeps
         /// those that are needed soonest, within `max_live_parameters`. The weights that the backward begins with are always kept.
-        reshard_after_forward in sharding.reshard_after_forward: ReshardAfterForward = ReshardAfterForward::Auto, rules().idle(ineffective_keys::reshard_after_forward);
+        reshard_after_forward in sharding.reshard_after_forward: ReshardAfterForward = ReshardAfterForward::Auto, rules();
         /// With `zero_stage = 3`, or parameters on disk, the most parameters that are unsharded on a rank at once: those of the
         /// unit that computes, those that are being prefetched, and those that are kept for later. One unit's must fit.
         max_live_parameters in sharding.max_live_parameters: Option<usize> = None,
-            rules().idle(ineffective_keys::max_live_parameters).at_least(1.0).at_most(1e15)
+            rules().at_least(1.0).at_most(1e15)
                 .when_absent("those of two units that follow each other; with `reshard_after_forward = \"never\"` all");
         /// With `zero_stage = 3`, the size of a group of nearby ranks, such as those of a node, which keep a second set of shards:
         /// the first all-gather of a step fills it, and the further ones stay within the group (hpZ of ZeRO++).
-        secondary_shard in sharding.secondary_shard: Option<usize> = None, rules().idle(ineffective_keys::secondary_shard).at_least(2.0).at_most(256.0).when_absent("nothing is kept twice");
+        secondary_shard in sharding.secondary_shard: Option<usize> = None, rules().at_least(2.0).at_most(256.0).when_absent("nothing is kept twice");
         /// Expert-parallel ranks: the experts of each layer are split over them, and every rank sends its tokens to the ranks of
         /// their experts. They are taken from `tensor_parallel` times `context_parallel` times `data_parallel_shard`.
         expert_parallel in mesh.expert: usize = 1, rules().at_least(1.0).at_most(65536.0);
@@ -277,31 +275,31 @@ sections! {
         tensor_parallel in mesh.tensor: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// Sequence parallelism: the tensor-parallel ranks split the activations between the matrix products by tokens, so that
         /// their memory shrinks with the ranks.
-        sequence_parallel in sequence_parallel: bool = false, rules().idle(ineffective_keys::sequence_parallel);
+        sequence_parallel in sequence_parallel: bool = false, rules();
         /// Split of the blocks' linear layers: `1d`, each by its columns or its rows (Megatron-LM); `2d`, by blocks on a square of
         /// 4, 9, 16 ... ranks (SUMMA), each row of which has different sequences of a micro-batch.
-        tensor_layout in tensor_layout: TensorDimensions = TensorDimensions::One, rules().idle(ineffective_keys::tensor_layout);
+        tensor_layout in tensor_layout: TensorDimensions = TensorDimensions::One, rules();
         /// Chunks of rows in which tensor-parallel collectives are overlapped with matrix products; 1 overlaps nothing. No bit of
         /// the result depends on it.
         tensor_chunks in tensor_chunks: Option<usize> = None,
-            rules().idle(ineffective_keys::tensor_chunks).at_least(1.0).at_most(64.0).when_absent("1 where these ranks are on one machine, else 4");
+            rules().at_least(1.0).at_most(64.0).when_absent("1 where these ranks are on one machine, else 4");
         /// Context-parallel ranks: each holds some of the tokens of every sequence, and attention exchanges what it needs of the others.
         context_parallel in mesh.context: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// Method of context parallelism: with `ring` keys and values go round the ranks, with `all_gather` each rank has all of
         /// them during an attention, with `all_to_all` ranks exchange tokens for heads (DeepSpeed-Ulysses).
-        context_parallel_method in context_method: ContextMethod = ContextMethod::Ring, rules().idle(ineffective_keys::context_parallel_method);
+        context_parallel_method in context_method: ContextMethod = ContextMethod::Ring, rules();
         /// Pipeline-parallel ranks: each holds some of the layers, and micro-batches go through them one after the other.
         pipeline_parallel in mesh.pipeline: usize = 1, rules().at_least(1.0).at_most(65536.0);
         /// Pipeline schedule: `gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `zb_h1`, `zb_v`, `dualpipe_v`, or a CSV file with
         /// a row for each rank, as of `torch.distributed.pipelining` (or such rows themselves, with a line break after each). No
         /// bit of the result depends on it.
-        pipeline_schedule in schedule.passes: PassOrder = PassOrder::default(), rules().idle(ineffective_keys::pipeline);
+        pipeline_schedule in schedule.passes: PassOrder = PassOrder::default(), rules();
         /// Stages of each pipeline rank. Left out: the fewest that the schedule allows.
-        virtual_stages in schedule.chunks: Option<usize> = None, rules().idle(ineffective_keys::pipeline).at_least(1.0).at_most(256.0).when_absent("the schedule's");
+        virtual_stages in schedule.chunks: Option<usize> = None, rules().at_least(1.0).at_most(256.0).when_absent("the schedule's");
         /// Number of the model's units (the embedding, each block, the head) in every pipeline stage, from the first on. Left out:
         /// balanced stages.
         pipeline_stages in stages: Vec<usize> = Vec::new(),
-            rules().idle(ineffective_keys::pipeline).at_least(1.0).when_absent("even by operations");
+            rules().at_least(1.0).when_absent("even by operations");
         /// Size in MiB of the buckets in which gradients are reduced, overlapped with the backward.
         bucket_mb in bucket_mb: f64 = lockstep_plan::DEFAULT_BUCKET_MB, rules().above(0.0).at_most(1e6);
     } {
@@ -314,12 +312,12 @@ sections! {
         transport: Transport = Transport::Auto, rules();
         /// Algorithm of gradient all-reduces over a network. `tree` adds in the same order as shared memory, and so gives the same
         /// bits; the others give bits of their own, the same on all ranks.
-        all_reduce: AllReduce = AllReduce::Tree, rules().idle(ineffective_keys::of_own_transports);
+        all_reduce: AllReduce = AllReduce::Tree, rules();
         /// TCP connections for data between every two ranks that use TCP.
-        tcp_connections: usize = 2, rules().idle(ineffective_keys::of_own_transports).at_least(1.0).at_most(16.0);
+        tcp_connections: usize = 2, rules().at_least(1.0).at_most(16.0);
         /// Encrypt the traffic between ranks over TCP, under keys that each connection's handshake makes. Ranks that share memory
         /// send nothing over a network. No bit of the result depends on it.
-        encrypt: bool = false, rules().idle(ineffective_keys::of_own_transports);
+        encrypt: bool = false, rules();
     } in plan {
         /// Activations that a block recomputes in its backward to save memory; no bit of the result depends on it. One word for all blocks,
         /// or rules by layer, of which the last one that matches a layer counts: `{ default = "none", layers = [{ from = 0, to = 11, every
@@ -327,10 +325,10 @@ sections! {
         recompute in recompute: RecomputeRules = RecomputeRules::default(), rules();
         /// Each tensor-parallel rank keeps a slice of the input of every block whose `recompute` is `full`, and the slices are all-gathered
         /// before the block's backward, instead of every rank keeping the whole input. No bit of the result depends on it.
-        partition_activations in partition_activations: bool = false, rules().idle(ineffective_keys::partition_activations);
+        partition_activations in partition_activations: bool = false, rules();
         /// Place of master weights and optimizer moments: `disk` is an unnamed file, of which a few windows are in memory while
         /// they are updated. `cpu` is host memory, which CPU ranks use in any case. No bit of the result depends on it.
-        offload_optimizer as "offload.optimizer" in residence.optimizer: Residence = Residence::Memory, rules().idle(ineffective_keys::offload_optimizer);
+        offload_optimizer as "offload.optimizer" in residence.optimizer: Residence = Residence::Memory, rules();
         /// Place of gradients, from a unit's backward to the optimizer step; those of tied embeddings stay in memory.
         offload_gradients as "offload.gradients" in residence.gradients: Residence = Residence::Memory, rules();
         /// Place of the weights that kernels read, between their uses: a unit's are prefetched while the unit before it computes
@@ -341,18 +339,18 @@ sections! {
         offload_activations as "offload.activations" in residence.activations: Residence = Residence::Memory, rules();
         /// Fraction of a rank's model state that is offloaded to the place of `offload.optimizer`, rounded up to whole units of the
         /// model, from the first on. Activations are offloaded altogether.
-        offload_fraction as "offload.fraction" in residence.fraction: f64 = 1.0, rules().idle(ineffective_keys::offload_fraction).above(0.0).at_most(1.0);
+        offload_fraction as "offload.fraction" in residence.fraction: f64 = 1.0, rules().above(0.0).at_most(1.0);
     } {
         /// The directory of the offload files, on a disk with room for them.
-        offload_dir as "offload.dir": Option<PathBuf> = None, rules().idle(ineffective_keys::offload_files).when_absent("`checkpoint.dir`");
+        offload_dir as "offload.dir": Option<PathBuf> = None, rules().when_absent("`checkpoint.dir`");
         /// Method of reading and writing the offload files: `io_uring` or `threads`; `auto` takes `io_uring` where the system has it.
-        offload_io as "offload.io": OffloadIo = OffloadIo::Auto, rules().idle(ineffective_keys::offload_files);
+        offload_io as "offload.io": OffloadIo = OffloadIo::Auto, rules();
     } in plan {
         /// Units of the model (the embedding, each block, the head) that share a flat parameter, whose gradients are reduced
         /// together and whose weights are gathered together: `block` makes one of each unit, `{ min_parameters = N }` joins
         /// consecutive units until they have so many parameters, and a list of patterns such as `["model.layers.*"]` joins
         /// consecutive units that match the same one.
-        wrap in sharding.wrap: Wrap = Wrap::Block, rules().idle(ineffective_keys::wrap);
+        wrap in sharding.wrap: Wrap = Wrap::Block, rules();
     }
     later []
 
@@ -373,7 +371,7 @@ sections! {
         /// Number of the newest checkpoints that are kept; 0 keeps all.
         keep: usize = 3, rules();
         /// Keep the checkpoint with the lowest evaluation loss as well, of those that were saved after a step that was evaluated.
-        keep_best: bool = false, rules().idle(ineffective_keys::keep_best);
+        keep_best: bool = false, rules();
         /// Write checkpoints in the background, from a copy of the state in memory. Without memory for it, training waits for each save.
         in_background as "async": bool = true, rules();
     }

@@ -21,6 +21,7 @@ pub mod human;
 mod ineffective_keys;
 mod joining;
 mod keys;
+mod load;
 mod manual;
 mod model;
 mod model_name;

@@ -72,7 +72,7 @@ pub fn configuration_markdown() -> String {
     }
     out.push_str("\nNames of other tools are taken in any section, or answered with what to write:\n\n");
     out.push_str("| typed | here |\n|---|---|\n");
-    for ForeignName { place, typed, answer } in FOREIGN_NAMES {
+    for ForeignName { place, typed, answer } in FOREIGN_NAMES.iter() {
         let ours = match answer {
             Answer::Is(ours) => format!("`{ours}`"),
             Answer::Write(sentence) => (*sentence).to_owned(),

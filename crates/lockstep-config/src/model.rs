@@ -7,7 +7,7 @@ use lockstep_model::{ModelConfig, Tuning};
 use serde_json::{Map, Value};
 
 use crate::model_name::config_of;
-use crate::plan::plan_problems;
+use crate::plan_keys::plan_problems;
 use crate::tuning::resolve_tuning;
 use crate::{Error, ModelSource, Origin, Problems, RunConfig};
 

@@ -5,9 +5,11 @@
 
 use lockstep_graph::{BlockShape, RecomputeRules};
 use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::{CheckedPlan, DType, Facts, Places, Plan, PlanProblems};
+use lockstep_plan::{CheckedPlan, DType, Facts, Places, Plan};
 
-use crate::{Error, Problem, Problems, ResolvedModel, RunConfig, resolve_model, shape_of};
+pub use crate::plan_keys::facts_of;
+use crate::plan_keys::{adapter_rank, plan_of, problems_of};
+use crate::{Error, Problems, ResolvedModel, RunConfig, resolve_model, shape_of};
 
 /// Returns the run's checked plan and its model.
 ///
@@ -30,39 +32,6 @@ pub fn checked_plan(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) ->
     plan.check(&facts).map_err(|problems| Problems::all_of(problems_of(config, &problems)).into())
 }
 
-/// Returns everything in the run's keys that does not fit its model and its tuning, as far as that is known, each at the key that was set.
-pub(crate) fn plan_problems(
-    config: &RunConfig,
-    model: &ModelConfig,
-    tuning: Option<&Tuning>,
-) -> Vec<Problem> {
-    let facts = Facts { adapter_rank: tuning.and_then(adapter_rank), ..facts_of(config, model) };
-    // The split into stages does not matter here, and the units' costs are known only after recording.
-    match plan_of(config, &facts, || vec![1.0; facts.units()]) {
-        Ok(plan) => plan.check(&facts).map_or_else(|problems| problems_of(config, &problems), |_| Vec::new()),
-        Err(problem) => vec![problem],
-    }
-}
-
-fn problems_of(config: &RunConfig, problems: &PlanProblems) -> Vec<Problem> {
-    problems.0.iter().map(|problem| config.problem_of_plan(problem)).collect()
-}
-
-fn adapter_rank(tuning: &Tuning) -> Option<usize> {
-    tuning.adapter.as_ref().map(|adapter| adapter.config().rank)
-}
-
-/// Returns the plan that the run's keys describe, unchecked.
-fn plan_of(config: &RunConfig, facts: &Facts, costs: impl FnOnce() -> Vec<f64>) -> Result<Plan, Problem> {
-    config.plan.resolved(facts, costs).map_err(|error| {
-        config.problem(
-            "parallel.pipeline_parallel",
-            format!("{error}: the embedding, {} blocks and the head", facts.layers),
-            format!("at most {} stages", facts.units()),
-        )
-    })
-}
-
 /// Returns the FLOPs of forward and backward of each unit's products, which balance the stages. The embedding has none; its cost is
 /// negligible.
 fn unit_costs(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Vec<f64> {
@@ -76,23 +45,13 @@ fn unit_costs(config: &RunConfig, model: &ModelConfig, tuning: &Tuning) -> Vec<f
     (0..recorded.units()).map(cost).collect()
 }
 
-/// Returns the facts that a plan of the run is checked against.
-pub fn facts_of(config: &RunConfig, model: &ModelConfig) -> Facts {
-    Facts { model: digest_of(model), ..model.facts(config.step_facts(), config.ranks()) }
-}
-
-/// Returns a digest that identifies a model in a plan: of its `config.json` as Lockstep writes it, without dropout, on which no
-/// plan depends.
-fn digest_of(model: &ModelConfig) -> String {
-    let text = model.clone().with_dropout(0.0).to_json(DType::F32).to_string();
-    blake3::hash(text.as_bytes()).to_hex()[..32].to_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use lockstep_model::{ALL_LINEAR, Adapter, LoraConfig, LoraScaling};
 
     use super::*;
+    use crate::Problem;
+    use crate::plan_keys::plan_problems;
 
     fn config(settings: &[&str]) -> RunConfig {
         let model = [

@@ -1,6 +1,6 @@
 //! A plan file as the source of a run's plan, and the check that the run keeps to it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use lockstep_plan::{LayerRule, Plan, RecomputeRules};
 use serde_json::Value;
@@ -12,8 +12,7 @@ use crate::{Error, Origin, Problem, RunConfig, named_model, plan};
 /// A plan and the file that it was read from.
 #[derive(Debug, Clone)]
 pub struct PlanFile {
-    path: PathBuf,
-    /// The name in messages.
+    /// The path of the file, or the name in messages of a plan without one.
     name: String,
     plan: Plan,
 }
@@ -35,12 +34,12 @@ impl PlanFile {
         let refuse = |problems: String| Error::Plan { path: name.into(), problems };
         let text = std::fs::read_to_string(path).map_err(|error| refuse(error.to_string()))?;
         let plan = Plan::from_json(&text).map_err(|error| refuse(error.to_string()))?;
-        Ok(Self { path: name.into(), name: name.to_owned(), plan })
+        Ok(Self { name: name.to_owned(), plan })
     }
 
     /// Wraps a plan without a file; messages call it `name`.
     pub fn unwritten(plan: Plan, name: &str) -> Self {
-        Self { path: PathBuf::from(name), name: name.to_owned(), plan }
+        Self { name: name.to_owned(), plan }
     }
 
     /// Returns the plan.
@@ -50,7 +49,7 @@ impl PlanFile {
 
     /// The path of the file, or the name of a plan without one.
     pub fn path(&self) -> &Path {
-        &self.path
+        Path::new(&self.name)
     }
 
     /// Returns the name in messages.
@@ -93,7 +92,7 @@ impl PlanFile {
     }
 
     fn refuse(&self, problems: String) -> Error {
-        Error::Plan { path: self.path.clone(), problems }
+        Error::Plan { path: self.path().to_owned(), problems }
     }
 }
 

@@ -1,6 +1,7 @@
-//! Problems of a run's plan, reported under the keys that set its fields.
+//! The plan that a run's keys describe, and its problems, reported under the keys that set its fields.
 
-use lockstep_plan::{PlanProblem, StepFacts};
+use lockstep_model::{ModelConfig, Tuning};
+use lockstep_plan::{DType, Facts, Plan, PlanProblem, PlanProblems, StepFacts};
 
 use crate::choices::{OptimizerKind, Precision};
 use crate::keys::{KEYS, RunConfig};
@@ -62,6 +63,55 @@ impl RunConfig {
         let at = keys.iter().find(is_given).or(keys.first()).copied().unwrap_or_default();
         self.problem(at, what, allowed)
     }
+}
+
+/// Returns everything in the run's keys that does not fit its model and its tuning, as far as that is known, each at the key that was set.
+pub(crate) fn plan_problems(
+    config: &RunConfig,
+    model: &ModelConfig,
+    tuning: Option<&Tuning>,
+) -> Vec<Problem> {
+    let facts = Facts { adapter_rank: tuning.and_then(adapter_rank), ..facts_of(config, model) };
+    // The split into stages does not matter here, and the units' costs are known only after recording.
+    match plan_of(config, &facts, || vec![1.0; facts.units()]) {
+        Ok(plan) => plan.check(&facts).map_or_else(|problems| problems_of(config, &problems), |_| Vec::new()),
+        Err(problem) => vec![problem],
+    }
+}
+
+pub(crate) fn problems_of(config: &RunConfig, problems: &PlanProblems) -> Vec<Problem> {
+    problems.0.iter().map(|problem| config.problem_of_plan(problem)).collect()
+}
+
+pub(crate) fn adapter_rank(tuning: &Tuning) -> Option<usize> {
+    tuning.adapter.as_ref().map(|adapter| adapter.config().rank)
+}
+
+/// Returns the plan that the run's keys describe, unchecked.
+pub(crate) fn plan_of(
+    config: &RunConfig,
+    facts: &Facts,
+    costs: impl FnOnce() -> Vec<f64>,
+) -> Result<Plan, Problem> {
+    config.plan.resolved(facts, costs).map_err(|error| {
+        config.problem(
+            "parallel.pipeline_parallel",
+            format!("{error}: the embedding, {} blocks and the head", facts.layers),
+            format!("at most {} stages", facts.units()),
+        )
+    })
+}
+
+/// Returns the facts that a plan of the run is checked against.
+pub fn facts_of(config: &RunConfig, model: &ModelConfig) -> Facts {
+    Facts { model: digest_of(model), ..model.facts(config.step_facts(), config.ranks()) }
+}
+
+/// Returns a digest that identifies a model in a plan: of its `config.json` as Lockstep writes it, without dropout, on which no
+/// plan depends.
+fn digest_of(model: &ModelConfig) -> String {
+    let text = model.clone().with_dropout(0.0).to_json(DType::F32).to_string();
+    blake3::hash(text.as_bytes()).to_hex()[..32].to_owned()
 }
 
 #[cfg(test)]

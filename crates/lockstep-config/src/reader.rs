@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 
-use crate::declare::{Later, Rules};
+use crate::declare::{KeyReader, Later, Rules};
 use crate::foreign_names::{self, Answer};
 use crate::keys::SECTIONS;
 use crate::nearest::{is_misspelt_model_key, keys_of, nearest_key};
 use crate::problem::{Origin, Problem};
 use crate::sources::{Entries, Entry};
-use crate::value::{InvalidValue, Readable, shortened};
+use crate::value::{InvalidValue, Readable, numbers_in, shortened};
 
 /// The entries that are not read yet, with the origins and problems of those that are.
 pub(crate) struct Reader<'p> {
@@ -25,52 +25,6 @@ pub(crate) struct Reader<'p> {
 impl<'p> Reader<'p> {
     pub(crate) fn new(entries: Entries, problems: &'p mut Vec<Problem>) -> Self {
         Self { entries: entries.0, origins: BTreeMap::new(), refused: BTreeSet::new(), problems }
-    }
-
-    /// Returns the value of `name`, or its default if it is not given or does not fit.
-    pub(crate) fn take<T: Readable>(&mut self, name: &str, default: T, rules: Rules) -> T {
-        let Some(Entry { value, origin }) = self.entries.remove(name) else { return default };
-        self.origins.insert(name.to_owned(), origin.clone());
-        let habit =
-            if T::read(&value).is_err() { foreign_names::of_value(name, T::TYPE, &value) } else { None };
-        let value = match habit {
-            Some(Answer::Is(ours)) => Value::from(ours),
-            _ => value,
-        };
-        let value_type = rules.narrowed(T::TYPE);
-        let misfit = match T::read(&value) {
-            Ok(_) if !value_type.has_word(&value) => {
-                InvalidValue { what: format!("is the string {value}"), allowed: value_type.to_string() }
-            }
-            Ok(read) if read.numbers().into_iter().all(|number| rules.admits(number)) => return read,
-            Ok(_) => InvalidValue { what: format!("is {value}"), allowed: format!("{value_type} {rules}") },
-            Err(misfit) => match habit {
-                Some(Answer::Write(sentence)) => InvalidValue { allowed: sentence.to_owned(), ..misfit },
-                _ => misfit,
-            },
-        };
-        self.refused.insert(name.to_owned());
-        self.problems.push(Problem::new(origin, name, misfit.what, misfit.allowed));
-        default
-    }
-
-    /// Takes all keys of a section that the table of keys does not list.
-    pub(crate) fn take_rest(&mut self, section: &str) -> Map<String, Value> {
-        let mut rest = Map::new();
-        let prefix = format!("{section}.");
-        let names: Vec<String> =
-            self.entries.keys().filter(|name| name.starts_with(&prefix)).cloned().collect();
-        for name in names {
-            let key = &name[prefix.len()..];
-            if is_misspelt_model_key(key) || foreign_names::of_key(&name).is_some() {
-                continue;
-            }
-            if let Some(entry) = self.entries.remove(&name) {
-                rest.insert(key.to_owned(), entry.value);
-                self.origins.insert(name, entry.origin);
-            }
-        }
-        rest
     }
 
     /// Reports every entry that was not taken.
@@ -91,6 +45,52 @@ impl<'p> Reader<'p> {
             };
             self.problems.push(Problem::new(entry.origin, shortened(&name), what, allowed));
         }
+    }
+}
+
+impl KeyReader for Reader<'_> {
+    fn take<T: Readable>(&mut self, name: &str, default: T, rules: Rules) -> T {
+        let Some(Entry { value, origin }) = self.entries.remove(name) else { return default };
+        self.origins.insert(name.to_owned(), origin.clone());
+        let habit =
+            if T::read(&value).is_err() { foreign_names::of_value(name, T::TYPE, &value) } else { None };
+        let value = match habit {
+            Some(Answer::Is(ours)) => Value::from(ours),
+            _ => value,
+        };
+        let value_type = rules.narrowed(T::TYPE);
+        let misfit = match T::read(&value) {
+            Ok(_) if !value_type.has_word(&value) => {
+                InvalidValue { what: format!("is the string {value}"), allowed: value_type.to_string() }
+            }
+            Ok(read) if numbers_in(&value).into_iter().all(|number| rules.admits(number)) => return read,
+            Ok(_) => InvalidValue { what: format!("is {value}"), allowed: format!("{value_type} {rules}") },
+            Err(misfit) => match habit {
+                Some(Answer::Write(sentence)) => InvalidValue { allowed: sentence.to_owned(), ..misfit },
+                _ => misfit,
+            },
+        };
+        self.refused.insert(name.to_owned());
+        self.problems.push(Problem::new(origin, name, misfit.what, misfit.allowed));
+        default
+    }
+
+    fn take_rest(&mut self, section: &str) -> Map<String, Value> {
+        let mut rest = Map::new();
+        let prefix = format!("{section}.");
+        let names: Vec<String> =
+            self.entries.keys().filter(|name| name.starts_with(&prefix)).cloned().collect();
+        for name in names {
+            let key = &name[prefix.len()..];
+            if is_misspelt_model_key(key) || foreign_names::of_key(&name).is_some() {
+                continue;
+            }
+            if let Some(entry) = self.entries.remove(&name) {
+                rest.insert(key.to_owned(), entry.value);
+                self.origins.insert(name, entry.origin);
+            }
+        }
+        rest
     }
 }
 

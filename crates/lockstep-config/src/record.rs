@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use crate::keys::{KEYS, RunConfig, SECTIONS};
 use crate::problem::Origin;
+use crate::run_config::ModelSource;
 use crate::schedule::Decay;
 
 /// A value of the configuration and its source.
@@ -69,7 +70,7 @@ impl RunConfig {
         if rate.decay != Decay::None {
             json["schedule"]["decay_steps"] = rate.decay_steps.into();
         }
-        if let crate::run_config::ModelSource::Preset(preset) = self.model_source() {
+        if let ModelSource::Preset(preset) = self.model_source() {
             json["model"]["preset"] = preset.into();
         }
         json["derived"] = json!({
@@ -118,9 +119,7 @@ impl RunConfig {
             })
             .collect()
     }
-}
 
-impl RunConfig {
     /// Returns the configuration as the text of a RUN.toml: keys that were set with their source, everything else as comments, so
     /// that derived values stay derived.
     pub fn to_toml(&self) -> String {
@@ -143,9 +142,7 @@ impl RunConfig {
         }
         text
     }
-}
 
-impl RunConfig {
     /// Returns [`RunConfig::settings`] in the form of `run.json`, which [`RunConfig::recorded`] reads.
     pub fn recorded_settings(&self) -> Vec<Value> {
         let record = |Setting { key, value, origin }: Setting| json!({ "key": key, "value": value, "origin": origin.to_string() });

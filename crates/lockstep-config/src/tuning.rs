@@ -2,11 +2,11 @@
 
 use lockstep_checkpoint::PeftAdapter;
 use lockstep_model::{
-    Adapter, LoraConfig, LoraScaling, ModelConfig, ModelError, Tuning, parameter_records, tuned_records,
+    Adapter, LoraConfig, ModelConfig, ModelError, Tuning, parameter_records, tuned_records,
 };
 use lockstep_plan::ParameterRecord;
 
-use crate::{Error, Problem, Problems, RunConfig, Scaling, pattern};
+use crate::{Error, Problem, Problems, RunConfig, pattern};
 
 /// The parameters that an optimizer's patterns are matched against, in words.
 const TRAINED: &str = "parameters that are trained";
@@ -61,10 +61,7 @@ fn resolve_adapter(
         rank,
         alpha: fine_tune.lora_alpha,
         dropout: fine_tune.lora_dropout,
-        scaling: match fine_tune.lora_scaling {
-            Scaling::Standard => LoraScaling::Standard,
-            Scaling::RankStabilized => LoraScaling::RankStabilized,
-        },
+        scaling: fine_tune.lora_scaling.into(),
         targets: fine_tune.lora_targets.clone(),
     };
     match Adapter::new(lora, model) {

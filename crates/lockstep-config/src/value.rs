@@ -55,9 +55,7 @@ impl ValueType {
     pub(crate) fn is_text(self) -> bool {
         matches!(self, Self::Text | Self::Choice { .. } | Self::Recompute | Self::Wrap)
     }
-}
 
-impl ValueType {
     /// Returns false for a word that is not among the choice's.
     pub(crate) fn has_word(self, value: &Value) -> bool {
         match (self, value.as_str()) {
@@ -69,31 +67,24 @@ impl ValueType {
 
 impl fmt::Display for ValueType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Flag => f.write_str("true or false"),
-            Self::Integer => f.write_str("an integer"),
-            Self::Number => f.write_str("a number"),
-            Self::NumberPair => f.write_str("two numbers, [a, b]"),
-            Self::IntegerPair => f.write_str("two integers, [a, b]"),
-            Self::Text => f.write_str("a string"),
-            Self::NumberTable => f.write_str("a table of numbers, { \"a\" = 0.5, \"b\" = 2.0 }"),
-            Self::TextTable => f.write_str("a table of strings, { a = \"b\", c = \"d\" }"),
-            Self::Recompute => f.write_str(
-                "\"none\", \"selective\", \"full\", or { default = \"none\", layers = [{ from = 0, to = 3, every = 2, mode = \"full\" }] }",
-            ),
-            Self::Wrap => f.write_str("\"block\", { min_parameters = 10000000 }, or [\"model.layers.*\"]"),
-            Self::TextList => f.write_str("a list of strings, [\"a\", \"b\"]"),
-            Self::IntegerList => f.write_str("a list of integers, [4, 3, 3]"),
-            Self::SourceList => {
-                f.write_str("a list of strings and tables, [\"a\", { path = \"b\", weight = 0.3 }]")
+        f.write_str(match self {
+            Self::Flag => "true or false",
+            Self::Integer => "an integer",
+            Self::Number => "a number",
+            Self::NumberPair => "two numbers, [a, b]",
+            Self::IntegerPair => "two integers, [a, b]",
+            Self::Text => "a string",
+            Self::NumberTable => "a table of numbers, { \"a\" = 0.5, \"b\" = 2.0 }",
+            Self::TextTable => "a table of strings, { a = \"b\", c = \"d\" }",
+            Self::Recompute => {
+                "\"none\", \"selective\", \"full\", or { default = \"none\", layers = [{ from = 0, to = 3, every = 2, mode = \"full\" }] }"
             }
-            Self::Choice { allowed, .. } => {
-                for (i, word) in allowed.iter().enumerate() {
-                    write!(f, "{}\"{word}\"", if i == 0 { "" } else { ", " })?;
-                }
-                Ok(())
-            }
-        }
+            Self::Wrap => "\"block\", { min_parameters = 10000000 }, or [\"model.layers.*\"]",
+            Self::TextList => "a list of strings, [\"a\", \"b\"]",
+            Self::IntegerList => "a list of integers, [4, 3, 3]",
+            Self::SourceList => "a list of strings and tables, [\"a\", { path = \"b\", weight = 0.3 }]",
+            Self::Choice { allowed, .. } => return write!(f, "\"{}\"", allowed.join("\", \"")),
+        })
     }
 }
 
@@ -102,6 +93,13 @@ impl fmt::Display for ValueType {
 pub(crate) struct InvalidValue {
     pub(crate) what: String,
     pub(crate) allowed: String,
+}
+
+impl InvalidValue {
+    /// Returns the misfit of a value for which `what` holds, with the type that is allowed.
+    pub(crate) fn of<T: Readable>(what: String) -> Self {
+        Self { what, allowed: T::TYPE.to_string() }
+    }
 }
 
 /// A type that a key of the configuration can have.
@@ -116,11 +114,6 @@ pub(crate) trait Readable: Serialize + Sized {
     fn to_value(&self) -> Value {
         serde_json::to_value(self).unwrap_or_default()
     }
-
-    /// Returns the numbers in the value, which must be in the key's range.
-    fn numbers(&self) -> Vec<f64> {
-        Vec::new()
-    }
 }
 
 /// Returns the misfit of a value of the wrong type.
@@ -133,7 +126,16 @@ pub(crate) fn wrong_type<T: Readable>(value: &Value) -> InvalidValue {
         Value::Array(items) => format!("a list of {}", items.len()),
         Value::Object(_) => "a table".to_owned(),
     };
-    InvalidValue { what: format!("is {found}"), allowed: T::TYPE.to_string() }
+    InvalidValue::of::<T>(format!("is {found}"))
+}
+
+/// Returns the numbers in a value, which must be in the key's range.
+pub(crate) fn numbers_in(value: &Value) -> Vec<f64> {
+    match value {
+        Value::Array(items) => items.iter().flat_map(numbers_in).collect(),
+        Value::Object(table) => table.values().flat_map(numbers_in).collect(),
+        other => other.as_f64().into_iter().collect(),
+    }
 }
 
 /// Returns at most 60 characters of a text, escaped, for a message.
@@ -171,10 +173,6 @@ impl Readable for u64 {
         }
         Err(misfit)
     }
-
-    fn numbers(&self) -> Vec<f64> {
-        vec![*self as f64]
-    }
 }
 
 impl Readable for usize {
@@ -183,10 +181,6 @@ impl Readable for usize {
     fn read(value: &Value) -> Result<Self, InvalidValue> {
         let number = u64::read(value)?;
         Self::try_from(number).map_err(|_| wrong_type::<Self>(value))
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        vec![*self as f64]
     }
 }
 
@@ -197,10 +191,6 @@ impl Readable for u8 {
         // The key's range refuses larger numbers.
         u64::read(value).map(|number| Self::try_from(number).unwrap_or(Self::MAX))
     }
-
-    fn numbers(&self) -> Vec<f64> {
-        vec![f64::from(*self)]
-    }
 }
 
 impl Readable for f64 {
@@ -209,26 +199,13 @@ impl Readable for f64 {
     fn read(value: &Value) -> Result<Self, InvalidValue> {
         value.as_f64().ok_or_else(|| wrong_type::<Self>(value))
     }
-
-    fn numbers(&self) -> Vec<f64> {
-        vec![*self]
-    }
 }
 
 impl Readable for [f64; 2] {
     const TYPE: ValueType = ValueType::NumberPair;
 
     fn read(value: &Value) -> Result<Self, InvalidValue> {
-        let pair = value.as_array().map(Vec::as_slice);
-        let Some([first, second]) = pair else { return Err(wrong_type::<Self>(value)) };
-        match (first.as_f64(), second.as_f64()) {
-            (Some(first), Some(second)) => Ok([first, second]),
-            _ => Err(InvalidValue { what: format!("is {value}"), allowed: Self::TYPE.to_string() }),
-        }
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        self.to_vec()
+        read_pair::<Self, f64>(value, Value::as_f64)
     }
 }
 
@@ -236,16 +213,20 @@ impl Readable for [u64; 2] {
     const TYPE: ValueType = ValueType::IntegerPair;
 
     fn read(value: &Value) -> Result<Self, InvalidValue> {
-        let pair = value.as_array().map(Vec::as_slice);
-        let Some([first, second]) = pair else { return Err(wrong_type::<Self>(value)) };
-        match (first.as_u64(), second.as_u64()) {
-            (Some(first), Some(second)) => Ok([first, second]),
-            _ => Err(InvalidValue { what: format!("is {value}"), allowed: Self::TYPE.to_string() }),
-        }
+        read_pair::<Self, u64>(value, Value::as_u64)
     }
+}
 
-    fn numbers(&self) -> Vec<f64> {
-        self.map(|number| number as f64).to_vec()
+/// Reads a list of two.
+fn read_pair<Pair: Readable, T>(
+    value: &Value,
+    read: impl Fn(&Value) -> Option<T>,
+) -> Result<[T; 2], InvalidValue> {
+    let pair = value.as_array().map(Vec::as_slice);
+    let Some([first, second]) = pair else { return Err(wrong_type::<Pair>(value)) };
+    match (read(first), read(second)) {
+        (Some(first), Some(second)) => Ok([first, second]),
+        _ => Err(InvalidValue::of::<Pair>(format!("is {value}"))),
     }
 }
 
@@ -285,10 +266,6 @@ impl Readable for Vec<usize> {
 
     fn read(value: &Value) -> Result<Self, InvalidValue> {
         read_list::<Self, usize>(value, usize::read)
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        self.iter().map(|number| *number as f64).collect()
     }
 }
 
@@ -368,21 +345,7 @@ impl Readable for BTreeMap<String, f64> {
     const TYPE: ValueType = ValueType::NumberTable;
 
     fn read(value: &Value) -> Result<Self, InvalidValue> {
-        let table = value.as_object().ok_or_else(|| wrong_type::<Self>(value))?;
-        table
-            .iter()
-            .map(|(name, value)| match value.as_f64() {
-                Some(number) => Ok((name.clone(), number)),
-                None => Err(InvalidValue {
-                    what: format!("\"{}\" is {value}", shortened(name)),
-                    allowed: Self::TYPE.to_string(),
-                }),
-            })
-            .collect()
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        self.values().copied().collect()
+        read_table::<Self, f64>(value, Value::as_f64)
     }
 }
 
@@ -390,16 +353,21 @@ impl Readable for BTreeMap<String, String> {
     const TYPE: ValueType = ValueType::TextTable;
 
     fn read(value: &Value) -> Result<Self, InvalidValue> {
-        let table = value.as_object().ok_or_else(|| wrong_type::<Self>(value))?;
-        let entry = |(name, value): (&String, &Value)| match value.as_str() {
-            Some(text) => Ok((name.clone(), text.to_owned())),
-            None => Err(InvalidValue {
-                what: format!("\"{}\" is {value}", shortened(name)),
-                allowed: Self::TYPE.to_string(),
-            }),
-        };
-        table.iter().map(entry).collect()
+        read_table::<Self, String>(value, |value| value.as_str().map(str::to_owned))
     }
+}
+
+/// Reads every entry of a table.
+fn read_table<Table: Readable, T>(
+    value: &Value,
+    read: impl Fn(&Value) -> Option<T>,
+) -> Result<BTreeMap<String, T>, InvalidValue> {
+    let table = value.as_object().ok_or_else(|| wrong_type::<Table>(value))?;
+    let entry = |(name, value): (&String, &Value)| match read(value) {
+        Some(read) => Ok((name.clone(), read)),
+        None => Err(InvalidValue::of::<Table>(format!("\"{}\" is {value}", shortened(name)))),
+    };
+    table.iter().map(entry).collect()
 }
 
 impl Readable for RecomputeRules {
@@ -411,10 +379,7 @@ impl Readable for RecomputeRules {
             Value::String(text) if !word(text) => Err(wrong_type::<Self>(value)),
             Value::String(_) | Value::Object(_) => Self::deserialize(value).map_err(|error| {
                 let what = shortened(&error.to_string());
-                InvalidValue {
-                    what: format!("is a table that says nothing: {what}"),
-                    allowed: Self::TYPE.to_string(),
-                }
+                InvalidValue::of::<Self>(format!("is a table that says nothing: {what}"))
             }),
             _ => Err(wrong_type::<Self>(value)),
         }
@@ -434,10 +399,7 @@ impl Readable for Wrap {
         if !is_readable {
             return Err(wrong_type::<Self>(value));
         }
-        Self::deserialize(value).map_err(|error| {
-            let what = shortened(&error.to_string());
-            InvalidValue { what, allowed: Self::TYPE.to_string() }
-        })
+        Self::deserialize(value).map_err(|error| InvalidValue::of::<Self>(shortened(&error.to_string())))
     }
 }
 
@@ -447,10 +409,6 @@ impl<T: Readable> Readable for Option<T> {
 
     fn read(value: &Value) -> Result<Self, InvalidValue> {
         T::read(value).map(Some)
-    }
-
-    fn numbers(&self) -> Vec<f64> {
-        self.as_ref().map(T::numbers).unwrap_or_default()
     }
 }
 

@@ -3,7 +3,7 @@
 use lockstep_config::human;
 use lockstep_plan::{Offload, Residence};
 
-use crate::cluster::NodeKind;
+use crate::cluster::{NodeKind, with_nodes};
 use crate::search::{Observer, Progress, search};
 use crate::{Objective, Planner};
 
@@ -197,25 +197,9 @@ impl Planner {
 
     /// Runs `answer` with empty caches; recordings are kept, since they depend on shapes alone.
     pub(crate) fn afresh<T>(&mut self, answer: impl FnOnce(&mut Self) -> T) -> T {
-        let (outlines, uniforms) = (std::mem::take(&mut self.outlines), std::mem::take(&mut self.uniforms));
-        let cuts = std::mem::take(&mut self.cuts);
+        let caches = std::mem::take(&mut self.caches);
         let answer = answer(self);
-        (self.outlines, self.uniforms, self.cuts) = (outlines, uniforms, cuts);
+        self.caches = caches;
         answer
     }
-}
-
-/// Returns the name of a cluster with another number of nodes: `dgx-h100x4` with 8 is `dgx-h100x8`.
-pub(crate) fn with_nodes(name: &str, nodes: usize) -> String {
-    let base = match name.rsplit_once('x') {
-        Some((base, count))
-            if !count.is_empty()
-                && count.bytes().all(|byte| byte.is_ascii_digit())
-                && crate::cluster::PRESETS.contains(&base) =>
-        {
-            base
-        }
-        _ => name,
-    };
-    if nodes == 1 { base.to_owned() } else { format!("{base}x{nodes}") }
 }

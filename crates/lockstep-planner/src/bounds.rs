@@ -3,8 +3,9 @@
 
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::work::UnitElements;
-use lockstep_plan::{ContextMethod, Degrees, FRAME_PLACES, Mesh, Recompute, StateBytes, StateOnRank};
+use lockstep_plan::{ContextMethod, Degrees, FRAME_PLACES, Mesh, Recompute, StateOnRank};
 
+use crate::caches::{ModeOutline, Outline, PassKey};
 use crate::memory::state_of_unit;
 use crate::offload::Least;
 use crate::predict::TimedModel;
@@ -14,51 +15,6 @@ use crate::{Objective, Planner};
 
 /// Slack on the memory limit during bounding: bounds ignore alignment padding.
 const SLACK: f64 = 1.03;
-
-/// The choices of a candidate on which the passes of a micro-batch depend.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct PassKey {
-    tensor: usize,
-    context: usize,
-    expert: usize,
-    expert_tensor: usize,
-    sequence_parallel: bool,
-    context_method: ContextMethod,
-    micro_batch: usize,
-    /// World size on a host, whose ranks divide its cores, and pipeline degree in a mixed cluster; else 0.
-    ranks: usize,
-    pipeline: usize,
-}
-
-/// The choices of a candidate on which its split into stages depends: its passes, the recompute mode and the number of blocks with
-/// it, the number of stages, and true for V-shaped schedules.
-pub(crate) type StageSplitKey = (PassKey, Recompute, usize, usize, bool);
-
-/// The inputs of the bounds: the model state, and times and saved activations by recompute mode, each recorded on first use.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Outline {
-    of_mode: [Option<ModeOutline>; 3],
-    /// Elements of all units together.
-    elements: UnitElements,
-    state: StateBytes,
-}
-
-/// Times and saved activations of a recompute mode.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct ModeOutline {
-    /// Milliseconds of one micro-batch's forward and backward through all units.
-    pass_ms: f64,
-    /// Activations that all blocks save for one micro-batch, in bytes.
-    saved_bytes: f64,
-}
-
-fn index_of(mode: Recompute) -> usize {
-    match mode {
-        Recompute::None => 0,
-        Recompute::Selective => 1,
-        Recompute::Full => 2,
-    }
-}
 
 impl Planner {
     /// Returns a lower bound of the objective; `None` for a candidate that cannot fit. It is the time of all passes with balanced
@@ -82,7 +38,8 @@ impl Planner {
         // schedules.
         let at_once = if kind.is_v_shaped() { ranks / 2.0 } else { ranks.min(micro_batches) };
         let available = self.capacity_bytes(self.ranks_of(candidate)) as f64 * SLACK;
-        let is_counted = self.config.offloads_nothing();
+        // Lower bounds of memory do not know of state that the run itself offloads.
+        let is_counted = !self.offloads(&self.config.plan);
         let left = available - 0.9 * state / ranks;
         // A candidate that fits without recomputation needs none.
         let needs_mode = !candidate.offload.is_nothing()
@@ -186,7 +143,7 @@ impl Planner {
     /// Returns the inputs of a candidate's bound; `None` if its mesh is invalid.
     fn outline(&mut self, candidate: &Candidate) -> Option<Outline> {
         let key = self.pass_key(candidate);
-        if let Some(known) = self.outlines.get(&key) {
+        if let Some(known) = self.caches.outlines.get(&key) {
             return Some(*known);
         }
         let (sketch, of_none) = self.sketch(candidate, Recompute::None)?;
@@ -198,21 +155,21 @@ impl Planner {
             elements = elements.without(sketch.work.unit(0).elements());
         }
         let mut of_mode = [None; 3];
-        of_mode[index_of(Recompute::None)] = Some(of_none);
+        of_mode[Recompute::None as usize] = Some(of_none);
         let outline = Outline { of_mode, elements, state: self.state_bytes(&sketch) };
-        self.outlines.insert(key, outline);
+        self.caches.outlines.insert(key, outline);
         Some(outline)
     }
 
     /// Returns times and saved activations of a candidate whose blocks all use recompute mode `mode`.
     fn mode_outline(&mut self, candidate: &Candidate, mode: Recompute) -> Option<ModeOutline> {
-        if let Some(known) = self.outline(candidate)?.of_mode[index_of(mode)] {
+        if let Some(known) = self.outline(candidate)?.of_mode[mode as usize] {
             return Some(known);
         }
         let (_, of_mode) = self.sketch(candidate, mode)?;
         let key = self.pass_key(candidate);
-        if let Some(outline) = self.outlines.get_mut(&key) {
-            outline.of_mode[index_of(mode)] = Some(of_mode);
+        if let Some(outline) = self.caches.outlines.get_mut(&key) {
+            outline.of_mode[mode as usize] = Some(of_mode);
         }
         Some(of_mode)
     }

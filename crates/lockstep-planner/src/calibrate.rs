@@ -92,7 +92,7 @@ impl FinishedRun {
 
     /// Returns true if the run can calibrate: its times are those of cores and links alone, without transfers to and from a disk.
     fn teaches(&self) -> bool {
-        self.config.offloads_nothing()
+        !self.config.plan.residence.use_disk()
     }
 
     /// Returns true if the run has one rank on a machine that several could share.
@@ -145,7 +145,7 @@ pub fn calibrate(cluster: &Cluster, runs: Vec<FinishedRun>) -> Result<Calibrated
     if let Some(factor) = exchanges {
         learned.links.iter_mut().for_each(|link| link.slow_down(factor));
     }
-    if learned.nodes.iter().any(|node| node.device.is_host) {
+    if learned.is_host() {
         learned.name = name_of_this(std::thread::available_parallelism().map_or(1, usize::from));
     }
     let after: Vec<PlannedStep> =

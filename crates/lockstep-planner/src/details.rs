@@ -6,9 +6,8 @@ use std::borrow::Cow;
 use lockstep_plan::schedule::{Action, Pass, PassKind, Span};
 use lockstep_plan::{ActivationUse, MemoryCategory, StageActivationUse, StepLayout};
 
-use crate::cluster::Software;
 use crate::predict::{StepTraffic, TimedModel, slowest_kind, traffic};
-use crate::recordings::{Recording, kept_elsewhere};
+use crate::recordings::Recording;
 use crate::roofline::Roofline;
 use crate::{Error, Evaluated, Planner};
 
@@ -112,15 +111,15 @@ impl Planner {
         recording: &Recording,
         rank: usize,
     ) -> ActivationUse {
-        let (numbers, software) = (layout.stages_of(rank), self.cluster.software);
-        if software == Software::Lockstep {
+        let numbers = layout.stages_of(rank);
+        if self.style().has_ledger {
             let stages = layout.stages_on(rank);
             let are_on_disk = found.config.plan.residence.have_activations_on_disk();
             return recording.profile.held_activations(&stages, numbers, are_on_disk);
         }
         let kept = |unit: usize| {
             let recompute = found.config.plan.recompute.of(unit.saturating_sub(1));
-            kept_elsewhere(&recording.work, unit, recompute, software) as usize
+            self.style().saved_bytes(&recording.work, unit, recompute) as usize
         };
         let of_stage = |stage: usize| {
             let kept_bytes: Vec<usize> = layout.stages[stage].clone().map(kept).collect();

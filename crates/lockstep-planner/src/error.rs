@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::cluster::ClusterError;
-use crate::fit::MemoryShortage;
+use crate::shortage::MemoryShortage;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]

@@ -7,7 +7,7 @@ use lockstep_plan::{
     CheckedPlan, MemoryBytes, MemoryCategory, Plan, RankTraffic, StatePlan, StepLayout, ZeroStage, predicted,
 };
 
-use crate::cluster::{NodeKind, Software};
+use crate::cluster::NodeKind;
 use crate::evaluated::Evaluated;
 use crate::memory::{Holding, state_of};
 use crate::predict::{
@@ -102,7 +102,7 @@ impl Planner {
     fn saves_of(&self, plan: &Plan, layout: &StepLayout, recording: &Recording) -> Saves {
         let bytes_of = |rank: usize| {
             let stages = &layout.stages_on(rank)[..];
-            if self.cluster.software != Software::Lockstep {
+            if !self.style().has_ledger {
                 let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
                 let holding = Holding { state, mesh, zero_stage: plan.effective_zero_stage(), stages };
                 let elements = |unit| recording.work.unit(unit).elements();

@@ -7,6 +7,7 @@ use lockstep_config::human;
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::{ContextMethod, Degrees, Plan, Recompute, Residence, Residences, ZeroStage};
 
+use crate::cluster::Joins;
 use crate::predict::StepPrediction;
 use crate::search::{Candidate, Rejection, Subject};
 use crate::{Evaluated, Planner};
@@ -194,16 +195,8 @@ impl Planner {
                     node.host_memory_bytes *= 2;
                 }
             }),
-            ("links inside nodes twice as fast", |planner| {
-                if let Some(link) = planner.cluster.links.first_mut() {
-                    link.gb_per_s *= 2.0;
-                }
-            }),
-            ("links between nodes twice as fast", |planner| {
-                if let [_, .., link] = &mut planner.cluster.links[..] {
-                    link.gb_per_s *= 2.0;
-                }
-            }),
+            ("links inside nodes twice as fast", |planner| planner.double_links(true)),
+            ("links between nodes twice as fast", |planner| planner.double_links(false)),
             ("memory of devices twice as fast", |planner| {
                 for node in &mut planner.cluster.nodes {
                     node.device.memory_gb_per_s *= 2.0;
@@ -232,6 +225,22 @@ impl Planner {
 }
 
 impl Planner {
+    /// Doubles the bandwidth of all levels of links that are inside nodes, or of all others.
+    fn double_links(&mut self, are_inside_nodes: bool) {
+        let cluster = &mut self.cluster;
+        let (is_alone, devices) = (cluster.node_count() == 1, cluster.devices_of_a_node());
+        for link in &mut cluster.links {
+            let is_inside_nodes = match link.joins {
+                Joins::Node => true,
+                Joins::Devices(joined) => joined <= devices,
+                Joins::All => is_alone,
+            };
+            if is_inside_nodes == are_inside_nodes {
+                link.gb_per_s *= 2.0;
+            }
+        }
+    }
+
     /// Climbs from a candidate by the best single changes to a local optimum, and returns its objective and plan. `None` if neither
     /// the candidate nor a neighbour fits.
     fn climb(&mut self, from: &Candidate) -> Option<(f64, Plan)> {
@@ -272,10 +281,6 @@ fn changes(best: &Candidate) -> Vec<(String, Candidate)> {
             let mut degrees = parts(best.degrees, all * of / to);
             set(&mut degrees, to);
             changes.push((format!("{name} {to} instead of {of}"), with(degrees)));
-            // A pipeline where there was none would need a schedule as well.
-            if of == 1 && name == "pipeline" {
-                continue;
-            }
         }
     };
     resize("tensor", tensor, |degrees, to| degrees.tensor = to);
@@ -329,4 +334,28 @@ fn longest(best: &StepPrediction, other: &StepPrediction) -> String {
     most.map_or(String::new(), |(best, other)| {
         format!("{} {} instead of {}", best.name, human::step_time(other.ms), human::step_time(best.ms))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use lockstep_config::RunConfig;
+
+    use super::*;
+    use crate::Objective;
+    use crate::cluster::{Cluster, Link};
+
+    #[test]
+    fn every_level_beyond_the_node_is_a_link_between_nodes() {
+        let mut cluster = Cluster::preset("dgx-h100x8").unwrap();
+        let rack = Link { name: "rack".to_owned(), joins: Joins::Devices(16), ..cluster.links[1].clone() };
+        cluster.links.insert(1, rack);
+        let config = RunConfig::parse("", "a test", &["model.preset=baby-gpt"]).unwrap();
+        let doubled = |are_inside_nodes: bool| -> Vec<f64> {
+            let mut planner = Planner::new(config.clone(), cluster.clone(), Objective::Time).unwrap();
+            planner.double_links(are_inside_nodes);
+            let links = planner.cluster.links.iter().zip(&cluster.links);
+            links.map(|(link, before)| link.gb_per_s / before.gb_per_s).collect()
+        };
+        assert_eq!((doubled(true), doubled(false)), (vec![2.0, 1.0, 1.0], vec![1.0, 2.0, 2.0]));
+    }
 }

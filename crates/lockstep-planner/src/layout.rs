@@ -62,7 +62,7 @@ impl Planner {
         // If all nodes are alike, the order of ranks in a V makes no difference.
         let is_v = self.cluster.nodes.len() > 1 && candidate.schedule.0.is_v_shaped();
         let key = (self.pass_key(candidate), forgotten, count, stages, is_v);
-        if let Some(known) = self.cuts.get(&key) {
+        if let Some(known) = self.caches.cuts.get(&key) {
             return known.clone();
         }
         let of_kind = |kind: usize| -> Vec<f64> {
@@ -81,7 +81,7 @@ impl Planner {
             };
             units.into_iter().scan(0, stage).collect::<Vec<_>>()
         });
-        self.cuts.insert(key, cut.clone());
+        self.caches.cuts.insert(key, cut.clone());
         cut
     }
 

@@ -9,10 +9,9 @@ use lockstep_plan::{
 };
 
 use crate::Planner;
-use crate::cluster::Software;
 use crate::forecast::MemoryInputs;
 use crate::memory::{Holding, memory_elsewhere};
-use crate::recordings::{Recording, kept_elsewhere};
+use crate::recordings::Recording;
 use crate::search::Rejection;
 
 impl Planner {
@@ -27,14 +26,14 @@ impl Planner {
         recording: &Recording,
         rank: usize,
     ) -> Result<MemoryBytes, Rejection> {
-        if self.cluster.software != Software::Lockstep {
+        if !self.style().has_ledger {
             let stages = layout.stages_on(rank);
             let Recording { work, .. } = recording;
             let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
             let holding = Holding { state, mesh, zero_stage: plan.effective_zero_stage(), stages: &stages };
             let elements = |unit| work.unit(unit).elements();
             let forgotten = |unit: usize| plan.recompute.of(unit.saturating_sub(1));
-            let kept = |unit| kept_elsewhere(work, unit, forgotten(unit), self.cluster.software);
+            let kept = |unit| self.style().saved_bytes(work, unit, forgotten(unit));
             return Ok(memory_elsewhere(holding, elements, kept));
         }
         let state = self.state_plan(plan, layout, recording, rank);
@@ -53,7 +52,7 @@ impl Planner {
 
     /// Returns true if a plan offloads anything on these machines.
     pub(crate) fn offloads(&self, plan: &Plan) -> bool {
-        self.cluster.software == Software::Lockstep && self.residences_of(plan).offload_anything()
+        self.style().has_ledger && self.residences_of(plan).offload_anything()
     }
 
     /// Returns the recording of the model where each block recomputes by the plan's rules.

@@ -10,6 +10,7 @@
 
 mod advice;
 mod bounds;
+mod caches;
 mod calibrate;
 mod capacity;
 mod choice;
@@ -35,6 +36,8 @@ mod remedy;
 mod roofline;
 mod scaling;
 pub mod search;
+mod shortage;
+mod system;
 mod tensor_cost;
 mod trial;
 mod value;
@@ -51,8 +54,9 @@ pub use explain::{
     residence_in_words, schedule_in_words,
 };
 pub use forecast::Forecast;
+pub use machine::predict_step;
 pub use page::Page;
-pub use planner::{Objective, Planner, Searched, predict_step};
+pub use planner::{Objective, Planner, Searched};
 pub use remedy::{Remedies, Remedy};
 pub use roofline::{Point, Roofline};
 pub use scaling::{Scaled, Scaling};

@@ -5,14 +5,14 @@
 use std::path::{Path, PathBuf};
 
 use lockstep_config::{RunConfig, offload_directory, user_cache_dir};
-use lockstep_plan::DType;
+use lockstep_plan::{DType, PlannedStep};
 use lockstep_tensor::ScratchFile;
 use lockstep_tensor::host::{online_cores, processor_name};
 
 use crate::Error;
-use crate::advice::with_nodes;
-use crate::cluster::{Cluster, NodeKind};
+use crate::cluster::{Cluster, NodeKind, with_nodes};
 use crate::fit::available_bytes;
+use crate::planner::predicted_step;
 
 /// Environment variable with the path of this machine's measurements, if it is not the default one.
 pub const MACHINE_VARIABLE: &str = "LOCKSTEP_MACHINE";
@@ -142,13 +142,18 @@ pub fn name_of_this(cores: usize) -> String {
 /// Returns the machine that the ranks of `config` run on; `None` if ranks run elsewhere too, or it was not measured.
 ///
 /// A rank may be pinned to its share of the cores and see no others, so the file is not compared with this machine.
-pub(crate) fn of_run(config: &RunConfig) -> Option<Cluster> {
+fn of_run(config: &RunConfig) -> Option<Cluster> {
     let place = lockstep_launch::place().ok().flatten();
     if place.is_some_and(|place| place.world_size.is_some_and(|ranks| place.local_size != Some(ranks))) {
         return None;
     }
     let cluster = read(&measured_file()).ok().filter(|cluster| cluster.nodes.len() == 1)?;
     Some(for_run(&cluster, config))
+}
+
+/// Predicts a step of `config` on this machine; `None` if the machine was not measured, or if ranks run on other machines too.
+pub fn predict_step(config: &RunConfig) -> Option<PlannedStep> {
+    predicted_step(config, of_run(config)?).ok()
 }
 
 /// Returns the measured peak of this rank's cores in matrix products of `dtype`, in FLOP/s; `None` if `lockstep bench machine` has
@@ -160,7 +165,7 @@ pub fn peak_of_rank(config: &RunConfig, dtype: DType) -> Option<f64> {
     if !is_of_this || cluster.nodes.len() != 1 || !cluster.nodes.iter().all(is_measured) {
         return None;
     }
-    let ranks = crate::machine::local_ranks();
+    let ranks = local_ranks();
     share_out(&mut cluster, ranks, config.train.threads);
     // Processors widen f16 to f32.
     let dtype = if dtype == DType::F16 { DType::F32 } else { dtype };
@@ -170,7 +175,7 @@ pub fn peak_of_rank(config: &RunConfig, dtype: DType) -> Option<f64> {
 /// Returns `cluster` with the cores of a host divided among the ranks of `config`.
 pub(crate) fn for_run(cluster: &Cluster, config: &RunConfig) -> Cluster {
     let mut cluster = cluster.clone();
-    if cluster.nodes.iter().any(|node| node.device.is_host) {
+    if cluster.is_host() {
         share_out(&mut cluster, config.ranks(), config.train.threads);
     }
     cluster

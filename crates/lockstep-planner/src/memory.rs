@@ -8,7 +8,6 @@ use lockstep_plan::{
 };
 
 use crate::Planner;
-use crate::cluster::Software;
 use crate::recordings::Recording;
 
 /// The inputs of a rank's model state.
@@ -28,8 +27,8 @@ impl Planner {
     /// Returns the bytes of state per element: for Lockstep by the run's optimizer and precision, for others by their style.
     pub(crate) fn state_bytes(&self, recording: &Recording) -> StateBytes {
         let Recording { work, facts, .. } = recording;
-        if self.cluster.software != Software::Lockstep {
-            return self.cluster.software.style().state_bytes(work.dtype);
+        if !self.style().has_ledger {
+            return self.style().state_bytes(work.dtype);
         }
         let (plan, mesh) = (&self.config.plan, Mesh::default());
         StatePlan::new(plan, Residences::default(), &mesh, 1, facts).element_bytes(work.dtype)

@@ -11,7 +11,7 @@ use lockstep_plan::{
 };
 
 use crate::capacity::USABLE;
-use crate::cluster::{NodeKind, Software};
+use crate::cluster::NodeKind;
 use crate::offloaded_units::StateByUnit;
 use crate::search::{Candidate, Rejection};
 use crate::trial::{Trial, ranks_to_book};
@@ -53,7 +53,7 @@ impl Planner {
             Residence::Disk => node.disk_bytes > 0,
         };
         let is_open = |what: &str| self.config.origin(&format!("parallel.offload.{what}")) == Origin::Default;
-        self.cluster.software == Software::Lockstep
+        self.style().has_ledger
             && self.cluster.nodes.iter().all(has_place)
             && ["optimizer", "gradients", "parameters", "activations", "fraction"].into_iter().all(is_open)
             && self.config.rollback_after() == 0

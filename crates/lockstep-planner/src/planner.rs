@@ -5,21 +5,20 @@
 //! sharding that a search visits, and turns the result into a configuration that `train` executes.
 
 use std::collections::HashMap;
-use std::ops::Range;
-use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
 use lockstep_config::{Origin, ResolvedModel, RunConfig, plan, resolve_model};
 use lockstep_model::{Tuning, tuned_records};
 use lockstep_plan::schedule::{Kind, Schedule};
-use lockstep_plan::{ContextMethod, Facts, Offload, PlannedStep, Recompute, Residence};
+use lockstep_plan::{ContextMethod, Facts, Offload, PlannedStep, Residence};
 
-use crate::bounds::{Outline, PassKey, StageSplitKey};
-use crate::cluster::{Cluster, Software};
-use crate::recordings::{Recordings, Uniform};
+use crate::caches::Caches;
+use crate::cluster::Cluster;
+use crate::recordings::Recordings;
 use crate::search::{Candidate, Found, Observer, Ranking, Space, search};
-use crate::{Error, Evaluated, machine, workload};
+use crate::system::SystemTraits;
+use crate::{Error, Evaluated, workload};
 
 /// The figure by which plans are ranked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -31,11 +30,6 @@ pub enum Objective {
     Cost,
     /// The most memory left on the rank that has least.
     Headroom,
-}
-
-/// Predicts a step of `config` on this machine; `None` if the machine was not measured, or if ranks run on other machines too.
-pub fn predict_step(config: &RunConfig) -> Option<PlannedStep> {
-    predicted_step(config, machine::of_run(config)?).ok()
 }
 
 /// Predicts a step of `config` on `cluster`.
@@ -67,9 +61,7 @@ pub struct Planner {
     pub(crate) ranks: Option<usize>,
     pub(crate) recordings: Recordings,
     pub(crate) schedules: HashMap<(Kind, usize, usize, usize), Option<Arc<Schedule>>>,
-    pub(crate) outlines: HashMap<PassKey, Outline>,
-    pub(crate) uniforms: HashMap<(PassKey, Recompute), Rc<Uniform>>,
-    pub(crate) cuts: HashMap<StageSplitKey, Option<Vec<Range<usize>>>>,
+    pub(crate) caches: Caches,
     /// Number of rank ledgers that searches have computed so far.
     pub(crate) ledgers: usize,
 }
@@ -81,18 +73,16 @@ impl Planner {
     /// # Errors
     /// If the model cannot be resolved.
     pub fn new(mut config: RunConfig, cluster: Cluster, objective: Objective) -> Result<Self, Error> {
-        let is_host = cluster.nodes.iter().any(|node| node.device.is_host);
-        if !is_host {
+        if !cluster.is_host() {
             // The cores of the planning machine affect neither the time nor the memory of a device.
             config.train.threads = 1;
         }
-        // Runs of these systems used dropout and saved its masks.
-        let drops = matches!(cluster.software, Software::Megatron | Software::DeepSpeed);
-        if drops && config.origin("train.dropout") == Origin::Default {
-            config.train.dropout = 0.1;
+        let style = cluster.software.style();
+        if style.dropout > 0.0 && config.origin("train.dropout") == Origin::Default {
+            config.train.dropout = style.dropout;
         }
         let model = resolve_model(&config)?;
-        let recordings = Recordings::new(&config, &model, cluster.software);
+        let recordings = Recordings::new(&config, &model, style);
         Ok(Self {
             config,
             model,
@@ -102,9 +92,7 @@ impl Planner {
             ranks: None,
             recordings,
             schedules: HashMap::new(),
-            outlines: HashMap::new(),
-            uniforms: HashMap::new(),
-            cuts: HashMap::new(),
+            caches: Caches::default(),
             ledgers: 0,
         })
     }
@@ -118,6 +106,11 @@ impl Planner {
     /// Returns the machines that the run is planned for.
     pub fn cluster(&self) -> &Cluster {
         &self.cluster
+    }
+
+    /// Returns the implementation choices of the system that is planned for.
+    pub(crate) fn style(&self) -> SystemTraits {
+        self.cluster.software.style()
     }
 
     /// Returns the configuration of the run.
@@ -163,10 +156,9 @@ impl Planner {
     /// Returns the search space for a number of devices.
     pub(crate) fn space(&self, devices: usize) -> Space {
         let facts = plan::facts_of(&self.config, &self.model.config);
-        let of_a_node = self.cluster.nodes.iter().map(|node| node.devices).min().unwrap_or(1);
         Space {
             facts: Facts { world_size: devices, ..facts },
-            devices_of_a_node: of_a_node.min(devices),
+            devices_of_a_node: self.cluster.devices_of_a_node().min(devices),
             micro_batch: self.config.plan.micro_batch,
             tries_whole_tokens: self.is_host(),
             context_methods: self.context_methods(),
@@ -221,7 +213,7 @@ impl Planner {
 
     /// Returns true if ranks live in host memory and compute with CPU cores.
     pub fn is_host(&self) -> bool {
-        self.cluster.nodes.iter().any(|node| node.device.is_host)
+        self.cluster.is_host()
     }
 
     /// Finds the `top` best plans: with everything in device memory; if none fits, with state offloaded to host memory; if none

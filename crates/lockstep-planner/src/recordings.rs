@@ -8,11 +8,12 @@ use lockstep_config::{ResolvedModel, RunConfig, engine_options};
 use lockstep_engine::EngineOptions;
 use lockstep_graph::BlockShape;
 use lockstep_model::{Flops, ModelConfig, RecordedModel, RecordingOptions, Tuning};
-use lockstep_plan::work::{ModelWork, SavedExtent, TaskKind};
+use lockstep_plan::work::ModelWork;
 use lockstep_plan::{Mesh, ModelProfile, Places, Plan, Recompute, StateBytes, StateFacts};
 
-use crate::cluster::{Cluster, Software};
+use crate::cluster::Cluster;
 use crate::predict::TimedModel;
+use crate::system::SystemTraits;
 
 /// The recorded model, as one of its ranks runs it.
 #[derive(Debug, Clone)]
@@ -50,7 +51,7 @@ impl Uniform {
         profile.records = Vec::new();
         profile.units.iter_mut().for_each(|unit| unit.parameters = Vec::new());
         let units = 0..recording.work.units();
-        let kept = |unit| kept_elsewhere(&recording.work, unit, recompute, cluster.software);
+        let kept = |unit| cluster.software.style().saved_bytes(&recording.work, unit, recompute);
         Self {
             times: TimedModel::new(cluster, &recording.work, mesh),
             profile,
@@ -68,19 +69,6 @@ impl Uniform {
     }
 }
 
-/// Returns the bytes of activations that a system other than Lockstep saves in a unit. Selective recomputation saves everything but
-/// the attention scores.
-pub(crate) fn kept_elsewhere(work: &ModelWork, unit: usize, recompute: Recompute, software: Software) -> u64 {
-    let is_block = unit > 0 && unit + 1 < work.units();
-    let keeping = match recompute {
-        Recompute::Full if is_block => SavedExtent::InputAlone,
-        Recompute::Selective if is_block => SavedExtent::WithoutScores,
-        _ if !software.style().unfused_attention => SavedExtent::WithoutScores,
-        _ => SavedExtent::Everything,
-    };
-    work.unit(unit).kept.bytes(keeping, work.dtype)
-}
-
 /// Recordings of a run's model, cached by block shape, places of the rank on the mesh, and recompute mode.
 #[derive(Debug)]
 pub(crate) struct Recordings {
@@ -88,21 +76,21 @@ pub(crate) struct Recordings {
     tuning: Tuning,
     options: EngineOptions,
     seq_len: usize,
-    software: Software,
+    style: SystemTraits,
     known: HashMap<(BlockShape, Places, Recompute), Rc<Recording>>,
     /// FLOPs of all ranks together, which do not depend on the sharding.
     flops: HashMap<(BlockShape, Recompute), Flops>,
 }
 
 impl Recordings {
-    /// Returns an empty cache for a run's model under `software`.
-    pub(crate) fn new(config: &RunConfig, model: &ResolvedModel, software: Software) -> Self {
+    /// Returns an empty cache for a run's model under a system.
+    pub(crate) fn new(config: &RunConfig, model: &ResolvedModel, style: SystemTraits) -> Self {
         Self {
             model: model.config.clone(),
             tuning: model.tuning.clone(),
             options: engine_options(config),
             seq_len: config.train.seq_len,
-            software,
+            style,
             known: HashMap::new(),
             flops: HashMap::new(),
         }
@@ -115,7 +103,7 @@ impl Recordings {
     }
 
     /// Returns the model as the first rank of `mesh` runs it under `plan`, with the same recompute mode in every block. "Selective"
-    /// is what the software means by it: where attention scores are written to memory, they alone are recomputed.
+    /// is what the system means by it.
     pub(crate) fn uniform(&mut self, plan: &Plan, mesh: &Mesh, recompute: Recompute) -> Rc<Recording> {
         let key = (self.shape_of(plan), Places::of(mesh, 0, plan), recompute);
         if let Some(known) = self.known.get(&key) {
@@ -130,9 +118,9 @@ impl Recordings {
     pub(crate) fn sketch(&mut self, plan: &Plan, mesh: &Mesh, recompute: Recompute) -> (Recording, f64) {
         let made = self.make(plan, mesh, recompute);
         let blocks = 1..made.work.units() - 1;
-        let kept = |unit: usize| match self.software {
-            Software::Lockstep => made.profile.units[unit].frame_bytes as f64,
-            _ => kept_elsewhere(&made.work, unit, recompute, self.software) as f64,
+        let kept = |unit: usize| match self.style.has_ledger {
+            true => made.profile.units[unit].frame_bytes as f64,
+            false => self.style.saved_bytes(&made.work, unit, recompute) as f64,
         };
         let kept_bytes = blocks.map(kept).sum();
         (made, kept_bytes)
@@ -163,14 +151,9 @@ impl Recordings {
         Rc::new(mixed)
     }
 
-    /// Records the model. Recomputation in Lockstep repeats the operations whose outputs the backward reads; in other systems it
-    /// repeats the whole forward, or attention alone.
+    /// Records the model, with the recomputation of the system.
     fn make(&mut self, plan: &Plan, mesh: &Mesh, recompute: Recompute) -> Recording {
-        let repeats = match recompute {
-            Recompute::Selective if self.software.style().unfused_attention => Some(recompute),
-            Recompute::Full if self.software != Software::Lockstep => Some(recompute),
-            _ => None,
-        };
+        let repeats = self.style.repeats(recompute);
         let (shape, places) = (self.shape_of(plan), Places::of(mesh, 0, plan));
         let rules = if repeats.is_some() { Recompute::None } else { recompute }.into();
         let options = RecordingOptions::training(shape, rules, places);
@@ -178,10 +161,8 @@ impl Recordings {
         let recorded = RecordedModel::tuned_with_flops(&self.model, &self.tuning, options, flops);
         self.flops.insert((shape, recompute), recorded.flops());
         let mut work = recorded.work();
-        match repeats {
-            Some(Recompute::Selective) => work.repeat(|task| matches!(task.kind, TaskKind::Attention(_))),
-            Some(_) => work.repeat(|_| true),
-            None => {}
+        if let Some(is_repeated) = repeats {
+            work.repeat(is_repeated);
         }
         Recording { work, profile: recorded.profile(), facts: self.options.state_facts(&recorded) }
     }

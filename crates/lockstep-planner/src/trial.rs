@@ -10,7 +10,6 @@ use lockstep_plan::{
     StageMemory, StepLayout, ZeroStage,
 };
 
-use crate::cluster::Software;
 use crate::memory::{Holding, memory_elsewhere, state_of};
 use crate::predict::{TimedModel, predict_step_ms, slowest_kind};
 use crate::recordings::Uniform;
@@ -91,13 +90,13 @@ impl Planner {
     /// Returns a candidate's recording with the same recompute mode in every block.
     fn uniform(&mut self, candidate: &Candidate, mesh: &Mesh, recompute: Recompute) -> Rc<Uniform> {
         let key = (self.pass_key(candidate), recompute);
-        if let Some(known) = self.uniforms.get(&key) {
+        if let Some(known) = self.caches.uniforms.get(&key) {
             return Rc::clone(known);
         }
         let recording = self.recordings.uniform(&candidate.plan(&self.config.plan), mesh, recompute);
         let state = self.state_bytes(&recording);
         let uniform = Rc::new(Uniform::new(&recording, state, recompute, &self.cluster, mesh));
-        self.uniforms.insert(key, Rc::clone(&uniform));
+        self.caches.uniforms.insert(key, Rc::clone(&uniform));
         uniform
     }
 
@@ -108,7 +107,7 @@ impl Planner {
     pub(crate) fn fitting(&mut self, candidate: &Candidate, count: usize) -> Result<Trial, Rejection> {
         let trial = self.tried(candidate, count)?;
         let lacking = self.lacking(&trial.layout, &trial.memory);
-        lacking.filter(|_| self.config.offloads_nothing()).map_or(Ok(trial), Err)
+        lacking.filter(|_| !self.offloads(&self.config.plan)).map_or(Ok(trial), Err)
     }
 
     /// Tries a candidate whose first `count` blocks recompute, with the stages that are balanced then.
@@ -151,7 +150,7 @@ impl Planner {
         let Uniform { times, profile, state, kept_elsewhere } = units;
         let (mesh, zero_stage, dtype) = (&layout.mesh, candidate.zero_stage, times.dtype());
         let holding = Holding { state: *state, mesh, zero_stage, stages };
-        if self.cluster.software != Software::Lockstep {
+        if !self.style().has_ledger {
             return memory_elsewhere(holding, |unit| times.elements(unit), |unit| kept_elsewhere[unit]);
         }
         let elements = self.elements_of(times, stages);

@@ -32,7 +32,7 @@ pub struct Assumption {
 /// # Errors
 /// If the model cannot be found.
 pub fn assumptions(config: &RunConfig, cluster: &Cluster) -> Result<Vec<Assumption>, Error> {
-    if cluster.nodes.iter().any(|node| node.device.is_host) {
+    if cluster.is_host() {
         return Ok(Vec::new());
     }
     let is_open = |key: &str| config.origin(key) == Origin::Default;

@@ -97,12 +97,12 @@ fn every_preset_is_sound_and_reads_as_it_was_written() {
 
 #[test]
 fn every_known_device_and_link_can_be_named() {
-    for device in DEVICES {
+    for &device in DEVICES.iter() {
         let cluster = parse(&format!("node.device = \"{device}\""));
         assert_eq!(cluster.nodes[0].device.name, device);
         assert!(cluster.nodes[0].device.peak_flops(DType::F16).or(Some(1e12)) > Some(1e11), "{device}");
     }
-    for link in LINKS {
+    for &link in LINKS.iter() {
         let cluster =
             parse(&format!("node.device = \"h100-sxm\"\nlink.like = \"{link}\"\nlink.joins = \"all\""));
         assert_eq!(cluster.links[0].name, link);

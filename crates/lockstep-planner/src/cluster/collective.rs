@@ -259,7 +259,7 @@ impl Cluster {
     /// Returns the devices in one part of a level; `None` if it joins all.
     fn joined_devices(&self, link: &Link) -> Option<usize> {
         match link.joins {
-            Joins::Node => self.nodes.iter().map(|kind| kind.devices).min(),
+            Joins::Node => Some(self.devices_of_a_node()),
             Joins::Devices(devices) => Some(devices),
             Joins::All => None,
         }
@@ -287,7 +287,7 @@ impl Cluster {
     fn all_reduce_rate(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
         let ring = self.ring_rate(level, placement);
         match self.switched_rate(level, placement) {
-            Some(switched) if self.is_of_hosts() => switched,
+            Some(switched) if self.is_host() => switched,
             Some(switched) => ring.max(switched),
             None => ring,
         }
@@ -299,17 +299,13 @@ impl Cluster {
         let others = (placement.size - 1) as f64 / placement.size as f64;
         let rate = level.link.gb_per_s * level.link.in_switch? * 1e9 * 2.0 * others;
         let has_enough = level.below == 1.0 && level.within >= IN_SWITCH_RANKS;
-        (self.is_of_hosts() || has_enough).then_some(rate)
+        (self.is_host() || has_enough).then_some(rate)
     }
 
     /// Returns true if a level's switches, or a host's memory, reduce an all-reduce.
     fn adds_in_switch(&self, level: &Passed<'_>, placement: &Placement) -> bool {
         let switched = self.switched_rate(level, placement);
-        switched.is_some_and(|rate| self.is_of_hosts() || rate > self.ring_rate(level, placement))
-    }
-
-    fn is_of_hosts(&self) -> bool {
-        self.nodes.iter().any(|kind| kind.device.is_host)
+        switched.is_some_and(|rate| self.is_host() || rate > self.ring_rate(level, placement))
     }
 
     /// Returns the seconds of the steps of a chain within nodes and a tree of nodes, up and down.

@@ -20,8 +20,12 @@ mod section;
 mod write;
 
 pub use collective::{LinkTime, Placement};
-pub use preset::{DEVICES, LINKS, PRESETS};
+pub use preset::PRESETS;
+pub(crate) use preset::with_nodes;
 pub use problem::{ClusterError, ClusterProblem};
+pub use read::{DEVICES, LINKS};
+
+pub use crate::system::Software;
 
 /// Maximum number of levels of links.
 pub const MAX_LEVELS: usize = 4;
@@ -175,41 +179,6 @@ pub enum Joins {
     All,
 }
 
-/// Training system, for the choices in which systems differ. The constants of a device are the same for all.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Software {
-    /// Lockstep's own engine.
-    Lockstep,
-    /// Megatron-LM of 2021 and 2022: attention writes scores, and f32 gradients are reduced after the backward.
-    Megatron,
-    /// Megatron Core (Megatron-LM and NeMo from 2023 on): as Lockstep, except the token dispatch to tensor-parallel experts.
-    MegatronCore,
-    /// PyTorch FSDP with fused attention and unfused other operations; gathers and reductions overlap with compute.
-    Fsdp,
-    /// PyTorch FSDP in Mosaic's llm-foundry of 2023: with Triton attention, whose backward was slow.
-    LlmFoundry,
-    /// DeepSpeed ZeRO: gradients are reduced in 16 bits.
-    DeepSpeed,
-}
-
-impl Software {
-    /// All training systems.
-    pub const ALL: [Self; 6] =
-        [Self::Lockstep, Self::Megatron, Self::MegatronCore, Self::Fsdp, Self::LlmFoundry, Self::DeepSpeed];
-
-    /// Returns the name in a cluster file.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Lockstep => "lockstep",
-            Self::Megatron => "megatron",
-            Self::MegatronCore => "megatron-core",
-            Self::Fsdp => "fsdp",
-            Self::LlmFoundry => "llm-foundry",
-            Self::DeepSpeed => "deepspeed",
-        }
-    }
-}
-
 impl Default for Efficiency {
     /// Estimates for a device of which only the peaks are known: typical of recent accelerators with large shapes.
     fn default() -> Self {
@@ -246,13 +215,22 @@ impl Cluster {
     /// cluster names no such storage: checkpoints then go to the nodes' disks.
     pub fn checkpoint_gb_per_s(&self) -> Option<f64> {
         let usual = (STORAGE_GB_PER_S_OF_NODE * self.node_count() as f64).max(STORAGE_GB_PER_S_OF_LONE_NODE);
-        let is_host = self.nodes.iter().any(|node| node.device.is_host);
-        self.storage_gb_per_s.or((!is_host).then_some(usual))
+        self.storage_gb_per_s.or((!self.is_host()).then_some(usual))
     }
 
     /// Returns the number of devices of all nodes, from 1 to `u32::MAX`.
     pub fn devices(&self) -> usize {
         self.nodes.iter().map(|kind| kind.count * kind.devices).sum()
+    }
+
+    /// Returns true if ranks live in host memory and compute with CPU cores.
+    pub fn is_host(&self) -> bool {
+        self.nodes.iter().any(|kind| kind.device.is_host)
+    }
+
+    /// Returns the number of devices of the smallest node.
+    pub(crate) fn devices_of_a_node(&self) -> usize {
+        self.nodes.iter().map(|kind| kind.devices).min().unwrap_or(1)
     }
 
     /// Returns the number of nodes of all kinds.

@@ -1,13 +1,21 @@
-//! Named clusters, devices and links. They are TOML files as users write them; those in `presets/` start with the sources of their
-//! numbers.
+//! Named clusters. They are TOML files as users write them; those in `presets/` start with the sources of their numbers.
 
 use super::{Cluster, ClusterError, ClusterProblem, Device, Efficiency, Joins, Link, NodeKind, Software};
 
 use super::section::{one_of, unknown};
 use lockstep_plan::DType;
 
-/// Names of the presets, which a number of nodes may follow: `dgx-h100x96`.
-pub const PRESETS: [&str; 9] = [
+/// Declares the presets by the names of their files.
+macro_rules! presets {
+    ($($name:literal),+) => {
+        /// Names of the presets, which a number of nodes may follow: `dgx-h100x96`.
+        pub const PRESETS: [&str; [$($name),+].len()] = [$($name),+];
+
+        const TEXTS: [&str; PRESETS.len()] = [$(include_str!(concat!("presets/", $name, ".toml"))),+];
+    };
+}
+
+presets![
     "dgx-2",
     "dgx-a100",
     "dgx-h100",
@@ -16,19 +24,7 @@ pub const PRESETS: [&str; 9] = [
     "hgx-a100-roce",
     "ethernet-100g",
     "tpu-v4",
-    "tpu-v5p",
-];
-
-const TEXTS: [&str; 9] = [
-    include_str!("presets/dgx-2.toml"),
-    include_str!("presets/dgx-a100.toml"),
-    include_str!("presets/dgx-h100.toml"),
-    include_str!("presets/dgx-b200.toml"),
-    include_str!("presets/hgx-h200.toml"),
-    include_str!("presets/hgx-a100-roce.toml"),
-    include_str!("presets/ethernet-100g.toml"),
-    include_str!("presets/tpu-v4.toml"),
-    include_str!("presets/tpu-v5p.toml"),
+    "tpu-v5p"
 ];
 
 /// Common names of accelerators, with the preset that has them: `h100x16` is 16 of them, two nodes of `dgx-h100`.
@@ -43,35 +39,6 @@ const ACCELERATORS: [(&str, &str); 10] = [
     ("h200-sxm", "hgx-h200"),
     ("b200-sxm", "dgx-b200"),
     ("a100-sxm", "dgx-a100"),
-];
-
-/// Names of the known devices, for `device = "NAME"` and `like = "NAME"`.
-pub const DEVICES: [&str; 9] = [
-    "v100-32gb-sxm",
-    "a100-80gb-sxm",
-    "a100-80gb-pcie",
-    "h100-sxm",
-    "h100-pcie",
-    "h200-sxm",
-    "b200-sxm",
-    "tpu-v4",
-    "tpu-v5p",
-];
-
-/// Names of the known links, for `like = "NAME"`.
-pub const LINKS: [&str; 12] = [
-    "nvlink2",
-    "nvlink3",
-    "nvlink4",
-    "nvlink5",
-    "pcie4",
-    "edr-100g",
-    "hdr-200g",
-    "ndr-400g",
-    "roce-200g",
-    "efa-400g",
-    "ethernet-100g",
-    "ici",
 ];
 
 impl Cluster {
@@ -251,42 +218,22 @@ impl Counted {
     }
 }
 
+/// Returns the name of a cluster with another number of nodes: `dgx-h100x4` with 8 is `dgx-h100x8`.
+pub(crate) fn with_nodes(name: &str, nodes: usize) -> String {
+    let base = match name.rsplit_once('x') {
+        Some((base, count))
+            if !count.is_empty()
+                && count.bytes().all(|byte| byte.is_ascii_digit())
+                && PRESETS.contains(&base) =>
+        {
+            base
+        }
+        _ => name,
+    };
+    if nodes == 1 { base.to_owned() } else { format!("{base}x{nodes}") }
+}
+
 fn refused(what: String, allowed: String) -> ClusterError {
     let (origin, place) = ("--cluster".to_owned(), String::new());
     ClusterError(vec![ClusterProblem { origin, place, what, allowed }])
-}
-
-/// Devices and links that cluster files refer to by name.
-pub(super) mod known {
-    use super::super::read::{read_device_table, read_document, read_link};
-    use super::{DEVICES, Device, LINKS, Link};
-
-    const DEVICE_TEXT: &str = include_str!("presets/devices.toml");
-    const LINK_TEXT: &str = include_str!("presets/links.toml");
-
-    pub(in super::super) fn device_names() -> Vec<&'static str> {
-        DEVICES.to_vec()
-    }
-
-    pub(in super::super) fn link_names() -> Vec<&'static str> {
-        LINKS.to_vec()
-    }
-
-    /// Returns one of [`DEVICES`]; `None` if the name is unknown.
-    pub(in super::super) fn device(name: &str) -> Option<Device> {
-        let name = DEVICES.into_iter().find(|known| *known == name)?;
-        let read = read_document(DEVICE_TEXT, "devices.toml", |mut file, _| {
-            read_device_table(file.section(name)?, name)
-        });
-        read.ok()
-    }
-
-    /// Returns one of [`LINKS`]; `None` if the name is unknown.
-    pub(in super::super) fn link(name: &str) -> Option<Link> {
-        let name = LINKS.into_iter().find(|known| *known == name)?;
-        let read = read_document(LINK_TEXT, "links.toml", |mut file, _| {
-            read_link(file.section(name)?).map(|link| Link { name: name.to_owned(), ..link })
-        });
-        read.ok()
-    }
 }

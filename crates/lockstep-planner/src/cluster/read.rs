@@ -1,10 +1,10 @@
 //! Reads a cluster from TOML. Omitted keys have defaults, and all problems are reported at once.
 
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
 
 use toml::de::{DeTable, DeValue};
 
-use super::preset::known;
 use super::section::{Notes, Rule, Section, count_of, one_of, quoted, unknown};
 use super::{Cluster, ClusterError, Device, Efficiency, Joins, Link, MAX_LEVELS, NodeKind, Software, Tile};
 use lockstep_plan::DType;
@@ -15,6 +15,21 @@ const HOURS_BETWEEN_FAILURES_OF_DEVICE: f64 = 54.0 * 24.0 * 16_384.0 / 419.0;
 
 /// Dtypes whose GEMMs have a peak.
 const PEAKS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+const DEVICE_TEXT: &str = include_str!("presets/devices.toml");
+const LINK_TEXT: &str = include_str!("presets/links.toml");
+
+/// Names of the known devices, for `device = "NAME"` and `like = "NAME"`.
+pub static DEVICES: LazyLock<Vec<&str>> = LazyLock::new(|| tables_of(DEVICE_TEXT));
+
+/// Names of the known links, for `like = "NAME"`.
+pub static LINKS: LazyLock<Vec<&str>> = LazyLock::new(|| tables_of(LINK_TEXT));
+
+/// Returns the names of a document's tables that are within no other, in its order.
+fn tables_of(text: &'static str) -> Vec<&'static str> {
+    let name = |line: &'static str| line.strip_prefix('[')?.strip_suffix(']');
+    text.lines().filter_map(name).filter(|name| !name.contains('.')).collect()
+}
 
 impl Cluster {
     /// Reads a cluster file. `name` stands for the file in messages, and is the cluster's name if the file has none.
@@ -27,7 +42,7 @@ impl Cluster {
 }
 
 /// Parses a document and converts it by `read`, if the syntax is valid.
-pub(super) fn read_document<T>(
+fn read_document<T>(
     text: &str,
     name: &str,
     read: impl FnOnce(Section<'_, '_>, &str) -> Option<T>,
@@ -141,17 +156,28 @@ fn read_device(parent: &mut Section<'_, '_>, key: &'static str) -> Option<Device
     }
 }
 
+/// Returns a known device; a problem of `key` if the name is unknown.
 fn known_device(section: &Section<'_, '_>, key: &str, name: &str) -> Option<Device> {
-    let names = known::device_names();
-    if !names.contains(&name) {
-        section.refuse(key, unknown(name, &names), one_of(&names));
+    let Some(name) = DEVICES.iter().copied().find(|known| *known == name) else {
+        section.refuse(key, unknown(name, &DEVICES), one_of(&DEVICES));
         return None;
-    }
-    known::device(name)
+    };
+    read_document(DEVICE_TEXT, "devices.toml", |mut file, _| read_device_table(file.section(name)?, name))
+        .ok()
+}
+
+/// Returns a known link; a problem of `like` if the name is unknown.
+fn known_link(section: &Section<'_, '_>, name: &str) -> Option<Link> {
+    let Some(name) = LINKS.iter().copied().find(|known| *known == name) else {
+        section.refuse("like", unknown(name, &LINKS), one_of(&LINKS));
+        return None;
+    };
+    let read = |mut file: Section<'_, '_>, _: &str| read_link(file.section(name)?);
+    read_document(LINK_TEXT, "links.toml", read).ok().map(|link| Link { name: name.to_owned(), ..link })
 }
 
 /// Reads the table of a device. `name` is its default name.
-pub(super) fn read_device_table(mut section: Section<'_, '_>, name: &str) -> Option<Device> {
+fn read_device_table(mut section: Section<'_, '_>, name: &str) -> Option<Device> {
     let like = section.text("like");
     let base = like.and_then(|like| known_device(&section, "like", like));
     let says = section.text("name").map(str::to_owned);
@@ -266,15 +292,10 @@ fn read_tile(section: &mut Section<'_, '_>) -> Option<Option<Tile>> {
 }
 
 /// Reads the table of a level of links.
-pub(super) fn read_link(mut section: Section<'_, '_>) -> Option<Link> {
+fn read_link(mut section: Section<'_, '_>) -> Option<Link> {
     let like = section.text("like");
-    let names = known::link_names();
     let base = match like {
-        Some(like) if !names.contains(&like) => {
-            section.refuse("like", unknown(like, &names), one_of(&names));
-            None
-        }
-        Some(like) => known::link(like),
+        Some(like) => known_link(&section, like),
         None => {
             section.require("gb_per_s", "10^9 bytes a second that a device can send and receive at once");
             section.require("latency_us", "microseconds");
@@ -371,7 +392,7 @@ fn check(cluster: &mut Cluster, file: &Section<'_, '_>) {
         let what = format!("nothing joins the {devices} devices");
         file.refuse("link", what, "a table [[link]] for each level, the innermost first");
     }
-    let smallest = cluster.nodes.iter().map(|kind| kind.devices).min().unwrap_or(1);
+    let smallest = cluster.devices_of_a_node();
     let mut below = 1;
     for (index, link) in cluster.links.iter().enumerate() {
         if cluster.links[..index].iter().any(|other| other.name == link.name) {

@@ -16,7 +16,7 @@ use std::fmt::Write;
 use lockstep_config::human;
 use lockstep_plan::Plan;
 
-use self::svg::{bar, colour, escaped, figure, table};
+use self::svg::{bar, colour, escaped, figure, rate, table};
 use crate::cluster::Cluster;
 use crate::{
     Details, Evaluated, Neighbour, Planner, Roofline, Searched, StepPart, mesh_in_words, parts,
@@ -176,13 +176,6 @@ fn verdict(best: &Evaluated) -> String {
         human::bytes(best.capacity_bytes)
     );
     format!("<p class=\"bad\"><b>{}</b></p>\n", escaped(&words))
-}
-
-/// Returns an amount with the prefix of its unit: `139 GFLOP/s`.
-fn rate(amount: f64, unit: &str) -> String {
-    let number = human::count(amount).to_string();
-    let digits = number.trim_end_matches(char::is_alphabetic);
-    format!("{digits} {}{unit}", &number[digits.len()..])
 }
 
 fn tiles(best: &Evaluated, cluster: &Cluster) -> String {

@@ -4,8 +4,9 @@ use std::fmt::Write;
 
 use lockstep_plan::work::Pass;
 
-use super::rate;
-use super::svg::{WIDTH, colour, escaped, figure, legend, line, svg, table, text, text_around, text_before};
+use super::svg::{
+    WIDTH, colour, escaped, figure, legend, line, rate, svg, table, text, text_around, text_before,
+};
 use crate::{Point, Roofline};
 
 /// Rows of the table that are shown; the others unfold.

@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use lockstep_config::human;
 use serde::Serialize;
 
 /// Width of every picture in SVG units.
@@ -102,4 +103,9 @@ pub(super) fn bar(parts: &[(f64, String, String)], looks: &str) -> String {
         format!("<i title=\"{}\" style=\"background:{colour};width:{width:.2}%\"></i>", escaped(title))
     };
     format!("<div class=\"stack\" style=\"{looks}\">{}</div>", parts.iter().map(piece).collect::<String>())
+}
+
+/// Returns an amount with the prefix of its unit: `139 GFLOP/s`.
+pub(super) fn rate(amount: f64, unit: &str) -> String {
+    format!("{}{unit}", human::count_of(amount))
 }

@@ -15,7 +15,6 @@ mod saves;
 mod shapes;
 mod state;
 mod step;
-mod style;
 mod tasks;
 mod timed;
 mod traffic;
@@ -24,7 +23,8 @@ pub use goodput::{Failures, Goodput};
 pub use saves::{Saves, data_stall_s};
 pub use shapes::product_name;
 pub use step::{PlanShape, SlowDevice, StagePrediction, StepPrediction, predict_step, predict_step_ms};
-pub use style::SystemTraits;
 pub use tasks::{KernelTimes, PassCost};
 pub use timed::{TimedModel, device, kinds_of, slowest_kind};
 pub use traffic::{Sent, StepTraffic, Traffic, traffic};
+
+pub use crate::system::SystemTraits;

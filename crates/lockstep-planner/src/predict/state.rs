@@ -1,6 +1,6 @@
 //! Collectives of gradients and weights: gradient reductions, weight gathers for passes, and weight gathers after the optimizer step.
 
-use crate::predict::style::SystemTraits;
+use crate::system::SystemTraits;
 use lockstep_plan::ZeroStage;
 use lockstep_plan::work::Collective;
 

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use crate::cluster::{Cluster, LinkTime};
 use crate::predict::state::{SharedState, StateExchange, StatePassage};
-use crate::predict::style::SystemTraits;
 use crate::predict::tasks::{KernelTimes, PassCost, Timed};
 use crate::predict::timed::{TimedModel, TimedUnit, among, device, slowest_kind};
+use crate::system::SystemTraits;
 use lockstep_plan::schedule::{Costs, CostsError, Schedule, Simulation, StageCost};
 use lockstep_plan::work::{Collective, ModelWork, UnitElements};
 use lockstep_plan::{Axis, ExpertAxis, OffloadBytes, RankTraffic, StepLayout, ZeroStage};

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use crate::cluster::{Device, Efficiency, LinkTime, MAX_LEVELS};
 use crate::predict::shapes::Shapes;
-use crate::predict::style::{APART_BYTES, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWARD, SystemTraits};
+use crate::system::{APART_BYTES, SCORE_BYTES_BACKWARD, SCORE_BYTES_FORWARD, SystemTraits};
 use lockstep_plan::DType;
 use lockstep_plan::work::{Attention, Collective, Exchange, Pass, Product, Task, TaskKind};
 

@@ -129,6 +129,19 @@ fn host_memory_comes_before_the_disk() {
     assert!(offloaded.contains(&Residence::Disk) && !offloaded.contains(&Residence::Host), "{offloaded:?}");
 }
 
+#[test]
+fn what_a_run_offloads_itself_takes_no_device_memory() {
+    let best = |memory_bytes| {
+        let settings = ["parallel.offload.optimizer=cpu", "train.micro_batch=1"];
+        on_devices(devices("dgx-h100", 1, memory_bytes), &settings).find(1).ranking.best
+    };
+    let roomy = best(80 << 30).remove(0).value;
+    let needed = roomy.largest().1.total() as f64;
+    let found = best((needed / 0.9) as u64);
+    let plan = found.first().map(|found| &found.value.plan);
+    assert_eq!(plan, Some(&roomy.plan), "{needed} bytes are needed");
+}
+
 /// A step that streams from host memory takes no longer than with a slower disk, and no less than without offload.
 #[test]
 fn offload_costs_what_the_links_take() {

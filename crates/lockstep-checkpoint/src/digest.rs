@@ -27,19 +27,8 @@ impl Digest {
     /// Parses the output of `Display`. Returns `None` for anything else, including upper case, so that each digest has
     /// only one spelling.
     pub fn from_hex(text: &str) -> Option<Self> {
-        if text.len() != 64 {
-            return None;
-        }
-        let nibble = |digit: u8| match digit {
-            b'0'..=b'9' => Some(digit - b'0'),
-            b'a'..=b'f' => Some(digit - b'a' + 10),
-            _ => None,
-        };
-        let mut bytes = [0; 32];
-        for (byte, pair) in bytes.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
-            *byte = nibble(pair[0])? << 4 | nibble(pair[1])?;
-        }
-        Some(Self(bytes))
+        let digest = Self(*blake3::Hash::from_hex(text).ok()?.as_bytes());
+        (digest.to_string() == text).then_some(digest)
     }
 }
 

@@ -5,7 +5,7 @@
 //! [`CommitObserver`] allows. An abandoned thread ends when its call returns, and cleans up after itself.
 
 use std::{
-    fmt, io,
+    io,
     path::{Path, PathBuf},
     sync::{
         Arc, Weak,
@@ -15,7 +15,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{CommitObserver, CommitPoint, error::CheckpointError};
+use crate::{
+    error::CheckpointError,
+    observer::{Abandoned, CommitObserver, CommitPoint, Wait},
+};
 
 /// Time between two calls of the observer while waiting.
 const TICK: Duration = Duration::from_millis(100);
@@ -36,32 +39,9 @@ impl CommitObserver for OneSecondTimeout {
     }
 }
 
-/// State of a wait for the file system during a save.
-#[derive(Debug, Clone, Copy)]
-pub struct Wait<'a> {
-    /// The kind of call: "writing", "syncing", ...
-    pub doing: &'static str,
-    /// The file or directory of the call.
-    pub path: &'a Path,
-    /// Time since the last progress.
-    pub idle: Duration,
-}
-
-/// Thread that a save has abandoned in a file-system call.
-#[derive(Clone)]
-pub struct Abandoned(Weak<()>);
-
-impl Abandoned {
-    /// Returns true while the call has not returned.
-    pub fn is_stuck(&self) -> bool {
-        self.0.strong_count() > 0
-    }
-}
-
-impl fmt::Debug for Abandoned {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Abandoned").field("is_stuck", &self.is_stuck()).finish()
-    }
+/// Tells `observer` that a save has reached `point`.
+pub(crate) fn notify(observer: &dyn CommitObserver, point: CommitPoint) -> Result<(), CheckpointError> {
+    observer.reached(point).map_err(|source| CheckpointError::Stopped { point, source })
 }
 
 /// Runs `work` on a new thread and waits for its result as long as `observer` allows.

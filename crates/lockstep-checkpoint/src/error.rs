@@ -6,11 +6,8 @@
 use std::{io, path::Path, path::PathBuf, time::Duration};
 
 use crate::{
-    Abandoned,
-    directory::{is_named_like_a_checkpoint, list},
-    files::parent_of,
+    observer::{Abandoned, CommitPoint},
     safetensors::HeaderError,
-    save::CommitPoint,
 };
 
 /// Error when a checkpoint or a safetensors file is written or read.
@@ -360,62 +357,14 @@ pub enum CheckpointError {
 
 /// Reason why a set of slices does not cover a tensor exactly once.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum CoverageError {
-    /// No rank saves a parameter of the model.
-    #[error("no rank saves it")]
-    Absent,
-    /// The saved shape differs from the model's.
-    #[error("saved with shape {saved:?}, but the model has {model:?}")]
-    WrongShape {
-        /// Shape of the saved tensor.
-        saved: Vec<usize>,
-        /// Shape in the model.
-        model: Vec<usize>,
-    },
-    /// The number of elements or bytes of a shape overflows 64 bits.
-    #[error("shape {shape:?} has more elements than can be counted")]
-    TooLarge {
-        /// Shape that is too large.
-        shape: Vec<usize>,
-    },
-    /// A slice exceeds the tensor, or has another number of dimensions.
-    #[error("slice at {start:?} of shape {shape:?} does not lie in a tensor of shape {global:?}")]
-    Outside {
-        /// Start of the slice.
-        start: Vec<usize>,
-        /// Shape of the slice.
-        shape: Vec<usize>,
-        /// Shape of the tensor.
-        global: Vec<usize>,
-    },
-    /// Two slices hold the same element.
-    #[error("slices at {first:?} and {second:?} overlap")]
-    Overlap {
-        /// Start of one slice.
-        first: Vec<usize>,
-        /// Start of the other.
-        second: Vec<usize>,
-    },
-    /// Some elements are in no slice.
-    #[error("{covered} of {elements} elements are saved")]
-    Missing {
-        /// Number of elements that slices hold.
-        covered: usize,
-        /// Number of elements in the tensor.
-        elements: usize,
-    },
-    /// One tensor mixes element ranges and boxes, which cannot be compared.
-    #[error("element ranges and boxes that are not contiguous are mixed in one tensor")]
-    Mixed,
-    /// A tensor has too many boxes.
-    #[error("{found} slices, but at most {limit} are allowed")]
-    TooManySlices {
-        /// Number of slices of the tensor.
-        found: usize,
-        /// Maximum number of slices.
-        limit: usize,
-    },
+#[error("{0}")]
+pub struct CoverageError(pub(crate) String);
+
+impl CoverageError {
+    /// Returns the error of a shape whose number of elements or bytes overflows 64 bits.
+    pub(crate) fn too_large(shape: &[usize]) -> Self {
+        Self(format!("shape {shape:?} has more elements than can be counted"))
+    }
 }
 
 impl CheckpointError {
@@ -457,23 +406,6 @@ impl CheckpointError {
                 Self::MissingFile { path, named_in }
             }
             other => other,
-        }
-    }
-
-    /// Replaces the error of a missing file by one that suggests a checkpoint below or beside `dir`.
-    pub(crate) fn or_near_checkpoints(self, dir: &Path) -> Self {
-        let is_missing = matches!(&self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound);
-        if !is_missing {
-            return self;
-        }
-        let newest = |dir: &Path| Some(list(dir).ok()?.pop()?.path);
-        let path = dir.to_owned();
-        if let Some(newest) = newest(dir) {
-            return Self::ParentDirectory { path, newest };
-        }
-        match newest(&parent_of(dir)).filter(|_| is_named_like_a_checkpoint(dir) && !dir.exists()) {
-            Some(newest) => Self::NoSuchCheckpoint { path, newest },
-            None => self,
         }
     }
 

@@ -48,8 +48,10 @@ mod directory;
 mod disk;
 mod error;
 mod files;
+mod listing;
 mod load;
 mod manifest;
+mod observer;
 mod peft;
 mod pretrained;
 mod region;
@@ -64,17 +66,19 @@ pub use background::{PendingSave, SaveThread};
 pub use base::BaseModel;
 pub use digest::Digest;
 pub use directory::{
-    CheckpointQuality, Latest, ListedCheckpoint, Pruned, SkippedCheckpoint, find, latest_good,
-    latest_good_of, list, make_room, prune, set_aside, set_damaged_aside,
+    CheckpointQuality, Latest, Pruned, SkippedCheckpoint, find, latest_good, latest_good_of, make_room,
+    prune, set_aside, set_damaged_aside,
 };
-pub use disk::{Abandoned, Wait, run_on_disk};
+pub use disk::run_on_disk;
 pub use error::{CheckpointError, CoverageError};
 pub use files::{RunLock, prepare_directory};
+pub use listing::{ListedCheckpoint, list};
 pub use load::Checkpoint;
 pub use lockstep_plan::DType;
 pub use manifest::{FORMAT_VERSION, FileEntry, MANIFEST_FILE, Manifest, SliceEntry, TensorEntry, TensorKind};
+pub use observer::{Abandoned, CommitObserver, CommitPoint, Wait};
 pub use peft::{PeftAdapter, parse_adapter_config};
 pub use pretrained::{ModelDirectory, checkpoint_model};
 pub use region::Region;
-pub use save::{CommitObserver, CommitPoint, SaveRequest, Staging, save, save_observed};
+pub use save::{SaveRequest, Staging, save, save_observed};
 pub use shard::{ByteSource, ShardReport, SliceBytes, TensorSlice, write_shard, write_shard_observed};

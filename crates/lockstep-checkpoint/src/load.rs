@@ -21,9 +21,9 @@ use lockstep_plan::DType;
 use crate::{
     convert,
     digest::digest_reader,
-    directory::list,
     error::CheckpointError,
     files::{open_regular, parent_of, read_limited},
+    listing::list,
     manifest::{MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, SliceEntry, TensorEntry, TensorKind},
 };
 

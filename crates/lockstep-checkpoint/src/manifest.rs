@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, collections::HashSet, fmt, path::Path};
 
 use lockstep_plan::DType;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use crate::{
     coverage,
@@ -268,23 +268,9 @@ impl TensorEntry {
 
 /// Returns the hash of a configuration's JSON with sorted keys and no spaces.
 pub(crate) fn config_digest(config: &Value) -> Digest {
-    fn sorted(value: &Value) -> Value {
-        match value {
-            Value::Object(fields) => {
-                let mut entries: Vec<_> = fields.iter().collect();
-                entries.sort_by_key(|(key, _)| *key);
-                Value::Object(
-                    entries
-                        .into_iter()
-                        .map(|(key, value)| (key.clone(), sorted(value)))
-                        .collect::<Map<_, _>>(),
-                )
-            }
-            Value::Array(values) => Value::Array(values.iter().map(sorted).collect()),
-            scalar => scalar.clone(),
-        }
-    }
-    Digest::of(sorted(config).to_string().as_bytes())
+    let mut sorted = config.clone();
+    sorted.sort_all_objects();
+    Digest::of(sorted.to_string().as_bytes())
 }
 
 /// Order of the fields in the file; the long lists come last.

@@ -21,8 +21,8 @@ use serde::Deserialize;
 use crate::{
     BaseModel, Checkpoint, CheckpointError, Digest, MANIFEST_FILE, PeftAdapter, TensorKind,
     digest::Hasher,
-    directory::list,
     hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfCheckpoint, HfExport, SINGLE_FILE},
+    listing::list,
     peft,
 };
 

@@ -114,7 +114,7 @@ pub(crate) fn element_count(shape: &[usize]) -> Result<usize, CoverageError> {
         .iter()
         .try_fold(1usize, |product, &dim| product.checked_mul(dim))
         .filter(|elements| elements.checked_mul(LARGEST_ELEMENT_BYTES).is_some())
-        .ok_or_else(|| CoverageError::TooLarge { shape: shape.to_vec() })
+        .ok_or_else(|| CoverageError::too_large(shape))
 }
 
 /// Slice of a tensor as contiguous runs. Run `i` holds the slice's elements `i * run_elements..(i + 1) * run_elements`.
@@ -165,11 +165,9 @@ impl<'a> Runs<'a> {
             ([first], [extent]) if fits((first, extent), elements) => {
                 Ok(Self { start, shape, global, split: None, run_elements: *extent, count: 1 })
             }
-            _ => Err(CoverageError::Outside {
-                start: start.to_vec(),
-                shape: shape.to_vec(),
-                global: global.to_vec(),
-            }),
+            _ => Err(CoverageError(format!(
+                "slice at {start:?} of shape {shape:?} does not lie in a tensor of shape {global:?}"
+            ))),
         }
     }
 

@@ -24,11 +24,12 @@ use lockstep_plan::ParameterRecord;
 use serde_json::Value;
 
 use crate::{
-    directory::{self, SET_ASIDE},
-    disk::{OneSecondTimeout, Wait, run_on_disk},
+    disk::{OneSecondTimeout, notify, run_on_disk},
     error::{CheckpointError, CoverageError},
     files::{DirectoryLock, create_directories, create_file, exchange, sync_directory},
+    listing::{SET_ASIDE, staging_of, step_name, sweep},
     manifest::{FORMAT_VERSION, MANIFEST_FILE, Manifest, TensorEntry, TensorKind, config_digest},
+    observer::{CommitObserver, CommitPoint},
     shard::{PlannedShard, ShardReport, TensorSlice},
 };
 
@@ -49,75 +50,6 @@ pub struct SaveRequest<'a> {
     pub state: Value,
     /// Parameters of the model. Each that is trainable and not tied to another must be saved with its global shape.
     pub parameters: &'a [ParameterRecord],
-}
-
-/// Points of a commit, in order. Fault tests stop a save at each of them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum CommitPoint {
-    /// The hidden directory exists.
-    StagingCreated,
-    /// The file of a rank exists and is empty.
-    ShardStarted,
-    /// Half of the file's tensors have been passed to the writer thread.
-    ShardHalfWritten,
-    /// The whole file has been written.
-    ShardWritten,
-    /// The whole file is durable.
-    ShardSynced,
-    /// Only half of the manifest has been written.
-    ManifestHalfWritten,
-    /// The manifest has been written.
-    ManifestWritten,
-    /// The manifest is durable.
-    ManifestSynced,
-    /// The entries of the hidden directory are durable.
-    StagingSynced,
-    /// The directory has its final name: the checkpoint is committed.
-    Renamed,
-    /// The final name is durable.
-    ParentSynced,
-}
-
-impl CommitPoint {
-    /// All points, in the order in which a save reaches them.
-    pub const ALL: [Self; 11] = [
-        Self::StagingCreated,
-        Self::ShardStarted,
-        Self::ShardHalfWritten,
-        Self::ShardWritten,
-        Self::ShardSynced,
-        Self::ManifestHalfWritten,
-        Self::ManifestWritten,
-        Self::ManifestSynced,
-        Self::StagingSynced,
-        Self::Renamed,
-        Self::ParentSynced,
-    ];
-}
-
-/// Observer of a save that may stop it at any point. Fault tests do so, and so does a run that must end at once.
-pub trait CommitObserver {
-    /// Called at each point. An error stops the save and removes the files written so far, unless the save is already
-    /// committed.
-    fn reached(&self, point: CommitPoint) -> io::Result<()>;
-
-    /// Called every tenth of a second while the save waits for its file system. An error gives up the wait; the files
-    /// written so far are removed once the file system answers. By default a save waits forever.
-    fn waiting(&self, _wait: &Wait<'_>) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-/// Observer that never stops a save.
-impl CommitObserver for () {
-    fn reached(&self, _: CommitPoint) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-pub(crate) fn notify(observer: &dyn CommitObserver, point: CommitPoint) -> Result<(), CheckpointError> {
-    observer.reached(point).map_err(|source| CheckpointError::Stopped { point, source })
 }
 
 /// Saves the state of a single-rank run under `dir` and returns the path of the new checkpoint.
@@ -195,7 +127,7 @@ impl Staging {
     /// # Errors
     /// If `dir` cannot be listed.
     pub fn path_in(dir: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
-        let (begun, new) = directory::staging_of(dir, step)?;
+        let (begun, new) = staging_of(dir, step)?;
         Ok(begun.unwrap_or(new))
     }
 
@@ -375,15 +307,15 @@ impl StagingDirectory {
     fn take(dir: &Path, step: u64) -> Result<(Self, Vec<CheckpointError>), CheckpointError> {
         create_directories(dir)?;
         let lock = DirectoryLock::take(dir)?;
-        let leftovers = directory::sweep(dir)?;
-        let (_, path) = directory::staging_of(dir, step)?;
+        let leftovers = sweep(dir)?;
+        let (_, path) = staging_of(dir, step)?;
         fs::create_dir(&path).map_err(CheckpointError::io("create", &path))?;
         Ok((Self { dir: dir.to_path_buf(), path, step, committed: false, lock }, leftovers))
     }
 
     /// Renames the directory to its final name. Returns that path, and the new path of a checkpoint that it replaced.
     fn rename(&mut self) -> Result<(PathBuf, Option<PathBuf>), CheckpointError> {
-        let target = self.dir.join(directory::step_name(self.step));
+        let target = self.dir.join(step_name(self.step));
         let replaced = self.rename_to(&target)?;
         self.committed = true;
         Ok((target, replaced))
@@ -400,7 +332,7 @@ impl StagingDirectory {
         }
         // Without an atomic exchange the old checkpoint moves aside for a moment. If the process dies then, the next
         // sweep restores it.
-        let aside = self.dir.join(format!("{SET_ASIDE}{}", directory::step_name(self.step)));
+        let aside = self.dir.join(format!("{SET_ASIDE}{}", step_name(self.step)));
         fs::rename(target, &aside).map_err(rename_error())?;
         if let Err(error) = fs::rename(&self.path, target) {
             // The old checkpoint stays. If even this rename fails, the next save's sweep does it.
@@ -429,17 +361,17 @@ fn check_complete(tensors: &[TensorEntry], parameters: &[ParameterRecord]) -> Re
         .map(|entry| (entry.name.as_str(), entry))
         .collect();
     for record in parameters.iter().filter(|record| record.trainable && record.tie.is_none()) {
-        let source = match saved.get(record.name.as_str()) {
+        let problem = match saved.get(record.name.as_str()) {
             Some(entry) if entry.shape == record.shape => continue,
             Some(entry) => {
-                CoverageError::WrongShape { saved: entry.shape.clone(), model: record.shape.clone() }
+                format!("saved with shape {:?}, but the model has {:?}", entry.shape, record.shape)
             }
-            None => CoverageError::Absent,
+            None => "no rank saves it".to_owned(),
         };
         return Err(CheckpointError::Coverage {
             tensor: record.name.clone(),
             kind: TensorKind::Parameter.to_string(),
-            source,
+            source: CoverageError(problem),
         });
     }
     Ok(())

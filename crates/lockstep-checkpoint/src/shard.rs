@@ -15,16 +15,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     digest::{Digest, Hasher},
+    disk::notify,
     error::CheckpointError,
     manifest::{FileEntry, SliceEntry, TensorEntry, TensorKind},
+    observer::{CommitObserver, CommitPoint},
     region::{Region, Runs},
     safetensors::{Layout, TensorSpec, stored_dtype},
-    save::{CommitObserver, CommitPoint, notify},
-    shard_file::ShardFile,
+    shard_file::{PIECE_BYTES, ShardFile},
 };
-
-/// Bytes per write and per hash update: large enough for the disk, small enough to stay in a cache.
-pub(crate) const PIECE_BYTES: usize = 4 << 20;
 
 /// Slice of a tensor that this rank holds.
 #[derive(Debug, Clone)]

@@ -10,9 +10,10 @@ use std::{
     sync::mpsc::{Receiver, Sender, channel},
 };
 
-use crate::{
-    disk::DiskThread, error::CheckpointError, files::create_file, save::CommitObserver, shard::PIECE_BYTES,
-};
+use crate::{disk::DiskThread, error::CheckpointError, files::create_file, observer::CommitObserver};
+
+/// Bytes per write and per hash update: large enough for the disk, small enough to stay in a cache.
+pub(crate) const PIECE_BYTES: usize = 4 << 20;
 
 /// Maximum number of pieces that are queued for writing.
 const QUEUED_PIECES: usize = 8;

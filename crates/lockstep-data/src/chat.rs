@@ -15,7 +15,33 @@ use std::{borrow::Cow, sync::Arc};
 use minijinja::{Environment, Error, ErrorKind, syntax::SyntaxConfig, value::Serde};
 use serde_json::{Value, json};
 
-use crate::json_line::Part;
+/// Consecutive part of a document's text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// Text of the part.
+    pub text: String,
+    /// Role that decides whether the part is predicted.
+    pub role: PartRole,
+}
+
+/// Role of a part of a document in training.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PartRole {
+    /// Read only: the labels of its tokens are masked.
+    Context,
+    /// Predicted: its tokens are labels.
+    Answer,
+}
+
+impl Part {
+    pub(crate) fn context(text: impl Into<String>) -> Self {
+        Self { text: text.into(), role: PartRole::Context }
+    }
+
+    pub(crate) fn answer(text: impl Into<String>) -> Self {
+        Self { text: text.into(), role: PartRole::Answer }
+    }
+}
 
 /// One message of a chat: an object with a role, a content, and any other fields that a template reads.
 #[derive(Debug, Clone, PartialEq)]
@@ -247,7 +273,6 @@ fn describe(error: &Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::json_line::PartRole;
 
     fn chat(messages: &[(&str, &str)]) -> Vec<Message> {
         let message = |&(role, content): &(&str, &str)| Message::new(role, content);

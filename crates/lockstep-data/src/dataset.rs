@@ -10,34 +10,10 @@ use crate::{
     batch::{IGNORE_LABEL, MicroBatch},
     blend::Blend,
     error::{DataError, Result},
-    order::SampleOrder,
-    packing::{Packing, Windows, keep_apart},
+    packing::{Packing, Tail, WindowOptions, Windows, keep_apart},
     supervision::Supervision,
     tokens::Tokens,
 };
-
-/// Options for cutting a range of tokens into windows and ordering them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct WindowOptions {
-    /// Inputs (and labels) per window.
-    pub seq_len: usize,
-    /// Order in which windows are read.
-    pub order: SampleOrder,
-    /// Treatment of the tokens after the last full window.
-    pub tail: Tail,
-    /// Packing of documents into windows.
-    pub packing: Packing,
-}
-
-/// Treatment of the tokens after the last full window.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tail {
-    /// Dropped, as usual in training.
-    Drop,
-    /// Kept as a window that is padded with id 0 and masked labels, if at least one of its tokens can be predicted; as
-    /// usual in evaluation.
-    Pad,
-}
 
 /// Windows from which samples are drawn: one source or a blend. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -76,18 +52,11 @@ impl Dataset {
     /// tokens.
     pub fn new(tokens: Arc<Tokens>, range: Range<u64>, options: WindowOptions, what: &str) -> Result<Self> {
         if options.seq_len == 0 {
-            return Err(DataError::OutOfRange {
-                name: "seq_len",
-                value: "0".into(),
-                allowed: "1 or more".into(),
-            });
+            return Err(DataError::out_of_range("seq_len", 0, "1 or more"));
         }
         if range.start > range.end || range.end > tokens.tokens() {
-            return Err(DataError::OutOfRange {
-                name: "token range",
-                value: format!("{range:?}"),
-                allowed: format!("within 0..{}", tokens.tokens()),
-            });
+            let allowed = format!("within 0..{}", tokens.tokens());
+            return Err(DataError::out_of_range("token range", format!("{range:?}"), allowed));
         }
         let (windows, supervision) = Windows::new(&tokens, range.clone(), options);
         if windows.count() == 0 {
@@ -113,20 +82,17 @@ impl Dataset {
     /// # Errors
     /// If there is no data set, a weight is not a positive number, or the window lengths differ.
     pub fn blend(parts: &[(Self, f64)]) -> Result<Self> {
-        let out_of_range = |name, value, allowed: &str| {
-            Err(DataError::OutOfRange { name, value, allowed: allowed.to_owned() })
-        };
         let Some((first, _)) = parts.first() else {
-            return out_of_range("the number of sources", "0".to_owned(), "1 or more");
+            return Err(DataError::out_of_range("the number of sources", 0, "1 or more"));
         };
         let mut sources = Vec::new();
         let mut weights = Vec::new();
         for (part, weight) in parts {
             if !(weight.is_finite() && *weight > 0.0) {
-                return out_of_range("the weight of a source", weight.to_string(), "a number above 0");
+                return Err(DataError::out_of_range("the weight of a source", weight, "a number above 0"));
             }
             if part.seq_len != first.seq_len {
-                return out_of_range("seq_len", part.seq_len.to_string(), &first.seq_len.to_string());
+                return Err(DataError::out_of_range("seq_len", part.seq_len, first.seq_len.to_string()));
             }
             for (i, source) in part.sources.iter().enumerate() {
                 let order = source.options.order.of_source(sources.len() as u64);
@@ -255,11 +221,8 @@ impl Dataset {
 /// If `fraction` is outside `0.0..1.0`.
 pub fn split_validation(tokens: u64, fraction: f64) -> Result<(Range<u64>, Range<u64>)> {
     if !(0.0..1.0).contains(&fraction) {
-        return Err(DataError::OutOfRange {
-            name: "validation fraction",
-            value: fraction.to_string(),
-            allowed: "0 or more, and less than 1".into(),
-        });
+        let allowed = "0 or more, and less than 1";
+        return Err(DataError::out_of_range("validation fraction", fraction, allowed));
     }
     let border = (tokens as f64 * (1.0 - fraction)) as u64;
     Ok((0..border.min(tokens), border.min(tokens)..tokens))

@@ -11,8 +11,8 @@ use std::{
 };
 
 use crate::{
-    error::{DataError, Result},
-    json_records::{JsonRecord, JsonRecords, RecordPlace},
+    error::{DataError, RecordPlace, Result},
+    json_records::{JsonRecord, JsonRecords},
     parquet_file::read_parquet,
     sources::{FileFormat, SourceFile},
 };
@@ -98,7 +98,9 @@ pub(crate) fn read_documents(
         FileFormat::Text => read_text(&file.path, start, cut, sink),
         FileFormat::JsonLines => read_json_lines(&file.path, start, sink),
         FileFormat::Parquet => {
-            read_parquet(&file.path, text_field, start, sink)?;
+            read_parquet(&file.path, text_field, start, &mut |text, end| {
+                sink(Piece { content: Content::Text(text), ends_document: true, end })
+            })?;
             Ok(hash_file(&file.path)?.0)
         }
         FileFormat::Indexed | FileFormat::RawTokens => Err(DataError::NotText { path: file.path.clone() }),

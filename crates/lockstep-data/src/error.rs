@@ -4,11 +4,11 @@
 //! machine failure.
 
 use std::{
-    io,
+    fmt, io,
     path::{Path, PathBuf},
 };
 
-use crate::{id_type::IdType, json_records::RecordPlace, supervision::Supervision};
+use crate::{id_type::IdType, supervision::Supervision};
 
 /// The result of every fallible function in this crate.
 pub type Result<T, E = DataError> = std::result::Result<T, E>;
@@ -335,145 +335,32 @@ pub enum DataError {
     PrefetcherLost,
 }
 
-/// Rule of the token-cache format that a file breaks.
+/// Rule of the token file format that a file breaks.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum TokenFileProblem {
-    /// The file is shorter than a header.
-    #[error("it has {bytes} bytes, fewer than its header of {header_bytes}")]
-    ShorterThanHeader {
-        /// Length of the file in bytes.
-        bytes: u64,
-        /// Length of a header in bytes.
-        header_bytes: u64,
-    },
-    /// The file does not start with the magic bytes of a token file.
-    #[error("it does not start with the magic bytes of a token file")]
-    Magic,
-    /// The file has another format version.
-    #[error("its format version is {found}; this program reads version {supported}")]
-    Version {
-        /// Version in the file.
-        found: u32,
-        /// Version that this program reads.
-        supported: u32,
-    },
-    /// The checksum of the header does not match.
-    #[error("the checksum of its header does not match")]
-    HeaderChecksum,
-    /// A header field has an impossible value although the checksum matches: another program wrote the file.
-    #[error("its header says {field} = {value}, which is impossible")]
-    Field {
-        /// Name of the header field.
-        field: &'static str,
-        /// Value of the header field.
-        value: u64,
-    },
-    /// The file is truncated or too long.
-    #[error("it has {bytes} bytes where its header asks for {expected_bytes}")]
-    Length {
-        /// Length of the file in bytes.
-        bytes: u64,
-        /// Length in bytes that follows from the header.
-        expected_bytes: u64,
-    },
-    /// The checksum of the contents does not match.
-    #[error("the checksum of its tokens does not match")]
-    PayloadChecksum,
-    /// The file is valid, but its content key differs from the one in its name.
-    #[error("it belongs to another corpus, tokenizer or set of options than its name says")]
-    OtherContent,
-    /// Document or context positions are not ascending, or reach beyond the tokens.
-    #[error("its {what} do not lie in order within its tokens")]
-    Order {
-        /// Kind of the positions: "documents" or "contexts".
-        what: &'static str,
-    },
-}
+#[error("{0}")]
+pub struct TokenFileProblem(pub(crate) String);
 
 /// Rule of Megatron's index format that an index breaks.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum IndexProblem {
-    /// The index is shorter than a header.
-    #[error("it has {bytes} bytes, fewer than its header of 34")]
-    ShorterThanHeader {
-        /// Length of the index in bytes.
-        bytes: u64,
-    },
-    /// The index does not start with the magic bytes.
-    #[error("it does not start with MMIDIDX")]
-    Magic,
-    /// The index has another format version.
-    #[error("its version is {found}; version 1 is read")]
-    Version {
-        /// Version in the file.
-        found: u64,
-    },
-    /// The type code stands for no integer type.
-    #[error("its type code is {code}; allowed: 1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 8 u16")]
-    IdType {
-        /// Type code in the file.
-        code: u8,
-    },
-    /// The length of the index does not match its counts.
-    #[error(
-        "it has {bytes} bytes, which does not fit its {sequences} sequences and {borders} document borders"
-    )]
-    Length {
-        /// Length of the index in bytes.
-        bytes: u64,
-        /// Number of sequences in the header.
-        sequences: u64,
-        /// Number of document borders in the header.
-        borders: u64,
-    },
-    /// A sequence has a negative length.
-    #[error("sequence {sequence} has {length} tokens")]
-    SequenceLength {
-        /// Index of the sequence.
-        sequence: usize,
-        /// Token count that the index states.
-        length: i32,
-    },
-    /// A sequence does not begin where the previous one ends.
-    #[error("sequence {sequence} begins at byte {offset}; by the lengths before it that is byte {expected}")]
-    Offset {
-        /// Index of the sequence.
-        sequence: usize,
-        /// Byte offset of the sequence in the index.
-        offset: i64,
-        /// Byte offset that follows from the lengths of the earlier sequences.
-        expected: u64,
-    },
-    /// The sequences do not cover the `.bin` exactly.
-    #[error("its sequences ask for {expected} bytes or more of tokens; the .bin has {bin_bytes}")]
-    TokenBytes {
-        /// Bytes that the sequences need. The count stops at the first sequence beyond the end.
-        expected: u64,
-        /// Length of the `.bin` in bytes.
-        bin_bytes: u64,
-    },
-    /// A document border is negative, descending or beyond the sequences.
-    #[error(
-        "document border {index} is at sequence {border}; allowed: from 0 in ascending order to {sequences}"
-    )]
-    Border {
-        /// Index of the border.
-        index: usize,
-        /// Sequence number that the border holds.
-        border: i64,
-        /// Number of sequences.
-        sequences: usize,
-    },
-    /// The last document ends before the last sequence.
-    #[error("its last document ends at sequence {border} of {sequences}")]
-    LastBorder {
-        /// Last border; 0 if there is none.
-        border: u64,
-        /// Number of sequences.
-        sequences: usize,
-    },
+#[error("{0}")]
+pub struct IndexProblem(pub(crate) String);
+
+/// Position of a record in its file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecordPlace {
+    /// Line number, from 1.
+    Line(u64),
+    /// Number of the element in the file's array, from 1.
+    Element(u64),
+}
+
+impl fmt::Display for RecordPlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Line(number) => write!(f, "line {number}"),
+            Self::Element(number) => write!(f, "element {number}"),
+        }
+    }
 }
 
 /// Class of a [`DataError`], from which the command line derives its exit code.
@@ -555,6 +442,11 @@ impl DataError {
                 Err(Self::Several(problems))
             }
         }
+    }
+
+    /// Returns the error of a number that is out of its range.
+    pub(crate) fn out_of_range(name: &'static str, value: impl ToString, allowed: impl Into<String>) -> Self {
+        Self::OutOfRange { name, value: value.to_string(), allowed: allowed.into() }
     }
 
     /// Returns a function that attaches a path to an operating-system error: `map_err(DataError::io("read", path))`.

@@ -16,13 +16,13 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    encoder::{Encoder, Ending, Position, TokenSink, end_document},
     error::{DataError, Result},
     id_type::IdType,
     indexed::{id_type_for, write_index},
     json_line::TextOptions,
     progress::Progress,
     sources::SourceFile,
-    tokenize::{Encoder, Ending, Position, TokenSink, end_document},
     tokenizer::Tokenizer,
 };
 
@@ -108,11 +108,7 @@ fn write_documents<'a>(
         let start = if index == position.file { position.offset } else { 0 };
         encoder.read(index, file, start)?;
     }
-    encoder.flush()?;
-    if encoder.sink.tokens() == 0 {
-        let first = files.first().map(|file| file.path.clone()).unwrap_or_default();
-        return Err(DataError::NoText { first, files: files.len() });
-    }
+    encoder.finish(files)?;
     let mut position = encoder.position();
     if options.ending == Ending::EndOfText {
         end_document(&mut encoder.sink, tokenizer, &mut position)?;
@@ -333,10 +329,9 @@ impl<'a> IndexedSink<'a> {
         if self.reached.documents > 0 {
             let tokens = self.reached.tokens - self.reached.document_start;
             // Megatron stores lengths as signed numbers.
-            let length = i32::try_from(tokens).map_err(|_| DataError::OutOfRange {
-                name: "the number of tokens in a document",
-                value: tokens.to_string(),
-                allowed: format!("at most {} in an indexed data set", i32::MAX),
+            let length = i32::try_from(tokens).map_err(|_| {
+                let allowed = format!("at most {} in an indexed data set", i32::MAX);
+                DataError::out_of_range("the number of tokens in a document", tokens, allowed)
             })?;
             self.new_lengths.extend(length.to_le_bytes());
         }

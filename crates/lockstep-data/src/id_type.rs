@@ -1,8 +1,6 @@
 //! Storage types of token ids: little-endian integers of one to eight bytes.
 
-use std::{fmt, ops::Range, str::FromStr};
-
-use crate::error::{DataError, Result};
+use std::{fmt, ops::Range};
 
 /// Integer type of the ids in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,19 +114,6 @@ impl IdType {
 impl fmt::Display for IdType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
-    }
-}
-
-/// Parses the name of a type in which raw token files may be stored.
-impl FromStr for IdType {
-    type Err = DataError;
-
-    fn from_str(name: &str) -> Result<Self> {
-        match name {
-            "u16" => Ok(Self::U16),
-            "u32" => Ok(Self::U32),
-            _ => Err(DataError::UnknownIdType { name: name.to_owned() }),
-        }
     }
 }
 

@@ -60,71 +60,84 @@ impl IndexHeader {
     /// # Errors
     /// If the index breaks a rule of the format; the first such rule is returned.
     pub fn parse(bytes: &[u8], bin_bytes: u64) -> Result<Self, IndexProblem> {
+        let broken = |rule: String| Err(IndexProblem(rule));
         if bytes.len() < HEADER_BYTES {
-            return Err(IndexProblem::ShorterThanHeader { bytes: bytes.len() as u64 });
+            return broken(format!("it has {} bytes, fewer than its header of {HEADER_BYTES}", bytes.len()));
         }
         if !bytes.starts_with(MAGIC) {
-            return Err(IndexProblem::Magic);
+            return broken("it does not start with MMIDIDX".to_owned());
         }
         let version = number_at(&bytes[9..], 0);
         if version != VERSION {
-            return Err(IndexProblem::Version { found: version });
+            return broken(format!("its version is {version}; version {VERSION} is read"));
         }
         let code = bytes[17];
-        let known = usize::from(code).checked_sub(1).and_then(|i| *ID_TYPES.get(i)?);
-        let id_type = known.ok_or(IndexProblem::IdType { code })?;
+        let Some(id_type) = usize::from(code).checked_sub(1).and_then(|i| *ID_TYPES.get(i)?) else {
+            let allowed = "1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 8 u16";
+            return broken(format!("its type code is {code}; allowed: {allowed}"));
+        };
         let (sequences, borders) = (number_at(&bytes[18..], 0), number_at(&bytes[26..], 0));
 
         // Counts cannot overflow 128 bits. Once the length of the file matches, all counts are bounded by it.
         let without_modes = HEADER_BYTES as u128 + 12 * u128::from(sequences) + 8 * u128::from(borders);
         let lengths = [without_modes, without_modes + u128::from(sequences)];
         if !lengths.contains(&(bytes.len() as u128)) {
-            return Err(IndexProblem::Length { bytes: bytes.len() as u64, sequences, borders });
+            return broken(format!(
+                "it has {} bytes, which does not fit its {sequences} sequences and {borders} document borders",
+                bytes.len()
+            ));
         }
         let header = Self { id_type, sequences: sequences as usize, borders: borders as usize };
-        header.check_sequences(bytes, bin_bytes)?;
-        header.check_borders(bytes)?;
+        header
+            .check_sequences(bytes, bin_bytes)
+            .and_then(|()| header.check_borders(bytes))
+            .map_err(IndexProblem)?;
         Ok(header)
     }
 
-    fn check_sequences(&self, bytes: &[u8], bin_bytes: u64) -> Result<(), IndexProblem> {
+    fn check_sequences(&self, bytes: &[u8], bin_bytes: u64) -> Result<(), String> {
         let lengths = bytes[HEADER_BYTES..self.offsets_at()].as_chunks::<4>().0;
         let offsets = bytes[self.offsets_at()..self.borders_at()].as_chunks::<8>().0;
         let mut expected = 0_u64;
         for (sequence, (&length, &offset)) in lengths.iter().zip(offsets).enumerate() {
             let (length, offset) = (i32::from_le_bytes(length), i64::from_le_bytes(offset));
             let Ok(tokens) = u64::try_from(length) else {
-                return Err(IndexProblem::SequenceLength { sequence, length });
+                return Err(format!("sequence {sequence} has {length} tokens"));
             };
             if u64::try_from(offset) != Ok(expected) {
-                return Err(IndexProblem::Offset { sequence, offset, expected });
+                return Err(format!(
+                    "sequence {sequence} begins at byte {offset}; by the lengths before it that is byte {expected}"
+                ));
             }
             expected += tokens * self.id_type.bytes() as u64;
             if expected > bin_bytes {
                 break;
             }
         }
-        if expected != bin_bytes {
-            return Err(IndexProblem::TokenBytes { expected, bin_bytes });
+        if expected == bin_bytes {
+            return Ok(());
         }
-        Ok(())
+        // The count stops at the first sequence beyond the end.
+        Err(format!("its sequences ask for {expected} bytes or more of tokens; the .bin has {bin_bytes}"))
     }
 
-    fn check_borders(&self, bytes: &[u8]) -> Result<(), IndexProblem> {
-        let borders = &bytes[self.borders_at()..][..8 * self.borders];
+    fn check_borders(&self, bytes: &[u8]) -> Result<(), String> {
+        let (borders, sequences) = (&bytes[self.borders_at()..][..8 * self.borders], self.sequences);
         let mut previous = 0;
         for (index, &border) in borders.as_chunks::<8>().0.iter().enumerate() {
             let border = i64::from_le_bytes(border);
             let fits = u64::try_from(border)
-                .is_ok_and(|b| b >= previous && b <= self.sequences as u64 && (index > 0 || b == 0));
+                .is_ok_and(|b| b >= previous && b <= sequences as u64 && (index > 0 || b == 0));
             if !fits {
-                return Err(IndexProblem::Border { index, border, sequences: self.sequences });
+                return Err(format!(
+                    "document border {index} is at sequence {border}; allowed: from 0 in ascending order to {sequences}"
+                ));
             }
             previous = border as u64;
         }
         // A builder that never ended a document leaves only the first border.
-        if self.borders == 0 || (self.borders > 1 && previous != self.sequences as u64) {
-            return Err(IndexProblem::LastBorder { border: previous, sequences: self.sequences });
+        if self.borders == 0 || (self.borders > 1 && previous != sequences as u64) {
+            return Err(format!("its last document ends at sequence {previous} of {sequences}"));
         }
         Ok(())
     }
@@ -269,29 +282,35 @@ mod tests {
             bytes[at] = value;
             IndexHeader::parse(&bytes, 14).unwrap_err()
         };
-        assert_eq!(IndexHeader::parse(&sound[..33], 14), Err(IndexProblem::ShorterThanHeader { bytes: 33 }));
-        assert_eq!(broken(0, b'X'), IndexProblem::Magic);
-        assert_eq!(broken(9, 2), IndexProblem::Version { found: 2 });
-        for code in [0, 6, 7, 9, 255] {
-            assert_eq!(broken(17, code), IndexProblem::IdType { code });
+        let short = IndexHeader::parse(&sound[..33], 14).unwrap_err();
+        assert_eq!(short.to_string(), "it has 33 bytes, fewer than its header of 34");
+        for (at, value, expected) in [
+            (0, b'X', "it does not start with MMIDIDX"),
+            (9, 2, "its version is 2; version 1 is read"),
+            (18, 3, "it has 82 bytes, which does not fit its 3 sequences and 3 document borders"),
+            (25, 0xFF, "82 bytes, which does not fit its 18374686479671623682 sequences and 3 document"),
+            (33, 0xFF, "its 2 sequences and 18374686479671623683 document borders"),
+            (37, 0x80, "sequence 0 has -2147483645 tokens"),
+            (34, 2, "sequence 1 begins at byte 6; by the lengths before it that is byte 4"),
+            (42, 1, "sequence 0 begins at byte 1; by the lengths before it that is byte 0"),
+            (38, 5, "its sequences ask for 16 bytes or more of tokens; the .bin has 14"),
+            (58, 1, "document border 0 is at sequence 1; allowed: from 0 in ascending order to 2"),
+            (74, 3, "document border 2 is at sequence 3"),
+            (74, 1, "its last document ends at sequence 1 of 2"),
+        ] {
+            let problem = broken(at, value).to_string();
+            assert!(problem.contains(expected), "byte {at} = {value}: {problem}");
         }
-        let length = |sequences, borders| IndexProblem::Length { bytes: 82, sequences, borders };
-        assert_eq!(broken(18, 3), length(3, 3));
-        assert_eq!(broken(25, 0xFF), length(2 | 0xFF << 56, 3));
-        assert_eq!(broken(33, 0xFF), length(2, 3 | 0xFF << 56));
-        let negative = i32::from_le_bytes([3, 0, 0, 0x80]);
-        assert_eq!(broken(37, 0x80), IndexProblem::SequenceLength { sequence: 0, length: negative });
-        assert_eq!(broken(34, 2), IndexProblem::Offset { sequence: 1, offset: 6, expected: 4 });
-        assert_eq!(broken(42, 1), IndexProblem::Offset { sequence: 0, offset: 1, expected: 0 });
-        assert_eq!(broken(38, 5), IndexProblem::TokenBytes { expected: 16, bin_bytes: 14 });
-        assert_eq!(broken(58, 1), IndexProblem::Border { index: 0, border: 1, sequences: 2 });
-        assert_eq!(broken(74, 3), IndexProblem::Border { index: 2, border: 3, sequences: 2 });
-        assert_eq!(broken(74, 1), IndexProblem::LastBorder { border: 1, sequences: 2 });
+        for code in [0, 6, 7, 9, 255] {
+            let problem = broken(17, code).to_string();
+            assert!(problem.starts_with(&format!("its type code is {code}; allowed: 1 u8")), "{problem}");
+        }
         let mut none = index_of(&[], IdType::U16);
         assert!(IndexHeader::parse(&none, 0).is_ok());
         none.truncate(HEADER_BYTES);
         none[26] = 0;
-        assert_eq!(IndexHeader::parse(&none, 0), Err(IndexProblem::LastBorder { border: 0, sequences: 0 }));
+        let problem = IndexHeader::parse(&none, 0).unwrap_err().to_string();
+        assert_eq!(problem, "its last document ends at sequence 0 of 0");
     }
 
     proptest! {

@@ -14,7 +14,7 @@ use std::{collections::BTreeMap, fmt};
 use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
 
-use crate::chat::{ChatTemplate, Message};
+use crate::chat::{ChatTemplate, Message, Part};
 
 /// Content of one document.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,34 +23,6 @@ pub enum Document {
     Text(String),
     /// Text in parts, in order; some parts have masked labels.
     Parts(Vec<Part>),
-}
-
-/// Consecutive part of a document's text.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
-    /// Text of the part.
-    pub text: String,
-    /// Role that decides whether the part is predicted.
-    pub role: PartRole,
-}
-
-/// Role of a part of a document in training.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PartRole {
-    /// Read only: the labels of its tokens are masked.
-    Context,
-    /// Predicted: its tokens are labels.
-    Answer,
-}
-
-impl Part {
-    pub(crate) fn context(text: impl Into<String>) -> Self {
-        Self { text: text.into(), role: PartRole::Context }
-    }
-
-    pub(crate) fn answer(text: impl Into<String>) -> Self {
-        Self { text: text.into(), role: PartRole::Answer }
-    }
 }
 
 /// Options for reading text files: the names of fields.

@@ -1,37 +1,18 @@
 //! Streams the records of a JSON file: one per line, or the elements of one array.
 
 use std::{
-    fmt,
     fs::File,
     io::{BufRead, BufReader},
     path::{Path, PathBuf},
 };
 
-use crate::error::{DataError, Result};
+use crate::error::{DataError, RecordPlace, Result};
 
 /// Buffer size of reads, in bytes.
 const BLOCK_BYTES: usize = 256 << 10;
 
 /// UTF-8 byte order mark, which some programs write. JSON does not allow it, so it is skipped at the start of the file.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
-
-/// Position of a record in its file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RecordPlace {
-    /// Line number, from 1.
-    Line(u64),
-    /// Number of the element in the file's array, from 1.
-    Element(u64),
-}
-
-impl fmt::Display for RecordPlace {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Line(number) => write!(f, "line {number}"),
-            Self::Element(number) => write!(f, "element {number}"),
-        }
-    }
-}
 
 /// Text of one record.
 #[derive(Debug, PartialEq, Eq)]

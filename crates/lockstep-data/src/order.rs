@@ -127,15 +127,12 @@ impl SampleCursor {
             ("data-parallel replicas", self.replicas),
         ] {
             if value == 0 {
-                return Err(DataError::OutOfRange { name, value: "0".into(), allowed: "1 or more".into() });
+                return Err(DataError::out_of_range(name, 0, "1 or more"));
             }
         }
         if self.replica >= self.replicas {
-            return Err(DataError::OutOfRange {
-                name: "data-parallel replica",
-                value: self.replica.to_string(),
-                allowed: format!("0 to {}", self.replicas - 1),
-            });
+            let allowed = format!("0 to {}", self.replicas - 1);
+            return Err(DataError::out_of_range("data-parallel replica", self.replica, allowed));
         }
         let per_round = self.micro_batch.checked_mul(self.replicas);
         if per_round.is_none_or(|per_round| !self.global_batch.is_multiple_of(per_round)) {

@@ -1,11 +1,14 @@
-//! Packing of documents into windows, and the masking that separates documents within a window.
+//! Windows over a range of tokens: how documents are packed into them, and the masking that separates documents within a
+//! window.
+//!
+//! A window has up to `seq_len + 1` tokens. Its labels are all but the first token, without those that are masked.
 
 use std::{ops::Range, sync::Arc};
 
 use crate::{
     batch::{IGNORE_LABEL, MicroBatch},
-    dataset::{Tail, WindowOptions},
-    supervision::{Borders, Supervision, first_answer, labels_in},
+    order::SampleOrder,
+    supervision::Supervision,
     tokens::Tokens,
 };
 
@@ -22,6 +25,29 @@ pub enum Packing {
     /// the next one fits; the rest of it is padding. Only documents longer than a window are cut: text into several
     /// windows, a sample (a document with a prompt) at the end of its window.
     WholeDocuments,
+}
+
+/// Options for cutting a range of tokens into windows and ordering them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WindowOptions {
+    /// Inputs (and labels) per window.
+    pub seq_len: usize,
+    /// Order in which windows are read.
+    pub order: SampleOrder,
+    /// Treatment of the tokens after the last full window.
+    pub tail: Tail,
+    /// Packing of documents into windows.
+    pub packing: Packing,
+}
+
+/// Treatment of the tokens after the last full window.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tail {
+    /// Dropped, as usual in training.
+    Drop,
+    /// Kept as a window that is padded with id 0 and masked labels, if at least one of its tokens can be predicted; as
+    /// usual in evaluation.
+    Pad,
 }
 
 /// Windows over a range of tokens.
@@ -193,6 +219,46 @@ impl<'a> WholeDocuments<'a> {
             self.windows.push((window.start, (window.end - window.start) as u32));
         }
     }
+}
+
+/// Treatment of document boundaries in labels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Borders {
+    /// Ignored: the first token of a document is a label of the document before it.
+    Crossed,
+    /// Respected: the first token of a document is never a label.
+    Kept,
+}
+
+/// Returns the number of labels of `window`: of all its tokens but the first, those that are not masked and, if
+/// boundaries are kept, do not begin a document.
+fn labels_in(tokens: &Tokens, window: Range<u64>, borders: Borders) -> u64 {
+    let predicted = window.start + 1..window.end;
+    if predicted.is_empty() {
+        return 0;
+    }
+    let contexts: Vec<Range<u64>> = tokens.contexts(predicted.clone()).collect();
+    let read: u64 = contexts.iter().map(|context| context.end - context.start).sum();
+    let mut starts = Vec::new();
+    if borders == Borders::Kept {
+        starts.extend(tokens.document_starts(predicted.clone()));
+        // An empty document has the same start as the next one.
+        starts.dedup();
+        starts.retain(|start| !contexts.iter().any(|context| context.contains(start)));
+    }
+    predicted.end - predicted.start - read - starts.len() as u64
+}
+
+/// Returns the first token of `document`, other than its very first, that belongs to an answer.
+fn first_answer(tokens: &Tokens, document: Range<u64>) -> Option<u64> {
+    let mut first = document.start + 1;
+    for context in tokens.contexts(first..document.end) {
+        if context.start > first {
+            break;
+        }
+        first = context.end;
+    }
+    (first < document.end).then_some(first)
 }
 
 /// Separates the documents in the last row of `batch`. The row holds the tokens of `window` and then padding, which

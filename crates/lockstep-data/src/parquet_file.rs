@@ -22,7 +22,6 @@ use parquet::{
 };
 
 use crate::{
-    documents::{Content, Piece},
     error::{DataError, Result},
     quiet,
 };
@@ -33,13 +32,13 @@ const BATCH_ROWS: usize = 1024;
 /// Maximum size of a decompressed page, in bytes. A larger page is treated as an attack.
 const LARGEST_PAGE_BYTES: u64 = 1 << 30;
 
-/// Sends the column `text_field` of the file at `path` to `sink`, from row `start` on. Each row is a document; the end
-/// of its piece is the number of the next row. Null rows are skipped. Fields of structs are named with dots.
+/// Sends the column `text_field` of the file at `path` to `sink`, from row `start` on: the text of each row, and the number
+/// of the next row. Null rows are skipped. Fields of structs are named with dots.
 pub(crate) fn read_parquet(
     path: &Path,
     text_field: &str,
     start: u64,
-    sink: &mut impl FnMut(Piece) -> Result<()>,
+    sink: &mut impl FnMut(String, u64) -> Result<()>,
 ) -> Result<()> {
     let bad = |problem| DataError::BadParquet { path: path.to_owned(), problem };
     let file = File::open(path).map_err(DataError::io("open", path))?;
@@ -67,7 +66,7 @@ pub(crate) fn read_parquet(
                 let Some(text) = text.filter(|_| row > start) else { continue };
                 let text = String::from_utf8(text.data().to_vec());
                 let text = text.map_err(|_| bad(format!("row {row} of \"{text_field}\" is not UTF-8")))?;
-                sink(Piece { content: Content::Text(text), ends_document: true, end: row })?;
+                sink(text, row)?;
             }
         }
     }
@@ -80,10 +79,8 @@ pub(crate) fn read_parquet(
 /// If the file cannot be opened or is not a valid Parquet file with that text column.
 pub fn read_text_column(path: &Path, column: &str) -> Result<Vec<String>> {
     let mut texts = Vec::new();
-    read_parquet(path, column, 0, &mut |piece| {
-        if let Content::Text(text) = piece.content {
-            texts.push(text);
-        }
+    read_parquet(path, column, 0, &mut |text, _| {
+        texts.push(text);
         Ok(())
     })?;
     Ok(texts)

@@ -12,9 +12,9 @@ use std::{
 };
 
 use crate::{
+    encoder::TokenSink,
     error::{DataError, Result, TokenFileProblem},
     id_type::IdType,
-    tokenize::TokenSink,
 };
 
 /// Header of a token cache file.
@@ -69,22 +69,24 @@ impl TokenFileHeader {
     /// If the header breaks a rule of the format; the first such rule is returned. The length of the file is not
     /// checked.
     pub fn parse(bytes: &[u8]) -> Result<Self, TokenFileProblem> {
-        let short = TokenFileProblem::ShorterThanHeader {
-            bytes: bytes.len() as u64,
-            header_bytes: Self::BYTES as u64,
+        let broken = |rule: String| Err(TokenFileProblem(rule));
+        let Some(header) = bytes.first_chunk::<{ Self::BYTES }>() else {
+            return broken(format!("it has {} bytes, fewer than its header of {}", bytes.len(), Self::BYTES));
         };
-        let header: &[u8; Self::BYTES] = bytes.first_chunk().ok_or(short)?;
         if header[..8] != MAGIC {
-            return Err(TokenFileProblem::Magic);
+            return broken("it does not start with the magic bytes of a token file".to_owned());
         }
         let version = u32_at(header, 8);
         if version != Self::VERSION {
-            return Err(TokenFileProblem::Version { found: version, supported: Self::VERSION });
+            let reads = Self::VERSION;
+            return broken(format!("its format version is {version}; this program reads version {reads}"));
         }
         if blake3::hash(&header[..CHECKSUM_AT]) != hash_at(header, CHECKSUM_AT) {
-            return Err(TokenFileProblem::HeaderChecksum);
+            return broken("the checksum of its header does not match".to_owned());
         }
-        let field = |field, value| Err(TokenFileProblem::Field { field, value });
+        // The checksum matches: another program wrote the file.
+        let field =
+            |field, value: u64| broken(format!("its header says {field} = {value}, which is impossible"));
         let (width_bytes, tokens, vocab_size) = (u32_at(header, 12), u64_at(header, 16), u64_at(header, 24));
         let (documents, contexts) = (u64_at(header, 32), u64_at(header, 40));
         let id_type = match width_bytes {
@@ -364,25 +366,17 @@ mod tests {
             bytes[CHECKSUM_AT..].copy_from_slice(checksum.as_bytes());
             TokenFileHeader::parse(&bytes).unwrap_err()
         };
-        assert_eq!(
-            resealed(&|bytes| bytes[12] = 3),
-            TokenFileProblem::Field { field: "bytes per id", value: 3 }
-        );
-        assert_eq!(
-            resealed(&|bytes| bytes[16..24].fill(0xFF)),
-            TokenFileProblem::Field { field: "tokens", value: u64::MAX }
-        );
-        assert_eq!(
-            resealed(&|bytes| bytes[24..32].copy_from_slice(&65_537_u64.to_le_bytes())),
-            TokenFileProblem::Field { field: "vocabulary", value: 65_537 }
-        );
+        let says = |change: &dyn Fn(&mut [u8]), field: &str, value: u64| {
+            let expected = format!("its header says {field} = {value}, which is impossible");
+            assert_eq!(resealed(change).to_string(), expected);
+        };
+        says(&|bytes| bytes[12] = 3, "bytes per id", 3);
+        says(&|bytes| bytes[16..24].fill(0xFF), "tokens", u64::MAX);
+        says(&|bytes| bytes[24..32].copy_from_slice(&65_537_u64.to_le_bytes()), "vocabulary", 65_537);
         for (at, field) in [(32, "documents"), (40, "contexts")] {
-            assert_eq!(resealed(&|bytes| bytes[at] = 11), TokenFileProblem::Field { field, value: 11 });
+            says(&|bytes| bytes[at] = 11, field, 11);
         }
-        assert_eq!(
-            resealed(&|bytes| bytes[32] = 0),
-            TokenFileProblem::Field { field: "documents", value: 0 }
-        );
+        says(&|bytes| bytes[32] = 0, "documents", 0);
     }
 
     #[test]

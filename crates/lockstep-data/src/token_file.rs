@@ -6,6 +6,7 @@
 use std::{
     ops::Range,
     path::{Path, PathBuf},
+    str::FromStr,
 };
 
 use lockstep_tensor::MappedFile;
@@ -49,6 +50,19 @@ enum Documents {
     Indexed(Index),
 }
 
+/// Parses the name of a type in which raw token files may be stored.
+impl FromStr for IdType {
+    type Err = DataError;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "u16" => Ok(Self::U16),
+            "u32" => Ok(Self::U32),
+            _ => Err(DataError::UnknownIdType { name: name.to_owned() }),
+        }
+    }
+}
+
 /// Size and maximum number of the pages that are sampled to check a file and to identify its contents.
 const SAMPLED_PAGE_BYTES: u64 = 4096;
 const SAMPLED_PAGES: u64 = 1024;
@@ -64,8 +78,9 @@ impl TokenFile {
         let map = MappedFile::open(path).map_err(DataError::io("open token file", path))?;
         let header = TokenFileHeader::parse(&map).map_err(bad)?;
         if map.len() as u64 != header.file_bytes() {
-            let expected_bytes = header.file_bytes();
-            return Err(bad(TokenFileProblem::Length { bytes: map.len() as u64, expected_bytes }));
+            let (found, expected) = (map.len(), header.file_bytes());
+            let problem = format!("it has {found} bytes where its header asks for {expected}");
+            return Err(bad(TokenFileProblem(problem)));
         }
         let [ids, documents, contexts] = header.sections();
         check_order(&map[documents.clone()], &map[contexts.clone()], header.tokens).map_err(bad)?;
@@ -145,7 +160,11 @@ impl TokenFile {
     pub fn verify(&self) -> Result<()> {
         if let Documents::Listed(_) = self.documents {
             let same = blake3::hash(&self.map[TokenFileHeader::BYTES..]) == self.digest;
-            return if same { Ok(()) } else { Err(self.bad(TokenFileProblem::PayloadChecksum)) };
+            return if same {
+                Ok(())
+            } else {
+                Err(self.bad(TokenFileProblem("the checksum of its tokens does not match".to_owned())))
+            };
         }
         self.blocks().try_for_each(|block| self.read(block, &mut Vec::new()))
     }
@@ -288,16 +307,18 @@ impl TokenFile {
 
 /// Checks that documents and contexts are in order and lie within `tokens` tokens.
 fn check_order(documents: &[u8], contexts: &[u8], tokens: u64) -> Result<(), TokenFileProblem> {
+    let disorder =
+        |what: &str| Err(TokenFileProblem(format!("its {what} do not lie in order within its tokens")));
     let mut starts = numbers(documents);
     let ascend = starts.clone().is_sorted_by(|a, b| a < b);
     let fit =
         starts.next().is_none_or(|first| first == 0) && starts.next_back().is_none_or(|last| last < tokens);
     if !(ascend && fit) {
-        return Err(TokenFileProblem::Order { what: "documents" });
+        return disorder("documents");
     }
     let mut borders = numbers(contexts);
     if !borders.clone().is_sorted() || borders.next_back().is_some_and(|end| end > tokens) {
-        return Err(TokenFileProblem::Order { what: "contexts" });
+        return disorder("contexts");
     }
     Ok(())
 }

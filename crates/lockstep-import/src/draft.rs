@@ -5,13 +5,27 @@ use std::fmt::Write as _;
 
 use serde_json::Value;
 
-use crate::fields::Read;
-
 /// Sections of RUN.toml in the order of the manual.
 const SECTIONS: [&str; 8] =
     ["model", "data", "train", "optimizer", "schedule", "parallel", "checkpoint", "metrics"];
 /// Largest width of a comment line.
 const WIDTH: usize = 110;
+
+/// A value that was read, with its key and line.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Read<T> {
+    pub(crate) value: T,
+    pub(crate) key: String,
+    pub(crate) line: usize,
+    /// The value as written in the file.
+    pub(crate) shown: String,
+}
+
+impl<T> Read<T> {
+    pub(crate) fn map<U>(self, change: impl FnOnce(T) -> U) -> Read<U> {
+        Read { value: change(self.value), key: self.key, line: self.line, shown: self.shown }
+    }
+}
 
 /// Source of a setting.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,10 +3,10 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::Format;
 use crate::document::Node;
-use crate::draft::{AutoKey, Import, Resolution};
-use crate::problem::{Problem, shortened};
+use crate::draft::{AutoKey, Import, Read, Resolution};
+use crate::format::Format;
+use crate::problem::{Problem, Problems, shortened};
 use crate::table::{Treatment, find, nearest};
 
 /// A value with its line.
@@ -14,22 +14,6 @@ use crate::table::{Treatment, find, nearest};
 pub(crate) struct Field {
     pub(crate) line: usize,
     pub(crate) node: Node,
-}
-
-/// A value that was read, with its key and line.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Read<T> {
-    pub(crate) value: T,
-    pub(crate) key: String,
-    pub(crate) line: usize,
-    /// The value as written in the file.
-    pub(crate) shown: String,
-}
-
-impl<T> Read<T> {
-    pub(crate) fn map<U>(self, change: impl FnOnce(T) -> U) -> Read<U> {
-        Read { value: change(self.value), key: self.key, line: self.line, shown: self.shown }
-    }
 }
 
 /// The keys of a file, the keys read so far, and the problems found so far.
@@ -227,7 +211,7 @@ impl Fields {
                     import.idle(because, format!("{key} = \"auto\""));
                 }
                 Treatment::NoEffect(because) => import.idle(because, key),
-                Treatment::Refused { accepts: [only, ..], .. } if is_auto(node) => {
+                Treatment::Refused { accepts: Some(only), .. } if is_auto(node) => {
                     import.autos.push(auto(Resolution::Taken(only)));
                 }
                 Treatment::Refused { accepts, .. } if asks_for_nothing(node, accepts) => {
@@ -249,9 +233,9 @@ impl Fields {
         }
     }
 
-    /// Returns the problems, in the order of the file. If most keys are unknown, returns a single problem: the file
-    /// is another tool's.
-    pub(crate) fn problems(&self, format: Format) -> Vec<Problem> {
+    /// Fails with the problems, in the order of the file. If most keys are unknown, that is the only problem: the file is
+    /// another tool's.
+    pub(crate) fn outcome(&self, format: Format) -> Result<(), Problems> {
         let mut problems = self.problems.take();
         let unknown = problems.iter().filter(|problem| problem.what.starts_with(UNKNOWN)).count();
         if unknown > 3 && 2 * unknown > self.fields.len() {
@@ -261,10 +245,10 @@ impl Fields {
                 format.tool()
             );
             let allowed = format!("the keys in {}", format.page());
-            return vec![Problem::new(&self.file, 0, "", what, allowed)];
+            problems = vec![Problem::new(&self.file, 0, "", what, allowed)];
         }
         problems.sort_by_key(|problem| problem.line);
-        problems
+        if problems.is_empty() { Ok(()) } else { Err(Problems(problems)) }
     }
 }
 
@@ -283,15 +267,13 @@ fn is_comment(key: &str) -> bool {
     last.starts_with("_comment") || last.starts_with("//") || last == "comment" || key.starts_with('_')
 }
 
-/// Returns true if a value is one of `accepts`.
-fn asks_for_nothing(node: &Node, accepts: &[&str]) -> bool {
-    let Some(text) = node.text() else { return false };
-    accepts.iter().any(|accepted| {
-        accepted.eq_ignore_ascii_case(text)
-            || (*accepted == "false" && node.flag() == Some(false))
-            || (*accepted == "true" && node.flag() == Some(true))
-            || accepted.parse::<f64>().is_ok_and(|number| node.number() == Some(number))
-    })
+/// Returns true if a value is the accepted one.
+fn asks_for_nothing(node: &Node, accepted: Option<&str>) -> bool {
+    let (Some(text), Some(accepted)) = (node.text(), accepted) else { return false };
+    accepted.eq_ignore_ascii_case(text)
+        || (accepted == "false" && node.flag() == Some(false))
+        || (accepted == "true" && node.flag() == Some(true))
+        || accepted.parse::<f64>().is_ok_and(|number| node.number() == Some(number))
 }
 
 fn is_auto(node: &Node) -> bool {

@@ -11,6 +11,8 @@ mod deepspeed;
 mod document;
 mod draft;
 mod fields;
+mod format;
+mod options;
 mod problem;
 mod table;
 
@@ -19,43 +21,12 @@ use fields::Fields;
 use table::find;
 
 pub use draft::{AutoKey, Import, InUse, Lookup, Origin, Resolution, Setting};
+pub use format::Format;
+pub use options::{AutoValues, Options};
 pub use problem::{Problem, Problems};
 pub use table::{Row, Treatment};
 
-/// Format of a configuration, named after its tool.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
-    /// A DeepSpeed configuration (`ds_config.json`), in JSON.
-    DeepSpeed,
-    /// A configuration that `accelerate config` writes (`default_config.yaml`), in YAML or JSON.
-    Accelerate,
-}
-
 impl Format {
-    /// Returns the format's name on the command line.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::DeepSpeed => "deepspeed",
-            Self::Accelerate => "accelerate",
-        }
-    }
-
-    /// Returns the tool's name.
-    pub fn tool(self) -> &'static str {
-        match self {
-            Self::DeepSpeed => "DeepSpeed",
-            Self::Accelerate => "Accelerate",
-        }
-    }
-
-    /// Returns the manual page that lists the tool's keys.
-    pub fn page(self) -> &'static str {
-        match self {
-            Self::DeepSpeed => "docs/coming-from-deepspeed.md",
-            Self::Accelerate => "docs/coming-from-accelerate.md",
-        }
-    }
-
     /// Guesses the format of a text by its keys; `None` if it cannot be parsed or has no known key.
     pub fn guess(text: &str) -> Option<Self> {
         let entries = document::read(text, "", Syntax::of(text)).ok()?;
@@ -69,43 +40,12 @@ impl Format {
         }
     }
 
-    /// Returns the tool's keys and their treatment.
-    pub fn keys(self) -> &'static [Row] {
-        match self {
-            Self::DeepSpeed => deepspeed::KEYS,
-            Self::Accelerate => accelerate::KEYS,
-        }
-    }
-
-    /// Returns the table of the tool's keys in Markdown.
-    pub fn keys_markdown(self) -> String {
-        table::markdown(self.keys())
-    }
-
     fn syntax(self, text: &str) -> Syntax {
         match self {
             Self::DeepSpeed => Syntax::Json,
             Self::Accelerate => Syntax::of(text),
         }
     }
-}
-
-/// Source of values for keys that are `"auto"`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AutoValues {
-    /// The defaults of Hugging Face's Trainer, for a file that is imported alone.
-    TrainerDefaults,
-    /// The configuration of the run that the file is imported into.
-    OfTheRun,
-}
-
-/// Context of an import, from outside the file.
-#[derive(Debug, Clone, Copy)]
-pub struct Options {
-    /// Ranks of the run, if known.
-    pub ranks: Option<usize>,
-    /// Source of values for keys that are `"auto"`.
-    pub auto: AutoValues,
 }
 
 /// Translates the text of a file, called `file` in messages. `open` reads a file that this one refers to.

@@ -27,43 +27,43 @@ pub enum Treatment {
     },
     /// Accepted without effect, for the given reason.
     NoEffect(&'static str),
-    /// Refused, unless the value is one of `accepts`.
+    /// Refused, unless the value is the one that `accepts` names.
     Refused {
-        /// Values that request nothing and are accepted.
-        accepts: &'static [&'static str],
+        /// Value that requests nothing and is accepted, if there is one.
+        accepts: Option<&'static str>,
         /// Reason, and what to write instead.
         because: &'static str,
     },
 }
 
-/// Creates the row of a key whose counterpart has the same meaning.
-pub(crate) const fn to(key: &'static str, default: &'static str, ours: &'static str) -> Row {
-    Row { key, default, treatment: Treatment::To { ours, how: "" } }
+/// Splits the lines of a table into cells at tabs; cells that a line lacks are empty. Skips empty lines and comments (`#`).
+pub(crate) fn cells<const N: usize>(table: &'static str) -> impl Iterator<Item = [&'static str; N]> {
+    table.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).map(|line| {
+        let mut cells = line.split('\t');
+        std::array::from_fn(|_| cells.next().unwrap_or_default())
+    })
 }
 
-/// Creates the row of a key whose counterpart differs a little.
-pub(crate) const fn to_but(
-    key: &'static str,
-    default: &'static str,
-    ours: &'static str,
-    how: &'static str,
-) -> Row {
-    Row { key, default, treatment: Treatment::To { ours, how } }
-}
-
-/// Creates the row of a key that changes nothing.
-pub(crate) const fn idle(key: &'static str, default: &'static str, because: &'static str) -> Row {
-    Row { key, default, treatment: Treatment::NoEffect(because) }
-}
-
-/// Creates the row of a key that is refused, unless its value requests nothing.
-pub(crate) const fn refused(
-    key: &'static str,
-    default: &'static str,
-    accepts: &'static [&'static str],
-    because: &'static str,
-) -> Row {
-    Row { key, default, treatment: Treatment::Refused { accepts, because } }
+/// Reads a table of keys, whose first lines describe its columns.
+pub(crate) fn read(table: &'static str) -> Vec<Row> {
+    let (reasons, keys): (Vec<_>, Vec<_>) = cells(table).partition(|[key, ..]: &[_; 5]| key.starts_with('@'));
+    let reason = |cell: &'static str| {
+        let named = reasons.iter().find(|[name, ..]| *name == cell);
+        named.map_or(cell, |[_, reason, ..]| *reason)
+    };
+    let row = |[key, default, treatment, main, more]: [&'static str; 5]| {
+        let treatment = match treatment {
+            "to" => Treatment::To { ours: main, how: more },
+            "idle" => Treatment::NoEffect(reason(main)),
+            "refused" => {
+                let accepts = Some(more).filter(|value| !value.is_empty());
+                Treatment::Refused { accepts, because: reason(main) }
+            }
+            other => unreachable!("the table of keys treats {key} as {other:?}"),
+        };
+        Row { key, default, treatment }
+    };
+    keys.into_iter().map(row).collect()
 }
 
 /// Returns the row of a key: its own, or that of the longest group that contains it.
@@ -106,14 +106,36 @@ pub(crate) fn markdown(rows: &[Row]) -> String {
                 (ours, (*how).to_owned())
             }
             Treatment::NoEffect(because) => ("without effect".to_owned(), (*because).to_owned()),
-            Treatment::Refused { accepts: [], because } => ("refused".to_owned(), (*because).to_owned()),
-            Treatment::Refused { accepts, because } => {
-                let values = accepts.iter().map(|value| format!("`{value}`")).collect::<Vec<_>>().join(", ");
-                (format!("refused, unless {values}"), (*because).to_owned())
+            Treatment::Refused { accepts: None, because } => ("refused".to_owned(), (*because).to_owned()),
+            Treatment::Refused { accepts: Some(value), because } => {
+                (format!("refused, unless `{value}`"), (*because).to_owned())
             }
         };
         // Writing to a String cannot fail.
         let _ = writeln!(out, "| `{key}` | {default} | {ours} | {remark} |");
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_has_comments_shared_reasons_and_lines_without_their_last_cells() {
+        let table = "# Keys.\n@why\tit is so\n\na\t1\tto\tx.y\nb\t\tto\tx.z\ttwice\nc\t0\tidle\t@why\nd\t\trefused\tno\toff\n";
+        let rows: Vec<String> = read(table).iter().map(|row| format!("{row:?}")).collect();
+        let row = |key: &str, default: &str, treatment: Treatment| {
+            format!("Row {{ key: {key:?}, default: {default:?}, treatment: {treatment:?} }}")
+        };
+        assert_eq!(
+            rows,
+            [
+                row("a", "1", Treatment::To { ours: "x.y", how: "" }),
+                row("b", "", Treatment::To { ours: "x.z", how: "twice" }),
+                row("c", "0", Treatment::NoEffect("it is so")),
+                row("d", "", Treatment::Refused { accepts: Some("off"), because: "no" }),
+            ]
+        );
+    }
 }

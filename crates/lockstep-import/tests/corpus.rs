@@ -172,7 +172,7 @@ fn every_key_that_is_auto_has_its_row() {
                     }
                 }
                 Err(problems) => {
-                    let is_refused = matches!(row.treatment, Treatment::Refused { accepts: [], .. });
+                    let is_refused = matches!(row.treatment, Treatment::Refused { accepts: None, .. });
                     // These have no default in the other tool either.
                     let is_needed = [
                         "optimizer.type",

@@ -9,9 +9,8 @@ use lockstep_comm::{
 };
 
 use crate::{
-    LaunchError,
+    LaunchError, affinity,
     environment::{self, Launcher, ProcessPlace},
-    launch,
 };
 
 /// Environment variable with the path of the job's secret file. Lockstep's launcher passes the path of an inherited
@@ -77,7 +76,7 @@ pub fn join_from_environment(options: JoinOptions, deadline: Deadline) -> Result
     );
     let Some(socket) = inherited_socket()? else {
         let meeting = meeting(&place, are_near)?;
-        let pin = launch::pin_to_share;
+        let pin = affinity::pin_to_share;
         let group = join_with(place.rank, ranks, meeting, options.tcp, None, pin, deadline)?;
         return Ok(Some(group));
     };

@@ -10,7 +10,7 @@
 //!
 //! - [`environment`]: the launchers that are understood, as a pure function of environment variables.
 //! - `joining`: from a rank's place to its process group.
-//! - `launch`: the processes of one machine, with their variables, cores and secret.
+//! - `launch`: the processes of one machine, with their variables and secret; `affinity`: the cores of each.
 //! - `agent`: the processes until the last one has ended; `stillness`: heartbeats and out-of-memory kills.
 //! - `output`: the ranks' standard output and standard error, line by line.
 //! - [`run`]: this program as the launcher of its own ranks.
@@ -20,6 +20,7 @@
 //! - [`interrupt`]: Ctrl-C and SIGTERM as a flag that is read between steps.
 //! - [`limits`]: system limits as errors instead of fatal signals.
 
+mod affinity;
 mod agent;
 pub mod environment;
 mod error;
@@ -35,11 +36,12 @@ pub mod run;
 pub mod ssh;
 mod stillness;
 
+pub use affinity::Pinning;
 pub use agent::{Agent, Ended, Failure, Movement};
 pub use error::LaunchError;
 pub use joining::{
     JoinByMpi, JoinOptions, MEETING_LIMIT, SECRET_VARIABLE, is_launched, join_from_environment, place,
     secret, started_group,
 };
-pub use launch::{ERROR_FILE_VARIABLE, Elastic, Launch, Pinning};
+pub use launch::{ERROR_FILE_VARIABLE, Elastic, Launch};
 pub use output::{Output, Route, Routing};

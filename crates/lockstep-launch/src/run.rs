@@ -6,9 +6,10 @@ use std::time::Duration;
 use lockstep_comm::{CommError, LossCause, Placement, Recorded, WorldOptions};
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::affinity::Pinning;
 use crate::agent::{self, Agent, Failure, Movement};
 use crate::interrupt::Interrupt;
-use crate::launch::{Elastic, Launch, Pinning};
+use crate::launch::{Elastic, Launch};
 use crate::{LaunchError, Output};
 
 /// Interval at which the launcher checks for a signal to pass on.

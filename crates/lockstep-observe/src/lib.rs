@@ -15,6 +15,7 @@ pub mod build;
 pub mod doctor;
 mod error;
 pub mod flight;
+mod json_value;
 mod lock;
 pub mod metrics;
 pub mod progress;

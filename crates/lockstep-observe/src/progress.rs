@@ -46,10 +46,12 @@ pub struct Progress {
     smoothed_ms: Option<f64>,
 }
 
+/// Destination of what a rank displays; clones share it.
+#[derive(Clone)]
 enum Display {
     Bar(ProgressBar),
     Lines(Lines),
-    /// Display of a rank other than the first, with its number: it prints only what its [`MessagePrinter`] sends.
+    /// Display of a rank other than the first, with its number: it prints only messages.
     OfOther(usize),
 }
 
@@ -58,27 +60,20 @@ type Lines = Arc<Mutex<Box<dyn Write + Send>>>;
 
 /// Printer of messages for any thread. A failure to print never fails the run.
 #[derive(Clone)]
-pub struct MessagePrinter(Sound);
-
-#[derive(Clone)]
-enum Sound {
-    Bar(ProgressBar),
-    Lines(Lines),
-    OfOther(usize),
-}
+pub struct MessagePrinter(Display);
 
 impl MessagePrinter {
     /// Returns a printer to standard error, for use before the progress display exists.
     pub fn on_stderr() -> Self {
-        Self(Sound::Lines(Arc::new(Mutex::new(Box::new(io::stderr())))))
+        Self(Display::Lines(Arc::new(Mutex::new(Box::new(io::stderr())))))
     }
 
     /// Prints a message, above the progress line if there is one.
     pub fn message(&self, text: &str) {
         match &self.0 {
-            Sound::Bar(bar) => bar.println(text),
-            Sound::Lines(out) => write_line(out, text),
-            Sound::OfOther(rank) => {
+            Display::Bar(bar) => bar.println(text),
+            Display::Lines(out) => write_line(out, text),
+            Display::OfOther(rank) => {
                 // The reader may be gone.
                 let _ = writeln!(io::stderr(), "rank {rank}: {text}");
             }
@@ -108,11 +103,7 @@ impl Progress {
 
     /// Returns a printer of messages for other threads.
     pub fn voice(&self) -> MessagePrinter {
-        MessagePrinter(match &self.display {
-            Display::Bar(bar) => Sound::Bar(bar.clone()),
-            Display::Lines(out) => Sound::Lines(out.clone()),
-            Display::OfOther(rank) => Sound::OfOther(*rank),
-        })
+        MessagePrinter(self.display.clone())
     }
 
     /// Returns a display with one line, redrawn in place.
@@ -251,7 +242,7 @@ mod tests {
     use indicatif::InMemoryTerm;
 
     use super::*;
-    use crate::metrics::tests::example;
+    use crate::metrics::example;
 
     const STEPS: Steps = Steps { done: 0, total: 25, log_every: 10 };
 

@@ -7,7 +7,7 @@ use lockstep_plan::{Axis, MemoryCategory, RankPlan};
 use serde_json::{Value, json};
 
 use crate::Error;
-use crate::trace::{gather_json, write_json};
+use crate::json_value::{gather_json, write_json};
 
 /// Name of the file in `metrics.dir`.
 pub const LAYOUT: &str = "layout.json";

@@ -17,7 +17,7 @@ use super::INDEX_FILE;
 use crate::{
     convert,
     digest::Digest,
-    error::CheckpointError,
+    error::{CheckpointError, CoverageError},
     files::{DirectoryLock, create_directories, create_file, is_plain_name, parent_of, sync_directory},
     safetensors::{SafetensorsWriter, TensorSpec, stored_dtype},
 };
@@ -150,7 +150,7 @@ impl HfExport<'_> {
             let bytes = spec.bytes().ok_or_else(|| CheckpointError::Coverage {
                 tensor: spec.name.clone(),
                 kind: "shape".to_owned(),
-                source: crate::CoverageError::TooLarge { shape: spec.shape.clone() },
+                source: CoverageError::too_large(&spec.shape),
             })?;
             if bytes > self.shard_bytes {
                 shards.push(vec![index]);

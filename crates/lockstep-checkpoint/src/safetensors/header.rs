@@ -18,152 +18,8 @@ pub(super) const LENGTH_BYTES: usize = 8;
 
 /// Rule that a file breaks, and the tensor that breaks it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum HeaderError {
-    /// The file is too short for the length of a header.
-    #[error("it has {bytes} bytes, fewer than the 8 of the header's length")]
-    TooShort {
-        /// Size of the file in bytes.
-        bytes: usize,
-    },
-    /// The header claims to be longer than the format allows.
-    #[error("its header claims {declared} bytes; the limit is {MAX_HEADER_BYTES}")]
-    HeaderTooLong {
-        /// Declared length of the header in bytes.
-        declared: u64,
-    },
-    /// The header claims to be longer than the file.
-    #[error("its header claims {declared} bytes, but only {available} follow")]
-    HeaderTruncated {
-        /// Declared length of the header in bytes.
-        declared: u64,
-        /// Bytes after the length field.
-        available: u64,
-    },
-    /// The header is not UTF-8.
-    #[error("its header is not UTF-8 at byte {at}")]
-    NotUtf8 {
-        /// Offset in the header.
-        at: usize,
-    },
-    /// The header does not start with `{`.
-    #[error("its header does not start with `{{`")]
-    NotAnObject,
-    /// The header is not valid JSON.
-    #[error("its header is not valid JSON: {reason}")]
-    Json {
-        /// Message of the parser, with the position.
-        reason: String,
-    },
-    /// A name occurs twice in the header.
-    #[error("`{key}` stands twice in its header")]
-    DuplicateKey {
-        /// Name that occurs twice.
-        key: String,
-    },
-    /// `__metadata__` is not an object of strings with unique keys.
-    #[error("its `__metadata__` must map strings to strings: {reason}")]
-    Metadata {
-        /// Message of the parser.
-        reason: String,
-    },
-    /// An entry has a missing, unknown or wrongly typed field.
-    #[error("tensor `{tensor}`: {reason}")]
-    Entry {
-        /// Name of the tensor.
-        tensor: String,
-        /// Message of the parser.
-        reason: String,
-    },
-    /// A tensor has a type that the format does not define.
-    #[error("tensor `{tensor}` has the unknown type `{dtype}`")]
-    UnknownDtype {
-        /// Name of the tensor.
-        tensor: String,
-        /// Type in the header.
-        dtype: String,
-    },
-    /// A byte range ends before it begins.
-    #[error("tensor `{tensor}` begins at {begin} and ends before, at {end}")]
-    Reversed {
-        /// Name of the tensor.
-        tensor: String,
-        /// First byte of the range.
-        begin: u64,
-        /// End of the range, exclusive.
-        end: u64,
-    },
-    /// A byte range exceeds the file.
-    #[error("tensor `{tensor}` ends at byte {end} of the data, which has {data_bytes}")]
-    OutOfRange {
-        /// Name of the tensor.
-        tensor: String,
-        /// End of the range, exclusive.
-        end: u64,
-        /// Bytes after the header.
-        data_bytes: u64,
-    },
-    /// Bytes between two tensors belong to neither.
-    #[error("tensor `{tensor}` begins at {begin}, leaving a hole from {expected}")]
-    Hole {
-        /// Name of the tensor after the hole.
-        tensor: String,
-        /// Required first byte.
-        expected: u64,
-        /// Actual first byte.
-        begin: u64,
-    },
-    /// Bytes belong to two tensors.
-    #[error("tensor `{tensor}` begins at {begin}, inside another that ends at {expected}")]
-    Overlap {
-        /// Name of the second tensor.
-        tensor: String,
-        /// Required first byte.
-        expected: u64,
-        /// Actual first byte.
-        begin: u64,
-    },
-    /// The number of elements or bits of a shape overflows 64 bits.
-    #[error("tensor `{tensor}` has shape {shape:?}, whose size overflows")]
-    SizeOverflow {
-        /// Name of the tensor.
-        tensor: String,
-        /// Shape in the header.
-        shape: Vec<u64>,
-    },
-    /// A tensor of a sub-byte type does not fill whole bytes.
-    #[error("tensor `{tensor}` of shape {shape:?} and type {dtype} does not fill whole bytes")]
-    PartialByte {
-        /// Name of the tensor.
-        tensor: String,
-        /// Shape in the header.
-        shape: Vec<u64>,
-        /// Type in the header.
-        dtype: String,
-    },
-    /// A byte range has another size than shape and type require.
-    #[error(
-        "tensor `{tensor}` of shape {shape:?} and type {dtype} needs {expected} bytes, its range has {found}"
-    )]
-    SizeMismatch {
-        /// Name of the tensor.
-        tensor: String,
-        /// Shape in the header.
-        shape: Vec<u64>,
-        /// Type in the header.
-        dtype: String,
-        /// Bytes required by shape and type.
-        expected: u64,
-        /// Bytes in the range.
-        found: u64,
-    },
-    /// Bytes follow the last tensor.
-    #[error("{trailing} bytes follow its last tensor")]
-    TrailingBytes {
-        /// Number of trailing bytes.
-        trailing: u64,
-    },
-}
+#[error("{0}")]
+pub struct HeaderError(String);
 
 /// Entry of a tensor in a valid header.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -210,20 +66,26 @@ impl Header {
 ///
 /// Memory use is bounded by the length of the header, which is checked against the size of the file first.
 pub fn parse_header(file: &[u8]) -> Result<Header, HeaderError> {
+    parse(file).map_err(HeaderError)
+}
+
+fn parse(file: &[u8]) -> Result<Header, String> {
     let Some((length, rest)) = file.split_first_chunk::<LENGTH_BYTES>() else {
-        return Err(HeaderError::TooShort { bytes: file.len() });
+        return Err(format!("it has {} bytes, fewer than the 8 of the header's length", file.len()));
     };
     let declared = u64::from_le_bytes(*length);
     if declared > MAX_HEADER_BYTES {
-        return Err(HeaderError::HeaderTooLong { declared });
+        return Err(format!("its header claims {declared} bytes; the limit is {MAX_HEADER_BYTES}"));
     }
-    let truncated = HeaderError::HeaderTruncated { declared, available: rest.len() as u64 };
-    let header_bytes = usize::try_from(declared).map_err(|_| truncated.clone())?;
-    let (header, data) = rest.split_at_checked(header_bytes).ok_or(truncated)?;
+    let header_bytes = usize::try_from(declared).unwrap_or(usize::MAX);
+    let Some((header, data)) = rest.split_at_checked(header_bytes) else {
+        return Err(format!("its header claims {declared} bytes, but only {} follow", rest.len()));
+    };
     if header.first() != Some(&b'{') {
-        return Err(HeaderError::NotAnObject);
+        return Err("its header does not start with `{`".to_owned());
     }
-    let text = str::from_utf8(header).map_err(|error| HeaderError::NotUtf8 { at: error.valid_up_to() })?;
+    let text = str::from_utf8(header)
+        .map_err(|error| format!("its header is not UTF-8 at byte {}", error.valid_up_to()))?;
 
     let (mut entries, metadata) = parse_entries(text)?;
     entries.sort_by(|a, b| (a.begin, a.end, &a.name).cmp(&(b.begin, b.end, &b.name)));
@@ -243,58 +105,45 @@ pub fn parse_header(file: &[u8]) -> Result<Header, HeaderError> {
         });
     }
     if expected != data.len() as u64 {
-        return Err(HeaderError::TrailingBytes { trailing: data.len() as u64 - expected });
+        return Err(format!("{} bytes follow its last tensor", data.len() as u64 - expected));
     }
     let by_name = tensors.iter().enumerate().map(|(index, tensor)| (tensor.name.clone(), index)).collect();
     Ok(Header { tensors, by_name, metadata })
 }
 
 /// Checks one tensor against all rules; `expected` is the end of the previous tensor.
-fn check_entry(entry: &Entry, expected: u64, data_bytes: u64) -> Result<(), HeaderError> {
-    let Entry { begin, end, .. } = *entry;
-    let tensor = || entry.name.clone();
+fn check_entry(entry: &Entry, expected: u64, data_bytes: u64) -> Result<(), String> {
+    let Entry { begin, end, ref name, ref shape, dtype } = *entry;
     if begin > end {
-        return Err(HeaderError::Reversed { tensor: tensor(), begin, end });
+        return Err(format!("tensor `{name}` begins at {begin} and ends before, at {end}"));
     }
     if end > data_bytes {
-        return Err(HeaderError::OutOfRange { tensor: tensor(), end, data_bytes });
+        return Err(format!("tensor `{name}` ends at byte {end} of the data, which has {data_bytes}"));
     }
     if begin > expected {
-        return Err(HeaderError::Hole { tensor: tensor(), expected, begin });
+        return Err(format!("tensor `{name}` begins at {begin}, leaving a hole from {expected}"));
     }
     if begin < expected {
-        return Err(HeaderError::Overlap { tensor: tensor(), expected, begin });
+        return Err(format!("tensor `{name}` begins at {begin}, inside another that ends at {expected}"));
     }
-    let needed = stored_bytes(entry)?;
-    if needed != end - begin {
-        return Err(HeaderError::SizeMismatch {
-            tensor: tensor(),
-            shape: entry.shape.clone(),
-            dtype: entry.dtype.to_string(),
-            expected: needed,
-            found: end - begin,
-        });
+    let (needed, found) = (stored_bytes(entry)?, end - begin);
+    if needed != found {
+        return Err(format!(
+            "tensor `{name}` of shape {shape:?} and type {dtype} needs {needed} bytes, its range has {found}"
+        ));
     }
     Ok(())
 }
 
 /// Returns the bytes that shape and type require.
-fn stored_bytes(entry: &Entry) -> Result<u64, HeaderError> {
-    let bits = entry
-        .shape
+fn stored_bytes(Entry { name, shape, dtype, .. }: &Entry) -> Result<u64, String> {
+    let bits = shape
         .iter()
         .try_fold(1u64, |product, &dim| product.checked_mul(dim))
-        .and_then(|elements| elements.checked_mul(entry.dtype.bitsize() as u64))
-        .ok_or_else(|| HeaderError::SizeOverflow {
-            tensor: entry.name.clone(),
-            shape: entry.shape.clone(),
-        })?;
+        .and_then(|elements| elements.checked_mul(dtype.bitsize() as u64))
+        .ok_or_else(|| format!("tensor `{name}` has shape {shape:?}, whose size overflows"))?;
     if !bits.is_multiple_of(8) {
-        return Err(HeaderError::PartialByte {
-            tensor: entry.name.clone(),
-            shape: entry.shape.clone(),
-            dtype: entry.dtype.to_string(),
-        });
+        return Err(format!("tensor `{name}` of shape {shape:?} and type {dtype} does not fill whole bytes"));
     }
     Ok(bits / 8)
 }

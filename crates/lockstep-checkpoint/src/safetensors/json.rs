@@ -15,8 +15,6 @@ use serde::{
     de::{self, DeserializeSeed, IntoDeserializer, MapAccess, Visitor, value},
 };
 
-use super::header::HeaderError;
-
 /// Tensor entry of the header; only the JSON types are checked.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -39,14 +37,15 @@ pub(super) struct Entry {
 /// Tensor entries in header order, and the strings of `__metadata__`.
 pub(super) type Entries = (Vec<Entry>, BTreeMap<String, String>);
 
-/// Parses the whole header. serde errors carry only text, so a typed error is stored aside and returned afterwards.
-pub(super) fn parse_entries(text: &str) -> Result<Entries, HeaderError> {
+/// Parses the whole header. serde appends a position to errors, so an error of our own is stored aside and returned
+/// afterwards.
+pub(super) fn parse_entries(text: &str) -> Result<Entries, String> {
     let failure = RefCell::new(None);
     let mut deserializer = serde_json::Deserializer::from_str(text);
     (HeaderSeed { failure: &failure })
         .deserialize(&mut deserializer)
         .and_then(|entries| deserializer.end().map(|()| entries))
-        .map_err(|error| failure.take().unwrap_or_else(|| HeaderError::Json { reason: error.to_string() }))
+        .map_err(|error| failure.take().unwrap_or_else(|| format!("its header is not valid JSON: {error}")))
 }
 
 /// Parses a JSON object of strings with unique keys.
@@ -80,14 +79,14 @@ pub(crate) fn deserialize_unique_strings<'de, D: Deserializer<'de>>(
 }
 
 struct HeaderSeed<'a> {
-    failure: &'a RefCell<Option<HeaderError>>,
+    failure: &'a RefCell<Option<String>>,
 }
 
 impl HeaderSeed<'_> {
-    fn fail<E: de::Error>(&self, error: HeaderError) -> E {
-        let text = error.to_string();
-        self.failure.replace(Some(error));
-        E::custom(text)
+    fn fail<E: de::Error>(&self, rule: String) -> E {
+        let error = E::custom(&rule);
+        self.failure.replace(Some(rule));
+        error
     }
 }
 
@@ -112,24 +111,23 @@ impl<'de> Visitor<'de> for HeaderSeed<'_> {
         let mut metadata = BTreeMap::new();
         while let Some(name) = map.next_key::<String>()? {
             if !names.insert(name.clone()) {
-                return Err(self.fail(HeaderError::DuplicateKey { key: name }));
+                return Err(self.fail(format!("`{name}` stands twice in its header")));
             }
             if name == "__metadata__" {
-                metadata = map
-                    .next_value::<UniqueStringMap>()
-                    .map_err(|error| {
-                        self.fail::<A::Error>(HeaderError::Metadata { reason: error.to_string() })
-                    })?
-                    .0;
+                let strings = map.next_value::<UniqueStringMap>().map_err(|error| {
+                    let rule = format!("its `__metadata__` must map strings to strings: {error}");
+                    self.fail::<A::Error>(rule)
+                });
+                metadata = strings?.0;
                 continue;
             }
-            let raw: RawEntry = map.next_value().map_err(|error: A::Error| {
-                self.fail::<A::Error>(HeaderError::Entry { tensor: name.clone(), reason: error.to_string() })
-            })?;
+            let raw: RawEntry = map
+                .next_value()
+                .map_err(|error: A::Error| self.fail::<A::Error>(format!("tensor `{name}`: {error}")))?;
             let deserializer: value::StrDeserializer<'_, value::Error> =
                 raw.dtype.as_str().into_deserializer();
             let Ok(dtype) = Dtype::deserialize(deserializer) else {
-                return Err(self.fail(HeaderError::UnknownDtype { tensor: name, dtype: raw.dtype }));
+                return Err(self.fail(format!("tensor `{name}` has the unknown type `{}`", raw.dtype)));
             };
             let (begin, end) = raw.data_offsets;
             entries.push(Entry { name, dtype, shape: raw.shape, begin, end });

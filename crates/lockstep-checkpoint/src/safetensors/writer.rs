@@ -13,7 +13,7 @@ use ::safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
 use super::header::LENGTH_BYTES;
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, CoverageError};
 
 /// Alignment of the data in bytes: a cache line. The format requires 8.
 const DATA_ALIGNMENT: usize = 64;
@@ -88,7 +88,7 @@ impl Layout {
             let too_large = || CheckpointError::Coverage {
                 tensor: spec.name.clone(),
                 kind: "shape".to_owned(),
-                source: crate::CoverageError::TooLarge { shape: spec.shape.clone() },
+                source: CoverageError::too_large(&spec.shape),
             };
             let bytes = spec.bytes().ok_or_else(too_large)?;
             let offset = end;

@@ -5,8 +5,9 @@ use crate::deepspeed;
 use crate::document::{self, Syntax};
 use crate::draft::Origin;
 use crate::fields::{Field, Fields};
+use crate::format::Format;
+use crate::options::Options;
 use crate::problem::Problems;
-use crate::{Format, Options};
 
 /// Pairs of (key of `deepspeed_config`, key of a DeepSpeed configuration).
 const SECTION_KEYS: [(&str, &str); 6] = [
@@ -75,7 +76,7 @@ impl Accelerate<'_> {
                 setting.origin = Origin::ForeignDefault("zero_stage of deepspeed_config".to_owned());
             }
         }
-        for problem in theirs.problems(Format::DeepSpeed) {
+        for problem in theirs.outcome(Format::DeepSpeed).err().into_iter().flat_map(|problems| problems.0) {
             let ours = SECTION_KEYS
                 .iter()
                 .find(|(_, name)| *name == problem.key)
@@ -93,10 +94,7 @@ impl Accelerate<'_> {
         let options = Options { ranks, ..self.options };
         deepspeed::translate(&theirs, options, &mut self.import);
         theirs.settle(Format::DeepSpeed, &mut self.import);
-        match theirs.problems(Format::DeepSpeed) {
-            problems if problems.is_empty() => Ok(()),
-            problems => Err(Problems(problems)),
-        }
+        theirs.outcome(Format::DeepSpeed)
     }
 
     /// Marks the keys of `deepspeed_config` as read, for files in which the section is not used.

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::{Accelerate, Kind};
-use crate::fields::Read;
+use crate::draft::Read;
 
 /// Values of `fsdp_sharding_strategy`, which a file may also give by number, from 1.
 const STRATEGIES: [&str; 5] =
@@ -49,13 +49,10 @@ impl Accelerate<'_> {
             None => strategy.to_owned(),
         };
         let offloads = self.fields.flag(&key("offload_params")).filter(|read| read.value);
-        if let Some(read) = offloads {
-            self.user("parallel.offload.optimizer", read.clone().map(|_| "cpu"));
-            self.user("parallel.offload.parameters", read.map(|_| "cpu"));
-        }
-        if let Some(read) = self.fields.flag(&key("activation_checkpointing")).filter(|read| read.value) {
-            self.user("parallel.recompute", read.map(|_| "full"));
-        }
+        self.set("parallel.offload.optimizer", offloads.clone().map(|read| read.map(|_| "cpu")));
+        self.set("parallel.offload.parameters", offloads.map(|read| read.map(|_| "cpu")));
+        let recomputes = self.fields.flag(&key("activation_checkpointing")).filter(|read| read.value);
+        self.set("parallel.recompute", recomputes.map(|read| read.map(|_| "full")));
         Fsdp { strategy, keeps_weights, why, wrap: self.wrap() }
     }
 

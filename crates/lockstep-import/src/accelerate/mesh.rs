@@ -1,7 +1,7 @@
 //! Degrees of parallelism, from `parallelism_config` and `megatron_lm_config`.
 
 use super::Accelerate;
-use crate::fields::Read;
+use crate::draft::Read;
 
 /// Sizes of `parallelism_config`.
 #[derive(Debug)]
@@ -28,9 +28,7 @@ impl Accelerate<'_> {
                 "one of the two",
             );
         }
-        if let Some(read) = tensor.filter(|read| read.value > 1) {
-            self.user("parallel.tensor_parallel", read);
-        }
+        self.set("parallel.tensor_parallel", tensor.filter(|read| read.value > 1));
         if let Some(read) = context.filter(|read| read.value > 1) {
             self.user("parallel.context_parallel", read);
             match method {
@@ -89,24 +87,16 @@ impl Accelerate<'_> {
             ("parallel.expert_parallel", expert),
             ("parallel.expert_tensor_parallel", expert_tensor),
         ] {
-            if let Some(read) = read {
-                self.user(ours, read);
-            }
+            self.set(ours, read);
         }
-        if let Some(read) = by_tokens.filter(|_| has_tensor) {
-            self.user("parallel.sequence_parallel", read);
-        }
-        if let Some(read) = sharded {
-            self.user("parallel.zero_stage", read.map(|_| 1));
-        }
+        self.set("parallel.sequence_parallel", by_tokens.filter(|_| has_tensor));
+        self.set("parallel.zero_stage", sharded.map(|read| read.map(|_| 1)));
         if let Some(read) = granularity.filter(|read| ["full", "selective"].contains(&read.value.as_str())) {
             self.user("parallel.recompute", read);
         } else if let Some(read) = selective {
             self.user("parallel.recompute", read.map(|_| "selective"));
         }
-        if let Some(read) = clipping {
-            self.user("train.max_grad_norm", read);
-        }
+        self.set("train.max_grad_norm", clipping);
         of_a_part
     }
 }

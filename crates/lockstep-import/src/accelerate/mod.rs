@@ -5,17 +5,15 @@
 
 mod deepspeed;
 mod fsdp;
-mod keys;
 mod mesh;
 
 use serde_json::Value;
 
-use crate::draft::Import;
-use crate::fields::{Fields, Read};
+use crate::draft::{Import, Read};
+use crate::fields::Fields;
+use crate::format::Format;
+use crate::options::Options;
 use crate::problem::Problems;
-use crate::{Format, Options};
-
-pub(crate) use keys::KEYS;
 
 /// Translates the keys of a file; `open` reads `deepspeed_config_file`.
 pub(crate) fn import(
@@ -39,10 +37,7 @@ pub(crate) fn import(
     if !names_batch {
         import.remark("an Accelerate file names no model, data, batch or optimizer; these are the run's");
     }
-    match fields.problems(Format::Accelerate) {
-        problems if problems.is_empty() => Ok(import),
-        problems => Err(Problems(problems)),
-    }
+    fields.outcome(Format::Accelerate).map(|()| import)
 }
 
 /// Kind of parallelism, from `distributed_type`.
@@ -64,6 +59,13 @@ struct Accelerate<'f> {
 impl Accelerate<'_> {
     fn user(&mut self, ours: &'static str, read: Read<impl Into<Value>>) {
         self.import.user(&self.fields.file, ours, read);
+    }
+
+    /// Sets a key if the file gives its value.
+    fn set(&mut self, ours: &'static str, read: Option<Read<impl Into<Value>>>) {
+        if let Some(read) = read {
+            self.user(ours, read);
+        }
     }
 
     fn precision(&mut self) {

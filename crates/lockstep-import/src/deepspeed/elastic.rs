@@ -2,7 +2,7 @@
 
 use super::DeepSpeed;
 use crate::document::Node;
-use crate::fields::Read;
+use crate::draft::Read;
 
 /// Highly composite numbers: the multiples that DeepSpeed tries.
 const COMPOSITES: [u64; 38] = [

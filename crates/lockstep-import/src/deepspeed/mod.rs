@@ -1,21 +1,19 @@
 //! Translation of DeepSpeed's `ds_config.json`.
 //!
-//! `keys` lists the treatment of each key. This module derives the values that depend on several keys: the batch
+//! `keys.tsv` lists the treatment of each key. This module derives the values that depend on several keys: the batch
 //! sizes, the learning-rate schedule, and the residence of state.
 
 mod elastic;
-mod keys;
 mod optimizer;
 
 use serde_json::{Value, json};
 
-use crate::draft::Import;
-use crate::fields::{Fields, Read};
+use crate::draft::{Import, Read};
+use crate::fields::Fields;
+use crate::format::Format;
+use crate::options::{AutoValues, Options};
 use crate::problem::Problems;
-use crate::{AutoValues, Format, Options};
-
-pub(crate) use keys::KEYS;
-use keys::OTHER_NAMES;
+use crate::table;
 
 /// Sequences per micro-batch by the Trainer's default.
 const TRAINER_MICRO_BATCH: u64 = 8;
@@ -35,19 +33,16 @@ pub(crate) fn import(mut fields: Fields, options: Options) -> Result<Import, Pro
         Import { file: fields.file.clone(), tool: Format::DeepSpeed.tool(), ..Import::default() };
     rename(&mut fields);
     translate(&fields, options, &mut import);
-    if !optimizer::is_known(&fields) {
+    if !DeepSpeed::knows_optimizer(&fields) {
         fields.forget("optimizer.params");
     }
     fields.settle(Format::DeepSpeed, &mut import);
-    match fields.problems(Format::DeepSpeed) {
-        problems if problems.is_empty() => Ok(import),
-        problems => Err(Problems(problems)),
-    }
+    fields.outcome(Format::DeepSpeed).map(|()| import)
 }
 
 /// Renames deprecated keys to their current names.
 pub(crate) fn rename(fields: &mut Fields) {
-    for (old, new) in OTHER_NAMES {
+    for [old, new] in table::cells(include_str!("renamed.tsv")) {
         fields.rename(old, new);
     }
     for (flag, device) in [
@@ -98,6 +93,13 @@ impl DeepSpeed<'_, '_> {
         self.import.user(&self.fields.file, ours, read);
     }
 
+    /// Sets a key if the file gives its value.
+    fn set(&mut self, ours: &'static str, read: Option<Read<impl Into<Value>>>) {
+        if let Some(read) = read {
+            self.user(ours, read);
+        }
+    }
+
     /// Sets a key to `read` if it is given; for `"auto"`, to the Trainer's default if the file is imported alone.
     /// Returns true if the file has the key.
     fn given(
@@ -143,13 +145,9 @@ impl DeepSpeed<'_, '_> {
         self.loss_scale(is_f16);
         let in_place =
             self.fields.flag("bf16.bf16_master_weights_and_grads").filter(|read| read.value && is_bf16);
-        if let Some(read) = in_place {
-            self.user("train.master_weights", read.map(|_| false));
-        }
+        self.set("train.master_weights", in_place.map(|read| read.map(|_| false)));
         let narrow = self.fields.flag("bf16.bf16_optimizer_states").filter(|read| read.value && is_bf16);
-        if let Some(read) = narrow {
-            self.user("optimizer.state_precision", read.map(|_| "bf16"));
-        }
+        self.set("optimizer.state_precision", narrow.map(|read| read.map(|_| "bf16")));
     }
 
     /// Sets the precision to f32, the Trainer's default, if the file leaves it to the Trainer.
@@ -163,21 +161,18 @@ impl DeepSpeed<'_, '_> {
     fn loss_scale(&mut self, is_f16: bool) {
         let scale = self.fields.number("fp16.loss_scale");
         let is_fixed = scale.as_ref().is_some_and(|read| read.value > 0.0);
-        if let Some(read) = scale.filter(|_| is_f16 && is_fixed) {
-            self.user("train.loss_scale", read);
-        }
+        self.set("train.loss_scale", scale.filter(|_| is_f16 && is_fixed));
         for (ours, theirs) in [
             ("train.initial_scale_power", "fp16.initial_scale_power"),
             ("train.loss_scale_window", "fp16.loss_scale_window"),
             ("train.hysteresis", "fp16.hysteresis"),
         ] {
-            if let Some(read) = self.fields.integer(theirs).filter(|_| is_f16 && !is_fixed) {
-                self.user(ours, read);
-            }
+            self.set(ours, self.fields.integer(theirs).filter(|_| is_f16 && !is_fixed));
         }
-        if let Some(read) = self.fields.number("fp16.min_loss_scale").filter(|_| is_f16 && !is_fixed) {
-            self.user("train.min_loss_scale", read);
-        }
+        self.set(
+            "train.min_loss_scale",
+            self.fields.number("fp16.min_loss_scale").filter(|_| is_f16 && !is_fixed),
+        );
         let is_left_to_run = self.fields.is_auto("fp16.enabled") && self.options.auto == AutoValues::OfTheRun;
         let because = if is_left_to_run {
             "`fp16.enabled` is \"auto\"; in a run in f16 set `train.loss_scale` and its neighbours in RUN.toml"
@@ -354,21 +349,16 @@ impl DeepSpeed<'_, '_> {
         let neighbours = self.fields.integer(&key("zero_hpz_partition_size"));
         let weights = self.fields.flag(&key("zero_quantized_weights")).filter(|read| read.value);
         if number == 3 {
-            if let Some(read) = live.filter(|read| read.value > 0) {
-                self.user("parallel.max_live_parameters", read);
-            }
-            if let Some(read) = neighbours.filter(|read| read.value > 1) {
-                self.user("parallel.secondary_shard", read);
-            }
-            if let Some(read) = weights {
-                self.user("parallel.quantize_weights", read.map(|_| "int8"));
-            }
+            self.set("parallel.max_live_parameters", live.filter(|read| read.value > 0));
+            self.set("parallel.secondary_shard", neighbours.filter(|read| read.value > 1));
+            self.set("parallel.quantize_weights", weights.map(|read| read.map(|_| "int8")));
         }
         self.gradients(number);
         let shard: Option<Read<f64>> = self.fields.number(&key("mics_shard_size"));
-        if let Some(read) = shard.filter(|read| read.value > 0.0) {
-            self.user("parallel.data_parallel_shard", read.map(|number| number as u64));
-        }
+        self.set(
+            "parallel.data_parallel_shard",
+            shard.filter(|read| read.value > 0.0).map(|read| read.map(|number| number as u64)),
+        );
     }
 
     /// Sets gradient quantization. DeepSpeed drops the quantization error, unless LoCo feeds it back.
@@ -428,14 +418,11 @@ impl DeepSpeed<'_, '_> {
             }
             on_disk |= is_disk;
             self.user(ours, device.map(|_| place));
-            if let Some(path) =
-                path.filter(|_| is_disk && self.import.value("parallel.offload.dir").is_none())
-            {
-                self.user("parallel.offload.dir", path);
-            }
-            if let Some(ratio) = ratio.filter(|read| is_disk && read.value < 1.0) {
-                self.user("parallel.offload.fraction", ratio);
-            }
+            self.set(
+                "parallel.offload.dir",
+                path.filter(|_| is_disk && self.import.value("parallel.offload.dir").is_none()),
+            );
+            self.set("parallel.offload.fraction", ratio.filter(|read| is_disk && read.value < 1.0));
         }
     }
 
@@ -448,18 +435,12 @@ impl DeepSpeed<'_, '_> {
                 "sequence parallelism of DeepSpeed-Ulysses",
             );
         }
-        if let Some(read) = self.tensor_parallel() {
-            self.user("parallel.tensor_parallel", read);
-        }
+        self.set("parallel.tensor_parallel", self.tensor_parallel());
         let is_on = self.fields.is_on("expert_parallel.enabled");
         let experts = self.fields.integer("expert_parallel.autoep_size");
         let of_each = self.fields.integer("expert_parallel.expert_tensor_parallel_size");
-        if let Some(read) = experts.filter(|read| is_on && read.value > 1) {
-            self.user("parallel.expert_parallel", read);
-        }
-        if let Some(read) = of_each.filter(|read| is_on && read.value > 1) {
-            self.user("parallel.expert_tensor_parallel", read);
-        }
+        self.set("parallel.expert_parallel", experts.filter(|read| is_on && read.value > 1));
+        self.set("parallel.expert_tensor_parallel", of_each.filter(|read| is_on && read.value > 1));
     }
 
     fn activations(&mut self) {
@@ -480,22 +461,16 @@ impl DeepSpeed<'_, '_> {
                 }
             }
         }
-        if let Some(read) = offloaded {
-            self.user("parallel.offload.activations", read.map(|_| "cpu"));
-        }
+        self.set("parallel.offload.activations", offloaded.map(|read| read.map(|_| "cpu")));
     }
 
     fn records(&mut self) {
         let every = self.fields.number("steps_per_print").filter(|read| read.value >= 1.0);
-        if let Some(read) = every {
-            self.user("train.log_every", read.map(|number| number as u64));
-        }
-        if let Some(read) = self.fields.flag("tensorboard.enabled") {
-            self.user("metrics.tensorboard", read);
-        }
-        if let Some(read) = self.fields.text("tensorboard.output_path").filter(|read| !read.value.is_empty())
-        {
-            self.user("metrics.dir", read);
-        }
+        self.set("train.log_every", every.map(|read| read.map(|number| number as u64)));
+        self.set("metrics.tensorboard", self.fields.flag("tensorboard.enabled"));
+        self.set(
+            "metrics.dir",
+            self.fields.text("tensorboard.output_path").filter(|read| !read.value.is_empty()),
+        );
     }
 }

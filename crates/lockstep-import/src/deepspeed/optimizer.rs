@@ -3,18 +3,14 @@
 use serde_json::json;
 
 use super::DeepSpeed;
-use crate::AutoValues;
-use crate::fields::{Fields, Read};
+use crate::draft::Read;
+use crate::fields::Fields;
+use crate::options::AutoValues;
 
 /// DeepSpeed's default learning rate.
 const LEARNING_RATE: f64 = 1e-3;
 /// The Trainer's default learning rate.
 const TRAINER_LEARNING_RATE: f64 = 5e-5;
-
-/// Returns true if the file names a supported optimizer, or none.
-pub(super) fn is_known(fields: &Fields) -> bool {
-    fields.text("optimizer.type").is_none_or(|kind| rule_of(&kind.value).is_some())
-}
 
 /// Returns our name of an optimizer, and its parameters besides the learning rate and weight decay; `None` for an unsupported one.
 fn rule_of(kind: &str) -> Option<(&'static str, &'static [&'static str])> {
@@ -39,6 +35,11 @@ struct Params {
 }
 
 impl DeepSpeed<'_, '_> {
+    /// Returns true if the file names a supported optimizer, or none.
+    pub(super) fn knows_optimizer(fields: &Fields) -> bool {
+        fields.text("optimizer.type").is_none_or(|kind| rule_of(&kind.value).is_some())
+    }
+
     pub(super) fn clipping(&mut self) {
         let clipping = self.fields.number("gradient_clipping");
         self.given("train.max_grad_norm", "gradient_clipping", clipping, 1.0);
@@ -67,9 +68,7 @@ impl DeepSpeed<'_, '_> {
                 );
             }
             None => {
-                if let Some(peak) = peak {
-                    self.user("optimizer.lr", peak);
-                }
+                self.set("optimizer.lr", peak);
                 self.import.remark("the file names no optimizer; [optimizer] is the run's");
             }
         }
@@ -112,9 +111,7 @@ impl DeepSpeed<'_, '_> {
             Some(read) => self.user("optimizer.lr", read),
             None => self.open_rate(),
         }
-        if let Some(read) = adam_lr.or(lr.filter(|_| muon_lr.is_some())) {
-            self.user("optimizer.adam_lr", read);
-        }
+        self.set("optimizer.adam_lr", adam_lr.or(lr.filter(|_| muon_lr.is_some())));
         self.decay_rates(word, betas, eps);
         if !self.given("optimizer.weight_decay", "optimizer.params.weight_decay", weight_decay, 0.0) {
             self.import.foreign_default(
@@ -211,9 +208,7 @@ impl DeepSpeed<'_, '_> {
             ("cosine", None) => self.import.foreign_default("schedule.min_lr_ratio", 1e-4, "cos_min_ratio"),
             _ => {}
         }
-        if let Some(read) = total {
-            self.user("train.steps", read);
-        }
+        self.set("train.steps", total);
         self.enough_steps();
         peak
     }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::Finding;
+use super::finding::Finding;
 
 /// Libraries to look for: name and possible files, the newest version first.
 const LIBRARIES: [(&str, &[&str]); 5] = [

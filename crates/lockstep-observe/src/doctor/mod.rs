@@ -3,6 +3,7 @@
 //! Every line is a [`Finding`]: a value that was measured or read from the system, with its status. The machine is not changed,
 //! and a system file that cannot be read is not an error.
 
+mod finding;
 mod libraries;
 mod selftest;
 pub(crate) mod system;
@@ -11,47 +12,11 @@ use std::path::Path;
 
 use lockstep_config::human;
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue};
-use serde::Serialize;
 
 use crate::roofline::Limits;
+use system::threads;
 
-/// Effect of a finding on a run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Status {
-    /// Correct, or without effect.
-    Ok,
-    /// Runs work, but slower or with less room than possible.
-    Warning,
-    /// A resource that runs need is missing.
-    Missing,
-}
-
-/// Result of one check.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Finding {
-    /// Part of the machine.
-    pub section: &'static str,
-    /// Item that was checked.
-    pub name: String,
-    /// Value that was found.
-    pub value: String,
-    /// Effect of the value on a run.
-    pub status: Status,
-    /// Advice on what to change, if anything.
-    pub advice: Option<String>,
-}
-
-impl Finding {
-    fn ok(section: &'static str, name: impl Into<String>, value: impl Into<String>) -> Self {
-        let (name, value) = (name.into(), value.into());
-        Self { section, name, value, status: Status::Ok, advice: None }
-    }
-
-    fn with(self, status: Status, advice: impl Into<String>) -> Self {
-        Self { status, advice: Some(advice.into()), ..self }
-    }
-}
+pub use finding::{Finding, Status};
 
 /// Choice whether peak throughput is measured as well, which takes a second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,10 +44,6 @@ pub fn examine(checkpoint_dir: &Path, peaks: Peaks) -> Vec<Finding> {
 /// Returns the worst status of all findings.
 pub fn worst(findings: &[Finding]) -> Status {
     findings.iter().map(|finding| finding.status).max().unwrap_or(Status::Ok)
-}
-
-fn threads() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 fn kernels() -> Vec<Finding> {

@@ -9,7 +9,7 @@ use lockstep_config::human;
 use lockstep_tensor::CpuLevel;
 use lockstep_tensor::host::{available_memory_bytes, online_cores, processor_name};
 
-use super::{Finding, Status, threads};
+use super::finding::{Finding, Status};
 
 const OTHER_DIRECTORY: &str = "choose another directory with --checkpoint-dir, and checkpoint.dir in the run";
 /// Free disk space below which a warning is given: too little for checkpoints.
@@ -23,6 +23,11 @@ fn read(path: &str) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
+/// Returns the number of threads that this process may use.
+pub(super) fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 pub(super) fn processor() -> Vec<Finding> {
     let section = "processor";
     let model = processor_name();
@@ -32,16 +37,11 @@ pub(super) fn processor() -> Vec<Finding> {
     ];
     let online = online_cores();
     let usable = threads();
-    let mut used = Finding::ok(section, "threads", format!("{usable} of {online} cores"));
+    let used = Finding::ok(section, "threads", format!("{usable} of {online} cores"));
     let status = read("/proc/self/status").unwrap_or_default();
     let affinity = field(&status, "Cpus_allowed_list").unwrap_or("all");
-    if usable < online {
-        used = used.with(
-            Status::Warning,
-            "the affinity or the control group of this process keeps it off the others",
-        );
-    }
-    findings.push(used);
+    let advice = "the affinity or the control group of this process keeps it off the others";
+    findings.push(used.warned_if(usable < online, advice));
     findings.push(Finding::ok(section, "affinity", format!("cores {affinity}")));
     if let Some(cores) = group_cores() {
         findings.push(Finding::ok(section, "control group", format!("{cores:.1} cores")));
@@ -55,36 +55,20 @@ pub(super) fn memory() -> Vec<Finding> {
     let info = read("/proc/meminfo").unwrap_or_default();
     let kib = |name| field(&info, name).and_then(|value| value.split(' ').next()?.parse::<u64>().ok());
     if let Some(total) = kib("MemTotal") {
-        findings.push(Finding::ok(
-            section,
-            "installed",
-            human::bytes(total.saturating_mul(1024)).to_string(),
-        ));
+        let installed = human::bytes(total.saturating_mul(1024)).to_string();
+        findings.push(Finding::ok(section, "installed", installed));
     }
     if let Some(available) = available_memory_bytes() {
-        let finding = Finding::ok(
-            section,
-            "available",
-            format!("{} (control group included)", human::bytes(available)),
-        );
-        findings.push(if available < SMALL_MEMORY_BYTES {
-            finding
-                .with(Status::Warning, "close other programs, or raise the memory limit of the control group")
-        } else {
-            finding
-        });
+        let value = format!("{} (control group included)", human::bytes(available));
+        let advice = "close other programs, or raise the memory limit of the control group";
+        let is_small = available < SMALL_MEMORY_BYTES;
+        findings.push(Finding::ok(section, "available", value).warned_if(is_small, advice));
     }
     if let Some(text) = read("/sys/kernel/mm/transparent_hugepage/enabled") {
         let chosen = chosen_word(&text).unwrap_or("unknown").to_owned();
         let finding = Finding::ok(section, "huge pages", format!("transparent: {chosen}"));
-        findings.push(if chosen == "never" {
-            finding.with(
-                Status::Warning,
-                "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled makes large buffers faster",
-            )
-        } else {
-            finding
-        });
+        let advice = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled makes large buffers faster";
+        findings.push(finding.warned_if(chosen == "never", advice));
     }
     findings
 }
@@ -128,11 +112,8 @@ pub(super) fn process_limits() -> Vec<Finding> {
     if let Some(files) = soft_limit(&limits, "Max open files") {
         let finding = Finding::ok(section, "open files", files);
         let is_low = files.parse::<u64>().is_ok_and(|files| files < FEW_FILES);
-        findings.push(if is_low {
-            finding.with(Status::Warning, format!("ulimit -n {FEW_FILES} gives room for shards and sockets"))
-        } else {
-            finding
-        });
+        let advice = format!("ulimit -n {FEW_FILES} gives room for shards and sockets");
+        findings.push(finding.warned_if(is_low, advice));
     }
     if let Some(locked) = soft_limit(&limits, "Max locked memory") {
         let value =

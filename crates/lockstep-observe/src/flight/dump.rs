@@ -11,7 +11,7 @@ use lockstep_comm::{CommError, GroupName, Recorded, now_us};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::trace::write_json;
+use crate::json_value::write_json;
 
 const FORMAT: &str = "lockstep flight recorder";
 const VERSION: u32 = 1;

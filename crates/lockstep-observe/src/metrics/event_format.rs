@@ -105,29 +105,8 @@ fn varint_bytes(value: u64) -> usize {
 
 /// Returns the CRC-32C, rotated and offset, so that the CRC of data that contains CRCs stays effective.
 fn masked_crc(bytes: &[u8]) -> u32 {
-    crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
+    crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }
-
-/// CRC-32 with Castagnoli's polynomial, bit-reflected (RFC 3720, appendix B.4).
-fn crc32c(bytes: &[u8]) -> u32 {
-    !bytes.iter().fold(!0, |crc, &byte| CRC_TABLE[usize::from(crc as u8 ^ byte)] ^ crc >> 8)
-}
-
-static CRC_TABLE: [u32; 256] = {
-    let mut table = [0; 256];
-    let mut byte = 0;
-    while byte < 256 {
-        let mut crc = byte as u32;
-        let mut bit = 0;
-        while bit < 8 {
-            crc = crc >> 1 ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 };
-            bit += 1;
-        }
-        table[byte] = crc;
-        byte += 1;
-    }
-    table
-};
 
 #[cfg(test)]
 mod tests {
@@ -143,7 +122,7 @@ mod tests {
             (&ascending, 0x46dd_794e),
         ];
         for (bytes, crc) in cases {
-            assert_eq!(crc32c(bytes), crc, "of {bytes:?}");
+            assert_eq!(crc32c::crc32c(bytes), crc, "of {bytes:?}");
         }
     }
 

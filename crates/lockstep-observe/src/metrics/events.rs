@@ -14,7 +14,8 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess,
 
 use super::appender::Appender;
 use super::event_format::{Event, push_event, push_scalar};
-use super::{Row, Start};
+use super::row::Row;
+use super::writer::Start;
 use crate::Error;
 
 /// File name prefix by which TensorBoard recognizes event files.
@@ -241,7 +242,7 @@ impl<'de> Visitor<'de> for &mut Scalars {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metrics::tests::example;
+    use crate::metrics::example;
 
     fn files(dir: &Path) -> Vec<PathBuf> {
         let mut files: Vec<_> = fs::read_dir(dir)

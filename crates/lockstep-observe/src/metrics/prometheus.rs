@@ -13,7 +13,7 @@ use lockstep_config::RunConfig;
 use lockstep_plan::MemoryCategory;
 
 use super::server::Server;
-use super::{EvalMetrics, StepMetrics};
+use super::step_metrics::{EvalMetrics, StepMetrics};
 use crate::Error;
 
 /// Initial capacity of the text.
@@ -207,8 +207,8 @@ fn escaped(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metrics::example;
     use crate::metrics::server::tests::ask;
-    use crate::metrics::tests::example;
 
     fn of(arguments: &[&str]) -> Prometheus {
         Prometheus::open(&RunConfig::parse("", "", arguments).unwrap()).unwrap().unwrap()

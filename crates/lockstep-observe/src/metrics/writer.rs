@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use super::Row;
 use super::appender::{Appender, Sink};
+use super::row::Row;
 use crate::Error;
 use crate::lock::retry_lock;
 
@@ -227,7 +227,7 @@ mod tests {
 
     use super::*;
     use crate::metrics::EvalMetrics;
-    use crate::metrics::tests::example;
+    use crate::metrics::example;
 
     fn eval(step: u64) -> EvalMetrics {
         EvalMetrics { step, eval_loss: 2.5, eval_tokens: 10, eval_ms: 1.0 }

@@ -17,10 +17,11 @@ use lockstep_plan::PlannedStep;
 use serde_json::{Value, json};
 
 use crate::Error;
+use crate::json_value::write_json;
 use crate::metrics::FILE_NAME;
 use crate::rank_layout::LAYOUT;
+use crate::trace::PROFILE;
 use crate::trace::pipeline::TIMELINE;
-use crate::trace::{PROFILE, write_json};
 
 pub use history::MedianStep;
 

@@ -12,7 +12,7 @@ use lockstep_graph::{Pass, Span};
 use lockstep_model::RecordedModel;
 use serde_json::{Value, json};
 
-use super::{Pause, RecordedStep, Turn, operation_name, unit_name};
+use super::recorded::{Pause, RecordedStep, Turn, operation_name, unit_name};
 
 /// The track of steps, units and operations.
 const STEPS: u32 = 1;

@@ -12,8 +12,8 @@ use lockstep_plan::schedule::{Action, Costs, Pass, PassKind, Schedule, Simulatio
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{gather_json, write_json};
 use crate::Error;
+use crate::json_value::{gather_json, write_json};
 
 /// Name of the file in `metrics.dir`.
 pub const TIMELINE: &str = "timeline.json";

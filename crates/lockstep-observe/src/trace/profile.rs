@@ -4,7 +4,7 @@ use lockstep_graph::{Pass, Span};
 use lockstep_model::RecordedModel;
 use serde_json::{Value, json};
 
-use super::{RecordedStep, Turn, operation_name, unit_name};
+use super::recorded::{RecordedStep, Turn, operation_name, unit_name};
 use crate::roofline::{Detail, Limits, Roofline, name};
 
 /// Limit on the spans above which those too short to be seen are dropped.

@@ -1,0 +1,49 @@
+//! JSON values of a run's records: written to files as a whole, and gathered from the ranks.
+
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use lockstep_engine::Ranks;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::Error;
+
+/// Writes a file atomically: a reader sees all of it or nothing.
+pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Error> {
+    let failed = |source: io::Error| Error::Metrics { path: path.to_owned(), action: "write", source };
+    let draft = path.with_extension("tmp");
+    let written = || -> io::Result<()> {
+        if let Some(dir) = path.parent() {
+            fs::create_dir_all(dir)?;
+        }
+        let mut file = BufWriter::new(File::create(&draft)?);
+        serde_json::to_writer(&mut file, value)?;
+        file.flush()?;
+        fs::rename(&draft, path)
+    };
+    written().map_err(failed)
+}
+
+/// Gathers what each rank has to tell on the first rank, in the order of the ranks; `None` on the others.
+///
+/// # Errors
+/// If a rank is lost or does not answer in time, or a value cannot be read as JSON.
+#[track_caller]
+pub(crate) fn gather_json<T: Serialize + DeserializeOwned>(
+    ranks: &Ranks,
+    own: &T,
+) -> Result<Option<Vec<T>>, Error> {
+    let unreadable = |error: serde_json::Error| Error::Metrics {
+        path: PathBuf::from("what a rank tells"),
+        action: "read",
+        source: error.into(),
+    };
+    let parts = ranks.gather(&serde_json::to_vec(own).map_err(unreadable)?)?;
+    if !ranks.is_first() {
+        return Ok(None);
+    }
+    let values = parts.iter().map(|part| serde_json::from_slice(part).map_err(unreadable));
+    values.collect::<Result<_, _>>().map(Some)
+}

@@ -4,23 +4,24 @@ use std::ops::Range;
 
 use lockstep_comm::Metered;
 use lockstep_graph::{Activity, Cost, Seed, Timeline};
-use lockstep_model::{ModelConfig, RecordedModel};
+use lockstep_model::RecordedModel;
 use lockstep_plan::gathering::{GatherPlan, Sequence};
+use lockstep_plan::schedule::PassKind;
 use lockstep_plan::{
-    MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, RankPlan, SharedTable, StoreKind,
-    exact::ExactSum,
+    MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, SharedTable, StoreKind, exact::ExactSum,
 };
 use lockstep_tensor::{Arena, DiskTraffic, F32Products, Queue};
 
 use crate::model_state::ModelState;
 use crate::optimizer::Role;
-use crate::passes::{Place, Work};
+use crate::passes::Place;
 use crate::pipeline::Pipeline;
-use crate::runner::{BackwardPart, Purpose};
+use crate::runner::Purpose;
 use crate::state::ResidualNumbers;
+use crate::training_passes::TrainingPasses;
 use crate::{
-    EngineBuilder, EngineError, ExpertLoad, Gradients, Groups, HostBatch, Optimizer, RoundingMode, Runner,
-    StateKind, StepTimes, Traffic, reducer::Reducer,
+    EngineError, ExpertLoad, Gradients, Groups, HostBatch, Optimizer, RoundingMode, Runner, StateKind,
+    StepTimes, Traffic, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -68,11 +69,6 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Returns a builder of an engine that trains `model` under `plan`.
-    pub fn builder(model: &ModelConfig, plan: RankPlan) -> EngineBuilder<'_> {
-        EngineBuilder::new(model, plan)
-    }
-
     /// Returns the records of all parameters for change; a caller may choose which of them decay.
     pub fn records_mut(&mut self) -> &mut [ParameterRecord] {
         &mut self.records
@@ -240,8 +236,8 @@ impl Engine {
             "a step has the micro-batches of its schedule"
         );
         let reducer = reducer.as_mut();
-        let mut work = Work { model, queue, weights, runner, gradients, reducer, seed, batches };
-        let loss_sum = pipeline.run(&mut work)?;
+        let mut passes = TrainingPasses { model, queue, weights, runner, gradients, reducer, seed, batches };
+        let loss_sum = pipeline.run(&mut passes)?;
         self.await_gradients()?;
         if let Some(SharedTable { id, .. }) = self.shared_table
             && let Some(part) = self.gradients.part(id)
@@ -296,8 +292,8 @@ impl Engine {
             gradients.begin_owned(reducer)?;
             gradients.sum_rows(unit, reducer)
         };
-        let half = BackwardPart::Both;
-        runner.backward_stage(model, only, queue, weights, gradients, seed, half, after_unit)?;
+        let backward = PassKind::Backward;
+        runner.backward_stage(model, only, queue, weights, gradients, seed, backward, after_unit)?;
         match reducer {
             Some(_) if is_last => self.await_gradients()?,
             Some(reducer) => gradients.wait(queue, reducer)?,

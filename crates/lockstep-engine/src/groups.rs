@@ -11,8 +11,6 @@ use lockstep_plan::{
 };
 use lockstep_tensor::View;
 
-use crate::pipeline::Pipeline;
-
 /// Default number of row chunks of a tensor-parallel collective that overlaps with matrix products. Over a network
 /// there are few, so that each is worth a message and a product. Within a machine there is one: copies use the same
 /// cores as products, so chunks would overlap nothing.
@@ -186,10 +184,10 @@ impl Groups {
         Some(GridGroups { row, column })
     }
 
-    /// Returns the pipeline executor of this rank; `None` without pipeline parallelism.
-    pub(crate) fn pipeline(&self) -> Option<Pipeline> {
-        let World { pipeline, plan, limit, .. } = self.world.as_ref()?;
-        Some(Pipeline::new(plan, pipeline.clone()?, *limit))
+    /// Returns the pipeline-parallel group; `None` if its degree is 1.
+    pub(crate) fn pipeline_peers(&self) -> Option<Peers<'_>> {
+        let World { pipeline, limit, .. } = self.world.as_ref()?;
+        pipeline.as_ref().map(|group| Peers { group, limit: *limit })
     }
 
     /// Returns the plan that the groups were made for; `None` in a world of one rank.

@@ -13,6 +13,7 @@ use lockstep_model::RecordedModel;
 use lockstep_plan::{
     DType, MemoryCategory, StageMemory,
     random::{key_from_name, mix},
+    schedule::PassKind,
 };
 use lockstep_tensor::{Arena, Buffer, DiskTraffic, Element, Kernels, Tensor, TensorError, View};
 
@@ -97,15 +98,6 @@ pub(crate) enum Purpose {
     Training,
     /// No backward follows.
     Evaluation,
-}
-
-/// Gradients that a backward computes; split backwards serve zero-bubble schedules.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum BackwardPart {
-    /// Input and weight gradients.
-    Both,
-    /// Input gradients only; weight gradients are computed later.
-    Inputs,
 }
 
 impl Runner {
@@ -303,8 +295,9 @@ impl Runner {
         sum
     }
 
-    /// Runs the backward of every unit of a stage down to the first trained one, after a forward of either purpose.
-    /// Adds to `gradients`, and calls `after_unit` after each unit.
+    /// Runs a backward of `kind` of every unit of a stage down to the first trained one, after a forward of either
+    /// purpose. Adds to `gradients`, and calls `after_unit` after each unit. With [`PassKind::BackwardInput`], weight
+    /// gradients are deferred to a later [`PassKind::BackwardWeight`].
     ///
     /// # Errors
     /// As [`Runner::forward_stage`], or as soon as `after_unit` fails.
@@ -317,7 +310,7 @@ impl Runner {
         weights: &mut dyn WeightSource,
         gradients: &mut Gradients,
         seed: Seed,
-        half: BackwardPart,
+        kind: PassKind,
         mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         let units = self.stages[place.stage].units.clone();
@@ -345,48 +338,13 @@ impl Runner {
             };
             let replay = self.replay(model, place, unit, queue, &parameters);
             let program = model.program(unit);
-            match half {
-                BackwardPart::Both => program.backward(&replay, dy, dx, seed)?,
-                BackwardPart::Inputs => {
-                    let deferred = &slot.deferred[unit - units.start];
-                    program.backward_inputs(&replay, dy, dx, seed, deferred)?;
-                }
+            let deferred = || &slot.deferred[unit - units.start];
+            match (kind.makes_input_gradient(), kind.makes_weight_gradient()) {
+                (true, true) => program.backward(&replay, dy, dx, seed)?,
+                (true, false) => program.backward_inputs(&replay, dy, dx, seed, deferred())?,
+                (false, _) => program.backward_weights(&replay, deferred())?,
             }
-            if let Some(frames) = self.offloaded.as_mut().filter(|_| half == BackwardPart::Both) {
-                frames.forget(FrameId::new(place, unit), first);
-            }
-            after_unit(gradients, unit)?;
-        }
-        Ok(())
-    }
-
-    /// Computes the weight gradients that a [`BackwardPart::Inputs`] backward of a stage has deferred, and calls `after_unit`
-    /// after each unit.
-    ///
-    /// # Errors
-    /// As [`Runner::forward_stage`], or as soon as `after_unit` fails.
-    pub(crate) fn weights_stage(
-        &mut self,
-        model: &RecordedModel,
-        place: Place,
-        queue: &dyn Kernels,
-        weights: &mut dyn WeightSource,
-        gradients: &mut Gradients,
-        mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), EngineError>,
-    ) -> Result<(), EngineError> {
-        let units = self.stages[place.stage].units.clone();
-        let Some(first) = model.first_trained_unit() else { return Ok(()) };
-        for unit in (first.max(units.start)..units.end).rev() {
-            self.make_ready(queue, weights, unit)?;
-            self.on_disk(|frames| frames.bring_back(FrameId::new(place, unit), first))?;
-            self.gather_input(model, place, unit)?;
-            let slot = &self.stages[place.stage].slots[place.slot];
-            let weights = weights.weights();
-            let parameters =
-                UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
-            let replay = self.replay(model, place, unit, queue, &parameters);
-            model.program(unit).backward_weights(&replay, &slot.deferred[unit - units.start])?;
-            if let Some(frames) = &mut self.offloaded {
+            if let Some(frames) = self.offloaded.as_mut().filter(|_| kind.makes_weight_gradient()) {
                 frames.forget(FrameId::new(place, unit), first);
             }
             after_unit(gradients, unit)?;

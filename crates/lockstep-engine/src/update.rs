@@ -13,24 +13,11 @@ use crate::offloaded_gradients::OffloadedGradients;
 use crate::optimizer::Operands;
 use crate::state_store::Piece;
 use crate::windowed_store::WindowedStore;
-use crate::{Engine, EngineError, Part, StateKind, StateStore};
+use crate::{Engine, EngineError, Part, StateKind, StateStore, Update};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
 /// Floating-point operations per element of an optimizer step, counted as for AdamW.
 const UPDATE_FLOPS: u64 = 13;
-
-/// Hyperparameters of one optimizer step.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Update {
-    /// Learning rate, before the parameter's multiplier.
-    pub learning_rate: f64,
-    /// Weight decay, for parameters whose record has `decay` set.
-    pub weight_decay: f64,
-    /// Factor on the gradients, from clipping; 1 without it.
-    pub gradient_scale: f32,
-    /// Number of this optimizer step, from 1.
-    pub step: u64,
-}
 
 impl Engine {
     /// Runs the optimizer step on the weights that this rank owns, and begins the all-gather of updated weights

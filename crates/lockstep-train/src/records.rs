@@ -109,38 +109,39 @@ impl Records {
             }
         }
         let sampled = rows.is_some().then_some(start.done() + SAMPLED_STEP);
-        let tracer = Tracer::new(&dir, sampled, metrics.trace_steps);
-        let rows = rows.map(|(rows, _)| rows);
-        let picture = TimelineState::of(config, start);
-        let begin = Instant::now();
-        let health = None;
-        Ok(Self { dir, rows, events, prometheus, health, tracer, picture, begin, refused: 0, next_told: 1 })
+        Ok(Self {
+            rows: rows.map(|(rows, _)| rows),
+            events,
+            prometheus,
+            tracer: Tracer::new(&dir, sampled, metrics.trace_steps),
+            picture: TimelineState::of(config, start),
+            ..Self::none(config)
+        })
     }
 
-    /// Opens the records of a rank other than the first: its contribution to the timeline and, on the first rank of a machine,
-    /// the health endpoint.
+    /// Opens the records of a rank other than the first: its contribution to the trace and the timeline and, on the first rank of a
+    /// machine, the health endpoint.
     pub(crate) fn of_other(config: &RunConfig, start: Start) -> Self {
         let place = lockstep_launch::place().ok().flatten();
         let serves = place.is_some_and(|place| place.local_rank == Some(0));
         let opened = if serves { Server::open(config) } else { Ok(None) };
         // The run does not depend on the endpoint, and hosts on the same machine contend for one port.
         let health = opened.inspect_err(|error| tracing::warn!("{error}")).unwrap_or_default();
-        Self { picture: TimelineState::of(config, start), health, ..Self::of_trace(config) }
+        let tracer = Tracer::new(&config.metrics.dir, None, config.metrics.trace_steps);
+        Self { picture: TimelineState::of(config, start), health, tracer, ..Self::none(config) }
     }
 
-    /// Opens records that consist of a trace alone.
-    pub(crate) fn of_trace(config: &RunConfig) -> Self {
+    /// Returns the records of a run that writes no files.
+    pub(crate) fn none(config: &RunConfig) -> Self {
         let dir = config.metrics.dir.clone();
-        let tracer = Tracer::new(&dir, None, config.metrics.trace_steps);
-        let (rows, events, prometheus, picture) = (None, None, None, None);
         Self {
+            tracer: Tracer::new(&dir, None, None),
             dir,
-            rows,
-            events,
-            prometheus,
+            rows: None,
+            events: None,
+            prometheus: None,
             health: None,
-            tracer,
-            picture,
+            picture: None,
             begin: Instant::now(),
             refused: 0,
             next_told: 1,

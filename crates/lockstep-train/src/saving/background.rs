@@ -13,55 +13,13 @@ use lockstep_engine::{Snapshot, TimeLimit};
 use lockstep_observe::progress::Progress;
 
 use super::job::{Attempt, Job, Saved};
-use super::part::{Written, gather};
-use super::{Decision, Memory, OPENING, SaveInterval, Saver};
+use super::part::gather;
+use super::save::{Done, OfFirst, Own, Save, Stage};
+use super::saver::{Decision, Memory, Saver};
 use crate::Error;
 
-/// A save in flight.
-pub(super) struct Save {
-    job: Arc<Job>,
-    attempt: Attempt,
-    pub(super) begin: Instant,
-    stage: Stage,
-}
-
-/// Work of the first rank; `None` on the others.
-type OfFirst<T> = Option<PendingSave<Result<T, Error>>>;
-
-/// The stage of a save.
-#[expect(clippy::large_enum_variant, reason = "there is one save at a time")]
-enum Stage {
-    /// The only rank does everything.
-    Alone(PendingSave<Done<Result<Saved, Error>>>),
-    /// The first rank opens a directory for the parts.
-    Opening(OfFirst<Staging>),
-    /// Each rank writes its part.
-    Writing(Own, Option<Staging>),
-    /// The first rank makes a checkpoint of the parts.
-    Committing(OfFirst<Saved>),
-}
-
-/// This rank's part of a save.
-enum Own {
-    Pending(PendingSave<Done<Written>>),
-    Written(Written),
-}
-
-/// Result of work on a snapshot, with the snapshot for reuse.
-struct Done<T> {
-    ran: SaveInterval,
-    snapshot: Snapshot,
-    result: T,
-}
-
-impl<T> Done<T> {
-    /// Runs `work` on the snapshot and records when it ran.
-    fn on(mut snapshot: Snapshot, work: impl FnOnce(&mut Snapshot) -> T) -> Self {
-        let begin = Instant::now();
-        let result = work(&mut snapshot);
-        Self { ran: SaveInterval { begin, end: Instant::now() }, snapshot, result }
-    }
-}
+/// Longest wait of the training for a save to be opened. If it is opened in this time, the save needs no additional step.
+const OPENING: Duration = Duration::from_millis(100);
 
 /// Limits on the wait for a stage.
 #[derive(Clone, Copy)]

@@ -65,30 +65,12 @@ pub struct Runner {
     /// Buffer for collectives that overlap with matrix products; `None` without such overlap.
     communication_buffer: Option<CommunicationBuffer>,
     timeline: Timeline,
-    load: ExpertLoad,
+    /// Tokens routed to each expert since the step began.
+    pub(crate) expert_load: ExpertLoad,
     /// Smallest router margin on this rank; `None` unless it is watched.
-    router_margin: Option<Cell<f32>>,
-    /// Checked before each unit of a step.
-    abandons: Abandons,
-}
-
-/// Callback that returns true if the current step is to be abandoned; without one, no step is.
-#[derive(Default)]
-struct Abandons(Option<Box<dyn Fn() -> bool + Send + Sync>>);
-
-impl std::fmt::Debug for Abandons {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Abandons").finish_non_exhaustive()
-    }
-}
-
-impl Abandons {
-    fn check(&self) -> Result<(), EngineError> {
-        match &self.0 {
-            Some(is_asked) if is_asked() => Err(EngineError::Abandoned),
-            _ => Ok(()),
-        }
-    }
+    pub(crate) router_margin: Option<Cell<f32>>,
+    /// Returns true if the current step is to be abandoned; asked before each unit. `None` if no step is.
+    pub(crate) abandons: Option<Box<dyn Fn() -> bool + Send + Sync>>,
 }
 
 /// Purpose of a forward, which decides whether its activations are kept.
@@ -162,9 +144,9 @@ impl Runner {
             communication_buffer: CommunicationBuffer::new(units().map(|unit| model.program(unit)), arena)?,
             groups,
             timeline: Timeline::default(),
-            load: ExpertLoad::new(model),
+            expert_load: ExpertLoad::new(model),
             router_margin: None,
-            abandons: Abandons::default(),
+            abandons: None,
         })
     }
 
@@ -172,29 +154,6 @@ impl Runner {
     /// micro-batch itself.
     pub fn predicted_activation_bytes(model: &RecordedModel) -> usize {
         model.profile().activation_bytes(&[StageMemory::whole(model.units())], false)
-    }
-
-    /// Returns the number of tokens routed to each expert since the step began.
-    pub(crate) fn expert_load(&self) -> &ExpertLoad {
-        &self.load
-    }
-
-    /// See [`Engine::abandon_if`](crate::Engine::abandon_if).
-    pub(crate) fn abandon_if(&mut self, is_asked: Box<dyn Fn() -> bool + Send + Sync>) {
-        self.abandons = Abandons(Some(is_asked));
-    }
-
-    /// See [`Engine::watch_router_margin`](crate::Engine::watch_router_margin).
-    pub(crate) fn watch_router_margin(&mut self) {
-        self.router_margin = Some(Cell::new(f32::INFINITY));
-    }
-
-    pub(crate) fn router_margin(&self) -> Option<f32> {
-        self.router_margin.as_ref().map(Cell::get)
-    }
-
-    pub(crate) fn expert_load_mut(&mut self) -> &mut ExpertLoad {
-        &mut self.load
     }
 
     /// Returns the timeline, which records the times of operations while it is enabled.
@@ -232,7 +191,7 @@ impl Runner {
         let units = self.stages[place.stage].units.clone();
         let first = model.first_trained_unit();
         for unit in units.clone() {
-            self.abandons.check()?;
+            self.check_abandoned()?;
             self.make_ready(queue, weights, unit)?;
             self.on_disk(|frames| frames.begin(FrameId::new(place, unit)))?;
             if unit == units.start {
@@ -255,7 +214,7 @@ impl Runner {
                 slices.keep(queue, unit, slices.slice(buffer, offset_bytes));
             }
             if let Some(counts) = program.load(frame(&self.stages, self.offloaded.as_ref(), place, unit)) {
-                self.load.add(unit, counts);
+                self.expert_load.add(unit, counts);
             }
             let is_read_again = first.is_some_and(|first| unit + 1 >= first);
             let is_kept = purpose == Purpose::Training && is_read_again;
@@ -316,7 +275,7 @@ impl Runner {
         let units = self.stages[place.stage].units.clone();
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
-            self.abandons.check()?;
+            self.check_abandoned()?;
             self.make_ready(queue, weights, unit)?;
             self.on_disk(|frames| frames.bring_back(FrameId::new(place, unit), first))?;
             self.gather_input(model, place, unit)?;
@@ -350,6 +309,11 @@ impl Runner {
             after_unit(gradients, unit)?;
         }
         Ok(())
+    }
+
+    fn check_abandoned(&self) -> Result<(), EngineError> {
+        let is_asked = self.abandons.as_ref().is_some_and(|is_asked| is_asked());
+        if is_asked { Err(EngineError::Abandoned) } else { Ok(()) }
     }
 
     /// Waits until the weights of a unit are in memory, unsharded, in the type that kernels read.
@@ -408,12 +372,12 @@ impl Runner {
 
     /// Returns the bytes of activations on disk.
     pub(crate) fn disk_bytes(&self) -> u64 {
-        self.offloaded.as_ref().map_or(0, OffloadedFrames::disk_bytes)
+        self.offloaded.as_ref().map_or(0, |frames| frames.staging.disk_bytes())
     }
 
     /// Returns the disk traffic of activations since the last call.
     pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
-        self.offloaded.as_mut().map_or_else(DiskTraffic::default, OffloadedFrames::take_traffic)
+        self.offloaded.as_mut().map_or_else(DiskTraffic::default, |frames| frames.staging.take_traffic())
     }
 
     /// Lends the memory of a message that crosses a border of a stage, for as long as the message is in flight.

@@ -14,7 +14,6 @@ use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::progress::Progress;
 use lockstep_observe::retry_lock;
 
-use crate::describe::{Screen, describe};
 use crate::saving::Beginning;
 use crate::setup::{build_engine, load_first_weights};
 use crate::state::{
@@ -58,6 +57,7 @@ impl StartState {
         resume: &Resume,
         ranks: &Ranks,
         model: &ResolvedModel,
+        corpus: &Corpus,
     ) -> Result<Self, Error> {
         let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
         let mut engine = build_engine(config, model, ranks, &ranks.arena())?;
@@ -76,6 +76,9 @@ impl StartState {
         let counters = restore(config, model, &mut engine, found)?;
         messages.push(format!("resuming from {} (step {})", found.path().display(), counters.step));
         messages.extend(changed);
+        if text_has_changed(found, corpus) {
+            messages.push("the training text is not the one that the checkpoint was trained on".to_owned());
+        }
         Ok(Self { engine, counters, checkpoint, told: messages, damaged })
     }
 }
@@ -123,20 +126,6 @@ pub(crate) fn abandon_long_steps(
     }
     let (interrupt, patience) = (interrupt.clone(), Duration::from_secs_f64(config.checkpoint.grace_s / 2.0));
     engine.abandon_if(move || interrupt.requested_since().is_some_and(|since| since.elapsed() >= patience));
-}
-
-/// Shows the run's description before its first step, and what loading the checkpoint has reported.
-pub(crate) fn tell_beginning(
-    screen: &Screen<'_>,
-    ranks: &Ranks,
-    (checkpoint, told): (Option<&Checkpoint>, &[String]),
-    progress: &mut Progress,
-) {
-    describe(screen, ranks.groups().tensor_place(), progress);
-    told.iter().for_each(|text| progress.message(text));
-    if checkpoint.is_some_and(|checkpoint| text_has_changed(checkpoint, screen.corpus)) {
-        progress.message("the training text is not the one that the checkpoint was trained on");
-    }
 }
 
 /// Moves damaged checkpoints aside, and those of an earlier run that are newer than the step at which this one begins.

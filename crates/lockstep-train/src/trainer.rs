@@ -16,25 +16,22 @@ use lockstep_graph::{Activity, Cost, Seed};
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::metrics::{DiskUse, MemoryUse, Start, StepMetrics, imbalance};
 use lockstep_observe::progress::{Progress, Steps};
-use lockstep_observe::report::DevicePeak;
 use lockstep_plan::ParameterId;
 use lockstep_tensor::host::proportional_bytes;
 use serde_json::Value;
 
 use crate::clipping::clip_coefficient;
 use crate::corpus::host_batch;
-use crate::describe::Screen;
+use crate::describe::{Screen, describe};
 use crate::evaluation::evaluate;
 use crate::guard::{Action, Guard, RollbackSnapshot, Verdict};
 use crate::loss_scale::{LossScale, Overflow};
 use crate::peak::device_peak;
 use crate::predicted::Predicted;
 use crate::ranks::sum_and_memory;
-use crate::records::Records;
+use crate::records::{Records, RunOutputs};
 use crate::saving::Saver;
-use crate::start::{
-    StartState, abandon_long_steps, lock, open_corpus, prefetcher, set_checkpoints_aside, tell_beginning,
-};
+use crate::start::{StartState, abandon_long_steps, lock, open_corpus, prefetcher, set_checkpoints_aside};
 use crate::state::{Counters, SavedState};
 use crate::{Corpus, Error, StepObserver};
 
@@ -71,15 +68,6 @@ pub struct Summary {
     pub rollbacks: u64,
 }
 
-/// Files that a run writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RunOutputs {
-    /// Checkpoints and metrics.
-    Everything,
-    /// No files.
-    Nothing,
-}
-
 /// Trains as one of `ranks` until the last step of `config`, or until `interrupt` requests a stop on any rank; saves in either
 /// case. `show` builds the progress display, usually [`Progress::on_stderr`].
 ///
@@ -111,28 +99,28 @@ pub fn train_observed(
     run(config, resume, ranks, interrupt, show, (observer, RunOutputs::Everything))
 }
 
-/// Trains as [`train_observed`] does and writes the files that `leaves` allows.
+/// Trains as [`train_observed`] does and writes the files that `outputs` allows.
 pub(crate) fn run(
     config: &RunConfig,
     resume: &Resume,
     ranks: &Ranks,
     interrupt: &Interrupt,
     show: impl FnOnce(Steps) -> Progress,
-    (observer, leaves): (&mut dyn StepObserver, RunOutputs),
+    (observer, outputs): (&mut dyn StepObserver, RunOutputs),
 ) -> Result<Summary, Error> {
     let model = resolve_model(config)?;
     let corpus = open_corpus(config, &model, ranks)?;
-    let leaves_anything = leaves == RunOutputs::Everything;
-    let writes = ranks.is_first() && leaves_anything;
+    let writes_files = outputs == RunOutputs::Everything;
+    let writes = ranks.is_first() && writes_files;
     // The lock comes before any look at checkpoints: the process before this one may still be saving.
     let _lock = ranks.first_then_others(|| writes.then(|| lock(config)).transpose())?;
     let StartState { mut engine, counters, checkpoint, told, damaged } =
-        StartState::of(config, resume, ranks, &model)?;
+        StartState::of(config, resume, ranks, &model, &corpus)?;
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress =
         if ranks.is_first() { show(steps) } else { Progress::of_other_rank(steps, ranks.rank()) };
     let predicted = Predicted::of(config, &engine, ranks)?;
-    let peak = if leaves_anything { device_peak(config, &engine, ranks)? } else { None };
+    let peak = if writes_files { device_peak(config, &engine, ranks)? } else { None };
     let screen = Screen {
         config,
         model: &model,
@@ -141,7 +129,8 @@ pub(crate) fn run(
         predicted: &predicted,
         peak: peak.as_ref(),
     };
-    tell_beginning(&screen, ranks, (checkpoint.as_ref(), &told), &mut progress);
+    describe(&screen, ranks.groups().tensor_place(), &mut progress);
+    told.iter().for_each(|text| progress.message(text));
     let start = checkpoint.as_ref().map_or(Start::Fresh, |_| Start::After { step: counters.step });
     abandon_long_steps(config, &mut engine, ranks, interrupt);
     observer.begins(&mut engine);
@@ -150,8 +139,9 @@ pub(crate) fn run(
     if writes {
         set_checkpoints_aside(config, resume, &counters, &damaged, &mut progress)?;
     }
+    let tell = |text: &str| progress.message(text);
     let records =
-        open_records(config, (&engine, ranks), (start, leaves), (peak.as_ref(), &corpus), &mut progress)?;
+        Records::of_rank(config, (start, outputs), (&engine, ranks), (peak.as_ref(), &corpus), tell)?;
     let prefetcher = prefetcher(config, ranks, &corpus, &counters)?;
     let remembered = checkpoint.as_ref().map_or(&Value::Null, |checkpoint| &checkpoint.manifest().state);
     let guard = Guard::new(config, counters.step, &remembered["guard"]);
@@ -161,7 +151,7 @@ pub(crate) fn run(
         .transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
     let new_saver = || Saver::new(config, &model, &corpus, ranks, saved, interrupt);
-    let saver = leaves_anything.then(new_saver).transpose()?.flatten();
+    let saver = writes_files.then(new_saver).transpose()?.flatten();
     Run {
         config,
         learning_rate: config.learning_rate(),
@@ -190,24 +180,6 @@ pub(crate) fn run(
         expert_load: Vec::new(),
     }
     .run(interrupt)
-}
-
-/// Opens the records that this rank keeps of the run, and writes the layout of the ranks.
-fn open_records(
-    config: &RunConfig,
-    (engine, ranks): (&Engine, &Ranks),
-    (start, leaves): (Start, RunOutputs),
-    of_run: (Option<&DevicePeak>, &Corpus),
-    progress: &mut Progress,
-) -> Result<Records, Error> {
-    let mut tell = |text: &str| progress.message(text);
-    let records = match leaves {
-        RunOutputs::Nothing => Records::none(config),
-        _ if ranks.is_first() => Records::open(config, engine, start, of_run, &mut tell)?,
-        _ => Records::of_other(config, start),
-    };
-    records.describe_ranks(engine, ranks, &mut tell)?;
-    Ok(records)
 }
 
 /// Values of a step from which its metrics row is built.

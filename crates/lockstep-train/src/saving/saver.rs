@@ -185,10 +185,8 @@ impl Saver {
         let job = self.job(engine, state, metrics, observer, progress);
         let lacks_copy = self.in_background && self.has_part && !self.take_copy(engine, progress);
         if !self.in_background || self.ranks.any_in_time(lacks_copy, TimeLimit::Unlimited)? {
-            match self.save_now(&job, engine) {
-                Ok(Some(saved)) => self.tell(job.step, Ok(saved), progress)?,
-                Ok(None) => {}
-                Err(error) => self.tell(job.step, Err(error), progress)?,
+            if let Some(saved) = self.save_now(&job, engine).transpose() {
+                self.tell(job.step, saved, progress)?;
             }
         } else {
             self.start(job, progress)?;
@@ -302,11 +300,8 @@ impl Saver {
     ) -> Job {
         let step = state.counters.step;
         let observer: Observer = Arc::from(observer.saving(step));
-        // Other copies hold the same values.
-        let spoken_for = engine.trained_ids().filter(|id| engine.is_primary_owner(*id));
-        let spoken_for: HashSet<_> = spoken_for.map(|id| engine.records()[id.0].name.clone()).collect();
-        // State that only this rank holds is saved by this rank, whichever copy it belongs to.
-        let own = if self.ranks.is_in_first_replica() { spoken_for.clone() } else { HashSet::new() };
+        // Other ranks of the replica hold the same values.
+        let owned = engine.trained_ids().filter(|id| engine.is_primary_owner(*id));
         let metrics = metrics.map(MetricsWriter::file).transpose().unwrap_or_else(|error| {
             progress.message(&error.to_string());
             None
@@ -322,8 +317,8 @@ impl Saver {
             step,
             places: self.places.clone(),
             rank: self.ranks.rank(),
-            own,
-            spoken_for,
+            owned: owned.map(|id| engine.records()[id.0].name.clone()).collect(),
+            is_in_first_replica: self.ranks.is_in_first_replica(),
             observer,
             voice: progress.voice(),
             limits: self.limits.clone(),

@@ -8,6 +8,7 @@ use lockstep_tensor::{Arena, Workers};
 
 use crate::model_state::ModelState;
 use crate::optimizer::Role;
+use crate::pipeline::Pipeline;
 use crate::reducer::Reducer;
 use crate::shards::Shards;
 use crate::state::ResidualNumbers;
@@ -69,12 +70,15 @@ pub struct EngineBuilder<'a> {
     groups: Groups,
 }
 
-impl<'a> EngineBuilder<'a> {
-    pub(crate) fn new(model: &'a ModelConfig, plan: RankPlan) -> Self {
+impl Engine {
+    /// Returns a builder of an engine that trains `model` under `plan`.
+    pub fn builder(model: &ModelConfig, plan: RankPlan) -> EngineBuilder<'_> {
         let (tuning, options) = (Tuning::default(), EngineOptions::default());
-        Self { model, tuning, plan, options, groups: Groups::alone() }
+        EngineBuilder { model, tuning, plan, options, groups: Groups::alone() }
     }
+}
 
+impl EngineBuilder<'_> {
     /// Sets which parameters are trained, and how; the default is full training.
     #[must_use]
     pub fn tuning(self, tuning: &Tuning) -> Self {
@@ -152,7 +156,7 @@ impl<'a> EngineBuilder<'a> {
             records: layout.records,
             is_here: layout.is_here,
             shared_table: layout.shared_table,
-            pipeline: groups.pipeline(),
+            pipeline: Pipeline::of(&groups),
             residual_numbers,
             groups,
             bias_values: Vec::new(),

@@ -1,26 +1,28 @@
 //! The engine of one rank: its training state, and the calls that make up a training step.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use lockstep_comm::Metered;
 use lockstep_graph::{Activity, Cost, Seed, Timeline};
-use lockstep_model::{ModelConfig, RecordedModel};
+use lockstep_model::RecordedModel;
 use lockstep_plan::gathering::{GatherPlan, Sequence};
+use lockstep_plan::schedule::PassKind;
 use lockstep_plan::{
-    MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, RankPlan, SharedTable, StoreKind,
-    exact::ExactSum,
+    MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, SharedTable, StoreKind, exact::ExactSum,
 };
 use lockstep_tensor::{Arena, DiskTraffic, F32Products, Queue};
 
 use crate::model_state::ModelState;
 use crate::optimizer::Role;
-use crate::passes::{Place, Work};
+use crate::passes::Place;
 use crate::pipeline::Pipeline;
-use crate::runner::{BackwardPart, Purpose};
+use crate::runner::Purpose;
 use crate::state::ResidualNumbers;
+use crate::training_passes::TrainingPasses;
 use crate::{
-    EngineBuilder, EngineError, ExpertLoad, Gradients, Groups, HostBatch, Optimizer, RoundingMode, Runner,
-    StateKind, StepTimes, Traffic, reducer::Reducer,
+    EngineError, ExpertLoad, Gradients, Groups, HostBatch, Optimizer, RoundingMode, Runner, StateKind,
+    StepTimes, Traffic, reducer::Reducer,
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
@@ -68,11 +70,6 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Returns a builder of an engine that trains `model` under `plan`.
-    pub fn builder(model: &ModelConfig, plan: RankPlan) -> EngineBuilder<'_> {
-        EngineBuilder::new(model, plan)
-    }
-
     /// Returns the records of all parameters for change; a caller may choose which of them decay.
     pub fn records_mut(&mut self) -> &mut [ParameterRecord] {
         &mut self.records
@@ -143,32 +140,32 @@ impl Engine {
 
     /// Returns the number of tokens routed to each expert, over all ranks, in the last [`Engine::forward_backward`].
     pub fn expert_load(&self) -> &ExpertLoad {
-        self.runner.expert_load()
+        &self.runner.expert_load
     }
 
     /// Enables [`Engine::router_margin`], which reads all router scores of every micro-batch.
     pub fn watch_router_margin(&mut self) {
-        self.runner.watch_router_margin();
+        self.runner.router_margin = Some(Cell::new(f32::INFINITY));
     }
 
     /// Returns the smallest margin by which any token routed on this rank kept its experts
     /// ([`Kernels::router_margin`](lockstep_tensor::Kernels::router_margin)). It is infinite for a model without
     /// experts, and `None` unless [`Engine::watch_router_margin`] was called.
     pub fn router_margin(&self) -> Option<f32> {
-        self.runner.router_margin()
+        self.runner.router_margin.as_ref().map(Cell::get)
     }
 
     /// Starts a step: later contributions replace the gradients and expert counts of the last one.
     pub fn begin_step(&mut self) {
         self.gradients.begin();
-        self.runner.expert_load_mut().clear();
+        self.runner.expert_load.clear();
     }
 
     /// Calls `is_asked` before each unit of a forward or backward, which ends with [`EngineError::Abandoned`] once it
     /// returns true. Weights and optimizer state are then those before the step and may be saved; no further step may
     /// follow. Only for a world of one rank, because other ranks would wait for the abandoned collectives.
     pub fn abandon_if(&mut self, is_asked: impl Fn() -> bool + Send + Sync + 'static) {
-        self.runner.abandon_if(Box::new(is_asked));
+        self.runner.abandons = Some(Box::new(is_asked));
     }
 
     /// Runs forward and backward of one micro-batch and returns the sum of its losses.
@@ -201,15 +198,23 @@ impl Engine {
         if let Some(reducer) = &mut self.reducer {
             self.gradients.share(&*self.queue, batches.clone().map(|batch| batch.ids), reducer)?;
         }
-        if self.pipeline.is_some() {
-            self.weights.begin(Sequence::Step);
-            let loss_sum = self.run_pipeline(batches, seed)?;
-            self.complete_gradients()?;
-            self.runner.expert_load_mut().sum(&self.groups)?;
-            return Ok(loss_sum);
-        }
-        let is_planned = batches.clone().count() == self.micro_batches;
         self.weights.begin(Sequence::Step);
+        let loss_sum = match self.pipeline {
+            Some(_) => self.run_pipeline(batches, seed)?,
+            None => self.run_micro_batches(batches, seed)?,
+        };
+        self.complete_gradients()?;
+        self.runner.expert_load.sum(&self.groups)?;
+        Ok(loss_sum)
+    }
+
+    /// Runs the micro-batches of a step without a pipeline and returns the sum of their losses.
+    fn run_micro_batches<'a>(
+        &mut self,
+        batches: impl Iterator<Item = HostBatch<'a>> + Clone,
+        seed: Seed,
+    ) -> Result<f64, EngineError> {
+        let is_planned = batches.clone().count() == self.micro_batches;
         let mut batches = batches.peekable();
         let mut loss_sum = 0.0;
         while let Some(batch) = batches.next() {
@@ -220,8 +225,6 @@ impl Engine {
                 if batches.peek().is_some() { MicroBatchPosition::Earlier } else { MicroBatchPosition::Last };
             loss_sum += self.micro_batch(&batch, seed, turn)?;
         }
-        self.complete_gradients()?;
-        self.runner.expert_load_mut().sum(&self.groups)?;
         Ok(loss_sum)
     }
 
@@ -240,8 +243,8 @@ impl Engine {
             "a step has the micro-batches of its schedule"
         );
         let reducer = reducer.as_mut();
-        let mut work = Work { model, queue, weights, runner, gradients, reducer, seed, batches };
-        let loss_sum = pipeline.run(&mut work)?;
+        let mut passes = TrainingPasses { model, queue, weights, runner, gradients, reducer, seed, batches };
+        let loss_sum = pipeline.run(&mut passes)?;
         self.await_gradients()?;
         if let Some(SharedTable { id, .. }) = self.shared_table
             && let Some(part) = self.gradients.part(id)
@@ -296,8 +299,8 @@ impl Engine {
             gradients.begin_owned(reducer)?;
             gradients.sum_rows(unit, reducer)
         };
-        let half = BackwardPart::Both;
-        runner.backward_stage(model, only, queue, weights, gradients, seed, half, after_unit)?;
+        let backward = PassKind::Backward;
+        runner.backward_stage(model, only, queue, weights, gradients, seed, backward, after_unit)?;
         match reducer {
             Some(_) if is_last => self.await_gradients()?,
             Some(reducer) => gradients.wait(queue, reducer)?,

@@ -31,7 +31,7 @@ pub struct Gradients {
     offloaded: Option<RefCell<OffloadedGradients>>,
     /// Staging buffers of gradients that other ranks own or that are offloaded, until they are reduced; `None` if the
     /// store holds all gradients in full.
-    staging_buffers: Option<GradientStagingBuffers>,
+    staging: Option<GradientStagingBuffers>,
     /// Quantized reduction of gradients; `None` if gradients are reduced in f32.
     quantized: Option<QuantizedGradients>,
     /// Flat parameters whose reduction is in flight and whose sums are taken in when the next unit's reduction begins.
@@ -117,7 +117,7 @@ impl Gradients {
             )?,
             in_flight: Vec::with_capacity(store.flat_parameters().len()),
             arrived: Vec::with_capacity(store.flat_parameters().len()),
-            staging_buffers: plan
+            staging: plan
                 .hands_gradients_on()
                 .then(|| GradientStagingBuffers::new(arena, &store))
                 .transpose()?,
@@ -137,16 +137,16 @@ impl Gradients {
     pub fn begin(&mut self) {
         self.next.iter().for_each(|next| next.set(Write::Overwrite));
         self.tied.iter_mut().for_each(|tied| tied.embedding.clear());
-        if let Some(staging_buffers) = &mut self.staging_buffers {
-            staging_buffers.next.iter().for_each(|next| next.set(Write::Overwrite));
-            staging_buffers.owned_begun.fill(false);
+        if let Some(staging) = &mut self.staging {
+            staging.next.iter().for_each(|next| next.set(Write::Overwrite));
+            staging.owned_begun.fill(false);
         }
     }
 
     /// Returns true if gradients are reduced after every micro-batch; otherwise they are reduced after the last one of
     /// a step.
     pub(crate) fn reduces_every_micro_batch(&self) -> bool {
-        self.staging_buffers.is_some()
+        self.staging.is_some()
     }
 
     /// Agrees with all data-parallel ranks on the rows of tied tables that the embedding contributes to in this step.
@@ -197,7 +197,7 @@ impl Gradients {
     /// # Errors
     /// If the disk of offloaded gradients fails.
     pub fn end_unit(&mut self, queue: &dyn Kernels, unit: usize) -> Result<(), EngineError> {
-        if let Some(GradientStagingBuffers { next, .. }) = &self.staging_buffers {
+        if let Some(GradientStagingBuffers { next, .. }) = &self.staging {
             for &flat in &self.completed[unit] {
                 if next[flat].replace(Write::Accumulate) == Write::Accumulate {
                     continue;
@@ -238,7 +238,7 @@ impl Gradients {
         }
         // One half of a split backward, or a frozen unit, may contribute nothing. Wait even then: the units before and
         // after use the same buffer.
-        if self.staging_buffers.is_some() && !self.is_touched(unit) {
+        if self.staging.is_some() && !self.is_touched(unit) {
             return self.wait(queue, reducer);
         }
         self.zero_untouched(queue, unit);
@@ -250,30 +250,30 @@ impl Gradients {
         for &flat in &self.completed[unit] {
             if let Some(quantized) = self.quantized.as_mut().filter(|quantized| quantized.has(flat)) {
                 let elements = self.store.flat_parameters()[flat].elements;
-                let gradients = match &self.staging_buffers {
+                let gradients = match &self.staging {
                     None => self.store.range_of(flat, 0..elements),
-                    Some(staging_buffers) => staging_buffers.range_of(&self.store, flat, 0..elements),
+                    Some(staging) => staging.range_of(&self.store, flat, 0..elements),
                 };
                 quantized.send(queue, flat, gradients, reducer)?;
                 continue;
             }
             let &FlatParameter { summing, elements, .. } = &self.store.flat_parameters()[flat];
-            let memory = match &mut self.staging_buffers {
+            let memory = match &mut self.staging {
                 None => self.store.lend_from(flat, 0..elements),
-                Some(staging_buffers) => {
-                    let start = staging_buffers.offsets_bytes[flat];
-                    let buffer = &mut staging_buffers.buffers[self.store.flat_parameters()[flat].parity()];
+                Some(staging) => {
+                    let start = staging.offsets_bytes[flat];
+                    let buffer = &mut staging.buffers[self.store.flat_parameters()[flat].parity()];
                     (buffer, start..start + elements * size_of::<f32>())
                 }
             };
             reducer.reduce_scatter(memory, summing)?;
         }
-        if self.staging_buffers.is_some() || self.quantized.is_some() {
+        if self.staging.is_some() || self.quantized.is_some() {
             reducer.finish_earlier_rounds()?;
             self.accumulate_reduced(queue)?;
             self.in_flight.extend(&self.completed[unit]);
         }
-        if self.staging_buffers.is_some() {
+        if self.staging.is_some() {
             self.parameters_of(unit).for_each(|id| self.next[id].set(Write::Overwrite));
         }
         Ok(())
@@ -308,7 +308,7 @@ impl Gradients {
     /// # Errors
     /// If another rank is lost or does not answer in time, or the disk of offloaded gradients fails.
     pub(crate) fn begin_owned(&mut self, reducer: &mut Reducer) -> Result<(), EngineError> {
-        let Self { store, quantized, arrived, staging_buffers: Some(staging_buffers), .. } = self else {
+        let Self { store, quantized, arrived, staging: Some(staging), .. } = self else {
             return Ok(());
         };
         for flat in arrived.drain(..) {
@@ -317,7 +317,7 @@ impl Gradients {
             if is_coded || store.residence(flat) == Residence::Windowed {
                 continue;
             }
-            staging_buffers.owned_begun[flat] = true;
+            staging.owned_begun[flat] = true;
             let summing = store.flat_parameters()[flat].summing;
             reducer.sum_owned(store.lend_own(flat), summing)?;
         }
@@ -335,12 +335,8 @@ impl Gradients {
         reducer: &mut Reducer,
     ) -> Result<(), EngineError> {
         for flat in 0..self.store.flat_parameters().len() {
-            if self.store.residence(flat) == Residence::Windowed
-                || self
-                    .staging_buffers
-                    .as_ref()
-                    .is_some_and(|staging_buffers| staging_buffers.owned_begun[flat])
-            {
+            let has_begun = self.staging.as_ref().is_some_and(|staging| staging.owned_begun[flat]);
+            if has_begun || self.store.residence(flat) == Residence::Windowed {
                 continue;
             }
             if let Some(quantized) = self.quantized.as_mut().filter(|quantized| quantized.has(flat)) {
@@ -355,20 +351,20 @@ impl Gradients {
 
     /// Takes the finished sums into this rank's own gradients.
     fn accumulate_reduced(&mut self, queue: &dyn Kernels) -> Result<(), EngineError> {
-        let Self { store, offloaded, staging_buffers, quantized, in_flight, arrived, .. } = self;
+        let Self { store, offloaded, staging, quantized, in_flight, arrived, .. } = self;
         arrived.clear();
         std::mem::swap(arrived, in_flight);
         for &flat in &*arrived {
             let own = store.flat_parameters()[flat].own.clone();
-            let sum = match &*staging_buffers {
+            let sum = match &*staging {
                 None => store.own_of(flat),
-                Some(staging_buffers) => staging_buffers.range_of(store, flat, own),
+                Some(staging) => staging.range_of(store, flat, own),
             };
             if let Some(quantized) = &*quantized {
                 quantized.accumulate_reduced(queue, flat, sum);
             }
-            let Some(staging_buffers) = &*staging_buffers else { continue };
-            let write = staging_buffers.next[flat].replace(Write::Accumulate);
+            let Some(staging) = &*staging else { continue };
+            let write = staging.next[flat].replace(Write::Accumulate);
             match (store.residence(flat), &mut *offloaded, write) {
                 (Residence::Windowed, Some(offloaded), _) => {
                     offloaded.get_mut().take(queue, flat, sum, write)?;
@@ -407,12 +403,12 @@ impl Gradients {
 
     /// Returns the store of quantization errors of earlier gradients (error feedback), if they are kept.
     pub(crate) fn residual(&self) -> Option<&StateStore> {
-        self.quantized.as_ref().and_then(QuantizedGradients::residual)
+        self.quantized.as_ref()?.residual.as_ref()
     }
 
     /// See [`Gradients::residual`].
     pub(crate) fn residual_mut(&mut self) -> Option<&mut StateStore> {
-        self.quantized.as_mut().and_then(QuantizedGradients::residual_mut)
+        self.quantized.as_mut()?.residual.as_mut()
     }
 
     /// Returns this rank's own elements of a gradient, valid after the step; `None` if there are none, or they are on
@@ -475,12 +471,12 @@ impl Gradients {
     /// Returns the disk traffic of offloaded gradients since the last call.
     pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
         let offloaded = self.offloaded.as_mut().map(RefCell::get_mut);
-        offloaded.map_or_else(DiskTraffic::default, OffloadedGradients::take_traffic)
+        offloaded.map_or_else(DiskTraffic::default, |offloaded| offloaded.store.staging.take_traffic())
     }
 
     /// Returns the bytes of the file of offloaded gradients.
     pub(crate) fn disk_bytes(&self) -> u64 {
-        self.offloaded.as_ref().map_or(0, |offloaded| offloaded.borrow().disk_bytes())
+        self.offloaded.as_ref().map_or(0, |offloaded| offloaded.borrow().store.staging.disk_bytes())
     }
 
     /// Returns the number of embedding elements that are still to be added to tied gradients.
@@ -490,10 +486,10 @@ impl Gradients {
 
     /// Returns the full (unsharded) gradient, while a backward contributes to it.
     fn whole(&self, id: ParameterId) -> View<'_> {
-        let Some(staging_buffers) = &self.staging_buffers else { return self.store.view(id) };
+        let Some(staging) = &self.staging else { return self.store.view(id) };
         let (flat, first, shape) = self.store.place_of(id).expect("what is trained has a gradient");
-        let offset_bytes = staging_buffers.offsets_bytes[flat] + first * size_of::<f32>();
-        let buffer = &staging_buffers.buffers[self.store.flat_parameters()[flat].parity()];
+        let offset_bytes = staging.offsets_bytes[flat] + first * size_of::<f32>();
+        let buffer = &staging.buffers[self.store.flat_parameters()[flat].parity()];
         buffer.view(DType::F32, offset_bytes, shape)
     }
 

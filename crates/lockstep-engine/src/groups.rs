@@ -11,14 +11,36 @@ use lockstep_plan::{
 };
 use lockstep_tensor::View;
 
-use crate::pipeline::Pipeline;
-
 /// Default number of row chunks of a tensor-parallel collective that overlaps with matrix products. Over a network
 /// there are few, so that each is worth a message and a product. Within a machine there is one: copies use the same
 /// cores as products, so chunks would overlap nothing.
 fn chunks_for(group: &Group) -> usize {
     const OVER_A_NETWORK: usize = 4;
     if group.is_on_one_machine() { 1 } else { OVER_A_NETWORK }
+}
+
+/// Axes over which model state that is not of experts can be sharded.
+const SHARD_AXES: [Axis; 2] = [Axis::Shard, Axis::Context];
+
+/// Groups of a rank, one for each kind of gradient reduction; groups of one rank are left out.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct KindGroups(Vec<(ReductionGroup, Group)>);
+
+impl KindGroups {
+    /// Returns the group of a kind of reduction; `None` if this rank is alone in it.
+    pub(crate) fn get(&self, kind: ReductionGroup) -> Option<&Group> {
+        self.iter().find(|(of, _)| *of == kind).map(|(_, group)| group)
+    }
+
+    /// Returns the groups with their kinds.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &(ReductionGroup, Group)> {
+        self.0.iter()
+    }
+
+    /// Returns true if there is no group of several ranks.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
 }
 
 /// Process groups of a rank, and its place in each.
@@ -186,10 +208,10 @@ impl Groups {
         Some(GridGroups { row, column })
     }
 
-    /// Returns the pipeline executor of this rank; `None` without pipeline parallelism.
-    pub(crate) fn pipeline(&self) -> Option<Pipeline> {
-        let World { pipeline, plan, limit, .. } = self.world.as_ref()?;
-        Some(Pipeline::new(plan, pipeline.clone()?, *limit))
+    /// Returns the pipeline-parallel group; `None` if its degree is 1.
+    pub(crate) fn pipeline_peers(&self) -> Option<Peers<'_>> {
+        let World { pipeline, limit, .. } = self.world.as_ref()?;
+        pipeline.as_ref().map(|group| Peers { group, limit: *limit })
     }
 
     /// Returns the plan that the groups were made for; `None` in a world of one rank.
@@ -232,32 +254,25 @@ impl Groups {
         group.all_reduce(numbers, ReduceOp::Sum, Deadline::after(*limit))
     }
 
-    /// Returns the groups over which the gradients of `records` are reduced, one for each kind of [`ReductionGroup`]; groups
-    /// of one rank are left out.
+    /// Returns the groups over which the gradients of `records` are reduced.
     ///
     /// # Errors
     /// If a rank is lost, or does not answer in time.
-    pub(crate) fn reduction_groups(
-        &self,
-        records: &[ParameterRecord],
-    ) -> Result<Vec<(ReductionGroup, Group)>, CommError> {
-        let world = self.world.as_ref();
-        let make = |ranks| world.map_or(Ok(None), |world| world.made_of(ranks));
-        self.of_kinds(records, &Axis::TOKENS, &[ExpertAxis::Replicate, ExpertAxis::ExpertShard], make)
+    pub(crate) fn reduction_groups(&self, records: &[ParameterRecord]) -> Result<KindGroups, CommError> {
+        self.of_kinds(
+            records,
+            &Axis::TOKENS,
+            &[ExpertAxis::Replicate, ExpertAxis::ExpertShard],
+            World::made_of,
+        )
     }
 
-    /// Returns the groups over which the model state of `records` can be sharded (ZeRO), one for each kind of
-    /// [`ReductionGroup`]; groups of one rank are left out.
+    /// Returns the groups over which the model state of `records` can be sharded (ZeRO).
     ///
     /// # Errors
     /// If a rank is lost, or does not answer in time.
-    pub(crate) fn shard_groups(
-        &self,
-        records: &[ParameterRecord],
-    ) -> Result<Vec<(ReductionGroup, Group)>, CommError> {
-        let world = self.world.as_ref();
-        let make = |ranks| world.map_or(Ok(None), |world| world.made_of(ranks));
-        self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
+    pub(crate) fn shard_groups(&self, records: &[ParameterRecord]) -> Result<KindGroups, CommError> {
+        self.of_kinds(records, &SHARD_AXES, &[ExpertAxis::ExpertShard], World::made_of)
     }
 
     /// Returns separate groups of the same ranks as [`Groups::shard_groups`], whose collectives do not wait for those of
@@ -265,13 +280,8 @@ impl Groups {
     ///
     /// # Errors
     /// If a rank is lost, or does not answer in time.
-    pub(crate) fn separate_shard_groups(
-        &self,
-        records: &[ParameterRecord],
-    ) -> Result<Vec<(ReductionGroup, Group)>, CommError> {
-        let world = self.world.as_ref();
-        let make = |ranks: Vec<Vec<usize>>| world.map_or(Ok(None), |world| world.made_apart(&ranks));
-        self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
+    pub(crate) fn separate_shard_groups(&self, records: &[ParameterRecord]) -> Result<KindGroups, CommError> {
+        self.of_kinds(records, &SHARD_AXES, &[ExpertAxis::ExpertShard], World::made_apart)
     }
 
     /// Returns subgroups of [`secondary_shard`](lockstep_plan::Sharding) neighbours within each group of
@@ -282,42 +292,27 @@ impl Groups {
     pub(crate) fn secondary_shard_groups(
         &self,
         records: &[ParameterRecord],
-    ) -> Result<Vec<(ReductionGroup, Group)>, CommError> {
-        let Some(world) = &self.world else { return Ok(Vec::new()) };
-        let sharding = &world.plan.plan().sharding;
-        let make = |ranks: Vec<Vec<usize>>| {
+    ) -> Result<KindGroups, CommError> {
+        let make = |world: &World, ranks: Vec<Vec<usize>>| {
             // All groups of a kind have the same size.
-            let Some(count) = sharding.neighbours(ranks.first().map_or(0, Vec::len)) else {
-                return Ok(None);
-            };
+            let size = ranks.first().map_or(0, Vec::len);
+            let Some(count) = world.plan.plan().sharding.neighbours(size) else { return Ok(None) };
             let neighbours = ranks.iter().flat_map(|group| group.chunks(count).map(<[usize]>::to_vec));
-            world.made_apart(&neighbours.collect::<Vec<_>>())
+            world.made_apart(neighbours.collect())
         };
-        self.of_kinds(records, &[Axis::Shard, Axis::Context], &[ExpertAxis::ExpertShard], make)
+        self.of_kinds(records, &SHARD_AXES, &[ExpertAxis::ExpertShard], make)
     }
 
-    /// Returns the index of this rank's data-parallel replica: on the experts' mesh for experts, on the ranks' mesh for
-    /// everything else.
-    pub(crate) fn replica_of(&self, among: Among) -> usize {
-        let Some(plan) = self.plan() else { return 0 };
+    /// Returns the index of this rank's data-parallel replica and the number of replicas: on the experts' mesh for
+    /// experts, on the ranks' mesh for everything else.
+    pub(crate) fn replica_of(&self, among: Among) -> (usize, usize) {
+        let Some(plan) = self.plan() else { return (0, 1) };
+        let (ranks, experts) = (plan.mesh().ranks(), plan.mesh().experts());
+        let (axis, of_experts) = (Axis::Replicate, ExpertAxis::Replicate);
         match among {
-            Among::Experts => plan.mesh().experts().coordinate(plan.rank, ExpertAxis::Replicate),
-            _ => plan.mesh().ranks().coordinate(plan.rank, Axis::Replicate),
+            Among::Experts => (experts.coordinate(plan.rank, of_experts), experts.degree(of_experts)),
+            _ => (ranks.coordinate(plan.rank, axis), ranks.degree(axis)),
         }
-    }
-
-    /// Returns the number of data-parallel replicas that [`Groups::replica_of`] counts.
-    pub(crate) fn replicas_of(&self, among: Among) -> usize {
-        let Some(plan) = self.plan() else { return 1 };
-        match among {
-            Among::Experts => plan.mesh().experts().degree(ExpertAxis::Replicate),
-            _ => self.replicas(),
-        }
-    }
-
-    /// Returns the number of data-parallel replicas of the model, each sharded or not.
-    pub(crate) fn replicas(&self) -> usize {
-        self.plan().map_or(1, |plan| plan.mesh().ranks().degree(Axis::Replicate))
     }
 
     /// Returns the group of ranks that own the same elements in other data-parallel replicas; `None` if there is one
@@ -337,23 +332,25 @@ impl Groups {
         records: &[ParameterRecord],
         axes: &[Axis],
         of_experts: &[ExpertAxis],
-        make: impl Fn(Vec<Vec<usize>>) -> Result<Option<Group>, CommError>,
-    ) -> Result<Vec<(ReductionGroup, Group)>, CommError> {
-        let Some(world) = &self.world else { return Ok(Vec::new()) };
+        make: impl Fn(&World, Vec<Vec<usize>>) -> Result<Option<Group>, CommError>,
+    ) -> Result<KindGroups, CommError> {
+        let Some(world) = &self.world else { return Ok(KindGroups::default()) };
         let mut kinds: Vec<ReductionGroup> =
             records.iter().map(|record| ReductionGroup::of(&record.share)).collect();
         kinds.sort_unstable();
         kinds.dedup();
         let group = |kind: ReductionGroup| {
-            let group = match kind.among {
-                Among::Tensor => make(world.with_neighbours(axes, |tensor| tensor / kind.summands))?,
+            let ranks = match kind.among {
+                Among::Tensor => world.with_neighbours(axes, |tensor| tensor / kind.summands),
                 // A column has as many ranks as a row.
-                Among::TensorColumn => make(world.with_neighbours(axes, |tensor| tensor % kind.summands))?,
-                Among::Experts => make(world.mesh().experts().groups(of_experts))?,
+                Among::TensorColumn => world.with_neighbours(axes, |tensor| tensor % kind.summands),
+                Among::Experts => world.mesh().experts().groups(of_experts),
             };
-            Ok(group.map(|group| (kind, group)))
+            Ok(make(world, ranks)?.map(|group| (kind, group)))
         };
-        kinds.into_iter().filter_map(|kind| group(kind).transpose()).collect()
+        Ok(KindGroups(
+            kinds.into_iter().filter_map(|kind| group(kind).transpose()).collect::<Result<_, _>>()?,
+        ))
     }
 
     /// Returns the traffic since the last call of collectives between the ranks of one model replica, gradient
@@ -420,14 +417,14 @@ impl World {
         if groups.len() == 1 && groups[0].len() == self.group.size() && self.group.size() > 1 {
             return Ok(Some(self.group.clone()));
         }
-        self.made_apart(&groups)
+        self.made_apart(groups)
     }
 
     /// As [`World::made_of`], but never reuses the world group: collectives of the two do not wait for each other.
-    fn made_apart(&self, groups: &[Vec<usize>]) -> Result<Option<Group>, CommError> {
+    fn made_apart(&self, groups: Vec<Vec<usize>>) -> Result<Option<Group>, CommError> {
         if groups.iter().all(|group| group.len() == 1) {
             return Ok(None);
         }
-        self.group.partition(groups, Deadline::after(self.limit))
+        self.group.partition(&groups, Deadline::after(self.limit))
     }
 }

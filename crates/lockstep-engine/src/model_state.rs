@@ -76,7 +76,7 @@ impl ModelState {
         let flat_parameters: usize = stores.iter().map(|store| store.flat_parameters().len()).sum();
         let quantized = layout.plan.quantized_weights();
         let pool = gathers.map(|gathers| ParameterPool::new(arena, gathers, &mut stores, &shards, quantized));
-        let (pool, transfers) = (pool.transpose()?, Transfers::new(shards.limit(), flat_parameters));
+        let (pool, transfers) = (pool.transpose()?, Transfers::new(shards.limit, flat_parameters));
         Ok(Self { stores, files, pool, shards, transfers, reads })
     }
 
@@ -127,7 +127,7 @@ impl ModelState {
     /// Returns the trained weights that are replicated on other ranks: the master weights where these are replicated
     /// too.
     pub(crate) fn copied(&mut self) -> Option<&mut StateStore> {
-        let is_whole = self.shards.stage() == ZeroStage::Nothing;
+        let is_whole = self.shards.stage == ZeroStage::Nothing;
         let is_master = self.master().is_some_and(|master| is_whole && !master.is_partly_on_disk());
         let kind = if is_master { StoreKind::MasterWeights } else { StoreKind::Weights };
         self.stores.iter_mut().find(|store| store.kind() == kind)
@@ -195,7 +195,7 @@ impl ModelState {
             let dtype = weights.dtype();
             for index in 0..weights.flat_parameters().len() {
                 let &FlatParameter { summing, elements, .. } = &weights.flat_parameters()[index];
-                let Some(group) = shards.gathering(summing) else { continue };
+                let Some(group) = shards.gathering.get(summing) else { continue };
                 let (buffer, range) = weights.lend_from(index, 0..elements);
                 let (bytes, data) = (range.len(), Lent::new(buffer.lend(range), dtype));
                 let collective = Collective::AllGatherInPlace { data, counts: None };
@@ -230,12 +230,12 @@ impl ModelState {
 
     /// Returns the bytes of the files.
     pub(crate) fn disk_bytes(&self) -> u64 {
-        self.files.iter().flatten().map(|file| file.borrow().disk_bytes()).sum()
+        self.files.iter().flatten().map(|file| file.borrow().staging.disk_bytes()).sum()
     }
 
     /// Returns the disk traffic since the last call.
     pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
-        let traffic = self.files.iter_mut().flatten().map(|file| file.get_mut().take_traffic());
+        let traffic = self.files.iter_mut().flatten().map(|file| file.get_mut().staging.take_traffic());
         traffic.fold(DiskTraffic::default(), |sum, traffic| sum + traffic)
     }
 

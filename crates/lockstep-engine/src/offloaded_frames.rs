@@ -12,7 +12,7 @@
 //! ```
 
 use lockstep_plan::{MemoryCategory, ModelProfile, StageMemory};
-use lockstep_tensor::{Arena, Buffer, DiskTraffic, TensorError};
+use lockstep_tensor::{Arena, Buffer, TensorError};
 
 use crate::staging::{FileExtent, Staging};
 use crate::{EngineError, Offload, passes::Place};
@@ -40,7 +40,7 @@ impl FrameId {
 #[derive(Debug)]
 pub(crate) struct OffloadedFrames {
     stages: Vec<StageFile>,
-    staging: Staging<FrameId>,
+    pub(crate) staging: Staging<FrameId>,
 }
 
 /// Position of a stage's frames in the file, slot after slot.
@@ -95,16 +95,6 @@ impl OffloadedFrames {
         let memory = (0..slots).map(buffer).collect::<Result<Vec<_>, TensorError>>()?;
         let staging = Staging::new(offload, end, (memory, slot_bytes, slots), 0)?;
         Ok(Some(Self { stages, staging }))
-    }
-
-    /// Returns the bytes of the file.
-    pub(crate) fn disk_bytes(&self) -> u64 {
-        self.staging.disk_bytes()
-    }
-
-    /// Returns the disk traffic since the last call.
-    pub(crate) fn take_traffic(&mut self) -> DiskTraffic {
-        self.staging.take_traffic()
     }
 
     /// Returns the memory of the frame that was [begun](Self::begin) or [brought back](Self::bring_back) last, or of
@@ -321,7 +311,7 @@ mod tests {
                 backward(&mut frames, 2, seed(2), 0).unwrap();
                 backward(&mut frames, 0, seed(7), 0).unwrap();
             }
-            let traffic = frames.take_traffic();
+            let traffic = frames.staging.take_traffic();
             assert_eq!(traffic.written_bytes, 3 * 4 * 8 * 4096, "every frame is written once");
             assert!(traffic.read_bytes <= traffic.written_bytes, "{traffic:?}");
         }
@@ -335,10 +325,10 @@ mod tests {
             forward(&mut frames, 0, step).unwrap();
             backward(&mut frames, 0, step, 0).unwrap();
         }
-        let traffic = frames.take_traffic();
+        let traffic = frames.staging.take_traffic();
         let moved = 3 * (UNITS as u64 - 1 - FRAME_PLACES as u64) * 4096;
         assert_eq!((traffic.written_bytes, traffic.read_bytes), (moved, moved));
-        assert_eq!(frames.disk_bytes(), (UNITS as u64 - 1) * 4096);
+        assert_eq!(frames.staging.disk_bytes(), (UNITS as u64 - 1) * 4096);
     }
 
     #[test]
@@ -371,5 +361,6 @@ mod tests {
         let error = forward(&mut frames, 0, 1).unwrap_err();
         assert!(matches!(error, EngineError::Disk(DiskError::Silent { .. })), "{error}");
         assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+        assert!(frames.staging.take_traffic().exposed >= Duration::from_millis(300), "the wait is exposed");
     }
 }

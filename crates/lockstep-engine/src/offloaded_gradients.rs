@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use lockstep_plan::{DType, ParameterId, StoreKind, exact::ExactSum};
-use lockstep_tensor::{Arena, DiskTraffic, Kernels, View, Write};
+use lockstep_tensor::{Arena, Kernels, View, Write};
 
 use crate::windowed_store::WindowedStore;
 use crate::{EngineError, Offload, state_store::StateStore};
@@ -16,7 +16,7 @@ const KIND: StoreKind = StoreKind::Gradients;
 /// Gradients of the offloaded flat parameters of a store. Methods fail if the disk fails or does not answer in time.
 #[derive(Debug)]
 pub(crate) struct OffloadedGradients {
-    store: WindowedStore,
+    pub(crate) store: WindowedStore,
     /// Sum of squares of each piece of each window.
     squares: Vec<Vec<ExactSum>>,
 }
@@ -136,16 +136,6 @@ impl OffloadedGradients {
         let window = self.store.windows_of(flat).start + number;
         self.store.load(window)?;
         Ok(self.store.view(window, KIND, elements))
-    }
-
-    /// Returns the disk traffic since the last call.
-    pub(crate) fn take_traffic(&mut self) -> DiskTraffic {
-        self.store.take_traffic()
-    }
-
-    /// Returns the bytes of the file.
-    pub(crate) fn disk_bytes(&self) -> u64 {
-        self.store.disk_bytes()
     }
 
     /// Marks a window in memory as changed, and recomputes its sums of squares.

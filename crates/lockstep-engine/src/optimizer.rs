@@ -3,7 +3,7 @@
 use lockstep_plan::{DType, ParameterRecord};
 use lockstep_tensor::{AdamW, Kernels, Lion, Muon, Rounding, Sgd, View, muon_flops};
 
-use crate::{StateKind, Update};
+use crate::StateKind;
 
 /// An optimizer with its hyperparameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -93,6 +93,19 @@ impl Role {
             _ => Self::Other,
         }
     }
+}
+
+/// Hyperparameters of one optimizer step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Update {
+    /// Learning rate, before the parameter's multiplier.
+    pub learning_rate: f64,
+    /// Weight decay, for parameters whose record has `decay` set.
+    pub weight_decay: f64,
+    /// Factor on the gradients, from clipping; 1 without it.
+    pub gradient_scale: f32,
+    /// Number of this optimizer step, from 1.
+    pub step: u64,
 }
 
 /// Operands of the update of one parameter.

@@ -128,7 +128,7 @@ impl ParameterPool {
         let mut flat = |bundled: Bundled| {
             let store = store_of(stores, bundled.kept).filter(|_| bundled.secondary_start.is_some());
             let group =
-                store.and_then(|store| shards.neighbours(store.flat_parameters()[bundled.flat].summing));
+                store.and_then(|store| shards.neighbours.get(store.flat_parameters()[bundled.flat].summing));
             let secondary = group.map(|group| {
                 let elements = bundled.elements / group.size();
                 group.rank() * elements..(group.rank() + 1) * elements
@@ -254,12 +254,12 @@ impl ParameterPool {
         let BundledParameter { bundled, secondary, is_coded, .. } = &mut flat_parameters[index];
         let Some(store) = store_of(own.stores, bundled.kept) else { return Ok(()) };
         let summing = store.flat_parameters()[bundled.flat].summing;
-        let Some(group) = own.shards.gathering(summing) else { return Ok(()) };
+        let Some(group) = own.shards.gathering.get(summing) else { return Ok(()) };
         let (first, elements) = (start.unwrap_or_default() + bundled.start, bundled.elements);
         let of_own = store.flat_parameters()[bundled.flat].own.clone();
         let in_pool = first * size..(first + elements) * size;
         let shard = self.secondary.as_mut().zip(secondary.as_ref()).zip(bundled.secondary_start);
-        let shard = shard.zip(own.shards.neighbours(summing)).filter(|_| from_neighbours);
+        let shard = shard.zip(own.shards.neighbours.get(summing)).filter(|_| from_neighbours);
         *is_coded = shard.is_none() && self.codes.is_some();
         let (group, collective, bytes) = match (shard, &mut self.codes) {
             (Some((((buffer, range), start), neighbours)), _) => {

@@ -1,22 +1,16 @@
 //! The interface between the pipeline executor ([`Pipeline`](crate::pipeline::Pipeline)) and the passes that it runs.
 //!
-//! An implementation of [`Passes`] runs the passes and owns the memory of messages. In training that is [`Work`], which
-//! replays the model's programs; in a rehearsal it is one that only sleeps for the time of a pass.
+//! An implementation of [`Passes`] runs the passes and owns the memory of messages. In training it replays the model's
+//! programs ([`TrainingPasses`](crate::training_passes::TrainingPasses)); in a rehearsal it only sleeps for the time of
+//! a pass.
 
 use std::{ops::Range, time::Instant};
 
 use lockstep_comm::Lent;
-use lockstep_graph::{Seed, Timeline};
-use lockstep_model::RecordedModel;
-use lockstep_plan::schedule::{Message, Pass, PassKind};
-use lockstep_tensor::Kernels;
+use lockstep_graph::Timeline;
+use lockstep_plan::schedule::{Message, Pass};
 
-use crate::{
-    EngineError, Gradients, HostBatch, Runner,
-    reducer::Reducer,
-    runner::{BackwardPart, Purpose},
-    weights::WeightSource,
-};
+use crate::EngineError;
 
 /// Location of a micro-batch on this rank: stage, slot and outbox.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -115,90 +109,5 @@ impl StepTimes {
     pub(crate) fn start(&mut self) {
         self.passes.clear();
         self.begin = Instant::now();
-    }
-}
-
-/// Implementation of [`Passes`] for training.
-pub(crate) struct Work<'a, B> {
-    pub(crate) model: &'a RecordedModel,
-    pub(crate) queue: &'a dyn Kernels,
-    pub(crate) weights: &'a mut dyn WeightSource,
-    pub(crate) runner: &'a mut Runner,
-    pub(crate) gradients: &'a mut Gradients,
-    pub(crate) reducer: Option<&'a mut Reducer>,
-    pub(crate) seed: Seed,
-    /// Micro-batches of the step, at least as many as the schedule has.
-    pub(crate) batches: B,
-}
-
-impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Work<'_, B> {
-    fn batch(&self, micro_batch: usize) -> HostBatch<'b> {
-        self.batches.clone().nth(micro_batch).expect("as many batches as the schedule has")
-    }
-}
-
-impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for Work<'_, B> {
-    fn load(&mut self, place: Place, micro_batch: usize) {
-        let batch = self.batch(micro_batch);
-        self.runner.load(place, &batch);
-    }
-
-    fn run(&mut self, pass: Pass, place: Place) -> Result<(), EngineError> {
-        let (model, queue) = (self.model, self.queue);
-        if pass.kind == PassKind::Forward {
-            return self.runner.forward_stage(model, place, queue, self.weights, Purpose::Training);
-        }
-        if pass.kind.makes_weight_gradient() {
-            let batch = self.batch(pass.micro_batch);
-            self.gradients.begin_micro_batch(queue, self.runner.own_tokens(batch.ids));
-        }
-        let (weights, gradients, seed) = (&mut *self.weights, &mut *self.gradients, self.seed);
-        let mut reducer = self.reducer.as_deref_mut().filter(|_| gradients.reduces_every_micro_batch());
-        let after_unit = |gradients: &mut Gradients, unit| match &mut reducer {
-            Some(reducer) => gradients.sum_unit(queue, unit, reducer),
-            None => Ok(()),
-        };
-        if pass.kind == PassKind::BackwardWeight {
-            self.runner.weights_stage(model, place, queue, weights, gradients, after_unit)?;
-        } else {
-            let half =
-                if pass.kind == PassKind::BackwardInput { BackwardPart::Inputs } else { BackwardPart::Both };
-            self.runner.backward_stage(model, place, queue, weights, gradients, seed, half, after_unit)?;
-        }
-        match reducer {
-            Some(reducer) => gradients.wait(queue, reducer),
-            None => Ok(()),
-        }
-    }
-
-    fn hand_over(&mut self, message: Message, from: Place, to: Place) {
-        if message.is_activation() {
-            self.runner.copy_output_to_next_stage(self.model, self.queue, from, to);
-        } else {
-            self.runner.copy_gradient_to_previous_stage(self.model, self.queue, from, to);
-        }
-    }
-
-    fn lend(&mut self, place: Place, border: StageBoundary) -> Lent {
-        self.runner.lend(self.model, place, border)
-    }
-
-    fn reduce(&mut self, units: Range<usize>) -> Result<(), EngineError> {
-        let Some(reducer) = &mut self.reducer else { return Ok(()) };
-        let at_once = self.gradients.reduces_every_micro_batch();
-        units.rev().try_for_each(|unit| {
-            if !at_once {
-                self.gradients.sum_unit(self.queue, unit, reducer)?;
-            }
-            self.gradients.sum_rows(unit, reducer)
-        })
-    }
-
-    fn loss_sum(&mut self, place: Place) -> f64 {
-        self.runner.loss_sum_of(self.model, place)
-    }
-
-    fn timeline(&self) -> &Timeline {
-        self.runner.timeline()
     }
 }

@@ -4,21 +4,17 @@
 //! send or receive. A pass waits for the messages that it reads, and before memory is reused the executor waits for
 //! sends from it. Between two stages of one rank values are copied.
 
-use std::{
-    ops::Range,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{ops::Range, sync::Arc, time::Instant};
 
 use lockstep_comm::{Collective, Group, Lent};
-use lockstep_graph::{Activity, Cost};
+use lockstep_graph::{Activity, Cost, Peers};
 use lockstep_model::RecordedModel;
+use lockstep_plan::StageMemory;
 use lockstep_plan::schedule::{Action, Message, Pass, PassKind, Schedule};
-use lockstep_plan::{RankPlan, StageMemory};
 use lockstep_tensor::Kernels;
 
 use crate::{
-    EngineError, HostBatch, Runner,
+    EngineError, Groups, HostBatch, Runner,
     passes::{PassTime, Passes, Place, StageBoundary, StepTimes},
     runner::Purpose,
     transfers::{Job, Transfers},
@@ -60,13 +56,10 @@ enum InFlight {
 }
 
 impl Pipeline {
-    /// Returns the executor of the plan's rank in `group`, the pipeline-parallel group. `limit` is the timeout of every
-    /// wait for another rank.
-    ///
-    /// # Panics
-    /// If the plan has no pipeline.
-    pub(crate) fn new(plan: &RankPlan, group: Group, limit: Duration) -> Self {
-        let (schedule, rank) = plan.passes.pipeline.clone().expect("a plan with a pipeline");
+    /// Returns the executor of this rank; `None` without pipeline parallelism.
+    pub(crate) fn of(groups: &Groups) -> Option<Self> {
+        let (plan, Peers { group, limit }) = (groups.plan()?, groups.pipeline_peers()?);
+        let (schedule, rank) = plan.passes.pipeline.clone()?;
         let micro_batches = schedule.micro_batches();
         let stage = |(number, memory): (usize, &StageMemory)| OwnStage {
             number,
@@ -79,7 +72,7 @@ impl Pipeline {
         let stages = schedule.stages_of(rank).zip(&plan.passes.stages).map(stage).collect();
         let (transfers, losses) = (Transfers::new(limit, 2 * micro_batches), vec![0.0; micro_batches]);
         let times = StepTimes::of(schedule.passes(rank).count());
-        Self { schedule, group, transfers, stages, losses, times }
+        Some(Self { schedule, group: group.clone(), transfers, stages, losses, times })
     }
 
     /// Returns the number of micro-batches of a step.

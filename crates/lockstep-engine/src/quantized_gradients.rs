@@ -35,7 +35,7 @@ pub(crate) struct QuantizedGradients {
     /// Records received from other ranks, by the same parity.
     received: [Buffer; 2],
     /// Quantization errors of all gradients of this rank, if they are kept.
-    residual: Option<StateStore>,
+    pub(crate) residual: Option<StateStore>,
 }
 
 /// A flat parameter whose gradients are sent as records.
@@ -122,16 +122,6 @@ impl QuantizedGradients {
         let buffer = |flat: &usize| self.flat_parameters[*flat].as_ref().map(|coded| coded.parity);
         let mut wanted = flat_parameters.iter().filter_map(buffer);
         wanted.any(|wanted| in_flight.iter().filter_map(buffer).any(|taken| taken == wanted))
-    }
-
-    /// Returns the store of this rank's quantization errors, if they are kept.
-    pub(crate) fn residual(&self) -> Option<&StateStore> {
-        self.residual.as_ref()
-    }
-
-    /// See [`QuantizedGradients::residual`].
-    pub(crate) fn residual_mut(&mut self) -> Option<&mut StateStore> {
-        self.residual.as_mut()
     }
 
     /// Encodes the complete gradients `[elements]` of a flat parameter as records, and begins to send them to the

@@ -81,17 +81,13 @@ impl Ranks {
 
     /// Returns the index of the data-parallel replica to which this rank belongs.
     pub fn replica(&self) -> usize {
-        self.replica_of(self.rank())
+        let (view, rank) = (self.mesh().ranks(), self.rank());
+        Axis::BATCH.iter().fold(0, |index, axis| index * view.degree(*axis) + view.coordinate(rank, *axis))
     }
 
     /// Returns the number of data-parallel replicas.
     pub fn replicas(&self) -> usize {
         self.mesh().batch_parts()
-    }
-
-    fn replica_of(&self, rank: usize) -> usize {
-        let view = self.mesh().ranks();
-        Axis::BATCH.iter().fold(0, |index, axis| index * view.degree(*axis) + view.coordinate(rank, *axis))
     }
 
     /// Returns true if each model replica spans several ranks.

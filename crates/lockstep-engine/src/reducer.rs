@@ -12,7 +12,7 @@ use lockstep_plan::{DType, ParameterRecord, ReductionGroup, ZeroStage};
 use lockstep_tensor::{Buffer, Workers};
 
 use crate::transfers::{Job, Traffic, Transfers, bytes_sent};
-use crate::{EngineError, Groups, shards::Shards};
+use crate::{EngineError, Groups, groups::KindGroups, shards::Shards};
 
 /// Bucket sizes are multiples of this, so that buckets end at block boundaries of the gradient norm.
 const BUCKET_GRAIN_BYTES: usize = 4096;
@@ -23,9 +23,9 @@ const BUCKETS: usize = 256;
 #[derive(Debug)]
 pub(crate) struct Reducer {
     /// See [`Groups::reduction_groups`].
-    groups: Vec<(ReductionGroup, Group)>,
-    /// Shard groups, by kind of reduction; see [`Groups::shard_groups`].
-    shards: Vec<(ReductionGroup, Group)>,
+    groups: KindGroups,
+    /// See [`Groups::shard_groups`].
+    shards: KindGroups,
     /// Ranks that own the same elements in other data-parallel replicas; `None` unless model state is sharded and there
     /// are several replicas.
     replicas: Option<Group>,
@@ -53,11 +53,11 @@ impl Reducer {
         if let Some(world) = groups.world() {
             world.set_workers(workers);
         }
-        let is_sharded = shards.stage() > ZeroStage::Nothing;
+        let is_sharded = shards.stage > ZeroStage::Nothing;
         let replicas = if is_sharded { groups.replica_group()? } else { None };
         let groups = groups.reduction_groups(records)?;
         let bucket_bytes = bucket_bytes.next_multiple_of(BUCKET_GRAIN_BYTES).max(BUCKET_GRAIN_BYTES);
-        let (shards, transfers) = (shards.groups().to_vec(), Transfers::new(limit, BUCKETS));
+        let (shards, transfers) = (shards.groups.clone(), Transfers::new(limit, BUCKETS));
         let reducer = Self { groups, shards, replicas, bucket_bytes, limit, transfers, round: 0 };
         Ok((!reducer.groups.is_empty()).then_some(reducer))
     }
@@ -65,8 +65,8 @@ impl Reducer {
     /// Returns a reducer for a rank whose gradients need no reduction.
     pub(crate) fn alone() -> Self {
         Self {
-            groups: Vec::new(),
-            shards: Vec::new(),
+            groups: KindGroups::default(),
+            shards: KindGroups::default(),
             replicas: None,
             bucket_bytes: BUCKET_GRAIN_BYTES,
             limit: Duration::MAX,
@@ -85,7 +85,7 @@ impl Reducer {
     /// # Errors
     /// If another rank is lost or does not answer in time.
     pub(crate) fn mark_all(&mut self, marks: &mut [u8], summing: ReductionGroup) -> Result<(), EngineError> {
-        let Some(group) = group_of(&self.groups, summing) else { return Ok(()) };
+        let Some(group) = self.groups.get(summing).cloned() else { return Ok(()) };
         let begin = Instant::now();
         let bytes = bytes_sent(&group, 2, marks.len());
         group.all_reduce(marks, ReduceOp::Max, Deadline::after(self.limit))?;
@@ -103,7 +103,7 @@ impl Reducer {
         memory: (&mut Buffer, Range<usize>),
         summing: ReductionGroup,
     ) -> Result<(), EngineError> {
-        let Some(group) = group_of(&self.groups, summing) else { return Ok(()) };
+        let Some(group) = self.groups.get(summing).cloned() else { return Ok(()) };
         self.all_reduce(&group, memory)
     }
 
@@ -119,7 +119,7 @@ impl Reducer {
         memory: (&mut Buffer, Range<usize>),
         summing: ReductionGroup,
     ) -> Result<(), EngineError> {
-        let Some(group) = group_of(&self.shards, summing) else {
+        let Some(group) = self.shards.get(summing).cloned() else {
             return self.sum(memory, summing);
         };
         let (gradients, range) = memory;
@@ -139,7 +139,7 @@ impl Reducer {
         len: usize,
         summing: ReductionGroup,
     ) -> Result<(), EngineError> {
-        let Some(group) = group_of(&self.shards, summing) else { return Ok(()) };
+        let Some(group) = self.shards.get(summing).cloned() else { return Ok(()) };
         self.begin(&group, collective, len)
     }
 
@@ -177,7 +177,7 @@ impl Reducer {
         memory: (&mut Buffer, Range<usize>),
         summing: ReductionGroup,
     ) -> Result<(), EngineError> {
-        let is_sharded = group_of(&self.shards, summing).is_some();
+        let is_sharded = self.shards.get(summing).is_some();
         let Some(group) = self.replicas.clone().filter(|_| is_sharded) else { return Ok(()) };
         self.all_reduce(&group, memory)
     }
@@ -229,9 +229,4 @@ impl Reducer {
     pub(crate) fn finish(&mut self) -> Result<(), EngineError> {
         self.transfers.finish(|_| true)
     }
-}
-
-/// Returns the group of a kind of reduction, if there is one.
-fn group_of(groups: &[(ReductionGroup, Group)], summing: ReductionGroup) -> Option<Group> {
-    groups.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group.clone())
 }

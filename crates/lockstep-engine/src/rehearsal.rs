@@ -66,7 +66,7 @@ impl Rehearsal {
             message_bytes,
             timeline: Timeline::default(),
         };
-        let pipeline = groups.pipeline().expect("a rehearsal is of a pipeline");
+        let pipeline = Pipeline::of(groups).expect("a rehearsal is of a pipeline");
         let limit = groups.limit().unwrap_or(Duration::MAX);
         Ok(Self { pipeline, groups: groups.clone(), sleeper, limit })
     }

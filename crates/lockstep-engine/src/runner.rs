@@ -13,6 +13,7 @@ use lockstep_model::RecordedModel;
 use lockstep_plan::{
     DType, MemoryCategory, StageMemory,
     random::{key_from_name, mix},
+    schedule::PassKind,
 };
 use lockstep_tensor::{Arena, Buffer, DiskTraffic, Element, Kernels, Tensor, TensorError, View};
 
@@ -64,30 +65,12 @@ pub struct Runner {
     /// Buffer for collectives that overlap with matrix products; `None` without such overlap.
     communication_buffer: Option<CommunicationBuffer>,
     timeline: Timeline,
-    load: ExpertLoad,
+    /// Tokens routed to each expert since the step began.
+    pub(crate) expert_load: ExpertLoad,
     /// Smallest router margin on this rank; `None` unless it is watched.
-    router_margin: Option<Cell<f32>>,
-    /// Checked before each unit of a step.
-    abandons: Abandons,
-}
-
-/// Callback that returns true if the current step is to be abandoned; without one, no step is.
-#[derive(Default)]
-struct Abandons(Option<Box<dyn Fn() -> bool + Send + Sync>>);
-
-impl std::fmt::Debug for Abandons {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Abandons").finish_non_exhaustive()
-    }
-}
-
-impl Abandons {
-    fn check(&self) -> Result<(), EngineError> {
-        match &self.0 {
-            Some(is_asked) if is_asked() => Err(EngineError::Abandoned),
-            _ => Ok(()),
-        }
-    }
+    pub(crate) router_margin: Option<Cell<f32>>,
+    /// Returns true if the current step is to be abandoned; asked before each unit. `None` if no step is.
+    pub(crate) abandons: Option<Box<dyn Fn() -> bool + Send + Sync>>,
 }
 
 /// Purpose of a forward, which decides whether its activations are kept.
@@ -97,15 +80,6 @@ pub(crate) enum Purpose {
     Training,
     /// No backward follows.
     Evaluation,
-}
-
-/// Gradients that a backward computes; split backwards serve zero-bubble schedules.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum BackwardPart {
-    /// Input and weight gradients.
-    Both,
-    /// Input gradients only; weight gradients are computed later.
-    Inputs,
 }
 
 impl Runner {
@@ -170,9 +144,9 @@ impl Runner {
             communication_buffer: CommunicationBuffer::new(units().map(|unit| model.program(unit)), arena)?,
             groups,
             timeline: Timeline::default(),
-            load: ExpertLoad::new(model),
+            expert_load: ExpertLoad::new(model),
             router_margin: None,
-            abandons: Abandons::default(),
+            abandons: None,
         })
     }
 
@@ -180,29 +154,6 @@ impl Runner {
     /// micro-batch itself.
     pub fn predicted_activation_bytes(model: &RecordedModel) -> usize {
         model.profile().activation_bytes(&[StageMemory::whole(model.units())], false)
-    }
-
-    /// Returns the number of tokens routed to each expert since the step began.
-    pub(crate) fn expert_load(&self) -> &ExpertLoad {
-        &self.load
-    }
-
-    /// See [`Engine::abandon_if`](crate::Engine::abandon_if).
-    pub(crate) fn abandon_if(&mut self, is_asked: Box<dyn Fn() -> bool + Send + Sync>) {
-        self.abandons = Abandons(Some(is_asked));
-    }
-
-    /// See [`Engine::watch_router_margin`](crate::Engine::watch_router_margin).
-    pub(crate) fn watch_router_margin(&mut self) {
-        self.router_margin = Some(Cell::new(f32::INFINITY));
-    }
-
-    pub(crate) fn router_margin(&self) -> Option<f32> {
-        self.router_margin.as_ref().map(Cell::get)
-    }
-
-    pub(crate) fn expert_load_mut(&mut self) -> &mut ExpertLoad {
-        &mut self.load
     }
 
     /// Returns the timeline, which records the times of operations while it is enabled.
@@ -240,7 +191,7 @@ impl Runner {
         let units = self.stages[place.stage].units.clone();
         let first = model.first_trained_unit();
         for unit in units.clone() {
-            self.abandons.check()?;
+            self.check_abandoned()?;
             self.make_ready(queue, weights, unit)?;
             self.on_disk(|frames| frames.begin(FrameId::new(place, unit)))?;
             if unit == units.start {
@@ -263,7 +214,7 @@ impl Runner {
                 slices.keep(queue, unit, slices.slice(buffer, offset_bytes));
             }
             if let Some(counts) = program.load(frame(&self.stages, self.offloaded.as_ref(), place, unit)) {
-                self.load.add(unit, counts);
+                self.expert_load.add(unit, counts);
             }
             let is_read_again = first.is_some_and(|first| unit + 1 >= first);
             let is_kept = purpose == Purpose::Training && is_read_again;
@@ -303,8 +254,9 @@ impl Runner {
         sum
     }
 
-    /// Runs the backward of every unit of a stage down to the first trained one, after a forward of either purpose.
-    /// Adds to `gradients`, and calls `after_unit` after each unit.
+    /// Runs a backward of `kind` of every unit of a stage down to the first trained one, after a forward of either
+    /// purpose. Adds to `gradients`, and calls `after_unit` after each unit. With [`PassKind::BackwardInput`], weight
+    /// gradients are deferred to a later [`PassKind::BackwardWeight`].
     ///
     /// # Errors
     /// As [`Runner::forward_stage`], or as soon as `after_unit` fails.
@@ -317,13 +269,13 @@ impl Runner {
         weights: &mut dyn WeightSource,
         gradients: &mut Gradients,
         seed: Seed,
-        half: BackwardPart,
+        kind: PassKind,
         mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         let units = self.stages[place.stage].units.clone();
         let Some(first) = model.first_trained_unit() else { return Ok(()) };
         for unit in (first.max(units.start)..units.end).rev() {
-            self.abandons.check()?;
+            self.check_abandoned()?;
             self.make_ready(queue, weights, unit)?;
             self.on_disk(|frames| frames.bring_back(FrameId::new(place, unit), first))?;
             self.gather_input(model, place, unit)?;
@@ -345,14 +297,13 @@ impl Runner {
             };
             let replay = self.replay(model, place, unit, queue, &parameters);
             let program = model.program(unit);
-            match half {
-                BackwardPart::Both => program.backward(&replay, dy, dx, seed)?,
-                BackwardPart::Inputs => {
-                    let deferred = &slot.deferred[unit - units.start];
-                    program.backward_inputs(&replay, dy, dx, seed, deferred)?;
-                }
+            let deferred = || &slot.deferred[unit - units.start];
+            match (kind.makes_input_gradient(), kind.makes_weight_gradient()) {
+                (true, true) => program.backward(&replay, dy, dx, seed)?,
+                (true, false) => program.backward_inputs(&replay, dy, dx, seed, deferred())?,
+                (false, _) => program.backward_weights(&replay, deferred())?,
             }
-            if let Some(frames) = self.offloaded.as_mut().filter(|_| half == BackwardPart::Both) {
+            if let Some(frames) = self.offloaded.as_mut().filter(|_| kind.makes_weight_gradient()) {
                 frames.forget(FrameId::new(place, unit), first);
             }
             after_unit(gradients, unit)?;
@@ -360,38 +311,9 @@ impl Runner {
         Ok(())
     }
 
-    /// Computes the weight gradients that a [`BackwardPart::Inputs`] backward of a stage has deferred, and calls `after_unit`
-    /// after each unit.
-    ///
-    /// # Errors
-    /// As [`Runner::forward_stage`], or as soon as `after_unit` fails.
-    pub(crate) fn weights_stage(
-        &mut self,
-        model: &RecordedModel,
-        place: Place,
-        queue: &dyn Kernels,
-        weights: &mut dyn WeightSource,
-        gradients: &mut Gradients,
-        mut after_unit: impl FnMut(&mut Gradients, usize) -> Result<(), EngineError>,
-    ) -> Result<(), EngineError> {
-        let units = self.stages[place.stage].units.clone();
-        let Some(first) = model.first_trained_unit() else { return Ok(()) };
-        for unit in (first.max(units.start)..units.end).rev() {
-            self.make_ready(queue, weights, unit)?;
-            self.on_disk(|frames| frames.bring_back(FrameId::new(place, unit), first))?;
-            self.gather_input(model, place, unit)?;
-            let slot = &self.stages[place.stage].slots[place.slot];
-            let weights = weights.weights();
-            let parameters =
-                UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
-            let replay = self.replay(model, place, unit, queue, &parameters);
-            model.program(unit).backward_weights(&replay, &slot.deferred[unit - units.start])?;
-            if let Some(frames) = &mut self.offloaded {
-                frames.forget(FrameId::new(place, unit), first);
-            }
-            after_unit(gradients, unit)?;
-        }
-        Ok(())
+    fn check_abandoned(&self) -> Result<(), EngineError> {
+        let is_asked = self.abandons.as_ref().is_some_and(|is_asked| is_asked());
+        if is_asked { Err(EngineError::Abandoned) } else { Ok(()) }
     }
 
     /// Waits until the weights of a unit are in memory, unsharded, in the type that kernels read.
@@ -450,12 +372,12 @@ impl Runner {
 
     /// Returns the bytes of activations on disk.
     pub(crate) fn disk_bytes(&self) -> u64 {
-        self.offloaded.as_ref().map_or(0, OffloadedFrames::disk_bytes)
+        self.offloaded.as_ref().map_or(0, |frames| frames.staging.disk_bytes())
     }
 
     /// Returns the disk traffic of activations since the last call.
     pub(crate) fn take_disk_traffic(&mut self) -> DiskTraffic {
-        self.offloaded.as_mut().map_or_else(DiskTraffic::default, OffloadedFrames::take_traffic)
+        self.offloaded.as_mut().map_or_else(DiskTraffic::default, |frames| frames.staging.take_traffic())
     }
 
     /// Lends the memory of a message that crosses a border of a stage, for as long as the message is in flight.

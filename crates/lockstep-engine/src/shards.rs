@@ -13,23 +13,26 @@
 
 use std::time::Duration;
 
-use lockstep_comm::{CommError, Group};
-use lockstep_plan::{ParameterRecord, ReductionGroup, ShardPlace, StateLayout, ZeroStage};
+use lockstep_comm::CommError;
+use lockstep_plan::{ParameterRecord, ShardPlace, StateLayout, ZeroStage};
 
 use crate::Groups;
+use crate::groups::KindGroups;
 
 /// Shard groups of the model state; empty if nothing is sharded.
 #[derive(Debug, Default)]
 pub(crate) struct Shards {
-    stage: ZeroStage,
-    /// Shard groups with several ranks, by kind of gradient reduction.
-    groups: Vec<(ReductionGroup, Group)>,
+    /// The ZeRO stage, which says what is sharded.
+    pub(crate) stage: ZeroStage,
+    /// Shard groups.
+    pub(crate) groups: KindGroups,
     /// Separate groups of the same ranks for weight gathers. Collectives of one group run in order, so weights do not
     /// queue behind gradients, nor world collectives behind weights.
-    gathering: Vec<(ReductionGroup, Group)>,
+    pub(crate) gathering: KindGroups,
     /// Subgroups that keep secondary shards of gathered weights (hpZ), if the plan asks for them.
-    neighbours: Vec<(ReductionGroup, Group)>,
-    limit: Duration,
+    pub(crate) neighbours: KindGroups,
+    /// Timeout of a wait for other ranks.
+    pub(crate) limit: Duration,
 }
 
 impl Shards {
@@ -58,34 +61,9 @@ impl Shards {
 
     /// Asserts, in debug builds, that the shard groups match the state layout.
     pub(crate) fn check(&self, layout: &StateLayout) {
-        for (summing, group) in &self.groups {
+        for (summing, group) in self.groups.iter() {
             let place = ShardPlace { ranks: group.size(), rank: group.rank() };
             debug_assert_eq!(layout.place(*summing), place, "a shard group in another order");
         }
-    }
-
-    /// Returns the timeout of a wait for other ranks.
-    pub(crate) fn limit(&self) -> Duration {
-        self.limit
-    }
-
-    /// Returns the ZeRO stage, which says what is sharded.
-    pub(crate) fn stage(&self) -> ZeroStage {
-        self.stage
-    }
-
-    /// Returns the shard groups with several ranks, by kind of gradient reduction.
-    pub(crate) fn groups(&self) -> &[(ReductionGroup, Group)] {
-        &self.groups
-    }
-
-    /// Returns the subgroup that keeps secondary shards of weights of a kind of reduction; `None` if there is none.
-    pub(crate) fn neighbours(&self, summing: ReductionGroup) -> Option<&Group> {
-        self.neighbours.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group)
-    }
-
-    /// Returns the group for weight gathers of a kind of reduction; `None` if this rank is alone.
-    pub(crate) fn gathering(&self, summing: ReductionGroup) -> Option<&Group> {
-        self.gathering.iter().find(|(kind, _)| *kind == summing).map(|(_, group)| group)
     }
 }

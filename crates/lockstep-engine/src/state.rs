@@ -136,10 +136,11 @@ struct ResidualNumber {
 impl ResidualNumbers {
     pub(crate) fn new(groups: &Groups, shards: &Shards) -> Self {
         let number = |(summing, group): &(ReductionGroup, Group)| {
-            let own = groups.replica_of(summing.among) * group.size() + group.rank();
-            (*summing, ResidualNumber { own, of: groups.replicas_of(summing.among) * group.size() })
+            let (replica, replicas) = groups.replica_of(summing.among);
+            let own = replica * group.size() + group.rank();
+            (*summing, ResidualNumber { own, of: replicas * group.size() })
         };
-        Self(shards.groups().iter().map(number).collect())
+        Self(shards.groups.iter().map(number).collect())
     }
 
     fn of(&self, record: &ParameterRecord) -> Option<ResidualNumber> {

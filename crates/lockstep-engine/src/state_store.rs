@@ -65,6 +65,13 @@ impl Place {
     fn is_same(&self, other: &Self) -> bool {
         (self.flat, self.first) == (other.flat, other.first)
     }
+
+    /// Returns the range of the parameter's elements that lie within `elements` of the flat parameter.
+    fn common(&self, elements: &Range<usize>) -> Range<usize> {
+        let (start, end) = (self.first, self.first + self.shape.elements());
+        let common = elements.start.max(start)..elements.end.min(end);
+        if common.is_empty() { 0..0 } else { common.start - start..common.end - start }
+    }
 }
 
 /// Elements of a parameter's tensor that this rank owns.
@@ -305,12 +312,11 @@ impl StateStore {
         let mut pieces: Vec<Piece> = Vec::new();
         for (index, place) in self.places.iter().enumerate() {
             let Some(place) = place.filter(|place| place.flat == flat) else { continue };
-            let (start, end) = (place.first, place.first + place.shape.elements());
-            let first = elements.start.max(start);
+            let common = place.common(&elements);
+            let first = place.first + common.start;
             // A place shared by tied parameters was listed under the parameter that owns it.
-            if first < elements.end.min(end) && pieces.iter().all(|piece| piece.first != first) {
-                let of_parameter = first - start..elements.end.min(end) - start;
-                pieces.push(Piece { id: ParameterId(index), elements: of_parameter, first });
+            if !common.is_empty() && pieces.iter().all(|piece| piece.first != first) {
+                pieces.push(Piece { id: ParameterId(index), elements: common, first });
             }
         }
         pieces.sort_by_key(|piece| piece.first);
@@ -381,10 +387,7 @@ impl StateStore {
 
     /// Returns the elements of a parameter that this rank owns.
     fn owned(&self, place: &Place) -> Range<usize> {
-        let own = &self.layout.flat_parameters[place.flat].own;
-        let end = place.first + place.shape.elements();
-        let range = own.start.max(place.first)..own.end.min(end);
-        if range.is_empty() { 0..0 } else { range.start - place.first..range.end - place.first }
+        place.common(&self.layout.flat_parameters[place.flat].own)
     }
 
     /// Returns this rank's own elements of a parameter that are in memory.
@@ -394,10 +397,7 @@ impl StateStore {
 
     /// Returns the elements of a parameter that are in memory.
     fn kept_in_memory(&self, place: &Place) -> Range<usize> {
-        match self.extent {
-            Extent::Whole if !self.layout.flat_parameters[place.flat].is_on_disk => 0..place.shape.elements(),
-            _ => self.owned_in_memory(place),
-        }
+        place.common(&self.kept(&self.layout.flat_parameters[place.flat]))
     }
 
     fn part_of(&self, place: &Place, range: Range<usize>) -> Part<'_> {

@@ -9,28 +9,14 @@ use lockstep_graph::{Activity, Cost};
 use lockstep_plan::{ParameterId, StoreKind};
 use lockstep_tensor::View;
 
-use crate::offloaded_gradients::OffloadedGradients;
 use crate::optimizer::Operands;
 use crate::state_store::Piece;
 use crate::windowed_store::WindowedStore;
-use crate::{Engine, EngineError, Part, StateKind, StateStore};
+use crate::{Engine, EngineError, Part, StateKind, StateStore, Update};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
 /// Floating-point operations per element of an optimizer step, counted as for AdamW.
 const UPDATE_FLOPS: u64 = 13;
-
-/// Hyperparameters of one optimizer step.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Update {
-    /// Learning rate, before the parameter's multiplier.
-    pub learning_rate: f64,
-    /// Weight decay, for parameters whose record has `decay` set.
-    pub weight_decay: f64,
-    /// Factor on the gradients, from clipping; 1 without it.
-    pub gradient_scale: f32,
-    /// Number of this optimizer step, from 1.
-    pub step: u64,
-}
 
 impl Engine {
     /// Runs the optimizer step on the weights that this rank owns, and begins the all-gather of updated weights
@@ -71,23 +57,15 @@ impl Engine {
     /// Updates the offloaded state, window by window.
     fn update_on_disk(&self, update: &Update) -> Result<(), EngineError> {
         let Some(store) = self.weights.updated_on_disk() else { return Ok(()) };
-        let mut offloaded = self.gradients.offloaded().map(RefCell::borrow_mut);
-        self.update_windows(&mut store.borrow_mut(), offloaded.as_deref_mut(), update)
-    }
-
-    fn update_windows(
-        &self,
-        store: &mut WindowedStore,
-        mut offloaded: Option<&mut OffloadedGradients>,
-        update: &Update,
-    ) -> Result<(), EngineError> {
+        let store = &mut *store.borrow_mut();
+        let mut gradients = self.gradients.offloaded().map(RefCell::borrow_mut);
         let end = store.windows().len();
         for window in 0..end {
             let begin = self.timeline().begin();
             let flat = store.windows()[window].flat;
             let number = window - store.windows_of(flat).start;
             store.read_ahead(window, end)?;
-            let mut offloaded = offloaded.as_deref_mut().filter(|offloaded| offloaded.has(flat));
+            let mut offloaded = gradients.as_deref_mut().filter(|gradients| gradients.has(flat));
             if let Some(offloaded) = &mut offloaded {
                 offloaded.read_ahead(flat, number)?;
             }
@@ -178,7 +156,7 @@ impl Engine {
                 continue;
             }
             let bias = self.model.selection_bias(unit).filter(|id| self.records[id.0].trainable);
-            let Some((id, steps)) = bias.zip(self.runner.expert_load().steps_to_balance(unit, rate)) else {
+            let Some((id, steps)) = bias.zip(self.runner.expert_load.steps_to_balance(unit, rate)) else {
                 continue;
             };
             let biases = self.weights.biases();

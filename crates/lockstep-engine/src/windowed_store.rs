@@ -15,7 +15,7 @@ use lockstep_plan::{
     DISK_ALIGNMENT_BYTES, DType, MemoryCategory, ParameterId, StoreKind, WINDOW_SLOTS, window_bytes,
     window_memory_bytes,
 };
-use lockstep_tensor::{Arena, Buffer, DiskTraffic, View};
+use lockstep_tensor::{Arena, Buffer, View};
 
 use crate::staging::{FileExtent, Staging};
 use crate::state_store::{Piece, StateStore, write_rounded};
@@ -46,7 +46,7 @@ pub(crate) struct WindowedStore {
     /// Flat parameter of each parameter and the index of its first element there. By [`ParameterId`].
     places: Vec<Option<(usize, usize)>>,
     /// Staging slots, keyed by the index of the window.
-    staging: Staging<usize>,
+    pub(crate) staging: Staging<usize>,
 }
 
 impl WindowedStore {
@@ -115,16 +115,6 @@ impl WindowedStore {
     /// Returns true if it has a store of this kind.
     pub(crate) fn keeps(&self, kind: StoreKind) -> bool {
         self.kinds.iter().any(|(kept, _)| *kept == kind)
-    }
-
-    /// Returns the bytes of the file.
-    pub(crate) fn disk_bytes(&self) -> u64 {
-        self.staging.disk_bytes()
-    }
-
-    /// Returns the disk traffic since the last call.
-    pub(crate) fn take_traffic(&mut self) -> DiskTraffic {
-        self.staging.take_traffic()
     }
 
     /// Begins to read the next windows from index `window` on, up to `end`, and to write changed ones other than

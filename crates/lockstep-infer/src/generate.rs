@@ -126,7 +126,7 @@ impl<'m> Generator<'m> {
             return Err(InferError::TooLong { tokens, allowed: self.capacity });
         }
         let prefill = Forward::new(self.model, prompt.len())?;
-        self.forward(&prefill, prompt)
+        self.forward(Some(&prefill), prompt)
     }
 
     /// Reads one token.
@@ -137,15 +137,41 @@ impl<'m> Generator<'m> {
     /// # Panics
     /// If the cache is full.
     pub fn step(&mut self, id: u32) -> Result<(), InferError> {
-        let Self { model, caches, filled, decode, logits, .. } = self;
-        run(model, caches, *filled, decode, decode, &[id], logits)?;
-        *filled += 1;
-        Ok(())
+        self.forward(None, &[id])
     }
 
-    fn forward(&mut self, forward: &Forward, ids: &[u32]) -> Result<(), InferError> {
+    /// Runs `ids` through the embedding and the blocks of `prefill`; without it, one token through those of a decoding step. Runs
+    /// the last of them through the head of a decoding step, which is recorded for one token, and reads its logits.
+    fn forward(&mut self, prefill: Option<&Forward>, ids: &[u32]) -> Result<(), InferError> {
         let Self { model, caches, filled, decode, logits, .. } = self;
-        run(model, caches, *filled, forward, decode, ids, logits)?;
+        let forward = prefill.unwrap_or(decode);
+        let positions: Vec<u32> = (*filled..*filled + ids.len()).map(|position| position as u32).collect();
+        forward.ids.view().write(ids);
+        forward.positions.view().write(&positions);
+        let programs = &forward.programs;
+        let head = programs.units() - 1;
+        let parameters = |unit| UnitParameters {
+            ids: programs.unit_parameters(unit),
+            weights: (&model.weights).into(),
+            gradients: None,
+        };
+        let output = |unit: usize| programs.program(unit).output(&forward.frames[unit]);
+        for unit in 0..head {
+            let cache = unit.checked_sub(1).map(|layer| KeyValueCache {
+                keys: caches[layer][0].view(),
+                values: caches[layer][1].view(),
+                filled: *filled,
+            });
+            let input = unit.checked_sub(1).map(output);
+            let parameters = parameters(unit);
+            programs.program(unit).forward(&forward.replay(unit, &parameters, model, input, cache))?;
+        }
+        let last = output(head - 1).rows(ids.len() - 1..ids.len());
+        let parameters = parameters(head);
+        let program = decode.programs.program(head);
+        program.forward(&decode.replay(head, &parameters, model, Some(last), None))?;
+        let out = program.output(&decode.frames[head]);
+        out.reshape([logits.len()]).read(logits).wait();
         *filled += ids.len();
         Ok(())
     }
@@ -209,45 +235,4 @@ impl Forward {
             trace: None,
         }
     }
-}
-
-/// Runs `ids`, which follow `filled` cached tokens, through the embedding and the blocks of `forward`. Runs the last
-/// of them through the head of `decode`, which is recorded for one token, and reads its `logits`.
-fn run(
-    model: &LoadedModel,
-    caches: &[[Tensor; 2]],
-    filled: usize,
-    forward: &Forward,
-    decode: &Forward,
-    ids: &[u32],
-    logits: &mut [f32],
-) -> Result<(), InferError> {
-    let positions: Vec<u32> = (filled..filled + ids.len()).map(|position| position as u32).collect();
-    forward.ids.view().write(ids);
-    forward.positions.view().write(&positions);
-    let programs = &forward.programs;
-    let head = programs.units() - 1;
-    let parameters = |unit| UnitParameters {
-        ids: programs.unit_parameters(unit),
-        weights: (&model.weights).into(),
-        gradients: None,
-    };
-    let output = |unit: usize| programs.program(unit).output(&forward.frames[unit]);
-    for unit in 0..head {
-        let cache = unit.checked_sub(1).map(|layer| KeyValueCache {
-            keys: caches[layer][0].view(),
-            values: caches[layer][1].view(),
-            filled,
-        });
-        let input = unit.checked_sub(1).map(output);
-        let parameters = parameters(unit);
-        programs.program(unit).forward(&forward.replay(unit, &parameters, model, input, cache))?;
-    }
-    let last = output(head - 1).rows(ids.len() - 1..ids.len());
-    let parameters = parameters(head);
-    let program = decode.programs.program(head);
-    program.forward(&decode.replay(head, &parameters, model, Some(last), None))?;
-    let out = program.output(&decode.frames[head]);
-    out.reshape([logits.len()]).read(logits).wait();
-    Ok(())
 }

@@ -17,7 +17,7 @@ use lockstep_tensor::host::{peak_own_bytes, peak_resident_bytes, proportional_by
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
 
 use crate::Error;
-use crate::trainer::clip_coefficient;
+use crate::clipping::clip_coefficient;
 
 pub(crate) const SEED: u64 = 1337;
 /// Runs of each product; the fastest counts.

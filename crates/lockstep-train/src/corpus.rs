@@ -9,10 +9,11 @@ use lockstep_config::{
     TokenType, TokenizerSource,
 };
 use lockstep_data::{
-    Bar, Columns, DataError, Dataset, FindDocuments, Format, IdType, OpenOptions, Packing, RecordShape,
-    SampleOrder, SourceFile, Tail, TextOptions, Tokenizer, Tokens, WindowOptions, demo_sources, expand,
-    split_validation,
+    Bar, Columns, DataError, Dataset, FindDocuments, Format, IdType, MicroBatch, OpenOptions, Packing,
+    RecordShape, SampleOrder, SourceFile, Tail, TextOptions, Tokenizer, Tokens, WindowOptions, demo_sources,
+    expand, split_validation,
 };
+use lockstep_engine::HostBatch;
 use lockstep_model::ModelConfig;
 use serde_json::{Value, json};
 
@@ -325,4 +326,15 @@ fn in_model_directory(config: &RunConfig) -> Option<String> {
 
 fn absolute(path: &Path) -> String {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).display().to_string()
+}
+
+/// Returns a micro-batch as the engine reads it.
+pub(crate) fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {
+    HostBatch {
+        ids: &batch.ids,
+        labels: &batch.labels,
+        positions: &batch.positions,
+        document_starts: &batch.document_starts,
+        sample_numbers: &batch.sample_numbers,
+    }
 }

@@ -10,13 +10,16 @@
 #![forbid(unsafe_code)]
 
 pub mod benchmark;
+mod clipping;
 mod comparison;
 mod corpus;
 mod describe;
 mod error;
+mod evaluation;
 mod guard;
 mod loss_scale;
 pub mod machine_file;
+mod observer;
 mod peak;
 mod predicted;
 mod ranks;
@@ -32,5 +35,6 @@ pub mod verify;
 pub use corpus::{Corpus, CorpusSource, load_tokenizer};
 pub use describe::answers;
 pub use error::Error;
+pub use observer::StepObserver;
 pub use ranks::{ranks_of, ranks_of_model};
-pub use trainer::{StepObserver, Summary, train, train_observed};
+pub use trainer::{Summary, train, train_observed};

@@ -32,6 +32,15 @@ const SPARE_BYTES: u64 = 1 << 30;
 /// Step of a process that is sampled for the report. The first step also pays for page faults.
 const SAMPLED_STEP: u64 = 2;
 
+/// Files that a run writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RunOutputs {
+    /// Checkpoints and metrics.
+    Everything,
+    /// No files.
+    Nothing,
+}
+
 /// Open records of one run.
 pub(crate) struct Records {
     dir: PathBuf,
@@ -72,11 +81,31 @@ impl TimelineState {
 }
 
 impl Records {
-    /// Opens the files for which `config` asks.
+    /// Opens the records that this rank keeps of the run, and writes the layout of the ranks; a collective call.
     ///
     /// # Errors
-    /// If one of them cannot be opened: a run that cannot write from the start does not begin.
-    pub(crate) fn open(
+    /// If a file for which `config` asks cannot be opened: a run that cannot write from the start does not begin. If the
+    /// communication with other ranks fails.
+    pub(crate) fn of_rank(
+        config: &RunConfig,
+        (start, outputs): (Start, RunOutputs),
+        (engine, ranks): (&Engine, &Ranks),
+        of_run: (Option<&DevicePeak>, &Corpus),
+        mut tell: impl FnMut(&str),
+    ) -> Result<Self, Error> {
+        let records = match outputs {
+            RunOutputs::Nothing => Self::none(config),
+            _ if ranks.is_first() => Self::open(config, engine, start, of_run, &mut tell)?,
+            _ => Self::of_other(config, start),
+        };
+        if records.picture.is_some() {
+            report_unless_comm(rank_layout::write(&records.dir, engine, ranks), tell)?;
+        }
+        Ok(records)
+    }
+
+    /// Opens the files for which `config` asks.
+    fn open(
         config: &RunConfig,
         engine: &Engine,
         start: Start,
@@ -109,58 +138,43 @@ impl Records {
             }
         }
         let sampled = rows.is_some().then_some(start.done() + SAMPLED_STEP);
-        let tracer = Tracer::new(&dir, sampled, metrics.trace_steps);
-        let rows = rows.map(|(rows, _)| rows);
-        let picture = TimelineState::of(config, start);
-        let begin = Instant::now();
-        let health = None;
-        Ok(Self { dir, rows, events, prometheus, health, tracer, picture, begin, refused: 0, next_told: 1 })
+        Ok(Self {
+            rows: rows.map(|(rows, _)| rows),
+            events,
+            prometheus,
+            tracer: Tracer::new(&dir, sampled, metrics.trace_steps),
+            picture: TimelineState::of(config, start),
+            ..Self::none(config)
+        })
     }
 
-    /// Opens the records of a rank other than the first: its contribution to the timeline and, on the first rank of a machine,
-    /// the health endpoint.
-    pub(crate) fn of_other(config: &RunConfig, start: Start) -> Self {
+    /// Opens the records of a rank other than the first: its contribution to the trace and the timeline and, on the first rank of a
+    /// machine, the health endpoint.
+    fn of_other(config: &RunConfig, start: Start) -> Self {
         let place = lockstep_launch::place().ok().flatten();
         let serves = place.is_some_and(|place| place.local_rank == Some(0));
         let opened = if serves { Server::open(config) } else { Ok(None) };
         // The run does not depend on the endpoint, and hosts on the same machine contend for one port.
         let health = opened.inspect_err(|error| tracing::warn!("{error}")).unwrap_or_default();
-        Self { picture: TimelineState::of(config, start), health, ..Self::of_trace(config) }
+        let tracer = Tracer::new(&config.metrics.dir, None, config.metrics.trace_steps);
+        Self { picture: TimelineState::of(config, start), health, tracer, ..Self::none(config) }
     }
 
-    /// Opens records that consist of a trace alone.
-    pub(crate) fn of_trace(config: &RunConfig) -> Self {
+    /// Returns the records of a run that writes no files.
+    fn none(config: &RunConfig) -> Self {
         let dir = config.metrics.dir.clone();
-        let tracer = Tracer::new(&dir, None, config.metrics.trace_steps);
-        let (rows, events, prometheus, picture) = (None, None, None, None);
         Self {
+            tracer: Tracer::new(&dir, None, None),
             dir,
-            rows,
-            events,
-            prometheus,
+            rows: None,
+            events: None,
+            prometheus: None,
             health: None,
-            tracer,
-            picture,
+            picture: None,
             begin: Instant::now(),
             refused: 0,
             next_told: 1,
         }
-    }
-
-    /// Writes the layout of all ranks; a collective call.
-    ///
-    /// # Errors
-    /// If the communication with other ranks fails. Other failures are reported through `tell`.
-    pub(crate) fn describe_ranks(
-        &self,
-        engine: &Engine,
-        ranks: &Ranks,
-        tell: impl FnOnce(&str),
-    ) -> Result<(), Error> {
-        if self.picture.is_none() {
-            return Ok(());
-        }
-        report_unless_comm(rank_layout::write(&self.dir, engine, ranks), tell)
     }
 
     /// Writes the timeline of the last pipeline step; a collective call.

@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use lockstep_comm::Group;
-use lockstep_engine::{Groups, PassTime, Rehearsal, StepTimes};
+use lockstep_engine::{Groups, PassTime, Ranks, Rehearsal, StepTimes};
 use lockstep_plan::schedule::{Costs, Schedule, StageCost};
 use lockstep_plan::{CheckedPlan, MemoryCategory};
 use serde::Serialize;
@@ -67,18 +67,12 @@ impl PipelineBenchmark {
         let groups = Groups::new(group.clone(), plan, limit)?;
         let arena = group.arena(&[MemoryCategory::Activations]);
         let mut rehearsal = Rehearsal::new(&groups, &costs.stages, self.message_bytes, &arena)?;
+        let ranks = Ranks::new(groups);
         rehearsal.step()?;
         let mut steps = Vec::with_capacity(self.steps.max(1));
         for _ in 0..self.steps.max(1) {
-            let own = OwnStep::of(rehearsal.step()?, cost).to_words();
-            let mut all = vec![0_i64; own.len() * group.size()];
-            let deadline = lockstep_comm::Deadline::after(limit);
-            group.all_gather(&own.map(f64::to_bits).map(u64::cast_signed)[..], &mut all[..], deadline)?;
-            let (all, _) = all.as_chunks::<3>();
-            let ranks = all
-                .iter()
-                .map(|words| OwnStep::from_words(words.map(|word| f64::from_bits(word.cast_unsigned()))));
-            steps.push(step_of_all(&ranks.collect::<Vec<_>>()));
+            let all = ranks.numbers(OwnStep::of(rehearsal.step()?, cost).to_words())?;
+            steps.push(step_of_all(&all.into_iter().map(OwnStep::from_words).collect::<Vec<_>>()));
         }
         steps.sort_by(|(a, _), (b, _)| a.step_ms.total_cmp(&b.step_ms));
         let (measured, late_us) = steps.swap_remove(steps.len() / 2);
@@ -117,11 +111,12 @@ impl OwnStep {
         Self { step_ms: ms(*begin, *end), worked_ms, late_us }
     }
 
-    fn to_words(self) -> [f64; 3] {
-        [self.step_ms, self.worked_ms, self.late_us]
+    fn to_words(self) -> [u64; 3] {
+        [self.step_ms, self.worked_ms, self.late_us].map(f64::to_bits)
     }
 
-    fn from_words([step_ms, worked_ms, late_us]: [f64; 3]) -> Self {
+    fn from_words(words: [u64; 3]) -> Self {
+        let [step_ms, worked_ms, late_us] = words.map(f64::from_bits);
         Self { step_ms, worked_ms, late_us }
     }
 }

@@ -1,16 +1,24 @@
-//! The beginning of a run: its locks, the engine with its starting state, and the remaining samples.
+//! The beginning of a run: its locks, its corpus, the engine with its starting state, the remaining samples, and what rank 0
+//! says about them before the first step.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use lockstep_checkpoint::{Checkpoint, CheckpointError, RunLock, prepare_directory, run_on_disk};
+use lockstep_checkpoint::{
+    Checkpoint, CheckpointError, RunLock, prepare_directory, run_on_disk, set_damaged_aside,
+};
 use lockstep_config::{ResolvedModel, Resume, RunConfig};
 use lockstep_data::{Prefetcher, SampleCursor};
 use lockstep_engine::{Engine, Ranks};
+use lockstep_launch::interrupt::Interrupt;
+use lockstep_observe::progress::Progress;
 use lockstep_observe::retry_lock;
 
 use crate::saving::Beginning;
 use crate::setup::{build_engine, load_first_weights};
-use crate::state::{Counters, changed_settings, find_checkpoint, restore, told};
+use crate::state::{
+    Counters, changed_settings, find_checkpoint, restore, set_aside_later, text_has_changed, told,
+};
 use crate::{Corpus, Error};
 
 /// Number of micro-batches read ahead.
@@ -49,6 +57,7 @@ impl StartState {
         resume: &Resume,
         ranks: &Ranks,
         model: &ResolvedModel,
+        corpus: &Corpus,
     ) -> Result<Self, Error> {
         let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
         let mut engine = build_engine(config, model, ranks, &ranks.arena())?;
@@ -67,8 +76,21 @@ impl StartState {
         let counters = restore(config, model, &mut engine, found)?;
         messages.push(format!("resuming from {} (step {})", found.path().display(), counters.step));
         messages.extend(changed);
+        if text_has_changed(found, corpus) {
+            messages.push("the training text is not the one that the checkpoint was trained on".to_owned());
+        }
         Ok(Self { engine, counters, checkpoint, told: messages, damaged })
     }
+}
+
+/// Opens the corpus: the first rank tokenizes, and the other ranks read its cache.
+pub(crate) fn open_corpus(config: &RunConfig, model: &ResolvedModel, ranks: &Ranks) -> Result<Corpus, Error> {
+    let corpus = ranks.first_then_others(|| Corpus::open(config, model))?;
+    tracing::info!(
+        tokens = corpus.train.tokens(), sources = corpus.sources.len(), from_cache = corpus.from_cache(),
+        digest = %corpus.digest, "the corpus is open"
+    );
+    Ok(corpus)
 }
 
 /// Starts to read the samples of this rank that no step has consumed.
@@ -88,4 +110,54 @@ pub(crate) fn prefetcher(
     cursor.validate()?;
     let remaining = config.train.steps.saturating_sub(counters.step);
     Ok(Prefetcher::start(corpus.train.clone(), cursor.ranges(remaining), PREFETCH_DEPTH)?)
+}
+
+/// Abandons a step that is still running when half of the grace period after a stop request is over; the other half is for the
+/// save. Runs on several ranks finish their step because each rank needs the others in its collectives. A run with state on disk
+/// finishes its step as well.
+pub(crate) fn abandon_long_steps(
+    config: &RunConfig,
+    engine: &mut Engine,
+    ranks: &Ranks,
+    interrupt: &Interrupt,
+) {
+    if ranks.size() > 1 || !config.has_state_in_memory() {
+        return;
+    }
+    let (interrupt, patience) = (interrupt.clone(), Duration::from_secs_f64(config.checkpoint.grace_s / 2.0));
+    engine.abandon_if(move || interrupt.requested_since().is_some_and(|since| since.elapsed() >= patience));
+}
+
+/// Moves damaged checkpoints aside, and those of an earlier run that are newer than the step at which this one begins.
+pub(crate) fn set_checkpoints_aside(
+    config: &RunConfig,
+    resume: &Resume,
+    counters: &Counters,
+    damaged: &[PathBuf],
+    progress: &mut Progress,
+) -> Result<(), Error> {
+    set_damaged_aside_in(config, damaged, progress);
+    if counters.step >= config.train.steps {
+        return Ok(());
+    }
+    for aside in set_aside_later(config, resume, counters)? {
+        progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
+    }
+    Ok(())
+}
+
+/// Moves damaged checkpoints out of the directories in which checkpoints are looked for.
+fn set_damaged_aside_in(config: &RunConfig, damaged: &[PathBuf], progress: &mut Progress) {
+    for dir in config.checkpoint_dirs() {
+        let here: Vec<PathBuf> = damaged.iter().filter(|path| path.parent() == Some(dir)).cloned().collect();
+        if here.is_empty() {
+            continue;
+        }
+        match set_damaged_aside(dir, &here) {
+            Ok(moved) => moved.iter().for_each(|path| {
+                progress.message(&format!("the damaged checkpoint is now {}", path.display()))
+            }),
+            Err(error) => progress.message(&format!("a damaged checkpoint stays where it is: {error}")),
+        }
+    }
 }

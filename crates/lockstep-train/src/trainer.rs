@@ -6,33 +6,34 @@
 //! Between steps the ranks of the first replica save checkpoints (`saving`); rank 0 writes the metrics and the messages.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use lockstep_checkpoint::{Checkpoint, CommitObserver, set_damaged_aside};
 use lockstep_config::schedule::LearningRate;
-use lockstep_config::{ResolvedModel, Resume, RunConfig, resolve_model};
+use lockstep_config::{Resume, RunConfig, resolve_model};
 use lockstep_data::{MicroBatch, Prefetcher};
-use lockstep_engine::{Engine, EngineError, HostBatch, Ranks, Update};
+use lockstep_engine::{Engine, EngineError, Ranks, Update};
 use lockstep_graph::{Activity, Cost, Seed};
 use lockstep_launch::interrupt::Interrupt;
-use lockstep_observe::metrics::{DiskUse, EvalMetrics, MemoryUse, Start, StepMetrics, imbalance};
+use lockstep_observe::metrics::{DiskUse, MemoryUse, Start, StepMetrics, imbalance};
 use lockstep_observe::progress::{Progress, Steps};
-use lockstep_observe::report::DevicePeak;
 use lockstep_plan::ParameterId;
 use lockstep_tensor::host::proportional_bytes;
 use serde_json::Value;
 
+use crate::clipping::clip_coefficient;
+use crate::corpus::host_batch;
 use crate::describe::{Screen, describe};
+use crate::evaluation::evaluate;
 use crate::guard::{Action, Guard, RollbackSnapshot, Verdict};
 use crate::loss_scale::{LossScale, Overflow};
 use crate::peak::device_peak;
 use crate::predicted::Predicted;
 use crate::ranks::sum_and_memory;
-use crate::records::Records;
+use crate::records::{Records, RunOutputs};
 use crate::saving::Saver;
-use crate::start::{StartState, lock, prefetcher};
-use crate::state::{Counters, SavedState, set_aside_later, text_has_changed};
-use crate::{Corpus, Error};
+use crate::start::{StartState, abandon_long_steps, lock, open_corpus, prefetcher, set_checkpoints_aside};
+use crate::state::{Counters, SavedState};
+use crate::{Corpus, Error, StepObserver};
 
 /// Result of a run that has ended without an error.
 #[derive(Debug, Clone, PartialEq)]
@@ -67,43 +68,6 @@ pub struct Summary {
     pub rollbacks: u64,
 }
 
-/// Observer of each step between its backward and its optimizer step. It may change the gradients: fault tests inject values that
-/// must not reach the weights.
-pub trait StepObserver {
-    /// Called when the gradients of step `step` (from 1) are complete on all ranks.
-    ///
-    /// # Errors
-    /// If the observer ends the run; the run ends with its error.
-    fn gradients_ready(&mut self, step: u64, engine: &mut Engine) -> Result<(), Error>;
-
-    /// Called before the first step of this process.
-    fn begins(&mut self, _engine: &mut Engine) {}
-
-    /// Returns the observer of this rank's part of the save after step `step`; it may stop the save.
-    fn saving(&mut self, _step: u64) -> Box<dyn CommitObserver + Send + Sync> {
-        Box::new(())
-    }
-
-    /// Called at the end of a step with its metrics.
-    fn step_ended(&mut self, _row: &StepMetrics) {}
-}
-
-/// Ignores every event.
-impl StepObserver for () {
-    fn gradients_ready(&mut self, _: u64, _: &mut Engine) -> Result<(), Error> {
-        Ok(())
-    }
-}
-
-/// Files that a run writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RunOutputs {
-    /// Checkpoints and metrics.
-    Everything,
-    /// No files except a trace, if one is configured.
-    Nothing,
-}
-
 /// Trains as one of `ranks` until the last step of `config`, or until `interrupt` requests a stop on any rank; saves in either
 /// case. `show` builds the progress display, usually [`Progress::on_stderr`].
 ///
@@ -135,28 +99,28 @@ pub fn train_observed(
     run(config, resume, ranks, interrupt, show, (observer, RunOutputs::Everything))
 }
 
-/// Trains as [`train_observed`] does and writes the files that `leaves` allows.
+/// Trains as [`train_observed`] does and writes the files that `outputs` allows.
 pub(crate) fn run(
     config: &RunConfig,
     resume: &Resume,
     ranks: &Ranks,
     interrupt: &Interrupt,
     show: impl FnOnce(Steps) -> Progress,
-    (observer, leaves): (&mut dyn StepObserver, RunOutputs),
+    (observer, outputs): (&mut dyn StepObserver, RunOutputs),
 ) -> Result<Summary, Error> {
     let model = resolve_model(config)?;
     let corpus = open_corpus(config, &model, ranks)?;
-    let leaves_anything = leaves == RunOutputs::Everything;
-    let writes = ranks.is_first() && leaves_anything;
+    let writes_files = outputs == RunOutputs::Everything;
+    let writes = ranks.is_first() && writes_files;
     // The lock comes before any look at checkpoints: the process before this one may still be saving.
     let _lock = ranks.first_then_others(|| writes.then(|| lock(config)).transpose())?;
     let StartState { mut engine, counters, checkpoint, told, damaged } =
-        StartState::of(config, resume, ranks, &model)?;
+        StartState::of(config, resume, ranks, &model, &corpus)?;
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress =
         if ranks.is_first() { show(steps) } else { Progress::of_other_rank(steps, ranks.rank()) };
     let predicted = Predicted::of(config, &engine, ranks)?;
-    let peak = if leaves_anything { device_peak(config, &engine, ranks)? } else { None };
+    let peak = if writes_files { device_peak(config, &engine, ranks)? } else { None };
     let screen = Screen {
         config,
         model: &model,
@@ -165,17 +129,19 @@ pub(crate) fn run(
         predicted: &predicted,
         peak: peak.as_ref(),
     };
-    tell_beginning(&screen, ranks, (checkpoint.as_ref(), &told), &mut progress);
+    describe(&screen, ranks.groups().tensor_place(), &mut progress);
+    told.iter().for_each(|text| progress.message(text));
     let start = checkpoint.as_ref().map_or(Start::Fresh, |_| Start::After { step: counters.step });
     abandon_long_steps(config, &mut engine, ranks, interrupt);
     observer.begins(&mut engine);
     // All ranks have read their starting state before a file is moved or written.
     ranks.check_weights(&mut engine, counters.step)?;
     if writes {
-        set_aside(config, resume, &counters, &damaged, &mut progress)?;
+        set_checkpoints_aside(config, resume, &counters, &damaged, &mut progress)?;
     }
+    let tell = |text: &str| progress.message(text);
     let records =
-        open_records(config, (&engine, ranks), (start, leaves), (peak.as_ref(), &corpus), &mut progress)?;
+        Records::of_rank(config, (start, outputs), (&engine, ranks), (peak.as_ref(), &corpus), tell)?;
     let prefetcher = prefetcher(config, ranks, &corpus, &counters)?;
     let remembered = checkpoint.as_ref().map_or(&Value::Null, |checkpoint| &checkpoint.manifest().state);
     let guard = Guard::new(config, counters.step, &remembered["guard"]);
@@ -185,11 +151,10 @@ pub(crate) fn run(
         .transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
     let new_saver = || Saver::new(config, &model, &corpus, ranks, saved, interrupt);
-    let saver = leaves_anything.then(new_saver).transpose()?.flatten();
+    let saver = writes_files.then(new_saver).transpose()?.flatten();
     Run {
         config,
         learning_rate: config.learning_rate(),
-        accumulation_steps: config.accumulation_steps(),
         flops_per_step: engine.model().training_flops()
             * (config.accumulation_steps() * ranks.replicas()) as u64,
         peak_flops_per_s: peak.map(|peak| peak.flops_per_s),
@@ -208,106 +173,13 @@ pub(crate) fn run(
         observer,
         phase: "before the first step",
         under_way: counters.step,
+        loss: None,
         evaluated: None,
         uniform_loss: (model.config.vocab_size() as f64).ln(),
         micro_batches: Vec::new(),
         expert_load: Vec::new(),
     }
     .run(interrupt)
-}
-
-/// Opens the records that this rank keeps of the run, and writes the layout of the ranks.
-fn open_records(
-    config: &RunConfig,
-    (engine, ranks): (&Engine, &Ranks),
-    (start, leaves): (Start, RunOutputs),
-    of_run: (Option<&DevicePeak>, &Corpus),
-    progress: &mut Progress,
-) -> Result<Records, Error> {
-    let mut tell = |text: &str| progress.message(text);
-    let records = match leaves {
-        RunOutputs::Nothing => Records::of_trace(config),
-        _ if ranks.is_first() => Records::open(config, engine, start, of_run, &mut tell)?,
-        _ => Records::of_other(config, start),
-    };
-    records.describe_ranks(engine, ranks, &mut tell)?;
-    Ok(records)
-}
-
-/// Abandons a step that is still running when half of the grace period after a stop request is over; the other half is for the
-/// save. Runs on several ranks finish their step because each rank needs the others in its collectives. A run with state on disk
-/// finishes its step as well.
-fn abandon_long_steps(config: &RunConfig, engine: &mut Engine, ranks: &Ranks, interrupt: &Interrupt) {
-    if ranks.size() > 1 || !config.has_state_in_memory() {
-        return;
-    }
-    let (interrupt, patience) = (interrupt.clone(), Duration::from_secs_f64(config.checkpoint.grace_s / 2.0));
-    engine.abandon_if(move || interrupt.requested_since().is_some_and(|since| since.elapsed() >= patience));
-}
-
-/// Opens the corpus: the first rank tokenizes, and the other ranks read its cache.
-fn open_corpus(config: &RunConfig, model: &ResolvedModel, ranks: &Ranks) -> Result<Corpus, Error> {
-    let corpus = ranks.first_then_others(|| Corpus::open(config, model))?;
-    tracing::info!(
-        tokens = corpus.train.tokens(), sources = corpus.sources.len(), from_cache = corpus.from_cache(),
-        digest = %corpus.digest, "the corpus is open"
-    );
-    Ok(corpus)
-}
-
-/// Shows the run's description before its first step, and what loading the checkpoint has reported.
-fn tell_beginning(
-    screen: &Screen<'_>,
-    ranks: &Ranks,
-    (checkpoint, told): (Option<&Checkpoint>, &[String]),
-    progress: &mut Progress,
-) {
-    describe(screen, ranks.groups().tensor_place(), progress);
-    told.iter().for_each(|text| progress.message(text));
-    if checkpoint.is_some_and(|checkpoint| text_has_changed(checkpoint, screen.corpus)) {
-        progress.message("the training text is not the one that the checkpoint was trained on");
-    }
-}
-
-/// Moves damaged checkpoints aside, and those of an earlier run that are newer than the step at which this one begins.
-fn set_aside(
-    config: &RunConfig,
-    resume: &Resume,
-    counters: &Counters,
-    damaged: &[PathBuf],
-    progress: &mut Progress,
-) -> Result<(), Error> {
-    set_damaged_aside_in(config, damaged, progress);
-    if counters.step >= config.train.steps {
-        return Ok(());
-    }
-    for aside in set_aside_later(config, resume, counters)? {
-        progress.message(&format!("checkpoints of an earlier run are now in {}", aside.display()));
-    }
-    Ok(())
-}
-
-/// Moves damaged checkpoints out of the directories in which checkpoints are looked for.
-fn set_damaged_aside_in(config: &RunConfig, damaged: &[PathBuf], progress: &mut Progress) {
-    for dir in config.checkpoint_dirs() {
-        let here: Vec<PathBuf> = damaged.iter().filter(|path| path.parent() == Some(dir)).cloned().collect();
-        if here.is_empty() {
-            continue;
-        }
-        match set_damaged_aside(dir, &here) {
-            Ok(moved) => moved.iter().for_each(|path| {
-                progress.message(&format!("the damaged checkpoint is now {}", path.display()))
-            }),
-            Err(error) => progress.message(&format!("a damaged checkpoint stays where it is: {error}")),
-        }
-    }
-}
-
-/// Newest losses of a run.
-#[derive(Debug, Clone, Copy, Default)]
-struct Losses {
-    train: Option<f64>,
-    eval: Option<f64>,
 }
 
 /// Values of a step from which its metrics row is built.
@@ -333,7 +205,6 @@ struct Run<'a> {
     progress: Progress,
     records: Records,
     learning_rate: LearningRate,
-    accumulation_steps: usize,
     flops_per_step: u64,
     /// Sum over the devices of all ranks, in FLOP/s, if known.
     peak_flops_per_s: Option<f64>,
@@ -341,6 +212,8 @@ struct Run<'a> {
     guard: Guard,
     /// Loss of a uniform guess.
     uniform_loss: f64,
+    /// Loss of the last step that was not skipped.
+    loss: Option<f64>,
     /// Step and loss of the last evaluation.
     evaluated: Option<(u64, f64)>,
     /// `None` except in f16.
@@ -364,7 +237,7 @@ impl Run<'_> {
     fn run(mut self, interrupt: &Interrupt) -> Result<Summary, Error> {
         let (begin, before) = (Instant::now(), self.counters);
         match self.make_steps(before.step, interrupt) {
-            Ok(losses) => self.end(begin, &before, losses),
+            Ok(()) => self.end(begin, &before),
             Err(error) => {
                 self.leave_report();
                 Err(error)
@@ -373,17 +246,16 @@ impl Run<'_> {
     }
 
     /// Runs the steps after `first` until the last one or a stop request, with their evaluations and saves.
-    fn make_steps(&mut self, first: u64, interrupt: &Interrupt) -> Result<Losses, Error> {
+    fn make_steps(&mut self, first: u64, interrupt: &Interrupt) -> Result<(), Error> {
         let train = &self.config.train;
-        let mut losses = Losses::default();
         while self.counters.step < train.steps && !self.ranks.any(interrupt.is_requested())? {
-            losses.train = match self.step() {
+            match self.step() {
                 Err(Error::Engine(EngineError::Abandoned)) => {
                     self.tell_abandoned();
                     break;
                 }
-                loss => loss?.or(losses.train),
-            };
+                made => made?,
+            }
             self.phase = "between two steps";
             if let Some(saver) = &mut self.saver {
                 saver.poll(&mut self.progress)?;
@@ -404,7 +276,7 @@ impl Run<'_> {
             let is_last = step == train.steps;
             if train.eval_every > 0 && (step.is_multiple_of(train.eval_every) || is_last) {
                 self.phase = "evaluation";
-                losses.eval = self.evaluate()?.or(losses.eval);
+                self.evaluate()?;
             }
             let is_saved = every > 0 && step.is_multiple_of(every) && !is_last;
             // A run that resumes from this checkpoint would roll back to it, so this run does the same.
@@ -424,7 +296,7 @@ impl Run<'_> {
             // The grace period begins now on ranks that the signal has not reached.
             interrupt.request();
         }
-        Ok(losses)
+        Ok(())
     }
 
     /// Reports that the current step is abandoned so that the state before it is saved in time.
@@ -437,7 +309,7 @@ impl Run<'_> {
     }
 
     /// Saves after the last step, writes the report and returns the summary.
-    fn end(mut self, begin: Instant, before: &Counters, losses: Losses) -> Result<Summary, Error> {
+    fn end(mut self, begin: Instant, before: &Counters) -> Result<Summary, Error> {
         let interrupted = self.counters.step < self.config.train.steps;
         tracing::info!(step = self.counters.step, interrupted, "the last step of this process is made");
         self.engine.wait_for_weights()?;
@@ -459,8 +331,8 @@ impl Run<'_> {
             steps_made: self.counters.step - before.step,
             tokens: self.counters.tokens - before.tokens,
             seconds: begin.elapsed().as_secs_f64(),
-            loss: losses.train,
-            eval_loss: losses.eval,
+            loss: self.loss,
+            eval_loss: self.evaluated.map(|(_, loss)| loss),
             uniform_loss: self.uniform_loss,
             has_chats: self.corpus.shapes.iter().any(|shape| shape.uses_template()),
             checkpoint: path,
@@ -514,8 +386,8 @@ impl Run<'_> {
         }
     }
 
-    /// Runs one optimizer step; returns its loss, or `None` if the step was skipped.
-    fn step(&mut self) -> Result<Option<f64>, Error> {
+    /// Runs one optimizer step.
+    fn step(&mut self) -> Result<(), Error> {
         let begin = Instant::now();
         let step = self.counters.step + 1;
         self.under_way = step;
@@ -551,6 +423,7 @@ impl Run<'_> {
         let verdict = self.guard.judge(loss, grad_norm);
         self.phase = "optimizer step";
         if verdict == Verdict::Accepted {
+            self.loss = Some(loss);
             self.guard.accept(step, loss, grad_norm);
             if let Some(scale) = &mut self.loss_scale {
                 scale.calm();
@@ -589,7 +462,7 @@ impl Run<'_> {
         if self.is_shown(step) {
             self.expert_load = row.expert_load;
         }
-        refused.map(|()| (verdict == Verdict::Accepted).then_some(loss))
+        refused
     }
 
     /// Returns true if step `step` is one that is logged.
@@ -645,7 +518,7 @@ impl Run<'_> {
     /// Reads this rank's micro-batches of the next step and returns the number of valid labels over all ranks.
     fn read_global_batch(&mut self) -> Result<u64, Error> {
         let mut valid_tokens = 0;
-        for _ in 0..self.accumulation_steps {
+        for _ in 0..self.config.accumulation_steps() {
             let batch = self.prefetcher.next_batch()?.ok_or(lockstep_data::DataError::PrefetcherLost)?;
             valid_tokens += batch.valid_tokens();
             self.micro_batches.push(batch);
@@ -683,86 +556,21 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Returns the loss over the first `eval_steps` global batches of the validation set; `None` if there is no such set.
-    fn evaluate(&mut self) -> Result<Option<f64>, Error> {
-        let Some(valid) = &self.corpus.valid else { return Ok(None) };
+    /// Evaluates the run if there is a validation set.
+    fn evaluate(&mut self) -> Result<(), Error> {
+        let Some(valid) = &self.corpus.valid else { return Ok(()) };
         let begin = Instant::now();
-        let train = &self.config.train;
-        let micro_batch = self.config.micro_batch() as u64;
-        let samples = valid.windows().min(train.eval_steps.saturating_mul(train.global_batch as u64));
-        let mut batch = MicroBatch::default();
-        let (mut loss_sum, mut tokens) = (0.0, 0);
-        // All ranks run the same number of forwards because expert-parallel groups communicate in each. Some ranks read a
-        // micro-batch again that does not count.
-        let starts: Vec<u64> = (0..samples).step_by(micro_batch as usize).collect();
-        for starts in starts.chunks(self.ranks.replicas()) {
-            let own = starts.get(self.ranks.replica()).copied();
-            let first = own.unwrap_or(starts[0]);
-            valid.fill(first..first + micro_batch, &mut batch)?;
-            // The last micro-batch may extend into samples that do not count; their labels are masked.
-            let counted = own.map_or(0, |first| (samples - first).min(micro_batch)) as usize * train.seq_len;
-            batch.labels[counted..].fill(lockstep_data::IGNORE_LABEL);
-            loss_sum += self.engine.evaluate(&host_batch(&batch))?;
-            tokens += batch.valid_tokens();
-        }
-        let (loss_sum, tokens) = self.ranks.sum(loss_sum, tokens)?;
-        // Discards the evaluation's traffic so that the next step does not report it.
-        self.engine.take_traffic();
-        let row = EvalMetrics {
-            step: self.counters.step,
-            eval_loss: loss_sum / tokens as f64,
-            eval_tokens: tokens,
-            eval_ms: begin.elapsed().as_secs_f64() * 1e3,
-        };
+        let row = evaluate(self.config, self.ranks, valid, &mut self.engine, self.counters.step)?;
         self.records.pause("evaluation", begin);
         tracing::debug!(step = row.step, loss = row.eval_loss, ms = row.eval_ms, "evaluated");
         self.progress.evaluation(&row);
         self.records.append(&row, |text| self.progress.message(text));
         self.evaluated = Some((row.step, row.eval_loss));
-        Ok(Some(row.eval_loss))
+        Ok(())
     }
 }
 
 /// Returns true if this step measures the memory of the process (PSS): at powers of two from step 2, and at the last step.
 fn looks_at_process(step: u64, steps: u64) -> bool {
     step > 1 && step.is_power_of_two() || step == steps
-}
-
-/// Returns the gradient scale of clipping: `min(1, max_norm / (norm + 1e-6))`, or 1 if `max_norm` is 0 (off).
-pub(crate) fn clip_coefficient(max_norm: f64, norm: f64) -> f64 {
-    if max_norm == 0.0 { 1.0 } else { (max_norm / (norm + 1e-6)).min(1.0) }
-}
-
-fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {
-    HostBatch {
-        ids: &batch.ids,
-        labels: &batch.labels,
-        positions: &batch.positions,
-        document_starts: &batch.document_starts,
-        sample_numbers: &batch.sample_numbers,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_clip_coefficient_is_that_of_pytorch_at_its_boundaries() {
-        for (max_norm, norm, expected) in [
-            (1.0, 2.0, 1.0 / 2.000_001),
-            // At the limit itself the epsilon makes the difference.
-            (1.0, 1.0, 1.0 / 1.000_001),
-            (1.0, 1.0 - 1e-6, 1.0),
-            (1e-6, 1e-6, 0.5),
-            (1.0, 0.0, 1.0),
-            (0.0, 5.0, 1.0),
-        ] {
-            let found = clip_coefficient(max_norm, norm);
-            assert!(
-                (found - expected).abs() < 1e-12,
-                "{found} of {max_norm} and {norm}, {expected} expected"
-            );
-        }
-    }
 }

@@ -16,7 +16,8 @@ use lockstep_observe::progress::Progress;
 use lockstep_plan::{Plan, Quantization, QuantizedType, Sharding, Share};
 use serde::{Deserialize, Serialize};
 
-use crate::trainer::{RunOutputs, run};
+use crate::records::RunOutputs;
+use crate::trainer::run;
 use crate::{Error, StepObserver};
 
 pub use crate::comparison::{

@@ -115,7 +115,7 @@ fn each_byte_of_a_long_parameter_is_read_once_though_its_kinds_are_asked_for_one
         store.write(ParameterId(0), kind, 0, &values).unwrap();
     }
     store.write_behind().unwrap();
-    store.take_traffic();
+    store.staging.take_traffic();
     let mut piece = vec![0.0_f32; ELEMENTS / 2];
     for kind in [FIRST, SECOND] {
         for (start, expected) in (0..).step_by(piece.len()).zip(values.chunks(piece.len())) {
@@ -124,7 +124,7 @@ fn each_byte_of_a_long_parameter_is_read_once_though_its_kinds_are_asked_for_one
             assert!(piece == expected, "{kind:?} from {start} on");
         }
     }
-    let (read, all) = (store.take_traffic().read_bytes, (2 * 4 * WINDOWS * ELEMENTS) as u64);
+    let (read, all) = (store.staging.take_traffic().read_bytes, (2 * 4 * WINDOWS * ELEMENTS) as u64);
     // The windows that were written last are still in memory.
     assert!(read <= all && read >= all - (WINDOW_SLOTS * 2 * 4 * ELEMENTS) as u64, "{read} of {all} bytes");
 }

@@ -258,13 +258,15 @@ impl DiskQueue {
     /// If it was waited for before.
     pub fn wait(&mut self, ticket: Ticket, limit: Duration) -> Result<(), DiskError> {
         let begin = Instant::now();
-        while matches!(self.begun(ticket.0), Some(TransferState::InFlight)) {
-            if !self.take_in(begin + limit) {
-                let directory = self.file.directory().to_owned();
-                return Err(DiskError::Silent { directory, waited: begin.elapsed() });
-            }
+        let mut is_silent = false;
+        while !is_silent && matches!(self.begun(ticket.0), Some(TransferState::InFlight)) {
+            is_silent = !self.take_in(begin + limit);
         }
-        self.traffic.exposed += begin.elapsed();
+        let waited = begin.elapsed();
+        self.traffic.exposed += waited;
+        if is_silent {
+            return Err(DiskError::Silent { directory: self.file.directory().to_owned(), waited });
+        }
         let begun = self.begun(ticket.0).map(|begun| std::mem::replace(begun, TransferState::Taken));
         while matches!(self.begun.front(), Some(TransferState::Taken)) {
             self.begun.pop_front();

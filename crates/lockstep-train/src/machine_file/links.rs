@@ -8,6 +8,7 @@ use lockstep_plan::work::Collective;
 use lockstep_planner::cluster::{Cluster, Joins, Link};
 
 use super::descent::descend;
+use super::ranks::on_ranks;
 use crate::Error;
 
 const SIZES: [usize; 6] = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
@@ -38,7 +39,7 @@ pub(super) fn time(ranks: usize, time: Duration) -> Result<Vec<Timed>, Error> {
     counts.push(ranks);
     let mut timed = Vec::new();
     for ranks in counts {
-        let of_rank = super::on_ranks(ranks, |group| {
+        let of_rank = on_ranks(ranks, |group| {
             let mut timed = Vec::new();
             for (kind, collective) in KINDS {
                 for bytes in SIZES {

@@ -9,13 +9,14 @@ mod disk;
 mod links;
 mod others;
 mod products;
+mod ranks;
 mod tasks;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use lockstep_comm::{Deadline, Group, World, WorldOptions};
+use lockstep_comm::{Deadline, Group};
 use lockstep_engine::EngineError;
 use lockstep_plan::DType;
 use lockstep_planner::cluster::{Cluster, Device, Efficiency, NodeKind};
@@ -24,14 +25,13 @@ use lockstep_planner::machine::name_of_this;
 use lockstep_tensor::cpu::{measure_bandwidth, measure_peak};
 use lockstep_tensor::{Arena, CpuQueue};
 use others::Ticks;
+use ranks::{LIMIT, on_ranks};
 use tasks::Rates;
 
 use crate::Error;
 
 /// Types that models are trained in; tasks of the first have plain names, those of the others end in the type.
 const TYPES: [DType; 2] = [DType::F32, DType::BF16];
-/// Deadline of barriers and waits, longer than any measurement.
-const LIMIT: Duration = Duration::from_secs(600);
 /// Mean time between failures of a machine, in hours: the figure for accelerators (`docs/clusters.md`), since none is known for this one.
 const HOURS_BETWEEN_FAILURES: f64 = 50_680.0;
 /// Assumed memory, in bytes, of a machine that does not report how much is available.
@@ -216,21 +216,6 @@ fn stream_rate(tasks: &Rates) -> Option<f64> {
 
 fn first<T>(of_ranks: Vec<T>) -> T {
     of_ranks.into_iter().next().expect("there is a rank")
-}
-
-/// Runs `run` on each of `ranks` ranks of this machine, which are threads, and returns their results in rank order.
-///
-/// # Errors
-/// The error of the first rank that has one. The others end at their deadlines.
-fn on_ranks<T: Send>(ranks: usize, run: impl Fn(&Group) -> Result<T, Error> + Sync) -> Result<Vec<T>, Error> {
-    // Ranks that measure send no heartbeats for a while.
-    let options = WorldOptions { silence: LIMIT, ..WorldOptions::default() };
-    let groups = World::in_process(ranks.max(1), options)?;
-    std::thread::scope(|scope| {
-        let run = &run;
-        let ranks: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || run(&group))).collect();
-        ranks.into_iter().map(|rank| rank.join().expect("a measuring rank does not panic")).collect()
-    })
 }
 
 #[cfg(test)]

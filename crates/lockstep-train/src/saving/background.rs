@@ -13,54 +13,20 @@ use lockstep_engine::{Snapshot, TimeLimit};
 use lockstep_observe::progress::Progress;
 
 use super::job::{Attempt, Job, Saved};
-use super::part::{Written, gather};
-use super::{Decision, Memory, OPENING, SaveInterval, Saver};
+use super::part::gather;
+use super::save::{Done, OfFirst, Own, Save, Stage};
+use super::saver::{Decision, Memory, Saver};
 use crate::Error;
 
-/// A save in flight.
-pub(super) struct Save {
-    job: Arc<Job>,
+/// Longest wait of the training for a save to be opened. If it is opened in this time, the save needs no additional step.
+const OPENING: Duration = Duration::from_millis(100);
+
+/// One poll of an attempt, with its limits on the wait for a stage.
+#[derive(Clone, Copy)]
+struct Poll<'a> {
+    job: &'a Arc<Job>,
     attempt: Attempt,
-    pub(super) begin: Instant,
-    stage: Stage,
-}
-
-/// Work of the first rank; `None` on the others.
-type OfFirst<T> = Option<PendingSave<Result<T, Error>>>;
-
-/// The stage of a save.
-#[expect(clippy::large_enum_variant, reason = "there is one save at a time")]
-enum Stage {
-    /// The only rank does everything.
-    Alone(PendingSave<Done<Result<Saved, Error>>>),
-    /// The first rank opens a directory for the parts.
-    Opening(OfFirst<Staging>),
-    /// Each rank writes its part.
-    Writing(Own, Option<Staging>),
-    /// The first rank makes a checkpoint of the parts.
-    Committing(OfFirst<Saved>),
-}
-
-/// This rank's part of a save.
-enum Own {
-    Pending(PendingSave<Done<Written>>),
-    Written(Written),
-}
-
-/// Result of work on a snapshot, with the snapshot for reuse.
-struct Done<T> {
-    ran: SaveInterval,
-    snapshot: Snapshot,
-    result: T,
-}
-
-impl<T> Done<T> {
-    /// Runs `work` on the snapshot and records when it ran.
-    fn on(mut snapshot: Snapshot, work: impl FnOnce(&mut Snapshot) -> T) -> Self {
-        let begin = Instant::now();
-        let result = work(&mut snapshot);
-        Self { ran: SaveInterval { begin, end: Instant::now() }, snapshot, result }
-    }
+    pace: Pace,
 }
 
 /// Limits on the wait for a stage.
@@ -144,13 +110,12 @@ impl Saver {
     /// Advances the save stage by stage until a stage is incomplete on some rank.
     fn advance(&mut self, mut pace: Pace, progress: &mut Progress) -> Result<(), Error> {
         while let Some(Save { job, attempt, begin, stage }) = self.under_way.take() {
+            let poll = Poll { job: &job, attempt, pace };
             let turn = match stage {
-                Stage::Alone(work) => self.end_alone(&job, work, pace, progress)?,
-                Stage::Opening(work) => self.end_opening(&job, attempt, work, pace, progress)?,
-                Stage::Writing(own, staging) => {
-                    self.end_writing(&job, attempt, own, staging, pace, progress)?
-                }
-                Stage::Committing(work) => self.end_committing(&job, attempt, work, pace, progress)?,
+                Stage::Alone(work) => self.end_alone(poll, work, progress)?,
+                Stage::Opening(work) => self.end_opening(poll, work, progress)?,
+                Stage::Writing(own, staging) => self.end_writing(poll, (own, staging), progress)?,
+                Stage::Committing(work) => self.end_committing(poll, work, progress)?,
             };
             match turn {
                 Turn::Pending(stage) => {
@@ -170,9 +135,8 @@ impl Saver {
 
     fn end_alone(
         &mut self,
-        job: &Job,
+        Poll { job, pace, .. }: Poll<'_>,
         work: PendingSave<Done<Result<Saved, Error>>>,
-        pace: Pace,
         progress: &mut Progress,
     ) -> Result<Turn, Error> {
         match pace.settle(work) {
@@ -187,19 +151,15 @@ impl Saver {
 
     fn end_opening(
         &mut self,
-        job: &Arc<Job>,
-        attempt: Attempt,
+        poll: Poll<'_>,
         work: OfFirst<Staging>,
-        pace: Pace,
         progress: &mut Progress,
     ) -> Result<Turn, Error> {
-        let decision = match self.settle_of_first(job, attempt, work, pace)? {
+        let Poll { job, attempt, .. } = poll;
+        let staging = match self.settle_of_first(poll, work)? {
             Err(work) => return Ok(Turn::Pending(Stage::Opening(work))),
-            Ok(decision) => decision,
-        };
-        let staging = match decision {
-            Decision::GoOn(staging) => staging,
-            other => return self.turn_after_failure(job, other, progress),
+            Ok(Decision::GoOn(staging)) => staging,
+            Ok(other) => return self.turn_after_failure(job, other, progress),
         };
         let own = match (&self.thread, std::mem::replace(&mut self.snapshot, Memory::None)) {
             (Some(thread), Memory::There(snapshot)) if self.has_part => {
@@ -217,11 +177,8 @@ impl Saver {
 
     fn end_writing(
         &mut self,
-        job: &Arc<Job>,
-        attempt: Attempt,
-        own: Own,
-        staging: Option<Staging>,
-        pace: Pace,
+        Poll { job, attempt, pace }: Poll<'_>,
+        (own, staging): (Own, Option<Staging>),
         progress: &mut Progress,
     ) -> Result<Turn, Error> {
         let own = match own {
@@ -256,21 +213,19 @@ impl Saver {
 
     fn end_committing(
         &mut self,
-        job: &Arc<Job>,
-        attempt: Attempt,
+        poll: Poll<'_>,
         work: OfFirst<Saved>,
-        pace: Pace,
         progress: &mut Progress,
     ) -> Result<Turn, Error> {
-        match self.settle_of_first(job, attempt, work, pace)? {
+        match self.settle_of_first(poll, work)? {
             Err(work) => Ok(Turn::Pending(Stage::Committing(work))),
             Ok(Decision::GoOn(saved)) => {
                 if let Some(saved) = saved {
-                    self.tell(job.step, Ok(saved), progress)?;
+                    self.tell(poll.job.step, Ok(saved), progress)?;
                 }
                 Ok(Turn::Over)
             }
-            Ok(other) => self.turn_after_failure(job, other, progress),
+            Ok(other) => self.turn_after_failure(poll.job, other, progress),
         }
     }
 
@@ -294,19 +249,18 @@ impl Saver {
     /// Returns the decision on the first rank's work, or the work itself if it is not complete.
     fn settle_of_first<T>(
         &self,
-        job: &Job,
-        attempt: Attempt,
+        Poll { job, attempt, pace }: Poll<'_>,
         work: OfFirst<T>,
-        pace: Pace,
     ) -> Result<Result<Decision<T>, OfFirst<T>>, Error> {
         let work = work.map(|work| pace.settle(work));
         let is_pending = self.ranks.any_in_time(matches!(work, Some(Err(_))), pace.patience)?;
-        match work {
-            Some(Err(work)) => Ok(Err(Some(work))),
-            None if is_pending => Ok(Err(None)),
-            Some(Ok(result)) => self.decide(Some(result), job, attempt, pace.patience).map(Ok),
-            None => self.decide(None, job, attempt, pace.patience).map(Ok),
-        }
+        let own = match work {
+            Some(Err(work)) => return Ok(Err(Some(work))),
+            None if is_pending => return Ok(Err(None)),
+            Some(Ok(result)) => Some(result),
+            None => None,
+        };
+        self.decide(own, job, attempt, pace.patience).map(Ok)
     }
 
     fn opening(&self, job: &Arc<Job>, attempt: Attempt) -> Stage {

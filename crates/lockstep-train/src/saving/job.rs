@@ -42,10 +42,10 @@ pub(super) struct Job {
     pub(super) step: u64,
     pub(super) places: Arc<[CheckpointDir]>,
     pub(super) rank: usize,
-    /// Names of the parameters that this rank writes, with their optimizer state.
-    pub(super) own: HashSet<String>,
-    /// Names of the parameters whose rank-local state this rank writes, whichever copy of the model it belongs to.
-    pub(super) spoken_for: HashSet<String>,
+    /// Names of the parameters whose state this rank writes for its replica.
+    pub(super) owned: HashSet<String>,
+    /// True if this rank also writes what all replicas hold; the others write their rank-local state only.
+    pub(super) is_in_first_replica: bool,
     pub(super) observer: Observer,
     pub(super) voice: MessagePrinter,
     pub(super) limits: Limits,
@@ -126,10 +126,10 @@ impl Job {
 
     /// Writes the tensors of `tensors` that belong to this rank's part.
     pub(super) fn write(&self, attempt: Attempt, tensors: &[StateTensor<'_>]) -> Written {
-        let Self { step, rank, own, spoken_for, .. } = self;
+        let Self { step, rank, ref owned, is_in_first_replica, .. } = *self;
         let (place, watch) = (self.place(attempt), self.watch(attempt));
         place.check()?;
-        let part = Part { step: *step, dir: &place.path, rank: *rank, own, spoken_for, observer: &watch };
+        let part = Part { step, dir: &place.path, rank, owned, is_in_first_replica, observer: &watch };
         part.write(tensors).map_err(|error| match error {
             Error::Checkpoint(error) => place.note(error).into(),
             error => error,

@@ -32,10 +32,10 @@ pub(super) struct Part<'a> {
     /// Directory that contains the checkpoints.
     pub(super) dir: &'a Path,
     pub(super) rank: usize,
-    /// Names of the parameters that this rank writes, with their optimizer state.
-    pub(super) own: &'a HashSet<String>,
-    /// Names of the parameters whose rank-local state this rank writes, whichever copy of the model it belongs to.
-    pub(super) spoken_for: &'a HashSet<String>,
+    /// Names of the parameters whose state this rank writes for its replica.
+    pub(super) owned: &'a HashSet<String>,
+    /// True if this rank also writes what all replicas hold; the others write their rank-local state only.
+    pub(super) is_in_first_replica: bool,
     pub(super) observer: &'a dyn CommitObserver,
 }
 
@@ -50,8 +50,8 @@ impl Part<'_> {
             return Err(Error::WeightsNotFinite { step: self.step, name: name.to_owned() });
         }
         let is_own = |tensor: &&StateTensor<'_>| {
-            let own = if tensor.kind.is_of_one_rank() { self.spoken_for } else { self.own };
-            own.contains(&tensor.record.name)
+            (self.is_in_first_replica || tensor.kind.is_of_one_rank())
+                && self.owned.contains(&tensor.record.name)
         };
         let own: Vec<Own<'_>> = tensors.iter().filter(is_own).map(Own::of).collect();
         let slices: Vec<_> = own.iter().flat_map(Own::slices).collect();

@@ -1,14 +1,74 @@
-//! Execution of attention: one kernel call if this rank has whole sequences, several over ranges of tokens under
-//! context parallelism.
+//! Attention: its recording, and its execution as one kernel call if this rank has whole sequences, or several over
+//! ranges of tokens under context parallelism.
 
 use lockstep_comm::CommError;
 use lockstep_tensor::{Attention, AttentionWrite, Dropout, TokenSpan, View, Write};
 
 use crate::{
-    context::{KeySource, spans},
-    operation::{AttentionOperation, AttentionShape, SequenceRange},
+    block::{SequenceRange, Value},
+    context::spans,
+    operation::{AttentionOperation, AttentionShape, KeySource, Operation},
+    placement::Placement,
+    recorder::Recorder,
     replay::{Run, split_heads},
 };
+
+impl Recorder {
+    /// Records causal attention, with dropout of the probabilities.
+    ///
+    /// # Panics
+    /// If the shapes or placements of queries, keys and values do not match.
+    pub fn attention(&mut self, q: Value, k: Value, v: Value, shape: AttentionShape, dropout: f32) -> Value {
+        let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
+        for (name, value, heads) in [("q", q, heads), ("k", k, key_value_heads), ("v", v, key_value_heads)] {
+            let columns = self.columns(value);
+            assert_eq!(
+                columns,
+                heads * head_dim,
+                "{name} has {columns} columns for {heads} heads of {head_dim}"
+            );
+        }
+        let (of_queries, of_keys) = (self.placement(q), self.placement(k));
+        let ranks = self.place.ranks;
+        let fits = match (of_queries, of_keys) {
+            (Placement::Replicate, Placement::Replicate) => true,
+            (Placement::ShardColumns { parts }, Placement::ShardColumns { parts: of_keys }) => {
+                parts == ranks && key_value_heads.is_multiple_of(of_keys)
+            }
+            (Placement::ShardBlocks(grid), Placement::ShardBlocks(_)) => {
+                heads.is_multiple_of(grid.side) && key_value_heads.is_multiple_of(grid.side)
+            }
+            _ => false,
+        };
+        assert!(fits && of_keys == self.placement(v), "attention of {of_queries:?} to {of_keys:?}");
+        let held = |value: Value| self.values[value.0].columns / head_dim;
+        let shape = AttentionShape { heads: held(q), key_value_heads: held(k), ..shape };
+        let all = SequenceRange { first: 0, len: self.shape.sequences };
+        let (first_head, sequences) = match of_queries {
+            Placement::Replicate => (0, all),
+            Placement::ShardBlocks(grid) => (grid.column * shape.heads, self.sequences_of(grid)),
+            _ => (self.place.rank * shape.heads, all),
+        };
+        let dropout = self.dropout_site(dropout);
+        let heads = shape.heads;
+        let ([q, k, v], skipped, shape, reach) = self.reached([q, k, v], shape);
+        let y = self.beside(q);
+        let log_sum_exp = self.statistic(q, shape.heads);
+        self.operations.push(Operation::Attention(AttentionOperation {
+            q,
+            k,
+            v,
+            shape,
+            first_head: first_head + skipped,
+            sequences,
+            dropout,
+            reach,
+            y,
+            log_sum_exp,
+        }));
+        self.returned(y, heads)
+    }
+}
 
 /// The gradients that an attention backward writes.
 #[derive(Clone, Copy)]

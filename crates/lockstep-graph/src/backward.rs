@@ -7,33 +7,11 @@
 use lockstep_tensor::Write;
 
 use crate::{
-    Value,
+    block::{Value, ValueInfo},
+    instruction::{Gradient, GradientBuffer, Home, Instruction},
     operation::{Accumulation, Operation},
-    program::Instruction,
-    recorder::ValueInfo,
     training::Training,
 };
-
-/// Index of a gradient buffer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Gradient(pub(crate) usize);
-
-/// A gradient buffer, shaped like the value it belongs to.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct GradientBuffer {
-    pub(crate) info: ValueInfo,
-    pub(crate) home: Home,
-}
-
-/// The owner of a gradient's memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Home {
-    Anywhere,
-    /// Supplied by the caller.
-    OutputGradient,
-    /// Returned to the caller.
-    InputGradient,
-}
 
 /// The time at which weight gradients are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -17,84 +17,12 @@ use lockstep_plan::{ContextMethod, ContextPlace, DType};
 use lockstep_tensor::{TokenSpan, View};
 
 use crate::{
-    AttentionShape, Peers, Recorder, Ring, Value, operation::Operation, recorder::ValueInfo, replay::Run,
+    block::{Value, ValueInfo},
+    operation::{AttentionShape, ContextCollective, ContextCollectiveKind, KeySource, Operation},
+    peers::Peers,
+    recorder::Recorder,
+    replay::Run,
 };
-
-/// The context-parallel group of a replay, and its buffers.
-#[derive(Debug, Clone, Copy)]
-pub struct ContextPeers<'a> {
-    /// The group, this rank included.
-    pub peers: Peers<'a>,
-    /// Buffers of ring attention; `None` for the other methods.
-    pub ring: Option<&'a Ring>,
-}
-
-/// Source of the keys and values of other ranks' tokens.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum KeySource {
-    /// Queries and keys are those of whole sequences.
-    Whole,
-    /// Keys are those of whole sequences, queries those of local tokens. `sums`: f32 scratch for the gradients of
-    /// keys and values, for dtypes narrower than f32.
-    Gathered { sums: Option<[Value; 2]> },
-    /// Queries and keys are those of local tokens; ring attention supplies the other keys. `sums`: f32 scratch for
-    /// the outputs and the gradients of the queries, for dtypes narrower than f32.
-    Ring { sums: Option<Value> },
-}
-
-impl KeySource {
-    /// Returns the scratch values of the attention.
-    pub(crate) fn scratch(&self) -> Vec<Value> {
-        match *self {
-            Self::Whole => vec![],
-            Self::Gathered { sums } => sums.into_iter().flatten().collect(),
-            Self::Ring { sums } => sums.into_iter().collect(),
-        }
-    }
-}
-
-/// Kinds of context-parallel collectives.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ContextCollectiveKind {
-    /// All-gather: from the local tokens of each sequence to all of them.
-    Gather,
-    /// All-to-all from the local tokens and all `heads` to all tokens and some heads. With fewer heads than ranks,
-    /// heads are repeated.
-    TokensToHeads { heads: usize },
-    /// All-to-all from all tokens and some heads to the local tokens and all `heads`.
-    HeadsToTokens { heads: usize },
-}
-
-/// A context-parallel collective that converts between local tokens and whole sequences.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct ContextCollective {
-    pub(crate) change: ContextCollectiveKind,
-    pub(crate) x: Value,
-    pub(crate) y: Value,
-    /// Scratch, each as large as the larger of `x` and `y`.
-    pub(crate) scratch: [Value; 2],
-    /// f32 scratch for the sum over ranks that have the same heads; `None` if no head is repeated.
-    pub(crate) sum: Option<Value>,
-}
-
-impl ContextCollective {
-    /// Name in tables and traces.
-    pub(crate) fn name(&self) -> &'static str {
-        match self.change {
-            ContextCollectiveKind::Gather => "gather sequences of ranks",
-            ContextCollectiveKind::TokensToHeads { .. } => "exchange tokens for heads",
-            ContextCollectiveKind::HeadsToTokens { .. } => "exchange heads for tokens",
-        }
-    }
-
-    /// Returns the scratch values of the collective.
-    pub(crate) fn scratch(&self) -> Vec<Value> {
-        match self.change {
-            ContextCollectiveKind::Gather => vec![self.scratch[0]],
-            _ => self.scratch.into_iter().chain(self.sum).collect(),
-        }
-    }
-}
 
 impl Recorder {
     /// Records the block as rank `place` of the context-parallel group. The recorder's shape, until now that of whole

@@ -4,20 +4,40 @@
 //! once, twice if it is added to. Logits count as operands, although they exist for one range of tokens at a time.
 //! Experts are assumed to be evenly loaded.
 
-use lockstep_plan::work::{Product, TaskKind};
+use lockstep_plan::work::{Pass, Product, TaskKind};
 use lockstep_tensor::Write;
 
 use crate::{
-    Activity, Cost, ParameterIndex, Pass, Program, Value,
-    backward::{Gradient, GradientBuffer},
-    operation::{AttentionOperation, Operation, RouteOperation},
-    program::{Instruction, Phase},
-    recorder::ValueInfo,
-    summa::SummaLinear,
+    block::{ParameterIndex, Value, ValueInfo},
+    instruction::{Gradient, GradientBuffer, Instruction, Phase},
+    operation::{AttentionOperation, Operation, RouteOperation, SummaLinear},
+    program::Program,
+    timeline::{Activity, Cost},
 };
 
 /// Bytes per element of a weight gradient.
 const GRADIENT_BYTES: u64 = 4;
+
+/// Compute and memory of a block, known as soon as it is recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockProfile {
+    /// Floating-point operations of one forward: 2 per multiply-add of matrix products, and of attention's two
+    /// products over the causal half.
+    pub forward_flops: u64,
+    /// Floating-point operations of one backward: for each product, as many as forward for the input gradients and as
+    /// many for the weight gradients, where these are needed.
+    pub backward_flops: u64,
+    /// Bytes saved from the forward to the backward, the block's output included.
+    pub saved_bytes: usize,
+    /// Bytes of scratch inside a forward or a backward.
+    pub workspace_bytes: usize,
+    /// Bytes saved between the two halves of a split backward.
+    pub deferred_bytes: usize,
+    /// Number of parameter elements on this rank.
+    pub parameter_elements: usize,
+    /// Floating-point operations of attention in one forward and one backward.
+    pub attention_flops: u64,
+}
 
 /// Phase of a program: forward, or any part of a backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,6 +47,48 @@ pub(crate) enum Stage {
 }
 
 impl Program {
+    /// Returns the compute and memory of the block.
+    pub fn profile(&self) -> BlockProfile {
+        BlockProfile {
+            forward_flops: self.operations.iter().map(|operation| self.product_flops(operation)).sum(),
+            backward_flops: self.operations.iter().map(|operation| self.backward_flops(operation)).sum(),
+            saved_bytes: self.frame_bytes,
+            workspace_bytes: self.workspace_bytes(),
+            deferred_bytes: self.deferred_bytes,
+            parameter_elements: self
+                .parameters
+                .iter()
+                .map(|parameter| parameter.share.shape_of(&parameter.shape).iter().product::<usize>())
+                .sum(),
+            attention_flops: self.attention_flops(),
+        }
+    }
+
+    fn attention_flops(&self) -> u64 {
+        let is_attention = |operation: &&Operation| matches!(operation, Operation::Attention(_));
+        let flops = |operation| self.product_flops(operation) + self.backward_flops(operation);
+        self.operations.iter().filter(is_attention).map(flops).sum()
+    }
+
+    pub(crate) fn backward_flops(&self, operation: &Operation) -> u64 {
+        let forward = self.product_flops(operation);
+        let inputs = if self.training.reaches_inputs(operation) { forward } else { 0 };
+        let weights = match operation {
+            Operation::Linear { weight, .. }
+            | Operation::SummaLinear(SummaLinear { weight, .. })
+            | Operation::GroupedLinear { weight, .. }
+            | Operation::OutputLoss { weight, .. }
+                if self.training.trains(*weight) =>
+            {
+                forward
+            }
+            // Attention has no weights; its backward has two products per forward product.
+            Operation::Attention(_) => inputs,
+            _ => 0,
+        };
+        inputs + weights
+    }
+
     /// Returns the name, pass, unit and first parameter of an instruction.
     pub(crate) fn activity(
         &self,
@@ -102,7 +164,7 @@ impl Program {
                     _ => trained().map(|index| self.parameter_elements(index)).sum(),
                 };
                 let read = gradient(Some(operation), *dy)
-                    + self.bytes(operation, operation.needs_for_weights(&self.training));
+                    + self.bytes(operation, self.training.needs_for_weights(operation));
                 Cost {
                     product_flops: match operation {
                         // A bias gradient needs no product.

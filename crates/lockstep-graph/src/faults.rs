@@ -7,7 +7,7 @@ use std::cell::Cell;
 
 use lockstep_plan::{Among, Shard};
 
-use crate::{BatchInput, Recorder, operation::Operation};
+use crate::{block::BatchInput, operation::Operation, recorder::Recorder};
 
 /// A wrong offset or count in a recording.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -22,25 +22,31 @@
 
 mod attention;
 mod backward;
+mod block;
+mod buffers;
+mod compile;
 mod context;
 mod cost;
+mod execute;
 #[cfg(feature = "faults")]
 pub mod faults;
+mod instruction;
+mod linear;
 mod loss;
 mod low_rank;
 mod mixture;
-#[doc(hidden)]
 mod operation;
 mod overlap;
 mod peers;
 mod placement;
-mod product;
+mod planner;
 mod program;
 mod recorder;
 mod redistribute;
 mod replay;
 mod ring;
 mod route;
+mod split;
 mod storage;
 mod summa;
 mod timeline;
@@ -48,18 +54,22 @@ mod training;
 mod transit;
 mod work;
 
-pub use context::ContextPeers;
+pub use block::{
+    BatchInput, Bias, BlockShape, DropoutSite, MAX_DROPOUT_SITES, Mode, ParameterDeclaration, ParameterIndex,
+    Value,
+};
+pub use buffers::{CommunicationBuffer, Ring};
+pub use cost::BlockProfile;
+pub use linear::Linear;
 pub use lockstep_plan::work::Pass;
 pub use lockstep_plan::{Recompute, RecomputeRules};
 pub use low_rank::LoraAdapters;
-pub use mixture::{Mixture, Routing};
-pub use operation::{AttentionShape, BatchInput, DropoutSite, ParameterIndex, RotaryPairs};
-pub use peers::{GridGroups, Peers};
+pub use mixture::Mixture;
+pub use operation::{AttentionShape, RotaryPairs, Routing};
+pub use peers::{ContextPeers, GridGroups, Peers};
 pub use placement::Split;
-pub use program::{BlockProfile, ParameterDeclaration, Program};
-pub use recorder::{Bias, BlockShape, Linear, MAX_DROPOUT_SITES, Mode, Recorder, Value};
+pub use program::Program;
+pub use recorder::Recorder;
 pub use replay::{Batch, KeyValueCache, Parameters, Replay, Seed};
-pub use ring::Ring;
 pub use timeline::{Activity, Begin, Cost, Span, Timeline, Trace};
 pub use training::InputGradient;
-pub use transit::CommunicationBuffer;

@@ -5,12 +5,61 @@
 use std::ops::Range;
 
 use lockstep_comm::CommError;
+use lockstep_plan::{DType, Initializer};
 use lockstep_tensor::{Gemm, GemmLayout, View, Write};
 
 use crate::{
+    block::{Bias, ParameterIndex, Value},
+    linear::Linear,
     operation::{Operation, SplitLoss},
+    placement::{Placement, Split},
+    recorder::Recorder,
     replay::Run,
 };
+
+/// Approximate number of logits that a loss holds at once. It is small enough to save memory, and large enough that
+/// reading the output layer's weights and accumulating their gradient once per part costs little.
+const LOGITS_AT_ONCE: usize = 1 << 25;
+
+impl Recorder {
+    /// Records the linear layer `output` and the cross-entropy of its logits against the batch's labels: one loss per
+    /// token, 0 where masked. The logits of all tokens never exist at once, and no rank holds those of another's
+    /// shard.
+    ///
+    /// # Panics
+    /// If the layer has a bias, which output layers do not have.
+    pub fn output_loss(&mut self, x: Value, output: Linear<'_>) -> Value {
+        let Linear { name, out_features, bias, std } = output;
+        assert_eq!(bias, Bias::Without, "{name}: an output layer has no bias");
+        let (x, share) = match self.split_of(name) {
+            None => {
+                self.expect_placement(x, |placement| placement == Placement::Replicate, name);
+                (x, self.whole_share(Placement::Replicate))
+            }
+            Some(Split::VocabularyParallel) => {
+                (self.partial_gradient(x), self.vocabulary_shard(out_features))
+            }
+            Some(split) => panic!("{name}: an output layer is split by the vocabulary, not by {split:?}"),
+        };
+        let shape = [out_features, self.columns(x)];
+        let held = share.shape_of(&shape)[0];
+        let weight =
+            self.parameter_shared(format!("{name}.weight"), &shape, Initializer::Normal { std }, share);
+        let tokens = self.shape.tokens();
+        let parts = (tokens * held).div_ceil(LOGITS_AT_ONCE).max(1);
+        let rows = tokens.div_ceil(parts).next_multiple_of(64).min(tokens);
+        let logits = self.scratch(rows, held, self.shape.dtype);
+        let split = share.shard.map(|shard| SplitLoss {
+            first_column: shard.start,
+            statistics: self.scratch(rows, 3, DType::F32),
+            gathered: self.scratch(rows, 3 * self.place.ranks, DType::F32),
+            log_sum_exp: self.scratch(rows, 1, DType::F32),
+        });
+        let losses = self.push(1, DType::F32, Placement::Replicate);
+        self.operations.push(Operation::OutputLoss { x, weight, logits, split, losses });
+        losses
+    }
+}
 
 /// Logits of a range of tokens, ready for the loss.
 pub(crate) struct PartialLoss<'a> {
@@ -44,6 +93,35 @@ impl<'a> Run<'a> {
             finish(PartialLoss { tokens, logits, labels, losses, split })?;
         }
         Ok(())
+    }
+
+    /// Computes the losses and the gradients of the output layer's operands, one range of tokens at a time.
+    pub(crate) fn output_loss_gradients(
+        &self,
+        operation: &Operation,
+        (x, weight): (Value, ParameterIndex),
+        dx: View<'a>,
+        write: Write,
+    ) -> Result<(), CommError> {
+        let queue = self.replay.queue;
+        let needs_dx = self.program.training.differentiates(x);
+        let x = self.value(x);
+        let is_trained = self.program.training.trains(weight);
+        let gradient = is_trained.then(|| self.replay.parameters.gradient(weight));
+        let weight = self.weight(weight);
+        self.output_loss(operation, |part| {
+            self.losses_with_gradient(&part)?;
+            let PartialLoss { tokens, logits, .. } = part;
+            let product = |layout, b, c, write| Gemm { layout, a: logits, b, c, bias: None, write };
+            if needs_dx {
+                queue.gemm(product(GemmLayout::NN, weight, dx.rows(tokens.clone()), write));
+            }
+            if let Some((dweight, first)) = gradient {
+                let add = if tokens.start == 0 { first } else { Write::Accumulate };
+                queue.gemm(product(GemmLayout::TN, x.rows(tokens), dweight, add));
+            }
+            Ok(())
+        })
     }
 
     /// Writes the losses of a range of tokens.

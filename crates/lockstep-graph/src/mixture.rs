@@ -19,33 +19,13 @@
 //! the result does not depend on which sequences are routed together.
 
 use lockstep_plan::{Among, DType, ExpertPlace, Initializer, Shard, Share};
-use lockstep_tensor::{ExpertGroups, RouterScores, RouterWeights};
 
 use crate::{
-    Bias, Linear, Mode, Recorder, Value,
-    operation::{Operation, PartCounts, RemoteRows, RouteOperation, SlotTables},
+    block::{Bias, Mode, Value},
+    linear::Linear,
+    operation::{Operation, PartCounts, RemoteRows, RouteOperation, Routing, SlotTables},
+    recorder::Recorder,
 };
-
-/// Configuration of a router: choice of experts, their weights, load-balancing losses and capacity.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Routing {
-    /// Experts chosen per token.
-    pub top_k: usize,
-    /// Function from logits to scores.
-    pub scores: RouterScores,
-    /// Function from the chosen scores to the weights of experts.
-    pub weights: RouterWeights,
-    /// Factor on the weights.
-    pub scale: f32,
-    /// Expert groups that restrict the choice.
-    pub groups: Option<ExpertGroups>,
-    /// Coefficient of the auxiliary loss.
-    pub auxiliary_loss: f32,
-    /// Coefficient of the z-loss.
-    pub z_loss: f32,
-    /// Capacity of an expert, as a multiple of its even share of a sequence's slots. `None` means no limit; inference has none.
-    pub capacity_factor: Option<f32>,
-}
 
 /// A mixture of experts, each `down(silu(gate x) · up x)`, with stacked parameters `NAME.weight` of one matrix per expert.
 #[derive(Debug, Clone, Copy)]

@@ -14,112 +14,15 @@
 use std::ops::Range;
 
 use crate::{
-    Value,
-    backward::{Gradient, GradientBuffer},
+    instruction::{GradientBuffer, Instruction, Object, OverlappedCollective, Rows, Way},
     operation::Operation,
     placement::Redistribute,
-    program::{Instruction, Planner},
-    recorder::ValueInfo,
+    planner::Planner,
     storage::{Lifetime, Slot, pack},
 };
 
 /// Chunks begin at multiples of this many rows if they are long enough: the height of the panels of matrix products.
 const GRAIN: usize = 32;
-/// Alignment of chunks in the communication buffer, in bytes.
-const ALIGNMENT: usize = 64;
-
-/// Kinds of collectives that can overlap with products.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// All-gather of each rank's rows.
-    Gather,
-    /// Reduce-scatter: each rank gets the sum of its rows.
-    SumRows,
-    /// All-reduce: each rank gets the sum of all rows.
-    Sum,
-}
-
-/// A value or a gradient.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Object {
-    Value(Value),
-    Gradient(Gradient),
-}
-
-/// The rows that a part of a product computes, relative to its collective.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Rows {
-    /// This rank's rows.
-    Own,
-    /// The other ranks' rows of a chunk.
-    Others(usize),
-    /// All ranks' rows of a chunk, computed directly into the communication buffer.
-    Sent(usize),
-}
-
-/// A collective that overlaps with products.
-#[derive(Debug)]
-pub(crate) struct OverlappedCollective {
-    pub(crate) way: Way,
-    /// The equivalent blocking instruction.
-    pub(crate) exchange: Instruction,
-    /// Input of an all-gather, or output of a reduction.
-    pub(crate) own: Object,
-    /// Output of an all-gather, or partial sums of a reduction.
-    pub(crate) all: Object,
-    /// Shape and dtype of `all`.
-    pub(crate) info: ValueInfo,
-    /// Row ranges of the chunks: within each rank's block, or, for an all-reduce, within all rows.
-    pub(crate) chunks: Vec<Range<usize>>,
-    /// Blocks of rows per chunk: one per rank, or 1 for an all-reduce.
-    pub(crate) blocks: usize,
-    /// Byte offset of its first chunk in the communication buffer.
-    pub(crate) first_byte: usize,
-    /// Index of its first chunk among the handles of chunks in flight.
-    pub(crate) first_pending: usize,
-}
-
-impl OverlappedCollective {
-    /// Returns the rows of `all` that are block `block` of a chunk.
-    pub(crate) fn rows(&self, block: usize, chunk: usize) -> Range<usize> {
-        let (first, range) = (block * self.info.rows / self.blocks, &self.chunks[chunk]);
-        first + range.start..first + range.end
-    }
-
-    /// Returns the number of rows of `all` per block.
-    pub(crate) fn block_rows(&self) -> usize {
-        self.info.rows / self.blocks
-    }
-
-    fn row_bytes(&self) -> usize {
-        self.info.columns * self.info.dtype.size_bytes()
-    }
-
-    /// Returns the byte range of a chunk in the communication buffer; its blocks follow each other.
-    pub(crate) fn bytes(&self, chunk: usize) -> Range<usize> {
-        let before: usize = (0..chunk).map(|chunk| self.chunk_bytes(chunk).next_multiple_of(ALIGNMENT)).sum();
-        let start = self.first_byte + before;
-        start..start + self.chunk_bytes(chunk)
-    }
-
-    fn chunk_bytes(&self, chunk: usize) -> usize {
-        self.blocks * self.chunks[chunk].len() * self.row_bytes()
-    }
-
-    fn total_bytes(&self) -> usize {
-        (0..self.chunks.len()).map(|chunk| self.chunk_bytes(chunk).next_multiple_of(ALIGNMENT)).sum()
-    }
-
-    /// Returns the number of rows that a part of a product computes.
-    pub(crate) fn part_rows(&self, rows: Rows) -> usize {
-        match rows {
-            Rows::Own => self.block_rows(),
-            Rows::Others(chunk) => (self.blocks - 1) * self.chunks[chunk].len(),
-            Rows::Sent(chunk) => self.blocks * self.chunks[chunk].len(),
-        }
-    }
-}
-
 /// Instructions of a phase, with its overlapped collectives.
 #[derive(Debug)]
 pub(crate) struct Overlapped {

@@ -5,6 +5,8 @@ use std::time::Duration;
 use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending, ReduceOp};
 use lockstep_tensor::View;
 
+use crate::buffers::Ring;
+
 /// A process group and its timeout; the group's rank order is the order of the shards.
 #[derive(Debug, Clone, Copy)]
 pub struct Peers<'a> {
@@ -21,6 +23,15 @@ pub struct GridGroups<'a> {
     pub row: Peers<'a>,
     /// Ranks with the same columns of values, in the order of their rows.
     pub column: Peers<'a>,
+}
+
+/// The context-parallel group of a replay, and its buffers.
+#[derive(Debug, Clone, Copy)]
+pub struct ContextPeers<'a> {
+    /// The group, this rank included.
+    pub peers: Peers<'a>,
+    /// Buffers of ring attention; `None` for the other methods.
+    pub ring: Option<&'a Ring>,
 }
 
 impl Peers<'_> {

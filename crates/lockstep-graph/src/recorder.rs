@@ -6,107 +6,19 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use lockstep_plan::{CheckedPlan, ContextPlace, DType, ExpertPlace, Initializer, Share, TensorPlace};
+use lockstep_plan::{ContextPlace, DType, ExpertPlace, Initializer, Share, TensorPlace};
 use lockstep_tensor::Gelu;
 
 use crate::{
-    AttentionShape, BatchInput, DropoutSite, InputGradient, LoraAdapters, ParameterDeclaration,
-    ParameterIndex, Program, Recompute, Split,
-    low_rank::LoraDown,
-    operation::{AttentionOperation, Operation, RotaryPairs, SequenceRange, SplitLoss, TokenRange},
-    placement::Placement,
+    block::{
+        BatchInput, Bias, BlockShape, DropoutSite, MAX_DROPOUT_SITES, Mode, ParameterDeclaration,
+        ParameterIndex, TokenRange, Value, ValueInfo,
+    },
+    low_rank::{LoraAdapters, LoraDown},
+    operation::{Operation, RotaryPairs},
+    placement::{Placement, Split},
+    training::InputGradient,
 };
-
-/// Most dropout sites of a program. Programs of a model number theirs this far apart, so no two sites share a mask.
-pub const MAX_DROPOUT_SITES: u32 = 16;
-
-/// Approximate number of logits that a loss holds at once. It is small enough to save memory, and large enough that
-/// reading the output layer's weights and accumulating their gradient once per part costs little.
-const LOGITS_AT_ONCE: usize = 1 << 25;
-
-/// A handle to a recorded value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Value(pub(crate) usize);
-
-/// Purpose of a program.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Mode {
-    /// Forward and backward, with dropout.
-    Training,
-    /// Forward only, without dropout; attention can read and fill a key-value cache.
-    Inference,
-}
-
-/// The micro-batch shape and element type a block is recorded for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct BlockShape {
-    /// Sequences in a micro-batch.
-    pub sequences: usize,
-    /// Tokens per sequence.
-    pub seq_len: usize,
-    /// Dtype of activations and of the weights that kernels read.
-    pub dtype: DType,
-}
-
-impl BlockShape {
-    /// Largest number of tokens in a micro-batch.
-    pub const MAX_TOKENS: usize = lockstep_plan::MAX_MICRO_BATCH_TOKENS;
-
-    /// Returns the micro-batch shape of a plan, with the dtype that kernels read.
-    pub fn of_plan(plan: &CheckedPlan, dtype: DType) -> Self {
-        Self { sequences: plan.micro_batch(), seq_len: plan.seq_len(), dtype }
-    }
-
-    /// Returns the number of tokens in a micro-batch.
-    pub fn tokens(&self) -> usize {
-        self.sequences * self.seq_len
-    }
-}
-
-/// Presence of a bias in a linear layer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Bias {
-    /// The layer has no bias.
-    Without,
-    /// The layer has a bias, which is initialized to zero.
-    With,
-}
-
-impl From<bool> for Bias {
-    fn from(has_bias: bool) -> Self {
-        if has_bias { Self::With } else { Self::Without }
-    }
-}
-
-/// A linear layer `y = x Wᵀ + b` with parameters `NAME.weight [out, in]` and `NAME.bias [out]`.
-#[derive(Debug, Clone, Copy)]
-pub struct Linear<'a> {
-    /// Name of the module within its block.
-    pub name: &'a str,
-    /// Number of output columns.
-    pub out_features: usize,
-    /// Presence of a bias.
-    pub bias: Bias,
-    /// Standard deviation of the initial weights.
-    pub std: f32,
-}
-
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct ValueInfo {
-    pub(crate) rows: usize,
-    pub(crate) columns: usize,
-    pub(crate) dtype: DType,
-}
-
-impl ValueInfo {
-    pub(crate) fn elements(&self) -> usize {
-        self.rows * self.columns
-    }
-
-    pub(crate) fn bytes(&self) -> usize {
-        self.elements() * self.dtype.size_bytes()
-    }
-}
 
 /// A recorder of one block.
 #[derive(Debug)]
@@ -202,66 +114,6 @@ impl Recorder {
         self.reduce_partial(y)
     }
 
-    /// Records a linear layer, with the adapter that [`Recorder::adapt`] gives it.
-    ///
-    /// # Panics
-    /// If the input's placement does not fit the layer's split.
-    pub fn linear(&mut self, x: Value, linear: Linear<'_>) -> Value {
-        let Linear { name, out_features, bias, std } = linear;
-        let (split, initializer) = (self.split_of(name), Initializer::Normal { std });
-        let y = self.product(x, name, out_features, split, (bias, initializer));
-        self.adapted(name, x, y)
-    }
-
-    /// Records `x Wᵀ + b` with the parameters `NAME.weight` and, with a bias, `NAME.bias`.
-    pub(crate) fn product(
-        &mut self,
-        x: Value,
-        name: &str,
-        out_features: usize,
-        split: Option<Split>,
-        (bias, initializer): (Bias, Initializer),
-    ) -> Value {
-        if let (Some(split), Some(grid)) = (split, self.place.grid()) {
-            return self.product_of_blocks(x, name, out_features, (split, grid), (bias, initializer));
-        }
-        let shape = [out_features, self.columns(x)];
-        let (x, weight, of_bias, placement) = match split {
-            None => {
-                let placement = self.placement(x);
-                self.expect_placement(
-                    x,
-                    |placement| matches!(placement, Placement::Replicate | Placement::ShardTokens),
-                    name,
-                );
-                (x, self.whole_share(placement), self.whole_share(placement), placement)
-            }
-            Some(Split::ColumnParallel { pieces }) => {
-                let parts = self.parts(name, pieces);
-                let share = self.shard(0, out_features, parts);
-                (self.partial_gradient(x), share, share, Placement::ShardColumns { parts })
-            }
-            Some(Split::RowParallel) => {
-                let parts = self.place.ranks;
-                self.expect_placement(x, |placement| placement == Placement::ShardColumns { parts }, name);
-                let whole = self.whole_share(Placement::Partial);
-                (x, self.shard(1, shape[1], parts), whole, Placement::Partial)
-            }
-            Some(Split::VocabularyParallel) => {
-                panic!("{name}: only an output layer is split by a vocabulary")
-            }
-        };
-        let weight = self.parameter_shared(format!("{name}.weight"), &shape, initializer, weight);
-        let bias = (bias == Bias::With).then(|| {
-            self.parameter_shared(format!("{name}.bias"), &[out_features], Initializer::Zeros, of_bias)
-        });
-        let y = self.value_in(out_features, placement);
-        // Only one of the partial sums includes the bias.
-        let adds_bias = placement != Placement::Partial || self.place.rank == 0;
-        self.operations.push(Operation::Linear { x, weight, bias, adds_bias, y });
-        self.reduce_partial(y)
-    }
-
     /// Records root-mean-square normalization with the scale `NAME.weight [width]`, over each group of `width`
     /// columns: the whole row, or each head.
     ///
@@ -338,61 +190,6 @@ impl Recorder {
         y
     }
 
-    /// Records causal attention, with dropout of the probabilities.
-    ///
-    /// # Panics
-    /// If the shapes or placements of queries, keys and values do not match.
-    pub fn attention(&mut self, q: Value, k: Value, v: Value, shape: AttentionShape, dropout: f32) -> Value {
-        let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
-        for (name, value, heads) in [("q", q, heads), ("k", k, key_value_heads), ("v", v, key_value_heads)] {
-            let columns = self.columns(value);
-            assert_eq!(
-                columns,
-                heads * head_dim,
-                "{name} has {columns} columns for {heads} heads of {head_dim}"
-            );
-        }
-        let (of_queries, of_keys) = (self.placement(q), self.placement(k));
-        let ranks = self.place.ranks;
-        let fits = match (of_queries, of_keys) {
-            (Placement::Replicate, Placement::Replicate) => true,
-            (Placement::ShardColumns { parts }, Placement::ShardColumns { parts: of_keys }) => {
-                parts == ranks && key_value_heads.is_multiple_of(of_keys)
-            }
-            (Placement::ShardBlocks(grid), Placement::ShardBlocks(_)) => {
-                heads.is_multiple_of(grid.side) && key_value_heads.is_multiple_of(grid.side)
-            }
-            _ => false,
-        };
-        assert!(fits && of_keys == self.placement(v), "attention of {of_queries:?} to {of_keys:?}");
-        let held = |value: Value| self.values[value.0].columns / head_dim;
-        let shape = AttentionShape { heads: held(q), key_value_heads: held(k), ..shape };
-        let all = SequenceRange { first: 0, len: self.shape.sequences };
-        let (first_head, sequences) = match of_queries {
-            Placement::Replicate => (0, all),
-            Placement::ShardBlocks(grid) => (grid.column * shape.heads, self.sequences_of(grid)),
-            _ => (self.place.rank * shape.heads, all),
-        };
-        let dropout = self.dropout_site(dropout);
-        let heads = shape.heads;
-        let ([q, k, v], skipped, shape, reach) = self.reached([q, k, v], shape);
-        let y = self.beside(q);
-        let log_sum_exp = self.statistic(q, shape.heads);
-        self.operations.push(Operation::Attention(AttentionOperation {
-            q,
-            k,
-            v,
-            shape,
-            first_head: first_head + skipped,
-            sequences,
-            dropout,
-            reach,
-            y,
-            log_sum_exp,
-        }));
-        self.returned(y, heads)
-    }
-
     /// Records `silu(gate) · up`.
     pub fn swiglu(&mut self, gate: Value, up: Value) -> Value {
         self.expect_same(gate, up);
@@ -413,6 +210,13 @@ impl Recorder {
         self.expect_same(a, b);
         let y = self.value_like(a, self.columns(a));
         self.operations.push(Operation::Add { a, b, y });
+        y
+    }
+
+    /// Records `factor · x`.
+    pub fn scale(&mut self, x: Value, factor: f32) -> Value {
+        let y = self.value_like(x, self.columns(x));
+        self.operations.push(Operation::Scale { x, factor, y });
         y
     }
 
@@ -439,49 +243,6 @@ impl Recorder {
         y
     }
 
-    /// Records the linear layer `output` and the cross-entropy of its logits against the batch's labels: one loss per
-    /// token, 0 where masked. The logits of all tokens never exist at once, and no rank holds those of another's
-    /// shard.
-    ///
-    /// # Panics
-    /// If the layer has a bias, which output layers do not have.
-    pub fn output_loss(&mut self, x: Value, output: Linear<'_>) -> Value {
-        let Linear { name, out_features, bias, std } = output;
-        assert_eq!(bias, Bias::Without, "{name}: an output layer has no bias");
-        let (x, share) = match self.split_of(name) {
-            None => {
-                self.expect_placement(x, |placement| placement == Placement::Replicate, name);
-                (x, self.whole_share(Placement::Replicate))
-            }
-            Some(Split::VocabularyParallel) => {
-                (self.partial_gradient(x), self.vocabulary_shard(out_features))
-            }
-            Some(split) => panic!("{name}: an output layer is split by the vocabulary, not by {split:?}"),
-        };
-        let shape = [out_features, self.columns(x)];
-        let held = share.shape_of(&shape)[0];
-        let weight =
-            self.parameter_shared(format!("{name}.weight"), &shape, Initializer::Normal { std }, share);
-        let tokens = self.shape.tokens();
-        let parts = (tokens * held).div_ceil(LOGITS_AT_ONCE).max(1);
-        let rows = tokens.div_ceil(parts).next_multiple_of(64).min(tokens);
-        let logits = self.scratch(rows, held, self.shape.dtype);
-        let split = share.shard.map(|shard| SplitLoss {
-            first_column: shard.start,
-            statistics: self.scratch(rows, 3, DType::F32),
-            gathered: self.scratch(rows, 3 * self.place.ranks, DType::F32),
-            log_sum_exp: self.scratch(rows, 1, DType::F32),
-        });
-        let losses = self.push(1, DType::F32, Placement::Replicate);
-        self.operations.push(Operation::OutputLoss { x, weight, logits, split, losses });
-        losses
-    }
-
-    /// Ends the recording and compiles it; `output` is the value that the next block reads.
-    pub fn finish(self, output: Value, recompute: Recompute) -> Program {
-        Program::compile(self, output, recompute)
-    }
-
     /// Returns the global number of columns of a value.
     pub fn columns(&self, value: Value) -> usize {
         let held = self.values[value.0].columns;
@@ -492,7 +253,7 @@ impl Recorder {
         }
     }
 
-    fn dropout_site(&mut self, probability: f32) -> Option<DropoutSite> {
+    pub(crate) fn dropout_site(&mut self, probability: f32) -> Option<DropoutSite> {
         let site = self.dropout_sites;
         assert!(site < MAX_DROPOUT_SITES, "a unit has at most {MAX_DROPOUT_SITES} dropout sites");
         // Sites are counted even where nothing is dropped, so that their indices do not depend on the mode.
@@ -546,14 +307,14 @@ impl Recorder {
     }
 
     /// Creates a value with the shape and placement of another.
-    fn beside(&mut self, other: Value) -> Value {
+    pub(crate) fn beside(&mut self, other: Value) -> Value {
         self.values.push(self.values[other.0]);
         self.placements.push(self.placement(other));
         Value(self.values.len() - 1)
     }
 
     /// Creates an f32 value of `columns` numbers per row of `of`.
-    fn statistic(&mut self, of: Value, columns: usize) -> Value {
+    pub(crate) fn statistic(&mut self, of: Value, columns: usize) -> Value {
         let value = self.beside(of);
         self.values[value.0] = ValueInfo { columns, dtype: DType::F32, ..self.values[of.0] };
         value
@@ -571,7 +332,7 @@ impl Recorder {
         Value(self.values.len() - 1)
     }
 
-    fn push(&mut self, columns: usize, dtype: DType, placement: Placement) -> Value {
+    pub(crate) fn push(&mut self, columns: usize, dtype: DType, placement: Placement) -> Value {
         self.values.push(ValueInfo { rows: self.rows_of(placement), columns, dtype });
         self.placements.push(placement);
         Value(self.values.len() - 1)

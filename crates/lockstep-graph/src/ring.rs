@@ -5,72 +5,24 @@
 //! A rank sends a block on before it computes with it, so transfers overlap with compute wherever the transport makes
 //! progress by itself. The order of additions is fixed, so no bit depends on timing.
 
-use std::cell::RefCell;
-
 use lockstep_comm::{Collective, CommError, Lent, Pending};
-use lockstep_plan::{ContextPlace, DType, MemoryCategory, RingSizes};
-use lockstep_tensor::{Arena, AttentionWrite, Buffer, TensorError, TokenSpan, View, Write};
+use lockstep_plan::{ContextPlace, DType};
+use lockstep_tensor::{AttentionWrite, Buffer, TokenSpan, View, Write};
 
 use crate::{
-    Peers, Program, Value,
     attention::AttentionGradients,
-    context::{KeySource, may_see, spans},
-    operation::{AttentionOperation, Operation},
+    block::Value,
+    buffers::Ring,
+    context::{may_see, spans},
+    operation::AttentionOperation,
+    peers::Peers,
     replay::Run,
 };
-
-/// Send and receive buffers of ring attention for keys and values, and for their gradients.
-#[derive(Debug)]
-pub struct Ring {
-    /// A send buffer, a receive buffer, and a copy of the block in flight for the kernels to read.
-    blocks: RefCell<[Buffer; 3]>,
-    /// f32: two buffers that are alternately added to and sent, and a receive buffer.
-    gradients: RefCell<[Buffer; 3]>,
-}
 
 /// Slot of the copy that kernels read while its block is sent on.
 const COPY: usize = 2;
 /// Slot that gradients are received in.
 const COMING: usize = 2;
-
-impl Ring {
-    /// Allocates buffers that suffice for any of `programs`; `None` if none of them uses ring attention.
-    ///
-    /// # Errors
-    /// If the arena is out of memory.
-    pub fn new<'a>(
-        mut programs: impl Iterator<Item = &'a Program> + Clone,
-        arena: &Arena,
-    ) -> Result<Option<Self>, TensorError> {
-        let Some(program) = programs.clone().max_by_key(|program| program.ring_elements()) else {
-            return Ok(None);
-        };
-        let elements = program.ring_elements();
-        if elements == 0 {
-            return Ok(None);
-        }
-        let slots = |bytes: [usize; 3]| -> Result<_, TensorError> {
-            let [a, b, c] = bytes.map(|bytes| arena.allocate_zeroed(bytes, MemoryCategory::Communication));
-            Ok(RefCell::new([a?, b?, c?]))
-        };
-        let has_gradients = programs.any(Program::has_backward);
-        let sizes = RingSizes::new(elements, program.shape.dtype, program.context.ranks, has_gradients);
-        Ok(Some(Self { blocks: slots(sizes.blocks_bytes)?, gradients: slots(sizes.gradients_bytes)? }))
-    }
-}
-
-impl Program {
-    /// Elements of the largest block of keys and values that travels around the context-parallel group; 0 without ring attention.
-    pub fn ring_elements(&self) -> usize {
-        let of = |operation: &Operation| match operation {
-            Operation::Attention(AttentionOperation { reach: KeySource::Ring { .. }, k, v, .. }) => {
-                self.values[k.0].elements() + self.values[v.0].elements()
-            }
-            _ => 0,
-        };
-        self.operations.iter().map(of).max().unwrap_or(0)
-    }
-}
 
 /// Sends to the next rank of the ring, and receives from the previous one.
 struct Neighbours<'a> {

@@ -12,8 +12,9 @@ use lockstep_comm::CommError;
 use lockstep_tensor::{Permutation, Router, RouterGradients, RouterOutputs, TokenPositions, View};
 
 use crate::{
-    Peers, Value,
+    block::Value,
     operation::{PartCounts, RemoteRows, RouteOperation, SlotTables},
+    peers::Peers,
     replay::Run,
 };
 

@@ -23,38 +23,13 @@ use lockstep_plan::{DType, GridPlace, Initializer};
 use lockstep_tensor::{Gemm, GemmLayout, View, Write};
 
 use crate::{
-    Bias, GridGroups, ParameterIndex, Peers, Recorder, Split, Value,
-    operation::Operation,
-    placement::{Placement, Redistribute},
-    recorder::ValueInfo,
+    block::{Bias, Value, ValueInfo},
+    operation::{Operation, SummaLinear},
+    peers::{GridGroups, Peers},
+    placement::{Placement, Redistribute, Split},
+    recorder::Recorder,
     replay::Run,
 };
-
-/// A linear layer `y = x Wᵀ + b` whose operands are sharded into blocks.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct SummaLinear {
-    pub(crate) x: Value,
-    pub(crate) weight: ParameterIndex,
-    pub(crate) bias: Option<ParameterIndex>,
-    pub(crate) grid: GridPlace,
-    pub(crate) y: Value,
-    /// Scratch for broadcast blocks: one of the input or its gradient, one of the weight.
-    blocks: [Value; 2],
-    /// f32 scratch that products are summed in, for dtypes narrower than f32.
-    sums: Option<Value>,
-    /// Scratch for the weight gradient: one block of the input, one of the weight gradient.
-    blocks_for_weights: [Value; 2],
-}
-
-impl SummaLinear {
-    pub(crate) fn scratch(&self) -> Vec<Value> {
-        self.blocks.into_iter().chain(self.sums).collect()
-    }
-
-    pub(crate) fn scratch_for_weights(&self) -> Vec<Value> {
-        self.blocks_for_weights.to_vec()
-    }
-}
 
 impl Recorder {
     /// Records [`Recorder::product`] under two-dimensional tensor parallelism.

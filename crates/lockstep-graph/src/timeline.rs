@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use lockstep_plan::work::Pass;
 
-use crate::ParameterIndex;
+use crate::block::ParameterIndex;
 
 /// The operation that a span of time was spent on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -3,7 +3,10 @@
 //! A gradient that leads to no trained parameter and no earlier block is never computed, and activations that only it
 //! would read are never saved.
 
-use crate::{ParameterIndex, Value, operation::Operation, recorder::Recorder};
+use crate::{
+    block::{ParameterDeclaration, ParameterIndex, Value},
+    operation::Operation,
+};
 
 /// Tells the recorder if an earlier block needs the gradient of this block's input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -25,13 +28,19 @@ pub(crate) struct Training {
 }
 
 impl Training {
-    pub(crate) fn new(recorder: &Recorder) -> Self {
-        let Recorder { values, operations, parameters, input, input_gradient, .. } = recorder;
+    /// Returns the values of a block of `values` values that need a gradient; `input` is the block's input, if its
+    /// gradient is wanted.
+    pub(crate) fn new(
+        values: usize,
+        operations: &[Operation],
+        parameters: &[ParameterDeclaration],
+        input: Option<Value>,
+    ) -> Self {
         let mut training = Self {
             trained: parameters.iter().map(|parameter| parameter.trainable).collect(),
-            differentiated: vec![false; values.len()],
+            differentiated: vec![false; values],
         };
-        if let (Some(input), InputGradient::Wanted) = (input, input_gradient) {
+        if let Some(input) = input {
             training.differentiated[input.0] = true;
         }
         for operation in operations {
@@ -65,5 +74,17 @@ impl Training {
     /// Returns true if any of the operation's parameters is trained.
     pub(crate) fn reaches_weights(&self, operation: &Operation) -> bool {
         operation.parameters().any(|parameter| self.trains(parameter))
+    }
+
+    /// Returns the saved activations that the operation's backward needs.
+    pub(crate) fn needs(&self, operation: &Operation) -> impl Iterator<Item = Value> {
+        let for_inputs = self.runs_for_inputs(operation).then(|| operation.needs_for_inputs());
+        for_inputs.into_iter().flatten().chain(self.needs_for_weights(operation))
+    }
+
+    /// Returns the saved activations that the operation's weight gradient needs, if it has one.
+    pub(crate) fn needs_for_weights(&self, operation: &Operation) -> Vec<Value> {
+        let is_trained = operation.parameters().next().is_some_and(|weight| self.trains(weight));
+        if is_trained { operation.needs_for_weights() } else { Vec::new() }
     }
 }

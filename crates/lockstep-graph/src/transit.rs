@@ -1,45 +1,15 @@
-//! Execution of collectives that overlap with matrix products: their communication buffer, and the steps that start a
-//! collective, compute a chunk, and wait for a chunk.
+//! Execution of collectives that overlap with matrix products: the steps that start a collective, compute a chunk, and
+//! wait for a chunk.
 
-use std::cell::RefCell;
-
-use lockstep_comm::{Collective, CommError, Lent, Pending, ReduceOp};
-use lockstep_plan::{DType, MemoryCategory};
-use lockstep_tensor::{Arena, Buffer, TensorError, View};
+use lockstep_comm::{Collective, CommError, Lent, ReduceOp};
+use lockstep_plan::DType;
+use lockstep_tensor::{Buffer, View};
 
 use crate::{
-    Program,
-    overlap::{Object, OverlappedCollective, Rows, Way},
-    program::Instruction,
+    buffers::CommunicationBuffer,
+    instruction::{Instruction, Object, OverlappedCollective, Rows, Way},
     replay::Run,
 };
-
-/// The communication buffer and the handles of collectives that overlap with matrix products.
-#[derive(Debug)]
-pub struct CommunicationBuffer {
-    memory: RefCell<Buffer>,
-    pending: RefCell<Vec<Option<Pending>>>,
-}
-
-impl CommunicationBuffer {
-    /// Allocates memory that suffices for any of `programs`; `None` if none of them overlaps collectives with products.
-    ///
-    /// # Errors
-    /// If the arena is out of memory.
-    pub fn new<'a>(
-        programs: impl Iterator<Item = &'a Program>,
-        arena: &Arena,
-    ) -> Result<Option<Self>, TensorError> {
-        let (bytes, chunks) = programs.fold((0, 0), |(bytes, chunks), program| {
-            (bytes.max(program.transit_bytes()), chunks.max(program.transit_chunks()))
-        });
-        if chunks == 0 {
-            return Ok(None);
-        }
-        let memory = RefCell::new(arena.allocate(bytes, MemoryCategory::Communication)?);
-        Ok(Some(Self { memory, pending: RefCell::new((0..chunks).map(|_| None).collect()) }))
-    }
-}
 
 impl<'a> Run<'a> {
     /// Runs one of the instructions of an overlapped collective.

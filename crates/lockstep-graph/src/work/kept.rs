@@ -6,16 +6,17 @@
 use lockstep_plan::work::Kept;
 
 use crate::{
-    Program,
+    block::Value,
     operation::{AttentionOperation, Operation},
-    program::stored_as,
+    planner::stored_as,
+    program::Program,
 };
 
 impl Program {
     /// Returns the activations that a framework without memory planning would save for the block without
     /// recomputation. Statistics of norms and of the softmax, a few numbers per row, are not counted.
     pub fn kept(&self) -> Kept {
-        let elements = |value: crate::Value| self.values[value.0].elements() as u64;
+        let elements = |value: Value| self.values[value.0].elements() as u64;
         let mut kept = Kept {
             value_bytes: self.needed_bytes(),
             input_bytes: self.input.map_or(0, |input| self.values[input.0].bytes() as u64),
@@ -49,9 +50,7 @@ impl Program {
         let stored_as = stored_as(self.values.len(), &self.operations);
         let mut is_needed = vec![false; self.values.len()];
         for operation in &self.operations {
-            let for_weights = operation.needs_for_weights(&self.training);
-            let for_inputs = self.training.runs_for_inputs(operation).then(|| operation.needs_for_inputs());
-            for value in for_inputs.into_iter().flatten().chain(for_weights) {
+            for value in self.training.needs(operation) {
                 is_needed[stored_as[value.0]] = true;
             }
         }
@@ -68,7 +67,7 @@ impl Program {
             };
             let values = [operation.output()].into_iter().chain(returned);
             let is_kept =
-                |value: &crate::Value| is_needed[value.0] && self.values[value.0].dtype == self.shape.dtype;
+                |value: &Value| is_needed[value.0] && self.values[value.0].dtype == self.shape.dtype;
             self.bytes(operation, values.filter(is_kept))
         };
         let input = self.input.filter(|input| is_needed[input.0]);

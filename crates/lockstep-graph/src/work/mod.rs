@@ -14,18 +14,20 @@ mod kept;
 
 use lockstep_plan::{
     Among, DType,
-    work::{Attention, Collective, Exchange, Peers, Product, Task, TaskKind, UnitWork},
+    work::{Attention, Collective, Exchange, Pass, Peers, Product, Task, TaskKind, UnitWork},
 };
 
 use crate::{
-    Cost, Pass, Program, Value,
-    backward::GradientBuffer,
-    context::{ContextCollective, ContextCollectiveKind, KeySource},
+    block::{ParameterIndex, Value},
     cost::Stage,
-    operation::{AttentionOperation, Operation, RemoteRows, RouteOperation, SplitLoss},
-    placement,
-    program::{Instruction, Phase},
-    summa::SummaLinear,
+    instruction::{GradientBuffer, Instruction, Phase},
+    operation::{
+        AttentionOperation, ContextCollective, ContextCollectiveKind, KeySource, Operation, RemoteRows,
+        RouteOperation, SplitLoss, SummaLinear,
+    },
+    placement::Redistribute,
+    program::Program,
+    timeline::Cost,
 };
 
 impl Program {
@@ -33,7 +35,7 @@ impl Program {
     pub fn work(&self) -> UnitWork {
         let backward = |phase| self.tasks(phase, Stage::Backward, &self.split_gradients);
         let is_expert = |index: &usize| self.parameters()[*index].share.among == Among::Experts;
-        let elements = |index: usize| self.parameter_elements(crate::ParameterIndex(index));
+        let elements = |index: usize| self.parameter_elements(ParameterIndex(index));
         let parameters = 0..self.parameters().len();
         let is_trained = |index: &usize| self.parameters()[*index].trainable;
         let trained = parameters.clone().filter(is_trained);
@@ -192,40 +194,35 @@ impl Program {
     }
 
     /// Returns the communication of a redistribution's forward.
-    fn exchanged(
-        &self,
-        change: placement::Redistribute,
-        (x, y): (Value, Value),
-        manner: Manner,
-    ) -> Vec<TaskKind> {
-        use placement::Redistribute as Change;
+    fn exchanged(&self, change: Redistribute, (x, y): (Value, Value), manner: Manner) -> Vec<TaskKind> {
         let all =
             |collective, value| vec![exchange(Peers::Tensor, collective, self.value_bytes(value), manner)];
         match change {
-            Change::AllGatherTokens | Change::AllGatherReplicated => all(Collective::AllGather, y),
-            Change::AllReduce => all(Collective::AllReduce, y),
-            Change::ReduceScatterTokens => all(Collective::ReduceScatter, x),
-            Change::TokensToBlocks | Change::BlocksToTokens => self.in_line(x),
-            Change::SliceTokens | Change::AllReduceGradient => vec![TaskKind::Stream],
+            Redistribute::AllGatherTokens | Redistribute::AllGatherReplicated => {
+                all(Collective::AllGather, y)
+            }
+            Redistribute::AllReduce => all(Collective::AllReduce, y),
+            Redistribute::ReduceScatterTokens => all(Collective::ReduceScatter, x),
+            Redistribute::TokensToBlocks | Redistribute::BlocksToTokens => self.in_line(x),
+            Redistribute::SliceTokens | Redistribute::AllReduceGradient => vec![TaskKind::Stream],
         }
     }
 
     /// Returns the communication of a redistribution's backward.
     fn gradients_exchanged(
         &self,
-        change: placement::Redistribute,
+        change: Redistribute,
         (x, y): (Value, Value),
         manner: Manner,
     ) -> Vec<TaskKind> {
-        use placement::Redistribute as Change;
         let all =
             |collective, value| vec![exchange(Peers::Tensor, collective, self.value_bytes(value), manner)];
         match change {
-            Change::AllReduceGradient => all(Collective::AllReduce, y),
-            Change::AllGatherTokens => all(Collective::ReduceScatter, y),
-            Change::ReduceScatterTokens | Change::SliceTokens => all(Collective::AllGather, x),
-            Change::TokensToBlocks | Change::BlocksToTokens => self.in_line(x),
-            Change::AllGatherReplicated | Change::AllReduce => vec![TaskKind::Stream],
+            Redistribute::AllReduceGradient => all(Collective::AllReduce, y),
+            Redistribute::AllGatherTokens => all(Collective::ReduceScatter, y),
+            Redistribute::ReduceScatterTokens | Redistribute::SliceTokens => all(Collective::AllGather, x),
+            Redistribute::TokensToBlocks | Redistribute::BlocksToTokens => self.in_line(x),
+            Redistribute::AllGatherReplicated | Redistribute::AllReduce => vec![TaskKind::Stream],
         }
     }
 

@@ -1,192 +1,21 @@
 //! The operations of a recorded block: the values and parameters each reads and writes, and the saved activations
 //! that its two backward functions need. The kernels are called in `replay`.
 
-use lockstep_plan::ExpertPlace;
+mod attention;
+mod experts;
+mod parallel;
+
 use lockstep_tensor::Gelu;
 
+pub(crate) use self::attention::{AttentionOperation, KeySource};
+pub use self::attention::{AttentionShape, RotaryPairs};
+pub use self::experts::Routing;
+pub(crate) use self::experts::{PartCounts, RemoteRows, RouteOperation, SlotTables};
+pub(crate) use self::parallel::{ContextCollective, ContextCollectiveKind, SplitLoss, SummaLinear};
 use crate::{
-    Routing, Value,
-    context::{ContextCollective, ContextCollectiveKind, KeySource},
+    block::{BatchInput, DropoutSite, ParameterIndex, TokenRange, Value},
     placement::Redistribute,
-    summa::SummaLinear,
-    training::Training,
 };
-
-/// Index of a parameter in its program's list of declarations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct ParameterIndex(pub usize);
-
-/// An integer input of a micro-batch that an embedding can look up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BatchInput {
-    /// Ids of the tokens.
-    Ids,
-    /// Position of each token in its sequence.
-    Positions,
-}
-
-/// A dropout site of a block.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct DropoutSite {
-    /// Index of the site within its block.
-    pub site: u32,
-    /// Probability of dropping an element.
-    pub probability: f32,
-}
-
-/// The elements of a head that a rotary embedding rotates together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RotaryPairs {
-    /// Elements `i` and `i + head_dim / 2`: the half-split form.
-    Halves,
-    /// Elements `2i` and `2i + 1`: the interleaved form.
-    Neighbours,
-}
-
-/// The model's parameters of an attention; the batch supplies the rest.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AttentionShape {
-    /// Number of query heads.
-    pub heads: usize,
-    /// Number of key and value heads.
-    pub key_value_heads: usize,
-    /// Elements per head.
-    pub head_dim: usize,
-    /// Factor on the scores.
-    pub scale: f32,
-    /// Sliding window in tokens; `None` means full causal attention.
-    pub window: Option<usize>,
-}
-
-/// An attention with its operands and results.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct AttentionOperation {
-    pub(crate) q: Value,
-    pub(crate) k: Value,
-    pub(crate) v: Value,
-    /// Shape of this rank's part, where ranks shard the heads.
-    pub(crate) shape: AttentionShape,
-    /// Index of this rank's first query head.
-    pub(crate) first_head: usize,
-    /// The sequences that this rank attends within.
-    pub(crate) sequences: SequenceRange,
-    pub(crate) dropout: Option<DropoutSite>,
-    /// Source of the keys of whole sequences.
-    pub(crate) reach: KeySource,
-    pub(crate) y: Value,
-    pub(crate) log_sum_exp: Value,
-}
-
-/// Consecutive tokens of a micro-batch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct TokenRange {
-    pub(crate) first: usize,
-    pub(crate) len: usize,
-}
-
-/// Consecutive sequences of a micro-batch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct SequenceRange {
-    pub(crate) first: usize,
-    pub(crate) len: usize,
-}
-
-/// Inputs and scratch of a vocabulary-parallel loss, for the tokens of one range.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct SplitLoss {
-    pub(crate) first_column: usize,
-    /// Softmax statistics, three numbers per token: see
-    /// [`Kernels::softmax_statistics`](lockstep_tensor::Kernels::softmax_statistics).
-    pub(crate) statistics: Value,
-    /// The statistics of all ranks.
-    pub(crate) gathered: Value,
-    pub(crate) log_sum_exp: Value,
-}
-
-/// A router with its operands, results and scratch.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct RouteOperation {
-    pub(crate) logits: Value,
-    /// Selection bias, added to the scores for the choice of experts only, and f32 scratch for it.
-    pub(crate) bias: Option<(ParameterIndex, Value)>,
-    pub(crate) routing: Routing,
-    /// Slots per sequence that an expert takes; `None` means no limit.
-    pub(crate) capacity: Option<usize>,
-    pub(crate) scores: Value,
-    pub(crate) log_sum_exp: Value,
-    pub(crate) experts: Value,
-    pub(crate) weights: Value,
-    /// The tokens that this rank routes.
-    pub(crate) tokens: TokenRange,
-    /// Slots that chose each expert, per local range of a sequence: f32 `[ranges, experts]`.
-    pub(crate) counts: Value,
-    /// The counts of whole sequences, where other ranks hold parts of them.
-    pub(crate) parts: Option<PartCounts>,
-    /// Scratch: sums of probabilities in the forward, their gradients in the backward.
-    pub(crate) probabilities: Value,
-    /// The chosen experts, with slots beyond the capacity masked; `None` without a capacity.
-    pub(crate) kept: Option<Value>,
-}
-
-/// Slot counts across the ranks that hold parts of the same sequences.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct PartCounts {
-    /// Counts of whole sequences.
-    pub(crate) totals: Value,
-    /// Scratch: the counts of every rank's ranges, as gathered.
-    pub(crate) gathered: Value,
-    /// Scratch: these counts in token order, one sequence after another.
-    pub(crate) ordered: Value,
-    /// Scratch: counts of the tokens before each local range.
-    pub(crate) before: Value,
-}
-
-/// Tables and buffers of the all-to-all that takes rows to the experts of other ranks and back. A shard of an expert
-/// counts as an expert here.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct RemoteRows {
-    pub(crate) place: ExpertPlace,
-    /// The expert of each slot, once per shard of the expert; `None` without expert tensor parallelism.
-    pub(crate) experts: Option<Value>,
-    /// Offset of the first row to send for each expert, in rank order.
-    pub(crate) sent: Value,
-    /// Number of rows received, per sending rank and local expert.
-    pub(crate) received: Value,
-    /// Scratch: the expert of each received row.
-    pub(crate) arrived: Value,
-    /// Permutation from received rows to rows sorted by expert, and its inverse.
-    pub(crate) arrived_slots: Value,
-    pub(crate) arrived_rows: Value,
-    /// Scratch: the send and the receive buffer.
-    pub(crate) sending: Value,
-    pub(crate) receiving: Value,
-}
-
-/// Permutation between slots and rows sorted by expert, and the first row of each expert.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct SlotTables {
-    pub(crate) slots: Value,
-    pub(crate) rows: Value,
-    pub(crate) offsets: Value,
-    /// Tables of the all-to-all, where experts are on several ranks.
-    pub(crate) remote: Option<RemoteRows>,
-}
-
-impl SlotTables {
-    /// Returns the permutations between rows and slots, without the offsets.
-    fn values(&self) -> Vec<Value> {
-        let mut values = vec![self.slots, self.rows];
-        if let Some(remote) = self.remote {
-            let RemoteRows { sent, received, arrived_slots, arrived_rows, .. } = remote;
-            values.extend([sent, received, arrived_slots, arrived_rows]);
-        }
-        values
-    }
-
-    fn scratch(&self) -> Vec<Value> {
-        self.remote.map_or_else(Vec::new, |remote| vec![remote.sending, remote.receiving])
-    }
-}
 
 /// One recorded operation.
 #[derive(Debug, Clone)]
@@ -545,17 +374,13 @@ impl Operation {
         }
     }
 
-    /// Returns the saved activations that the gradients of trained weights need. A bias gradient needs none.
-    pub(crate) fn needs_for_weights(&self, training: &Training) -> Vec<Value> {
+    /// Returns the saved activations that the gradient of its weight needs. A bias gradient needs none.
+    pub(crate) fn needs_for_weights(&self) -> Vec<Value> {
         match *self {
-            Self::Linear { x, weight, .. } | Self::SummaLinear(SummaLinear { x, weight, .. })
-                if training.trains(weight) =>
-            {
-                vec![x]
-            }
-            Self::GroupedLinear { x, weight, offsets, .. } if training.trains(weight) => vec![x, offsets],
-            Self::RmsNorm { x, rstd, weight, .. } if training.trains(weight) => vec![x, rstd],
-            Self::LayerNorm { x, mean, rstd, weight, .. } if training.trains(weight) => vec![x, mean, rstd],
+            Self::Linear { x, .. } | Self::SummaLinear(SummaLinear { x, .. }) => vec![x],
+            Self::GroupedLinear { x, offsets, .. } => vec![x, offsets],
+            Self::RmsNorm { x, rstd, .. } => vec![x, rstd],
+            Self::LayerNorm { x, mean, rstd, .. } => vec![x, mean, rstd],
             _ => vec![],
         }
     }

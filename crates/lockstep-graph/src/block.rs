@@ -1,0 +1,132 @@
+//! The vocabulary of a recorded block: its shape and purpose, its values and parameters, and the token ranges and
+//! dropout sites that operations refer to.
+//!
+//! A value is a matrix `[tokens, columns]` without storage; a parameter is a declaration without weights.
+
+use lockstep_plan::{CheckedPlan, DType, Initializer, Share};
+
+/// Purpose of a program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Mode {
+    /// Forward and backward, with dropout.
+    Training,
+    /// Forward only, without dropout; attention can read and fill a key-value cache.
+    Inference,
+}
+
+/// The micro-batch shape and element type a block is recorded for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BlockShape {
+    /// Sequences in a micro-batch.
+    pub sequences: usize,
+    /// Tokens per sequence.
+    pub seq_len: usize,
+    /// Dtype of activations and of the weights that kernels read.
+    pub dtype: DType,
+}
+
+impl BlockShape {
+    /// Largest number of tokens in a micro-batch.
+    pub const MAX_TOKENS: usize = lockstep_plan::MAX_MICRO_BATCH_TOKENS;
+
+    /// Returns the micro-batch shape of a plan, with the dtype that kernels read.
+    pub fn of_plan(plan: &CheckedPlan, dtype: DType) -> Self {
+        Self { sequences: plan.micro_batch(), seq_len: plan.seq_len(), dtype }
+    }
+
+    /// Returns the number of tokens in a micro-batch.
+    pub fn tokens(&self) -> usize {
+        self.sequences * self.seq_len
+    }
+}
+
+/// A handle to a recorded value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Value(pub(crate) usize);
+
+/// Local shape and dtype of a value.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ValueInfo {
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) dtype: DType,
+}
+
+impl ValueInfo {
+    pub(crate) fn elements(&self) -> usize {
+        self.rows * self.columns
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.elements() * self.dtype.size_bytes()
+    }
+}
+
+/// Index of a parameter in its program's list of declarations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ParameterIndex(pub usize);
+
+/// A parameter as its block declares it; the name is relative to the block.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParameterDeclaration {
+    /// Name within the block, e.g. `self_attn.q_proj.weight`.
+    pub name: String,
+    /// Global (unsharded) shape.
+    pub shape: Vec<usize>,
+    /// This rank's shard.
+    pub share: Share,
+    /// Initializer of the global parameter.
+    pub initializer: Initializer,
+    /// True if it is trained and so has a gradient.
+    pub trainable: bool,
+}
+
+/// Presence of a bias in a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bias {
+    /// The layer has no bias.
+    Without,
+    /// The layer has a bias, which is initialized to zero.
+    With,
+}
+
+impl From<bool> for Bias {
+    fn from(has_bias: bool) -> Self {
+        if has_bias { Self::With } else { Self::Without }
+    }
+}
+
+/// An integer input of a micro-batch that an embedding can look up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BatchInput {
+    /// Ids of the tokens.
+    Ids,
+    /// Position of each token in its sequence.
+    Positions,
+}
+
+/// Consecutive tokens of a micro-batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TokenRange {
+    pub(crate) first: usize,
+    pub(crate) len: usize,
+}
+
+/// Consecutive sequences of a micro-batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SequenceRange {
+    pub(crate) first: usize,
+    pub(crate) len: usize,
+}
+
+/// Most dropout sites of a program. Programs of a model number theirs this far apart, so no two sites share a mask.
+pub const MAX_DROPOUT_SITES: u32 = 16;
+
+/// A dropout site of a block.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DropoutSite {
+    /// Index of the site within its block.
+    pub site: u32,
+    /// Probability of dropping an element.
+    pub probability: f32,
+}

@@ -1,0 +1,239 @@
+//! Compilation of a recording into a program: recomputation of values that are not saved, and a place for every value
+//! and gradient.
+
+use std::collections::BTreeSet;
+
+use lockstep_plan::Recompute;
+
+use crate::{
+    backward::{self, Order},
+    block::{Mode, Value},
+    instruction::{Gradient, GradientBuffer, Home, Instruction, Phase},
+    operation::Operation,
+    overlap::Overlapped,
+    planner::Planner,
+    program::Program,
+    recorder::Recorder,
+    storage::{Bump, Lifetime, Region, Slot, pack},
+    training::{InputGradient, Training},
+};
+
+impl Recorder {
+    /// Ends the recording and compiles it; `output` is the value that the next block reads.
+    pub fn finish(self, output: Value, recompute: Recompute) -> Program {
+        let recorder = self;
+        #[cfg(feature = "faults")]
+        let recorder = crate::faults::put_into(recorder);
+        let Recorder { mode, shape, context, place, values, operations, parameters, input, .. } = recorder;
+        let wanted = input.filter(|_| recorder.input_gradient == InputGradient::Wanted);
+        let training = Training::new(values.len(), &operations, &parameters, wanted);
+        let planner = Planner::new(&values, &operations, input, output, &training, (mode, recompute), place);
+        let does_something = |index: &usize| operations[*index].renamed().is_none();
+        let forward_instructions =
+            (0..operations.len()).filter(does_something).map(Instruction::Forward).collect();
+        let forward = planner.place(forward_instructions, &[], &[]);
+
+        let empty = || planner.place(Vec::new(), &[], &[]);
+        let mut program = Program {
+            forward,
+            backward: empty(),
+            backward_inputs: empty(),
+            backward_weights: empty(),
+            gradients: Vec::new(),
+            split_gradients: Vec::new(),
+            frame_bytes: planner.frame_bytes,
+            deferred_bytes: 0,
+            shape,
+            context,
+            parameters,
+            training: Training::default(),
+            input,
+            output,
+            values: Vec::new(),
+            operations: Vec::new(),
+        };
+        if mode == Mode::Training {
+            let fused = backward::derive(&values, &operations, input, output, &training, Order::Fused);
+            let instructions = planner.with_recomputation(fused.inputs, &mut Vec::new());
+            program.backward = planner.place(instructions, &fused.gradients, &[]);
+            program.gradients = fused.gradients;
+
+            let split = backward::derive(&values, &operations, input, output, &training, Order::Split);
+            let mut recomputed = Vec::new();
+            let inputs = planner.with_recomputation(split.inputs, &mut recomputed);
+            let weights = planner.with_recomputation(split.weights, &mut recomputed.clone());
+            let (deferred, bytes) = planner.deferred(&inputs, &weights, &split.gradients);
+            program.backward_inputs = planner.place(inputs, &split.gradients, &deferred);
+            program.backward_weights = planner.place(weights, &split.gradients, &deferred);
+            program.split_gradients = split.gradients;
+            program.deferred_bytes = bytes;
+        }
+        program.training = training;
+        program.values = values;
+        program.operations = operations;
+        program
+    }
+}
+
+impl Planner<'_> {
+    /// Inserts the forward of each unsaved value before the first instruction that reads it. `available` lists the
+    /// values recomputed so far.
+    fn with_recomputation(
+        &self,
+        instructions: Vec<Instruction>,
+        available: &mut Vec<Value>,
+    ) -> Vec<Instruction> {
+        let mut out = Vec::with_capacity(instructions.len());
+        for instruction in instructions {
+            for value in self.values_read(&instruction) {
+                self.ensure(value, available, &mut out);
+            }
+            out.push(instruction);
+        }
+        out
+    }
+
+    fn ensure(&self, value: Value, available: &mut Vec<Value>, out: &mut Vec<Instruction>) {
+        if self.fixed[value.0].is_some() || available.contains(&value) {
+            return;
+        }
+        let producer = self.producers[value.0].expect("a value that is not the block's input has a producer");
+        for input in self.stored(self.operations[producer].reads()) {
+            self.ensure(input, available, out);
+        }
+        out.push(Instruction::Forward(producer));
+        available.extend(self.operations[producer].outputs());
+    }
+
+    /// Returns slots in the deferred buffer for the objects that both halves of a split backward touch, and the total bytes.
+    fn deferred(
+        &self,
+        inputs: &[Instruction],
+        weights: &[Instruction],
+        gradients: &[GradientBuffer],
+    ) -> (Vec<(usize, Slot)>, usize) {
+        let objects = |instructions: &[Instruction]| {
+            let mut objects: Vec<usize> =
+                instructions.iter().flat_map(|instruction| self.touches(instruction)).collect();
+            objects.sort_unstable();
+            objects.dedup();
+            objects
+        };
+        let (first, second) = (objects(inputs), objects(weights));
+        let scratch: BTreeSet<usize> =
+            self.operations.iter().flat_map(Operation::scratch).map(|value| value.0).collect();
+        let mut bump = Bump::default();
+        let places = second
+            .into_iter()
+            .filter(|object| first.binary_search(object).is_ok() && !scratch.contains(object))
+            .filter(|&object| self.fixed.get(object).is_none_or(Option::is_none))
+            .map(|object| (object, bump.place(Region::Deferred, self.bytes(object, gradients))))
+            .collect();
+        (places, bump.bytes)
+    }
+
+    fn bytes(&self, object: usize, gradients: &[GradientBuffer]) -> usize {
+        match self.values.get(object) {
+            Some(value) => value.bytes(),
+            None => gradients[object - self.values.len()].info.bytes(),
+        }
+    }
+
+    /// Returns for each object the object that takes over its storage. An output takes over that of an input which
+    /// dies there and which it may overwrite; any other object keeps its own. The lifetime of such an output begins
+    /// with the input's.
+    fn heirs(
+        &self,
+        instructions: &[Instruction],
+        gradients: &[GradientBuffer],
+        slots: &[Option<Slot>],
+        lifetimes: &mut [Option<Lifetime>],
+    ) -> Vec<usize> {
+        let mut heir: Vec<usize> = (0..slots.len()).collect();
+        for (time, instruction) in instructions.iter().enumerate() {
+            let Instruction::Forward(operation) = instruction else { continue };
+            let operation = &self.operations[*operation];
+            let output = operation.output().0;
+            let dying =
+                operation.in_place_inputs().into_iter().map(|value| self.stored_as[value.0]).find(|&input| {
+                    slots[input].is_none()
+                        && input != output
+                        && lifetimes[input].is_some_and(|lifetime| lifetime.last == time)
+                        && self.bytes(input, gradients) == self.bytes(output, gradients)
+                });
+            if let Some(input) = dying {
+                heir[input] = output;
+                let first = lifetimes[input].map_or(time, |lifetime| lifetime.first);
+                if let Some(lifetime) = &mut lifetimes[output] {
+                    lifetime.first = lifetime.first.min(first);
+                }
+            }
+        }
+        heir
+    }
+
+    /// Assigns a slot to every object of a phase.
+    fn place(
+        &self,
+        instructions: Vec<Instruction>,
+        gradients: &[GradientBuffer],
+        deferred: &[(usize, Slot)],
+    ) -> Phase {
+        let count = self.values.len() + gradients.len();
+        let mut slots: Vec<Option<Slot>> = self.fixed.clone();
+        slots.extend(gradients.iter().map(|gradient| match gradient.home {
+            Home::OutputGradient => Some(Slot::start_of(Region::OutputGradient)),
+            Home::InputGradient => Some(Slot::start_of(Region::InputGradient)),
+            Home::Anywhere => None,
+        }));
+        for &(object, slot) in deferred {
+            slots[object] = Some(slot);
+        }
+
+        let Overlapped { instructions, communication_buffer, transit_bytes } =
+            self.overlapped(instructions, gradients, &slots);
+        let mut lifetimes: Vec<Option<Lifetime>> = vec![None; count];
+        for (time, instruction) in instructions.iter().enumerate() {
+            for object in self.touches_of(instruction, &communication_buffer) {
+                let bytes = self.bytes(object, gradients);
+                lifetimes[object].get_or_insert(Lifetime { first: time, last: time, bytes }).last = time;
+            }
+        }
+
+        let heir = self.heirs(&instructions, gradients, &slots, &mut lifetimes);
+        let free: Vec<usize> = (0..count)
+            .filter(|&object| {
+                slots[object].is_none() && heir[object] == object && lifetimes[object].is_some()
+            })
+            .collect();
+        let packed: Vec<Lifetime> = free.iter().filter_map(|&object| lifetimes[object]).collect();
+        let (offsets, workspace_bytes) = pack(&packed);
+        for (&object, offset_bytes) in free.iter().zip(offsets) {
+            slots[object] = Some(Slot { region: Region::Workspace, offset_bytes });
+        }
+        for object in 0..count {
+            let mut last = object;
+            while heir[last] != last {
+                last = heir[last];
+            }
+            if lifetimes[object].is_some() {
+                slots[object] = slots[last];
+            }
+        }
+        for value in 0..self.values.len() {
+            slots[value] = slots[self.stored_as[value]];
+        }
+        let gradient_slots = (0..gradients.len()).map(|g| slots[self.object(Gradient(g))]).collect();
+        slots.truncate(self.values.len());
+        debug_assert!(self.input.is_none_or(|input| slots[input.0].is_some()));
+        Phase {
+            instructions,
+            communication_buffer,
+            values: slots,
+            gradients: gradient_slots,
+            workspace_bytes,
+            transit_bytes,
+            touches_output: lifetimes[self.output.0].is_some(),
+        }
+    }
+}

@@ -12,7 +12,21 @@
 
 use std::ops::Range;
 
-use crate::ContextMethod;
+use serde::{Deserialize, Serialize};
+
+/// Algorithm by which attention reads the keys and values of other context-parallel ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ContextMethod {
+    /// Ring attention: keys and values travel round the ranks (Liu et al. 2023). Each rank has one early and one late chunk of the
+    /// sequence, which balances the causal mask.
+    #[default]
+    Ring,
+    /// All-gather: every rank gathers all keys and values. The sequence is split as for the ring.
+    AllGather,
+    /// All-to-all: ranks switch from sequence shards to head shards for attention (DeepSpeed-Ulysses, Jacobs et al. 2023).
+    AllToAll,
+}
 
 /// A rank's position in the context-parallel group, and the attention algorithm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -44,7 +44,7 @@ pub mod work;
 mod wrap;
 mod zero;
 
-pub use context::ContextPlace;
+pub use context::{ContextMethod, ContextPlace};
 pub use dtype::DType;
 pub use memory::{
     ActivationUse, CACHE_LINE_BYTES, Extent, FRAME_PLACES, FlatParameter, GradientStaging, MemoryBytes,
@@ -58,19 +58,19 @@ pub use memory::{
 };
 pub use mesh::{Axis, Degrees, ExpertAxis, Mesh, MeshError, MeshProblem, View};
 pub use nearest::Choices;
-pub use parameter::{Initializer, ParameterId, ParameterRecord};
+pub use parameter::{BufferUnit, Initializer, ParameterId, ParameterRecord};
 pub use pattern::describes;
 pub use plan::{
-    CheckedPlan, ContextMethod, DEFAULT_BUCKET_MB, Facts, MAX_MICRO_BATCH_TOKENS, PLAN_VERSION, PassOrder,
-    PipelineSchedule, Places, Plan, PlanError, PlanPrediction, PlanProblem, PlanProblems, PlannedStep,
-    RankList, RankPlan, RanksMemory, StepFacts, StepLayout, TensorDimensions,
+    CheckedPlan, DEFAULT_BUCKET_MB, Facts, MAX_MICRO_BATCH_TOKENS, PLAN_VERSION, PassOrder, PipelineSchedule,
+    Places, Plan, PlanError, PlanPrediction, PlanProblem, PlanProblems, PlannedStep, RankList, RankPlan,
+    RanksMemory, StepFacts, StepLayout,
 };
 pub use quantized::{Feedback, QUANTIZATION_BLOCK, Quantization, QuantizedType};
 pub use recompute::{LayerRule, Recompute, RecomputeError, RecomputeRules};
 pub use residence::{Offload, Residence, Residences, WINDOW_ELEMENTS};
-pub use share::{Among, ExpertPlace, GridPlace, ReductionGroup, Shard, Share, TensorPlace};
+pub use share::{Among, ExpertPlace, GridPlace, ReductionGroup, Shard, Share, TensorDimensions, TensorPlace};
 pub use split::{SplitError, split_minmax, split_units};
 pub use state_bytes::{StateBytes, StateOnRank};
 pub use state_kind::StateKind;
-pub use wrap::{BufferUnit, Wrap, WrapError};
+pub use wrap::{Wrap, WrapError};
 pub use zero::{ShardPlace, Sharding, ZeroStage};

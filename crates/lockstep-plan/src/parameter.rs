@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    BufferUnit, Share,
+    Share,
     random::{Philox, key_from_name},
 };
 
@@ -60,6 +60,22 @@ impl Initializer {
                 }
             }
         }
+    }
+}
+
+/// Identifies the flat buffer of a parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct BufferUnit {
+    /// First unit of the buffer; the backward pass reaches it last.
+    pub first: usize,
+    /// Index of the buffer among all buffers of the model.
+    pub number: usize,
+}
+
+impl BufferUnit {
+    /// Returns the buffer of a unit that is not combined with others.
+    pub const fn alone(unit: usize) -> Self {
+        Self { first: unit, number: unit }
     }
 }
 

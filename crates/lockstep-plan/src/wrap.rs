@@ -15,7 +15,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{ParameterRecord, describes};
+use crate::{BufferUnit, ParameterRecord, describes};
 
 /// Wrapping policy: which consecutive units share a flat buffer.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -98,22 +98,6 @@ impl fmt::Display for Wrap {
             Self::AtLeast(least) => write!(f, "{{ {SIZE_KEY} = {least} }}"),
             Self::Named(patterns) => write!(f, "{patterns:?}"),
         }
-    }
-}
-
-/// Identifies the flat buffer of a parameter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct BufferUnit {
-    /// First unit of the buffer; the backward pass reaches it last.
-    pub first: usize,
-    /// Index of the buffer among all buffers of the model.
-    pub number: usize,
-}
-
-impl BufferUnit {
-    /// Returns the buffer of a unit that is not combined with others.
-    pub const fn alone(unit: usize) -> Self {
-        Self { first: unit, number: unit }
     }
 }
 

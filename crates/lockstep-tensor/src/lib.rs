@@ -12,26 +12,34 @@
 //! - Every kernel checks, before it touches memory, that its outputs overlap none of its other operands.
 
 mod arena;
+mod block;
+mod buffer;
 pub mod cpu;
 #[cfg(feature = "delayed")]
 pub mod delayed;
 mod device;
 mod disk;
 mod error;
+mod event;
 mod experts;
 pub mod host;
 mod kernels;
 mod mapped;
+mod queue;
+mod shape;
 mod shared;
+mod tensor;
 mod view;
 
-pub use arena::{Arena, Buffer, Loan};
+pub use arena::Arena;
+pub use buffer::{Buffer, Loan};
 pub use cpu::{CpuLevel, CpuQueue, F32Products, Workers, muon_flops};
-pub use device::{Device, DeviceEvent, Event, Pending, Place, Queue};
+pub use device::Device;
 pub use disk::{
     Action, DiskBackend, DiskError, DiskIo, DiskQueue, DiskTraffic, ScratchFile, Ticket, Transfer,
 };
 pub use error::TensorError;
+pub use event::{DeviceEvent, Event, Pending};
 pub use experts::{
     ExpertGroups, GroupedGemm, Permutation, Router, RouterGradients, RouterOutputs, RouterScores,
     RouterWeights,
@@ -41,5 +49,8 @@ pub use kernels::{
     Rotation, Rounding, Sgd, TokenPositions, TokenSpan, Write,
 };
 pub use mapped::MappedFile;
+pub use queue::Queue;
+pub use shape::{Element, Shape};
 pub use shared::{SharedHeap, SharedMemory};
-pub use view::{Element, Shape, Tensor, View};
+pub use tensor::Tensor;
+pub use view::{DeviceMemory, Place, View};

@@ -1,91 +1,59 @@
-//! Typed windows of a buffer: the operands of kernels.
+//! Typed windows of a buffer, the operands of kernels, and the memory that they lie in: the host's or a device's.
 
-use std::{fmt, marker::PhantomData, ops::Range, ptr::NonNull};
+use std::{cell::Cell, fmt, marker::PhantomData, ops::Range, ptr::NonNull, sync::Arc};
 
-use bytemuck::Pod;
-use half::{bf16, f16};
-use lockstep_plan::{DType, MemoryCategory};
+use lockstep_plan::DType;
 
-use crate::{Arena, Buffer, Pending, Place, TensorError};
+use crate::{Element, Event, Pending, Shape};
 
-/// A Rust type that can be the element of a tensor.
-pub trait Element: Pod + Send + Sync {
-    /// The dtype of this element type.
-    const DTYPE: DType;
+/// The memory that holds a buffer or a view.
+#[derive(Debug, Clone, Copy)]
+pub enum Place<'a> {
+    /// Host memory, which any code may touch.
+    Host,
+    /// Memory of a device.
+    Device(&'a Arc<dyn DeviceMemory>),
 }
 
-macro_rules! elements {
-    ($($type:ty => $dtype:ident),*) => {$(
-        impl Element for $type {
-            const DTYPE: DType = DType::$dtype;
-        }
-    )*};
-}
-elements!(f32 => F32, bf16 => BF16, f16 => F16, i32 => I32, u32 => U32, u8 => U8);
+/// The memory of a device with a queue of its own.
+///
+/// Every method that takes a view is enqueued: its work runs in the order of the device's queue. The view's memory
+/// stays valid until the queue has passed the call, because buffers are freed in queue order ([`DeviceMemory::retire`]).
+pub trait DeviceMemory: fmt::Debug + Send + Sync {
+    /// Allocates device memory, aligned for direct disk transfers; `None` if the device is out of memory. The
+    /// contents are unspecified.
+    fn allocate(&self, bytes: usize) -> Option<NonNull<u8>>;
 
-/// Up to four dimensions, row-major, stored inline so that making a view never allocates. A shape always fits the
-/// address space, so arithmetic on its dimensions and offsets cannot overflow.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Shape {
-    dims: [usize; Self::MAX_RANK],
-    rank: usize,
-}
+    /// Frees memory that [`DeviceMemory::allocate`] returned.
+    ///
+    /// # Safety
+    /// The memory must come from this device with the same `bytes`, and must not be used again.
+    unsafe fn free(&self, memory: NonNull<u8>, bytes: usize);
 
-impl Shape {
-    /// Largest number of dimensions.
-    pub const MAX_RANK: usize = 4;
+    /// Returns an event that completes when everything enqueued so far has run.
+    fn record(&self) -> Event;
 
-    /// Largest number of elements: an allocation of this many elements of the widest type is still possible.
-    const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
+    /// Enqueues a copy of `bytes` from the host to a view of the same size.
+    fn write(&self, to: View<'_>, bytes: &[u8]);
 
-    /// The dimensions, outermost first.
-    pub fn dims(&self) -> &[usize] {
-        &self.dims[..self.rank]
-    }
+    /// Enqueues a copy of a view's bytes to the host.
+    fn read(&self, from: View<'_>) -> Pending<'static, Vec<u8>>;
 
-    /// Number of elements.
-    pub fn elements(&self) -> usize {
-        self.dims().iter().product()
-    }
+    /// Enqueues a fill of a view with zero bytes.
+    fn zero(&self, view: View<'_>);
 
-    /// The shape as a matrix: (product of all dimensions but the last, last dimension).
-    pub fn as_matrix(&self) -> (usize, usize) {
-        match self.dims() {
-            [] => (1, 1),
-            [rows @ .., columns] => (rows.iter().product(), *columns),
-        }
-    }
+    /// Calls `give_back`, which returns the memory to its next owner, once the queue has passed everything enqueued
+    /// so far.
+    fn retire(&self, memory: View<'_>, give_back: Box<dyn FnOnce() + Send>);
+
+    /// Records that `by`, which is not the queue, uses this memory from now on.
+    ///
+    /// # Panics
+    /// May panic if the queue has not passed every use of the memory.
+    fn touch(&self, memory: View<'_>, by: &dyn fmt::Display);
 }
 
-impl From<&[usize]> for Shape {
-    fn from(dims: &[usize]) -> Self {
-        assert!(dims.len() <= Self::MAX_RANK, "a shape has at most {} dimensions: {dims:?}", Self::MAX_RANK);
-        // A dimension of zero counts as one here; otherwise the product of the others could still overflow.
-        let elements = dims.iter().try_fold(1_usize, |product, dim| product.checked_mul((*dim).max(1)));
-        assert!(
-            elements.is_some_and(|elements| elements <= Self::MAX_ELEMENTS),
-            "a shape has at most {} elements: {dims:?}",
-            Self::MAX_ELEMENTS
-        );
-        let mut shape = Self { dims: [1; Self::MAX_RANK], rank: dims.len() };
-        shape.dims[..dims.len()].copy_from_slice(dims);
-        shape
-    }
-}
-
-impl<const N: usize> From<[usize; N]> for Shape {
-    fn from(dims: [usize; N]) -> Self {
-        Self::from(dims.as_slice())
-    }
-}
-
-impl fmt::Debug for Shape {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.dims().fmt(f)
-    }
-}
-
-/// A typed, shaped, contiguous window of a [`Buffer`]. Copies of a view are cheap and refer to the same memory.
+/// A typed, shaped, contiguous window of a [`Buffer`](crate::Buffer). Copies of a view are cheap and refer to the same memory.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
     pointer: NonNull<u8>,
@@ -93,7 +61,7 @@ pub struct View<'a> {
     shape: Shape,
     place: Place<'a>,
     /// Makes the view not `Sync`, and ties it to its buffer.
-    buffer: PhantomData<&'a Buffer>,
+    buffer: PhantomData<&'a Cell<()>>,
 }
 
 impl<'a> View<'a> {
@@ -314,114 +282,5 @@ impl<'a> View<'a> {
 impl fmt::Debug for View<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {:?}", self.dtype, self.shape)
-    }
-}
-
-/// A buffer of its own with one shape: for tests, fixtures and inputs made on the host.
-#[derive(Debug)]
-pub struct Tensor {
-    buffer: Buffer,
-    dtype: DType,
-    shape: Shape,
-}
-
-impl Tensor {
-    /// Creates a tensor of zeros.
-    ///
-    /// # Errors
-    /// If there is not enough memory.
-    pub fn zeros(
-        arena: &Arena,
-        dtype: DType,
-        shape: impl Into<Shape>,
-        category: MemoryCategory,
-    ) -> Result<Self, TensorError> {
-        let shape = shape.into();
-        let buffer = arena.allocate_zeroed(shape.elements() * dtype.size_bytes(), category)?;
-        Ok(Self { buffer, dtype, shape })
-    }
-
-    /// Creates a tensor with the given elements.
-    ///
-    /// # Errors
-    /// If there is not enough memory.
-    pub fn from_slice<T: Element>(
-        arena: &Arena,
-        shape: impl Into<Shape>,
-        elements: &[T],
-        category: MemoryCategory,
-    ) -> Result<Self, TensorError> {
-        let tensor = Self::zeros(arena, T::DTYPE, shape, category)?;
-        tensor.view().write(elements);
-        Ok(tensor)
-    }
-
-    /// Returns a view of the whole tensor.
-    pub fn view(&self) -> View<'_> {
-        self.buffer.view(self.dtype, 0, self.shape)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn tensor<T: Element>(shape: impl Into<Shape>, elements: &[T]) -> Tensor {
-        Tensor::from_slice(&Arena::new(), shape, elements, MemoryCategory::Activations).unwrap()
-    }
-
-    #[test]
-    fn rows_and_reshapes_are_windows_of_the_same_memory() {
-        let tensor = tensor([4, 3], &[0_u32, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
-        let middle = tensor.view().rows(1..3);
-        assert_eq!(middle.shape().dims(), [2, 3]);
-        assert_eq!(middle.to_vec::<u32>(), [3, 4, 5, 6, 7, 8]);
-        middle.reshape([3, 2]).rows(2..3).copy_from(&[70_u32, 80]);
-        assert_eq!(tensor.view().to_vec::<u32>()[6..9], [6, 70, 80]);
-        assert_eq!(tensor.view().reshape([2, 2, 3]).shape().as_matrix(), (4, 3));
-    }
-
-    #[test]
-    fn windows_overlap_where_they_share_a_byte_and_empty_ones_never() {
-        let tensor = tensor([4], &[0.0_f32; 4]);
-        let rows = |range| tensor.view().rows(range);
-        assert!(rows(0..3).overlaps(&rows(2..4)) && rows(0..4).overlaps(&rows(1..2)));
-        assert!(!rows(0..2).overlaps(&rows(2..4)));
-        for empty in [rows(0..0), rows(2..2), rows(4..4)] {
-            assert!(!empty.overlaps(&tensor.view()) && !tensor.view().overlaps(&empty));
-            assert!(!empty.overlaps(&empty));
-        }
-        assert!(rows(1..3).same_memory(&rows(1..3)) && !rows(1..3).same_memory(&rows(1..4)));
-    }
-
-    #[test]
-    #[should_panic(expected = "a shape has at most")]
-    fn a_shape_whose_size_would_wrap_around_is_refused() {
-        // 2^62 elements of four bytes are 2^64 bytes, which would pass for none.
-        let _ = Shape::from([1_usize << 31, 1 << 31]);
-    }
-
-    #[test]
-    #[should_panic(expected = "a shape has at most")]
-    fn an_empty_dimension_does_not_hide_that_the_others_wrap_around() {
-        let _ = Shape::from([usize::MAX, 2, 0]);
-    }
-
-    #[test]
-    #[should_panic(expected = "rows 1..5 of [4]")]
-    fn rows_beyond_the_last_are_refused() {
-        tensor([4], &[0_u8; 4]).view().rows(1..5);
-    }
-
-    #[test]
-    #[should_panic(expected = "cannot view [4] as [5]")]
-    fn a_reshape_to_another_number_of_elements_is_refused() {
-        tensor([4], &[0_u8; 4]).view().reshape([5]);
-    }
-
-    #[test]
-    #[should_panic(expected = "a view of u8 is not a view of i32")]
-    fn elements_of_another_type_are_refused() {
-        tensor([4], &[0_u8; 4]).view().to_vec::<i32>();
     }
 }

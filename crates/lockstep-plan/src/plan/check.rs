@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::{
     CheckedPlan, Facts, Plan, PlanProblem, PlanProblems, StepFacts, StepLayout,
-    rules::{ALONE, ON_RANKS, Rule, SCHEDULE, WITH_MODEL},
+    problem::{DEGREES, SCHEDULE},
+    rules::{ALONE, ON_RANKS, Rule, WITH_MODEL},
 };
 use crate::{
     mesh::Mesh,
@@ -56,5 +57,14 @@ impl Plan {
             PlanProblem { fields: SCHEDULE, what }
         };
         schedule.map_err(|ScheduleError(found)| problems.extend(found.into_iter().map(problem))).ok()
+    }
+}
+
+impl PlanProblem {
+    /// Returns the fields of all rules, for callers that have other names for them.
+    pub fn all_fields() -> impl Iterator<Item = &'static str> {
+        let alone = ALONE.iter().map(|rule| rule.0);
+        let with_model = WITH_MODEL.iter().chain(ON_RANKS).map(|rule| rule.0);
+        alone.chain(with_model).chain([DEGREES, SCHEDULE]).flatten().copied()
     }
 }

@@ -27,6 +27,11 @@ pub struct PlanPrediction {
     pub step: Option<PlannedStep>,
 }
 
+/// Returns true if a field has its default, so that it is left out of the file.
+pub(super) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
 /// Predicted step time on the cluster that the plan was made for. The parts are those of the rank that ends last, and add up to
 /// `step_ms`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -43,10 +48,10 @@ pub struct PlannedStep {
     /// Pipeline bubble: waiting for other stages.
     pub bubble_ms: f64,
     /// Exposed transfers of offloaded state to and from host memory.
-    #[serde(default, skip_serializing_if = "super::is_default")]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub host_ms: f64,
     /// Exposed transfers of offloaded state to and from disk.
-    #[serde(default, skip_serializing_if = "super::is_default")]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub disk_ms: f64,
     /// Throughput of all ranks together, in tokens per second.
     pub tokens_per_s: f64,

@@ -2,7 +2,6 @@
 
 use std::fmt;
 
-use super::rules::{ALONE, ON_RANKS, SCHEDULE, WITH_MODEL};
 use crate::{mesh::MeshProblem, nearest::lines};
 
 /// Error of a plan that cannot be read or executed.
@@ -41,17 +40,14 @@ impl PlanProblem {
         let parts = self.what.split('`').enumerate();
         parts.map(|(at, part)| if at % 2 == 1 { name(part).unwrap_or(part) } else { part }).collect()
     }
-
-    /// Returns the fields of all rules, for callers that have other names for them.
-    pub fn all_fields() -> impl Iterator<Item = &'static str> {
-        let alone = ALONE.iter().map(|rule| rule.0);
-        let with_model = WITH_MODEL.iter().chain(ON_RANKS).map(|rule| rule.0);
-        alone.chain(with_model).chain([DEGREES, SCHEDULE]).flatten().copied()
-    }
 }
 
 /// Fields at fault if the degrees do not form a mesh.
-const DEGREES: &[&str] = &["mesh.tensor", "mesh.pipeline", "mesh.replicate", "mesh.shard", "mesh.context"];
+pub(super) const DEGREES: &[&str] =
+    &["mesh.tensor", "mesh.pipeline", "mesh.replicate", "mesh.shard", "mesh.context"];
+
+/// Fields of the rules that [`Schedule`](crate::schedule::Schedule) itself checks.
+pub(super) const SCHEDULE: &[&str] = &["schedule.passes", "schedule.chunks", "mesh.pipeline"];
 
 impl From<MeshProblem> for PlanProblem {
     fn from(problem: MeshProblem) -> Self {

@@ -7,11 +7,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Plan, TensorDimensions};
+use super::Plan;
 use crate::gathering::RankPasses;
 use crate::mesh::{Axis, Degrees, ExpertAxis, Mesh};
 use crate::schedule::Schedule;
-use crate::{ContextPlace, ExpertPlace, StageMemory, TensorPlace};
+use crate::{ContextPlace, ExpertPlace, StageMemory, TensorDimensions, TensorPlace};
 
 /// Layout of a step: the mesh, and the assignment of units and micro-batches to its ranks.
 #[derive(Debug, Clone, PartialEq)]

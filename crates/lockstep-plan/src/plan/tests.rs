@@ -2,8 +2,8 @@ use proptest::{prelude::*, sample::select};
 
 use super::*;
 use crate::{
-    LayerRule, MemoryBytes, MemoryCategory, QuantizedType, Recompute, Residence,
-    gathering::ReshardAfterForward,
+    ContextMethod, Degrees, LayerRule, MemoryBytes, MemoryCategory, QuantizedType, Recompute, RecomputeRules,
+    Residence, Residences, Sharding, TensorDimensions, gathering::ReshardAfterForward, schedule::Kind,
 };
 
 /// A model of 12 layers on 8 ranks.

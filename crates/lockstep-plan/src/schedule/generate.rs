@@ -4,101 +4,13 @@
 //! therefore only has to write a sequence of (kind, chunk); [`List`] counts which micro-batch comes next. Weight gradients accumulated in
 //! this order have the same bits under every schedule.
 
-use std::fmt;
-
-use serde::{Deserialize, Serialize};
-
-use super::{MOST_PASSES, Pass, PassKind, ScheduleError, ScheduleProblem};
+use super::{Kind, Pass, PassKind, ScheduleError, ScheduleProblem};
 use crate::nearest::{Choices, nearest_multiple};
 
-/// A published pipeline schedule.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Kind {
-    /// GPipe: all forwards, then all backwards (Huang et al. 2019).
-    #[serde(rename = "gpipe")]
-    GPipe,
-    /// 1F1B: forwards and backwards alternate, so a rank has no more micro-batches in flight than there are ranks from it to the last
-    /// (Narayanan et al. 2019; PipeDream-Flush, 2021).
-    #[serde(rename = "1f1b")]
-    OneForwardOneBackward,
-    /// 1F1B with several chunks per rank, in groups of as many micro-batches as ranks (Narayanan et al. 2021, section 2.2). The bubble
-    /// shrinks by the number of chunks.
-    #[serde(rename = "interleaved_1f1b")]
-    Interleaved,
-    /// Chunk after chunk, with all micro-batches through each (Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism").
-    #[serde(rename = "looped_bfs")]
-    LoopedBreadthFirst,
-    /// 1F1B with a split backward and the same memory (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.3, ZB-H1).
-    #[serde(rename = "zb_h1")]
-    ZeroBubbleH1,
-    /// Two chunks per rank in a V: the last stage is on the first rank (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory",
-    /// section 4, V-ZB).
-    #[serde(rename = "zb_v")]
-    ZeroBubbleV,
-    /// The V-shaped half of DualPipe (DeepSeek-AI 2025, DeepSeek-V3 report, section 3.2.1). In its steady state a forward comes directly
-    /// before a backward of another chunk, so that an engine may overlap the communication of each with the compute of the other. Engine
-    /// and simulator run the two one after the other, and the forward's output is sent before the backward. A rank then waits for P - 1
-    /// passes, half of DeepSeek's (P - 1)(F&B + B - 3W), which holds for pairs whose results are sent together, with F&B = F + B and B =
-    /// 2F = 2W.
-    #[serde(rename = "dualpipe_v")]
-    DualPipeV,
-}
+/// Upper limit of a schedule's size, in forwards of all ranks; more is taken for a mistake.
+pub(super) const MOST_PASSES: usize = 1 << 22;
 
 impl Kind {
-    /// All published schedules.
-    pub const ALL: [Self; 7] = [
-        Self::GPipe,
-        Self::OneForwardOneBackward,
-        Self::Interleaved,
-        Self::LoopedBreadthFirst,
-        Self::ZeroBubbleH1,
-        Self::ZeroBubbleV,
-        Self::DualPipeV,
-    ];
-
-    /// Returns the name in configurations and plans.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::GPipe => "gpipe",
-            Self::OneForwardOneBackward => "1f1b",
-            Self::Interleaved => "interleaved_1f1b",
-            Self::LoopedBreadthFirst => "looped_bfs",
-            Self::ZeroBubbleH1 => "zb_h1",
-            Self::ZeroBubbleV => "zb_v",
-            Self::DualPipeV => "dualpipe_v",
-        }
-    }
-
-    /// Returns the schedule with this name; `None` if there is none.
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name)
-    }
-
-    /// Returns true if the chunks form a V: chunk 0 of rank `i` is stage `i`, chunk 1 is the stage equally far from the end.
-    pub const fn is_v_shaped(self) -> bool {
-        matches!(self, Self::ZeroBubbleV | Self::DualPipeV)
-    }
-
-    /// Returns true if the schedule splits backwards.
-    pub const fn splits_backward(self) -> bool {
-        matches!(self, Self::ZeroBubbleH1 | Self::ZeroBubbleV | Self::DualPipeV)
-    }
-
-    /// Returns the minimum and the maximum number of chunks per rank.
-    pub const fn chunks(self) -> (usize, usize) {
-        match self {
-            Self::GPipe | Self::OneForwardOneBackward | Self::ZeroBubbleH1 => (1, 1),
-            Self::Interleaved => (2, usize::MAX),
-            Self::LoopedBreadthFirst => (1, usize::MAX),
-            Self::ZeroBubbleV | Self::DualPipeV => (2, 2),
-        }
-    }
-
-    /// Returns the stage that is chunk `chunk` of rank `rank`.
-    pub const fn stage(self, rank: usize, chunk: usize, ranks: usize) -> usize {
-        if self.is_v_shaped() && chunk == 1 { 2 * ranks - 1 - rank } else { chunk * ranks + rank }
-    }
-
     /// Returns the problems of this schedule with these numbers; empty if they are valid.
     pub fn problems(self, ranks: usize, micro_batches: usize, chunks: usize) -> Vec<ScheduleProblem> {
         if ranks == 0 {
@@ -151,12 +63,6 @@ impl Kind {
             list.passes
         };
         Ok((0..ranks).map(list).collect())
-    }
-}
-
-impl fmt::Display for Kind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 

@@ -12,7 +12,7 @@
 //! even on a transport where a send waits until its receive is posted: of all remaining actions, the first one in that order can always
 //! run. A receive buffer is posted at most one pass before its message exists. Between two chunks of one rank nothing is sent.
 
-use super::{Action, Message, Pass, PassKind, place_of};
+use super::action::{Action, Message, Pass, PassKind, place_of};
 
 /// Returns the full lists for the passes of each rank. Every pass is in the result, even if it cannot run; `validate` reports such lists.
 pub(super) fn lower(rank_of: &[usize], micro_batches: usize, passes: &[Vec<Pass>]) -> Vec<Vec<Action>> {

@@ -19,7 +19,7 @@ use std::{
 
 use lockstep_plan::DISK_ALIGNMENT_BYTES;
 
-use crate::{Arena, CpuQueue, Device, Event, Pending, Queue, TensorError, View};
+use crate::{Arena, CpuQueue, Device, DeviceMemory, Event, Pending, Queue, TensorError, View};
 use list::{List, Point};
 use operands::Operands;
 use queue::DelayedQueue;
@@ -82,7 +82,7 @@ impl Delayed {
     }
 }
 
-impl Device for Delayed {
+impl DeviceMemory for Delayed {
     fn allocate(&self, bytes: usize) -> Option<NonNull<u8>> {
         let layout = Layout::from_size_align(bytes, DISK_ALIGNMENT_BYTES).ok()?;
         // SAFETY: the layout has a non-zero size: capacities are at least one cache line.
@@ -98,10 +98,6 @@ impl Device for Delayed {
         unsafe {
             alloc::dealloc(memory.as_ptr(), layout.expect("the layout was valid when it was allocated"))
         };
-    }
-
-    fn queue(self: Arc<Self>, threads: usize, arena: &Arena) -> Result<Box<dyn Queue>, TensorError> {
-        Ok(Box::new(DelayedQueue::new(self, CpuQueue::new(threads, arena)?)))
     }
 
     fn record(&self) -> Event {
@@ -156,5 +152,11 @@ impl Device for Delayed {
         let mut operands = Operands::of(self);
         operands.take(memory);
         self.list.expect_passed(&operands, by);
+    }
+}
+
+impl Device for Delayed {
+    fn queue(self: Arc<Self>, threads: usize, arena: &Arena) -> Result<Box<dyn Queue>, TensorError> {
+        Ok(Box::new(DelayedQueue::new(self, CpuQueue::new(threads, arena)?)))
     }
 }

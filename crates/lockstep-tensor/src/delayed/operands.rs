@@ -6,7 +6,7 @@ use lockstep_plan::{DType, QuantizedType};
 
 use super::Delayed;
 use crate::{
-    AdamW, Attention, AttentionWrite, Device, Dropout, Gelu, Gemm, GroupedGemm, LayerNorm, Lion, Muon,
+    AdamW, Attention, AttentionWrite, DeviceMemory, Dropout, Gelu, Gemm, GroupedGemm, LayerNorm, Lion, Muon,
     Permutation, Place, Rotation, Router, RouterGradients, RouterOutputs, Sgd, Shape, TokenPositions, View,
     Write,
 };
@@ -16,7 +16,7 @@ pub(super) struct Operands {
     device: *const (),
     own: Vec<Operand>,
     /// Operands that lie on other devices.
-    foreign: Vec<(Arc<dyn Device>, View<'static>)>,
+    foreign: Vec<(Arc<dyn DeviceMemory>, View<'static>)>,
     is_on_host: bool,
 }
 

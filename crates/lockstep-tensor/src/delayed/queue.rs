@@ -10,8 +10,8 @@ use super::{
     operands::{Late, Operands},
 };
 use crate::{
-    AdamW, Attention, AttentionWrite, CpuLevel, CpuQueue, Device, Dropout, Event, F32Products, Gelu, Gemm,
-    GroupedGemm, Kernels, LayerNorm, Lion, Muon, Pending, Permutation, Queue, Rotation, Router,
+    AdamW, Attention, AttentionWrite, CpuLevel, CpuQueue, DeviceMemory, Dropout, Event, F32Products, Gelu,
+    Gemm, GroupedGemm, Kernels, LayerNorm, Lion, Muon, Pending, Permutation, Queue, Rotation, Router,
     RouterGradients, RouterOutputs, Sgd, TokenPositions, View, Workers, Write,
 };
 

@@ -1,16 +1,16 @@
 //! Rules that need no model: about the plan itself, and about the optimizer step.
 
-use super::Rule;
+use super::rule::Rule;
 use crate::{
-    Degrees, Feedback, Plan, PlanPrediction, QuantizedType, Recompute, Residence, StepFacts,
-    TensorDimensions, ZeroStage,
+    Degrees, Feedback, MAX_MICRO_BATCH_TOKENS, Plan, PlanPrediction, QuantizedType, Recompute, Residence,
+    StepFacts, TensorDimensions, ZeroStage,
     gathering::ReshardAfterForward,
     nearest::{divisors, nearest_multiple, next_to},
-    plan::{MAX_MICRO_BATCH_TOKENS, PLAN_VERSION},
+    plan::file::version_problem,
 };
 
 pub(in crate::plan) const ALONE: &[Rule<StepFacts>] = &[
-    Rule(&["version"], |plan, _, found| found.extend(version(plan.version))),
+    Rule(&["version"], |plan, _, found| found.extend(version_problem(plan.version))),
     Rule(&["predicted.memory"], |plan, _, found| {
         let twice = plan.predicted.iter().flat_map(PlanPrediction::repeated);
         found.extend(twice.map(|rank| format!("predicted.memory has rank {rank} more than once")));
@@ -75,13 +75,6 @@ pub(in crate::plan) const ALONE: &[Rule<StepFacts>] = &[
         gradients_on_disk(plan, plan.mesh.replicates_gradients(plan.zero_stage), &what, found);
     }),
 ];
-
-/// Returns the problem of a plan file's version; `None` for the version that this program reads.
-pub(in crate::plan) fn version(version: u32) -> Option<String> {
-    (version != PLAN_VERSION).then(|| {
-        format!("the plan's format has version {version}; this program reads version {PLAN_VERSION}")
-    })
-}
 
 fn at_least_one(name: &str, number: Option<usize>, found: &mut Vec<String>) {
     if number == Some(0) {

@@ -1,6 +1,6 @@
 //! Rules about divisibility: heads, columns, experts, tokens and units by the degrees that shard them.
 
-use super::Rule;
+use super::rule::Rule;
 use crate::{
     ContextMethod, Facts, LayerRule, Plan, TensorDimensions,
     nearest::{Choices, nearest_divisor, nearest_multiple, next_to},

@@ -1,0 +1,52 @@
+//! Facts about the model, the optimizer step and the world that a plan is checked against.
+
+/// Facts about the optimizer step that rules need and that do not depend on the model.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StepFacts {
+    /// Sequences of a step over all ranks: the global batch size.
+    pub global_batch: usize,
+    /// Sequence length in tokens.
+    pub seq_len: usize,
+    /// True if the optimizer needs whole matrices, as Muon does; element-wise optimizers can update any range of elements.
+    pub updates_whole_matrices: bool,
+    /// True if the loss scale is dynamic (f16).
+    pub scales_loss: bool,
+}
+
+/// Facts about the model, the step and the world that a plan is checked against.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// Digest of the model, compared with [`Plan::model`](crate::Plan::model).
+    pub model: String,
+    /// Number of transformer blocks.
+    pub layers: usize,
+    /// Number of attention heads.
+    pub heads: usize,
+    /// Number of key/value heads.
+    pub key_value_heads: usize,
+    /// Hidden size: columns of the values between blocks.
+    pub hidden: usize,
+    /// Width of the feed-forward layers.
+    pub intermediate: usize,
+    /// True if keys and values are projected from a latent vector that all heads share (multi-head latent attention).
+    pub has_latent_attention: bool,
+    /// Vocabulary size in tokens.
+    pub vocab: usize,
+    /// Experts per block; 0 for a dense model.
+    pub experts: usize,
+    /// Width of an expert's feed-forward layer.
+    pub expert_intermediate: usize,
+    /// Rank of the LoRA adapter if only adapters are trained; `None` otherwise.
+    pub adapter_rank: Option<usize>,
+    /// Facts about the optimizer step.
+    pub step: StepFacts,
+    /// World size: number of ranks of the run.
+    pub world_size: usize,
+}
+
+impl Facts {
+    /// Returns the number of units that stages consist of: the embedding, the blocks and the head.
+    pub const fn units(&self) -> usize {
+        self.layers.saturating_add(2)
+    }
+}

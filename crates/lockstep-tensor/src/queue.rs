@@ -1,0 +1,31 @@
+//! Queues: kernels run in the order in which they are called.
+
+use crate::{CpuLevel, Event, F32Products, Kernels, Workers};
+
+/// A queue of a device: kernels run in the order in which they are called.
+pub trait Queue: Kernels {
+    /// Returns an event that completes when everything enqueued so far has run.
+    fn record(&self) -> Event;
+
+    /// Makes everything enqueued from now on run after `event`.
+    fn wait(&self, event: &Event);
+
+    /// Blocks the host until everything enqueued so far has run.
+    fn finish(&self) {
+        self.record().wait();
+    }
+
+    /// Returns the compute threads of the host, for work that is not a kernel.
+    fn workers(&self) -> Workers;
+
+    /// Returns the instruction set that the host's kernels use.
+    fn level(&self) -> CpuLevel;
+
+    /// Sets how f32 matrices are multiplied; has an effect only on a CPU with AMX.
+    fn set_f32_products(&mut self, f32_products: F32Products);
+
+    /// Returns the number of compute threads of the host.
+    fn threads(&self) -> usize {
+        self.workers().threads()
+    }
+}

@@ -75,7 +75,7 @@ impl Sources {
     fn collect(&mut self, folder: &Path, module: &[String]) -> Result<(), String> {
         for path in entries(folder)? {
             let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-            let inner = || [module, &[name.clone()]].concat();
+            let inner = || [module, std::slice::from_ref(&name)].concat();
             if path.is_dir() {
                 self.collect(&path, &inner())?;
             } else if path.extension().is_some_and(|extension| extension == "rs") {

@@ -7,13 +7,13 @@ mod mpi;
 mod mutants;
 mod picture;
 mod soak;
+mod step;
 mod words;
 
-use std::env;
 use std::process::{Command, ExitCode};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
-use std::{fs, io};
+use std::{env, fs};
+
+use step::run;
 
 /// Test command of the README, word for word.
 const TEST: &str = "cargo test --workspace";
@@ -23,9 +23,6 @@ const MUTATIONS: &str = "cargo test --workspace --test mutations -- --nocapture"
 
 /// A target without x86 vector instructions: the portable kernels must build alone.
 const OTHER_TARGET: &str = "aarch64-unknown-linux-gnu";
-
-/// Time limit on a step of CI; only a hang exceeds it.
-const LIMIT: Duration = Duration::from_secs(25 * 60);
 
 const HELP: &str = "\
 cargo xtask ci      formatting, lints, documentation and the README's test command
@@ -96,35 +93,4 @@ fn ci() -> Result<(), String> {
 fn is_installed(target: &str) -> bool {
     let listed = Command::new("rustup").args(["target", "list", "--installed"]).output();
     listed.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).lines().any(|line| line == target))
-}
-
-/// Runs a command line whose words contain no spaces.
-fn run(command: &str, environment: &[(&str, &str)]) -> Result<(), String> {
-    run_within(LIMIT, command, environment)
-}
-
-/// Runs a command line whose words contain no spaces; fails if it takes longer than `limit`.
-fn run_within(limit: Duration, command: &str, environment: &[(&str, &str)]) -> Result<(), String> {
-    println!("== {command}");
-    let begin = Instant::now();
-    let mut words = command.split_whitespace();
-    let program = words.next().unwrap_or_default();
-    let failed = |error: io::Error| format!("cannot run {program}: {error}");
-    let mut child =
-        Command::new(program).args(words).envs(environment.iter().copied()).spawn().map_err(failed)?;
-    let status = loop {
-        if let Some(status) = child.try_wait().map_err(failed)? {
-            break status;
-        }
-        if begin.elapsed() > limit {
-            let _ = child.kill();
-            return Err(format!("failed: {command} took more than {} minutes", limit.as_secs() / 60));
-        }
-        sleep(Duration::from_millis(50));
-    };
-    if !status.success() {
-        return Err(format!("failed: {command} ({status})"));
-    }
-    println!("== ok in {:.0} s", begin.elapsed().as_secs_f64());
-    Ok(())
 }

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use super::run;
+use crate::step::run;
 
 /// Exit code of a test part that ends in the error that it expects.
 const AS_EXPECTED: i32 = 42;

@@ -9,7 +9,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use super::run_within;
+use crate::step::{LIMIT, run_within};
 
 /// Offset and interval of the sample, unless `LOCKSTEP_SHARD` overrides it.
 const SHARD: &str = "0/60";
@@ -111,7 +111,7 @@ pub(crate) fn sample() -> Result<(), String> {
         .output()
         .is_ok_and(|output| output.status.success())
     {
-        run_within(super::LIMIT, "cargo install cargo-mutants --locked", &[])?;
+        run_within(LIMIT, "cargo install cargo-mutants --locked", &[])?;
     }
     let shard = env::var("LOCKSTEP_SHARD").unwrap_or_else(|_| SHARD.to_owned());
     let mut tally = Tally::default();

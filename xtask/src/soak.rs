@@ -5,7 +5,8 @@
 
 use std::time::Duration;
 
-use super::{mutants, run_within};
+use crate::mutants;
+use crate::step::run_within;
 
 /// A part of the soak.
 struct Part {

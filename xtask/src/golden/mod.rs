@@ -15,7 +15,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use super::run;
+use crate::step::run;
 use cases::{BASE, CASES, Case, PRETRAINED};
 
 /// Path of the recorded file, relative to the manifest of this package.

@@ -17,7 +17,7 @@ macro_rules! choices {
     ($(
         $(#[doc = $doc:literal])+
         $name:ident { $( $(#[doc = $variant_doc:literal])+ $variant:ident = $word:literal, )+ }
-        later [$($later:literal),*]
+        $(later [$($later:literal),+])?
     )+) => { $(
         $(#[doc = $doc])+
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
@@ -31,12 +31,12 @@ macro_rules! choices {
         }
 
         impl Readable for $name {
-            const TYPE: ValueType = ValueType::Choice { allowed: &[$($word),+], later: &[$($later),*] };
+            const TYPE: ValueType = ValueType::Choice { allowed: &[$($word),+] };
 
             fn read(value: &Value) -> Result<Self, InvalidValue> {
                 match value.as_str() {
                     $( Some($word) => Ok(Self::$variant), )+
-                    Some(word) if [$($later),*].contains(&word) => {
+                    Some(word) if <[&str]>::contains(&[$($($later),+)?], &word) => {
                         Err(InvalidValue::of::<Self>(format!("\"{word}\" is not supported yet")))
                     }
                     _ => Err(wrong_type::<Self>(value)),
@@ -62,7 +62,7 @@ choices! {
         Indexed = "indexed",
         /// Files of token ids and nothing else.
         Tokens = "tokens",
-    } later []
+    }
 
     /// Type of the ids in raw token files.
     TokenType {
@@ -70,7 +70,7 @@ choices! {
         U16 = "u16",
         /// Four bytes, unsigned.
         U32 = "u32",
-    } later []
+    }
 
     /// Packing of documents into sequences.
     DataPacking {
@@ -80,7 +80,7 @@ choices! {
         Documents = "documents",
         /// As `documents`, and a document is cut only if it is longer than a sequence.
         WholeDocuments = "whole_documents",
-    } later []
+    }
 
     /// Order in which samples are drawn.
     DataOrder {
@@ -88,7 +88,7 @@ choices! {
         Shuffle = "shuffle",
         /// Consecutive windows of the corpus.
         Sequential = "sequential",
-    } later []
+    }
 
     /// Type of activations and of the weights that kernels read.
     Precision {
@@ -98,7 +98,7 @@ choices! {
         BF16 = "bf16",
         /// Half precision with f32 master weights, f32 gradients and a scaled loss.
         F16 = "f16",
-    } later []
+    }
 
     /// Method of f32 matrix products on a CPU with AMX.
     F32Products {
@@ -106,7 +106,7 @@ choices! {
         Split = "split",
         /// By vector FMA, as on every other CPU.
         Fma = "fma",
-    } later []
+    }
 
     /// Optimizer of the run.
     OptimizerKind {
@@ -126,7 +126,7 @@ choices! {
         MatchAdamW = "match_adamw",
         /// Updates as in Keller Jordan's original.
         Original = "original",
-    } later []
+    }
 
     /// Type of moments and momentum.
     StatePrecision {
@@ -134,7 +134,7 @@ choices! {
         F32 = "f32",
         /// bfloat16, which halves their memory.
         BF16 = "bf16",
-    } later []
+    }
 
     /// Rounding of weights and optimizer state in bf16.
     Rounding {
@@ -142,7 +142,7 @@ choices! {
         Nearest = "nearest",
         /// Up or down at random, so that small changes add up.
         Stochastic = "stochastic",
-    } later []
+    }
 
     /// Decay of the learning rate after the warm-up.
     ScheduleKind {
@@ -154,7 +154,7 @@ choices! {
         Cosine = "cosine",
         /// Warm-up, a long stable phase, then decay with 1 - sqrt.
         WarmupStableDecay = "wsd",
-    } later []
+    }
 
     /// Scaling of the learning rate with the global batch.
     LearningRateScaling {
@@ -164,7 +164,7 @@ choices! {
         Linear = "linear",
         /// By the square root of the batch (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
         Sqrt = "sqrt",
-    } later []
+    }
 
     /// Scaling of an adapter's output.
     Scaling {
@@ -172,7 +172,7 @@ choices! {
         Standard = "standard",
         /// `alpha / sqrt(rank)`.
         RankStabilized = "rank_stabilized",
-    } later []
+    }
 
     /// Method of reading and writing files of offloaded state.
     OffloadIo {
@@ -182,7 +182,7 @@ choices! {
         IoUring = "io_uring",
         /// By threads with blocking calls.
         Threads = "threads",
-    } later []
+    }
 
     /// Transport between ranks.
     Transport {
@@ -206,7 +206,7 @@ choices! {
         RecursiveDoubling = "recursive_doubling",
         /// By recursive halving and doubling.
         Rabenseifner = "rabenseifner",
-    } later []
+    }
 }
 
 /// Converts choices into the types of the crates that act on them; a variant is followed by its name there if that differs.
@@ -237,7 +237,7 @@ conversions! {
 macro_rules! words_of_plans {
     ($($Type:ty: $($word:literal),+;)+) => { $(
         impl Readable for $Type {
-            const TYPE: ValueType = ValueType::Choice { allowed: &[$($word),+], later: &[] };
+            const TYPE: ValueType = ValueType::Choice { allowed: &[$($word),+] };
 
             fn read(value: &Value) -> Result<Self, InvalidValue> {
                 let is_word = value.as_str().is_some_and(|word| [$($word),+].contains(&word));
@@ -262,7 +262,7 @@ pub fn word_of<T: Serialize>(choice: &T) -> String {
 
 /// `None` is the word `none`: not quantized.
 impl Readable for Option<QuantizedType> {
-    const TYPE: ValueType = ValueType::Choice { allowed: &["none", "int8", "int4"], later: &[] };
+    const TYPE: ValueType = ValueType::Choice { allowed: &["none", "int8", "int4"] };
 
     fn read(value: &Value) -> Result<Self, InvalidValue> {
         match value.as_str() {

@@ -44,23 +44,7 @@ pub struct Section {
     /// Content of the section, in sentences.
     pub doc: String,
     /// Keys that are planned but not implemented.
-    pub later: &'static [Later],
-}
-
-/// A key that is planned but not implemented.
-#[derive(Debug, Clone, Copy)]
-pub struct Later {
-    /// The name within the section.
-    pub key: &'static str,
-    /// The one value, as JSON, that asks for today's behaviour and is accepted; empty if there is none.
-    pub accepted: &'static str,
-}
-
-impl Later {
-    /// Returns true if `value` asks for nothing that is not implemented.
-    pub(crate) fn accepts(&self, value: &Value) -> bool {
-        serde_json::from_str::<Value>(self.accepted).is_ok_and(|accepted| accepted == *value)
-    }
+    pub later: &'static [&'static str],
 }
 
 /// Constraints on a key's value beyond the type, and the role of the key.
@@ -126,7 +110,7 @@ impl Rules {
     /// Returns a key's type, restricted to the words that it accepts.
     pub(crate) const fn narrowed(&self, value_type: ValueType) -> ValueType {
         match (self.words, value_type) {
-            (Some(allowed), ValueType::Choice { later, .. }) => ValueType::Choice { allowed, later },
+            (Some(allowed), ValueType::Choice { .. }) => ValueType::Choice { allowed },
             _ => value_type,
         }
     }
@@ -214,7 +198,7 @@ macro_rules! sections {
                 $plan_key:ident $(as $plan_name:literal)? in $($field:ident).+: $PlanType:ty = $plan_default:expr, $plan_rules:expr;
             )*
         })?)+
-        later [$($later:literal $(= $accepted:literal)?),*]
+        $(later [$($later:literal),+])?
     )+) => {
         $(
             $(#[doc = $section_doc])+
@@ -314,7 +298,7 @@ macro_rules! sections {
 
         /// The sections, in the order of the manual.
         pub static SECTIONS: LazyLock<Vec<Section>> = LazyLock::new(|| vec![
-            $( Section { name: stringify!($section), doc: joined(&[$($section_doc),+]), later: &[$($crate::Later { key: $later, accepted: concat!($($accepted)?) }),*] }, )+
+            $( Section { name: stringify!($section), doc: joined(&[$($section_doc),+]), later: &[$($($later),+)?] }, )+
         ]);
     };
 }

@@ -101,7 +101,7 @@ pub(crate) fn of_key(written: &str) -> Option<Answer> {
 /// Returns the answer to a word that is no value of a key.
 pub(crate) fn of_value(key: &str, value_type: ValueType, value: &Value) -> Option<Answer> {
     let word = value.as_str()?.to_ascii_lowercase();
-    if let ValueType::Choice { allowed, .. } = value_type
+    if let ValueType::Choice { allowed } = value_type
         && let Some(ours) = allowed.iter().find(|ours| **ours == word)
     {
         return Some(Answer::Is(ours));
@@ -169,7 +169,7 @@ mod tests {
             ValueType::Flag => "true".to_owned(),
             ValueType::Number => "0.5".to_owned(),
             ValueType::Integer => "1".to_owned(),
-            ValueType::Choice { allowed, .. } => format!("\"{}\"", allowed[0]),
+            ValueType::Choice { allowed } => format!("\"{}\"", allowed[0]),
             _ => "\"some.txt\"".to_owned(),
         }
     }

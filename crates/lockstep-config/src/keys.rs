@@ -46,7 +46,6 @@ sections! {
         /// Start from the weights in `path` instead of random ones.
         from_pretrained: bool = false, rules().defines_numbers();
     }
-    later []
 
     /// The training and evaluation data.
     data: DataConfig {
@@ -92,7 +91,6 @@ sections! {
         /// Directory in which tokenized text is kept between runs.
         cache_dir: Option<PathBuf> = None, rules().when_absent("`lockstep` in the user's cache directory");
     }
-    later []
 
     /// Length of the run, batch sizes and precision.
     train: TrainConfig {
@@ -152,7 +150,6 @@ sections! {
         /// Steps between lines of progress where the output is not a terminal.
         log_every: u64 = 10, rules().at_least(1.0);
     }
-    later []
 
     /// The optimizer and its settings.
     optimizer: OptimizerConfig {
@@ -187,7 +184,6 @@ sections! {
         /// longest counts.
         lr_multipliers: BTreeMap<String, f64> = BTreeMap::new(), rules().above(0.0).at_most(1e6).defines_numbers();
     }
-    later []
 
     /// The learning rate over the steps: a linear warm-up, then `kind`.
     schedule: ScheduleConfig {
@@ -209,7 +205,6 @@ sections! {
         /// The global batch, in sequences, for which `optimizer.lr` was chosen.
         scale_lr_batch: usize = 256, rules().at_least(1.0).defines_numbers();
     }
-    later []
 
     /// The part of a pretrained model that is trained; by default all of it.
     fine_tune: FineTuneConfig {
@@ -232,7 +227,6 @@ sections! {
         /// Directory of a PEFT adapter to continue from; rank, alpha and targets are those of the adapter.
         adapter: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
     }
-    later []
 
     /// The parallelism. If no key here says how a step is parallelized, `lockstep train` asks the planner and reports its choice.
     parallel: ParallelConfig {} in plan {
@@ -352,7 +346,6 @@ sections! {
         /// consecutive units that match the same one.
         wrap in sharding.wrap: Wrap = Wrap::Block, rules();
     }
-    later []
 
     /// Checkpoints of the run.
     checkpoint: CheckpointConfig {
@@ -375,7 +368,6 @@ sections! {
         /// Write checkpoints in the background, from a copy of the state in memory. Without memory for it, training waits for each save.
         in_background as "async": bool = true, rules();
     }
-    later []
 
     /// Automatic restarts by the launcher after the loss of a rank.
     elastic: ElasticConfig {
@@ -411,5 +403,4 @@ sections! {
         /// chrome://tracing open.
         trace_steps: Option<[u64; 2]> = None, rules().at_least(1.0).when_absent("none");
     }
-    later []
 }

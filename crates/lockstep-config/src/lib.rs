@@ -45,7 +45,7 @@ pub use choices::{
     DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling, MuonScale, OptimizerKind,
     Precision, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, Transport, named_passes, word_of,
 };
-pub use declare::{Key, Later, Rules, Section};
+pub use declare::{Key, Rules, Section};
 pub use engine_options::{
     engine_options, offload_directory, offload_to_existing_directory, shape_of, too_few_live,
 };

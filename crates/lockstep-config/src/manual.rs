@@ -2,7 +2,6 @@
 
 use std::fmt::Write as _;
 
-use crate::declare::Later;
 use crate::foreign_names::{Answer, FOREIGN_NAMES, ForeignName, Place};
 use crate::keys::{ALIASES, KEYS, SECTIONS};
 use crate::value::ValueType;
@@ -61,7 +60,7 @@ pub fn configuration_markdown() -> String {
             let _ = writeln!(out, "| `{}` | {} | {} | {} |", key.key(), takes.trim_end(), default, key.doc);
         }
         if !section.later.is_empty() {
-            let names: Vec<String> = section.later.iter().map(later).collect();
+            let names: Vec<String> = section.later.iter().map(|later| format!("`{later}`")).collect();
             let _ = writeln!(out, "\nNot supported yet, and refused: {}.", names.join(", "));
         }
     }
@@ -88,11 +87,4 @@ pub fn configuration_markdown() -> String {
         let _ = writeln!(out, "| {typed} | {ours} |");
     }
     out
-}
-
-fn later(later: &Later) -> String {
-    match later.accepted {
-        "" => format!("`{}`", later.key),
-        accepted => format!("`{}` (unless `{accepted}`)", later.key),
-    }
 }

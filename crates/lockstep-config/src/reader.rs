@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 
-use crate::declare::{KeyReader, Later, Rules};
+use crate::declare::{KeyReader, Rules};
 use crate::foreign_names::{self, Answer};
 use crate::keys::SECTIONS;
 use crate::nearest::{is_misspelt_model_key, keys_of, nearest_key};
@@ -32,16 +32,9 @@ impl<'p> Reader<'p> {
         for (name, entry) in std::mem::take(&mut self.entries) {
             let (section, key) = name.split_once('.').unwrap_or((&name, ""));
             let known = SECTIONS.iter().filter(|known| known.name == section);
-            let later = known.flat_map(|known| known.later).find(|later| later.key == key);
-            let (what, allowed) = match later {
-                Some(later) if later.accepts(&entry.value) => continue,
-                Some(Later { accepted, .. }) if !accepted.is_empty() => {
-                    (format!("{} is not supported yet", entry.value), (*accepted).to_owned())
-                }
-                Some(_) => {
-                    ("is not supported yet".to_owned(), format!("in [{section}] {}", keys_of(section)))
-                }
-                None => unknown_key(&name, section),
+            let (what, allowed) = match known.flat_map(|known| known.later).any(|later| *later == key) {
+                true => ("is not supported yet".to_owned(), format!("in [{section}] {}", keys_of(section))),
+                false => unknown_key(&name, section),
             };
             self.problems.push(Problem::new(entry.origin, shortened(&name), what, allowed));
         }

@@ -89,7 +89,7 @@ fn schema_of(key: &Key) -> Value {
             json!({ "anyOf": [{ "enum": ["none", "selective", "full"] }, { "type": "object" }] })
         }
         ValueType::Wrap => json!({ "anyOf": [{ "enum": ["block"] }, { "type": "object" }, list(text())] }),
-        ValueType::Choice { allowed, .. } => json!({ "enum": allowed }),
+        ValueType::Choice { allowed } => json!({ "enum": allowed }),
     };
     let default = key.rules.when_absent.map_or(key.default.to_string(), str::to_owned);
     schema["description"] = format!("{} Default: {default}.", key.doc).into();

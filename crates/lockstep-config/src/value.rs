@@ -45,8 +45,6 @@ pub enum ValueType {
     Choice {
         /// The words that are accepted.
         allowed: &'static [&'static str],
-        /// The words that are planned.
-        later: &'static [&'static str],
     },
 }
 
@@ -59,7 +57,7 @@ impl ValueType {
     /// Returns false for a word that is not among the choice's.
     pub(crate) fn has_word(self, value: &Value) -> bool {
         match (self, value.as_str()) {
-            (Self::Choice { allowed, .. }, Some(word)) => allowed.contains(&word),
+            (Self::Choice { allowed }, Some(word)) => allowed.contains(&word),
             _ => true,
         }
     }
@@ -83,7 +81,7 @@ impl fmt::Display for ValueType {
             Self::TextList => "a list of strings, [\"a\", \"b\"]",
             Self::IntegerList => "a list of integers, [4, 3, 3]",
             Self::SourceList => "a list of strings and tables, [\"a\", { path = \"b\", weight = 0.3 }]",
-            Self::Choice { allowed, .. } => return write!(f, "\"{}\"", allowed.join("\", \"")),
+            Self::Choice { allowed } => return write!(f, "\"{}\"", allowed.join("\", \"")),
         })
     }
 }

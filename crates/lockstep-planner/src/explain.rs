@@ -27,30 +27,19 @@ pub struct Neighbour {
 pub fn residence_in_words(residences: &Residences) -> Option<String> {
     let Residences { optimizer, gradients, parameters, activations, fraction } = *residences;
     let kinds = [("optimizer", optimizer), ("gradients", gradients), ("parameters", parameters)];
-    let of_state: Vec<&str> = kinds
-        .into_iter()
-        .filter(|(_, residence)| *residence != Residence::Memory)
-        .map(|(name, _)| name)
-        .collect();
+    let offloaded = kinds.into_iter().filter(|(_, residence)| *residence != Residence::Memory);
+    let names: Vec<&str> = offloaded.map(|(name, _)| name).collect();
     let share = if fraction < 1.0 { format!("{:.0} % of ", fraction * 100.0) } else { String::new() };
-    let mut words = Vec::new();
-    if !of_state.is_empty() {
-        words.push(format!("{share}{}", of_state.join(", ")));
+    let state = format!("{share}{}", names.join(", "));
+    let [of_state, of_activations] = [optimizer, activations]
+        .map(|residence| if residence == Residence::Disk { "on disk" } else { "in host memory" });
+    match (names.is_empty(), activations != Residence::Memory) {
+        (true, false) => None,
+        (true, true) => Some(format!("activations {of_activations}")),
+        (false, false) => Some(format!("{state} {of_state}")),
+        (false, true) if activations == optimizer => Some(format!("{state} and activations {of_state}")),
+        (false, true) => Some(format!("{state} {of_state}, activations {of_activations}")),
     }
-    let place = |residence| if residence == Residence::Disk { "on disk" } else { "in host memory" };
-    if !words.is_empty() && activations != Residence::Memory && activations != optimizer {
-        return Some(format!(
-            "{} {}, activations {}",
-            words.join(" and "),
-            place(optimizer),
-            place(activations)
-        ));
-    }
-    if activations != Residence::Memory {
-        words.push("activations".to_owned());
-    }
-    let residence = if optimizer == Residence::Memory { activations } else { optimizer };
-    (!words.is_empty()).then(|| format!("{} {}", words.join(" and "), place(residence)))
 }
 
 /// Returns the recomputation and the offload of a plan in words.

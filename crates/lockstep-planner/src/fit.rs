@@ -10,7 +10,7 @@ use lockstep_config::plan::check;
 use lockstep_config::{
     OptimizerKind, Precision, ResolvedModel, RunConfig, StatePrecision, recompute_setting,
 };
-use lockstep_plan::{MemoryBytes, Recompute, Residence};
+use lockstep_plan::{MemoryBytes, Plan, Recompute, Residence, Residences};
 use lockstep_tensor::host::takable_memory_bytes;
 
 pub use crate::shortage::{Change, MemoryShortage};
@@ -39,7 +39,7 @@ pub fn require_within(
 ) -> Result<(), Error> {
     let forecast = Forecast::of(config, model)?;
     let predict_step = |config: &RunConfig| Forecast::of(config, &check(config)?.1);
-    require_forecast(&forecast, ranks, available_bytes, |fits| changed(config, &STEPS, &predict_step, fits))
+    require_forecast(&forecast, ranks, available_bytes, |fits| changed(config, false, &predict_step, fits))
 }
 
 /// As [`require`], with the memory of the ranks already predicted; `search` looks for a remedy.
@@ -98,9 +98,7 @@ fn require_for_benchmark_within(
 ) -> Result<(), Error> {
     let forecast = predict_step(config)?;
     let ranks = 0..forecast.ranks();
-    require_forecast(&forecast, ranks, available_bytes, |fits| {
-        changed(config, &STEPS_OF_BENCHMARKS, predict_step, fits)
-    })
+    require_forecast(&forecast, ranks, available_bytes, |fits| changed(config, true, predict_step, fits))
 }
 
 /// Returns the bytes of memory that are available to a run, swap included; `None` if the system does not report them.
@@ -123,47 +121,36 @@ struct Found {
 /// A change of one setting or of a few that belong together; returns false if it does not apply.
 type Step = fn(&mut RunConfig, &mut Vec<String>) -> bool;
 
-/// The changes, cheapest first. All but the last two leave the results the same up to rounding.
-const STEPS: [Step; 15] = [
-    |config, settings| zero(config, settings, 1),
-    |config, settings| recompute(config, settings, Recompute::Selective),
-    |config, settings| zero(config, settings, 2),
-    |config, settings| halve_micro_batch(config, settings, 1),
-    |config, settings| recompute(config, settings, Recompute::Full),
-    |config, settings| halve_micro_batch(config, settings, 2),
-    |config, settings| zero(config, settings, 3),
-    |config, settings| halve_micro_batch(config, settings, usize::MAX),
-    no_copies,
-    offload_state,
-    offload_gradients,
-    offload_parameters,
-    offload_activations,
-    narrow_state,
-    narrow_weights,
-];
-
-/// The changes that apply to benchmarks, whose batch and precision are fixed.
-const STEPS_OF_BENCHMARKS: [Step; 10] = [
-    |config, settings| zero(config, settings, 1),
-    |config, settings| recompute(config, settings, Recompute::Selective),
-    |config, settings| zero(config, settings, 2),
-    |config, settings| recompute(config, settings, Recompute::Full),
-    |config, settings| zero(config, settings, 3),
-    offload_state,
-    offload_gradients,
-    offload_parameters,
-    offload_activations,
-    narrow_state,
+/// The changes, cheapest first, each with true if it applies to benchmarks too, whose batch and precision are fixed. All but the last
+/// two leave the results the same up to rounding.
+const STEPS: [(Step, bool); 15] = [
+    (|config, settings| zero(config, settings, 1), true),
+    (|config, settings| recompute(config, settings, Recompute::Selective), true),
+    (|config, settings| zero(config, settings, 2), true),
+    (|config, settings| halve_micro_batch(config, settings, 1), false),
+    (|config, settings| recompute(config, settings, Recompute::Full), true),
+    (|config, settings| halve_micro_batch(config, settings, 2), false),
+    (|config, settings| zero(config, settings, 3), true),
+    (|config, settings| halve_micro_batch(config, settings, usize::MAX), false),
+    (no_copies, false),
+    (offload_state, true),
+    (offload_gradients, true),
+    (offload_parameters, true),
+    (offload_activations, true),
+    (narrow_state, true),
+    (narrow_weights, false),
 ];
 
 /// Returns the first change that fits, alone or, if none does alone, together with all before it.
 fn changed(
     config: &RunConfig,
-    changes: &[Step],
+    is_benchmark: bool,
     predict_step: &dyn Fn(&RunConfig) -> Result<Forecast, Error>,
     fits: &dyn Fn(&Forecast) -> (usize, bool),
 ) -> Found {
-    let tried = |steps: &mut dyn Iterator<Item = &Step>| -> Option<(Change, bool)> {
+    let applicable = STEPS.into_iter().filter(|(_, is_for_benchmarks)| *is_for_benchmarks || !is_benchmark);
+    let changes: Vec<Step> = applicable.map(|(step, _)| step).collect();
+    let tried = |steps: &[Step]| -> Option<(Change, bool)> {
         let (mut changed, mut settings) = (config.clone(), Vec::new());
         let mut applies = false;
         for step in steps {
@@ -188,14 +175,14 @@ fn changed(
         }
         Some((Change { settings: last_of_each(settings), needed_bytes }, is_enough))
     };
-    for step in changes {
-        if let Some((change, true)) = tried(&mut std::iter::once(step)) {
+    for step in &changes {
+        if let Some((change, true)) = tried(std::slice::from_ref(step)) {
             return Found { remedy: Some(change), least: None };
         }
     }
     let mut least: Option<Change> = None;
     for count in 2..=changes.len() {
-        let Some((change, is_enough)) = tried(&mut changes[..count].iter()) else { continue };
+        let Some((change, is_enough)) = tried(&changes[..count]) else { continue };
         if is_enough {
             return Found { remedy: Some(change), least: None };
         }
@@ -292,15 +279,25 @@ fn no_copies(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
     keeps
 }
 
+/// Offloads a kind of state to disk; returns false if it is there.
+fn offload(
+    config: &mut RunConfig,
+    settings: &mut Vec<String>,
+    kind: &str,
+    residence: fn(&mut Residences) -> &mut Residence,
+) -> bool {
+    let before = std::mem::replace(residence(&mut config.plan.residence), Residence::Disk);
+    if before != Residence::Disk {
+        settings.push(format!("parallel.offload.{kind}=disk"));
+    }
+    before != Residence::Disk
+}
+
 /// Offloads the optimizer state to disk.
 fn offload_state(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
-    let is_in_memory = config.plan.residence.optimizer != Residence::Disk;
-    if !is_in_memory || config.optimizer.kind == OptimizerKind::Muon || config.rollback_after() > 0 {
-        return false;
-    }
-    config.plan.residence.optimizer = Residence::Disk;
-    settings.push("parallel.offload.optimizer=disk".to_owned());
-    true
+    config.optimizer.kind != OptimizerKind::Muon
+        && config.rollback_after() == 0
+        && offload(config, settings, "optimizer", |residences| &mut residences.optimizer)
 }
 
 /// Returns true if the optimizer state is on disk or could be offloaded there.
@@ -310,45 +307,28 @@ fn has_state_on_disk(config: &mut RunConfig, settings: &mut Vec<String>) -> bool
 
 /// Offloads gradients to disk, which requires the optimizer state there.
 fn offload_gradients(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
-    let plan = &config.plan;
-    let replicas = plan.mesh.replicate;
-    let has_summands = replicas * plan.mesh.shard * plan.mesh.context > 1;
-    let are_kept_by_all = has_summands && (plan.zero_stage < 2 || replicas > 1);
-    if are_kept_by_all || plan.residence.gradients == Residence::Disk {
-        return false;
-    }
-    if !has_state_on_disk(config, settings) {
-        return false;
-    }
-    config.plan.residence.gradients = Residence::Disk;
-    settings.push("parallel.offload.gradients=disk".to_owned());
-    true
+    let Plan { mesh, zero_stage, residence, .. } = &config.plan;
+    let has_summands = mesh.replicate * mesh.shard * mesh.context > 1;
+    let are_kept_by_all = has_summands && (*zero_stage < 2 || mesh.replicate > 1);
+    let may_move = !are_kept_by_all && residence.gradients != Residence::Disk;
+    may_move
+        && has_state_on_disk(config, settings)
+        && offload(config, settings, "gradients", |residences| &mut residences.gradients)
 }
 
 /// Offloads the weights that kernels read to disk, which requires the optimizer state there and the same sharding of both.
 fn offload_parameters(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
-    let plan = &config.plan;
-    let has_owners = plan.mesh.shard * plan.mesh.context > 1;
-    let are_kept_by_all = has_owners && matches!(plan.zero_stage, 1 | 2);
-    if are_kept_by_all || plan.residence.parameters == Residence::Disk {
-        return false;
-    }
-    if !has_state_on_disk(config, settings) {
-        return false;
-    }
-    config.plan.residence.parameters = Residence::Disk;
-    settings.push("parallel.offload.parameters=disk".to_owned());
-    true
+    let Plan { mesh, zero_stage, residence, .. } = &config.plan;
+    let are_kept_by_all = mesh.shard * mesh.context > 1 && matches!(zero_stage, 1 | 2);
+    let may_move = !are_kept_by_all && residence.parameters != Residence::Disk;
+    may_move
+        && has_state_on_disk(config, settings)
+        && offload(config, settings, "parameters", |residences| &mut residences.parameters)
 }
 
 /// Offloads the saved activations of blocks to disk.
 fn offload_activations(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {
-    let is_in_memory = config.plan.residence.activations != Residence::Disk;
-    if is_in_memory {
-        config.plan.residence.activations = Residence::Disk;
-        settings.push("parallel.offload.activations=disk".to_owned());
-    }
-    is_in_memory
+    offload(config, settings, "activations", |residences| &mut residences.activations)
 }
 
 fn narrow_state(config: &mut RunConfig, settings: &mut Vec<String>) -> bool {

@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 use lockstep_plan::DType;
 
 mod collective;
+mod field;
 mod preset;
 mod problem;
 mod read;

@@ -1,9 +1,8 @@
 //! Named clusters. They are TOML files as users write them; those in `presets/` start with the sources of their numbers.
 
-use super::{Cluster, ClusterError, ClusterProblem, Device, Efficiency, Joins, Link, NodeKind, Software};
+use super::{Cluster, ClusterError, ClusterProblem};
 
 use super::section::{one_of, unknown};
-use lockstep_plan::DType;
 
 /// Declares the presets by the names of their files.
 macro_rules! presets {
@@ -119,42 +118,11 @@ impl Cluster {
     /// Returns a machine of which only the cores and the memory are known, with estimates for a server core until `lockstep bench
     /// machine` has measured it.
     pub fn local(cores: usize, memory_bytes: u64) -> Self {
-        let device = Device {
-            name: "core".to_owned(),
-            peak_tflops: [(DType::F32, 0.1), (DType::BF16, 0.2)].into(),
-            memory_bytes,
-            memory_gb_per_s: 8.0,
-            is_host: true,
-            efficiency: Efficiency { launch_us: 1.0, half_shape: [8.0, 64.0, 8.0], ..Efficiency::default() },
-        };
-        let node = NodeKind {
-            count: 1,
-            devices: cores.max(1),
-            device,
-            alone: None,
-            host_memory_bytes: memory_bytes,
-            host_gb_per_s: 8.0,
-            host_memory_gb_per_s: None,
-            disk_gb_per_s: 1.0,
-            disk_bytes: 0,
-            price_per_hour: None,
-            price_source: None,
-            kilowatts: None,
-            hours_between_failures: 50_000.0,
-        };
-        let link = Link {
-            name: "shared memory".to_owned(),
-            joins: Joins::All,
-            gb_per_s: 8.0,
-            efficiency: 0.8,
-            in_switch: None,
-            latency_us: 1.0,
-            start_us: 5.0,
-            fill: 0.0,
-            torus: None,
-        };
-        let (name, software) = ("local".to_owned(), Software::Lockstep);
-        Self { name, nodes: vec![node], links: vec![link], software, storage_gb_per_s: None }
+        let mut cluster = Self::parse(include_str!("presets/local.toml"), "local").expect("a valid file");
+        let node = &mut cluster.nodes[0];
+        node.devices = cores.max(1);
+        (node.device.memory_bytes, node.host_memory_bytes) = (memory_bytes, memory_bytes);
+        cluster
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::LazyLock;
 
 use toml::de::{DeTable, DeValue};
 
+use super::field::{DEVICE, EFFICIENCY, LINK, NODE, Row, Slot, Table};
 use super::section::{Notes, Rule, Section, count_of, one_of, quoted, unknown};
 use super::{Cluster, ClusterError, Device, Efficiency, Joins, Link, MAX_LEVELS, NodeKind, Software, Tile};
 use lockstep_plan::DType;
@@ -84,15 +85,9 @@ fn read_cluster(mut file: Section<'_, '_>, name: &str) -> Option<Cluster> {
     if nodes.is_empty() && file.notes.len() == told {
         file.refuse("node", "there are no nodes", "a table [[node]] for each kind of node");
     }
-    let links: Vec<Option<Link>> = file.sections("link").into_iter().map(read_link).collect();
-    is_sound &= links.iter().all(Option::is_some);
-    let mut cluster = Cluster {
-        name,
-        nodes,
-        links: links.into_iter().flatten().collect(),
-        software: software.unwrap_or(Software::Lockstep),
-        storage_gb_per_s,
-    };
+    let links = file.sections("link").into_iter().map(read_link).collect();
+    let mut cluster =
+        Cluster { name, nodes, links, software: software.unwrap_or(Software::Lockstep), storage_gb_per_s };
     if is_sound && !cluster.nodes.is_empty() {
         check(&mut cluster, &file);
     }
@@ -101,53 +96,96 @@ fn read_cluster(mut file: Section<'_, '_>, name: &str) -> Option<Cluster> {
 }
 
 fn read_node(mut section: Section<'_, '_>) -> Option<NodeKind> {
-    let count = section.count("count");
-    let devices = section.count("devices");
     section.require("device", "the name of a known device, or a table that describes one");
-    let device = read_device(&mut section, "device");
-    let alone = read_device(&mut section, "alone");
-    let host_memory_bytes = section.size("host_memory");
-    let host_gb_per_s = section.number("host_gb_per_s", Rule::Positive);
-    let host_memory_gb_per_s = section.number("host_memory_gb_per_s", Rule::Positive);
-    let disk_bytes = section.size("disk");
-    let disk_gb_per_s = section.number("disk_gb_per_s", Rule::Positive);
-    let price_per_hour = section.number("price_per_hour", Rule::NotNegative);
-    let price_source = section.text("price_source").map(str::to_owned);
-    let kilowatts = section.number("kilowatts", Rule::Positive);
-    let hours = section.number("hours_between_failures", Rule::Positive);
-    if alone.is_some() && device.as_ref().is_some_and(|device| !device.is_host) {
+    let mut node = NodeKind {
+        count: 1,
+        devices: 1,
+        device: unknown_device(""),
+        alone: None,
+        host_memory_bytes: 0,
+        host_gb_per_s: 24.0,
+        host_memory_gb_per_s: None,
+        disk_bytes: 0,
+        disk_gb_per_s: 1.0,
+        price_per_hour: None,
+        price_source: None,
+        kilowatts: None,
+        hours_between_failures: 0.0,
+    };
+    section.read(&mut node, NODE);
+    let has_device = !node.device.name.is_empty();
+    if node.alone.is_some() && has_device && !node.device.is_host {
         section.refuse(
             "alone",
             "applies to hosts, whose cores are divided among the ranks",
             "device.is_host = true",
         );
     }
+    if !section.has("host_memory") && node.device.is_host {
+        // Ranks on a CPU have the host's memory.
+        node.host_memory_bytes = node.device.memory_bytes;
+    }
+    if !section.has("hours_between_failures") {
+        node.hours_between_failures = HOURS_BETWEEN_FAILURES_OF_DEVICE / node.devices as f64;
+    }
     section.finish();
-    let (device, devices) = (device?, devices.unwrap_or(1));
-    // Ranks on a CPU have the host's memory.
-    let own_memory = if device.is_host { device.memory_bytes } else { 0 };
-    Some(NodeKind {
-        count: count.unwrap_or(1),
-        devices,
-        alone,
-        host_memory_bytes: host_memory_bytes.unwrap_or(own_memory),
-        host_gb_per_s: host_gb_per_s.unwrap_or(24.0),
-        host_memory_gb_per_s,
-        disk_bytes: disk_bytes.unwrap_or(0),
-        disk_gb_per_s: disk_gb_per_s.unwrap_or(1.0),
-        price_per_hour,
-        price_source,
-        kilowatts,
-        hours_between_failures: hours.unwrap_or(HOURS_BETWEEN_FAILURES_OF_DEVICE / devices as f64),
-        device,
-    })
+    has_device.then_some(node)
+}
+
+impl Section<'_, '_> {
+    /// Reads the keys of a table into the fields of `table`; fields whose key is missing or wrong keep their values.
+    fn read<T>(&mut self, table: &mut T, rows: &[Row<T>]) {
+        for (key, field) in rows {
+            field(table).read(self, key);
+        }
+    }
+}
+
+impl Slot<'_> {
+    /// Sets the field to the value of a key, if it has one that fits.
+    fn read(self, section: &mut Section<'_, '_>, key: &'static str) {
+        fn set<T>(field: &mut T, value: Option<T>) {
+            if let Some(value) = value {
+                *field = value;
+            }
+        }
+        match self {
+            Self::Text(field) => set(field, section.text(key).map(str::to_owned)),
+            Self::OptionalText(field) => set(field, section.text(key).map(|text| Some(text.to_owned()))),
+            Self::Flag(field) => set(field, section.flag(key)),
+            Self::Count(field) => set(field, section.count(key)),
+            Self::OptionalCount(field) => set(field, section.count(key).map(Some)),
+            Self::Bytes(field) => set(field, section.size(key)),
+            Self::Number(field, rule) => set(field, section.number(key, rule)),
+            Self::OptionalNumber(field, rule) => set(field, section.number(key, rule).map(Some)),
+            Self::OptionalShare(field) => match section.text_or_other(key) {
+                Some(Err(DeValue::Boolean(false))) => *field = None,
+                _ => set(field, section.number(key, Rule::Share).map(Some)),
+            },
+            Self::Numbers(field) => set(field, section.numbers(key, Rule::NotNegative)),
+            Self::Joins(field) => set(field, read_joins(section)),
+            Self::Tile(field) => set(field, read_tile(section)),
+            Self::Peaks(field) => field.extend(section.section(key).map(read_peaks).into_iter().flatten()),
+            Self::Table(Table::Device(field)) => set(field, read_device(section, key)),
+            Self::Table(Table::OptionalDevice(field)) => set(field, read_device(section, key).map(Some)),
+            Self::Table(Table::Efficiency(field)) => {
+                if let Some(mut section) = section.section(key) {
+                    section.read(field, EFFICIENCY);
+                    section.finish();
+                }
+            }
+            Self::Table(Table::Rates(field)) => {
+                field.extend(section.section(key).map(Section::all_numbers).into_iter().flatten());
+            }
+        }
+    }
 }
 
 /// Reads a device under a key: the name of a known one, or a table.
 fn read_device(parent: &mut Section<'_, '_>, key: &'static str) -> Option<Device> {
     match parent.text_or_other(key)? {
         Ok(name) => known_device(parent, key, name),
-        Err(DeValue::Table(_)) => read_device_table(parent.section(key)?, ""),
+        Err(DeValue::Table(_)) => Some(read_device_table(parent.section(key)?, "device")),
         Err(other) => {
             let what = format!("{} is no device", quoted(other));
             parent.refuse(key, what, "the name of a known device, or a table that describes one");
@@ -162,8 +200,10 @@ fn known_device(section: &Section<'_, '_>, key: &str, name: &str) -> Option<Devi
         section.refuse(key, unknown(name, &DEVICES), one_of(&DEVICES));
         return None;
     };
-    read_document(DEVICE_TEXT, "devices.toml", |mut file, _| read_device_table(file.section(name)?, name))
-        .ok()
+    read_document(DEVICE_TEXT, "devices.toml", |mut file, _| {
+        Some(read_device_table(file.section(name)?, name))
+    })
+    .ok()
 }
 
 /// Returns a known link; a problem of `like` if the name is unknown.
@@ -172,15 +212,26 @@ fn known_link(section: &Section<'_, '_>, name: &str) -> Option<Link> {
         section.refuse("like", unknown(name, &LINKS), one_of(&LINKS));
         return None;
     };
-    let read = |mut file: Section<'_, '_>, _: &str| read_link(file.section(name)?);
+    let read = |mut file: Section<'_, '_>, _: &str| Some(read_link(file.section(name)?));
     read_document(LINK_TEXT, "links.toml", read).ok().map(|link| Link { name: name.to_owned(), ..link })
 }
 
+/// Returns a device to which every required key has yet to be given.
+fn unknown_device(name: &str) -> Device {
+    Device {
+        name: name.to_owned(),
+        peak_tflops: BTreeMap::new(),
+        memory_bytes: 0,
+        memory_gb_per_s: 1.0,
+        is_host: false,
+        efficiency: Efficiency::default(),
+    }
+}
+
 /// Reads the table of a device. `name` is its default name.
-fn read_device_table(mut section: Section<'_, '_>, name: &str) -> Option<Device> {
+fn read_device_table(mut section: Section<'_, '_>, name: &str) -> Device {
     let like = section.text("like");
     let base = like.and_then(|like| known_device(&section, "like", like));
-    let says = section.text("name").map(str::to_owned);
     if like.is_none() {
         for (key, allowed) in [
             ("peak_tflops", "a table with 10^12 operations a second by type: { bf16 = 312, f32 = 19.5 }"),
@@ -190,35 +241,10 @@ fn read_device_table(mut section: Section<'_, '_>, name: &str) -> Option<Device>
             section.require(key, allowed);
         }
     }
-    let peaks = section.section("peak_tflops").map(read_peaks);
-    let memory_bytes = section.size("memory");
-    let memory_gb_per_s = section.number("memory_gb_per_s", Rule::Positive);
-    let is_host = section.flag("is_host");
-    let guesses = base.as_ref().map_or_else(Efficiency::default, |base| base.efficiency.clone());
-    let efficiency = match section.section("efficiency") {
-        Some(section) => read_efficiency(section, guesses),
-        None => guesses,
-    };
+    let mut device = base.unwrap_or_else(|| unknown_device(name));
+    section.read(&mut device, DEVICE);
     section.finish();
-    // These placeholders are never used: the file is refused if a required key is missing.
-    let base = base.unwrap_or_else(|| Device {
-        name: if name.is_empty() { "device".to_owned() } else { name.to_owned() },
-        peak_tflops: BTreeMap::new(),
-        memory_bytes: 0,
-        memory_gb_per_s: 1.0,
-        is_host: false,
-        efficiency: Efficiency::default(),
-    });
-    let mut peak_tflops = base.peak_tflops;
-    peak_tflops.extend(peaks.into_iter().flatten());
-    Some(Device {
-        name: says.unwrap_or(base.name),
-        peak_tflops,
-        memory_bytes: memory_bytes.unwrap_or(base.memory_bytes),
-        memory_gb_per_s: memory_gb_per_s.unwrap_or(base.memory_gb_per_s),
-        is_host: is_host.unwrap_or(base.is_host),
-        efficiency,
-    })
+    device
 }
 
 fn read_peaks(section: Section<'_, '_>) -> BTreeMap<DType, f64> {
@@ -239,31 +265,6 @@ fn read_peaks(section: Section<'_, '_>) -> BTreeMap<DType, f64> {
         section.refuse_whole("no type has a peak", one_of(&names));
     }
     peaks
-}
-
-fn read_efficiency(mut section: Section<'_, '_>, guesses: Efficiency) -> Efficiency {
-    let mut share = |key, guess| section.number(key, Rule::Share).unwrap_or(guess);
-    let product = share("product", guesses.product);
-    let attention = share("attention", guesses.attention);
-    let scores = share("scores", guesses.scores);
-    let stream = share("stream", guesses.stream);
-    let half_shape = section.numbers("half_shape", Rule::NotNegative);
-    let cold_gb_per_s = section.number("cold_gb_per_s", Rule::NotNegative);
-    let launch_us = section.number("launch_us", Rule::NotNegative);
-    let tile = read_tile(&mut section);
-    let measured = section.section("measured").map(Section::all_numbers);
-    section.finish();
-    Efficiency {
-        product,
-        half_shape: half_shape.unwrap_or(guesses.half_shape),
-        tile: tile.unwrap_or(guesses.tile),
-        attention,
-        scores,
-        stream,
-        cold_gb_per_s: cold_gb_per_s.unwrap_or(guesses.cold_gb_per_s),
-        launch_us: launch_us.unwrap_or(guesses.launch_us),
-        measured: guesses.measured.into_iter().chain(measured.into_iter().flatten()).collect(),
-    }
 }
 
 /// Reads a tile: a table, or `false` to remove the one of the device in `like`.
@@ -292,9 +293,8 @@ fn read_tile(section: &mut Section<'_, '_>) -> Option<Option<Tile>> {
 }
 
 /// Reads the table of a level of links.
-fn read_link(mut section: Section<'_, '_>) -> Option<Link> {
-    let like = section.text("like");
-    let base = match like {
+fn read_link(mut section: Section<'_, '_>) -> Link {
+    let base = match section.text("like") {
         Some(like) => known_link(&section, like),
         None => {
             section.require("gb_per_s", "10^9 bytes a second that a device can send and receive at once");
@@ -302,20 +302,7 @@ fn read_link(mut section: Section<'_, '_>) -> Option<Link> {
             None
         }
     };
-    let name = section.text("name").map(str::to_owned);
-    let joins = read_joins(&mut section);
-    let gb_per_s = section.number("gb_per_s", Rule::Positive);
-    let efficiency = section.number("efficiency", Rule::Share);
-    let in_switch = read_in_switch(&mut section);
-    let latency_us = section.number("latency_us", Rule::NotNegative);
-    let start_us = section.number("start_us", Rule::NotNegative);
-    let fill = section.number("fill", Rule::NotNegative);
-    let torus = section.count("torus");
-    if torus.is_some_and(|dimensions| dimensions > 6) {
-        section.refuse("torus", "has too many dimensions", "1 to 6");
-    }
-    section.finish();
-    let base = base.unwrap_or_else(|| Link {
+    let mut link = base.unwrap_or_else(|| Link {
         name: "link".to_owned(),
         joins: Joins::All,
         gb_per_s: 1.0,
@@ -326,17 +313,12 @@ fn read_link(mut section: Section<'_, '_>) -> Option<Link> {
         fill: 0.5,
         torus: None,
     });
-    Some(Link {
-        name: name.unwrap_or(base.name),
-        joins: joins.unwrap_or(base.joins),
-        gb_per_s: gb_per_s.unwrap_or(base.gb_per_s),
-        efficiency: efficiency.unwrap_or(base.efficiency),
-        in_switch: in_switch.unwrap_or(base.in_switch),
-        latency_us: latency_us.unwrap_or(base.latency_us),
-        start_us: start_us.unwrap_or(base.start_us),
-        fill: fill.unwrap_or(base.fill),
-        torus: torus.or(base.torus),
-    })
+    section.read(&mut link, LINK);
+    if link.torus.is_some_and(|dimensions| dimensions > 6) {
+        section.refuse("torus", "has too many dimensions", "1 to 6");
+    }
+    section.finish();
+    link
 }
 
 fn read_joins(section: &mut Section<'_, '_>) -> Option<Joins> {
@@ -351,14 +333,6 @@ fn read_joins(section: &mut Section<'_, '_>) -> Option<Joins> {
     };
     section.refuse("joins", what, "node, all, or a number of devices");
     None
-}
-
-/// Reads an efficiency factor, or `false` to remove the one of the link in `like`.
-fn read_in_switch(section: &mut Section<'_, '_>) -> Option<Option<f64>> {
-    match section.text_or_other("in_switch")? {
-        Err(DeValue::Boolean(false)) => Some(None),
-        _ => section.number("in_switch", Rule::Share).map(Some),
-    }
 }
 
 /// Checks the tables against each other.

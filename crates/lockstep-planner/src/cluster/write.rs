@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use super::{Cluster, Device, Joins, Link, NodeKind};
+use super::field::{DEVICE, EFFICIENCY, LINK, NODE, Row, Slot, Table};
+use super::{Cluster, Joins};
 
 impl Cluster {
     /// Returns the cluster as a TOML file, which [`Cluster::parse`] reads as the same cluster.
@@ -14,104 +15,76 @@ impl Cluster {
             line(&mut text, "storage_gb_per_s", number(rate));
         }
         for kind in &self.nodes {
-            write_node(&mut text, kind);
+            text.push_str("\n[[node]]\n");
+            write_table(&mut text, "node", &mut kind.clone(), NODE);
         }
         for link in &self.links {
-            write_link(&mut text, link);
+            text.push_str("\n[[link]]\n");
+            write_table(&mut text, "link", &mut link.clone(), LINK);
         }
         text
     }
 }
 
-fn write_node(text: &mut String, kind: &NodeKind) {
-    heading(text, "[[node]]");
-    line(text, "count", kind.count);
-    line(text, "devices", kind.devices);
-    line(text, "host_memory", size(kind.host_memory_bytes));
-    line(text, "host_gb_per_s", number(kind.host_gb_per_s));
-    if let Some(rate) = kind.host_memory_gb_per_s {
-        line(text, "host_memory_gb_per_s", number(rate));
+/// Writes the keys of a table whose heading is written, and then the tables within it.
+fn write_table<T>(text: &mut String, place: &str, table: &mut T, rows: &[Row<T>]) {
+    for (key, field) in rows {
+        if let Some(value) = field(table).written() {
+            line(text, key, value);
+        }
     }
-    line(text, "disk", size(kind.disk_bytes));
-    line(text, "disk_gb_per_s", number(kind.disk_gb_per_s));
-    if let Some(price) = kind.price_per_hour {
-        line(text, "price_per_hour", number(price));
-    }
-    if let Some(source) = &kind.price_source {
-        line(text, "price_source", quoted(source));
-    }
-    if let Some(kilowatts) = kind.kilowatts {
-        line(text, "kilowatts", number(kilowatts));
-    }
-    line(text, "hours_between_failures", number(kind.hours_between_failures));
-    write_device(text, "node.device", &kind.device);
-    if let Some(alone) = &kind.alone {
-        write_device(text, "node.alone", alone);
-    }
-}
-
-fn write_device(text: &mut String, place: &str, device: &Device) {
-    heading(text, &format!("[{place}]"));
-    line(text, "name", quoted(&device.name));
-    let peaks: Vec<String> =
-        device.peak_tflops.iter().map(|(dtype, peak)| format!("{dtype} = {}", number(*peak))).collect();
-    line(text, "peak_tflops", format!("{{ {} }}", peaks.join(", ")));
-    line(text, "memory", size(device.memory_bytes));
-    line(text, "memory_gb_per_s", number(device.memory_gb_per_s));
-    line(text, "is_host", device.is_host);
-    let efficiency = &device.efficiency;
-    heading(text, &format!("[{place}.efficiency]"));
-    line(text, "product", number(efficiency.product));
-    line(text, "half_shape", format!("[{}]", efficiency.half_shape.map(number).join(", ")));
-    match efficiency.tile {
-        Some(tile) => line(
-            text,
-            "tile",
-            format!("{{ rows = {}, columns = {}, units = {} }}", tile.rows, tile.columns, tile.units),
-        ),
-        None => line(text, "tile", false),
-    }
-    line(text, "attention", number(efficiency.attention));
-    line(text, "scores", number(efficiency.scores));
-    line(text, "stream", number(efficiency.stream));
-    line(text, "cold_gb_per_s", number(efficiency.cold_gb_per_s));
-    line(text, "launch_us", number(efficiency.launch_us));
-    if !efficiency.measured.is_empty() {
-        heading(text, &format!("[{place}.efficiency.measured]"));
-        for (name, rate) in &efficiency.measured {
-            line(text, &quoted(name), number(*rate));
+    for (key, field) in rows {
+        let Slot::Table(within) = field(table) else { continue };
+        let place = format!("{place}.{key}");
+        let mut heading = || text.push_str(&format!("\n[{place}]\n"));
+        match within {
+            Table::Device(device) | Table::OptionalDevice(Some(device)) => {
+                heading();
+                write_table(text, &place, device, DEVICE);
+            }
+            Table::Efficiency(efficiency) => {
+                heading();
+                write_table(text, &place, efficiency, EFFICIENCY);
+            }
+            Table::Rates(rates) if !rates.is_empty() => {
+                heading();
+                rates.iter().for_each(|(name, rate)| line(text, &quoted(name), number(*rate)));
+            }
+            Table::OptionalDevice(None) | Table::Rates(_) => {}
         }
     }
 }
 
-fn write_link(text: &mut String, link: &Link) {
-    heading(text, "[[link]]");
-    line(text, "name", quoted(&link.name));
-    match link.joins {
-        Joins::Node => line(text, "joins", quoted("node")),
-        Joins::All => line(text, "joins", quoted("all")),
-        Joins::Devices(devices) => line(text, "joins", devices),
-    }
-    line(text, "gb_per_s", number(link.gb_per_s));
-    line(text, "efficiency", number(link.efficiency));
-    if let Some(share) = link.in_switch {
-        line(text, "in_switch", number(share));
-    }
-    line(text, "latency_us", number(link.latency_us));
-    line(text, "start_us", number(link.start_us));
-    line(text, "fill", number(link.fill));
-    if let Some(dimensions) = link.torus {
-        line(text, "torus", dimensions);
+impl Slot<'_> {
+    /// Returns the value in TOML; `None` for a field without a value, or a table.
+    fn written(self) -> Option<String> {
+        Some(match self {
+            Self::Text(text) => quoted(text),
+            Self::OptionalText(text) => quoted(text.as_ref()?),
+            Self::Flag(flag) => flag.to_string(),
+            Self::Count(count) => count.to_string(),
+            Self::OptionalCount(count) => (*count)?.to_string(),
+            Self::Bytes(bytes) => size(*bytes),
+            Self::Number(value, _) => number(*value),
+            Self::OptionalNumber(value, _) | Self::OptionalShare(value) => number((*value)?),
+            Self::Numbers(values) => format!("[{}]", values.map(number).join(", ")),
+            Self::Joins(Joins::Node) => quoted("node"),
+            Self::Joins(Joins::All) => quoted("all"),
+            Self::Joins(Joins::Devices(devices)) => devices.to_string(),
+            Self::Tile(None) => "false".to_owned(),
+            Self::Tile(Some(tile)) => {
+                format!("{{ rows = {}, columns = {}, units = {} }}", tile.rows, tile.columns, tile.units)
+            }
+            Self::Peaks(peaks) => {
+                let peak = |(dtype, peak): (&_, &f64)| format!("{dtype} = {}", number(*peak));
+                format!("{{ {} }}", peaks.iter().map(peak).collect::<Vec<String>>().join(", "))
+            }
+            Self::Table(_) => return None,
+        })
     }
 }
 
-fn heading(text: &mut String, heading: &str) {
-    text.push('\n');
-    text.push_str(heading);
-    text.push('\n');
-}
-
-fn line(text: &mut String, key: &str, value: impl std::fmt::Display) {
+fn line(text: &mut String, key: &str, value: String) {
     // Writing to a `String` cannot fail.
     let _ = writeln!(text, "{key} = {value}");
 }

@@ -5,7 +5,9 @@ use std::fmt::Write;
 use lockstep_config::human;
 use lockstep_plan::MemoryCategory;
 
-use super::svg::{WIDTH, colour, figure, legend, line, note, svg, table, text, text_before};
+use super::svg::{
+    WIDTH, colour, legend, line, note, size_figure, svg, table, text, text_before, time_figure,
+};
 use crate::details::MemoryCurve;
 use crate::{Details, Evaluated};
 
@@ -99,7 +101,7 @@ fn path(curve: &MemoryCurve, step_ms: f64, at: impl Fn(f64, f64) -> [f64; 2]) ->
 }
 
 fn rows(best: &Evaluated, details: &Details, shown: &[usize]) -> String {
-    let bytes = |pointer: &str, bytes: usize| figure(pointer, bytes, &human::bytes(bytes as u64).to_string());
+    let bytes = |pointer: &str, bytes: usize| size_figure(pointer, bytes as u64);
     let has = |category: &MemoryCategory| best.memory.iter().any(|memory| memory[*category] > 0);
     let categories: Vec<MemoryCategory> = MemoryCategory::ALL.into_iter().filter(has).collect();
     let row = |rank: &usize| {
@@ -110,7 +112,7 @@ fn rows(best: &Evaluated, details: &Details, shown: &[usize]) -> String {
             name_of(*rank, details.memory.len()),
             bytes(&over_time("standing_bytes"), curve.standing_bytes),
             bytes(&over_time("peak_bytes"), peak_bytes),
-            figure(&over_time("peak_ms"), peak_ms, &human::step_time(peak_ms)),
+            time_figure(&over_time("peak_ms"), peak_ms),
             bytes(&over_time("booked_bytes"), curve.booked_bytes),
         ];
         row.extend(categories.iter().map(|category| {

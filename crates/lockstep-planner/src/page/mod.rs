@@ -16,7 +16,7 @@ use std::fmt::Write;
 use lockstep_config::human;
 use lockstep_plan::Plan;
 
-use self::svg::{bar, colour, escaped, figure, rate, table};
+use self::svg::{bar, colour, escaped, figure, rate, share_figure, size_figure, table, time_figure};
 use crate::cluster::Cluster;
 use crate::{
     Details, Evaluated, Neighbour, Planner, Roofline, Searched, StepPart, mesh_in_words, parts,
@@ -122,7 +122,7 @@ fn pieces(best: &Evaluated) -> Vec<(f64, String, String)> {
 /// Draws the parts of the step as one bar, with their names.
 fn stacked(best: &Evaluated) -> String {
     let name = |(index, StepPart { key, name, ms, .. }): (usize, StepPart)| {
-        let figure = figure(&format!("/ranking/0/step_parts_ms/{key}"), ms, &human::step_time(ms));
+        let figure = time_figure(&format!("/ranking/0/step_parts_ms/{key}"), ms);
         format!("<span><i style=\"background:{}\"></i>{name} {figure}</span>", colour(index))
     };
     let names: String = parts(&best.step).enumerate().map(name).collect();
@@ -184,10 +184,7 @@ fn tiles(best: &Evaluated, cluster: &Cluster) -> String {
     let flops = |key: &str, tflops: f64| figure(&of_first(key), tflops, &rate(tflops * 1e12, "FLOP/s"));
     let total = of_first(&format!("memory_by_stage/{rank}/total"));
     let mut tiles = vec![
-        (
-            figure(&of_first("step_ms"), best.step.step_ms, &human::step_time(best.step.step_ms)),
-            "a step".to_owned(),
-        ),
+        (time_figure(&of_first("step_ms"), best.step.step_ms), "a step".to_owned()),
         (
             figure(
                 &of_first("tokens_per_s"),
@@ -201,9 +198,9 @@ fn tiles(best: &Evaluated, cluster: &Cluster) -> String {
             flops("hardware_tflops_per_device", best.hardware_tflops_per_device()),
             "with what is computed again".to_owned(),
         ),
-        (figure(&of_first("mfu"), best.mfu(), &percent(best.mfu())), "MFU".to_owned()),
+        (share_figure(&of_first("mfu"), best.mfu()), "MFU".to_owned()),
         (
-            figure(&total, memory.total(), &human::bytes(memory.total() as u64).to_string()),
+            size_figure(&total, memory.total() as u64),
             match best.memory.len() {
                 0 | 1 => "memory of each rank".to_owned(),
                 _ => format!("most memory: pipeline rank {rank}"),
@@ -218,14 +215,13 @@ fn tiles(best: &Evaluated, cluster: &Cluster) -> String {
     }
     let every = best.config.checkpoint.every;
     if every > 0 {
-        let save =
-            figure(&of_first("stalls_ms/of_a_save"), best.save_ms(), &human::step_time(best.save_ms()));
+        let save = time_figure(&of_first("stalls_ms/of_a_save"), best.save_ms());
         tiles.push((save, format!("for each save, one in {every} steps")));
     }
     if best.devices > 1 {
         let goodput = best.goodput(cluster);
         tiles.push((
-            figure(&of_first("goodput/share"), goodput.share, &percent(Some(goodput.share))),
+            share_figure(&of_first("goodput/share"), Some(goodput.share)),
             format!("lasts, with a save every {}", human::seconds(goodput.interval_s)),
         ));
     }
@@ -233,10 +229,6 @@ fn tiles(best: &Evaluated, cluster: &Cluster) -> String {
         format!("<div class=\"tile\"><b>{value}</b><span>{}</span></div>", escaped(name))
     };
     format!("<div class=\"tiles\">{}</div>\n", tiles.iter().map(tile).collect::<String>())
-}
-
-fn percent(share: Option<f64>) -> String {
-    share.map_or("?".to_owned(), |share| format!("{:.1} %", share * 100.0))
 }
 
 fn plan_in_words(plan: &Plan) -> String {
@@ -264,20 +256,10 @@ fn table_of(ranking: &[Evaluated]) -> String {
         let of_row = |key: &str| format!("/ranking/{index}/{key}");
         let share = step.step_ms / slowest.max(f64::MIN_POSITIVE);
         let looks = format!("height:5px;margin-top:2px;width:{:.0}%", 100.0 * share);
-        let part = |StepPart { key, ms, .. }| {
-            figure(&of_row(&format!("step_parts_ms/{key}")), ms, &human::step_time(ms))
-        };
+        let part = |StepPart { key, ms, .. }| time_figure(&of_row(&format!("step_parts_ms/{key}")), ms);
         let (rank, memory) = found.largest();
-        let needed = figure(
-            &of_row(&format!("memory_by_stage/{rank}/total")),
-            memory.total(),
-            &human::bytes(memory.total() as u64).to_string(),
-        );
-        let capacity = figure(
-            &of_row("capacity_bytes"),
-            found.capacity_bytes,
-            &human::bytes(found.capacity_bytes).to_string(),
-        );
+        let needed = size_figure(&of_row(&format!("memory_by_stage/{rank}/total")), memory.total() as u64);
+        let capacity = size_figure(&of_row("capacity_bytes"), found.capacity_bytes);
         let verdict = if found.fits { "" } else { " class=\"bad\"" };
         let mut row = vec![
             figure(&of_row("mesh"), plan.mesh, &mesh_in_words(&plan.mesh)),
@@ -285,8 +267,7 @@ fn table_of(ranking: &[Evaluated]) -> String {
             figure(&of_row("micro_batch"), micro_batch, &micro_batch.to_string()),
             escaped(&schedule_in_words(plan).unwrap_or_else(|| "none".to_owned())),
             escaped(&recompute_in_words(plan)),
-            figure(&of_row("step_ms"), step.step_ms, &human::step_time(step.step_ms))
-                + &bar(&pieces(found), &looks),
+            time_figure(&of_row("step_ms"), step.step_ms) + &bar(&pieces(found), &looks),
         ];
         row.extend(parts(&found.step).take(4).map(part));
         row.push(figure(
@@ -294,7 +275,7 @@ fn table_of(ranking: &[Evaluated]) -> String {
             found.tokens_per_s(),
             &human::count(found.tokens_per_s()).to_string(),
         ));
-        row.push(figure(&of_row("mfu"), found.mfu(), &percent(found.mfu())));
+        row.push(share_figure(&of_row("mfu"), found.mfu()));
         row.push(format!("<span{verdict}>{needed} of {capacity}</span>"));
         row
     };
@@ -444,7 +425,7 @@ mod tests {
     fn figures_have_the_digits_that_tell_them_apart() {
         let times = [0.25, 999.4, 5794.2, 5932.0, 12_345.0, 123_456.0].map(lockstep_config::human::step_time);
         assert_eq!(times, ["0.2 ms", "999.4 ms", "5.79 s", "5.93 s", "12.3 s", "2m 03s"]);
-        let rates = [1.39e11, 4.64e14, 12.0].map(|amount| super::rate(amount, "FLOP/s"));
+        let rates = [1.39e11, 4.64e14, 12.0].map(|amount| super::svg::rate(amount, "FLOP/s"));
         assert_eq!(rates, ["139 GFLOP/s", "464 TFLOP/s", "12 FLOP/s"]);
     }
 }

@@ -5,7 +5,8 @@ use std::fmt::Write;
 use lockstep_plan::work::Pass;
 
 use super::svg::{
-    WIDTH, colour, escaped, figure, legend, line, rate, svg, table, text, text_around, text_before,
+    WIDTH, colour, escaped, figure, legend, line, rate, share_figure, svg, table, text, text_around,
+    text_before,
 };
 use crate::{Point, Roofline};
 
@@ -110,7 +111,7 @@ const COLUMNS: [&str; 8] = [
 fn row(roofline: &Roofline, index: usize, number: usize) -> Vec<String> {
     let point = &roofline.points[index];
     let pointer = |key: &str| format!("/rooflines/{number}/points/{index}/{key}");
-    let percent = |key: &str, share: f64| figure(&pointer(key), share, &format!("{:.1} %", share * 100.0));
+    let percent = |key: &str, share: f64| share_figure(&pointer(key), Some(share));
     let is_bound_by_memory = roofline.is_bound_by_memory(point);
     let has_operations = point.flops > 0.0;
     let of_operations = |cell: String| if has_operations { cell } else { "–".to_owned() };

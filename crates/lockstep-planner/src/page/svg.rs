@@ -35,6 +35,21 @@ pub(super) fn figure(pointer: &str, value: impl Serialize, words: &str) -> Strin
     format!("<data value=\"{}\" data-of=\"{}\">{}</data>", escaped(&value), escaped(pointer), escaped(words))
 }
 
+/// Returns a figure of time.
+pub(super) fn time_figure(pointer: &str, ms: f64) -> String {
+    figure(pointer, ms, &human::step_time(ms))
+}
+
+/// Returns a figure of size.
+pub(super) fn size_figure(pointer: &str, bytes: u64) -> String {
+    figure(pointer, bytes, &human::bytes(bytes).to_string())
+}
+
+/// Returns a figure of a fraction, in percent; a question mark if it is unknown.
+pub(super) fn share_figure(pointer: &str, share: Option<f64>) -> String {
+    figure(pointer, share, &share.map_or("?".to_owned(), |share| format!("{:.1} %", share * 100.0)))
+}
+
 /// Returns a note under a picture.
 pub(super) fn note(words: &str) -> String {
     if words.is_empty() { String::new() } else { format!("<p class=\"small\">{}</p>", escaped(words)) }

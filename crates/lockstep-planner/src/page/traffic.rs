@@ -2,7 +2,7 @@
 
 use lockstep_config::human;
 
-use super::svg::{bar, colour, escaped, figure, legend, note, table};
+use super::svg::{bar, colour, escaped, figure, legend, note, table, time_figure};
 use crate::Evaluated;
 use crate::cluster::Cluster;
 use crate::predict::{Sent, StepTraffic, Traffic};
@@ -25,7 +25,7 @@ pub(super) fn traffic(cluster: &Cluster, best: &Evaluated, traffic: &StepTraffic
             " It is pipeline rank {pipeline_rank}, which is busy longest. What is waited for messages is part of the waiting for other stages."
         );
     }
-    let shared = figure("/traffic/shared_links_ms", *shared_ms, &human::step_time(*shared_ms));
+    let shared = time_figure("/traffic/shared_links_ms", *shared_ms);
     let shared = format!(
         "<p>{shared} more are waited because several of these are to go over the same links at once.</p>"
     );
@@ -67,7 +67,6 @@ fn rows(cluster: &Cluster, kinds: &[Traffic]) -> String {
     let levels = levels(cluster, kinds);
     let row = |(index, kind): (usize, &Traffic)| {
         let pointer = |key: &str| format!("/traffic/kinds/{index}/{key}");
-        let ms = |key: &str, ms: f64| figure(&pointer(key), ms, &human::step_time(ms));
         let mut row = vec![
             format!(
                 "<i class=\"dot\" style=\"background:{}\"></i>{}",
@@ -80,8 +79,8 @@ fn rows(cluster: &Cluster, kinds: &[Traffic]) -> String {
             let bytes = kind.bytes[*level];
             figure(&pointer(&format!("bytes/{level}")), bytes, &human::bytes(bytes as u64).to_string())
         }));
-        row.push(ms("busy_ms", kind.busy_ms));
-        row.push(ms("exposed_ms", kind.exposed_ms));
+        row.push(time_figure(&pointer("busy_ms"), kind.busy_ms));
+        row.push(time_figure(&pointer("exposed_ms"), kind.exposed_ms));
         row.push(figure(&pointer("hidden"), kind.hidden(), &format!("{:.0} %", kind.hidden() * 100.0)));
         row
     };

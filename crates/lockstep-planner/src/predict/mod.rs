@@ -11,6 +11,7 @@
 //! the stages of their pipeline. With several kinds of nodes only the device differs; the slowest one of a stage decides.
 
 mod goodput;
+mod prediction;
 mod saves;
 mod shapes;
 mod state;
@@ -20,9 +21,10 @@ mod timed;
 mod traffic;
 
 pub use goodput::{Failures, Goodput};
+pub use prediction::{PlanShape, SlowDevice, StagePrediction, StepPrediction};
 pub use saves::{Saves, data_stall_s};
 pub use shapes::product_name;
-pub use step::{PlanShape, SlowDevice, StagePrediction, StepPrediction, predict_step, predict_step_ms};
+pub use step::{predict_step, predict_step_ms};
 pub use tasks::{KernelTimes, PassCost};
 pub use timed::{TimedModel, device, kinds_of, slowest_kind};
 pub use traffic::{Sent, StepTraffic, Traffic, traffic};

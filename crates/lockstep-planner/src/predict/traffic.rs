@@ -8,8 +8,9 @@
 use std::ops::Range;
 
 use crate::cluster::{Cluster, MAX_LEVELS};
+use crate::predict::prediction::{PlanShape, StagePrediction};
 use crate::predict::state::StatePassage;
-use crate::predict::step::{PlanShape, RankEnd, StagePrediction, StateCost, Step};
+use crate::predict::step::{RankEnd, StateCost, Step};
 use crate::predict::tasks::{PassCost, Timed, Waited};
 use crate::predict::timed::{Leg, TimedModel, TimedUnit, legs};
 use lockstep_plan::Axis;

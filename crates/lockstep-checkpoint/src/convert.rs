@@ -10,10 +10,7 @@ use rayon::prelude::*;
 /// Elements per parallel task, a few hundred microseconds of work.
 const TASK_ELEMENTS: usize = 1 << 18;
 
-/// Types that [`widen`] reads and [`narrow`] writes, for messages.
-pub(crate) const FLOATS: &str = "f32, bf16 or f16";
-
-/// Returns true if `dtype` is one of [`FLOATS`].
+/// Returns true if [`widen`] reads `dtype` and [`narrow`] writes it.
 pub(crate) fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
 }

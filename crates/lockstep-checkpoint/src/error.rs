@@ -190,7 +190,7 @@ pub enum CheckpointError {
         tensor: String,
     },
     /// A tensor has a type that cannot be converted.
-    #[error("tensor `{tensor}` in {} is {dtype}; {allowed} can be read here", path.display())]
+    #[error("tensor `{tensor}` in {} is {dtype}; f32, bf16 or f16 can be read here", path.display())]
     UnsupportedDtype {
         /// File or directory that holds the tensor.
         path: PathBuf,
@@ -198,8 +198,6 @@ pub enum CheckpointError {
         tensor: String,
         /// Type of the tensor.
         dtype: String,
-        /// Types that can be converted.
-        allowed: &'static str,
     },
     /// A range exceeds a tensor, or a buffer has another size than the tensor.
     #[error("elements {start}..{} of tensor `{tensor}` were asked for; it has {elements}", start.saturating_add(*count))]

@@ -160,7 +160,6 @@ impl Checkpoint {
                 path: self.path.clone(),
                 tensor: name.to_owned(),
                 dtype: entry.dtype.to_string(),
-                allowed: convert::FLOATS,
             });
         }
         if entry.dtype == DType::F32 {

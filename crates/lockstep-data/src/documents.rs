@@ -14,7 +14,7 @@ use crate::{
     error::{DataError, RecordPlace, Result},
     json_records::{JsonRecord, JsonRecords},
     parquet_file::read_parquet,
-    sources::{FileFormat, SourceFile},
+    sources::{Format, SourceFile},
 };
 
 /// Bytes per read, and so about the size of a piece.
@@ -95,15 +95,15 @@ pub(crate) fn read_documents(
     sink: &mut impl FnMut(Piece) -> Result<()>,
 ) -> Result<blake3::Hash> {
     match file.format {
-        FileFormat::Text => read_text(&file.path, start, cut, sink),
-        FileFormat::JsonLines => read_json_lines(&file.path, start, sink),
-        FileFormat::Parquet => {
+        Format::Auto | Format::Text => read_text(&file.path, start, cut, sink),
+        Format::JsonLines => read_json_lines(&file.path, start, sink),
+        Format::Parquet => {
             read_parquet(&file.path, text_field, start, &mut |text, end| {
                 sink(Piece { content: Content::Text(text), ends_document: true, end })
             })?;
             Ok(hash_file(&file.path)?.0)
         }
-        FileFormat::Indexed | FileFormat::RawTokens => Err(DataError::NotText { path: file.path.clone() }),
+        Format::Indexed | Format::RawTokens => Err(DataError::NotText { path: file.path.clone() }),
     }
 }
 
@@ -226,7 +226,7 @@ mod tests {
         let text = "line ä\n".repeat(BLOCK_BYTES as usize / 3);
         let lines = "{\"text\": \"ä\"}\n\n{\"text\": \"b\"}\n{}";
         let file = tempfile::NamedTempFile::new().unwrap();
-        for (format, text) in [(FileFormat::Text, text.as_str()), (FileFormat::JsonLines, lines)] {
+        for (format, text) in [(Format::Text, text.as_str()), (Format::JsonLines, lines)] {
             std::fs::write(file.path(), text).unwrap();
             let source = SourceFile { path: file.path().to_owned(), format };
             let pieces_from = |start| {

@@ -188,7 +188,11 @@ impl<'a> WholeDocuments<'a> {
         let end = sample.end.min(sample.start + self.longest);
         match first_answer(self.tokens, whole) {
             None => self.supervision.without_answer += 1,
-            Some(first) if first >= end => self.add_beyond(first - sample.start),
+            Some(first) if first >= end => {
+                let seq_len_for_one_more = first - sample.start;
+                let none = Supervision::default();
+                self.supervision += Supervision { answer_out_of_window: 1, seq_len_for_one_more, ..none };
+            }
             Some(_) if end < sample.end => {
                 self.supervision.truncated += 1;
                 self.close();
@@ -200,12 +204,6 @@ impl<'a> WholeDocuments<'a> {
         }
         self.close();
         self.open = sample.end..sample.end;
-    }
-
-    fn add_beyond(&mut self, seq_len: u64) {
-        let of_this =
-            Supervision { answer_out_of_window: 1, seq_len_for_one_more: seq_len, ..Supervision::default() };
-        self.supervision += of_this;
     }
 
     fn close(&mut self) {

@@ -38,22 +38,33 @@ pub enum Format {
 }
 
 impl Format {
+    const ALL: [Self; 6] =
+        [Self::Auto, Self::Text, Self::JsonLines, Self::Parquet, Self::Indexed, Self::RawTokens];
+    /// Names in the configuration, in the order of the variants.
     const NAMES: [&'static str; 6] = ["auto", "text", "jsonl", "parquet", "indexed", "tokens"];
+
+    /// Returns the name of the format in the configuration.
+    pub(crate) fn name(self) -> &'static str {
+        Self::NAMES[self as usize]
+    }
+
+    /// Returns true if the file holds text, which needs a tokenizer.
+    pub(crate) fn is_text(self) -> bool {
+        !matches!(self, Self::Indexed | Self::RawTokens)
+    }
+
+    /// Returns true if records have named fields, of which one holds the text.
+    pub(crate) fn has_fields(self) -> bool {
+        matches!(self, Self::JsonLines | Self::Parquet)
+    }
 }
 
 impl FromStr for Format {
     type Err = DataError;
 
     fn from_str(name: &str) -> Result<Self> {
-        match name {
-            "auto" => Ok(Self::Auto),
-            "text" => Ok(Self::Text),
-            "jsonl" => Ok(Self::JsonLines),
-            "parquet" => Ok(Self::Parquet),
-            "indexed" => Ok(Self::Indexed),
-            "tokens" => Ok(Self::RawTokens),
-            _ => Err(DataError::UnknownFormat { name: name.to_owned(), allowed: &Self::NAMES }),
-        }
+        let known = Self::ALL.into_iter().find(|format| format.name() == name);
+        known.ok_or_else(|| DataError::UnknownFormat { name: name.to_owned(), allowed: &Self::NAMES })
     }
 }
 
@@ -62,42 +73,8 @@ impl FromStr for Format {
 pub struct SourceFile {
     /// Path of the file; of a Megatron data set, that of its `.bin`.
     pub path: PathBuf,
-    pub(crate) format: FileFormat,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum FileFormat {
-    Text,
-    JsonLines,
-    Parquet,
-    Indexed,
-    RawTokens,
-}
-
-impl FileFormat {
-    /// Returns true if the file holds text, which needs a tokenizer.
-    pub(crate) fn is_text(self) -> bool {
-        match self {
-            Self::Text | Self::JsonLines | Self::Parquet => true,
-            Self::Indexed | Self::RawTokens => false,
-        }
-    }
-
-    /// Returns true if records have named fields, of which one holds the text.
-    pub(crate) fn has_fields(self) -> bool {
-        matches!(self, Self::JsonLines | Self::Parquet)
-    }
-
-    /// Returns the name of the format in the configuration.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Text => "text",
-            Self::JsonLines => "jsonl",
-            Self::Parquet => "parquet",
-            Self::Indexed => "indexed",
-            Self::RawTokens => "tokens",
-        }
-    }
+    /// Format in which the file is read; never [`Format::Auto`].
+    pub(crate) format: Format,
 }
 
 impl SourceFile {
@@ -107,22 +84,18 @@ impl SourceFile {
     /// If the format is [`Format::Auto`] and the extension is that of an unsupported format.
     pub fn new(path: PathBuf, format: Format) -> Result<Self> {
         let format = match format {
-            Format::Text => FileFormat::Text,
-            Format::JsonLines => FileFormat::JsonLines,
-            Format::Parquet => FileFormat::Parquet,
-            Format::Indexed => FileFormat::Indexed,
-            Format::RawTokens => FileFormat::RawTokens,
             Format::Auto => match extension_of(&path).as_str() {
-                "jsonl" | "json" | "ndjson" | "jsonlines" => FileFormat::JsonLines,
-                "parquet" => FileFormat::Parquet,
-                "idx" => FileFormat::Indexed,
-                "bin" if pair_of(&path).is_some() => FileFormat::Indexed,
-                "bin" => FileFormat::RawTokens,
+                "jsonl" | "json" | "ndjson" | "jsonlines" => Format::JsonLines,
+                "parquet" => Format::Parquet,
+                "idx" => Format::Indexed,
+                "bin" if pair_of(&path).is_some() => Format::Indexed,
+                "bin" => Format::RawTokens,
                 extension if NOT_TEXT.contains(&extension) => {
                     return Err(DataError::UnsupportedFormat { extension: extension.to_owned(), path });
                 }
-                _ => FileFormat::Text,
+                _ => Format::Text,
             },
+            format => format,
         };
         Ok(Self { path, format })
     }
@@ -135,7 +108,7 @@ impl SourceFile {
     /// Returns the shape of the file's first record. `None` if the file is not JSON, is empty, or its first record is
     /// invalid.
     pub fn record_shape(&self, options: TextOptions<'_>) -> Option<RecordShape> {
-        if self.format != FileFormat::JsonLines {
+        if self.format != Format::JsonLines {
             return None;
         }
         let record = JsonRecords::open(&self.path, 0).ok()?.next().ok()??;
@@ -144,7 +117,7 @@ impl SourceFile {
 
     /// Returns true if document boundaries are marked only by end-of-text tokens, as in raw token files.
     pub fn hides_documents(&self) -> bool {
-        self.format == FileFormat::RawTokens
+        self.format == Format::RawTokens
     }
 }
 
@@ -185,7 +158,7 @@ pub fn expand<S: AsRef<str>>(patterns: &[S], format: Format) -> Result<Vec<Sourc
         let first = files.len();
         for path in expand_one(pattern.as_ref(), format)? {
             let mut file = SourceFile::new(path, format)?;
-            if file.format == FileFormat::Indexed {
+            if file.format == Format::Indexed {
                 file.path.set_extension("bin");
                 // A pattern may match both files of a data set; it is read once.
                 if files[first..].contains(&file) {
@@ -359,11 +332,11 @@ mod tests {
     #[test]
     fn the_extension_decides_the_format_unless_it_is_given() {
         let format = |path: &str, format| SourceFile::new(path.into(), format).map(|file| file.format);
-        assert_eq!(format("a.JSONL", Format::Auto).unwrap(), FileFormat::JsonLines);
-        assert_eq!(format("a.rs", Format::Auto).unwrap(), FileFormat::Text);
-        assert_eq!(format("README", Format::Auto).unwrap(), FileFormat::Text);
-        assert_eq!(format("a.json", Format::JsonLines).unwrap(), FileFormat::JsonLines);
-        assert_eq!(format("a.bin", Format::Auto).unwrap(), FileFormat::RawTokens);
+        assert_eq!(format("a.JSONL", Format::Auto).unwrap(), Format::JsonLines);
+        assert_eq!(format("a.rs", Format::Auto).unwrap(), Format::Text);
+        assert_eq!(format("README", Format::Auto).unwrap(), Format::Text);
+        assert_eq!(format("a.json", Format::JsonLines).unwrap(), Format::JsonLines);
+        assert_eq!(format("a.bin", Format::Auto).unwrap(), Format::RawTokens);
         let error = format("a.npy", Format::Auto).unwrap_err().to_string();
         assert!(error.contains("a.npy") && error.contains(".jsonl"), "{error}");
     }

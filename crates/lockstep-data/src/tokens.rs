@@ -7,7 +7,7 @@ use crate::{
     id_type::IdType,
     json_line::TextOptions,
     progress::Progress,
-    sources::{FileFormat, SourceFile},
+    sources::{Format, SourceFile},
     token_file::TokenFile,
     tokenize::{TokenizeOptions, tokenize_files},
     tokenizer::Tokenizer,
@@ -67,11 +67,11 @@ impl Tokens {
         for group in files.chunk_by(|a, b| a.format.is_text() && b.format.is_text()) {
             let first = &group[0];
             opened.push(match first.format {
-                FileFormat::RawTokens => {
+                Format::RawTokens => {
                     TokenFile::open_raw(&first.path, id_type, options.vocab_size, end_of_text)?
                 }
-                FileFormat::Indexed => TokenFile::open_indexed(&first.path, options.vocab_size)?,
-                FileFormat::Text | FileFormat::JsonLines | FileFormat::Parquet => {
+                Format::Indexed => TokenFile::open_indexed(&first.path, options.vocab_size)?,
+                Format::Auto | Format::Text | Format::JsonLines | Format::Parquet => {
                     let no_tokenizer = || DataError::NoTokenizer { path: first.path.clone() };
                     let tokenizer = options.tokenizer.ok_or_else(no_tokenizer)?;
                     let OpenOptions { cache_dir, text, progress, .. } = *options;

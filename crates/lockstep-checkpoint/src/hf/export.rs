@@ -82,7 +82,6 @@ impl HfExport<'_> {
                 path: out.to_path_buf(),
                 tensor: "*".to_owned(),
                 dtype: dtype.to_string(),
-                allowed: convert::FLOATS,
             });
         }
         let parent = parent_of(out);

@@ -90,7 +90,6 @@ impl SafetensorsFile {
                 path: self.path.clone(),
                 tensor: name.to_owned(),
                 dtype: tensor.dtype.to_string(),
-                allowed: convert::FLOATS,
             }
         })?;
         let elements = tensor.elements();

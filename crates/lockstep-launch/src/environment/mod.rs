@@ -109,7 +109,7 @@ pub enum EnvironmentProblem {
 pub fn detect(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
     let environment = Environment { variable };
     let torchrun = environment.torchrun()?;
-    let mpi = match environment.open_mpi()? {
+    let mpi = match environment.four_numbers(Launcher::OpenMpi, OPEN_MPI)? {
         Some(place) => Some(place),
         None => environment.mpich()?,
     };
@@ -138,48 +138,31 @@ struct Environment<'a> {
     variable: &'a dyn Fn(&str) -> Option<String>,
 }
 
-/// Names of a launcher's four variables.
-struct Names {
-    launcher: Launcher,
-    rank: &'static str,
-    world_size: &'static str,
-    local_rank: &'static str,
-    local_size: &'static str,
-}
+/// Names of a launcher's variables for the rank, the number of ranks, and both on this host.
+type Names = [&'static str; 4];
 
-const TORCHRUN: Names = Names {
-    launcher: Launcher::Torchrun,
-    rank: "RANK",
-    world_size: "WORLD_SIZE",
-    local_rank: "LOCAL_RANK",
-    local_size: "LOCAL_WORLD_SIZE",
-};
-const DEEPSPEED: Names = Names { local_size: "LOCAL_SIZE", ..TORCHRUN };
-const OPEN_MPI: Names = Names {
-    launcher: Launcher::OpenMpi,
-    rank: "OMPI_COMM_WORLD_RANK",
-    world_size: "OMPI_COMM_WORLD_SIZE",
-    local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
-    local_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
-};
-const MPICH: Names = Names {
-    launcher: Launcher::Mpich,
-    rank: "PMI_RANK",
-    world_size: "PMI_SIZE",
-    local_rank: "MPI_LOCALRANKID",
-    local_size: "MPI_LOCALNRANKS",
-};
+const TORCHRUN: Names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
+/// Names of DeepSpeed's launcher, which are torchrun's but for one.
+const DEEPSPEED: Names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"];
+const OPEN_MPI: Names = [
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+];
+const MPICH: Names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"];
 
 impl Environment<'_> {
     fn torchrun(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
-        let place = match self.get("LOCAL_WORLD_SIZE").or_else(|| self.get("LOCAL_SIZE")) {
-            // DeepSpeed's launcher calls it `LOCAL_SIZE`.
-            Some(_) if self.get("LOCAL_WORLD_SIZE").is_none() => self.four_numbers(&DEEPSPEED)?,
-            Some(_) => self.four_numbers(&TORCHRUN)?,
-            None => self.two_numbers()?,
+        let place = if self.get("LOCAL_WORLD_SIZE").is_some() {
+            self.four_numbers(Launcher::Torchrun, TORCHRUN)?
+        } else if self.get("LOCAL_SIZE").is_some() {
+            self.four_numbers(Launcher::Torchrun, DEEPSPEED)?
+        } else {
+            self.two_numbers()?
         };
         let Some(place) = place else { return Ok(None) };
-        Ok(Some(ProcessPlace { leader: self.leader("MASTER_ADDR", "MASTER_PORT")?, ..place }))
+        Ok(Some(ProcessPlace { leader: self.leader()?, ..place }))
     }
 
     /// Reads `RANK` and `WORLD_SIZE` alone, as scripts set them by hand. Kubeflow's PyTorchJob sets them as well, but
@@ -208,16 +191,12 @@ impl Environment<'_> {
         Ok(Some(ProcessPlace { launcher, rank, world_size, local_rank, local_size: None, leader: None }))
     }
 
-    fn open_mpi(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
-        self.four_numbers(&OPEN_MPI)
-    }
-
     fn mpich(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
         // SLURM's own PMI sets the first two variables only; SLURM's variables decide then.
-        if self.get("SLURM_PROCID").is_some() && self.get(MPICH.local_rank).is_none() {
+        if self.get("SLURM_PROCID").is_some() && self.get(MPICH[2]).is_none() {
             return Ok(None);
         }
-        self.four_numbers(&MPICH)
+        self.four_numbers(Launcher::Mpich, MPICH)
     }
 
     /// Reads the variables of a step of `srun`. The shell of an allocation is not a step: its variables describe the
@@ -243,20 +222,14 @@ impl Environment<'_> {
             value: tasks,
             allowed: format!("a list such as 4(x2),3 that has a node {node}"),
         })?;
-        let leader = match self.get("SLURM_STEP_NODELIST") {
-            None => None,
-            Some(list) => match first_node(&list) {
-                Some(host) => Some(Leader { host, port: None }),
-                None => {
-                    let allowed = "a list of nodes such as gnode[10,20-23]".to_owned();
-                    return Err(EnvironmentProblem::Value {
-                        variable: "SLURM_STEP_NODELIST",
-                        value: list,
-                        allowed,
-                    });
-                }
-            },
-        };
+        let leader = self.get("SLURM_STEP_NODELIST").map(|list| match first_node(&list) {
+            Some(host) => Ok(Leader { host, port: None }),
+            None => {
+                let allowed = "a list of nodes such as gnode[10,20-23]".to_owned();
+                Err(EnvironmentProblem::Value { variable: "SLURM_STEP_NODELIST", value: list, allowed })
+            }
+        });
+        let leader = leader.transpose()?;
         let names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", name];
         check(names, rank, world_size, local_rank, local_size)?;
         let (launcher, world_size) = (Launcher::Slurm, Some(world_size));
@@ -267,50 +240,43 @@ impl Environment<'_> {
     fn kubernetes(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
         let Some(rank) = self.number("JOB_COMPLETION_INDEX")? else { return Ok(None) };
         let launcher = Launcher::Kubernetes;
-        let leader = self.leader("MASTER_ADDR", "MASTER_PORT")?;
+        let leader = self.leader()?;
         let (local_rank, local_size) = (Some(0), Some(1));
         Ok(Some(ProcessPlace { launcher, rank, world_size: None, local_rank, local_size, leader }))
     }
 
-    fn four_numbers(&self, names: &Names) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
-        let variables = [names.rank, names.world_size, names.local_rank, names.local_size];
-        let numbers = [
-            self.number(variables[0])?,
-            self.number(variables[1])?,
-            self.number(variables[2])?,
-            self.number(variables[3])?,
-        ];
+    fn four_numbers(
+        &self,
+        launcher: Launcher,
+        names: Names,
+    ) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
+        let [rank, world_size, local_rank, local_size] = names.map(|name| self.number(name));
+        let numbers = [rank?, world_size?, local_rank?, local_size?];
         let [Some(rank), Some(world_size), Some(local_rank), Some(local_size)] = numbers else {
             let present = numbers.iter().position(Option::is_some);
             let missing = numbers.iter().position(Option::is_none);
             return match (present, missing) {
                 (Some(present), Some(missing)) => Err(EnvironmentProblem::Incomplete {
-                    launcher: names.launcher,
-                    present: variables[present],
-                    missing: variables[missing],
+                    launcher,
+                    present: names[present],
+                    missing: names[missing],
                 }),
                 _ => Ok(None),
             };
         };
-        check(variables, rank, world_size, local_rank, local_size)?;
-        let (launcher, world_size) = (names.launcher, Some(world_size));
-        let (local_rank, local_size) = (Some(local_rank), Some(local_size));
+        check(names, rank, world_size, local_rank, local_size)?;
+        let (world_size, local_rank, local_size) = (Some(world_size), Some(local_rank), Some(local_size));
         Ok(Some(ProcessPlace { launcher, rank, world_size, local_rank, local_size, leader: None }))
     }
 
-    fn leader(&self, host: &'static str, port: &'static str) -> Result<Option<Leader>, EnvironmentProblem> {
-        let Some(name) = self.get(host) else { return Ok(None) };
-        let number = match self.get(port) {
-            None => None,
-            Some(value) => match value.parse::<u16>() {
-                Ok(number) if number > 0 => Some(number),
-                _ => {
-                    let allowed = "1 to 65535".to_owned();
-                    return Err(EnvironmentProblem::Value { variable: port, value, allowed });
-                }
-            },
-        };
-        Ok(Some(Leader { host: name, port: number }))
+    fn leader(&self) -> Result<Option<Leader>, EnvironmentProblem> {
+        let Some(host) = self.get("MASTER_ADDR") else { return Ok(None) };
+        let variable = "MASTER_PORT";
+        let port = self.get(variable).map(|value| match value.parse::<u16>() {
+            Ok(number) if number > 0 => Ok(number),
+            _ => Err(EnvironmentProblem::Value { variable, value, allowed: "1 to 65535".to_owned() }),
+        });
+        Ok(Some(Leader { host, port: port.transpose()? }))
     }
 
     /// Returns the value of a variable that is set and not empty.
@@ -329,7 +295,7 @@ impl Environment<'_> {
 
 /// Checks that ranks are below sizes; `names` are the names of the four variables.
 fn check(
-    names: [&'static str; 4],
+    names: Names,
     rank: usize,
     world_size: usize,
     local_rank: usize,

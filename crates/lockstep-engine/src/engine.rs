@@ -367,7 +367,7 @@ impl Engine {
         }
         let sum = self.groups.sum_over_model(&sum)?;
         self.timeline().end(begin, || {
-            let elements = self.trained_elements();
+            let elements: u64 = self.trained_ids().map(|id| self.records[id.0].local_elements() as u64).sum();
             let cost = Cost { vector_flops: 2 * elements, ..Cost::of_bytes(F32_BYTES * elements) };
             (Activity::of_step("gradient norm"), cost)
         });
@@ -425,11 +425,6 @@ impl Engine {
     /// not sharded.
     pub fn gathers_of_step(&self) -> Option<&GatherPlan> {
         self.weights.gathers_of_step()
-    }
-
-    /// Elements of the trainable parameters on this rank.
-    fn trained_elements(&self) -> u64 {
-        self.trained_ids().map(|id| self.records[id.0].local_elements() as u64).sum()
     }
 
     pub(crate) fn role(&self, id: ParameterId) -> Role {

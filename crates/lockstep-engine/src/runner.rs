@@ -285,22 +285,22 @@ impl Runner {
             let weights = weights.weights();
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
-            let dy = if unit + 1 < units.end {
-                Some(between(&self.boundary[unit % 2]))
-            } else {
-                slot.output_gradient.as_ref().map(between)
+            // A pass of weight gradients does not look at these buffers, which may be in flight.
+            let dy = || match &slot.output_gradient {
+                _ if unit + 1 < units.end => Some(between(&self.boundary[unit % 2])),
+                received => received.as_ref().map(between),
             };
-            let dx = if unit > units.start {
-                (unit > first).then(|| between(&self.boundary[(unit + 1) % 2]))
-            } else {
-                outboxes.get(place.outbox).filter(|_| unit > first).map(between)
+            let dx = || match outboxes.get(place.outbox) {
+                _ if unit == first => None,
+                _ if unit > units.start => Some(between(&self.boundary[(unit + 1) % 2])),
+                outbox => outbox.map(between),
             };
+            let deferred = || &slot.deferred[unit - units.start];
             let replay = self.replay(model, place, unit, queue, &parameters);
             let program = model.program(unit);
-            let deferred = || &slot.deferred[unit - units.start];
             match (kind.makes_input_gradient(), kind.makes_weight_gradient()) {
-                (true, true) => program.backward(&replay, dy, dx, seed)?,
-                (true, false) => program.backward_inputs(&replay, dy, dx, seed, deferred())?,
+                (true, true) => program.backward(&replay, dy(), dx(), seed)?,
+                (true, false) => program.backward_inputs(&replay, dy(), dx(), seed, deferred())?,
                 (false, _) => program.backward_weights(&replay, deferred())?,
             }
             if let Some(frames) = self.offloaded.as_mut().filter(|_| kind.makes_weight_gradient()) {

@@ -1,13 +1,14 @@
 //! The engine of one rank: its training state, and the calls that make up a training step.
 
 use std::cell::Cell;
+use std::iter;
 use std::ops::Range;
 
 use lockstep_comm::Metered;
 use lockstep_graph::{Activity, Cost, Seed, Timeline};
 use lockstep_model::RecordedModel;
 use lockstep_plan::gathering::{GatherPlan, Sequence};
-use lockstep_plan::schedule::PassKind;
+use lockstep_plan::schedule::{Pass, PassKind};
 use lockstep_plan::{
     MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, SharedTable, StoreKind, exact::ExactSum,
 };
@@ -15,7 +16,7 @@ use lockstep_tensor::{Arena, DiskTraffic, F32Products, Queue};
 
 use crate::model_state::ModelState;
 use crate::optimizer::Role;
-use crate::passes::Place;
+use crate::passes::{Passes, Place};
 use crate::pipeline::Pipeline;
 use crate::runner::Purpose;
 use crate::state::ResidualNumbers;
@@ -26,13 +27,6 @@ use crate::{
 };
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
-
-/// Position of a micro-batch in its step; gradients are reduced over ranks after the last one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum MicroBatchPosition {
-    Earlier,
-    Last,
-}
 
 /// Weights, gradients, optimizer state and the programs that work on them.
 pub struct Engine {
@@ -177,7 +171,7 @@ impl Engine {
     /// If a step has more micro-batches than the plan.
     pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed: Seed) -> Result<f64, EngineError> {
         self.weights.begin(Sequence::MicroBatch);
-        self.micro_batch(batch, seed, MicroBatchPosition::Earlier)
+        self.micro_batch(batch, seed, false)
     }
 
     /// Runs forward and backward of all micro-batches of a step and returns the sum of their losses. Gradients are
@@ -221,9 +215,8 @@ impl Engine {
             if !is_planned {
                 self.weights.begin(Sequence::MicroBatch);
             }
-            let turn =
-                if batches.peek().is_some() { MicroBatchPosition::Earlier } else { MicroBatchPosition::Last };
-            loss_sum += self.micro_batch(&batch, seed, turn)?;
+            let is_last = batches.peek().is_none();
+            loss_sum += self.micro_batch(&batch, seed, is_last)?;
         }
         Ok(loss_sum)
     }
@@ -242,8 +235,9 @@ impl Engine {
             pipeline.micro_batches(),
             "a step has the micro-batches of its schedule"
         );
-        let reducer = reducer.as_mut();
-        let mut passes = TrainingPasses { model, queue, weights, runner, gradients, reducer, seed, batches };
+        let (reducer, is_last) = (reducer.as_mut(), false);
+        let mut passes =
+            TrainingPasses { model, queue, weights, runner, gradients, reducer, seed, is_last, batches };
         let loss_sum = pipeline.run(&mut passes)?;
         self.await_gradients()?;
         if let Some(SharedTable { id, .. }) = self.shared_table
@@ -275,39 +269,20 @@ impl Engine {
 
     /// Runs forward and backward of one micro-batch and returns the sum of its losses. With the last of a step,
     /// gradients are reduced over ranks.
-    fn micro_batch(
-        &mut self,
-        batch: &HostBatch<'_>,
-        seed: Seed,
-        turn: MicroBatchPosition,
-    ) -> Result<f64, EngineError> {
+    fn micro_batch(&mut self, batch: &HostBatch<'_>, seed: Seed, is_last: bool) -> Result<f64, EngineError> {
         let Self { model, queue, weights, runner, gradients, reducer, .. } = self;
+        let (queue, reducer, batches) = (&**queue, reducer.as_mut(), iter::once(*batch));
+        let mut passes =
+            TrainingPasses { model, queue, weights, runner, gradients, reducer, seed, is_last, batches };
         let only = Place::default();
-        let queue = &**queue;
-        runner.load(only, batch);
-        runner.forward_stage(model, only, queue, weights, Purpose::Training)?;
-        gradients.begin_micro_batch(queue, runner.own_tokens(batch.ids));
-        let is_last = turn == MicroBatchPosition::Last;
-        let at_once = gradients.reduces_every_micro_batch();
-        let mut reducer = reducer.as_mut().filter(|_| is_last || at_once);
-        let after_unit = |gradients: &mut Gradients, unit| {
-            let Some(reducer) = &mut reducer else { return Ok(()) };
-            gradients.sum_unit(queue, unit, reducer)?;
-            if !is_last {
-                return Ok(());
-            }
-            gradients.begin_owned(reducer)?;
-            gradients.sum_rows(unit, reducer)
-        };
-        let backward = PassKind::Backward;
-        runner.backward_stage(model, only, queue, weights, gradients, seed, backward, after_unit)?;
-        match reducer {
-            Some(_) if is_last => self.await_gradients()?,
-            Some(reducer) => gradients.wait(queue, reducer)?,
-            None => {}
+        passes.load(only, 0);
+        for kind in [PassKind::Forward, PassKind::Backward] {
+            passes.run(Pass { kind, stage: 0, micro_batch: 0 }, only)?;
         }
-        let Self { model, runner, .. } = self;
-        Ok(runner.loss_sum(model))
+        if is_last {
+            self.await_gradients()?;
+        }
+        Ok(self.runner.loss_sum(&self.model))
     }
 
     /// Runs the forward of one micro-batch without dropout and returns the sum of its losses.
@@ -367,7 +342,7 @@ impl Engine {
         }
         let sum = self.groups.sum_over_model(&sum)?;
         self.timeline().end(begin, || {
-            let elements = self.trained_elements();
+            let elements: u64 = self.trained_ids().map(|id| self.records[id.0].local_elements() as u64).sum();
             let cost = Cost { vector_flops: 2 * elements, ..Cost::of_bytes(F32_BYTES * elements) };
             (Activity::of_step("gradient norm"), cost)
         });
@@ -427,18 +402,13 @@ impl Engine {
         self.weights.gathers_of_step()
     }
 
-    /// Elements of the trainable parameters on this rank.
-    fn trained_elements(&self) -> u64 {
-        self.trained_ids().map(|id| self.records[id.0].local_elements() as u64).sum()
-    }
-
     pub(crate) fn role(&self, id: ParameterId) -> Role {
         Role::of(&self.records[id.0], self.model.units())
     }
 
     /// Returns the kinds of tensors that a checkpoint holds for a parameter.
     pub fn state_kinds(&self, id: ParameterId) -> impl Iterator<Item = StateKind> + use<> {
-        std::iter::once(StateKind::Parameter).chain(self.optimizer.state_kinds(self.role(id)).iter().copied())
+        iter::once(StateKind::Parameter).chain(self.optimizer.state_kinds(self.role(id)).iter().copied())
     }
 
     /// Returns the optimizer.

@@ -119,8 +119,7 @@ impl Engine {
             return Ok(());
         }
         let mut place = 0;
-        let flat_parameters = record.share.element_ranges(&record.shape);
-        for (first, len) in flat_parameters {
+        for (first, len) in record.share.element_ranges(&record.shape) {
             let values = &values[first..first + len];
             match kind {
                 StateKind::GradientResidual(_) => {

@@ -12,14 +12,14 @@ use std::ops::Range;
 
 use lockstep_plan::{
     DType, FlatParameter, GradientStaging, MemoryCategory, ParameterId, ParameterRecord, ReductionGroup,
-    SharedTable, StateLayout, StoreKind, exact::ExactSum,
+    StateLayout, StoreKind, exact::ExactSum,
 };
 use lockstep_tensor::{Arena, Buffer, DiskTraffic, Kernels, TensorError, View, Write};
 
 use crate::model_state::ModelState;
 use crate::offloaded_gradients::OffloadedGradients;
 use crate::quantized_gradients::QuantizedGradients;
-use crate::state_store::{Part, Residence, StateStore};
+use crate::state_store::{Part, Place, Residence, StateStore};
 use crate::{EngineError, Offload, reducer::Reducer, sparse_embedding_gradient::SparseEmbeddingGradient};
 
 /// The f32 gradients of all parameters. Tied parameters share one gradient, to which the embedding's contribution is
@@ -38,16 +38,11 @@ pub struct Gradients {
     in_flight: Vec<usize>,
     /// Flat parameters whose sums were taken in last.
     arrived: Vec<usize>,
-    /// Unit of each parameter, by [`ParameterId`].
-    units: Vec<usize>,
-    /// Index of the last unit whose backward contributes to each gradient, sparse embedding rows excepted. By
-    /// [`ParameterId`].
-    completed_by: Vec<usize>,
     /// First unit of the buffer that holds each unit's parameters. By unit.
     buffer_firsts: Vec<usize>,
-    /// True for an embedding table that this rank holds only for the tied output layer, because the embedding is on
-    /// another rank. Its gradient is then the output layer's contribution. By [`ParameterId`].
-    is_borrowed: Vec<bool>,
+    /// Embedding table that this rank holds only for the tied output layer, because the embedding is on another rank.
+    /// Its gradient is the output layer's contribution and counts as of that layer's unit.
+    borrowed: Option<ParameterId>,
     /// Flat parameters whose gradients are complete, sparse embedding rows excepted, after a unit's backward. By unit.
     completed: Vec<Vec<usize>>,
     /// Overwrite or accumulate: effect of the next contribution to each gradient. By [`ParameterId`].
@@ -74,6 +69,8 @@ struct GradientStagingBuffers {
 struct Tied {
     output: ParameterId,
     embedding: SparseEmbeddingGradient,
+    /// Unit of the embedding.
+    unit: usize,
     summing: ReductionGroup,
 }
 
@@ -93,15 +90,10 @@ impl Gradients {
         let store = state.take(StoreKind::Gradients).expect("every rank has a store of gradients");
         let StateLayout { records, is_here, plan, .. } = layout;
         let offloaded = OffloadedGradients::new(offload, &store, arena)?;
-        let mut is_borrowed = vec![false; records.len()];
-        if let Some(SharedTable { id, is_copy: true }) = layout.shared_table {
-            // A table that this rank has for its output layer alone counts as of that layer's unit.
-            is_borrowed[id.0] = true;
-        }
         let tied = layout.tied_tables().map(|(output, table)| {
             let of_table = &records[table.0];
             let embedding = SparseEmbeddingGradient::new(arena, table, of_table, tokens, plan.micro_batches)?;
-            Ok(Tied { output, embedding, summing: ReductionGroup::of(&of_table.share) })
+            Ok(Tied { output, embedding, unit: of_table.unit, summing: ReductionGroup::of(&of_table.share) })
         });
         let tied = tied.collect::<Result<_, TensorError>>()?;
         let mut completed = vec![Vec::new(); is_here.len()];
@@ -123,10 +115,8 @@ impl Gradients {
                 .transpose()?,
             store,
             offloaded: offloaded.map(RefCell::new),
-            units: records.iter().map(|record| record.unit).collect(),
-            completed_by: records.iter().map(completing_unit).collect(),
             buffer_firsts: buffer_firsts(records, is_here.len()),
-            is_borrowed,
+            borrowed: layout.shared_table.filter(|table| table.is_copy).map(|table| table.id),
             completed,
             next: vec![Cell::new(Write::Overwrite); records.len()],
             tied,
@@ -210,13 +200,11 @@ impl Gradients {
         } else {
             self.zero_untouched(queue, unit);
         }
-        for Tied { output, embedding, .. } in &mut self.tied {
-            if self.units[embedding.table().0] == unit {
-                if let Some(part) = self.store.part(*output) {
-                    embedding.add_to(queue, part);
-                }
-                embedding.clear();
+        for Tied { output, embedding, .. } in self.tied.iter_mut().filter(|tied| tied.unit == unit) {
+            if let Some(part) = self.store.part(*output) {
+                embedding.add_to(queue, part);
             }
+            embedding.clear();
         }
         Ok(())
     }
@@ -285,9 +273,7 @@ impl Gradients {
     /// # Errors
     /// If another rank is lost or does not answer in time, or the disk of offloaded gradients fails.
     pub(crate) fn sum_rows(&mut self, unit: usize, reducer: &mut Reducer) -> Result<(), EngineError> {
-        let Self { units, tied, .. } = self;
-        let of_unit = tied.iter_mut().filter(|tied| units[tied.embedding.table().0] == unit);
-        for Tied { embedding, summing, .. } in of_unit {
+        for Tied { embedding, summing, .. } in self.tied.iter_mut().filter(|tied| tied.unit == unit) {
             reducer.sum(embedding.gradient_mut(), *summing)?;
         }
         Ok(())
@@ -394,10 +380,10 @@ impl Gradients {
     fn parameters_of(&self, unit: usize) -> impl Iterator<Item = usize> {
         (0..self.next.len()).filter(move |&index| {
             let id = ParameterId(index);
-            self.completed_by[index] == unit
-                && !self.is_borrowed[index]
+            let is_complete = |place: Place| self.store.flat_parameters()[place.flat].completed_by == unit;
+            self.store.place_of(id).is_some_and(is_complete)
+                && self.borrowed != Some(id)
                 && self.sparse_embedding_gradient(id).is_none()
-                && self.store.place_of(id).is_some()
         })
     }
 
@@ -487,7 +473,7 @@ impl Gradients {
     /// Returns the full (unsharded) gradient, while a backward contributes to it.
     fn whole(&self, id: ParameterId) -> View<'_> {
         let Some(staging) = &self.staging else { return self.store.view(id) };
-        let (flat, first, shape) = self.store.place_of(id).expect("what is trained has a gradient");
+        let Place { flat, first, shape } = self.store.place_of(id).expect("what is trained has a gradient");
         let offset_bytes = staging.offsets_bytes[flat] + first * size_of::<f32>();
         let buffer = &staging.buffers[self.store.flat_parameters()[flat].parity()];
         buffer.view(DType::F32, offset_bytes, shape)
@@ -496,12 +482,6 @@ impl Gradients {
     fn sparse_embedding_gradient(&self, id: ParameterId) -> Option<&SparseEmbeddingGradient> {
         self.tied.iter().map(|tied| &tied.embedding).find(|embedding| embedding.table() == id)
     }
-}
-
-/// Returns the unit after whose backward a parameter's gradient is complete. The gradient of a tied output layer is
-/// complete after its own unit.
-fn completing_unit(record: &ParameterRecord) -> usize {
-    if record.tie.is_some() { record.unit } else { record.buffer.first }
 }
 
 /// Returns the first unit of the buffer that holds each unit's parameters.

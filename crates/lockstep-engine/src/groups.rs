@@ -161,20 +161,15 @@ impl Groups {
         let Some(World { plan, .. }) = &self.world else { return true };
         let (mesh, rank) = (plan.mesh(), plan.rank);
         let is_sharded = self.zero_stage() > ZeroStage::Nothing;
+        let is_first = |axis| mesh.ranks().coordinate(rank, axis) == 0;
         match share.among {
             Among::Tensor => {
-                let is_first = |axis| mesh.ranks().coordinate(rank, axis) == 0;
-                let neighbour = if is_sharded {
-                    self.places.tensor.rank / share.summands
-                } else {
-                    self.places.tensor.rank
-                };
-                let copies = if is_sharded { share.copies.div_ceil(share.summands) } else { share.copies };
+                let neighbours = if is_sharded { share.summands } else { 1 };
+                let copies = share.copies.div_ceil(neighbours);
                 (is_sharded || is_first(Axis::Shard) && is_first(Axis::Context))
-                    && neighbour.is_multiple_of(copies)
+                    && (self.places.tensor.rank / neighbours).is_multiple_of(copies)
             }
             Among::TensorColumn => {
-                let is_first = |axis| mesh.ranks().coordinate(rank, axis) == 0;
                 let is_of_first_row = self.places.tensor.grid().is_none_or(|grid| grid.row == 0);
                 is_sharded || is_first(Axis::Shard) && is_of_first_row
             }

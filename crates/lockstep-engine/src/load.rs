@@ -20,16 +20,12 @@ pub struct ExpertLoad {
 impl ExpertLoad {
     /// Returns zero counts for the experts of `model`; empty for a model without experts.
     pub(crate) fn new(model: &RecordedModel) -> Self {
-        let experts = (0..model.units()).filter_map(|unit| model.program(unit).experts()).max().unwrap_or(0);
-        let mut layers = 0;
-        let mut number = |has_experts: bool| {
-            let number = layers;
-            layers += usize::from(has_experts);
-            has_experts.then_some(number)
-        };
-        let layers_of: Vec<_> =
-            (0..model.units()).map(|unit| number(model.program(unit).experts().is_some())).collect();
-        Self { experts, layers: layers_of, counts: vec![0; layers * experts], scratch: Vec::new() }
+        let experts_of = |unit| model.program(unit).experts();
+        let experts = (0..model.units()).filter_map(experts_of).max().unwrap_or(0);
+        let mut numbers = 0..;
+        let number = |unit| experts_of(unit).and_then(|_| numbers.next());
+        let layers: Vec<_> = (0..model.units()).map(number).collect();
+        Self { experts, layers, counts: vec![0; numbers.start * experts], scratch: Vec::new() }
     }
 
     /// Returns the counts of each layer that has experts. They add up to the tokens of the step times the experts

@@ -58,11 +58,6 @@ impl PartitionedActivations {
         self.whole[unit % 2].view(self.dtype, 0, self.shape)
     }
 
-    /// Returns the bytes of a slice.
-    pub(crate) fn bytes(&self) -> usize {
-        self.elements * self.dtype.size_bytes()
-    }
-
     /// Returns the slice at `offset_bytes` of a buffer.
     pub(crate) fn slice<'a>(&self, buffer: &'a Buffer, offset_bytes: usize) -> View<'a> {
         buffer.view(self.dtype, offset_bytes, [self.elements])
@@ -70,7 +65,8 @@ impl PartitionedActivations {
 
     /// Copies this rank's slice of the output of a unit to `kept`.
     pub(crate) fn keep(&self, queue: &dyn Kernels, unit: usize, kept: View<'_>) {
-        queue.cast(self.of_rank(unit, self.rank), kept);
+        let offset_bytes = self.rank * self.elements * self.dtype.size_bytes();
+        queue.cast(self.slice(&self.whole[unit % 2], offset_bytes), kept);
     }
 
     /// All-gathers the output of a unit from the slices that `peers` saved.
@@ -79,10 +75,5 @@ impl PartitionedActivations {
     /// If a rank is lost, or does not answer in time.
     pub(crate) fn gather(&self, peers: Peers<'_>, unit: usize, kept: View<'_>) -> Result<(), CommError> {
         peers.gather(kept, self.whole[unit % 2].view(self.dtype, 0, [self.ranks * self.elements]))
-    }
-
-    fn of_rank(&self, unit: usize, rank: usize) -> View<'_> {
-        let offset_bytes = rank * self.bytes();
-        self.whole[unit % 2].view(self.dtype, offset_bytes, [self.elements])
     }
 }

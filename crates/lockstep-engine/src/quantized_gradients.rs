@@ -21,9 +21,10 @@ use lockstep_plan::{
     DType, MemoryCategory, ParameterId, QUANTIZATION_BLOCK, QuantizedGradientStaging, QuantizedType,
     ReductionGroup, StateLayout,
 };
-use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
+use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View};
 
-use crate::{EngineError, reducer::Reducer, state_store::StateStore};
+use crate::state_store::{Place, StateStore};
+use crate::{EngineError, reducer::Reducer};
 
 /// Record buffers for gradients whose backward has just run, and the quantization errors of earlier gradients.
 #[derive(Debug)]
@@ -77,18 +78,18 @@ impl QuantizedGradients {
         let QuantizedGradientStaging { offsets, sent, received } = passage;
         let records = &layout.records;
         let of_parameter =
-            |store: &StateStore, id: usize| store.place_of(ParameterId(id)).map(|place| place.0);
+            |store: &StateStore, id: usize| store.place_of(ParameterId(id)).map(|place| place.flat);
         let coded = |(index, first): (usize, Option<usize>)| {
             let (of, first) = (&store.flat_parameters()[index], first?);
             let any_of_it = (0..records.len()).find(|id| of_parameter(store, *id) == Some(index));
             let in_residual =
                 residual.as_ref().zip(any_of_it).and_then(|(residual, id)| of_parameter(residual, id));
             let places = (0..records.len()).filter_map(|id| store.place_of(ParameterId(id)));
-            let gap = |(_, first, shape): (usize, usize, Shape)| {
-                let end = first + shape.elements();
+            let gap = |place: Place| {
+                let end = place.first + place.shape.elements();
                 end..end.next_multiple_of(QUANTIZATION_BLOCK)
             };
-            let gaps = places.filter(|(flat, ..)| *flat == index).map(gap);
+            let gaps = places.filter(|place| place.flat == index).map(gap);
             Some(Coded {
                 summing: of.summing,
                 ranks: layout.place(of.summing).ranks,
@@ -174,7 +175,7 @@ impl QuantizedGradients {
         let blocks = elements / QUANTIZATION_BLOCK;
         let border = |replica: usize| blocks * replica / replicas * QUANTIZATION_BLOCK;
         let piece = border(replica)..border(replica + 1);
-        let replica_group: Vec<usize> =
+        let piece_bytes: Vec<usize> =
             (0..replicas).map(|replica| kind.bytes(border(replica + 1) - border(replica))).collect();
         self.encode(queue, coded, own, coded.own.clone());
         let of_sent = coded.records(kind, coded.own.clone());
@@ -182,7 +183,7 @@ impl QuantizedGradients {
         let (parity, first) = (coded.parity, coded.own.start);
         let input = Lent::new(self.sent[parity].lend(of_sent.clone()), DType::U8);
         let output = Lent::new(self.received[parity].lend(0..replicas * of_piece), DType::U8);
-        let counts = Some((replica_group.clone(), vec![of_piece; replicas]));
+        let counts = Some((piece_bytes.clone(), vec![of_piece; replicas]));
         reducer.run_over_replicas(Collective::AllToAll { input, output, counts }, of_sent.len())?;
         let summands = self.received[parity].view(DType::U8, 0, [replicas * of_piece]);
         queue.dequantize_sum(kind, replicas, summands, own.rows(piece.clone()));
@@ -190,7 +191,7 @@ impl QuantizedGradients {
             self.encode(queue, coded, own.rows(piece.clone()), first + piece.start..first + piece.end);
         }
         let data = Lent::new(self.sent[parity].lend(of_sent.clone()), DType::U8);
-        let counts = Some(replica_group);
+        let counts = Some(piece_bytes);
         reducer.run_over_replicas(Collective::AllGatherInPlace { data, counts }, of_sent.len())?;
         queue.dequantize(kind, self.sent[parity].view(DType::U8, of_sent.start, [of_sent.len()]), own);
         Ok(())

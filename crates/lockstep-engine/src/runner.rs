@@ -285,22 +285,22 @@ impl Runner {
             let weights = weights.weights();
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
-            let dy = if unit + 1 < units.end {
-                Some(between(&self.boundary[unit % 2]))
-            } else {
-                slot.output_gradient.as_ref().map(between)
+            // A pass of weight gradients does not look at these buffers, which may be in flight.
+            let dy = || match &slot.output_gradient {
+                _ if unit + 1 < units.end => Some(between(&self.boundary[unit % 2])),
+                received => received.as_ref().map(between),
             };
-            let dx = if unit > units.start {
-                (unit > first).then(|| between(&self.boundary[(unit + 1) % 2]))
-            } else {
-                outboxes.get(place.outbox).filter(|_| unit > first).map(between)
+            let dx = || match outboxes.get(place.outbox) {
+                _ if unit == first => None,
+                _ if unit > units.start => Some(between(&self.boundary[(unit + 1) % 2])),
+                outbox => outbox.map(between),
             };
+            let deferred = || &slot.deferred[unit - units.start];
             let replay = self.replay(model, place, unit, queue, &parameters);
             let program = model.program(unit);
-            let deferred = || &slot.deferred[unit - units.start];
             match (kind.makes_input_gradient(), kind.makes_weight_gradient()) {
-                (true, true) => program.backward(&replay, dy, dx, seed)?,
-                (true, false) => program.backward_inputs(&replay, dy, dx, seed, deferred())?,
+                (true, true) => program.backward(&replay, dy(), dx(), seed)?,
+                (true, false) => program.backward_inputs(&replay, dy(), dx(), seed, deferred())?,
                 (false, _) => program.backward_weights(&replay, deferred())?,
             }
             if let Some(frames) = self.offloaded.as_mut().filter(|_| kind.makes_weight_gradient()) {
@@ -383,28 +383,21 @@ impl Runner {
     /// Lends the memory of a message that crosses a border of a stage, for as long as the message is in flight.
     pub(crate) fn lend(&mut self, model: &RecordedModel, place: Place, border: StageBoundary) -> Lent {
         let Stage { units, slots, outboxes } = &mut self.stages[place.stage];
-        let slot = &mut slots[place.slot];
-        let mut bytes = boundary_bytes(model);
-        let buffer = match border {
-            StageBoundary::Input => {
-                bytes = message_bytes(model, units.start - 1);
-                slot.input.as_mut()
+        let (slot, last) = (&mut slots[place.slot], units.end - 1);
+        let (buffer, start, bytes) = match border {
+            StageBoundary::Input => (slot.input.as_mut(), 0, message_bytes(model, units.start - 1)),
+            StageBoundary::InputGradient => (outboxes.get_mut(place.outbox), 0, boundary_bytes(model)),
+            StageBoundary::OutputGradient => (slot.output_gradient.as_mut(), 0, boundary_bytes(model)),
+            StageBoundary::Output if slot.output.is_some() => {
+                (slot.output.as_mut(), 0, message_bytes(model, last))
             }
-            StageBoundary::InputGradient => outboxes.get_mut(place.outbox),
-            StageBoundary::OutputGradient => slot.output_gradient.as_mut(),
             StageBoundary::Output => {
-                let last = units.end - 1;
-                let in_frame = slot.frames.last_mut().and_then(Option::as_mut);
-                let (buffer, start) = match &mut slot.output {
-                    Some(output) => (Some(output), 0),
-                    None => (in_frame, model.program(last).output_bytes().start),
-                };
-                let buffer = buffer.expect("what a stage hands on is in memory");
-                return Lent::new(buffer.lend(start..start + message_bytes(model, last)), DType::U8);
+                let frame = slot.frames.last_mut().and_then(Option::as_mut);
+                (frame, model.program(last).output_bytes().start, message_bytes(model, last))
             }
         };
         let buffer = buffer.expect("a stage has memory for what crosses its boundaries");
-        Lent::new(buffer.lend(0..bytes), DType::U8)
+        Lent::new(buffer.lend(start..start + bytes), DType::U8)
     }
 
     /// Copies the output of a stage to the input of the next one, which is on the same rank.

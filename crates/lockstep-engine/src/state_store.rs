@@ -53,12 +53,14 @@ pub(crate) struct Piece {
     pub(crate) first: usize,
 }
 
+/// Place of a parameter in a flat parameter.
 #[derive(Debug, Clone, Copy)]
-struct Place {
-    flat: usize,
+pub(crate) struct Place {
+    /// Index of the flat parameter.
+    pub(crate) flat: usize,
     /// Index of the parameter's first element in the flat parameter.
-    first: usize,
-    shape: Shape,
+    pub(crate) first: usize,
+    pub(crate) shape: Shape,
 }
 
 impl Place {
@@ -210,10 +212,9 @@ impl StateStore {
         self.residences[flat] = Residence::Gathered { bundle, start };
     }
 
-    /// Returns the flat parameter that holds a parameter, the index of its first element there, and its shape; `None`
-    /// if the store does not hold it.
-    pub(crate) fn place_of(&self, id: ParameterId) -> Option<(usize, usize, Shape)> {
-        self.places[id.0].map(|place| (place.flat, place.first, place.shape))
+    /// Returns the place of a parameter; `None` if the store does not hold it.
+    pub(crate) fn place_of(&self, id: ParameterId) -> Option<Place> {
+        self.places[id.0]
     }
 
     /// Returns the buffer of a flat parameter, and the byte range of some of its elements.

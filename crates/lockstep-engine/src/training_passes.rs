@@ -23,6 +23,9 @@ pub(crate) struct TrainingPasses<'a, B> {
     pub(crate) gradients: &'a mut Gradients,
     pub(crate) reducer: Option<&'a mut Reducer>,
     pub(crate) seed: Seed,
+    /// True in the last micro-batch of a step without a pipeline: the reduction of each unit's gradients follows its
+    /// backward. With a pipeline, [`Passes::reduce`] does that.
+    pub(crate) is_last: bool,
     /// Micro-batches of the step, at least as many as the schedule has.
     pub(crate) batches: B,
 }
@@ -49,15 +52,22 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for TrainingPasses<'_
             self.gradients.begin_micro_batch(queue, self.runner.own_tokens(batch.ids));
         }
         let (weights, gradients, seed) = (&mut *self.weights, &mut *self.gradients, self.seed);
-        let mut reducer = self.reducer.as_deref_mut().filter(|_| gradients.reduces_every_micro_batch());
-        let after_unit = |gradients: &mut Gradients, unit| match &mut reducer {
-            Some(reducer) => gradients.sum_unit(queue, unit, reducer),
-            None => Ok(()),
+        let is_last = self.is_last;
+        let is_reduced = is_last || gradients.reduces_every_micro_batch();
+        let mut reducer = self.reducer.as_deref_mut().filter(|_| is_reduced);
+        let after_unit = |gradients: &mut Gradients, unit| {
+            let Some(reducer) = &mut reducer else { return Ok(()) };
+            gradients.sum_unit(queue, unit, reducer)?;
+            if !is_last {
+                return Ok(());
+            }
+            gradients.begin_owned(reducer)?;
+            gradients.sum_rows(unit, reducer)
         };
         self.runner.backward_stage(model, place, queue, weights, gradients, seed, pass.kind, after_unit)?;
         match reducer {
-            Some(reducer) => gradients.wait(queue, reducer),
-            None => Ok(()),
+            Some(reducer) if !is_last => gradients.wait(queue, reducer),
+            _ => Ok(()),
         }
     }
 

@@ -39,17 +39,14 @@ impl Sampler {
     /// If `temperature` is negative or not finite, or if `top_p` is not in (0, 1].
     pub fn new(sampling: Sampling) -> Result<Self, InferError> {
         let Sampling { temperature, top_p, .. } = sampling;
+        let out_of_range = |name, value: f32, allowed| {
+            Err(InferError::OutOfRange { name, value: value.to_string(), allowed })
+        };
         if !(temperature.is_finite() && temperature >= 0.0) {
-            let allowed = "0 or more";
-            return Err(InferError::OutOfRange {
-                name: "temperature",
-                value: temperature.to_string(),
-                allowed,
-            });
+            return out_of_range("temperature", temperature, "0 or more");
         }
         if !(top_p > 0.0 && top_p <= 1.0) {
-            let allowed = "more than 0 and at most 1";
-            return Err(InferError::OutOfRange { name: "top-p", value: top_p.to_string(), allowed });
+            return out_of_range("top-p", top_p, "more than 0 and at most 1");
         }
         Ok(Self { sampling, drawn: 0, candidates: Vec::new() })
     }

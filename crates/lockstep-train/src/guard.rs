@@ -274,9 +274,9 @@ impl RollbackSnapshot {
     /// # Errors
     /// If there is no memory for the copy.
     pub(crate) fn new(engine: &Engine, updates: u64) -> Result<Self, Error> {
-        let mut refuge = Self { snapshot: Snapshot::new(engine)?, updates };
-        refuge.renew(engine, updates);
-        Ok(refuge)
+        let mut copy = Self { snapshot: Snapshot::new(engine)?, updates };
+        copy.renew(engine, updates);
+        Ok(copy)
     }
 
     /// Replaces the copy with the current state.

@@ -172,7 +172,7 @@ pub(crate) fn run(
         saver,
         observer,
         phase: "before the first step",
-        under_way: counters.step,
+        current_step: counters.step,
         loss: None,
         evaluated: None,
         uniform_loss: (model.config.vocab_size() as f64).ln(),
@@ -226,7 +226,7 @@ struct Run<'a> {
     /// Phase of the current step, for the error report.
     phase: &'static str,
     /// Step in progress, or the last one completed.
-    under_way: u64,
+    current_step: u64,
     /// Micro-batches of the current step.
     micro_batches: Vec<MicroBatch>,
     /// Tokens per layer and expert of the step shown last; its memory is reused for the next one.
@@ -301,7 +301,7 @@ impl Run<'_> {
 
     /// Reports that the current step is abandoned so that the state before it is saved in time.
     fn tell_abandoned(&mut self) {
-        let (step, grace) = (self.under_way, self.config.checkpoint.grace_s);
+        let (step, grace) = (self.current_step, self.config.checkpoint.grace_s);
         self.progress.message(&format!(
             "step {step} would take longer than checkpoint.grace_s ({grace} s) allows: abandoned; the state after step {} is saved",
             step - 1
@@ -346,11 +346,11 @@ impl Run<'_> {
 
     /// Reports the step and phase in which a failing run was, and writes the report of its steps.
     fn leave_report(&mut self) {
-        let Self { records, progress, config, phase, under_way, .. } = self;
+        let Self { records, progress, config, phase, current_step, .. } = self;
         if !records.has_rows() {
             return;
         }
-        progress.field("ended", &format!("in step {under_way} of {}: {phase}", config.train.steps));
+        progress.field("ended", &format!("in step {current_step} of {}: {phase}", config.train.steps));
         if let Some(report) = records.report(|text| progress.message(text)) {
             progress.field("report", &report.display().to_string());
         }
@@ -390,7 +390,7 @@ impl Run<'_> {
     fn step(&mut self) -> Result<(), Error> {
         let begin = Instant::now();
         let step = self.counters.step + 1;
-        self.under_way = step;
+        self.current_step = step;
         self.records.begin_step(step, &self.engine);
         let waiting = self.engine.timeline().begin();
         self.phase = "reading data";

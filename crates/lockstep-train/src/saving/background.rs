@@ -62,7 +62,7 @@ impl Saver {
         let (job, attempt, begin) = (Arc::new(job), Attempt::default(), Instant::now());
         if self.ranks.size() > 1 {
             let stage = self.opening(&job, attempt);
-            self.under_way = Some(Save { job, attempt, begin, stage });
+            self.in_flight = Some(Save { job, attempt, begin, stage });
             return self.advance(Pace { time: Some(OPENING), patience: TimeLimit::Unlimited }, progress);
         }
         let snapshot = std::mem::replace(&mut self.snapshot, Memory::None);
@@ -70,7 +70,7 @@ impl Saver {
             let shared = job.clone();
             let save = move |snapshot: &mut Snapshot| shared.save_alone(&snapshot.tensors());
             let stage = Stage::Alone(thread.run(move || Done::on(*snapshot, save)));
-            self.under_way = Some(Save { job, attempt, begin, stage });
+            self.in_flight = Some(Save { job, attempt, begin, stage });
         }
         Ok(())
     }
@@ -87,19 +87,19 @@ impl Saver {
     /// Waits at most `time` for each stage of the save in flight; returns true if the save has not ended.
     pub(super) fn is_saving_after(&mut self, time: Duration, progress: &mut Progress) -> Result<bool, Error> {
         self.advance(Pace { time: Some(time), patience: TimeLimit::Unlimited }, progress)?;
-        Ok(self.under_way.is_some())
+        Ok(self.in_flight.is_some())
     }
 
     /// Returns true if, on any rank, the save in flight waits for a file system that does not answer. The training does not wait
     /// for such a save. A collective call.
     pub(super) fn stalls(&self) -> Result<bool, Error> {
-        let Some(Save { job, .. }) = &self.under_way else { return Ok(false) };
+        let Some(Save { job, .. }) = &self.in_flight else { return Ok(false) };
         Ok(self.ranks.any_in_time(job.stalls.load(Ordering::Relaxed), TimeLimit::Unlimited)?)
     }
 
     /// Returns the step whose save is in flight.
-    pub(super) fn step_under_way(&self) -> Option<u64> {
-        self.under_way.as_ref().map(|save| save.job.step)
+    pub(super) fn step_in_flight(&self) -> Option<u64> {
+        self.in_flight.as_ref().map(|save| save.job.step)
     }
 
     /// Waits until the save in flight has ended.
@@ -109,7 +109,7 @@ impl Saver {
 
     /// Advances the save stage by stage until a stage is incomplete on some rank.
     fn advance(&mut self, mut pace: Pace, progress: &mut Progress) -> Result<(), Error> {
-        while let Some(Save { job, attempt, begin, stage }) = self.under_way.take() {
+        while let Some(Save { job, attempt, begin, stage }) = self.in_flight.take() {
             let poll = Poll { job: &job, attempt, pace };
             let turn = match stage {
                 Stage::Alone(work) => self.end_alone(poll, work, progress)?,
@@ -119,13 +119,13 @@ impl Saver {
             };
             match turn {
                 Turn::Pending(stage) => {
-                    self.under_way = Some(Save { job, attempt, begin, stage });
+                    self.in_flight = Some(Save { job, attempt, begin, stage });
                     break;
                 }
                 Turn::Next(attempt, stage) => {
                     // Only the current stage is waited for.
                     pace.time = pace.time.map(|_| Duration::ZERO);
-                    self.under_way = Some(Save { job, attempt, begin, stage });
+                    self.in_flight = Some(Save { job, attempt, begin, stage });
                 }
                 Turn::Over => {}
             }

@@ -47,7 +47,7 @@ pub(crate) struct Saver {
     /// Thread of background saves; `None` if this rank writes nothing or saves in the foreground.
     pub(super) thread: Option<SaveThread>,
     pub(super) snapshot: Memory,
-    pub(super) under_way: Option<Save>,
+    pub(super) in_flight: Option<Save>,
     /// Background work that has ended since it was last taken.
     pub(super) ended: Vec<SaveInterval>,
     /// Step and path of the newest checkpoint; known to the first rank only.
@@ -120,7 +120,7 @@ impl Saver {
             in_background,
             has_part,
             snapshot: Memory::None,
-            under_way: None,
+            in_flight: None,
             ended: Vec::new(),
             saved,
             stall_ms: 0.0,
@@ -136,7 +136,7 @@ impl Saver {
 
     /// Returns when the save in flight began.
     pub(crate) fn saving_since(&self) -> Option<Instant> {
-        self.under_way.as_ref().map(|save| save.begin)
+        self.in_flight.as_ref().map(|save| save.begin)
     }
 
     /// Returns the background work that has ended since the last call.
@@ -175,7 +175,7 @@ impl Saver {
                 break;
             }
         }
-        if let Some(earlier) = self.step_under_way() {
+        if let Some(earlier) = self.step_in_flight() {
             let step = state.counters.step;
             progress.message(&format!(
                 "step {step} is not saved while the save of step {earlier} waits for its file system"

@@ -9,7 +9,7 @@ use lockstep_tensor::Write;
 use crate::{
     block::{Value, ValueInfo},
     instruction::{Gradient, GradientBuffer, Home, Instruction},
-    operation::{Accumulation, Operation},
+    operation::Facts,
     training::Training,
 };
 
@@ -29,18 +29,18 @@ pub(crate) struct Backward {
     pub(crate) gradients: Vec<GradientBuffer>,
 }
 
-/// Returns the backward instructions of `operations`; empty if no gradient is needed.
+/// Returns the backward instructions of operations with these facts; empty if no gradient is needed.
 pub(crate) fn derive(
     values: &[ValueInfo],
-    operations: &[Operation],
+    facts: &[Facts],
     input: Option<Value>,
     output: Value,
     training: &Training,
     order: Order,
 ) -> Backward {
     let mut producers = vec![None; values.len()];
-    for (index, operation) in operations.iter().enumerate() {
-        producers[operation.output().0] = Some(index);
+    for (index, facts) in facts.iter().enumerate() {
+        producers[facts.output().0] = Some(index);
     }
     let mut tape = Tape {
         values,
@@ -55,7 +55,7 @@ pub(crate) fn derive(
         return tape.out;
     }
     // A loss seeds itself; any other output is given its gradient.
-    if !operations.last().is_some_and(Operation::is_loss) {
+    if !facts.last().is_some_and(|facts| facts.weight_with_inputs) {
         let dy = tape.gradient(output, Home::OutputGradient);
         tape.pinned[dy.0] = true;
         tape.of[output.0] = Some(dy);
@@ -66,8 +66,8 @@ pub(crate) fn derive(
             tape.of[output.0] = Some(kept);
         }
     }
-    for (index, operation) in operations.iter().enumerate().rev() {
-        tape.operation(index, operation);
+    for (index, facts) in facts.iter().enumerate().rev() {
+        tape.operation(index, facts);
     }
     if let Some(input) = input.filter(|input| training.differentiates(*input)) {
         tape.deliver(input);
@@ -94,8 +94,9 @@ impl Tape<'_> {
         Gradient(self.out.gradients.len() - 1)
     }
 
-    fn operation(&mut self, index: usize, operation: &Operation) {
-        if let Operation::OutputLoss { x, .. } = *operation {
+    fn operation(&mut self, index: usize, facts: &Facts) {
+        if facts.weight_with_inputs {
+            let x = facts.inputs[0];
             assert!(self.of[x.0].is_none(), "a loss is the last operation");
             let dx = self.gradient(x, Home::Anywhere);
             self.of[x.0] = self.training.differentiates(x).then_some(dx);
@@ -104,9 +105,9 @@ impl Tape<'_> {
             return;
         }
         // A value that nothing reads has no gradient, nor do the operations before it.
-        let Some(dy) = self.of[operation.output().0] else { return };
-        if operation.passes_gradient_on() {
-            for x in operation.inputs().into_iter().filter(|x| self.training.differentiates(*x)) {
+        let Some(dy) = self.of[facts.output().0] else { return };
+        if facts.passes_gradient_on {
+            for &x in facts.inputs.iter().filter(|x| self.training.differentiates(**x)) {
                 match self.of[x.0] {
                     None => self.of[x.0] = Some(dy),
                     Some(_) => {
@@ -117,10 +118,10 @@ impl Tape<'_> {
             }
             return;
         }
-        if self.training.reaches_inputs(operation) {
-            self.contribute(index, operation, dy);
+        if self.training.reaches_inputs(facts) {
+            self.contribute(index, facts, dy);
         }
-        if self.training.reaches_weights(operation) {
+        if self.training.reaches_weights(facts) {
             let weights = Instruction::BackwardWeights { operation: index, dy };
             match self.order {
                 Order::Fused => self.out.inputs.push(weights),
@@ -133,33 +134,31 @@ impl Tape<'_> {
     }
 
     /// Adds an operation's contribution to the gradients of its inputs, at least one of which is needed.
-    fn contribute(&mut self, index: usize, operation: &Operation, dy: Gradient) {
-        let inputs = operation.inputs();
-        let mut dx = Vec::with_capacity(inputs.len());
+    fn contribute(&mut self, index: usize, facts: &Facts, dy: Gradient) {
+        let mut dx = Vec::with_capacity(facts.inputs.len());
         let mut additions = Vec::new();
-        for x in inputs {
+        for &x in &facts.inputs {
             let target = match self.of[x.0] {
                 // The kernel writes this gradient in any case, but nothing reads it.
                 None if !self.training.differentiates(x) => {
                     (self.gradient(x, Home::Anywhere), Write::Overwrite)
                 }
                 None => {
-                    let in_place = operation.backward_in_place()
+                    let in_place = facts.backward_in_place
                         && !self.pinned[dy.0]
-                        && !self.is_shared(dy, operation.output(), index);
+                        && !self.is_shared(dy, facts.output(), index);
                     let target = if in_place { dy } else { self.gradient(x, Home::Anywhere) };
                     self.of[x.0] = Some(target);
                     (target, Write::Overwrite)
                 }
                 Some(_) => {
                     let owned = self.owned(x, index);
-                    match operation.accumulation() {
-                        Accumulation::InKernel => (owned, Write::Accumulate),
-                        Accumulation::Aside => {
-                            let aside = self.gradient(x, Home::Anywhere);
-                            additions.push(Instruction::Add { from: aside, to: owned });
-                            (aside, Write::Overwrite)
-                        }
+                    if facts.accumulates {
+                        (owned, Write::Accumulate)
+                    } else {
+                        let aside = self.gradient(x, Home::Anywhere);
+                        additions.push(Instruction::Add { from: aside, to: owned });
+                        (aside, Write::Overwrite)
                     }
                 }
             };

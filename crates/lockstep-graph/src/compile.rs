@@ -9,7 +9,7 @@ use crate::{
     backward::{self, Order},
     block::{Mode, Value},
     instruction::{Gradient, GradientBuffer, Home, Instruction, Phase},
-    operation::Operation,
+    operation::{Facts, Operation},
     overlap::Overlapped,
     planner::Planner,
     program::Program,
@@ -26,9 +26,11 @@ impl Recorder {
         let recorder = crate::faults::put_into(recorder);
         let Recorder { mode, shape, context, place, values, operations, parameters, input, .. } = recorder;
         let wanted = input.filter(|_| recorder.input_gradient == InputGradient::Wanted);
-        let training = Training::new(values.len(), &operations, &parameters, wanted);
-        let planner = Planner::new(&values, &operations, input, output, &training, (mode, recompute), place);
-        let does_something = |index: &usize| operations[*index].renamed().is_none();
+        let facts: Vec<Facts> = operations.iter().map(Operation::facts).collect();
+        let training = Training::new(values.len(), &facts, &parameters, wanted);
+        let planner =
+            Planner::new(&values, (&operations, &facts), input, output, &training, (mode, recompute), place);
+        let does_something = |index: &usize| facts[*index].renamed.is_none();
         let forward_instructions =
             (0..operations.len()).filter(does_something).map(Instruction::Forward).collect();
         let forward = planner.place(forward_instructions, &[], &[]);
@@ -53,12 +55,12 @@ impl Recorder {
             operations: Vec::new(),
         };
         if mode == Mode::Training {
-            let fused = backward::derive(&values, &operations, input, output, &training, Order::Fused);
+            let fused = backward::derive(&values, &facts, input, output, &training, Order::Fused);
             let instructions = planner.with_recomputation(fused.inputs, &mut Vec::new());
             program.backward = planner.place(instructions, &fused.gradients, &[]);
             program.gradients = fused.gradients;
 
-            let split = backward::derive(&values, &operations, input, output, &training, Order::Split);
+            let split = backward::derive(&values, &facts, input, output, &training, Order::Split);
             let mut recomputed = Vec::new();
             let inputs = planner.with_recomputation(split.inputs, &mut recomputed);
             let weights = planner.with_recomputation(split.weights, &mut recomputed.clone());
@@ -98,11 +100,11 @@ impl Planner<'_> {
             return;
         }
         let producer = self.producers[value.0].expect("a value that is not the block's input has a producer");
-        for input in self.stored(self.operations[producer].reads()) {
+        for input in self.stored(self.facts[producer].reads()) {
             self.ensure(input, available, out);
         }
         out.push(Instruction::Forward(producer));
-        available.extend(self.operations[producer].outputs());
+        available.extend(&self.facts[producer].outputs);
     }
 
     /// Returns slots in the deferred buffer for the objects that both halves of a split backward touch, and the total bytes.
@@ -121,7 +123,7 @@ impl Planner<'_> {
         };
         let (first, second) = (objects(inputs), objects(weights));
         let scratch: BTreeSet<usize> =
-            self.operations.iter().flat_map(Operation::scratch).map(|value| value.0).collect();
+            self.facts.iter().flat_map(|facts| &facts.scratch).map(|value| value.0).collect();
         let mut bump = Bump::default();
         let places = second
             .into_iter()
@@ -152,15 +154,14 @@ impl Planner<'_> {
         let mut heir: Vec<usize> = (0..slots.len()).collect();
         for (time, instruction) in instructions.iter().enumerate() {
             let Instruction::Forward(operation) = instruction else { continue };
-            let operation = &self.operations[*operation];
-            let output = operation.output().0;
-            let dying =
-                operation.in_place_inputs().into_iter().map(|value| self.stored_as[value.0]).find(|&input| {
-                    slots[input].is_none()
-                        && input != output
-                        && lifetimes[input].is_some_and(|lifetime| lifetime.last == time)
-                        && self.bytes(input, gradients) == self.bytes(output, gradients)
-                });
+            let facts = &self.facts[*operation];
+            let output = facts.output().0;
+            let dying = facts.in_place_inputs.iter().map(|value| self.stored_as[value.0]).find(|&input| {
+                slots[input].is_none()
+                    && input != output
+                    && lifetimes[input].is_some_and(|lifetime| lifetime.last == time)
+                    && self.bytes(input, gradients) == self.bytes(output, gradients)
+            });
             if let Some(input) = dying {
                 heir[input] = output;
                 let first = lifetimes[input].map_or(time, |lifetime| lifetime.first);

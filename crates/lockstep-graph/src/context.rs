@@ -50,7 +50,7 @@ impl Recorder {
         match method {
             ContextMethod::Ring => {
                 let ValueInfo { rows, columns, .. } = self.values[q.0];
-                let sums = is_narrow.then(|| self.scratch(rows, columns, DType::F32));
+                let sums = is_narrow.then(|| self.local(rows, columns, DType::F32));
                 ([q, k, v], 0, shape, KeySource::Ring { sums })
             }
             ContextMethod::AllGather => {
@@ -59,7 +59,7 @@ impl Recorder {
                     self.exchange_sequences(x, ContextCollectiveKind::Gather, columns)
                 });
                 let ValueInfo { rows, columns, .. } = self.values[k.0];
-                let mut sum = || self.scratch(rows, columns, DType::F32);
+                let mut sum = || self.local(rows, columns, DType::F32);
                 let sums = is_narrow.then(|| [sum(), sum()]);
                 ([q, k, v], 0, shape, KeySource::Gathered { sums })
             }
@@ -101,14 +101,12 @@ impl Recorder {
             ContextCollectiveKind::HeadsToTokens { .. } => rows / self.context.ranks,
             _ => rows * self.context.ranks,
         };
-        self.values.push(ValueInfo { rows, columns, dtype });
-        self.placements.push(self.placement(x));
-        let y = Value(self.values.len() - 1);
+        let y = self.create(ValueInfo { rows, columns, dtype }, self.placement(x));
         let elements = self.values[x.0].elements().max(rows * columns);
-        let scratch = [(); 2].map(|()| self.scratch(1, elements, dtype));
+        let scratch = [(); 2].map(|()| self.local(1, elements, dtype));
         let is_repeated =
             matches!(change, ContextCollectiveKind::TokensToHeads { heads } if heads < self.context.ranks);
-        let sum = is_repeated.then(|| self.scratch(1, elements / self.context.ranks, DType::F32));
+        let sum = is_repeated.then(|| self.local(1, elements / self.context.ranks, DType::F32));
         self.operations.push(Operation::ContextCollective(ContextCollective { change, x, y, scratch, sum }));
         y
     }

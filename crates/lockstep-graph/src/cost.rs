@@ -71,19 +71,12 @@ impl Program {
     }
 
     pub(crate) fn backward_flops(&self, operation: &Operation) -> u64 {
-        let forward = self.product_flops(operation);
-        let inputs = if self.training.reaches_inputs(operation) { forward } else { 0 };
+        let (forward, facts) = (self.product_flops(operation), operation.facts());
+        let inputs = if self.training.reaches_inputs(&facts) { forward } else { 0 };
         let weights = match operation {
-            Operation::Linear { weight, .. }
-            | Operation::SummaLinear(SummaLinear { weight, .. })
-            | Operation::GroupedLinear { weight, .. }
-            | Operation::OutputLoss { weight, .. }
-                if self.training.trains(*weight) =>
-            {
-                forward
-            }
             // Attention has no weights; its backward has two products per forward product.
             Operation::Attention(_) => inputs,
+            _ if self.training.trains_weight(&facts) => forward,
             _ => 0,
         };
         inputs + weights
@@ -97,6 +90,8 @@ impl Program {
         stage: Stage,
         unit: usize,
     ) -> Activity {
+        let of_gradients =
+            |name| Activity { name, pass: Some(Pass::BackwardInputs), unit: Some(unit), parameter: None };
         let (operation, pass) = match instruction {
             Instruction::Forward(operation) if stage == Stage::Forward => (*operation, Pass::Forward),
             Instruction::Forward(operation) => (*operation, Pass::Recompute),
@@ -108,19 +103,17 @@ impl Program {
             | Instruction::Await { transit, .. } => {
                 return self.activity(&phase.communication_buffer[*transit].exchange, phase, stage, unit);
             }
-            Instruction::Copy { .. } | Instruction::Add { .. } => {
-                let name = if matches!(instruction, Instruction::Copy { .. }) {
-                    "copy gradient"
-                } else {
-                    "add gradient"
-                };
-                let pass = Some(Pass::BackwardInputs);
-                return Activity { name, pass, unit: Some(unit), parameter: None };
-            }
+            Instruction::Copy { .. } => return of_gradients("copy gradient"),
+            Instruction::Add { .. } => return of_gradients("add gradient"),
         };
         let operation = &self.operations[operation];
-        let parameter = operation.parameters().next();
-        Activity { name: operation.name(), pass: Some(pass), unit: Some(unit), parameter }
+        let facts = operation.facts();
+        Activity {
+            name: facts.name,
+            pass: Some(pass),
+            unit: Some(unit),
+            parameter: facts.parameters().next(),
+        }
     }
 
     /// Returns the cost of an instruction.
@@ -137,14 +130,13 @@ impl Program {
             Instruction::Forward(operation) => self.forward_cost(&self.operations[*operation]),
             Instruction::BackwardInputs { operation, dy, dx } => {
                 let operation = &self.operations[*operation];
-                let of = |other: Gradient| gradient(Some(operation), other);
+                let (facts, of) = (operation.facts(), |other: Gradient| gradient(Some(operation), other));
                 let written: u64 = dx.iter().map(|&(dx, write)| of(dx) * passes(write)).sum();
                 if operation.is_loss() {
                     return sum(self.loss_parts(operation, Some(written)));
                 }
-                let read = dy.map_or(0, of) + self.bytes(operation, operation.needs_for_inputs());
                 // The matrix or the scale; the input gradient does not read a bias.
-                let weight = operation.parameters().next().map_or(0, |index| self.weight_bytes(index));
+                let weight = facts.weight.map_or(0, |index| self.weight_bytes(index));
                 let product_flops = match operation {
                     // The scores again, and four products for the three gradients.
                     Operation::Attention(_) => self.product_flops(operation) / 2 * 5,
@@ -152,31 +144,30 @@ impl Program {
                 };
                 Cost {
                     product_flops,
-                    vector_flops: self.elements(operation) * operation.vector_flops(Pass::BackwardInputs),
-                    bytes: read + written + weight,
+                    vector_flops: self.elements(operation) * facts.vector_flops(Pass::BackwardInputs),
+                    bytes: dy.map_or(0, of)
+                        + self.bytes(operation, &facts.saved_for_inputs)
+                        + written
+                        + weight,
                 }
             }
             Instruction::BackwardWeights { operation, dy } => {
                 let operation = &self.operations[*operation];
-                let trained = || operation.parameters().filter(|index| self.training.trains(*index));
+                let facts = operation.facts();
                 let elements: u64 = match operation {
                     Operation::Embedding { .. } => self.elements(operation),
-                    _ => trained().map(|index| self.parameter_elements(index)).sum(),
+                    _ => {
+                        let trained = facts.parameters().filter(|index| self.training.trains(*index));
+                        trained.map(|index| self.parameter_elements(index)).sum()
+                    }
                 };
                 let read = gradient(Some(operation), *dy)
-                    + self.bytes(operation, self.training.needs_for_weights(operation));
+                    + self.bytes(operation, self.training.needs_for_weights(&facts));
+                // A bias gradient needs no product.
+                let has_product = self.training.trains_weight(&facts);
                 Cost {
-                    product_flops: match operation {
-                        // A bias gradient needs no product.
-                        Operation::Linear { weight, .. }
-                        | Operation::SummaLinear(SummaLinear { weight, .. })
-                            if !self.training.trains(*weight) =>
-                        {
-                            0
-                        }
-                        _ => self.product_flops(operation),
-                    },
-                    vector_flops: self.elements(operation) * operation.vector_flops(Pass::BackwardWeights),
+                    product_flops: if has_product { self.product_flops(operation) } else { 0 },
+                    vector_flops: self.elements(operation) * facts.vector_flops(Pass::BackwardWeights),
                     bytes: read + elements * GRADIENT_BYTES * passes(Write::Accumulate),
                 }
             }
@@ -203,17 +194,17 @@ impl Program {
         if operation.is_loss() {
             return sum(self.loss_parts(operation, None));
         }
+        let facts = operation.facts();
         let weights: u64 = match operation {
             // Only the rows that are looked up.
-            Operation::Embedding { y, .. } => self.bytes(operation, [*y]),
-            _ => operation.parameters().map(|index| self.weight_bytes(index)).sum(),
+            Operation::Embedding { y, .. } => self.bytes(operation, [y]),
+            _ => facts.parameters().map(|index| self.weight_bytes(index)).sum(),
         };
+        let values = facts.inputs.iter().chain(&facts.tables).chain(&facts.outputs);
         Cost {
             product_flops: self.product_flops(operation),
-            vector_flops: self.elements(operation) * operation.vector_flops(Pass::Forward),
-            bytes: self.bytes(operation, operation.reads())
-                + self.bytes(operation, operation.outputs())
-                + weights,
+            vector_flops: self.elements(operation) * facts.vector_flops(Pass::Forward),
+            bytes: self.bytes(operation, values) + weights,
         }
     }
 
@@ -228,7 +219,7 @@ impl Program {
         let (tokens, inner) = (self.shape.tokens() as u64, self.values[x.0].columns as u64);
         let columns = self.values[logits.0].columns as u64;
         let of_logits = tokens * columns * self.values[logits.0].dtype.size_bytes() as u64;
-        let (of_weight, of_x) = (self.weight_bytes(weight), self.bytes(operation, [x]));
+        let (of_weight, of_x) = (self.weight_bytes(weight), self.bytes(operation, [&x]));
         let product = |rows, inner, columns, bytes| {
             let product = Product { rows, inner, columns, count: 1 };
             (TaskKind::Product(product), Cost { product_flops: product.flops(), ..Cost::of_bytes(bytes) })
@@ -237,8 +228,8 @@ impl Program {
         // In the backward the gradient of the logits overwrites them.
         let of_loss = of_logits * if gradient_bytes.is_some() { 2 } else { 1 };
         let loss = Cost {
-            vector_flops: self.elements(operation) * operation.vector_flops(pass),
-            ..Cost::of_bytes(of_loss + self.bytes(operation, [losses]))
+            vector_flops: self.elements(operation) * operation.facts().vector_flops(pass),
+            ..Cost::of_bytes(of_loss + self.bytes(operation, [&losses]))
         };
         let mut parts =
             vec![product(tokens, inner, columns, of_x + of_weight + of_logits), (TaskKind::Stream, loss)];
@@ -286,11 +277,15 @@ impl Program {
             Operation::Route(RouteOperation { scores, .. }) => self.values[scores.0].elements() as u64,
             // Every row is read once, however many rows make a token.
             Operation::Combine { rows, .. } => self.info_elements(Some(operation), self.values[rows.0]),
-            _ => self.info_elements(Some(operation), self.values[operation.output().0]),
+            _ => self.info_elements(Some(operation), self.values[operation.facts().output().0]),
         }
     }
 
-    pub(crate) fn bytes(&self, operation: &Operation, values: impl IntoIterator<Item = Value>) -> u64 {
+    pub(crate) fn bytes<'v>(
+        &self,
+        operation: &Operation,
+        values: impl IntoIterator<Item = &'v Value>,
+    ) -> u64 {
         values.into_iter().map(|value| self.info_bytes(Some(operation), self.values[value.0])).sum()
     }
 
@@ -356,70 +351,5 @@ fn passes(write: Write) -> u64 {
     match write {
         Write::Overwrite => 1,
         Write::Accumulate => 2,
-    }
-}
-
-impl Operation {
-    /// Kind of operation in tables and traces.
-    pub(crate) fn name(&self) -> &'static str {
-        match self {
-            Self::Embedding { .. } => "embedding",
-            Self::Linear { .. } => "linear",
-            Self::SummaLinear(_) => "linear in blocks",
-            Self::RmsNorm { .. } => "RMSNorm",
-            Self::LayerNorm { .. } => "LayerNorm",
-            Self::Rope { .. } => "RoPE",
-            Self::Attention(_) => "attention",
-            Self::SwiGlu { .. } => "SwiGLU",
-            Self::Gelu { .. } => "GELU",
-            Self::Scale { .. } => "scale",
-            Self::Add { .. } => "add",
-            Self::Dropout { .. } => "dropout",
-            Self::Redistribute { exchange, .. } => exchange.name(),
-            Self::ContextCollective(exchange) => exchange.name(),
-            Self::Route(_) => "router",
-            Self::Dispatch { .. } => "dispatch to experts",
-            Self::GroupedLinear { .. } => "linear of experts",
-            Self::Combine { .. } => "combine experts",
-            Self::GateRows { .. } => "gate rows",
-            Self::JoinHeads { .. } => "join heads",
-            Self::ResizeHeads { .. } => "resize heads",
-            Self::OutputLoss { .. } => "output layer and loss",
-        }
-    }
-
-    /// Floating-point operations per element outside matrix products, counted in the kernels' formulas; attention's
-    /// softmax is not counted.
-    fn vector_flops(&self, pass: Pass) -> u64 {
-        let (forward, inputs, weights) = match self {
-            Self::RmsNorm { .. } => (4, 8, 3),
-            Self::LayerNorm { .. } => (8, 11, 5),
-            Self::Rope { .. } => (3, 3, 0),
-            Self::SwiGlu { .. } => (5, 12, 0),
-            Self::Gelu { .. } => (8, 14, 0),
-            Self::Scale { .. } => (1, 1, 0),
-            Self::Add { .. } => (1, 0, 0),
-            Self::Dropout { .. } => (2, 2, 0),
-            Self::OutputLoss { .. } => (4, 7, 0),
-            Self::Embedding { .. } => (0, 0, 1),
-            // Per score.
-            Self::Route(_) => (4, 6, 0),
-            Self::Combine { .. } => (2, 3, 0),
-            Self::GateRows { .. } => (1, 3, 0),
-            Self::Dispatch { .. } => (0, 1, 0),
-            Self::Linear { .. }
-            | Self::SummaLinear(_)
-            | Self::GroupedLinear { .. }
-            | Self::Attention(_)
-            | Self::JoinHeads { .. }
-            | Self::ResizeHeads { .. }
-            | Self::Redistribute { .. }
-            | Self::ContextCollective(_) => (0, 0, 0),
-        };
-        match pass {
-            Pass::Forward | Pass::Recompute => forward,
-            Pass::BackwardInputs => inputs,
-            Pass::BackwardWeights => weights,
-        }
     }
 }

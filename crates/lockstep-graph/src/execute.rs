@@ -31,10 +31,8 @@ impl Program {
     /// # Errors
     /// If a collective fails or times out.
     pub fn forward_for_backward(&self, replay: &Replay<'_>) -> Result<(), CommError> {
-        let phase = (Stage::Forward, &self.forward);
-        self.run_some(phase, &self.gradients, replay, Extra::default(), |instruction| {
-            !matches!(instruction, Instruction::Forward(operation) if self.operations[*operation].is_loss())
-        })
+        let extra = Extra { skips_loss: true, ..Extra::default() };
+        self.run((Stage::Forward, &self.forward), &self.gradients, replay, extra)
     }
 
     /// Returns the output in the frame, after a forward; losses also after a backward.
@@ -56,7 +54,7 @@ impl Program {
         dx: Option<View<'_>>,
         seed: Seed,
     ) -> Result<(), CommError> {
-        let extra = Extra { dy, dx, deferred: None, seed };
+        let extra = Extra { dy, dx, seed, ..Extra::default() };
         self.run((Stage::Backward, &self.backward), &self.gradients, replay, extra)
     }
 
@@ -73,7 +71,7 @@ impl Program {
         seed: Seed,
         deferred: &Buffer,
     ) -> Result<(), CommError> {
-        let extra = Extra { dy, dx, deferred: Some(deferred), seed };
+        let extra = Extra { dy, dx, seed, deferred: Some(deferred), ..Extra::default() };
         self.run((Stage::Backward, &self.backward_inputs), &self.split_gradients, replay, extra)
     }
 
@@ -93,20 +91,12 @@ impl Program {
         replay: &Replay<'_>,
         extra: Extra<'_>,
     ) -> Result<(), CommError> {
-        self.run_some((stage, phase), gradients, replay, extra, |_| true)
-    }
-
-    /// Runs the instructions that satisfy `is_wanted`.
-    fn run_some(
-        &self,
-        (stage, phase): (Stage, &Phase),
-        gradients: &[GradientBuffer],
-        replay: &Replay<'_>,
-        extra: Extra<'_>,
-        is_wanted: impl Fn(&Instruction) -> bool,
-    ) -> Result<(), CommError> {
         let run = Run { program: self, phase, gradients, replay, extra };
-        for instruction in phase.instructions.iter().filter(|instruction| is_wanted(instruction)) {
+        let is_loss = |instruction: &Instruction| matches!(instruction, Instruction::Forward(operation) if self.operations[*operation].is_loss());
+        for instruction in &phase.instructions {
+            if extra.skips_loss && is_loss(instruction) {
+                continue;
+            }
             match replay.trace {
                 None => run.instruction(instruction)?,
                 Some(Trace { timeline, unit }) => timeline.span(
@@ -141,10 +131,7 @@ impl<'a> Run<'a> {
                 let to = self.gradient(*to);
                 queue.add(to, self.gradient(*from), to);
             }
-            Instruction::Start { .. }
-            | Instruction::Part { .. }
-            | Instruction::Send { .. }
-            | Instruction::Await { .. } => self.in_transit(instruction)?,
+            _ => self.in_transit(instruction)?,
         }
         Ok(())
     }
@@ -155,7 +142,10 @@ impl<'a> Run<'a> {
             Operation::Embedding { input, table, first_id, tokens, y } => {
                 queue.embedding(self.indices(input, tokens), self.weight(table), first_id, self.value(y));
             }
-            Operation::Linear { y, .. } => self.multiply(&self.output_product(operation), self.value(y)),
+            Operation::Linear { .. } => {
+                let (product, y) = self.output_product(operation);
+                self.multiply(&product, self.value(y));
+            }
             Operation::SummaLinear(ref linear) => self.block_linear(linear)?,
             Operation::RmsNorm { x, weight, eps, y, rstd } => {
                 let weight = self.weight(weight);
@@ -194,20 +184,16 @@ impl<'a> Run<'a> {
                 queue.dropout(self.dropout(dropout), places, first_feature, self.value(x), self.value(y));
             }
             Operation::Redistribute { exchange, x, y, scratch } => {
-                self.exchange(exchange, self.value(x), self.value(y), scratch)?;
+                self.transfer(exchange.forward(), self.value(x), self.value(y), scratch)?;
             }
             Operation::Route(route) => self.route(&route)?,
             Operation::Dispatch { x, chosen, tables, rows } => {
                 self.dispatch(self.value(x), self.value(chosen), tables, self.value(rows))?;
             }
-            Operation::GroupedLinear { x, weight, offsets, y, .. } => queue.grouped_gemm(GroupedGemm {
-                layout: GemmLayout::NT,
-                a: self.value(x),
-                b: self.weight(weight),
-                c: self.value(y),
-                offsets: self.flat(offsets),
-                write: Write::Overwrite,
-            }),
+            Operation::GroupedLinear { x, weight, offsets, y, .. } => {
+                let operands = [self.value(x), self.weight(weight), self.value(y)];
+                self.grouped_product(GemmLayout::NT, operands, offsets, Write::Overwrite);
+            }
             Operation::Combine { rows, weights, tables, returned, y } => {
                 self.combine(self.value(rows), self.value(weights), (tables, returned), self.value(y))?;
             }
@@ -238,7 +224,10 @@ impl<'a> Run<'a> {
                 self.block_linear_input_gradient(linear, dy, target(0), write)?;
             }
             Operation::RmsNorm { x, weight, rstd, .. } => {
-                self.rms_norm_input_gradient(x, weight, rstd, dy, (target(0), write));
+                let (weight, rstd) = (self.weight(weight), self.flat(rstd));
+                let width = weight.elements();
+                let (dy, x, dx) = (group(dy, width), self.grouped(x, width), group(target(0), width));
+                queue.rms_norm_backward_input(dy, x, weight, rstd, dx, write);
             }
             Operation::LayerNorm { .. } => {
                 queue.layer_norm_backward_input(self.layer_norm(operation), dy, target(0), write);
@@ -268,14 +257,10 @@ impl<'a> Run<'a> {
             }
             Operation::Route(route) => self.route_gradient(&route, dy, target(0)),
             Operation::Dispatch { tables, .. } => self.dispatch_gradient(dy, tables, target(0))?,
-            Operation::GroupedLinear { weight, offsets, .. } => queue.grouped_gemm(GroupedGemm {
-                layout: GemmLayout::NN,
-                a: dy,
-                b: self.weight(weight),
-                c: target(0),
-                offsets: self.flat(offsets),
-                write,
-            }),
+            Operation::GroupedLinear { weight, offsets, .. } => {
+                let operands = [dy, self.weight(weight), target(0)];
+                self.grouped_product(GemmLayout::NN, operands, offsets, write);
+            }
             Operation::Combine { rows, weights, tables, returned, .. } => {
                 let rows = self.value(returned.unwrap_or(rows));
                 self.combine_gradient(dy, rows, self.value(weights), tables, [target(0), target(1)])?;
@@ -289,27 +274,13 @@ impl<'a> Run<'a> {
                 queue.dropout(self.dropout(dropout), self.places(tokens), first_feature, dy, target(0));
             }
             Operation::Redistribute { exchange, scratch, .. } => {
-                self.exchange_gradient(exchange, dy, target(0), scratch)?;
+                self.transfer(exchange.backward(), dy, target(0), scratch)?;
             }
             Operation::Embedding { .. } | Operation::Add { .. } | Operation::OutputLoss { .. } => {
                 unreachable!("no such instruction is derived: {operation:?}")
             }
         }
         Ok(())
-    }
-
-    fn rms_norm_input_gradient(
-        &self,
-        x: Value,
-        weight: ParameterIndex,
-        rstd: Value,
-        dy: View<'a>,
-        (dx, write): (View<'a>, Write),
-    ) {
-        let weight = self.weight(weight);
-        let width = weight.elements();
-        let (dy, x, dx) = (group(dy, width), self.grouped(x, width), group(dx, width));
-        self.replay.queue.rms_norm_backward_input(dy, x, weight, self.flat(rstd), dx, write);
     }
 
     fn backward_weights(&self, operation: &Operation, dy: View<'_>) -> Result<(), CommError> {
@@ -333,40 +304,21 @@ impl<'a> Run<'a> {
             }
             Operation::Linear { x, weight, bias, .. } => {
                 if is_trained(&weight) {
-                    let (c, write) = self.replay.parameters.gradient(weight);
-                    queue.gemm(Gemm {
-                        layout: GemmLayout::TN,
-                        a: dy,
-                        b: self.value(x),
-                        c,
-                        bias: None,
-                        write,
-                    });
+                    let (b, (c, write)) = (self.value(x), self.replay.parameters.gradient(weight));
+                    queue.gemm(Gemm { layout: GemmLayout::TN, a: dy, b, c, bias: None, write });
                 }
                 if let Some(bias) = bias.filter(is_trained) {
                     queue.sum_rows(dy, gradient(bias));
                 }
             }
             Operation::GroupedLinear { x, weight, offsets, .. } => {
-                let (c, write) = self.replay.parameters.gradient(weight);
-                queue.grouped_gemm(GroupedGemm {
-                    layout: GemmLayout::TN,
-                    a: dy,
-                    b: self.value(x),
-                    c,
-                    offsets: self.flat(offsets),
-                    write,
-                });
+                let (gradient, write) = self.replay.parameters.gradient(weight);
+                self.grouped_product(GemmLayout::TN, [dy, self.value(x), gradient], offsets, write);
             }
             Operation::RmsNorm { x, weight, rstd, .. } => {
                 let dweight = gradient(weight);
-                let width = dweight.elements();
-                queue.rms_norm_backward_weight(
-                    group(dy, width),
-                    self.grouped(x, width),
-                    self.flat(rstd),
-                    dweight,
-                );
+                let (width, rstd) = (dweight.elements(), self.flat(rstd));
+                queue.rms_norm_backward_weight(group(dy, width), self.grouped(x, width), rstd, dweight);
             }
             Operation::LayerNorm { weight, bias, .. } if is_trained(&weight) => {
                 let norm = self.layer_norm(operation);
@@ -420,6 +372,12 @@ impl<'a> Run<'a> {
             mean: self.flat(mean),
             rstd: self.flat(rstd),
         }
+    }
+
+    /// Computes a product for each local expert on its rows.
+    fn grouped_product(&self, layout: GemmLayout, [a, b, c]: [View<'_>; 3], offsets: Value, write: Write) {
+        let offsets = self.flat(offsets);
+        self.replay.queue.grouped_gemm(GroupedGemm { layout, a, b, c, offsets, write });
     }
 
     /// Reads back the number of rows in use; `None` if all are.

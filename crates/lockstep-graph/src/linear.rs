@@ -78,10 +78,8 @@ impl Recorder {
                 panic!("{name}: only an output layer is split by a vocabulary")
             }
         };
-        let weight = self.parameter_shared(format!("{name}.weight"), &shape, initializer, weight);
-        let bias = (bias == Bias::With).then(|| {
-            self.parameter_shared(format!("{name}.bias"), &[out_features], Initializer::Zeros, of_bias)
-        });
+        let weight = self.parameter(format!("{name}.weight"), &shape, initializer, weight);
+        let bias = self.bias(bias, name, out_features, of_bias);
         let y = self.value_in(out_features, placement);
         // Only one of the partial sums includes the bias.
         let adds_bias = placement != Placement::Partial || self.place.rank == 0;
@@ -138,14 +136,14 @@ pub(crate) struct Product<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// Returns the product that computes the output of a linear layer.
-    pub(crate) fn output_product(&self, operation: &Operation) -> Product<'a> {
-        let Operation::Linear { x, weight, bias, adds_bias, .. } = *operation else {
+    /// Returns the product that computes the output of a linear layer, and the output.
+    pub(crate) fn output_product(&self, operation: &Operation) -> (Product<'a>, Value) {
+        let Operation::Linear { x, weight, bias, adds_bias, y } = *operation else {
             unreachable!("called for a linear layer: {operation:?}")
         };
         let bias = bias.filter(|_| adds_bias).map(|bias| self.weight(bias));
         let (rows, weight) = (self.value(x), self.weight(weight));
-        Product { layout: GemmLayout::NT, rows, weight, bias, write: Write::Overwrite }
+        (Product { layout: GemmLayout::NT, rows, weight, bias, write: Write::Overwrite }, y)
     }
 
     /// Returns the product that computes the gradient of a linear layer's input.

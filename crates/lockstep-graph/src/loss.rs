@@ -43,19 +43,18 @@ impl Recorder {
         };
         let shape = [out_features, self.columns(x)];
         let held = share.shape_of(&shape)[0];
-        let weight =
-            self.parameter_shared(format!("{name}.weight"), &shape, Initializer::Normal { std }, share);
+        let weight = self.parameter(format!("{name}.weight"), &shape, Initializer::Normal { std }, share);
         let tokens = self.shape.tokens();
         let parts = (tokens * held).div_ceil(LOGITS_AT_ONCE).max(1);
         let rows = tokens.div_ceil(parts).next_multiple_of(64).min(tokens);
-        let logits = self.scratch(rows, held, self.shape.dtype);
+        let logits = self.local(rows, held, self.shape.dtype);
         let split = share.shard.map(|shard| SplitLoss {
             first_column: shard.start,
-            statistics: self.scratch(rows, 3, DType::F32),
-            gathered: self.scratch(rows, 3 * self.place.ranks, DType::F32),
-            log_sum_exp: self.scratch(rows, 1, DType::F32),
+            statistics: self.local(rows, 3, DType::F32),
+            gathered: self.local(rows, 3 * self.place.ranks, DType::F32),
+            log_sum_exp: self.local(rows, 1, DType::F32),
         });
-        let losses = self.push(1, DType::F32, Placement::Replicate);
+        let losses = self.local(tokens, 1, DType::F32);
         self.operations.push(Operation::OutputLoss { x, weight, logits, split, losses });
         losses
     }

@@ -69,13 +69,13 @@ impl Recorder {
             self.expert_linear((rows, tables), name, [experts, intermediate_size, hidden], 1, mixture)
         });
         let (rows, columns) = (self.values[gate.0].rows, self.values[gate.0].columns);
-        let active = self.table(rows, columns, self.shape.dtype);
+        let active = self.local(rows, columns, self.shape.dtype);
         self.operations.push(Operation::SwiGlu { gate, up, y: active, offsets: Some(tables.offsets) });
         let shape = [experts, hidden, intermediate_size];
         let down = self.expert_linear((active, tables), layers[2], shape, 2, mixture);
         let slots = self.values[x.0].rows * routing.top_k;
         let parts = self.experts.tensor_ranks;
-        let returned = tables.remote.map(|_| self.table(slots * parts, hidden, self.shape.dtype));
+        let returned = tables.remote.map(|_| self.local(slots * parts, hidden, self.shape.dtype));
         let y = self.value_like(x, hidden);
         self.operations.push(Operation::Combine { rows: down, weights, tables, returned, y });
         self.redistribute_to_stream(y)
@@ -101,8 +101,8 @@ impl Recorder {
         let bias = mixture.selection_bias.map(|name| {
             let share = self.whole_share(self.placement(logits));
             let share = Share { summands: 1, ..share };
-            let parameter = self.parameter_shared(name.to_owned(), &[experts], Initializer::Zeros, share);
-            (parameter, self.table(1, experts, DType::F32))
+            let parameter = self.parameter(name.to_owned(), &[experts], Initializer::Zeros, share);
+            (parameter, self.local(1, experts, DType::F32))
         });
         let (sequences, ranks) = (self.shape.sequences, self.place.ranks);
         let tokens_here = self.tokens_of(self.placement(logits));
@@ -119,20 +119,20 @@ impl Recorder {
             bias,
             routing,
             capacity,
-            scores: self.table(tokens, experts, DType::F32),
-            log_sum_exp: self.table(tokens, 1, DType::F32),
-            experts: self.table(tokens, routing.top_k, DType::U32),
-            weights: self.table(tokens, routing.top_k, DType::F32),
+            scores: self.local(tokens, experts, DType::F32),
+            log_sum_exp: self.local(tokens, 1, DType::F32),
+            experts: self.local(tokens, routing.top_k, DType::U32),
+            weights: self.local(tokens, routing.top_k, DType::F32),
             tokens: tokens_here,
-            counts: self.table(stretches, experts, DType::F32),
+            counts: self.local(stretches, experts, DType::F32),
             parts: has_parts.then(|| PartCounts {
-                totals: self.table(sequences, experts, DType::F32),
-                gathered: self.table(ranks * stretches, experts, DType::F32),
-                ordered: self.table(ranks * stretches, experts, DType::F32),
-                before: self.table(stretches, experts, DType::F32),
+                totals: self.local(sequences, experts, DType::F32),
+                gathered: self.local(ranks * stretches, experts, DType::F32),
+                ordered: self.local(ranks * stretches, experts, DType::F32),
+                before: self.local(stretches, experts, DType::F32),
             }),
-            probabilities: self.table(stretches, experts, DType::F32),
-            kept: capacity.map(|_| self.table(tokens, routing.top_k, DType::U32)),
+            probabilities: self.local(stretches, experts, DType::F32),
+            kept: capacity.map(|_| self.local(tokens, routing.top_k, DType::U32)),
         };
         self.operations.push(Operation::Route(route));
         (route.weights, route.kept.unwrap_or(route.experts))
@@ -146,7 +146,7 @@ impl Recorder {
         let slots = self.values[x.0].rows * routing.top_k * parts;
         // Upper bound: even if all tokens of all ranks came here, a token would fill at most one slot per local expert.
         let rows = if ranks == 1 { slots } else { self.values[x.0].rows * routing.top_k.min(here) * ranks };
-        let mut numbers = |rows: usize| self.table(rows, 1, DType::U32);
+        let mut numbers = |rows: usize| self.local(rows, 1, DType::U32);
         let tables = SlotTables {
             slots: numbers(slots),
             rows: numbers(slots),
@@ -165,12 +165,12 @@ impl Recorder {
             }),
         };
         let remote = tables.remote.map(|remote| RemoteRows {
-            sending: self.table(slots, hidden, self.shape.dtype),
-            receiving: self.table(rows, hidden, self.shape.dtype),
+            sending: self.local(slots, hidden, self.shape.dtype),
+            receiving: self.local(rows, hidden, self.shape.dtype),
             ..remote
         });
         let tables = SlotTables { remote, ..tables };
-        let rows = self.table(rows, hidden, self.shape.dtype);
+        let rows = self.local(rows, hidden, self.shape.dtype);
         self.operations.push(Operation::Dispatch { x, chosen, tables, rows });
         (rows, tables)
     }
@@ -204,9 +204,9 @@ impl Recorder {
             ..Share::default()
         };
         let initializer = Initializer::Normal { std: mixture.std };
-        let weight = self.parameter_shared(format!("{name}.weight"), &shape, initializer, share);
+        let weight = self.parameter(format!("{name}.weight"), &shape, initializer, share);
         let held = share.shape_of(&shape);
-        let y = self.table(self.values[x.0].rows, held[1], self.shape.dtype);
+        let y = self.local(self.values[x.0].rows, held[1], self.shape.dtype);
         let even_rows = self.values[tables.slots.0].rows;
         self.operations.push(Operation::GroupedLinear { x, weight, offsets: tables.offsets, even_rows, y });
         y

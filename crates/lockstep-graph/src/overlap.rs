@@ -16,7 +16,7 @@ use std::ops::Range;
 use crate::{
     instruction::{GradientBuffer, Instruction, Object, OverlappedCollective, Rows, Way},
     operation::Operation,
-    placement::Redistribute,
+    placement::Transfer,
     planner::Planner,
     storage::{Lifetime, Slot, pack},
 };
@@ -150,37 +150,27 @@ impl Planner<'_> {
 
     /// Returns the collective of an instruction: its kind, its local object (`own`) and its global object (`all`).
     fn exchange(&self, instruction: &Instruction) -> Option<(Way, Object, Object)> {
-        match instruction {
-            Instruction::Forward(operation) => {
-                let Operation::Redistribute { exchange, x, y, .. } = self.operations[*operation] else {
-                    return None;
-                };
-                let (x, y) = (Object::Value(x), Object::Value(y));
-                match exchange {
-                    Redistribute::AllGatherTokens | Redistribute::AllGatherReplicated => {
-                        Some((Way::Gather, x, y))
-                    }
-                    Redistribute::ReduceScatterTokens => Some((Way::SumRows, y, x)),
-                    Redistribute::AllReduce => Some((Way::Sum, y, x)),
-                    Redistribute::AllReduceGradient | Redistribute::SliceTokens => None,
-                    Redistribute::TokensToBlocks | Redistribute::BlocksToTokens => None,
+        let (transfer, from, to) = match instruction {
+            Instruction::Forward(operation) => match self.operations[*operation] {
+                Operation::Redistribute { exchange, x, y, .. } => {
+                    (exchange.forward(), Object::Value(x), Object::Value(y))
                 }
-            }
+                _ => return None,
+            },
             Instruction::BackwardInputs { operation, dy: Some(dy), dx } => {
-                let Operation::Redistribute { exchange, .. } = self.operations[*operation] else {
-                    return None;
-                };
-                let (dy, dx) = (Object::Gradient(*dy), Object::Gradient(dx[0].0));
-                match exchange {
-                    Redistribute::ReduceScatterTokens | Redistribute::SliceTokens => {
-                        Some((Way::Gather, dy, dx))
+                match self.operations[*operation] {
+                    Operation::Redistribute { exchange, .. } => {
+                        (exchange.backward(), Object::Gradient(*dy), Object::Gradient(dx[0].0))
                     }
-                    Redistribute::AllGatherTokens => Some((Way::SumRows, dx, dy)),
-                    Redistribute::AllReduceGradient => Some((Way::Sum, dx, dy)),
-                    Redistribute::AllGatherReplicated | Redistribute::AllReduce => None,
-                    Redistribute::TokensToBlocks | Redistribute::BlocksToTokens => None,
+                    _ => return None,
                 }
             }
+            _ => return None,
+        };
+        match transfer {
+            Transfer::AllGather => Some((Way::Gather, from, to)),
+            Transfer::ReduceScatter => Some((Way::SumRows, to, from)),
+            Transfer::AllReduce => Some((Way::Sum, to, from)),
             _ => None,
         }
     }
@@ -229,8 +219,8 @@ impl Planner<'_> {
     fn writes(&self, instruction: &Instruction) -> Vec<usize> {
         match instruction {
             Instruction::Forward(operation) => {
-                let operation = &self.operations[*operation];
-                operation.outputs().iter().chain(&operation.scratch()).map(|value| value.0).collect()
+                let facts = &self.facts[*operation];
+                facts.outputs.iter().chain(&facts.scratch).map(|value| value.0).collect()
             }
             Instruction::BackwardInputs { operation, dx, .. } => match self.operations[*operation] {
                 Operation::Linear { .. }
@@ -245,22 +235,19 @@ impl Planner<'_> {
             },
             Instruction::BackwardWeights { .. } => Vec::new(),
             Instruction::Copy { to, .. } | Instruction::Add { to, .. } => vec![self.object(*to)],
-            Instruction::Start { .. }
-            | Instruction::Part { .. }
-            | Instruction::Send { .. }
-            | Instruction::Await { .. } => unreachable!("instructions are moved before they are cut"),
+            _ => unreachable!("instructions are moved before they are cut"),
         }
     }
 
     /// Returns the parameters whose gradients an instruction adds to.
     fn trained_by(&self, instruction: &Instruction) -> Vec<usize> {
         match instruction {
-            Instruction::BackwardInputs { operation, .. } if !self.operations[*operation].is_loss() => {
+            Instruction::BackwardInputs { operation, .. } if !self.facts[*operation].weight_with_inputs => {
                 Vec::new()
             }
             Instruction::BackwardInputs { operation, .. }
             | Instruction::BackwardWeights { operation, .. } => {
-                self.operations[*operation].parameters().map(|parameter| parameter.0).collect()
+                self.facts[*operation].parameters().map(|parameter| parameter.0).collect()
             }
             _ => Vec::new(),
         }

@@ -84,7 +84,49 @@ pub(crate) enum Redistribute {
     BlocksToTokens,
 }
 
+/// Data movement of a redistribution in one direction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Transfer {
+    /// None: the output is the input.
+    Alias,
+    /// Copy of this rank's tokens.
+    Slice,
+    AllGather,
+    AllReduce,
+    ReduceScatter,
+    /// All-to-all along a row of the grid.
+    TokensToBlocks,
+    /// All-to-all along a row of the grid.
+    BlocksToTokens,
+}
+
 impl Redistribute {
+    /// Returns the data movement from the input to the output.
+    pub(crate) fn forward(self) -> Transfer {
+        match self {
+            Self::AllReduceGradient => Transfer::Alias,
+            Self::AllGatherTokens | Self::AllGatherReplicated => Transfer::AllGather,
+            Self::AllReduce => Transfer::AllReduce,
+            Self::ReduceScatterTokens => Transfer::ReduceScatter,
+            Self::SliceTokens => Transfer::Slice,
+            Self::TokensToBlocks => Transfer::TokensToBlocks,
+            Self::BlocksToTokens => Transfer::BlocksToTokens,
+        }
+    }
+
+    /// Returns the data movement from the gradient of the output to that of the input.
+    pub(crate) fn backward(self) -> Transfer {
+        match self {
+            Self::AllReduceGradient => Transfer::AllReduce,
+            Self::AllGatherTokens => Transfer::ReduceScatter,
+            Self::AllReduce => Transfer::Alias,
+            Self::ReduceScatterTokens | Self::SliceTokens => Transfer::AllGather,
+            Self::AllGatherReplicated => Transfer::Slice,
+            Self::TokensToBlocks => Transfer::BlocksToTokens,
+            Self::BlocksToTokens => Transfer::TokensToBlocks,
+        }
+    }
+
     /// Name in tables and traces.
     pub(crate) fn name(self) -> &'static str {
         match self {

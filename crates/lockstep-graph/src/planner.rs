@@ -5,17 +5,17 @@ use lockstep_plan::{Recompute, TensorPlace};
 use crate::{
     block::{Mode, Value, ValueInfo},
     instruction::{Gradient, Instruction},
-    operation::Operation,
+    operation::{Facts, Operation},
     storage::{Bump, Region, Slot},
     training::Training,
 };
 
 /// Returns for each value the value whose memory it uses: itself, unless it is an alias.
-pub(crate) fn stored_as(values: usize, operations: &[Operation]) -> Vec<usize> {
+pub(crate) fn stored_as(values: usize, facts: &[Facts]) -> Vec<usize> {
     let mut stored_as: Vec<usize> = (0..values).collect();
-    for operation in operations {
-        if let Some(value) = operation.renamed() {
-            stored_as[operation.output().0] = stored_as[value.0];
+    for facts in facts {
+        if let Some(value) = facts.renamed {
+            stored_as[facts.output().0] = stored_as[value.0];
         }
     }
     stored_as
@@ -25,6 +25,8 @@ pub(crate) fn stored_as(values: usize, operations: &[Operation]) -> Vec<usize> {
 pub(crate) struct Planner<'a> {
     pub(crate) values: &'a [ValueInfo],
     pub(crate) operations: &'a [Operation],
+    /// Facts of each operation.
+    pub(crate) facts: &'a [Facts],
     pub(crate) input: Option<Value>,
     pub(crate) output: Value,
     pub(crate) training: &'a Training,
@@ -43,7 +45,7 @@ pub(crate) struct Planner<'a> {
 impl<'a> Planner<'a> {
     pub(crate) fn new(
         values: &'a [ValueInfo],
-        operations: &'a [Operation],
+        (operations, facts): (&'a [Operation], &'a [Facts]),
         input: Option<Value>,
         output: Value,
         training: &'a Training,
@@ -51,27 +53,25 @@ impl<'a> Planner<'a> {
         TensorPlace { ranks, chunks, .. }: TensorPlace,
     ) -> Self {
         let mut producers = vec![None; values.len()];
-        for (index, operation) in operations.iter().enumerate() {
-            for value in operation.outputs() {
+        for (index, facts) in facts.iter().enumerate() {
+            for value in &facts.outputs {
                 producers[value.0] = Some(index);
             }
         }
-        let stored_as = stored_as(values.len(), operations);
+        let stored_as = stored_as(values.len(), facts);
         let mut saved = vec![false; values.len()];
         if mode == Mode::Training && recompute != Recompute::Full {
-            for operation in operations {
-                for value in training.needs(operation) {
-                    saved[stored_as[value.0]] = true;
-                }
+            for value in facts.iter().flat_map(|facts| training.needs(facts)) {
+                saved[stored_as[value.0]] = true;
             }
         }
-        let is_cheap = |operation: &&Operation| recompute == Recompute::Selective && operation.is_cheap();
-        for operation in operations.iter().filter(|operation| is_cheap(operation) || operation.is_gathered())
-        {
-            let is_needed = std::mem::replace(&mut saved[operation.output().0], false);
+        let is_dropped =
+            |facts: &&Facts| facts.is_gathered || (recompute == Recompute::Selective && facts.is_cheap);
+        for facts in facts.iter().filter(is_dropped) {
+            let is_needed = std::mem::replace(&mut saved[facts.output().0], false);
             // Save the local keys and values, so that their projection is not recomputed before the gather.
-            if is_needed && operation.gathers_sequences() {
-                operation.inputs().iter().for_each(|input| saved[stored_as[input.0]] = true);
+            if is_needed && facts.gathers_sequences {
+                facts.inputs.iter().for_each(|input| saved[stored_as[input.0]] = true);
             }
         }
         saved[output.0] = true;
@@ -94,6 +94,7 @@ impl<'a> Planner<'a> {
         Self {
             values,
             operations,
+            facts,
             input,
             output,
             training,
@@ -107,24 +108,21 @@ impl<'a> Planner<'a> {
     }
 
     /// Returns the values whose memory these use.
-    pub(crate) fn stored(&self, values: Vec<Value>) -> Vec<Value> {
-        values.into_iter().map(|value| Value(self.stored_as[value.0])).collect()
+    pub(crate) fn stored(&self, values: impl Iterator<Item = Value>) -> Vec<Value> {
+        values.map(|value| Value(self.stored_as[value.0])).collect()
     }
 
     pub(crate) fn values_read(&self, instruction: &Instruction) -> Vec<Value> {
-        self.stored(match instruction {
-            Instruction::Forward(operation) => self.operations[*operation].reads(),
-            Instruction::BackwardInputs { operation, .. } => self.operations[*operation].needs_for_inputs(),
-            Instruction::BackwardWeights { operation, .. } => {
-                self.training.needs_for_weights(&self.operations[*operation])
+        match instruction {
+            Instruction::Forward(operation) => self.stored(self.facts[*operation].reads()),
+            Instruction::BackwardInputs { operation, .. } => {
+                self.stored(self.facts[*operation].saved_for_inputs.iter().copied())
             }
-            Instruction::Copy { .. }
-            | Instruction::Add { .. }
-            | Instruction::Start { .. }
-            | Instruction::Part { .. }
-            | Instruction::Send { .. }
-            | Instruction::Await { .. } => vec![],
-        })
+            Instruction::BackwardWeights { operation, .. } => {
+                self.stored(self.training.needs_for_weights(&self.facts[*operation]).iter().copied())
+            }
+            _ => vec![],
+        }
     }
 
     /// Returns the object number of a gradient. Objects are the values followed by the gradients.
@@ -135,32 +133,25 @@ impl<'a> Planner<'a> {
     /// Returns every object that an instruction reads or writes, for the instructions before [`Planner::overlapped`].
     pub(crate) fn touches(&self, instruction: &Instruction) -> Vec<usize> {
         let mut objects: Vec<usize> = self.values_read(instruction).iter().map(|value| value.0).collect();
-        if let Instruction::Forward(operation) | Instruction::BackwardInputs { operation, .. } = instruction {
-            objects.extend(self.operations[*operation].scratch().iter().map(|value| value.0));
-        }
-        if let Instruction::BackwardWeights { operation, .. } = instruction {
-            objects.extend(self.operations[*operation].scratch_for_weights().iter().map(|value| value.0));
-        }
-        let mut gradient = |gradient: Gradient| objects.push(self.object(gradient));
+        let mut values = |values: &[Value]| objects.extend(values.iter().map(|value| value.0));
+        let mut gradients = Vec::new();
         match instruction {
             Instruction::Forward(operation) => {
-                objects.extend(self.operations[*operation].outputs().iter().map(|value| value.0));
+                values(&self.facts[*operation].scratch);
+                values(&self.facts[*operation].outputs);
             }
-            Instruction::BackwardInputs { dy, dx, .. } => {
-                dy.iter().copied().chain(dx.iter().map(|(dx, _)| *dx)).for_each(&mut gradient);
+            Instruction::BackwardInputs { operation, dy, dx } => {
+                values(&self.facts[*operation].scratch);
+                gradients.extend(dy.iter().copied().chain(dx.iter().map(|(dx, _)| *dx)));
             }
-            Instruction::BackwardWeights { dy, .. } => gradient(*dy),
-            Instruction::Copy { from, to } | Instruction::Add { from, to } => {
-                gradient(*from);
-                gradient(*to);
+            Instruction::BackwardWeights { operation, dy } => {
+                values(&self.facts[*operation].scratch_for_weights);
+                gradients.push(*dy);
             }
-            Instruction::Start { .. }
-            | Instruction::Part { .. }
-            | Instruction::Send { .. }
-            | Instruction::Await { .. } => {
-                unreachable!("what they touch is said by their communication_buffer")
-            }
+            Instruction::Copy { from, to } | Instruction::Add { from, to } => gradients.extend([*from, *to]),
+            _ => unreachable!("what they touch is said by their communication_buffer"),
         }
+        objects.extend(gradients.into_iter().map(|gradient| self.object(gradient)));
         objects
     }
 }

@@ -106,7 +106,7 @@ impl Recorder {
             Some(split) => panic!("{name}: a table is split by its rows, not by {split:?}"),
         };
         let initializer = Initializer::Normal { std };
-        let table = self.parameter_shared(format!("{name}.weight"), &[rows, columns], initializer, share);
+        let table = self.parameter(format!("{name}.weight"), &[rows, columns], initializer, share);
         let first_id = share.shard.map_or(0, |shard| shard.start as u32);
         let y = self.value_in(columns, placement);
         let tokens = self.tokens_of(placement);
@@ -123,7 +123,7 @@ impl Recorder {
         let (columns, held) = (self.columns(x), self.values[x.0].columns);
         assert!(held.is_multiple_of(width), "{name}: a norm over {width} of {held} columns");
         let share = self.whole_share(self.placement(x));
-        let weight = self.parameter_shared(format!("{name}.weight"), &[width], Initializer::Ones, share);
+        let weight = self.parameter(format!("{name}.weight"), &[width], Initializer::Ones, share);
         let y = self.value_like(x, columns);
         let rstd = self.statistic(x, held / width);
         self.operations.push(Operation::RmsNorm { x, weight, eps, y, rstd });
@@ -141,9 +141,8 @@ impl Recorder {
             name,
         );
         let (columns, share) = (self.columns(x), self.whole_share(self.placement(x)));
-        let weight = self.parameter_shared(format!("{name}.weight"), &[columns], Initializer::Ones, share);
-        let bias = (bias == Bias::With)
-            .then(|| self.parameter_shared(format!("{name}.bias"), &[columns], Initializer::Zeros, share));
+        let weight = self.parameter(format!("{name}.weight"), &[columns], Initializer::Ones, share);
+        let bias = self.bias(bias, name, columns, share);
         let y = self.value_like(x, columns);
         let (mean, rstd) = (self.statistic(x, 1), self.statistic(x, 1));
         self.operations.push(Operation::LayerNorm { x, weight, bias, eps, y, mean, rstd });
@@ -261,7 +260,19 @@ impl Recorder {
         (self.mode == Mode::Training && probability > 0.0).then_some(DropoutSite { site, probability })
     }
 
-    pub(crate) fn parameter_shared(
+    /// Declares the parameter `NAME.bias [len]` if the layer has a bias.
+    pub(crate) fn bias(
+        &mut self,
+        bias: Bias,
+        name: &str,
+        len: usize,
+        share: Share,
+    ) -> Option<ParameterIndex> {
+        let name = format!("{name}.bias");
+        (bias == Bias::With).then(|| self.parameter(name, &[len], Initializer::Zeros, share))
+    }
+
+    pub(crate) fn parameter(
         &mut self,
         name: String,
         shape: &[usize],
@@ -303,37 +314,28 @@ impl Recorder {
             }
             _ => columns,
         };
-        self.push(held, self.shape.dtype, placement)
+        let info = ValueInfo { rows: self.rows_of(placement), columns: held, dtype: self.shape.dtype };
+        self.create(info, placement)
     }
 
     /// Creates a value with the shape and placement of another.
     pub(crate) fn beside(&mut self, other: Value) -> Value {
-        self.values.push(self.values[other.0]);
-        self.placements.push(self.placement(other));
-        Value(self.values.len() - 1)
+        self.create(self.values[other.0], self.placement(other))
     }
 
     /// Creates an f32 value of `columns` numbers per row of `of`.
     pub(crate) fn statistic(&mut self, of: Value, columns: usize) -> Value {
-        let value = self.beside(of);
-        self.values[value.0] = ValueInfo { columns, dtype: DType::F32, ..self.values[of.0] };
-        value
+        let info = ValueInfo { columns, dtype: DType::F32, ..self.values[of.0] };
+        self.create(info, self.placement(of))
     }
 
-    /// Creates scratch of an operation.
-    pub(crate) fn scratch(&mut self, rows: usize, columns: usize, dtype: DType) -> Value {
-        self.table(rows, columns, dtype)
+    /// Creates a value of any shape, local to this rank: a table, or scratch.
+    pub(crate) fn local(&mut self, rows: usize, columns: usize, dtype: DType) -> Value {
+        self.create(ValueInfo { rows, columns, dtype }, Placement::Replicate)
     }
 
-    /// Creates a value of any shape, local to this rank.
-    pub(crate) fn table(&mut self, rows: usize, columns: usize, dtype: DType) -> Value {
-        self.values.push(ValueInfo { rows, columns, dtype });
-        self.placements.push(Placement::Replicate);
-        Value(self.values.len() - 1)
-    }
-
-    pub(crate) fn push(&mut self, columns: usize, dtype: DType, placement: Placement) -> Value {
-        self.values.push(ValueInfo { rows: self.rows_of(placement), columns, dtype });
+    pub(crate) fn create(&mut self, info: ValueInfo, placement: Placement) -> Value {
+        self.values.push(info);
         self.placements.push(placement);
         Value(self.values.len() - 1)
     }

@@ -8,7 +8,7 @@ use lockstep_tensor::View;
 use crate::{
     block::{Value, ValueInfo},
     operation::Operation,
-    placement::{Placement, Redistribute},
+    placement::{Placement, Redistribute, Transfer},
     recorder::Recorder,
     replay::Run,
 };
@@ -88,56 +88,33 @@ impl Recorder {
         let y = self.value_in(self.columns(x), placement);
         let is_of_blocks = matches!(exchange, Redistribute::TokensToBlocks | Redistribute::BlocksToTokens);
         let ValueInfo { rows, columns, dtype } = self.values[x.0];
-        let scratch = is_of_blocks.then(|| self.scratch(rows, columns, dtype));
+        let scratch = is_of_blocks.then(|| self.local(rows, columns, dtype));
         self.operations.push(Operation::Redistribute { exchange, x, y, scratch });
         y
     }
 }
 
 impl Run<'_> {
-    /// Redistributes `x` to another placement and writes it to `y`.
-    pub(crate) fn exchange(
+    /// Moves a value, or its gradient, to another placement; `scratch` is for exchanges of blocks.
+    #[track_caller]
+    pub(crate) fn transfer(
         &self,
-        exchange: Redistribute,
-        x: View<'_>,
-        y: View<'_>,
+        transfer: Transfer,
+        from: View<'_>,
+        to: View<'_>,
         scratch: Option<Value>,
     ) -> Result<(), CommError> {
-        match exchange {
-            Redistribute::AllReduceGradient => unreachable!("its output is its input"),
-            Redistribute::AllGatherTokens => self.peers().gather(x, y),
-            Redistribute::AllReduce => self.sum(x, y),
-            Redistribute::ReduceScatterTokens => self.peers().sum_rows(x, y),
-            Redistribute::SliceTokens => {
-                self.own_rows(x, y);
+        match transfer {
+            Transfer::Alias => unreachable!("no instruction is derived for an alias"),
+            Transfer::Slice => {
+                self.own_rows(from, to);
                 Ok(())
             }
-            Redistribute::AllGatherReplicated => self.peers().gather(x, y),
-            Redistribute::TokensToBlocks => self.tokens_to_blocks(x, y, scratch),
-            Redistribute::BlocksToTokens => self.blocks_to_tokens(x, y, scratch),
-        }
-    }
-
-    /// Writes to `dx` the gradient of a redistribution's input, given the gradient `dy` of its output.
-    pub(crate) fn exchange_gradient(
-        &self,
-        exchange: Redistribute,
-        dy: View<'_>,
-        dx: View<'_>,
-        scratch: Option<Value>,
-    ) -> Result<(), CommError> {
-        match exchange {
-            Redistribute::AllReduceGradient => self.sum(dy, dx),
-            Redistribute::AllGatherTokens => self.peers().sum_rows(dy, dx),
-            Redistribute::ReduceScatterTokens => self.peers().gather(dy, dx),
-            Redistribute::SliceTokens => self.peers().gather(dy, dx),
-            Redistribute::AllGatherReplicated => {
-                self.own_rows(dy, dx);
-                Ok(())
-            }
-            Redistribute::TokensToBlocks => self.blocks_to_tokens(dy, dx, scratch),
-            Redistribute::BlocksToTokens => self.tokens_to_blocks(dy, dx, scratch),
-            Redistribute::AllReduce => unreachable!("the gradient of its input is that of its output"),
+            Transfer::AllGather => self.peers().gather(from, to),
+            Transfer::AllReduce => self.sum(from, to),
+            Transfer::ReduceScatter => self.peers().sum_rows(from, to),
+            Transfer::TokensToBlocks => self.tokens_to_blocks(from, to, scratch),
+            Transfer::BlocksToTokens => self.blocks_to_tokens(from, to, scratch),
         }
     }
 

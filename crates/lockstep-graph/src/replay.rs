@@ -124,6 +124,8 @@ pub(crate) struct Extra<'a> {
     pub(crate) dx: Option<View<'a>>,
     pub(crate) deferred: Option<&'a Buffer>,
     pub(crate) seed: Seed,
+    /// True if a loss is left to the backward.
+    pub(crate) skips_loss: bool,
 }
 
 /// One phase of a program that is being replayed.

@@ -58,18 +58,14 @@ impl Recorder {
         };
         let shape = [out_features, self.columns(x)];
         let share = grid.share_of_weight(shape);
-        let weight = self.parameter_shared(format!("{name}.weight"), &shape, initializer, share);
-        let bias = (bias == Bias::With).then(|| {
-            let share = grid.share_of_bias(out_features);
-            self.parameter_shared(format!("{name}.bias"), &shape[..1], Initializer::Zeros, share)
-        });
+        let weight = self.parameter(format!("{name}.weight"), &shape, initializer, share);
+        let bias = self.bias(bias, name, out_features, grid.share_of_bias(out_features));
         let y = self.value_in(out_features, Placement::ShardBlocks(grid));
         let [inputs, outputs] = [x, y].map(|value| self.values[value.0].columns);
         let ValueInfo { rows, dtype, .. } = self.values[x.0];
-        let sums = (dtype != DType::F32).then(|| self.scratch(rows, outputs, DType::F32));
-        let blocks = [self.scratch(rows, inputs, dtype), self.scratch(outputs, inputs, dtype)];
-        let blocks_for_weights =
-            [self.scratch(rows, inputs, dtype), self.scratch(outputs, inputs, DType::F32)];
+        let sums = (dtype != DType::F32).then(|| self.local(rows, outputs, DType::F32));
+        let blocks = [self.local(rows, inputs, dtype), self.local(outputs, inputs, dtype)];
+        let blocks_for_weights = [self.local(rows, inputs, dtype), self.local(outputs, inputs, DType::F32)];
         let linear = SummaLinear { x, weight, bias, grid, y, blocks, sums, blocks_for_weights };
         self.operations.push(Operation::SummaLinear(linear));
         match split {

@@ -5,7 +5,7 @@
 
 use crate::{
     block::{ParameterDeclaration, ParameterIndex, Value},
-    operation::Operation,
+    operation::Facts,
 };
 
 /// Tells the recorder if an earlier block needs the gradient of this block's input.
@@ -32,7 +32,7 @@ impl Training {
     /// gradient is wanted.
     pub(crate) fn new(
         values: usize,
-        operations: &[Operation],
+        facts: &[Facts],
         parameters: &[ParameterDeclaration],
         input: Option<Value>,
     ) -> Self {
@@ -43,9 +43,9 @@ impl Training {
         if let Some(input) = input {
             training.differentiated[input.0] = true;
         }
-        for operation in operations {
-            let reached = training.reaches_inputs(operation) || training.reaches_weights(operation);
-            training.differentiated[operation.output().0] |= reached;
+        for facts in facts {
+            let reached = training.reaches_inputs(facts) || training.reaches_weights(facts);
+            training.differentiated[facts.output().0] |= reached;
         }
         training
     }
@@ -55,36 +55,40 @@ impl Training {
         self.trained[parameter.0]
     }
 
+    /// Returns true if the operation's matrix, scale or table is trained.
+    pub(crate) fn trains_weight(&self, facts: &Facts) -> bool {
+        facts.weight.is_some_and(|weight| self.trains(weight))
+    }
+
     /// Returns true if the gradient of the value is needed.
     pub(crate) fn differentiates(&self, value: Value) -> bool {
         self.differentiated[value.0]
     }
 
     /// Returns true if the gradient of any of the operation's inputs is needed.
-    pub(crate) fn reaches_inputs(&self, operation: &Operation) -> bool {
-        operation.inputs().into_iter().any(|input| self.differentiates(input))
+    pub(crate) fn reaches_inputs(&self, facts: &Facts) -> bool {
+        facts.inputs.iter().any(|input| self.differentiates(*input))
     }
 
     /// Returns true if the operation gets a `BackwardInputs` instruction. A loss computes its weight gradient in that
     /// instruction as well.
-    pub(crate) fn runs_for_inputs(&self, operation: &Operation) -> bool {
-        self.reaches_inputs(operation) || (operation.is_loss() && self.reaches_weights(operation))
+    pub(crate) fn runs_for_inputs(&self, facts: &Facts) -> bool {
+        self.reaches_inputs(facts) || (facts.weight_with_inputs && self.reaches_weights(facts))
     }
 
     /// Returns true if any of the operation's parameters is trained.
-    pub(crate) fn reaches_weights(&self, operation: &Operation) -> bool {
-        operation.parameters().any(|parameter| self.trains(parameter))
+    pub(crate) fn reaches_weights(&self, facts: &Facts) -> bool {
+        facts.parameters().any(|parameter| self.trains(parameter))
     }
 
     /// Returns the saved activations that the operation's backward needs.
-    pub(crate) fn needs(&self, operation: &Operation) -> impl Iterator<Item = Value> {
-        let for_inputs = self.runs_for_inputs(operation).then(|| operation.needs_for_inputs());
-        for_inputs.into_iter().flatten().chain(self.needs_for_weights(operation))
+    pub(crate) fn needs(&self, facts: &Facts) -> impl Iterator<Item = Value> {
+        let for_inputs: &[Value] = if self.runs_for_inputs(facts) { &facts.saved_for_inputs } else { &[] };
+        for_inputs.iter().chain(self.needs_for_weights(facts)).copied()
     }
 
     /// Returns the saved activations that the operation's weight gradient needs, if it has one.
-    pub(crate) fn needs_for_weights(&self, operation: &Operation) -> Vec<Value> {
-        let is_trained = operation.parameters().next().is_some_and(|weight| self.trains(weight));
-        if is_trained { operation.needs_for_weights() } else { Vec::new() }
+    pub(crate) fn needs_for_weights<'f>(&self, facts: &'f Facts) -> &'f [Value] {
+        if self.trains_weight(facts) { &facts.saved_for_weights } else { &[] }
     }
 }

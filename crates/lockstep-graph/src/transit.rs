@@ -94,8 +94,8 @@ impl<'a> Run<'a> {
     ) -> Result<(), CommError> {
         let (product, result) = match product {
             Instruction::Forward(operation) => {
-                let operation = &self.program.operations[*operation];
-                (self.output_product(operation), Object::Value(operation.output()))
+                let (product, y) = self.output_product(&self.program.operations[*operation]);
+                (product, Object::Value(y))
             }
             Instruction::BackwardInputs { operation, dy: Some(dy), dx } => {
                 let operation = &self.program.operations[*operation];

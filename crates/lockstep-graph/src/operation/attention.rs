@@ -1,5 +1,6 @@
 //! Attention as an operation: its shape, its operands, and the source of the keys of other ranks' tokens.
 
+use super::facts::Facts;
 use crate::block::{DropoutSite, SequenceRange, Value};
 
 /// The elements of a head that a rotary embedding rotates together.
@@ -58,13 +59,17 @@ pub(crate) enum KeySource {
     Ring { sums: Option<Value> },
 }
 
-impl KeySource {
-    /// Returns the scratch values of the attention.
-    pub(crate) fn scratch(&self) -> Vec<Value> {
-        match *self {
-            Self::Whole => vec![],
-            Self::Gathered { sums } => sums.into_iter().flatten().collect(),
-            Self::Ring { sums } => sums.into_iter().collect(),
+impl AttentionOperation {
+    pub(super) fn facts(&self) -> Facts {
+        let Self { q, k, v, y, log_sum_exp, reach, .. } = *self;
+        Facts {
+            scratch: match reach {
+                KeySource::Whole => vec![],
+                KeySource::Gathered { sums } => sums.into_iter().flatten().collect(),
+                KeySource::Ring { sums } => sums.into_iter().collect(),
+            },
+            saved_for_inputs: vec![q, k, v, y, log_sum_exp],
+            ..Facts::of("attention", [q, k, v], [y, log_sum_exp])
         }
     }
 }

@@ -4,6 +4,7 @@
 use lockstep_plan::ExpertPlace;
 use lockstep_tensor::{ExpertGroups, RouterScores, RouterWeights};
 
+use super::facts::Facts;
 use crate::block::{ParameterIndex, TokenRange, Value};
 
 /// Configuration of a router: choice of experts, their weights, load-balancing losses and capacity.
@@ -52,6 +53,24 @@ pub(crate) struct RouteOperation {
     pub(crate) kept: Option<Value>,
 }
 
+impl RouteOperation {
+    pub(super) fn facts(&self) -> Facts {
+        let Self { logits, scores, log_sum_exp, experts, weights, counts, parts, kept, .. } = *self;
+        let of_parts = parts.iter().flat_map(|parts| [parts.gathered, parts.ordered, parts.before]);
+        let of_bias = self.bias.map(|(_, scratch)| scratch);
+        let totals = parts.map(|parts| parts.totals);
+        let always = [weights, scores, log_sum_exp, experts, counts];
+        let written: Vec<_> = always.into_iter().chain(totals).chain(kept).collect();
+        Facts {
+            scratch: of_parts.chain(of_bias).chain([self.probabilities]).collect(),
+            saved_for_inputs: vec![logits, scores, log_sum_exp, experts, weights, totals.unwrap_or(counts)],
+            // Per score.
+            vector_flops: [4, 6, 0],
+            ..Facts::of("router", [logits], written)
+        }
+    }
+}
+
 /// Slot counts across the ranks that hold parts of the same sequences.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PartCounts {
@@ -98,16 +117,16 @@ pub(crate) struct SlotTables {
 
 impl SlotTables {
     /// Returns the permutations between rows and slots, without the offsets.
-    pub(crate) fn values(&self) -> Vec<Value> {
-        let mut values = vec![self.slots, self.rows];
-        if let Some(remote) = self.remote {
+    pub(super) fn permutations(&self) -> impl Iterator<Item = Value> {
+        let of_remote = self.remote.map(|remote| {
             let RemoteRows { sent, received, arrived_slots, arrived_rows, .. } = remote;
-            values.extend([sent, received, arrived_slots, arrived_rows]);
-        }
-        values
+            [sent, received, arrived_slots, arrived_rows]
+        });
+        [self.slots, self.rows].into_iter().chain(of_remote.into_iter().flatten())
     }
 
-    pub(crate) fn scratch(&self) -> Vec<Value> {
-        self.remote.map_or_else(Vec::new, |remote| vec![remote.sending, remote.receiving])
+    /// Returns the send and the receive buffer.
+    pub(super) fn buffers(&self) -> impl Iterator<Item = Value> {
+        self.remote.into_iter().flat_map(|remote| [remote.sending, remote.receiving])
     }
 }

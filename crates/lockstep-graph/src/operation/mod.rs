@@ -1,8 +1,10 @@
-//! The operations of a recorded block: the values and parameters each reads and writes, and the saved activations
-//! that its two backward functions need. The kernels are called in `replay`.
+//! The operations of a recorded block, and the facts of each that recording, planning and differentiation need: the
+//! values and parameters it reads and writes, and the saved activations of its two backward functions. The kernels are
+//! called in `execute`.
 
 mod attention;
 mod experts;
+mod facts;
 mod parallel;
 
 use lockstep_tensor::Gelu;
@@ -11,10 +13,11 @@ pub(crate) use self::attention::{AttentionOperation, KeySource};
 pub use self::attention::{AttentionShape, RotaryPairs};
 pub use self::experts::Routing;
 pub(crate) use self::experts::{PartCounts, RemoteRows, RouteOperation, SlotTables};
+pub(crate) use self::facts::Facts;
 pub(crate) use self::parallel::{ContextCollective, ContextCollectiveKind, SplitLoss, SummaLinear};
 use crate::{
     block::{BatchInput, DropoutSite, ParameterIndex, TokenRange, Value},
-    placement::Redistribute,
+    placement::{Redistribute, Transfer},
 };
 
 /// One recorded operation.
@@ -164,77 +167,125 @@ pub(crate) enum Operation {
     },
 }
 
-/// The way a second gradient is added to an input's gradient.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Accumulation {
-    /// The kernel accumulates into the existing gradient.
-    InKernel,
-    /// The kernel writes to a separate buffer, which is then added.
-    Aside,
-}
-
 impl Operation {
-    /// Returns the value that the rest of the block uses.
-    pub(crate) fn output(&self) -> Value {
+    /// Returns the facts of the operation.
+    pub(crate) fn facts(&self) -> Facts {
         match *self {
-            Self::Embedding { y, .. }
-            | Self::Linear { y, .. }
-            | Self::SummaLinear(SummaLinear { y, .. })
-            | Self::RmsNorm { y, .. }
-            | Self::LayerNorm { y, .. }
-            | Self::Rope { y, .. }
-            | Self::Attention(AttentionOperation { y, .. })
-            | Self::SwiGlu { y, .. }
-            | Self::Gelu { y, .. }
-            | Self::Scale { y, .. }
-            | Self::Add { y, .. }
-            | Self::Dropout { y, .. }
-            | Self::GroupedLinear { y, .. }
-            | Self::Combine { y, .. }
-            | Self::GateRows { y, .. }
-            | Self::JoinHeads { y, .. }
-            | Self::ResizeHeads { y, .. }
-            | Self::Redistribute { y, .. }
-            | Self::ContextCollective(ContextCollective { y, .. }) => y,
-            Self::Route(RouteOperation { weights, .. }) => weights,
-            Self::Dispatch { rows, .. } => rows,
-            Self::OutputLoss { losses, .. } => losses,
-        }
-    }
-
-    /// Returns everything that the forward writes for others to read: the output, and statistics for the backward.
-    pub(crate) fn outputs(&self) -> Vec<Value> {
-        match *self {
-            Self::RmsNorm { y, rstd, .. } => vec![y, rstd],
-            Self::LayerNorm { y, mean, rstd, .. } => vec![y, mean, rstd],
-            Self::Attention(AttentionOperation { y, log_sum_exp, .. }) => vec![y, log_sum_exp],
-            Self::Route(route) => {
-                let RouteOperation { weights, scores, log_sum_exp, experts, counts, parts, kept, .. } = route;
-                let totals = parts.map(|parts| parts.totals);
-                let always = [weights, scores, log_sum_exp, experts, counts];
-                always.into_iter().chain(totals).chain(kept).collect()
+            Self::Embedding { table, y, .. } => {
+                Facts { weight: Some(table), vector_flops: [0, 0, 1], ..Facts::of("embedding", [], [y]) }
             }
-            Self::Dispatch { tables, rows, .. } => {
+            Self::Linear { x, weight, bias, y, .. } => Facts {
+                weight: Some(weight),
+                bias,
+                saved_for_weights: vec![x],
+                accumulates: true,
+                ..Facts::of("linear", [x], [y])
+            },
+            Self::SummaLinear(ref linear) => linear.facts(),
+            Self::RmsNorm { x, weight, y, rstd, .. } => Facts {
+                weight: Some(weight),
+                saved_for_inputs: vec![x, rstd],
+                saved_for_weights: vec![x, rstd],
+                accumulates: true,
+                is_cheap: true,
+                vector_flops: [4, 8, 3],
+                ..Facts::of("RMSNorm", [x], [y, rstd])
+            },
+            Self::LayerNorm { x, weight, bias, y, mean, rstd, .. } => Facts {
+                weight: Some(weight),
+                bias,
+                saved_for_inputs: vec![x, mean, rstd],
+                saved_for_weights: vec![x, mean, rstd],
+                accumulates: true,
+                is_cheap: true,
+                vector_flops: [8, 11, 5],
+                ..Facts::of("LayerNorm", [x], [y, mean, rstd])
+            },
+            Self::Rope { x, y, .. } => Facts { vector_flops: [3, 3, 0], ..Facts::in_place("RoPE", x, y) },
+            Self::Scale { x, y, .. } => Facts { vector_flops: [1, 1, 0], ..Facts::in_place("scale", x, y) },
+            Self::Dropout { x, y, .. } => {
+                Facts { is_cheap: true, vector_flops: [2, 2, 0], ..Facts::in_place("dropout", x, y) }
+            }
+            Self::JoinHeads { own, tail, y, .. } => Facts::of("join heads", [own, tail], [y]),
+            Self::ResizeHeads { x, y, .. } => Facts::of("resize heads", [x], [y]),
+            Self::Attention(ref attention) => attention.facts(),
+            Self::SwiGlu { gate, up, y, offsets } => Facts {
+                tables: offsets.into_iter().collect(),
+                saved_for_inputs: [gate, up].into_iter().chain(offsets).collect(),
+                is_cheap: true,
+                vector_flops: [5, 12, 0],
+                ..Facts::of("SwiGLU", [gate, up], [y])
+            },
+            Self::Gelu { x, y, .. } => Facts {
+                saved_for_inputs: vec![x],
+                backward_in_place: true,
+                is_cheap: true,
+                vector_flops: [8, 14, 0],
+                ..Facts::of("GELU", [x], [y])
+            },
+            Self::Add { a, b, y } => Facts {
+                in_place_inputs: vec![b, a],
+                passes_gradient_on: true,
+                vector_flops: [1, 0, 0],
+                ..Facts::of("add", [a, b], [y])
+            },
+            Self::Redistribute { exchange, x, y, scratch } => Facts {
+                scratch: scratch.into_iter().collect(),
+                in_place_inputs: if exchange == Redistribute::AllReduce { vec![x] } else { vec![] },
+                backward_in_place: exchange == Redistribute::AllReduceGradient,
+                passes_gradient_on: exchange == Redistribute::AllReduce,
+                renamed: (exchange == Redistribute::AllReduceGradient).then_some(x),
+                is_gathered: exchange.forward() == Transfer::AllGather,
+                // The output of a norm in blocks; the norm's output is not saved either.
+                is_cheap: exchange == Redistribute::TokensToBlocks,
+                ..Facts::of(exchange.name(), [x], [y])
+            },
+            Self::ContextCollective(ref exchange) => exchange.facts(),
+            Self::Route(ref route) => route.facts(),
+            Self::Dispatch { x, chosen, ref tables, rows } => {
                 let experts = tables.remote.and_then(|remote| remote.experts);
-                let tables = tables.values().into_iter().chain([tables.offsets]);
-                [rows].into_iter().chain(tables).chain(experts).collect()
+                let written = [rows].into_iter().chain(tables.permutations()).chain([tables.offsets]);
+                Facts {
+                    tables: vec![chosen],
+                    scratch: tables.buffers().chain(tables.remote.map(|remote| remote.arrived)).collect(),
+                    saved_for_inputs: tables.permutations().collect(),
+                    is_cheap: tables.remote.is_none(),
+                    vector_flops: [0, 1, 0],
+                    ..Facts::of("dispatch to experts", [x], written.chain(experts).collect::<Vec<_>>())
+                }
             }
-            Self::Combine { returned: Some(returned), y, .. } => vec![y, returned],
-            _ => vec![self.output()],
+            Self::GroupedLinear { x, weight, offsets, y, .. } => Facts {
+                tables: vec![offsets],
+                weight: Some(weight),
+                saved_for_inputs: vec![offsets],
+                saved_for_weights: vec![x, offsets],
+                accumulates: true,
+                ..Facts::of("linear of experts", [x], [y])
+            },
+            Self::Combine { rows, weights, ref tables, returned, y } => {
+                let (combined, written) = (returned.unwrap_or(rows), [y].into_iter().chain(returned));
+                Facts {
+                    tables: tables.permutations().collect(),
+                    scratch: tables.buffers().collect(),
+                    saved_for_inputs: [combined, weights].into_iter().chain(tables.permutations()).collect(),
+                    vector_flops: [2, 3, 0],
+                    ..Facts::of("combine experts", [rows, weights], written.collect::<Vec<_>>())
+                }
+            }
+            Self::GateRows { gate, x, y } => Facts {
+                saved_for_inputs: vec![gate, x],
+                vector_flops: [1, 3, 0],
+                ..Facts::of("gate rows", [gate, x], [y])
+            },
+            Self::OutputLoss { x, weight, logits, split, losses } => Facts {
+                scratch: split.iter().flat_map(SplitLoss::scratch).chain([logits]).collect(),
+                weight: Some(weight),
+                saved_for_inputs: vec![x],
+                weight_with_inputs: true,
+                vector_flops: [4, 7, 0],
+                ..Facts::of("output layer and loss", [x], [losses])
+            },
         }
-    }
-
-    /// Returns the values that the forward reads.
-    pub(crate) fn reads(&self) -> Vec<Value> {
-        let mut values = self.inputs();
-        match *self {
-            Self::SwiGlu { offsets, .. } => values.extend(offsets),
-            Self::GroupedLinear { offsets, .. } => values.push(offsets),
-            Self::Dispatch { chosen, .. } => values.push(chosen),
-            Self::Combine { tables, .. } => values.extend(tables.values()),
-            _ => {}
-        }
-        values
     }
 
     /// Returns the parameter that biases the choice of experts, if this is a router with one.
@@ -253,220 +304,8 @@ impl Operation {
         }
     }
 
-    /// Returns the values it reads that can have gradients.
-    pub(crate) fn inputs(&self) -> Vec<Value> {
-        match *self {
-            Self::Embedding { .. } => vec![],
-            Self::Linear { x, .. }
-            | Self::SummaLinear(SummaLinear { x, .. })
-            | Self::RmsNorm { x, .. }
-            | Self::LayerNorm { x, .. }
-            | Self::Rope { x, .. }
-            | Self::Gelu { x, .. }
-            | Self::Scale { x, .. }
-            | Self::Dropout { x, .. }
-            | Self::ResizeHeads { x, .. }
-            | Self::Redistribute { x, .. }
-            | Self::ContextCollective(ContextCollective { x, .. })
-            | Self::OutputLoss { x, .. } => vec![x],
-            Self::JoinHeads { own, tail, .. } => vec![own, tail],
-            Self::Attention(AttentionOperation { q, k, v, .. }) => vec![q, k, v],
-            Self::SwiGlu { gate, up, .. } => vec![gate, up],
-            Self::Add { a, b, .. } => vec![a, b],
-            Self::Route(RouteOperation { logits, .. }) => vec![logits],
-            Self::Dispatch { x, .. } | Self::GroupedLinear { x, .. } => vec![x],
-            Self::Combine { rows, weights, .. } => vec![rows, weights],
-            Self::GateRows { gate, x, .. } => vec![gate, x],
-        }
-    }
-
-    /// Returns scratch values, used by the forward or the input gradients.
-    pub(crate) fn scratch(&self) -> Vec<Value> {
-        match *self {
-            Self::Attention(ref attention) => attention.reach.scratch(),
-            Self::SummaLinear(ref linear) => linear.scratch(),
-            Self::Redistribute { scratch, .. } => scratch.into_iter().collect(),
-            Self::ContextCollective(ref exchange) => exchange.scratch(),
-            Self::OutputLoss { logits, split: None, .. } => vec![logits],
-            Self::OutputLoss { logits, split: Some(split), .. } => {
-                vec![logits, split.statistics, split.gathered, split.log_sum_exp]
-            }
-            Self::Route(RouteOperation { probabilities, parts, bias, .. }) => {
-                let parts = parts.into_iter().flat_map(|parts| [parts.gathered, parts.ordered, parts.before]);
-                parts.chain(bias.map(|(_, scratch)| scratch)).chain([probabilities]).collect()
-            }
-            Self::Dispatch { tables, .. } => {
-                let arrived = tables.remote.map(|remote| remote.arrived);
-                tables.scratch().into_iter().chain(arrived).collect()
-            }
-            Self::Combine { tables, .. } => tables.scratch(),
-            _ => vec![],
-        }
-    }
-
-    /// Returns scratch values, used by the weight gradients.
-    pub(crate) fn scratch_for_weights(&self) -> Vec<Value> {
-        match self {
-            Self::SummaLinear(linear) => linear.scratch_for_weights(),
-            _ => vec![],
-        }
-    }
-
-    /// Returns the value that its output is an alias of; only their gradients differ.
-    pub(crate) fn renamed(&self) -> Option<Value> {
-        match *self {
-            Self::Redistribute { exchange: Redistribute::AllReduceGradient, x, .. } => Some(x),
-            _ => None,
-        }
-    }
-
-    /// Returns true if its inputs have the gradient of its output.
-    pub(crate) fn passes_gradient_on(&self) -> bool {
-        matches!(self, Self::Add { .. } | Self::Redistribute { exchange: Redistribute::AllReduce, .. })
-    }
-
     /// Returns true if it is a loss, which seeds the backward and does all of its work there.
     pub(crate) fn is_loss(&self) -> bool {
         matches!(self, Self::OutputLoss { .. })
-    }
-
-    /// Returns the saved activations that the input gradients need.
-    pub(crate) fn needs_for_inputs(&self) -> Vec<Value> {
-        match *self {
-            Self::RmsNorm { x, rstd, .. } => vec![x, rstd],
-            Self::LayerNorm { x, mean, rstd, .. } => vec![x, mean, rstd],
-            Self::Attention(AttentionOperation { q, k, v, y, log_sum_exp, .. }) => {
-                vec![q, k, v, y, log_sum_exp]
-            }
-            Self::SwiGlu { gate, up, offsets, .. } => [gate, up].into_iter().chain(offsets).collect(),
-            Self::Gelu { x, .. } | Self::OutputLoss { x, .. } => vec![x],
-            Self::Route(RouteOperation {
-                logits,
-                scores,
-                log_sum_exp,
-                experts,
-                weights,
-                counts,
-                parts,
-                ..
-            }) => {
-                let counts = parts.map_or(counts, |parts| parts.totals);
-                vec![logits, scores, log_sum_exp, experts, weights, counts]
-            }
-            Self::Dispatch { tables, .. } => tables.values(),
-            Self::GroupedLinear { offsets, .. } => vec![offsets],
-            Self::Combine { rows, weights, tables, returned, .. } => {
-                let rows = returned.unwrap_or(rows);
-                [rows, weights].into_iter().chain(tables.values()).collect()
-            }
-            Self::GateRows { gate, x, .. } => vec![gate, x],
-            Self::Embedding { .. }
-            | Self::Linear { .. }
-            | Self::SummaLinear(_)
-            | Self::Rope { .. }
-            | Self::Scale { .. }
-            | Self::Add { .. }
-            | Self::Dropout { .. }
-            | Self::JoinHeads { .. }
-            | Self::ResizeHeads { .. }
-            | Self::Redistribute { .. }
-            | Self::ContextCollective(_) => vec![],
-        }
-    }
-
-    /// Returns the saved activations that the gradient of its weight needs. A bias gradient needs none.
-    pub(crate) fn needs_for_weights(&self) -> Vec<Value> {
-        match *self {
-            Self::Linear { x, .. } | Self::SummaLinear(SummaLinear { x, .. }) => vec![x],
-            Self::GroupedLinear { x, offsets, .. } => vec![x, offsets],
-            Self::RmsNorm { x, rstd, .. } => vec![x, rstd],
-            Self::LayerNorm { x, mean, rstd, .. } => vec![x, mean, rstd],
-            _ => vec![],
-        }
-    }
-
-    /// Returns its parameters: the matrix or the scale first, then the bias.
-    pub(crate) fn parameters(&self) -> impl Iterator<Item = ParameterIndex> {
-        let (weight, bias) = match *self {
-            Self::Embedding { table, .. } => (Some(table), None),
-            Self::RmsNorm { weight, .. }
-            | Self::GroupedLinear { weight, .. }
-            | Self::OutputLoss { weight, .. } => (Some(weight), None),
-            Self::Linear { weight, bias, .. }
-            | Self::SummaLinear(SummaLinear { weight, bias, .. })
-            | Self::LayerNorm { weight, bias, .. } => (Some(weight), bias),
-            _ => (None, None),
-        };
-        weight.into_iter().chain(bias)
-    }
-
-    /// Returns inputs whose storage the output may take over once nothing else needs them.
-    pub(crate) fn in_place_inputs(&self) -> Vec<Value> {
-        match *self {
-            Self::Rope { x, .. }
-            | Self::Scale { x, .. }
-            | Self::Dropout { x, .. }
-            | Self::Redistribute { exchange: Redistribute::AllReduce, x, .. } => vec![x],
-            Self::Add { a, b, .. } => vec![b, a],
-            _ => vec![],
-        }
-    }
-
-    /// Returns true if the gradient of the input may overwrite the gradient of the output.
-    pub(crate) fn backward_in_place(&self) -> bool {
-        matches!(
-            self,
-            Self::Rope { .. }
-                | Self::Scale { .. }
-                | Self::Dropout { .. }
-                | Self::Gelu { .. }
-                | Self::Redistribute { exchange: Redistribute::AllReduceGradient, .. }
-        )
-    }
-
-    /// Returns the way a second gradient is added to an input's.
-    pub(crate) fn accumulation(&self) -> Accumulation {
-        match self {
-            Self::Linear { .. }
-            | Self::SummaLinear(_)
-            | Self::GroupedLinear { .. }
-            | Self::RmsNorm { .. }
-            | Self::LayerNorm { .. } => Accumulation::InKernel,
-            _ => Accumulation::Aside,
-        }
-    }
-
-    /// Returns true if its output is never saved but gathered again, because other ranks save their shards of it.
-    pub(crate) fn is_gathered(&self) -> bool {
-        matches!(
-            self,
-            Self::Redistribute {
-                exchange: Redistribute::AllGatherTokens | Redistribute::AllGatherReplicated,
-                ..
-            }
-        ) || self.gathers_sequences()
-    }
-
-    /// Returns true if its output is the keys or values of whole sequences; those of the local tokens are saved instead.
-    pub(crate) fn gathers_sequences(&self) -> bool {
-        matches!(
-            self,
-            Self::ContextCollective(ContextCollective { change: ContextCollectiveKind::Gather, .. })
-        )
-    }
-
-    /// Returns true if selective recomputation drops its output: it is cheap to recompute, and as wide as an activation.
-    pub(crate) fn is_cheap(&self) -> bool {
-        matches!(
-            self,
-            Self::RmsNorm { .. }
-                | Self::LayerNorm { .. }
-                | Self::SwiGlu { .. }
-                | Self::Gelu { .. }
-                | Self::Dispatch { tables: SlotTables { remote: None, .. }, .. }
-                | Self::Dropout { .. }
-                // The output of a norm in blocks; the norm's output is not saved either.
-                | Self::Redistribute { exchange: Redistribute::TokensToBlocks, .. }
-        )
     }
 }

@@ -3,6 +3,7 @@
 
 use lockstep_plan::GridPlace;
 
+use super::facts::Facts;
 use crate::block::{ParameterIndex, Value};
 
 /// A linear layer `y = x Wᵀ + b` whose operands are sharded into blocks.
@@ -22,12 +23,17 @@ pub(crate) struct SummaLinear {
 }
 
 impl SummaLinear {
-    pub(crate) fn scratch(&self) -> Vec<Value> {
-        self.blocks.into_iter().chain(self.sums).collect()
-    }
-
-    pub(crate) fn scratch_for_weights(&self) -> Vec<Value> {
-        self.blocks_for_weights.to_vec()
+    pub(super) fn facts(&self) -> Facts {
+        let Self { x, weight, bias, y, blocks, sums, blocks_for_weights, .. } = *self;
+        Facts {
+            scratch: blocks.into_iter().chain(sums).collect(),
+            scratch_for_weights: blocks_for_weights.to_vec(),
+            weight: Some(weight),
+            bias,
+            saved_for_weights: vec![x],
+            accumulates: true,
+            ..Facts::of("linear in blocks", [x], [y])
+        }
     }
 }
 
@@ -56,20 +62,19 @@ pub(crate) struct ContextCollective {
 }
 
 impl ContextCollective {
-    /// Name in tables and traces.
-    pub(crate) fn name(&self) -> &'static str {
-        match self.change {
+    pub(super) fn facts(&self) -> Facts {
+        let Self { change, x, y, scratch, sum } = *self;
+        let name = match change {
             ContextCollectiveKind::Gather => "gather sequences of ranks",
             ContextCollectiveKind::TokensToHeads { .. } => "exchange tokens for heads",
             ContextCollectiveKind::HeadsToTokens { .. } => "exchange heads for tokens",
-        }
-    }
-
-    /// Returns the scratch values of the collective.
-    pub(crate) fn scratch(&self) -> Vec<Value> {
-        match self.change {
-            ContextCollectiveKind::Gather => vec![self.scratch[0]],
-            _ => self.scratch.into_iter().chain(self.sum).collect(),
+        };
+        let is_gather = change == ContextCollectiveKind::Gather;
+        Facts {
+            scratch: if is_gather { vec![scratch[0]] } else { scratch.into_iter().chain(sum).collect() },
+            is_gathered: is_gather,
+            gathers_sequences: is_gather,
+            ..Facts::of(name, [x], [y])
         }
     }
 }
@@ -84,4 +89,10 @@ pub(crate) struct SplitLoss {
     /// The statistics of all ranks.
     pub(crate) gathered: Value,
     pub(crate) log_sum_exp: Value,
+}
+
+impl SplitLoss {
+    pub(super) fn scratch(&self) -> [Value; 3] {
+        [self.statistics, self.gathered, self.log_sum_exp]
+    }
 }

@@ -7,7 +7,7 @@ use lockstep_plan::work::Kept;
 
 use crate::{
     block::Value,
-    operation::{AttentionOperation, Operation},
+    operation::{AttentionOperation, Facts, Operation},
     planner::stored_as,
     program::Program,
 };
@@ -22,7 +22,10 @@ impl Program {
             input_bytes: self.input.map_or(0, |input| self.values[input.0].bytes() as u64),
             ..Kept::default()
         };
-        for operation in self.operations.iter().filter(|operation| self.training.runs_for_inputs(operation)) {
+        for operation in &self.operations {
+            if !self.training.runs_for_inputs(&operation.facts()) {
+                continue;
+            }
             match *operation {
                 Operation::Dropout { y, .. } => kept.dropped += elements(y),
                 Operation::Attention(ref attention) => {
@@ -47,31 +50,30 @@ impl Program {
 
     /// Bytes of the values that gradients need, each counted once.
     fn needed_bytes(&self) -> u64 {
-        let stored_as = stored_as(self.values.len(), &self.operations);
+        let facts: Vec<Facts> = self.operations.iter().map(Operation::facts).collect();
+        let stored_as = stored_as(self.values.len(), &facts);
         let mut is_needed = vec![false; self.values.len()];
-        for operation in &self.operations {
-            for value in self.training.needs(operation) {
-                is_needed[stored_as[value.0]] = true;
-            }
+        for value in facts.iter().flat_map(|facts| self.training.needs(facts)) {
+            is_needed[stored_as[value.0]] = true;
         }
         // The output of an all-gather is gathered again in the backward instead (Korthikanti et al. 2022, section 4.2.2).
-        for operation in self.operations.iter().filter(|operation| operation.is_gathered()) {
-            if std::mem::replace(&mut is_needed[operation.output().0], false) {
-                operation.inputs().iter().for_each(|input| is_needed[stored_as[input.0]] = true);
+        for facts in facts.iter().filter(|facts| facts.is_gathered) {
+            if std::mem::replace(&mut is_needed[facts.output().0], false) {
+                facts.inputs.iter().for_each(|input| is_needed[stored_as[input.0]] = true);
             }
         }
-        let bytes_of = |operation: &Operation| -> u64 {
+        let bytes_of = |(operation, facts): (&Operation, &Facts)| -> u64 {
             let returned = match *operation {
                 Operation::Combine { returned, .. } => returned,
                 _ => None,
             };
-            let values = [operation.output()].into_iter().chain(returned);
+            let values = facts.outputs[..1].iter().chain(&returned);
             let is_kept =
-                |value: &Value| is_needed[value.0] && self.values[value.0].dtype == self.shape.dtype;
+                |value: &&Value| is_needed[value.0] && self.values[value.0].dtype == self.shape.dtype;
             self.bytes(operation, values.filter(is_kept))
         };
         let input = self.input.filter(|input| is_needed[input.0]);
         let of_input = input.map_or(0, |input| self.values[input.0].bytes() as u64);
-        of_input + self.operations.iter().map(bytes_of).sum::<u64>()
+        of_input + self.operations.iter().zip(&facts).map(bytes_of).sum::<u64>()
     }
 }

@@ -25,7 +25,7 @@ use crate::{
         AttentionOperation, ContextCollective, ContextCollectiveKind, KeySource, Operation, RemoteRows,
         RouteOperation, SplitLoss, SummaLinear,
     },
-    placement::Redistribute,
+    placement::Transfer,
     program::Program,
     timeline::Cost,
 };
@@ -78,22 +78,51 @@ impl Program {
         list.tasks
     }
 
+    /// Returns the pieces of work of a linear layer in one pass; `None` for other operations, and for a gradient of
+    /// the bias alone.
+    fn linear_labors(&self, operation: &Operation, pass: Pass) -> Option<Vec<TaskKind>> {
+        if pass == Pass::BackwardWeights && !self.training.trains_weight(&operation.facts()) {
+            return None;
+        }
+        let in_order = |[rows, inner, columns]: [u64; 3]| match pass {
+            Pass::Forward | Pass::Recompute => [rows, inner, columns],
+            Pass::BackwardInputs => [rows, columns, inner],
+            Pass::BackwardWeights => [columns, rows, inner],
+        };
+        match operation {
+            Operation::Linear { x, y, .. } => {
+                let shape = [self.rows(*y), self.columns(*x), self.columns(*y)];
+                Some(vec![product(in_order(shape), 1)])
+            }
+            Operation::SummaLinear(SummaLinear { x, y, grid, .. }) => {
+                let shape @ [rows, inner, columns] = [self.rows(*y), self.columns(*x), self.columns(*y)];
+                let sent = match pass {
+                    Pass::Forward | Pass::Recompute => {
+                        [self.broadcast(rows * inner), self.broadcast(columns * inner)]
+                    }
+                    Pass::BackwardInputs => {
+                        [self.broadcast(columns * inner), self.reduce(rows * inner, self.shape.dtype)]
+                    }
+                    Pass::BackwardWeights => {
+                        [self.broadcast(rows * inner), self.reduce(columns * inner, DType::F32)]
+                    }
+                };
+                // One product of blocks, and its transfers, per step of SUMMA.
+                let steps = std::iter::repeat_n(sent, grid.side).flatten();
+                Some(steps.chain([product(in_order(shape), grid.side as u64)]).collect())
+            }
+            Operation::GroupedLinear { x, y, offsets, even_rows, .. } => {
+                let experts = self.rows(*offsets) - 1;
+                let rows = (*even_rows as u64).div_ceil(experts);
+                Some(vec![product(in_order([rows, self.columns(*x), self.columns(*y)]), experts)])
+            }
+            _ => None,
+        }
+    }
+
     /// Returns the pieces of work of an operation's forward, in order.
     fn forward_labors(&self, operation: &Operation, manner: Manner) -> Vec<TaskKind> {
         match operation {
-            Operation::Linear { x, y, .. } => {
-                let [rows, inner, columns] = [self.rows(*y), self.columns(*x), self.columns(*y)];
-                vec![product([rows, inner, columns], 1)]
-            }
-            Operation::SummaLinear(linear) => {
-                let [rows, inner, columns] = self.block_shape(linear);
-                let sent = [self.broadcast(rows * inner), self.broadcast(columns * inner)];
-                in_steps(linear, sent, [rows, inner, columns])
-            }
-            Operation::GroupedLinear { x, y, .. } => {
-                let (rows, count) = self.rows_of_expert(operation);
-                vec![product([rows, self.columns(*x), self.columns(*y)], count)]
-            }
             Operation::Attention(attention) => {
                 let mut labors = Vec::new();
                 if let KeySource::Ring { .. } = attention.reach {
@@ -104,7 +133,7 @@ impl Program {
                 labors
             }
             Operation::Redistribute { exchange: change, x, y, .. } => {
-                self.exchanged(*change, (*x, *y), manner)
+                self.transferred(change.forward(), (*x, *y), manner)
             }
             Operation::ContextCollective(change) => self.sequences_exchanged(change, Way::There),
             Operation::Route(RouteOperation { parts: Some(parts), counts, .. }) => {
@@ -134,18 +163,6 @@ impl Program {
     /// Returns the pieces of work of an operation's input gradients, in order.
     fn input_labors(&self, operation: &Operation, manner: Manner) -> Vec<TaskKind> {
         match operation {
-            Operation::Linear { x, y, .. } => {
-                vec![product([self.rows(*y), self.columns(*y), self.columns(*x)], 1)]
-            }
-            Operation::SummaLinear(linear) => {
-                let [rows, inner, columns] = self.block_shape(linear);
-                let sent = [self.broadcast(columns * inner), self.reduce(rows * inner, self.shape.dtype)];
-                in_steps(linear, sent, [rows, columns, inner])
-            }
-            Operation::GroupedLinear { x, y, .. } => {
-                let (rows, count) = self.rows_of_expert(operation);
-                vec![product([rows, self.columns(*y), self.columns(*x)], count)]
-            }
             Operation::Attention(attention) => {
                 let mut labors = Vec::new();
                 let gradients = self.ring_bytes(attention, DType::F32);
@@ -163,7 +180,7 @@ impl Program {
                 labors
             }
             Operation::Redistribute { exchange: change, x, y, .. } => {
-                self.gradients_exchanged(*change, (*x, *y), manner)
+                self.transferred(change.backward(), (*y, *x), manner)
             }
             Operation::ContextCollective(change) => self.sequences_exchanged(change, Way::Back),
             Operation::Dispatch { tables, .. } | Operation::Combine { tables, .. } => {
@@ -174,55 +191,16 @@ impl Program {
         }
     }
 
-    /// Returns the pieces of work of an operation's weight gradients, in order.
-    fn weight_labors(&self, operation: &Operation) -> Vec<TaskKind> {
-        match operation {
-            Operation::Linear { x, weight, y, .. } if self.training.trains(*weight) => {
-                vec![product([self.columns(*y), self.rows(*y), self.columns(*x)], 1)]
-            }
-            Operation::SummaLinear(linear) if self.training.trains(linear.weight) => {
-                let [rows, inner, columns] = self.block_shape(linear);
-                let sent = [self.broadcast(rows * inner), self.reduce(columns * inner, DType::F32)];
-                in_steps(linear, sent, [columns, rows, inner])
-            }
-            Operation::GroupedLinear { x, y, .. } => {
-                let (rows, count) = self.rows_of_expert(operation);
-                vec![product([self.columns(*y), rows, self.columns(*x)], count)]
-            }
-            _ => vec![TaskKind::Stream],
-        }
-    }
-
-    /// Returns the communication of a redistribution's forward.
-    fn exchanged(&self, change: Redistribute, (x, y): (Value, Value), manner: Manner) -> Vec<TaskKind> {
+    /// Returns the communication of a redistribution in one direction.
+    fn transferred(&self, transfer: Transfer, (from, to): (Value, Value), manner: Manner) -> Vec<TaskKind> {
         let all =
             |collective, value| vec![exchange(Peers::Tensor, collective, self.value_bytes(value), manner)];
-        match change {
-            Redistribute::AllGatherTokens | Redistribute::AllGatherReplicated => {
-                all(Collective::AllGather, y)
-            }
-            Redistribute::AllReduce => all(Collective::AllReduce, y),
-            Redistribute::ReduceScatterTokens => all(Collective::ReduceScatter, x),
-            Redistribute::TokensToBlocks | Redistribute::BlocksToTokens => self.in_line(x),
-            Redistribute::SliceTokens | Redistribute::AllReduceGradient => vec![TaskKind::Stream],
-        }
-    }
-
-    /// Returns the communication of a redistribution's backward.
-    fn gradients_exchanged(
-        &self,
-        change: Redistribute,
-        (x, y): (Value, Value),
-        manner: Manner,
-    ) -> Vec<TaskKind> {
-        let all =
-            |collective, value| vec![exchange(Peers::Tensor, collective, self.value_bytes(value), manner)];
-        match change {
-            Redistribute::AllReduceGradient => all(Collective::AllReduce, y),
-            Redistribute::AllGatherTokens => all(Collective::ReduceScatter, y),
-            Redistribute::ReduceScatterTokens | Redistribute::SliceTokens => all(Collective::AllGather, x),
-            Redistribute::TokensToBlocks | Redistribute::BlocksToTokens => self.in_line(x),
-            Redistribute::AllGatherReplicated | Redistribute::AllReduce => vec![TaskKind::Stream],
+        match transfer {
+            Transfer::AllGather => all(Collective::AllGather, to),
+            Transfer::AllReduce => all(Collective::AllReduce, to),
+            Transfer::ReduceScatter => all(Collective::ReduceScatter, from),
+            Transfer::TokensToBlocks | Transfer::BlocksToTokens => self.in_line(from),
+            Transfer::Slice | Transfer::Alias => vec![TaskKind::Stream],
         }
     }
 
@@ -290,11 +268,6 @@ impl Program {
         (elements(attention.k) + elements(attention.v)) * dtype.size_bytes() as u64
     }
 
-    /// Returns the rows, inputs and outputs of the product of two blocks.
-    fn block_shape(&self, linear: &SummaLinear) -> [u64; 3] {
-        [self.rows(linear.y), self.columns(linear.x), self.columns(linear.y)]
-    }
-
     fn broadcast(&self, elements: u64) -> TaskKind {
         let bytes = elements * self.shape.dtype.size_bytes() as u64;
         exchange(Peers::TensorLine, Collective::Broadcast, bytes, Manner::Alone)
@@ -303,15 +276,6 @@ impl Program {
     fn reduce(&self, elements: u64, dtype: DType) -> TaskKind {
         let bytes = elements * dtype.size_bytes() as u64;
         exchange(Peers::TensorLine, Collective::Reduce, bytes, Manner::Alone)
-    }
-
-    /// Returns (rows per expert under even load, rounded up; local experts).
-    fn rows_of_expert(&self, operation: &Operation) -> (u64, u64) {
-        let Operation::GroupedLinear { offsets, even_rows, .. } = *operation else {
-            unreachable!("called for layers of experts: {operation:?}")
-        };
-        let experts = self.rows(offsets) - 1;
-        ((even_rows as u64).div_ceil(experts), experts)
     }
 
     fn rows(&self, value: Value) -> u64 {
@@ -362,13 +326,19 @@ impl List<'_> {
                 };
                 return self.loss(&program.operations[*index], written);
             }
-            Instruction::Forward(index) => program.forward_labors(&program.operations[*index], manner),
+            Instruction::Forward(index) => {
+                let operation = &program.operations[*index];
+                let linear = program.linear_labors(operation, Pass::Forward);
+                linear.unwrap_or_else(|| program.forward_labors(operation, manner))
+            }
             Instruction::BackwardInputs { operation, .. } => {
-                program.input_labors(&program.operations[*operation], manner)
+                let operation = &program.operations[*operation];
+                let linear = program.linear_labors(operation, Pass::BackwardInputs);
+                linear.unwrap_or_else(|| program.input_labors(operation, manner))
             }
-            Instruction::BackwardWeights { operation, .. } => {
-                program.weight_labors(&program.operations[*operation])
-            }
+            Instruction::BackwardWeights { operation, .. } => program
+                .linear_labors(&program.operations[*operation], Pass::BackwardWeights)
+                .unwrap_or_else(|| vec![TaskKind::Stream]),
             _ => vec![TaskKind::Stream],
         };
         // Compute carries the whole cost. A collective moves no memory apart from its transfer.
@@ -413,12 +383,6 @@ fn exchange(peers: Peers, collective: Collective, bytes: u64, manner: Manner) ->
 
 fn product([rows, inner, columns]: [u64; 3], count: u64) -> TaskKind {
     TaskKind::Product(Product { rows, inner, columns, count })
-}
-
-/// Products of blocks, one per step of SUMMA, and the transfers of each step.
-fn in_steps(linear: &SummaLinear, sent: [TaskKind; 2], shape: [u64; 3]) -> Vec<TaskKind> {
-    let side = linear.grid.side;
-    std::iter::repeat_n(sent, side).flatten().chain([product(shape, side as u64)]).collect()
 }
 
 #[cfg(test)]

@@ -21,35 +21,40 @@ mod exchange;
 #[cfg(any(test, feature = "faults"))]
 pub mod faults;
 mod group;
+mod join_problem;
+mod loss;
 mod memory;
 mod meter;
 mod number;
 mod placement;
+mod record;
 mod recorder;
 mod reduce;
 mod shm;
 mod task;
 mod tcp;
 pub mod transport;
-mod way;
+mod transport_kind;
 mod world;
 
 pub use algorithm::Algorithm;
 pub use call::{Call, Kind};
 pub use deadline::Deadline;
-pub use error::{CommError, GroupName, JoinProblem, LossCause, Occasion, Problem};
+pub use error::{CommError, GroupName, OperationContext, Problem};
 pub use group::{Group, Pending};
+pub use join_problem::JoinProblem;
+pub use loss::{LossCause, Malformed};
 pub use memory::{Lent, Source, Target};
 pub use meter::{Meter, Metered};
 pub use number::{Number, NumberType, ReduceOp};
 pub use placement::{Leader, Placement};
-pub use recorder::{Recorded, now_us};
+pub use record::{Recorded, now_us};
 pub use task::Collective;
 pub use tcp::{
-    DEFAULT_PORT, Malformed, Meeting, NodeCard, NodesMet, PairingCode, Secret, SecretInMemory, TcpOptions,
-    TurnedAway, join_by_address, join_with, meet_nodes, read_frames, sample_frames, seal_frames,
+    DEFAULT_PORT, JoinedNodes, NodeInfo, PairingCode, Rejections, RendezvousEndpoint, Secret, SecretInMemory,
+    TcpOptions, join_by_address, join_nodes, join_with, read_frames, sample_frames, seal_frames,
 };
-pub use way::Way;
+pub use transport_kind::TransportKind;
 pub use world::{Entered, SOCKET_VARIABLE, World, WorldOptions, enter, inherited, inherited_socket, join};
 
 /// Maximum number of ranks on one machine.

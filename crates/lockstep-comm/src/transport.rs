@@ -24,7 +24,7 @@ pub use crate::{
     blocks::{Blocks, window},
     error::ERROR_WORDS,
     exchange::{Exchange, Matrix, Piece},
-    memory::Stretch,
+    memory::MemoryRange,
     recorder::Recorder,
     reduce::reduce,
     task::{Comparison, Flow, Receiver, Task},

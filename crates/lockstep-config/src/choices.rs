@@ -220,7 +220,7 @@ impl From<OffloadIo> for lockstep_tensor::DiskIo {
     }
 }
 
-impl From<Transport> for lockstep_comm::Way {
+impl From<Transport> for lockstep_comm::TransportKind {
     fn from(transport: Transport) -> Self {
         match transport {
             Transport::Auto => Self::Auto,

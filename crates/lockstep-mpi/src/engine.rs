@@ -11,8 +11,8 @@ use lockstep_comm::transport::{self, ERROR_WORDS, Ticket};
 use lockstep_comm::{CommError, LossCause};
 
 use crate::MpiOptions;
-use crate::machine::{Job, Shared, TELLERS_TURN};
 use crate::operation::{Lanes, Members, Running, Step, Tag};
+use crate::shared::{Job, REPORTING_TIME, Shared};
 use crate::shim::{Mpi, Request};
 
 /// Polling interval while no operation is in flight.
@@ -59,19 +59,19 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// Starts MPI, sends rank and number of ranks to `tell`, and makes progress until the rank leaves.
+    /// Starts MPI, sends rank and number of ranks to `started`, and makes progress until the rank leaves.
     pub(crate) fn run(
         shared: Arc<Shared>,
         options: MpiOptions,
-        tell: Sender<Result<(usize, usize), CommError>>,
+        started: Sender<Result<(usize, usize), CommError>>,
     ) {
         // The receiver waits for this answer.
         match Mpi::start().and_then(|mpi| Self::new(mpi, shared, options)) {
             Ok(engine) => {
-                let _ = tell.send(Ok((engine.mpi.rank, engine.mpi.ranks)));
+                let _ = started.send(Ok((engine.mpi.rank, engine.mpi.ranks)));
                 engine.carry_on();
             }
-            Err(error) => drop(tell.send(Err(error))),
+            Err(error) => drop(started.send(Err(error))),
         }
     }
 
@@ -143,7 +143,7 @@ impl Engine {
                 lanes.lane(&running.task).push_back(running);
                 begun?;
                 if is_sent {
-                    self.shared.tell();
+                    self.shared.notify_callers();
                 }
             }
             Job::AddGroup { ranks } => self.add_group(ranks)?,
@@ -180,7 +180,7 @@ impl Engine {
                         self.shared.lock().recorder.stamp(running.recorded, 1);
                     }
                     if !was_complete && running.ticket.is_complete() {
-                        self.shared.tell();
+                        self.shared.notify_callers();
                     }
                     // Data moves in the order of the operations.
                     if matches!(running.step, Step::Meet | Step::Tables) {
@@ -247,14 +247,14 @@ impl Engine {
         for Lanes { members, lanes } in self.groups.iter_mut().flatten() {
             for running in lanes.iter_mut().filter_map(|lane| lane.front_mut()) {
                 let awaited = running.awaited(&self.mpi, members)?.filter(|rank| self.left[*rank]);
-                lost = lost.or(awaited.map(|rank| (rank, running.occasion(members))));
+                lost = lost.or(awaited.map(|rank| (rank, running.context(members))));
             }
         }
         match (lost, self.suspect) {
-            (Some((rank, occasion)), Some((suspect, since))) if rank == suspect => {
+            (Some((rank, context)), Some((suspect, since))) if rank == suspect => {
                 if since.elapsed() > LAST_WORDS {
                     let cause = LossCause::Left;
-                    return Err(CommError::PeerLost { rank, cause, occasion: Some(occasion) });
+                    return Err(CommError::PeerLost { rank, cause, context: Some(context) });
                 }
             }
             (lost, _) => self.suspect = lost.map(|(rank, _)| (rank, Instant::now())),
@@ -268,13 +268,12 @@ impl Engine {
         let is_it = |running: &Running| Arc::ptr_eq(&running.ticket, ticket);
         let Some(lane) = lanes.iter_mut().find(|lane| lane.iter().any(is_it)) else { return Ok(()) };
         let Some(running) = lane.iter_mut().find(|running| running.step != Step::Done) else { return Ok(()) };
-        let (awaited, occasion) = (running.awaited(&self.mpi, members)?, running.occasion(members));
+        let (awaited, context) = (running.awaited(&self.mpi, members)?, running.context(members));
         let waited_ms = limit.as_millis() as u64;
         Err(match awaited {
-            Some(rank) => CommError::TimedOut { rank, waiting: self.mpi.rank, waited_ms, occasion },
+            Some(rank) => CommError::TimedOut { rank, waiting: self.mpi.rank, waited_ms, context },
             None => {
-                let words =
-                    format!("{occasion} was not done after {waited_ms} ms, though all ranks had come");
+                let words = format!("{context} was not done after {waited_ms} ms, though all ranks had come");
                 CommError::io("go on over MPI")(std::io::Error::other(words))
             }
         })
@@ -297,10 +296,10 @@ impl Engine {
             *lane = moving;
             self.abandoned.extend::<VecDeque<_>>(others);
         }
-        let mut desk = self.shared.lock();
-        desk.ending = Some(words);
-        desk.details = details;
-        drop(desk);
+        let mut state = self.shared.lock();
+        state.ending = Some(words);
+        state.details = details;
+        drop(state);
         self.settle();
     }
 
@@ -318,21 +317,21 @@ impl Engine {
         let since = self.ended_at.map_or(Duration::ZERO, |at| at.elapsed());
         if !holds_memory {
             self.shared.lock().is_settled = true;
-            self.shared.tell();
+            self.shared.notify_callers();
         }
-        let time = if holds_memory { GRACE } else { TELLERS_TURN };
+        let time = if holds_memory { GRACE } else { REPORTING_TIME };
         if (holds_memory || self.is_leaving) && since > time {
-            let desk = self.shared.lock();
-            let ending = desk.ending.map_or(CommError::Stopped { by: None }, CommError::from_words);
+            let state = self.shared.lock();
+            let ending = state.ending.map_or(CommError::Stopped { by: None }, CommError::from_words);
             if holds_memory {
                 let _ = writeln!(
                     io::stderr(),
                     "error: rank {}: {}",
                     self.mpi.rank,
-                    desk.details.as_ref().unwrap_or(&ending)
+                    state.details.as_ref().unwrap_or(&ending)
                 );
             }
-            drop(desk);
+            drop(state);
             self.mpi.abort((self.options.exit_code)(&ending));
         }
     }
@@ -362,24 +361,24 @@ impl Engine {
             return;
         }
         self.looks = self.looks.saturating_add(1);
-        let desk = self.shared.lock();
-        if !desk.jobs.is_empty() {
+        let state = self.shared.lock();
+        if !state.jobs.is_empty() {
             return;
         }
         let is_busy =
             self.groups.iter().flatten().flat_map(|group| &group.lanes).any(|lane| !lane.is_empty());
         let nap = if !is_busy && !self.is_leaving {
             IDLE_NAP
-        } else if self.has_core && desk.callers > 0 && self.looks < LOOKS_ALONE {
-            drop(desk);
+        } else if self.has_core && state.callers > 0 && self.looks < LOOKS_ALONE {
+            drop(state);
             return std::hint::spin_loop();
         } else if self.looks < LOOKS {
-            drop(desk);
+            drop(state);
             return std::thread::yield_now();
         } else {
             NAPS[0].saturating_mul(1 << ((self.looks - LOOKS) / 64).min(10)).min(NAPS[1])
         };
         // Woken or not, the thread polls again.
-        let _ = self.shared.bell.wait_timeout(desk, nap);
+        let _ = self.shared.jobs_queued.wait_timeout(state, nap);
     }
 }

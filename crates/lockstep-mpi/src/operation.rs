@@ -8,8 +8,10 @@ use std::ffi::c_int;
 use std::ops::Range;
 use std::sync::Arc;
 
-use lockstep_comm::transport::{Blocks, Comparison, Exchange, Flow, Receiver, Stretch, Task, Ticket, window};
-use lockstep_comm::{Call, CommError, GroupName, Kind, Occasion, ReduceOp};
+use lockstep_comm::transport::{
+    Blocks, Comparison, Exchange, Flow, MemoryRange, Receiver, Task, Ticket, window,
+};
+use lockstep_comm::{Call, CommError, GroupName, Kind, OperationContext, ReduceOp};
 
 use crate::shim::{Comm, Mpi, Request};
 
@@ -121,7 +123,7 @@ impl Running {
                 unsafe { mpi.receive(members.comm, letter, room, Some(from), Tag::Letter as i32) }
                     .map(|request| self.requests.push(request))
             }
-            _ => self.tell(mpi, members, &call, Tag::Meeting),
+            _ => self.notify_callers(mpi, members, &call, Tag::Meeting),
         };
         begun.inspect_err(|_| self.is_broken = true)
     }
@@ -154,7 +156,13 @@ impl Running {
     }
 
     /// Sends `words` to all other members, and posts the receives of theirs.
-    fn tell(&mut self, mpi: &Mpi, members: &Members, words: &[u64], tag: Tag) -> Result<(), CommError> {
+    fn notify_callers(
+        &mut self,
+        mpi: &Mpi,
+        members: &Members,
+        words: &[u64],
+        tag: Tag,
+    ) -> Result<(), CommError> {
         self.words = words.repeat(members.ranks.len());
         self.requests.clear();
         let bytes = size_of_val(words);
@@ -213,7 +221,7 @@ impl Running {
             Flow::Unknown { sends, receives } => {
                 let table: Vec<u64> = sends.iter().chain(receives).map(|bytes| *bytes as u64).collect();
                 self.step = Step::Tables;
-                self.tell(mpi, members, &table, Tag::Table)
+                self.notify_callers(mpi, members, &table, Tag::Table)
             }
             _ => self.start(mpi, members),
         }
@@ -278,7 +286,7 @@ impl Running {
                 for part in parts(all, members.per_call) {
                     // SAFETY: the data is the caller's for the duration of the operation.
                     let request =
-                        unsafe { mpi.all_reduce(members.comm, source.part(part.start, part.len()), op)? };
+                        unsafe { mpi.all_reduce(members.comm, source.slice(part.start, part.len()), op)? };
                     self.requests.push(request);
                 }
             }
@@ -320,7 +328,7 @@ impl Running {
         for part in parts(all.clone(), members.per_call) {
             let output = target.wrapping_add((part.start - all.start) * size);
             let output = (root == members.own).then_some(output);
-            let input = source.part(part.start, part.len());
+            let input = source.slice(part.start, part.len());
             // SAFETY: source and target are the caller's for the duration of the operation.
             self.requests.push(unsafe { mpi.reduce(members.comm, input, output, op, root)? });
         }
@@ -384,7 +392,7 @@ impl Running {
         &mut self,
         mpi: &Mpi,
         members: &Members,
-        data: Stretch,
+        data: MemoryRange,
         to: usize,
         tag: Tag,
     ) -> Result<(), CommError> {
@@ -400,7 +408,7 @@ impl Running {
         &mut self,
         mpi: &Mpi,
         members: &Members,
-        data: Stretch,
+        data: MemoryRange,
         from: usize,
         tag: Tag,
     ) -> Result<(), CommError> {
@@ -427,12 +435,12 @@ impl Running {
         Ok(first.and_then(|first| members.others().nth(first)).map(|member| members.ranks[member]))
     }
 
-    pub(crate) fn occasion(&self, members: &Members) -> Occasion {
-        Occasion { call: self.task.call, sequence: self.sequence, group: members.name }
+    pub(crate) fn context(&self, members: &Members) -> OperationContext {
+        OperationContext { call: self.task.call, sequence: self.sequence, group: members.name }
     }
 
     fn comparison<'a>(&self, members: &'a Members) -> Comparison<'a> {
-        Comparison { ranks: &members.ranks, occasion: self.occasion(members) }
+        Comparison { ranks: &members.ranks, context: self.context(members) }
     }
 
     /// Returns true if MPI may access memory of a caller that is blocked in the operation.

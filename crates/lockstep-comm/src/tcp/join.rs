@@ -8,13 +8,13 @@ use std::{
 };
 
 use super::{
-    Local, Machine,
-    door::{Door, widen},
+    Local, TcpTransport,
+    acceptor::{Acceptor, widen},
+    connect::connect,
     handshake::{Hello, Purpose},
-    meeting::{Begun, CARD_BYTES, Guest, Meeting},
-    peer_credentials::HandOut,
+    peer_credentials::SecretServer,
+    rendezvous::{INFO_BYTES, Opened, Participant, RendezvousEndpoint},
     secret::Secret,
-    visit::visit,
     wire::Connection,
 };
 use crate::{CommError, Deadline, Group, JoinProblem, MAX_WORLD, world::Entered};
@@ -53,18 +53,18 @@ impl TcpOptions {
 /// Maximum number of data connections between two ranks.
 const MAX_STREAMS: usize = 16;
 
-/// Joins, as `rank` of `ranks`, all other ranks at the same meeting. Returns once this rank is connected to all of them.
+/// Joins, as `rank` of `ranks`, all other ranks at the same rendezvous. Returns once this rank is connected to all of them.
 ///
 /// # Errors
 /// If a number is out of range, or if the ranks cannot reach, authenticate or agree with each other before `deadline`.
 pub fn join_by_address(
     rank: usize,
     ranks: usize,
-    meeting: Meeting,
+    rendezvous: RendezvousEndpoint,
     options: TcpOptions,
     deadline: Deadline,
 ) -> Result<Group, CommError> {
-    join_with(rank, ranks, meeting, options, None, |_, _| {}, deadline)
+    join_with(rank, ranks, rendezvous, options, None, |_, _| {}, deadline)
 }
 
 /// Joins as [`join_by_address`] does, for a rank that may share memory with others of this machine. Calls `settle` with its
@@ -75,7 +75,7 @@ pub fn join_by_address(
 pub fn join_with(
     rank: usize,
     ranks: usize,
-    mut meeting: Meeting,
+    mut rendezvous: RendezvousEndpoint,
     options: TcpOptions,
     local: Option<Entered>,
     settle: impl FnOnce(usize, usize),
@@ -95,98 +95,108 @@ pub fn join_with(
     let local = local.map(|Entered(machine)| machine);
     let near =
         local.as_ref().map_or((rank, 0), |local| (local.segments.world_rank(0), local.segments.ranks()));
-    let (sockets, cards) = gather(rank, ranks, &mut meeting, options, near, settle, deadline)?;
-    let of_each = ranks_of_each(&cards);
+    let (sockets, infos) = gather(rank, ranks, &mut rendezvous, options, near, settle, deadline)?;
+    let of_each = ranks_of_each(&infos);
     tracing::debug!(
         rank,
         ranks,
         connections = options.streams + 1,
         shares_memory_with = near.1,
-        layered = of_each.is_some(),
+        hierarchical = of_each.is_some(),
         "connected to all other ranks"
     );
     let local = local.map(|machine| Local { machine: Arc::new(machine), of_each });
-    Ok(Group::world(Machine::new(rank, sockets, options.silence, local)?))
+    Ok(Group::world(TcpTransport::new(rank, sockets, options.silence, local)?))
 }
 
-/// Meets the other ranks and connects to each of them. Returns the connections by rank, and all cards. `near` is the first rank
+/// Meets the other ranks and connects to each of them. Returns the connections by rank, and the data of all. `near` is the first rank
 /// that this one shares memory with, and their number.
 pub(super) fn gather(
     rank: usize,
     ranks: usize,
-    meeting: &mut Meeting,
+    rendezvous: &mut RendezvousEndpoint,
     options: TcpOptions,
     near: (usize, usize),
     settle: impl FnOnce(usize, usize),
     deadline: Deadline,
-) -> Result<(Vec<Vec<Connection>>, Vec<Card>), CommError> {
+) -> Result<(Vec<Vec<Connection>>, Vec<RankInfo>), CommError> {
     // Hands the secret out until all ranks have come.
-    let _given = settle_secret(meeting, rank, deadline)?;
-    let secret = meeting.key()?;
-    let listener = if rank == 0 { None } else { Some(listen(meeting)?) };
+    let _given = settle_secret(rendezvous, rank, deadline)?;
+    let secret = rendezvous.key()?;
+    let listener = if rank == 0 { None } else { Some(listen(rendezvous)?) };
     let port =
         listener.as_ref().map_or(Ok(0), |listener| listener.local_addr().map(|address| address.port()));
     let port = port.map_err(CommError::io("listen for ranks"))?;
     let settings = options.alike();
-    let card = Card { port, first: near.0 as u32, near: near.1 as u32, host: host(), settings };
-    let (_, guests, door) = meeting.meet(Purpose::Ranks, rank, ranks, card.encode(), deadline)?;
-    let cards: Vec<Card> = guests.iter().map(|guest| Card::decode(&guest.card)).collect();
-    if let Some(rank) = cards.iter().position(|card| card.settings != cards[0].settings) {
+    let info = RankInfo { port, first: near.0 as u32, near: near.1 as u32, host: host(), settings };
+    let (_, participants, acceptor) =
+        rendezvous.meet(Purpose::Ranks, rank, ranks, info.encode(), deadline)?;
+    let infos: Vec<RankInfo> =
+        participants.iter().map(|participant| RankInfo::decode(&participant.info)).collect();
+    if let Some(rank) = infos.iter().position(|info| info.settings != infos[0].settings) {
         return Err(CommError::Join(JoinProblem::OtherPlan { rank }));
     }
-    let (local_rank, local_size) = place_on_host(&cards, rank);
+    let (local_rank, local_size) = place_on_host(&infos, rank);
     settle(local_rank, local_size);
     let streams = options.streams + 1;
-    let mesh =
-        Mesh { rank, ranks, streams, encrypt: options.encrypt, run: meeting.run_digest(), secret, deadline };
+    let mesh = Mesh {
+        rank,
+        ranks,
+        streams,
+        encrypt: options.encrypt,
+        run: rendezvous.run_digest(),
+        secret,
+        deadline,
+    };
     // Ranks above connect to this rank while it connects to those below.
     let expected = (ranks - 1 - rank) * streams;
-    let open =
-        |listener| Door::open(listener, &mesh.secret, &mesh.hello(0), expected, meeting.turned_away.clone());
-    let door = door.map_or_else(|| listener.map(open).transpose(), |door| Ok(Some(door)));
-    let door = door.map_err(CommError::io("listen for ranks"))?;
-    let sockets = mesh.connect(meeting, door.as_ref(), &guests, &cards)?;
-    Ok((sockets, cards))
+    let open = |listener| {
+        Acceptor::open(listener, &mesh.secret, &mesh.hello(0), expected, rendezvous.rejections.clone())
+    };
+    let acceptor = acceptor.map_or_else(|| listener.map(open).transpose(), |acceptor| Ok(Some(acceptor)));
+    let acceptor = acceptor.map_err(CommError::io("listen for ranks"))?;
+    let sockets = mesh.connect(rendezvous, acceptor.as_ref(), &participants, &infos)?;
+    Ok((sockets, infos))
 }
 
-/// Begins the meeting as rank 0, or receives the secret from rank 0.
+/// Begins the rendezvous as rank 0, or receives the secret from rank 0.
 fn settle_secret(
-    meeting: &mut Meeting,
+    rendezvous: &mut RendezvousEndpoint,
     rank: usize,
     deadline: Deadline,
-) -> Result<Option<HandOut>, CommError> {
+) -> Result<Option<SecretServer>, CommError> {
     if rank > 0 {
-        return meeting.find(deadline).map(|()| None);
+        return rendezvous.find(deadline).map(|()| None);
     }
-    match meeting.begin()? {
-        Begun::First(given) => Ok(given),
-        Begun::Taken => Err(meeting.taken()),
+    match rendezvous.begin()? {
+        Opened::First(given) => Ok(given),
+        Opened::Taken => Err(rendezvous.taken()),
     }
 }
 
 /// Returns the number of ranks per machine, if several machines share memory between equally many, a power of two; otherwise
 /// `None`.
-fn ranks_of_each(cards: &[Card]) -> Option<usize> {
-    let each = cards[0].near as usize;
-    let is_alike = |(rank, card): (usize, &Card)| {
-        card.near as usize == each && card.first as usize == rank - rank % each
+fn ranks_of_each(infos: &[RankInfo]) -> Option<usize> {
+    let each = infos[0].near as usize;
+    let is_alike = |(rank, info): (usize, &RankInfo)| {
+        info.near as usize == each && info.first as usize == rank - rank % each
     };
-    let is_plain = each.is_power_of_two() && each > 1 && each < cards.len();
-    (is_plain && cards.iter().enumerate().all(is_alike)).then_some(each)
+    let is_plain = each.is_power_of_two() && each > 1 && each < infos.len();
+    (is_plain && infos.iter().enumerate().all(is_alike)).then_some(each)
 }
 
 /// Returns the rank of `rank` among the ranks of its host, and their number.
-fn place_on_host(cards: &[Card], rank: usize) -> (usize, usize) {
-    let neighbours = |some: &[Card]| some.iter().filter(|card| card.host == cards[rank].host).count();
-    (neighbours(&cards[..rank]), neighbours(cards))
+fn place_on_host(infos: &[RankInfo], rank: usize) -> (usize, usize) {
+    let neighbours = |some: &[RankInfo]| some.iter().filter(|info| info.host == infos[rank].host).count();
+    (neighbours(&infos[..rank]), neighbours(infos))
 }
 
-/// Returns a listener for the other ranks, on any port, reachable from where the meeting is.
-fn listen(meeting: &Meeting) -> Result<TcpListener, CommError> {
-    let address = if meeting.is_local() { "localhost:0" } else { "[::]:0" };
+/// Returns a listener for the other ranks, on any port, reachable from where the rendezvous is.
+fn listen(rendezvous: &RendezvousEndpoint) -> Result<TcpListener, CommError> {
+    let address = if rendezvous.is_local() { "localhost:0" } else { "[::]:0" };
     let bound = TcpListener::bind(address);
     // The machine may have no IPv6.
-    let bound = if meeting.is_local() { bound } else { bound.or_else(|_| TcpListener::bind("0.0.0.0:0")) };
+    let bound = if rendezvous.is_local() { bound } else { bound.or_else(|_| TcpListener::bind("0.0.0.0:0")) };
     // Other ranks may connect before this rank starts to accept.
     let bound = bound.and_then(|listener| widen(&listener).map(|()| listener));
     bound.map_err(CommError::io("listen for ranks"))
@@ -194,7 +204,7 @@ fn listen(meeting: &Meeting) -> Result<TcpListener, CommError> {
 
 /// A rank's data for the rendezvous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Card {
+pub(super) struct RankInfo {
     port: u16,
     /// First of the ranks that it shares memory with, and their number; 0 if there are none.
     first: u32,
@@ -214,9 +224,9 @@ fn host() -> [u8; 16] {
     digest
 }
 
-impl Card {
-    fn encode(&self) -> [u8; CARD_BYTES] {
-        let mut out = [0; CARD_BYTES];
+impl RankInfo {
+    fn encode(&self) -> [u8; INFO_BYTES] {
+        let mut out = [0; INFO_BYTES];
         out[..2].copy_from_slice(&self.port.to_le_bytes());
         out[4..8].copy_from_slice(&self.first.to_le_bytes());
         out[8..12].copy_from_slice(&self.near.to_le_bytes());
@@ -225,7 +235,7 @@ impl Card {
         out
     }
 
-    fn decode(bytes: &[u8; CARD_BYTES]) -> Self {
+    fn decode(bytes: &[u8; INFO_BYTES]) -> Self {
         let (mut host, mut settings) = ([0; 16], [0; 32]);
         host.copy_from_slice(&bytes[12..28]);
         settings.copy_from_slice(&bytes[32..64]);
@@ -250,19 +260,19 @@ impl Mesh {
     /// Connects to the ranks below, and waits for those above.
     fn connect(
         &self,
-        meeting: &Meeting,
-        door: Option<&Door>,
-        guests: &[Guest],
-        cards: &[Card],
+        rendezvous: &RendezvousEndpoint,
+        acceptor: Option<&Acceptor>,
+        participants: &[Participant],
+        infos: &[RankInfo],
     ) -> Result<Vec<Vec<Connection>>, CommError> {
         let mut sockets: Vec<Vec<Option<Connection>>> =
             (0..self.ranks).map(|_| (0..self.streams).map(|_| None).collect()).collect();
         for (peer, sockets) in sockets.iter_mut().enumerate().take(self.rank) {
-            let port = if peer == 0 { meeting.port } else { cards[peer].port };
-            let address = SocketAddr::new(guests[peer].address, port);
+            let port = if peer == 0 { rendezvous.port } else { infos[peer].port };
+            let address = SocketAddr::new(participants[peer].address, port);
             for (index, socket) in sockets.iter_mut().enumerate() {
                 let (connection, server, _) =
-                    visit(&[address], &self.secret, &self.hello(index), self.deadline)?;
+                    connect(&[address], &self.secret, &self.hello(index), self.deadline)?;
                 if server.rank as usize != peer {
                     return Err(CommError::Join(JoinProblem::Duplicate { what: "rank", number: peer }));
                 }
@@ -271,21 +281,21 @@ impl Mesh {
         }
         let mut open = (self.ranks - 1 - self.rank) * self.streams;
         while open > 0 {
-            let Some(visitor) = door.and_then(|door| door.next(self.deadline)) else {
+            let Some(client) = acceptor.and_then(|acceptor| acceptor.next(self.deadline)) else {
                 let is_missing = |rank: &usize| sockets[*rank].iter().any(Option::is_none);
                 let missing = (self.rank + 1..self.ranks).filter(is_missing).collect();
                 let waited_s = self.deadline.limit().as_secs();
-                let turned_away = meeting.turned_away.to_string();
+                let rejections = rendezvous.rejections.to_string();
                 let what = "rank";
-                return Err(CommError::Join(JoinProblem::Missing { what, missing, waited_s, turned_away }));
+                return Err(CommError::Join(JoinProblem::Missing { what, missing, waited_s, rejections }));
             };
-            let (rank, index) = (visitor.hello.rank as usize, visitor.hello.stream as usize);
-            let is_expected = visitor.hello.purpose == Purpose::Frames && rank > self.rank;
+            let (rank, index) = (client.hello.rank as usize, client.hello.stream as usize);
+            let is_expected = client.hello.purpose == Purpose::Frames && rank > self.rank;
             let place =
                 sockets.get_mut(rank).filter(|_| is_expected).and_then(|sockets| sockets.get_mut(index));
             // A client that connects again has given up its first connection.
             if let Some(place) = place {
-                let connection = Connection { socket: visitor.stream, keys: Some(visitor.keys) };
+                let connection = Connection { socket: client.stream, keys: Some(client.keys) };
                 open -= usize::from(place.replace(self.sealed(connection)).is_none());
             }
         }
@@ -314,11 +324,11 @@ mod tests {
 
     #[test]
     fn ranks_learn_their_neighbours_from_the_cards() {
-        let card = |host: u8| Card { port: 1, first: 0, near: 0, host: [host; 16], settings: [0; 32] };
-        let cards = [1, 2, 1, 1, 2].map(card);
-        let places: Vec<_> = (0..5).map(|rank| place_on_host(&cards, rank)).collect();
+        let info = |host: u8| RankInfo { port: 1, first: 0, near: 0, host: [host; 16], settings: [0; 32] };
+        let infos = [1, 2, 1, 1, 2].map(info);
+        let places: Vec<_> = (0..5).map(|rank| place_on_host(&infos, rank)).collect();
         assert_eq!(places, [(0, 3), (0, 2), (1, 3), (2, 3), (1, 2)]);
-        assert_eq!(Card::decode(&cards[1].encode()), cards[1]);
+        assert_eq!(RankInfo::decode(&infos[1].encode()), infos[1]);
         assert_eq!(host(), host());
     }
 }

@@ -4,18 +4,20 @@
 //! flows: pieces directly into the receiver's memory, parts of reductions into buffers of the reducing rank, which grants room
 //! for more. Nothing here blocks or uses sockets: outgoing data is queued in [`Sending`].
 
-use std::{collections::VecDeque, sync::Arc};
+use std::sync::Arc;
 
 use super::{
-    frame::{Header, Key, Kind, Malformed},
-    layered::{Layered, Machines},
+    frame::{Header, Key, Kind},
+    hierarchical::{Hierarchical, Turn, UniformNodes},
+    members::Members,
     reduction::Reduction,
-    script::Script,
-    stream::{Message, Room},
+    send_queues::{Sending, send},
+    stepwise::StepwiseAllReduce,
+    stream::Room,
 };
 use crate::{
-    Call, CommError, GroupName, LossCause, Occasion,
-    memory::Stretch,
+    Call, CommError, LossCause, Malformed, OperationContext,
+    memory::MemoryRange,
     shm::layout::SMALL_BYTES,
     task::{Comparison, Flow, Task},
     transport::Ticket,
@@ -24,37 +26,9 @@ use crate::{
 /// Kind of a piece that is sent from its first byte on.
 const WHOLE: Kind = Kind::Direct { offset: 0 };
 
-/// Outgoing control frames and data, by world rank.
-#[derive(Debug, Default)]
-pub(crate) struct Sending {
-    pub(crate) control: Vec<VecDeque<(Header, Vec<u8>)>>,
-    pub(crate) data: Vec<VecDeque<Message>>,
-}
-
-/// Members of a group.
-#[derive(Debug)]
-pub(crate) struct Members {
-    pub(crate) name: GroupName,
-    /// World ranks of the members, in group order.
-    pub(crate) ranks: Vec<usize>,
-    /// Index of this rank in `ranks`.
-    pub(crate) own: usize,
-}
-
-impl Members {
-    pub(crate) fn len(&self) -> usize {
-        self.ranks.len()
-    }
-
-    pub(crate) fn others(&self) -> impl Iterator<Item = usize> {
-        let own = self.own;
-        (0..self.len()).filter(move |member| *member != own)
-    }
-}
-
 /// Announcement of an operation by a rank: its call and the attached data.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Post {
+pub(crate) struct Announcement {
     pub(crate) call: [u64; 3],
     pub(crate) data: Vec<u8>,
 }
@@ -70,7 +44,7 @@ pub(crate) struct Running {
     /// Number in the flight recorder.
     pub(crate) recorded: u64,
     /// Announcements by member; for a point-to-point message only the peer's.
-    pub(crate) posts: Vec<Option<Post>>,
+    pub(crate) announcements: Vec<Option<Announcement>>,
     pub(crate) movement: Movement,
     /// Number of bytes queued for sending and not sent yet.
     pub(crate) unsent_bytes: usize,
@@ -85,15 +59,15 @@ pub(crate) struct Running {
 #[derive(Debug)]
 pub(crate) enum Movement {
     /// Waiting for announcements.
-    Meeting,
+    Announced,
     /// Pieces go directly to their destination.
     Pieces,
     /// Every rank reduces its block.
     Shares(Reduction),
     /// Hierarchical reduction, within machines and between them.
-    Layers(Box<Layered>),
+    Hierarchical(Box<Hierarchical>),
     /// Steps of an algorithm that the plan has chosen.
-    Steps(Script),
+    Stepwise(StepwiseAllReduce),
     Done,
 }
 
@@ -114,7 +88,7 @@ impl Running {
 
     /// Returns a member whose announcement is missing.
     fn awaited(&self, members: &Members) -> Option<usize> {
-        let is_missing = |member: &usize| self.posts[*member].is_none();
+        let is_missing = |member: &usize| self.announcements[*member].is_none();
         match self.peer {
             Some(peer) => Some(peer).filter(is_missing),
             None => members.others().find(is_missing),
@@ -129,9 +103,9 @@ impl Running {
         &mut self,
         members: &Members,
         sending: &mut Sending,
-        machines: Option<&mut Machines>,
+        machines: Option<&mut UniformNodes>,
     ) -> Result<bool, CommError> {
-        if !matches!(self.movement, Movement::Meeting) || self.awaited(members).is_some() {
+        if !matches!(self.movement, Movement::Announced) || self.awaited(members).is_some() {
             return Ok(false);
         }
         let machines = machines.filter(|machines| self.goes_by_machines(machines));
@@ -145,18 +119,27 @@ impl Running {
         self.movement = match &self.task.flow {
             Flow::Reduction { op, blocks, receiver } => {
                 if is_small(&self.task, self.task.source.bytes()) {
-                    let posts: Vec<&[u8]> = self
-                        .posts
+                    let announcements: Vec<&[u8]> = self
+                        .announcements
                         .iter()
-                        .map(|post| post.as_ref().map_or(&[][..], |post| &post.data[..]))
+                        .map(|announcement| {
+                            announcement.as_ref().map_or(&[][..], |announcement| &announcement.data[..])
+                        })
                         .collect();
-                    super::reduction::reduce_small(&self.task, *op, blocks, *receiver, members, &posts)
-                        .map_err(|member| self.malformed(members, member))?;
+                    super::reduction::reduce_small(
+                        &self.task,
+                        *op,
+                        blocks,
+                        *receiver,
+                        members,
+                        &announcements,
+                    )
+                    .map_err(|member| self.malformed(members, member))?;
                     Movement::Pieces
-                } else if let Some(script) = Script::new(&self.task, members) {
-                    Movement::Steps(script)
+                } else if let Some(stepwise) = StepwiseAllReduce::new(&self.task, members) {
+                    Movement::Stepwise(stepwise)
                 } else if let Some(machines) = machines {
-                    Movement::Layers(Box::new(Layered::new(machines, &self.task, *op, members)))
+                    Movement::Hierarchical(Box::new(Hierarchical::new(machines, &self.task, *op, members)))
                 } else {
                     Movement::Shares(Reduction::new(&self.task, *op, blocks, *receiver, members))
                 }
@@ -171,7 +154,7 @@ impl Running {
     }
 
     /// Returns true if it is an all-reduce that can be hierarchical.
-    fn goes_by_machines(&self, machines: &Machines) -> bool {
+    fn goes_by_machines(&self, machines: &UniformNodes) -> bool {
         let is_plain = self.task.call.kind == crate::Kind::AllReduce && self.task.call.detail == 0;
         is_plain && machines.suit(self.task.call.number) && !is_small(&self.task, self.task.source.bytes())
     }
@@ -182,20 +165,20 @@ impl Running {
         &mut self,
         members: &Members,
         sending: &mut Sending,
-        machines: Option<&mut Machines>,
+        machines: Option<&mut UniformNodes>,
         is_next: bool,
     ) -> bool {
         let Self { key, task, movement, unsent_bytes, .. } = self;
         let is_moved = match (movement, machines) {
-            (Movement::Meeting | Movement::Done, _) => return false,
+            (Movement::Announced | Movement::Done, _) => return false,
             (Movement::Pieces, _) => true,
             (Movement::Shares(reduction), _) => reduction.advance(*key, task, members, sending, unsent_bytes),
-            (Movement::Steps(script), _) => script.advance(*key, task, members, sending, unsent_bytes),
-            (Movement::Layers(layered), Some(machines)) => {
+            (Movement::Stepwise(stepwise), _) => stepwise.advance(*key, task, members, sending, unsent_bytes),
+            (Movement::Hierarchical(hierarchical), Some(machines)) => {
                 let turn = Turn { key: *key, is_next };
-                layered.advance(machines, turn, task, members, sending, unsent_bytes)
+                hierarchical.advance(machines, turn, task, members, sending, unsent_bytes)
             }
-            (Movement::Layers(_), None) => false,
+            (Movement::Hierarchical(_), None) => false,
         };
         is_moved
             && self.unsent_bytes == 0
@@ -206,8 +189,8 @@ impl Running {
     /// Returns true if later hierarchical operations may start their all-gather.
     pub(crate) fn has_had_its_turn(&self) -> bool {
         match &self.movement {
-            Movement::Layers(layered) => layered.is_past_its_turn(),
-            Movement::Meeting => false,
+            Movement::Hierarchical(hierarchical) => hierarchical.is_past_its_turn(),
+            Movement::Announced => false,
             _ => true,
         }
     }
@@ -220,16 +203,16 @@ impl Running {
         header: &Header,
     ) -> Result<Option<Room>, Malformed> {
         let bytes = header.bytes as usize;
-        if matches!(&self.movement, Movement::Layers(layered) if layered.is_early()) {
+        if matches!(&self.movement, Movement::Hierarchical(hierarchical) if hierarchical.is_early()) {
             return Ok(None);
         }
         let Self { movement, task, .. } = self;
         match (header.kind, movement) {
-            (_, Movement::Meeting) => return Ok(None),
-            (Kind::Part { index, offset }, movement) => {
+            (_, Movement::Announced) => return Ok(None),
+            (Kind::Chunk { index, offset }, movement) => {
                 let offset = usize::try_from(offset).map_err(|_| Malformed::Range)?;
-                if let Movement::Steps(script) = movement {
-                    return script.room(task, member, index, offset, bytes).map(Some);
+                if let Movement::Stepwise(stepwise) = movement {
+                    return stepwise.room(task, member, index, offset, bytes).map(Some);
                 }
                 let (reduction, task, members, member) = reduction_of(movement, task, members, member)?;
                 reduction.room(task, members, member, index, offset, bytes)
@@ -264,12 +247,12 @@ impl Running {
         let Self { movement, task, arrived_bytes, .. } = self;
         match (header.kind, movement) {
             (Kind::Direct { .. }, Movement::Pieces) => arrived_bytes[member] += bytes,
-            (Kind::Part { index, .. }, Movement::Steps(script)) => script.take(member, index, bytes),
+            (Kind::Chunk { index, .. }, Movement::Stepwise(stepwise)) => stepwise.take(member, index, bytes),
             (kind, movement) => {
                 let (reduction, _, _, member) = reduction_of(movement, task, members, member)?;
                 match kind {
                     Kind::Direct { .. } => reduction.take_results(member, bytes),
-                    Kind::Part { index, .. } => reduction.take(member, index, bytes),
+                    Kind::Chunk { index, .. } => reduction.take(member, index, bytes),
                     _ => return Err(Malformed::Operation),
                 }
             }
@@ -279,8 +262,8 @@ impl Running {
 
     /// Notes that a member has room for more parts.
     pub(crate) fn turn(&mut self, members: &Members, member: usize, index: u32) {
-        if let Movement::Steps(script) = &mut self.movement {
-            return script.turn(member, index);
+        if let Movement::Stepwise(stepwise) = &mut self.movement {
+            return stepwise.turn(member, index);
         }
         // The operation may be complete, if all parts were sent already.
         if let Ok((reduction, _, _, member)) = reduction_of(&mut self.movement, &self.task, members, member) {
@@ -289,38 +272,38 @@ impl Running {
     }
 
     /// Returns the world rank that it waits for, and the operation.
-    pub(crate) fn waits_for(&self, members: &Members) -> (usize, Occasion) {
+    pub(crate) fn waits_for(&self, members: &Members) -> (usize, OperationContext) {
         let late = match &self.movement {
-            Movement::Meeting => self.awaited(members),
+            Movement::Announced => self.awaited(members),
             Movement::Shares(reduction) => reduction.waits_for(&self.task, members),
-            Movement::Layers(layered) => layered.waits_for(members),
-            Movement::Steps(script) => script.waits_for(),
+            Movement::Hierarchical(hierarchical) => hierarchical.waits_for(members),
+            Movement::Stepwise(stepwise) => stepwise.waits_for(),
             Movement::Pieces | Movement::Done => None,
         };
         let is_short = |member: &usize| self.arrived_bytes[*member] < self.piece(members, *member).bytes();
         let late = late.or_else(|| members.others().find(is_short)).or(self.peer);
         let late = late.or_else(|| members.others().next()).unwrap_or(members.own);
-        (members.ranks[late], self.occasion(members))
+        (members.ranks[late], self.context(members))
     }
 
-    pub(crate) fn occasion(&self, members: &Members) -> Occasion {
-        Occasion { call: self.task.call, sequence: self.key.sequence, group: members.name }
+    pub(crate) fn context(&self, members: &Members) -> OperationContext {
+        OperationContext { call: self.task.call, sequence: self.key.sequence, group: members.name }
     }
 
     /// Returns the destination of the piece that `member` sends without flow control.
-    fn piece(&self, members: &Members, member: usize) -> Stretch {
+    fn piece(&self, members: &Members, member: usize) -> MemoryRange {
         let target = self.task.target;
         match &self.task.flow {
             Flow::Exchange(exchange) if member != members.own => {
                 let piece = exchange.piece(members.own, member);
                 if is_small(&self.task, exchange.stream(member)) {
-                    Stretch::EMPTY
+                    MemoryRange::EMPTY
                 } else {
                     target.bytes_at(piece.to, piece.bytes)
                 }
             }
             Flow::Receive { from } if *from == member && !is_small(&self.task, target.bytes()) => target,
-            _ => Stretch::EMPTY,
+            _ => MemoryRange::EMPTY,
         }
     }
 
@@ -339,7 +322,9 @@ impl Running {
                         continue;
                     }
                     if is_small(&self.task, exchange.stream(member)) {
-                        let data = self.posts[member].as_ref().and_then(|post| post.data.get(piece.from..));
+                        let data = self.announcements[member]
+                            .as_ref()
+                            .and_then(|announcement| announcement.data.get(piece.from..));
                         let Some(data) = data.and_then(|data| data.get(..piece.bytes)) else {
                             return Err(self.malformed(members, member));
                         };
@@ -357,7 +342,8 @@ impl Running {
                 send(sending, members.ranks[*to], self.key, WHOLE, source, &mut self.unsent_bytes);
             }
             Flow::Receive { from } if is_small(&self.task, target.bytes()) => {
-                let data = self.posts[*from].as_ref().map_or(&[][..], |post| &post.data[..]);
+                let data =
+                    self.announcements[*from].as_ref().map_or(&[][..], |announcement| &announcement.data[..]);
                 if data.len() != target.bytes() {
                     return Err(self.malformed(members, *from));
                 }
@@ -372,18 +358,21 @@ impl Running {
     /// Returns the loss of a member whose data contradicts its call.
     fn malformed(&self, members: &Members, member: usize) -> CommError {
         let (rank, cause) = (members.ranks[member], LossCause::Malformed(Malformed::Call));
-        CommError::PeerLost { rank, cause, occasion: Some(self.occasion(members)) }
+        CommError::PeerLost { rank, cause, context: Some(self.context(members)) }
     }
 
     fn comparison<'a>(&self, members: &'a Members) -> Comparison<'a> {
-        Comparison { ranks: &members.ranks, occasion: self.occasion(members) }
+        Comparison { ranks: &members.ranks, context: self.context(members) }
     }
 
     /// Checks that all ranks made the same call, and completes the plan of an all-to-all with uneven blocks.
     fn compare(&mut self, members: &Members) -> Result<(), CommError> {
         let own = self.task.call.to_words();
-        let calls: Vec<[u64; 3]> =
-            self.posts.iter().map(|post| post.as_ref().map_or(own, |post| post.call)).collect();
+        let calls: Vec<[u64; 3]> = self
+            .announcements
+            .iter()
+            .map(|announcement| announcement.as_ref().map_or(own, |announcement| announcement.call))
+            .collect();
         self.comparison(members).of_calls(&calls)?;
         if matches!(self.task.flow, Flow::Unknown { .. }) {
             let tables = self.tables(members.len()).map_err(|member| self.malformed(members, member))?;
@@ -399,25 +388,30 @@ impl Running {
     /// If a member has attached anything else; returns the first such member.
     fn tables(&self, ranks: usize) -> Result<Vec<Vec<usize>>, usize> {
         let own = Self::eager(&self.task);
-        let table = |post: &Option<Post>| {
-            let (words, rest) = post.as_ref().map_or(&own, |post| &post.data).as_chunks::<8>();
+        let table = |announcement: &Option<Announcement>| {
+            let (words, rest) =
+                announcement.as_ref().map_or(&own, |announcement| &announcement.data).as_chunks::<8>();
             let table: Vec<usize> = words.iter().map(|word| u64::from_le_bytes(*word) as usize).collect();
             let total = table.iter().try_fold(0_usize, |sum, bytes| sum.checked_add(*bytes));
             (table.len() == 2 * ranks && rest.is_empty() && total.is_some()).then_some(table)
         };
-        self.posts.iter().enumerate().map(|(member, post)| table(post).ok_or(member)).collect()
+        self.announcements
+            .iter()
+            .enumerate()
+            .map(|(member, announcement)| table(announcement).ok_or(member))
+            .collect()
     }
 
     /// Checks that a message matches its receive. A mismatch names the sender as the odd rank.
     fn compare_with(&self, members: &Members, peer: usize) -> Result<(), CommError> {
-        let Some(post) = &self.posts[peer] else { return Ok(()) };
+        let Some(announcement) = &self.announcements[peer] else { return Ok(()) };
         let own = self.task.call;
         let is_sender = own.kind == crate::Kind::Send;
         let kind = if is_sender { crate::Kind::Receive } else { crate::Kind::Send };
-        if post.call == (Call { kind, root: Some(members.own), ..own }).to_words() {
+        if announcement.call == (Call { kind, root: Some(members.own), ..own }).to_words() {
             return Ok(());
         }
-        let theirs = Call::from_words(post.call).unwrap_or(own);
+        let theirs = Call::from_words(announcement.call).unwrap_or(own);
         let comparison = self.comparison(members);
         Err(if is_sender {
             comparison.mismatch(members.own, own, peer, theirs)
@@ -425,14 +419,6 @@ impl Running {
             comparison.mismatch(peer, theirs, members.own, own)
         })
     }
-}
-
-/// Place of an operation in the order of its group.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Turn {
-    pub(crate) key: Key,
-    /// True if all earlier hierarchical operations have started their all-gather.
-    pub(crate) is_next: bool,
 }
 
 /// Returns the reduction that frames from `member` belong to, with its task, its members, and `member`'s index among them.
@@ -444,7 +430,9 @@ fn reduction_of<'a>(
 ) -> Result<(&'a mut Reduction, &'a Task, &'a Members, usize), Malformed> {
     match movement {
         Movement::Shares(reduction) => Ok((reduction, task, members, member)),
-        Movement::Layers(layered) => layered.between(members, member).ok_or(Malformed::Operation),
+        Movement::Hierarchical(hierarchical) => {
+            hierarchical.between(members, member).ok_or(Malformed::Operation)
+        }
         _ => Err(Malformed::Operation),
     }
 }
@@ -454,20 +442,4 @@ fn reduction_of<'a>(
 pub(crate) fn is_small(task: &Task, bytes: usize) -> bool {
     let is_uneven_exchange = task.call.kind == crate::Kind::AllToAll && task.call.detail != 0;
     bytes <= SMALL_BYTES && !is_uneven_exchange
-}
-
-/// Queues a piece for sending.
-pub(crate) fn send(
-    sending: &mut Sending,
-    rank: usize,
-    key: Key,
-    kind: Kind,
-    piece: Stretch,
-    unsent_bytes: &mut usize,
-) {
-    if piece.bytes() > 0 {
-        *unsent_bytes += piece.bytes();
-        let message = Message { key, kind, start: piece.pointer, len: piece.bytes(), framed: 0 };
-        sending.data[rank].push_back(message);
-    }
 }

@@ -24,8 +24,8 @@ use rustix::{
 };
 
 use super::{
+    connect::Backoff,
     secret::{Secret, random},
-    visit::Backoff,
 };
 use crate::{CommError, Deadline, JoinProblem};
 
@@ -162,12 +162,12 @@ fn reach(name: &str) -> io::Result<UnixStream> {
 
 /// Thread of the first rank that sends the secret to processes of the same user, until this handle is dropped.
 #[derive(Debug)]
-pub(crate) struct HandOut {
+pub(crate) struct SecretServer {
     stop: Arc<OwnedFd>,
     thread: Option<thread::JoinHandle<()>>,
 }
 
-impl HandOut {
+impl SecretServer {
     /// Starts to send `secret`, and the port where the first rank listens, under `name`. `None` if another process of this user
     /// does so already.
     ///
@@ -224,7 +224,7 @@ impl HandOut {
     }
 }
 
-impl Drop for HandOut {
+impl Drop for SecretServer {
     fn drop(&mut self) {
         // A write fails only if the event counter is at its limit, where it reads as set too.
         let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
@@ -281,12 +281,12 @@ mod tests {
         let nobody = fetch(&name, 7, Deadline::after(Duration::from_millis(50))).unwrap_err();
         assert!(nobody.to_string().contains("127.0.0.1:7: no answer"), "{nobody}");
         let secret = Secret::random().unwrap();
-        let given = HandOut::open(&name, &secret, 1234).unwrap().unwrap();
+        let given = SecretServer::open(&name, &secret, 1234).unwrap().unwrap();
         let soon = Deadline::after(Duration::from_secs(5));
         let (found, port) = fetch(&name, 7, soon).unwrap();
         assert_eq!((found.key(), port), (secret.key(), 1234));
-        assert!(HandOut::open(&name, &secret, 1).unwrap().is_none());
+        assert!(SecretServer::open(&name, &secret, 1).unwrap().is_none());
         drop(given);
-        assert!(HandOut::open(&name, &secret, 1).unwrap().is_some());
+        assert!(SecretServer::open(&name, &secret, 1).unwrap().is_some());
     }
 }

@@ -18,16 +18,17 @@ use lockstep_tensor::{Arena, Workers};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::{
-    board::{Board, Said, way_of},
     frame::{Channel, Header, Key, Kind},
-    layered::Machines,
+    hierarchical::UniformNodes,
     link::{Link, Status},
+    operation_table::{OperationTable, RankMessage, lane_of},
     wire::Connection,
 };
 use crate::{
-    Call, CommError, Deadline, LossCause, Occasion,
+    Call, CommError, Deadline, LossCause, OperationContext,
     memory::Lent,
-    recorder::{Recorded, Recorder},
+    record::Recorded,
+    recorder::Recorder,
     shm,
     task::Task,
     transport::{Ticket, Transport, name},
@@ -47,14 +48,14 @@ const FAREWELL: Duration = Duration::from_millis(300);
 /// Shared-memory transport to the ranks of this machine.
 #[derive(Debug)]
 pub(crate) struct Local {
-    pub(crate) machine: Arc<shm::Machine>,
+    pub(crate) machine: Arc<shm::ShmTransport>,
     /// Number of ranks per machine, if there are several machines and all have the same power of two.
     pub(crate) of_each: Option<usize>,
 }
 
 /// TCP transport of one rank.
 #[derive(Debug)]
-pub(crate) struct Machine {
+pub(crate) struct TcpTransport {
     rank: usize,
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -72,17 +73,17 @@ struct Shared {
 
 #[derive(Debug)]
 struct State {
-    board: Board,
+    table: OperationTable,
     /// Links by rank; `None` for this rank.
     links: Vec<Option<Link>>,
     ending: Option<CommError>,
     /// Shared-memory transport of this machine. An error that ends the run there ends it here.
-    local: Option<Arc<shm::Machine>>,
+    local: Option<Arc<shm::ShmTransport>>,
     /// Farewell to send, once this rank leaves.
     leaving: Option<Kind>,
 }
 
-impl Machine {
+impl TcpTransport {
     /// Enters the world as `rank`, over connections to each other rank; some of them may be on this machine as well.
     /// Ranks may be silent for `silence`.
     pub(crate) fn new(
@@ -98,10 +99,10 @@ impl Machine {
         let links = links.map_err(CommError::io("use a connection to a rank"))?;
         let machine = local.as_ref().map(|local| Arc::clone(&local.machine));
         let recorder = Recorder::new(machine.as_ref().map(|local| (local.segments.clone(), local.rank)));
-        let mut board = Board::new(rank, ranks, recorder);
-        let machines = |local: Local| Some(Machines::new(local.machine, local.of_each?));
-        board.machines = local.and_then(machines);
-        let state = State { board, links, ending: None, local: machine, leaving: None };
+        let mut table = OperationTable::new(rank, ranks, recorder);
+        let machines = |local: Local| Some(UniformNodes::new(local.machine, local.of_each?));
+        table.machines = local.and_then(machines);
+        let state = State { table, links, ending: None, local: machine, leaving: None };
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let wake = wake.map_err(|error| CommError::io("make an event counter")(error.into()))?;
         let shared = Arc::new(Shared { state: Mutex::new(state), news: Condvar::new(), wake, silence });
@@ -117,13 +118,13 @@ impl Machine {
         group: usize,
         deadline: Deadline,
         mut attempt: impl FnMut(&mut State) -> Option<R>,
-        late: impl Fn(&State) -> Option<(usize, Occasion)>,
+        late: impl Fn(&State) -> Option<(usize, OperationContext)>,
     ) -> Result<R, CommError> {
         let mut state = self.shared.lock();
         let mut awaited = late(&state);
         loop {
             if let Some(error) = &state.ending {
-                return Err(error.copy().during(awaited.map(|(_, occasion)| occasion)));
+                return Err(error.copy().during(awaited.map(|(_, context)| context)));
             }
             if let Some(result) = attempt(&mut state) {
                 return Ok(result);
@@ -133,23 +134,23 @@ impl Machine {
                 continue;
             }
             awaited = late(&state);
-            let (rank, occasion) = awaited.unzip();
+            let (rank, context) = awaited.unzip();
             let rank = rank.unwrap_or(self.rank);
             let error = match state.links[rank].as_ref().filter(|link| link.is_gone()).map(|link| link.status)
             {
-                Some(Status::Panicked) => CommError::PeerLost { rank, cause: LossCause::Panicked, occasion },
-                Some(_) => CommError::PeerLost { rank, cause: LossCause::Left, occasion },
+                Some(Status::Panicked) => CommError::PeerLost { rank, cause: LossCause::Panicked, context },
+                Some(_) => CommError::PeerLost { rank, cause: LossCause::Left, context },
                 None if deadline.has_passed() => {
-                    let nothing = || Occasion {
+                    let nothing = || OperationContext {
                         call: Call::bare(crate::Kind::Barrier),
                         sequence: 0,
-                        group: name(group, &state.board.group(group).members.ranks),
+                        group: name(group, &state.table.group(group).members.ranks),
                     };
                     CommError::TimedOut {
                         rank,
                         waiting: self.rank,
                         waited_ms: deadline.limit().as_millis() as u64,
-                        occasion: occasion.unwrap_or_else(nothing),
+                        context: context.unwrap_or_else(nothing),
                     }
                 }
                 None => {
@@ -161,26 +162,26 @@ impl Machine {
             };
             let error = state.end(error);
             self.shared.tell();
-            return Err(error.during(occasion));
+            return Err(error.during(context));
         }
     }
 }
 
-impl Transport for Machine {
+impl Transport for TcpTransport {
     fn rank(&self) -> usize {
         self.rank
     }
 
     fn members(&self, group: usize) -> Vec<usize> {
-        self.shared.lock().board.group(group).members.ranks.clone()
+        self.shared.lock().table.group(group).members.ranks.clone()
     }
 
     fn groups(&self) -> usize {
-        self.shared.lock().board.groups.len()
+        self.shared.lock().table.groups.len()
     }
 
     fn add_group(&self, ranks: Vec<usize>) -> usize {
-        self.shared.lock().board.add_group(ranks)
+        self.shared.lock().table.add_group(ranks)
     }
 
     fn begin(
@@ -192,18 +193,18 @@ impl Transport for Machine {
         caller: &Location<'_>,
     ) -> Result<Arc<Ticket>, CommError> {
         let ticket = Ticket::new(memory);
-        let (call, way) = (task.call, way_of(&task));
+        let (call, lane) = (task.call, lane_of(&task));
         let mut waiting = Some(task);
         let begin = |state: &mut State| {
-            let task = waiting.take_if(|task| state.board.has_room(group, task))?;
-            state.board.begin(group, task, Arc::clone(&ticket), caller);
+            let task = waiting.take_if(|task| state.table.has_room(group, task))?;
+            state.table.begin(group, task, Arc::clone(&ticket), caller);
             state.pump();
             Some(())
         };
         let late = |state: &State| {
-            let operations = state.board.group(group);
-            let (sequence, group) = (operations.next(way), operations.members.name);
-            Some((operations.oldest(way)?, Occasion { call, sequence, group }))
+            let operations = state.table.group(group);
+            let (sequence, group) = (operations.next(lane), operations.members.name);
+            Some((operations.oldest(lane)?, OperationContext { call, sequence, group }))
         };
         self.drive(group, deadline, begin, late)?;
         self.shared.tell();
@@ -211,12 +212,12 @@ impl Transport for Machine {
     }
 
     fn begun(&self, group: usize) -> u32 {
-        self.shared.lock().board.group(group).begun
+        self.shared.lock().table.group(group).begun
     }
 
     fn wait(&self, group: usize, ticket: &Arc<Ticket>, deadline: Deadline) -> Result<(), CommError> {
         let is_complete = |_: &mut State| ticket.is_complete().then_some(());
-        let late = |state: &State| state.board.group(group).waits_for(ticket);
+        let late = |state: &State| state.table.group(group).waits_for(ticket);
         self.drive(group, deadline, is_complete, late)
     }
 
@@ -253,7 +254,7 @@ impl Transport for Machine {
     fn recorded(&self, rank: usize) -> Vec<Recorded> {
         let state = self.shared.lock();
         if rank == self.rank {
-            return state.board.recorder.read();
+            return state.table.recorder.read();
         }
         let segments = state.local.as_ref().map(|local| &local.segments);
         let found = segments.and_then(|segments| Some(segments.records(segments.local_rank(rank)?)));
@@ -261,7 +262,7 @@ impl Transport for Machine {
     }
 }
 
-impl Drop for Machine {
+impl Drop for TcpTransport {
     fn drop(&mut self) {
         self.shared.lock().leaving = Some(Kind::Leaving { in_panic: std::thread::panicking() });
         self.shared.tell();
@@ -302,7 +303,7 @@ impl Shared {
                 continue;
             }
             let interests = state.interests();
-            let is_busy = state.board.machines.as_ref().is_some_and(Machines::is_busy);
+            let is_busy = state.table.machines.as_ref().is_some_and(UniformNodes::is_busy);
             drop(state);
             let limit = next_beat.saturating_duration_since(Instant::now());
             self.sleep(&interests, if is_busy { limit.min(NEIGHBOURS) } else { limit });
@@ -344,7 +345,7 @@ impl Shared {
             }
             let flags = PollFlags::IN | if is_said { PollFlags::empty() } else { PollFlags::OUT };
             let links = state.links.iter().flatten();
-            let interests: Vec<_> = links.flat_map(|link| link.interests(&state.board)).collect();
+            let interests: Vec<_> = links.flat_map(|link| link.interests(&state.table)).collect();
             let interests: Vec<_> = interests
                 .into_iter()
                 .map(|(socket, found)| (socket, (found | PollFlags::IN) & flags))
@@ -363,13 +364,13 @@ impl State {
             return self.write();
         }
         let mut has_moved = self.read();
-        if let Some(machines) = self.board.machines.as_ref().filter(|machines| machines.is_busy()) {
+        if let Some(machines) = self.table.machines.as_ref().filter(|machines| machines.is_busy()) {
             // A failure is recorded in the segments, which `listen` reads next.
             let _ = machines.local.progress();
         }
         self.listen();
         if self.ending.is_none() {
-            match self.board.advance() {
+            match self.table.advance() {
                 Ok(has_completed) => has_moved |= has_completed,
                 Err(error) => {
                     self.end(error);
@@ -388,11 +389,14 @@ impl State {
     }
 
     /// Calls `work` with all links. Returns true if anything moved on any of them.
-    fn with_links(&mut self, work: impl Fn(&mut Link, &mut Board) -> Result<bool, LossCause>) -> bool {
-        let Self { board, links, .. } = self;
+    fn with_links(
+        &mut self,
+        work: impl Fn(&mut Link, &mut OperationTable) -> Result<bool, LossCause>,
+    ) -> bool {
+        let Self { table, links, .. } = self;
         let (mut has_moved, mut lost) = (false, None);
         for (rank, link) in links.iter_mut().enumerate() {
-            match link.as_mut().map_or(Ok(false), |link| work(link, board)) {
+            match link.as_mut().map_or(Ok(false), |link| work(link, table)) {
                 Ok(here) => has_moved |= here,
                 Err(cause) => lost = lost.or(Some((rank, cause))),
             }
@@ -408,14 +412,14 @@ impl State {
         // The lost rank's launcher knows the cause, and has told the ranks of its machine, which tell all others.
         while cause == LossCause::Disconnected && self.ending.is_none() && begin.elapsed() < RUMOUR {
             std::thread::sleep(RUMOUR / 20);
-            let Self { board, links, .. } = self;
+            let Self { table, links, .. } = self;
             for link in links.iter_mut().flatten() {
                 // More ranks may be lost; one is enough to end the run.
-                let _ = link.read(board);
+                let _ = link.read(table);
             }
             self.listen();
         }
-        self.end(CommError::PeerLost { rank, cause, occasion: None });
+        self.end(CommError::PeerLost { rank, cause, context: None });
     }
 
     /// Handles messages of other ranks about themselves and the run.
@@ -423,14 +427,14 @@ impl State {
         if let Some(error) = self.local.as_ref().and_then(|local| local.segments.ending()) {
             self.end(error);
         }
-        while let Some((rank, said)) = self.board.said.pop_front() {
-            match said {
-                Said::Leaving { in_panic } => {
+        while let Some((rank, messages)) = self.table.messages.pop_front() {
+            match messages {
+                RankMessage::Leaving { in_panic } => {
                     if let Some(link) = &mut self.links[rank] {
                         link.status = if in_panic { Status::Panicked } else { Status::Left };
                     }
                 }
-                Said::Ending(error) => {
+                RankMessage::Ending(error) => {
                     self.end(error);
                 }
             }
@@ -443,7 +447,7 @@ impl State {
         for (rank, link) in self.links.iter_mut().enumerate() {
             let Some(link) = link else { continue };
             lost = lost.or(link.beat(BEATS, silence).map(|cause| (rank, cause)));
-            let control = &mut self.board.sending.control[rank];
+            let control = &mut self.table.sending.control[rank];
             if link.status == Status::Here && control.is_empty() {
                 control.push_back((Header::bare(Kind::Beat), Vec::new()));
             }
@@ -457,7 +461,7 @@ impl State {
         if let Some(ending) = &self.ending {
             return ending.copy();
         }
-        let words = error.to_words(self.board.rank);
+        let words = error.to_words(self.table.rank);
         let ending = self.ending.insert(CommError::from_words(words)).copy();
         if let Some(local) = &self.local {
             local.fail(ending.copy());
@@ -469,14 +473,14 @@ impl State {
         self.write();
         match ending {
             // Only this rank has the details of a local error.
-            CommError::Stopped { by: Some(rank) } if rank == self.board.rank => error,
+            CommError::Stopped { by: Some(rank) } if rank == self.table.rank => error,
             ending => ending,
         }
     }
 
     /// Drops all operations and all references to their memory.
     fn abandon(&mut self) {
-        self.board.abandon();
+        self.table.abandon();
         self.links.iter_mut().flatten().for_each(Link::abandon);
     }
 
@@ -484,14 +488,14 @@ impl State {
     fn tell_all(&mut self, header: Header, bytes: &[u8]) {
         for (rank, link) in self.links.iter().enumerate() {
             if link.as_ref().is_some_and(|link| link.status == Status::Here) {
-                self.board.sending.control[rank].push_back((header, bytes.to_vec()));
+                self.table.sending.control[rank].push_back((header, bytes.to_vec()));
             }
         }
     }
 
     fn interests(&self) -> Vec<(Arc<TcpStream>, PollFlags)> {
         let links = self.links.iter().flatten();
-        let all = links.flat_map(|link| link.interests(&self.board));
+        let all = links.flat_map(|link| link.interests(&self.table));
         // After the end nothing is read any more; arriving data would keep the thread awake.
         let keep = if self.ending.is_some() { PollFlags::OUT } else { PollFlags::IN | PollFlags::OUT };
         all.map(|(socket, flags)| (socket, flags & keep)).filter(|(_, flags)| !flags.is_empty()).collect()

@@ -28,28 +28,28 @@ const LOOK: Duration = Duration::from_millis(5);
 
 /// Handle of the thread, which ends when the handle is dropped.
 #[derive(Debug)]
-pub(crate) struct Heart {
+pub(crate) struct Heartbeat {
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Heart {
-    /// Starts the heartbeat of `rank` and the watch over the others, which may be silent for `limit`.
+impl Heartbeat {
+    /// Starts the heartbeat of `rank` and the monitoring of the others, which may be silent for `limit`.
     pub(crate) fn start(segments: &Segments, rank: usize, limit: Duration) -> io::Result<Self> {
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-        let watch = Watch {
+        let monitor = Monitor {
             segments: segments.clone(),
             rank,
             limit,
             peers: (0..segments.ranks()).filter(|peer| *peer != rank).map(Peer::new).collect(),
             stop: Arc::clone(&stop),
         };
-        let thread = Builder::new().name("lockstep-heart".to_owned()).spawn(move || watch.run())?;
+        let thread = Builder::new().name("lockstep-heartbeat".to_owned()).spawn(move || monitor.run())?;
         Ok(Self { stop, thread: Some(thread) })
     }
 }
 
-impl Drop for Heart {
+impl Drop for Heartbeat {
     fn drop(&mut self) {
         // A write fails only if the event counter is at its limit; this one is written once.
         let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
@@ -59,7 +59,7 @@ impl Drop for Heart {
     }
 }
 
-struct Watch {
+struct Monitor {
     segments: Segments,
     rank: usize,
     limit: Duration,
@@ -75,13 +75,13 @@ struct Peer {
     silence: u32,
 }
 
-/// State of the watch over a peer's process.
+/// State of the monitoring of a peer's process.
 enum Process {
     /// The peer has not joined yet.
     Expected,
     /// The peer's pidfd, which reports its end.
     Watched(OwnedFd),
-    /// No watch: the peer is a thread of this process, is in another PID namespace, or has ended.
+    /// Not monitored: the peer is a thread of this process, is in another PID namespace, or has ended.
     Unwatched,
 }
 
@@ -91,7 +91,7 @@ impl Peer {
     }
 }
 
-impl Watch {
+impl Monitor {
     fn run(mut self) {
         loop {
             self.segments.header(self.rank).beat.fetch_add(1, Ordering::Relaxed);
@@ -115,7 +115,7 @@ impl Watch {
         }
     }
 
-    /// Starts to watch peers that have joined since the last call. Returns those whose processes are gone already.
+    /// Starts to monitor peers that have joined since the last call. Returns those whose processes are gone already.
     fn meet_peers(&mut self) -> Vec<usize> {
         let mut gone = Vec::new();
         let own = self.segments.header(self.rank);
@@ -189,6 +189,6 @@ impl Watch {
 
     fn lost(&self, rank: usize, cause: LossCause) {
         let rank = self.segments.world_rank(rank);
-        self.segments.end(&CommError::PeerLost { rank, cause, occasion: None }, self.rank);
+        self.segments.end(&CommError::PeerLost { rank, cause, context: None }, self.rank);
     }
 }

@@ -7,13 +7,15 @@ use std::{
 };
 
 use super::{
-    frame::{Channel, ENDING_BYTES, Header, Key, Kind, Malformed},
-    layered::Machines,
-    operation::{self, Members, Movement, Post, Running, Sending},
+    frame::{Channel, ENDING_BYTES, Header, Key, Kind},
+    hierarchical::UniformNodes,
+    members::Members,
+    operation::{self, Announcement, Movement, Running},
+    send_queues::Sending,
     stream::{Room, Sink},
 };
 use crate::{
-    Call, CommError, MAX_PARTITIONS, Occasion,
+    Call, CommError, MAX_PARTITIONS, Malformed, OperationContext,
     error::ERROR_WORDS,
     recorder::Recorder,
     task::{Flow, Task},
@@ -25,26 +27,26 @@ const RING: usize = 256;
 /// Maximum number of messages to one rank in flight.
 const SMALL_AHEAD: usize = 4;
 /// Maximum number of announcements of one rank in one channel that may wait: more than those two permit.
-const POSTS: usize = 2 * RING;
+const MAX_ANNOUNCEMENTS: usize = 2 * RING;
 
 /// A rank's operations and outgoing frames.
 #[derive(Debug)]
-pub(crate) struct Board {
+pub(crate) struct OperationTable {
     pub(crate) rank: usize,
     pub(crate) groups: Vec<Option<Operations>>,
     pub(crate) sending: Sending,
     pub(crate) recorder: Recorder,
     /// Shared-memory transport of this machine, if all machines have equally many ranks.
-    pub(crate) machines: Option<Machines>,
+    pub(crate) machines: Option<UniformNodes>,
     /// Announcements of operations that have not started here, by group, rank and channel.
-    posts: HashMap<(u32, usize, Channel), VecDeque<(u32, Post)>>,
+    announcements: HashMap<(u32, usize, Channel), VecDeque<(u32, Announcement)>>,
     /// Messages of other ranks about themselves and about the run.
-    pub(crate) said: VecDeque<(usize, Said)>,
+    pub(crate) messages: VecDeque<(usize, RankMessage)>,
 }
 
 /// Message of a rank that belongs to no operation.
 #[derive(Debug)]
-pub(crate) enum Said {
+pub(crate) enum RankMessage {
     Leaving { in_panic: bool },
     Ending(CommError),
 }
@@ -87,19 +89,19 @@ impl Operations {
     }
 
     /// Returns the rank for which the oldest operation between the same ranks waits; that operation delays the start of further ones.
-    pub(crate) fn oldest(&self, way: (Channel, Option<usize>)) -> Option<usize> {
-        self.on(way).next().map(|running| running.waits_for(&self.members).0)
+    pub(crate) fn oldest(&self, lane: (Channel, Option<usize>)) -> Option<usize> {
+        self.on(lane).next().map(|running| running.waits_for(&self.members).0)
     }
 
     /// Returns the rank that the operation of a ticket waits for, and the operation.
-    pub(crate) fn waits_for(&self, ticket: &Arc<Ticket>) -> Option<(usize, Occasion)> {
+    pub(crate) fn waits_for(&self, ticket: &Arc<Ticket>) -> Option<(usize, OperationContext)> {
         let running = self.running.iter().find(|running| Arc::ptr_eq(&running.ticket, ticket))?;
         Some(running.waits_for(&self.members))
     }
 }
 
 /// Returns the channel of an operation, and the peer of a send or receive, as a rank of the group.
-pub(crate) fn way_of(task: &Task) -> (Channel, Option<usize>) {
+pub(crate) fn lane_of(task: &Task) -> (Channel, Option<usize>) {
     match task.flow {
         Flow::Send { to } => (Channel::Send, Some(to)),
         Flow::Receive { from } => (Channel::Receive, Some(from)),
@@ -107,22 +109,22 @@ pub(crate) fn way_of(task: &Task) -> (Channel, Option<usize>) {
     }
 }
 
-impl Board {
+impl OperationTable {
     pub(crate) fn new(rank: usize, ranks: usize, recorder: Recorder) -> Self {
         let mut sending = Sending::default();
         sending.control.resize_with(ranks, VecDeque::new);
         sending.data.resize_with(ranks, VecDeque::new);
-        let mut board = Self {
+        let mut table = Self {
             rank,
             groups: Vec::new(),
             sending,
             recorder,
             machines: None,
-            posts: HashMap::new(),
-            said: VecDeque::new(),
+            announcements: HashMap::new(),
+            messages: VecDeque::new(),
         };
-        board.add_group((0..ranks).collect());
-        board
+        table.add_group((0..ranks).collect());
+        table
     }
 
     pub(crate) fn add_group(&mut self, ranks: Vec<usize>) -> usize {
@@ -138,8 +140,8 @@ impl Board {
 
     /// Returns true if an operation may start.
     pub(crate) fn has_room(&self, group: usize, task: &Task) -> bool {
-        let way = way_of(task);
-        self.group(group).on(way).count() < if way.0 == Channel::Send { SMALL_AHEAD } else { RING }
+        let lane = lane_of(task);
+        self.group(group).on(lane).count() < if lane.0 == Channel::Send { SMALL_AHEAD } else { RING }
     }
 
     /// Starts an operation: announces it to the other ranks, and takes their announcements that have arrived.
@@ -151,7 +153,7 @@ impl Board {
         caller: &std::panic::Location<'_>,
     ) {
         let operations = self.groups[group].as_mut().expect("a group's handle is only given to its members");
-        let (channel, peer) = way_of(&task);
+        let (channel, peer) = lane_of(&task);
         let sequence = operations.next((channel, peer));
         let key = Key { group: group as u32, channel, sequence };
         match (channel, peer) {
@@ -166,28 +168,28 @@ impl Board {
             // Small data is copied; the receiver reports a mismatch.
             ticket.complete();
         }
-        let header = Header::of(Kind::Post(task.call.to_words()), key, &data);
-        let mut posts = vec![None; members.len()];
+        let header = Header::of(Kind::Announce(task.call.to_words()), key, &data);
+        let mut announcements = vec![None; members.len()];
         let told = |member: &usize| peer.map_or(*member != members.own, |peer| peer == *member);
         for member in (0..members.len()).filter(told) {
             let rank = members.ranks[member];
             self.sending.control[rank].push_back((header, data.clone()));
-            if let Some(waiting) = self.posts.get_mut(&(key.group, rank, channel.turned()))
+            if let Some(waiting) = self.announcements.get_mut(&(key.group, rank, channel.turned()))
                 && let Some(at) = waiting.iter().position(|(number, _)| *number == sequence)
             {
-                posts[member] = waiting.remove(at).map(|(_, post)| post);
+                announcements[member] = waiting.remove(at).map(|(_, announcement)| announcement);
             }
         }
         let arrived_bytes = vec![0; members.len()];
         let promised_bytes = arrived_bytes.clone();
-        let movement = Movement::Meeting;
+        let movement = Movement::Announced;
         operations.running.push(Running {
             key,
             peer,
             task,
             ticket,
             recorded,
-            posts,
+            announcements,
             movement,
             unsent_bytes: 0,
             promised_bytes,
@@ -259,10 +261,10 @@ impl Board {
             Channel::Send => mail[member].received,
             Channel::Receive => mail[member].sent,
         };
-        (key.sequence.wrapping_sub(next) as usize) < POSTS
+        (key.sequence.wrapping_sub(next) as usize) < MAX_ANNOUNCEMENTS
     }
 
-    fn take_post(
+    fn take_announcement(
         &mut self,
         from: usize,
         header: &Header,
@@ -271,31 +273,31 @@ impl Board {
     ) -> Result<(), Malformed> {
         let key = header.key;
         Call::from_words(call).ok_or(Malformed::Call)?;
-        let post = Post { call, data };
+        let announcement = Announcement { call, data };
         if let Ok((running, _, member)) = self.find(from, key) {
-            if running.posts[member].is_some() {
+            if running.announcements[member].is_some() {
                 return Err(Malformed::Operation);
             }
-            running.posts[member] = Some(post);
+            running.announcements[member] = Some(announcement);
             return Ok(());
         }
         if !self.may_come(from, key) {
             return Err(Malformed::Operation);
         }
-        let waiting = self.posts.entry((key.group, from, key.channel)).or_default();
+        let waiting = self.announcements.entry((key.group, from, key.channel)).or_default();
         let is_known = waiting.iter().any(|(sequence, _)| *sequence == key.sequence);
-        if is_known || waiting.len() >= POSTS {
+        if is_known || waiting.len() >= MAX_ANNOUNCEMENTS {
             return Err(Malformed::Operation);
         }
-        waiting.push_back((key.sequence, post));
+        waiting.push_back((key.sequence, announcement));
         Ok(())
     }
 }
 
-impl Sink for Board {
+impl Sink for OperationTable {
     fn accept(&mut self, from: usize, header: &Header) -> Result<Option<Room>, Malformed> {
         match header.kind {
-            Kind::Direct { .. } | Kind::Part { .. } => {
+            Kind::Direct { .. } | Kind::Chunk { .. } => {
                 let (running, members, member) = self.find(from, header.key)?;
                 running.room(members, member, header)
             }
@@ -305,8 +307,8 @@ impl Sink for Board {
 
     fn take(&mut self, from: usize, header: &Header, kept: Vec<u8>) -> Result<(), Malformed> {
         match header.kind {
-            Kind::Post(call) => self.take_post(from, header, call, kept)?,
-            Kind::Direct { .. } | Kind::Part { .. } => {
+            Kind::Announce(call) => self.take_announcement(from, header, call, kept)?,
+            Kind::Direct { .. } | Kind::Chunk { .. } => {
                 let (running, members, member) = self.find(from, header.key)?;
                 running.take(members, member, header)?;
             }
@@ -317,7 +319,7 @@ impl Sink for Board {
                 }
             }
             Kind::Beat => {}
-            Kind::Leaving { in_panic } => self.said.push_back((from, Said::Leaving { in_panic })),
+            Kind::Leaving { in_panic } => self.messages.push_back((from, RankMessage::Leaving { in_panic })),
             Kind::Ending => {
                 let mut words = [0; ERROR_WORDS];
                 debug_assert_eq!(kept.len(), ENDING_BYTES);
@@ -325,7 +327,7 @@ impl Sink for Board {
                     *word = u64::from_le_bytes(*bytes);
                 }
                 let error = CommError::of_rank(words, self.sending.control.len());
-                self.said.push_back((from, Said::Ending(error.ok_or(Malformed::Ending)?)));
+                self.messages.push_back((from, RankMessage::Ending(error.ok_or(Malformed::Ending)?)));
             }
         }
         Ok(())
@@ -365,9 +367,9 @@ mod tests {
                     ..Call::bare(Operation::AllReduce)
                 };
                 let kind = match kind {
-                    0 | 1 => Kind::Post(words.unwrap_or(same.to_words())),
+                    0 | 1 => Kind::Announce(words.unwrap_or(same.to_words())),
                     2 => Kind::Direct { offset },
-                    3 => Kind::Part { index, offset },
+                    3 => Kind::Chunk { index, offset },
                     4 => Kind::Turn { index },
                     5 => Kind::Leaving { in_panic },
                     _ => Kind::Beat,
@@ -384,7 +386,7 @@ mod tests {
         fn whatever_ranks_send_nothing_panics_and_little_is_kept(
             frames in proptest::collection::vec(frame(), 0..40)
         ) {
-            let mut board = Board::new(0, 3, Recorder::new(None));
+            let mut table = OperationTable::new(0, 3, Recorder::new(None));
             let (mut large, mut small) = (vec![1.0_f32; 100_000], [1.0_f32; 9]);
             let (input, mut output) = ([1_u8; 6], [0_u8; 6]);
             let counts = Some((vec![2, 2, 2], vec![2, 2, 2]));
@@ -395,18 +397,18 @@ mod tests {
             ];
             for collective in &collectives {
                 let task = Task::new(collective, 0, 3).map_err(|(call, problem)| format!("{call}: {problem}")).unwrap();
-                board.begin(0, task, Ticket::new(Vec::new()), std::panic::Location::caller());
+                table.begin(0, task, Ticket::new(Vec::new()), std::panic::Location::caller());
             }
             for (from, header, data) in frames {
-                let Ok(room) = board.accept(from, &header) else { break };
+                let Ok(room) = table.accept(from, &header) else { break };
                 let Some(room) = room else { continue };
                 // Data with a destination in an operation is not written here.
                 let kept = if matches!(room, Room::Kept(_)) { data } else { Vec::new() };
-                if board.take(from, &header, kept).is_err() || board.advance().is_err() {
+                if table.take(from, &header, kept).is_err() || table.advance().is_err() {
                     break;
                 }
             }
-            let kept: usize = board.posts.values().map(VecDeque::len).sum();
+            let kept: usize = table.announcements.values().map(VecDeque::len).sum();
             prop_assert!(kept <= 40);
         }
     }

@@ -20,7 +20,7 @@ const GATHERING: Duration = Duration::from_millis(500);
 
 /// Connections that a rendezvous has rejected so far. Clones share the statistics.
 #[derive(Debug, Clone, Default)]
-pub struct TurnedAway(Arc<Mutex<Account>>);
+pub struct Rejections(Arc<Mutex<Account>>);
 
 #[derive(Debug, Default)]
 struct Account {
@@ -32,7 +32,7 @@ struct Account {
     next: Option<Instant>,
 }
 
-impl TurnedAway {
+impl Rejections {
     /// Counts one rejected connection.
     pub(crate) fn add(&self, address: IpAddr, refusal: Refusal) {
         let mut account = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -63,7 +63,7 @@ impl TurnedAway {
     }
 }
 
-impl fmt::Display for TurnedAway {
+impl fmt::Display for Rejections {
     /// Writes `turned away 132 connections from 10.0.0.7: no greeting within 5 s`; nothing if there was none.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).fmt(f)
@@ -94,7 +94,7 @@ mod tests {
 
     #[test]
     fn the_most_frequent_are_named_and_the_account_does_not_grow() {
-        let account = TurnedAway::default();
+        let account = Rejections::default();
         assert_eq!(account.to_string(), "");
         let address = |last: u32| IpAddr::from(Ipv4Addr::from(0x0a00_0000 + last));
         account.add(address(7), Refusal::Garbage);

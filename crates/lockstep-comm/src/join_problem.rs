@@ -119,10 +119,17 @@ pub enum JoinProblem {
     Again,
 }
 
+/// Maximum number of numbers that a message lists.
+const LISTED: usize = 16;
+
 /// Formats numbers as in `ranks 2, 5 and 7`.
 fn list(what: &str, numbers: &[usize]) -> String {
     match numbers {
         [number] => format!("{what} {number}"),
+        [first @ .., _] if first.len() >= LISTED => {
+            let listed: Vec<String> = first[..LISTED].iter().map(usize::to_string).collect();
+            format!("{what}s {} and {} more", listed.join(", "), numbers.len() - LISTED)
+        }
         [numbers @ .., last] => {
             let numbers: Vec<String> = numbers.iter().map(usize::to_string).collect();
             format!("{what}s {} and {last}", numbers.join(", "))

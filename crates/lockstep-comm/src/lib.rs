@@ -22,6 +22,7 @@ mod exchange;
 pub mod faults;
 mod group;
 mod join_problem;
+mod limits;
 mod loss;
 mod memory;
 mod meter;
@@ -43,6 +44,7 @@ pub use deadline::Deadline;
 pub use error::{CommError, GroupName, OperationContext, Problem};
 pub use group::{Group, Pending};
 pub use join_problem::JoinProblem;
+pub use limits::{MAX_PARTITIONS, MAX_RANKS, MAX_WORLD};
 pub use loss::{LossCause, Malformed};
 pub use memory::{Lent, Source, Target};
 pub use meter::{Meter, Metered};
@@ -56,10 +58,3 @@ pub use tcp::{
 };
 pub use transport_kind::TransportKind;
 pub use world::{Entered, SOCKET_VARIABLE, World, WorldOptions, enter, inherited, inherited_socket, join};
-
-/// Maximum number of ranks on one machine.
-pub const MAX_RANKS: usize = 64;
-/// Maximum number of ranks in a world.
-pub const MAX_WORLD: usize = 256;
-/// Maximum number of partitions of a world, including the one that holds all ranks in one group.
-pub const MAX_PARTITIONS: usize = 64;

@@ -191,7 +191,7 @@ fn slow_and_senseless_senders_keep_nobody_out() {
             (0..25).flat_map(|_| TcpStream::connect(("127.0.0.1", port))).collect();
         ready.fetch_add(held.len(), Ordering::Relaxed);
         // The beginning of a greeting, at one byte per 100 ms.
-        for byte in b"LOCKSTEP\x03\0\0\0\x02\0\0\0".iter().cycle() {
+        for byte in b"LOCKSTEP\x04\0\0\0\x02\0\0\0".iter().cycle() {
             held.retain_mut(|stream| stream.write_all(&[*byte]).is_ok());
             let begin = Instant::now();
             while begin.elapsed() < Duration::from_millis(100) {

@@ -30,7 +30,7 @@ const MAGIC: [u8; 8] = *b"LOCKSTEP";
 /// Time limit of a handshake.
 pub(crate) const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
 /// Version of frames, handshakes and rendezvous messages.
-pub(crate) const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 4;
 /// Name of the protocol, which both ends hash.
 const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 /// Length in bytes of an encoded [`Hello`].
@@ -59,6 +59,13 @@ pub(crate) enum Purpose {
     Ranks = 2,
     /// Frames between two ranks.
     Frames = 3,
+}
+
+impl Purpose {
+    /// Returns the name of a participant of such a rendezvous: `node` or `rank`.
+    pub(crate) fn participant(self) -> &'static str {
+        if self == Self::Nodes { "node" } else { "rank" }
+    }
 }
 
 /// Description that one end gives of itself.
@@ -329,8 +336,15 @@ impl TimedStream<'_> {
 
     /// Receives exactly `BYTES` bytes before the deadline.
     pub(crate) fn receive<const BYTES: usize>(&mut self) -> Result<[u8; BYTES], JoinProblem> {
-        let (mut bytes, mut read) = ([0; BYTES], 0);
-        while read < BYTES {
+        let mut bytes = [0; BYTES];
+        self.receive_into(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Receives as many bytes as `bytes` holds before the deadline.
+    pub(crate) fn receive_into(&mut self, bytes: &mut [u8]) -> Result<(), JoinProblem> {
+        let mut read = 0;
+        while read < bytes.len() {
             self.stream.set_read_timeout(Some(self.rest()?)).map_err(problem)?;
             match self.stream.read(&mut bytes[read..]) {
                 Ok(0) => return Err(JoinProblem::Connection(ErrorKind::UnexpectedEof)),
@@ -339,7 +353,7 @@ impl TimedStream<'_> {
                 Err(error) => return Err(problem(error)),
             }
         }
-        Ok(bytes)
+        Ok(())
     }
 
     fn rest(&self) -> Result<Duration, JoinProblem> {

@@ -13,7 +13,8 @@ use super::{
     connect::connect,
     handshake::{Hello, Purpose},
     peer_credentials::SecretServer,
-    rendezvous::{INFO_BYTES, Opened, Participant, RendezvousEndpoint},
+    rendezvous::{Opened, RendezvousEndpoint},
+    roster::{INFO_BYTES, Participant},
     secret::Secret,
     wire::Connection,
 };

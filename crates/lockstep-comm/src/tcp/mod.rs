@@ -6,7 +6,7 @@
 //! - [`transport`]: the progress thread, and the callers that wait for it.
 //! - [`secret`]: the run's secret; [`handshake`]: the mutual proof of knowing it; [`acceptor`] and [`connect`]: the server's and the
 //!   client's side of the handshake; [`peer_credentials`]: the secret of ranks on one host.
-//! - [`rendezvous`]: the rendezvous; [`join`]: the rendezvous of ranks; [`nodes`]: that of machines.
+//! - [`rendezvous`]: the rendezvous, whose result is a [`roster`]; [`join`]: the rendezvous of ranks; [`nodes`]: that of machines.
 
 pub(crate) mod acceptor;
 mod connect;
@@ -25,6 +25,7 @@ mod rejections;
 pub(crate) mod rendezvous;
 #[cfg(test)]
 mod rogue;
+mod roster;
 pub(crate) mod secret;
 mod send_queues;
 mod stepwise;

@@ -10,7 +10,8 @@ use std::{
 
 use super::{
     handshake::Purpose,
-    rendezvous::{ANY, INFO_BYTES, Opened, RendezvousEndpoint},
+    rendezvous::{Opened, RendezvousEndpoint},
+    roster::{ANY, INFO_BYTES},
     secret::SecretInMemory,
 };
 use crate::{CommError, Deadline, JoinProblem, Leader, LossCause, MAX_WORLD, Placement};
@@ -91,6 +92,9 @@ pub fn join_nodes(
         |what, value, allowed| Err(CommError::Join(JoinProblem::OutOfRange { what, value, allowed }));
     if let Some(node) = node.filter(|node| *node >= nodes) {
         return out_of_range("node", node, format!("below the number of nodes, {nodes}"));
+    }
+    if nodes > MAX_WORLD {
+        return out_of_range("number of nodes", nodes, format!("1 to {MAX_WORLD}"));
     }
     let mut node = node.unwrap_or(if rendezvous.is_here()? { 0 } else { ANY });
     let (mut listener, mut given) = (None, None);

@@ -5,8 +5,10 @@
 
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs},
 };
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::{
     acceptor::{AcceptedConnection, Acceptor},
@@ -14,6 +16,7 @@ use super::{
     handshake::{HANDSHAKE_LIMIT, Hello, Purpose, TimedStream},
     peer_credentials::{Name, SecretServer, fetch},
     rejections::Rejections,
+    roster::{self, INFO_BYTES, Participant, Registry},
     secret::Secret,
     wire::Connection,
 };
@@ -24,16 +27,11 @@ pub const DEFAULT_PORT: u16 = 29500;
 /// Range of ports for launchers that name a run, but no port.
 const RUN_PORTS: std::ops::Range<u16> = 20_000..29_000;
 
-/// Length in bytes of the data that a participant sends.
-pub(crate) const INFO_BYTES: usize = 96;
+/// Number of descriptors that a process needs beside those of the participants.
+const SPARE_DESCRIPTORS: usize = 256;
 const LISTEN: &str = "listen for the others";
-/// Length in bytes of that data with the address that it came from.
-const ENTRY_BYTES: usize = INFO_BYTES + 16;
 /// Maximum number of connections from one rank to another, all of which may come at once.
 const CONNECTIONS: usize = 17;
-
-/// Number of a participant that takes any free number.
-pub(crate) const ANY: usize = u32::MAX as usize;
 
 /// Address and credentials of a rendezvous.
 #[derive(Debug, Default)]
@@ -62,13 +60,6 @@ pub(crate) enum Opened {
     First(Option<SecretServer>),
     /// The address, or the right to hand out the secret, belongs to another process.
     Taken,
-}
-
-/// A participant's data, and the address of its connection.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Participant {
-    pub(crate) info: [u8; INFO_BYTES],
-    pub(crate) address: IpAddr,
 }
 
 impl RendezvousEndpoint {
@@ -215,21 +206,23 @@ impl RendezvousEndpoint {
         let hello = Hello { purpose, rank: own as u32, ranks: count as u32, stream: 0, run };
         if own == 0 {
             let Some(listener) = self.listen()? else { return Err(self.taken()) };
+            allow_descriptors(count).map_err(CommError::Join)?;
             let own = listener.local_addr().map_err(CommError::io(LISTEN))?.ip();
             tracing::debug!(
                 port = self.port,
                 expected = count,
-                what = name(purpose),
+                what = purpose.participant(),
                 "listening for the others"
             );
             let acceptor =
                 Acceptor::open(listener, &secret, &hello, CONNECTIONS * count, self.rejections.clone());
             let acceptor = acceptor.map_err(CommError::io(LISTEN))?;
-            let participants = receive(&acceptor, own, &hello, info, deadline)?;
+            let first = Participant { info, address: own };
+            let participants = receive(&acceptor, &hello, first, deadline)?;
             return Ok((0, participants, Some(acceptor)));
         }
         tracing::debug!(
-            host = %self.host, port = self.port, number = own, what = name(purpose), "looking for the first one"
+            host = %self.host, port = self.port, number = own, what = purpose.participant(), "looking for the first one"
         );
         let mut address = self.resolve()?;
         let addresses: Vec<SocketAddr> =
@@ -243,19 +236,10 @@ impl RendezvousEndpoint {
         let mut timed = TimedStream { stream: &stream, deadline: patience };
         let verdict: [u8; 16] = timed.receive().map_err(CommError::Join)?;
         let number = understand(purpose, verdict, deadline).map_err(CommError::Join)?;
-        let mut participants = Vec::with_capacity(count);
-        for _ in 0..count {
-            let entry: [u8; ENTRY_BYTES] = timed.receive().map_err(CommError::Join)?;
-            let (info, address_bytes) = entry.split_at(INFO_BYTES);
-            let mut participant = Participant { info: [0; INFO_BYTES], address: address.ip() };
-            participant.info.copy_from_slice(info);
-            let mut octets = [0; 16];
-            octets.copy_from_slice(address_bytes);
-            let found = Ipv6Addr::from_bits(u128::from_be_bytes(octets)).to_canonical();
-            if !found.is_unspecified() {
-                participant.address = found;
-            }
-            participants.push(participant);
+        let mut participants = receive_roster(&mut timed, count).map_err(CommError::Join)?;
+        for participant in participants.iter_mut().filter(|participant| participant.address.is_unspecified())
+        {
+            participant.address = address.ip();
         }
         Ok((number, participants, None))
     }
@@ -271,118 +255,88 @@ fn unspecified(address: IpAddr) -> IpAddr {
     if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() }
 }
 
-/// Runs the first participant's side: waits for all, and sends the data of all, or the problem, to everyone.
+/// Runs the first participant's side: waits for all, and sends the roster, or the problem, to everyone.
 fn receive(
     acceptor: &Acceptor,
-    own: IpAddr,
     hello: &Hello,
-    info: [u8; INFO_BYTES],
+    first: Participant,
     deadline: Deadline,
 ) -> Result<Vec<Participant>, CommError> {
-    let count = hello.ranks as usize;
-    let mut participants: Vec<Option<(Participant, TcpStream)>> = (0..count).map(|_| None).collect();
-    // Address at which other machines reach this one, as seen on one of their connections.
-    let mut outside = Some(own).filter(|own| !own.is_unspecified());
-    let (mut problem, mut unnumbered) = (None, Vec::new());
-    let is_open = |participants: &[Option<_>], more: usize| {
-        participants.iter().skip(1).filter(|participant| participant.is_none()).count() > more
-    };
-    while problem.is_none() && is_open(&participants, unnumbered.len()) {
+    let what = hello.purpose.participant();
+    let mut registry = Registry::new(hello.purpose, hello.ranks as usize, first);
+    let mut problem = None;
+    while problem.is_none() && !registry.is_complete() {
         let Some(client) = acceptor.next(deadline) else {
-            let missing = (1..count).filter(|number| participants[*number].is_none()).collect();
-            let waited_s = deadline.limit().as_secs();
+            let (missing, waited_s) = (registry.missing(), deadline.limit().as_secs());
             let rejections = acceptor.rejections().to_string();
-            problem = Some(JoinProblem::Missing { what: name(hello.purpose), missing, waited_s, rejections });
+            problem = Some(JoinProblem::Missing { what, missing, waited_s, rejections });
             break;
         };
-        if client.hello.purpose != hello.purpose {
+        let AcceptedConnection { hello: theirs, stream, address, .. } = client;
+        if theirs.purpose != hello.purpose {
             continue;
         }
-        problem = take(&mut participants, &mut unnumbered, &mut outside, hello, client);
+        tracing::debug!(what, number = theirs.rank, %address, "one has come");
+        // A participant that hangs up now has to connect again.
+        let Ok(info) = TimedStream { stream: &stream, deadline: soon() }.receive() else { continue };
+        let reached = stream.local_addr().ok().map(|address| address.ip().to_canonical());
+        let added = registry.add(&theirs, Participant { info, address }, reached, stream);
+        if let Err((found, stream)) = added {
+            // It receives the verdict as well.
+            let _ = TimedStream { stream: &stream, deadline: soon() }.send(&verdict(0, Some(&found)));
+            problem = Some(found);
+        }
     }
-    // Free numbers go to participants in order of arrival.
-    for place in participants.iter_mut().skip(1).filter(|participant| participant.is_none()).zip(unnumbered) {
-        *place.0 = Some(place.1);
-    }
-    let entries: Vec<Participant> = std::iter::once(Participant { info, address: own })
-        .chain(participants.iter().skip(1).flatten().map(|(participant, _)| *participant))
-        .map(|participant| {
-            let is_inside = participant.address.is_loopback() || participant.address.is_unspecified();
-            let address =
-                if is_inside { outside.unwrap_or(participant.address) } else { participant.address };
-            Participant { address, ..participant }
-        })
-        .collect();
-    let table: Vec<u8> = entries.iter().flat_map(encode).collect();
-    for (number, (_, stream)) in
-        participants.iter().enumerate().filter_map(|(n, participant)| Some((n, participant.as_ref()?)))
-    {
-        let mut timed = TimedStream { stream, deadline: Deadline::after(HANDSHAKE_LIMIT) };
-        let told = timed.send(&verdict(number, problem.as_ref()));
+    let (participants, connections) = registry.close();
+    let roster = roster::encode(&participants);
+    for (number, stream) in &connections {
+        let mut timed = TimedStream { stream, deadline: soon() };
+        let told = timed.send(&verdict(*number, problem.as_ref()));
         if problem.is_none() {
-            told.and_then(|()| timed.send(&table)).map_err(CommError::Join)?;
+            told.and_then(|()| timed.send(&(roster.len() as u32).to_le_bytes()))
+                .and_then(|()| timed.send(&roster))
+                .map_err(CommError::Join)?;
         }
     }
-    problem.map_or(Ok(entries), |problem| Err(CommError::Join(problem)))
+    problem.map_or(Ok(participants), |problem| Err(CommError::Join(problem)))
 }
 
-/// Receives the data of a participant. Returns a problem if its number or count is invalid.
-fn take(
-    participants: &mut [Option<(Participant, TcpStream)>],
-    unnumbered: &mut Vec<(Participant, TcpStream)>,
-    outside: &mut Option<IpAddr>,
-    hello: &Hello,
-    client: AcceptedConnection,
-) -> Option<JoinProblem> {
-    let what = name(hello.purpose);
-    tracing::debug!(what, number = client.hello.rank, address = %client.address, "one has come");
-    let (number, theirs, ours) =
-        (client.hello.rank as usize, client.hello.ranks as usize, hello.ranks as usize);
-    let mut timed = TimedStream { stream: &client.stream, deadline: Deadline::after(HANDSHAKE_LIMIT) };
-    // A participant that hangs up now has to connect again.
-    let info = timed.receive().ok()?;
-    let problem = if theirs != ours {
-        Some(JoinProblem::OtherSize { what, number, theirs, ours })
-    } else if number == ANY {
-        None
-    } else if number >= ours {
-        Some(JoinProblem::OutOfRange { what, value: number, allowed: format!("0 to {}", ours - 1) })
-    } else if number == 0 || participants[number].is_some() {
-        Some(JoinProblem::Duplicate { what, number })
-    } else {
-        None
-    };
-    if !client.address.is_loopback() {
-        *outside = client.stream.local_addr().ok().map(|address| address.ip().to_canonical()).or(*outside);
+fn soon() -> Deadline {
+    Deadline::after(HANDSHAKE_LIMIT)
+}
+
+/// Receives the roster of `count` participants.
+fn receive_roster(timed: &mut TimedStream<'_>, count: usize) -> Result<Vec<Participant>, JoinProblem> {
+    let invalid = || JoinProblem::Connection(io::ErrorKind::InvalidData);
+    let bytes = u32::from_le_bytes(timed.receive()?) as usize;
+    if bytes > roster::max_bytes(count) {
+        return Err(invalid());
     }
-    let participant = (Participant { info, address: client.address }, client.stream);
-    match participants.get_mut(number) {
-        Some(place @ None) => *place = Some(participant),
-        None if number == ANY && problem.is_none() => unnumbered.push(participant),
-        // It receives the verdict as well.
-        _ => {
-            let mut timed =
-                TimedStream { stream: &participant.1, deadline: Deadline::after(HANDSHAKE_LIMIT) };
-            let _ = timed.send(&verdict(number, problem.as_ref()));
-        }
+    let mut encoded = vec![0; bytes];
+    timed.receive_into(&mut encoded)?;
+    roster::decode(&encoded, count).ok_or_else(invalid)
+}
+
+/// Lets this process open a descriptor for each of `count` participants.
+///
+/// # Errors
+/// If the system does not allow that many.
+fn allow_descriptors(count: usize) -> Result<(), JoinProblem> {
+    let limit = getrlimit(Resource::Nofile);
+    let wanted = (count + SPARE_DESCRIPTORS) as u64;
+    if limit.current.is_none_or(|current| current >= wanted) {
+        return Ok(());
     }
-    problem
-}
-
-fn name(purpose: Purpose) -> &'static str {
-    if purpose == Purpose::Nodes { "node" } else { "rank" }
-}
-
-fn encode(participant: &Participant) -> [u8; ENTRY_BYTES] {
-    let mut out = [0; ENTRY_BYTES];
-    out[..INFO_BYTES].copy_from_slice(&participant.info);
-    let address = match participant.address {
-        IpAddr::V4(address) if address.is_unspecified() => Ipv6Addr::UNSPECIFIED,
-        IpAddr::V4(address) => address.to_ipv6_mapped(),
-        IpAddr::V6(address) => address,
-    };
-    out[INFO_BYTES..].copy_from_slice(&address.octets());
-    out
+    let allowed = limit.maximum.map_or(wanted, |maximum| maximum.min(wanted));
+    let raised = setrlimit(Resource::Nofile, Rlimit { current: Some(allowed), maximum: limit.maximum });
+    if raised.is_ok() && allowed == wanted {
+        return Ok(());
+    }
+    let most = allowed.saturating_sub(SPARE_DESCRIPTORS as u64);
+    let allowed = format!(
+        "at most {most} where a process may open {allowed} files; raise the limit on the machine of rank 0 (ulimit -Hn)"
+    );
+    Err(JoinProblem::OutOfRange { what: "number of ranks", value: count, allowed })
 }
 
 /// Encodes the reply to a waiting participant: its number, or the problem.
@@ -410,7 +364,7 @@ fn understand(purpose: Purpose, verdict: [u8; 16], deadline: Deadline) -> Result
     let word = |at: usize| {
         u32::from_le_bytes([verdict[at], verdict[at + 1], verdict[at + 2], verdict[at + 3]]) as usize
     };
-    let what = name(purpose);
+    let what = purpose.participant();
     Err(match word(0) {
         0 => return Ok(word(4)),
         1 => JoinProblem::Duplicate { what, number: word(4) },

@@ -76,7 +76,8 @@ impl Acceptor {
             listener,
             secret: secret.clone(),
             own: *own,
-            expected,
+            // Those for whom there is no room try again.
+            expected: expected.min(BACKLOG as usize),
             rejections: rejections.clone(),
             sender,
             held: Vec::new(),

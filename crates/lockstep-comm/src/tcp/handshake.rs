@@ -59,6 +59,8 @@ pub(crate) enum Purpose {
     Ranks = 2,
     /// Frames between two ranks.
     Frames = 3,
+    /// Request of a rank for the connections of a higher one.
+    Knock = 4,
 }
 
 impl Purpose {
@@ -98,6 +100,7 @@ impl Hello {
             1 => Purpose::Nodes,
             2 => Purpose::Ranks,
             3 => Purpose::Frames,
+            4 => Purpose::Knock,
             _ => return None,
         };
         let mut run = [0; 32];

@@ -7,7 +7,7 @@
 
 use std::{panic::Location, sync::Arc, time::Duration};
 
-use super::{frame::Key, members::Members, reduction::Reduction, send_queues::Sending};
+use super::{frame::Key, members::Members, reduction::Reduction, send_queues::SendQueues};
 use crate::{
     Call, Deadline, Kind, NumberType, ReduceOp,
     blocks::Blocks,
@@ -135,7 +135,7 @@ impl Hierarchical {
         turn: Turn,
         task: &Task,
         members: &Members,
-        sending: &mut Sending,
+        queues: &mut SendQueues,
         unsent: &mut usize,
     ) -> bool {
         let own = self.shares.range(members.own % machines.ranks);
@@ -152,7 +152,7 @@ impl Hierarchical {
                 }
                 Phase::Between(between) => {
                     let (reduction, part) = &mut **between;
-                    if !reduction.advance(turn.key, part, &self.column, sending, unsent) || *unsent > 0 {
+                    if !reduction.advance(turn.key, part, &self.column, queues, unsent) || *unsent > 0 {
                         return false;
                     }
                     Phase::Summed

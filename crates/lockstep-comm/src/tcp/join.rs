@@ -1,22 +1,16 @@
-//! The rendezvous of ranks over TCP. They meet, exchange their addresses, and connect every pair of ranks by one connection for
-//! control frames and some for data.
+//! The rendezvous of ranks over TCP. They meet, exchange their addresses, and connect neighbours by one connection for control
+//! frames and some for data.
 
-use std::{
-    net::{SocketAddr, TcpListener},
-    sync::Arc,
-    time::Duration,
-};
+use std::{net::TcpListener, sync::Arc, time::Duration};
 
 use super::{
-    Local, TcpTransport,
     acceptor::{Acceptor, widen},
-    connect::connect,
-    handshake::{Hello, Purpose},
+    handshake::Purpose,
+    mesh::{Addresses, Arrivals, Mesh},
     peer_credentials::SecretServer,
     rendezvous::{Opened, RendezvousEndpoint},
-    roster::{INFO_BYTES, Participant},
-    secret::Secret,
-    wire::Connection,
+    roster::INFO_BYTES,
+    transport::{Joined, Local, TcpTransport},
 };
 use crate::{CommError, Deadline, Group, JoinProblem, MAX_WORLD, world::Entered};
 
@@ -29,32 +23,34 @@ pub struct TcpOptions {
     pub silence: Duration,
     /// True to encrypt all traffic under the keys of the handshakes.
     pub encrypt: bool,
+    /// Number of ranks on either side of a rank, on the ring of all ranks, that it is connected to from the start, besides those
+    /// at a distance of a power of two. Other ranks are connected when one of them has something for the other.
+    pub neighbours: usize,
     /// Digest of all settings that must agree on all ranks.
     pub settings: [u8; 32],
 }
 
 impl Default for TcpOptions {
-    /// Returns two data connections, 5 s of silence, no encryption, and no settings.
+    /// Returns two data connections, 5 s of silence, no encryption, 32 neighbours on either side, and no settings.
     fn default() -> Self {
-        Self { streams: 2, silence: Duration::from_secs(5), encrypt: false, settings: [0; 32] }
+        let silence = Duration::from_secs(5);
+        Self { streams: 2, silence, encrypt: false, neighbours: 32, settings: [0; 32] }
     }
 }
 
 impl TcpOptions {
     /// Returns a digest of everything that must agree on all ranks, including these options.
     fn alike(&self) -> [u8; 32] {
-        if self.encrypt {
-            *blake3::keyed_hash(&self.settings, b"encrypted").as_bytes()
-        } else {
-            self.settings
-        }
+        let mut hasher = blake3::Hasher::new_keyed(&self.settings);
+        hasher.update(&[u8::from(self.encrypt)]).update(&(self.neighbours as u64).to_le_bytes());
+        *hasher.finalize().as_bytes()
     }
 }
 
 /// Maximum number of data connections between two ranks.
 const MAX_STREAMS: usize = 16;
 
-/// Joins, as `rank` of `ranks`, all other ranks at the same rendezvous. Returns once this rank is connected to all of them.
+/// Joins, as `rank` of `ranks`, all other ranks at the same rendezvous. Returns once this rank is connected to its neighbours.
 ///
 /// # Errors
 /// If a number is out of range, or if the ranks cannot reach, authenticate or agree with each other before `deadline`.
@@ -93,25 +89,25 @@ pub fn join_with(
     if options.streams == 0 || options.streams > MAX_STREAMS {
         return out_of_range("number of connections", options.streams, format!("1 to {MAX_STREAMS}"));
     }
-    let local = local.map(|Entered(machine)| machine);
+    let local = local.map(|Entered(transport)| transport);
     let near =
         local.as_ref().map_or((rank, 0), |local| (local.segments.world_rank(0), local.segments.ranks()));
-    let (sockets, infos) = gather(rank, ranks, &mut rendezvous, options, near, settle, deadline)?;
-    let of_each = ranks_of_each(&infos);
+    let joined = gather(rank, ranks, &mut rendezvous, options, near, settle, deadline)?;
     tracing::debug!(
         rank,
         ranks,
+        connected = joined.links.len(),
         connections = options.streams + 1,
         shares_memory_with = near.1,
-        hierarchical = of_each.is_some(),
-        "connected to all other ranks"
+        hierarchical = joined.of_each.is_some(),
+        "connected to the neighbours among the other ranks"
     );
-    let local = local.map(|machine| Local { machine: Arc::new(machine), of_each });
-    Ok(Group::world(TcpTransport::new(rank, sockets, options.silence, local)?))
+    let local = local.map(|transport| Local { transport: Arc::new(transport), of_each: joined.of_each });
+    Ok(Group::world(TcpTransport::new(joined, options.silence, local)?))
 }
 
-/// Meets the other ranks and connects to each of them. Returns the connections by rank, and the data of all. `near` is the first rank
-/// that this one shares memory with, and their number.
+/// Meets the other ranks and connects to the neighbours among them. `near` is the first rank that this one shares memory with,
+/// and their number.
 pub(super) fn gather(
     rank: usize,
     ranks: usize,
@@ -120,7 +116,7 @@ pub(super) fn gather(
     near: (usize, usize),
     settle: impl FnOnce(usize, usize),
     deadline: Deadline,
-) -> Result<(Vec<Vec<Connection>>, Vec<RankInfo>), CommError> {
+) -> Result<Joined, CommError> {
     // Hands the secret out until all ranks have come.
     let _given = settle_secret(rendezvous, rank, deadline)?;
     let secret = rendezvous.key()?;
@@ -139,25 +135,34 @@ pub(super) fn gather(
     }
     let (local_rank, local_size) = place_on_host(&infos, rank);
     settle(local_rank, local_size);
-    let streams = options.streams + 1;
+    let mut addresses = Addresses::default();
+    for (peer, (participant, info)) in participants.iter().zip(&infos).enumerate() {
+        addresses.push(participant.address, if peer == 0 { rendezvous.port } else { info.port });
+    }
     let mesh = Mesh {
         rank,
-        ranks,
-        streams,
+        addresses,
+        near: options.neighbours,
+        streams: options.streams + 1,
         encrypt: options.encrypt,
         run: rendezvous.run_digest(),
         secret,
-        deadline,
     };
     // Ranks above connect to this rank while it connects to those below.
-    let expected = (ranks - 1 - rank) * streams;
+    let expected = mesh.neighbours().filter(|peer| *peer > rank).count() * mesh.streams;
+    let rejections = rendezvous.rejections.clone();
     let open = |listener| {
-        Acceptor::open(listener, &mesh.secret, &mesh.hello(0), expected, rendezvous.rejections.clone())
+        let hello = mesh.hello(Purpose::Frames, 0);
+        Acceptor::open(listener, &mesh.secret, &hello, expected, rejections.clone())
     };
-    let acceptor = acceptor.map_or_else(|| listener.map(open).transpose(), |acceptor| Ok(Some(acceptor)));
-    let acceptor = acceptor.map_err(CommError::io("listen for ranks"))?;
-    let sockets = mesh.connect(rendezvous, acceptor.as_ref(), &participants, &infos)?;
-    Ok((sockets, infos))
+    let acceptor = match (acceptor, listener) {
+        (Some(acceptor), _) => acceptor,
+        (None, Some(listener)) => open(listener).map_err(CommError::io("listen for ranks"))?,
+        (None, None) => return Err(CommError::Join(JoinProblem::HungUp)),
+    };
+    let mut arrivals = Arrivals::default();
+    let (links, knocks) = mesh.connect_neighbours(&acceptor, &mut arrivals, &rejections, deadline)?;
+    Ok(Joined { mesh, acceptor, arrivals, links, knocks, of_each: ranks_of_each(&infos) })
 }
 
 /// Begins the rendezvous as rank 0, or receives the secret from rank 0.
@@ -243,79 +248,6 @@ impl RankInfo {
         let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let port = u16::from_le_bytes([bytes[0], bytes[1]]);
         Self { port, first: number(4), near: number(8), host, settings }
-    }
-}
-
-struct Mesh {
-    rank: usize,
-    ranks: usize,
-    /// Number of connections between two ranks.
-    streams: usize,
-    encrypt: bool,
-    run: [u8; 32],
-    secret: Secret,
-    deadline: Deadline,
-}
-
-impl Mesh {
-    /// Connects to the ranks below, and waits for those above.
-    fn connect(
-        &self,
-        rendezvous: &RendezvousEndpoint,
-        acceptor: Option<&Acceptor>,
-        participants: &[Participant],
-        infos: &[RankInfo],
-    ) -> Result<Vec<Vec<Connection>>, CommError> {
-        let mut sockets: Vec<Vec<Option<Connection>>> =
-            (0..self.ranks).map(|_| (0..self.streams).map(|_| None).collect()).collect();
-        for (peer, sockets) in sockets.iter_mut().enumerate().take(self.rank) {
-            let port = if peer == 0 { rendezvous.port } else { infos[peer].port };
-            let address = SocketAddr::new(participants[peer].address, port);
-            for (index, socket) in sockets.iter_mut().enumerate() {
-                let (connection, server, _) =
-                    connect(&[address], &self.secret, &self.hello(index), self.deadline)?;
-                if server.rank as usize != peer {
-                    return Err(CommError::Join(JoinProblem::Duplicate { what: "rank", number: peer }));
-                }
-                *socket = Some(self.sealed(connection));
-            }
-        }
-        let mut open = (self.ranks - 1 - self.rank) * self.streams;
-        while open > 0 {
-            let Some(client) = acceptor.and_then(|acceptor| acceptor.next(self.deadline)) else {
-                let is_missing = |rank: &usize| sockets[*rank].iter().any(Option::is_none);
-                let missing = (self.rank + 1..self.ranks).filter(is_missing).collect();
-                let waited_s = self.deadline.limit().as_secs();
-                let rejections = rendezvous.rejections.to_string();
-                let what = "rank";
-                return Err(CommError::Join(JoinProblem::Missing { what, missing, waited_s, rejections }));
-            };
-            let (rank, index) = (client.hello.rank as usize, client.hello.stream as usize);
-            let is_expected = client.hello.purpose == Purpose::Frames && rank > self.rank;
-            let place =
-                sockets.get_mut(rank).filter(|_| is_expected).and_then(|sockets| sockets.get_mut(index));
-            // A client that connects again has given up its first connection.
-            if let Some(place) = place {
-                let connection = Connection { socket: client.stream, keys: Some(client.keys) };
-                open -= usize::from(place.replace(self.sealed(connection)).is_none());
-            }
-        }
-        Ok(sockets.into_iter().map(|sockets| sockets.into_iter().flatten().collect()).collect())
-    }
-
-    /// Returns the connection as ranks use it: without the keys of its handshake, unless everything is encrypted.
-    fn sealed(&self, connection: Connection) -> Connection {
-        Connection { keys: connection.keys.filter(|_| self.encrypt), ..connection }
-    }
-
-    fn hello(&self, stream: usize) -> Hello {
-        Hello {
-            purpose: Purpose::Frames,
-            rank: self.rank as u32,
-            ranks: self.ranks as u32,
-            stream: stream as u32,
-            run: self.run,
-        }
     }
 }
 

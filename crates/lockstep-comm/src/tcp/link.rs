@@ -90,23 +90,22 @@ impl Link {
     /// # Errors
     /// As [`Link::read`].
     pub(crate) fn write(&mut self, table: &mut OperationTable) -> Result<bool, LossCause> {
-        let mut has_written = false;
+        let mut queue = std::mem::take(table.queues.to(self.rank));
+        let (mut has_written, mut lost) = (false, Ok(()));
         for index in 0..self.streams.len() {
             let LinkStream { stream, is_open: true } = &mut self.streams[index] else { continue };
-            let mut control = std::mem::take(&mut table.sending.control[self.rank]);
-            let mut data = std::mem::take(&mut table.sending.data[self.rank]);
-            let mut outbox = if index == 0 { Outbox::Control(&mut control) } else { Outbox::Data(&mut data) };
-            let written = stream.write(self.rank, TURN_BYTES, &mut outbox, table);
-            (table.sending.control[self.rank], table.sending.data[self.rank]) = (control, data);
-            match written {
+            let mut outbox =
+                if index == 0 { Outbox::Control(&mut queue.control) } else { Outbox::Data(&mut queue.data) };
+            match stream.write(self.rank, TURN_BYTES, &mut outbox, table) {
                 Ok(count) => has_written |= count > 0,
                 Err(broken) => {
                     has_written = true;
-                    self.close(index, &broken, table)?;
+                    lost = lost.and(self.close(index, &broken, table));
                 }
             }
         }
-        Ok(has_written)
+        *table.queues.to(self.rank) = queue;
+        lost.map(|()| has_written)
     }
 
     /// Closes a connection that has broken. Returns the cause of loss, unless the rank has announced one itself.
@@ -157,8 +156,7 @@ impl Link {
         &self,
         table: &OperationTable,
     ) -> impl Iterator<Item = (Arc<TcpStream>, PollFlags)> {
-        let (control, data) = (&table.sending.control[self.rank], &table.sending.data[self.rank]);
-        let waiting = [!control.is_empty(), !data.is_empty()];
+        let waiting = table.queues.are_waiting(self.rank);
         let open = self.streams.iter().enumerate().filter(|(_, connection)| connection.is_open);
         open.map(move |(index, connection)| {
             let mut flags = PollFlags::empty();

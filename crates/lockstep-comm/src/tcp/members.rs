@@ -17,6 +17,13 @@ impl Members {
         self.ranks.len()
     }
 
+    /// Returns the index of a world rank in the group; `None` if it is no member.
+    pub(crate) fn index_of(&self, rank: usize) -> Option<usize> {
+        // In the group of all ranks each is where its number says.
+        let is_there = self.ranks.get(rank) == Some(&rank);
+        if is_there { Some(rank) } else { self.ranks.iter().position(|other| *other == rank) }
+    }
+
     pub(crate) fn others(&self) -> impl Iterator<Item = usize> {
         let own = self.own;
         (0..self.len()).filter(move |member| *member != own)

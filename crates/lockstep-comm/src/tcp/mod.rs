@@ -1,12 +1,13 @@
 //! The TCP transport, between ranks on one machine or on many.
 //!
 //! - [`frame`]: the wire format; [`stream`]: one socket; [`link`]: all sockets to one rank.
-//! - [`operation`]: one operation in flight; [`reduction`], [`hierarchical`] and [`stepwise`] are its ways to reduce.
+//! - [`operation`]: one operation in flight; [`reduction`], [`hierarchical`] and [`stepwise`] are its ways to reduce;
+//!   in a large group it is agreed on along a [`tree`], and small data takes the way of [`tree_movement`].
 //! - [`operation_table`]: all operations of a rank, and the data that has arrived for them.
-//! - [`transport`]: the progress thread, and the callers that wait for it.
+//! - [`state`]: a rank's operations and links; [`transport`]: the progress thread, and the callers that wait for it.
 //! - [`secret`]: the run's secret; [`handshake`]: the mutual proof of knowing it; [`acceptor`] and [`connect`]: the server's and the
 //!   client's side of the handshake; [`peer_credentials`]: the secret of ranks on one host.
-//! - [`rendezvous`]: the rendezvous, whose result is a [`roster`]; [`join`]: the rendezvous of ranks; [`nodes`]: that of machines.
+//! - [`rendezvous`]: the rendezvous, whose result is a [`roster`]; [`join`]: the rendezvous of ranks; [`mesh`]: their connections; [`nodes`]: that of machines.
 
 pub(crate) mod acceptor;
 mod connect;
@@ -16,6 +17,7 @@ mod hierarchical;
 mod join;
 mod link;
 mod members;
+mod mesh;
 mod nodes;
 mod operation;
 mod operation_table;
@@ -28,9 +30,12 @@ mod rogue;
 mod roster;
 pub(crate) mod secret;
 mod send_queues;
+mod state;
 mod stepwise;
 mod stream;
 mod transport;
+mod tree;
+mod tree_movement;
 mod wire;
 
 pub use frame::{read_frames, sample_frames, seal_frames};
@@ -39,4 +44,3 @@ pub use nodes::{JoinedNodes, NodeInfo, join_nodes};
 pub use rejections::Rejections;
 pub use rendezvous::{DEFAULT_PORT, RendezvousEndpoint};
 pub use secret::{PairingCode, Secret, SecretInMemory};
-pub(crate) use transport::{Local, TcpTransport};

@@ -1,22 +1,27 @@
 //! One operation in flight over TCP, and its data movement.
 //!
 //! First all ranks announce their calls, with small data attached. Once a rank has all announcements it compares them, and data
-//! flows: pieces directly into the receiver's memory, parts of reductions into buffers of the reducing rank, which grants room
-//! for more. Nothing here blocks or uses sockets: outgoing data is queued in [`Sending`].
+//! flows. Members of a group of more than [`FLAT_MEMBERS`] agree along a [`tree`](super::tree), and attach nothing.
+//! Pieces go directly into the receiver's memory, parts of reductions into buffers of the reducing rank, which grants room
+//! for more. Nothing here blocks or uses sockets: outgoing data is queued in [`SendQueues`].
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use super::{
     frame::{Header, Key, Kind},
     hierarchical::{Hierarchical, Turn, UniformNodes},
     members::Members,
     reduction::Reduction,
-    send_queues::{Sending, send},
+    send_queues::SendQueues,
     stepwise::StepwiseAllReduce,
     stream::Room,
+    tree::{FLAT_MEMBERS, Tally, children, parent, subtree},
+    tree_movement::TreeMovement,
 };
 use crate::{
     Call, CommError, LossCause, Malformed, OperationContext,
+    blocks::Blocks,
+    exchange::{Exchange, Matrix},
     memory::MemoryRange,
     shm::layout::SMALL_BYTES,
     task::{Comparison, Flow, Task},
@@ -43,16 +48,29 @@ pub(crate) struct Running {
     pub(crate) ticket: Arc<Ticket>,
     /// Number in the flight recorder.
     pub(crate) recorded: u64,
-    /// Announcements by member; for a point-to-point message only the peer's.
-    pub(crate) announcements: Vec<Option<Announcement>>,
+    /// Progress of the other members that have sent anything, by member.
+    pub(crate) peers: BTreeMap<usize, PeerProgress>,
+    /// True if all members announce their calls to each other, false if they agree along a tree.
+    is_flat: bool,
+    has_told_parent: bool,
+    /// True once all members are known to have made the same call.
+    is_agreed: bool,
     pub(crate) movement: Movement,
     /// Number of bytes queued for sending and not sent yet.
     pub(crate) unsent_bytes: usize,
-    /// Numbers of accepted bytes of pieces, by member: never more than the piece has, so that no frame is still being
-    /// received when the operation is complete.
-    pub(crate) promised_bytes: Vec<usize>,
-    /// Numbers of arrived bytes of pieces, by member.
-    pub(crate) arrived_bytes: Vec<usize>,
+    /// Number of bytes of pieces that have not arrived yet.
+    owed_bytes: usize,
+}
+
+/// Progress of a member that has sent something for an operation.
+#[derive(Debug, Default)]
+pub(crate) struct PeerProgress {
+    pub(crate) announcement: Option<Announcement>,
+    /// Number of accepted bytes of its piece: never more than the piece has, so that no frame is still being received when the
+    /// operation is complete.
+    promised_bytes: usize,
+    /// Number of arrived bytes of its piece.
+    arrived_bytes: usize,
 }
 
 /// Data movement of an operation once all ranks have announced it.
@@ -62,6 +80,8 @@ pub(crate) enum Movement {
     Announced,
     /// Pieces go directly to their destination.
     Pieces,
+    /// Small data of a large group goes along a tree.
+    Tree(TreeMovement),
     /// Every rank reduces its block.
     Shares(Reduction),
     /// Hierarchical reduction, within machines and between them.
@@ -86,12 +106,72 @@ impl Running {
         }
     }
 
+    /// Creates an operation of a group of `members` that this rank has started.
+    pub(crate) fn new(
+        key: Key,
+        peer: Option<usize>,
+        task: Task,
+        ticket: Arc<Ticket>,
+        recorded: u64,
+        members: usize,
+    ) -> Self {
+        Self {
+            key,
+            peer,
+            task,
+            ticket,
+            recorded,
+            peers: BTreeMap::new(),
+            is_flat: peer.is_some() || members <= FLAT_MEMBERS,
+            has_told_parent: false,
+            is_agreed: false,
+            movement: Movement::Announced,
+            unsent_bytes: 0,
+            owed_bytes: 0,
+        }
+    }
+
+    /// Returns the members that announce their calls to this one: the peer of a message, all others, or neighbours in the tree.
+    pub(crate) fn announcers(&self, members: &Members) -> Vec<usize> {
+        match self.peer {
+            Some(peer) => vec![peer],
+            None if self.is_flat => members.others().collect(),
+            None => children(members.own, members.len()).chain(parent(members.own)).collect(),
+        }
+    }
+
+    /// Takes the announcement of a member.
+    pub(crate) fn take_announcement(
+        &mut self,
+        members: &Members,
+        member: usize,
+        announcement: Announcement,
+    ) -> Result<(), Malformed> {
+        let is_neighbour = || parent(members.own) == Some(member) || parent(member) == Some(members.own);
+        let known = &mut self.peers.entry(member).or_default().announcement;
+        if known.is_some() || !(self.is_flat || is_neighbour()) {
+            return Err(Malformed::Operation);
+        }
+        *known = Some(announcement);
+        Ok(())
+    }
+
+    /// Returns true if all members announce their calls to each other.
+    pub(crate) fn is_flat(&self) -> bool {
+        self.is_flat
+    }
+
+    fn announcement(&self, member: usize) -> Option<&Announcement> {
+        self.peers.get(&member)?.announcement.as_ref()
+    }
+
     /// Returns a member whose announcement is missing.
     fn awaited(&self, members: &Members) -> Option<usize> {
-        let is_missing = |member: &usize| self.announcements[*member].is_none();
+        let is_missing = |member: &usize| self.announcement(*member).is_none();
         match self.peer {
             Some(peer) => Some(peer).filter(is_missing),
-            None => members.others().find(is_missing),
+            None if self.is_flat => members.others().find(is_missing),
+            None => self.announcers(members).into_iter().find(is_missing),
         }
     }
 
@@ -102,39 +182,25 @@ impl Running {
     pub(crate) fn meet(
         &mut self,
         members: &Members,
-        sending: &mut Sending,
+        queues: &mut SendQueues,
         machines: Option<&mut UniformNodes>,
     ) -> Result<bool, CommError> {
-        if !matches!(self.movement, Movement::Announced) || self.awaited(members).is_some() {
+        if !matches!(self.movement, Movement::Announced) || !self.agree(members, queues)? {
             return Ok(false);
         }
         let machines = machines.filter(|machines| self.goes_by_machines(machines));
         if machines.as_ref().is_some_and(|machines| !machines.have_room()) {
             return Ok(false);
         }
-        match self.peer {
-            Some(peer) => self.compare_with(members, peer)?,
-            None => self.compare(members)?,
-        }
+        let tree = if self.is_flat { None } else { TreeMovement::new(&self.task, members) };
         self.movement = match &self.task.flow {
+            Flow::Reduction { .. } | Flow::Exchange(_) if let Some(tree) = tree => Movement::Tree(tree),
             Flow::Reduction { op, blocks, receiver } => {
                 if is_small(&self.task, self.task.source.bytes()) {
-                    let announcements: Vec<&[u8]> = self
-                        .announcements
-                        .iter()
-                        .map(|announcement| {
-                            announcement.as_ref().map_or(&[][..], |announcement| &announcement.data[..])
-                        })
-                        .collect();
-                    super::reduction::reduce_small(
-                        &self.task,
-                        *op,
-                        blocks,
-                        *receiver,
-                        members,
-                        &announcements,
-                    )
-                    .map_err(|member| self.malformed(members, member))?;
+                    let data = |member| self.announcement(member).map_or(&[][..], |post| &post.data[..]);
+                    let attached: Vec<&[u8]> = (0..members.len()).map(data).collect();
+                    super::reduction::reduce_small(&self.task, *op, blocks, *receiver, members, &attached)
+                        .map_err(|member| self.malformed(members, member))?;
                     Movement::Pieces
                 } else if let Some(stepwise) = StepwiseAllReduce::new(&self.task, members) {
                     Movement::Stepwise(stepwise)
@@ -145,12 +211,94 @@ impl Running {
                 }
             }
             Flow::Exchange(_) | Flow::Send { .. } | Flow::Receive { .. } => {
-                self.exchange(members, sending)?;
+                self.exchange(members, queues)?;
                 Movement::Pieces
             }
             Flow::Barrier | Flow::Unknown { .. } => Movement::Pieces,
         };
         Ok(true)
+    }
+
+    /// Returns true once all members are known to have made the same call.
+    ///
+    /// # Errors
+    /// If they did not.
+    fn agree(&mut self, members: &Members, queues: &mut SendQueues) -> Result<bool, CommError> {
+        if self.is_agreed {
+            return Ok(true);
+        }
+        if self.is_flat {
+            if self.awaited(members).is_some() {
+                return Ok(false);
+            }
+            match self.peer {
+                Some(peer) => self.compare_with(members, peer)?,
+                None => self.compare(members)?,
+            }
+        } else if !self.agree_along_tree(members, queues)? {
+            return Ok(false);
+        }
+        self.is_agreed = true;
+        Ok(true)
+    }
+
+    /// Passes the calls of this member's subtree to its parent, and the parent's consent to the children. Returns true once that
+    /// is done.
+    fn agree_along_tree(&mut self, members: &Members, queues: &mut SendQueues) -> Result<bool, CommError> {
+        let call = self.task.call.to_words();
+        if !self.has_told_parent {
+            let mut tally = Tally::of(members.own, call);
+            for child in children(members.own, members.len()) {
+                let Some(announcement) = self.announcement(child) else { return Ok(false) };
+                let theirs = Tally::decode(&announcement.data, &subtree(child, members.len()));
+                tally.add(&theirs.ok_or_else(|| self.malformed(members, child))?);
+            }
+            self.has_told_parent = true;
+            match parent(members.own) {
+                Some(parent) => self.announce(members.ranks[parent], &tally.encode(), queues),
+                None => {
+                    if let Some([(odd, found), (reference, expected)]) = tally.dissent() {
+                        let call = |words| Call::from_words(words).unwrap_or(self.task.call);
+                        let comparison = self.comparison(members);
+                        return Err(comparison.mismatch(odd, call(found), reference, call(expected)));
+                    }
+                }
+            }
+        }
+        if parent(members.own).is_some_and(|parent| self.announcement(parent).is_none()) {
+            return Ok(false);
+        }
+        for child in children(members.own, members.len()) {
+            self.announce(members.ranks[child], &[], queues);
+        }
+        if let Flow::Unknown { sends, receives } = &self.task.flow {
+            let own = members.own;
+            if sends[own] != receives[own] {
+                let size = self.task.call.number.size_bytes();
+                let call =
+                    |bytes| Call { elements: bytes / size, root: Some(own), detail: 0, ..self.task.call };
+                let (sent, expected) = (call(sends[own]), call(receives[own]));
+                return Err(self.comparison(members).mismatch(own, sent, own, expected));
+            }
+            // Members that disagree on a length are found by the bytes that arrive, or fail to.
+            let blocks =
+                |lengths: &[usize]| Blocks::of_lengths(lengths).unwrap_or(Blocks::Even { len: 0, total: 0 });
+            let (sends, receives) = (blocks(sends), blocks(receives));
+            self.task.flow =
+                Flow::Exchange(Exchange::AllToAll(Matrix::Own { rank: members.own, sends, receives }));
+        }
+        Ok(true)
+    }
+
+    /// Queues the announcement of this rank's call to a world rank.
+    pub(crate) fn announce(&self, rank: usize, data: &[u8], queues: &mut SendQueues) {
+        let header = Header::of(Kind::Announce(self.task.call.to_words()), self.key, data);
+        queues.to(rank).control.push_back((header, data.to_vec()));
+    }
+
+    /// Returns true if a rank's stream of `bytes` bytes is attached to its announcement.
+    fn attaches(&self, bytes: usize) -> bool {
+        self.is_flat && is_small(&self.task, bytes)
     }
 
     /// Returns true if it is an all-reduce that can be hierarchical.
@@ -164,7 +312,7 @@ impl Running {
     pub(crate) fn advance(
         &mut self,
         members: &Members,
-        sending: &mut Sending,
+        queues: &mut SendQueues,
         machines: Option<&mut UniformNodes>,
         is_next: bool,
     ) -> bool {
@@ -172,18 +320,16 @@ impl Running {
         let is_moved = match (movement, machines) {
             (Movement::Announced | Movement::Done, _) => return false,
             (Movement::Pieces, _) => true,
-            (Movement::Shares(reduction), _) => reduction.advance(*key, task, members, sending, unsent_bytes),
-            (Movement::Stepwise(stepwise), _) => stepwise.advance(*key, task, members, sending, unsent_bytes),
+            (Movement::Tree(tree), _) => tree.advance(*key, task, members, queues, unsent_bytes),
+            (Movement::Shares(reduction), _) => reduction.advance(*key, task, members, queues, unsent_bytes),
+            (Movement::Stepwise(stepwise), _) => stepwise.advance(*key, task, members, queues, unsent_bytes),
             (Movement::Hierarchical(hierarchical), Some(machines)) => {
                 let turn = Turn { key: *key, is_next };
-                hierarchical.advance(machines, turn, task, members, sending, unsent_bytes)
+                hierarchical.advance(machines, turn, task, members, queues, unsent_bytes)
             }
             (Movement::Hierarchical(_), None) => false,
         };
-        is_moved
-            && self.unsent_bytes == 0
-            && (0..members.len())
-                .all(|member| self.arrived_bytes[member] == self.piece(members, member).bytes())
+        is_moved && self.unsent_bytes == 0 && self.owed_bytes == 0
     }
 
     /// Returns true if later hierarchical operations may start their all-gather.
@@ -209,6 +355,7 @@ impl Running {
         let Self { movement, task, .. } = self;
         match (header.kind, movement) {
             (_, Movement::Announced) => return Ok(None),
+            (Kind::Direct { offset }, Movement::Tree(tree)) => tree.room(members, member, offset, bytes),
             (Kind::Chunk { index, offset }, movement) => {
                 let offset = usize::try_from(offset).map_err(|_| Malformed::Range)?;
                 if let Movement::Stepwise(stepwise) = movement {
@@ -220,7 +367,7 @@ impl Running {
             (Kind::Direct { offset }, Movement::Pieces) => {
                 let piece = self.piece(members, member);
                 let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(bytes));
-                let promised_bytes = &mut self.promised_bytes[member];
+                let promised_bytes = &mut self.peers.entry(member).or_default().promised_bytes;
                 if end.is_none_or(|end| end > piece.bytes()) || *promised_bytes + bytes > piece.bytes() {
                     return Err(Malformed::Range);
                 }
@@ -244,9 +391,13 @@ impl Running {
         header: &Header,
     ) -> Result<(), Malformed> {
         let bytes = header.bytes as usize;
-        let Self { movement, task, arrived_bytes, .. } = self;
+        let Self { movement, task, peers, owed_bytes, .. } = self;
         match (header.kind, movement) {
-            (Kind::Direct { .. }, Movement::Pieces) => arrived_bytes[member] += bytes,
+            (Kind::Direct { .. }, Movement::Pieces) => {
+                peers.entry(member).or_default().arrived_bytes += bytes;
+                *owed_bytes -= bytes;
+            }
+            (Kind::Direct { .. }, Movement::Tree(tree)) => tree.take(members, member, bytes),
             (Kind::Chunk { index, .. }, Movement::Stepwise(stepwise)) => stepwise.take(member, index, bytes),
             (kind, movement) => {
                 let (reduction, _, _, member) = reduction_of(movement, task, members, member)?;
@@ -278,10 +429,15 @@ impl Running {
             Movement::Shares(reduction) => reduction.waits_for(&self.task, members),
             Movement::Hierarchical(hierarchical) => hierarchical.waits_for(members),
             Movement::Stepwise(stepwise) => stepwise.waits_for(),
-            Movement::Pieces | Movement::Done => None,
+            Movement::Tree(tree) => tree.waits_for(members),
+            Movement::Pieces => {
+                let arrived = |member: &usize| self.peers.get(member).map_or(0, |peer| peer.arrived_bytes);
+                let is_short = |member: &usize| arrived(member) < self.piece(members, *member).bytes();
+                members.others().find(is_short)
+            }
+            Movement::Done => None,
         };
-        let is_short = |member: &usize| self.arrived_bytes[*member] < self.piece(members, *member).bytes();
-        let late = late.or_else(|| members.others().find(is_short)).or(self.peer);
+        let late = late.or(self.peer);
         let late = late.or_else(|| members.others().next()).unwrap_or(members.own);
         (members.ranks[late], self.context(members))
     }
@@ -296,19 +452,19 @@ impl Running {
         match &self.task.flow {
             Flow::Exchange(exchange) if member != members.own => {
                 let piece = exchange.piece(members.own, member);
-                if is_small(&self.task, exchange.stream(member)) {
+                if self.attaches(exchange.stream(member)) {
                     MemoryRange::EMPTY
                 } else {
                     target.bytes_at(piece.to, piece.bytes)
                 }
             }
-            Flow::Receive { from } if *from == member && !is_small(&self.task, target.bytes()) => target,
+            Flow::Receive { from } if *from == member && !self.attaches(target.bytes()) => target,
             _ => MemoryRange::EMPTY,
         }
     }
 
     /// Copies attached data to the target, and queues larger data for sending.
-    fn exchange(&mut self, members: &Members, sending: &mut Sending) -> Result<(), CommError> {
+    fn exchange(&mut self, members: &Members, queues: &mut SendQueues) -> Result<(), CommError> {
         let (source, target) = (self.task.source, self.task.target);
         match &self.task.flow {
             Flow::Exchange(exchange) => {
@@ -321,29 +477,29 @@ impl Running {
                         unsafe { std::ptr::copy(from, to, piece.bytes) };
                         continue;
                     }
-                    if is_small(&self.task, exchange.stream(member)) {
-                        let data = self.announcements[member]
-                            .as_ref()
-                            .and_then(|announcement| announcement.data.get(piece.from..));
+                    if self.attaches(exchange.stream(member)) {
+                        let data = self.announcement(member).and_then(|post| post.data.get(piece.from..));
                         let Some(data) = data.and_then(|data| data.get(..piece.bytes)) else {
                             return Err(self.malformed(members, member));
                         };
                         // SAFETY: the piece is within the target.
                         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, piece.bytes) };
+                    } else {
+                        self.owed_bytes += piece.bytes;
                     }
                     let sent = exchange.piece(member, members.own);
-                    if !is_small(&self.task, source.bytes()) {
+                    if !self.attaches(source.bytes()) {
                         let piece = source.bytes_at(sent.from, sent.bytes);
-                        send(sending, members.ranks[member], self.key, WHOLE, piece, &mut self.unsent_bytes);
+                        queues.send(members.ranks[member], self.key, WHOLE, piece, &mut self.unsent_bytes);
                     }
                 }
             }
-            Flow::Send { to } if !is_small(&self.task, source.bytes()) => {
-                send(sending, members.ranks[*to], self.key, WHOLE, source, &mut self.unsent_bytes);
+            Flow::Send { to } if !self.attaches(source.bytes()) => {
+                queues.send(members.ranks[*to], self.key, WHOLE, source, &mut self.unsent_bytes);
             }
-            Flow::Receive { from } if is_small(&self.task, target.bytes()) => {
-                let data =
-                    self.announcements[*from].as_ref().map_or(&[][..], |announcement| &announcement.data[..]);
+            Flow::Receive { .. } if !self.attaches(target.bytes()) => self.owed_bytes = target.bytes(),
+            Flow::Receive { from } => {
+                let data = self.announcement(*from).map_or(&[][..], |post| &post.data[..]);
                 if data.len() != target.bytes() {
                     return Err(self.malformed(members, *from));
                 }
@@ -368,11 +524,8 @@ impl Running {
     /// Checks that all ranks made the same call, and completes the plan of an all-to-all with uneven blocks.
     fn compare(&mut self, members: &Members) -> Result<(), CommError> {
         let own = self.task.call.to_words();
-        let calls: Vec<[u64; 3]> = self
-            .announcements
-            .iter()
-            .map(|announcement| announcement.as_ref().map_or(own, |announcement| announcement.call))
-            .collect();
+        let call = |member| self.announcement(member).map_or(own, |post| post.call);
+        let calls: Vec<[u64; 3]> = (0..members.len()).map(call).collect();
         self.comparison(members).of_calls(&calls)?;
         if matches!(self.task.flow, Flow::Unknown { .. }) {
             let tables = self.tables(members.len()).map_err(|member| self.malformed(members, member))?;
@@ -388,23 +541,18 @@ impl Running {
     /// If a member has attached anything else; returns the first such member.
     fn tables(&self, ranks: usize) -> Result<Vec<Vec<usize>>, usize> {
         let own = Self::eager(&self.task);
-        let table = |announcement: &Option<Announcement>| {
-            let (words, rest) =
-                announcement.as_ref().map_or(&own, |announcement| &announcement.data).as_chunks::<8>();
+        let table = |member| {
+            let (words, rest) = self.announcement(member).map_or(&own, |post| &post.data).as_chunks::<8>();
             let table: Vec<usize> = words.iter().map(|word| u64::from_le_bytes(*word) as usize).collect();
             let total = table.iter().try_fold(0_usize, |sum, bytes| sum.checked_add(*bytes));
             (table.len() == 2 * ranks && rest.is_empty() && total.is_some()).then_some(table)
         };
-        self.announcements
-            .iter()
-            .enumerate()
-            .map(|(member, announcement)| table(announcement).ok_or(member))
-            .collect()
+        (0..ranks).map(|member| table(member).ok_or(member)).collect()
     }
 
     /// Checks that a message matches its receive. A mismatch names the sender as the odd rank.
     fn compare_with(&self, members: &Members, peer: usize) -> Result<(), CommError> {
-        let Some(announcement) = &self.announcements[peer] else { return Ok(()) };
+        let Some(announcement) = self.announcement(peer) else { return Ok(()) };
         let own = self.task.call;
         let is_sender = own.kind == crate::Kind::Send;
         let kind = if is_sender { crate::Kind::Receive } else { crate::Kind::Send };

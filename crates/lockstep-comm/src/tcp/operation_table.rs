@@ -11,7 +11,7 @@ use super::{
     hierarchical::UniformNodes,
     members::Members,
     operation::{self, Announcement, Movement, Running},
-    send_queues::Sending,
+    send_queues::SendQueues,
     stream::{Room, Sink},
 };
 use crate::{
@@ -33,8 +33,10 @@ const MAX_ANNOUNCEMENTS: usize = 2 * RING;
 #[derive(Debug)]
 pub(crate) struct OperationTable {
     pub(crate) rank: usize,
+    /// Number of ranks in the world.
+    ranks: usize,
     pub(crate) groups: Vec<Option<Operations>>,
-    pub(crate) sending: Sending,
+    pub(crate) queues: SendQueues,
     pub(crate) recorder: Recorder,
     /// Shared-memory transport of this machine, if all machines have equally many ranks.
     pub(crate) machines: Option<UniformNodes>,
@@ -56,13 +58,13 @@ pub(crate) enum RankMessage {
 pub(crate) struct Operations {
     pub(crate) members: Members,
     pub(crate) begun: u32,
-    /// Numbers of messages started to and from each member.
-    mail: Vec<Mail>,
+    /// Numbers of messages started to and from members, for those with any.
+    messages: HashMap<usize, MessageCounts>,
     running: Vec<Running>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Mail {
+struct MessageCounts {
     sent: u32,
     received: u32,
 }
@@ -70,17 +72,25 @@ struct Mail {
 impl Operations {
     fn new(index: usize, ranks: Vec<usize>, own: usize) -> Self {
         let name = transport::name(index, &ranks);
-        let mail = vec![Mail::default(); ranks.len()];
-        Self { members: Members { name, ranks, own }, begun: 0, mail, running: Vec::new() }
+        Self {
+            members: Members { name, ranks, own },
+            begun: 0,
+            messages: HashMap::new(),
+            running: Vec::new(),
+        }
     }
 
     /// Returns the sequence number of an operation if it started now.
     pub(crate) fn next(&self, (channel, peer): (Channel, Option<usize>)) -> u32 {
         match (channel, peer) {
-            (Channel::Send, Some(to)) => self.mail[to].sent,
-            (Channel::Receive, Some(from)) => self.mail[from].received,
+            (Channel::Send, Some(to)) => self.messages(to).sent,
+            (Channel::Receive, Some(from)) => self.messages(from).received,
             _ => self.begun,
         }
+    }
+
+    fn messages(&self, member: usize) -> MessageCounts {
+        self.messages.get(&member).copied().unwrap_or_default()
     }
 
     /// Returns the operations in flight between the same ranks, oldest first.
@@ -111,13 +121,11 @@ pub(crate) fn lane_of(task: &Task) -> (Channel, Option<usize>) {
 
 impl OperationTable {
     pub(crate) fn new(rank: usize, ranks: usize, recorder: Recorder) -> Self {
-        let mut sending = Sending::default();
-        sending.control.resize_with(ranks, VecDeque::new);
-        sending.data.resize_with(ranks, VecDeque::new);
         let mut table = Self {
             rank,
+            ranks,
             groups: Vec::new(),
-            sending,
+            queues: SendQueues::default(),
             recorder,
             machines: None,
             announcements: HashMap::new(),
@@ -157,44 +165,34 @@ impl OperationTable {
         let sequence = operations.next((channel, peer));
         let key = Key { group: group as u32, channel, sequence };
         match (channel, peer) {
-            (Channel::Send, Some(to)) => operations.mail[to].sent += 1,
-            (Channel::Receive, Some(from)) => operations.mail[from].received += 1,
+            (Channel::Send, Some(to)) => operations.messages.entry(to).or_default().sent += 1,
+            (Channel::Receive, Some(from)) => operations.messages.entry(from).or_default().received += 1,
             _ => operations.begun += 1,
         }
         let members = &operations.members;
         let recorded = self.recorder.write(task.call, members.name, sequence, caller);
-        let data = if channel == Channel::Receive { Vec::new() } else { Running::eager(&task) };
-        if channel == Channel::Send && operation::is_small(&task, task.source.bytes()) {
+        let mut running = Running::new(key, peer, task, ticket, recorded, members.len());
+        let data = match channel {
+            Channel::Receive => Vec::new(),
+            Channel::Send | Channel::Collective => Running::eager(&running.task),
+        };
+        if channel == Channel::Send && operation::is_small(&running.task, running.task.source.bytes()) {
             // Small data is copied; the receiver reports a mismatch.
-            ticket.complete();
+            running.ticket.complete();
         }
-        let header = Header::of(Kind::Announce(task.call.to_words()), key, &data);
-        let mut announcements = vec![None; members.len()];
-        let told = |member: &usize| peer.map_or(*member != members.own, |peer| peer == *member);
-        for member in (0..members.len()).filter(told) {
+        for member in running.announcers(members) {
             let rank = members.ranks[member];
-            self.sending.control[rank].push_back((header, data.clone()));
+            if running.is_flat() {
+                running.announce(rank, &data, &mut self.queues);
+            }
             if let Some(waiting) = self.announcements.get_mut(&(key.group, rank, channel.turned()))
                 && let Some(at) = waiting.iter().position(|(number, _)| *number == sequence)
             {
-                announcements[member] = waiting.remove(at).map(|(_, announcement)| announcement);
+                let announcement = waiting.remove(at).map(|(_, announcement)| announcement);
+                running.peers.entry(member).or_default().announcement = announcement;
             }
         }
-        let arrived_bytes = vec![0; members.len()];
-        let promised_bytes = arrived_bytes.clone();
-        let movement = Movement::Announced;
-        operations.running.push(Running {
-            key,
-            peer,
-            task,
-            ticket,
-            recorded,
-            announcements,
-            movement,
-            unsent_bytes: 0,
-            promised_bytes,
-            arrived_bytes,
-        });
+        operations.running.push(running);
     }
 
     /// Advances all operations. Returns true if any completed.
@@ -202,7 +200,7 @@ impl OperationTable {
     /// # Errors
     /// If ranks called different operations, or one sent data of the wrong length; this ends the run.
     pub(crate) fn advance(&mut self) -> Result<bool, CommError> {
-        let Self { groups, sending, recorder, machines, .. } = self;
+        let Self { groups, queues, recorder, machines, .. } = self;
         let mut has_completed = false;
         for (index, operations) in groups.iter_mut().enumerate() {
             let Some(Operations { members, running, .. }) = operations else { continue };
@@ -210,10 +208,10 @@ impl OperationTable {
             let mut machines = machines.as_mut().filter(|_| index == 0);
             let mut is_next = true;
             for operation in running.iter_mut() {
-                if operation.meet(members, sending, machines.as_deref_mut())? {
+                if operation.meet(members, queues, machines.as_deref_mut())? {
                     recorder.stamp(operation.recorded, 0);
                 }
-                let is_done = operation.advance(members, sending, machines.as_deref_mut(), is_next);
+                let is_done = operation.advance(members, queues, machines.as_deref_mut(), is_next);
                 is_next &= operation.has_had_its_turn();
                 if is_done {
                     recorder.stamp(operation.recorded, 1);
@@ -230,14 +228,14 @@ impl OperationTable {
     /// Drops all operations.
     pub(crate) fn abandon(&mut self) {
         self.groups.iter_mut().flatten().for_each(|operations| operations.running.clear());
-        self.sending.data.iter_mut().for_each(VecDeque::clear);
+        self.queues.abandon();
     }
 
     /// Returns the operation that a frame from `rank` belongs to, and that rank's index in the group.
     fn find(&mut self, rank: usize, key: Key) -> Result<(&mut Running, &Members, usize), Malformed> {
         let group = self.groups.get_mut(key.group as usize).and_then(Option::as_mut);
         let Operations { members, running, .. } = group.ok_or(Malformed::Operation)?;
-        let member = members.ranks.iter().position(|other| *other == rank).ok_or(Malformed::Operation)?;
+        let member = members.index_of(rank).ok_or(Malformed::Operation)?;
         let channel = key.channel.turned();
         let is_it = |running: &&mut Running| {
             running.key.channel == channel
@@ -254,13 +252,9 @@ impl OperationTable {
         let Some(group) = self.groups.get(key.group as usize) else {
             return key.group as usize == self.groups.len() && self.groups.len() < MAX_PARTITIONS;
         };
-        let Some(Operations { members, begun, mail, .. }) = group else { return false };
-        let Some(member) = members.ranks.iter().position(|rank| *rank == from) else { return false };
-        let next = match key.channel {
-            Channel::Collective => *begun,
-            Channel::Send => mail[member].received,
-            Channel::Receive => mail[member].sent,
-        };
+        let Some(operations) = group else { return false };
+        let Some(member) = operations.members.index_of(from) else { return false };
+        let next = operations.next((key.channel.turned(), Some(member)));
         (key.sequence.wrapping_sub(next) as usize) < MAX_ANNOUNCEMENTS
     }
 
@@ -274,12 +268,8 @@ impl OperationTable {
         let key = header.key;
         Call::from_words(call).ok_or(Malformed::Call)?;
         let announcement = Announcement { call, data };
-        if let Ok((running, _, member)) = self.find(from, key) {
-            if running.announcements[member].is_some() {
-                return Err(Malformed::Operation);
-            }
-            running.announcements[member] = Some(announcement);
-            return Ok(());
+        if let Ok((running, members, member)) = self.find(from, key) {
+            return running.take_announcement(members, member, announcement);
         }
         if !self.may_come(from, key) {
             return Err(Malformed::Operation);
@@ -326,7 +316,7 @@ impl Sink for OperationTable {
                 for (word, bytes) in words.iter_mut().zip(kept.as_chunks::<8>().0) {
                     *word = u64::from_le_bytes(*bytes);
                 }
-                let error = CommError::of_rank(words, self.sending.control.len());
+                let error = CommError::of_rank(words, self.ranks);
                 self.messages.push_back((from, RankMessage::Ending(error.ok_or(Malformed::Ending)?)));
             }
         }
@@ -410,6 +400,83 @@ mod tests {
             }
             let kept: usize = table.announcements.values().map(VecDeque::len).sum();
             prop_assert!(kept <= 40);
+        }
+    }
+
+    /// Passes all queued frames on, in any order of the ranks, and advances all ranks. Returns true if there were any frames.
+    fn pass_on(tables: &mut [OperationTable]) -> bool {
+        let mut has_moved = false;
+        for from in 0..tables.len() {
+            tables[from].advance().unwrap();
+            let to: Vec<usize> = tables[from].queues.waiting().collect();
+            for to in to {
+                has_moved = true;
+                let queue = std::mem::take(tables[from].queues.to(to));
+                let control = queue.control.into_iter();
+                let frames = control.map(|(header, bytes)| (header, bytes, 0)).chain(
+                    queue.data.into_iter().map(|data| {
+                        // SAFETY: the piece belongs to an operation in flight.
+                        let bytes = unsafe { std::slice::from_raw_parts(data.start, data.len) }.to_vec();
+                        (Header::of(data.kind, data.key, &bytes), bytes, data.len)
+                    }),
+                );
+                for (header, bytes, sent) in frames {
+                    // Data waits until its receiver knows where to.
+                    let room = loop {
+                        match tables[to].accept(from, &header).unwrap() {
+                            Some(room) => break room,
+                            None => drop(tables[to].advance().unwrap()),
+                        }
+                    };
+                    let kept = match room {
+                        Room::At(place) => {
+                            // SAFETY: the room has this many bytes.
+                            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
+                            Vec::new()
+                        }
+                        Room::Kept(_) => bytes,
+                    };
+                    tables[to].take(from, &header, kept).unwrap();
+                    if sent > 0 {
+                        tables[from].sent(to, header.key, sent);
+                    }
+                }
+            }
+        }
+        has_moved
+    }
+
+    #[test]
+    fn thousands_of_ranks_agree_and_add_and_each_talks_to_few() {
+        const RANKS: usize = 2000;
+        let mut tables: Vec<OperationTable> =
+            (0..RANKS).map(|rank| OperationTable::new(rank, RANKS, Recorder::private())).collect();
+        let mut sums: Vec<[f32; 3]> = (0..RANKS).map(|rank| [rank as f32 * 0.37; 3]).collect();
+        let mut tickets = Vec::new();
+        for (rank, (table, sum)) in tables.iter_mut().zip(&mut sums).enumerate() {
+            assert_eq!(table.queues.waiting().count(), 0);
+            let collectives: [Collective<Source<'_>, Target<'_>>; 2] = [
+                Collective::Barrier,
+                Collective::AllReduce { data: sum[..].as_mut().into(), op: ReduceOp::Sum },
+            ];
+            for collective in &collectives {
+                let task = Task::new(collective, rank, RANKS).map_err(|(call, _)| call.to_string()).unwrap();
+                let ticket = Ticket::new(Vec::new());
+                table.begin(0, task, Arc::clone(&ticket), std::panic::Location::caller());
+                tickets.push(ticket);
+            }
+        }
+        while pass_on(&mut tables) {}
+        assert!(tickets.iter().all(|ticket| ticket.is_complete()));
+        let values: Vec<f32> = (0..RANKS).map(|rank| rank as f32 * 0.37).collect();
+        let pointers: Vec<*const u8> = values.iter().map(|value| std::ptr::from_ref(value).cast()).collect();
+        let mut expected = 0.0_f32;
+        let target = std::ptr::from_mut(&mut expected).cast();
+        // SAFETY: each pointer is that of one number.
+        unsafe { crate::reduce::reduce(crate::NumberType::F32, ReduceOp::Sum, &pointers, &[target], 1) };
+        for (rank, (sum, table)) in sums.iter().zip(&tables).enumerate() {
+            assert_eq!(sum.map(f32::to_bits), [expected.to_bits(); 3], "rank {rank}");
+            assert!(table.queues.peers() <= 12, "rank {rank} talks to {}", table.queues.peers());
         }
     }
 }

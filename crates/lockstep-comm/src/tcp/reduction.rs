@@ -5,7 +5,7 @@
 use super::{
     frame::{Header, Key, Kind},
     members::Members,
-    send_queues::{Sending, send},
+    send_queues::SendQueues,
     stream::Room,
 };
 use crate::{
@@ -117,7 +117,7 @@ impl Reduction {
         key: Key,
         task: &Task,
         members: &Members,
-        sending: &mut Sending,
+        queues: &mut SendQueues,
         unsent: &mut usize,
     ) -> bool {
         for member in members.others() {
@@ -125,7 +125,7 @@ impl Reduction {
                 let index = self.peers[member].sent;
                 let chunk = self.chunk(task, member, index);
                 let piece = task.source.slice(chunk.start, chunk.len());
-                send(sending, members.ranks[member], key, Kind::Chunk { index, offset: 0 }, piece, unsent);
+                queues.send(members.ranks[member], key, Kind::Chunk { index, offset: 0 }, piece, unsent);
                 self.peers[member].sent += 1;
             }
         }
@@ -137,11 +137,11 @@ impl Reduction {
             for member in members.others() {
                 if self.wants(member) {
                     let kind = Kind::Direct { offset: offset as u64 };
-                    send(sending, members.ranks[member], key, kind, result, unsent);
+                    queues.send(members.ranks[member], key, kind, result, unsent);
                 }
                 if self.reduced - 1 + CHUNKS_AHEAD < own_chunks {
                     let turn = Header::of(Kind::Turn { index: self.reduced + CHUNKS_AHEAD }, key, &[]);
-                    sending.control[members.ranks[member]].push_back((turn, Vec::new()));
+                    queues.tell(members.ranks[member], turn);
                 }
             }
         }

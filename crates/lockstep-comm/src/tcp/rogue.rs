@@ -181,13 +181,12 @@ fn work(rank: usize, ranks: usize, rendezvous: RendezvousEndpoint) -> CommError 
 /// receiver has announced the second operation; earlier, the data would belong to no operation.
 fn misbehave(rank: usize, ranks: usize, mut rendezvous: RendezvousEndpoint, sent: &Sent, closes: bool) {
     let (options, deadline) = (TcpOptions::default(), Deadline::after(LIMIT));
-    let (connections, _) =
-        gather(rank, ranks, &mut rendezvous, options, (rank, 0), |_, _| {}, deadline).unwrap();
+    let joined = gather(rank, ranks, &mut rendezvous, options, (rank, 0), |_, _| {}, deadline).unwrap();
     let socket_of = |connection: Connection| connection.socket;
     let sockets: Vec<Vec<TcpStream>> =
-        connections.into_iter().map(|all| all.into_iter().map(socket_of).collect()).collect();
+        joined.links.into_values().map(|all| all.into_iter().map(socket_of).collect()).collect();
     thread::scope(|scope| {
-        for sockets in sockets.iter().filter(|sockets| !sockets.is_empty()) {
+        for sockets in &sockets {
             let (announce, announced) = mpsc::channel();
             let mut announce = Some(announce);
             scope.spawn(move || {

@@ -1,13 +1,13 @@
 //! An all-reduce by the steps of the plan's algorithm (ring, recursive doubling, Rabenseifner). Steps are cut into chunks; each
 //! chunk proceeds as soon as the chunks that it depends on are complete.
 
-use std::ops::Range;
+use std::{collections::BTreeMap, ops::Range};
 
 use super::{
     frame::{Header, Key, Kind},
     members::Members,
     reduction::{CHUNKS_AHEAD, ChunkBuffer},
-    send_queues::{Sending, send},
+    send_queues::SendQueues,
     stream::Room,
 };
 use crate::{
@@ -30,7 +30,8 @@ pub(crate) struct StepwiseAllReduce {
     /// Number of chunks queued for sending, and of chunks received and merged.
     sent: usize,
     merged: usize,
-    peers: Vec<Peer>,
+    /// Ranks that this one sends to or receives from, by member.
+    peers: BTreeMap<usize, Peer>,
 }
 
 /// Range of elements that is sent to, or received from, one rank at a time.
@@ -63,8 +64,8 @@ impl StepwiseAllReduce {
         }
         let width = CHUNK_BYTES / task.source.number.size_bytes();
         let (sends, receives) = cut(&steps, width, members.len());
-        let peer = || Peer { room: CHUNKS_AHEAD, buffers: Default::default() };
-        let peers = (0..members.len()).map(|_| peer()).collect();
+        let peer = |chunk: &Chunk| (chunk.member, Peer { room: CHUNKS_AHEAD, buffers: Default::default() });
+        let peers = sends.iter().chain(&receives).map(peer).collect();
         Some(Self { op, sends, receives, sent: 0, merged: 0, peers })
     }
 
@@ -74,32 +75,33 @@ impl StepwiseAllReduce {
         key: Key,
         task: &Task,
         members: &Members,
-        sending: &mut Sending,
+        queues: &mut SendQueues,
         unsent: &mut usize,
     ) -> bool {
         loop {
             let before = (self.sent, self.merged);
             while let Some(chunk) = self.sends.get(self.sent)
                 && chunk.after <= self.merged
-                && chunk.index < self.peers[chunk.member].room
+                && self.peers.get(&chunk.member).is_some_and(|peer| chunk.index < peer.room)
             {
                 let piece = task.target.slice(chunk.range.start, chunk.range.len());
                 let kind = Kind::Chunk { index: chunk.index, offset: 0 };
-                send(sending, members.ranks[chunk.member], key, kind, piece, unsent);
+                queues.send(members.ranks[chunk.member], key, kind, piece, unsent);
                 self.sent += 1;
             }
             while let Some(chunk) = self.receives.get(self.merged) {
                 let bytes = chunk.range.len() * task.target.number.size_bytes();
-                let buffers = &mut self.peers[chunk.member].buffers[(chunk.index % CHUNKS_AHEAD) as usize];
+                let Some(peer) = self.peers.get_mut(&chunk.member) else { break };
+                let buffer = &mut peer.buffers[(chunk.index % CHUNKS_AHEAD) as usize];
                 // Data sent from the range of this chunk must have been written to the socket.
                 let is_free = chunk.after == 0 || (chunk.after <= self.sent && *unsent == 0);
-                if buffers.filled < bytes || !is_free {
+                if buffer.filled < bytes || !is_free {
                     break;
                 }
-                buffers.empty();
-                merge(self.op, chunk, &buffers.bytes, task);
+                buffer.empty();
+                merge(self.op, chunk, &buffer.bytes, task);
                 let turn = Header::of(Kind::Turn { index: chunk.index + 1 + CHUNKS_AHEAD }, key, &[]);
-                sending.control[members.ranks[chunk.member]].push_back((turn, Vec::new()));
+                queues.tell(members.ranks[chunk.member], turn);
                 self.merged += 1;
             }
             if before == (self.sent, self.merged) {
@@ -124,16 +126,23 @@ impl StepwiseAllReduce {
             return Err(Malformed::Operation);
         }
         let len = chunk.range.len() * task.target.number.size_bytes();
-        self.peers[member].buffers[(index % CHUNKS_AHEAD) as usize].room(len, offset, bytes)
+        self.buffer(member, index).ok_or(Malformed::Operation)?.room(len, offset, bytes)
     }
 
     pub(crate) fn take(&mut self, member: usize, index: u32, bytes: usize) {
-        self.peers[member].buffers[(index % CHUNKS_AHEAD) as usize].filled += bytes;
+        if let Some(buffer) = self.buffer(member, index) {
+            buffer.filled += bytes;
+        }
     }
 
     pub(crate) fn turn(&mut self, member: usize, index: u32) {
-        let room = &mut self.peers[member].room;
-        *room = (*room).max(index);
+        if let Some(peer) = self.peers.get_mut(&member) {
+            peer.room = peer.room.max(index);
+        }
+    }
+
+    fn buffer(&mut self, member: usize, index: u32) -> Option<&mut ChunkBuffer> {
+        Some(&mut self.peers.get_mut(&member)?.buffers[(index % CHUNKS_AHEAD) as usize])
     }
 
     pub(crate) fn waits_for(&self) -> Option<usize> {

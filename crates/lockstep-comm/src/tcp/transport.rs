@@ -1,14 +1,17 @@
 //! The TCP transport of a rank: a progress thread, and callers that start operations and wait for them.
 //!
+//! Two more threads connect this rank to others than its neighbours, if there are any: one dials, one takes calls.
+//!
 //! One lock protects all state. Callers make progress themselves once when they start or wait, which saves small operations the
 //! handover to the thread. The thread makes progress while its rank computes.
 
 use std::{
+    collections::{BTreeMap, HashSet},
     io,
     net::TcpStream,
     os::fd::{AsFd, OwnedFd},
     panic::Location,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc},
     thread::{Builder, JoinHandle},
     time::{Duration, Instant},
 };
@@ -18,11 +21,13 @@ use lockstep_tensor::{Arena, Workers};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::{
-    frame::{Channel, Header, Key, Kind},
+    acceptor::Acceptor,
+    frame::{Header, Kind},
     hierarchical::UniformNodes,
     link::{Link, Status},
-    operation_table::{OperationTable, RankMessage, lane_of},
-    wire::Connection,
+    mesh::{Arrival, Arrivals, Connections, Mesh},
+    operation_table::{OperationTable, lane_of},
+    state::{BEATS, State},
 };
 use crate::{
     Call, CommError, Deadline, LossCause, OperationContext,
@@ -34,22 +39,33 @@ use crate::{
     transport::{Ticket, Transport, name},
 };
 
-/// Number of heartbeats within the time after which a silent rank counts as lost.
-const BEATS: u32 = 20;
 /// Polling interval for operations in shared memory, which no socket reports.
 const NEIGHBOURS: Duration = Duration::from_micros(100);
-/// Time to learn how a rank ended that has closed its connections.
-const RUMOUR: Duration = Duration::from_millis(100);
 /// Maximum sleep before the deadline is checked again.
 const NAP: Duration = Duration::from_millis(50);
+/// Time after which the thread that takes calls looks if the transport still exists.
+const CALLS_NAP: Duration = Duration::from_millis(500);
 /// Time for a leaving rank to say so.
 const FAREWELL: Duration = Duration::from_millis(300);
 
 /// Shared-memory transport to the ranks of this machine.
 #[derive(Debug)]
 pub(crate) struct Local {
-    pub(crate) machine: Arc<shm::ShmTransport>,
+    pub(crate) transport: Arc<shm::ShmTransport>,
     /// Number of ranks per machine, if there are several machines and all have the same power of two.
+    pub(crate) of_each: Option<usize>,
+}
+
+/// Result of the rendezvous of ranks: the neighbours' connections, and all that connecting others needs.
+#[derive(Debug)]
+pub(crate) struct Joined {
+    pub(crate) mesh: Mesh,
+    pub(crate) acceptor: Acceptor,
+    pub(crate) arrivals: Arrivals,
+    pub(crate) links: BTreeMap<usize, Connections>,
+    /// Ranks that have asked for a connection.
+    pub(crate) knocks: Vec<usize>,
+    /// Number of ranks per machine, if there are several machines that share memory between equally many, a power of two.
     pub(crate) of_each: Option<usize>,
 }
 
@@ -71,44 +87,44 @@ struct Shared {
     silence: Duration,
 }
 
-#[derive(Debug)]
-struct State {
-    table: OperationTable,
-    /// Links by rank; `None` for this rank.
-    links: Vec<Option<Link>>,
-    ending: Option<CommError>,
-    /// Shared-memory transport of this machine. An error that ends the run there ends it here.
-    local: Option<Arc<shm::ShmTransport>>,
-    /// Farewell to send, once this rank leaves.
-    leaving: Option<Kind>,
-}
-
 impl TcpTransport {
-    /// Enters the world as `rank`, over connections to each other rank; some of them may be on this machine as well.
-    /// Ranks may be silent for `silence`.
-    pub(crate) fn new(
-        rank: usize,
-        connections: Vec<Vec<Connection>>,
-        silence: Duration,
-        local: Option<Local>,
-    ) -> Result<Self, CommError> {
-        let ranks = connections.len();
-        let link =
-            |(peer, connections)| (peer != rank).then(|| Link::new(peer, connections, silence)).transpose();
-        let links = connections.into_iter().enumerate().map(link).collect::<io::Result<Vec<_>>>();
+    /// Enters the world over the connections of `joined`. Ranks may be silent for `silence`.
+    pub(crate) fn new(joined: Joined, silence: Duration, local: Option<Local>) -> Result<Self, CommError> {
+        let Joined { mesh, acceptor, arrivals, links, knocks, .. } = joined;
+        let (rank, ranks) = (mesh.rank, mesh.ranks());
+        let link = |(peer, connections)| Ok((peer, Link::new(peer, connections, silence)?));
+        let links = links.into_iter().map(link).collect::<io::Result<BTreeMap<_, _>>>();
         let links = links.map_err(CommError::io("use a connection to a rank"))?;
-        let machine = local.as_ref().map(|local| Arc::clone(&local.machine));
-        let recorder = Recorder::new(machine.as_ref().map(|local| (local.segments.clone(), local.rank)));
+        let shared_memory = local.as_ref().map(|local| Arc::clone(&local.transport));
+        let recorder =
+            Recorder::new(shared_memory.as_ref().map(|local| (local.segments.clone(), local.rank)));
         let mut table = OperationTable::new(rank, ranks, recorder);
-        let machines = |local: Local| Some(UniformNodes::new(local.machine, local.of_each?));
+        let machines = |local: Local| Some(UniformNodes::new(local.transport, local.of_each?));
         table.machines = local.and_then(machines);
-        let state = State { table, links, ending: None, local: machine, leaving: None };
+        let (dialer, calls) = mpsc::channel();
+        let dialer = Some(dialer).filter(|_| !mesh.is_complete());
+        let state = State {
+            table,
+            links,
+            dialer,
+            dialed: HashSet::new(),
+            unreachable: HashSet::new(),
+            ending: None,
+            local: shared_memory,
+            leaving: None,
+        };
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let wake = wake.map_err(|error| CommError::io("make an event counter")(error.into()))?;
         let shared = Arc::new(Shared { state: Mutex::new(state), news: Condvar::new(), wake, silence });
+        if shared.lock().dialer.is_some() {
+            let (mesh, weak) = (Arc::new(mesh), Arc::downgrade(&shared));
+            let (dialing, taking) = ((Arc::clone(&mesh), Weak::clone(&weak)), (mesh, weak));
+            spawn("lockstep-dial", move || dial(&dialing.0, &dialing.1, &calls))?;
+            spawn("lockstep-calls", move || take_calls(&taking.0, &taking.1, &acceptor, arrivals))?;
+            knocks.into_iter().for_each(|peer| shared.lock().connect(peer));
+        }
         let carrier = Arc::clone(&shared);
-        let thread = Builder::new().name("lockstep-tcp".to_owned()).spawn(move || carrier.carry());
-        let thread = Some(thread.map_err(CommError::io("start a thread"))?);
+        let thread = Some(spawn("lockstep-tcp", move || carrier.carry())?);
         Ok(Self { rank, shared, thread })
     }
 
@@ -136,10 +152,14 @@ impl TcpTransport {
             awaited = late(&state);
             let (rank, context) = awaited.unzip();
             let rank = rank.unwrap_or(self.rank);
-            let error = match state.links[rank].as_ref().filter(|link| link.is_gone()).map(|link| link.status)
-            {
+            state.connect(rank);
+            let gone = state.links.get(&rank).filter(|link| link.is_gone());
+            let error = match gone.map(|link| link.status) {
                 Some(Status::Panicked) => CommError::PeerLost { rank, cause: LossCause::Panicked, context },
                 Some(_) => CommError::PeerLost { rank, cause: LossCause::Left, context },
+                None if state.unreachable.contains(&rank) => {
+                    CommError::PeerLost { rank, cause: LossCause::Unreachable, context }
+                }
                 None if deadline.has_passed() => {
                     let nothing = || OperationContext {
                         call: Call::bare(crate::Kind::Barrier),
@@ -272,6 +292,48 @@ impl Drop for TcpTransport {
     }
 }
 
+/// Starts a thread.
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, CommError> {
+    Builder::new().name(name.to_owned()).spawn(run).map_err(CommError::io("start a thread"))
+}
+
+/// Connects to the ranks that `calls` names, until the transport is gone.
+fn dial(mesh: &Mesh, transport: &Weak<Shared>, calls: &mpsc::Receiver<usize>) {
+    while let Ok(peer) = calls.recv() {
+        let Some(limit) = transport.upgrade().map(|shared| shared.silence) else { return };
+        let deadline = Deadline::after(limit);
+        let dialed = if peer < mesh.rank {
+            mesh.dial(peer, deadline).map(Some)
+        } else {
+            mesh.knock(peer, deadline).map(|()| None)
+        };
+        let Some(shared) = transport.upgrade() else { return };
+        match dialed {
+            Ok(Some(connections)) => shared.add_link(peer, connections),
+            // The other rank connects.
+            Ok(None) => {}
+            Err(error) => {
+                tracing::debug!(peer, %error, "cannot connect to a rank");
+                shared.lock().unreached(peer);
+                shared.tell();
+            }
+        }
+    }
+}
+
+/// Takes the connections and knocks of other ranks, until the transport is gone.
+fn take_calls(mesh: &Mesh, transport: &Weak<Shared>, acceptor: &Acceptor, mut arrivals: Arrivals) {
+    loop {
+        let client = acceptor.next(Deadline::after(CALLS_NAP));
+        let Some(shared) = transport.upgrade() else { return };
+        match client.and_then(|client| arrivals.add(mesh, client)) {
+            Some(Arrival::Connected(peer, connections)) => shared.add_link(peer, connections),
+            Some(Arrival::Knocked(peer)) => shared.lock().connect(peer),
+            None => {}
+        }
+    }
+}
+
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -282,6 +344,24 @@ impl Shared {
         self.news.notify_all();
         // A write fails only if the event counter is at its limit; the thread is awake then.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    /// Adds a link to a rank that was connected after the start, unless there is one.
+    fn add_link(&self, peer: usize, connections: Connections) {
+        let link = Link::new(peer, connections, self.silence);
+        let mut state = self.lock();
+        match link {
+            Ok(link) if !state.links.contains_key(&peer) => {
+                state.links.insert(peer, link);
+                state.greet(peer);
+            }
+            Ok(_) => {}
+            Err(error) => {
+                state.end(CommError::io("use a connection to a rank")(error));
+            }
+        }
+        drop(state);
+        self.tell();
     }
 
     /// Runs the thread: makes progress until its rank leaves.
@@ -330,21 +410,23 @@ impl Shared {
         if state.ending.is_none() {
             state.tell_all(Header::bare(farewell), &[]);
         }
-        let deadline = Instant::now() + FAREWELL;
+        // Small data for ranks that are still being connected is not lost.
+        let has_more =
+            |state: &State| state.table.queues.waiting().any(|rank| !state.links.contains_key(&rank));
+        let deadline = Instant::now() + if has_more(&state) { self.silence } else { FAREWELL };
         let mut is_said = false;
         loop {
             state.write();
             let outgoing = state.interests().into_iter().any(|(_, flags)| flags.contains(PollFlags::OUT));
-            if !outgoing && !std::mem::replace(&mut is_said, true) {
-                state.links.iter().flatten().for_each(Link::hang_up);
+            if !outgoing && !has_more(&state) && !std::mem::replace(&mut is_said, true) {
+                state.links.values().for_each(Link::hang_up);
             }
-            let open =
-                state.links.iter_mut().flatten().filter_map(|link| (!link.drain()).then_some(())).count();
-            if open == 0 || Instant::now() >= deadline {
+            let open = state.links.values_mut().filter_map(|link| (!link.drain()).then_some(())).count();
+            if (open == 0 && !has_more(&state)) || Instant::now() >= deadline {
                 return;
             }
             let flags = PollFlags::IN | if is_said { PollFlags::empty() } else { PollFlags::OUT };
-            let links = state.links.iter().flatten();
+            let links = state.links.values();
             let interests: Vec<_> = links.flat_map(|link| link.interests(&state.table)).collect();
             let interests: Vec<_> = interests
                 .into_iter()
@@ -354,150 +436,5 @@ impl Shared {
             self.sleep(&interests, Duration::from_millis(20));
             state = self.lock();
         }
-    }
-}
-
-impl State {
-    /// Reads, advances operations and writes, as far as possible without waiting. Returns true if anything moved.
-    fn pump(&mut self) -> bool {
-        if self.ending.is_some() {
-            return self.write();
-        }
-        let mut has_moved = self.read();
-        if let Some(machines) = self.table.machines.as_ref().filter(|machines| machines.is_busy()) {
-            // A failure is recorded in the segments, which `listen` reads next.
-            let _ = machines.local.progress();
-        }
-        self.listen();
-        if self.ending.is_none() {
-            match self.table.advance() {
-                Ok(has_completed) => has_moved |= has_completed,
-                Err(error) => {
-                    self.end(error);
-                }
-            }
-        }
-        self.write() || has_moved
-    }
-
-    fn read(&mut self) -> bool {
-        self.with_links(Link::read)
-    }
-
-    fn write(&mut self) -> bool {
-        self.with_links(Link::write)
-    }
-
-    /// Calls `work` with all links. Returns true if anything moved on any of them.
-    fn with_links(
-        &mut self,
-        work: impl Fn(&mut Link, &mut OperationTable) -> Result<bool, LossCause>,
-    ) -> bool {
-        let Self { table, links, .. } = self;
-        let (mut has_moved, mut lost) = (false, None);
-        for (rank, link) in links.iter_mut().enumerate() {
-            match link.as_mut().map_or(Ok(false), |link| work(link, table)) {
-                Ok(here) => has_moved |= here,
-                Err(cause) => lost = lost.or(Some((rank, cause))),
-            }
-        }
-        self.lose(lost);
-        has_moved
-    }
-
-    fn lose(&mut self, lost: Option<(usize, LossCause)>) {
-        self.listen();
-        let Some((rank, cause)) = lost else { return };
-        let begin = Instant::now();
-        // The lost rank's launcher knows the cause, and has told the ranks of its machine, which tell all others.
-        while cause == LossCause::Disconnected && self.ending.is_none() && begin.elapsed() < RUMOUR {
-            std::thread::sleep(RUMOUR / 20);
-            let Self { table, links, .. } = self;
-            for link in links.iter_mut().flatten() {
-                // More ranks may be lost; one is enough to end the run.
-                let _ = link.read(table);
-            }
-            self.listen();
-        }
-        self.end(CommError::PeerLost { rank, cause, context: None });
-    }
-
-    /// Handles messages of other ranks about themselves and the run.
-    fn listen(&mut self) {
-        if let Some(error) = self.local.as_ref().and_then(|local| local.segments.ending()) {
-            self.end(error);
-        }
-        while let Some((rank, messages)) = self.table.messages.pop_front() {
-            match messages {
-                RankMessage::Leaving { in_panic } => {
-                    if let Some(link) = &mut self.links[rank] {
-                        link.status = if in_panic { Status::Panicked } else { Status::Left };
-                    }
-                }
-                RankMessage::Ending(error) => {
-                    self.end(error);
-                }
-            }
-        }
-    }
-
-    /// Sends heartbeats, and checks those of the other ranks.
-    fn beat(&mut self, silence: Duration) {
-        let mut lost = None;
-        for (rank, link) in self.links.iter_mut().enumerate() {
-            let Some(link) = link else { continue };
-            lost = lost.or(link.beat(BEATS, silence).map(|cause| (rank, cause)));
-            let control = &mut self.table.sending.control[rank];
-            if link.status == Status::Here && control.is_empty() {
-                control.push_back((Header::bare(Kind::Beat), Vec::new()));
-            }
-        }
-        self.lose(lost);
-    }
-
-    /// Ends the run on all ranks, unless it has ended. Returns the error that ended it. No operation accesses memory
-    /// afterwards.
-    fn end(&mut self, error: CommError) -> CommError {
-        if let Some(ending) = &self.ending {
-            return ending.copy();
-        }
-        let words = error.to_words(self.table.rank);
-        let ending = self.ending.insert(CommError::from_words(words)).copy();
-        if let Some(local) = &self.local {
-            local.fail(ending.copy());
-        }
-        self.abandon();
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        let key = Key { group: 0, channel: Channel::Collective, sequence: 0 };
-        self.tell_all(Header::of(Kind::Ending, key, &bytes), &bytes);
-        self.write();
-        match ending {
-            // Only this rank has the details of a local error.
-            CommError::Stopped { by: Some(rank) } if rank == self.table.rank => error,
-            ending => ending,
-        }
-    }
-
-    /// Drops all operations and all references to their memory.
-    fn abandon(&mut self) {
-        self.table.abandon();
-        self.links.iter_mut().flatten().for_each(Link::abandon);
-    }
-
-    /// Queues a frame for all ranks that are present.
-    fn tell_all(&mut self, header: Header, bytes: &[u8]) {
-        for (rank, link) in self.links.iter().enumerate() {
-            if link.as_ref().is_some_and(|link| link.status == Status::Here) {
-                self.table.sending.control[rank].push_back((header, bytes.to_vec()));
-            }
-        }
-    }
-
-    fn interests(&self) -> Vec<(Arc<TcpStream>, PollFlags)> {
-        let links = self.links.iter().flatten();
-        let all = links.flat_map(|link| link.interests(&self.table));
-        // After the end nothing is read any more; arriving data would keep the thread awake.
-        let keep = if self.ending.is_some() { PollFlags::OUT } else { PollFlags::IN | PollFlags::OUT };
-        all.map(|(socket, flags)| (socket, flags & keep)).filter(|(_, flags)| !flags.is_empty()).collect()
     }
 }

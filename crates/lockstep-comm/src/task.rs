@@ -321,17 +321,29 @@ impl Comparison<'_> {
         for sender in 0..ranks {
             for receiver in 0..ranks {
                 let (sent, expected) = (word(sender, receiver), word(receiver, ranks + sender));
-                if sent != expected {
-                    let own = self.context.call;
-                    let size = own.number.size_bytes();
-                    let call =
-                        |bytes| Call { elements: bytes / size, root: Some(receiver), detail: 0, ..own };
-                    return Err(self.mismatch(sender, call(sent), receiver, call(expected)));
-                }
+                self.of_lengths((sender, sent), (receiver, expected))?;
             }
         }
         let sends = (0..ranks * ranks).map(|index| word(index / ranks, index % ranks)).collect();
         Ok(Exchange::AllToAll(Matrix::Uneven { sends, ranks }))
+    }
+
+    /// Checks that a member sends as many bytes to another as that one expects of it.
+    ///
+    /// # Errors
+    /// If it does not.
+    pub fn of_lengths(
+        &self,
+        (sender, sent): (usize, usize),
+        (receiver, expected): (usize, usize),
+    ) -> Result<(), CommError> {
+        if sent == expected {
+            return Ok(());
+        }
+        let own = self.context.call;
+        let size = own.number.size_bytes();
+        let call = |bytes| Call { elements: bytes / size, root: Some(receiver), detail: 0, ..own };
+        Err(self.mismatch(sender, call(sent), receiver, call(expected)))
     }
 
     /// Builds the error for member `odd`, which called `found` where `reference` called `expected`.

@@ -95,7 +95,7 @@ impl MpiTransport {
         mut deadline: Option<(Deadline, Job)>,
         mut look: impl FnMut(&mut CallerState) -> Option<R>,
     ) -> R {
-        let mut judged_by: Option<Instant> = deadline.is_none().then(|| Instant::now() + STUCK);
+        let mut answer_by: Option<Instant> = deadline.is_none().then(|| Instant::now() + STUCK);
         let mut state = self.shared.lock();
         state.callers += 1;
         loop {
@@ -104,11 +104,11 @@ impl MpiTransport {
                 return seen;
             }
             if let Some((_, job)) = deadline.take_if(|(deadline, _)| deadline.has_passed()) {
-                judged_by = Some(Instant::now() + STUCK);
+                answer_by = Some(Instant::now() + STUCK);
                 state.jobs.push_back(job);
                 self.shared.jobs_queued.notify_one();
             }
-            if judged_by.is_some_and(|at| Instant::now() > at) && state.ending.is_none() {
+            if answer_by.is_some_and(|at| Instant::now() > at) && state.ending.is_none() {
                 // MPI may still write to the caller's memory, so the call cannot return to it.
                 let _ = writeln!(
                     io::stderr(),

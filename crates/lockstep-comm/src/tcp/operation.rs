@@ -20,8 +20,7 @@ use super::{
 };
 use crate::{
     Call, CommError, LossCause, Malformed, OperationContext,
-    blocks::Blocks,
-    exchange::{Exchange, Matrix},
+    exchange::Exchange,
     memory::MemoryRange,
     shm::layout::SMALL_BYTES,
     task::{Comparison, Flow, Task},
@@ -273,19 +272,9 @@ impl Running {
         }
         if let Flow::Unknown { sends, receives } = &self.task.flow {
             let own = members.own;
-            if sends[own] != receives[own] {
-                let size = self.task.call.number.size_bytes();
-                let call =
-                    |bytes| Call { elements: bytes / size, root: Some(own), detail: 0, ..self.task.call };
-                let (sent, expected) = (call(sends[own]), call(receives[own]));
-                return Err(self.comparison(members).mismatch(own, sent, own, expected));
-            }
+            self.comparison(members).of_lengths((own, sends[own]), (own, receives[own]))?;
             // Members that disagree on a length are found by the bytes that arrive, or fail to.
-            let blocks =
-                |lengths: &[usize]| Blocks::of_lengths(lengths).unwrap_or(Blocks::Even { len: 0, total: 0 });
-            let (sends, receives) = (blocks(sends), blocks(receives));
-            self.task.flow =
-                Flow::Exchange(Exchange::AllToAll(Matrix::Own { rank: members.own, sends, receives }));
+            self.task.flow = Flow::Exchange(Exchange::of_own_blocks(own, sends, receives));
         }
         Ok(true)
     }

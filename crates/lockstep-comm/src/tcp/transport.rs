@@ -23,6 +23,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use super::{
     acceptor::Acceptor,
     frame::{Header, Kind},
+    handshake::HANDSHAKE_LIMIT,
     hierarchical::UniformNodes,
     link::{Link, Status},
     mesh::{Arrival, Arrivals, Connections, Mesh},
@@ -300,7 +301,7 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<(
 /// Connects to the ranks that `calls` names, until the transport is gone.
 fn dial(mesh: &Mesh, transport: &Weak<Shared>, calls: &mpsc::Receiver<usize>) {
     while let Ok(peer) = calls.recv() {
-        let Some(limit) = transport.upgrade().map(|shared| shared.silence) else { return };
+        let Some(limit) = transport.upgrade().map(|shared| shared.connect_limit()) else { return };
         let deadline = Deadline::after(limit);
         let dialed = if peer < mesh.rank {
             mesh.dial(peer, deadline).map(Some)
@@ -344,6 +345,11 @@ impl Shared {
         self.news.notify_all();
         // A write fails only if the event counter is at its limit; the thread is awake then.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    /// Returns the time in which another rank must answer a connection.
+    fn connect_limit(&self) -> Duration {
+        self.silence.max(HANDSHAKE_LIMIT)
     }
 
     /// Adds a link to a rank that was connected after the start, unless there is one.
@@ -413,7 +419,7 @@ impl Shared {
         // Small data for ranks that are still being connected is not lost.
         let has_more =
             |state: &State| state.table.queues.waiting().any(|rank| !state.links.contains_key(&rank));
-        let deadline = Instant::now() + if has_more(&state) { self.silence } else { FAREWELL };
+        let deadline = Instant::now() + if has_more(&state) { self.connect_limit() } else { FAREWELL };
         let mut is_said = false;
         loop {
             state.write();

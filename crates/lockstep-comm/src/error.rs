@@ -3,7 +3,7 @@
 
 use std::{fmt, io};
 
-use crate::{Call, JoinProblem, Kind, LossCause};
+use crate::{Call, Deadline, JoinProblem, Kind, LossCause};
 
 /// Error of a collective, or of starting and joining ranks.
 #[derive(Debug, thiserror::Error)]
@@ -167,6 +167,20 @@ impl CommError {
     /// Returns true if every rank learns of this error. A local failure is reported to the other ranks only as a stop.
     pub fn is_known_to_all(&self) -> bool {
         !matches!(self, Self::Join(_) | Self::Io { .. })
+    }
+
+    /// Returns the error of rank `waiting`, whose deadline has passed before rank `rank` came to the operation in `context`, or to
+    /// anything in `group`.
+    pub(crate) fn timed_out(
+        waiting: usize,
+        rank: usize,
+        deadline: Deadline,
+        context: Option<OperationContext>,
+        group: GroupName,
+    ) -> Self {
+        let nothing = || OperationContext { call: Call::bare(Kind::Barrier), sequence: 0, group };
+        let (waited_ms, context) = (deadline.limit().as_millis() as u64, context.unwrap_or_else(nothing));
+        Self::TimedOut { rank, waiting, waited_ms, context }
     }
 
     /// Returns a loss with `context` as the operation that this rank was waiting for; other errors unchanged.

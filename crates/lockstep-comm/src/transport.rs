@@ -27,6 +27,7 @@ pub use crate::{
     memory::MemoryRange,
     recorder::Recorder,
     reduce::reduce,
+    sequence::{Lane, SequenceNumbers},
     task::{Comparison, Flow, Receiver, Task},
 };
 

@@ -337,12 +337,13 @@ impl Engine {
         }
     }
 
+    fn is_busy(&self) -> bool {
+        self.groups.iter().flatten().any(Lanes::is_busy)
+    }
+
     /// Returns true if this rank is to leave, and all others have announced that they leave.
     fn has_left(&mut self) -> bool {
-        let is_busy = |engine: &Self| {
-            engine.groups.iter().flatten().flat_map(|group| group.lanes.values()).any(|lane| !lane.is_empty())
-        };
-        if !self.is_leaving || self.ended_at.is_some() || is_busy(self) {
+        if !self.is_leaving || self.ended_at.is_some() || self.is_busy() {
             return false;
         }
         let own = self.mpi.rank;
@@ -366,9 +367,7 @@ impl Engine {
         if !state.jobs.is_empty() {
             return;
         }
-        let is_busy =
-            self.groups.iter().flatten().flat_map(|group| group.lanes.values()).any(|lane| !lane.is_empty());
-        let nap = if !is_busy && !self.is_leaving {
+        let nap = if !self.is_busy() && !self.is_leaving {
             IDLE_NAP
         } else if self.has_core && state.callers > 0 && self.polls < POLLS_ALONE {
             drop(state);

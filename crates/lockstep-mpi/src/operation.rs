@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use lockstep_comm::transport::{
-    Blocks, Comparison, Exchange, Flow, MemoryRange, Receiver, Task, Ticket, window,
+    Blocks, Comparison, Exchange, Flow, Lane, MemoryRange, Receiver, Task, Ticket, window,
 };
 use lockstep_comm::{Call, CommError, GroupName, Kind, OperationContext, ReduceOp};
 
@@ -494,13 +494,12 @@ impl Running {
     }
 }
 
-/// Operations of a group, in lanes: collectives, messages from this rank, and messages from each of the others.
+/// Operations of a group in flight.
 #[derive(Debug)]
 pub(crate) struct Lanes {
     pub(crate) members: Members,
-    /// Lanes by number: 0 for collectives, 1 for messages from this rank, 2 + r for messages from member r. Only lanes that were
-    /// ever used exist.
-    pub(crate) lanes: BTreeMap<usize, VecDeque<Running>>,
+    /// Operations by lane. Only lanes that were ever used exist.
+    pub(crate) lanes: BTreeMap<Lane, VecDeque<Running>>,
 }
 
 impl Lanes {
@@ -510,12 +509,12 @@ impl Lanes {
 
     /// Returns the lane of a task.
     pub(crate) fn lane(&mut self, task: &Task) -> &mut VecDeque<Running> {
-        let index = match task.flow {
-            Flow::Send { .. } => 1,
-            Flow::Receive { from } => 2 + from,
-            _ => 0,
-        };
-        self.lanes.entry(index).or_default()
+        self.lanes.entry(Lane::of(&task.flow)).or_default()
+    }
+
+    /// Returns true if any operation is in flight.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.lanes.values().any(|lane| !lane.is_empty())
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use lockstep_comm::transport::{self, Flow, Recorder, Task, Ticket, Transport};
+use lockstep_comm::transport::{self, Lane, Recorder, SequenceNumbers, Task, Ticket, Transport};
 use lockstep_comm::{CommError, Deadline, Group, Lent, LossCause, Recorded};
 use lockstep_plan::MemoryCategory;
 use lockstep_tensor::{Arena, Workers};
@@ -26,26 +26,21 @@ const STUCK: Duration = Duration::from_secs(10);
 pub(crate) struct MpiTransport {
     rank: usize,
     shared: Arc<Shared>,
-    groups: Mutex<Vec<Counts>>,
+    groups: Mutex<Vec<CallerGroup>>,
     options: MpiOptions,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Operation counts of a group, on the callers' side.
+/// Ranks of a group, and the operations that callers have started in it.
 #[derive(Debug)]
-struct Counts {
+struct CallerGroup {
     ranks: Vec<usize>,
-    /// Number of collectives started.
-    begun: u32,
-    /// Numbers of messages started to and from each member.
-    sent: Vec<u32>,
-    received: Vec<u32>,
+    numbers: SequenceNumbers,
 }
 
-impl Counts {
+impl CallerGroup {
     fn new(ranks: Vec<usize>) -> Self {
-        let none = vec![0; ranks.len()];
-        Self { begun: 0, sent: none.clone(), received: none, ranks }
+        Self { ranks, numbers: SequenceNumbers::default() }
     }
 }
 
@@ -81,11 +76,11 @@ impl MpiTransport {
         let thread = thread.map_err(CommError::io("start a thread"))?;
         let gone = || CommError::Stopped { by: None };
         let (rank, ranks) = start.recv().unwrap_or_else(|_| Err(gone()))?;
-        let groups = Mutex::new(vec![Counts::new((0..ranks).collect())]);
+        let groups = Mutex::new(vec![CallerGroup::new((0..ranks).collect())]);
         Ok(Self { rank, shared, groups, options, thread: Some(thread) })
     }
 
-    fn groups(&self) -> MutexGuard<'_, Vec<Counts>> {
+    fn groups(&self) -> MutexGuard<'_, Vec<CallerGroup>> {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -138,7 +133,7 @@ impl Transport for MpiTransport {
     }
 
     fn begun(&self, group: usize) -> u32 {
-        self.groups()[group].begun
+        self.groups()[group].numbers.next(Lane::Collective)
     }
 
     fn arena(&self, _: &[MemoryCategory]) -> Arena {
@@ -164,15 +159,9 @@ impl Transport for MpiTransport {
     ) -> Result<Arc<Ticket>, CommError> {
         let ticket = Ticket::new(memory);
         let mut groups = self.groups();
-        let counts = &mut groups[group];
-        let count = match task.flow {
-            Flow::Send { to } => &mut counts.sent[to],
-            Flow::Receive { from } => &mut counts.received[from],
-            _ => &mut counts.begun,
-        };
-        let sequence = *count;
-        *count = count.wrapping_add(1);
-        let name = transport::name(group, &counts.ranks);
+        let callers = &mut groups[group];
+        let sequence = callers.numbers.start(Lane::of(&task.flow));
+        let name = transport::name(group, &callers.ranks);
         let mut state = self.shared.lock();
         if let Some(ending) = state.ending(self.rank) {
             return Err(ending);
@@ -201,7 +190,7 @@ impl Transport for MpiTransport {
 
     fn add_group(&self, ranks: Vec<usize>) -> usize {
         let mut groups = self.groups();
-        groups.push(Counts::new(ranks.clone()));
+        groups.push(CallerGroup::new(ranks.clone()));
         self.shared.ask(Job::AddGroup { ranks });
         groups.len() - 1
     }

@@ -16,11 +16,7 @@ use super::{
     members::{Members, has_reached},
     operation::{Running, Step, post, posted_words},
 };
-use crate::{
-    Call, CommError, Kind, OperationContext,
-    blocks::window,
-    task::{Flow, Task},
-};
+use crate::{Call, CommError, Kind, OperationContext, blocks::window, task::Flow};
 
 /// A rank's messages to and from each member of a group.
 #[derive(Debug)]
@@ -32,8 +28,6 @@ pub(crate) struct PointToPoint {
 /// Messages in one direction between two ranks.
 #[derive(Debug, Default)]
 struct Lane {
-    /// Number of messages started.
-    begun: u32,
     /// Number of parts sent, or received.
     parts: u32,
     messages: VecDeque<Running>,
@@ -45,22 +39,12 @@ impl PointToPoint {
         Self { to: lanes(), from: lanes() }
     }
 
-    /// Returns the number of `task`'s message if it started now; `None` for other operations.
-    pub(crate) fn next(&self, task: &Task) -> Option<u32> {
-        match task.flow {
-            Flow::Send { to } => Some(self.to[to].begun),
-            Flow::Receive { from } => Some(self.from[from].begun),
-            _ => None,
-        }
-    }
-
     pub(crate) fn begin(&mut self, running: Running) {
         let lane = match running.task.flow {
             Flow::Send { to } => &mut self.to[to],
             Flow::Receive { from } => &mut self.from[from],
             _ => return,
         };
-        lane.begun = lane.begun.wrapping_add(1);
         lane.messages.push_back(running);
     }
 

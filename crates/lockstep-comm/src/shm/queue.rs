@@ -22,6 +22,7 @@ use super::{
 };
 use crate::{
     CommError, OperationContext,
+    sequence::{Lane, SequenceNumbers},
     task::{Flow, Task},
     transport::Ticket,
 };
@@ -30,8 +31,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Queue {
     pub(crate) members: Members,
-    /// Number of operations started.
-    begun: u32,
+    numbers: SequenceNumbers,
     /// Number of operations finished, as far as this rank's part is concerned.
     finished: u32,
     /// Number of operations that every member has finished.
@@ -47,7 +47,7 @@ impl Queue {
         let point_to_point = PointToPoint::new(members.len());
         Self {
             members,
-            begun: 0,
+            numbers: SequenceNumbers::default(),
             finished: 0,
             finished_by_all: 0,
             tasks: VecDeque::new(),
@@ -63,7 +63,7 @@ impl Queue {
             _ => {}
         }
         let slots = if self.is_small(task) { SMALL_SLOTS } else { RING };
-        let goal = self.begun.wrapping_add(1).wrapping_sub(slots);
+        let goal = self.begun().wrapping_add(1).wrapping_sub(slots);
         if !has_reached(self.finished_by_all, goal) {
             self.look_who_has_finished();
         }
@@ -72,12 +72,12 @@ impl Queue {
 
     /// Returns the sequence number of an operation if it started now.
     pub(crate) fn next(&self, task: &Task) -> u32 {
-        self.point_to_point.next(task).unwrap_or(self.begun)
+        self.numbers.next(Lane::of(&task.flow))
     }
 
     /// Starts an operation. [`Queue::has_room`] must be true for it.
     pub(crate) fn begin(&mut self, task: Task, recorded: u64, ticket: Arc<Ticket>) {
-        let sequence = self.next(&task);
+        let sequence = self.numbers.start(Lane::of(&task.flow));
         let running = Running { task, sequence, step: Step::Meet, window: 0, recorded, ticket };
         if matches!(running.task.flow, Flow::Send { .. } | Flow::Receive { .. }) {
             return self.point_to_point.begin(running);
@@ -105,8 +105,7 @@ impl Queue {
                 word.store(*bytes as u64, Ordering::Relaxed);
             }
         }
-        self.begun = sequence.wrapping_add(1);
-        self.members.publish(Counter::Arrived, self.begun);
+        self.members.publish(Counter::Arrived, self.begun());
         self.tasks.push_back(running);
     }
 
@@ -161,7 +160,7 @@ impl Queue {
 
     /// Returns the number of collectives started.
     pub(crate) fn begun(&self) -> u32 {
-        self.begun
+        self.numbers.next(Lane::Collective)
     }
 
     /// Returns true if no operation is in flight.

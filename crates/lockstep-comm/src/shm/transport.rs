@@ -14,9 +14,10 @@ use lockstep_tensor::{Arena, SharedHeap, Workers};
 
 use super::{heartbeat::Heartbeat, layout::Status, members::Members, queue::Queue, segments::Segments};
 use crate::{
-    Call, CommError, Deadline, LossCause, OperationContext,
+    CommError, Deadline, LossCause, OperationContext,
     memory::Lent,
-    record::{self, Recorded},
+    record::Recorded,
+    recorder::Recorder,
     task::Task,
     transport::{self, Ticket, Transport},
 };
@@ -36,12 +37,12 @@ pub(crate) struct ShmTransport {
     heartbeat: Option<Heartbeat>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
     /// Queues by index of the partition; `None` where this rank is in no group of it.
     queues: Vec<Option<Queue>>,
     workers: Option<Workers>,
-    recorded: u64,
+    recorder: Recorder,
 }
 
 /// Number of polls before a waiting rank sleeps.
@@ -77,10 +78,11 @@ impl ShmTransport {
         let heartbeat =
             Heartbeat::start(&segments, rank, silence).map_err(CommError::io("start a thread"))?;
         let spin_limits = SpinLimits::new(segments.ranks(), cores);
-        let machine =
-            Self { segments, rank, heap, spin_limits, state: Mutex::default(), heartbeat: Some(heartbeat) };
-        machine.add_group((0..machine.segments.ranks()).collect());
-        Ok(machine)
+        let recorder = Recorder::new(Some((segments.clone(), rank)));
+        let state = Mutex::new(State { queues: Vec::new(), workers: None, recorder });
+        let own = Self { segments, rank, heap, spin_limits, state, heartbeat: Some(heartbeat) };
+        own.add_group((0..own.segments.ranks()).collect());
+        Ok(own)
     }
 
     fn with_queue<R>(&self, group: usize, ask: impl FnOnce(&Queue) -> R) -> R {
@@ -127,28 +129,13 @@ impl ShmTransport {
             }
             suspect = cause.map(|cause| (rank, cause));
             if deadline.has_passed() {
-                return Err(self.fail(self.timed_out(group, rank, context, deadline)));
+                let name = transport::name(group, &self.members(group));
+                return Err(self.fail(CommError::timed_out(self.rank, rank, deadline, context, name)));
             }
             if suspect.is_none() && spins > 0 {
                 bell.sleep(NAP.min(deadline.remaining()));
             }
         }
-    }
-
-    fn timed_out(
-        &self,
-        group: usize,
-        rank: usize,
-        context: Option<OperationContext>,
-        deadline: Deadline,
-    ) -> CommError {
-        let nothing = || OperationContext {
-            call: Call::bare(crate::Kind::Barrier),
-            sequence: 0,
-            group: transport::name(group, &self.members(group)),
-        };
-        let waited_ms = deadline.limit().as_millis() as u64;
-        CommError::TimedOut { rank, waiting: self.rank, waited_ms, context: context.unwrap_or_else(nothing) }
     }
 
     /// Returns the cause of loss that the rank itself has announced, if any.
@@ -227,16 +214,11 @@ impl Transport for ShmTransport {
         let call = task.call;
         let mut waiting = Some(task);
         let begin = |state: &mut State| {
-            let recorded = state.recorded;
             let queue = state.queue_mut(group);
             let task = waiting.take_if(|task| queue.has_room(task))?;
-            let sequence = queue.next(&task);
-            let memory = self.segments.memory(self.rank);
-            let record = self.segments.layout.record(memory, recorded as usize);
-            record::write(record, recorded, call, queue.members.name(), sequence, caller);
-            queue.begin(task, recorded, Arc::clone(&ticket));
-            state.recorded = recorded + 1;
-            self.segments.header(self.rank).recorded.store(state.recorded, Ordering::Release);
+            let (name, sequence) = (queue.members.name(), queue.next(&task));
+            let recorded = state.recorder.write(call, name, sequence, caller);
+            state.queue_mut(group).begin(task, recorded, Arc::clone(&ticket));
             Some(())
         };
         let late = |state: &State| {

@@ -9,12 +9,11 @@ use std::{
     io::{self, ErrorKind, Read, Write},
     net::{IpAddr, TcpListener, TcpStream},
     os::fd::{AsFd, OwnedFd},
-    sync::{Arc, mpsc},
-    thread,
+    sync::mpsc,
     time::{Duration, Instant},
 };
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use snow::TransportState;
 
 use super::{
@@ -22,7 +21,7 @@ use super::{
     rejections::Rejections,
     secret::Secret,
 };
-use crate::Deadline;
+use crate::{Deadline, stoppable_thread::StoppableThread};
 
 /// Number of connections without a valid greeting that are held beyond the expected ones.
 const SPARE: usize = 256;
@@ -51,8 +50,7 @@ pub(crate) struct AcceptedConnection {
 #[derive(Debug)]
 pub(crate) struct Acceptor {
     clients: mpsc::Receiver<AcceptedConnection>,
-    stop: Arc<OwnedFd>,
-    thread: Option<thread::JoinHandle<()>>,
+    _thread: StoppableThread,
     rejections: Rejections,
 }
 
@@ -70,7 +68,6 @@ impl Acceptor {
     ) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         widen(&listener)?;
-        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let (sender, clients) = mpsc::channel();
         let pending = PendingConnections {
             listener,
@@ -82,10 +79,8 @@ impl Acceptor {
             sender,
             held: Vec::new(),
         };
-        let stopped = Arc::clone(&stop);
-        let watch = move || pending.watch(&stopped);
-        let thread = thread::Builder::new().name("lockstep-acceptor".to_owned()).spawn(watch)?;
-        Ok(Self { clients, stop, thread: Some(thread), rejections })
+        let _thread = StoppableThread::spawn("lockstep-acceptor", move |stop| pending.run(stop))?;
+        Ok(Self { clients, _thread, rejections })
     }
 
     /// Returns the next accepted client; `None` if there is none before the deadline.
@@ -96,16 +91,6 @@ impl Acceptor {
     /// Returns the statistics of rejected connections.
     pub(crate) fn rejections(&self) -> &Rejections {
         &self.rejections
-    }
-}
-
-impl Drop for Acceptor {
-    fn drop(&mut self) {
-        // A write fails only if the event counter is at its limit, where it reads as set too.
-        let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
     }
 }
 
@@ -145,24 +130,24 @@ impl PendingConnection {
 
 /// Outcome of serving a held connection.
 enum Outcome {
-    Stays,
-    Enters(Hello, Box<TransportState>),
-    Goes(Option<Refusal>),
+    Pending,
+    Accepted(Hello, Box<TransportState>),
+    Closed(Option<Refusal>),
 }
 
 impl PendingConnections {
     /// Serves connections until `stop` is set.
-    fn watch(mut self, stop: &OwnedFd) {
+    fn run(mut self, stop: &OwnedFd) {
         let mut pause = false;
         loop {
             let ready = self.sleep(stop, pause);
             let Some((has_news, ready)) = ready else { break };
             pause = has_news && self.accept();
-            self.look(&ready);
+            self.serve_ready(&ready);
             self.expire();
-            self.rejections.tell(false);
+            self.rejections.report(false);
         }
-        self.rejections.tell(true);
+        self.rejections.report(true);
     }
 
     /// Sleeps until an event. Returns whether there are new connections, and which held ones to serve; `None` if `stop` is set.
@@ -203,7 +188,7 @@ impl PendingConnections {
             let (address, until) = (address.ip().to_canonical(), Instant::now() + HANDSHAKE_LIMIT);
             let (handshake, is_refused) = (ServerHandshake::default(), false);
             self.held.push(PendingConnection { stream, address, until, handshake, is_refused });
-            self.look_at(self.held.len() - 1);
+            self.serve_one(self.held.len() - 1);
             self.make_room(address);
         }
         false
@@ -230,18 +215,18 @@ impl PendingConnections {
     }
 
     /// Serves the held connections that have received bytes: `ready` has one entry for each of the first ones.
-    fn look(&mut self, ready: &[bool]) {
+    fn serve_ready(&mut self, ready: &[bool]) {
         // Connections accepted since come after them, unless some were dropped; serving another connection is harmless.
         for index in (0..self.held.len().min(ready.len())).rev().filter(|index| ready[*index]) {
-            self.look_at(index);
+            self.serve_one(index);
         }
     }
 
-    fn look_at(&mut self, index: usize) {
-        match self.serve(index) {
-            Outcome::Stays => {}
-            Outcome::Goes(refusal) => self.close(index, refusal),
-            Outcome::Enters(hello, keys) => {
+    fn serve_one(&mut self, index: usize) {
+        match self.advance(index) {
+            Outcome::Pending => {}
+            Outcome::Closed(refusal) => self.close(index, refusal),
+            Outcome::Accepted(hello, keys) => {
                 let PendingConnection { stream, address, .. } = self.held.remove(index);
                 if stream.set_nonblocking(false).is_ok() {
                     // The receiver may be gone.
@@ -252,7 +237,7 @@ impl PendingConnections {
     }
 
     /// Reads what a connection has sent, and answers.
-    fn serve(&mut self, index: usize) -> Outcome {
+    fn advance(&mut self, index: usize) -> Outcome {
         let Self { held, secret, own, .. } = self;
         let PendingConnection { stream, handshake, is_refused, address, .. } = &mut held[index];
         let mut waste = [0; 512];
@@ -260,10 +245,10 @@ impl PendingConnections {
         for _ in 0..4 {
             let room = if *is_refused { &mut waste[..] } else { handshake.room() };
             let count = match stream.read(room) {
-                Ok(0) => return Outcome::Goes((!*is_refused).then_some(Refusal::HungUp)),
+                Ok(0) => return Outcome::Closed((!*is_refused).then_some(Refusal::HungUp)),
                 Ok(count) => count,
-                Err(error) if is_passing(error.kind()) => return Outcome::Stays,
-                Err(_) => return Outcome::Goes((!*is_refused).then_some(Refusal::HungUp)),
+                Err(error) if is_passing(error.kind()) => return Outcome::Pending,
+                Err(_) => return Outcome::Closed((!*is_refused).then_some(Refusal::HungUp)),
             };
             if *is_refused {
                 continue;
@@ -273,23 +258,23 @@ impl PendingConnections {
             match handshake.take(count, secret, own) {
                 Step::Wait => {}
                 Step::Answer(answer) if send(&answer) => {}
-                Step::Answer(_) => return Outcome::Goes(Some(Refusal::HungUp)),
+                Step::Answer(_) => return Outcome::Closed(Some(Refusal::HungUp)),
                 Step::Welcome(welcome, hello, keys) if send(&welcome[..PROOF_BYTES]) => {
-                    return Outcome::Enters(hello, keys);
+                    return Outcome::Accepted(hello, keys);
                 }
-                Step::Welcome(..) => return Outcome::Goes(Some(Refusal::HungUp)),
-                Step::Refuse(None, refusal) => return Outcome::Goes(Some(refusal)),
+                Step::Welcome(..) => return Outcome::Closed(Some(Refusal::HungUp)),
+                Step::Refuse(None, refusal) => return Outcome::Closed(Some(refusal)),
                 Step::Refuse(Some(answer), refusal) => {
                     send(&answer);
                     let _ = stream.shutdown(std::net::Shutdown::Write);
                     *is_refused = true;
                     tracing::debug!(%address, %refusal, "turned away");
                     self.rejections.add(*address, refusal);
-                    return Outcome::Stays;
+                    return Outcome::Pending;
                 }
             }
         }
-        Outcome::Stays
+        Outcome::Pending
     }
 
     /// Closes connections whose handshake takes too long.

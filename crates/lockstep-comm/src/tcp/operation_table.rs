@@ -18,7 +18,8 @@ use crate::{
     Call, CommError, MAX_PARTITIONS, Malformed, OperationContext,
     error::ERROR_WORDS,
     recorder::Recorder,
-    task::{Flow, Task},
+    sequence::{Lane, SequenceNumbers},
+    task::Task,
     transport::{self, Ticket},
 };
 
@@ -57,49 +58,24 @@ pub(crate) enum RankMessage {
 #[derive(Debug)]
 pub(crate) struct Operations {
     pub(crate) members: Members,
-    pub(crate) begun: u32,
-    /// Numbers of messages started to and from members, for those with any.
-    messages: HashMap<usize, MessageCounts>,
+    pub(crate) numbers: SequenceNumbers,
     running: Vec<Running>,
-}
-
-#[derive(Debug, Clone, Copy, Default)]
-struct MessageCounts {
-    sent: u32,
-    received: u32,
 }
 
 impl Operations {
     fn new(index: usize, ranks: Vec<usize>, own: usize) -> Self {
         let name = transport::name(index, &ranks);
-        Self {
-            members: Members { name, ranks, own },
-            begun: 0,
-            messages: HashMap::new(),
-            running: Vec::new(),
-        }
-    }
-
-    /// Returns the sequence number of an operation if it started now.
-    pub(crate) fn next(&self, (channel, peer): (Channel, Option<usize>)) -> u32 {
-        match (channel, peer) {
-            (Channel::Send, Some(to)) => self.messages(to).sent,
-            (Channel::Receive, Some(from)) => self.messages(from).received,
-            _ => self.begun,
-        }
-    }
-
-    fn messages(&self, member: usize) -> MessageCounts {
-        self.messages.get(&member).copied().unwrap_or_default()
+        let (numbers, running) = (SequenceNumbers::default(), Vec::new());
+        Self { members: Members { name, ranks, own }, numbers, running }
     }
 
     /// Returns the operations in flight between the same ranks, oldest first.
-    fn on(&self, (channel, peer): (Channel, Option<usize>)) -> impl Iterator<Item = &Running> {
-        self.running.iter().filter(move |running| running.key.channel == channel && running.peer == peer)
+    fn on(&self, lane: Lane) -> impl Iterator<Item = &Running> {
+        self.running.iter().filter(move |running| Lane::of(&running.task.flow) == lane)
     }
 
     /// Returns the rank for which the oldest operation between the same ranks waits; that operation delays the start of further ones.
-    pub(crate) fn oldest(&self, lane: (Channel, Option<usize>)) -> Option<usize> {
+    pub(crate) fn oldest(&self, lane: Lane) -> Option<usize> {
         self.on(lane).next().map(|running| running.waits_for(&self.members).0)
     }
 
@@ -110,12 +86,12 @@ impl Operations {
     }
 }
 
-/// Returns the channel of an operation, and the peer of a send or receive, as a rank of the group.
-pub(crate) fn lane_of(task: &Task) -> (Channel, Option<usize>) {
-    match task.flow {
-        Flow::Send { to } => (Channel::Send, Some(to)),
-        Flow::Receive { from } => (Channel::Receive, Some(from)),
-        _ => (Channel::Collective, None),
+/// Returns the channel of a lane, as its operations are announced.
+fn channel_of(lane: Lane) -> Channel {
+    match lane {
+        Lane::Collective => Channel::Collective,
+        Lane::Send(_) => Channel::Send,
+        Lane::Receive(_) => Channel::Receive,
     }
 }
 
@@ -148,8 +124,9 @@ impl OperationTable {
 
     /// Returns true if an operation may start.
     pub(crate) fn has_room(&self, group: usize, task: &Task) -> bool {
-        let lane = lane_of(task);
-        self.group(group).on(lane).count() < if lane.0 == Channel::Send { SMALL_AHEAD } else { RING }
+        let lane = Lane::of(&task.flow);
+        let most = if matches!(lane, Lane::Send(_)) { SMALL_AHEAD } else { RING };
+        self.group(group).on(lane).count() < most
     }
 
     /// Starts an operation: announces it to the other ranks, and takes their announcements that have arrived.
@@ -161,14 +138,9 @@ impl OperationTable {
         caller: &std::panic::Location<'_>,
     ) {
         let operations = self.groups[group].as_mut().expect("a group's handle is only given to its members");
-        let (channel, peer) = lane_of(&task);
-        let sequence = operations.next((channel, peer));
+        let lane = Lane::of(&task.flow);
+        let (channel, peer, sequence) = (channel_of(lane), lane.peer(), operations.numbers.start(lane));
         let key = Key { group: group as u32, channel, sequence };
-        match (channel, peer) {
-            (Channel::Send, Some(to)) => operations.messages.entry(to).or_default().sent += 1,
-            (Channel::Receive, Some(from)) => operations.messages.entry(from).or_default().received += 1,
-            _ => operations.begun += 1,
-        }
         let members = &operations.members;
         let recorded = self.recorder.write(task.call, members.name, sequence, caller);
         let mut running = Running::new(key, peer, task, ticket, recorded, members.len());
@@ -254,7 +226,11 @@ impl OperationTable {
         };
         let Some(operations) = group else { return false };
         let Some(member) = operations.members.index_of(from) else { return false };
-        let next = operations.next((key.channel.turned(), Some(member)));
+        let next = operations.numbers.next(match key.channel {
+            Channel::Collective => Lane::Collective,
+            Channel::Send => Lane::Receive(member),
+            Channel::Receive => Lane::Send(member),
+        });
         (key.sequence.wrapping_sub(next) as usize) < MAX_ANNOUNCEMENTS
     }
 

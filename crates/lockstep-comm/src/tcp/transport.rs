@@ -27,14 +27,15 @@ use super::{
     hierarchical::UniformNodes,
     link::{Link, Status},
     mesh::{Arrival, Arrivals, Connections, Mesh},
-    operation_table::{OperationTable, lane_of},
+    operation_table::OperationTable,
     state::{BEATS, State},
 };
 use crate::{
-    Call, CommError, Deadline, LossCause, OperationContext,
+    CommError, Deadline, LossCause, OperationContext,
     memory::Lent,
     record::Recorded,
     recorder::Recorder,
+    sequence::Lane,
     shm,
     task::Task,
     transport::{Ticket, Transport, name},
@@ -162,17 +163,8 @@ impl TcpTransport {
                     CommError::PeerLost { rank, cause: LossCause::Unreachable, context }
                 }
                 None if deadline.has_passed() => {
-                    let nothing = || OperationContext {
-                        call: Call::bare(crate::Kind::Barrier),
-                        sequence: 0,
-                        group: name(group, &state.table.group(group).members.ranks),
-                    };
-                    CommError::TimedOut {
-                        rank,
-                        waiting: self.rank,
-                        waited_ms: deadline.limit().as_millis() as u64,
-                        context: context.unwrap_or_else(nothing),
-                    }
+                    let group = name(group, &state.table.group(group).members.ranks);
+                    CommError::timed_out(self.rank, rank, deadline, context, group)
                 }
                 None => {
                     let nap = NAP.min(deadline.remaining());
@@ -214,7 +206,7 @@ impl Transport for TcpTransport {
         caller: &Location<'_>,
     ) -> Result<Arc<Ticket>, CommError> {
         let ticket = Ticket::new(memory);
-        let (call, lane) = (task.call, lane_of(&task));
+        let (call, lane) = (task.call, Lane::of(&task.flow));
         let mut waiting = Some(task);
         let begin = |state: &mut State| {
             let task = waiting.take_if(|task| state.table.has_room(group, task))?;
@@ -224,7 +216,7 @@ impl Transport for TcpTransport {
         };
         let late = |state: &State| {
             let operations = state.table.group(group);
-            let (sequence, group) = (operations.next(lane), operations.members.name);
+            let (sequence, group) = (operations.numbers.next(lane), operations.members.name);
             Some((operations.oldest(lane)?, OperationContext { call, sequence, group }))
         };
         self.drive(group, deadline, begin, late)?;
@@ -233,7 +225,7 @@ impl Transport for TcpTransport {
     }
 
     fn begun(&self, group: usize) -> u32 {
-        self.shared.lock().table.group(group).begun
+        self.shared.lock().table.group(group).numbers.next(Lane::Collective)
     }
 
     fn wait(&self, group: usize, ticket: &Arc<Ticket>, deadline: Deadline) -> Result<(), CommError> {

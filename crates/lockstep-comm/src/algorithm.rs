@@ -2,7 +2,7 @@
 
 use std::{fmt, ops::Range};
 
-use crate::{Call, Kind, blocks::Blocks};
+use crate::blocks::Blocks;
 
 /// All-reduce algorithm between ranks that do not share memory. Only [`Algorithm::Tree`] keeps the order of additions of all
 /// other transports and group sizes. The others give every rank the same bits, but different bits from the tree's. The plan
@@ -39,15 +39,14 @@ impl Algorithm {
         matches!(self, Self::Tree)
     }
 
-    /// Returns the algorithm's code for [`Call::detail`], so that ranks with different plans detect the mismatch.
+    /// Returns the algorithm's code for a call's `detail`, so that ranks with different plans detect the mismatch.
     pub(crate) fn detail(self) -> u64 {
         Self::ALL.iter().position(|algorithm| *algorithm == self).unwrap_or(0) as u64
     }
 
-    /// Returns the algorithm that `call` names; `None` if it is not an all-reduce.
-    pub(crate) fn of(call: &Call) -> Option<Self> {
-        let is_all_reduce = call.kind == Kind::AllReduce;
-        Self::ALL.get(usize::try_from(call.detail).ok()?).copied().filter(|_| is_all_reduce)
+    /// Returns the algorithm with this code; `None` if there is none.
+    pub(crate) fn from_detail(detail: u64) -> Option<Self> {
+        Self::ALL.get(usize::try_from(detail).ok()?).copied()
     }
 
     /// Returns the steps of `rank` of `ranks` for an all-reduce of `elements`; empty for the tree, which needs no steps.

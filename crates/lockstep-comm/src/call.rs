@@ -95,6 +95,11 @@ impl Call {
         Self { kind, number: NumberType::U8, op: None, root: None, elements: 0, detail: 0 }
     }
 
+    /// Returns the algorithm of an all-reduce; `None` for other operations.
+    pub(crate) fn algorithm(&self) -> Option<Algorithm> {
+        if self.kind == Kind::AllReduce { Algorithm::from_detail(self.detail) } else { None }
+    }
+
     /// Encodes the call losslessly in three words.
     pub fn to_words(self) -> [u64; 3] {
         let position = |found: Option<usize>| found.map_or(0, |position| position as u64 + 1);
@@ -139,7 +144,7 @@ impl fmt::Display for Call {
             (_, Some(root)) => write!(f, " to rank {root}")?,
             _ => {}
         }
-        match Algorithm::of(self) {
+        match self.algorithm() {
             Some(algorithm) if self.detail != 0 => write!(f, " by {algorithm}"),
             None if self.detail != 0 => write!(f, " in parts #{:04x}", self.detail as u16),
             _ => Ok(()),

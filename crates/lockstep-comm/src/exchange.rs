@@ -52,6 +52,15 @@ pub enum Matrix {
         /// Number of ranks.
         ranks: usize,
     },
+    /// Uneven blocks as one rank of a large group knows them: those that it sends and those that it receives.
+    Own {
+        /// Rank that knows them.
+        rank: usize,
+        /// Blocks that it sends, in bytes.
+        sends: Blocks,
+        /// Blocks that it receives, in bytes.
+        receives: Blocks,
+    },
 }
 
 /// A copy: bytes that one rank pulls from the stream of another.
@@ -66,6 +75,13 @@ pub struct Piece {
 }
 
 impl Exchange {
+    /// Returns an all-to-all with uneven blocks as rank `rank` knows it, which sends and receives blocks of these lengths in bytes.
+    pub fn of_own_blocks(rank: usize, sends: &[usize], receives: &[usize]) -> Self {
+        let blocks =
+            |lengths| Blocks::of_lengths(lengths).expect("the lengths are those of buffers in memory");
+        Self::AllToAll(Matrix::Own { rank, sends: blocks(sends), receives: blocks(receives) })
+    }
+
     /// Returns the length in bytes of the stream that `rank` offers.
     pub(crate) fn stream(&self, rank: usize) -> usize {
         match self {
@@ -85,7 +101,17 @@ impl Exchange {
                     0
                 }
             }
-            Self::AllToAll(matrix) => matrix.row(rank).sum(),
+            Self::AllToAll(Matrix::Even { bytes, ranks }) => bytes * ranks,
+            Self::AllToAll(Matrix::Uneven { sends, ranks }) => {
+                sends[rank * ranks..(rank + 1) * ranks].iter().sum()
+            }
+            Self::AllToAll(Matrix::Own { rank: own, sends, .. }) => {
+                if rank == *own {
+                    sends.total()
+                } else {
+                    0
+                }
+            }
         }
     }
 
@@ -106,28 +132,22 @@ impl Exchange {
                 let range = blocks.range(rank);
                 Piece { from: range.start, to: 0, bytes: range.len() }
             }
-            Self::AllToAll(matrix) => Piece {
-                from: matrix.row(from).take(rank).sum(),
-                to: (0..from).map(|sender| matrix.bytes(sender, rank)).sum(),
-                bytes: matrix.bytes(from, rank),
+            Self::AllToAll(Matrix::Even { bytes, .. }) => {
+                Piece { from: rank * bytes, to: from * bytes, bytes: *bytes }
+            }
+            Self::AllToAll(Matrix::Uneven { sends, ranks }) => Piece {
+                from: sends[from * ranks..from * ranks + rank].iter().sum(),
+                to: (0..from).map(|sender| sends[sender * ranks + rank]).sum(),
+                bytes: sends[from * ranks + rank],
             },
+            // The offsets in the streams and targets of other ranks are not known, nor needed.
+            Self::AllToAll(Matrix::Own { rank: own, sends, receives }) => {
+                let to = if rank == *own { receives.range(from) } else { 0..0 };
+                let source = if from == *own { sends.range(rank) } else { 0..to.len() };
+                Piece { from: source.start, to: to.start, bytes: source.len() }
+            }
             _ => none,
         }
-    }
-}
-
-impl Matrix {
-    /// Returns the number of bytes that `from` sends to `to`.
-    pub(crate) fn bytes(&self, from: usize, to: usize) -> usize {
-        match self {
-            Self::Even { bytes, .. } => *bytes,
-            Self::Uneven { sends, ranks } => sends[from * ranks + to],
-        }
-    }
-
-    fn row(&self, from: usize) -> impl Iterator<Item = usize> {
-        let (Self::Even { ranks, .. } | Self::Uneven { ranks, .. }) = self;
-        (0..*ranks).map(move |to| self.bytes(from, to))
     }
 }
 

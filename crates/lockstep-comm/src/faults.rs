@@ -18,8 +18,8 @@ use crate::{
     CommError, Deadline, Group, Kind, Lent, NumberType,
     blocks::Blocks,
     exchange::{Exchange, Matrix},
-    memory::Stretch,
-    recorder::Recorded,
+    memory::MemoryRange,
+    record::Recorded,
     task::{Flow, Receiver, Task},
     transport::{Ticket, Transport},
 };
@@ -159,7 +159,7 @@ struct FaultyTransport {
 struct Spoiler {
     input: Input,
     damage: Damage,
-    target: Stretch,
+    target: MemoryRange,
     /// Byte ranges of the target that other ranks contribute to.
     others: Vec<Range<usize>>,
     /// Bytes that the local contribution would put there; as long as the target, or empty.
@@ -225,9 +225,9 @@ impl Spoiler {
     }
 }
 
-fn read(stretch: &Stretch) -> Vec<u8> {
+fn read(range: &MemoryRange) -> Vec<u8> {
     // SAFETY: an operation's memory belongs to the caller before it begins and after it completes; no other code writes to it.
-    unsafe { std::slice::from_raw_parts(stretch.pointer, stretch.bytes()) }.to_vec()
+    unsafe { std::slice::from_raw_parts(range.pointer, range.bytes()) }.to_vec()
 }
 
 impl Transport for FaultyTransport {

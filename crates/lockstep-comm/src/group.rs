@@ -10,11 +10,11 @@ use lockstep_plan::MemoryCategory;
 use lockstep_tensor::{Arena, Workers};
 
 use crate::{
-    Algorithm, Call, Collective, CommError, Deadline, GroupName, Kind, Lent, MAX_PARTITIONS, Occasion,
-    Problem, ReduceOp, Source, Target, call,
-    memory::Stretch,
+    Algorithm, Call, Collective, CommError, Deadline, GroupName, Kind, Lent, MAX_PARTITIONS,
+    OperationContext, Problem, ReduceOp, Source, Target, call,
+    memory::MemoryRange,
     meter::Meter,
-    recorder::Recorded,
+    record::Recorded,
     task::{Flow, Task},
     transport::{self, Ticket, Transport},
 };
@@ -118,7 +118,7 @@ impl Group {
             return Err(self.misuse(0, call, Problem::TooManyGroups));
         }
         // All ranks agree on the groups before any rank uses them.
-        let task = Task { call, flow: Flow::Barrier, source: Stretch::EMPTY, target: Stretch::EMPTY };
+        let task = Task { call, flow: Flow::Barrier, source: MemoryRange::EMPTY, target: MemoryRange::EMPTY };
         let ticket = self.transport.begin(0, task, Vec::new(), deadline, Location::caller())?;
         self.transport.wait(0, &ticket, deadline)?;
         let own = groups.iter().find(|group| group.contains(&self.transport.rank())).cloned();
@@ -177,7 +177,7 @@ impl Group {
 
     fn task<I, O>(&self, collective: &Collective<I, O>) -> Result<Task, CommError>
     where
-        for<'a> Stretch: From<&'a I> + From<&'a O>,
+        for<'a> MemoryRange: From<&'a I> + From<&'a O>,
     {
         let mut task = Task::new(collective, self.rank, self.size)
             .map_err(|(call, problem)| self.misuse(self.index, call, problem))?;
@@ -190,8 +190,8 @@ impl Group {
     /// Ends the run because of an invalid call.
     fn misuse(&self, group: usize, call: Call, problem: Problem) -> CommError {
         let name = transport::name(group, &self.transport.members(group));
-        let occasion = Occasion { call, sequence: self.transport.begun(group), group: name };
-        self.transport.fail(CommError::Misuse { rank: self.transport.rank(), problem, occasion })
+        let context = OperationContext { call, sequence: self.transport.begun(group), group: name };
+        self.transport.fail(CommError::Misuse { rank: self.transport.rank(), problem, context })
     }
 
     /// Advances started operations of all groups as far as they go without waiting.

@@ -21,40 +21,42 @@ mod exchange;
 #[cfg(any(test, feature = "faults"))]
 pub mod faults;
 mod group;
+mod join_problem;
+mod limits;
+mod loss;
 mod memory;
 mod meter;
 mod number;
 mod placement;
+mod record;
 mod recorder;
 mod reduce;
+mod sequence;
 mod shm;
+mod stoppable_thread;
 mod task;
 mod tcp;
 pub mod transport;
-mod way;
+mod transport_kind;
 mod world;
 
 pub use algorithm::Algorithm;
 pub use call::{Call, Kind};
 pub use deadline::Deadline;
-pub use error::{CommError, GroupName, JoinProblem, LossCause, Occasion, Problem};
+pub use error::{CommError, GroupName, OperationContext, Problem};
 pub use group::{Group, Pending};
+pub use join_problem::JoinProblem;
+pub use limits::{MAX_PARTITIONS, MAX_RANKS, MAX_WORLD};
+pub use loss::{LossCause, Malformed};
 pub use memory::{Lent, Source, Target};
 pub use meter::{Meter, Metered};
 pub use number::{Number, NumberType, ReduceOp};
 pub use placement::{Leader, Placement};
-pub use recorder::{Recorded, now_us};
+pub use record::{Recorded, now_us};
 pub use task::Collective;
 pub use tcp::{
-    DEFAULT_PORT, Malformed, Meeting, NodeCard, NodesMet, PairingCode, Secret, SecretInMemory, TcpOptions,
-    TurnedAway, join_by_address, join_with, meet_nodes, read_frames, sample_frames, seal_frames,
+    DEFAULT_PORT, JoinedNodes, NodeInfo, PairingCode, Rejections, RendezvousEndpoint, Secret, SecretInMemory,
+    TcpOptions, join_by_address, join_nodes, join_with, read_frames, sample_frames, seal_frames,
 };
-pub use way::Way;
+pub use transport_kind::TransportKind;
 pub use world::{Entered, SOCKET_VARIABLE, World, WorldOptions, enter, inherited, inherited_socket, join};
-
-/// Maximum number of ranks on one machine.
-pub const MAX_RANKS: usize = 64;
-/// Maximum number of ranks in a world.
-pub const MAX_WORLD: usize = 256;
-/// Maximum number of partitions of a world, including the one that holds all ranks in one group.
-pub const MAX_PARTITIONS: usize = 64;

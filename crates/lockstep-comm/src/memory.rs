@@ -102,7 +102,7 @@ impl Lent {
 
 /// Address range of memory, without a lifetime. Its creator guarantees that the memory outlives its use.
 #[derive(Debug, Clone, Copy)]
-pub struct Stretch {
+pub struct MemoryRange {
     /// Address of the first element.
     pub pointer: *mut u8,
     /// Type of the elements.
@@ -111,10 +111,10 @@ pub struct Stretch {
     pub elements: usize,
 }
 
-// SAFETY: a `Stretch` is only an address; the code that accesses the memory guarantees exclusive or shared access.
-unsafe impl Send for Stretch {}
+// SAFETY: a `MemoryRange` is only an address; the code that accesses the memory guarantees exclusive or shared access.
+unsafe impl Send for MemoryRange {}
 
-impl Stretch {
+impl MemoryRange {
     /// Empty range, valid to pass but not to access.
     pub(crate) const EMPTY: Self =
         Self { pointer: std::ptr::dangling_mut(), number: NumberType::U8, elements: 0 };
@@ -125,7 +125,7 @@ impl Stretch {
     }
 
     /// Returns the `elements` elements from `start` on.
-    pub fn part(&self, start: usize, elements: usize) -> Self {
+    pub fn slice(&self, start: usize, elements: usize) -> Self {
         debug_assert!(start + elements <= self.elements);
         Self { pointer: self.pointer.wrapping_add(start * self.number.size_bytes()), elements, ..*self }
     }
@@ -138,25 +138,25 @@ impl Stretch {
 
     /// Returns true if the two ranges have a byte in common.
     pub fn overlaps(&self, other: &Self) -> bool {
-        let range = |stretch: &Self| stretch.pointer as usize..stretch.pointer as usize + stretch.bytes();
+        let range = |range: &Self| range.pointer as usize..range.pointer as usize + range.bytes();
         let (a, b) = (range(self), range(other));
         a.start.max(b.start) < a.end.min(b.end)
     }
 }
 
-impl From<&Source<'_>> for Stretch {
+impl From<&Source<'_>> for MemoryRange {
     fn from(source: &Source<'_>) -> Self {
         Self { pointer: source.pointer.cast_mut(), number: source.number, elements: source.elements }
     }
 }
 
-impl From<&Target<'_>> for Stretch {
+impl From<&Target<'_>> for MemoryRange {
     fn from(target: &Target<'_>) -> Self {
         Self { pointer: target.pointer, number: target.number, elements: target.elements }
     }
 }
 
-impl From<&Lent> for Stretch {
+impl From<&Lent> for MemoryRange {
     fn from(lent: &Lent) -> Self {
         let elements = lent.loan.len_bytes() / lent.number.size_bytes();
         Self { pointer: lent.loan.as_ptr(), number: lent.number, elements }

@@ -10,6 +10,8 @@
 //! bf16 and f16 are widened to f32 at the leaves and rounded once, at the root. The result therefore has the same bits
 //! whatever the chunking, whichever rank reduces which part, and whatever the transport.
 
+use std::mem::MaybeUninit;
+
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 use lockstep_tensor::CpuLevel;
 
@@ -180,7 +182,7 @@ impl<T: Reducible> Operands<'_, T> {
     #[inline(always)]
     unsafe fn reduce(&self, op: impl Fn(T::Wide, T::Wide) -> T::Wide + Copy) {
         // `partials[l]`, if set, is the result over 2^l ranks that waits for its right neighbour.
-        let mut partials = [[T::Wide::default(); LANES]; LEVELS];
+        let mut partials = [const { MaybeUninit::uninit() }; LEVELS];
         let whole = self.elements / LANES;
         for block in 0..whole {
             // SAFETY: the block is within the operands.
@@ -201,7 +203,7 @@ impl<T: Reducible> Operands<'_, T> {
         at: usize,
         len: usize,
         op: impl Fn(T::Wide, T::Wide) -> T::Wide,
-        partials: &mut [[T::Wide; LANES]; LEVELS],
+        partials: &mut [MaybeUninit<[T::Wide; LANES]>; LEVELS],
     ) {
         let (ranks, mut sum) = (self.sources.len(), [T::Wide::default(); LANES]);
         for rank in 0..ranks {
@@ -212,14 +214,16 @@ impl<T: Reducible> Operands<'_, T> {
             // The last rank combines with all partial results that still wait.
             while subtrees > 0 && (is_last || subtrees % 2 == 1) {
                 if subtrees % 2 == 1 {
-                    for (right, left) in sum.iter_mut().zip(&partials[level]) {
+                    // SAFETY: an odd number of subtrees has a left neighbour at this level, which was stored when it was complete.
+                    let left = unsafe { partials[level].assume_init_ref() };
+                    for (right, left) in sum.iter_mut().zip(left) {
                         *right = op(*left, *right);
                     }
                 }
                 level += 1;
                 subtrees /= 2;
             }
-            partials[level] = sum;
+            partials[level].write(sum);
         }
         let mut stored = [T::zeroed(); LANES];
         T::narrow(&sum, &mut stored);

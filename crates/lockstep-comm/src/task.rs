@@ -1,11 +1,11 @@
 //! One operation of one rank, validated and planned, but not yet bound to a transport.
 
 use crate::{
-    Call, CommError, Kind, Occasion, Problem, ReduceOp,
+    Call, CommError, Kind, OperationContext, Problem, ReduceOp,
     blocks::Blocks,
     call,
     exchange::{Exchange, Matrix},
-    memory::{HandOver, Lent, Stretch},
+    memory::{HandOver, Lent, MemoryRange},
 };
 
 /// An operation of a group on given memory: `I` is the type of its inputs, `O` that of its outputs.
@@ -178,15 +178,15 @@ pub struct Task {
     /// Flow of its data.
     pub flow: Flow,
     /// Memory that other ranks may read.
-    pub source: Stretch,
+    pub source: MemoryRange,
     /// Destination of the result.
-    pub target: Stretch,
+    pub target: MemoryRange,
 }
 
 /// Flow of an operation's data between the ranks of its group.
 #[derive(Debug)]
 pub enum Flow {
-    /// Meeting of all ranks, without data.
+    /// Synchronization of all ranks, without data.
     Barrier,
     /// Reduction of all ranks' sources.
     Reduction {
@@ -241,47 +241,51 @@ impl Task {
         ranks: usize,
     ) -> Result<Self, (Call, Problem)>
     where
-        for<'a> Stretch: From<&'a I> + From<&'a O>,
+        for<'a> MemoryRange: From<&'a I> + From<&'a O>,
     {
         let builder = Builder { rank, ranks };
         match collective {
             Collective::Barrier => {
                 let call = Call::bare(Kind::Barrier);
-                Ok(Self { call, flow: Flow::Barrier, source: Stretch::EMPTY, target: Stretch::EMPTY })
+                Ok(Self { call, flow: Flow::Barrier, source: MemoryRange::EMPTY, target: MemoryRange::EMPTY })
             }
-            Collective::Broadcast { data, root } => builder.broadcast(Stretch::from(data), *root),
-            Collective::Reduce { data, op, root } => builder.reduce(Stretch::from(data), *op, Some(*root)),
-            Collective::AllReduce { data, op } => builder.reduce(Stretch::from(data), *op, None),
+            Collective::Broadcast { data, root } => builder.broadcast(MemoryRange::from(data), *root),
+            Collective::Reduce { data, op, root } => {
+                builder.reduce(MemoryRange::from(data), *op, Some(*root))
+            }
+            Collective::AllReduce { data, op } => builder.reduce(MemoryRange::from(data), *op, None),
             Collective::ReduceScatter { input, output, op, counts } => builder.reduce_scatter(
-                Stretch::from(input),
-                Some(Stretch::from(output)),
+                MemoryRange::from(input),
+                Some(MemoryRange::from(output)),
                 *op,
                 counts.as_deref(),
             ),
             Collective::ReduceScatterInPlace { data, op, counts } => {
-                builder.reduce_scatter(Stretch::from(data), None, *op, counts.as_deref())
+                builder.reduce_scatter(MemoryRange::from(data), None, *op, counts.as_deref())
             }
-            Collective::AllGather { input, output, counts } => {
-                builder.all_gather(Some(Stretch::from(input)), Stretch::from(output), counts.as_deref())
-            }
+            Collective::AllGather { input, output, counts } => builder.all_gather(
+                Some(MemoryRange::from(input)),
+                MemoryRange::from(output),
+                counts.as_deref(),
+            ),
             Collective::AllGatherInPlace { data, counts } => {
-                builder.all_gather(None, Stretch::from(data), counts.as_deref())
+                builder.all_gather(None, MemoryRange::from(data), counts.as_deref())
             }
             Collective::AllToAll { input, output, counts } => {
                 let counts = counts.as_ref().map(|(sends, receives)| (sends.as_slice(), receives.as_slice()));
-                builder.all_to_all(Stretch::from(input), Stretch::from(output), counts)
+                builder.all_to_all(MemoryRange::from(input), MemoryRange::from(output), counts)
             }
             Collective::Scatter { input, output, root, counts } => {
-                let whole = input.as_ref().map(Stretch::from);
-                builder.rooted(Kind::Scatter, whole, Stretch::from(output), *root, counts.as_deref())
+                let whole = input.as_ref().map(MemoryRange::from);
+                builder.rooted(Kind::Scatter, whole, MemoryRange::from(output), *root, counts.as_deref())
             }
             Collective::Gather { input, output, root, counts } => {
-                let whole = output.as_ref().map(Stretch::from);
-                builder.rooted(Kind::Gather, whole, Stretch::from(input), *root, counts.as_deref())
+                let whole = output.as_ref().map(MemoryRange::from);
+                builder.rooted(Kind::Gather, whole, MemoryRange::from(input), *root, counts.as_deref())
             }
-            Collective::Send { input, to } => builder.between(Kind::Send, Stretch::from(input), *to),
+            Collective::Send { input, to } => builder.between(Kind::Send, MemoryRange::from(input), *to),
             Collective::Receive { output, from } => {
-                builder.between(Kind::Receive, Stretch::from(output), *from)
+                builder.between(Kind::Receive, MemoryRange::from(output), *from)
             }
         }
     }
@@ -293,7 +297,7 @@ pub struct Comparison<'a> {
     /// World ranks of the members, in group order.
     pub ranks: &'a [usize],
     /// The operation as this rank called it.
-    pub occasion: Occasion,
+    pub context: OperationContext,
 }
 
 impl Comparison<'_> {
@@ -303,7 +307,7 @@ impl Comparison<'_> {
     /// If they did not; the error is the same on all ranks.
     pub fn of_calls(&self, calls: &[[u64; 3]]) -> Result<(), CommError> {
         let Some((odd, reference)) = call::odd_one_out(calls) else { return Ok(()) };
-        let call = |member: usize| Call::from_words(calls[member]).unwrap_or(self.occasion.call);
+        let call = |member: usize| Call::from_words(calls[member]).unwrap_or(self.context.call);
         Err(self.mismatch(odd, call(odd), reference, call(reference)))
     }
 
@@ -317,17 +321,29 @@ impl Comparison<'_> {
         for sender in 0..ranks {
             for receiver in 0..ranks {
                 let (sent, expected) = (word(sender, receiver), word(receiver, ranks + sender));
-                if sent != expected {
-                    let own = self.occasion.call;
-                    let size = own.number.size_bytes();
-                    let call =
-                        |bytes| Call { elements: bytes / size, root: Some(receiver), detail: 0, ..own };
-                    return Err(self.mismatch(sender, call(sent), receiver, call(expected)));
-                }
+                self.of_lengths((sender, sent), (receiver, expected))?;
             }
         }
         let sends = (0..ranks * ranks).map(|index| word(index / ranks, index % ranks)).collect();
         Ok(Exchange::AllToAll(Matrix::Uneven { sends, ranks }))
+    }
+
+    /// Checks that a member sends as many bytes to another as that one expects of it.
+    ///
+    /// # Errors
+    /// If it does not.
+    pub fn of_lengths(
+        &self,
+        (sender, sent): (usize, usize),
+        (receiver, expected): (usize, usize),
+    ) -> Result<(), CommError> {
+        if sent == expected {
+            return Ok(());
+        }
+        let own = self.context.call;
+        let size = own.number.size_bytes();
+        let call = |bytes| Call { elements: bytes / size, root: Some(receiver), detail: 0, ..own };
+        Err(self.mismatch(sender, call(sent), receiver, call(expected)))
     }
 
     /// Builds the error for member `odd`, which called `found` where `reference` called `expected`.
@@ -336,7 +352,7 @@ impl Comparison<'_> {
             rank: self.ranks[odd],
             found,
             reference: self.ranks[reference],
-            occasion: Occasion { call: expected, ..self.occasion },
+            context: OperationContext { call: expected, ..self.context },
         }
     }
 }
@@ -349,15 +365,16 @@ struct Builder {
 type Built = Result<Task, (Call, Problem)>;
 
 impl Builder {
-    fn broadcast(&self, data: Stretch, root: usize) -> Built {
+    fn broadcast(&self, data: MemoryRange, root: usize) -> Built {
         let call = Call { root: Some(root), ..of(Kind::Broadcast, data) };
         self.check(call, root < self.ranks, Problem::Rank)?;
         let flow = Flow::Exchange(Exchange::Broadcast { root, bytes: data.bytes() });
-        let source = if self.rank == root { data } else { Stretch { number: data.number, ..Stretch::EMPTY } };
+        let source =
+            if self.rank == root { data } else { MemoryRange { number: data.number, ..MemoryRange::EMPTY } };
         Ok(Task { call, flow, source, target: data })
     }
 
-    fn reduce(&self, data: Stretch, op: ReduceOp, root: Option<usize>) -> Built {
+    fn reduce(&self, data: MemoryRange, op: ReduceOp, root: Option<usize>) -> Built {
         let kind = if root.is_some() { Kind::Reduce } else { Kind::AllReduce };
         let call = Call { op: Some(op), root, ..of(kind, data) };
         self.check(call, root.is_none_or(|root| root < self.ranks), Problem::Rank)?;
@@ -368,15 +385,15 @@ impl Builder {
 
     fn reduce_scatter(
         &self,
-        data: Stretch,
-        output: Option<Stretch>,
+        data: MemoryRange,
+        output: Option<MemoryRange>,
         op: ReduceOp,
         counts: Option<&[usize]>,
     ) -> Built {
         let call = Call { op: Some(op), detail: detail(counts), ..of(Kind::ReduceScatter, data) };
         let blocks = self.blocks(call, data.elements, counts)?;
         let own = blocks.range(self.rank);
-        let target = output.unwrap_or_else(|| data.part(own.start, own.len()));
+        let target = output.unwrap_or_else(|| data.slice(own.start, own.len()));
         self.check(call, target.number == data.number, Problem::Types)?;
         self.check(call, target.elements == own.len(), Problem::Length)?;
         self.check(call, output.is_none() || !target.overlaps(&data), Problem::Overlap)?;
@@ -384,11 +401,11 @@ impl Builder {
         Ok(Task { call, flow, source: data, target })
     }
 
-    fn all_gather(&self, input: Option<Stretch>, data: Stretch, counts: Option<&[usize]>) -> Built {
+    fn all_gather(&self, input: Option<MemoryRange>, data: MemoryRange, counts: Option<&[usize]>) -> Built {
         let call = Call { detail: detail(counts), ..of(Kind::AllGather, data) };
         let blocks = self.blocks(call, data.elements, counts)?;
         let own = blocks.range(self.rank);
-        let source = input.unwrap_or_else(|| data.part(own.start, own.len()));
+        let source = input.unwrap_or_else(|| data.slice(own.start, own.len()));
         self.check(call, source.number == data.number, Problem::Types)?;
         self.check(call, source.elements == own.len(), Problem::Length)?;
         self.check(call, input.is_none() || !source.overlaps(&data), Problem::Overlap)?;
@@ -396,7 +413,12 @@ impl Builder {
         Ok(Task { call, flow, source, target: data })
     }
 
-    fn all_to_all(&self, input: Stretch, output: Stretch, counts: Option<(&[usize], &[usize])>) -> Built {
+    fn all_to_all(
+        &self,
+        input: MemoryRange,
+        output: MemoryRange,
+        counts: Option<(&[usize], &[usize])>,
+    ) -> Built {
         let (ranks, size) = (self.ranks, input.number.size_bytes());
         // Lengths of uneven blocks differ from rank to rank; they are compared pair by pair.
         let elements = if counts.is_some() { 0 } else { input.elements };
@@ -423,8 +445,8 @@ impl Builder {
     fn rooted(
         &self,
         kind: Kind,
-        whole: Option<Stretch>,
-        own: Stretch,
+        whole: Option<MemoryRange>,
+        own: MemoryRange,
         root: usize,
         counts: Option<&[usize]>,
     ) -> Built {
@@ -445,7 +467,7 @@ impl Builder {
             self.check(call, !whole.overlaps(&own), Problem::Overlap)?;
         }
         let blocks = blocks.scaled(own.number.size_bytes());
-        let whole = whole.unwrap_or(Stretch { number: own.number, ..Stretch::EMPTY });
+        let whole = whole.unwrap_or(MemoryRange { number: own.number, ..MemoryRange::EMPTY });
         Ok(if kind == Kind::Scatter {
             Task {
                 call,
@@ -458,14 +480,14 @@ impl Builder {
         })
     }
 
-    fn between(&self, kind: Kind, data: Stretch, peer: usize) -> Built {
+    fn between(&self, kind: Kind, data: MemoryRange, peer: usize) -> Built {
         let call = Call { root: Some(peer), ..of(kind, data) };
         self.check(call, peer < self.ranks, Problem::Rank)?;
         self.check(call, peer != self.rank, Problem::Itself)?;
         Ok(if kind == Kind::Send {
-            Task { call, flow: Flow::Send { to: peer }, source: data, target: Stretch::EMPTY }
+            Task { call, flow: Flow::Send { to: peer }, source: data, target: MemoryRange::EMPTY }
         } else {
-            Task { call, flow: Flow::Receive { from: peer }, source: Stretch::EMPTY, target: data }
+            Task { call, flow: Flow::Receive { from: peer }, source: MemoryRange::EMPTY, target: data }
         })
     }
 
@@ -483,7 +505,7 @@ impl Builder {
     }
 }
 
-fn of(kind: Kind, data: Stretch) -> Call {
+fn of(kind: Kind, data: MemoryRange) -> Call {
     Call { number: data.number, elements: data.elements, ..Call::bare(kind) }
 }
 

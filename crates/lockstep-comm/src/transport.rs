@@ -24,9 +24,10 @@ pub use crate::{
     blocks::{Blocks, window},
     error::ERROR_WORDS,
     exchange::{Exchange, Matrix, Piece},
-    memory::Stretch,
+    memory::MemoryRange,
     recorder::Recorder,
     reduce::reduce,
+    sequence::{Lane, SequenceNumbers},
     task::{Comparison, Flow, Receiver, Task},
 };
 

@@ -20,9 +20,9 @@ use rustix::net::{
 
 use crate::{
     CommError, Deadline, Group, JoinProblem, MAX_RANKS,
-    recorder::Recorded,
+    record::Recorded,
     shm::{
-        Machine,
+        ShmTransport,
         layout::{MAGIC, Status, VERSION},
         segments::Segments,
     },
@@ -99,7 +99,7 @@ impl World {
             let segments = files.collect::<io::Result<Vec<_>>>().and_then(Segments::open);
             let segments = segments.map_err(CommError::io("map shared memory"))?;
             let segments = segments.beginning_at(options.first_rank);
-            Machine::new(segments, rank, options.cores, options.silence).map(Group::world)
+            ShmTransport::new(segments, rank, options.cores, options.silence).map(Group::world)
         };
         (0..ranks).map(join).collect()
     }
@@ -176,7 +176,7 @@ pub fn join(socket: &UnixStream, deadline: Deadline) -> Result<Group, CommError>
 
 /// The shared memory of this machine's ranks, before its ranks join those of other machines.
 #[derive(Debug)]
-pub struct Entered(pub(crate) Machine);
+pub struct Entered(pub(crate) ShmTransport);
 
 /// Enters the world of the launcher at the other end of `socket`, without waiting for the other ranks.
 ///
@@ -200,7 +200,7 @@ pub fn enter(socket: &UnixStream, deadline: Deadline) -> Result<Entered, CommErr
     }
     let segments = Segments::open(files).map_err(CommError::io("map shared memory"))?;
     let segments = segments.beginning_at(number(5) as usize);
-    Machine::new(segments, rank, number(3) as usize, Duration::from_millis(number(4))).map(Entered)
+    ShmTransport::new(segments, rank, number(3) as usize, Duration::from_millis(number(4))).map(Entered)
 }
 
 /// Returns the socket that this process inherited from its launcher; `None` if it inherited none.

@@ -110,7 +110,7 @@ fn another_size_on_one_rank_is_named_on_every_rank_for_every_operation() {
             assert_eq!(errors.len(), 3, "{kind:?} of {elements}");
             for error in &errors {
                 assert_eq!(error.to_string(), errors[0].to_string());
-                let CommError::Mismatch { rank, found, reference, occasion, .. } = error else {
+                let CommError::Mismatch { rank, found, reference, context, .. } = error else {
                     panic!("{kind:?} of {elements}: {error}")
                 };
                 // For a message, the mismatch names the sender as the odd rank.
@@ -118,7 +118,7 @@ fn another_size_on_one_rank_is_named_on_every_rank_for_every_operation() {
                 assert_eq!((*rank, *reference), expected, "{error}");
                 let sequence =
                     if kind == Kind::Send { 1 } else { 1 + u32::from(found.kind == Kind::Barrier) };
-                assert_eq!((occasion.sequence, occasion.group.size), (sequence, 3), "{error}");
+                assert_eq!((context.sequence, context.group.size), (sequence, 3), "{error}");
             }
         }
     }
@@ -144,11 +144,9 @@ fn another_type_operation_root_or_reduction_on_one_rank_is_a_mismatch_on_every_r
         });
         assert_eq!(errors.len(), 4);
         for error in errors {
-            let CommError::Mismatch { rank: 3, reference: 0, occasion, .. } = error else {
-                panic!("{error}")
-            };
+            let CommError::Mismatch { rank: 3, reference: 0, context, .. } = error else { panic!("{error}") };
             assert_eq!(
-                (occasion.call.kind, occasion.call.number, occasion.call.elements),
+                (context.call.kind, context.call.number, context.call.elements),
                 (Kind::AllReduce, NumberType::F32, 64)
             );
         }
@@ -171,8 +169,8 @@ fn uneven_blocks_that_two_ranks_see_unlike_are_named_on_every_rank() {
     });
     assert_eq!(errors.len(), 3);
     for error in errors {
-        let CommError::Mismatch { rank: 1, reference: 2, found, occasion } = error else { panic!("{error}") };
-        assert_eq!((found.elements, occasion.call.elements), (3, 2));
+        let CommError::Mismatch { rank: 1, reference: 2, found, context } = error else { panic!("{error}") };
+        assert_eq!((found.elements, context.call.elements), (3, 2));
     }
 }
 
@@ -184,10 +182,8 @@ fn a_call_that_cannot_be_right_ends_the_run_on_every_rank() {
     });
     assert_eq!(errors.len(), 3);
     for error in errors {
-        let CommError::Misuse { rank: 2, problem: Problem::Rank, occasion } = error else {
-            panic!("{error}")
-        };
-        assert_eq!(occasion.call.root, Some(3));
+        let CommError::Misuse { rank: 2, problem: Problem::Rank, context } = error else { panic!("{error}") };
+        assert_eq!(context.call.root, Some(3));
     }
 }
 
@@ -206,10 +202,10 @@ fn a_rank_that_does_not_come_is_named_when_the_time_is_up() {
             });
             assert_eq!(errors.len(), 3, "{kind:?}");
             for error in errors {
-                let CommError::TimedOut { rank: 2, waited_ms: 150, ref occasion, .. } = error else {
+                let CommError::TimedOut { rank: 2, waited_ms: 150, ref context, .. } = error else {
                     panic!("{kind:?}: {error}")
                 };
-                assert_eq!((occasion.call.kind, occasion.sequence), (kind, 0));
+                assert_eq!((context.call.kind, context.sequence), (kind, 0));
             }
         }
     }
@@ -262,10 +258,10 @@ fn a_rank_that_leaves_or_panics_is_known_within_200_ms_in_every_operation() {
             let late = late.into_inner().unwrap();
             assert_eq!(late.len(), 2);
             for (error, since) in late {
-                let CommError::PeerLost { rank: 1, cause, occasion: Some(occasion) } = error else {
+                let CommError::PeerLost { rank: 1, cause, context: Some(context) } = error else {
                     panic!("{kind:?}: {error}")
                 };
-                assert_eq!((cause, occasion.call.kind), (lost, kind));
+                assert_eq!((cause, context.call.kind), (lost, kind));
                 delays.push(since);
             }
         }

@@ -15,7 +15,8 @@ use std::{
 };
 
 use lockstep_comm::{
-    CommError, Deadline, JoinProblem, Meeting, ReduceOp, Secret, TcpOptions, TurnedAway, join_by_address,
+    CommError, Deadline, JoinProblem, ReduceOp, Rejections, RendezvousEndpoint, Secret, TcpOptions,
+    join_by_address,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -36,8 +37,14 @@ fn listener() -> (TcpListener, u16) {
     (listener, port)
 }
 
-fn meeting(port: u16, secret: Option<Secret>) -> Meeting {
-    Meeting { host: "127.0.0.1".to_owned(), port, run: "strangers".to_owned(), secret, ..Meeting::default() }
+fn rendezvous(port: u16, secret: Option<Secret>) -> RendezvousEndpoint {
+    RendezvousEndpoint {
+        host: "127.0.0.1".to_owned(),
+        port,
+        run: "strangers".to_owned(),
+        secret,
+        ..RendezvousEndpoint::default()
+    }
 }
 
 fn some_secret() -> Option<Secret> {
@@ -53,8 +60,8 @@ fn descriptors() -> usize {
 }
 
 /// Joins as one of `ranks` and checks an all-reduce.
-fn join_and_sum(rank: usize, ranks: usize, meeting: Meeting) {
-    let group = join_by_address(rank, ranks, meeting, TcpOptions::default(), soon()).unwrap();
+fn join_and_sum(rank: usize, ranks: usize, rendezvous: RendezvousEndpoint) {
+    let group = join_by_address(rank, ranks, rendezvous, TcpOptions::default(), soon()).unwrap();
     let mut sum = [rank as i64; 3];
     group.all_reduce(&mut sum[..], ReduceOp::Sum, soon()).unwrap();
     assert_eq!(sum, [(ranks * (ranks - 1) / 2) as i64; 3]);
@@ -65,12 +72,12 @@ fn join_and_sum(rank: usize, ranks: usize, meeting: Meeting) {
 fn meet_among(
     strangers: usize,
     stranger: impl Fn(u16, &AtomicBool, &AtomicUsize) + Sync,
-) -> (Duration, TurnedAway) {
+) -> (Duration, Rejections) {
     let (listener, port) = listener();
     let (stop, ready) = (AtomicBool::new(false), AtomicUsize::new(0));
     thread::scope(|scope| {
-        let first = Meeting { listener: Some(listener), ..meeting(port, some_secret()) };
-        let turned_away = first.turned_away.clone();
+        let first = RendezvousEndpoint { listener: Some(listener), ..rendezvous(port, some_secret()) };
+        let rejections = first.rejections.clone();
         let first = scope.spawn(move || join_and_sum(0, 3, first));
         let (stranger, stop_ref, ready_ref) = (&stranger, &stop, &ready);
         let threads: Vec<_> =
@@ -81,7 +88,7 @@ fn meet_among(
         }
         let begin = Instant::now();
         let others: Vec<_> = (1..3)
-            .map(|rank| scope.spawn(move || join_and_sum(rank, 3, meeting(port, some_secret()))))
+            .map(|rank| scope.spawn(move || join_and_sum(rank, 3, rendezvous(port, some_secret()))))
             .collect();
         let all = others.into_iter().chain([first]).map(|rank| rank.join());
         let all: Vec<_> = all.collect();
@@ -89,18 +96,18 @@ fn meet_among(
         stop.store(true, Ordering::Relaxed);
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         all.into_iter().for_each(|rank| rank.unwrap());
-        (elapsed, turned_away)
+        (elapsed, rejections)
     })
 }
 
 /// Prints the measurement, and checks that joining was fast and at least `at_least` connections were rejected.
 #[expect(clippy::print_stderr, reason = "the figures of a measurement")]
-fn judge(what: &str, (elapsed, turned_away): (Duration, TurnedAway), at_least: u64) {
-    eprintln!("{what}: all joined after {elapsed:?}; {turned_away}");
+fn judge(what: &str, (elapsed, rejections): (Duration, Rejections), at_least: u64) {
+    eprintln!("{what}: all joined after {elapsed:?}; {rejections}");
     assert!(elapsed < Duration::from_secs(3), "{what}: {elapsed:?}");
-    assert!(turned_away.count() >= at_least, "{what}: {} counted", turned_away.count());
+    assert!(rejections.count() >= at_least, "{what}: {} counted", rejections.count());
     if at_least > 0 {
-        assert!(turned_away.to_string().contains("from 127.0.0.1: "), "{what}: {turned_away}");
+        assert!(rejections.to_string().contains("from 127.0.0.1: "), "{what}: {rejections}");
     }
 }
 
@@ -146,18 +153,18 @@ fn many_ranks_behind_one_address_are_no_flood() {
     }
     let ranks = 24;
     let (listener, port) = listener();
-    let first = Meeting { listener: Some(listener), ..meeting(port, some_secret()) };
-    let (turned_away, mut strangers) = (first.turned_away.clone(), Vec::new());
+    let first = RendezvousEndpoint { listener: Some(listener), ..rendezvous(port, some_secret()) };
+    let (rejections, mut strangers) = (first.rejections.clone(), Vec::new());
     thread::scope(|scope| {
         scope.spawn(move || join_and_sum(0, ranks, first));
         // The strangers connect from the ranks' own address.
         strangers.extend((0..500).flat_map(|_| TcpStream::connect(("127.0.0.1", port))));
         for rank in 1..ranks {
-            scope.spawn(move || join_and_sum(rank, ranks, meeting(port, some_secret())));
+            scope.spawn(move || join_and_sum(rank, ranks, rendezvous(port, some_secret())));
         }
     });
     // There is room for them in addition to the 23 x 4 connections of the ranks, so none was dropped.
-    assert_eq!(turned_away.count(), 0, "{turned_away}");
+    assert_eq!(rejections.count(), 0, "{rejections}");
 }
 
 #[test]
@@ -184,7 +191,7 @@ fn slow_and_senseless_senders_keep_nobody_out() {
             (0..25).flat_map(|_| TcpStream::connect(("127.0.0.1", port))).collect();
         ready.fetch_add(held.len(), Ordering::Relaxed);
         // The beginning of a greeting, at one byte per 100 ms.
-        for byte in b"LOCKSTEP\x03\0\0\0\x02\0\0\0".iter().cycle() {
+        for byte in b"LOCKSTEP\x04\0\0\0\x02\0\0\0".iter().cycle() {
             held.retain_mut(|stream| stream.write_all(&[*byte]).is_ok());
             let begin = Instant::now();
             while begin.elapsed() < Duration::from_millis(100) {
@@ -226,7 +233,7 @@ fn slow_and_senseless_senders_keep_nobody_out() {
 #[test]
 fn who_does_not_come_is_told_together_with_those_who_were_turned_away() {
     let (listener, port) = listener();
-    let first = Meeting { listener: Some(listener), ..meeting(port, some_secret()) };
+    let first = RendezvousEndpoint { listener: Some(listener), ..rendezvous(port, some_secret()) };
     let result = thread::scope(|scope| {
         // Longer than a connection without a greeting is held.
         let limit = Deadline::after(Duration::from_millis(6000));
@@ -256,12 +263,12 @@ fn who_does_not_come_is_told_together_with_those_who_were_turned_away() {
 fn a_rank_waits_for_the_first_one_through_listeners_that_hang_up_on_it() {
     let (other, port) = listener();
     thread::scope(|scope| {
-        let second = scope.spawn(move || join_and_sum(1, 2, meeting(port, some_secret())));
+        let second = scope.spawn(move || join_and_sum(1, 2, rendezvous(port, some_secret())));
         // Acts like a door without room.
         for _ in 0..5 {
             drop(other.accept().unwrap());
         }
-        let first = Meeting { listener: Some(other), ..meeting(port, some_secret()) };
+        let first = RendezvousEndpoint { listener: Some(other), ..rendezvous(port, some_secret()) };
         join_and_sum(0, 2, first);
         second.join().unwrap();
     });
@@ -276,13 +283,13 @@ fn a_stranger() {
     let options = TcpOptions::default();
     let code = match role.to_str().unwrap() {
         // Asks for the secret as a rank does.
-        "ask" => join_by_address(1, 2, meeting(port, None), options, limit(700)).map_or(0, |_| 1),
+        "ask" => join_by_address(1, 2, rendezvous(port, None), options, limit(700)).map_or(0, |_| 1),
         // Takes the place of rank 0.
-        "squat" => join_by_address(0, 2, meeting(port, None), options, limit(20_000)).map_or(0, |_| 1),
+        "squat" => join_by_address(0, 2, rendezvous(port, None), options, limit(20_000)).map_or(0, |_| 1),
         // Tries secrets that are easy to guess.
         "guess" => {
             let come = |secret: &[u8]| {
-                let found = meeting(port, Some(Secret::of(secret)));
+                let found = rendezvous(port, Some(Secret::of(secret)));
                 join_by_address(1, 2, found, options, limit(700)).is_ok()
             };
             i32::from([&b""[..], b"strangers", &[0; 32]].iter().any(|secret| come(secret)))
@@ -344,17 +351,17 @@ fn a_process_of_another_user_cannot_join_or_end_ranks_that_have_no_secret() {
     for role in ["ask", "guess"] {
         let (listener, port) = listener();
         thread::scope(|scope| {
-            let first = Meeting { listener: Some(listener), ..meeting(port, None) };
-            let turned_away = first.turned_away.clone();
+            let first = RendezvousEndpoint { listener: Some(listener), ..rendezvous(port, None) };
+            let rejections = first.rejections.clone();
             let first = scope.spawn(move || join_and_sum(0, 2, first));
             let mut stranger = program.start(role, port);
             let status = stranger.wait().unwrap();
             assert_eq!(status.code(), Some(0), "{role}: it has joined");
-            // The stranger has not ended the meeting either.
-            join_and_sum(1, 2, meeting(port, None));
+            // The stranger has not ended the rendezvous either.
+            join_and_sum(1, 2, rendezvous(port, None));
             first.join().unwrap();
             if role == "guess" {
-                assert!(turned_away.to_string().contains("another secret"), "{turned_away}");
+                assert!(rejections.to_string().contains("another secret"), "{rejections}");
             }
         });
     }
@@ -374,7 +381,7 @@ fn a_process_of_another_user_cannot_take_the_place_where_ranks_without_a_secret_
     let begin = Instant::now();
     thread::scope(|scope| {
         for rank in 0..2 {
-            scope.spawn(move || join_and_sum(rank, 2, meeting(port, None)));
+            scope.spawn(move || join_and_sum(rank, 2, rendezvous(port, None)));
         }
     });
     let elapsed = begin.elapsed();

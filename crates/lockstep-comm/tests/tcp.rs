@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use common::{in_tcp_world, soon};
 use lockstep_comm::{
-    Algorithm, Collective, CommError, Deadline, Group, JoinProblem, Lent, LossCause, Meeting, ReduceOp,
-    Secret, TcpOptions, join_by_address,
+    Algorithm, Collective, CommError, Deadline, Group, JoinProblem, Lent, LossCause, ReduceOp,
+    RendezvousEndpoint, Secret, TcpOptions, join_by_address,
 };
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::Arena;
@@ -26,16 +26,16 @@ fn listener() -> (TcpListener, u16) {
     (listener, port)
 }
 
-fn meeting(port: u16) -> Meeting {
+fn rendezvous(port: u16) -> RendezvousEndpoint {
     let run = "a test".to_owned();
-    Meeting { host: "127.0.0.1".to_owned(), port, run, ..Meeting::default() }
+    RendezvousEndpoint { host: "127.0.0.1".to_owned(), port, run, ..RendezvousEndpoint::default() }
 }
 
 fn some_secret() -> Option<Secret> {
     Some(Secret::of(b"0123456789abcdef"))
 }
 
-/// Participant of a meeting.
+/// Participant of a rendezvous.
 struct Comer {
     rank: usize,
     ranks: usize,
@@ -48,7 +48,7 @@ struct Comer {
 const COMER: Comer =
     Comer { rank: 0, ranks: 2, secret: "0123456789abcdef", run: "a test", settings: [0; 32], encrypt: false };
 
-/// Returns the results of all participants of one meeting.
+/// Returns the results of all participants of one rendezvous.
 fn meet(comers: Vec<Comer>, limit: Duration) -> Vec<Result<usize, JoinProblem>> {
     let (listener, port) = listener();
     let mut listener = Some(listener);
@@ -56,12 +56,18 @@ fn meet(comers: Vec<Comer>, limit: Duration) -> Vec<Result<usize, JoinProblem>> 
         let come = |comer: Comer| {
             let listener = if comer.rank == 0 { listener.take() } else { None };
             let (run, secret) = (comer.run.to_owned(), Some(Secret::of(comer.secret.as_bytes())));
-            let meeting =
-                Meeting { host: "127.0.0.1".to_owned(), port, listener, run, secret, ..Meeting::default() };
+            let rendezvous = RendezvousEndpoint {
+                host: "127.0.0.1".to_owned(),
+                port,
+                listener,
+                run,
+                secret,
+                ..RendezvousEndpoint::default()
+            };
             let Comer { settings, encrypt, .. } = comer;
             let options = TcpOptions { settings, encrypt, ..TcpOptions::default() };
             scope.spawn(move || {
-                match join_by_address(comer.rank, comer.ranks, meeting, options, Deadline::after(limit)) {
+                match join_by_address(comer.rank, comer.ranks, rendezvous, options, Deadline::after(limit)) {
                     Ok(group) => Ok(group.rank()),
                     Err(CommError::Join(problem)) => Err(problem),
                     Err(error) => panic!("{error}"),
@@ -93,9 +99,9 @@ fn all_who_come_are_told_why_it_cannot_be() {
 #[test]
 fn strangers_are_turned_away_and_whoever_does_not_come_is_named() {
     let limit = Duration::from_millis(700);
-    let missing = |turned_away: &str| {
-        let turned_away = turned_away.to_owned();
-        Err(JoinProblem::Missing { what: "rank", missing: vec![1], waited_s: 0, turned_away })
+    let missing = |rejections: &str| {
+        let rejections = rejections.to_owned();
+        Err(JoinProblem::Missing { what: "rank", missing: vec![1], waited_s: 0, rejections })
     };
     let told = meet(vec![COMER, Comer { rank: 1, secret: "0123456789abcdeF", ..COMER }], limit);
     let stranger = "turned away 1 connection from 127.0.0.1: another secret, or none";
@@ -111,25 +117,28 @@ fn strangers_are_turned_away_and_whoever_does_not_come_is_named() {
 
 #[test]
 fn a_place_that_cannot_be_used_is_named() {
-    let problem = |meeting: Meeting, rank: usize| {
+    let problem = |rendezvous: RendezvousEndpoint, rank: usize| {
         let deadline = Deadline::after(Duration::from_millis(400));
-        join_by_address(rank, 2, meeting, TcpOptions::default(), deadline).unwrap_err().to_string()
+        join_by_address(rank, 2, rendezvous, TcpOptions::default(), deadline).unwrap_err().to_string()
     };
     let (_listener, port) = listener();
-    let text = problem(Meeting { secret: some_secret(), ..meeting(port) }, 0);
+    let text = problem(RendezvousEndpoint { secret: some_secret(), ..rendezvous(port) }, 0);
     assert!(text.contains(&format!("127.0.0.1:{port}")) && text.contains("port is taken"), "{text}");
     let (listener, port) = self::listener();
     drop(listener);
     for secret in [None, some_secret()] {
-        let text = problem(Meeting { secret, ..meeting(port) }, 1);
+        let text = problem(RendezvousEndpoint { secret, ..rendezvous(port) }, 1);
         assert!(text.contains(&format!("127.0.0.1:{port}: no answer")), "{text}");
     }
-    let text = problem(Meeting { host: "no-such-host.invalid".to_owned(), ..meeting(port) }, 1);
+    let text = problem(RendezvousEndpoint { host: "no-such-host.invalid".to_owned(), ..rendezvous(port) }, 1);
     assert!(text.contains("no secret") && text.contains("LOCKSTEP_SECRET_FILE"), "{text}");
     let secret = some_secret();
-    let text = problem(Meeting { host: "no-such-host.invalid".to_owned(), secret, ..meeting(port) }, 1);
+    let text = problem(
+        RendezvousEndpoint { host: "no-such-host.invalid".to_owned(), secret, ..rendezvous(port) },
+        1,
+    );
     assert!(text.contains("no-such-host.invalid"), "{text}");
-    let text = problem(meeting(port), 2);
+    let text = problem(rendezvous(port), 2);
     assert!(text.contains("rank 2") && text.contains("below the number of ranks, 2"), "{text}");
 }
 
@@ -162,8 +171,8 @@ fn a_port_scan_and_slow_strangers_do_not_keep_ranks_from_meeting() {
         for rank in 0..3 {
             let listener = (rank == 0).then(|| listener.try_clone().unwrap());
             scope.spawn(move || {
-                let meeting = Meeting { listener, ..meeting(port) };
-                let group = join_by_address(rank, 3, meeting, TcpOptions::default(), soon()).unwrap();
+                let rendezvous = RendezvousEndpoint { listener, ..rendezvous(port) };
+                let group = join_by_address(rank, 3, rendezvous, TcpOptions::default(), soon()).unwrap();
                 let mut sum = [rank as i64; 3];
                 group.all_reduce(&mut sum[..], ReduceOp::Sum, soon()).unwrap();
                 assert_eq!(sum, [3; 3]);
@@ -268,13 +277,13 @@ fn a_link_that_swallows_everything_is_known_within_the_time_of_silence() {
         // Rank 1 reaches rank 0 through the proxy only.
         let threads = [(0, port), (1, detour)].map(|(rank, port)| {
             let listener = (rank == 0).then(|| listener.try_clone().unwrap());
-            let meeting = Meeting { listener, secret: some_secret(), ..meeting(port) };
-            scope.spawn(move || work(join_by_address(rank, 2, meeting, options, soon()), drops))
+            let rendezvous = RendezvousEndpoint { listener, secret: some_secret(), ..rendezvous(port) };
+            scope.spawn(move || work(join_by_address(rank, 2, rendezvous, options, soon()), drops))
         });
         threads.map(|thread| thread.join().unwrap())
     });
     for (rank, (error, elapsed)) in results.into_iter().enumerate() {
-        let CommError::PeerLost { rank: lost, cause: LossCause::Silent(800), occasion: Some(_) } = error
+        let CommError::PeerLost { rank: lost, cause: LossCause::Silent(800), context: Some(_) } = error
         else {
             panic!("rank {rank}: {error}")
         };
@@ -295,9 +304,9 @@ fn ranks_find_the_first_one_at_the_next_port_where_something_else_has_the_first(
     thread::scope(|scope| {
         for rank in 0..2 {
             let (fallback_ports, secret) = (vec![port, free], some_secret());
-            let meeting = Meeting { fallback_ports, secret, ..meeting(port) };
+            let rendezvous = RendezvousEndpoint { fallback_ports, secret, ..rendezvous(port) };
             scope.spawn(move || {
-                let group = join_by_address(rank, 2, meeting, TcpOptions::default(), soon()).unwrap();
+                let group = join_by_address(rank, 2, rendezvous, TcpOptions::default(), soon()).unwrap();
                 group.barrier(soon()).unwrap();
             });
         }
@@ -321,8 +330,8 @@ fn a_send_that_cannot_start_names_its_own_number_and_the_rank_that_does_not_rece
             });
             let started: Vec<_> = started.collect();
             let error = started.into_iter().find_map(Result::err).expect("the last send has no room");
-            let CommError::TimedOut { rank: 1, waiting: 0, occasion, .. } = &error else { panic!("{error}") };
-            assert_eq!(occasion.sequence as usize, AHEAD, "{error}");
+            let CommError::TimedOut { rank: 1, waiting: 0, context, .. } = &error else { panic!("{error}") };
+            assert_eq!(context.sequence as usize, AHEAD, "{error}");
         }
         done.wait();
     });

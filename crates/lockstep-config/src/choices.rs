@@ -229,7 +229,7 @@ conversions! {
     MuonScale => lockstep_engine::MuonScale: MatchAdamW, Original;
     Scaling => lockstep_model::LoraScaling: Standard, RankStabilized;
     OffloadIo => lockstep_tensor::DiskIo: Auto, IoUring, Threads;
-    Transport => lockstep_comm::Way: Auto, Shared SharedMemory, Tcp, Mpi;
+    Transport => lockstep_comm::TransportKind: Auto, Shared SharedMemory, Tcp, Mpi;
     AllReduce => lockstep_comm::Algorithm: Tree, Ring, RecursiveDoubling, Rabenseifner;
 }
 

@@ -19,6 +19,7 @@ impl RunConfig {
             settings: self.digest(),
             silence: self.heartbeat(),
             encrypt: self.parallel.encrypt,
+            ..TcpOptions::default()
         }
     }
 }

@@ -3,7 +3,9 @@
 
 use std::{net::TcpListener, thread, time::Duration};
 
-use lockstep_comm::{Deadline, Group, Kind, Meeting, TcpOptions, World, WorldOptions, join_by_address};
+use lockstep_comm::{
+    Deadline, Group, Kind, RendezvousEndpoint, TcpOptions, World, WorldOptions, join_by_address,
+};
 use lockstep_graph::{
     AttentionShape, Batch, Bias, BlockShape, CommunicationBuffer, ContextPeers, Linear, Mode, ParameterIndex,
     Parameters, Peers, Program, Recompute, Recorder, Replay, Ring, Seed, Split, Value,
@@ -234,10 +236,16 @@ fn by_sockets<R: Send>(ranks: usize, work: impl Fn(&Group) -> R + Sync) -> Vec<R
         let rank = |rank| {
             let listener = (rank == 0).then(|| listener.try_clone().unwrap());
             let run = format!("overlap on port {port}");
-            let meeting = Meeting { host: "127.0.0.1".to_owned(), port, listener, run, ..Meeting::default() };
+            let endpoint = RendezvousEndpoint {
+                host: "127.0.0.1".to_owned(),
+                port,
+                listener,
+                run,
+                ..RendezvousEndpoint::default()
+            };
             let options = TcpOptions::default();
             scope.spawn(move || {
-                work(&join_by_address(rank, ranks, meeting, options, Deadline::after(LIMIT)).unwrap())
+                work(&join_by_address(rank, ranks, endpoint, options, Deadline::after(LIMIT)).unwrap())
             })
         };
         let threads: Vec<_> = (0..ranks).map(rank).collect();

@@ -199,13 +199,13 @@ impl Agent {
         }
         let numbers = (rank, self.first_rank + rank);
         let rank = numbers.1;
-        let error = match self.world.end(&CommError::PeerLost { rank, cause, occasion: None }) {
+        let error = match self.world.end(&CommError::PeerLost { rank, cause, context: None }) {
             // A rank that detected the loss first knows only that the process ended.
-            CommError::PeerLost {
-                rank: lost,
-                cause: LossCause::Died | LossCause::Disconnected,
-                occasion,
-            } if lost == rank => CommError::PeerLost { rank, cause, occasion },
+            CommError::PeerLost { rank: lost, cause: LossCause::Died | LossCause::Disconnected, context }
+                if lost == rank =>
+            {
+                CommError::PeerLost { rank, cause, context }
+            }
             error => error,
         };
         // Other ranks may have detected the loss and ended before the rank that they lost.

@@ -4,8 +4,8 @@
 use std::{env, net::TcpListener, path::PathBuf, time::Duration};
 
 use lockstep_comm::{
-    CommError, Deadline, Group, Meeting, SOCKET_VARIABLE, Secret, TcpOptions, Way, enter, inherited,
-    inherited_socket, join, join_with,
+    CommError, Deadline, Group, RendezvousEndpoint, SOCKET_VARIABLE, Secret, TcpOptions, TransportKind,
+    enter, inherited, inherited_socket, join, join_with,
 };
 
 use crate::{
@@ -30,7 +30,7 @@ const JOIN_LIMIT: Duration = Duration::from_secs(60);
 #[derive(Debug, Clone, Copy, Default)]
 pub struct JoinOptions {
     /// Transport between the ranks.
-    pub way: Way,
+    pub way: TransportKind,
     /// Options of the TCP transport.
     pub tcp: TcpOptions,
     /// Function that joins the ranks over MPI; `None` in a program built without it.
@@ -61,33 +61,33 @@ pub fn is_launched() -> bool {
 /// If the environment is invalid, if the ranks cannot reach or authenticate each other, or if a rank does not join before
 /// `deadline`.
 pub fn join_from_environment(options: JoinOptions, deadline: Deadline) -> Result<Option<Group>, LaunchError> {
-    if options.way == Way::Mpi {
+    if options.way == TransportKind::Mpi {
         let join = options.mpi.ok_or(LaunchError::NotBuilt)?;
         return Ok(Some(join()?));
     }
     let Some(place) = place()? else { return Ok(None) };
     let ranks = place.world_size.or(place.local_size).unwrap_or(1);
     let are_near = place.local_size == Some(ranks);
-    if options.way == Way::SharedMemory && !(are_near && is_launched()) {
+    if options.way == TransportKind::SharedMemory && !(are_near && is_launched()) {
         return Err(LaunchError::NoSharedMemory { launcher: place.launcher });
     }
     tracing::debug!(
         launcher = %place.launcher, rank = place.rank, ranks, local_ranks = place.local_size, way = ?options.way, "joining the other ranks"
     );
     let Some(socket) = inherited_socket()? else {
-        let meeting = meeting(&place, are_near)?;
+        let endpoint = endpoint(&place, are_near)?;
         let pin = affinity::pin_to_share;
-        let group = join_with(place.rank, ranks, meeting, options.tcp, None, pin, deadline)?;
+        let group = join_with(place.rank, ranks, endpoint, options.tcp, None, pin, deadline)?;
         return Ok(Some(group));
     };
-    if are_near && options.way != Way::Tcp {
+    if are_near && options.way != TransportKind::Tcp {
         tracing::debug!("all ranks are on this machine: shared memory");
         return Ok(Some(join(&socket, deadline)?));
     }
     let local = enter(&socket, deadline)?;
-    let meeting = meeting(&place, are_near)?;
+    let endpoint = endpoint(&place, are_near)?;
     // The launcher has pinned this rank already.
-    Ok(Some(join_with(place.rank, ranks, meeting, options.tcp, Some(local), |_, _| {}, deadline)?))
+    Ok(Some(join_with(place.rank, ranks, endpoint, options.tcp, Some(local), |_, _| {}, deadline)?))
 }
 
 /// Joins the group of ranks with which this process was started; `None` if it was started alone.
@@ -100,7 +100,7 @@ pub fn started_group(options: JoinOptions) -> Result<Option<Group>, LaunchError>
 }
 
 /// Returns the rendezvous of the ranks of `place`.
-fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, LaunchError> {
+fn endpoint(place: &ProcessPlace, are_near: bool) -> Result<RendezvousEndpoint, LaunchError> {
     let named = place.leader.clone().filter(|leader| leader.port.is_some() || !are_near);
     let host = variable("MASTER_ADDR").or_else(|| named.as_ref().map(|leader| leader.host.clone()));
     let listener = inherited(LISTENER_VARIABLE)?.map(TcpListener::from);
@@ -125,24 +125,26 @@ fn meeting(place: &ProcessPlace, are_near: bool) -> Result<Meeting, LaunchError>
     let attempt = variable("TORCHELASTIC_RESTART_COUNT").filter(|_| is_launched());
     let run = attempt.map_or(run.clone(), |attempt| format!("{run}.{attempt}"));
     let port = named.and_then(|leader| leader.port);
-    let port =
-        port.or_else(|| variable("MASTER_PORT")?.parse().ok()).unwrap_or_else(|| Meeting::port_of_run(&run));
-    let meeting = Meeting { host, port, listener, run, secret, ..Meeting::default() };
+    let port = port
+        .or_else(|| variable("MASTER_PORT")?.parse().ok())
+        .unwrap_or_else(|| RendezvousEndpoint::port_of_run(&run));
+    let endpoint = RendezvousEndpoint { host, port, listener, run, secret, ..RendezvousEndpoint::default() };
     let is_agents = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
-    let meeting = if is_agents && !is_launched() { beside_agent(meeting) } else { meeting };
-    let Meeting { host, port, listener, run, .. } = &meeting;
+    let endpoint = if is_agents && !is_launched() { beside_agent(endpoint) } else { endpoint };
+    let RendezvousEndpoint { host, port, listener, run, .. } = &endpoint;
     tracing::debug!(%host, port, %run, listens = listener.is_some(), "the rendezvous of the ranks");
-    Ok(meeting)
+    Ok(endpoint)
 }
 
-/// Returns the meeting at ports of its own, for ranks of a torchrun whose agent itself listens at `MASTER_PORT`.
-fn beside_agent(meeting: Meeting) -> Meeting {
+/// Returns the endpoint at ports of its own, for ranks of a torchrun whose agent itself listens at `MASTER_PORT`.
+fn beside_agent(endpoint: RendezvousEndpoint) -> RendezvousEndpoint {
     let restart = variable("TORCHELASTIC_RESTART_COUNT").unwrap_or_default();
-    let run = format!("{}.{}.{restart}", meeting.run, meeting.port);
-    let mut ports = (0..AGENT_PORTS).map(|attempt| Meeting::port_of_run(&format!("{run}.{attempt}")));
-    let port = ports.next().unwrap_or(meeting.port);
+    let run = format!("{}.{}.{restart}", endpoint.run, endpoint.port);
+    let mut ports =
+        (0..AGENT_PORTS).map(|attempt| RendezvousEndpoint::port_of_run(&format!("{run}.{attempt}")));
+    let port = ports.next().unwrap_or(endpoint.port);
     let fallback_ports = ports.collect();
-    Meeting { port, fallback_ports, run, ..meeting }
+    RendezvousEndpoint { port, fallback_ports, run, ..endpoint }
 }
 
 /// Returns the value of a variable that is set and not empty.

@@ -3,7 +3,7 @@
 //! A launcher describes its ranks by a [`Launch`], which starts them as processes and returns an [`Agent`]. The agent watches
 //! them: the first rank that fails ends the others, and the agent reports the cause. [`run::run_ranks`] does this for copies of
 //! this program, and passes a request to stop on to them. Launchers of several machines number their ranks at a rendezvous,
-//! which [`lockstep_comm::meet_nodes`] provides.
+//! which [`lockstep_comm::join_nodes`] provides.
 //!
 //! A rank calls [`join_from_environment`]. It finds its place in the variables of the launcher that started it (ours, torchrun,
 //! `mpirun`, `srun`, Kubernetes) and joins the other ranks over the transport that suits them.

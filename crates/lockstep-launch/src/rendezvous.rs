@@ -4,7 +4,8 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use lockstep_comm::{
-    CommError, Deadline, JoinProblem, Meeting, NodeCard, NodesMet, Secret, TurnedAway, meet_nodes,
+    CommError, Deadline, JoinProblem, JoinedNodes, NodeInfo, Rejections, RendezvousEndpoint, Secret,
+    join_nodes,
 };
 
 use crate::LaunchError;
@@ -44,7 +45,7 @@ pub struct Rendezvous {
     nodes: usize,
     has_met: bool,
     /// Foreign connections rejected in all meetings.
-    turned_away: TurnedAway,
+    rejections: Rejections,
 }
 
 /// Pause between two attempts to meet.
@@ -55,11 +56,11 @@ const REPLACEMENT: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(20);
 
 impl Rendezvous {
-    /// Returns a rendezvous of `nodes` launchers at the address in `meeting`, with this one as number `node` if that is known.
+    /// Returns a rendezvous of `nodes` launchers at the address in `endpoint`, with this one as number `node` if that is known.
     /// The secret of a file or pairing code holds for all meetings.
-    pub fn new(meeting: Meeting, node: Option<usize>, nodes: usize) -> Self {
-        let Meeting { host, port, run, secret, turned_away, .. } = meeting;
-        Self { host, port, run, secret, node, nodes, has_met: false, turned_away }
+    pub fn new(endpoint: RendezvousEndpoint, node: Option<usize>, nodes: usize) -> Self {
+        let RendezvousEndpoint { host, port, run, secret, rejections, .. } = endpoint;
+        Self { host, port, run, secret, node, nodes, has_met: false, rejections }
     }
 
     /// Meets the launchers of all other machines and exchanges cards, for at most `limit`. Gives up if `interrupt` is requested.
@@ -69,17 +70,17 @@ impl Rendezvous {
     /// If the launchers do not meet in time, or if a stop is requested ([`LaunchError::Interrupted`]).
     pub fn meet(
         &mut self,
-        card: NodeCard,
+        card: NodeInfo,
         limit: Duration,
         interrupt: Option<&Interrupt>,
         tell: &(dyn Fn(&str) + Sync),
-    ) -> Result<NodesMet, LaunchError> {
+    ) -> Result<JoinedNodes, LaunchError> {
         let deadline = Deadline::after(limit);
         let begin = Instant::now();
         let (address, nodes, seconds) = (format!("{}:{}", self.host, self.port), self.nodes, limit.as_secs());
-        let turned_away = self.turned_away.clone();
+        let rejections = self.rejections.clone();
         let told = move || {
-            let strangers = if turned_away.count() > 0 { format!("; {turned_away}") } else { String::new() };
+            let strangers = if rejections.count() > 0 { format!("; {rejections}") } else { String::new() };
             format!("waiting for {nodes} machines at {address}, {seconds} s at most{strangers}")
         };
         let met = told_if_long(tell, told, || {
@@ -89,7 +90,7 @@ impl Rendezvous {
                     Err(Unmet::Interrupted) => return Err(LaunchError::Interrupted),
                     Err(Unmet::Refused(problem)) => problem,
                 };
-                // The others may be about to enter this meeting, or wait for one that was replaced.
+                // The others may be about to enter this rendezvous, or wait for one that was replaced.
                 let is_passing = match &problem {
                     CommError::Join(JoinProblem::Address { .. }) => self.has_met,
                     CommError::Join(
@@ -111,18 +112,25 @@ impl Rendezvous {
     /// Attempts to meet once, in a thread of its own, so that a stop request is noticed.
     fn meet_once(
         &self,
-        card: NodeCard,
+        card: NodeInfo,
         deadline: Deadline,
         interrupt: Option<&Interrupt>,
-    ) -> Result<NodesMet, Unmet> {
+    ) -> Result<JoinedNodes, Unmet> {
         let (host, run, secret) = (self.host.clone(), self.run.clone(), self.secret.clone());
-        let turned_away = self.turned_away.clone();
-        let meeting = Meeting { host, port: self.port, run, secret, turned_away, ..Meeting::default() };
+        let rejections = self.rejections.clone();
+        let endpoint = RendezvousEndpoint {
+            host,
+            port: self.port,
+            run,
+            secret,
+            rejections,
+            ..RendezvousEndpoint::default()
+        };
         let (node, nodes) = (self.node, self.nodes);
         let (sender, receiver) = mpsc::channel();
         let talk = move || {
             // After a stop request nobody receives the result.
-            let _ = sender.send(meet_nodes(meeting, node, nodes, card, deadline));
+            let _ = sender.send(join_nodes(endpoint, node, nodes, card, deadline));
         };
         let spawned = std::thread::Builder::new().name("lockstep-meeting".to_owned()).spawn(talk);
         spawned.map_err(|source| Unmet::Refused(CommError::Io { what: "start a thread", source }))?;
@@ -145,6 +153,6 @@ impl Rendezvous {
 enum Unmet {
     /// A stop was requested.
     Interrupted,
-    /// The meeting failed with this error.
+    /// The rendezvous failed with this error.
     Refused(CommError),
 }

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use std::{env, fs};
 
 use lockstep_comm::{
-    Collective, CommError, Deadline, Group, Lent, LossCause, Meeting, NodeCard, Placement, ReduceOp,
-    TcpOptions, WorldOptions, meet_nodes,
+    Collective, CommError, Deadline, Group, Lent, LossCause, NodeInfo, Placement, ReduceOp,
+    RendezvousEndpoint, TcpOptions, WorldOptions, join_nodes,
 };
 use lockstep_launch::{
     Agent, Elastic, Ended, Failure, JoinOptions, Launch, LaunchError, Output, Pinning, join_from_environment,
@@ -228,13 +228,18 @@ impl Run {
             let meet = |(node, ranks): (usize, &usize)| {
                 let listener = (node == 0).then(|| listener.try_clone().unwrap());
                 let run = format!("nodes on port {port}");
-                let meeting =
-                    Meeting { host: "127.0.0.1".to_owned(), port, listener, run, ..Meeting::default() };
+                let endpoint = RendezvousEndpoint {
+                    host: "127.0.0.1".to_owned(),
+                    port,
+                    listener,
+                    run,
+                    ..RendezvousEndpoint::default()
+                };
                 let (ranks, count) = (*ranks, nodes.len());
                 // The last two nodes take the free numbers, in order of arrival.
                 let node = (node == 0 || node + 2 < count).then_some(node);
                 scope.spawn(move || {
-                    meet_nodes(meeting, node, count, NodeCard::first(ranks), soon()).unwrap().placement
+                    join_nodes(endpoint, node, count, NodeInfo::first(ranks), soon()).unwrap().placement
                 })
             };
             let threads: Vec<_> = nodes.iter().enumerate().map(meet).collect();

@@ -11,8 +11,8 @@ use lockstep_comm::transport::{self, ERROR_WORDS, Ticket};
 use lockstep_comm::{CommError, LossCause};
 
 use crate::MpiOptions;
-use crate::machine::{Job, Shared, TELLERS_TURN};
 use crate::operation::{Lanes, Members, Running, Step, Tag};
+use crate::shared::{Job, REPORTING_TIME, Shared};
 use crate::shim::{Mpi, Request};
 
 /// Polling interval while no operation is in flight.
@@ -20,11 +20,11 @@ const IDLE_NAP: Duration = Duration::from_millis(5);
 /// Shortest and longest polling interval while an operation is in flight.
 const NAPS: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
 /// Number of polls before the first sleep, if ranks share cores.
-const LOOKS: u32 = 16;
+const POLLS: u32 = 16;
 /// Number of polls without sleeping, if every rank has a core and a caller waits.
-const LOOKS_ALONE: u32 = 100_000;
+const POLLS_ALONE: u32 = 100_000;
 /// Time for messages of a rank that has left to arrive.
-const LAST_WORDS: Duration = Duration::from_millis(20);
+const NOTICE_TIME: Duration = Duration::from_millis(20);
 /// Time for MPI to release borrowed memory after the end of the run.
 const GRACE: Duration = Duration::from_secs(1);
 
@@ -32,7 +32,7 @@ const GRACE: Duration = Duration::from_secs(1);
 const GROUP_TAGS: usize = 1000;
 
 /// Number of words of a message about the run: its kind, its sender, and an error.
-const SAID_WORDS: usize = 2 + ERROR_WORDS;
+const NOTICE_WORDS: usize = 2 + ERROR_WORDS;
 const LEAVING: u64 = 1;
 const ENDING: u64 = 2;
 
@@ -42,9 +42,9 @@ pub(crate) struct Engine {
     options: MpiOptions,
     /// Lanes by index of the partition; `None` where this rank is in no group of it.
     groups: Vec<Option<Lanes>>,
-    heard: Box<[u64; SAID_WORDS]>,
-    hearing: [Request; 1],
-    said: Vec<([Request; 1], Box<[u64; SAID_WORDS]>)>,
+    notice: Box<[u64; NOTICE_WORDS]>,
+    notice_request: [Request; 1],
+    sent_notices: Vec<([Request; 1], Box<[u64; NOTICE_WORDS]>)>,
     /// True for ranks that have left.
     left: Vec<bool>,
     /// A rank that has left and is waited for, and since when.
@@ -55,23 +55,23 @@ pub(crate) struct Engine {
     abandoned: Vec<Running>,
     /// True if every rank of this host has a core.
     has_core: bool,
-    looks: u32,
+    polls: u32,
 }
 
 impl Engine {
-    /// Starts MPI, sends rank and number of ranks to `tell`, and makes progress until the rank leaves.
+    /// Starts MPI, sends rank and number of ranks to `started`, and makes progress until the rank leaves.
     pub(crate) fn run(
         shared: Arc<Shared>,
         options: MpiOptions,
-        tell: Sender<Result<(usize, usize), CommError>>,
+        started: Sender<Result<(usize, usize), CommError>>,
     ) {
         // The receiver waits for this answer.
         match Mpi::start().and_then(|mpi| Self::new(mpi, shared, options)) {
             Ok(engine) => {
-                let _ = tell.send(Ok((engine.mpi.rank, engine.mpi.ranks)));
-                engine.carry_on();
+                let _ = started.send(Ok((engine.mpi.rank, engine.mpi.ranks)));
+                engine.make_progress();
             }
-            Err(error) => drop(tell.send(Err(error))),
+            Err(error) => drop(started.send(Err(error))),
         }
     }
 
@@ -83,23 +83,23 @@ impl Engine {
             shared,
             options,
             groups: Vec::new(),
-            heard: Box::new([0; SAID_WORDS]),
-            hearing: [Request::default()],
-            said: Vec::new(),
+            notice: Box::new([0; NOTICE_WORDS]),
+            notice_request: [Request::default()],
+            sent_notices: Vec::new(),
             left: vec![false; ranks],
             suspect: None,
             is_leaving: false,
             ended_at: None,
             abandoned: Vec::new(),
             has_core,
-            looks: 0,
+            polls: 0,
         };
-        engine.listen()?;
+        engine.receive_notice()?;
         engine.add_group((0..ranks).collect())?;
         Ok(engine)
     }
 
-    fn carry_on(mut self) {
+    fn make_progress(mut self) {
         loop {
             let jobs = std::mem::take(&mut self.shared.lock().jobs);
             let mut has_moved = !jobs.is_empty();
@@ -121,8 +121,8 @@ impl Engine {
             }
             self.rest(has_moved);
         }
-        let Self { mpi, hearing: [hearing], .. } = self;
-        if let Err(error) = mpi.finish(hearing) {
+        let Self { mpi, notice_request: [notice_request], .. } = self;
+        if let Err(error) = mpi.finish(notice_request) {
             let _ = writeln!(io::stderr(), "error: {error}");
         }
     }
@@ -143,7 +143,7 @@ impl Engine {
                 lanes.lane(&running.task).push_back(running);
                 begun?;
                 if is_sent {
-                    self.shared.tell();
+                    self.shared.notify_callers();
                 }
             }
             Job::AddGroup { ranks } => self.add_group(ranks)?,
@@ -167,9 +167,9 @@ impl Engine {
 
     /// Advances all operations. Returns true if anything moved.
     fn advance(&mut self) -> Result<bool, CommError> {
-        let mut has_moved = self.hear()?;
+        let mut has_moved = self.take_notices()?;
         for Lanes { members, lanes } in self.groups.iter_mut().flatten() {
-            for lane in lanes {
+            for lane in lanes.values_mut() {
                 for running in lane.iter_mut() {
                     let (before, was_complete) = (running.step, running.ticket.is_complete());
                     has_moved |= running.advance(&self.mpi, members)?;
@@ -180,7 +180,7 @@ impl Engine {
                         self.shared.lock().recorder.stamp(running.recorded, 1);
                     }
                     if !was_complete && running.ticket.is_complete() {
-                        self.shared.tell();
+                        self.shared.notify_callers();
                     }
                     // Data moves in the order of the operations.
                     if matches!(running.step, Step::Meet | Step::Tables) {
@@ -190,25 +190,26 @@ impl Engine {
                 while lane.pop_front_if(|running| running.step == Step::Done).is_some() {}
             }
         }
-        self.look_for_the_lost()?;
+        self.check_for_lost_ranks()?;
         Ok(has_moved)
     }
 
     /// Posts the receive of the next message about the run.
-    fn listen(&mut self) -> Result<(), CommError> {
-        let (to, bytes) = (self.heard.as_mut_ptr().cast(), size_of_val(&*self.heard));
+    fn receive_notice(&mut self) -> Result<(), CommError> {
+        let (to, bytes) = (self.notice.as_mut_ptr().cast(), size_of_val(&*self.notice));
         // SAFETY: the words do not move, and are not read before the request is complete.
-        self.hearing = [unsafe { self.mpi.receive(self.mpi.world, to, bytes, None, Tag::Control as i32)? }];
+        self.notice_request =
+            [unsafe { self.mpi.receive(self.mpi.world, to, bytes, None, Tag::Control as i32)? }];
         Ok(())
     }
 
     /// Handles received messages about the run. Returns true if there were any.
-    fn hear(&mut self) -> Result<bool, CommError> {
-        let mut has_heard = false;
-        while self.mpi.test(&mut self.hearing)?.is_none() {
-            has_heard = true;
-            let [what, rank, words @ ..] = *self.heard;
-            self.listen()?;
+    fn take_notices(&mut self) -> Result<bool, CommError> {
+        let mut has_noticed = false;
+        while self.mpi.test(&mut self.notice_request)?.is_none() {
+            has_noticed = true;
+            let [what, rank, words @ ..] = *self.notice;
+            self.receive_notice()?;
             if what == LEAVING {
                 self.left[rank as usize] = true;
             } else {
@@ -216,12 +217,12 @@ impl Engine {
                 break;
             }
         }
-        Ok(has_heard)
+        Ok(has_noticed)
     }
 
     /// Sends a message about the run to all other ranks.
-    fn say(&mut self, what: u64, error: [u64; ERROR_WORDS]) -> Result<(), CommError> {
-        let mut words = Box::new([0; SAID_WORDS]);
+    fn notify_ranks(&mut self, what: u64, error: [u64; ERROR_WORDS]) -> Result<(), CommError> {
+        let mut words = Box::new([0; NOTICE_WORDS]);
         words[0] = what;
         words[1] = self.mpi.rank as u64;
         words[2..].copy_from_slice(&error);
@@ -230,7 +231,7 @@ impl Engine {
             let (from, bytes) = (words.as_ptr().cast(), size_of_val(&*words));
             // SAFETY: the words are kept until the request is complete.
             let sent = unsafe { self.mpi.send(self.mpi.world, from, bytes, rank, Tag::Control as i32)? };
-            self.said.push(([sent], words));
+            self.sent_notices.push(([sent], words));
         }
         Ok(())
     }
@@ -238,23 +239,23 @@ impl Engine {
     /// Checks whether an operation waits for a rank that has left.
     ///
     /// # Errors
-    /// If one does for longer than `LAST_WORDS`.
-    fn look_for_the_lost(&mut self) -> Result<(), CommError> {
+    /// If one does for longer than `NOTICE_TIME`.
+    fn check_for_lost_ranks(&mut self) -> Result<(), CommError> {
         if !self.left.contains(&true) {
             return Ok(());
         }
         let mut lost = None;
         for Lanes { members, lanes } in self.groups.iter_mut().flatten() {
-            for running in lanes.iter_mut().filter_map(|lane| lane.front_mut()) {
+            for running in lanes.values_mut().filter_map(|lane| lane.front_mut()) {
                 let awaited = running.awaited(&self.mpi, members)?.filter(|rank| self.left[*rank]);
-                lost = lost.or(awaited.map(|rank| (rank, running.occasion(members))));
+                lost = lost.or(awaited.map(|rank| (rank, running.context(members))));
             }
         }
         match (lost, self.suspect) {
-            (Some((rank, occasion)), Some((suspect, since))) if rank == suspect => {
-                if since.elapsed() > LAST_WORDS {
+            (Some((rank, context)), Some((suspect, since))) if rank == suspect => {
+                if since.elapsed() > NOTICE_TIME {
                     let cause = LossCause::Left;
-                    return Err(CommError::PeerLost { rank, cause, occasion: Some(occasion) });
+                    return Err(CommError::PeerLost { rank, cause, context: Some(context) });
                 }
             }
             (lost, _) => self.suspect = lost.map(|(rank, _)| (rank, Instant::now())),
@@ -266,15 +267,14 @@ impl Engine {
     fn expire(&mut self, group: usize, ticket: &Arc<Ticket>, limit: Duration) -> Result<(), CommError> {
         let Some(Lanes { members, lanes }) = &mut self.groups[group] else { return Ok(()) };
         let is_it = |running: &Running| Arc::ptr_eq(&running.ticket, ticket);
-        let Some(lane) = lanes.iter_mut().find(|lane| lane.iter().any(is_it)) else { return Ok(()) };
+        let Some(lane) = lanes.values_mut().find(|lane| lane.iter().any(is_it)) else { return Ok(()) };
         let Some(running) = lane.iter_mut().find(|running| running.step != Step::Done) else { return Ok(()) };
-        let (awaited, occasion) = (running.awaited(&self.mpi, members)?, running.occasion(members));
+        let (awaited, context) = (running.awaited(&self.mpi, members)?, running.context(members));
         let waited_ms = limit.as_millis() as u64;
         Err(match awaited {
-            Some(rank) => CommError::TimedOut { rank, waiting: self.mpi.rank, waited_ms, occasion },
+            Some(rank) => CommError::TimedOut { rank, waiting: self.mpi.rank, waited_ms, context },
             None => {
-                let words =
-                    format!("{occasion} was not done after {waited_ms} ms, though all ranks had come");
+                let words = format!("{context} was not done after {waited_ms} ms, though all ranks had come");
                 CommError::io("go on over MPI")(std::io::Error::other(words))
             }
         })
@@ -285,22 +285,22 @@ impl Engine {
         if self.ended_at.is_none() {
             let words = error.to_words(self.mpi.rank);
             // If MPI cannot send it, MPI ends the processes itself.
-            let _ = self.say(ENDING, words);
+            let _ = self.notify_ranks(ENDING, words);
             self.end_by(words, Some(error));
         }
     }
 
     fn end_by(&mut self, words: [u64; ERROR_WORDS], details: Option<CommError>) {
         self.ended_at = Some(Instant::now());
-        for lane in self.groups.iter_mut().flatten().flat_map(|group| &mut group.lanes) {
+        for lane in self.groups.iter_mut().flatten().flat_map(|group| group.lanes.values_mut()) {
             let (moving, others) = lane.drain(..).partition(|running| running.step == Step::Move);
             *lane = moving;
             self.abandoned.extend::<VecDeque<_>>(others);
         }
-        let mut desk = self.shared.lock();
-        desk.ending = Some(words);
-        desk.details = details;
-        drop(desk);
+        let mut state = self.shared.lock();
+        state.ending = Some(words);
+        state.details = details;
+        drop(state);
         self.settle();
     }
 
@@ -309,7 +309,7 @@ impl Engine {
     fn settle(&mut self) {
         let mut holds_memory = false;
         for Lanes { members, lanes } in self.groups.iter_mut().flatten() {
-            for running in lanes.iter_mut().flatten() {
+            for running in lanes.values_mut().flatten() {
                 // After an error, a further one adds nothing.
                 let _ = running.advance(&self.mpi, members);
                 holds_memory |= running.holds_borrowed_memory();
@@ -318,68 +318,67 @@ impl Engine {
         let since = self.ended_at.map_or(Duration::ZERO, |at| at.elapsed());
         if !holds_memory {
             self.shared.lock().is_settled = true;
-            self.shared.tell();
+            self.shared.notify_callers();
         }
-        let time = if holds_memory { GRACE } else { TELLERS_TURN };
+        let time = if holds_memory { GRACE } else { REPORTING_TIME };
         if (holds_memory || self.is_leaving) && since > time {
-            let desk = self.shared.lock();
-            let ending = desk.ending.map_or(CommError::Stopped { by: None }, CommError::from_words);
+            let state = self.shared.lock();
+            let ending = state.ending.map_or(CommError::Stopped { by: None }, CommError::from_words);
             if holds_memory {
                 let _ = writeln!(
                     io::stderr(),
                     "error: rank {}: {}",
                     self.mpi.rank,
-                    desk.details.as_ref().unwrap_or(&ending)
+                    state.details.as_ref().unwrap_or(&ending)
                 );
             }
-            drop(desk);
+            drop(state);
             self.mpi.abort((self.options.exit_code)(&ending));
         }
     }
 
+    fn is_busy(&self) -> bool {
+        self.groups.iter().flatten().any(Lanes::is_busy)
+    }
+
     /// Returns true if this rank is to leave, and all others have announced that they leave.
     fn has_left(&mut self) -> bool {
-        let is_busy = |engine: &Self| {
-            engine.groups.iter().flatten().flat_map(|group| &group.lanes).any(|lane| !lane.is_empty())
-        };
-        if !self.is_leaving || self.ended_at.is_some() || is_busy(self) {
+        if !self.is_leaving || self.ended_at.is_some() || self.is_busy() {
             return false;
         }
         let own = self.mpi.rank;
         if !std::mem::replace(&mut self.left[own], true)
-            && let Err(error) = self.say(LEAVING, [0; ERROR_WORDS])
+            && let Err(error) = self.notify_ranks(LEAVING, [0; ERROR_WORDS])
         {
             self.end(error);
         }
-        self.said.retain_mut(|(sent, _)| !matches!(self.mpi.test(sent), Ok(None)));
-        self.ended_at.is_none() && self.said.is_empty() && self.left.iter().all(|left| *left)
+        self.sent_notices.retain_mut(|(sent, _)| !matches!(self.mpi.test(sent), Ok(None)));
+        self.ended_at.is_none() && self.sent_notices.is_empty() && self.left.iter().all(|left| *left)
     }
 
     /// Sleeps until the next poll, or until a caller has a job.
     fn rest(&mut self, has_moved: bool) {
         if has_moved {
-            self.looks = 0;
+            self.polls = 0;
             return;
         }
-        self.looks = self.looks.saturating_add(1);
-        let desk = self.shared.lock();
-        if !desk.jobs.is_empty() {
+        self.polls = self.polls.saturating_add(1);
+        let state = self.shared.lock();
+        if !state.jobs.is_empty() {
             return;
         }
-        let is_busy =
-            self.groups.iter().flatten().flat_map(|group| &group.lanes).any(|lane| !lane.is_empty());
-        let nap = if !is_busy && !self.is_leaving {
+        let nap = if !self.is_busy() && !self.is_leaving {
             IDLE_NAP
-        } else if self.has_core && desk.callers > 0 && self.looks < LOOKS_ALONE {
-            drop(desk);
+        } else if self.has_core && state.callers > 0 && self.polls < POLLS_ALONE {
+            drop(state);
             return std::hint::spin_loop();
-        } else if self.looks < LOOKS {
-            drop(desk);
+        } else if self.polls < POLLS {
+            drop(state);
             return std::thread::yield_now();
         } else {
-            NAPS[0].saturating_mul(1 << ((self.looks - LOOKS) / 64).min(10)).min(NAPS[1])
+            NAPS[0].saturating_mul(1 << ((self.polls - POLLS) / 64).min(10)).min(NAPS[1])
         };
         // Woken or not, the thread polls again.
-        let _ = self.shared.bell.wait_timeout(desk, nap);
+        let _ = self.shared.jobs_queued.wait_timeout(state, nap);
     }
 }

@@ -3,18 +3,22 @@
 //! All ranks of a group first exchange their calls, pair by pair, so that mismatches are found before any data moves, and ranks
 //! that have not come are known. Then the data moves, in one MPI call if it fits.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_int;
 use std::ops::Range;
 use std::sync::Arc;
 
-use lockstep_comm::transport::{Blocks, Comparison, Exchange, Flow, Receiver, Stretch, Task, Ticket, window};
-use lockstep_comm::{Call, CommError, GroupName, Kind, Occasion, ReduceOp};
+use lockstep_comm::transport::{
+    Blocks, Comparison, Exchange, Flow, Lane, MemoryRange, Receiver, Task, Ticket, window,
+};
+use lockstep_comm::{Call, CommError, GroupName, Kind, OperationContext, ReduceOp};
 
 use crate::shim::{Comm, Mpi, Request};
 
 /// Maximum size in bytes of a point-to-point message that is sent with its description, without waiting for the receiver.
 const SMALL_BYTES: usize = 32 << 10;
+/// Maximum number of members that tell each other their whole table, so that all name the same two if any disagree.
+const TABLE_MEMBERS: usize = 64;
 /// Number of words of a description.
 const CALL_WORDS: usize = 3;
 
@@ -25,15 +29,15 @@ pub(crate) enum Tag {
     /// Messages about the run.
     Control = 1,
     /// Call of an operation.
-    Meeting = 2,
+    Call = 2,
     /// Table of bytes that a rank sends and receives, for an all-to-all with uneven blocks.
     Table = 3,
     /// Blocks of a data-movement operation.
     Piece = 4,
     /// Description of a point-to-point message, with the data of a small one.
-    Letter = 5,
+    Message = 5,
     /// Data of a larger point-to-point message.
-    Parcel = 6,
+    MessageData = 6,
 }
 
 /// Members of a group.
@@ -72,7 +76,7 @@ pub(crate) struct Running {
     /// Words of all members, in group order, including this rank's own.
     words: Vec<u64>,
     /// Description and data of a small point-to-point message.
-    letter: Vec<u8>,
+    message: Vec<u8>,
     /// Counts and offsets that an MPI call reads until it is complete.
     lists: Vec<c_int>,
     /// Output buffer for an MPI call whose target overlaps its source.
@@ -103,7 +107,7 @@ impl Running {
             is_broken: false,
             requests: Vec::new(),
             words: Vec::new(),
-            letter: Vec::new(),
+            message: Vec::new(),
             lists: Vec::new(),
             scratch: Vec::new(),
         }
@@ -115,13 +119,13 @@ impl Running {
         let begun = match self.task.flow {
             Flow::Send { to } => self.begin_send(mpi, members, to, call),
             Flow::Receive { from } => {
-                self.letter = vec![0; size_of_val(&call) + SMALL_BYTES];
-                let (letter, room) = (self.letter.as_mut_ptr(), self.letter.len());
-                // SAFETY: the letter does not move until it has arrived.
-                unsafe { mpi.receive(members.comm, letter, room, Some(from), Tag::Letter as i32) }
+                self.message = vec![0; size_of_val(&call) + SMALL_BYTES];
+                let (message, room) = (self.message.as_mut_ptr(), self.message.len());
+                // SAFETY: the message does not move until it has arrived.
+                unsafe { mpi.receive(members.comm, message, room, Some(from), Tag::Message as i32) }
                     .map(|request| self.requests.push(request))
             }
-            _ => self.tell(mpi, members, &call, Tag::Meeting),
+            _ => self.tell_members(mpi, members, &call, Tag::Call),
         };
         begun.inspect_err(|_| self.is_broken = true)
     }
@@ -135,26 +139,32 @@ impl Running {
     ) -> Result<(), CommError> {
         let source = self.task.source;
         self.step = Step::Move;
-        self.letter = bytemuck::cast_slice(&call).to_vec();
+        self.message = bytemuck::cast_slice(&call).to_vec();
         let is_small = source.bytes() <= SMALL_BYTES;
         if is_small {
             // SAFETY: the source is the caller's for the duration of the operation.
-            self.letter.extend_from_slice(unsafe {
+            self.message.extend_from_slice(unsafe {
                 std::slice::from_raw_parts(source.pointer.cast_const(), source.bytes())
             });
         }
-        let (letter, bytes) = (self.letter.as_ptr(), self.letter.len());
-        // SAFETY: the letter does not move until it is sent.
-        self.requests.push(unsafe { mpi.send(members.comm, letter, bytes, to, Tag::Letter as i32)? });
+        let (message, bytes) = (self.message.as_ptr(), self.message.len());
+        // SAFETY: the message does not move until it is sent.
+        self.requests.push(unsafe { mpi.send(members.comm, message, bytes, to, Tag::Message as i32)? });
         if !is_small {
-            return self.send(mpi, members, source, to, Tag::Parcel);
+            return self.send(mpi, members, source, to, Tag::MessageData);
         }
         self.ticket.complete();
         Ok(())
     }
 
     /// Sends `words` to all other members, and posts the receives of theirs.
-    fn tell(&mut self, mpi: &Mpi, members: &Members, words: &[u64], tag: Tag) -> Result<(), CommError> {
+    fn tell_members(
+        &mut self,
+        mpi: &Mpi,
+        members: &Members,
+        words: &[u64],
+        tag: Tag,
+    ) -> Result<(), CommError> {
         self.words = words.repeat(members.ranks.len());
         self.requests.clear();
         let bytes = size_of_val(words);
@@ -169,6 +179,27 @@ impl Running {
         for member in members.others() {
             // SAFETY: nothing writes to this rank's own part of the words.
             self.requests.push(unsafe { mpi.send(members.comm, own, bytes, member, tag as i32)? });
+        }
+        Ok(())
+    }
+
+    /// Sends each other member its two words of `own`, the lengths of what this rank sends to it and expects from it, and posts the
+    /// receives of theirs.
+    fn tell_lengths(&mut self, mpi: &Mpi, members: &Members, own: &[u64]) -> Result<(), CommError> {
+        self.words = own.repeat(2);
+        self.requests.clear();
+        let bytes = size_of::<[u64; 2]>();
+        let (theirs, own) = (self.words.as_mut_ptr().cast::<u8>(), size_of_val(own));
+        for member in members.others() {
+            let to = theirs.wrapping_add(member * bytes);
+            // SAFETY: each member has its own part of the words, which do not move until this step is complete.
+            let request = unsafe { mpi.receive(members.comm, to, bytes, Some(member), Tag::Table as i32)? };
+            self.requests.push(request);
+        }
+        for member in members.others() {
+            let from = theirs.wrapping_add(own + member * bytes);
+            // SAFETY: nothing writes to the second half of the words.
+            self.requests.push(unsafe { mpi.send(members.comm, from, bytes, member, Tag::Table as i32)? });
         }
         Ok(())
     }
@@ -210,10 +241,16 @@ impl Running {
         let (calls, _) = self.words.as_chunks::<CALL_WORDS>();
         self.comparison(members).of_calls(calls)?;
         match &self.task.flow {
-            Flow::Unknown { sends, receives } => {
+            Flow::Unknown { sends, receives } if members.ranks.len() <= TABLE_MEMBERS => {
                 let table: Vec<u64> = sends.iter().chain(receives).map(|bytes| *bytes as u64).collect();
                 self.step = Step::Tables;
-                self.tell(mpi, members, &table, Tag::Table)
+                self.tell_members(mpi, members, &table, Tag::Table)
+            }
+            Flow::Unknown { sends, receives } => {
+                let pairs = sends.iter().zip(receives).flat_map(|(sent, received)| [*sent, *received]);
+                let own: Vec<u64> = pairs.map(|bytes| bytes as u64).collect();
+                self.step = Step::Tables;
+                self.tell_lengths(mpi, members, &own)
             }
             _ => self.start(mpi, members),
         }
@@ -221,16 +258,32 @@ impl Running {
 
     /// Plans the exchange, once the tables of all members have arrived, and starts it.
     fn read_tables(&mut self, mpi: &Mpi, members: &Members) -> Result<(), CommError> {
-        let words = 2 * members.ranks.len();
-        let word = |member: usize, index: usize| self.words[member * words + index] as usize;
-        self.task.flow = Flow::Exchange(self.comparison(members).of_tables(word)?);
+        let (words, comparison) = (2 * members.ranks.len(), self.comparison(members));
+        let exchange = if members.ranks.len() <= TABLE_MEMBERS {
+            comparison.of_tables(|member, index| self.words[member * words + index] as usize)?
+        } else {
+            let (theirs, own) = self.words.split_at(words);
+            let lengths =
+                |words: &[u64], member: usize| [0, 1].map(|index| words[2 * member + index] as usize);
+            for member in 0..members.ranks.len() {
+                let ([sent, expected], [own_sent, own_expected]) =
+                    (lengths(theirs, member), lengths(own, member));
+                comparison.of_lengths((member, sent), (members.own, own_expected))?;
+                comparison.of_lengths((members.own, own_sent), (member, expected))?;
+            }
+            let of_own =
+                |which: usize| (0..members.ranks.len()).map(|member| lengths(own, member)[which]).collect();
+            let (sends, receives): (Vec<usize>, Vec<usize>) = (of_own(0), of_own(1));
+            Exchange::of_own_blocks(members.own, &sends, &receives)
+        };
+        self.task.flow = Flow::Exchange(exchange);
         self.start(mpi, members)
     }
 
     /// Checks a received description, and takes the data or posts the receive of a larger message.
     fn open(&mut self, mpi: &Mpi, members: &Members, from: usize) -> Result<(), CommError> {
         let target = self.task.target;
-        let (call, small) = self.letter.split_at(size_of::<[u64; CALL_WORDS]>());
+        let (call, small) = self.message.split_at(size_of::<[u64; CALL_WORDS]>());
         let expected = Call { kind: Kind::Send, root: Some(members.own), ..self.task.call };
         if call != bytemuck::cast_slice::<u64, u8>(&expected.to_words()) {
             let mut words = [0; CALL_WORDS];
@@ -240,7 +293,7 @@ impl Running {
         }
         self.step = Step::Move;
         if target.bytes() > SMALL_BYTES {
-            return self.receive(mpi, members, target, from, Tag::Parcel);
+            return self.receive(mpi, members, target, from, Tag::MessageData);
         }
         // SAFETY: the target is the caller's for the duration of the operation.
         unsafe { std::ptr::copy_nonoverlapping(small.as_ptr(), target.pointer, target.bytes()) };
@@ -278,7 +331,7 @@ impl Running {
                 for part in parts(all, members.per_call) {
                     // SAFETY: the data is the caller's for the duration of the operation.
                     let request =
-                        unsafe { mpi.all_reduce(members.comm, source.part(part.start, part.len()), op)? };
+                        unsafe { mpi.all_reduce(members.comm, source.slice(part.start, part.len()), op)? };
                     self.requests.push(request);
                 }
             }
@@ -320,7 +373,7 @@ impl Running {
         for part in parts(all.clone(), members.per_call) {
             let output = target.wrapping_add((part.start - all.start) * size);
             let output = (root == members.own).then_some(output);
-            let input = source.part(part.start, part.len());
+            let input = source.slice(part.start, part.len());
             // SAFETY: source and target are the caller's for the duration of the operation.
             self.requests.push(unsafe { mpi.reduce(members.comm, input, output, op, root)? });
         }
@@ -384,7 +437,7 @@ impl Running {
         &mut self,
         mpi: &Mpi,
         members: &Members,
-        data: Stretch,
+        data: MemoryRange,
         to: usize,
         tag: Tag,
     ) -> Result<(), CommError> {
@@ -400,7 +453,7 @@ impl Running {
         &mut self,
         mpi: &Mpi,
         members: &Members,
-        data: Stretch,
+        data: MemoryRange,
         from: usize,
         tag: Tag,
     ) -> Result<(), CommError> {
@@ -427,12 +480,12 @@ impl Running {
         Ok(first.and_then(|first| members.others().nth(first)).map(|member| members.ranks[member]))
     }
 
-    pub(crate) fn occasion(&self, members: &Members) -> Occasion {
-        Occasion { call: self.task.call, sequence: self.sequence, group: members.name }
+    pub(crate) fn context(&self, members: &Members) -> OperationContext {
+        OperationContext { call: self.task.call, sequence: self.sequence, group: members.name }
     }
 
     fn comparison<'a>(&self, members: &'a Members) -> Comparison<'a> {
-        Comparison { ranks: &members.ranks, occasion: self.occasion(members) }
+        Comparison { ranks: &members.ranks, context: self.context(members) }
     }
 
     /// Returns true if MPI may access memory of a caller that is blocked in the operation.
@@ -441,27 +494,27 @@ impl Running {
     }
 }
 
-/// Operations of a group, in lanes: collectives, messages from this rank, and messages from each of the others.
+/// Operations of a group in flight.
 #[derive(Debug)]
 pub(crate) struct Lanes {
     pub(crate) members: Members,
-    pub(crate) lanes: Vec<VecDeque<Running>>,
+    /// Operations by lane. Only lanes that were ever used exist.
+    pub(crate) lanes: BTreeMap<Lane, VecDeque<Running>>,
 }
 
 impl Lanes {
     pub(crate) fn new(members: Members) -> Self {
-        let lanes = (0..2 + members.ranks.len()).map(|_| VecDeque::new()).collect();
-        Self { members, lanes }
+        Self { members, lanes: BTreeMap::new() }
     }
 
     /// Returns the lane of a task.
     pub(crate) fn lane(&mut self, task: &Task) -> &mut VecDeque<Running> {
-        let index = match task.flow {
-            Flow::Send { .. } => 1,
-            Flow::Receive { from } => 2 + from,
-            _ => 0,
-        };
-        &mut self.lanes[index]
+        self.lanes.entry(Lane::of(&task.flow)).or_default()
+    }
+
+    /// Returns true if any operation is in flight.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.lanes.values().any(|lane| !lane.is_empty())
     }
 }
 

@@ -5,7 +5,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use lockstep_comm::transport::{Stretch, reduce};
+use lockstep_comm::transport::{MemoryRange, reduce};
 use lockstep_comm::{CommError, JoinProblem, NumberType, ReduceOp};
 
 type UserFunction = unsafe extern "C" fn(*const c_void, *mut c_void, *const c_int, *const c_void);
@@ -201,7 +201,7 @@ impl Mpi {
     pub(crate) unsafe fn broadcast(
         &self,
         comm: Comm,
-        data: Stretch,
+        data: MemoryRange,
         root: usize,
     ) -> Result<Request, CommError> {
         // SAFETY: the caller upholds the contract.
@@ -218,7 +218,7 @@ impl Mpi {
     pub(crate) unsafe fn all_gather(
         &self,
         comm: Comm,
-        input: Option<Stretch>,
+        input: Option<MemoryRange>,
         output: *mut u8,
         counts: &[c_int],
         starts: &[c_int],
@@ -238,7 +238,7 @@ impl Mpi {
     pub(crate) unsafe fn all_reduce(
         &self,
         comm: Comm,
-        data: Stretch,
+        data: MemoryRange,
         op: ReduceOp,
     ) -> Result<Request, CommError> {
         let number = code(data.number);
@@ -255,7 +255,7 @@ impl Mpi {
     pub(crate) unsafe fn reduce(
         &self,
         comm: Comm,
-        input: Stretch,
+        input: MemoryRange,
         output: Option<*mut u8>,
         op: ReduceOp,
         root: usize,
@@ -277,7 +277,7 @@ impl Mpi {
     pub(crate) unsafe fn reduce_scatter(
         &self,
         comm: Comm,
-        input: Stretch,
+        input: MemoryRange,
         output: *mut u8,
         counts: &[c_int],
         op: ReduceOp,

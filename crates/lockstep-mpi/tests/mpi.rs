@@ -81,8 +81,8 @@ fn operations(group: &Group) {
 fn mismatch(group: &Group) -> CommError {
     let mut data = vec![1.0_f32; if group.rank() == 1 { 9 } else { 10 }];
     let error = group.all_reduce(&mut data[..], ReduceOp::Sum, soon()).unwrap_err();
-    let CommError::Mismatch { rank: 1, reference: 0, found, occasion } = &error else { panic!("{error}") };
-    assert_eq!((found.elements, occasion.call.elements), (9, 10));
+    let CommError::Mismatch { rank: 1, reference: 0, found, context } = &error else { panic!("{error}") };
+    assert_eq!((found.elements, context.call.elements), (9, 10));
     error
 }
 

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand, ValueEnum};
-use lockstep_comm::Way;
+use lockstep_comm::TransportKind;
 use lockstep_config::plan::{check, checked_plan};
 use lockstep_config::{
     NamedModel, RunConfig, find_model, human, offload_to_existing_directory, resolve_model,
@@ -203,7 +203,7 @@ fn step(arguments: &StepArguments) -> Result<ExitCode, Failure> {
     let ranks = match started_group(JoinOptions::default()).map_err(|error| ranks::told_by(error, 0))? {
         Some(group) => ranks_of_model(group, &config, &model, &Tuning::default())?,
         None if config.ranks() > 1 => {
-            let start = ranks::Start::here(config.ranks(), Way::Auto)?;
+            let start = ranks::Start::here(config.ranks(), TransportKind::Auto)?;
             return ranks::run(start, &Interrupt::default());
         }
         None => Ranks::alone(),

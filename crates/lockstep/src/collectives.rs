@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use lockstep_comm::benchmark::{Benchmark, BenchmarkMemory, Timing};
-use lockstep_comm::{Algorithm, CommError, Group, Kind, NumberType, TcpOptions, Way};
+use lockstep_comm::{Algorithm, CommError, Group, Kind, NumberType, TcpOptions, TransportKind};
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_launch::{JoinOptions, Pinning, started_group};
 use serde_json::json;
@@ -105,7 +105,7 @@ pub(crate) enum Transport {
     Mpi,
 }
 
-impl From<Transport> for Way {
+impl From<Transport> for TransportKind {
     fn from(transport: Transport) -> Self {
         match transport {
             Transport::Auto => Self::Auto,

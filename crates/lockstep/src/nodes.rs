@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueHint};
-use lockstep_comm::{CommError, DEFAULT_PORT, Meeting, PairingCode, Secret};
+use lockstep_comm::{CommError, DEFAULT_PORT, PairingCode, RendezvousEndpoint, Secret};
 use lockstep_launch::rendezvous::Rendezvous;
 use lockstep_launch::{MEETING_LIMIT, secret};
 
@@ -86,10 +86,11 @@ impl Nodes {
             );
             return Err(Failure::configuration(message));
         };
-        let mut meeting = Meeting { host, port, run: wishes.run, ..Meeting::default() };
-        meeting.secret =
-            self.key(&meeting, wishes.node, wishes.nnodes, launching.limit.unwrap_or(MEETING_LIMIT))?;
-        Ok(Some(Rendezvous::new(meeting, wishes.node, wishes.nnodes)))
+        let mut endpoint =
+            RendezvousEndpoint { host, port, run: wishes.run, ..RendezvousEndpoint::default() };
+        endpoint.secret =
+            self.key(&endpoint, wishes.node, wishes.nnodes, launching.limit.unwrap_or(MEETING_LIMIT))?;
+        Ok(Some(Rendezvous::new(endpoint, wishes.node, wishes.nnodes)))
     }
 
     /// Returns true if the run has other machines.
@@ -126,11 +127,11 @@ impl Nodes {
         flags.into_iter().find_map(|(is_given, name)| is_given.then_some(name))
     }
 
-    /// Returns the secret of `meeting`: from the file, from the pairing code, or on node 0 from a new code, which it prints.
+    /// Returns the secret of `endpoint`: from the file, from the pairing code, or on node 0 from a new code, which it prints.
     /// `None` on loopback if neither was given: the launchers then authenticate each other by user id.
     fn key(
         &self,
-        meeting: &Meeting,
+        endpoint: &RendezvousEndpoint,
         node: Option<usize>,
         nodes: usize,
         limit: Duration,
@@ -151,7 +152,7 @@ impl Nodes {
                     "the pairing code is not one: 20 letters and digits, as node 0 prints them (--pairing-code)",
                 )
             })?,
-            None if nodes > 1 && !meeting.is_local() && is_first(meeting, node)? => {
+            None if nodes > 1 && !endpoint.is_local() && is_first(endpoint, node)? => {
                 let code = PairingCode::random().map_err(CommError::Join)?;
                 let wait = limit.as_secs();
                 note!("pairing code {code}");
@@ -226,11 +227,11 @@ impl Nodes {
 }
 
 /// Returns true if this machine is node 0.
-fn is_first(meeting: &Meeting, node: Option<usize>) -> Result<bool, CommError> {
+fn is_first(endpoint: &RendezvousEndpoint, node: Option<usize>) -> Result<bool, CommError> {
     match node {
         Some(node) => Ok(node == 0),
         // Among several launchers on one machine, the one that listens first is node 0.
-        None => Ok(meeting.is_here()? && !meeting.port_is_taken()),
+        None => Ok(endpoint.is_here()? && !endpoint.port_is_taken()),
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use lockstep_comm::{CommError, LossCause, Placement, Way, WorldOptions};
+use lockstep_comm::{CommError, LossCause, Placement, TransportKind, WorldOptions};
 use lockstep_config::{PlanFile, RunConfig};
 use lockstep_engine::Ranks;
 use lockstep_launch::interrupt::Interrupt;
@@ -55,9 +55,9 @@ pub(crate) struct Start {
 impl Start {
     /// Returns the description of `ranks` ranks on this machine alone, pinned to their shares of its cores, with `way` as
     /// transport.
-    pub(crate) fn here(ranks: usize, way: Way) -> Result<Self, Failure> {
+    pub(crate) fn here(ranks: usize, way: TransportKind) -> Result<Self, Failure> {
         let placement =
-            if way == Way::Tcp { Placement::on_loopback(ranks)? } else { Placement::alone(ranks) };
+            if way == TransportKind::Tcp { Placement::on_loopback(ranks)? } else { Placement::alone(ranks) };
         let (environment, plan) = (Vec::new(), None);
         let (pinning, output) = (Pinning::Share, Output::Labelled);
         let (records, elastic) = (None, Elastic::default());

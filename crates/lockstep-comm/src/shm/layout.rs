@@ -6,7 +6,7 @@
 //! ```text
 //!     header     presence, bell, heartbeat; in rank 0's also the error that ended the run
 //!     recorder   the last operations, readable after death
-//!     per partition: line | table | mailboxes | small slots | chunks | result | mail slots
+//!     per partition: line | table | mailboxes | small slots | chunks | result | message slots
 //!     heap       buffers of the rank's arena, reduced in place
 //! ```
 //!
@@ -16,7 +16,11 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use lockstep_tensor::SharedMemory;
 
-use crate::{MAX_PARTITIONS, error::ERROR_WORDS};
+use crate::{
+    MAX_PARTITIONS,
+    error::ERROR_WORDS,
+    record::{RECORDS, Record},
+};
 
 /// `LOCKSTEP` in byte order; the first word of every segment.
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"LOCKSTEP");
@@ -38,9 +42,6 @@ pub(crate) const MAIL_BYTES: usize = 256 << 10;
 pub(crate) const MAIL_SLOTS: u32 = 2;
 /// Maximum number of announced parts that are not yet received, if they are in shared memory. A multiple of [`MAIL_SLOTS`].
 pub(crate) const MAIL_PARTS: u32 = 16;
-/// Number of operations that the flight recorder keeps.
-pub(crate) const RECORDS: usize = 1024;
-
 /// First structure of a segment.
 #[repr(C, align(128))]
 pub(crate) struct Header {
@@ -94,7 +95,7 @@ pub(crate) struct Line {
 #[repr(C, align(64))]
 pub(crate) struct Posted {
     pub(crate) call: [AtomicU64; 3],
-    /// Location of the rank's source: a [`Place`](super::place::Place).
+    /// Location of the rank's source: a [`BufferLocation`](super::buffer_location::BufferLocation).
     pub(crate) source: AtomicU64,
     /// Location of the rank's target.
     pub(crate) target: AtomicU64,
@@ -208,24 +209,6 @@ impl Layout {
         let slot = peer * MAIL_SLOTS as usize + (part % MAIL_SLOTS) as usize;
         self.chunks_in_group() + 3 * CHUNK_BYTES + slot * MAIL_BYTES
     }
-}
-
-/// Record of one operation in the flight recorder.
-#[derive(Default)]
-#[repr(C, align(64))]
-pub(crate) struct Record {
-    /// Number of the rank's operation plus 1; 0 while the record is being written.
-    pub(crate) number: AtomicU64,
-    pub(crate) call: [AtomicU64; 3],
-    /// Index of the group, its first rank and its size: 16, 16 and 32 bits.
-    pub(crate) group: AtomicU64,
-    pub(crate) sequence: AtomicU64,
-    /// Times in microseconds of the machine's clock at which the operation was called, all ranks had called it, and it
-    /// was done; 0 for not yet.
-    pub(crate) times_us: [AtomicU64; 3],
-    /// Line and name (its end) of the source file that called it.
-    pub(crate) line: AtomicU64,
-    pub(crate) file: [AtomicU64; 6],
 }
 
 /// Returns the structure at `offset` of a segment.

@@ -3,11 +3,11 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::{
+    buffer_location::BufferLocation,
     layout::{Line, Posted, RING},
-    place::Place,
     segments::Segments,
 };
-use crate::{GroupName, memory::Stretch, transport};
+use crate::{GroupName, memory::MemoryRange, transport};
 
 /// Ranks of a group and their segments. A member is a rank's index in the group.
 #[derive(Debug, Clone)]
@@ -81,13 +81,13 @@ impl Members {
     }
 
     /// Returns the location of a member's source in operation `sequence`, which the member has started.
-    pub(crate) fn source_place(&self, member: usize, sequence: u32) -> Place {
-        Place::from_word(self.posted(member, sequence).source.load(Ordering::Relaxed))
+    pub(crate) fn source_location(&self, member: usize, sequence: u32) -> BufferLocation {
+        BufferLocation::from_word(self.posted(member, sequence).source.load(Ordering::Relaxed))
     }
 
     /// Returns the location of a member's target in operation `sequence`, which the member has started.
-    pub(crate) fn target_place(&self, member: usize, sequence: u32) -> Place {
-        Place::from_word(self.posted(member, sequence).target.load(Ordering::Relaxed))
+    pub(crate) fn target_location(&self, member: usize, sequence: u32) -> BufferLocation {
+        BufferLocation::from_word(self.posted(member, sequence).target.load(Ordering::Relaxed))
     }
 
     /// Returns the local address of byte `offset` of a member's segment.
@@ -96,13 +96,13 @@ impl Members {
     }
 
     /// Returns the location of this rank's memory for the other ranks: an offset of its segment's heap, or private.
-    pub(crate) fn place_of(&self, memory: &Stretch) -> Place {
+    pub(crate) fn location_of(&self, memory: &MemoryRange) -> BufferLocation {
         let own = self.segments.memory(self.ranks[self.own]);
         let heap = self.segments.layout.heap_at();
         let offset = own.offset_of(memory.pointer).filter(|offset| *offset >= heap);
         match offset {
-            Some(offset) if offset + memory.bytes() <= own.len_bytes() => Place::Shared(offset),
-            _ => Place::Private,
+            Some(offset) if offset + memory.bytes() <= own.len_bytes() => BufferLocation::Shared(offset),
+            _ => BufferLocation::Private,
         }
     }
 }

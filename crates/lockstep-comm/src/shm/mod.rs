@@ -3,20 +3,21 @@
 //! - [`layout`]: offsets of all structures in the ranks' segments.
 //! - [`segments`]: the mappings of all segments; wake-up bells, and the error that ended the run.
 //! - [`members`]: a group as seen by one of its ranks.
-//! - [`queue`]: a group's operations; [`reduction`], [`moving`] and [`mail`] carry them out.
-//! - [`machine`]: a rank with all its groups, and its waiting loop.
-//! - [`heart`]: the heartbeat thread, which also watches the other ranks.
+//! - [`queue`]: a group's operations; [`operation`]: one of them; [`reduction`], [`data_movement`] and [`point_to_point`] carry them out.
+//! - [`transport`]: a rank with all its groups, and its waiting loop.
+//! - [`heartbeat`]: the heartbeat thread, which also watches the other ranks.
 
+mod buffer_location;
 mod copy;
-mod heart;
+mod data_movement;
+mod heartbeat;
 pub(crate) mod layout;
-pub(crate) mod machine;
-mod mail;
 mod members;
-mod moving;
-mod place;
+mod operation;
+mod point_to_point;
 mod queue;
 mod reduction;
 pub(crate) mod segments;
+pub(crate) mod transport;
 
-pub(crate) use machine::Machine;
+pub(crate) use transport::ShmTransport;

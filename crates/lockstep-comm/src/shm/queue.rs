@@ -14,14 +14,16 @@ use std::{
 use lockstep_tensor::Workers;
 
 use super::{
-    layout::{Posted, RING, SMALL_BYTES, SMALL_SLOTS},
-    mail::Mail,
+    buffer_location::BufferLocation,
+    layout::{RING, SMALL_BYTES, SMALL_SLOTS},
     members::{Counter, Members, has_reached},
-    place::Place,
+    operation::{Chunks, Running, Step, post},
+    point_to_point::PointToPoint,
 };
 use crate::{
-    Call, CommError, Occasion, recorder,
-    task::{Comparison, Flow, Task},
+    CommError, OperationContext,
+    sequence::{Lane, SequenceNumbers},
+    task::{Flow, Task},
     transport::Ticket,
 };
 
@@ -29,8 +31,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Queue {
     pub(crate) members: Members,
-    /// Number of operations started.
-    begun: u32,
+    numbers: SequenceNumbers,
     /// Number of operations finished, as far as this rank's part is concerned.
     finished: u32,
     /// Number of operations that every member has finished.
@@ -38,57 +39,20 @@ pub(crate) struct Queue {
     /// Operations started and not yet complete. Finished ones come first.
     tasks: VecDeque<Running>,
     pub(crate) chunks: Chunks,
-    pub(crate) mail: Mail,
-}
-
-/// Progress of the group's use of its chunks.
-#[derive(Debug, Default)]
-pub(crate) struct Chunks {
-    /// Number of turns that this rank has taken.
-    pub(crate) turn: u32,
-    /// Number of windows that all ranks have filled.
-    pub(crate) window: u32,
-}
-
-/// An operation in flight.
-#[derive(Debug)]
-pub(crate) struct Running {
-    pub(crate) task: Task,
-    pub(crate) sequence: u32,
-    pub(crate) step: Step,
-    /// Index of the current window, if there are several.
-    pub(crate) window: usize,
-    /// Number in the flight recorder.
-    recorded: u64,
-    /// Completion state shared with the caller.
-    ticket: Arc<Ticket>,
-}
-
-/// Next step of an operation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Step {
-    /// Wait until all ranks have started the operation.
-    Meet,
-    /// Copy this rank's part of a window to its chunk.
-    Fill,
-    /// Wait until all ranks have filled their chunks.
-    Filled,
-    /// Wait until all ranks have written their results.
-    Combined,
-    Done,
+    pub(crate) point_to_point: PointToPoint,
 }
 
 impl Queue {
     pub(crate) fn new(members: Members) -> Self {
-        let mail = Mail::new(members.len());
+        let point_to_point = PointToPoint::new(members.len());
         Self {
             members,
-            begun: 0,
+            numbers: SequenceNumbers::default(),
             finished: 0,
             finished_by_all: 0,
             tasks: VecDeque::new(),
             chunks: Chunks::default(),
-            mail,
+            point_to_point,
         }
     }
 
@@ -99,7 +63,7 @@ impl Queue {
             _ => {}
         }
         let slots = if self.is_small(task) { SMALL_SLOTS } else { RING };
-        let goal = self.begun.wrapping_add(1).wrapping_sub(slots);
+        let goal = self.begun().wrapping_add(1).wrapping_sub(slots);
         if !has_reached(self.finished_by_all, goal) {
             self.look_who_has_finished();
         }
@@ -108,20 +72,20 @@ impl Queue {
 
     /// Returns the sequence number of an operation if it started now.
     pub(crate) fn next(&self, task: &Task) -> u32 {
-        self.mail.next(task).unwrap_or(self.begun)
+        self.numbers.next(Lane::of(&task.flow))
     }
 
     /// Starts an operation. [`Queue::has_room`] must be true for it.
     pub(crate) fn begin(&mut self, task: Task, recorded: u64, ticket: Arc<Ticket>) {
-        let (sequence, step) = (self.next(&task), Step::Meet);
-        let running = Running { task, sequence, step, window: 0, recorded, ticket };
+        let sequence = self.numbers.start(Lane::of(&task.flow));
+        let running = Running { task, sequence, step: Step::Meet, window: 0, recorded, ticket };
         if matches!(running.task.flow, Flow::Send { .. } | Flow::Receive { .. }) {
-            return self.mail.begin(running);
+            return self.point_to_point.begin(running);
         }
         let (source, target) = self.places(&running.task);
         let posted = self.members.posted(self.members.own, sequence);
         post(posted, running.task.call, source, target);
-        if source == Place::Small {
+        if source == BufferLocation::Small {
             let slot = self.members.segments.layout.small_slot(self.members.index, sequence);
             let from = running.task.source;
             // SAFETY: the source is the caller's for the duration of the operation. The slot is this rank's, and `has_room` has
@@ -141,15 +105,15 @@ impl Queue {
                 word.store(*bytes as u64, Ordering::Relaxed);
             }
         }
-        self.begun = sequence.wrapping_add(1);
-        self.members.publish(Counter::Arrived, self.begun);
+        self.members.publish(Counter::Arrived, self.begun());
         self.tasks.push_back(running);
     }
 
     /// Returns the locations of the task's source and target for the other ranks.
-    fn places(&self, task: &Task) -> (Place, Place) {
-        let source = if self.is_small(task) { Place::Small } else { self.members.place_of(&task.source) };
-        (source, self.members.place_of(&task.target))
+    fn places(&self, task: &Task) -> (BufferLocation, BufferLocation) {
+        let source =
+            if self.is_small(task) { BufferLocation::Small } else { self.members.location_of(&task.source) };
+        (source, self.members.location_of(&task.target))
     }
 
     /// Returns true if the task's source goes through the small slot.
@@ -162,7 +126,7 @@ impl Queue {
     /// # Errors
     /// If ranks called different operations.
     pub(crate) fn advance(&mut self, workers: Option<&Workers>) -> Result<bool, CommError> {
-        let mut has_moved = self.mail.advance(&self.members, workers)?;
+        let mut has_moved = self.point_to_point.advance(&self.members, workers)?;
         while let Some(running) =
             self.tasks.get_mut(self.finished.wrapping_sub(first(&self.tasks, self.finished)) as usize)
         {
@@ -196,24 +160,24 @@ impl Queue {
 
     /// Returns the number of collectives started.
     pub(crate) fn begun(&self) -> u32 {
-        self.begun
+        self.numbers.next(Lane::Collective)
     }
 
     /// Returns true if no operation is in flight.
     pub(crate) fn is_idle(&self) -> bool {
-        self.tasks.is_empty() && self.mail.is_idle()
+        self.tasks.is_empty() && self.point_to_point.is_idle()
     }
 
     /// Drops all operations in flight.
     pub(crate) fn abandon(&mut self) {
         self.tasks.clear();
-        self.mail.abandon();
+        self.point_to_point.abandon();
     }
 
     /// Returns the world rank that the first incomplete operation waits for, and the operation.
-    pub(crate) fn awaited(&self) -> Option<(usize, Occasion)> {
+    pub(crate) fn awaited(&self) -> Option<(usize, OperationContext)> {
         let running = self.tasks.iter().find(|running| running.step != Step::Done).or(self.tasks.front());
-        let Some(running) = running else { return self.mail.awaited(&self.members) };
+        let Some(running) = running else { return self.point_to_point.awaited(&self.members) };
         let behind = match running.step {
             Step::Meet => self.members.behind(Counter::Arrived, running.sequence.wrapping_add(1)),
             Step::Done => self.members.behind(Counter::Finished, running.sequence.wrapping_add(1)),
@@ -221,7 +185,7 @@ impl Queue {
                 self.members.behind(Counter::Turn, self.chunks.turn)
             }
         };
-        Some((self.members.ranks[behind.unwrap_or(self.members.own)], running.occasion(&self.members)))
+        Some((self.members.ranks[behind.unwrap_or(self.members.own)], running.context(&self.members)))
     }
 
     /// Returns the world rank that the start of another operation waits for: the first with too few finished operations.
@@ -241,85 +205,4 @@ impl Queue {
 /// Returns the sequence number of the first of `tasks`; `next` if there is none.
 fn first(tasks: &VecDeque<Running>, next: u32) -> u32 {
     tasks.front().map_or(next, |running| running.sequence)
-}
-
-/// Publishes the description of an operation, or of a part of one.
-pub(crate) fn post(posted: &Posted, call: Call, source: Place, target: Place) {
-    for (word, shared) in call.to_words().into_iter().zip(&posted.call) {
-        shared.store(word, Ordering::Relaxed);
-    }
-    posted.source.store(source.to_word(), Ordering::Relaxed);
-    posted.target.store(target.to_word(), Ordering::Relaxed);
-}
-
-/// Returns the description that a rank has published, as words.
-pub(crate) fn posted_words(posted: &Posted) -> [u64; 3] {
-    [0, 1, 2].map(|index: usize| posted.call[index].load(Ordering::Relaxed))
-}
-
-impl Running {
-    pub(crate) fn occasion(&self, members: &Members) -> Occasion {
-        Occasion { call: self.task.call, sequence: self.sequence, group: members.name() }
-    }
-
-    pub(crate) fn stamp(&self, members: &Members, which: usize) {
-        let memory = members.segments.memory(members.ranks[members.own]);
-        recorder::stamp(members.segments.layout.record(memory, self.recorded as usize), self.recorded, which);
-    }
-
-    pub(crate) fn complete(self) {
-        self.ticket.complete();
-    }
-
-    fn advance(
-        &mut self,
-        members: &Members,
-        chunks: &mut Chunks,
-        workers: Option<&Workers>,
-    ) -> Result<(), CommError> {
-        if self.step == Step::Meet {
-            if members.behind(Counter::Arrived, self.sequence.wrapping_add(1)).is_some() {
-                return Ok(());
-            }
-            self.compare(members)?;
-            self.stamp(members, 0);
-        }
-        match &self.task.flow {
-            Flow::Reduction { op, blocks, receiver } => {
-                let (op, blocks, receiver) = (*op, blocks.clone(), *receiver);
-                self.advance_reduction(members, chunks, workers, op, &blocks, receiver);
-            }
-            Flow::Exchange(_) => self.advance_exchange(members, chunks, workers),
-            Flow::Barrier | Flow::Unknown { .. } | Flow::Send { .. } | Flow::Receive { .. } => {
-                self.step = Step::Done
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns true if other ranks may access this rank's memory after its own part is finished.
-    fn lingers(&self, members: &Members) -> bool {
-        // A target that other ranks write is also the source.
-        matches!(members.source_place(members.own, self.sequence), Place::Shared(_))
-    }
-
-    pub(crate) fn comparison<'a>(&self, members: &'a Members) -> Comparison<'a> {
-        Comparison { ranks: &members.ranks, occasion: self.occasion(members) }
-    }
-
-    /// Checks that all ranks made the same call, and completes the plan of an all-to-all with uneven blocks.
-    fn compare(&mut self, members: &Members) -> Result<(), CommError> {
-        let calls: Vec<[u64; 3]> =
-            (0..members.len()).map(|member| posted_words(members.posted(member, self.sequence))).collect();
-        self.comparison(members).of_calls(&calls)?;
-        if matches!(self.task.flow, Flow::Unknown { .. }) {
-            let word = |member: usize, index: usize| {
-                let memory = members.segments.memory(members.ranks[member]);
-                let table = members.segments.layout.table(memory, members.index, self.sequence, index);
-                table.load(Ordering::Relaxed) as usize
-            };
-            self.task.flow = Flow::Exchange(self.comparison(members).of_tables(word)?);
-        }
-        Ok(())
-    }
 }

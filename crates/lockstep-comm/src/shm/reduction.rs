@@ -6,16 +6,16 @@
 use lockstep_tensor::Workers;
 
 use super::{
+    buffer_location::BufferLocation,
     copy::{copy, in_parts},
     layout::CHUNK_BYTES,
     members::{Counter, Members},
-    place::Place,
-    queue::{Chunks, Running, Step},
+    operation::{Chunks, Running, Step},
 };
 use crate::{
     MAX_RANKS, ReduceOp,
     blocks::{Blocks, window},
-    memory::Stretch,
+    memory::MemoryRange,
     reduce::reduce,
     task::Receiver,
 };
@@ -96,8 +96,8 @@ struct Reduction<'a> {
     op: ReduceOp,
     blocks: &'a Blocks,
     receiver: Receiver,
-    source: Stretch,
-    target: Stretch,
+    source: MemoryRange,
+    target: MemoryRange,
     sequence: u32,
 }
 
@@ -118,18 +118,19 @@ impl<'a> Reduction<'a> {
         self.source.number.size_bytes()
     }
 
-    fn source_place(&self, member: usize) -> Place {
-        self.members.source_place(member, self.sequence)
+    fn source_location(&self, member: usize) -> BufferLocation {
+        self.members.source_location(member, self.sequence)
     }
 
     /// Returns true if the data is in small slots. It has the same length on all ranks, so this holds for all or for none.
     fn is_small(&self) -> bool {
-        self.source_place(self.members.own) == Place::Small
+        self.source_location(self.members.own) == BufferLocation::Small
     }
 
     /// Returns true if all ranks' data is in shared memory.
     fn is_in_place(&self) -> bool {
-        (0..self.members.len()).all(|member| matches!(self.source_place(member), Place::Shared(_)))
+        (0..self.members.len())
+            .all(|member| matches!(self.source_location(member), BufferLocation::Shared(_)))
     }
 
     fn wants_result(&self, member: usize) -> bool {
@@ -173,13 +174,13 @@ impl<'a> Reduction<'a> {
     /// Copies the other ranks' parts of window `index` of this rank's data to its chunk.
     fn fill(&self, index: usize, chunks: &Chunks) {
         let members = self.members;
-        if matches!(self.source_place(members.own), Place::Shared(_)) {
+        if matches!(self.source_location(members.own), BufferLocation::Shared(_)) {
             return;
         }
         let chunk = members.segments.layout.chunk(members.index, chunks.window);
         for member in (0..members.len()).filter(|member| *member != members.own) {
             let part = window(&self.blocks.range(member), self.width(), index);
-            let from = self.source.part(part.start, part.len());
+            let from = self.source.slice(part.start, part.len());
             let to = members.at(members.own, chunk + member * self.width() * self.size());
             // SAFETY: the source is the caller's. The part of the chunk is this rank's; it was last read two windows
             // ago, and all ranks have taken a turn since.
@@ -194,9 +195,9 @@ impl<'a> Reduction<'a> {
         let chunk = members.segments.layout.chunk(members.index, chunks.window);
         let mut sources = [0; MAX_RANKS];
         for (member, source) in sources[..members.len()].iter_mut().enumerate() {
-            *source = match self.source_place(member) {
+            *source = match self.source_location(member) {
                 _ if member == own => self.source.pointer as usize + part.start * size,
-                Place::Shared(offset) => members.at(member, offset) as usize + part.start * size,
+                BufferLocation::Shared(offset) => members.at(member, offset) as usize + part.start * size,
                 _ => members.at(member, chunk + own * self.width() * size) as usize,
             };
         }
@@ -212,9 +213,11 @@ impl<'a> Reduction<'a> {
         } else {
             let mut is_collected = false;
             for member in (0..members.len()).filter(|member| self.wants_result(*member)) {
-                match members.target_place(member, self.sequence) {
+                match members.target_location(member, self.sequence) {
                     _ if member == own => add(self.target.pointer as usize + part.start * size),
-                    Place::Shared(offset) => add(members.at(member, offset) as usize + part.start * size),
+                    BufferLocation::Shared(offset) => {
+                        add(members.at(member, offset) as usize + part.start * size)
+                    }
                     _ => is_collected = true,
                 }
             }
@@ -244,13 +247,14 @@ impl<'a> Reduction<'a> {
     /// Copies the other ranks' results of window `index` to this rank's target.
     fn collect(&self, index: usize) {
         let members = self.members;
-        let is_here = matches!(members.target_place(members.own, self.sequence), Place::Shared(_));
+        let is_here =
+            matches!(members.target_location(members.own, self.sequence), BufferLocation::Shared(_));
         if is_here || !self.wants_result(members.own) {
             return;
         }
         for member in (0..members.len()).filter(|member| *member != members.own) {
             let part = window(&self.blocks.range(member), self.width(), index);
-            let to = self.target.part(part.start, part.len());
+            let to = self.target.slice(part.start, part.len());
             let from = members.at(member, members.segments.layout.result(members.index));
             // SAFETY: the result is complete, and does not change until all ranks have taken the next turn. The target
             // is the caller's.

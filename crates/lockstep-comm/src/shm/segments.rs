@@ -15,7 +15,11 @@ use lockstep_tensor::SharedMemory;
 use rustix::thread::futex;
 
 use super::layout::{Header, Layout, MAGIC, Status, VERSION};
-use crate::{CommError, error::ERROR_WORDS, recorder};
+use crate::{
+    CommError,
+    error::ERROR_WORDS,
+    record::{self, Recorded},
+};
 
 /// Time limit for another process to finish writing the error that ended the run.
 const ENDING_TIME: Duration = Duration::from_millis(20);
@@ -164,7 +168,8 @@ impl Segments {
     }
 
     /// Returns the last operations of a rank, oldest first.
-    pub(crate) fn records(&self, rank: usize) -> Vec<recorder::Recorded> {
-        recorder::read(&self.layout, &self.memories[rank], self.header(rank).recorded.load(Ordering::Acquire))
+    pub(crate) fn records(&self, rank: usize) -> Vec<Recorded> {
+        let count = self.header(rank).recorded.load(Ordering::Acquire);
+        record::read(count, |number| self.layout.record(self.memory(rank), number as usize))
     }
 }

@@ -7,7 +7,7 @@
 //!     | bytes u32 | crc32c of the bytes u32 | crc32c of all of this u32
 //! ```
 
-use crate::{error::ERROR_WORDS, shm::layout::SMALL_BYTES};
+use crate::{Malformed, error::ERROR_WORDS, shm::layout::SMALL_BYTES};
 
 /// Length of a header in bytes.
 pub(crate) const HEADER_BYTES: usize = 60;
@@ -67,12 +67,12 @@ impl Channel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Announcement: the sender has started an operation with this call. Small data is attached.
-    Post([u64; 3]),
+    Announce([u64; 3]),
     /// Data: bytes from `offset` of the sender's piece, which go directly to the receiver's memory.
     Direct { offset: u64 },
-    /// Data: bytes from `offset` of part `index`, for which the receiver has buffer space.
-    Part { index: u32, offset: u64 },
-    /// Flow control: the sender has buffer space for parts below `index`.
+    /// Data: bytes from `offset` of chunk `index`, for which the receiver has buffer space.
+    Chunk { index: u32, offset: u64 },
+    /// Flow control: the sender has buffer space for chunks below `index`.
     Turn { index: u32 },
     /// Heartbeat of the sender.
     Beat,
@@ -80,40 +80,6 @@ pub(crate) enum Kind {
     Leaving { in_panic: bool },
     /// End of the run by the error in the bytes.
     Ending,
-}
-
-/// Fault in received data that no rank of this program sends.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Malformed {
-    /// Wrong checksum of a header or of its bytes.
-    #[error("a frame's check sum is wrong")]
-    CheckSum,
-    /// Unknown kind or channel.
-    #[error("there is no such frame")]
-    Kind,
-    /// Number of bytes after a header that its kind does not allow.
-    #[error("a frame is longer or shorter than its kind can be")]
-    Length,
-    /// Operation that is neither in flight nor possible as the next one.
-    #[error("a frame of an operation that is not in flight")]
-    Operation,
-    /// Bytes outside of their destination, or too many.
-    #[error("a frame's bytes lie outside of what they belong to, or are too many for it")]
-    Range,
-    /// Invalid description of an operation, or attached data of the wrong length.
-    #[error(
-        "an operation was announced with an invalid descriptor, or a payload of the wrong length, or with data of another size"
-    )]
-    Call,
-    /// Invalid error that ends the run.
-    #[error("the end of the run was announced without a reason that there is")]
-    Ending,
-}
-
-impl Malformed {
-    /// All faults; the index is the fault's code on the wire.
-    pub(crate) const ALL: [Self; 7] =
-        [Self::CheckSum, Self::Kind, Self::Length, Self::Operation, Self::Range, Self::Call, Self::Ending];
 }
 
 impl Header {
@@ -129,9 +95,9 @@ impl Header {
 
     pub(crate) fn encode(&self) -> [u8; HEADER_BYTES] {
         let (code, lane, index, offset, call) = match self.kind {
-            Kind::Post(call) => (1, 0, 0, 0, call),
+            Kind::Announce(call) => (1, 0, 0, 0, call),
             Kind::Direct { offset } => (2, 0, 0, offset, [0; 3]),
-            Kind::Part { index, offset } => (2, 1, index, offset, [0; 3]),
+            Kind::Chunk { index, offset } => (2, 1, index, offset, [0; 3]),
             Kind::Turn { index } => (3, 0, index, 0, [0; 3]),
             Kind::Beat => (4, 0, 0, 0, [0; 3]),
             Kind::Leaving { in_panic } => (5, u8::from(in_panic), 0, 0, [0; 3]),
@@ -166,9 +132,9 @@ impl Header {
         }
         let (index, offset) = (word(12), long(16));
         let kind = match (bytes[0], bytes[2]) {
-            (1, 0) => Kind::Post([long(24), long(32), long(40)]),
+            (1, 0) => Kind::Announce([long(24), long(32), long(40)]),
             (2, 0) => Kind::Direct { offset },
-            (2, 1) => Kind::Part { index, offset },
+            (2, 1) => Kind::Chunk { index, offset },
             (3, 0) => Kind::Turn { index },
             (4, 0) => Kind::Beat,
             (5, in_panic @ 0..=1) => Kind::Leaving { in_panic: in_panic == 1 },
@@ -179,8 +145,8 @@ impl Header {
         let key = Key { group: word(4), channel, sequence: word(8) };
         let header = Self { kind, key, bytes: word(48), crc: word(52) };
         let allowed = match kind {
-            Kind::Post(_) => 0..=SMALL_BYTES,
-            Kind::Direct { .. } | Kind::Part { .. } => 1..=FRAME_BYTES,
+            Kind::Announce(_) => 0..=SMALL_BYTES,
+            Kind::Direct { .. } | Kind::Chunk { .. } => 1..=FRAME_BYTES,
             Kind::Turn { .. } | Kind::Beat | Kind::Leaving { .. } => 0..=0,
             Kind::Ending => ENDING_BYTES..=ENDING_BYTES,
         };
@@ -228,9 +194,9 @@ pub fn seal_frames(bytes: &[u8]) -> Vec<u8> {
 pub fn sample_frames() -> Vec<u8> {
     let key = Key { group: 3, channel: Channel::Receive, sequence: 7 };
     let kinds = [
-        (Kind::Post([1, 2, 3]), &b"payload"[..]),
+        (Kind::Announce([1, 2, 3]), &b"payload"[..]),
         (Kind::Direct { offset: 1 << 40 }, b"x"),
-        (Kind::Part { index: 7, offset: 9 }, b"yz"),
+        (Kind::Chunk { index: 7, offset: 9 }, b"yz"),
         (Kind::Turn { index: 5 }, b""),
         (Kind::Beat, b""),
         (Kind::Leaving { in_panic: true }, b""),
@@ -247,9 +213,9 @@ mod tests {
     fn headers() -> Vec<Header> {
         let key = Key { group: 3, channel: Channel::Receive, sequence: u32::MAX };
         let kinds = [
-            (Kind::Post([1, u64::MAX, 3]), &b"payload"[..]),
+            (Kind::Announce([1, u64::MAX, 3]), &b"payload"[..]),
             (Kind::Direct { offset: 1 << 40 }, b"x"),
-            (Kind::Part { index: 7, offset: 9 }, b"yz"),
+            (Kind::Chunk { index: 7, offset: 9 }, b"yz"),
             (Kind::Turn { index: 5 }, b""),
             (Kind::Beat, b""),
             (Kind::Leaving { in_panic: true }, b""),

@@ -27,8 +27,10 @@ use crate::{Deadline, JoinProblem};
 
 /// Magic number: `LOCKSTEP` in byte order.
 const MAGIC: [u8; 8] = *b"LOCKSTEP";
-/// Version of frames, handshakes and cards.
-pub(crate) const VERSION: u32 = 3;
+/// Time limit of a handshake.
+pub(crate) const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
+/// Version of frames, handshakes and rendezvous messages.
+pub(crate) const VERSION: u32 = 4;
 /// Name of the protocol, which both ends hash.
 const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 /// Length in bytes of an encoded [`Hello`].
@@ -57,6 +59,15 @@ pub(crate) enum Purpose {
     Ranks = 2,
     /// Frames between two ranks.
     Frames = 3,
+    /// Request of a rank for the connections of a higher one.
+    Knock = 4,
+}
+
+impl Purpose {
+    /// Returns the name of a participant of such a rendezvous: `node` or `rank`.
+    pub(crate) fn participant(self) -> &'static str {
+        if self == Self::Nodes { "node" } else { "rank" }
+    }
 }
 
 /// Description that one end gives of itself.
@@ -89,6 +100,7 @@ impl Hello {
             1 => Purpose::Nodes,
             2 => Purpose::Ranks,
             3 => Purpose::Frames,
+            4 => Purpose::Knock,
             _ => return None,
         };
         let mut run = [0; 32];
@@ -140,13 +152,13 @@ fn broken() -> JoinProblem {
 /// # Errors
 /// If version, run or secret of the two ends differ, which is final. If the connection fails or is dropped before that is known
 /// ([`JoinProblem::Connection`]), which may be retried.
-pub(crate) fn greet(
+pub(crate) fn shake_hands(
     stream: &TcpStream,
     secret: &Secret,
     hello: &Hello,
     deadline: Deadline,
 ) -> Result<(Hello, Box<TransportState>), JoinProblem> {
-    let mut timed = Timed { stream, deadline };
+    let mut timed = TimedStream { stream, deadline };
     let own = hello.encode();
     let mut state = noise(secret, &own, true).ok_or_else(broken)?;
     let mut greeting = [0; GREETING_BYTES];
@@ -182,7 +194,7 @@ pub(crate) fn greet(
 
 /// The server's side of a handshake, which is fed with received bytes and does not block.
 #[derive(Debug, Default)]
-pub(crate) struct Reception {
+pub(crate) struct ServerHandshake {
     bytes: Greeting,
     read: usize,
     /// Keys and authenticated hello, after a valid greeting.
@@ -199,7 +211,7 @@ impl Default for Greeting {
     }
 }
 
-/// Next action in a [`Reception`].
+/// Next action in a [`ServerHandshake`].
 #[derive(Debug)]
 pub(crate) enum Step {
     /// Receive more bytes.
@@ -215,7 +227,7 @@ pub(crate) enum Step {
 /// Reason why a connection is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Refusal {
-    #[error("no greeting within {} s", super::door::GREETING.as_secs())]
+    #[error("no greeting within {} s", HANDSHAKE_LIMIT.as_secs())]
     Late,
     #[error("hung up before it had proved who it is")]
     HungUp,
@@ -231,7 +243,7 @@ pub(crate) enum Refusal {
     Secret,
 }
 
-impl Reception {
+impl ServerHandshake {
     /// Returns the buffer for the next bytes.
     pub(crate) fn room(&mut self) -> &mut [u8] {
         let end = if self.proving.is_some() { PROOF_BYTES } else { GREETING_BYTES };
@@ -305,12 +317,12 @@ fn refuse(verdict: Verdict, refusal: Refusal) -> Step {
 }
 
 /// A socket with a deadline for each transfer as a whole, however slowly bytes trickle.
-pub(crate) struct Timed<'a> {
+pub(crate) struct TimedStream<'a> {
     pub(crate) stream: &'a TcpStream,
     pub(crate) deadline: Deadline,
 }
 
-impl Timed<'_> {
+impl TimedStream<'_> {
     /// Sends all of `bytes` before the deadline.
     pub(crate) fn send(&mut self, mut bytes: &[u8]) -> Result<(), JoinProblem> {
         while !bytes.is_empty() {
@@ -327,8 +339,15 @@ impl Timed<'_> {
 
     /// Receives exactly `BYTES` bytes before the deadline.
     pub(crate) fn receive<const BYTES: usize>(&mut self) -> Result<[u8; BYTES], JoinProblem> {
-        let (mut bytes, mut read) = ([0; BYTES], 0);
-        while read < BYTES {
+        let mut bytes = [0; BYTES];
+        self.receive_into(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Receives as many bytes as `bytes` holds before the deadline.
+    pub(crate) fn receive_into(&mut self, bytes: &mut [u8]) -> Result<(), JoinProblem> {
+        let mut read = 0;
+        while read < bytes.len() {
             self.stream.set_read_timeout(Some(self.rest()?)).map_err(problem)?;
             match self.stream.read(&mut bytes[read..]) {
                 Ok(0) => return Err(JoinProblem::Connection(ErrorKind::UnexpectedEof)),
@@ -337,7 +356,7 @@ impl Timed<'_> {
                 Err(error) => return Err(problem(error)),
             }
         }
-        Ok(bytes)
+        Ok(())
     }
 
     fn rest(&self) -> Result<Duration, JoinProblem> {
@@ -362,13 +381,13 @@ mod tests {
     const HELLO: Hello = Hello { purpose: Purpose::Ranks, rank: 1, ranks: 2, stream: 0, run: [7; 32] };
 
     /// Does the client's side; the keys are tested with the traffic that they encrypt.
-    fn greet(
+    fn shake_hands(
         stream: &TcpStream,
         secret: &Secret,
         hello: &Hello,
         deadline: Deadline,
     ) -> Result<Hello, JoinProblem> {
-        super::greet(stream, secret, hello, deadline).map(|(server, _)| server)
+        super::shake_hands(stream, secret, hello, deadline).map(|(server, _)| server)
     }
 
     fn soon() -> Deadline {
@@ -379,15 +398,15 @@ mod tests {
         Secret::of(b"0123456789abcdef")
     }
 
-    /// Runs a server that answers one client as the door does.
+    /// Runs a server that answers one client as the acceptor does.
     fn answer(stream: &TcpStream, secret: &Secret, own: &Hello) -> Result<Hello, Refusal> {
-        let mut reception = Reception::default();
+        let mut handshake = ServerHandshake::default();
         loop {
-            let count = { stream }.read(reception.room()).unwrap_or(0);
+            let count = { stream }.read(handshake.room()).unwrap_or(0);
             if count == 0 {
                 return Err(Refusal::HungUp);
             }
-            match reception.take(count, secret, own) {
+            match handshake.take(count, secret, own) {
                 Step::Wait => {}
                 Step::Answer(answer) => { stream }.write_all(&answer).unwrap(),
                 Step::Welcome(welcome, hello, _) => {
@@ -422,7 +441,7 @@ mod tests {
     fn two_that_know_the_secret_know_each_other() {
         let own = Hello { rank: 0, purpose: Purpose::Nodes, ..HELLO };
         let found = shake(
-            |stream| greet(stream, &secret(), &HELLO, soon()),
+            |stream| shake_hands(stream, &secret(), &HELLO, soon()),
             |stream| answer(stream, &secret(), &own),
         );
         assert_eq!(found, (Ok(own), Ok(HELLO)));
@@ -431,12 +450,14 @@ mod tests {
     #[test]
     fn a_client_with_another_secret_or_of_another_run_is_told_so() {
         let other = Secret::of(b"0123456789abcdeF");
-        let found =
-            shake(|stream| greet(stream, &other, &HELLO, soon()), |stream| answer(stream, &secret(), &HELLO));
+        let found = shake(
+            |stream| shake_hands(stream, &other, &HELLO, soon()),
+            |stream| answer(stream, &secret(), &HELLO),
+        );
         assert_eq!(found, (Err(JoinProblem::Secret), Err(Refusal::Secret)));
         let own = Hello { run: [8; 32], ..HELLO };
         let found = shake(
-            |stream| greet(stream, &secret(), &HELLO, soon()),
+            |stream| shake_hands(stream, &secret(), &HELLO, soon()),
             |stream| answer(stream, &secret(), &own),
         );
         assert_eq!(found, (Err(JoinProblem::OtherRun), Err(Refusal::OtherRun)));
@@ -446,11 +467,11 @@ mod tests {
     fn a_server_that_hangs_up_at_any_byte_before_its_verdict_is_no_proof_of_anything() {
         for bytes in [0, 1, OPEN_BYTES, ANSWER_BYTES - 1, ANSWER_BYTES] {
             let (client, _) = shake(
-                |stream| greet(stream, &secret(), &HELLO, soon()),
+                |stream| shake_hands(stream, &secret(), &HELLO, soon()),
                 |stream| {
-                    let mut reception = Reception::default();
-                    { stream }.read_exact(reception.room()).unwrap();
-                    let Step::Answer(answer) = reception.take(GREETING_BYTES, &secret(), &HELLO) else {
+                    let mut handshake = ServerHandshake::default();
+                    { stream }.read_exact(handshake.room()).unwrap();
+                    let Step::Answer(answer) = handshake.take(GREETING_BYTES, &secret(), &HELLO) else {
                         panic!("no answer")
                     };
                     { stream }.write_all(&answer[..bytes]).unwrap();
@@ -473,7 +494,7 @@ mod tests {
                 change(&mut answer);
                 { stream }.write_all(&answer).unwrap();
             };
-            shake(|stream| greet(stream, &secret(), &HELLO, soon()), server).0
+            shake(|stream| shake_hands(stream, &secret(), &HELLO, soon()), server).0
         };
         assert_eq!(answers(|_| {}), Err(JoinProblem::Secret));
         assert_eq!(answers(|answer| answer[OPEN_BYTES] ^= 1), Err(JoinProblem::Secret));
@@ -483,24 +504,24 @@ mod tests {
     fn a_greeting_that_is_played_back_or_altered_gets_nobody_in() {
         let mut recorded = [0; GREETING_BYTES];
         let (_, ()) = shake(
-            |stream| greet(stream, &secret(), &HELLO, soon()),
+            |stream| shake_hands(stream, &secret(), &HELLO, soon()),
             |stream| { stream }.read_exact(&mut recorded).unwrap(),
         );
-        let mut reception = Reception::default();
-        reception.room().copy_from_slice(&recorded);
-        assert!(matches!(reception.take(GREETING_BYTES, &secret(), &HELLO), Step::Answer(_)));
+        let mut handshake = ServerHandshake::default();
+        handshake.room().copy_from_slice(&recorded);
+        assert!(matches!(handshake.take(GREETING_BYTES, &secret(), &HELLO), Step::Answer(_)));
         // Without the ephemeral key there is no proof.
-        reception.room().fill(9);
+        handshake.room().fill(9);
         assert!(matches!(
-            reception.take(PROOF_BYTES, &secret(), &HELLO),
+            handshake.take(PROOF_BYTES, &secret(), &HELLO),
             Step::Refuse(None, Refusal::Secret)
         ));
         for bit in 0..GREETING_BYTES * 8 {
             let mut altered = recorded;
             altered[bit / 8] ^= 1 << (bit % 8);
-            let mut reception = Reception::default();
-            reception.room().copy_from_slice(&altered);
-            let step = reception.take(GREETING_BYTES, &secret(), &HELLO);
+            let mut handshake = ServerHandshake::default();
+            handshake.room().copy_from_slice(&altered);
+            let step = handshake.take(GREETING_BYTES, &secret(), &HELLO);
             assert!(matches!(step, Step::Refuse(..)), "bit {bit}: {step:?}");
         }
     }
@@ -509,10 +530,10 @@ mod tests {
     fn another_version_is_told_ours_at_its_first_bytes_and_garbage_nothing() {
         let mut hello = HELLO.encode();
         hello[8] = 2;
-        let mut reception = Reception::default();
+        let mut handshake = ServerHandshake::default();
         for (at, byte) in hello[..VERSION_BYTES].iter().enumerate() {
-            reception.room()[0] = *byte;
-            match reception.take(1, &secret(), &HELLO) {
+            handshake.room()[0] = *byte;
+            match handshake.take(1, &secret(), &HELLO) {
                 Step::Wait => assert!(at < VERSION_BYTES - 1),
                 // The place where versions 1 and 2 look for the version.
                 Step::Refuse(Some(answer), Refusal::Version(2)) => {
@@ -522,12 +543,12 @@ mod tests {
                 step => panic!("{step:?}"),
             }
         }
-        let mut reception = Reception::default();
-        reception.room()[..4].copy_from_slice(b"GET ");
-        assert!(matches!(reception.take(4, &secret(), &HELLO), Step::Refuse(None, Refusal::Garbage)));
+        let mut handshake = ServerHandshake::default();
+        handshake.room()[..4].copy_from_slice(b"GET ");
+        assert!(matches!(handshake.take(4, &secret(), &HELLO), Step::Refuse(None, Refusal::Garbage)));
         // A server of version 2 sends 96 bytes and hangs up.
         let (client, ()) = shake(
-            |stream| greet(stream, &secret(), &HELLO, soon()),
+            |stream| shake_hands(stream, &secret(), &HELLO, soon()),
             |stream| { stream }.write_all(&[&MAGIC[..], &2_u32.to_le_bytes(), &[0; 84]].concat()).unwrap(),
         );
         assert_eq!(client, Err(JoinProblem::Version { theirs: 2, ours: VERSION }));
@@ -537,7 +558,7 @@ mod tests {
     fn a_server_that_trickles_is_left_in_time() {
         let begin = std::time::Instant::now();
         let (client, ()) = shake(
-            |stream| greet(stream, &secret(), &HELLO, Deadline::after(Duration::from_millis(200))),
+            |stream| shake_hands(stream, &secret(), &HELLO, Deadline::after(Duration::from_millis(200))),
             |mut stream| {
                 for byte in open_part(Verdict::Go).iter().chain(&[0; 50]) {
                     if stream.write_all(&[*byte]).is_err() {

@@ -10,9 +10,9 @@ use std::{
 use rustix::{event::PollFlags, net::sockopt::set_tcp_user_timeout};
 
 use super::{
-    board::Board,
-    stream::{Broken, Outbox, Stream},
-    wire::Connection,
+    operation_table::OperationTable,
+    stream::{Outbox, Stream},
+    wire::{Connection, ConnectionError},
 };
 use crate::LossCause;
 
@@ -26,7 +26,7 @@ const LAST_TURNS: usize = 16;
 #[derive(Debug)]
 pub(crate) struct Link {
     rank: usize,
-    streams: Vec<Joined>,
+    streams: Vec<LinkStream>,
     pub(crate) status: Status,
     /// True if anything has been received since the last heartbeat tick; `silence` counts the ticks without.
     heard: bool,
@@ -36,7 +36,7 @@ pub(crate) struct Link {
 }
 
 #[derive(Debug)]
-struct Joined {
+struct LinkStream {
     stream: Stream,
     is_open: bool,
 }
@@ -55,29 +55,29 @@ impl Link {
         let mut streams = Vec::new();
         for connection in connections {
             set_tcp_user_timeout(&connection.socket, u32::try_from(silence.as_millis()).unwrap_or(u32::MAX))?;
-            streams.push(Joined { stream: Stream::new(connection)?, is_open: true });
+            streams.push(LinkStream { stream: Stream::new(connection)?, is_open: true });
         }
         Ok(Self { rank, streams, status: Status::Here, heard: true, silence: 0, is_closed: false })
     }
 
     /// Returns true if nothing more can be received from the rank.
     pub(crate) fn is_gone(&self) -> bool {
-        self.streams.iter().all(|joined| !joined.is_open)
+        self.streams.iter().all(|connection| !connection.is_open)
     }
 
     /// Reads available data. Returns true if there was any.
     ///
     /// # Errors
     /// If a connection breaks, or the rank sends invalid frames; returns the cause of loss.
-    pub(crate) fn read(&mut self, board: &mut Board) -> Result<bool, LossCause> {
+    pub(crate) fn read(&mut self, table: &mut OperationTable) -> Result<bool, LossCause> {
         let mut has_read = false;
         for index in 0..self.streams.len() {
-            let Joined { stream, is_open: true } = &mut self.streams[index] else { continue };
-            match stream.read(self.rank, TURN_BYTES, board) {
+            let LinkStream { stream, is_open: true } = &mut self.streams[index] else { continue };
+            match stream.read(self.rank, TURN_BYTES, table) {
                 Ok(count) => has_read |= count > 0,
                 Err(broken) => {
                     has_read = true;
-                    self.close(index, &broken, board)?;
+                    self.close(index, &broken, table)?;
                 }
             }
         }
@@ -89,46 +89,52 @@ impl Link {
     ///
     /// # Errors
     /// As [`Link::read`].
-    pub(crate) fn write(&mut self, board: &mut Board) -> Result<bool, LossCause> {
-        let mut has_written = false;
+    pub(crate) fn write(&mut self, table: &mut OperationTable) -> Result<bool, LossCause> {
+        let mut queue = std::mem::take(table.queues.to(self.rank));
+        let (mut has_written, mut lost) = (false, Ok(()));
         for index in 0..self.streams.len() {
-            let Joined { stream, is_open: true } = &mut self.streams[index] else { continue };
-            let mut control = std::mem::take(&mut board.sending.control[self.rank]);
-            let mut data = std::mem::take(&mut board.sending.data[self.rank]);
-            let mut outbox = if index == 0 { Outbox::Control(&mut control) } else { Outbox::Data(&mut data) };
-            let written = stream.write(self.rank, TURN_BYTES, &mut outbox, board);
-            (board.sending.control[self.rank], board.sending.data[self.rank]) = (control, data);
-            match written {
+            let LinkStream { stream, is_open: true } = &mut self.streams[index] else { continue };
+            let mut outbox =
+                if index == 0 { Outbox::Control(&mut queue.control) } else { Outbox::Data(&mut queue.data) };
+            match stream.write(self.rank, TURN_BYTES, &mut outbox, table) {
                 Ok(count) => has_written |= count > 0,
                 Err(broken) => {
                     has_written = true;
-                    self.close(index, &broken, board)?;
+                    lost = lost.and(self.close(index, &broken, table));
                 }
             }
         }
-        Ok(has_written)
+        *table.queues.to(self.rank) = queue;
+        lost.map(|()| has_written)
     }
 
     /// Closes a connection that has broken. Returns the cause of loss, unless the rank has announced one itself.
-    fn close(&mut self, index: usize, broken: &Broken, board: &mut Board) -> Result<(), LossCause> {
+    fn close(
+        &mut self,
+        index: usize,
+        broken: &ConnectionError,
+        table: &mut OperationTable,
+    ) -> Result<(), LossCause> {
         self.streams[index].is_open = false;
         // The rank may have announced the reason on the control connection before.
-        if let Joined { stream, is_open: true } = &mut self.streams[0] {
+        if let LinkStream { stream, is_open: true } = &mut self.streams[0] {
             for _ in 0..LAST_TURNS {
-                if !matches!(stream.read(self.rank, TURN_BYTES, board), Ok(count) if count > 0) {
+                if !matches!(stream.read(self.rank, TURN_BYTES, table), Ok(count) if count > 0) {
                     break;
                 }
             }
         }
-        if self.status != Status::Here || board.said.iter().any(|(rank, _)| *rank == self.rank) {
+        if self.status != Status::Here || table.messages.iter().any(|(rank, _)| *rank == self.rank) {
             return Ok(());
         }
         match broken {
-            Broken::Malformed(what) => Err(LossCause::Malformed(*what)),
-            Broken::Failed(ErrorKind::TimedOut) => Err(LossCause::Unreachable),
-            Broken::Closed | Broken::Failed(_) if index == 0 => Err(LossCause::Disconnected),
+            ConnectionError::Malformed(what) => Err(LossCause::Malformed(*what)),
+            ConnectionError::Failed(ErrorKind::TimedOut) => Err(LossCause::Unreachable),
+            ConnectionError::Closed | ConnectionError::Failed(_) if index == 0 => {
+                Err(LossCause::Disconnected)
+            }
             // A farewell on another connection may be in flight; the next ticks will tell.
-            Broken::Closed | Broken::Failed(_) => Ok(()),
+            ConnectionError::Closed | ConnectionError::Failed(_) => Ok(()),
         }
     }
 
@@ -137,7 +143,7 @@ impl Link {
     pub(crate) fn beat(&mut self, limit: u32, silence: Duration) -> Option<LossCause> {
         self.silence = if std::mem::take(&mut self.heard) { 0 } else { self.silence + 1 };
         let was_closed =
-            std::mem::replace(&mut self.is_closed, self.streams.iter().any(|joined| !joined.is_open));
+            std::mem::replace(&mut self.is_closed, self.streams.iter().any(|connection| !connection.is_open));
         match self.status {
             Status::Here if was_closed => Some(LossCause::Disconnected),
             Status::Here if self.silence >= limit => Some(LossCause::Silent(silence.as_millis() as u64)),
@@ -146,35 +152,37 @@ impl Link {
     }
 
     /// Returns the open sockets, with the events to poll for on each.
-    pub(crate) fn interests(&self, board: &Board) -> impl Iterator<Item = (Arc<TcpStream>, PollFlags)> {
-        let (control, data) = (&board.sending.control[self.rank], &board.sending.data[self.rank]);
-        let waiting = [!control.is_empty(), !data.is_empty()];
-        let open = self.streams.iter().enumerate().filter(|(_, joined)| joined.is_open);
-        open.map(move |(index, joined)| {
+    pub(crate) fn interests(
+        &self,
+        table: &OperationTable,
+    ) -> impl Iterator<Item = (Arc<TcpStream>, PollFlags)> {
+        let waiting = table.queues.are_waiting(self.rank);
+        let open = self.streams.iter().enumerate().filter(|(_, connection)| connection.is_open);
+        open.map(move |(index, connection)| {
             let mut flags = PollFlags::empty();
-            flags.set(PollFlags::IN, joined.stream.is_readable());
-            flags.set(PollFlags::OUT, joined.stream.is_writing() || waiting[index.min(1)]);
-            (Arc::clone(joined.stream.socket()), flags)
+            flags.set(PollFlags::IN, connection.stream.is_readable());
+            flags.set(PollFlags::OUT, connection.stream.is_writing() || waiting[index.min(1)]);
+            (Arc::clone(connection.stream.socket()), flags)
         })
     }
 
     /// Drops all references to the memory of operations: no more data is sent, and received data is discarded.
     pub(crate) fn abandon(&mut self) {
-        self.streams.iter_mut().for_each(|joined| joined.stream.abandon());
+        self.streams.iter_mut().for_each(|connection| connection.stream.abandon());
     }
 
     /// Closes the sending direction of all connections.
     pub(crate) fn hang_up(&self) {
-        for joined in self.streams.iter().filter(|joined| joined.is_open) {
+        for connection in self.streams.iter().filter(|connection| connection.is_open) {
             // The connection may already be gone.
-            let _ = joined.stream.socket().shutdown(Shutdown::Write);
+            let _ = connection.stream.socket().shutdown(Shutdown::Write);
         }
     }
 
     /// Discards received data. Returns true if nothing more can be received.
     pub(crate) fn drain(&mut self) -> bool {
-        for joined in self.streams.iter_mut().filter(|joined| joined.is_open) {
-            joined.is_open = joined.stream.drain();
+        for connection in self.streams.iter_mut().filter(|connection| connection.is_open) {
+            connection.is_open = connection.stream.drain();
         }
         self.is_gone()
     }

@@ -1,39 +1,46 @@
 //! The TCP transport, between ranks on one machine or on many.
 //!
 //! - [`frame`]: the wire format; [`stream`]: one socket; [`link`]: all sockets to one rank.
-//! - [`operation`]: one operation in flight; [`reduction`], [`layered`] and [`script`] are its ways to reduce.
-//! - [`board`]: all operations of a rank, and the data that has arrived for them.
-//! - [`machine`]: the progress thread, and the callers that wait for it.
-//! - [`secret`]: the run's secret; [`handshake`]: the mutual proof of knowing it; [`door`] and [`visit`]: the server's and the
+//! - [`operation`]: one operation in flight; [`reduction`], [`hierarchical`] and [`stepwise`] are its ways to reduce;
+//!   in a large group it is agreed on along a [`tree`], and small data takes the way of [`tree_movement`].
+//! - [`operation_table`]: all operations of a rank, and the data that has arrived for them.
+//! - [`state`]: a rank's operations and links; [`transport`]: the progress thread, and the callers that wait for it.
+//! - [`secret`]: the run's secret; [`handshake`]: the mutual proof of knowing it; [`acceptor`] and [`connect`]: the server's and the
 //!   client's side of the handshake; [`peer_credentials`]: the secret of ranks on one host.
-//! - [`meeting`]: the rendezvous; [`join`]: the rendezvous of ranks; [`nodes`]: that of machines.
+//! - [`rendezvous`]: the rendezvous, whose result is a [`roster`]; [`join`]: the rendezvous of ranks; [`mesh`]: their connections; [`nodes`]: that of machines.
 
-mod board;
-pub(crate) mod door;
+pub(crate) mod acceptor;
+mod connect;
 pub(crate) mod frame;
 pub(crate) mod handshake;
+mod hierarchical;
 mod join;
-mod layered;
 mod link;
-mod machine;
-pub(crate) mod meeting;
+mod members;
+mod mesh;
 mod nodes;
 mod operation;
+mod operation_table;
 pub(crate) mod peer_credentials;
 mod reduction;
+mod rejections;
+pub(crate) mod rendezvous;
 #[cfg(test)]
 mod rogue;
-mod script;
+mod roster;
 pub(crate) mod secret;
+mod send_queues;
+mod state;
+mod stepwise;
 mod stream;
-mod turned_away;
-mod visit;
+mod transport;
+mod tree;
+mod tree_movement;
 mod wire;
 
-pub use frame::{Malformed, read_frames, sample_frames, seal_frames};
+pub use frame::{read_frames, sample_frames, seal_frames};
 pub use join::{TcpOptions, join_by_address, join_with};
-pub(crate) use machine::{Local, Machine};
-pub use meeting::{DEFAULT_PORT, Meeting};
-pub use nodes::{NodeCard, NodesMet, meet_nodes};
+pub use nodes::{JoinedNodes, NodeInfo, join_nodes};
+pub use rejections::Rejections;
+pub use rendezvous::{DEFAULT_PORT, RendezvousEndpoint};
 pub use secret::{PairingCode, Secret, SecretInMemory};
-pub use turned_away::TurnedAway;

@@ -1,7 +1,7 @@
 //! The rendezvous of the launchers of several machines, which numbers their ranks and decides what follows an attempt.
 //!
-//! They meet before each attempt and after the last one. Each launcher's card states the attempt that it takes for the next
-//! one, and the loss that ended its last one, or that it ends. All launchers get all cards, so all reach the same conclusion.
+//! They meet before each attempt and after the last one. Each launcher's [`NodeInfo`] states the attempt that it takes for the next
+//! one, and the loss that ended its last one, or that it ends. All launchers get all of them, so all reach the same conclusion.
 
 use std::{
     net::{SocketAddr, TcpListener},
@@ -10,14 +10,15 @@ use std::{
 
 use super::{
     handshake::Purpose,
-    meeting::{ANY, Begun, CARD_BYTES, Meeting},
+    rendezvous::{Opened, RendezvousEndpoint},
+    roster::{ANY, INFO_BYTES},
     secret::SecretInMemory,
 };
 use crate::{CommError, Deadline, JoinProblem, Leader, LossCause, MAX_WORLD, Placement};
 
 /// A launcher's data for the rendezvous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NodeCard {
+pub struct NodeInfo {
     /// Number of ranks that it starts.
     pub ranks: usize,
     /// Number of the attempt that it takes for the next one, from 0.
@@ -30,15 +31,15 @@ pub struct NodeCard {
     pub lost: Option<(usize, LossCause)>,
 }
 
-impl NodeCard {
-    /// Creates the card of a launcher that starts `ranks` ranks for the first time.
+impl NodeInfo {
+    /// Creates the data of a launcher that starts `ranks` ranks for the first time.
     pub fn first(ranks: usize) -> Self {
         Self { ranks, attempt: 0, max_restarts: 0, ends: None, lost: None }
     }
 
-    /// Encodes the card, with the port where rank 0 will listen.
-    fn encode(&self, port: u16) -> [u8; CARD_BYTES] {
-        let mut out = [0; CARD_BYTES];
+    /// Encodes the data, with the port where rank 0 will listen.
+    fn encode(&self, port: u16) -> [u8; INFO_BYTES] {
+        let mut out = [0; INFO_BYTES];
         out[..2].copy_from_slice(&port.to_le_bytes());
         out[2] = u8::from(self.ends.is_some());
         out[3] = self.ends.unwrap_or(0);
@@ -52,92 +53,95 @@ impl NodeCard {
         out
     }
 
-    fn decode(bytes: &[u8; CARD_BYTES]) -> (u16, Self) {
+    fn decode(bytes: &[u8; INFO_BYTES]) -> (u16, Self) {
         let number =
             |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]) as usize;
         let value = number(24) as u64 | (number(28) as u64) << 32;
         let cause = LossCause::from_numbers(number(20) as u64, value);
         let lost = number(16).checked_sub(1).and_then(|rank| Some((rank, cause?)));
         let ends = (bytes[2] != 0).then_some(bytes[3]);
-        let card = Self { ranks: number(4), attempt: number(8), max_restarts: number(12), ends, lost };
-        (u16::from_le_bytes([bytes[0], bytes[1]]), card)
+        let info = Self { ranks: number(4), attempt: number(8), max_restarts: number(12), ends, lost };
+        (u16::from_le_bytes([bytes[0], bytes[1]]), info)
     }
 }
 
 /// Result of the rendezvous of all launchers.
 #[derive(Debug)]
-pub struct NodesMet {
+pub struct JoinedNodes {
     /// Place of this machine's ranks.
     pub placement: Placement,
-    /// Number of the next attempt: the maximum over all cards.
+    /// Number of the next attempt: the maximum over all launchers.
     pub attempt: usize,
     /// Cards of all launchers, by node.
-    pub cards: Vec<NodeCard>,
+    pub nodes: Vec<NodeInfo>,
 }
 
-/// Meets the launchers of the other machines, as number `node` of `nodes`, with `card`. Without a number, the launcher on the
-/// machine of the meeting's address is node 0, and the others are numbered in order of arrival.
+/// Meets the launchers of the other machines, as number `node` of `nodes`. Without a number, the launcher on the
+/// machine of the rendezvous address is node 0, and the others are numbered in order of arrival.
 ///
 /// # Errors
 /// If a launcher does not come before `deadline`, or if a node number or the total number of ranks is out of range.
-pub fn meet_nodes(
-    mut meeting: Meeting,
+pub fn join_nodes(
+    mut rendezvous: RendezvousEndpoint,
     node: Option<usize>,
     nodes: usize,
-    card: NodeCard,
+    info: NodeInfo,
     deadline: Deadline,
-) -> Result<NodesMet, CommError> {
+) -> Result<JoinedNodes, CommError> {
     let out_of_range =
         |what, value, allowed| Err(CommError::Join(JoinProblem::OutOfRange { what, value, allowed }));
     if let Some(node) = node.filter(|node| *node >= nodes) {
         return out_of_range("node", node, format!("below the number of nodes, {nodes}"));
     }
-    let mut node = node.unwrap_or(if meeting.is_here()? { 0 } else { ANY });
+    if nodes > MAX_WORLD {
+        return out_of_range("number of nodes", nodes, format!("1 to {MAX_WORLD}"));
+    }
+    let mut node = node.unwrap_or(if rendezvous.is_here()? { 0 } else { ANY });
     let (mut listener, mut given) = (None, None);
     if node == 0 {
-        match meeting.begin()? {
-            Begun::First(hand_out) => {
+        match rendezvous.begin()? {
+            Opened::First(hand_out) => {
                 given = hand_out;
-                listener = Some(listen_beside(&meeting)?);
+                listener = Some(listen_beside(&rendezvous)?);
             }
             // Another launcher on this machine was first.
-            Begun::Taken if nodes > 1 => node = ANY,
-            Begun::Taken => return Err(meeting.taken()),
+            Opened::Taken if nodes > 1 => node = ANY,
+            Opened::Taken => return Err(rendezvous.taken()),
         }
     }
     if node != 0 {
-        meeting.find(deadline)?;
+        rendezvous.find(deadline)?;
     }
-    let secret = Some(Arc::new(SecretInMemory::new(&meeting.key()?)?));
+    let secret = Some(Arc::new(SecretInMemory::new(&rendezvous.key()?)?));
     let port =
         listener.as_ref().map_or(Ok(0), |listener| listener.local_addr().map(|address| address.port()));
-    let card = card.encode(port.map_err(CommError::io("listen for ranks"))?);
-    let (node, guests, _) = meeting.meet(Purpose::Nodes, node, nodes, card, deadline)?;
+    let info = info.encode(port.map_err(CommError::io("listen for ranks"))?);
+    let (node, participants, _) = rendezvous.meet(Purpose::Nodes, node, nodes, info, deadline)?;
     drop(given);
-    let (ports, cards): (Vec<u16>, Vec<NodeCard>) =
-        guests.iter().map(|guest| NodeCard::decode(&guest.card)).unzip();
-    let world_size = cards.iter().map(|card| card.ranks).sum();
+    let (ports, infos): (Vec<u16>, Vec<NodeInfo>) =
+        participants.iter().map(|participant| NodeInfo::decode(&participant.info)).unzip();
+    let world_size = infos.iter().map(|info| info.ranks).sum();
     if world_size > MAX_WORLD {
         return out_of_range("number of ranks", world_size, format!("1 to {MAX_WORLD}"));
     }
     let placement = Placement {
         node,
         nodes,
-        first_rank: cards[..node].iter().map(|card| card.ranks).sum(),
+        first_rank: infos[..node].iter().map(|info| info.ranks).sum(),
         world_size,
-        leader: Some(Leader { host: meeting.host, port: Some(ports[0]) }),
+        leader: Some(Leader { host: rendezvous.host, port: Some(ports[0]) }),
         listener: listener.map(Arc::new),
         secret,
-        run: meeting.run,
+        run: rendezvous.run,
     };
-    let attempt = cards.iter().map(|card| card.attempt).max().unwrap_or(0);
-    Ok(NodesMet { placement, attempt, cards })
+    let attempt = infos.iter().map(|info| info.attempt).max().unwrap_or(0);
+    Ok(JoinedNodes { placement, attempt, nodes: infos })
 }
 
-/// Returns a listener for rank 0, at the meeting's address and on a port of its own.
-fn listen_beside(meeting: &Meeting) -> Result<TcpListener, CommError> {
+/// Returns a listener for rank 0, at the rendezvous address and on a port of its own.
+fn listen_beside(rendezvous: &RendezvousEndpoint) -> Result<TcpListener, CommError> {
     let what = "listen for ranks";
-    let address = meeting.listener.as_ref().map_or(Ok(None), |listener| listener.local_addr().map(Some));
+    let address = rendezvous.listener.as_ref().map_or(Ok(None), |listener| listener.local_addr().map(Some));
     let address = address.map_err(CommError::io(what))?.ok_or(CommError::Join(JoinProblem::HungUp))?;
     TcpListener::bind(SocketAddr::new(address.ip(), 0)).map_err(CommError::io(what))
 }
@@ -148,18 +152,18 @@ mod tests {
 
     #[test]
     fn a_card_says_the_same_to_those_who_get_it() {
-        let plain = NodeCard::first(8);
-        let ends = NodeCard { ends: Some(0), ..plain };
-        let lost = NodeCard {
+        let plain = NodeInfo::first(8);
+        let ends = NodeInfo { ends: Some(0), ..plain };
+        let lost = NodeInfo {
             attempt: 7,
             max_restarts: 1000,
             ends: Some(75),
             lost: Some((0, LossCause::Exit(-1))),
             ..plain
         };
-        let silent = NodeCard { lost: Some((255, LossCause::Silent(u64::MAX))), ..plain };
-        for card in [plain, ends, lost, silent] {
-            assert_eq!(NodeCard::decode(&card.encode(29400)), (29400, card));
+        let silent = NodeInfo { lost: Some((255, LossCause::Silent(u64::MAX))), ..plain };
+        for info in [plain, ends, lost, silent] {
+            assert_eq!(NodeInfo::decode(&info.encode(29400)), (29400, info));
         }
     }
 }

@@ -1,21 +1,27 @@
 //! One operation in flight over TCP, and its data movement.
 //!
 //! First all ranks announce their calls, with small data attached. Once a rank has all announcements it compares them, and data
-//! flows: pieces directly into the receiver's memory, parts of reductions into buffers of the reducing rank, which grants room
-//! for more. Nothing here blocks or uses sockets: outgoing data is queued in [`Sending`].
+//! flows. Members of a group of more than [`FLAT_MEMBERS`] agree along a [`tree`](super::tree), and attach nothing.
+//! Pieces go directly into the receiver's memory, parts of reductions into buffers of the reducing rank, which grants room
+//! for more. Nothing here blocks or uses sockets: outgoing data is queued in [`SendQueues`].
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc};
 
 use super::{
-    frame::{Header, Key, Kind, Malformed},
-    layered::{Layered, Machines},
+    frame::{Header, Key, Kind},
+    hierarchical::{Hierarchical, Turn, UniformNodes},
+    members::Members,
     reduction::Reduction,
-    script::Script,
-    stream::{Message, Room},
+    send_queues::SendQueues,
+    stepwise::StepwiseAllReduce,
+    stream::Room,
+    tree::{FLAT_MEMBERS, Tally, children, parent, subtree},
+    tree_movement::TreeMovement,
 };
 use crate::{
-    Call, CommError, GroupName, LossCause, Occasion,
-    memory::Stretch,
+    Call, CommError, LossCause, Malformed, OperationContext,
+    exchange::Exchange,
+    memory::MemoryRange,
     shm::layout::SMALL_BYTES,
     task::{Comparison, Flow, Task},
     transport::Ticket,
@@ -24,37 +30,9 @@ use crate::{
 /// Kind of a piece that is sent from its first byte on.
 const WHOLE: Kind = Kind::Direct { offset: 0 };
 
-/// Outgoing control frames and data, by world rank.
-#[derive(Debug, Default)]
-pub(crate) struct Sending {
-    pub(crate) control: Vec<VecDeque<(Header, Vec<u8>)>>,
-    pub(crate) data: Vec<VecDeque<Message>>,
-}
-
-/// Members of a group.
-#[derive(Debug)]
-pub(crate) struct Members {
-    pub(crate) name: GroupName,
-    /// World ranks of the members, in group order.
-    pub(crate) ranks: Vec<usize>,
-    /// Index of this rank in `ranks`.
-    pub(crate) own: usize,
-}
-
-impl Members {
-    pub(crate) fn len(&self) -> usize {
-        self.ranks.len()
-    }
-
-    pub(crate) fn others(&self) -> impl Iterator<Item = usize> {
-        let own = self.own;
-        (0..self.len()).filter(move |member| *member != own)
-    }
-}
-
 /// Announcement of an operation by a rank: its call and the attached data.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Post {
+pub(crate) struct Announcement {
     pub(crate) call: [u64; 3],
     pub(crate) data: Vec<u8>,
 }
@@ -69,31 +47,46 @@ pub(crate) struct Running {
     pub(crate) ticket: Arc<Ticket>,
     /// Number in the flight recorder.
     pub(crate) recorded: u64,
-    /// Announcements by member; for a point-to-point message only the peer's.
-    pub(crate) posts: Vec<Option<Post>>,
+    /// Progress of the other members that have sent anything, by member.
+    pub(crate) peers: BTreeMap<usize, PeerProgress>,
+    /// True if all members announce their calls to each other, false if they agree along a tree.
+    is_flat: bool,
+    has_told_parent: bool,
+    /// True once all members are known to have made the same call.
+    is_agreed: bool,
     pub(crate) movement: Movement,
     /// Number of bytes queued for sending and not sent yet.
     pub(crate) unsent_bytes: usize,
-    /// Numbers of accepted bytes of pieces, by member: never more than the piece has, so that no frame is still being
-    /// received when the operation is complete.
-    pub(crate) promised_bytes: Vec<usize>,
-    /// Numbers of arrived bytes of pieces, by member.
-    pub(crate) arrived_bytes: Vec<usize>,
+    /// Number of bytes of pieces that have not arrived yet.
+    owed_bytes: usize,
+}
+
+/// Progress of a member that has sent something for an operation.
+#[derive(Debug, Default)]
+pub(crate) struct PeerProgress {
+    pub(crate) announcement: Option<Announcement>,
+    /// Number of accepted bytes of its piece: never more than the piece has, so that no frame is still being received when the
+    /// operation is complete.
+    promised_bytes: usize,
+    /// Number of arrived bytes of its piece.
+    arrived_bytes: usize,
 }
 
 /// Data movement of an operation once all ranks have announced it.
 #[derive(Debug)]
 pub(crate) enum Movement {
     /// Waiting for announcements.
-    Meeting,
+    Announced,
     /// Pieces go directly to their destination.
     Pieces,
+    /// Small data of a large group goes along a tree.
+    Tree(TreeMovement),
     /// Every rank reduces its block.
     Shares(Reduction),
     /// Hierarchical reduction, within machines and between them.
-    Layers(Box<Layered>),
+    Hierarchical(Box<Hierarchical>),
     /// Steps of an algorithm that the plan has chosen.
-    Steps(Script),
+    Stepwise(StepwiseAllReduce),
     Done,
 }
 
@@ -112,12 +105,72 @@ impl Running {
         }
     }
 
+    /// Creates an operation of a group of `members` that this rank has started.
+    pub(crate) fn new(
+        key: Key,
+        peer: Option<usize>,
+        task: Task,
+        ticket: Arc<Ticket>,
+        recorded: u64,
+        members: usize,
+    ) -> Self {
+        Self {
+            key,
+            peer,
+            task,
+            ticket,
+            recorded,
+            peers: BTreeMap::new(),
+            is_flat: peer.is_some() || members <= FLAT_MEMBERS,
+            has_told_parent: false,
+            is_agreed: false,
+            movement: Movement::Announced,
+            unsent_bytes: 0,
+            owed_bytes: 0,
+        }
+    }
+
+    /// Returns the members that announce their calls to this one: the peer of a message, all others, or neighbours in the tree.
+    pub(crate) fn announcers(&self, members: &Members) -> Vec<usize> {
+        match self.peer {
+            Some(peer) => vec![peer],
+            None if self.is_flat => members.others().collect(),
+            None => children(members.own, members.len()).chain(parent(members.own)).collect(),
+        }
+    }
+
+    /// Takes the announcement of a member.
+    pub(crate) fn take_announcement(
+        &mut self,
+        members: &Members,
+        member: usize,
+        announcement: Announcement,
+    ) -> Result<(), Malformed> {
+        let is_neighbour = || parent(members.own) == Some(member) || parent(member) == Some(members.own);
+        let known = &mut self.peers.entry(member).or_default().announcement;
+        if known.is_some() || !(self.is_flat || is_neighbour()) {
+            return Err(Malformed::Operation);
+        }
+        *known = Some(announcement);
+        Ok(())
+    }
+
+    /// Returns true if all members announce their calls to each other.
+    pub(crate) fn is_flat(&self) -> bool {
+        self.is_flat
+    }
+
+    fn announcement(&self, member: usize) -> Option<&Announcement> {
+        self.peers.get(&member)?.announcement.as_ref()
+    }
+
     /// Returns a member whose announcement is missing.
     fn awaited(&self, members: &Members) -> Option<usize> {
-        let is_missing = |member: &usize| self.posts[*member].is_none();
+        let is_missing = |member: &usize| self.announcement(*member).is_none();
         match self.peer {
             Some(peer) => Some(peer).filter(is_missing),
-            None => members.others().find(is_missing),
+            None if self.is_flat => members.others().find(is_missing),
+            None => self.announcers(members).into_iter().find(is_missing),
         }
     }
 
@@ -128,41 +181,36 @@ impl Running {
     pub(crate) fn meet(
         &mut self,
         members: &Members,
-        sending: &mut Sending,
-        machines: Option<&mut Machines>,
+        queues: &mut SendQueues,
+        machines: Option<&mut UniformNodes>,
     ) -> Result<bool, CommError> {
-        if !matches!(self.movement, Movement::Meeting) || self.awaited(members).is_some() {
+        if !matches!(self.movement, Movement::Announced) || !self.agree(members, queues)? {
             return Ok(false);
         }
         let machines = machines.filter(|machines| self.goes_by_machines(machines));
         if machines.as_ref().is_some_and(|machines| !machines.have_room()) {
             return Ok(false);
         }
-        match self.peer {
-            Some(peer) => self.compare_with(members, peer)?,
-            None => self.compare(members)?,
-        }
+        let tree = if self.is_flat { None } else { TreeMovement::new(&self.task, members) };
         self.movement = match &self.task.flow {
+            Flow::Reduction { .. } | Flow::Exchange(_) if let Some(tree) = tree => Movement::Tree(tree),
             Flow::Reduction { op, blocks, receiver } => {
                 if is_small(&self.task, self.task.source.bytes()) {
-                    let posts: Vec<&[u8]> = self
-                        .posts
-                        .iter()
-                        .map(|post| post.as_ref().map_or(&[][..], |post| &post.data[..]))
-                        .collect();
-                    super::reduction::reduce_small(&self.task, *op, blocks, *receiver, members, &posts)
+                    let data = |member| self.announcement(member).map_or(&[][..], |post| &post.data[..]);
+                    let attached: Vec<&[u8]> = (0..members.len()).map(data).collect();
+                    super::reduction::reduce_small(&self.task, *op, blocks, *receiver, members, &attached)
                         .map_err(|member| self.malformed(members, member))?;
                     Movement::Pieces
-                } else if let Some(script) = Script::new(&self.task, members) {
-                    Movement::Steps(script)
+                } else if let Some(stepwise) = StepwiseAllReduce::new(&self.task, members) {
+                    Movement::Stepwise(stepwise)
                 } else if let Some(machines) = machines {
-                    Movement::Layers(Box::new(Layered::new(machines, &self.task, *op, members)))
+                    Movement::Hierarchical(Box::new(Hierarchical::new(machines, &self.task, *op, members)))
                 } else {
                     Movement::Shares(Reduction::new(&self.task, *op, blocks, *receiver, members))
                 }
             }
             Flow::Exchange(_) | Flow::Send { .. } | Flow::Receive { .. } => {
-                self.exchange(members, sending)?;
+                self.exchange(members, queues)?;
                 Movement::Pieces
             }
             Flow::Barrier | Flow::Unknown { .. } => Movement::Pieces,
@@ -170,8 +218,80 @@ impl Running {
         Ok(true)
     }
 
+    /// Returns true once all members are known to have made the same call.
+    ///
+    /// # Errors
+    /// If they did not.
+    fn agree(&mut self, members: &Members, queues: &mut SendQueues) -> Result<bool, CommError> {
+        if self.is_agreed {
+            return Ok(true);
+        }
+        if self.is_flat {
+            if self.awaited(members).is_some() {
+                return Ok(false);
+            }
+            match self.peer {
+                Some(peer) => self.compare_with(members, peer)?,
+                None => self.compare(members)?,
+            }
+        } else if !self.agree_along_tree(members, queues)? {
+            return Ok(false);
+        }
+        self.is_agreed = true;
+        Ok(true)
+    }
+
+    /// Passes the calls of this member's subtree to its parent, and the parent's consent to the children. Returns true once that
+    /// is done.
+    fn agree_along_tree(&mut self, members: &Members, queues: &mut SendQueues) -> Result<bool, CommError> {
+        let call = self.task.call.to_words();
+        if !self.has_told_parent {
+            let mut tally = Tally::of(members.own, call);
+            for child in children(members.own, members.len()) {
+                let Some(announcement) = self.announcement(child) else { return Ok(false) };
+                let theirs = Tally::decode(&announcement.data, &subtree(child, members.len()));
+                tally.add(&theirs.ok_or_else(|| self.malformed(members, child))?);
+            }
+            self.has_told_parent = true;
+            match parent(members.own) {
+                Some(parent) => self.announce(members.ranks[parent], &tally.encode(), queues),
+                None => {
+                    if let Some([(odd, found), (reference, expected)]) = tally.dissent() {
+                        let call = |words| Call::from_words(words).unwrap_or(self.task.call);
+                        let comparison = self.comparison(members);
+                        return Err(comparison.mismatch(odd, call(found), reference, call(expected)));
+                    }
+                }
+            }
+        }
+        if parent(members.own).is_some_and(|parent| self.announcement(parent).is_none()) {
+            return Ok(false);
+        }
+        for child in children(members.own, members.len()) {
+            self.announce(members.ranks[child], &[], queues);
+        }
+        if let Flow::Unknown { sends, receives } = &self.task.flow {
+            let own = members.own;
+            self.comparison(members).of_lengths((own, sends[own]), (own, receives[own]))?;
+            // Members that disagree on a length are found by the bytes that arrive, or fail to.
+            self.task.flow = Flow::Exchange(Exchange::of_own_blocks(own, sends, receives));
+        }
+        Ok(true)
+    }
+
+    /// Queues the announcement of this rank's call to a world rank.
+    pub(crate) fn announce(&self, rank: usize, data: &[u8], queues: &mut SendQueues) {
+        let header = Header::of(Kind::Announce(self.task.call.to_words()), self.key, data);
+        queues.to(rank).control.push_back((header, data.to_vec()));
+    }
+
+    /// Returns true if a rank's stream of `bytes` bytes is attached to its announcement.
+    fn attaches(&self, bytes: usize) -> bool {
+        self.is_flat && is_small(&self.task, bytes)
+    }
+
     /// Returns true if it is an all-reduce that can be hierarchical.
-    fn goes_by_machines(&self, machines: &Machines) -> bool {
+    fn goes_by_machines(&self, machines: &UniformNodes) -> bool {
         let is_plain = self.task.call.kind == crate::Kind::AllReduce && self.task.call.detail == 0;
         is_plain && machines.suit(self.task.call.number) && !is_small(&self.task, self.task.source.bytes())
     }
@@ -181,33 +301,31 @@ impl Running {
     pub(crate) fn advance(
         &mut self,
         members: &Members,
-        sending: &mut Sending,
-        machines: Option<&mut Machines>,
+        queues: &mut SendQueues,
+        machines: Option<&mut UniformNodes>,
         is_next: bool,
     ) -> bool {
         let Self { key, task, movement, unsent_bytes, .. } = self;
         let is_moved = match (movement, machines) {
-            (Movement::Meeting | Movement::Done, _) => return false,
+            (Movement::Announced | Movement::Done, _) => return false,
             (Movement::Pieces, _) => true,
-            (Movement::Shares(reduction), _) => reduction.advance(*key, task, members, sending, unsent_bytes),
-            (Movement::Steps(script), _) => script.advance(*key, task, members, sending, unsent_bytes),
-            (Movement::Layers(layered), Some(machines)) => {
+            (Movement::Tree(tree), _) => tree.advance(*key, task, members, queues, unsent_bytes),
+            (Movement::Shares(reduction), _) => reduction.advance(*key, task, members, queues, unsent_bytes),
+            (Movement::Stepwise(stepwise), _) => stepwise.advance(*key, task, members, queues, unsent_bytes),
+            (Movement::Hierarchical(hierarchical), Some(machines)) => {
                 let turn = Turn { key: *key, is_next };
-                layered.advance(machines, turn, task, members, sending, unsent_bytes)
+                hierarchical.advance(machines, turn, task, members, queues, unsent_bytes)
             }
-            (Movement::Layers(_), None) => false,
+            (Movement::Hierarchical(_), None) => false,
         };
-        is_moved
-            && self.unsent_bytes == 0
-            && (0..members.len())
-                .all(|member| self.arrived_bytes[member] == self.piece(members, member).bytes())
+        is_moved && self.unsent_bytes == 0 && self.owed_bytes == 0
     }
 
     /// Returns true if later hierarchical operations may start their all-gather.
     pub(crate) fn has_had_its_turn(&self) -> bool {
         match &self.movement {
-            Movement::Layers(layered) => layered.is_past_its_turn(),
-            Movement::Meeting => false,
+            Movement::Hierarchical(hierarchical) => hierarchical.is_past_its_turn(),
+            Movement::Announced => false,
             _ => true,
         }
     }
@@ -220,16 +338,17 @@ impl Running {
         header: &Header,
     ) -> Result<Option<Room>, Malformed> {
         let bytes = header.bytes as usize;
-        if matches!(&self.movement, Movement::Layers(layered) if layered.is_early()) {
+        if matches!(&self.movement, Movement::Hierarchical(hierarchical) if hierarchical.is_early()) {
             return Ok(None);
         }
         let Self { movement, task, .. } = self;
         match (header.kind, movement) {
-            (_, Movement::Meeting) => return Ok(None),
-            (Kind::Part { index, offset }, movement) => {
+            (_, Movement::Announced) => return Ok(None),
+            (Kind::Direct { offset }, Movement::Tree(tree)) => tree.room(members, member, offset, bytes),
+            (Kind::Chunk { index, offset }, movement) => {
                 let offset = usize::try_from(offset).map_err(|_| Malformed::Range)?;
-                if let Movement::Steps(script) = movement {
-                    return script.room(task, member, index, offset, bytes).map(Some);
+                if let Movement::Stepwise(stepwise) = movement {
+                    return stepwise.room(task, member, index, offset, bytes).map(Some);
                 }
                 let (reduction, task, members, member) = reduction_of(movement, task, members, member)?;
                 reduction.room(task, members, member, index, offset, bytes)
@@ -237,7 +356,7 @@ impl Running {
             (Kind::Direct { offset }, Movement::Pieces) => {
                 let piece = self.piece(members, member);
                 let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(bytes));
-                let promised_bytes = &mut self.promised_bytes[member];
+                let promised_bytes = &mut self.peers.entry(member).or_default().promised_bytes;
                 if end.is_none_or(|end| end > piece.bytes()) || *promised_bytes + bytes > piece.bytes() {
                     return Err(Malformed::Range);
                 }
@@ -261,15 +380,19 @@ impl Running {
         header: &Header,
     ) -> Result<(), Malformed> {
         let bytes = header.bytes as usize;
-        let Self { movement, task, arrived_bytes, .. } = self;
+        let Self { movement, task, peers, owed_bytes, .. } = self;
         match (header.kind, movement) {
-            (Kind::Direct { .. }, Movement::Pieces) => arrived_bytes[member] += bytes,
-            (Kind::Part { index, .. }, Movement::Steps(script)) => script.take(member, index, bytes),
+            (Kind::Direct { .. }, Movement::Pieces) => {
+                peers.entry(member).or_default().arrived_bytes += bytes;
+                *owed_bytes -= bytes;
+            }
+            (Kind::Direct { .. }, Movement::Tree(tree)) => tree.take(members, member, bytes),
+            (Kind::Chunk { index, .. }, Movement::Stepwise(stepwise)) => stepwise.take(member, index, bytes),
             (kind, movement) => {
                 let (reduction, _, _, member) = reduction_of(movement, task, members, member)?;
                 match kind {
                     Kind::Direct { .. } => reduction.take_results(member, bytes),
-                    Kind::Part { index, .. } => reduction.take(member, index, bytes),
+                    Kind::Chunk { index, .. } => reduction.take(member, index, bytes),
                     _ => return Err(Malformed::Operation),
                 }
             }
@@ -279,8 +402,8 @@ impl Running {
 
     /// Notes that a member has room for more parts.
     pub(crate) fn turn(&mut self, members: &Members, member: usize, index: u32) {
-        if let Movement::Steps(script) = &mut self.movement {
-            return script.turn(member, index);
+        if let Movement::Stepwise(stepwise) = &mut self.movement {
+            return stepwise.turn(member, index);
         }
         // The operation may be complete, if all parts were sent already.
         if let Ok((reduction, _, _, member)) = reduction_of(&mut self.movement, &self.task, members, member) {
@@ -289,43 +412,48 @@ impl Running {
     }
 
     /// Returns the world rank that it waits for, and the operation.
-    pub(crate) fn waits_for(&self, members: &Members) -> (usize, Occasion) {
+    pub(crate) fn waits_for(&self, members: &Members) -> (usize, OperationContext) {
         let late = match &self.movement {
-            Movement::Meeting => self.awaited(members),
+            Movement::Announced => self.awaited(members),
             Movement::Shares(reduction) => reduction.waits_for(&self.task, members),
-            Movement::Layers(layered) => layered.waits_for(members),
-            Movement::Steps(script) => script.waits_for(),
-            Movement::Pieces | Movement::Done => None,
+            Movement::Hierarchical(hierarchical) => hierarchical.waits_for(members),
+            Movement::Stepwise(stepwise) => stepwise.waits_for(),
+            Movement::Tree(tree) => tree.waits_for(members),
+            Movement::Pieces => {
+                let arrived = |member: &usize| self.peers.get(member).map_or(0, |peer| peer.arrived_bytes);
+                let is_short = |member: &usize| arrived(member) < self.piece(members, *member).bytes();
+                members.others().find(is_short)
+            }
+            Movement::Done => None,
         };
-        let is_short = |member: &usize| self.arrived_bytes[*member] < self.piece(members, *member).bytes();
-        let late = late.or_else(|| members.others().find(is_short)).or(self.peer);
+        let late = late.or(self.peer);
         let late = late.or_else(|| members.others().next()).unwrap_or(members.own);
-        (members.ranks[late], self.occasion(members))
+        (members.ranks[late], self.context(members))
     }
 
-    pub(crate) fn occasion(&self, members: &Members) -> Occasion {
-        Occasion { call: self.task.call, sequence: self.key.sequence, group: members.name }
+    pub(crate) fn context(&self, members: &Members) -> OperationContext {
+        OperationContext { call: self.task.call, sequence: self.key.sequence, group: members.name }
     }
 
     /// Returns the destination of the piece that `member` sends without flow control.
-    fn piece(&self, members: &Members, member: usize) -> Stretch {
+    fn piece(&self, members: &Members, member: usize) -> MemoryRange {
         let target = self.task.target;
         match &self.task.flow {
             Flow::Exchange(exchange) if member != members.own => {
                 let piece = exchange.piece(members.own, member);
-                if is_small(&self.task, exchange.stream(member)) {
-                    Stretch::EMPTY
+                if self.attaches(exchange.stream(member)) {
+                    MemoryRange::EMPTY
                 } else {
                     target.bytes_at(piece.to, piece.bytes)
                 }
             }
-            Flow::Receive { from } if *from == member && !is_small(&self.task, target.bytes()) => target,
-            _ => Stretch::EMPTY,
+            Flow::Receive { from } if *from == member && !self.attaches(target.bytes()) => target,
+            _ => MemoryRange::EMPTY,
         }
     }
 
     /// Copies attached data to the target, and queues larger data for sending.
-    fn exchange(&mut self, members: &Members, sending: &mut Sending) -> Result<(), CommError> {
+    fn exchange(&mut self, members: &Members, queues: &mut SendQueues) -> Result<(), CommError> {
         let (source, target) = (self.task.source, self.task.target);
         match &self.task.flow {
             Flow::Exchange(exchange) => {
@@ -338,26 +466,29 @@ impl Running {
                         unsafe { std::ptr::copy(from, to, piece.bytes) };
                         continue;
                     }
-                    if is_small(&self.task, exchange.stream(member)) {
-                        let data = self.posts[member].as_ref().and_then(|post| post.data.get(piece.from..));
+                    if self.attaches(exchange.stream(member)) {
+                        let data = self.announcement(member).and_then(|post| post.data.get(piece.from..));
                         let Some(data) = data.and_then(|data| data.get(..piece.bytes)) else {
                             return Err(self.malformed(members, member));
                         };
                         // SAFETY: the piece is within the target.
                         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, piece.bytes) };
+                    } else {
+                        self.owed_bytes += piece.bytes;
                     }
                     let sent = exchange.piece(member, members.own);
-                    if !is_small(&self.task, source.bytes()) {
+                    if !self.attaches(source.bytes()) {
                         let piece = source.bytes_at(sent.from, sent.bytes);
-                        send(sending, members.ranks[member], self.key, WHOLE, piece, &mut self.unsent_bytes);
+                        queues.send(members.ranks[member], self.key, WHOLE, piece, &mut self.unsent_bytes);
                     }
                 }
             }
-            Flow::Send { to } if !is_small(&self.task, source.bytes()) => {
-                send(sending, members.ranks[*to], self.key, WHOLE, source, &mut self.unsent_bytes);
+            Flow::Send { to } if !self.attaches(source.bytes()) => {
+                queues.send(members.ranks[*to], self.key, WHOLE, source, &mut self.unsent_bytes);
             }
-            Flow::Receive { from } if is_small(&self.task, target.bytes()) => {
-                let data = self.posts[*from].as_ref().map_or(&[][..], |post| &post.data[..]);
+            Flow::Receive { .. } if !self.attaches(target.bytes()) => self.owed_bytes = target.bytes(),
+            Flow::Receive { from } => {
+                let data = self.announcement(*from).map_or(&[][..], |post| &post.data[..]);
                 if data.len() != target.bytes() {
                     return Err(self.malformed(members, *from));
                 }
@@ -372,18 +503,18 @@ impl Running {
     /// Returns the loss of a member whose data contradicts its call.
     fn malformed(&self, members: &Members, member: usize) -> CommError {
         let (rank, cause) = (members.ranks[member], LossCause::Malformed(Malformed::Call));
-        CommError::PeerLost { rank, cause, occasion: Some(self.occasion(members)) }
+        CommError::PeerLost { rank, cause, context: Some(self.context(members)) }
     }
 
     fn comparison<'a>(&self, members: &'a Members) -> Comparison<'a> {
-        Comparison { ranks: &members.ranks, occasion: self.occasion(members) }
+        Comparison { ranks: &members.ranks, context: self.context(members) }
     }
 
     /// Checks that all ranks made the same call, and completes the plan of an all-to-all with uneven blocks.
     fn compare(&mut self, members: &Members) -> Result<(), CommError> {
         let own = self.task.call.to_words();
-        let calls: Vec<[u64; 3]> =
-            self.posts.iter().map(|post| post.as_ref().map_or(own, |post| post.call)).collect();
+        let call = |member| self.announcement(member).map_or(own, |post| post.call);
+        let calls: Vec<[u64; 3]> = (0..members.len()).map(call).collect();
         self.comparison(members).of_calls(&calls)?;
         if matches!(self.task.flow, Flow::Unknown { .. }) {
             let tables = self.tables(members.len()).map_err(|member| self.malformed(members, member))?;
@@ -399,25 +530,25 @@ impl Running {
     /// If a member has attached anything else; returns the first such member.
     fn tables(&self, ranks: usize) -> Result<Vec<Vec<usize>>, usize> {
         let own = Self::eager(&self.task);
-        let table = |post: &Option<Post>| {
-            let (words, rest) = post.as_ref().map_or(&own, |post| &post.data).as_chunks::<8>();
+        let table = |member| {
+            let (words, rest) = self.announcement(member).map_or(&own, |post| &post.data).as_chunks::<8>();
             let table: Vec<usize> = words.iter().map(|word| u64::from_le_bytes(*word) as usize).collect();
             let total = table.iter().try_fold(0_usize, |sum, bytes| sum.checked_add(*bytes));
             (table.len() == 2 * ranks && rest.is_empty() && total.is_some()).then_some(table)
         };
-        self.posts.iter().enumerate().map(|(member, post)| table(post).ok_or(member)).collect()
+        (0..ranks).map(|member| table(member).ok_or(member)).collect()
     }
 
     /// Checks that a message matches its receive. A mismatch names the sender as the odd rank.
     fn compare_with(&self, members: &Members, peer: usize) -> Result<(), CommError> {
-        let Some(post) = &self.posts[peer] else { return Ok(()) };
+        let Some(announcement) = self.announcement(peer) else { return Ok(()) };
         let own = self.task.call;
         let is_sender = own.kind == crate::Kind::Send;
         let kind = if is_sender { crate::Kind::Receive } else { crate::Kind::Send };
-        if post.call == (Call { kind, root: Some(members.own), ..own }).to_words() {
+        if announcement.call == (Call { kind, root: Some(members.own), ..own }).to_words() {
             return Ok(());
         }
-        let theirs = Call::from_words(post.call).unwrap_or(own);
+        let theirs = Call::from_words(announcement.call).unwrap_or(own);
         let comparison = self.comparison(members);
         Err(if is_sender {
             comparison.mismatch(members.own, own, peer, theirs)
@@ -425,14 +556,6 @@ impl Running {
             comparison.mismatch(peer, theirs, members.own, own)
         })
     }
-}
-
-/// Place of an operation in the order of its group.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Turn {
-    pub(crate) key: Key,
-    /// True if all earlier hierarchical operations have started their all-gather.
-    pub(crate) is_next: bool,
 }
 
 /// Returns the reduction that frames from `member` belong to, with its task, its members, and `member`'s index among them.
@@ -444,7 +567,9 @@ fn reduction_of<'a>(
 ) -> Result<(&'a mut Reduction, &'a Task, &'a Members, usize), Malformed> {
     match movement {
         Movement::Shares(reduction) => Ok((reduction, task, members, member)),
-        Movement::Layers(layered) => layered.between(members, member).ok_or(Malformed::Operation),
+        Movement::Hierarchical(hierarchical) => {
+            hierarchical.between(members, member).ok_or(Malformed::Operation)
+        }
         _ => Err(Malformed::Operation),
     }
 }
@@ -454,20 +579,4 @@ fn reduction_of<'a>(
 pub(crate) fn is_small(task: &Task, bytes: usize) -> bool {
     let is_uneven_exchange = task.call.kind == crate::Kind::AllToAll && task.call.detail != 0;
     bytes <= SMALL_BYTES && !is_uneven_exchange
-}
-
-/// Queues a piece for sending.
-pub(crate) fn send(
-    sending: &mut Sending,
-    rank: usize,
-    key: Key,
-    kind: Kind,
-    piece: Stretch,
-    unsent_bytes: &mut usize,
-) {
-    if piece.bytes() > 0 {
-        *unsent_bytes += piece.bytes();
-        let message = Message { key, kind, start: piece.pointer, len: piece.bytes(), framed: 0 };
-        sending.data[rank].push_back(message);
-    }
 }

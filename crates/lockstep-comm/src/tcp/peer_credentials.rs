@@ -13,28 +13,27 @@ use std::{
         fd::{AsFd, AsRawFd, OwnedFd},
         unix::net::{UnixListener, UnixStream},
     },
-    sync::Arc,
     thread,
     time::Duration,
 };
 
 use rustix::{
-    event::{EventfdFlags, PollFd, PollFlags, eventfd, poll},
+    event::{PollFd, PollFlags, poll},
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with},
 };
 
 use super::{
+    connect::Backoff,
     secret::{Secret, random},
-    visit::Backoff,
 };
-use crate::{CommError, Deadline, JoinProblem};
+use crate::{CommError, Deadline, JoinProblem, stoppable_thread::StoppableThread};
 
 /// Length in bytes of the first rank's message: the key of its secret, and the port where it listens.
-const GIFT_BYTES: usize = 34;
+const MESSAGE_BYTES: usize = 34;
 /// Number of connections that may wait to be accepted.
 const BACKLOG: i32 = 4096;
 /// Maximum wait for the message, which is sent when a connection is accepted.
-const PATIENCE: Duration = Duration::from_secs(2);
+const MESSAGE_LIMIT: Duration = Duration::from_secs(2);
 /// The kernel's list of Unix sockets.
 const LIST: &str = "/proc/net/unix";
 /// Number of attempts to bind a name whose owner does not answer, and the time between two attempts.
@@ -162,12 +161,11 @@ fn reach(name: &str) -> io::Result<UnixStream> {
 
 /// Thread of the first rank that sends the secret to processes of the same user, until this handle is dropped.
 #[derive(Debug)]
-pub(crate) struct HandOut {
-    stop: Arc<OwnedFd>,
-    thread: Option<thread::JoinHandle<()>>,
+pub(crate) struct SecretServer {
+    _thread: StoppableThread,
 }
 
-impl HandOut {
+impl SecretServer {
     /// Starts to send `secret`, and the port where the first rank listens, under `name`. `None` if another process of this user
     /// does so already.
     ///
@@ -175,61 +173,43 @@ impl HandOut {
     /// If the socket or the thread cannot be created.
     pub(crate) fn open(name: &Name, secret: &Secret, port: u16) -> Result<Option<Self>, CommError> {
         let Some(socket) = name.bind().map_err(CommError::io(WHAT))? else { return Ok(None) };
-        Self::start(UnixListener::from(socket), secret, port).map(Some).map_err(CommError::io(WHAT))
-    }
-
-    fn start(listener: UnixListener, secret: &Secret, port: u16) -> io::Result<Self> {
-        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-        let mut gift = [0; GIFT_BYTES];
-        gift[..32].copy_from_slice(secret.key());
-        gift[32..].copy_from_slice(&port.to_le_bytes());
-        let stopped = Arc::clone(&stop);
-        let give = move || {
-            let mut told = false;
-            loop {
-                let mut polled = [
-                    PollFd::new(&stopped, PollFlags::IN),
-                    PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
-                ];
-                let _ = poll(&mut polled, None);
-                if !polled[0].revents().is_empty() {
-                    return;
-                }
-                let mut stream = match listener.accept() {
-                    Ok((stream, _)) => stream,
-                    Err(error) if error.kind() == ErrorKind::WouldBlock => continue,
-                    // Without free descriptors, pause instead of failing again immediately.
-                    Err(_) => {
-                        thread::sleep(Duration::from_millis(10));
-                        continue;
-                    }
-                };
-                match peer_user(&stream) {
-                    // The buffer of a new socket has room for it.
-                    Ok(user) if user == rustix::process::geteuid().as_raw() => {
-                        let _ = stream.write_all(&gift);
-                    }
-                    Ok(user) if !std::mem::replace(&mut told, true) => {
-                        tracing::warn!(
-                            user,
-                            "turned away a process of another user that asked for the run's secret"
-                        );
-                    }
-                    _ => {}
-                }
-            }
-        };
-        let thread = thread::Builder::new().name("lockstep-secret".to_owned()).spawn(give)?;
-        Ok(Self { stop, thread: Some(thread) })
+        let mut message = [0; MESSAGE_BYTES];
+        message[..32].copy_from_slice(secret.key());
+        message[32..].copy_from_slice(&port.to_le_bytes());
+        let serve = move |stop: &OwnedFd| serve(&UnixListener::from(socket), stop, &message);
+        let _thread = StoppableThread::spawn("lockstep-secret", serve).map_err(CommError::io(WHAT))?;
+        Ok(Some(Self { _thread }))
     }
 }
 
-impl Drop for HandOut {
-    fn drop(&mut self) {
-        // A write fails only if the event counter is at its limit, where it reads as set too.
-        let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+/// Sends `message` to processes of the same user that connect, until `stop` is set.
+fn serve(listener: &UnixListener, stop: &OwnedFd, message: &[u8; MESSAGE_BYTES]) {
+    let mut has_warned = false;
+    loop {
+        let mut polled =
+            [PollFd::new(stop, PollFlags::IN), PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
+        let _ = poll(&mut polled, None);
+        if !polled[0].revents().is_empty() {
+            return;
+        }
+        let mut stream = match listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => continue,
+            // Without free descriptors, pause instead of failing again immediately.
+            Err(_) => {
+                thread::sleep(Duration::from_millis(10));
+                continue;
+            }
+        };
+        match peer_user(&stream) {
+            // The buffer of a new socket has room for it.
+            Ok(user) if user == rustix::process::geteuid().as_raw() => {
+                let _ = stream.write_all(message);
+            }
+            Ok(user) if !std::mem::replace(&mut has_warned, true) => {
+                tracing::warn!(user, "turned away a process of another user that asked for the run's secret");
+            }
+            _ => {}
         }
     }
 }
@@ -244,10 +224,10 @@ pub(crate) fn fetch(name: &Name, port: u16, deadline: Deadline) -> Result<(Secre
     loop {
         for name in std::iter::once(name.0.clone()).chain(name.longer()) {
             match reach(&name).and_then(|stream| receive(stream, deadline)) {
-                Ok(gift) => {
+                Ok(message) => {
                     let mut key = [0; 32];
-                    key.copy_from_slice(&gift[..32]);
-                    return Ok((Secret::from_key(key), u16::from_le_bytes([gift[32], gift[33]])));
+                    key.copy_from_slice(&message[..32]);
+                    return Ok((Secret::from_key(key), u16::from_le_bytes([message[32], message[33]])));
                 }
                 Err(error) => is_squatted |= error.kind() == ErrorKind::PermissionDenied,
             }
@@ -263,12 +243,12 @@ pub(crate) fn fetch(name: &Name, port: u16, deadline: Deadline) -> Result<(Secre
     }
 }
 
-fn receive(mut stream: UnixStream, deadline: Deadline) -> io::Result<[u8; GIFT_BYTES]> {
-    let limit = deadline.remaining().clamp(Duration::from_millis(1), PATIENCE);
+fn receive(mut stream: UnixStream, deadline: Deadline) -> io::Result<[u8; MESSAGE_BYTES]> {
+    let limit = deadline.remaining().clamp(Duration::from_millis(1), MESSAGE_LIMIT);
     stream.set_read_timeout(Some(limit))?;
-    let mut gift = [0; GIFT_BYTES];
-    stream.read_exact(&mut gift)?;
-    Ok(gift)
+    let mut message = [0; MESSAGE_BYTES];
+    stream.read_exact(&mut message)?;
+    Ok(message)
 }
 
 #[cfg(test)]
@@ -281,12 +261,12 @@ mod tests {
         let nobody = fetch(&name, 7, Deadline::after(Duration::from_millis(50))).unwrap_err();
         assert!(nobody.to_string().contains("127.0.0.1:7: no answer"), "{nobody}");
         let secret = Secret::random().unwrap();
-        let given = HandOut::open(&name, &secret, 1234).unwrap().unwrap();
+        let given = SecretServer::open(&name, &secret, 1234).unwrap().unwrap();
         let soon = Deadline::after(Duration::from_secs(5));
         let (found, port) = fetch(&name, 7, soon).unwrap();
         assert_eq!((found.key(), port), (secret.key(), 1234));
-        assert!(HandOut::open(&name, &secret, 1).unwrap().is_none());
+        assert!(SecretServer::open(&name, &secret, 1).unwrap().is_none());
         drop(given);
-        assert!(HandOut::open(&name, &secret, 1).unwrap().is_some());
+        assert!(SecretServer::open(&name, &secret, 1).unwrap().is_some());
     }
 }

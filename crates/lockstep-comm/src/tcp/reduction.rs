@@ -1,24 +1,25 @@
-//! Reductions over sockets, in the order of the tree. Every rank sends every other rank its block, part by part, reduces its
+//! Reductions over sockets, in the order of the tree. Every rank sends every other rank its block, chunk by chunk, reduces its
 //! own block over all ranks' data, and sends the result to the ranks that want it. A rank sends each byte at most twice, less
 //! its own block, which is as little as a ring does.
 
 use super::{
-    frame::{Header, Key, Kind, Malformed},
-    operation::{Members, Sending, send},
+    frame::{Header, Key, Kind},
+    members::Members,
+    send_queues::SendQueues,
     stream::Room,
 };
 use crate::{
-    ReduceOp,
+    Malformed, ReduceOp,
     blocks::{Blocks, window},
-    memory::Stretch,
+    memory::MemoryRange,
     reduce::reduce,
     task::{Receiver, Task},
 };
 
-/// Size in bytes of a part of a block, the unit in which blocks are sent and reduced.
-const PART_BYTES: usize = 2 << 20;
-/// Maximum number of parts sent to a rank that it has not reduced yet.
-pub(crate) const PARTS_AHEAD: u32 = 2;
+/// Size in bytes of a chunk of a block, the unit in which blocks are sent and reduced.
+const CHUNK_BYTES: usize = 2 << 20;
+/// Maximum number of chunks sent to a rank that it has not reduced yet.
+pub(crate) const CHUNKS_AHEAD: u32 = 2;
 
 /// Progress of a reduction.
 #[derive(Debug)]
@@ -27,7 +28,7 @@ pub(crate) struct Reduction {
     blocks: Blocks,
     receiver: Receiver,
     peers: Vec<Peer>,
-    /// Number of parts of this rank's block that are reduced.
+    /// Number of chunks of this rank's block that are reduced.
     reduced: u32,
     /// Results, if they are not in the caller's memory.
     results: Vec<u8>,
@@ -37,27 +38,27 @@ pub(crate) struct Reduction {
 #[derive(Debug, Default)]
 struct Peer {
     sent: u32,
-    /// First part that the peer has no room for yet.
+    /// First chunk that the peer has no room for yet.
     room: u32,
     /// Numbers of bytes of the peer's results that are accepted, and that have arrived.
     promised_bytes: usize,
     arrived_bytes: usize,
-    /// Ring of buffers for incoming parts.
-    inbox: [Inbox; PARTS_AHEAD as usize],
+    /// Ring of buffers for incoming chunks.
+    buffers: [ChunkBuffer; CHUNKS_AHEAD as usize],
 }
 
-/// Buffer of an incoming part.
+/// Buffer of an incoming chunk.
 #[derive(Debug, Default)]
-pub(crate) struct Inbox {
+pub(crate) struct ChunkBuffer {
     pub(crate) bytes: Vec<u8>,
-    /// Number of accepted bytes: never more than the part has, so that no frame is still being received when the part
+    /// Number of accepted bytes: never more than the chunk has, so that no frame is still being received when the chunk
     /// is complete.
     promised: usize,
     pub(crate) filled: usize,
 }
 
-impl Inbox {
-    /// Returns the destination of a frame's bytes within a part of `len` bytes.
+impl ChunkBuffer {
+    /// Returns the destination of a frame's bytes within a chunk of `len` bytes.
     pub(crate) fn room(&mut self, len: usize, offset: usize, bytes: usize) -> Result<Room, Malformed> {
         if offset.checked_add(bytes).is_none_or(|end| end > len) || self.promised + bytes > len {
             return Err(Malformed::Range);
@@ -66,11 +67,11 @@ impl Inbox {
         if self.bytes.len() < len {
             self.bytes.resize(len, 0);
         }
-        // SAFETY: the range has been checked to be within the vector, which does not move before the part is complete.
+        // SAFETY: the range has been checked to be within the vector, which does not move before the chunk is complete.
         Ok(Room::At(unsafe { self.bytes.as_mut_ptr().add(offset) }))
     }
 
-    /// Prepares the buffer for the next part.
+    /// Prepares the buffer for the next chunk.
     pub(crate) fn empty(&mut self) {
         (self.promised, self.filled) = (0, 0);
     }
@@ -84,7 +85,7 @@ impl Reduction {
         receiver: Receiver,
         members: &Members,
     ) -> Self {
-        let peers = (0..members.len()).map(|_| Peer { room: PARTS_AHEAD, ..Peer::default() }).collect();
+        let peers = (0..members.len()).map(|_| Peer { room: CHUNKS_AHEAD, ..Peer::default() }).collect();
         let mut reduction =
             Self { op, blocks: blocks.clone(), receiver, peers, reduced: 0, results: Vec::new() };
         if matches!(receiver, Receiver::One(root) if root != members.own) {
@@ -95,57 +96,57 @@ impl Reduction {
         reduction
     }
 
-    /// Returns the number of elements of a part.
+    /// Returns the number of elements of a chunk.
     fn width(task: &Task) -> usize {
-        PART_BYTES / task.source.number.size_bytes()
+        CHUNK_BYTES / task.source.number.size_bytes()
     }
 
-    /// Returns the number of parts of a member's block.
-    fn parts(&self, task: &Task, member: usize) -> u32 {
+    /// Returns the number of chunks of a member's block.
+    fn chunks(&self, task: &Task, member: usize) -> u32 {
         self.blocks.range(member).len().div_ceil(Self::width(task)) as u32
     }
 
-    fn part(&self, task: &Task, member: usize, index: u32) -> std::ops::Range<usize> {
+    fn chunk(&self, task: &Task, member: usize, index: u32) -> std::ops::Range<usize> {
         window(&self.blocks.range(member), Self::width(task), index as usize)
     }
 
-    /// Advances the operation. Returns true if all parts are reduced and queued for sending, and all other results have
+    /// Advances the operation. Returns true if all chunks are reduced and queued for sending, and all other results have
     /// arrived.
     pub(crate) fn advance(
         &mut self,
         key: Key,
         task: &Task,
         members: &Members,
-        sending: &mut Sending,
+        queues: &mut SendQueues,
         unsent: &mut usize,
     ) -> bool {
         for member in members.others() {
-            while self.peers[member].sent < self.parts(task, member).min(self.peers[member].room) {
+            while self.peers[member].sent < self.chunks(task, member).min(self.peers[member].room) {
                 let index = self.peers[member].sent;
-                let part = self.part(task, member, index);
-                let piece = task.source.part(part.start, part.len());
-                send(sending, members.ranks[member], key, Kind::Part { index, offset: 0 }, piece, unsent);
+                let chunk = self.chunk(task, member, index);
+                let piece = task.source.slice(chunk.start, chunk.len());
+                queues.send(members.ranks[member], key, Kind::Chunk { index, offset: 0 }, piece, unsent);
                 self.peers[member].sent += 1;
             }
         }
-        let own_parts = self.parts(task, members.own);
-        while self.reduced < own_parts && self.missing(task, members).is_none() {
-            let result = self.reduce_part(task, members);
+        let own_chunks = self.chunks(task, members.own);
+        while self.reduced < own_chunks && self.missing(task, members).is_none() {
+            let result = self.reduce_chunk(task, members);
             self.reduced += 1;
-            let offset = (self.reduced as usize - 1) * PART_BYTES;
+            let offset = (self.reduced as usize - 1) * CHUNK_BYTES;
             for member in members.others() {
                 if self.wants(member) {
                     let kind = Kind::Direct { offset: offset as u64 };
-                    send(sending, members.ranks[member], key, kind, result, unsent);
+                    queues.send(members.ranks[member], key, kind, result, unsent);
                 }
-                if self.reduced - 1 + PARTS_AHEAD < own_parts {
-                    let turn = Header::of(Kind::Turn { index: self.reduced + PARTS_AHEAD }, key, &[]);
-                    sending.control[members.ranks[member]].push_back((turn, Vec::new()));
+                if self.reduced - 1 + CHUNKS_AHEAD < own_chunks {
+                    let turn = Header::of(Kind::Turn { index: self.reduced + CHUNKS_AHEAD }, key, &[]);
+                    queues.tell(members.ranks[member], turn);
                 }
             }
         }
-        let is_sent = |member: usize| self.peers[member].sent == self.parts(task, member);
-        self.reduced == own_parts && members.others().all(is_sent) && self.owes(task, members).is_none()
+        let is_sent = |member: usize| self.peers[member].sent == self.chunks(task, member);
+        self.reduced == own_chunks && members.others().all(is_sent) && self.owes(task, members).is_none()
     }
 
     /// Returns true if a member receives this rank's results.
@@ -157,40 +158,40 @@ impl Reduction {
         }
     }
 
-    /// Returns a member whose data is missing for the next part of this rank's block.
+    /// Returns a member whose data is missing for the next chunk of this rank's block.
     fn missing(&self, task: &Task, members: &Members) -> Option<usize> {
-        let bytes = self.part(task, members.own, self.reduced).len() * task.source.number.size_bytes();
-        let slot = (self.reduced % PARTS_AHEAD) as usize;
-        members.others().find(|member| self.peers[*member].inbox[slot].filled < bytes)
+        let bytes = self.chunk(task, members.own, self.reduced).len() * task.source.number.size_bytes();
+        let slot = (self.reduced % CHUNKS_AHEAD) as usize;
+        members.others().find(|member| self.peers[*member].buffers[slot].filled < bytes)
     }
 
-    /// Reduces the next part of this rank's block and returns the location of the result.
-    fn reduce_part(&mut self, task: &Task, members: &Members) -> Stretch {
-        let part = self.part(task, members.own, self.reduced);
+    /// Reduces the next chunk of this rank's block and returns the location of the result.
+    fn reduce_chunk(&mut self, task: &Task, members: &Members) -> MemoryRange {
+        let chunk = self.chunk(task, members.own, self.reduced);
         let own = self.blocks.range(members.own);
-        let source = task.source.part(part.start, part.len());
-        let slot = (self.reduced % PARTS_AHEAD) as usize;
+        let source = task.source.slice(chunk.start, chunk.len());
+        let slot = (self.reduced % CHUNKS_AHEAD) as usize;
         let sources: Vec<*const u8> = (0..members.len())
             .map(|member| match member {
                 _ if member == members.own => source.pointer.cast_const(),
-                _ => self.peers[member].inbox[slot].bytes.as_ptr(),
+                _ => self.peers[member].buffers[slot].bytes.as_ptr(),
             })
             .collect();
-        let start = part.start - own.start;
+        let start = chunk.start - own.start;
         let result = match self.receiver {
-            Receiver::All => task.target.part(part.start, part.len()),
-            Receiver::Owner => task.target.part(start, part.len()),
-            Receiver::One(root) if root == members.own => task.target.part(part.start, part.len()),
+            Receiver::All => task.target.slice(chunk.start, chunk.len()),
+            Receiver::Owner => task.target.slice(start, chunk.len()),
+            Receiver::One(root) if root == members.own => task.target.slice(chunk.start, chunk.len()),
             Receiver::One(_) => {
                 let at = start * source.number.size_bytes();
-                Stretch { pointer: self.results[at..].as_mut_ptr(), ..source }
+                MemoryRange { pointer: self.results[at..].as_mut_ptr(), ..source }
             }
         };
         // SAFETY: source and target are ranges of the caller's memory. The inboxes hold as many elements. A target that
         // overlaps the source is identical to it.
-        unsafe { reduce(source.number, self.op, &sources, &[result.pointer], part.len()) };
+        unsafe { reduce(source.number, self.op, &sources, &[result.pointer], chunk.len()) };
         for peer in &mut self.peers {
-            peer.inbox[slot].empty();
+            peer.buffers[slot].empty();
         }
         result
     }
@@ -204,15 +205,15 @@ impl Reduction {
         offset: usize,
         bytes: usize,
     ) -> Result<Room, Malformed> {
-        if index < self.reduced || index >= self.reduced + PARTS_AHEAD || member == members.own {
+        if index < self.reduced || index >= self.reduced + CHUNKS_AHEAD || member == members.own {
             return Err(Malformed::Operation);
         }
-        let len = self.part(task, members.own, index).len() * task.source.number.size_bytes();
-        self.peers[member].inbox[(index % PARTS_AHEAD) as usize].room(len, offset, bytes)
+        let len = self.chunk(task, members.own, index).len() * task.source.number.size_bytes();
+        self.peers[member].buffers[(index % CHUNKS_AHEAD) as usize].room(len, offset, bytes)
     }
 
     pub(crate) fn take(&mut self, member: usize, index: u32, bytes: usize) {
-        self.peers[member].inbox[(index % PARTS_AHEAD) as usize].filled += bytes;
+        self.peers[member].buffers[(index % CHUNKS_AHEAD) as usize].filled += bytes;
     }
 
     pub(crate) fn turn(&mut self, member: usize, index: u32) {
@@ -221,10 +222,10 @@ impl Reduction {
     }
 
     pub(crate) fn waits_for(&self, task: &Task, members: &Members) -> Option<usize> {
-        if self.reduced < self.parts(task, members.own) {
+        if self.reduced < self.chunks(task, members.own) {
             return self.missing(task, members);
         }
-        let is_unsent = |member: &usize| self.peers[*member].sent < self.parts(task, *member);
+        let is_unsent = |member: &usize| self.peers[*member].sent < self.chunks(task, *member);
         members.others().find(is_unsent).or_else(|| self.owes(task, members))
     }
 
@@ -261,12 +262,12 @@ impl Reduction {
         members.others().find(is_short)
     }
 
-    fn results_of(&self, task: &Task, members: &Members, member: usize) -> Stretch {
+    fn results_of(&self, task: &Task, members: &Members, member: usize) -> MemoryRange {
         if member == members.own || !self.wants(members.own) {
-            return Stretch::EMPTY;
+            return MemoryRange::EMPTY;
         }
         let range = self.blocks.range(member);
-        task.target.part(range.start, range.len())
+        task.target.slice(range.start, range.len())
     }
 }
 
@@ -280,27 +281,31 @@ pub(crate) fn reduce_small(
     blocks: &Blocks,
     receiver: Receiver,
     members: &Members,
-    posts: &[&[u8]],
+    announcements: &[&[u8]],
 ) -> Result<(), usize> {
     let size = task.source.number.size_bytes();
-    let part = match receiver {
+    let chunk = match receiver {
         Receiver::Owner => blocks.range(members.own),
         Receiver::All => 0..task.source.elements,
         Receiver::One(root) if root == members.own => 0..task.source.elements,
         Receiver::One(_) => return Ok(()),
     };
-    if let Some(member) = members.others().find(|member| posts[*member].len() != task.source.bytes()) {
+    if let Some(member) = members.others().find(|member| announcements[*member].len() != task.source.bytes())
+    {
         return Err(member);
     }
     let sources: Vec<*const u8> = (0..members.len())
         .map(|member| {
-            let data =
-                if member == members.own { task.source.pointer.cast_const() } else { posts[member].as_ptr() };
-            data.wrapping_add(part.start * size)
+            let data = if member == members.own {
+                task.source.pointer.cast_const()
+            } else {
+                announcements[member].as_ptr()
+            };
+            data.wrapping_add(chunk.start * size)
         })
         .collect();
     // SAFETY: all buffers have this many elements. The target is the caller's own; if it overlaps the source, it is
     // identical to it.
-    unsafe { reduce(task.source.number, op, &sources, &[task.target.pointer], part.len()) };
+    unsafe { reduce(task.source.number, op, &sources, &[task.target.pointer], chunk.len()) };
     Ok(())
 }

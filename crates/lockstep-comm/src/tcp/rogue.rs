@@ -12,14 +12,14 @@ use std::{
 use lockstep_plan::random::Draws;
 
 use super::{
-    frame::{Channel, ENDING_BYTES, FRAME_BYTES, HEADER_BYTES, Header, Key, Kind, Malformed, seal_frames},
+    frame::{Channel, ENDING_BYTES, FRAME_BYTES, HEADER_BYTES, Header, Key, Kind, seal_frames},
     join::gather,
-    meeting::Meeting,
     operation::Running,
+    rendezvous::RendezvousEndpoint,
     wire::Connection,
 };
 use crate::{
-    Call, Collective, CommError, Deadline, Kind as Operation, LossCause, ReduceOp, Source, Target,
+    Call, Collective, CommError, Deadline, Kind as Operation, LossCause, Malformed, ReduceOp, Source, Target,
     TcpOptions, join_by_address, task::Task,
 };
 
@@ -84,7 +84,7 @@ type Sent = [Vec<u8>; 3];
 fn fault(which: usize, rank: usize, ranks: usize, random: &mut Draws) -> Sent {
     let mut data = vec![1.0_f32; ELEMENTS[1]];
     let tasks = [0, 1].map(|which| task(rank, ranks, which, &mut data));
-    let call = |which: usize| Kind::Post(tasks[which].call.to_words());
+    let call = |which: usize| Kind::Announce(tasks[which].call.to_words());
     let small = Running::eager(&tasks[0]);
     let first = frame(call(0), key(0), &small);
     let both = [&first[..], &frame(call(1), key(1), &[])].concat();
@@ -120,12 +120,12 @@ fn fault(which: usize, rank: usize, ranks: usize, random: &mut Draws) -> Sent {
             control(frame(call(0), Key { group, ..key(0) }, &small))
         }
         8 => control([frame(call(1), key(1), &[]), frame(call(1), key(1), &[]), both].concat()),
-        9 => control(frame(Kind::Post([u64::MAX, 1, random.below(9) as u64]), key(0), &small)),
+        9 => control(frame(Kind::Announce([u64::MAX, 1, random.below(9) as u64]), key(0), &small)),
         10 => control(frame(call(0), key(0), &small[..random.below(small.len())])),
         11 => control(frame(Kind::Ending, key(0), &[0xee; ENDING_BYTES])),
         12 => {
             // The first part of the rogue's data for the receiver, begun on one connection and sent again on another.
-            let part = |bytes: usize| frame(Kind::Part { index: 0, offset: 0 }, key(1), &vec![1; bytes]);
+            let part = |bytes: usize| frame(Kind::Chunk { index: 0, offset: 0 }, key(1), &vec![1; bytes]);
             let begun = part(FRAME_BYTES)[..HEADER_BYTES + 100].to_vec();
             let many = (0..5).flat_map(|_| part(FRAME_BYTES)).collect();
             [both, begun, many]
@@ -136,7 +136,7 @@ fn fault(which: usize, rank: usize, ranks: usize, random: &mut Draws) -> Sent {
         }
         14 => {
             let other = Call { elements: 11, ..tasks[0].call };
-            control(frame(Kind::Post(other.to_words()), key(0), &small))
+            control(frame(Kind::Announce(other.to_words()), key(0), &small))
         }
         _ => [both, any_frames(random), any_frames(random)],
     }
@@ -148,7 +148,7 @@ fn any_frames(random: &mut Draws) -> Vec<u8> {
         let offset = [0, 4, 1 << 20, u64::MAX][random.below(4)];
         let index = [0, 1, 2, 3, u32::MAX][random.below(5)];
         let (kind, most) = match random.below(5) {
-            0 | 1 => (Kind::Part { index, offset }, 3000),
+            0 | 1 => (Kind::Chunk { index, offset }, 3000),
             2 => (Kind::Direct { offset }, 3000),
             3 => (Kind::Turn { index }, 0),
             _ => (Kind::Beat, 0),
@@ -163,9 +163,9 @@ fn any_frames(random: &mut Draws) -> Vec<u8> {
 }
 
 /// Runs a survivor: repeats the two operations until an error, and returns it.
-fn work(rank: usize, ranks: usize, meeting: Meeting) -> CommError {
+fn work(rank: usize, ranks: usize, rendezvous: RendezvousEndpoint) -> CommError {
     let options = TcpOptions { silence: SILENCE, ..TcpOptions::default() };
-    let group = join_by_address(rank, ranks, meeting, options, Deadline::after(LIMIT)).unwrap();
+    let group = join_by_address(rank, ranks, rendezvous, options, Deadline::after(LIMIT)).unwrap();
     let mut data = vec![1.0_f32; ELEMENTS[1]];
     loop {
         for elements in ELEMENTS {
@@ -179,15 +179,14 @@ fn work(rank: usize, ranks: usize, meeting: Meeting) -> CommError {
 
 /// Runs the rogue rank: joins, sends its bytes to every other rank, and receives until all have hung up. It sends data once the
 /// receiver has announced the second operation; earlier, the data would belong to no operation.
-fn misbehave(rank: usize, ranks: usize, mut meeting: Meeting, sent: &Sent, closes: bool) {
+fn misbehave(rank: usize, ranks: usize, mut rendezvous: RendezvousEndpoint, sent: &Sent, closes: bool) {
     let (options, deadline) = (TcpOptions::default(), Deadline::after(LIMIT));
-    let (connections, _) =
-        gather(rank, ranks, &mut meeting, options, (rank, 0), |_, _| {}, deadline).unwrap();
+    let joined = gather(rank, ranks, &mut rendezvous, options, (rank, 0), |_, _| {}, deadline).unwrap();
     let socket_of = |connection: Connection| connection.socket;
     let sockets: Vec<Vec<TcpStream>> =
-        connections.into_iter().map(|all| all.into_iter().map(socket_of).collect()).collect();
+        joined.links.into_values().map(|all| all.into_iter().map(socket_of).collect()).collect();
     thread::scope(|scope| {
-        for sockets in sockets.iter().filter(|sockets| !sockets.is_empty()) {
+        for sockets in &sockets {
             let (announce, announced) = mpsc::channel();
             let mut announce = Some(announce);
             scope.spawn(move || {
@@ -216,7 +215,7 @@ fn hear_out(mut stream: &TcpStream, closes: bool, announce: &mut Option<mpsc::Se
     let mut header = [0; HEADER_BYTES];
     while stream.read_exact(&mut header).is_ok() {
         let header = Header::decode(&header).unwrap();
-        if matches!(header.kind, Kind::Post(_)) && header.key.sequence == 1 {
+        if matches!(header.kind, Kind::Announce(_)) && header.key.sequence == 1 {
             *announce = None;
         }
         let mut bytes = vec![0; header.bytes as usize];
@@ -250,18 +249,24 @@ fn whatever_a_rank_sends_that_knows_the_secret_it_is_named_by_all_others() {
         let port = listener.local_addr().unwrap().port();
         let begin = Instant::now();
         let errors: Vec<(usize, CommError)> = thread::scope(|scope| {
-            let meeting = |rank: usize| {
+            let rendezvous = |rank: usize| {
                 let listener = (rank == 0).then(|| listener.try_clone().unwrap());
                 let run = format!("rogue on port {port}");
-                Meeting { host: "127.0.0.1".to_owned(), port, listener, run, ..Meeting::default() }
+                RendezvousEndpoint {
+                    host: "127.0.0.1".to_owned(),
+                    port,
+                    listener,
+                    run,
+                    ..RendezvousEndpoint::default()
+                }
             };
-            let (meeting_of_rogue, sent) = (meeting(rogue), &sent);
+            let (meeting_of_rogue, sent) = (rendezvous(rogue), &sent);
             scope.spawn(move || misbehave(rogue, ranks, meeting_of_rogue, sent, closes));
             let honest: Vec<_> = (0..ranks)
                 .filter(|rank| *rank != rogue)
                 .map(|rank| {
-                    let meeting = meeting(rank);
-                    (rank, scope.spawn(move || work(rank, ranks, meeting)))
+                    let rendezvous = rendezvous(rank);
+                    (rank, scope.spawn(move || work(rank, ranks, rendezvous)))
                 })
                 .collect();
             honest.into_iter().map(|(rank, thread)| (rank, thread.join().unwrap())).collect()

@@ -9,9 +9,10 @@ use std::{
 };
 
 use super::{
-    frame::{FRAME_BYTES, HEADER_BYTES, Header, Key, Kind, Malformed},
-    wire::{Connection, Wire},
+    frame::{FRAME_BYTES, HEADER_BYTES, Header, Key, Kind},
+    wire::{Connection, ConnectionError, Wire},
 };
+use crate::Malformed;
 
 /// One of several sockets to the same rank.
 #[derive(Debug)]
@@ -68,32 +69,6 @@ pub(crate) trait Sink {
     fn sent(&mut self, to: usize, key: Key, bytes: usize);
 }
 
-/// Reason of a connection's end.
-#[derive(Debug)]
-pub(crate) enum Broken {
-    /// The other end has closed it or is gone.
-    Closed,
-    /// The system reports an error.
-    Failed(ErrorKind),
-    /// The other end has sent invalid data.
-    Malformed(Malformed),
-}
-
-impl From<io::Error> for Broken {
-    fn from(error: io::Error) -> Self {
-        match error.kind() {
-            ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::ConnectionAborted => Self::Closed,
-            kind => Self::Failed(kind),
-        }
-    }
-}
-
-impl From<Malformed> for Broken {
-    fn from(what: Malformed) -> Self {
-        Self::Malformed(what)
-    }
-}
-
 // SAFETY: as for `Room`.
 unsafe impl Send for Payload {}
 
@@ -120,7 +95,7 @@ enum Payload {
 #[derive(Debug)]
 pub(crate) struct Message {
     pub(crate) key: Key,
-    /// [`Kind::Direct`] or [`Kind::Part`], with the offset of the piece's first byte.
+    /// [`Kind::Direct`] or [`Kind::Chunk`], with the offset of the piece's first byte.
     pub(crate) kind: Kind,
     /// Address of the piece, valid until it is sent.
     pub(crate) start: *const u8,
@@ -139,7 +114,7 @@ impl Message {
         let skipped = self.framed as u64;
         let kind = match self.kind {
             Kind::Direct { offset } => Kind::Direct { offset: offset + skipped },
-            Kind::Part { index, offset } => Kind::Part { index, offset: offset + skipped },
+            Kind::Chunk { index, offset } => Kind::Chunk { index, offset: offset + skipped },
             other => other,
         };
         self.framed += len;
@@ -219,7 +194,12 @@ impl Stream {
     }
 
     /// Receives frames, up to about `limit` bytes. Returns the number of bytes received.
-    pub(crate) fn read(&mut self, from: usize, limit: usize, sink: &mut impl Sink) -> Result<usize, Broken> {
+    pub(crate) fn read(
+        &mut self,
+        from: usize,
+        limit: usize,
+        sink: &mut impl Sink,
+    ) -> Result<usize, ConnectionError> {
         let mut total = 0;
         while total < limit {
             match &mut self.incoming {
@@ -274,7 +254,7 @@ impl Stream {
         limit: usize,
         outbox: &mut Outbox<'_>,
         sink: &mut impl Sink,
-    ) -> Result<usize, Broken> {
+    ) -> Result<usize, ConnectionError> {
         let mut total = self.wire.flush()?;
         while total < limit {
             if self.outgoing.is_none() {

@@ -13,7 +13,7 @@ use std::{
 
 use snow::TransportState;
 
-use super::{frame::Malformed, stream::Broken};
+use crate::Malformed;
 
 /// Number of bytes of the length before a record.
 const LENGTH_BYTES: usize = 2;
@@ -30,6 +30,32 @@ pub(crate) struct Connection {
     pub(crate) socket: TcpStream,
     /// Keys of the handshake; `None` if the connection is not encrypted.
     pub(crate) keys: Option<Box<TransportState>>,
+}
+
+/// Reason of a connection's end.
+#[derive(Debug)]
+pub(crate) enum ConnectionError {
+    /// The other end has closed it or is gone.
+    Closed,
+    /// The system reports an error.
+    Failed(ErrorKind),
+    /// The other end has sent invalid data.
+    Malformed(Malformed),
+}
+
+impl From<io::Error> for ConnectionError {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::ConnectionAborted => Self::Closed,
+            kind => Self::Failed(kind),
+        }
+    }
+}
+
+impl From<Malformed> for ConnectionError {
+    fn from(what: Malformed) -> Self {
+        Self::Malformed(what)
+    }
 }
 
 /// Non-blocking socket, with the encryption of its bytes.
@@ -79,7 +105,7 @@ impl Seal {
     }
 
     /// Decrypts the received record.
-    fn open(&mut self) -> Result<(), Broken> {
+    fn open(&mut self) -> Result<(), ConnectionError> {
         let record = &self.incoming[LENGTH_BYTES..self.read];
         let len = self.keys.read_message(record, &mut self.opened).map_err(|_| Malformed::CheckSum)?;
         (self.unread, self.read) = (0..len, 0);
@@ -131,7 +157,7 @@ impl Wire {
     ///
     /// # Errors
     /// If the connection is closed or fails, or a record cannot be decrypted.
-    pub(crate) fn receive(&mut self, target: &mut [u8]) -> Result<ControlFlow<(), usize>, Broken> {
+    pub(crate) fn receive(&mut self, target: &mut [u8]) -> Result<ControlFlow<(), usize>, ConnectionError> {
         let Some(seal) = &mut self.seal else { return receive(&self.socket, target) };
         loop {
             let count = seal.hand_on(target);
@@ -190,10 +216,10 @@ impl Wire {
 }
 
 /// Receives available bytes. Returns `Break` if there are none.
-fn receive(mut socket: &TcpStream, target: &mut [u8]) -> Result<ControlFlow<(), usize>, Broken> {
+fn receive(mut socket: &TcpStream, target: &mut [u8]) -> Result<ControlFlow<(), usize>, ConnectionError> {
     loop {
         return match socket.read(target) {
-            Ok(0) => Err(Broken::Closed),
+            Ok(0) => Err(ConnectionError::Closed),
             Ok(count) => Ok(ControlFlow::Continue(count)),
             Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(ControlFlow::Break(())),
             Err(error) if error.kind() == ErrorKind::Interrupted => continue,
@@ -289,7 +315,7 @@ mod tests {
             }
             match (flipped, found) {
                 (None, Ok(ControlFlow::Continue(count))) => assert_eq!(&plain[..count], secret),
-                (Some(_), Err(Broken::Malformed(Malformed::CheckSum))) => {}
+                (Some(_), Err(ConnectionError::Malformed(Malformed::CheckSum))) => {}
                 (flipped, found) => panic!("{found:?} with byte {flipped:?} flipped"),
             }
         }

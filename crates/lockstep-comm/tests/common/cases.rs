@@ -185,7 +185,7 @@ fn run<T: Value>(group: &Group, case: &Case) -> Vec<T> {
     let (root, counts) = (case.root % ranks, counts(case, ranks));
     let total: usize = counts.iter().sum();
     let given = case.is_uneven.then(|| counts.clone());
-    let arena = if case.shared >> rank & 1 == 1 {
+    let arena = if case.shared >> (rank % 8) & 1 == 1 {
         group.arena(&[MemoryCategory::Communication])
     } else {
         lockstep_tensor::Arena::new()

@@ -2,7 +2,7 @@
 
 use std::{net::TcpListener, thread, time::Duration};
 
-use lockstep_comm::{Deadline, Group, Meeting, TcpOptions, join_by_address};
+use lockstep_comm::{Deadline, Group, RendezvousEndpoint, TcpOptions, join_by_address};
 
 /// Returns a deadline long enough for any operation of a test, even on a loaded machine.
 pub(crate) fn soon() -> Deadline {
@@ -23,9 +23,15 @@ pub(crate) fn in_tcp_world_with(options: TcpOptions, ranks: usize, work: impl Fn
         for rank in 0..ranks {
             let listener = (rank == 0).then(|| listener.try_clone().unwrap());
             let run = format!("test on port {port}");
-            let meeting = Meeting { host: "127.0.0.1".to_owned(), port, listener, run, ..Meeting::default() };
+            let rendezvous = RendezvousEndpoint {
+                host: "127.0.0.1".to_owned(),
+                port,
+                listener,
+                run,
+                ..RendezvousEndpoint::default()
+            };
             scope.spawn(move || {
-                work(&join_by_address(rank, ranks, meeting, options, soon()).unwrap());
+                work(&join_by_address(rank, ranks, rendezvous, options, soon()).unwrap());
             });
         }
     });

@@ -8,12 +8,9 @@ mod node_list;
 
 use std::fmt;
 
-use lockstep_comm::Leader;
+use lockstep_comm::{Leader, MAX_WORLD};
 
 pub use node_list::{first_node, tasks_on_node};
-
-/// Maximum number of ranks of a run.
-pub const MAX_WORLD: usize = 1 << 20;
 
 /// A launcher whose variables are understood.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -396,8 +393,8 @@ mod tests {
                 "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4",
                 "LOCAL_WORLD_SIZE=\"4\": allowed is at most WORLD_SIZE=2",
             ),
-            ("RANK=-1 WORLD_SIZE=2", "RANK=\"-1\": allowed is 0 to 1048576"),
-            ("RANK=0 WORLD_SIZE=99999999", "WORLD_SIZE=\"99999999\": allowed is 0 to 1048576"),
+            ("RANK=-1 WORLD_SIZE=2", "RANK=\"-1\": allowed is 0 to 65536"),
+            ("RANK=0 WORLD_SIZE=99999999", "WORLD_SIZE=\"99999999\": allowed is 0 to 65536"),
             ("RANK=0", "RANK is set, but WORLD_SIZE is not (torchrun)"),
             ("WORLD_SIZE=2", "WORLD_SIZE is set, but RANK is not (torchrun)"),
             ("LOCAL_RANK=0", "LOCAL_RANK is set, but RANK is not (torchrun)"),

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use lockstep_comm::{LossCause, NodeCard, NodesMet};
+use lockstep_comm::{JoinedNodes, LossCause, NodeInfo};
 use lockstep_config::plan::check;
 use lockstep_config::{ResolvedModel, Transport};
 use lockstep_launch::MEETING_LIMIT;
@@ -142,7 +142,7 @@ impl<'a> Attempts<'a> {
         &mut self,
         interrupt: Option<&Interrupt>,
         mended: Option<&Failure>,
-    ) -> Result<Option<NodesMet>, Failure> {
+    ) -> Result<Option<JoinedNodes>, Failure> {
         let card = self.card(None);
         let Some(rendezvous) = &mut self.rendezvous else { return Ok(None) };
         let launching = self.launcher.launching;
@@ -162,19 +162,19 @@ impl<'a> Attempts<'a> {
                 },
             )?;
         self.node = met.placement.node;
-        let restarts = |card: &NodeCard| card.max_restarts;
-        if let Some(node) = met.cards.iter().position(|card| restarts(card) != restarts(&met.cards[0])) {
+        let restarts = |card: &NodeInfo| card.max_restarts;
+        if let Some(node) = met.nodes.iter().position(|card| restarts(card) != restarts(&met.nodes[0])) {
             return Err(Failure::configuration(format!(
                 "node {node} may make {} restarts and node 0 {} (--max-restarts, elastic.max_restarts): give all machines the same",
-                restarts(&met.cards[node]),
-                restarts(&met.cards[0])
+                restarts(&met.nodes[node]),
+                restarts(&met.nodes[0])
             )));
         }
-        if let Some(node) = met.cards.iter().position(|card| card.ends.is_some()) {
-            return Err(ended_elsewhere(node, &met.cards, mended));
+        if let Some(node) = met.nodes.iter().position(|card| card.ends.is_some()) {
+            return Err(ended_elsewhere(node, &met.nodes, mended));
         }
         if let Some(failure) = mended {
-            let told = told_elsewhere(failure.clone(), &met.cards);
+            let told = told_elsewhere(failure.clone(), &met.nodes);
             if told.message != failure.message {
                 warning(&told.message);
             }
@@ -184,18 +184,18 @@ impl<'a> Attempts<'a> {
     }
 
     /// Returns this launcher's card for a meeting; `ends` is its exit code if it ends.
-    fn card(&self, ends: Option<u8>) -> NodeCard {
-        NodeCard {
+    fn card(&self, ends: Option<u8>) -> NodeInfo {
+        NodeInfo {
             attempt: self.attempt,
             max_restarts: self.policy.max_restarts,
             ends,
             lost: self.lost,
-            ..NodeCard::first(self.launcher.ranks_here())
+            ..NodeInfo::first(self.launcher.ranks_here())
         }
     }
 
     /// Tells the other launchers that this one ends with `code`, since they may wait for it. Returns their cards if they met.
-    fn part(&mut self, code: u8) -> Option<NodesMet> {
+    fn part(&mut self, code: u8) -> Option<JoinedNodes> {
         let card = self.card(Some(code));
         let limit = if self.policy.max_restarts > 0 { FAREWELL } else { BRIEF_FAREWELL };
         // A launcher that does not arrive notices at its own deadline.
@@ -212,7 +212,7 @@ impl<'a> Attempts<'a> {
     /// rank was lost.
     fn ended(&mut self, failure: Failure) -> Failure {
         let failure = match self.part(failure.code) {
-            Some(met) => told_elsewhere(failure, &met.cards),
+            Some(met) => told_elsewhere(failure, &met.nodes),
             None => failure,
         };
         if let Some((0, cause)) = self.lost {
@@ -324,7 +324,7 @@ fn with(failure: Failure, sentence: &str) -> Failure {
 }
 
 /// Returns the failure of this machine if node `node` makes no further attempt.
-fn ended_elsewhere(node: usize, cards: &[NodeCard], mended: Option<&Failure>) -> Failure {
+fn ended_elsewhere(node: usize, cards: &[NodeInfo], mended: Option<&Failure>) -> Failure {
     let code = cards[node].ends.unwrap_or(exit::FAILED);
     let sentence = match code {
         0 => format!("node {node} has done all its steps and ended, so that no restart follows"),
@@ -337,7 +337,7 @@ fn ended_elsewhere(node: usize, cards: &[NodeCard], mended: Option<&Failure>) ->
 }
 
 /// Completes `failure` with the causes of losses that only launchers of other machines know.
-fn told_elsewhere(failure: Failure, cards: &[NodeCard]) -> Failure {
+fn told_elsewhere(failure: Failure, cards: &[NodeInfo]) -> Failure {
     let told = |message: String, (rank, cause): (usize, LossCause)| {
         let vague = format!("rank {rank} was lost: it {}", LossCause::Disconnected);
         message.replace(&vague, &format!("rank {rank} was lost: it {cause}"))
@@ -352,8 +352,8 @@ mod tests {
 
     #[test]
     fn a_vague_cause_gives_way_to_that_of_the_machine_of_the_rank() {
-        let own = NodeCard::first(2);
-        let theirs = NodeCard { lost: Some((3, LossCause::OutOfMemory)), ..own };
+        let own = NodeInfo::first(2);
+        let theirs = NodeInfo { lost: Some((3, LossCause::OutOfMemory)), ..own };
         let failure = Failure {
             message: format!("rank 3 was lost: it {}; x", LossCause::Disconnected),
             code: PEER_LOST,

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use lockstep_comm::{Placement, Way};
+use lockstep_comm::{Placement, TransportKind};
 use lockstep_config::{PlanFile, ResolvedModel, Resume, RunConfig};
 use lockstep_launch::environment::{self, ProcessPlace};
 use lockstep_launch::restarts::Policy;
@@ -87,7 +87,10 @@ impl Launcher<'_> {
             Some(placement) => {
                 require(config, model, placement.first_rank..placement.first_rank + here)?;
                 let first = if placement.first_rank == 0 { First::Here } else { First::Elsewhere };
-                (ranks::Start { placement, ..ranks::Start::here(here, Way::Auto)? }, output(here, first)?)
+                (
+                    ranks::Start { placement, ..ranks::Start::here(here, TransportKind::Auto)? },
+                    output(here, first)?,
+                )
             }
             None if is_started => {
                 require(config, model, ranks::seen_to(all)?)?;

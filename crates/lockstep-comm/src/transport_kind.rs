@@ -2,7 +2,7 @@
 
 /// Transport between the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Way {
+pub enum TransportKind {
     /// Shared memory if Lockstep's launcher started all ranks on one machine, TCP otherwise.
     #[default]
     Auto,

@@ -9,23 +9,20 @@ use std::{
     io::{self, ErrorKind, Read, Write},
     net::{IpAddr, TcpListener, TcpStream},
     os::fd::{AsFd, OwnedFd},
-    sync::{Arc, mpsc},
-    thread,
+    sync::mpsc,
     time::{Duration, Instant},
 };
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use snow::TransportState;
 
 use super::{
-    handshake::{Hello, PROOF_BYTES, Reception, Refusal, Step},
+    handshake::{HANDSHAKE_LIMIT, Hello, PROOF_BYTES, Refusal, ServerHandshake, Step},
+    rejections::Rejections,
     secret::Secret,
-    turned_away::TurnedAway,
 };
-use crate::Deadline;
+use crate::{Deadline, stoppable_thread::StoppableThread};
 
-/// Time limit of a handshake.
-pub(crate) const GREETING: Duration = Duration::from_secs(5);
 /// Number of connections without a valid greeting that are held beyond the expected ones.
 const SPARE: usize = 256;
 /// Part of [`SPARE`] for a single address. Many ranks may share one: those of a machine, or behind a NAT.
@@ -41,7 +38,7 @@ const NAP: Duration = Duration::from_millis(500);
 
 /// A client that has proved to know the secret.
 #[derive(Debug)]
-pub(crate) struct Visitor {
+pub(crate) struct AcceptedConnection {
     pub(crate) hello: Hello,
     pub(crate) stream: TcpStream,
     /// Keys of its handshake.
@@ -51,14 +48,13 @@ pub(crate) struct Visitor {
 
 /// Thread that accepts clients that know the secret, until this handle is dropped.
 #[derive(Debug)]
-pub(crate) struct Door {
-    visitors: mpsc::Receiver<Visitor>,
-    stop: Arc<OwnedFd>,
-    thread: Option<thread::JoinHandle<()>>,
-    turned_away: TurnedAway,
+pub(crate) struct Acceptor {
+    clients: mpsc::Receiver<AcceptedConnection>,
+    _thread: StoppableThread,
+    rejections: Rejections,
 }
 
-impl Door {
+impl Acceptor {
     /// Starts to accept clients at `listener`, about `expected` of them, answering as `own`.
     ///
     /// # Errors
@@ -68,45 +64,33 @@ impl Door {
         secret: &Secret,
         own: &Hello,
         expected: usize,
-        turned_away: TurnedAway,
+        rejections: Rejections,
     ) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         widen(&listener)?;
-        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-        let (sender, visitors) = mpsc::channel();
-        let hall = Hall {
+        let (sender, clients) = mpsc::channel();
+        let pending = PendingConnections {
             listener,
             secret: secret.clone(),
             own: *own,
-            expected,
-            turned_away: turned_away.clone(),
+            // Those for whom there is no room try again.
+            expected: expected.min(BACKLOG as usize),
+            rejections: rejections.clone(),
             sender,
             held: Vec::new(),
         };
-        let stopped = Arc::clone(&stop);
-        let watch = move || hall.watch(&stopped);
-        let thread = thread::Builder::new().name("lockstep-door".to_owned()).spawn(watch)?;
-        Ok(Self { visitors, stop, thread: Some(thread), turned_away })
+        let _thread = StoppableThread::spawn("lockstep-acceptor", move |stop| pending.run(stop))?;
+        Ok(Self { clients, _thread, rejections })
     }
 
     /// Returns the next accepted client; `None` if there is none before the deadline.
-    pub(crate) fn next(&self, deadline: Deadline) -> Option<Visitor> {
-        self.visitors.recv_timeout(deadline.remaining()).ok()
+    pub(crate) fn next(&self, deadline: Deadline) -> Option<AcceptedConnection> {
+        self.clients.recv_timeout(deadline.remaining()).ok()
     }
 
     /// Returns the statistics of rejected connections.
-    pub(crate) fn turned_away(&self) -> &TurnedAway {
-        &self.turned_away
-    }
-}
-
-impl Drop for Door {
-    fn drop(&mut self) {
-        // A write fails only if the event counter is at its limit, where it reads as set too.
-        let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+    pub(crate) fn rejections(&self) -> &Rejections {
+        &self.rejections
     }
 }
 
@@ -116,54 +100,54 @@ pub(crate) fn widen(listener: &TcpListener) -> io::Result<()> {
 }
 
 /// State of the thread.
-struct Hall {
+struct PendingConnections {
     listener: TcpListener,
     secret: Secret,
     own: Hello,
     expected: usize,
-    turned_away: TurnedAway,
-    sender: mpsc::Sender<Visitor>,
-    /// Held connections, in order of arrival.
-    held: Vec<Held>,
+    rejections: Rejections,
+    sender: mpsc::Sender<AcceptedConnection>,
+    /// Connections whose handshake is not complete, in order of arrival.
+    held: Vec<PendingConnection>,
 }
 
 /// A connection whose handshake is not complete.
-struct Held {
+struct PendingConnection {
     stream: TcpStream,
     address: IpAddr,
     until: Instant,
-    reception: Reception,
+    handshake: ServerHandshake,
     /// True if it was refused and counted. What it sends is discarded until it hangs up: closing at once could destroy
     /// the answer in transit.
     is_refused: bool,
 }
 
-impl Held {
+impl PendingConnection {
     fn is_proving(&self) -> bool {
-        self.reception.is_proving()
+        self.handshake.is_proving()
     }
 }
 
 /// Outcome of serving a held connection.
-enum Fate {
-    Stays,
-    Enters(Hello, Box<TransportState>),
-    Goes(Option<Refusal>),
+enum Outcome {
+    Pending,
+    Accepted(Hello, Box<TransportState>),
+    Closed(Option<Refusal>),
 }
 
-impl Hall {
+impl PendingConnections {
     /// Serves connections until `stop` is set.
-    fn watch(mut self, stop: &OwnedFd) {
+    fn run(mut self, stop: &OwnedFd) {
         let mut pause = false;
         loop {
             let ready = self.sleep(stop, pause);
             let Some((has_news, ready)) = ready else { break };
             pause = has_news && self.accept();
-            self.look(&ready);
+            self.serve_ready(&ready);
             self.expire();
-            self.turned_away.tell(false);
+            self.rejections.report(false);
         }
-        self.turned_away.tell(true);
+        self.rejections.report(true);
     }
 
     /// Sleeps until an event. Returns whether there are new connections, and which held ones to serve; `None` if `stop` is set.
@@ -201,10 +185,10 @@ impl Hall {
             if stream.set_nonblocking(true).is_err() {
                 continue;
             }
-            let (address, until) = (address.ip().to_canonical(), Instant::now() + GREETING);
-            let (reception, is_refused) = (Reception::default(), false);
-            self.held.push(Held { stream, address, until, reception, is_refused });
-            self.look_at(self.held.len() - 1);
+            let (address, until) = (address.ip().to_canonical(), Instant::now() + HANDSHAKE_LIMIT);
+            let (handshake, is_refused) = (ServerHandshake::default(), false);
+            self.held.push(PendingConnection { stream, address, until, handshake, is_refused });
+            self.serve_one(self.held.len() - 1);
             self.make_room(address);
         }
         false
@@ -212,7 +196,7 @@ impl Hall {
 
     /// Drops connections until `address`, and all addresses together, have no more than their limits.
     fn make_room(&mut self, address: IpAddr) {
-        let of_one = |held: &&Held| held.address == address && !held.is_proving();
+        let of_one = |held: &&PendingConnection| held.address == address && !held.is_proving();
         while self.held.iter().filter(of_one).count() > self.expected + SPARE_OF_ONE {
             self.drop_oldest(Some(address));
         }
@@ -223,7 +207,7 @@ impl Hall {
 
     /// Drops the oldest connection, of `address` if one is given. Prefers connections without a valid greeting.
     fn drop_oldest(&mut self, address: Option<IpAddr>) {
-        let is_of = |held: &Held| address.is_none_or(|address| held.address == address);
+        let is_of = |held: &PendingConnection| address.is_none_or(|address| held.address == address);
         let oldest = self.held.iter().position(|held| is_of(held) && !held.is_proving());
         if let Some(index) = oldest.or_else(|| self.held.iter().position(is_of)) {
             self.close(index, Some(Refusal::Crowd));
@@ -231,66 +215,66 @@ impl Hall {
     }
 
     /// Serves the held connections that have received bytes: `ready` has one entry for each of the first ones.
-    fn look(&mut self, ready: &[bool]) {
+    fn serve_ready(&mut self, ready: &[bool]) {
         // Connections accepted since come after them, unless some were dropped; serving another connection is harmless.
         for index in (0..self.held.len().min(ready.len())).rev().filter(|index| ready[*index]) {
-            self.look_at(index);
+            self.serve_one(index);
         }
     }
 
-    fn look_at(&mut self, index: usize) {
-        match self.fate(index) {
-            Fate::Stays => {}
-            Fate::Goes(refusal) => self.close(index, refusal),
-            Fate::Enters(hello, keys) => {
-                let Held { stream, address, .. } = self.held.remove(index);
+    fn serve_one(&mut self, index: usize) {
+        match self.advance(index) {
+            Outcome::Pending => {}
+            Outcome::Closed(refusal) => self.close(index, refusal),
+            Outcome::Accepted(hello, keys) => {
+                let PendingConnection { stream, address, .. } = self.held.remove(index);
                 if stream.set_nonblocking(false).is_ok() {
                     // The receiver may be gone.
-                    let _ = self.sender.send(Visitor { hello, stream, keys, address });
+                    let _ = self.sender.send(AcceptedConnection { hello, stream, keys, address });
                 }
             }
         }
     }
 
     /// Reads what a connection has sent, and answers.
-    fn fate(&mut self, index: usize) -> Fate {
+    fn advance(&mut self, index: usize) -> Outcome {
         let Self { held, secret, own, .. } = self;
-        let Held { stream, reception, is_refused, address, .. } = &mut held[index];
+        let PendingConnection { stream, handshake, is_refused, address, .. } = &mut held[index];
         let mut waste = [0; 512];
         // Once per message, and as often for discarded bytes.
         for _ in 0..4 {
-            let room = if *is_refused { &mut waste[..] } else { reception.room() };
+            let room = if *is_refused { &mut waste[..] } else { handshake.room() };
             let count = match stream.read(room) {
-                Ok(0) => return Fate::Goes((!*is_refused).then_some(Refusal::HungUp)),
+                Ok(0) => return Outcome::Closed((!*is_refused).then_some(Refusal::HungUp)),
                 Ok(count) => count,
-                Err(error) if is_passing(error.kind()) => return Fate::Stays,
-                Err(_) => return Fate::Goes((!*is_refused).then_some(Refusal::HungUp)),
+                Err(error) if is_passing(error.kind()) => return Outcome::Pending,
+                Err(_) => return Outcome::Closed((!*is_refused).then_some(Refusal::HungUp)),
             };
             if *is_refused {
                 continue;
             }
             // The buffer of a new socket has room for all that is ever sent here.
             let mut send = |bytes: &[u8]| stream.write(bytes).is_ok_and(|count| count == bytes.len());
-            match reception.take(count, secret, own) {
+            match handshake.take(count, secret, own) {
                 Step::Wait => {}
                 Step::Answer(answer) if send(&answer) => {}
-                Step::Answer(_) => return Fate::Goes(Some(Refusal::HungUp)),
+                Step::Answer(_) => return Outcome::Closed(Some(Refusal::HungUp)),
                 Step::Welcome(welcome, hello, keys) if send(&welcome[..PROOF_BYTES]) => {
-                    return Fate::Enters(hello, keys);
+                    return Outcome::Accepted(hello, keys);
                 }
-                Step::Welcome(..) => return Fate::Goes(Some(Refusal::HungUp)),
-                Step::Refuse(None, refusal) => return Fate::Goes(Some(refusal)),
+                Step::Welcome(..) => return Outcome::Closed(Some(Refusal::HungUp)),
+                Step::Refuse(None, refusal) => return Outcome::Closed(Some(refusal)),
                 Step::Refuse(Some(answer), refusal) => {
                     send(&answer);
                     let _ = stream.shutdown(std::net::Shutdown::Write);
                     *is_refused = true;
                     tracing::debug!(%address, %refusal, "turned away");
-                    self.turned_away.add(*address, refusal);
-                    return Fate::Stays;
+                    self.rejections.add(*address, refusal);
+                    return Outcome::Pending;
                 }
             }
         }
-        Fate::Stays
+        Outcome::Pending
     }
 
     /// Closes connections whose handshake takes too long.
@@ -306,7 +290,7 @@ impl Hall {
         let held = self.held.remove(index);
         if let Some(refusal) = refusal.filter(|_| !held.is_refused) {
             tracing::debug!(address = %held.address, %refusal, "turned away");
-            self.turned_away.add(held.address, refusal);
+            self.rejections.add(held.address, refusal);
         }
     }
 }

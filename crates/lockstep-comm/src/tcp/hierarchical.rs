@@ -7,10 +7,7 @@
 
 use std::{panic::Location, sync::Arc, time::Duration};
 
-use super::{
-    operation::{Members, Sending, Turn},
-    reduction::Reduction,
-};
+use super::{frame::Key, members::Members, reduction::Reduction, send_queues::SendQueues};
 use crate::{
     Call, Deadline, Kind, NumberType, ReduceOp,
     blocks::Blocks,
@@ -27,8 +24,8 @@ const BEGINNING: Duration = Duration::from_secs(1);
 
 /// Shared-memory transport of this machine, in a world whose machines all have equally many ranks.
 #[derive(Debug)]
-pub(crate) struct Machines {
-    pub(crate) local: Arc<shm::Machine>,
+pub(crate) struct UniformNodes {
+    pub(crate) local: Arc<shm::ShmTransport>,
     /// Number of ranks per machine.
     pub(crate) ranks: usize,
     /// Indices of two groups of the local ranks, one for reduce-scatters and one for all-gathers. Each has its own order of
@@ -41,9 +38,9 @@ pub(crate) struct Machines {
     sharing: usize,
 }
 
-impl Machines {
+impl UniformNodes {
     /// Creates the state for machines of `ranks` ranks each.
-    pub(crate) fn new(local: Arc<shm::Machine>, ranks: usize) -> Self {
+    pub(crate) fn new(local: Arc<shm::ShmTransport>, ranks: usize) -> Self {
         let shares = local.add_group((0..ranks).collect());
         Self { local, ranks, sums: 0, shares, under_way: 0, sharing: 0 }
     }
@@ -71,7 +68,7 @@ impl Machines {
         task: &Task,
         own: &std::ops::Range<usize>,
     ) -> Arc<Ticket> {
-        let part = task.target.part(own.start, own.len());
+        let part = task.target.slice(own.start, own.len());
         let (source, target) = if group == self.sums { (task.target, part) } else { (part, task.target) };
         let task = Task { call, flow, source, target };
         let deadline = Deadline::after(BEGINNING);
@@ -81,9 +78,17 @@ impl Machines {
     }
 }
 
+/// Place of an operation in the order of its group.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Turn {
+    pub(crate) key: Key,
+    /// True if all earlier hierarchical operations have started their all-gather.
+    pub(crate) is_next: bool,
+}
+
 /// Progress of one hierarchical all-reduce.
 #[derive(Debug)]
-pub(crate) struct Layered {
+pub(crate) struct Hierarchical {
     op: ReduceOp,
     /// Shards of the ranks of a machine.
     shares: Blocks,
@@ -91,11 +96,11 @@ pub(crate) struct Layered {
     column: Members,
     /// Number of ranks per machine.
     per_machine: usize,
-    stage: Stage,
+    phase: Phase,
 }
 
 #[derive(Debug)]
-enum Stage {
+enum Phase {
     /// Reduce-scatter on this machine.
     Here(Arc<Ticket>),
     /// All-reduce of this rank's shard over the machines.
@@ -106,8 +111,8 @@ enum Stage {
     Shared(Arc<Ticket>),
 }
 
-impl Layered {
-    pub(crate) fn new(machines: &mut Machines, task: &Task, op: ReduceOp, members: &Members) -> Self {
+impl Hierarchical {
+    pub(crate) fn new(machines: &mut UniformNodes, task: &Task, op: ReduceOp, members: &Members) -> Self {
         let (ranks, own) = (machines.ranks, members.own % machines.ranks);
         let shares = Blocks::shares(task.target.elements, ranks);
         let call = Call { op: Some(op), detail: 0, ..task.call };
@@ -120,58 +125,58 @@ impl Layered {
             ranks: members.ranks.iter().copied().skip(own).step_by(ranks).collect(),
             own: members.own / ranks,
         };
-        Self { op, shares, column, per_machine: ranks, stage: Stage::Here(ticket) }
+        Self { op, shares, column, per_machine: ranks, phase: Phase::Here(ticket) }
     }
 
     /// Advances the operation. Returns true if it is complete. The all-gathers start in the order of the operations.
     pub(crate) fn advance(
         &mut self,
-        machines: &mut Machines,
+        machines: &mut UniformNodes,
         turn: Turn,
         task: &Task,
         members: &Members,
-        sending: &mut Sending,
+        queues: &mut SendQueues,
         unsent: &mut usize,
     ) -> bool {
         let own = self.shares.range(members.own % machines.ranks);
         loop {
-            self.stage = match &mut self.stage {
-                Stage::Here(ticket) if ticket.is_complete() => {
-                    let part = task.target.part(own.start, own.len());
+            self.phase = match &mut self.phase {
+                Phase::Here(ticket) if ticket.is_complete() => {
+                    let part = task.target.slice(own.start, own.len());
                     let blocks = Blocks::shares(part.elements, self.column.len());
                     let flow =
                         Flow::Reduction { op: self.op, blocks: blocks.clone(), receiver: Receiver::All };
                     let part = Task { call: task.call, flow, source: part, target: part };
                     let reduction = Reduction::new(&part, self.op, &blocks, Receiver::All, &self.column);
-                    Stage::Between(Box::new((reduction, part)))
+                    Phase::Between(Box::new((reduction, part)))
                 }
-                Stage::Between(between) => {
+                Phase::Between(between) => {
                     let (reduction, part) = &mut **between;
-                    if !reduction.advance(turn.key, part, &self.column, sending, unsent) || *unsent > 0 {
+                    if !reduction.advance(turn.key, part, &self.column, queues, unsent) || *unsent > 0 {
                         return false;
                     }
-                    Stage::Summed
+                    Phase::Summed
                 }
-                Stage::Summed if turn.is_next => {
+                Phase::Summed if turn.is_next => {
                     let blocks = self.shares.scaled(task.target.number.size_bytes());
                     let call = Call { kind: Kind::AllGather, op: None, detail: 0, ..task.call };
                     (machines.under_way, machines.sharing) = (machines.under_way - 1, machines.sharing + 1);
                     let flow = Flow::Exchange(Exchange::AllGather(blocks));
-                    Stage::Shared(machines.begin(machines.shares, call, flow, task, &own))
+                    Phase::Shared(machines.begin(machines.shares, call, flow, task, &own))
                 }
-                Stage::Shared(ticket) if ticket.is_complete() => {
+                Phase::Shared(ticket) if ticket.is_complete() => {
                     machines.sharing -= 1;
                     return true;
                 }
-                Stage::Shared(_) => return false,
-                Stage::Here(_) | Stage::Summed => return false,
+                Phase::Shared(_) => return false,
+                Phase::Here(_) | Phase::Summed => return false,
             };
         }
     }
 
     /// Returns true if later reductions may start their all-gather.
     pub(crate) fn is_past_its_turn(&self) -> bool {
-        matches!(self.stage, Stage::Shared(_))
+        matches!(self.phase, Phase::Shared(_))
     }
 
     /// Returns the all-reduce between machines and `member`'s index in it; `None` in other stages, or for a rank outside it.
@@ -180,8 +185,8 @@ impl Layered {
         members: &Members,
         member: usize,
     ) -> Option<(&mut Reduction, &Task, &Members, usize)> {
-        match &mut self.stage {
-            Stage::Between(between) if member % self.per_machine == members.own % self.per_machine => {
+        match &mut self.phase {
+            Phase::Between(between) if member % self.per_machine == members.own % self.per_machine => {
                 let (reduction, task) = &mut **between;
                 Some((reduction, task, &self.column, member / self.per_machine))
             }
@@ -192,8 +197,8 @@ impl Layered {
     /// Returns the member that it waits for. Ranks of this machine have their own diagnosis.
     pub(crate) fn waits_for(&self, members: &Members) -> Option<usize> {
         let first = members.own - members.own % self.per_machine;
-        match &self.stage {
-            Stage::Between(between) => {
+        match &self.phase {
+            Phase::Between(between) => {
                 let (reduction, task) = &**between;
                 let late = reduction.waits_for(task, &self.column)?;
                 Some(late * self.per_machine + members.own % self.per_machine)
@@ -204,6 +209,6 @@ impl Layered {
 
     /// Returns true if it has not reached the all-reduce between machines.
     pub(crate) fn is_early(&self) -> bool {
-        matches!(self.stage, Stage::Here(_))
+        matches!(self.phase, Phase::Here(_))
     }
 }

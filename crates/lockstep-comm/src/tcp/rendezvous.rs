@@ -1,20 +1,23 @@
-//! The rendezvous of nodes, or ranks. The first of them listens at an address that all know, the others send their cards, and
-//! all receive all cards.
+//! The rendezvous of nodes, or ranks. The first of them listens at an address that all know, the others send their data, and
+//! all receive the data of all.
 //!
-//! The [`Door`](super::door::Door) authenticates every connection before anything else of it is read.
+//! The [`Acceptor`](super::acceptor::Acceptor) authenticates every connection before anything else of it is read.
 
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs},
 };
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
 use super::{
-    door::{Door, GREETING, Visitor},
-    handshake::{Hello, Purpose, Timed},
-    peer_credentials::{HandOut, Name, fetch},
+    acceptor::{AcceptedConnection, Acceptor},
+    connect::connect,
+    handshake::{HANDSHAKE_LIMIT, Hello, Purpose, TimedStream},
+    peer_credentials::{Name, SecretServer, fetch},
+    rejections::Rejections,
+    roster::{self, INFO_BYTES, Participant, Registry},
     secret::Secret,
-    turned_away::TurnedAway,
-    visit::visit,
     wire::Connection,
 };
 use crate::{CommError, Deadline, JoinProblem, call};
@@ -24,20 +27,15 @@ pub const DEFAULT_PORT: u16 = 29500;
 /// Range of ports for launchers that name a run, but no port.
 const RUN_PORTS: std::ops::Range<u16> = 20_000..29_000;
 
-/// Length of a card in bytes.
-pub(crate) const CARD_BYTES: usize = 96;
+/// Number of descriptors that a process needs beside those of the participants.
+const SPARE_DESCRIPTORS: usize = 256;
 const LISTEN: &str = "listen for the others";
-/// Length in bytes of a card with the address that it came from.
-const ENTRY_BYTES: usize = CARD_BYTES + 16;
 /// Maximum number of connections from one rank to another, all of which may come at once.
 const CONNECTIONS: usize = 17;
 
-/// Number of a participant that takes any free number.
-pub(crate) const ANY: usize = u32::MAX as usize;
-
 /// Address and credentials of a rendezvous.
 #[derive(Debug, Default)]
-pub struct Meeting {
+pub struct RendezvousEndpoint {
     /// Name or address of the machine of node 0, or rank 0.
     pub host: String,
     /// Port that it listens on.
@@ -52,26 +50,19 @@ pub struct Meeting {
     /// gives it to processes of its own user.
     pub secret: Option<Secret>,
     /// Statistics of the connections that this end rejects while it waits.
-    pub turned_away: TurnedAway,
+    pub rejections: Rejections,
 }
 
-/// Outcome of beginning a meeting as its first participant.
+/// Outcome of beginning a rendezvous as its first participant.
 #[derive(Debug)]
-pub(crate) enum Begun {
+pub(crate) enum Opened {
     /// This process listens. If it created the secret, it hands it out until this is dropped.
-    First(Option<HandOut>),
+    First(Option<SecretServer>),
     /// The address, or the right to hand out the secret, belongs to another process.
     Taken,
 }
 
-/// A participant's card, and the address of its connection.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Guest {
-    pub(crate) card: [u8; CARD_BYTES],
-    pub(crate) address: IpAddr,
-}
-
-impl Meeting {
+impl RendezvousEndpoint {
     /// Returns the port of the rendezvous of a run that has a name but no port; [`DEFAULT_PORT`] for an empty name.
     pub fn port_of_run(run: &str) -> u16 {
         if run.is_empty() {
@@ -86,21 +77,21 @@ impl Meeting {
         self.host == "localhost" || self.host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
     }
 
-    /// Returns the secret, which a meeting has once [`Meeting::begin`] or [`Meeting::find`] has succeeded.
+    /// Returns the secret, which a rendezvous has once [`RendezvousEndpoint::begin`] or [`RendezvousEndpoint::find`] has succeeded.
     pub(crate) fn key(&self) -> Result<Secret, CommError> {
         self.secret.clone().ok_or_else(|| CommError::Join(JoinProblem::NoSecret { host: self.host.clone() }))
     }
 
-    /// Begins the meeting as its first participant: listens, and creates and hands out a secret if there is none.
+    /// Begins the rendezvous as its first participant: listens, and creates and hands out a secret if there is none.
     ///
     /// # Errors
     /// If the host can be reached from other machines and there is no secret, or if the system refuses the address.
-    pub(crate) fn begin(&mut self) -> Result<Begun, CommError> {
+    pub(crate) fn begin(&mut self) -> Result<Opened, CommError> {
         if self.secret.is_some() || !self.is_local() {
             self.key()?;
-            let Some(listener) = self.listen()? else { return Ok(Begun::Taken) };
+            let Some(listener) = self.listen()? else { return Ok(Opened::Taken) };
             self.listener = Some(listener);
-            return Ok(Begun::First(None));
+            return Ok(Opened::First(None));
         }
         let name = Name::new(self.port, &self.run);
         // Only processes that receive the secret need to know the port, so no other process can take it first.
@@ -110,13 +101,13 @@ impl Meeting {
         let listener = listener.map_err(|error| self.problem(error))?;
         let port = listener.local_addr().map_err(CommError::io(LISTEN))?.port();
         let secret = Secret::random().map_err(CommError::Join)?;
-        let Some(given) = HandOut::open(&name, &secret, port)? else {
+        let Some(given) = SecretServer::open(&name, &secret, port)? else {
             self.listener = Some(listener);
-            return Ok(Begun::Taken);
+            return Ok(Opened::Taken);
         };
         (self.secret, self.listener, self.port) = (Some(secret), Some(listener), port);
         self.fallback_ports.clear();
-        Ok(Begun::First(Some(given)))
+        Ok(Opened::First(Some(given)))
     }
 
     /// Receives the secret that the first participant hands out, unless there is one.
@@ -200,63 +191,57 @@ impl Meeting {
         matches!(bound, Ok(Err(error)) if error.kind() == io::ErrorKind::AddrInUse)
     }
 
-    /// Sends `card` as number `own` of `count`, or as [`ANY`], and waits for all participants. Returns the own number,
-    /// all cards in order, and the first participant's open door.
+    /// Sends `info` as number `own` of `count`, or as [`ANY`], and waits for all participants. Returns the own number,
+    /// the data of all in order, and the first participant's open acceptor.
     pub(crate) fn meet(
         &mut self,
         purpose: Purpose,
         own: usize,
         count: usize,
-        card: [u8; CARD_BYTES],
+        info: [u8; INFO_BYTES],
         deadline: Deadline,
-    ) -> Result<(usize, Vec<Guest>, Option<Door>), CommError> {
+    ) -> Result<(usize, Vec<Participant>, Option<Acceptor>), CommError> {
         let secret = self.key()?;
         let run = self.run_digest();
         let hello = Hello { purpose, rank: own as u32, ranks: count as u32, stream: 0, run };
         if own == 0 {
             let Some(listener) = self.listen()? else { return Err(self.taken()) };
+            allow_descriptors(count).map_err(CommError::Join)?;
             let own = listener.local_addr().map_err(CommError::io(LISTEN))?.ip();
             tracing::debug!(
                 port = self.port,
                 expected = count,
-                what = name(purpose),
+                what = purpose.participant(),
                 "listening for the others"
             );
-            let door = Door::open(listener, &secret, &hello, CONNECTIONS * count, self.turned_away.clone());
-            let door = door.map_err(CommError::io(LISTEN))?;
-            let guests = receive(&door, own, &hello, card, deadline)?;
-            return Ok((0, guests, Some(door)));
+            let acceptor =
+                Acceptor::open(listener, &secret, &hello, CONNECTIONS * count, self.rejections.clone());
+            let acceptor = acceptor.map_err(CommError::io(LISTEN))?;
+            let first = Participant { info, address: own };
+            let participants = receive(&acceptor, &hello, first, deadline)?;
+            return Ok((0, participants, Some(acceptor)));
         }
         tracing::debug!(
-            host = %self.host, port = self.port, number = own, what = name(purpose), "looking for the first one"
+            host = %self.host, port = self.port, number = own, what = purpose.participant(), "looking for the first one"
         );
         let mut address = self.resolve()?;
         let addresses: Vec<SocketAddr> =
             self.ports().into_iter().map(|port| with_port(address, port)).collect();
-        let (Connection { socket: stream, .. }, _, found) = visit(&addresses, &secret, &hello, deadline)?;
+        let (Connection { socket: stream, .. }, _, found) = connect(&addresses, &secret, &hello, deadline)?;
         (self.port, address) = (found.port(), found);
-        let mut timed = Timed { stream: &stream, deadline };
-        timed.send(&card).map_err(CommError::Join)?;
+        let mut timed = TimedStream { stream: &stream, deadline };
+        timed.send(&info).map_err(CommError::Join)?;
         // The first participant waits for all others, and then reports those that did not come.
-        let patience = Deadline::after(deadline.remaining() + GREETING);
-        let mut timed = Timed { stream: &stream, deadline: patience };
+        let patience = Deadline::after(deadline.remaining() + HANDSHAKE_LIMIT);
+        let mut timed = TimedStream { stream: &stream, deadline: patience };
         let verdict: [u8; 16] = timed.receive().map_err(CommError::Join)?;
         let number = understand(purpose, verdict, deadline).map_err(CommError::Join)?;
-        let mut guests = Vec::with_capacity(count);
-        for _ in 0..count {
-            let entry: [u8; ENTRY_BYTES] = timed.receive().map_err(CommError::Join)?;
-            let (card, address_bytes) = entry.split_at(CARD_BYTES);
-            let mut guest = Guest { card: [0; CARD_BYTES], address: address.ip() };
-            guest.card.copy_from_slice(card);
-            let mut octets = [0; 16];
-            octets.copy_from_slice(address_bytes);
-            let found = Ipv6Addr::from_bits(u128::from_be_bytes(octets)).to_canonical();
-            if !found.is_unspecified() {
-                guest.address = found;
-            }
-            guests.push(guest);
+        let mut participants = receive_roster(&mut timed, count).map_err(CommError::Join)?;
+        for participant in participants.iter_mut().filter(|participant| participant.address.is_unspecified())
+        {
+            participant.address = address.ip();
         }
-        Ok((number, guests, None))
+        Ok((number, participants, None))
     }
 }
 
@@ -270,116 +255,88 @@ fn unspecified(address: IpAddr) -> IpAddr {
     if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() }
 }
 
-/// Runs the first participant's side: waits for all, and sends all cards, or the problem, to everyone.
+/// Runs the first participant's side: waits for all, and sends the roster, or the problem, to everyone.
 fn receive(
-    door: &Door,
-    own: IpAddr,
+    acceptor: &Acceptor,
     hello: &Hello,
-    card: [u8; CARD_BYTES],
+    first: Participant,
     deadline: Deadline,
-) -> Result<Vec<Guest>, CommError> {
-    let count = hello.ranks as usize;
-    let mut guests: Vec<Option<(Guest, TcpStream)>> = (0..count).map(|_| None).collect();
-    // Address at which other machines reach this one, as seen on one of their connections.
-    let mut outside = Some(own).filter(|own| !own.is_unspecified());
-    let (mut problem, mut unnumbered) = (None, Vec::new());
-    let is_open = |guests: &[Option<_>], more: usize| {
-        guests.iter().skip(1).filter(|guest| guest.is_none()).count() > more
-    };
-    while problem.is_none() && is_open(&guests, unnumbered.len()) {
-        let Some(visitor) = door.next(deadline) else {
-            let missing = (1..count).filter(|number| guests[*number].is_none()).collect();
-            let waited_s = deadline.limit().as_secs();
-            let turned_away = door.turned_away().to_string();
-            problem =
-                Some(JoinProblem::Missing { what: name(hello.purpose), missing, waited_s, turned_away });
+) -> Result<Vec<Participant>, CommError> {
+    let what = hello.purpose.participant();
+    let mut registry = Registry::new(hello.purpose, hello.ranks as usize, first);
+    let mut problem = None;
+    while problem.is_none() && !registry.is_complete() {
+        let Some(client) = acceptor.next(deadline) else {
+            let (missing, waited_s) = (registry.missing(), deadline.limit().as_secs());
+            let rejections = acceptor.rejections().to_string();
+            problem = Some(JoinProblem::Missing { what, missing, waited_s, rejections });
             break;
         };
-        if visitor.hello.purpose != hello.purpose {
+        let AcceptedConnection { hello: theirs, stream, address, .. } = client;
+        if theirs.purpose != hello.purpose {
             continue;
         }
-        problem = take(&mut guests, &mut unnumbered, &mut outside, hello, visitor);
+        tracing::debug!(what, number = theirs.rank, %address, "one has come");
+        // A participant that hangs up now has to connect again.
+        let Ok(info) = TimedStream { stream: &stream, deadline: soon() }.receive() else { continue };
+        let reached = stream.local_addr().ok().map(|address| address.ip().to_canonical());
+        let added = registry.add(&theirs, Participant { info, address }, reached, stream);
+        if let Err((found, stream)) = added {
+            // It receives the verdict as well.
+            let _ = TimedStream { stream: &stream, deadline: soon() }.send(&verdict(0, Some(&found)));
+            problem = Some(found);
+        }
     }
-    // Free numbers go to participants in order of arrival.
-    for place in guests.iter_mut().skip(1).filter(|guest| guest.is_none()).zip(unnumbered) {
-        *place.0 = Some(place.1);
-    }
-    let entries: Vec<Guest> = std::iter::once(Guest { card, address: own })
-        .chain(guests.iter().skip(1).flatten().map(|(guest, _)| *guest))
-        .map(|guest| {
-            let is_inside = guest.address.is_loopback() || guest.address.is_unspecified();
-            let address = if is_inside { outside.unwrap_or(guest.address) } else { guest.address };
-            Guest { address, ..guest }
-        })
-        .collect();
-    let table: Vec<u8> = entries.iter().flat_map(encode).collect();
-    for (number, (_, stream)) in guests.iter().enumerate().filter_map(|(n, guest)| Some((n, guest.as_ref()?)))
-    {
-        let mut timed = Timed { stream, deadline: Deadline::after(GREETING) };
-        let told = timed.send(&verdict(number, problem.as_ref()));
+    let (participants, connections) = registry.close();
+    let roster = roster::encode(&participants);
+    for (number, stream) in &connections {
+        let mut timed = TimedStream { stream, deadline: soon() };
+        let told = timed.send(&verdict(*number, problem.as_ref()));
         if problem.is_none() {
-            told.and_then(|()| timed.send(&table)).map_err(CommError::Join)?;
+            told.and_then(|()| timed.send(&(roster.len() as u32).to_le_bytes()))
+                .and_then(|()| timed.send(&roster))
+                .map_err(CommError::Join)?;
         }
     }
-    problem.map_or(Ok(entries), |problem| Err(CommError::Join(problem)))
+    problem.map_or(Ok(participants), |problem| Err(CommError::Join(problem)))
 }
 
-/// Receives the card of a participant. Returns a problem if its number or count is invalid.
-fn take(
-    guests: &mut [Option<(Guest, TcpStream)>],
-    unnumbered: &mut Vec<(Guest, TcpStream)>,
-    outside: &mut Option<IpAddr>,
-    hello: &Hello,
-    visitor: Visitor,
-) -> Option<JoinProblem> {
-    let what = name(hello.purpose);
-    tracing::debug!(what, number = visitor.hello.rank, address = %visitor.address, "one has come");
-    let (number, theirs, ours) =
-        (visitor.hello.rank as usize, visitor.hello.ranks as usize, hello.ranks as usize);
-    let mut timed = Timed { stream: &visitor.stream, deadline: Deadline::after(GREETING) };
-    // A participant that hangs up now has to connect again.
-    let card = timed.receive().ok()?;
-    let problem = if theirs != ours {
-        Some(JoinProblem::OtherSize { what, number, theirs, ours })
-    } else if number == ANY {
-        None
-    } else if number >= ours {
-        Some(JoinProblem::OutOfRange { what, value: number, allowed: format!("0 to {}", ours - 1) })
-    } else if number == 0 || guests[number].is_some() {
-        Some(JoinProblem::Duplicate { what, number })
-    } else {
-        None
-    };
-    if !visitor.address.is_loopback() {
-        *outside = visitor.stream.local_addr().ok().map(|address| address.ip().to_canonical()).or(*outside);
+fn soon() -> Deadline {
+    Deadline::after(HANDSHAKE_LIMIT)
+}
+
+/// Receives the roster of `count` participants.
+fn receive_roster(timed: &mut TimedStream<'_>, count: usize) -> Result<Vec<Participant>, JoinProblem> {
+    let invalid = || JoinProblem::Connection(io::ErrorKind::InvalidData);
+    let bytes = u32::from_le_bytes(timed.receive()?) as usize;
+    if bytes > roster::max_bytes(count) {
+        return Err(invalid());
     }
-    let guest = (Guest { card, address: visitor.address }, visitor.stream);
-    match guests.get_mut(number) {
-        Some(place @ None) => *place = Some(guest),
-        None if number == ANY && problem.is_none() => unnumbered.push(guest),
-        // It receives the verdict as well.
-        _ => {
-            let mut timed = Timed { stream: &guest.1, deadline: Deadline::after(GREETING) };
-            let _ = timed.send(&verdict(number, problem.as_ref()));
-        }
+    let mut encoded = vec![0; bytes];
+    timed.receive_into(&mut encoded)?;
+    roster::decode(&encoded, count).ok_or_else(invalid)
+}
+
+/// Lets this process open a descriptor for each of `count` participants.
+///
+/// # Errors
+/// If the system does not allow that many.
+fn allow_descriptors(count: usize) -> Result<(), JoinProblem> {
+    let limit = getrlimit(Resource::Nofile);
+    let wanted = (count + SPARE_DESCRIPTORS) as u64;
+    if limit.current.is_none_or(|current| current >= wanted) {
+        return Ok(());
     }
-    problem
-}
-
-fn name(purpose: Purpose) -> &'static str {
-    if purpose == Purpose::Nodes { "node" } else { "rank" }
-}
-
-fn encode(guest: &Guest) -> [u8; ENTRY_BYTES] {
-    let mut out = [0; ENTRY_BYTES];
-    out[..CARD_BYTES].copy_from_slice(&guest.card);
-    let address = match guest.address {
-        IpAddr::V4(address) if address.is_unspecified() => Ipv6Addr::UNSPECIFIED,
-        IpAddr::V4(address) => address.to_ipv6_mapped(),
-        IpAddr::V6(address) => address,
-    };
-    out[CARD_BYTES..].copy_from_slice(&address.octets());
-    out
+    let allowed = limit.maximum.map_or(wanted, |maximum| maximum.min(wanted));
+    let raised = setrlimit(Resource::Nofile, Rlimit { current: Some(allowed), maximum: limit.maximum });
+    if raised.is_ok() && allowed == wanted {
+        return Ok(());
+    }
+    let most = allowed.saturating_sub(SPARE_DESCRIPTORS as u64);
+    let allowed = format!(
+        "at most {most} where a process may open {allowed} files; raise the limit on the machine of rank 0 (ulimit -Hn)"
+    );
+    Err(JoinProblem::OutOfRange { what: "number of ranks", value: count, allowed })
 }
 
 /// Encodes the reply to a waiting participant: its number, or the problem.
@@ -407,7 +364,7 @@ fn understand(purpose: Purpose, verdict: [u8; 16], deadline: Deadline) -> Result
     let word = |at: usize| {
         u32::from_le_bytes([verdict[at], verdict[at + 1], verdict[at + 2], verdict[at + 3]]) as usize
     };
-    let what = name(purpose);
+    let what = purpose.participant();
     Err(match word(0) {
         0 => return Ok(word(4)),
         1 => JoinProblem::Duplicate { what, number: word(4) },
@@ -417,7 +374,7 @@ fn understand(purpose: Purpose, verdict: [u8; 16], deadline: Deadline) -> Result
         }
         4 => {
             let (missing, waited_s) = (vec![word(4)], deadline.limit().as_secs());
-            JoinProblem::Missing { what, missing, waited_s, turned_away: String::new() }
+            JoinProblem::Missing { what, missing, waited_s, rejections: String::new() }
         }
         _ => JoinProblem::HungUp,
     })

@@ -12,11 +12,12 @@ use std::{
 use lockstep_plan::MemoryCategory;
 use lockstep_tensor::{Arena, SharedHeap, Workers};
 
-use super::{heart::Heart, layout::Status, members::Members, queue::Queue, segments::Segments};
+use super::{heartbeat::Heartbeat, layout::Status, members::Members, queue::Queue, segments::Segments};
 use crate::{
-    Call, CommError, Deadline, LossCause, Occasion,
+    CommError, Deadline, LossCause, OperationContext,
     memory::Lent,
-    recorder::{self, Recorded},
+    record::Recorded,
+    recorder::Recorder,
     task::Task,
     transport::{self, Ticket, Transport},
 };
@@ -26,41 +27,41 @@ const NAP: Duration = Duration::from_millis(10);
 
 /// Shared-memory transport of one rank, with every group that it is in.
 #[derive(Debug)]
-pub(crate) struct Machine {
+pub(crate) struct ShmTransport {
     pub(crate) segments: Segments,
     pub(crate) rank: usize,
     heap: Arc<SharedHeap>,
-    patience: Patience,
+    spin_limits: SpinLimits,
     state: Mutex<State>,
     /// Heartbeat thread, which must end before the segments are unmapped.
-    heart: Option<Heart>,
+    heartbeat: Option<Heartbeat>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
     /// Queues by index of the partition; `None` where this rank is in no group of it.
     queues: Vec<Option<Queue>>,
     workers: Option<Workers>,
-    recorded: u64,
+    recorder: Recorder,
 }
 
 /// Number of polls before a waiting rank sleeps.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Patience {
+pub(crate) struct SpinLimits {
     /// Consecutive polls that spin.
-    looks: u32,
+    spins: u32,
     /// Further polls that yield the core in between.
     yields: u32,
 }
 
-impl Patience {
-    /// Returns the patience of one of `ranks` ranks that share `cores` cores.
+impl SpinLimits {
+    /// Returns the limits for one of `ranks` ranks that share `cores` cores.
     pub(crate) fn new(ranks: usize, cores: usize) -> Self {
-        if ranks <= cores { Self { looks: 2000, yields: 0 } } else { Self { looks: 0, yields: 4 } }
+        if ranks <= cores { Self { spins: 2000, yields: 0 } } else { Self { spins: 0, yields: 4 } }
     }
 }
 
-impl Machine {
+impl ShmTransport {
     /// Enters the world as `rank` and starts the heartbeat.
     pub(crate) fn new(
         segments: Segments,
@@ -74,11 +75,14 @@ impl Machine {
         header.pid_namespace.store(namespace, Ordering::Relaxed);
         header.status.store(Status::Here as u32, Ordering::SeqCst);
         let heap = SharedHeap::new(Arc::clone(segments.memory(rank)), segments.layout.heap_at());
-        let heart = Heart::start(&segments, rank, silence).map_err(CommError::io("start a thread"))?;
-        let patience = Patience::new(segments.ranks(), cores);
-        let machine = Self { segments, rank, heap, patience, state: Mutex::default(), heart: Some(heart) };
-        machine.add_group((0..machine.segments.ranks()).collect());
-        Ok(machine)
+        let heartbeat =
+            Heartbeat::start(&segments, rank, silence).map_err(CommError::io("start a thread"))?;
+        let spin_limits = SpinLimits::new(segments.ranks(), cores);
+        let recorder = Recorder::new(Some((segments.clone(), rank)));
+        let state = Mutex::new(State { queues: Vec::new(), workers: None, recorder });
+        let own = Self { segments, rank, heap, spin_limits, state, heartbeat: Some(heartbeat) };
+        own.add_group((0..own.segments.ranks()).collect());
+        Ok(own)
     }
 
     fn with_queue<R>(&self, group: usize, ask: impl FnOnce(&Queue) -> R) -> R {
@@ -91,66 +95,46 @@ impl Machine {
         group: usize,
         deadline: Deadline,
         mut attempt: impl FnMut(&mut State) -> Option<R>,
-        late: impl Fn(&State) -> (usize, Option<Occasion>),
+        late: impl Fn(&State) -> (usize, Option<OperationContext>),
     ) -> Result<R, CommError> {
-        let (mut looks, mut suspect) = (0, None);
+        let (mut spins, mut suspect) = (0, None);
         loop {
-            let is_patient = looks < self.patience.looks + self.patience.yields;
+            let is_spinning = spins < self.spin_limits.spins + self.spin_limits.yields;
             // From here on other ranks ring the bell; the attempt sees what they wrote before.
-            let bell = (!is_patient).then(|| Bell::listen(&self.segments, self.rank));
+            let bell = (!is_spinning).then(|| Bell::listen(&self.segments, self.rank));
             match self.attempt(&mut attempt) {
                 Ok(Attempt { result: Some(result), .. }) => return Ok(result),
-                Ok(Attempt { has_moved: true, .. }) => looks = 0,
-                Ok(_) => looks += 1,
+                Ok(Attempt { has_moved: true, .. }) => spins = 0,
+                Ok(_) => spins += 1,
                 Err(error) => {
-                    let occasion = late(&self.lock()).1;
-                    return Err(self.fail(error).during(occasion));
+                    let context = late(&self.lock()).1;
+                    return Err(self.fail(error).during(context));
                 }
             }
             let Some(bell) = bell else {
-                if looks > self.patience.looks {
+                if spins > self.spin_limits.spins {
                     std::thread::yield_now()
                 } else {
                     std::hint::spin_loop()
                 }
                 continue;
             };
-            let (rank, occasion) = late(&self.lock());
+            let (rank, context) = late(&self.lock());
             // Checked twice: the rank may have made its last progress between the attempt and this check.
             let cause = self.cause_of_loss(rank);
             if let (Some(cause), Some((suspected, _))) = (cause, suspect)
                 && suspected == rank
             {
-                return Err(self.fail(CommError::PeerLost { rank, cause, occasion: None }).during(occasion));
+                return Err(self.fail(CommError::PeerLost { rank, cause, context: None }).during(context));
             }
             suspect = cause.map(|cause| (rank, cause));
             if deadline.has_passed() {
-                return Err(self.fail(self.timed_out(group, rank, occasion, deadline)));
+                let name = transport::name(group, &self.members(group));
+                return Err(self.fail(CommError::timed_out(self.rank, rank, deadline, context, name)));
             }
-            if suspect.is_none() && looks > 0 {
+            if suspect.is_none() && spins > 0 {
                 bell.sleep(NAP.min(deadline.remaining()));
             }
-        }
-    }
-
-    fn timed_out(
-        &self,
-        group: usize,
-        rank: usize,
-        occasion: Option<Occasion>,
-        deadline: Deadline,
-    ) -> CommError {
-        let nothing = || Occasion {
-            call: Call::bare(crate::Kind::Barrier),
-            sequence: 0,
-            group: transport::name(group, &self.members(group)),
-        };
-        let waited_ms = deadline.limit().as_millis() as u64;
-        CommError::TimedOut {
-            rank,
-            waiting: self.rank,
-            waited_ms,
-            occasion: occasion.unwrap_or_else(nothing),
         }
     }
 
@@ -181,7 +165,7 @@ impl Machine {
     }
 }
 
-impl Transport for Machine {
+impl Transport for ShmTransport {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -230,21 +214,19 @@ impl Transport for Machine {
         let call = task.call;
         let mut waiting = Some(task);
         let begin = |state: &mut State| {
-            let recorded = state.recorded;
             let queue = state.queue_mut(group);
             let task = waiting.take_if(|task| queue.has_room(task))?;
-            let sequence = queue.next(&task);
-            let memory = self.segments.memory(self.rank);
-            let record = self.segments.layout.record(memory, recorded as usize);
-            recorder::write(record, recorded, call, queue.members.name(), sequence, caller);
-            queue.begin(task, recorded, Arc::clone(&ticket));
-            state.recorded = recorded + 1;
-            self.segments.header(self.rank).recorded.store(state.recorded, Ordering::Release);
+            let (name, sequence) = (queue.members.name(), queue.next(&task));
+            let recorded = state.recorder.write(call, name, sequence, caller);
+            state.queue_mut(group).begin(task, recorded, Arc::clone(&ticket));
             Some(())
         };
         let late = |state: &State| {
             let queue = state.queue(group);
-            (queue.slowest(), Some(Occasion { call, sequence: queue.begun(), group: queue.members.name() }))
+            (
+                queue.slowest(),
+                Some(OperationContext { call, sequence: queue.begun(), group: queue.members.name() }),
+            )
         };
         self.drive(group, deadline, begin, late)?;
         Ok(ticket)
@@ -253,7 +235,7 @@ impl Transport for Machine {
     fn wait(&self, group: usize, ticket: &Arc<Ticket>, deadline: Deadline) -> Result<(), CommError> {
         let is_complete = |_: &mut State| ticket.is_complete().then_some(());
         let late = |state: &State| match state.queue(group).awaited() {
-            Some((rank, occasion)) => (rank, Some(occasion)),
+            Some((rank, context)) => (rank, Some(context)),
             None => (self.rank, None),
         };
         self.drive(group, deadline, is_complete, late)
@@ -300,7 +282,7 @@ impl State {
     }
 }
 
-impl Drop for Machine {
+impl Drop for ShmTransport {
     fn drop(&mut self) {
         // Peers must see the status before the heartbeat stops.
         let status = if std::thread::panicking() { Status::Panicked } else { Status::Left };
@@ -308,7 +290,7 @@ impl Drop for Machine {
         for rank in (0..self.segments.ranks()).filter(|rank| *rank != self.rank) {
             self.segments.ring(rank);
         }
-        self.heart = None;
+        self.heartbeat = None;
     }
 }
 

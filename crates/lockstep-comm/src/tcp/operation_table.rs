@@ -7,16 +7,19 @@ use std::{
 };
 
 use super::{
-    frame::{Channel, ENDING_BYTES, Header, Key, Kind, Malformed},
-    layered::Machines,
-    operation::{self, Members, Movement, Post, Running, Sending},
+    frame::{Channel, ENDING_BYTES, Header, Key, Kind},
+    hierarchical::UniformNodes,
+    members::Members,
+    operation::{self, Announcement, Movement, Running},
+    send_queues::SendQueues,
     stream::{Room, Sink},
 };
 use crate::{
-    Call, CommError, MAX_PARTITIONS, Occasion,
+    Call, CommError, MAX_PARTITIONS, Malformed, OperationContext,
     error::ERROR_WORDS,
     recorder::Recorder,
-    task::{Flow, Task},
+    sequence::{Lane, SequenceNumbers},
+    task::Task,
     transport::{self, Ticket},
 };
 
@@ -25,26 +28,28 @@ const RING: usize = 256;
 /// Maximum number of messages to one rank in flight.
 const SMALL_AHEAD: usize = 4;
 /// Maximum number of announcements of one rank in one channel that may wait: more than those two permit.
-const POSTS: usize = 2 * RING;
+const MAX_ANNOUNCEMENTS: usize = 2 * RING;
 
 /// A rank's operations and outgoing frames.
 #[derive(Debug)]
-pub(crate) struct Board {
+pub(crate) struct OperationTable {
     pub(crate) rank: usize,
+    /// Number of ranks in the world.
+    ranks: usize,
     pub(crate) groups: Vec<Option<Operations>>,
-    pub(crate) sending: Sending,
+    pub(crate) queues: SendQueues,
     pub(crate) recorder: Recorder,
     /// Shared-memory transport of this machine, if all machines have equally many ranks.
-    pub(crate) machines: Option<Machines>,
+    pub(crate) machines: Option<UniformNodes>,
     /// Announcements of operations that have not started here, by group, rank and channel.
-    posts: HashMap<(u32, usize, Channel), VecDeque<(u32, Post)>>,
+    announcements: HashMap<(u32, usize, Channel), VecDeque<(u32, Announcement)>>,
     /// Messages of other ranks about themselves and about the run.
-    pub(crate) said: VecDeque<(usize, Said)>,
+    pub(crate) messages: VecDeque<(usize, RankMessage)>,
 }
 
 /// Message of a rank that belongs to no operation.
 #[derive(Debug)]
-pub(crate) enum Said {
+pub(crate) enum RankMessage {
     Leaving { in_panic: bool },
     Ending(CommError),
 }
@@ -53,76 +58,57 @@ pub(crate) enum Said {
 #[derive(Debug)]
 pub(crate) struct Operations {
     pub(crate) members: Members,
-    pub(crate) begun: u32,
-    /// Numbers of messages started to and from each member.
-    mail: Vec<Mail>,
+    pub(crate) numbers: SequenceNumbers,
     running: Vec<Running>,
-}
-
-#[derive(Debug, Clone, Copy, Default)]
-struct Mail {
-    sent: u32,
-    received: u32,
 }
 
 impl Operations {
     fn new(index: usize, ranks: Vec<usize>, own: usize) -> Self {
         let name = transport::name(index, &ranks);
-        let mail = vec![Mail::default(); ranks.len()];
-        Self { members: Members { name, ranks, own }, begun: 0, mail, running: Vec::new() }
-    }
-
-    /// Returns the sequence number of an operation if it started now.
-    pub(crate) fn next(&self, (channel, peer): (Channel, Option<usize>)) -> u32 {
-        match (channel, peer) {
-            (Channel::Send, Some(to)) => self.mail[to].sent,
-            (Channel::Receive, Some(from)) => self.mail[from].received,
-            _ => self.begun,
-        }
+        let (numbers, running) = (SequenceNumbers::default(), Vec::new());
+        Self { members: Members { name, ranks, own }, numbers, running }
     }
 
     /// Returns the operations in flight between the same ranks, oldest first.
-    fn on(&self, (channel, peer): (Channel, Option<usize>)) -> impl Iterator<Item = &Running> {
-        self.running.iter().filter(move |running| running.key.channel == channel && running.peer == peer)
+    fn on(&self, lane: Lane) -> impl Iterator<Item = &Running> {
+        self.running.iter().filter(move |running| Lane::of(&running.task.flow) == lane)
     }
 
     /// Returns the rank for which the oldest operation between the same ranks waits; that operation delays the start of further ones.
-    pub(crate) fn oldest(&self, way: (Channel, Option<usize>)) -> Option<usize> {
-        self.on(way).next().map(|running| running.waits_for(&self.members).0)
+    pub(crate) fn oldest(&self, lane: Lane) -> Option<usize> {
+        self.on(lane).next().map(|running| running.waits_for(&self.members).0)
     }
 
     /// Returns the rank that the operation of a ticket waits for, and the operation.
-    pub(crate) fn waits_for(&self, ticket: &Arc<Ticket>) -> Option<(usize, Occasion)> {
+    pub(crate) fn waits_for(&self, ticket: &Arc<Ticket>) -> Option<(usize, OperationContext)> {
         let running = self.running.iter().find(|running| Arc::ptr_eq(&running.ticket, ticket))?;
         Some(running.waits_for(&self.members))
     }
 }
 
-/// Returns the channel of an operation, and the peer of a send or receive, as a rank of the group.
-pub(crate) fn way_of(task: &Task) -> (Channel, Option<usize>) {
-    match task.flow {
-        Flow::Send { to } => (Channel::Send, Some(to)),
-        Flow::Receive { from } => (Channel::Receive, Some(from)),
-        _ => (Channel::Collective, None),
+/// Returns the channel of a lane, as its operations are announced.
+fn channel_of(lane: Lane) -> Channel {
+    match lane {
+        Lane::Collective => Channel::Collective,
+        Lane::Send(_) => Channel::Send,
+        Lane::Receive(_) => Channel::Receive,
     }
 }
 
-impl Board {
+impl OperationTable {
     pub(crate) fn new(rank: usize, ranks: usize, recorder: Recorder) -> Self {
-        let mut sending = Sending::default();
-        sending.control.resize_with(ranks, VecDeque::new);
-        sending.data.resize_with(ranks, VecDeque::new);
-        let mut board = Self {
+        let mut table = Self {
             rank,
+            ranks,
             groups: Vec::new(),
-            sending,
+            queues: SendQueues::default(),
             recorder,
             machines: None,
-            posts: HashMap::new(),
-            said: VecDeque::new(),
+            announcements: HashMap::new(),
+            messages: VecDeque::new(),
         };
-        board.add_group((0..ranks).collect());
-        board
+        table.add_group((0..ranks).collect());
+        table
     }
 
     pub(crate) fn add_group(&mut self, ranks: Vec<usize>) -> usize {
@@ -138,8 +124,9 @@ impl Board {
 
     /// Returns true if an operation may start.
     pub(crate) fn has_room(&self, group: usize, task: &Task) -> bool {
-        let way = way_of(task);
-        self.group(group).on(way).count() < if way.0 == Channel::Send { SMALL_AHEAD } else { RING }
+        let lane = Lane::of(&task.flow);
+        let most = if matches!(lane, Lane::Send(_)) { SMALL_AHEAD } else { RING };
+        self.group(group).on(lane).count() < most
     }
 
     /// Starts an operation: announces it to the other ranks, and takes their announcements that have arrived.
@@ -151,48 +138,33 @@ impl Board {
         caller: &std::panic::Location<'_>,
     ) {
         let operations = self.groups[group].as_mut().expect("a group's handle is only given to its members");
-        let (channel, peer) = way_of(&task);
-        let sequence = operations.next((channel, peer));
+        let lane = Lane::of(&task.flow);
+        let (channel, peer, sequence) = (channel_of(lane), lane.peer(), operations.numbers.start(lane));
         let key = Key { group: group as u32, channel, sequence };
-        match (channel, peer) {
-            (Channel::Send, Some(to)) => operations.mail[to].sent += 1,
-            (Channel::Receive, Some(from)) => operations.mail[from].received += 1,
-            _ => operations.begun += 1,
-        }
         let members = &operations.members;
         let recorded = self.recorder.write(task.call, members.name, sequence, caller);
-        let data = if channel == Channel::Receive { Vec::new() } else { Running::eager(&task) };
-        if channel == Channel::Send && operation::is_small(&task, task.source.bytes()) {
+        let mut running = Running::new(key, peer, task, ticket, recorded, members.len());
+        let data = match channel {
+            Channel::Receive => Vec::new(),
+            Channel::Send | Channel::Collective => Running::eager(&running.task),
+        };
+        if channel == Channel::Send && operation::is_small(&running.task, running.task.source.bytes()) {
             // Small data is copied; the receiver reports a mismatch.
-            ticket.complete();
+            running.ticket.complete();
         }
-        let header = Header::of(Kind::Post(task.call.to_words()), key, &data);
-        let mut posts = vec![None; members.len()];
-        let told = |member: &usize| peer.map_or(*member != members.own, |peer| peer == *member);
-        for member in (0..members.len()).filter(told) {
+        for member in running.announcers(members) {
             let rank = members.ranks[member];
-            self.sending.control[rank].push_back((header, data.clone()));
-            if let Some(waiting) = self.posts.get_mut(&(key.group, rank, channel.turned()))
+            if running.is_flat() {
+                running.announce(rank, &data, &mut self.queues);
+            }
+            if let Some(waiting) = self.announcements.get_mut(&(key.group, rank, channel.turned()))
                 && let Some(at) = waiting.iter().position(|(number, _)| *number == sequence)
             {
-                posts[member] = waiting.remove(at).map(|(_, post)| post);
+                let announcement = waiting.remove(at).map(|(_, announcement)| announcement);
+                running.peers.entry(member).or_default().announcement = announcement;
             }
         }
-        let arrived_bytes = vec![0; members.len()];
-        let promised_bytes = arrived_bytes.clone();
-        let movement = Movement::Meeting;
-        operations.running.push(Running {
-            key,
-            peer,
-            task,
-            ticket,
-            recorded,
-            posts,
-            movement,
-            unsent_bytes: 0,
-            promised_bytes,
-            arrived_bytes,
-        });
+        operations.running.push(running);
     }
 
     /// Advances all operations. Returns true if any completed.
@@ -200,7 +172,7 @@ impl Board {
     /// # Errors
     /// If ranks called different operations, or one sent data of the wrong length; this ends the run.
     pub(crate) fn advance(&mut self) -> Result<bool, CommError> {
-        let Self { groups, sending, recorder, machines, .. } = self;
+        let Self { groups, queues, recorder, machines, .. } = self;
         let mut has_completed = false;
         for (index, operations) in groups.iter_mut().enumerate() {
             let Some(Operations { members, running, .. }) = operations else { continue };
@@ -208,10 +180,10 @@ impl Board {
             let mut machines = machines.as_mut().filter(|_| index == 0);
             let mut is_next = true;
             for operation in running.iter_mut() {
-                if operation.meet(members, sending, machines.as_deref_mut())? {
+                if operation.meet(members, queues, machines.as_deref_mut())? {
                     recorder.stamp(operation.recorded, 0);
                 }
-                let is_done = operation.advance(members, sending, machines.as_deref_mut(), is_next);
+                let is_done = operation.advance(members, queues, machines.as_deref_mut(), is_next);
                 is_next &= operation.has_had_its_turn();
                 if is_done {
                     recorder.stamp(operation.recorded, 1);
@@ -228,14 +200,14 @@ impl Board {
     /// Drops all operations.
     pub(crate) fn abandon(&mut self) {
         self.groups.iter_mut().flatten().for_each(|operations| operations.running.clear());
-        self.sending.data.iter_mut().for_each(VecDeque::clear);
+        self.queues.abandon();
     }
 
     /// Returns the operation that a frame from `rank` belongs to, and that rank's index in the group.
     fn find(&mut self, rank: usize, key: Key) -> Result<(&mut Running, &Members, usize), Malformed> {
         let group = self.groups.get_mut(key.group as usize).and_then(Option::as_mut);
         let Operations { members, running, .. } = group.ok_or(Malformed::Operation)?;
-        let member = members.ranks.iter().position(|other| *other == rank).ok_or(Malformed::Operation)?;
+        let member = members.index_of(rank).ok_or(Malformed::Operation)?;
         let channel = key.channel.turned();
         let is_it = |running: &&mut Running| {
             running.key.channel == channel
@@ -252,17 +224,17 @@ impl Board {
         let Some(group) = self.groups.get(key.group as usize) else {
             return key.group as usize == self.groups.len() && self.groups.len() < MAX_PARTITIONS;
         };
-        let Some(Operations { members, begun, mail, .. }) = group else { return false };
-        let Some(member) = members.ranks.iter().position(|rank| *rank == from) else { return false };
-        let next = match key.channel {
-            Channel::Collective => *begun,
-            Channel::Send => mail[member].received,
-            Channel::Receive => mail[member].sent,
-        };
-        (key.sequence.wrapping_sub(next) as usize) < POSTS
+        let Some(operations) = group else { return false };
+        let Some(member) = operations.members.index_of(from) else { return false };
+        let next = operations.numbers.next(match key.channel {
+            Channel::Collective => Lane::Collective,
+            Channel::Send => Lane::Receive(member),
+            Channel::Receive => Lane::Send(member),
+        });
+        (key.sequence.wrapping_sub(next) as usize) < MAX_ANNOUNCEMENTS
     }
 
-    fn take_post(
+    fn take_announcement(
         &mut self,
         from: usize,
         header: &Header,
@@ -271,31 +243,27 @@ impl Board {
     ) -> Result<(), Malformed> {
         let key = header.key;
         Call::from_words(call).ok_or(Malformed::Call)?;
-        let post = Post { call, data };
-        if let Ok((running, _, member)) = self.find(from, key) {
-            if running.posts[member].is_some() {
-                return Err(Malformed::Operation);
-            }
-            running.posts[member] = Some(post);
-            return Ok(());
+        let announcement = Announcement { call, data };
+        if let Ok((running, members, member)) = self.find(from, key) {
+            return running.take_announcement(members, member, announcement);
         }
         if !self.may_come(from, key) {
             return Err(Malformed::Operation);
         }
-        let waiting = self.posts.entry((key.group, from, key.channel)).or_default();
+        let waiting = self.announcements.entry((key.group, from, key.channel)).or_default();
         let is_known = waiting.iter().any(|(sequence, _)| *sequence == key.sequence);
-        if is_known || waiting.len() >= POSTS {
+        if is_known || waiting.len() >= MAX_ANNOUNCEMENTS {
             return Err(Malformed::Operation);
         }
-        waiting.push_back((key.sequence, post));
+        waiting.push_back((key.sequence, announcement));
         Ok(())
     }
 }
 
-impl Sink for Board {
+impl Sink for OperationTable {
     fn accept(&mut self, from: usize, header: &Header) -> Result<Option<Room>, Malformed> {
         match header.kind {
-            Kind::Direct { .. } | Kind::Part { .. } => {
+            Kind::Direct { .. } | Kind::Chunk { .. } => {
                 let (running, members, member) = self.find(from, header.key)?;
                 running.room(members, member, header)
             }
@@ -305,8 +273,8 @@ impl Sink for Board {
 
     fn take(&mut self, from: usize, header: &Header, kept: Vec<u8>) -> Result<(), Malformed> {
         match header.kind {
-            Kind::Post(call) => self.take_post(from, header, call, kept)?,
-            Kind::Direct { .. } | Kind::Part { .. } => {
+            Kind::Announce(call) => self.take_announcement(from, header, call, kept)?,
+            Kind::Direct { .. } | Kind::Chunk { .. } => {
                 let (running, members, member) = self.find(from, header.key)?;
                 running.take(members, member, header)?;
             }
@@ -317,15 +285,15 @@ impl Sink for Board {
                 }
             }
             Kind::Beat => {}
-            Kind::Leaving { in_panic } => self.said.push_back((from, Said::Leaving { in_panic })),
+            Kind::Leaving { in_panic } => self.messages.push_back((from, RankMessage::Leaving { in_panic })),
             Kind::Ending => {
                 let mut words = [0; ERROR_WORDS];
                 debug_assert_eq!(kept.len(), ENDING_BYTES);
                 for (word, bytes) in words.iter_mut().zip(kept.as_chunks::<8>().0) {
                     *word = u64::from_le_bytes(*bytes);
                 }
-                let error = CommError::of_rank(words, self.sending.control.len());
-                self.said.push_back((from, Said::Ending(error.ok_or(Malformed::Ending)?)));
+                let error = CommError::of_rank(words, self.ranks);
+                self.messages.push_back((from, RankMessage::Ending(error.ok_or(Malformed::Ending)?)));
             }
         }
         Ok(())
@@ -365,9 +333,9 @@ mod tests {
                     ..Call::bare(Operation::AllReduce)
                 };
                 let kind = match kind {
-                    0 | 1 => Kind::Post(words.unwrap_or(same.to_words())),
+                    0 | 1 => Kind::Announce(words.unwrap_or(same.to_words())),
                     2 => Kind::Direct { offset },
-                    3 => Kind::Part { index, offset },
+                    3 => Kind::Chunk { index, offset },
                     4 => Kind::Turn { index },
                     5 => Kind::Leaving { in_panic },
                     _ => Kind::Beat,
@@ -384,7 +352,7 @@ mod tests {
         fn whatever_ranks_send_nothing_panics_and_little_is_kept(
             frames in proptest::collection::vec(frame(), 0..40)
         ) {
-            let mut board = Board::new(0, 3, Recorder::new(None));
+            let mut table = OperationTable::new(0, 3, Recorder::new(None));
             let (mut large, mut small) = (vec![1.0_f32; 100_000], [1.0_f32; 9]);
             let (input, mut output) = ([1_u8; 6], [0_u8; 6]);
             let counts = Some((vec![2, 2, 2], vec![2, 2, 2]));
@@ -395,19 +363,96 @@ mod tests {
             ];
             for collective in &collectives {
                 let task = Task::new(collective, 0, 3).map_err(|(call, problem)| format!("{call}: {problem}")).unwrap();
-                board.begin(0, task, Ticket::new(Vec::new()), std::panic::Location::caller());
+                table.begin(0, task, Ticket::new(Vec::new()), std::panic::Location::caller());
             }
             for (from, header, data) in frames {
-                let Ok(room) = board.accept(from, &header) else { break };
+                let Ok(room) = table.accept(from, &header) else { break };
                 let Some(room) = room else { continue };
                 // Data with a destination in an operation is not written here.
                 let kept = if matches!(room, Room::Kept(_)) { data } else { Vec::new() };
-                if board.take(from, &header, kept).is_err() || board.advance().is_err() {
+                if table.take(from, &header, kept).is_err() || table.advance().is_err() {
                     break;
                 }
             }
-            let kept: usize = board.posts.values().map(VecDeque::len).sum();
+            let kept: usize = table.announcements.values().map(VecDeque::len).sum();
             prop_assert!(kept <= 40);
+        }
+    }
+
+    /// Passes all queued frames on, in any order of the ranks, and advances all ranks. Returns true if there were any frames.
+    fn pass_on(tables: &mut [OperationTable]) -> bool {
+        let mut has_moved = false;
+        for from in 0..tables.len() {
+            tables[from].advance().unwrap();
+            let to: Vec<usize> = tables[from].queues.waiting().collect();
+            for to in to {
+                has_moved = true;
+                let queue = std::mem::take(tables[from].queues.to(to));
+                let control = queue.control.into_iter();
+                let frames = control.map(|(header, bytes)| (header, bytes, 0)).chain(
+                    queue.data.into_iter().map(|data| {
+                        // SAFETY: the piece belongs to an operation in flight.
+                        let bytes = unsafe { std::slice::from_raw_parts(data.start, data.len) }.to_vec();
+                        (Header::of(data.kind, data.key, &bytes), bytes, data.len)
+                    }),
+                );
+                for (header, bytes, sent) in frames {
+                    // Data waits until its receiver knows where to.
+                    let room = loop {
+                        match tables[to].accept(from, &header).unwrap() {
+                            Some(room) => break room,
+                            None => drop(tables[to].advance().unwrap()),
+                        }
+                    };
+                    let kept = match room {
+                        Room::At(place) => {
+                            // SAFETY: the room has this many bytes.
+                            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
+                            Vec::new()
+                        }
+                        Room::Kept(_) => bytes,
+                    };
+                    tables[to].take(from, &header, kept).unwrap();
+                    if sent > 0 {
+                        tables[from].sent(to, header.key, sent);
+                    }
+                }
+            }
+        }
+        has_moved
+    }
+
+    #[test]
+    fn thousands_of_ranks_agree_and_add_and_each_talks_to_few() {
+        const RANKS: usize = 2000;
+        let mut tables: Vec<OperationTable> =
+            (0..RANKS).map(|rank| OperationTable::new(rank, RANKS, Recorder::private())).collect();
+        let mut sums: Vec<[f32; 3]> = (0..RANKS).map(|rank| [rank as f32 * 0.37; 3]).collect();
+        let mut tickets = Vec::new();
+        for (rank, (table, sum)) in tables.iter_mut().zip(&mut sums).enumerate() {
+            assert_eq!(table.queues.waiting().count(), 0);
+            let collectives: [Collective<Source<'_>, Target<'_>>; 2] = [
+                Collective::Barrier,
+                Collective::AllReduce { data: sum[..].as_mut().into(), op: ReduceOp::Sum },
+            ];
+            for collective in &collectives {
+                let task = Task::new(collective, rank, RANKS).map_err(|(call, _)| call.to_string()).unwrap();
+                let ticket = Ticket::new(Vec::new());
+                table.begin(0, task, Arc::clone(&ticket), std::panic::Location::caller());
+                tickets.push(ticket);
+            }
+        }
+        while pass_on(&mut tables) {}
+        assert!(tickets.iter().all(|ticket| ticket.is_complete()));
+        let values: Vec<f32> = (0..RANKS).map(|rank| rank as f32 * 0.37).collect();
+        let pointers: Vec<*const u8> = values.iter().map(|value| std::ptr::from_ref(value).cast()).collect();
+        let mut expected = 0.0_f32;
+        let target = std::ptr::from_mut(&mut expected).cast();
+        // SAFETY: each pointer is that of one number.
+        unsafe { crate::reduce::reduce(crate::NumberType::F32, ReduceOp::Sum, &pointers, &[target], 1) };
+        for (rank, (sum, table)) in sums.iter().zip(&tables).enumerate() {
+            assert_eq!(sum.map(f32::to_bits), [expected.to_bits(); 3], "rank {rank}");
+            assert!(table.queues.peers() <= 12, "rank {rank} talks to {}", table.queues.peers());
         }
     }
 }

@@ -8,8 +8,7 @@ use std::{
 };
 
 use super::{
-    door::GREETING,
-    handshake::{Hello, greet},
+    handshake::{HANDSHAKE_LIMIT, Hello, shake_hands},
     secret::{Secret, random},
     wire::Connection,
 };
@@ -50,7 +49,7 @@ impl Backoff {
 /// # Errors
 /// Immediately if the only address belongs to another run or version, or if the server has another secret. At the deadline if
 /// no server has accepted this client.
-pub(crate) fn visit(
+pub(crate) fn connect(
     addresses: &[SocketAddr],
     secret: &Secret,
     hello: &Hello,
@@ -61,8 +60,8 @@ pub(crate) fn visit(
     let is_only = addresses.len() == 1;
     loop {
         for address in addresses {
-            let attempt = Deadline::after(deadline.remaining().min(GREETING));
-            match connect(*address, secret, hello, attempt) {
+            let limit = Deadline::after(deadline.remaining().min(HANDSHAKE_LIMIT));
+            match attempt(*address, secret, hello, limit) {
                 Ok((connection, server)) => return Ok((connection, server, *address)),
                 Err(problem @ JoinProblem::Secret) => return Err(CommError::Join(problem)),
                 Err(problem @ (JoinProblem::OtherRun | JoinProblem::Version { .. })) if is_only => {
@@ -83,7 +82,7 @@ pub(crate) fn visit(
     }
 }
 
-fn connect(
+fn attempt(
     address: SocketAddr,
     secret: &Secret,
     hello: &Hello,
@@ -96,7 +95,7 @@ fn connect(
     if stream.local_addr().is_ok_and(|own| own == address) {
         return Err(JoinProblem::Connection(ErrorKind::ConnectionRefused));
     }
-    let (server, keys) = greet(&stream, secret, hello, deadline)?;
+    let (server, keys) = shake_hands(&stream, secret, hello, deadline)?;
     Ok((Connection { socket: stream, keys: Some(keys) }, server))
 }
 

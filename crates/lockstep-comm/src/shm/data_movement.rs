@@ -4,11 +4,11 @@
 use lockstep_tensor::Workers;
 
 use super::{
+    buffer_location::BufferLocation,
     copy::{copy, copy_past_cache},
     layout::CHUNK_BYTES,
     members::{Counter, Members},
-    place::Place,
-    queue::{Chunks, Running, Step},
+    operation::{Chunks, Running, Step},
     reduction::take_turn,
 };
 use crate::{
@@ -59,13 +59,13 @@ impl Running {
                 continue;
             }
             let to = self.task.target.pointer.wrapping_add(piece.to);
-            let from = match members.source_place(member, self.sequence) {
+            let from = match members.source_location(member, self.sequence) {
                 _ if member == members.own => self.task.source.pointer.cast_const(),
-                Place::Small => members
+                BufferLocation::Small => members
                     .at(member, members.segments.layout.small_slot(members.index, self.sequence))
                     .cast_const(),
-                Place::Shared(offset) => members.at(member, offset).cast_const(),
-                Place::Private => continue,
+                BufferLocation::Shared(offset) => members.at(member, offset).cast_const(),
+                BufferLocation::Private => continue,
             };
             let from = from.wrapping_add(piece.from);
             if from != to.cast_const() {
@@ -79,14 +79,15 @@ impl Running {
 
     /// Returns the number of chunks that the longest stream outside shared memory takes.
     fn windows(&self, exchange: &Exchange, members: &Members) -> usize {
-        let is_private = |member: &usize| members.source_place(*member, self.sequence) == Place::Private;
+        let is_private =
+            |member: &usize| members.source_location(*member, self.sequence) == BufferLocation::Private;
         let streams = (0..members.len()).filter(is_private).map(|member| exchange.stream(member));
         streams.max().unwrap_or(0).div_ceil(CHUNK_BYTES)
     }
 
     /// Copies the current window of this rank's stream to its chunk.
     fn expose(&self, members: &Members, chunks: &Chunks, workers: Option<&Workers>) {
-        if members.source_place(members.own, self.sequence) != Place::Private {
+        if members.source_location(members.own, self.sequence) != BufferLocation::Private {
             return;
         }
         let part = window(&(0..self.task.source.bytes()), CHUNK_BYTES, self.window);
@@ -107,7 +108,7 @@ impl Running {
     ) {
         let chunk = members.segments.layout.chunk(members.index, chunks.window);
         for member in (0..members.len()).filter(|member| *member != members.own) {
-            if members.source_place(member, self.sequence) != Place::Private {
+            if members.source_location(member, self.sequence) != BufferLocation::Private {
                 continue;
             }
             let piece = exchange.piece(members.own, member);

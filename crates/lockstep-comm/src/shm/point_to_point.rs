@@ -10,21 +10,17 @@ use std::{collections::VecDeque, sync::atomic::Ordering};
 use lockstep_tensor::Workers;
 
 use super::{
+    buffer_location::BufferLocation,
     copy::copy,
     layout::{MAIL_BYTES, MAIL_PARTS, MAIL_SLOTS, Mailbox, SMALL_BYTES},
     members::{Members, has_reached},
-    place::Place,
-    queue::{Running, Step, post, posted_words},
+    operation::{Running, Step, post, posted_words},
 };
-use crate::{
-    Call, CommError, Kind, Occasion,
-    blocks::window,
-    task::{Flow, Task},
-};
+use crate::{Call, CommError, Kind, OperationContext, blocks::window, task::Flow};
 
 /// A rank's messages to and from each member of a group.
 #[derive(Debug)]
-pub(crate) struct Mail {
+pub(crate) struct PointToPoint {
     to: Vec<Lane>,
     from: Vec<Lane>,
 }
@@ -32,26 +28,15 @@ pub(crate) struct Mail {
 /// Messages in one direction between two ranks.
 #[derive(Debug, Default)]
 struct Lane {
-    /// Number of messages started.
-    begun: u32,
     /// Number of parts sent, or received.
     parts: u32,
     messages: VecDeque<Running>,
 }
 
-impl Mail {
+impl PointToPoint {
     pub(crate) fn new(members: usize) -> Self {
         let lanes = || (0..members).map(|_| Lane::default()).collect();
         Self { to: lanes(), from: lanes() }
-    }
-
-    /// Returns the number of `task`'s message if it started now; `None` for other operations.
-    pub(crate) fn next(&self, task: &Task) -> Option<u32> {
-        match task.flow {
-            Flow::Send { to } => Some(self.to[to].begun),
-            Flow::Receive { from } => Some(self.from[from].begun),
-            _ => None,
-        }
     }
 
     pub(crate) fn begin(&mut self, running: Running) {
@@ -60,7 +45,6 @@ impl Mail {
             Flow::Receive { from } => &mut self.from[from],
             _ => return,
         };
-        lane.begun = lane.begun.wrapping_add(1);
         lane.messages.push_back(running);
     }
 
@@ -72,7 +56,7 @@ impl Mail {
     ) -> Result<bool, CommError> {
         let mut has_moved = false;
         for peer in 0..members.len() {
-            let post = Post { members, peer, workers };
+            let post = MailboxPair { members, peer, workers };
             let Lane { parts, messages, .. } = &mut self.to[peer];
             for running in &mut *messages {
                 has_moved |= post.send(running, parts);
@@ -101,10 +85,10 @@ impl Mail {
     }
 
     /// Returns the world rank that the first message in flight waits for, and the message.
-    pub(crate) fn awaited(&self, members: &Members) -> Option<(usize, Occasion)> {
+    pub(crate) fn awaited(&self, members: &Members) -> Option<(usize, OperationContext)> {
         let lanes = self.to.iter().chain(&self.from).zip((0..members.len()).cycle());
         let waiting = lanes.filter_map(|(lane, peer)| Some((peer, lane.messages.front()?)));
-        waiting.map(|(peer, running)| (members.ranks[peer], running.occasion(members))).next()
+        waiting.map(|(peer, running)| (members.ranks[peer], running.context(members))).next()
     }
 }
 
@@ -117,13 +101,13 @@ fn end_if_done(messages: &mut VecDeque<Running>, members: &Members) -> bool {
 }
 
 /// The two mailboxes between this rank and a peer.
-struct Post<'a> {
+struct MailboxPair<'a> {
     members: &'a Members,
     peer: usize,
     workers: Option<&'a Workers>,
 }
 
-impl Post<'_> {
+impl MailboxPair<'_> {
     fn own(&self) -> &Mailbox {
         self.mailbox(self.members.own, self.peer)
     }
@@ -140,9 +124,9 @@ impl Post<'_> {
     /// Sends as many parts as there is room for. Returns true if there were any.
     fn send(&self, running: &mut Running, sent: &mut u32) -> bool {
         let (source, mut has_moved) = (running.task.source, false);
-        let place = self.members.place_of(&source);
-        let shared =
-            Some(place).filter(|place| matches!(place, Place::Shared(_)) && source.bytes() > SMALL_BYTES);
+        let location = self.members.location_of(&source);
+        let shared = Some(location)
+            .filter(|location| matches!(location, BufferLocation::Shared(_)) && source.bytes() > SMALL_BYTES);
         let room = if shared.is_some() { MAIL_PARTS } else { MAIL_SLOTS };
         while running.step != Step::Done {
             let received = self.peers().received.load(Ordering::SeqCst);
@@ -156,9 +140,9 @@ impl Post<'_> {
                 break;
             } else {
                 let part = &self.own().parts[(*sent % MAIL_PARTS) as usize];
-                if let Some(place) = shared {
+                if let Some(location) = shared {
                     part.bytes.store(source.bytes() as u64, Ordering::Relaxed);
-                    post(part, running.task.call, place, place);
+                    post(part, running.task.call, location, location);
                     running.window = sent.wrapping_add(1) as usize;
                     running.step = Step::Filled;
                 } else {
@@ -169,7 +153,7 @@ impl Post<'_> {
                     // received.
                     unsafe { copy(self.workers, source.pointer.wrapping_add(bytes.start), to, bytes.len()) };
                     part.bytes.store(bytes.len() as u64, Ordering::Relaxed);
-                    post(part, running.task.call, Place::Private, Place::Private);
+                    post(part, running.task.call, BufferLocation::Private, BufferLocation::Private);
                     running.window += 1;
                     if bytes.end == source.bytes() {
                         running.step = Step::Done;
@@ -195,8 +179,8 @@ impl Post<'_> {
                 self.compare(running, posted_words(part))?;
                 running.stamp(self.members, 0);
             }
-            let (from, bytes) = match Place::from_word(part.source.load(Ordering::Relaxed)) {
-                Place::Shared(offset) => (self.members.at(self.peer, offset), 0..target.bytes()),
+            let (from, bytes) = match BufferLocation::from_word(part.source.load(Ordering::Relaxed)) {
+                BufferLocation::Shared(offset) => (self.members.at(self.peer, offset), 0..target.bytes()),
                 _ => {
                     let slot = self.members.segments.layout.mail_slot(
                         self.members.index,

@@ -4,18 +4,17 @@
 use std::{
     io,
     os::fd::{AsFd, OwnedFd},
-    sync::{Arc, atomic::Ordering},
-    thread::{Builder, JoinHandle},
+    sync::atomic::Ordering,
     time::{Duration, Instant},
 };
 
 use rustix::{
-    event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
+    event::{PollFd, PollFlags, Timespec, poll},
     process::{Pid, PidfdFlags, pidfd_open},
 };
 
 use super::{layout::Status, segments::Segments};
-use crate::{CommError, LossCause};
+use crate::{CommError, LossCause, stoppable_thread::StoppableThread};
 
 /// Number of heartbeats within the time after which a silent rank counts as lost.
 const BEATS: u32 = 20;
@@ -28,43 +27,25 @@ const LOOK: Duration = Duration::from_millis(5);
 
 /// Handle of the thread, which ends when the handle is dropped.
 #[derive(Debug)]
-pub(crate) struct Heart {
-    stop: Arc<OwnedFd>,
-    thread: Option<JoinHandle<()>>,
+pub(crate) struct Heartbeat {
+    _thread: StoppableThread,
 }
 
-impl Heart {
-    /// Starts the heartbeat of `rank` and the watch over the others, which may be silent for `limit`.
+impl Heartbeat {
+    /// Starts the heartbeat of `rank` and the monitoring of the others, which may be silent for `limit`.
     pub(crate) fn start(segments: &Segments, rank: usize, limit: Duration) -> io::Result<Self> {
-        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-        let watch = Watch {
-            segments: segments.clone(),
-            rank,
-            limit,
-            peers: (0..segments.ranks()).filter(|peer| *peer != rank).map(Peer::new).collect(),
-            stop: Arc::clone(&stop),
-        };
-        let thread = Builder::new().name("lockstep-heart".to_owned()).spawn(move || watch.run())?;
-        Ok(Self { stop, thread: Some(thread) })
+        let peers = (0..segments.ranks()).filter(|peer| *peer != rank).map(Peer::new).collect();
+        let monitor = Monitor { segments: segments.clone(), rank, limit, peers };
+        let _thread = StoppableThread::spawn("lockstep-heart", move |stop| monitor.run(stop))?;
+        Ok(Self { _thread })
     }
 }
 
-impl Drop for Heart {
-    fn drop(&mut self) {
-        // A write fails only if the event counter is at its limit; this one is written once.
-        let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
-struct Watch {
+struct Monitor {
     segments: Segments,
     rank: usize,
     limit: Duration,
     peers: Vec<Peer>,
-    stop: Arc<OwnedFd>,
 }
 
 struct Peer {
@@ -75,13 +56,13 @@ struct Peer {
     silence: u32,
 }
 
-/// State of the watch over a peer's process.
+/// State of the monitoring of a peer's process.
 enum Process {
     /// The peer has not joined yet.
     Expected,
     /// The peer's pidfd, which reports its end.
     Watched(OwnedFd),
-    /// No watch: the peer is a thread of this process, is in another PID namespace, or has ended.
+    /// Not monitored: the peer is a thread of this process, is in another PID namespace, or has ended.
     Unwatched,
 }
 
@@ -91,14 +72,14 @@ impl Peer {
     }
 }
 
-impl Watch {
-    fn run(mut self) {
+impl Monitor {
+    fn run(mut self, stop: &OwnedFd) {
         loop {
             self.segments.header(self.rank).beat.fetch_add(1, Ordering::Relaxed);
             let mut ended = self.meet_peers();
             let is_joining = self.peers.iter().any(|peer| matches!(peer.process, Process::Expected));
             let interval = if is_joining { WHILE_JOINING } else { self.limit / BEATS };
-            let Ok(dead) = self.sleep(interval) else { return };
+            let Ok(dead) = self.sleep(stop, interval) else { return };
             ended.extend(dead);
             for rank in ended {
                 if self.segments.status(rank) == Status::Here {
@@ -115,7 +96,7 @@ impl Watch {
         }
     }
 
-    /// Starts to watch peers that have joined since the last call. Returns those whose processes are gone already.
+    /// Starts to monitor peers that have joined since the last call. Returns those whose processes are gone already.
     fn meet_peers(&mut self) -> Vec<usize> {
         let mut gone = Vec::new();
         let own = self.segments.header(self.rank);
@@ -142,10 +123,10 @@ impl Watch {
     }
 
     /// Sleeps for at most `limit`. Returns the ranks whose processes have ended meanwhile; `Err` if the thread must stop.
-    fn sleep(&mut self, limit: Duration) -> Result<Vec<usize>, ()> {
+    fn sleep(&mut self, stop: &OwnedFd, limit: Duration) -> Result<Vec<usize>, ()> {
         let timeout = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
         let mut watched = Vec::new();
-        let mut polled = vec![PollFd::from_borrowed_fd(self.stop.as_fd(), PollFlags::IN)];
+        let mut polled = vec![PollFd::new(stop, PollFlags::IN)];
         for (index, peer) in self.peers.iter().enumerate() {
             if let Process::Watched(process) = &peer.process {
                 polled.push(PollFd::from_borrowed_fd(process.as_fd(), PollFlags::IN));
@@ -189,6 +170,6 @@ impl Watch {
 
     fn lost(&self, rank: usize, cause: LossCause) {
         let rank = self.segments.world_rank(rank);
-        self.segments.end(&CommError::PeerLost { rank, cause, occasion: None }, self.rank);
+        self.segments.end(&CommError::PeerLost { rank, cause, context: None }, self.rank);
     }
 }

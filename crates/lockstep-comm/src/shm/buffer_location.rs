@@ -2,7 +2,7 @@
 
 /// Location of a buffer, which a rank publishes when it starts an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum BufferLocation {
     /// Private memory: the data goes through chunks.
     Private,
     /// The rank's small slot.
@@ -11,7 +11,7 @@ pub(crate) enum Place {
     Shared(usize),
 }
 
-impl Place {
+impl BufferLocation {
     pub(crate) fn to_word(self) -> u64 {
         match self {
             Self::Private => u64::MAX,

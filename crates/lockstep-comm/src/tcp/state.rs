@@ -1,0 +1,224 @@
+//! State of a rank's TCP transport: its operations, its links to other ranks, and the error that ended the run. Nothing here waits,
+//! but for the cause of a loss.
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    net::TcpStream,
+    sync::{Arc, mpsc},
+    time::{Duration, Instant},
+};
+
+use rustix::event::PollFlags;
+
+use super::{
+    frame::{Channel, Header, Key, Kind},
+    link::{Link, Status},
+    operation_table::{OperationTable, RankMessage},
+};
+use crate::{CommError, LossCause, error::ERROR_WORDS, shm, transport::Transport};
+
+/// Number of heartbeats within the time after which a silent rank counts as lost.
+pub(crate) const BEATS: u32 = 20;
+/// Time to learn how a rank ended that has closed its connections.
+const RUMOUR: Duration = Duration::from_millis(100);
+
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) table: OperationTable,
+    /// Links by rank.
+    pub(crate) links: BTreeMap<usize, Link>,
+    /// Ranks to connect to, for the thread that dials; `None` if all ranks are connected from the start.
+    pub(crate) dialer: Option<mpsc::Sender<usize>>,
+    /// Ranks that were passed to it, and those of them that do not answer.
+    pub(crate) dialed: HashSet<usize>,
+    pub(crate) unreachable: HashSet<usize>,
+    pub(crate) ending: Option<CommError>,
+    /// Shared-memory transport of this machine. An error that ends the run there ends it here.
+    pub(crate) local: Option<Arc<shm::ShmTransport>>,
+    /// Farewell to send, once this rank leaves.
+    pub(crate) leaving: Option<Kind>,
+}
+
+impl State {
+    /// Reads, advances operations and writes, as far as possible without waiting. Returns true if anything moved.
+    pub(crate) fn pump(&mut self) -> bool {
+        if self.ending.is_some() {
+            return self.write();
+        }
+        let mut has_moved = self.read();
+        if let Some(machines) = self.table.machines.as_ref().filter(|machines| machines.is_busy()) {
+            // A failure is recorded in the segments, which `listen` reads next.
+            let _ = machines.local.progress();
+        }
+        self.listen();
+        if self.ending.is_none() {
+            match self.table.advance() {
+                Ok(has_completed) => has_moved |= has_completed,
+                Err(error) => {
+                    self.end(error);
+                }
+            }
+        }
+        self.write() || has_moved
+    }
+
+    pub(crate) fn read(&mut self) -> bool {
+        self.with_links(Link::read)
+    }
+
+    pub(crate) fn write(&mut self) -> bool {
+        for rank in self.table.queues.take_new() {
+            self.connect(rank);
+        }
+        self.with_links(Link::write)
+    }
+
+    /// Has a rank connected, unless it is or is being connected.
+    pub(crate) fn connect(&mut self, rank: usize) {
+        let Some(dialer) = &self.dialer else { return };
+        let is_wanted = rank != self.table.rank && !self.links.contains_key(&rank) && self.ending.is_none();
+        if is_wanted && self.dialed.insert(rank) {
+            // The thread lives as long as this rank.
+            let _ = dialer.send(rank);
+        }
+    }
+
+    /// Notes that a rank does not answer. It is lost if there is something for it; it may have left otherwise.
+    pub(crate) fn unreached(&mut self, rank: usize) {
+        if !self.links.contains_key(&rank) && self.leaving.is_none() {
+            self.unreachable.insert(rank);
+            if self.table.queues.waiting().any(|waiting| waiting == rank) {
+                self.lose(Some((rank, LossCause::Unreachable)));
+            }
+        }
+    }
+
+    /// Tells a rank that was connected late what it has missed.
+    pub(crate) fn greet(&mut self, rank: usize) {
+        let missed = self.ending.as_ref().map(|ending| ending_frame(&ending.to_words(self.table.rank)));
+        let farewell = self.leaving.filter(|_| missed.is_none());
+        let control = &mut self.table.queues.to(rank).control;
+        control.extend(missed);
+        control.extend(farewell.map(|farewell| (Header::bare(farewell), Vec::new())));
+    }
+
+    /// Calls `work` with all links. Returns true if anything moved on any of them.
+    pub(crate) fn with_links(
+        &mut self,
+        work: impl Fn(&mut Link, &mut OperationTable) -> Result<bool, LossCause>,
+    ) -> bool {
+        let Self { table, links, .. } = self;
+        let (mut has_moved, mut lost) = (false, None);
+        for (rank, link) in links {
+            match work(link, table) {
+                Ok(here) => has_moved |= here,
+                Err(cause) => lost = lost.or(Some((*rank, cause))),
+            }
+        }
+        self.lose(lost);
+        has_moved
+    }
+
+    pub(crate) fn lose(&mut self, lost: Option<(usize, LossCause)>) {
+        self.listen();
+        let Some((rank, cause)) = lost else { return };
+        let begin = Instant::now();
+        // The lost rank's launcher knows the cause, and has told the ranks of its machine, which tell all others.
+        while cause == LossCause::Disconnected && self.ending.is_none() && begin.elapsed() < RUMOUR {
+            std::thread::sleep(RUMOUR / 20);
+            let Self { table, links, .. } = self;
+            for link in links.values_mut() {
+                // More ranks may be lost; one is enough to end the run.
+                let _ = link.read(table);
+            }
+            self.listen();
+        }
+        self.end(CommError::PeerLost { rank, cause, context: None });
+    }
+
+    /// Handles messages of other ranks about themselves and the run.
+    pub(crate) fn listen(&mut self) {
+        if let Some(error) = self.local.as_ref().and_then(|local| local.segments.ending()) {
+            self.end(error);
+        }
+        while let Some((rank, messages)) = self.table.messages.pop_front() {
+            match messages {
+                RankMessage::Leaving { in_panic } => {
+                    if let Some(link) = self.links.get_mut(&rank) {
+                        link.status = if in_panic { Status::Panicked } else { Status::Left };
+                    }
+                }
+                RankMessage::Ending(error) => {
+                    self.end(error);
+                }
+            }
+        }
+    }
+
+    /// Sends heartbeats, and checks those of the other ranks.
+    pub(crate) fn beat(&mut self, silence: Duration) {
+        let mut lost = None;
+        for (rank, link) in &mut self.links {
+            lost = lost.or(link.beat(BEATS, silence).map(|cause| (*rank, cause)));
+            let control = &mut self.table.queues.to(*rank).control;
+            if link.status == Status::Here && control.is_empty() {
+                control.push_back((Header::bare(Kind::Beat), Vec::new()));
+            }
+        }
+        self.lose(lost);
+    }
+
+    /// Ends the run on all ranks, unless it has ended. Returns the error that ended it. No operation accesses memory
+    /// afterwards.
+    pub(crate) fn end(&mut self, error: CommError) -> CommError {
+        if let Some(ending) = &self.ending {
+            return ending.copy();
+        }
+        let words = error.to_words(self.table.rank);
+        let ending = self.ending.insert(CommError::from_words(words)).copy();
+        if let Some(local) = &self.local {
+            local.fail(ending.copy());
+        }
+        self.abandon();
+        let links = &self.links;
+        self.table.queues.retain(|rank| links.contains_key(&rank));
+        let (header, bytes) = ending_frame(&words);
+        self.tell_all(header, &bytes);
+        self.write();
+        match ending {
+            // Only this rank has the details of a local error.
+            CommError::Stopped { by: Some(rank) } if rank == self.table.rank => error,
+            ending => ending,
+        }
+    }
+
+    /// Drops all operations and all references to their memory.
+    pub(crate) fn abandon(&mut self) {
+        self.table.abandon();
+        self.links.values_mut().for_each(Link::abandon);
+    }
+
+    /// Queues a frame for all ranks that are present.
+    pub(crate) fn tell_all(&mut self, header: Header, bytes: &[u8]) {
+        for (rank, link) in &self.links {
+            if link.status == Status::Here {
+                self.table.queues.to(*rank).control.push_back((header, bytes.to_vec()));
+            }
+        }
+    }
+
+    pub(crate) fn interests(&self) -> Vec<(Arc<TcpStream>, PollFlags)> {
+        let links = self.links.values();
+        let all = links.flat_map(|link| link.interests(&self.table));
+        // After the end nothing is read any more; arriving data would keep the thread awake.
+        let keep = if self.ending.is_some() { PollFlags::OUT } else { PollFlags::IN | PollFlags::OUT };
+        all.map(|(socket, flags)| (socket, flags & keep)).filter(|(_, flags)| !flags.is_empty()).collect()
+    }
+}
+
+/// Returns the frame that ends the run with the error in `words`.
+fn ending_frame(words: &[u64; ERROR_WORDS]) -> (Header, Vec<u8>) {
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let key = Key { group: 0, channel: Channel::Collective, sequence: 0 };
+    (Header::of(Kind::Ending, key, &bytes), bytes)
+}

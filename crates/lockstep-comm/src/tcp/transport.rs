@@ -1,0 +1,438 @@
+//! The TCP transport of a rank: a progress thread, and callers that start operations and wait for them.
+//!
+//! Two more threads connect this rank to others than its neighbours, if there are any: one dials, one takes calls.
+//!
+//! One lock protects all state. Callers make progress themselves once when they start or wait, which saves small operations the
+//! handover to the thread. The thread makes progress while its rank computes.
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    io,
+    net::TcpStream,
+    os::fd::{AsFd, OwnedFd},
+    panic::Location,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc},
+    thread::{Builder, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use lockstep_plan::MemoryCategory;
+use lockstep_tensor::{Arena, Workers};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use super::{
+    acceptor::Acceptor,
+    frame::{Header, Kind},
+    handshake::HANDSHAKE_LIMIT,
+    hierarchical::UniformNodes,
+    link::{Link, Status},
+    mesh::{Arrival, Arrivals, Connections, Mesh},
+    operation_table::OperationTable,
+    state::{BEATS, State},
+};
+use crate::{
+    CommError, Deadline, LossCause, OperationContext,
+    memory::Lent,
+    record::Recorded,
+    recorder::Recorder,
+    sequence::Lane,
+    shm,
+    task::Task,
+    transport::{Ticket, Transport, name},
+};
+
+/// Polling interval for operations in shared memory, which no socket reports.
+const NEIGHBOURS: Duration = Duration::from_micros(100);
+/// Maximum sleep before the deadline is checked again.
+const NAP: Duration = Duration::from_millis(50);
+/// Time after which the thread that takes calls looks if the transport still exists.
+const CALLS_NAP: Duration = Duration::from_millis(500);
+/// Time for a leaving rank to say so.
+const FAREWELL: Duration = Duration::from_millis(300);
+
+/// Shared-memory transport to the ranks of this machine.
+#[derive(Debug)]
+pub(crate) struct Local {
+    pub(crate) transport: Arc<shm::ShmTransport>,
+    /// Number of ranks per machine, if there are several machines and all have the same power of two.
+    pub(crate) of_each: Option<usize>,
+}
+
+/// Result of the rendezvous of ranks: the neighbours' connections, and all that connecting others needs.
+#[derive(Debug)]
+pub(crate) struct Joined {
+    pub(crate) mesh: Mesh,
+    pub(crate) acceptor: Acceptor,
+    pub(crate) arrivals: Arrivals,
+    pub(crate) links: BTreeMap<usize, Connections>,
+    /// Ranks that have asked for a connection.
+    pub(crate) knocks: Vec<usize>,
+    /// Number of ranks per machine, if there are several machines that share memory between equally many, a power of two.
+    pub(crate) of_each: Option<usize>,
+}
+
+/// TCP transport of one rank.
+#[derive(Debug)]
+pub(crate) struct TcpTransport {
+    rank: usize,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    /// Notified when an operation completes or the run ends.
+    news: Condvar,
+    /// Event counter that wakes the thread, which polls sockets.
+    wake: OwnedFd,
+    silence: Duration,
+}
+
+impl TcpTransport {
+    /// Enters the world over the connections of `joined`. Ranks may be silent for `silence`.
+    pub(crate) fn new(joined: Joined, silence: Duration, local: Option<Local>) -> Result<Self, CommError> {
+        let Joined { mesh, acceptor, arrivals, links, knocks, .. } = joined;
+        let (rank, ranks) = (mesh.rank, mesh.ranks());
+        let link = |(peer, connections)| Ok((peer, Link::new(peer, connections, silence)?));
+        let links = links.into_iter().map(link).collect::<io::Result<BTreeMap<_, _>>>();
+        let links = links.map_err(CommError::io("use a connection to a rank"))?;
+        let shared_memory = local.as_ref().map(|local| Arc::clone(&local.transport));
+        let recorder =
+            Recorder::new(shared_memory.as_ref().map(|local| (local.segments.clone(), local.rank)));
+        let mut table = OperationTable::new(rank, ranks, recorder);
+        let machines = |local: Local| Some(UniformNodes::new(local.transport, local.of_each?));
+        table.machines = local.and_then(machines);
+        let (dialer, calls) = mpsc::channel();
+        let dialer = Some(dialer).filter(|_| !mesh.is_complete());
+        let state = State {
+            table,
+            links,
+            dialer,
+            dialed: HashSet::new(),
+            unreachable: HashSet::new(),
+            ending: None,
+            local: shared_memory,
+            leaving: None,
+        };
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let wake = wake.map_err(|error| CommError::io("make an event counter")(error.into()))?;
+        let shared = Arc::new(Shared { state: Mutex::new(state), news: Condvar::new(), wake, silence });
+        if shared.lock().dialer.is_some() {
+            let (mesh, weak) = (Arc::new(mesh), Arc::downgrade(&shared));
+            let (dialing, taking) = ((Arc::clone(&mesh), Weak::clone(&weak)), (mesh, weak));
+            spawn("lockstep-dial", move || dial(&dialing.0, &dialing.1, &calls))?;
+            spawn("lockstep-calls", move || take_calls(&taking.0, &taking.1, &acceptor, arrivals))?;
+            knocks.into_iter().for_each(|peer| shared.lock().connect(peer));
+        }
+        let carrier = Arc::clone(&shared);
+        let thread = Some(spawn("lockstep-tcp", move || carrier.carry())?);
+        Ok(Self { rank, shared, thread })
+    }
+
+    /// Waits until `attempt` returns a result. `late` returns the rank and operation that it waits for.
+    fn drive<R>(
+        &self,
+        group: usize,
+        deadline: Deadline,
+        mut attempt: impl FnMut(&mut State) -> Option<R>,
+        late: impl Fn(&State) -> Option<(usize, OperationContext)>,
+    ) -> Result<R, CommError> {
+        let mut state = self.shared.lock();
+        let mut awaited = late(&state);
+        loop {
+            if let Some(error) = &state.ending {
+                return Err(error.copy().during(awaited.map(|(_, context)| context)));
+            }
+            if let Some(result) = attempt(&mut state) {
+                return Ok(result);
+            }
+            if state.pump() {
+                self.shared.tell();
+                continue;
+            }
+            awaited = late(&state);
+            let (rank, context) = awaited.unzip();
+            let rank = rank.unwrap_or(self.rank);
+            state.connect(rank);
+            let gone = state.links.get(&rank).filter(|link| link.is_gone());
+            let error = match gone.map(|link| link.status) {
+                Some(Status::Panicked) => CommError::PeerLost { rank, cause: LossCause::Panicked, context },
+                Some(_) => CommError::PeerLost { rank, cause: LossCause::Left, context },
+                None if state.unreachable.contains(&rank) => {
+                    CommError::PeerLost { rank, cause: LossCause::Unreachable, context }
+                }
+                None if deadline.has_passed() => {
+                    let group = name(group, &state.table.group(group).members.ranks);
+                    CommError::timed_out(self.rank, rank, deadline, context, group)
+                }
+                None => {
+                    let nap = NAP.min(deadline.remaining());
+                    state =
+                        self.shared.news.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner).0;
+                    continue;
+                }
+            };
+            let error = state.end(error);
+            self.shared.tell();
+            return Err(error.during(context));
+        }
+    }
+}
+
+impl Transport for TcpTransport {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn members(&self, group: usize) -> Vec<usize> {
+        self.shared.lock().table.group(group).members.ranks.clone()
+    }
+
+    fn groups(&self) -> usize {
+        self.shared.lock().table.groups.len()
+    }
+
+    fn add_group(&self, ranks: Vec<usize>) -> usize {
+        self.shared.lock().table.add_group(ranks)
+    }
+
+    fn begin(
+        &self,
+        group: usize,
+        task: Task,
+        memory: Vec<Lent>,
+        deadline: Deadline,
+        caller: &Location<'_>,
+    ) -> Result<Arc<Ticket>, CommError> {
+        let ticket = Ticket::new(memory);
+        let (call, lane) = (task.call, Lane::of(&task.flow));
+        let mut waiting = Some(task);
+        let begin = |state: &mut State| {
+            let task = waiting.take_if(|task| state.table.has_room(group, task))?;
+            state.table.begin(group, task, Arc::clone(&ticket), caller);
+            state.pump();
+            Some(())
+        };
+        let late = |state: &State| {
+            let operations = state.table.group(group);
+            let (sequence, group) = (operations.numbers.next(lane), operations.members.name);
+            Some((operations.oldest(lane)?, OperationContext { call, sequence, group }))
+        };
+        self.drive(group, deadline, begin, late)?;
+        self.shared.tell();
+        Ok(ticket)
+    }
+
+    fn begun(&self, group: usize) -> u32 {
+        self.shared.lock().table.group(group).numbers.next(Lane::Collective)
+    }
+
+    fn wait(&self, group: usize, ticket: &Arc<Ticket>, deadline: Deadline) -> Result<(), CommError> {
+        let is_complete = |_: &mut State| ticket.is_complete().then_some(());
+        let late = |state: &State| state.table.group(group).waits_for(ticket);
+        self.drive(group, deadline, is_complete, late)
+    }
+
+    fn progress(&self) -> Result<(), CommError> {
+        let mut state = self.shared.lock();
+        if state.pump() {
+            self.shared.tell();
+        }
+        state.ending.as_ref().map_or(Ok(()), |error| Err(error.copy()))
+    }
+
+    fn fail(&self, error: CommError) -> CommError {
+        let ending = self.shared.lock().end(error);
+        self.shared.tell();
+        ending
+    }
+
+    fn is_in_background(&self) -> bool {
+        true
+    }
+
+    fn is_near(&self, rank: usize) -> bool {
+        let state = self.shared.lock();
+        state.local.as_ref().is_some_and(|local| local.segments.local_rank(rank).is_some())
+    }
+
+    fn arena(&self, categories: &[MemoryCategory]) -> Arena {
+        self.shared.lock().local.as_ref().map_or_else(Arena::new, |local| local.arena(categories))
+    }
+
+    /// The thread runs while the rank computes, so it does not use the compute threads.
+    fn set_workers(&self, _: Workers) {}
+
+    fn recorded(&self, rank: usize) -> Vec<Recorded> {
+        let state = self.shared.lock();
+        if rank == self.rank {
+            return state.table.recorder.read();
+        }
+        let segments = state.local.as_ref().map(|local| &local.segments);
+        let found = segments.and_then(|segments| Some(segments.records(segments.local_rank(rank)?)));
+        found.unwrap_or_default()
+    }
+}
+
+impl Drop for TcpTransport {
+    fn drop(&mut self) {
+        self.shared.lock().leaving = Some(Kind::Leaving { in_panic: std::thread::panicking() });
+        self.shared.tell();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Starts a thread.
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, CommError> {
+    Builder::new().name(name.to_owned()).spawn(run).map_err(CommError::io("start a thread"))
+}
+
+/// Connects to the ranks that `calls` names, until the transport is gone.
+fn dial(mesh: &Mesh, transport: &Weak<Shared>, calls: &mpsc::Receiver<usize>) {
+    while let Ok(peer) = calls.recv() {
+        let Some(limit) = transport.upgrade().map(|shared| shared.connect_limit()) else { return };
+        let deadline = Deadline::after(limit);
+        let dialed = if peer < mesh.rank {
+            mesh.dial(peer, deadline).map(Some)
+        } else {
+            mesh.knock(peer, deadline).map(|()| None)
+        };
+        let Some(shared) = transport.upgrade() else { return };
+        match dialed {
+            Ok(Some(connections)) => shared.add_link(peer, connections),
+            // The other rank connects.
+            Ok(None) => {}
+            Err(error) => {
+                tracing::debug!(peer, %error, "cannot connect to a rank");
+                shared.lock().unreached(peer);
+                shared.tell();
+            }
+        }
+    }
+}
+
+/// Takes the connections and knocks of other ranks, until the transport is gone.
+fn take_calls(mesh: &Mesh, transport: &Weak<Shared>, acceptor: &Acceptor, mut arrivals: Arrivals) {
+    loop {
+        let client = acceptor.next(Deadline::after(CALLS_NAP));
+        let Some(shared) = transport.upgrade() else { return };
+        match client.and_then(|client| arrivals.add(mesh, client)) {
+            Some(Arrival::Connected(peer, connections)) => shared.add_link(peer, connections),
+            Some(Arrival::Knocked(peer)) => shared.lock().connect(peer),
+            None => {}
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes the thread and all waiting callers.
+    fn tell(&self) {
+        self.news.notify_all();
+        // A write fails only if the event counter is at its limit; the thread is awake then.
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    /// Returns the time in which another rank must answer a connection.
+    fn connect_limit(&self) -> Duration {
+        self.silence.max(HANDSHAKE_LIMIT)
+    }
+
+    /// Adds a link to a rank that was connected after the start, unless there is one.
+    fn add_link(&self, peer: usize, connections: Connections) {
+        let link = Link::new(peer, connections, self.silence);
+        let mut state = self.lock();
+        match link {
+            Ok(link) if !state.links.contains_key(&peer) => {
+                state.links.insert(peer, link);
+                state.greet(peer);
+            }
+            Ok(_) => {}
+            Err(error) => {
+                state.end(CommError::io("use a connection to a rank")(error));
+            }
+        }
+        drop(state);
+        self.tell();
+    }
+
+    /// Runs the thread: makes progress until its rank leaves.
+    fn carry(&self) {
+        let interval = self.silence / BEATS;
+        let mut next_beat = Instant::now() + interval;
+        loop {
+            let mut state = self.lock();
+            if let Some(farewell) = state.leaving {
+                return self.leave(state, farewell);
+            }
+            if Instant::now() >= next_beat {
+                next_beat = Instant::now() + interval;
+                state.beat(self.silence);
+            }
+            let has_moved = state.pump();
+            self.news.notify_all();
+            if has_moved {
+                continue;
+            }
+            let interests = state.interests();
+            let is_busy = state.table.machines.as_ref().is_some_and(UniformNodes::is_busy);
+            drop(state);
+            let limit = next_beat.saturating_duration_since(Instant::now());
+            self.sleep(&interests, if is_busy { limit.min(NEIGHBOURS) } else { limit });
+        }
+    }
+
+    /// Sleeps until a socket is ready, the thread is woken, or `limit` has passed.
+    fn sleep(&self, interests: &[(Arc<TcpStream>, PollFlags)], limit: Duration) {
+        let timeout = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
+        let mut polled: Vec<_> = interests
+            .iter()
+            .map(|(socket, flags)| PollFd::from_borrowed_fd(socket.as_fd(), *flags))
+            .collect();
+        polled.push(PollFd::new(&self.wake, PollFlags::IN));
+        // Whatever the result, the next round checks everything.
+        if poll(&mut polled, Some(&timeout)).is_ok_and(|ready| ready > 0) {
+            let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+        }
+    }
+
+    /// Says farewell, and waits a little for its arrival: closing earlier could destroy it in transit.
+    fn leave<'a>(&'a self, mut state: MutexGuard<'a, State>, farewell: Kind) {
+        state.abandon();
+        if state.ending.is_none() {
+            state.tell_all(Header::bare(farewell), &[]);
+        }
+        // Small data for ranks that are still being connected is not lost.
+        let has_more =
+            |state: &State| state.table.queues.waiting().any(|rank| !state.links.contains_key(&rank));
+        let deadline = Instant::now() + if has_more(&state) { self.connect_limit() } else { FAREWELL };
+        let mut is_said = false;
+        loop {
+            state.write();
+            let outgoing = state.interests().into_iter().any(|(_, flags)| flags.contains(PollFlags::OUT));
+            if !outgoing && !has_more(&state) && !std::mem::replace(&mut is_said, true) {
+                state.links.values().for_each(Link::hang_up);
+            }
+            let open = state.links.values_mut().filter_map(|link| (!link.drain()).then_some(())).count();
+            if (open == 0 && !has_more(&state)) || Instant::now() >= deadline {
+                return;
+            }
+            let flags = PollFlags::IN | if is_said { PollFlags::empty() } else { PollFlags::OUT };
+            let links = state.links.values();
+            let interests: Vec<_> = links.flat_map(|link| link.interests(&state.table)).collect();
+            let interests: Vec<_> = interests
+                .into_iter()
+                .map(|(socket, found)| (socket, (found | PollFlags::IN) & flags))
+                .collect();
+            drop(state);
+            self.sleep(&interests, Duration::from_millis(20));
+            state = self.lock();
+        }
+    }
+}

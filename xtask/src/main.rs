@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod circles;
+mod floors;
 mod golden;
 mod mpi;
 mod mutants;
@@ -37,7 +38,7 @@ cargo xtask mutations  faults put into what ranks tell each other and record, ea
 cargo xtask mpi     the feature mpi, built and run with the MPI that MPICC and MPIRUN name
 cargo xtask docs    writes docs/configuration.md and tables of keys from the code
 cargo xtask picture draws docs/train.svg from a run of the demonstration
-cargo xtask circles names the circles of imports between files of a crate
+cargo xtask circles names the circles of imports between files of a crate, and crates that use one on their own floor or above
 cargo xtask words [SEED | --list [DIR]]  counts doc comments that open without a noun or verb, and prints 50 drawn at random, or all at
                     fault
 ";
@@ -54,7 +55,7 @@ fn main() -> ExitCode {
         Some("golden") => golden::golden(&env::args().skip(2).collect::<Vec<_>>()),
         Some("soak") => soak::soak(&env::args().skip(2).collect::<Vec<_>>()),
         Some("picture") => picture::draw(),
-        Some("circles") => circles::check(),
+        Some("circles") => imports(),
         Some("words") => words::words(&env::args().skip(2).collect::<Vec<_>>()),
         _ => Err(HELP.to_owned()),
     };
@@ -77,7 +78,7 @@ fn ci() -> Result<(), String> {
     println!("== cargo xtask words");
     words::check()?;
     println!("== cargo xtask circles");
-    circles::check()?;
+    imports()?;
     run("cargo clippy --workspace --all-targets -- -D warnings", &[])?;
     if is_installed(OTHER_TARGET) {
         run(&format!("cargo clippy --target {OTHER_TARGET} -- -D warnings"), &[])?;
@@ -87,6 +88,12 @@ fn ci() -> Result<(), String> {
     run("cargo doc --workspace --no-deps", &[("RUSTDOCFLAGS", "-D warnings")])?;
     run(TEST, &[])?;
     mpi::check_if_possible()
+}
+
+/// Checks the directions of imports: of files in a crate, and of crates.
+fn imports() -> Result<(), String> {
+    floors::check()?;
+    circles::check()
 }
 
 /// Returns true if rustup has the standard library of `target`.

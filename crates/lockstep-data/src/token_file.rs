@@ -100,6 +100,7 @@ impl TokenFile {
     /// Maps a raw file of ids without a header, as nanoGPT writes them. With `end_of_text`, the whole file is searched
     /// for that id, and each one ends a document. Otherwise the file is one document.
     ///
+    /// # Errors
     /// If the file cannot be opened, is empty or not a whole number of ids, or an id in its sampled pages (at most
     /// 1,024) is beyond the vocabulary.
     pub fn open_raw(path: &Path, id_type: IdType, vocab_size: u64, end_of_text: Option<u32>) -> Result<Self> {
@@ -128,6 +129,7 @@ impl TokenFile {
 
     /// Maps the `.bin` and the `.idx` of a Megatron indexed data set; `path` is either of them.
     ///
+    /// # Errors
     /// If a file cannot be opened, the index breaks a rule of the format or does not match the `.bin`, there are no
     /// tokens, or an id in the sampled pages (at most 1,024) is beyond the vocabulary.
     pub fn open_indexed(path: &Path, vocab_size: u64) -> Result<Self> {
@@ -156,6 +158,7 @@ impl TokenFile {
     /// Checks the whole file: a token cache file against its checksum, every id of any other file against the
     /// vocabulary.
     ///
+    /// # Errors
     /// If the checksum of a cache file does not match, or an id of another file is beyond the vocabulary.
     pub fn verify(&self) -> Result<()> {
         if let Documents::Listed(_) = self.documents {
@@ -234,6 +237,7 @@ impl TokenFile {
 
     /// Appends the ids of `range` to `out`.
     ///
+    /// # Errors
     /// If an id is beyond the vocabulary: it must not reach the embedding table.
     ///
     /// # Panics

@@ -44,6 +44,7 @@ pub struct Tokenized {
 /// damaged file of that name is replaced. Several processes may do this at the same time: each writes its own temporary
 /// file, and all end with the same bytes under the same name.
 ///
+/// # Errors
 /// If a file is missing or malformed, no file holds text, a file changes while it is read, or the disk is full. No
 /// unfinished file is left behind.
 pub fn tokenize_files(

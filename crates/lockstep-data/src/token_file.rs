@@ -162,12 +162,10 @@ impl TokenFile {
     /// If the checksum of a cache file does not match, or an id of another file is beyond the vocabulary.
     pub fn verify(&self) -> Result<()> {
         if let Documents::Listed(_) = self.documents {
-            let same = blake3::hash(&self.map[TokenFileHeader::BYTES..]) == self.digest;
-            return if same {
-                Ok(())
-            } else {
-                Err(self.bad(TokenFileProblem("the checksum of its tokens does not match".to_owned())))
-            };
+            if blake3::hash(&self.map[TokenFileHeader::BYTES..]) == self.digest {
+                return Ok(());
+            }
+            return Err(self.bad("the checksum of its tokens does not match"));
         }
         self.blocks().try_for_each(|block| self.read(block, &mut Vec::new()))
     }
@@ -304,8 +302,9 @@ impl TokenFile {
         TokenFileHeader::parse(&self.map).ok().map(|header| header.content_key)
     }
 
-    pub(crate) fn bad(&self, problem: TokenFileProblem) -> DataError {
-        DataError::BadTokenFile { path: self.path.clone(), problem }
+    /// Returns the error of a file that breaks a rule of the format.
+    pub(crate) fn bad(&self, rule: &str) -> DataError {
+        DataError::BadTokenFile { path: self.path.clone(), problem: TokenFileProblem(rule.to_owned()) }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Errors of a run's records, each with the path or the value at fault.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use lockstep_config::human::plural;
 
@@ -96,6 +96,13 @@ pub enum Error {
     /// Error in the communication with other ranks.
     #[error(transparent)]
     Comm(#[from] lockstep_comm::CommError),
+}
+
+impl Error {
+    /// Returns a function for `map_err` that attaches the action that failed and its path.
+    pub(crate) fn io(action: &'static str, path: &Path) -> impl Fn(io::Error) -> Self {
+        move |source| Self::Metrics { path: path.to_owned(), action, source }
+    }
 }
 
 /// Returns true if the disk or the quota is full.

@@ -84,6 +84,7 @@ type Outcome<T> = Result<T, Box<dyn Any + Send>>;
 impl<T> PendingSave<T> {
     /// Returns the result if the save has ended, and otherwise `self`.
     ///
+    /// # Panics
     /// If the save panicked.
     pub fn poll(self) -> Result<T, Self> {
         self.poll_for(Duration::ZERO)
@@ -91,6 +92,7 @@ impl<T> PendingSave<T> {
 
     /// Waits at most `time`, then returns as [`PendingSave::poll`].
     ///
+    /// # Panics
     /// If the save panicked.
     pub fn poll_for(mut self, time: Duration) -> Result<T, Self> {
         match self.0.as_ref().map(|receiver| receiver.recv_timeout(time)) {
@@ -105,6 +107,7 @@ impl<T> PendingSave<T> {
 
     /// Waits for the save to end and returns its result.
     ///
+    /// # Panics
     /// If the save panicked.
     pub fn wait(mut self) -> T {
         match self.0.take().map(|receiver| receiver.recv()) {

@@ -150,6 +150,7 @@ pub fn prune(
 /// Deletes checkpoints as [`prune`] does, to make room for a new one. Deletes nothing unless at least one remaining
 /// checkpoint has been verified completely.
 ///
+/// # Errors
 /// If the directory is locked or cannot be listed.
 pub fn make_room(
     dir: &Path,
@@ -176,6 +177,7 @@ fn throw_away(dir: &Path, listed: &ListedCheckpoint) -> Result<PathBuf, Checkpoi
 /// Moves damaged checkpoints of `dir` into its subdirectory `damaged`, where they are ignored, and returns their new
 /// paths. Replaces an earlier one with the same step there.
 ///
+/// # Errors
 /// If the directory is locked or a checkpoint cannot be moved; those before it have been moved.
 pub fn set_damaged_aside(dir: &Path, damaged: &[PathBuf]) -> Result<Vec<PathBuf>, CheckpointError> {
     let _lock = DirectoryLock::take(dir)?;

@@ -18,7 +18,7 @@ pub enum CheckpointError {
     #[error(transparent)]
     Model(#[from] lockstep_model::ModelError),
     /// The tensors in a directory are not those of the model in its `config.json`.
-    #[error("{}: {source}", dir.display())]
+    #[error("{dir}: {source}")]
     DoesNotFit {
         /// Directory of the model.
         dir: PathBuf,
@@ -34,7 +34,7 @@ pub enum CheckpointError {
         tied_to: String,
     },
     /// The base model of a fine-tuning run cannot be read.
-    #[error("{} holds what was trained of the model in {}: {source}", path.display(), base.display())]
+    #[error("{path} holds what was trained of the model in {base}: {source}")]
     BaseModel {
         /// Checkpoint of the fine-tuning run.
         path: PathBuf,
@@ -44,11 +44,7 @@ pub enum CheckpointError {
         source: Box<CheckpointError>,
     },
     /// The base model of a fine-tuning run has changed.
-    #[error(
-        "{} was trained on the model that lay in {}; the weights there are others now",
-        path.display(),
-        base.display()
-    )]
+    #[error("{path} was trained on the model that lay in {base}; the weights there are others now")]
     BaseModelChanged {
         /// Checkpoint of the fine-tuning run.
         path: PathBuf,
@@ -56,7 +52,7 @@ pub enum CheckpointError {
         base: PathBuf,
     },
     /// An adapter cannot be used with the model.
-    #[error("the adapter in {} cannot be used: {reason}", dir.display())]
+    #[error("the adapter in {dir} cannot be used: {reason}")]
     Adapter {
         /// Directory of the adapter.
         dir: PathBuf,
@@ -64,7 +60,7 @@ pub enum CheckpointError {
         reason: String,
     },
     /// A directory holds checkpoints but is not one itself.
-    #[error("{} has neither manifest.json nor config.json, it holds checkpoints; did you mean {}?", path.display(), newest.display())]
+    #[error("{path} has neither manifest.json nor config.json, it holds checkpoints; did you mean {newest}?")]
     ParentDirectory {
         /// Directory that was given.
         path: PathBuf,
@@ -72,13 +68,13 @@ pub enum CheckpointError {
         newest: PathBuf,
     },
     /// A checkpoint holds no adapter that could be exported.
-    #[error("{} holds no adapter: its run had no fine_tune.lora_rank", path.display())]
+    #[error("{path} holds no adapter: its run had no fine_tune.lora_rank")]
     NoAdapter {
         /// Checkpoint without an adapter.
         path: PathBuf,
     },
     /// An operating-system call failed.
-    #[error("cannot {action} {}: {source}", path.display())]
+    #[error("cannot {action} {path}: {source}")]
     Io {
         /// Attempted action, as a verb.
         action: &'static str,
@@ -88,7 +84,7 @@ pub enum CheckpointError {
         source: io::Error,
     },
     /// The device or the quota is full. Earlier checkpoints are untouched.
-    #[error("no space left for {}; earlier checkpoints are untouched", path.display())]
+    #[error("no space left for {path}; earlier checkpoints are untouched")]
     DiskFull {
         /// File that did not fit.
         path: PathBuf,
@@ -96,7 +92,7 @@ pub enum CheckpointError {
         source: io::Error,
     },
     /// The file system does not answer, and the save has given up waiting.
-    #[error("{doing} {} has made no progress for {} s", path.display(), idle.as_secs())]
+    #[error("{doing} {path} has made no progress for {} s", idle.as_secs())]
     Stalled {
         /// The kind of call: "writing", "syncing", ...
         doing: &'static str,
@@ -108,7 +104,7 @@ pub enum CheckpointError {
         abandoned: Abandoned,
     },
     /// Another save or prune is using the directory.
-    #[error("another process is at work in {}", dir.display())]
+    #[error("another process is at work in {dir}")]
     Busy {
         /// Directory of checkpoints.
         dir: PathBuf,
@@ -136,9 +132,7 @@ pub enum CheckpointError {
     },
     /// A path with the name of a checkpoint does not exist, but other checkpoints lie beside it.
     #[error(
-        "there is no checkpoint {}, or no longer (a run keeps its newest checkpoint.keep); the newest there is {}",
-        path.display(),
-        newest.display()
+        "there is no checkpoint {path}, or no longer (a run keeps its newest checkpoint.keep); the newest there is {newest}"
     )]
     NoSuchCheckpoint {
         /// Path that was given.
@@ -148,8 +142,7 @@ pub enum CheckpointError {
     },
     /// A checkpoint was removed while it was read.
     #[error(
-        "{} was removed or moved while it was read (a run keeps its newest checkpoint.keep); take {}",
-        path.display(),
+        "{path} was removed or moved while it was read (a run keeps its newest checkpoint.keep); take {}",
         newest.as_ref().map_or("another one".to_owned(), |newest| newest.display().to_string())
     )]
     Removed {
@@ -159,7 +152,7 @@ pub enum CheckpointError {
         newest: Option<PathBuf>,
     },
     /// A file named by an index or a manifest is missing.
-    #[error("{} is missing, but {} names it", path.display(), named_in.display())]
+    #[error("{path} is missing, but {named_in} names it")]
     MissingFile {
         /// File that is missing.
         path: PathBuf,
@@ -167,14 +160,14 @@ pub enum CheckpointError {
         named_in: PathBuf,
     },
     /// A path where a checkpoint's file should be is not a regular file.
-    #[error("{} is not a regular file", path.display())]
+    #[error("{path} is not a regular file")]
     NotAFile {
         /// Path that is not a regular file.
         path: PathBuf,
     },
 
     /// A safetensors file breaks a rule of its format.
-    #[error("{} is not a valid safetensors file: {source}", path.display())]
+    #[error("{path} is not a valid safetensors file: {source}")]
     Header {
         /// Safetensors file that is invalid.
         path: PathBuf,
@@ -182,7 +175,7 @@ pub enum CheckpointError {
         source: HeaderError,
     },
     /// The requested tensor does not exist.
-    #[error("{} holds no tensor `{tensor}`", path.display())]
+    #[error("{path} holds no tensor `{tensor}`")]
     NoSuchTensor {
         /// File or directory that was searched.
         path: PathBuf,
@@ -190,7 +183,7 @@ pub enum CheckpointError {
         tensor: String,
     },
     /// A tensor has a type that cannot be converted.
-    #[error("tensor `{tensor}` in {} is {dtype}; f32, bf16 or f16 can be read here", path.display())]
+    #[error("tensor `{tensor}` in {path} is {dtype}; f32, bf16 or f16 can be read here")]
     UnsupportedDtype {
         /// File or directory that holds the tensor.
         path: PathBuf,
@@ -245,15 +238,14 @@ pub enum CheckpointError {
 
     /// The directory holds no safetensors weights.
     #[error(
-        "{} holds neither model.safetensors nor model.safetensors.index.json (pickled weights are never read)",
-        dir.display()
+        "{dir} holds neither model.safetensors nor model.safetensors.index.json (pickled weights are never read)"
     )]
     NoWeights {
         /// Directory that was searched.
         dir: PathBuf,
     },
     /// A file name is not a plain name, so that it could leave its directory.
-    #[error("{} names the file `{name}`, which is not a plain file name", path.display())]
+    #[error("{path} names the file `{name}`, which is not a plain file name")]
     UnsafeName {
         /// Index, manifest or request that holds the name.
         path: PathBuf,
@@ -261,7 +253,7 @@ pub enum CheckpointError {
         name: String,
     },
     /// A `model.safetensors.index.json` is malformed.
-    #[error("{} is not a valid index: {reason}", path.display())]
+    #[error("{path} is not a valid index: {reason}")]
     Index {
         /// Index that is malformed.
         path: PathBuf,
@@ -269,7 +261,7 @@ pub enum CheckpointError {
         reason: String,
     },
     /// An index names a tensor that its shard does not hold.
-    #[error("{} says that `{tensor}` is in {shard}, which does not hold it", path.display())]
+    #[error("{path} says that `{tensor}` is in {shard}, which does not hold it")]
     MissingWeight {
         /// Index that names the tensor.
         path: PathBuf,
@@ -279,14 +271,14 @@ pub enum CheckpointError {
         shard: String,
     },
     /// The output directory exists already and is not empty.
-    #[error("{} is not empty; choose another directory or remove it", path.display())]
+    #[error("{path} is not empty; choose another directory or remove it")]
     OutputExists {
         /// Output directory that is not empty.
         path: PathBuf,
     },
 
     /// `manifest.json` does not match the hash at its end.
-    #[error("{} is damaged: {reason}", path.display())]
+    #[error("{path} is damaged: {reason}")]
     ManifestDamaged {
         /// Manifest that is damaged.
         path: PathBuf,
@@ -294,7 +286,7 @@ pub enum CheckpointError {
         reason: &'static str,
     },
     /// `manifest.json` is undamaged but its contents are inconsistent.
-    #[error("{} is not a valid manifest: {reason}", path.display())]
+    #[error("{path} is not a valid manifest: {reason}")]
     Manifest {
         /// Manifest that is inconsistent.
         path: PathBuf,
@@ -302,7 +294,7 @@ pub enum CheckpointError {
         reason: String,
     },
     /// The format version of a checkpoint is not supported.
-    #[error("{} has format version {found}; this build reads version {supported}", path.display())]
+    #[error("{path} has format version {found}; this build reads version {supported}")]
     UnsupportedVersion {
         /// Manifest with the unsupported version.
         path: PathBuf,
@@ -312,7 +304,7 @@ pub enum CheckpointError {
         supported: u64,
     },
     /// A file of a checkpoint has another size than when it was saved.
-    #[error("{} has {found} bytes, but {expected} were saved", path.display())]
+    #[error("{path} has {found} bytes, but {expected} were saved")]
     FileSize {
         /// File with the wrong size.
         path: PathBuf,
@@ -322,7 +314,7 @@ pub enum CheckpointError {
         found: u64,
     },
     /// The hash of a checkpoint's file differs from the saved one.
-    #[error("{} is damaged in {}", path.display(), damaged_parts(tensors))]
+    #[error("{path} is damaged in {}", damaged_parts(tensors))]
     Corrupt {
         /// File that is damaged.
         path: PathBuf,

@@ -95,6 +95,7 @@ pub(crate) fn create_directories(dir: &Path) -> Result<(), CheckpointError> {
 /// Creates `dir` if it is missing, and checks that it is writable. A run calls this before its first step, when no work
 /// can be lost.
 ///
+/// # Errors
 /// If `dir` cannot be created or is not writable, or the disk is full.
 pub fn prepare_directory(dir: &Path) -> Result<(), CheckpointError> {
     create_directories(dir)?;

@@ -128,6 +128,7 @@ impl ModelDirectory {
     /// Opens a Hugging Face directory (`config.json` and safetensors) or a `step-...` directory of a run. Checks that
     /// its tensors are those of its configuration.
     ///
+    /// # Errors
     /// If a file is missing or damaged, or the tensors do not fit the configuration.
     pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
         let path = dir.to_owned();
@@ -155,6 +156,7 @@ impl ModelDirectory {
     /// Opens the model of a checkpoint. If the checkpoint holds only what a fine-tuning run trained, also opens the
     /// base model from its recorded path.
     ///
+    /// # Errors
     /// As for [`ModelDirectory::open`].
     pub fn of_checkpoint(checkpoint: Checkpoint) -> Result<Self, CheckpointError> {
         let path = checkpoint.path().to_owned();
@@ -178,6 +180,7 @@ impl ModelDirectory {
 
     /// Returns the model with the PEFT adapter in `dir`.
     ///
+    /// # Errors
     /// If the adapter is damaged, of an unsupported kind, or does not fit the model.
     pub fn with_adapter(self, dir: &Path) -> Result<Self, CheckpointError> {
         let trained = Trained::Peft(Box::new(PeftAdapter::open(dir, &self.config)?));
@@ -260,6 +263,7 @@ impl ModelDirectory {
 
     /// Passes every parameter that owns its weights to `sink`, by canonical name, in f32.
     ///
+    /// # Errors
     /// If a file is damaged, the base model has changed, or `sink` fails.
     pub fn for_each_parameter<E: From<CheckpointError>>(
         &self,
@@ -271,6 +275,7 @@ impl ModelDirectory {
     /// As [`ModelDirectory::for_each_parameter`], and returns the digest of all names and values. A fine-tuning run
     /// records it to recognize its base model.
     ///
+    /// # Errors
     /// As for [`ModelDirectory::for_each_parameter`].
     pub fn for_each_parameter_hashed<E: From<CheckpointError>>(
         &self,
@@ -365,6 +370,7 @@ impl ModelDirectory {
     /// Writes the model as a directory that `transformers` loads: `config.json`, `model.safetensors` (sharded above 5
     /// GB), all tokenizer files including the chat template, and `generation_config.json`.
     ///
+    /// # Errors
     /// If a file is damaged, the base model has changed, the output directory is not empty, or the disk is full.
     pub fn export_hf(&self, dtype: DType, out: &Path) -> Result<(), CheckpointError> {
         if let Weights::Tuned { .. } = &self.weights {
@@ -388,6 +394,7 @@ impl ModelDirectory {
 
     /// Writes the adapter that a run has trained as a directory that `peft` loads.
     ///
+    /// # Errors
     /// If the model has no trained adapter, and as for [`ModelDirectory::export_hf`].
     pub fn export_adapter(&self, dtype: DType, out: &Path) -> Result<(), CheckpointError> {
         let Weights::Tuned { base, trained: Trained::Checkpoint { checkpoint, adapter: Some(adapter), .. } } =
@@ -516,6 +523,7 @@ fn read_imported<E: From<CheckpointError>>(
 
 /// Returns the model configuration in a checkpoint of a training run.
 ///
+/// # Errors
 /// If the manifest holds no model, or an unsupported one.
 pub fn checkpoint_model(checkpoint: &Checkpoint) -> Result<ModelConfig, CheckpointError> {
     let origin = checkpoint.path().join(MANIFEST_FILE).display().to_string();

@@ -85,6 +85,7 @@ impl<'a> SliceBytes<'a> {
 
     /// Returns the bytes of a range.
     ///
+    /// # Panics
     /// If the range exceeds the bytes.
     pub fn range(self, range: std::ops::Range<usize>) -> Self {
         match self {

@@ -73,6 +73,7 @@ impl Tokens {
     /// Checks all files completely: cache files against their checksum, and every id of other files against the
     /// vocabulary.
     ///
+    /// # Errors
     /// If a file is damaged; the first damage is reported.
     pub fn verify(&self) -> Result<()> {
         self.files().iter().try_for_each(|file| file.verify())

@@ -18,7 +18,7 @@ pub type Result<T, E = DataError> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum DataError {
     /// An operating-system call failed.
-    #[error("cannot {action} {}: {source}", path.display())]
+    #[error("cannot {action} {path}: {source}")]
     Io {
         /// Attempted action as a verb: "read", "create".
         action: &'static str,
@@ -29,9 +29,8 @@ pub enum DataError {
     },
     /// The file system was full while a token file was written. The partial file has been removed.
     #[error(
-        "the disk is full: {} could not be written ({written_bytes} bytes were; the partial file is \
-         removed). Free some space or choose another cache directory",
-        path.display()
+        "the disk is full: {path} could not be written ({written_bytes} bytes were; the partial file is \
+         removed). Free some space or choose another cache directory"
     )]
     DiskFull {
         /// Token file that was being written.
@@ -41,9 +40,8 @@ pub enum DataError {
     },
     /// A pattern matches no file.
     #[error(
-        "no file matches \"{pattern}\" (searched from {}); give a file, a directory, or a glob such as \
-         \"data/**/*.txt\"",
-        searched.display()
+        "no file matches \"{pattern}\" (searched from {searched}); give a file, a directory, or a glob such as \
+         \"data/**/*.txt\""
     )]
     NoMatch {
         /// Pattern as given.
@@ -61,10 +59,9 @@ pub enum DataError {
     },
     /// The format of a file cannot be derived from its extension.
     #[error(
-        "{}: files of type .{extension} are not read as they are; text (any UTF-8 file), JSON lines (.jsonl, .ndjson), Parquet, \
+        "{path}: files of type .{extension} are not read as they are; text (any UTF-8 file), JSON lines (.jsonl, .ndjson), Parquet, \
          Megatron's .bin with its .idx, and raw tokens (.bin) are. If this is one of those under another name, \
-         set data.format to \"text\", \"jsonl\", \"parquet\", \"indexed\" or \"tokens\"",
-        path.display()
+         set data.format to \"text\", \"jsonl\", \"parquet\", \"indexed\" or \"tokens\""
     )]
     UnsupportedFormat {
         /// File with the unsupported extension.
@@ -87,7 +84,7 @@ pub enum DataError {
         name: String,
     },
     /// A Parquet file cannot be read.
-    #[error("{} is not a Parquet file with text: {problem}", path.display())]
+    #[error("{path} is not a Parquet file with text: {problem}")]
     BadParquet {
         /// Parquet file that cannot be read.
         path: PathBuf,
@@ -95,35 +92,34 @@ pub enum DataError {
         problem: String,
     },
     /// An output file exists already and would be overwritten.
-    #[error("{} is there already; give another name, or remove it", path.display())]
+    #[error("{path} is there already; give another name, or remove it")]
     OutputExists {
         /// Existing output file.
         path: PathBuf,
     },
     /// Another process is writing the same output.
-    #[error("another process is writing in {}; wait for its end, or give another name", path.display())]
+    #[error("another process is writing in {path}; wait for its end, or give another name")]
     WorkInUse {
         /// Work directory of the unfinished output.
         path: PathBuf,
     },
     /// A work directory holds unfinished work on other inputs or with other options.
     #[error(
-        "{} holds unfinished work on other files, or with another tokenizer or other options; finish that, or remove \
-         the directory to begin anew",
-        path.display()
+        "{path} holds unfinished work on other files, or with another tokenizer or other options; finish that, or remove \
+         the directory to begin anew"
     )]
     OtherWork {
         /// Work directory of the unfinished output.
         path: PathBuf,
     },
     /// The file system was full while a data set was written. The finished part is kept.
-    #[error("the disk is full below {}; free some space, and the same command goes on where it was", path.display())]
+    #[error("the disk is full below {path}; free some space, and the same command goes on where it was")]
     NoSpaceToGoOn {
         /// Work directory of the unfinished output.
         path: PathBuf,
     },
     /// Tokenization was stopped on request. The finished part is kept.
-    #[error("interrupted after {tokens} tokens, which are in {}; the same command goes on from there", path.display())]
+    #[error("interrupted after {tokens} tokens, which are in {path}; the same command goes on from there")]
     Interrupted {
         /// Work directory of the unfinished output.
         path: PathBuf,
@@ -140,15 +136,14 @@ pub enum DataError {
         document: u64,
     },
     /// A file of tokens was given where text is required.
-    #[error("{} holds tokens already", path.display())]
+    #[error("{path} holds tokens already")]
     NotText {
         /// Token file that was given.
         path: PathBuf,
     },
     /// A text file was given without a tokenizer.
     #[error(
-        "{} is text, and no tokenizer is named for it: set data.tokenizer to \"bytes\" or the path of a tokenizer.json",
-        path.display()
+        "{path} is text, and no tokenizer is named for it: set data.tokenizer to \"bytes\" or the path of a tokenizer.json"
     )]
     NoTokenizer {
         /// First text file.
@@ -156,9 +151,8 @@ pub enum DataError {
     },
     /// A file is not valid UTF-8.
     #[error(
-        "{} is not UTF-8 text: the byte at offset {offset_bytes} is invalid; convert the file, or leave it out, by a glob \
-         such as \"*.txt\" in the place of a directory",
-        path.display()
+        "{path} is not UTF-8 text: the byte at offset {offset_bytes} is invalid; convert the file, or leave it out, by a glob \
+         such as \"*.txt\" in the place of a directory"
     )]
     NotUtf8 {
         /// File with the invalid byte.
@@ -167,7 +161,7 @@ pub enum DataError {
         offset_bytes: u64,
     },
     /// A record of a JSON file holds no document.
-    #[error("{} {place}: {problem}", path.display())]
+    #[error("{path} {place}: {problem}")]
     JsonRecord {
         /// File that holds the record.
         path: PathBuf,
@@ -185,13 +179,13 @@ pub enum DataError {
         files: usize,
     },
     /// A file changed while it was being tokenized.
-    #[error("{} changed while it was being tokenized; try again when nothing writes to it", path.display())]
+    #[error("{path} changed while it was being tokenized; try again when nothing writes to it")]
     SourceChanged {
         /// File that changed.
         path: PathBuf,
     },
     /// A tokenizer cannot be loaded.
-    #[error("{} is not a usable tokenizer.json: {problem}", path.display())]
+    #[error("{path} is not a usable tokenizer.json: {problem}")]
     BadTokenizer {
         /// `tokenizer.json`, configuration or template that cannot be used.
         path: PathBuf,
@@ -223,7 +217,7 @@ pub enum DataError {
         problem: String,
     },
     /// A file of the token cache is invalid.
-    #[error("{} is not a valid token file: {problem}; delete it and it is written again", path.display())]
+    #[error("{path} is not a valid token file: {problem}; delete it and it is written again")]
     BadTokenFile {
         /// Token file that is invalid.
         path: PathBuf,
@@ -232,8 +226,7 @@ pub enum DataError {
     },
     /// The length of a raw token file is not a multiple of the id size, or is zero.
     #[error(
-        "{} has {bytes} bytes, which is not a whole number of ids of type {id_type}; data.token_type names another",
-        path.display()
+        "{path} has {bytes} bytes, which is not a whole number of ids of type {id_type}; data.token_type names another"
     )]
     BadRawFile {
         /// Raw token file.
@@ -244,7 +237,7 @@ pub enum DataError {
         id_type: IdType,
     },
     /// The index of a Megatron data set is invalid.
-    #[error("{} is not a valid index of a Megatron data set: {problem}", path.display())]
+    #[error("{path} is not a valid index of a Megatron data set: {problem}")]
     BadIndex {
         /// Index file that is invalid.
         path: PathBuf,
@@ -253,9 +246,8 @@ pub enum DataError {
     },
     /// A token id is beyond the vocabulary.
     #[error(
-        "{}: token {index} is {value} (read as {id_type}), but the vocabulary has {vocab_size} entries: 0 to {}; the \
+        "{path}: token {index} is {value} (read as {id_type}), but the vocabulary has {vocab_size} entries: 0 to {}; the \
          tokens were made for another model, or are of another type",
-        path.display(),
         vocab_size.saturating_sub(1)
     )]
     TokenOutOfRange {

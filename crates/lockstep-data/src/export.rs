@@ -63,6 +63,7 @@ pub struct Exported {
 /// Tokenizes `files` in order into `prefix.bin` and `prefix.idx`, with one sequence per document. Resumes an
 /// interrupted run with the same files, tokenizer and options.
 ///
+/// # Errors
 /// As [`tokenize_files`](crate::tokenize_files). Also if the result exists already, `prefix.partial` holds work on
 /// other inputs, `options.should_stop` returns true, or a document has a prompt, for which the format has no place.
 pub fn tokenize_to_indexed(

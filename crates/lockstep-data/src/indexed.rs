@@ -55,7 +55,8 @@ pub struct IndexHeader {
 }
 
 impl IndexHeader {
-    /// Parses and checks a whole index against the length of its `.bin`. `bytes` may hold anything. Allocates nothing.
+    /// Parses and checks a whole index against the length of its `.bin`. `bytes` may hold anything. Allocates nothing
+    /// but the message of an error.
     ///
     /// # Errors
     /// If the index breaks a rule of the format; the first such rule is returned.

@@ -150,6 +150,7 @@ fn extension_of(path: &Path) -> String {
 /// one directory and `**` does not. A Megatron data set may also be named without its extension. Relative patterns
 /// start at the current directory. A file that two patterns match is read twice.
 ///
+/// # Errors
 /// If a pattern matches no file, a glob cannot be parsed, a directory cannot be read, or a file has an unsupported
 /// format.
 pub fn expand<S: AsRef<str>>(patterns: &[S], format: Format) -> Result<Vec<SourceFile>> {

@@ -100,6 +100,7 @@ impl TokenFile {
     /// Maps a raw file of ids without a header, as nanoGPT writes them. With `end_of_text`, the whole file is searched
     /// for that id, and each one ends a document. Otherwise the file is one document.
     ///
+    /// # Errors
     /// If the file cannot be opened, is empty or not a whole number of ids, or an id in its sampled pages (at most
     /// 1,024) is beyond the vocabulary.
     pub fn open_raw(path: &Path, id_type: IdType, vocab_size: u64, end_of_text: Option<u32>) -> Result<Self> {
@@ -128,6 +129,7 @@ impl TokenFile {
 
     /// Maps the `.bin` and the `.idx` of a Megatron indexed data set; `path` is either of them.
     ///
+    /// # Errors
     /// If a file cannot be opened, the index breaks a rule of the format or does not match the `.bin`, there are no
     /// tokens, or an id in the sampled pages (at most 1,024) is beyond the vocabulary.
     pub fn open_indexed(path: &Path, vocab_size: u64) -> Result<Self> {
@@ -156,15 +158,14 @@ impl TokenFile {
     /// Checks the whole file: a token cache file against its checksum, every id of any other file against the
     /// vocabulary.
     ///
+    /// # Errors
     /// If the checksum of a cache file does not match, or an id of another file is beyond the vocabulary.
     pub fn verify(&self) -> Result<()> {
         if let Documents::Listed(_) = self.documents {
-            let same = blake3::hash(&self.map[TokenFileHeader::BYTES..]) == self.digest;
-            return if same {
-                Ok(())
-            } else {
-                Err(self.bad(TokenFileProblem("the checksum of its tokens does not match".to_owned())))
-            };
+            if blake3::hash(&self.map[TokenFileHeader::BYTES..]) == self.digest {
+                return Ok(());
+            }
+            return Err(self.bad("the checksum of its tokens does not match"));
         }
         self.blocks().try_for_each(|block| self.read(block, &mut Vec::new()))
     }
@@ -234,6 +235,7 @@ impl TokenFile {
 
     /// Appends the ids of `range` to `out`.
     ///
+    /// # Errors
     /// If an id is beyond the vocabulary: it must not reach the embedding table.
     ///
     /// # Panics
@@ -300,8 +302,9 @@ impl TokenFile {
         TokenFileHeader::parse(&self.map).ok().map(|header| header.content_key)
     }
 
-    pub(crate) fn bad(&self, problem: TokenFileProblem) -> DataError {
-        DataError::BadTokenFile { path: self.path.clone(), problem }
+    /// Returns the error of a file that breaks a rule of the format.
+    pub(crate) fn bad(&self, rule: &str) -> DataError {
+        DataError::BadTokenFile { path: self.path.clone(), problem: TokenFileProblem(rule.to_owned()) }
     }
 }
 

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use crate::{
     documents::hash_file,
     encoder::{Encoder, Ending, Position},
-    error::{DataError, Result, TokenFileProblem},
+    error::{DataError, Result},
     json_line::TextOptions,
     progress::Progress,
     sources::SourceFile,
@@ -44,6 +44,7 @@ pub struct Tokenized {
 /// damaged file of that name is replaced. Several processes may do this at the same time: each writes its own temporary
 /// file, and all end with the same bytes under the same name.
 ///
+/// # Errors
 /// If a file is missing or malformed, no file holds text, a file changes while it is read, or the disk is full. No
 /// unfinished file is left behind.
 pub fn tokenize_files(
@@ -103,9 +104,7 @@ fn open_cached(path: &Path, key: blake3::Hash) -> Result<Option<TokenFile>> {
     }
     let file = TokenFile::open(path)?;
     if file.content_key() != Some(key) {
-        return Err(file.bad(TokenFileProblem(
-            "it belongs to another corpus, tokenizer or set of options than its name says".to_owned(),
-        )));
+        return Err(file.bad("it belongs to another corpus, tokenizer or set of options than its name says"));
     }
     file.verify()?;
     Ok(Some(file))

@@ -108,6 +108,7 @@ impl Tokenizer {
     /// The end-of-text token is the one that the `tokenizer_config.json` in the same directory names. Without one it is
     /// the first of the usual names in the vocabulary.
     ///
+    /// # Errors
     /// If a file cannot be read or is not a valid tokenizer.
     pub fn load(name: &str) -> Result<Self> {
         if name == "bytes" {
@@ -176,6 +177,7 @@ impl Tokenizer {
     /// Takes the end-of-text token and the chat template from the bytes of a `tokenizer_config.json`; `path` is used
     /// only in messages.
     ///
+    /// # Errors
     /// If the bytes are not JSON, the vocabulary lacks the named token, or the template cannot be parsed.
     pub fn with_config(self, config_json: &[u8], path: &Path) -> Result<Self> {
         self.with_template(config_json, path, None)
@@ -232,6 +234,7 @@ impl Tokenizer {
 
     /// Encodes `text` and returns for each id the byte offset in the text at which it ends.
     ///
+    /// # Errors
     /// If the tokenizer cannot represent the text.
     pub(crate) fn encode_with_ends(&self, text: &str) -> Result<(Vec<u32>, Vec<usize>)> {
         match self {
@@ -247,6 +250,7 @@ impl Tokenizer {
     /// Encodes a prompt for generation: as [`encode`](Self::encode), with the special tokens (such as begin-of-text)
     /// that the tokenizer's post-processor adds.
     ///
+    /// # Errors
     /// If the tokenizer cannot represent the text.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         match self {
@@ -260,6 +264,7 @@ impl Tokenizer {
 
     /// Encodes a chat, given as (role, content) pairs, with the generation prompt of the assistant's next message.
     ///
+    /// # Errors
     /// If the template rejects the chat, or the tokenizer cannot represent the text.
     pub fn encode_chat(&self, messages: &[(String, String)]) -> Result<Vec<u32>> {
         let messages: Vec<Message> =
@@ -295,6 +300,7 @@ impl Tokenizer {
     /// Decodes `ids`. Special tokens and ids beyond the vocabulary (which a padded model can produce) decode to
     /// nothing; invalid UTF-8 becomes U+FFFD.
     ///
+    /// # Errors
     /// If the tokenizer's decoder fails.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         match self {

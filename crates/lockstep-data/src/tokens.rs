@@ -54,6 +54,7 @@ impl Tokens {
     /// Opens `files` in order. Token files are memory-mapped. Adjacent text files are tokenized together, or found in
     /// the cache.
     ///
+    /// # Errors
     /// If a file is missing, malformed or without text, an id is beyond the vocabulary, or a text file has no
     /// tokenizer.
     pub fn open(files: &[SourceFile], options: &OpenOptions<'_>) -> Result<Self> {
@@ -134,6 +135,7 @@ impl Tokens {
 
     /// Appends the ids of `range` to `out`.
     ///
+    /// # Errors
     /// If an id is beyond the vocabulary.
     ///
     /// # Panics

@@ -108,9 +108,9 @@ impl Fields {
         self.take(key, "true or false", Node::flag)
     }
 
-    /// Returns true if a flag is given and true.
-    pub(crate) fn is_on(&self, key: &str) -> bool {
-        self.flag(key).is_some_and(|read| read.value)
+    /// Returns `value`, with the place of a flag, if the flag is given and true.
+    pub(crate) fn if_on<T>(&self, key: &str, value: T) -> Option<Read<T>> {
+        self.flag(key).filter(|read| read.value).map(|read| read.map(|_| value))
     }
 
     pub(crate) fn number(&self, key: &str) -> Option<Read<f64>> {

@@ -38,7 +38,7 @@ pub enum LaunchError {
     )]
     NotBuilt,
     /// A log file that cannot be written.
-    #[error("cannot write {}: {source}", path.display())]
+    #[error("cannot write {path}: {source}")]
     Log {
         /// Path of the log file.
         path: PathBuf,

@@ -1,7 +1,7 @@
 //! Errors of a run's records, each with the path or the value at fault.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use lockstep_config::human::plural;
 
@@ -11,11 +11,10 @@ use lockstep_config::human::plural;
 pub enum Error {
     /// Rows of metrics cannot be written. They wait in memory and are written with the next row that succeeds.
     #[error(
-        "cannot append to {}: {}{} wait in memory{}",
-        path.display(),
+        "cannot append to {path}: {}{} wait in memory{}",
         if is_full(source) { "no space left, free some; ".to_owned() } else { format!("{source}; ") },
         plural(*waiting_rows, "row"),
-        if *lost_rows == 0 { String::new() } else { format!(", {} lost", plural(*lost_rows, "row")) },
+        if *lost_rows == 0 { String::new() } else { format!(", {} lost", plural(*lost_rows, "row")) }
     )]
     RowsWait {
         /// Path of the metrics file.
@@ -28,22 +27,21 @@ pub enum Error {
         lost_rows: usize,
     },
     /// The metrics file was deleted while the run wrote to it. It has been recreated with all of its rows.
-    #[error("{} was deleted while the run wrote to it; it is there again, with all of its rows", path.display())]
+    #[error("{path} was deleted while the run wrote to it; it is there again, with all of its rows")]
     MetricsDeleted {
         /// Path of the metrics file.
         path: PathBuf,
     },
     /// Another run writes to the metrics file.
     #[error(
-        "another run writes its metrics to {}: give this one a directory of its own (--set metrics.dir=DIR)",
-        dir.display()
+        "another run writes its metrics to {dir}: give this one a directory of its own (--set metrics.dir=DIR)"
     )]
     MetricsInUse {
         /// Path of the directory.
         dir: PathBuf,
     },
     /// The metrics file cannot be opened, read or written for another reason.
-    #[error("cannot {action} {}: {source}", path.display())]
+    #[error("cannot {action} {path}: {source}")]
     Metrics {
         /// Path of the file or directory.
         path: PathBuf,
@@ -63,13 +61,13 @@ pub enum Error {
         source: io::Error,
     },
     /// The directory holds no metrics of a run.
-    #[error("no metrics.jsonl in {}; give the metrics.dir of a run that writes it", dir.display())]
+    #[error("no metrics.jsonl in {dir}; give the metrics.dir of a run that writes it")]
     NoRun {
         /// Path of the directory.
         dir: PathBuf,
     },
     /// No line of the metrics can be read.
-    #[error("no row of {} can be read ({damaged_lines} damaged line(s))", path.display())]
+    #[error("no row of {path} can be read ({damaged_lines} damaged line(s))")]
     NoRows {
         /// Path of the metrics file.
         path: PathBuf,
@@ -77,7 +75,7 @@ pub enum Error {
         damaged_lines: usize,
     },
     /// A flight record cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
+    #[error("cannot read {path}: {source}")]
     ReadRecords {
         /// Path of the file.
         path: PathBuf,
@@ -85,7 +83,7 @@ pub enum Error {
         source: io::Error,
     },
     /// A flight record is damaged or implausible.
-    #[error("{} holds no records of ranks that can be used: {problem}", path.display())]
+    #[error("{path} holds no records of ranks that can be used: {problem}")]
     BadRecords {
         /// Path of the file.
         path: PathBuf,
@@ -98,6 +96,13 @@ pub enum Error {
     /// Error in the communication with other ranks.
     #[error(transparent)]
     Comm(#[from] lockstep_comm::CommError),
+}
+
+impl Error {
+    /// Returns a function for `map_err` that attaches the action that failed and its path.
+    pub(crate) fn io(action: &'static str, path: &Path) -> impl Fn(io::Error) -> Self {
+        move |source| Self::Metrics { path: path.to_owned(), action, source }
+    }
 }
 
 /// Returns true if the disk or the quota is full.

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use lockstep_engine::Ranks;
 use serde::Serialize;
@@ -12,7 +12,6 @@ use crate::Error;
 
 /// Writes a file atomically: a reader sees all of it or nothing.
 pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Error> {
-    let failed = |source: io::Error| Error::Metrics { path: path.to_owned(), action: "write", source };
     let draft = path.with_extension("tmp");
     let written = || -> io::Result<()> {
         if let Some(dir) = path.parent() {
@@ -23,7 +22,7 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Erro
         file.flush()?;
         fs::rename(&draft, path)
     };
-    written().map_err(failed)
+    written().map_err(Error::io("write", path))
 }
 
 /// Gathers what each rank has to tell on the first rank, in the order of the ranks; `None` on the others.
@@ -35,11 +34,8 @@ pub(crate) fn gather_json<T: Serialize + DeserializeOwned>(
     ranks: &Ranks,
     own: &T,
 ) -> Result<Option<Vec<T>>, Error> {
-    let unreadable = |error: serde_json::Error| Error::Metrics {
-        path: PathBuf::from("what a rank tells"),
-        action: "read",
-        source: error.into(),
-    };
+    let unreadable =
+        |error: serde_json::Error| Error::io("read", Path::new("what a rank tells"))(error.into());
     let parts = ranks.gather(&serde_json::to_vec(own).map_err(unreadable)?)?;
     if !ranks.is_first() {
         return Ok(None);

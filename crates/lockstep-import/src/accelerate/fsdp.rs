@@ -48,11 +48,9 @@ impl Accelerate<'_> {
             Some(flag) => format!("fsdp_reshard_after_forward = {flag}"),
             None => strategy.to_owned(),
         };
-        let offloads = self.fields.flag(&key("offload_params")).filter(|read| read.value);
-        self.set("parallel.offload.optimizer", offloads.clone().map(|read| read.map(|_| "cpu")));
-        self.set("parallel.offload.parameters", offloads.map(|read| read.map(|_| "cpu")));
-        let recomputes = self.fields.flag(&key("activation_checkpointing")).filter(|read| read.value);
-        self.set("parallel.recompute", recomputes.map(|read| read.map(|_| "full")));
+        self.set("parallel.offload.optimizer", self.fields.if_on(&key("offload_params"), "cpu"));
+        self.set("parallel.offload.parameters", self.fields.if_on(&key("offload_params"), "cpu"));
+        self.set("parallel.recompute", self.fields.if_on(&key("activation_checkpointing"), "full"));
         Fsdp { strategy, keeps_weights, why, wrap: self.wrap() }
     }
 

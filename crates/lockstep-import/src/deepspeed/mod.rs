@@ -122,20 +122,14 @@ impl DeepSpeed<'_, '_> {
     }
 
     fn precision(&mut self) {
-        let fp16 = self.fields.flag("fp16.enabled").filter(|read| read.value);
-        let bf16 = self.fields.flag("bf16.enabled").filter(|read| read.value);
-        let autocast = self.fields.flag("torch_autocast.enabled").filter(|read| read.value);
         let dtype = self.fields.text("torch_autocast.dtype").map_or("bfloat16".to_owned(), |read| read.value);
-        let autocast = autocast.map(|read| {
-            let word = if dtype.contains("bfloat16") || dtype == "bf16" { "bf16" } else { "f16" };
-            read.map(|_| word)
-        });
-        match (fp16.map(|read| read.map(|_| "f16")), bf16.map(|read| read.map(|_| "bf16"))) {
+        let autocast = if dtype.contains("bfloat16") || dtype == "bf16" { "bf16" } else { "f16" };
+        let autocast = self.fields.if_on("torch_autocast.enabled", autocast);
+        match (self.fields.if_on("fp16.enabled", "f16"), self.fields.if_on("bf16.enabled", "bf16")) {
             (Some(read), Some(_)) => {
                 self.fields.refuse(&read.key, "is true, and bf16.enabled is too", "one of the two")
             }
-            (Some(read), None) | (None, Some(read)) => self.user("train.precision", read),
-            (None, None) => match autocast {
+            (fp16, bf16) => match fp16.or(bf16).or(autocast) {
                 Some(read) => self.user("train.precision", read),
                 None => self.open_precision(),
             },
@@ -143,11 +137,10 @@ impl DeepSpeed<'_, '_> {
         let is_f16 = self.import.value("train.precision") == Some(&json!("f16"));
         let is_bf16 = self.import.value("train.precision") == Some(&json!("bf16"));
         self.loss_scale(is_f16);
-        let in_place =
-            self.fields.flag("bf16.bf16_master_weights_and_grads").filter(|read| read.value && is_bf16);
-        self.set("train.master_weights", in_place.map(|read| read.map(|_| false)));
-        let narrow = self.fields.flag("bf16.bf16_optimizer_states").filter(|read| read.value && is_bf16);
-        self.set("optimizer.state_precision", narrow.map(|read| read.map(|_| "bf16")));
+        let in_place = self.fields.if_on("bf16.bf16_master_weights_and_grads", false);
+        self.set("train.master_weights", in_place.filter(|_| is_bf16));
+        let narrow = self.fields.if_on("bf16.bf16_optimizer_states", "bf16");
+        self.set("optimizer.state_precision", narrow.filter(|_| is_bf16));
     }
 
     /// Sets the precision to f32, the Trainer's default, if the file leaves it to the Trainer.
@@ -347,11 +340,11 @@ impl DeepSpeed<'_, '_> {
         self.offload(number);
         let live = self.fields.integer(&key("stage3_max_live_parameters"));
         let neighbours = self.fields.integer(&key("zero_hpz_partition_size"));
-        let weights = self.fields.flag(&key("zero_quantized_weights")).filter(|read| read.value);
+        let weights = self.fields.if_on(&key("zero_quantized_weights"), "int8");
         if number == 3 {
             self.set("parallel.max_live_parameters", live.filter(|read| read.value > 0));
             self.set("parallel.secondary_shard", neighbours.filter(|read| read.value > 1));
-            self.set("parallel.quantize_weights", weights.map(|read| read.map(|_| "int8")));
+            self.set("parallel.quantize_weights", weights);
         }
         self.gradients(number);
         let shard: Option<Read<f64>> = self.fields.number(&key("mics_shard_size"));
@@ -367,12 +360,9 @@ impl DeepSpeed<'_, '_> {
             || self.fields.has("zero_optimization.zeropp_loco_param.reset_T");
         self.fields.mark("zero_optimization.zeropp_loco_param.err_beta");
         self.fields.mark("zero_optimization.zeropp_loco_param.reset_T");
-        let gradients = self
-            .fields
-            .flag("zero_optimization.zero_quantized_gradients")
-            .filter(|read| read.value && stage > 0);
-        let Some(read) = gradients else { return };
-        self.user("parallel.quantize_gradients", read.map(|_| "int4"));
+        let gradients = self.fields.if_on("zero_optimization.zero_quantized_gradients", "int4");
+        let Some(read) = gradients.filter(|_| stage > 0) else { return };
+        self.user("parallel.quantize_gradients", read);
         if !loco {
             self.import.foreign_default(
                 "parallel.quantize_feedback",
@@ -436,7 +426,7 @@ impl DeepSpeed<'_, '_> {
             );
         }
         self.set("parallel.tensor_parallel", self.tensor_parallel());
-        let is_on = self.fields.is_on("expert_parallel.enabled");
+        let is_on = self.fields.if_on("expert_parallel.enabled", ()).is_some();
         let experts = self.fields.integer("expert_parallel.autoep_size");
         let of_each = self.fields.integer("expert_parallel.expert_tensor_parallel_size");
         self.set("parallel.expert_parallel", experts.filter(|read| is_on && read.value > 1));
@@ -445,8 +435,8 @@ impl DeepSpeed<'_, '_> {
 
     fn activations(&mut self) {
         let key = |name: &str| format!("activation_checkpointing.{name}");
-        let sliced = self.fields.flag(&key("partition_activations")).filter(|read| read.value);
-        let offloaded = self.fields.flag(&key("cpu_checkpointing")).filter(|read| read.value);
+        let sliced = self.fields.if_on(&key("partition_activations"), true);
+        let offloaded = self.fields.if_on(&key("cpu_checkpointing"), "cpu");
         let number = self.fields.integer(&key("number_checkpoints")).filter(|read| read.value > 0);
         if sliced.is_none() && offloaded.is_none() && number.is_none() {
             return;
@@ -461,7 +451,7 @@ impl DeepSpeed<'_, '_> {
                 }
             }
         }
-        self.set("parallel.offload.activations", offloaded.map(|read| read.map(|_| "cpu")));
+        self.set("parallel.offload.activations", offloaded);
     }
 
     fn records(&mut self) {

@@ -58,45 +58,19 @@ pub struct ProcessPlace {
 
 /// Reason why an environment is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum EnvironmentProblem {
-    /// A value that is not a number in its allowed range.
-    #[error("{variable}={value:?}: allowed is {allowed}")]
-    Value {
-        /// Name of the variable.
-        variable: &'static str,
-        /// Value of the variable.
-        value: String,
-        /// Allowed values, for the message.
-        allowed: String,
-    },
-    /// An incomplete set of variables.
-    #[error("{present} is set, but {missing} is not ({launcher})")]
-    Incomplete {
-        /// Launcher that the set belongs to.
-        launcher: Launcher,
-        /// Variable that is set.
-        present: &'static str,
-        /// Variable that is missing.
-        missing: &'static str,
-    },
-    /// Two launchers that both claim this rank, and differ.
-    #[error(
-        "{first} says rank {first_rank} of {first_size}, {second} says rank {second_rank} of {second_size}: unset the variables of one of them"
-    )]
-    Contradiction {
-        /// Launcher of the first set of variables.
-        first: Launcher,
-        /// Rank that the first launcher sets.
-        first_rank: usize,
-        /// World size that the first launcher sets.
-        first_size: usize,
-        /// Launcher of the second set of variables.
-        second: Launcher,
-        /// Rank that the second launcher sets.
-        second_rank: usize,
-        /// World size that the second launcher sets.
-        second_size: usize,
-    },
+#[error("{0}")]
+pub struct EnvironmentProblem(String);
+
+impl EnvironmentProblem {
+    /// Returns the problem of a value that is not allowed.
+    fn value(variable: &str, value: &str, allowed: &str) -> Self {
+        Self(format!("{variable}={value:?}: allowed is {allowed}"))
+    }
+
+    /// Returns the problem of an incomplete set of variables.
+    fn incomplete(launcher: Launcher, present: &str, missing: &str) -> Self {
+        Self(format!("{present} is set, but {missing} is not ({launcher})"))
+    }
 }
 
 /// Returns the place in the run of a process with this environment; `None` if no launcher started it as a rank.
@@ -113,14 +87,11 @@ pub fn detect(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Proces
     if let (Some(first), Some(second)) = (&torchrun, &mpi)
         && (first.rank, first.world_size) != (second.rank, second.world_size)
     {
-        return Err(EnvironmentProblem::Contradiction {
-            first: first.launcher,
-            first_rank: first.rank,
-            first_size: first.world_size.unwrap_or(0),
-            second: second.launcher,
-            second_rank: second.rank,
-            second_size: second.world_size.unwrap_or(0),
-        });
+        let says = |place: &ProcessPlace| {
+            format!("{} says rank {} of {}", place.launcher, place.rank, place.world_size.unwrap_or(0))
+        };
+        let (first, second) = (says(first), says(second));
+        return Err(EnvironmentProblem(format!("{first}, {second}: unset the variables of one of them")));
     }
     if let Some(place) = torchrun.or(mpi) {
         return Ok(Some(place));
@@ -170,11 +141,8 @@ impl Environment<'_> {
         }
         let (rank, world_size) = (self.number("RANK")?, self.number("WORLD_SIZE")?);
         let local_rank = self.number("LOCAL_RANK")?;
-        let missing = |present, missing| EnvironmentProblem::Incomplete {
-            launcher: Launcher::Torchrun,
-            present,
-            missing,
-        };
+        let launcher = Launcher::Torchrun;
+        let missing = |present, missing| EnvironmentProblem::incomplete(launcher, present, missing);
         let (rank, world_size) = match (rank, world_size) {
             (Some(rank), Some(world_size)) => (rank, world_size),
             (Some(_), None) => return Err(missing("RANK", "WORLD_SIZE")),
@@ -183,9 +151,8 @@ impl Environment<'_> {
             (None, None) => return Ok(None),
         };
         let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE"];
-        check(names, rank, world_size, local_rank.unwrap_or(0), world_size)?;
-        let (launcher, world_size) = (Launcher::Torchrun, Some(world_size));
-        Ok(Some(ProcessPlace { launcher, rank, world_size, local_rank, local_size: None, leader: None }))
+        let numbers = [rank, world_size, local_rank.unwrap_or(0), world_size];
+        Ok(Some(ProcessPlace { local_rank, local_size: None, ..place_of(launcher, names, numbers)? }))
     }
 
     fn mpich(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
@@ -204,34 +171,28 @@ impl Environment<'_> {
             return Ok(None);
         }
         let Some(rank) = self.number("SLURM_PROCID")? else { return Ok(None) };
-        let missing = |missing| EnvironmentProblem::Incomplete {
-            launcher: Launcher::Slurm,
-            present: "SLURM_PROCID",
-            missing,
-        };
+        let launcher = Launcher::Slurm;
+        let missing = |missing| EnvironmentProblem::incomplete(launcher, "SLURM_PROCID", missing);
         let world_size = self.number("SLURM_NTASKS")?.ok_or_else(|| missing("SLURM_NTASKS"))?;
         let local_rank = self.number("SLURM_LOCALID")?.ok_or_else(|| missing("SLURM_LOCALID"))?;
         let node = self.number("SLURM_NODEID")?.unwrap_or(0);
         let name = "SLURM_STEP_TASKS_PER_NODE";
         let tasks = self.get(name).ok_or_else(|| missing(name))?;
-        let local_size = tasks_on_node(&tasks, node).ok_or_else(|| EnvironmentProblem::Value {
-            variable: name,
-            value: tasks,
-            allowed: format!("a list such as 4(x2),3 that has a node {node}"),
+        let local_size = tasks_on_node(&tasks, node).ok_or_else(|| {
+            let allowed = format!("a list such as 4(x2),3 that has a node {node}");
+            EnvironmentProblem::value(name, &tasks, &allowed)
         })?;
         let leader = self.get("SLURM_STEP_NODELIST").map(|list| match first_node(&list) {
             Some(host) => Ok(Leader { host, port: None }),
             None => {
-                let allowed = "a list of nodes such as gnode[10,20-23]".to_owned();
-                Err(EnvironmentProblem::Value { variable: "SLURM_STEP_NODELIST", value: list, allowed })
+                let allowed = "a list of nodes such as gnode[10,20-23]";
+                Err(EnvironmentProblem::value("SLURM_STEP_NODELIST", &list, allowed))
             }
         });
         let leader = leader.transpose()?;
         let names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", name];
-        check(names, rank, world_size, local_rank, local_size)?;
-        let (launcher, world_size) = (Launcher::Slurm, Some(world_size));
-        let (local_rank, local_size) = (Some(local_rank), Some(local_size));
-        Ok(Some(ProcessPlace { launcher, rank, world_size, local_rank, local_size, leader }))
+        let numbers = [rank, world_size, local_rank, local_size];
+        Ok(Some(ProcessPlace { leader, ..place_of(launcher, names, numbers)? }))
     }
 
     fn kubernetes(&self) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
@@ -248,22 +209,18 @@ impl Environment<'_> {
         names: Names,
     ) -> Result<Option<ProcessPlace>, EnvironmentProblem> {
         let [rank, world_size, local_rank, local_size] = names.map(|name| self.number(name));
-        let numbers = [rank?, world_size?, local_rank?, local_size?];
-        let [Some(rank), Some(world_size), Some(local_rank), Some(local_size)] = numbers else {
-            let present = numbers.iter().position(Option::is_some);
-            let missing = numbers.iter().position(Option::is_none);
-            return match (present, missing) {
-                (Some(present), Some(missing)) => Err(EnvironmentProblem::Incomplete {
-                    launcher,
-                    present: names[present],
-                    missing: names[missing],
-                }),
-                _ => Ok(None),
-            };
-        };
-        check(names, rank, world_size, local_rank, local_size)?;
-        let (world_size, local_rank, local_size) = (Some(world_size), Some(local_rank), Some(local_size));
-        Ok(Some(ProcessPlace { launcher, rank, world_size, local_rank, local_size, leader: None }))
+        match [rank?, world_size?, local_rank?, local_size?] {
+            [Some(rank), Some(world_size), Some(local_rank), Some(local_size)] => {
+                place_of(launcher, names, [rank, world_size, local_rank, local_size]).map(Some)
+            }
+            numbers => {
+                let present = numbers.iter().position(Option::is_some);
+                let missing = numbers.iter().position(Option::is_none);
+                present.zip(missing).map_or(Ok(None), |(present, missing)| {
+                    Err(EnvironmentProblem::incomplete(launcher, names[present], names[missing]))
+                })
+            }
+        }
     }
 
     fn leader(&self) -> Result<Option<Leader>, EnvironmentProblem> {
@@ -271,7 +228,7 @@ impl Environment<'_> {
         let variable = "MASTER_PORT";
         let port = self.get(variable).map(|value| match value.parse::<u16>() {
             Ok(number) if number > 0 => Ok(number),
-            _ => Err(EnvironmentProblem::Value { variable, value, allowed: "1 to 65535".to_owned() }),
+            _ => Err(EnvironmentProblem::value(variable, &value, "1 to 65535")),
         });
         Ok(Some(Leader { host, port: port.transpose()? }))
     }
@@ -285,33 +242,31 @@ impl Environment<'_> {
         let Some(value) = self.get(variable) else { return Ok(None) };
         match value.parse::<usize>() {
             Ok(number) if number <= MAX_WORLD => Ok(Some(number)),
-            _ => Err(EnvironmentProblem::Value { variable, value, allowed: format!("0 to {MAX_WORLD}") }),
+            _ => Err(EnvironmentProblem::value(variable, &value, &format!("0 to {MAX_WORLD}"))),
         }
     }
 }
 
-/// Checks that ranks are below sizes; `names` are the names of the four variables.
-fn check(
+/// Returns the place that the four numbers of a launcher describe, after checking that ranks are below sizes.
+fn place_of(
+    launcher: Launcher,
     names: Names,
-    rank: usize,
-    world_size: usize,
-    local_rank: usize,
-    local_size: usize,
-) -> Result<(), EnvironmentProblem> {
-    let below = |variable, value: usize, limit: usize, name| {
-        if value < limit {
-            return Ok(());
-        }
-        let allowed = format!("below {name}={limit}");
-        Err(EnvironmentProblem::Value { variable, value: value.to_string(), allowed })
+    [rank, world_size, local_rank, local_size]: [usize; 4],
+) -> Result<ProcessPlace, EnvironmentProblem> {
+    let invalid = |index: usize, value: usize, allowed: String| {
+        Err(EnvironmentProblem::value(names[index], &value.to_string(), &allowed))
     };
-    below(names[0], rank, world_size, names[1])?;
-    below(names[2], local_rank, local_size, names[3])?;
-    if local_size > world_size {
-        let allowed = format!("at most {}={world_size}", names[1]);
-        return Err(EnvironmentProblem::Value { variable: names[3], value: local_size.to_string(), allowed });
+    if rank >= world_size {
+        return invalid(0, rank, format!("below {}={world_size}", names[1]));
     }
-    Ok(())
+    if local_rank >= local_size {
+        return invalid(2, local_rank, format!("below {}={local_size}", names[3]));
+    }
+    if local_size > world_size {
+        return invalid(3, local_size, format!("at most {}={world_size}", names[1]));
+    }
+    let (world_size, local_rank, local_size) = (Some(world_size), Some(local_rank), Some(local_size));
+    Ok(ProcessPlace { launcher, rank, world_size, local_rank, local_size, leader: None })
 }
 
 #[cfg(test)]

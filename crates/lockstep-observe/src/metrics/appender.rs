@@ -111,7 +111,7 @@ impl<S: Sink> Appender<S> {
         let length = self.waiting.len();
         if let Err(error) = write(&mut self.waiting) {
             self.waiting.truncate(length);
-            return Err(Error::Metrics { path: self.path.clone(), action: "write a row of", source: error });
+            return Err(Error::io("write a row of", &self.path)(error));
         }
         if self.waiting.len() > MAX_WAITING_BYTES && length > 0 {
             self.waiting.truncate(length);

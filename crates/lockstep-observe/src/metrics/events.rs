@@ -42,11 +42,7 @@ impl EventWriter {
     pub fn open(dir: &Path, start: Start) -> Result<Self, Error> {
         let first_step = match start {
             Start::Fresh => {
-                move_aside(dir).map_err(|source| Error::Metrics {
-                    path: dir.to_owned(),
-                    action: "move the event files of an earlier run in",
-                    source,
-                })?;
+                move_aside(dir).map_err(Error::io("move the event files of an earlier run in", dir))?;
                 1
             }
             Start::After { step } => step + 1,
@@ -65,11 +61,7 @@ impl EventWriter {
     /// # Errors
     /// [`Error::RowsWait`], [`Error::MetricsDeleted`] or [`Error::Metrics`]; the run can go on, as with `metrics.jsonl`.
     pub fn append(&mut self, row: &impl Row) -> Result<(), Error> {
-        let failed = |source: io::Error| Error::Metrics {
-            path: self.dir.clone(),
-            action: "write an event file in",
-            source,
-        };
+        let failed = Error::io("write an event file in", &self.dir);
         self.row.clear();
         self.scalars.summary.clear();
         serde_json::to_writer(&mut self.row, row).map_err(|error| failed(error.into()))?;
@@ -102,9 +94,9 @@ fn create(dir: &Path, first_step: u64) -> Result<Appender<File>, Error> {
     // TensorBoard reads files in the order of their names.
     let (seconds, micros) = (now as u64, (now.fract() * 1e6) as u32);
     let path = dir.join(format!("{FILE_PREFIX}{seconds:010}.{micros:06}.{host}.{id}"));
-    let failed = |source| Error::Metrics { path: path.clone(), action: "create", source };
-    fs::create_dir_all(dir).map_err(failed)?;
-    let file = File::options().create_new(true).read(true).append(true).open(&path).map_err(failed)?;
+    fs::create_dir_all(dir).map_err(Error::io("create", &path))?;
+    let file = File::options().create_new(true).read(true).append(true).open(&path);
+    let file = file.map_err(Error::io("create", &path))?;
     let mut file = Appender::new(file, path, 0);
     file.append(|out| {
         push_event(out, now, Event::FileVersion);

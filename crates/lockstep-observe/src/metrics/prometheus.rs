@@ -115,7 +115,7 @@ impl Prometheus {
         *at = Some(Instant::now());
         let staged = path.with_extension("prom.tmp");
         let written = fs::write(&staged, &self.text).and_then(|()| fs::rename(&staged, &*path));
-        written.map_err(|source| Error::Metrics { path: path.clone(), action: "write", source })
+        written.map_err(Error::io("write", path))
     }
 }
 

@@ -62,32 +62,29 @@ impl MetricsWriter<File> {
     /// # Errors
     /// [`Error::MetricsInUse`] if another run writes there; [`Error::Metrics`], with the path and the failed action, otherwise.
     pub fn open(dir: &Path, start: Start) -> Result<(Self, Resumption), Error> {
-        let failed = |action, path: &Path| {
-            let path = path.to_owned();
-            move |source| Error::Metrics { path, action, source }
-        };
         let path = dir.join(FILE_NAME);
-        fs::create_dir_all(dir).map_err(failed("create", dir))?;
+        fs::create_dir_all(dir).map_err(Error::io("create", dir))?;
         let mut found = Resumption::default();
         // The lock on the earlier file is held until the file has been moved aside.
         let earlier = lock_earlier(&path)?;
         if start == Start::Fresh {
-            found.moved_to = move_aside(&path).map_err(failed("move aside", &path))?;
+            found.moved_to = move_aside(&path).map_err(Error::io("move aside", &path))?;
         }
         let sink = File::options()
             .create(true)
             .read(true)
             .append(true)
             .open(&path)
-            .map_err(failed("open", &path))?;
+            .map_err(Error::io("open", &path))?;
         drop(earlier);
         lock(&sink, &path)?;
         let mut whole_bytes = 0;
         if let Start::After { step } = start {
-            let length = sink.metadata().map_err(failed("read", &path))?.len();
-            whole_bytes = rows_up_to(step, &sink, &mut found.damaged_lines).map_err(failed("read", &path))?;
+            let length = sink.metadata().map_err(Error::io("read", &path))?.len();
+            whole_bytes =
+                rows_up_to(step, &sink, &mut found.damaged_lines).map_err(Error::io("read", &path))?;
             found.cut_bytes = length - whole_bytes;
-            sink.set_len(whole_bytes).map_err(failed("truncate", &path))?;
+            sink.set_len(whole_bytes).map_err(Error::io("truncate", &path))?;
         }
         Ok((Self::over(sink, path, whole_bytes), found))
     }
@@ -99,10 +96,8 @@ impl MetricsWriter<File> {
     /// [`Error::RowsWait`] if waiting rows cannot be written; [`Error::Metrics`] if the handle cannot be duplicated.
     pub fn file(&mut self) -> Result<MetricsFile, Error> {
         let path = self.path().to_owned();
-        match self.lines.flushed()?.try_clone() {
-            Ok(file) => Ok(MetricsFile { file, path }),
-            Err(source) => Err(Error::Metrics { path, action: "open", source }),
-        }
+        let file = self.lines.flushed()?.try_clone().map_err(Error::io("open", &path))?;
+        Ok(MetricsFile { file, path })
     }
 }
 
@@ -124,8 +119,7 @@ impl MetricsFile {
     /// # Errors
     /// If the system reports one.
     pub fn sync(&self) -> Result<(), Error> {
-        let failed = |source| Error::Metrics { path: self.path.clone(), action: "sync", source };
-        self.file.sync_data().map_err(failed)
+        self.file.sync_data().map_err(Error::io("sync", &self.path))
     }
 }
 

@@ -116,25 +116,20 @@ pub fn write_with(dir: &Path, out: Option<&Path>, waiting: &[u8]) -> Result<Path
         timeline: read_json(&dir.join(TIMELINE)),
     };
     let out = out.map_or_else(|| dir.join(REPORT), Path::to_owned);
-    fs::write(&out, page(&history, parts)).map_err(|source| Error::Metrics {
-        path: out.clone(),
-        action: "write",
-        source,
-    })?;
+    fs::write(&out, page(&history, parts)).map_err(Error::io("write", &out))?;
     Ok(out)
 }
 
 /// Reads the rows of the run in `dir`, followed by the `waiting` ones; fails without any.
 fn history_of(dir: &Path, waiting: &[u8]) -> Result<History, Error> {
     let path = dir.join(FILE_NAME);
-    let failed = |source| Error::Metrics { path: path.clone(), action: "read", source };
     let rows = match File::open(&path) {
         Err(source) if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
             return Err(Error::NoRun { dir: dir.to_owned() });
         }
-        file => BufReader::new(file.map_err(failed)?),
+        file => BufReader::new(file.map_err(Error::io("read", &path))?),
     };
-    let history = History::read(rows.chain(waiting)).map_err(failed)?;
+    let history = History::read(rows.chain(waiting)).map_err(Error::io("read", &path))?;
     if history.is_empty() {
         return Err(Error::NoRows { path, damaged_lines: history.damaged_lines });
     }

@@ -170,14 +170,12 @@ impl RunConfig {
     /// # Errors
     /// With all values that are inconsistent or that this version does not know.
     pub fn recorded(settings: &[Value], name: &str) -> Result<Self, Problems> {
-        let mut entries = Entries::default();
-        for setting in settings.iter().filter(|setting| setting["origin"] != Origin::Default.to_string()) {
-            if let Some(key) = setting["key"].as_str() {
-                let origin = Origin::File { name: name.into(), line: 0 };
-                entries.add_known(key.to_owned(), setting["value"].clone(), origin);
-            }
-        }
-        Self::checked(Purpose::Run, entries, Vec::new())
+        let origin = Origin::File { name: name.into(), line: 0 };
+        let set = settings.iter().filter(|setting| setting["origin"] != Origin::Default.to_string());
+        let entry = |setting: &Value| {
+            Some((setting["key"].as_str()?.to_owned(), setting["value"].clone(), origin.clone()))
+        };
+        Self::checked(Purpose::Run, set.filter_map(entry).collect(), Vec::new())
     }
 
     /// Returns the configuration of the run that wrote a checkpoint, from its [`RunConfig::to_json`], which messages call `name`.
@@ -211,10 +209,8 @@ impl RunConfig {
         let values: Vec<(String, Value)> =
             keys.into_iter().filter_map(|(section, key)| given(section, key)).collect();
         let of = |is_kept: &dyn Fn(&str) -> bool| {
-            let mut entries = Entries::default();
-            for (key, value) in values.iter().filter(|(key, _)| is_kept(key)) {
-                entries.add_known(key.clone(), value.clone(), origin.clone());
-            }
+            let kept = values.iter().filter(|(key, _)| is_kept(key));
+            let entries = kept.map(|(key, value)| (key.clone(), value.clone(), origin.clone())).collect();
             Self::checked(Purpose::Run, entries, Vec::new())
         };
         // Of the derived values, only those that would otherwise come out differently are set.
@@ -271,13 +267,11 @@ impl RunConfig {
 
     /// Returns the keys that were set and that `is_kept` selects.
     fn entries(&self, is_kept: impl Fn(&str) -> bool) -> Entries {
-        let mut entries = Entries::default();
-        for Setting { key, value, origin } in self.settings() {
-            if origin != Origin::Default && !value.is_null() && is_kept(&key) {
-                entries.add_known(key, value, origin);
-            }
-        }
-        entries
+        let is_set = |Setting { key, value, origin }: &Setting| {
+            *origin != Origin::Default && !value.is_null() && is_kept(key)
+        };
+        let set = self.settings().into_iter().filter(is_set);
+        set.map(|Setting { key, value, origin }| (key, value, origin)).collect()
     }
 
     /// Returns this configuration without the keys of a plan: `[parallel]` and the micro-batch.

@@ -100,21 +100,21 @@ impl Planner {
         if is_open || self.objective == Objective::Headroom {
             return Ok(false);
         }
-        let Ok(trial) = self.fitting(candidate, 0) else { return Ok(false) };
+        Ok(self.fitting_without(candidate)?.is_some())
+    }
+
+    /// Returns a candidate without recomputation, if it fits by the ledgers.
+    fn fitting_without(&mut self, candidate: &Candidate) -> Result<Option<Trial>, Rejection> {
+        let Ok(trial) = self.fitting(candidate, 0) else { return Ok(None) };
         let plan = self.planned(candidate, &trial).ok_or(Rejection::Invalid)?;
         let memory = self.booked(&plan, &trial, trial.ranks_to_book())?;
-        Ok(self.lacking(&trial.layout, &memory).is_none())
+        Ok(self.lacking(&trial.layout, &memory).is_none().then_some(trial))
     }
 
     /// Returns the objective of a candidate without recomputation, if it then fits by the ledgers. A candidate with one recomputing
     /// block is a duplicate of that one, unless the block makes the split into stages faster.
     fn without(&mut self, candidate: &Candidate) -> Result<Option<f64>, Rejection> {
-        let Ok(trial) = self.fitting(candidate, 0) else { return Ok(None) };
-        let plan = self.planned(candidate, &trial).ok_or(Rejection::Invalid)?;
-        let memory = self.booked(&plan, &trial, trial.ranks_to_book())?;
-        if self.lacking(&trial.layout, &memory).is_some() {
-            return Ok(None);
-        }
+        let Some(trial) = self.fitting_without(candidate)? else { return Ok(None) };
         self.of_time(candidate, &trial, f64::INFINITY)
     }
 

@@ -115,14 +115,6 @@ impl RunConfig {
         Self::parse_with(text, name, &[], None, arguments)
     }
 
-    /// As [`RunConfig::parse`], for a run that is only planned.
-    ///
-    /// # Errors
-    /// As [`RunConfig::parse`].
-    pub fn parse_to_plan(text: &str, name: &str, arguments: &[impl AsRef<str>]) -> Result<Self, Problems> {
-        Self::parse_to(Purpose::Plan, text, name, &[], None, arguments)
-    }
-
     /// As [`RunConfig::parse`], with values from another tool's configuration, and over them a plan, between the text and the arguments.
     ///
     /// # Errors
@@ -156,13 +148,7 @@ impl RunConfig {
         if problems.len() > of_text {
             return Err(Problems::all_of(problems));
         }
-        if let Some(plan) = plan {
-            entries.add_plan(plan.name(), plan.plan());
-        }
-        for argument in arguments {
-            entries.add_argument(argument.as_ref(), &mut problems);
-        }
-        Self::checked(purpose, entries, problems)
+        Self::changed(purpose, entries, problems, plan, arguments)
     }
 
     /// Returns the configuration of a past run from the `settings` of its `run.json`, which messages call `name`.
@@ -246,15 +232,7 @@ impl RunConfig {
         plan: Option<&PlanFile>,
         arguments: &[impl AsRef<str>],
     ) -> Result<Self, Problems> {
-        let mut problems = Vec::new();
-        let mut entries = self.entries(|_| true);
-        if let Some(plan) = plan {
-            entries.add_plan(plan.name(), plan.plan());
-        }
-        for argument in arguments {
-            entries.add_argument(argument.as_ref(), &mut problems);
-        }
-        Self::checked(self.purpose(), entries, problems)
+        Self::changed(self.purpose(), self.entries(|_| true), Vec::new(), plan, arguments)
     }
 
     /// Returns this configuration under a plan.
@@ -286,6 +264,23 @@ impl RunConfig {
     /// Returns the use that the configuration was read for, as far as it makes a difference.
     fn purpose(&self) -> Purpose {
         if self.keeps_weights() && !self.model.from_pretrained { Purpose::Plan } else { Purpose::Run }
+    }
+
+    /// Checks `entries` under a plan, if there is one, and with more arguments.
+    fn changed(
+        purpose: Purpose,
+        mut entries: Entries,
+        mut problems: Vec<Problem>,
+        plan: Option<&PlanFile>,
+        arguments: &[impl AsRef<str>],
+    ) -> Result<Self, Problems> {
+        if let Some(plan) = plan {
+            entries.add_plan(plan.name(), plan.plan());
+        }
+        for argument in arguments {
+            entries.add_argument(argument.as_ref(), &mut problems);
+        }
+        Self::checked(purpose, entries, problems)
     }
 
     fn checked(purpose: Purpose, entries: Entries, mut problems: Vec<Problem>) -> Result<Self, Problems> {

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use toml::de::{DeTable, DeValue};
 
-use super::field::{DEVICE, EFFICIENCY, LINK, NODE, Row, Slot, Table};
+use super::field::{DEVICE, EFFICIENCY, Field, LINK, NODE, Row, Table};
 use super::section::{Notes, Rule, Section, count_of, one_of, quoted, unknown};
 use super::{Cluster, ClusterError, Device, Efficiency, Joins, Link, MAX_LEVELS, NodeKind, Software, Tile};
 use lockstep_plan::DType;
@@ -141,7 +141,7 @@ impl Section<'_, '_> {
     }
 }
 
-impl Slot<'_> {
+impl Field<'_> {
     /// Sets the field to the value of a key, if it has one that fits.
     fn read(self, section: &mut Section<'_, '_>, key: &'static str) {
         fn set<T>(field: &mut T, value: Option<T>) {

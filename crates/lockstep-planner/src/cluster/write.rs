@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::field::{DEVICE, EFFICIENCY, LINK, NODE, Row, Slot, Table};
+use super::field::{DEVICE, EFFICIENCY, Field, LINK, NODE, Row, Table};
 use super::{Cluster, Joins};
 
 impl Cluster {
@@ -34,7 +34,7 @@ fn write_table<T>(text: &mut String, place: &str, table: &mut T, rows: &[Row<T>]
         }
     }
     for (key, field) in rows {
-        let Slot::Table(within) = field(table) else { continue };
+        let Field::Table(within) = field(table) else { continue };
         let place = format!("{place}.{key}");
         let mut heading = || text.push_str(&format!("\n[{place}]\n"));
         match within {
@@ -55,7 +55,7 @@ fn write_table<T>(text: &mut String, place: &str, table: &mut T, rows: &[Row<T>]
     }
 }
 
-impl Slot<'_> {
+impl Field<'_> {
     /// Returns the value in TOML; `None` for a field without a value, or a table.
     fn written(self) -> Option<String> {
         Some(match self {

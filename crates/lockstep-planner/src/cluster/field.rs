@@ -24,12 +24,7 @@ pub(super) enum Field<'t> {
     /// A table, or `false` to remove the tile of the device in `like`.
     Tile(&'t mut Option<Tile>),
     Peaks(&'t mut BTreeMap<DType, f64>),
-    /// A table within the table. It is written after the table.
-    Table(Table<'t>),
-}
-
-/// A field that is a table of its own.
-pub(super) enum Table<'t> {
+    // Tables within the table, which are written after it.
     Device(&'t mut Device),
     OptionalDevice(&'t mut Option<Device>),
     Efficiency(&'t mut Efficiency),
@@ -43,8 +38,8 @@ pub(super) type Row<T> = (&'static str, fn(&mut T) -> Field<'_>);
 pub(super) const NODE: &[Row<NodeKind>] = &[
     ("count", |node| Field::Count(&mut node.count)),
     ("devices", |node| Field::Count(&mut node.devices)),
-    ("device", |node| Field::Table(Table::Device(&mut node.device))),
-    ("alone", |node| Field::Table(Table::OptionalDevice(&mut node.alone))),
+    ("device", |node| Field::Device(&mut node.device)),
+    ("alone", |node| Field::OptionalDevice(&mut node.alone)),
     ("host_memory", |node| Field::Bytes(&mut node.host_memory_bytes)),
     ("host_gb_per_s", |node| Field::Number(&mut node.host_gb_per_s, Rule::Positive)),
     ("host_memory_gb_per_s", |node| Field::OptionalNumber(&mut node.host_memory_gb_per_s, Rule::Positive)),
@@ -63,7 +58,7 @@ pub(super) const DEVICE: &[Row<Device>] = &[
     ("memory", |device| Field::Bytes(&mut device.memory_bytes)),
     ("memory_gb_per_s", |device| Field::Number(&mut device.memory_gb_per_s, Rule::Positive)),
     ("is_host", |device| Field::Flag(&mut device.is_host)),
-    ("efficiency", |device| Field::Table(Table::Efficiency(&mut device.efficiency))),
+    ("efficiency", |device| Field::Efficiency(&mut device.efficiency)),
 ];
 
 /// The keys of a device's `efficiency`.
@@ -76,7 +71,7 @@ pub(super) const EFFICIENCY: &[Row<Efficiency>] = &[
     ("cold_gb_per_s", |efficiency| Field::Number(&mut efficiency.cold_gb_per_s, Rule::NotNegative)),
     ("launch_us", |efficiency| Field::Number(&mut efficiency.launch_us, Rule::NotNegative)),
     ("tile", |efficiency| Field::Tile(&mut efficiency.tile)),
-    ("measured", |efficiency| Field::Table(Table::Rates(&mut efficiency.measured))),
+    ("measured", |efficiency| Field::Rates(&mut efficiency.measured)),
 ];
 
 /// The keys of `[[link]]`, besides `like`.

@@ -126,14 +126,11 @@ pub fn preset_of(name: &str) -> Option<&'static str> {
 
 /// Returns the sentence on a flag that a command does not have; `typed` is without its dashes.
 pub fn of_flag(typed: &str) -> Option<String> {
-    let name = name_of_flag(typed);
-    let found = FOREIGN_NAMES
-        .iter()
-        .find(|habit| habit.place == Place::Flag && normal(habit.typed, '-') == normal(name, '-'));
-    if let Some(ForeignName { answer: Answer::Write(sentence), .. }) = found {
-        return Some(format!("write {sentence}"));
+    let name = normal(name_of_flag(typed), '-');
+    let is_it = |habit: &&ForeignName| habit.place == Place::Flag && normal(habit.typed, '-') == name;
+    match FOREIGN_NAMES.iter().find(is_it)?.answer {
+        Answer::Write(sentence) | Answer::Is(sentence) => Some(format!("write {sentence}")),
     }
-    None
 }
 
 fn name_of_flag(typed: &str) -> &str {

@@ -115,14 +115,6 @@ impl RunConfig {
         Self::parse_with(text, name, &[], None, arguments)
     }
 
-    /// As [`RunConfig::parse`], for a run that is only planned.
-    ///
-    /// # Errors
-    /// As [`RunConfig::parse`].
-    pub fn parse_to_plan(text: &str, name: &str, arguments: &[impl AsRef<str>]) -> Result<Self, Problems> {
-        Self::parse_to(Purpose::Plan, text, name, &[], None, arguments)
-    }
-
     /// As [`RunConfig::parse`], with values from another tool's configuration, and over them a plan, between the text and the arguments.
     ///
     /// # Errors
@@ -156,13 +148,7 @@ impl RunConfig {
         if problems.len() > of_text {
             return Err(Problems::all_of(problems));
         }
-        if let Some(plan) = plan {
-            entries.add_plan(plan.name(), plan.plan());
-        }
-        for argument in arguments {
-            entries.add_argument(argument.as_ref(), &mut problems);
-        }
-        Self::checked(purpose, entries, problems)
+        Self::changed(purpose, entries, problems, plan, arguments)
     }
 
     /// Returns the configuration of a past run from the `settings` of its `run.json`, which messages call `name`.
@@ -170,14 +156,12 @@ impl RunConfig {
     /// # Errors
     /// With all values that are inconsistent or that this version does not know.
     pub fn recorded(settings: &[Value], name: &str) -> Result<Self, Problems> {
-        let mut entries = Entries::default();
-        for setting in settings.iter().filter(|setting| setting["origin"] != Origin::Default.to_string()) {
-            if let Some(key) = setting["key"].as_str() {
-                let origin = Origin::File { name: name.into(), line: 0 };
-                entries.add_known(key.to_owned(), setting["value"].clone(), origin);
-            }
-        }
-        Self::checked(Purpose::Run, entries, Vec::new())
+        let origin = Origin::File { name: name.into(), line: 0 };
+        let set = settings.iter().filter(|setting| setting["origin"] != Origin::Default.to_string());
+        let entry = |setting: &Value| {
+            Some((setting["key"].as_str()?.to_owned(), setting["value"].clone(), origin.clone()))
+        };
+        Self::checked(Purpose::Run, set.filter_map(entry).collect(), Vec::new())
     }
 
     /// Returns the configuration of the run that wrote a checkpoint, from its [`RunConfig::to_json`], which messages call `name`.
@@ -211,10 +195,8 @@ impl RunConfig {
         let values: Vec<(String, Value)> =
             keys.into_iter().filter_map(|(section, key)| given(section, key)).collect();
         let of = |is_kept: &dyn Fn(&str) -> bool| {
-            let mut entries = Entries::default();
-            for (key, value) in values.iter().filter(|(key, _)| is_kept(key)) {
-                entries.add_known(key.clone(), value.clone(), origin.clone());
-            }
+            let kept = values.iter().filter(|(key, _)| is_kept(key));
+            let entries = kept.map(|(key, value)| (key.clone(), value.clone(), origin.clone())).collect();
             Self::checked(Purpose::Run, entries, Vec::new())
         };
         // Of the derived values, only those that would otherwise come out differently are set.
@@ -250,15 +232,7 @@ impl RunConfig {
         plan: Option<&PlanFile>,
         arguments: &[impl AsRef<str>],
     ) -> Result<Self, Problems> {
-        let mut problems = Vec::new();
-        let mut entries = self.entries(|_| true);
-        if let Some(plan) = plan {
-            entries.add_plan(plan.name(), plan.plan());
-        }
-        for argument in arguments {
-            entries.add_argument(argument.as_ref(), &mut problems);
-        }
-        Self::checked(self.purpose(), entries, problems)
+        Self::changed(self.purpose(), self.entries(|_| true), Vec::new(), plan, arguments)
     }
 
     /// Returns this configuration under a plan.
@@ -271,13 +245,11 @@ impl RunConfig {
 
     /// Returns the keys that were set and that `is_kept` selects.
     fn entries(&self, is_kept: impl Fn(&str) -> bool) -> Entries {
-        let mut entries = Entries::default();
-        for Setting { key, value, origin } in self.settings() {
-            if origin != Origin::Default && !value.is_null() && is_kept(&key) {
-                entries.add_known(key, value, origin);
-            }
-        }
-        entries
+        let is_set = |Setting { key, value, origin }: &Setting| {
+            *origin != Origin::Default && !value.is_null() && is_kept(key)
+        };
+        let set = self.settings().into_iter().filter(is_set);
+        set.map(|Setting { key, value, origin }| (key, value, origin)).collect()
     }
 
     /// Returns this configuration without the keys of a plan: `[parallel]` and the micro-batch.
@@ -292,6 +264,23 @@ impl RunConfig {
     /// Returns the use that the configuration was read for, as far as it makes a difference.
     fn purpose(&self) -> Purpose {
         if self.keeps_weights() && !self.model.from_pretrained { Purpose::Plan } else { Purpose::Run }
+    }
+
+    /// Checks `entries` under a plan, if there is one, and with more arguments.
+    fn changed(
+        purpose: Purpose,
+        mut entries: Entries,
+        mut problems: Vec<Problem>,
+        plan: Option<&PlanFile>,
+        arguments: &[impl AsRef<str>],
+    ) -> Result<Self, Problems> {
+        if let Some(plan) = plan {
+            entries.add_plan(plan.name(), plan.plan());
+        }
+        for argument in arguments {
+            entries.add_argument(argument.as_ref(), &mut problems);
+        }
+        Self::checked(purpose, entries, problems)
     }
 
     fn checked(purpose: Purpose, entries: Entries, mut problems: Vec<Problem>) -> Result<Self, Problems> {

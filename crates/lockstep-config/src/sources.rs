@@ -52,6 +52,12 @@ pub struct Imported {
 #[derive(Debug, Default)]
 pub(crate) struct Entries(pub(crate) BTreeMap<String, Entry>);
 
+impl FromIterator<(String, Value, Origin)> for Entries {
+    fn from_iter<I: IntoIterator<Item = (String, Value, Origin)>>(values: I) -> Self {
+        Self(values.into_iter().map(|(key, value, origin)| (key, Entry { value, origin })).collect())
+    }
+}
+
 impl Entries {
     /// Adds a TOML document, which messages call `name`.
     ///
@@ -131,7 +137,7 @@ impl Entries {
     }
 
     /// Adds the value of a key, replacing an earlier one.
-    pub(crate) fn add_known(&mut self, key: String, value: Value, origin: Origin) {
+    fn add_known(&mut self, key: String, value: Value, origin: Origin) {
         self.0.insert(key, Entry { value, origin });
     }
 

@@ -1,4 +1,4 @@
-//! Time and candidates of the planner's usual questions: `cargo run --release -p lockstep-train --example questions [--
+//! Time and candidates of the planner's usual questions: `cargo run --release -p lockstep-planner --example questions [--
 //! FILTER|quick]`. `quick` runs the questions that every test run asks. An answer that differs from the table is marked.
 
 #[path = "questions/table.rs"]
@@ -21,7 +21,7 @@ fn main() {
         "{:<40}{:>8}{:>10}{:>10}{:>10}{:>10}{:>12}  best",
         "question", "tokens", "CPU s", "plans", "valued", "allowed", "step"
     );
-    for question in table::QUESTIONS {
+    for question in table::questions() {
         let name = format!("{} on {}", question.model, question.cluster);
         let is_asked = if filter == "quick" { question.is_quick } else { name.contains(&filter) };
         if !is_asked {
@@ -48,8 +48,8 @@ fn main() {
                 )
             });
         let Question { seq_len, fits, most_valued, .. } = question;
-        let allowed = if *fits { most_valued.to_string() } else { "-".to_owned() };
-        let is_as_said = *fits != ranking.best.is_empty() && ranking.valued <= *most_valued;
+        let allowed = if fits { most_valued.to_string() } else { "-".to_owned() };
+        let is_as_said = fits != ranking.best.is_empty() && ranking.valued <= most_valued;
         let mark = if is_as_said { "" } else { "  (differs from the table)" };
         println!(
             "{name:<40}{seq_len:>8}{seconds:>10.2}{:>10}{:>10}{allowed:>10}{step:>12}  {best}{mark}",

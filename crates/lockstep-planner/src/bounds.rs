@@ -65,9 +65,8 @@ impl Planner {
         let pass_ms = none_ms + forgets * (mode_ms - none_ms).max(0.0);
         let step_ms = micro_batches * stretch * pass_ms / ranks;
         Some(match self.objective {
-            Objective::Time => step_ms,
-            Objective::Cost => self.price_of(self.ranks_of(candidate), step_ms),
             Objective::Headroom => (0.8 * mode_bytes * at_once + 0.9 * state) / ranks / available,
+            _ => self.objective_of_time(candidate, step_ms),
         })
     }
 }

@@ -62,21 +62,15 @@ impl Planner {
                 .max_by_key(|(_, bytes)| *bytes)
                 .map_or(MemoryCategory::Activations, |(most, _)| most)
         };
-        if self.is_host() {
-            let mean =
-                memory.iter().copied().sum::<MemoryBytes>().total() as u64 / memory.len().max(1) as u64;
-            let (stage, largest) =
-                memory.iter().copied().enumerate().max_by_key(|(_, bytes)| bytes.total())?;
-            return (mean > available).then(|| Rejection::Memory {
-                stage,
-                needed: mean,
-                available,
-                most: most(largest),
-            });
-        }
-        let (stage, largest) =
-            memory.iter().copied().enumerate().rev().max_by_key(|(_, bytes)| bytes.total())?;
-        let needed = largest.total() as u64;
+        let of_ranks = memory.iter().copied().enumerate();
+        let ((stage, largest), needed) = if self.is_host() {
+            let mean = memory.iter().copied().sum::<MemoryBytes>().total() / memory.len().max(1);
+            (of_ranks.max_by_key(|(_, bytes)| bytes.total())?, mean)
+        } else {
+            let largest = of_ranks.rev().max_by_key(|(_, bytes)| bytes.total())?;
+            (largest, largest.1.total())
+        };
+        let needed = needed as u64;
         (needed > available).then(|| Rejection::Memory { stage, needed, available, most: most(largest) })
     }
 

@@ -66,27 +66,24 @@ pub struct StepPart {
     pub name: &'static str,
     /// Milliseconds of the part.
     pub ms: f64,
-    /// True for a part that only plans with offload have, which is not shown if it is zero.
-    is_of_offload: bool,
 }
 
 /// Returns the parts whose sum is the step; those of offload only if they are not zero.
 pub fn parts(step: &StepPrediction) -> impl Iterator<Item = StepPart> {
-    all_parts(step).into_iter().filter(|part| part.ms > 0.0 || !part.is_of_offload)
+    all_parts(step).into_iter().filter(|part| part.ms > 0.0 || !["host", "disk"].contains(&part.key))
 }
 
 fn all_parts(step: &StepPrediction) -> [StepPart; 7] {
-    let part = |key, name, ms| StepPart { key, name, ms, is_of_offload: false };
-    let of_offload = |key, name, ms| StepPart { key, name, ms, is_of_offload: true };
     [
-        part("work", "work", step.work_ms),
-        part("exchanges", "exchanges inside passes", step.exchange_ms),
-        part("bubble", "waiting for other stages", step.bubble_ms),
-        part("gradients", "gradient reduction", step.gradients_ms),
-        part("update", "optimizer step", step.update_ms),
-        of_offload("host", "waiting for host memory", step.host_ms),
-        of_offload("disk", "waiting for the disk", step.disk_ms),
+        ("work", "work", step.work_ms),
+        ("exchanges", "exchanges inside passes", step.exchange_ms),
+        ("bubble", "waiting for other stages", step.bubble_ms),
+        ("gradients", "gradient reduction", step.gradients_ms),
+        ("update", "optimizer step", step.update_ms),
+        ("host", "waiting for host memory", step.host_ms),
+        ("disk", "waiting for the disk", step.disk_ms),
     ]
+    .map(|(key, name, ms)| StepPart { key, name, ms })
 }
 
 /// Returns the reason why a candidate is infeasible, in one sentence.

@@ -93,9 +93,8 @@ impl Planner {
         );
         let least_ms = f64::max(step_ms, in_passes_ms) + in_update_ms;
         Some(match self.objective {
-            Objective::Time => least_ms,
-            Objective::Cost => self.price_of(ranks, least_ms),
             Objective::Headroom => 0.0,
+            _ => self.objective_of_time(candidate, least_ms),
         })
     }
 

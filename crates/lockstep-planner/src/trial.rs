@@ -47,12 +47,6 @@ pub(crate) fn ranks_to_book(memory: &[MemoryBytes]) -> [usize; 2] {
     [totals.max_by_key(|(_, total)| *total).map_or(0, |(rank, _)| rank), 0]
 }
 
-impl Trial {
-    pub(crate) fn ranks_to_book(&self) -> [usize; 2] {
-        ranks_to_book(&self.memory)
-    }
-}
-
 /// Returns the largest sum of two consecutive values; of a single value, that value. Two consecutive units are in memory at once:
 /// one computes while the weights of the next are gathered, and the gradients of two units are in flight to their owners.
 fn pairs(mut values: impl Iterator<Item = f64>) -> f64 {

@@ -4,7 +4,7 @@
 use lockstep_plan::{MemoryBytes, Plan, Recompute};
 
 use crate::search::{Candidate, Rejection, Subject};
-use crate::trial::Trial;
+use crate::trial::{Trial, ranks_to_book};
 use crate::{Objective, Planner};
 
 impl Subject for Planner {
@@ -32,7 +32,7 @@ impl Subject for Planner {
                 return Err(Rejection::Invalid);
             }
             let plan = self.planned(candidate, &trial).ok_or(Rejection::Invalid)?;
-            let memory = self.booked(&plan, &trial, trial.ranks_to_book())?;
+            let memory = self.booked(&plan, &trial, ranks_to_book(&trial.memory))?;
             let objective = of_time.unwrap_or_else(|| self.share_of_memory(candidate, &memory));
             if objective >= limit {
                 return Err(Rejection::Worse);
@@ -100,21 +100,21 @@ impl Planner {
         if is_open || self.objective == Objective::Headroom {
             return Ok(false);
         }
-        let Ok(trial) = self.fitting(candidate, 0) else { return Ok(false) };
+        Ok(self.fitting_without(candidate)?.is_some())
+    }
+
+    /// Returns a candidate without recomputation, if it fits by the ledgers.
+    fn fitting_without(&mut self, candidate: &Candidate) -> Result<Option<Trial>, Rejection> {
+        let Ok(trial) = self.fitting(candidate, 0) else { return Ok(None) };
         let plan = self.planned(candidate, &trial).ok_or(Rejection::Invalid)?;
-        let memory = self.booked(&plan, &trial, trial.ranks_to_book())?;
-        Ok(self.lacking(&trial.layout, &memory).is_none())
+        let memory = self.booked(&plan, &trial, ranks_to_book(&trial.memory))?;
+        Ok(self.lacking(&trial.layout, &memory).is_none().then_some(trial))
     }
 
     /// Returns the objective of a candidate without recomputation, if it then fits by the ledgers. A candidate with one recomputing
     /// block is a duplicate of that one, unless the block makes the split into stages faster.
     fn without(&mut self, candidate: &Candidate) -> Result<Option<f64>, Rejection> {
-        let Ok(trial) = self.fitting(candidate, 0) else { return Ok(None) };
-        let plan = self.planned(candidate, &trial).ok_or(Rejection::Invalid)?;
-        let memory = self.booked(&plan, &trial, trial.ranks_to_book())?;
-        if self.lacking(&trial.layout, &memory).is_some() {
-            return Ok(None);
-        }
+        let Some(trial) = self.fitting_without(candidate)? else { return Ok(None) };
         self.of_time(candidate, &trial, f64::INFINITY)
     }
 
@@ -136,11 +136,13 @@ impl Planner {
         if objective < limit { Ok(Some(objective)) } else { Err(Rejection::Worse) }
     }
 
-    /// Returns the objective of a candidate by its step time, in milliseconds or as a price.
+    /// Returns the objective of a candidate by its step time: milliseconds, or these times the hourly price of the nodes. Without prices
+    /// a device costs 1.
     pub(crate) fn objective_of_time(&self, candidate: &Candidate, step_ms: f64) -> f64 {
+        let devices = self.ranks_of(candidate);
         match self.objective {
             Objective::Time | Objective::Headroom => step_ms,
-            Objective::Cost => self.price_of(self.ranks_of(candidate), step_ms),
+            Objective::Cost => self.price_per_hour(devices).unwrap_or(devices as f64) * step_ms,
         }
     }
 
@@ -148,11 +150,6 @@ impl Planner {
     pub(crate) fn share_of_memory(&self, candidate: &Candidate, memory: &[MemoryBytes]) -> f64 {
         let largest = memory.iter().map(MemoryBytes::total).max().unwrap_or(0);
         largest as f64 / self.capacity_bytes(self.ranks_of(candidate)).max(1) as f64
-    }
-
-    /// Returns the price of a step in hourly prices of the nodes times milliseconds; without prices a device costs 1.
-    pub(crate) fn price_of(&self, devices: usize, step_ms: f64) -> f64 {
-        self.price_per_hour(devices).unwrap_or(devices as f64) * step_ms
     }
 
     pub(crate) fn ranks_of(&self, candidate: &Candidate) -> usize {

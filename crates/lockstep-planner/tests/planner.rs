@@ -119,7 +119,7 @@ fn bounds_of_fine_tuning_are_bounds() {
         "train.seq_len=1024",
         "train.precision=bf16",
     ];
-    let config = RunConfig::parse_to_plan("", "a test", &settings).unwrap_or_else(|error| panic!("{error}"));
+    let config = RunConfig::load_to_plan(None, None, &settings).unwrap_or_else(|error| panic!("{error}"));
     for memory_mib in [80 << 10, 2 << 10, 700] {
         let mut cluster = Cluster::preset("dgx-a100").unwrap();
         cluster.nodes[0].devices = 4;

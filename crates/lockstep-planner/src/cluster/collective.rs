@@ -115,23 +115,6 @@ impl Cluster {
         Placement { size, within, stride, reach: (size - 1).saturating_mul(stride).saturating_add(1) }
     }
 
-    /// Returns the placement of arbitrary ranks, given in ascending order.
-    pub fn placement_of(&self, ranks: &[usize]) -> Placement {
-        let size = ranks.len().max(1);
-        let mut within = [size; MAX_LEVELS];
-        for (within, link) in within.iter_mut().zip(&self.links) {
-            let part = |&rank: &usize| self.part(link, rank);
-            let parts = ranks.chunk_by(|a, b| part(a) == part(b)).count().max(1);
-            *within = (size / parts).max(1);
-        }
-        let stride = ranks.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).min().unwrap_or(1).max(1);
-        let reach = match ranks {
-            [first, .., last] => last.saturating_sub(*first).saturating_add(1),
-            _ => 1,
-        };
-        Placement { size, within, stride, reach }
-    }
-
     /// Returns the seconds of a collective. `bytes` are counted as in nccl-tests ([`Exchange::bytes`](lockstep_plan::work::Exchange)); a ring
     /// includes all of its steps.
     pub fn seconds(&self, collective: Collective, bytes: u64, placement: &Placement) -> f64 {
@@ -398,16 +381,33 @@ mod tests {
         }
     }
 
+    /// Returns the placement of arbitrary ranks, given in ascending order.
+    fn placement_of(cluster: &Cluster, ranks: &[usize]) -> Placement {
+        let size = ranks.len().max(1);
+        let mut within = [size; MAX_LEVELS];
+        for (within, link) in within.iter_mut().zip(&cluster.links) {
+            let part = |&rank: &usize| cluster.part(link, rank);
+            let parts = ranks.chunk_by(|a, b| part(a) == part(b)).count().max(1);
+            *within = (size / parts).max(1);
+        }
+        let stride = ranks.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).min().unwrap_or(1).max(1);
+        let reach = match ranks {
+            [first, .., last] => last.saturating_sub(*first).saturating_add(1),
+            _ => 1,
+        };
+        Placement { size, within, stride, reach }
+    }
+
     #[test]
     fn listed_ranks_lie_where_strided_ones_do() {
         let cluster = preset("dgx-h100x8");
         for (size, stride) in [(8, 1), (64, 1), (8, 8), (16, 4), (4, 2), (2, 16), (1, 1)] {
             let ranks: Vec<usize> = (0..size).map(|index| index * stride).collect();
-            let listed = Placement { stride, ..cluster.placement_of(&ranks) };
+            let listed = Placement { stride, ..placement_of(&cluster, &ranks) };
             assert_eq!(listed, cluster.placement(size, stride), "{size} ranks, stride {stride}");
         }
         // Two nodes with four ranks each, as for a group along the tensor and replicate axes.
-        let found = cluster.placement_of(&[0, 1, 2, 3, 8, 9, 10, 11]);
+        let found = placement_of(&cluster, &[0, 1, 2, 3, 8, 9, 10, 11]);
         assert_eq!([found.within(0), found.within(1)], [4, 8]);
     }
 

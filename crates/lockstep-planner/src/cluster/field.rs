@@ -8,7 +8,7 @@ use super::section::Rule;
 use super::{Device, Efficiency, Joins, Link, NodeKind, Tile};
 
 /// A field of a cluster, by the form of its value in a file.
-pub(super) enum Slot<'t> {
+pub(super) enum Field<'t> {
     Text(&'t mut String),
     OptionalText(&'t mut Option<String>),
     Flag(&'t mut bool),
@@ -24,12 +24,7 @@ pub(super) enum Slot<'t> {
     /// A table, or `false` to remove the tile of the device in `like`.
     Tile(&'t mut Option<Tile>),
     Peaks(&'t mut BTreeMap<DType, f64>),
-    /// A table within the table. It is written after the table.
-    Table(Table<'t>),
-}
-
-/// A field that is a table of its own.
-pub(super) enum Table<'t> {
+    // Tables within the table, which are written after it.
     Device(&'t mut Device),
     OptionalDevice(&'t mut Option<Device>),
     Efficiency(&'t mut Efficiency),
@@ -37,57 +32,57 @@ pub(super) enum Table<'t> {
 }
 
 /// A key and its field.
-pub(super) type Row<T> = (&'static str, fn(&mut T) -> Slot<'_>);
+pub(super) type Row<T> = (&'static str, fn(&mut T) -> Field<'_>);
 
 /// The keys of `[[node]]`.
 pub(super) const NODE: &[Row<NodeKind>] = &[
-    ("count", |node| Slot::Count(&mut node.count)),
-    ("devices", |node| Slot::Count(&mut node.devices)),
-    ("device", |node| Slot::Table(Table::Device(&mut node.device))),
-    ("alone", |node| Slot::Table(Table::OptionalDevice(&mut node.alone))),
-    ("host_memory", |node| Slot::Bytes(&mut node.host_memory_bytes)),
-    ("host_gb_per_s", |node| Slot::Number(&mut node.host_gb_per_s, Rule::Positive)),
-    ("host_memory_gb_per_s", |node| Slot::OptionalNumber(&mut node.host_memory_gb_per_s, Rule::Positive)),
-    ("disk", |node| Slot::Bytes(&mut node.disk_bytes)),
-    ("disk_gb_per_s", |node| Slot::Number(&mut node.disk_gb_per_s, Rule::Positive)),
-    ("price_per_hour", |node| Slot::OptionalNumber(&mut node.price_per_hour, Rule::NotNegative)),
-    ("price_source", |node| Slot::OptionalText(&mut node.price_source)),
-    ("kilowatts", |node| Slot::OptionalNumber(&mut node.kilowatts, Rule::Positive)),
-    ("hours_between_failures", |node| Slot::Number(&mut node.hours_between_failures, Rule::Positive)),
+    ("count", |node| Field::Count(&mut node.count)),
+    ("devices", |node| Field::Count(&mut node.devices)),
+    ("device", |node| Field::Device(&mut node.device)),
+    ("alone", |node| Field::OptionalDevice(&mut node.alone)),
+    ("host_memory", |node| Field::Bytes(&mut node.host_memory_bytes)),
+    ("host_gb_per_s", |node| Field::Number(&mut node.host_gb_per_s, Rule::Positive)),
+    ("host_memory_gb_per_s", |node| Field::OptionalNumber(&mut node.host_memory_gb_per_s, Rule::Positive)),
+    ("disk", |node| Field::Bytes(&mut node.disk_bytes)),
+    ("disk_gb_per_s", |node| Field::Number(&mut node.disk_gb_per_s, Rule::Positive)),
+    ("price_per_hour", |node| Field::OptionalNumber(&mut node.price_per_hour, Rule::NotNegative)),
+    ("price_source", |node| Field::OptionalText(&mut node.price_source)),
+    ("kilowatts", |node| Field::OptionalNumber(&mut node.kilowatts, Rule::Positive)),
+    ("hours_between_failures", |node| Field::Number(&mut node.hours_between_failures, Rule::Positive)),
 ];
 
 /// The keys of a device, besides `like`.
 pub(super) const DEVICE: &[Row<Device>] = &[
-    ("name", |device| Slot::Text(&mut device.name)),
-    ("peak_tflops", |device| Slot::Peaks(&mut device.peak_tflops)),
-    ("memory", |device| Slot::Bytes(&mut device.memory_bytes)),
-    ("memory_gb_per_s", |device| Slot::Number(&mut device.memory_gb_per_s, Rule::Positive)),
-    ("is_host", |device| Slot::Flag(&mut device.is_host)),
-    ("efficiency", |device| Slot::Table(Table::Efficiency(&mut device.efficiency))),
+    ("name", |device| Field::Text(&mut device.name)),
+    ("peak_tflops", |device| Field::Peaks(&mut device.peak_tflops)),
+    ("memory", |device| Field::Bytes(&mut device.memory_bytes)),
+    ("memory_gb_per_s", |device| Field::Number(&mut device.memory_gb_per_s, Rule::Positive)),
+    ("is_host", |device| Field::Flag(&mut device.is_host)),
+    ("efficiency", |device| Field::Efficiency(&mut device.efficiency)),
 ];
 
 /// The keys of a device's `efficiency`.
 pub(super) const EFFICIENCY: &[Row<Efficiency>] = &[
-    ("product", |efficiency| Slot::Number(&mut efficiency.product, Rule::Share)),
-    ("attention", |efficiency| Slot::Number(&mut efficiency.attention, Rule::Share)),
-    ("scores", |efficiency| Slot::Number(&mut efficiency.scores, Rule::Share)),
-    ("stream", |efficiency| Slot::Number(&mut efficiency.stream, Rule::Share)),
-    ("half_shape", |efficiency| Slot::Numbers(&mut efficiency.half_shape)),
-    ("cold_gb_per_s", |efficiency| Slot::Number(&mut efficiency.cold_gb_per_s, Rule::NotNegative)),
-    ("launch_us", |efficiency| Slot::Number(&mut efficiency.launch_us, Rule::NotNegative)),
-    ("tile", |efficiency| Slot::Tile(&mut efficiency.tile)),
-    ("measured", |efficiency| Slot::Table(Table::Rates(&mut efficiency.measured))),
+    ("product", |efficiency| Field::Number(&mut efficiency.product, Rule::Share)),
+    ("attention", |efficiency| Field::Number(&mut efficiency.attention, Rule::Share)),
+    ("scores", |efficiency| Field::Number(&mut efficiency.scores, Rule::Share)),
+    ("stream", |efficiency| Field::Number(&mut efficiency.stream, Rule::Share)),
+    ("half_shape", |efficiency| Field::Numbers(&mut efficiency.half_shape)),
+    ("cold_gb_per_s", |efficiency| Field::Number(&mut efficiency.cold_gb_per_s, Rule::NotNegative)),
+    ("launch_us", |efficiency| Field::Number(&mut efficiency.launch_us, Rule::NotNegative)),
+    ("tile", |efficiency| Field::Tile(&mut efficiency.tile)),
+    ("measured", |efficiency| Field::Rates(&mut efficiency.measured)),
 ];
 
 /// The keys of `[[link]]`, besides `like`.
 pub(super) const LINK: &[Row<Link>] = &[
-    ("name", |link| Slot::Text(&mut link.name)),
-    ("joins", |link| Slot::Joins(&mut link.joins)),
-    ("gb_per_s", |link| Slot::Number(&mut link.gb_per_s, Rule::Positive)),
-    ("efficiency", |link| Slot::Number(&mut link.efficiency, Rule::Share)),
-    ("in_switch", |link| Slot::OptionalShare(&mut link.in_switch)),
-    ("latency_us", |link| Slot::Number(&mut link.latency_us, Rule::NotNegative)),
-    ("start_us", |link| Slot::Number(&mut link.start_us, Rule::NotNegative)),
-    ("fill", |link| Slot::Number(&mut link.fill, Rule::NotNegative)),
-    ("torus", |link| Slot::OptionalCount(&mut link.torus)),
+    ("name", |link| Field::Text(&mut link.name)),
+    ("joins", |link| Field::Joins(&mut link.joins)),
+    ("gb_per_s", |link| Field::Number(&mut link.gb_per_s, Rule::Positive)),
+    ("efficiency", |link| Field::Number(&mut link.efficiency, Rule::Share)),
+    ("in_switch", |link| Field::OptionalShare(&mut link.in_switch)),
+    ("latency_us", |link| Field::Number(&mut link.latency_us, Rule::NotNegative)),
+    ("start_us", |link| Field::Number(&mut link.start_us, Rule::NotNegative)),
+    ("fill", |link| Field::Number(&mut link.fill, Rule::NotNegative)),
+    ("torus", |link| Field::OptionalCount(&mut link.torus)),
 ];

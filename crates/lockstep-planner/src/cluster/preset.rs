@@ -48,40 +48,35 @@ impl Cluster {
     /// If the name is unknown (the message has the nearest one), if there are more nodes than can be counted, or if the accelerators fill
     /// no whole number of nodes.
     pub fn preset(name: &str) -> Result<Self, ClusterError> {
-        let Some(Counted { base, count }) = Counted::of(name) else {
+        let Some(Counted { preset, are_accelerators, count }) = Counted::of(name) else {
             let allowed = format!(
                 "{}, each with a number of nodes (dgx-h100x96), or accelerators (h100x16)",
                 one_of(&PRESETS)
             );
             return Err(refused(unknown(name, &PRESETS), allowed));
         };
-        let (preset, are_devices) = match base {
-            Base::Nodes(preset) => (preset, false),
-            Base::Accelerators(preset) => (preset, true),
-        };
         let text = PRESETS.iter().position(|known| *known == preset).map_or("", |index| TEXTS[index]);
         let cluster = Self::parse(text, preset)?;
         let of_node = cluster.nodes[0].devices;
         let most = u32::MAX as usize / of_node;
-        match (count, are_devices) {
+        let are_nodes = |nodes: usize| (1..=most).contains(&nodes);
+        match (count, are_accelerators) {
             (Count::One, false) => Ok(cluster),
             (Count::One, true) => Ok(cluster.with_devices_of_a_node(1)),
-            (Count::Of(nodes), false) if (1..=most).contains(&nodes) => Ok(cluster.with_nodes(nodes)),
-            (Count::Of(devices), true)
-                if devices.is_multiple_of(of_node) && (1..=most).contains(&(devices / of_node)) =>
-            {
+            (Count::Of(nodes), false) if are_nodes(nodes) => Ok(cluster.with_nodes(nodes)),
+            (Count::Of(devices), true) if devices.is_multiple_of(of_node) && are_nodes(devices / of_node) => {
                 Ok(cluster.with_nodes(devices / of_node))
             }
             (Count::Of(devices), true) if (1..of_node).contains(&devices) => {
                 Ok(cluster.with_devices_of_a_node(devices))
             }
-            (Count::Of(_) | Count::Unreadable, true) => Err(refused(
+            (_, true) => Err(refused(
                 format!("\"{}\" fills no whole number of nodes", name.escape_debug()),
                 format!(
                     "1 to {of_node} accelerators, or a multiple of the {of_node} that a node of {preset} has"
                 ),
             )),
-            (Count::Of(_) | Count::Unreadable, false) => {
+            (_, false) => {
                 let what = format!("\"{}\" has no number of nodes after {preset}x", name.escape_debug());
                 Err(refused(what, format!("1 to {most}")))
             }
@@ -128,16 +123,11 @@ impl Cluster {
 
 /// A name of machines with their number.
 struct Counted {
-    base: Base,
+    /// The preset that describes the machines.
+    preset: &'static str,
+    /// True if the number is one of accelerators; false for nodes.
+    are_accelerators: bool,
     count: Count,
-}
-
-/// Machines that have a name, by the preset that describes them.
-enum Base {
-    /// Nodes of this preset.
-    Nodes(&'static str),
-    /// Accelerators of this preset.
-    Accelerators(&'static str),
 }
 
 /// Number in a name of machines.
@@ -164,12 +154,12 @@ impl Counted {
             rest = more;
         }
         let find = |name: &str| {
-            let preset = PRESETS.into_iter().find(|known| *known == name).map(Base::Nodes);
+            let preset = PRESETS.into_iter().find(|known| *known == name).map(|preset| (preset, false));
             let accelerators = || ACCELERATORS.into_iter().find(|(known, _)| *known == name);
-            preset.or_else(|| accelerators().map(|(_, preset)| Base::Accelerators(preset)))
+            preset.or_else(|| accelerators().map(|(_, preset)| (preset, true)))
         };
-        let (base, after) = match (find(rest), rest.rsplit_once(['x', ':'])) {
-            (Some(base), _) => (base, None),
+        let ((preset, are_accelerators), after) = match (find(rest), rest.rsplit_once(['x', ':'])) {
+            (Some(found), _) => (found, None),
             (None, Some((base, count))) => (find(base)?, Some(count)),
             (None, None) => return None,
         };
@@ -182,7 +172,7 @@ impl Counted {
             (false, Some(product)) => Count::Of(product),
             (false, None) => Count::Unreadable,
         };
-        Some(Self { base, count })
+        Some(Self { preset, are_accelerators, count })
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use toml::de::{DeTable, DeValue};
 
-use super::field::{DEVICE, EFFICIENCY, LINK, NODE, Row, Slot, Table};
+use super::field::{DEVICE, EFFICIENCY, Field, LINK, NODE, Row};
 use super::section::{Notes, Rule, Section, count_of, one_of, quoted, unknown};
 use super::{Cluster, ClusterError, Device, Efficiency, Joins, Link, MAX_LEVELS, NodeKind, Software, Tile};
 use lockstep_plan::DType;
@@ -141,7 +141,7 @@ impl Section<'_, '_> {
     }
 }
 
-impl Slot<'_> {
+impl Field<'_> {
     /// Sets the field to the value of a key, if it has one that fits.
     fn read(self, section: &mut Section<'_, '_>, key: &'static str) {
         fn set<T>(field: &mut T, value: Option<T>) {
@@ -166,15 +166,15 @@ impl Slot<'_> {
             Self::Joins(field) => set(field, read_joins(section)),
             Self::Tile(field) => set(field, read_tile(section)),
             Self::Peaks(field) => field.extend(section.section(key).map(read_peaks).into_iter().flatten()),
-            Self::Table(Table::Device(field)) => set(field, read_device(section, key)),
-            Self::Table(Table::OptionalDevice(field)) => set(field, read_device(section, key).map(Some)),
-            Self::Table(Table::Efficiency(field)) => {
+            Self::Device(field) => set(field, read_device(section, key)),
+            Self::OptionalDevice(field) => set(field, read_device(section, key).map(Some)),
+            Self::Efficiency(field) => {
                 if let Some(mut section) = section.section(key) {
                     section.read(field, EFFICIENCY);
                     section.finish();
                 }
             }
-            Self::Table(Table::Rates(field)) => {
+            Self::Rates(field) => {
                 field.extend(section.section(key).map(Section::all_numbers).into_iter().flatten());
             }
         }
@@ -194,24 +194,25 @@ fn read_device(parent: &mut Section<'_, '_>, key: &'static str) -> Option<Device
     }
 }
 
+/// Returns the name if it is one of `names`; else a problem of `key`.
+fn known(section: &Section<'_, '_>, key: &str, name: &str, names: &[&'static str]) -> Option<&'static str> {
+    let known = names.iter().copied().find(|known| *known == name);
+    if known.is_none() {
+        section.refuse(key, unknown(name, names), one_of(names));
+    }
+    known
+}
+
 /// Returns a known device; a problem of `key` if the name is unknown.
 fn known_device(section: &Section<'_, '_>, key: &str, name: &str) -> Option<Device> {
-    let Some(name) = DEVICES.iter().copied().find(|known| *known == name) else {
-        section.refuse(key, unknown(name, &DEVICES), one_of(&DEVICES));
-        return None;
-    };
-    read_document(DEVICE_TEXT, "devices.toml", |mut file, _| {
-        Some(read_device_table(file.section(name)?, name))
-    })
-    .ok()
+    let name = known(section, key, name, &DEVICES)?;
+    let read = |mut file: Section<'_, '_>, _: &str| Some(read_device_table(file.section(name)?, name));
+    read_document(DEVICE_TEXT, "devices.toml", read).ok()
 }
 
 /// Returns a known link; a problem of `like` if the name is unknown.
 fn known_link(section: &Section<'_, '_>, name: &str) -> Option<Link> {
-    let Some(name) = LINKS.iter().copied().find(|known| *known == name) else {
-        section.refuse("like", unknown(name, &LINKS), one_of(&LINKS));
-        return None;
-    };
+    let name = known(section, "like", name, &LINKS)?;
     let read = |mut file: Section<'_, '_>, _: &str| Some(read_link(file.section(name)?));
     read_document(LINK_TEXT, "links.toml", read).ok().map(|link| Link { name: name.to_owned(), ..link })
 }

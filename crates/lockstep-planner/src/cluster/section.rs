@@ -193,45 +193,41 @@ impl<'r, 'd> Section<'r, 'd> {
         is_sound.then_some(numbers)
     }
 
-    /// Reads a count: a whole number from 1.
-    pub(super) fn count(&mut self, key: &'static str) -> Option<usize> {
-        let value = self.value(key)?;
-        let found = count_of(value.get_ref());
+    /// Reads a value that `convert` accepts; any other is refused in these words.
+    fn read_as<T>(
+        &mut self,
+        key: &'static str,
+        convert: impl FnOnce(&'d DeValue<'d>) -> Option<T>,
+        wrong: &str,
+        allowed: &str,
+    ) -> Option<T> {
+        let value = self.value(key)?.get_ref();
+        let found = convert(value);
         if found.is_none() {
-            self.refuse(key, format!("{} is not a number of things", quoted(value.get_ref())), COUNTS);
+            self.refuse(key, format!("{} {wrong}", quoted(value)), allowed);
         }
         found
+    }
+
+    /// Reads a count: a whole number from 1.
+    pub(super) fn count(&mut self, key: &'static str) -> Option<usize> {
+        self.read_as(key, count_of, "is not a number of things", "a whole number from 1 to 4294967295")
     }
 
     /// Reads a size in bytes.
     pub(super) fn size(&mut self, key: &'static str) -> Option<u64> {
-        let value = self.value(key)?;
-        let found = match value.get_ref() {
+        let convert = |value: &DeValue<'_>| match value {
             DeValue::String(text) => bytes_of(text),
             other => number_of(other).and_then(|number| whole_bytes(number, 1)),
         };
-        if found.is_none() {
-            self.refuse(
-                key,
-                format!("{} is not a size", quoted(value.get_ref())),
-                "a number of bytes, or one with a unit: \"80GiB\", \"1.5TiB\", \"512MB\"",
-            );
-        }
-        found
+        let allowed = "a number of bytes, or one with a unit: \"80GiB\", \"1.5TiB\", \"512MB\"";
+        self.read_as(key, convert, "is not a size", allowed)
     }
 
     /// Reads a text of one line that is not empty.
     pub(super) fn text(&mut self, key: &'static str) -> Option<&'d str> {
-        let value = self.value(key)?;
-        match value.get_ref() {
-            DeValue::String(text) if !text.trim().is_empty() && text.chars().all(|c| !c.is_control()) => {
-                Some(text)
-            }
-            other => {
-                self.refuse(key, format!("{} is not a name", quoted(other)), "a text of one line");
-                None
-            }
-        }
+        let is_line = |text: &&str| !text.trim().is_empty() && text.chars().all(|c| !c.is_control());
+        self.read_as(key, |value| value.as_str().filter(is_line), "is not a name", "a text of one line")
     }
 
     /// Reads one of a few names.
@@ -246,14 +242,7 @@ impl<'r, 'd> Section<'r, 'd> {
 
     /// Reads a boolean.
     pub(super) fn flag(&mut self, key: &'static str) -> Option<bool> {
-        let value = self.value(key)?;
-        match value.get_ref() {
-            DeValue::Boolean(flag) => Some(*flag),
-            other => {
-                self.refuse(key, format!("{} is neither true nor false", quoted(other)), "true, false");
-                None
-            }
-        }
+        self.read_as(key, DeValue::as_bool, "is neither true nor false", "true, false")
     }
 
     /// Reads a value that may be a text or something else.
@@ -324,9 +313,6 @@ impl<'r, 'd> Section<'r, 'd> {
         }
     }
 }
-
-/// Description of valid counts for messages.
-const COUNTS: &str = "a whole number from 1 to 4294967295";
 
 /// Returns the message for an unknown name, with the nearest known one.
 pub(super) fn unknown(name: &str, names: &[&str]) -> String {

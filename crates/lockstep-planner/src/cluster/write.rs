@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::field::{DEVICE, EFFICIENCY, LINK, NODE, Row, Slot, Table};
+use super::field::{DEVICE, EFFICIENCY, Field, LINK, NODE, Row};
 use super::{Cluster, Joins};
 
 impl Cluster {
@@ -34,28 +34,27 @@ fn write_table<T>(text: &mut String, place: &str, table: &mut T, rows: &[Row<T>]
         }
     }
     for (key, field) in rows {
-        let Slot::Table(within) = field(table) else { continue };
         let place = format!("{place}.{key}");
         let mut heading = || text.push_str(&format!("\n[{place}]\n"));
-        match within {
-            Table::Device(device) | Table::OptionalDevice(Some(device)) => {
+        match field(table) {
+            Field::Device(device) | Field::OptionalDevice(Some(device)) => {
                 heading();
                 write_table(text, &place, device, DEVICE);
             }
-            Table::Efficiency(efficiency) => {
+            Field::Efficiency(efficiency) => {
                 heading();
                 write_table(text, &place, efficiency, EFFICIENCY);
             }
-            Table::Rates(rates) if !rates.is_empty() => {
+            Field::Rates(rates) if !rates.is_empty() => {
                 heading();
                 rates.iter().for_each(|(name, rate)| line(text, &quoted(name), number(*rate)));
             }
-            Table::OptionalDevice(None) | Table::Rates(_) => {}
+            _ => {}
         }
     }
 }
 
-impl Slot<'_> {
+impl Field<'_> {
     /// Returns the value in TOML; `None` for a field without a value, or a table.
     fn written(self) -> Option<String> {
         Some(match self {
@@ -79,7 +78,7 @@ impl Slot<'_> {
                 let peak = |(dtype, peak): (&_, &f64)| format!("{dtype} = {}", number(*peak));
                 format!("{{ {} }}", peaks.iter().map(peak).collect::<Vec<String>>().join(", "))
             }
-            Self::Table(_) => return None,
+            Self::Device(_) | Self::OptionalDevice(_) | Self::Efficiency(_) | Self::Rates(_) => return None,
         })
     }
 }

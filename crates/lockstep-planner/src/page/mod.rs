@@ -183,52 +183,38 @@ fn tiles(best: &Evaluated, cluster: &Cluster) -> String {
     let of_first = |key: &str| format!("/ranking/0/{key}");
     let flops = |key: &str, tflops: f64| figure(&of_first(key), tflops, &rate(tflops * 1e12, "FLOP/s"));
     let total = of_first(&format!("memory_by_stage/{rank}/total"));
-    let mut tiles = vec![
-        (time_figure(&of_first("step_ms"), best.step.step_ms), "a step".to_owned()),
-        (
-            figure(
-                &of_first("tokens_per_s"),
-                best.tokens_per_s(),
-                &human::count(best.tokens_per_s()).to_string(),
-            ),
-            "tokens a second".to_owned(),
-        ),
-        (flops("tflops_per_device", best.tflops_per_device()), "a device, model".to_owned()),
-        (
-            flops("hardware_tflops_per_device", best.hardware_tflops_per_device()),
-            "with what is computed again".to_owned(),
-        ),
-        (share_figure(&of_first("mfu"), best.mfu()), "MFU".to_owned()),
-        (
-            size_figure(&total, memory.total() as u64),
-            match best.memory.len() {
-                0 | 1 => "memory of each rank".to_owned(),
-                _ => format!("most memory: pipeline rank {rank}"),
-            },
-        ),
-    ];
+    let mut tiles = String::new();
+    let mut tile = |value: String, name: &str| {
+        let _ = write!(tiles, "<div class=\"tile\"><b>{value}</b><span>{}</span></div>", escaped(name));
+    };
+    tile(time_figure(&of_first("step_ms"), best.step.step_ms), "a step");
+    let tokens_per_s = human::count(best.tokens_per_s()).to_string();
+    tile(figure(&of_first("tokens_per_s"), best.tokens_per_s(), &tokens_per_s), "tokens a second");
+    tile(flops("tflops_per_device", best.tflops_per_device()), "a device, model");
+    let hardware = best.hardware_tflops_per_device();
+    tile(flops("hardware_tflops_per_device", hardware), "with what is computed again");
+    tile(share_figure(&of_first("mfu"), best.mfu()), "MFU");
+    let of_rank = match best.memory.len() {
+        0 | 1 => "memory of each rank".to_owned(),
+        _ => format!("most memory: pipeline rank {rank}"),
+    };
+    tile(size_figure(&total, memory.total() as u64), &of_rank);
     if let (Some(price), Some(tokens)) = (best.price_per_hour, best.price_per_billion_tokens()) {
-        let price = figure(&of_first("price_per_hour"), price, &format!("${price:.0}"));
+        tile(figure(&of_first("price_per_hour"), price, &format!("${price:.0}")), "an hour");
         let tokens = figure(&of_first("price_per_billion_tokens"), tokens, &format!("${tokens:.0}"));
-        tiles.push((price, "an hour".to_owned()));
-        tiles.push((tokens, "for 10⁹ tokens".to_owned()));
+        tile(tokens, "for 10⁹ tokens");
     }
     let every = best.config.checkpoint.every;
     if every > 0 {
         let save = time_figure(&of_first("stalls_ms/of_a_save"), best.save_ms());
-        tiles.push((save, format!("for each save, one in {every} steps")));
+        tile(save, &format!("for each save, one in {every} steps"));
     }
     if best.devices > 1 {
         let goodput = best.goodput(cluster);
-        tiles.push((
-            share_figure(&of_first("goodput/share"), Some(goodput.share)),
-            format!("lasts, with a save every {}", human::seconds(goodput.interval_s)),
-        ));
+        let share = share_figure(&of_first("goodput/share"), Some(goodput.share));
+        tile(share, &format!("lasts, with a save every {}", human::seconds(goodput.interval_s)));
     }
-    let tile = |(value, name): &(String, String)| {
-        format!("<div class=\"tile\"><b>{value}</b><span>{}</span></div>", escaped(name))
-    };
-    format!("<div class=\"tiles\">{}</div>\n", tiles.iter().map(tile).collect::<String>())
+    format!("<div class=\"tiles\">{tiles}</div>\n")
 }
 
 fn plan_in_words(plan: &Plan) -> String {

@@ -25,7 +25,7 @@ use crate::corpus::host_batch;
 use crate::describe::{Screen, describe};
 use crate::evaluation::evaluate;
 use crate::guard::{Action, Guard, RollbackSnapshot, Verdict};
-use crate::loss_scale::{LossScale, Overflow};
+use crate::loss_scale::LossScale;
 use crate::peak::device_peak;
 use crate::predicted::Predicted;
 use crate::ranks::sum_and_memory;
@@ -530,7 +530,7 @@ impl Run<'_> {
     fn refuse(&mut self, step: u64, verdict: Verdict) -> Result<(), Error> {
         if matches!(verdict, Verdict::NotFinite { .. })
             && let Some(scale) = &mut self.loss_scale
-            && let Overflow::Adjusts { next } = scale.overflow()
+            && let Some(next) = scale.overflow()
         {
             self.guard.skip_for_scale();
             self.progress.message(&format!("step {step}: overflow in f16; step skipped, loss scale {next}"));

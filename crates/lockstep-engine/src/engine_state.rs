@@ -59,9 +59,7 @@ impl Engine {
     /// ranks, and the kind after that, which does not exist. `None` if no residual is kept.
     pub fn residual_kinds(&self, id: ParameterId) -> Option<[StateKind; 3]> {
         self.gradients.residual()?.part(id)?;
-        let record = &self.layout.records[id.0];
-        let [last, next] = self.residual_numbers.last_and_next(record)?;
-        Some([self.residual_numbers.own(record)?, last, next])
+        self.residual_numbers.kinds(&self.layout.records[id.0])
     }
 
     /// Returns the trained weights in this rank's memory that are replicated on other ranks.

@@ -71,7 +71,16 @@ const CODE: [Code; 8] = [
     Code { package: "lockstep-data", files: &[], tested_by: None, tests: &[] },
     Code {
         package: "lockstep-train",
-        files: &["guard.rs", "loss_scale.rs", "origin.rs", "saving/*.rs", "state.rs", "trainer.rs"],
+        files: &[
+            "clipping.rs",
+            "evaluation.rs",
+            "guard.rs",
+            "loss_scale.rs",
+            "saving/*.rs",
+            "start.rs",
+            "state.rs",
+            "trainer.rs",
+        ],
         tested_by: None,
         tests: &["--lib", "--test", "run", "--test", "guard", "--test", "sharded"],
     },

@@ -10,7 +10,7 @@ use lockstep_model::RecordedModel;
 use lockstep_plan::gathering::{GatherPlan, Sequence};
 use lockstep_plan::schedule::{Pass, PassKind};
 use lockstep_plan::{
-    MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, SharedTable, StoreKind, exact::ExactSum,
+    MemoryPrediction, OffloadTraffic, ParameterId, ParameterRecord, SharedTable, StateLayout, exact::ExactSum,
 };
 use lockstep_tensor::{Arena, DiskTraffic, F32Products, Queue};
 
@@ -39,11 +39,10 @@ pub struct Engine {
     /// The model for evaluation, without dropout and without expert capacity; `None` if `model` has neither.
     pub(crate) evaluation: Option<RecordedModel>,
     pub(crate) runner: Runner,
-    pub(crate) records: Vec<ParameterRecord>,
+    /// Layout of this rank's state, with the records of all parameters.
+    pub(crate) layout: StateLayout,
     pub(crate) weights: ModelState,
     pub(crate) gradients: Gradients,
-    /// Kinds of the stores that a checkpoint or a snapshot holds.
-    pub(crate) saved: Vec<StoreKind>,
     pub(crate) groups: Groups,
     /// Micro-batches per step on this rank; used without a pipeline.
     pub(crate) micro_batches: usize,
@@ -51,14 +50,10 @@ pub struct Engine {
     pub(crate) reducer: Option<Reducer>,
     /// Pipeline executor of this rank; `None` without pipeline parallelism.
     pub(crate) pipeline: Option<Pipeline>,
-    /// True for each unit that this rank holds.
-    pub(crate) is_here: Vec<bool>,
     /// Numbers by which checkpoints name this rank's residuals of quantized gradients.
     pub(crate) residual_numbers: ResidualNumbers,
     /// Scratch buffer for the router biases of one layer's experts.
     pub(crate) bias_values: Vec<f32>,
-    /// Tied embedding table whose two uses, embedding and output layer, are on different pipeline ranks.
-    pub(crate) shared_table: Option<SharedTable>,
     pub(crate) predicted: MemoryPrediction,
     pub(crate) predicted_traffic: OffloadTraffic,
 }
@@ -66,34 +61,34 @@ pub struct Engine {
 impl Engine {
     /// Returns the records of all parameters for change; a caller may choose which of them decay.
     pub fn records_mut(&mut self) -> &mut [ParameterRecord] {
-        &mut self.records
+        &mut self.layout.records
     }
 
     /// Returns the records of all parameters.
     pub fn records(&self) -> &[ParameterRecord] {
-        &self.records
+        &self.layout.records
     }
 
     /// Returns the parameters on this rank that own their weights; a tied parameter reads those of another and is left
     /// out.
     pub fn parameter_ids(&self) -> impl Iterator<Item = ParameterId> {
         let is_owned = |id: &ParameterId| {
-            let record = &self.records[id.0];
-            record.tie.is_none() && self.is_here[record.unit]
+            let record = &self.layout.records[id.0];
+            record.tie.is_none() && self.layout.is_here[record.unit]
         };
-        (0..self.records.len()).map(ParameterId).filter(is_owned)
+        (0..self.layout.records.len()).map(ParameterId).filter(is_owned)
     }
 
     /// Returns true if this rank counts and saves its elements of a parameter. Of the ranks of one data-parallel
     /// replica that hold the same elements, exactly one does.
     pub fn is_primary_owner(&self, id: ParameterId) -> bool {
-        let is_copy = self.shared_table.is_some_and(|table| table.id == id && table.is_copy);
-        !is_copy && self.groups.is_primary_owner(&self.records[id.0].share)
+        let is_copy = self.layout.shared_table.is_some_and(|table| table.id == id && table.is_copy);
+        !is_copy && self.groups.is_primary_owner(&self.layout.records[id.0].share)
     }
 
     /// Returns the trainable parameters among [`Engine::parameter_ids`].
     pub fn trained_ids(&self) -> impl Iterator<Item = ParameterId> {
-        self.parameter_ids().filter(|id| self.records[id.0].trainable)
+        self.parameter_ids().filter(|id| self.layout.records[id.0].trainable)
     }
 
     /// Returns the recorded model.
@@ -240,7 +235,7 @@ impl Engine {
             TrainingPasses { model, queue, weights, runner, gradients, reducer, seed, is_last, batches };
         let loss_sum = pipeline.run(&mut passes)?;
         self.await_gradients()?;
-        if let Some(SharedTable { id, .. }) = self.shared_table
+        if let Some(SharedTable { id, .. }) = self.layout.shared_table
             && let Some(part) = self.gradients.part(id)
         {
             self.groups.all_reduce_over_first_and_last_stage(part.view)?;
@@ -307,7 +302,7 @@ impl Engine {
     fn complete_gradients(&mut self) -> Result<(), EngineError> {
         let begin = self.timeline().begin();
         let elements = self.gradients.tied_elements() as u64;
-        for unit in (0..self.model.units()).filter(|unit| self.is_here[*unit]) {
+        for unit in (0..self.model.units()).filter(|unit| self.layout.is_here[*unit]) {
             self.gradients.end_unit(&*self.queue, unit)?;
         }
         self.timeline().end(begin, || {
@@ -342,7 +337,8 @@ impl Engine {
         }
         let sum = self.groups.sum_over_model(&sum)?;
         self.timeline().end(begin, || {
-            let elements: u64 = self.trained_ids().map(|id| self.records[id.0].local_elements() as u64).sum();
+            let elements: u64 =
+                self.trained_ids().map(|id| self.layout.records[id.0].local_elements() as u64).sum();
             let cost = Cost { vector_flops: 2 * elements, ..Cost::of_bytes(F32_BYTES * elements) };
             (Activity::of_step("gradient norm"), cost)
         });
@@ -403,7 +399,7 @@ impl Engine {
     }
 
     pub(crate) fn role(&self, id: ParameterId) -> Role {
-        Role::of(&self.records[id.0], self.model.units())
+        Role::of(&self.layout.records[id.0], self.model.units())
     }
 
     /// Returns the kinds of tensors that a checkpoint holds for a parameter.

@@ -23,14 +23,14 @@ impl Engine {
     pub fn initialize_parameter(&mut self, id: ParameterId, seed: u64) -> Result<(), EngineError> {
         // In parts: a copy of the largest parameter could raise the peak memory of the whole run.
         const PART: usize = 1 << 20;
-        let kept = self.weights.kept_range(&self.records[id.0], id);
+        let kept = self.weights.kept_range(&self.layout.records[id.0], id);
         let mut values = vec![0.0; PART.min(kept.len())];
         let mut place = kept.start;
-        let record = &self.records[id.0];
+        let record = &self.layout.records[id.0];
         for (first, len) in record.share.element_ranges_of_part(&record.shape, kept) {
             for start in (0..len).step_by(PART) {
                 let part = &mut values[..PART.min(len - start)];
-                let record = &self.records[id.0];
+                let record = &self.layout.records[id.0];
                 self.queue.workers().fill(part, |offset, part| {
                     let first = (first + start + offset) as u64;
                     record.initializer.fill(seed, &record.name, first, part);
@@ -47,10 +47,10 @@ impl Engine {
     pub fn state_tensors(&mut self) -> Vec<StateTensor<'_>> {
         let (stores, on_disk) = self.weights.all_mut();
         let stores = stores.chain(self.gradients.residual_mut());
-        let saved = stores.filter(|store| self.saved.contains(&store.kind()));
-        let mut tensors = tensors_of(&self.records, &self.residual_numbers, saved);
+        let saved = stores.filter(|store| self.layout.saved().any(|item| item.kind == store.kind()));
+        let mut tensors = tensors_of(&self.layout.records, &self.residual_numbers, saved);
         if let Some(store) = on_disk {
-            tensors.extend(tensors_on_disk(&self.records, store));
+            tensors.extend(tensors_on_disk(&self.layout.records, store));
         }
         tensors
     }
@@ -59,9 +59,7 @@ impl Engine {
     /// ranks, and the kind after that, which does not exist. `None` if no residual is kept.
     pub fn residual_kinds(&self, id: ParameterId) -> Option<[StateKind; 3]> {
         self.gradients.residual()?.part(id)?;
-        let record = &self.records[id.0];
-        let [last, next] = self.residual_numbers.last_and_next(record)?;
-        Some([self.residual_numbers.own(record)?, last, next])
+        self.residual_numbers.kinds(&self.layout.records[id.0])
     }
 
     /// Returns the trained weights in this rank's memory that are replicated on other ranks.
@@ -69,7 +67,7 @@ impl Engine {
         let Some(store) = self.weights.copied() else { return Vec::new() };
         let dtype = store.dtype();
         let tensor = |(id, first, bytes): (ParameterId, _, _)| StateTensor {
-            record: &self.records[id.0],
+            record: &self.layout.records[id.0],
             kind: StateKind::Parameter,
             dtype,
             first,
@@ -80,7 +78,7 @@ impl Engine {
 
     /// Returns the stores that a checkpoint or a snapshot holds.
     pub(crate) fn saved_stores(&self) -> impl Iterator<Item = &StateStore> {
-        self.saved.iter().filter_map(|kind| self.store(*kind))
+        self.layout.saved().filter_map(|item| self.store(item.kind))
     }
 
     fn store(&self, kind: StoreKind) -> Option<&StateStore> {
@@ -106,7 +104,7 @@ impl Engine {
         kind: StateKind,
         values: &[f32],
     ) -> Result<(), EngineError> {
-        let record = &self.records[id.0];
+        let record = &self.layout.records[id.0];
         if values.len() != record.elements() {
             return Err(EngineError::WrongSize {
                 name: record.name.clone(),
@@ -115,7 +113,7 @@ impl Engine {
                 expected: record.elements(),
             });
         }
-        if !self.is_here[record.unit] {
+        if !self.layout.is_here[record.unit] {
             return Ok(());
         }
         let mut place = 0;

@@ -38,6 +38,9 @@ pub struct Gradients {
     in_flight: Vec<usize>,
     /// Flat parameters whose sums were taken in last.
     arrived: Vec<usize>,
+    /// Index of the last unit whose backward contributes to each gradient, sparse embedding rows excepted. By
+    /// [`ParameterId`].
+    completed_by: Vec<usize>,
     /// First unit of the buffer that holds each unit's parameters. By unit.
     buffer_firsts: Vec<usize>,
     /// Embedding table that this rank holds only for the tied output layer, because the embedding is on another rank.
@@ -115,6 +118,7 @@ impl Gradients {
                 .transpose()?,
             store,
             offloaded: offloaded.map(RefCell::new),
+            completed_by: records.iter().map(completing_unit).collect(),
             buffer_firsts: buffer_firsts(records, is_here.len()),
             borrowed: layout.shared_table.filter(|table| table.is_copy).map(|table| table.id),
             completed,
@@ -380,10 +384,10 @@ impl Gradients {
     fn parameters_of(&self, unit: usize) -> impl Iterator<Item = usize> {
         (0..self.next.len()).filter(move |&index| {
             let id = ParameterId(index);
-            let is_complete = |place: Place| self.store.flat_parameters()[place.flat].completed_by == unit;
-            self.store.place_of(id).is_some_and(is_complete)
+            self.completed_by[index] == unit
                 && self.borrowed != Some(id)
                 && self.sparse_embedding_gradient(id).is_none()
+                && self.store.place_of(id).is_some()
         })
     }
 
@@ -482,6 +486,12 @@ impl Gradients {
     fn sparse_embedding_gradient(&self, id: ParameterId) -> Option<&SparseEmbeddingGradient> {
         self.tied.iter().map(|tied| &tied.embedding).find(|embedding| embedding.table() == id)
     }
+}
+
+/// Returns the unit after whose backward a parameter's gradient is complete. The gradient of a tied output layer is
+/// complete after its own unit, which may be on another rank than the table.
+fn completing_unit(record: &ParameterRecord) -> usize {
+    if record.tie.is_some() { record.unit } else { record.buffer.first }
 }
 
 /// Returns the first unit of the buffer that holds each unit's parameters.

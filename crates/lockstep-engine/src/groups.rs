@@ -24,9 +24,9 @@ const SHARD_AXES: [Axis; 2] = [Axis::Shard, Axis::Context];
 
 /// Groups of a rank, one for each kind of gradient reduction; groups of one rank are left out.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct KindGroups(Vec<(ReductionGroup, Group)>);
+pub(crate) struct ReductionGroups(Vec<(ReductionGroup, Group)>);
 
-impl KindGroups {
+impl ReductionGroups {
     /// Returns the group of a kind of reduction; `None` if this rank is alone in it.
     pub(crate) fn get(&self, kind: ReductionGroup) -> Option<&Group> {
         self.iter().find(|(of, _)| *of == kind).map(|(_, group)| group)
@@ -253,7 +253,7 @@ impl Groups {
     ///
     /// # Errors
     /// If a rank is lost, or does not answer in time.
-    pub(crate) fn reduction_groups(&self, records: &[ParameterRecord]) -> Result<KindGroups, CommError> {
+    pub(crate) fn reduction_groups(&self, records: &[ParameterRecord]) -> Result<ReductionGroups, CommError> {
         self.of_kinds(
             records,
             &Axis::TOKENS,
@@ -266,7 +266,7 @@ impl Groups {
     ///
     /// # Errors
     /// If a rank is lost, or does not answer in time.
-    pub(crate) fn shard_groups(&self, records: &[ParameterRecord]) -> Result<KindGroups, CommError> {
+    pub(crate) fn shard_groups(&self, records: &[ParameterRecord]) -> Result<ReductionGroups, CommError> {
         self.of_kinds(records, &SHARD_AXES, &[ExpertAxis::ExpertShard], World::made_of)
     }
 
@@ -275,7 +275,10 @@ impl Groups {
     ///
     /// # Errors
     /// If a rank is lost, or does not answer in time.
-    pub(crate) fn separate_shard_groups(&self, records: &[ParameterRecord]) -> Result<KindGroups, CommError> {
+    pub(crate) fn separate_shard_groups(
+        &self,
+        records: &[ParameterRecord],
+    ) -> Result<ReductionGroups, CommError> {
         self.of_kinds(records, &SHARD_AXES, &[ExpertAxis::ExpertShard], World::made_apart)
     }
 
@@ -287,7 +290,7 @@ impl Groups {
     pub(crate) fn secondary_shard_groups(
         &self,
         records: &[ParameterRecord],
-    ) -> Result<KindGroups, CommError> {
+    ) -> Result<ReductionGroups, CommError> {
         let make = |world: &World, ranks: Vec<Vec<usize>>| {
             // All groups of a kind have the same size.
             let size = ranks.first().map_or(0, Vec::len);
@@ -328,8 +331,8 @@ impl Groups {
         axes: &[Axis],
         of_experts: &[ExpertAxis],
         make: impl Fn(&World, Vec<Vec<usize>>) -> Result<Option<Group>, CommError>,
-    ) -> Result<KindGroups, CommError> {
-        let Some(world) = &self.world else { return Ok(KindGroups::default()) };
+    ) -> Result<ReductionGroups, CommError> {
+        let Some(world) = &self.world else { return Ok(ReductionGroups::default()) };
         let mut kinds: Vec<ReductionGroup> =
             records.iter().map(|record| ReductionGroup::of(&record.share)).collect();
         kinds.sort_unstable();
@@ -343,7 +346,7 @@ impl Groups {
             };
             Ok(make(world, ranks)?.map(|group| (kind, group)))
         };
-        Ok(KindGroups(
+        Ok(ReductionGroups(
             kinds.into_iter().filter_map(|kind| group(kind).transpose()).collect::<Result<_, _>>()?,
         ))
     }

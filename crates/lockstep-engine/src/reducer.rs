@@ -12,7 +12,7 @@ use lockstep_plan::{DType, ParameterRecord, ReductionGroup, ZeroStage};
 use lockstep_tensor::{Buffer, Workers};
 
 use crate::transfers::{Job, Traffic, Transfers, bytes_sent};
-use crate::{EngineError, Groups, groups::KindGroups, shards::Shards};
+use crate::{EngineError, Groups, groups::ReductionGroups, shards::Shards};
 
 /// Bucket sizes are multiples of this, so that buckets end at block boundaries of the gradient norm.
 const BUCKET_GRAIN_BYTES: usize = 4096;
@@ -23,9 +23,9 @@ const BUCKETS: usize = 256;
 #[derive(Debug)]
 pub(crate) struct Reducer {
     /// See [`Groups::reduction_groups`].
-    groups: KindGroups,
+    groups: ReductionGroups,
     /// See [`Groups::shard_groups`].
-    shards: KindGroups,
+    shards: ReductionGroups,
     /// Ranks that own the same elements in other data-parallel replicas; `None` unless model state is sharded and there
     /// are several replicas.
     replicas: Option<Group>,
@@ -65,8 +65,8 @@ impl Reducer {
     /// Returns a reducer for a rank whose gradients need no reduction.
     pub(crate) fn alone() -> Self {
         Self {
-            groups: KindGroups::default(),
-            shards: KindGroups::default(),
+            groups: ReductionGroups::default(),
+            shards: ReductionGroups::default(),
             replicas: None,
             bucket_bytes: BUCKET_GRAIN_BYTES,
             limit: Duration::MAX,

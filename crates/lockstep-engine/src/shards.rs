@@ -17,7 +17,7 @@ use lockstep_comm::CommError;
 use lockstep_plan::{ParameterRecord, ShardPlace, StateLayout, ZeroStage};
 
 use crate::Groups;
-use crate::groups::KindGroups;
+use crate::groups::ReductionGroups;
 
 /// Shard groups of the model state; empty if nothing is sharded.
 #[derive(Debug, Default)]
@@ -25,12 +25,12 @@ pub(crate) struct Shards {
     /// The ZeRO stage, which says what is sharded.
     pub(crate) stage: ZeroStage,
     /// Shard groups.
-    pub(crate) groups: KindGroups,
+    pub(crate) groups: ReductionGroups,
     /// Separate groups of the same ranks for weight gathers. Collectives of one group run in order, so weights do not
     /// queue behind gradients, nor world collectives behind weights.
-    pub(crate) gathering: KindGroups,
+    pub(crate) gathering: ReductionGroups,
     /// Subgroups that keep secondary shards of gathered weights (hpZ), if the plan asks for them.
-    pub(crate) neighbours: KindGroups,
+    pub(crate) neighbours: ReductionGroups,
     /// Timeout of a wait for other ranks.
     pub(crate) limit: Duration,
 }

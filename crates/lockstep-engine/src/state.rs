@@ -122,42 +122,26 @@ impl<'a> StateTensor<'a> {
     }
 }
 
-/// Numbers of this rank's gradient residuals, by kind of gradient reduction. They count the ranks that contribute to a
-/// gradient, over all data-parallel replicas.
+/// Number of this rank's gradient residual and of all residuals, by kind of gradient reduction. They count the ranks that
+/// contribute to a gradient, over all data-parallel replicas.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct ResidualNumbers(Vec<(ReductionGroup, ResidualNumber)>);
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct ResidualNumber {
-    own: usize,
-    of: usize,
-}
+pub(crate) struct ResidualNumbers(Vec<(ReductionGroup, [usize; 2])>);
 
 impl ResidualNumbers {
     pub(crate) fn new(groups: &Groups, shards: &Shards) -> Self {
-        let number = |(summing, group): &(ReductionGroup, Group)| {
+        let numbers = |(summing, group): &(ReductionGroup, Group)| {
             let (replica, replicas) = groups.replica_of(summing.among);
-            let own = replica * group.size() + group.rank();
-            (*summing, ResidualNumber { own, of: replicas * group.size() })
+            (*summing, [replica * group.size() + group.rank(), replicas * group.size()])
         };
-        Self(shards.groups.iter().map(number).collect())
+        Self(shards.groups.iter().map(numbers).collect())
     }
 
-    fn of(&self, record: &ParameterRecord) -> Option<ResidualNumber> {
+    /// Returns the kind of this rank's residual of a parameter, that of the last residual, and the one after it, which does
+    /// not exist; `None` if its gradient is not reduced over a shard group.
+    pub(crate) fn kinds(&self, record: &ParameterRecord) -> Option<[StateKind; 3]> {
         let summing = ReductionGroup::of(&record.share);
-        self.0.iter().find(|(kind, _)| *kind == summing).map(|(_, number)| *number)
-    }
-
-    /// Returns the kind of this rank's residual of a parameter; `None` if its gradient is not reduced over a shard
-    /// group.
-    pub(crate) fn own(&self, record: &ParameterRecord) -> Option<StateKind> {
-        self.of(record).map(|number| StateKind::GradientResidual(number.own))
-    }
-
-    /// Returns the kind of a parameter's last residual, and of the one after it, which does not exist.
-    pub(crate) fn last_and_next(&self, record: &ParameterRecord) -> Option<[StateKind; 2]> {
-        let of = self.of(record)?.of;
-        Some([of - 1, of].map(StateKind::GradientResidual))
+        let (_, [own, count]) = *self.0.iter().find(|(kind, _)| *kind == summing)?;
+        Some([own, count - 1, count].map(StateKind::GradientResidual))
     }
 }
 
@@ -179,7 +163,7 @@ pub(crate) fn tensors_of<'a>(
         let tensor = |(id, first, bytes): (ParameterId, usize, &'a [u8])| {
             let record = &records[id.0];
             let kind = match kind {
-                StoreKind::GradientResidual => numbers.own(record)?,
+                StoreKind::GradientResidual => numbers.kinds(record)?[0],
                 kind => tensor_kind(kind),
             };
             Some(StateTensor { record, kind, dtype, first, contents: Contents::Memory(bytes) })

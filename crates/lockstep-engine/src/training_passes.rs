@@ -1,4 +1,7 @@
 //! The passes of a training step: each replays the programs of a stage's units on its micro-batch.
+//!
+//! The engine runs a forward and a backward of each micro-batch; with a pipeline, the executor runs the schedule's passes.
+//! The reduction of a unit's gradients, if it follows the backward at once, overlaps with the backward of the next unit.
 
 use std::ops::Range;
 

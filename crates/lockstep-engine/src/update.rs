@@ -120,7 +120,7 @@ impl Engine {
         (parameter, gradient, rounded): (View<'a>, View<'a>, Option<View<'a>>),
         state: impl Fn(StateKind) -> Option<View<'a>>,
     ) {
-        let record = &self.records[id.0];
+        let record = &self.layout.records[id.0];
         let of_parameter = Update {
             learning_rate: update.learning_rate * f64::from(record.learning_rate_multiplier),
             weight_decay: if record.decay { update.weight_decay } else { 0.0 },
@@ -144,7 +144,7 @@ impl Engine {
 
     /// Returns true for a router bias that selects experts; it is changed by the experts' load, not by a gradient.
     fn is_selection_bias(&self, id: ParameterId) -> bool {
-        self.model.selection_bias(self.records[id.0].unit) == Some(id)
+        self.model.selection_bias(self.layout.records[id.0].unit) == Some(id)
     }
 
     /// Moves the router biases against the expert load of the step, by the same amount on all ranks.
@@ -152,10 +152,10 @@ impl Engine {
         let rate = self.model.bias_update_rate() as f32;
         let mut values = std::mem::take(&mut self.bias_values);
         for unit in 0..self.model.units() {
-            if !self.is_here[unit] {
+            if !self.layout.is_here[unit] {
                 continue;
             }
-            let bias = self.model.selection_bias(unit).filter(|id| self.records[id.0].trainable);
+            let bias = self.model.selection_bias(unit).filter(|id| self.layout.records[id.0].trainable);
             let Some((id, steps)) = bias.zip(self.runner.expert_load.steps_to_balance(unit, rate)) else {
                 continue;
             };

@@ -1,4 +1,6 @@
 //! Clipping of gradients by their global norm, as in `torch.nn.utils.clip_grad_norm_`.
+//!
+//! The coefficient is a factor of the optimizer step, so that no pass over the gradients is needed.
 
 /// Returns the gradient scale of clipping: `min(1, max_norm / (norm + 1e-6))`, or 1 if `max_norm` is 0 (off).
 pub(crate) fn clip_coefficient(max_norm: f64, norm: f64) -> f64 {

@@ -1,4 +1,6 @@
 //! The evaluation of a run: the mean loss on its validation set, over all ranks.
+//!
+//! Replicas take micro-batches of the validation set in turn. The loss is a sum over tokens, divided once at the end.
 
 use std::time::Instant;
 

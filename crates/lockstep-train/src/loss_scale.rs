@@ -9,18 +9,6 @@ use serde_json::{Value, json};
 /// Ratio of one adjustment of the scale.
 const FACTOR: f64 = 2.0;
 
-/// Consequence of an overflow.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Overflow {
-    /// The scale was too large: it has been lowered, or will be at the next overflow.
-    Adjusts {
-        /// Scale of the next step.
-        next: f64,
-    },
-    /// The scale cannot be lowered, so the overflow has another cause.
-    AtMinimum,
-}
-
 /// The loss scale and its rule of adjustment.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct LossScale {
@@ -87,18 +75,19 @@ impl LossScale {
         }
     }
 
-    /// Records a step with an overflow.
-    pub(crate) fn overflow(&mut self) -> Overflow {
-        let Some(rule) = &mut self.rule else { return Overflow::AtMinimum };
+    /// Records a step with an overflow and returns the scale of the next step, which is lowered now or at a later overflow;
+    /// `None` if it cannot be lowered, so that the overflow has another cause.
+    pub(crate) fn overflow(&mut self) -> Option<f64> {
+        let rule = self.rule.as_mut()?;
         rule.calm_steps = 0;
         if rule.patience > 1 {
             rule.patience -= 1;
         } else if self.value > rule.minimum {
             self.value = (self.value / FACTOR).max(rule.minimum);
         } else {
-            return Overflow::AtMinimum;
+            return None;
         }
-        Overflow::Adjusts { next: self.value }
+        Some(self.value)
     }
 }
 
@@ -167,11 +156,11 @@ mod tests {
     #[test]
     fn at_the_minimum_or_with_a_fixed_scale_an_overflow_is_not_the_scales_fault() {
         let mut lowest = scale(&["train.initial_scale_power=1", "train.hysteresis=1"]);
-        assert_eq!(lowest.overflow(), Overflow::Adjusts { next: 1.0 });
-        assert_eq!(lowest.overflow(), Overflow::AtMinimum);
+        assert_eq!(lowest.overflow(), Some(1.0));
+        assert_eq!(lowest.overflow(), None);
         let mut fixed = scale(&["train.loss_scale=128"]);
         fixed.calm();
-        assert_eq!((fixed.value(), fixed.overflow()), (128.0, Overflow::AtMinimum));
+        assert_eq!((fixed.value(), fixed.overflow()), (128.0, None));
     }
 
     #[test]

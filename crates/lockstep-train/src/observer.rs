@@ -1,4 +1,6 @@
-//! The observer of a run's steps, by which tests and `verify` read or change what happens between backward and optimizer.
+//! The observer of a run's steps.
+//!
+//! `verify` reads the gradients between the backward and the optimizer step by it; fault tests change them, and stop saves.
 
 use lockstep_checkpoint::CommitObserver;
 use lockstep_engine::Engine;

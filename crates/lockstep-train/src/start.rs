@@ -17,7 +17,7 @@ use lockstep_observe::retry_lock;
 use crate::saving::Beginning;
 use crate::setup::{build_engine, load_first_weights};
 use crate::state::{
-    Counters, changed_settings, find_checkpoint, restore, set_aside_later, text_has_changed, told,
+    Counters, changed_settings, damage_of, find_checkpoint, restore, set_aside_later, text_has_changed,
 };
 use crate::{Corpus, Error};
 
@@ -45,7 +45,7 @@ pub(crate) struct StartState {
     /// Checkpoint from which the run resumes; `None` for a new run.
     pub(crate) checkpoint: Option<Checkpoint>,
     /// Messages about the starting state.
-    pub(crate) told: Vec<String>,
+    pub(crate) messages: Vec<String>,
     /// Damaged checkpoints newer than the one from which the run resumes.
     pub(crate) damaged: Vec<PathBuf>,
 }
@@ -61,15 +61,16 @@ impl StartState {
     ) -> Result<Self, Error> {
         let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
         let mut engine = build_engine(config, model, ranks, &ranks.arena())?;
-        let words =
-            passed_over.iter().map(|skipped| format!("passed over a damaged checkpoint: {}", told(skipped)));
+        let words = passed_over
+            .iter()
+            .map(|skipped| format!("passed over a damaged checkpoint: {}", damage_of(skipped)));
         let mut messages: Vec<String> = words.collect();
         let damaged = passed_over.into_iter().map(|skipped| skipped.path).collect();
         let Some(found) = &checkpoint else {
             tracing::info!(dir = %config.checkpoint.dir.display(), ?resume, "no checkpoint to go on from");
             load_first_weights(config, model, &mut engine)?;
             let counters = Counters::default();
-            return Ok(Self { engine, counters, checkpoint, told: messages, damaged });
+            return Ok(Self { engine, counters, checkpoint, messages, damaged });
         };
         tracing::info!(path = %found.path().display(), ?resume, "going on from a checkpoint");
         let changed = changed_settings(config, model, resume, found)?;
@@ -79,7 +80,7 @@ impl StartState {
         if text_has_changed(found, corpus) {
             messages.push("the training text is not the one that the checkpoint was trained on".to_owned());
         }
-        Ok(Self { engine, counters, checkpoint, told: messages, damaged })
+        Ok(Self { engine, counters, checkpoint, messages, damaged })
     }
 }
 

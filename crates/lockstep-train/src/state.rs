@@ -88,7 +88,7 @@ pub(crate) fn find_checkpoint(
             let Latest { checkpoint, skipped } = latest_good_of(&dirs)?;
             if checkpoint.is_none() && !skipped.is_empty() {
                 let reasons: Vec<String> =
-                    skipped.iter().map(|skipped| format!("  {}", told(skipped))).collect();
+                    skipped.iter().map(|skipped| format!("  {}", damage_of(skipped))).collect();
                 let dir = config.checkpoint.dir.clone();
                 return Err(Error::NoGoodCheckpoint { dir, reasons: reasons.join("\n") });
             }
@@ -98,7 +98,7 @@ pub(crate) fn find_checkpoint(
 }
 
 /// Describes a damaged checkpoint.
-pub(crate) fn told(skipped: &SkippedCheckpoint) -> String {
+pub(crate) fn damage_of(skipped: &SkippedCheckpoint) -> String {
     format!("{}: {}", skipped.path.display(), skipped.reason)
 }
 

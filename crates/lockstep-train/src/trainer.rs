@@ -25,7 +25,7 @@ use crate::corpus::host_batch;
 use crate::describe::{Screen, describe};
 use crate::evaluation::evaluate;
 use crate::guard::{Action, Guard, RollbackSnapshot, Verdict};
-use crate::loss_scale::{LossScale, Overflow};
+use crate::loss_scale::LossScale;
 use crate::peak::device_peak;
 use crate::predicted::Predicted;
 use crate::ranks::sum_and_memory;
@@ -114,7 +114,7 @@ pub(crate) fn run(
     let writes = ranks.is_first() && writes_files;
     // The lock comes before any look at checkpoints: the process before this one may still be saving.
     let _lock = ranks.first_then_others(|| writes.then(|| lock(config)).transpose())?;
-    let StartState { mut engine, counters, checkpoint, told, damaged } =
+    let StartState { mut engine, counters, checkpoint, messages, damaged } =
         StartState::of(config, resume, ranks, &model, &corpus)?;
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress =
@@ -130,7 +130,7 @@ pub(crate) fn run(
         peak: peak.as_ref(),
     };
     describe(&screen, ranks.groups().tensor_place(), &mut progress);
-    told.iter().for_each(|text| progress.message(text));
+    messages.iter().for_each(|text| progress.message(text));
     let start = checkpoint.as_ref().map_or(Start::Fresh, |_| Start::After { step: counters.step });
     abandon_long_steps(config, &mut engine, ranks, interrupt);
     observer.begins(&mut engine);
@@ -530,7 +530,7 @@ impl Run<'_> {
     fn refuse(&mut self, step: u64, verdict: Verdict) -> Result<(), Error> {
         if matches!(verdict, Verdict::NotFinite { .. })
             && let Some(scale) = &mut self.loss_scale
-            && let Overflow::Adjusts { next } = scale.overflow()
+            && let Some(next) = scale.overflow()
         {
             self.guard.skip_for_scale();
             self.progress.message(&format!("step {step}: overflow in f16; step skipped, loss scale {next}"));

@@ -1,4 +1,6 @@
 //! Threads of this process as the ranks of a measurement.
+//!
+//! They communicate by shared memory, as the processes of a run on one machine do.
 
 use std::time::Duration;
 

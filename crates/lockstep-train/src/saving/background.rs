@@ -99,7 +99,7 @@ impl Saver {
 
     /// Returns the step whose save is in flight.
     pub(super) fn step_in_flight(&self) -> Option<u64> {
-        self.in_flight.as_ref().map(|save| save.job.step)
+        self.in_flight.as_ref().map(|save| save.job.part.step)
     }
 
     /// Waits until the save in flight has ended.
@@ -143,7 +143,7 @@ impl Saver {
             Err(work) => Ok(Turn::Pending(Stage::Alone(work))),
             Ok(done) => {
                 let saved = self.take_back(done);
-                self.tell(job.step, saved, progress)?;
+                self.tell(job.part.step, saved, progress)?;
                 Ok(Turn::Over)
             }
         }
@@ -193,7 +193,7 @@ impl Saver {
             Own::Written(written) if !is_pending => written,
             own => return Ok(Turn::Pending(Stage::Writing(own, staging))),
         };
-        let reports = gather(&self.ranks, job.step, written);
+        let reports = gather(&self.ranks, job.part.step, written);
         let reports = match self.ranks.is_first() {
             true => Some(reports.map(Option::unwrap_or_default)),
             false => reports.map(|_| None)?,
@@ -221,7 +221,7 @@ impl Saver {
             Err(work) => Ok(Turn::Pending(Stage::Committing(work))),
             Ok(Decision::GoOn(saved)) => {
                 if let Some(saved) = saved {
-                    self.tell(poll.job.step, Ok(saved), progress)?;
+                    self.tell(poll.job.part.step, Ok(saved), progress)?;
                 }
                 Ok(Turn::Over)
             }
@@ -239,7 +239,7 @@ impl Saver {
         match decision {
             Decision::Again(attempt) => Ok(Turn::Next(attempt, self.opening(job, attempt))),
             Decision::Over(Some(error)) => {
-                self.tell(job.step, Err(error), progress)?;
+                self.tell(job.part.step, Err(error), progress)?;
                 Ok(Turn::Over)
             }
             Decision::Over(None) | Decision::GoOn(_) => Ok(Turn::Over),

@@ -4,7 +4,6 @@
 //! next directory is tried. The first rank decides, and the other ranks follow.
 
 use std::cell::Cell;
-use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -39,13 +38,8 @@ impl Attempt {
 
 /// A save, with everything that an attempt needs except the tensors.
 pub(super) struct Job {
-    pub(super) step: u64,
+    pub(super) part: Part,
     pub(super) places: Arc<[CheckpointDir]>,
-    pub(super) rank: usize,
-    /// Names of the parameters whose state this rank writes for its replica.
-    pub(super) owned: HashSet<String>,
-    /// True if this rank also writes what all replicas hold; the others write their rank-local state only.
-    pub(super) is_in_first_replica: bool,
     pub(super) observer: Observer,
     pub(super) voice: MessagePrinter,
     pub(super) limits: Limits,
@@ -99,7 +93,7 @@ impl Job {
         Watch {
             inner: &self.observer,
             voice: &self.voice,
-            step: self.step,
+            step: self.part.step,
             place: self.place(attempt),
             has_other: attempt.place + 1 < self.places.len(),
             limits: &self.limits,
@@ -117,20 +111,18 @@ impl Job {
                 self.voice.message(&format!(
                     "removed {} to make room for step {}",
                     path.display(),
-                    self.step
+                    self.part.step
                 ));
             }
         }
-        Ok(Staging::begin_observed(&place.path, self.step, &watch).map_err(|error| place.note(error))?)
+        Ok(Staging::begin_observed(&place.path, self.part.step, &watch).map_err(|error| place.note(error))?)
     }
 
     /// Writes the tensors of `tensors` that belong to this rank's part.
     pub(super) fn write(&self, attempt: Attempt, tensors: &[StateTensor<'_>]) -> Written {
-        let Self { step, rank, ref owned, is_in_first_replica, .. } = *self;
         let (place, watch) = (self.place(attempt), self.watch(attempt));
         place.check()?;
-        let part = Part { step, dir: &place.path, rank, owned, is_in_first_replica, observer: &watch };
-        part.write(tensors).map_err(|error| match error {
+        self.part.write(&place.path, tensors, &watch).map_err(|error| match error {
             Error::Checkpoint(error) => place.note(error).into(),
             error => error,
         })
@@ -197,7 +189,7 @@ impl Job {
                 let other = &self.place(next).path;
                 self.voice.message(&format!(
                     "step {} is not saved in {}: {error}; trying {}",
-                    self.step,
+                    self.part.step,
                     place.display(),
                     other.display()
                 ));
@@ -207,7 +199,7 @@ impl Job {
             None if failures.len() == 1 && !matches!(error, CheckpointError::Stalled { .. }) => {
                 Err(error.into())
             }
-            None => Err(Error::NotSaved { step: self.step, reasons: failures.join("\n") }),
+            None => Err(Error::NotSaved { step: self.part.step, reasons: failures.join("\n") }),
         }
     }
 

@@ -27,24 +27,26 @@ const MAX_REPORT_BYTES: usize = 256 << 20;
 pub(super) type Observer = Arc<dyn CommitObserver + Send + Sync>;
 
 /// The part of a save that a rank writes.
-pub(super) struct Part<'a> {
+pub(super) struct Part {
     pub(super) step: u64,
-    /// Directory that contains the checkpoints.
-    pub(super) dir: &'a Path,
     pub(super) rank: usize,
     /// Names of the parameters whose state this rank writes for its replica.
-    pub(super) owned: &'a HashSet<String>,
+    pub(super) owned: HashSet<String>,
     /// True if this rank also writes what all replicas hold; the others write their rank-local state only.
     pub(super) is_in_first_replica: bool,
-    pub(super) observer: &'a dyn CommitObserver,
 }
 
 /// Outcome of a part: its report, or `None` if there was nothing to write.
 pub(super) type Written = Result<Option<ShardReport>, Error>;
 
-impl Part<'_> {
-    /// Writes the tensors of `tensors` that belong to this rank's part.
-    pub(super) fn write(&self, tensors: &[StateTensor<'_>]) -> Written {
+impl Part {
+    /// Writes the tensors of `tensors` that belong to this rank's part to the checkpoints' directory `dir`.
+    pub(super) fn write(
+        &self,
+        dir: &Path,
+        tensors: &[StateTensor<'_>],
+        observer: &dyn CommitObserver,
+    ) -> Written {
         // Finite gradients may still move a weight out of the range of f32.
         if let Some(name) = StateTensor::first_not_finite(tensors) {
             return Err(Error::WeightsNotFinite { step: self.step, name: name.to_owned() });
@@ -58,10 +60,10 @@ impl Part<'_> {
         if slices.is_empty() {
             return Ok(None);
         }
-        let (dir, step) = (self.dir.to_owned(), self.step);
-        let find = move || Staging::path_in(&dir, step);
-        let staging = run_on_disk(self.observer, "looking into", self.dir, find)?;
-        let written = write_shard_observed(&staging, self.rank, &slices, self.observer);
+        let (owned_dir, step) = (dir.to_owned(), self.step);
+        let find = move || Staging::path_in(&owned_dir, step);
+        let staging = run_on_disk(observer, "looking into", dir, find)?;
+        let written = write_shard_observed(&staging, self.rank, &slices, observer);
         if let Some(name) = own.iter().find_map(Own::found_not_finite) {
             return Err(Error::WeightsNotFinite { step: self.step, name: name.to_owned() });
         }

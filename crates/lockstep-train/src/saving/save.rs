@@ -1,4 +1,6 @@
 //! A save in flight: the stage that it has reached, and the work of this rank in that stage.
+//!
+//! Work on a snapshot owns it and gives it back with its result, so that there is one snapshot for all saves.
 
 use std::sync::Arc;
 use std::time::Instant;

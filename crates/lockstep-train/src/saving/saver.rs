@@ -1,4 +1,6 @@
-//! The saver of a run: decides when and where a save goes, and runs those in the foreground.
+//! The saver of a run: prepares the job of each save, runs those in the foreground, and reports their results.
+//!
+//! Saves in the background are advanced by `background`, a second part of its methods.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -20,7 +22,7 @@ use serde_json::{Value, json};
 
 use super::directories::{CheckpointDir, Limits};
 use super::job::{Attempt, Contents, Job, Saved};
-use super::part::{Observer, gather};
+use super::part::{Observer, Part, gather};
 use super::save::{Save, SaveInterval};
 use crate::state::SavedState;
 use crate::{Corpus, Error, StepObserver};
@@ -186,7 +188,7 @@ impl Saver {
         let lacks_copy = self.in_background && self.has_part && !self.take_copy(engine, progress);
         if !self.in_background || self.ranks.any_in_time(lacks_copy, TimeLimit::Unlimited)? {
             if let Some(saved) = self.save_now(&job, engine).transpose() {
-                self.tell(job.step, saved, progress)?;
+                self.tell(job.part.step, saved, progress)?;
             }
         } else {
             self.start(job, progress)?;
@@ -240,7 +242,7 @@ impl Saver {
                 false => Ok(None),
             };
             self.ranks.meet()?;
-            let saved = match (gather(&self.ranks, job.step, written), staging) {
+            let saved = match (gather(&self.ranks, job.part.step, written), staging) {
                 (Ok(reports), Some(staging)) => {
                     Some(job.commit(attempt, staging, reports.unwrap_or_default()))
                 }
@@ -314,11 +316,13 @@ impl Saver {
             metrics: metrics.map(Arc::new),
         });
         Job {
-            step,
+            part: Part {
+                step,
+                rank: self.ranks.rank(),
+                owned: owned.map(|id| engine.records()[id.0].name.clone()).collect(),
+                is_in_first_replica: self.ranks.is_in_first_replica(),
+            },
             places: self.places.clone(),
-            rank: self.ranks.rank(),
-            owned: owned.map(|id| engine.records()[id.0].name.clone()).collect(),
-            is_in_first_replica: self.ranks.is_in_first_replica(),
             observer,
             voice: progress.voice(),
             limits: self.limits.clone(),

@@ -9,7 +9,7 @@ use lockstep_tensor::Write;
 
 use crate::{
     block::{ParameterIndex, Value, ValueInfo},
-    instruction::{Gradient, GradientBuffer, Instruction, Phase},
+    instruction::{Gradient, Instruction, Phase},
     operation::{AttentionOperation, Operation, RouteOperation, SummaLinear},
     program::Program,
     timeline::{Activity, Cost},
@@ -37,13 +37,6 @@ pub struct BlockProfile {
     pub parameter_elements: usize,
     /// Floating-point operations of attention in one forward and one backward.
     pub attention_flops: u64,
-}
-
-/// Phase of a program: forward, or any part of a backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stage {
-    Forward,
-    Backward,
 }
 
 impl Program {
@@ -83,25 +76,18 @@ impl Program {
     }
 
     /// Returns the name, pass, unit and first parameter of an instruction.
-    pub(crate) fn activity(
-        &self,
-        instruction: &Instruction,
-        phase: &Phase,
-        stage: Stage,
-        unit: usize,
-    ) -> Activity {
+    pub(crate) fn activity(&self, instruction: &Instruction, phase: &Phase, unit: usize) -> Activity {
         let of_gradients =
             |name| Activity { name, pass: Some(Pass::BackwardInputs), unit: Some(unit), parameter: None };
         let (operation, pass) = match instruction {
-            Instruction::Forward(operation) if stage == Stage::Forward => (*operation, Pass::Forward),
-            Instruction::Forward(operation) => (*operation, Pass::Recompute),
+            Instruction::Forward(operation) => (*operation, phase.pass),
             Instruction::BackwardInputs { operation, .. } => (*operation, Pass::BackwardInputs),
             Instruction::BackwardWeights { operation, .. } => (*operation, Pass::BackwardWeights),
-            Instruction::Part { product, .. } => return self.activity(product, phase, stage, unit),
+            Instruction::Part { product, .. } => return self.activity(product, phase, unit),
             Instruction::Start { transit }
             | Instruction::Send { transit, .. }
             | Instruction::Await { transit, .. } => {
-                return self.activity(&phase.communication_buffer[*transit].exchange, phase, stage, unit);
+                return self.activity(&phase.communication_buffer[*transit].exchange, phase, unit);
             }
             Instruction::Copy { .. } => return of_gradients("copy gradient"),
             Instruction::Add { .. } => return of_gradients("add gradient"),
@@ -117,14 +103,9 @@ impl Program {
     }
 
     /// Returns the cost of an instruction.
-    pub(crate) fn cost(
-        &self,
-        instruction: &Instruction,
-        phase: &Phase,
-        gradients: &[GradientBuffer],
-    ) -> Cost {
+    pub(crate) fn cost(&self, instruction: &Instruction, phase: &Phase) -> Cost {
         let gradient = |operation: Option<&Operation>, gradient: Gradient| {
-            self.info_bytes(operation, gradients[gradient.0].info)
+            self.info_bytes(operation, phase.buffers[gradient.0].info)
         };
         match instruction {
             Instruction::Forward(operation) => self.forward_cost(&self.operations[*operation]),
@@ -173,18 +154,18 @@ impl Program {
             }
             Instruction::Part { product, transit, rows } => {
                 let transit = &phase.communication_buffer[*transit];
-                share_of(self.cost(product, phase, gradients), transit.part_rows(*rows), transit.info.rows)
+                share_of(self.cost(product, phase), transit.part_rows(*rows), transit.info.rows)
             }
             // A collective is counted in full where its end is awaited.
             Instruction::Start { .. } | Instruction::Send { .. } => Cost::default(),
             Instruction::Await { transit, chunk } => {
                 let transit = &phase.communication_buffer[*transit];
                 let rows = transit.chunks[*chunk].len();
-                share_of(self.cost(&transit.exchange, phase, gradients), rows, transit.block_rows())
+                share_of(self.cost(&transit.exchange, phase), rows, transit.block_rows())
             }
             Instruction::Copy { from, to } => Cost::of_bytes(gradient(None, *from) + gradient(None, *to)),
             Instruction::Add { from, to } => Cost {
-                vector_flops: gradients[to.0].info.elements() as u64,
+                vector_flops: phase.buffers[to.0].info.elements() as u64,
                 ..Cost::of_bytes(gradient(None, *from) + gradient(None, *to) * passes(Write::Accumulate))
             },
         }

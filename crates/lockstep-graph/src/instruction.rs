@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use lockstep_plan::work::Pass;
 use lockstep_tensor::Write;
 
 use crate::{
@@ -180,4 +181,8 @@ pub(crate) struct Phase {
     pub(crate) workspace_bytes: usize,
     pub(crate) transit_bytes: usize,
     pub(crate) touches_output: bool,
+    /// Pass of its forward instructions: `Recompute` in a backward.
+    pub(crate) pass: Pass,
+    /// Shape and owner of each gradient.
+    pub(crate) buffers: Vec<GradientBuffer>,
 }

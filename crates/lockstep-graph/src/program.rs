@@ -7,7 +7,7 @@ use lockstep_tensor::{Buffer, View};
 
 use crate::{
     block::{BlockShape, ParameterDeclaration, ParameterIndex, Value, ValueInfo},
-    instruction::{GradientBuffer, Phase},
+    instruction::Phase,
     operation::Operation,
     training::Training,
 };
@@ -19,8 +19,6 @@ pub struct Program {
     pub(crate) context: ContextPlace,
     pub(crate) values: Vec<ValueInfo>,
     pub(crate) operations: Vec<Operation>,
-    pub(crate) gradients: Vec<GradientBuffer>,
-    pub(crate) split_gradients: Vec<GradientBuffer>,
     pub(crate) parameters: Vec<ParameterDeclaration>,
     pub(crate) training: Training,
     pub(crate) input: Option<Value>,

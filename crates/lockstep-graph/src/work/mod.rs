@@ -19,8 +19,7 @@ use lockstep_plan::{
 
 use crate::{
     block::{ParameterIndex, Value},
-    cost::Stage,
-    instruction::{GradientBuffer, Instruction, Phase},
+    instruction::{Gradient, Instruction, Phase},
     operation::{
         AttentionOperation, ContextCollective, ContextCollectiveKind, KeySource, Operation, RemoteRows,
         RouteOperation, SplitLoss, SummaLinear,
@@ -33,17 +32,16 @@ use crate::{
 impl Program {
     /// Returns the work of one rank for a micro-batch, and the activations that other frameworks would save for it.
     pub fn work(&self) -> UnitWork {
-        let backward = |phase| self.tasks(phase, Stage::Backward, &self.split_gradients);
         let is_expert = |index: &usize| self.parameters()[*index].share.among == Among::Experts;
         let elements = |index: usize| self.parameter_elements(ParameterIndex(index));
         let parameters = 0..self.parameters().len();
         let is_trained = |index: &usize| self.parameters()[*index].trainable;
         let trained = parameters.clone().filter(is_trained);
         UnitWork {
-            forward: self.tasks(&self.forward, Stage::Forward, &self.gradients),
-            backward: self.tasks(&self.backward, Stage::Backward, &self.gradients),
-            backward_inputs: backward(&self.backward_inputs),
-            backward_weights: backward(&self.backward_weights),
+            forward: self.tasks(&self.forward),
+            backward: self.tasks(&self.backward),
+            backward_inputs: self.tasks(&self.backward_inputs),
+            backward_weights: self.tasks(&self.backward_weights),
             kept: self.kept(),
             parameter_elements: parameters.clone().map(elements).sum(),
             expert_elements: parameters.filter(is_expert).map(elements).sum(),
@@ -52,8 +50,8 @@ impl Program {
         }
     }
 
-    fn tasks(&self, phase: &Phase, stage: Stage, gradients: &[GradientBuffer]) -> Vec<Task> {
-        let mut list = List { program: self, phase, stage, gradients, tasks: Vec::new() };
+    fn tasks(&self, phase: &Phase) -> Vec<Task> {
+        let mut list = List { program: self, phase, tasks: Vec::new() };
         let mut in_parts: Vec<&Instruction> = Vec::new();
         for instruction in &phase.instructions {
             match instruction {
@@ -69,7 +67,7 @@ impl Program {
                 Instruction::Send { .. } | Instruction::Await { .. } => {}
                 // In a training step the backward computes the loss: see `Program::forward_for_backward`.
                 Instruction::Forward(operation)
-                    if stage == Stage::Forward
+                    if phase.pass == Pass::Forward
                         && self.has_backward()
                         && self.operations[*operation].is_loss() => {}
                 _ => list.add(instruction, Manner::Alone),
@@ -295,17 +293,15 @@ impl Program {
 struct List<'a> {
     program: &'a Program,
     phase: &'a Phase,
-    stage: Stage,
-    gradients: &'a [GradientBuffer],
     tasks: Vec<Task>,
 }
 
 impl List<'_> {
     fn add(&mut self, instruction: &Instruction, manner: Manner) {
         let program = self.program;
-        let activity = program.activity(instruction, self.phase, self.stage, 0);
+        let activity = program.activity(instruction, self.phase, 0);
         let pass = activity.pass.unwrap_or(Pass::Forward);
-        let cost = program.cost(instruction, self.phase, self.gradients);
+        let cost = program.cost(instruction, self.phase);
         for (kind, cost) in self.parts(instruction, manner, cost) {
             let Cost { bytes, vector_flops, .. } = cost;
             self.tasks.push(Task { name: activity.name, pass, kind, bytes, vector_flops });
@@ -313,34 +309,26 @@ impl List<'_> {
     }
 
     fn parts(&self, instruction: &Instruction, manner: Manner, cost: Cost) -> Vec<(TaskKind, Cost)> {
-        let program = self.program;
-        let labors = match instruction {
-            Instruction::Forward(index) | Instruction::BackwardInputs { operation: index, .. }
-                if program.operations[*index].is_loss() =>
-            {
-                let written = match instruction {
-                    Instruction::BackwardInputs { dx, .. } => {
-                        Some(dx.iter().map(|(dx, _)| self.gradients[dx.0].info.bytes() as u64).sum())
-                    }
-                    _ => None,
-                };
-                return self.loss(&program.operations[*index], written);
-            }
-            Instruction::Forward(index) => {
-                let operation = &program.operations[*index];
-                let linear = program.linear_labors(operation, Pass::Forward);
-                linear.unwrap_or_else(|| program.forward_labors(operation, manner))
-            }
-            Instruction::BackwardInputs { operation, .. } => {
-                let operation = &program.operations[*operation];
-                let linear = program.linear_labors(operation, Pass::BackwardInputs);
-                linear.unwrap_or_else(|| program.input_labors(operation, manner))
-            }
-            Instruction::BackwardWeights { operation, .. } => program
-                .linear_labors(&program.operations[*operation], Pass::BackwardWeights)
-                .unwrap_or_else(|| vec![TaskKind::Stream]),
-            _ => vec![TaskKind::Stream],
+        let (index, pass) = match instruction {
+            Instruction::Forward(operation) => (*operation, Pass::Forward),
+            Instruction::BackwardInputs { operation, .. } => (*operation, Pass::BackwardInputs),
+            Instruction::BackwardWeights { operation, .. } => (*operation, Pass::BackwardWeights),
+            _ => return vec![(TaskKind::Stream, cost)],
         };
+        let (program, operation) = (self.program, &self.program.operations[index]);
+        if operation.is_loss() {
+            let bytes = |gradient: &Gradient| self.phase.buffers[gradient.0].info.bytes() as u64;
+            let written = match instruction {
+                Instruction::BackwardInputs { dx, .. } => Some(dx.iter().map(|(dx, _)| bytes(dx)).sum()),
+                _ => None,
+            };
+            return self.loss(operation, written);
+        }
+        let labors = program.linear_labors(operation, pass).unwrap_or_else(|| match pass {
+            Pass::Forward | Pass::Recompute => program.forward_labors(operation, manner),
+            Pass::BackwardInputs => program.input_labors(operation, manner),
+            Pass::BackwardWeights => vec![TaskKind::Stream],
+        });
         // Compute carries the whole cost. A collective moves no memory apart from its transfer.
         labors
             .into_iter()

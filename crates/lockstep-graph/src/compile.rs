@@ -30,7 +30,7 @@ impl Recorder {
         let training = Training::new(values.len(), &facts, &parameters, wanted);
         let planner =
             Planner::new(&values, (&operations, &facts), input, output, &training, (mode, recompute), place);
-        let does_something = |index: &usize| facts[*index].renamed.is_none();
+        let does_something = |index: &usize| facts[*index].alias_of.is_none();
         let forward_instructions =
             (0..operations.len()).filter(does_something).map(Instruction::Forward).collect();
         let forward = planner.place(Pass::Forward, forward_instructions, &[], &[]);
@@ -189,11 +189,11 @@ impl Planner<'_> {
             slots[object] = Some(slot);
         }
 
-        let Overlapped { instructions, communication_buffer, transit_bytes } =
+        let Overlapped { instructions, collectives, transit_bytes } =
             self.overlapped(instructions, gradients, &slots);
         let mut lifetimes: Vec<Option<Lifetime>> = vec![None; count];
         for (time, instruction) in instructions.iter().enumerate() {
-            for object in self.touches_of(instruction, &communication_buffer) {
+            for object in self.touches_of(instruction, &collectives) {
                 let bytes = self.bytes(object, gradients);
                 lifetimes[object].get_or_insert(Lifetime { first: time, last: time, bytes }).last = time;
             }
@@ -227,7 +227,7 @@ impl Planner<'_> {
         debug_assert!(self.input.is_none_or(|input| slots[input.0].is_some()));
         Phase {
             instructions,
-            communication_buffer,
+            collectives,
             values: slots,
             gradients: gradient_slots,
             workspace_bytes,

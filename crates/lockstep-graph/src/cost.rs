@@ -87,7 +87,7 @@ impl Program {
             Instruction::Start { transit }
             | Instruction::Send { transit, .. }
             | Instruction::Await { transit, .. } => {
-                return self.activity(&phase.communication_buffer[*transit].exchange, phase, unit);
+                return self.activity(&phase.collectives[*transit].exchange, phase, unit);
             }
             Instruction::Copy { .. } => return of_gradients("copy gradient"),
             Instruction::Add { .. } => return of_gradients("add gradient"),
@@ -153,13 +153,13 @@ impl Program {
                 }
             }
             Instruction::Part { product, transit, rows } => {
-                let transit = &phase.communication_buffer[*transit];
+                let transit = &phase.collectives[*transit];
                 share_of(self.cost(product, phase), transit.part_rows(*rows), transit.info.rows)
             }
             // A collective is counted in full where its end is awaited.
             Instruction::Start { .. } | Instruction::Send { .. } => Cost::default(),
             Instruction::Await { transit, chunk } => {
-                let transit = &phase.communication_buffer[*transit];
+                let transit = &phase.collectives[*transit];
                 let rows = transit.chunks[*chunk].len();
                 share_of(self.cost(&transit.exchange, phase), rows, transit.block_rows())
             }

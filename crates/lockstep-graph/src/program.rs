@@ -117,7 +117,7 @@ impl Program {
 
     /// Largest number of chunks that can be in flight; 0 if no collective overlaps with products.
     pub fn transit_chunks(&self) -> usize {
-        let of = |phase: &Phase| phase.communication_buffer.iter().map(|transit| transit.chunks.len()).sum();
+        let of = |phase: &Phase| phase.collectives.iter().map(|transit| transit.chunks.len()).sum();
         self.phases().map(of).max().unwrap_or(0)
     }
 

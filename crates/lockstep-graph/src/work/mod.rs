@@ -58,11 +58,11 @@ impl Program {
                 Instruction::Part { product, .. } => {
                     if !in_parts.contains(&product.as_ref()) {
                         in_parts.push(product);
-                        list.add(product, Manner::Alone);
+                        list.add(product, Overlap::Exposed);
                     }
                 }
                 Instruction::Start { transit } | Instruction::Send { transit, chunk: 0 } => {
-                    list.add(&phase.communication_buffer[*transit].exchange, Manner::Beside);
+                    list.add(&phase.collectives[*transit].exchange, Overlap::Overlapped);
                 }
                 Instruction::Send { .. } | Instruction::Await { .. } => {}
                 // In a training step the backward computes the loss: see `Program::forward_for_backward`.
@@ -70,15 +70,15 @@ impl Program {
                     if phase.pass == Pass::Forward
                         && self.has_backward()
                         && self.operations[*operation].is_loss() => {}
-                _ => list.add(instruction, Manner::Alone),
+                _ => list.add(instruction, Overlap::Exposed),
             }
         }
         list.tasks
     }
 
-    /// Returns the pieces of work of a linear layer in one pass; `None` for other operations, and for a gradient of
+    /// Returns the tasks of a linear layer in one pass; `None` for other operations, and for a gradient of
     /// the bias alone.
-    fn linear_labors(&self, operation: &Operation, pass: Pass) -> Option<Vec<TaskKind>> {
+    fn linear_tasks(&self, operation: &Operation, pass: Pass) -> Option<Vec<TaskKind>> {
         if pass == Pass::BackwardWeights && !self.training.trains_weight(&operation.facts()) {
             return None;
         }
@@ -118,22 +118,22 @@ impl Program {
         }
     }
 
-    /// Returns the pieces of work of an operation's forward, in order.
-    fn forward_labors(&self, operation: &Operation, manner: Manner) -> Vec<TaskKind> {
+    /// Returns the tasks of an operation's forward, in order.
+    fn forward_tasks(&self, operation: &Operation, overlap: Overlap) -> Vec<TaskKind> {
         match operation {
             Operation::Attention(attention) => {
-                let mut labors = Vec::new();
-                if let KeySource::Ring { .. } = attention.reach {
+                let mut tasks = Vec::new();
+                if let KeySource::Ring { .. } = attention.key_source {
                     let bytes = self.ring_bytes(attention, self.shape.dtype);
-                    labors.push(exchange(Peers::Context, Collective::Ring, bytes, Manner::Beside));
+                    tasks.push(exchange(Peers::Context, Collective::Ring, bytes, Overlap::Overlapped));
                 }
-                labors.push(self.attention(attention, self.product_flops(operation)));
-                labors
+                tasks.push(self.attention(attention, self.product_flops(operation)));
+                tasks
             }
             Operation::Redistribute { exchange: change, x, y, .. } => {
-                self.transferred(change.forward(), (*x, *y), manner)
+                self.transferred(change.forward(), (*x, *y), overlap)
             }
-            Operation::ContextCollective(change) => self.sequences_exchanged(change, Way::There),
+            Operation::ContextCollective(change) => self.sequences_exchanged(change, Pass::Forward),
             Operation::Route(RouteOperation { parts: Some(parts), counts, .. }) => {
                 let bytes = self.value_bytes(parts.gathered);
                 let ranks = self.rows(parts.gathered) / self.rows(*counts);
@@ -142,11 +142,11 @@ impl Program {
                     context if context == ranks => Peers::Context,
                     _ => Peers::TensorAndContext,
                 };
-                vec![TaskKind::Stream, exchange(peers, Collective::AllGather, bytes, manner)]
+                vec![TaskKind::Stream, exchange(peers, Collective::AllGather, bytes, overlap)]
             }
             Operation::Dispatch { tables, chosen, .. } => {
                 let remote = tables.remote.iter();
-                let counts = |remote| self.counts_told(remote, self.has_capacity(*chosen));
+                let counts = |remote| self.counts_exchanged(remote, self.has_capacity(*chosen));
                 let exchanges = remote.flat_map(|remote| [counts(remote), self.rows_sent(remote)]);
                 [TaskKind::Stream].into_iter().chain(exchanges).collect()
             }
@@ -158,29 +158,29 @@ impl Program {
         }
     }
 
-    /// Returns the pieces of work of an operation's input gradients, in order.
-    fn input_labors(&self, operation: &Operation, manner: Manner) -> Vec<TaskKind> {
+    /// Returns the tasks of an operation's input gradients, in order.
+    fn input_tasks(&self, operation: &Operation, overlap: Overlap) -> Vec<TaskKind> {
         match operation {
             Operation::Attention(attention) => {
-                let mut labors = Vec::new();
+                let mut tasks = Vec::new();
                 let gradients = self.ring_bytes(attention, DType::F32);
-                let is_ring = matches!(attention.reach, KeySource::Ring { .. });
+                let is_ring = matches!(attention.key_source, KeySource::Ring { .. });
                 if is_ring {
                     // Gradients travel after their keys and values.
                     let bytes = self.ring_bytes(attention, self.shape.dtype) + gradients;
-                    labors.push(exchange(Peers::Context, Collective::Ring, bytes, Manner::Beside));
+                    tasks.push(exchange(Peers::Context, Collective::Ring, bytes, Overlap::Overlapped));
                 }
-                labors.push(self.attention(attention, self.backward_flops(operation)));
+                tasks.push(self.attention(attention, self.backward_flops(operation)));
                 if is_ring {
                     // One more step takes the gradients to their owner.
-                    labors.push(exchange(Peers::Context, Collective::Shift, gradients, manner));
+                    tasks.push(exchange(Peers::Context, Collective::Shift, gradients, overlap));
                 }
-                labors
+                tasks
             }
             Operation::Redistribute { exchange: change, x, y, .. } => {
-                self.transferred(change.backward(), (*y, *x), manner)
+                self.transferred(change.backward(), (*y, *x), overlap)
             }
-            Operation::ContextCollective(change) => self.sequences_exchanged(change, Way::Back),
+            Operation::ContextCollective(change) => self.sequences_exchanged(change, Pass::BackwardInputs),
             Operation::Dispatch { tables, .. } | Operation::Combine { tables, .. } => {
                 let exchange = tables.remote.iter().map(|remote| self.rows_sent(remote));
                 [TaskKind::Stream].into_iter().chain(exchange).collect()
@@ -190,45 +190,45 @@ impl Program {
     }
 
     /// Returns the communication of a redistribution in one direction.
-    fn transferred(&self, transfer: Transfer, (from, to): (Value, Value), manner: Manner) -> Vec<TaskKind> {
+    fn transferred(&self, transfer: Transfer, (from, to): (Value, Value), overlap: Overlap) -> Vec<TaskKind> {
         let all =
-            |collective, value| vec![exchange(Peers::Tensor, collective, self.value_bytes(value), manner)];
+            |collective, value| vec![exchange(Peers::Tensor, collective, self.value_bytes(value), overlap)];
         match transfer {
             Transfer::AllGather => all(Collective::AllGather, to),
             Transfer::AllReduce => all(Collective::AllReduce, to),
             Transfer::ReduceScatter => all(Collective::ReduceScatter, from),
-            Transfer::TokensToBlocks | Transfer::BlocksToTokens => self.in_line(from),
+            Transfer::TokensToBlocks | Transfer::BlocksToTokens => self.blocks_exchanged(from),
             Transfer::Slice | Transfer::Alias => vec![TaskKind::Stream],
         }
     }
 
     /// All-to-all between tokens and blocks: a transpose, and the communication along a row.
-    fn in_line(&self, x: Value) -> Vec<TaskKind> {
+    fn blocks_exchanged(&self, x: Value) -> Vec<TaskKind> {
         let bytes = self.value_bytes(x);
-        vec![TaskKind::Stream, exchange(Peers::TensorLine, Collective::AllToAll, bytes, Manner::Alone)]
+        vec![TaskKind::Stream, exchange(Peers::TensorLine, Collective::AllToAll, bytes, Overlap::Exposed)]
     }
 
-    fn sequences_exchanged(&self, change: &ContextCollective, way: Way) -> Vec<TaskKind> {
+    fn sequences_exchanged(&self, change: &ContextCollective, pass: Pass) -> Vec<TaskKind> {
         let ContextCollective { change, x, y, .. } = *change;
-        let (collective, value) = match (change, way) {
-            (ContextCollectiveKind::Gather, Way::There) => (Collective::AllGather, y),
-            (ContextCollectiveKind::Gather, Way::Back) => (Collective::ReduceScatter, y),
+        let (collective, value) = match (change, pass) {
+            (ContextCollectiveKind::Gather, Pass::Forward) => (Collective::AllGather, y),
+            (ContextCollectiveKind::Gather, _) => (Collective::ReduceScatter, y),
             // With fewer heads than ranks, a head is sent to several ranks.
             (ContextCollectiveKind::TokensToHeads { .. }, _) => (Collective::AllToAll, y),
             (ContextCollectiveKind::HeadsToTokens { .. }, _) => (Collective::AllToAll, x),
         };
         let bytes = self.value_bytes(value);
-        vec![TaskKind::Stream, exchange(Peers::Context, collective, bytes, Manner::Alone)]
+        vec![TaskKind::Stream, exchange(Peers::Context, collective, bytes, Overlap::Exposed)]
     }
 
     /// All-to-all of rows to or from the experts: as many rows as slots, under even load.
     fn rows_sent(&self, remote: &RemoteRows) -> TaskKind {
-        exchange(Peers::Expert, Collective::AllToAll, self.value_bytes(remote.sending), Manner::Alone)
+        exchange(Peers::Expert, Collective::AllToAll, self.value_bytes(remote.sending), Overlap::Exposed)
     }
 
     /// All-to-all of the row counts of each expert. With a capacity the host need not wait for the counts: the most
     /// rows that can come are known.
-    fn counts_told(&self, remote: &RemoteRows, has_capacity: bool) -> TaskKind {
+    fn counts_exchanged(&self, remote: &RemoteRows, has_capacity: bool) -> TaskKind {
         TaskKind::Exchange(Exchange {
             peers: Peers::Expert,
             collective: Collective::AllToAll,
@@ -251,7 +251,7 @@ impl Program {
         let (tokens, step) = (self.shape.tokens() as u64, self.rows(logits));
         let parts = (0..tokens).step_by(step as usize).map(|start| step.min(tokens - start));
         let bytes = |tokens: u64| tokens * columns * DType::F32.size_bytes() as u64;
-        let gather = |tokens| exchange(Peers::Tensor, Collective::AllGather, bytes(tokens), Manner::Alone);
+        let gather = |tokens| exchange(Peers::Tensor, Collective::AllGather, bytes(tokens), Overlap::Exposed);
         parts.map(gather).collect()
     }
 
@@ -268,12 +268,12 @@ impl Program {
 
     fn broadcast(&self, elements: u64) -> TaskKind {
         let bytes = elements * self.shape.dtype.size_bytes() as u64;
-        exchange(Peers::TensorLine, Collective::Broadcast, bytes, Manner::Alone)
+        exchange(Peers::TensorLine, Collective::Broadcast, bytes, Overlap::Exposed)
     }
 
     fn reduce(&self, elements: u64, dtype: DType) -> TaskKind {
         let bytes = elements * dtype.size_bytes() as u64;
-        exchange(Peers::TensorLine, Collective::Reduce, bytes, Manner::Alone)
+        exchange(Peers::TensorLine, Collective::Reduce, bytes, Overlap::Exposed)
     }
 
     fn rows(&self, value: Value) -> u64 {
@@ -297,18 +297,18 @@ struct List<'a> {
 }
 
 impl List<'_> {
-    fn add(&mut self, instruction: &Instruction, manner: Manner) {
+    fn add(&mut self, instruction: &Instruction, overlap: Overlap) {
         let program = self.program;
         let activity = program.activity(instruction, self.phase, 0);
         let pass = activity.pass.unwrap_or(Pass::Forward);
         let cost = program.cost(instruction, self.phase);
-        for (kind, cost) in self.parts(instruction, manner, cost) {
+        for (kind, cost) in self.parts(instruction, overlap, cost) {
             let Cost { bytes, vector_flops, .. } = cost;
             self.tasks.push(Task { name: activity.name, pass, kind, bytes, vector_flops });
         }
     }
 
-    fn parts(&self, instruction: &Instruction, manner: Manner, cost: Cost) -> Vec<(TaskKind, Cost)> {
+    fn parts(&self, instruction: &Instruction, overlap: Overlap, cost: Cost) -> Vec<(TaskKind, Cost)> {
         let (index, pass) = match instruction {
             Instruction::Forward(operation) => (*operation, Pass::Forward),
             Instruction::BackwardInputs { operation, .. } => (*operation, Pass::BackwardInputs),
@@ -324,13 +324,13 @@ impl List<'_> {
             };
             return self.loss(operation, written);
         }
-        let labors = program.linear_labors(operation, pass).unwrap_or_else(|| match pass {
-            Pass::Forward | Pass::Recompute => program.forward_labors(operation, manner),
-            Pass::BackwardInputs => program.input_labors(operation, manner),
+        let tasks = program.linear_tasks(operation, pass).unwrap_or_else(|| match pass {
+            Pass::Forward | Pass::Recompute => program.forward_tasks(operation, overlap),
+            Pass::BackwardInputs => program.input_tasks(operation, overlap),
             Pass::BackwardWeights => vec![TaskKind::Stream],
         });
         // Compute carries the whole cost. A collective moves no memory apart from its transfer.
-        labors
+        tasks
             .into_iter()
             .map(|kind| match kind {
                 TaskKind::Exchange(_) => (kind, Cost::default()),
@@ -352,20 +352,13 @@ impl List<'_> {
 
 /// Overlap of a collective with compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Manner {
-    Alone,
-    Beside,
+enum Overlap {
+    Exposed,
+    Overlapped,
 }
 
-/// Direction of a collective: forward or backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
-    There,
-    Back,
-}
-
-fn exchange(peers: Peers, collective: Collective, bytes: u64, manner: Manner) -> TaskKind {
-    let is_beside = manner == Manner::Beside;
+fn exchange(peers: Peers, collective: Collective, bytes: u64, overlap: Overlap) -> TaskKind {
+    let is_beside = overlap == Overlap::Overlapped;
     TaskKind::Exchange(Exchange { peers, collective, bytes, is_beside, is_for_host: false })
 }
 

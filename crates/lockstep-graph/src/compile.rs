@@ -70,6 +70,7 @@ impl Recorder {
             output,
             values,
             operations,
+            facts,
         }
     }
 }

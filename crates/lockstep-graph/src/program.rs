@@ -8,7 +8,7 @@ use lockstep_tensor::{Buffer, View};
 use crate::{
     block::{BlockShape, ParameterDeclaration, ParameterIndex, Value, ValueInfo},
     instruction::Phase,
-    operation::Operation,
+    operation::{Facts, Operation},
     training::Training,
 };
 
@@ -20,6 +20,8 @@ pub struct Program {
     pub(crate) values: Vec<ValueInfo>,
     pub(crate) operations: Vec<Operation>,
     pub(crate) parameters: Vec<ParameterDeclaration>,
+    /// Facts of each operation.
+    pub(crate) facts: Vec<Facts>,
     pub(crate) training: Training,
     pub(crate) input: Option<Value>,
     pub(crate) output: Value,

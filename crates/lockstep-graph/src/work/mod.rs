@@ -21,8 +21,8 @@ use crate::{
     block::{ParameterIndex, Value},
     instruction::{Gradient, Instruction, Phase},
     operation::{
-        AttentionOperation, ContextCollective, ContextCollectiveKind, KeySource, Operation, RemoteRows,
-        RouteOperation, SplitLoss, SummaLinear,
+        AttentionOperation, ContextCollective, ContextCollectiveKind, Facts, KeySource, Operation,
+        RemoteRows, RouteOperation, SplitLoss, SummaLinear,
     },
     placement::Transfer,
     program::Program,
@@ -78,8 +78,8 @@ impl Program {
 
     /// Returns the tasks of a linear layer in one pass; `None` for other operations, and for a gradient of
     /// the bias alone.
-    fn linear_tasks(&self, operation: &Operation, pass: Pass) -> Option<Vec<TaskKind>> {
-        if pass == Pass::BackwardWeights && !self.training.trains_weight(&operation.facts()) {
+    fn linear_tasks(&self, operation: &Operation, facts: &Facts, pass: Pass) -> Option<Vec<TaskKind>> {
+        if pass == Pass::BackwardWeights && !self.training.trains_weight(facts) {
             return None;
         }
         let in_order = |[rows, inner, columns]: [u64; 3]| match pass {
@@ -159,7 +159,7 @@ impl Program {
     }
 
     /// Returns the tasks of an operation's input gradients, in order.
-    fn input_tasks(&self, operation: &Operation, overlap: Overlap) -> Vec<TaskKind> {
+    fn input_tasks(&self, operation: &Operation, facts: &Facts, overlap: Overlap) -> Vec<TaskKind> {
         match operation {
             Operation::Attention(attention) => {
                 let mut tasks = Vec::new();
@@ -170,7 +170,7 @@ impl Program {
                     let bytes = self.ring_bytes(attention, self.shape.dtype) + gradients;
                     tasks.push(exchange(Peers::Context, Collective::Ring, bytes, Overlap::Overlapped));
                 }
-                tasks.push(self.attention(attention, self.backward_flops(operation)));
+                tasks.push(self.attention(attention, self.backward_flops(operation, facts)));
                 if is_ring {
                     // One more step takes the gradients to their owner.
                     tasks.push(exchange(Peers::Context, Collective::Shift, gradients, overlap));
@@ -315,7 +315,8 @@ impl List<'_> {
             Instruction::BackwardWeights { operation, .. } => (*operation, Pass::BackwardWeights),
             _ => return vec![(TaskKind::Stream, cost)],
         };
-        let (program, operation) = (self.program, &self.program.operations[index]);
+        let program = self.program;
+        let (operation, facts) = (&program.operations[index], &program.facts[index]);
         if operation.is_loss() {
             let bytes = |gradient: &Gradient| self.phase.buffers[gradient.0].info.bytes() as u64;
             let written = match instruction {
@@ -324,9 +325,9 @@ impl List<'_> {
             };
             return self.loss(operation, written);
         }
-        let tasks = program.linear_tasks(operation, pass).unwrap_or_else(|| match pass {
+        let tasks = program.linear_tasks(operation, facts, pass).unwrap_or_else(|| match pass {
             Pass::Forward | Pass::Recompute => program.forward_tasks(operation, overlap),
-            Pass::BackwardInputs => program.input_tasks(operation, overlap),
+            Pass::BackwardInputs => program.input_tasks(operation, facts, overlap),
             Pass::BackwardWeights => vec![TaskKind::Stream],
         });
         // Compute carries the whole cost. A collective moves no memory apart from its transfer.

@@ -51,8 +51,8 @@ impl Recorder {
         };
         let dropout = self.dropout_site(dropout);
         let heads = shape.heads;
-        let ([q, k, v], skipped, shape, reach) = self.reached([q, k, v], shape);
-        let y = self.beside(q);
+        let ([q, k, v], skipped, shape, key_source) = self.before_attention([q, k, v], shape);
+        let y = self.same_shape(q);
         let log_sum_exp = self.statistic(q, shape.heads);
         self.operations.push(Operation::Attention(AttentionOperation {
             q,
@@ -62,11 +62,11 @@ impl Recorder {
             first_head: first_head + skipped,
             sequences,
             dropout,
-            reach,
+            key_source,
             y,
             log_sum_exp,
         }));
-        self.returned(y, heads)
+        self.after_attention(y, heads)
     }
 }
 
@@ -82,7 +82,7 @@ impl<'a> Run<'a> {
     /// Runs the forward.
     pub(crate) fn attention(&self, operation: &AttentionOperation) -> Result<(), CommError> {
         let AttentionOperation { q, k, v, y, .. } = *operation;
-        match operation.reach {
+        match operation.key_source {
             KeySource::Whole => self.whole_attention(operation),
             KeySource::Ring { sums } => return self.ring_attention(operation, sums),
             KeySource::Gathered { .. } => {
@@ -103,7 +103,7 @@ impl<'a> Run<'a> {
         gradients: AttentionGradients<'a>,
     ) -> Result<(), CommError> {
         let block = [operation.k, operation.v].map(|value| self.value(value));
-        match operation.reach {
+        match operation.key_source {
             KeySource::Ring { sums } => return self.ring_attention_backward(operation, sums, dy, gradients),
             KeySource::Whole => {
                 let spans = [TokenSpan::whole(self.queries_of(operation)); 2];

@@ -51,7 +51,7 @@ impl Program {
     /// Elements of the largest block of keys and values that travels around the context-parallel group; 0 without ring attention.
     pub fn ring_elements(&self) -> usize {
         let of = |operation: &Operation| match operation {
-            Operation::Attention(AttentionOperation { reach: KeySource::Ring { .. }, k, v, .. }) => {
+            Operation::Attention(AttentionOperation { key_source: KeySource::Ring { .. }, k, v, .. }) => {
                 self.values[k.0].elements() + self.values[v.0].elements()
             }
             _ => 0,

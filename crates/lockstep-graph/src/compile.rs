@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use lockstep_plan::Recompute;
+use lockstep_plan::{Recompute, work::Pass};
 
 use crate::{
     backward::{self, Order},
@@ -30,50 +30,48 @@ impl Recorder {
         let training = Training::new(values.len(), &facts, &parameters, wanted);
         let planner =
             Planner::new(&values, (&operations, &facts), input, output, &training, (mode, recompute), place);
-        let does_something = |index: &usize| facts[*index].renamed.is_none();
+        let does_something = |index: &usize| facts[*index].alias_of.is_none();
         let forward_instructions =
             (0..operations.len()).filter(does_something).map(Instruction::Forward).collect();
-        let forward = planner.place(forward_instructions, &[], &[]);
+        let forward = planner.place(Pass::Forward, forward_instructions, &[], &[]);
 
-        let empty = || planner.place(Vec::new(), &[], &[]);
-        let mut program = Program {
-            forward,
-            backward: empty(),
-            backward_inputs: empty(),
-            backward_weights: empty(),
-            gradients: Vec::new(),
-            split_gradients: Vec::new(),
-            frame_bytes: planner.frame_bytes,
-            deferred_bytes: 0,
-            shape,
-            context,
-            parameters,
-            training: Training::default(),
-            input,
-            output,
-            values: Vec::new(),
-            operations: Vec::new(),
+        let place = |instructions, gradients: &[GradientBuffer], deferred: &[(usize, Slot)]| {
+            planner.place(Pass::Recompute, instructions, gradients, deferred)
         };
+        let empty = || place(Vec::new(), &[], &[]);
+        let (mut backward, mut backward_inputs, mut backward_weights) = (empty(), empty(), empty());
+        let mut deferred_bytes = 0;
         if mode == Mode::Training {
             let fused = backward::derive(&values, &facts, input, output, &training, Order::Fused);
             let instructions = planner.with_recomputation(fused.inputs, &mut Vec::new());
-            program.backward = planner.place(instructions, &fused.gradients, &[]);
-            program.gradients = fused.gradients;
+            backward = place(instructions, &fused.gradients, &[]);
 
             let split = backward::derive(&values, &facts, input, output, &training, Order::Split);
             let mut recomputed = Vec::new();
             let inputs = planner.with_recomputation(split.inputs, &mut recomputed);
-            let weights = planner.with_recomputation(split.weights, &mut recomputed.clone());
+            let weights = planner.with_recomputation(split.weights, &mut recomputed);
             let (deferred, bytes) = planner.deferred(&inputs, &weights, &split.gradients);
-            program.backward_inputs = planner.place(inputs, &split.gradients, &deferred);
-            program.backward_weights = planner.place(weights, &split.gradients, &deferred);
-            program.split_gradients = split.gradients;
-            program.deferred_bytes = bytes;
+            backward_inputs = place(inputs, &split.gradients, &deferred);
+            backward_weights = place(weights, &split.gradients, &deferred);
+            deferred_bytes = bytes;
         }
-        program.training = training;
-        program.values = values;
-        program.operations = operations;
-        program
+        Program {
+            forward,
+            backward,
+            backward_inputs,
+            backward_weights,
+            frame_bytes: planner.frame_bytes,
+            deferred_bytes,
+            shape,
+            context,
+            parameters,
+            training,
+            input,
+            output,
+            values,
+            operations,
+            facts,
+        }
     }
 }
 
@@ -176,6 +174,7 @@ impl Planner<'_> {
     /// Assigns a slot to every object of a phase.
     fn place(
         &self,
+        pass: Pass,
         instructions: Vec<Instruction>,
         gradients: &[GradientBuffer],
         deferred: &[(usize, Slot)],
@@ -191,11 +190,11 @@ impl Planner<'_> {
             slots[object] = Some(slot);
         }
 
-        let Overlapped { instructions, communication_buffer, transit_bytes } =
+        let Overlapped { instructions, collectives, transit_bytes } =
             self.overlapped(instructions, gradients, &slots);
         let mut lifetimes: Vec<Option<Lifetime>> = vec![None; count];
         for (time, instruction) in instructions.iter().enumerate() {
-            for object in self.touches_of(instruction, &communication_buffer) {
+            for object in self.touches_of(instruction, &collectives) {
                 let bytes = self.bytes(object, gradients);
                 lifetimes[object].get_or_insert(Lifetime { first: time, last: time, bytes }).last = time;
             }
@@ -229,12 +228,14 @@ impl Planner<'_> {
         debug_assert!(self.input.is_none_or(|input| slots[input.0].is_some()));
         Phase {
             instructions,
-            communication_buffer,
+            collectives,
             values: slots,
             gradients: gradient_slots,
             workspace_bytes,
             transit_bytes,
             touches_output: lifetimes[self.output.0].is_some(),
+            pass,
+            buffers: gradients.to_vec(),
         }
     }
 }

@@ -37,7 +37,7 @@ impl Recorder {
 
     /// Records what the context-parallel method does before attention. Returns the operands that attention reads, its
     /// first head relative to this rank's query heads, its shape, and its source of keys.
-    pub(crate) fn reached(
+    pub(crate) fn before_attention(
         &mut self,
         [q, k, v]: [Value; 3],
         shape: AttentionShape,
@@ -86,7 +86,7 @@ impl Recorder {
     }
 
     /// Returns the output of an attention for the local tokens; `heads` counts the heads of the whole context-parallel group.
-    pub(crate) fn returned(&mut self, y: Value, heads: usize) -> Value {
+    pub(crate) fn after_attention(&mut self, y: Value, heads: usize) -> Value {
         let ContextPlace { ranks, method, .. } = self.context;
         if ranks == 1 || method != ContextMethod::AllToAll {
             return y;
@@ -151,7 +151,7 @@ impl<'a> Run<'a> {
                 let gathered = self.scratch_like(exchange.scratch[0], y);
                 let peers = self.peers_of_context();
                 peers.gather(x, gathered)?;
-                self.for_each_stretch(y, gathered, |of_sequences, of_ranks| {
+                self.for_each_range(y, gathered, |of_sequences, of_ranks| {
                     self.replay.queue.cast(of_ranks, of_sequences);
                 });
                 Ok(())
@@ -171,11 +171,11 @@ impl<'a> Run<'a> {
         match exchange.change {
             ContextCollectiveKind::Gather => {
                 let summands = self.scratch_like(exchange.scratch[0], dy);
-                self.for_each_stretch(dy, summands, |of_sequences, of_ranks| {
+                self.for_each_range(dy, summands, |of_sequences, of_ranks| {
                     self.replay.queue.cast(of_sequences, of_ranks);
                 });
                 let peers = self.peers_of_context();
-                peers.sum_rows(summands, dx)
+                peers.reduce_scatter(summands, dx)
             }
             ContextCollectiveKind::TokensToHeads { heads } => self.heads_to_tokens(exchange, heads, dy, dx),
             ContextCollectiveKind::HeadsToTokens { heads } => self.tokens_to_heads(exchange, heads, dy, dx),
@@ -184,12 +184,7 @@ impl<'a> Run<'a> {
 
     /// Calls `work` with the rows of each local range of each sequence, for all ranks: first as rows of whole
     /// sequences, second as rows in rank order.
-    fn for_each_stretch(
-        &self,
-        of_sequences: View<'a>,
-        of_ranks: View<'a>,
-        work: impl Fn(View<'a>, View<'a>),
-    ) {
+    fn for_each_range(&self, of_sequences: View<'a>, of_ranks: View<'a>, work: impl Fn(View<'a>, View<'a>)) {
         let (place, shape) = (self.program.context, self.program.shape);
         let (sequences, held) = (shape.sequences, shape.seq_len);
         for rank in 0..place.ranks {
@@ -227,7 +222,7 @@ impl<'a> Run<'a> {
         }
         let sequences = self.program.shape.sequences;
         let received = if sequences == 1 { y } else { other };
-        self.peers_of_context().exchange(sent, received)?;
+        self.peers_of_context().all_to_all(sent, received)?;
         if sequences > 1 {
             let row = y.elements() / (ranks * sequences);
             queue.transpose_blocks(
@@ -257,7 +252,7 @@ impl<'a> Run<'a> {
             let row = x.elements() / (ranks * sequences);
             queue.transpose_blocks(x.reshape([sequences, ranks, row]), sent.reshape([ranks, sequences, row]));
         }
-        self.peers_of_context().exchange(sent, received)?;
+        self.peers_of_context().all_to_all(sent, received)?;
         let by_heads = match exchange.sum {
             None => received,
             Some(sum) => {
@@ -331,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn spans_are_the_stretches_that_a_rank_holds() {
+    fn spans_are_the_ranges_that_a_rank_holds() {
         let place = ContextPlace { ranks: 2, rank: 0, method: ContextMethod::Ring };
         let positions = |rank| spans(place, rank, 6).map(|span| (span.first, span.len, span.position));
         assert_eq!(positions(0), [(0, 3, 0), (3, 3, 9)]);

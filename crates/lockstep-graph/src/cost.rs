@@ -9,8 +9,8 @@ use lockstep_tensor::Write;
 
 use crate::{
     block::{ParameterIndex, Value, ValueInfo},
-    instruction::{Gradient, GradientBuffer, Instruction, Phase},
-    operation::{AttentionOperation, Operation, RouteOperation, SummaLinear},
+    instruction::{Gradient, Instruction, Phase},
+    operation::{AttentionOperation, Facts, Operation, RouteOperation, SummaLinear},
     program::Program,
     timeline::{Activity, Cost},
 };
@@ -39,19 +39,15 @@ pub struct BlockProfile {
     pub attention_flops: u64,
 }
 
-/// Phase of a program: forward, or any part of a backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stage {
-    Forward,
-    Backward,
-}
-
 impl Program {
     /// Returns the compute and memory of the block.
     pub fn profile(&self) -> BlockProfile {
         BlockProfile {
             forward_flops: self.operations.iter().map(|operation| self.product_flops(operation)).sum(),
-            backward_flops: self.operations.iter().map(|operation| self.backward_flops(operation)).sum(),
+            backward_flops: self
+                .recorded()
+                .map(|(operation, facts)| self.backward_flops(operation, facts))
+                .sum(),
             saved_bytes: self.frame_bytes,
             workspace_bytes: self.workspace_bytes(),
             deferred_bytes: self.deferred_bytes,
@@ -65,49 +61,48 @@ impl Program {
     }
 
     fn attention_flops(&self) -> u64 {
-        let is_attention = |operation: &&Operation| matches!(operation, Operation::Attention(_));
-        let flops = |operation| self.product_flops(operation) + self.backward_flops(operation);
-        self.operations.iter().filter(is_attention).map(flops).sum()
+        let flops = |(operation, facts): (&Operation, &Facts)| match operation {
+            Operation::Attention(_) => self.product_flops(operation) + self.backward_flops(operation, facts),
+            _ => 0,
+        };
+        self.recorded().map(flops).sum()
     }
 
-    pub(crate) fn backward_flops(&self, operation: &Operation) -> u64 {
-        let (forward, facts) = (self.product_flops(operation), operation.facts());
-        let inputs = if self.training.reaches_inputs(&facts) { forward } else { 0 };
+    /// Returns the operations with their facts.
+    pub(crate) fn recorded(&self) -> impl Iterator<Item = (&Operation, &Facts)> {
+        self.operations.iter().zip(&self.facts)
+    }
+
+    pub(crate) fn backward_flops(&self, operation: &Operation, facts: &Facts) -> u64 {
+        let forward = self.product_flops(operation);
+        let inputs = if self.training.reaches_inputs(facts) { forward } else { 0 };
         let weights = match operation {
             // Attention has no weights; its backward has two products per forward product.
             Operation::Attention(_) => inputs,
-            _ if self.training.trains_weight(&facts) => forward,
+            _ if self.training.trains_weight(facts) => forward,
             _ => 0,
         };
         inputs + weights
     }
 
     /// Returns the name, pass, unit and first parameter of an instruction.
-    pub(crate) fn activity(
-        &self,
-        instruction: &Instruction,
-        phase: &Phase,
-        stage: Stage,
-        unit: usize,
-    ) -> Activity {
+    pub(crate) fn activity(&self, instruction: &Instruction, phase: &Phase, unit: usize) -> Activity {
         let of_gradients =
             |name| Activity { name, pass: Some(Pass::BackwardInputs), unit: Some(unit), parameter: None };
         let (operation, pass) = match instruction {
-            Instruction::Forward(operation) if stage == Stage::Forward => (*operation, Pass::Forward),
-            Instruction::Forward(operation) => (*operation, Pass::Recompute),
+            Instruction::Forward(operation) => (*operation, phase.pass),
             Instruction::BackwardInputs { operation, .. } => (*operation, Pass::BackwardInputs),
             Instruction::BackwardWeights { operation, .. } => (*operation, Pass::BackwardWeights),
-            Instruction::Part { product, .. } => return self.activity(product, phase, stage, unit),
+            Instruction::Part { product, .. } => return self.activity(product, phase, unit),
             Instruction::Start { transit }
             | Instruction::Send { transit, .. }
             | Instruction::Await { transit, .. } => {
-                return self.activity(&phase.communication_buffer[*transit].exchange, phase, stage, unit);
+                return self.activity(&phase.collectives[*transit].exchange, phase, unit);
             }
             Instruction::Copy { .. } => return of_gradients("copy gradient"),
             Instruction::Add { .. } => return of_gradients("add gradient"),
         };
-        let operation = &self.operations[operation];
-        let facts = operation.facts();
+        let facts = &self.facts[operation];
         Activity {
             name: facts.name,
             pass: Some(pass),
@@ -117,20 +112,17 @@ impl Program {
     }
 
     /// Returns the cost of an instruction.
-    pub(crate) fn cost(
-        &self,
-        instruction: &Instruction,
-        phase: &Phase,
-        gradients: &[GradientBuffer],
-    ) -> Cost {
+    pub(crate) fn cost(&self, instruction: &Instruction, phase: &Phase) -> Cost {
         let gradient = |operation: Option<&Operation>, gradient: Gradient| {
-            self.info_bytes(operation, gradients[gradient.0].info)
+            self.info_bytes(operation, phase.buffers[gradient.0].info)
         };
         match instruction {
-            Instruction::Forward(operation) => self.forward_cost(&self.operations[*operation]),
+            Instruction::Forward(operation) => {
+                self.forward_cost(&self.operations[*operation], &self.facts[*operation])
+            }
             Instruction::BackwardInputs { operation, dy, dx } => {
-                let operation = &self.operations[*operation];
-                let (facts, of) = (operation.facts(), |other: Gradient| gradient(Some(operation), other));
+                let (operation, facts) = (&self.operations[*operation], &self.facts[*operation]);
+                let of = |other: Gradient| gradient(Some(operation), other);
                 let written: u64 = dx.iter().map(|&(dx, write)| of(dx) * passes(write)).sum();
                 if operation.is_loss() {
                     return sum(self.loss_parts(operation, Some(written)));
@@ -144,7 +136,7 @@ impl Program {
                 };
                 Cost {
                     product_flops,
-                    vector_flops: self.elements(operation) * facts.vector_flops(Pass::BackwardInputs),
+                    vector_flops: self.elements(operation, facts) * facts.vector_flops(Pass::BackwardInputs),
                     bytes: dy.map_or(0, of)
                         + self.bytes(operation, &facts.saved_for_inputs)
                         + written
@@ -152,49 +144,47 @@ impl Program {
                 }
             }
             Instruction::BackwardWeights { operation, dy } => {
-                let operation = &self.operations[*operation];
-                let facts = operation.facts();
+                let (operation, facts) = (&self.operations[*operation], &self.facts[*operation]);
                 let elements: u64 = match operation {
-                    Operation::Embedding { .. } => self.elements(operation),
+                    Operation::Embedding { .. } => self.elements(operation, facts),
                     _ => {
                         let trained = facts.parameters().filter(|index| self.training.trains(*index));
                         trained.map(|index| self.parameter_elements(index)).sum()
                     }
                 };
                 let read = gradient(Some(operation), *dy)
-                    + self.bytes(operation, self.training.needs_for_weights(&facts));
+                    + self.bytes(operation, self.training.needs_for_weights(facts));
                 // A bias gradient needs no product.
-                let has_product = self.training.trains_weight(&facts);
+                let has_product = self.training.trains_weight(facts);
                 Cost {
                     product_flops: if has_product { self.product_flops(operation) } else { 0 },
-                    vector_flops: self.elements(operation) * facts.vector_flops(Pass::BackwardWeights),
+                    vector_flops: self.elements(operation, facts) * facts.vector_flops(Pass::BackwardWeights),
                     bytes: read + elements * GRADIENT_BYTES * passes(Write::Accumulate),
                 }
             }
             Instruction::Part { product, transit, rows } => {
-                let transit = &phase.communication_buffer[*transit];
-                share_of(self.cost(product, phase, gradients), transit.part_rows(*rows), transit.info.rows)
+                let transit = &phase.collectives[*transit];
+                share_of(self.cost(product, phase), transit.part_rows(*rows), transit.info.rows)
             }
             // A collective is counted in full where its end is awaited.
             Instruction::Start { .. } | Instruction::Send { .. } => Cost::default(),
             Instruction::Await { transit, chunk } => {
-                let transit = &phase.communication_buffer[*transit];
+                let transit = &phase.collectives[*transit];
                 let rows = transit.chunks[*chunk].len();
-                share_of(self.cost(&transit.exchange, phase, gradients), rows, transit.block_rows())
+                share_of(self.cost(&transit.exchange, phase), rows, transit.block_rows())
             }
             Instruction::Copy { from, to } => Cost::of_bytes(gradient(None, *from) + gradient(None, *to)),
             Instruction::Add { from, to } => Cost {
-                vector_flops: gradients[to.0].info.elements() as u64,
+                vector_flops: phase.buffers[to.0].info.elements() as u64,
                 ..Cost::of_bytes(gradient(None, *from) + gradient(None, *to) * passes(Write::Accumulate))
             },
         }
     }
 
-    fn forward_cost(&self, operation: &Operation) -> Cost {
+    fn forward_cost(&self, operation: &Operation, facts: &Facts) -> Cost {
         if operation.is_loss() {
             return sum(self.loss_parts(operation, None));
         }
-        let facts = operation.facts();
         let weights: u64 = match operation {
             // Only the rows that are looked up.
             Operation::Embedding { y, .. } => self.bytes(operation, [y]),
@@ -203,7 +193,7 @@ impl Program {
         let values = facts.inputs.iter().chain(&facts.tables).chain(&facts.outputs);
         Cost {
             product_flops: self.product_flops(operation),
-            vector_flops: self.elements(operation) * facts.vector_flops(Pass::Forward),
+            vector_flops: self.elements(operation, facts) * facts.vector_flops(Pass::Forward),
             bytes: self.bytes(operation, values) + weights,
         }
     }
@@ -227,8 +217,9 @@ impl Program {
         let pass = if gradient_bytes.is_some() { Pass::BackwardInputs } else { Pass::Forward };
         // In the backward the gradient of the logits overwrites them.
         let of_loss = of_logits * if gradient_bytes.is_some() { 2 } else { 1 };
+        let facts = &operation.facts();
         let loss = Cost {
-            vector_flops: self.elements(operation) * operation.facts().vector_flops(pass),
+            vector_flops: self.elements(operation, facts) * facts.vector_flops(pass),
             ..Cost::of_bytes(of_loss + self.bytes(operation, [&losses]))
         };
         let mut parts =
@@ -269,7 +260,7 @@ impl Program {
     }
 
     /// Elements that an operation processes: those of its output, or all logits.
-    fn elements(&self, operation: &Operation) -> u64 {
+    fn elements(&self, operation: &Operation, facts: &Facts) -> u64 {
         match *operation {
             Operation::OutputLoss { logits, .. } => {
                 (self.shape.tokens() * self.values[logits.0].columns) as u64
@@ -277,7 +268,7 @@ impl Program {
             Operation::Route(RouteOperation { scores, .. }) => self.values[scores.0].elements() as u64,
             // Every row is read once, however many rows make a token.
             Operation::Combine { rows, .. } => self.info_elements(Some(operation), self.values[rows.0]),
-            _ => self.info_elements(Some(operation), self.values[operation.facts().output().0]),
+            _ => self.info_elements(Some(operation), self.values[facts.output().0]),
         }
     }
 

@@ -8,8 +8,7 @@ use lockstep_tensor::{Buffer, Gemm, GemmLayout, GroupedGemm, LayerNorm, Rotation
 use crate::{
     attention::AttentionGradients,
     block::{BatchInput, ParameterIndex, TokenRange, Value},
-    cost::Stage,
-    instruction::{Gradient, GradientBuffer, Instruction, Phase},
+    instruction::{Gradient, Instruction, Phase},
     operation::{Operation, RotaryPairs},
     program::Program,
     replay::{Extra, Replay, Run, Seed, split_heads},
@@ -22,7 +21,7 @@ impl Program {
     /// # Errors
     /// If a collective fails or times out, as in all replays. A replay without groups is infallible.
     pub fn forward(&self, replay: &Replay<'_>) -> Result<(), CommError> {
-        self.run((Stage::Forward, &self.forward), &self.gradients, replay, Extra::default())
+        self.run(&self.forward, replay, Extra::default())
     }
 
     /// Runs the forward of a step that continues with a backward. A loss is skipped, because [`Program::backward`]
@@ -32,7 +31,7 @@ impl Program {
     /// If a collective fails or times out.
     pub fn forward_for_backward(&self, replay: &Replay<'_>) -> Result<(), CommError> {
         let extra = Extra { skips_loss: true, ..Extra::default() };
-        self.run((Stage::Forward, &self.forward), &self.gradients, replay, extra)
+        self.run(&self.forward, replay, extra)
     }
 
     /// Returns the output in the frame, after a forward; losses also after a backward.
@@ -55,7 +54,7 @@ impl Program {
         seed: Seed,
     ) -> Result<(), CommError> {
         let extra = Extra { dy, dx, seed, ..Extra::default() };
-        self.run((Stage::Backward, &self.backward), &self.gradients, replay, extra)
+        self.run(&self.backward, replay, extra)
     }
 
     /// Runs the first half of a split backward, the input gradients. Values for the weight gradients are saved in
@@ -72,7 +71,7 @@ impl Program {
         deferred: &Buffer,
     ) -> Result<(), CommError> {
         let extra = Extra { dy, dx, seed, deferred: Some(deferred), ..Extra::default() };
-        self.run((Stage::Backward, &self.backward_inputs), &self.split_gradients, replay, extra)
+        self.run(&self.backward_inputs, replay, extra)
     }
 
     /// Runs the second half of a split backward, which adds to the weight gradients.
@@ -81,17 +80,11 @@ impl Program {
     /// If a collective fails or times out.
     pub fn backward_weights(&self, replay: &Replay<'_>, deferred: &Buffer) -> Result<(), CommError> {
         let extra = Extra { deferred: Some(deferred), ..Extra::default() };
-        self.run((Stage::Backward, &self.backward_weights), &self.split_gradients, replay, extra)
+        self.run(&self.backward_weights, replay, extra)
     }
 
-    fn run(
-        &self,
-        (stage, phase): (Stage, &Phase),
-        gradients: &[GradientBuffer],
-        replay: &Replay<'_>,
-        extra: Extra<'_>,
-    ) -> Result<(), CommError> {
-        let run = Run { program: self, phase, gradients, replay, extra };
+    fn run(&self, phase: &Phase, replay: &Replay<'_>, extra: Extra<'_>) -> Result<(), CommError> {
+        let run = Run { program: self, phase, replay, extra };
         let is_loss = |instruction: &Instruction| matches!(instruction, Instruction::Forward(operation) if self.operations[*operation].is_loss());
         for instruction in &phase.instructions {
             if extra.skips_loss && is_loss(instruction) {
@@ -100,12 +93,7 @@ impl Program {
             match replay.trace {
                 None => run.instruction(instruction)?,
                 Some(Trace { timeline, unit }) => timeline.span(
-                    || {
-                        (
-                            self.activity(instruction, phase, stage, unit),
-                            self.cost(instruction, phase, gradients),
-                        )
-                    },
+                    || (self.activity(instruction, phase, unit), self.cost(instruction, phase)),
                     || run.instruction(instruction),
                 )?,
             }

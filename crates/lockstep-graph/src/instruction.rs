@@ -3,10 +3,12 @@
 
 use std::ops::Range;
 
+use lockstep_plan::work::Pass;
 use lockstep_tensor::Write;
 
 use crate::{
     block::{Value, ValueInfo},
+    placement::Transfer,
     storage::Slot,
 };
 
@@ -77,17 +79,6 @@ pub(crate) enum Home {
     InputGradient,
 }
 
-/// Kinds of collectives that can overlap with products.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// All-gather of each rank's rows.
-    Gather,
-    /// Reduce-scatter: each rank gets the sum of its rows.
-    SumRows,
-    /// All-reduce: each rank gets the sum of all rows.
-    Sum,
-}
-
 /// A value or a gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Object {
@@ -109,7 +100,8 @@ pub(crate) enum Rows {
 /// A collective that overlaps with products.
 #[derive(Debug)]
 pub(crate) struct OverlappedCollective {
-    pub(crate) way: Way,
+    /// All-gather, reduce-scatter or all-reduce.
+    pub(crate) transfer: Transfer,
     /// The equivalent blocking instruction.
     pub(crate) exchange: Instruction,
     /// Input of an all-gather, or output of a reduction.
@@ -174,10 +166,14 @@ impl OverlappedCollective {
 pub(crate) struct Phase {
     pub(crate) instructions: Vec<Instruction>,
     /// Collectives that overlap with other instructions.
-    pub(crate) communication_buffer: Vec<OverlappedCollective>,
+    pub(crate) collectives: Vec<OverlappedCollective>,
     pub(crate) values: Vec<Option<Slot>>,
     pub(crate) gradients: Vec<Option<Slot>>,
     pub(crate) workspace_bytes: usize,
     pub(crate) transit_bytes: usize,
     pub(crate) touches_output: bool,
+    /// Pass of its forward instructions: `Recompute` in a backward.
+    pub(crate) pass: Pass,
+    /// Shape and owner of each gradient.
+    pub(crate) buffers: Vec<GradientBuffer>,
 }

@@ -101,11 +101,11 @@ impl Recorder {
         let split = self.split_of(layer);
         let by_inputs = split.filter(|split| *split == Split::RowParallel);
         let by_outputs = split.filter(|split| matches!(split, Split::ColumnParallel { .. }));
-        let known = self.narrow.iter().find(|narrow| narrow.name == name);
+        let known = self.lora_downs.iter().find(|down| down.name == name);
         let narrow = match known {
-            Some(narrow) => {
-                assert_eq!(narrow.of, x, "{layer} shares {name}.lora_A and reads another value");
-                narrow.value
+            Some(down) => {
+                assert_eq!(down.of, x, "{layer} shares {name}.lora_A and reads another value");
+                down.value
             }
             None => {
                 let dropped = self.dropout(x, dropout);
@@ -114,7 +114,7 @@ impl Recorder {
                 let initializer = (Bias::Without, Initializer::Uniform { bound });
                 let reduced = self.product(dropped, &format!("{name}.lora_A"), rank, by_inputs, initializer);
                 let value = self.scale(reduced, scale);
-                self.narrow.push(LoraDown { name, of: x, value });
+                self.lora_downs.push(LoraDown { name, of: x, value });
                 value
             }
         };

@@ -107,7 +107,7 @@ impl Recorder {
         let (sequences, ranks) = (self.shape.sequences, self.place.ranks);
         let tokens_here = self.tokens_of(self.placement(logits));
         let ranks = ranks * self.context.ranks;
-        let stretches = sequences * self.context.pieces();
+        let ranges = sequences * self.context.pieces();
         let has_parts = ranks > 1 && (routing.auxiliary_loss != 0.0 || routing.capacity_factor.is_some());
         let capacity = routing.capacity_factor.filter(|_| self.mode == Mode::Training).map(|factor| {
             let seq_len = self.shape.seq_len * self.context.ranks;
@@ -124,14 +124,14 @@ impl Recorder {
             experts: self.local(tokens, routing.top_k, DType::U32),
             weights: self.local(tokens, routing.top_k, DType::F32),
             tokens: tokens_here,
-            counts: self.local(stretches, experts, DType::F32),
+            counts: self.local(ranges, experts, DType::F32),
             parts: has_parts.then(|| PartCounts {
                 totals: self.local(sequences, experts, DType::F32),
-                gathered: self.local(ranks * stretches, experts, DType::F32),
-                ordered: self.local(ranks * stretches, experts, DType::F32),
-                before: self.local(stretches, experts, DType::F32),
+                gathered: self.local(ranks * ranges, experts, DType::F32),
+                ordered: self.local(ranks * ranges, experts, DType::F32),
+                before: self.local(ranges, experts, DType::F32),
             }),
-            probabilities: self.local(stretches, experts, DType::F32),
+            probabilities: self.local(ranges, experts, DType::F32),
             kept: capacity.map(|_| self.local(tokens, routing.top_k, DType::U32)),
         };
         self.operations.push(Operation::Route(route));

@@ -14,7 +14,7 @@
 use std::ops::Range;
 
 use crate::{
-    instruction::{GradientBuffer, Instruction, Object, OverlappedCollective, Rows, Way},
+    instruction::{GradientBuffer, Instruction, Object, OverlappedCollective, Rows},
     operation::Operation,
     placement::Transfer,
     planner::Planner,
@@ -27,7 +27,7 @@ const GRAIN: usize = 32;
 #[derive(Debug)]
 pub(crate) struct Overlapped {
     pub(crate) instructions: Vec<Instruction>,
-    pub(crate) communication_buffer: Vec<OverlappedCollective>,
+    pub(crate) collectives: Vec<OverlappedCollective>,
     /// Size of the communication buffer in bytes.
     pub(crate) transit_bytes: usize,
 }
@@ -50,7 +50,7 @@ impl Planner<'_> {
         slots: &[Option<Slot>],
     ) -> Overlapped {
         if self.chunks < 2 {
-            return Overlapped { instructions, communication_buffer: Vec::new(), transit_bytes: 0 };
+            return Overlapped { instructions, collectives: Vec::new(), transit_bytes: 0 };
         }
         self.reorder_for_overlap(&mut instructions);
         let mut lowering = Lowering {
@@ -59,38 +59,38 @@ impl Planner<'_> {
             slots,
             list: &instructions,
             out: Vec::with_capacity(instructions.len()),
-            communication_buffer: Vec::new(),
-            on_the_way: Vec::new(),
+            collectives: Vec::new(),
+            in_flight: Vec::new(),
         };
         lowering.run();
-        let Lowering { out: instructions, mut communication_buffer, .. } = lowering;
-        let transit_bytes = place(&instructions, &mut communication_buffer);
-        Overlapped { instructions, communication_buffer, transit_bytes }
+        let Lowering { out: instructions, mut collectives, .. } = lowering;
+        let transit_bytes = place(&instructions, &mut collectives);
+        Overlapped { instructions, collectives, transit_bytes }
     }
 
     /// Returns every object that an instruction of an overlapped list reads or writes.
     pub(crate) fn touches_of(
         &self,
         instruction: &Instruction,
-        communication_buffer: &[OverlappedCollective],
+        collectives: &[OverlappedCollective],
     ) -> Vec<usize> {
         match instruction {
             Instruction::Start { transit } => {
-                let OverlappedCollective { own, all, .. } = communication_buffer[*transit];
+                let OverlappedCollective { own, all, .. } = collectives[*transit];
                 vec![self.index(own), self.index(all)]
             }
             Instruction::Part { product, transit, rows } => {
                 let mut objects = self.touches(product);
                 if matches!(rows, Rows::Sent(_)) {
-                    let sent = self.index(communication_buffer[*transit].all);
+                    let sent = self.index(collectives[*transit].all);
                     objects.retain(|object| *object != sent);
                 }
                 objects
             }
             Instruction::Send { .. } => Vec::new(),
             Instruction::Await { transit, .. } => {
-                let OverlappedCollective { way, own, all, .. } = communication_buffer[*transit];
-                vec![self.index(if way == Way::Gather { all } else { own })]
+                let OverlappedCollective { transfer, own, all, .. } = collectives[*transit];
+                vec![self.index(if transfer == Transfer::AllGather { all } else { own })]
             }
             _ => self.touches(instruction),
         }
@@ -107,7 +107,7 @@ impl Planner<'_> {
     fn reorder_for_overlap(&self, list: &mut [Instruction]) {
         for at in 0..list.len() {
             match self.exchange(&list[at]) {
-                Some((Way::Gather, ..)) => self.gather_early(list, at),
+                Some((Transfer::AllGather, ..)) => self.gather_early(list, at),
                 Some((_, _, all)) => self.sum_early(list, at, self.index(all)),
                 None => {}
             }
@@ -149,7 +149,7 @@ impl Planner<'_> {
     }
 
     /// Returns the collective of an instruction: its kind, its local object (`own`) and its global object (`all`).
-    fn exchange(&self, instruction: &Instruction) -> Option<(Way, Object, Object)> {
+    fn exchange(&self, instruction: &Instruction) -> Option<(Transfer, Object, Object)> {
         let (transfer, from, to) = match instruction {
             Instruction::Forward(operation) => match self.operations[*operation] {
                 Operation::Redistribute { exchange, x, y, .. } => {
@@ -168,9 +168,8 @@ impl Planner<'_> {
             _ => return None,
         };
         match transfer {
-            Transfer::AllGather => Some((Way::Gather, from, to)),
-            Transfer::ReduceScatter => Some((Way::SumRows, to, from)),
-            Transfer::AllReduce => Some((Way::Sum, to, from)),
+            Transfer::AllGather => Some((transfer, from, to)),
+            Transfer::ReduceScatter | Transfer::AllReduce => Some((transfer, to, from)),
             _ => None,
         }
     }
@@ -261,9 +260,9 @@ struct Lowering<'a> {
     slots: &'a [Option<Slot>],
     list: &'a [Instruction],
     out: Vec<Instruction>,
-    communication_buffer: Vec<OverlappedCollective>,
+    collectives: Vec<OverlappedCollective>,
     /// Collectives that have not been awaited, in the order of their start.
-    on_the_way: Vec<usize>,
+    in_flight: Vec<usize>,
 }
 
 impl Lowering<'_> {
@@ -277,7 +276,7 @@ impl Lowering<'_> {
             }
             at += taken.unwrap_or(1);
         }
-        for transit in std::mem::take(&mut self.on_the_way) {
+        for transit in std::mem::take(&mut self.in_flight) {
             self.wait(transit);
         }
     }
@@ -285,7 +284,7 @@ impl Lowering<'_> {
     /// Overlaps an all-gather at `at` with the products of its output that follow directly, or, uncut, with a long
     /// instruction. Returns the number of instructions consumed.
     fn gathered(&mut self, at: usize) -> Option<usize> {
-        let (Way::Gather, own, all) = self.planner.exchange(&self.list[at])? else { return None };
+        let (Transfer::AllGather, own, all) = self.planner.exchange(&self.list[at])? else { return None };
         let rest = &self.list[at + 1..];
         let gathered = self.planner.index(all);
         let reads_it = |instruction: &&Instruction| {
@@ -302,17 +301,17 @@ impl Lowering<'_> {
                 return None;
             }
             self.settle(at..at + 1);
-            let transit = self.transit(at, (Way::Gather, own, all), 1);
+            let transit = self.transit(at, (Transfer::AllGather, own, all), 1);
             self.out.push(Instruction::Start { transit });
-            self.on_the_way.push(transit);
+            self.in_flight.push(transit);
             return Some(1);
         }
         let end = at + 1 + products;
         self.settle(at..end);
-        let transit = self.transit(at, (Way::Gather, own, all), self.planner.chunks);
+        let transit = self.transit(at, (Transfer::AllGather, own, all), self.planner.chunks);
         self.out.push(Instruction::Start { transit });
         self.parts(at + 1..end, transit, Rows::Own);
-        for chunk in 0..self.communication_buffer[transit].chunks.len() {
+        for chunk in 0..self.collectives[transit].chunks.len() {
             self.out.push(Instruction::Await { transit, chunk });
             self.parts(at + 1..end, transit, Rows::Others(chunk));
         }
@@ -327,8 +326,8 @@ impl Lowering<'_> {
         let products =
             self.list[at..].iter().take_while(|instruction| result(instruction) == Some(summands)).count();
         let end = at + products;
-        let (way, own, all) = self.planner.exchange(self.list.get(end)?)?;
-        if way == Way::Gather || self.planner.index(all) != summands {
+        let (transfer, own, all) = self.planner.exchange(self.list.get(end)?)?;
+        if transfer == Transfer::AllGather || self.planner.index(all) != summands {
             return None;
         }
         // The partial sums exist only in the communication buffer, so nothing else may read them.
@@ -341,12 +340,12 @@ impl Lowering<'_> {
             return None;
         }
         self.settle(at..end + 1);
-        let transit = self.transit(end, (way, own, all), self.planner.chunks);
-        for chunk in 0..self.communication_buffer[transit].chunks.len() {
+        let transit = self.transit(end, (transfer, own, all), self.planner.chunks);
+        for chunk in 0..self.collectives[transit].chunks.len() {
             self.parts(at..end, transit, Rows::Sent(chunk));
             self.out.push(Instruction::Send { transit, chunk });
         }
-        self.on_the_way.push(transit);
+        self.in_flight.push(transit);
         Some(products + 1)
     }
 
@@ -356,16 +355,20 @@ impl Lowering<'_> {
         self.out.extend(self.list[products].iter().map(part));
     }
 
-    fn transit(&mut self, at: usize, (way, own, all): (Way, Object, Object), chunks: usize) -> usize {
+    fn transit(
+        &mut self,
+        at: usize,
+        (transfer, own, all): (Transfer, Object, Object),
+        chunks: usize,
+    ) -> usize {
         let info = match all {
             Object::Value(value) => self.planner.values[value.0],
             Object::Gradient(gradient) => self.gradients[gradient.0].info,
         };
-        let blocks = if way == Way::Sum { 1 } else { self.planner.ranks };
-        let first_pending =
-            self.communication_buffer.last().map_or(0, |last| last.first_pending + last.chunks.len());
-        self.communication_buffer.push(OverlappedCollective {
-            way,
+        let blocks = if transfer == Transfer::AllReduce { 1 } else { self.planner.ranks };
+        let first_pending = self.collectives.last().map_or(0, |last| last.first_pending + last.chunks.len());
+        self.collectives.push(OverlappedCollective {
+            transfer,
             exchange: self.list[at].clone(),
             own,
             all,
@@ -375,7 +378,7 @@ impl Lowering<'_> {
             first_byte: 0,
             first_pending,
         });
-        self.communication_buffer.len() - 1
+        self.collectives.len() - 1
     }
 
     /// Waits for the collectives in flight whose objects any of these instructions touches.
@@ -383,25 +386,25 @@ impl Lowering<'_> {
         let list = &self.list[instructions];
         let touched: Vec<usize> =
             list.iter().flat_map(|instruction| self.planner.touches(instruction)).collect();
-        for transit in std::mem::take(&mut self.on_the_way) {
-            let OverlappedCollective { own, all, .. } = self.communication_buffer[transit];
+        for transit in std::mem::take(&mut self.in_flight) {
+            let OverlappedCollective { own, all, .. } = self.collectives[transit];
             if [own, all].iter().any(|object| touched.contains(&self.planner.index(*object))) {
                 self.wait(transit);
             } else {
-                self.on_the_way.push(transit);
+                self.in_flight.push(transit);
             }
         }
     }
 
     fn wait(&mut self, transit: usize) {
-        let chunks = 0..self.communication_buffer[transit].chunks.len();
+        let chunks = 0..self.collectives[transit].chunks.len();
         self.out.extend(chunks.map(|chunk| Instruction::Await { transit, chunk }));
     }
 }
 
 /// Assigns byte offsets in the communication buffer; returns its size.
-fn place(instructions: &[Instruction], communication_buffer: &mut [OverlappedCollective]) -> usize {
-    let mut lifetimes: Vec<Lifetime> = communication_buffer
+fn place(instructions: &[Instruction], collectives: &mut [OverlappedCollective]) -> usize {
+    let mut lifetimes: Vec<Lifetime> = collectives
         .iter()
         .map(|transit| Lifetime { first: usize::MAX, last: 0, bytes: transit.total_bytes() })
         .collect();
@@ -417,6 +420,6 @@ fn place(instructions: &[Instruction], communication_buffer: &mut [OverlappedCol
         }
     }
     let (offsets, bytes) = pack(&lifetimes);
-    communication_buffer.iter_mut().zip(offsets).for_each(|(transit, offset)| transit.first_byte = offset);
+    collectives.iter_mut().zip(offsets).for_each(|(transit, offset)| transit.first_byte = offset);
     bytes
 }

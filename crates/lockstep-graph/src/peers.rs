@@ -43,19 +43,19 @@ impl Peers<'_> {
 
     /// Reduces `data` to rank `root`, which gets the sum in place.
     #[track_caller]
-    pub(crate) fn sum_to(&self, data: View<'_>, root: usize) -> Result<(), CommError> {
+    pub(crate) fn reduce(&self, data: View<'_>, root: usize) -> Result<(), CommError> {
         self.group.reduce(data, ReduceOp::Sum, root, self.deadline())
     }
 
     /// All-reduces `data` in place.
     #[track_caller]
-    pub(crate) fn sum(&self, data: View<'_>) -> Result<(), CommError> {
+    pub(crate) fn all_reduce(&self, data: View<'_>) -> Result<(), CommError> {
         self.group.all_reduce(data, ReduceOp::Sum, self.deadline())
     }
 
     /// Reduce-scatters `summands`: writes this rank's rows of their sum.
     #[track_caller]
-    pub(crate) fn sum_rows(&self, summands: View<'_>, rows: View<'_>) -> Result<(), CommError> {
+    pub(crate) fn reduce_scatter(&self, summands: View<'_>, rows: View<'_>) -> Result<(), CommError> {
         self.group.reduce_scatter(summands, rows, ReduceOp::Sum, self.deadline())
     }
 
@@ -70,7 +70,7 @@ impl Peers<'_> {
 
     /// All-to-all of equal blocks: sends block r of `sent` to rank r, and writes the received blocks in rank order.
     #[track_caller]
-    pub(crate) fn exchange(&self, sent: View<'_>, received: View<'_>) -> Result<(), CommError> {
+    pub(crate) fn all_to_all(&self, sent: View<'_>, received: View<'_>) -> Result<(), CommError> {
         self.group.all_to_all(sent, received, self.deadline())
     }
 
@@ -94,14 +94,14 @@ impl Peers<'_> {
 
     /// All-to-all of equal blocks of host integers: sends block r to rank r, and writes the received blocks in rank order.
     #[track_caller]
-    pub(crate) fn trade_numbers(&self, numbers: &[i64], theirs: &mut [i64]) -> Result<(), CommError> {
+    pub(crate) fn all_to_all_numbers(&self, numbers: &[i64], theirs: &mut [i64]) -> Result<(), CommError> {
         self.group.all_to_all(numbers, theirs, self.deadline())
     }
 
     /// All-to-all of rows with variable counts: sends `sent[r]` rows to rank r, and writes `received[r]` rows from
     /// it, in rank order.
     #[track_caller]
-    pub(crate) fn trade_rows(
+    pub(crate) fn all_to_all_rows(
         &self,
         rows: View<'_>,
         theirs: View<'_>,

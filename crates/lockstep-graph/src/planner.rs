@@ -14,7 +14,7 @@ use crate::{
 pub(crate) fn stored_as(values: usize, facts: &[Facts]) -> Vec<usize> {
     let mut stored_as: Vec<usize> = (0..values).collect();
     for facts in facts {
-        if let Some(value) = facts.renamed {
+        if let Some(value) = facts.alias_of {
             stored_as[facts.output().0] = stored_as[value.0];
         }
     }
@@ -149,7 +149,7 @@ impl<'a> Planner<'a> {
                 gradients.push(*dy);
             }
             Instruction::Copy { from, to } | Instruction::Add { from, to } => gradients.extend([*from, *to]),
-            _ => unreachable!("what they touch is said by their communication_buffer"),
+            _ => unreachable!("an overlapped instruction: see touches_of"),
         }
         objects.extend(gradients.into_iter().map(|gradient| self.object(gradient)));
         objects

@@ -7,8 +7,8 @@ use lockstep_tensor::{Buffer, View};
 
 use crate::{
     block::{BlockShape, ParameterDeclaration, ParameterIndex, Value, ValueInfo},
-    instruction::{GradientBuffer, Phase},
-    operation::Operation,
+    instruction::Phase,
+    operation::{Facts, Operation},
     training::Training,
 };
 
@@ -19,9 +19,9 @@ pub struct Program {
     pub(crate) context: ContextPlace,
     pub(crate) values: Vec<ValueInfo>,
     pub(crate) operations: Vec<Operation>,
-    pub(crate) gradients: Vec<GradientBuffer>,
-    pub(crate) split_gradients: Vec<GradientBuffer>,
     pub(crate) parameters: Vec<ParameterDeclaration>,
+    /// Facts of each operation.
+    pub(crate) facts: Vec<Facts>,
     pub(crate) training: Training,
     pub(crate) input: Option<Value>,
     pub(crate) output: Value,
@@ -119,7 +119,7 @@ impl Program {
 
     /// Largest number of chunks that can be in flight; 0 if no collective overlaps with products.
     pub fn transit_chunks(&self) -> usize {
-        let of = |phase: &Phase| phase.communication_buffer.iter().map(|transit| transit.chunks.len()).sum();
+        let of = |phase: &Phase| phase.collectives.iter().map(|transit| transit.chunks.len()).sum();
         self.phases().map(of).max().unwrap_or(0)
     }
 

@@ -40,7 +40,7 @@ pub struct Recorder {
     pub(crate) input_gradient: InputGradient,
     frozen: BTreeSet<String>,
     pub(crate) low_rank: Option<LoraAdapters>,
-    pub(crate) narrow: Vec<LoraDown>,
+    pub(crate) lora_downs: Vec<LoraDown>,
     dropout_sites: u32,
 }
 
@@ -62,7 +62,7 @@ impl Recorder {
             input_gradient: InputGradient::Wanted,
             frozen: BTreeSet::new(),
             low_rank: None,
-            narrow: Vec::new(),
+            lora_downs: Vec::new(),
             dropout_sites: 0,
         }
     }
@@ -319,7 +319,7 @@ impl Recorder {
     }
 
     /// Creates a value with the shape and placement of another.
-    pub(crate) fn beside(&mut self, other: Value) -> Value {
+    pub(crate) fn same_shape(&mut self, other: Value) -> Value {
         self.create(self.values[other.0], self.placement(other))
     }
 

@@ -111,8 +111,8 @@ impl Run<'_> {
                 Ok(())
             }
             Transfer::AllGather => self.peers().gather(from, to),
-            Transfer::AllReduce => self.sum(from, to),
-            Transfer::ReduceScatter => self.peers().sum_rows(from, to),
+            Transfer::AllReduce => self.all_reduce(from, to),
+            Transfer::ReduceScatter => self.peers().reduce_scatter(from, to),
             Transfer::TokensToBlocks => self.tokens_to_blocks(from, to, scratch),
             Transfer::BlocksToTokens => self.blocks_to_tokens(from, to, scratch),
         }
@@ -120,11 +120,11 @@ impl Run<'_> {
 
     /// Writes to `y` the all-reduced sum of `x`; the two may be the same view.
     #[track_caller]
-    fn sum(&self, x: View<'_>, y: View<'_>) -> Result<(), CommError> {
+    fn all_reduce(&self, x: View<'_>, y: View<'_>) -> Result<(), CommError> {
         if x.as_ptr() != y.as_ptr() {
             self.replay.queue.cast(x, y);
         }
-        self.peers().sum(y)
+        self.peers().all_reduce(y)
     }
 
     /// Copies this rank's range of the rows of `all` to `rows`.

@@ -9,7 +9,7 @@ use lockstep_tensor::{Buffer, Dropout, Kernels, TokenPositions, View, Write};
 use crate::{
     block::{DropoutSite, ParameterIndex, TokenRange, Value, ValueInfo},
     buffers::CommunicationBuffer,
-    instruction::{Gradient, GradientBuffer, Phase},
+    instruction::{Gradient, Phase},
     peers::{ContextPeers, GridGroups, Peers},
     program::Program,
     storage::{Region, Slot},
@@ -132,7 +132,6 @@ pub(crate) struct Extra<'a> {
 pub(crate) struct Run<'a> {
     pub(crate) program: &'a Program,
     pub(crate) phase: &'a Phase,
-    pub(crate) gradients: &'a [GradientBuffer],
     pub(crate) replay: &'a Replay<'a>,
     pub(crate) extra: Extra<'a>,
 }
@@ -185,7 +184,7 @@ impl<'a> Run<'a> {
     pub(crate) fn gradient(&self, gradient: Gradient) -> View<'a> {
         let slot =
             self.phase.gradients[gradient.0].expect("every gradient an instruction touches has a place");
-        self.at(slot, self.gradients[gradient.0].info)
+        self.at(slot, self.phase.buffers[gradient.0].info)
     }
 
     fn at(&self, slot: Slot, info: ValueInfo) -> View<'a> {

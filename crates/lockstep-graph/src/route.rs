@@ -29,14 +29,14 @@ impl<'a> Run<'a> {
         }
         // The tokens of one range of a sequence are consecutive; other ranks may hold the tokens between two ranges.
         let places = self.places(tokens);
-        let stretches = TokenPositions { seq_len: places.seq_len / self.program.context.pieces(), ..places };
-        queue.router_load(routed, stretches, self.value(counts), self.value(probabilities));
+        let ranges = TokenPositions { seq_len: places.seq_len / self.program.context.pieces(), ..places };
+        queue.router_load(routed, ranges, self.value(counts), self.value(probabilities));
         if let Some(parts) = parts {
             self.count_parts(self.value(counts), parts)?;
         }
         if let (Some(capacity), Some(kept)) = (capacity, kept) {
             let before = parts.map(|parts| self.value(parts.before));
-            queue.limit_slots(self.value(experts), stretches, capacity, before, self.value(kept));
+            queue.limit_slots(self.value(experts), ranges, capacity, before, self.value(kept));
         }
         Ok(())
     }
@@ -53,25 +53,25 @@ impl<'a> Run<'a> {
         let row_of = |view: View<'a>, row: usize| view.rows(row..row + 1);
         let (sequences, ranks) = (rows(totals), rows(gathered) / rows(counts));
         // Ranks of a tensor-parallel group hold consecutive parts of the same range.
-        let (stretches, sharing) = (context.pieces(), ranks / context.ranks);
+        let (ranges, sharing) = (context.pieces(), ranks / context.ranks);
         let of_sequence = rows(ordered) / sequences;
         let places = || {
-            (0..ranks).flat_map(move |rank| (0..stretches).map(move |stretch| (rank, stretch))).map(
-                move |(rank, stretch)| {
-                    let place = context.piece_place(rank / sharing, stretch);
-                    (rank, stretch, place * sharing + rank % sharing)
+            (0..ranks).flat_map(move |rank| (0..ranges).map(move |range| (rank, range))).map(
+                move |(rank, range)| {
+                    let place = context.piece_place(rank / sharing, range);
+                    (rank, range, place * sharing + rank % sharing)
                 },
             )
         };
         // Sums of integers: exact in any order.
         for sequence in 0..sequences {
             let of_sequence = ordered.rows(sequence * of_sequence..(sequence + 1) * of_sequence);
-            for (rank, stretch, place) in places() {
-                let row = (rank * sequences + sequence) * stretches + stretch;
+            for (rank, range, place) in places() {
+                let row = (rank * sequences + sequence) * ranges + range;
                 queue.cast(row_of(gathered, row), row_of(of_sequence, place));
             }
             let own = places().filter(|(rank, ..)| *rank == peers.group.rank());
-            let sums = own.map(|(_, stretch, place)| (row_of(before, sequence * stretches + stretch), place));
+            let sums = own.map(|(_, range, place)| (row_of(before, sequence * ranges + range), place));
             for (sum, len) in sums.chain([(row_of(totals, sequence), rows(of_sequence))]) {
                 let sum = sum.reshape([sum.elements()]);
                 queue.zero(sum);
@@ -120,16 +120,16 @@ impl<'a> Run<'a> {
         queue.sort_slots(chosen, 0, permutation, self.flat(remote.sent));
         let (sending, receiving) = (self.value(remote.sending), self.value(remote.receiving));
         queue.permute(permutation, x, sending);
-        let trade = self.tell_counts(remote)?;
-        trade.forth(sending, receiving)?;
+        let exchange = self.exchange_counts(remote)?;
+        exchange.to_experts(sending, receiving)?;
         // Received rows are sorted by sender, then expert; the experts need them sorted by expert, then sender.
-        let arrived = self.flat(remote.arrived).rows(0..trade.arrived());
-        queue.arrived_experts(self.flat(remote.received), trade.experts, arrived);
-        queue.sort_slots(arrived, 0, self.arrivals(remote, &trade), self.flat(tables.offsets));
+        let arrived = self.flat(remote.arrived).rows(0..exchange.arrived());
+        queue.arrived_experts(self.flat(remote.received), exchange.experts, arrived);
+        queue.sort_slots(arrived, 0, self.arrivals(remote, &exchange), self.flat(tables.offsets));
         queue.permute(
-            self.arrivals(remote, &trade),
-            receiving.rows(0..trade.arrived()),
-            rows.rows(0..trade.arrived()),
+            self.arrivals(remote, &exchange),
+            receiving.rows(0..exchange.arrived()),
+            rows.rows(0..exchange.arrived()),
         );
         Ok(())
     }
@@ -181,10 +181,10 @@ impl<'a> Run<'a> {
         };
         let (sending, receiving) = (self.value(remote.sending), self.value(remote.receiving));
         queue.unpermute_backward(permutation, dy, rows, weights, sending, dweights);
-        let trade = self.known_counts(remote);
-        trade.forth(sending, receiving)?;
-        let arrived = trade.arrived();
-        queue.permute(self.arrivals(remote, &trade), receiving.rows(0..arrived), drows.rows(0..arrived));
+        let exchange = self.known_counts(remote);
+        exchange.to_experts(sending, receiving)?;
+        let arrived = exchange.arrived();
+        queue.permute(self.arrivals(remote, &exchange), receiving.rows(0..arrived), drows.rows(0..arrived));
         Ok(())
     }
 
@@ -196,10 +196,10 @@ impl<'a> Run<'a> {
         remote: RemoteRows,
         returned: View<'v>,
     ) -> Result<View<'v>, CommError> {
-        let (queue, trade) = (self.replay.queue, self.known_counts(remote));
-        let receiving = self.value(remote.receiving).rows(0..trade.arrived());
-        queue.unpermute(self.arrivals(remote, &trade), rows.rows(0..trade.arrived()), None, receiving);
-        trade.back(receiving, returned)?;
+        let (queue, exchange) = (self.replay.queue, self.known_counts(remote));
+        let receiving = self.value(remote.receiving).rows(0..exchange.arrived());
+        queue.unpermute(self.arrivals(remote, &exchange), rows.rows(0..exchange.arrived()), None, receiving);
+        exchange.to_tokens(receiving, returned)?;
         Ok(returned)
     }
 
@@ -217,37 +217,37 @@ impl<'a> Run<'a> {
     }
 
     /// Exchanges with the expert group how many rows each rank sends to each expert.
-    fn tell_counts(&self, remote: RemoteRows) -> Result<ExpertAllToAll<'a>, CommError> {
+    fn exchange_counts(&self, remote: RemoteRows) -> Result<ExpertAllToAll<'a>, CommError> {
         let sent = self.counts_sent(remote);
         let mut theirs = vec![0; sent.len()];
         let peers = self.expert_peers();
-        peers.trade_numbers(&sent.iter().copied().map(i64::from).collect::<Vec<_>>(), &mut theirs)?;
+        peers.all_to_all_numbers(&sent.iter().copied().map(i64::from).collect::<Vec<_>>(), &mut theirs)?;
         let received: Vec<u32> = theirs.iter().map(|count| *count as u32).collect();
         self.flat(remote.received).write(&received);
         Ok(ExpertAllToAll::new(peers, &sent, &received))
     }
 
-    /// Returns the counts that an earlier call of `tell_counts` exchanged.
+    /// Returns the counts that an earlier call of `exchange_counts` exchanged.
     fn known_counts(&self, remote: RemoteRows) -> ExpertAllToAll<'a> {
-        let received = self.numbers(self.flat(remote.received));
+        let received = self.read_table(self.flat(remote.received));
         ExpertAllToAll::new(self.expert_peers(), &self.counts_sent(remote), &received)
     }
 
     fn counts_sent(&self, remote: RemoteRows) -> Vec<u32> {
-        let offsets = self.numbers(self.flat(remote.sent));
+        let offsets = self.read_table(self.flat(remote.sent));
         offsets.windows(2).map(|ends| ends[1] - ends[0]).collect()
     }
 
     /// Reads a small table to the host, because the host passes their sizes to the collectives.
-    fn numbers(&self, table: View<'_>) -> Vec<u32> {
+    fn read_table(&self, table: View<'_>) -> Vec<u32> {
         let mut numbers = vec![0; table.elements()];
         table.read(&mut numbers).wait();
         numbers
     }
 
-    fn arrivals(&self, remote: RemoteRows, trade: &ExpertAllToAll<'_>) -> Permutation<'a> {
+    fn arrivals(&self, remote: RemoteRows, exchange: &ExpertAllToAll<'_>) -> Permutation<'a> {
         let [slots, rows] = [remote.arrived_slots, remote.arrived_rows]
-            .map(|table| self.flat(table).rows(0..trade.arrived()));
+            .map(|table| self.flat(table).rows(0..exchange.arrived()));
         Permutation { slots, rows }
     }
 
@@ -312,16 +312,16 @@ impl<'a> ExpertAllToAll<'a> {
 
     /// Sends rows from the ranks of their tokens to the ranks of their experts.
     #[track_caller]
-    fn forth(&self, sending: View<'_>, receiving: View<'_>) -> Result<(), CommError> {
+    fn to_experts(&self, sending: View<'_>, receiving: View<'_>) -> Result<(), CommError> {
         let receiving = receiving.rows(0..self.arrived());
         let sending = sending.rows(0..self.sent.iter().sum());
-        self.peers.trade_rows(sending, receiving, &self.sent, &self.received)
+        self.peers.all_to_all_rows(sending, receiving, &self.sent, &self.received)
     }
 
     /// Sends rows from the ranks of their experts back to the ranks of their tokens.
     #[track_caller]
-    fn back(&self, receiving: View<'_>, returned: View<'_>) -> Result<(), CommError> {
+    fn to_tokens(&self, receiving: View<'_>, returned: View<'_>) -> Result<(), CommError> {
         let returned = returned.rows(0..self.sent.iter().sum());
-        self.peers.trade_rows(receiving, returned, &self.received, &self.sent)
+        self.peers.all_to_all_rows(receiving, returned, &self.received, &self.sent)
     }
 }

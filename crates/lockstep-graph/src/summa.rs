@@ -117,7 +117,7 @@ impl<'a> Run<'a> {
         for step in 0..grid.side {
             let b = block_of(column, step, weight, other_weights)?;
             let product = Product { layout: GemmLayout::NN, a: dy, b };
-            self.sum_to(row, step, product, (dx, write), aside)?;
+            self.reduce_product(row, step, product, (dx, write), aside)?;
         }
         Ok(())
     }
@@ -135,14 +135,14 @@ impl<'a> Run<'a> {
         for step in 0..grid.side {
             let b = block_of(row, step, x, other_inputs)?;
             let product = Product { layout: GemmLayout::TN, a: dy, b };
-            self.sum_to(column, step, product, gradient, aside)?;
+            self.reduce_product(column, step, product, gradient, aside)?;
         }
         Ok(())
     }
 
     /// Computes a product on every rank and reduces the results to rank `root`, which writes or adds the sum to `to`.
     #[track_caller]
-    fn sum_to(
+    fn reduce_product(
         &self,
         peers: Peers<'_>,
         root: usize,
@@ -153,7 +153,7 @@ impl<'a> Run<'a> {
         let (queue, is_root) = (self.replay.queue, peers.group.rank() == root);
         let c = if is_root && write == Write::Overwrite { to } else { aside };
         queue.gemm(Gemm { layout, a, b, c, bias: None, write: Write::Overwrite });
-        peers.sum_to(c, root)?;
+        peers.reduce(c, root)?;
         if is_root && write == Write::Accumulate {
             queue.add(to, c, to);
         }
@@ -168,9 +168,9 @@ impl<'a> Run<'a> {
         y: View<'_>,
         scratch: Option<Value>,
     ) -> Result<(), CommError> {
-        let (row, sent, [n, q, w]) = self.of_exchange(x, scratch);
+        let (row, sent, [n, q, w]) = self.row_and_scratch(x, scratch);
         self.replay.queue.transpose_blocks(x.reshape([n, q, w]), sent.reshape([q, n, w]));
-        row.exchange(sent, y.reshape([q, n, w]))
+        row.all_to_all(sent, y.reshape([q, n, w]))
     }
 
     /// Converts `x [q · n, w]`, this rank's columns of the row's tokens, to `y [n, q · w]`, all columns of this rank's tokens.
@@ -181,15 +181,15 @@ impl<'a> Run<'a> {
         y: View<'_>,
         scratch: Option<Value>,
     ) -> Result<(), CommError> {
-        let (row, received, [n, q, w]) = self.of_exchange(y, scratch);
-        row.exchange(x.reshape([q, n, w]), received)?;
+        let (row, received, [n, q, w]) = self.row_and_scratch(y, scratch);
+        row.all_to_all(x.reshape([q, n, w]), received)?;
         self.replay.queue.transpose_blocks(received.reshape([q, n, w]), y.reshape([n, q, w]));
         Ok(())
     }
 
     /// Returns the row group, the scratch, and the sizes of an all-to-all: tokens per rank, ranks, and columns per
     /// rank.
-    fn of_exchange(&self, tokens: View<'_>, scratch: Option<Value>) -> (Peers<'a>, View<'a>, [usize; 3]) {
+    fn row_and_scratch(&self, tokens: View<'_>, scratch: Option<Value>) -> (Peers<'a>, View<'a>, [usize; 3]) {
         let row = self.grid_peers().row;
         let ((n, columns), q) = (tokens.shape().as_matrix(), row.group.size());
         let scratch = self.value(scratch.expect("an exchange of blocks is recorded with scratch"));

@@ -19,7 +19,7 @@ pub enum InputGradient {
 }
 
 /// The trained parameters of a recorded block, and the values whose gradients they need.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Training {
     /// Trained flag of each parameter.
     trained: Vec<bool>,

@@ -7,14 +7,15 @@ use lockstep_tensor::{Buffer, View};
 
 use crate::{
     buffers::CommunicationBuffer,
-    instruction::{Instruction, Object, OverlappedCollective, Rows, Way},
+    instruction::{Instruction, Object, OverlappedCollective, Rows},
+    placement::Transfer,
     replay::Run,
 };
 
 impl<'a> Run<'a> {
     /// Runs one of the instructions of an overlapped collective.
     pub(crate) fn in_transit(&self, instruction: &Instruction) -> Result<(), CommError> {
-        let of = |transit: &usize| &self.phase.communication_buffer[*transit];
+        let of = |transit: &usize| &self.phase.collectives[*transit];
         match instruction {
             Instruction::Start { transit } => self.start_gather(of(transit)),
             Instruction::Part { product, transit, rows } => self.part(product, of(transit), *rows),
@@ -42,8 +43,8 @@ impl<'a> Run<'a> {
     /// Starts the reduction of a chunk, whose partial sums the products wrote to the communication buffer.
     fn send_sums(&self, transit: &OverlappedCollective, chunk: usize) -> Result<(), CommError> {
         let op = ReduceOp::Sum;
-        self.start(transit, chunk, |data| match transit.way {
-            Way::SumRows => Collective::ReduceScatterInPlace { data, op, counts: None },
+        self.start(transit, chunk, |data| match transit.transfer {
+            Transfer::ReduceScatter => Collective::ReduceScatterInPlace { data, op, counts: None },
             _ => Collective::AllReduce { data, op },
         })
     }
@@ -71,8 +72,8 @@ impl<'a> Run<'a> {
             self.peers().wait(pending)?;
         }
         let memory = communication_buffer.memory.borrow();
-        if transit.way != Way::Gather {
-            let own = if transit.way == Way::Sum { 0 } else { rank };
+        if transit.transfer != Transfer::AllGather {
+            let own = if transit.transfer == Transfer::AllReduce { 0 } else { rank };
             let rows = self.object(transit.own).rows(transit.chunks[chunk].clone());
             queue.cast(block(&memory, transit, chunk, own), rows);
             return Ok(());

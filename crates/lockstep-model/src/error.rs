@@ -3,7 +3,7 @@
 //! Problems are collected instead of stopping at the first: a [`ModelError::Config`] or a [`ModelError::Checkpoint`]
 //! lists all of them.
 
-use std::fmt;
+use std::fmt::Display;
 use std::path::PathBuf;
 
 use thiserror::Error;
@@ -96,10 +96,11 @@ pub enum ModelError {
 }
 
 /// A single problem of a configuration.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ConfigProblem {
     /// The key is neither supported nor known to be harmless.
+    #[error("unknown key `{key}`{}", nearest_hint(.nearest.as_deref()))]
     UnknownKey {
         /// The key, with its table (`rope_scaling.factr`).
         key: String,
@@ -107,6 +108,7 @@ pub enum ConfigProblem {
         nearest: Option<String>,
     },
     /// The value would change the numbers in a way that is not supported.
+    #[error("`{key}` = {value} is not supported; supported: {supported}")]
     Unsupported {
         /// The key at fault.
         key: String,
@@ -116,6 +118,7 @@ pub enum ConfigProblem {
         supported: String,
     },
     /// The value has the wrong type.
+    #[error("`{key}` = {value} has the wrong type; expected {expected}")]
     WrongType {
         /// The key at fault.
         key: String,
@@ -125,6 +128,7 @@ pub enum ConfigProblem {
         expected: &'static str,
     },
     /// The value is a number outside its limits.
+    #[error("`{key}` = {value} is out of range; allowed: {allowed}")]
     OutOfRange {
         /// The key at fault.
         key: String,
@@ -134,6 +138,7 @@ pub enum ConfigProblem {
         allowed: String,
     },
     /// A key that has no default is missing.
+    #[error("`{key}` is missing; expected {expected}")]
     Missing {
         /// The missing key.
         key: String,
@@ -141,53 +146,37 @@ pub enum ConfigProblem {
         expected: String,
     },
     /// Two values contradict each other.
+    #[error("{message}")]
     Conflict {
         /// Both keys, both values, and the rule they break.
         message: String,
     },
 }
 
-impl fmt::Display for ConfigProblem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::UnknownKey { key, nearest } => {
-                write!(f, "unknown key `{key}`{}", nearest_hint(nearest.as_deref()))
-            }
-            Self::Unsupported { key, value, supported } => {
-                write!(f, "`{key}` = {value} is not supported; supported: {supported}")
-            }
-            Self::WrongType { key, value, expected } => {
-                write!(f, "`{key}` = {value} has the wrong type; expected {expected}")
-            }
-            Self::OutOfRange { key, value, allowed } => {
-                write!(f, "`{key}` = {value} is out of range; allowed: {allowed}")
-            }
-            Self::Missing { key, expected } => write!(f, "`{key}` is missing; expected {expected}"),
-            Self::Conflict { message } => f.write_str(message),
-        }
-    }
-}
-
 /// A single tensor of a checkpoint that does not match the model.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CheckpointProblem {
     /// The model needs this tensor and the checkpoint lacks it.
+    #[error("`{tensor}` is missing")]
     Missing {
         /// Name in the checkpoint.
         tensor: String,
     },
     /// The checkpoint has a tensor that is not part of the model.
+    #[error("`{tensor}` is not a tensor of this model")]
     Unexpected {
         /// Name in the checkpoint.
         tensor: String,
     },
     /// The checkpoint has the tensor twice, with and without the family's prefix.
+    #[error("`{}` and `{}` are the same tensor", .tensors[0], .tensors[1])]
     Duplicate {
         /// Both names in the checkpoint.
         tensors: [String; 2],
     },
     /// The tensor's shape differs from that of the configuration.
+    #[error("`{tensor}` has shape {found:?}, the configuration demands {expected:?}")]
     Shape {
         /// Name in the checkpoint.
         tensor: String,
@@ -196,21 +185,6 @@ pub enum CheckpointProblem {
         /// Shape in the checkpoint.
         found: Vec<usize>,
     },
-}
-
-impl fmt::Display for CheckpointProblem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Missing { tensor } => write!(f, "`{tensor}` is missing"),
-            Self::Unexpected { tensor } => write!(f, "`{tensor}` is not a tensor of this model"),
-            Self::Duplicate { tensors: [first, second] } => {
-                write!(f, "`{first}` and `{second}` are the same tensor")
-            }
-            Self::Shape { tensor, expected, found } => {
-                write!(f, "`{tensor}` has shape {found:?}, the configuration demands {expected:?}")
-            }
-        }
-    }
 }
 
 /// Returns the candidate most similar to `name`, if it is similar enough to be what the user meant.
@@ -231,7 +205,7 @@ fn nearest_hint(nearest: Option<&str>) -> String {
 const SHOWN_PROBLEMS: usize = 20;
 
 /// Formats a single problem in line, several as a list below the origin.
-fn list(problems: &[impl fmt::Display]) -> String {
+fn list(problems: &[impl Display]) -> String {
     if let [single] = problems {
         return single.to_string();
     }

@@ -280,20 +280,25 @@ fn own(records: &[ParameterRecord]) -> impl Iterator<Item = &ParameterRecord> {
     records.iter().filter(|record| record.tie.is_none())
 }
 
+/// Returns the tensor that consists of one place.
+fn single(place: HfPlace) -> HfTensor {
+    let (name, shape) = (place.tensor.clone(), place.tensor_shape.clone());
+    HfTensor { name, shape, content: HfContent::Parameters(vec![place]) }
+}
+
 /// Returns the tensor of a parameter with the same name and layout.
 fn same(record: &ParameterRecord) -> HfTensor {
-    let place = HfPlace {
-        parameter: record.name.clone(),
-        tensor: record.name.clone(),
-        tensor_shape: record.shape.clone(),
-        first_element: 0,
-        transform: HfTransform::Same,
-    };
-    HfTensor {
-        name: record.name.clone(),
-        shape: record.shape.clone(),
-        content: HfContent::Parameters(vec![place]),
-    }
+    single(place(record, record.name.clone(), record.shape.clone(), HfTransform::Same))
+}
+
+/// Returns the place of a parameter from its first element on.
+fn place(
+    record: &ParameterRecord,
+    tensor: String,
+    tensor_shape: Vec<usize>,
+    transform: HfTransform,
+) -> HfPlace {
+    HfPlace { parameter: record.name.clone(), tensor, tensor_shape, first_element: 0, transform }
 }
 
 /// Part of the names of stacked expert weights that precedes the expert's number in a checkpoint.
@@ -306,15 +311,9 @@ fn unstacked(record: &ParameterRecord) -> Vec<HfTensor> {
     };
     let (before, behind) = record.name.split_at(at + EXPERTS.len());
     let tensor = |expert: usize| {
-        let (name, shape) = (format!("{before}{expert}.{behind}"), vec![rows, columns]);
-        let place = HfPlace {
-            parameter: record.name.clone(),
-            tensor: name.clone(),
-            tensor_shape: shape.clone(),
-            first_element: expert * rows * columns,
-            transform: HfTransform::Same,
-        };
-        HfTensor { name, shape, content: HfContent::Parameters(vec![place]) }
+        let name = format!("{before}{expert}.{behind}");
+        let first_element = expert * rows * columns;
+        single(HfPlace { first_element, ..place(record, name, vec![rows, columns], HfTransform::Same) })
     };
     (0..experts).map(tensor).collect()
 }
@@ -329,17 +328,10 @@ fn llama_tensors(config: &LlamaConfig, records: &[ParameterRecord]) -> Vec<HfTen
             continue;
         };
         let HfTransform::Rows { of, blocks, .. } = transform else { continue };
-        let shape = vec![of * blocks, record.shape[1]];
-        let place = HfPlace {
-            parameter: record.name.clone(),
-            tensor: name.clone(),
-            tensor_shape: shape.clone(),
-            first_element: 0,
-            transform,
-        };
-        match tensors.iter_mut().find(|tensor| tensor.name == name) {
+        let place = place(record, name, vec![of * blocks, record.shape[1]], transform);
+        match tensors.iter_mut().find(|tensor| tensor.name == place.tensor) {
             Some(HfTensor { content: HfContent::Parameters(places), .. }) => places.push(place),
-            _ => tensors.push(HfTensor { name, shape, content: HfContent::Parameters(vec![place]) }),
+            _ => tensors.push(single(place)),
         }
     }
     tensors
@@ -403,13 +395,7 @@ fn gpt2_tensors(config: &Gpt2Config, records: &[ParameterRecord]) -> Vec<HfTenso
         if !has.contains(record.name.as_str()) {
             continue;
         }
-        let place = HfPlace {
-            parameter: record.name.clone(),
-            tensor: name,
-            tensor_shape: shape,
-            first_element: 0,
-            transform: HfTransform::Columns { columns, stored_columns },
-        };
+        let place = place(record, name, shape, HfTransform::Columns { columns, stored_columns });
         match &mut tensors[index].content {
             HfContent::Parameters(places) => places.push(place),
             content @ HfContent::Zeros => *content = HfContent::Parameters(vec![place]),

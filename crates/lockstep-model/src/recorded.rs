@@ -4,8 +4,6 @@
 //! parameters share one program. Records and programs come from the same recording, so every fact about a parameter
 //! is stated once.
 
-use std::collections::BTreeSet;
-
 use lockstep_graph::{
     BlockShape, MAX_DROPOUT_SITES, Mode, ParameterDeclaration, Program, Recompute, RecomputeRules,
 };
@@ -15,61 +13,10 @@ use lockstep_plan::{
 };
 
 use crate::{
-    Adapter, ModelConfig,
+    config::ModelConfig,
+    options::{HeadOutput, RecordingOptions, Tuning},
     units::{Flops, OUTPUT_LAYER, RecordedUnits, unit_of},
 };
-
-/// Output of the head.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HeadOutput {
-    /// The loss of each token, f32.
-    Losses,
-    /// The logits of each token.
-    Logits,
-}
-
-/// The trainable part of a model; by default all of it.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Tuning {
-    /// Canonical names of frozen parameters. A tied parameter follows the one it is tied to.
-    pub frozen: BTreeSet<String>,
-    /// The LoRA adapter of linear layers.
-    pub adapter: Option<Adapter>,
-}
-
-impl Tuning {
-    /// Returns true if the adapter applies dropout.
-    pub fn has_dropout(&self) -> bool {
-        self.adapter.as_ref().is_some_and(|adapter| adapter.config().dropout > 0.0)
-    }
-
-    /// Returns a copy without adapter dropout.
-    pub fn without_dropout(&self) -> Self {
-        Self { frozen: self.frozen.clone(), adapter: self.adapter.as_ref().map(Adapter::without_dropout) }
-    }
-}
-
-/// Options of a recording.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RecordingOptions {
-    /// Forward and backward (training), or forward only (inference).
-    pub mode: Mode,
-    /// Shape of a micro-batch of whole sequences, and the dtype that kernels read.
-    pub shape: BlockShape,
-    /// Recomputation of the blocks.
-    pub recompute: RecomputeRules,
-    /// Output of the head.
-    pub head_output: HeadOutput,
-    /// This rank's places in the tensor-, context- and expert-parallel groups.
-    pub places: Places,
-}
-
-impl RecordingOptions {
-    /// Returns the options for a training step's micro-batch of `shape`, with losses as the output.
-    pub fn training(shape: BlockShape, recompute: RecomputeRules, places: Places) -> Self {
-        Self { mode: Mode::Training, shape, recompute, head_output: HeadOutput::Losses, places }
-    }
-}
 
 /// A recorded model: programs, parameter records and memory facts, for one rank's shards.
 #[derive(Debug)]
@@ -330,6 +277,14 @@ fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> Paramet
 /// the residual stream scaled by 1/√(2 × blocks); biases zero; norms one.
 pub fn parameter_records(config: &ModelConfig) -> Vec<ParameterRecord> {
     tuned_records(config, &Tuning::default())
+}
+
+impl ModelConfig {
+    /// Number of parameters, tied ones counted once.
+    pub fn parameter_count(&self) -> u64 {
+        let own = |record: &ParameterRecord| record.tie.is_none();
+        parameter_records(self).iter().filter(|record| own(record)).map(|r| r.elements() as u64).sum()
+    }
 }
 
 /// Returns the records of [`parameter_records`] with the parameters that `tuning` freezes and adds.

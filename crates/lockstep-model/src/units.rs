@@ -5,7 +5,10 @@ use std::collections::BTreeSet;
 use lockstep_graph::{InputGradient, LoraAdapters, Program, Recompute, Recorder, Split, Value};
 use lockstep_plan::Places;
 
-use crate::{HeadOutput, ModelConfig, RecordingOptions, Tuning};
+use crate::{
+    config::ModelConfig,
+    options::{HeadOutput, RecordingOptions, Tuning},
+};
 
 /// Name of the output layer's parameter, which may be tied to the embedding.
 pub(crate) const OUTPUT_LAYER: &str = "lm_head.weight";

@@ -4,7 +4,9 @@ use lockstep_graph::Program;
 use lockstep_plan::{TensorDimensions, TensorPlace, work::ModelWork};
 
 use crate::{
-    ModelConfig, RecordedModel, RecordingOptions, Tuning,
+    config::ModelConfig,
+    options::{RecordingOptions, Tuning},
+    recorded::RecordedModel,
     units::{Flops, RecordedUnits},
 };
 

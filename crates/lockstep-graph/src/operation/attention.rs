@@ -41,7 +41,7 @@ pub(crate) struct AttentionOperation {
     pub(crate) sequences: SequenceRange,
     pub(crate) dropout: Option<DropoutSite>,
     /// Source of the keys of whole sequences.
-    pub(crate) reach: KeySource,
+    pub(crate) key_source: KeySource,
     pub(crate) y: Value,
     pub(crate) log_sum_exp: Value,
 }
@@ -61,9 +61,9 @@ pub(crate) enum KeySource {
 
 impl AttentionOperation {
     pub(super) fn facts(&self) -> Facts {
-        let Self { q, k, v, y, log_sum_exp, reach, .. } = *self;
+        let Self { q, k, v, y, log_sum_exp, key_source, .. } = *self;
         Facts {
-            scratch: match reach {
+            scratch: match key_source {
                 KeySource::Whole => vec![],
                 KeySource::Gathered { sums } => sums.into_iter().flatten().collect(),
                 KeySource::Ring { sums } => sums.into_iter().collect(),

@@ -39,7 +39,7 @@ pub(crate) struct Facts {
     /// True if the instruction for the input gradients computes the weight gradient as well: a loss.
     pub(crate) weight_with_inputs: bool,
     /// Value that the output is an alias of; only their gradients differ.
-    pub(crate) renamed: Option<Value>,
+    pub(crate) alias_of: Option<Value>,
     /// True if its output is never saved but gathered again, because other ranks save their shards of it.
     pub(crate) is_gathered: bool,
     /// True if its output is the keys or values of whole sequences; those of the local tokens are saved instead.

@@ -234,7 +234,7 @@ impl Operation {
                 in_place_inputs: if exchange == Redistribute::AllReduce { vec![x] } else { vec![] },
                 backward_in_place: exchange == Redistribute::AllReduceGradient,
                 passes_gradient_on: exchange == Redistribute::AllReduce,
-                renamed: (exchange == Redistribute::AllReduceGradient).then_some(x),
+                alias_of: (exchange == Redistribute::AllReduceGradient).then_some(x),
                 is_gathered: exchange.forward() == Transfer::AllGather,
                 // The output of a norm in blocks; the norm's output is not saved either.
                 is_cheap: exchange == Redistribute::TokensToBlocks,

@@ -22,10 +22,7 @@ impl Program {
             input_bytes: self.input.map_or(0, |input| self.values[input.0].bytes() as u64),
             ..Kept::default()
         };
-        for operation in &self.operations {
-            if !self.training.runs_for_inputs(&operation.facts()) {
-                continue;
-            }
+        for (operation, _) in self.recorded().filter(|(_, facts)| self.training.runs_for_inputs(facts)) {
             match *operation {
                 Operation::Dropout { y, .. } => kept.dropped += elements(y),
                 Operation::Attention(ref attention) => {
@@ -50,14 +47,13 @@ impl Program {
 
     /// Bytes of the values that gradients need, each counted once.
     fn needed_bytes(&self) -> u64 {
-        let facts: Vec<Facts> = self.operations.iter().map(Operation::facts).collect();
-        let stored_as = stored_as(self.values.len(), &facts);
+        let stored_as = stored_as(self.values.len(), &self.facts);
         let mut is_needed = vec![false; self.values.len()];
-        for value in facts.iter().flat_map(|facts| self.training.needs(facts)) {
+        for value in self.facts.iter().flat_map(|facts| self.training.needs(facts)) {
             is_needed[stored_as[value.0]] = true;
         }
         // The output of an all-gather is gathered again in the backward instead (Korthikanti et al. 2022, section 4.2.2).
-        for facts in facts.iter().filter(|facts| facts.is_gathered) {
+        for facts in self.facts.iter().filter(|facts| facts.is_gathered) {
             if std::mem::replace(&mut is_needed[facts.output().0], false) {
                 facts.inputs.iter().for_each(|input| is_needed[stored_as[input.0]] = true);
             }
@@ -74,6 +70,6 @@ impl Program {
         };
         let input = self.input.filter(|input| is_needed[input.0]);
         let of_input = input.map_or(0, |input| self.values[input.0].bytes() as u64);
-        of_input + self.operations.iter().zip(&facts).map(bytes_of).sum::<u64>()
+        of_input + self.recorded().map(bytes_of).sum::<u64>()
     }
 }

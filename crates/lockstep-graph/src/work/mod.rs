@@ -19,11 +19,10 @@ use lockstep_plan::{
 
 use crate::{
     block::{ParameterIndex, Value},
-    cost::Stage,
-    instruction::{GradientBuffer, Instruction, Phase},
+    instruction::{Gradient, Instruction, Phase},
     operation::{
-        AttentionOperation, ContextCollective, ContextCollectiveKind, KeySource, Operation, RemoteRows,
-        RouteOperation, SplitLoss, SummaLinear,
+        AttentionOperation, ContextCollective, ContextCollectiveKind, Facts, KeySource, Operation,
+        RemoteRows, RouteOperation, SplitLoss, SummaLinear,
     },
     placement::Transfer,
     program::Program,
@@ -33,17 +32,16 @@ use crate::{
 impl Program {
     /// Returns the work of one rank for a micro-batch, and the activations that other frameworks would save for it.
     pub fn work(&self) -> UnitWork {
-        let backward = |phase| self.tasks(phase, Stage::Backward, &self.split_gradients);
         let is_expert = |index: &usize| self.parameters()[*index].share.among == Among::Experts;
         let elements = |index: usize| self.parameter_elements(ParameterIndex(index));
         let parameters = 0..self.parameters().len();
         let is_trained = |index: &usize| self.parameters()[*index].trainable;
         let trained = parameters.clone().filter(is_trained);
         UnitWork {
-            forward: self.tasks(&self.forward, Stage::Forward, &self.gradients),
-            backward: self.tasks(&self.backward, Stage::Backward, &self.gradients),
-            backward_inputs: backward(&self.backward_inputs),
-            backward_weights: backward(&self.backward_weights),
+            forward: self.tasks(&self.forward),
+            backward: self.tasks(&self.backward),
+            backward_inputs: self.tasks(&self.backward_inputs),
+            backward_weights: self.tasks(&self.backward_weights),
             kept: self.kept(),
             parameter_elements: parameters.clone().map(elements).sum(),
             expert_elements: parameters.filter(is_expert).map(elements).sum(),
@@ -52,36 +50,36 @@ impl Program {
         }
     }
 
-    fn tasks(&self, phase: &Phase, stage: Stage, gradients: &[GradientBuffer]) -> Vec<Task> {
-        let mut list = List { program: self, phase, stage, gradients, tasks: Vec::new() };
+    fn tasks(&self, phase: &Phase) -> Vec<Task> {
+        let mut list = List { program: self, phase, tasks: Vec::new() };
         let mut in_parts: Vec<&Instruction> = Vec::new();
         for instruction in &phase.instructions {
             match instruction {
                 Instruction::Part { product, .. } => {
                     if !in_parts.contains(&product.as_ref()) {
                         in_parts.push(product);
-                        list.add(product, Manner::Alone);
+                        list.add(product, Overlap::Exposed);
                     }
                 }
                 Instruction::Start { transit } | Instruction::Send { transit, chunk: 0 } => {
-                    list.add(&phase.communication_buffer[*transit].exchange, Manner::Beside);
+                    list.add(&phase.collectives[*transit].exchange, Overlap::Overlapped);
                 }
                 Instruction::Send { .. } | Instruction::Await { .. } => {}
                 // In a training step the backward computes the loss: see `Program::forward_for_backward`.
                 Instruction::Forward(operation)
-                    if stage == Stage::Forward
+                    if phase.pass == Pass::Forward
                         && self.has_backward()
                         && self.operations[*operation].is_loss() => {}
-                _ => list.add(instruction, Manner::Alone),
+                _ => list.add(instruction, Overlap::Exposed),
             }
         }
         list.tasks
     }
 
-    /// Returns the pieces of work of a linear layer in one pass; `None` for other operations, and for a gradient of
+    /// Returns the tasks of a linear layer in one pass; `None` for other operations, and for a gradient of
     /// the bias alone.
-    fn linear_labors(&self, operation: &Operation, pass: Pass) -> Option<Vec<TaskKind>> {
-        if pass == Pass::BackwardWeights && !self.training.trains_weight(&operation.facts()) {
+    fn linear_tasks(&self, operation: &Operation, facts: &Facts, pass: Pass) -> Option<Vec<TaskKind>> {
+        if pass == Pass::BackwardWeights && !self.training.trains_weight(facts) {
             return None;
         }
         let in_order = |[rows, inner, columns]: [u64; 3]| match pass {
@@ -120,22 +118,22 @@ impl Program {
         }
     }
 
-    /// Returns the pieces of work of an operation's forward, in order.
-    fn forward_labors(&self, operation: &Operation, manner: Manner) -> Vec<TaskKind> {
+    /// Returns the tasks of an operation's forward, in order.
+    fn forward_tasks(&self, operation: &Operation, overlap: Overlap) -> Vec<TaskKind> {
         match operation {
             Operation::Attention(attention) => {
-                let mut labors = Vec::new();
-                if let KeySource::Ring { .. } = attention.reach {
+                let mut tasks = Vec::new();
+                if let KeySource::Ring { .. } = attention.key_source {
                     let bytes = self.ring_bytes(attention, self.shape.dtype);
-                    labors.push(exchange(Peers::Context, Collective::Ring, bytes, Manner::Beside));
+                    tasks.push(exchange(Peers::Context, Collective::Ring, bytes, Overlap::Overlapped));
                 }
-                labors.push(self.attention(attention, self.product_flops(operation)));
-                labors
+                tasks.push(self.attention(attention, self.product_flops(operation)));
+                tasks
             }
             Operation::Redistribute { exchange: change, x, y, .. } => {
-                self.transferred(change.forward(), (*x, *y), manner)
+                self.transferred(change.forward(), (*x, *y), overlap)
             }
-            Operation::ContextCollective(change) => self.sequences_exchanged(change, Way::There),
+            Operation::ContextCollective(change) => self.sequences_exchanged(change, Pass::Forward),
             Operation::Route(RouteOperation { parts: Some(parts), counts, .. }) => {
                 let bytes = self.value_bytes(parts.gathered);
                 let ranks = self.rows(parts.gathered) / self.rows(*counts);
@@ -144,11 +142,11 @@ impl Program {
                     context if context == ranks => Peers::Context,
                     _ => Peers::TensorAndContext,
                 };
-                vec![TaskKind::Stream, exchange(peers, Collective::AllGather, bytes, manner)]
+                vec![TaskKind::Stream, exchange(peers, Collective::AllGather, bytes, overlap)]
             }
             Operation::Dispatch { tables, chosen, .. } => {
                 let remote = tables.remote.iter();
-                let counts = |remote| self.counts_told(remote, self.has_capacity(*chosen));
+                let counts = |remote| self.counts_exchanged(remote, self.has_capacity(*chosen));
                 let exchanges = remote.flat_map(|remote| [counts(remote), self.rows_sent(remote)]);
                 [TaskKind::Stream].into_iter().chain(exchanges).collect()
             }
@@ -160,29 +158,29 @@ impl Program {
         }
     }
 
-    /// Returns the pieces of work of an operation's input gradients, in order.
-    fn input_labors(&self, operation: &Operation, manner: Manner) -> Vec<TaskKind> {
+    /// Returns the tasks of an operation's input gradients, in order.
+    fn input_tasks(&self, operation: &Operation, facts: &Facts, overlap: Overlap) -> Vec<TaskKind> {
         match operation {
             Operation::Attention(attention) => {
-                let mut labors = Vec::new();
+                let mut tasks = Vec::new();
                 let gradients = self.ring_bytes(attention, DType::F32);
-                let is_ring = matches!(attention.reach, KeySource::Ring { .. });
+                let is_ring = matches!(attention.key_source, KeySource::Ring { .. });
                 if is_ring {
                     // Gradients travel after their keys and values.
                     let bytes = self.ring_bytes(attention, self.shape.dtype) + gradients;
-                    labors.push(exchange(Peers::Context, Collective::Ring, bytes, Manner::Beside));
+                    tasks.push(exchange(Peers::Context, Collective::Ring, bytes, Overlap::Overlapped));
                 }
-                labors.push(self.attention(attention, self.backward_flops(operation)));
+                tasks.push(self.attention(attention, self.backward_flops(operation, facts)));
                 if is_ring {
                     // One more step takes the gradients to their owner.
-                    labors.push(exchange(Peers::Context, Collective::Shift, gradients, manner));
+                    tasks.push(exchange(Peers::Context, Collective::Shift, gradients, overlap));
                 }
-                labors
+                tasks
             }
             Operation::Redistribute { exchange: change, x, y, .. } => {
-                self.transferred(change.backward(), (*y, *x), manner)
+                self.transferred(change.backward(), (*y, *x), overlap)
             }
-            Operation::ContextCollective(change) => self.sequences_exchanged(change, Way::Back),
+            Operation::ContextCollective(change) => self.sequences_exchanged(change, Pass::BackwardInputs),
             Operation::Dispatch { tables, .. } | Operation::Combine { tables, .. } => {
                 let exchange = tables.remote.iter().map(|remote| self.rows_sent(remote));
                 [TaskKind::Stream].into_iter().chain(exchange).collect()
@@ -192,45 +190,45 @@ impl Program {
     }
 
     /// Returns the communication of a redistribution in one direction.
-    fn transferred(&self, transfer: Transfer, (from, to): (Value, Value), manner: Manner) -> Vec<TaskKind> {
+    fn transferred(&self, transfer: Transfer, (from, to): (Value, Value), overlap: Overlap) -> Vec<TaskKind> {
         let all =
-            |collective, value| vec![exchange(Peers::Tensor, collective, self.value_bytes(value), manner)];
+            |collective, value| vec![exchange(Peers::Tensor, collective, self.value_bytes(value), overlap)];
         match transfer {
             Transfer::AllGather => all(Collective::AllGather, to),
             Transfer::AllReduce => all(Collective::AllReduce, to),
             Transfer::ReduceScatter => all(Collective::ReduceScatter, from),
-            Transfer::TokensToBlocks | Transfer::BlocksToTokens => self.in_line(from),
+            Transfer::TokensToBlocks | Transfer::BlocksToTokens => self.blocks_exchanged(from),
             Transfer::Slice | Transfer::Alias => vec![TaskKind::Stream],
         }
     }
 
     /// All-to-all between tokens and blocks: a transpose, and the communication along a row.
-    fn in_line(&self, x: Value) -> Vec<TaskKind> {
+    fn blocks_exchanged(&self, x: Value) -> Vec<TaskKind> {
         let bytes = self.value_bytes(x);
-        vec![TaskKind::Stream, exchange(Peers::TensorLine, Collective::AllToAll, bytes, Manner::Alone)]
+        vec![TaskKind::Stream, exchange(Peers::TensorLine, Collective::AllToAll, bytes, Overlap::Exposed)]
     }
 
-    fn sequences_exchanged(&self, change: &ContextCollective, way: Way) -> Vec<TaskKind> {
+    fn sequences_exchanged(&self, change: &ContextCollective, pass: Pass) -> Vec<TaskKind> {
         let ContextCollective { change, x, y, .. } = *change;
-        let (collective, value) = match (change, way) {
-            (ContextCollectiveKind::Gather, Way::There) => (Collective::AllGather, y),
-            (ContextCollectiveKind::Gather, Way::Back) => (Collective::ReduceScatter, y),
+        let (collective, value) = match (change, pass) {
+            (ContextCollectiveKind::Gather, Pass::Forward) => (Collective::AllGather, y),
+            (ContextCollectiveKind::Gather, _) => (Collective::ReduceScatter, y),
             // With fewer heads than ranks, a head is sent to several ranks.
             (ContextCollectiveKind::TokensToHeads { .. }, _) => (Collective::AllToAll, y),
             (ContextCollectiveKind::HeadsToTokens { .. }, _) => (Collective::AllToAll, x),
         };
         let bytes = self.value_bytes(value);
-        vec![TaskKind::Stream, exchange(Peers::Context, collective, bytes, Manner::Alone)]
+        vec![TaskKind::Stream, exchange(Peers::Context, collective, bytes, Overlap::Exposed)]
     }
 
     /// All-to-all of rows to or from the experts: as many rows as slots, under even load.
     fn rows_sent(&self, remote: &RemoteRows) -> TaskKind {
-        exchange(Peers::Expert, Collective::AllToAll, self.value_bytes(remote.sending), Manner::Alone)
+        exchange(Peers::Expert, Collective::AllToAll, self.value_bytes(remote.sending), Overlap::Exposed)
     }
 
     /// All-to-all of the row counts of each expert. With a capacity the host need not wait for the counts: the most
     /// rows that can come are known.
-    fn counts_told(&self, remote: &RemoteRows, has_capacity: bool) -> TaskKind {
+    fn counts_exchanged(&self, remote: &RemoteRows, has_capacity: bool) -> TaskKind {
         TaskKind::Exchange(Exchange {
             peers: Peers::Expert,
             collective: Collective::AllToAll,
@@ -253,7 +251,7 @@ impl Program {
         let (tokens, step) = (self.shape.tokens() as u64, self.rows(logits));
         let parts = (0..tokens).step_by(step as usize).map(|start| step.min(tokens - start));
         let bytes = |tokens: u64| tokens * columns * DType::F32.size_bytes() as u64;
-        let gather = |tokens| exchange(Peers::Tensor, Collective::AllGather, bytes(tokens), Manner::Alone);
+        let gather = |tokens| exchange(Peers::Tensor, Collective::AllGather, bytes(tokens), Overlap::Exposed);
         parts.map(gather).collect()
     }
 
@@ -270,12 +268,12 @@ impl Program {
 
     fn broadcast(&self, elements: u64) -> TaskKind {
         let bytes = elements * self.shape.dtype.size_bytes() as u64;
-        exchange(Peers::TensorLine, Collective::Broadcast, bytes, Manner::Alone)
+        exchange(Peers::TensorLine, Collective::Broadcast, bytes, Overlap::Exposed)
     }
 
     fn reduce(&self, elements: u64, dtype: DType) -> TaskKind {
         let bytes = elements * dtype.size_bytes() as u64;
-        exchange(Peers::TensorLine, Collective::Reduce, bytes, Manner::Alone)
+        exchange(Peers::TensorLine, Collective::Reduce, bytes, Overlap::Exposed)
     }
 
     fn rows(&self, value: Value) -> u64 {
@@ -295,54 +293,45 @@ impl Program {
 struct List<'a> {
     program: &'a Program,
     phase: &'a Phase,
-    stage: Stage,
-    gradients: &'a [GradientBuffer],
     tasks: Vec<Task>,
 }
 
 impl List<'_> {
-    fn add(&mut self, instruction: &Instruction, manner: Manner) {
+    fn add(&mut self, instruction: &Instruction, overlap: Overlap) {
         let program = self.program;
-        let activity = program.activity(instruction, self.phase, self.stage, 0);
+        let activity = program.activity(instruction, self.phase, 0);
         let pass = activity.pass.unwrap_or(Pass::Forward);
-        let cost = program.cost(instruction, self.phase, self.gradients);
-        for (kind, cost) in self.parts(instruction, manner, cost) {
+        let cost = program.cost(instruction, self.phase);
+        for (kind, cost) in self.parts(instruction, overlap, cost) {
             let Cost { bytes, vector_flops, .. } = cost;
             self.tasks.push(Task { name: activity.name, pass, kind, bytes, vector_flops });
         }
     }
 
-    fn parts(&self, instruction: &Instruction, manner: Manner, cost: Cost) -> Vec<(TaskKind, Cost)> {
-        let program = self.program;
-        let labors = match instruction {
-            Instruction::Forward(index) | Instruction::BackwardInputs { operation: index, .. }
-                if program.operations[*index].is_loss() =>
-            {
-                let written = match instruction {
-                    Instruction::BackwardInputs { dx, .. } => {
-                        Some(dx.iter().map(|(dx, _)| self.gradients[dx.0].info.bytes() as u64).sum())
-                    }
-                    _ => None,
-                };
-                return self.loss(&program.operations[*index], written);
-            }
-            Instruction::Forward(index) => {
-                let operation = &program.operations[*index];
-                let linear = program.linear_labors(operation, Pass::Forward);
-                linear.unwrap_or_else(|| program.forward_labors(operation, manner))
-            }
-            Instruction::BackwardInputs { operation, .. } => {
-                let operation = &program.operations[*operation];
-                let linear = program.linear_labors(operation, Pass::BackwardInputs);
-                linear.unwrap_or_else(|| program.input_labors(operation, manner))
-            }
-            Instruction::BackwardWeights { operation, .. } => program
-                .linear_labors(&program.operations[*operation], Pass::BackwardWeights)
-                .unwrap_or_else(|| vec![TaskKind::Stream]),
-            _ => vec![TaskKind::Stream],
+    fn parts(&self, instruction: &Instruction, overlap: Overlap, cost: Cost) -> Vec<(TaskKind, Cost)> {
+        let (index, pass) = match instruction {
+            Instruction::Forward(operation) => (*operation, Pass::Forward),
+            Instruction::BackwardInputs { operation, .. } => (*operation, Pass::BackwardInputs),
+            Instruction::BackwardWeights { operation, .. } => (*operation, Pass::BackwardWeights),
+            _ => return vec![(TaskKind::Stream, cost)],
         };
+        let program = self.program;
+        let (operation, facts) = (&program.operations[index], &program.facts[index]);
+        if operation.is_loss() {
+            let bytes = |gradient: &Gradient| self.phase.buffers[gradient.0].info.bytes() as u64;
+            let written = match instruction {
+                Instruction::BackwardInputs { dx, .. } => Some(dx.iter().map(|(dx, _)| bytes(dx)).sum()),
+                _ => None,
+            };
+            return self.loss(operation, written);
+        }
+        let tasks = program.linear_tasks(operation, facts, pass).unwrap_or_else(|| match pass {
+            Pass::Forward | Pass::Recompute => program.forward_tasks(operation, overlap),
+            Pass::BackwardInputs => program.input_tasks(operation, facts, overlap),
+            Pass::BackwardWeights => vec![TaskKind::Stream],
+        });
         // Compute carries the whole cost. A collective moves no memory apart from its transfer.
-        labors
+        tasks
             .into_iter()
             .map(|kind| match kind {
                 TaskKind::Exchange(_) => (kind, Cost::default()),
@@ -364,20 +353,13 @@ impl List<'_> {
 
 /// Overlap of a collective with compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Manner {
-    Alone,
-    Beside,
+enum Overlap {
+    Exposed,
+    Overlapped,
 }
 
-/// Direction of a collective: forward or backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
-    There,
-    Back,
-}
-
-fn exchange(peers: Peers, collective: Collective, bytes: u64, manner: Manner) -> TaskKind {
-    let is_beside = manner == Manner::Beside;
+fn exchange(peers: Peers, collective: Collective, bytes: u64, overlap: Overlap) -> TaskKind {
+    let is_beside = overlap == Overlap::Overlapped;
     TaskKind::Exchange(Exchange { peers, collective, bytes, is_beside, is_for_host: false })
 }
 

@@ -173,24 +173,24 @@ fn bytes_and_vector_flops_are_those_of_the_roofline() {
     for setting in settings() {
         let program = record(setting, Recompute::Selective);
         let work = program.work();
-        let is_left_out = |stage: Stage, instruction: &Instruction| match instruction {
-            Instruction::Forward(operation) if stage == Stage::Forward => {
+        let is_left_out = |pass: Pass, instruction: &Instruction| match instruction {
+            Instruction::Forward(operation) if pass == Pass::Forward => {
                 program.operations[*operation].is_loss()
             }
             _ => only_sends(&program, instruction),
         };
-        for (stage, phase, gradients, tasks) in [
-            (Stage::Forward, &program.forward, &program.gradients, &work.forward),
-            (Stage::Backward, &program.backward, &program.gradients, &work.backward),
-            (Stage::Backward, &program.backward_inputs, &program.split_gradients, &work.backward_inputs),
-            (Stage::Backward, &program.backward_weights, &program.split_gradients, &work.backward_weights),
+        for (phase, tasks) in [
+            (&program.forward, &work.forward),
+            (&program.backward, &work.backward),
+            (&program.backward_inputs, &work.backward_inputs),
+            (&program.backward_weights, &work.backward_weights),
         ] {
             let mut expected = Cost::default();
             let mut parts = 0;
             for instruction in &phase.instructions {
                 parts += u64::from(matches!(instruction, Instruction::Part { .. }));
-                if !is_left_out(stage, instruction) && !only_sends(&program, instruction) {
-                    expected += program.cost(instruction, phase, gradients);
+                if !is_left_out(phase.pass, instruction) && !only_sends(&program, instruction) {
+                    expected += program.cost(instruction, phase);
                 }
             }
             let bytes: u64 = tasks.iter().map(|task| task.bytes).sum();

@@ -3,8 +3,8 @@
 use lockstep_tensor::{ExpertGroups, RouterScores, RouterWeights};
 use serde_json::{Map, Value, json};
 
+use super::family::LlamaFamily;
 use super::limits::{Checks, EXPERTS, LAYERS, WIDTH};
-use super::llama::LlamaFamily;
 use super::reader::Reader;
 
 /// Configuration of mixture-of-experts layers, which replace feed-forward layers.

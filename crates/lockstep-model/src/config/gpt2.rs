@@ -4,10 +4,10 @@
 
 use serde_json::{Map, Value, json};
 
-use super::SpecialTokens;
 use super::keys::{FIXED_FOR_ALL, FIXED_FOR_GPT2};
 use super::limits::{Checks, HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH};
 use super::reader::{Entry, Reader};
+use super::tokens::SpecialTokens;
 use crate::error::ConfigProblem;
 
 /// A GPT-2: learned positions, LayerNorm before attention and feed-forward, GELU.

@@ -6,11 +6,13 @@
 use serde_json::{Map, Value, json};
 
 use super::experts::ExpertsConfig;
+use super::family::{AttentionBias, FamilyTraits, LlamaFamily, Windows};
 use super::keys::{FIXED_FOR_ALL, FIXED_FOR_DEEPSEEK, FIXED_FOR_EXPERTS, FIXED_FOR_LLAMA};
 use super::latent::LatentAttention;
 use super::limits::{Checks, HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH};
 use super::reader::{Entry, Reader};
-use super::{Rope, SpecialTokens};
+use super::rope::Rope;
+use super::tokens::SpecialTokens;
 use crate::error::ConfigProblem;
 
 /// A Llama-like model: RMSNorm before attention and feed-forward, RoPE, grouped-query attention, and a
@@ -63,118 +65,13 @@ pub struct LlamaConfig {
     pub tokens: SpecialTokens,
 }
 
-/// Llama-like families, one for each `model_type`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LlamaFamily {
-    /// Llama 1 to 3: biases as configured.
-    Llama,
-    /// Mistral: a sliding window, no biases.
-    Mistral,
-    /// Qwen2 and Qwen2.5: biases on queries, keys and values.
-    Qwen2,
-    /// Qwen3: norms on queries and keys, and an independent head size.
-    Qwen3,
-    /// Mistral's architecture with experts in every layer.
-    Mixtral,
-    /// Qwen2's architecture with experts, one of which is shared by all tokens.
-    Qwen2Moe,
-    /// Qwen3's architecture with experts.
-    Qwen3Moe,
-    /// DeepSeek-V3: latent attention, and experts that are chosen by group and balanced by a selection bias.
-    DeepseekV3,
-}
-
-impl LlamaFamily {
-    /// Every Llama-like family.
-    pub const ALL: [Self; 8] = [
-        Self::Llama,
-        Self::Mistral,
-        Self::Qwen2,
-        Self::Qwen3,
-        Self::Mixtral,
-        Self::Qwen2Moe,
-        Self::Qwen3Moe,
-        Self::DeepseekV3,
-    ];
-
-    /// Returns the value of `model_type`.
-    pub const fn model_type(self) -> &'static str {
-        match self {
-            Self::Llama => "llama",
-            Self::Mistral => "mistral",
-            Self::Qwen2 => "qwen2",
-            Self::Qwen3 => "qwen3",
-            Self::Mixtral => "mixtral",
-            Self::Qwen2Moe => "qwen2_moe",
-            Self::Qwen3Moe => "qwen3_moe",
-            Self::DeepseekV3 => "deepseek_v3",
-        }
-    }
-
-    pub(super) const fn architecture(self) -> &'static str {
-        match self {
-            Self::Llama => "LlamaForCausalLM",
-            Self::Mistral => "MistralForCausalLM",
-            Self::Qwen2 => "Qwen2ForCausalLM",
-            Self::Qwen3 => "Qwen3ForCausalLM",
-            Self::Mixtral => "MixtralForCausalLM",
-            Self::Qwen2Moe => "Qwen2MoeForCausalLM",
-            Self::Qwen3Moe => "Qwen3MoeForCausalLM",
-            Self::DeepseekV3 => "DeepseekV3ForCausalLM",
-        }
-    }
-
-    const fn is_qwen(self) -> bool {
-        matches!(self, Self::Qwen2 | Self::Qwen3 | Self::Qwen2Moe | Self::Qwen3Moe)
-    }
-
-    /// Returns true if queries, keys and values always have biases.
-    const fn has_qkv_biases(self) -> bool {
-        matches!(self, Self::Qwen2 | Self::Qwen2Moe)
-    }
-
-    /// Returns true if queries and keys have norms.
-    const fn has_qk_norm(self) -> bool {
-        matches!(self, Self::Qwen3 | Self::Qwen3Moe)
-    }
-
-    /// Returns true if attention can have a sliding window.
-    const fn has_windows(self) -> bool {
-        !matches!(self, Self::Llama | Self::DeepseekV3)
-    }
-
-    /// Returns true if the family has experts.
-    pub const fn has_experts(self) -> bool {
-        matches!(self, Self::Mixtral | Self::Qwen2Moe | Self::Qwen3Moe | Self::DeepseekV3)
-    }
-
-    /// Returns true if `attention_bias` is a key of this family's `config.json`.
-    const fn has_attention_bias_key(self) -> bool {
-        matches!(self, Self::Llama | Self::Qwen3 | Self::Qwen3Moe)
-    }
-}
-
 impl LlamaConfig {
     pub(super) fn read(family: LlamaFamily, table: &Map<String, Value>) -> (Self, Vec<ConfigProblem>) {
+        let traits = family.traits();
+        let [vocabulary, hidden, intermediate, layers, heads, positions] = traits.sizes;
         let mut reader = Reader::new(table, "");
         reader.fixed(FIXED_FOR_ALL);
         reader.fixed(FIXED_FOR_LLAMA);
-        // transformers' defaults differ between the families.
-        let (vocabulary, intermediate, key_value_heads, positions) = match family {
-            LlamaFamily::Llama => (32000, 11008, None, 2048),
-            LlamaFamily::Mistral => (32000, 14336, Some(8), 4096 * 32),
-            LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => (151936, 22016, Some(32), 32768),
-            LlamaFamily::Mixtral => (32000, 14336, Some(8), 4096 * 32),
-            LlamaFamily::Qwen2Moe => (151936, 5632, Some(16), 32768),
-            LlamaFamily::Qwen3Moe => (151936, 6144, Some(4), 32768),
-            LlamaFamily::DeepseekV3 => (129280, 18432, None, 4096),
-        };
-        let (hidden, layers, heads) = match family {
-            LlamaFamily::Qwen2Moe => (2048, 24, 16),
-            LlamaFamily::Qwen3Moe => (2048, 24, 32),
-            LlamaFamily::DeepseekV3 => (7168, 61, 128),
-            _ => (4096, 32, 32),
-        };
         if family.has_experts() {
             reader.fixed(FIXED_FOR_EXPERTS);
         }
@@ -189,12 +86,11 @@ impl LlamaConfig {
         let num_key_value_heads = match reader.optional_size("num_key_value_heads") {
             Entry::Given(heads) => heads,
             Entry::Null => num_attention_heads,
-            Entry::Absent => key_value_heads.unwrap_or(num_attention_heads),
+            Entry::Absent => traits.num_key_value_heads.unwrap_or(num_attention_heads),
         };
         let max_position_embeddings = reader.size("max_position_embeddings", positions);
         let attention_bias = read_attention_bias(&mut reader, family);
         let intermediate_size = reader.size("intermediate_size", intermediate);
-        let epsilon = if family == LlamaFamily::Mixtral { 1e-5 } else { 1e-6 };
         let config = Self {
             family,
             vocab_size: reader.size("vocab_size", vocabulary),
@@ -208,13 +104,13 @@ impl LlamaConfig {
                 None => read_head_dim(&mut reader, family, hidden_size, num_attention_heads),
             },
             max_position_embeddings,
-            rms_norm_eps: reader.number("rms_norm_eps", epsilon),
+            rms_norm_eps: reader.number("rms_norm_eps", traits.rms_norm_eps),
             rope: Rope::read(&mut reader, max_position_embeddings),
             sliding_window: read_sliding_window(&mut reader, family, num_hidden_layers),
-            qkv_bias: attention_bias || family.has_qkv_biases(),
+            qkv_bias: attention_bias || traits.attention_bias == AttentionBias::OnQueriesKeysValues,
             output_bias: attention_bias,
             mlp_bias: read_mlp_bias(&mut reader, family),
-            qk_norm: family.has_qk_norm(),
+            qk_norm: traits.has_qk_norm,
             attention_dropout: reader.number("attention_dropout", 0.0),
             latent,
             experts: ExpertsConfig::read(&mut reader, family, intermediate_size).map(Box::new),
@@ -244,26 +140,20 @@ impl LlamaConfig {
         put("attention_dropout", json!(self.attention_dropout));
         put("initializer_range", json!(self.initializer_range));
         put("tie_word_embeddings", json!(self.tie_word_embeddings));
-        if self.family.has_attention_bias_key() {
+        if self.family.traits().attention_bias == AttentionBias::Configured {
             put("attention_bias", json!(self.output_bias));
         }
-        match self.family {
-            LlamaFamily::Llama => {
-                put("mlp_bias", json!(self.mlp_bias));
-            }
-            LlamaFamily::DeepseekV3 => {
-                put("num_nextn_predict_layers", json!(0));
-            }
-            LlamaFamily::Mistral | LlamaFamily::Mixtral => {
-                put("sliding_window", json!(self.sliding_window));
-            }
-            LlamaFamily::Qwen2 | LlamaFamily::Qwen3 | LlamaFamily::Qwen2Moe | LlamaFamily::Qwen3Moe => {
-                // If there are windows, all layers have one: `max_window_layers` counts the layers before the first.
-                let windows = self.sliding_window.is_some();
-                put("use_sliding_window", json!(windows));
-                put("sliding_window", json!(self.sliding_window));
-                put("max_window_layers", json!(if windows { 0 } else { self.num_hidden_layers }));
-            }
+        let (key, value) = match self.family {
+            LlamaFamily::Llama => ("mlp_bias", json!(self.mlp_bias)),
+            LlamaFamily::DeepseekV3 => ("num_nextn_predict_layers", json!(0)),
+            _ => ("sliding_window", json!(self.sliding_window)),
+        };
+        put(key, value);
+        if self.family.traits().windows == Windows::InUpperLayers {
+            // If there are windows, all layers have one: `max_window_layers` counts the layers before the first.
+            let windows = self.sliding_window.is_some();
+            put("use_sliding_window", json!(windows));
+            put("max_window_layers", json!(if windows { 0 } else { self.num_hidden_layers }));
         }
         if let Some(experts) = &self.experts {
             experts.write(self.family, &mut table);
@@ -320,23 +210,20 @@ impl LlamaConfig {
 
     /// Checks that the family's `config.json` can express this configuration, which may have been built in code.
     fn check_family(&self, checks: &mut Checks) {
-        let family = self.family;
-        let attention_bias_fits = match family {
-            LlamaFamily::Llama | LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe => {
-                self.qkv_bias == self.output_bias
-            }
-            LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::DeepseekV3 => {
-                !self.qkv_bias && !self.output_bias
-            }
-            LlamaFamily::Qwen2 | LlamaFamily::Qwen2Moe => self.qkv_bias && !self.output_bias,
+        let (family, FamilyTraits { attention_bias, has_qk_norm, windows, .. }) =
+            (self.family, self.family.traits());
+        let attention_bias_fits = match attention_bias {
+            AttentionBias::Configured => self.qkv_bias == self.output_bias,
+            AttentionBias::OnQueriesKeysValues => self.qkv_bias && !self.output_bias,
+            AttentionBias::Never => !self.qkv_bias && !self.output_bias,
         };
         let rules = [
             (attention_bias_fits, "these attention biases"),
             (!self.mlp_bias || family == LlamaFamily::Llama, "biases in the feed-forward layer"),
-            (self.qk_norm == family.has_qk_norm(), "this setting of `qk_norm`"),
+            (self.qk_norm == has_qk_norm, "this setting of `qk_norm`"),
             (self.experts.is_some() == family.has_experts(), "this setting of `experts`"),
             (self.latent.is_some() == (family == LlamaFamily::DeepseekV3), "this setting of `latent`"),
-            (self.sliding_window.is_none() || family.has_windows(), "a sliding window"),
+            (self.sliding_window.is_none() || windows != Windows::Never, "a sliding window"),
         ];
         for (fits, what) in rules {
             if !fits {
@@ -367,20 +254,17 @@ fn read_attention_bias(reader: &mut Reader<'_>, family: LlamaFamily) -> bool {
     if family == LlamaFamily::Qwen2Moe && !reader.flag("qkv_bias", true) {
         reader.unsupported("qkv_bias", "true (Qwen2 has biases on queries, keys and values)");
     }
-    let given = reader.flag("attention_bias", family.has_qkv_biases());
-    match family {
-        LlamaFamily::Llama | LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe => return given,
-        LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::DeepseekV3 if given => {
+    let always = family.traits().attention_bias == AttentionBias::OnQueriesKeysValues;
+    let given = reader.flag("attention_bias", always);
+    match family.traits().attention_bias {
+        AttentionBias::Configured => return given,
+        AttentionBias::Never if given => {
             reader.unsupported("attention_bias", "false (this family has no biases)");
         }
-        LlamaFamily::Qwen2 | LlamaFamily::Qwen2Moe if !given => {
+        AttentionBias::OnQueriesKeysValues if !given => {
             reader.unsupported("attention_bias", "true (Qwen2 has biases on queries, keys and values)");
         }
-        LlamaFamily::Mistral
-        | LlamaFamily::Mixtral
-        | LlamaFamily::DeepseekV3
-        | LlamaFamily::Qwen2
-        | LlamaFamily::Qwen2Moe => {}
+        AttentionBias::Never | AttentionBias::OnQueriesKeysValues => {}
     }
     false
 }
@@ -397,27 +281,32 @@ fn read_mlp_bias(reader: &mut Reader<'_>, family: LlamaFamily) -> bool {
 /// Reads the sliding window of all layers. Qwen can restrict windows to the upper layers; that is supported only if
 /// it amounts to all layers or none.
 fn read_sliding_window(reader: &mut Reader<'_>, family: LlamaFamily, layers: usize) -> Option<usize> {
-    let mut window = match (reader.optional_size("sliding_window"), family) {
-        (Entry::Absent, LlamaFamily::Llama | LlamaFamily::Mixtral | LlamaFamily::DeepseekV3) => None,
-        (Entry::Absent, _) => Some(4096),
+    let windows = family.traits().windows;
+    let mut window = match reader.optional_size("sliding_window") {
+        Entry::Absent => match windows {
+            Windows::Never => None,
+            Windows::InAllLayers { default } => default,
+            Windows::InUpperLayers => Some(4096),
+        },
         // transformers writes 0 for Qwen2-MoE without windows.
-        (Entry::Given(0), LlamaFamily::Qwen2Moe) => None,
-        (entry, _) => entry.given(),
+        Entry::Given(0) if family == LlamaFamily::Qwen2Moe => None,
+        entry => entry.given(),
     };
+    let is_qwen = windows == Windows::InUpperLayers;
     let mut layers_before_first_window = 0;
-    if family.is_qwen() {
+    if is_qwen {
         layers_before_first_window = reader.size("max_window_layers", 28);
         if !reader.flag("use_sliding_window", false) {
             window = None;
         }
     }
-    if !family.has_windows() && window.is_some() {
+    if windows == Windows::Never && window.is_some() {
         reader.unsupported("sliding_window", "null (this family sees all positions; Mistral has windows)");
         return None;
     }
     match read_layer_types(reader, layers) {
         // Explicit layer types take precedence; Mistral's attention reads `sliding_window` alone.
-        Some(LayerTypes::Full) if family.is_qwen() => return None,
+        Some(LayerTypes::Full) if is_qwen => return None,
         Some(LayerTypes::Full) if window.is_some() => {
             reader.unsupported(
                 "layer_types",

@@ -61,11 +61,7 @@ impl ModelConfig {
     pub fn with_dropout(&self, probability: f64) -> Self {
         let mut changed = self.clone();
         match &mut changed {
-            Self::Gpt2(config) => {
-                config.embedding_dropout = probability;
-                config.residual_dropout = probability;
-                config.attention_dropout = probability;
-            }
+            Self::Gpt2(config) => *config = config.clone().with_dropout(probability),
             Self::Llama(config) => config.attention_dropout = probability,
         }
         changed

@@ -1,0 +1,60 @@
+//! Options of a recording: its purpose and shape, the rank's places, and the part of the model that is trained.
+
+use std::collections::BTreeSet;
+
+use lockstep_graph::{BlockShape, Mode, RecomputeRules};
+use lockstep_plan::Places;
+
+use crate::lora::Adapter;
+
+/// Output of the head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HeadOutput {
+    /// The loss of each token, f32.
+    Losses,
+    /// The logits of each token.
+    Logits,
+}
+
+/// The trainable part of a model; by default all of it.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Tuning {
+    /// Canonical names of frozen parameters. A tied parameter follows the one it is tied to.
+    pub frozen: BTreeSet<String>,
+    /// The LoRA adapter of linear layers.
+    pub adapter: Option<Adapter>,
+}
+
+impl Tuning {
+    /// Returns true if the adapter applies dropout.
+    pub fn has_dropout(&self) -> bool {
+        self.adapter.as_ref().is_some_and(|adapter| adapter.config().dropout > 0.0)
+    }
+
+    /// Returns a copy without adapter dropout.
+    pub fn without_dropout(&self) -> Self {
+        Self { frozen: self.frozen.clone(), adapter: self.adapter.as_ref().map(Adapter::without_dropout) }
+    }
+}
+
+/// Options of a recording.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RecordingOptions {
+    /// Forward and backward (training), or forward only (inference).
+    pub mode: Mode,
+    /// Shape of a micro-batch of whole sequences, and the dtype that kernels read.
+    pub shape: BlockShape,
+    /// Recomputation of the blocks.
+    pub recompute: RecomputeRules,
+    /// Output of the head.
+    pub head_output: HeadOutput,
+    /// This rank's places in the tensor-, context- and expert-parallel groups.
+    pub places: Places,
+}
+
+impl RecordingOptions {
+    /// Returns the options for a training step's micro-batch of `shape`, with losses as the output.
+    pub fn training(shape: BlockShape, recompute: RecomputeRules, places: Places) -> Self {
+        Self { mode: Mode::Training, shape, recompute, head_output: HeadOutput::Losses, places }
+    }
+}

@@ -4,9 +4,10 @@
 use lockstep_plan::{DType, random::Philox};
 
 use super::{
-    CpuQueue, check_disjoint, check_elementwise,
-    simd::{Float, with_float},
-    tasks::{BLOCK, Block, Operand, expect, rows_per_task},
+    CpuQueue,
+    operands::{Operand, check_disjoint, check_elementwise, expect},
+    simd::{BLOCK, Block, Float, with_float},
+    tasks::rows_per_task,
 };
 use crate::{Dropout, TokenPositions, View};
 
@@ -121,7 +122,7 @@ mod tests {
     use crate::cpu::testing::{
         ACTIVATIONS, assert_close, floats, on_every_queue, random_of, rounded, tensor, values,
     };
-    use crate::{Arena, Kernels, View};
+    use crate::{Arena, ElementwiseKernels, View};
 
     const SITE: u32 = 11;
 

@@ -3,17 +3,18 @@
 use lockstep_plan::DType;
 
 use super::{
-    CpuQueue, check_disjoint,
-    simd::{Float, sigmoid, sum, with_float},
-    tasks::{BLOCK, Block, Operand, expect, rows_per_task},
+    CpuQueue,
+    operands::{Operand, check_disjoint, expect},
+    simd::{BLOCK, Block, Float, sigmoid, sum, with_float},
+    tasks::rows_per_task,
 };
 use crate::View;
 
 /// Checks the shapes, and returns the number of rows and their width.
 fn shape(kernel: &str, gate: View<'_>, x: View<'_>, dtype: DType) -> (usize, usize) {
     let (rows, width) = x.shape().as_matrix();
-    expect(&format!("{kernel}: x"), x, dtype, rows * width);
-    expect(&format!("{kernel}: gate"), gate, dtype, rows);
+    expect(format_args!("{kernel}: x"), x, dtype, rows * width);
+    expect(format_args!("{kernel}: gate"), gate, dtype, rows);
     (rows, width)
 }
 
@@ -82,7 +83,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::Kernels;
+    use crate::ElementwiseKernels;
     use crate::cpu::testing::{
         ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tolerance, values,
     };

@@ -9,12 +9,12 @@
 use std::ops::Range;
 
 use super::{
-    BLOCK, Worker,
-    block::{PREFETCH_ROWS, gather, kept, pack, prefetch, score, transpose},
+    block::{PREFETCH_ROWS, gather, kept, pack, prefetch, score, take, transpose},
     geometry::{Bits, Geometry, Pair, rows_with},
-    lanes::Lanes,
+    lanes::{BLOCK, Lanes},
     output::Output as Gradient,
     product::{Left, Output, Right, multiply},
+    worker::Worker,
 };
 use crate::{Write, cpu::simd::Float};
 
@@ -67,33 +67,23 @@ impl<T: Float> Worker for Backward<'_, T> {
         rows * (width + 2) + 7 * BLOCK * width + 2 * BLOCK * BLOCK
     }
 
-    fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]) {
+    fn run<V: Lanes>(&self, task: usize, mut scratch: &mut [f32]) {
         let rows = self.geometry.rows().next_multiple_of(16);
         let block = BLOCK * self.geometry.padded_dim;
-        let (dq, rest) = scratch.split_at_mut(rows * self.geometry.padded_dim);
-        let (exponents, rest) = rest.split_at_mut(rows);
-        let (corrections, rest) = rest.split_at_mut(rows);
-        let (keys, rest) = rest.split_at_mut(block);
-        let (keys_transposed, rest) = rest.split_at_mut(block);
-        let (values_transposed, rest) = rest.split_at_mut(block);
-        let (dk, rest) = rest.split_at_mut(block);
-        let (dv, rest) = rest.split_at_mut(block);
-        let (queries, rest) = rest.split_at_mut(block);
-        let (dout, rest) = rest.split_at_mut(block);
-        let (probabilities, dscores) = rest.split_at_mut(BLOCK * BLOCK);
+        let mut next = |len| take(&mut scratch, len);
         let scratch = Scratch {
-            dq,
-            exponents,
-            corrections,
-            keys,
-            keys_transposed,
-            values_transposed,
-            dk,
-            dv,
-            queries,
-            dout,
-            probabilities,
-            dscores,
+            dq: next(rows * self.geometry.padded_dim),
+            exponents: next(rows),
+            corrections: next(rows),
+            keys: next(block),
+            keys_transposed: next(block),
+            values_transposed: next(block),
+            dk: next(block),
+            dv: next(block),
+            queries: next(block),
+            dout: next(block),
+            probabilities: next(BLOCK * BLOCK),
+            dscores: next(BLOCK * BLOCK),
         };
         self.pair::<V>(self.geometry.pair(task), scratch);
     }

@@ -6,9 +6,8 @@
 use std::ops::Range;
 
 use super::{
-    BLOCK,
     geometry::{Bits, Geometry, Pair, columns_of},
-    lanes::Lanes,
+    lanes::{BLOCK, Lanes},
     product::{Left, Output, Right, multiply},
 };
 use crate::{
@@ -21,6 +20,13 @@ pub(super) const PREFETCH_ROWS: usize = 16;
 
 /// Number of rows that are scored together. Their visible keys may differ.
 const STRIP: usize = 4;
+
+/// Splits the first `len` elements off a slice.
+pub(super) fn take<'a>(scratch: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
+    let (taken, rest) = std::mem::take(scratch).split_at_mut(len);
+    *scratch = rest;
+    taken
+}
 
 /// Copies vectors, times `factor`, into rows of `width` elements, padded with zeros.
 pub(super) fn pack<V: Lanes, T: Float>(

@@ -6,15 +6,15 @@
 use std::ops::Range;
 
 use super::{
-    BLOCK, Worker,
-    block::{gather, kept, pack, prefetch, score, transpose},
+    block::{gather, kept, pack, prefetch, score, take, transpose},
     geometry::{Geometry, Pair},
-    lanes::Lanes,
+    lanes::{BLOCK, Lanes},
     output::Output,
+    worker::Worker,
 };
 use crate::{
     Write,
-    cpu::{simd::Float, tasks::Operand},
+    cpu::{operands::Operand, simd::Float},
 };
 
 /// Maximum rows of a task: enough to amortize packing and transposing the keys, few enough to stay in the L2 cache.
@@ -50,14 +50,17 @@ impl<T: Float> Worker for Forward<'_, T> {
         (2 * self.task_rows() + 2 * BLOCK) * width + BLOCK * BLOCK
     }
 
-    fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]) {
+    fn run<V: Lanes>(&self, task: usize, mut scratch: &mut [f32]) {
         let width = self.geometry.padded_dim;
         let (pair, rows) = self.task(task);
-        let (queries, rest) = scratch.split_at_mut(self.task_rows() * width);
-        let (sums, rest) = rest.split_at_mut(self.task_rows() * width);
-        let (keys_transposed, rest) = rest.split_at_mut(BLOCK * width);
-        let (vectors, scores) = rest.split_at_mut(BLOCK * width);
-        let scratch = Scratch { queries, sums, keys_transposed, vectors, scores };
+        let mut next = |len| take(&mut scratch, len);
+        let scratch = Scratch {
+            queries: next(self.task_rows() * width),
+            sums: next(self.task_rows() * width),
+            keys_transposed: next(BLOCK * width),
+            vectors: next(BLOCK * width),
+            scores: next(BLOCK * BLOCK),
+        };
         self.rows::<V>(pair, rows, scratch);
     }
 }

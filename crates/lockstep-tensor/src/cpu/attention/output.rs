@@ -6,7 +6,7 @@ use lockstep_plan::DType;
 
 use crate::{
     View, Write,
-    cpu::{simd::Float, tasks::Operand},
+    cpu::{operands::Operand, simd::Float},
 };
 
 /// An output of a kernel whose operands are `T`.

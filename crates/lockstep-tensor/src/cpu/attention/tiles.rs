@@ -9,12 +9,12 @@ use std::{marker::PhantomData, ops::Range};
 use half::bf16;
 
 use super::{
-    BLOCK, Worker,
     backward::{self, Backward, unpack},
-    block::{kept, prefetch},
+    block::{kept, prefetch, take},
     forward::{self, Forward, TASK_ROWS},
     geometry::{Bits, Geometry, Pair},
-    lanes::Lanes,
+    lanes::{BLOCK, Lanes},
+    worker::Worker,
 };
 use crate::{
     CpuLevel, Write,
@@ -257,13 +257,6 @@ unsafe fn put<V: Lanes>(sums: &mut [f32], products: &[f32], factor: f32, write: 
     for (sum, product) in sums[whole..].iter_mut().zip(&products[whole..]) {
         *sum = product * factor + if write == Write::Accumulate { *sum } else { 0.0 };
     }
-}
-
-/// Splits the first `len` elements off a slice.
-fn take<'a>(scratch: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
-    let (taken, rest) = std::mem::take(scratch).split_at_mut(len);
-    *scratch = rest;
-    taken
 }
 
 /// The forward with the micro-kernel `K`.

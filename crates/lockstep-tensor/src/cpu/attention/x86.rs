@@ -4,10 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{
-    BLOCK,
-    lanes::{EXP2, Lanes},
-};
+use super::lanes::{BLOCK, EXP2, Lanes};
 use crate::CpuLevel;
 
 const PHILOX_MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
@@ -26,6 +23,59 @@ unsafe fn interleave(words: [u64; 4]) -> u64 {
     }
 }
 
+/// Implements the operations of [`Lanes`] that are one intrinsic on both levels.
+macro_rules! arithmetic {
+    ($splat:ident, $load:ident, $store:ident, $mul_add:ident, $add:ident, $sub:ident, $mul:ident, $max:ident) => {
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: the caller promises the level.
+            Self(unsafe { $splat(x) })
+        }
+
+        #[inline(always)]
+        unsafe fn load(pointer: *const f32) -> Self {
+            // SAFETY: the caller promises the level and readable memory.
+            Self(unsafe { $load(pointer) })
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, pointer: *mut f32) {
+            // SAFETY: a value exists only on a CPU of the level; the caller promises writable memory.
+            unsafe { $store(pointer, self.0) }
+        }
+
+        #[inline(always)]
+        fn mul_add(self, b: Self, c: Self) -> Self {
+            // SAFETY: a value exists only on a CPU of the level.
+            Self(unsafe { $mul_add(self.0, b.0, c.0) })
+        }
+
+        #[inline(always)]
+        fn add(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { $add(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        fn sub(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { $sub(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        fn mul(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { $mul(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        fn max(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { $max(b.0, self.0) })
+        }
+    };
+}
+
 /// Sixteen lanes of AVX-512.
 #[derive(Clone, Copy)]
 pub(super) struct Avx512(__m512);
@@ -35,46 +85,8 @@ impl Lanes for Avx512 {
     const LANES: usize = 16;
     const TILE_REGISTERS: usize = 4;
 
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> Self {
-        // SAFETY: the caller promises the level.
-        Self(unsafe { _mm512_set1_ps(x) })
-    }
-
-    #[inline(always)]
-    unsafe fn load(pointer: *const f32) -> Self {
-        // SAFETY: the caller promises the level and readable memory.
-        Self(unsafe { _mm512_loadu_ps(pointer) })
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, pointer: *mut f32) {
-        // SAFETY: a value exists only on a CPU of the level; the caller promises writable memory.
-        unsafe { _mm512_storeu_ps(pointer, self.0) }
-    }
-
-    #[inline(always)]
-    fn mul_add(self, b: Self, c: Self) -> Self {
-        // SAFETY: a value exists only on a CPU of the level.
-        Self(unsafe { _mm512_fmadd_ps(self.0, b.0, c.0) })
-    }
-
-    #[inline(always)]
-    fn add(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm512_add_ps(self.0, b.0) })
-    }
-
-    #[inline(always)]
-    fn sub(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm512_sub_ps(self.0, b.0) })
-    }
-
-    #[inline(always)]
-    fn mul(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm512_mul_ps(self.0, b.0) })
+    arithmetic! {
+        _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_add_ps, _mm512_sub_ps, _mm512_mul_ps, _mm512_max_ps
     }
 
     #[inline(always)]
@@ -94,12 +106,6 @@ impl Lanes for Avx512 {
             p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0));
             Self(_mm512_scalef_ps(p, n))
         }
-    }
-
-    #[inline(always)]
-    fn max(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm512_max_ps(b.0, self.0) })
     }
 
     #[inline(always)]
@@ -212,46 +218,8 @@ impl Lanes for Avx2 {
     const LANES: usize = 8;
     const TILE_REGISTERS: usize = 2;
 
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> Self {
-        // SAFETY: the caller promises the level.
-        Self(unsafe { _mm256_set1_ps(x) })
-    }
-
-    #[inline(always)]
-    unsafe fn load(pointer: *const f32) -> Self {
-        // SAFETY: the caller promises the level and readable memory.
-        Self(unsafe { _mm256_loadu_ps(pointer) })
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, pointer: *mut f32) {
-        // SAFETY: a value exists only on a CPU of the level; the caller promises writable memory.
-        unsafe { _mm256_storeu_ps(pointer, self.0) }
-    }
-
-    #[inline(always)]
-    fn mul_add(self, b: Self, c: Self) -> Self {
-        // SAFETY: a value exists only on a CPU of the level.
-        Self(unsafe { _mm256_fmadd_ps(self.0, b.0, c.0) })
-    }
-
-    #[inline(always)]
-    fn add(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm256_add_ps(self.0, b.0) })
-    }
-
-    #[inline(always)]
-    fn sub(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm256_sub_ps(self.0, b.0) })
-    }
-
-    #[inline(always)]
-    fn mul(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm256_mul_ps(self.0, b.0) })
+    arithmetic! {
+        _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, _mm256_add_ps, _mm256_sub_ps, _mm256_mul_ps, _mm256_max_ps
     }
 
     #[inline(always)]
@@ -272,12 +240,6 @@ impl Lanes for Avx2 {
             let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
             Self(_mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent))))
         }
-    }
-
-    #[inline(always)]
-    fn max(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm256_max_ps(b.0, self.0) })
     }
 
     #[inline(always)]

@@ -9,17 +9,16 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::{Float, lanes::Lanes, store::Tile};
+use super::{
+    lanes::Lanes,
+    store::Tile,
+    transpose::{Block, SIDE},
+};
+use crate::cpu::simd::Float;
 use crate::cpu::simd::{CACHE_LINE_BYTES, prefetch};
-
-/// Side of the blocks that are read, transposed and written at once.
-pub(in crate::cpu) const SIDE: usize = 16;
 
 /// Prefetch distance, in units of depth, of lines across the depth.
 const UNITS_AHEAD: usize = 16;
-
-/// A square of units.
-pub(in crate::cpu) type Block = [[u32; SIDE]; SIDE];
 
 /// The index along which neighbours are contiguous in memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

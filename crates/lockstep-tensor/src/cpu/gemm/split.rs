@@ -13,12 +13,13 @@ use std::ops::Range;
 use half::bf16;
 
 use super::{
-    Float,
     kernel::{Avx512, ColumnPanels, MicroKernel, RowPanels},
     lanes::Lanes,
-    pack::{Factors, Operand, Packing, PanelShape, SIDE, Single, Unit, pack},
+    pack::{Factors, Operand, Packing, PanelShape, Single, Unit, pack},
     store::Tile,
+    transpose::SIDE,
 };
+use crate::cpu::simd::Float;
 
 /// Range of the magnitudes that can be split, as bits of bf16: `2^-100 <= |x| < 2^127`; 0 can be split too.
 const SPLIT_BITS: Range<u16> = bf16_bits(-100)..bf16_bits(127);

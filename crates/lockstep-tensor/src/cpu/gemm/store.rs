@@ -1,7 +1,7 @@
 //! The epilogue of a tile of sums: earlier sums, bias and C are added, and the result is rounded once.
 
-use super::{CpuLevel, Float};
 use crate::Write;
+use crate::{CpuLevel, cpu::simd::Float};
 
 /// A tile of f32 sums, the output of a micro-kernel.
 #[repr(align(64))]

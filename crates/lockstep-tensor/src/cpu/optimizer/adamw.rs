@@ -3,7 +3,7 @@
 use super::{CpuQueue, Operands, update};
 use crate::AdamW;
 
-pub(in crate::cpu) fn adamw(queue: &CpuQueue, step: &AdamW<'_>) {
+pub(super) fn adamw(queue: &CpuQueue, step: &AdamW<'_>) {
     let rates = AdamWRates::new(step);
     let operands = Operands {
         names: ["adamw: parameter", "adamw: exp_avg", "adamw: exp_avg_sq"],
@@ -69,7 +69,7 @@ mod tests {
 
     use super::*;
     use crate::cpu::testing::{adamw_step, assert_close, floats, on_every_queue, random_of, rounded, values};
-    use crate::{Kernels, Rounding, Tensor};
+    use crate::{OptimizerKernels, Rounding, Tensor};
 
     const LENGTHS: [usize; 4] = [1, 255, 1027, 70_003];
     const STEPS: u64 = 5;

@@ -4,7 +4,7 @@
 use super::{CpuQueue, Operands, update};
 use crate::Lion;
 
-pub(in crate::cpu) fn lion(queue: &CpuQueue, step: &Lion<'_>) {
+pub(super) fn lion(queue: &CpuQueue, step: &Lion<'_>) {
     let [beta1, beta2] = step.betas;
     let keep = (1.0 - step.learning_rate * step.weight_decay) as f32;
     let (learning_rate, gradient_scale) = (step.learning_rate as f32, step.gradient_scale);
@@ -39,7 +39,7 @@ mod tests {
 
     use super::*;
     use crate::cpu::testing::{assert_close, floats, on_every_queue, random_of, rounded, values};
-    use crate::{Kernels, Rounding, Tensor};
+    use crate::{OptimizerKernels, Rounding, Tensor};
 
     const STEPS: u64 = 5;
 

@@ -10,6 +10,7 @@ mod muon;
 mod norm;
 mod rounding;
 mod sgd;
+mod steps;
 
 use std::ops::Range;
 
@@ -18,11 +19,11 @@ use lockstep_plan::DType;
 
 pub use self::muon::muon_flops;
 use self::rounding::Rounder;
-pub(super) use self::{adamw::adamw, lion::lion, muon::muon, norm::sum_of_squares, sgd::sgd};
 use super::{
-    CpuQueue, check_disjoint,
-    simd::{Float, Isa},
-    tasks::{BLOCK, Block, Operand, elements_per_task, expect},
+    CpuQueue,
+    operands::{Operand, check_disjoint, expect},
+    simd::{BLOCK, Block, Float, Isa},
+    tasks::elements_per_task,
 };
 use crate::{Rounding, View};
 

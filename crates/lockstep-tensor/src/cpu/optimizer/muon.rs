@@ -8,13 +8,12 @@
 use lockstep_plan::{DType, MemoryCategory};
 
 use super::{
-    super::{
-        cast, gemm,
-        tasks::{Operand, elements_per_task},
-    },
-    CpuQueue, Operands, sum_of_squares, update,
+    super::{operands::Operand, tasks::elements_per_task},
+    CpuQueue, Operands,
+    norm::sum_of_squares,
+    update,
 };
-use crate::{Buffer, Gemm, GemmLayout, Muon, View, Write};
+use crate::{Buffer, CopyKernels, Gemm, GemmKernels, GemmLayout, Muon, View, Write};
 
 /// The coefficients (a, b, c), chosen for the steepest slope at zero.
 const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
@@ -22,7 +21,7 @@ const ROUNDS: usize = 5;
 /// Smallest norm that a direction is divided by.
 const EPS: f64 = 1e-7;
 
-pub(in crate::cpu) fn muon(queue: &CpuQueue, step: &Muon<'_>) {
+pub(super) fn muon(queue: &CpuQueue, step: &Muon<'_>) {
     let shape = step.parameter.shape();
     let &[rows, columns] = shape.dims() else { panic!("muon: a parameter of shape {shape:?} is no matrix") };
     let scratch = Scratch::new(queue, step.dtype, [rows, columns]);
@@ -87,10 +86,10 @@ fn orthogonalize(queue: &CpuQueue, scratch: &Scratch, factor: f32) {
     let direction = scratch.direction();
     scale(queue, direction, factor);
     let [mut x, mut next] = [0, 1].map(|i| scratch.iterate(i));
-    cast::cast(queue, direction, x);
+    queue.cast(direction, x);
     let multiply = |layout, a, b, c: View<'_>| {
         let product = Gemm { layout, a, b, c, bias: None, write: Write::Overwrite };
-        gemm::gemm(queue, product, c.shape().as_matrix().0);
+        queue.gemm(product);
     };
     let [rows, columns] = scratch.shape;
     let (gram, square, operand) = (scratch.square(0), scratch.square(1), scratch.operand());
@@ -98,10 +97,10 @@ fn orthogonalize(queue: &CpuQueue, scratch: &Scratch, factor: f32) {
         // `A = X·Xᵀ` or `Xᵀ·X`, over the shorter side.
         let layout = if rows <= columns { GemmLayout::NT } else { GemmLayout::TN };
         multiply(layout, x, x, gram);
-        cast::cast(queue, gram, operand);
+        queue.cast(gram, operand);
         multiply(GemmLayout::NN, operand, operand, square);
         quintic(queue, gram, square);
-        cast::cast(queue, gram, operand);
+        queue.cast(gram, operand);
         if rows <= columns {
             multiply(GemmLayout::NN, operand, x, next);
         } else {
@@ -109,7 +108,7 @@ fn orthogonalize(queue: &CpuQueue, scratch: &Scratch, factor: f32) {
         }
         std::mem::swap(&mut x, &mut next);
     }
-    cast::cast(queue, x, direction);
+    queue.cast(x, direction);
 }
 
 /// Computes `gram ← a·I + b·gram + c·square`.
@@ -220,7 +219,7 @@ fn aligned(bytes: usize) -> usize {
 mod tests {
     use super::*;
     use crate::cpu::testing::{assert_close, floats, on_every_queue, random_of, rounded, values};
-    use crate::{Kernels, Rounding};
+    use crate::{OptimizerKernels, Rounding};
 
     const SHAPES: [[usize; 2]; 5] = [[24, 40], [40, 24], [33, 33], [1, 7], [130, 300]];
     const STEPS: usize = 3;

@@ -3,7 +3,7 @@
 use super::{CpuQueue, Operands, update};
 use crate::Sgd;
 
-pub(in crate::cpu) fn sgd(queue: &CpuQueue, step: &Sgd<'_>) {
+pub(super) fn sgd(queue: &CpuQueue, step: &Sgd<'_>) {
     assert!(
         step.momentum_buffer.is_some() || step.momentum == 0.0,
         "sgd: momentum {} needs a momentum buffer",
@@ -78,7 +78,7 @@ mod tests {
 
     use super::*;
     use crate::cpu::testing::{assert_close, floats, on_every_queue, random_of, rounded, values};
-    use crate::{Arena, Kernels, Rounding};
+    use crate::{Arena, OptimizerKernels, Rounding};
 
     const LENGTHS: [usize; 4] = [1, 255, 1027, 70_003];
     const STEPS: u64 = 5;

@@ -6,7 +6,7 @@ use lockstep_plan::DType;
 use super::{
     CpuQueue,
     operands::{Operand, check_disjoint, expect},
-    simd::{Float, with_float},
+    simd::{Float, inlined, with_float},
     tasks::elements_per_task,
 };
 use crate::{CopyKernels, Element, View};
@@ -50,14 +50,14 @@ impl CopyKernels for CpuQueue {
         check_disjoint(&[y], &[x]);
         with_float!(x.dtype(), T => {
             let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
-            self.for_each_row(a * b, width, #[inline(always)] |row, _| {
+            self.for_each_row(a * b, width, inlined!(|row, _| {
                 let from = (row % a * b + row / a) * width;
                 // SAFETY: the views do not overlap, and each row of `y` belongs to one task.
                 unsafe {
                     let y = y.write(row * width..(row + 1) * width);
                     y.copy_from_slice(x.read(from..from + width));
                 }
-            });
+            }));
         });
     }
 
@@ -72,14 +72,13 @@ fn convert<A: Float, B: Float>(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, _| {
+        inlined!(|range, _| {
             // SAFETY: the views do not overlap, and each range of `y` belongs to one task.
             let (x, y) = unsafe { (x.read(range.clone()), y.write(range)) };
             for (y, x) in y.iter_mut().zip(x) {
                 *y = B::store(x.load());
             }
-        },
+        }),
     );
 }
 
@@ -93,11 +92,10 @@ fn copy_elements<T: Element>(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, _| {
+        inlined!(|range, _| {
             // SAFETY: the views do not overlap, and each range of `y` belongs to one task.
             unsafe { y.write(range.clone()).copy_from_slice(x.read(range)) }
-        },
+        }),
     );
 }
 
@@ -107,11 +105,10 @@ fn zero_elements<T: Element>(queue: &CpuQueue, y: View<'_>) {
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, _| {
+        inlined!(|range, _| {
             // SAFETY: each range of `y` belongs to one task.
             unsafe { y.write(range).fill(T::zeroed()) }
-        },
+        }),
     );
 }
 

@@ -6,7 +6,7 @@ use lockstep_plan::{DType, random::Philox};
 use super::{
     CpuQueue,
     operands::{Operand, check_disjoint, check_elementwise, expect},
-    simd::{BLOCK, Block, Float, with_float},
+    simd::{BLOCK, Block, Float, inlined, with_float},
     tasks::rows_per_task,
 };
 use crate::{Dropout, TokenPositions, View};
@@ -86,7 +86,7 @@ pub(super) fn dropout(
     with_float!(x.dtype(), T => {
         let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
         let keys = Operand::<u32>::new(dropout.keys);
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, isa| {
+        queue.for_each_range(rows, rows_per_task(rows, width), inlined!(|rows, isa| {
             let mut results = Block::ZERO;
             for row in rows {
                 let (sequence, position) = places.of(row);
@@ -110,7 +110,7 @@ pub(super) fn dropout(
                     T::store_all(isa, &results.0[..target.len()], target);
                 }
             }
-        });
+        }));
     });
 }
 

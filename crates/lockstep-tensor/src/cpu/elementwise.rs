@@ -7,7 +7,7 @@
 use super::{
     CpuQueue, dropout, gate,
     operands::{Operand, check_disjoint, check_elementwise, expect},
-    simd::{BLOCK, Block, Float, Isa, map_block, normal_distribution, sigmoid, with_float},
+    simd::{BLOCK, Block, Float, Isa, inlined, map_block, normal_distribution, sigmoid, with_float},
     tasks::elements_per_task,
 };
 use crate::{Dropout, TokenPositions};
@@ -18,7 +18,7 @@ use lockstep_plan::DType;
 /// Computes `outputs[m][i] = f(isa, [inputs[0][i], inputs[1][i], ...])[m]`.
 ///
 /// The caller must have checked that all views have the same number of elements, and that an output overlaps another
-/// operand only if it is an input in place. `f` must be `#[inline(always)]`.
+/// operand only if it is an input in place. `f` must be `inlined!`.
 #[inline(always)]
 fn map<T: Float, const N: usize, const M: usize>(
     queue: &CpuQueue,
@@ -32,8 +32,7 @@ fn map<T: Float, const N: usize, const M: usize>(
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, isa| {
+        inlined!(|range, isa| {
             let mut results = [Block::ZERO; M];
             for start in range.clone().step_by(BLOCK) {
                 let n = BLOCK.min(range.end - start);
@@ -42,19 +41,13 @@ fn map<T: Float, const N: usize, const M: usize>(
                     // SAFETY: this task alone writes this range of any operand, and not while the slices live.
                     *x = unsafe { input.read(start..start + n) };
                 }
-                map_block(
-                    x,
-                    &mut results,
-                    n,
-                    #[inline(always)]
-                    |x| f(isa, x),
-                );
+                map_block(x, &mut results, n, inlined!(|x| f(isa, x)));
                 for (output, block) in outputs.iter().zip(&results) {
                     // SAFETY: this task alone accesses this range, and no slice of it is used any more.
                     T::store_all(isa, &block.0[..n], unsafe { output.write(start..start + n) });
                 }
             }
-        },
+        }),
     );
 }
 
@@ -64,7 +57,7 @@ impl ElementwiseKernels for CpuQueue {
         expect("swiglu: y", y, gate.dtype(), gate.elements());
         check_disjoint(&[y], &[gate, up]);
         with_float!(gate.dtype(), T => map::<T, 2, 1>(
-            self, [gate, up], [y], #[inline(always)] |isa, [gate, up]| [gate * sigmoid(isa, gate) * up],
+            self, [gate, up], [y], inlined!(|isa, [gate, up]| [gate * sigmoid(isa, gate) * up]),
         ));
     }
 
@@ -75,11 +68,11 @@ impl ElementwiseKernels for CpuQueue {
         expect("swiglu_backward: dup", dup, dy.dtype(), dy.elements());
         check_disjoint(&[dgate, dup], &[dy, gate, up]);
         with_float!(dy.dtype(), T => map::<T, 3, 2>(
-            self, [dy, gate, up], [dgate, dup], #[inline(always)] |isa, [dy, gate, up]| {
+            self, [dy, gate, up], [dgate, dup], inlined!(|isa, [dy, gate, up]| {
                 let s = sigmoid(isa, gate);
                 // d(g s(g))/dg = s + g s (1 - s)
                 [dy * up * (s + gate * s * (1.0 - s)), dy * gate * s]
-            },
+            }),
         ));
     }
 
@@ -87,8 +80,8 @@ impl ElementwiseKernels for CpuQueue {
         expect("gelu: y", y, x.dtype(), x.elements());
         check_disjoint(&[y], &[x]);
         with_float!(x.dtype(), T => match kind {
-            Gelu::Exact => map::<T, 1, 1>(self, [x], [y], #[inline(always)] |isa, [x]| [x * normal_distribution(isa, x).0]),
-            Gelu::Tanh => map::<T, 1, 1>(self, [x], [y], #[inline(always)] |isa, [x]| [x * tanh_gate(isa, x).0]),
+            Gelu::Exact => map::<T, 1, 1>(self, [x], [y], inlined!(|isa, [x]| [x * normal_distribution(isa, x).0])),
+            Gelu::Tanh => map::<T, 1, 1>(self, [x], [y], inlined!(|isa, [x]| [x * tanh_gate(isa, x).0])),
         });
     }
 
@@ -98,14 +91,14 @@ impl ElementwiseKernels for CpuQueue {
         check_disjoint(&[dx], &[x]);
         check_elementwise(dx, &[dy]);
         with_float!(x.dtype(), T => match kind {
-            Gelu::Exact => map::<T, 2, 1>(self, [dy, x], [dx], #[inline(always)] |isa, [dy, x]| {
+            Gelu::Exact => map::<T, 2, 1>(self, [dy, x], [dx], inlined!(|isa, [dy, x]| {
                 let (probability, density) = normal_distribution(isa, x);
                 [dy * (probability + x * density)]
-            }),
-            Gelu::Tanh => map::<T, 2, 1>(self, [dy, x], [dx], #[inline(always)] |isa, [dy, x]| {
+            })),
+            Gelu::Tanh => map::<T, 2, 1>(self, [dy, x], [dx], inlined!(|isa, [dy, x]| {
                 let (s, slope) = tanh_gate(isa, x);
                 [dy * (s + x * slope)]
-            }),
+            })),
         });
     }
 
@@ -113,13 +106,13 @@ impl ElementwiseKernels for CpuQueue {
         expect("add: b", b, a.dtype(), a.elements());
         expect("add: y", y, a.dtype(), a.elements());
         check_elementwise(y, &[a, b]);
-        with_float!(a.dtype(), T => map::<T, 2, 1>(self, [a, b], [y], #[inline(always)] |_, [a, b]| [a + b]));
+        with_float!(a.dtype(), T => map::<T, 2, 1>(self, [a, b], [y], inlined!(|_, [a, b]| [a + b])));
     }
 
     fn scale(&self, factor: f32, x: View<'_>, y: View<'_>) {
         expect("scale: y", y, x.dtype(), x.elements());
         check_elementwise(y, &[x]);
-        with_float!(x.dtype(), T => map::<T, 1, 1>(self, [x], [y], #[inline(always)] |_, [x]| [factor * x]));
+        with_float!(x.dtype(), T => map::<T, 1, 1>(self, [x], [y], inlined!(|_, [x]| [factor * x])));
     }
 
     fn dropout(
@@ -147,7 +140,7 @@ impl ElementwiseKernels for CpuQueue {
         check_disjoint(&[out], &[x]);
         with_float!(x.dtype(), T => {
             let x = Operand::<T>::new(x);
-            self.add_sum_over_rows(rows, [out], #[inline(always)] |rows, [sum]| {
+            self.add_sum_over_rows(rows, [out], inlined!(|rows, [sum]| {
                 for row in rows {
                     // SAFETY: `x` is only read, and overlaps no output.
                     let x = unsafe { x.read(row * width..(row + 1) * width) };
@@ -155,7 +148,7 @@ impl ElementwiseKernels for CpuQueue {
                         *sum += x.load();
                     }
                 }
-            });
+            }));
         });
     }
 }

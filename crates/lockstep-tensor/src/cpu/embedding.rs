@@ -9,7 +9,7 @@ use lockstep_plan::DType;
 use super::{
     CpuQueue,
     operands::{Operand, check_disjoint, expect},
-    simd::{Float, with_float},
+    simd::{Float, inlined, with_float},
     tasks::rows_per_task,
 };
 use crate::{EmbeddingKernels, View};
@@ -28,7 +28,7 @@ impl EmbeddingKernels for CpuQueue {
         let ids = unsafe { ids.slice::<u32>() };
         with_float!(table.dtype(), T => {
             let (table, out) = (Operand::<T>::new(table), Operand::<T>::new(out));
-            self.for_each_row(tokens, width, #[inline(always)] |token, _| {
+            self.for_each_row(tokens, width, inlined!(|token, _| {
                 // SAFETY: each row of `out` belongs to one task.
                 let out = unsafe { out.write(token * width..(token + 1) * width) };
                 match row_of(ids[token], first_id, rows) {
@@ -36,7 +36,7 @@ impl EmbeddingKernels for CpuQueue {
                     Some(row) => out.copy_from_slice(unsafe { table.read(row * width..(row + 1) * width) }),
                     None => out.fill(T::store(0.0)),
                 }
-            });
+            }));
         });
     }
 
@@ -53,7 +53,7 @@ impl EmbeddingKernels for CpuQueue {
             let (dy, gradient) = (Operand::<T>::new(dy), Operand::<f32>::new(gradient));
             let columns_per_task =
                 if rows_per_task(tokens, width) >= tokens { width.max(1) } else { COLUMNS_PER_TASK };
-            self.for_each_range(width, columns_per_task, #[inline(always)] |columns, _| {
+            self.for_each_range(width, columns_per_task, inlined!(|columns, _| {
                 for (token, &id) in ids.iter().enumerate() {
                     let Some(row) = row_of(id, first_id, rows) else { continue };
                     let (from, to) = (token * width, row * width);
@@ -69,7 +69,7 @@ impl EmbeddingKernels for CpuQueue {
                         *gradient += dy.load();
                     }
                 }
-            });
+            }));
         });
     }
 }

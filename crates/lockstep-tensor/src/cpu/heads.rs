@@ -7,7 +7,7 @@
 use super::{
     CpuQueue,
     operands::{Operand, check_disjoint, expect},
-    simd::{BLOCK, Block, Float, add_to, with_float},
+    simd::{BLOCK, Block, Float, add_to, inlined, with_float},
 };
 use crate::{HeadKernels, View};
 
@@ -26,7 +26,7 @@ impl HeadKernels for CpuQueue {
         with_float!(y.dtype(), T => {
             let [own, tail, y] = [own, tail, y].map(Operand::<T>::new);
             let (rows, all) = (tokens * heads, width + behind);
-            self.for_each_row(rows, all, #[inline(always)] |row, _| {
+            self.for_each_row(rows, all, inlined!(|row, _| {
                 let from = if tails == 1 { row / heads } else { row };
                 // SAFETY: both parts are only read, and each row of `y` belongs to one task.
                 unsafe {
@@ -34,7 +34,7 @@ impl HeadKernels for CpuQueue {
                     first.copy_from_slice(own.read(row * width..(row + 1) * width));
                     second.copy_from_slice(tail.read(from * behind..(from + 1) * behind));
                 }
-            });
+            }));
         });
     }
 
@@ -44,7 +44,7 @@ impl HeadKernels for CpuQueue {
         with_float!(dy.dtype(), T => {
             let [dy, down, dtail] = [dy, down, dtail].map(Operand::<T>::new);
             let all = width + behind;
-            self.for_each_row(tokens, heads * all, #[inline(always)] |token, isa| {
+            self.for_each_row(tokens, heads * all, inlined!(|token, isa| {
                 for head in 0..heads {
                     let row = token * heads + head;
                     // SAFETY: the gradient is only read, and a token's elements belong to one task.
@@ -70,7 +70,7 @@ impl HeadKernels for CpuQueue {
                         T::store_all(isa, &total.0[..n], unsafe { dtail.write(first..first + n) });
                     }
                 }
-            });
+            }));
         });
     }
 
@@ -83,13 +83,13 @@ impl HeadKernels for CpuQueue {
         with_float!(x.dtype(), T => {
             let [x, y] = [x, y].map(Operand::<T>::new);
             let rows = tokens * heads;
-            self.for_each_row(rows, wanted, #[inline(always)] |row, _| {
+            self.for_each_row(rows, wanted, inlined!(|row, _| {
                 // SAFETY: `x` is only read, and each row of `y` belongs to one task.
                 let (x, y) = unsafe { (x.read(row * width..row * width + kept), y.write(row * wanted..(row + 1) * wanted)) };
                 let (same, beyond) = y.split_at_mut(kept);
                 same.copy_from_slice(x);
                 beyond.fill(T::store(0.0));
-            });
+            }));
         });
     }
 }

@@ -10,7 +10,7 @@ use lockstep_plan::DType;
 use super::{
     CpuQueue,
     operands::{Operand, check_disjoint, expect},
-    simd::{BLOCK, Block, Float, Isa, exp, map_block, max, sum, with_float},
+    simd::{BLOCK, Block, Float, Isa, exp, inlined, map_block, max, sum, with_float},
 };
 use crate::{LossKernels, View};
 
@@ -24,7 +24,7 @@ impl LossKernels for CpuQueue {
         let labels = check_labels(labels, vocabulary);
         with_float!(logits.dtype(), T => {
             let (logits, losses) = (Operand::<T>::new(logits), Operand::<f32>::new(losses));
-            self.for_each_row(tokens, vocabulary, #[inline(always)] |token, isa| {
+            self.for_each_row(tokens, vocabulary, inlined!(|token, isa| {
                 // SAFETY: the logits are only read; each element of the losses belongs to one task.
                 let (row, loss) = unsafe {
                     (
@@ -36,7 +36,7 @@ impl LossKernels for CpuQueue {
                     Ok(label) => log_sum_exp_of(isa, row) - row[label].load(),
                     Err(_) => 0.0,
                 };
-            });
+            }));
         });
     }
 
@@ -46,7 +46,7 @@ impl LossKernels for CpuQueue {
         let labels = check_labels(labels, vocabulary);
         with_float!(logits.dtype(), T => {
             let (logits, losses) = (Operand::<T>::new(logits), Operand::<f32>::new(losses));
-            self.for_each_row(tokens, vocabulary, #[inline(always)] |token, isa| {
+            self.for_each_row(tokens, vocabulary, inlined!(|token, isa| {
                 // SAFETY: each row of the logits and each element of the losses belongs to one task.
                 let (row, loss) = unsafe {
                     (
@@ -62,7 +62,7 @@ impl LossKernels for CpuQueue {
                 let total = log_sum_exp_of(isa, row);
                 loss[0] = total - row[label].load();
                 differentiate(isa, row, Some(label), total, seed);
-            });
+            }));
         });
     }
 
@@ -80,7 +80,7 @@ impl LossKernels for CpuQueue {
         let labels = check_labels_of_parts(labels);
         with_float!(logits.dtype(), T => {
             let (logits, statistics) = (Operand::<T>::new(logits), Operand::<f32>::new(statistics));
-            self.for_each_row(tokens, columns, #[inline(always)] |token, isa| {
+            self.for_each_row(tokens, columns, inlined!(|token, isa| {
                 // SAFETY: the logits are only read.
                 let row = unsafe { logits.read(token * columns..(token + 1) * columns) };
                 let (largest, total, at_label) = if labels[token] == MASKED {
@@ -96,7 +96,7 @@ impl LossKernels for CpuQueue {
                     let statistic = unsafe { statistics.write(place..place + 1) };
                     statistic[0] = value;
                 }
-            });
+            }));
         });
     }
 
@@ -115,8 +115,7 @@ impl LossKernels for CpuQueue {
         self.for_each_row(
             tokens,
             3 * count,
-            #[inline(always)]
-            |token, _| {
+            inlined!(|token, _| {
                 let statistic = |part: usize, which: usize| {
                     let place = (3 * part + which) * tokens + token;
                     // SAFETY: the parts are only read.
@@ -144,7 +143,7 @@ impl LossKernels for CpuQueue {
                 for (place, value) in places.into_iter().zip([total, loss]) {
                     place[0] = value;
                 }
-            },
+            }),
         );
     }
 
@@ -165,7 +164,7 @@ impl LossKernels for CpuQueue {
         let log_sum_exp = unsafe { log_sum_exp.slice::<f32>() };
         with_float!(logits.dtype(), T => {
             let logits = Operand::<T>::new(logits);
-            self.for_each_row(tokens, columns, #[inline(always)] |token, isa| {
+            self.for_each_row(tokens, columns, inlined!(|token, isa| {
                 // SAFETY: each row of the logits belongs to one task.
                 let row = unsafe { logits.write(token * columns..(token + 1) * columns) };
                 if labels[token] == MASKED {
@@ -174,7 +173,7 @@ impl LossKernels for CpuQueue {
                     let label = column_of(labels[token], first_column, columns);
                     differentiate(isa, row, label, log_sum_exp[token], seed);
                 }
-            });
+            }));
         });
     }
 }
@@ -186,13 +185,7 @@ fn differentiate<T: Float>(isa: Isa, row: &mut [T], label: Option<usize>, log_su
     let at_label = label.map(|label| seed * (exp(isa, row[label].load() - log_sum_exp) - 1.0));
     let mut gradients = [Block::ZERO];
     for part in row.chunks_mut(BLOCK) {
-        map_block(
-            [&*part],
-            &mut gradients,
-            part.len(),
-            #[inline(always)]
-            |[x]| [seed * exp(isa, x - log_sum_exp)],
-        );
+        map_block([&*part], &mut gradients, part.len(), inlined!(|[x]| [seed * exp(isa, x - log_sum_exp)]));
         T::store_all(isa, &gradients[0].0[..part.len()], part);
     }
     if let (Some(label), Some(at_label)) = (label, at_label) {
@@ -222,11 +215,7 @@ pub(super) fn sum_of_exp<T: Float>(isa: Isa, row: &[T]) -> (f32, f64) {
     let reference = finite_reference(largest);
     let mut total = 0.0_f64;
     for part in row.chunks(BLOCK) {
-        let [part] = sum(
-            [part],
-            #[inline(always)]
-            |[x]| [exp(isa, x - reference)],
-        );
+        let [part] = sum([part], inlined!(|[x]| [exp(isa, x - reference)]));
         total += f64::from(part);
     }
     (largest, total)

@@ -9,7 +9,7 @@ use lockstep_plan::DType;
 use super::{
     CpuQueue,
     operands::{Operand, check_disjoint, expect},
-    simd::{Float, Isa, map_slices, sum, with_float},
+    simd::{Float, Isa, inlined, map_slices, sum, with_float},
     tasks::rows_per_task,
 };
 use crate::{LayerNorm, NormKernels, View, Write};
@@ -111,11 +111,11 @@ fn forward(queue: &CpuQueue, norm: Norm<'_>, bias: Option<View<'_>>, eps: f32, y
         let (x, y) = (Operand::<T>::new(norm.x), Operand::<T>::new(y));
         let (weight, bias) = (Operand::<T>::new(norm.weight), bias.map(Operand::<T>::new));
         let (mean, rstd) = (norm.mean.map(Operand::<f32>::new), Operand::<f32>::new(norm.rstd));
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, isa| {
+        queue.for_each_range(rows, rows_per_task(rows, width), inlined!(|rows, isa| {
             // SAFETY: weight and bias are only read.
             let weight = unsafe { weight.read(0..width) };
             // SAFETY: as above.
-            let bias = bias.as_ref().map(#[inline(always)] |bias| unsafe { bias.read(0..width) });
+            let bias = bias.as_ref().map(inlined!(|bias| unsafe { bias.read(0..width) }));
             for row in rows {
                 let elements = row * width..(row + 1) * width;
                 // SAFETY: no operand overlaps an output, and each row of an output belongs to one task.
@@ -124,28 +124,28 @@ fn forward(queue: &CpuQueue, norm: Norm<'_>, bias: Option<View<'_>>, eps: f32, y
                 };
                 let mut average = 0.0;
                 if let Some(mean) = &mean {
-                    let [total] = sum([x], #[inline(always)] |[x]| [x]);
+                    let [total] = sum([x], inlined!(|[x]| [x]));
                     average = total / width as f32;
                     // SAFETY: as above.
                     let mean = unsafe { mean.write(row..row + 1) };
                     mean[0] = average;
                 }
                 // A second pass over the row, because `average(x²) - average(x)²` cancels.
-                let [squares] = sum([x], #[inline(always)] |[x]| [(x - average) * (x - average)]);
+                let [squares] = sum([x], inlined!(|[x]| [(x - average) * (x - average)]));
                 rstd[0] = 1.0 / (squares / width as f32 + eps).sqrt();
                 let rstd = rstd[0];
                 match bias {
                     Some(bias) => map_slices(
                         isa, [x, weight, bias], y, Write::Overwrite,
-                        #[inline(always)] |[x, weight, bias]| (x - average) * rstd * weight + bias,
+                        inlined!(|[x, weight, bias]| (x - average) * rstd * weight + bias),
                     ),
                     None => map_slices(
                         isa, [x, weight], y, Write::Overwrite,
-                        #[inline(always)] |[x, weight]| (x - average) * rstd * weight,
+                        inlined!(|[x, weight]| (x - average) * rstd * weight),
                     ),
                 }
             }
-        });
+        }));
     });
 }
 
@@ -159,7 +159,7 @@ fn backward_input(queue: &CpuQueue, norm: Norm<'_>, dy: View<'_>, dx: View<'_>, 
         let (x, dy, dx) = (Operand::<T>::new(norm.x), Operand::<T>::new(dy), Operand::<T>::new(dx));
         let weight = Operand::<T>::new(norm.weight);
         let (mean, rstd) = (norm.mean.map(Operand::<f32>::new), Operand::<f32>::new(norm.rstd));
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, isa| {
+        queue.for_each_range(rows, rows_per_task(rows, width), inlined!(|rows, isa| {
             // SAFETY: the weight is only read.
             let weight = unsafe { weight.read(0..width) };
             for row in rows {
@@ -174,10 +174,10 @@ fn backward_input(queue: &CpuQueue, norm: Norm<'_>, dy: View<'_>, dx: View<'_>, 
                     )
                 };
                 // SAFETY: the means are only read.
-                let mean = mean.as_ref().map(#[inline(always)] |mean| unsafe { mean.read(row..row + 1)[0] });
+                let mean = mean.as_ref().map(inlined!(|mean| unsafe { mean.read(row..row + 1)[0] }));
                 backward_input_row(isa, NormRow { x, weight, mean, rstd }, dy, dx, write);
             }
-        });
+        }));
     });
 }
 
@@ -196,11 +196,10 @@ fn backward_input_row<T: Float>(isa: Isa, norm: NormRow<'_, T>, dy: &[T], dx: &m
     let shift = mean.unwrap_or(0.0);
     let [total, projection] = sum(
         [dy, weight, x],
-        #[inline(always)]
-        |[dy, weight, x]| {
+        inlined!(|[dy, weight, x]| {
             let g = dy * weight;
             [g, g * (x - shift)]
-        },
+        }),
     );
     let average = if mean.is_some() { total * one_over_width } else { 0.0 };
     // average(g · n) · n = (x - mean) · rstd² · average(g · (x - mean))
@@ -210,8 +209,7 @@ fn backward_input_row<T: Float>(isa: Isa, norm: NormRow<'_, T>, dy: &[T], dx: &m
         [dy, weight, x],
         dx,
         write,
-        #[inline(always)]
-        |[dy, weight, x]| rstd * (dy * weight - average - (x - shift) * along),
+        inlined!(|[dy, weight, x]| rstd * (dy * weight - average - (x - shift) * along)),
     );
 }
 
@@ -237,7 +235,7 @@ fn backward_weight(
             }
         };
         match dbias {
-            Some(dbias) => queue.add_sum_over_rows(rows, [dweight, dbias], #[inline(always)] |rows, [dweight, dbias]| {
+            Some(dbias) => queue.add_sum_over_rows(rows, [dweight, dbias], inlined!(|rows, [dweight, dbias]| {
                 for row in rows {
                     let (dy, x, mean, rstd) = operands(row);
                     for (((dweight, dbias), dy), x) in dweight.iter_mut().zip(dbias.iter_mut()).zip(dy).zip(x) {
@@ -245,15 +243,15 @@ fn backward_weight(
                         *dbias += dy.load();
                     }
                 }
-            }),
-            None => queue.add_sum_over_rows(rows, [dweight], #[inline(always)] |rows, [dweight]| {
+            })),
+            None => queue.add_sum_over_rows(rows, [dweight], inlined!(|rows, [dweight]| {
                 for row in rows {
                     let (dy, x, mean, rstd) = operands(row);
                     for ((dweight, dy), x) in dweight.iter_mut().zip(dy).zip(x) {
                         *dweight += dy.load() * ((x.load() - mean) * rstd);
                     }
                 }
-            }),
+            })),
         }
     });
 }

@@ -9,7 +9,7 @@ use super::{
     CpuQueue,
     capacity::limit_slots,
     operands::{Operand, check_disjoint, expect},
-    simd::{BLOCK, Block, Float, sum, with_float},
+    simd::{BLOCK, Block, Float, inlined, sum, with_float},
     tasks::rows_per_task,
 };
 use crate::TokenPositions;
@@ -120,7 +120,7 @@ impl PermutationKernels for CpuQueue {
         let tables = unsafe { Tables::new(permutation, tokens, count) };
         with_float!(x.dtype(), T => {
             let (x, rows) = (Operand::<T>::new(x), Operand::<T>::new(rows));
-            self.for_each_row(count, width, #[inline(always)] |row, _| {
+            self.for_each_row(count, width, inlined!(|row, _| {
                 let Some(slot) = tables.slot(row) else { return };
                 let token = slot / tables.top_k;
                 // SAFETY: `x` is only read, it does not overlap the rows, and each row belongs to one task.
@@ -128,7 +128,7 @@ impl PermutationKernels for CpuQueue {
                     let row = rows.write(row * width..(row + 1) * width);
                     row.copy_from_slice(x.read(token * width..(token + 1) * width));
                 }
-            });
+            }));
         });
     }
 
@@ -152,7 +152,7 @@ impl PermutationKernels for CpuQueue {
         };
         with_float!(y.dtype(), T => {
             let (rows, y) = (Operand::<T>::new(rows), Operand::<T>::new(y));
-            self.for_each_row(tokens, width * (tables.top_k + 1), #[inline(always)] |token, isa| {
+            self.for_each_row(tokens, width * (tables.top_k + 1), inlined!(|token, isa| {
                 for column in (0..width).step_by(BLOCK) {
                     let n = BLOCK.min(width - column);
                     let mut total = Block::ZERO;
@@ -169,7 +169,7 @@ impl PermutationKernels for CpuQueue {
                     // SAFETY: each token belongs to one task.
                     T::store_all(isa, &total.0[..n], unsafe { y.write(first..first + n) });
                 }
-            });
+            }));
         });
     }
 
@@ -193,7 +193,7 @@ impl PermutationKernels for CpuQueue {
         with_float!(dy.dtype(), T => {
             let [dy, rows, drows] = [dy, rows, drows].map(Operand::<T>::new);
             let dweights = Operand::<f32>::new(dweights);
-            self.for_each_range(count, rows_per_task(count, width), #[inline(always)] |range, isa| {
+            self.for_each_range(count, rows_per_task(count, width), inlined!(|range, isa| {
                 let mut results = Block::ZERO;
                 for row in range {
                     let Some(slot) = tables.slot(row) else { continue };
@@ -210,8 +210,8 @@ impl PermutationKernels for CpuQueue {
                         T::store_all(isa, &results.0[..n], unsafe { drows.write(to..to + n) });
                     }
                 }
-            });
-            self.for_each_row(tokens, width * (tables.top_k + 1), #[inline(always)] |token, _| {
+            }));
+            self.for_each_row(tokens, width * (tables.top_k + 1), inlined!(|token, _| {
                 let own = tables.top_k / share;
                 // SAFETY: the gradient and the rows are only read; the slots of a token belong to one task.
                 let (dy, dweights) = unsafe {
@@ -221,10 +221,10 @@ impl PermutationKernels for CpuQueue {
                 for (slot, row) in tables.slots_of(token) {
                     // SAFETY: as above.
                     let row = unsafe { rows.read(row * width..(row + 1) * width) };
-                    let [product] = sum([dy, row], #[inline(always)] |[dy, x]| [dy * x]);
+                    let [product] = sum([dy, row], inlined!(|[dy, x]| [dy * x]));
                     dweights[slot % tables.top_k / share] += product;
                 }
-            });
+            }));
         });
     }
 }

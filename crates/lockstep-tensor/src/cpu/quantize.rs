@@ -17,7 +17,7 @@ use lockstep_plan::{DType, QUANTIZATION_BLOCK, QuantizedType};
 use super::{
     CpuQueue,
     operands::{Operand, check_disjoint, expect},
-    simd::{BLOCK, Block, Float, ROUND, add_to, with_float},
+    simd::{BLOCK, Block, Float, ROUND, add_to, inlined, with_float},
     tasks::elements_per_task,
 };
 use crate::{QuantizationKernels, View};
@@ -135,8 +135,7 @@ fn encode_all<T: Float, R: Float>(
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, isa| {
+        inlined!(|range, isa| {
             let mut block = Block::ZERO;
             for start in range.step_by(BLOCK) {
                 let elements = start..start + BLOCK;
@@ -160,7 +159,7 @@ fn encode_all<T: Float, R: Float>(
                     encode(kind, &mut block.0, record);
                 }
             }
-        },
+        }),
     );
 }
 
@@ -176,8 +175,7 @@ fn decode_sum<T: Float>(queue: &CpuQueue, kind: QuantizedType, parts: usize, rec
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, isa| {
+        inlined!(|range, isa| {
             // The sums of complete subtrees, the left ones first, as in the reduction of floats (`lockstep-comm`).
             let mut sums = [Block::ZERO; LEVELS];
             for start in range.step_by(BLOCK) {
@@ -200,7 +198,7 @@ fn decode_sum<T: Float>(queue: &CpuQueue, kind: QuantizedType, parts: usize, rec
                 // SAFETY: each block belongs to one task, and the views do not overlap.
                 T::store_all(isa, &sums[0].0, unsafe { y.write(start..start + BLOCK) });
             }
-        },
+        }),
     );
 }
 

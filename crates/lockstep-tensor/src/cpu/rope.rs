@@ -7,7 +7,7 @@ use lockstep_plan::DType;
 use super::{
     CpuQueue,
     operands::{Operand, check_disjoint, check_elementwise, expect},
-    simd::{BLOCK, Block, Float, sin_cos, with_float},
+    simd::{BLOCK, Block, Float, inlined, sin_cos, with_float},
     tasks::rows_per_task,
 };
 use crate::{RotaryKernels, Rotation, View};
@@ -34,7 +34,7 @@ impl RotaryKernels for CpuQueue {
             let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
             let positions = Operand::<u32>::new(positions);
             let frequencies = Operand::<f32>::new(inverse_frequencies);
-            self.for_each_range(tokens, rows_per_task(tokens, width), #[inline(always)] |tokens, _| {
+            self.for_each_range(tokens, rows_per_task(tokens, width), inlined!(|tokens, _| {
                 let mut turn = Turn { sin: Block::ZERO, cos: Block::ZERO };
                 for token in tokens {
                     for start in (0..half).step_by(BLOCK) {
@@ -50,7 +50,7 @@ impl RotaryKernels for CpuQueue {
                         }
                     }
                 }
-            });
+            }));
         });
     }
 
@@ -69,7 +69,7 @@ impl RotaryKernels for CpuQueue {
             let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
             let positions = Operand::<u32>::new(positions);
             let frequencies = Operand::<f32>::new(inverse_frequencies);
-            self.for_each_row(tokens, width, #[inline(always)] |token, _| {
+            self.for_each_row(tokens, width, inlined!(|token, _| {
                 // SAFETY: positions and frequencies are only read.
                 let (position, frequencies) =
                     unsafe { (positions.read(token..token + 1)[0] as f32, frequencies.read(0..pairs)) };
@@ -86,7 +86,7 @@ impl RotaryKernels for CpuQueue {
                         }
                     }
                 }
-            });
+            }));
         });
     }
 }

@@ -10,7 +10,7 @@ use lockstep_plan::{DType, MemoryCategory};
 use super::{
     CpuQueue,
     operands::Operand,
-    simd::{BLOCK, Block, Isa, add_to},
+    simd::{BLOCK, Block, Isa, add_to, inlined},
 };
 use crate::View;
 
@@ -39,17 +39,14 @@ pub(super) fn elements_per_task(elements: usize) -> usize {
 
 impl CpuQueue {
     /// Calls `work` with consecutive ranges of `grain` (the last may be shorter) that cover `0..count`. `work` is
-    /// compiled for the queue's level and receives its [`Isa`]. The closure must be `#[inline(always)]`, or it is
+    /// compiled for the queue's level and receives its [`Isa`]. The closure must be `inlined!`, or it is
     /// compiled for the lowest level.
     #[inline(always)]
     pub(super) fn for_each_range(&self, count: usize, grain: usize, work: impl Fn(Range<usize>, Isa) + Sync) {
         let tasks = count.div_ceil(grain);
         let task = |index: usize| {
             let range = index * grain..count.min((index + 1) * grain);
-            self.level.run_with_isa(
-                #[inline(always)]
-                |isa| work(range, isa),
-            );
+            self.level.run_with_isa(inlined!(|isa| work(range, isa)));
         };
         self.pool.run(tasks, task);
     }
@@ -60,12 +57,11 @@ impl CpuQueue {
         self.for_each_range(
             rows,
             rows_per_task(rows, width),
-            #[inline(always)]
-            |rows, isa| {
+            inlined!(|rows, isa| {
                 for row in rows {
                     work(row, isa);
                 }
-            },
+            }),
         );
     }
 
@@ -73,7 +69,7 @@ impl CpuQueue {
     /// for any number of threads.
     ///
     /// `add_rows` receives a range of rows and adds them to `M` partial sums of `width` elements. Like the closure of
-    /// [`CpuQueue::for_each_range`], it must be `#[inline(always)]`.
+    /// [`CpuQueue::for_each_range`], it must be `inlined!`.
     #[inline(always)]
     pub(super) fn add_sum_over_rows<const M: usize>(
         &self,
@@ -96,29 +92,26 @@ impl CpuQueue {
         self.for_each_range(
             groups,
             groups_per_task,
-            #[inline(always)]
-            |task, _| {
+            inlined!(|task, _| {
                 for group in task {
                     let first = group * M * width;
                     // SAFETY: each group belongs to one task, and its `M` slices do not overlap.
-                    let mut sums: [&mut [f32]; M] = std::array::from_fn(
-                        #[inline(always)]
-                        |m| unsafe { partials.write(first + m * width..first + (m + 1) * width) },
-                    );
+                    let mut sums: [&mut [f32]; M] = std::array::from_fn(inlined!(|m| unsafe {
+                        partials.write(first + m * width..first + (m + 1) * width)
+                    }));
                     for sum in &mut sums {
                         sum.fill(0.0);
                     }
                     add_rows(group * ROWS_PER_GROUP..rows.min((group + 1) * ROWS_PER_GROUP), sums);
                 }
-            },
+            }),
         );
         let outputs = outputs.map(Operand::<f32>::new);
         let columns_per_task = if is_parallel(partial_elements) { BLOCK } else { width };
         self.for_each_range(
             width,
             columns_per_task,
-            #[inline(always)]
-            |columns, _| {
+            inlined!(|columns, _| {
                 for (m, output) in outputs.iter().enumerate() {
                     for start in columns.clone().step_by(BLOCK) {
                         let n = BLOCK.min(columns.end - start);
@@ -133,7 +126,7 @@ impl CpuQueue {
                         add_to(unsafe { output.write(start..start + n) }, &total.0[..n]);
                     }
                 }
-            },
+            }),
         );
     }
 }

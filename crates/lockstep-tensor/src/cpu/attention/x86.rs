@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 
 use super::lanes::{BLOCK, EXP2, Lanes};
-use crate::CpuLevel;
+use crate::{CpuLevel, cpu::simd::inlined};
 
 const PHILOX_MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const PHILOX_WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
@@ -131,10 +131,7 @@ impl Lanes for Avx512 {
         // SAFETY: the caller promises the level and the squares.
         unsafe {
             // Pairs, then quadruples of rows inside each 128-bit quarter, then the quarters themselves.
-            let x: [__m512; 16] = std::array::from_fn(
-                #[inline(always)]
-                |i| _mm512_loadu_ps(source.add(i * row)),
-            );
+            let x: [__m512; 16] = std::array::from_fn(inlined!(|i| _mm512_loadu_ps(source.add(i * row))));
             let mut y = x;
             for i in (0..16).step_by(2) {
                 y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
@@ -142,10 +139,7 @@ impl Lanes for Avx512 {
             }
             let mut z = y;
             for i in (0..16).step_by(4) {
-                let y: [__m512d; 4] = std::array::from_fn(
-                    #[inline(always)]
-                    |j| _mm512_castps_pd(y[i + j]),
-                );
+                let y: [__m512d; 4] = std::array::from_fn(inlined!(|j| _mm512_castps_pd(y[i + j])));
                 z[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(y[0], y[2]));
                 z[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(y[0], y[2]));
                 z[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(y[1], y[3]));
@@ -278,10 +272,7 @@ impl Lanes for Avx2 {
         // SAFETY: the caller promises the level and the squares.
         unsafe {
             // As for AVX-512, with two halves instead of four quarters.
-            let x: [__m256; 8] = std::array::from_fn(
-                #[inline(always)]
-                |i| _mm256_loadu_ps(source.add(i * row)),
-            );
+            let x: [__m256; 8] = std::array::from_fn(inlined!(|i| _mm256_loadu_ps(source.add(i * row))));
             let mut y = x;
             for i in (0..8).step_by(2) {
                 y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);

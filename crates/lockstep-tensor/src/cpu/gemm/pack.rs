@@ -14,8 +14,8 @@ use super::{
     store::Tile,
     transpose::{Block, SIDE},
 };
-use crate::cpu::simd::Float;
 use crate::cpu::simd::{CACHE_LINE_BYTES, prefetch};
+use crate::cpu::simd::{Float, inlined};
 
 /// Prefetch distance, in units of depth, of lines across the depth.
 const UNITS_AHEAD: usize = 16;
@@ -280,28 +280,25 @@ pub(in crate::cpu) unsafe fn pack<V: Lanes, U: Unit, P: PanelShape>(
     }
     // SAFETY: the caller's promise.
     unsafe {
-        V::compiled(
-            #[inline(always)]
-            || match (operand.order, P::ORDER) {
-                (Order::AcrossDepth, Order::AcrossDepth) => {
-                    copy::<U, P>(operand, outer, depth, units, panels)
-                }
-                (Order::AlongDepth, _) => {
-                    blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
-                        read_along::<U, P>(operand, outer, depth, block);
-                        if P::ORDER == Order::AcrossDepth {
-                            V::transpose(block);
-                        }
-                    })
-                }
-                (Order::AcrossDepth, Order::AlongDepth) => {
-                    blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
-                        read_across::<U>(operand, outer, depth, block);
+        V::compiled(inlined!(|| match (operand.order, P::ORDER) {
+            (Order::AcrossDepth, Order::AcrossDepth) => {
+                copy::<U, P>(operand, outer, depth, units, panels)
+            }
+            (Order::AlongDepth, _) => {
+                blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
+                    read_along::<U, P>(operand, outer, depth, block);
+                    if P::ORDER == Order::AcrossDepth {
                         V::transpose(block);
-                    });
-                }
-            },
-        );
+                    }
+                })
+            }
+            (Order::AcrossDepth, Order::AlongDepth) => {
+                blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
+                    read_across::<U>(operand, outer, depth, block);
+                    V::transpose(block);
+                });
+            }
+        }));
     }
 }
 

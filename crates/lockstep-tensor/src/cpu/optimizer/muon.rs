@@ -8,7 +8,7 @@
 use lockstep_plan::{DType, MemoryCategory};
 
 use super::{
-    super::{operands::Operand, tasks::elements_per_task},
+    super::{operands::Operand, simd::inlined, tasks::elements_per_task},
     CpuQueue, Operands,
     norm::sum_of_squares,
     update,
@@ -31,22 +31,15 @@ pub(super) fn muon(queue: &CpuQueue, step: &Muon<'_>) {
     orthogonalize(queue, &scratch, (1.0 / norm) as f32);
     let keep = (1.0 - step.learning_rate * step.weight_decay) as f32;
     let learning_rate = (step.learning_rate * f64::from(step.scale)) as f32;
-    let operands = Operands {
-        names: ["muon: parameter"],
-        stored: [step.parameter],
-        gradient: direction,
-        rounded: step.rounded,
-        rounding: step.rounding,
-    };
+    let Muon { parameter, rounded, rounding, .. } = *step;
     update(
         queue,
-        &operands,
-        #[inline(always)]
-        |[parameter], direction| {
+        &Operands { names: ["muon: parameter"], stored: [parameter], gradient: direction, rounded, rounding },
+        inlined!(|[parameter], direction| {
             for (p, d) in parameter.iter_mut().zip(direction) {
                 *p = *p * keep - learning_rate * d;
             }
-        },
+        }),
     );
 }
 
@@ -54,24 +47,18 @@ pub(super) fn muon(queue: &CpuQueue, step: &Muon<'_>) {
 fn momentum(queue: &CpuQueue, step: &Muon<'_>, direction: View<'_>) {
     let (gradient_scale, momentum) = (step.gradient_scale, step.momentum);
     let one_minus_momentum = (1.0 - f64::from(momentum)) as f32;
-    let operands = Operands {
-        names: ["muon: direction", "muon: momentum buffer"],
-        stored: [direction, step.momentum_buffer],
-        gradient: step.gradient,
-        rounded: None,
-        rounding: step.rounding,
-    };
+    let Muon { momentum_buffer, gradient, rounding, .. } = *step;
+    let names = ["muon: direction", "muon: momentum buffer"];
     update(
         queue,
-        &operands,
-        #[inline(always)]
-        |[direction, buffer], gradient| {
+        &Operands { names, stored: [direction, momentum_buffer], gradient, rounded: None, rounding },
+        inlined!(|[direction, buffer], gradient| {
             for ((d, m), g) in direction.iter_mut().zip(buffer).zip(gradient) {
                 let g = g * gradient_scale;
                 *m += (g - *m) * one_minus_momentum;
                 *d = g + (*m - g) * momentum;
             }
-        },
+        }),
     );
 }
 
@@ -120,8 +107,7 @@ fn quintic(queue: &CpuQueue, gram: View<'_>, square: View<'_>) {
     queue.for_each_range(
         side,
         rows_per_task,
-        #[inline(always)]
-        |rows, _| {
+        inlined!(|rows, _| {
             for row in rows {
                 let line = row * side..(row + 1) * side;
                 // SAFETY: each row belongs to one task, and the operands are two buffers.
@@ -131,7 +117,7 @@ fn quintic(queue: &CpuQueue, gram: View<'_>, square: View<'_>) {
                 }
                 gram[row] += a;
             }
-        },
+        }),
     );
 }
 
@@ -141,11 +127,10 @@ fn scale(queue: &CpuQueue, x: View<'_>, factor: f32) {
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, _| {
+        inlined!(|range, _| {
             // SAFETY: each range belongs to one task.
             unsafe { x.write(range) }.iter_mut().for_each(|x| *x *= factor);
-        },
+        }),
     );
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use lockstep_plan::{DType, exact::ExactSum};
 
 use super::super::{CpuQueue, operands::expect, tasks::is_parallel};
-use crate::View;
+use crate::{View, cpu::simd::inlined};
 
 /// Number of elements whose squares are summed before they enter the exact sum; shards start at multiples of it.
 const NORM_BLOCK: usize = 1024;
@@ -18,16 +18,13 @@ pub(super) fn sum_of_squares(queue: &CpuQueue, x: View<'_>) -> ExactSum {
     // SAFETY: this kernel writes nothing.
     let x = unsafe { x.slice::<f32>() };
     let sum = |part: &[f32]| {
-        queue.level.run(
-            #[inline(always)]
-            || {
-                let mut sum = ExactSum::default();
-                for block in part.chunks(NORM_BLOCK) {
-                    sum.add(squares_of_block(block));
-                }
-                sum
-            },
-        )
+        queue.level.run(inlined!(|| {
+            let mut sum = ExactSum::default();
+            for block in part.chunks(NORM_BLOCK) {
+                sum.add(squares_of_block(block));
+            }
+            sum
+        }))
     };
     // The sum is exact, so the order of the merges does not matter.
     let total = Mutex::new(ExactSum::default());

@@ -1,7 +1,7 @@
 //! SGD with momentum, as PyTorch's `SGD`.
 
 use super::{CpuQueue, Operands, update};
-use crate::Sgd;
+use crate::{Sgd, cpu::simd::inlined};
 
 pub(super) fn sgd(queue: &CpuQueue, step: &Sgd<'_>) {
     assert!(
@@ -24,15 +24,15 @@ pub(super) fn sgd(queue: &CpuQueue, step: &Sgd<'_>) {
             update(
                 queue,
                 &Operands { names, stored: [parameter, buffer], gradient, rounded, rounding },
-                #[inline(always)]
-                |[parameter, buffer], gradient| rates.update_with_momentum(parameter, gradient, buffer),
+                inlined!(
+                    |[parameter, buffer], gradient| rates.update_with_momentum(parameter, gradient, buffer)
+                ),
             );
         }
         None => update(
             queue,
             &Operands { names: ["sgd: parameter"], stored: [parameter], gradient, rounded, rounding },
-            #[inline(always)]
-            |[parameter], gradient| rates.update(parameter, gradient),
+            inlined!(|[parameter], gradient| rates.update(parameter, gradient)),
         ),
     }
 }

@@ -15,7 +15,7 @@ use super::{
     CpuQueue,
     loss::sum_of_exp,
     operands::{Operand, check_disjoint, expect},
-    simd::{BLOCK, Block, Float, Isa, add_to, exp, map_block, sigmoid, sum, with_float},
+    simd::{BLOCK, Block, Float, Isa, add_to, exp, inlined, map_block, sigmoid, sum, with_float},
     tasks::{is_parallel, rows_per_task},
 };
 use crate::{
@@ -192,7 +192,7 @@ impl RouterKernels for CpuQueue {
             let [scores, log_sum_exp, weights] =
                 [routed.scores, routed.log_sum_exp, routed.weights].map(Operand::<f32>::new);
             let chosen = Operand::<u32>::new(routed.experts);
-            self.for_each_row(tokens, experts * (1 + top_k), #[inline(always)] |token, isa| {
+            self.for_each_row(tokens, experts * (1 + top_k), inlined!(|token, isa| {
                 let (row, slots) = (token * experts..(token + 1) * experts, token * top_k..(token + 1) * top_k);
                 // SAFETY: the logits are only read; a token's outputs belong to one task.
                 let (logits, scores, log_sum_exp, chosen, weights) = unsafe {
@@ -211,7 +211,7 @@ impl RouterKernels for CpuQueue {
                 for (weight, expert) in weights.iter_mut().zip(&*chosen) {
                     *weight = factor * scores[*expert as usize];
                 }
-            });
+            }));
         });
     }
 
@@ -257,7 +257,7 @@ impl RouterKernels for CpuQueue {
             let [logits, dlogits] = [logits, dlogits].map(Operand::<T>::new);
             let [scores, dweights] = [scores, gradients.weights].map(Operand::<f32>::new);
             let dprobabilities = gradients.probabilities.map(Operand::<f32>::new);
-            self.for_each_range(tokens, rows_per_task(tokens, 4 * experts), #[inline(always)] |tokens, isa| {
+            self.for_each_range(tokens, rows_per_task(tokens, 4 * experts), inlined!(|tokens, isa| {
                 let mut dscores = [0.0; MAX_EXPERTS];
                 let dscores = &mut dscores[..experts];
                 for token in tokens {
@@ -275,7 +275,7 @@ impl RouterKernels for CpuQueue {
                     }
                     let chosen = &chosen[slots];
                     by_weights(&choice, scores, chosen, dweights, dscores);
-                    let [mean] = sum([scores, &*dscores], #[inline(always)] |[s, ds]| [s * ds]);
+                    let [mean] = sum([scores, &*dscores], inlined!(|[s, ds]| [s * ds]));
                     let statistic = log_sum_exp[token];
                     let squared = 2.0 * gradients.squared_log_sum_exp * statistic;
                     // Without a z-loss, an infinite log-sum-exp must not turn the gradient into NaN.
@@ -295,7 +295,7 @@ impl RouterKernels for CpuQueue {
                     // SAFETY: each row belongs to one task.
                     T::store_all(isa, dscores, unsafe { dlogits.write(row) });
                 }
-            });
+            }));
         });
     }
 
@@ -320,8 +320,7 @@ impl RouterKernels for CpuQueue {
         self.for_each_range(
             sequences,
             sequences_per_task,
-            #[inline(always)]
-            |range, _| {
+            inlined!(|range, _| {
                 for sequence in range {
                     let row = sequence * experts..(sequence + 1) * experts;
                     // SAFETY: a sequence's outputs belong to one task.
@@ -334,11 +333,7 @@ impl RouterKernels for CpuQueue {
                     for token in here(sequence * places.seq_len)..here((sequence + 1) * places.seq_len) {
                         // SAFETY: the scores are only read.
                         let scores = unsafe { scores.read(token * experts..(token + 1) * experts) };
-                        let [total] = sum(
-                            [scores],
-                            #[inline(always)]
-                            |[s]| [s],
-                        );
+                        let [total] = sum([scores], inlined!(|[s]| [s]));
                         let share = 1.0 / (total + TINY);
                         for (sum, score) in sums.iter_mut().zip(scores) {
                             *sum += score * share;
@@ -348,7 +343,7 @@ impl RouterKernels for CpuQueue {
                         }
                     }
                 }
-            },
+            }),
         );
     }
 }
@@ -365,16 +360,11 @@ fn score<T: Float>(isa: Isa, kind: RouterScores, logits: &[T], scores: &mut [f32
                 [logits],
                 &mut results,
                 scores.len(),
-                #[inline(always)]
-                |[x]| [exp(isa, x - largest) * share],
+                inlined!(|[x]| [exp(isa, x - largest) * share]),
             ),
-            RouterScores::Sigmoid => map_block(
-                [logits],
-                &mut results,
-                scores.len(),
-                #[inline(always)]
-                |[x]| [sigmoid(isa, x)],
-            ),
+            RouterScores::Sigmoid => {
+                map_block([logits], &mut results, scores.len(), inlined!(|[x]| [sigmoid(isa, x)]))
+            }
         }
         scores.copy_from_slice(&results[0].0[..scores.len()]);
     }
@@ -404,11 +394,7 @@ fn by_probabilities(kind: RouterScores, scores: &[f32], gradient: &[f32], dscore
     match kind {
         RouterScores::Softmax => add_to(dscores, gradient),
         RouterScores::Sigmoid => {
-            let [total, mean] = sum(
-                [scores, gradient],
-                #[inline(always)]
-                |[s, g]| [s, s * g],
-            );
+            let [total, mean] = sum([scores, gradient], inlined!(|[s, g]| [s, s * g]));
             let total = total + TINY;
             for (dscore, gradient) in dscores.iter_mut().zip(gradient) {
                 *dscore += (gradient - mean / total) / total;

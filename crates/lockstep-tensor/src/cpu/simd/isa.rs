@@ -2,6 +2,15 @@
 
 use crate::cpu::CpuLevel;
 
+/// A closure that is inlined into its caller, and so compiled for the instructions of the caller's level.
+macro_rules! inlined {
+    ($closure:expr) => {{
+        #[inline(always)]
+        $closure
+    }};
+}
+pub(crate) use inlined;
+
 impl CpuLevel {
     /// Runs `work` compiled for the best level of this CPU. `work` must be `#[inline(always)]`.
     #[inline(always)]
@@ -12,10 +21,7 @@ impl CpuLevel {
     /// Runs `work` compiled for this level.
     #[inline(always)]
     pub(crate) fn run<R>(self, work: impl FnOnce() -> R) -> R {
-        self.run_with_isa(
-            #[inline(always)]
-            |_| work(),
-        )
+        self.run_with_isa(inlined!(|_| work()))
     }
 
     /// Runs `work` as [`CpuLevel::run`] does, and passes the level's [`Isa`], for code that multiplies and adds, or
@@ -27,12 +33,7 @@ impl CpuLevel {
         macro_rules! run {
             ($compiled:ident, $isa:expr) => {
                 // SAFETY: the level says that the CPU has these instructions.
-                unsafe {
-                    $compiled(
-                        #[inline(always)]
-                        || work($isa),
-                    )
-                }
+                unsafe { $compiled(inlined!(|| work($isa))) }
             };
         }
         match self {

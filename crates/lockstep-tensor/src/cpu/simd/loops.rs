@@ -1,6 +1,6 @@
 //! Loops over slices, a block at a time: maps and reductions.
 
-use super::{Float, Isa};
+use super::{Float, Isa, inlined};
 use crate::Write;
 
 /// Number of elements that kernels convert to f32 and process at a time: a buffer on the stack that stays in the L1
@@ -40,10 +40,7 @@ fn combine_block<T: Float, const N: usize, const M: usize>(
     for i in 0..n {
         // SAFETY: every slice has `n` elements, as just checked. Bounds checks in the loop would prevent the
         // vectorization of the last elements of each block.
-        let arguments = inputs.map(
-            #[inline(always)]
-            |input| unsafe { input.get_unchecked(i) }.load(),
-        );
+        let arguments = inputs.map(inlined!(|input| unsafe { input.get_unchecked(i) }.load()));
         for (output, result) in outputs.iter_mut().zip(f(arguments)) {
             // SAFETY: as above.
             let output = unsafe { output.0.get_unchecked_mut(i) };
@@ -63,13 +60,7 @@ pub(crate) fn map_slices<T: Float, const N: usize>(
 ) {
     let mut results = [Block::ZERO];
     for (index, to) in to.chunks_mut(BLOCK).enumerate() {
-        map_block(
-            inputs.map(|input| &input[index * BLOCK..]),
-            &mut results,
-            to.len(),
-            #[inline(always)]
-            |x| [f(x)],
-        );
+        map_block(inputs.map(|input| &input[index * BLOCK..]), &mut results, to.len(), inlined!(|x| [f(x)]));
         let results = &mut results[0].0[..to.len()];
         if write == Write::Accumulate {
             for (result, earlier) in results.iter_mut().zip(&*to) {

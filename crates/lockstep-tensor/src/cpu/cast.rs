@@ -30,7 +30,7 @@ impl CopyKernels for CpuQueue {
         expect("cast: y", y, y.dtype(), x.elements());
         check_disjoint(&[y], &[x]);
         match (x.dtype(), y.dtype()) {
-            (from, to) if from == to => copy(self, x, y),
+            (from, to) if from == to => with_element!(from, copy_elements(self, x, y)),
             (DType::F32, DType::BF16) => convert::<f32, bf16>(self, x, y),
             (DType::F32, DType::F16) => convert::<f32, f16>(self, x, y),
             (DType::BF16, DType::F32) => convert::<bf16, f32>(self, x, y),
@@ -80,10 +80,6 @@ fn convert<A: Float, B: Float>(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
             }
         }),
     );
-}
-
-fn copy(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
-    with_element!(x.dtype(), copy_elements(queue, x, y));
 }
 
 fn copy_elements<T: Element>(queue: &CpuQueue, x: View<'_>, y: View<'_>) {

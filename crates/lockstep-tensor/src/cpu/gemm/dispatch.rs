@@ -15,7 +15,7 @@ use super::{
     driver, grouped,
     kernel::Portable,
     lanes::Plain,
-    pack::{Single, Widened, WidenedHalf},
+    pack::{Single, Widened},
     problem::{Problem, problem},
 };
 #[cfg(target_arch = "x86_64")]
@@ -69,8 +69,8 @@ fn multiply_bf16<'a, C: Float>(queue: &CpuQueue, problems: impl Iterator<Item = 
     #[cfg(target_arch = "x86_64")]
     match queue.level {
         CpuLevel::Portable => {}
-        CpuLevel::Avx2 => return driver::multiply::<Avx2, Widened, F32x8, _>(queue, problems),
-        CpuLevel::Avx512 => return driver::multiply::<Avx512, Widened, F32x16, _>(queue, problems),
+        CpuLevel::Avx2 => return driver::multiply::<Avx2, Widened<bf16>, F32x8, _>(queue, problems),
+        CpuLevel::Avx512 => return driver::multiply::<Avx512, Widened<bf16>, F32x16, _>(queue, problems),
         CpuLevel::Avx512Bf16 => {
             return driver::multiply::<Avx512Dot, BfloatPair, Bf16Pairs, _>(queue, problems);
         }
@@ -78,15 +78,15 @@ fn multiply_bf16<'a, C: Float>(queue: &CpuQueue, problems: impl Iterator<Item = 
             return driver::multiply::<amx::Tiles, BfloatPair, Bf16Pairs, _>(queue, problems);
         }
     }
-    driver::multiply::<Portable, Widened, Plain, _>(queue, problems);
+    driver::multiply::<Portable, Widened<bf16>, Plain, _>(queue, problems);
 }
 
 fn multiply_f16<'a, C: Float>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, f16, C>>) {
     #[cfg(target_arch = "x86_64")]
     match queue.level {
         CpuLevel::Portable => {}
-        CpuLevel::Avx2 => return driver::multiply::<Avx2, WidenedHalf, F32x8, _>(queue, problems),
-        _ => return driver::multiply::<Avx512, WidenedHalf, F32x16, _>(queue, problems),
+        CpuLevel::Avx2 => return driver::multiply::<Avx2, Widened<f16>, F32x8, _>(queue, problems),
+        _ => return driver::multiply::<Avx512, Widened<f16>, F32x16, _>(queue, problems),
     }
-    driver::multiply::<Portable, WidenedHalf, Plain, _>(queue, problems);
+    driver::multiply::<Portable, Widened<f16>, Plain, _>(queue, problems);
 }

@@ -5,9 +5,10 @@
 //! depth. Blocks of 16 × 16 units are read in memory order, transposed if the panel has the other order, and written.
 //! Padding beyond the operand is zero.
 
-use std::ops::Range;
+use std::{marker::PhantomData, ops::Range};
 
-use half::{bf16, f16};
+#[cfg(target_arch = "x86_64")]
+use half::bf16;
 
 use super::{
     lanes::Lanes,
@@ -186,40 +187,20 @@ impl Unit for Single {
     }
 }
 
-/// A bf16 widened to f32, for levels without bf16 arithmetic.
-pub(in crate::cpu) struct Widened;
+/// A bf16 or f16 widened to f32, for levels without arithmetic in that type.
+pub(in crate::cpu) struct Widened<T>(PhantomData<T>);
 
-impl Unit for Widened {
-    type Source = bf16;
+impl<T: Float> Unit for Widened<T> {
+    type Source = T;
     const ELEMENTS: usize = 1;
 
     #[inline(always)]
-    fn along(elements: &[bf16], units: &mut [u32; SIDE]) {
+    fn along(elements: &[T], units: &mut [u32; SIDE]) {
         Self::across([elements, &[]], &mut units[..elements.len()]);
     }
 
     #[inline(always)]
-    fn across([line, _]: [&[bf16]; 2], units: &mut [u32]) {
-        for (unit, element) in units.iter_mut().zip(line) {
-            *unit = u32::from(element.to_bits()) << 16;
-        }
-    }
-}
-
-/// An f16 widened to f32: no level has f16 arithmetic.
-pub(super) struct WidenedHalf;
-
-impl Unit for WidenedHalf {
-    type Source = f16;
-    const ELEMENTS: usize = 1;
-
-    #[inline(always)]
-    fn along(elements: &[f16], units: &mut [u32; SIDE]) {
-        Self::across([elements, &[]], &mut units[..elements.len()]);
-    }
-
-    #[inline(always)]
-    fn across([line, _]: [&[f16]; 2], units: &mut [u32]) {
+    fn across([line, _]: [&[T]; 2], units: &mut [u32]) {
         for (unit, element) in units.iter_mut().zip(line) {
             *unit = element.load().to_bits();
         }

@@ -113,7 +113,7 @@ impl<'a> Choice<'a> {
     }
 
     /// Returns the margin of a choice of `top_k` experts: see
-    /// [`Kernels::router_margin`](crate::Kernels::router_margin).
+    /// [`RouterKernels::router_margin`].
     fn margin(&self, scores: &[f32], top_k: usize) -> f32 {
         let (excluded, of_groups) = self.closed_groups(scores);
         let open = (0..self.experts).filter(|expert| !excluded.has(*expert));

@@ -27,7 +27,7 @@ struct Operand {
 
 impl Operands {
     /// Creates an empty list for a job of `device`.
-    pub(super) fn of<D>(device: &D) -> Self {
+    pub(super) fn of(device: &dyn DeviceMemory) -> Self {
         Self {
             device: std::ptr::from_ref(device).cast(),
             own: Vec::new(),

@@ -226,14 +226,14 @@ fn backward_weight(
     with_float!(x.dtype(), T => {
         let (dy, x) = (Operand::<T>::new(dy), Operand::<T>::new(x));
         let (mean, rstd) = (mean.map(Operand::<f32>::new), Operand::<f32>::new(rstd));
-        let operands = |row: usize| {
+        let operands = inlined!(|row: usize| {
             let elements = row * width..(row + 1) * width;
             // SAFETY: these operands are only read, and overlap no output.
             unsafe {
-                let mean = mean.as_ref().map_or(0.0, |mean| mean.read(row..row + 1)[0]);
+                let mean = mean.as_ref().map_or(0.0, inlined!(|mean| mean.read(row..row + 1)[0]));
                 (dy.read(elements.clone()), x.read(elements), mean, rstd.read(row..row + 1)[0])
             }
-        };
+        });
         match dbias {
             Some(dbias) => queue.add_sum_over_rows(rows, [dweight, dbias], inlined!(|rows, [dweight, dbias]| {
                 for row in rows {

@@ -1,6 +1,6 @@
 //! Block quantization of floats for communication (ZeRO++: Wang et al., 2023, sections 3.1 and 3.3).
 //!
-//! A view consists of blocks of [`QUANTIZATION_BLOCK`](lockstep_plan::QUANTIZATION_BLOCK) elements. A block becomes a
+//! A view consists of blocks of [`QUANTIZATION_BLOCK`] elements. A block becomes a
 //! record: its scale, `largest |x| / limit` in f32, and a code for each element, the whole number nearest to
 //! `x / scale`. Records are contiguous, so a shard of whole blocks is a shard of whole records.
 //!

@@ -71,14 +71,14 @@ pub struct RouterGradients<'a> {
     pub weights: View<'a>,
     /// f32 `[sequences, experts]`: gradient with respect to each token's probabilities, the same for all tokens of a
     /// sequence. Probabilities are scores divided by their sum. For a load-balancing loss, it is a factor times the
-    /// counts of [`RouterKernels::router_load`](crate::RouterKernels::router_load).
+    /// counts of [`RouterKernels::router_load`].
     pub probabilities: Option<View<'a>>,
     /// Gradient with respect to `log_sum_exp²` of each token: the factor of a z-loss (Zoph et al., "ST-MoE", 2022).
     pub squared_log_sum_exp: f32,
 }
 
 /// The mapping between rows and slots, in both directions; an output of
-/// [`PermutationKernels::sort_slots`](crate::PermutationKernels::sort_slots).
+/// [`PermutationKernels::sort_slots`].
 #[derive(Debug, Clone, Copy)]
 pub struct Permutation<'a> {
     /// u32 `[T · top_k]`: the slot of each row, `token · top_k + k`; [`Permutation::NONE`] for rows beyond the last.

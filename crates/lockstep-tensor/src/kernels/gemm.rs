@@ -45,7 +45,7 @@ pub struct Gemm<'a> {
 /// Grouped GEMM: each group of rows has a matrix of its own, and these matrices are stacked. Group `g` has the rows
 /// `offsets[g]..offsets[g + 1]`, which may be empty. Rows of no group are not read, and those of `C` stay unchanged.
 ///
-/// The types are those of [`Gemm`](crate::Gemm).
+/// The types are those of [`Gemm`].
 #[derive(Debug, Clone, Copy)]
 pub struct GroupedGemm<'a> {
     /// For `R` rows and `G` groups: `NT` multiplies `A [R, k]` by `B [G, n, k]`, `NN` by `B [G, k, n]`, both into

@@ -138,7 +138,7 @@ impl Engine {
     }
 
     /// Returns the smallest margin by which any token routed on this rank kept its experts
-    /// ([`Kernels::router_margin`](lockstep_tensor::Kernels::router_margin)). It is infinite for a model without
+    /// ([`RouterKernels::router_margin`](lockstep_tensor::RouterKernels::router_margin)). It is infinite for a model without
     /// experts, and `None` unless [`Engine::watch_router_margin`] was called.
     pub fn router_margin(&self) -> Option<f32> {
         self.runner.router_margin.as_ref().map(Cell::get)

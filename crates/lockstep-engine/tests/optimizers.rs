@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use lockstep_plan::{DType, MemoryCategory};
-use lockstep_tensor::{Arena, CpuQueue, Kernels, Muon, Rounding, Tensor};
+use lockstep_tensor::{Arena, CpuQueue, Muon, OptimizerKernels, Rounding, Tensor};
 use safetensors::SafeTensors;
 
 const SHAPES: [[usize; 2]; 3] = [[16, 24], [24, 16], [20, 20]];

@@ -94,7 +94,7 @@ pub struct Replay<'a> {
     /// Communication buffer, if the program overlaps collectives with products.
     pub communication_buffer: Option<&'a CommunicationBuffer>,
     /// Destination of the smallest router margin
-    /// ([`Kernels::router_margin`](lockstep_tensor::Kernels::router_margin)); `None` if it is not wanted.
+    /// ([`RouterKernels::router_margin`](lockstep_tensor::RouterKernels::router_margin)); `None` if it is not wanted.
     pub router_margin: Option<&'a Cell<f32>>,
     /// Destination of the spans of operations; `None` if the replay is not traced.
     pub trace: Option<Trace<'a>>,

@@ -5,7 +5,7 @@ use lockstep_graph::{
     Seed,
 };
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
-use lockstep_tensor::{Arena, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, View, Write};
+use lockstep_tensor::{Arena, CpuQueue, Gemm, GemmKernels, GemmLayout, LossKernels, Tensor, View, Write};
 
 const SHAPE: BlockShape = BlockShape { sequences: 3, seq_len: 50, dtype: DType::F32 };
 const TOKENS: usize = 150;

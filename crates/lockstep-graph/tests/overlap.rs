@@ -15,7 +15,7 @@ use lockstep_plan::{
     random::Philox,
     work::{Collective, TaskKind},
 };
-use lockstep_tensor::{Arena, CpuQueue, Kernels, Tensor, View, Write};
+use lockstep_tensor::{Arena, CopyKernels, CpuQueue, Tensor, View, Write};
 use proptest::{prelude::*, sample::select};
 
 const WIDTH: usize = 16;

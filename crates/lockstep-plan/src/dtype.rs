@@ -1,25 +1,24 @@
 //! Element types of tensors.
 
-use std::fmt;
+use crate::words::words;
 
-use serde::{Deserialize, Serialize};
-
-/// Element type of a tensor. Arithmetic is in `f32` whatever the storage; integer types hold token ids, labels and indices.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DType {
-    /// IEEE 754 binary32.
-    F32,
-    /// The upper half of a binary32: 8 exponent bits, 7 fraction bits.
-    BF16,
-    /// IEEE 754 binary16.
-    F16,
-    /// Signed 32-bit integer: labels, where -100 means "masked".
-    I32,
-    /// Unsigned 32-bit integer: token ids and positions.
-    U32,
-    /// Unsigned 8-bit integer: raw bytes.
-    U8,
+words! {
+    /// Element type of a tensor. Arithmetic is in `f32` whatever the storage; integer types hold token ids, labels and indices.
+    #[derive(PartialOrd, Ord)]
+    pub enum DType by name {
+        /// IEEE 754 binary32.
+        F32 = "f32",
+        /// The upper half of a binary32: 8 exponent bits, 7 fraction bits.
+        BF16 = "bf16",
+        /// IEEE 754 binary16.
+        F16 = "f16",
+        /// Signed 32-bit integer: labels, where -100 means "masked".
+        I32 = "i32",
+        /// Unsigned 32-bit integer: token ids and positions.
+        U32 = "u32",
+        /// Unsigned 8-bit integer: raw bytes.
+        U8 = "u8",
+    }
 }
 
 impl DType {
@@ -46,21 +45,6 @@ impl DType {
 
     /// Returns the type with this [`DType::safetensors_name`]; `None` if no tensor here can hold it.
     pub fn from_safetensors_name(name: &str) -> Option<Self> {
-        [Self::F32, Self::BF16, Self::F16, Self::I32, Self::U32, Self::U8]
-            .into_iter()
-            .find(|dtype| dtype.safetensors_name() == name)
-    }
-}
-
-impl fmt::Display for DType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::F32 => "f32",
-            Self::BF16 => "bf16",
-            Self::F16 => "f16",
-            Self::I32 => "i32",
-            Self::U32 => "u32",
-            Self::U8 => "u8",
-        })
+        Self::ALL.into_iter().find(|dtype| dtype.safetensors_name() == name)
     }
 }

@@ -40,6 +40,7 @@ mod share;
 mod split;
 mod state_bytes;
 mod state_kind;
+mod words;
 pub mod work;
 mod wrap;
 mod zero;

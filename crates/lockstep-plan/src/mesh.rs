@@ -9,53 +9,34 @@
 //!     pipeline │ replicate │ expert shard │ expert  │ expert tensor      View<ExpertAxis>
 //! ```
 
-use std::fmt;
-
 use serde::{Deserialize, Serialize};
 
 use crate::nearest::{Choices, nearest_divisor};
+use crate::words::words;
 use crate::{Among, ReductionGroup, ShardPlace, ZeroStage};
 
-/// Axis of the view for everything except experts, slowest first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Axis {
-    /// Pipeline parallelism: ranks have different stages of the model.
-    Pipeline,
-    /// Replicated data parallelism: ranks hold copies of the parameters and read different sequences.
-    Replicate,
-    /// Sharded data parallelism: ranks read different sequences and shard parameters, gradients or optimizer state (ZeRO, FSDP).
-    Shard,
-    /// Context parallelism: ranks have different tokens of each sequence.
-    Context,
-    /// Tensor parallelism: ranks have different shards of each matrix.
-    Tensor,
+words! {
+    /// Axis of the view for everything except experts, slowest first.
+    #[derive(PartialOrd, Ord)]
+    pub enum Axis by name {
+        /// Pipeline parallelism: ranks have different stages of the model.
+        Pipeline = "pipeline",
+        /// Replicated data parallelism: ranks hold copies of the parameters and read different sequences.
+        Replicate = "replicate",
+        /// Sharded data parallelism: ranks read different sequences and shard parameters, gradients or optimizer state (ZeRO, FSDP).
+        Shard = "shard",
+        /// Context parallelism: ranks have different tokens of each sequence.
+        Context = "context",
+        /// Tensor parallelism: ranks have different shards of each matrix.
+        Tensor = "tensor",
+    }
 }
 
 impl Axis {
-    /// All axes, slowest first.
-    pub const ALL: [Self; 5] = [Self::Pipeline, Self::Replicate, Self::Shard, Self::Context, Self::Tensor];
     /// Data-parallel axes: ranks along them read different sequences.
     pub const BATCH: [Self; 2] = [Self::Replicate, Self::Shard];
     /// Axes whose ranks see different tokens, so that gradients are reduced over them.
     pub const TOKENS: [Self; 3] = [Self::Replicate, Self::Shard, Self::Context];
-
-    /// Returns the name of the axis in a plan file.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Pipeline => "pipeline",
-            Self::Replicate => "replicate",
-            Self::Shard => "shard",
-            Self::Context => "context",
-            Self::Tensor => "tensor",
-        }
-    }
-}
-
-impl fmt::Display for Axis {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
 }
 
 /// Axis of the expert view, slowest first.

@@ -1,20 +1,20 @@
 //! Quantized collectives (ZeRO++: Wang et al., 2023): a block of elements becomes a scale and a small integer code per element.
 
-use std::fmt;
-
 use serde::{Deserialize, Serialize};
+
+use crate::words::words;
 
 /// Number of elements that share a scale. It divides every shard, and the distance between parameters in a flat buffer.
 pub const QUANTIZATION_BLOCK: usize = 256;
 
-/// Integer type of the codes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum QuantizedType {
-    /// Integers from -127 to 127, one per byte.
-    Int8,
-    /// Integers from -7 to 7, two per byte.
-    Int4,
+words! {
+    /// Integer type of the codes.
+    pub enum QuantizedType by name {
+        /// Integers from -127 to 127, one per byte.
+        Int8 = "int8",
+        /// Integers from -7 to 7, two per byte.
+        Int4 = "int4",
+    }
 }
 
 impl QuantizedType {
@@ -23,14 +23,6 @@ impl QuantizedType {
         match self {
             Self::Int8 => 127.0,
             Self::Int4 => 7.0,
-        }
-    }
-
-    /// Returns the name in plans.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Int8 => "int8",
-            Self::Int4 => "int4",
         }
     }
 
@@ -68,12 +60,6 @@ pub enum Feedback {
     Kept,
     /// The error is dropped.
     Dropped,
-}
-
-impl fmt::Display for QuantizedType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
 }
 
 #[cfg(test)]

@@ -4,27 +4,19 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Extent of activation recomputation of a block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Recompute {
-    /// No recomputation: everything that the backward needs is saved.
-    #[default]
-    None,
-    /// Selective recomputation of norms, activations and dropouts, whose outputs are cheap to compute and large to save.
-    Selective,
-    /// Full recomputation: only the block's input is saved.
-    Full,
-}
+use crate::words::words;
 
-impl Recompute {
-    /// Returns the word in plans and configurations.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Selective => "selective",
-            Self::Full => "full",
-        }
+words! {
+    /// Extent of activation recomputation of a block.
+    #[derive(PartialOrd, Ord, Default)]
+    pub enum Recompute by word {
+        /// No recomputation: everything that the backward needs is saved.
+        #[default]
+        None = "none",
+        /// Selective recomputation of norms, activations and dropouts, whose outputs are cheap to compute and large to save.
+        Selective = "selective",
+        /// Full recomputation: only the block's input is saved.
+        Full = "full",
     }
 }
 

@@ -6,7 +6,8 @@
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{
-    Arena, Attention, AttentionWrite, CpuQueue, Dropout, Kernels, Tensor, TokenSpan, Write,
+    Arena, Attention, AttentionKernels, AttentionWrite, CopyKernels, CpuQueue, Dropout, Tensor, TokenSpan,
+    Write,
 };
 
 const THREADS: usize = 2;

@@ -6,7 +6,7 @@
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use lockstep_plan::{DType, MemoryCategory};
-use lockstep_tensor::{Arena, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, Write};
+use lockstep_tensor::{Arena, CopyKernels, CpuQueue, Gemm, GemmKernels, GemmLayout, Tensor, Write};
 
 const THREADS: usize = 2;
 

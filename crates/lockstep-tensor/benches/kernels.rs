@@ -11,7 +11,8 @@ use criterion::{
 };
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::{
-    AdamW, Arena, CpuLevel, CpuQueue, Dropout, Gelu, Kernels, LayerNorm, Rotation, Rounding, Sgd, Tensor,
+    AdamW, Arena, CopyKernels, CpuLevel, CpuQueue, Dropout, ElementwiseKernels, EmbeddingKernels, Gelu,
+    LayerNorm, LossKernels, NormKernels, OptimizerKernels, RotaryKernels, Rotation, Rounding, Sgd, Tensor,
     TokenPositions, Write,
 };
 

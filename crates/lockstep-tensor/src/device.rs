@@ -1,7 +1,7 @@
 //! Devices with memory of their own, and the order in which work is done on them.
 //!
-//! The CPU runs every kernel before its call returns, so an [`Event`] of its queue is always complete and a
-//! [`Pending`] value is ready. Any other [`Device`] runs its [`Queue`] asynchronously, as a CUDA stream does.
+//! The CPU runs every kernel before its call returns, so an [`Event`](crate::Event) of its queue is always complete and a
+//! [`Pending`](crate::Pending) value is ready. Any other [`Device`] runs its [`Queue`] asynchronously, as a CUDA stream does.
 //! Everything other than that queue reaches the device's memory in one of three ways:
 //!
 //! ```text

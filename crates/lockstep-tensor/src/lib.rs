@@ -21,7 +21,6 @@ mod device;
 mod disk;
 mod error;
 mod event;
-mod experts;
 pub mod host;
 mod kernels;
 mod mapped;
@@ -40,13 +39,12 @@ pub use disk::{
 };
 pub use error::TensorError;
 pub use event::{DeviceEvent, Event, Pending};
-pub use experts::{
-    ExpertGroups, GroupedGemm, Permutation, Router, RouterGradients, RouterOutputs, RouterScores,
-    RouterWeights,
-};
 pub use kernels::{
-    AdamW, Attention, AttentionWrite, Dropout, Gelu, Gemm, GemmLayout, Kernels, LayerNorm, Lion, Muon,
-    Rotation, Rounding, Sgd, TokenPositions, TokenSpan, Write,
+    AdamW, Attention, AttentionKernels, AttentionWrite, CopyKernels, Dropout, ElementwiseKernels,
+    EmbeddingKernels, ExpertGroups, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, HeadKernels, Kernels,
+    LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels, Permutation, PermutationKernels,
+    QuantizationKernels, RotaryKernels, Rotation, Rounding, Router, RouterGradients, RouterKernels,
+    RouterOutputs, RouterScores, RouterWeights, Sgd, TokenPositions, TokenSpan, Write,
 };
 pub use mapped::MappedFile;
 pub use queue::Queue;

@@ -14,7 +14,9 @@ use lockstep_planner::Forecast;
 use lockstep_planner::forecast::MemoryInputs;
 use lockstep_tensor::cpu::measure_peak;
 use lockstep_tensor::host::{peak_own_bytes, peak_resident_bytes, proportional_bytes};
-use lockstep_tensor::{Arena, CpuLevel, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
+use lockstep_tensor::{
+    Arena, CopyKernels, CpuLevel, CpuQueue, Gemm, GemmKernels, GemmLayout, Tensor, TensorError, Write,
+};
 
 use crate::Error;
 use crate::clipping::clip_coefficient;

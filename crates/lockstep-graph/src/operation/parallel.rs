@@ -84,7 +84,7 @@ impl ContextCollective {
 pub(crate) struct SplitLoss {
     pub(crate) first_column: usize,
     /// Softmax statistics, three numbers per token: see
-    /// [`Kernels::softmax_statistics`](lockstep_tensor::Kernels::softmax_statistics).
+    /// [`LossKernels::softmax_statistics`](lockstep_tensor::LossKernels::softmax_statistics).
     pub(crate) statistics: Value,
     /// The statistics of all ranks.
     pub(crate) gathered: Value,

@@ -3,7 +3,9 @@
 use half::bf16;
 use lockstep_plan::random::Philox;
 use lockstep_plan::{DType, MemoryCategory};
-use lockstep_tensor::{Arena, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
+use lockstep_tensor::{
+    Arena, CopyKernels, CpuQueue, Gemm, GemmKernels, GemmLayout, Tensor, TensorError, Write,
+};
 
 /// Rows, columns and depth; none is a multiple of any kernel's block.
 const SHAPE: [usize; 3] = [67, 129, 259];

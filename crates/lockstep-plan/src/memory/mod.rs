@@ -21,57 +21,32 @@ mod windows;
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Index, IndexMut};
 
-use serde::{Deserialize, Serialize};
+use crate::words::words;
 
-/// Purpose of a byte of memory. A buffer has one category from its allocation until its last owner drops it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum MemoryCategory {
-    /// Weights in the dtype that kernels read.
-    Parameters,
-    /// Accumulated gradients, always f32.
-    Gradients,
-    /// Optimizer moments and, under bf16 or f16, the f32 master weights.
-    Optimizer,
-    /// Values saved by a forward for its backward, and values between blocks.
-    Activations,
-    /// Buckets and staging buffers of collectives.
-    Communication,
-    /// Temporary values inside one unit's forward or backward, and packed operands.
-    Workspace,
-    /// Copies of the run's state, to be saved or to roll back to.
-    Snapshot,
-    /// Freed blocks that the arena keeps for later allocations.
-    Cached,
-}
-
-impl MemoryCategory {
-    /// All categories, in the order of reports.
-    pub const ALL: [Self; 8] = [
-        Self::Parameters,
-        Self::Gradients,
-        Self::Optimizer,
-        Self::Activations,
-        Self::Communication,
-        Self::Workspace,
-        Self::Snapshot,
-        Self::Cached,
-    ];
-
-    /// Returns the name used in `metrics.jsonl`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Parameters => "parameters",
-            Self::Gradients => "gradients",
-            Self::Optimizer => "optimizer",
-            Self::Activations => "activations",
-            Self::Communication => "communication",
-            Self::Workspace => "workspace",
-            Self::Snapshot => "snapshot",
-            Self::Cached => "cached",
-        }
+words! {
+    /// Purpose of a byte of memory. A buffer has one category from its allocation until its last owner drops it.
+    #[derive(PartialOrd, Ord)]
+    pub enum MemoryCategory by name {
+        /// Weights in the dtype that kernels read.
+        Parameters = "parameters",
+        /// Accumulated gradients, always f32.
+        Gradients = "gradients",
+        /// Optimizer moments and, under bf16 or f16, the f32 master weights.
+        Optimizer = "optimizer",
+        /// Values saved by a forward for its backward, and values between blocks.
+        Activations = "activations",
+        /// Buckets and staging buffers of collectives.
+        Communication = "communication",
+        /// Temporary values inside one unit's forward or backward, and packed operands.
+        Workspace = "workspace",
+        /// Copies of the run's state, to be saved or to roll back to.
+        Snapshot = "snapshot",
+        /// Freed blocks that the arena keeps for later allocations.
+        Cached = "cached",
     }
 }
+
+impl MemoryCategory {}
 
 pub use layout::{Extent, FlatParameter, GradientStaging, QuantizedGradientStaging, StoreLayout};
 pub use offload_traffic::{

@@ -68,11 +68,6 @@ pub struct OffloadTraffic {
 }
 
 impl OffloadTraffic {
-    const fn nothing() -> Self {
-        let update = OffloadBytes { read: 0, written: 0, waited: 0 };
-        Self { forward: Vec::new(), backward: Vec::new(), update }
-    }
-
     fn of_units(units: usize) -> Self {
         let units = vec![OffloadBytes::default(); units];
         Self { forward: units.clone(), backward: units, update: OffloadBytes::default() }
@@ -236,7 +231,7 @@ impl StateLayout {
         passes: &RankPasses,
         gathers: Option<&Gathers>,
     ) -> [OffloadTraffic; 2] {
-        let [mut of_state, mut of_activations] = [const { OffloadTraffic::nothing() }; 2];
+        let [mut of_state, mut of_activations] = <[OffloadTraffic; 2]>::default();
         if let Some(disk) = self.plan.on_disk {
             of_state = OffloadTraffic::of_units(model.units.len());
             if let Some(gathers) = gathers {

@@ -5,7 +5,7 @@
 //! rank do not peak at the same time. So the peak in use is at most what is booked, and close to it.
 
 use crate::schedule::{Action, Message, PassKind, Span};
-use crate::{DType, ModelProfile, StageMemory, booked_bytes};
+use crate::{ModelProfile, StageMemory, booked_bytes};
 
 /// Activation memory of one micro-batch in a stage.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -40,10 +40,6 @@ impl ModelProfile {
         are_on_disk: bool,
     ) -> ActivationUse {
         let boundary = booked_bytes(self.boundary_bytes);
-        let of_tokens = |tokens: usize| booked_bytes(DType::U32.size_bytes() * tokens);
-        let of_micro_batch = 3 * of_tokens(self.tokens)
-            + of_tokens(self.tokens * self.context.attended())
-            + booked_bytes(2 * DType::U32.size_bytes() * self.sequences);
         let given = |unit: usize| self.given_bytes(unit).map_or(0, booked_bytes);
         let of_stage = |(stage, number): (&StageMemory, usize)| {
             let kept = |unit| self.frame_in_memory_bytes(stage, unit, are_on_disk).map_or(0, booked_bytes);
@@ -59,7 +55,7 @@ impl ModelProfile {
                     .clone()
                     .map(|unit| if splits { deferred(unit) } else { 0 })
                     .collect(),
-                given_bytes: of_micro_batch + given(stage.units.start) + handed_on,
+                given_bytes: self.micro_batch_bytes() + given(stage.units.start) + handed_on,
                 gradient_bytes: if has_after { boundary } else { 0 },
             }
         };
@@ -198,7 +194,7 @@ impl<'h> StageChanges<'h> {
 mod tests {
     use super::*;
     use crate::schedule::{Costs, Kind, Schedule, StageCost};
-    use crate::{ContextPlace, UnitProfile};
+    use crate::{ContextPlace, DType, UnitProfile};
 
     /// Stages of two units of 100 and 200 bytes, with 30 bytes of input and 7 of gradient.
     fn held(schedule: &Schedule, rank: usize) -> ActivationUse {

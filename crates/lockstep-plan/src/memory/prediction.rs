@@ -211,10 +211,6 @@ impl ModelProfile {
         let category = MemoryCategory::Activations;
         let boundary = booked_bytes(self.boundary_bytes);
         let (mut saved, mut deferred, mut between, mut inputs) = (0_usize, 0_usize, 2 * boundary, 0_usize);
-        let of_tokens = |tokens: usize| booked_bytes(DType::U32.size_bytes() * tokens);
-        let of_micro_batch = 3 * of_tokens(self.tokens)
-            + of_tokens(self.tokens * self.context.attended())
-            + booked_bytes(2 * DType::U32.size_bytes() * self.sequences);
         for stage in stages {
             let of_units = |bytes: fn(&UnitProfile) -> usize| {
                 let units = self.units[stage.units.clone()].iter();
@@ -233,7 +229,7 @@ impl ModelProfile {
             let handed_on = self.given_bytes(stage.units.end).filter(|_| are_on_disk && has_after);
             let handed_on = handed_on.map_or(0, booked_bytes);
             between = between.saturating_add(stage.slots * (given + handed_on) + gradients * boundary);
-            inputs += stage.slots * of_micro_batch;
+            inputs += stage.slots * self.micro_batch_bytes();
         }
         prediction.add(category, "kept from forward to backward", saved);
         if are_on_disk {

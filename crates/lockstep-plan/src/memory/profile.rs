@@ -1,7 +1,7 @@
 //! Memory of each unit of a model, as recorded. It depends on nothing of a plan except the rank's place in the tensor-, context- and
 //! expert-parallel groups.
 
-use crate::{ContextPlace, DType, ParameterId, ParameterRecord};
+use crate::{ContextPlace, DType, ParameterId, ParameterRecord, booked_bytes};
 
 /// Memory of one unit: the embedding, a block, or the head.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -61,6 +61,14 @@ impl ModelProfile {
     /// Returns, by unit, whether it is in one of `stages`.
     pub(crate) fn is_here(&self, stages: &[super::StageMemory]) -> Vec<bool> {
         (0..self.units.len()).map(|unit| stages.iter().any(|stage| stage.units.contains(&unit))).collect()
+    }
+
+    /// Returns the booked bytes of a micro-batch's inputs: ids, labels, positions, document starts and dropout keys.
+    pub(super) fn micro_batch_bytes(&self) -> usize {
+        let of_tokens = |tokens: usize| booked_bytes(DType::U32.size_bytes() * tokens);
+        3 * of_tokens(self.tokens)
+            + of_tokens(self.tokens * self.context.attended())
+            + booked_bytes(2 * DType::U32.size_bytes() * self.sequences)
     }
 
     /// Returns the saved bytes of the input of a stage whose first unit is `unit`; `None` at the beginning of the model.

@@ -1,67 +1,35 @@
 //! The published pipeline schedules by name, with their numbers of chunks and their assignment of stages to ranks.
 
-use std::fmt;
+use crate::words::words;
 
-use serde::{Deserialize, Serialize};
-
-/// A published pipeline schedule.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Kind {
-    /// GPipe: all forwards, then all backwards (Huang et al. 2019).
-    #[serde(rename = "gpipe")]
-    GPipe,
-    /// 1F1B: forwards and backwards alternate, so a rank has no more micro-batches in flight than there are ranks from it to the last
-    /// (Narayanan et al. 2019; PipeDream-Flush, 2021).
-    #[serde(rename = "1f1b")]
-    OneForwardOneBackward,
-    /// 1F1B with several chunks per rank, in groups of as many micro-batches as ranks (Narayanan et al. 2021, section 2.2). The bubble
-    /// shrinks by the number of chunks.
-    #[serde(rename = "interleaved_1f1b")]
-    Interleaved,
-    /// Chunk after chunk, with all micro-batches through each (Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism").
-    #[serde(rename = "looped_bfs")]
-    LoopedBreadthFirst,
-    /// 1F1B with a split backward and the same memory (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.3, ZB-H1).
-    #[serde(rename = "zb_h1")]
-    ZeroBubbleH1,
-    /// Two chunks per rank in a V: the last stage is on the first rank (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory",
-    /// section 4, V-ZB).
-    #[serde(rename = "zb_v")]
-    ZeroBubbleV,
-    /// The V-shaped half of DualPipe (DeepSeek-AI 2025, DeepSeek-V3 report, section 3.2.1). In its steady state a forward comes directly
-    /// before a backward of another chunk, so that an engine may overlap the communication of each with the compute of the other. Engine
-    /// and simulator run the two one after the other, and the forward's output is sent before the backward. A rank then waits for P - 1
-    /// passes, half of DeepSeek's (P - 1)(F&B + B - 3W), which holds for pairs whose results are sent together, with F&B = F + B and B =
-    /// 2F = 2W.
-    #[serde(rename = "dualpipe_v")]
-    DualPipeV,
+words! {
+    /// A published pipeline schedule.
+    pub enum Kind by name {
+        /// GPipe: all forwards, then all backwards (Huang et al. 2019).
+        GPipe = "gpipe",
+        /// 1F1B: forwards and backwards alternate, so a rank has no more micro-batches in flight than there are ranks from it to the last
+        /// (Narayanan et al. 2019; PipeDream-Flush, 2021).
+        OneForwardOneBackward = "1f1b",
+        /// 1F1B with several chunks per rank, in groups of as many micro-batches as ranks (Narayanan et al. 2021, section 2.2). The bubble
+        /// shrinks by the number of chunks.
+        Interleaved = "interleaved_1f1b",
+        /// Chunk after chunk, with all micro-batches through each (Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism").
+        LoopedBreadthFirst = "looped_bfs",
+        /// 1F1B with a split backward and the same memory (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.3, ZB-H1).
+        ZeroBubbleH1 = "zb_h1",
+        /// Two chunks per rank in a V: the last stage is on the first rank (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory",
+        /// section 4, V-ZB).
+        ZeroBubbleV = "zb_v",
+        /// The V-shaped half of DualPipe (DeepSeek-AI 2025, DeepSeek-V3 report, section 3.2.1). In its steady state a forward comes directly
+        /// before a backward of another chunk, so that an engine may overlap the communication of each with the compute of the other. Engine
+        /// and simulator run the two one after the other, and the forward's output is sent before the backward. A rank then waits for P - 1
+        /// passes, half of DeepSeek's (P - 1)(F&B + B - 3W), which holds for pairs whose results are sent together, with F&B = F + B and B =
+        /// 2F = 2W.
+        DualPipeV = "dualpipe_v",
+    }
 }
 
 impl Kind {
-    /// All published schedules.
-    pub const ALL: [Self; 7] = [
-        Self::GPipe,
-        Self::OneForwardOneBackward,
-        Self::Interleaved,
-        Self::LoopedBreadthFirst,
-        Self::ZeroBubbleH1,
-        Self::ZeroBubbleV,
-        Self::DualPipeV,
-    ];
-
-    /// Returns the name in configurations and plans.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::GPipe => "gpipe",
-            Self::OneForwardOneBackward => "1f1b",
-            Self::Interleaved => "interleaved_1f1b",
-            Self::LoopedBreadthFirst => "looped_bfs",
-            Self::ZeroBubbleH1 => "zb_h1",
-            Self::ZeroBubbleV => "zb_v",
-            Self::DualPipeV => "dualpipe_v",
-        }
-    }
-
     /// Returns the schedule with this name; `None` if there is none.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
@@ -90,11 +58,5 @@ impl Kind {
     /// Returns the stage that is chunk `chunk` of rank `rank`.
     pub const fn stage(self, rank: usize, chunk: usize, ranks: usize) -> usize {
         if self.is_v_shaped() && chunk == 1 { 2 * ranks - 1 - rank } else { chunk * ranks + rank }
-    }
-}
-
-impl fmt::Display for Kind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }

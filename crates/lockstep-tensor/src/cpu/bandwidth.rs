@@ -2,7 +2,7 @@
 
 use std::{hint::black_box, time::Instant};
 
-use super::CpuLevel;
+use super::{CpuLevel, simd::inlined};
 
 /// Number of floats in each of the two arrays: 64 MiB, more than the threads' part of any cache.
 const FLOATS: usize = 16 << 20;
@@ -43,29 +43,23 @@ pub fn measure_bandwidth(level: CpuLevel, threads: usize) -> f64 {
 /// Sums the array in enough independent parts that memory, not the addition latency, is the limit.
 fn sum(level: CpuLevel, source: &[f32]) -> f32 {
     const PARTS: usize = 128;
-    level.run(
-        #[inline(always)]
-        || {
-            let mut sums = [0.0_f32; PARTS];
-            for chunk in source.chunks_exact(PARTS) {
-                for (sum, x) in sums.iter_mut().zip(chunk) {
-                    *sum += x;
-                }
+    level.run(inlined!(|| {
+        let mut sums = [0.0_f32; PARTS];
+        for chunk in source.chunks_exact(PARTS) {
+            for (sum, x) in sums.iter_mut().zip(chunk) {
+                *sum += x;
             }
-            sums.iter().sum()
-        },
-    )
+        }
+        sums.iter().sum()
+    }))
 }
 
 fn double(level: CpuLevel, source: &[f32], target: &mut [f32]) {
-    level.run(
-        #[inline(always)]
-        || {
-            for (y, x) in target.iter_mut().zip(source) {
-                *y = x + x;
-            }
-        },
-    );
+    level.run(inlined!(|| {
+        for (y, x) in target.iter_mut().zip(source) {
+            *y = x + x;
+        }
+    }));
 }
 
 #[cfg(test)]

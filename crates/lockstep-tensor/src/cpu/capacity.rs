@@ -2,7 +2,10 @@
 
 use lockstep_plan::DType;
 
-use super::{check_disjoint, router::MAX_EXPERTS, tasks::expect};
+use super::{
+    operands::{check_disjoint, expect},
+    router::MAX_EXPERTS,
+};
 use crate::{Permutation, TokenPositions, View};
 
 /// Makes one pass over the slots, with a counter for each expert.
@@ -46,7 +49,7 @@ pub(super) fn limit_slots(
 mod tests {
     use super::*;
     use crate::cpu::testing::tensor;
-    use crate::{Arena, CpuQueue, Kernels};
+    use crate::{Arena, CpuQueue, PermutationKernels};
 
     const NONE: u32 = Permutation::NONE;
 

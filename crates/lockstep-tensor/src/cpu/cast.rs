@@ -4,43 +4,12 @@ use half::{bf16, f16};
 use lockstep_plan::DType;
 
 use super::{
-    CpuQueue, check_disjoint,
-    simd::{Float, with_float},
-    tasks::{Operand, elements_per_task, expect, rows_per_task},
+    CpuQueue,
+    operands::{Operand, check_disjoint, expect},
+    simd::{Float, inlined, with_float},
+    tasks::elements_per_task,
 };
-use crate::{Element, View};
-
-pub(super) fn cast(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
-    expect("cast: y", y, y.dtype(), x.elements());
-    check_disjoint(&[y], &[x]);
-    match (x.dtype(), y.dtype()) {
-        (from, to) if from == to => copy(queue, x, y),
-        (DType::F32, DType::BF16) => convert::<f32, bf16>(queue, x, y),
-        (DType::F32, DType::F16) => convert::<f32, f16>(queue, x, y),
-        (DType::BF16, DType::F32) => convert::<bf16, f32>(queue, x, y),
-        (DType::BF16, DType::F16) => convert::<bf16, f16>(queue, x, y),
-        (DType::F16, DType::F32) => convert::<f16, f32>(queue, x, y),
-        (DType::F16, DType::BF16) => convert::<f16, bf16>(queue, x, y),
-        (from, to) => panic!("cast converts between f32, bf16 and f16, not from {from} to {to}"),
-    }
-}
-
-fn convert<A: Float, B: Float>(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
-    let elements = x.elements();
-    let (x, y) = (Operand::<A>::new(x), Operand::<B>::new(y));
-    queue.for_each_range(
-        elements,
-        elements_per_task(elements),
-        #[inline(always)]
-        |range, _| {
-            // SAFETY: the views do not overlap, and each range of `y` belongs to one task.
-            let (x, y) = unsafe { (x.read(range.clone()), y.write(range)) };
-            for (y, x) in y.iter_mut().zip(x) {
-                *y = B::store(x.load());
-            }
-        },
-    );
-}
+use crate::{CopyKernels, Element, View};
 
 /// Calls a function generic over the element type of a view's dtype.
 macro_rules! with_element {
@@ -56,8 +25,61 @@ macro_rules! with_element {
     };
 }
 
-fn copy(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
-    with_element!(x.dtype(), copy_elements(queue, x, y));
+impl CopyKernels for CpuQueue {
+    fn cast(&self, x: View<'_>, y: View<'_>) {
+        expect("cast: y", y, y.dtype(), x.elements());
+        check_disjoint(&[y], &[x]);
+        match (x.dtype(), y.dtype()) {
+            (from, to) if from == to => with_element!(from, copy_elements(self, x, y)),
+            (DType::F32, DType::BF16) => convert::<f32, bf16>(self, x, y),
+            (DType::F32, DType::F16) => convert::<f32, f16>(self, x, y),
+            (DType::BF16, DType::F32) => convert::<bf16, f32>(self, x, y),
+            (DType::BF16, DType::F16) => convert::<bf16, f16>(self, x, y),
+            (DType::F16, DType::F32) => convert::<f16, f32>(self, x, y),
+            (DType::F16, DType::BF16) => convert::<f16, bf16>(self, x, y),
+            (from, to) => panic!("cast converts between f32, bf16 and f16, not from {from} to {to}"),
+        }
+    }
+
+    fn transpose_blocks(&self, x: View<'_>, y: View<'_>) {
+        let &[a, b, width] = x.shape().dims() else {
+            panic!("blocks of three dimensions are transposed, not {x:?}");
+        };
+        assert_eq!(y.shape().dims(), [b, a, width], "{x:?} with its first two dimensions exchanged");
+        expect("transpose_blocks: y", y, x.dtype(), x.elements());
+        check_disjoint(&[y], &[x]);
+        with_float!(x.dtype(), T => {
+            let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
+            self.for_each_row(a * b, width, inlined!(|row, _| {
+                let from = (row % a * b + row / a) * width;
+                // SAFETY: the views do not overlap, and each row of `y` belongs to one task.
+                unsafe {
+                    let y = y.write(row * width..(row + 1) * width);
+                    y.copy_from_slice(x.read(from..from + width));
+                }
+            }));
+        });
+    }
+
+    fn zero(&self, y: View<'_>) {
+        with_element!(y.dtype(), zero_elements(self, y));
+    }
+}
+
+fn convert<A: Float, B: Float>(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
+    let elements = x.elements();
+    let (x, y) = (Operand::<A>::new(x), Operand::<B>::new(y));
+    queue.for_each_range(
+        elements,
+        elements_per_task(elements),
+        inlined!(|range, _| {
+            // SAFETY: the views do not overlap, and each range of `y` belongs to one task.
+            let (x, y) = unsafe { (x.read(range.clone()), y.write(range)) };
+            for (y, x) in y.iter_mut().zip(x) {
+                *y = B::store(x.load());
+            }
+        }),
+    );
 }
 
 fn copy_elements<T: Element>(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
@@ -66,38 +88,11 @@ fn copy_elements<T: Element>(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, _| {
+        inlined!(|range, _| {
             // SAFETY: the views do not overlap, and each range of `y` belongs to one task.
             unsafe { y.write(range.clone()).copy_from_slice(x.read(range)) }
-        },
+        }),
     );
-}
-
-pub(super) fn transpose_blocks(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
-    let &[a, b, width] = x.shape().dims() else {
-        panic!("blocks of three dimensions are transposed, not {x:?}");
-    };
-    assert_eq!(y.shape().dims(), [b, a, width], "{x:?} with its first two dimensions exchanged");
-    expect("transpose_blocks: y", y, x.dtype(), x.elements());
-    check_disjoint(&[y], &[x]);
-    with_float!(x.dtype(), T => {
-        let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
-        queue.for_each_range(a * b, rows_per_task(a * b, width), #[inline(always)] |range, _| {
-            for row in range {
-                let from = (row % a * b + row / a) * width;
-                // SAFETY: the views do not overlap, and each row of `y` belongs to one task.
-                unsafe {
-                    let y = y.write(row * width..(row + 1) * width);
-                    y.copy_from_slice(x.read(from..from + width));
-                }
-            }
-        });
-    });
-}
-
-pub(super) fn zero(queue: &CpuQueue, y: View<'_>) {
-    with_element!(y.dtype(), zero_elements(queue, y));
 }
 
 fn zero_elements<T: Element>(queue: &CpuQueue, y: View<'_>) {
@@ -106,19 +101,18 @@ fn zero_elements<T: Element>(queue: &CpuQueue, y: View<'_>) {
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, _| {
+        inlined!(|range, _| {
             // SAFETY: each range of `y` belongs to one task.
             unsafe { y.write(range).fill(T::zeroed()) }
-        },
+        }),
     );
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Arena;
     use crate::cpu::testing::{floats, on_every_queue, random_of, rounded, tensor, values};
-    use crate::{Arena, Kernels};
 
     const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 

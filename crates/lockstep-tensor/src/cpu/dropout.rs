@@ -4,9 +4,10 @@
 use lockstep_plan::{DType, random::Philox};
 
 use super::{
-    CpuQueue, check_disjoint, check_elementwise,
-    simd::{Float, with_float},
-    tasks::{BLOCK, Block, Operand, expect, rows_per_task},
+    CpuQueue,
+    operands::{Operand, check_disjoint, check_elementwise, expect},
+    simd::{BLOCK, Block, Float, inlined, with_float},
+    tasks::rows_per_task,
 };
 use crate::{Dropout, TokenPositions, View};
 
@@ -85,7 +86,7 @@ pub(super) fn dropout(
     with_float!(x.dtype(), T => {
         let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
         let keys = Operand::<u32>::new(dropout.keys);
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, isa| {
+        queue.for_each_range(rows, rows_per_task(rows, width), inlined!(|rows, isa| {
             let mut results = Block::ZERO;
             for row in rows {
                 let (sequence, position) = places.of(row);
@@ -109,7 +110,7 @@ pub(super) fn dropout(
                     T::store_all(isa, &results.0[..target.len()], target);
                 }
             }
-        });
+        }));
     });
 }
 
@@ -121,7 +122,7 @@ mod tests {
     use crate::cpu::testing::{
         ACTIVATIONS, assert_close, floats, on_every_queue, random_of, rounded, tensor, values,
     };
-    use crate::{Arena, Kernels, View};
+    use crate::{Arena, ElementwiseKernels, View};
 
     const SITE: u32 = 11;
 

@@ -5,18 +5,20 @@
 //! output may be one of the inputs, and the loop vectorizes in both cases.
 
 use super::{
-    CpuQueue, check_disjoint, check_elementwise,
-    simd::{Float, Isa, map_block, normal_distribution, sigmoid, with_float},
-    tasks::{BLOCK, Block, Operand, elements_per_task, expect},
+    CpuQueue, dropout, gate,
+    operands::{Operand, check_disjoint, check_elementwise, expect},
+    simd::{BLOCK, Block, Float, Isa, inlined, map_block, normal_distribution, sigmoid, with_float},
+    tasks::elements_per_task,
 };
-use crate::{Gelu, View};
+use crate::{Dropout, TokenPositions};
+use crate::{ElementwiseKernels, Gelu, View};
 
 use lockstep_plan::DType;
 
 /// Computes `outputs[m][i] = f(isa, [inputs[0][i], inputs[1][i], ...])[m]`.
 ///
 /// The caller must have checked that all views have the same number of elements, and that an output overlaps another
-/// operand only if it is an input in place. `f` must be `#[inline(always)]`.
+/// operand only if it is an input in place. `f` must be `inlined!`.
 #[inline(always)]
 fn map<T: Float, const N: usize, const M: usize>(
     queue: &CpuQueue,
@@ -30,8 +32,7 @@ fn map<T: Float, const N: usize, const M: usize>(
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, isa| {
+        inlined!(|range, isa| {
             let mut results = [Block::ZERO; M];
             for start in range.clone().step_by(BLOCK) {
                 let n = BLOCK.min(range.end - start);
@@ -40,83 +41,116 @@ fn map<T: Float, const N: usize, const M: usize>(
                     // SAFETY: this task alone writes this range of any operand, and not while the slices live.
                     *x = unsafe { input.read(start..start + n) };
                 }
-                map_block(
-                    x,
-                    &mut results,
-                    n,
-                    #[inline(always)]
-                    |x| f(isa, x),
-                );
+                map_block(x, &mut results, n, inlined!(|x| f(isa, x)));
                 for (output, block) in outputs.iter().zip(&results) {
                     // SAFETY: this task alone accesses this range, and no slice of it is used any more.
                     T::store_all(isa, &block.0[..n], unsafe { output.write(start..start + n) });
                 }
             }
-        },
+        }),
     );
 }
 
-pub(super) fn swiglu(queue: &CpuQueue, gate: View<'_>, up: View<'_>, y: View<'_>) {
-    expect("swiglu: up", up, gate.dtype(), gate.elements());
-    expect("swiglu: y", y, gate.dtype(), gate.elements());
-    check_disjoint(&[y], &[gate, up]);
-    with_float!(gate.dtype(), T => map::<T, 2, 1>(
-        queue, [gate, up], [y], #[inline(always)] |isa, [gate, up]| [gate * sigmoid(isa, gate) * up],
-    ));
-}
+impl ElementwiseKernels for CpuQueue {
+    fn swiglu(&self, gate: View<'_>, up: View<'_>, y: View<'_>) {
+        expect("swiglu: up", up, gate.dtype(), gate.elements());
+        expect("swiglu: y", y, gate.dtype(), gate.elements());
+        check_disjoint(&[y], &[gate, up]);
+        with_float!(gate.dtype(), T => map::<T, 2, 1>(
+            self, [gate, up], [y], inlined!(|isa, [gate, up]| [gate * sigmoid(isa, gate) * up]),
+        ));
+    }
 
-pub(super) fn swiglu_backward(
-    queue: &CpuQueue,
-    dy: View<'_>,
-    gate: View<'_>,
-    up: View<'_>,
-    dgate: View<'_>,
-    dup: View<'_>,
-) {
-    expect("swiglu_backward: gate", gate, dy.dtype(), dy.elements());
-    expect("swiglu_backward: up", up, dy.dtype(), dy.elements());
-    expect("swiglu_backward: dgate", dgate, dy.dtype(), dy.elements());
-    expect("swiglu_backward: dup", dup, dy.dtype(), dy.elements());
-    check_disjoint(&[dgate, dup], &[dy, gate, up]);
-    with_float!(dy.dtype(), T => map::<T, 3, 2>(
-        queue, [dy, gate, up], [dgate, dup], #[inline(always)] |isa, [dy, gate, up]| {
-            let s = sigmoid(isa, gate);
-            // d(g s(g))/dg = s + g s (1 - s)
-            [dy * up * (s + gate * s * (1.0 - s)), dy * gate * s]
-        },
-    ));
-}
+    fn swiglu_backward(&self, dy: View<'_>, gate: View<'_>, up: View<'_>, dgate: View<'_>, dup: View<'_>) {
+        expect("swiglu_backward: gate", gate, dy.dtype(), dy.elements());
+        expect("swiglu_backward: up", up, dy.dtype(), dy.elements());
+        expect("swiglu_backward: dgate", dgate, dy.dtype(), dy.elements());
+        expect("swiglu_backward: dup", dup, dy.dtype(), dy.elements());
+        check_disjoint(&[dgate, dup], &[dy, gate, up]);
+        with_float!(dy.dtype(), T => map::<T, 3, 2>(
+            self, [dy, gate, up], [dgate, dup], inlined!(|isa, [dy, gate, up]| {
+                let s = sigmoid(isa, gate);
+                // d(g s(g))/dg = s + g s (1 - s)
+                [dy * up * (s + gate * s * (1.0 - s)), dy * gate * s]
+            }),
+        ));
+    }
 
-pub(super) fn gelu(queue: &CpuQueue, kind: Gelu, x: View<'_>, y: View<'_>) {
-    expect("gelu: y", y, x.dtype(), x.elements());
-    check_disjoint(&[y], &[x]);
-    with_float!(x.dtype(), T => match kind {
-        Gelu::Exact => map::<T, 1, 1>(queue, [x], [y], #[inline(always)] |isa, [x]| [x * normal_distribution(isa, x).0]),
-        Gelu::Tanh => map::<T, 1, 1>(queue, [x], [y], #[inline(always)] |isa, [x]| [x * tanh_gate(isa, x).0]),
-    });
-}
+    fn gelu(&self, kind: Gelu, x: View<'_>, y: View<'_>) {
+        expect("gelu: y", y, x.dtype(), x.elements());
+        check_disjoint(&[y], &[x]);
+        with_float!(x.dtype(), T => match kind {
+            Gelu::Exact => map::<T, 1, 1>(self, [x], [y], inlined!(|isa, [x]| [x * normal_distribution(isa, x).0])),
+            Gelu::Tanh => map::<T, 1, 1>(self, [x], [y], inlined!(|isa, [x]| [x * tanh_gate(isa, x).0])),
+        });
+    }
 
-pub(super) fn gelu_backward(queue: &CpuQueue, kind: Gelu, dy: View<'_>, x: View<'_>, dx: View<'_>) {
-    expect("gelu_backward: x", x, dy.dtype(), dy.elements());
-    expect("gelu_backward: dx", dx, dy.dtype(), dy.elements());
-    check_disjoint(&[dx], &[x]);
-    check_elementwise(dx, &[dy]);
-    with_float!(x.dtype(), T => match kind {
-        Gelu::Exact => map::<T, 2, 1>(queue, [dy, x], [dx], #[inline(always)] |isa, [dy, x]| {
-            let (probability, density) = normal_distribution(isa, x);
-            [dy * (probability + x * density)]
-        }),
-        Gelu::Tanh => map::<T, 2, 1>(queue, [dy, x], [dx], #[inline(always)] |isa, [dy, x]| {
-            let (s, slope) = tanh_gate(isa, x);
-            [dy * (s + x * slope)]
-        }),
-    });
-}
+    fn gelu_backward(&self, kind: Gelu, dy: View<'_>, x: View<'_>, dx: View<'_>) {
+        expect("gelu_backward: x", x, dy.dtype(), dy.elements());
+        expect("gelu_backward: dx", dx, dy.dtype(), dy.elements());
+        check_disjoint(&[dx], &[x]);
+        check_elementwise(dx, &[dy]);
+        with_float!(x.dtype(), T => match kind {
+            Gelu::Exact => map::<T, 2, 1>(self, [dy, x], [dx], inlined!(|isa, [dy, x]| {
+                let (probability, density) = normal_distribution(isa, x);
+                [dy * (probability + x * density)]
+            })),
+            Gelu::Tanh => map::<T, 2, 1>(self, [dy, x], [dx], inlined!(|isa, [dy, x]| {
+                let (s, slope) = tanh_gate(isa, x);
+                [dy * (s + x * slope)]
+            })),
+        });
+    }
 
-pub(super) fn scale(queue: &CpuQueue, factor: f32, x: View<'_>, y: View<'_>) {
-    expect("scale: y", y, x.dtype(), x.elements());
-    check_elementwise(y, &[x]);
-    with_float!(x.dtype(), T => map::<T, 1, 1>(queue, [x], [y], #[inline(always)] |_, [x]| [factor * x]));
+    fn add(&self, a: View<'_>, b: View<'_>, y: View<'_>) {
+        expect("add: b", b, a.dtype(), a.elements());
+        expect("add: y", y, a.dtype(), a.elements());
+        check_elementwise(y, &[a, b]);
+        with_float!(a.dtype(), T => map::<T, 2, 1>(self, [a, b], [y], inlined!(|_, [a, b]| [a + b])));
+    }
+
+    fn scale(&self, factor: f32, x: View<'_>, y: View<'_>) {
+        expect("scale: y", y, x.dtype(), x.elements());
+        check_elementwise(y, &[x]);
+        with_float!(x.dtype(), T => map::<T, 1, 1>(self, [x], [y], inlined!(|_, [x]| [factor * x])));
+    }
+
+    fn dropout(
+        &self,
+        dropout: Dropout<'_>,
+        places: TokenPositions,
+        first_feature: u32,
+        x: View<'_>,
+        y: View<'_>,
+    ) {
+        dropout::dropout(self, dropout, places, first_feature, x, y);
+    }
+
+    fn gate_rows(&self, gate: View<'_>, x: View<'_>, y: View<'_>) {
+        gate::gate_rows(self, gate, x, y);
+    }
+
+    fn gate_rows_backward(&self, dy: View<'_>, gate: View<'_>, x: View<'_>, dgate: View<'_>, dx: View<'_>) {
+        gate::gate_rows_backward(self, dy, gate, x, [dgate, dx]);
+    }
+
+    fn sum_rows(&self, x: View<'_>, out: View<'_>) {
+        let (rows, width) = x.shape().as_matrix();
+        expect("sum_rows: out", out, DType::F32, width);
+        check_disjoint(&[out], &[x]);
+        with_float!(x.dtype(), T => {
+            let x = Operand::<T>::new(x);
+            self.add_sum_over_rows(rows, [out], inlined!(|rows, [sum]| {
+                for row in rows {
+                    // SAFETY: `x` is only read, and overlaps no output.
+                    let x = unsafe { x.read(row * width..(row + 1) * width) };
+                    for (sum, x) in sum.iter_mut().zip(x) {
+                        *sum += x.load();
+                    }
+                }
+            }));
+        });
+    }
 }
 
 /// Returns `(1 + tanh u) / 2` and its derivative by `x`, for `u = √(2/π) (x + 0.044715 x³)`: the sigmoid of `2u`.
@@ -129,41 +163,16 @@ fn tanh_gate(isa: Isa, x: f32) -> (f32, f32) {
     (s, s * (1.0 - s) * TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x))
 }
 
-pub(super) fn add(queue: &CpuQueue, a: View<'_>, b: View<'_>, y: View<'_>) {
-    expect("add: b", b, a.dtype(), a.elements());
-    expect("add: y", y, a.dtype(), a.elements());
-    check_elementwise(y, &[a, b]);
-    with_float!(a.dtype(), T => map::<T, 2, 1>(queue, [a, b], [y], #[inline(always)] |_, [a, b]| [a + b]));
-}
-
-pub(super) fn sum_rows(queue: &CpuQueue, x: View<'_>, out: View<'_>) {
-    let (rows, width) = x.shape().as_matrix();
-    expect("sum_rows: out", out, DType::F32, width);
-    check_disjoint(&[out], &[x]);
-    with_float!(x.dtype(), T => {
-        let x = Operand::<T>::new(x);
-        queue.add_sum_over_rows(rows, [out], #[inline(always)] |rows, [sum]| {
-            for row in rows {
-                // SAFETY: `x` is only read, and overlaps no output.
-                let x = unsafe { x.read(row * width..(row + 1) * width) };
-                for (sum, x) in sum.iter_mut().zip(x) {
-                    *sum += x.load();
-                }
-            }
-        });
-    });
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::Arena;
     use crate::cpu::{
         reference,
         testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random, random_of, tolerance, values},
     };
-    use crate::{Arena, Kernels};
 
     const GELUS: [Gelu; 2] = [Gelu::Exact, Gelu::Tanh];
 

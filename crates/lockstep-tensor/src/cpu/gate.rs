@@ -3,17 +3,18 @@
 use lockstep_plan::DType;
 
 use super::{
-    CpuQueue, check_disjoint,
-    simd::{Float, sigmoid, sum, with_float},
-    tasks::{BLOCK, Block, Operand, expect, rows_per_task},
+    CpuQueue,
+    operands::{Operand, check_disjoint, expect},
+    simd::{BLOCK, Block, Float, inlined, sigmoid, sum, with_float},
+    tasks::rows_per_task,
 };
 use crate::View;
 
 /// Checks the shapes, and returns the number of rows and their width.
 fn shape(kernel: &str, gate: View<'_>, x: View<'_>, dtype: DType) -> (usize, usize) {
     let (rows, width) = x.shape().as_matrix();
-    expect(&format!("{kernel}: x"), x, dtype, rows * width);
-    expect(&format!("{kernel}: gate"), gate, dtype, rows);
+    expect(format_args!("{kernel}: x"), x, dtype, rows * width);
+    expect(format_args!("{kernel}: gate"), gate, dtype, rows);
     (rows, width)
 }
 
@@ -23,7 +24,7 @@ pub(super) fn gate_rows(queue: &CpuQueue, gate: View<'_>, x: View<'_>, y: View<'
     check_disjoint(&[y], &[gate, x]);
     with_float!(x.dtype(), T => {
         let [gate, x, y] = [gate, x, y].map(Operand::<T>::new);
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |range, isa| {
+        queue.for_each_range(rows, rows_per_task(rows, width), inlined!(|range, isa| {
             let mut results = Block::ZERO;
             for row in range {
                 // SAFETY: the gate is only read.
@@ -38,7 +39,7 @@ pub(super) fn gate_rows(queue: &CpuQueue, gate: View<'_>, x: View<'_>, y: View<'
                     T::store_all(isa, &results.0[..n], unsafe { y.write(at) });
                 }
             }
-        });
+        }));
     });
 }
 
@@ -56,14 +57,14 @@ pub(super) fn gate_rows_backward(
     check_disjoint(&[dgate, dx], &[dy, gate, x]);
     with_float!(x.dtype(), T => {
         let [dy, gate, x, dgate, dx] = [dy, gate, x, dgate, dx].map(Operand::<T>::new);
-        queue.for_each_range(rows, rows_per_task(rows, 2 * width), #[inline(always)] |range, isa| {
+        queue.for_each_range(rows, rows_per_task(rows, 2 * width), inlined!(|range, isa| {
             let mut results = Block::ZERO;
             for row in range {
                 let all = row * width..(row + 1) * width;
                 // SAFETY: these are only read.
                 let (gate, dy, x) = unsafe { (gate.read(row..row + 1), dy.read(all.clone()), x.read(all)) };
                 let factor = sigmoid(isa, gate[0].load());
-                let [product] = sum([dy, x], #[inline(always)] |[dy, x]| [dy * x]);
+                let [product] = sum([dy, x], inlined!(|[dy, x]| [dy * x]));
                 // SAFETY: each row belongs to one task.
                 T::store_all(isa, &[factor * (1.0 - factor) * product], unsafe { dgate.write(row..row + 1) });
                 for (index, dy) in dy.chunks(BLOCK).enumerate() {
@@ -73,7 +74,7 @@ pub(super) fn gate_rows_backward(
                     T::store_all(isa, &results.0[..dy.len()], unsafe { dx.write(first..first + dy.len()) });
                 }
             }
-        });
+        }));
     });
 }
 
@@ -82,7 +83,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::Kernels;
+    use crate::ElementwiseKernels;
     use crate::cpu::testing::{
         ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tolerance, values,
     };

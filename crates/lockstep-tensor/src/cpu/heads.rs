@@ -4,14 +4,12 @@
 //! Its queries and keys have a part with rotary position embedding and one without; the rotary part of the keys is
 //! shared by all heads. Its values are narrower than its queries and keys.
 
-use lockstep_plan::DType;
-
 use super::{
-    CpuQueue, check_disjoint, check_elementwise,
-    simd::{Float, sin_cos, with_float},
-    tasks::{BLOCK, Block, Operand, add_to, expect, rows_per_task},
+    CpuQueue,
+    operands::{Operand, check_disjoint, expect},
+    simd::{BLOCK, Block, Float, add_to, inlined, with_float},
 };
-use crate::{Rotation, View};
+use crate::{HeadKernels, View};
 
 /// Returns the number of tokens, of heads, and the width of a head.
 fn heads_of(name: &str, view: View<'_>) -> [usize; 3] {
@@ -21,44 +19,14 @@ fn heads_of(name: &str, view: View<'_>) -> [usize; 3] {
     }
 }
 
-pub(super) fn resize_heads(queue: &CpuQueue, x: View<'_>, y: View<'_>) {
-    let ([tokens, heads, width], [_, _, wanted]) = (heads_of("resize_heads", x), heads_of("resize_heads", y));
-    expect("resize_heads: y", y, x.dtype(), tokens * heads * wanted);
-    check_disjoint(&[y], &[x]);
-    let kept = width.min(wanted);
-    with_float!(x.dtype(), T => {
-        let [x, y] = [x, y].map(Operand::<T>::new);
-        let rows = tokens * heads;
-        queue.for_each_range(rows, rows_per_task(rows, wanted), #[inline(always)] |range, _| {
-            for row in range {
-                // SAFETY: `x` is only read, and each row of `y` belongs to one task.
-                let (x, y) = unsafe { (x.read(row * width..row * width + kept), y.write(row * wanted..(row + 1) * wanted)) };
-                let (same, beyond) = y.split_at_mut(kept);
-                same.copy_from_slice(x);
-                beyond.fill(T::store(0.0));
-            }
-        });
-    });
-}
-
-/// Checks the shapes of the two parts and of their concatenation. Returns ([tokens, heads], [width of the first part,
-/// width of the tail], heads of the tail).
-fn parts(kernel: &str, own: View<'_>, tail: View<'_>, y: View<'_>) -> ([usize; 2], [usize; 2], usize) {
-    let ([tokens, heads, width], [_, tails, behind]) = (heads_of(kernel, own), heads_of(kernel, tail));
-    assert!(tails == heads || tails == 1, "{kernel}: {tails} tails for {heads} heads");
-    expect(&format!("{kernel}: tail"), tail, own.dtype(), tokens * tails * behind);
-    expect(&format!("{kernel}: y"), y, own.dtype(), tokens * heads * (width + behind));
-    ([tokens, heads], [width, behind], tails)
-}
-
-pub(super) fn join_heads(queue: &CpuQueue, own: View<'_>, tail: View<'_>, y: View<'_>) {
-    let ([tokens, heads], [width, behind], tails) = parts("join_heads", own, tail, y);
-    check_disjoint(&[y], &[own, tail]);
-    with_float!(y.dtype(), T => {
-        let [own, tail, y] = [own, tail, y].map(Operand::<T>::new);
-        let (rows, all) = (tokens * heads, width + behind);
-        queue.for_each_range(rows, rows_per_task(rows, all), #[inline(always)] |range, _| {
-            for row in range {
+impl HeadKernels for CpuQueue {
+    fn join_heads(&self, own: View<'_>, tail: View<'_>, y: View<'_>) {
+        let ([tokens, heads], [width, behind], tails) = parts("join_heads", own, tail, y);
+        check_disjoint(&[y], &[own, tail]);
+        with_float!(y.dtype(), T => {
+            let [own, tail, y] = [own, tail, y].map(Operand::<T>::new);
+            let (rows, all) = (tokens * heads, width + behind);
+            self.for_each_row(rows, all, inlined!(|row, _| {
                 let from = if tails == 1 { row / heads } else { row };
                 // SAFETY: both parts are only read, and each row of `y` belongs to one task.
                 unsafe {
@@ -66,19 +34,17 @@ pub(super) fn join_heads(queue: &CpuQueue, own: View<'_>, tail: View<'_>, y: Vie
                     first.copy_from_slice(own.read(row * width..(row + 1) * width));
                     second.copy_from_slice(tail.read(from * behind..(from + 1) * behind));
                 }
-            }
+            }));
         });
-    });
-}
+    }
 
-pub(super) fn join_heads_backward(queue: &CpuQueue, dy: View<'_>, [down, dtail]: [View<'_>; 2]) {
-    let ([tokens, heads], [width, behind], tails) = parts("join_heads_backward", down, dtail, dy);
-    check_disjoint(&[down, dtail], &[dy]);
-    with_float!(dy.dtype(), T => {
-        let [dy, down, dtail] = [dy, down, dtail].map(Operand::<T>::new);
-        let all = width + behind;
-        queue.for_each_range(tokens, rows_per_task(tokens, heads * all), #[inline(always)] |range, isa| {
-            for token in range {
+    fn join_heads_backward(&self, dy: View<'_>, down: View<'_>, dtail: View<'_>) {
+        let ([tokens, heads], [width, behind], tails) = parts("join_heads_backward", down, dtail, dy);
+        check_disjoint(&[down, dtail], &[dy]);
+        with_float!(dy.dtype(), T => {
+            let [dy, down, dtail] = [dy, down, dtail].map(Operand::<T>::new);
+            let all = width + behind;
+            self.for_each_row(tokens, heads * all, inlined!(|token, isa| {
                 for head in 0..heads {
                     let row = token * heads + head;
                     // SAFETY: the gradient is only read, and a token's elements belong to one task.
@@ -104,68 +70,49 @@ pub(super) fn join_heads_backward(queue: &CpuQueue, dy: View<'_>, [down, dtail]:
                         T::store_all(isa, &total.0[..n], unsafe { dtail.write(first..first + n) });
                     }
                 }
-            }
+            }));
         });
-    });
+    }
+
+    fn resize_heads(&self, x: View<'_>, y: View<'_>) {
+        let ([tokens, heads, width], [_, _, wanted]) =
+            (heads_of("resize_heads", x), heads_of("resize_heads", y));
+        expect("resize_heads: y", y, x.dtype(), tokens * heads * wanted);
+        check_disjoint(&[y], &[x]);
+        let kept = width.min(wanted);
+        with_float!(x.dtype(), T => {
+            let [x, y] = [x, y].map(Operand::<T>::new);
+            let rows = tokens * heads;
+            self.for_each_row(rows, wanted, inlined!(|row, _| {
+                // SAFETY: `x` is only read, and each row of `y` belongs to one task.
+                let (x, y) = unsafe { (x.read(row * width..row * width + kept), y.write(row * wanted..(row + 1) * wanted)) };
+                let (same, beyond) = y.split_at_mut(kept);
+                same.copy_from_slice(x);
+                beyond.fill(T::store(0.0));
+            }));
+        });
+    }
 }
 
-pub(super) fn rope_interleaved(
-    queue: &CpuQueue,
-    x: View<'_>,
-    positions: View<'_>,
-    inverse_frequencies: View<'_>,
-    rotation: Rotation,
-    y: View<'_>,
-) {
-    let (pairs, tokens) = (inverse_frequencies.elements(), positions.elements());
-    expect("rope_interleaved: positions", positions, DType::U32, tokens);
-    expect("rope_interleaved: inverse frequencies", inverse_frequencies, DType::F32, pairs);
-    expect("rope_interleaved: y", y, x.dtype(), x.elements());
-    let width = x.elements() / tokens.max(1);
-    assert!(
-        pairs > 0 && width * tokens == x.elements() && width.is_multiple_of(2 * pairs),
-        "rope_interleaved: {x:?} is not [{tokens} tokens, heads, {} elements]",
-        2 * pairs
-    );
-    check_elementwise(y, &[x]);
-    check_disjoint(&[y], &[positions, inverse_frequencies]);
-    let sign = match rotation {
-        Rotation::Forward => 1.0,
-        Rotation::Backward => -1.0,
-    };
-    with_float!(x.dtype(), T => {
-        let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
-        let positions = Operand::<u32>::new(positions);
-        let frequencies = Operand::<f32>::new(inverse_frequencies);
-        queue.for_each_range(tokens, rows_per_task(tokens, width), #[inline(always)] |range, _| {
-            for token in range {
-                // SAFETY: positions and frequencies are only read.
-                let (position, frequencies) =
-                    unsafe { (positions.read(token..token + 1)[0] as f32, frequencies.read(0..pairs)) };
-                for (pair, frequency) in frequencies.iter().enumerate() {
-                    let (sin, cos) = sin_cos(position * frequency);
-                    let sin = sign * sin;
-                    for head in (token * width..(token + 1) * width).step_by(2 * pairs) {
-                        let at = head + 2 * pair..head + 2 * pair + 2;
-                        // SAFETY: only this task accesses this token, and no slice of it is live at the write.
-                        unsafe {
-                            let [a, b] = [0, 1].map(|i| x.read(at.clone())[i].load());
-                            let rotated = [T::store(a * cos - b * sin), T::store(b * cos + a * sin)];
-                            y.write(at).copy_from_slice(&rotated);
-                        }
-                    }
-                }
-            }
-        });
-    });
+/// Checks the shapes of the two parts and of their concatenation. Returns ([tokens, heads], [width of the first part,
+/// width of the tail], heads of the tail).
+fn parts(kernel: &str, own: View<'_>, tail: View<'_>, y: View<'_>) -> ([usize; 2], [usize; 2], usize) {
+    let ([tokens, heads, width], [_, tails, behind]) = (heads_of(kernel, own), heads_of(kernel, tail));
+    assert!(tails == heads || tails == 1, "{kernel}: {tails} tails for {heads} heads");
+    expect(format_args!("{kernel}: tail"), tail, own.dtype(), tokens * tails * behind);
+    expect(format_args!("{kernel}: y"), y, own.dtype(), tokens * heads * (width + behind));
+    ([tokens, heads], [width, behind], tails)
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
+    use lockstep_plan::DType;
+
     use super::*;
-    use crate::Kernels;
+    use crate::RotaryKernels;
+    use crate::Rotation;
     use crate::cpu::reference;
     use crate::cpu::testing::{
         ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, tolerance, values,

@@ -79,6 +79,17 @@ impl fmt::Display for CpuLevel {
     }
 }
 
+/// Method of f32 GEMMs on a CPU with AMX.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum F32Products {
+    /// Three-way bf16 split on AMX tiles: each operand becomes three bf16 parts, and six products are summed in f32.
+    /// The error is no larger than that of FMA.
+    #[default]
+    SplitBf16,
+    /// Vector FMA, as on CPUs without AMX.
+    Fma,
+}
+
 #[cfg(not(target_arch = "x86_64"))]
 fn detect() -> CpuLevel {
     CpuLevel::Portable

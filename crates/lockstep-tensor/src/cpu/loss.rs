@@ -8,23 +8,23 @@
 use lockstep_plan::DType;
 
 use super::{
-    CpuQueue, check_disjoint,
-    simd::{Float, Isa, exp, map_block, max, sum, with_float},
-    tasks::{BLOCK, Block, Operand, expect, rows_per_task},
+    CpuQueue,
+    operands::{Operand, check_disjoint, expect},
+    simd::{BLOCK, Block, Float, Isa, exp, inlined, map_block, max, sum, with_float},
 };
-use crate::View;
+use crate::{LossKernels, View};
 
 /// Label of a token without a loss (PyTorch's `ignore_index`).
 const MASKED: i32 = -100;
 
-pub(super) fn cross_entropy(queue: &CpuQueue, logits: View<'_>, labels: View<'_>, losses: View<'_>) {
-    let (tokens, vocabulary) = check_shapes(logits, labels, losses);
-    check_disjoint(&[losses], &[logits, labels]);
-    let labels = check_labels(labels, vocabulary);
-    with_float!(logits.dtype(), T => {
-        let (logits, losses) = (Operand::<T>::new(logits), Operand::<f32>::new(losses));
-        queue.for_each_range(tokens, rows_per_task(tokens, vocabulary), #[inline(always)] |tokens, isa| {
-            for token in tokens {
+impl LossKernels for CpuQueue {
+    fn cross_entropy(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>) {
+        let (tokens, vocabulary) = check_shapes(logits, labels, losses);
+        check_disjoint(&[losses], &[logits, labels]);
+        let labels = check_labels(labels, vocabulary);
+        with_float!(logits.dtype(), T => {
+            let (logits, losses) = (Operand::<T>::new(logits), Operand::<f32>::new(losses));
+            self.for_each_row(tokens, vocabulary, inlined!(|token, isa| {
                 // SAFETY: the logits are only read; each element of the losses belongs to one task.
                 let (row, loss) = unsafe {
                     (
@@ -36,25 +36,17 @@ pub(super) fn cross_entropy(queue: &CpuQueue, logits: View<'_>, labels: View<'_>
                     Ok(label) => log_sum_exp_of(isa, row) - row[label].load(),
                     Err(_) => 0.0,
                 };
-            }
+            }));
         });
-    });
-}
+    }
 
-pub(super) fn cross_entropy_with_gradient(
-    queue: &CpuQueue,
-    logits: View<'_>,
-    labels: View<'_>,
-    losses: View<'_>,
-    seed: f32,
-) {
-    let (tokens, vocabulary) = check_shapes(logits, labels, losses);
-    check_disjoint(&[logits, losses], &[labels]);
-    let labels = check_labels(labels, vocabulary);
-    with_float!(logits.dtype(), T => {
-        let (logits, losses) = (Operand::<T>::new(logits), Operand::<f32>::new(losses));
-        queue.for_each_range(tokens, rows_per_task(tokens, vocabulary), #[inline(always)] |tokens, isa| {
-            for token in tokens {
+    fn cross_entropy_with_gradient(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>, seed: f32) {
+        let (tokens, vocabulary) = check_shapes(logits, labels, losses);
+        check_disjoint(&[logits, losses], &[labels]);
+        let labels = check_labels(labels, vocabulary);
+        with_float!(logits.dtype(), T => {
+            let (logits, losses) = (Operand::<T>::new(logits), Operand::<f32>::new(losses));
+            self.for_each_row(tokens, vocabulary, inlined!(|token, isa| {
                 // SAFETY: each row of the logits and each element of the losses belongs to one task.
                 let (row, loss) = unsafe {
                     (
@@ -65,32 +57,30 @@ pub(super) fn cross_entropy_with_gradient(
                 let Ok(label) = usize::try_from(labels[token]) else {
                     loss[0] = 0.0;
                     row.fill(T::store(0.0));
-                    continue;
+                    return;
                 };
                 let total = log_sum_exp_of(isa, row);
                 loss[0] = total - row[label].load();
                 differentiate(isa, row, Some(label), total, seed);
-            }
+            }));
         });
-    });
-}
+    }
 
-pub(super) fn softmax_statistics(
-    queue: &CpuQueue,
-    logits: View<'_>,
-    labels: View<'_>,
-    first_column: usize,
-    statistics: View<'_>,
-) {
-    let (tokens, columns) = logits.shape().as_matrix();
-    expect("labels of softmax_statistics", labels, DType::I32, tokens);
-    expect("statistics of softmax_statistics", statistics, DType::F32, 3 * tokens);
-    check_disjoint(&[statistics], &[logits, labels]);
-    let labels = check_labels_of_parts(labels);
-    with_float!(logits.dtype(), T => {
-        let (logits, statistics) = (Operand::<T>::new(logits), Operand::<f32>::new(statistics));
-        queue.for_each_range(tokens, rows_per_task(tokens, columns), #[inline(always)] |tokens, isa| {
-            for token in tokens {
+    fn softmax_statistics(
+        &self,
+        logits: View<'_>,
+        labels: View<'_>,
+        first_column: usize,
+        statistics: View<'_>,
+    ) {
+        let (tokens, columns) = logits.shape().as_matrix();
+        expect("labels of softmax_statistics", labels, DType::I32, tokens);
+        expect("statistics of softmax_statistics", statistics, DType::F32, 3 * tokens);
+        check_disjoint(&[statistics], &[logits, labels]);
+        let labels = check_labels_of_parts(labels);
+        with_float!(logits.dtype(), T => {
+            let (logits, statistics) = (Operand::<T>::new(logits), Operand::<f32>::new(statistics));
+            self.for_each_row(tokens, columns, inlined!(|token, isa| {
                 // SAFETY: the logits are only read.
                 let row = unsafe { logits.read(token * columns..(token + 1) * columns) };
                 let (largest, total, at_label) = if labels[token] == MASKED {
@@ -106,35 +96,26 @@ pub(super) fn softmax_statistics(
                     let statistic = unsafe { statistics.write(place..place + 1) };
                     statistic[0] = value;
                 }
-            }
+            }));
         });
-    });
-}
+    }
 
-pub(super) fn merge_softmax(
-    queue: &CpuQueue,
-    parts: View<'_>,
-    labels: View<'_>,
-    log_sum_exp: View<'_>,
-    losses: View<'_>,
-) {
-    let tokens = labels.elements();
-    // Without tokens, any number of parts has no elements.
-    let count = parts.elements() / (3 * tokens).max(1);
-    expect("parts of merge_softmax", parts, DType::F32, count * 3 * tokens);
-    expect("labels of merge_softmax", labels, DType::I32, tokens);
-    expect("log_sum_exp of merge_softmax", log_sum_exp, DType::F32, tokens);
-    expect("losses of merge_softmax", losses, DType::F32, tokens);
-    check_disjoint(&[log_sum_exp, losses], &[parts, labels]);
-    let labels = check_labels_of_parts(labels);
-    let parts = Operand::<f32>::new(parts);
-    let [log_sum_exp, losses] = [log_sum_exp, losses].map(Operand::<f32>::new);
-    queue.for_each_range(
-        tokens,
-        rows_per_task(tokens, 3 * count),
-        #[inline(always)]
-        |range, _| {
-            for token in range {
+    fn merge_softmax(&self, parts: View<'_>, labels: View<'_>, log_sum_exp: View<'_>, losses: View<'_>) {
+        let tokens = labels.elements();
+        // Without tokens, any number of parts has no elements.
+        let count = parts.elements() / (3 * tokens).max(1);
+        expect("parts of merge_softmax", parts, DType::F32, count * 3 * tokens);
+        expect("labels of merge_softmax", labels, DType::I32, tokens);
+        expect("log_sum_exp of merge_softmax", log_sum_exp, DType::F32, tokens);
+        expect("losses of merge_softmax", losses, DType::F32, tokens);
+        check_disjoint(&[log_sum_exp, losses], &[parts, labels]);
+        let labels = check_labels_of_parts(labels);
+        let parts = Operand::<f32>::new(parts);
+        let [log_sum_exp, losses] = [log_sum_exp, losses].map(Operand::<f32>::new);
+        self.for_each_row(
+            tokens,
+            3 * count,
+            inlined!(|token, _| {
                 let statistic = |part: usize, which: usize| {
                     let place = (3 * part + which) * tokens + token;
                     // SAFETY: the parts are only read.
@@ -162,30 +143,28 @@ pub(super) fn merge_softmax(
                 for (place, value) in places.into_iter().zip([total, loss]) {
                     place[0] = value;
                 }
-            }
-        },
-    );
-}
+            }),
+        );
+    }
 
-pub(super) fn softmax_gradient(
-    queue: &CpuQueue,
-    logits: View<'_>,
-    labels: View<'_>,
-    first_column: usize,
-    log_sum_exp: View<'_>,
-    seed: f32,
-) {
-    let (tokens, columns) = logits.shape().as_matrix();
-    expect("labels of softmax_gradient", labels, DType::I32, tokens);
-    expect("log_sum_exp of softmax_gradient", log_sum_exp, DType::F32, tokens);
-    check_disjoint(&[logits], &[labels, log_sum_exp]);
-    let labels = check_labels_of_parts(labels);
-    // SAFETY: as just checked it overlaps no output, and kernels write only their outputs.
-    let log_sum_exp = unsafe { log_sum_exp.slice::<f32>() };
-    with_float!(logits.dtype(), T => {
-        let logits = Operand::<T>::new(logits);
-        queue.for_each_range(tokens, rows_per_task(tokens, columns), #[inline(always)] |tokens, isa| {
-            for token in tokens {
+    fn softmax_gradient(
+        &self,
+        logits: View<'_>,
+        labels: View<'_>,
+        first_column: usize,
+        log_sum_exp: View<'_>,
+        seed: f32,
+    ) {
+        let (tokens, columns) = logits.shape().as_matrix();
+        expect("labels of softmax_gradient", labels, DType::I32, tokens);
+        expect("log_sum_exp of softmax_gradient", log_sum_exp, DType::F32, tokens);
+        check_disjoint(&[logits], &[labels, log_sum_exp]);
+        let labels = check_labels_of_parts(labels);
+        // SAFETY: as just checked it overlaps no output, and kernels write only their outputs.
+        let log_sum_exp = unsafe { log_sum_exp.slice::<f32>() };
+        with_float!(logits.dtype(), T => {
+            let logits = Operand::<T>::new(logits);
+            self.for_each_row(tokens, columns, inlined!(|token, isa| {
                 // SAFETY: each row of the logits belongs to one task.
                 let row = unsafe { logits.write(token * columns..(token + 1) * columns) };
                 if labels[token] == MASKED {
@@ -194,9 +173,9 @@ pub(super) fn softmax_gradient(
                     let label = column_of(labels[token], first_column, columns);
                     differentiate(isa, row, label, log_sum_exp[token], seed);
                 }
-            }
+            }));
         });
-    });
+    }
 }
 
 /// Overwrites a row of logits with its gradient.
@@ -206,13 +185,7 @@ fn differentiate<T: Float>(isa: Isa, row: &mut [T], label: Option<usize>, log_su
     let at_label = label.map(|label| seed * (exp(isa, row[label].load() - log_sum_exp) - 1.0));
     let mut gradients = [Block::ZERO];
     for part in row.chunks_mut(BLOCK) {
-        map_block(
-            [&*part],
-            &mut gradients,
-            part.len(),
-            #[inline(always)]
-            |[x]| [seed * exp(isa, x - log_sum_exp)],
-        );
+        map_block([&*part], &mut gradients, part.len(), inlined!(|[x]| [seed * exp(isa, x - log_sum_exp)]));
         T::store_all(isa, &gradients[0].0[..part.len()], part);
     }
     if let (Some(label), Some(at_label)) = (label, at_label) {
@@ -242,11 +215,7 @@ pub(super) fn sum_of_exp<T: Float>(isa: Isa, row: &[T]) -> (f32, f64) {
     let reference = finite_reference(largest);
     let mut total = 0.0_f64;
     for part in row.chunks(BLOCK) {
-        let [part] = sum(
-            [part],
-            #[inline(always)]
-            |[x]| [exp(isa, x - reference)],
-        );
+        let [part] = sum([part], inlined!(|[x]| [exp(isa, x - reference)]));
         total += f64::from(part);
     }
     (largest, total)
@@ -305,7 +274,7 @@ mod tests {
             values,
         },
     };
-    use crate::{Arena, Kernels, Tensor};
+    use crate::{Arena, Tensor};
 
     fn check(dtype: DType, logits: &[f64], labels: &[i32]) {
         let tokens = labels.len();

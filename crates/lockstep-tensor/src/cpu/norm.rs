@@ -7,181 +7,159 @@
 use lockstep_plan::DType;
 
 use super::{
-    CpuQueue, check_disjoint,
-    simd::{Float, Isa, map_slices, sum, with_float},
-    tasks::{Operand, expect, rows_per_task},
+    CpuQueue,
+    operands::{Operand, check_disjoint, expect},
+    simd::{Float, Isa, inlined, map_slices, sum, with_float},
+    tasks::rows_per_task,
 };
-use crate::{LayerNorm, View, Write};
+use crate::{LayerNorm, NormKernels, View, Write};
 
-pub(super) fn rms_norm(
-    queue: &CpuQueue,
-    x: View<'_>,
-    weight: View<'_>,
-    eps: f32,
-    y: View<'_>,
-    rstd: View<'_>,
-) {
-    let (rows, width) = x.shape().as_matrix();
-    expect("rms_norm: weight", weight, x.dtype(), width);
-    expect("rms_norm: y", y, x.dtype(), x.elements());
-    expect("rms_norm: rstd", rstd, DType::F32, rows);
-    check_disjoint(&[y, rstd], &[x, weight]);
-    with_float!(x.dtype(), T => {
-        let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
-        let (weight, rstd) = (Operand::<T>::new(weight), Operand::<f32>::new(rstd));
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, isa| {
-            // SAFETY: the weight is only read.
-            let weight = unsafe { weight.read(0..width) };
-            for row in rows {
-                let elements = row * width..(row + 1) * width;
-                // SAFETY: no operand overlaps an output, and each row of an output belongs to one task.
-                let (x, y, rstd) = unsafe {
-                    (x.read(elements.clone()), y.write(elements), rstd.write(row..row + 1))
-                };
-                let [squares] = sum([x], #[inline(always)] |[x]| [x * x]);
-                rstd[0] = 1.0 / (squares / width as f32 + eps).sqrt();
-                scale_row(isa, x, 0.0, rstd[0], weight, y);
-            }
-        });
-    });
-}
-
-/// Computes `y = (x - mean) · rstd · weight`.
-#[inline(always)]
-fn scale_row<T: Float>(isa: Isa, x: &[T], mean: f32, rstd: f32, weight: &[T], y: &mut [T]) {
-    map_slices(
-        isa,
-        [x, weight],
-        y,
-        Write::Overwrite,
-        #[inline(always)]
-        |[x, weight]| (x - mean) * rstd * weight,
-    );
-}
-
-pub(super) fn layer_norm(
-    queue: &CpuQueue,
-    norm: LayerNorm<'_>,
-    bias: Option<View<'_>>,
-    eps: f32,
-    y: View<'_>,
-) {
-    let (rows, width) = norm.x.shape().as_matrix();
-    expect_layer_norm(&norm, rows, width);
-    expect("layer_norm: y", y, norm.x.dtype(), norm.x.elements());
-    check_disjoint(&[y, norm.mean, norm.rstd], &[norm.x, norm.weight]);
-    if let Some(bias) = bias {
-        expect("layer_norm: bias", bias, norm.x.dtype(), width);
-        check_disjoint(&[y, norm.mean, norm.rstd], &[bias]);
+impl NormKernels for CpuQueue {
+    fn rms_norm(&self, x: View<'_>, weight: View<'_>, eps: f32, y: View<'_>, rstd: View<'_>) {
+        let (rows, width) = x.shape().as_matrix();
+        expect("rms_norm: weight", weight, x.dtype(), width);
+        expect("rms_norm: y", y, x.dtype(), x.elements());
+        expect("rms_norm: rstd", rstd, DType::F32, rows);
+        check_disjoint(&[y, rstd], &[x, weight]);
+        forward(self, Norm { x, weight, mean: None, rstd }, None, eps, y);
     }
-    with_float!(norm.x.dtype(), T => {
-        let (x, y) = (Operand::<T>::new(norm.x), Operand::<T>::new(y));
-        let (weight, bias) = (Operand::<T>::new(norm.weight), bias.map(Operand::<T>::new));
-        let (mean, rstd) = (Operand::<f32>::new(norm.mean), Operand::<f32>::new(norm.rstd));
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, isa| {
-            // SAFETY: weight and bias are only read.
-            let weight = unsafe { weight.read(0..width) };
-            // SAFETY: as above.
-            let bias = bias.as_ref().map(#[inline(always)] |bias| unsafe { bias.read(0..width) });
-            for row in rows {
-                let elements = row * width..(row + 1) * width;
-                // SAFETY: no operand overlaps an output, and each row of an output belongs to one task.
-                let (x, y, mean, rstd) = unsafe {
-                    (
-                        x.read(elements.clone()),
-                        y.write(elements),
-                        mean.write(row..row + 1),
-                        rstd.write(row..row + 1),
-                    )
-                };
-                let [total] = sum([x], #[inline(always)] |[x]| [x]);
-                let average = total / width as f32;
-                // A second pass over the row, because `average(x²) - average(x)²` cancels.
-                let [squares] = sum([x], #[inline(always)] |[x]| [(x - average) * (x - average)]);
-                mean[0] = average;
-                rstd[0] = 1.0 / (squares / width as f32 + eps).sqrt();
-                match bias {
-                    Some(bias) => scale_and_shift_row(isa, x, (average, rstd[0]), weight, bias, y),
-                    None => scale_row(isa, x, average, rstd[0], weight, y),
-                }
-            }
-        });
-    });
+
+    fn rms_norm_backward_input(
+        &self,
+        dy: View<'_>,
+        x: View<'_>,
+        weight: View<'_>,
+        rstd: View<'_>,
+        dx: View<'_>,
+        write: Write,
+    ) {
+        let (rows, width) = x.shape().as_matrix();
+        expect("rms_norm_backward_input: weight", weight, x.dtype(), width);
+        expect("rms_norm_backward_input: rstd", rstd, DType::F32, rows);
+        backward_input(self, Norm { x, weight, mean: None, rstd }, dy, dx, write);
+    }
+
+    fn rms_norm_backward_weight(&self, dy: View<'_>, x: View<'_>, rstd: View<'_>, dweight: View<'_>) {
+        let (rows, width) = x.shape().as_matrix();
+        expect("rms_norm_backward_weight: dy", dy, x.dtype(), x.elements());
+        expect("rms_norm_backward_weight: rstd", rstd, DType::F32, rows);
+        expect("rms_norm_backward_weight: dweight", dweight, DType::F32, width);
+        check_disjoint(&[dweight], &[dy, x, rstd]);
+        backward_weight(self, [x, dy], None, rstd, dweight, None);
+    }
+
+    fn layer_norm(&self, norm: LayerNorm<'_>, bias: Option<View<'_>>, eps: f32, y: View<'_>) {
+        let LayerNorm { x, weight, mean, rstd } = norm;
+        let norm = Norm::of_layer(norm);
+        expect("layer_norm: y", y, x.dtype(), x.elements());
+        check_disjoint(&[y, mean, rstd], &[x, weight]);
+        if let Some(bias) = bias {
+            expect("layer_norm: bias", bias, x.dtype(), x.shape().as_matrix().1);
+            check_disjoint(&[y, mean, rstd], &[bias]);
+        }
+        forward(self, norm, bias, eps, y);
+    }
+
+    fn layer_norm_backward_input(&self, norm: LayerNorm<'_>, dy: View<'_>, dx: View<'_>, write: Write) {
+        backward_input(self, Norm::of_layer(norm), dy, dx, write);
+    }
+
+    fn layer_norm_backward_weight(
+        &self,
+        norm: LayerNorm<'_>,
+        dy: View<'_>,
+        dweight: View<'_>,
+        dbias: Option<View<'_>>,
+    ) {
+        let Norm { x, mean, rstd, .. } = Norm::of_layer(norm);
+        let width = x.shape().as_matrix().1;
+        expect("layer_norm_backward_weight: dy", dy, x.dtype(), x.elements());
+        expect("layer_norm_backward_weight: dweight", dweight, DType::F32, width);
+        let read = [dy, x, norm.mean, rstd];
+        check_disjoint(&[dweight], &read);
+        if let Some(dbias) = dbias {
+            expect("layer_norm_backward_weight: dbias", dbias, DType::F32, width);
+            check_disjoint(&[dbias, dweight], &read);
+        }
+        backward_weight(self, [x, dy], mean, rstd, dweight, dbias);
+    }
 }
 
-/// Computes `y = (x - mean) · rstd · weight + bias`.
-#[inline(always)]
-fn scale_and_shift_row<T: Float>(
-    isa: Isa,
-    x: &[T],
-    (mean, rstd): (f32, f32),
-    weight: &[T],
-    bias: &[T],
-    y: &mut [T],
-) {
-    map_slices(
-        isa,
-        [x, weight, bias],
-        y,
-        Write::Overwrite,
-        #[inline(always)]
-        |[x, weight, bias]| (x - mean) * rstd * weight + bias,
-    );
-}
-
-fn expect_layer_norm(norm: &LayerNorm<'_>, rows: usize, width: usize) {
-    expect("layer_norm: weight", norm.weight, norm.x.dtype(), width);
-    expect("layer_norm: mean", norm.mean, DType::F32, rows);
-    expect("layer_norm: rstd", norm.rstd, DType::F32, rows);
-}
-
-pub(super) fn rms_norm_backward_input(
-    queue: &CpuQueue,
-    dy: View<'_>,
-    x: View<'_>,
-    weight: View<'_>,
-    rstd: View<'_>,
-    dx: View<'_>,
-    write: Write,
-) {
-    let (rows, width) = x.shape().as_matrix();
-    expect("rms_norm_backward_input: weight", weight, x.dtype(), width);
-    expect("rms_norm_backward_input: rstd", rstd, DType::F32, rows);
-    backward_input(queue, Saved { x, weight, mean: None, rstd }, dy, dx, write);
-}
-
-pub(super) fn layer_norm_backward_input(
-    queue: &CpuQueue,
-    norm: LayerNorm<'_>,
-    dy: View<'_>,
-    dx: View<'_>,
-    write: Write,
-) {
-    let (rows, width) = norm.x.shape().as_matrix();
-    expect_layer_norm(&norm, rows, width);
-    let LayerNorm { x, weight, mean, rstd } = norm;
-    backward_input(queue, Saved { x, weight, mean: Some(mean), rstd }, dy, dx, write);
-}
-
-/// Activations that the forward saved for the backward; `mean` is `None` for RMS normalization.
-struct Saved<'a> {
+/// Operands of a normalization; `mean` is `None` for RMS normalization.
+struct Norm<'a> {
     x: View<'a>,
     weight: View<'a>,
     mean: Option<View<'a>>,
     rstd: View<'a>,
 }
 
-fn backward_input(queue: &CpuQueue, saved: Saved<'_>, dy: View<'_>, dx: View<'_>, write: Write) {
-    let (rows, width) = saved.x.shape().as_matrix();
-    let dtype = saved.x.dtype();
+impl<'a> Norm<'a> {
+    /// # Panics
+    /// If the operands' types or sizes do not fit.
+    fn of_layer(LayerNorm { x, weight, mean, rstd }: LayerNorm<'a>) -> Self {
+        let (rows, width) = x.shape().as_matrix();
+        expect("layer_norm: weight", weight, x.dtype(), width);
+        expect("layer_norm: mean", mean, DType::F32, rows);
+        expect("layer_norm: rstd", rstd, DType::F32, rows);
+        Self { x, weight, mean: Some(mean), rstd }
+    }
+}
+
+fn forward(queue: &CpuQueue, norm: Norm<'_>, bias: Option<View<'_>>, eps: f32, y: View<'_>) {
+    let (rows, width) = norm.x.shape().as_matrix();
+    with_float!(norm.x.dtype(), T => {
+        let (x, y) = (Operand::<T>::new(norm.x), Operand::<T>::new(y));
+        let (weight, bias) = (Operand::<T>::new(norm.weight), bias.map(Operand::<T>::new));
+        let (mean, rstd) = (norm.mean.map(Operand::<f32>::new), Operand::<f32>::new(norm.rstd));
+        queue.for_each_range(rows, rows_per_task(rows, width), inlined!(|rows, isa| {
+            // SAFETY: weight and bias are only read.
+            let weight = unsafe { weight.read(0..width) };
+            // SAFETY: as above.
+            let bias = bias.as_ref().map(inlined!(|bias| unsafe { bias.read(0..width) }));
+            for row in rows {
+                let elements = row * width..(row + 1) * width;
+                // SAFETY: no operand overlaps an output, and each row of an output belongs to one task.
+                let (x, y, rstd) = unsafe {
+                    (x.read(elements.clone()), y.write(elements), rstd.write(row..row + 1))
+                };
+                let mut average = 0.0;
+                if let Some(mean) = &mean {
+                    let [total] = sum([x], inlined!(|[x]| [x]));
+                    average = total / width as f32;
+                    // SAFETY: as above.
+                    let mean = unsafe { mean.write(row..row + 1) };
+                    mean[0] = average;
+                }
+                // A second pass over the row, because `average(x²) - average(x)²` cancels.
+                let [squares] = sum([x], inlined!(|[x]| [(x - average) * (x - average)]));
+                rstd[0] = 1.0 / (squares / width as f32 + eps).sqrt();
+                let rstd = rstd[0];
+                match bias {
+                    Some(bias) => map_slices(
+                        isa, [x, weight, bias], y, Write::Overwrite,
+                        inlined!(|[x, weight, bias]| (x - average) * rstd * weight + bias),
+                    ),
+                    None => map_slices(
+                        isa, [x, weight], y, Write::Overwrite,
+                        inlined!(|[x, weight]| (x - average) * rstd * weight),
+                    ),
+                }
+            }
+        }));
+    });
+}
+
+fn backward_input(queue: &CpuQueue, norm: Norm<'_>, dy: View<'_>, dx: View<'_>, write: Write) {
+    let (rows, width) = norm.x.shape().as_matrix();
+    let dtype = norm.x.dtype();
     expect("norm backward: dy", dy, dtype, rows * width);
     expect("norm backward: dx", dx, dtype, rows * width);
-    check_disjoint(&[dx], &[dy, saved.x, saved.weight, saved.rstd, saved.mean.unwrap_or(saved.rstd)]);
+    check_disjoint(&[dx], &[dy, norm.x, norm.weight, norm.rstd, norm.mean.unwrap_or(norm.rstd)]);
     with_float!(dtype, T => {
-        let (x, dy, dx) = (Operand::<T>::new(saved.x), Operand::<T>::new(dy), Operand::<T>::new(dx));
-        let weight = Operand::<T>::new(saved.weight);
-        let (mean, rstd) = (saved.mean.map(Operand::<f32>::new), Operand::<f32>::new(saved.rstd));
-        queue.for_each_range(rows, rows_per_task(rows, width), #[inline(always)] |rows, isa| {
+        let (x, dy, dx) = (Operand::<T>::new(norm.x), Operand::<T>::new(dy), Operand::<T>::new(dx));
+        let weight = Operand::<T>::new(norm.weight);
+        let (mean, rstd) = (norm.mean.map(Operand::<f32>::new), Operand::<f32>::new(norm.rstd));
+        queue.for_each_range(rows, rows_per_task(rows, width), inlined!(|rows, isa| {
             // SAFETY: the weight is only read.
             let weight = unsafe { weight.read(0..width) };
             for row in rows {
@@ -196,15 +174,15 @@ fn backward_input(queue: &CpuQueue, saved: Saved<'_>, dy: View<'_>, dx: View<'_>
                     )
                 };
                 // SAFETY: the means are only read.
-                let mean = mean.as_ref().map(#[inline(always)] |mean| unsafe { mean.read(row..row + 1)[0] });
-                backward_input_row(isa, RowSaved { x, weight, mean, rstd }, dy, dx, write);
+                let mean = mean.as_ref().map(inlined!(|mean| unsafe { mean.read(row..row + 1)[0] }));
+                backward_input_row(isa, NormRow { x, weight, mean, rstd }, dy, dx, write);
             }
-        });
+        }));
     });
 }
 
-/// One row of [`Saved`].
-struct RowSaved<'a, T> {
+/// One row of a [`Norm`].
+struct NormRow<'a, T> {
     x: &'a [T],
     weight: &'a [T],
     mean: Option<f32>,
@@ -212,17 +190,16 @@ struct RowSaved<'a, T> {
 }
 
 #[inline(always)]
-fn backward_input_row<T: Float>(isa: Isa, saved: RowSaved<'_, T>, dy: &[T], dx: &mut [T], write: Write) {
-    let RowSaved { x, weight, mean, rstd } = saved;
+fn backward_input_row<T: Float>(isa: Isa, norm: NormRow<'_, T>, dy: &[T], dx: &mut [T], write: Write) {
+    let NormRow { x, weight, mean, rstd } = norm;
     let one_over_width = 1.0 / x.len() as f32;
     let shift = mean.unwrap_or(0.0);
     let [total, projection] = sum(
         [dy, weight, x],
-        #[inline(always)]
-        |[dy, weight, x]| {
+        inlined!(|[dy, weight, x]| {
             let g = dy * weight;
             [g, g * (x - shift)]
-        },
+        }),
     );
     let average = if mean.is_some() { total * one_over_width } else { 0.0 };
     // average(g · n) · n = (x - mean) · rstd² · average(g · (x - mean))
@@ -232,95 +209,49 @@ fn backward_input_row<T: Float>(isa: Isa, saved: RowSaved<'_, T>, dy: &[T], dx: 
         [dy, weight, x],
         dx,
         write,
-        #[inline(always)]
-        |[dy, weight, x]| rstd * (dy * weight - average - (x - shift) * along),
+        inlined!(|[dy, weight, x]| rstd * (dy * weight - average - (x - shift) * along)),
     );
 }
 
-pub(super) fn rms_norm_backward_weight(
+/// Adds the gradients of the weight and the bias; `mean` is `None` for RMS normalization.
+fn backward_weight(
     queue: &CpuQueue,
-    dy: View<'_>,
-    x: View<'_>,
+    [x, dy]: [View<'_>; 2],
+    mean: Option<View<'_>>,
     rstd: View<'_>,
-    dweight: View<'_>,
-) {
-    let (rows, width) = x.shape().as_matrix();
-    expect("rms_norm_backward_weight: dy", dy, x.dtype(), x.elements());
-    expect("rms_norm_backward_weight: rstd", rstd, DType::F32, rows);
-    expect("rms_norm_backward_weight: dweight", dweight, DType::F32, width);
-    check_disjoint(&[dweight], &[dy, x, rstd]);
-    with_float!(x.dtype(), T => {
-        let (dy, x, rstd) = (Operand::<T>::new(dy), Operand::<T>::new(x), Operand::<f32>::new(rstd));
-        queue.add_sum_over_rows(rows, [dweight], #[inline(always)] |rows, [dweight]| {
-            for row in rows {
-                let elements = row * width..(row + 1) * width;
-                // SAFETY: these operands are only read, and overlap no output.
-                let (dy, x, rstd) = unsafe {
-                    (dy.read(elements.clone()), x.read(elements), rstd.read(row..row + 1)[0])
-                };
-                for ((dweight, dy), x) in dweight.iter_mut().zip(dy).zip(x) {
-                    *dweight += dy.load() * (x.load() * rstd);
-                }
-            }
-        });
-    });
-}
-
-pub(super) fn layer_norm_backward_weight(
-    queue: &CpuQueue,
-    norm: LayerNorm<'_>,
-    dy: View<'_>,
     dweight: View<'_>,
     dbias: Option<View<'_>>,
 ) {
-    let (rows, width) = norm.x.shape().as_matrix();
-    expect_layer_norm(&norm, rows, width);
-    expect("layer_norm_backward_weight: dy", dy, norm.x.dtype(), norm.x.elements());
-    expect("layer_norm_backward_weight: dweight", dweight, DType::F32, width);
-    let read = [dy, norm.x, norm.mean, norm.rstd];
-    check_disjoint(&[dweight], &read);
-    if let Some(dbias) = dbias {
-        expect("layer_norm_backward_weight: dbias", dbias, DType::F32, width);
-        check_disjoint(&[dbias, dweight], &read);
-    }
-    with_float!(norm.x.dtype(), T => {
-        let (dy, x) = (Operand::<T>::new(dy), Operand::<T>::new(norm.x));
-        let (mean, rstd) = (Operand::<f32>::new(norm.mean), Operand::<f32>::new(norm.rstd));
-        let operands = |row: usize| {
+    let (rows, width) = x.shape().as_matrix();
+    with_float!(x.dtype(), T => {
+        let (dy, x) = (Operand::<T>::new(dy), Operand::<T>::new(x));
+        let (mean, rstd) = (mean.map(Operand::<f32>::new), Operand::<f32>::new(rstd));
+        let operands = inlined!(|row: usize| {
             let elements = row * width..(row + 1) * width;
             // SAFETY: these operands are only read, and overlap no output.
             unsafe {
-                (
-                    dy.read(elements.clone()),
-                    x.read(elements),
-                    mean.read(row..row + 1)[0],
-                    rstd.read(row..row + 1)[0],
-                )
+                let mean = mean.as_ref().map_or(0.0, inlined!(|mean| mean.read(row..row + 1)[0]));
+                (dy.read(elements.clone()), x.read(elements), mean, rstd.read(row..row + 1)[0])
             }
-        };
+        });
         match dbias {
-            Some(dbias) => queue.add_sum_over_rows(
-                rows,
-                [dweight, dbias],
-                #[inline(always)]
-                |rows, [dweight, dbias]| {
-                    for row in rows {
-                        let (dy, x, mean, rstd) = operands(row);
-                        for (((dweight, dbias), dy), x) in dweight.iter_mut().zip(dbias.iter_mut()).zip(dy).zip(x) {
-                            *dweight += dy.load() * ((x.load() - mean) * rstd);
-                            *dbias += dy.load();
-                        }
+            Some(dbias) => queue.add_sum_over_rows(rows, [dweight, dbias], inlined!(|rows, [dweight, dbias]| {
+                for row in rows {
+                    let (dy, x, mean, rstd) = operands(row);
+                    for (((dweight, dbias), dy), x) in dweight.iter_mut().zip(dbias.iter_mut()).zip(dy).zip(x) {
+                        *dweight += dy.load() * ((x.load() - mean) * rstd);
+                        *dbias += dy.load();
                     }
-                },
-            ),
-            None => queue.add_sum_over_rows(rows, [dweight], #[inline(always)] |rows, [dweight]| {
+                }
+            })),
+            None => queue.add_sum_over_rows(rows, [dweight], inlined!(|rows, [dweight]| {
                 for row in rows {
                     let (dy, x, mean, rstd) = operands(row);
                     for ((dweight, dy), x) in dweight.iter_mut().zip(dy).zip(x) {
                         *dweight += dy.load() * ((x.load() - mean) * rstd);
                     }
                 }
-            }),
+            })),
         }
     });
 }
@@ -331,7 +262,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::Kernels;
     use crate::cpu::{
         reference,
         testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random, random_of, tolerance, values},

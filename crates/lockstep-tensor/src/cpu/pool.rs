@@ -7,7 +7,7 @@
 use std::{
     any::Any,
     cell::Cell,
-    hint, io,
+    fmt, hint, io,
     panic::{self, AssertUnwindSafe},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
@@ -35,6 +35,41 @@ pub(super) struct Pool {
     threads: Vec<JoinHandle<()>>,
     /// Locked by the caller whose kernel runs.
     turn: Mutex<()>,
+}
+
+/// The compute threads of a [`CpuQueue`](super::CpuQueue). Clones share them; callers take turns.
+#[derive(Clone)]
+pub struct Workers(pub(super) Arc<Pool>);
+
+impl fmt::Debug for Workers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Workers({} threads)", self.threads())
+    }
+}
+
+impl Workers {
+    /// Fills `values` in parallel, part by part. `fill` receives the index of a part's first element.
+    pub fn fill(&self, values: &mut [f32], fill: impl Fn(usize, &mut [f32]) + Sync) {
+        const PART: usize = 1 << 14;
+        let parts: Vec<_> = values.chunks_mut(PART).map(Mutex::new).collect();
+        self.run(parts.len(), |part| {
+            let mut values = parts[part].lock().unwrap_or_else(PoisonError::into_inner);
+            fill(part * PART, &mut values);
+        });
+    }
+
+    /// Calls `run` once with each of `0..tasks`, and returns when all calls have returned.
+    ///
+    /// # Panics
+    /// If a call panics.
+    pub fn run(&self, tasks: usize, run: impl Fn(usize) + Sync) {
+        self.0.run(tasks, run);
+    }
+
+    /// Number of threads, including the caller's.
+    pub fn threads(&self) -> usize {
+        self.0.threads()
+    }
 }
 
 struct Shared {

@@ -1,6 +1,6 @@
 //! Block quantization of floats for communication (ZeRO++: Wang et al., 2023, sections 3.1 and 3.3).
 //!
-//! A view consists of blocks of [`QUANTIZATION_BLOCK`](lockstep_plan::QUANTIZATION_BLOCK) elements. A block becomes a
+//! A view consists of blocks of [`QUANTIZATION_BLOCK`] elements. A block becomes a
 //! record: its scale, `largest |x| / limit` in f32, and a code for each element, the whole number nearest to
 //! `x / scale`. Records are contiguous, so a shard of whole blocks is a shard of whole records.
 //!
@@ -15,11 +15,12 @@
 use lockstep_plan::{DType, QUANTIZATION_BLOCK, QuantizedType};
 
 use super::{
-    CpuQueue, check_disjoint,
-    simd::{Float, ROUND, with_float},
-    tasks::{BLOCK, Block, Operand, add_to, elements_per_task, expect},
+    CpuQueue,
+    operands::{Operand, check_disjoint, expect},
+    simd::{BLOCK, Block, Float, ROUND, add_to, inlined, with_float},
+    tasks::elements_per_task,
 };
-use crate::View;
+use crate::{QuantizationKernels, View};
 
 const _: () = assert!(QUANTIZATION_BLOCK == BLOCK, "a block fits what kernels work on at a time");
 
@@ -93,23 +94,32 @@ fn decode(kind: QuantizedType, record: &[u8], x: &mut [f32; BLOCK]) {
     }
 }
 
-pub(super) fn quantize(
-    queue: &CpuQueue,
-    kind: QuantizedType,
-    x: View<'_>,
-    residual: Option<View<'_>>,
-    records: View<'_>,
-) {
-    let elements = x.elements();
-    expect("quantize: records", records, DType::U8, kind.bytes(elements));
-    check_disjoint(&[records], &[x]);
-    if let Some(residual) = residual {
-        expect("quantize: residual", residual, residual.dtype(), elements);
-        check_disjoint(&[records, residual], &[x]);
-        with_float!(residual.dtype(), R => with_float!(x.dtype(), T =>
-            encode_all::<T, R>(queue, kind, x, Some(Operand::new(residual)), records)));
-    } else {
-        with_float!(x.dtype(), T => encode_all::<T, f32>(queue, kind, x, None, records));
+impl QuantizationKernels for CpuQueue {
+    fn quantize(&self, kind: QuantizedType, x: View<'_>, residual: Option<View<'_>>, records: View<'_>) {
+        let elements = x.elements();
+        expect("quantize: records", records, DType::U8, kind.bytes(elements));
+        check_disjoint(&[records], &[x]);
+        if let Some(residual) = residual {
+            expect("quantize: residual", residual, residual.dtype(), elements);
+            check_disjoint(&[records, residual], &[x]);
+            with_float!(residual.dtype(), R => with_float!(x.dtype(), T =>
+                encode_all::<T, R>(self, kind, x, Some(Operand::new(residual)), records)));
+        } else {
+            with_float!(x.dtype(), T => encode_all::<T, f32>(self, kind, x, None, records));
+        }
+    }
+
+    fn dequantize(&self, kind: QuantizedType, records: View<'_>, y: View<'_>) {
+        expect("dequantize: records", records, DType::U8, kind.bytes(y.elements()));
+        check_disjoint(&[y], &[records]);
+        with_float!(y.dtype(), T => decode_sum::<T>(self, kind, 1, records, y));
+    }
+
+    fn dequantize_sum(&self, kind: QuantizedType, parts: usize, records: View<'_>, y: View<'_>) {
+        expect("dequantize_sum: records", records, DType::U8, parts * kind.bytes(y.elements()));
+        expect("dequantize_sum: y", y, DType::F32, y.elements());
+        check_disjoint(&[y], &[records]);
+        decode_sum::<f32>(self, kind, parts, records, y);
     }
 }
 
@@ -125,8 +135,7 @@ fn encode_all<T: Float, R: Float>(
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, isa| {
+        inlined!(|range, isa| {
             let mut block = Block::ZERO;
             for start in range.step_by(BLOCK) {
                 let elements = start..start + BLOCK;
@@ -150,27 +159,8 @@ fn encode_all<T: Float, R: Float>(
                     encode(kind, &mut block.0, record);
                 }
             }
-        },
+        }),
     );
-}
-
-pub(super) fn dequantize(queue: &CpuQueue, kind: QuantizedType, records: View<'_>, y: View<'_>) {
-    expect("dequantize: records", records, DType::U8, kind.bytes(y.elements()));
-    check_disjoint(&[y], &[records]);
-    with_float!(y.dtype(), T => decode_sum::<T>(queue, kind, 1, records, y));
-}
-
-pub(super) fn dequantize_sum(
-    queue: &CpuQueue,
-    kind: QuantizedType,
-    parts: usize,
-    records: View<'_>,
-    y: View<'_>,
-) {
-    expect("dequantize_sum: records", records, DType::U8, parts * kind.bytes(y.elements()));
-    expect("dequantize_sum: y", y, DType::F32, y.elements());
-    check_disjoint(&[y], &[records]);
-    decode_sum::<f32>(queue, kind, parts, records, y);
 }
 
 /// Levels of the reduction tree over the largest possible number of ranks.
@@ -185,8 +175,7 @@ fn decode_sum<T: Float>(queue: &CpuQueue, kind: QuantizedType, parts: usize, rec
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, isa| {
+        inlined!(|range, isa| {
             // The sums of complete subtrees, the left ones first, as in the reduction of floats (`lockstep-comm`).
             let mut sums = [Block::ZERO; LEVELS];
             for start in range.step_by(BLOCK) {
@@ -209,7 +198,7 @@ fn decode_sum<T: Float>(queue: &CpuQueue, kind: QuantizedType, parts: usize, rec
                 // SAFETY: each block belongs to one task, and the views do not overlap.
                 T::store_all(isa, &sums[0].0, unsafe { y.write(start..start + BLOCK) });
             }
-        },
+        }),
     );
 }
 
@@ -222,7 +211,7 @@ mod tests {
         reference,
         testing::{ACTIVATIONS, floats, on_every_queue, random_of, rounded, tensor, values},
     };
-    use crate::{Arena, Kernels, Tensor};
+    use crate::{Arena, Tensor};
 
     const KINDS: [QuantizedType; 2] = [QuantizedType::Int8, QuantizedType::Int4];
 

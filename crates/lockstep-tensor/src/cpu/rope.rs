@@ -5,65 +5,115 @@
 use lockstep_plan::DType;
 
 use super::{
-    CpuQueue, check_disjoint, check_elementwise,
-    simd::{Float, sin_cos, with_float},
-    tasks::{BLOCK, Block, Operand, expect, rows_per_task},
+    CpuQueue,
+    operands::{Operand, check_disjoint, check_elementwise, expect},
+    simd::{BLOCK, Block, Float, inlined, sin_cos, with_float},
+    tasks::rows_per_task,
 };
-use crate::{Rotation, View};
+use crate::{RotaryKernels, Rotation, View};
 
 /// Number of pairs that are rotated at a time.
 const LANES: usize = 16;
 
-pub(super) fn rope(
-    queue: &CpuQueue,
-    x: View<'_>,
-    positions: View<'_>,
-    inverse_frequencies: View<'_>,
-    rotation: Rotation,
-    y: View<'_>,
-) {
-    let half = inverse_frequencies.elements();
-    let tokens = positions.elements();
-    expect("rope: positions", positions, DType::U32, tokens);
-    expect("rope: inverse frequencies", inverse_frequencies, DType::F32, half);
-    expect("rope: y", y, x.dtype(), x.elements());
-    if x.elements() == 0 {
-        return;
-    }
-    let width = x.elements() / tokens.max(1);
-    assert!(
-        half > 0 && width * tokens == x.elements() && width.is_multiple_of(2 * half),
-        "rope: {x:?} is not [{tokens} tokens, heads, {} elements]",
-        2 * half
-    );
-    check_elementwise(y, &[x]);
-    check_disjoint(&[y], &[positions, inverse_frequencies]);
-    let sign = match rotation {
-        Rotation::Forward => 1.0,
-        Rotation::Backward => -1.0,
-    };
-    with_float!(x.dtype(), T => {
-        let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
-        let positions = Operand::<u32>::new(positions);
-        let frequencies = Operand::<f32>::new(inverse_frequencies);
-        queue.for_each_range(tokens, rows_per_task(tokens, width), #[inline(always)] |tokens, _| {
-            let mut turn = Turn { sin: Block::ZERO, cos: Block::ZERO };
-            for token in tokens {
-                for start in (0..half).step_by(BLOCK) {
-                    let n = BLOCK.min(half - start);
-                    // SAFETY: positions and frequencies are only read.
-                    let (position, frequencies) = unsafe {
-                        (positions.read(token..token + 1)[0], frequencies.read(start..start + n))
-                    };
-                    turn.set(position, frequencies, sign);
-                    for head in (token * width..(token + 1) * width).step_by(2 * half) {
-                        // SAFETY: this task alone accesses this token.
-                        unsafe { turn.apply(&x, &y, head + start, half, n) };
+impl RotaryKernels for CpuQueue {
+    fn rope(
+        &self,
+        x: View<'_>,
+        positions: View<'_>,
+        inverse_frequencies: View<'_>,
+        rotation: Rotation,
+        y: View<'_>,
+    ) {
+        let (half, tokens) = (inverse_frequencies.elements(), positions.elements());
+        let width = check("rope", x, positions, inverse_frequencies, y);
+        if width == 0 {
+            return;
+        }
+        let sign = sign(rotation);
+        with_float!(x.dtype(), T => {
+            let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
+            let positions = Operand::<u32>::new(positions);
+            let frequencies = Operand::<f32>::new(inverse_frequencies);
+            self.for_each_range(tokens, rows_per_task(tokens, width), inlined!(|tokens, _| {
+                let mut turn = Turn { sin: Block::ZERO, cos: Block::ZERO };
+                for token in tokens {
+                    for start in (0..half).step_by(BLOCK) {
+                        let n = BLOCK.min(half - start);
+                        // SAFETY: positions and frequencies are only read.
+                        let (position, frequencies) = unsafe {
+                            (positions.read(token..token + 1)[0], frequencies.read(start..start + n))
+                        };
+                        turn.set(position, frequencies, sign);
+                        for head in (token * width..(token + 1) * width).step_by(2 * half) {
+                            // SAFETY: this task alone accesses this token.
+                            unsafe { turn.apply(&x, &y, head + start, half, n) };
+                        }
                     }
                 }
-            }
+            }));
         });
-    });
+    }
+
+    fn rope_interleaved(
+        &self,
+        x: View<'_>,
+        positions: View<'_>,
+        inverse_frequencies: View<'_>,
+        rotation: Rotation,
+        y: View<'_>,
+    ) {
+        let (pairs, tokens) = (inverse_frequencies.elements(), positions.elements());
+        let width = check("rope_interleaved", x, positions, inverse_frequencies, y);
+        let sign = sign(rotation);
+        with_float!(x.dtype(), T => {
+            let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
+            let positions = Operand::<u32>::new(positions);
+            let frequencies = Operand::<f32>::new(inverse_frequencies);
+            self.for_each_row(tokens, width, inlined!(|token, _| {
+                // SAFETY: positions and frequencies are only read.
+                let (position, frequencies) =
+                    unsafe { (positions.read(token..token + 1)[0] as f32, frequencies.read(0..pairs)) };
+                for (pair, frequency) in frequencies.iter().enumerate() {
+                    let (sin, cos) = sin_cos(position * frequency);
+                    let sin = sign * sin;
+                    for head in (token * width..(token + 1) * width).step_by(2 * pairs) {
+                        let at = head + 2 * pair..head + 2 * pair + 2;
+                        // SAFETY: only this task accesses this token, and no slice of it is live at the write.
+                        unsafe {
+                            let [a, b] = [0, 1].map(|i| x.read(at.clone())[i].load());
+                            let rotated = [T::store(a * cos - b * sin), T::store(b * cos + a * sin)];
+                            y.write(at).copy_from_slice(&rotated);
+                        }
+                    }
+                }
+            }));
+        });
+    }
+}
+
+/// Checks the operands, and returns the number of elements of a token.
+fn check(kernel: &str, x: View<'_>, positions: View<'_>, frequencies: View<'_>, y: View<'_>) -> usize {
+    let (pairs, tokens) = (frequencies.elements(), positions.elements());
+    expect(format_args!("{kernel}: positions"), positions, DType::U32, tokens);
+    expect(format_args!("{kernel}: inverse frequencies"), frequencies, DType::F32, pairs);
+    expect(format_args!("{kernel}: y"), y, x.dtype(), x.elements());
+    let width = x.elements() / tokens.max(1);
+    assert!(
+        x.elements() == 0 || (pairs > 0 && width * tokens == x.elements() && width.is_multiple_of(2 * pairs)),
+        "{kernel}: {x:?} is not [{tokens} tokens, heads, {} elements]",
+        2 * pairs
+    );
+    check_elementwise(y, &[x]);
+    check_disjoint(&[y], &[positions, frequencies]);
+    width
+}
+
+/// Returns the sign of the angles.
+fn sign(rotation: Rotation) -> f32 {
+    match rotation {
+        Rotation::Forward => 1.0,
+        Rotation::Backward => -1.0,
+    }
 }
 
 /// The rotations of up to a block of pairs.
@@ -148,11 +198,11 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::Arena;
     use crate::cpu::{
         reference,
         testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, tolerance, values},
     };
-    use crate::{Arena, Kernels};
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(8))]

@@ -1,14 +1,18 @@
-//! Splits a kernel into tasks by its shape alone, and gives the tasks access to their operands.
+//! Splits a kernel into tasks by its shape alone.
 //!
 //! A kernel covers `0..count` with ranges of a fixed length, so the assignment of ranges to threads changes no bit.
 //! Sums over rows are partial sums over fixed groups of rows, added in the order of the groups.
 
-use std::{marker::PhantomData, ops::Range, ptr::NonNull, slice};
+use std::ops::Range;
 
 use lockstep_plan::{DType, MemoryCategory};
 
-use super::{CpuQueue, simd::Isa};
-use crate::{Element, View};
+use super::{
+    CpuQueue,
+    operands::Operand,
+    simd::{BLOCK, Block, Isa, add_to, inlined},
+};
+use crate::View;
 
 /// Kernels on fewer elements run on the calling thread: waking others costs more.
 const PARALLEL_ELEMENTS: usize = 64 * 1024;
@@ -16,83 +20,6 @@ const PARALLEL_ELEMENTS: usize = 64 * 1024;
 const TASK_ELEMENTS: usize = 16 * 1024;
 /// Number of rows of one partial sum.
 const ROWS_PER_GROUP: usize = 64;
-
-/// Number of elements that kernels convert to f32 and process at a time: a buffer on the stack that stays in the L1
-/// cache.
-pub(super) const BLOCK: usize = 256;
-
-/// A stack buffer of [`BLOCK`] f32 elements.
-#[repr(align(64))]
-#[derive(Clone, Copy)]
-pub(super) struct Block(pub(super) [f32; BLOCK]);
-
-impl Block {
-    pub(super) const ZERO: Self = Self([0.0; BLOCK]);
-}
-
-/// A view that the tasks of a kernel share; each accesses its own part.
-pub(super) struct Operand<'a, T> {
-    pointer: NonNull<T>,
-    len: usize,
-    memory: PhantomData<&'a [T]>,
-}
-
-// SAFETY: `Element`s are plain data, and the only access is through the unsafe methods below, whose callers rule out
-// races.
-unsafe impl<T: Element> Sync for Operand<'_, T> {}
-// SAFETY: as above.
-unsafe impl<T: Element> Send for Operand<'_, T> {}
-
-impl<'a, T: Element> Operand<'a, T> {
-    /// Wraps the elements of `view`.
-    ///
-    /// # Panics
-    /// If the view has another type.
-    pub(super) fn new(view: View<'a>) -> Self {
-        Self { pointer: view.pointer(), len: view.elements(), memory: PhantomData }
-    }
-
-    /// Returns elements `range` for reading.
-    ///
-    /// # Safety
-    /// Nothing may write them while the slice lives.
-    #[inline(always)]
-    pub(super) unsafe fn read(&self, range: Range<usize>) -> &'a [T] {
-        self.check(&range);
-        // SAFETY: the range lies in the view, which is initialized and lives for `'a`; the caller excludes writers.
-        unsafe { slice::from_raw_parts(self.pointer.as_ptr().add(range.start), range.len()) }
-    }
-
-    /// Returns elements `range` for writing.
-    ///
-    /// # Safety
-    /// The view must be one that the kernel may write, and nothing else may read or write the range while the
-    /// slice lives.
-    #[inline(always)]
-    pub(super) unsafe fn write(&self, range: Range<usize>) -> &'a mut [T] {
-        self.check(&range);
-        // SAFETY: as in `read`; the caller excludes all other access.
-        unsafe { slice::from_raw_parts_mut(self.pointer.as_ptr().add(range.start), range.len()) }
-    }
-
-    #[inline(always)]
-    fn check(&self, range: &Range<usize>) {
-        assert!(
-            range.start <= range.end && range.end <= self.len,
-            "elements {range:?} of {} that a kernel was given",
-            self.len
-        );
-    }
-}
-
-/// Panics unless an operand has the expected type and number of elements.
-#[track_caller]
-pub(super) fn expect(name: &str, view: View<'_>, dtype: DType, elements: usize) {
-    assert!(
-        view.dtype() == dtype && view.elements() == elements,
-        "{name} must be {dtype} with {elements} elements, not {view:?}"
-    );
-}
 
 /// Returns true if a kernel on this many elements is worth waking threads for.
 pub(super) fn is_parallel(elements: usize) -> bool {
@@ -112,26 +39,37 @@ pub(super) fn elements_per_task(elements: usize) -> usize {
 
 impl CpuQueue {
     /// Calls `work` with consecutive ranges of `grain` (the last may be shorter) that cover `0..count`. `work` is
-    /// compiled for the queue's level and receives its [`Isa`]. The closure must be `#[inline(always)]`, or it is
+    /// compiled for the queue's level and receives its [`Isa`]. The closure must be `inlined!`, or it is
     /// compiled for the lowest level.
     #[inline(always)]
     pub(super) fn for_each_range(&self, count: usize, grain: usize, work: impl Fn(Range<usize>, Isa) + Sync) {
         let tasks = count.div_ceil(grain);
         let task = |index: usize| {
             let range = index * grain..count.min((index + 1) * grain);
-            self.level.run_with_isa(
-                #[inline(always)]
-                |isa| work(range, isa),
-            );
+            self.level.run_with_isa(inlined!(|isa| work(range, isa)));
         };
         self.pool.run(tasks, task);
+    }
+
+    /// Calls `work` with each of `rows` rows of `width` elements, as [`CpuQueue::for_each_range`] does with ranges of them.
+    #[inline(always)]
+    pub(super) fn for_each_row(&self, rows: usize, width: usize, work: impl Fn(usize, Isa) + Sync) {
+        self.for_each_range(
+            rows,
+            rows_per_task(rows, width),
+            inlined!(|rows, isa| {
+                for row in rows {
+                    work(row, isa);
+                }
+            }),
+        );
     }
 
     /// Computes `outputs[m][i] += Σ over rows` of the values that `add_rows` adds for column `i`, with the same bits
     /// for any number of threads.
     ///
     /// `add_rows` receives a range of rows and adds them to `M` partial sums of `width` elements. Like the closure of
-    /// [`CpuQueue::for_each_range`], it must be `#[inline(always)]`.
+    /// [`CpuQueue::for_each_range`], it must be `inlined!`.
     #[inline(always)]
     pub(super) fn add_sum_over_rows<const M: usize>(
         &self,
@@ -154,29 +92,26 @@ impl CpuQueue {
         self.for_each_range(
             groups,
             groups_per_task,
-            #[inline(always)]
-            |task, _| {
+            inlined!(|task, _| {
                 for group in task {
                     let first = group * M * width;
                     // SAFETY: each group belongs to one task, and its `M` slices do not overlap.
-                    let mut sums: [&mut [f32]; M] = std::array::from_fn(
-                        #[inline(always)]
-                        |m| unsafe { partials.write(first + m * width..first + (m + 1) * width) },
-                    );
+                    let mut sums: [&mut [f32]; M] = std::array::from_fn(inlined!(|m| unsafe {
+                        partials.write(first + m * width..first + (m + 1) * width)
+                    }));
                     for sum in &mut sums {
                         sum.fill(0.0);
                     }
                     add_rows(group * ROWS_PER_GROUP..rows.min((group + 1) * ROWS_PER_GROUP), sums);
                 }
-            },
+            }),
         );
         let outputs = outputs.map(Operand::<f32>::new);
         let columns_per_task = if is_parallel(partial_elements) { BLOCK } else { width };
         self.for_each_range(
             width,
             columns_per_task,
-            #[inline(always)]
-            |columns, _| {
+            inlined!(|columns, _| {
                 for (m, output) in outputs.iter().enumerate() {
                     for start in columns.clone().step_by(BLOCK) {
                         let n = BLOCK.min(columns.end - start);
@@ -191,15 +126,7 @@ impl CpuQueue {
                         add_to(unsafe { output.write(start..start + n) }, &total.0[..n]);
                     }
                 }
-            },
+            }),
         );
-    }
-}
-
-/// Computes `y += x`.
-#[inline(always)]
-pub(super) fn add_to(y: &mut [f32], x: &[f32]) {
-    for (y, x) in y.iter_mut().zip(x) {
-        *y += x;
     }
 }

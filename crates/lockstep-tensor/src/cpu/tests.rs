@@ -10,9 +10,11 @@ use super::{
     testing::{ACTIVATIONS, adamw_step, floats, levels, random_of, tensor, values},
 };
 use crate::{
-    Arena, Attention, AttentionWrite, Dropout, Gelu, Gemm, GemmLayout, GroupedGemm, Kernels, LayerNorm,
-    Permutation, Rotation, Rounding, Router, RouterGradients, RouterOutputs, RouterScores, RouterWeights,
-    Sgd, Tensor, TokenPositions, TokenSpan, View, Write,
+    Arena, Attention, AttentionKernels, AttentionWrite, CopyKernels, Dropout, ElementwiseKernels,
+    EmbeddingKernels, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, LayerNorm, LossKernels, NormKernels,
+    OptimizerKernels, Permutation, PermutationKernels, RotaryKernels, Rotation, Rounding, Router,
+    RouterGradients, RouterKernels, RouterOutputs, RouterScores, RouterWeights, Sgd, Tensor, TokenPositions,
+    TokenSpan, View, Write,
 };
 
 const ROWS: usize = 3;

@@ -4,7 +4,6 @@ use std::{fmt, ops::Range, sync::Arc};
 
 use lockstep_plan::{DType, QuantizedType};
 
-use super::Delayed;
 use crate::{
     AdamW, Attention, AttentionWrite, DeviceMemory, Dropout, Gelu, Gemm, GroupedGemm, LayerNorm, Lion, Muon,
     Permutation, Place, Rotation, Router, RouterGradients, RouterOutputs, Sgd, Shape, TokenPositions, View,
@@ -28,7 +27,7 @@ struct Operand {
 
 impl Operands {
     /// Creates an empty list for a job of `device`.
-    pub(super) fn of(device: &Delayed) -> Self {
+    pub(super) fn of(device: &dyn DeviceMemory) -> Self {
         Self {
             device: std::ptr::from_ref(device).cast(),
             own: Vec::new(),

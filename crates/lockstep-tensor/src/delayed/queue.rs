@@ -10,9 +10,11 @@ use super::{
     operands::{Late, Operands},
 };
 use crate::{
-    AdamW, Attention, AttentionWrite, CpuLevel, CpuQueue, DeviceMemory, Dropout, Event, F32Products, Gelu,
-    Gemm, GroupedGemm, Kernels, LayerNorm, Lion, Muon, Pending, Permutation, Queue, Rotation, Router,
-    RouterGradients, RouterOutputs, Sgd, TokenPositions, View, Workers, Write,
+    AdamW, Arena, Attention, AttentionKernels, AttentionWrite, CopyKernels, CpuLevel, CpuQueue, Device,
+    DeviceMemory, Dropout, ElementwiseKernels, EmbeddingKernels, Event, F32Products, Gelu, Gemm, GemmKernels,
+    GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels,
+    Pending, Permutation, PermutationKernels, QuantizationKernels, Queue, RotaryKernels, Rotation, Router,
+    RouterGradients, RouterKernels, RouterOutputs, Sgd, TensorError, TokenPositions, View, Workers, Write,
 };
 
 /// A handle of the device's list, and the CPU queue that runs its jobs.
@@ -66,6 +68,14 @@ impl Drop for DelayedQueue {
     }
 }
 
+impl Device for Delayed {
+    fn queue(self: Arc<Self>, threads: usize, arena: &Arena) -> Result<Box<dyn Queue>, TensorError> {
+        Ok(Box::new(DelayedQueue::new(self, CpuQueue::new(threads, arena)?)))
+    }
+}
+
+impl Kernels for DelayedQueue {}
+
 impl Queue for DelayedQueue {
     fn record(&self) -> Event {
         self.device.record()
@@ -77,7 +87,7 @@ impl Queue for DelayedQueue {
             return;
         }
         let event = event.clone();
-        self.device.list.push("wait", Operands::of(&self.device), Box::new(move || event.wait()));
+        self.device.list.push("wait", Operands::of(&*self.device), Box::new(move || event.wait()));
     }
 
     fn workers(&self) -> Workers {
@@ -94,25 +104,47 @@ impl Queue for DelayedQueue {
     }
 }
 
-/// Implements kernels that return nothing; the argument in brackets is borrowed.
-macro_rules! jobs {
-    ($($name:ident $([$borrowed:ident: $of:ty])? ($($argument:ident: $type:ty),* $(,)?);)*) => {$(
+/// Implements a kernel as a job; the argument in brackets is borrowed. A returned value is pending until the job has run.
+macro_rules! job {
+    ($name:ident $([$borrowed:ident: $of:ty])? ($($argument:ident: $type:ty),*)) => {
         fn $name(&self, $($borrowed: &$of,)? $($argument: $type),*) {
-            let mut operands = Operands::of(&self.device);
+            let mut operands = Operands::of(&*self.device);
             $(let $borrowed = (*$borrowed).late(&mut operands);)?
             $(let $argument = $argument.late(&mut operands);)*
             self.push(stringify!($name), operands, move |cpu| cpu.$name($(&$borrowed,)? $($argument),*));
         }
+    };
+    ($name:ident $([$borrowed:ident: $of:ty])? ($($argument:ident: $type:ty),*) -> $value:ty) => {
+        fn $name(&self, $($borrowed: &$of,)? $($argument: $type),*) -> Pending<'static, $value> {
+            let mut operands = Operands::of(&*self.device);
+            $(let $borrowed = (*$borrowed).late(&mut operands);)?
+            $(let $argument = $argument.late(&mut operands);)*
+            self.compute(stringify!($name), operands, move |cpu| cpu.$name($(&$borrowed,)? $($argument),*).wait())
+        }
+    };
+}
+
+/// Implements families of kernels.
+macro_rules! families {
+    ($($Family:ident {
+        $($name:ident $([$borrowed:ident: $of:ty])? ($($argument:ident: $type:ty),* $(,)?) $(-> $value:ty)?;)*
+    })*) => {$(
+        impl $Family for DelayedQueue {
+            $(job! { $name $([$borrowed: $of])? ($($argument: $type),*) $(-> $value)? })*
+        }
     )*};
 }
 
-impl Kernels for DelayedQueue {
-    jobs! {
+families! {
+    GemmKernels {
         gemm_rows(gemm: Gemm<'_>, rows: usize);
         grouped_gemm(gemm: GroupedGemm<'_>);
-        sum_rows(x: View<'_>, out: View<'_>);
+    }
+    EmbeddingKernels {
         embedding(ids: View<'_>, table: View<'_>, first_id: u32, out: View<'_>);
         embedding_backward(ids: View<'_>, dy: View<'_>, first_id: u32, gradient: View<'_>);
+    }
+    NormKernels {
         rms_norm(x: View<'_>, weight: View<'_>, eps: f32, y: View<'_>, rstd: View<'_>);
         rms_norm_backward_input(
             dy: View<'_>, x: View<'_>, weight: View<'_>, rstd: View<'_>, dx: View<'_>, write: Write
@@ -123,11 +155,17 @@ impl Kernels for DelayedQueue {
         layer_norm_backward_weight(
             norm: LayerNorm<'_>, dy: View<'_>, dweight: View<'_>, dbias: Option<View<'_>>
         );
+    }
+    RotaryKernels {
         rope(x: View<'_>, positions: View<'_>, frequencies: View<'_>, rotation: Rotation, y: View<'_>);
         rope_interleaved(x: View<'_>, positions: View<'_>, frequencies: View<'_>, rotation: Rotation, y: View<'_>);
+    }
+    HeadKernels {
         join_heads(own: View<'_>, tail: View<'_>, y: View<'_>);
         join_heads_backward(dy: View<'_>, down: View<'_>, dtail: View<'_>);
         resize_heads(x: View<'_>, y: View<'_>);
+    }
+    AttentionKernels {
         attention[attention: Attention<'_>](
             q: View<'_>, k: View<'_>, v: View<'_>, out: View<'_>, log_sum_exp: View<'_>, write: Write
         );
@@ -135,6 +173,8 @@ impl Kernels for DelayedQueue {
             q: View<'_>, k: View<'_>, v: View<'_>, out: View<'_>, log_sum_exp: View<'_>, dout: View<'_>,
             dq: View<'_>, dk: View<'_>, dv: View<'_>, write: AttentionWrite
         );
+    }
+    ElementwiseKernels {
         swiglu(gate: View<'_>, up: View<'_>, y: View<'_>);
         swiglu_backward(dy: View<'_>, gate: View<'_>, up: View<'_>, dgate: View<'_>, dup: View<'_>);
         gelu(kind: Gelu, x: View<'_>, y: View<'_>);
@@ -142,6 +182,11 @@ impl Kernels for DelayedQueue {
         add(a: View<'_>, b: View<'_>, y: View<'_>);
         scale(factor: f32, x: View<'_>, y: View<'_>);
         dropout(dropout: Dropout<'_>, places: TokenPositions, first_feature: u32, x: View<'_>, y: View<'_>);
+        gate_rows(gate: View<'_>, x: View<'_>, y: View<'_>);
+        gate_rows_backward(dy: View<'_>, gate: View<'_>, x: View<'_>, dgate: View<'_>, dx: View<'_>);
+        sum_rows(x: View<'_>, out: View<'_>);
+    }
+    LossKernels {
         cross_entropy(logits: View<'_>, labels: View<'_>, losses: View<'_>);
         cross_entropy_with_gradient(logits: View<'_>, labels: View<'_>, losses: View<'_>, seed: f32);
         softmax_statistics(logits: View<'_>, labels: View<'_>, first_column: usize, statistics: View<'_>);
@@ -149,18 +194,21 @@ impl Kernels for DelayedQueue {
         softmax_gradient(
             logits: View<'_>, labels: View<'_>, first_column: usize, log_sum_exp: View<'_>, seed: f32
         );
+    }
+    RouterKernels {
         router_top_k[router: Router<'_>](logits: View<'_>, routed: RouterOutputs<'_>);
         router_top_k_backward[router: Router<'_>](
             logits: View<'_>, routed: RouterOutputs<'_>, gradients: RouterGradients<'_>, places: TokenPositions,
             dlogits: View<'_>
         );
         router_load(routed: RouterOutputs<'_>, places: TokenPositions, counts: View<'_>, probabilities: View<'_>);
+        router_margin[router: Router<'_>](scores: View<'_>) -> f32;
+    }
+    PermutationKernels {
         sort_slots(experts: View<'_>, first_expert: u32, permutation: Permutation<'_>, offsets: View<'_>);
         limit_slots(
             experts: View<'_>, places: TokenPositions, capacity: usize, before: Option<View<'_>>, kept: View<'_>
         );
-        gate_rows(gate: View<'_>, x: View<'_>, y: View<'_>);
-        gate_rows_backward(dy: View<'_>, gate: View<'_>, x: View<'_>, dgate: View<'_>, dx: View<'_>);
         part_slots(experts: View<'_>, experts_of_rank: usize, of_parts: View<'_>);
         arrived_experts(counts: View<'_>, experts: usize, arrived: View<'_>);
         permute(permutation: Permutation<'_>, x: View<'_>, rows: View<'_>);
@@ -169,27 +217,51 @@ impl Kernels for DelayedQueue {
             permutation: Permutation<'_>, dy: View<'_>, rows: View<'_>, weights: View<'_>, drows: View<'_>,
             dweights: View<'_>
         );
+    }
+    OptimizerKernels {
         adamw[step: AdamW<'_>]();
         sgd[step: Sgd<'_>]();
         lion[step: Lion<'_>]();
         muon[step: Muon<'_>]();
+        sum_of_squares(x: View<'_>) -> ExactSum;
+    }
+    CopyKernels {
         cast(x: View<'_>, y: View<'_>);
-        quantize(kind: QuantizedType, x: View<'_>, residual: Option<View<'_>>, records: View<'_>);
-        dequantize(kind: QuantizedType, records: View<'_>, y: View<'_>);
-        dequantize_sum(kind: QuantizedType, parts: usize, records: View<'_>, y: View<'_>);
         transpose_blocks(x: View<'_>, y: View<'_>);
         zero(y: View<'_>);
     }
-
-    fn router_margin(&self, router: &Router<'_>, scores: View<'_>) -> Pending<'static, f32> {
-        let mut operands = Operands::of(&self.device);
-        let (router, scores) = ((*router).late(&mut operands), scores.late(&mut operands));
-        self.compute("router_margin", operands, move |cpu| cpu.router_margin(&router, scores).wait())
+    QuantizationKernels {
+        quantize(kind: QuantizedType, x: View<'_>, residual: Option<View<'_>>, records: View<'_>);
+        dequantize(kind: QuantizedType, records: View<'_>, y: View<'_>);
+        dequantize_sum(kind: QuantizedType, parts: usize, records: View<'_>, y: View<'_>);
     }
+}
 
-    fn sum_of_squares(&self, x: View<'_>) -> Pending<'static, ExactSum> {
-        let mut operands = Operands::of(&self.device);
-        let x = x.late(&mut operands);
-        self.compute("sum_of_squares", operands, move |cpu| cpu.sum_of_squares(x).wait())
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use lockstep_plan::MemoryCategory;
+
+    use super::*;
+    use crate::Tensor;
+
+    #[test]
+    fn a_kernel_runs_once_its_event_is_waited_for_and_earlier_access_is_refused() {
+        let device = Delayed::new(None);
+        let arena = Arena::on(Arc::<Delayed>::clone(&device));
+        let queue = arena.queue(1).unwrap();
+        let tensor = |x: [f32; 2]| Tensor::from_slice(&arena, [2], &x, MemoryCategory::Workspace).unwrap();
+        let [a, b, y] = [[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]].map(tensor);
+        queue.add(a.view(), b.view(), y.view());
+        let event = queue.record();
+        assert!(!event.is_complete());
+        let early = catch_unwind(AssertUnwindSafe(|| device.touch(y.view(), &"a test"))).unwrap_err();
+        let message = early.downcast_ref::<String>().unwrap();
+        assert!(message.starts_with("too early: a test touches f32 [2]"), "{message}");
+        event.wait();
+        device.touch(y.view(), &"a test");
+        assert_eq!(queue.sum_of_squares(y.view()).wait().value(), 52.0);
+        assert_eq!(y.view().fetch::<f32>(), [4.0, 6.0]);
     }
 }

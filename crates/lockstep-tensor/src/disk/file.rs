@@ -6,15 +6,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use lockstep_plan::DISK_ALIGNMENT_BYTES;
 use rustix::{
     fs::{self, Access, FallocateFlags, Mode, OFlags},
     io::Errno,
 };
 
-use super::{DISK_ALIGNMENT_BYTES, DiskError};
+use super::error::{DiskError, RESERVE_BYTES};
 
-/// Bytes that stay free for other users of the file system.
-pub(super) const RESERVE_BYTES: u64 = 64 << 20;
 /// Magic number of tmpfs (`man 2 statfs`).
 const TMPFS_MAGIC: i128 = 0x0102_1994;
 

@@ -1,11 +1,16 @@
 //! Tests of disk offload, by both backends.
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{
+    io,
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use lockstep_plan::MemoryCategory;
+use lockstep_plan::{DISK_ALIGNMENT_BYTES, MemoryCategory};
 use proptest::prelude::*;
 
-use super::*;
+use super::{queue::DEPTH, *};
 use crate::{Arena, Buffer};
 
 const LIMIT: Duration = Duration::from_secs(20);

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_planner::predict::product_name;
-use lockstep_tensor::{Arena, CpuQueue, Gemm, GemmLayout, Kernels, Tensor, TensorError, Write};
+use lockstep_tensor::{Arena, CpuQueue, Gemm, GemmKernels, GemmLayout, Tensor, TensorError, Write};
 
 use super::descent::descend;
 use crate::benchmark::random;

@@ -9,7 +9,7 @@ use lockstep_graph::{BlockShape, Span};
 use lockstep_model::ModelConfig;
 use lockstep_plan::work::{ModelWork, Task, TaskKind};
 use lockstep_plan::{DType, MemoryCategory, Plan};
-use lockstep_tensor::{Arena, CpuQueue, Kernels, Tensor, TensorError};
+use lockstep_tensor::{Arena, CopyKernels, CpuQueue, Tensor, TensorError};
 use serde_json::json;
 
 use crate::Error;

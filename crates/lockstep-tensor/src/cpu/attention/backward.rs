@@ -9,14 +9,17 @@
 use std::ops::Range;
 
 use super::{
-    BLOCK, Worker,
-    block::{PREFETCH_ROWS, gather, kept, pack, prefetch, score, transpose},
+    block::{PREFETCH_ROWS, gather, kept, pack, prefetch, score, take, transpose},
     geometry::{Bits, Geometry, Pair, rows_with},
-    lanes::Lanes,
+    lanes::{BLOCK, Lanes},
     output::Output as Gradient,
     product::{Left, Output, Right, multiply},
+    worker::Worker,
 };
-use crate::{Write, cpu::simd::Float};
+use crate::{
+    Write,
+    cpu::simd::{Float, inlined},
+};
 
 /// Number of keys whose gradients are summed together.
 const KEY_STRIP: usize = 4;
@@ -67,33 +70,23 @@ impl<T: Float> Worker for Backward<'_, T> {
         rows * (width + 2) + 7 * BLOCK * width + 2 * BLOCK * BLOCK
     }
 
-    fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]) {
+    fn run<V: Lanes>(&self, task: usize, mut scratch: &mut [f32]) {
         let rows = self.geometry.rows().next_multiple_of(16);
         let block = BLOCK * self.geometry.padded_dim;
-        let (dq, rest) = scratch.split_at_mut(rows * self.geometry.padded_dim);
-        let (exponents, rest) = rest.split_at_mut(rows);
-        let (corrections, rest) = rest.split_at_mut(rows);
-        let (keys, rest) = rest.split_at_mut(block);
-        let (keys_transposed, rest) = rest.split_at_mut(block);
-        let (values_transposed, rest) = rest.split_at_mut(block);
-        let (dk, rest) = rest.split_at_mut(block);
-        let (dv, rest) = rest.split_at_mut(block);
-        let (queries, rest) = rest.split_at_mut(block);
-        let (dout, rest) = rest.split_at_mut(block);
-        let (probabilities, dscores) = rest.split_at_mut(BLOCK * BLOCK);
+        let mut next = |len| take(&mut scratch, len);
         let scratch = Scratch {
-            dq,
-            exponents,
-            corrections,
-            keys,
-            keys_transposed,
-            values_transposed,
-            dk,
-            dv,
-            queries,
-            dout,
-            probabilities,
-            dscores,
+            dq: next(rows * self.geometry.padded_dim),
+            exponents: next(rows),
+            corrections: next(rows),
+            keys: next(block),
+            keys_transposed: next(block),
+            values_transposed: next(block),
+            dk: next(block),
+            dv: next(block),
+            queries: next(block),
+            dout: next(block),
+            probabilities: next(BLOCK * BLOCK),
+            dscores: next(BLOCK * BLOCK),
         };
         self.pair::<V>(self.geometry.pair(task), scratch);
     }
@@ -121,21 +114,18 @@ impl<T: Float> Backward<'_, T> {
     ) {
         let geometry = &self.geometry;
         dq.fill(0.0);
-        V::LEVEL.run(
-            #[inline(always)]
-            || {
-                for row in 0..geometry.rows() {
-                    let later = (row + PREFETCH_ROWS < geometry.rows()).then_some(row + PREFETCH_ROWS);
-                    let later = || later.iter().map(|row| geometry.query_vector(pair, *row));
-                    prefetch(self.dout, later());
-                    prefetch(self.out, later());
-                    let statistic = self.log_sum_exp[geometry.statistic(pair, row)];
-                    exponents[row] = statistic * std::f32::consts::LOG2_E;
-                    let vector = geometry.query_vector(pair, row);
-                    corrections[row] = dot(&self.dout[vector.clone()], &self.out[vector]);
-                }
-            },
-        );
+        V::LEVEL.run(inlined!(|| {
+            for row in 0..geometry.rows() {
+                let later = (row + PREFETCH_ROWS < geometry.rows()).then_some(row + PREFETCH_ROWS);
+                let later = || later.iter().map(|row| geometry.query_vector(pair, *row));
+                prefetch(self.dout, later());
+                prefetch(self.out, later());
+                let statistic = self.log_sum_exp[geometry.statistic(pair, row)];
+                exponents[row] = statistic * std::f32::consts::LOG2_E;
+                let vector = geometry.query_vector(pair, row);
+                corrections[row] = dot(&self.dout[vector.clone()], &self.out[vector]);
+            }
+        }));
     }
 
     /// Computes the gradients of 64 keys and values, and adds their contribution to the gradients of the queries.
@@ -238,33 +228,30 @@ impl Softmax<'_> {
     #[inline(never)]
     pub(super) fn differentiate<V: Lanes>(self, scores: &mut [f32], gradients: &mut [f32]) {
         let Self { visible, kept, kept_scale, exponents, corrections } = self;
-        V::LEVEL.run(
-            #[inline(always)]
-            || {
-                // SAFETY: this runs under `V::LEVEL`.
-                let splat = |x| unsafe { V::splat(x) };
-                let (zero, kept_scale) = (splat(0.0), splat(kept_scale));
-                for (i, visible) in visible.iter().enumerate() {
-                    let scores = scores[i * BLOCK..][..BLOCK].as_mut_ptr();
-                    let gradients = gradients[i * BLOCK..][..BLOCK].as_mut_ptr();
-                    let (exponent, correction) = (splat(exponents[i]), splat(corrections[i]));
-                    for lane in (0..BLOCK).step_by(V::LANES) {
-                        let (visible, kept) = (visible >> lane, kept[i] >> lane);
-                        // SAFETY: the register lies inside the row of 64 just sliced.
-                        let (score, gradient) =
-                            unsafe { (V::load(scores.add(lane)), V::load(gradients.add(lane))) };
-                        let probability = score.sub(exponent).exp2();
-                        let factor = kept_scale.select(kept, zero);
-                        let gradient = probability.mul(gradient.mul(factor).sub(correction));
-                        // SAFETY: as above.
-                        unsafe {
-                            probability.mul(factor).select(visible, zero).store(scores.add(lane));
-                            gradient.select(visible, zero).store(gradients.add(lane));
-                        }
+        V::LEVEL.run(inlined!(|| {
+            // SAFETY: this runs under `V::LEVEL`.
+            let splat = |x| unsafe { V::splat(x) };
+            let (zero, kept_scale) = (splat(0.0), splat(kept_scale));
+            for (i, visible) in visible.iter().enumerate() {
+                let scores = scores[i * BLOCK..][..BLOCK].as_mut_ptr();
+                let gradients = gradients[i * BLOCK..][..BLOCK].as_mut_ptr();
+                let (exponent, correction) = (splat(exponents[i]), splat(corrections[i]));
+                for lane in (0..BLOCK).step_by(V::LANES) {
+                    let (visible, kept) = (visible >> lane, kept[i] >> lane);
+                    // SAFETY: the register lies inside the row of 64 just sliced.
+                    let (score, gradient) =
+                        unsafe { (V::load(scores.add(lane)), V::load(gradients.add(lane))) };
+                    let probability = score.sub(exponent).exp2();
+                    let factor = kept_scale.select(kept, zero);
+                    let gradient = probability.mul(gradient.mul(factor).sub(correction));
+                    // SAFETY: as above.
+                    unsafe {
+                        probability.mul(factor).select(visible, zero).store(scores.add(lane));
+                        gradient.select(visible, zero).store(gradients.add(lane));
                     }
                 }
-            },
-        );
+            }
+        }));
     }
 }
 
@@ -293,13 +280,10 @@ pub(super) unsafe fn unpack<V: Lanes, T: Float>(
     places: impl Iterator<Item = Range<usize>>,
     width: usize,
 ) {
-    V::LEVEL.run(
-        #[inline(always)]
-        || {
-            for (row, place) in packed.chunks_exact(width).zip(places) {
-                // SAFETY: the caller promises that no other task accesses the place.
-                unsafe { target.row(place, 1.0, factor, row) };
-            }
-        },
-    );
+    V::LEVEL.run(inlined!(|| {
+        for (row, place) in packed.chunks_exact(width).zip(places) {
+            // SAFETY: the caller promises that no other task accesses the place.
+            unsafe { target.row(place, 1.0, factor, row) };
+        }
+    }));
 }

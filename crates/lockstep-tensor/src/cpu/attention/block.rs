@@ -6,14 +6,13 @@
 use std::ops::Range;
 
 use super::{
-    BLOCK,
     geometry::{Bits, Geometry, Pair, columns_of},
-    lanes::Lanes,
+    lanes::{BLOCK, Lanes},
     product::{Left, Output, Right, multiply},
 };
 use crate::{
     Write,
-    cpu::simd::{self, CACHE_LINE_BYTES, Float},
+    cpu::simd::{self, CACHE_LINE_BYTES, Float, inlined},
 };
 
 /// Distance in rows between a loop over rows and its prefetch.
@@ -21,6 +20,13 @@ pub(super) const PREFETCH_ROWS: usize = 16;
 
 /// Number of rows that are scored together. Their visible keys may differ.
 const STRIP: usize = 4;
+
+/// Splits the first `len` elements off a slice.
+pub(super) fn take<'a>(scratch: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
+    let (taken, rest) = std::mem::take(scratch).split_at_mut(len);
+    *scratch = rest;
+    taken
+}
 
 /// Copies vectors, times `factor`, into rows of `width` elements, padded with zeros.
 pub(super) fn pack<V: Lanes, T: Float>(
@@ -30,21 +36,18 @@ pub(super) fn pack<V: Lanes, T: Float>(
     packed: &mut [f32],
     width: usize,
 ) {
-    V::LEVEL.run(
-        #[inline(always)]
-        || {
-            let mut later = vectors.clone().skip(PREFETCH_ROWS);
-            for (row, vector) in packed.chunks_exact_mut(width).zip(vectors) {
-                prefetch(source, later.next().into_iter());
-                let vector = &source[vector];
-                let (elements, padding) = row.split_at_mut(vector.len());
-                for (element, value) in elements.iter_mut().zip(vector) {
-                    *element = value.load() * factor;
-                }
-                padding.fill(0.0);
+    V::LEVEL.run(inlined!(|| {
+        let mut later = vectors.clone().skip(PREFETCH_ROWS);
+        for (row, vector) in packed.chunks_exact_mut(width).zip(vectors) {
+            prefetch(source, later.next().into_iter());
+            let vector = &source[vector];
+            let (elements, padding) = row.split_at_mut(vector.len());
+            for (element, value) in elements.iter_mut().zip(vector) {
+                *element = value.load() * factor;
             }
-        },
-    );
+            padding.fill(0.0);
+        }
+    }));
 }
 
 /// Prefetches vectors that will be read soon: their distance is too large for the CPU's own prefetcher.
@@ -63,21 +66,18 @@ pub(super) fn transpose<V: Lanes>(packed: &mut [f32], width: usize, rows: usize,
     let padded_rows = rows.next_multiple_of(V::LANES);
     packed[rows * width..padded_rows * width].fill(0.0);
     assert!(width.is_multiple_of(V::LANES) && padded_rows <= BLOCK && transposed.len() >= width * BLOCK);
-    V::LEVEL.run(
-        #[inline(always)]
-        || {
-            for row in (0..padded_rows).step_by(V::LANES) {
-                for column in (0..width).step_by(V::LANES) {
-                    // SAFETY: both squares lie in their slices, as asserted and as the fill checked; this runs under
-                    // `V::LEVEL`.
-                    unsafe {
-                        let source = packed.as_ptr().add(row * width + column);
-                        V::transpose(source, width, transposed.as_mut_ptr().add(column * BLOCK + row));
-                    }
+    V::LEVEL.run(inlined!(|| {
+        for row in (0..padded_rows).step_by(V::LANES) {
+            for column in (0..width).step_by(V::LANES) {
+                // SAFETY: both squares lie in their slices, as asserted and as the fill checked; this runs under
+                // `V::LEVEL`.
+                unsafe {
+                    let source = packed.as_ptr().add(row * width + column);
+                    V::transpose(source, width, transposed.as_mut_ptr().add(column * BLOCK + row));
                 }
             }
-        },
-    );
+        }
+    }));
 }
 
 /// Computes `scores [rows, 64] = left [rows, head_dim] · right [head_dim, 64]`, at least where `visible` is set.
@@ -135,23 +135,20 @@ pub(super) fn kept<V: Lanes>(
     let Some(dropout) = geometry.dropout else { return ([u64::MAX; BLOCK], 1.0) };
     let (mask, key) = (dropout.mask, dropout.key(pair.sequence));
     let mut kept = [0; BLOCK];
-    V::LEVEL.run(
-        #[inline(always)]
-        || {
-            for (bits, row) in kept.iter_mut().zip(rows) {
-                let (counter, unused) = geometry.dropout_counter(pair, row, first_key, mask.site);
-                // SAFETY: this runs under `V::LEVEL`, which the queue detected in the CPU.
-                let keep_bits = |counter| unsafe { V::keep_bits(key, counter, mask.threshold) };
-                *bits = keep_bits(counter);
-                if unused > 0 {
-                    // Words come in fours, and the first key may be any of the four: the last words are those of the
-                    // next block.
-                    let [position, head, four, site] = counter;
-                    let next = keep_bits([position, head, four.wrapping_add(BLOCK as u32 / 4), site]);
-                    *bits = *bits >> unused | next << (BLOCK - unused);
-                }
+    V::LEVEL.run(inlined!(|| {
+        for (bits, row) in kept.iter_mut().zip(rows) {
+            let (counter, unused) = geometry.dropout_counter(pair, row, first_key, mask.site);
+            // SAFETY: this runs under `V::LEVEL`, which the queue detected in the CPU.
+            let keep_bits = |counter| unsafe { V::keep_bits(key, counter, mask.threshold) };
+            *bits = keep_bits(counter);
+            if unused > 0 {
+                // Words come in fours, and the first key may be any of the four: the last words are those of the
+                // next block.
+                let [position, head, four, site] = counter;
+                let next = keep_bits([position, head, four.wrapping_add(BLOCK as u32 / 4), site]);
+                *bits = *bits >> unused | next << (BLOCK - unused);
             }
-        },
-    );
+        }
+    }));
     (kept, mask.scale)
 }

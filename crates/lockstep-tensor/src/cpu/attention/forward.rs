@@ -6,15 +6,18 @@
 use std::ops::Range;
 
 use super::{
-    BLOCK, Worker,
-    block::{gather, kept, pack, prefetch, score, transpose},
+    block::{gather, kept, pack, prefetch, score, take, transpose},
     geometry::{Geometry, Pair},
-    lanes::Lanes,
+    lanes::{BLOCK, Lanes},
     output::Output,
+    worker::Worker,
 };
 use crate::{
     Write,
-    cpu::{simd::Float, tasks::Operand},
+    cpu::{
+        operands::Operand,
+        simd::{Float, inlined},
+    },
 };
 
 /// Maximum rows of a task: enough to amortize packing and transposing the keys, few enough to stay in the L2 cache.
@@ -50,14 +53,17 @@ impl<T: Float> Worker for Forward<'_, T> {
         (2 * self.task_rows() + 2 * BLOCK) * width + BLOCK * BLOCK
     }
 
-    fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]) {
+    fn run<V: Lanes>(&self, task: usize, mut scratch: &mut [f32]) {
         let width = self.geometry.padded_dim;
         let (pair, rows) = self.task(task);
-        let (queries, rest) = scratch.split_at_mut(self.task_rows() * width);
-        let (sums, rest) = rest.split_at_mut(self.task_rows() * width);
-        let (keys_transposed, rest) = rest.split_at_mut(BLOCK * width);
-        let (vectors, scores) = rest.split_at_mut(BLOCK * width);
-        let scratch = Scratch { queries, sums, keys_transposed, vectors, scores };
+        let mut next = |len| take(&mut scratch, len);
+        let scratch = Scratch {
+            queries: next(self.task_rows() * width),
+            sums: next(self.task_rows() * width),
+            keys_transposed: next(BLOCK * width),
+            vectors: next(BLOCK * width),
+            scores: next(BLOCK * BLOCK),
+        };
         self.rows::<V>(pair, rows, scratch);
     }
 }
@@ -134,27 +140,24 @@ impl<T: Float> Forward<'_, T> {
         totals: &[f32; TASK_ROWS],
     ) {
         let geometry = &self.geometry;
-        V::LEVEL.run(
-            #[inline(always)]
-            || {
-                for (i, row) in rows.enumerate() {
-                    let sum = &sums[i * geometry.padded_dim..];
-                    // The output of a row that sees no key is zero.
-                    let inverse = if totals[i] == 0.0 { 0.0 } else { 1.0 / totals[i] };
-                    let value = (maxima[i] + libm::log2f(totals[i])) * std::f32::consts::LN_2;
-                    let statistic = geometry.statistic(pair, row);
-                    // SAFETY: tasks own disjoint rows, and a row's elements belong to it alone.
-                    let place = unsafe { self.log_sum_exp.write(statistic..statistic + 1) };
-                    let (total, [keep, share]) = match self.out.write() {
-                        Write::Overwrite => (value, [0.0, 1.0]),
-                        Write::Accumulate => merge(place[0], value),
-                    };
-                    // SAFETY: as above.
-                    unsafe { self.out.row(geometry.query_vector(pair, row), keep, share * inverse, sum) };
-                    place[0] = total;
-                }
-            },
-        );
+        V::LEVEL.run(inlined!(|| {
+            for (i, row) in rows.enumerate() {
+                let sum = &sums[i * geometry.padded_dim..];
+                // The output of a row that sees no key is zero.
+                let inverse = if totals[i] == 0.0 { 0.0 } else { 1.0 / totals[i] };
+                let value = (maxima[i] + libm::log2f(totals[i])) * std::f32::consts::LN_2;
+                let statistic = geometry.statistic(pair, row);
+                // SAFETY: tasks own disjoint rows, and a row's elements belong to it alone.
+                let place = unsafe { self.log_sum_exp.write(statistic..statistic + 1) };
+                let (total, [keep, share]) = match self.out.write() {
+                    Write::Overwrite => (value, [0.0, 1.0]),
+                    Write::Accumulate => merge(place[0], value),
+                };
+                // SAFETY: as above.
+                unsafe { self.out.row(geometry.query_vector(pair, row), keep, share * inverse, sum) };
+                place[0] = total;
+            }
+        }));
     }
 }
 
@@ -192,48 +195,45 @@ impl Softmax<'_> {
     pub(super) fn update<V: Lanes>(self, scores: &mut [f32], sums: &mut [f32], width: usize) {
         let Self { visible, kept, kept_scale, maxima, totals } = self;
         assert!(scores.len() >= visible.len() * BLOCK && maxima.len() == visible.len());
-        V::LEVEL.run(
-            #[inline(always)]
-            || {
-                // SAFETY: this runs under `V::LEVEL`; the registers of a row lie inside it, as asserted.
-                let splat = |x| unsafe { V::splat(x) };
-                let (nothing, zero) = (splat(f32::NEG_INFINITY), splat(0.0));
-                for (i, bits) in visible.iter().enumerate() {
-                    let row = scores[i * BLOCK..][..BLOCK].as_mut_ptr();
-                    let registers = (0..BLOCK).step_by(V::LANES);
-                    let mut largest = nothing;
-                    for lane in registers.clone() {
-                        // SAFETY: as above.
-                        let score = unsafe { V::load(row.add(lane)) };
-                        largest = score.select(bits >> lane, nothing).max(largest);
-                    }
-                    let largest = largest.maximum();
-                    if largest > maxima[i] {
-                        let shrink = splat(maxima[i] - largest).exp2();
-                        maxima[i] = largest;
-                        let factor = shrink.maximum();
-                        totals[i] *= factor;
-                        for sum in &mut sums[i * width..(i + 1) * width] {
-                            *sum *= factor;
-                        }
-                    }
-                    // No score so far, or only -inf: any finite reference makes their weights 0.
-                    let reference = if maxima[i] == f32::NEG_INFINITY { 0.0 } else { maxima[i] };
-                    let reference = splat(reference);
-                    let mut total = zero;
-                    for lane in registers {
-                        let (visible, kept) = (bits >> lane, kept[i] >> lane);
-                        // SAFETY: as above.
-                        let score = unsafe { V::load(row.add(lane)) };
-                        let weight = score.sub(reference).exp2().select(visible, zero);
-                        total = total.add(weight);
-                        let weight = weight.mul(splat(kept_scale)).select(kept, zero);
-                        // SAFETY: as above.
-                        unsafe { weight.store(row.add(lane)) };
-                    }
-                    totals[i] += total.sum();
+        V::LEVEL.run(inlined!(|| {
+            // SAFETY: this runs under `V::LEVEL`; the registers of a row lie inside it, as asserted.
+            let splat = |x| unsafe { V::splat(x) };
+            let (nothing, zero) = (splat(f32::NEG_INFINITY), splat(0.0));
+            for (i, bits) in visible.iter().enumerate() {
+                let row = scores[i * BLOCK..][..BLOCK].as_mut_ptr();
+                let registers = (0..BLOCK).step_by(V::LANES);
+                let mut largest = nothing;
+                for lane in registers.clone() {
+                    // SAFETY: as above.
+                    let score = unsafe { V::load(row.add(lane)) };
+                    largest = score.select(bits >> lane, nothing).max(largest);
                 }
-            },
-        );
+                let largest = largest.maximum();
+                if largest > maxima[i] {
+                    let shrink = splat(maxima[i] - largest).exp2();
+                    maxima[i] = largest;
+                    let factor = shrink.maximum();
+                    totals[i] *= factor;
+                    for sum in &mut sums[i * width..(i + 1) * width] {
+                        *sum *= factor;
+                    }
+                }
+                // No score so far, or only -inf: any finite reference makes their weights 0.
+                let reference = if maxima[i] == f32::NEG_INFINITY { 0.0 } else { maxima[i] };
+                let reference = splat(reference);
+                let mut total = zero;
+                for lane in registers {
+                    let (visible, kept) = (bits >> lane, kept[i] >> lane);
+                    // SAFETY: as above.
+                    let score = unsafe { V::load(row.add(lane)) };
+                    let weight = score.sub(reference).exp2().select(visible, zero);
+                    total = total.add(weight);
+                    let weight = weight.mul(splat(kept_scale)).select(kept, zero);
+                    // SAFETY: as above.
+                    unsafe { weight.store(row.add(lane)) };
+                }
+                totals[i] += total.sum();
+            }
+        }));
     }
 }

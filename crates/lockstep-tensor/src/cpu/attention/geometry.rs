@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::BLOCK;
+use super::lanes::BLOCK;
 use crate::{Attention, Dropout, TokenSpan, cpu::dropout::Mask};
 
 /// A 64-bit mask for each row of a block of scores: bit `j` stands for key `j` of the block.

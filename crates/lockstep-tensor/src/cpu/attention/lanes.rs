@@ -6,8 +6,10 @@
 
 use lockstep_plan::random::Philox;
 
-use super::BLOCK;
 use crate::CpuLevel;
+
+/// Rows and keys of a block of scores; also the number of bits in the mask of a row.
+pub(super) const BLOCK: usize = 64;
 
 /// Coefficients of `2^r - 1` on `[-1/2, 1/2]` from the first power up: minimax in relative error, 2e-9.
 pub(super) const EXP2: [f32; 6] =

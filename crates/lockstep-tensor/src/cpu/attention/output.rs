@@ -6,7 +6,10 @@ use lockstep_plan::DType;
 
 use crate::{
     View, Write,
-    cpu::{simd::Float, tasks::Operand},
+    cpu::{
+        operands::Operand,
+        simd::{Float, inlined},
+    },
 };
 
 /// An output of a kernel whose operands are `T`.
@@ -42,32 +45,26 @@ impl<'a, T: Float> Output<'a, T> {
     pub(super) unsafe fn row(&self, place: Range<usize>, keep: f32, factor: f32, values: &[f32]) {
         // SAFETY: the caller promises that no other task accesses the place.
         unsafe {
-            match (&self.place, self.write) {
-                (Place::Own(out), Write::Overwrite) => {
-                    for (out, value) in out.write(place).iter_mut().zip(values) {
-                        *out = T::store(value * factor);
-                    }
-                }
-                (Place::Wide(out), Write::Overwrite) => {
-                    for (out, value) in out.write(place).iter_mut().zip(values) {
-                        *out = value * factor;
-                    }
-                }
-                (Place::Own(out), Write::Accumulate) => {
-                    for (out, value) in out.write(place).iter_mut().zip(values) {
-                        *out = T::store(keep * out.load() + value * factor);
-                    }
-                }
-                (Place::Wide(out), Write::Accumulate) => {
-                    for (out, value) in out.write(place).iter_mut().zip(values) {
-                        *out = keep * *out + value * factor;
-                    }
-                }
+            match &self.place {
+                Place::Own(out) => put(out.write(place), self.write, keep, factor, values),
+                Place::Wide(out) => put(out.write(place), self.write, keep, factor, values),
             }
         }
     }
 
     pub(super) fn write(&self) -> Write {
         self.write
+    }
+}
+
+/// Writes `factor · values`, or accumulates `keep · old + factor · values`.
+#[inline(always)]
+fn put<T: Float>(out: &mut [T], write: Write, keep: f32, factor: f32, values: &[f32]) {
+    let both = out.iter_mut().zip(values);
+    match write {
+        Write::Overwrite => both.for_each(inlined!(|(out, value)| *out = T::store(value * factor))),
+        Write::Accumulate => {
+            both.for_each(inlined!(|(out, value)| *out = T::store(keep * out.load() + value * factor)));
+        }
     }
 }

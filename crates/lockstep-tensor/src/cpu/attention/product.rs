@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use super::lanes::Lanes;
-use crate::Write;
+use crate::{Write, cpu::simd::inlined};
 
 /// Number of rows of a tile of accumulators.
 const TILE_ROWS: usize = 4;
@@ -48,57 +48,54 @@ pub(super) fn multiply<V: Lanes>(
     assert!((rows.end - 1) * a.row + (inner.end - 1) * a.inner < a.data.len());
     assert!((inner.end - 1) * b.row + columns.end <= b.data.len());
     assert!((rows.end - 1) * c.row + columns.end <= c.data.len());
-    V::LEVEL.run(
-        #[inline(always)]
-        || {
-            let mut column = columns.start;
-            while column < columns.end {
-                let registers = ((columns.end - column) / V::LANES).min(V::TILE_REGISTERS);
-                let mut row = rows.start;
-                while row < rows.end {
-                    let height = (rows.end - row).min(TILE_ROWS);
-                    let tile = Tile {
-                        inner: inner.len(),
-                        // SAFETY: the offsets are those of elements inside the slices, as asserted above.
-                        a: unsafe { a.data.as_ptr().add(row * a.row + inner.start * a.inner) },
-                        a_row: a.row,
-                        a_inner: a.inner,
-                        // SAFETY: as above.
-                        b: unsafe { b.data.as_ptr().add(inner.start * b.row + column) },
-                        b_row: b.row,
-                        // SAFETY: as above.
-                        c: unsafe { c.data.as_mut_ptr().add(row * c.row + column) },
-                        c_row: c.row,
-                        write,
-                    };
-                    // SAFETY: the tile lies inside the asserted bounds, and this runs under `V::LEVEL`, which the
-                    // queue detected in the CPU before it chose `V`.
-                    unsafe {
-                        match (height, registers) {
-                            (4, 4) => tile.run::<V, 4, 4>(),
-                            (4, 3) => tile.run::<V, 4, 3>(),
-                            (4, 2) => tile.run::<V, 4, 2>(),
-                            (4, _) => tile.run::<V, 4, 1>(),
-                            (3, 4) => tile.run::<V, 3, 4>(),
-                            (3, 3) => tile.run::<V, 3, 3>(),
-                            (3, 2) => tile.run::<V, 3, 2>(),
-                            (3, _) => tile.run::<V, 3, 1>(),
-                            (2, 4) => tile.run::<V, 2, 4>(),
-                            (2, 3) => tile.run::<V, 2, 3>(),
-                            (2, 2) => tile.run::<V, 2, 2>(),
-                            (2, _) => tile.run::<V, 2, 1>(),
-                            (_, 4) => tile.run::<V, 1, 4>(),
-                            (_, 3) => tile.run::<V, 1, 3>(),
-                            (_, 2) => tile.run::<V, 1, 2>(),
-                            (_, _) => tile.run::<V, 1, 1>(),
-                        }
+    V::LEVEL.run(inlined!(|| {
+        let mut column = columns.start;
+        while column < columns.end {
+            let registers = ((columns.end - column) / V::LANES).min(V::TILE_REGISTERS);
+            let mut row = rows.start;
+            while row < rows.end {
+                let height = (rows.end - row).min(TILE_ROWS);
+                let tile = Tile {
+                    inner: inner.len(),
+                    // SAFETY: the offsets are those of elements inside the slices, as asserted above.
+                    a: unsafe { a.data.as_ptr().add(row * a.row + inner.start * a.inner) },
+                    a_row: a.row,
+                    a_inner: a.inner,
+                    // SAFETY: as above.
+                    b: unsafe { b.data.as_ptr().add(inner.start * b.row + column) },
+                    b_row: b.row,
+                    // SAFETY: as above.
+                    c: unsafe { c.data.as_mut_ptr().add(row * c.row + column) },
+                    c_row: c.row,
+                    write,
+                };
+                // SAFETY: the tile lies inside the asserted bounds, and this runs under `V::LEVEL`, which the
+                // queue detected in the CPU before it chose `V`.
+                unsafe {
+                    match (height, registers) {
+                        (4, 4) => tile.run::<V, 4, 4>(),
+                        (4, 3) => tile.run::<V, 4, 3>(),
+                        (4, 2) => tile.run::<V, 4, 2>(),
+                        (4, _) => tile.run::<V, 4, 1>(),
+                        (3, 4) => tile.run::<V, 3, 4>(),
+                        (3, 3) => tile.run::<V, 3, 3>(),
+                        (3, 2) => tile.run::<V, 3, 2>(),
+                        (3, _) => tile.run::<V, 3, 1>(),
+                        (2, 4) => tile.run::<V, 2, 4>(),
+                        (2, 3) => tile.run::<V, 2, 3>(),
+                        (2, 2) => tile.run::<V, 2, 2>(),
+                        (2, _) => tile.run::<V, 2, 1>(),
+                        (_, 4) => tile.run::<V, 1, 4>(),
+                        (_, 3) => tile.run::<V, 1, 3>(),
+                        (_, 2) => tile.run::<V, 1, 2>(),
+                        (_, _) => tile.run::<V, 1, 1>(),
                     }
-                    row += height;
                 }
-                column += registers * V::LANES;
+                row += height;
             }
-        },
-    );
+            column += registers * V::LANES;
+        }
+    }));
 }
 
 /// One tile of C: the addresses of its operands and the strides of their rows.
@@ -135,10 +132,7 @@ impl Tile {
             }
             let (mut a, mut b) = (self.a, self.b);
             for _ in 0..self.inner {
-                let right: [V; N] = std::array::from_fn(
-                    #[inline(always)]
-                    |j| V::load(b.add(j * V::LANES)),
-                );
+                let right: [V; N] = std::array::from_fn(inlined!(|j| V::load(b.add(j * V::LANES))));
                 for (i, row) in sums.iter_mut().enumerate() {
                     let left = V::splat(*a.add(i * self.a_row));
                     for (sum, right) in row.iter_mut().zip(right) {

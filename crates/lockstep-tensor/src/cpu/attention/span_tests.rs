@@ -12,8 +12,8 @@ use super::{
     tests::{Inputs, Outputs, assert_agrees, causal, document_starts, emulated, levels},
 };
 use crate::{
-    Arena, Attention, AttentionWrite, CpuLevel, CpuQueue, Dropout, Element, Kernels, Tensor, TokenSpan,
-    Write, cpu::simd::Float,
+    Arena, Attention, AttentionKernels, AttentionWrite, CopyKernels, CpuLevel, CpuQueue, Dropout, Element,
+    Tensor, TokenSpan, Write, cpu::simd::Float,
 };
 
 /// Assignment of a sequence's tokens to context-parallel ranks.

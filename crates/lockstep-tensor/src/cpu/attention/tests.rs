@@ -8,7 +8,8 @@ use proptest::prelude::*;
 
 use super::reference::Case;
 use crate::{
-    Arena, Attention, AttentionWrite, CpuLevel, CpuQueue, Dropout, Kernels, Tensor, TokenSpan, Write,
+    Arena, Attention, AttentionKernels, AttentionWrite, CpuLevel, CpuQueue, Dropout, Tensor, TokenSpan,
+    Write,
     cpu::{simd::Float, testing},
 };
 

@@ -9,17 +9,19 @@ use std::{marker::PhantomData, ops::Range};
 use half::bf16;
 
 use super::{
-    BLOCK, Worker,
     backward::{self, Backward, unpack},
-    block::{kept, prefetch},
+    block::{kept, prefetch, take},
     forward::{self, Forward, TASK_ROWS},
     geometry::{Bits, Geometry, Pair},
-    lanes::Lanes,
+    lanes::{BLOCK, Lanes},
+    worker::Worker,
 };
 use crate::{
     CpuLevel, Write,
-    cpu::gemm::panels::{BfloatPair, ColumnPanels, MicroKernel, Operand, Order, RowPanels, Tile, pack},
-    cpu::simd::Float,
+    cpu::{
+        gemm::panels::{BfloatPair, ColumnPanels, MicroKernel, Operand, Order, RowPanels, Tile, pack},
+        simd::{Float, inlined},
+    },
 };
 
 /// Units of depth of a block of keys or rows: pairs.
@@ -188,10 +190,7 @@ unsafe fn right<K: MicroKernel>(
 fn round<'r>(scores: &[f32], rounded: &'r mut [f32]) -> &'r [bf16] {
     let rounded = bytemuck::cast_slice_mut::<f32, bf16>(rounded);
     // Tiles for bf16 are chosen only if the CPU has this instruction.
-    CpuLevel::Avx512Bf16.run_with_isa(
-        #[inline(always)]
-        |isa| bf16::store_all(isa, scores, rounded),
-    );
+    CpuLevel::Avx512Bf16.run_with_isa(inlined!(|isa| bf16::store_all(isa, scores, rounded)));
     rounded
 }
 
@@ -220,16 +219,13 @@ unsafe fn multiply<V: Lanes, K: MicroKernel>(units: usize, a: &[f32], b: &[f32],
             // SAFETY: the caller's promise; both panels hold `units`.
             unsafe { K::tile(units, a.as_ptr(), b.as_ptr(), &mut tile) };
             let (rows, columns) = (row..rows.min(row + K::ROWS), column..columns.min(column + K::COLUMNS));
-            V::LEVEL.run(
-                #[inline(always)]
-                || {
-                    let targets = sums[rows.start * stride..].chunks_mut(stride).take(rows.len());
-                    for (target, products) in targets.zip(tile.rows(K::COLUMNS)) {
-                        // SAFETY: this runs under `V::LEVEL`.
-                        unsafe { put::<V>(&mut target[columns.clone()], products, factor, write) };
-                    }
-                },
-            );
+            V::LEVEL.run(inlined!(|| {
+                let targets = sums[rows.start * stride..].chunks_mut(stride).take(rows.len());
+                for (target, products) in targets.zip(tile.rows(K::COLUMNS)) {
+                    // SAFETY: this runs under `V::LEVEL`.
+                    unsafe { put::<V>(&mut target[columns.clone()], products, factor, write) };
+                }
+            }));
         }
     }
 }
@@ -257,13 +253,6 @@ unsafe fn put<V: Lanes>(sums: &mut [f32], products: &[f32], factor: f32, write: 
     for (sum, product) in sums[whole..].iter_mut().zip(&products[whole..]) {
         *sum = product * factor + if write == Write::Accumulate { *sum } else { 0.0 };
     }
-}
-
-/// Splits the first `len` elements off a slice.
-fn take<'a>(scratch: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
-    let (taken, rest) = std::mem::take(scratch).split_at_mut(len);
-    *scratch = rest;
-    taken
 }
 
 /// The forward with the micro-kernel `K`.

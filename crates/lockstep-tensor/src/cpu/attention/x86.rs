@@ -4,11 +4,8 @@
 
 use std::arch::x86_64::*;
 
-use super::{
-    BLOCK,
-    lanes::{EXP2, Lanes},
-};
-use crate::CpuLevel;
+use super::lanes::{BLOCK, EXP2, Lanes};
+use crate::{CpuLevel, cpu::simd::inlined};
 
 const PHILOX_MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const PHILOX_WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
@@ -26,6 +23,59 @@ unsafe fn interleave(words: [u64; 4]) -> u64 {
     }
 }
 
+/// Implements the operations of [`Lanes`] that are one intrinsic on both levels.
+macro_rules! arithmetic {
+    ($splat:ident, $load:ident, $store:ident, $mul_add:ident, $add:ident, $sub:ident, $mul:ident, $max:ident) => {
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: the caller promises the level.
+            Self(unsafe { $splat(x) })
+        }
+
+        #[inline(always)]
+        unsafe fn load(pointer: *const f32) -> Self {
+            // SAFETY: the caller promises the level and readable memory.
+            Self(unsafe { $load(pointer) })
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, pointer: *mut f32) {
+            // SAFETY: a value exists only on a CPU of the level; the caller promises writable memory.
+            unsafe { $store(pointer, self.0) }
+        }
+
+        #[inline(always)]
+        fn mul_add(self, b: Self, c: Self) -> Self {
+            // SAFETY: a value exists only on a CPU of the level.
+            Self(unsafe { $mul_add(self.0, b.0, c.0) })
+        }
+
+        #[inline(always)]
+        fn add(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { $add(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        fn sub(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { $sub(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        fn mul(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { $mul(self.0, b.0) })
+        }
+
+        #[inline(always)]
+        fn max(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { $max(b.0, self.0) })
+        }
+    };
+}
+
 /// Sixteen lanes of AVX-512.
 #[derive(Clone, Copy)]
 pub(super) struct Avx512(__m512);
@@ -35,46 +85,8 @@ impl Lanes for Avx512 {
     const LANES: usize = 16;
     const TILE_REGISTERS: usize = 4;
 
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> Self {
-        // SAFETY: the caller promises the level.
-        Self(unsafe { _mm512_set1_ps(x) })
-    }
-
-    #[inline(always)]
-    unsafe fn load(pointer: *const f32) -> Self {
-        // SAFETY: the caller promises the level and readable memory.
-        Self(unsafe { _mm512_loadu_ps(pointer) })
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, pointer: *mut f32) {
-        // SAFETY: a value exists only on a CPU of the level; the caller promises writable memory.
-        unsafe { _mm512_storeu_ps(pointer, self.0) }
-    }
-
-    #[inline(always)]
-    fn mul_add(self, b: Self, c: Self) -> Self {
-        // SAFETY: a value exists only on a CPU of the level.
-        Self(unsafe { _mm512_fmadd_ps(self.0, b.0, c.0) })
-    }
-
-    #[inline(always)]
-    fn add(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm512_add_ps(self.0, b.0) })
-    }
-
-    #[inline(always)]
-    fn sub(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm512_sub_ps(self.0, b.0) })
-    }
-
-    #[inline(always)]
-    fn mul(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm512_mul_ps(self.0, b.0) })
+    arithmetic! {
+        _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_add_ps, _mm512_sub_ps, _mm512_mul_ps, _mm512_max_ps
     }
 
     #[inline(always)]
@@ -94,12 +106,6 @@ impl Lanes for Avx512 {
             p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0));
             Self(_mm512_scalef_ps(p, n))
         }
-    }
-
-    #[inline(always)]
-    fn max(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm512_max_ps(b.0, self.0) })
     }
 
     #[inline(always)]
@@ -125,10 +131,7 @@ impl Lanes for Avx512 {
         // SAFETY: the caller promises the level and the squares.
         unsafe {
             // Pairs, then quadruples of rows inside each 128-bit quarter, then the quarters themselves.
-            let x: [__m512; 16] = std::array::from_fn(
-                #[inline(always)]
-                |i| _mm512_loadu_ps(source.add(i * row)),
-            );
+            let x: [__m512; 16] = std::array::from_fn(inlined!(|i| _mm512_loadu_ps(source.add(i * row))));
             let mut y = x;
             for i in (0..16).step_by(2) {
                 y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
@@ -136,10 +139,7 @@ impl Lanes for Avx512 {
             }
             let mut z = y;
             for i in (0..16).step_by(4) {
-                let y: [__m512d; 4] = std::array::from_fn(
-                    #[inline(always)]
-                    |j| _mm512_castps_pd(y[i + j]),
-                );
+                let y: [__m512d; 4] = std::array::from_fn(inlined!(|j| _mm512_castps_pd(y[i + j])));
                 z[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(y[0], y[2]));
                 z[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(y[0], y[2]));
                 z[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(y[1], y[3]));
@@ -212,46 +212,8 @@ impl Lanes for Avx2 {
     const LANES: usize = 8;
     const TILE_REGISTERS: usize = 2;
 
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> Self {
-        // SAFETY: the caller promises the level.
-        Self(unsafe { _mm256_set1_ps(x) })
-    }
-
-    #[inline(always)]
-    unsafe fn load(pointer: *const f32) -> Self {
-        // SAFETY: the caller promises the level and readable memory.
-        Self(unsafe { _mm256_loadu_ps(pointer) })
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, pointer: *mut f32) {
-        // SAFETY: a value exists only on a CPU of the level; the caller promises writable memory.
-        unsafe { _mm256_storeu_ps(pointer, self.0) }
-    }
-
-    #[inline(always)]
-    fn mul_add(self, b: Self, c: Self) -> Self {
-        // SAFETY: a value exists only on a CPU of the level.
-        Self(unsafe { _mm256_fmadd_ps(self.0, b.0, c.0) })
-    }
-
-    #[inline(always)]
-    fn add(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm256_add_ps(self.0, b.0) })
-    }
-
-    #[inline(always)]
-    fn sub(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm256_sub_ps(self.0, b.0) })
-    }
-
-    #[inline(always)]
-    fn mul(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm256_mul_ps(self.0, b.0) })
+    arithmetic! {
+        _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, _mm256_add_ps, _mm256_sub_ps, _mm256_mul_ps, _mm256_max_ps
     }
 
     #[inline(always)]
@@ -272,12 +234,6 @@ impl Lanes for Avx2 {
             let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
             Self(_mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent))))
         }
-    }
-
-    #[inline(always)]
-    fn max(self, b: Self) -> Self {
-        // SAFETY: as above.
-        Self(unsafe { _mm256_max_ps(b.0, self.0) })
     }
 
     #[inline(always)]
@@ -316,10 +272,7 @@ impl Lanes for Avx2 {
         // SAFETY: the caller promises the level and the squares.
         unsafe {
             // As for AVX-512, with two halves instead of four quarters.
-            let x: [__m256; 8] = std::array::from_fn(
-                #[inline(always)]
-                |i| _mm256_loadu_ps(source.add(i * row)),
-            );
+            let x: [__m256; 8] = std::array::from_fn(inlined!(|i| _mm256_loadu_ps(source.add(i * row))));
             let mut y = x;
             for i in (0..8).step_by(2) {
                 y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);

@@ -9,16 +9,17 @@
 use std::{marker::PhantomData, ops::Range};
 
 use super::{
-    CpuQueue, Float, Problem, Scratch, Window,
     blocks::{Blocks, Grain},
     kernel::{ColumnPanels, MicroKernel, RowPanels},
     lanes::Dot,
     pack::{Factors, Packing},
+    problem::Problem,
     rows,
-    scratch::PARTIAL_COLUMNS,
-    store::{Finish, Tile, store},
+    scratch::{PARTIAL_COLUMNS, Scratch},
+    store::{Finish, Tile, Window, store},
 };
 use crate::{CpuLevel, Element, Write, cpu::pool::Pool};
+use crate::{CpuQueue, cpu::simd::Float};
 
 /// Products with fewer multiplications run on the calling thread: waking others costs more.
 const SERIAL_MULTIPLICATIONS: usize = 1 << 16;

@@ -4,11 +4,13 @@
 
 use lockstep_plan::DType;
 
-use super::{CpuQueue, check_disjoint, gemms};
-use crate::{Gemm, GemmLayout, GroupedGemm, Write, cpu::tasks::expect};
+use crate::{
+    Gemm, GemmLayout, GroupedGemm, Write,
+    cpu::operands::{check_disjoint, expect},
+};
 
-/// Runs the products; see [`GroupedGemm`].
-pub(in crate::cpu) fn grouped(queue: &CpuQueue, grouped: GroupedGemm<'_>) {
+/// Returns the product of each group, with the rows of its output; see [`GroupedGemm`].
+pub(super) fn products(grouped: GroupedGemm<'_>) -> impl Iterator<Item = (Gemm<'_>, usize)> {
     let GroupedGemm { layout, a, b, c, offsets, write } = grouped;
     check_disjoint(&[c], &[a, b, offsets]);
     let groups = offsets.elements().checked_sub(1).expect("offsets of groups have at least one element");
@@ -27,7 +29,7 @@ pub(in crate::cpu) fn grouped(queue: &CpuQueue, grouped: GroupedGemm<'_>) {
     );
     let [a, b, c] = [a, b, c].map(|view| view.reshape(<[usize; 2]>::from(view.shape().as_matrix())));
     let height = stacked.shape().dims()[1];
-    let products = offsets.windows(2).enumerate().filter_map(|(group, ends)| {
+    offsets.windows(2).enumerate().filter_map(move |(group, ends)| {
         let rows = ends[0] as usize..ends[1] as usize;
         if rows.is_empty() && (layout != GemmLayout::TN || write == Write::Accumulate) {
             return None;
@@ -39,8 +41,7 @@ pub(in crate::cpu) fn grouped(queue: &CpuQueue, grouped: GroupedGemm<'_>) {
         };
         let rows_of_c = c.shape().as_matrix().0;
         Some((Gemm { layout, a: a.rows(rows), b, c, bias: None, write }, rows_of_c))
-    });
-    gemms(queue, (a.dtype(), c.dtype()), products);
+    })
 }
 
 #[cfg(test)]
@@ -49,7 +50,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        Arena, CpuLevel, Kernels, Tensor,
+        Arena, CpuLevel, CpuQueue, GemmKernels, Tensor,
         cpu::testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, values},
     };
 

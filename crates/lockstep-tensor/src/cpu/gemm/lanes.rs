@@ -7,7 +7,8 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{Float, pack::Block, transpose};
+use super::{transpose, transpose::Block};
+use crate::cpu::simd::Float;
 
 /// A vector of [`Lanes::COUNT`] lanes.
 ///

@@ -5,21 +5,21 @@
 //! depth. Blocks of 16 × 16 units are read in memory order, transposed if the panel has the other order, and written.
 //! Padding beyond the operand is zero.
 
-use std::ops::Range;
+use std::{marker::PhantomData, ops::Range};
 
-use half::{bf16, f16};
+#[cfg(target_arch = "x86_64")]
+use half::bf16;
 
-use super::{Float, lanes::Lanes, store::Tile};
+use super::{
+    lanes::Lanes,
+    store::Tile,
+    transpose::{Block, SIDE},
+};
 use crate::cpu::simd::{CACHE_LINE_BYTES, prefetch};
-
-/// Side of the blocks that are read, transposed and written at once.
-pub(in crate::cpu) const SIDE: usize = 16;
+use crate::cpu::simd::{Float, inlined};
 
 /// Prefetch distance, in units of depth, of lines across the depth.
 const UNITS_AHEAD: usize = 16;
-
-/// A square of units.
-pub(in crate::cpu) type Block = [[u32; SIDE]; SIDE];
 
 /// The index along which neighbours are contiguous in memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -187,40 +187,20 @@ impl Unit for Single {
     }
 }
 
-/// A bf16 widened to f32, for levels without bf16 arithmetic.
-pub(in crate::cpu) struct Widened;
+/// A bf16 or f16 widened to f32, for levels without arithmetic in that type.
+pub(in crate::cpu) struct Widened<T>(PhantomData<T>);
 
-impl Unit for Widened {
-    type Source = bf16;
+impl<T: Float> Unit for Widened<T> {
+    type Source = T;
     const ELEMENTS: usize = 1;
 
     #[inline(always)]
-    fn along(elements: &[bf16], units: &mut [u32; SIDE]) {
+    fn along(elements: &[T], units: &mut [u32; SIDE]) {
         Self::across([elements, &[]], &mut units[..elements.len()]);
     }
 
     #[inline(always)]
-    fn across([line, _]: [&[bf16]; 2], units: &mut [u32]) {
-        for (unit, element) in units.iter_mut().zip(line) {
-            *unit = u32::from(element.to_bits()) << 16;
-        }
-    }
-}
-
-/// An f16 widened to f32: no level has f16 arithmetic.
-pub(super) struct WidenedHalf;
-
-impl Unit for WidenedHalf {
-    type Source = f16;
-    const ELEMENTS: usize = 1;
-
-    #[inline(always)]
-    fn along(elements: &[f16], units: &mut [u32; SIDE]) {
-        Self::across([elements, &[]], &mut units[..elements.len()]);
-    }
-
-    #[inline(always)]
-    fn across([line, _]: [&[f16]; 2], units: &mut [u32]) {
+    fn across([line, _]: [&[T]; 2], units: &mut [u32]) {
         for (unit, element) in units.iter_mut().zip(line) {
             *unit = element.load().to_bits();
         }
@@ -281,28 +261,25 @@ pub(in crate::cpu) unsafe fn pack<V: Lanes, U: Unit, P: PanelShape>(
     }
     // SAFETY: the caller's promise.
     unsafe {
-        V::compiled(
-            #[inline(always)]
-            || match (operand.order, P::ORDER) {
-                (Order::AcrossDepth, Order::AcrossDepth) => {
-                    copy::<U, P>(operand, outer, depth, units, panels)
-                }
-                (Order::AlongDepth, _) => {
-                    blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
-                        read_along::<U, P>(operand, outer, depth, block);
-                        if P::ORDER == Order::AcrossDepth {
-                            V::transpose(block);
-                        }
-                    })
-                }
-                (Order::AcrossDepth, Order::AlongDepth) => {
-                    blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
-                        read_across::<U>(operand, outer, depth, block);
+        V::compiled(inlined!(|| match (operand.order, P::ORDER) {
+            (Order::AcrossDepth, Order::AcrossDepth) => {
+                copy::<U, P>(operand, outer, depth, units, panels)
+            }
+            (Order::AlongDepth, _) => {
+                blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
+                    read_along::<U, P>(operand, outer, depth, block);
+                    if P::ORDER == Order::AcrossDepth {
                         V::transpose(block);
-                    });
-                }
-            },
-        );
+                    }
+                })
+            }
+            (Order::AcrossDepth, Order::AlongDepth) => {
+                blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
+                    read_across::<U>(operand, outer, depth, block);
+                    V::transpose(block);
+                });
+            }
+        }));
     }
 }
 

@@ -5,10 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    CpuLevel,
-    lanes::{Lanes, Plain},
-};
+use super::lanes::{Lanes, Plain};
 #[cfg(target_arch = "x86_64")]
 use super::{
     amx,
@@ -16,6 +13,7 @@ use super::{
     lanes::{Bf16Pairs, F32x8, F32x16},
     store::Tile,
 };
+use crate::CpuLevel;
 
 /// The highest measured rates, in 10⁹ floating-point operations per second; a multiply-add counts as two.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -3,8 +3,9 @@
 
 use std::ops::Range;
 
-use super::{Float, Problem, lanes::Dot, pack::Order};
+use super::{lanes::Dot, pack::Order, problem::Problem};
 use crate::Write;
+use crate::cpu::simd::Float;
 
 /// Largest number of rows of X for which this is faster than packing W.
 const MAX_ROWS: usize = 8;

@@ -13,12 +13,13 @@ use std::ops::Range;
 use half::bf16;
 
 use super::{
-    Float,
     kernel::{Avx512, ColumnPanels, MicroKernel, RowPanels},
     lanes::Lanes,
-    pack::{Factors, Operand, Packing, PanelShape, SIDE, Single, Unit, pack},
+    pack::{Factors, Operand, Packing, PanelShape, Single, Unit, pack},
     store::Tile,
+    transpose::SIDE,
 };
+use crate::cpu::simd::{Float, inlined};
 
 /// Range of the magnitudes that can be split, as bits of bf16: `2^-100 <= |x| < 2^127`; 0 can be split too.
 const SPLIT_BITS: Range<u16> = bf16_bits(-100)..bf16_bits(127);
@@ -113,13 +114,10 @@ impl Packing for ThreeParts {
                 pack::<V, Part<0>, P>(operand, lines(), depth.clone(), units, first_part);
                 pack::<V, Part<1>, P>(operand, lines(), depth.clone(), units, second_part);
                 pack::<V, Part<2>, P>(operand, lines(), depth.clone(), units, third_part);
-                mark[0] = V::compiled(
-                    #[inline(always)]
-                    || {
-                        let parts = bytemuck::cast_slice::<u32, u16>(first_part).iter();
-                        u32::from(parts.fold(false, |found, part| found | is_exceptional(*part)))
-                    },
-                );
+                mark[0] = V::compiled(inlined!(|| {
+                    let parts = bytemuck::cast_slice::<u32, u16>(first_part).iter();
+                    u32::from(parts.fold(false, |found, part| found | is_exceptional(*part)))
+                }));
             }
         }
     }

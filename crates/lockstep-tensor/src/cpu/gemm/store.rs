@@ -1,7 +1,10 @@
 //! The epilogue of a tile of sums: earlier sums, bias and C are added, and the result is rounded once.
 
-use super::{CpuLevel, Float};
 use crate::Write;
+use crate::{
+    CpuLevel,
+    cpu::simd::{Float, inlined},
+};
 
 /// A tile of f32 sums, the output of a micro-kernel.
 #[repr(align(64))]
@@ -114,27 +117,24 @@ pub(in crate::cpu) unsafe fn store<T: Float, C: Float>(
     finish: &Finish<'_, T>,
     target: Window<C>,
 ) {
-    level.run_with_isa(
-        #[inline(always)]
-        |isa| {
-            for (i, sums) in tile.0.chunks_exact_mut(tile_columns).take(rows).enumerate() {
-                let sums = &mut sums[..columns];
-                if let Some(partial) = finish.partial {
-                    // SAFETY: the caller's promise.
-                    add(sums, unsafe { partial.row(i, columns) });
-                }
-                if let Some(bias) = finish.bias {
-                    add(sums, &bias[..columns]);
-                }
-                // SAFETY: the caller's promise; `partial` and `target` are different matrices.
-                let target = unsafe { target.row(i, columns) };
-                if finish.write == Write::Accumulate {
-                    add(sums, target);
-                }
-                C::store_all(isa, sums, target);
+    level.run_with_isa(inlined!(|isa| {
+        for (i, sums) in tile.0.chunks_exact_mut(tile_columns).take(rows).enumerate() {
+            let sums = &mut sums[..columns];
+            if let Some(partial) = finish.partial {
+                // SAFETY: the caller's promise.
+                add(sums, unsafe { partial.row(i, columns) });
             }
-        },
-    );
+            if let Some(bias) = finish.bias {
+                add(sums, &bias[..columns]);
+            }
+            // SAFETY: the caller's promise; `partial` and `target` are different matrices.
+            let target = unsafe { target.row(i, columns) };
+            if finish.write == Write::Accumulate {
+                add(sums, target);
+            }
+            C::store_all(isa, sums, target);
+        }
+    }));
 }
 
 #[inline(always)]

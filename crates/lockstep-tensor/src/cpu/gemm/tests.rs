@@ -13,7 +13,7 @@ use super::{
     amx_emulator,
     reference::multiply,
 };
-use crate::{Arena, Gemm, GemmLayout, Kernels, Queue, Write};
+use crate::{Arena, Gemm, GemmKernels, GemmLayout, Queue, Write};
 
 const LAYOUTS: [GemmLayout; 3] = [GemmLayout::NN, GemmLayout::NT, GemmLayout::TN];
 /// The types of operands and of C.

@@ -4,9 +4,11 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-use super::pack::Block;
-#[cfg(target_arch = "x86_64")]
-use super::pack::SIDE;
+/// Side of the blocks that are read, transposed and written at once.
+pub(in crate::cpu) const SIDE: usize = 16;
+
+/// A square of units.
+pub(in crate::cpu) type Block = [[u32; SIDE]; SIDE];
 
 /// Transposes in portable code.
 #[inline(always)]

@@ -1,22 +1,18 @@
 //! AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), rounded as PyTorch does.
 
 use super::{CpuQueue, Operands, update};
-use crate::AdamW;
+use crate::{AdamW, cpu::simd::inlined};
 
-pub(in crate::cpu) fn adamw(queue: &CpuQueue, step: &AdamW<'_>) {
+pub(super) fn adamw(queue: &CpuQueue, step: &AdamW<'_>) {
     let rates = AdamWRates::new(step);
-    let operands = Operands {
-        names: ["adamw: parameter", "adamw: exp_avg", "adamw: exp_avg_sq"],
-        stored: [step.parameter, step.exp_avg, step.exp_avg_sq],
-        gradient: step.gradient,
-        rounded: step.rounded,
-        rounding: step.rounding,
-    };
+    let AdamW { parameter, exp_avg, exp_avg_sq, gradient, rounded, rounding, .. } = *step;
+    let names = ["adamw: parameter", "adamw: exp_avg", "adamw: exp_avg_sq"];
+    let stored = [parameter, exp_avg, exp_avg_sq];
     update(
         queue,
-        &operands,
-        #[inline(always)]
-        |[parameter, exp_avg, exp_avg_sq], gradient| rates.update(parameter, gradient, exp_avg, exp_avg_sq),
+        &Operands { names, stored, gradient, rounded, rounding },
+        inlined!(|[parameter, exp_avg, exp_avg_sq], gradient| rates
+            .update(parameter, gradient, exp_avg, exp_avg_sq)),
     );
 }
 
@@ -69,7 +65,7 @@ mod tests {
 
     use super::*;
     use crate::cpu::testing::{adamw_step, assert_close, floats, on_every_queue, random_of, rounded, values};
-    use crate::{Kernels, Rounding, Tensor};
+    use crate::{OptimizerKernels, Rounding, Tensor};
 
     const LENGTHS: [usize; 4] = [1, 255, 1027, 70_003];
     const STEPS: u64 = 5;

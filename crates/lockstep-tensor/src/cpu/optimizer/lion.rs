@@ -2,25 +2,19 @@
 //! gradients.
 
 use super::{CpuQueue, Operands, update};
-use crate::Lion;
+use crate::{Lion, cpu::simd::inlined};
 
-pub(in crate::cpu) fn lion(queue: &CpuQueue, step: &Lion<'_>) {
+pub(super) fn lion(queue: &CpuQueue, step: &Lion<'_>) {
     let [beta1, beta2] = step.betas;
     let keep = (1.0 - step.learning_rate * step.weight_decay) as f32;
     let (learning_rate, gradient_scale) = (step.learning_rate as f32, step.gradient_scale);
     let (one_minus_beta1, one_minus_beta2) = ((1.0 - beta1) as f32, (1.0 - beta2) as f32);
-    let operands = Operands {
-        names: ["lion: parameter", "lion: exp_avg"],
-        stored: [step.parameter, step.exp_avg],
-        gradient: step.gradient,
-        rounded: step.rounded,
-        rounding: step.rounding,
-    };
+    let Lion { parameter, exp_avg, gradient, rounded, rounding, .. } = *step;
+    let names = ["lion: parameter", "lion: exp_avg"];
     update(
         queue,
-        &operands,
-        #[inline(always)]
-        |[parameter, exp_avg], gradient| {
+        &Operands { names, stored: [parameter, exp_avg], gradient, rounded, rounding },
+        inlined!(|[parameter, exp_avg], gradient| {
             for ((p, m), g) in parameter.iter_mut().zip(exp_avg).zip(gradient) {
                 let g = g * gradient_scale;
                 let direction = *m + (g - *m) * one_minus_beta1;
@@ -29,7 +23,7 @@ pub(in crate::cpu) fn lion(queue: &CpuQueue, step: &Lion<'_>) {
                 *p = *p * keep - learning_rate * sign;
                 *m += (g - *m) * one_minus_beta2;
             }
-        },
+        }),
     );
 }
 
@@ -39,7 +33,7 @@ mod tests {
 
     use super::*;
     use crate::cpu::testing::{assert_close, floats, on_every_queue, random_of, rounded, values};
-    use crate::{Kernels, Rounding, Tensor};
+    use crate::{OptimizerKernels, Rounding, Tensor};
 
     const STEPS: u64 = 5;
 

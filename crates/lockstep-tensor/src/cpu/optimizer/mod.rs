@@ -10,6 +10,7 @@ mod muon;
 mod norm;
 mod rounding;
 mod sgd;
+mod steps;
 
 use std::ops::Range;
 
@@ -18,11 +19,11 @@ use lockstep_plan::DType;
 
 pub use self::muon::muon_flops;
 use self::rounding::Rounder;
-pub(super) use self::{adamw::adamw, lion::lion, muon::muon, norm::sum_of_squares, sgd::sgd};
 use super::{
-    CpuQueue, check_disjoint,
-    simd::{Float, Isa},
-    tasks::{BLOCK, Block, Operand, elements_per_task, expect},
+    CpuQueue,
+    operands::{Operand, check_disjoint, expect},
+    simd::{BLOCK, Block, Float, Isa, inlined},
+    tasks::elements_per_task,
 };
 use crate::{Rounding, View};
 
@@ -128,7 +129,7 @@ struct Operands<'a, const N: usize> {
 }
 
 /// Calls `rule` with the blocks of all operands as f32, the gradient last; `rule` updates the others, and they are
-/// stored. It must be `#[inline(always)]`, or it is compiled for the lowest level.
+/// stored. It must be `inlined!`, or it is compiled for the lowest level.
 ///
 /// # Panics
 /// If the operands' types or sizes do not fit, or they overlap.
@@ -151,18 +152,16 @@ fn update<const N: usize>(
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, isa| {
+        inlined!(|range, isa| {
             let mut blocks = [Block::ZERO; N];
             for start in range.clone().step_by(BLOCK) {
                 let block = start..range.end.min(start + BLOCK);
                 // SAFETY: the operands do not overlap, and each range of them belongs to one task.
                 unsafe {
                     let mut blocks = blocks.each_mut().map(Some);
-                    let mut values: [&mut [f32]; N] = std::array::from_fn(
-                        #[inline(always)]
-                        |i| stored[i].load(block.clone(), blocks[i].take().expect("taken once")),
-                    );
+                    let mut values: [&mut [f32]; N] = std::array::from_fn(inlined!(
+                        |i| stored[i].load(block.clone(), blocks[i].take().expect("taken once"))
+                    ));
                     rule(values.each_mut().map(|values| &mut **values), gradient.read(block.clone()));
                     for (stored, values) in stored.iter().zip(&values) {
                         stored.store(isa, block.clone(), values);
@@ -170,6 +169,6 @@ fn update<const N: usize>(
                     rounded.store(isa, start, values[0]);
                 }
             }
-        },
+        }),
     );
 }

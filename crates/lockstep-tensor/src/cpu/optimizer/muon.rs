@@ -8,13 +8,12 @@
 use lockstep_plan::{DType, MemoryCategory};
 
 use super::{
-    super::{
-        cast, gemm,
-        tasks::{Operand, elements_per_task},
-    },
-    CpuQueue, Operands, sum_of_squares, update,
+    super::{operands::Operand, simd::inlined, tasks::elements_per_task},
+    CpuQueue, Operands,
+    norm::sum_of_squares,
+    update,
 };
-use crate::{Buffer, Gemm, GemmLayout, Muon, View, Write};
+use crate::{Buffer, CopyKernels, Gemm, GemmKernels, GemmLayout, Muon, View, Write};
 
 /// The coefficients (a, b, c), chosen for the steepest slope at zero.
 const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
@@ -22,7 +21,7 @@ const ROUNDS: usize = 5;
 /// Smallest norm that a direction is divided by.
 const EPS: f64 = 1e-7;
 
-pub(in crate::cpu) fn muon(queue: &CpuQueue, step: &Muon<'_>) {
+pub(super) fn muon(queue: &CpuQueue, step: &Muon<'_>) {
     let shape = step.parameter.shape();
     let &[rows, columns] = shape.dims() else { panic!("muon: a parameter of shape {shape:?} is no matrix") };
     let scratch = Scratch::new(queue, step.dtype, [rows, columns]);
@@ -32,22 +31,15 @@ pub(in crate::cpu) fn muon(queue: &CpuQueue, step: &Muon<'_>) {
     orthogonalize(queue, &scratch, (1.0 / norm) as f32);
     let keep = (1.0 - step.learning_rate * step.weight_decay) as f32;
     let learning_rate = (step.learning_rate * f64::from(step.scale)) as f32;
-    let operands = Operands {
-        names: ["muon: parameter"],
-        stored: [step.parameter],
-        gradient: direction,
-        rounded: step.rounded,
-        rounding: step.rounding,
-    };
+    let Muon { parameter, rounded, rounding, .. } = *step;
     update(
         queue,
-        &operands,
-        #[inline(always)]
-        |[parameter], direction| {
+        &Operands { names: ["muon: parameter"], stored: [parameter], gradient: direction, rounded, rounding },
+        inlined!(|[parameter], direction| {
             for (p, d) in parameter.iter_mut().zip(direction) {
                 *p = *p * keep - learning_rate * d;
             }
-        },
+        }),
     );
 }
 
@@ -55,24 +47,18 @@ pub(in crate::cpu) fn muon(queue: &CpuQueue, step: &Muon<'_>) {
 fn momentum(queue: &CpuQueue, step: &Muon<'_>, direction: View<'_>) {
     let (gradient_scale, momentum) = (step.gradient_scale, step.momentum);
     let one_minus_momentum = (1.0 - f64::from(momentum)) as f32;
-    let operands = Operands {
-        names: ["muon: direction", "muon: momentum buffer"],
-        stored: [direction, step.momentum_buffer],
-        gradient: step.gradient,
-        rounded: None,
-        rounding: step.rounding,
-    };
+    let Muon { momentum_buffer, gradient, rounding, .. } = *step;
+    let names = ["muon: direction", "muon: momentum buffer"];
     update(
         queue,
-        &operands,
-        #[inline(always)]
-        |[direction, buffer], gradient| {
+        &Operands { names, stored: [direction, momentum_buffer], gradient, rounded: None, rounding },
+        inlined!(|[direction, buffer], gradient| {
             for ((d, m), g) in direction.iter_mut().zip(buffer).zip(gradient) {
                 let g = g * gradient_scale;
                 *m += (g - *m) * one_minus_momentum;
                 *d = g + (*m - g) * momentum;
             }
-        },
+        }),
     );
 }
 
@@ -87,10 +73,10 @@ fn orthogonalize(queue: &CpuQueue, scratch: &Scratch, factor: f32) {
     let direction = scratch.direction();
     scale(queue, direction, factor);
     let [mut x, mut next] = [0, 1].map(|i| scratch.iterate(i));
-    cast::cast(queue, direction, x);
+    queue.cast(direction, x);
     let multiply = |layout, a, b, c: View<'_>| {
         let product = Gemm { layout, a, b, c, bias: None, write: Write::Overwrite };
-        gemm::gemm(queue, product, c.shape().as_matrix().0);
+        queue.gemm(product);
     };
     let [rows, columns] = scratch.shape;
     let (gram, square, operand) = (scratch.square(0), scratch.square(1), scratch.operand());
@@ -98,10 +84,10 @@ fn orthogonalize(queue: &CpuQueue, scratch: &Scratch, factor: f32) {
         // `A = X·Xᵀ` or `Xᵀ·X`, over the shorter side.
         let layout = if rows <= columns { GemmLayout::NT } else { GemmLayout::TN };
         multiply(layout, x, x, gram);
-        cast::cast(queue, gram, operand);
+        queue.cast(gram, operand);
         multiply(GemmLayout::NN, operand, operand, square);
         quintic(queue, gram, square);
-        cast::cast(queue, gram, operand);
+        queue.cast(gram, operand);
         if rows <= columns {
             multiply(GemmLayout::NN, operand, x, next);
         } else {
@@ -109,7 +95,7 @@ fn orthogonalize(queue: &CpuQueue, scratch: &Scratch, factor: f32) {
         }
         std::mem::swap(&mut x, &mut next);
     }
-    cast::cast(queue, x, direction);
+    queue.cast(x, direction);
 }
 
 /// Computes `gram ← a·I + b·gram + c·square`.
@@ -121,8 +107,7 @@ fn quintic(queue: &CpuQueue, gram: View<'_>, square: View<'_>) {
     queue.for_each_range(
         side,
         rows_per_task,
-        #[inline(always)]
-        |rows, _| {
+        inlined!(|rows, _| {
             for row in rows {
                 let line = row * side..(row + 1) * side;
                 // SAFETY: each row belongs to one task, and the operands are two buffers.
@@ -132,7 +117,7 @@ fn quintic(queue: &CpuQueue, gram: View<'_>, square: View<'_>) {
                 }
                 gram[row] += a;
             }
-        },
+        }),
     );
 }
 
@@ -142,11 +127,10 @@ fn scale(queue: &CpuQueue, x: View<'_>, factor: f32) {
     queue.for_each_range(
         elements,
         elements_per_task(elements),
-        #[inline(always)]
-        |range, _| {
+        inlined!(|range, _| {
             // SAFETY: each range belongs to one task.
             unsafe { x.write(range) }.iter_mut().for_each(|x| *x *= factor);
-        },
+        }),
     );
 }
 
@@ -220,7 +204,7 @@ fn aligned(bytes: usize) -> usize {
 mod tests {
     use super::*;
     use crate::cpu::testing::{assert_close, floats, on_every_queue, random_of, rounded, values};
-    use crate::{Kernels, Rounding};
+    use crate::{OptimizerKernels, Rounding};
 
     const SHAPES: [[usize; 2]; 5] = [[24, 40], [40, 24], [33, 33], [1, 7], [130, 300]];
     const STEPS: usize = 3;

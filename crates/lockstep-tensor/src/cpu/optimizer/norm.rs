@@ -4,33 +4,27 @@ use std::sync::{Mutex, PoisonError};
 
 use lockstep_plan::{DType, exact::ExactSum};
 
-use super::super::{
-    CpuQueue,
-    tasks::{expect, is_parallel},
-};
-use crate::View;
+use super::super::{CpuQueue, operands::expect, tasks::is_parallel};
+use crate::{View, cpu::simd::inlined};
 
 /// Number of elements whose squares are summed before they enter the exact sum; shards start at multiples of it.
 const NORM_BLOCK: usize = 1024;
 /// Blocks of squares of one task.
 const NORM_BLOCKS_PER_TASK: usize = 64;
 
-pub(in crate::cpu) fn sum_of_squares(queue: &CpuQueue, x: View<'_>) -> ExactSum {
+pub(super) fn sum_of_squares(queue: &CpuQueue, x: View<'_>) -> ExactSum {
     let elements = x.elements();
     expect("sum_of_squares: x", x, DType::F32, elements);
     // SAFETY: this kernel writes nothing.
     let x = unsafe { x.slice::<f32>() };
     let sum = |part: &[f32]| {
-        queue.level.run(
-            #[inline(always)]
-            || {
-                let mut sum = ExactSum::default();
-                for block in part.chunks(NORM_BLOCK) {
-                    sum.add(squares_of_block(block));
-                }
-                sum
-            },
-        )
+        queue.level.run(inlined!(|| {
+            let mut sum = ExactSum::default();
+            for block in part.chunks(NORM_BLOCK) {
+                sum.add(squares_of_block(block));
+            }
+            sum
+        }))
     };
     // The sum is exact, so the order of the merges does not matter.
     let total = Mutex::new(ExactSum::default());
@@ -64,7 +58,7 @@ fn squares_of_block(block: &[f32]) -> f64 {
 mod tests {
     use super::*;
     use crate::cpu::testing::{assert_close, floats, on_every_queue, random_of};
-    use crate::{Arena, Kernels};
+    use crate::{Arena, OptimizerKernels};
 
     #[test]
     fn the_sum_of_squares_does_not_depend_on_how_shards_are_cut() {

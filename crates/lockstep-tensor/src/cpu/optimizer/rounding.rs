@@ -5,10 +5,7 @@
 use half::bf16;
 use lockstep_plan::random::{Philox, mix};
 
-use super::super::{
-    simd::{Float, Isa},
-    tasks::BLOCK,
-};
+use super::super::simd::{BLOCK, Float, Isa};
 use crate::Rounding;
 
 /// Number of random 16-bit halves in one block of the generator.

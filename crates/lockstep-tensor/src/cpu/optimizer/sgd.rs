@@ -1,9 +1,9 @@
 //! SGD with momentum, as PyTorch's `SGD`.
 
 use super::{CpuQueue, Operands, update};
-use crate::Sgd;
+use crate::{Sgd, cpu::simd::inlined};
 
-pub(in crate::cpu) fn sgd(queue: &CpuQueue, step: &Sgd<'_>) {
+pub(super) fn sgd(queue: &CpuQueue, step: &Sgd<'_>) {
     assert!(
         step.momentum_buffer.is_some() || step.momentum == 0.0,
         "sgd: momentum {} needs a momentum buffer",
@@ -24,15 +24,15 @@ pub(in crate::cpu) fn sgd(queue: &CpuQueue, step: &Sgd<'_>) {
             update(
                 queue,
                 &Operands { names, stored: [parameter, buffer], gradient, rounded, rounding },
-                #[inline(always)]
-                |[parameter, buffer], gradient| rates.update_with_momentum(parameter, gradient, buffer),
+                inlined!(
+                    |[parameter, buffer], gradient| rates.update_with_momentum(parameter, gradient, buffer)
+                ),
             );
         }
         None => update(
             queue,
             &Operands { names: ["sgd: parameter"], stored: [parameter], gradient, rounded, rounding },
-            #[inline(always)]
-            |[parameter], gradient| rates.update(parameter, gradient),
+            inlined!(|[parameter], gradient| rates.update(parameter, gradient)),
         ),
     }
 }
@@ -78,7 +78,7 @@ mod tests {
 
     use super::*;
     use crate::cpu::testing::{assert_close, floats, on_every_queue, random_of, rounded, values};
-    use crate::{Arena, Kernels, Rounding};
+    use crate::{Arena, OptimizerKernels, Rounding};
 
     const LENGTHS: [usize; 4] = [1, 255, 1027, 70_003];
     const STEPS: u64 = 5;

@@ -12,13 +12,15 @@ use std::ops::Range;
 use lockstep_plan::DType;
 
 use super::{
-    CpuQueue, check_disjoint,
+    CpuQueue,
     loss::sum_of_exp,
-    simd::{Float, Isa, exp, map_block, sigmoid, sum, with_float},
-    tasks::{BLOCK, Block, Operand, add_to, expect, is_parallel, rows_per_task},
+    operands::{Operand, check_disjoint, expect},
+    simd::{BLOCK, Block, Float, Isa, add_to, exp, inlined, map_block, sigmoid, sum, with_float},
+    tasks::{is_parallel, rows_per_task},
 };
 use crate::{
-    ExpertGroups, Router, RouterGradients, RouterOutputs, RouterScores, RouterWeights, TokenPositions, View,
+    ExpertGroups, Pending, Router, RouterGradients, RouterKernels, RouterOutputs, RouterScores,
+    RouterWeights, TokenPositions, View,
 };
 
 /// Largest number of experts of a router, one row of which is on the stack.
@@ -111,7 +113,7 @@ impl<'a> Choice<'a> {
     }
 
     /// Returns the margin of a choice of `top_k` experts: see
-    /// [`Kernels::router_margin`](crate::Kernels::router_margin).
+    /// [`RouterKernels::router_margin`].
     fn margin(&self, scores: &[f32], top_k: usize) -> f32 {
         let (excluded, of_groups) = self.closed_groups(scores);
         let open = (0..self.experts).filter(|expert| !excluded.has(*expert));
@@ -175,23 +177,22 @@ fn choose_largest(candidates: impl Iterator<Item = usize>, value: impl Fn(usize)
     assert_eq!(len, chosen.len(), "there are fewer experts than a token must choose");
 }
 
-pub(super) fn forward(queue: &CpuQueue, router: &Router<'_>, logits: View<'_>, routed: RouterOutputs<'_>) {
-    let (tokens, experts) = logits.shape().as_matrix();
-    let &Router { top_k, scores: kind, .. } = router;
-    check_routed(routed, tokens, experts, top_k);
-    let outputs = [routed.scores, routed.log_sum_exp, routed.experts, routed.weights];
-    check_disjoint(&outputs, &[logits]);
-    router.selection_bias.into_iter().for_each(|bias| check_disjoint(&outputs, &[bias]));
-    // SAFETY: as just checked.
-    let choice = unsafe { Choice::new(router, experts) };
-    with_float!(logits.dtype(), T => {
-        let logits = Operand::<T>::new(logits);
-        let [scores, log_sum_exp, weights] =
-            [routed.scores, routed.log_sum_exp, routed.weights].map(Operand::<f32>::new);
-        let chosen = Operand::<u32>::new(routed.experts);
-        let grain = rows_per_task(tokens, experts * (1 + top_k));
-        queue.for_each_range(tokens, grain, #[inline(always)] |tokens, isa| {
-            for token in tokens {
+impl RouterKernels for CpuQueue {
+    fn router_top_k(&self, router: &Router<'_>, logits: View<'_>, routed: RouterOutputs<'_>) {
+        let (tokens, experts) = logits.shape().as_matrix();
+        let &Router { top_k, scores: kind, .. } = router;
+        check_routed(routed, tokens, experts, top_k);
+        let outputs = [routed.scores, routed.log_sum_exp, routed.experts, routed.weights];
+        check_disjoint(&outputs, &[logits]);
+        router.selection_bias.into_iter().for_each(|bias| check_disjoint(&outputs, &[bias]));
+        // SAFETY: as just checked.
+        let choice = unsafe { Choice::new(router, experts) };
+        with_float!(logits.dtype(), T => {
+            let logits = Operand::<T>::new(logits);
+            let [scores, log_sum_exp, weights] =
+                [routed.scores, routed.log_sum_exp, routed.weights].map(Operand::<f32>::new);
+            let chosen = Operand::<u32>::new(routed.experts);
+            self.for_each_row(tokens, experts * (1 + top_k), inlined!(|token, isa| {
                 let (row, slots) = (token * experts..(token + 1) * experts, token * top_k..(token + 1) * top_k);
                 // SAFETY: the logits are only read; a token's outputs belong to one task.
                 let (logits, scores, log_sum_exp, chosen, weights) = unsafe {
@@ -210,19 +211,141 @@ pub(super) fn forward(queue: &CpuQueue, router: &Router<'_>, logits: View<'_>, r
                 for (weight, expert) in weights.iter_mut().zip(&*chosen) {
                     *weight = factor * scores[*expert as usize];
                 }
-            }
+            }));
         });
-    });
-}
+    }
 
-/// Returns the smallest margin of all tokens; see [`Kernels::router_margin`](crate::Kernels::router_margin).
-pub(super) fn margin(router: &Router<'_>, scores: View<'_>) -> f32 {
-    let (tokens, experts) = scores.shape().as_matrix();
-    expect("router_margin: scores", scores, DType::F32, tokens * experts);
-    // SAFETY: nothing is written.
-    let (choice, scores) = unsafe { (Choice::new(router, experts), scores.slice::<f32>()) };
-    let margins = scores.chunks_exact(experts).map(|scores| choice.margin(scores, router.top_k));
-    margins.fold(f32::INFINITY, f32::min)
+    fn router_margin(&self, router: &Router<'_>, scores: View<'_>) -> Pending<'static, f32> {
+        let (tokens, experts) = scores.shape().as_matrix();
+        expect("router_margin: scores", scores, DType::F32, tokens * experts);
+        // SAFETY: nothing is written.
+        let (choice, scores) = unsafe { (Choice::new(router, experts), scores.slice::<f32>()) };
+        let margins = scores.chunks_exact(experts).map(|scores| choice.margin(scores, router.top_k));
+        Pending::ready(margins.fold(f32::INFINITY, f32::min))
+    }
+
+    fn router_top_k_backward(
+        &self,
+        router: &Router<'_>,
+        logits: View<'_>,
+        routed: RouterOutputs<'_>,
+        gradients: RouterGradients<'_>,
+        places: TokenPositions,
+        dlogits: View<'_>,
+    ) {
+        let (tokens, experts) = logits.shape().as_matrix();
+        let &Router { top_k, scores: kind, .. } = router;
+        check_routed(routed, tokens, experts, top_k);
+        expect("router_top_k_backward: dlogits", dlogits, logits.dtype(), tokens * experts);
+        expect("router_top_k_backward: dweights", gradients.weights, DType::F32, tokens * top_k);
+        let RouterOutputs { scores, log_sum_exp, experts: chosen, weights } = routed;
+        check_disjoint(&[dlogits], &[logits, scores, log_sum_exp, chosen, weights, gradients.weights]);
+        if let Some(probabilities) = gradients.probabilities {
+            check_disjoint(&[dlogits], &[probabilities]);
+            check_sequences("router_top_k_backward", probabilities, places, tokens, experts);
+        }
+        router.selection_bias.into_iter().for_each(|bias| check_disjoint(&[dlogits], &[bias]));
+        // SAFETY: as just checked; kernels write only their outputs.
+        let (choice, chosen, log_sum_exp) =
+            unsafe { (Choice::new(router, experts), chosen.slice::<u32>(), log_sum_exp.slice::<f32>()) };
+        if let Some((slot, expert)) =
+            chosen.iter().enumerate().find(|(_, expert)| **expert as usize >= experts)
+        {
+            panic!("token {} has chosen expert {expert} of {experts}", slot / top_k);
+        }
+        with_float!(logits.dtype(), T => {
+            let [logits, dlogits] = [logits, dlogits].map(Operand::<T>::new);
+            let [scores, dweights] = [scores, gradients.weights].map(Operand::<f32>::new);
+            let dprobabilities = gradients.probabilities.map(Operand::<f32>::new);
+            self.for_each_range(tokens, rows_per_task(tokens, 4 * experts), inlined!(|tokens, isa| {
+                let mut dscores = [0.0; MAX_EXPERTS];
+                let dscores = &mut dscores[..experts];
+                for token in tokens {
+                    let (row, slots) = (token * experts..(token + 1) * experts, token * top_k..(token + 1) * top_k);
+                    // SAFETY: all of these are only read.
+                    let (logits, scores, dweights) = unsafe {
+                        (logits.read(row.clone()), scores.read(row.clone()), dweights.read(slots.clone()))
+                    };
+                    dscores.fill(0.0);
+                    if let Some(gradient) = &dprobabilities {
+                        let (sequence, _) = places.of(token);
+                        // SAFETY: as above.
+                        let gradient = unsafe { gradient.read(sequence * experts..(sequence + 1) * experts) };
+                        by_probabilities(kind, scores, gradient, dscores);
+                    }
+                    let chosen = &chosen[slots];
+                    by_weights(&choice, scores, chosen, dweights, dscores);
+                    let [mean] = sum([scores, &*dscores], inlined!(|[s, ds]| [s * ds]));
+                    let statistic = log_sum_exp[token];
+                    let squared = 2.0 * gradients.squared_log_sum_exp * statistic;
+                    // Without a z-loss, an infinite log-sum-exp must not turn the gradient into NaN.
+                    let squared = if gradients.squared_log_sum_exp == 0.0 { 0.0 } else { squared };
+                    for (i, dscore) in dscores.iter_mut().enumerate() {
+                        let s = scores[i];
+                        *dscore = match kind {
+                            RouterScores::Softmax => s * (*dscore - mean),
+                            RouterScores::Sigmoid => *dscore * s * (1.0 - s),
+                        };
+                    }
+                    if squared != 0.0 {
+                        for (dscore, x) in dscores.iter_mut().zip(logits) {
+                            *dscore += squared * exp(isa, x.load() - statistic);
+                        }
+                    }
+                    // SAFETY: each row belongs to one task.
+                    T::store_all(isa, dscores, unsafe { dlogits.write(row) });
+                }
+            }));
+        });
+    }
+
+    fn router_load(
+        &self,
+        routed: RouterOutputs<'_>,
+        places: TokenPositions,
+        counts: View<'_>,
+        probabilities: View<'_>,
+    ) {
+        let (tokens, experts) = routed.scores.shape().as_matrix();
+        let (sequences, _) = counts.shape().as_matrix();
+        let top_k = routed.experts.elements().checked_div(tokens).unwrap_or(0);
+        expect("router_load: experts", routed.experts, DType::U32, tokens * top_k);
+        expect("router_load: probabilities", probabilities, DType::F32, counts.elements());
+        check_sequences("router_load", counts, places, tokens, experts);
+        check_disjoint(&[counts, probabilities], &[routed.scores, routed.experts]);
+        let [scores, counts, sums] = [routed.scores, counts, probabilities].map(Operand::<f32>::new);
+        // SAFETY: as just checked; kernels write only their outputs.
+        let chosen = unsafe { routed.experts.slice::<u32>() };
+        let sequences_per_task = if is_parallel(tokens * experts) { 1 } else { sequences.max(1) };
+        self.for_each_range(
+            sequences,
+            sequences_per_task,
+            inlined!(|range, _| {
+                for sequence in range {
+                    let row = sequence * experts..(sequence + 1) * experts;
+                    // SAFETY: a sequence's outputs belong to one task.
+                    let (counts, sums) = unsafe { (counts.write(row.clone()), sums.write(row)) };
+                    counts.fill(0.0);
+                    sums.fill(0.0);
+                    let here = |row: usize| {
+                        row.clamp(places.first_row, places.first_row + tokens) - places.first_row
+                    };
+                    for token in here(sequence * places.seq_len)..here((sequence + 1) * places.seq_len) {
+                        // SAFETY: the scores are only read.
+                        let scores = unsafe { scores.read(token * experts..(token + 1) * experts) };
+                        let [total] = sum([scores], inlined!(|[s]| [s]));
+                        let share = 1.0 / (total + TINY);
+                        for (sum, score) in sums.iter_mut().zip(scores) {
+                            *sum += score * share;
+                        }
+                        for expert in &chosen[token * top_k..(token + 1) * top_k] {
+                            counts[*expert as usize] += 1.0;
+                        }
+                    }
+                }
+            }),
+        );
+    }
 }
 
 /// Writes the scores of a row of logits, and returns their log-sum-exp.
@@ -237,93 +360,15 @@ fn score<T: Float>(isa: Isa, kind: RouterScores, logits: &[T], scores: &mut [f32
                 [logits],
                 &mut results,
                 scores.len(),
-                #[inline(always)]
-                |[x]| [exp(isa, x - largest) * share],
+                inlined!(|[x]| [exp(isa, x - largest) * share]),
             ),
-            RouterScores::Sigmoid => map_block(
-                [logits],
-                &mut results,
-                scores.len(),
-                #[inline(always)]
-                |[x]| [sigmoid(isa, x)],
-            ),
+            RouterScores::Sigmoid => {
+                map_block([logits], &mut results, scores.len(), inlined!(|[x]| [sigmoid(isa, x)]))
+            }
         }
         scores.copy_from_slice(&results[0].0[..scores.len()]);
     }
     (f64::from(largest) + libm::log(total)) as f32
-}
-
-pub(super) fn backward(
-    queue: &CpuQueue,
-    router: &Router<'_>,
-    logits: View<'_>,
-    routed: RouterOutputs<'_>,
-    gradients: RouterGradients<'_>,
-    places: TokenPositions,
-    dlogits: View<'_>,
-) {
-    let (tokens, experts) = logits.shape().as_matrix();
-    let &Router { top_k, scores: kind, .. } = router;
-    check_routed(routed, tokens, experts, top_k);
-    expect("router_top_k_backward: dlogits", dlogits, logits.dtype(), tokens * experts);
-    expect("router_top_k_backward: dweights", gradients.weights, DType::F32, tokens * top_k);
-    let RouterOutputs { scores, log_sum_exp, experts: chosen, weights } = routed;
-    check_disjoint(&[dlogits], &[logits, scores, log_sum_exp, chosen, weights, gradients.weights]);
-    if let Some(probabilities) = gradients.probabilities {
-        check_disjoint(&[dlogits], &[probabilities]);
-        check_sequences("router_top_k_backward", probabilities, places, tokens, experts);
-    }
-    router.selection_bias.into_iter().for_each(|bias| check_disjoint(&[dlogits], &[bias]));
-    // SAFETY: as just checked; kernels write only their outputs.
-    let (choice, chosen, log_sum_exp) =
-        unsafe { (Choice::new(router, experts), chosen.slice::<u32>(), log_sum_exp.slice::<f32>()) };
-    if let Some((slot, expert)) = chosen.iter().enumerate().find(|(_, expert)| **expert as usize >= experts) {
-        panic!("token {} has chosen expert {expert} of {experts}", slot / top_k);
-    }
-    with_float!(logits.dtype(), T => {
-        let [logits, dlogits] = [logits, dlogits].map(Operand::<T>::new);
-        let [scores, dweights] = [scores, gradients.weights].map(Operand::<f32>::new);
-        let dprobabilities = gradients.probabilities.map(Operand::<f32>::new);
-        queue.for_each_range(tokens, rows_per_task(tokens, 4 * experts), #[inline(always)] |tokens, isa| {
-            let mut dscores = [0.0; MAX_EXPERTS];
-            let dscores = &mut dscores[..experts];
-            for token in tokens {
-                let (row, slots) = (token * experts..(token + 1) * experts, token * top_k..(token + 1) * top_k);
-                // SAFETY: all of these are only read.
-                let (logits, scores, dweights) = unsafe {
-                    (logits.read(row.clone()), scores.read(row.clone()), dweights.read(slots.clone()))
-                };
-                dscores.fill(0.0);
-                if let Some(gradient) = &dprobabilities {
-                    let (sequence, _) = places.of(token);
-                    // SAFETY: as above.
-                    let gradient = unsafe { gradient.read(sequence * experts..(sequence + 1) * experts) };
-                    by_probabilities(kind, scores, gradient, dscores);
-                }
-                let chosen = &chosen[slots];
-                by_weights(&choice, scores, chosen, dweights, dscores);
-                let [mean] = sum([scores, &*dscores], #[inline(always)] |[s, ds]| [s * ds]);
-                let statistic = log_sum_exp[token];
-                let squared = 2.0 * gradients.squared_log_sum_exp * statistic;
-                // Without a z-loss, an infinite log-sum-exp must not turn the gradient into NaN.
-                let squared = if gradients.squared_log_sum_exp == 0.0 { 0.0 } else { squared };
-                for (i, dscore) in dscores.iter_mut().enumerate() {
-                    let s = scores[i];
-                    *dscore = match kind {
-                        RouterScores::Softmax => s * (*dscore - mean),
-                        RouterScores::Sigmoid => *dscore * s * (1.0 - s),
-                    };
-                }
-                if squared != 0.0 {
-                    for (dscore, x) in dscores.iter_mut().zip(logits) {
-                        *dscore += squared * exp(isa, x.load() - statistic);
-                    }
-                }
-                // SAFETY: each row belongs to one task.
-                T::store_all(isa, dscores, unsafe { dlogits.write(row) });
-            }
-        });
-    });
 }
 
 /// Adds the gradient through the weights to the gradient of the scores.
@@ -349,69 +394,13 @@ fn by_probabilities(kind: RouterScores, scores: &[f32], gradient: &[f32], dscore
     match kind {
         RouterScores::Softmax => add_to(dscores, gradient),
         RouterScores::Sigmoid => {
-            let [total, mean] = sum(
-                [scores, gradient],
-                #[inline(always)]
-                |[s, g]| [s, s * g],
-            );
+            let [total, mean] = sum([scores, gradient], inlined!(|[s, g]| [s, s * g]));
             let total = total + TINY;
             for (dscore, gradient) in dscores.iter_mut().zip(gradient) {
                 *dscore += (gradient - mean / total) / total;
             }
         }
     }
-}
-
-pub(super) fn load(
-    queue: &CpuQueue,
-    routed: RouterOutputs<'_>,
-    places: TokenPositions,
-    counts: View<'_>,
-    probabilities: View<'_>,
-) {
-    let (tokens, experts) = routed.scores.shape().as_matrix();
-    let (sequences, _) = counts.shape().as_matrix();
-    let top_k = routed.experts.elements().checked_div(tokens).unwrap_or(0);
-    expect("router_load: experts", routed.experts, DType::U32, tokens * top_k);
-    expect("router_load: probabilities", probabilities, DType::F32, counts.elements());
-    check_sequences("router_load", counts, places, tokens, experts);
-    check_disjoint(&[counts, probabilities], &[routed.scores, routed.experts]);
-    let [scores, counts, sums] = [routed.scores, counts, probabilities].map(Operand::<f32>::new);
-    // SAFETY: as just checked; kernels write only their outputs.
-    let chosen = unsafe { routed.experts.slice::<u32>() };
-    let sequences_per_task = if is_parallel(tokens * experts) { 1 } else { sequences.max(1) };
-    queue.for_each_range(
-        sequences,
-        sequences_per_task,
-        #[inline(always)]
-        |range, _| {
-            for sequence in range {
-                let row = sequence * experts..(sequence + 1) * experts;
-                // SAFETY: a sequence's outputs belong to one task.
-                let (counts, sums) = unsafe { (counts.write(row.clone()), sums.write(row)) };
-                counts.fill(0.0);
-                sums.fill(0.0);
-                let here =
-                    |row: usize| row.clamp(places.first_row, places.first_row + tokens) - places.first_row;
-                for token in here(sequence * places.seq_len)..here((sequence + 1) * places.seq_len) {
-                    // SAFETY: the scores are only read.
-                    let scores = unsafe { scores.read(token * experts..(token + 1) * experts) };
-                    let [total] = sum(
-                        [scores],
-                        #[inline(always)]
-                        |[s]| [s],
-                    );
-                    let share = 1.0 / (total + TINY);
-                    for (sum, score) in sums.iter_mut().zip(scores) {
-                        *sum += score * share;
-                    }
-                    for expert in &chosen[token * top_k..(token + 1) * top_k] {
-                        counts[*expert as usize] += 1.0;
-                    }
-                }
-            }
-        },
-    );
 }
 
 /// Panics unless `rows` has a row for each sequence of the tokens.

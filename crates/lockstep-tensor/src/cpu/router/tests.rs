@@ -5,7 +5,7 @@ use crate::cpu::{
     reference::{self, finite_differences},
     testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, tolerance, values},
 };
-use crate::{Arena, ExpertGroups, Kernels, Tensor};
+use crate::{Arena, ExpertGroups, RouterKernels, Tensor};
 
 /// A router without views, and logits for it.
 #[derive(Debug, Clone)]

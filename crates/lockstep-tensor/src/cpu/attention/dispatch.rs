@@ -1,0 +1,156 @@
+//! Checks the operands of attention, and chooses its algorithm by their type and the queue's level.
+
+#[cfg(target_arch = "x86_64")]
+use std::marker::PhantomData;
+
+#[cfg(target_arch = "x86_64")]
+use half::bf16;
+#[cfg(target_arch = "x86_64")]
+use lockstep_plan::DType;
+
+use super::{backward::Backward, forward::Forward, geometry::Geometry, output::Output, worker::run};
+#[cfg(target_arch = "x86_64")]
+use super::{
+    tiles::{TileBackward, TileForward},
+    worker::run_lanes,
+    x86,
+};
+use crate::{
+    Attention, AttentionKernels, AttentionWrite, CpuQueue, View, Write,
+    cpu::{
+        operands::{Operand, check_disjoint},
+        simd::with_float,
+    },
+};
+#[cfg(target_arch = "x86_64")]
+use crate::{
+    CpuLevel,
+    cpu::gemm::panels::{Avx512Dot, Tiles},
+};
+
+/// Smallest number of rows of a key head for which bf16 uses the matrix instructions; fewer rows do not fill them.
+#[cfg(target_arch = "x86_64")]
+const TILED_ROWS: usize = 16;
+
+impl AttentionKernels for CpuQueue {
+    fn attention(
+        &self,
+        attention: &Attention<'_>,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        out: View<'_>,
+        log_sum_exp: View<'_>,
+        write: Write,
+    ) {
+        check_operands(attention, &[out, log_sum_exp], &[q, k, v]);
+        let geometry = Geometry::new(attention);
+        expect_elements(geometry.query_elements(), &[("q", q), ("out", out)]);
+        expect_elements(geometry.key_elements(), &[("k", k), ("v", v)]);
+        expect_elements(geometry.statistic_elements(), &[("log_sum_exp", log_sum_exp)]);
+        macro_rules! work {
+            ($T:ty) => {
+                // SAFETY: outputs overlap no other operand, as just checked, so nothing writes to the inputs during this
+                // call.
+                unsafe {
+                    Forward::<$T> {
+                        geometry,
+                        q: q.slice(),
+                        k: k.slice(),
+                        v: v.slice(),
+                        out: Output::new("out", out, write),
+                        log_sum_exp: Operand::new(log_sum_exp),
+                    }
+                }
+            };
+        }
+        #[cfg(target_arch = "x86_64")]
+        if q.dtype() == DType::BF16 && geometry.rows() >= TILED_ROWS {
+            match self.level {
+                CpuLevel::AmxBf16 => {
+                    let work = TileForward::<Tiles> { forward: work!(bf16), kernel: PhantomData };
+                    return run_lanes::<x86::Avx512>(self, &work);
+                }
+                CpuLevel::Avx512Bf16 => {
+                    let work = TileForward::<Avx512Dot> { forward: work!(bf16), kernel: PhantomData };
+                    return run_lanes::<x86::Avx512>(self, &work);
+                }
+                _ => {}
+            }
+        }
+        with_float!(q.dtype(), T => run(self, &work!(T)));
+    }
+
+    fn attention_backward(
+        &self,
+        attention: &Attention<'_>,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        out: View<'_>,
+        log_sum_exp: View<'_>,
+        dout: View<'_>,
+        dq: View<'_>,
+        dk: View<'_>,
+        dv: View<'_>,
+        write: AttentionWrite,
+    ) {
+        check_operands(attention, &[dq, dk, dv], &[q, k, v, out, log_sum_exp, dout]);
+        let geometry = Geometry::new(attention);
+        expect_elements(geometry.query_elements(), &[("q", q), ("out", out), ("dout", dout), ("dq", dq)]);
+        expect_elements(geometry.key_elements(), &[("k", k), ("v", v), ("dk", dk), ("dv", dv)]);
+        expect_elements(geometry.statistic_elements(), &[("log_sum_exp", log_sum_exp)]);
+        macro_rules! work {
+            ($T:ty) => {
+                // SAFETY: as in the forward.
+                unsafe {
+                    Backward::<$T> {
+                        geometry,
+                        q: q.slice(),
+                        k: k.slice(),
+                        v: v.slice(),
+                        out: out.slice(),
+                        log_sum_exp: log_sum_exp.slice(),
+                        dout: dout.slice(),
+                        dq: Output::new("dq", dq, write.queries),
+                        dk: Output::new("dk", dk, write.keys),
+                        dv: Output::new("dv", dv, write.keys),
+                    }
+                }
+            };
+        }
+        #[cfg(target_arch = "x86_64")]
+        if q.dtype() == DType::BF16 && geometry.rows() >= TILED_ROWS {
+            match self.level {
+                CpuLevel::AmxBf16 => {
+                    let work = TileBackward::<Tiles> { backward: work!(bf16), kernel: PhantomData };
+                    return run_lanes::<x86::Avx512>(self, &work);
+                }
+                CpuLevel::Avx512Bf16 => {
+                    let work = TileBackward::<Avx512Dot> { backward: work!(bf16), kernel: PhantomData };
+                    return run_lanes::<x86::Avx512>(self, &work);
+                }
+                _ => {}
+            }
+        }
+        with_float!(q.dtype(), T => run(self, &work!(T)));
+    }
+}
+
+/// Panics if an output overlaps an input or one of the attention's own tensors.
+fn check_operands(attention: &Attention<'_>, outputs: &[View<'_>], inputs: &[View<'_>]) {
+    check_disjoint(outputs, inputs);
+    for own in attention.dropout.map(|dropout| dropout.keys).into_iter().chain(attention.document_starts) {
+        check_disjoint(outputs, &[own]);
+    }
+}
+
+fn expect_elements(expected: usize, operands: &[(&str, View<'_>)]) {
+    for (name, view) in operands {
+        assert_eq!(
+            view.elements(),
+            expected,
+            "{name} of attention is {view:?}; the geometry says {expected} elements"
+        );
+    }
+}

@@ -1,0 +1,92 @@
+//! Chooses the micro-kernel and the packing of a product by its types and the queue's level.
+
+use half::{bf16, f16};
+use lockstep_plan::DType;
+
+#[cfg(target_arch = "x86_64")]
+use super::{
+    amx,
+    kernel::{Avx2, Avx512, Avx512Dot},
+    lanes::{Bf16Pairs, F32x8, F32x16},
+    pack::BfloatPair,
+    split,
+};
+use super::{
+    driver, grouped,
+    kernel::Portable,
+    lanes::Plain,
+    pack::{Single, Widened},
+    problem::{Problem, problem},
+};
+#[cfg(target_arch = "x86_64")]
+use crate::{CpuLevel, F32Products};
+use crate::{
+    CpuQueue, Gemm, GemmKernels, GroupedGemm,
+    cpu::{operands::check_disjoint, simd::Float},
+};
+
+impl GemmKernels for CpuQueue {
+    fn gemm_rows(&self, gemm: Gemm<'_>, rows: usize) {
+        gemms(self, (gemm.a.dtype(), gemm.c.dtype()), std::iter::once((gemm, rows)));
+    }
+
+    fn grouped_gemm(&self, gemm: GroupedGemm<'_>) {
+        gemms(self, (gemm.a.dtype(), gemm.c.dtype()), grouped::products(gemm));
+    }
+}
+
+/// Runs products of operands of the first type into outputs of the second. Each comes with the rows of the product
+/// that it is a part of. No output may overlap any operand of another product.
+fn gemms<'a>(queue: &CpuQueue, types: (DType, DType), gemms: impl Iterator<Item = (Gemm<'a>, usize)>) {
+    let gemms = gemms.inspect(|(gemm, _)| {
+        check_disjoint(&[gemm.c], &[gemm.a, gemm.b]);
+        gemm.bias.into_iter().for_each(|bias| check_disjoint(&[gemm.c], &[bias]));
+    });
+    match types {
+        (DType::F32, DType::F32) => multiply_f32(queue, gemms.map(problem)),
+        (DType::BF16, DType::F32) => multiply_bf16::<f32>(queue, gemms.map(problem)),
+        (DType::BF16, DType::BF16) => multiply_bf16::<bf16>(queue, gemms.map(problem)),
+        (DType::F16, DType::F32) => multiply_f16::<f32>(queue, gemms.map(problem)),
+        (DType::F16, DType::F16) => multiply_f16::<f16>(queue, gemms.map(problem)),
+        (a, c) => panic!("no product of {a} operands into {c}"),
+    }
+}
+
+fn multiply_f32<'a>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, f32, f32>>) {
+    #[cfg(target_arch = "x86_64")]
+    match queue.level {
+        CpuLevel::Portable => {}
+        CpuLevel::Avx2 => return driver::multiply::<Avx2, Single, F32x8, _>(queue, problems),
+        CpuLevel::AmxBf16 if queue.f32_products == F32Products::SplitBf16 => {
+            return driver::multiply::<amx::SplitTiles, split::ThreeParts, F32x16, _>(queue, problems);
+        }
+        _ => return driver::multiply::<Avx512, Single, F32x16, _>(queue, problems),
+    }
+    driver::multiply::<Portable, Single, Plain, _>(queue, problems);
+}
+
+fn multiply_bf16<'a, C: Float>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, bf16, C>>) {
+    #[cfg(target_arch = "x86_64")]
+    match queue.level {
+        CpuLevel::Portable => {}
+        CpuLevel::Avx2 => return driver::multiply::<Avx2, Widened<bf16>, F32x8, _>(queue, problems),
+        CpuLevel::Avx512 => return driver::multiply::<Avx512, Widened<bf16>, F32x16, _>(queue, problems),
+        CpuLevel::Avx512Bf16 => {
+            return driver::multiply::<Avx512Dot, BfloatPair, Bf16Pairs, _>(queue, problems);
+        }
+        CpuLevel::AmxBf16 => {
+            return driver::multiply::<amx::Tiles, BfloatPair, Bf16Pairs, _>(queue, problems);
+        }
+    }
+    driver::multiply::<Portable, Widened<bf16>, Plain, _>(queue, problems);
+}
+
+fn multiply_f16<'a, C: Float>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, f16, C>>) {
+    #[cfg(target_arch = "x86_64")]
+    match queue.level {
+        CpuLevel::Portable => {}
+        CpuLevel::Avx2 => return driver::multiply::<Avx2, Widened<f16>, F32x8, _>(queue, problems),
+        _ => return driver::multiply::<Avx512, Widened<f16>, F32x16, _>(queue, problems),
+    }
+    driver::multiply::<Portable, Widened<f16>, Plain, _>(queue, problems);
+}

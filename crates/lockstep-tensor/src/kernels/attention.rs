@@ -1,0 +1,116 @@
+//! Causal attention.
+
+use crate::{Dropout, View, Write};
+
+/// The tokens of each sequence that take part in an attention call: `len` of the `stored` ones, from `first` on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TokenSpan {
+    /// Tokens of each sequence that the tensor holds.
+    pub stored: usize,
+    /// Index of the first token that takes part.
+    pub first: usize,
+    /// Number of tokens that take part.
+    pub len: usize,
+    /// Position of the first of them in the whole sequence.
+    pub position: usize,
+}
+
+impl TokenSpan {
+    /// Creates the span of all tokens of a tensor that holds whole sequences, or their beginnings.
+    pub fn whole(len: usize) -> Self {
+        Self { stored: len, first: 0, len, position: 0 }
+    }
+}
+
+/// The geometry of a causal attention. A query sees the keys with `position - window < key's position <= position`
+/// that belong to its own document.
+///
+/// Queries and keys are spans of each sequence, so ranks may hold parts of sequences and receive the keys of other
+/// ranks part by part (ring attention: Liu et al., 2023). The results of calls with one span of queries and several
+/// spans of keys are merged, see [`AttentionKernels::attention`].
+#[derive(Debug, Clone, Copy)]
+pub struct Attention<'a> {
+    /// Sequences in the batch.
+    pub sequences: usize,
+    /// Queries of each sequence.
+    pub queries: TokenSpan,
+    /// Keys (and values) of each sequence.
+    pub keys: TokenSpan,
+    /// Number of query heads.
+    pub heads: usize,
+    /// Key and value heads; query head `h` reads head `h / (heads / key_value_heads)`.
+    pub key_value_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Factor on the scores, usually `head_dim^-0.5`.
+    pub scale: f32,
+    /// Sliding window in tokens; `None` for full causal attention.
+    pub window: Option<usize>,
+    /// Position in the whole sequence at which each query's document starts; `None` if documents of a sequence attend
+    /// to each other. u32 `[sequences·queries.stored]`, nondecreasing within a sequence. Blocks of keys outside the
+    /// document are skipped.
+    pub document_starts: Option<View<'a>>,
+    /// Index of this rank's first query head in the whole model, if heads are sharded. Only dropout uses it.
+    pub first_head: usize,
+    /// Dropout of the probabilities: `position` is the query's, `feature` the key's position.
+    pub dropout: Option<Dropout<'a>>,
+}
+
+/// Overwrite or accumulate, for each result of [`AttentionKernels::attention_backward`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct AttentionWrite {
+    /// Mode for the gradient of the queries.
+    pub queries: Write,
+    /// Mode for the gradients of keys and values.
+    pub keys: Write,
+}
+
+impl AttentionWrite {
+    /// Overwrites all results, for a call that has all queries and all keys.
+    pub const OVERWRITE: Self = Self { queries: Write::Overwrite, keys: Write::Overwrite };
+}
+
+/// Causal attention. Part of [`Kernels`](crate::Kernels).
+pub trait AttentionKernels {
+    /// Computes causal attention. `q`, `out`: `[sequences·queries.stored, heads, head_dim]`; `k`, `v`:
+    /// `[sequences·keys.stored, key_value_heads, head_dim]`; `log_sum_exp`: f32 `[sequences, heads, queries.stored]`,
+    /// of the scaled scores, before dropout. No queries-by-keys matrix is ever stored. Rows of `out` and
+    /// `log_sum_exp` that are not among the queries stay unchanged.
+    ///
+    /// With [`Write::Accumulate`], `out` and `log_sum_exp` hold the attention to other, disjoint keys on entry, and
+    /// the attention to both on return: `lse = log(e^a + e^b)`, `out = e^(a - lse) out_a + e^(b - lse) out_b`. `out`
+    /// may be f32 whatever the type of `q`, and must be f32 when it accumulates: partial softmax results stay in f32
+    /// and are rounded once, by [`CopyKernels::cast`](crate::CopyKernels::cast), after the last part. Keys after all queries have no effect and
+    /// need no call.
+    #[expect(clippy::too_many_arguments, reason = "three inputs, two outputs, and how these are written")]
+    fn attention(
+        &self,
+        attention: &Attention<'_>,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        out: View<'_>,
+        log_sum_exp: View<'_>,
+        write: Write,
+    );
+
+    /// Computes the gradients of [`AttentionKernels::attention`]: `dq` of the queries, `dk` and `dv` of the keys. `out` (in
+    /// the type of `q`) and `log_sum_exp` are the final ones, over all keys. A call computes the contribution of its
+    /// keys to `dq`, and of its queries to `dk` and `dv`. `write` selects overwrite or accumulate. Each of the three
+    /// gradients may be f32 whatever the type of `q`, and must be f32 when it accumulates.
+    #[expect(clippy::too_many_arguments, reason = "six inputs and three outputs, all of the mathematics")]
+    fn attention_backward(
+        &self,
+        attention: &Attention<'_>,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        out: View<'_>,
+        log_sum_exp: View<'_>,
+        dout: View<'_>,
+        dq: View<'_>,
+        dk: View<'_>,
+        dv: View<'_>,
+        write: AttentionWrite,
+    );
+}

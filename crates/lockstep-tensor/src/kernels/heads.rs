@@ -1,0 +1,53 @@
+//! Kernels that work on the heads of queries, keys and values: rotary position embedding, concatenation and slicing.
+
+use crate::View;
+
+/// Direction of a rotary embedding; the backward is the rotation by the opposite angle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Rotation {
+    /// By `+position · frequency`.
+    Forward,
+    /// By `-position · frequency`.
+    Backward,
+}
+
+/// Rotary position embedding. Part of [`Kernels`](crate::Kernels).
+pub trait RotaryKernels {
+    /// Applies rotary position embedding in the half-split form: for `i < head_dim/2`, the pair
+    /// `(x[i], x[i + head_dim/2])` of each head is rotated by `positions[t] · inverse_frequencies[i]`.
+    ///
+    /// `x`, `y`: `[T, heads, head_dim]`; positions u32 `[T]`; inverse frequencies f32 `[head_dim/2]`. May be in
+    /// place.
+    fn rope(
+        &self,
+        x: View<'_>,
+        positions: View<'_>,
+        inverse_frequencies: View<'_>,
+        rotation: Rotation,
+        y: View<'_>,
+    );
+
+    /// Applies rotary position embedding as [`RotaryKernels::rope`] does, to interleaved pairs: `(x[2i], x[2i + 1])`.
+    fn rope_interleaved(
+        &self,
+        x: View<'_>,
+        positions: View<'_>,
+        inverse_frequencies: View<'_>,
+        rotation: Rotation,
+        y: View<'_>,
+    );
+}
+
+/// Concatenation and slicing of heads. Part of [`Kernels`](crate::Kernels).
+pub trait HeadKernels {
+    /// Concatenates two parts of each head: `y [T, heads, a + b]` of `own [T, heads, a]` and `tail [T, heads, b]`. A
+    /// tail of `[T, 1, b]` is shared by all heads.
+    fn join_heads(&self, own: View<'_>, tail: View<'_>, y: View<'_>);
+
+    /// Computes the gradients of [`HeadKernels::join_heads`]; that of a shared tail is the sum over heads.
+    fn join_heads_backward(&self, dy: View<'_>, down: View<'_>, dtail: View<'_>);
+
+    /// Truncates or zero-pads each head: `y [T, heads, b]` has the first elements of each head of `x [T, heads, a]`,
+    /// then zeros. With the shapes exchanged it is its own backward.
+    fn resize_heads(&self, x: View<'_>, y: View<'_>);
+}

@@ -1,0 +1,50 @@
+//! The kernels that every device must supply, with their shapes.
+//!
+//! Conventions for all of them: `T` is the number of tokens of a micro-batch (sequences × sequence length,
+//! sequence-major). Activations and weights are f32, bf16 or f16; all float operands of a call share one type unless said
+//! otherwise. Arithmetic is in f32. Weight gradients are f32 and always accumulate. Outputs must not overlap other
+//! operands unless a kernel says "may be in place". Shapes that do not fit are a bug in the caller: the kernel panics
+//! and names them. Work is split by shape only, so the number of threads changes no bit.
+
+mod attention;
+mod copies;
+mod elementwise;
+mod embedding;
+mod experts;
+mod gemm;
+mod heads;
+mod loss;
+mod norm;
+mod optimizer;
+
+pub use attention::{Attention, AttentionKernels, AttentionWrite, TokenSpan};
+pub use copies::{CopyKernels, QuantizationKernels};
+pub use elementwise::{Dropout, ElementwiseKernels, Gelu, TokenPositions};
+pub use embedding::EmbeddingKernels;
+pub use experts::{
+    ExpertGroups, Permutation, PermutationKernels, Router, RouterGradients, RouterKernels, RouterOutputs,
+    RouterScores, RouterWeights,
+};
+pub use gemm::{Gemm, GemmKernels, GemmLayout, GroupedGemm, Write};
+pub use heads::{HeadKernels, RotaryKernels, Rotation};
+pub use loss::LossKernels;
+pub use norm::{LayerNorm, NormKernels};
+pub use optimizer::{AdamW, Lion, Muon, OptimizerKernels, Rounding, Sgd};
+
+/// All kernels of a queue, by family. They run in the order in which they are called.
+pub trait Kernels:
+    GemmKernels
+    + EmbeddingKernels
+    + NormKernels
+    + RotaryKernels
+    + HeadKernels
+    + AttentionKernels
+    + ElementwiseKernels
+    + LossKernels
+    + RouterKernels
+    + PermutationKernels
+    + OptimizerKernels
+    + CopyKernels
+    + QuantizationKernels
+{
+}

@@ -154,7 +154,7 @@ impl OperationTable {
         }
         for member in running.announcers(members) {
             let rank = members.ranks[member];
-            if running.is_flat() {
+            if running.is_flat {
                 running.announce(rank, &data, &mut self.queues);
             }
             if let Some(waiting) = self.announcements.get_mut(&(key.group, rank, channel.turned()))
@@ -183,6 +183,7 @@ impl OperationTable {
                 if operation.meet(members, queues, machines.as_deref_mut())? {
                     recorder.stamp(operation.recorded, 0);
                 }
+                operation.name_missing(members, queues);
                 let is_done = operation.advance(members, queues, machines.as_deref_mut(), is_next);
                 is_next &= operation.has_had_its_turn();
                 if is_done {
@@ -195,6 +196,12 @@ impl OperationTable {
             running.retain(|operation| !matches!(operation.movement, Movement::Done));
         }
         Ok(has_completed)
+    }
+
+    /// Returns true if an operation waits for members that must be named to others after a while.
+    pub(crate) fn has_waiting_trees(&self) -> bool {
+        let waits = |running: &Running| !running.is_flat && !running.is_agreed;
+        self.groups.iter().flatten().any(|operations| operations.running.iter().any(waits))
     }
 
     /// Drops all operations.

@@ -22,6 +22,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::{
     acceptor::Acceptor,
+    agreement::LONG_WAIT,
     frame::{Header, Kind},
     handshake::HANDSHAKE_LIMIT,
     hierarchical::UniformNodes,
@@ -154,7 +155,6 @@ impl TcpTransport {
             awaited = late(&state);
             let (rank, context) = awaited.unzip();
             let rank = rank.unwrap_or(self.rank);
-            state.connect(rank);
             let gone = state.links.get(&rank).filter(|link| link.is_gone());
             let error = match gone.map(|link| link.status) {
                 Some(Status::Panicked) => CommError::PeerLost { rank, cause: LossCause::Panicked, context },
@@ -382,8 +382,10 @@ impl Shared {
             }
             let interests = state.interests();
             let is_busy = state.table.machines.as_ref().is_some_and(UniformNodes::is_busy);
+            let waits = state.table.has_waiting_trees();
             drop(state);
             let limit = next_beat.saturating_duration_since(Instant::now());
+            let limit = if waits { limit.min(LONG_WAIT) } else { limit };
             self.sleep(&interests, if is_busy { limit.min(NEIGHBOURS) } else { limit });
         }
     }

@@ -133,7 +133,8 @@ impl Running {
         if self.is_flat || self.is_agreed || self.begun_at.elapsed() < LONG_WAIT {
             return;
         }
-        let Some(missing) = self.awaited(members).filter(|missing| self.named_missing != Some(*missing)) else {
+        let Some(missing) = self.awaited(members).filter(|missing| self.named_missing != Some(*missing))
+        else {
             return;
         };
         self.named_missing = Some(missing);

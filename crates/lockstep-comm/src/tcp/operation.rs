@@ -88,7 +88,7 @@ pub(crate) enum Movement {
     Tree(TreeMovement),
     /// Every rank reduces its block.
     Shares(Reduction),
-    /// Hierarchical reduction, within machines and between them.
+    /// Hierarchical reduction, within nodes and between them.
     Hierarchical(Box<Hierarchical>),
     /// Steps of an algorithm that the plan has chosen.
     Stepwise(StepwiseAllReduce),
@@ -141,17 +141,17 @@ impl Running {
     ///
     /// # Errors
     /// If ranks called different operations, or one attached data of the wrong length.
-    pub(crate) fn meet(
+    pub(crate) fn start_if_agreed(
         &mut self,
         members: &Members,
         queues: &mut SendQueues,
-        machines: Option<&mut UniformNodes>,
+        nodes: Option<&mut UniformNodes>,
     ) -> Result<bool, CommError> {
         if !matches!(self.movement, Movement::Announced) || !self.agree(members, queues)? {
             return Ok(false);
         }
-        let machines = machines.filter(|machines| self.goes_by_machines(machines));
-        if machines.as_ref().is_some_and(|machines| !machines.have_room()) {
+        let nodes = nodes.filter(|nodes| self.can_be_hierarchical(nodes));
+        if nodes.as_ref().is_some_and(|nodes| !nodes.has_room()) {
             return Ok(false);
         }
         let tree = if self.is_flat { None } else { TreeMovement::new(&self.task, members) };
@@ -166,8 +166,8 @@ impl Running {
                     Movement::Pieces
                 } else if let Some(stepwise) = StepwiseAllReduce::new(&self.task, members) {
                     Movement::Stepwise(stepwise)
-                } else if let Some(machines) = machines {
-                    Movement::Hierarchical(Box::new(Hierarchical::new(machines, &self.task, *op, members)))
+                } else if let Some(nodes) = nodes {
+                    Movement::Hierarchical(Box::new(Hierarchical::new(nodes, &self.task, *op, members)))
                 } else {
                     Movement::Shares(Reduction::new(&self.task, *op, blocks, *receiver, members))
                 }
@@ -187,9 +187,9 @@ impl Running {
     }
 
     /// Returns true if it is an all-reduce that can be hierarchical.
-    fn goes_by_machines(&self, machines: &UniformNodes) -> bool {
+    fn can_be_hierarchical(&self, nodes: &UniformNodes) -> bool {
         let is_plain = self.task.call.kind == crate::Kind::AllReduce && self.task.call.detail == 0;
-        is_plain && machines.suit(self.task.call.number) && !is_small(&self.task, self.task.source.bytes())
+        is_plain && nodes.allows(self.task.call.number) && !is_small(&self.task, self.task.source.bytes())
     }
 
     /// Advances the operation. Returns true if it is complete. `is_next` is true if all earlier hierarchical operations have
@@ -198,19 +198,19 @@ impl Running {
         &mut self,
         members: &Members,
         queues: &mut SendQueues,
-        machines: Option<&mut UniformNodes>,
+        nodes: Option<&mut UniformNodes>,
         is_next: bool,
     ) -> bool {
         let Self { key, task, movement, unsent_bytes, .. } = self;
-        let is_moved = match (movement, machines) {
+        let is_moved = match (movement, nodes) {
             (Movement::Announced | Movement::Done, _) => return false,
             (Movement::Pieces, _) => true,
             (Movement::Tree(tree), _) => tree.advance(*key, task, members, queues, unsent_bytes),
             (Movement::Shares(reduction), _) => reduction.advance(*key, task, members, queues, unsent_bytes),
             (Movement::Stepwise(stepwise), _) => stepwise.advance(*key, task, members, queues, unsent_bytes),
-            (Movement::Hierarchical(hierarchical), Some(machines)) => {
+            (Movement::Hierarchical(hierarchical), Some(nodes)) => {
                 let turn = Turn { key: *key, is_next };
-                hierarchical.advance(machines, turn, task, members, queues, unsent_bytes)
+                hierarchical.advance(nodes, turn, task, members, queues, unsent_bytes)
             }
             (Movement::Hierarchical(_), None) => false,
         };
@@ -218,9 +218,9 @@ impl Running {
     }
 
     /// Returns true if later hierarchical operations may start their all-gather.
-    pub(crate) fn has_had_its_turn(&self) -> bool {
+    pub(crate) fn has_started_all_gather(&self) -> bool {
         match &self.movement {
-            Movement::Hierarchical(hierarchical) => hierarchical.is_past_its_turn(),
+            Movement::Hierarchical(hierarchical) => hierarchical.has_started_all_gather(),
             Movement::Announced => false,
             _ => true,
         }
@@ -234,7 +234,8 @@ impl Running {
         header: &Header,
     ) -> Result<Option<Room>, Malformed> {
         let bytes = header.bytes as usize;
-        if matches!(&self.movement, Movement::Hierarchical(hierarchical) if hierarchical.is_early()) {
+        if matches!(&self.movement, Movement::Hierarchical(hierarchical) if hierarchical.is_in_reduce_scatter())
+        {
             return Ok(None);
         }
         let Self { movement, task, .. } = self;

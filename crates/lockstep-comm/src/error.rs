@@ -191,6 +191,11 @@ impl CommError {
         }
     }
 
+    /// Returns `local` if this is the stop by which other ranks learn of that error of rank `own_rank`: only it has the details.
+    pub(crate) fn or_local(self, local: Self, own_rank: usize) -> Self {
+        if matches!(self, Self::Stopped { by: Some(rank) } if rank == own_rank) { local } else { self }
+    }
+
     /// Returns a copy for another caller. Local errors become [`CommError::Stopped`], as they do for other ranks.
     pub(crate) fn copy(&self) -> Self {
         Self::from_words(self.to_words(0))

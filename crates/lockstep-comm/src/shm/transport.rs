@@ -258,11 +258,7 @@ impl Transport for ShmTransport {
         let ending = self.segments.end(&error, self.rank);
         // No operation may access the callers' memory after the error has been returned to them.
         self.lock().queues.iter_mut().flatten().for_each(Queue::abandon);
-        match ending {
-            // Only this rank has the details of a local error.
-            CommError::Stopped { by: Some(rank) } if rank == self.rank => error,
-            ending => ending,
-        }
+        ending.or_local(error, self.rank)
     }
 }
 

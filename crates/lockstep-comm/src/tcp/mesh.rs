@@ -44,7 +44,7 @@ impl Addresses {
     }
 }
 
-/// What a rank needs to connect to the others.
+/// Addresses and credentials with which a rank connects to others.
 #[derive(Debug)]
 pub(crate) struct Mesh {
     pub(crate) rank: usize,

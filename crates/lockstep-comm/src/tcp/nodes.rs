@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::{
-    handshake::Purpose,
+    handshake::{Purpose, word},
     rendezvous::{Opened, RendezvousEndpoint},
     roster::{ANY, INFO_BYTES},
     secret::SecretInMemory,
@@ -54,8 +54,7 @@ impl NodeInfo {
     }
 
     fn decode(bytes: &[u8; INFO_BYTES]) -> (u16, Self) {
-        let number =
-            |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]) as usize;
+        let number = |at| word(bytes, at) as usize;
         let value = number(24) as u64 | (number(28) as u64) << 32;
         let cause = LossCause::from_numbers(number(20) as u64, value);
         let lost = number(16).checked_sub(1).and_then(|rank| Some((rank, cause?)));

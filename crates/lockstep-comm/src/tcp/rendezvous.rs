@@ -13,7 +13,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use super::{
     acceptor::{AcceptedConnection, Acceptor},
     connect::connect,
-    handshake::{HANDSHAKE_LIMIT, Hello, Purpose, TimedStream},
+    handshake::{HANDSHAKE_LIMIT, Hello, Purpose, TimedStream, word},
     peer_credentials::{Name, SecretServer, fetch},
     rejections::Rejections,
     roster::{self, INFO_BYTES, Participant, Registry},
@@ -361,9 +361,7 @@ fn verdict(number: usize, problem: Option<&JoinProblem>) -> [u8; 16] {
 }
 
 fn understand(purpose: Purpose, verdict: [u8; 16], deadline: Deadline) -> Result<usize, JoinProblem> {
-    let word = |at: usize| {
-        u32::from_le_bytes([verdict[at], verdict[at + 1], verdict[at + 2], verdict[at + 3]]) as usize
-    };
+    let word = |at| word(&verdict, at) as usize;
     let what = purpose.participant();
     Err(match word(0) {
         0 => return Ok(word(4)),

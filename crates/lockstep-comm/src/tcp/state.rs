@@ -22,6 +22,7 @@ pub(crate) const BEATS: u32 = 20;
 /// Time to learn how a rank ended that has closed its connections.
 const CAUSE_TIME: Duration = Duration::from_millis(100);
 
+/// All state of a rank, under the lock of its transport.
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) table: OperationTable,
@@ -185,11 +186,7 @@ impl State {
         let (header, bytes) = ending_frame(&words);
         self.send_to_all(header, &bytes);
         self.write();
-        match ending {
-            // Only this rank has the details of a local error.
-            CommError::Stopped { by: Some(rank) } if rank == self.table.rank => error,
-            ending => ending,
-        }
+        ending.or_local(error, self.table.rank)
     }
 
     /// Drops all operations and all references to their memory.

@@ -377,3 +377,31 @@ fn understand(purpose: Purpose, verdict: [u8; 16], deadline: Deadline) -> Result
         _ => JoinProblem::HungUp,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{io::Write, net::TcpStream};
+
+    use super::*;
+
+    #[test]
+    fn a_roster_that_claims_more_than_its_participants_take_is_refused_before_it_is_read() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let stream = listener.accept().unwrap().0;
+        for claim in [u32::MAX, roster::max_bytes(2) as u32 + 1] {
+            sender.write_all(&claim.to_le_bytes()).unwrap();
+            let mut timed = TimedStream { stream: &stream, deadline: soon() };
+            let refused = receive_roster(&mut timed, 2);
+            assert_eq!(refused, Err(JoinProblem::Connection(io::ErrorKind::InvalidData)), "{claim} bytes");
+        }
+    }
+
+    #[test]
+    fn descriptors_for_more_participants_than_the_system_allows_are_refused_with_the_limit() {
+        assert_eq!(allow_descriptors(2), Ok(()));
+        let Some(most) = getrlimit(Resource::Nofile).maximum else { return };
+        let text = allow_descriptors(most as usize).unwrap_err().to_string();
+        assert!(text.contains(&format!("a process may open {most} files")), "{text}");
+    }
+}

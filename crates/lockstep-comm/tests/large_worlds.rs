@@ -24,6 +24,7 @@ use proptest::{
     strategy::{Strategy, ValueTree},
     test_runner::TestRunner,
 };
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tcp::{in_tcp_world, in_tcp_world_with, soon};
 
 /// Options of ranks with few neighbours.
@@ -125,6 +126,36 @@ fn members_of_a_large_group_give_the_bits_of_the_reference() {
         let mut sum = [group.rank() as i64];
         half.all_reduce(&mut sum[..], ReduceOp::Sum, soon()).unwrap();
         assert_eq!(sum[0], if group.rank() < 33 { 33 * 16 } else { 34 * 99 / 2 });
+    });
+}
+
+#[test]
+fn hundreds_of_ranks_join_agree_and_exchange_numbers() {
+    const RANKS: usize = 260;
+    // Both ends of all connections are in this process.
+    let limit = getrlimit(Resource::Nofile);
+    if limit.maximum.is_some_and(|most| most < 12_000) {
+        #[expect(clippy::print_stderr, reason = "a part that this machine cannot run is said")]
+        {
+            eprintln!("not tried: too few descriptors here");
+        }
+        return;
+    }
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum.or(Some(12_000)), maximum: limit.maximum })
+        .unwrap();
+    in_tcp_world_with(FEW, RANKS, |group| {
+        let own = group.rank() as i64;
+        let mut sum = [own, 1];
+        group.all_reduce(&mut sum[..], ReduceOp::Sum, soon()).unwrap();
+        assert_eq!(sum, [(RANKS * (RANKS - 1) / 2) as i64, RANKS as i64]);
+        let mut all = vec![0_i64; RANKS];
+        group.all_gather(&[own * own][..], &mut all[..], soon()).unwrap();
+        assert!(all.iter().enumerate().all(|(rank, found)| *found == (rank * rank) as i64));
+        let pairs: Vec<Vec<usize>> = (0..RANKS / 2).map(|rank| vec![rank, rank + RANKS / 2]).collect();
+        let pair = group.partition(&pairs, soon()).unwrap().unwrap();
+        let mut large = vec![own as f32; 20_000];
+        pair.all_reduce(&mut large[..], ReduceOp::Max, soon()).unwrap();
+        assert!(large.iter().all(|number| *number == (group.rank() % (RANKS / 2) + RANKS / 2) as f32));
     });
 }
 

@@ -1,7 +1,8 @@
 //! Agreement of a group's members on their calls, before any data of the operation moves.
 //!
 //! Members of a small group announce their calls to each other. Those of a group of more than `FLAT_MEMBERS` agree along a
-//! [`tree`](super::tree): up it goes what a subtree has called, and down the consent. A member that waits for long says for whom.
+//! [`tree`](super::tree): up it goes what a subtree has called, and down the consent. A member that waits for long says for
+//! whom.
 
 use std::time::Duration;
 
@@ -83,8 +84,8 @@ impl Running {
         Ok(true)
     }
 
-    /// Passes the calls of this member's subtree to its parent, and the parent's consent to the children. Returns true once that
-    /// is done.
+    /// Passes the calls of this member's subtree to its parent, and the parent's consent to the children. Returns true once
+    /// that is done.
     fn agree_along_tree(&mut self, members: &Members, queues: &mut SendQueues) -> Result<bool, CommError> {
         let call = self.task.call.to_words();
         if !self.has_told_parent {
@@ -127,8 +128,8 @@ impl Running {
         queues.to(rank).control.push_back((header, data.to_vec()));
     }
 
-    /// Tells the neighbours in the tree which member is missing, once that takes long: its parent knows, and all others would name
-    /// somebody who waits as well. A neighbour that is missing is thereby connected, and lost if it has left.
+    /// Tells the neighbours in the tree which member is missing, once that takes long: its parent knows, and all others would
+    /// name somebody who waits as well. A neighbour that is missing is thereby connected, and lost if it has left.
     pub(crate) fn name_missing(&mut self, members: &Members, queues: &mut SendQueues) {
         if self.is_flat || self.is_agreed || self.begun_at.elapsed() < LONG_WAIT {
             return;

@@ -23,8 +23,8 @@ pub struct TcpOptions {
     pub silence: Duration,
     /// True to encrypt all traffic under the keys of the handshakes.
     pub encrypt: bool,
-    /// Number of ranks on either side of a rank, on the ring of all ranks, that it is connected to from the start, besides those
-    /// at a distance of a power of two. Other ranks are connected when one of them has something for the other.
+    /// Number of ranks on either side of a rank, on the ring of all ranks, that it is connected to from the start, besides
+    /// those at a distance of a power of two. Other ranks are connected when one of them has something for the other.
     pub neighbours: usize,
     /// Digest of all settings that must agree on all ranks.
     pub settings: [u8; 32],

@@ -1,7 +1,8 @@
 //! The rendezvous of the launchers of several machines, which numbers their ranks and decides what follows an attempt.
 //!
-//! They meet before each attempt and after the last one. Each launcher's [`NodeInfo`] states the attempt that it takes for the next
-//! one, and the loss that ended its last one, or that it ends. All launchers get all of them, so all reach the same conclusion.
+//! They meet before each attempt and after the last one. Each launcher's [`NodeInfo`] states the attempt that it takes for
+//! the next one, and the loss that ended its last one, or that it ends. All launchers get all of them, so all reach the same
+//! conclusion.
 
 use std::{
     net::{SocketAddr, TcpListener},

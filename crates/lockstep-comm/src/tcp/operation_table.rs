@@ -74,7 +74,8 @@ impl Operations {
         self.running.iter().filter(move |running| Lane::of(&running.task.flow) == lane)
     }
 
-    /// Returns the rank for which the oldest operation between the same ranks waits; that operation delays the start of further ones.
+    /// Returns the rank for which the oldest operation between the same ranks waits; that operation delays the start of
+    /// further ones.
     pub(crate) fn oldest(&self, lane: Lane) -> Option<usize> {
         self.on(lane).next().map(|running| running.waits_for(&self.members).0)
     }

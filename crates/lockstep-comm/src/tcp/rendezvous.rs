@@ -77,7 +77,8 @@ impl RendezvousEndpoint {
         self.host == "localhost" || self.host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
     }
 
-    /// Returns the secret, which a rendezvous has once [`RendezvousEndpoint::begin`] or [`RendezvousEndpoint::find`] has succeeded.
+    /// Returns the secret, which a rendezvous has once [`RendezvousEndpoint::begin`] or [`RendezvousEndpoint::find`] has
+    /// succeeded.
     pub(crate) fn key(&self) -> Result<Secret, CommError> {
         self.secret.clone().ok_or_else(|| CommError::Join(JoinProblem::NoSecret { host: self.host.clone() }))
     }

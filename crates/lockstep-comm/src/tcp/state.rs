@@ -1,5 +1,5 @@
-//! State of a rank's TCP transport: its operations, its links to other ranks, and the error that ended the run. Nothing here waits,
-//! but for the cause of a loss.
+//! State of a rank's TCP transport: its operations, its links to other ranks, and the error that ended the run. Nothing here
+//! waits, but for the cause of a loss.
 
 use std::{
     collections::{BTreeMap, HashSet},

@@ -103,7 +103,7 @@ impl Group {
     /// the world must call it with the same lists, through any of their groups.
     ///
     /// # Errors
-    /// If a rank is listed twice or does not exist ([`Problem::Partition`](crate::Problem::Partition)), if there are too many
+    /// If a rank is listed twice or does not exist ([`Problem::Partition`]), if there are too many
     /// partitions, or if the lists differ between ranks; otherwise as [`Group::run`].
     #[track_caller]
     pub fn partition(&self, groups: &[Vec<usize>], deadline: Deadline) -> Result<Option<Self>, CommError> {

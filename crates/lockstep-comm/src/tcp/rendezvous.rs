@@ -1,7 +1,7 @@
 //! The rendezvous of nodes, or ranks. The first of them listens at an address that all know, the others send their data, and
 //! all receive the data of all.
 //!
-//! The [`Acceptor`](super::acceptor::Acceptor) authenticates every connection before anything else of it is read.
+//! The [`Acceptor`] authenticates every connection before anything else of it is read.
 
 use std::{
     io,
@@ -192,7 +192,7 @@ impl RendezvousEndpoint {
         matches!(bound, Ok(Err(error)) if error.kind() == io::ErrorKind::AddrInUse)
     }
 
-    /// Sends `info` as number `own` of `count`, or as [`ANY`], and waits for all participants. Returns the own number,
+    /// Sends `info` as number `own` of `count`, or as [`roster::ANY`], and waits for all participants. Returns the own number,
     /// the data of all in order, and the first participant's open acceptor.
     pub(crate) fn meet(
         &mut self,

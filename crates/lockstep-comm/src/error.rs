@@ -169,8 +169,8 @@ impl CommError {
         !matches!(self, Self::Join(_) | Self::Io { .. })
     }
 
-    /// Returns the error of rank `waiting`, whose deadline has passed before rank `rank` came to the operation in `context`, or to
-    /// anything in `group`.
+    /// Returns the error of rank `waiting`, whose deadline has passed before rank `rank` came to the operation in `context`,
+    /// or to anything in `group`.
     pub(crate) fn timed_out(
         waiting: usize,
         rank: usize,
@@ -189,6 +189,12 @@ impl CommError {
             Self::PeerLost { rank, cause, context: None } => Self::PeerLost { rank, cause, context },
             error => error,
         }
+    }
+
+    /// Returns `local` if this is the stop by which other ranks learn of that error of rank `own_rank`: only it has the
+    /// details.
+    pub(crate) fn or_local(self, local: Self, own_rank: usize) -> Self {
+        if matches!(self, Self::Stopped { by: Some(rank) } if rank == own_rank) { local } else { self }
     }
 
     /// Returns a copy for another caller. Local errors become [`CommError::Stopped`], as they do for other ranks.

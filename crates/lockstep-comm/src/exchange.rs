@@ -75,7 +75,8 @@ pub struct Piece {
 }
 
 impl Exchange {
-    /// Returns an all-to-all with uneven blocks as rank `rank` knows it, which sends and receives blocks of these lengths in bytes.
+    /// Returns an all-to-all with uneven blocks as rank `rank` knows it, which sends and receives blocks of these lengths in
+    /// bytes.
     pub fn of_own_blocks(rank: usize, sends: &[usize], receives: &[usize]) -> Self {
         let blocks =
             |lengths| Blocks::of_lengths(lengths).expect("the lengths are those of buffers in memory");

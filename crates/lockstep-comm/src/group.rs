@@ -103,7 +103,7 @@ impl Group {
     /// the world must call it with the same lists, through any of their groups.
     ///
     /// # Errors
-    /// If a rank is listed twice or does not exist ([`Problem::Partition`](crate::Problem::Partition)), if there are too many
+    /// If a rank is listed twice or does not exist ([`Problem::Partition`]), if there are too many
     /// partitions, or if the lists differ between ranks; otherwise as [`Group::run`].
     #[track_caller]
     pub fn partition(&self, groups: &[Vec<usize>], deadline: Deadline) -> Result<Option<Self>, CommError> {
@@ -140,13 +140,12 @@ impl Group {
     ) -> Result<(), CommError> {
         let task = self.task(collective)?;
         collective.hand_over(task.call.kind);
-        let begin = self.meter.as_ref().map(|meter| meter.begin(&task.call, self.size));
-        let ticket = self.transport.begin(self.index, task, Vec::new(), deadline, Location::caller())?;
-        self.transport.wait(self.index, &ticket, deadline)?;
-        if let (Some(meter), Some(begin)) = (&self.meter, begin) {
-            meter.waited(begin);
-        }
-        Ok(())
+        let (caller, meter) = (Location::caller(), self.meter.as_deref());
+        meter.inspect(|meter| meter.count(&task.call, self.size));
+        metered(meter, || {
+            let ticket = self.transport.begin(self.index, task, Vec::new(), deadline, caller)?;
+            self.transport.wait(self.index, &ticket, deadline)
+        })
     }
 
     /// Starts an operation on lent memory, after the events with which the loans begin. The operation progresses at least
@@ -165,13 +164,12 @@ impl Group {
         collective.hand_over(task.call.kind);
         let memory = collective.into_memory();
         let is_sent_beside_work = task.call.kind != Kind::Receive && self.is_in_background();
-        let begin = self.meter.as_ref().map(|meter| meter.begin(&task.call, self.size));
-        let ticket = self.transport.begin(self.index, task, memory, deadline, Location::caller())?;
-        if let (Some(meter), Some(begin)) = (&self.meter, begin) {
-            meter.waited(begin);
-        }
-        let (transport, meter) = (Arc::clone(&self.transport), self.meter.clone());
-        let sent = begin.filter(|_| is_sent_beside_work);
+        let (caller, meter) = (Location::caller(), self.meter.clone());
+        meter.as_ref().inspect(|meter| meter.count(&task.call, self.size));
+        let sent = meter.as_ref().filter(|_| is_sent_beside_work).map(|_| Instant::now());
+        let begin = || self.transport.begin(self.index, task, memory, deadline, caller);
+        let ticket = metered(meter.as_deref(), begin)?;
+        let transport = Arc::clone(&self.transport);
         Ok(Pending { transport, group: self.index, ticket, meter, sent })
     }
 
@@ -199,12 +197,7 @@ impl Group {
     /// # Errors
     /// If the run has ended, or an operation in flight fails.
     pub fn progress(&self) -> Result<(), CommError> {
-        let begin = self.meter.as_ref().map(|_| Instant::now());
-        self.transport.progress()?;
-        if let (Some(meter), Some(begin)) = (&self.meter, begin) {
-            meter.waited(begin);
-        }
-        Ok(())
+        metered(self.meter.as_deref(), || self.transport.progress())
     }
 
     /// Ends the run on all ranks: their calls fail with [`CommError::Stopped`].
@@ -350,6 +343,16 @@ impl Group {
     }
 }
 
+/// Carries out `work`, and counts its time as exposed unless it fails.
+fn metered<R>(meter: Option<&Meter>, work: impl FnOnce() -> Result<R, CommError>) -> Result<R, CommError> {
+    let begin = meter.map(|_| Instant::now());
+    let result = work()?;
+    if let (Some(meter), Some(begin)) = (meter, begin) {
+        meter.waited(begin);
+    }
+    Ok(result)
+}
+
 /// Handle of an operation in flight. The operation goes on if the handle is dropped.
 #[derive(Debug)]
 #[must_use = "the operation is not known to be done before it has been waited for"]
@@ -378,14 +381,11 @@ impl Pending {
     /// # Errors
     /// As [`Group::run`].
     pub fn wait_with_time(self, deadline: Deadline) -> Result<(Vec<Lent>, Instant), CommError> {
-        let begin = self.meter.as_ref().map(|_| Instant::now());
-        self.transport.wait(self.group, &self.ticket, deadline)?;
+        let meter = self.meter.as_deref();
+        metered(meter, || self.transport.wait(self.group, &self.ticket, deadline))?;
         let done = self.ticket.completed_at().unwrap_or_else(Instant::now);
-        if let (Some(meter), Some(begin)) = (&self.meter, begin) {
-            if let Some(sent) = self.sent {
-                meter.was_sent(sent, done);
-            }
-            meter.waited(begin);
+        if let (Some(meter), Some(sent)) = (meter, self.sent) {
+            meter.was_sent(sent, done);
         }
         Ok((self.ticket.take_memory(), done))
     }

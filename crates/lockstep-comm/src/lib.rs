@@ -46,7 +46,7 @@ pub use deadline::Deadline;
 pub use error::{CommError, GroupName, OperationContext, Problem};
 pub use group::{Group, Pending};
 pub use join_problem::JoinProblem;
-pub use limits::{MAX_PARTITIONS, MAX_RANKS, MAX_WORLD};
+pub use limits::{MAX_LOCAL_RANKS, MAX_PARTITIONS, MAX_WORLD};
 pub use loss::{LossCause, Malformed};
 pub use memory::{Lent, Source, Target};
 pub use meter::{Meter, Metered};

@@ -214,7 +214,8 @@ impl<T: Reducible> Operands<'_, T> {
             // The last rank combines with all partial results that still wait.
             while subtrees > 0 && (is_last || subtrees % 2 == 1) {
                 if subtrees % 2 == 1 {
-                    // SAFETY: an odd number of subtrees has a left neighbour at this level, which was stored when it was complete.
+                    // SAFETY: an odd number of subtrees has a left neighbour at this level, which was stored when it was
+                    // complete.
                     let left = unsafe { partials[level].assume_init_ref() };
                     for (right, left) in sum.iter_mut().zip(left) {
                         *right = op(*left, *right);

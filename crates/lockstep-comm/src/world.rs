@@ -19,7 +19,7 @@ use rustix::net::{
 };
 
 use crate::{
-    CommError, Deadline, Group, JoinProblem, MAX_RANKS,
+    CommError, Deadline, Group, JoinProblem, MAX_LOCAL_RANKS,
     record::Recorded,
     shm::{
         ShmTransport,
@@ -74,8 +74,8 @@ impl World {
     /// # Errors
     /// If `ranks` is out of range, or the system refuses the memory.
     pub fn new(ranks: usize, options: WorldOptions) -> Result<Self, CommError> {
-        if ranks == 0 || ranks > MAX_RANKS {
-            let allowed = format!("1 to {MAX_RANKS} on one machine");
+        if ranks == 0 || ranks > MAX_LOCAL_RANKS {
+            let allowed = format!("1 to {MAX_LOCAL_RANKS} on one machine");
             return Err(CommError::Join(JoinProblem::OutOfRange {
                 what: "number of ranks",
                 value: ranks,
@@ -123,7 +123,7 @@ impl World {
             bytes.copy_from_slice(&number.to_le_bytes());
         }
         let files: Vec<BorrowedFd<'_>> = (0..ranks).map(|rank| self.segments.memory(rank).file()).collect();
-        let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_RANKS))];
+        let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_LOCAL_RANKS))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
         ancillary.push(SendAncillaryMessage::ScmRights(&files));
         sendmsg(socket, &[IoSlice::new(&message)], &mut ancillary, SendFlags::NOSIGNAL)
@@ -242,7 +242,7 @@ fn receive_welcome(
     let limit = deadline.remaining().max(Duration::from_millis(1));
     socket.set_read_timeout(Some(limit)).map_err(CommError::io(what))?;
     let mut message = [0; WELCOME_BYTES];
-    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_RANKS))];
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_LOCAL_RANKS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
     let received = recvmsg(socket.as_fd(), &mut [IoSliceMut::new(&mut message)], &mut ancillary, flags)

@@ -8,7 +8,7 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use lockstep_comm::transport::{self, ERROR_WORDS, Ticket};
-use lockstep_comm::{CommError, LossCause};
+use lockstep_comm::{CommError, JoinProblem, LossCause, MAX_WORLD};
 
 use crate::MpiOptions;
 use crate::operation::{Lanes, Members, Running, Step, Tag};
@@ -78,6 +78,10 @@ impl Engine {
     fn new(mpi: Mpi, shared: Arc<Shared>, options: MpiOptions) -> Result<Self, CommError> {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let (has_core, ranks) = (mpi.local_ranks <= cores, mpi.ranks);
+        if ranks > MAX_WORLD {
+            let (what, allowed) = ("number of ranks", format!("1 to {MAX_WORLD}"));
+            return Err(CommError::Join(JoinProblem::OutOfRange { what, value: ranks, allowed }));
+        }
         let mut engine = Self {
             mpi,
             shared,

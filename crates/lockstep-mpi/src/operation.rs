@@ -183,8 +183,8 @@ impl Running {
         Ok(())
     }
 
-    /// Sends each other member its two words of `own`, the lengths of what this rank sends to it and expects from it, and posts the
-    /// receives of theirs.
+    /// Sends each other member its two words of `own`, the lengths of what this rank sends to it and expects from it, and
+    /// posts the receives of theirs.
     fn tell_lengths(&mut self, mpi: &Mpi, members: &Members, own: &[u64]) -> Result<(), CommError> {
         self.words = own.repeat(2);
         self.requests.clear();

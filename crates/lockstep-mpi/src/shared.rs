@@ -1,4 +1,5 @@
-//! State that the callers of the MPI transport share with its thread: jobs, the error that ended the run, and the flight recorder.
+//! State that the callers of the MPI transport share with its thread: jobs, the error that ended the run, and the flight
+//! recorder.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

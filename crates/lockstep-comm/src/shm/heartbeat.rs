@@ -21,9 +21,9 @@ const BEATS: u32 = 20;
 /// Heartbeat interval until all ranks have joined.
 const WHILE_JOINING: Duration = Duration::from_millis(10);
 /// Time for the launcher to report the cause of a process's end, which peers cannot see, before they report it themselves.
-const LAUNCHERS_TURN: Duration = Duration::from_millis(100);
+const LAUNCHER_TIME: Duration = Duration::from_millis(100);
 /// Polling interval for the launcher's report.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Handle of the thread, which ends when the handle is dropped.
 #[derive(Debug)]
@@ -76,7 +76,7 @@ impl Monitor {
     fn run(mut self, stop: &OwnedFd) {
         loop {
             self.segments.header(self.rank).beat.fetch_add(1, Ordering::Relaxed);
-            let mut ended = self.meet_peers();
+            let mut ended = self.watch_new_peers();
             let is_joining = self.peers.iter().any(|peer| matches!(peer.process, Process::Expected));
             let interval = if is_joining { WHILE_JOINING } else { self.limit / BEATS };
             let Ok(dead) = self.sleep(stop, interval) else { return };
@@ -84,20 +84,20 @@ impl Monitor {
             for rank in ended {
                 if self.segments.status(rank) == Status::Here {
                     let begin = Instant::now();
-                    while !self.segments.has_ended() && begin.elapsed() < LAUNCHERS_TURN {
-                        std::thread::sleep(LOOK);
+                    while !self.segments.has_ended() && begin.elapsed() < LAUNCHER_TIME {
+                        std::thread::sleep(POLL_INTERVAL);
                     }
-                    self.lost(rank, LossCause::Died);
+                    self.report_loss(rank, LossCause::Died);
                 }
             }
             if !is_joining {
-                self.listen();
+                self.count_missed_beats();
             }
         }
     }
 
     /// Starts to monitor peers that have joined since the last call. Returns those whose processes are gone already.
-    fn meet_peers(&mut self) -> Vec<usize> {
+    fn watch_new_peers(&mut self) -> Vec<usize> {
         let mut gone = Vec::new();
         let own = self.segments.header(self.rank);
         for peer in &mut self.peers {
@@ -153,7 +153,7 @@ impl Monitor {
     }
 
     /// Counts the heartbeats that peers miss. The own heartbeat is the clock: if all ranks are paused together, none is late.
-    fn listen(&mut self) {
+    fn count_missed_beats(&mut self) {
         let mut silent = None;
         for peer in &mut self.peers {
             let beat = self.segments.header(peer.rank).beat.load(Ordering::Relaxed);
@@ -164,11 +164,11 @@ impl Monitor {
             }
         }
         if let Some(rank) = silent {
-            self.lost(rank, LossCause::Silent(self.limit.as_millis() as u64));
+            self.report_loss(rank, LossCause::Silent(self.limit.as_millis() as u64));
         }
     }
 
-    fn lost(&self, rank: usize, cause: LossCause) {
+    fn report_loss(&self, rank: usize, cause: LossCause) {
         let rank = self.segments.world_rank(rank);
         self.segments.end(&CommError::PeerLost { rank, cause, context: None }, self.rank);
     }

@@ -4,7 +4,7 @@
 //! bells and the single record of the error that ended the run:
 //!
 //! ```text
-//!     header     presence, bell, heartbeat; in rank 0's also the error that ended the run
+//!     header     presence, wake-ups, heartbeat; in rank 0's also the error that ended the run
 //!     recorder   the last operations, readable after death
 //!     per partition: line | table | mailboxes | small slots | chunks | result | message slots
 //!     heap       buffers of the rank's arena, reduced in place
@@ -57,7 +57,7 @@ pub(crate) struct Header {
     /// Number of threads of the rank that sleep, or are about to.
     pub(crate) asleep: SeparateLine<AtomicU32>,
     /// Futex word that these threads sleep on; other ranks increment it.
-    pub(crate) bell: SeparateLine<AtomicU32>,
+    pub(crate) wakeups: SeparateLine<AtomicU32>,
     /// State of `ending_words` in the segment of rank 0: 0 while the run goes on, 1 while they are written, 2 once they are.
     pub(crate) ending: SeparateLine<AtomicU32>,
     pub(crate) ending_words: [AtomicU64; ERROR_WORDS],

@@ -61,7 +61,7 @@ impl Members {
     }
 
     pub(crate) fn count(&self, member: usize, counter: Counter) -> u32 {
-        // Sequentially consistent, as `Segments::ring` requires.
+        // Sequentially consistent, as `Segments::wake` requires.
         self.counter(member, counter).load(Ordering::SeqCst)
     }
 
@@ -75,7 +75,7 @@ impl Members {
         self.counter(self.own, counter).store(count, Ordering::SeqCst);
         for (member, rank) in self.ranks.iter().enumerate() {
             if member != self.own {
-                self.segments.ring(*rank);
+                self.segments.wake(*rank);
             }
         }
     }

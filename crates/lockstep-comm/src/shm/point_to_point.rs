@@ -161,7 +161,7 @@ impl MailboxPair<'_> {
                 }
                 *sent = sent.wrapping_add(1);
                 self.own().sent.store(*sent, Ordering::SeqCst);
-                self.members.segments.ring(self.members.ranks[self.peer]);
+                self.members.segments.wake(self.members.ranks[self.peer]);
             }
             has_moved = true;
         }
@@ -201,7 +201,7 @@ impl MailboxPair<'_> {
             }
             *received = received.wrapping_add(1);
             self.own().received.store(*received, Ordering::SeqCst);
-            self.members.segments.ring(self.members.ranks[self.peer]);
+            self.members.segments.wake(self.members.ranks[self.peer]);
             has_moved = true;
         }
         Ok(has_moved)

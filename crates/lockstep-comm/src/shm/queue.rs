@@ -65,7 +65,7 @@ impl Queue {
         let slots = if self.is_small(task) { SMALL_SLOTS } else { RING };
         let goal = self.begun().wrapping_add(1).wrapping_sub(slots);
         if !has_reached(self.finished_by_all, goal) {
-            self.look_who_has_finished();
+            self.update_finished_by_all();
         }
         has_reached(self.finished_by_all, goal)
     }
@@ -145,7 +145,7 @@ impl Queue {
         {
             let goal = running.sequence.wrapping_add(1);
             if running.lingers(&self.members) && !has_reached(self.finished_by_all, goal) {
-                self.look_who_has_finished();
+                self.update_finished_by_all();
                 if !has_reached(self.finished_by_all, goal) {
                     break;
                 }
@@ -194,7 +194,7 @@ impl Queue {
         self.members.ranks[behind.unwrap_or(self.members.own)]
     }
 
-    fn look_who_has_finished(&mut self) {
+    fn update_finished_by_all(&mut self) {
         let members = 0..self.members.len();
         let counts = members.map(|member| self.members.count(member, Counter::Finished));
         let least = counts.reduce(|least, count| if has_reached(least, count) { count } else { least });

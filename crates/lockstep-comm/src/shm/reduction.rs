@@ -13,7 +13,7 @@ use super::{
     operation::{Chunks, Running, Step},
 };
 use crate::{
-    MAX_RANKS, ReduceOp,
+    MAX_LOCAL_RANKS, ReduceOp,
     blocks::{Blocks, window},
     memory::MemoryRange,
     reduce::reduce,
@@ -162,7 +162,7 @@ impl<'a> Reduction<'a> {
         };
         let slot =
             members.segments.layout.small_slot(members.index, self.sequence) + part.start * self.size();
-        let mut sources = [std::ptr::null(); MAX_RANKS];
+        let mut sources = [std::ptr::null(); MAX_LOCAL_RANKS];
         for (member, source) in sources[..members.len()].iter_mut().enumerate() {
             *source = members.at(member, slot).cast_const();
         }
@@ -193,7 +193,7 @@ impl<'a> Reduction<'a> {
         let (members, size) = (self.members, self.size());
         let own = members.own;
         let chunk = members.segments.layout.chunk(members.index, chunks.window);
-        let mut sources = [0; MAX_RANKS];
+        let mut sources = [0; MAX_LOCAL_RANKS];
         for (member, source) in sources[..members.len()].iter_mut().enumerate() {
             *source = match self.source_location(member) {
                 _ if member == own => self.source.pointer as usize + part.start * size,
@@ -201,7 +201,7 @@ impl<'a> Reduction<'a> {
                 _ => members.at(member, chunk + own * self.width() * size) as usize,
             };
         }
-        let mut targets = [0; MAX_RANKS + 1];
+        let mut targets = [0; MAX_LOCAL_RANKS + 1];
         let mut count = 0;
         let mut add = |target: usize| {
             targets[count] = target;
@@ -229,8 +229,8 @@ impl<'a> Reduction<'a> {
         let (sources, targets) = (&sources[..members.len()], &targets[..count]);
         let (number, op) = (self.source.number, self.op);
         in_parts(self.workers, part.len(), size * sources.len(), |range| {
-            let mut from = [std::ptr::null(); MAX_RANKS];
-            let mut to = [std::ptr::null_mut(); MAX_RANKS + 1];
+            let mut from = [std::ptr::null(); MAX_LOCAL_RANKS];
+            let mut to = [std::ptr::null_mut(); MAX_LOCAL_RANKS + 1];
             for (from, source) in from.iter_mut().zip(sources) {
                 *from = (source + range.start * size) as *const u8;
             }

@@ -106,23 +106,23 @@ impl Segments {
     }
 
     /// Wakes a rank if it sleeps. Call it after writing a word that the rank may be waiting for.
-    pub(crate) fn ring(&self, rank: usize) {
+    pub(crate) fn wake(&self, rank: usize) {
         let header = self.header(rank);
         // Sequentially consistent, like the words that are waited for: either this rank sees that the other is about to
         // sleep, or the other sees the new value.
         if header.asleep.0.load(Ordering::SeqCst) > 0 {
-            header.bell.0.fetch_add(1, Ordering::SeqCst);
+            header.wakeups.0.fetch_add(1, Ordering::SeqCst);
             // A failed wake-up is harmless: sleepers wake up every few milliseconds anyway.
-            let _ = futex::wake(&header.bell.0, futex::Flags::empty(), u32::MAX >> 1);
+            let _ = futex::wake(&header.wakeups.0, futex::Flags::empty(), u32::MAX >> 1);
         }
     }
 
-    /// Sleeps until the rank's bell differs from `heard`, for at most `limit`.
-    pub(crate) fn sleep(&self, rank: usize, heard: u32, limit: Duration) {
+    /// Sleeps until the rank's count of wake-ups differs from `seen`, for at most `limit`.
+    pub(crate) fn sleep(&self, rank: usize, seen: u32, limit: Duration) {
         let timeout =
             futex::Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
-        // The reason of waking does not matter to callers: a ring, the limit, a signal, or an earlier ring.
-        let _ = futex::wait(&self.header(rank).bell.0, futex::Flags::empty(), heard, Some(&timeout));
+        // The reason of waking does not matter to callers: a wake-up, the limit, a signal, or an earlier wake-up.
+        let _ = futex::wait(&self.header(rank).wakeups.0, futex::Flags::empty(), seen, Some(&timeout));
     }
 
     /// Returns true if an error has ended the run.
@@ -158,7 +158,7 @@ impl Segments {
                 shared.store(word, Ordering::Relaxed);
             }
             state.store(2, Ordering::SeqCst);
-            (0..self.ranks()).for_each(|rank| self.ring(rank));
+            (0..self.ranks()).for_each(|rank| self.wake(rank));
         }
         self.ending().unwrap_or(CommError::Stopped { by: None })
     }

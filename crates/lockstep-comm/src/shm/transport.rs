@@ -1,7 +1,7 @@
 //! A rank with all its groups, and its waiting loop.
 //!
 //! A waiting rank advances all operations in flight, of all its groups; otherwise two ranks that wait in different groups
-//! could deadlock. After a while without progress it sleeps until its bell rings.
+//! could deadlock. After a while without progress it sleeps until another rank wakes it.
 
 use std::{
     panic::Location,
@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// Maximum sleep before the deadline and the presence of other ranks are checked again.
-const NAP: Duration = Duration::from_millis(10);
+const MAX_SLEEP: Duration = Duration::from_millis(10);
 
 /// Shared-memory transport of one rank, with every group that it is in.
 #[derive(Debug)]
@@ -90,7 +90,7 @@ impl ShmTransport {
     }
 
     /// Advances all operations until `attempt` returns a result. `late` returns the rank and operation that it waits for.
-    fn drive<R>(
+    fn wait_until<R>(
         &self,
         group: usize,
         deadline: Deadline,
@@ -100,8 +100,8 @@ impl ShmTransport {
         let (mut spins, mut suspect) = (0, None);
         loop {
             let is_spinning = spins < self.spin_limits.spins + self.spin_limits.yields;
-            // From here on other ranks ring the bell; the attempt sees what they wrote before.
-            let bell = (!is_spinning).then(|| Bell::listen(&self.segments, self.rank));
+            // From here on other ranks wake this one; the attempt sees what they wrote before.
+            let wakeups = (!is_spinning).then(|| Sleeper::listen(&self.segments, self.rank));
             match self.attempt(&mut attempt) {
                 Ok(Attempt { result: Some(result), .. }) => return Ok(result),
                 Ok(Attempt { has_moved: true, .. }) => spins = 0,
@@ -111,7 +111,7 @@ impl ShmTransport {
                     return Err(self.fail(error).during(context));
                 }
             }
-            let Some(bell) = bell else {
+            let Some(wakeups) = wakeups else {
                 if spins > self.spin_limits.spins {
                     std::thread::yield_now()
                 } else {
@@ -133,7 +133,7 @@ impl ShmTransport {
                 return Err(self.fail(CommError::timed_out(self.rank, rank, deadline, context, name)));
             }
             if suspect.is_none() && spins > 0 {
-                bell.sleep(NAP.min(deadline.remaining()));
+                wakeups.sleep(MAX_SLEEP.min(deadline.remaining()));
             }
         }
     }
@@ -228,7 +228,7 @@ impl Transport for ShmTransport {
                 Some(OperationContext { call, sequence: queue.begun(), group: queue.members.name() }),
             )
         };
-        self.drive(group, deadline, begin, late)?;
+        self.wait_until(group, deadline, begin, late)?;
         Ok(ticket)
     }
 
@@ -238,7 +238,7 @@ impl Transport for ShmTransport {
             Some((rank, context)) => (rank, Some(context)),
             None => (self.rank, None),
         };
-        self.drive(group, deadline, is_complete, late)
+        self.wait_until(group, deadline, is_complete, late)
     }
 
     fn progress(&self) -> Result<(), CommError> {
@@ -258,11 +258,7 @@ impl Transport for ShmTransport {
         let ending = self.segments.end(&error, self.rank);
         // No operation may access the callers' memory after the error has been returned to them.
         self.lock().queues.iter_mut().flatten().for_each(Queue::abandon);
-        match ending {
-            // Only this rank has the details of a local error.
-            CommError::Stopped { by: Some(rank) } if rank == self.rank => error,
-            ending => ending,
-        }
+        ending.or_local(error, self.rank)
     }
 }
 
@@ -288,33 +284,33 @@ impl Drop for ShmTransport {
         let status = if std::thread::panicking() { Status::Panicked } else { Status::Left };
         self.segments.header(self.rank).status.store(status as u32, Ordering::SeqCst);
         for rank in (0..self.segments.ranks()).filter(|rank| *rank != self.rank) {
-            self.segments.ring(rank);
+            self.segments.wake(rank);
         }
         self.heartbeat = None;
     }
 }
 
 /// A rank about to sleep, visible to other ranks as such until dropped.
-struct Bell<'a> {
+struct Sleeper<'a> {
     segments: &'a Segments,
     rank: usize,
-    heard: u32,
+    seen: u32,
 }
 
-impl<'a> Bell<'a> {
+impl<'a> Sleeper<'a> {
     fn listen(segments: &'a Segments, rank: usize) -> Self {
         let header = segments.header(rank);
-        let heard = header.bell.0.load(Ordering::SeqCst);
+        let seen = header.wakeups.0.load(Ordering::SeqCst);
         header.asleep.0.fetch_add(1, Ordering::SeqCst);
-        Self { segments, rank, heard }
+        Self { segments, rank, seen }
     }
 
     fn sleep(&self, limit: Duration) {
-        self.segments.sleep(self.rank, self.heard, limit);
+        self.segments.sleep(self.rank, self.seen, limit);
     }
 }
 
-impl Drop for Bell<'_> {
+impl Drop for Sleeper<'_> {
     fn drop(&mut self) {
         self.segments.header(self.rank).asleep.0.fetch_sub(1, Ordering::SeqCst);
     }

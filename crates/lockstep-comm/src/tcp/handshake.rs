@@ -109,7 +109,8 @@ impl Hello {
     }
 }
 
-fn word(bytes: &[u8], at: usize) -> u32 {
+/// Returns the little-endian number at an offset.
+pub(crate) fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 

@@ -18,9 +18,9 @@ use crate::{
 };
 
 /// Maximum number of reductions in shared memory at a time; fewer than it has room for.
-const UNDER_WAY: usize = 8;
+const MAX_REDUCING: usize = 8;
 /// Time limit for starting an operation in shared memory, for which there is always room.
-const BEGINNING: Duration = Duration::from_secs(1);
+const START_LIMIT: Duration = Duration::from_secs(1);
 
 /// Shared-memory transport of this machine, in a world whose machines all have equally many ranks.
 #[derive(Debug)]
@@ -30,34 +30,34 @@ pub(crate) struct UniformNodes {
     pub(crate) ranks: usize,
     /// Indices of two groups of the local ranks, one for reduce-scatters and one for all-gathers. Each has its own order of
     /// operations.
-    sums: usize,
-    shares: usize,
+    reduce_group: usize,
+    gather_group: usize,
     /// Number of reductions in flight that have not reached their all-gather.
-    under_way: usize,
+    reducing: usize,
     /// Number of reductions in their all-gather.
-    sharing: usize,
+    gathering: usize,
 }
 
 impl UniformNodes {
     /// Creates the state for machines of `ranks` ranks each.
     pub(crate) fn new(local: Arc<shm::ShmTransport>, ranks: usize) -> Self {
-        let shares = local.add_group((0..ranks).collect());
-        Self { local, ranks, sums: 0, shares, under_way: 0, sharing: 0 }
+        let gather_group = local.add_group((0..ranks).collect());
+        Self { local, ranks, reduce_group: 0, gather_group, reducing: 0, gathering: 0 }
     }
 
     /// Returns true if all-reduces of `number` can be hierarchical.
-    pub(crate) fn suit(&self, number: NumberType) -> bool {
+    pub(crate) fn allows(&self, number: NumberType) -> bool {
         !matches!(number, NumberType::Bf16 | NumberType::F16)
     }
 
     /// Returns true if an operation is in flight in shared memory.
     pub(crate) fn is_busy(&self) -> bool {
-        self.under_way > 0 || self.sharing > 0
+        self.reducing > 0 || self.gathering > 0
     }
 
     /// Returns true if another reduction may start.
-    pub(crate) fn have_room(&self) -> bool {
-        self.under_way < UNDER_WAY
+    pub(crate) fn has_room(&self) -> bool {
+        self.reducing < MAX_REDUCING
     }
 
     fn begin(
@@ -69,9 +69,10 @@ impl UniformNodes {
         own: &std::ops::Range<usize>,
     ) -> Arc<Ticket> {
         let part = task.target.slice(own.start, own.len());
-        let (source, target) = if group == self.sums { (task.target, part) } else { (part, task.target) };
+        let (source, target) =
+            if group == self.reduce_group { (task.target, part) } else { (part, task.target) };
         let task = Task { call, flow, source, target };
-        let deadline = Deadline::after(BEGINNING);
+        let deadline = Deadline::after(START_LIMIT);
         let begun = self.local.begin(group, task, Vec::new(), deadline, Location::caller());
         // It fails only if the run has ended, which the caller detects soon.
         begun.unwrap_or_else(|_| Ticket::new(Vec::new()))
@@ -92,91 +93,91 @@ pub(crate) struct Hierarchical {
     op: ReduceOp,
     /// Shards of the ranks of a machine.
     shares: Blocks,
-    /// Group of the ranks with this local rank on all machines.
+    /// Group of the ranks with this local rank on all nodes.
     column: Members,
     /// Number of ranks per machine.
-    per_machine: usize,
+    per_node: usize,
     phase: Phase,
 }
 
 #[derive(Debug)]
 enum Phase {
     /// Reduce-scatter on this machine.
-    Here(Arc<Ticket>),
-    /// All-reduce of this rank's shard over the machines.
-    Between(Box<(Reduction, Task)>),
+    ReduceScatter(Arc<Ticket>),
+    /// All-reduce of this rank's shard over the nodes.
+    AllReduce(Box<(Reduction, Task)>),
     /// The shard is reduced. The machine's ranks start their all-gathers in the order of the operations.
-    Summed,
+    Reduced,
     /// All-gather of the shards on this machine.
-    Shared(Arc<Ticket>),
+    AllGather(Arc<Ticket>),
 }
 
 impl Hierarchical {
-    pub(crate) fn new(machines: &mut UniformNodes, task: &Task, op: ReduceOp, members: &Members) -> Self {
-        let (ranks, own) = (machines.ranks, members.own % machines.ranks);
+    pub(crate) fn new(nodes: &mut UniformNodes, task: &Task, op: ReduceOp, members: &Members) -> Self {
+        let (ranks, own) = (nodes.ranks, members.own % nodes.ranks);
         let shares = Blocks::shares(task.target.elements, ranks);
         let call = Call { op: Some(op), detail: 0, ..task.call };
         let flow = Flow::Reduction { op, blocks: shares.clone(), receiver: Receiver::Owner };
         let call = Call { kind: Kind::ReduceScatter, ..call };
-        let ticket = machines.begin(machines.sums, call, flow, task, &shares.range(own));
-        machines.under_way += 1;
+        let ticket = nodes.begin(nodes.reduce_group, call, flow, task, &shares.range(own));
+        nodes.reducing += 1;
         let column = Members {
             name: members.name,
             ranks: members.ranks.iter().copied().skip(own).step_by(ranks).collect(),
             own: members.own / ranks,
         };
-        Self { op, shares, column, per_machine: ranks, phase: Phase::Here(ticket) }
+        Self { op, shares, column, per_node: ranks, phase: Phase::ReduceScatter(ticket) }
     }
 
     /// Advances the operation. Returns true if it is complete. The all-gathers start in the order of the operations.
     pub(crate) fn advance(
         &mut self,
-        machines: &mut UniformNodes,
+        nodes: &mut UniformNodes,
         turn: Turn,
         task: &Task,
         members: &Members,
         queues: &mut SendQueues,
         unsent: &mut usize,
     ) -> bool {
-        let own = self.shares.range(members.own % machines.ranks);
+        let own = self.shares.range(members.own % nodes.ranks);
         loop {
             self.phase = match &mut self.phase {
-                Phase::Here(ticket) if ticket.is_complete() => {
+                Phase::ReduceScatter(ticket) if ticket.is_complete() => {
                     let part = task.target.slice(own.start, own.len());
                     let blocks = Blocks::shares(part.elements, self.column.len());
                     let flow =
                         Flow::Reduction { op: self.op, blocks: blocks.clone(), receiver: Receiver::All };
                     let part = Task { call: task.call, flow, source: part, target: part };
                     let reduction = Reduction::new(&part, self.op, &blocks, Receiver::All, &self.column);
-                    Phase::Between(Box::new((reduction, part)))
+                    Phase::AllReduce(Box::new((reduction, part)))
                 }
-                Phase::Between(between) => {
+                Phase::AllReduce(between) => {
                     let (reduction, part) = &mut **between;
                     if !reduction.advance(turn.key, part, &self.column, queues, unsent) || *unsent > 0 {
                         return false;
                     }
-                    Phase::Summed
+                    Phase::Reduced
                 }
-                Phase::Summed if turn.is_next => {
+                Phase::Reduced if turn.is_next => {
                     let blocks = self.shares.scaled(task.target.number.size_bytes());
                     let call = Call { kind: Kind::AllGather, op: None, detail: 0, ..task.call };
-                    (machines.under_way, machines.sharing) = (machines.under_way - 1, machines.sharing + 1);
+                    (nodes.reducing, nodes.gathering) = (nodes.reducing - 1, nodes.gathering + 1);
                     let flow = Flow::Exchange(Exchange::AllGather(blocks));
-                    Phase::Shared(machines.begin(machines.shares, call, flow, task, &own))
+                    Phase::AllGather(nodes.begin(nodes.gather_group, call, flow, task, &own))
                 }
-                Phase::Shared(ticket) if ticket.is_complete() => {
-                    machines.sharing -= 1;
+                Phase::AllGather(ticket) if ticket.is_complete() => {
+                    nodes.gathering -= 1;
                     return true;
                 }
-                Phase::Shared(_) => return false,
-                Phase::Here(_) | Phase::Summed => return false,
+                Phase::AllGather(_) => return false,
+                Phase::ReduceScatter(_) | Phase::Reduced => return false,
             };
         }
     }
 
     /// Returns true if later reductions may start their all-gather.
-    pub(crate) fn is_past_its_turn(&self) -> bool {
-        matches!(self.phase, Phase::Shared(_))
+    pub(crate) fn has_started_all_gather(&self) -> bool {
+        matches!(self.phase, Phase::AllGather(_))
     }
 
     /// Returns the all-reduce between machines and `member`'s index in it; `None` in other stages, or for a rank outside it.
@@ -186,9 +187,9 @@ impl Hierarchical {
         member: usize,
     ) -> Option<(&mut Reduction, &Task, &Members, usize)> {
         match &mut self.phase {
-            Phase::Between(between) if member % self.per_machine == members.own % self.per_machine => {
+            Phase::AllReduce(between) if member % self.per_node == members.own % self.per_node => {
                 let (reduction, task) = &mut **between;
-                Some((reduction, task, &self.column, member / self.per_machine))
+                Some((reduction, task, &self.column, member / self.per_node))
             }
             _ => None,
         }
@@ -196,19 +197,19 @@ impl Hierarchical {
 
     /// Returns the member that it waits for. Ranks of this machine have their own diagnosis.
     pub(crate) fn waits_for(&self, members: &Members) -> Option<usize> {
-        let first = members.own - members.own % self.per_machine;
+        let first = members.own - members.own % self.per_node;
         match &self.phase {
-            Phase::Between(between) => {
+            Phase::AllReduce(between) => {
                 let (reduction, task) = &**between;
                 let late = reduction.waits_for(task, &self.column)?;
-                Some(late * self.per_machine + members.own % self.per_machine)
+                Some(late * self.per_node + members.own % self.per_node)
             }
-            _ => (first..first + self.per_machine).find(|member| *member != members.own),
+            _ => (first..first + self.per_node).find(|member| *member != members.own),
         }
     }
 
-    /// Returns true if it has not reached the all-reduce between machines.
-    pub(crate) fn is_early(&self) -> bool {
-        matches!(self.phase, Phase::Here(_))
+    /// Returns true if it has not reached the all-reduce between nodes.
+    pub(crate) fn is_in_reduce_scatter(&self) -> bool {
+        matches!(self.phase, Phase::ReduceScatter(_))
     }
 }

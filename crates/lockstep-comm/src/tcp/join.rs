@@ -5,7 +5,7 @@ use std::{net::TcpListener, sync::Arc, time::Duration};
 
 use super::{
     acceptor::{Acceptor, widen},
-    handshake::Purpose,
+    handshake::{Purpose, word},
     mesh::{Addresses, Arrivals, Mesh},
     peer_credentials::SecretServer,
     rendezvous::{Opened, RendezvousEndpoint},
@@ -23,8 +23,8 @@ pub struct TcpOptions {
     pub silence: Duration,
     /// True to encrypt all traffic under the keys of the handshakes.
     pub encrypt: bool,
-    /// Number of ranks on either side of a rank, on the ring of all ranks, that it is connected to from the start, besides those
-    /// at a distance of a power of two. Other ranks are connected when one of them has something for the other.
+    /// Number of ranks on either side of a rank, on the ring of all ranks, that it is connected to from the start, besides
+    /// those at a distance of a power of two. Other ranks are connected when one of them has something for the other.
     pub neighbours: usize,
     /// Digest of all settings that must agree on all ranks.
     pub settings: [u8; 32],
@@ -245,9 +245,8 @@ impl RankInfo {
         let (mut host, mut settings) = ([0; 16], [0; 32]);
         host.copy_from_slice(&bytes[12..28]);
         settings.copy_from_slice(&bytes[32..64]);
-        let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let port = u16::from_le_bytes([bytes[0], bytes[1]]);
-        Self { port, first: number(4), near: number(8), host, settings }
+        Self { port, first: word(bytes, 4), near: word(bytes, 8), host, settings }
     }
 }
 

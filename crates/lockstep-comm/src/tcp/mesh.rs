@@ -1,7 +1,9 @@
-//! Connections between the ranks of a world. Neighbours are connected from the start, and so report each other's loss; other ranks
-//! are connected when one of them has something for the other. A rank keeps a few bytes of each rank that it has no connection to.
+//! Connections between the ranks of a world. Neighbours are connected from the start, and so report each other's loss; other
+//! ranks are connected when one of them has something for the other. A rank keeps a few bytes of each rank that it has no
+//! connection to.
 //!
-//! Of two ranks the higher one connects to the lower one. The lower one asks for it by knocking: a handshake without connection.
+//! Of two ranks the higher one connects to the lower one. The lower one asks for it by knocking: a handshake without
+//! connection.
 
 use std::{
     collections::BTreeMap,
@@ -44,7 +46,7 @@ impl Addresses {
     }
 }
 
-/// What a rank needs to connect to the others.
+/// Addresses and credentials with which a rank connects to others.
 #[derive(Debug)]
 pub(crate) struct Mesh {
     pub(crate) rank: usize,
@@ -105,8 +107,8 @@ impl Mesh {
         self.addresses.ranks.len()
     }
 
-    /// Returns true if a rank is connected to this one from the start: if their distance on the ring of all ranks is small, or a
-    /// power of two. All ranks are then connected by few hops, even if some are lost.
+    /// Returns true if a rank is connected to this one from the start: if their distance on the ring of all ranks is small,
+    /// or a power of two. All ranks are then connected by few hops, even if some are lost.
     pub(crate) fn is_neighbour(&self, peer: usize) -> bool {
         let distance = self.rank.abs_diff(peer);
         let distance = distance.min(self.ranks() - distance);

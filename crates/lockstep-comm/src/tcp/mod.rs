@@ -1,15 +1,18 @@
 //! The TCP transport, between ranks on one machine or on many.
 //!
 //! - [`frame`]: the wire format; [`stream`]: one socket; [`link`]: all sockets to one rank.
-//! - [`operation`]: one operation in flight; [`reduction`], [`hierarchical`] and [`stepwise`] are its ways to reduce;
-//!   in a large group it is agreed on along a [`tree`], and small data takes the way of [`tree_movement`].
+//! - [`operation`]: one operation in flight, on which members reach [`agreement`]; [`reduction`], [`hierarchical`] and
+//!   [`stepwise`] are its ways to reduce; in a large group it is agreed on along a [`tree`], and small data takes the way of
+//!   [`tree_movement`].
 //! - [`operation_table`]: all operations of a rank, and the data that has arrived for them.
 //! - [`state`]: a rank's operations and links; [`transport`]: the progress thread, and the callers that wait for it.
-//! - [`secret`]: the run's secret; [`handshake`]: the mutual proof of knowing it; [`acceptor`] and [`connect`]: the server's and the
-//!   client's side of the handshake; [`peer_credentials`]: the secret of ranks on one host.
-//! - [`rendezvous`]: the rendezvous, whose result is a [`roster`]; [`join`]: the rendezvous of ranks; [`mesh`]: their connections; [`nodes`]: that of machines.
+//! - [`secret`]: the run's secret; [`handshake`]: the mutual proof of knowing it; [`acceptor`] and [`connect`]: the server's
+//!   and the client's side of the handshake; [`peer_credentials`]: the secret of ranks on one host.
+//! - [`rendezvous`]: the rendezvous, whose result is a [`roster`]; [`join`]: the rendezvous of ranks; [`mesh`]: their
+//!   connections; [`nodes`]: that of machines.
 
 pub(crate) mod acceptor;
+mod agreement;
 mod connect;
 pub(crate) mod frame;
 pub(crate) mod handshake;

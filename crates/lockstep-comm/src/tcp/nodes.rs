@@ -1,7 +1,8 @@
 //! The rendezvous of the launchers of several machines, which numbers their ranks and decides what follows an attempt.
 //!
-//! They meet before each attempt and after the last one. Each launcher's [`NodeInfo`] states the attempt that it takes for the next
-//! one, and the loss that ended its last one, or that it ends. All launchers get all of them, so all reach the same conclusion.
+//! They meet before each attempt and after the last one. Each launcher's [`NodeInfo`] states the attempt that it takes for
+//! the next one, and the loss that ended its last one, or that it ends. All launchers get all of them, so all reach the same
+//! conclusion.
 
 use std::{
     net::{SocketAddr, TcpListener},
@@ -9,7 +10,7 @@ use std::{
 };
 
 use super::{
-    handshake::Purpose,
+    handshake::{Purpose, word},
     rendezvous::{Opened, RendezvousEndpoint},
     roster::{ANY, INFO_BYTES},
     secret::SecretInMemory,
@@ -54,8 +55,7 @@ impl NodeInfo {
     }
 
     fn decode(bytes: &[u8; INFO_BYTES]) -> (u16, Self) {
-        let number =
-            |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]) as usize;
+        let number = |at| word(bytes, at) as usize;
         let value = number(24) as u64 | (number(28) as u64) << 32;
         let cause = LossCause::from_numbers(number(20) as u64, value);
         let lost = number(16).checked_sub(1).and_then(|rank| Some((rank, cause?)));

@@ -1,11 +1,11 @@
 //! One operation in flight over TCP, and its data movement.
 //!
 //! First all ranks announce their calls, with small data attached. Once a rank has all announcements it compares them, and data
-//! flows. Members of a group of more than [`FLAT_MEMBERS`] agree along a [`tree`](super::tree), and attach nothing.
+//! flows. Members of a group of more than [`FLAT_MEMBERS`] agree along a tree, and attach nothing (`agreement`).
 //! Pieces go directly into the receiver's memory, parts of reductions into buffers of the reducing rank, which grants room
 //! for more. Nothing here blocks or uses sockets: outgoing data is queued in [`SendQueues`].
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use super::{
     frame::{Header, Key, Kind},
@@ -15,12 +15,11 @@ use super::{
     send_queues::SendQueues,
     stepwise::StepwiseAllReduce,
     stream::Room,
-    tree::{FLAT_MEMBERS, Tally, children, parent, subtree},
+    tree::FLAT_MEMBERS,
     tree_movement::TreeMovement,
 };
 use crate::{
-    Call, CommError, LossCause, Malformed, OperationContext,
-    exchange::Exchange,
+    CommError, LossCause, Malformed, OperationContext,
     memory::MemoryRange,
     shm::layout::SMALL_BYTES,
     task::{Comparison, Flow, Task},
@@ -50,10 +49,14 @@ pub(crate) struct Running {
     /// Progress of the other members that have sent anything, by member.
     pub(crate) peers: BTreeMap<usize, PeerProgress>,
     /// True if all members announce their calls to each other, false if they agree along a tree.
-    is_flat: bool,
-    has_told_parent: bool,
+    pub(crate) is_flat: bool,
+    /// True once the calls of this member's subtree have been passed to its parent.
+    pub(crate) has_told_parent: bool,
     /// True once all members are known to have made the same call.
-    is_agreed: bool,
+    pub(crate) is_agreed: bool,
+    pub(crate) begun_at: Instant,
+    /// Member that this one last named to its neighbours in the tree as missing.
+    pub(crate) named_missing: Option<usize>,
     pub(crate) movement: Movement,
     /// Number of bytes queued for sending and not sent yet.
     pub(crate) unsent_bytes: usize,
@@ -65,6 +68,8 @@ pub(crate) struct Running {
 #[derive(Debug, Default)]
 pub(crate) struct PeerProgress {
     pub(crate) announcement: Option<Announcement>,
+    /// Member that it waits for before it can announce its subtree's calls or the consent of all.
+    pub(crate) missing: Option<usize>,
     /// Number of accepted bytes of its piece: never more than the piece has, so that no frame is still being received when the
     /// operation is complete.
     promised_bytes: usize,
@@ -83,7 +88,7 @@ pub(crate) enum Movement {
     Tree(TreeMovement),
     /// Every rank reduces its block.
     Shares(Reduction),
-    /// Hierarchical reduction, within machines and between them.
+    /// Hierarchical reduction, within nodes and between them.
     Hierarchical(Box<Hierarchical>),
     /// Steps of an algorithm that the plan has chosen.
     Stepwise(StepwiseAllReduce),
@@ -124,53 +129,11 @@ impl Running {
             is_flat: peer.is_some() || members <= FLAT_MEMBERS,
             has_told_parent: false,
             is_agreed: false,
+            begun_at: Instant::now(),
+            named_missing: None,
             movement: Movement::Announced,
             unsent_bytes: 0,
             owed_bytes: 0,
-        }
-    }
-
-    /// Returns the members that announce their calls to this one: the peer of a message, all others, or neighbours in the tree.
-    pub(crate) fn announcers(&self, members: &Members) -> Vec<usize> {
-        match self.peer {
-            Some(peer) => vec![peer],
-            None if self.is_flat => members.others().collect(),
-            None => children(members.own, members.len()).chain(parent(members.own)).collect(),
-        }
-    }
-
-    /// Takes the announcement of a member.
-    pub(crate) fn take_announcement(
-        &mut self,
-        members: &Members,
-        member: usize,
-        announcement: Announcement,
-    ) -> Result<(), Malformed> {
-        let is_neighbour = || parent(members.own) == Some(member) || parent(member) == Some(members.own);
-        let known = &mut self.peers.entry(member).or_default().announcement;
-        if known.is_some() || !(self.is_flat || is_neighbour()) {
-            return Err(Malformed::Operation);
-        }
-        *known = Some(announcement);
-        Ok(())
-    }
-
-    /// Returns true if all members announce their calls to each other.
-    pub(crate) fn is_flat(&self) -> bool {
-        self.is_flat
-    }
-
-    fn announcement(&self, member: usize) -> Option<&Announcement> {
-        self.peers.get(&member)?.announcement.as_ref()
-    }
-
-    /// Returns a member whose announcement is missing.
-    fn awaited(&self, members: &Members) -> Option<usize> {
-        let is_missing = |member: &usize| self.announcement(*member).is_none();
-        match self.peer {
-            Some(peer) => Some(peer).filter(is_missing),
-            None if self.is_flat => members.others().find(is_missing),
-            None => self.announcers(members).into_iter().find(is_missing),
         }
     }
 
@@ -178,17 +141,17 @@ impl Running {
     ///
     /// # Errors
     /// If ranks called different operations, or one attached data of the wrong length.
-    pub(crate) fn meet(
+    pub(crate) fn start_if_agreed(
         &mut self,
         members: &Members,
         queues: &mut SendQueues,
-        machines: Option<&mut UniformNodes>,
+        nodes: Option<&mut UniformNodes>,
     ) -> Result<bool, CommError> {
         if !matches!(self.movement, Movement::Announced) || !self.agree(members, queues)? {
             return Ok(false);
         }
-        let machines = machines.filter(|machines| self.goes_by_machines(machines));
-        if machines.as_ref().is_some_and(|machines| !machines.have_room()) {
+        let nodes = nodes.filter(|nodes| self.can_be_hierarchical(nodes));
+        if nodes.as_ref().is_some_and(|nodes| !nodes.has_room()) {
             return Ok(false);
         }
         let tree = if self.is_flat { None } else { TreeMovement::new(&self.task, members) };
@@ -203,8 +166,8 @@ impl Running {
                     Movement::Pieces
                 } else if let Some(stepwise) = StepwiseAllReduce::new(&self.task, members) {
                     Movement::Stepwise(stepwise)
-                } else if let Some(machines) = machines {
-                    Movement::Hierarchical(Box::new(Hierarchical::new(machines, &self.task, *op, members)))
+                } else if let Some(nodes) = nodes {
+                    Movement::Hierarchical(Box::new(Hierarchical::new(nodes, &self.task, *op, members)))
                 } else {
                     Movement::Shares(Reduction::new(&self.task, *op, blocks, *receiver, members))
                 }
@@ -218,82 +181,15 @@ impl Running {
         Ok(true)
     }
 
-    /// Returns true once all members are known to have made the same call.
-    ///
-    /// # Errors
-    /// If they did not.
-    fn agree(&mut self, members: &Members, queues: &mut SendQueues) -> Result<bool, CommError> {
-        if self.is_agreed {
-            return Ok(true);
-        }
-        if self.is_flat {
-            if self.awaited(members).is_some() {
-                return Ok(false);
-            }
-            match self.peer {
-                Some(peer) => self.compare_with(members, peer)?,
-                None => self.compare(members)?,
-            }
-        } else if !self.agree_along_tree(members, queues)? {
-            return Ok(false);
-        }
-        self.is_agreed = true;
-        Ok(true)
-    }
-
-    /// Passes the calls of this member's subtree to its parent, and the parent's consent to the children. Returns true once that
-    /// is done.
-    fn agree_along_tree(&mut self, members: &Members, queues: &mut SendQueues) -> Result<bool, CommError> {
-        let call = self.task.call.to_words();
-        if !self.has_told_parent {
-            let mut tally = Tally::of(members.own, call);
-            for child in children(members.own, members.len()) {
-                let Some(announcement) = self.announcement(child) else { return Ok(false) };
-                let theirs = Tally::decode(&announcement.data, &subtree(child, members.len()));
-                tally.add(&theirs.ok_or_else(|| self.malformed(members, child))?);
-            }
-            self.has_told_parent = true;
-            match parent(members.own) {
-                Some(parent) => self.announce(members.ranks[parent], &tally.encode(), queues),
-                None => {
-                    if let Some([(odd, found), (reference, expected)]) = tally.dissent() {
-                        let call = |words| Call::from_words(words).unwrap_or(self.task.call);
-                        let comparison = self.comparison(members);
-                        return Err(comparison.mismatch(odd, call(found), reference, call(expected)));
-                    }
-                }
-            }
-        }
-        if parent(members.own).is_some_and(|parent| self.announcement(parent).is_none()) {
-            return Ok(false);
-        }
-        for child in children(members.own, members.len()) {
-            self.announce(members.ranks[child], &[], queues);
-        }
-        if let Flow::Unknown { sends, receives } = &self.task.flow {
-            let own = members.own;
-            self.comparison(members).of_lengths((own, sends[own]), (own, receives[own]))?;
-            // Members that disagree on a length are found by the bytes that arrive, or fail to.
-            self.task.flow = Flow::Exchange(Exchange::of_own_blocks(own, sends, receives));
-        }
-        Ok(true)
-    }
-
-    /// Queues the announcement of this rank's call to a world rank.
-    pub(crate) fn announce(&self, rank: usize, data: &[u8], queues: &mut SendQueues) {
-        let header = Header::of(Kind::Announce(self.task.call.to_words()), self.key, data);
-        queues.to(rank).control.push_back((header, data.to_vec()));
-    }
-
     /// Returns true if a rank's stream of `bytes` bytes is attached to its announcement.
     fn attaches(&self, bytes: usize) -> bool {
         self.is_flat && is_small(&self.task, bytes)
     }
 
     /// Returns true if it is an all-reduce that can be hierarchical.
-    fn goes_by_machines(&self, machines: &UniformNodes) -> bool {
+    fn can_be_hierarchical(&self, nodes: &UniformNodes) -> bool {
         let is_plain = self.task.call.kind == crate::Kind::AllReduce && self.task.call.detail == 0;
-        is_plain && machines.suit(self.task.call.number) && !is_small(&self.task, self.task.source.bytes())
+        is_plain && nodes.allows(self.task.call.number) && !is_small(&self.task, self.task.source.bytes())
     }
 
     /// Advances the operation. Returns true if it is complete. `is_next` is true if all earlier hierarchical operations have
@@ -302,19 +198,19 @@ impl Running {
         &mut self,
         members: &Members,
         queues: &mut SendQueues,
-        machines: Option<&mut UniformNodes>,
+        nodes: Option<&mut UniformNodes>,
         is_next: bool,
     ) -> bool {
         let Self { key, task, movement, unsent_bytes, .. } = self;
-        let is_moved = match (movement, machines) {
+        let is_moved = match (movement, nodes) {
             (Movement::Announced | Movement::Done, _) => return false,
             (Movement::Pieces, _) => true,
             (Movement::Tree(tree), _) => tree.advance(*key, task, members, queues, unsent_bytes),
             (Movement::Shares(reduction), _) => reduction.advance(*key, task, members, queues, unsent_bytes),
             (Movement::Stepwise(stepwise), _) => stepwise.advance(*key, task, members, queues, unsent_bytes),
-            (Movement::Hierarchical(hierarchical), Some(machines)) => {
+            (Movement::Hierarchical(hierarchical), Some(nodes)) => {
                 let turn = Turn { key: *key, is_next };
-                hierarchical.advance(machines, turn, task, members, queues, unsent_bytes)
+                hierarchical.advance(nodes, turn, task, members, queues, unsent_bytes)
             }
             (Movement::Hierarchical(_), None) => false,
         };
@@ -322,9 +218,9 @@ impl Running {
     }
 
     /// Returns true if later hierarchical operations may start their all-gather.
-    pub(crate) fn has_had_its_turn(&self) -> bool {
+    pub(crate) fn has_started_all_gather(&self) -> bool {
         match &self.movement {
-            Movement::Hierarchical(hierarchical) => hierarchical.is_past_its_turn(),
+            Movement::Hierarchical(hierarchical) => hierarchical.has_started_all_gather(),
             Movement::Announced => false,
             _ => true,
         }
@@ -338,7 +234,8 @@ impl Running {
         header: &Header,
     ) -> Result<Option<Room>, Malformed> {
         let bytes = header.bytes as usize;
-        if matches!(&self.movement, Movement::Hierarchical(hierarchical) if hierarchical.is_early()) {
+        if matches!(&self.movement, Movement::Hierarchical(hierarchical) if hierarchical.is_in_reduce_scatter())
+        {
             return Ok(None);
         }
         let Self { movement, task, .. } = self;
@@ -402,8 +299,10 @@ impl Running {
 
     /// Notes that a member has room for more parts.
     pub(crate) fn turn(&mut self, members: &Members, member: usize, index: u32) {
-        if let Movement::Stepwise(stepwise) = &mut self.movement {
-            return stepwise.turn(member, index);
+        match &mut self.movement {
+            Movement::Stepwise(stepwise) => return stepwise.turn(member, index),
+            Movement::Announced => return self.note_missing(members, member, index),
+            _ => {}
         }
         // The operation may be complete, if all parts were sent already.
         if let Ok((reduction, _, _, member)) = reduction_of(&mut self.movement, &self.task, members, member) {
@@ -501,60 +400,13 @@ impl Running {
     }
 
     /// Returns the loss of a member whose data contradicts its call.
-    fn malformed(&self, members: &Members, member: usize) -> CommError {
+    pub(crate) fn malformed(&self, members: &Members, member: usize) -> CommError {
         let (rank, cause) = (members.ranks[member], LossCause::Malformed(Malformed::Call));
         CommError::PeerLost { rank, cause, context: Some(self.context(members)) }
     }
 
-    fn comparison<'a>(&self, members: &'a Members) -> Comparison<'a> {
+    pub(crate) fn comparison<'a>(&self, members: &'a Members) -> Comparison<'a> {
         Comparison { ranks: &members.ranks, context: self.context(members) }
-    }
-
-    /// Checks that all ranks made the same call, and completes the plan of an all-to-all with uneven blocks.
-    fn compare(&mut self, members: &Members) -> Result<(), CommError> {
-        let own = self.task.call.to_words();
-        let call = |member| self.announcement(member).map_or(own, |post| post.call);
-        let calls: Vec<[u64; 3]> = (0..members.len()).map(call).collect();
-        self.comparison(members).of_calls(&calls)?;
-        if matches!(self.task.flow, Flow::Unknown { .. }) {
-            let tables = self.tables(members.len()).map_err(|member| self.malformed(members, member))?;
-            let word = |member: usize, index: usize| tables[member][index];
-            self.task.flow = Flow::Exchange(self.comparison(members).of_tables(word)?);
-        }
-        Ok(())
-    }
-
-    /// Returns each member's table of bytes sent to and received from each of `ranks` members.
-    ///
-    /// # Errors
-    /// If a member has attached anything else; returns the first such member.
-    fn tables(&self, ranks: usize) -> Result<Vec<Vec<usize>>, usize> {
-        let own = Self::eager(&self.task);
-        let table = |member| {
-            let (words, rest) = self.announcement(member).map_or(&own, |post| &post.data).as_chunks::<8>();
-            let table: Vec<usize> = words.iter().map(|word| u64::from_le_bytes(*word) as usize).collect();
-            let total = table.iter().try_fold(0_usize, |sum, bytes| sum.checked_add(*bytes));
-            (table.len() == 2 * ranks && rest.is_empty() && total.is_some()).then_some(table)
-        };
-        (0..ranks).map(|member| table(member).ok_or(member)).collect()
-    }
-
-    /// Checks that a message matches its receive. A mismatch names the sender as the odd rank.
-    fn compare_with(&self, members: &Members, peer: usize) -> Result<(), CommError> {
-        let Some(announcement) = self.announcement(peer) else { return Ok(()) };
-        let own = self.task.call;
-        let is_sender = own.kind == crate::Kind::Send;
-        let kind = if is_sender { crate::Kind::Receive } else { crate::Kind::Send };
-        if announcement.call == (Call { kind, root: Some(members.own), ..own }).to_words() {
-            return Ok(());
-        }
-        let theirs = Call::from_words(announcement.call).unwrap_or(own);
-        let comparison = self.comparison(members);
-        Err(if is_sender {
-            comparison.mismatch(members.own, own, peer, theirs)
-        } else {
-            comparison.mismatch(peer, theirs, members.own, own)
-        })
     }
 }
 

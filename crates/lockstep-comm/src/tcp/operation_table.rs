@@ -24,11 +24,11 @@ use crate::{
 };
 
 /// Maximum number of a group's operations in flight on a rank.
-const RING: usize = 256;
+const MAX_IN_FLIGHT: usize = 256;
 /// Maximum number of messages to one rank in flight.
-const SMALL_AHEAD: usize = 4;
+const MAX_SENDS: usize = 4;
 /// Maximum number of announcements of one rank in one channel that may wait: more than those two permit.
-const MAX_ANNOUNCEMENTS: usize = 2 * RING;
+const MAX_ANNOUNCEMENTS: usize = 2 * MAX_IN_FLIGHT;
 
 /// A rank's operations and outgoing frames.
 #[derive(Debug)]
@@ -40,7 +40,7 @@ pub(crate) struct OperationTable {
     pub(crate) queues: SendQueues,
     pub(crate) recorder: Recorder,
     /// Shared-memory transport of this machine, if all machines have equally many ranks.
-    pub(crate) machines: Option<UniformNodes>,
+    pub(crate) nodes: Option<UniformNodes>,
     /// Announcements of operations that have not started here, by group, rank and channel.
     announcements: HashMap<(u32, usize, Channel), VecDeque<(u32, Announcement)>>,
     /// Messages of other ranks about themselves and about the run.
@@ -74,7 +74,8 @@ impl Operations {
         self.running.iter().filter(move |running| Lane::of(&running.task.flow) == lane)
     }
 
-    /// Returns the rank for which the oldest operation between the same ranks waits; that operation delays the start of further ones.
+    /// Returns the rank for which the oldest operation between the same ranks waits; that operation delays the start of
+    /// further ones.
     pub(crate) fn oldest(&self, lane: Lane) -> Option<usize> {
         self.on(lane).next().map(|running| running.waits_for(&self.members).0)
     }
@@ -103,7 +104,7 @@ impl OperationTable {
             groups: Vec::new(),
             queues: SendQueues::default(),
             recorder,
-            machines: None,
+            nodes: None,
             announcements: HashMap::new(),
             messages: VecDeque::new(),
         };
@@ -125,7 +126,7 @@ impl OperationTable {
     /// Returns true if an operation may start.
     pub(crate) fn has_room(&self, group: usize, task: &Task) -> bool {
         let lane = Lane::of(&task.flow);
-        let most = if matches!(lane, Lane::Send(_)) { SMALL_AHEAD } else { RING };
+        let most = if matches!(lane, Lane::Send(_)) { MAX_SENDS } else { MAX_IN_FLIGHT };
         self.group(group).on(lane).count() < most
     }
 
@@ -154,7 +155,7 @@ impl OperationTable {
         }
         for member in running.announcers(members) {
             let rank = members.ranks[member];
-            if running.is_flat() {
+            if running.is_flat {
                 running.announce(rank, &data, &mut self.queues);
             }
             if let Some(waiting) = self.announcements.get_mut(&(key.group, rank, channel.turned()))
@@ -172,19 +173,20 @@ impl OperationTable {
     /// # Errors
     /// If ranks called different operations, or one sent data of the wrong length; this ends the run.
     pub(crate) fn advance(&mut self) -> Result<bool, CommError> {
-        let Self { groups, queues, recorder, machines, .. } = self;
+        let Self { groups, queues, recorder, nodes, .. } = self;
         let mut has_completed = false;
         for (index, operations) in groups.iter_mut().enumerate() {
             let Some(Operations { members, running, .. }) = operations else { continue };
             // Only the group of all ranks has the same order of operations on all ranks of a machine.
-            let mut machines = machines.as_mut().filter(|_| index == 0);
+            let mut nodes = nodes.as_mut().filter(|_| index == 0);
             let mut is_next = true;
             for operation in running.iter_mut() {
-                if operation.meet(members, queues, machines.as_deref_mut())? {
+                if operation.start_if_agreed(members, queues, nodes.as_deref_mut())? {
                     recorder.stamp(operation.recorded, 0);
                 }
-                let is_done = operation.advance(members, queues, machines.as_deref_mut(), is_next);
-                is_next &= operation.has_had_its_turn();
+                operation.name_missing(members, queues);
+                let is_done = operation.advance(members, queues, nodes.as_deref_mut(), is_next);
+                is_next &= operation.has_started_all_gather();
                 if is_done {
                     recorder.stamp(operation.recorded, 1);
                     operation.ticket.complete();
@@ -195,6 +197,12 @@ impl OperationTable {
             running.retain(|operation| !matches!(operation.movement, Movement::Done));
         }
         Ok(has_completed)
+    }
+
+    /// Returns true if an operation waits for members that must be named to others after a while.
+    pub(crate) fn has_waiting_trees(&self) -> bool {
+        let waits = |running: &Running| !running.is_flat && !running.is_agreed;
+        self.groups.iter().flatten().any(|operations| operations.running.iter().any(waits))
     }
 
     /// Drops all operations.
@@ -427,9 +435,9 @@ mod tests {
         const RANKS: usize = 2000;
         let mut tables: Vec<OperationTable> =
             (0..RANKS).map(|rank| OperationTable::new(rank, RANKS, Recorder::private())).collect();
-        let mut sums: Vec<[f32; 3]> = (0..RANKS).map(|rank| [rank as f32 * 0.37; 3]).collect();
+        let mut reduce_group: Vec<[f32; 3]> = (0..RANKS).map(|rank| [rank as f32 * 0.37; 3]).collect();
         let mut tickets = Vec::new();
-        for (rank, (table, sum)) in tables.iter_mut().zip(&mut sums).enumerate() {
+        for (rank, (table, sum)) in tables.iter_mut().zip(&mut reduce_group).enumerate() {
             assert_eq!(table.queues.waiting().count(), 0);
             let collectives: [Collective<Source<'_>, Target<'_>>; 2] = [
                 Collective::Barrier,
@@ -450,7 +458,7 @@ mod tests {
         let target = std::ptr::from_mut(&mut expected).cast();
         // SAFETY: each pointer is that of one number.
         unsafe { crate::reduce::reduce(crate::NumberType::F32, ReduceOp::Sum, &pointers, &[target], 1) };
-        for (rank, (sum, table)) in sums.iter().zip(&tables).enumerate() {
+        for (rank, (sum, table)) in reduce_group.iter().zip(&tables).enumerate() {
             assert_eq!(sum.map(f32::to_bits), [expected.to_bits(); 3], "rank {rank}");
             assert!(table.queues.peers() <= 12, "rank {rank} talks to {}", table.queues.peers());
         }

@@ -1,7 +1,7 @@
 //! The rendezvous of nodes, or ranks. The first of them listens at an address that all know, the others send their data, and
 //! all receive the data of all.
 //!
-//! The [`Acceptor`](super::acceptor::Acceptor) authenticates every connection before anything else of it is read.
+//! The [`Acceptor`] authenticates every connection before anything else of it is read.
 
 use std::{
     io,
@@ -13,7 +13,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use super::{
     acceptor::{AcceptedConnection, Acceptor},
     connect::connect,
-    handshake::{HANDSHAKE_LIMIT, Hello, Purpose, TimedStream},
+    handshake::{HANDSHAKE_LIMIT, Hello, Purpose, TimedStream, word},
     peer_credentials::{Name, SecretServer, fetch},
     rejections::Rejections,
     roster::{self, INFO_BYTES, Participant, Registry},
@@ -77,7 +77,8 @@ impl RendezvousEndpoint {
         self.host == "localhost" || self.host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
     }
 
-    /// Returns the secret, which a rendezvous has once [`RendezvousEndpoint::begin`] or [`RendezvousEndpoint::find`] has succeeded.
+    /// Returns the secret, which a rendezvous has once [`RendezvousEndpoint::begin`] or [`RendezvousEndpoint::find`] has
+    /// succeeded.
     pub(crate) fn key(&self) -> Result<Secret, CommError> {
         self.secret.clone().ok_or_else(|| CommError::Join(JoinProblem::NoSecret { host: self.host.clone() }))
     }
@@ -191,7 +192,7 @@ impl RendezvousEndpoint {
         matches!(bound, Ok(Err(error)) if error.kind() == io::ErrorKind::AddrInUse)
     }
 
-    /// Sends `info` as number `own` of `count`, or as [`ANY`], and waits for all participants. Returns the own number,
+    /// Sends `info` as number `own` of `count`, or as [`roster::ANY`], and waits for all participants. Returns the own number,
     /// the data of all in order, and the first participant's open acceptor.
     pub(crate) fn meet(
         &mut self,
@@ -361,9 +362,7 @@ fn verdict(number: usize, problem: Option<&JoinProblem>) -> [u8; 16] {
 }
 
 fn understand(purpose: Purpose, verdict: [u8; 16], deadline: Deadline) -> Result<usize, JoinProblem> {
-    let word = |at: usize| {
-        u32::from_le_bytes([verdict[at], verdict[at + 1], verdict[at + 2], verdict[at + 3]]) as usize
-    };
+    let word = |at| word(&verdict, at) as usize;
     let what = purpose.participant();
     Err(match word(0) {
         0 => return Ok(word(4)),
@@ -378,4 +377,32 @@ fn understand(purpose: Purpose, verdict: [u8; 16], deadline: Deadline) -> Result
         }
         _ => JoinProblem::HungUp,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{io::Write, net::TcpStream};
+
+    use super::*;
+
+    #[test]
+    fn a_roster_that_claims_more_than_its_participants_take_is_refused_before_it_is_read() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let stream = listener.accept().unwrap().0;
+        for claim in [u32::MAX, roster::max_bytes(2) as u32 + 1] {
+            sender.write_all(&claim.to_le_bytes()).unwrap();
+            let mut timed = TimedStream { stream: &stream, deadline: soon() };
+            let refused = receive_roster(&mut timed, 2);
+            assert_eq!(refused, Err(JoinProblem::Connection(io::ErrorKind::InvalidData)), "{claim} bytes");
+        }
+    }
+
+    #[test]
+    fn descriptors_for_more_participants_than_the_system_allows_are_refused_with_the_limit() {
+        assert_eq!(allow_descriptors(2), Ok(()));
+        let Some(most) = getrlimit(Resource::Nofile).maximum else { return };
+        let text = allow_descriptors(most as usize).unwrap_err().to_string();
+        assert!(text.contains(&format!("a process may open {most} files")), "{text}");
+    }
 }

@@ -1,5 +1,5 @@
-//! State of a rank's TCP transport: its operations, its links to other ranks, and the error that ended the run. Nothing here waits,
-//! but for the cause of a loss.
+//! State of a rank's TCP transport: its operations, its links to other ranks, and the error that ended the run. Nothing here
+//! waits, but for the cause of a loss.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -20,8 +20,9 @@ use crate::{CommError, LossCause, error::ERROR_WORDS, shm, transport::Transport}
 /// Number of heartbeats within the time after which a silent rank counts as lost.
 pub(crate) const BEATS: u32 = 20;
 /// Time to learn how a rank ended that has closed its connections.
-const RUMOUR: Duration = Duration::from_millis(100);
+const CAUSE_TIME: Duration = Duration::from_millis(100);
 
+/// All state of a rank, under the lock of its transport.
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) table: OperationTable,
@@ -41,16 +42,16 @@ pub(crate) struct State {
 
 impl State {
     /// Reads, advances operations and writes, as far as possible without waiting. Returns true if anything moved.
-    pub(crate) fn pump(&mut self) -> bool {
+    pub(crate) fn progress_all(&mut self) -> bool {
         if self.ending.is_some() {
             return self.write();
         }
         let mut has_moved = self.read();
-        if let Some(machines) = self.table.machines.as_ref().filter(|machines| machines.is_busy()) {
-            // A failure is recorded in the segments, which `listen` reads next.
-            let _ = machines.local.progress();
+        if let Some(nodes) = self.table.nodes.as_ref().filter(|nodes| nodes.is_busy()) {
+            // A failure is recorded in the segments, which `take_rank_messages` reads next.
+            let _ = nodes.local.progress();
         }
-        self.listen();
+        self.take_rank_messages();
         if self.ending.is_none() {
             match self.table.advance() {
                 Ok(has_completed) => has_moved |= has_completed,
@@ -63,14 +64,14 @@ impl State {
     }
 
     pub(crate) fn read(&mut self) -> bool {
-        self.with_links(Link::read)
+        self.for_each_link(Link::read)
     }
 
     pub(crate) fn write(&mut self) -> bool {
         for rank in self.table.queues.take_new() {
             self.connect(rank);
         }
-        self.with_links(Link::write)
+        self.for_each_link(Link::write)
     }
 
     /// Has a rank connected, unless it is or is being connected.
@@ -88,13 +89,13 @@ impl State {
         if !self.links.contains_key(&rank) && self.leaving.is_none() {
             self.unreachable.insert(rank);
             if self.table.queues.waiting().any(|waiting| waiting == rank) {
-                self.lose(Some((rank, LossCause::Unreachable)));
+                self.report_loss(Some((rank, LossCause::Unreachable)));
             }
         }
     }
 
     /// Tells a rank that was connected late what it has missed.
-    pub(crate) fn greet(&mut self, rank: usize) {
+    pub(crate) fn send_what_it_missed(&mut self, rank: usize) {
         let missed = self.ending.as_ref().map(|ending| ending_frame(&ending.to_words(self.table.rank)));
         let farewell = self.leaving.filter(|_| missed.is_none());
         let control = &mut self.table.queues.to(rank).control;
@@ -103,7 +104,7 @@ impl State {
     }
 
     /// Calls `work` with all links. Returns true if anything moved on any of them.
-    pub(crate) fn with_links(
+    pub(crate) fn for_each_link(
         &mut self,
         work: impl Fn(&mut Link, &mut OperationTable) -> Result<bool, LossCause>,
     ) -> bool {
@@ -115,29 +116,29 @@ impl State {
                 Err(cause) => lost = lost.or(Some((*rank, cause))),
             }
         }
-        self.lose(lost);
+        self.report_loss(lost);
         has_moved
     }
 
-    pub(crate) fn lose(&mut self, lost: Option<(usize, LossCause)>) {
-        self.listen();
+    pub(crate) fn report_loss(&mut self, lost: Option<(usize, LossCause)>) {
+        self.take_rank_messages();
         let Some((rank, cause)) = lost else { return };
         let begin = Instant::now();
         // The lost rank's launcher knows the cause, and has told the ranks of its machine, which tell all others.
-        while cause == LossCause::Disconnected && self.ending.is_none() && begin.elapsed() < RUMOUR {
-            std::thread::sleep(RUMOUR / 20);
+        while cause == LossCause::Disconnected && self.ending.is_none() && begin.elapsed() < CAUSE_TIME {
+            std::thread::sleep(CAUSE_TIME / 20);
             let Self { table, links, .. } = self;
             for link in links.values_mut() {
                 // More ranks may be lost; one is enough to end the run.
                 let _ = link.read(table);
             }
-            self.listen();
+            self.take_rank_messages();
         }
         self.end(CommError::PeerLost { rank, cause, context: None });
     }
 
     /// Handles messages of other ranks about themselves and the run.
-    pub(crate) fn listen(&mut self) {
+    pub(crate) fn take_rank_messages(&mut self) {
         if let Some(error) = self.local.as_ref().and_then(|local| local.segments.ending()) {
             self.end(error);
         }
@@ -165,7 +166,7 @@ impl State {
                 control.push_back((Header::bare(Kind::Beat), Vec::new()));
             }
         }
-        self.lose(lost);
+        self.report_loss(lost);
     }
 
     /// Ends the run on all ranks, unless it has ended. Returns the error that ended it. No operation accesses memory
@@ -183,13 +184,9 @@ impl State {
         let links = &self.links;
         self.table.queues.retain(|rank| links.contains_key(&rank));
         let (header, bytes) = ending_frame(&words);
-        self.tell_all(header, &bytes);
+        self.send_to_all(header, &bytes);
         self.write();
-        match ending {
-            // Only this rank has the details of a local error.
-            CommError::Stopped { by: Some(rank) } if rank == self.table.rank => error,
-            ending => ending,
-        }
+        ending.or_local(error, self.table.rank)
     }
 
     /// Drops all operations and all references to their memory.
@@ -199,7 +196,7 @@ impl State {
     }
 
     /// Queues a frame for all ranks that are present.
-    pub(crate) fn tell_all(&mut self, header: Header, bytes: &[u8]) {
+    pub(crate) fn send_to_all(&mut self, header: Header, bytes: &[u8]) {
         for (rank, link) in &self.links {
             if link.status == Status::Here {
                 self.table.queues.to(*rank).control.push_back((header, bytes.to_vec()));

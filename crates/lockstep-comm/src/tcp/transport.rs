@@ -22,6 +22,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::{
     acceptor::Acceptor,
+    agreement::LONG_WAIT,
     frame::{Header, Kind},
     handshake::HANDSHAKE_LIMIT,
     hierarchical::UniformNodes,
@@ -42,11 +43,11 @@ use crate::{
 };
 
 /// Polling interval for operations in shared memory, which no socket reports.
-const NEIGHBOURS: Duration = Duration::from_micros(100);
+const SHARED_MEMORY_POLL: Duration = Duration::from_micros(100);
 /// Maximum sleep before the deadline is checked again.
-const NAP: Duration = Duration::from_millis(50);
+const MAX_SLEEP: Duration = Duration::from_millis(50);
 /// Time after which the thread that takes calls looks if the transport still exists.
-const CALLS_NAP: Duration = Duration::from_millis(500);
+const CALLS_POLL: Duration = Duration::from_millis(500);
 /// Time for a leaving rank to say so.
 const FAREWELL: Duration = Duration::from_millis(300);
 
@@ -83,7 +84,7 @@ pub(crate) struct TcpTransport {
 struct Shared {
     state: Mutex<State>,
     /// Notified when an operation completes or the run ends.
-    news: Condvar,
+    changed: Condvar,
     /// Event counter that wakes the thread, which polls sockets.
     wake: OwnedFd,
     silence: Duration,
@@ -101,9 +102,9 @@ impl TcpTransport {
         let recorder =
             Recorder::new(shared_memory.as_ref().map(|local| (local.segments.clone(), local.rank)));
         let mut table = OperationTable::new(rank, ranks, recorder);
-        let machines = |local: Local| Some(UniformNodes::new(local.transport, local.of_each?));
-        table.machines = local.and_then(machines);
-        let (dialer, calls) = mpsc::channel();
+        let nodes = |local: Local| Some(UniformNodes::new(local.transport, local.of_each?));
+        table.nodes = local.and_then(nodes);
+        let (dialer, wanted) = mpsc::channel();
         let dialer = Some(dialer).filter(|_| !mesh.is_complete());
         let state = State {
             table,
@@ -117,21 +118,21 @@ impl TcpTransport {
         };
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let wake = wake.map_err(|error| CommError::io("make an event counter")(error.into()))?;
-        let shared = Arc::new(Shared { state: Mutex::new(state), news: Condvar::new(), wake, silence });
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), wake, silence });
         if shared.lock().dialer.is_some() {
             let (mesh, weak) = (Arc::new(mesh), Arc::downgrade(&shared));
             let (dialing, taking) = ((Arc::clone(&mesh), Weak::clone(&weak)), (mesh, weak));
-            spawn("lockstep-dial", move || dial(&dialing.0, &dialing.1, &calls))?;
-            spawn("lockstep-calls", move || take_calls(&taking.0, &taking.1, &acceptor, arrivals))?;
+            spawn("lockstep-connect_ranks", move || connect_ranks(&dialing.0, &dialing.1, &wanted))?;
+            spawn("lockstep-wanted", move || accept_ranks(&taking.0, &taking.1, &acceptor, arrivals))?;
             knocks.into_iter().for_each(|peer| shared.lock().connect(peer));
         }
-        let carrier = Arc::clone(&shared);
-        let thread = Some(spawn("lockstep-tcp", move || carrier.carry())?);
+        let running = Arc::clone(&shared);
+        let thread = Some(spawn("lockstep-tcp", move || running.run())?);
         Ok(Self { rank, shared, thread })
     }
 
     /// Waits until `attempt` returns a result. `late` returns the rank and operation that it waits for.
-    fn drive<R>(
+    fn wait_until<R>(
         &self,
         group: usize,
         deadline: Deadline,
@@ -147,14 +148,13 @@ impl TcpTransport {
             if let Some(result) = attempt(&mut state) {
                 return Ok(result);
             }
-            if state.pump() {
-                self.shared.tell();
+            if state.progress_all() {
+                self.shared.notify();
                 continue;
             }
             awaited = late(&state);
             let (rank, context) = awaited.unzip();
             let rank = rank.unwrap_or(self.rank);
-            state.connect(rank);
             let gone = state.links.get(&rank).filter(|link| link.is_gone());
             let error = match gone.map(|link| link.status) {
                 Some(Status::Panicked) => CommError::PeerLost { rank, cause: LossCause::Panicked, context },
@@ -167,14 +167,18 @@ impl TcpTransport {
                     CommError::timed_out(self.rank, rank, deadline, context, group)
                 }
                 None => {
-                    let nap = NAP.min(deadline.remaining());
-                    state =
-                        self.shared.news.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner).0;
+                    let nap = MAX_SLEEP.min(deadline.remaining());
+                    state = self
+                        .shared
+                        .changed
+                        .wait_timeout(state, nap)
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .0;
                     continue;
                 }
             };
             let error = state.end(error);
-            self.shared.tell();
+            self.shared.notify();
             return Err(error.during(context));
         }
     }
@@ -211,7 +215,7 @@ impl Transport for TcpTransport {
         let begin = |state: &mut State| {
             let task = waiting.take_if(|task| state.table.has_room(group, task))?;
             state.table.begin(group, task, Arc::clone(&ticket), caller);
-            state.pump();
+            state.progress_all();
             Some(())
         };
         let late = |state: &State| {
@@ -219,8 +223,8 @@ impl Transport for TcpTransport {
             let (sequence, group) = (operations.numbers.next(lane), operations.members.name);
             Some((operations.oldest(lane)?, OperationContext { call, sequence, group }))
         };
-        self.drive(group, deadline, begin, late)?;
-        self.shared.tell();
+        self.wait_until(group, deadline, begin, late)?;
+        self.shared.notify();
         Ok(ticket)
     }
 
@@ -231,20 +235,20 @@ impl Transport for TcpTransport {
     fn wait(&self, group: usize, ticket: &Arc<Ticket>, deadline: Deadline) -> Result<(), CommError> {
         let is_complete = |_: &mut State| ticket.is_complete().then_some(());
         let late = |state: &State| state.table.group(group).waits_for(ticket);
-        self.drive(group, deadline, is_complete, late)
+        self.wait_until(group, deadline, is_complete, late)
     }
 
     fn progress(&self) -> Result<(), CommError> {
         let mut state = self.shared.lock();
-        if state.pump() {
-            self.shared.tell();
+        if state.progress_all() {
+            self.shared.notify();
         }
         state.ending.as_ref().map_or(Ok(()), |error| Err(error.copy()))
     }
 
     fn fail(&self, error: CommError) -> CommError {
         let ending = self.shared.lock().end(error);
-        self.shared.tell();
+        self.shared.notify();
         ending
     }
 
@@ -278,7 +282,7 @@ impl Transport for TcpTransport {
 impl Drop for TcpTransport {
     fn drop(&mut self) {
         self.shared.lock().leaving = Some(Kind::Leaving { in_panic: std::thread::panicking() });
-        self.shared.tell();
+        self.shared.notify();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -290,9 +294,9 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<(
     Builder::new().name(name.to_owned()).spawn(run).map_err(CommError::io("start a thread"))
 }
 
-/// Connects to the ranks that `calls` names, until the transport is gone.
-fn dial(mesh: &Mesh, transport: &Weak<Shared>, calls: &mpsc::Receiver<usize>) {
-    while let Ok(peer) = calls.recv() {
+/// Connects to the ranks that `wanted` names, until the transport is gone.
+fn connect_ranks(mesh: &Mesh, transport: &Weak<Shared>, wanted: &mpsc::Receiver<usize>) {
+    while let Ok(peer) = wanted.recv() {
         let Some(limit) = transport.upgrade().map(|shared| shared.connect_limit()) else { return };
         let deadline = Deadline::after(limit);
         let dialed = if peer < mesh.rank {
@@ -308,16 +312,16 @@ fn dial(mesh: &Mesh, transport: &Weak<Shared>, calls: &mpsc::Receiver<usize>) {
             Err(error) => {
                 tracing::debug!(peer, %error, "cannot connect to a rank");
                 shared.lock().unreached(peer);
-                shared.tell();
+                shared.notify();
             }
         }
     }
 }
 
 /// Takes the connections and knocks of other ranks, until the transport is gone.
-fn take_calls(mesh: &Mesh, transport: &Weak<Shared>, acceptor: &Acceptor, mut arrivals: Arrivals) {
+fn accept_ranks(mesh: &Mesh, transport: &Weak<Shared>, acceptor: &Acceptor, mut arrivals: Arrivals) {
     loop {
-        let client = acceptor.next(Deadline::after(CALLS_NAP));
+        let client = acceptor.next(Deadline::after(CALLS_POLL));
         let Some(shared) = transport.upgrade() else { return };
         match client.and_then(|client| arrivals.add(mesh, client)) {
             Some(Arrival::Connected(peer, connections)) => shared.add_link(peer, connections),
@@ -333,8 +337,8 @@ impl Shared {
     }
 
     /// Wakes the thread and all waiting callers.
-    fn tell(&self) {
-        self.news.notify_all();
+    fn notify(&self) {
+        self.changed.notify_all();
         // A write fails only if the event counter is at its limit; the thread is awake then.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
@@ -351,7 +355,7 @@ impl Shared {
         match link {
             Ok(link) if !state.links.contains_key(&peer) => {
                 state.links.insert(peer, link);
-                state.greet(peer);
+                state.send_what_it_missed(peer);
             }
             Ok(_) => {}
             Err(error) => {
@@ -359,11 +363,11 @@ impl Shared {
             }
         }
         drop(state);
-        self.tell();
+        self.notify();
     }
 
     /// Runs the thread: makes progress until its rank leaves.
-    fn carry(&self) {
+    fn run(&self) {
         let interval = self.silence / BEATS;
         let mut next_beat = Instant::now() + interval;
         loop {
@@ -375,16 +379,18 @@ impl Shared {
                 next_beat = Instant::now() + interval;
                 state.beat(self.silence);
             }
-            let has_moved = state.pump();
-            self.news.notify_all();
+            let has_moved = state.progress_all();
+            self.changed.notify_all();
             if has_moved {
                 continue;
             }
             let interests = state.interests();
-            let is_busy = state.table.machines.as_ref().is_some_and(UniformNodes::is_busy);
+            let is_busy = state.table.nodes.as_ref().is_some_and(UniformNodes::is_busy);
+            let waits = state.table.has_waiting_trees();
             drop(state);
             let limit = next_beat.saturating_duration_since(Instant::now());
-            self.sleep(&interests, if is_busy { limit.min(NEIGHBOURS) } else { limit });
+            let limit = if waits { limit.min(LONG_WAIT) } else { limit };
+            self.sleep(&interests, if is_busy { limit.min(SHARED_MEMORY_POLL) } else { limit });
         }
     }
 
@@ -406,24 +412,24 @@ impl Shared {
     fn leave<'a>(&'a self, mut state: MutexGuard<'a, State>, farewell: Kind) {
         state.abandon();
         if state.ending.is_none() {
-            state.tell_all(Header::bare(farewell), &[]);
+            state.send_to_all(Header::bare(farewell), &[]);
         }
         // Small data for ranks that are still being connected is not lost.
         let has_more =
             |state: &State| state.table.queues.waiting().any(|rank| !state.links.contains_key(&rank));
         let deadline = Instant::now() + if has_more(&state) { self.connect_limit() } else { FAREWELL };
-        let mut is_said = false;
+        let mut is_sent = false;
         loop {
             state.write();
             let outgoing = state.interests().into_iter().any(|(_, flags)| flags.contains(PollFlags::OUT));
-            if !outgoing && !has_more(&state) && !std::mem::replace(&mut is_said, true) {
+            if !outgoing && !has_more(&state) && !std::mem::replace(&mut is_sent, true) {
                 state.links.values().for_each(Link::hang_up);
             }
             let open = state.links.values_mut().filter_map(|link| (!link.drain()).then_some(())).count();
             if (open == 0 && !has_more(&state)) || Instant::now() >= deadline {
                 return;
             }
-            let flags = PollFlags::IN | if is_said { PollFlags::empty() } else { PollFlags::OUT };
+            let flags = PollFlags::IN | if is_sent { PollFlags::empty() } else { PollFlags::OUT };
             let links = state.links.values();
             let interests: Vec<_> = links.flat_map(|link| link.interests(&state.table)).collect();
             let interests: Vec<_> = interests

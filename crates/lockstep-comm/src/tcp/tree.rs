@@ -1,5 +1,5 @@
-//! Agreement of the members of a large group on their calls, along a binomial tree: each member passes its subtree's calls to its
-//! parent, and the first member passes its consent down again. Each member then talks to lg P others instead of all.
+//! Agreement of the members of a large group on their calls, along a binomial tree: each member passes its subtree's calls to
+//! its parent, and the first member passes its consent down again. Each member then talks to lg P others instead of all.
 //!
 //! Member m is the root of the subtree m..m + 2^k, where 2^k is the largest power of two that divides m. These are the subtrees
 //! of the tree in which numbers are reduced (`reduce`).

@@ -47,7 +47,7 @@ const SHARED_MEMORY_POLL: Duration = Duration::from_micros(100);
 /// Maximum sleep before the deadline is checked again.
 const MAX_SLEEP: Duration = Duration::from_millis(50);
 /// Time after which the thread that takes calls looks if the transport still exists.
-const CALLS_POLL: Duration = Duration::from_millis(500);
+const CALLS_POLL: Duration = Duration::from_millis(100);
 /// Time for a leaving rank to say so.
 const FAREWELL: Duration = Duration::from_millis(300);
 

@@ -15,7 +15,7 @@ use lockstep_plan::MemoryCategory;
 use lockstep_tensor::{Arena, Workers};
 
 use crate::{
-    CommError, Deadline, Group, Kind, Lent, NumberType,
+    CommError, Deadline, Group, Kind, LentBuffer, NumberType,
     blocks::Blocks,
     exchange::{Exchange, Matrix},
     memory::MemoryRange,
@@ -235,7 +235,7 @@ impl Transport for FaultyTransport {
         &self,
         group: usize,
         task: Task,
-        memory: Vec<Lent>,
+        memory: Vec<LentBuffer>,
         deadline: Deadline,
         caller: &Location<'_>,
     ) -> Result<Arc<Ticket>, CommError> {

@@ -10,7 +10,7 @@ use lockstep_plan::MemoryCategory;
 use lockstep_tensor::{Arena, Workers};
 
 use crate::{
-    Algorithm, Call, Collective, CommError, Deadline, GroupName, Kind, Lent, MAX_PARTITIONS,
+    Algorithm, Call, Collective, CommError, Deadline, GroupName, Kind, LentBuffer, MAX_PARTITIONS,
     OperationContext, Problem, ReduceOp, Source, Target, call,
     memory::MemoryRange,
     meter::Meter,
@@ -157,7 +157,7 @@ impl Group {
     #[track_caller]
     pub fn start(
         &self,
-        mut collective: Collective<Lent, Lent>,
+        mut collective: Collective<LentBuffer, LentBuffer>,
         deadline: Deadline,
     ) -> Result<Pending, CommError> {
         let task = self.task(&collective)?;
@@ -380,7 +380,7 @@ impl Pending {
     ///
     /// # Errors
     /// As [`Group::run`].
-    pub fn wait_with_time(self, deadline: Deadline) -> Result<(Vec<Lent>, Instant), CommError> {
+    pub fn wait_with_time(self, deadline: Deadline) -> Result<(Vec<LentBuffer>, Instant), CommError> {
         let meter = self.meter.as_deref();
         metered(meter, || self.transport.wait(self.group, &self.ticket, deadline))?;
         let done = self.ticket.completed_at().unwrap_or_else(Instant::now);
@@ -395,7 +395,7 @@ impl Pending {
     ///
     /// # Errors
     /// As [`Group::run`].
-    pub fn wait(self, deadline: Deadline) -> Result<Vec<Lent>, CommError> {
+    pub fn wait(self, deadline: Deadline) -> Result<Vec<LentBuffer>, CommError> {
         self.wait_with_time(deadline).map(|(memory, _)| memory)
     }
 }

@@ -48,10 +48,10 @@ pub use group::{Group, Pending};
 pub use join_problem::JoinProblem;
 pub use limits::{MAX_LOCAL_RANKS, MAX_PARTITIONS, MAX_WORLD};
 pub use loss::{LossCause, Malformed};
-pub use memory::{Lent, Source, Target};
+pub use memory::{LentBuffer, Source, Target};
 pub use meter::{Meter, Metered};
 pub use number::{Number, NumberType, ReduceOp};
-pub use placement::{Leader, Placement};
+pub use placement::{Leader, NodePlacement};
 pub use record::{Recorded, now_us};
 pub use task::Collective;
 pub use tcp::{

@@ -45,7 +45,7 @@ impl HandOver for Target<'_> {
     }
 }
 
-impl HandOver for Lent {
+impl HandOver for LentBuffer {
     fn hand_over(&mut self, by: Kind) {
         self.loan.hand_over(&by.name());
     }
@@ -83,18 +83,18 @@ impl<'a> From<View<'a>> for Target<'a> {
 
 /// Part of a buffer, lent to an operation that stays in flight while its rank does something else.
 #[derive(Debug)]
-pub struct Lent {
+pub struct LentBuffer {
     loan: Loan,
     number: NumberType,
 }
 
-impl Lent {
+impl LentBuffer {
     /// Lends the bytes of `loan` as elements of `dtype`. Bytes left over after the last whole element take no part.
     pub fn new(loan: Loan, dtype: DType) -> Self {
         Self { loan, number: dtype.into() }
     }
 
-    /// Returns the loan that was passed to [`Lent::new`].
+    /// Returns the loan that was passed to [`LentBuffer::new`].
     pub fn into_loan(self) -> Loan {
         self.loan
     }
@@ -156,8 +156,8 @@ impl From<&Target<'_>> for MemoryRange {
     }
 }
 
-impl From<&Lent> for MemoryRange {
-    fn from(lent: &Lent) -> Self {
+impl From<&LentBuffer> for MemoryRange {
+    fn from(lent: &LentBuffer) -> Self {
         let elements = lent.loan.len_bytes() / lent.number.size_bytes();
         Self { pointer: lent.loan.as_ptr(), number: lent.number, elements }
     }

@@ -18,7 +18,7 @@ pub struct Leader {
 
 /// Place of this machine's ranks among those of all machines.
 #[derive(Debug, Clone)]
-pub struct Placement {
+pub struct NodePlacement {
     /// Number of this machine, from 0.
     pub node: usize,
     /// Number of machines.
@@ -37,7 +37,7 @@ pub struct Placement {
     pub secret: Option<Arc<SecretInMemory>>,
 }
 
-impl Placement {
+impl NodePlacement {
     /// Returns the placement of a run on one machine.
     pub fn alone(ranks: usize) -> Self {
         Self {

@@ -5,7 +5,7 @@ use crate::{
     blocks::Blocks,
     call,
     exchange::{Exchange, Matrix},
-    memory::{HandOver, Lent, MemoryRange},
+    memory::{HandOver, LentBuffer, MemoryRange},
 };
 
 /// An operation of a group on given memory: `I` is the type of its inputs, `O` that of its outputs.
@@ -149,9 +149,9 @@ impl<I, O> Collective<I, O> {
     }
 }
 
-impl Collective<Lent, Lent> {
+impl Collective<LentBuffer, LentBuffer> {
     /// Returns all lent memory, inputs first.
-    pub(crate) fn into_memory(self) -> Vec<Lent> {
+    pub(crate) fn into_memory(self) -> Vec<LentBuffer> {
         match self {
             Self::Barrier => Vec::new(),
             Self::Broadcast { data, .. }

@@ -19,7 +19,7 @@ use std::{
 use lockstep_plan::MemoryCategory;
 use lockstep_tensor::{Arena, Workers};
 
-use crate::{CommError, Deadline, GroupName, Lent, Recorded};
+use crate::{CommError, Deadline, GroupName, LentBuffer, Recorded};
 pub use crate::{
     blocks::{Blocks, window},
     error::ERROR_WORDS,
@@ -54,7 +54,7 @@ pub trait Transport: fmt::Debug + Send + Sync {
         &self,
         group: usize,
         task: Task,
-        memory: Vec<Lent>,
+        memory: Vec<LentBuffer>,
         deadline: Deadline,
         caller: &Location<'_>,
     ) -> Result<Arc<Ticket>, CommError>;
@@ -102,12 +102,12 @@ pub struct Ticket {
     is_complete: AtomicBool,
     completed_at: OnceLock<Instant>,
     /// Memory lent to the operation.
-    memory: Mutex<Vec<Lent>>,
+    memory: Mutex<Vec<LentBuffer>>,
 }
 
 impl Ticket {
     /// Creates the ticket of an operation that `memory` is lent to.
-    pub fn new(memory: Vec<Lent>) -> Arc<Self> {
+    pub fn new(memory: Vec<LentBuffer>) -> Arc<Self> {
         Arc::new(Self { memory: Mutex::new(memory), ..Self::default() })
     }
 
@@ -133,7 +133,7 @@ impl Ticket {
     }
 
     /// Returns the lent memory to the caller.
-    pub(crate) fn take_memory(&self) -> Vec<Lent> {
+    pub(crate) fn take_memory(&self) -> Vec<LentBuffer> {
         std::mem::take(&mut *self.memory.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }

@@ -9,7 +9,7 @@ mod common;
 use cases::{Case, case, check_number};
 use common::{Way, in_world_by, soon};
 use lockstep_comm::{
-    Collective, Deadline, Group, Kind, Lent, NumberType, ReduceOp,
+    Collective, Deadline, Group, Kind, LentBuffer, NumberType, ReduceOp,
     benchmark::{Benchmark, BenchmarkMemory},
 };
 use lockstep_plan::{DType, MemoryCategory};
@@ -100,7 +100,7 @@ fn messages_in_shared_memory_are_fetched_while_their_sender_is_busy() {
         let send = |message| {
             let mut buffer = arena.allocate_zeroed(BYTES, MemoryCategory::Communication).unwrap();
             buffer.bytes_mut().fill(message);
-            let input = Lent::new(buffer.lend(0..BYTES), DType::U8);
+            let input = LentBuffer::new(buffer.lend(0..BYTES), DType::U8);
             buffers.push(buffer);
             group.start(Collective::Send { input, to: 1 }, limit()).unwrap()
         };

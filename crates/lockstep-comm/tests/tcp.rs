@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use common::{in_tcp_world, soon};
 use lockstep_comm::{
-    Algorithm, Collective, CommError, Deadline, Group, JoinProblem, Lent, LossCause, ReduceOp,
+    Algorithm, Collective, CommError, Deadline, Group, JoinProblem, LentBuffer, LossCause, ReduceOp,
     RendezvousEndpoint, Secret, TcpOptions, join_by_address,
 };
 use lockstep_plan::{DType, MemoryCategory};
@@ -325,7 +325,7 @@ fn a_send_that_cannot_start_names_its_own_number_and_the_rank_that_does_not_rece
             let mut buffers: Vec<_> =
                 (0..=AHEAD).map(|_| arena.allocate(BYTES, MemoryCategory::Communication).unwrap()).collect();
             let started = buffers.iter_mut().map(|buffer| {
-                let input = Lent::new(buffer.lend(0..BYTES), DType::U8);
+                let input = LentBuffer::new(buffer.lend(0..BYTES), DType::U8);
                 group.start(Collective::Send { input, to: 1 }, Deadline::after(Duration::from_millis(300)))
             });
             let started: Vec<_> = started.collect();

@@ -13,7 +13,7 @@ use crate::value::ValueType;
 
 /// The place where a name is typed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum NameContext {
     /// A key of RUN.toml or of `--set`, in any section but `[model]`.
     Key,
     /// A key of `[model]`.
@@ -41,7 +41,7 @@ pub enum Answer {
 #[derive(Debug, Clone, Copy)]
 pub struct ForeignName {
     /// The place where it is typed.
-    pub place: Place,
+    pub place: NameContext,
     /// The name in lower case, with underscores in keys and dashes in flags.
     pub typed: &'static str,
     /// The answer to the name.
@@ -61,12 +61,12 @@ fn parsed(row: &'static str) -> Option<ForeignName> {
     let columns: Vec<&str> = row.split('\t').collect();
     let [place, typed, kind, text] = columns[..] else { return None };
     let place = match place {
-        "key" => Place::Key,
-        "model-key" => Place::ModelKey,
-        "flag" => Place::Flag,
-        "command" => Place::Command,
-        "model" => Place::Model,
-        key => Place::Value(key),
+        "key" => NameContext::Key,
+        "model-key" => NameContext::ModelKey,
+        "flag" => NameContext::Flag,
+        "command" => NameContext::Command,
+        "model" => NameContext::Model,
+        key => NameContext::Value(key),
     };
     let answer = match kind {
         "is" => Answer::Is(text),
@@ -82,7 +82,7 @@ fn normal(typed: &str, separator: char) -> String {
     typed.chars().map(separated).collect()
 }
 
-fn find(place: Place, typed: &str) -> Option<Answer> {
+fn find(place: NameContext, typed: &str) -> Option<Answer> {
     FOREIGN_NAMES.iter().find(|habit| habit.place == place && habit.typed == typed).map(|habit| habit.answer)
 }
 
@@ -94,7 +94,7 @@ pub(crate) fn of_key(written: &str) -> Option<Answer> {
     if !is_known || KEYS.iter().any(|key| key.name == written) {
         return None;
     }
-    let place = if section == "model" { Place::ModelKey } else { Place::Key };
+    let place = if section == "model" { NameContext::ModelKey } else { NameContext::Key };
     find(place, &normal(name, '_'))
 }
 
@@ -110,7 +110,7 @@ pub(crate) fn of_value(key: &str, value_type: ValueType, value: &Value) -> Optio
     habit.map(|habit| habit.answer)
 }
 
-impl Place {
+impl NameContext {
     fn is_value_of(self, key: &str) -> bool {
         matches!(self, Self::Value(of) if of == key)
     }
@@ -118,7 +118,7 @@ impl Place {
 
 /// Returns the preset that a model's name is an alias of.
 pub fn preset_of(name: &str) -> Option<&'static str> {
-    match find(Place::Model, &name.to_ascii_lowercase()) {
+    match find(NameContext::Model, &name.to_ascii_lowercase()) {
         Some(Answer::Is(preset)) => Some(preset),
         _ => None,
     }
@@ -127,7 +127,7 @@ pub fn preset_of(name: &str) -> Option<&'static str> {
 /// Returns the sentence on a flag that a command does not have; `typed` is without its dashes.
 pub fn of_flag(typed: &str) -> Option<String> {
     let name = normal(name_of_flag(typed), '-');
-    let is_it = |habit: &&ForeignName| habit.place == Place::Flag && normal(habit.typed, '-') == name;
+    let is_it = |habit: &&ForeignName| habit.place == NameContext::Flag && normal(habit.typed, '-') == name;
     match FOREIGN_NAMES.iter().find(is_it)?.answer {
         Answer::Write(sentence) | Answer::Is(sentence) => Some(format!("write {sentence}")),
     }
@@ -141,7 +141,7 @@ fn name_of_flag(typed: &str) -> &str {
 pub fn setting_of_flag(typed: &str) -> Option<String> {
     let word = normal(name_of_flag(typed), '_');
     let key = KEYS.iter().find(|key| key.name == word || key.key() == word).map(|key| key.name);
-    match key.map(Answer::Is).or_else(|| find(Place::Key, &word))? {
+    match key.map(Answer::Is).or_else(|| find(NameContext::Key, &word))? {
         Answer::Is(key) => Some(format!("write --set {key}=VALUE")),
         Answer::Write(sentence) => Some(format!("write {sentence}")),
     }
@@ -149,7 +149,7 @@ pub fn setting_of_flag(typed: &str) -> Option<String> {
 
 /// Returns the sentence on a command that does not exist.
 pub fn of_command(typed: &str) -> Option<String> {
-    match find(Place::Command, &normal(typed, '-'))? {
+    match find(NameContext::Command, &normal(typed, '-'))? {
         Answer::Write(sentence) | Answer::Is(sentence) => Some(format!("write {sentence}")),
     }
 }
@@ -177,7 +177,7 @@ mod tests {
         let exists = |name: &str| KEYS.iter().any(|key| key.name == name);
         for ForeignName { place, typed, answer } in FOREIGN_NAMES.iter() {
             match (place, answer) {
-                (Place::Value(key), _) | (Place::Key, Answer::Is(key)) => {
+                (NameContext::Value(key), _) | (NameContext::Key, Answer::Is(key)) => {
                     assert!(exists(key), "{typed}: {key}")
                 }
                 _ => {}
@@ -188,7 +188,7 @@ mod tests {
     #[test]
     fn every_key_works_or_has_a_sentence_and_no_neighbour() {
         for ForeignName { typed, answer, .. } in
-            FOREIGN_NAMES.iter().filter(|habit| habit.place == Place::Key)
+            FOREIGN_NAMES.iter().filter(|habit| habit.place == NameContext::Key)
         {
             for section in ["train", "optimizer", "data"] {
                 let ours = match answer {
@@ -220,7 +220,7 @@ mod tests {
     #[test]
     fn every_key_of_a_model_has_a_sentence_and_is_not_taken_for_one_of_its_config_json() {
         for ForeignName { typed, answer, .. } in
-            FOREIGN_NAMES.iter().filter(|habit| habit.place == Place::ModelKey)
+            FOREIGN_NAMES.iter().filter(|habit| habit.place == NameContext::ModelKey)
         {
             let Answer::Write(sentence) = answer else { panic!("{typed} has no sentence") };
             for text in [
@@ -237,7 +237,7 @@ mod tests {
     #[test]
     fn every_value_works_or_has_a_sentence() {
         for ForeignName { place, typed, answer } in FOREIGN_NAMES.iter() {
-            let Place::Value(key) = place else { continue };
+            let NameContext::Value(key) = place else { continue };
             let setting = format!("{key}={}", typed.to_uppercase());
             let found = RunConfig::parse("", "run.toml", &[&setting]);
             match (answer, found) {
@@ -269,18 +269,18 @@ mod tests {
         assert!(FOREIGN_NAMES.len() >= 60);
         for ForeignName { place, typed, answer } in FOREIGN_NAMES.iter() {
             match (place, answer) {
-                (Place::Model, Answer::Is(preset)) => {
+                (NameContext::Model, Answer::Is(preset)) => {
                     lockstep_model::ModelConfig::preset(preset)
                         .unwrap_or_else(|error| panic!("{typed}: {error}"));
                     assert_eq!(preset_of(&typed.to_uppercase()), Some(*preset));
                 }
-                (Place::Flag, Answer::Write(sentence)) => {
+                (NameContext::Flag, Answer::Write(sentence)) => {
                     assert_eq!(of_flag(typed), Some(format!("write {sentence}")))
                 }
-                (Place::Command, Answer::Write(sentence)) => {
+                (NameContext::Command, Answer::Write(sentence)) => {
                     assert_eq!(of_command(typed), Some(format!("write {sentence}")));
                 }
-                (Place::Key | Place::ModelKey | Place::Value(_), _) => {}
+                (NameContext::Key | NameContext::ModelKey | NameContext::Value(_), _) => {}
                 other => panic!("{typed}: {other:?}"),
             }
         }

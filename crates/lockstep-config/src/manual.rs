@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use crate::foreign_names::{Answer, FOREIGN_NAMES, ForeignName, Place};
+use crate::foreign_names::{Answer, FOREIGN_NAMES, ForeignName, NameContext};
 use crate::keys::{ALIASES, KEYS, SECTIONS};
 use crate::value::ValueType;
 
@@ -77,12 +77,12 @@ pub fn configuration_markdown() -> String {
             Answer::Write(sentence) => (*sentence).to_owned(),
         };
         let typed = match place {
-            Place::Key => format!("`{typed}`"),
-            Place::ModelKey => format!("`model.{typed}`"),
-            Place::Value(key) => format!("`{key} = \"{typed}\"`"),
-            Place::Model => format!("`model.preset = \"{typed}\"`"),
-            Place::Flag => format!("`--{typed}`"),
-            Place::Command => format!("`lockstep {typed}`"),
+            NameContext::Key => format!("`{typed}`"),
+            NameContext::ModelKey => format!("`model.{typed}`"),
+            NameContext::Value(key) => format!("`{key} = \"{typed}\"`"),
+            NameContext::Model => format!("`model.preset = \"{typed}\"`"),
+            NameContext::Flag => format!("`--{typed}`"),
+            NameContext::Command => format!("`lockstep {typed}`"),
         };
         let _ = writeln!(out, "| {typed} | {ours} |");
     }

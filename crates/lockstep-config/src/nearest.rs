@@ -3,7 +3,7 @@
 use strsim::normalized_damerau_levenshtein;
 
 use crate::declare::Key;
-use crate::foreign_names::{Answer, FOREIGN_NAMES, Place};
+use crate::foreign_names::{Answer, FOREIGN_NAMES, NameContext};
 use crate::keys::{KEYS, SECTIONS};
 
 /// Least similarity at which a name counts as a misspelling of another.
@@ -22,7 +22,7 @@ pub(crate) fn nearest_key(written: &str) -> Option<&'static str> {
         return Some(best.name);
     }
     // A misspelt name of another tool.
-    let of_others = FOREIGN_NAMES.iter().filter(|habit| habit.place == Place::Key);
+    let of_others = FOREIGN_NAMES.iter().filter(|habit| habit.place == NameContext::Key);
     let (habit, likeness) = of_others
         .map(|habit| (habit, normalized_damerau_levenshtein(last, habit.typed)))
         .max_by(|a, b| a.1.total_cmp(&b.1))?;

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 /// Consecutive part of a document's text.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+pub struct TextPart {
     /// Text of the part.
     pub text: String,
     /// Role that decides whether the part is predicted.
@@ -33,7 +33,7 @@ pub enum PartRole {
     Answer,
 }
 
-impl Part {
+impl TextPart {
     pub(crate) fn context(text: impl Into<String>) -> Self {
         Self { text: text.into(), role: PartRole::Context }
     }
@@ -159,7 +159,7 @@ impl ChatTemplate {
     }
 
     /// Renders the chat as parts that are predicted and parts that are not.
-    pub(crate) fn parts(&self, messages: &[Message]) -> Result<Vec<Part>, String> {
+    pub(crate) fn parts(&self, messages: &[Message]) -> Result<Vec<TextPart>, String> {
         if messages.is_empty() {
             return Ok(Vec::new());
         }
@@ -211,16 +211,16 @@ impl ChatTemplate {
 /// End-of-message marker of ChatML.
 const CHAT_ML_END: &str = "<|im_end|>";
 
-fn chat_ml(message: &Message) -> [Part; 2] {
+fn chat_ml(message: &Message) -> [TextPart; 2] {
     let said = format!("{}{CHAT_ML_END}\n", message.content);
-    let said = if message.is_answer() { Part::answer(said) } else { Part::context(said) };
-    [Part::context(format!("<|im_start|>{}\n", message.role)), said]
+    let said = if message.is_answer() { TextPart::answer(said) } else { TextPart::context(said) };
+    [TextPart::context(format!("<|im_start|>{}\n", message.role)), said]
 }
 
 impl JinjaTemplate {
     /// Renders the chat in parts. The text of an answer is the difference between two renderings: the messages up to
     /// and including the answer, minus the earlier messages with the generation prompt.
-    fn parts(&self, messages: &[Message]) -> Result<Vec<Part>, String> {
+    fn parts(&self, messages: &[Message]) -> Result<Vec<TextPart>, String> {
         let mut parts = Vec::new();
         let mut written = String::new();
         // A template may render earlier messages differently once later ones follow; then the difference is undefined.
@@ -231,13 +231,13 @@ impl JinjaTemplate {
         };
         for (i, _) in messages.iter().enumerate().filter(|(_, message)| message.is_answer()) {
             let question = self.render(&messages[..i], Ask::ForAnAnswer)?;
-            parts.push(Part::context(rest_of(&question, &written, i + 1)?));
+            parts.push(TextPart::context(rest_of(&question, &written, i + 1)?));
             let answer = self.render(&messages[..=i], Ask::Nothing)?;
-            parts.push(Part::answer(rest_of(&answer, &question, i + 1)?));
+            parts.push(TextPart::answer(rest_of(&answer, &question, i + 1)?));
             written = answer;
         }
         let whole = self.render(messages, Ask::Nothing)?;
-        parts.push(Part::context(rest_of(&whole, &written, messages.len())?));
+        parts.push(TextPart::context(rest_of(&whole, &written, messages.len())?));
         Ok(parts)
     }
 
@@ -279,11 +279,11 @@ mod tests {
         messages.iter().map(message).collect()
     }
 
-    fn whole(parts: &[Part]) -> String {
+    fn whole(parts: &[TextPart]) -> String {
         parts.iter().map(|part| part.text.as_str()).collect()
     }
 
-    fn said(parts: &[Part]) -> Vec<&str> {
+    fn said(parts: &[TextPart]) -> Vec<&str> {
         parts.iter().filter(|part| part.role == PartRole::Answer).map(|part| part.text.as_str()).collect()
     }
 

@@ -10,7 +10,7 @@ use crate::{
     batch::{IGNORE_LABEL, MicroBatch},
     blend::Blend,
     error::{DataError, Result},
-    packing::{Packing, Tail, WindowOptions, Windows, keep_apart},
+    packing::{Packing, Tail, WindowOptions, Windows, separate_documents},
     supervision::Supervision,
     tokens::Tokens,
 };
@@ -35,7 +35,7 @@ struct Source {
 
 /// Location of a sample in the data set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct SampleOrigin {
     /// Index of the source in the blend; 0 without a blend.
     pub source: usize,
     /// Number of complete passes over the source before this sample.
@@ -168,11 +168,11 @@ impl Dataset {
     }
 
     /// Returns the location of global sample number `sample`: a pure function, equal on all ranks.
-    pub fn locate(&self, sample: u64) -> Place {
+    pub fn locate(&self, sample: u64) -> SampleOrigin {
         let (source, index) = self.blend.locate(sample);
         let Source { windows, options, .. } = &self.sources[source];
         let (epoch, window) = options.order.locate(index, windows.count());
-        Place { source, epoch, window }
+        SampleOrigin { source, epoch, window }
     }
 
     /// Fills `batch` with a range of samples, one row each. Overwrites the contents of `batch` and reuses its memory:
@@ -189,7 +189,7 @@ impl Dataset {
     }
 
     fn push_sample(&self, sample: u64, batch: &mut MicroBatch) -> Result<()> {
-        let Place { source, window, .. } = self.locate(sample);
+        let SampleOrigin { source, window, .. } = self.locate(sample);
         let Source { tokens, windows, options, .. } = &self.sources[source];
         let (row, end) = (batch.ids.len(), batch.ids.len() + self.seq_len);
         let window = windows.tokens_of(window);
@@ -206,7 +206,7 @@ impl Dataset {
         batch.positions.extend(0..self.seq_len as u32);
         batch.document_starts.resize(end, 0);
         if options.packing != Packing::Stream {
-            keep_apart(batch, tokens, window);
+            separate_documents(batch, tokens, window);
         }
         batch.sample_numbers.push(sample);
         batch.sequences += 1;

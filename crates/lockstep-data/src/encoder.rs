@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    chat::{Part, PartRole},
+    chat::{PartRole, TextPart},
     documents::{Content, Piece, read_documents},
     error::{DataError, Result},
     id_type::IdType,
@@ -195,7 +195,7 @@ fn encode(
 
 /// Encodes the parts as one text, and returns the ids and the ranges of them with masked labels. Appends an end-of-text
 /// token, which is masked if every part is. A token belongs to the part in which it ends.
-fn encode_parts(tokenizer: &Tokenizer, parts: &[Part]) -> Result<(Vec<u32>, Vec<Range<u64>>)> {
+fn encode_parts(tokenizer: &Tokenizer, parts: &[TextPart]) -> Result<(Vec<u32>, Vec<Range<u64>>)> {
     let whole: String = parts.iter().map(|part| part.text.as_str()).collect();
     let (mut ids, ends) = tokenizer.encode_with_ends(&whole)?;
     let mut contexts: Vec<Range<u64>> = Vec::new();

@@ -14,7 +14,7 @@ use std::{collections::BTreeMap, fmt};
 use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
 
-use crate::chat::{ChatTemplate, Message, Part};
+use crate::chat::{ChatTemplate, Message, TextPart};
 
 /// Content of one document.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,7 +22,7 @@ pub enum Document {
     /// Text whose tokens are all predicted.
     Text(String),
     /// Text in parts, in order; some parts have masked labels.
-    Parts(Vec<Part>),
+    Parts(Vec<TextPart>),
 }
 
 /// Options for reading text files: the names of fields.
@@ -164,7 +164,7 @@ impl Fields<'_> {
         }
         match (self.take("prompt"), self.take("completion")) {
             (Some((_, Value::String(prompt))), Some((_, Value::String(completion)))) => {
-                let parts = vec![Part::context(prompt), Part::answer(completion)];
+                let parts = vec![TextPart::context(prompt), TextPart::answer(completion)];
                 Ok((RecordShape::Completion, Document::Parts(parts)))
             }
             (Some((first, Value::Array(mut messages))), Some((_, Value::Array(answer)))) => {
@@ -318,7 +318,7 @@ mod tests {
     #[test]
     fn a_completion_is_predicted_and_its_prompt_is_not() {
         let parts = parse(r#"{"prompt": "2+2=", "completion": "4"}"#);
-        assert_eq!(parts, Ok(Document::Parts(vec![Part::context("2+2="), Part::answer("4")])));
+        assert_eq!(parts, Ok(Document::Parts(vec![TextPart::context("2+2="), TextPart::answer("4")])));
     }
 
     #[test]
@@ -357,7 +357,7 @@ mod tests {
         };
         let pair = columns(&[("prompt", "question"), ("completion", "answer")]).unwrap();
         let parts = parse_with(&pair, r#"{"question": "2+2=", "answer": "4", "prompt": "x"}"#);
-        assert_eq!(parts, Ok(Document::Parts(vec![Part::context("2+2="), Part::answer("4")])));
+        assert_eq!(parts, Ok(Document::Parts(vec![TextPart::context("2+2="), TextPart::answer("4")])));
         let chat = columns(&[("messages", "dialog"), ("role", "speaker"), ("content", "says")]).unwrap();
         let line = r#"{"dialog": [{"speaker": "human", "says": "q"}, {"speaker": "bot", "says": "a"}]}"#;
         let expected =

@@ -53,9 +53,9 @@ mod tokenizer;
 mod tokens;
 
 pub use batch::{IGNORE_LABEL, MicroBatch};
-pub use chat::{ChatTemplate, Part, PartRole};
+pub use chat::{ChatTemplate, PartRole, TextPart};
 pub use contents::{Contents, FileContents};
-pub use dataset::{Dataset, Place, split_validation};
+pub use dataset::{Dataset, SampleOrigin, split_validation};
 pub use decode::TextStream;
 pub use demo::demo_sources;
 pub use encoder::Ending;

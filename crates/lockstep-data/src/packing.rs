@@ -70,7 +70,7 @@ impl Windows {
     ) -> (Self, Option<Supervision>) {
         let seq_len = options.seq_len as u64;
         if options.packing == Packing::WholeDocuments {
-            let (windows, supervision) = WholeDocuments::new(tokens, seq_len).lay(range);
+            let (windows, supervision) = WholeDocuments::new(tokens, seq_len).pack(range);
             let has_samples = supervision.samples > 0;
             let windows = Self::Listed(windows.into());
             return (windows, has_samples.then_some(supervision));
@@ -85,14 +85,14 @@ impl Windows {
             return (even, None);
         }
         let borders = match options.packing {
-            Packing::Stream => Borders::Crossed,
-            Packing::Documents | Packing::WholeDocuments => Borders::Kept,
+            Packing::Stream => DocumentBoundaries::Ignored,
+            Packing::Documents | Packing::WholeDocuments => DocumentBoundaries::Respected,
         };
         even.without_masked(tokens, borders)
     }
 
     /// Drops the windows without a label.
-    fn without_masked(self, tokens: &Tokens, borders: Borders) -> (Self, Option<Supervision>) {
+    fn without_masked(self, tokens: &Tokens, borders: DocumentBoundaries) -> (Self, Option<Supervision>) {
         let Self::Even { ref range, count, .. } = self else { return (self, None) };
         let mut supervision = Supervision { tokens: range.end - range.start, ..Supervision::default() };
         let mut kept = Vec::new();
@@ -147,7 +147,7 @@ impl<'a> WholeDocuments<'a> {
         Self { tokens, longest: seq_len + 1, windows: Vec::new(), open: 0..0, supervision }
     }
 
-    fn lay(mut self, range: Range<u64>) -> (Vec<(u64, u32)>, Supervision) {
+    fn pack(mut self, range: Range<u64>) -> (Vec<(u64, u32)>, Supervision) {
         self.supervision.tokens = range.end - range.start;
         self.open = range.start..range.start;
         let mut start = range.start;
@@ -213,7 +213,7 @@ impl<'a> WholeDocuments<'a> {
     /// Appends a window. A window of a single token predicts nothing and is dropped.
     fn push(&mut self, window: Range<u64>) {
         if window.end - window.start > 1 {
-            self.supervision.labels += labels_in(self.tokens, window.clone(), Borders::Kept);
+            self.supervision.labels += labels_in(self.tokens, window.clone(), DocumentBoundaries::Respected);
             self.windows.push((window.start, (window.end - window.start) as u32));
         }
     }
@@ -221,16 +221,16 @@ impl<'a> WholeDocuments<'a> {
 
 /// Treatment of document boundaries in labels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Borders {
+enum DocumentBoundaries {
     /// Ignored: the first token of a document is a label of the document before it.
-    Crossed,
+    Ignored,
     /// Respected: the first token of a document is never a label.
-    Kept,
+    Respected,
 }
 
 /// Returns the number of labels of `window`: of all its tokens but the first, those that are not masked and, if
 /// boundaries are kept, do not begin a document.
-fn labels_in(tokens: &Tokens, window: Range<u64>, borders: Borders) -> u64 {
+fn labels_in(tokens: &Tokens, window: Range<u64>, borders: DocumentBoundaries) -> u64 {
     let predicted = window.start + 1..window.end;
     if predicted.is_empty() {
         return 0;
@@ -238,7 +238,7 @@ fn labels_in(tokens: &Tokens, window: Range<u64>, borders: Borders) -> u64 {
     let contexts: Vec<Range<u64>> = tokens.contexts(predicted.clone()).collect();
     let read: u64 = contexts.iter().map(|context| context.end - context.start).sum();
     let mut starts = Vec::new();
-    if borders == Borders::Kept {
+    if borders == DocumentBoundaries::Respected {
         starts.extend(tokens.document_starts(predicted.clone()));
         // An empty document has the same start as the next one.
         starts.dedup();
@@ -261,7 +261,7 @@ fn first_answer(tokens: &Tokens, document: Range<u64>) -> Option<u64> {
 
 /// Separates the documents in the last row of `batch`. The row holds the tokens of `window` and then padding, which
 /// counts as a separate document.
-pub(crate) fn keep_apart(batch: &mut MicroBatch, tokens: &Tokens, window: Range<u64>) {
+pub(crate) fn separate_documents(batch: &mut MicroBatch, tokens: &Tokens, window: Range<u64>) {
     let (row, seq_len) = (batch.labels.len() - batch.seq_len, batch.seq_len);
     let padding = (window.end - window.start) as usize;
     let begins = &mut batch.document_starts[row..];

@@ -16,7 +16,7 @@ use lockstep_tensor::{Arena, DiskTraffic, F32Products, Queue};
 
 use crate::model_state::ModelState;
 use crate::optimizer::Role;
-use crate::passes::{Passes, Place};
+use crate::passes::{PassLocation, Passes};
 use crate::pipeline::Pipeline;
 use crate::runner::Purpose;
 use crate::state::ResidualNumbers;
@@ -269,7 +269,7 @@ impl Engine {
         let (queue, reducer, batches) = (&**queue, reducer.as_mut(), iter::once(*batch));
         let mut passes =
             TrainingPasses { model, queue, weights, runner, gradients, reducer, seed, is_last, batches };
-        let only = Place::default();
+        let only = PassLocation::default();
         passes.load(only, 0);
         for kind in [PassKind::Forward, PassKind::Backward] {
             passes.run(Pass { kind, stage: 0, micro_batch: 0 }, only)?;
@@ -292,8 +292,8 @@ impl Engine {
         if let Some(pipeline) = pipeline {
             return pipeline.evaluate((model, queue, weights), runner, batch);
         }
-        runner.load(Place::default(), batch);
-        runner.forward_stage(model, Place::default(), queue, weights, Purpose::Evaluation)?;
+        runner.load(PassLocation::default(), batch);
+        runner.forward_stage(model, PassLocation::default(), queue, weights, Purpose::Evaluation)?;
         Ok(runner.loss_sum(model))
     }
 
@@ -318,7 +318,7 @@ impl Engine {
     /// # Errors
     /// If another rank is lost or does not answer in time.
     pub fn wait_for_weights(&mut self) -> Result<(), EngineError> {
-        self.weights.settle()
+        self.weights.wait_for_gathers()
     }
 
     /// Completes the gradients if necessary and returns their global L2 norm over all ranks of the model, each element

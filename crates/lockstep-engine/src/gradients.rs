@@ -19,7 +19,7 @@ use lockstep_tensor::{Arena, Buffer, DiskTraffic, Kernels, TensorError, View, Wr
 use crate::model_state::ModelState;
 use crate::offloaded_gradients::OffloadedGradients;
 use crate::quantized_gradients::QuantizedGradients;
-use crate::state_store::{Part, Place, Residence, StateStore};
+use crate::state_store::{OwnedElements, ParameterSpan, Residence, StateStore};
 use crate::{EngineError, Offload, reducer::Reducer, sparse_embedding_gradient::SparseEmbeddingGradient};
 
 /// The f32 gradients of all parameters. Tied parameters share one gradient, to which the embedding's contribution is
@@ -403,7 +403,7 @@ impl Gradients {
 
     /// Returns this rank's own elements of a gradient, valid after the step; `None` if there are none, or they are on
     /// disk.
-    pub fn part(&self, id: ParameterId) -> Option<Part<'_>> {
+    pub fn part(&self, id: ParameterId) -> Option<OwnedElements<'_>> {
         self.store.part(id)
     }
 
@@ -477,7 +477,8 @@ impl Gradients {
     /// Returns the full (unsharded) gradient, while a backward contributes to it.
     fn whole(&self, id: ParameterId) -> View<'_> {
         let Some(staging) = &self.staging else { return self.store.view(id) };
-        let Place { flat, first, shape } = self.store.place_of(id).expect("what is trained has a gradient");
+        let ParameterSpan { flat, first, shape } =
+            self.store.place_of(id).expect("what is trained has a gradient");
         let offset_bytes = staging.offsets_bytes[flat] + first * size_of::<f32>();
         let buffer = &staging.buffers[self.store.flat_parameters()[flat].parity()];
         buffer.view(DType::F32, offset_bytes, shape)

@@ -63,7 +63,7 @@ pub use rehearsal::Rehearsal;
 pub use runner::{HostBatch, Runner};
 pub use snapshot::Snapshot;
 pub use state::{Contents, OnDisk, StateTensor};
-pub use state_store::{Part, StateStore};
+pub use state_store::{OwnedElements, StateStore};
 pub use storage::{Offload, RoundingMode, Storage, WeightStorage};
 pub use transfers::Traffic;
 pub use unit_parameters::UnitParameters;

@@ -10,7 +10,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use lockstep_comm::{Collective, Lent};
+use lockstep_comm::{Collective, LentBuffer};
 use lockstep_model::RecordedModel;
 use lockstep_plan::gathering::{GatherPlan, Gathers, Sequence};
 use lockstep_plan::{
@@ -184,7 +184,7 @@ impl ModelState {
         }
     }
 
-    /// Begins to all-gather the updated trained weights, at ZeRO stages 1 and 2. Until [`ModelState::settle`], only
+    /// Begins to all-gather the updated trained weights, at ZeRO stages 1 and 2. Until [`ModelState::wait_for_gathers`], only
     /// passes of units may read or write them.
     ///
     /// # Errors
@@ -197,7 +197,7 @@ impl ModelState {
                 let &FlatParameter { summing, elements, .. } = &weights.flat_parameters()[index];
                 let Some(group) = shards.gathering.get(summing) else { continue };
                 let (buffer, range) = weights.lend_from(index, 0..elements);
-                let (bytes, data) = (range.len(), Lent::new(buffer.lend(range), dtype));
+                let (bytes, data) = (range.len(), LentBuffer::new(buffer.lend(range), dtype));
                 let collective = Collective::AllGatherInPlace { data, counts: None };
                 transfers.begin(
                     WeightTransfer::FlatParameter(index),
@@ -212,7 +212,7 @@ impl ModelState {
     ///
     /// # Errors
     /// If another rank is lost.
-    pub(crate) fn settle(&mut self) -> Result<(), EngineError> {
+    pub(crate) fn wait_for_gathers(&mut self) -> Result<(), EngineError> {
         self.transfers.finish(|transfer| matches!(transfer, WeightTransfer::FlatParameter(_)))
     }
 

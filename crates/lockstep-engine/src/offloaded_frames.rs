@@ -15,7 +15,7 @@ use lockstep_plan::{MemoryCategory, ModelProfile, StageMemory};
 use lockstep_tensor::{Arena, Buffer, TensorError};
 
 use crate::staging::{FileExtent, Staging};
-use crate::{EngineError, Offload, passes::Place};
+use crate::{EngineError, Offload, passes::PassLocation};
 
 /// Identifies a frame: stage of this rank, slot of the micro-batch, and unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub(crate) struct FrameId {
 }
 
 impl FrameId {
-    pub(crate) const fn new(Place { stage, slot, .. }: Place, unit: usize) -> Self {
+    pub(crate) const fn new(PassLocation { stage, slot, .. }: PassLocation, unit: usize) -> Self {
         Self { stage, slot, unit }
     }
 
@@ -115,7 +115,7 @@ impl OffloadedFrames {
             None => self.make_room(frame, extent, frame)?,
         };
         self.set_changed(frame, false);
-        self.staging.settle(slot)?;
+        self.staging.wait_for_slot(slot)?;
         self.staging.turn_to(slot);
         Ok(())
     }
@@ -146,7 +146,7 @@ impl OffloadedFrames {
         }
         for wanted in [Some(frame), before].into_iter().flatten() {
             if let Some(slot) = self.staging.slot_of(wanted) {
-                self.staging.settle(slot)?;
+                self.staging.wait_for_slot(slot)?;
                 self.staging.turn_to(slot);
             }
         }

@@ -70,7 +70,7 @@ impl OffloadedGradients {
                 Write::Overwrite => queue.cast(sum, kept),
                 Write::Accumulate => queue.add(kept, sum, kept),
             }
-            self.note_change(queue, window);
+            self.mark_dirty(queue, window);
             first += len;
         }
         self.store.write_behind()
@@ -81,7 +81,7 @@ impl OffloadedGradients {
         for window in self.store.windows_of(flat) {
             self.store.begin_anew(window)?;
             queue.zero(self.store.view(window, KIND, 0..self.store.windows()[window].elements.len()));
-            self.note_change(queue, window);
+            self.mark_dirty(queue, window);
         }
         self.store.write_behind()
     }
@@ -113,7 +113,7 @@ impl OffloadedGradients {
         for window in 0..self.store.windows().len() {
             if self.store.windows()[window].pieces.iter().any(|piece| piece.id == id) {
                 self.store.load(window)?;
-                self.note_change(queue, window);
+                self.mark_dirty(queue, window);
             }
         }
         Ok(())
@@ -139,8 +139,8 @@ impl OffloadedGradients {
     }
 
     /// Marks a window in memory as changed, and recomputes its sums of squares.
-    fn note_change(&mut self, queue: &dyn Kernels, window: usize) {
-        self.store.note_change(window);
+    fn mark_dirty(&mut self, queue: &dyn Kernels, window: usize) {
+        self.store.mark_dirty(window);
         let of_window = &self.store.windows()[window];
         for (piece, squares) in of_window.pieces.iter().zip(&mut self.squares[window]) {
             let first = piece.first - of_window.elements.start;

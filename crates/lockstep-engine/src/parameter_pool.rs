@@ -16,7 +16,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use lockstep_comm::{Collective, Lent};
+use lockstep_comm::{Collective, LentBuffer};
 use lockstep_plan::gathering::{Bundled, GatherPlan, Gathers, Kept, Residency, Sequence};
 use lockstep_plan::{DType, MemoryCategory, QuantizedType, StoreKind};
 use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
@@ -263,8 +263,8 @@ impl ParameterPool {
         *is_coded = shard.is_none() && self.codes.is_some();
         let (group, collective, bytes) = match (shard, &mut self.codes) {
             (Some((((buffer, range), start), neighbours)), _) => {
-                let input = Lent::new(buffer.lend(start * size..(start + range.len()) * size), dtype);
-                let output = Lent::new(self.memory.lend(in_pool.clone()), dtype);
+                let input = LentBuffer::new(buffer.lend(start * size..(start + range.len()) * size), dtype);
+                let output = LentBuffer::new(self.memory.lend(in_pool.clone()), dtype);
                 (neighbours, Collective::AllGather { input, output, counts: None }, in_pool.len())
             }
             (None, Some((kind, codes))) => {
@@ -277,17 +277,17 @@ impl ParameterPool {
                 };
                 let target = codes.view(DType::U8, own_codes.start, [own_codes.len()]);
                 queue.quantize(*kind, weights, None, target);
-                let data = Lent::new(codes.lend(all.clone()), DType::U8);
+                let data = LentBuffer::new(codes.lend(all.clone()), DType::U8);
                 (group, Collective::AllGatherInPlace { data, counts: None }, all.len())
             }
             (None, None) if bundled.is_on_disk => {
-                let data = Lent::new(self.memory.lend(in_pool.clone()), dtype);
+                let data = LentBuffer::new(self.memory.lend(in_pool.clone()), dtype);
                 (group, Collective::AllGatherInPlace { data, counts: None }, in_pool.len())
             }
             (None, None) => {
                 let (buffer, range) = store.lend_own(bundled.flat);
-                let input = Lent::new(buffer.lend(range), dtype);
-                let output = Lent::new(self.memory.lend(in_pool.clone()), dtype);
+                let input = LentBuffer::new(buffer.lend(range), dtype);
+                let output = LentBuffer::new(self.memory.lend(in_pool.clone()), dtype);
                 (group, Collective::AllGather { input, output, counts: None }, in_pool.len())
             }
         };

@@ -6,27 +6,27 @@
 
 use std::{ops::Range, time::Instant};
 
-use lockstep_comm::Lent;
+use lockstep_comm::LentBuffer;
 use lockstep_graph::Timeline;
 use lockstep_plan::schedule::{Message, Pass};
 
 use crate::EngineError;
 
-/// Location of a micro-batch on this rank: stage, slot and outbox.
+/// Location of a micro-batch on this rank: stage, slot and send buffer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct PassLocation {
     /// Index among this rank's stages.
     pub(crate) stage: usize,
     pub(crate) slot: usize,
     /// Index of the stage's buffer for the gradient of its input. It is separate from the slot, because the next
     /// micro-batch may take the slot before the gradient has been sent.
-    pub(crate) outbox: usize,
+    pub(crate) send_buffer: usize,
 }
 
-impl Place {
+impl PassLocation {
     /// Returns the first slot of a stage.
     pub(crate) const fn first(stage: usize) -> Self {
-        Self { stage, slot: 0, outbox: 0 }
+        Self { stage, slot: 0, send_buffer: 0 }
     }
 }
 
@@ -54,22 +54,22 @@ impl StageBoundary {
 /// Runs the passes of a rank's stages.
 pub(crate) trait Passes {
     /// Loads a micro-batch into its slot; the input from another stage may not have arrived yet.
-    fn load(&mut self, place: Place, micro_batch: usize);
+    fn load(&mut self, place: PassLocation, micro_batch: usize);
 
     /// Runs a pass whose inputs have all arrived.
-    fn run(&mut self, pass: Pass, place: Place) -> Result<(), EngineError>;
+    fn run(&mut self, pass: Pass, place: PassLocation) -> Result<(), EngineError>;
 
     /// Copies a message from one stage of this rank to another.
-    fn hand_over(&mut self, message: Message, from: Place, to: Place);
+    fn hand_over(&mut self, message: Message, from: PassLocation, to: PassLocation);
 
     /// Lends the memory of a message while it is in flight.
-    fn lend(&mut self, place: Place, border: StageBoundary) -> Lent;
+    fn lend(&mut self, place: PassLocation, border: StageBoundary) -> LentBuffer;
 
     /// Begins to reduce the gradients of a stage's units over ranks, once they are complete on this rank.
     fn reduce(&mut self, units: Range<usize>) -> Result<(), EngineError>;
 
     /// Returns the sum of the losses of a micro-batch, after its backward in the last stage.
-    fn loss_sum(&mut self, place: Place) -> f64;
+    fn loss_sum(&mut self, place: PassLocation) -> f64;
 
     /// Returns the timeline in which waits are recorded.
     fn timeline(&self) -> &Timeline;

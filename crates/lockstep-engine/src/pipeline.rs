@@ -6,7 +6,7 @@
 
 use std::{ops::Range, sync::Arc, time::Instant};
 
-use lockstep_comm::{Collective, Group, Lent};
+use lockstep_comm::{Collective, Group, LentBuffer};
 use lockstep_graph::{Activity, Cost, Peers};
 use lockstep_model::RecordedModel;
 use lockstep_plan::StageMemory;
@@ -15,7 +15,7 @@ use lockstep_tensor::Kernels;
 
 use crate::{
     EngineError, Groups, HostBatch, Runner,
-    passes::{PassTime, Passes, Place, StageBoundary, StepTimes},
+    passes::{PassLocation, PassTime, Passes, StageBoundary, StepTimes},
     runner::Purpose,
     transfers::{Job, Transfers},
     weights::WeightSource,
@@ -44,14 +44,14 @@ struct OwnStage {
     /// Slot that each micro-batch had last, from which its message is sent after its last pass.
     left: Vec<usize>,
     free: Vec<usize>,
-    outboxes: usize,
+    send_buffers: usize,
 }
 
 /// A message in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum InFlight {
-    /// A message that this rank sends from `StageBoundary` of `Place`.
-    Sent(Place, StageBoundary),
+    /// A message that this rank sends from `StageBoundary` of `PassLocation`.
+    Sent(PassLocation, StageBoundary),
     Received(Message),
 }
 
@@ -67,7 +67,7 @@ impl Pipeline {
             slot_of: vec![None; micro_batches],
             left: vec![0; micro_batches],
             free: (0..memory.slots).rev().collect(),
-            outboxes: memory.outboxes(),
+            send_buffers: memory.send_buffers(),
         };
         let stages = schedule.stages_of(rank).zip(&plan.passes.stages).map(stage).collect();
         let (transfers, losses) = (Transfers::new(limit, 2 * micro_batches), vec![0.0; micro_batches]);
@@ -132,13 +132,13 @@ impl Pipeline {
         let mut loss_sum = 0.0;
         for own in 0..self.stages.len() {
             let number = self.stages[own].number;
-            let place = Place::first(own);
+            let place = PassLocation::first(own);
             runner.load(place, batch);
             if number > 0 {
                 let from = self.schedule.rank_of(number - 1);
                 match self.own(number - 1) {
                     Some(before) => {
-                        runner.copy_output_to_next_stage(model, queue, Place::first(before), place)
+                        runner.copy_output_to_next_stage(model, queue, PassLocation::first(before), place)
                     }
                     None => {
                         let output = runner.lend(model, place, StageBoundary::Input);
@@ -175,7 +175,7 @@ impl Pipeline {
             self.await_message(passes, Message { from: stage + 1, to: stage, micro_batch }, place)?;
         }
         if kind.makes_input_gradient() {
-            self.transfers.finish(|transfer| transfer.is_in_outbox(place))?;
+            self.transfers.finish(|transfer| transfer.is_in_send_buffer(place))?;
         }
         let begin = Instant::now();
         passes.run(pass, place)?;
@@ -205,7 +205,7 @@ impl Pipeline {
         &mut self,
         passes: &mut dyn Passes,
         message: Message,
-        place: Place,
+        place: PassLocation,
     ) -> Result<(), EngineError> {
         if let Some(from) = self.own(message.from) {
             if message.is_activation() {
@@ -242,7 +242,11 @@ impl Pipeline {
     }
 
     /// Begins to send or receive a message. Its bytes are counted by the group's meter and not by `transfers`.
-    fn begin(&mut self, tag: InFlight, collective: Collective<Lent, Lent>) -> Result<(), EngineError> {
+    fn begin(
+        &mut self,
+        tag: InFlight,
+        collective: Collective<LentBuffer, LentBuffer>,
+    ) -> Result<(), EngineError> {
         self.transfers.begin(tag, Job::Collective { group: &self.group, collective, bytes: 0 })
     }
 
@@ -253,7 +257,7 @@ impl Pipeline {
 
     /// Returns the place of a micro-batch in a stage of this rank. A new micro-batch takes a free slot, after sends
     /// from that slot are done.
-    fn place(&mut self, own: usize, micro_batch: usize) -> Result<Place, EngineError> {
+    fn place(&mut self, own: usize, micro_batch: usize) -> Result<PassLocation, EngineError> {
         let stage = &mut self.stages[own];
         if let Some(slot) = stage.slot_of[micro_batch] {
             return Ok(stage.place(own, slot, micro_batch));
@@ -268,20 +272,20 @@ impl Pipeline {
 
 impl OwnStage {
     /// Returns the place of a micro-batch in a slot of this stage; `own` is the stage's index on this rank.
-    fn place(&self, own: usize, slot: usize, micro_batch: usize) -> Place {
-        Place { stage: own, slot, outbox: micro_batch % self.outboxes.max(1) }
+    fn place(&self, own: usize, slot: usize, micro_batch: usize) -> PassLocation {
+        PassLocation { stage: own, slot, send_buffer: micro_batch % self.send_buffers.max(1) }
     }
 }
 
 impl InFlight {
     /// True if the message is sent from the output of a slot.
-    fn is_in_slot(&self, at: Place) -> bool {
+    fn is_in_slot(&self, at: PassLocation) -> bool {
         matches!(self, Self::Sent(place, StageBoundary::Output) if (place.stage, place.slot) == (at.stage, at.slot))
     }
 
-    /// True if the message is sent from an outbox.
-    fn is_in_outbox(&self, at: Place) -> bool {
+    /// True if the message is sent from a send buffer.
+    fn is_in_send_buffer(&self, at: PassLocation) -> bool {
         matches!(self, Self::Sent(place, StageBoundary::InputGradient)
-            if (place.stage, place.outbox) == (at.stage, at.outbox))
+            if (place.stage, place.send_buffer) == (at.stage, at.send_buffer))
     }
 }

@@ -16,14 +16,14 @@
 
 use std::ops::Range;
 
-use lockstep_comm::{Collective, Lent};
+use lockstep_comm::{Collective, LentBuffer};
 use lockstep_plan::{
     DType, MemoryCategory, ParameterId, QUANTIZATION_BLOCK, QuantizedGradientStaging, QuantizedType,
     ReductionGroup, StateLayout,
 };
 use lockstep_tensor::{Arena, Buffer, Kernels, TensorError, View};
 
-use crate::state_store::{Place, StateStore};
+use crate::state_store::{ParameterSpan, StateStore};
 use crate::{EngineError, reducer::Reducer};
 
 /// Record buffers for gradients whose backward has just run, and the quantization errors of earlier gradients.
@@ -85,7 +85,7 @@ impl QuantizedGradients {
             let in_residual =
                 residual.as_ref().zip(any_of_it).and_then(|(residual, id)| of_parameter(residual, id));
             let places = (0..records.len()).filter_map(|id| store.place_of(ParameterId(id)));
-            let gap = |place: Place| {
+            let gap = |place: ParameterSpan| {
                 let end = place.first + place.shape.elements();
                 end..end.next_multiple_of(QUANTIZATION_BLOCK)
             };
@@ -143,8 +143,8 @@ impl QuantizedGradients {
         self.encode(queue, coded, gradients, 0..coded.elements);
         let records = coded.records(self.kind, 0..coded.elements);
         let (parity, summing) = (coded.parity, coded.summing);
-        let input = Lent::new(self.sent[parity].lend(records.clone()), DType::U8);
-        let output = Lent::new(self.received[parity].lend(records.clone()), DType::U8);
+        let input = LentBuffer::new(self.sent[parity].lend(records.clone()), DType::U8);
+        let output = LentBuffer::new(self.received[parity].lend(records.clone()), DType::U8);
         let exchange = Collective::AllToAll { input, output, counts: None };
         reducer.run_over_shards(exchange, records.len(), summing)
     }
@@ -181,8 +181,8 @@ impl QuantizedGradients {
         let of_sent = coded.records(kind, coded.own.clone());
         let of_piece = kind.bytes(piece.len());
         let (parity, first) = (coded.parity, coded.own.start);
-        let input = Lent::new(self.sent[parity].lend(of_sent.clone()), DType::U8);
-        let output = Lent::new(self.received[parity].lend(0..replicas * of_piece), DType::U8);
+        let input = LentBuffer::new(self.sent[parity].lend(of_sent.clone()), DType::U8);
+        let output = LentBuffer::new(self.received[parity].lend(0..replicas * of_piece), DType::U8);
         let counts = Some((piece_bytes.clone(), vec![of_piece; replicas]));
         reducer.run_over_replicas(Collective::AllToAll { input, output, counts }, of_sent.len())?;
         let summands = self.received[parity].view(DType::U8, 0, [replicas * of_piece]);
@@ -190,7 +190,7 @@ impl QuantizedGradients {
         if let Some(coded) = &self.flat_parameters[flat] {
             self.encode(queue, coded, own.rows(piece.clone()), first + piece.start..first + piece.end);
         }
-        let data = Lent::new(self.sent[parity].lend(of_sent.clone()), DType::U8);
+        let data = LentBuffer::new(self.sent[parity].lend(of_sent.clone()), DType::U8);
         let counts = Some(piece_bytes);
         reducer.run_over_replicas(Collective::AllGatherInPlace { data, counts }, of_sent.len())?;
         queue.dequantize(kind, self.sent[parity].view(DType::U8, of_sent.start, [of_sent.len()]), own);

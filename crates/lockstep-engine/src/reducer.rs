@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, ReduceOp};
+use lockstep_comm::{Collective, CommError, Deadline, Group, LentBuffer, ReduceOp};
 use lockstep_plan::{DType, ParameterRecord, ReductionGroup, ZeroStage};
 use lockstep_tensor::{Buffer, Workers};
 
@@ -124,7 +124,7 @@ impl Reducer {
         };
         let (gradients, range) = memory;
         let (op, counts, bytes) = (ReduceOp::Sum, None, range.len());
-        let data = Lent::new(gradients.lend(range), DType::F32);
+        let data = LentBuffer::new(gradients.lend(range), DType::F32);
         self.begin(&group, Collective::ReduceScatterInPlace { data, op, counts }, bytes)
     }
 
@@ -135,7 +135,7 @@ impl Reducer {
     #[track_caller]
     pub(crate) fn run_over_shards(
         &mut self,
-        collective: Collective<Lent, Lent>,
+        collective: Collective<LentBuffer, LentBuffer>,
         len: usize,
         summing: ReductionGroup,
     ) -> Result<(), EngineError> {
@@ -158,7 +158,7 @@ impl Reducer {
     #[track_caller]
     pub(crate) fn run_over_replicas(
         &mut self,
-        collective: Collective<Lent, Lent>,
+        collective: Collective<LentBuffer, LentBuffer>,
         len: usize,
     ) -> Result<(), EngineError> {
         let Some(group) = self.replicas.clone() else { return Ok(()) };
@@ -192,7 +192,7 @@ impl Reducer {
         let mut bytes = range.len();
         for start in range.clone().step_by(self.bucket_bytes) {
             let bucket = start..range.end.min(start + self.bucket_bytes);
-            let data = Lent::new(gradients.lend(bucket), DType::F32);
+            let data = LentBuffer::new(gradients.lend(bucket), DType::F32);
             let sum = Collective::AllReduce { data, op: ReduceOp::Sum };
             self.begin(group, sum, std::mem::take(&mut bytes))?;
         }
@@ -203,7 +203,7 @@ impl Reducer {
     fn begin(
         &mut self,
         group: &Group,
-        collective: Collective<Lent, Lent>,
+        collective: Collective<LentBuffer, LentBuffer>,
         bytes: usize,
     ) -> Result<(), EngineError> {
         self.transfers.begin(self.round, Job::Collective { group, collective, bytes })

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockstep_comm::{Deadline, Group, Lent};
+use lockstep_comm::{Deadline, Group, LentBuffer};
 use lockstep_graph::Timeline;
 use lockstep_plan::{
     DType, MemoryCategory,
@@ -21,7 +21,7 @@ use lockstep_tensor::{Arena, Buffer, TensorError};
 
 use crate::{
     EngineError, Groups, StepTimes,
-    passes::{Passes, Place, StageBoundary},
+    passes::{PassLocation, Passes, StageBoundary},
     pipeline::Pipeline,
 };
 
@@ -58,11 +58,11 @@ impl Rehearsal {
         let slot = || Ok([border()?, border()?, border()?]);
         let stages = &plan.passes.stages;
         let slots = stages.iter().map(|stage| (0..stage.slots).map(|_| slot()).collect());
-        let outboxes = stages.iter().map(|stage| (0..stage.outboxes()).map(|_| border()).collect());
+        let send_buffers = stages.iter().map(|stage| (0..stage.send_buffers()).map(|_| border()).collect());
         let sleeper = Sleeper {
             costs: costs.to_vec(),
             slots: slots.collect::<Result<_, TensorError>>()?,
-            outboxes: outboxes.collect::<Result<_, TensorError>>()?,
+            send_buffers: send_buffers.collect::<Result<_, TensorError>>()?,
             message_bytes,
             timeline: Timeline::default(),
         };
@@ -91,39 +91,43 @@ struct Sleeper {
     costs: Vec<StageCost>,
     /// Input, output and output gradient, for each stage of this rank and each slot.
     slots: Vec<Vec<[Buffer; 3]>>,
-    /// Input gradients, for each stage of this rank and each outbox.
-    outboxes: Vec<Vec<Buffer>>,
+    /// Input gradients, for each stage of this rank and each send buffer.
+    send_buffers: Vec<Vec<Buffer>>,
     message_bytes: usize,
     timeline: Timeline,
 }
 
 impl Passes for Sleeper {
-    fn load(&mut self, _: Place, _: usize) {}
+    fn load(&mut self, _: PassLocation, _: usize) {}
 
-    fn run(&mut self, pass: Pass, _: Place) -> Result<(), EngineError> {
+    fn run(&mut self, pass: Pass, _: PassLocation) -> Result<(), EngineError> {
         let ms = self.costs[pass.stage].duration_ms(pass.kind);
         sleep_until(Instant::now() + Duration::from_secs_f64(ms / 1e3));
         Ok(())
     }
 
-    fn hand_over(&mut self, _: Message, _: Place, _: Place) {}
+    fn hand_over(&mut self, _: Message, _: PassLocation, _: PassLocation) {}
 
-    fn lend(&mut self, Place { stage, slot, outbox }: Place, border: StageBoundary) -> Lent {
+    fn lend(
+        &mut self,
+        PassLocation { stage, slot, send_buffer }: PassLocation,
+        border: StageBoundary,
+    ) -> LentBuffer {
         let [input, output, output_gradient] = &mut self.slots[stage][slot];
         let buffer = match border {
             StageBoundary::Input => input,
-            StageBoundary::InputGradient => &mut self.outboxes[stage][outbox],
+            StageBoundary::InputGradient => &mut self.send_buffers[stage][send_buffer],
             StageBoundary::Output => output,
             StageBoundary::OutputGradient => output_gradient,
         };
-        Lent::new(buffer.lend(0..self.message_bytes), DType::U8)
+        LentBuffer::new(buffer.lend(0..self.message_bytes), DType::U8)
     }
 
     fn reduce(&mut self, _: Range<usize>) -> Result<(), EngineError> {
         Ok(())
     }
 
-    fn loss_sum(&mut self, _: Place) -> f64 {
+    fn loss_sum(&mut self, _: PassLocation) -> f64 {
         0.0
     }
 

@@ -5,7 +5,7 @@
 
 use std::cell::Cell;
 
-use lockstep_comm::Lent;
+use lockstep_comm::LentBuffer;
 use lockstep_graph::{
     Activity, Batch, CommunicationBuffer, ContextPeers, Cost, Replay, Ring, Seed, Timeline, Trace,
 };
@@ -22,7 +22,7 @@ use crate::{
     boundaries::{boundary, boundary_bytes, message, message_bytes},
     offloaded_frames::{FrameId, OffloadedFrames},
     partitioned_activations::PartitionedActivations,
-    passes::{Place, StageBoundary},
+    passes::{PassLocation, StageBoundary},
     slots::{Slot, Stage, frame},
     weights::WeightSource,
 };
@@ -117,11 +117,13 @@ impl Runner {
         let sequences = model.program(0).shape().sequences;
         let memory = |stage: &StageMemory| {
             let slots = (0..stage.slots).map(|_| Slot::new(model, &profile, stage, arena, are_on_disk));
-            let outbox = |_| arena.allocate(boundary_bytes(model), MemoryCategory::Activations);
+            let send_buffer = |_| arena.allocate(boundary_bytes(model), MemoryCategory::Activations);
             Ok(Stage {
                 units: stage.units.clone(),
                 slots: slots.collect::<Result<_, TensorError>>()?,
-                outboxes: (0..stage.outboxes()).map(outbox).collect::<Result<_, TensorError>>()?,
+                send_buffers: (0..stage.send_buffers())
+                    .map(send_buffer)
+                    .collect::<Result<_, TensorError>>()?,
             })
         };
         let units = || stages.iter().flat_map(|stage| stage.units.clone());
@@ -172,8 +174,8 @@ impl Runner {
         mut weights: Weights<'_>,
         batch: &HostBatch<'_>,
     ) -> Result<(), EngineError> {
-        self.load(Place::default(), batch);
-        self.forward_stage(model, Place::default(), queue, &mut weights, Purpose::Evaluation)
+        self.load(PassLocation::default(), batch);
+        self.forward_stage(model, PassLocation::default(), queue, &mut weights, Purpose::Evaluation)
     }
 
     /// Runs the forward of a stage on the micro-batch that was loaded into the slot of `place`.
@@ -183,7 +185,7 @@ impl Runner {
     pub(crate) fn forward_stage(
         &mut self,
         model: &RecordedModel,
-        place: Place,
+        place: PassLocation,
         queue: &dyn Kernels,
         weights: &mut dyn WeightSource,
         purpose: Purpose,
@@ -230,7 +232,7 @@ impl Runner {
     /// # Panics
     /// If the head is not on this rank.
     pub fn output(&self, model: &RecordedModel) -> View<'_> {
-        let place = Place::first(self.stages.len() - 1);
+        let place = PassLocation::first(self.stages.len() - 1);
         let head = model.units() - 1;
         model.program(head).output(frame(&self.stages, None, place, head))
     }
@@ -240,11 +242,11 @@ impl Runner {
     /// # Panics
     /// If the head is not on this rank.
     pub fn loss_sum(&mut self, model: &RecordedModel) -> f64 {
-        self.loss_sum_of(model, Place::first(self.stages.len() - 1))
+        self.loss_sum_of(model, PassLocation::first(self.stages.len() - 1))
     }
 
     /// Returns the sum of the losses of a micro-batch; `place` must be in the stage that ends in the head.
-    pub(crate) fn loss_sum_of(&mut self, model: &RecordedModel, place: Place) -> f64 {
+    pub(crate) fn loss_sum_of(&mut self, model: &RecordedModel, place: PassLocation) -> f64 {
         let begin = self.timeline.begin();
         let head = model.units() - 1;
         let losses = model.program(head).output(frame(&self.stages, None, place, head));
@@ -264,7 +266,7 @@ impl Runner {
     pub(crate) fn backward_stage(
         &mut self,
         model: &RecordedModel,
-        place: Place,
+        place: PassLocation,
         queue: &dyn Kernels,
         weights: &mut dyn WeightSource,
         gradients: &mut Gradients,
@@ -279,7 +281,7 @@ impl Runner {
             self.make_ready(queue, weights, unit)?;
             self.on_disk(|frames| frames.bring_back(FrameId::new(place, unit), first))?;
             self.gather_input(model, place, unit)?;
-            let Stage { slots, outboxes, .. } = &self.stages[place.stage];
+            let Stage { slots, send_buffers, .. } = &self.stages[place.stage];
             let slot = &slots[place.slot];
             let between = |buffer| boundary(model, buffer);
             let weights = weights.weights();
@@ -290,10 +292,10 @@ impl Runner {
                 _ if unit + 1 < units.end => Some(between(&self.boundary[unit % 2])),
                 received => received.as_ref().map(between),
             };
-            let dx = || match outboxes.get(place.outbox) {
+            let dx = || match send_buffers.get(place.send_buffer) {
                 _ if unit == first => None,
                 _ if unit > units.start => Some(between(&self.boundary[(unit + 1) % 2])),
-                outbox => outbox.map(between),
+                send_buffer => send_buffer.map(between),
             };
             let deferred = || &slot.deferred[unit - units.start];
             let replay = self.replay(model, place, unit, queue, &parameters);
@@ -331,7 +333,12 @@ impl Runner {
 
     /// All-gathers the input of a unit where each tensor-parallel rank saves a slice of it: in its backward, and in the
     /// forward of a stage's first unit.
-    fn gather_input(&self, model: &RecordedModel, place: Place, unit: usize) -> Result<(), EngineError> {
+    fn gather_input(
+        &self,
+        model: &RecordedModel,
+        place: PassLocation,
+        unit: usize,
+    ) -> Result<(), EngineError> {
         let (Some(before), Some(slices)) = (unit.checked_sub(1), &self.partitioned) else { return Ok(()) };
         let Some(peers) = self.groups.peers().filter(|_| model.slices_output(before)) else { return Ok(()) };
         let Stage { units, slots, .. } = &self.stages[place.stage];
@@ -347,7 +354,7 @@ impl Runner {
     }
 
     /// Returns the buffer and the byte offset of a unit's output, or of this rank's slice of it.
-    fn output_of(&self, model: &RecordedModel, place: Place, unit: usize) -> (&Buffer, usize) {
+    fn output_of(&self, model: &RecordedModel, place: PassLocation, unit: usize) -> (&Buffer, usize) {
         let Stage { units, slots, .. } = &self.stages[place.stage];
         match &slots[place.slot].output {
             Some(output) if unit + 1 == units.end => (output, 0),
@@ -381,12 +388,19 @@ impl Runner {
     }
 
     /// Lends the memory of a message that crosses a border of a stage, for as long as the message is in flight.
-    pub(crate) fn lend(&mut self, model: &RecordedModel, place: Place, border: StageBoundary) -> Lent {
-        let Stage { units, slots, outboxes } = &mut self.stages[place.stage];
+    pub(crate) fn lend(
+        &mut self,
+        model: &RecordedModel,
+        place: PassLocation,
+        border: StageBoundary,
+    ) -> LentBuffer {
+        let Stage { units, slots, send_buffers } = &mut self.stages[place.stage];
         let (slot, last) = (&mut slots[place.slot], units.end - 1);
         let (buffer, start, bytes) = match border {
             StageBoundary::Input => (slot.input.as_mut(), 0, message_bytes(model, units.start - 1)),
-            StageBoundary::InputGradient => (outboxes.get_mut(place.outbox), 0, boundary_bytes(model)),
+            StageBoundary::InputGradient => {
+                (send_buffers.get_mut(place.send_buffer), 0, boundary_bytes(model))
+            }
             StageBoundary::OutputGradient => (slot.output_gradient.as_mut(), 0, boundary_bytes(model)),
             StageBoundary::Output if slot.output.is_some() => {
                 (slot.output.as_mut(), 0, message_bytes(model, last))
@@ -397,7 +411,7 @@ impl Runner {
             }
         };
         let buffer = buffer.expect("a stage has memory for what crosses its boundaries");
-        Lent::new(buffer.lend(start..start + bytes), DType::U8)
+        LentBuffer::new(buffer.lend(start..start + bytes), DType::U8)
     }
 
     /// Copies the output of a stage to the input of the next one, which is on the same rank.
@@ -405,8 +419,8 @@ impl Runner {
         &self,
         model: &RecordedModel,
         queue: &dyn Kernels,
-        from: Place,
-        to: Place,
+        from: PassLocation,
+        to: PassLocation,
     ) {
         let last = self.stages[from.stage].units.end - 1;
         let (output, start) = self.output_of(model, from, last);
@@ -422,10 +436,10 @@ impl Runner {
         &self,
         model: &RecordedModel,
         queue: &dyn Kernels,
-        from: Place,
-        to: Place,
+        from: PassLocation,
+        to: PassLocation,
     ) {
-        let gradient = self.stages[from.stage].outboxes.get(from.outbox);
+        let gradient = self.stages[from.stage].send_buffers.get(from.send_buffer);
         let gradient = gradient.map(|buffer| boundary(model, buffer));
         let output = self.stages[to.stage].slots[to.slot].output_gradient.as_ref();
         let output = output.map(|buffer| boundary(model, buffer));
@@ -436,7 +450,7 @@ impl Runner {
     }
 
     /// Copies this rank's tokens of a micro-batch into a slot.
-    pub(crate) fn load(&mut self, place: Place, batch: &HostBatch<'_>) {
+    pub(crate) fn load(&mut self, place: PassLocation, batch: &HostBatch<'_>) {
         let begin = self.timeline.begin();
         for (pair, &sample) in self.host_keys.chunks_exact_mut(2).zip(batch.sample_numbers) {
             let key = mix(self.seed ^ mix(sample));
@@ -480,7 +494,7 @@ impl Runner {
     fn replay<'a>(
         &'a self,
         model: &'a RecordedModel,
-        place: Place,
+        place: PassLocation,
         unit: usize,
         queue: &'a dyn Kernels,
         parameters: &'a UnitParameters<'a>,

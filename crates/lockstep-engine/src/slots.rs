@@ -9,7 +9,7 @@ use lockstep_tensor::{Arena, Buffer, Tensor, TensorError};
 use crate::{
     boundaries::boundary_bytes,
     offloaded_frames::{FrameId, OffloadedFrames},
-    passes::Place,
+    passes::PassLocation,
 };
 
 /// A stage of the model on this rank.
@@ -18,7 +18,7 @@ pub(crate) struct Stage {
     pub(crate) units: Range<usize>,
     pub(crate) slots: Vec<Slot>,
     /// Gradients of the stage's input, to be sent to the stage before; empty for the first stage.
-    pub(crate) outboxes: Vec<Buffer>,
+    pub(crate) send_buffers: Vec<Buffer>,
 }
 
 /// Memory of one micro-batch in a stage.
@@ -63,7 +63,7 @@ impl Slot {
         let category = MemoryCategory::Activations;
         let input = |dtype, dims: &[usize]| Tensor::zeros(arena, dtype, dims, category);
         let has_after = units.end < model.units();
-        let output = profile.given_bytes(units.end).filter(|_| are_on_disk && has_after);
+        let output = profile.input_bytes(units.end).filter(|_| are_on_disk && has_after);
         let border = |bytes: Option<usize>| bytes.map(|bytes| arena.allocate(bytes, category)).transpose();
         let deferred = units.clone().filter(|_| *splits_backward);
         Ok(Self {
@@ -75,7 +75,7 @@ impl Slot {
             deferred: deferred
                 .map(|unit| arena.allocate(model.program(unit).deferred_bytes(), category))
                 .collect::<Result<_, _>>()?,
-            input: border(profile.given_bytes(units.start))?,
+            input: border(profile.input_bytes(units.start))?,
             output_gradient: border(has_after.then(|| boundary_bytes(model)))?,
             ids: input(DType::U32, &[tokens])?,
             labels: input(DType::I32, &[tokens])?,
@@ -91,7 +91,7 @@ impl Slot {
 pub(crate) fn frame<'a>(
     stages: &'a [Stage],
     offloaded: Option<&'a OffloadedFrames>,
-    place: Place,
+    place: PassLocation,
     unit: usize,
 ) -> &'a Buffer {
     let Stage { units, slots, .. } = &stages[place.stage];

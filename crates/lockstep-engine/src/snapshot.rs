@@ -57,13 +57,13 @@ impl Snapshot {
     /// # Errors
     /// If another rank is lost or does not answer in time.
     pub fn restore(&self, engine: &mut Engine) -> Result<(), EngineError> {
-        engine.weights.settle()?;
+        engine.weights.wait_for_gathers()?;
         for (copy, store) in self.stores.iter().zip(engine.saved_stores()) {
             store.copy_from(copy, engine.queue());
         }
         engine.round_weights();
         engine.weights.gather_updated()?;
-        engine.weights.settle()
+        engine.weights.wait_for_gathers()
     }
 
     /// Returns the records of all parameters.

@@ -13,7 +13,7 @@ use std::ops::Range;
 use lockstep_plan::{DType, MemoryCategory, ParameterId, ParameterRecord, SparseGradientSizes};
 use lockstep_tensor::{Arena, Buffer, Kernels, Tensor, TensorError, View};
 
-use crate::state_store::Part;
+use crate::state_store::OwnedElements;
 
 /// Row of an id that no token has looked up yet.
 const NONE: u32 = u32::MAX;
@@ -169,7 +169,7 @@ impl SparseEmbeddingGradient {
     }
 
     /// Adds the rows to this rank's part of the table's gradient, `[elements]`, which may begin and end within a row.
-    pub(crate) fn add_to(&self, queue: &dyn Kernels, Part { first, view }: Part<'_>) {
+    pub(crate) fn add_to(&self, queue: &dyn Kernels, OwnedElements { first, view }: OwnedElements<'_>) {
         let (rows, end) = (0..self.rows(), first + view.elements());
         if rows.is_empty() {
             return;
@@ -237,7 +237,8 @@ mod tests {
         let ones = [1.0_f32; 35];
         let added = |first: usize, end: usize| {
             table.view().copy_from(&ones);
-            sparse_embedding_gradient.add_to(&queue, Part { first, view: table.view().rows(first..end) });
+            sparse_embedding_gradient
+                .add_to(&queue, OwnedElements { first, view: table.view().rows(first..end) });
             table.view().to_vec::<f32>()
         };
         let whole = added(0, 35);

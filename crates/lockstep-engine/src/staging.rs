@@ -123,7 +123,7 @@ impl<Key: Copy + PartialEq> Staging<Key> {
         if self.slots[slot].is_changed {
             self.begin_to_write(slot)?;
         }
-        self.settle(slot)?;
+        self.wait_for_slot(slot)?;
         self.turn_to(slot);
         let taken = &mut self.slots[slot];
         (taken.key, taken.extent) = (key, extent);
@@ -167,7 +167,7 @@ impl<Key: Copy + PartialEq> Staging<Key> {
     }
 
     /// Waits for all transfers of a slot.
-    pub(crate) fn settle(&mut self, slot: usize) -> Result<(), EngineError> {
+    pub(crate) fn wait_for_slot(&mut self, slot: usize) -> Result<(), EngineError> {
         self.transfers.finish(|target| *target == Target::Slot(slot))
     }
 

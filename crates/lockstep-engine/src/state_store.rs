@@ -39,8 +39,8 @@ pub struct StateStore {
     layout: StoreLayout,
     /// Residence of each flat parameter.
     residences: Vec<Residence>,
-    /// Place of each parameter, by [`ParameterId`]; `None` for parameters that the store does not hold.
-    places: Vec<Option<Place>>,
+    /// Span of each parameter, by [`ParameterId`]; `None` for parameters that the store does not hold.
+    places: Vec<Option<ParameterSpan>>,
 }
 
 /// A range of a parameter's elements in a flat parameter.
@@ -53,9 +53,9 @@ pub(crate) struct Piece {
     pub(crate) first: usize,
 }
 
-/// Place of a parameter in a flat parameter.
+/// Position of a parameter in a flat parameter.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct ParameterSpan {
     /// Index of the flat parameter.
     pub(crate) flat: usize,
     /// Index of the parameter's first element in the flat parameter.
@@ -63,7 +63,7 @@ pub(crate) struct Place {
     pub(crate) shape: Shape,
 }
 
-impl Place {
+impl ParameterSpan {
     fn is_same(&self, other: &Self) -> bool {
         (self.flat, self.first) == (other.flat, other.first)
     }
@@ -78,14 +78,14 @@ impl Place {
 
 /// Elements of a parameter's tensor that this rank owns.
 #[derive(Debug, Clone, Copy)]
-pub struct Part<'a> {
+pub struct OwnedElements<'a> {
     /// Index of the first element among the parameter's elements on this rank.
     pub first: usize,
     /// The elements, `[count]`.
     pub view: View<'a>,
 }
 
-impl Part<'_> {
+impl OwnedElements<'_> {
     /// Returns the range of the elements.
     pub fn range(&self) -> Range<usize> {
         self.first..self.first + self.view.elements()
@@ -141,7 +141,7 @@ impl StateStore {
     ) -> Result<Self, TensorError> {
         let place = |(place, record): (Option<(usize, usize)>, &ParameterRecord)| {
             let shape = Shape::from(record.local_shape().as_slice());
-            place.map(|(flat, first)| Place { flat, first, shape })
+            place.map(|(flat, first)| ParameterSpan { flat, first, shape })
         };
         let places = layout.places.iter().copied().zip(records).map(place).collect();
         let unit_bytes: Vec<usize> =
@@ -213,7 +213,7 @@ impl StateStore {
     }
 
     /// Returns the place of a parameter; `None` if the store does not hold it.
-    pub(crate) fn place_of(&self, id: ParameterId) -> Option<Place> {
+    pub(crate) fn place_of(&self, id: ParameterId) -> Option<ParameterSpan> {
         self.places[id.0]
     }
 
@@ -291,7 +291,7 @@ impl StateStore {
     }
 
     /// Returns this rank's own elements of a parameter's tensor; `None` if there are none, or they are on disk.
-    pub fn part(&self, id: ParameterId) -> Option<Part<'_>> {
+    pub fn part(&self, id: ParameterId) -> Option<OwnedElements<'_>> {
         let place = self.places[id.0]?;
         let range = self.owned_in_memory(&place);
         (!range.is_empty()).then(|| self.part_of(&place, range))
@@ -332,7 +332,7 @@ impl StateStore {
     }
 
     /// Returns the elements of a parameter's tensor that are in the store's memory; `None` if there are none.
-    pub(crate) fn kept_part(&self, id: ParameterId) -> Option<Part<'_>> {
+    pub(crate) fn kept_part(&self, id: ParameterId) -> Option<OwnedElements<'_>> {
         let place = self.places[id.0]?;
         let range = self.kept_in_memory(&place);
         (!range.is_empty()).then(|| self.part_of(&place, range))
@@ -366,7 +366,7 @@ impl StateStore {
 
     fn bytes_where(
         &mut self,
-        elements: impl Fn(&Self, &Place) -> Range<usize>,
+        elements: impl Fn(&Self, &ParameterSpan) -> Range<usize>,
     ) -> Vec<(ParameterId, usize, &[u8])> {
         let mut found = Vec::with_capacity(self.places.len());
         for (index, place) in self.places.iter().enumerate() {
@@ -387,23 +387,26 @@ impl StateStore {
     }
 
     /// Returns the elements of a parameter that this rank owns.
-    fn owned(&self, place: &Place) -> Range<usize> {
+    fn owned(&self, place: &ParameterSpan) -> Range<usize> {
         place.common(&self.layout.flat_parameters[place.flat].own)
     }
 
     /// Returns this rank's own elements of a parameter that are in memory.
-    fn owned_in_memory(&self, place: &Place) -> Range<usize> {
+    fn owned_in_memory(&self, place: &ParameterSpan) -> Range<usize> {
         if self.layout.flat_parameters[place.flat].is_on_disk { 0..0 } else { self.owned(place) }
     }
 
     /// Returns the elements of a parameter that are in memory.
-    fn kept_in_memory(&self, place: &Place) -> Range<usize> {
+    fn kept_in_memory(&self, place: &ParameterSpan) -> Range<usize> {
         place.common(&self.kept(&self.layout.flat_parameters[place.flat]))
     }
 
-    fn part_of(&self, place: &Place, range: Range<usize>) -> Part<'_> {
+    fn part_of(&self, place: &ParameterSpan, range: Range<usize>) -> OwnedElements<'_> {
         let of_flat = place.first + range.start..place.first + range.end;
-        Part { first: range.start, view: self.elements_of(&self.layout.flat_parameters[place.flat], of_flat) }
+        OwnedElements {
+            first: range.start,
+            view: self.elements_of(&self.layout.flat_parameters[place.flat], of_flat),
+        }
     }
 
     /// Returns the elements of a flat parameter that are in memory.

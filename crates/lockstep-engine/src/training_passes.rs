@@ -5,13 +5,13 @@
 
 use std::ops::Range;
 
-use lockstep_comm::Lent;
+use lockstep_comm::LentBuffer;
 use lockstep_graph::{Seed, Timeline};
 use lockstep_model::RecordedModel;
 use lockstep_plan::schedule::{Message, Pass, PassKind};
 use lockstep_tensor::Kernels;
 
-use crate::passes::{Passes, Place, StageBoundary};
+use crate::passes::{PassLocation, Passes, StageBoundary};
 use crate::reducer::Reducer;
 use crate::runner::Purpose;
 use crate::weights::WeightSource;
@@ -40,12 +40,12 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> TrainingPasses<'_, B> {
 }
 
 impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for TrainingPasses<'_, B> {
-    fn load(&mut self, place: Place, micro_batch: usize) {
+    fn load(&mut self, place: PassLocation, micro_batch: usize) {
         let batch = self.batch(micro_batch);
         self.runner.load(place, &batch);
     }
 
-    fn run(&mut self, pass: Pass, place: Place) -> Result<(), EngineError> {
+    fn run(&mut self, pass: Pass, place: PassLocation) -> Result<(), EngineError> {
         let (model, queue) = (self.model, self.queue);
         if pass.kind == PassKind::Forward {
             return self.runner.forward_stage(model, place, queue, self.weights, Purpose::Training);
@@ -74,7 +74,7 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for TrainingPasses<'_
         }
     }
 
-    fn hand_over(&mut self, message: Message, from: Place, to: Place) {
+    fn hand_over(&mut self, message: Message, from: PassLocation, to: PassLocation) {
         if message.is_activation() {
             self.runner.copy_output_to_next_stage(self.model, self.queue, from, to);
         } else {
@@ -82,7 +82,7 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for TrainingPasses<'_
         }
     }
 
-    fn lend(&mut self, place: Place, border: StageBoundary) -> Lent {
+    fn lend(&mut self, place: PassLocation, border: StageBoundary) -> LentBuffer {
         self.runner.lend(self.model, place, border)
     }
 
@@ -97,7 +97,7 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for TrainingPasses<'_
         })
     }
 
-    fn loss_sum(&mut self, place: Place) -> f64 {
+    fn loss_sum(&mut self, place: PassLocation) -> f64 {
         self.runner.loss_sum_of(self.model, place)
     }
 

@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use std::ops::Add;
 use std::time::{Duration, Instant};
 
-use lockstep_comm::{Collective, Deadline, Group, Lent, Pending};
+use lockstep_comm::{Collective, Deadline, Group, LentBuffer, Pending};
 use lockstep_tensor::{DiskQueue, DiskTraffic, Loan, Ticket};
 
 use crate::EngineError;
@@ -23,7 +23,7 @@ pub(crate) enum Job<'a> {
     /// A collective of a group.
     Collective {
         group: &'a Group,
-        collective: Collective<Lent, Lent>,
+        collective: Collective<LentBuffer, LentBuffer>,
         /// Size of the full data in bytes: each rank has all of it before or after the collective.
         bytes: usize,
     },
@@ -213,10 +213,10 @@ mod tests {
             let of_rank = buffers[1].view(DType::F32, own.start * size_of::<f32>(), [own.len()]);
             of_rank.copy_from(&[group.rank() as f32; 2]);
             let mut transfers = Transfers::new(Duration::from_secs(60), 2);
-            let data = Lent::new(buffers[0].lend(0..bytes), DType::F32);
+            let data = LentBuffer::new(buffers[0].lend(0..bytes), DType::F32);
             let sum = Collective::AllReduce { data, op: ReduceOp::Sum };
             transfers.begin("sum", Job::Collective { group: &group, collective: sum, bytes }).unwrap();
-            let data = Lent::new(buffers[1].lend(0..bytes), DType::F32);
+            let data = LentBuffer::new(buffers[1].lend(0..bytes), DType::F32);
             let gather = Collective::AllGatherInPlace { data, counts: None };
             transfers.begin("gather", Job::Collective { group: &group, collective: gather, bytes }).unwrap();
             transfers.finish(|tag| *tag == "sum").unwrap();

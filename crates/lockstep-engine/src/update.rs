@@ -12,7 +12,7 @@ use lockstep_tensor::View;
 use crate::optimizer::Operands;
 use crate::state_store::Piece;
 use crate::windowed_store::WindowedStore;
-use crate::{Engine, EngineError, Part, StateKind, StateStore, Update};
+use crate::{Engine, EngineError, OwnedElements, StateKind, StateStore, Update};
 
 const F32_BYTES: u64 = size_of::<f32>() as u64;
 /// Floating-point operations per element of an optimizer step, counted as for AdamW.
@@ -25,8 +25,8 @@ impl Engine {
     /// # Errors
     /// If another rank is lost or does not answer in time, or the disk of offloaded state fails.
     pub fn update(&mut self, update: &Update) -> Result<(), EngineError> {
-        self.weights.settle()?;
-        self.balance()?;
+        self.weights.wait_for_gathers()?;
+        self.update_router_biases()?;
         for id in self.trained_ids().filter(|id| !self.is_selection_bias(*id)) {
             self.update_parameter(id, update);
         }
@@ -78,7 +78,7 @@ impl Engine {
                 let in_window = piece.first - start..piece.first - start + piece.elements.len();
                 self.update_piece(store, window, (piece, in_window), gradients, update);
             }
-            store.note_change(window);
+            store.mark_dirty(window);
         }
         store.write_behind()
     }
@@ -148,7 +148,7 @@ impl Engine {
     }
 
     /// Moves the router biases against the expert load of the step, by the same amount on all ranks.
-    fn balance(&mut self) -> Result<(), EngineError> {
+    fn update_router_biases(&mut self) -> Result<(), EngineError> {
         let rate = self.model.bias_update_rate() as f32;
         let mut values = std::mem::take(&mut self.bias_values);
         for unit in 0..self.model.units() {
@@ -185,6 +185,6 @@ impl Engine {
 }
 
 /// Returns some elements of a parameter as a view of its part, which must contain them.
-fn elements_of<'a>(part: Option<Part<'a>>, elements: &Range<usize>) -> Option<View<'a>> {
+fn elements_of<'a>(part: Option<OwnedElements<'a>>, elements: &Range<usize>) -> Option<View<'a>> {
     part.map(|part| part.view.rows(elements.start - part.first..elements.end - part.first))
 }

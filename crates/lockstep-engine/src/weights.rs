@@ -8,7 +8,7 @@ use lockstep_tensor::{Kernels, View};
 
 use crate::EngineError;
 use crate::parameter_pool::ParameterPool;
-use crate::state_store::{Place, Residence, StateStore};
+use crate::state_store::{ParameterSpan, Residence, StateStore};
 
 /// Source of unsharded weights, unit by unit.
 pub(crate) trait WeightSource {
@@ -52,7 +52,7 @@ impl<'a> Weights<'a> {
     pub(crate) fn view(&self, id: ParameterId) -> View<'a> {
         let find = |store: &'a StateStore| Some((store, store.place_of(id)?));
         let place = find(self.trained).or_else(|| self.frozen.and_then(find));
-        let (store, Place { flat, first, shape }) = place.expect("a parameter is trained or frozen");
+        let (store, ParameterSpan { flat, first, shape }) = place.expect("a parameter is trained or frozen");
         match (store.residence(flat), self.pool) {
             (Residence::Gathered { bundle, start }, Some(pool)) => pool.view(bundle, start + first, shape),
             _ => store.view(id),

@@ -138,20 +138,20 @@ impl WindowedStore {
                 self.begin_to_read(window)?
             }
         };
-        self.staging.settle(slot)
+        self.staging.wait_for_slot(slot)
     }
 
     /// Provides a slot for a window that will be overwritten in full, so nothing is read.
     pub(crate) fn begin_anew(&mut self, window: usize) -> Result<(), EngineError> {
         self.staging.write_behind(Some(window))?;
         match self.staging.slot_of(window) {
-            Some(slot) => self.staging.settle(slot),
+            Some(slot) => self.staging.wait_for_slot(slot),
             None => self.take_slot(window).map(drop),
         }
     }
 
     /// Marks a window in memory as changed; it is written when another window is used.
-    pub(crate) fn note_change(&mut self, window: usize) {
+    pub(crate) fn mark_dirty(&mut self, window: usize) {
         if let Some(slot) = self.staging.get_mut(window) {
             slot.is_changed = true;
         }
@@ -191,7 +191,7 @@ impl WindowedStore {
         self.each_window(id, start..start + values.len(), |store, window, in_window, done| {
             store.load(window)?;
             write_rounded(store.view(window, kind, in_window.clone()), &values[done..done + in_window.len()]);
-            store.note_change(window);
+            store.mark_dirty(window);
             Ok(())
         })
     }
@@ -234,7 +234,7 @@ impl WindowedStore {
                 if self.staging.is_changed(slot) {
                     self.staging.begin_to_write(slot)?;
                 }
-                self.staging.settle(slot)?;
+                self.staging.wait_for_slot(slot)?;
             }
             let Window { extent, elements, .. } = &self.windows[window];
             let bytes = bytes_of(&self.kinds[..1], elements.len());
@@ -300,7 +300,7 @@ impl WindowedStore {
         let (dtype, start) = self.place_of(window, kind, elements.start);
         let end = (start + elements.len() * dtype.size_bytes()).next_multiple_of(DISK_ALIGNMENT_BYTES);
         self.staging.begin_to_read_part(slot, start / DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES..end)?;
-        self.staging.settle(slot)?;
+        self.staging.wait_for_slot(slot)?;
         Ok(self.staging.view(slot, dtype, start, elements.len()))
     }
 

@@ -77,7 +77,7 @@ impl CommunicationBuffer {
         arena: &Arena,
     ) -> Result<Option<Self>, TensorError> {
         let (bytes, chunks) = programs.fold((0, 0), |(bytes, chunks), program| {
-            (bytes.max(program.transit_bytes()), chunks.max(program.transit_chunks()))
+            (bytes.max(program.overlap_buffer_bytes()), chunks.max(program.transit_chunks()))
         });
         if chunks == 0 {
             return Ok(None);

@@ -190,7 +190,7 @@ impl Planner<'_> {
             slots[object] = Some(slot);
         }
 
-        let Overlapped { instructions, collectives, transit_bytes } =
+        let Overlapped { instructions, collectives, overlap_buffer_bytes } =
             self.overlapped(instructions, gradients, &slots);
         let mut lifetimes: Vec<Option<Lifetime>> = vec![None; count];
         for (time, instruction) in instructions.iter().enumerate() {
@@ -232,7 +232,7 @@ impl Planner<'_> {
             values: slots,
             gradients: gradient_slots,
             workspace_bytes,
-            transit_bytes,
+            overlap_buffer_bytes,
             touches_output: lifetimes[self.output.0].is_some(),
             pass,
             buffers: gradients.to_vec(),

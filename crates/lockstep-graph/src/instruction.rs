@@ -170,7 +170,7 @@ pub(crate) struct Phase {
     pub(crate) values: Vec<Option<Slot>>,
     pub(crate) gradients: Vec<Option<Slot>>,
     pub(crate) workspace_bytes: usize,
-    pub(crate) transit_bytes: usize,
+    pub(crate) overlap_buffer_bytes: usize,
     pub(crate) touches_output: bool,
     /// Pass of its forward instructions: `Recompute` in a backward.
     pub(crate) pass: Pass,

@@ -11,7 +11,7 @@ use lockstep_tensor::{Gemm, GemmLayout, View, Write};
 use crate::{
     block::{Bias, ParameterIndex, Value},
     linear::Linear,
-    operation::{Operation, SplitLoss},
+    operation::{Operation, VocabularyParallelLoss},
     placement::{Placement, Split},
     recorder::Recorder,
     replay::Run,
@@ -42,13 +42,13 @@ impl Recorder {
             Some(split) => panic!("{name}: an output layer is split by the vocabulary, not by {split:?}"),
         };
         let shape = [out_features, self.columns(x)];
-        let held = share.shape_of(&shape)[0];
+        let local_vocabulary = share.shape_of(&shape)[0];
         let weight = self.parameter(format!("{name}.weight"), &shape, Initializer::Normal { std }, share);
         let tokens = self.shape.tokens();
-        let parts = (tokens * held).div_ceil(LOGITS_AT_ONCE).max(1);
+        let parts = (tokens * local_vocabulary).div_ceil(LOGITS_AT_ONCE).max(1);
         let rows = tokens.div_ceil(parts).next_multiple_of(64).min(tokens);
-        let logits = self.local(rows, held, self.shape.dtype);
-        let split = share.shard.map(|shard| SplitLoss {
+        let logits = self.local(rows, local_vocabulary, self.shape.dtype);
+        let split = share.shard.map(|shard| VocabularyParallelLoss {
             first_column: shard.start,
             statistics: self.local(rows, 3, DType::F32),
             gathered: self.local(rows, 3 * self.place.ranks, DType::F32),
@@ -66,7 +66,7 @@ pub(crate) struct PartialLoss<'a> {
     pub(crate) logits: View<'a>,
     labels: View<'a>,
     losses: View<'a>,
-    split: Option<SplitLoss>,
+    split: Option<VocabularyParallelLoss>,
 }
 
 impl<'a> Run<'a> {
@@ -148,8 +148,12 @@ impl<'a> Run<'a> {
 
     /// Writes the losses of a range of tokens whose vocabulary is sharded. Returns the log-sum-exp of each token's
     /// logits over the whole vocabulary, f32 `[tokens]`.
-    fn split_losses(&self, part: &PartialLoss<'a>, split: SplitLoss) -> Result<View<'a>, CommError> {
-        let SplitLoss { first_column, statistics, gathered, log_sum_exp } = split;
+    fn split_losses(
+        &self,
+        part: &PartialLoss<'a>,
+        split: VocabularyParallelLoss,
+    ) -> Result<View<'a>, CommError> {
+        let VocabularyParallelLoss { first_column, statistics, gathered, log_sum_exp } = split;
         let (queue, ranks, tokens) = (self.replay.queue, self.peers().group.size(), part.tokens.len());
         let first = |value, elements: usize| self.flat(value).rows(0..elements);
         let statistics = first(statistics, 3 * tokens).reshape([3, tokens]);

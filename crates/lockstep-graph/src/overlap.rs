@@ -29,7 +29,7 @@ pub(crate) struct Overlapped {
     pub(crate) instructions: Vec<Instruction>,
     pub(crate) collectives: Vec<OverlappedCollective>,
     /// Size of the communication buffer in bytes.
-    pub(crate) transit_bytes: usize,
+    pub(crate) overlap_buffer_bytes: usize,
 }
 
 /// Cuts `rows` rows into ranges, as even as whole grains allow.
@@ -50,7 +50,7 @@ impl Planner<'_> {
         slots: &[Option<Slot>],
     ) -> Overlapped {
         if self.chunks < 2 {
-            return Overlapped { instructions, collectives: Vec::new(), transit_bytes: 0 };
+            return Overlapped { instructions, collectives: Vec::new(), overlap_buffer_bytes: 0 };
         }
         self.reorder_for_overlap(&mut instructions);
         let mut lowering = Lowering {
@@ -64,8 +64,8 @@ impl Planner<'_> {
         };
         lowering.run();
         let Lowering { out: instructions, mut collectives, .. } = lowering;
-        let transit_bytes = place(&instructions, &mut collectives);
-        Overlapped { instructions, collectives, transit_bytes }
+        let overlap_buffer_bytes = place(&instructions, &mut collectives);
+        Overlapped { instructions, collectives, overlap_buffer_bytes }
     }
 
     /// Returns every object that an instruction of an overlapped list reads or writes.

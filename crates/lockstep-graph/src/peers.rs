@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lockstep_comm::{Collective, CommError, Deadline, Group, Lent, Pending, ReduceOp};
+use lockstep_comm::{Collective, CommError, Deadline, Group, LentBuffer, Pending, ReduceOp};
 use lockstep_tensor::View;
 
 use crate::buffers::Ring;
@@ -76,7 +76,7 @@ impl Peers<'_> {
 
     /// Starts a collective that runs while this rank computes.
     #[track_caller]
-    pub(crate) fn start(&self, collective: Collective<Lent, Lent>) -> Result<Pending, CommError> {
+    pub(crate) fn start(&self, collective: Collective<LentBuffer, LentBuffer>) -> Result<Pending, CommError> {
         let pending = self.group.start(collective, self.deadline())?;
         self.progress()?;
         Ok(pending)

@@ -113,8 +113,8 @@ impl Program {
     }
 
     /// Size of the communication buffer for collectives that overlap with products, in bytes.
-    pub fn transit_bytes(&self) -> usize {
-        self.phases().map(|phase| phase.transit_bytes).max().unwrap_or(0)
+    pub fn overlap_buffer_bytes(&self) -> usize {
+        self.phases().map(|phase| phase.overlap_buffer_bytes).max().unwrap_or(0)
     }
 
     /// Largest number of chunks that can be in flight; 0 if no collective overlaps with products.

@@ -5,7 +5,7 @@
 //! A rank sends a block on before it computes with it, so transfers overlap with compute wherever the transport makes
 //! progress by itself. The order of additions is fixed, so no bit depends on timing.
 
-use lockstep_comm::{Collective, CommError, Lent, Pending};
+use lockstep_comm::{Collective, CommError, LentBuffer, Pending};
 use lockstep_plan::{ContextPlace, DType};
 use lockstep_tensor::{AttentionWrite, Buffer, TokenSpan, View, Write};
 
@@ -52,8 +52,8 @@ impl<'a> Neighbours<'a> {
     }
 }
 
-fn lent(buffer: &mut Buffer, bytes: usize) -> Lent {
-    Lent::new(buffer.lend(0..bytes), DType::U8)
+fn lent(buffer: &mut Buffer, bytes: usize) -> LentBuffer {
+    LentBuffer::new(buffer.lend(0..bytes), DType::U8)
 }
 
 /// Blocks of keys and values in flight: this rank's block first, then the previous rank's, and so on around the ring.

@@ -1,7 +1,7 @@
 //! Execution of collectives that overlap with matrix products: the steps that start a collective, compute a chunk, and
 //! wait for a chunk.
 
-use lockstep_comm::{Collective, CommError, Lent, ReduceOp};
+use lockstep_comm::{Collective, CommError, LentBuffer, ReduceOp};
 use lockstep_plan::DType;
 use lockstep_tensor::{Buffer, View};
 
@@ -54,11 +54,11 @@ impl<'a> Run<'a> {
         &self,
         transit: &OverlappedCollective,
         chunk: usize,
-        collective: impl FnOnce(Lent) -> Collective<Lent, Lent>,
+        collective: impl FnOnce(LentBuffer) -> Collective<LentBuffer, LentBuffer>,
     ) -> Result<(), CommError> {
         let communication_buffer = self.communication_buffer();
         let loan = communication_buffer.memory.borrow_mut().lend(transit.bytes(chunk));
-        let pending = self.peers().start(collective(Lent::new(loan, transit.info.dtype)))?;
+        let pending = self.peers().start(collective(LentBuffer::new(loan, transit.info.dtype)))?;
         communication_buffer.pending.borrow_mut()[transit.first_pending + chunk] = Some(pending);
         Ok(())
     }

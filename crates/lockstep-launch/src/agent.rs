@@ -33,7 +33,7 @@ pub struct Agent {
     output: Output,
     /// Relay of the ranks' output; `None` once all of it has been relayed.
     pub(crate) relay: Option<Relay>,
-    sound_codes: Vec<i32>,
+    success_codes: Vec<i32>,
     /// Greatest exit code so far.
     code: i32,
     failure: Option<Failure>,
@@ -51,9 +51,9 @@ pub(crate) struct Rank {
 
 /// A change in whether the ranks move.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Movement {
+pub enum Liveness {
     /// Silence: no surviving rank has shown a sign of life for `silence`.
-    Still {
+    Silent {
         /// Time without a sign of life.
         silence: Duration,
         /// Process ids of the surviving ranks.
@@ -62,16 +62,16 @@ pub enum Movement {
         are_stopped: bool,
     },
     /// Recovery: ranks show signs of life again.
-    Moves,
+    Recovered,
 }
 
 /// Outcome of a run.
 #[derive(Debug)]
-pub enum Ended {
+pub enum RunOutcome {
     /// Success of all ranks, with the greatest of their exit codes.
-    Well(i32),
+    Succeeded(i32),
     /// Failure of a rank.
-    Badly(Failure),
+    Failed(Failure),
 }
 
 /// The first failure of a run.
@@ -92,14 +92,14 @@ pub struct Failure {
 
 impl Agent {
     /// Creates an agent for ranks that join `world`.
-    pub(crate) fn new(world: World, options: WorldOptions, output: Output, sound_codes: Vec<i32>) -> Self {
+    pub(crate) fn new(world: World, options: WorldOptions, output: Output, success_codes: Vec<i32>) -> Self {
         Self {
             world,
             first_rank: options.first_rank,
             ranks: Vec::new(),
             output,
             relay: None,
-            sound_codes,
+            success_codes,
             code: 0,
             failure: None,
             kill_at: None,
@@ -127,7 +127,7 @@ impl Agent {
     ///
     /// # Errors
     /// If the ranks cannot be watched.
-    pub fn watch(&mut self, limit: Duration) -> Result<Option<Ended>, LaunchError> {
+    pub fn watch(&mut self, limit: Duration) -> Result<Option<RunOutcome>, LaunchError> {
         let what = "watch the ranks";
         let limit = self.kill_at.map_or(limit, |at| limit.min(at.saturating_duration_since(Instant::now())));
         let timeout = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
@@ -154,12 +154,12 @@ impl Agent {
         }
         // All output of the ranks is relayed before the outcome is reported.
         self.relay = None;
-        Ok(Some(self.failure.take().map_or(Ended::Well(self.code), Ended::Badly)))
+        Ok(Some(self.failure.take().map_or(RunOutcome::Succeeded(self.code), RunOutcome::Failed)))
     }
 
     /// Returns the change since the last call: all ranks have gone silent, or show signs of life again. `None` without
     /// a change.
-    pub fn movement(&mut self) -> Option<Movement> {
+    pub fn liveness(&mut self) -> Option<Liveness> {
         let alive = || self.ranks.iter().enumerate().filter(|(_, rank)| !rank.has_ended);
         let beats: Vec<Option<u32>> = alive().map(|(rank, _)| self.world.beat(rank)).collect();
         let has_changed = self.stillness.look(&beats, Instant::now())?;
@@ -167,9 +167,9 @@ impl Agent {
         Some(match has_changed {
             Some(silence) => {
                 let are_stopped = pids.iter().all(|pid| crate::stillness::is_stopped(*pid));
-                Movement::Still { silence, pids, are_stopped }
+                Liveness::Silent { silence, pids, are_stopped }
             }
-            None => Movement::Moves,
+            None => Liveness::Recovered,
         })
     }
 
@@ -191,7 +191,7 @@ impl Agent {
         let cause = self.cause(status);
         tracing::debug!(rank = self.first_rank + rank, %cause, has_left = self.world.has_left(rank), "a rank has ended");
         if let LossCause::Exit(code) = cause
-            && self.sound_codes.contains(&code)
+            && self.success_codes.contains(&code)
             && self.world.has_left(rank)
         {
             self.code = self.code.max(code);

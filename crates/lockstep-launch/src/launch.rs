@@ -20,7 +20,7 @@ use rustix::{
     thread::sched_setaffinity,
 };
 
-use lockstep_comm::{DEFAULT_PORT, Leader, Placement, SOCKET_VARIABLE, World, WorldOptions};
+use lockstep_comm::{DEFAULT_PORT, Leader, NodePlacement, SOCKET_VARIABLE, World, WorldOptions};
 
 use crate::{
     LaunchError, Output,
@@ -49,7 +49,7 @@ pub struct Launch {
     /// Options of the ranks' world on this machine.
     pub options: WorldOptions,
     /// Place of these ranks among those of other machines.
-    pub placement: Placement,
+    pub placement: NodePlacement,
     /// Core affinity of the ranks.
     pub pinning: Pinning,
     /// Destination of the ranks' standard output and standard error.
@@ -57,7 +57,7 @@ pub struct Launch {
     /// Variables that torchelastic sets for its workers.
     pub elastic: Elastic,
     /// Exit codes that count as success once the rank has left the world.
-    pub sound_codes: Vec<i32>,
+    pub success_codes: Vec<i32>,
 }
 
 /// The variables of torchelastic's workers, except those for ranks and sizes.
@@ -87,7 +87,7 @@ impl Elastic {
     }
 
     /// Sets the variables of `rank`, and removes the error file of an earlier attempt.
-    fn prepare(&self, rank: usize, placement: &Placement, command: &mut Command) {
+    fn prepare(&self, rank: usize, placement: &NodePlacement, command: &mut Command) {
         for (name, value) in [
             ("ROLE_RANK", rank),
             ("ROLE_WORLD_SIZE", placement.world_size),
@@ -119,7 +119,7 @@ impl Launch {
     pub fn start(&self) -> Result<Agent, LaunchError> {
         let options = WorldOptions { first_rank: self.placement.first_rank, ..self.options };
         let world = World::new(self.ranks, options)?;
-        let mut agent = Agent::new(world, options, self.output.clone(), self.sound_codes.clone());
+        let mut agent = Agent::new(world, options, self.output.clone(), self.success_codes.clone());
         if let Some(dir) = &self.elastic.errors {
             let made = std::fs::create_dir_all(dir);
             made.map_err(|source| LaunchError::Log { path: dir.clone(), source })?;

@@ -37,7 +37,7 @@ pub mod ssh;
 mod stillness;
 
 pub use affinity::Pinning;
-pub use agent::{Agent, Ended, Failure, Movement};
+pub use agent::{Agent, Failure, Liveness, RunOutcome};
 pub use error::LaunchError;
 pub use joining::{
     JoinByMpi, JoinOptions, MEETING_LIMIT, SECRET_VARIABLE, is_launched, join_from_environment, place,

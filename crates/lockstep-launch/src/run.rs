@@ -3,11 +3,11 @@
 use std::ffi::OsString;
 use std::time::Duration;
 
-use lockstep_comm::{CommError, LossCause, Placement, Recorded, WorldOptions};
+use lockstep_comm::{CommError, LossCause, NodePlacement, Recorded, WorldOptions};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::affinity::Pinning;
-use crate::agent::{self, Agent, Failure, Movement};
+use crate::agent::{self, Agent, Failure, Liveness};
 use crate::interrupt::Interrupt;
 use crate::launch::{Elastic, Launch};
 use crate::{LaunchError, Output};
@@ -25,7 +25,7 @@ pub struct RankProcesses {
     /// Number of ranks on this machine.
     pub ranks: usize,
     /// Position of these ranks among those of other machines.
-    pub placement: Placement,
+    pub placement: NodePlacement,
     /// Additional environment variables.
     pub environment: Vec<(OsString, OsString)>,
     /// CPU affinity of the ranks.
@@ -44,11 +44,11 @@ pub struct RankProcesses {
 
 /// End of a set of ranks.
 #[derive(Debug)]
-pub enum Ended {
+pub enum RunOutcome {
     /// All ranks ended normally; the greatest exit code.
-    Well(i32),
+    Succeeded(i32),
     /// A rank has failed.
-    Badly(Box<BadEnd>),
+    Failed(Box<BadEnd>),
     /// A stop request ended a rank before it could handle signals.
     BeforeTheyBegan,
 }
@@ -74,7 +74,7 @@ pub fn run_ranks(
     processes: RankProcesses,
     interrupt: &Interrupt,
     tell: &mut dyn FnMut(&str),
-) -> Result<Ended, LaunchError> {
+) -> Result<RunOutcome, LaunchError> {
     let RankProcesses { ranks, placement, environment, pinning, output, elastic, interrupted, lost, silence } =
         processes;
     let launch = Launch {
@@ -87,7 +87,7 @@ pub fn run_ranks(
         pinning,
         output,
         elastic,
-        sound_codes: vec![0, interrupted],
+        success_codes: vec![0, interrupted],
     };
     let world_size = launch.placement.world_size;
     tracing::info!(ranks, world_size, program = %launch.program.display(), "starting ranks");
@@ -96,16 +96,16 @@ pub fn run_ranks(
     loop {
         match agent.watch(LOOK)? {
             None => {}
-            Some(agent::Ended::Well(code)) => return Ok(Ended::Well(code)),
-            Some(agent::Ended::Badly(failure)) if is_passed_on && failure.cause == STOPPED => {
-                return Ok(Ended::BeforeTheyBegan);
+            Some(agent::RunOutcome::Succeeded(code)) => return Ok(RunOutcome::Succeeded(code)),
+            Some(agent::RunOutcome::Failed(failure)) if is_passed_on && failure.cause == STOPPED => {
+                return Ok(RunOutcome::BeforeTheyBegan);
             }
-            Some(agent::Ended::Badly(failure)) => {
-                return Ok(Ended::Badly(Box::new(bad_end(&agent, failure, lost))));
+            Some(agent::RunOutcome::Failed(failure)) => {
+                return Ok(RunOutcome::Failed(Box::new(bad_end(&agent, failure, lost))));
             }
         }
-        if let Some(movement) = agent.movement() {
-            tell(&in_words(movement));
+        if let Some(liveness) = agent.liveness() {
+            tell(&in_words(liveness));
         }
         if interrupt.is_requested() && !is_passed_on {
             is_passed_on = true;
@@ -119,8 +119,8 @@ pub fn run_ranks(
 }
 
 /// Returns the message about ranks that have all stopped making progress, or continue to.
-fn in_words(movement: Movement) -> String {
-    let Movement::Still { silence, pids, are_stopped } = movement else {
+fn in_words(liveness: Liveness) -> String {
+    let Liveness::Silent { silence, pids, are_stopped } = liveness else {
         return "the ranks move again".to_owned();
     };
     let seconds = silence.as_secs_f64();

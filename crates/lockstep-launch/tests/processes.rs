@@ -12,11 +12,12 @@ use std::time::{Duration, Instant};
 use std::{env, fs};
 
 use lockstep_comm::{
-    Collective, CommError, Deadline, Group, Lent, LossCause, NodeInfo, Placement, ReduceOp,
+    Collective, CommError, Deadline, Group, LentBuffer, LossCause, NodeInfo, NodePlacement, ReduceOp,
     RendezvousEndpoint, TcpOptions, WorldOptions, join_nodes,
 };
 use lockstep_launch::{
-    Agent, Elastic, Ended, Failure, JoinOptions, Launch, LaunchError, Output, Pinning, join_from_environment,
+    Agent, Elastic, Failure, JoinOptions, Launch, LaunchError, Output, Pinning, RunOutcome,
+    join_from_environment,
 };
 use lockstep_plan::random::Draws;
 use lockstep_plan::{DType, MemoryCategory};
@@ -101,7 +102,7 @@ fn sum_once(group: &Group) -> Result<(), CommError> {
     };
     let mut buffers: Vec<_> = (0..12).map(lent).collect();
     let start = |buffer: &mut Buffer| {
-        let data = Lent::new(buffer.lend(0..elements * 4), DType::F32);
+        let data = LentBuffer::new(buffer.lend(0..elements * 4), DType::F32);
         group.start(Collective::AllReduce { data, op: ReduceOp::Sum }, soon())
     };
     let pending = buffers.iter_mut().map(start).collect::<Result<Vec<_>, _>>()?;
@@ -174,7 +175,7 @@ fn work_at_random(group: &Group, seed: u64) -> Result<(), CommError> {
             7 if rank == (root + 1) % ranks => group.receive(data, root, soon())?,
             7 => {}
             _ => {
-                let sum = Lent::new(lent.lend(0..all * 4), DType::F32);
+                let sum = LentBuffer::new(lent.lend(0..all * 4), DType::F32);
                 let started = group.start(Collective::AllReduce { data: sum, op }, soon())?;
                 group.all_gather(&data[..block], output, soon())?;
                 started.wait(soon())?;
@@ -217,14 +218,14 @@ impl Run {
     }
 
     fn start_with(role: &str, ranks: usize, silence: Duration, output: Output) -> Self {
-        Self::start_at(Placement::alone(ranks), role, ranks, silence, output, reports())
+        Self::start_at(NodePlacement::alone(ranks), role, ranks, silence, output, reports())
     }
 
     /// Starts ranks of several nodes, all of which are this machine.
     fn start_on_nodes(role: &str, nodes: &[usize], silence: Duration) -> Vec<Self> {
         let (listener, reports) = (TcpListener::bind("127.0.0.1:0").unwrap(), reports());
         let port = listener.local_addr().unwrap().port();
-        let placements: Vec<Placement> = std::thread::scope(|scope| {
+        let placements: Vec<NodePlacement> = std::thread::scope(|scope| {
             let meet = |(node, ranks): (usize, &usize)| {
                 let listener = (node == 0).then(|| listener.try_clone().unwrap());
                 let run = format!("nodes on port {port}");
@@ -245,14 +246,14 @@ impl Run {
             let threads: Vec<_> = nodes.iter().enumerate().map(meet).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        let start = |(placement, ranks): (Placement, &usize)| {
+        let start = |(placement, ranks): (NodePlacement, &usize)| {
             Self::start_at(placement, role, *ranks, silence, Output::Labelled, reports.clone())
         };
         placements.into_iter().zip(nodes).map(start).collect()
     }
 
     fn start_at(
-        placement: Placement,
+        placement: NodePlacement,
         role: &str,
         ranks: usize,
         silence: Duration,
@@ -274,7 +275,7 @@ impl Run {
             pinning: Pinning::Free,
             output,
             elastic: Elastic::default(),
-            sound_codes: vec![0],
+            success_codes: vec![0],
         };
         Self { agent: launch.start().unwrap(), first_rank, reports }
     }
@@ -301,7 +302,7 @@ impl Run {
         now_us()
     }
 
-    fn end(&mut self) -> Ended {
+    fn end(&mut self) -> RunOutcome {
         let begin = Instant::now();
         loop {
             if let Some(ended) = self.agent.watch(Duration::from_millis(100)).unwrap() {
@@ -313,8 +314,8 @@ impl Run {
 
     fn failure(&mut self) -> Failure {
         match self.end() {
-            Ended::Badly(failure) => failure,
-            Ended::Well(_) => panic!("the run ended well"),
+            RunOutcome::Failed(failure) => failure,
+            RunOutcome::Succeeded(_) => panic!("the run ended well"),
         }
     }
 
@@ -342,7 +343,7 @@ const SILENCE: Duration = Duration::from_secs(5);
 fn processes_sum_as_threads_do_and_leave_nothing_behind() {
     for ranks in [1, 2, 4] {
         let mut run = Run::start("sum", ranks, SILENCE);
-        assert!(matches!(run.end(), Ended::Well(0)));
+        assert!(matches!(run.end(), RunOutcome::Succeeded(0)));
         assert!(run.reports().into_iter().all(|report| report.is_some_and(|(_, text)| text == "done")));
     }
     let names = fs::read_dir("/dev/shm").map_or(0, |files| {
@@ -429,7 +430,7 @@ fn ranks_of_several_nodes_sum_as_those_of_one_do() {
     for nodes in [&[1, 1][..], &[2, 2], &[1, 2, 1], &[2, 2, 2], &[4, 4]] {
         let mut runs = Run::start_on_nodes("sum", nodes, SILENCE);
         for run in &mut runs {
-            assert!(matches!(run.end(), Ended::Well(0)), "{nodes:?}");
+            assert!(matches!(run.end(), RunOutcome::Succeeded(0)), "{nodes:?}");
             assert!(run.reports().into_iter().all(|report| report.is_some_and(|(_, text)| text == "done")));
         }
     }
@@ -560,12 +561,12 @@ fn what_ranks_print_is_kept_in_files_that_a_failure_names() {
         arguments: vec!["--list".into()],
         environment: Vec::new(),
         ranks: 2,
-        placement: Placement::alone(2),
+        placement: NodePlacement::alone(2),
         options: WorldOptions::default(),
         pinning: Pinning::Free,
         output: Output::Files(in_the_way),
         elastic: Elastic::default(),
-        sound_codes: vec![0],
+        success_codes: vec![0],
     };
     let error = launch.start().unwrap_err().to_string();
     assert!(error.contains("file/rank-00000.out"), "{error}");

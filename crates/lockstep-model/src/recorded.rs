@@ -184,7 +184,7 @@ impl RecordedModel {
                 workspace_bytes: program.workspace_bytes(),
                 split_workspace_bytes: program.split_workspace_bytes(),
                 ring_elements: program.ring_elements(),
-                transit_bytes: (program.transit_chunks() > 0).then(|| program.transit_bytes()),
+                overlap_buffer_bytes: (program.transit_chunks() > 0).then(|| program.overlap_buffer_bytes()),
                 has_backward: program.has_backward(),
                 selection_bias: self.selection_bias(unit),
             }

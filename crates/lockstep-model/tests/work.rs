@@ -314,12 +314,14 @@ fn what_is_cut_into_chunks_is_one_task_beside_its_products() {
     let parts = |chunks, splits_tokens| {
         let work = model.work(TensorPlace { chunks, ..split_over(TENSOR, splits_tokens) });
         let unit = work.unit(1).clone();
-        let is_beside =
-            |task: &&Task| matches!(task.kind, TaskKind::Exchange(exchange) if exchange.is_beside);
-        let beside = unit.forward.iter().chain(&unit.backward).filter(is_beside).count();
+        let is_overlapped =
+            |task: &&Task| matches!(task.kind, TaskKind::Exchange(exchange) if exchange.is_overlapped);
+        let beside = unit.forward.iter().chain(&unit.backward).filter(is_overlapped).count();
         let lists = [unit.forward, unit.backward, unit.backward_inputs, unit.backward_weights].map(|tasks| {
             let mut words: Vec<String> = tasks.iter().map(|task| format!("{task:?}")).collect();
-            words.iter_mut().for_each(|words| *words = words.replace("is_beside: true", "is_beside: false"));
+            words
+                .iter_mut()
+                .for_each(|words| *words = words.replace("is_overlapped: true", "is_overlapped: false"));
             words.sort();
             words
         });

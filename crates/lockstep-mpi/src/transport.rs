@@ -8,7 +8,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use lockstep_comm::transport::{self, Lane, Recorder, SequenceNumbers, Task, Ticket, Transport};
-use lockstep_comm::{CommError, Deadline, Group, Lent, LossCause, Recorded};
+use lockstep_comm::{CommError, Deadline, Group, LentBuffer, LossCause, Recorded};
 use lockstep_plan::MemoryCategory;
 use lockstep_tensor::{Arena, Workers};
 
@@ -153,7 +153,7 @@ impl Transport for MpiTransport {
         &self,
         group: usize,
         task: Task,
-        memory: Vec<Lent>,
+        memory: Vec<LentBuffer>,
         _: Deadline,
         caller: &Location<'_>,
     ) -> Result<Arc<Ticket>, CommError> {

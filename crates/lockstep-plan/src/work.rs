@@ -88,7 +88,7 @@ pub struct Exchange {
     pub bytes: u64,
     /// True if it overlaps with the GEMMs or attention that need or make its value: those after an all-gather or a ring, those before a
     /// reduction.
-    pub is_beside: bool,
+    pub is_overlapped: bool,
     /// True if the host needs the result before it can launch what follows, such as the number of rows of a token dispatch. A device that
     /// is fed ahead of time idles until then.
     pub is_for_host: bool,

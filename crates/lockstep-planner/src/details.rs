@@ -115,21 +115,21 @@ impl Planner {
         if self.style().has_ledger {
             let stages = layout.stages_on(rank);
             let are_on_disk = found.config.plan.residence.have_activations_on_disk();
-            return recording.profile.held_activations(&stages, numbers, are_on_disk);
+            return recording.profile.activation_use(&stages, numbers, are_on_disk);
         }
         let kept = |unit: usize| {
             let recompute = found.config.plan.recompute.of(unit.saturating_sub(1));
             self.style().saved_bytes(&recording.work, unit, recompute) as usize
         };
         let of_stage = |stage: usize| {
-            let kept_bytes: Vec<usize> = layout.stages[stage].clone().map(kept).collect();
+            let saved_bytes: Vec<usize> = layout.stages[stage].clone().map(kept).collect();
             StageActivationUse {
                 stage,
-                deferred_bytes: vec![0; kept_bytes.len()],
-                kept_bytes,
+                deferred_bytes: vec![0; saved_bytes.len()],
+                saved_bytes,
                 ..StageActivationUse::default()
             }
         };
-        ActivationUse { always_bytes: 0, stages: numbers.into_iter().map(of_stage).collect() }
+        ActivationUse { constant_bytes: 0, stages: numbers.into_iter().map(of_stage).collect() }
     }
 }

@@ -122,8 +122,8 @@ impl Recordings {
             true => made.profile.units[unit].frame_bytes as f64,
             false => self.style.saved_bytes(&made.work, unit, recompute) as f64,
         };
-        let kept_bytes = blocks.map(kept).sum();
-        (made, kept_bytes)
+        let saved_bytes = blocks.map(kept).sum();
+        (made, saved_bytes)
     }
 
     /// Returns the recording where each block recomputes by the plan's rules.

@@ -16,7 +16,7 @@ use std::{
 use lockstep_plan::{MemoryBytes, MemoryCategory, booked_bytes};
 
 use crate::{
-    DeviceMemory, Place, Queue, SharedHeap, TensorError,
+    DeviceMemory, MemoryLocation, Queue, SharedHeap, TensorError,
     block::{Block, Kind},
 };
 
@@ -229,8 +229,8 @@ impl Owner {
         let (retired, home) = (Arc::clone(&held), self.clone());
         let give_back = move || home.take_back_now(retired);
         match held.block.place() {
-            Place::Host => give_back(),
-            Place::Device(device) => {
+            MemoryLocation::Host => give_back(),
+            MemoryLocation::Device(device) => {
                 device.retire(held.block.view(0..held.block.capacity), Box::new(give_back))
             }
         }

@@ -10,7 +10,7 @@ use std::{
 use lockstep_plan::{CACHE_LINE_BYTES, DType};
 use rustix::mm;
 
-use crate::{DeviceMemory, Place, Shape, SharedHeap, View};
+use crate::{DeviceMemory, MemoryLocation, Shape, SharedHeap, View};
 
 /// Every buffer starts at a cache line, so that vector and tile loads are aligned.
 const ALIGNMENT: usize = CACHE_LINE_BYTES;
@@ -108,10 +108,10 @@ impl Block {
         }
     }
 
-    pub(crate) fn place(&self) -> Place<'_> {
+    pub(crate) fn place(&self) -> MemoryLocation<'_> {
         match &self.source {
-            Source::Device(device) => Place::Device(device),
-            _ => Place::Host,
+            Source::Device(device) => MemoryLocation::Device(device),
+            _ => MemoryLocation::Host,
         }
     }
 
@@ -126,7 +126,7 @@ impl Block {
     #[track_caller]
     pub(crate) fn expect_host(&self) {
         assert!(
-            matches!(self.place(), Place::Host),
+            matches!(self.place(), MemoryLocation::Host),
             "the host touches {} bytes in the memory of a device, which is reached by `read` and `write`",
             self.capacity
         );

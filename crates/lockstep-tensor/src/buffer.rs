@@ -10,7 +10,7 @@ use std::{
 use lockstep_plan::{DType, MemoryCategory};
 
 use crate::{
-    Arena, Element, Event, Place, Shape, TensorError, View,
+    Arena, Element, Event, MemoryLocation, Shape, TensorError, View,
     arena::{Contents, LendableBlock, Owner},
 };
 
@@ -44,9 +44,9 @@ impl Arena {
         let (held, home, contents) = self.take(bytes, category)?;
         let mut buffer = Buffer::new(held, home);
         match buffer.place() {
-            Place::Device(device) => device.zero(buffer.view(DType::U8, 0, [buffer.len_bytes()])),
-            Place::Host if contents == Contents::Anything => buffer.bytes_mut().fill(0),
-            Place::Host => {}
+            MemoryLocation::Device(device) => device.zero(buffer.view(DType::U8, 0, [buffer.len_bytes()])),
+            MemoryLocation::Host if contents == Contents::Anything => buffer.bytes_mut().fill(0),
+            MemoryLocation::Host => {}
         }
         Ok(buffer)
     }
@@ -88,7 +88,7 @@ impl Buffer {
     }
 
     /// Returns the memory that holds the buffer: the host's or a device's.
-    pub fn place(&self) -> Place<'_> {
+    pub fn place(&self) -> MemoryLocation<'_> {
         self.held.block.place()
     }
 
@@ -98,7 +98,7 @@ impl Buffer {
     /// # Panics
     /// If part of them is lent.
     pub fn host_bytes(&mut self) -> &[u8] {
-        if matches!(self.place(), Place::Host) {
+        if matches!(self.place(), MemoryLocation::Host) {
             return self.bytes_mut();
         }
         self.copy = self.view(DType::U8, 0, [self.len_bytes()]).fetch();
@@ -150,8 +150,8 @@ impl Buffer {
         drop(loans);
         self.held.lent.fetch_add(1, Ordering::Relaxed);
         let after = match self.place() {
-            Place::Host => Event::COMPLETE,
-            Place::Device(device) => device.record(),
+            MemoryLocation::Host => Event::COMPLETE,
+            MemoryLocation::Device(device) => device.record(),
         };
         Loan { held: Arc::clone(&self.held), range, after, is_handed_over: false }
     }
@@ -185,7 +185,7 @@ impl Loan {
 
     /// Blocks until the event after which `by` may use the memory.
     pub fn hand_over(&mut self, by: &dyn std::fmt::Display) {
-        if let Place::Device(device) = self.held.block.place()
+        if let MemoryLocation::Device(device) = self.held.block.place()
             && !std::mem::replace(&mut self.is_handed_over, true)
         {
             self.after.wait();

@@ -50,7 +50,7 @@ mod tests {
     use lockstep_plan::{DType, MemoryCategory};
 
     use super::*;
-    use crate::{Event, Place, Tensor};
+    use crate::{Event, MemoryLocation, Tensor};
 
     #[test]
     fn on_the_cpu_events_are_complete_and_values_ready() {
@@ -64,6 +64,6 @@ mod tests {
         let pending = tensor.view().read(&mut host);
         assert_eq!(format!("{pending:?}"), "Pending(ready)");
         assert_eq!(pending.wait(), &[1, 2, 3]);
-        assert!(matches!(tensor.view().place(), Place::Host));
+        assert!(matches!(tensor.view().place(), MemoryLocation::Host));
     }
 }

@@ -51,4 +51,4 @@ pub use queue::Queue;
 pub use shape::{Element, Shape};
 pub use shared::{SharedHeap, SharedMemory};
 pub use tensor::Tensor;
-pub use view::{DeviceMemory, Place, View};
+pub use view::{DeviceMemory, MemoryLocation, View};

@@ -8,7 +8,7 @@ use crate::{Element, Event, Pending, Shape};
 
 /// The memory that holds a buffer or a view.
 #[derive(Debug, Clone, Copy)]
-pub enum Place<'a> {
+pub enum MemoryLocation<'a> {
     /// Host memory, which any code may touch.
     Host,
     /// Memory of a device.
@@ -59,7 +59,7 @@ pub struct View<'a> {
     pointer: NonNull<u8>,
     dtype: DType,
     shape: Shape,
-    place: Place<'a>,
+    place: MemoryLocation<'a>,
     /// Makes the view not `Sync`, and ties it to its buffer.
     buffer: PhantomData<&'a Cell<()>>,
 }
@@ -68,12 +68,17 @@ impl<'a> View<'a> {
     /// # Safety
     /// The window must lie in memory that lives for `'a`, is initialized, and is written only through
     /// views on this thread.
-    pub(crate) unsafe fn new(pointer: NonNull<u8>, dtype: DType, shape: Shape, place: Place<'a>) -> Self {
+    pub(crate) unsafe fn new(
+        pointer: NonNull<u8>,
+        dtype: DType,
+        shape: Shape,
+        place: MemoryLocation<'a>,
+    ) -> Self {
         Self { pointer, dtype, shape, place, buffer: PhantomData }
     }
 
     /// Returns the memory that holds the view: the host's or a device's.
-    pub fn place(&self) -> Place<'a> {
+    pub fn place(&self) -> MemoryLocation<'a> {
         self.place
     }
 
@@ -127,8 +132,8 @@ impl<'a> View<'a> {
     pub fn write<T: Element>(&self, source: &[T]) {
         self.expect::<T>(source.len());
         match self.place {
-            Place::Host => self.copy_from(source),
-            Place::Device(device) => device.write(*self, bytemuck::cast_slice(source)),
+            MemoryLocation::Host => self.copy_from(source),
+            MemoryLocation::Device(device) => device.write(*self, bytemuck::cast_slice(source)),
         }
     }
 
@@ -140,11 +145,11 @@ impl<'a> View<'a> {
     pub fn read<'h, T: Element>(&self, target: &'h mut [T]) -> Pending<'h, &'h mut [T]> {
         self.expect::<T>(target.len());
         match self.place {
-            Place::Host => {
+            MemoryLocation::Host => {
                 self.copy_to(target);
                 Pending::ready(target)
             }
-            Place::Device(device) => {
+            MemoryLocation::Device(device) => {
                 let bytes = device.read(*self);
                 Pending::later(move || {
                     bytemuck::cast_slice_mut(target).copy_from_slice(&bytes.wait());
@@ -199,7 +204,7 @@ impl<'a> View<'a> {
     /// Hands the memory to `by`, which is not the queue, for the time of a call. Blocks until the queue has passed
     /// everything enqueued so far.
     pub fn hand_over(&self, by: &dyn fmt::Display) {
-        if let Place::Device(device) = self.place {
+        if let MemoryLocation::Device(device) = self.place {
             device.record().wait();
             device.touch(*self, by);
         }
@@ -229,7 +234,7 @@ impl<'a> View<'a> {
     #[track_caller]
     fn expect_host<T: Element>(&self, elements: usize) {
         assert!(
-            matches!(self.place, Place::Host),
+            matches!(self.place, MemoryLocation::Host),
             "the host touches {self:?} in the memory of a device, which is reached by `read` and `write`"
         );
         self.expect::<T>(elements);

@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use lockstep_comm::{Collective, Deadline, Lent, ReduceOp, World, WorldOptions};
+use lockstep_comm::{Collective, Deadline, LentBuffer, ReduceOp, World, WorldOptions};
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::delayed::{Delayed, Fault};
 use lockstep_tensor::{Arena, Buffer, Queue, Tensor, Workers};
@@ -271,7 +271,7 @@ fn fault_13_a_kernel_does_not_wait_for_the_collective_that_brings_its_operand() 
         let mut buffer = arena.allocate_zeroed(1024, MemoryCategory::Gradients).unwrap();
         let ones = ones(&arena);
         queue.cast(ones.view(), buffer.view(DType::F32, 0, [256]));
-        let data = Lent::new(buffer.lend(0..1024), DType::F32);
+        let data = LentBuffer::new(buffer.lend(0..1024), DType::F32);
         let sum = group.start(Collective::AllReduce { data, op: ReduceOp::Sum }, deadline()).unwrap();
         let message = message_of(|| queue.zero(buffer.view(DType::F32, 0, [256])));
         assert!(message.starts_with("bytes 0..1024 of a buffer are lent in part"), "{message}");

@@ -6,9 +6,9 @@
 use std::env;
 use std::time::{Duration, Instant};
 
-use lockstep_comm::{CommError, Deadline, Group, Placement, ReduceOp, WorldOptions};
+use lockstep_comm::{CommError, Deadline, Group, NodePlacement, ReduceOp, WorldOptions};
 use lockstep_launch::{
-    Agent, Elastic, Ended, Failure, JoinOptions, Launch, Output, Pinning, join_from_environment,
+    Agent, Elastic, Failure, JoinOptions, Launch, Output, Pinning, RunOutcome, join_from_environment,
 };
 use lockstep_observe::flight::{Analysis, Dump, Ending, Finding, analyse};
 use rustix::process::{Pid, Signal, kill_process};
@@ -52,12 +52,12 @@ fn start(fault: &str, silence: Duration) -> Agent {
         arguments: ["--exact", "a_rank", "--nocapture"].map(Into::into).to_vec(),
         environment: vec![(FAULT.into(), fault.into())],
         ranks: RANKS,
-        placement: Placement::alone(RANKS),
+        placement: NodePlacement::alone(RANKS),
         options: WorldOptions { arena_bytes: 1 << 24, silence, ..WorldOptions::default() },
         pinning: Pinning::Free,
         output: Output::Labelled,
         elastic: Elastic::default(),
-        sound_codes: vec![0],
+        success_codes: vec![0],
     };
     launch.start().unwrap()
 }
@@ -67,8 +67,8 @@ fn end(agent: &mut Agent) -> (Failure, Analysis) {
     let begin = Instant::now();
     let failure = loop {
         match agent.watch(Duration::from_millis(100)).unwrap() {
-            Some(Ended::Badly(failure)) => break failure,
-            Some(Ended::Well(_)) => panic!("the run ended well"),
+            Some(RunOutcome::Failed(failure)) => break failure,
+            Some(RunOutcome::Succeeded(_)) => panic!("the run ended well"),
             None => assert!(begin.elapsed() < Duration::from_secs(60), "the run does not end"),
         }
     };

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use lockstep_comm::{CommError, LossCause, Placement, TransportKind, WorldOptions};
+use lockstep_comm::{CommError, LossCause, NodePlacement, TransportKind, WorldOptions};
 use lockstep_config::{PlanFile, RunConfig};
 use lockstep_engine::Ranks;
 use lockstep_launch::interrupt::Interrupt;
-use lockstep_launch::run::{BadEnd, Ended, RankProcesses, run_ranks};
+use lockstep_launch::run::{BadEnd, RankProcesses, RunOutcome, run_ranks};
 use lockstep_launch::{
     self as launch, Elastic, JoinByMpi, JoinOptions, LaunchError, Output, Pinning, is_launched,
 };
@@ -35,7 +35,7 @@ pub(crate) struct Start {
     /// Number of ranks on this machine.
     pub(crate) ranks: usize,
     /// Position of these ranks among those of other machines.
-    pub(crate) placement: Placement,
+    pub(crate) placement: NodePlacement,
     /// Additional environment variables.
     pub(crate) environment: Vec<(OsString, OsString)>,
     /// Plan handed over to the ranks, if any.
@@ -56,8 +56,11 @@ impl Start {
     /// Returns the description of `ranks` ranks on this machine alone, pinned to their shares of its cores, with `way` as
     /// transport.
     pub(crate) fn here(ranks: usize, way: TransportKind) -> Result<Self, Failure> {
-        let placement =
-            if way == TransportKind::Tcp { Placement::on_loopback(ranks)? } else { Placement::alone(ranks) };
+        let placement = if way == TransportKind::Tcp {
+            NodePlacement::on_loopback(ranks)?
+        } else {
+            NodePlacement::alone(ranks)
+        };
         let (environment, plan) = (Vec::new(), None);
         let (pinning, output) = (Pinning::Share, Output::Labelled);
         let (records, elastic) = (None, Elastic::default());
@@ -98,9 +101,9 @@ pub(crate) fn attempt(
         silence,
     };
     match run_ranks(processes, interrupt, &mut |text| warning(text))? {
-        Ended::Well(code) => Ok(ExitCode::from(code as u8)),
-        Ended::BeforeTheyBegan => Err(interrupted()),
-        Ended::Badly(mut end) => {
+        RunOutcome::Succeeded(code) => Ok(ExitCode::from(code as u8)),
+        RunOutcome::BeforeTheyBegan => Err(interrupted()),
+        RunOutcome::Failed(mut end) => {
             let launch::Failure { rank, cause, error, .. } = &end.failure;
             let is_to_blame = matches!(error, CommError::PeerLost { rank: found, .. } if found == rank);
             *lost = is_to_blame.then_some((*rank, *cause));

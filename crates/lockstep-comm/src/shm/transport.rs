@@ -15,7 +15,7 @@ use lockstep_tensor::{Arena, SharedHeap, Workers};
 use super::{heartbeat::Heartbeat, layout::Status, members::Members, queue::Queue, segments::Segments};
 use crate::{
     CommError, Deadline, LossCause, OperationContext,
-    memory::Lent,
+    memory::LentBuffer,
     record::Recorded,
     recorder::Recorder,
     task::Task,
@@ -206,7 +206,7 @@ impl Transport for ShmTransport {
         &self,
         group: usize,
         task: Task,
-        memory: Vec<Lent>,
+        memory: Vec<LentBuffer>,
         deadline: Deadline,
         caller: &Location<'_>,
     ) -> Result<Arc<Ticket>, CommError> {

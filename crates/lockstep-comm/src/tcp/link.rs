@@ -94,9 +94,9 @@ impl Link {
         let (mut has_written, mut lost) = (false, Ok(()));
         for index in 0..self.streams.len() {
             let LinkStream { stream, is_open: true } = &mut self.streams[index] else { continue };
-            let mut outbox =
+            let mut send_buffer =
                 if index == 0 { Outbox::Control(&mut queue.control) } else { Outbox::Data(&mut queue.data) };
-            match stream.write(self.rank, TURN_BYTES, &mut outbox, table) {
+            match stream.write(self.rank, TURN_BYTES, &mut send_buffer, table) {
                 Ok(count) => has_written |= count > 0,
                 Err(broken) => {
                     has_written = true;

@@ -15,7 +15,7 @@ use super::{
     roster::{ANY, INFO_BYTES},
     secret::SecretInMemory,
 };
-use crate::{CommError, Deadline, JoinProblem, Leader, LossCause, MAX_WORLD, Placement};
+use crate::{CommError, Deadline, JoinProblem, Leader, LossCause, MAX_WORLD, NodePlacement};
 
 /// A launcher's data for the rendezvous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,7 +69,7 @@ impl NodeInfo {
 #[derive(Debug)]
 pub struct JoinedNodes {
     /// Place of this machine's ranks.
-    pub placement: Placement,
+    pub placement: NodePlacement,
     /// Number of the next attempt: the maximum over all launchers.
     pub attempt: usize,
     /// Cards of all launchers, by node.
@@ -124,7 +124,7 @@ pub fn join_nodes(
     if world_size > MAX_WORLD {
         return out_of_range("number of ranks", world_size, format!("1 to {MAX_WORLD}"));
     }
-    let placement = Placement {
+    let placement = NodePlacement {
         node,
         nodes,
         first_rank: infos[..node].iter().map(|info| info.ranks).sum(),

@@ -252,13 +252,13 @@ impl Stream {
         &mut self,
         to: usize,
         limit: usize,
-        outbox: &mut Outbox<'_>,
+        send_buffer: &mut Outbox<'_>,
         sink: &mut impl Sink,
     ) -> Result<usize, ConnectionError> {
         let mut total = self.wire.flush()?;
         while total < limit {
             if self.outgoing.is_none() {
-                self.outgoing = outbox.next();
+                self.outgoing = send_buffer.next();
             }
             let Some(frame) = &mut self.outgoing else { break };
             let bytes = match &frame.bytes {

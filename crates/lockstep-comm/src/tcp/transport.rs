@@ -33,7 +33,7 @@ use super::{
 };
 use crate::{
     CommError, Deadline, LossCause, OperationContext,
-    memory::Lent,
+    memory::LentBuffer,
     record::Recorded,
     recorder::Recorder,
     sequence::Lane,
@@ -205,7 +205,7 @@ impl Transport for TcpTransport {
         &self,
         group: usize,
         task: Task,
-        memory: Vec<Lent>,
+        memory: Vec<LentBuffer>,
         deadline: Deadline,
         caller: &Location<'_>,
     ) -> Result<Arc<Ticket>, CommError> {

@@ -2,7 +2,7 @@
 //! sequences of operations. Every rank draws the same cases.
 
 use half::{bf16, f16};
-use lockstep_comm::{Collective, Group, Lent, Number, ReduceOp, Source, Target};
+use lockstep_comm::{Collective, Group, LentBuffer, Number, ReduceOp, Source, Target};
 use lockstep_plan::{DType, MemoryCategory};
 use proptest::prelude::*;
 
@@ -340,7 +340,7 @@ pub(crate) fn what_is_started_goes_on(group: &Group) {
             let range = bucket * BUCKET..(bucket + 1) * BUCKET;
             let floats = vec![value(bucket, group.rank()); BUCKET];
             buffer.view(DType::F32, range.start * 4, [BUCKET]).copy_from(&floats);
-            let lent = Lent::new(buffer.lend(range.start * 4..range.end * 4), DType::F32);
+            let lent = LentBuffer::new(buffer.lend(range.start * 4..range.end * 4), DType::F32);
             let started = Collective::AllReduce { data: lent, op: ReduceOp::Sum };
             pending.push(group.start(started, soon()).unwrap());
             if group.rank() == bucket % ranks {
@@ -372,7 +372,7 @@ pub(crate) fn groups_work_side_by_side(group: &Group) {
     // Ranks 0 and 1 start the row's operation in the background, and communicate in the column while it is in flight.
     let arena = group.arena(&[MemoryCategory::Gradients]);
     let mut buffer = arena.allocate_zeroed(1 << 20, MemoryCategory::Gradients).unwrap();
-    let data = Lent::new(buffer.lend(0..1 << 20), DType::U8);
+    let data = LentBuffer::new(buffer.lend(0..1 << 20), DType::U8);
     let pending = rows.start(Collective::AllReduce { data, op: ReduceOp::Max }, soon()).unwrap();
     columns.barrier(soon()).unwrap();
     group.barrier(soon()).unwrap();
@@ -414,8 +414,8 @@ pub(crate) fn messages_arrive_whole_and_in_order(group: &Group) {
     out.bytes_mut().fill(group.rank() as u8 + 1);
     if group.rank() < 2 {
         let peer = 1 - group.rank();
-        let input = Lent::new(out.lend(0..400_000), DType::U8);
-        let output = Lent::new(back.lend(0..400_000), DType::U8);
+        let input = LentBuffer::new(out.lend(0..400_000), DType::U8);
+        let output = LentBuffer::new(back.lend(0..400_000), DType::U8);
         let received = group.start(Collective::Receive { output, from: peer }, soon()).unwrap();
         let sent = group.start(Collective::Send { input, to: peer }, soon()).unwrap();
         drop((sent.wait(soon()).unwrap(), received.wait(soon()).unwrap()));

@@ -3,8 +3,8 @@
 use std::{sync::Arc, time::Duration};
 
 use lockstep_data::{
-    DataError, Dataset, IGNORE_LABEL, MicroBatch, Packing, Place, Prefetcher, SampleCursor, SampleOrder,
-    Tail, TokenFile, Tokens, WindowOptions,
+    DataError, Dataset, IGNORE_LABEL, MicroBatch, Packing, Prefetcher, SampleCursor, SampleOrder,
+    SampleOrigin, Tail, TokenFile, Tokens, WindowOptions,
 };
 use proptest::prelude::*;
 
@@ -38,7 +38,7 @@ fn sequential_windows_are_consecutive_and_wrap_by_epoch() {
         seq_len: 4,
     };
     assert_eq!(batch, expected);
-    assert_eq!(dataset.locate(2), Place { source: 0, epoch: 1, window: 0 });
+    assert_eq!(dataset.locate(2), SampleOrigin { source: 0, epoch: 1, window: 0 });
 }
 
 #[test]

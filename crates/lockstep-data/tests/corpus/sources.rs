@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use lockstep_data::{
-    Dataset, Format, MicroBatch, Packing, Place, SampleOrder, Tail, Tokenizer, Tokens, WindowOptions,
+    Dataset, Format, MicroBatch, Packing, SampleOrder, SampleOrigin, Tail, Tokenizer, Tokens, WindowOptions,
 };
 
 use crate::workshop::Workshop;
@@ -77,7 +77,7 @@ fn a_blend_draws_from_each_source_as_its_weight_says_and_from_each_window_once_a
     let mut windows: Vec<u64> = (0..100)
         .map(|sample| blend.locate(sample))
         .filter(|place| place.source == 0 && place.epoch == 1)
-        .map(|Place { window, .. }| window)
+        .map(|SampleOrigin { window, .. }| window)
         .collect();
     windows.sort_unstable();
     assert_eq!(windows, (0..10).collect::<Vec<_>>());

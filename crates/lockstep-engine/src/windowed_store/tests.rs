@@ -54,7 +54,7 @@ fn pass(store: &mut WindowedStore) -> Result<(), EngineError> {
         store.load(window)?;
         let view = store.view(window, FIRST, 0..ELEMENTS);
         view.copy_from(&view.to_vec::<f32>().iter().map(|value| value + 1.0).collect::<Vec<_>>());
-        store.note_change(window);
+        store.mark_dirty(window);
     }
     store.write_behind()
 }

@@ -14,7 +14,9 @@ pub use self::attention::{AttentionShape, RotaryPairs};
 pub use self::experts::Routing;
 pub(crate) use self::experts::{PartCounts, RemoteRows, RouteOperation, SlotTables};
 pub(crate) use self::facts::Facts;
-pub(crate) use self::parallel::{ContextCollective, ContextCollectiveKind, SplitLoss, SummaLinear};
+pub(crate) use self::parallel::{
+    ContextCollective, ContextCollectiveKind, SummaLinear, VocabularyParallelLoss,
+};
 use crate::{
     block::{BatchInput, DropoutSite, ParameterIndex, TokenRange, Value},
     placement::{Redistribute, Transfer},
@@ -162,7 +164,7 @@ pub(crate) enum Operation {
         weight: ParameterIndex,
         /// Scratch for the logits of one range of tokens.
         logits: Value,
-        split: Option<SplitLoss>,
+        split: Option<VocabularyParallelLoss>,
         losses: Value,
     },
 }
@@ -278,7 +280,7 @@ impl Operation {
                 ..Facts::of("gate rows", [gate, x], [y])
             },
             Self::OutputLoss { x, weight, logits, split, losses } => Facts {
-                scratch: split.iter().flat_map(SplitLoss::scratch).chain([logits]).collect(),
+                scratch: split.iter().flat_map(VocabularyParallelLoss::scratch).chain([logits]).collect(),
                 weight: Some(weight),
                 saved_for_inputs: vec![x],
                 weight_with_inputs: true,

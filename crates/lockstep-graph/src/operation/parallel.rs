@@ -81,7 +81,7 @@ impl ContextCollective {
 
 /// Inputs and scratch of a vocabulary-parallel loss, for the tokens of one range.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct SplitLoss {
+pub(crate) struct VocabularyParallelLoss {
     pub(crate) first_column: usize,
     /// Softmax statistics, three numbers per token: see
     /// [`LossKernels::softmax_statistics`](lockstep_tensor::LossKernels::softmax_statistics).
@@ -91,7 +91,7 @@ pub(crate) struct SplitLoss {
     pub(crate) log_sum_exp: Value,
 }
 
-impl SplitLoss {
+impl VocabularyParallelLoss {
     pub(super) fn scratch(&self) -> [Value; 3] {
         [self.statistics, self.gathered, self.log_sum_exp]
     }

@@ -22,7 +22,7 @@ use crate::{
     instruction::{Gradient, Instruction, Phase},
     operation::{
         AttentionOperation, ContextCollective, ContextCollectiveKind, Facts, KeySource, Operation,
-        RemoteRows, RouteOperation, SplitLoss, SummaLinear,
+        RemoteRows, RouteOperation, SummaLinear, VocabularyParallelLoss,
     },
     placement::Transfer,
     program::Program,
@@ -233,7 +233,7 @@ impl Program {
             peers: Peers::Expert,
             collective: Collective::AllToAll,
             bytes: self.rows(remote.received) * size_of::<i64>() as u64,
-            is_beside: false,
+            is_overlapped: false,
             is_for_host: !has_capacity,
         })
     }
@@ -246,7 +246,7 @@ impl Program {
     }
 
     /// All-gathers of the softmax statistics of a vocabulary-parallel loss, one per range of tokens.
-    fn statistics(&self, logits: Value, split: SplitLoss) -> Vec<TaskKind> {
+    fn statistics(&self, logits: Value, split: VocabularyParallelLoss) -> Vec<TaskKind> {
         let columns = self.columns(split.gathered);
         let (tokens, step) = (self.shape.tokens() as u64, self.rows(logits));
         let parts = (0..tokens).step_by(step as usize).map(|start| step.min(tokens - start));
@@ -359,8 +359,8 @@ enum Overlap {
 }
 
 fn exchange(peers: Peers, collective: Collective, bytes: u64, overlap: Overlap) -> TaskKind {
-    let is_beside = overlap == Overlap::Overlapped;
-    TaskKind::Exchange(Exchange { peers, collective, bytes, is_beside, is_for_host: false })
+    let is_overlapped = overlap == Overlap::Overlapped;
+    TaskKind::Exchange(Exchange { peers, collective, bytes, is_overlapped, is_for_host: false })
 }
 
 fn product([rows, inner, columns]: [u64; 3], count: u64) -> TaskKind {

@@ -45,7 +45,7 @@ pub enum Finding {
     /// Ranks called different operations.
     Mismatch {
         /// Operation on which they differ.
-        place: Place,
+        place: OperationId,
         /// The properties that differ: `elements`, `dtype`, ...
         differs: Vec<&'static str>,
         /// The calls and their ranks, the most frequent first.
@@ -54,7 +54,7 @@ pub enum Finding {
     /// Some ranks have not called an operation for which others wait.
     Missing {
         /// Operation that some have not called.
-        place: Place,
+        place: OperationId,
         /// The ranks that have called it.
         came: Vec<Called>,
         /// The ranks that have not.
@@ -67,7 +67,7 @@ pub enum Finding {
     /// All ranks have called an operation, and some have not completed their part.
     Unfinished {
         /// Operation that some have not completed.
-        place: Place,
+        place: OperationId,
         /// Description of the call.
         what: String,
         /// Ranks that have completed it.
@@ -81,7 +81,7 @@ pub enum Finding {
 
 /// Identity of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Place {
+pub struct OperationId {
     /// Sequence number in its group.
     pub sequence: u32,
     /// Group of the operation.
@@ -353,7 +353,7 @@ impl Search<'_> {
         let from = oldest.max().unwrap_or(0);
         let mut unfinished = None;
         for (&sequence, meeting) in meetings.range(from..) {
-            let place = Place { sequence, group, between: None };
+            let place = OperationId { sequence, group, between: None };
             let since_us = first_us(meeting).unwrap_or(0);
             let waiting =
                 || meeting.iter().filter(|(_, call)| call.done_us.is_none()).map(|(rank, _)| *rank).collect();
@@ -411,7 +411,7 @@ impl Search<'_> {
         }
         for ((from, to, sequence), ends) in pairs {
             let Some((rank, call)) = ends.iter().next() else { continue };
-            let place = Place { sequence, group: call.group, between: Some((from, to)) };
+            let place = OperationId { sequence, group: call.group, between: Some((from, to)) };
             let since_us = first_us(&ends).unwrap_or(0);
             let peer = from + to - rank;
             let (finding, culprits) = match ends.get(&peer) {
@@ -464,7 +464,7 @@ fn called(meeting: &Meeting<'_>) -> Vec<Called> {
 }
 
 /// Returns the properties in which the calls of one operation differ, if any, and the ranks in the minority.
-fn mismatch(place: Place, meeting: &Meeting<'_>) -> Option<(Finding, Vec<usize>)> {
+fn mismatch(place: OperationId, meeting: &Meeting<'_>) -> Option<(Finding, Vec<usize>)> {
     type Same = fn(&Operation, &Operation) -> bool;
     const PARTS: [(&str, Same); 6] = [
         ("operation", |a, b| a.kind == b.kind),

@@ -4,7 +4,7 @@ use std::fmt;
 
 use lockstep_config::human;
 
-use super::analysis::{Analysis, Called, Finding, Last, Place, Straggler};
+use super::analysis::{Analysis, Called, Finding, Last, OperationId, Straggler};
 
 impl fmt::Display for Analysis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -86,7 +86,7 @@ impl fmt::Display for Finding {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for OperationId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { sequence, group, between } = self;
         match between {

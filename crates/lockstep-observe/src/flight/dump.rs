@@ -7,7 +7,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use lockstep_comm::{CommError, GroupName, Recorded, now_us};
+use lockstep_comm::{CommError, GroupName, MAX_WORLD, Recorded, now_us};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -15,10 +15,8 @@ use crate::json_value::write_json;
 
 const FORMAT: &str = "lockstep flight recorder";
 const VERSION: u32 = 1;
-/// Limit on the size of a file, below a thousand operations of each of a million ranks.
+/// Limit on the size of a file, below ten thousand operations of each of 65,536 ranks.
 const MOST_BYTES: u64 = 1 << 30;
-/// Limit on the world size.
-const MOST_RANKS: usize = 1 << 20;
 /// Limit on times: the year 2286.
 const LAST_US: u64 = 10_000_000_000_000_000;
 
@@ -199,7 +197,7 @@ impl Dump {
     /// Rejects numbers that no run writes, before they are used.
     fn check(&self) -> Result<(), String> {
         let world = self.world_size;
-        if !(1..=MOST_RANKS).contains(&world) {
+        if !(1..=MAX_WORLD).contains(&world) {
             return Err(format!("a world of {world} ranks"));
         }
         if self.written_us > LAST_US {

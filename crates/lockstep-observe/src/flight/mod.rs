@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use lockstep_comm::CommError;
 use lockstep_engine::Ranks;
 
-pub use analysis::{Analysis, Called, Finding, Last, LastCall, Place, Straggler, analyse};
+pub use analysis::{Analysis, Called, Finding, Last, LastCall, OperationId, Straggler, analyse};
 pub use dump::{Dump, Ending, Group, Operation, RankRecords};
 
 use crate::Error;

@@ -13,11 +13,11 @@ pub struct StageActivationUse {
     /// Index of the stage.
     pub stage: usize,
     /// Saved activations of each unit, from its forward to the end of its backward.
-    pub kept_bytes: Vec<usize>,
+    pub saved_bytes: Vec<usize>,
     /// Values of each unit that are saved between the halves of a split backward.
     pub deferred_bytes: Vec<usize>,
     /// Input of the stage with its token ids, from the receive (or the forward) until the last pass.
-    pub given_bytes: usize,
+    pub input_bytes: usize,
     /// Gradient of the stage's output, from its receive until the input gradient is complete.
     pub gradient_bytes: usize,
 }
@@ -26,21 +26,21 @@ pub struct StageActivationUse {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ActivationUse {
     /// Bytes that are in use during the whole step.
-    pub always_bytes: usize,
+    pub constant_bytes: usize,
     /// Memory of each stage of the rank.
     pub stages: Vec<StageActivationUse>,
 }
 
 impl ModelProfile {
     /// Returns the activation memory of these stages, whose indices in the pipeline are `numbers`. Frames are on disk if `are_on_disk`.
-    pub fn held_activations(
+    pub fn activation_use(
         &self,
         stages: &[StageMemory],
         numbers: impl IntoIterator<Item = usize>,
         are_on_disk: bool,
     ) -> ActivationUse {
         let boundary = booked_bytes(self.boundary_bytes);
-        let given = |unit: usize| self.given_bytes(unit).map_or(0, booked_bytes);
+        let given = |unit: usize| self.input_bytes(unit).map_or(0, booked_bytes);
         let of_stage = |(stage, number): (&StageMemory, usize)| {
             let kept = |unit| self.frame_in_memory_bytes(stage, unit, are_on_disk).map_or(0, booked_bytes);
             let deferred = |unit: usize| booked_bytes(self.units[unit].deferred_bytes);
@@ -49,25 +49,25 @@ impl ModelProfile {
             let splits = stage.splits_backward;
             StageActivationUse {
                 stage: number,
-                kept_bytes: stage.units.clone().map(kept).collect(),
+                saved_bytes: stage.units.clone().map(kept).collect(),
                 deferred_bytes: stage
                     .units
                     .clone()
                     .map(|unit| if splits { deferred(unit) } else { 0 })
                     .collect(),
-                given_bytes: self.micro_batch_bytes() + given(stage.units.start) + handed_on,
+                input_bytes: self.micro_batch_bytes() + given(stage.units.start) + handed_on,
                 gradient_bytes: if has_after { boundary } else { 0 },
             }
         };
-        let outboxes: usize = stages.iter().map(StageMemory::outboxes).sum();
-        let on_their_way = if are_on_disk {
+        let send_buffers: usize = stages.iter().map(StageMemory::send_buffers).sum();
+        let offload_staging = if are_on_disk {
             let (places, bytes) = self.frame_places(stages);
             places * booked_bytes(bytes)
         } else {
             0
         };
         ActivationUse {
-            always_bytes: (2 + outboxes) * boundary + on_their_way,
+            constant_bytes: (2 + send_buffers) * boundary + offload_staging,
             stages: stages.iter().zip(numbers).map(of_stage).collect(),
         }
     }
@@ -91,8 +91,8 @@ impl ActivationUse {
         }
         // Memory that is freed at a moment is available to what starts then.
         changes.sort_by(|a, b| a.at_ms.total_cmp(&b.at_ms).then(a.bytes.cmp(&b.bytes)));
-        let mut now = self.always_bytes as i64;
-        let mut curve = vec![(0.0, self.always_bytes)];
+        let mut now = self.constant_bytes as i64;
+        let mut curve = vec![(0.0, self.constant_bytes)];
         for change in changes.chunk_by(|a, b| a.at_ms == b.at_ms) {
             now += change.iter().map(|change| change.bytes).sum::<i64>();
             let point = (change[0].at_ms, now.max(0) as usize);
@@ -144,7 +144,7 @@ impl<'h> StageChanges<'h> {
     }
 
     fn add(&self, span: &Span, changes: &mut Vec<Change>) {
-        let StageActivationUse { stage, given_bytes, gradient_bytes, .. } = *self.held;
+        let StageActivationUse { stage, input_bytes, gradient_bytes, .. } = *self.held;
         let Span { action, start_ms, end_ms } = *span;
         let mut change = |at_ms: f64, bytes: usize, sign: i64| {
             if bytes > 0 {
@@ -154,15 +154,15 @@ impl<'h> StageChanges<'h> {
         let [receives_values, receives_gradients] = self.receives;
         match action {
             Action::Receive(Message { to, .. }) if to != stage => {}
-            Action::Receive(message) if message.is_activation() => change(start_ms, given_bytes, 1),
+            Action::Receive(message) if message.is_activation() => change(start_ms, input_bytes, 1),
             Action::Receive(_) => change(start_ms, gradient_bytes, 1),
             Action::Compute(pass) if pass.stage == stage => {
                 let at = |share: f64| start_ms + share * (end_ms - start_ms);
                 if pass.kind == PassKind::Forward {
                     if !receives_values {
-                        change(start_ms, given_bytes, 1);
+                        change(start_ms, input_bytes, 1);
                     }
-                    for (begin, bytes) in self.begins.iter().zip(&self.held.kept_bytes) {
+                    for (begin, bytes) in self.begins.iter().zip(&self.held.saved_bytes) {
                         change(at(*begin), *bytes, 1);
                     }
                 }
@@ -173,7 +173,7 @@ impl<'h> StageChanges<'h> {
                     change(end_ms, gradient_bytes, -1);
                 }
                 for (index, end) in self.ends.iter().enumerate() {
-                    let (kept, deferred) = (self.held.kept_bytes[index], self.held.deferred_bytes[index]);
+                    let (kept, deferred) = (self.held.saved_bytes[index], self.held.deferred_bytes[index]);
                     match pass.kind {
                         PassKind::Forward => {}
                         PassKind::Backward => change(at(*end), kept, -1),
@@ -182,7 +182,7 @@ impl<'h> StageChanges<'h> {
                     }
                 }
                 if pass.kind.makes_weight_gradient() {
-                    change(end_ms, given_bytes, -1);
+                    change(end_ms, input_bytes, -1);
                 }
             }
             _ => {}
@@ -200,21 +200,21 @@ mod tests {
     fn held(schedule: &Schedule, rank: usize) -> ActivationUse {
         let of_stage = |stage: usize| StageActivationUse {
             stage,
-            kept_bytes: vec![100, 200],
+            saved_bytes: vec![100, 200],
             deferred_bytes: vec![if schedule.splits_backward(stage) { 11 } else { 0 }; 2],
-            given_bytes: 30,
+            input_bytes: 30,
             gradient_bytes: 7,
         };
-        ActivationUse { always_bytes: 1000, stages: schedule.stages_of(rank).map(of_stage).collect() }
+        ActivationUse { constant_bytes: 1000, stages: schedule.stages_of(rank).map(of_stage).collect() }
     }
 
     /// Returns the bytes of all slots of the rank's stages.
     fn booked(held: &ActivationUse, schedule: &Schedule) -> usize {
         let of_stage = |held: &StageActivationUse| {
-            let of_units = held.kept_bytes.iter().chain(&held.deferred_bytes).sum::<usize>();
-            schedule.slots(held.stage) * (of_units + held.given_bytes + held.gradient_bytes)
+            let of_units = held.saved_bytes.iter().chain(&held.deferred_bytes).sum::<usize>();
+            schedule.slots(held.stage) * (of_units + held.input_bytes + held.gradient_bytes)
         };
-        held.always_bytes + held.stages.iter().map(of_stage).sum::<usize>()
+        held.constant_bytes + held.stages.iter().map(of_stage).sum::<usize>()
     }
 
     #[test]
@@ -244,8 +244,8 @@ mod tests {
             for rank in 0..4 {
                 let held = held(&schedule, rank);
                 let curve = held.over_time(&simulation.spans[rank], |_| vec![[1.0, 2.0]; 2]);
-                let most = curve.iter().map(|(_, bytes)| *bytes).max().unwrap() - held.always_bytes;
-                let booked = booked(&held, &schedule) - held.always_bytes;
+                let most = curve.iter().map(|(_, bytes)| *bytes).max().unwrap() - held.constant_bytes;
+                let booked = booked(&held, &schedule) - held.constant_bytes;
                 // Pairs of micro-batch and chunk, each with its input and its saved activations.
                 let least = simulation.peak_activations[rank] * (300 + 30);
                 let what = format!("{kind:?}, rank {rank}: {most} of {booked} booked, at least {least}");
@@ -253,7 +253,7 @@ mod tests {
                 // Receives are posted one pass early, and chunks do not peak at once.
                 assert!(most as f64 >= 0.5 * booked as f64, "{what}");
                 assert!(curve.is_sorted_by(|a, b| a.0 < b.0), "{what}: {curve:?}");
-                assert_eq!(curve.last().map(|(_, bytes)| *bytes), Some(held.always_bytes), "{what}");
+                assert_eq!(curve.last().map(|(_, bytes)| *bytes), Some(held.constant_bytes), "{what}");
             }
         }
     }
@@ -288,7 +288,7 @@ mod tests {
                 (0..schedule.stages()).map(|stage| stage * of_stage..(stage + 1) * of_stage).collect();
             for (rank, are_on_disk) in (0..schedule.ranks()).flat_map(|rank| [(rank, false), (rank, true)]) {
                 let stages = StageMemory::of_rank(&schedule, &units, rank);
-                let held = profile.held_activations(&stages, schedule.stages_of(rank), are_on_disk);
+                let held = profile.activation_use(&stages, schedule.stages_of(rank), are_on_disk);
                 let ledger = profile.activation_bytes(&stages, are_on_disk);
                 // A unit without saved activations is booked one cache line, like any buffer.
                 assert_eq!(booked(&held, &schedule), ledger, "{kind:?}, rank {rank}, disk {are_on_disk}");

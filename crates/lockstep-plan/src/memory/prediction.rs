@@ -106,7 +106,7 @@ impl StateLayout {
         self.book_passing(&mut memory);
         let category = MemoryCategory::Communication;
         memory.add(category, "keys and values of other ranks", model.ring_bytes(stages));
-        memory.add(category, "rows in flight", model.transit_bytes(stages));
+        memory.add(category, "rows in flight", model.overlap_buffer_bytes(stages));
         memory.add(category, "gathered inputs of blocks", model.gathering_bytes(stages));
         memory.add(MemoryCategory::Workspace, "inside a unit", booked_bytes(model.workspace_bytes(stages)));
         memory.reserve(MemoryCategory::Workspace, "packed operands", self.plan.facts.packed_bytes);
@@ -223,10 +223,10 @@ impl ModelProfile {
             if stage.splits_backward {
                 deferred = deferred.saturating_add(of_units(|unit| unit.deferred_bytes));
             }
-            let given = self.given_bytes(stage.units.start).map_or(0, booked_bytes);
+            let given = self.input_bytes(stage.units.start).map_or(0, booked_bytes);
             let has_after = stage.units.end < self.units.len();
-            let gradients = stage.slots * usize::from(has_after) + stage.outboxes();
-            let handed_on = self.given_bytes(stage.units.end).filter(|_| are_on_disk && has_after);
+            let gradients = stage.slots * usize::from(has_after) + stage.send_buffers();
+            let handed_on = self.input_bytes(stage.units.end).filter(|_| are_on_disk && has_after);
             let handed_on = handed_on.map_or(0, booked_bytes);
             between = between.saturating_add(stage.slots * (given + handed_on) + gradients * boundary);
             inputs += stage.slots * self.micro_batch_bytes();
@@ -281,8 +281,8 @@ impl ModelProfile {
     }
 
     /// Returns the bytes of row chunks in flight.
-    fn transit_bytes(&self, stages: &[StageMemory]) -> usize {
-        self.units_of(stages).filter_map(|unit| unit.transit_bytes).max().map_or(0, booked_bytes)
+    fn overlap_buffer_bytes(&self, stages: &[StageMemory]) -> usize {
+        self.units_of(stages).filter_map(|unit| unit.overlap_buffer_bytes).max().map_or(0, booked_bytes)
     }
 }
 

@@ -23,7 +23,7 @@ pub struct UnitProfile {
     /// Elements of the keys and values of ring attention; 0 without it.
     pub ring_elements: usize,
     /// Bytes of the row chunks in flight of collectives that overlap with GEMMs; `None` if collectives are not chunked.
-    pub transit_bytes: Option<usize>,
+    pub overlap_buffer_bytes: Option<usize>,
     /// True if the unit has a backward.
     pub has_backward: bool,
     /// Bias that only selects experts and gets no gradient; `None` if the unit has none.
@@ -72,7 +72,7 @@ impl ModelProfile {
     }
 
     /// Returns the saved bytes of the input of a stage whose first unit is `unit`; `None` at the beginning of the model.
-    pub fn given_bytes(&self, unit: usize) -> Option<usize> {
+    pub fn input_bytes(&self, unit: usize) -> Option<usize> {
         let before = self.units[..unit].last()?;
         Some(if before.slices_output { self.slice_bytes } else { self.boundary_bytes })
     }

@@ -34,7 +34,7 @@ impl StageMemory {
 
     /// Returns the number of send buffers for input gradients; 0 for the first stage. At least two, so that one can be written while the
     /// last is still in flight.
-    pub fn outboxes(&self) -> usize {
+    pub fn send_buffers(&self) -> usize {
         if self.units.start > 0 { self.slots.max(2) } else { 0 }
     }
 }

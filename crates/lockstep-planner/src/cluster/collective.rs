@@ -27,7 +27,7 @@ const IN_SWITCH_RANKS: f64 = 5.0;
 
 /// Placement of a group's ranks on a cluster.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Placement {
+pub struct GroupPlacement {
     size: usize,
     /// Ranks of the group in one part of each level; from the last level on, all of them.
     within: [usize; MAX_LEVELS],
@@ -37,7 +37,7 @@ pub struct Placement {
     reach: usize,
 }
 
-impl Placement {
+impl GroupPlacement {
     /// Returns the size of the group.
     pub const fn size(&self) -> usize {
         self.size
@@ -103,7 +103,7 @@ impl Passed<'_> {
 impl Cluster {
     /// Returns the placement of `size` ranks at distances of `stride`. A group that could straddle nodes in several ways is assumed to be
     /// spread evenly over as few as possible. All nodes are taken to be as small as the smallest kind.
-    pub fn placement(&self, size: usize, stride: usize) -> Placement {
+    pub fn placement(&self, size: usize, stride: usize) -> GroupPlacement {
         let (size, stride) = (size.max(1), stride.max(1));
         let mut within = [size; MAX_LEVELS];
         for (within, link) in within.iter_mut().zip(&self.links) {
@@ -112,17 +112,17 @@ impl Cluster {
                 *within = (size / size.div_ceil(most)).max(1);
             }
         }
-        Placement { size, within, stride, reach: (size - 1).saturating_mul(stride).saturating_add(1) }
+        GroupPlacement { size, within, stride, reach: (size - 1).saturating_mul(stride).saturating_add(1) }
     }
 
     /// Returns the seconds of a collective. `bytes` are counted as in nccl-tests ([`Exchange::bytes`](lockstep_plan::work::Exchange)); a ring
     /// includes all of its steps.
-    pub fn seconds(&self, collective: Collective, bytes: u64, placement: &Placement) -> f64 {
+    pub fn seconds(&self, collective: Collective, bytes: u64, placement: &GroupPlacement) -> f64 {
         self.time(collective, bytes, placement).seconds
     }
 
     /// Returns the seconds of a collective, and its load on each level of links.
-    pub fn time(&self, collective: Collective, bytes: u64, placement: &Placement) -> LinkTime {
+    pub fn time(&self, collective: Collective, bytes: u64, placement: &GroupPlacement) -> LinkTime {
         let ranks = placement.size as f64;
         let passed = self.passed(placement);
         let Some(outermost) = passed.last() else { return LinkTime::default() };
@@ -155,7 +155,7 @@ impl Cluster {
         collective: Collective,
         bytes: f64,
         level: &Passed<'_>,
-        placement: &Placement,
+        placement: &GroupPlacement,
     ) -> f64 {
         let ranks = placement.size as f64;
         let others = (ranks - 1.0) / ranks;
@@ -179,7 +179,12 @@ impl Cluster {
     /// Returns the bytes that a rank sends over each level of links in a collective, averaged over the group; `bytes` is counted as in
     /// [`Cluster::seconds`]. In a ring, `k` ranks of a part cross the next level once together. With in-switch reduction each rank sends
     /// its operand once.
-    pub fn sent_bytes(&self, collective: Collective, bytes: f64, placement: &Placement) -> [f64; MAX_LEVELS] {
+    pub fn sent_bytes(
+        &self,
+        collective: Collective,
+        bytes: f64,
+        placement: &GroupPlacement,
+    ) -> [f64; MAX_LEVELS] {
         let ranks = placement.size as f64;
         let others = (ranks - 1.0) / ranks;
         let mut sent = [0.0; MAX_LEVELS];
@@ -226,7 +231,7 @@ impl Cluster {
     }
 
     /// Returns the levels that messages of a group cross, innermost first.
-    fn passed(&self, placement: &Placement) -> Vec<Passed<'_>> {
+    fn passed(&self, placement: &GroupPlacement) -> Vec<Passed<'_>> {
         let mut below = 1;
         let mut passed = Vec::with_capacity(self.links.len());
         for (level, link) in self.links.iter().enumerate() {
@@ -258,7 +263,7 @@ impl Cluster {
     }
 
     /// Returns the bandwidth of a group's ring at a level in bytes per second: one network interface per rank in the part below.
-    fn ring_rate(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
+    fn ring_rate(&self, level: &Passed<'_>, placement: &GroupPlacement) -> f64 {
         match level.link.torus {
             // Rings in each dimension that the group extends in, in both directions.
             Some(_) => level.rate() * 2.0 * self.torus_dimensions(level, placement),
@@ -267,7 +272,7 @@ impl Cluster {
     }
 
     /// Returns the bandwidth of an all-reduce, which switches may reduce. Ranks of a host always reduce in its memory.
-    fn all_reduce_rate(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
+    fn all_reduce_rate(&self, level: &Passed<'_>, placement: &GroupPlacement) -> f64 {
         let ring = self.ring_rate(level, placement);
         match self.switched_rate(level, placement) {
             Some(switched) if self.is_host() => switched,
@@ -277,7 +282,7 @@ impl Cluster {
     }
 
     /// Returns the bandwidth of an in-switch all-reduce, counted as that of a ring; `None` if the level has none.
-    fn switched_rate(&self, level: &Passed<'_>, placement: &Placement) -> Option<f64> {
+    fn switched_rate(&self, level: &Passed<'_>, placement: &GroupPlacement) -> Option<f64> {
         // Every rank sends and receives its operand once.
         let others = (placement.size - 1) as f64 / placement.size as f64;
         let rate = level.link.gb_per_s * level.link.in_switch? * 1e9 * 2.0 * others;
@@ -286,13 +291,13 @@ impl Cluster {
     }
 
     /// Returns true if a level's switches, or a host's memory, reduce an all-reduce.
-    fn adds_in_switch(&self, level: &Passed<'_>, placement: &Placement) -> bool {
+    fn adds_in_switch(&self, level: &Passed<'_>, placement: &GroupPlacement) -> bool {
         let switched = self.switched_rate(level, placement);
         switched.is_some_and(|rate| self.is_host() || rate > self.ring_rate(level, placement))
     }
 
     /// Returns the seconds of the steps of a chain within nodes and a tree of nodes, up and down.
-    fn tree(&self, passed: &[Passed<'_>], placement: &Placement) -> f64 {
+    fn tree(&self, passed: &[Passed<'_>], placement: &GroupPlacement) -> f64 {
         let of_level = |level: &Passed<'_>| {
             let parts = level.within / level.below;
             let steps = match level.link.torus {
@@ -306,7 +311,7 @@ impl Cluster {
     }
 
     /// Returns the seconds of the steps of one round in a ring of all ranks.
-    fn ring(&self, passed: &[Passed<'_>], placement: &Placement) -> f64 {
+    fn ring(&self, passed: &[Passed<'_>], placement: &GroupPlacement) -> f64 {
         let ranks = placement.size as f64;
         let of_level = |level: &Passed<'_>| {
             let steps = match level.link.torus {
@@ -320,7 +325,7 @@ impl Cluster {
 
     /// Returns the number of torus dimensions that a group extends in. Ranks are assumed to be numbered along one dimension after
     /// another, all of equal length.
-    fn torus_dimensions(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
+    fn torus_dimensions(&self, level: &Passed<'_>, placement: &GroupPlacement) -> f64 {
         let dimensions = level.link.torus.unwrap_or(1) as f64;
         let side = libm::log2(self.devices().max(2) as f64) / dimensions;
         let first = (libm::log2(placement.stride as f64) / side).floor();
@@ -331,12 +336,12 @@ impl Cluster {
     }
 
     /// Returns the ranks of a group along each of its torus dimensions.
-    fn torus_extent(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
+    fn torus_extent(&self, level: &Passed<'_>, placement: &GroupPlacement) -> f64 {
         libm::pow(placement.size as f64, 1.0 / self.torus_dimensions(level, placement))
     }
 
     /// Returns the steps until everything has been half around each dimension, in both directions.
-    fn torus_steps(&self, level: &Passed<'_>, placement: &Placement) -> f64 {
+    fn torus_steps(&self, level: &Passed<'_>, placement: &GroupPlacement) -> f64 {
         self.torus_dimensions(level, placement) * self.torus_extent(level, placement) / 2.0
     }
 }
@@ -355,7 +360,7 @@ mod tests {
     }
 
     /// Returns the bus bandwidth in 10⁹ bytes per second, as nccl-tests define it.
-    fn bus(cluster: &Cluster, collective: Collective, bytes: u64, placement: &Placement) -> f64 {
+    fn bus(cluster: &Cluster, collective: Collective, bytes: u64, placement: &GroupPlacement) -> f64 {
         let factor = (placement.size() - 1) as f64 / placement.size() as f64;
         let factor = if collective == Collective::AllReduce { 2.0 * factor } else { factor };
         factor * bytes as f64 / cluster.seconds(collective, bytes, placement) / 1e9
@@ -382,7 +387,7 @@ mod tests {
     }
 
     /// Returns the placement of arbitrary ranks, given in ascending order.
-    fn placement_of(cluster: &Cluster, ranks: &[usize]) -> Placement {
+    fn placement_of(cluster: &Cluster, ranks: &[usize]) -> GroupPlacement {
         let size = ranks.len().max(1);
         let mut within = [size; MAX_LEVELS];
         for (within, link) in within.iter_mut().zip(&cluster.links) {
@@ -395,7 +400,7 @@ mod tests {
             [first, .., last] => last.saturating_sub(*first).saturating_add(1),
             _ => 1,
         };
-        Placement { size, within, stride, reach }
+        GroupPlacement { size, within, stride, reach }
     }
 
     #[test]
@@ -403,7 +408,7 @@ mod tests {
         let cluster = preset("dgx-h100x8");
         for (size, stride) in [(8, 1), (64, 1), (8, 8), (16, 4), (4, 2), (2, 16), (1, 1)] {
             let ranks: Vec<usize> = (0..size).map(|index| index * stride).collect();
-            let listed = Placement { stride, ..placement_of(&cluster, &ranks) };
+            let listed = GroupPlacement { stride, ..placement_of(&cluster, &ranks) };
             assert_eq!(listed, cluster.placement(size, stride), "{size} ranks, stride {stride}");
         }
         // Two nodes with four ranks each, as for a group along the tensor and replicate axes.

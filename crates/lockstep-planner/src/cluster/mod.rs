@@ -20,7 +20,7 @@ mod read;
 mod section;
 mod write;
 
-pub use collective::{LinkTime, Placement};
+pub use collective::{GroupPlacement, LinkTime};
 pub use preset::PRESETS;
 pub(crate) use preset::with_nodes;
 pub use problem::{ClusterError, ClusterProblem};

@@ -256,7 +256,7 @@ impl KernelTimes<'_> {
         match what.collective {
             _ if self.device.is_host => Beside::Nothing,
             Collective::AllGather if is_gathered_again => Beside::Next,
-            _ if !what.is_beside => Beside::Nothing,
+            _ if !what.is_overlapped => Beside::Nothing,
             Collective::AllGather | Collective::Broadcast | Collective::Ring | Collective::Shift => {
                 Beside::Next
             }

@@ -232,7 +232,7 @@ mod tests {
 
     fn rows(bytes: u64, is_for_host: bool) -> Exchange {
         let (peers, collective) = (Peers::Expert, Collective::AllToAll);
-        Exchange { peers, collective, bytes, is_beside: false, is_for_host }
+        Exchange { peers, collective, bytes, is_overlapped: false, is_for_host }
     }
 
     /// Each node has one of eight experts, whose matrices four ranks shard.

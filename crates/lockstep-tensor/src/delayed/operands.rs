@@ -5,9 +5,9 @@ use std::{fmt, ops::Range, sync::Arc};
 use lockstep_plan::{DType, QuantizedType};
 
 use crate::{
-    AdamW, Attention, AttentionWrite, DeviceMemory, Dropout, Gelu, Gemm, GroupedGemm, LayerNorm, Lion, Muon,
-    Permutation, Place, Rotation, Router, RouterGradients, RouterOutputs, Sgd, Shape, TokenPositions, View,
-    Write,
+    AdamW, Attention, AttentionWrite, DeviceMemory, Dropout, Gelu, Gemm, GroupedGemm, LayerNorm, Lion,
+    MemoryLocation, Muon, Permutation, Rotation, Router, RouterGradients, RouterOutputs, Sgd, Shape,
+    TokenPositions, View, Write,
 };
 
 /// The memory that a job uses.
@@ -42,15 +42,15 @@ impl Operands {
         // SAFETY: a device's buffer is freed once the queue has passed the free, so the memory lasts until the job
         // has run. A job with an operand on the host runs before its call returns.
         let of = |place| unsafe { View::new(view.start(), view.dtype(), view.shape(), place) };
-        let late = of(Place::Host);
+        let late = of(MemoryLocation::Host);
         match view.place() {
-            Place::Host => self.is_on_host = true,
-            Place::Device(device) if std::ptr::addr_eq(Arc::as_ptr(device), self.device) => {
+            MemoryLocation::Host => self.is_on_host = true,
+            MemoryLocation::Device(device) if std::ptr::addr_eq(Arc::as_ptr(device), self.device) => {
                 let start = view.as_ptr() as usize;
                 let bytes = start..start + view.elements() * view.dtype().size_bytes();
                 self.own.push(Operand { bytes, dtype: view.dtype(), shape: view.shape() });
             }
-            Place::Device(device) => self.foreign.push((Arc::clone(device), late)),
+            MemoryLocation::Device(device) => self.foreign.push((Arc::clone(device), late)),
         }
         late
     }
@@ -71,7 +71,9 @@ impl Operands {
     pub(super) fn touch_foreign(&self, job: &str) {
         for (device, view) in &self.foreign {
             // SAFETY: as in `take`.
-            let view = unsafe { View::new(view.start(), view.dtype(), view.shape(), Place::Device(device)) };
+            let view = unsafe {
+                View::new(view.start(), view.dtype(), view.shape(), MemoryLocation::Device(device))
+            };
             device.touch(view, &format_args!("`{job}` of another queue"));
         }
     }

@@ -75,7 +75,7 @@ pub struct DiskQueue {
     /// State of the transfers from number `first_begun` on, the oldest whose result nobody has asked for.
     begun: VecDeque<TransferState>,
     first_begun: u64,
-    on_their_way: usize,
+    in_flight: usize,
     /// Transfers that wait because [`DEPTH`] are in flight already.
     waiting: VecDeque<Transfer>,
     /// Start of the current uninterrupted time with transfers in flight.
@@ -108,7 +108,7 @@ impl DiskQueue {
             mover,
             begun: VecDeque::with_capacity(DEPTH),
             first_begun: 0,
-            on_their_way: 0,
+            in_flight: 0,
             waiting: VecDeque::with_capacity(DEPTH),
             busy_since: Instant::now(),
             traffic: DiskTraffic::default(),
@@ -174,7 +174,7 @@ impl DiskQueue {
 
     /// Returns the traffic since the last call, and resets it.
     pub fn take_traffic(&mut self) -> DiskTraffic {
-        if self.on_their_way > 0 {
+        if self.in_flight > 0 {
             self.traffic.busy += self.busy_since.elapsed();
             self.busy_since = Instant::now();
         }
@@ -202,13 +202,13 @@ impl DiskQueue {
 
     /// Starts waiting transfers while fewer than [`DEPTH`] are in flight.
     fn start_waiting(&mut self) {
-        while self.on_their_way < DEPTH
+        while self.in_flight < DEPTH
             && let Some(transfer) = self.waiting.pop_front()
         {
-            if self.on_their_way == 0 {
+            if self.in_flight == 0 {
                 self.busy_since = Instant::now();
             }
-            self.on_their_way += 1;
+            self.in_flight += 1;
             self.mover.start(transfer);
         }
     }
@@ -219,8 +219,8 @@ impl DiskQueue {
         let Transfer { id, action, offset, loan, .. } = transfer;
         let bytes = loan.len_bytes();
         drop(loan);
-        self.on_their_way -= 1;
-        if self.on_their_way == 0 {
+        self.in_flight -= 1;
+        if self.in_flight == 0 {
             self.traffic.busy += self.busy_since.elapsed();
         }
         self.start_waiting();

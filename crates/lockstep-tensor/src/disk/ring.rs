@@ -28,7 +28,7 @@ pub(super) struct Ring {
     ring: IoUring,
     file: Arc<ScratchFile>,
     /// Transfers that the kernel works on, by id. Their memory stays lent, and so alive, until they end.
-    on_their_way: HashMap<u64, Transfer>,
+    in_flight: HashMap<u64, Transfer>,
 }
 
 impl Ring {
@@ -43,19 +43,19 @@ impl Ring {
             return Err(io::ErrorKind::Unsupported.into());
         }
         try_out(&mut ring)?;
-        Ok(Self { ring, file, on_their_way: HashMap::with_capacity(depth) })
+        Ok(Self { ring, file, in_flight: HashMap::with_capacity(depth) })
     }
 
     /// Submits the rest of a transfer to the kernel.
     fn submit(&mut self, transfer: Transfer) -> Result<(), (Transfer, io::Error)> {
         let entry = entry_of(&self.file, &transfer);
-        // SAFETY: the memory is lent to the transfer, which stays in `on_their_way` until the kernel is done with it,
+        // SAFETY: the memory is lent to the transfer, which stays in `in_flight` until the kernel is done with it,
         // and is never freed before that (see `drop`). The file is open as long as the ring.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         if pushed.is_err() {
             return Err((transfer, io::ErrorKind::ResourceBusy.into()));
         }
-        self.on_their_way.insert(transfer.id, transfer);
+        self.in_flight.insert(transfer.id, transfer);
         loop {
             match self.ring.submit() {
                 Ok(_) => return Ok(()),
@@ -70,7 +70,7 @@ impl Ring {
     fn ended(&mut self) -> Option<(Transfer, io::Result<()>)> {
         loop {
             let end = self.ring.completion().next()?;
-            let Some(mut transfer) = self.on_their_way.remove(&end.user_data()) else { continue };
+            let Some(mut transfer) = self.in_flight.remove(&end.user_data()) else { continue };
             let result = match end.result() {
                 code if code < 0 => match io::Error::from_raw_os_error(-code) {
                     error if is_passing(&error) => Ok(0),
@@ -161,7 +161,7 @@ impl DiskBackend for Ring {
                 return Some(ended);
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.on_their_way.is_empty() {
+            if left.is_zero() || self.in_flight.is_empty() {
                 return None;
             }
             let limit = types::Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos());
@@ -183,15 +183,15 @@ impl DiskBackend for Ring {
 impl Drop for Ring {
     fn drop(&mut self) {
         let deadline = Instant::now() + PATIENCE_AT_END;
-        while !self.on_their_way.is_empty() && self.next(deadline).is_some() {}
+        while !self.in_flight.is_empty() && self.next(deadline).is_some() {}
         // The kernel may still write to this memory, so it is leaked and never used again.
-        self.on_their_way.drain().for_each(|(_, transfer)| std::mem::forget(transfer));
+        self.in_flight.drain().for_each(|(_, transfer)| std::mem::forget(transfer));
     }
 }
 
 impl std::fmt::Debug for Ring {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Ring({} transfers on their way)", self.on_their_way.len())
+        write!(f, "Ring({} transfers on their way)", self.in_flight.len())
     }
 }
 

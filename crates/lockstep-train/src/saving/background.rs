@@ -14,7 +14,7 @@ use lockstep_observe::progress::Progress;
 
 use super::job::{Attempt, Job, Saved};
 use super::part::gather;
-use super::save::{Done, OfFirst, Own, Save, Stage};
+use super::save::{Done, OfFirst, Own, Save, SavePhase};
 use super::saver::{Decision, Memory, Saver};
 use crate::Error;
 
@@ -51,8 +51,8 @@ impl Pace {
 /// Transition after a stage has been polled.
 enum Turn {
     /// The stage is not complete: some rank is still at work.
-    Pending(Stage),
-    Next(Attempt, Stage),
+    Pending(SavePhase),
+    Next(Attempt, SavePhase),
     Over,
 }
 
@@ -69,7 +69,7 @@ impl Saver {
         if let (Some(thread), Memory::There(snapshot)) = (&self.thread, snapshot) {
             let shared = job.clone();
             let save = move |snapshot: &mut Snapshot| shared.save_alone(&snapshot.tensors());
-            let stage = Stage::Alone(thread.run(move || Done::on(*snapshot, save)));
+            let stage = SavePhase::Alone(thread.run(move || Done::on(*snapshot, save)));
             self.in_flight = Some(Save { job, attempt, begin, stage });
         }
         Ok(())
@@ -112,10 +112,10 @@ impl Saver {
         while let Some(Save { job, attempt, begin, stage }) = self.in_flight.take() {
             let poll = Poll { job: &job, attempt, pace };
             let turn = match stage {
-                Stage::Alone(work) => self.end_alone(poll, work, progress)?,
-                Stage::Opening(work) => self.end_opening(poll, work, progress)?,
-                Stage::Writing(own, staging) => self.end_writing(poll, (own, staging), progress)?,
-                Stage::Committing(work) => self.end_committing(poll, work, progress)?,
+                SavePhase::Alone(work) => self.end_alone(poll, work, progress)?,
+                SavePhase::Opening(work) => self.end_opening(poll, work, progress)?,
+                SavePhase::Writing(own, staging) => self.end_writing(poll, (own, staging), progress)?,
+                SavePhase::Committing(work) => self.end_committing(poll, work, progress)?,
             };
             match turn {
                 Turn::Pending(stage) => {
@@ -140,7 +140,7 @@ impl Saver {
         progress: &mut Progress,
     ) -> Result<Turn, Error> {
         match pace.settle(work) {
-            Err(work) => Ok(Turn::Pending(Stage::Alone(work))),
+            Err(work) => Ok(Turn::Pending(SavePhase::Alone(work))),
             Ok(done) => {
                 let saved = self.take_back(done);
                 self.tell(job.part.step, saved, progress)?;
@@ -157,7 +157,7 @@ impl Saver {
     ) -> Result<Turn, Error> {
         let Poll { job, attempt, .. } = poll;
         let staging = match self.settle_of_first(poll, work)? {
-            Err(work) => return Ok(Turn::Pending(Stage::Opening(work))),
+            Err(work) => return Ok(Turn::Pending(SavePhase::Opening(work))),
             Ok(Decision::GoOn(staging)) => staging,
             Ok(other) => return self.turn_after_failure(job, other, progress),
         };
@@ -172,7 +172,7 @@ impl Saver {
                 Own::Written(Ok(None))
             }
         };
-        Ok(Turn::Next(attempt, Stage::Writing(own, staging)))
+        Ok(Turn::Next(attempt, SavePhase::Writing(own, staging)))
     }
 
     fn end_writing(
@@ -191,7 +191,7 @@ impl Saver {
         let is_pending = self.ranks.any_in_time(matches!(own, Own::Pending(_)), pace.patience)?;
         let written = match own {
             Own::Written(written) if !is_pending => written,
-            own => return Ok(Turn::Pending(Stage::Writing(own, staging))),
+            own => return Ok(Turn::Pending(SavePhase::Writing(own, staging))),
         };
         let reports = gather(&self.ranks, job.part.step, written);
         let reports = match self.ranks.is_first() {
@@ -205,7 +205,7 @@ impl Saver {
                 let work = work.map(|(thread, (staging, reports))| {
                     thread.run(move || shared.commit(attempt, staging, reports))
                 });
-                Ok(Turn::Next(attempt, Stage::Committing(work)))
+                Ok(Turn::Next(attempt, SavePhase::Committing(work)))
             }
             other => self.turn_after_failure(job, other, progress),
         }
@@ -218,7 +218,7 @@ impl Saver {
         progress: &mut Progress,
     ) -> Result<Turn, Error> {
         match self.settle_of_first(poll, work)? {
-            Err(work) => Ok(Turn::Pending(Stage::Committing(work))),
+            Err(work) => Ok(Turn::Pending(SavePhase::Committing(work))),
             Ok(Decision::GoOn(saved)) => {
                 if let Some(saved) = saved {
                     self.tell(poll.job.part.step, Ok(saved), progress)?;
@@ -263,10 +263,10 @@ impl Saver {
         self.decide(own, job, attempt, pace.patience).map(Ok)
     }
 
-    fn opening(&self, job: &Arc<Job>, attempt: Attempt) -> Stage {
+    fn opening(&self, job: &Arc<Job>, attempt: Attempt) -> SavePhase {
         let shared = job.clone();
         let thread = self.thread.as_ref().filter(|_| self.ranks.is_first());
-        Stage::Opening(thread.map(|thread| thread.run(move || shared.open(attempt))))
+        SavePhase::Opening(thread.map(|thread| thread.run(move || shared.open(attempt))))
     }
 
     /// Returns the result of work on a snapshot and keeps the snapshot for the next save.

@@ -16,7 +16,7 @@ use lockstep_plan::ParameterRecord;
 use serde_json::Value;
 
 use super::directories::{CheckpointDir, Limits, Watch};
-use super::part::{Observer, Part, Written};
+use super::part::{Observer, RankSave, Written};
 use crate::Error;
 use crate::state::{Counters, SavedState};
 
@@ -38,7 +38,7 @@ impl Attempt {
 
 /// A save, with everything that an attempt needs except the tensors.
 pub(super) struct Job {
-    pub(super) part: Part,
+    pub(super) part: RankSave,
     pub(super) places: Arc<[CheckpointDir]>,
     pub(super) observer: Observer,
     pub(super) voice: MessagePrinter,

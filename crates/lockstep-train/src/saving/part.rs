@@ -27,7 +27,7 @@ const MAX_REPORT_BYTES: usize = 256 << 20;
 pub(super) type Observer = Arc<dyn CommitObserver + Send + Sync>;
 
 /// The part of a save that a rank writes.
-pub(super) struct Part {
+pub(super) struct RankSave {
     pub(super) step: u64,
     pub(super) rank: usize,
     /// Names of the parameters whose state this rank writes for its replica.
@@ -39,7 +39,7 @@ pub(super) struct Part {
 /// Outcome of a part: its report, or `None` if there was nothing to write.
 pub(super) type Written = Result<Option<ShardReport>, Error>;
 
-impl Part {
+impl RankSave {
     /// Writes the tensors of `tensors` that belong to this rank's part to the checkpoints' directory `dir`.
     pub(super) fn write(
         &self,

@@ -24,7 +24,7 @@ pub(super) struct Save {
     pub(super) job: Arc<Job>,
     pub(super) attempt: Attempt,
     pub(super) begin: Instant,
-    pub(super) stage: Stage,
+    pub(super) stage: SavePhase,
 }
 
 /// Work of the first rank; `None` on the others.
@@ -32,7 +32,7 @@ pub(super) type OfFirst<T> = Option<PendingSave<Result<T, Error>>>;
 
 /// The stage of a save.
 #[expect(clippy::large_enum_variant, reason = "there is one save at a time")]
-pub(super) enum Stage {
+pub(super) enum SavePhase {
     /// The only rank does everything.
     Alone(PendingSave<Done<Result<Saved, Error>>>),
     /// The first rank opens a directory for the parts.

@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 
 use super::directories::{CheckpointDir, Limits};
 use super::job::{Attempt, Contents, Job, Saved};
-use super::part::{Observer, Part, gather};
+use super::part::{Observer, RankSave, gather};
 use super::save::{Save, SaveInterval};
 use crate::state::SavedState;
 use crate::{Corpus, Error, StepObserver};
@@ -316,7 +316,7 @@ impl Saver {
             metrics: metrics.map(Arc::new),
         });
         Job {
-            part: Part {
+            part: RankSave {
                 step,
                 rank: self.ranks.rank(),
                 owned: owned.map(|id| engine.records()[id.0].name.clone()).collect(),

@@ -143,7 +143,7 @@ impl<'a> Attempts<'a> {
         interrupt: Option<&Interrupt>,
         mended: Option<&Failure>,
     ) -> Result<Option<JoinedNodes>, Failure> {
-        let card = self.card(None);
+        let node_info = self.node_info(None);
         let Some(rendezvous) = &mut self.rendezvous else { return Ok(None) };
         let launching = self.launcher.launching;
         let rejoin = Duration::from_secs_f64(self.launcher.config.elastic.rejoin_timeout_s);
@@ -152,25 +152,27 @@ impl<'a> Attempts<'a> {
             None => launching.limit.unwrap_or(MEETING_LIMIT),
         };
         let met =
-            rendezvous.meet(card, limit, interrupt, &say).map_err(Failure::from).map_err(
-                |unmet| match mended {
+            rendezvous.meet(node_info, limit, interrupt, &say).map_err(Failure::from).map_err(|unmet| {
+                match mended {
                     // The run ends because of the loss, not because a machine does not return.
                     Some(failure) if unmet.code != INTERRUPTED => {
                         Failure { code: PEER_LOST, ..with(failure.clone(), &unmet.message) }
                     }
                     _ => unmet,
-                },
-            )?;
+                }
+            })?;
         self.node = met.placement.node;
-        let restarts = |card: &NodeInfo| card.max_restarts;
-        if let Some(node) = met.nodes.iter().position(|card| restarts(card) != restarts(&met.nodes[0])) {
+        let restarts = |node_info: &NodeInfo| node_info.max_restarts;
+        if let Some(node) =
+            met.nodes.iter().position(|node_info| restarts(node_info) != restarts(&met.nodes[0]))
+        {
             return Err(Failure::configuration(format!(
                 "node {node} may make {} restarts and node 0 {} (--max-restarts, elastic.max_restarts): give all machines the same",
                 restarts(&met.nodes[node]),
                 restarts(&met.nodes[0])
             )));
         }
-        if let Some(node) = met.nodes.iter().position(|card| card.ends.is_some()) {
+        if let Some(node) = met.nodes.iter().position(|node_info| node_info.ends.is_some()) {
             return Err(ended_elsewhere(node, &met.nodes, mended));
         }
         if let Some(failure) = mended {
@@ -183,8 +185,8 @@ impl<'a> Attempts<'a> {
         Ok(Some(met))
     }
 
-    /// Returns this launcher's card for a meeting; `ends` is its exit code if it ends.
-    fn card(&self, ends: Option<u8>) -> NodeInfo {
+    /// Returns what this launcher sends to the rendezvous of the machines; `ends` is its exit code if it starts no further attempt.
+    fn node_info(&self, ends: Option<u8>) -> NodeInfo {
         NodeInfo {
             attempt: self.attempt,
             max_restarts: self.policy.max_restarts,
@@ -196,10 +198,10 @@ impl<'a> Attempts<'a> {
 
     /// Tells the other launchers that this one ends with `code`, since they may wait for it. Returns their cards if they met.
     fn part(&mut self, code: u8) -> Option<JoinedNodes> {
-        let card = self.card(Some(code));
+        let node_info = self.node_info(Some(code));
         let limit = if self.policy.max_restarts > 0 { FAREWELL } else { BRIEF_FAREWELL };
         // A launcher that does not arrive notices at its own deadline.
-        self.rendezvous.as_mut()?.meet(card, limit, None, &say).ok()
+        self.rendezvous.as_mut()?.meet(node_info, limit, None, &say).ok()
     }
 
     /// Tells the other launchers of `failure` and returns it.
@@ -342,7 +344,7 @@ fn told_elsewhere(failure: Failure, cards: &[NodeInfo]) -> Failure {
         let vague = format!("rank {rank} was lost: it {}", LossCause::Disconnected);
         message.replace(&vague, &format!("rank {rank} was lost: it {cause}"))
     };
-    let message = cards.iter().filter_map(|card| card.lost).fold(failure.message, told);
+    let message = cards.iter().filter_map(|node_info| node_info.lost).fold(failure.message, told);
     Failure { message, ..failure }
 }
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use lockstep_comm::{Placement, TransportKind};
+use lockstep_comm::{NodePlacement, TransportKind};
 use lockstep_config::{PlanFile, ResolvedModel, Resume, RunConfig};
 use lockstep_launch::environment::{self, ProcessPlace};
 use lockstep_launch::restarts::Policy;
@@ -75,7 +75,7 @@ impl Launcher<'_> {
         model: &ResolvedModel,
         is_started: bool,
         attempt: usize,
-        placement: Option<Placement>,
+        placement: Option<NodePlacement>,
     ) -> Result<Option<ranks::Start>, Failure> {
         let Self { launching, config, plan, chosen, .. } = self;
         let (all, here) = (config.ranks(), self.ranks_here());

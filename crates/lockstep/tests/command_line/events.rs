@@ -20,7 +20,7 @@ fn a_run_tells_of_its_data_its_checkpoints_and_its_ranks() {
         "started a rank",
         "joining the other ranks",
         "the rendezvous of the ranks",
-        "connected to all other ranks",
+        "connected to the neighbours among the other ranks",
         "data files",
         "tokenizing into the cache",
         "no checkpoint to go on from",

@@ -29,7 +29,7 @@ fn nemo() -> Vec<Row> {
         micro_batch: usize,
         /// Sequences of a step on a data-parallel rank.
         of_rank: usize,
-        is_beside: bool,
+        is_overlapped: bool,
         seconds: &'static [(usize, f64)],
     }
     const ALONE: Run = Run {
@@ -41,7 +41,7 @@ fn nemo() -> Vec<Row> {
         chunks: 1,
         micro_batch: 1,
         of_rank: 32,
-        is_beside: true,
+        is_overlapped: true,
         seconds: &[],
     };
     let runs = [
@@ -71,7 +71,7 @@ fn nemo() -> Vec<Row> {
             pipeline: 8,
             chunks: 12,
             of_rank: 16,
-            is_beside: false,
+            is_overlapped: false,
             seconds: &[(128, 4.61), (512, 4.7), (2048, 4.84)],
             ..ALONE
         },
@@ -132,7 +132,7 @@ fn nemo() -> Vec<Row> {
             ]);
             if run.tensor > 1 {
                 settings.push("parallel.sequence_parallel=true".into());
-                settings.push(format!("parallel.tensor_chunks={}", if run.is_beside { 4 } else { 1 }));
+                settings.push(format!("parallel.tensor_chunks={}", if run.is_overlapped { 4 } else { 1 }));
             }
             rows.push(Row {
                 name: format!("NeMo {} on {devices}", run.name),

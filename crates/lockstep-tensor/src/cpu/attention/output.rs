@@ -14,11 +14,11 @@ use crate::{
 
 /// An output of a kernel whose operands are `T`.
 pub(super) struct Output<'a, T> {
-    place: Place<'a, T>,
+    place: Destination<'a, T>,
     write: Write,
 }
 
-enum Place<'a, T> {
+enum Destination<'a, T> {
     Own(Operand<'a, T>),
     Wide(Operand<'a, f32>),
 }
@@ -32,7 +32,8 @@ impl<'a, T: Float> Output<'a, T> {
             "{name} of attention is {view:?}; what is added to must be f32"
         );
         let is_own = view.dtype() == T::DTYPE;
-        let place = if is_own { Place::Own(Operand::new(view)) } else { Place::Wide(Operand::new(view)) };
+        let place =
+            if is_own { Destination::Own(Operand::new(view)) } else { Destination::Wide(Operand::new(view)) };
         Self { place, write }
     }
 
@@ -46,8 +47,8 @@ impl<'a, T: Float> Output<'a, T> {
         // SAFETY: the caller promises that no other task accesses the place.
         unsafe {
             match &self.place {
-                Place::Own(out) => put(out.write(place), self.write, keep, factor, values),
-                Place::Wide(out) => put(out.write(place), self.write, keep, factor, values),
+                Destination::Own(out) => put(out.write(place), self.write, keep, factor, values),
+                Destination::Wide(out) => put(out.write(place), self.write, keep, factor, values),
             }
         }
     }

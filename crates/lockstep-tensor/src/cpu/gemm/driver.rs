@@ -54,7 +54,7 @@ pub(super) fn multiply<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Flo
     // Locked for all products: callers on other threads take turns.
     let (mut columns, mut partial) = (queue.scratch.columns(), queue.scratch.partial());
     let mut batch = Batch::<K, U, V, C> {
-        place: Place {
+        place: TaskContext {
             level: queue.level,
             scratch: &queue.scratch,
             partial: Window::new(partial.elements_mut::<f32>().as_mut_ptr(), PARTIAL_COLUMNS),
@@ -84,7 +84,7 @@ fn grain<K: MicroKernel, U: Packing, C: Float>() -> Grain {
 
 /// The environment that all tasks share.
 #[derive(Clone, Copy)]
-struct Place<'a> {
+struct TaskContext<'a> {
     level: CpuLevel,
     scratch: &'a Scratch,
     partial: Window<f32>,
@@ -92,7 +92,7 @@ struct Place<'a> {
 
 /// Chunks that are packed and multiplied together.
 struct Batch<'a, 's, K, U: Packing, V, C> {
-    place: Place<'s>,
+    place: TaskContext<'s>,
     pool: &'s Pool,
     /// Buffer for the packed panels of B.
     columns: &'s mut [u32],
@@ -256,7 +256,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
     /// Computes tile `index` of C, up to `task_rows × task_columns`. The thread must be prepared for the kernel.
     fn task<K: MicroKernel, U: Packing<Source = T>>(
         &self,
-        place: Place<'_>,
+        place: TaskContext<'_>,
         blocks: Blocks,
         index: usize,
         packed_columns: &[u32],
@@ -312,7 +312,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
     /// Adds a tile to the sums of earlier blocks of depth, and finishes it if this block is the last.
     fn store<K: MicroKernel, U: Packing<Source = T>>(
         &self,
-        place: Place<'_>,
+        place: TaskContext<'_>,
         tile: &mut Tile,
         (row, column): (usize, usize),
         size: (usize, usize),

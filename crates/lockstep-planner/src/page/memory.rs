@@ -28,8 +28,10 @@ fn thinned(curve: &MemoryCurve, tick_ms: f64, step_ms: f64) -> Vec<Vec<u64>> {
     let columns = curve.points.chunk_by(|a, b| column(a.0) == column(b.0));
     let kept = |points: &[(f64, usize)]| {
         let bytes = || points.iter().map(|(_, bytes)| *bytes as u64);
-        let mut kept: Vec<u64> =
-            [bytes().next(), bytes().min(), bytes().max(), bytes().last()].into_iter().flatten().collect();
+        let mut kept: Vec<u64> = [bytes().next(), bytes().min(), bytes().max(), bytes().next_back()]
+            .into_iter()
+            .flatten()
+            .collect();
         kept.dedup();
         kept.insert(0, (points[0].0 / tick_ms.max(f64::MIN_POSITIVE)).round() as u64);
         kept

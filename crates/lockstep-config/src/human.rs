@@ -204,6 +204,12 @@ mod tests {
     }
 
     #[test]
+    fn times_of_steps_have_the_digits_that_tell_them_apart() {
+        let times = [0.25, 999.4, 5794.2, 5932.0, 12_345.0, 123_456.0].map(step_time);
+        assert_eq!(times, ["0.2 ms", "999.4 ms", "5.79 s", "5.93 s", "12.3 s", "2m 03s"]);
+    }
+
+    #[test]
     fn times_show_two_units() {
         let cases = [
             (0.0, "0.0s"),

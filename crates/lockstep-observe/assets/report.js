@@ -1,109 +1,12 @@
-"use strict";
-// Draws the report from the data that stands beside this script. All text goes through textContent.
-
-const data = JSON.parse(document.getElementById("data").textContent);
-const page = document.getElementById("report");
-const SVG = "http://www.w3.org/2000/svg";
-const COLORS = ["--a", "--b", "--c", "--d", "--e", "--f", "--g"].map((name) => `var(${name})`);
-
-function element(name, attributes = {}, ...children) {
-  const node = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  node.append(...children.filter((child) => child !== null && child !== undefined));
-  return node;
-}
-
-function shape(parent, name, attributes, text) {
-  const node = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  if (text !== undefined) node.textContent = text;
-  parent.append(node);
-  return node;
-}
-
-// Numbers the way people read them.
-function scaled(value, base, units, digits = 3) {
-  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-  let unit = 0;
-  while (unit + 1 < units.length && Math.abs(value) >= base * 0.99995) { value /= base; unit += 1; }
-  return Number(value.toPrecision(Math.max(digits, Math.ceil(Math.log10(Math.abs(value) + 1))))) + units[unit];
-}
-const count = (value) => scaled(value, 1000, ["", "k", "M", "G", "T", "P"]);
-// "290 GFLOP/s": the prefix belongs to the unit.
-const rate = (value, unit) => count(value).replace(/([kMGTP]?)$/, ` $1${unit}`);
-const bytes = (value) => scaled(value, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]);
-const plain = (value) => {
-  if (value === null || value === undefined) return "–";
-  const size = Math.abs(value);
-  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2).replace(/\.?0*e\+?/, "e") : String(Number(value.toPrecision(5)));
-};
-const percent = (value) => `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)} %`;
-const ms = (value) => (value >= 1000 ? `${(value / 1000).toPrecision(3)} s` : `${Number(value.toPrecision(3))} ms`);
-function seconds(value) {
-  if (value < 1) return ms(value * 1000);
-  if (value < 60) return `${Number(value.toPrecision(2))} s`;
-  const total = Math.round(value), days = Math.floor(total / 86400), hours = Math.floor(total / 3600), minutes = Math.floor(total / 60);
-  if (days > 0) return `${days} d ${hours % 24} h`;
-  return hours > 0 ? `${hours} h ${minutes % 60} min` : `${minutes} min ${total % 60} s`;
-}
-
-function card(title, { wide = false, note } = {}) {
-  const readout = element("span", { class: "readout" });
-  const body = element("section", { class: wide ? "card wide" : "card" },
-    element("div", { class: "head" }, element("h2", {}, title), readout));
-  if (note) body.append(element("p", {}, note));
-  cards.append(body);
-  return { body, readout };
-}
-
-function legend(body, entries) {
-  body.append(element("div", { class: "legend" }, ...entries.map(([name, color, opacity = 1]) =>
-    element("span", {}, element("i", { style: `background:${color};opacity:${opacity}` }), name))));
-}
-
-// About `wanted` round numbers between two values.
-function ticks(low, high, wanted) {
-  const rough = (high - low) / Math.max(1, wanted);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough) ?? power;
-  const found = [];
-  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : at);
-  return found;
-}
-function powers(low, high) {
-  const found = [];
-  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) found.push(10 ** power);
-  const shown = found.filter((value) => value >= low * 0.999 && value <= high * 1.001);
-  return shown.length > 1 ? shown : [low, high];
-}
-
-// Draws again whenever the width of the page changes.
-function drawing(body, height, draw) {
-  const svg = shape(body, "svg", { height });
-  let width = 0;
-  const redraw = () => {
-    const now = Math.round(body.clientWidth - parseFloat(getComputedStyle(body).paddingLeft) * 2);
-    if (now === width || now < 40) return;
-    width = now;
-    svg.replaceChildren();
-    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    draw(svg, width, height);
-  };
-  redraw();
-  new ResizeObserver(redraw).observe(body);
-}
-
-function scale(low, high, from, to, log) {
-  const f = log ? Math.log10 : (value) => value;
-  const span = f(high) - f(low) || 1;
-  return (value) => from + ((f(value) - f(low)) / span) * (to - from);
-}
+// Draws the report of a run.
 
 // A chart of series over steps: {name, color, x, y, lo, hi, dots, thin, bars}. Missing values are null.
 function chart(title, series, { format = plain, height = 210, wide = false, zero = false, marks = [], note } = {}) {
   series = series.filter((one) => one.y.some((value) => value !== null));
   if (series.length === 0) return;
-  const { body, readout } = card(title, { wide, note });
+  const lead = series.find((one) => !one.thin) ?? series[0];
+  const rest = lead.summary ?? `${format(lead.y.findLast((value) => value !== null))} at the end`;
+  const { body, say } = card(title, { wide, note, rest });
   const values = series.flatMap((one) => [...one.y, ...(one.lo ?? []), ...(one.hi ?? [])]).filter((value) => value !== null);
   let low = Math.min(...values), high = Math.max(...values);
   const log = !zero && low > 0 && high / low > 50;
@@ -138,16 +41,13 @@ function chart(title, series, { format = plain, height = 210, wide = false, zero
       cursor.setAttribute("x1", x(at));
       cursor.setAttribute("x2", x(at));
       cursor.setAttribute("visibility", "visible");
-      readout.textContent = `step ${at}: ` + parts.map(([one, index]) =>
-        `${series.length > 1 ? one.name + " " : ""}${format(one.y[index])}${one.x[index] !== at ? ` (step ${one.x[index]})` : ""}`).join(", ");
+      say(`step ${at}: ` + parts.map(([one, index]) =>
+        `${series.length > 1 ? one.name + " " : ""}${format(one.y[index])}${one.x[index] !== at ? ` (step ${one.x[index]})` : ""}`).join(", "));
     };
     svg.onpointermove = show;
     svg.onpointerdown = show;
-    svg.onpointerleave = () => { cursor.setAttribute("visibility", "hidden"); readout.textContent = rest; };
+    svg.onpointerleave = () => { cursor.setAttribute("visibility", "hidden"); say(); };
   });
-  const lead = series.find((one) => !one.thin) ?? series[0];
-  const rest = lead.summary ?? `${format(lead.y.findLast((value) => value !== null))} at the end`;
-  readout.textContent = rest;
   if (series.length > 1 || marks.length > 0) {
     legend(body, [...series.map((one) => [one.name, one.color, one.thin ? 0.45 : 1]), ...(marks.length > 0 ? [["skipped steps", "var(--bad)"]] : [])]);
   }
@@ -199,33 +99,27 @@ function beside(predicted, booked) {
   return off === 0 ? "as predicted" : `${bytes(predicted)} (${off > 0 ? "+" : "\u2212"}${bytes(Math.abs(off))})`;
 }
 
-const category_label = (name) => element("span", { class: "legend", style: "margin:0" }, element("span", {}, element("i", { style: `background:${category_color(name)}` }), name));
+const category_label = (name) => swatch(category_color(name), name);
 
 function memory() {
   if (!data.memory) return;
   const parts = categories(data.memory);
-  const total = sum_of(data.memory);
-  const peak = Math.max(total, data.memory.peak ?? 0);
+  const peak = Math.max(sum_of(data.memory), data.memory.peak ?? 0);
   if (peak === 0) return;
   const predicted = data.memory_beside?.predicted ?? {};
   const is_predicted = Object.keys(predicted).length > 0;
-  const { body, readout } = card("Memory by category");
-  readout.textContent = `peak ${bytes(peak)}` + (is_predicted ? `, ${bytes(predicted.total)} predicted` : "");
-  body.append(element("div", { class: "stack" }, ...parts.map(([name, size]) =>
-    element("div", { style: `width:${(100 * size) / peak}%;background:${category_color(name)}`, title: `${name}: ${bytes(size)}` }))));
-  const header = element("tr", {}, ...["", "booked", "of the peak", ...(is_predicted ? ["predicted"] : [])].map((name) => element("th", {}, name)));
-  const rows = parts.map(([name, size]) => element("tr", {}, element("td", {}, category_label(name)),
-    element("td", {}, bytes(size)), element("td", {}, percent(size / peak)), ...(is_predicted ? [element("td", {}, beside(predicted[name], size))] : [])));
-  body.append(element("div", { class: "scroll" }, element("table", {}, header, ...rows)));
+  const { body } = card("Memory by category", { rest: `peak ${bytes(peak)}` + (is_predicted ? `, ${bytes(predicted.total)} predicted` : "") });
+  body.append(stack(parts.map(([name, size]) => [size, category_color(name), `${name}: ${bytes(size)}`]), { whole: peak }));
+  table(body, ["", "booked", "of the peak", is_predicted && "predicted"],
+    parts.map(([name, size]) => [category_label(name), bytes(size), percent(size / peak), beside(predicted[name], size)]));
 }
 
-// What a step was predicted to come to, beside what half of all steps come to at least.
-function foretold() {
+// The predicted step beside the median of the measured ones.
+function prediction() {
   const made = data.usual_step;
   if (!made) return;
   const plan = data.run?.predicted;
-  const { body, readout } = card("Predicted and measured");
-  readout.textContent = `median of ${made.steps} steps`;
+  const { body } = card("Predicted and measured", { rest: `median of ${made.steps} steps` });
   const waits = (plan?.exposed_ms ?? 0) + (plan?.bubble_ms ?? 0);
   const rows = [
     ["a step", plan?.step_ms, made.step_ms, ms],
@@ -235,11 +129,10 @@ function foretold() {
     ["memory, most of any rank", made.predicted_bytes, made.booked_bytes, bytes],
   ].filter(([, predicted, measured]) => measured !== null && measured !== undefined && (predicted || measured));
   const off = (predicted, measured) => (predicted === measured ? "as predicted" : predicted ? `${measured >= predicted ? "+" : "\u2212"}${percent(Math.abs(measured / predicted - 1))}` : "");
-  const cells = ([name, predicted, measured, format]) => [name, predicted === null || predicted === undefined ? "–" : format(predicted), format(measured), off(predicted, measured)];
-  const header = element("tr", {}, ...["", "predicted", "measured", "measured is"].map((name) => element("th", {}, name)));
-  body.append(element("div", { class: "scroll" }, element("table", {}, header, ...rows.map((row) => element("tr", {}, ...cells(row).map((text) => element("td", {}, text)))))));
-  body.append(element("p", { class: "small" }, plan ? `Predicted for ${plan.cluster}; lockstep plan --calibrate learns from this run.`
-    : "No time was predicted. On one machine, with nothing on disk, that takes lockstep bench machine, or lockstep plan --calibrate, which learns from a run."));
+  table(body, ["", "predicted", "measured", "measured is"],
+    rows.map(([name, predicted, measured, format]) => [name, format(predicted), format(measured), off(predicted, measured)]));
+  note(body, plan ? `Predicted for ${plan.cluster}; lockstep plan --calibrate learns from this run.`
+    : "No time was predicted. On one machine, with nothing on disk, that takes lockstep bench machine, or lockstep plan --calibrate, which learns from a run.");
 }
 
 function memory_by_rank() {
@@ -247,31 +140,25 @@ function memory_by_rank() {
   const { predicted_by_rank: predicted = [], processes = [] } = data.memory_beside ?? {};
   if (!data.memory || (ranks.length === 1 && processes.length === 0)) return;
   const of_rank = predicted.length ? predicted : [data.memory_beside?.predicted];
+  const is_predicted = Boolean(of_rank[0]?.total);
   const most = Math.max(...ranks.map((memory) => memory.peak ?? 0));
   const names = categories(data.memory).map(([name]) => name);
   const sum = (list) => list.reduce((sum, one) => sum + one, 0);
   const of_processes = processes.length ? `; processes have ${bytes(sum(processes.map(([pss]) => pss)))}, ledgers said ${bytes(sum(processes.map(([, ledger]) => ledger)))} then` : "";
-  const { body, readout } = card("Memory by rank", { wide: true });
-  readout.textContent = `${bytes(sum(ranks.map((memory) => memory.peak ?? 0)))} in all at their peaks${of_processes}`;
-  const titles = ["", "", "peak", ...(of_rank[0]?.total ? ["booked", "predicted"] : []), ...(processes.length ? ["process (PSS)"] : [])];
-  const rows = ranks.map((memory, rank) => element("tr", {}, element("td", {}, `rank ${rank}`),
-    element("td", { style: "width:100%;min-width:60px" }, element("div", { class: "stack", style: "margin:0;height:14px" }, ...names.map((name) =>
-      element("div", { style: `width:${(100 * (memory[name] ?? 0)) / most}%;background:${category_color(name)}`, title: `${name}: ${bytes(memory[name])}; ${beside(of_rank[rank]?.[name], memory[name])}` })))),
-    element("td", {}, bytes(memory.peak)),
-    ...(of_rank[0]?.total ? [element("td", {}, bytes(sum_of(memory) - (memory.cached ?? 0))), element("td", {}, bytes(of_rank[rank]?.total))] : []),
-    ...(processes.length ? [element("td", {}, bytes(processes[rank]?.[0]))] : [])));
-  body.append(element("div", { class: "scroll" }, element("table", {}, element("tr", {}, ...titles.map((title) => element("th", {}, title))), ...rows)));
-  if (!of_rank[0]?.total || ranks.length === 1) { legend(body, names.map((name) => [name, category_color(name)])); return; }
+  const { body } = card("Memory by rank", { wide: true, rest: `${bytes(sum(ranks.map((memory) => memory.peak ?? 0)))} in all at their peaks${of_processes}` });
+  const bar = (memory, rank) => element("td", { style: "width:100%;min-width:60px" }, stack(names.map((name) =>
+    [memory[name] ?? 0, category_color(name), `${name}: ${bytes(memory[name])}; ${beside(of_rank[rank]?.[name], memory[name])}`]), { whole: most, thin: true }));
+  table(body, ["", "", "peak", is_predicted && "booked", is_predicted && "predicted", processes.length > 0 && "process (PSS)"], ranks.map((memory, rank) =>
+    [`rank ${rank}`, bar(memory, rank), bytes(memory.peak), bytes(sum_of(memory) - (memory.cached ?? 0)), bytes(of_rank[rank]?.total), bytes(processes[rank]?.[0])]));
+  if (!is_predicted || ranks.length === 1) { legend(body, names.map((name) => [name, category_color(name)])); return; }
   // Every category of every rank; what is not as predicted says so.
   const cell = (booked = 0, predicted) => {
     const is_off = predicted !== undefined && predicted !== booked;
     return element("td", is_off ? { class: "bad" } : {}, bytes(booked), is_off ? element("div", {}, beside(predicted, booked)) : null);
   };
-  const by_category = names.map((name) => element("tr", {}, element("td", {}, category_label(name)),
-    ...ranks.map((memory, rank) => cell(memory[name], name === "cached" ? undefined : of_rank[rank]?.[name] ?? 0))));
-  const header = element("tr", {}, ...["booked", ...ranks.map((_, rank) => `rank ${rank}`)].map((name) => element("th", {}, name)));
-  body.append(element("div", { class: "scroll" }, element("table", { class: "named" }, header, ...by_category)));
-  body.append(element("p", { class: "small" }, body.querySelector(".bad") ? "Where something is not as predicted, what was predicted stands below it; what is cached is not predicted." : "All as predicted; what is cached is not predicted."));
+  table(body, ["booked", ...ranks.map((_, rank) => `rank ${rank}`)], names.map((name) => [category_label(name),
+    ...ranks.map((memory, rank) => cell(memory[name], name === "cached" ? undefined : of_rank[rank]?.[name] ?? 0))]), { named: true });
+  note(body, body.querySelector(".bad") ? "Where something is not as predicted, what was predicted stands below it; what is cached is not predicted." : "All as predicted; what is cached is not predicted.");
 }
 
 // A row for each layer, a cell for each expert: the darker, the more tokens have chosen it.
@@ -280,16 +167,14 @@ function expert_load() {
   if (!layers?.length) return;
   const share = (counts, count) => (count * counts.length) / Math.max(1, counts.reduce((sum, other) => sum + other, 0));
   const most = Math.max(2, ...layers.flatMap((counts) => counts.map((count) => share(counts, count))));
-  const { body, readout } = card("Load of experts", { wide: true });
-  readout.textContent = `last shown step; darkest: ${most.toPrecision(3)} times the even share`;
+  const { body } = card("Load of experts", { wide: true, rest: `last shown step; darkest: ${most.toPrecision(3)} times the even share` });
   const cell = (counts, count, expert) => element("div", {
     style: `flex:1;min-width:2px;background:color-mix(in srgb, var(--c) ${((100 * share(counts, count)) / most).toFixed(1)}%, transparent)`,
     title: `expert ${expert}: ${count} slots, ${share(counts, count).toPrecision(3)} times the even share`,
   });
-  const rows = layers.map((counts, layer) => element("tr", {}, element("td", {}, `${layer}`),
-    element("td", { style: "width:100%;min-width:60px" }, element("div", { class: "stack", style: "margin:0;height:14px" },
-      ...counts.map((count, expert) => cell(counts, count, expert))))));
-  body.append(element("div", { class: "scroll" }, element("table", {}, ...rows)));
+  const row = (counts) => element("td", { style: "width:100%;min-width:60px" },
+    element("div", { class: "stack thin" }, ...counts.map((count, expert) => cell(counts, count, expert))));
+  table(body, ["layer", ""], layers.map((counts, layer) => [String(layer), row(counts)]));
 }
 
 // The kinds of operation in the order of their time, each with the color that it has in every picture.
@@ -297,91 +182,53 @@ const kinds = new Map();
 const rows = data.profile?.roofline?.rows;
 for (const row of Array.isArray(rows) ? rows : []) {
   const kind = row.operation;
-  if (!kinds.has(kind)) kinds.set(kind, kinds.size < COLORS.length - 1 ? COLORS[kinds.size] : "var(--g)");
+  if (!kinds.has(kind)) kinds.set(kind, kinds.size < 6 ? COLORS[kinds.size] : "var(--g)");
 }
 const color_of = (kind) => kinds.get(kind) ?? (kind === "communication" ? "var(--soft)" : "var(--g)");
 
-function roofline() {
+function operations() {
   const found = data.profile?.roofline;
   if (!found) return;
-  const { body, readout } = card("Roofline", { wide: true, note:
-    `Where the time of step ${data.profile.step} went: operations cover ${percent(found.covered_ms / found.step_ms)} of its ${ms(found.step_ms)}.` +
-    (found.limits ? ` With every operation at the machine's limit it would take ${ms(found.limit_ms)}.` : "") });
-  if (found.limits) roofs(body, readout, found);
-  const header = ["operation", "pass", "time", "share", ...(found.limits ? ["of limit", "bound"] : []), "FLOP/s", "B/s", "FLOPs", "bytes", "calls"];
-  const rows = found.rows.map((row) => element("tr", {},
-    element("td", {}, element("span", { class: "legend", style: "margin:0;color:inherit" }, element("span", {}, element("i", { style: `background:${color_of(row.operation)}` }), row.operation))),
-    element("td", { class: "left" }, row.pass ?? ""), element("td", {}, ms(row.ms)),
-    element("td", { class: "bar" }, element("i", { style: `width:${100 * row.share}%` }), element("span", {}, percent(row.share))),
-    ...(found.limits ? [element("td", {}, row.bytes ? percent(row.of_limit) : ""), element("td", { class: "left" }, row.bytes ? row.bound : "")] : []),
-    element("td", {}, row.flops ? count(row.gflops * 1e9) : ""), element("td", {}, row.bytes ? count(row.gb_per_s * 1e9) : ""),
-    element("td", {}, row.flops ? count(row.flops) : ""), element("td", {}, row.bytes ? count(row.bytes) : ""), element("td", {}, String(row.calls))));
-  body.append(element("div", { class: "scroll" }, element("table", {},
-    element("tr", {}, ...header.map((name) => element("th", name === "pass" || name === "bound" ? { class: "left" } : {}, name))), ...rows)));
-}
-
-// Work per byte against work per second: the roofs are what memory and arithmetic allow.
-function roofs(body, readout, found) {
-  const points = found.rows.filter((row) => row.flops > 0 && row.bytes > 0 && row.ms > 0);
-  if (points.length === 0) return;
   const { limits } = found;
-  const roofs = [["f32", limits.f32_gflops], ...(limits.bf16_gflops > limits.f32_gflops * 1.05 ? [["bf16", limits.bf16_gflops]] : [])];
-  const work = points.map((row) => row.flops / row.bytes);
-  const top = Math.max(...roofs.map(([, peak]) => peak)) * 1.6;
-  const low = Math.min(...points.map((row) => row.gflops)) / 1.6;
-  const from = Math.min(...work) / 1.6, to = Math.max(...work, (2 * top) / limits.memory_gb_per_s) * 1.6;
-  const rest = `memory ${rate(limits.memory_gb_per_s * 1e9, "B/s")}, ` + roofs.map(([name, peak]) => `${name} ${rate(peak * 1e9, "FLOP/s")}`).join(", ");
-  readout.textContent = rest;
-  drawing(body, 260, (svg, width, height) => {
-    const left = 46, right = width - 10, bottom = height - 34;
-    const x = scale(from, to, left, right, true), y = scale(low, top, bottom, 8, true);
-    for (const at of powers(low, top)) {
-      shape(svg, "line", { class: "grid", x1: left, x2: right, y1: y(at), y2: y(at) });
-      shape(svg, "text", { x: left - 6, y: y(at) + 4, "text-anchor": "end" }, count(at * 1e9));
-    }
-    for (const at of powers(from, to)) shape(svg, "text", { x: x(at), y: bottom + 15, "text-anchor": "middle" }, plain(Number(at.toPrecision(2))));
-    shape(svg, "text", { x: right, y: height - 4, "text-anchor": "end" }, "FLOPs per byte; vertical: FLOP/s");
-    for (const [name, peak] of roofs) {
-      const corner = peak / limits.memory_gb_per_s, start = Math.max(from, low / limits.memory_gb_per_s);
-      const path = [[start, start * limits.memory_gb_per_s], [corner, peak], [to, peak]];
-      shape(svg, "polyline", { points: path.map(([a, b]) => `${x(a)},${y(b)}`).join(" "), fill: "none", stroke: "var(--soft)", "stroke-width": 1.4 });
-      shape(svg, "text", { x: right - 4, y: y(peak) - 5, "text-anchor": "end" }, name);
-    }
-    const share = Math.max(...points.map((row) => row.share));
-    for (const row of points) {
-      const dot = shape(svg, "circle", { cx: x(row.flops / row.bytes), cy: y(row.gflops), r: 3.5 + 8 * Math.sqrt(row.share / share), fill: color_of(row.operation), opacity: 0.75 });
-      const say = () => { readout.textContent = `${row.operation} ${row.pass ?? ""}: ${rate(row.gflops * 1e9, "FLOP/s")}, ${percent(row.of_limit)} of the limit, ${percent(row.share)} of the step`; };
-      dot.onpointerenter = say;
-      dot.onpointerdown = say;
-      dot.onpointerleave = () => { readout.textContent = rest; };
-    }
+  const roofs = limits ? [["f32", limits.f32_gflops * 1e9], ...(limits.bf16_gflops > limits.f32_gflops * 1.05 ? [["bf16", limits.bf16_gflops * 1e9]] : [])] : [];
+  const one = card("Roofline", {
+    wide: true,
+    note: `Where the time of step ${data.profile.step} went: operations cover ${percent(found.covered_ms / found.step_ms)} of its ${ms(found.step_ms)}.` +
+      (limits ? ` With every operation at the machine's limit it would take ${ms(found.limit_ms)}.` : ""),
+    rest: limits ? [`memory ${rate(limits.memory_gb_per_s * 1e9, "B/s")}`, ...roofs.map(([name, peak]) => `${name} ${rate(peak, "FLOP/s")}`)].join(", ") : "",
   });
+  if (limits) {
+    roofline(one, found.rows.map((row) => ({
+      ...row, seconds: row.ms / 1e3, color: color_of(row.operation),
+      words: `${row.operation} ${row.pass ?? ""}: ${rate(row.gflops * 1e9, "FLOP/s")}, ${percent(row.of_limit)} of the limit, ${percent(row.share)} of the step`,
+    })), roofs, limits.memory_gb_per_s * 1e9);
+  }
+  table(one.body, ["operation", "pass", "time", "share", limits && "of limit", limits && "bound", "FLOP/s", "B/s", "FLOPs", "bytes", "calls"], found.rows.map((row) => [
+    swatch(color_of(row.operation), row.operation), row.pass ?? "", ms(row.ms),
+    element("td", { class: "bar" }, element("i", { style: `width:${100 * row.share}%` }), element("span", {}, percent(row.share))),
+    row.bytes ? percent(row.of_limit) : "", row.bytes ? row.bound : "", row.flops ? count(row.gflops * 1e9) : "", row.bytes ? count(row.gb_per_s * 1e9) : "",
+    row.flops ? count(row.flops) : "", row.bytes ? count(row.bytes) : "", String(row.calls),
+  ]), { left: ["pass", "bound"] });
 }
 
 function timeline() {
   const profile = data.profile;
   if (!profile?.spans?.length) return;
-  const { body, readout } = card(`Timeline of step ${profile.step}`, { wide: true });
-  const rest = `${ms(profile.roofline.step_ms)}; touch a part to read it`;
-  readout.textContent = rest;
+  const step_ms = profile.roofline.step_ms;
+  const { body, say } = card(`Timeline of step ${profile.step}`, { wide: true, rest: `${ms(step_ms)}; touch a part to read it` });
   const lanes = ["forward", "recompute", "backward", "step", "ranks"].filter((lane) => profile.spans.some((span) => span.lane === lane));
   const row = 30;
   drawing(body, lanes.length * row + 24, (svg, width, height) => {
-    const left = width < 500 ? 62 : 74, x = scale(0, profile.roofline.step_ms, left, width - 6);
+    const left = width < 500 ? 62 : 74, x = scale(0, step_ms, left, width - 6);
     lanes.forEach((lane, index) => shape(svg, "text", { x: left - 8, y: index * row + 19, "text-anchor": "end" }, lane));
-    for (const at of ticks(0, profile.roofline.step_ms, width / 110)) {
-      shape(svg, "line", { class: "grid", x1: x(at), x2: x(at), y1: 0, y2: height - 20 });
-      shape(svg, "text", { x: x(at), y: height - 5, "text-anchor": x(at) > width - 30 ? "end" : "middle" }, ms(at));
-    }
+    time_axis(svg, x, step_ms, 0, width, height);
     for (const span of profile.spans) {
       const part = shape(svg, "rect", {
         x: x(span.start_ms), y: lanes.indexOf(span.lane) * row + 4, width: Math.max(0.4, x(span.start_ms + span.ms) - x(span.start_ms)), height: row - 8, fill: color_of(span.kind),
       });
-      const say = () => { readout.textContent = `${span.name}: ${ms(span.ms)} at ${ms(span.start_ms)}`; };
-      part.onpointerenter = say;
-      part.onpointerdown = say;
+      touch(part, () => say(`${span.name}: ${ms(span.ms)} at ${ms(span.start_ms)}`));
     }
-    svg.onpointerleave = () => { readout.textContent = rest; };
+    svg.onpointerleave = () => say();
   });
   const seen = new Set(profile.spans.map((span) => span.kind));
   legend(body, [...kinds].filter(([kind, color]) => seen.has(kind) && color !== "var(--g)").concat([["everything else", "var(--g)"]], seen.has("communication") ? [["between ranks", "var(--soft)"]] : []));
@@ -394,9 +241,7 @@ function mesh() {
   const degree = Object.fromEntries(layout.axes), names = layout.axes.map(([name]) => name);
   const used = layout.axes.filter(([, size]) => size > 1);
   const at = (rank, name) => layout.ranks[rank].coordinates[names.indexOf(name)];
-  const { body, readout } = card("Who holds what", { wide: true });
-  const rest = used.map(([name, size]) => `${name} ${size}`).join(" × ");
-  readout.textContent = rest;
+  const { body, say } = card("Who holds what", { wide: true, rest: used.map(([name, size]) => `${name} ${size}`).join(" × ") });
   const across = degree.context * degree.tensor, rows = degree.replicate * degree.shard;
   const columns = degree.pipeline;
   const inner = across * Math.ceil(layout.ranks.length / (across * rows * columns));
@@ -412,22 +257,16 @@ function mesh() {
       const stage = at(rank, "pipeline"), row = at(rank, "replicate") * degree.shard + at(rank, "shard");
       const within = at(rank, "context") * degree.tensor + at(rank, "tensor");
       const x = left + stage * (cell + gap) + within * box, y = row * (tall + gap);
-      const part = shape(svg, "rect", { x: x + 1, y: y + 1, width: Math.max(1, box - 2), height: tall - 2, rx: 3, fill: COLORS[stage % COLORS.length], opacity: within % 2 ? 0.72 : 0.92 });
+      const part = shape(svg, "rect", { x: x + 1, y: y + 1, width: Math.max(1, box - 2), height: tall - 2, rx: 3, fill: color(stage), opacity: within % 2 ? 0.72 : 0.92 });
       if (box > 26) shape(svg, "text", { class: "in", x: x + box / 2, y: y + tall / 2 + 4 }, box > 58 ? `rank ${rank}` : String(rank));
-      const say = () => { readout.textContent = `rank ${rank}: ${used.map(([name]) => `${name} ${at(rank, name)}`).join(", ")}; ${held(holds)}`; };
-      part.onpointerenter = say;
-      part.onpointerdown = say;
+      touch(part, () => say(`rank ${rank}: ${used.map(([name]) => `${name} ${at(rank, name)}`).join(", ")}; ${held(holds)}`));
     });
-    svg.onpointerleave = () => { readout.textContent = rest; };
+    svg.onpointerleave = () => say();
   });
   const splits = layout.ranks.some((holds) => holds.split > 0);
-  const header = ["rank", ...used.map(([name]) => name), "holds", "elements", ...(splits ? ["tensors split, whole"] : []), "weights", "gradients", "optimizer"];
-  const table = layout.ranks.map((holds, rank) => element("tr", {}, element("td", {},
-    element("span", { class: "legend", style: "margin:0;color:inherit" }, element("span", {}, element("i", { style: `background:${COLORS[at(rank, "pipeline") % COLORS.length]}` }), `rank ${rank}`))),
-    ...used.map(([name]) => element("td", {}, String(at(rank, name)))), element("td", { class: "left" }, held(holds)), element("td", {}, count(holds.elements)),
-    ...(splits ? [element("td", {}, `${holds.split}, ${holds.whole}`)] : []), element("td", {}, bytes(holds.parameters)), element("td", {}, bytes(holds.gradients)), element("td", {}, bytes(holds.optimizer))));
-  body.append(element("div", { class: "scroll" }, element("table", {},
-    element("tr", {}, ...header.map((name) => element("th", name === "holds" ? { class: "left" } : {}, name))), ...table)));
+  table(body, ["rank", ...used.map(([name]) => name), "holds", "elements", splits && "tensors split, whole", "weights", "gradients", "optimizer"],
+    layout.ranks.map((holds, rank) => [swatch(color(at(rank, "pipeline")), `rank ${rank}`), ...used.map(([name]) => String(at(rank, name))), held(holds),
+      count(holds.elements), `${holds.split}, ${holds.whole}`, bytes(holds.parameters), bytes(holds.gradients), bytes(holds.optimizer)]), { left: ["holds"] });
 }
 
 function held(holds) {
@@ -437,12 +276,12 @@ function held(holds) {
 
 // A step of a pipeline as its ranks made it, and below as its schedule promises it.
 const PASSES = {
-  F: ["forward", "--a"], B: ["backward", "--b"], I: ["backward for inputs", "--b"], W: ["backward for weights", "--c"], U: ["gradient norm, update", "--g"],
+  F: ["forward", "--a"], B: ["backward", "--b"], I: ["backward for inputs", "--b"], W: ["backward for weights", "--c"], U: ["gradient norm, optimizer step", "--g"],
 };
 function pipelines() {
   const found = data.pipelines;
   if (!found?.pipelines?.length) return;
-  const { body, readout } = card(`Pipeline in step ${found.step}, ${found.schedule}`, { wide: true });
+  const { body, say, rest } = card(`Pipeline in step ${found.step}, ${found.schedule}`, { wide: true });
   const kinds = (one) => new Set(one.measured.rows.flat().map(([kind]) => kind));
   let shown = 0;
   const host = element("div", {});
@@ -457,15 +296,11 @@ function pipelines() {
     const one = found.pipelines[shown];
     const both = [["measured", one.measured], ["simulated", one.simulated]];
     const all_ms = Math.max(...both.map(([, step]) => step.step_ms));
-    const rest = both.map(([name, step]) => `${name} ${ms(step.step_ms)}, bubble ${percent(step.bubble)}`).join("; ");
-    readout.textContent = rest;
+    rest(both.map(([name, step]) => `${name} ${ms(step.step_ms)}, bubble ${percent(step.bubble)}`).join("; "));
     const tall = one.ranks.length > 16 ? 14 : 24, title = 20, block = title + one.ranks.length * tall + 6;
     drawing(host, 2 * block + 22, (svg, width, height) => {
       const left = 62, x = scale(0, all_ms, left, width - 6);
-      for (const at of ticks(0, all_ms, width / 110)) {
-        shape(svg, "line", { class: "grid", x1: x(at), x2: x(at), y1: title - 4, y2: height - 20 });
-        shape(svg, "text", { x: x(at), y: height - 5, "text-anchor": x(at) > width - 30 ? "end" : "middle" }, ms(at));
-      }
+      time_axis(svg, x, all_ms, title - 4, width, height);
       both.forEach(([name, step], which) => {
         const top = which * block;
         shape(svg, "text", { class: "name", x: left, y: top + 13 }, `${name}: ${ms(step.step_ms)}, bubble ${percent(step.bubble)}`);
@@ -474,22 +309,18 @@ function pipelines() {
           shape(svg, "text", { x: left - 8, y: y + tall / 2 + 4, "text-anchor": "end" }, `rank ${one.ranks[index]}`);
           shape(svg, "rect", { x: left, y: y + 1, width: Math.max(0, x(step.step_ms) - left), height: tall - 2, fill: "var(--grid)", opacity: 0.6 });
           for (const [kind, stage, micro_batch, start, length] of row) {
-            const [what, color] = PASSES[kind], wide = x(start + length) - x(start);
+            const [what, fill] = PASSES[kind], wide = x(start + length) - x(start);
             const part = shape(svg, "rect", {
-              x: x(start), y: y + 1, width: Math.max(0.5, wide - (wide > 4 ? 0.8 : 0)), height: tall - 2, fill: `var(${color})`,
+              x: x(start), y: y + 1, width: Math.max(0.5, wide - (wide > 4 ? 0.8 : 0)), height: tall - 2, fill: `var(${fill})`,
               opacity: kind === "U" ? 0.8 : 1 - (0.45 * stages.indexOf(stage)) / stages.length,
             });
-            const say = () => {
-              readout.textContent = kind === "U" ? `rank ${one.ranks[index]}, ${name}: ${what}, ${ms(length)} at ${ms(start)}`
-                : `rank ${one.ranks[index]}, ${name}: ${what} of micro-batch ${micro_batch}${stages.length > 1 ? `, stage ${stage}` : ""}, ${ms(length)} at ${ms(start)}`;
-            };
-            part.onpointerenter = say;
-            part.onpointerdown = say;
+            const of_micro_batch = kind === "U" ? "" : ` of micro-batch ${micro_batch}${stages.length > 1 ? `, stage ${stage}` : ""}`;
+            touch(part, () => say(`rank ${one.ranks[index]}, ${name}: ${what}${of_micro_batch}, ${ms(length)} at ${ms(start)}`));
             if (kind !== "U" && tall > 20 && wide > 7 + 6 * String(micro_batch).length) shape(svg, "text", { class: "in", x: x(start) + wide / 2, y: y + tall / 2 + 4 }, micro_batch);
           }
         });
       });
-      svg.onpointerleave = () => { readout.textContent = rest; };
+      svg.onpointerleave = () => say();
     });
     const seen = kinds(one), stages = one.measured.rows[0].filter(([kind]) => kind === "F").map(([, stage]) => stage);
     const entries = Object.entries(PASSES).filter(([kind]) => seen.has(kind) && !(kind === "I" && seen.has("B")));
@@ -502,8 +333,9 @@ function pipelines() {
 
 function skipped() {
   if (data.totals.skipped === 0) return;
-  const { body, readout } = card("Skipped steps", { wide: true, note: "Their loss or gradient was not finite, or far beyond the usual; the weights were left as they were." });
-  readout.textContent = `${data.totals.skipped} of ${data.totals.steps}`;
+  const { body } = card("Skipped steps", {
+    wide: true, note: "Their loss or gradient was not finite, or far beyond the usual; the weights were left as they were.", rest: `${data.totals.skipped} of ${data.totals.steps}`,
+  });
   const more = data.totals.skipped - data.skipped.length;
   body.append(element("p", { class: "bad" }, `steps ${data.skipped.join(", ")}${more > 0 ? ` and ${more} more` : ""}`));
 }
@@ -511,8 +343,7 @@ function skipped() {
 function configuration() {
   const settings = data.run?.settings;
   if (!Array.isArray(settings)) return;
-  const { body, readout } = card("Configuration", { wide: true });
-  readout.textContent = "highlighted: not the default";
+  const { body } = card("Configuration", { wide: true, rest: "highlighted: not the default" });
   const sections = new Map();
   for (const { key, value, origin } of settings) {
     const [section, ...rest] = String(key).split(".");
@@ -525,7 +356,7 @@ function configuration() {
     element("div", {}, element("h3", {}, `[${name}]`), element("dl", {}, ...rows)))));
 }
 
-function tiles() {
+function totals() {
   const { totals } = data;
   const found = [
     [totals.loss, plain, "training loss, smoothed"], [totals.eval_loss, plain, "evaluation loss"], [totals.steps, String, totals.planned ? `of ${totals.planned} steps` : "steps"],
@@ -535,20 +366,11 @@ function tiles() {
     [totals.stall_share, percent, "waiting for checkpoints"], [totals.data_share, percent, "waiting for data"], [totals.skipped, String, "skipped steps"],
     [totals.rollbacks || null, String, "times gone back to earlier weights"],
   ];
-  return element("div", { class: "tiles" }, ...found.filter(([value]) => value !== null && value !== undefined).map(([value, format, name]) =>
-    element("div", { class: "tile" }, element("b", name === "skipped steps" && value > 0 ? { class: "bad" } : {}, format(value)), element("span", {}, name))));
+  return tiles(found.filter(([value]) => value !== null && value !== undefined)
+    .map(([value, format, name]) => [format(value), name, name === "skipped steps" && value > 0]));
 }
 
-// A part of a record that was written by hand, or by another version, costs that part and nothing else.
-function part(draw) {
-  try { draw(); } catch (error) { console.warn(`${draw.name}: ${error}`); }
-}
-
-const cards = element("div", { class: "cards" });
-page.replaceChildren(
-  element("header", {}, element("h1", {}, data.title), ...data.lines.map((line) => element("p", {}, line))),
-  tiles(), cards,
-  element("footer", {}, data.footer));
+page.replaceChildren(header(data.title, ...data.lines.map((line) => element("p", {}, line))), totals(), cards, element("footer", {}, data.footer));
 const { loss, smoothed, eval_loss, lr, grad_norm, tokens_per_s, mfu, stall, expert_imbalance, comm_busy, comm_exposed } = data.series;
 chart("Loss", [
   { name: "training", color: "var(--a)", thin: true, ...loss }, { name: "smoothed", color: "var(--a)", ...smoothed },
@@ -564,11 +386,11 @@ chart("Balance of experts", [{ name: "most chosen", color: "var(--c)", ...expert
   format: (times) => `${times.toPrecision(3)}x`, zero: true, note: "How many times its even share the most chosen expert of any layer has.",
 });
 part(expert_load);
-part(foretold);
+part(prediction);
 part(memory);
 part(memory_by_rank);
 chart("Between ranks", [{ name: "busy", color: "var(--c)", ...comm_busy }, { name: "exposed", color: "var(--b)", ...comm_exposed }], {
   format: ms, zero: true, wide: true, height: 150, note: "Milliseconds of a step in which the first rank talked to others or waited for them (busy), and those of them in which it computed nothing (exposed).",
 });
 chart("Checkpoint stalls", [{ name: "stall", color: "var(--e)", bars: true, ...stall, summary: `${seconds(data.totals.stall_seconds)} in all` }], { format: ms, zero: true, wide: true, height: 150 });
-for (const draw of [mesh, pipelines, roofline, timeline, skipped, configuration]) part(draw);
+for (const draw of [mesh, pipelines, operations, timeline, skipped, configuration]) part(draw);

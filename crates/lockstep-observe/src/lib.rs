@@ -5,6 +5,7 @@
 //! - [`progress`]: the line that a terminal shows, or plain lines in a log.
 //! - [`trace`]: the operations of some steps, for Chrome's trace viewer and the report.
 //! - [`report`]: a run on one page.
+//! - [`page`]: the template, style and drawing library of such pages.
 //! - [`roofline`]: the time of a step's operations against the limits of the machine.
 //! - [`flight`]: the last operations of each rank, written when a run fails, and what they tell of the cause.
 //! - [`doctor`]: devices, libraries and limits of a machine.
@@ -18,6 +19,7 @@ pub mod flight;
 mod json_value;
 mod lock;
 pub mod metrics;
+pub mod page;
 pub mod progress;
 pub mod rank_layout;
 pub mod report;

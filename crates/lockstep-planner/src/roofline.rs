@@ -35,14 +35,6 @@ impl Point {
     pub fn rate(&self) -> f64 {
         self.flops / self.seconds.max(f64::MIN_POSITIVE)
     }
-
-    /// Returns the shape of a product as `rows × inner × columns`; empty for other operations.
-    pub fn shape_in_words(&self) -> String {
-        self.shape.map_or(String::new(), |Product { rows, inner, columns, count }| {
-            let each = if count > 1 { format!("{count} of ") } else { String::new() };
-            format!("{each}{rows} × {inner} × {columns}")
-        })
-    }
 }
 
 /// The roofline of a rank on one kind of node: the limits of its device, and the work of a micro-batch under them.

@@ -2,7 +2,7 @@
 //!
 //! The page is made from the files in `metrics.dir`: `metrics.jsonl` and, if present, `run.json`, `profile.json`, `layout.json`
 //! and `timeline.json`. It can therefore be made at any time, even for a run that was killed. This module reads, sums and thins
-//! the data; a small script in the page draws it.
+//! the data; a script in the page draws it.
 
 mod history;
 mod series;
@@ -19,6 +19,7 @@ use serde_json::{Value, json};
 use crate::Error;
 use crate::json_value::write_json;
 use crate::metrics::FILE_NAME;
+use crate::page::Page;
 use crate::rank_layout::LAYOUT;
 use crate::trace::PROFILE;
 use crate::trace::pipeline::TIMELINE;
@@ -31,9 +32,6 @@ pub const REPORT: &str = "report.html";
 /// Name of the file that describes the run.
 const RUN: &str = "run.json";
 
-const PAGE: &str = include_str!("../../assets/report.html");
-/// The style sheet of pages: this one and those of plans.
-pub const STYLE: &str = include_str!("../../assets/report.css");
 const SCRIPT: &str = include_str!("../../assets/report.js");
 
 /// Facts about the run that are known before the first step of a process.
@@ -210,38 +208,7 @@ fn page(history: &History, parts: Parts) -> String {
         "layout": layout,
         "pipelines": timeline,
     });
-    // In a script element only `</script` and `<!--` are special, and both need this character.
-    let data = data.to_string().replace('<', "\\u003c");
-    let parts = [
-        ("{{title}}", escaped(&title)),
-        ("{{style}}", STYLE.to_owned()),
-        ("{{script}}", SCRIPT.to_owned()),
-        ("{{data}}", data),
-    ];
-    fill(PAGE, &parts)
-}
-
-/// Replaces each name in `template` once; inserted text is not searched again.
-fn fill(template: &str, parts: &[(&str, String)]) -> String {
-    let mut out = String::new();
-    let mut rest = template;
-    let next = |rest: &str| {
-        parts
-            .iter()
-            .filter_map(|(name, text)| Some((rest.find(name)?, *name, text)))
-            .min_by_key(|found| found.0)
-    };
-    while let Some((at, name, text)) = next(rest) {
-        out += &rest[..at];
-        out += text;
-        rest = &rest[at + name.len()..];
-    }
-    out + rest
-}
-
-/// Escapes text for HTML.
-fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+    Page { title: &title, style: "", script: SCRIPT, data: &data }.html()
 }
 
 #[cfg(test)]
@@ -273,7 +240,7 @@ mod tests {
         assert!(!page.contains("<script>alert") && !page.contains("<!--"), "markup from the configuration");
         assert_eq!(page.matches("<script").count(), 2);
         assert_eq!(data(&page)["run"]["settings"][0]["value"][0], hostile);
-        assert!(page.contains("<title>&lt;/script&gt;"), "the title is escaped");
+        assert!(page.contains("<title>&lt;/script>"), "the title is escaped");
     }
 
     #[test]

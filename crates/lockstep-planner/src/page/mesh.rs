@@ -1,12 +1,11 @@
-//! The mesh on the machines: nodes, their devices, and the pipeline rank or part of the batch of each.
+//! The mesh on the machines: the links that its axes use, and the nodes that a page has room for.
 
 use std::collections::BTreeSet;
-use std::fmt::Write;
 use std::ops::Range;
 
 use lockstep_plan::Axis;
+use serde_json::{Value, json};
 
-use super::svg::{COLOURS, WIDTH, colour, legend, note, rectangle, svg, text};
 use crate::Evaluated;
 use crate::cluster::Cluster;
 
@@ -87,94 +86,18 @@ fn drawn_nodes(nodes: &[Node], of_a_stage: usize) -> Vec<usize> {
     drawn.into_iter().collect()
 }
 
-/// Draws nodes and their devices, coloured by pipeline rank, or without a pipeline by part of the batch. The number is the device's
-/// rank; a frame is around a tensor-parallel group.
-pub(super) fn mesh(cluster: &Cluster, best: &Evaluated) -> String {
-    let ranks = best.devices;
-    let nodes = nodes(cluster, ranks);
-    let stages = best.plan.mesh.pipeline.max(1);
-    let tensor = best.plan.mesh.tensor.max(1);
-    let of_a_stage = (ranks / stages).max(1);
-    let (kind, of_a_colour) = match stages {
-        1 => ("part of the batch", (tensor * best.plan.mesh.context).max(1)),
-        _ => ("pipeline rank", of_a_stage),
+/// Returns the nodes to draw: number, ranks as first and end, and in a mixed cluster the device; `count` counts all nodes with ranks.
+pub(super) fn mesh(cluster: &Cluster, best: &Evaluated) -> Value {
+    let nodes = nodes(cluster, best.devices);
+    let of_a_stage = (best.devices / best.plan.mesh.pipeline.max(1)).max(1);
+    let is_mixed = cluster.nodes.len() > 1;
+    let node = |number: usize| {
+        let Node { ranks, kind } = &nodes[number];
+        let device = is_mixed.then(|| &cluster.nodes[*kind].device.name);
+        json!({ "number": number, "ranks": [ranks.start, ranks.end], "device": device })
     };
-    let drawn = drawn_nodes(&nodes, of_a_stage);
-    let columns = 4.0;
-    let (box_width, box_height) = (WIDTH / columns - 12.0, 74.0);
-    let mut body = String::new();
-    let mut seen = BTreeSet::new();
-    for (place, number) in drawn.iter().enumerate() {
-        let Node { ranks: here, kind } = &nodes[*number];
-        let x = (place as f64 % columns).floor() * (box_width + 12.0);
-        let y = (place as f64 / columns).floor() * (box_height + 24.0) + 16.0;
-        let device = &cluster.nodes[*kind].device.name;
-        let of_kind = if cluster.nodes.len() > 1 { format!(", {device}") } else { String::new() };
-        text(&mut body, [x, y - 4.0], "name", &format!("node {number}{of_kind}"));
-        let _ = write!(
-            body,
-            "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{box_width:.1}\" height=\"{box_height}\" fill=\"none\" class=\"axis\" rx=\"4\"/>"
-        );
-        let in_a_row = here.len().div_ceil(2).max(1);
-        let cell = (box_width - 8.0) / in_a_row as f64;
-        let corner = |rank: usize| {
-            let device = rank - here.start;
-            [x + 4.0 + (device % in_a_row) as f64 * cell, y + 5.0 + (device / in_a_row) as f64 * 33.0]
-        };
-        for rank in here.clone() {
-            let (stage, part) = (rank / of_a_stage, rank / of_a_colour);
-            seen.insert(part);
-            let at = corner(rank);
-            let title = format!("rank {rank}: pipeline rank {stage}, tensor {} of {tensor}", rank % tensor);
-            rectangle(&mut body, [at[0] + 1.0, at[1], cell - 2.0, 30.0], &colour(part), &title);
-            text(&mut body, [at[0] + cell / 2.0, at[1] + 19.0], "in", &rank.to_string());
-        }
-        for group in frames(here.clone(), tensor, in_a_row) {
-            let [left, top] = corner(group.start);
-            let _ = write!(
-                body,
-                "<rect x=\"{:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"32\" fill=\"none\" stroke=\"var(--text)\" stroke-width=\"1.5\" rx=\"3\"/>",
-                left,
-                top - 1.0,
-                group.len() as f64 * cell
-            );
-        }
-    }
-    let rows = (drawn.len() as f64 / columns).ceil();
-    let mut picture = svg(rows * (box_height + 24.0) + 4.0, &body);
-    let all = ranks / of_a_colour;
-    let mut notes = Vec::new();
-    if all <= 1 {
-        picture += &legend([("the whole model".to_owned(), colour(0))]);
-    } else if seen.len() <= COLOURS.len() {
-        picture += &legend(seen.iter().map(|part| (format!("{kind} {part}"), colour(*part))));
-    } else {
-        notes.push(format!("A colour for each {kind}; after {} they repeat.", COLOURS.len()));
-    }
-    if tensor > 1 {
-        notes.push("A frame: ranks that share each matrix.".to_owned());
-    }
-    if nodes.len() > drawn.len() {
-        notes.push(format!("{} of {} nodes are drawn; the others are like these.", drawn.len(), nodes.len()));
-    }
-    picture + &note(&notes.join(" "))
-}
-
-/// Returns the tensor-parallel groups among the ranks `here`, each cut at the ends of rows of `in_a_row` devices; empty without
-/// tensor parallelism.
-fn frames(here: Range<usize>, tensor: usize, in_a_row: usize) -> Vec<Range<usize>> {
-    if tensor < 2 {
-        return Vec::new();
-    }
-    let place = |rank: usize| (rank / tensor, (rank - here.start) / in_a_row);
-    let mut frames: Vec<Range<usize>> = Vec::new();
-    for rank in here.clone() {
-        match frames.last_mut() {
-            Some(last) if place(last.start) == place(rank) => last.end = rank + 1,
-            _ => frames.push(rank..rank + 1),
-        }
-    }
-    frames
+    let drawn: Vec<Value> = drawn_nodes(&nodes, of_a_stage).into_iter().map(node).collect();
+    json!({ "nodes": drawn, "count": nodes.len() })
 }
 
 #[cfg(test)]

@@ -56,8 +56,8 @@ impl Sent {
             Self::TensorAndContext => "tensor and context",
             Self::Experts => "experts",
             Self::Messages => "pipeline messages",
-            Self::Weights => "gathers of weights",
-            Self::Gradients => "sums of gradients",
+            Self::Weights => "parameter all-gather",
+            Self::Gradients => "gradient reduction",
         }
     }
 }

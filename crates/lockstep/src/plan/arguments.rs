@@ -11,8 +11,9 @@ use lockstep_config::{NamedModel, RunConfig, find_model};
 use lockstep_plan::Plan;
 use lockstep_planner::cluster::Cluster;
 use lockstep_planner::machine::{self, LocalMachine};
-use lockstep_planner::{Page, Planner};
+use lockstep_planner::{Details, Evaluated, Page, Planner};
 use lockstep_train::Error;
+use serde_json::Value;
 
 use super::{counts, progress, training};
 use crate::collectives::bytes;
@@ -201,12 +202,18 @@ impl Arguments {
     }
 
     /// Writes the HTML page, if one is asked for, with the command that made it.
-    pub(super) fn write_page(&self, planner: &Planner, page: Page<'_>) -> Result<(), Failure> {
+    pub(super) fn write_page(
+        &self,
+        planner: &Planner,
+        ranking: &[&Evaluated],
+        details: &Details,
+        document: &Value,
+    ) -> Result<(), Failure> {
         let Some(path) = &self.html else { return Ok(()) };
         let words: Vec<String> =
             std::env::args_os().skip(1).map(|argument| shell_word(&argument.to_string_lossy())).collect();
         let command = format!("lockstep {}", words.join(" "));
-        write(path, &Page { command: Some(&command), ..page }.html(planner))
+        write(path, &Page { ranking, details, document, command: &command }.html(planner))
     }
 }
 

@@ -45,6 +45,7 @@ fn roofline(roofline: &Roofline) -> Value {
             "intensity": point.intensity(), "flops_per_s": point.rate(),
             "share_of_peak": point.rate() / roofline.peak, "share_of_limit": roofline.share_of_roof(point),
             "share_of_micro_batch": point.seconds / all,
+            "bound": if roofline.is_bound_by_memory(point) { "memory" } else { "compute" },
         })
     };
     json!({

@@ -1,7 +1,7 @@
 //! Figures of a plan that both answers of `lockstep plan` show: the workload, the step, and memory by category.
 
 use lockstep_plan::{MemoryBytes, MemoryCategory};
-use lockstep_planner::cluster::Cluster;
+use lockstep_planner::cluster::{Cluster, Link, NodeKind};
 use lockstep_planner::{Assumption, Evaluated, Planner};
 use serde_json::{Map, Value, json};
 
@@ -28,6 +28,18 @@ pub(super) fn workload(planner: &Planner, assumed: &[Assumption]) -> Value {
     })
 }
 
+/// Returns the machines in the form of `--json`: kinds of nodes, and the links from the innermost to the outermost.
+pub(super) fn machines(cluster: &Cluster) -> Value {
+    let node =
+        |node: &NodeKind| json!({ "count": node.count, "devices": node.devices, "device": node.device.name });
+    let link = |link: &Link| json!({ "name": link.name, "gb_per_s": link.gb_per_s });
+    json!({
+        "name": cluster.name,
+        "nodes": cluster.nodes.iter().map(node).collect::<Vec<_>>(),
+        "links": cluster.links.iter().map(link).collect::<Vec<_>>(),
+    })
+}
+
 /// Returns bytes by category and their total, for `--json`.
 pub(super) fn memory_by_category(memory: MemoryBytes) -> Value {
     let mut map: Map<String, Value> =
@@ -43,6 +55,7 @@ pub(super) fn figures(found: &Evaluated, cluster: &Cluster) -> Value {
     let step = &found.step;
     let goodput = (found.devices > 1).then(|| found.goodput(cluster));
     json!({
+        "devices": found.devices,
         "step_ms": step.step_ms,
         "tokens_per_s": found.tokens_per_s(),
         "tflops_per_device": found.tflops_per_device(),
@@ -59,7 +72,7 @@ pub(super) fn figures(found: &Evaluated, cluster: &Cluster) -> Value {
         "price_per_billion_tokens": found.price_per_billion_tokens(),
         "stalls_ms": {
             "data": found.data_stall_ms, "save": found.save_stall_ms(), "of_a_save": found.save_ms(),
-            "saved_bytes": found.saves.bytes,
+            "saved_bytes": found.saves.bytes, "steps_between_saves": found.config.checkpoint.every,
         },
         "goodput": goodput.map(|goodput| json!({ "share": goodput.share, "interval_s": goodput.interval_s })),
     })

@@ -7,13 +7,13 @@ use lockstep_planner::cluster::Cluster;
 use lockstep_planner::fit::{available_bytes, needed};
 use lockstep_planner::search::Rejection;
 use lockstep_planner::{
-    Assumption, Evaluated, Forecast, Page, Planner, Remedies, Remedy, mesh_in_words, rejection_in_words,
+    Assumption, Evaluated, Forecast, Planner, Remedies, Remedy, mesh_in_words, rejection_in_words,
 };
 use serde_json::{Value, json};
 
 use super::arguments::{Arguments, shell_word};
 use super::details::{self, print_traffic};
-use super::figures::{figures, memory_by_category, print_workload, workload};
+use super::figures::{figures, machines, memory_by_category, print_workload, workload};
 use super::progress::Watch;
 use super::ranking;
 use super::training::Training;
@@ -88,19 +88,18 @@ pub(super) fn run(
     arguments.write_plan(&predicted.plan)?;
     let details = arguments.wants_details().then(|| planner.details(&predicted.evaluated)).transpose()?;
     if let Some(details) = &details {
-        let ranking = std::slice::from_ref(&predicted.evaluated);
-        let page = Page { ranking, details, neighbours: &[], searched: None, command: None };
-        arguments.write_page(planner, page)?;
-    }
-    if arguments.json {
         let mut document = predicted.to_json(arguments.explain, planner.cluster());
         document["workload"] = workload(planner, assumed);
+        document["cluster"] = machines(planner.cluster());
         if let Some(tokens) = arguments.tokens {
             document["training"] = Training::of(tokens, &predicted.evaluated, planner.cluster()).to_json();
         }
-        ranking::extend(&mut document, details.map(|details| details::to_json(&details, planner.cluster())));
-        say!("{document}");
-        return Ok(());
+        ranking::extend(&mut document, Some(details::to_json(details, planner.cluster())));
+        arguments.write_page(planner, &[&predicted.evaluated], details, &document)?;
+        if arguments.json {
+            say!("{document}");
+            return Ok(());
+        }
     }
     print_workload(planner, assumed);
     predicted.print(arguments.explain, planner);

@@ -6,14 +6,14 @@ use lockstep_plan::{ContextMethod, Plan, PlanPrediction};
 use lockstep_planner::cluster::Cluster;
 use lockstep_planner::search::{Found, Ranking, Rejection};
 use lockstep_planner::{
-    Advice, Assumption, Details, Evaluated, Forecast, Help, Neighbour, Page, Planner, Scaling, Searched,
+    Advice, Assumption, Details, Evaluated, Forecast, Help, Neighbour, Planner, Scaling, Searched,
     mesh_in_words, parts, recompute_in_words, rejection_in_words, schedule_in_words,
 };
 use serde_json::{Map, Value, json};
 
 use super::arguments::Arguments;
 use super::details::{self, print_traffic};
-use super::figures::{figures, memory_by_category, print_workload, workload};
+use super::figures::{figures, machines, memory_by_category, print_workload, workload};
 use super::progress::{Stop, Watch};
 use super::scaling;
 use super::training::Training;
@@ -36,9 +36,13 @@ pub(super) fn run(
     };
     let answer = Answer::new(arguments, planner, best, &mut watch)?;
     arguments.write_plan(&predicted_plan(planner, &best.value)?)?;
-    answer.write_page(arguments, planner, &searched)?;
+    let document = answer.to_json(planner, &searched, assumed);
+    if let Some(details) = &answer.details {
+        let ranking: Vec<&Evaluated> = searched.ranking.best.iter().map(|found| &found.value).collect();
+        arguments.write_page(planner, &ranking, details, &document)?;
+    }
     if arguments.json {
-        say!("{}", answer.into_json(planner, &searched, assumed));
+        say!("{document}");
     } else {
         print_workload(planner, assumed);
         print(&searched, planner, answer.stopped);
@@ -119,23 +123,11 @@ impl Answer {
         })
     }
 
-    fn write_page(
-        &self,
-        arguments: &Arguments,
-        planner: &Planner,
-        searched: &Searched,
-    ) -> Result<(), Failure> {
-        let Some(details) = &self.details else { return Ok(()) };
-        let ranking: Vec<Evaluated> = searched.ranking.best.iter().map(|found| found.value.clone()).collect();
-        let neighbours = &self.neighbours[..];
-        let page = Page { ranking: &ranking, details, neighbours, searched: Some(searched), command: None };
-        arguments.write_page(planner, page)
-    }
-
-    fn into_json(self, planner: &Planner, searched: &Searched, assumed: &[Assumption]) -> Value {
+    fn to_json(&self, planner: &Planner, searched: &Searched, assumed: &[Assumption]) -> Value {
         let cluster = planner.cluster();
         let mut document = to_json(searched, cluster, &self.neighbours, self.explained.as_ref());
         document["workload"] = workload(planner, assumed);
+        document["cluster"] = machines(cluster);
         if let Some(training) = &self.training {
             document["training"] = training.to_json();
         }
@@ -145,7 +137,7 @@ impl Answer {
         if !self.advice.is_empty() {
             document["advice"] = self.advice.iter().map(advice_to_json).collect();
         }
-        extend(&mut document, self.details.map(|details| details::to_json(&details, cluster)));
+        extend(&mut document, self.details.as_ref().map(|details| details::to_json(details, cluster)));
         document
     }
 

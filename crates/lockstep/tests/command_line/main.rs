@@ -7,6 +7,7 @@ mod bad_disks;
 mod bad_models;
 mod bad_runs;
 mod book;
+mod browser;
 mod data;
 mod events;
 mod fine_tuning;

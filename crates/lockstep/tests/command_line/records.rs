@@ -5,6 +5,7 @@ use std::fs;
 
 use serde_json::Value;
 
+use crate::browser::drawn;
 use crate::workshop::Workshop;
 
 /// Returns the names of the files in a directory that begin with `start`.
@@ -57,6 +58,33 @@ fn a_run_leaves_a_report_event_files_and_the_trace_of_the_steps_asked_for() {
     workshop.run(&["train", "run.toml", "--resume", "never"]).succeeds();
     assert_eq!(files(&workshop, "runs", "events.out.tfevents.").len(), 1);
     assert_eq!(files(&workshop, "runs/earlier-1", "events.out.tfevents.").len(), 2);
+}
+
+#[test]
+fn a_browser_draws_the_report_of_a_run_on_one_rank_and_of_a_pipeline() {
+    let workshop = Workshop::new();
+    workshop.train(&["train.eval_every=2", "data.valid=[\"text.txt\"]"]).succeeds();
+    let Some(page) = drawn(&workshop, "runs/report.html", "") else { return };
+    let titles = |page: &str, titles: &[&str]| {
+        for title in titles {
+            assert!(page.contains(&format!("<h2>{title}")), "no card {title:?}: {page}");
+        }
+    };
+    let common = [
+        "Loss",
+        "Learning rate",
+        "Throughput",
+        "Predicted and measured",
+        "Memory by category",
+        "Configuration",
+    ];
+    titles(&page, &common);
+    titles(&page, &["Roofline", "Timeline of step"]);
+    let arguments = ["train", "run.toml", "--resume", "never", "--nproc-per-node", "2"];
+    workshop.run(&[&arguments[..], &["--set", "parallel.pipeline_parallel=2"]].concat()).succeeds();
+    let Some(page) = drawn(&workshop, "runs/report.html", "") else { return };
+    titles(&page, &common);
+    titles(&page, &["Memory by rank", "Who holds what", "Pipeline in step", "Between ranks"]);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use crate::task::Flow;
 /// Operations of a group that are carried out in the order of their numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Lane {
-    /// Collectives.
+    /// Collectives, in one order for all members.
     Collective,
     /// Messages to a member.
     Send(usize),

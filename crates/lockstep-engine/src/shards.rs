@@ -24,7 +24,7 @@ use crate::groups::ReductionGroups;
 pub(crate) struct Shards {
     /// The ZeRO stage, which says what is sharded.
     pub(crate) stage: ZeroStage,
-    /// Shard groups.
+    /// Groups of the ranks that share a flat parameter, by kind of reduction.
     pub(crate) groups: ReductionGroups,
     /// Separate groups of the same ranks for weight gathers. Collectives of one group run in order, so weights do not
     /// queue behind gradients, nor world collectives behind weights.

@@ -37,7 +37,7 @@ const SAMPLED_STEP: u64 = 2;
 pub(crate) enum RunOutputs {
     /// Checkpoints and metrics.
     Everything,
-    /// No files.
+    /// No files: the run only returns its numbers.
     Nothing,
 }
 

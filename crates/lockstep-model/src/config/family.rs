@@ -126,9 +126,9 @@ pub(super) struct FamilyTraits {
     pub(super) architecture: &'static str,
     /// Defaults: vocabulary, hidden size, intermediate size, layers, query heads, positions.
     pub(super) sizes: [usize; 6],
-    /// Default; `None` means as many as query heads.
+    /// Default number of key and value heads; `None` means as many as query heads.
     pub(super) num_key_value_heads: Option<usize>,
-    /// Default.
+    /// Default epsilon of the norms.
     pub(super) rms_norm_eps: f64,
     pub(super) attention_bias: AttentionBias,
     /// True if queries and keys have norms.

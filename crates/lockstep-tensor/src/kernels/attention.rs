@@ -1,4 +1,4 @@
-//! Causal attention.
+//! Kernels of attention: causal, in blocks, forward with log-sum-exp and backward.
 
 use crate::{Dropout, View, Write};
 

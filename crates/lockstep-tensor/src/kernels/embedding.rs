@@ -1,4 +1,4 @@
-//! Embedding lookup.
+//! Kernels of the embedding: rows of a table by token id, and the gradient of the table.
 
 use crate::View;
 

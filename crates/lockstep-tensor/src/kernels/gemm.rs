@@ -1,4 +1,4 @@
-//! Matrix products.
+//! Kernels of matrix products: whole, in part, grouped by expert.
 
 use crate::View;
 

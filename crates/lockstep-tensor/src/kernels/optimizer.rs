@@ -1,4 +1,4 @@
-//! Optimizer steps.
+//! Kernels of the optimizer step: fused updates, and the norm of the gradients.
 
 use lockstep_plan::{DType, exact::ExactSum};
 

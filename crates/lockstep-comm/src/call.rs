@@ -83,7 +83,8 @@ pub struct Call {
     pub op: Option<ReduceOp>,
     /// The root, or the peer of a `send` or `receive`, as a rank of the group.
     pub root: Option<usize>,
-    /// Length, in elements, of the longest buffer that has the same length on all ranks.
+    /// Number of elements that all ranks must agree on: of the data of a broadcast, reduction or message; of all blocks together where
+    /// data is scattered or gathered; 0 for an all-to-all with uneven blocks.
     pub elements: usize,
     /// Hash of everything else that must agree, such as the lengths of uneven blocks; 0 if there is nothing.
     pub detail: u64,

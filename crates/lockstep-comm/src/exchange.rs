@@ -56,9 +56,9 @@ pub enum Matrix {
     Own {
         /// Rank that knows them.
         rank: usize,
-        /// Blocks that it sends, in bytes.
+        /// Blocks that `rank` sends, in bytes.
         sends: Blocks,
-        /// Blocks that it receives, in bytes.
+        /// Blocks that `rank` receives, in bytes.
         receives: Blocks,
     },
 }

@@ -78,7 +78,7 @@ impl PlanFile {
         config.with_plan(self).is_ok_and(|config| self.check(&config).is_ok())
     }
 
-    /// Returns an error of a configuration as an error of this file, if all its problems come from a plan.
+    /// Returns a configuration error as an error about this plan file if all its problems come from a plan; any other error as it is.
     pub fn blamed(&self, error: Error) -> Error {
         let Error::Configuration(problems) = &error else { return error };
         if !problems.iter().all(|problem| matches!(problem.origin, Origin::Plan(_))) {

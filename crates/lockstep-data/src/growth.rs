@@ -6,8 +6,8 @@
 
 use serde_json::Value;
 
-/// Maximum growth factor that is accepted. Among published tokenizers T5's and ALBERT's have the largest bounds, 176
-/// and 132.
+/// Maximum factor by which a tokenizer's replacements may lengthen a text. The largest factors computed for published tokenizers are
+/// 176 (T5) and 132 (ALBERT).
 pub(crate) const MOST: f64 = 400.0;
 
 /// Growth factor of NFKC and NFKD: U+FDFA of 3 bytes becomes 33.

@@ -68,7 +68,8 @@ const SAMPLED_PAGE_BYTES: u64 = 4096;
 const SAMPLED_PAGES: u64 = 1024;
 
 impl TokenFile {
-    /// Maps a token cache file. Checks the header, the length, and the order of documents and contexts.
+    /// Maps a token cache file. Checks the header, the length, and the order of documents and of contexts (ranges
+    /// without labels, such as prompts).
     /// [`verify`](Self::verify) checks the contents.
     ///
     /// # Errors

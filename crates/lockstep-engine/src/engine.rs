@@ -150,8 +150,8 @@ impl Engine {
         self.runner.expert_load.clear();
     }
 
-    /// Calls `is_asked` before each unit of a forward or backward, which ends with [`EngineError::Abandoned`] once it
-    /// returns true. Weights and optimizer state are then those before the step and may be saved; no further step may
+    /// Calls `is_asked` before each unit of a forward or backward; once it returns true, the one in progress ends with
+    /// [`EngineError::Abandoned`]. Weights and optimizer state are then those before the step and may be saved; no further step may
     /// follow. Only for a world of one rank, because other ranks would wait for the abandoned collectives.
     pub fn abandon_if(&mut self, is_asked: impl Fn() -> bool + Send + Sync + 'static) {
         self.runner.abandons = Some(Box::new(is_asked));

@@ -66,7 +66,7 @@ pub(crate) struct ParameterPool {
     bundles: Vec<Bundle>,
     /// Bundles that each unit reads.
     needs: Vec<Vec<usize>>,
-    /// Planned gathers, by [`Sequence`].
+    /// Planned gathers of a step, of one micro-batch and of an evaluation, in the order of [`Sequence::ALL`].
     plans: [GatherPlan; 3],
     sequence: Sequence,
     /// Number of uses of the current sequence that have been made ready; a use is one pass of a unit.

@@ -122,8 +122,8 @@ impl<'a> StateTensor<'a> {
     }
 }
 
-/// Number of this rank's gradient residual and of all residuals, by kind of gradient reduction. They count the ranks that
-/// contribute to a gradient, over all data-parallel replicas.
+/// Index of this rank's gradient residual (the quantization error that error feedback keeps) and number of residuals, by reduction
+/// group. Each rank that contributes to a gradient has one, over all data-parallel replicas.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ResidualNumbers(Vec<(ReductionGroup, [usize; 2])>);
 

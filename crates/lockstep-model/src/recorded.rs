@@ -129,7 +129,8 @@ impl RecordedModel {
         self.places.tensor.slice_elements(between.output_rows() * between.output_columns())
     }
 
-    /// Returns the bytes of a unit's frame, with its output or this rank's slice of the output.
+    /// Returns the bytes of a unit's frame: the memory of its saved activations and of its output, or of this rank's slice of the output
+    /// where `slices_output` is true.
     pub fn frame_bytes(&self, unit: usize) -> usize {
         let program = self.program(unit);
         if self.slices_output(unit) {

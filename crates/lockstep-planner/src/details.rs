@@ -25,9 +25,9 @@ pub struct Details {
 /// Memory in use on a rank over a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemoryCurve {
-    /// Booked bytes other than activations, which are constant.
+    /// Predicted bytes of everything except activations; constant over the step.
     pub standing_bytes: usize,
-    /// Booked bytes, activations included.
+    /// Predicted bytes in all, `standing_bytes` and activations.
     pub booked_bytes: usize,
     /// Bytes in use from a time on, as pairs (milliseconds, bytes).
     pub points: Vec<(f64, usize)>,

@@ -448,10 +448,10 @@ impl Workbench {
         self.differences_of(&found, model, plan, tolerance)
     }
 
-    /// Compares as [`Workbench::differences`] does, but with numbers that were computed elsewhere.
+    /// Compares `found`, the numbers of a run of `plan`, with those of one rank; [`Workbench::differences`] runs the plan itself.
     ///
     /// # Errors
-    /// If the single rank cannot run.
+    /// If the run on one rank fails.
     pub fn differences_of(
         &self,
         found: &Numbers,
@@ -463,7 +463,7 @@ impl Workbench {
         Ok(self.failures(Comparison::of_f32(found, &expected, tolerance), model, plan))
     }
 
-    /// Compares a plan in bf16 or f16 with one rank in f32, as [`Workbench::differences`] does.
+    /// Compares the error of a plan in bf16 or f16 with that of one rank in the same dtype, both against one rank in f32.
     ///
     /// # Errors
     /// If a rank cannot run.

@@ -12,7 +12,8 @@ fn read(file: &str) -> String {
     std::fs::read_to_string(&path).expect("the file is there")
 }
 
-/// Returns the words of a command after `start`, with values in place of shell variables.
+/// Returns the arguments after `start` of the `lockstep train` command in a script of `deploy/`, with values in place of its shell
+/// variables.
 fn command(text: &str, start: &str) -> Vec<String> {
     let (_, rest) = text.split_once(start).expect("it trains");
     let words = rest.split_whitespace().take_while(|word| *word != "||" && *word != "&&");

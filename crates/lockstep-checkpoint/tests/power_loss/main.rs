@@ -133,7 +133,8 @@ fn the_newest_committed_checkpoint_is_whole_after_a_power_loss_at_any_call() {
     println!("{} calls, {looked_at} losses, {} different disks", calls.len(), states.len());
 }
 
-/// Asserts that each directory has its promised checkpoint or a newer one, and that no listed checkpoint is damaged.
+/// Asserts that the newest checkpoint of each directory is at least as new as the last one whose commit was reported (`promised`),
+/// and that no listed checkpoint is damaged.
 fn assert_whole(root: &Path, promised: &BTreeMap<String, u64>, when: &str) {
     let dirs = [root.join("dir"), root.join("fallback")];
     for dir in &dirs {

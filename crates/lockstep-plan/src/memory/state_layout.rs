@@ -125,7 +125,7 @@ impl StatePlan {
     }
 }
 
-/// A flat store of model state.
+/// Description of one flat store of model state, such as weights, gradients or an optimizer state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateItem {
     /// Kind of store.

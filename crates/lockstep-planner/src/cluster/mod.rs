@@ -136,9 +136,9 @@ pub struct Efficiency {
 /// Tile of a GEMM and the number of compute units.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tile {
-    /// Rows of a tile.
+    /// Rows of the output tile of a matrix product that one compute unit computes at a time.
     pub rows: u64,
-    /// Columns of a tile.
+    /// Columns of that tile.
     pub columns: u64,
     /// Compute units that work in parallel.
     pub units: u64,

@@ -39,8 +39,9 @@ pub struct TimedModel {
 }
 
 impl TimedModel {
-    /// Predicts the task times of `work` on each kind of node of the cluster. Of `mesh`, only the degrees that the recording depends on
-    /// matter; on CPUs, the number of ranks matters too.
+    /// Predicts the task times of `work` on each kind of node of the cluster. `work` was recorded under the
+    /// tensor-, context- and expert-parallel degrees of `mesh`; its other degrees have no effect, except that on CPUs the number of ranks
+    /// matters too.
     pub fn new(cluster: &Cluster, work: &ModelWork, mesh: &Mesh) -> Self {
         let exchange = |exchange: &Exchange| exchange_time(cluster, mesh, exchange);
         let workers: Vec<KernelTimes<'_>> = (0..cluster.nodes.len())

@@ -1,4 +1,4 @@
-//! The queue of a delayed device: every kernel call becomes a job.
+//! The queue of the delayed device, a test device that runs kernels as late as events permit: every kernel call becomes a job.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -61,7 +61,7 @@ pub(crate) struct Saver {
 
 /// Memory for the snapshot.
 pub(super) enum Memory {
-    /// Not allocated, or in use by the save in flight.
+    /// Nothing: not yet allocated, or lent to the save in flight.
     None,
     /// Being allocated and touched by the saving thread.
     Coming(PendingSave<Snapshot>),

@@ -21,6 +21,9 @@ pub(crate) fn check() -> Result<(), String> {
         .args(["metadata", "--no-deps", "--format-version", "1"])
         .output()
         .map_err(|error| format!("cannot run cargo metadata: {error}"))?;
+    if !metadata.status.success() {
+        return Err(format!("cargo metadata failed:\n{}", String::from_utf8_lossy(&metadata.stderr)));
+    }
     let metadata: Value = serde_json::from_slice(&metadata.stdout)
         .map_err(|error| format!("cargo metadata answers with no JSON: {error}"))?;
     let problems = problems(&floors(&text), &metadata);
@@ -55,7 +58,9 @@ fn floors(text: &str) -> BTreeMap<&str, usize> {
 /// Describes the dependencies that do not lead down.
 fn problems(floors: &BTreeMap<&str, usize>, metadata: &Value) -> Vec<String> {
     let mut problems = Vec::new();
-    let packages = metadata["packages"].as_array().map_or(&[][..], Vec::as_slice);
+    let Some(packages) = metadata["packages"].as_array() else {
+        return vec!["cargo metadata lists no packages".to_owned()];
+    };
     for package in packages {
         let name = package["name"].as_str().unwrap_or_default();
         if WITHOUT_FLOOR.contains(&name) {
@@ -68,6 +73,9 @@ fn problems(floors: &BTreeMap<&str, usize>, metadata: &Value) -> Vec<String> {
         let dependencies = package["dependencies"].as_array().map_or(&[][..], Vec::as_slice);
         for dependency in dependencies.iter().filter(|dependency| dependency["kind"] != "dev") {
             let other = dependency["name"].as_str().unwrap_or_default();
+            if WITHOUT_FLOOR.contains(&other) {
+                problems.push(format!("{name} uses {other}, which is for tests and developers alone"));
+            }
             if let Some(below) = floors.get(other).filter(|below| *below >= floor) {
                 problems.push(format!(
                     "{name} (floor {floor}) uses {other} (floor {below}), which is not below it"

@@ -80,6 +80,8 @@ fn ci() -> Result<(), String> {
     println!("== cargo xtask circles");
     imports()?;
     run("cargo clippy --workspace --all-targets -- -D warnings", &[])?;
+    // The product alone, without the features that the testkit enables.
+    run("cargo clippy -- -D warnings", &[])?;
     if is_installed(OTHER_TARGET) {
         run(&format!("cargo clippy --target {OTHER_TARGET} -- -D warnings"), &[])?;
     } else {

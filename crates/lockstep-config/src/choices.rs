@@ -7,7 +7,7 @@ use std::{fs, io};
 use lockstep_plan::gathering::ReshardAfterForward;
 use lockstep_plan::schedule::Kind;
 use lockstep_plan::{ContextMethod, DType, Feedback, PassOrder, QuantizedType, Residence, TensorDimensions};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::Value;
 
 use crate::value::{InvalidValue, Readable, ValueType, wrong_type};
@@ -233,32 +233,21 @@ conversions! {
     AllReduce => lockstep_comm::Algorithm: Tree, Ring, RecursiveDoubling, Rabenseifner;
 }
 
-/// Implements [`Readable`] for types of plans, whose form in plan files is the word that a key takes.
-macro_rules! words_of_plans {
-    ($($Type:ty: $($word:literal),+;)+) => { $(
+/// Implements [`Readable`] for types of plans, whose names in plan files are the words that a key takes.
+macro_rules! named_in_plans {
+    ($($Type:ty),+) => { $(
         impl Readable for $Type {
-            const TYPE: ValueType = ValueType::Choice { allowed: &[$($word),+] };
+            const TYPE: ValueType = ValueType::Choice { allowed: <$Type>::NAMES };
 
             fn read(value: &Value) -> Result<Self, InvalidValue> {
-                let is_word = value.as_str().is_some_and(|word| [$($word),+].contains(&word));
-                let read = Self::deserialize(value).ok().filter(|_| is_word);
-                read.ok_or_else(|| wrong_type::<Self>(value))
+                let named = |name: &str| Self::ALL.into_iter().find(|choice| choice.name() == name);
+                value.as_str().and_then(named).ok_or_else(|| wrong_type::<Self>(value))
             }
         }
     )+ };
 }
 
-words_of_plans! {
-    ContextMethod: "ring", "all_gather", "all_to_all";
-    ReshardAfterForward: "always", "auto", "never";
-    Residence: "none", "cpu", "disk";
-    TensorDimensions: "1d", "2d";
-}
-
-/// Returns the word of a plan's choice.
-pub fn word_of<T: Serialize>(choice: &T) -> String {
-    serde_json::to_value(choice).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
-}
+named_in_plans!(ContextMethod, ReshardAfterForward, Residence, TensorDimensions);
 
 /// `None` is the word `none`: not quantized.
 impl Readable for Option<QuantizedType> {

@@ -43,7 +43,7 @@ mod value;
 
 pub use choices::{
     DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling, MuonScale, OptimizerKind,
-    Precision, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, Transport, named_passes, word_of,
+    Precision, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, Transport, named_passes,
 };
 pub use declare::{Key, Rules, Section};
 pub use engine_options::{

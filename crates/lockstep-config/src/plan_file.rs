@@ -126,10 +126,10 @@ fn argument_value(value: &Value) -> Option<String> {
 pub fn recompute_setting(rules: &RecomputeRules) -> String {
     let layer = |LayerRule { from, to, every, mode }: &LayerRule| {
         let to = to.map_or(String::new(), |to| format!("to = {to}, "));
-        format!("{{ from = {from}, {to}every = {every}, mode = {:?} }}", mode.word())
+        format!("{{ from = {from}, {to}every = {every}, mode = {:?} }}", mode.name())
     };
     let layers: Vec<String> = rules.rules().map(layer).collect();
-    let default = rules.default_mode().word();
+    let default = rules.default_mode().name();
     if layers.is_empty() {
         return format!("parallel.recompute={default}");
     }

@@ -40,12 +40,19 @@ pub enum Format {
 impl Format {
     const ALL: [Self; 6] =
         [Self::Auto, Self::Text, Self::JsonLines, Self::Parquet, Self::Indexed, Self::RawTokens];
-    /// Names in the configuration, in the order of the variants.
+    /// Names in the configuration, in the order of [`Self::ALL`].
     const NAMES: [&'static str; 6] = ["auto", "text", "jsonl", "parquet", "indexed", "tokens"];
 
-    /// Returns the name of the format in the configuration.
+    /// Returns the name of the format in the configuration. It is part of the key of cached tokens.
     pub(crate) fn name(self) -> &'static str {
-        Self::NAMES[self as usize]
+        match self {
+            Self::Auto => "auto",
+            Self::Text => "text",
+            Self::JsonLines => "jsonl",
+            Self::Parquet => "parquet",
+            Self::Indexed => "indexed",
+            Self::RawTokens => "tokens",
+        }
     }
 
     /// Returns true if the file holds text, which needs a tokenizer.

@@ -387,7 +387,7 @@ impl Gradients {
             self.completed_by[index] == unit
                 && self.borrowed != Some(id)
                 && self.sparse_embedding_gradient(id).is_none()
-                && self.store.place_of(id).is_some()
+                && self.store.span_of(id).is_some()
         })
     }
 
@@ -478,7 +478,7 @@ impl Gradients {
     fn whole(&self, id: ParameterId) -> View<'_> {
         let Some(staging) = &self.staging else { return self.store.view(id) };
         let ParameterSpan { flat, first, shape } =
-            self.store.place_of(id).expect("what is trained has a gradient");
+            self.store.span_of(id).expect("what is trained has a gradient");
         let offset_bytes = staging.offsets_bytes[flat] + first * size_of::<f32>();
         let buffer = &staging.buffers[self.store.flat_parameters()[flat].parity()];
         buffer.view(DType::F32, offset_bytes, shape)

@@ -69,7 +69,7 @@ impl ModelState {
         let is_gathered_after =
             (ZeroStage::Optimizer..ZeroStage::Parameters).contains(&layout.plan.zero_stage);
         let reads = find(StoreKind::Weights).filter(|_| is_gathered_after).map(|weights| {
-            let flat = |id: &ParameterId| Some(weights.place_of(*id)?.flat);
+            let flat = |id: &ParameterId| Some(weights.span_of(*id)?.flat);
             let reads = |unit| model.unit_parameters(unit).iter().filter_map(flat).collect();
             (0..model.units()).map(reads).collect()
         });

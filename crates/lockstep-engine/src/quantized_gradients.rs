@@ -78,13 +78,13 @@ impl QuantizedGradients {
         let QuantizedGradientStaging { offsets, sent, received } = passage;
         let records = &layout.records;
         let of_parameter =
-            |store: &StateStore, id: usize| store.place_of(ParameterId(id)).map(|place| place.flat);
+            |store: &StateStore, id: usize| store.span_of(ParameterId(id)).map(|place| place.flat);
         let coded = |(index, first): (usize, Option<usize>)| {
             let (of, first) = (&store.flat_parameters()[index], first?);
             let any_of_it = (0..records.len()).find(|id| of_parameter(store, *id) == Some(index));
             let in_residual =
                 residual.as_ref().zip(any_of_it).and_then(|(residual, id)| of_parameter(residual, id));
-            let places = (0..records.len()).filter_map(|id| store.place_of(ParameterId(id)));
+            let places = (0..records.len()).filter_map(|id| store.span_of(ParameterId(id)));
             let gap = |place: ParameterSpan| {
                 let end = place.first + place.shape.elements();
                 end..end.next_multiple_of(QUANTIZATION_BLOCK)

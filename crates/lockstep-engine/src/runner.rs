@@ -288,14 +288,18 @@ impl Runner {
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
             // A pass of weight gradients does not look at these buffers, which may be in flight.
-            let dy = || match &slot.output_gradient {
-                _ if unit + 1 < units.end => Some(between(&self.boundary[unit % 2])),
-                received => received.as_ref().map(between),
+            let dy = || match unit + 1 < units.end {
+                true => Some(between(&self.boundary[unit % 2])),
+                false => slot.output_gradient.as_ref().map(between),
             };
-            let dx = || match send_buffers.get(place.send_buffer) {
-                _ if unit == first => None,
-                _ if unit > units.start => Some(between(&self.boundary[(unit + 1) % 2])),
-                send_buffer => send_buffer.map(between),
+            let dx = || {
+                if unit == first {
+                    return None;
+                }
+                match unit > units.start {
+                    true => Some(between(&self.boundary[(unit + 1) % 2])),
+                    false => send_buffers.get(place.send_buffer).map(between),
+                }
             };
             let deferred = || &slot.deferred[unit - units.start];
             let replay = self.replay(model, place, unit, queue, &parameters);

@@ -40,7 +40,7 @@ pub struct StateStore {
     /// Residence of each flat parameter.
     residences: Vec<Residence>,
     /// Span of each parameter, by [`ParameterId`]; `None` for parameters that the store does not hold.
-    places: Vec<Option<ParameterSpan>>,
+    spans: Vec<Option<ParameterSpan>>,
 }
 
 /// A range of a parameter's elements in a flat parameter.
@@ -143,7 +143,7 @@ impl StateStore {
             let shape = Shape::from(record.local_shape().as_slice());
             place.map(|(flat, first)| ParameterSpan { flat, first, shape })
         };
-        let places = layout.places.iter().copied().zip(records).map(place).collect();
+        let spans = layout.places.iter().copied().zip(records).map(place).collect();
         let unit_bytes: Vec<usize> =
             layout.unit_elements.iter().map(|elements| elements.saturating_mul(dtype.size_bytes())).collect();
         arena.require(unit_bytes.iter().fold(0, |sum: usize, bytes| sum.saturating_add(*bytes)), category)?;
@@ -152,7 +152,7 @@ impl StateStore {
         let residence =
             |flat: &FlatParameter| if flat.is_on_disk { Residence::Windowed } else { Residence::Resident };
         let residences = layout.flat_parameters.iter().map(residence).collect();
-        Ok(Self { kind, dtype, extent, units, layout, residences, places })
+        Ok(Self { kind, dtype, extent, units, layout, residences, spans })
     }
 
     /// Returns the kind of store.
@@ -162,7 +162,7 @@ impl StateStore {
 
     /// Returns true if the store holds no parameter.
     pub fn is_empty(&self) -> bool {
-        self.places.iter().all(Option::is_none)
+        self.spans.iter().all(Option::is_none)
     }
 
     /// Returns the extent of resident flat parameters: in full, or only own elements.
@@ -187,7 +187,7 @@ impl StateStore {
             units: units.collect::<Result<_, _>>()?,
             layout: self.layout.clone(),
             residences: self.residences.clone(),
-            places: self.places.clone(),
+            spans: self.spans.clone(),
             ..*self
         })
     }
@@ -212,9 +212,9 @@ impl StateStore {
         self.residences[flat] = Residence::Gathered { bundle, start };
     }
 
-    /// Returns the place of a parameter; `None` if the store does not hold it.
-    pub(crate) fn place_of(&self, id: ParameterId) -> Option<ParameterSpan> {
-        self.places[id.0]
+    /// Returns the span of a parameter; `None` if the store does not hold it.
+    pub(crate) fn span_of(&self, id: ParameterId) -> Option<ParameterSpan> {
+        self.spans[id.0]
     }
 
     /// Returns the buffer of a flat parameter, and the byte range of some of its elements.
@@ -285,21 +285,21 @@ impl StateStore {
     /// # Panics
     /// If the store holds only a part of it.
     pub fn get(&self, id: ParameterId) -> Option<View<'_>> {
-        let place = self.places[id.0]?;
+        let place = self.spans[id.0]?;
         let elements = place.first..place.first + place.shape.elements();
         Some(self.elements_of(&self.layout.flat_parameters[place.flat], elements).reshape(place.shape))
     }
 
     /// Returns this rank's own elements of a parameter's tensor; `None` if there are none, or they are on disk.
     pub fn part(&self, id: ParameterId) -> Option<OwnedElements<'_>> {
-        let place = self.places[id.0]?;
+        let place = self.spans[id.0]?;
         let range = self.owned_in_memory(&place);
         (!range.is_empty()).then(|| self.part_of(&place, range))
     }
 
     /// Returns the range of this rank's own elements of a parameter, in memory or on disk.
     pub(crate) fn owned_range(&self, id: ParameterId) -> Range<usize> {
-        self.places[id.0].map_or(0..0, |place| self.owned(&place))
+        self.spans[id.0].map_or(0..0, |place| self.owned(&place))
     }
 
     /// Returns true if any flat parameter is on disk.
@@ -311,7 +311,7 @@ impl StateStore {
     /// one that owns the storage.
     pub(crate) fn pieces(&self, flat: usize, elements: Range<usize>) -> Vec<Piece> {
         let mut pieces: Vec<Piece> = Vec::new();
-        for (index, place) in self.places.iter().enumerate() {
+        for (index, place) in self.spans.iter().enumerate() {
             let Some(place) = place.filter(|place| place.flat == flat) else { continue };
             let common = place.common(&elements);
             let first = place.first + common.start;
@@ -327,13 +327,13 @@ impl StateStore {
     /// Returns this rank's own elements of a parameter's tensor, in the tensor's shape if they are all of it, else
     /// `[count]`.
     pub(crate) fn part_in_shape(&self, id: ParameterId) -> Option<View<'_>> {
-        let (place, part) = (self.places[id.0]?, self.part(id)?.view);
+        let (place, part) = (self.spans[id.0]?, self.part(id)?.view);
         Some(if part.elements() == place.shape.elements() { part.reshape(place.shape) } else { part })
     }
 
     /// Returns the elements of a parameter's tensor that are in the store's memory; `None` if there are none.
     pub(crate) fn kept_part(&self, id: ParameterId) -> Option<OwnedElements<'_>> {
-        let place = self.places[id.0]?;
+        let place = self.spans[id.0]?;
         let range = self.kept_in_memory(&place);
         (!range.is_empty()).then(|| self.part_of(&place, range))
     }
@@ -368,11 +368,11 @@ impl StateStore {
         &mut self,
         elements: impl Fn(&Self, &ParameterSpan) -> Range<usize>,
     ) -> Vec<(ParameterId, usize, &[u8])> {
-        let mut found = Vec::with_capacity(self.places.len());
-        for (index, place) in self.places.iter().enumerate() {
+        let mut found = Vec::with_capacity(self.spans.len());
+        for (index, place) in self.spans.iter().enumerate() {
             let Some(place) = place else { continue };
             // A place shared by tied parameters was listed under the parameter that owns it.
-            if self.places[..index].iter().flatten().any(|earlier| earlier.is_same(place)) {
+            if self.spans[..index].iter().flatten().any(|earlier| earlier.is_same(place)) {
                 continue;
             }
             let range = elements(self, place);

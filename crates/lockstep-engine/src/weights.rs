@@ -50,7 +50,7 @@ pub struct Weights<'a> {
 impl<'a> Weights<'a> {
     /// Returns the unsharded weights of a parameter.
     pub(crate) fn view(&self, id: ParameterId) -> View<'a> {
-        let find = |store: &'a StateStore| Some((store, store.place_of(id)?));
+        let find = |store: &'a StateStore| Some((store, store.span_of(id)?));
         let place = find(self.trained).or_else(|| self.frozen.and_then(find));
         let (store, ParameterSpan { flat, first, shape }) = place.expect("a parameter is trained or frozen");
         match (store.residence(flat), self.pool) {

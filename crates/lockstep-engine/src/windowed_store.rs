@@ -168,12 +168,12 @@ impl WindowedStore {
     /// If the window is not in memory, or there is no store of this kind.
     pub(crate) fn view(&self, window: usize, kind: StoreKind, elements: Range<usize>) -> View<'_> {
         let slot = self.staging.slot_of(window).expect("a window is loaded before it is looked at");
-        let (dtype, start) = self.place_of(window, kind, elements.start);
+        let (dtype, start) = self.span_of(window, kind, elements.start);
         self.staging.view(slot, dtype, start, elements.len())
     }
 
     /// Returns the type of a store and the byte offset of one of its elements within a window.
-    fn place_of(&self, window: usize, kind: StoreKind, element: usize) -> (DType, usize) {
+    fn span_of(&self, window: usize, kind: StoreKind, element: usize) -> (DType, usize) {
         let number = self.kinds.iter().position(|(other, _)| *other == kind).expect("a kind of the store");
         let (len, dtype) = (self.windows[window].elements.len(), self.kinds[number].1);
         (dtype, bytes_of(&self.kinds[..number], len) + element * dtype.size_bytes())
@@ -297,7 +297,7 @@ impl WindowedStore {
         }
         // The slot gets no window index, because the rest of the window is not in it.
         let slot = self.staging.take(None, self.windows[window].extent, |_| Some(()))?;
-        let (dtype, start) = self.place_of(window, kind, elements.start);
+        let (dtype, start) = self.span_of(window, kind, elements.start);
         let end = (start + elements.len() * dtype.size_bytes()).next_multiple_of(DISK_ALIGNMENT_BYTES);
         self.staging.begin_to_read_part(slot, start / DISK_ALIGNMENT_BYTES * DISK_ALIGNMENT_BYTES..end)?;
         self.staging.wait_for_slot(slot)?;

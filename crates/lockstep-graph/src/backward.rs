@@ -55,7 +55,7 @@ pub(crate) fn derive(
         return tape.out;
     }
     // A loss seeds itself; any other output is given its gradient.
-    if !facts.last().is_some_and(|facts| facts.weight_with_inputs) {
+    if !facts.last().is_some_and(|facts| facts.is_loss) {
         let dy = tape.gradient(output, Home::OutputGradient);
         tape.pinned[dy.0] = true;
         tape.of[output.0] = Some(dy);
@@ -95,7 +95,7 @@ impl Tape<'_> {
     }
 
     fn operation(&mut self, index: usize, facts: &Facts) {
-        if facts.weight_with_inputs {
+        if facts.is_loss {
             let x = facts.inputs[0];
             assert!(self.of[x.0].is_none(), "a loss is the last operation");
             let dx = self.gradient(x, Home::Anywhere);

@@ -3,6 +3,8 @@
 //!
 //! A value is a matrix `[tokens, columns]` without storage; a parameter is a declaration without weights.
 
+use std::collections::BTreeMap;
+
 use lockstep_plan::{CheckedPlan, DType, Initializer, Share};
 
 /// Purpose of a program.
@@ -129,4 +131,27 @@ pub struct DropoutSite {
     pub site: u32,
     /// Probability of dropping an element.
     pub probability: f32,
+}
+
+/// Low-rank adapters of some linear layers of a block: `y = x Wᵀ + b + scale · (dropout(x) Aᵀ) Bᵀ` with
+/// `A [rank, in]` and `B [out, rank]` (Hu et al., 2021, section 4.1).
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct LoraAdapters {
+    /// Rank of the adapters: rows of `A`.
+    pub rank: usize,
+    /// Factor on the adapter's output.
+    pub scale: f32,
+    /// Dropout probability on the adapter's input.
+    pub dropout: f32,
+    /// Adapted layers by name within the block, each with the name of its `A`; layers that read the same value may
+    /// use one `A`. The parameters are `NAME.lora_A.weight` and `LAYER.lora_B.weight`.
+    pub layers: BTreeMap<String, String>,
+}
+
+/// The scaled output of an `A`, which several layers may read.
+#[derive(Debug)]
+pub(crate) struct LoraDown {
+    pub(crate) name: String,
+    pub(crate) of: Value,
+    pub(crate) value: Value,
 }

@@ -124,8 +124,8 @@ impl Program {
                 let (operation, facts) = (&self.operations[*operation], &self.facts[*operation]);
                 let of = |other: Gradient| gradient(Some(operation), other);
                 let written: u64 = dx.iter().map(|&(dx, write)| of(dx) * passes(write)).sum();
-                if operation.is_loss() {
-                    return sum(self.loss_parts(operation, Some(written)));
+                if facts.is_loss {
+                    return sum(self.loss_parts(operation, facts, Some(written)));
                 }
                 // The matrix or the scale; the input gradient does not read a bias.
                 let weight = facts.weight.map_or(0, |index| self.weight_bytes(index));
@@ -182,8 +182,8 @@ impl Program {
     }
 
     fn forward_cost(&self, operation: &Operation, facts: &Facts) -> Cost {
-        if operation.is_loss() {
-            return sum(self.loss_parts(operation, None));
+        if facts.is_loss {
+            return sum(self.loss_parts(operation, facts, None));
         }
         let weights: u64 = match operation {
             // Only the rows that are looked up.
@@ -203,6 +203,7 @@ impl Program {
     pub(crate) fn loss_parts(
         &self,
         operation: &Operation,
+        facts: &Facts,
         gradient_bytes: Option<u64>,
     ) -> Vec<(TaskKind, Cost)> {
         let Operation::OutputLoss { x, weight, logits, losses, .. } = *operation else { return Vec::new() };
@@ -217,7 +218,6 @@ impl Program {
         let pass = if gradient_bytes.is_some() { Pass::BackwardInputs } else { Pass::Forward };
         // In the backward the gradient of the logits overwrites them.
         let of_loss = of_logits * if gradient_bytes.is_some() { 2 } else { 1 };
-        let facts = &operation.facts();
         let loss = Cost {
             vector_flops: self.elements(operation, facts) * facts.vector_flops(pass),
             ..Cost::of_bytes(of_loss + self.bytes(operation, [&losses]))

@@ -10,6 +10,7 @@ use crate::{
     block::{BatchInput, ParameterIndex, TokenRange, Value},
     instruction::{Gradient, Instruction, Phase},
     operation::{Operation, RotaryPairs},
+    placement::Redistribute,
     program::Program,
     replay::{Extra, Replay, Run, Seed, split_heads},
     timeline::Trace,
@@ -85,7 +86,10 @@ impl Program {
 
     fn run(&self, phase: &Phase, replay: &Replay<'_>, extra: Extra<'_>) -> Result<(), CommError> {
         let run = Run { program: self, phase, replay, extra };
-        let is_loss = |instruction: &Instruction| matches!(instruction, Instruction::Forward(operation) if self.operations[*operation].is_loss());
+        let is_loss = |instruction: &Instruction| match instruction {
+            Instruction::Forward(operation) => self.facts[*operation].is_loss,
+            _ => false,
+        };
         for instruction in &phase.instructions {
             if extra.skips_loss && is_loss(instruction) {
                 continue;
@@ -171,6 +175,13 @@ impl<'a> Run<'a> {
                 let places = self.places(tokens);
                 queue.dropout(self.dropout(dropout), places, first_feature, self.value(x), self.value(y));
             }
+            // Redistributions whose collective is the same have lines of their own: see `Run::transfer`.
+            Operation::Redistribute {
+                exchange: exchange @ (Redistribute::AllGatherReplicated | Redistribute::BlocksToTokens),
+                x,
+                y,
+                scratch,
+            } => self.transfer(exchange.forward(), self.value(x), self.value(y), scratch)?,
             Operation::Redistribute { exchange, x, y, scratch } => {
                 self.transfer(exchange.forward(), self.value(x), self.value(y), scratch)?;
             }
@@ -261,6 +272,11 @@ impl<'a> Run<'a> {
             Operation::Dropout { dropout, tokens, first_feature, .. } => {
                 queue.dropout(self.dropout(dropout), self.places(tokens), first_feature, dy, target(0));
             }
+            Operation::Redistribute {
+                exchange: exchange @ (Redistribute::SliceTokens | Redistribute::BlocksToTokens),
+                scratch,
+                ..
+            } => self.transfer(exchange.backward(), dy, target(0), scratch)?,
             Operation::Redistribute { exchange, scratch, .. } => {
                 self.transfer(exchange.backward(), dy, target(0), scratch)?;
             }

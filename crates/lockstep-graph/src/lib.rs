@@ -55,15 +55,14 @@ mod transit;
 mod work;
 
 pub use block::{
-    BatchInput, Bias, BlockShape, DropoutSite, MAX_DROPOUT_SITES, Mode, ParameterDeclaration, ParameterIndex,
-    Value,
+    BatchInput, Bias, BlockShape, DropoutSite, LoraAdapters, MAX_DROPOUT_SITES, Mode, ParameterDeclaration,
+    ParameterIndex, Value,
 };
 pub use buffers::{CommunicationBuffer, Ring};
 pub use cost::BlockProfile;
 pub use linear::Linear;
 pub use lockstep_plan::work::Pass;
 pub use lockstep_plan::{Recompute, RecomputeRules};
-pub use low_rank::LoraAdapters;
 pub use mixture::Mixture;
 pub use operation::{AttentionShape, RotaryPairs, Routing};
 pub use peers::{ContextPeers, GridGroups, Peers};

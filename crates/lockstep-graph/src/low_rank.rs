@@ -1,28 +1,48 @@
-//! Low-rank adapters (LoRA) on linear layers whose own weights are frozen. `linear` records them.
+//! Low-rank adapters (LoRA) on linear layers whose own weights are frozen: `y = x Wᵀ + b + scale · (dropout(x) Aᵀ) Bᵀ`.
 
-use std::collections::BTreeMap;
+use lockstep_plan::Initializer;
 
-use crate::block::Value;
+use crate::{
+    block::{Bias, LoraAdapters, LoraDown, Value},
+    placement::Split,
+    recorder::Recorder,
+};
 
-/// Low-rank adapters of some linear layers of a block: `y = x Wᵀ + b + scale · (dropout(x) Aᵀ) Bᵀ` with
-/// `A [rank, in]` and `B [out, rank]` (Hu et al., 2021, section 4.1).
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct LoraAdapters {
-    /// Rank of the adapters: rows of `A`.
-    pub rank: usize,
-    /// Factor on the adapter's output.
-    pub scale: f32,
-    /// Dropout probability on the adapter's input.
-    pub dropout: f32,
-    /// Adapted layers by name within the block, each with the name of its `A`; layers that read the same value may
-    /// use one `A`. The parameters are `NAME.lora_A.weight` and `LAYER.lora_B.weight`.
-    pub layers: BTreeMap<String, String>,
-}
+impl Recorder {
+    /// Adds low-rank adapters to the linear layers that are recorded from now on.
+    pub fn adapt(&mut self, low_rank: LoraAdapters) {
+        self.low_rank = Some(low_rank);
+    }
 
-/// The scaled output of an `A`, which several layers may read.
-#[derive(Debug)]
-pub(crate) struct LoraDown {
-    pub(crate) name: String,
-    pub(crate) of: Value,
-    pub(crate) value: Value,
+    /// Returns the output `y` of the linear layer `layer` on `x` plus its adapter's output, or `y` if the layer has no adapter.
+    pub(crate) fn adapted(&mut self, layer: &str, x: Value, y: Value) -> Value {
+        let Some(low_rank) = &self.low_rank else { return y };
+        let Some(name) = low_rank.layers.get(layer).cloned() else { return y };
+        let (rank, scale, dropout) = (low_rank.rank, low_rank.scale, low_rank.dropout);
+        // `A` follows a row-parallel layer's split of its inputs, `B` a column-parallel layer's split of its outputs.
+        let split = self.split_of(layer);
+        let by_inputs = split.filter(|split| *split == Split::RowParallel);
+        let by_outputs = split.filter(|split| matches!(split, Split::ColumnParallel { .. }));
+        let known = self.lora_downs.iter().find(|down| down.name == name);
+        let narrow = match known {
+            Some(down) => {
+                assert_eq!(down.of, x, "{layer} shares {name}.lora_A and reads another value");
+                down.value
+            }
+            None => {
+                let dropped = self.dropout(x, dropout);
+                // PEFT's default for `A`: Kaiming uniform with a = √5.
+                let bound = (self.columns(x) as f32).powf(-0.5);
+                let initializer = (Bias::Without, Initializer::Uniform { bound });
+                let reduced = self.product(dropped, &format!("{name}.lora_A"), rank, by_inputs, initializer);
+                let value = self.scale(reduced, scale);
+                self.lora_downs.push(LoraDown { name, of: x, value });
+                value
+            }
+        };
+        let module = format!("{layer}.lora_B");
+        let initializer = (Bias::Without, Initializer::Zeros);
+        let added = self.product(narrow, &module, self.columns(y), by_outputs, initializer);
+        self.add(y, added)
+    }
 }

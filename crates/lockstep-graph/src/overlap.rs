@@ -241,9 +241,7 @@ impl Planner<'_> {
     /// Returns the parameters whose gradients an instruction adds to.
     fn trained_by(&self, instruction: &Instruction) -> Vec<usize> {
         match instruction {
-            Instruction::BackwardInputs { operation, .. } if !self.facts[*operation].weight_with_inputs => {
-                Vec::new()
-            }
+            Instruction::BackwardInputs { operation, .. } if !self.facts[*operation].is_loss => Vec::new(),
             Instruction::BackwardInputs { operation, .. }
             | Instruction::BackwardWeights { operation, .. } => {
                 self.facts[*operation].parameters().map(|parameter| parameter.0).collect()

@@ -87,7 +87,7 @@ pub(crate) enum Redistribute {
 /// Data movement of a redistribution in one direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Transfer {
-    /// None: the output is the input.
+    /// No transfer: the output is the input.
     Alias,
     /// Copy of this rank's tokens.
     Slice,

@@ -11,10 +11,9 @@ use lockstep_tensor::Gelu;
 
 use crate::{
     block::{
-        BatchInput, Bias, BlockShape, DropoutSite, MAX_DROPOUT_SITES, Mode, ParameterDeclaration,
-        ParameterIndex, TokenRange, Value, ValueInfo,
+        BatchInput, Bias, BlockShape, DropoutSite, LoraAdapters, LoraDown, MAX_DROPOUT_SITES, Mode,
+        ParameterDeclaration, ParameterIndex, TokenRange, Value, ValueInfo,
     },
-    low_rank::{LoraAdapters, LoraDown},
     operation::{Operation, RotaryPairs},
     placement::{Placement, Split},
     training::InputGradient,

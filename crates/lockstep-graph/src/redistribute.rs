@@ -95,7 +95,8 @@ impl Recorder {
 }
 
 impl Run<'_> {
-    /// Moves a value, or its gradient, to another placement; `scratch` is for exchanges of blocks.
+    /// Moves a value, or its gradient, to another placement; `scratch` is for exchanges of blocks. The flight recorder and the
+    /// mutation test identify a collective by the line that calls this function.
     #[track_caller]
     pub(crate) fn transfer(
         &self,

@@ -117,14 +117,14 @@ impl Seed {
     }
 }
 
-/// Arguments of backward calls.
+/// Arguments of one call besides those of its replay: buffers and seed of a backward, options of a forward.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Extra<'a> {
     pub(crate) dy: Option<View<'a>>,
     pub(crate) dx: Option<View<'a>>,
     pub(crate) deferred: Option<&'a Buffer>,
     pub(crate) seed: Seed,
-    /// True if a loss is left to the backward.
+    /// True in a forward that a backward follows, which computes the loss.
     pub(crate) skips_loss: bool,
 }
 

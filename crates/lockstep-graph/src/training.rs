@@ -73,7 +73,7 @@ impl Training {
     /// Returns true if the operation gets a `BackwardInputs` instruction. A loss computes its weight gradient in that
     /// instruction as well.
     pub(crate) fn runs_for_inputs(&self, facts: &Facts) -> bool {
-        self.reaches_inputs(facts) || (facts.weight_with_inputs && self.reaches_weights(facts))
+        self.reaches_inputs(facts) || (facts.is_loss && self.reaches_weights(facts))
     }
 
     /// Returns true if any of the operation's parameters is trained.

@@ -36,30 +36,46 @@ pub enum Treatment {
     },
 }
 
-/// Splits the lines of a table into cells at tabs; cells that a line lacks are empty. Skips empty lines and comments (`#`).
-pub(crate) fn cells<const N: usize>(table: &'static str) -> impl Iterator<Item = [&'static str; N]> {
-    table.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).map(|line| {
-        let mut cells = line.split('\t');
-        std::array::from_fn(|_| cells.next().unwrap_or_default())
-    })
+/// Splits the lines of a table into cells at tabs. Skips empty lines and comments (`#`).
+fn lines(table: &'static str) -> impl Iterator<Item = Vec<&'static str>> {
+    let is_row = |line: &&str| !line.is_empty() && !line.starts_with('#');
+    table.lines().filter(is_row).map(|line| line.split('\t').collect())
 }
 
-/// Reads a table of keys, whose first lines describe its columns.
+/// Reads a table of two columns.
+///
+/// # Panics
+/// If a line has another number of cells.
+pub(crate) fn pairs(table: &'static str) -> Vec<[&'static str; 2]> {
+    let pair = |cells: Vec<_>| cells.try_into().unwrap_or_else(|cells| panic!("{cells:?} is no pair"));
+    lines(table).map(pair).collect()
+}
+
+/// Reads a table of keys, whose first lines describe its columns. A line `@name, reason` gives a name to a reason that several
+/// keys share.
+///
+/// # Panics
+/// If a line has no form of the table, or names an unknown reason.
 pub(crate) fn read(table: &'static str) -> Vec<Row> {
-    let (reasons, keys): (Vec<_>, Vec<_>) = cells(table).partition(|[key, ..]: &[_; 5]| key.starts_with('@'));
-    let reason = |cell: &'static str| {
-        let named = reasons.iter().find(|[name, ..]| *name == cell);
-        named.map_or(cell, |[_, reason, ..]| *reason)
-    };
-    let row = |[key, default, treatment, main, more]: [&'static str; 5]| {
-        let treatment = match treatment {
-            "to" => Treatment::To { ours: main, how: more },
-            "idle" => Treatment::NoEffect(reason(main)),
-            "refused" => {
-                let accepts = Some(more).filter(|value| !value.is_empty());
-                Treatment::Refused { accepts, because: reason(main) }
+    let (reasons, keys): (Vec<_>, Vec<_>) = lines(table).partition(|cells| cells[0].starts_with('@'));
+    let reason =
+        |cell: &'static str| match reasons.iter().find(|named| named[0] == cell).map(|named| &named[..]) {
+            Some([_, reason]) => *reason,
+            None if !cell.starts_with('@') => cell,
+            _ => panic!("the table has no reason {cell}"),
+        };
+    let row = |cells: Vec<&'static str>| {
+        let (key, default, treatment) = match cells[..] {
+            [key, default, "to", ours] => (key, default, Treatment::To { ours, how: "" }),
+            [key, default, "to", ours, how] => (key, default, Treatment::To { ours, how }),
+            [key, default, "idle", because] => (key, default, Treatment::NoEffect(reason(because))),
+            [key, default, "refused", because] => {
+                (key, default, Treatment::Refused { accepts: None, because: reason(because) })
             }
-            other => unreachable!("the table of keys treats {key} as {other:?}"),
+            [key, default, "refused", because, accepts] => {
+                (key, default, Treatment::Refused { accepts: Some(accepts), because: reason(because) })
+            }
+            _ => panic!("{cells:?} is no row of a table of keys"),
         };
         Row { key, default, treatment }
     };
@@ -137,5 +153,16 @@ mod tests {
                 row("d", "", Treatment::Refused { accepts: Some("off"), because: "no" }),
             ]
         );
+    }
+    #[test]
+    #[should_panic(expected = "no reason @whi")]
+    fn a_misspelt_reason_is_an_error() {
+        read("@why\tit is so\na\t1\tidle\t@whi\n");
+    }
+
+    #[test]
+    #[should_panic(expected = "is no row")]
+    fn a_cell_too_many_is_an_error() {
+        read("a\t1\tto\tx.y\ttwice\tmore\n");
     }
 }

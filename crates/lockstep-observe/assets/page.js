@@ -118,6 +118,7 @@ function ticks(low, high, wanted) {
   return found;
 }
 function powers(low, high) {
+  if (!(low > 0 && high < Infinity)) return [];
   const found = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) found.push(10 ** power);
   const shown = found.filter((value) => value >= low * 0.999 && value <= high * 1.001);
@@ -171,7 +172,7 @@ function time_axis(svg, x, step_ms, top, width, height) {
 // FLOP/s]). Points are {flops, bytes, seconds, share, color, words}; `is_ring` draws the border alone.
 function roofline({ body, say }, points, roofs, bandwidth) {
   const shown = points.filter(({ flops, bytes, seconds }) => flops > 0 && bytes > 0 && seconds > 0);
-  if (shown.length === 0) return;
+  if (shown.length === 0 || !(bandwidth > 0)) return;
   const work = (point) => point.flops / point.bytes, reached = (point) => point.flops / point.seconds;
   const top = Math.max(...roofs.map(([, peak]) => peak)) * 1.6;
   const low = Math.min(...shown.map(reached)) / 1.6;

@@ -25,21 +25,22 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Erro
     written().map_err(Error::io("write", path))
 }
 
-/// Gathers what each rank has to tell on the first rank, in the order of the ranks; `None` on the others.
+/// Gathers a value of each rank on the first rank, in the order of the ranks; `None` on the others. `path` is the file that will
+/// contain them, for messages.
 ///
 /// # Errors
 /// If a rank is lost or does not answer in time, or a value cannot be read as JSON.
 #[track_caller]
 pub(crate) fn gather_json<T: Serialize + DeserializeOwned>(
     ranks: &Ranks,
+    path: &Path,
     own: &T,
 ) -> Result<Option<Vec<T>>, Error> {
-    let unreadable =
-        |error: serde_json::Error| Error::io("read", Path::new("what a rank tells"))(error.into());
-    let parts = ranks.gather(&serde_json::to_vec(own).map_err(unreadable)?)?;
+    let failed = |error: serde_json::Error| Error::io("gather the records of", path)(error.into());
+    let parts = ranks.gather(&serde_json::to_vec(own).map_err(failed)?)?;
     if !ranks.is_first() {
         return Ok(None);
     }
-    let values = parts.iter().map(|part| serde_json::from_slice(part).map_err(unreadable));
+    let values = parts.iter().map(|part| serde_json::from_slice(part).map_err(failed));
     values.collect::<Result<_, _>>().map(Some)
 }

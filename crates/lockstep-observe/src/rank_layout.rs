@@ -20,11 +20,12 @@ pub fn write(dir: &Path, engine: &Engine, ranks: &Ranks) -> Result<(), Error> {
     if ranks.size() == 1 {
         return Ok(());
     }
-    let of_ranks = gather_json(ranks, &of_rank(engine, ranks))?;
+    let path = dir.join(LAYOUT);
+    let of_ranks = gather_json(ranks, &path, &of_rank(engine, ranks))?;
     let view = ranks.mesh().ranks();
     let axes: Vec<(&str, usize)> = Axis::ALL.map(|axis| (axis.name(), view.degree(axis))).to_vec();
     match of_ranks {
-        Some(of_ranks) => write_json(&dir.join(LAYOUT), &json!({ "axes": axes, "ranks": of_ranks })),
+        Some(of_ranks) => write_json(&path, &json!({ "axes": axes, "ranks": of_ranks })),
         None => Ok(()),
     }
 }

@@ -12,20 +12,21 @@
 
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize};
+use crate::named_enum::named_enum;
 
-/// Algorithm by which attention reads the keys and values of other context-parallel ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ContextMethod {
-    /// Ring attention: keys and values travel round the ranks (Liu et al. 2023). Each rank has one early and one late chunk of the
-    /// sequence, which balances the causal mask.
-    #[default]
-    Ring,
-    /// All-gather: every rank gathers all keys and values. The sequence is split as for the ring.
-    AllGather,
-    /// All-to-all: ranks switch from sequence shards to head shards for attention (DeepSpeed-Ulysses, Jacobs et al. 2023).
-    AllToAll,
+named_enum! {
+    /// Algorithm by which attention reads the keys and values of other context-parallel ranks.
+    #[derive(Default)]
+    pub enum ContextMethod {
+        /// Ring attention: keys and values travel round the ranks (Liu et al. 2023). Each rank has one early and one late chunk of the
+        /// sequence, which balances the causal mask.
+        #[default]
+        Ring = "ring",
+        /// All-gather: every rank gathers all keys and values. The sequence is split as for the ring.
+        AllGather = "all_gather",
+        /// All-to-all: ranks switch from sequence shards to head shards for attention (DeepSpeed-Ulysses, Jacobs et al. 2023).
+        AllToAll = "all_to_all",
+    }
 }
 
 /// A rank's position in the context-parallel group, and the attention algorithm.

@@ -1,11 +1,11 @@
 //! Element types of tensors.
 
-use crate::words::words;
+use crate::named_enum::named_enum;
 
-words! {
+named_enum! {
     /// Element type of a tensor. Arithmetic is in `f32` whatever the storage; integer types hold token ids, labels and indices.
     #[derive(PartialOrd, Ord)]
-    pub enum DType by name {
+    pub enum DType {
         /// IEEE 754 binary32.
         F32 = "f32",
         /// The upper half of a binary32: 8 exponent bits, 7 fraction bits.

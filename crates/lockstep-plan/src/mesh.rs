@@ -11,14 +11,14 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::named_enum::named_enum;
 use crate::nearest::{Choices, nearest_divisor};
-use crate::words::words;
 use crate::{Among, ReductionGroup, ShardPlace, ZeroStage};
 
-words! {
+named_enum! {
     /// Axis of the view for everything except experts, slowest first.
     #[derive(PartialOrd, Ord)]
-    pub enum Axis by name {
+    pub enum Axis {
         /// Pipeline parallelism: ranks have different stages of the model.
         Pipeline = "pipeline",
         /// Replicated data parallelism: ranks hold copies of the parameters and read different sequences.

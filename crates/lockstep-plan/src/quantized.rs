@@ -2,14 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::words::words;
+use crate::named_enum::named_enum;
 
 /// Number of elements that share a scale. It divides every shard, and the distance between parameters in a flat buffer.
 pub const QUANTIZATION_BLOCK: usize = 256;
 
-words! {
+named_enum! {
     /// Integer type of the codes.
-    pub enum QuantizedType by name {
+    pub enum QuantizedType {
         /// Integers from -127 to 127, one per byte.
         Int8 = "int8",
         /// Integers from -7 to 7, two per byte.

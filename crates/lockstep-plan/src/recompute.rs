@@ -4,12 +4,12 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::words::words;
+use crate::named_enum::named_enum;
 
-words! {
+named_enum! {
     /// Extent of activation recomputation of a block.
     #[derive(PartialOrd, Ord, Default)]
-    pub enum Recompute by word {
+    pub enum Recompute {
         /// No recomputation: everything that the backward needs is saved.
         #[default]
         None = "none",
@@ -202,12 +202,12 @@ impl From<RecomputeRules> for Written {
 /// `full`, or `selective, layers 0-11 full, every 4th from 0 on none`.
 impl fmt::Display for RecomputeRules {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.default.word())?;
+        f.write_str(self.default.name())?;
         for LayerRule { from, to, every, mode } in self.rules() {
             let end = to.map_or(" on".to_owned(), |to| format!(" to {to}"));
             match every {
-                1 => write!(f, ", from layer {from}{end} {}", mode.word())?,
-                every => write!(f, ", every {every} layers from {from}{end} {}", mode.word())?,
+                1 => write!(f, ", from layer {from}{end} {}", mode.name())?,
+                every => write!(f, ", every {every} layers from {from}{end} {}", mode.name())?,
             }
         }
         Ok(())
@@ -223,7 +223,7 @@ mod tests {
     }
 
     fn modes(text: &str) -> String {
-        (0..8).map(|layer| rules(text).of(layer).word().chars().next().unwrap_or_default()).collect()
+        (0..8).map(|layer| rules(text).of(layer).name().chars().next().unwrap_or_default()).collect()
     }
 
     #[test]

@@ -3,24 +3,25 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::OffloadPlan;
+use crate::{OffloadPlan, named_enum::named_enum};
 
 /// Elements of an offload window: the unit of a transfer to or from host memory or a disk.
 pub const WINDOW_ELEMENTS: usize = 1 << 20;
 
-/// Residence of one kind of state.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-pub enum Residence {
-    /// Memory of the device.
-    #[default]
-    #[serde(rename = "none", alias = "memory")]
-    Memory,
-    /// Host memory. For ranks on CPUs that is the device memory.
-    #[serde(rename = "cpu", alias = "host")]
-    Host,
-    /// A file on disk, of which a few windows are in memory at a time.
-    #[serde(rename = "disk")]
-    Disk,
+named_enum! {
+    /// Residence of one kind of state.
+    #[derive(Default)]
+    pub enum Residence {
+        /// Memory of the device.
+        #[default]
+        #[serde(alias = "memory")]
+        Memory = "none",
+        /// Host memory. For ranks on CPUs that is the device memory.
+        #[serde(alias = "host")]
+        Host = "cpu",
+        /// A file on disk, of which a few windows are in memory at a time.
+        Disk = "disk",
+    }
 }
 
 /// Residence of each kind of state.

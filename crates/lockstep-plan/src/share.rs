@@ -8,17 +8,19 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// Tensor-parallel layout of linear layers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-pub enum TensorDimensions {
-    /// 1D: each weight is sharded by columns or by rows (Shoeybi et al. 2019).
-    #[default]
-    #[serde(rename = "1d")]
-    One,
-    /// 2D: the ranks form a square, and weights and activations are sharded in blocks (SUMMA: van de Geijn and Watts 1997; Xu et al.
-    /// 2021).
-    #[serde(rename = "2d")]
-    Two,
+use crate::named_enum::named_enum;
+
+named_enum! {
+    /// Tensor-parallel layout of linear layers.
+    #[derive(Default)]
+    pub enum TensorDimensions {
+        /// 1D: each weight is sharded by columns or by rows (Shoeybi et al. 2019).
+        #[default]
+        One = "1d",
+        /// 2D: the ranks form a square, and weights and activations are sharded in blocks (SUMMA: van de Geijn and Watts 1997; Xu et al.
+        /// 2021).
+        Two = "2d",
+    }
 }
 
 /// A rank's position in the tensor-parallel group, and how the group splits linear layers.

@@ -100,7 +100,7 @@ function mesh() {
   if (best.devices <= of_a_part) legend(body, [["the whole model", color(0)]]);
   else if (parts.length <= COLORS.length) legend(body, parts.map((part) => [`${part_name} ${part}`, color(part)]));
   else notes.push(`A colour for each ${part_name}; after ${COLORS.length} they repeat.`);
-  if (tensor > 1) notes.push("A frame: ranks that share each matrix.");
+  if (tensor > 1) notes.push("A frame: a tensor-parallel group.");
   if (all_nodes > nodes.length) notes.push(`${nodes.length} of ${all_nodes.toLocaleString("en")} nodes are drawn; the others are like these.`);
   if (notes.length > 0) note(body, notes.join(" "));
 }
@@ -135,16 +135,16 @@ function traffic() {
       element("span", {}, `${bytes(sum)}, ${ms(link_ms(sum))} of ${ms(step_ms)}`)));
   }
   legend(body, kinds.map((kind, index) => [kind.sent, color(index)]));
-  table(body, ["", "ranks", ...used.map((level) => links[level]), "takes", "waited for", "hidden"], kinds.map((kind, index) => {
+  table(body, ["", "ranks", ...used.map((level) => links[level]), "total", "exposed", "overlapped"], kinds.map((kind, index) => {
     const of_kind = (key, format) => figure(`/traffic/kinds/${index}/${key}`, format);
     return [swatch(color(index), kind.sent), of_kind("ranks", String), ...used.map((level) => of_kind(`bytes/${level}`, bytes)),
       of_kind("busy_ms", ms), of_kind("exposed_ms", ms), of_kind("hidden", percent)];
   }), { named: true });
   if (shared_links_ms > 0) {
-    body.append(element("p", {}, figure("/traffic/shared_links_ms", ms), " more are waited because several of these are to go over the same links at once."));
+    body.append(element("p", {}, figure("/traffic/shared_links_ms", ms), " more are exposed: several collectives use the same links at once."));
   }
   note(body, "Bars: how long each link would take at its full rate, as a share of the step. A rank's bytes are means over its group." +
-    (degree("pipeline") > 1 ? ` It is pipeline rank ${pipeline_rank}, which is busy longest. What is waited for messages is part of the waiting for other stages.` : ""));
+    (degree("pipeline") > 1 ? ` It is pipeline rank ${pipeline_rank}, which is busy longest. Waiting for messages is part of the waiting for other stages.` : ""));
 }
 
 function memory() {
@@ -152,7 +152,7 @@ function memory() {
   if (curves.length === 0) return;
   const facts = curves.map(({ pipeline_rank }) => answer.memory_over_time[pipeline_rank]);
   const name = (rank) => (ranks > 1 ? `pipeline rank ${rank}` : "each rank");
-  const { body, say } = card("Memory of a rank over the step", { wide: true, rest: `${bytes(capacity)} a rank may book` });
+  const { body, say } = card("Memory of a rank over the step", { wide: true, rest: `capacity of a rank: ${bytes(capacity)}` });
   const booked = Math.max(1, ...answer.memory_over_time.map(({ booked_bytes }) => booked_bytes));
   // A limit far above the curves would flatten them.
   const shows_limit = capacity <= 3 * booked;
@@ -174,22 +174,22 @@ function memory() {
       const start = points.length > 0 ? points[0][1] : facts[index].standing_bytes;
       const curve = shape(svg, "path", { d: `M${x(0)} ${y(start).toFixed(1)}${path.join("")}H${x(step_ms).toFixed(1)}`, fill: "none", stroke: color(index), "stroke-width": 1.6 });
       const dot = shape(svg, "circle", { cx: x(peak_ms), cy: y(peak_bytes), r: 3.5, fill: color(index) });
-      for (const part of [curve, dot]) touch(part, () => say(`${name(pipeline_rank)}: most ${bytes(peak_bytes)} from ${ms(peak_ms)}, ${bytes(booked_bytes)} booked`));
+      for (const part of [curve, dot]) touch(part, () => say(`${name(pipeline_rank)}: peak ${bytes(peak_bytes)} at ${ms(peak_ms)}, ${bytes(booked_bytes)} predicted`));
     });
     if (shows_limit) level(capacity, { stroke: "var(--bad)", "stroke-dasharray": "4 3" });
     level(0, { class: "axis" });
     svg.onpointerleave = () => say();
   });
-  legend(body, [...curves.map(({ pipeline_rank }, index) => [name(pipeline_rank), color(index)]), ...(shows_limit ? [["what a rank may book", "var(--bad)"]] : [])]);
+  legend(body, [...curves.map(({ pipeline_rank }, index) => [name(pipeline_rank), color(index)]), ...(shows_limit ? [["capacity of a rank", "var(--bad)"]] : [])]);
   const categories = Object.keys(best.memory_by_stage[0]).filter((key) => key !== "total" && best.memory_by_stage.some((memory) => memory[key] > 0));
-  table(body, ["", "always there", "most in use", "from", "booked", ...categories], curves.map(({ pipeline_rank: rank }) => {
+  table(body, ["", "constant", "peak", "at", "predicted", ...categories], curves.map(({ pipeline_rank: rank }) => {
     const over_time = (key, format) => figure(`/memory_over_time/${rank}/${key}`, format);
     return [name(rank), over_time("standing_bytes", bytes), over_time("peak_bytes", bytes), over_time("peak_ms", ms), over_time("booked_bytes", bytes),
       ...categories.map((category) => figure(`/ranking/0/memory_by_stage/${rank}/${category}`, bytes))];
   }), { named: true });
-  note(body, "Lines: what is in use, most at the dot. Dotted: what is booked for the whole step, which has room for each micro-batch from when its values " +
-    "may come, and for each pass that one may be kept for." +
-    (curves.length < ranks ? ` ${curves.length} of ${ranks} ranks of the pipeline are drawn: the ends, the middle, and the one that books most.` : ""));
+  note(body, "Lines: memory in use; the dot is the peak. Dotted: the predicted memory of the rank, with room for the saved activations of every " +
+    "micro-batch in flight." +
+    (curves.length < ranks ? ` ${curves.length} of ${ranks} ranks of the pipeline are drawn: the ends, the middle, and the one with most memory.` : ""));
 }
 
 // The rooflines of a micro-batch, one for each kind of device.
@@ -227,7 +227,7 @@ const shape_words = ({ rows, inner, columns, count }) => `${count > 1 ? `${count
 
 function ranking() {
   const { search } = answer;
-  const note = search ? `${count(search.candidates)} plans, ${count(search.valued)} looked at, in ${ms(search.ms)}` : "";
+  const note = search ? `${count(search.candidates)} plans, ${count(search.valued)} evaluated, in ${ms(search.ms)}` : "";
   const { body } = card("The best plans", { wide: true, rest: note });
   const slowest = Math.max(...answer.ranking.map((plan) => plan.step_ms));
   const columns = ["mesh", "ZeRO", "micro-batch", "schedule", "recompute", "step", "work", "exchanges", "bubble", "gradients", "tokens/s", "MFU", "memory"];
@@ -235,7 +235,7 @@ function ranking() {
     const of_plan = (key, format) => figure(`/ranking/${index}/${key}`, format);
     const { mesh, schedule, recompute } = data.plans[index];
     const total = `memory_by_stage/${largest(plan)}/total`;
-    const is_bad = plan.memory_by_stage[largest(plan)].total > plan.capacity_bytes;
+    const is_bad = plan.fits === false;
     return [of_plan("mesh", () => mesh), of_plan("zero_stage", String), of_plan("micro_batch", String), schedule ?? "none", recompute,
       element("td", {}, of_plan("step_ms", ms), stack(step_parts(index), { whole: slowest, thin: true })),
       ...["work", "exchanges", "bubble", "gradients"].map((key) => of_plan(`step_parts_ms/${key}`, ms)),

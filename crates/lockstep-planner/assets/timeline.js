@@ -7,7 +7,7 @@ const PASSES = ["forward", "backward", "backward of weights", "gradient reductio
 function draw_timeline({ body, say }, timeline, step_ms, after) {
   const LEFT = 60, AXIS = 18, GAP = 2;
 
-  // A row's passes: a letter for each stage and kind, before it how many ticks the rank waits, behind it a micro-batch that is not the next.
+  // A row's passes: a letter for each stage and kind, before it how many ticks the rank waits, behind it, between a colon and a semicolon, a micro-batch that is not the next.
   function unpacked({ rank, letters, passes }) {
     const next = letters.map(() => 0);
     const of_letter = (letter) => {
@@ -16,7 +16,7 @@ function draw_timeline({ body, say }, timeline, step_ms, after) {
     };
     const row = { rank, letters, letter: [], micro_batch: [], start: [], end: [] };
     let now = 0;
-    for (const [, waits, letter, named] of passes.matchAll(/(\d*)([^\d:])(?::(\d+))?/gu)) {
+    for (const [, waits, letter, named] of passes.matchAll(/(\d*)([^\d:;])(?::(\d+);)?/gu)) {
       const index = of_letter(letter);
       now += Number(waits) * timeline.tick_ms;
       row.letter.push(index);

@@ -112,14 +112,14 @@ impl Planner {
         rank: usize,
     ) -> ActivationUse {
         let numbers = layout.stages_of(rank);
-        if self.style().has_ledger {
+        if self.traits().has_ledger {
             let stages = layout.stages_on(rank);
             let are_on_disk = found.config.plan.residence.have_activations_on_disk();
             return recording.profile.activation_use(&stages, numbers, are_on_disk);
         }
         let kept = |unit: usize| {
             let recompute = found.config.plan.recompute.of(unit.saturating_sub(1));
-            self.style().saved_bytes(&recording.work, unit, recompute) as usize
+            self.traits().saved_bytes(&recording.work, unit, recompute) as usize
         };
         let of_stage = |stage: usize| {
             let saved_bytes: Vec<usize> = layout.stages[stage].clone().map(kept).collect();

@@ -102,7 +102,7 @@ impl Planner {
     fn saves_of(&self, plan: &Plan, layout: &StepLayout, recording: &Recording) -> Saves {
         let bytes_of = |rank: usize| {
             let stages = &layout.stages_on(rank)[..];
-            if !self.style().has_ledger {
+            if !self.traits().has_ledger {
                 let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
                 let holding = Holding { state, mesh, zero_stage: plan.effective_zero_stage(), stages };
                 let elements = |unit| recording.work.unit(unit).elements();

@@ -296,7 +296,7 @@ fn changes(best: &Candidate) -> Vec<(String, Candidate)> {
         }
     }
     for recompute in [Recompute::None, Recompute::Selective, Recompute::Full] {
-        changes.push((format!("recompute {}", recompute.word()), Candidate { recompute, ..*best }));
+        changes.push((format!("recompute {}", recompute.name()), Candidate { recompute, ..*best }));
     }
     for kind in Kind::ALL {
         let chunks = [kind.chunks().0, best.schedule.1, best.schedule.1 * 2, best.schedule.1 / 2];

@@ -26,14 +26,14 @@ impl Planner {
         recording: &Recording,
         rank: usize,
     ) -> Result<MemoryBytes, Rejection> {
-        if !self.style().has_ledger {
+        if !self.traits().has_ledger {
             let stages = layout.stages_on(rank);
             let Recording { work, .. } = recording;
             let (state, mesh) = (self.state_bytes(recording), &layout.mesh);
             let holding = Holding { state, mesh, zero_stage: plan.effective_zero_stage(), stages: &stages };
             let elements = |unit| work.unit(unit).elements();
             let forgotten = |unit: usize| plan.recompute.of(unit.saturating_sub(1));
-            let kept = |unit| self.style().saved_bytes(work, unit, forgotten(unit));
+            let kept = |unit| self.traits().saved_bytes(work, unit, forgotten(unit));
             return Ok(memory_elsewhere(holding, elements, kept));
         }
         let state = self.state_plan(plan, layout, recording, rank);
@@ -52,7 +52,7 @@ impl Planner {
 
     /// Returns true if a plan offloads anything on these machines.
     pub(crate) fn offloads(&self, plan: &Plan) -> bool {
-        self.style().has_ledger && self.residences_of(plan).offload_anything()
+        self.traits().has_ledger && self.residences_of(plan).offload_anything()
     }
 
     /// Returns the recording of the model where each block recomputes by the plan's rules.

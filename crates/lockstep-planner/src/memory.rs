@@ -27,8 +27,8 @@ impl Planner {
     /// Returns the bytes of state per element: for Lockstep by the run's optimizer and precision, for others by their style.
     pub(crate) fn state_bytes(&self, recording: &Recording) -> StateBytes {
         let Recording { work, facts, .. } = recording;
-        if !self.style().has_ledger {
-            return self.style().state_bytes(work.dtype);
+        if !self.traits().has_ledger {
+            return self.traits().state_bytes(work.dtype);
         }
         let (plan, mesh) = (&self.config.plan, Mesh::default());
         StatePlan::new(plan, Residences::default(), &mesh, 1, facts).element_bytes(work.dtype)

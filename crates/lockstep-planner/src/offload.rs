@@ -53,7 +53,7 @@ impl Planner {
             Residence::Disk => node.disk_bytes > 0,
         };
         let is_open = |what: &str| self.config.origin(&format!("parallel.offload.{what}")) == Origin::Default;
-        self.style().has_ledger
+        self.traits().has_ledger
             && self.cluster.nodes.iter().all(has_place)
             && ["optimizer", "gradients", "parameters", "activations", "fraction"].into_iter().all(is_open)
             && self.config.rollback_after() == 0

@@ -77,7 +77,7 @@ impl Planner {
             // The cores of the planning machine affect neither the time nor the memory of a device.
             config.train.threads = 1;
         }
-        let style = cluster.software.style();
+        let style = cluster.software.traits();
         if style.dropout > 0.0 && config.origin("train.dropout") == Origin::Default {
             config.train.dropout = style.dropout;
         }
@@ -109,8 +109,8 @@ impl Planner {
     }
 
     /// Returns the implementation choices of the system that is planned for.
-    pub(crate) fn style(&self) -> SystemTraits {
-        self.cluster.software.style()
+    pub(crate) fn traits(&self) -> SystemTraits {
+        self.cluster.software.traits()
     }
 
     /// Returns the configuration of the run.

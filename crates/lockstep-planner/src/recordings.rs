@@ -51,7 +51,7 @@ impl Uniform {
         profile.records = Vec::new();
         profile.units.iter_mut().for_each(|unit| unit.parameters = Vec::new());
         let units = 0..recording.work.units();
-        let kept = |unit| cluster.software.style().saved_bytes(&recording.work, unit, recompute);
+        let kept = |unit| cluster.software.traits().saved_bytes(&recording.work, unit, recompute);
         Self {
             times: TimedModel::new(cluster, &recording.work, mesh),
             profile,

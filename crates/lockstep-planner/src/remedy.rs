@@ -101,7 +101,7 @@ fn choices_of(config: &RunConfig) -> Vec<Vec<Vec<String>>> {
     let recompute: Vec<Vec<String>> = [Recompute::Selective, Recompute::Full]
         .into_iter()
         .filter(|mode| plan.recompute != (*mode).into() && plan.recompute != Recompute::Full.into())
-        .map(|mode| vec![format!("parallel.recompute={}", mode.word())])
+        .map(|mode| vec![format!("parallel.recompute={}", mode.name())])
         .collect();
     let replicas = plan.mesh.replicate;
     let are_sharded = plan.mesh.shard * plan.mesh.context > 1;

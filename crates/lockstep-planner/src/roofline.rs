@@ -101,7 +101,7 @@ impl Planner {
         }
         let work = &recording.work;
         let device = device(&self.cluster, &layout.mesh, kind);
-        let worker = KernelTimes::new(device, self.style(), work.dtype);
+        let worker = KernelTimes::new(device, self.traits(), work.dtype);
         let stages = pipeline_ranks.iter().flat_map(|rank| layout.stages_of(*rank));
         let mut points: Vec<Point> = Vec::new();
         for unit in stages.flat_map(|stage| layout.stages[stage].clone()) {

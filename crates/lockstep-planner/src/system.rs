@@ -1,5 +1,6 @@
 //! Training systems, and their differences on the same devices: values that they write, operations that they do not overlap, and bytes
-//! of their state. Nothing else in the crate names a system: it reads [`SystemTraits`]. Each difference is a fact of the system's code or paper, except four fitted constants:
+//! of their state. Nothing else in the crate names a system: it reads [`SystemTraits`]. Each difference is a fact of the system's code
+//! or paper, except four fitted constants:
 //!
 //! - the efficiency of DeepSpeed's gathers of 2021,
 //! - the memory passes of elementwise kernels in PyTorch's backward,
@@ -166,7 +167,7 @@ impl SystemTraits {
 
 impl Software {
     /// Returns the implementation choices of the system.
-    pub const fn style(self) -> SystemTraits {
+    pub const fn traits(self) -> SystemTraits {
         let lockstep = SystemTraits {
             unfused_attention: false,
             separate_accumulation: false,
@@ -209,7 +210,7 @@ impl Software {
                 update_bytes: FOREACH_UPDATE_BYTES,
                 ..other
             },
-            Self::LlmFoundry => SystemTraits { attention: [1.0, 0.385], ..Self::Fsdp.style() },
+            Self::LlmFoundry => SystemTraits { attention: [1.0, 0.385], ..Self::Fsdp.traits() },
             Self::DeepSpeed => SystemTraits {
                 unfused_attention: true,
                 separate_accumulation: true,

@@ -144,7 +144,7 @@ impl Planner {
         let Uniform { times, profile, state, kept_elsewhere } = units;
         let (mesh, zero_stage, dtype) = (&layout.mesh, candidate.zero_stage, times.dtype());
         let holding = Holding { state: *state, mesh, zero_stage, stages };
-        if !self.style().has_ledger {
+        if !self.traits().has_ledger {
             return memory_elsewhere(holding, |unit| times.elements(unit), |unit| kept_elsewhere[unit]);
         }
         let elements = self.elements_of(times, stages);

@@ -27,6 +27,16 @@ pub(crate) enum Contents {
     Anything,
 }
 
+/// A device with memory and a queue of its own.
+pub trait Device: DeviceMemory {
+    /// Returns a handle of the queue, with `threads` host threads. Host memory that the queue needs is booked in
+    /// `arena`.
+    ///
+    /// # Errors
+    /// As [`Arena::queue`].
+    fn queue(self: Arc<Self>, threads: usize, arena: &Arena) -> Result<Box<dyn Queue>, TensorError>;
+}
+
 /// An allocator with a ledger. Clones share both.
 #[derive(Clone, Default)]
 pub struct Arena {
@@ -44,16 +54,7 @@ struct State {
     free: BTreeMap<(Kind, usize), Vec<Arc<LendableBlock>>>,
     shared: Option<SharedCategories>,
     /// The device that holds the buffers, snapshots excepted: those stay on the host.
-    device: Option<OnDevice>,
-}
-
-/// Makes a queue of an arena's device, with a number of host threads, and books host memory in an arena.
-pub(crate) type QueueMaker = Arc<dyn Fn(usize, &Arena) -> Result<Box<dyn Queue>, TensorError> + Send + Sync>;
-
-/// The device of an arena.
-struct OnDevice {
-    memory: Arc<dyn DeviceMemory>,
-    queue_maker: QueueMaker,
+    device: Option<Arc<dyn Device>>,
 }
 
 /// The categories whose buffers lie in shared memory.
@@ -76,16 +77,16 @@ impl Arena {
         arena
     }
 
-    /// Creates an arena whose buffers lie in `memory`, snapshots excepted; `queue_maker` makes the queues of the device.
-    pub(crate) fn with_device(memory: Arc<dyn DeviceMemory>, queue_maker: QueueMaker) -> Self {
+    /// Creates an arena whose buffers lie on `device`, snapshots excepted: those stay on the host.
+    pub fn on(device: Arc<dyn Device>) -> Self {
         let arena = Self::default();
-        arena.lock().device = Some(OnDevice { memory, queue_maker });
+        arena.lock().device = Some(device);
         arena
     }
 
-    /// Returns the maker of the device's queues; `None` if the buffers lie on the host.
-    pub(crate) fn queue_maker(&self) -> Option<QueueMaker> {
-        self.lock().device.as_ref().map(|device| Arc::clone(&device.queue_maker))
+    /// Returns the device that holds the buffers; `None` if they lie on the host.
+    pub(crate) fn device(&self) -> Option<Arc<dyn Device>> {
+        self.lock().device.clone()
     }
 
     /// Returns a handle of the same ledger that allocates only host memory, for the host threads of a device.
@@ -103,7 +104,7 @@ impl Arena {
         let capacity = Self::booked_bytes(bytes);
         let mut state = self.lock();
         let heap = state.heap_for(category);
-        let device = state.device.as_ref().map(|device| Arc::clone(&device.memory));
+        let device = state.device.clone().map(|device| device as Arc<dyn DeviceMemory>);
         let device = device.filter(|_| !self.is_on_host && category != MemoryCategory::Snapshot);
         let kind = match (&device, &heap) {
             (Some(_), _) => Kind::Device,

@@ -1,7 +1,7 @@
 //! Devices with memory of their own, and the order in which work is done on them.
 //!
 //! The CPU runs every kernel before its call returns, so an [`Event`](crate::Event) of its queue is always complete and a
-//! [`Pending`](crate::Pending) value is ready. Any other [`Device`] runs its [`Queue`] asynchronously, as a CUDA stream does.
+//! [`Pending`](crate::Pending) value is ready. Any other [`Device`](crate::Device) runs its [`Queue`] asynchronously, as a CUDA stream does.
 //! Everything other than that queue reaches the device's memory in one of three ways:
 //!
 //! ```text
@@ -10,27 +10,9 @@
 //! the allocator              drop of a Buffer                 once the queue has passed the drop
 //! ```
 
-use std::sync::Arc;
-
-use crate::{Arena, CpuQueue, DeviceMemory, Queue, TensorError};
-
-/// A device with memory and a queue of its own.
-pub trait Device: DeviceMemory {
-    /// Returns a handle of the queue, with `threads` host threads. Host memory that the queue needs is booked in
-    /// `arena`.
-    ///
-    /// # Errors
-    /// As [`Arena::queue`].
-    fn queue(self: Arc<Self>, threads: usize, arena: &Arena) -> Result<Box<dyn Queue>, TensorError>;
-}
+use crate::{Arena, CpuQueue, Queue, TensorError};
 
 impl Arena {
-    /// Creates an arena whose buffers lie on `device`, snapshots excepted: those stay on the host.
-    pub fn on(device: Arc<dyn Device>) -> Self {
-        let memory: Arc<dyn DeviceMemory> = Arc::clone(&device) as _;
-        Self::with_device(memory, Arc::new(move |threads, host| Arc::clone(&device).queue(threads, host)))
-    }
-
     /// Creates a queue of the device that holds the buffers, with `threads` host threads including the calling one.
     /// Host memory that kernels need is booked here as workspace.
     ///
@@ -38,8 +20,8 @@ impl Arena {
     /// If the threads cannot be started ([`TensorError::ThreadPool`]) or there is not enough memory
     /// ([`TensorError::OutOfMemory`]).
     pub fn queue(&self, threads: usize) -> Result<Box<dyn Queue>, TensorError> {
-        match self.queue_maker() {
-            Some(make) => make(threads, &self.on_host()),
+        match self.device() {
+            Some(device) => device.queue(threads, &self.on_host()),
             None => Ok(Box::new(CpuQueue::new(threads, self)?)),
         }
     }

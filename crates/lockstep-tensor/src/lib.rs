@@ -30,10 +30,10 @@ mod shared;
 mod tensor;
 mod view;
 
-pub use arena::Arena;
+pub use arena::{Arena, Device};
 pub use buffer::{Buffer, Loan};
 pub use cpu::{CpuLevel, CpuQueue, F32Products, Workers, muon_flops};
-pub use device::Device;
+
 pub use disk::{
     Action, DiskBackend, DiskError, DiskIo, DiskQueue, DiskTraffic, ScratchFile, Ticket, Transfer,
 };

@@ -60,7 +60,7 @@ pub struct View<'a> {
     dtype: DType,
     shape: Shape,
     place: MemoryLocation<'a>,
-    /// Makes the view not `Sync`, and ties it to its buffer.
+    /// Makes the view neither `Send` nor `Sync`, and ties it to its buffer.
     buffer: PhantomData<&'a Cell<()>>,
 }
 

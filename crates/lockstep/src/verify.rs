@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use lockstep_config::plan::check;
-use lockstep_config::{DataSource, Origin, Precision, RunConfig, Transport, human, resolve_model, word_of};
+use lockstep_config::{DataSource, Origin, Precision, RunConfig, Transport, human, resolve_model};
 use lockstep_engine::Ranks;
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_launch::{is_launched, started_group};
@@ -163,7 +163,7 @@ pub(crate) fn plan_in_words(config: &RunConfig) -> String {
         words.push(format!("{stages} pipeline ranks ({schedule})"));
     }
     if plan.mesh.context > 1 {
-        let method = word_of(&plan.context_method);
+        let method = plan.context_method.name();
         words.push(format!("{} context-parallel ranks ({method})", plan.mesh.context));
     }
     if plan.mesh.tensor > 1 {

@@ -2,7 +2,7 @@
 //! ranks are connected when one of them has something for the other. A rank keeps a few bytes of each rank that it has no
 //! connection to.
 //!
-//! Of two ranks the higher one connects to the lower one. The lower one asks for it by knocking: a handshake without
+//! The higher of two ranks connects to the lower one. The lower one asks for it by knocking: a handshake without
 //! connection.
 
 use std::{

@@ -36,8 +36,8 @@ pub(crate) struct Facts {
     pub(crate) accumulates: bool,
     /// True if its inputs have the gradient of its output.
     pub(crate) passes_gradient_on: bool,
-    /// True if the instruction for the input gradients computes the weight gradient as well: a loss.
-    pub(crate) weight_with_inputs: bool,
+    /// True for a loss: it seeds the backward, and its instruction for the input gradients computes the weight gradient as well.
+    pub(crate) is_loss: bool,
     /// Value that the output is an alias of; only their gradients differ.
     pub(crate) alias_of: Option<Value>,
     /// True if its output is never saved but gathered again, because other ranks save their shards of it.

@@ -283,7 +283,7 @@ impl Operation {
                 scratch: split.iter().flat_map(VocabularyParallelLoss::scratch).chain([logits]).collect(),
                 weight: Some(weight),
                 saved_for_inputs: vec![x],
-                weight_with_inputs: true,
+                is_loss: true,
                 vector_flops: [4, 7, 0],
                 ..Facts::of("output layer and loss", [x], [losses])
             },
@@ -304,10 +304,5 @@ impl Operation {
             Self::Route(RouteOperation { counts, .. }) => Some(counts),
             _ => None,
         }
-    }
-
-    /// Returns true if it is a loss, which seeds the backward and does all of its work there.
-    pub(crate) fn is_loss(&self) -> bool {
-        matches!(self, Self::OutputLoss { .. })
     }
 }

@@ -69,7 +69,7 @@ impl Program {
                 Instruction::Forward(operation)
                     if phase.pass == Pass::Forward
                         && self.has_backward()
-                        && self.operations[*operation].is_loss() => {}
+                        && self.facts[*operation].is_loss => {}
                 _ => list.add(instruction, Overlap::Exposed),
             }
         }
@@ -317,13 +317,13 @@ impl List<'_> {
         };
         let program = self.program;
         let (operation, facts) = (&program.operations[index], &program.facts[index]);
-        if operation.is_loss() {
+        if facts.is_loss {
             let bytes = |gradient: &Gradient| self.phase.buffers[gradient.0].info.bytes() as u64;
             let written = match instruction {
                 Instruction::BackwardInputs { dx, .. } => Some(dx.iter().map(|(dx, _)| bytes(dx)).sum()),
                 _ => None,
             };
-            return self.loss(operation, written);
+            return self.loss(operation, facts, written);
         }
         let tasks = program.linear_tasks(operation, facts, pass).unwrap_or_else(|| match pass {
             Pass::Forward | Pass::Recompute => program.forward_tasks(operation, overlap),
@@ -340,8 +340,13 @@ impl List<'_> {
             .collect()
     }
 
-    fn loss(&self, operation: &Operation, gradient_bytes: Option<u64>) -> Vec<(TaskKind, Cost)> {
-        let mut parts = self.program.loss_parts(operation, gradient_bytes);
+    fn loss(
+        &self,
+        operation: &Operation,
+        facts: &Facts,
+        gradient_bytes: Option<u64>,
+    ) -> Vec<(TaskKind, Cost)> {
+        let mut parts = self.program.loss_parts(operation, facts, gradient_bytes);
         if let Operation::OutputLoss { logits, split: Some(split), .. } = *operation {
             let exchanges = self.program.statistics(logits, split);
             // After the logits.

@@ -174,9 +174,7 @@ fn bytes_and_vector_flops_are_those_of_the_roofline() {
         let program = record(setting, Recompute::Selective);
         let work = program.work();
         let is_left_out = |pass: Pass, instruction: &Instruction| match instruction {
-            Instruction::Forward(operation) if pass == Pass::Forward => {
-                program.operations[*operation].is_loss()
-            }
+            Instruction::Forward(operation) if pass == Pass::Forward => program.facts[*operation].is_loss,
             _ => only_sends(&program, instruction),
         };
         for (phase, tasks) in [

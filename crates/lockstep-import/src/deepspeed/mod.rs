@@ -6,6 +6,8 @@
 mod elastic;
 mod optimizer;
 
+use std::sync::LazyLock;
+
 use serde_json::{Value, json};
 
 use crate::draft::{Import, Read};
@@ -40,9 +42,12 @@ pub(crate) fn import(mut fields: Fields, options: Options) -> Result<Import, Pro
     fields.outcome(Format::DeepSpeed).map(|()| import)
 }
 
+/// Deprecated or alternative names of keys, and their current names.
+static RENAMED: LazyLock<Vec<[&str; 2]>> = LazyLock::new(|| table::pairs(include_str!("renamed.tsv")));
+
 /// Renames deprecated keys to their current names.
 pub(crate) fn rename(fields: &mut Fields) {
-    for [old, new] in table::cells(include_str!("renamed.tsv")) {
+    for [old, new] in RENAMED.iter() {
         fields.rename(old, new);
     }
     for (flag, device) in [
@@ -462,5 +467,17 @@ impl DeepSpeed<'_, '_> {
             "metrics.dir",
             self.fields.text("tensorboard.output_path").filter(|read| !read.value.is_empty()),
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_renamed_key_is_a_key_of_the_table() {
+        for [old, new] in RENAMED.iter() {
+            assert!(Format::DeepSpeed.keys().iter().any(|row| row.key == *new), "{old} becomes {new}");
+        }
     }
 }

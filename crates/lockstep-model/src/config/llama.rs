@@ -143,12 +143,15 @@ impl LlamaConfig {
         if self.family.traits().attention_bias == AttentionBias::Configured {
             put("attention_bias", json!(self.output_bias));
         }
-        let (key, value) = match self.family {
-            LlamaFamily::Llama => ("mlp_bias", json!(self.mlp_bias)),
-            LlamaFamily::DeepseekV3 => ("num_nextn_predict_layers", json!(0)),
-            _ => ("sliding_window", json!(self.sliding_window)),
-        };
-        put(key, value);
+        if self.family == LlamaFamily::Llama {
+            put("mlp_bias", json!(self.mlp_bias));
+        }
+        if self.family == LlamaFamily::DeepseekV3 {
+            put("num_nextn_predict_layers", json!(0));
+        }
+        if self.family.traits().windows != Windows::Never {
+            put("sliding_window", json!(self.sliding_window));
+        }
         if self.family.traits().windows == Windows::InUpperLayers {
             // If there are windows, all layers have one: `max_window_layers` counts the layers before the first.
             let windows = self.sliding_window.is_some();

@@ -59,12 +59,10 @@ impl ModelConfig {
     /// Returns the model with all dropout probabilities of its family set: embedding, residual and attention for
     /// GPT-2, attention for the Llama-likes (as in transformers).
     pub fn with_dropout(&self, probability: f64) -> Self {
-        let mut changed = self.clone();
-        match &mut changed {
-            Self::Gpt2(config) => *config = config.clone().with_dropout(probability),
-            Self::Llama(config) => config.attention_dropout = probability,
+        match self.clone() {
+            Self::Gpt2(config) => Self::Gpt2(config.with_dropout(probability)),
+            Self::Llama(config) => Self::Llama(LlamaConfig { attention_dropout: probability, ..config }),
         }
-        changed
     }
 
     /// Returns true if experts have a capacity in training, beyond which slots are dropped.

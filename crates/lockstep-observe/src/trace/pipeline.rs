@@ -53,7 +53,8 @@ pub fn write(dir: &Path, step: u64, schedule: &str, engine: &Engine, ranks: &Ran
         return Ok(());
     };
     ranks.barrier()?;
-    let Some(steps) = gather_json(ranks, &OwnStep::of(times, now_us()))? else { return Ok(()) };
+    let path = dir.join(TIMELINE);
+    let Some(steps) = gather_json(ranks, &path, &OwnStep::of(times, now_us()))? else { return Ok(()) };
     let shifts_us: Vec<i64> = steps.iter().map(|own| own.shift_us(&steps[0])).collect();
     let bars: Vec<Vec<Bar>> = steps.iter().zip(&shifts_us).map(|(own, shift)| own.bars(*shift)).collect();
     let pipelines = ranks.mesh().ranks().groups(&[Axis::Pipeline]);
@@ -63,7 +64,7 @@ pub fn write(dir: &Path, step: u64, schedule: &str, engine: &Engine, ranks: &Ran
     };
     let all: Vec<Value> = pipelines.iter().take(shown).map(describe).collect();
     let file = json!({ "step": step, "schedule": schedule, "pipelines": all, "of": pipelines.len() });
-    write_json(&dir.join(TIMELINE), &file)
+    write_json(&path, &file)
 }
 
 impl OwnStep {

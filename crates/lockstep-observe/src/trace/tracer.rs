@@ -148,8 +148,10 @@ impl Tracer {
         self.steps.clear();
         self.pauses.clear();
         self.saves.clear();
-        match gather_json(ranks, &events)? {
-            Some(parts) => write_json(&path, &chrome::file(parts.concat())),
+        // The events of one rank need no detour through bytes; there may be hundreds of thousands.
+        let parts = if ranks.size() == 1 { Some(vec![events]) } else { gather_json(ranks, &path, &events)? };
+        match parts {
+            Some(parts) => write_json(&path, &chrome::file(parts.into_iter().flatten().collect())),
             None => Ok(()),
         }
     }

@@ -22,7 +22,7 @@ mod uses;
 
 use std::collections::BTreeSet;
 
-use serde::{Deserialize, Serialize};
+use crate::named_enum::named_enum;
 
 pub use gathers::{Bundled, Gathers, Kept};
 pub use packing::{Lifetime, pack};
@@ -32,17 +32,18 @@ pub use uses::{RankPasses, Sequence};
 /// that others wait for.
 const MOST_AHEAD: usize = 4;
 
-/// Reshard policy: the handling of a unit's gathered weights after its forward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ReshardAfterForward {
-    /// Weights are resharded after each forward, except those that the backward starts with.
-    Always,
-    /// Weights stay unsharded as long as there is room.
-    #[default]
-    Auto,
-    /// Weights stay unsharded; the pool has room for all of them.
-    Never,
+named_enum! {
+    /// Reshard policy: the handling of a unit's gathered weights after its forward.
+    #[derive(Default)]
+    pub enum ReshardAfterForward {
+        /// Weights are resharded after each forward, except those that the backward starts with.
+        Always = "always",
+        /// Weights stay unsharded as long as there is room.
+        #[default]
+        Auto = "auto",
+        /// Weights stay unsharded; the pool has room for all of them.
+        Never = "never",
+    }
 }
 
 /// Limits on the sharded parameters that are unsharded on a rank at once.

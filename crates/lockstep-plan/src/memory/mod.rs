@@ -21,12 +21,13 @@ mod windows;
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Index, IndexMut};
 
-use crate::words::words;
+use crate::named_enum::named_enum;
 
-words! {
+named_enum! {
     /// Purpose of a byte of memory. A buffer has one category from its allocation until its last owner drops it.
+    /// The order of the variants is that of reports and of the words of a step's metrics.
     #[derive(PartialOrd, Ord)]
-    pub enum MemoryCategory by name {
+    pub enum MemoryCategory {
         /// Weights in the dtype that kernels read.
         Parameters = "parameters",
         /// Accumulated gradients, always f32.
@@ -45,8 +46,6 @@ words! {
         Cached = "cached",
     }
 }
-
-impl MemoryCategory {}
 
 pub use layout::{Extent, FlatParameter, GradientStaging, QuantizedGradientStaging, StoreLayout};
 pub use offload_traffic::{

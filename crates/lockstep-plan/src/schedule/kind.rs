@@ -1,10 +1,10 @@
 //! The published pipeline schedules by name, with their numbers of chunks and their assignment of stages to ranks.
 
-use crate::words::words;
+use crate::named_enum::named_enum;
 
-words! {
+named_enum! {
     /// A published pipeline schedule.
-    pub enum Kind by name {
+    pub enum Kind {
         /// GPipe: all forwards, then all backwards (Huang et al. 2019).
         GPipe = "gpipe",
         /// 1F1B: forwards and backwards alternate, so a rank has no more micro-batches in flight than there are ranks from it to the last

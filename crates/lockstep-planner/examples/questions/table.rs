@@ -52,6 +52,10 @@ fn parsed(row: &'static str) -> Option<Question> {
         global_batch: global_batch.parse().ok()?,
         fits,
         most_valued: if fits { most_valued.parse().ok()? } else { usize::MAX },
-        is_quick: asked == "quick",
+        is_quick: match asked {
+            "quick" => true,
+            "long" => false,
+            _ => return None,
+        },
     })
 }

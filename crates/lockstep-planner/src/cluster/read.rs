@@ -392,3 +392,17 @@ fn check(cluster: &mut Cluster, file: &Section<'_, '_>) {
         below = joined.max(below);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_table_of_devices_and_links_has_its_name() {
+        for (names, text) in [(&DEVICES, DEVICE_TEXT), (&LINKS, LINK_TEXT)] {
+            let tables = DeTable::parse(text).unwrap();
+            assert_eq!(names.len(), tables.get_ref().len(), "{names:?}");
+            assert!(names.iter().all(|name| tables.get_ref().contains_key(*name)), "{names:?}");
+        }
+    }
+}

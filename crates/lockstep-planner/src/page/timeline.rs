@@ -43,7 +43,7 @@ fn pass_kind(kind: PassKind) -> usize {
 }
 
 /// Encodes the passes of a rank in order, each as a letter for its stage and kind. A number before it is the ticks that the rank
-/// waits; `:N` behind it is the micro-batch, if it is not the next one of that letter.
+/// waits; `:N;` behind it is the micro-batch, if it is not the next one of that letter.
 fn row(best: &Evaluated, rank: usize) -> Value {
     let tick_ms = tick_ms(best);
     let mut letters: Vec<Value> = Vec::new();
@@ -66,7 +66,7 @@ fn row(best: &Evaluated, rank: usize) -> Value {
         now_ms += ms;
         passes.push(letter(*index));
         if *next != pass.micro_batch {
-            let _ = write!(passes, ":{}", pass.micro_batch);
+            let _ = write!(passes, ":{};", pass.micro_batch);
         }
         *next = pass.micro_batch + 1;
     }

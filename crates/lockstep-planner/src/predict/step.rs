@@ -106,7 +106,7 @@ impl<'a> Step<'a> {
         let ranks = shape.layout.pipeline_ranks();
         let kinds =
             (0..ranks).map(|rank| slowest_kind(cluster, &shape.layout.mesh, model.dtype(), rank)).collect();
-        Self { cluster, model, shape, style: cluster.software.style(), kinds }
+        Self { cluster, model, shape, style: cluster.software.traits(), kinds }
     }
 
     fn predict(&self) -> Result<StepPrediction, CostsError> {

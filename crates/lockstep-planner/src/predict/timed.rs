@@ -45,7 +45,7 @@ impl TimedModel {
     pub fn new(cluster: &Cluster, work: &ModelWork, mesh: &Mesh) -> Self {
         let exchange = |exchange: &Exchange| exchange_time(cluster, mesh, exchange);
         let workers: Vec<KernelTimes<'_>> = (0..cluster.nodes.len())
-            .map(|kind| KernelTimes::new(device(cluster, mesh, kind), cluster.software.style(), work.dtype))
+            .map(|kind| KernelTimes::new(device(cluster, mesh, kind), cluster.software.traits(), work.dtype))
             .collect();
         let unit = |unit: &UnitWork| {
             let on = |worker: &KernelTimes<'_>| TimedUnit::new(unit, worker, exchange);
@@ -184,7 +184,7 @@ pub(super) fn legs(
 ) -> impl Iterator<Item = Leg> {
     let experts = mesh.experts();
     let (ranks, parts) = (experts.degree(ExpertAxis::Expert), experts.degree(ExpertAxis::ExpertTensor));
-    let is_gathered = peers == Peers::Expert && parts > 1 && cluster.software.style().gathers_for_experts;
+    let is_gathered = peers == Peers::Expert && parts > 1 && cluster.software.traits().gathers_for_experts;
     let bytes = bytes as f64;
     let (size, stride) = group_of(mesh, peers);
     // A reduce-scatter takes as long as an all-gather.
@@ -259,14 +259,14 @@ mod tests {
     fn a_device_waits_for_a_host_that_waits_for_counts_and_a_core_does_not() {
         let waited = |cluster: Cluster, is_for_host: bool| {
             let device = Cow::Borrowed(&cluster.nodes[0].device);
-            let worker = KernelTimes::new(device, cluster.software.style(), DType::BF16);
+            let worker = KernelTimes::new(device, cluster.software.traits(), DType::BF16);
             let kind = TaskKind::Exchange(rows(8, is_for_host));
             let task = Task { name: "dispatch", pass: Pass::Forward, kind, bytes: 0, vector_flops: 0 };
             let link = LinkTime { seconds: 1e-5, ..LinkTime::default() };
             PassCost::of(&worker.timed([&task], |_| link)).exposed_s
         };
         let preset = || Cluster::preset("dgx-h100").unwrap_or_else(|error| panic!("{error}"));
-        let wait_s = preset().software.style().counts_wait_s;
+        let wait_s = preset().software.traits().counts_wait_s;
         assert!(wait_s > 0.0);
         assert_eq!(waited(preset(), true), 1e-5 + wait_s);
         assert_eq!(waited(preset(), false), 1e-5);

@@ -4,16 +4,15 @@
 //! go to a block on the stack before they are rounded and stored. Inputs are read before outputs are written, so an
 //! output may be one of the inputs, and the loop vectorizes in both cases.
 
+use lockstep_plan::DType;
+
 use super::{
     CpuQueue, dropout, gate,
     operands::{Operand, check_disjoint, check_elementwise, expect},
     simd::{BLOCK, Block, Float, Isa, inlined, map_block, normal_distribution, sigmoid, with_float},
     tasks::elements_per_task,
 };
-use crate::{Dropout, TokenPositions};
-use crate::{ElementwiseKernels, Gelu, View};
-
-use lockstep_plan::DType;
+use crate::{Dropout, ElementwiseKernels, Gelu, TokenPositions, View};
 
 /// Computes `outputs[m][i] = f(isa, [inputs[0][i], inputs[1][i], ...])[m]`.
 ///

@@ -108,14 +108,9 @@ fn parts(kernel: &str, own: View<'_>, tail: View<'_>, y: View<'_>) -> ([usize; 2
 mod tests {
     use proptest::prelude::*;
 
-    use lockstep_plan::DType;
-
     use super::*;
-    use crate::RotaryKernels;
-    use crate::Rotation;
-    use crate::cpu::reference;
     use crate::cpu::testing::{
-        ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, tolerance, values,
+        ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tolerance, values,
     };
 
     fn joined(own: &[f64], tail: &[f64], [heads, width, tails]: [usize; 3]) -> Vec<f64> {
@@ -159,31 +154,6 @@ mod tests {
                     assert_eq!(results[1], own);
                     assert_close("dtail", &results[2], &dtail, tolerance(dtype), 1e-6);
                     assert_eq!((&results[3], &results[4]), (&padded, &cut));
-                });
-            }
-        }
-
-        #[test]
-        fn neighbours_are_rotated_as_halves_are(tokens in 1usize..9, heads in 1usize..4, half in 1usize..40) {
-            let width = 2 * half * heads;
-            let x = random_of(DType::F32, 1, tokens * width);
-            let positions: Vec<u32> = (0..tokens as u32).map(|t| 3 * t).collect();
-            let frequencies: Vec<f32> = (0..half).map(|i| 100.0_f32.powf(-(i as f32) / half as f32)).collect();
-            // The reference has the pairs of a head split in halves.
-            let apart = |x: &[f64]| -> Vec<f64> {
-                let one = |head: &[f64], first: usize| head.iter().skip(first).step_by(2).copied().collect::<Vec<_>>();
-                x.chunks(2 * half).flat_map(|head| [one(head, 0), one(head, 1)].concat()).collect()
-            };
-            for (rotation, sign) in [(Rotation::Forward, 1.0), (Rotation::Backward, -1.0)] {
-                let expected = reference::rope(&apart(&x), &positions, &frequencies, sign);
-                let run = |queue: &CpuQueue| {
-                    let x = floats(DType::F32, [tokens, heads, 2 * half], &x);
-                    let (positions, frequencies) = (tensor(&positions), tensor(&frequencies));
-                    queue.rope_interleaved(x.view(), positions.view(), frequencies.view(), rotation, x.view());
-                    vec![values(x.view())]
-                };
-                on_every_queue(run, |results| {
-                    assert_close("rotated", &apart(&results[0]), &expected, 1e-6, 2e-6);
                 });
             }
         }

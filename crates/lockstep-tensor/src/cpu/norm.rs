@@ -94,8 +94,10 @@ struct Norm<'a> {
 }
 
 impl<'a> Norm<'a> {
+    /// Checks the operands of a layer normalization.
+    ///
     /// # Panics
-    /// If the operands' types or sizes do not fit.
+    /// If their types or sizes do not fit.
     fn of_layer(LayerNorm { x, weight, mean, rstd }: LayerNorm<'a>) -> Self {
         let (rows, width) = x.shape().as_matrix();
         expect("layer_norm: weight", weight, x.dtype(), width);
@@ -130,7 +132,7 @@ fn forward(queue: &CpuQueue, norm: Norm<'_>, bias: Option<View<'_>>, eps: f32, y
                     let mean = unsafe { mean.write(row..row + 1) };
                     mean[0] = average;
                 }
-                // A second pass over the row, because `average(x²) - average(x)²` cancels.
+                // For layer normalization a second pass over the row, because `average(x²) - average(x)²` cancels.
                 let [squares] = sum([x], inlined!(|[x]| [(x - average) * (x - average)]));
                 rstd[0] = 1.0 / (squares / width as f32 + eps).sqrt();
                 let rstd = rstd[0];

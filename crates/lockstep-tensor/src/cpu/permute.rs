@@ -12,8 +12,7 @@ use super::{
     simd::{BLOCK, Block, Float, inlined, sum, with_float},
     tasks::rows_per_task,
 };
-use crate::TokenPositions;
-use crate::{Permutation, PermutationKernels, View};
+use crate::{Permutation, PermutationKernels, TokenPositions, View};
 
 const NONE: u32 = Permutation::NONE;
 

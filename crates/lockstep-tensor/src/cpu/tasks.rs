@@ -51,7 +51,8 @@ impl CpuQueue {
         self.pool.run(tasks, task);
     }
 
-    /// Calls `work` with each of `rows` rows of `width` elements, as [`CpuQueue::for_each_range`] does with ranges of them.
+    /// Calls `work` with each of `rows` rows of `width` elements, as [`CpuQueue::for_each_range`] does with ranges of them. The closure
+    /// must be `inlined!`.
     #[inline(always)]
     pub(super) fn for_each_row(&self, rows: usize, width: usize, work: impl Fn(usize, Isa) + Sync) {
         self.for_each_range(

@@ -191,7 +191,7 @@ impl Drop for Ring {
 
 impl std::fmt::Debug for Ring {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Ring({} transfers on their way)", self.in_flight.len())
+        write!(f, "Ring({} transfers in flight)", self.in_flight.len())
     }
 }
 

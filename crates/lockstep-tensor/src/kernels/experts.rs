@@ -1,4 +1,4 @@
-//! Operands of the mixture-of-experts kernels: routing, permutation of tokens, and grouped GEMM by expert.
+//! Kernels of a mixture of experts and their operands: routing, and permutation of tokens by expert.
 //!
 //! A token is routed to `top_k` experts, its *slots*. For the grouped GEMM, the slots of all tokens are sorted by
 //! expert into *rows*. Afterwards each token adds up the rows of its slots.

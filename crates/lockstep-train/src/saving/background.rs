@@ -1,8 +1,8 @@
-//! A background save, overlapped with the training, as a state machine of stages. All ranks that save together pass each stage
+//! A background save, overlapped with the training, as a state machine of phases. All ranks that save together pass each phase
 //! together, between two steps.
 //!
-//! With one rank a single stage does everything. With several, the first rank opens a directory, each rank writes its part, and
-//! the first rank commits the checkpoint. Any failure restarts the save at the first stage with the next [`Attempt`].
+//! With one rank a single phase does everything. With several, the first rank opens a directory, each rank writes its part, and
+//! the first rank commits the checkpoint. Any failure restarts the save at the first phase with the next [`Attempt`].
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,7 +21,7 @@ use crate::Error;
 /// Longest wait of the training for a save to be opened. If it is opened in this time, the save needs no additional step.
 const OPENING: Duration = Duration::from_millis(100);
 
-/// One poll of an attempt, with its limits on the wait for a stage.
+/// One poll of an attempt, with its limits on the wait for a phase.
 #[derive(Clone, Copy)]
 struct Poll<'a> {
     job: &'a Arc<Job>,
@@ -29,13 +29,13 @@ struct Poll<'a> {
     pace: Pace,
 }
 
-/// Limits on the wait for a stage.
+/// Limits on the wait for a phase.
 #[derive(Clone, Copy)]
 struct Pace {
     /// Limit on the wait for this rank's own work; `None` waits until it ends.
     time: Option<Duration>,
     /// Limit on the wait for the other ranks.
-    patience: TimeLimit,
+    limit: TimeLimit,
 }
 
 impl Pace {
@@ -48,9 +48,9 @@ impl Pace {
     }
 }
 
-/// Transition after a stage has been polled.
+/// Transition after a phase has been polled.
 enum Turn {
-    /// The stage is not complete: some rank is still at work.
+    /// The phase is not complete: some rank is still at work.
     Pending(SavePhase),
     Next(Attempt, SavePhase),
     Over,
@@ -61,32 +61,32 @@ impl Saver {
     pub(super) fn start(&mut self, job: Job, progress: &mut Progress) -> Result<(), Error> {
         let (job, attempt, begin) = (Arc::new(job), Attempt::default(), Instant::now());
         if self.ranks.size() > 1 {
-            let stage = self.opening(&job, attempt);
-            self.in_flight = Some(Save { job, attempt, begin, stage });
-            return self.advance(Pace { time: Some(OPENING), patience: TimeLimit::Unlimited }, progress);
+            let phase = self.opening(&job, attempt);
+            self.in_flight = Some(Save { job, attempt, begin, phase });
+            return self.advance(Pace { time: Some(OPENING), limit: TimeLimit::Unlimited }, progress);
         }
         let snapshot = std::mem::replace(&mut self.snapshot, Memory::None);
         if let (Some(thread), Memory::There(snapshot)) = (&self.thread, snapshot) {
             let shared = job.clone();
             let save = move |snapshot: &mut Snapshot| shared.save_alone(&snapshot.tensors());
-            let stage = SavePhase::Alone(thread.run(move || Done::on(*snapshot, save)));
-            self.in_flight = Some(Save { job, attempt, begin, stage });
+            let phase = SavePhase::Alone(thread.run(move || Done::on(*snapshot, save)));
+            self.in_flight = Some(Save { job, attempt, begin, phase });
         }
         Ok(())
     }
 
-    /// Advances the save through each stage that all ranks have completed, and reports its end. A collective call: all ranks that
+    /// Advances the save through each phase that all ranks have completed, and reports its end. A collective call: all ranks that
     /// save together make it after the same steps.
     ///
     /// # Errors
     /// If weights are not finite or the communication with other ranks fails. A failure to save is reported as a message.
     pub(crate) fn poll(&mut self, progress: &mut Progress) -> Result<(), Error> {
-        self.advance(Pace { time: Some(Duration::ZERO), patience: TimeLimit::Limited }, progress)
+        self.advance(Pace { time: Some(Duration::ZERO), limit: TimeLimit::Limited }, progress)
     }
 
-    /// Waits at most `time` for each stage of the save in flight; returns true if the save has not ended.
+    /// Waits at most `time` for each phase of the save in flight; returns true if the save has not ended.
     pub(super) fn is_saving_after(&mut self, time: Duration, progress: &mut Progress) -> Result<bool, Error> {
-        self.advance(Pace { time: Some(time), patience: TimeLimit::Unlimited }, progress)?;
+        self.advance(Pace { time: Some(time), limit: TimeLimit::Unlimited }, progress)?;
         Ok(self.in_flight.is_some())
     }
 
@@ -104,28 +104,28 @@ impl Saver {
 
     /// Waits until the save in flight has ended.
     pub(super) fn wait(&mut self, progress: &mut Progress) -> Result<(), Error> {
-        self.advance(Pace { time: None, patience: TimeLimit::Unlimited }, progress)
+        self.advance(Pace { time: None, limit: TimeLimit::Unlimited }, progress)
     }
 
-    /// Advances the save stage by stage until a stage is incomplete on some rank.
+    /// Advances the save phase by phase until a phase is incomplete on some rank.
     fn advance(&mut self, mut pace: Pace, progress: &mut Progress) -> Result<(), Error> {
-        while let Some(Save { job, attempt, begin, stage }) = self.in_flight.take() {
+        while let Some(Save { job, attempt, begin, phase }) = self.in_flight.take() {
             let poll = Poll { job: &job, attempt, pace };
-            let turn = match stage {
+            let turn = match phase {
                 SavePhase::Alone(work) => self.end_alone(poll, work, progress)?,
                 SavePhase::Opening(work) => self.end_opening(poll, work, progress)?,
                 SavePhase::Writing(own, staging) => self.end_writing(poll, (own, staging), progress)?,
                 SavePhase::Committing(work) => self.end_committing(poll, work, progress)?,
             };
             match turn {
-                Turn::Pending(stage) => {
-                    self.in_flight = Some(Save { job, attempt, begin, stage });
+                Turn::Pending(phase) => {
+                    self.in_flight = Some(Save { job, attempt, begin, phase });
                     break;
                 }
-                Turn::Next(attempt, stage) => {
-                    // Only the current stage is waited for.
+                Turn::Next(attempt, phase) => {
+                    // Only the current phase is waited for.
                     pace.time = pace.time.map(|_| Duration::ZERO);
-                    self.in_flight = Some(Save { job, attempt, begin, stage });
+                    self.in_flight = Some(Save { job, attempt, begin, phase });
                 }
                 Turn::Over => {}
             }
@@ -188,7 +188,7 @@ impl Saver {
             },
             written @ Own::Written(_) => written,
         };
-        let is_pending = self.ranks.any_in_time(matches!(own, Own::Pending(_)), pace.patience)?;
+        let is_pending = self.ranks.any_in_time(matches!(own, Own::Pending(_)), pace.limit)?;
         let written = match own {
             Own::Written(written) if !is_pending => written,
             own => return Ok(Turn::Pending(SavePhase::Writing(own, staging))),
@@ -198,7 +198,7 @@ impl Saver {
             true => Some(reports.map(Option::unwrap_or_default)),
             false => reports.map(|_| None)?,
         };
-        match self.decide(reports, job, attempt, pace.patience)? {
+        match self.decide(reports, job, attempt, pace.limit)? {
             Decision::GoOn(reports) => {
                 let shared = job.clone();
                 let work = self.thread.as_ref().zip(staging.zip(reports));
@@ -229,7 +229,7 @@ impl Saver {
         }
     }
 
-    /// Returns the transition after a stage that did not succeed.
+    /// Returns the transition after a phase that did not succeed.
     fn turn_after_failure<T>(
         &mut self,
         job: &Arc<Job>,
@@ -253,14 +253,14 @@ impl Saver {
         work: OfFirst<T>,
     ) -> Result<Result<Decision<T>, OfFirst<T>>, Error> {
         let work = work.map(|work| pace.settle(work));
-        let is_pending = self.ranks.any_in_time(matches!(work, Some(Err(_))), pace.patience)?;
+        let is_pending = self.ranks.any_in_time(matches!(work, Some(Err(_))), pace.limit)?;
         let own = match work {
             Some(Err(work)) => return Ok(Err(Some(work))),
             None if is_pending => return Ok(Err(None)),
             Some(Ok(result)) => Some(result),
             None => None,
         };
-        self.decide(own, job, attempt, pace.patience).map(Ok)
+        self.decide(own, job, attempt, pace.limit).map(Ok)
     }
 
     fn opening(&self, job: &Arc<Job>, attempt: Attempt) -> SavePhase {

@@ -1,4 +1,4 @@
-//! A save in flight: the stage that it has reached, and the work of this rank in that stage.
+//! A save in flight: the phase that it has reached, and the work of this rank in that phase.
 //!
 //! Work on a snapshot owns it and gives it back with its result, so that there is one snapshot for all saves.
 
@@ -24,13 +24,13 @@ pub(super) struct Save {
     pub(super) job: Arc<Job>,
     pub(super) attempt: Attempt,
     pub(super) begin: Instant,
-    pub(super) stage: SavePhase,
+    pub(super) phase: SavePhase,
 }
 
 /// Work of the first rank; `None` on the others.
 pub(super) type OfFirst<T> = Option<PendingSave<Result<T, Error>>>;
 
-/// The stage of a save.
+/// Phase of a save in flight.
 #[expect(clippy::large_enum_variant, reason = "there is one save at a time")]
 pub(super) enum SavePhase {
     /// The only rank does everything.

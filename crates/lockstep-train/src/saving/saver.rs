@@ -266,7 +266,7 @@ impl Saver {
         own: Option<Result<T, Error>>,
         job: &Job,
         attempt: Attempt,
-        patience: TimeLimit,
+        limit: TimeLimit,
     ) -> Result<Decision<T>, Error> {
         let decision = match own {
             None => Decision::GoOn(None),
@@ -282,7 +282,7 @@ impl Saver {
             Decision::Over(_) => 1,
             Decision::Again(next) => 2 + next.place as u8,
         };
-        let of_all = self.ranks.maximum(code, patience)?;
+        let of_all = self.ranks.maximum(code, limit)?;
         Ok(match (decision, of_all) {
             (decision, _) if self.ranks.is_first() => decision,
             (_, 0) => Decision::GoOn(None),

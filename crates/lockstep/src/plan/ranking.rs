@@ -36,12 +36,13 @@ pub(super) fn run(
     };
     let answer = Answer::new(arguments, planner, best, &mut watch)?;
     arguments.write_plan(&predicted_plan(planner, &best.value)?)?;
-    let document = answer.to_json(planner, &searched, assumed);
-    if let Some(details) = &answer.details {
+    let is_wanted = arguments.json || arguments.html.is_some();
+    let document = is_wanted.then(|| answer.to_json(planner, &searched, assumed));
+    if let (Some(details), Some(document)) = (&answer.details, &document) {
         let ranking: Vec<&Evaluated> = searched.ranking.best.iter().map(|found| &found.value).collect();
-        arguments.write_page(planner, &ranking, details, &document)?;
+        arguments.write_page(planner, &ranking, details, document)?;
     }
-    if arguments.json {
+    if let Some(document) = document.filter(|_| arguments.json) {
         say!("{document}");
     } else {
         print_workload(planner, assumed);

@@ -1,7 +1,7 @@
 //! A run as a sequence of attempts: its ranks are started, watched to their end, and restarted from the newest checkpoint after a
 //! failure.
 //!
-//! On several machines the launchers meet before every attempt and after the last one. They exchange cards with their state, so
+//! On several machines the launchers meet before every attempt and after the last one. They exchange their state ([`NodeInfo`]), so
 //! that all make the same attempt, or all end.
 
 use std::fs::File;
@@ -104,7 +104,7 @@ impl<'a> Attempts<'a> {
             let failure = match ranks::attempt(start, interrupt, &mut self.lost) {
                 Ok(code) => {
                     if self.policy.max_restarts > 0 {
-                        self.part(if code == ExitCode::SUCCESS { 0 } else { INTERRUPTED });
+                        self.announce_end(if code == ExitCode::SUCCESS { 0 } else { INTERRUPTED });
                     }
                     return Ok(Some(code));
                 }
@@ -196,8 +196,8 @@ impl<'a> Attempts<'a> {
         }
     }
 
-    /// Tells the other launchers that this one ends with `code`, since they may wait for it. Returns their cards if they met.
-    fn part(&mut self, code: u8) -> Option<JoinedNodes> {
+    /// Tells the other launchers that this one ends with `code`, since they may wait for it. Returns their states if they met.
+    fn announce_end(&mut self, code: u8) -> Option<JoinedNodes> {
         let node_info = self.node_info(Some(code));
         let limit = if self.policy.max_restarts > 0 { FAREWELL } else { BRIEF_FAREWELL };
         // A launcher that does not arrive notices at its own deadline.
@@ -206,14 +206,14 @@ impl<'a> Attempts<'a> {
 
     /// Tells the other launchers of `failure` and returns it.
     fn farewell(&mut self, failure: Failure) -> Failure {
-        self.part(failure.code);
+        self.announce_end(failure.code);
         failure
     }
 
     /// Returns the final failure: completed by other launchers' knowledge and a hint on resuming. Writes the report if the first
     /// rank was lost.
     fn ended(&mut self, failure: Failure) -> Failure {
-        let failure = match self.part(failure.code) {
+        let failure = match self.announce_end(failure.code) {
             Some(met) => told_elsewhere(failure, &met.nodes),
             None => failure,
         };
@@ -326,8 +326,8 @@ fn with(failure: Failure, sentence: &str) -> Failure {
 }
 
 /// Returns the failure of this machine if node `node` makes no further attempt.
-fn ended_elsewhere(node: usize, cards: &[NodeInfo], mended: Option<&Failure>) -> Failure {
-    let code = cards[node].ends.unwrap_or(exit::FAILED);
+fn ended_elsewhere(node: usize, nodes: &[NodeInfo], mended: Option<&Failure>) -> Failure {
+    let code = nodes[node].ends.unwrap_or(exit::FAILED);
     let sentence = match code {
         0 => format!("node {node} has done all its steps and ended, so that no restart follows"),
         code => format!("node {node} ended with exit code {code}, so that no restart follows"),
@@ -339,12 +339,12 @@ fn ended_elsewhere(node: usize, cards: &[NodeInfo], mended: Option<&Failure>) ->
 }
 
 /// Completes `failure` with the causes of losses that only launchers of other machines know.
-fn told_elsewhere(failure: Failure, cards: &[NodeInfo]) -> Failure {
+fn told_elsewhere(failure: Failure, nodes: &[NodeInfo]) -> Failure {
     let told = |message: String, (rank, cause): (usize, LossCause)| {
         let vague = format!("rank {rank} was lost: it {}", LossCause::Disconnected);
         message.replace(&vague, &format!("rank {rank} was lost: it {cause}"))
     };
-    let message = cards.iter().filter_map(|node_info| node_info.lost).fold(failure.message, told);
+    let message = nodes.iter().filter_map(|node_info| node_info.lost).fold(failure.message, told);
     Failure { message, ..failure }
 }
 

@@ -6,7 +6,7 @@ use crate::browser::drawn;
 use crate::workshop::Workshop;
 
 /// Plans that cover all parts of a page: a pipeline on a cluster, experts, one rank of this machine, and a search result.
-const PLANS: [(&str, &[&str]); 4] = [
+const PLANS: [(&str, &[&str]); 5] = [
     (
         "pipeline",
         &[
@@ -28,6 +28,25 @@ const PLANS: [(&str, &[&str]); 4] = [
             "parallel.zero_stage=1",
             "--set",
             "train.micro_batch=2",
+        ],
+    ),
+    (
+        "dualpipe",
+        &[
+            "--model",
+            "gpt2-124m",
+            "--cluster",
+            "dgx-h100",
+            "--seq-len",
+            "512",
+            "--global-batch",
+            "16",
+            "--set",
+            "parallel.pipeline_parallel=4",
+            "--set",
+            "parallel.pipeline_schedule=dualpipe_v",
+            "--set",
+            "train.micro_batch=1",
         ],
     ),
     (

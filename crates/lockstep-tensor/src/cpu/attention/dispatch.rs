@@ -1,9 +1,6 @@
 //! Checks the operands of attention, and chooses its algorithm by their type and the queue's level.
 
 #[cfg(target_arch = "x86_64")]
-use std::marker::PhantomData;
-
-#[cfg(target_arch = "x86_64")]
 use half::bf16;
 #[cfg(target_arch = "x86_64")]
 use lockstep_plan::DType;
@@ -11,8 +8,8 @@ use lockstep_plan::DType;
 use super::{backward::Backward, forward::Forward, geometry::Geometry, output::Output, worker::run};
 #[cfg(target_arch = "x86_64")]
 use super::{
-    tiles::{TileBackward, TileForward},
-    worker::run_lanes,
+    tiles::Tiled,
+    worker::{Worker, run_lanes},
     x86,
 };
 use crate::{
@@ -65,18 +62,8 @@ impl AttentionKernels for CpuQueue {
             };
         }
         #[cfg(target_arch = "x86_64")]
-        if q.dtype() == DType::BF16 && geometry.rows() >= TILED_ROWS {
-            match self.level {
-                CpuLevel::AmxBf16 => {
-                    let work = TileForward::<Tiles> { forward: work!(bf16), kernel: PhantomData };
-                    return run_lanes::<x86::Avx512>(self, &work);
-                }
-                CpuLevel::Avx512Bf16 => {
-                    let work = TileForward::<Avx512Dot> { forward: work!(bf16), kernel: PhantomData };
-                    return run_lanes::<x86::Avx512>(self, &work);
-                }
-                _ => {}
-            }
+        if is_tiled(self, q.dtype(), &geometry) {
+            return run_tiled(self, work!(bf16));
         }
         with_float!(q.dtype(), T => run(self, &work!(T)));
     }
@@ -120,20 +107,30 @@ impl AttentionKernels for CpuQueue {
             };
         }
         #[cfg(target_arch = "x86_64")]
-        if q.dtype() == DType::BF16 && geometry.rows() >= TILED_ROWS {
-            match self.level {
-                CpuLevel::AmxBf16 => {
-                    let work = TileBackward::<Tiles> { backward: work!(bf16), kernel: PhantomData };
-                    return run_lanes::<x86::Avx512>(self, &work);
-                }
-                CpuLevel::Avx512Bf16 => {
-                    let work = TileBackward::<Avx512Dot> { backward: work!(bf16), kernel: PhantomData };
-                    return run_lanes::<x86::Avx512>(self, &work);
-                }
-                _ => {}
-            }
+        if is_tiled(self, q.dtype(), &geometry) {
+            return run_tiled(self, work!(bf16));
         }
         with_float!(q.dtype(), T => run(self, &work!(T)));
+    }
+}
+
+/// Returns true if the queue's level has bf16 matrix instructions, and there are enough rows to fill them.
+#[cfg(target_arch = "x86_64")]
+fn is_tiled(queue: &CpuQueue, dtype: DType, geometry: &Geometry<'_>) -> bool {
+    let has_instructions = matches!(queue.level, CpuLevel::AmxBf16 | CpuLevel::Avx512Bf16);
+    dtype == DType::BF16 && geometry.rows() >= TILED_ROWS && has_instructions
+}
+
+/// Runs a forward or a backward on the bf16 matrix instructions of the queue's level.
+#[cfg(target_arch = "x86_64")]
+fn run_tiled<W>(queue: &CpuQueue, work: W)
+where
+    Tiled<W, Tiles>: Worker,
+    Tiled<W, Avx512Dot>: Worker,
+{
+    match queue.level {
+        CpuLevel::AmxBf16 => run_lanes::<x86::Avx512>(queue, &Tiled::<_, Tiles>::new(work)),
+        _ => run_lanes::<x86::Avx512>(queue, &Tiled::<_, Avx512Dot>::new(work)),
     }
 }
 

@@ -7,6 +7,7 @@
 //! Context-parallel ranks call it for one span of queries and one of keys at a time; the results of the calls are
 //! merged in the output tensors.
 //!
+//! `dispatch` checks the operands and chooses the algorithm, `worker` runs its tasks on the threads.
 //! `geometry` determines the visible keys of each query; `lanes` and `x86` are vector registers; `product` multiplies
 //! blocks; `block` packs and scores them. `forward` and `backward` are the algorithms, `output` writes their results,
 //! and `tiles` runs them on bf16 matrix instructions.

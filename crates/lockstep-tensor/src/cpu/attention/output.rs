@@ -6,15 +6,12 @@ use lockstep_plan::DType;
 
 use crate::{
     View, Write,
-    cpu::{
-        operands::Operand,
-        simd::{Float, inlined},
-    },
+    cpu::{operands::Operand, simd::Float},
 };
 
 /// An output of a kernel whose operands are `T`.
 pub(super) struct Output<'a, T> {
-    place: Destination<'a, T>,
+    destination: Destination<'a, T>,
     write: Write,
 }
 
@@ -32,23 +29,23 @@ impl<'a, T: Float> Output<'a, T> {
             "{name} of attention is {view:?}; what is added to must be f32"
         );
         let is_own = view.dtype() == T::DTYPE;
-        let place =
+        let destination =
             if is_own { Destination::Own(Operand::new(view)) } else { Destination::Wide(Operand::new(view)) };
-        Self { place, write }
+        Self { destination, write }
     }
 
-    /// Writes `factor · values`, or accumulates `keep · old + factor · values`. Values beyond the width of the place
+    /// Writes `factor · values`, or accumulates `keep · old + factor · values`. Values beyond the width of `elements`
     /// are padding.
     ///
     /// # Safety
-    /// No other task may access the place.
+    /// No other task may access `elements`.
     #[inline(always)]
-    pub(super) unsafe fn row(&self, place: Range<usize>, keep: f32, factor: f32, values: &[f32]) {
-        // SAFETY: the caller promises that no other task accesses the place.
+    pub(super) unsafe fn row(&self, elements: Range<usize>, keep: f32, factor: f32, values: &[f32]) {
+        // SAFETY: the caller promises that no other task accesses `elements`.
         unsafe {
-            match &self.place {
-                Destination::Own(out) => put(out.write(place), self.write, keep, factor, values),
-                Destination::Wide(out) => put(out.write(place), self.write, keep, factor, values),
+            match &self.destination {
+                Destination::Own(out) => write_row(out.write(elements), self.write, keep, factor, values),
+                Destination::Wide(out) => write_row(out.write(elements), self.write, keep, factor, values),
             }
         }
     }
@@ -60,12 +57,18 @@ impl<'a, T: Float> Output<'a, T> {
 
 /// Writes `factor · values`, or accumulates `keep · old + factor · values`.
 #[inline(always)]
-fn put<T: Float>(out: &mut [T], write: Write, keep: f32, factor: f32, values: &[f32]) {
+fn write_row<T: Float>(out: &mut [T], write: Write, keep: f32, factor: f32, values: &[f32]) {
     let both = out.iter_mut().zip(values);
     match write {
-        Write::Overwrite => both.for_each(inlined!(|(out, value)| *out = T::store(value * factor))),
+        Write::Overwrite => {
+            for (out, value) in both {
+                *out = T::store(value * factor);
+            }
+        }
         Write::Accumulate => {
-            both.for_each(inlined!(|(out, value)| *out = T::store(keep * out.load() + value * factor)));
+            for (out, value) in both {
+                *out = T::store(keep * out.load() + value * factor);
+            }
         }
     }
 }

@@ -255,39 +255,45 @@ unsafe fn put<V: Lanes>(sums: &mut [f32], products: &[f32], factor: f32, write: 
     }
 }
 
-/// The forward with the micro-kernel `K`.
-pub(super) struct TileForward<'a, K> {
-    pub(super) forward: Forward<'a, bf16>,
-    pub(super) kernel: PhantomData<fn(K)>,
+/// A forward or a backward with the micro-kernel `K` of bf16 matrix instructions.
+pub(super) struct Tiled<W, K> {
+    work: W,
+    kernel: PhantomData<fn(K)>,
 }
 
-impl<K: MicroKernel> Worker for TileForward<'_, K> {
+impl<W, K> Tiled<W, K> {
+    pub(super) fn new(work: W) -> Self {
+        Self { work, kernel: PhantomData }
+    }
+}
+
+impl<K: MicroKernel> Worker for Tiled<Forward<'_, bf16>, K> {
     fn tasks(&self) -> usize {
-        self.forward.tasks()
+        self.work.tasks()
     }
 
     fn scratch_elements(&self) -> usize {
-        let geometry = &self.forward.geometry;
+        let geometry = &self.work.geometry;
         let sizes = Sizes::<K>::new(geometry);
-        let strips = self.forward.task_rows().div_ceil(BLOCK);
+        let strips = self.work.task_rows().div_ceil(BLOCK);
         let queries = strips * sizes.left();
-        let sums = self.forward.task_rows() * geometry.padded_dim;
+        let sums = self.work.task_rows() * geometry.padded_dim;
         let blocks = sizes.right() + sizes.right_across() + sizes.staged();
         queries + sums + blocks + BLOCK * BLOCK + Sizes::<K>::rounded() + Sizes::<K>::scores()
     }
 
     fn run<V: Lanes>(&self, task: usize, scratch: &mut [f32]) {
-        let (pair, rows) = self.forward.task(task);
+        let (pair, rows) = self.work.task(task);
         // SAFETY: `K` was chosen because the CPU has its instructions.
         unsafe { K::prepared(|| self.rows::<V>(pair, rows, scratch)) };
     }
 }
 
-impl<K: MicroKernel> TileForward<'_, K> {
+impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
     /// # Safety
     /// The CPU must have the instructions of `K`, and the thread must be prepared.
     unsafe fn rows<V: Lanes>(&self, pair: Pair, rows: Range<usize>, mut scratch: &mut [f32]) {
-        let Forward { geometry, q, k, v, .. } = &self.forward;
+        let Forward { geometry, q, k, v, .. } = &self.work;
         let sizes = Sizes::<K>::new(geometry);
         let (width, factor) = (geometry.padded_dim, geometry.scale * std::f32::consts::LOG2_E);
         let queries = take(&mut scratch, rows.len().div_ceil(BLOCK) * sizes.left());
@@ -361,7 +367,7 @@ impl<K: MicroKernel> TileForward<'_, K> {
                 }
             }
         }
-        self.forward.finish::<V>(pair, rows, sums, &maxima, &totals);
+        self.work.finish::<V>(pair, rows, sums, &maxima, &totals);
     }
 }
 
@@ -369,12 +375,6 @@ impl<K: MicroKernel> TileForward<'_, K> {
 fn strips(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = rows.end;
     rows.step_by(BLOCK).map(move |start| start..end.min(start + BLOCK))
-}
-
-/// The backward with the micro-kernel `K`.
-pub(super) struct TileBackward<'a, K> {
-    pub(super) backward: Backward<'a, bf16>,
-    pub(super) kernel: PhantomData<fn(K)>,
 }
 
 /// Scratch of one worker thread in the backward.
@@ -400,13 +400,13 @@ struct Scratch<'a> {
     staged: &'a mut [f32],
 }
 
-impl<K: MicroKernel> Worker for TileBackward<'_, K> {
+impl<K: MicroKernel> Worker for Tiled<Backward<'_, bf16>, K> {
     fn tasks(&self) -> usize {
-        self.backward.tasks()
+        self.work.tasks()
     }
 
     fn scratch_elements(&self) -> usize {
-        let geometry = &self.backward.geometry;
+        let geometry = &self.work.geometry;
         let sizes = Sizes::<K>::new(geometry);
         let rows = geometry.rows().next_multiple_of(16);
         let strips = geometry.rows().div_ceil(BLOCK) * Self::strip_elements(sizes);
@@ -416,7 +416,7 @@ impl<K: MicroKernel> Worker for TileBackward<'_, K> {
     }
 
     fn run<V: Lanes>(&self, task: usize, mut scratch: &mut [f32]) {
-        let geometry = &self.backward.geometry;
+        let geometry = &self.work.geometry;
         let sizes = Sizes::<K>::new(geometry);
         let rows = geometry.rows().next_multiple_of(16);
         let mut next = |len| take(&mut scratch, len);
@@ -441,7 +441,7 @@ impl<K: MicroKernel> Worker for TileBackward<'_, K> {
     }
 }
 
-impl<K: MicroKernel> TileBackward<'_, K> {
+impl<K: MicroKernel> Tiled<Backward<'_, bf16>, K> {
     /// Returns the size of a strip of rows: queries and output gradients as left operands, then both as right ones.
     fn strip_elements(sizes: Sizes<K>) -> usize {
         2 * (sizes.left() + sizes.right_across())
@@ -450,8 +450,8 @@ impl<K: MicroKernel> TileBackward<'_, K> {
     /// # Safety
     /// The CPU must have the instructions of `K`, and the thread must be prepared.
     unsafe fn pair<V: Lanes>(&self, pair: Pair, sizes: Sizes<K>, mut scratch: Scratch<'_>) {
-        let Backward { geometry, q, dout, .. } = &self.backward;
-        self.backward.prepare_rows::<V>(pair, scratch.dq, scratch.exponents, scratch.corrections);
+        let Backward { geometry, q, dout, .. } = &self.work;
+        self.work.prepare_rows::<V>(pair, scratch.dq, scratch.exponents, scratch.corrections);
         let packed_strips = scratch.strips.chunks_exact_mut(Self::strip_elements(sizes));
         for (strip, packed) in strips(0..geometry.rows()).zip(packed_strips) {
             let places = || strip.clone().map(|row| geometry.query_vector(pair, row));
@@ -474,7 +474,7 @@ impl<K: MicroKernel> TileBackward<'_, K> {
         let places = (0..geometry.rows()).map(|row| geometry.query_vector(pair, row));
         // SAFETY: only this task writes the pair's rows.
         unsafe {
-            unpack::<V, bf16>(scratch.dq, geometry.scale, &self.backward.dq, places, geometry.padded_dim);
+            unpack::<V, bf16>(scratch.dq, geometry.scale, &self.work.dq, places, geometry.padded_dim);
         }
     }
 
@@ -489,7 +489,7 @@ impl<K: MicroKernel> TileBackward<'_, K> {
         sizes: Sizes<K>,
         scratch: &mut Scratch<'_>,
     ) {
-        let Backward { geometry, k, v, dk, dv, .. } = &self.backward;
+        let Backward { geometry, k, v, dk, dv, .. } = &self.work;
         let block = first_key..geometry.key_len.min(first_key + BLOCK);
         let places = || block.clone().map(|key| geometry.key_vector(pair, key));
         // SAFETY: the caller's promise.
@@ -531,7 +531,7 @@ impl<K: MicroKernel> TileBackward<'_, K> {
         sizes: Sizes<K>,
         scratch: &mut Scratch<'_>,
     ) {
-        let geometry = &self.backward.geometry;
+        let geometry = &self.work.geometry;
         let width = geometry.padded_dim;
         let strip = &scratch.strips[index * Self::strip_elements(sizes)..];
         let (queries, strip) = strip.split_at(sizes.left());

@@ -25,7 +25,8 @@ unsafe fn interleave(words: [u64; 4]) -> u64 {
 
 /// Implements the operations of [`Lanes`] that are one intrinsic on both levels.
 macro_rules! arithmetic {
-    ($splat:ident, $load:ident, $store:ident, $mul_add:ident, $add:ident, $sub:ident, $mul:ident, $max:ident) => {
+    (splat: $splat:ident, load: $load:ident, store: $store:ident, mul_add: $mul_add:ident,
+     add: $add:ident, sub: $sub:ident, mul: $mul:ident, max: $max:ident) => {
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
             // SAFETY: the caller promises the level.
@@ -86,7 +87,8 @@ impl Lanes for Avx512 {
     const TILE_REGISTERS: usize = 4;
 
     arithmetic! {
-        _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_add_ps, _mm512_sub_ps, _mm512_mul_ps, _mm512_max_ps
+        splat: _mm512_set1_ps, load: _mm512_loadu_ps, store: _mm512_storeu_ps, mul_add: _mm512_fmadd_ps,
+        add: _mm512_add_ps, sub: _mm512_sub_ps, mul: _mm512_mul_ps, max: _mm512_max_ps
     }
 
     #[inline(always)]
@@ -213,7 +215,8 @@ impl Lanes for Avx2 {
     const TILE_REGISTERS: usize = 2;
 
     arithmetic! {
-        _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, _mm256_add_ps, _mm256_sub_ps, _mm256_mul_ps, _mm256_max_ps
+        splat: _mm256_set1_ps, load: _mm256_loadu_ps, store: _mm256_storeu_ps, mul_add: _mm256_fmadd_ps,
+        add: _mm256_add_ps, sub: _mm256_sub_ps, mul: _mm256_mul_ps, max: _mm256_max_ps
     }
 
     #[inline(always)]

@@ -18,8 +18,10 @@ use super::{
     scratch::{PARTIAL_COLUMNS, Scratch},
     store::{Finish, Tile, Window, store},
 };
-use crate::{CpuLevel, Element, Write, cpu::pool::Pool};
-use crate::{CpuQueue, cpu::simd::Float};
+use crate::{
+    CpuLevel, CpuQueue, Element, Write,
+    cpu::{pool::Pool, simd::Float},
+};
 
 /// Products with fewer multiplications run on the calling thread: waking others costs more.
 const SERIAL_MULTIPLICATIONS: usize = 1 << 16;
@@ -54,7 +56,7 @@ pub(super) fn multiply<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Flo
     // Locked for all products: callers on other threads take turns.
     let (mut columns, mut partial) = (queue.scratch.columns(), queue.scratch.partial());
     let mut batch = Batch::<K, U, V, C> {
-        place: TaskContext {
+        context: TaskContext {
             level: queue.level,
             scratch: &queue.scratch,
             partial: Window::new(partial.elements_mut::<f32>().as_mut_ptr(), PARTIAL_COLUMNS),
@@ -92,7 +94,7 @@ struct TaskContext<'a> {
 
 /// Chunks that are packed and multiplied together.
 struct Batch<'a, 's, K, U: Packing, V, C> {
-    place: TaskContext<'s>,
+    context: TaskContext<'s>,
     pool: &'s Pool,
     /// Buffer for the packed panels of B.
     columns: &'s mut [u32],
@@ -202,7 +204,7 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
             ..=SERIAL_MULTIPLICATIONS => Threads::Caller,
             _ => Threads::Pool(self.pool),
         };
-        let (chunks, place, end) = (&self.chunks[..self.len], self.place, self.end);
+        let (chunks, context, end) = (&self.chunks[..self.len], self.context, self.end);
         let at = |index: usize, start: fn(&Start) -> usize| {
             let later = chunks
                 .partition_point(|chunk| chunk.as_ref().is_some_and(|chunk| start(&chunk.start) <= index));
@@ -223,7 +225,7 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
                 None => unsafe { rows::task::<V, _, _>(&chunk.problem, task) },
                 // SAFETY: the queue's level has the kernel's instructions.
                 Some(blocks) => unsafe {
-                    K::prepared(|| chunk.task::<K, U>(place, blocks, task, packed));
+                    K::prepared(|| chunk.task::<K, U>(context, blocks, task, packed));
                 },
             }
         });
@@ -256,7 +258,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
     /// Computes tile `index` of C, up to `task_rows × task_columns`. The thread must be prepared for the kernel.
     fn task<K: MicroKernel, U: Packing<Source = T>>(
         &self,
-        place: TaskContext<'_>,
+        context: TaskContext<'_>,
         blocks: Blocks,
         index: usize,
         packed_columns: &[u32],
@@ -270,7 +272,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
 
         let units = self.units;
         let packed_columns = &packed_columns[self.start.unit..][..self.packed_units];
-        let mut packed_rows = place.scratch.rows();
+        let mut packed_rows = context.scratch.rows();
         let row_panel_units = U::panel_units::<RowPanels<K>>(units);
         let packed_rows =
             &mut packed_rows.elements_mut::<u32>()[..rows.len().div_ceil(K::ROWS) * row_panel_units];
@@ -304,7 +306,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
                     }
                 }
                 let size = (row_end - row, column_end - column);
-                self.store::<K, U>(place, &mut tile, (row, column), size);
+                self.store::<K, U>(context, &mut tile, (row, column), size);
             }
         }
     }
@@ -312,7 +314,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
     /// Adds a tile to the sums of earlier blocks of depth, and finishes it if this block is the last.
     fn store<K: MicroKernel, U: Packing<Source = T>>(
         &self,
-        place: TaskContext<'_>,
+        context: TaskContext<'_>,
         tile: &mut Tile,
         (row, column): (usize, usize),
         size: (usize, usize),
@@ -326,17 +328,17 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         unsafe {
             let target = c.at(row, column);
             if grain::<K, U, C>().keeps_partial_sums && !(first && last) {
-                let partial = place.partial.at(row - self.rows.start, column - self.columns.start);
+                let partial = context.partial.at(row - self.rows.start, column - self.columns.start);
                 if last {
                     let finish = Finish { partial: Some(partial), bias, write };
-                    store(place.level, size, tile, K::COLUMNS, &finish, target);
+                    store(context.level, size, tile, K::COLUMNS, &finish, target);
                 } else {
                     let finish = Finish { partial: None, bias, write: earlier };
-                    store(place.level, size, tile, K::COLUMNS, &finish, partial);
+                    store(context.level, size, tile, K::COLUMNS, &finish, partial);
                 }
             } else {
                 let write = if first { write } else { earlier };
-                store(place.level, size, tile, K::COLUMNS, &Finish { partial: None, bias, write }, target);
+                store(context.level, size, tile, K::COLUMNS, &Finish { partial: None, bias, write }, target);
             }
         }
     }

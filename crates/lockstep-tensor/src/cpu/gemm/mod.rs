@@ -2,7 +2,7 @@
 //! Functionality", 2015). Operands are packed into small panels in the order in which a micro-kernel reads them, and
 //! the micro-kernel keeps a tile of C in registers.
 //!
-//! `pack` converts the three layouts and all types to panels. `kernel` and `amx` hold one micro-kernel for each CPU
+//! `problem` checks the operands and `dispatch` chooses the micro-kernel. `pack` converts the three layouts and all types to panels. `kernel` and `amx` hold one micro-kernel for each CPU
 //! level. `driver` splits the product into blocks and tasks. `store` finishes a tile (bias, accumulation, rounding).
 //! `rows` computes products with few rows, as in generation, and reads the weights in place. `grouped` makes one
 //! product for each expert of a mixture.

@@ -15,8 +15,7 @@ use super::{
     store::Tile,
     transpose::{Block, SIDE},
 };
-use crate::cpu::simd::{CACHE_LINE_BYTES, prefetch};
-use crate::cpu::simd::{Float, inlined};
+use crate::cpu::simd::{CACHE_LINE_BYTES, Float, inlined, prefetch};
 
 /// Prefetch distance, in units of depth, of lines across the depth.
 const UNITS_AHEAD: usize = 16;

@@ -4,8 +4,7 @@
 use std::ops::Range;
 
 use super::{lanes::Dot, pack::Order, problem::Problem};
-use crate::Write;
-use crate::cpu::simd::Float;
+use crate::{Write, cpu::simd::Float};
 
 /// Largest number of rows of X for which this is faster than packing W.
 const MAX_ROWS: usize = 8;

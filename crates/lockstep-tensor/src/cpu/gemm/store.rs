@@ -1,8 +1,7 @@
 //! The epilogue of a tile of sums: earlier sums, bias and C are added, and the result is rounded once.
 
-use crate::Write;
 use crate::{
-    CpuLevel,
+    CpuLevel, Write,
     cpu::simd::{Float, inlined},
 };
 

@@ -7,12 +7,14 @@ mod cases;
 mod tcp;
 
 use std::{
+    env,
+    process::Command,
     sync::{
         Barrier,
         atomic::{AtomicUsize, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use cases::{Case, case, check_number};
@@ -210,7 +212,7 @@ fn a_member_of_a_large_group_that_does_not_come_is_named_on_every_rank_whoever_g
 }
 
 #[test]
-fn a_rank_that_is_lost_is_named_by_ranks_that_were_never_connected_to_it() {
+fn a_rank_that_stops_the_run_is_named_by_ranks_that_were_never_connected_to_it() {
     let found = errors(|group| {
         if group.rank() == 40 {
             let stop = group.clone();
@@ -229,13 +231,61 @@ fn a_message_from_a_rank_that_has_left_without_being_connected_is_not_waited_for
     in_tcp_world_with(TcpOptions { silence: Duration::from_secs(1), ..FEW }, 12, |group| {
         if group.rank() == 8 {
             thread::sleep(Duration::from_millis(100));
+            let begin = Instant::now();
             let error = group.receive(&mut [0_u8; 3][..], 2, soon()).unwrap_err();
+            // It does not listen any more, so nothing is tried again.
+            assert!(begin.elapsed() < Duration::from_secs(3), "{:?}", begin.elapsed());
             let CommError::PeerLost { rank: 2, cause, .. } = error else { panic!("{error}") };
             // It may have answered with its last breath.
             let causes = [LossCause::Unreachable, LossCause::Left, LossCause::Disconnected];
             assert!(causes.contains(&cause), "{cause}");
         }
     });
+}
+
+/// Environment variable of the process whose descriptors run out.
+const FEW_DESCRIPTORS: &str = "LOCKSTEP_TEST_FEW_DESCRIPTORS";
+
+/// Runs ranks whose process may open nothing more once they have met; does nothing in the test process.
+#[test]
+fn ranks_without_descriptors() {
+    if env::var_os(FEW_DESCRIPTORS).is_none() {
+        return;
+    }
+    let all_have_met = Barrier::new(12);
+    in_tcp_world_with(FEW, 12, |group| {
+        if all_have_met.wait().is_leader() {
+            setrlimit(
+                Resource::Nofile,
+                Rlimit { current: Some(3), maximum: getrlimit(Resource::Nofile).maximum },
+            )
+            .unwrap();
+        }
+        all_have_met.wait();
+        let rank = group.rank();
+        let begin = Instant::now();
+        // Rank 0 has no connection to rank 3. The others wait for their neighbours.
+        let error = match rank {
+            0 => group.send(&vec![7_u8; 1 << 20][..], 3, soon()),
+            _ => group.receive(&mut [0_u8][..], (rank + 1) % 12, soon()),
+        };
+        let error = error.unwrap_err();
+        match &error {
+            CommError::Io { source, .. } if rank == 0 => assert_eq!(source.raw_os_error(), Some(24)),
+            CommError::Stopped { by: Some(0) } if rank > 0 => {}
+            _ => panic!("rank {rank}: {error}"),
+        }
+        assert!(begin.elapsed() < Duration::from_secs(3), "{:?}", begin.elapsed());
+    });
+    std::process::exit(42);
+}
+
+#[test]
+fn a_rank_without_descriptors_for_a_connection_ends_the_run_with_that_cause() {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", "ranks_without_descriptors", "--nocapture"]).env(FEW_DESCRIPTORS, "1");
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(42), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]

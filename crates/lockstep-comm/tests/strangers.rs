@@ -168,6 +168,47 @@ fn many_ranks_behind_one_address_are_no_flood() {
 }
 
 #[test]
+fn idle_connections_after_the_rendezvous_are_few() {
+    const FLOOD: usize = 700;
+    if descriptors() < 4000 {
+        #[expect(clippy::print_stderr, reason = "a part that this machine cannot run is said")]
+        {
+            eprintln!("not tried: too few descriptors here");
+        }
+        return;
+    }
+    // Not all ranks are connected from the start, so rank 0 listens during the whole run.
+    let (ranks, options) = (12, TcpOptions { streams: 1, neighbours: 1, ..TcpOptions::default() });
+    let (listener, port) = listener();
+    let first = RendezvousEndpoint { listener: Some(listener), ..rendezvous(port, some_secret()) };
+    let rejections = first.rejections.clone();
+    let (all_are_there, mut first) = (std::sync::Barrier::new(ranks + 1), Some(first));
+    thread::scope(|scope| {
+        for rank in 0..ranks {
+            let (all_are_there, endpoint) = (&all_are_there, first.take());
+            scope.spawn(move || {
+                let endpoint = endpoint.unwrap_or_else(|| rendezvous(port, some_secret()));
+                let group = join_by_address(rank, ranks, endpoint, options, soon()).unwrap();
+                all_are_there.wait();
+                all_are_there.wait();
+                group.barrier(soon()).unwrap();
+            });
+        }
+        all_are_there.wait();
+        let begin = Instant::now();
+        let held: Vec<_> = (0..FLOOD).flat_map(|_| TcpStream::connect(("127.0.0.1", port))).collect();
+        // Idle connections are dropped after 5 s in any case.
+        while rejections.count() < 500 && begin.elapsed() < Duration::from_secs(4) {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let dropped = rejections.count();
+        all_are_there.wait();
+        assert_eq!(held.len(), FLOOD);
+        assert!(dropped >= 500, "{dropped} of {FLOOD} dropped after {:?}: {rejections}", begin.elapsed());
+    });
+}
+
+#[test]
 fn a_flood_that_goes_on_keeps_nobody_out() {
     descriptors();
     let flood = |port: u16, stop: &AtomicBool, ready: &AtomicUsize| {

@@ -9,7 +9,11 @@ use std::{
     io::{self, ErrorKind, Read, Write},
     net::{IpAddr, TcpListener, TcpStream},
     os::fd::{AsFd, OwnedFd},
-    sync::mpsc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
     time::{Duration, Instant},
 };
 
@@ -31,6 +35,8 @@ const SPARE_OF_ONE: usize = 192;
 const ROUND: usize = 32;
 /// Number of connections that may wait to be accepted.
 const BACKLOG: i32 = 4096;
+/// Maximum number of expected clients. Those for whom there is no room try again.
+const MAX_EXPECTED: usize = BACKLOG as usize;
 /// Pause after the system has refused to accept a connection.
 const EXHAUSTED: Duration = Duration::from_millis(10);
 /// Maximum sleep of the thread.
@@ -50,6 +56,8 @@ pub(crate) struct AcceptedConnection {
 #[derive(Debug)]
 pub(crate) struct Acceptor {
     clients: mpsc::Receiver<AcceptedConnection>,
+    /// Number of clients that may come at once, shared with the thread.
+    expected: Arc<AtomicUsize>,
     _thread: StoppableThread,
     rejections: Rejections,
 }
@@ -69,18 +77,23 @@ impl Acceptor {
         listener.set_nonblocking(true)?;
         widen(&listener)?;
         let (sender, clients) = mpsc::channel();
+        let expected = Arc::new(AtomicUsize::new(expected.min(MAX_EXPECTED)));
         let pending = PendingConnections {
             listener,
             secret: secret.clone(),
             own: *own,
-            // Those for whom there is no room try again.
-            expected: expected.min(BACKLOG as usize),
+            expected: Arc::clone(&expected),
             rejections: rejections.clone(),
             sender,
             held: Vec::new(),
         };
-        let _thread = StoppableThread::spawn("lockstep-acceptor", move |stop| pending.run(stop))?;
-        Ok(Self { clients, _thread, rejections })
+        let _thread = StoppableThread::spawn("lockstep-listen", move |stop| pending.run(stop))?;
+        Ok(Self { clients, expected, _thread, rejections })
+    }
+
+    /// Changes the number of clients that are expected at once. It bounds the connections of strangers that are held.
+    pub(crate) fn expect(&self, expected: usize) {
+        self.expected.store(expected.min(MAX_EXPECTED), Ordering::Relaxed);
     }
 
     /// Returns the next accepted client; `None` if there is none before the deadline.
@@ -104,7 +117,7 @@ struct PendingConnections {
     listener: TcpListener,
     secret: Secret,
     own: Hello,
-    expected: usize,
+    expected: Arc<AtomicUsize>,
     rejections: Rejections,
     sender: mpsc::Sender<AcceptedConnection>,
     /// Connections whose handshake is not complete, in order of arrival.
@@ -196,11 +209,12 @@ impl PendingConnections {
 
     /// Drops connections until `address`, and all addresses together, have no more than their limits.
     fn make_room(&mut self, address: IpAddr) {
+        let expected = self.expected.load(Ordering::Relaxed);
         let of_one = |held: &&PendingConnection| held.address == address && !held.is_proving();
-        while self.held.iter().filter(of_one).count() > self.expected + SPARE_OF_ONE {
+        while self.held.iter().filter(of_one).count() > expected + SPARE_OF_ONE {
             self.drop_oldest(Some(address));
         }
-        while self.held.len() > 2 * self.expected + SPARE {
+        while self.held.len() > 2 * expected + SPARE {
             self.drop_oldest(None);
         }
     }

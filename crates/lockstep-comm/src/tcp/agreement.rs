@@ -11,7 +11,7 @@ use super::{
     members::Members,
     operation::{Announcement, Running},
     send_queues::SendQueues,
-    tree::{Tally, children, parent, subtree},
+    tree::{Tally, check_announcer, children, parent, subtree},
 };
 use crate::{Call, CommError, Malformed, exchange::Exchange, task::Flow};
 
@@ -35,9 +35,11 @@ impl Running {
         member: usize,
         announcement: Announcement,
     ) -> Result<(), Malformed> {
-        let is_neighbour = || parent(members.own) == Some(member) || parent(member) == Some(members.own);
+        if !self.is_flat {
+            check_announcer(members.own, member, announcement.data.len())?;
+        }
         let known = &mut self.peers.entry(member).or_default().announcement;
-        if known.is_some() || !(self.is_flat || is_neighbour()) {
+        if known.is_some() {
             return Err(Malformed::Operation);
         }
         *known = Some(announcement);
@@ -55,7 +57,8 @@ impl Running {
             Some(peer) => Some(peer).filter(is_missing),
             None if self.is_flat => members.others().find(is_missing),
             None => {
-                let neighbour = self.announcers(members).into_iter().find(is_missing)?;
+                let mut neighbours = children(members.own, members.len()).chain(parent(members.own));
+                let neighbour = neighbours.find(is_missing)?;
                 Some(self.peers.get(&neighbour).and_then(|peer| peer.missing).unwrap_or(neighbour))
             }
         }
@@ -89,10 +92,13 @@ impl Running {
     fn agree_along_tree(&mut self, members: &Members, queues: &mut SendQueues) -> Result<bool, CommError> {
         let call = self.task.call.to_words();
         if !self.has_told_parent {
+            if children(members.own, members.len()).any(|child| self.announcement(child).is_none()) {
+                return Ok(false);
+            }
             let mut tally = Tally::of(members.own, call);
             for child in children(members.own, members.len()) {
-                let Some(announcement) = self.announcement(child) else { return Ok(false) };
-                let theirs = Tally::decode(&announcement.data, &subtree(child, members.len()));
+                let data = self.announcement(child).map_or(&[][..], |announcement| &announcement.data);
+                let theirs = Tally::decode(data, &subtree(child, members.len()));
                 tally.add(&theirs.ok_or_else(|| self.malformed(members, child))?);
             }
             self.has_told_parent = true;

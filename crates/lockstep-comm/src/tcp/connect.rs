@@ -8,6 +8,7 @@ use std::{
 };
 
 use super::{
+    descriptors::is_shortage,
     handshake::{HANDSHAKE_LIMIT, Hello, shake_hands},
     secret::{Secret, random},
     wire::Connection,
@@ -43,16 +44,26 @@ impl Backoff {
     }
 }
 
+/// Response to a server's refusal of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum OnRefusal {
+    /// Another attempt, since the server may not listen yet.
+    Retry,
+    /// An error at once, since the server has listened before.
+    Fail,
+}
+
 /// Connects to a server at one of `addresses`, tried in turn, and does the handshake. Returns the connection with the keys of
 /// its handshake, the hello of the server, and the address.
 ///
 /// # Errors
-/// Immediately if the only address belongs to another run or version, or if the server has another secret. At the deadline if
-/// no server has accepted this client.
+/// Immediately if the only address belongs to another run or version, if the server has another secret, if it refuses and
+/// `on_refusal` says so, or if this process has no descriptors left. At the deadline if no server has accepted this client.
 pub(crate) fn connect(
     addresses: &[SocketAddr],
     secret: &Secret,
     hello: &Hello,
+    on_refusal: OnRefusal,
     deadline: Deadline,
 ) -> Result<(Connection, Hello, SocketAddr), CommError> {
     let mut backoff = Backoff::default();
@@ -61,19 +72,24 @@ pub(crate) fn connect(
     loop {
         for address in addresses {
             let limit = Deadline::after(deadline.remaining().min(HANDSHAKE_LIMIT));
-            match attempt(*address, secret, hello, limit) {
+            let problem = match attempt(*address, secret, hello, limit) {
                 Ok((connection, server)) => return Ok((connection, server, *address)),
-                Err(problem @ JoinProblem::Secret) => return Err(CommError::Join(problem)),
-                Err(problem @ (JoinProblem::OtherRun | JoinProblem::Version { .. })) if is_only => {
-                    return Err(CommError::Join(problem));
-                }
-                Err(problem) => {
-                    tracing::trace!(%address, %problem, "not let in yet");
-                    // Among several ports, a port with another program is more informative than one without a listener.
-                    if is_only || problem != JoinProblem::Connection(ErrorKind::ConnectionRefused) {
-                        failed = problem;
-                    }
-                }
+                Err(CommError::Join(problem)) => problem,
+                Err(error) => return Err(error),
+            };
+            let is_refusal = problem == JoinProblem::Connection(ErrorKind::ConnectionRefused);
+            let is_final = match problem {
+                JoinProblem::Secret => true,
+                JoinProblem::OtherRun | JoinProblem::Version { .. } => is_only,
+                _ => is_refusal && on_refusal == OnRefusal::Fail,
+            };
+            if is_final {
+                return Err(CommError::Join(problem));
+            }
+            tracing::trace!(%address, %problem, "not let in yet");
+            // Among several ports, a port with another program is more informative than one without a listener.
+            if is_only || !is_refusal {
+                failed = problem;
             }
         }
         if !backoff.pause(deadline) {
@@ -87,15 +103,22 @@ fn attempt(
     secret: &Secret,
     hello: &Hello,
     deadline: Deadline,
-) -> Result<(Connection, Hello), JoinProblem> {
+) -> Result<(Connection, Hello), CommError> {
+    let failed = |kind| CommError::Join(JoinProblem::Connection(kind));
     let limit = deadline.remaining().max(Duration::from_millis(1));
-    let stream =
-        TcpStream::connect_timeout(&address, limit).map_err(|error| JoinProblem::Connection(error.kind()))?;
+    let stream = TcpStream::connect_timeout(&address, limit).map_err(|error| {
+        // A shortage of this process is no fault of the server's.
+        if is_shortage(&error) {
+            CommError::io("connect to another rank or node")(error)
+        } else {
+            failed(error.kind())
+        }
+    })?;
     // A socket can connect to itself if no process listens on a port of the ephemeral range.
     if stream.local_addr().is_ok_and(|own| own == address) {
-        return Err(JoinProblem::Connection(ErrorKind::ConnectionRefused));
+        return Err(failed(ErrorKind::ConnectionRefused));
     }
-    let (server, keys) = shake_hands(&stream, secret, hello, deadline)?;
+    let (server, keys) = shake_hands(&stream, secret, hello, deadline).map_err(CommError::Join)?;
     Ok((Connection { socket: stream, keys: Some(keys) }, server))
 }
 

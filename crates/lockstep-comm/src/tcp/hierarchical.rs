@@ -121,11 +121,8 @@ impl Hierarchical {
         let call = Call { kind: Kind::ReduceScatter, ..call };
         let ticket = nodes.begin(nodes.reduce_group, call, flow, task, &shares.range(own));
         nodes.reducing += 1;
-        let column = Members {
-            name: members.name,
-            ranks: members.ranks.iter().copied().skip(own).step_by(ranks).collect(),
-            own: members.own / ranks,
-        };
+        let ranks_of_column = members.ranks.iter().copied().skip(own).step_by(ranks).collect();
+        let column = Members::new(members.name, ranks_of_column, members.own / ranks);
         Self { op, shares, column, per_node: ranks, phase: Phase::ReduceScatter(ticket) }
     }
 

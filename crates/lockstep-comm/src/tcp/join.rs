@@ -5,6 +5,7 @@ use std::{net::TcpListener, sync::Arc, time::Duration};
 
 use super::{
     acceptor::{Acceptor, widen},
+    descriptors::raise_limit,
     handshake::{Purpose, word},
     mesh::{Addresses, Arrivals, Mesh},
     peer_credentials::SecretServer,
@@ -117,6 +118,8 @@ pub(super) fn gather(
     settle: impl FnOnce(usize, usize),
     deadline: Deadline,
 ) -> Result<Joined, CommError> {
+    // Connections to other ranks come and go during the whole run.
+    raise_limit();
     // Hands the secret out until all ranks have come.
     let _given = settle_secret(rendezvous, rank, deadline)?;
     let secret = rendezvous.key()?;

@@ -7,12 +7,13 @@
 
 use std::{
     collections::BTreeMap,
+    io::ErrorKind,
     net::{IpAddr, SocketAddr},
 };
 
 use super::{
     acceptor::{AcceptedConnection, Acceptor},
-    connect::connect,
+    connect::{OnRefusal, connect},
     handshake::{Hello, Purpose},
     secret::Secret,
     wire::Connection,
@@ -138,7 +139,8 @@ impl Mesh {
     ) -> Result<(BTreeMap<usize, Connections>, Vec<usize>), CommError> {
         let (mut links, mut knocks) = (BTreeMap::new(), Vec::new());
         for peer in self.neighbours().take_while(|peer| *peer < self.rank) {
-            links.insert(peer, self.dial(peer, deadline)?);
+            let connections = self.dial(peer, deadline).map_err(|error| self.during_joining(peer, error))?;
+            links.insert(peer, connections);
         }
         let is_missing =
             |peer: &usize, links: &BTreeMap<usize, _>| *peer > self.rank && !links.contains_key(peer);
@@ -165,7 +167,7 @@ impl Mesh {
     /// Connects to a rank below this one.
     ///
     /// # Errors
-    /// If it does not answer before `deadline`.
+    /// If it does not answer before `deadline`, or refuses: it listens until it leaves.
     pub(crate) fn dial(&self, peer: usize, deadline: Deadline) -> Result<Connections, CommError> {
         let one = |index| self.connect(peer, &self.hello(Purpose::Frames, index), deadline);
         (0..self.streams).map(one).collect()
@@ -174,17 +176,30 @@ impl Mesh {
     /// Asks a rank above this one for a connection.
     ///
     /// # Errors
-    /// If it does not answer before `deadline`.
+    /// As [`Mesh::dial`].
     pub(crate) fn knock(&self, peer: usize, deadline: Deadline) -> Result<(), CommError> {
         self.connect(peer, &self.hello(Purpose::Knock, 0), deadline).map(drop)
     }
 
     fn connect(&self, peer: usize, hello: &Hello, deadline: Deadline) -> Result<Connection, CommError> {
-        let (connection, server, _) = connect(&[self.addresses.of(peer)], &self.secret, hello, deadline)?;
+        let address = self.addresses.of(peer);
+        let (connection, server, _) = connect(&[address], &self.secret, hello, OnRefusal::Fail, deadline)?;
         if server.rank as usize != peer {
             return Err(CommError::Join(JoinProblem::Duplicate { what: "rank", number: peer }));
         }
         Ok(self.sealed(connection))
+    }
+
+    /// Returns the error of joining because of a neighbour that could not be dialed.
+    fn during_joining(&self, peer: usize, error: CommError) -> CommError {
+        let CommError::Join(JoinProblem::Connection(ErrorKind::ConnectionRefused)) = error else {
+            return error;
+        };
+        let address = self.addresses.of(peer).to_string();
+        let what = format!(
+            "rank {peer} has met the others, and refuses connections now: it has ended (its own messages say why), or a firewall is in between"
+        );
+        CommError::Join(JoinProblem::Address { address, what })
     }
 
     /// Returns the connection as ranks use it: without the keys of its handshake, unless everything is encrypted.

@@ -6,6 +6,7 @@
 //!   [`tree_movement`].
 //! - [`operation_table`]: all operations of a rank, and the data that has arrived for them.
 //! - [`state`]: a rank's operations and links; [`transport`]: the progress thread, and the callers that wait for it.
+//! - [`descriptors`]: the number of connections that the system allows.
 //! - [`secret`]: the run's secret; [`handshake`]: the mutual proof of knowing it; [`acceptor`] and [`connect`]: the server's
 //!   and the client's side of the handshake; [`peer_credentials`]: the secret of ranks on one host.
 //! - [`rendezvous`]: the rendezvous, whose result is a [`roster`]; [`join`]: the rendezvous of ranks; [`mesh`]: their
@@ -14,6 +15,7 @@
 pub(crate) mod acceptor;
 mod agreement;
 mod connect;
+mod descriptors;
 pub(crate) mod frame;
 pub(crate) mod handshake;
 mod hierarchical;

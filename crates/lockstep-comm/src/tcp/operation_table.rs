@@ -13,6 +13,7 @@ use super::{
     operation::{self, Announcement, Movement, Running},
     send_queues::SendQueues,
     stream::{Room, Sink},
+    tree::{FLAT_MEMBERS, check_announcer},
 };
 use crate::{
     Call, CommError, MAX_PARTITIONS, Malformed, OperationContext,
@@ -66,7 +67,7 @@ impl Operations {
     fn new(index: usize, ranks: Vec<usize>, own: usize) -> Self {
         let name = transport::name(index, &ranks);
         let (numbers, running) = (SequenceNumbers::default(), Vec::new());
-        Self { members: Members { name, ranks, own }, numbers, running }
+        Self { members: Members::new(name, ranks, own), numbers, running }
     }
 
     /// Returns the operations in flight between the same ranks, oldest first.
@@ -115,7 +116,18 @@ impl OperationTable {
     pub(crate) fn add_group(&mut self, ranks: Vec<usize>) -> usize {
         let index = self.groups.len();
         let own = ranks.iter().position(|rank| *rank == self.rank);
-        self.groups.push(own.map(|own| Operations::new(index, ranks, own)));
+        let operations = own.map(|own| Operations::new(index, ranks, own));
+        let members = operations.as_ref().map(|operations| &operations.members);
+        // Announcements came before this rank knew who may make them.
+        self.announcements.retain(|(group, from, channel), _| {
+            let member = members.and_then(|members| Some((members, members.index_of(*from)?)));
+            let may_announce = member.is_some_and(|(members, member)| {
+                let is_flat = *channel != Channel::Collective || members.len() <= FLAT_MEMBERS;
+                is_flat || check_announcer(members.own, member, 0).is_ok()
+            });
+            *group as usize != index || may_announce
+        });
+        self.groups.push(operations);
         index
     }
 
@@ -226,20 +238,25 @@ impl OperationTable {
         Ok((running, members, member))
     }
 
-    /// Returns true if `from` may have started an operation before this rank: one of the next operations of an existing
-    /// group, or one of the group whose partition is not complete here.
-    fn may_come(&self, from: usize, key: Key) -> bool {
+    /// Checks that `from` may have started an operation before this rank: one of the next operations of an existing group,
+    /// or one of the group whose partition is not complete here. `bytes` is the length of the attached data.
+    fn check_early(&self, from: usize, key: Key, bytes: usize) -> Result<(), Malformed> {
         let Some(group) = self.groups.get(key.group as usize) else {
-            return key.group as usize == self.groups.len() && self.groups.len() < MAX_PARTITIONS;
+            let is_next = key.group as usize == self.groups.len() && self.groups.len() < MAX_PARTITIONS;
+            return if is_next { Ok(()) } else { Err(Malformed::Operation) };
         };
-        let Some(operations) = group else { return false };
-        let Some(member) = operations.members.index_of(from) else { return false };
-        let next = operations.numbers.next(match key.channel {
+        let Operations { members, numbers, .. } = group.as_ref().ok_or(Malformed::Operation)?;
+        let member = members.index_of(from).ok_or(Malformed::Operation)?;
+        if key.channel == Channel::Collective && members.len() > FLAT_MEMBERS {
+            check_announcer(members.own, member, bytes)?;
+        }
+        let next = numbers.next(match key.channel {
             Channel::Collective => Lane::Collective,
             Channel::Send => Lane::Receive(member),
             Channel::Receive => Lane::Send(member),
         });
-        (key.sequence.wrapping_sub(next) as usize) < MAX_ANNOUNCEMENTS
+        let is_near = (key.sequence.wrapping_sub(next) as usize) < MAX_ANNOUNCEMENTS;
+        if is_near { Ok(()) } else { Err(Malformed::Operation) }
     }
 
     fn take_announcement(
@@ -255,9 +272,7 @@ impl OperationTable {
         if let Ok((running, members, member)) = self.find(from, key) {
             return running.take_announcement(members, member, announcement);
         }
-        if !self.may_come(from, key) {
-            return Err(Malformed::Operation);
-        }
+        self.check_early(from, key, announcement.data.len())?;
         let waiting = self.announcements.entry((key.group, from, key.channel)).or_default();
         let is_known = waiting.iter().any(|(sequence, _)| *sequence == key.sequence);
         if is_known || waiting.len() >= MAX_ANNOUNCEMENTS {
@@ -428,6 +443,33 @@ mod tests {
             }
         }
         has_moved
+    }
+
+    #[test]
+    fn early_announcements_of_a_large_group_come_from_neighbours_in_its_tree_and_are_tallies() {
+        let mut table = OperationTable::new(40, 100, Recorder::private());
+        let mut announce = |from: usize, group: u32, sequence: u32, bytes: usize| {
+            let (key, data) = (Key { group, channel: Channel::Collective, sequence }, vec![0; bytes]);
+            let header = Header::of(Kind::Announce(Call::bare(Operation::Barrier).to_words()), key, &data);
+            table.take(from, &header, data)
+        };
+        // The parent, and two children.
+        for (from, bytes) in [(32, 0), (41, 32), (44, 256)] {
+            assert_eq!(announce(from, 0, 3, bytes), Ok(()), "rank {from}");
+        }
+        for from in [0, 39, 43, 48, 99] {
+            assert_eq!(announce(from, 0, 3, 32), Err(Malformed::Operation), "rank {from}");
+        }
+        assert_eq!(announce(42, 0, 3, 257), Err(Malformed::Call));
+        // The members of the next group are not known yet.
+        for from in [32, 43, 98, 99] {
+            assert_eq!(announce(from, 1, 0, 32), Ok(()), "rank {from}");
+        }
+        table.add_group((0..99).collect());
+        let mut kept: Vec<usize> =
+            table.announcements.keys().filter(|key| key.0 == 1).map(|key| key.1).collect();
+        kept.sort_unstable();
+        assert_eq!(kept, [32]);
     }
 
     #[test]

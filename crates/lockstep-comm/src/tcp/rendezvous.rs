@@ -8,11 +8,10 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs},
 };
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-
 use super::{
     acceptor::{AcceptedConnection, Acceptor},
-    connect::connect,
+    connect::{OnRefusal, connect},
+    descriptors::allow_descriptors,
     handshake::{HANDSHAKE_LIMIT, Hello, Purpose, TimedStream, word},
     peer_credentials::{Name, SecretServer, fetch},
     rejections::Rejections,
@@ -27,8 +26,6 @@ pub const DEFAULT_PORT: u16 = 29500;
 /// Range of ports for launchers that name a run, but no port.
 const RUN_PORTS: std::ops::Range<u16> = 20_000..29_000;
 
-/// Number of descriptors that a process needs beside those of the participants.
-const SPARE_DESCRIPTORS: usize = 256;
 const LISTEN: &str = "listen for the others";
 /// Maximum number of connections from one rank to another, all of which may come at once.
 const CONNECTIONS: usize = 17;
@@ -228,7 +225,8 @@ impl RendezvousEndpoint {
         let mut address = self.resolve()?;
         let addresses: Vec<SocketAddr> =
             self.ports().into_iter().map(|port| with_port(address, port)).collect();
-        let (Connection { socket: stream, .. }, _, found) = connect(&addresses, &secret, &hello, deadline)?;
+        let (Connection { socket: stream, .. }, _, found) =
+            connect(&addresses, &secret, &hello, OnRefusal::Retry, deadline)?;
         (self.port, address) = (found.port(), found);
         let mut timed = TimedStream { stream: &stream, deadline };
         timed.send(&info).map_err(CommError::Join)?;
@@ -290,16 +288,19 @@ fn receive(
     }
     let (participants, connections) = registry.close();
     let roster = roster::encode(&participants);
+    let mut failed = None;
     for (number, stream) in &connections {
         let mut timed = TimedStream { stream, deadline: soon() };
         let told = timed.send(&verdict(*number, problem.as_ref()));
         if problem.is_none() {
-            told.and_then(|()| timed.send(&(roster.len() as u32).to_le_bytes()))
-                .and_then(|()| timed.send(&roster))
-                .map_err(CommError::Join)?;
+            let told = told
+                .and_then(|()| timed.send(&(roster.len() as u32).to_le_bytes()))
+                .and_then(|()| timed.send(&roster));
+            // The others still learn whom they have met.
+            failed = failed.or(told.err());
         }
     }
-    problem.map_or(Ok(participants), |problem| Err(CommError::Join(problem)))
+    problem.or(failed).map_or(Ok(participants), |problem| Err(CommError::Join(problem)))
 }
 
 fn soon() -> Deadline {
@@ -316,28 +317,6 @@ fn receive_roster(timed: &mut TimedStream<'_>, count: usize) -> Result<Vec<Parti
     let mut encoded = vec![0; bytes];
     timed.receive_into(&mut encoded)?;
     roster::decode(&encoded, count).ok_or_else(invalid)
-}
-
-/// Lets this process open a descriptor for each of `count` participants.
-///
-/// # Errors
-/// If the system does not allow that many.
-fn allow_descriptors(count: usize) -> Result<(), JoinProblem> {
-    let limit = getrlimit(Resource::Nofile);
-    let wanted = (count + SPARE_DESCRIPTORS) as u64;
-    if limit.current.is_none_or(|current| current >= wanted) {
-        return Ok(());
-    }
-    let allowed = limit.maximum.map_or(wanted, |maximum| maximum.min(wanted));
-    let raised = setrlimit(Resource::Nofile, Rlimit { current: Some(allowed), maximum: limit.maximum });
-    if raised.is_ok() && allowed == wanted {
-        return Ok(());
-    }
-    let most = allowed.saturating_sub(SPARE_DESCRIPTORS as u64);
-    let allowed = format!(
-        "at most {most} where a process may open {allowed} files; raise the limit on the machine of rank 0 (ulimit -Hn)"
-    );
-    Err(JoinProblem::OutOfRange { what: "number of ranks", value: count, allowed })
 }
 
 /// Encodes the reply to a waiting participant: its number, or the problem.
@@ -381,7 +360,7 @@ fn understand(purpose: Purpose, verdict: [u8; 16], deadline: Deadline) -> Result
 
 #[cfg(test)]
 mod tests {
-    use std::{io::Write, net::TcpStream};
+    use std::{io::Write, net::TcpStream, thread};
 
     use super::*;
 
@@ -399,10 +378,38 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_for_more_participants_than_the_system_allows_are_refused_with_the_limit() {
-        assert_eq!(allow_descriptors(2), Ok(()));
-        let Some(most) = getrlimit(Resource::Nofile).maximum else { return };
-        let text = allow_descriptors(most as usize).unwrap_err().to_string();
-        assert!(text.contains(&format!("a process may open {most} files")), "{text}");
+    fn a_participant_that_has_gone_does_not_keep_the_roster_from_the_others() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let (secret, deadline) = (Secret::of(b"a test"), Deadline::after(HANDSHAKE_LIMIT));
+        let endpoint = |listener| RendezvousEndpoint {
+            host: "127.0.0.1".to_owned(),
+            port,
+            listener,
+            secret: Some(secret.clone()),
+            ..RendezvousEndpoint::default()
+        };
+        let meet = |rank: usize, listener: Option<TcpListener>| {
+            endpoint(listener).meet(Purpose::Ranks, rank, 3, [rank as u8; INFO_BYTES], deadline)
+        };
+        let (first, last) = thread::scope(|scope| {
+            let first = scope.spawn(|| meet(0, Some(listener)));
+            let run = endpoint(None).run_digest();
+            let hello = Hello { purpose: Purpose::Ranks, rank: 1, ranks: 3, stream: 0, run };
+            let address = SocketAddr::from(([127, 0, 0, 1], port));
+            let (connection, ..) = connect(&[address], &secret, &hello, OnRefusal::Retry, deadline).unwrap();
+            let mut timed = TimedStream { stream: &connection.socket, deadline };
+            timed.send(&[1; INFO_BYTES]).unwrap();
+            drop(connection);
+            let last = meet(2, None);
+            (first.join().unwrap(), last)
+        });
+        let (number, participants, _) = last.unwrap();
+        let infos: Vec<u8> = participants.iter().map(|participant| participant.info[0]).collect();
+        assert_eq!((number, infos), (2, vec![0, 1, 2]));
+        assert!(
+            matches!(first, Err(CommError::Join(JoinProblem::Connection(_) | JoinProblem::HungUp))),
+            "{first:?}"
+        );
     }
 }

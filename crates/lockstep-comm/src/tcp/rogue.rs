@@ -16,11 +16,12 @@ use super::{
     join::gather,
     operation::Running,
     rendezvous::RendezvousEndpoint,
+    transport::Joined,
     wire::Connection,
 };
 use crate::{
-    Call, Collective, CommError, Deadline, Kind as Operation, LossCause, Malformed, ReduceOp, Source, Target,
-    TcpOptions, join_by_address, task::Task,
+    Call, Collective, CommError, Deadline, Group, Kind as Operation, LossCause, Malformed, ReduceOp, Source,
+    Target, TcpOptions, join_by_address, task::Task,
 };
 
 /// Maximum time for a survivor to end.
@@ -284,6 +285,113 @@ fn whatever_a_rank_sends_that_knows_the_secret_it_is_named_by_all_others() {
             assert!(elapsed < LIMIT, "{at}");
         }
     }
+}
+
+/// Runs a world with few neighbours. Rank `rogue` meets the others, does `misbehave`, and keeps what that returns until they
+/// have ended. Returns the error with which `work` ends on each other rank, and the time that it took.
+fn in_world_with_rogue<K>(
+    ranks: usize,
+    rogue: usize,
+    silence: Duration,
+    misbehave: impl FnOnce(Joined) -> K + Send,
+    work: impl Fn(&Group) -> Result<(), CommError> + Sync,
+) -> Vec<(usize, CommError, Duration)> {
+    let options = TcpOptions { streams: 1, silence, neighbours: 1, ..TcpOptions::default() };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let deadline = Deadline::after(Duration::from_secs(30));
+    let rendezvous = |rank: usize| RendezvousEndpoint {
+        host: "127.0.0.1".to_owned(),
+        port,
+        listener: (rank == 0).then(|| listener.try_clone().unwrap()),
+        run: format!("rogue on port {port}"),
+        ..RendezvousEndpoint::default()
+    };
+    let (all_have_ended, ended) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        let (mut rendezvous_of_rogue, work) = (rendezvous(rogue), &work);
+        scope.spawn(move || {
+            let rendezvous = &mut rendezvous_of_rogue;
+            let joined = gather(rogue, ranks, rendezvous, options, (rogue, 0), |_, _| {}, deadline).unwrap();
+            let kept = misbehave(joined);
+            let _ = ended.recv();
+            drop(kept);
+        });
+        let run = |rank: usize| {
+            let rendezvous = rendezvous(rank);
+            scope.spawn(move || {
+                let group = join_by_address(rank, ranks, rendezvous, options, deadline).unwrap();
+                let begin = Instant::now();
+                (rank, work(&group).unwrap_err(), begin.elapsed())
+            })
+        };
+        let honest: Vec<_> = (0..ranks).filter(|rank| *rank != rogue).map(run).collect();
+        let errors = honest.into_iter().map(|thread| thread.join().unwrap()).collect();
+        drop(all_have_ended);
+        errors
+    })
+}
+
+/// Checks that all ranks have ended within `limit` by the loss of rank `rogue`, for a cause that `is_expected` accepts.
+fn check_loss(
+    errors: &[(usize, CommError, Duration)],
+    rogue: usize,
+    limit: Duration,
+    is_expected: impl Fn(LossCause) -> bool,
+) {
+    for (rank, error, elapsed) in errors {
+        let at = format!("rank {rank} ended after {elapsed:?} by: {error}");
+        let CommError::PeerLost { rank: lost, cause, .. } = error else { panic!("{at}") };
+        assert!(*lost == rogue && is_expected(*cause), "{at}");
+        assert!(*elapsed < limit, "{at}");
+    }
+}
+
+/// Number of ranks of a world whose members agree along a tree, and the rank that is lost.
+const MANY: usize = 67;
+const LOST: usize = 40;
+
+/// Waits for rank [`LOST`], as a rank that was never connected to it or as a member of the world.
+fn wait_for_lost(group: &Group) -> Result<(), CommError> {
+    let deadline = Deadline::after(Duration::from_secs(30));
+    if group.rank() == 20 {
+        return group.receive(&mut [0_u8][..], LOST, deadline);
+    }
+    group.barrier(deadline)
+}
+
+#[test]
+fn a_rank_that_falls_silent_is_named_by_ranks_that_were_never_connected_to_it() {
+    // Long enough for the beats of many ranks on a loaded machine.
+    let silence = Duration::from_secs(3);
+    let errors = in_world_with_rogue(MANY, LOST, silence, |joined| joined, wait_for_lost);
+    check_loss(&errors, LOST, silence * 3, |cause| cause == LossCause::Silent(3000));
+}
+
+#[test]
+fn a_rank_whose_sockets_close_is_named_by_ranks_that_were_never_connected_to_it() {
+    let silence = Duration::from_secs(20);
+    let errors = in_world_with_rogue(MANY, LOST, silence, drop, wait_for_lost);
+    check_loss(&errors, LOST, Duration::from_secs(5), |cause| cause == LossCause::Disconnected);
+}
+
+#[test]
+fn a_rank_that_asks_for_a_connection_and_cannot_be_connected_to_is_named_by_all_others() {
+    const ROGUE: usize = 1;
+    let knock_behind_a_closed_port = |joined: Joined| {
+        let Joined { mesh, acceptor, links, .. } = joined;
+        drop(acceptor);
+        mesh.knock(ROGUE + 3, Deadline::after(LIMIT)).unwrap();
+        links
+    };
+    let wait_for_another = |group: &Group| {
+        let next = (group.rank() + 1) % group.size();
+        let from = if next == ROGUE { group.size() - 1 } else { next };
+        group.receive(&mut [0_u8][..], from, Deadline::after(Duration::from_secs(30)))
+    };
+    let silence = Duration::from_secs(20);
+    let errors = in_world_with_rogue(12, ROGUE, silence, knock_behind_a_closed_port, wait_for_another);
+    check_loss(&errors, ROGUE, Duration::from_secs(5), |cause| cause == LossCause::Disconnected);
 }
 
 #[test]

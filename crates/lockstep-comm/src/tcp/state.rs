@@ -2,7 +2,7 @@
 //! waits, but for the cause of a loss.
 
 use std::{
-    collections::{BTreeMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     net::TcpStream,
     sync::{Arc, mpsc},
     time::{Duration, Instant},
@@ -12,6 +12,7 @@ use rustix::event::PollFlags;
 
 use super::{
     frame::{Channel, Header, Key, Kind},
+    handshake::HANDSHAKE_LIMIT,
     link::{Link, Status},
     operation_table::{OperationTable, RankMessage},
 };
@@ -22,6 +23,11 @@ pub(crate) const BEATS: u32 = 20;
 /// Time to learn how a rank ended that has closed its connections.
 const CAUSE_TIME: Duration = Duration::from_millis(100);
 
+/// Returns the time in which another rank must answer a connection, if ranks may be silent for `silence`.
+pub(crate) fn connect_limit(silence: Duration) -> Duration {
+    silence.max(HANDSHAKE_LIMIT)
+}
+
 /// All state of a rank, under the lock of its transport.
 #[derive(Debug)]
 pub(crate) struct State {
@@ -30,10 +36,16 @@ pub(crate) struct State {
     pub(crate) links: BTreeMap<usize, Link>,
     /// Ranks to connect to, for the thread that dials; `None` if all ranks are connected from the start.
     pub(crate) dialer: Option<mpsc::Sender<usize>>,
-    /// Ranks that were passed to it, and those of them that do not answer.
+    /// Ranks that were passed to it.
     pub(crate) dialed: HashSet<usize>,
-    pub(crate) unreachable: HashSet<usize>,
+    /// Dialed ranks that do not answer, each with the cause of its loss.
+    pub(crate) unreachable: HashMap<usize, LossCause>,
+    /// Ranks above this one that were asked for a connection, each with the time of its answer.
+    pub(crate) knocked: HashMap<usize, Instant>,
+    /// Error that ended the run.
     pub(crate) ending: Option<CommError>,
+    /// Details of a local failure that ended the run, until a caller receives them.
+    pub(crate) own_failure: Option<CommError>,
     /// Shared-memory transport of this machine. An error that ends the run there ends it here.
     pub(crate) local: Option<Arc<shm::ShmTransport>>,
     /// Farewell to send, once this rank leaves.
@@ -84,13 +96,41 @@ impl State {
         }
     }
 
+    /// Takes the knock of a rank below this one: has it connected. A heartbeat is queued for it, so that it is lost if it
+    /// cannot be reached.
+    pub(crate) fn take_knock(&mut self, rank: usize) {
+        let is_waiting = self.table.queues.are_waiting(rank).contains(&true);
+        if !self.links.contains_key(&rank) && !is_waiting && self.ending.is_none() {
+            self.table.queues.tell(rank, Header::bare(Kind::Beat));
+        }
+        self.connect(rank);
+    }
+
     /// Notes that a rank does not answer. It is lost if there is something for it; it may have left otherwise.
-    pub(crate) fn unreached(&mut self, rank: usize) {
-        if !self.links.contains_key(&rank) && self.leaving.is_none() {
-            self.unreachable.insert(rank);
-            if self.table.queues.waiting().any(|waiting| waiting == rank) {
-                self.report_loss(Some((rank, LossCause::Unreachable)));
-            }
+    pub(crate) fn unreached(&mut self, rank: usize, cause: LossCause) {
+        if self.links.contains_key(&rank) {
+            return;
+        }
+        if self.leaving.is_some() {
+            // Nothing for it holds up the farewell.
+            return self.table.queues.retain(|other| other != rank);
+        }
+        self.unreachable.insert(rank, cause);
+        if self.table.queues.waiting().any(|waiting| waiting == rank) {
+            self.report_loss(Some((rank, cause)));
+        }
+    }
+
+    /// Checks that the ranks that were asked for a connection have made it. They get twice the time of a connection, since
+    /// they may still be trying to reach another rank.
+    fn check_knocked(&mut self, silence: Duration) {
+        let limit = 2 * connect_limit(silence);
+        let Self { knocked, links, .. } = self;
+        knocked.retain(|rank, _| !links.contains_key(rank));
+        let late = knocked.iter().find(|(_, answered)| answered.elapsed() >= limit).map(|(rank, _)| *rank);
+        if let Some(rank) = late {
+            self.knocked.remove(&rank);
+            self.unreached(rank, LossCause::Unreachable);
         }
     }
 
@@ -167,6 +207,21 @@ impl State {
             }
         }
         self.report_loss(lost);
+        self.check_knocked(silence);
+    }
+
+    /// Ends the run because of a failure of this rank that no caller sees. The next caller receives it with its details.
+    pub(crate) fn end_by_own_failure(&mut self, error: CommError) {
+        let ending = self.end(error);
+        if !ending.is_known_to_all() {
+            self.own_failure = Some(ending);
+        }
+    }
+
+    /// Returns the error that ended the run, for a caller; `None` if it goes on.
+    pub(crate) fn take_ending(&mut self) -> Option<CommError> {
+        let ending = self.ending.as_ref()?;
+        Some(self.own_failure.take().unwrap_or_else(|| ending.copy()))
     }
 
     /// Ends the run on all ranks, unless it has ended. Returns the error that ended it. No operation accesses memory
@@ -218,4 +273,84 @@ fn ending_frame(words: &[u64; ERROR_WORDS]) -> (Header, Vec<u8>) {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     let key = Key { group: 0, channel: Channel::Collective, sequence: 0 };
     (Header::of(Kind::Ending, key, &bytes), bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+    use crate::recorder::Recorder;
+
+    /// Returns the state of rank 4 of 12, without links, and the ranks that it has passed to its dialer.
+    fn state() -> (State, mpsc::Receiver<usize>) {
+        let (dialer, wanted) = mpsc::channel();
+        let state = State {
+            table: OperationTable::new(4, 12, Recorder::private()),
+            links: BTreeMap::new(),
+            dialer: Some(dialer),
+            dialed: HashSet::new(),
+            unreachable: HashMap::new(),
+            knocked: HashMap::new(),
+            ending: None,
+            own_failure: None,
+            local: None,
+            leaving: None,
+        };
+        (state, wanted)
+    }
+
+    #[test]
+    fn a_rank_that_knocks_is_connected_once_and_lost_if_that_fails() {
+        let (mut state, wanted) = state();
+        state.take_knock(1);
+        state.take_knock(1);
+        state.write();
+        assert_eq!(wanted.try_iter().collect::<Vec<_>>(), [1]);
+        assert_eq!(state.table.queues.to(1).control.len(), 1);
+        state.unreached(1, LossCause::Unreachable);
+        let lost = state.take_ending();
+        assert!(
+            matches!(lost, Some(CommError::PeerLost { rank: 1, cause: LossCause::Unreachable, .. })),
+            "{lost:?}"
+        );
+    }
+
+    #[test]
+    fn a_rank_that_does_not_connect_after_a_knock_is_lost() {
+        let (mut state, _wanted) = state();
+        let silence = Duration::from_secs(1);
+        state.table.queues.tell(7, Header::bare(Kind::Beat));
+        state.knocked.insert(7, Instant::now());
+        state.beat(silence);
+        assert!(state.take_ending().is_none());
+        state.knocked.insert(7, Instant::now().checked_sub(2 * HANDSHAKE_LIMIT).unwrap());
+        state.beat(silence);
+        let lost = state.take_ending();
+        assert!(
+            matches!(lost, Some(CommError::PeerLost { rank: 7, cause: LossCause::Unreachable, .. })),
+            "{lost:?}"
+        );
+    }
+
+    #[test]
+    fn a_leaving_rank_keeps_nothing_for_a_rank_that_it_cannot_reach() {
+        let (mut state, _wanted) = state();
+        state.take_knock(1);
+        state.leaving = Some(Kind::Leaving { in_panic: false });
+        state.unreached(1, LossCause::Disconnected);
+        assert!(state.take_ending().is_none());
+        assert_eq!(state.table.queues.waiting().count(), 0);
+    }
+
+    #[test]
+    fn the_first_caller_learns_the_cause_of_a_failure_that_ended_the_run_in_the_background() {
+        let (mut state, _wanted) = state();
+        let failure = || CommError::io("connect to another rank or node")(io::ErrorKind::OutOfMemory.into());
+        state.end_by_own_failure(failure());
+        state.end_by_own_failure(failure());
+        let told: Vec<String> =
+            (0..2).filter_map(|_| state.take_ending()).map(|error| error.to_string()).collect();
+        assert_eq!(told, [failure().to_string(), "the run was stopped by rank 4".to_owned()]);
+    }
 }

@@ -1,13 +1,14 @@
 //! The TCP transport of a rank: a progress thread, and callers that start operations and wait for them.
 //!
-//! Two more threads connect this rank to others than its neighbours, if there are any: one dials, one takes calls.
+//! Two more threads connect this rank to others than its neighbours, if there are any: `lockstep-dial` connects to them and
+//! knocks, `lockstep-accept` takes their connections and knocks.
 //!
 //! One lock protects all state. Callers make progress themselves once when they start or wait, which saves small operations the
 //! handover to the thread. The thread makes progress while its rank computes.
 
 use std::{
-    collections::{BTreeMap, HashSet},
-    io,
+    collections::{BTreeMap, HashMap, HashSet},
+    io::{self, ErrorKind},
     net::TcpStream,
     os::fd::{AsFd, OwnedFd},
     panic::Location,
@@ -24,15 +25,14 @@ use super::{
     acceptor::Acceptor,
     agreement::LONG_WAIT,
     frame::{Header, Kind},
-    handshake::HANDSHAKE_LIMIT,
     hierarchical::UniformNodes,
     link::{Link, Status},
     mesh::{Arrival, Arrivals, Connections, Mesh},
     operation_table::OperationTable,
-    state::{BEATS, State},
+    state::{BEATS, State, connect_limit},
 };
 use crate::{
-    CommError, Deadline, LossCause, OperationContext,
+    CommError, Deadline, JoinProblem, LossCause, OperationContext,
     memory::LentBuffer,
     record::Recorded,
     recorder::Recorder,
@@ -46,7 +46,7 @@ use crate::{
 const SHARED_MEMORY_POLL: Duration = Duration::from_micros(100);
 /// Maximum sleep before the deadline is checked again.
 const MAX_SLEEP: Duration = Duration::from_millis(50);
-/// Time after which the thread that takes calls looks if the transport still exists.
+/// Time after which the thread that accepts ranks looks if the transport still exists.
 const CALLS_POLL: Duration = Duration::from_millis(100);
 /// Time for a leaving rank to say so.
 const FAREWELL: Duration = Duration::from_millis(300);
@@ -111,8 +111,10 @@ impl TcpTransport {
             links,
             dialer,
             dialed: HashSet::new(),
-            unreachable: HashSet::new(),
+            unreachable: HashMap::new(),
+            knocked: HashMap::new(),
             ending: None,
+            own_failure: None,
             local: shared_memory,
             leaving: None,
         };
@@ -120,11 +122,13 @@ impl TcpTransport {
         let wake = wake.map_err(|error| CommError::io("make an event counter")(error.into()))?;
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), wake, silence });
         if shared.lock().dialer.is_some() {
-            let (mesh, weak) = (Arc::new(mesh), Arc::downgrade(&shared));
+            let (streams, mesh, weak) = (mesh.streams, Arc::new(mesh), Arc::downgrade(&shared));
             let (dialing, taking) = ((Arc::clone(&mesh), Weak::clone(&weak)), (mesh, weak));
-            spawn("lockstep-connect_ranks", move || connect_ranks(&dialing.0, &dialing.1, &wanted))?;
-            spawn("lockstep-wanted", move || accept_ranks(&taking.0, &taking.1, &acceptor, arrivals))?;
-            knocks.into_iter().for_each(|peer| shared.lock().connect(peer));
+            // From now on ranks come one at a time; strangers must not use up the descriptors of the run.
+            acceptor.expect(streams);
+            spawn("lockstep-dial", move || connect_ranks(&dialing.0, &dialing.1, &wanted))?;
+            spawn("lockstep-accept", move || accept_ranks(&taking.0, &taking.1, &acceptor, arrivals))?;
+            knocks.into_iter().for_each(|peer| shared.lock().take_knock(peer));
         }
         let running = Arc::clone(&shared);
         let thread = Some(spawn("lockstep-tcp", move || running.run())?);
@@ -142,8 +146,8 @@ impl TcpTransport {
         let mut state = self.shared.lock();
         let mut awaited = late(&state);
         loop {
-            if let Some(error) = &state.ending {
-                return Err(error.copy().during(awaited.map(|(_, context)| context)));
+            if let Some(error) = state.take_ending() {
+                return Err(error.during(awaited.map(|(_, context)| context)));
             }
             if let Some(result) = attempt(&mut state) {
                 return Ok(result);
@@ -159,8 +163,8 @@ impl TcpTransport {
             let error = match gone.map(|link| link.status) {
                 Some(Status::Panicked) => CommError::PeerLost { rank, cause: LossCause::Panicked, context },
                 Some(_) => CommError::PeerLost { rank, cause: LossCause::Left, context },
-                None if state.unreachable.contains(&rank) => {
-                    CommError::PeerLost { rank, cause: LossCause::Unreachable, context }
+                None if let Some(cause) = state.unreachable.get(&rank) => {
+                    CommError::PeerLost { rank, cause: *cause, context }
                 }
                 None if deadline.has_passed() => {
                     let group = name(group, &state.table.group(group).members.ranks);
@@ -243,7 +247,7 @@ impl Transport for TcpTransport {
         if state.progress_all() {
             self.shared.notify();
         }
-        state.ending.as_ref().map_or(Ok(()), |error| Err(error.copy()))
+        state.take_ending().map_or(Ok(()), Err)
     }
 
     fn fail(&self, error: CommError) -> CommError {
@@ -308,10 +312,20 @@ fn connect_ranks(mesh: &Mesh, transport: &Weak<Shared>, wanted: &mpsc::Receiver<
         match dialed {
             Ok(Some(connections)) => shared.add_link(peer, connections),
             // The other rank connects.
-            Ok(None) => {}
+            Ok(None) => {
+                shared.lock().knocked.insert(peer, Instant::now());
+            }
+            Err(error @ CommError::Io { .. }) => {
+                shared.lock().end_by_own_failure(error);
+                shared.notify();
+            }
             Err(error) => {
                 tracing::debug!(peer, %error, "cannot connect to a rank");
-                shared.lock().unreached(peer);
+                // Ranks listen until they leave.
+                let is_gone =
+                    matches!(error, CommError::Join(JoinProblem::Connection(ErrorKind::ConnectionRefused)));
+                let cause = if is_gone { LossCause::Disconnected } else { LossCause::Unreachable };
+                shared.lock().unreached(peer, cause);
                 shared.notify();
             }
         }
@@ -325,7 +339,7 @@ fn accept_ranks(mesh: &Mesh, transport: &Weak<Shared>, acceptor: &Acceptor, mut 
         let Some(shared) = transport.upgrade() else { return };
         match client.and_then(|client| arrivals.add(mesh, client)) {
             Some(Arrival::Connected(peer, connections)) => shared.add_link(peer, connections),
-            Some(Arrival::Knocked(peer)) => shared.lock().connect(peer),
+            Some(Arrival::Knocked(peer)) => shared.lock().take_knock(peer),
             None => {}
         }
     }
@@ -345,7 +359,7 @@ impl Shared {
 
     /// Returns the time in which another rank must answer a connection.
     fn connect_limit(&self) -> Duration {
-        self.silence.max(HANDSHAKE_LIMIT)
+        connect_limit(self.silence)
     }
 
     /// Adds a link to a rank that was connected after the start, unless there is one.
@@ -359,7 +373,7 @@ impl Shared {
             }
             Ok(_) => {}
             Err(error) => {
-                state.end(CommError::io("use a connection to a rank")(error));
+                state.end_by_own_failure(CommError::io("use a connection to a rank")(error));
             }
         }
         drop(state);

@@ -6,12 +6,16 @@
 
 use std::ops::Range;
 
+use crate::Malformed;
+
 /// Maximum number of members that announce their calls to each other directly, with small data attached.
 pub(crate) const FLAT_MEMBERS: usize = 64;
 /// Maximum number of different calls that a tally keeps.
 const CALLS: usize = 8;
 /// Length in bytes of an encoded call with its count and its first member.
 const ENTRY_BYTES: usize = 32;
+/// Maximum length in bytes of an encoded tally.
+const TALLY_BYTES: usize = CALLS * ENTRY_BYTES;
 
 /// Returns the parent of a member; `None` for the first.
 pub(crate) fn parent(member: usize) -> Option<usize> {
@@ -28,6 +32,14 @@ pub(crate) fn children(member: usize, members: usize) -> impl Iterator<Item = us
 pub(crate) fn subtree(member: usize, members: usize) -> Range<usize> {
     let end = if member == 0 { members } else { members.min(member + (1 << member.trailing_zeros())) };
     member..end
+}
+
+/// Checks that member `from` may announce `bytes` bytes to member `own`: only neighbours in the tree do, and only tallies.
+pub(crate) fn check_announcer(own: usize, from: usize, bytes: usize) -> Result<(), Malformed> {
+    if parent(own) != Some(from) && parent(from) != Some(own) {
+        return Err(Malformed::Operation);
+    }
+    if bytes > TALLY_BYTES { Err(Malformed::Call) } else { Ok(()) }
 }
 
 /// Calls of the members of a subtree: each different one with its first member and the number of members that made it.

@@ -64,7 +64,7 @@ impl PlanFile {
     pub fn check(&self, config: &RunConfig) -> Result<(), Error> {
         let (model, _) = named_model(config)?;
         let facts = plan::facts_of(config, &model);
-        if let Ok(plan) = self.plan.resolved(&facts, || vec![1.0; facts.units()]) {
+        if let Ok(plan) = self.plan.resolved(&facts, || vec![1.0; facts.units]) {
             let plan = Plan { model: self.plan.model.clone(), ..plan };
             plan.check(&facts).map_err(|error| self.refuse(error.to_string()))?;
         }

@@ -73,7 +73,7 @@ pub(crate) fn plan_problems(
 ) -> Vec<Problem> {
     let facts = Facts { adapter_rank: tuning.and_then(adapter_rank), ..facts_of(config, model) };
     // The split into stages does not matter here, and the units' costs are known only after recording.
-    match plan_of(config, &facts, || vec![1.0; facts.units()]) {
+    match plan_of(config, &facts, || vec![1.0; facts.units]) {
         Ok(plan) => plan.check(&facts).map_or_else(|problems| problems_of(config, &problems), |_| Vec::new()),
         Err(problem) => vec![problem],
     }
@@ -96,8 +96,8 @@ pub(crate) fn plan_of(
     config.plan.resolved(facts, costs).map_err(|error| {
         config.problem(
             "parallel.pipeline_parallel",
-            format!("{error}: the embedding, {} blocks and the head", facts.layers),
-            format!("at most {} stages", facts.units()),
+            format!("{error}: {}", facts.units_in_words()),
+            format!("at most {} stages", facts.units),
         )
     })
 }

@@ -30,6 +30,7 @@ mod cost;
 mod execute;
 #[cfg(feature = "faults")]
 pub mod faults;
+mod head;
 mod instruction;
 mod linear;
 mod loss;
@@ -60,6 +61,7 @@ pub use block::{
 };
 pub use buffers::{CommunicationBuffer, Ring};
 pub use cost::BlockProfile;
+pub use head::HeadOutput;
 pub use linear::Linear;
 pub use lockstep_plan::work::Pass;
 pub use lockstep_plan::{Recompute, RecomputeRules};

@@ -14,6 +14,7 @@ use crate::{
         BatchInput, Bias, BlockShape, DropoutSite, LoraAdapters, LoraDown, MAX_DROPOUT_SITES, Mode,
         ParameterDeclaration, ParameterIndex, TokenRange, Value, ValueInfo,
     },
+    head::HeadOutput,
     operation::{Operation, RotaryPairs},
     placement::{Placement, Split},
     training::InputGradient,
@@ -41,6 +42,7 @@ pub struct Recorder {
     pub(crate) low_rank: Option<LoraAdapters>,
     pub(crate) lora_downs: Vec<LoraDown>,
     dropout_sites: u32,
+    pub(crate) head_output: HeadOutput,
 }
 
 impl Recorder {
@@ -63,6 +65,7 @@ impl Recorder {
             low_rank: None,
             lora_downs: Vec::new(),
             dropout_sites: 0,
+            head_output: HeadOutput::default(),
         }
     }
 

@@ -8,15 +8,17 @@ impl ModelConfig {
     /// Returns the facts that plans are checked against, for a training step on `world_size` ranks. The model's
     /// digest is left empty, and no adapter is set.
     pub fn facts(&self, step: StepFacts, world_size: usize) -> Facts {
+        let sizes = self.model().sizes();
         Facts {
             model: String::new(),
-            layers: self.num_hidden_layers(),
-            heads: self.num_attention_heads(),
-            key_value_heads: self.num_key_value_heads(),
-            hidden: self.hidden_size(),
-            intermediate: self.intermediate_size(),
-            has_latent_attention: self.has_latent_attention(),
-            vocab: self.vocab_size(),
+            units: self.model().units().len(),
+            layers: sizes.layers,
+            heads: sizes.heads,
+            key_value_heads: sizes.key_value_heads,
+            hidden: sizes.hidden,
+            intermediate: sizes.intermediate,
+            has_latent_attention: sizes.has_latent_attention,
+            vocab: sizes.vocab,
             experts: self.experts().map_or(0, |experts| experts.count),
             expert_intermediate: self.experts().map_or(0, |experts| experts.intermediate_size),
             adapter_rank: None,
@@ -37,7 +39,7 @@ impl ModelConfig {
     ) -> Result<CheckedPlan, PlanProblems> {
         let step = StepFacts { global_batch, seq_len, ..StepFacts::default() };
         let facts = self.facts(step, plan.mesh.world_size().unwrap_or(0));
-        let resolved = plan.resolved(&facts, || vec![1.0; facts.units()]);
+        let resolved = plan.resolved(&facts, || vec![1.0; facts.units]);
         resolved.as_ref().unwrap_or(plan).check(&facts)
     }
 }

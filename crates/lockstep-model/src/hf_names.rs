@@ -5,13 +5,10 @@
 //! unexpected or of the wrong shape. Both use the same [`HfPlace`], in opposite directions.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::ops::Range;
 
-use lockstep_plan::ParameterRecord;
-
-use crate::config::{Gpt2Config, LatentAttention, LlamaConfig, ModelConfig};
+use crate::config::ModelConfig;
 use crate::error::{CheckpointProblem, ModelError};
-use crate::hf_transform::HfTransform;
+use crate::hf_tensor::{HfContent, HfPlace, HfTensor};
 use crate::recorded::parameter_records;
 
 /// The tensors of a model's Hugging Face checkpoint.
@@ -24,41 +21,6 @@ pub struct HfMapping {
     tied: Vec<(String, String)>,
     /// Names of the parameters, in the model's order.
     parameters: Vec<String>,
-}
-
-/// A tensor of a checkpoint.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HfTensor {
-    /// Name, with the family's prefix.
-    pub name: String,
-    /// Shape as stored.
-    pub shape: Vec<usize>,
-    /// Source of the tensor's elements.
-    pub content: HfContent,
-}
-
-/// Source of a checkpoint tensor's elements.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum HfContent {
-    /// Parameters, which together cover it exactly.
-    Parameters(Vec<HfPlace>),
-    /// Zeros: a bias that transformers expects and the model does not have.
-    Zeros,
-}
-
-/// Location of a parameter, or of a part of one, in a checkpoint.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HfPlace {
-    /// Canonical name of the parameter.
-    pub parameter: String,
-    /// Name of the tensor; in an [`HfImport`], the name in the file.
-    pub tensor: String,
-    /// Shape of the tensor as stored.
-    pub tensor_shape: Vec<usize>,
-    /// First element of the parameter that is in this tensor. In a checkpoint each expert of a stack has a tensor of its own.
-    pub first_element: usize,
-    /// Layout of these elements in the tensor.
-    pub transform: HfTransform,
 }
 
 /// Instructions for reading a checkpoint into a model.
@@ -77,15 +39,14 @@ impl HfMapping {
     /// Computes the mapping of the model that `config` describes.
     pub fn new(config: &ModelConfig) -> Self {
         let records = parameter_records(config);
-        let (prefix, tensors) = match config {
-            ModelConfig::Gpt2(config) => ("transformer.", gpt2_tensors(config, &records)),
-            ModelConfig::Llama(config) => ("model.", llama_tensors(config, &records)),
-        };
+        let model = config.model();
+        let (prefix, tensors) = (model.checkpoint_prefix(), model.checkpoint_tensors(&records));
         let tied = records
             .iter()
             .filter_map(|record| record.tie.map(|id| (record.name.clone(), records[id.0].name.clone())))
             .collect();
-        let parameters = own(&records).map(|record| record.name.clone()).collect();
+        let owned = records.iter().filter(|record| record.tie.is_none());
+        let parameters = owned.map(|record| record.name.clone()).collect();
         Self { prefix, tensors, tied, parameters }
     }
 
@@ -114,8 +75,10 @@ impl HfMapping {
     ) -> Result<HfImport, ModelError> {
         let mut problems = Vec::new();
         let mut found: BTreeMap<String, (&str, &[usize])> = BTreeMap::new();
+        let outside = self.outside();
         for (name, shape) in checkpoint {
-            let full = self.full_name(name);
+            let is_full = name.starts_with(self.prefix) || outside.contains(name);
+            let full = if is_full { name.to_owned() } else { format!("{}{name}", self.prefix) };
             if is_buffer(name) {
                 continue;
             }
@@ -170,93 +133,11 @@ impl HfMapping {
         })
     }
 
-    /// Returns the name with the family's prefix, which all tensors but the output layer have.
-    fn full_name(&self, name: &str) -> String {
-        if name.starts_with(self.prefix) || name.starts_with("lm_head.") {
-            name.to_owned()
-        } else {
-            format!("{}{name}", self.prefix)
-        }
-    }
-}
-
-impl HfPlace {
-    /// Returns the range of the parameter's elements that this place holds.
-    pub fn part(&self) -> Range<usize> {
-        self.first_element..self.first_element + self.parameter_elements()
-    }
-
-    /// Copies these elements of the parameter, in canonical order, out of the stored tensor.
-    ///
-    /// # Errors
-    /// If the length of a slice does not match its shape.
-    pub fn read<T: Copy>(&self, stored: &[T], parameter: &mut [T]) -> Result<(), ModelError> {
-        self.check(stored.len(), parameter.len())?;
-        self.transform.read(stored, parameter);
-        Ok(())
-    }
-
-    /// Copies these elements of the parameter into the stored tensor, and leaves its other elements alone.
-    ///
-    /// # Errors
-    /// If the length of a slice does not match its shape.
-    pub fn write<T: Copy>(&self, parameter: &[T], stored: &mut [T]) -> Result<(), ModelError> {
-        self.check(stored.len(), parameter.len())?;
-        self.transform.write(parameter, stored);
-        Ok(())
-    }
-
-    /// Runs [`HfPlace::read`] on bytes, for elements of `ELEMENT_BYTES` each; no alignment is needed.
-    ///
-    /// # Errors
-    /// If the length of a slice does not match its shape.
-    pub fn read_bytes<const ELEMENT_BYTES: usize>(
-        &self,
-        stored: &[u8],
-        parameter: &mut [u8],
-    ) -> Result<(), ModelError> {
-        let (stored, stored_rest) = stored.as_chunks::<ELEMENT_BYTES>();
-        let (parameter, parameter_rest) = parameter.as_chunks_mut::<ELEMENT_BYTES>();
-        self.check(stored.len() + stored_rest.len(), parameter.len() + parameter_rest.len())?;
-        self.read(stored, parameter)
-    }
-
-    /// Runs [`HfPlace::write`] on bytes, for elements of `ELEMENT_BYTES` each; no alignment is needed.
-    ///
-    /// # Errors
-    /// If the length of a slice does not match its shape.
-    pub fn write_bytes<const ELEMENT_BYTES: usize>(
-        &self,
-        parameter: &[u8],
-        stored: &mut [u8],
-    ) -> Result<(), ModelError> {
-        let (parameter, parameter_rest) = parameter.as_chunks::<ELEMENT_BYTES>();
-        let (stored, stored_rest) = stored.as_chunks_mut::<ELEMENT_BYTES>();
-        self.check(stored.len() + stored_rest.len(), parameter.len() + parameter_rest.len())?;
-        self.write(parameter, stored)
-    }
-
-    /// Number of elements of the stored tensor.
-    fn stored_elements(&self) -> usize {
-        self.tensor_shape.iter().product()
-    }
-
-    /// Number of the parameter's elements that this place holds.
-    pub fn parameter_elements(&self) -> usize {
-        self.transform.parameter_elements(self.stored_elements())
-    }
-
-    fn check(&self, stored: usize, parameter: usize) -> Result<(), ModelError> {
-        let checks = [
-            (&self.tensor, "the stored tensor", self.stored_elements(), stored),
-            (&self.parameter, "the parameter", self.parameter_elements(), parameter),
-        ];
-        for (tensor, what, expected, found) in checks {
-            if expected != found {
-                return Err(ModelError::Length { tensor: tensor.clone(), what, expected, found });
-            }
-        }
-        Ok(())
+    /// Returns the names that do not have the family's prefix: those of a head.
+    fn outside(&self) -> BTreeSet<&str> {
+        let names = self.tensors.iter().map(|tensor| &tensor.name);
+        let tied = self.tied.iter().map(|(tensor, _)| tensor);
+        names.chain(tied).map(String::as_str).filter(|name| !name.starts_with(self.prefix)).collect()
     }
 }
 
@@ -273,150 +154,6 @@ impl HfImport {
             None => Ok(()),
         }
     }
-}
-
-/// Returns the parameters that are not tied to another.
-fn own(records: &[ParameterRecord]) -> impl Iterator<Item = &ParameterRecord> {
-    records.iter().filter(|record| record.tie.is_none())
-}
-
-/// Returns the tensor that consists of one place.
-fn single(place: HfPlace) -> HfTensor {
-    let (name, shape) = (place.tensor.clone(), place.tensor_shape.clone());
-    HfTensor { name, shape, content: HfContent::Parameters(vec![place]) }
-}
-
-/// Returns the tensor of a parameter with the same name and layout.
-fn same(record: &ParameterRecord) -> HfTensor {
-    single(place(record, record.name.clone(), record.shape.clone(), HfTransform::Same))
-}
-
-/// Returns the place of a parameter from its first element on.
-fn place(
-    record: &ParameterRecord,
-    tensor: String,
-    tensor_shape: Vec<usize>,
-    transform: HfTransform,
-) -> HfPlace {
-    HfPlace { parameter: record.name.clone(), tensor, tensor_shape, first_element: 0, transform }
-}
-
-/// Part of the names of stacked expert weights that precedes the expert's number in a checkpoint.
-const EXPERTS: &str = ".experts.";
-
-/// Returns the tensors of a parameter: one, or one per expert.
-fn unstacked(record: &ParameterRecord) -> Vec<HfTensor> {
-    let (Some(at), &[experts, rows, columns]) = (record.name.find(EXPERTS), &record.shape[..]) else {
-        return vec![same(record)];
-    };
-    let (before, behind) = record.name.split_at(at + EXPERTS.len());
-    let tensor = |expert: usize| {
-        let name = format!("{before}{expert}.{behind}");
-        let first_element = expert * rows * columns;
-        single(HfPlace { first_element, ..place(record, name, vec![rows, columns], HfTransform::Same) })
-    };
-    (0..experts).map(tensor).collect()
-}
-
-/// Returns the tensors of a Llama-like model; some tensors of latent attention hold two parameters each.
-fn llama_tensors(config: &LlamaConfig, records: &[ParameterRecord]) -> Vec<HfTensor> {
-    let mut tensors: Vec<HfTensor> = Vec::new();
-    for record in own(records) {
-        let part = config.latent.as_ref().and_then(|latent| latent_part(config, latent, &record.name));
-        let Some((name, transform)) = part else {
-            tensors.extend(unstacked(record));
-            continue;
-        };
-        let HfTransform::Rows { of, blocks, .. } = transform else { continue };
-        let place = place(record, name, vec![of * blocks, record.shape[1]], transform);
-        match tensors.iter_mut().find(|tensor| tensor.name == place.tensor) {
-            Some(HfTensor { content: HfContent::Parameters(places), .. }) => places.push(place),
-            _ => tensors.push(single(place)),
-        }
-    }
-    tensors
-}
-
-/// Returns the tensor and the layout of a parameter of latent attention that shares a tensor with another; `None` for all others.
-fn latent_part(
-    config: &LlamaConfig,
-    latent: &LatentAttention,
-    parameter: &str,
-) -> Option<(String, HfTransform)> {
-    let LatentAttention { plain_dim, rotary_dim, value_dim, key_value_rank, .. } = *latent;
-    let heads = config.num_attention_heads;
-    // (suffix of the parameter, suffix of the tensor, first row in a block, rows, rows of a block, blocks)
-    let parts = [
-        ("q_proj_plain", "q_proj", 0, plain_dim, plain_dim + rotary_dim, heads),
-        ("q_proj_rotary", "q_proj", plain_dim, rotary_dim, plain_dim + rotary_dim, heads),
-        ("q_b_proj_plain", "q_b_proj", 0, plain_dim, plain_dim + rotary_dim, heads),
-        ("q_b_proj_rotary", "q_b_proj", plain_dim, rotary_dim, plain_dim + rotary_dim, heads),
-        ("kv_a_proj_narrow", "kv_a_proj_with_mqa", 0, key_value_rank, key_value_rank + rotary_dim, 1),
-        (
-            "kv_a_proj_rotary",
-            "kv_a_proj_with_mqa",
-            key_value_rank,
-            rotary_dim,
-            key_value_rank + rotary_dim,
-            1,
-        ),
-        ("kv_b_proj_key", "kv_b_proj", 0, plain_dim, plain_dim + value_dim, heads),
-        ("kv_b_proj_value", "kv_b_proj", plain_dim, value_dim, plain_dim + value_dim, heads),
-    ];
-    let module = parameter.strip_suffix(".weight")?;
-    parts.into_iter().find_map(|(own, stored, first, len, of, blocks)| {
-        let before = module.strip_suffix(own)?.strip_suffix('.').map(|before| format!("{before}."))?;
-        let transform = HfTransform::Rows { rows: first..first + len, of, blocks };
-        Some((format!("{before}{stored}.weight"), transform))
-    })
-}
-
-/// Returns GPT-2's tensors: linear weights `[in, out]`, queries, keys and values side by side in `c_attn`, and biases in any case.
-fn gpt2_tensors(config: &Gpt2Config, records: &[ParameterRecord]) -> Vec<HfTensor> {
-    let has: BTreeSet<&str> = records.iter().map(|record| record.name.as_str()).collect();
-    let with_biases = parameter_records(&ModelConfig::Gpt2(Gpt2Config { bias: true, ..config.clone() }));
-    let mut tensors: Vec<HfTensor> = Vec::new();
-    let mut index_of: HashMap<String, usize> = HashMap::new();
-    for record in own(&with_biases) {
-        let Some((name, third)) = gpt2_linear(&record.name) else {
-            tensors.push(if has.contains(record.name.as_str()) { same(record) } else { zeros(record) });
-            continue;
-        };
-        let outputs = record.shape[0];
-        let (columns, stored_columns) = match third {
-            Some(third) => (third * outputs..(third + 1) * outputs, 3 * outputs),
-            None => (0..outputs, outputs),
-        };
-        let shape: Vec<usize> = record.shape[1..].iter().copied().chain([stored_columns]).collect();
-        let index = *index_of.entry(name.clone()).or_insert_with(|| {
-            tensors.push(HfTensor { name: name.clone(), shape: shape.clone(), content: HfContent::Zeros });
-            tensors.len() - 1
-        });
-        if !has.contains(record.name.as_str()) {
-            continue;
-        }
-        let place = place(record, name, shape, HfTransform::Columns { columns, stored_columns });
-        match &mut tensors[index].content {
-            HfContent::Parameters(places) => places.push(place),
-            content @ HfContent::Zeros => *content = HfContent::Parameters(vec![place]),
-        }
-    }
-    tensors
-}
-
-/// Returns the tensor of a parameter of GPT-2's linear layers, and the parameter's third of it if it is the fused
-/// one; `None` for other parameters.
-fn gpt2_linear(parameter: &str) -> Option<(String, Option<usize>)> {
-    const FUSED: [&str; 3] = [".attn.q.", ".attn.k.", ".attn.v."];
-    const PLAIN: [&str; 3] = [".attn.c_proj.", ".mlp.c_fc.", ".mlp.c_proj."];
-    if let Some(third) = FUSED.iter().position(|part| parameter.contains(part)) {
-        return Some((parameter.replace(FUSED[third], ".attn.c_attn."), Some(third)));
-    }
-    PLAIN.iter().any(|part| parameter.contains(part)).then(|| (parameter.to_owned(), None))
-}
-
-fn zeros(record: &ParameterRecord) -> HfTensor {
-    HfTensor { name: record.name.clone(), shape: record.shape.clone(), content: HfContent::Zeros }
 }
 
 /// Returns true if a tensor is a buffer that older versions of transformers saved and newer ones compute.

@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::{
     config::ModelConfig,
     error::ModelError,
-    hf_names::{HfContent, HfMapping},
+    hf_names::HfMapping,
+    hf_tensor::HfContent,
     hf_transform::HfTransform,
     lora::{Adapter, AdapterTensor, LoraConfig},
     recorded::parameter_records,
@@ -60,7 +61,7 @@ impl Adapter {
         }
         Ok(Self {
             layers: adapted.iter().map(|layer| (layer.name.clone(), layer.module.clone())).collect(),
-            fan_in_fan_out: matches!(model, ModelConfig::Gpt2(_)),
+            fan_in_fan_out: adapted.iter().any(|layer| layer.is_transposed),
             tensors,
             config,
         })
@@ -86,28 +87,34 @@ struct LinearLayer {
     name: String,
     module: String,
     shape: Vec<usize>,
+    /// True if the checkpoint stores the weight as `[in, out]`.
+    is_transposed: bool,
 }
 
 /// Returns the linear layers of a model's blocks, in order. The output layer is excluded: its loss is computed in
 /// parts, which an adapter would have to follow.
 fn linear_layers(model: &ModelConfig) -> Vec<LinearLayer> {
     let mapping = HfMapping::new(model);
-    let mut module_of: BTreeMap<&str, &str> = BTreeMap::new();
+    let mut module_of: BTreeMap<&str, (&str, bool)> = BTreeMap::new();
     for tensor in mapping.tensors() {
         if let HfContent::Parameters(places) = &tensor.content {
             // Layers whose rows are interleaved per head in one module are excluded: PEFT would adapt the module as a whole.
             let whole = places.iter().filter(|place| !matches!(place.transform, HfTransform::Rows { .. }));
-            module_of.extend(whole.map(|place| (place.parameter.as_str(), tensor.name.as_str())));
+            module_of.extend(whole.map(|place| {
+                let is_transposed = matches!(place.transform, HfTransform::Columns { .. });
+                (place.parameter.as_str(), (tensor.name.as_str(), is_transposed))
+            }));
         }
     }
-    let blocks = model.num_hidden_layers();
+    let units = model.model().units();
     let without_suffix = |name: &str| name.strip_suffix(".weight").map(str::to_owned);
     parameter_records(model)
         .into_iter()
-        .filter(|record| (1..=blocks).contains(&record.unit) && record.shape.len() == 2)
+        .filter(|record| units[record.unit].layer.is_some() && record.shape.len() == 2)
         .filter_map(|record| {
-            let module = without_suffix(module_of.get(record.name.as_str())?)?;
-            Some(LinearLayer { name: without_suffix(&record.name)?, module, shape: record.shape })
+            let (module, is_transposed) = *module_of.get(record.name.as_str())?;
+            let (name, module) = (without_suffix(&record.name)?, without_suffix(module)?);
+            Some(LinearLayer { name, module, shape: record.shape, is_transposed })
         })
         .collect()
 }

@@ -2,19 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use lockstep_graph::{BlockShape, Mode, RecomputeRules};
+use lockstep_graph::{BlockShape, HeadOutput, Mode, RecomputeRules};
 use lockstep_plan::Places;
 
 use crate::lora::Adapter;
-
-/// Output of the head.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HeadOutput {
-    /// The loss of each token, f32.
-    Losses,
-    /// The logits of each token.
-    Logits,
-}
 
 /// The trainable part of a model; by default all of it.
 #[derive(Debug, Clone, Default, PartialEq)]

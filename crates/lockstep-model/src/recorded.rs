@@ -1,11 +1,11 @@
 //! A model as the engine sees it: one program per distinct unit, and the record of every parameter.
 //!
-//! Units are numbered 0 (embedding), 1 to `layers` (blocks), `layers + 1` (head). Blocks that train the same
-//! parameters share one program. Records and programs come from the same recording, so every fact about a parameter
+//! Units are numbered in forward order: for a decoder 0 (embedding), 1 to `layers` (blocks), `layers + 1` (head). Units of one
+//! kind that train the same parameters share one program. Records and programs come from the same recording, so every fact about a parameter
 //! is stated once.
 
 use lockstep_graph::{
-    BlockShape, MAX_DROPOUT_SITES, Mode, ParameterDeclaration, Program, Recompute, RecomputeRules,
+    BlockShape, HeadOutput, MAX_DROPOUT_SITES, Mode, ParameterDeclaration, Program, Recompute, RecomputeRules,
 };
 use lockstep_plan::{
     Among, BufferUnit, DType, ModelProfile, ParameterId, ParameterRecord, Places, Shard, Share,
@@ -14,15 +14,15 @@ use lockstep_plan::{
 
 use crate::{
     config::ModelConfig,
-    options::{HeadOutput, RecordingOptions, Tuning},
-    units::{Flops, OUTPUT_LAYER, RecordedUnits, unit_of},
+    model::Tie,
+    options::{RecordingOptions, Tuning},
+    units::{Flops, RecordedUnits},
 };
 
 /// A recorded model: programs, parameter records and memory facts, for one rank's shards.
 #[derive(Debug)]
 pub struct RecordedModel {
     pub(crate) units: RecordedUnits,
-    layers: usize,
     records: Vec<ParameterRecord>,
     unit_parameters: Vec<Vec<ParameterId>>,
     inverse_frequencies: Option<Vec<f32>>,
@@ -70,25 +70,22 @@ impl RecordedModel {
         options: RecordingOptions,
         flops: Option<Flops>,
     ) -> Self {
-        let family = config.family();
+        let description = config.model();
         let units = RecordedUnits::new(config, tuning, options);
         let flops = flops.unwrap_or_else(|| units.flops_alone(config, tuning, options));
         let mut model = Self {
             units,
-            layers: config.num_hidden_layers(),
             records: Vec::new(),
             unit_parameters: Vec::new(),
-            inverse_frequencies: family.inverse_frequencies(),
+            inverse_frequencies: description.inverse_frequencies(),
             flops,
             bias_update_rate: config.experts().map_or(0.0, |experts| experts.bias_update_rate),
             places: options.places,
             vocabulary: config.vocab_size(),
             sliced: Vec::new(),
         };
-        (0..model.units()).for_each(|unit| model.declare(unit, &unit_of(config, unit).1));
-        if config.tie_word_embeddings() {
-            model.tie(OUTPUT_LAYER, family.embedding_table());
-        }
+        (0..model.units()).for_each(|unit| model.declare(unit));
+        description.ties().iter().for_each(|tie| model.tie(tie));
         model.sliced = (0..model.units()).map(|unit| model.can_slice(unit, options.recompute)).collect();
         model
     }
@@ -98,8 +95,8 @@ impl RecordedModel {
     fn can_slice(&self, unit: usize, recompute: RecomputeRules) -> bool {
         let TensorPlace { ranks, splits_tokens, slices_inputs, dimensions, .. } = self.places.tensor;
         let all_have_it = !splits_tokens && dimensions == TensorDimensions::One;
-        // Block `unit` is unit `unit + 1`.
-        let is_for_replay = unit < self.layers && recompute.of(unit) == Recompute::Full;
+        let next = self.units.declared.get(unit + 1).and_then(|next| next.layer);
+        let is_for_replay = next.is_some_and(|layer| recompute.of(layer) == Recompute::Full);
         slices_inputs
             && ranks > 1
             && all_have_it
@@ -110,7 +107,12 @@ impl RecordedModel {
 
     /// Returns the number of units.
     pub fn units(&self) -> usize {
-        self.layers + 2
+        self.units.declared.len()
+    }
+
+    /// Returns the index of a unit's layer, which rules of recomputation name; `None` for an embedding or a head.
+    pub fn layer(&self, unit: usize) -> Option<usize> {
+        self.units.declared[unit].layer
     }
 
     /// Returns the program of a unit.
@@ -237,19 +239,27 @@ impl RecordedModel {
         self.flops
     }
 
-    fn declare(&mut self, unit: usize, prefix: &str) {
+    fn declare(&mut self, unit: usize) {
         let first = self.records.len();
+        let prefix = &self.units.declared[unit].prefix;
         let records: Vec<_> =
             self.program(unit).parameters().iter().map(|declared| record(declared, unit, prefix)).collect();
         self.records.extend(records);
         self.unit_parameters.push((first..self.records.len()).map(ParameterId).collect());
     }
 
-    fn tie(&mut self, name: &str, target: &str) {
+    /// Ties a parameter to the one that owns its weights.
+    ///
+    /// # Panics
+    /// If the model declares neither, or only one of them.
+    fn tie(&mut self, tie: &Tie) {
+        let Tie { unit, parameter, target } = tie;
+        let name = format!("{}{parameter}", self.units.declared[*unit].prefix);
         let find = |name: &str| self.records.iter().position(|record| record.name == name);
-        let (tied, target) = (find(name), find(target));
-        let tied = tied.expect("a family declares an output layer");
-        self.records[tied].tie = Some(ParameterId(target.expect("a family declares an embedding table")));
+        let (tied, owner) = (find(&name), find(target));
+        let tied = tied.unwrap_or_else(|| panic!("the model ties {name}, which it does not declare"));
+        let owner = owner.unwrap_or_else(|| panic!("the model ties {name} to {target}, which it does not declare"));
+        self.records[tied].tie = Some(ParameterId(owner));
     }
 }
 

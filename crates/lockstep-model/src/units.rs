@@ -7,30 +7,9 @@ use lockstep_plan::Places;
 
 use crate::{
     config::ModelConfig,
-    options::{HeadOutput, RecordingOptions, Tuning},
+    model::Unit,
+    options::{RecordingOptions, Tuning},
 };
-
-/// Name of the output layer's parameter, which may be tied to the embedding.
-pub(crate) const OUTPUT_LAYER: &str = "lm_head.weight";
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Unit {
-    Embedding,
-    Block { kind: usize },
-    Head,
-}
-
-/// Returns the kind of a unit and the prefix of its parameter names.
-pub(crate) fn unit_of(config: &ModelConfig, unit: usize) -> (Unit, String) {
-    let (family, layers) = (config.family(), config.num_hidden_layers());
-    match unit {
-        0 => (Unit::Embedding, family.embedding_prefix()),
-        unit if unit <= layers => {
-            (Unit::Block { kind: family.block_kind(unit - 1) }, family.block_prefix(unit - 1))
-        }
-        _ => (Unit::Head, String::new()),
-    }
-}
 
 /// Floating-point operations of a forward and a backward of a micro-batch, summed over the ranks of a data-parallel replica.
 #[derive(Debug, Clone, Copy, Default)]
@@ -47,41 +26,30 @@ pub(crate) struct RecordedUnits {
     pub(crate) programs: Vec<Program>,
     /// Index of each unit's program.
     pub(crate) of_unit: Vec<usize>,
+    /// The units as the model declares them.
+    pub(crate) declared: Vec<Unit>,
 }
 
 impl RecordedUnits {
     pub(crate) fn new(config: &ModelConfig, tuning: &Tuning, options: RecordingOptions) -> Self {
-        let (family, layers) = (config.family(), config.num_hidden_layers());
-        let splits = family.tensor_splits();
-        let mut units = Self { programs: Vec::new(), of_unit: Vec::new() };
+        let model = config.model();
+        let (splits, ties) = (model.placements(), model.ties());
+        let mut units = Self { programs: Vec::new(), of_unit: Vec::new(), declared: model.units() };
         // Recording inputs of each program.
         let mut recorded: Vec<Recording> = Vec::new();
         let mut trains_anything = false;
-        for unit in 0..layers + 2 {
-            let (kind, prefix) = unit_of(config, unit);
-            let mut recording = Recording::new(kind, &prefix, tuning);
-            if kind == Unit::Head && config.tie_word_embeddings() {
-                recording.freeze_tied(OUTPUT_LAYER, tuning.frozen.contains(family.embedding_table()));
+        for (index, unit) in units.declared.iter().enumerate() {
+            let mut recording = Recording::new(unit, tuning);
+            for tie in ties.iter().filter(|tie| tie.unit == index) {
+                recording.freeze_tied(&tie.parameter, tuning.frozen.contains(&tie.target));
             }
             if !trains_anything {
                 recording.input_gradient = InputGradient::Unwanted;
             }
-            if let Unit::Block { .. } = kind {
-                recording.recompute = options.recompute.of(unit - 1);
-            }
+            recording.recompute = unit.layer.map_or(Recompute::None, |layer| options.recompute.of(layer));
             let known = recorded.iter().position(|known| *known == recording);
             let program = known.unwrap_or_else(|| {
-                units.programs.push(recording.run(options, &splits, |g| match kind {
-                    Unit::Embedding => family.embedding(g),
-                    Unit::Block { kind } => family.block(kind, g),
-                    Unit::Head => {
-                        let (x, output_layer) = family.head(g);
-                        match options.head_output {
-                            HeadOutput::Losses => g.output_loss(x, output_layer),
-                            HeadOutput::Logits => g.linear(x, output_layer),
-                        }
-                    }
-                }));
+                units.programs.push(recording.run(options, &splits, |g| model.record(index, g)));
                 recorded.push(recording);
                 recorded.len() - 1
             });
@@ -128,7 +96,7 @@ impl RecordedUnits {
 /// Inputs that determine the program of a unit.
 #[derive(Debug, PartialEq)]
 struct Recording {
-    kind: Unit,
+    kind: usize,
     /// Names of frozen parameters, relative to the unit.
     frozen: BTreeSet<String>,
     low_rank: Option<LoraAdapters>,
@@ -137,7 +105,8 @@ struct Recording {
 }
 
 impl Recording {
-    fn new(kind: Unit, prefix: &str, tuning: &Tuning) -> Self {
+    fn new(unit: &Unit, tuning: &Tuning) -> Self {
+        let (kind, prefix) = (unit.kind, unit.prefix.as_str());
         // A head has no prefix; the names of other units match none of its parameters.
         let within = |name: &String| name.strip_prefix(prefix).map(str::to_owned);
         let frozen = tuning.frozen.iter().filter_map(within).collect();
@@ -163,6 +132,7 @@ impl Recording {
     ) -> Program {
         let RecordingOptions { mode, shape, places: Places { tensor, context, experts }, .. } = options;
         let mut g = Recorder::new(mode, shape);
+        g.set_head_output(options.head_output);
         g.share_sequences(context);
         g.split(tensor, splits.iter().map(|(module, split)| ((*module).to_owned(), *split)));
         g.share_experts(experts);

@@ -2,7 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::{BlockShape, Recompute};
-use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning, model_work, parameter_records};
+use lockstep_model::{LlamaConfig, ModelConfig, RecordedModel, RecordingOptions, Tuning, model_work, parameter_records};
 use lockstep_plan::work::{
     Collective, Exchange, ModelWork, Pass, Peers, SavedExtent, Task, TaskKind, UnitWork,
 };
@@ -78,9 +78,8 @@ const PUBLISHED: [Published; 4] = [
 
 impl Published {
     fn config(&self) -> ModelConfig {
-        let ModelConfig::Gpt2(config) = ModelConfig::preset("gpt2-124m").unwrap() else {
-            panic!("gpt2-124m is a GPT-2")
-        };
+        let config = ModelConfig::preset("gpt2-124m").unwrap();
+        let config = config.get::<lockstep_model::Gpt2Config>().expect("a GPT-2").clone();
         let config = lockstep_model::Gpt2Config {
             vocab_size: VOCABULARY,
             hidden_size: self.hidden,
@@ -90,7 +89,7 @@ impl Published {
             max_position_embeddings: SEQ_LEN,
             ..config
         };
-        ModelConfig::Gpt2(config).with_dropout(0.1)
+        ModelConfig::from(config).with_dropout(0.1)
     }
 
     fn options(&self, tensor: TensorPlace, recompute: Recompute) -> RecordingOptions {
@@ -429,11 +428,11 @@ fn a_host_waits_for_how_many_rows_come_where_nothing_is_dropped() {
         let unit = work.unit(1);
         [&unit.forward, &unit.backward].map(|pass| pass.iter().filter(is_for_host).count())
     };
-    let mut config = ModelConfig::preset("mixtral-20m").unwrap();
+    let config = ModelConfig::preset("mixtral-20m").unwrap();
     assert_eq!(waits(&config), [1, 0]);
-    let ModelConfig::Llama(llama) = &mut config else { unreachable!("Mixtral is a Llama with experts") };
+    let mut llama = config.get::<LlamaConfig>().expect("a Llama with experts").clone();
     llama.experts.as_mut().unwrap().capacity_factor = Some(1.0);
-    assert_eq!(waits(&config), [0, 0]);
+    assert_eq!(waits(&llama.into()), [0, 0]);
 }
 
 fn of_products(unit: &UnitWork) -> f64 {

@@ -128,22 +128,23 @@ impl Recordings {
 
     /// Returns the recording where each block recomputes by the plan's rules.
     pub(crate) fn by_layer(&mut self, plan: &Plan, mesh: &Mesh) -> Rc<Recording> {
-        let (layers, rules) = (self.model.num_hidden_layers(), plan.recompute);
+        let (units, rules) = (self.model.model().units(), plan.recompute);
+        let layers = || units.iter().enumerate().filter_map(|(unit, declared)| Some((unit, declared.layer?)));
         let first = self.uniform(plan, mesh, rules.of(0));
-        if (0..layers).all(|layer| rules.of(layer) == rules.of(0)) {
+        if layers().all(|(_, layer)| rules.of(layer) == rules.of(0)) {
             return first;
         }
         let mut mixed = (*first).clone();
         for mode in [Recompute::None, Recompute::Selective, Recompute::Full] {
-            let of_mode: Vec<usize> = (0..layers).filter(|layer| rules.of(*layer) == mode).collect();
+            let of_mode: Vec<usize> =
+                layers().filter(|(_, layer)| rules.of(*layer) == mode).map(|(unit, _)| unit).collect();
             if of_mode.is_empty() || mode == rules.of(0) {
                 continue;
             }
             let other = self.uniform(plan, mesh, mode);
             let offset = mixed.work.distinct.len();
             mixed.work.distinct.extend(other.work.distinct.iter().cloned());
-            for layer in of_mode {
-                let unit = layer + 1;
+            for unit in of_mode {
                 mixed.work.of_unit[unit] = offset + other.work.of_unit[unit];
                 mixed.profile.units[unit] = other.profile.units[unit].clone();
             }

@@ -33,10 +33,8 @@ struct Tensor<'a> {
 /// # Errors
 /// If a file cannot be read or written, the model has no experts, or the layout is unsupported.
 pub(crate) fn decide(dir: &Path) -> Result<(), Box<dyn Error + Send + Sync>> {
-    let ModelConfig::Llama(config) = ModelConfig::from_file(&dir.join("config.json"))? else {
-        return Err("a model without experts".into());
-    };
-    let experts = config.experts.ok_or("a model without experts")?;
+    let config = ModelConfig::from_file(&dir.join("config.json"))?;
+    let experts = config.experts().ok_or("a model without experts")?;
     let path = dir.join("model.safetensors");
     let mut bytes = fs::read(&path)?;
     let len = bytes.first_chunk().map_or(0, |len| u64::from_le_bytes(*len) as usize);
@@ -47,7 +45,7 @@ pub(crate) fn decide(dir: &Path) -> Result<(), Box<dyn Error + Send + Sync>> {
         let (from, to) = number("data_offsets", 0).zip(number("data_offsets", 1)).ok_or("no offsets")?;
         let elements = data[from..to].as_chunks_mut().0;
         let columns = number("shape", 1).unwrap_or(1);
-        change(Tensor { name, columns, elements }, &experts, config.hidden_size);
+        change(Tensor { name, columns, elements }, experts, config.hidden_size());
     }
     fs::write(path, bytes)?;
     Ok(())

@@ -311,6 +311,7 @@ pub fn plan(bytes: &[u8]) -> Verdict {
     let experts = if plan.tensor_layout == TensorDimensions::Two { 0 } else { 8 };
     let facts = Facts {
         model: plan.model.clone(),
+        units: 8,
         layers: 6,
         heads: 8,
         key_value_heads: 2,
@@ -331,7 +332,7 @@ pub fn plan(bytes: &[u8]) -> Verdict {
     let place = |rank| Axis::ALL.map(|axis| ranks.coordinate(rank, axis));
     let places: BTreeSet<_> = (0..facts.world_size).map(place).collect();
     assert_eq!(places.len(), facts.world_size, "each rank has a place of its own");
-    assert_eq!(layout.stages.iter().map(|units| units.len()).sum::<usize>(), facts.units());
+    assert_eq!(layout.stages.iter().map(|units| units.len()).sum::<usize>(), facts.units);
     layout.schedule.iter().for_each(|schedule| simulated(schedule));
     Verdict::Accepted
 }

@@ -45,7 +45,7 @@ impl LlamaFamily {
     }
 
     /// Returns the row of the family in the table.
-    pub(super) const fn traits(self) -> FamilyTraits {
+    pub(crate) const fn traits(self) -> FamilyTraits {
         let llama = FamilyTraits {
             model_type: "llama",
             architecture: "LlamaForCausalLM",
@@ -120,25 +120,25 @@ impl LlamaFamily {
 
 /// A row of the table of families.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct FamilyTraits {
-    pub(super) model_type: &'static str,
+pub(crate) struct FamilyTraits {
+    pub(crate) model_type: &'static str,
     /// Class of transformers.
-    pub(super) architecture: &'static str,
+    pub(crate) architecture: &'static str,
     /// Defaults: vocabulary, hidden size, intermediate size, layers, query heads, positions.
-    pub(super) sizes: [usize; 6],
+    pub(crate) sizes: [usize; 6],
     /// Default number of key and value heads; `None` means as many as query heads.
-    pub(super) num_key_value_heads: Option<usize>,
+    pub(crate) num_key_value_heads: Option<usize>,
     /// Default epsilon of the norms.
-    pub(super) rms_norm_eps: f64,
-    pub(super) attention_bias: AttentionBias,
+    pub(crate) rms_norm_eps: f64,
+    pub(crate) attention_bias: AttentionBias,
     /// True if queries and keys have norms.
-    pub(super) has_qk_norm: bool,
-    pub(super) windows: Windows,
+    pub(crate) has_qk_norm: bool,
+    pub(crate) windows: Windows,
 }
 
 /// Attention biases of a family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum AttentionBias {
+pub(crate) enum AttentionBias {
     /// On all four projections if the key `attention_bias` is true.
     Configured,
     /// Always on queries, keys and values.
@@ -148,7 +148,7 @@ pub(super) enum AttentionBias {
 
 /// Sliding windows of a family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Windows {
+pub(crate) enum Windows {
     Never,
     /// In all layers; `default` is the window of an absent key.
     InAllLayers {

@@ -67,7 +67,7 @@ const ALIASES: [(&str, &str); 4] = [
 ];
 
 /// Returns the key that `key` is an alias of, or `key` itself.
-pub(super) fn canonical_key(key: &str) -> &str {
+pub(crate) fn canonical_key(key: &str) -> &str {
     ALIASES.iter().find(|(alias, _)| *alias == key).map_or(key, |(_, canonical)| canonical)
 }
 
@@ -86,7 +86,7 @@ impl Gpt2Config {
         self
     }
 
-    pub(super) fn read(table: &Map<String, Value>) -> (Self, Vec<ConfigProblem>) {
+    pub(crate) fn read(table: &Map<String, Value>) -> (Self, Vec<ConfigProblem>) {
         let mut reader = Reader::new(table, "");
         reader.fixed(FIXED_FOR_ALL);
         reader.fixed(FIXED_FOR_GPT2);
@@ -112,7 +112,7 @@ impl Gpt2Config {
     }
 
     /// Returns the keys of `config.json`, without those that all families have.
-    pub(super) fn table(&self) -> Map<String, Value> {
+    pub(crate) fn keys(&self) -> Map<String, Value> {
         let four_times = self.intermediate_size == 4 * self.hidden_size;
         let mut table = Map::new();
         let mut put = |key: &str, value: Value| table.insert(key.to_owned(), value);
@@ -135,7 +135,7 @@ impl Gpt2Config {
         table
     }
 
-    pub(super) fn problems(&self) -> Vec<ConfigProblem> {
+    pub(crate) fn checked(&self) -> Vec<ConfigProblem> {
         let mut checks = Checks::default();
         checks.size("vocab_size", self.vocab_size, VOCABULARY);
         checks.size("n_embd", self.hidden_size, WIDTH);

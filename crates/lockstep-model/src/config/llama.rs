@@ -66,7 +66,7 @@ pub struct LlamaConfig {
 }
 
 impl LlamaConfig {
-    pub(super) fn read(family: LlamaFamily, table: &Map<String, Value>) -> (Self, Vec<ConfigProblem>) {
+    pub(crate) fn read(family: LlamaFamily, table: &Map<String, Value>) -> (Self, Vec<ConfigProblem>) {
         let traits = family.traits();
         let [vocabulary, hidden, intermediate, layers, heads, positions] = traits.sizes;
         let mut reader = Reader::new(table, "");
@@ -122,7 +122,7 @@ impl LlamaConfig {
     }
 
     /// Returns the keys of `config.json`, without those that all families have; RoPE in form 4.
-    pub(super) fn table(&self) -> Map<String, Value> {
+    pub(crate) fn keys(&self) -> Map<String, Value> {
         let mut table = Map::new();
         let mut put = |key: &str, value: Value| table.insert(key.to_owned(), value);
         put("vocab_size", json!(self.vocab_size));
@@ -168,7 +168,7 @@ impl LlamaConfig {
         table
     }
 
-    pub(super) fn problems(&self) -> Vec<ConfigProblem> {
+    pub(crate) fn checked(&self) -> Vec<ConfigProblem> {
         let mut checks = Checks::default();
         checks.size("vocab_size", self.vocab_size, VOCABULARY);
         checks.size("hidden_size", self.hidden_size, WIDTH);

@@ -17,6 +17,7 @@ mod tokens;
 
 pub use self::experts::ExpertsConfig;
 pub use self::family::LlamaFamily;
+pub(crate) use self::gpt2::canonical_key;
 pub use self::gpt2::{Activation, Gpt2Config};
 pub use self::latent::LatentAttention;
 pub use self::llama::LlamaConfig;

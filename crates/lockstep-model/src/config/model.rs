@@ -1,42 +1,51 @@
 //! The configuration of a model of any family.
 
+use std::any::Any;
 use std::path::Path;
+use std::sync::Arc;
 
 use lockstep_plan::DType;
 use serde_json::{Map, Value, json};
 
 use super::experts::ExpertsConfig;
-use super::family::LlamaFamily;
-use super::gpt2::{Gpt2Config, canonical_key};
-use super::llama::LlamaConfig;
 use super::reader::shorten;
 use super::tokens::SpecialTokens;
 use crate::error::{ConfigProblem, ModelError};
+use crate::model::Model;
+use crate::registry::{model_types, reader};
 
-/// Evaluates an expression with the configuration of either family.
-macro_rules! either {
-    ($model:expr, $config:ident => $value:expr) => {
-        match $model {
-            ModelConfig::Gpt2($config) => $value,
-            ModelConfig::Llama($config) => $value,
-        }
-    };
+/// The configuration of a model of any family: a handle of the [`Model`].
+#[derive(Debug, Clone)]
+pub struct ModelConfig(Arc<dyn Model>);
+
+/// Two configurations are equal if their `config.json` files are.
+impl PartialEq for ModelConfig {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || self.table() == other.table()
+    }
 }
 
-/// The configuration of a model of any supported family.
-#[derive(Debug, Clone, PartialEq)]
-pub enum ModelConfig {
-    /// The GPT-2 family: `model_type` "gpt2".
-    Gpt2(Gpt2Config),
-    /// The Llama-like families: `model_type` "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe",
-    /// "qwen3_moe" or "deepseek_v3".
-    Llama(LlamaConfig),
+impl<M: Model> From<M> for ModelConfig {
+    fn from(model: M) -> Self {
+        Self(Arc::new(model))
+    }
 }
 
 /// Size limit of a `config.json` in bytes; real ones have a few kilobytes.
 const LARGEST_FILE_BYTES: u64 = 4 << 20;
 
 impl ModelConfig {
+    /// Returns the model.
+    pub fn model(&self) -> &dyn Model {
+        &*self.0
+    }
+
+    /// Returns the model as a `M`; `None` if it is of another type.
+    pub fn get<M: Model>(&self) -> Option<&M> {
+        let model: &dyn Any = &*self.0;
+        model.downcast_ref()
+    }
+
     /// Reads a `config.json`.
     ///
     /// # Errors
@@ -76,38 +85,26 @@ impl ModelConfig {
     /// [`ModelConfig::validate`] fails. The error lists every problem.
     pub fn from_table(table: &Map<String, Value>, origin: &str) -> Result<Self, ModelError> {
         let refused = |problems| ModelError::Config { origin: origin.to_owned(), problems };
-        let family = |name: &Value| LlamaFamily::ALL.into_iter().find(|family| name == family.model_type());
-        let (config, mut problems) = match table.get("model_type") {
-            Some(name) if name == "gpt2" => {
-                let (config, problems) = Gpt2Config::read(table);
-                (Self::Gpt2(config), problems)
-            }
-            Some(name) => {
-                let Some(family) = family(name) else {
-                    return Err(refused(vec![ConfigProblem::Unsupported {
-                        key: "model_type".into(),
-                        value: shorten(&name.to_string()),
-                        supported: model_types(),
-                    }]));
-                };
-                let (config, problems) = LlamaConfig::read(family, table);
-                (Self::Llama(config), problems)
-            }
-            None => {
-                return Err(refused(vec![ConfigProblem::Missing {
-                    key: "model_type".into(),
-                    expected: format!("one of {}", model_types()),
-                }]));
-            }
+        let Some(name) = table.get("model_type") else {
+            let expected = format!("one of {}", model_types());
+            return Err(refused(vec![ConfigProblem::Missing { key: "model_type".into(), expected }]));
         };
+        let Some(read) = name.as_str().and_then(reader) else {
+            return Err(refused(vec![ConfigProblem::Unsupported {
+                key: "model_type".into(),
+                value: shorten(&name.to_string()),
+                supported: model_types(),
+            }]));
+        };
+        let (model, mut problems) = read(table);
         // A default in place of an unreadable value could break rules that the file itself satisfies.
         let unreadable = problems.iter().any(|problem| {
             matches!(problem, ConfigProblem::WrongType { .. } | ConfigProblem::Missing { .. })
         });
         if !unreadable {
-            problems.extend(config.problems());
+            problems.extend(model.problems());
         }
-        if problems.is_empty() { Ok(config) } else { Err(refused(problems)) }
+        if problems.is_empty() { Ok(Self(model)) } else { Err(refused(problems)) }
     }
 
     /// Returns this configuration with some keys of `config.json` overridden, as by `[model]` in a run file.
@@ -129,18 +126,7 @@ impl ModelConfig {
             };
             return Err(ModelError::Config { origin: origin.to_owned(), problems: vec![problem] });
         }
-        if let Self::Llama(config) = self {
-            let heads_change = overrides.contains_key("num_attention_heads");
-            let is_plain = config.latent.is_none();
-            let width_changes = heads_change || overrides.contains_key("hidden_size");
-            if is_plain && width_changes && config.num_attention_heads * config.head_dim == config.hidden_size
-            {
-                table.insert("head_dim".into(), Value::Null);
-            }
-            if heads_change && config.num_key_value_heads == config.num_attention_heads {
-                table.insert("num_key_value_heads".into(), Value::Null);
-            }
-        }
+        self.0.forget_derived(&mut table, overrides);
         if let Some(rope) = overrides.get("rope_parameters") {
             table.remove("rope_scaling");
             if rope.get("rope_theta").is_some() {
@@ -148,7 +134,7 @@ impl ModelConfig {
             }
         }
         for key in overrides.keys() {
-            table.remove(self.canonical_key(key));
+            table.remove(self.0.canonical_key(key));
         }
         table.extend(overrides.iter().map(|(key, value)| (key.clone(), value.clone())));
         Self::from_table(&table, origin)
@@ -169,10 +155,10 @@ impl ModelConfig {
     /// GPT-2 without biases has `"bias": false`, which transformers ignores: see [`Gpt2Config::bias`].
     pub fn to_json(&self, dtype: DType) -> Value {
         let mut table = self.table();
-        if let Self::Llama(config) = self {
-            config.rope.write_form_5(&mut table);
+        self.0.finish_json(&mut table);
+        if let Some(architecture) = self.0.architecture() {
+            table.insert("architectures".into(), json!([architecture]));
         }
-        table.insert("architectures".into(), json!([self.architecture()]));
         let torch_name = match dtype {
             DType::F32 => Some("float32"),
             DType::BF16 => Some("bfloat16"),
@@ -186,136 +172,115 @@ impl ModelConfig {
     }
 
     /// Returns the value of `model_type`.
-    pub fn model_type(&self) -> &'static str {
-        match self {
-            Self::Gpt2(_) => "gpt2",
-            Self::Llama(config) => config.family.model_type(),
-        }
+    pub fn model_type(&self) -> &str {
+        self.0.model_type()
     }
 
     /// Number of tokens in the vocabulary.
     pub fn vocab_size(&self) -> usize {
-        either!(self, config => config.vocab_size)
+        self.0.sizes().vocab
     }
 
     /// Width of the residual stream.
     pub fn hidden_size(&self) -> usize {
-        either!(self, config => config.hidden_size)
+        self.0.sizes().hidden
     }
 
     /// Width of the feed-forward layers.
     pub fn intermediate_size(&self) -> usize {
-        either!(self, config => config.intermediate_size)
-    }
-
-    /// Returns true if the model has multi-head latent attention.
-    pub fn has_latent_attention(&self) -> bool {
-        matches!(self, Self::Llama(LlamaConfig { latent: Some(_), .. }))
+        self.0.sizes().intermediate
     }
 
     /// Returns the mixture-of-experts configuration; `None` for a dense model.
     pub fn experts(&self) -> Option<&ExpertsConfig> {
-        match self {
-            Self::Gpt2(_) => None,
-            Self::Llama(config) => config.experts.as_deref(),
-        }
+        self.0.experts()
     }
 
-    /// Number of blocks.
+    /// Number of layers: the blocks of a transformer.
     pub fn num_hidden_layers(&self) -> usize {
-        either!(self, config => config.num_hidden_layers)
+        self.0.sizes().layers
     }
 
     /// Number of query heads of a block.
     pub fn num_attention_heads(&self) -> usize {
-        either!(self, config => config.num_attention_heads)
+        self.0.sizes().heads
     }
 
     /// Number of key/value heads of a block; each serves `num_attention_heads / num_key_value_heads` query heads.
     pub fn num_key_value_heads(&self) -> usize {
-        match self {
-            Self::Gpt2(config) => config.num_attention_heads,
-            Self::Llama(config) => config.num_key_value_heads,
-        }
+        self.0.sizes().key_value_heads
     }
 
     /// Number of elements of one head.
     pub fn head_dim(&self) -> usize {
-        match self {
-            Self::Gpt2(config) => config.head_dim(),
-            Self::Llama(config) => config.head_dim,
-        }
+        self.0.sizes().head_dim
     }
 
     /// Length of the longest sequence, in tokens.
     pub fn max_position_embeddings(&self) -> usize {
-        either!(self, config => config.max_position_embeddings)
+        self.0.sizes().positions
     }
 
     /// Number of positions that a position sees, itself included; `None` means all before it.
     pub fn sliding_window(&self) -> Option<usize> {
-        match self {
-            Self::Gpt2(_) => None,
-            Self::Llama(config) => config.sliding_window,
-        }
+        self.0.sizes().window
     }
 
     /// Sequence length in tokens of the pretraining before the context was extended: the
     /// `original_max_position_embeddings` of scaled RoPE, else `max_position_embeddings`.
     pub fn pretraining_context(&self) -> usize {
-        let original = match self {
-            Self::Gpt2(_) => None,
-            Self::Llama(config) => config.rope.scaling.original_context(),
-        };
-        original.unwrap_or(usize::MAX).min(self.max_position_embeddings())
+        let sizes = self.0.sizes();
+        sizes.original_positions.unwrap_or(usize::MAX).min(sizes.positions)
     }
 
-    /// Returns true if the output layer is tied to the embedding.
+    /// Returns true if parameters repeat others, as an output layer that is tied to the embedding does.
     pub fn tie_word_embeddings(&self) -> bool {
-        either!(self, config => config.tie_word_embeddings)
+        !self.0.ties().is_empty()
     }
 
     /// Returns the special token ids.
     pub fn tokens(&self) -> &SpecialTokens {
-        either!(self, config => &config.tokens)
+        self.0.tokens()
     }
 
-    /// Returns the class that transformers builds from this configuration.
-    fn architecture(&self) -> &'static str {
-        match self {
-            Self::Gpt2(_) => "GPT2LMHeadModel",
-            Self::Llama(config) => config.family.traits().architecture,
-        }
+    /// Returns true if training applies dropout.
+    pub fn has_dropout(&self) -> bool {
+        self.0.has_dropout()
+    }
+
+    /// Returns the model with all of its dropout probabilities set: embedding, residual and attention for GPT-2,
+    /// attention for the Llama-likes (as in transformers).
+    #[must_use]
+    pub fn with_dropout(&self, probability: f64) -> Self {
+        self.0.with_dropout(probability).map_or_else(|| self.clone(), Self)
+    }
+
+    /// Returns the model without dropout.
+    #[must_use]
+    pub fn without_dropout(&self) -> Self {
+        self.with_dropout(0.0)
+    }
+
+    /// Returns true if experts have a capacity in training, beyond which slots are dropped.
+    pub fn has_capacity(&self) -> bool {
+        self.experts().is_some_and(|experts| experts.capacity_factor.is_some())
+    }
+
+    /// Returns the model without expert capacity, so that no slots are dropped.
+    #[must_use]
+    pub fn without_capacity(&self) -> Self {
+        self.0.without_capacity().map_or_else(|| self.clone(), Self)
     }
 
     /// Returns the table that [`ModelConfig::from_table`] reads back as this configuration, with RoPE in form 4.
     fn table(&self) -> Map<String, Value> {
-        let mut table = either!(self, config => config.table());
+        let mut table = self.0.table();
         table.insert("model_type".into(), json!(self.model_type()));
         self.tokens().write(&mut table);
         table
     }
 
-    /// Returns the key that [`ModelConfig::table`] uses for `key` or its alias.
-    fn canonical_key<'a>(&self, key: &'a str) -> &'a str {
-        match self {
-            Self::Gpt2(_) => canonical_key(key),
-            // transformers 5 writes `num_local_experts` for `num_experts`.
-            Self::Llama(config) if key == "num_local_experts" => match config.family {
-                LlamaFamily::Qwen2Moe | LlamaFamily::Qwen3Moe => "num_experts",
-                _ => key,
-            },
-            Self::Llama(_) => key,
-        }
-    }
-
     fn problems(&self) -> Vec<ConfigProblem> {
-        either!(self, config => config.problems())
+        self.0.problems()
     }
-}
-
-/// Returns the supported values of `model_type`, quoted.
-fn model_types() -> String {
-    let names = ["gpt2"].into_iter().chain(LlamaFamily::ALL.map(LlamaFamily::model_type));
-    names.map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(", ")
 }

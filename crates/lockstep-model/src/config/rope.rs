@@ -171,7 +171,7 @@ impl Rope {
     }
 
     /// Writes form 5: `rope_parameters`.
-    pub(super) fn write_form_5(&self, out: &mut Map<String, Value>) {
+    pub(crate) fn write_form_5(&self, out: &mut Map<String, Value>) {
         let mut table = self.scaling.table();
         table.insert("rope_theta".into(), json!(self.theta));
         out.insert("rope_parameters".into(), Value::Object(table));

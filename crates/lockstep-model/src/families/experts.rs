@@ -2,8 +2,11 @@
 //! with an optional shared expert.
 
 use lockstep_graph::{Bias, Linear, Mixture, Recorder, Routing, Split, Value};
+use lockstep_plan::ParameterRecord;
 
-use crate::ExpertsConfig;
+use crate::config::ExpertsConfig;
+use crate::hf_tensor::{HfPlace, HfTensor};
+use crate::hf_transform::HfTransform;
 
 /// Names of a family's mixture-of-experts modules.
 pub(crate) struct ExpertNames {
@@ -114,4 +117,22 @@ impl ExpertsConfig {
             capacity_factor: self.capacity_factor.map(|factor| factor as f32),
         }
     }
+}
+
+/// Part of the names of stacked expert weights that precedes the expert's number in a checkpoint.
+const EXPERTS: &str = ".experts.";
+
+/// Returns the tensors of a parameter: one, or one per expert.
+pub(super) fn unstacked(record: &ParameterRecord) -> Vec<HfTensor> {
+    let (Some(at), &[experts, rows, columns]) = (record.name.find(EXPERTS), &record.shape[..]) else {
+        return vec![HfTensor::same(record)];
+    };
+    let (before, behind) = record.name.split_at(at + EXPERTS.len());
+    let tensor = |expert: usize| {
+        let name = format!("{before}{expert}.{behind}");
+        let first_element = expert * rows * columns;
+        let first = HfPlace::new(record, name, vec![rows, columns], HfTransform::Same);
+        HfTensor::single(HfPlace { first_element, ..first })
+    };
+    (0..experts).map(tensor).collect()
 }

@@ -5,7 +5,8 @@
 
 use lockstep_graph::{AttentionShape, Recorder, RotaryPairs, Split, Value};
 
-use crate::{LatentAttention, LlamaConfig};
+use crate::config::{LatentAttention, LlamaConfig};
+use crate::hf_transform::HfTransform;
 
 /// Epsilon of the norms of low-rank values, independent of the configuration's epsilon for the other norms.
 const EPSILON: f32 = 1e-6;
@@ -79,4 +80,38 @@ impl LatentAttention {
     fn pairs(&self) -> RotaryPairs {
         if self.rotates_neighbours { RotaryPairs::Neighbours } else { RotaryPairs::Halves }
     }
+}
+
+/// Returns the tensor and the layout of a parameter of latent attention that shares a tensor with another; `None` for all others.
+pub(super) fn latent_part(
+    config: &LlamaConfig,
+    latent: &LatentAttention,
+    parameter: &str,
+) -> Option<(String, HfTransform)> {
+    let LatentAttention { plain_dim, rotary_dim, value_dim, key_value_rank, .. } = *latent;
+    let heads = config.num_attention_heads;
+    // (suffix of the parameter, suffix of the tensor, first row in a block, rows, rows of a block, blocks)
+    let parts = [
+        ("q_proj_plain", "q_proj", 0, plain_dim, plain_dim + rotary_dim, heads),
+        ("q_proj_rotary", "q_proj", plain_dim, rotary_dim, plain_dim + rotary_dim, heads),
+        ("q_b_proj_plain", "q_b_proj", 0, plain_dim, plain_dim + rotary_dim, heads),
+        ("q_b_proj_rotary", "q_b_proj", plain_dim, rotary_dim, plain_dim + rotary_dim, heads),
+        ("kv_a_proj_narrow", "kv_a_proj_with_mqa", 0, key_value_rank, key_value_rank + rotary_dim, 1),
+        (
+            "kv_a_proj_rotary",
+            "kv_a_proj_with_mqa",
+            key_value_rank,
+            rotary_dim,
+            key_value_rank + rotary_dim,
+            1,
+        ),
+        ("kv_b_proj_key", "kv_b_proj", 0, plain_dim, plain_dim + value_dim, heads),
+        ("kv_b_proj_value", "kv_b_proj", plain_dim, value_dim, plain_dim + value_dim, heads),
+    ];
+    let module = parameter.strip_suffix(".weight")?;
+    parts.into_iter().find_map(|(own, stored, first, len, of, blocks)| {
+        let before = module.strip_suffix(own)?.strip_suffix('.').map(|before| format!("{before}."))?;
+        let transform = HfTransform::Rows { rows: first..first + len, of, blocks };
+        Some((format!("{before}{stored}.weight"), transform))
+    })
 }

@@ -18,7 +18,9 @@ pub struct StepFacts {
 pub struct Facts {
     /// Digest of the model, compared with [`Plan::model`](crate::Plan::model).
     pub model: String,
-    /// Number of transformer blocks.
+    /// Number of units that stages consist of: of a transformer the embedding, the blocks and the head.
+    pub units: usize,
+    /// Number of layers, which rules of recomputation name: the blocks of a transformer.
     pub layers: usize,
     /// Number of attention heads.
     pub heads: usize,
@@ -45,8 +47,9 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// Returns the number of units that stages consist of: the embedding, the blocks and the head.
-    pub const fn units(&self) -> usize {
-        self.layers.saturating_add(2)
+    /// Describes the units in messages: `embedding, 12 blocks and head`, or their number for other models.
+    pub fn units_in_words(&self) -> String {
+        let Self { units, layers, .. } = self;
+        if *units == layers + 2 { format!("embedding, {layers} blocks and head") } else { format!("{units} units") }
     }
 }

@@ -165,7 +165,7 @@ impl Plan {
         let chunks = schedule.kind().map(|(_, chunks)| chunks);
         let stages = match (&schedule.passes, ranks) {
             _ if !self.stages.is_empty() => self.stages.clone(),
-            (_, 1) => vec![facts.units()],
+            (_, 1) => vec![facts.units],
             (PassOrder::Published(kind), _) => split_units(*kind, &costs(), ranks, chunks.unwrap_or(1))?,
             (PassOrder::Rows(_), _) => {
                 // `Plan::check` reports what is wrong with the rows.

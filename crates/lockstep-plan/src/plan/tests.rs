@@ -10,6 +10,7 @@ use crate::{
 fn facts() -> Facts {
     Facts {
         model: "a model".to_owned(),
+        units: 14,
         layers: 12,
         heads: 12,
         key_value_heads: 4,
@@ -541,7 +542,7 @@ proptest! {
         let [layers, heads, key_value_heads, hidden, intermediate, vocab, experts, expert_intermediate, seq_len,
             global_batch, world_size] = numbers;
         let facts = Facts {
-            model: "a model".to_owned(), layers, heads, key_value_heads, hidden, intermediate,
+            model: "a model".to_owned(), units: layers + 2, layers, heads, key_value_heads, hidden, intermediate,
             has_latent_attention: false, vocab, experts, expert_intermediate, adapter_rank: None, world_size,
             step: facts_of(global_batch, seq_len).step,
         };

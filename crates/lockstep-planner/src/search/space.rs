@@ -79,7 +79,7 @@ impl Space {
         degrees.world_size() == Some(self.facts.world_size)
             && self.splits_tensors(tensor)
             && self.splits_sequences(context, tensor)
-            && pipeline <= self.facts.units()
+            && pipeline <= self.facts.units
             && self.facts.step.global_batch.is_multiple_of(parts)
             && self.shards(parts, tensor * context).any(|of| of == shard)
             && self.experts(shard, context, tensor).contains(&[expert, expert_tensor])
@@ -111,7 +111,7 @@ impl Space {
             let left = facts.world_size / tensor;
             for context in divisors(left).filter(|context| self.splits_sequences(*context, tensor)) {
                 let left = left / context;
-                for pipeline in divisors(left).filter(|pipeline| *pipeline <= facts.units()) {
+                for pipeline in divisors(left).filter(|pipeline| *pipeline <= facts.units) {
                     let parts = left / pipeline;
                     if !facts.step.global_batch.is_multiple_of(parts) {
                         continue;
@@ -252,7 +252,7 @@ impl Space {
         // Looped breadth-first with one chunk is GPipe.
         let is_gpipe = |(kind, chunks): &(Kind, usize)| *kind == Kind::LoopedBreadthFirst && *chunks == 1;
         let fits = |(kind, chunks): &(Kind, usize)| {
-            ranks * chunks <= self.facts.units() && kind.problems(ranks, micro_batches, *chunks).is_empty()
+            ranks * chunks <= self.facts.units && kind.problems(ranks, micro_batches, *chunks).is_empty()
         };
         kinds.flat_map(chunks).filter(|schedule| !is_gpipe(schedule) && fits(schedule)).collect()
     }

@@ -268,10 +268,10 @@ fn stage_count(plan: &Plan, _: &Facts, found: &mut Vec<String>) {
 }
 
 fn stages_of_units(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
-    let (units, layers) = (facts.units(), facts.layers);
+    let (units, parts) = (facts.units, facts.units_in_words());
     if let Some(stages) = plan.schedule.stages(plan.mesh.pipeline).filter(|&stages| stages > units) {
         found.push(format!(
-            "{stages} stages are more than the {units} units of the model: embedding, {layers} blocks and head; \
+            "{stages} stages are more than the {units} units of the model: {parts}; \
              nearest: {units}"
         ));
     }
@@ -283,11 +283,11 @@ fn empty_stages(plan: &Plan, _: &Facts, found: &mut Vec<String>) {
 }
 
 fn units_of_stages(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
-    let (units, layers) = (facts.units(), facts.layers);
+    let (units, parts) = (facts.units, facts.units_in_words());
     let given = plan.stages.iter().fold(0_usize, |sum, &units| sum.saturating_add(units));
     if given != units {
         found.push(format!(
-            "the stages have {given} units and the model {units}: embedding, {layers} blocks and head"
+            "the stages have {given} units and the model {units}: {parts}"
         ));
     }
 }

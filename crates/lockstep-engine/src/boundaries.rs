@@ -4,10 +4,10 @@
 use lockstep_model::RecordedModel;
 use lockstep_tensor::{Buffer, View};
 
-/// Returns a view of `buffer` as the output of a unit, `[local rows, local columns]`.
-pub(crate) fn boundary<'a>(model: &RecordedModel, buffer: &'a Buffer) -> View<'a> {
-    let between = model.program(0);
-    buffer.view(between.shape().dtype, 0, [between.output_rows(), between.output_columns()])
+/// Returns a view of `buffer` as the output of `unit`, `[local rows, local columns]`. The buffer may have room for more.
+pub(crate) fn boundary<'a>(model: &RecordedModel, unit: usize, buffer: &'a Buffer) -> View<'a> {
+    let program = model.program(unit);
+    buffer.view(program.shape().dtype, 0, [program.output_rows(), program.output_columns()])
 }
 
 /// Returns a flat view of the message that a stage sends to the next one, at `offset_bytes` of `buffer`: the output of
@@ -27,12 +27,6 @@ pub(crate) fn message_bytes(model: &RecordedModel, unit: usize) -> usize {
     if model.slices_output(unit) {
         model.slice_elements() * model.program(unit).shape().dtype.size_bytes()
     } else {
-        boundary_bytes(model)
+        model.program(unit).output_bytes().len()
     }
-}
-
-/// Returns the bytes of a unit's output.
-pub(crate) fn boundary_bytes(model: &RecordedModel) -> usize {
-    let between = model.program(0);
-    between.output_rows() * between.output_columns() * between.shape().dtype.size_bytes()
 }

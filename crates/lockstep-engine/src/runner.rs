@@ -19,7 +19,7 @@ use lockstep_tensor::{Arena, Buffer, DiskTraffic, Element, Kernels, Tensor, Tens
 
 use crate::{
     EngineError, ExpertLoad, Gradients, Groups, Offload, UnitParameters, Weights,
-    boundaries::{boundary, boundary_bytes, message, message_bytes},
+    boundaries::{boundary, message, message_bytes},
     offloaded_frames::{FrameId, OffloadedFrames},
     partitioned_activations::PartitionedActivations,
     passes::{PassLocation, StageBoundary},
@@ -113,11 +113,11 @@ impl Runner {
             "what a stage hands on is not kept for its own backward"
         );
         arena.require(profile.activation_bytes(stages, are_on_disk), MemoryCategory::Activations)?;
-        let tokens = model.program(0).shape().tokens();
+        let losses = model.program(model.units() - 1);
         let sequences = model.program(0).shape().sequences;
         let memory = |stage: &StageMemory| {
             let slots = (0..stage.slots).map(|_| Slot::new(model, &profile, stage, arena, are_on_disk));
-            let send_buffer = |_| arena.allocate(boundary_bytes(model), MemoryCategory::Activations);
+            let send_buffer = |_| arena.allocate(profile.boundary_bytes, MemoryCategory::Activations);
             Ok(Stage {
                 units: stage.units.clone(),
                 slots: slots.collect::<Result<_, TensorError>>()?,
@@ -127,7 +127,7 @@ impl Runner {
             })
         };
         let units = || stages.iter().flat_map(|stage| stage.units.clone());
-        let boundary = || arena.allocate(boundary_bytes(model), MemoryCategory::Activations);
+        let boundary = || arena.allocate(profile.boundary_bytes, MemoryCategory::Activations);
         Ok(Self {
             stages: stages.iter().map(memory).collect::<Result<_, TensorError>>()?,
             workspace: arena.allocate(profile.workspace_bytes(stages), MemoryCategory::Workspace)?,
@@ -139,7 +139,7 @@ impl Runner {
                 .map(|table| Tensor::from_slice(arena, [table.len()], table, MemoryCategory::Parameters))
                 .transpose()?,
             host_keys: vec![0; 2 * sequences],
-            host_losses: vec![0.0; tokens],
+            host_losses: vec![0.0; losses.output_rows() * losses.output_columns()],
             // Dropout masks must be independent of the initial weights and the data order, which use the same seed.
             seed: mix(seed ^ key_from_name("dropout")),
             ring: Ring::new(units().map(|unit| model.program(unit)), arena)?,
@@ -205,7 +205,7 @@ impl Runner {
             // A backward does not read this output, which may still be in flight to the next stage.
             let handed_on = self.stages[place.stage].slots[place.slot].output.as_ref();
             let handed_on = handed_on.filter(|_| unit + 1 == units.end);
-            replay.output = replay.output.or_else(|| handed_on.map(|buffer| boundary(model, buffer)));
+            replay.output = replay.output.or_else(|| handed_on.map(|buffer| boundary(model, unit, buffer)));
             let program = model.program(unit);
             match purpose {
                 Purpose::Training => program.forward_for_backward(&replay)?,
@@ -283,23 +283,24 @@ impl Runner {
             self.gather_input(model, place, unit)?;
             let Stage { slots, send_buffers, .. } = &self.stages[place.stage];
             let slot = &slots[place.slot];
-            let between = |buffer| boundary(model, buffer);
+            let output = |buffer| boundary(model, unit, buffer);
             let weights = weights.weights();
             let parameters =
                 UnitParameters { ids: model.unit_parameters(unit), weights, gradients: Some(&*gradients) };
             // A pass of weight gradients does not look at these buffers, which may be in flight.
             let dy = || match unit + 1 < units.end {
-                true => Some(between(&self.boundary[unit % 2])),
-                false => slot.output_gradient.as_ref().map(between),
+                true => Some(output(&self.boundary[unit % 2])),
+                false => slot.output_gradient.as_ref().map(output),
             };
             let dx = || {
                 if unit == first {
                     return None;
                 }
-                match unit > units.start {
-                    true => Some(between(&self.boundary[(unit + 1) % 2])),
-                    false => send_buffers.get(place.send_buffer).map(between),
-                }
+                let buffer = match unit > units.start {
+                    true => Some(&self.boundary[(unit + 1) % 2]),
+                    false => send_buffers.get(place.send_buffer),
+                };
+                buffer.map(|buffer| boundary(model, unit - 1, buffer))
             };
             let deferred = || &slot.deferred[unit - units.start];
             let replay = self.replay(model, place, unit, queue, &parameters);
@@ -400,12 +401,13 @@ impl Runner {
     ) -> LentBuffer {
         let Stage { units, slots, send_buffers } = &mut self.stages[place.stage];
         let (slot, last) = (&mut slots[place.slot], units.end - 1);
+        let output_bytes = |unit: usize| model.program(unit).output_bytes().len();
         let (buffer, start, bytes) = match border {
             StageBoundary::Input => (slot.input.as_mut(), 0, message_bytes(model, units.start - 1)),
             StageBoundary::InputGradient => {
-                (send_buffers.get_mut(place.send_buffer), 0, boundary_bytes(model))
+                (send_buffers.get_mut(place.send_buffer), 0, output_bytes(units.start - 1))
             }
-            StageBoundary::OutputGradient => (slot.output_gradient.as_mut(), 0, boundary_bytes(model)),
+            StageBoundary::OutputGradient => (slot.output_gradient.as_mut(), 0, output_bytes(last)),
             StageBoundary::Output if slot.output.is_some() => {
                 (slot.output.as_mut(), 0, message_bytes(model, last))
             }
@@ -443,10 +445,11 @@ impl Runner {
         from: PassLocation,
         to: PassLocation,
     ) {
-        let gradient = self.stages[from.stage].send_buffers.get(from.send_buffer);
-        let gradient = gradient.map(|buffer| boundary(model, buffer));
+        let Stage { units, send_buffers, .. } = &self.stages[from.stage];
+        let before = units.start - 1;
+        let gradient = send_buffers.get(from.send_buffer).map(|buffer| boundary(model, before, buffer));
         let output = self.stages[to.stage].slots[to.slot].output_gradient.as_ref();
-        let output = output.map(|buffer| boundary(model, buffer));
+        let output = output.map(|buffer| boundary(model, before, buffer));
         queue.cast(
             gradient.expect("a stage that follows another has a gradient for it"),
             output.expect("a stage that another follows gets a gradient from it"),
@@ -513,7 +516,7 @@ impl Runner {
             if unit > units.start {
                 Some(model.program(unit - 1).output(frame(unit - 1)))
             } else {
-                slot.input.as_ref().map(|buffer| boundary(model, buffer))
+                slot.input.as_ref().map(|buffer| boundary(model, unit - 1, buffer))
             }
         });
         Replay {

@@ -7,7 +7,6 @@ use lockstep_plan::{DType, MemoryCategory, ModelProfile, StageMemory};
 use lockstep_tensor::{Arena, Buffer, Tensor, TensorError};
 
 use crate::{
-    boundaries::boundary_bytes,
     offloaded_frames::{FrameId, OffloadedFrames},
     passes::PassLocation,
 };
@@ -76,7 +75,7 @@ impl Slot {
                 .map(|unit| arena.allocate(model.program(unit).deferred_bytes(), category))
                 .collect::<Result<_, _>>()?,
             input: border(profile.input_bytes(units.start))?,
-            output_gradient: border(has_after.then(|| boundary_bytes(model)))?,
+            output_gradient: border(has_after.then(|| profile.boundary_bytes))?,
             ids: input(DType::U32, &[tokens])?,
             labels: input(DType::I32, &[tokens])?,
             positions: input(DType::U32, &[tokens])?,

@@ -201,7 +201,7 @@ impl RecordedModel {
             dtype: shape.dtype,
             sequences: shape.sequences,
             tokens: shape.tokens(),
-            boundary_bytes: between.output_rows() * between.output_columns() * shape.dtype.size_bytes(),
+            boundary_bytes: self.units.boundary_bytes(),
             slice_bytes: self.slice_elements() * shape.dtype.size_bytes(),
             gathered_bytes: self.slice_elements() * self.places.tensor.ranks * shape.dtype.size_bytes(),
             frequencies: self.inverse_frequencies.as_ref().map_or(0, Vec::len),

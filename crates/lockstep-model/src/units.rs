@@ -64,6 +64,12 @@ impl RecordedUnits {
         &self.programs[self.of_unit[unit]]
     }
 
+    /// Returns the bytes of the largest value between units.
+    pub(crate) fn boundary_bytes(&self) -> usize {
+        let between = 0..self.of_unit.len().saturating_sub(1);
+        between.map(|unit| self.program(unit).output_bytes().len()).max().unwrap_or(0)
+    }
+
     /// Returns the floating-point operations of all ranks together, which equal those of a recording for one rank.
     /// `self` is the recording of a single rank's shards.
     pub(crate) fn flops_alone(

@@ -36,7 +36,7 @@ fn work_of(units: &RecordedUnits, flops: Flops, tensor: TensorPlace) -> ModelWor
         distinct: units.programs.iter().map(Program::work).collect(),
         of_unit: units.of_unit.clone(),
         dtype,
-        boundary_bytes: (between.output_rows() * between.output_columns() * dtype.size_bytes()) as u64,
+        boundary_bytes: units.boundary_bytes() as u64,
         is_boundary_whole: ranks > 1 && !splits_tokens && dimensions == TensorDimensions::One,
         training_flops: flops.training,
         attention_flops: flops.attention,

@@ -45,7 +45,7 @@ pub struct ModelProfile {
     pub sequences: usize,
     /// Tokens of a micro-batch on this rank.
     pub tokens: usize,
-    /// Bytes of a value between units.
+    /// Bytes of the largest value between units; buffers for such values are all of this size.
     pub boundary_bytes: usize,
     /// Bytes of a rank's slice of such a value.
     pub slice_bytes: usize,

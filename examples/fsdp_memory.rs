@@ -126,6 +126,7 @@ fn after_a_step(
         positions: &std::array::from_fn::<u32, SEQ_LEN, _>(|token| token as u32),
         document_starts: &[0; SEQ_LEN],
         sample_numbers: &[0],
+        inputs: &[],
     };
     let seed = Seed::of_tokens(1.0 / (ranks * SEQ_LEN) as f32);
     engine.forward_backward([batch].into_iter(), seed)?;

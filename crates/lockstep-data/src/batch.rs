@@ -1,12 +1,14 @@
 //! A micro-batch: the input of one forward pass.
 
+use lockstep_tensor::HostData;
+
 /// Label of a position that is masked: it counts neither in the loss nor in the number of valid tokens.
 pub const IGNORE_LABEL: i32 = -100;
 
-/// `sequences` × `seq_len` tokens with their labels, row-major, on the host.
+/// `sequences` × `seq_len` tokens with their labels, row-major, on the host, and the named inputs of the samples.
 ///
-/// All vectors but `sample_numbers` have `sequences * seq_len` elements.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+/// The vectors of tokens have `sequences * seq_len` elements.
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct MicroBatch {
     /// Token ids, the inputs.
     pub ids: Vec<u32>,
@@ -21,6 +23,8 @@ pub struct MicroBatch {
     /// Global sample number of each sequence, `[sequences]`. Dropout is keyed by it. Numbers keep growing over epochs,
     /// so they identify the epoch too.
     pub sample_numbers: Vec<u64>,
+    /// Named inputs besides the tokens, `[sequences, ...]` each, in the order of the model's declarations.
+    pub inputs: Vec<HostData>,
     /// Number of sequences: the rows.
     pub sequences: usize,
     /// Tokens per sequence: the columns.

@@ -231,6 +231,7 @@ mod tests {
             dtype: DType::F32,
             sequences: 1,
             tokens: 1,
+            data_bytes: Vec::new(),
             boundary_bytes: 64,
             slice_bytes: 64,
             gathered_bytes: 64,

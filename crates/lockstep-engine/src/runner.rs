@@ -15,7 +15,7 @@ use lockstep_plan::{
     random::{key_from_name, mix},
     schedule::PassKind,
 };
-use lockstep_tensor::{Arena, Buffer, DiskTraffic, Element, Kernels, Tensor, TensorError, View};
+use lockstep_tensor::{Arena, Buffer, DiskTraffic, Element, HostData, Kernels, Tensor, TensorError, View};
 
 use crate::{
     EngineError, ExpertLoad, Gradients, Groups, Offload, UnitParameters, Weights,
@@ -27,9 +27,9 @@ use crate::{
     weights::WeightSource,
 };
 
-/// A micro-batch in host memory. All slices but the last are `[sequences · seq_len]` and cover whole sequences, also
-/// with context parallelism.
-#[derive(Debug, Clone, Copy)]
+/// A micro-batch in host memory. Slices of tokens are `[sequences · seq_len]` and cover whole sequences, also with context
+/// parallelism; they are empty for a model that reads no tokens.
+#[derive(Debug, Clone, Copy, Default)]
 pub struct HostBatch<'a> {
     /// Token ids, each below the vocabulary size.
     pub ids: &'a [u32],
@@ -42,6 +42,8 @@ pub struct HostBatch<'a> {
     pub document_starts: &'a [u32],
     /// Global sample number of each sequence, counted through all epochs: the key of its dropout masks.
     pub sample_numbers: &'a [u64],
+    /// Named inputs in the order of the model's declarations, `[sequences, ...]` each.
+    pub inputs: &'a [HostData],
 }
 
 /// Memory of the micro-batches in flight, and everything that a replay reads besides weights.
@@ -464,17 +466,23 @@ impl Runner {
             pair.copy_from_slice(&[key as u32, (key >> 32) as u32]);
         }
         let slot = &self.stages[place.stage].slots[place.slot];
-        self.copy_own(batch.ids, &slot.ids);
-        self.copy_own(batch.labels, &slot.labels);
-        self.copy_own(batch.positions, &slot.positions);
-        if self.groups.context_place().attended() == 1 {
-            self.copy_own(batch.document_starts, &slot.document_starts);
-        } else {
-            slot.document_starts.view().write(batch.document_starts);
+        if !batch.ids.is_empty() {
+            self.copy_own(batch.ids, &slot.ids);
+            self.copy_own(batch.labels, &slot.labels);
+            self.copy_own(batch.positions, &slot.positions);
+            if self.groups.context_place().attended() == 1 {
+                self.copy_own(batch.document_starts, &slot.document_starts);
+            } else {
+                slot.document_starts.view().write(batch.document_starts);
+            }
         }
         let slot = &mut self.stages[place.stage].slots[place.slot];
         slot.keeps_documents_apart = batch.document_starts.iter().any(|&start| start != 0);
         slot.dropout_keys.view().write(&self.host_keys);
+        assert_eq!(batch.inputs.len(), slot.inputs.len(), "a micro-batch has the named inputs of its model");
+        for (data, input) in batch.inputs.iter().zip(&slot.inputs) {
+            data.write_to(input.view());
+        }
         self.timeline.end(begin, || (Activity::of_step("load batch"), Cost::default()));
     }
 
@@ -529,6 +537,7 @@ impl Runner {
                 document_starts: slot.keeps_documents_apart.then(|| slot.document_starts.view()),
                 dropout_keys: Some(slot.dropout_keys.view()),
                 inverse_frequencies: self.inverse_frequencies.as_ref().map(Tensor::view),
+                inputs: &slot.inputs,
             },
             input,
             frame: frame(unit),

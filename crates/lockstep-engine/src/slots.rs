@@ -41,6 +41,8 @@ pub(crate) struct Slot {
     /// True if a sequence of the micro-batch holds more than one document.
     pub(crate) keeps_documents_apart: bool,
     pub(crate) dropout_keys: Tensor,
+    /// Named inputs, `[samples, elements]`, in the order of the model's declarations.
+    pub(crate) inputs: Vec<Tensor>,
 }
 
 impl Slot {
@@ -82,6 +84,11 @@ impl Slot {
             document_starts: input(DType::U32, &[tokens * profile.context.attended()])?,
             keeps_documents_apart: false,
             dropout_keys: input(DType::U32, &[shape.sequences, 2])?,
+            inputs: model
+                .inputs()
+                .iter()
+                .map(|named| input(named.dtype, &[shape.sequences, named.elements()]))
+                .collect::<Result<_, _>>()?,
         })
     }
 }

@@ -46,6 +46,7 @@ fn train(config: &ModelConfig, ids: &[u32], lengths: &[usize]) -> (f64, Vec<Vec<
         positions: &positions,
         document_starts: &starts,
         sample_numbers: &[0],
+        inputs: &[],
     };
     let loss = engine.accumulate(&batch, Seed::of_tokens(0.01)).unwrap();
     (loss, (0..engine.records().len()).map(|id| engine.gradient(ParameterId(id)).unwrap()).collect())

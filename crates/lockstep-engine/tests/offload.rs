@@ -95,8 +95,14 @@ fn step(engine: &mut Engine, setting: &Setting, step: u64) -> Result<f64, Engine
     let labels: Vec<i32> = (0..TOKENS as i32).map(|i| (i * 3 + 1) % VOCABULARY as i32).collect();
     let positions: Vec<u32> = (0..TOKENS as u32).map(|i| i % 16).collect();
     let (labels, positions) = (&labels, &positions);
-    let batch =
-        |ids| HostBatch { ids, labels, positions, document_starts: &[0; TOKENS], sample_numbers: &[0, 1] };
+    let batch = |ids| HostBatch {
+        ids,
+        labels,
+        positions,
+        document_starts: &[0; TOKENS],
+        sample_numbers: &[0, 1],
+        inputs: &[],
+    };
     let tokens = (TOKENS * setting.micro_batches) as f32;
     let seed = Seed { of_tokens: 1.0 / tokens, of_sequences: 1.0 };
     engine.forward_backward(ids.iter().map(|ids| batch(ids)), seed)?;

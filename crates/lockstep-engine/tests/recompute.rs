@@ -38,6 +38,7 @@ fn trained(engine: &mut Engine) -> (Vec<u64>, Vec<Vec<u8>>) {
         positions: &std::array::from_fn::<u32, TOKENS, _>(|i| i as u32 % (TOKENS as u32 / 2)),
         document_starts: &[0; TOKENS],
         sample_numbers: &[0, 1],
+        inputs: &[],
     };
     let step = |step: u64| {
         let seed = Seed { of_tokens: 1.0 / TOKENS as f32, of_sequences: 0.5 };

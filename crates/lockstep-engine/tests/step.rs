@@ -72,6 +72,7 @@ fn accumulate_ids(engine: &mut Engine, ids: [u32; 10], masked: usize) -> f64 {
         positions: &positions,
         document_starts: &[0; 10],
         sample_numbers: &[0, 1],
+        inputs: &[],
     };
     engine.accumulate(&batch, Seed::of_tokens(0.1)).unwrap()
 }

@@ -51,6 +51,7 @@ fn gradients(engine: &mut Engine) -> (f64, f64, Vec<(String, Vec<f32>)>) {
         positions: &positions,
         document_starts: &[0; 16],
         sample_numbers: &[0, 1],
+        inputs: &[],
     };
     engine.begin_step();
     let loss = engine.accumulate(&batch, Seed::of_tokens(0.1)).unwrap();

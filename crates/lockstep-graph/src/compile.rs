@@ -24,12 +24,20 @@ impl Recorder {
         let recorder = self;
         #[cfg(feature = "faults")]
         let recorder = crate::faults::put_into(recorder);
-        let Recorder { mode, shape, context, place, values, operations, parameters, input, .. } = recorder;
+        let Recorder { mode, shape, context, place, values, operations, parameters, input, data, .. } =
+            recorder;
         let wanted = input.filter(|_| recorder.input_gradient == InputGradient::Wanted);
         let facts: Vec<Facts> = operations.iter().map(Operation::facts).collect();
         let training = Training::new(values.len(), &facts, &parameters, wanted);
-        let planner =
-            Planner::new(&values, (&operations, &facts), input, output, &training, (mode, recompute), place);
+        let planner = Planner::new(
+            &values,
+            (&operations, &facts),
+            (input, &data),
+            output,
+            &training,
+            (mode, recompute),
+            place,
+        );
         let does_something = |index: &usize| facts[*index].alias_of.is_none();
         let forward_instructions =
             (0..operations.len()).filter(does_something).map(Instruction::Forward).collect();

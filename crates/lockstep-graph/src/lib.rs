@@ -31,6 +31,7 @@ mod execute;
 #[cfg(feature = "faults")]
 pub mod faults;
 mod head;
+mod inputs;
 mod instruction;
 mod linear;
 mod loss;
@@ -62,6 +63,7 @@ pub use block::{
 pub use buffers::{CommunicationBuffer, Ring};
 pub use cost::BlockProfile;
 pub use head::HeadOutput;
+pub use inputs::{InputDeclaration, LABELS};
 pub use linear::Linear;
 pub use lockstep_plan::work::Pass;
 pub use lockstep_plan::{Recompute, RecomputeRules};

@@ -15,6 +15,7 @@ use crate::{
         ParameterDeclaration, ParameterIndex, TokenRange, Value, ValueInfo,
     },
     head::HeadOutput,
+    inputs::InputDeclaration,
     operation::{Operation, RotaryPairs},
     placement::{Placement, Split},
     training::InputGradient,
@@ -37,6 +38,10 @@ pub struct Recorder {
     pub(crate) operations: Vec<Operation>,
     pub(crate) parameters: Vec<ParameterDeclaration>,
     pub(crate) input: Option<Value>,
+    /// Named inputs of the model.
+    pub(crate) inputs: Vec<InputDeclaration>,
+    /// Values that are named inputs, each with its index.
+    pub(crate) data: Vec<(Value, usize)>,
     pub(crate) input_gradient: InputGradient,
     frozen: BTreeSet<String>,
     pub(crate) low_rank: Option<LoraAdapters>,
@@ -60,6 +65,8 @@ impl Recorder {
             operations: Vec::new(),
             parameters: Vec::new(),
             input: None,
+            inputs: Vec::new(),
+            data: Vec::new(),
             input_gradient: InputGradient::Wanted,
             frozen: BTreeSet::new(),
             low_rank: None,

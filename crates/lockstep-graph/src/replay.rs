@@ -4,7 +4,7 @@
 use std::cell::Cell;
 
 use lockstep_plan::DType;
-use lockstep_tensor::{Buffer, Dropout, Kernels, TokenPositions, View, Write};
+use lockstep_tensor::{Buffer, Dropout, Kernels, Tensor, TokenPositions, View, Write};
 
 use crate::{
     block::{DropoutSite, ParameterIndex, TokenRange, Value, ValueInfo},
@@ -47,6 +47,8 @@ pub struct Batch<'a> {
     pub dropout_keys: Option<View<'a>>,
     /// Inverse frequencies, f32 `[head_dim / 2]`. Required by a program with rotary embeddings.
     pub inverse_frequencies: Option<View<'a>>,
+    /// Named inputs, `[samples, ...]`, in the order of the model's declarations.
+    pub inputs: &'a [Tensor],
 }
 
 /// Cached keys and values of one sequence, for one layer.
@@ -195,6 +197,10 @@ impl<'a> Run<'a> {
             None => panic!("this program needs {what}"),
         };
         match slot.region {
+            Region::Data(index) => {
+                let tensor = self.replay.batch.inputs.get(index);
+                given(tensor.map(Tensor::view), "a named input")
+            }
             Region::Frame => within(self.replay.frame),
             Region::Output => match self.replay.output {
                 Some(view) => check(view, dtype).reshape([rows, columns]),

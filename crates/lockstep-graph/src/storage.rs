@@ -5,6 +5,8 @@
 pub(crate) enum Region {
     /// The block's input: the output of the block before.
     Input,
+    /// A named input of the micro-batch, by its index.
+    Data(usize),
     /// Activations that the block saves for one micro-batch.
     Frame,
     /// The block's output: the end of the frame, or a buffer that the caller supplies.

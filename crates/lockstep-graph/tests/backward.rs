@@ -198,6 +198,7 @@ impl World {
                 document_starts: None,
                 dropout_keys: Some(self.keys.view()),
                 inverse_frequencies: Some(self.frequencies.view()),
+                inputs: &[],
             },
             input: has_input.then(|| self.x.view()),
             frame: &frame,

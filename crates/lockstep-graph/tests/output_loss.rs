@@ -77,6 +77,7 @@ fn logits_in_parts_give_the_losses_and_gradients_of_the_whole() {
             document_starts: None,
             dropout_keys: None,
             inverse_frequencies: None,
+            inputs: &[],
         },
         input: Some(x.view()),
         frame: &frame,

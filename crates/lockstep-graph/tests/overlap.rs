@@ -185,6 +185,7 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
             document_starts: None,
             dropout_keys: Some(keys.view()),
             inverse_frequencies: Some(frequencies.view()),
+            inputs: &[],
         },
         input: Some(x.view()),
         frame: &frame,

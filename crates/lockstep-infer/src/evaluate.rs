@@ -50,6 +50,7 @@ pub fn evaluate(
             positions: &batch.positions,
             document_starts: &batch.document_starts,
             sample_numbers: &batch.sample_numbers,
+            inputs: &[],
         };
         runner.forward(&recorded, &*model.queue, (&model.weights).into(), &host)?;
         loss += runner.loss_sum(&recorded);

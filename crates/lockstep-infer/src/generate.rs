@@ -218,6 +218,7 @@ impl Forward {
                 document_starts: None,
                 dropout_keys: None,
                 inverse_frequencies: self.inverse_frequencies.as_ref().map(Tensor::view),
+                inputs: &[],
             },
             input,
             frame: &self.frames[unit],

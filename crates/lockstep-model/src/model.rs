@@ -7,7 +7,7 @@ use std::any::Any;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use lockstep_graph::{Recorder, Split, Value};
+use lockstep_graph::{InputDeclaration, Recorder, Split, Value};
 use lockstep_plan::ParameterRecord;
 use serde_json::{Map, Value as Json};
 
@@ -101,6 +101,11 @@ pub trait Model: Any + Debug + Send + Sync {
     /// Records the forward of a unit and returns its output; the last unit ends in a loss or in logits. Names of
     /// parameters are relative to the unit's prefix.
     fn record(&self, unit: usize, g: &mut Recorder) -> Value;
+
+    /// Returns the named inputs of a micro-batch besides its tokens, such as images and class labels.
+    fn inputs(&self) -> Vec<InputDeclaration> {
+        Vec::new()
+    }
 
     /// Returns the tensor-parallel sharding of weights, by module within its unit; all other modules are replicated.
     fn placements(&self) -> Vec<(&'static str, Split)> {

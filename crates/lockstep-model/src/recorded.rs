@@ -5,7 +5,8 @@
 //! is stated once.
 
 use lockstep_graph::{
-    BlockShape, HeadOutput, MAX_DROPOUT_SITES, Mode, ParameterDeclaration, Program, Recompute, RecomputeRules,
+    BlockShape, HeadOutput, InputDeclaration, MAX_DROPOUT_SITES, Mode, ParameterDeclaration, Program,
+    Recompute, RecomputeRules,
 };
 use lockstep_plan::{
     Among, BufferUnit, DType, ModelProfile, ParameterId, ParameterRecord, Places, Shard, Share,
@@ -26,6 +27,7 @@ pub struct RecordedModel {
     records: Vec<ParameterRecord>,
     unit_parameters: Vec<Vec<ParameterId>>,
     inverse_frequencies: Option<Vec<f32>>,
+    inputs: Vec<InputDeclaration>,
     pub(crate) flops: Flops,
     bias_update_rate: f64,
     /// The places that the model was recorded for.
@@ -78,6 +80,7 @@ impl RecordedModel {
             records: Vec::new(),
             unit_parameters: Vec::new(),
             inverse_frequencies: description.inverse_frequencies(),
+            inputs: description.inputs(),
             flops,
             bias_update_rate: config.experts().map_or(0.0, |experts| experts.bias_update_rate),
             places: options.places,
@@ -174,6 +177,11 @@ impl RecordedModel {
         self.inverse_frequencies.as_deref()
     }
 
+    /// Returns the named inputs of a micro-batch besides its tokens.
+    pub fn inputs(&self) -> &[InputDeclaration] {
+        &self.inputs
+    }
+
     /// Returns the inputs of memory prediction: the bytes of each unit, and the records of parameters.
     pub fn profile(&self) -> ModelProfile {
         let unit = |unit: usize| {
@@ -200,6 +208,11 @@ impl RecordedModel {
             largest_elements: self.records.iter().map(|record| self.largest_elements(record)).collect(),
             dtype: shape.dtype,
             sequences: shape.sequences,
+            data_bytes: self
+                .inputs
+                .iter()
+                .map(|input| shape.sequences * input.elements() * input.dtype.size_bytes())
+                .collect(),
             tokens: shape.tokens(),
             boundary_bytes: self.units.boundary_bytes(),
             slice_bytes: self.slice_elements() * shape.dtype.size_bytes(),
@@ -258,7 +271,8 @@ impl RecordedModel {
         let find = |name: &str| self.records.iter().position(|record| record.name == name);
         let (tied, owner) = (find(&name), find(target));
         let tied = tied.unwrap_or_else(|| panic!("the model ties {name}, which it does not declare"));
-        let owner = owner.unwrap_or_else(|| panic!("the model ties {name} to {target}, which it does not declare"));
+        let owner =
+            owner.unwrap_or_else(|| panic!("the model ties {name} to {target}, which it does not declare"));
         self.records[tied].tie = Some(ParameterId(owner));
     }
 }

@@ -33,7 +33,7 @@ pub(crate) struct RecordedUnits {
 impl RecordedUnits {
     pub(crate) fn new(config: &ModelConfig, tuning: &Tuning, options: RecordingOptions) -> Self {
         let model = config.model();
-        let (splits, ties) = (model.placements(), model.ties());
+        let (splits, ties, inputs) = (model.placements(), model.ties(), model.inputs());
         let mut units = Self { programs: Vec::new(), of_unit: Vec::new(), declared: model.units() };
         // Recording inputs of each program.
         let mut recorded: Vec<Recording> = Vec::new();
@@ -49,7 +49,10 @@ impl RecordedUnits {
             recording.recompute = unit.layer.map_or(Recompute::None, |layer| options.recompute.of(layer));
             let known = recorded.iter().position(|known| *known == recording);
             let program = known.unwrap_or_else(|| {
-                units.programs.push(recording.run(options, &splits, |g| model.record(index, g)));
+                units.programs.push(recording.run(options, &splits, |g| {
+                    g.declare_inputs(&inputs);
+                    model.record(index, g)
+                }));
                 recorded.push(recording);
                 recorded.len() - 1
             });

@@ -2,7 +2,9 @@
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::{BlockShape, Recompute};
-use lockstep_model::{LlamaConfig, ModelConfig, RecordedModel, RecordingOptions, Tuning, model_work, parameter_records};
+use lockstep_model::{
+    LlamaConfig, ModelConfig, RecordedModel, RecordingOptions, Tuning, model_work, parameter_records,
+};
 use lockstep_plan::work::{
     Collective, Exchange, ModelWork, Pass, Peers, SavedExtent, Task, TaskKind, UnitWork,
 };

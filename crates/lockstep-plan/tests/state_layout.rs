@@ -45,6 +45,7 @@ fn model() -> ModelProfile {
         dtype: DType::BF16,
         sequences: 1,
         tokens: 16,
+        data_bytes: Vec::new(),
         boundary_bytes: 1024,
         slice_bytes: 1024,
         gathered_bytes: 1024,

@@ -22,6 +22,7 @@ mod disk;
 mod error;
 mod event;
 pub mod host;
+mod host_data;
 mod kernels;
 mod mapped;
 mod queue;
@@ -39,6 +40,7 @@ pub use disk::{
 };
 pub use error::TensorError;
 pub use event::{DeviceEvent, Event, Pending};
+pub use host_data::HostData;
 pub use kernels::{
     AdamW, Attention, AttentionKernels, AttentionWrite, CopyKernels, Dropout, ElementwiseKernels,
     EmbeddingKernels, ExpertGroups, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, HeadKernels, Kernels,

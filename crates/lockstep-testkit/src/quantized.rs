@@ -105,6 +105,7 @@ fn with_batch<T>(rank: usize, look: impl FnOnce(HostBatch<'_>) -> T) -> T {
         positions: &positions,
         document_starts: &vec![0; tokens],
         sample_numbers: &[rank as u64],
+        inputs: &[],
     })
 }
 

@@ -257,6 +257,7 @@ impl RandomTokens {
             positions: &self.positions,
             document_starts: &self.document_starts,
             sample_numbers: &self.sample_numbers,
+            inputs: &[],
         }
     }
 }

@@ -336,5 +336,6 @@ pub(crate) fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {
         positions: &batch.positions,
         document_starts: &batch.document_starts,
         sample_numbers: &batch.sample_numbers,
+        inputs: &batch.inputs,
     }
 }

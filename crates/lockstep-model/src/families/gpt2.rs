@@ -91,9 +91,7 @@ impl Model for Gpt2Config {
     }
 
     fn units(&self) -> Vec<Unit> {
-        Unit::decoder("transformer.", self.num_hidden_layers, |layer| {
-            (format!("transformer.h.{layer}."), 0)
-        })
+        Unit::decoder("transformer.", self.num_hidden_layers, |layer| (format!("transformer.h.{layer}."), 0))
     }
 
     fn record(&self, unit: usize, g: &mut Recorder) -> Value {
@@ -176,7 +174,8 @@ impl Model for Gpt2Config {
         for record in records.iter().filter(|record| record.tie.is_none()) {
             tensors.add(&record.name, &record.shape, Some(record));
             let module = record.name.strip_suffix(".weight");
-            let has_bias = |module: &&str| !["wte", "wpe", "lm_head"].iter().any(|name| module.ends_with(name));
+            let has_bias =
+                |module: &&str| !["wte", "wpe", "lm_head"].iter().any(|name| module.ends_with(name));
             if let Some(module) = module.filter(has_bias).filter(|_| !self.bias) {
                 tensors.add(&format!("{module}.bias"), &record.shape[..1], None);
             }

@@ -274,6 +274,7 @@ mod tests {
             dtype: DType::BF16,
             sequences: 2,
             tokens: 64,
+            data_bytes: Vec::new(),
             boundary_bytes: 4096,
             slice_bytes: 2048,
             gathered_bytes: 4096,

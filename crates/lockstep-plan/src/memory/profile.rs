@@ -43,6 +43,8 @@ pub struct ModelProfile {
     pub dtype: DType,
     /// Sequences of a micro-batch.
     pub sequences: usize,
+    /// Bytes of each named input of a micro-batch.
+    pub data_bytes: Vec<usize>,
     /// Tokens of a micro-batch on this rank.
     pub tokens: usize,
     /// Bytes of the largest value between units; buffers for such values are all of this size.
@@ -63,12 +65,14 @@ impl ModelProfile {
         (0..self.units.len()).map(|unit| stages.iter().any(|stage| stage.units.contains(&unit))).collect()
     }
 
-    /// Returns the booked bytes of a micro-batch's inputs: ids, labels, positions, document starts and dropout keys.
+    /// Returns the booked bytes of a micro-batch's inputs: ids, labels, positions, document starts, dropout keys and named
+    /// inputs.
     pub(super) fn micro_batch_bytes(&self) -> usize {
         let of_tokens = |tokens: usize| booked_bytes(DType::U32.size_bytes() * tokens);
         3 * of_tokens(self.tokens)
             + of_tokens(self.tokens * self.context.attended())
             + booked_bytes(2 * DType::U32.size_bytes() * self.sequences)
+            + self.data_bytes.iter().map(|bytes| booked_bytes(*bytes)).sum::<usize>()
     }
 
     /// Returns the saved bytes of the input of a stage whose first unit is `unit`; `None` at the beginning of the model.

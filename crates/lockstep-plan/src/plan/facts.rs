@@ -50,6 +50,10 @@ impl Facts {
     /// Describes the units in messages: `embedding, 12 blocks and head`, or their number for other models.
     pub fn units_in_words(&self) -> String {
         let Self { units, layers, .. } = self;
-        if *units == layers + 2 { format!("embedding, {layers} blocks and head") } else { format!("{units} units") }
+        if *units == layers + 2 {
+            format!("embedding, {layers} blocks and head")
+        } else {
+            format!("{units} units")
+        }
     }
 }

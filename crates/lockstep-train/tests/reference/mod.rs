@@ -75,6 +75,7 @@ impl Batch {
             positions: &self.positions,
             document_starts: &self.document_starts,
             sample_numbers: &self.sample_numbers,
+            inputs: &[],
         }
     }
 }

@@ -286,9 +286,7 @@ fn units_of_stages(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     let (units, parts) = (facts.units, facts.units_in_words());
     let given = plan.stages.iter().fold(0_usize, |sum, &units| sum.saturating_add(units));
     if given != units {
-        found.push(format!(
-            "the stages have {given} units and the model {units}: {parts}"
-        ));
+        found.push(format!("the stages have {given} units and the model {units}: {parts}"));
     }
 }
 

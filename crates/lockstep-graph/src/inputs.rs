@@ -1,0 +1,64 @@
+//! Named inputs of a micro-batch besides its tokens: images, masks, class labels. A model declares them; a unit reads one
+//! as a value, which has no gradient.
+
+use lockstep_plan::DType;
+
+use crate::{
+    block::{Value, ValueInfo},
+    placement::Placement,
+    recorder::Recorder,
+};
+
+/// Name of the input that a loss counts: elements other than -100 of an i32 input are valid.
+pub const LABELS: &str = "labels";
+
+/// A named input of a model: a tensor per sample.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InputDeclaration {
+    /// Name, e.g. `pixel_values`.
+    pub name: String,
+    /// Dtype on the device.
+    pub dtype: DType,
+    /// Shape of one sample; empty for a single number.
+    pub shape: Vec<usize>,
+}
+
+impl InputDeclaration {
+    /// Creates a declaration.
+    pub fn new(name: &str, dtype: DType, shape: &[usize]) -> Self {
+        Self { name: name.to_owned(), dtype, shape: shape.to_vec() }
+    }
+
+    /// Number of elements of one sample.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+impl Recorder {
+    /// Declares the named inputs of the model, in the order in which a micro-batch has them.
+    pub fn declare_inputs(&mut self, inputs: &[InputDeclaration]) {
+        self.inputs = inputs.to_vec();
+    }
+
+    /// Returns a named input of the micro-batch, `[samples, shape of a sample]`.
+    ///
+    /// # Panics
+    /// If the model declares no input of this name, or ranks split the samples' sequences.
+    #[track_caller]
+    pub fn data(&mut self, name: &str) -> Value {
+        let Some(index) = self.inputs.iter().position(|input| input.name == name) else {
+            let names: Vec<&str> = self.inputs.iter().map(|input| input.name.as_str()).collect();
+            panic!("the model declares no input {name}, only {names:?}");
+        };
+        if let Some(&(value, _)) = self.data.iter().find(|(_, known)| *known == index) {
+            return value;
+        }
+        assert_eq!(self.context.ranks, 1, "the input {name} is not split over context-parallel ranks");
+        let InputDeclaration { dtype, .. } = self.inputs[index];
+        let info = ValueInfo { rows: self.shape.sequences, columns: self.inputs[index].elements(), dtype };
+        let value = self.create(info, Placement::Replicate);
+        self.data.push((value, index));
+        value
+    }
+}

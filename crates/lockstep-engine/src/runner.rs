@@ -7,7 +7,7 @@ use std::cell::Cell;
 
 use lockstep_comm::LentBuffer;
 use lockstep_graph::{
-    Activity, Batch, CommunicationBuffer, ContextPeers, Cost, Replay, Ring, Seed, Timeline, Trace,
+    Activity, Batch, CommunicationBuffer, ContextPeers, Cost, LABELS, Replay, Ring, Seed, Timeline, Trace,
 };
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
@@ -45,6 +45,25 @@ pub struct HostBatch<'a> {
     /// Named inputs in the order of the model's declarations, `[sequences, ...]` each.
     pub inputs: &'a [HostData],
 }
+
+impl HostBatch<'_> {
+    /// Returns the number of targets that a model's loss counts, the divisor of the loss: the labels other than -100; for a
+    /// model whose input [`LABELS`] is not of integers its elements, and for one without labels the samples.
+    pub fn targets(&self, model: &RecordedModel) -> u64 {
+        let valid = |labels: &[i32]| labels.iter().filter(|label| **label != IGNORED).count();
+        let named = model.inputs().iter().position(|input| input.name == LABELS);
+        let count = match named.map(|index| &self.inputs[index]) {
+            Some(HostData::I32(labels)) => valid(labels),
+            Some(values) => values.len(),
+            None if self.labels.is_empty() => self.sample_numbers.len(),
+            None => valid(self.labels),
+        };
+        count as u64
+    }
+}
+
+/// Label of a target that is masked.
+const IGNORED: i32 = -100;
 
 /// Memory of the micro-batches in flight, and everything that a replay reads besides weights.
 pub struct Runner {
@@ -466,10 +485,10 @@ impl Runner {
             pair.copy_from_slice(&[key as u32, (key >> 32) as u32]);
         }
         let slot = &self.stages[place.stage].slots[place.slot];
-        if !batch.ids.is_empty() {
-            self.copy_own(batch.ids, &slot.ids);
-            self.copy_own(batch.labels, &slot.labels);
-            self.copy_own(batch.positions, &slot.positions);
+        self.copy_own(batch.ids, &slot.ids);
+        self.copy_own(batch.labels, &slot.labels);
+        self.copy_own(batch.positions, &slot.positions);
+        if !batch.document_starts.is_empty() {
             if self.groups.context_place().attended() == 1 {
                 self.copy_own(batch.document_starts, &slot.document_starts);
             } else {

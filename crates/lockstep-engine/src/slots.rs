@@ -77,7 +77,7 @@ impl Slot {
                 .map(|unit| arena.allocate(model.program(unit).deferred_bytes(), category))
                 .collect::<Result<_, _>>()?,
             input: border(profile.input_bytes(units.start))?,
-            output_gradient: border(has_after.then(|| profile.boundary_bytes))?,
+            output_gradient: border(has_after.then_some(profile.boundary_bytes))?,
             ids: input(DType::U32, &[tokens])?,
             labels: input(DType::I32, &[tokens])?,
             positions: input(DType::U32, &[tokens])?,

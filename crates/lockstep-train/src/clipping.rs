@@ -3,7 +3,7 @@
 //! The coefficient is a factor of the optimizer step, so that no pass over the gradients is needed.
 
 /// Returns the gradient scale of clipping: `min(1, max_norm / (norm + 1e-6))`, or 1 if `max_norm` is 0 (off).
-pub(crate) fn clip_coefficient(max_norm: f64, norm: f64) -> f64 {
+pub fn clip_coefficient(max_norm: f64, norm: f64) -> f64 {
     if max_norm == 0.0 { 1.0 } else { (max_norm / (norm + 1e-6)).min(1.0) }
 }
 

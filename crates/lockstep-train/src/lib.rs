@@ -32,6 +32,7 @@ mod state;
 mod trainer;
 pub mod verify;
 
+pub use clipping::clip_coefficient;
 pub use corpus::{Corpus, CorpusSource, load_tokenizer};
 pub use describe::answers;
 pub use error::Error;

@@ -9,7 +9,7 @@ use lockstep_config::RunConfig;
 use lockstep_planner::cluster::Cluster;
 use pages::pages;
 
-use crate::Cli;
+use crate::command::Cli;
 
 /// Splits a line into words as a shell does, up to a comment or a redirection.
 fn words(line: &str) -> Vec<String> {

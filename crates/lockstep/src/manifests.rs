@@ -5,7 +5,7 @@ use std::path::Path;
 use clap::Parser;
 use yaml_rust2::{Yaml, YamlLoader};
 
-use crate::Cli;
+use crate::command::Cli;
 
 fn read(file: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy").join(file);

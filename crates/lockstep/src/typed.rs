@@ -101,7 +101,7 @@ pub(crate) fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Cli;
+    use crate::command::Cli;
 
     fn refused(line: &str) -> String {
         let words = line.split(' ').map(str::to_owned).collect();

@@ -34,6 +34,7 @@ fn sequential_windows_are_consecutive_and_wrap_by_epoch() {
         positions: [0, 1, 2, 3].repeat(3),
         document_starts: vec![0; 12],
         sample_numbers: vec![0, 1, 2],
+        inputs: Vec::new(),
         sequences: 3,
         seq_len: 4,
     };

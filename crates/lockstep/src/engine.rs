@@ -1,0 +1,182 @@
+//! The engine of a loop of your own: forward and backward of a global batch, then the optimizer step.
+
+use lockstep_data::MicroBatch;
+use lockstep_engine::{EngineOptions, HostBatch, Optimizer, Ranks, Update};
+use lockstep_graph::Seed;
+use lockstep_model::ModelConfig;
+use lockstep_plan::{CheckedPlan, DType, Plan};
+use lockstep_train::clip_coefficient;
+
+use crate::World;
+use crate::error::Error;
+
+/// Settings of an [`Engine`].
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Layout of the work over the ranks. Ranks that its mesh leaves over become data-parallel replicas.
+    pub plan: Plan,
+    /// Samples of a step over all ranks.
+    pub global_batch: usize,
+    /// Tokens of a sample; 1 for a model whose samples are no sequences.
+    pub seq_len: usize,
+    /// Dtype of weights and activations that kernels read; f32 master weights are kept in any case.
+    pub precision: DType,
+    /// The optimizer.
+    pub optimizer: Optimizer,
+    /// Weight decay of matrices; vectors do not decay.
+    pub weight_decay: f64,
+    /// Largest global norm of the gradients; 0 does not clip.
+    pub max_grad_norm: f64,
+    /// Seed of the initial weights and of dropout.
+    pub seed: u64,
+    /// Compute threads of each rank.
+    pub threads: usize,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        let EngineOptions { dtype: precision, optimizer, seed, threads, .. } = EngineOptions::default();
+        Self {
+            plan: Plan::default(),
+            global_batch: 32,
+            seq_len: 1,
+            precision,
+            optimizer,
+            weight_decay: 0.0,
+            max_grad_norm: 0.0,
+            seed,
+            threads,
+        }
+    }
+}
+
+/// A model with its gradients and optimizer state, laid out over the ranks by a plan.
+pub struct Engine {
+    engine: lockstep_engine::Engine,
+    ranks: Ranks,
+    plan: CheckedPlan,
+    settings: Settings,
+    updates: u64,
+}
+
+/// The outcome of an optimizer step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Step {
+    /// Number of optimizer steps so far.
+    pub number: u64,
+    /// Global L2 norm of the gradients before clipping.
+    pub grad_norm: f64,
+}
+
+impl Engine {
+    /// Builds the engine of this rank with initial weights, which are the same under every plan. Collective: every rank
+    /// calls it.
+    ///
+    /// # Errors
+    /// If the plan does not fit the model or the ranks (the error lists every problem), memory runs out, or a rank is lost.
+    pub fn new(world: &World, model: impl Into<ModelConfig>, settings: Settings) -> Result<Self, Error> {
+        let model = model.into();
+        model.validate()?;
+        let mut plan = settings.plan.clone();
+        if let Some(ranks) = plan.mesh.world_size().filter(|ranks| world.size().is_multiple_of(*ranks)) {
+            plan.mesh.replicate *= world.size() / ranks;
+        }
+        let plan = model.check_plan(&plan, [settings.global_batch, settings.seq_len])?;
+        if plan.mesh().world_size() != world.size() {
+            return Err(Error::WorldSize { plan: plan.mesh().world_size(), world: world.size() });
+        }
+        let ranks = world.planned(&plan)?;
+        let options = EngineOptions {
+            dtype: settings.precision,
+            optimizer: settings.optimizer,
+            seed: settings.seed,
+            threads: settings.threads,
+            ..EngineOptions::default()
+        };
+        let builder = lockstep_engine::Engine::builder(&model, plan.rank(world.rank()));
+        let mut engine = builder.groups(ranks.groups().clone()).options(options).build(&ranks.arena())?;
+        engine.initialize(settings.seed)?;
+        Ok(Self { engine, ranks, plan, settings, updates: 0 })
+    }
+
+    /// Returns the plan, with everything resolved that it left open.
+    pub fn plan(&self) -> &CheckedPlan {
+        &self.plan
+    }
+
+    /// Returns the engine beneath: weights, gradients, memory and traces of this rank.
+    pub fn inner(&mut self) -> &mut lockstep_engine::Engine {
+        &mut self.engine
+    }
+
+    /// Returns the samples of a global batch that this rank reads, as ranges of positions in it, one for each micro-batch.
+    pub fn shard(&self) -> impl Iterator<Item = std::ops::Range<usize>> + use<> {
+        let micro_batch = self.plan.micro_batch();
+        let of_rank = self.settings.global_batch / self.ranks.replicas();
+        let first = self.ranks.replica() * of_rank;
+        (first..first + of_rank).step_by(micro_batch).map(move |start| start..start + micro_batch)
+    }
+
+    /// Runs forward and backward of this rank's micro-batches of a global batch, and returns the loss: the mean over all
+    /// valid targets of the global batch, on all ranks. Collective: every rank calls it.
+    ///
+    /// # Errors
+    /// If the global batch has no valid target, a rank is lost, or a disk of offloaded state fails.
+    pub fn forward_backward(&mut self, micro_batches: &[MicroBatch]) -> Result<f64, Error> {
+        let batches = micro_batches.iter().map(host_batch);
+        let own: u64 = batches.clone().map(|batch| batch.targets(self.engine.model())).sum();
+        let (_, targets) = self.ranks.sum(0.0, own)?;
+        if targets == 0 {
+            return Err(Error::NoTargets);
+        }
+        let seed = Seed {
+            of_tokens: (1.0 / targets as f64) as f32,
+            of_sequences: (1.0 / self.settings.global_batch as f64) as f32,
+        };
+        let loss_sum = self.engine.forward_backward(batches, seed)?;
+        Ok(self.ranks.sum(loss_sum, own)?.0 / targets as f64)
+    }
+
+    /// Clips the gradients and makes an optimizer step. Collective: every rank calls it.
+    ///
+    /// # Errors
+    /// If a rank is lost, or a disk of offloaded state fails.
+    pub fn step(&mut self, learning_rate: f64) -> Result<Step, Error> {
+        let grad_norm = self.engine.finish_gradients()?;
+        self.updates += 1;
+        self.engine.update(&Update {
+            learning_rate,
+            weight_decay: self.settings.weight_decay,
+            gradient_scale: clip_coefficient(self.settings.max_grad_norm, grad_norm) as f32,
+            step: self.updates,
+        })?;
+        Ok(Step { number: self.updates, grad_norm })
+    }
+
+    /// Returns the mean loss of a global batch without changing anything. Collective: every rank calls it.
+    ///
+    /// # Errors
+    /// As for [`Engine::forward_backward`].
+    pub fn evaluate(&mut self, micro_batches: &[MicroBatch]) -> Result<f64, Error> {
+        let (mut loss_sum, mut own) = (0.0, 0);
+        for batch in micro_batches.iter().map(host_batch) {
+            own += batch.targets(self.engine.model());
+            loss_sum += self.engine.evaluate(&batch)?;
+        }
+        match self.ranks.sum(loss_sum, own)? {
+            (_, 0) => Err(Error::NoTargets),
+            (loss_sum, targets) => Ok(loss_sum / targets as f64),
+        }
+    }
+}
+
+fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {
+    HostBatch {
+        ids: &batch.ids,
+        labels: &batch.labels,
+        positions: &batch.positions,
+        document_starts: &batch.document_starts,
+        sample_numbers: &batch.sample_numbers,
+        inputs: &batch.inputs,
+    }
+}

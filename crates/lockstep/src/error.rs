@@ -1,0 +1,39 @@
+//! Errors of the library.
+
+use lockstep_comm::CommError;
+use lockstep_data::DataError;
+use lockstep_engine::EngineError;
+use lockstep_model::ModelError;
+use lockstep_plan::PlanProblems;
+
+/// An error of the library.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The model's configuration is invalid.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The plan does not fit the model or the ranks.
+    #[error("{0}")]
+    Plan(#[from] PlanProblems),
+    /// The plan is for another number of ranks.
+    #[error("the plan is for {plan} ranks, and the program has {world} (--nproc-per-node)")]
+    WorldSize {
+        /// Ranks of the plan.
+        plan: usize,
+        /// Ranks of the program.
+        world: usize,
+    },
+    /// A sample cannot be read.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// A step has failed.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// A rank is lost, or did not answer in time.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// All targets of a global batch are masked.
+    #[error("every label of the global batch is -100, so that there is no loss")]
+    NoTargets,
+}

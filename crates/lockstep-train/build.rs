@@ -12,10 +12,14 @@ const CRATES: [&str; 5] =
 const BYTES: usize = 3 << 19;
 
 fn main() {
-    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut text = String::with_capacity(BYTES);
-    for name in CRATES {
-        let sources = crates.join(name).join("src");
+    let mut all: Vec<PathBuf> = CRATES.iter().map(|name| own.join("..").join(name).join("src")).collect();
+    // Outside of the workspace, as a package of a registry, the crate has its own sources alone.
+    if !all.iter().all(|sources| sources.is_dir()) {
+        all = vec![own.join("src")];
+    }
+    for sources in all {
         println!("cargo::rerun-if-changed={}", sources.display());
         for file in rust_files(&sources) {
             if text.len() < BYTES {

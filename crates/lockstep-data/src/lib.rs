@@ -21,6 +21,7 @@
 #![forbid(unsafe_code)]
 
 mod batch;
+mod batch_source;
 mod blend;
 mod chat;
 mod contents;
@@ -53,6 +54,7 @@ mod tokenizer;
 mod tokens;
 
 pub use batch::{IGNORE_LABEL, MicroBatch};
+pub use batch_source::BatchSource;
 pub use chat::{ChatTemplate, PartRole, TextPart};
 pub use contents::{Contents, FileContents};
 pub use dataset::{Dataset, SampleOrigin, split_validation};

@@ -14,7 +14,7 @@ use std::{
 
 use crate::{
     batch::MicroBatch,
-    dataset::Dataset,
+    batch_source::BatchSource,
     error::{DataError, Result},
 };
 
@@ -37,7 +37,7 @@ impl Prefetcher {
     /// # Errors
     /// If the thread cannot be started.
     pub fn start(
-        dataset: Dataset,
+        source: Arc<dyn BatchSource>,
         ranges: impl Iterator<Item = Range<u64>> + Send + 'static,
         depth: usize,
     ) -> Result<Self> {
@@ -45,7 +45,7 @@ impl Prefetcher {
         let of_thread = FillingSide(Arc::clone(&belt));
         let thread = Builder::new()
             .name("lockstep-data".to_owned())
-            .spawn(move || fill_all(&dataset, ranges, &of_thread))
+            .spawn(move || fill_all(&*source, ranges, &of_thread))
             .map_err(DataError::io("start", "the data thread".as_ref()))?;
         Ok(Self { belt, thread: Some(thread), waited: Duration::ZERO })
     }
@@ -170,10 +170,14 @@ impl Drop for FillingSide {
     }
 }
 
-fn fill_all(dataset: &Dataset, ranges: impl Iterator<Item = Range<u64>>, FillingSide(belt): &FillingSide) {
+fn fill_all(
+    source: &dyn BatchSource,
+    ranges: impl Iterator<Item = Range<u64>>,
+    FillingSide(belt): &FillingSide,
+) {
     for range in ranges {
         let mut batch = belt.lock().used.pop().unwrap_or_default();
-        let filled = dataset.fill(range, &mut batch).map(|()| batch);
+        let filled = source.fill(range, &mut batch).map(|()| batch);
         let failed = filled.is_err();
         if !belt.put(filled) || failed {
             return;

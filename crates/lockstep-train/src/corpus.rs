@@ -1,4 +1,4 @@
-//! The corpus of a run: its sources and their weights, the tokenizer, and the windows for training and validation.
+//! The text of a run: its sources and their weights, the tokenizer, and the windows for training and validation.
 
 use std::ops::Range;
 use std::path::Path;
@@ -9,11 +9,10 @@ use lockstep_config::{
     TokenType, TokenizerSource,
 };
 use lockstep_data::{
-    Bar, Columns, DataError, Dataset, FindDocuments, Format, IdType, MicroBatch, OpenOptions, Packing,
-    RecordShape, SampleOrder, SourceFile, Tail, TextOptions, Tokenizer, Tokens, WindowOptions, demo_sources,
-    expand, split_validation,
+    Bar, Columns, DataError, Dataset, FindDocuments, Format, IdType, OpenOptions, Packing, RecordShape,
+    SampleOrder, SourceFile, Tail, TextOptions, Tokenizer, Tokens, WindowOptions, demo_sources, expand,
+    split_validation,
 };
-use lockstep_engine::HostBatch;
 use lockstep_model::ModelConfig;
 use serde_json::{Value, json};
 
@@ -22,9 +21,9 @@ use crate::Error;
 /// Size of the text of the built-in demonstration, in bytes.
 const DEMONSTRATION_BYTES: u64 = 8 << 20;
 
-/// Opened training and validation data of a run.
+/// Opened training and validation text of a run.
 #[derive(Debug)]
-pub struct Corpus {
+pub struct TextCorpus {
     /// Sources of the training blend; one, unless weights are given.
     pub sources: Vec<CorpusSource>,
     /// Windows for training, in the configured order.
@@ -57,7 +56,7 @@ struct Source {
     files: Vec<SourceFile>,
 }
 
-impl Corpus {
+impl TextCorpus {
     /// Returns the digest, the tokenizer and the sources of the data, as a run's report names them.
     pub(crate) fn described(&self) -> Value {
         let sources = self.sources.iter().map(|source| {
@@ -326,16 +325,4 @@ fn in_model_directory(config: &RunConfig) -> Option<String> {
 
 fn absolute(path: &Path) -> String {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).display().to_string()
-}
-
-/// Returns a micro-batch as the engine reads it.
-pub(crate) fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {
-    HostBatch {
-        ids: &batch.ids,
-        labels: &batch.labels,
-        positions: &batch.positions,
-        document_starts: &batch.document_starts,
-        sample_numbers: &batch.sample_numbers,
-        inputs: &batch.inputs,
-    }
 }

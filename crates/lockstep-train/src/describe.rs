@@ -8,14 +8,15 @@ use lockstep_observe::report::DevicePeak;
 use lockstep_plan::{MemoryCategory, ParameterId, TensorPlace};
 use lockstep_tensor::host::available_memory_bytes;
 
-use crate::Corpus;
+use crate::TrainingData;
+use crate::corpus::TextCorpus;
 use crate::predicted::Predicted;
 
 /// The inputs of the first screen.
 pub(crate) struct Screen<'a> {
     pub(crate) config: &'a RunConfig,
     pub(crate) model: &'a ResolvedModel,
-    pub(crate) corpus: &'a Corpus,
+    pub(crate) data: &'a TrainingData,
     pub(crate) engine: &'a Engine,
     pub(crate) predicted: &'a Predicted,
     pub(crate) peak: Option<&'a DevicePeak>,
@@ -23,7 +24,7 @@ pub(crate) struct Screen<'a> {
 
 /// Prints the first screen of a run: model, data, step and memory; all else only with details on.
 pub(crate) fn describe(screen: &Screen<'_>, tensor: TensorPlace, progress: &mut Progress) {
-    let Screen { config, model, corpus, engine, predicted, peak } = *screen;
+    let Screen { config, model, data, engine, predicted, peak } = *screen;
     let parameters = human::count(model.config.parameter_count() as f64);
     let (layers, words) = (model.config.num_hidden_layers(), model.config.vocab_size());
     let named = format!("{}: {parameters} parameters, {layers} layers, vocabulary {words}", name(config));
@@ -31,10 +32,18 @@ pub(crate) fn describe(screen: &Screen<'_>, tensor: TensorPlace, progress: &mut 
     if let Some(trained) = trained_part(engine) {
         progress.field("trained", &trained);
     }
-    progress.field("data", &data_line(corpus));
-    describe_records(corpus, progress);
-    describe_answers(config, corpus, progress);
-    describe_blend(config, corpus, progress);
+    match &data.text {
+        Some(corpus) => {
+            progress.field("data", &data_line(corpus));
+            describe_records(corpus, progress);
+            describe_answers(config, corpus, progress);
+            describe_blend(config, corpus, progress);
+        }
+        None => {
+            let valid = data.valid.as_ref().map_or(0, |valid| valid.samples());
+            progress.field("data", &format!("{} samples, {valid} to evaluate on", data.train.samples()));
+        }
+    }
     let dtype = engine.model().program(0).shape().dtype;
     progress.field("step", &step_line(config, &format!("{dtype}")));
     describe_work(config, engine, peak, tensor, progress);
@@ -53,7 +62,7 @@ fn name(config: &RunConfig) -> String {
     }
 }
 
-fn data_line(corpus: &Corpus) -> String {
+fn data_line(corpus: &TextCorpus) -> String {
     let valid = corpus.valid.as_ref().map_or(0, Dataset::tokens);
     format!(
         "{} tokens{}{}, {}{}",
@@ -70,7 +79,7 @@ fn data_line(corpus: &Corpus) -> String {
 }
 
 /// Prints the kinds of records that were found, and the chat template.
-fn describe_records(corpus: &Corpus, progress: &mut Progress) {
+fn describe_records(corpus: &TextCorpus, progress: &mut Progress) {
     let shapes = &corpus.shapes;
     if shapes.iter().all(|shape| *shape == RecordShape::Text) {
         return;
@@ -92,7 +101,7 @@ fn describe_records(corpus: &Corpus, progress: &mut Progress) {
     }
 }
 
-fn describe_answers(config: &RunConfig, corpus: &Corpus, progress: &mut Progress) {
+fn describe_answers(config: &RunConfig, corpus: &TextCorpus, progress: &mut Progress) {
     let seq_len = config.train.seq_len;
     if let Some(supervision) = corpus.train.supervision() {
         progress.field("answers", &answers(&supervision, seq_len));
@@ -102,7 +111,7 @@ fn describe_answers(config: &RunConfig, corpus: &Corpus, progress: &mut Progress
     }
 }
 
-fn describe_blend(config: &RunConfig, corpus: &Corpus, progress: &mut Progress) {
+fn describe_blend(config: &RunConfig, corpus: &TextCorpus, progress: &mut Progress) {
     if corpus.sources.len() < 2 {
         return;
     }

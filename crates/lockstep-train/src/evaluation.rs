@@ -5,12 +5,12 @@
 use std::time::Instant;
 
 use lockstep_config::RunConfig;
-use lockstep_data::{Dataset, IGNORE_LABEL, MicroBatch};
+use lockstep_data::{BatchSource, MicroBatch};
 use lockstep_engine::{Engine, Ranks};
 use lockstep_observe::metrics::EvalMetrics;
 
 use crate::Error;
-use crate::corpus::host_batch;
+use crate::training_data::host_batch;
 
 /// Evaluates the weights after `step` on the first `eval_steps` global batches of `valid`. Collective: every rank calls it.
 ///
@@ -19,14 +19,14 @@ use crate::corpus::host_batch;
 pub(crate) fn evaluate(
     config: &RunConfig,
     ranks: &Ranks,
-    valid: &Dataset,
+    valid: &dyn BatchSource,
     engine: &mut Engine,
     step: u64,
 ) -> Result<EvalMetrics, Error> {
     let begin = Instant::now();
     let train = &config.train;
     let micro_batch = config.micro_batch() as u64;
-    let samples = valid.windows().min(train.eval_steps.saturating_mul(train.global_batch as u64));
+    let samples = valid.samples().min(train.eval_steps.saturating_mul(train.global_batch as u64));
     let mut batch = MicroBatch::default();
     let (mut loss_sum, mut tokens) = (0.0, 0);
     // All ranks run the same number of forwards because expert-parallel groups communicate in each. Some ranks read a
@@ -37,10 +37,10 @@ pub(crate) fn evaluate(
         let first = own.unwrap_or(starts[0]);
         valid.fill(first..first + micro_batch, &mut batch)?;
         // The last micro-batch may extend into samples that do not count; their labels are masked.
-        let counted = own.map_or(0, |first| (samples - first).min(micro_batch)) as usize * train.seq_len;
-        batch.labels[counted..].fill(IGNORE_LABEL);
+        let counted = own.map_or(0, |first| (samples - first).min(micro_batch)) as usize;
+        valid.mask(counted, &mut batch);
         loss_sum += engine.evaluate(&host_batch(&batch))?;
-        tokens += batch.valid_tokens();
+        tokens += host_batch(&batch).targets(engine.model());
     }
     let (loss_sum, tokens) = ranks.sum(loss_sum, tokens)?;
     // Discards the evaluation's traffic so that the next step does not report it.

@@ -30,12 +30,14 @@ mod setup;
 mod start;
 mod state;
 mod trainer;
+mod training_data;
 pub mod verify;
 
 pub use clipping::clip_coefficient;
-pub use corpus::{Corpus, CorpusSource, load_tokenizer};
+pub use corpus::{CorpusSource, TextCorpus, load_tokenizer};
 pub use describe::answers;
 pub use error::Error;
 pub use observer::StepObserver;
 pub use ranks::{ranks_of, ranks_of_model};
 pub use trainer::{Summary, train, train_observed};
+pub use training_data::TrainingData;

@@ -20,9 +20,9 @@ use lockstep_plan::ParameterRecord;
 use lockstep_planner::predict_step;
 use lockstep_tensor::host::available_memory_bytes;
 
-use crate::corpus::Corpus;
 use crate::error::Error;
 use crate::saving::SaveInterval;
+use crate::training_data::TrainingData;
 
 /// Least duration of a run that measures the machine's limits at its end, which takes a second.
 const LONG_RUN_SECONDS: u64 = 30;
@@ -90,7 +90,7 @@ impl Records {
         config: &RunConfig,
         (start, outputs): (Start, RunOutputs),
         (engine, ranks): (&Engine, &Ranks),
-        of_run: (Option<&DevicePeak>, &Corpus),
+        of_run: (Option<&DevicePeak>, &TrainingData),
         mut tell: impl FnMut(&str),
     ) -> Result<Self, Error> {
         let records = match outputs {
@@ -109,7 +109,7 @@ impl Records {
         config: &RunConfig,
         engine: &Engine,
         start: Start,
-        (peak, corpus): (Option<&DevicePeak>, &Corpus),
+        (peak, data): (Option<&DevicePeak>, &TrainingData),
         tell: impl FnOnce(&str),
     ) -> Result<Self, Error> {
         let metrics = &config.metrics;
@@ -129,7 +129,7 @@ impl Records {
                 first_step: start.done() + 1,
                 predicted: predict_step(config),
                 peak,
-                data: corpus.described(),
+                data: data.described(),
             };
             describe_run(config, &beginning)?;
             // Files of an earlier process may describe another plan.

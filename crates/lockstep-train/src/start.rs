@@ -2,6 +2,7 @@
 //! says about them before the first step.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use lockstep_checkpoint::{
@@ -19,7 +20,7 @@ use crate::setup::{build_engine, load_first_weights};
 use crate::state::{
     Counters, changed_settings, damage_of, find_checkpoint, restore, set_aside_later, text_has_changed,
 };
-use crate::{Corpus, Error};
+use crate::{Error, TrainingData};
 
 /// Number of micro-batches read ahead.
 const PREFETCH_DEPTH: usize = 4;
@@ -57,7 +58,7 @@ impl StartState {
         resume: &Resume,
         ranks: &Ranks,
         model: &ResolvedModel,
-        corpus: &Corpus,
+        data: &TrainingData,
     ) -> Result<Self, Error> {
         let (checkpoint, passed_over) = find_checkpoint(config, resume)?;
         let mut engine = build_engine(config, model, ranks, &ranks.arena())?;
@@ -77,28 +78,29 @@ impl StartState {
         let counters = restore(config, model, &mut engine, found)?;
         messages.push(format!("resuming from {} (step {})", found.path().display(), counters.step));
         messages.extend(changed);
-        if text_has_changed(found, corpus) {
+        if text_has_changed(found, data) {
             messages.push("the training text is not the one that the checkpoint was trained on".to_owned());
         }
         Ok(Self { engine, counters, checkpoint, messages, damaged })
     }
 }
 
-/// Opens the corpus: the first rank tokenizes, and the other ranks read its cache.
-pub(crate) fn open_corpus(config: &RunConfig, model: &ResolvedModel, ranks: &Ranks) -> Result<Corpus, Error> {
-    let corpus = ranks.first_then_others(|| Corpus::open(config, model))?;
-    tracing::info!(
-        tokens = corpus.train.tokens(), sources = corpus.sources.len(), from_cache = corpus.from_cache(),
-        digest = %corpus.digest, "the corpus is open"
-    );
-    Ok(corpus)
+/// Opens the data: the first rank tokenizes, and the other ranks read its cache.
+pub(crate) fn open_data(
+    config: &RunConfig,
+    model: &ResolvedModel,
+    ranks: &Ranks,
+) -> Result<TrainingData, Error> {
+    let data = ranks.first_then_others(|| TrainingData::open(config, model))?;
+    tracing::info!(samples = data.train.samples(), digest = %data.digest, "the data are open");
+    Ok(data)
 }
 
 /// Starts to read the samples of this rank that no step has consumed.
 pub(crate) fn prefetcher(
     config: &RunConfig,
     ranks: &Ranks,
-    corpus: &Corpus,
+    data: &TrainingData,
     counters: &Counters,
 ) -> Result<Prefetcher, Error> {
     let cursor = SampleCursor {
@@ -110,7 +112,7 @@ pub(crate) fn prefetcher(
     };
     cursor.validate()?;
     let remaining = config.train.steps.saturating_sub(counters.step);
-    Ok(Prefetcher::start(corpus.train.clone(), cursor.ranges(remaining), PREFETCH_DEPTH)?)
+    Ok(Prefetcher::start(Arc::clone(&data.train), cursor.ranges(remaining), PREFETCH_DEPTH)?)
 }
 
 /// Abandons a step that is still running when half of the grace period after a stop request is over; the other half is for the

@@ -15,7 +15,7 @@ use lockstep_plan::ParameterId;
 use serde_json::{Value, json};
 
 use crate::setup::load_first_weights;
-use crate::{Corpus, Error};
+use crate::{Error, TrainingData};
 
 /// Counters of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -241,7 +241,7 @@ fn own_residual(engine: &Engine, id: ParameterId, checkpoint: &Checkpoint) -> Op
 }
 
 /// Returns true if the training text is not the one that the checkpoint's run read.
-pub(crate) fn text_has_changed(checkpoint: &Checkpoint, corpus: &Corpus) -> bool {
+pub(crate) fn text_has_changed(checkpoint: &Checkpoint, data: &TrainingData) -> bool {
     let stored = checkpoint.manifest().config.get("training_text");
-    stored.is_some_and(|stored| *stored != corpus.digest)
+    stored.is_some_and(|stored| *stored != data.digest)
 }

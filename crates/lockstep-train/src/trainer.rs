@@ -21,7 +21,6 @@ use lockstep_tensor::host::proportional_bytes;
 use serde_json::Value;
 
 use crate::clipping::clip_coefficient;
-use crate::corpus::host_batch;
 use crate::describe::{Screen, describe};
 use crate::evaluation::evaluate;
 use crate::guard::{Action, Guard, RollbackSnapshot, Verdict};
@@ -31,9 +30,10 @@ use crate::predicted::Predicted;
 use crate::ranks::sum_and_memory;
 use crate::records::{Records, RunOutputs};
 use crate::saving::Saver;
-use crate::start::{StartState, abandon_long_steps, lock, open_corpus, prefetcher, set_checkpoints_aside};
+use crate::start::{StartState, abandon_long_steps, lock, open_data, prefetcher, set_checkpoints_aside};
 use crate::state::{Counters, SavedState};
-use crate::{Corpus, Error, StepObserver};
+use crate::training_data::host_batch;
+use crate::{Error, StepObserver, TrainingData};
 
 /// Result of a run that has ended without an error.
 #[derive(Debug, Clone, PartialEq)]
@@ -109,13 +109,13 @@ pub(crate) fn run(
     (observer, outputs): (&mut dyn StepObserver, RunOutputs),
 ) -> Result<Summary, Error> {
     let model = resolve_model(config)?;
-    let corpus = open_corpus(config, &model, ranks)?;
+    let data = open_data(config, &model, ranks)?;
     let writes_files = outputs == RunOutputs::Everything;
     let writes = ranks.is_first() && writes_files;
     // The lock comes before any look at checkpoints: the process before this one may still be saving.
     let _lock = ranks.first_then_others(|| writes.then(|| lock(config)).transpose())?;
     let StartState { mut engine, counters, checkpoint, messages, damaged } =
-        StartState::of(config, resume, ranks, &model, &corpus)?;
+        StartState::of(config, resume, ranks, &model, &data)?;
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress =
         if ranks.is_first() { show(steps) } else { Progress::of_other_rank(steps, ranks.rank()) };
@@ -124,7 +124,7 @@ pub(crate) fn run(
     let screen = Screen {
         config,
         model: &model,
-        corpus: &corpus,
+        data: &data,
         engine: &engine,
         predicted: &predicted,
         peak: peak.as_ref(),
@@ -140,9 +140,8 @@ pub(crate) fn run(
         set_checkpoints_aside(config, resume, &counters, &damaged, &mut progress)?;
     }
     let tell = |text: &str| progress.message(text);
-    let records =
-        Records::of_rank(config, (start, outputs), (&engine, ranks), (peak.as_ref(), &corpus), tell)?;
-    let prefetcher = prefetcher(config, ranks, &corpus, &counters)?;
+    let records = Records::of_rank(config, (start, outputs), (&engine, ranks), (peak.as_ref(), &data), tell)?;
+    let prefetcher = prefetcher(config, ranks, &data, &counters)?;
     let remembered = checkpoint.as_ref().map_or(&Value::Null, |checkpoint| &checkpoint.manifest().state);
     let guard = Guard::new(config, counters.step, &remembered["guard"]);
     let loss_scale = LossScale::new(config, &remembered["loss_scale"]);
@@ -150,7 +149,7 @@ pub(crate) fn run(
         .then(|| RollbackSnapshot::new(&engine, counters.updates))
         .transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
-    let new_saver = || Saver::new(config, &model, &corpus, ranks, saved, interrupt);
+    let new_saver = || Saver::new(config, &model, &data, ranks, saved, interrupt);
     let saver = writes_files.then(new_saver).transpose()?.flatten();
     Run {
         config,
@@ -159,7 +158,7 @@ pub(crate) fn run(
             * (config.accumulation_steps() * ranks.replicas()) as u64,
         peak_flops_per_s: peak.map(|peak| peak.flops_per_s),
         ranks,
-        corpus: &corpus,
+        data: &data,
         engine,
         predicted,
         prefetcher,
@@ -198,7 +197,7 @@ struct Made {
 struct Run<'a> {
     config: &'a RunConfig,
     ranks: &'a Ranks,
-    corpus: &'a Corpus,
+    data: &'a TrainingData,
     engine: Engine,
     predicted: Predicted,
     prefetcher: Prefetcher,
@@ -334,7 +333,7 @@ impl Run<'_> {
             loss: self.loss,
             eval_loss: self.evaluated.map(|(_, loss)| loss),
             uniform_loss: self.uniform_loss,
-            has_chats: self.corpus.shapes.iter().any(|shape| shape.uses_template()),
+            has_chats: self.data.has_chats(),
             checkpoint: path,
             report,
             interrupted,
@@ -407,7 +406,7 @@ impl Run<'_> {
         self.phase = "forward and backward";
         let batches = self.micro_batches.iter().map(host_batch);
         let loss_sum = self.engine.forward_backward(batches, seed)?;
-        let tokens = self.micro_batches.iter().map(|batch| batch.ids.len() as u64).sum();
+        let tokens = self.micro_batches.iter().map(|batch| (batch.sequences * batch.seq_len) as u64).sum();
         self.micro_batches.drain(..).for_each(|batch| self.prefetcher.recycle(batch));
         self.observer.gradients_ready(step, &mut self.engine)?;
         let mut own_memory = MemoryUse::of(self.engine.arena());
@@ -520,7 +519,7 @@ impl Run<'_> {
         let mut valid_tokens = 0;
         for _ in 0..self.config.accumulation_steps() {
             let batch = self.prefetcher.next_batch()?.ok_or(lockstep_data::DataError::PrefetcherLost)?;
-            valid_tokens += batch.valid_tokens();
+            valid_tokens += host_batch(&batch).targets(self.engine.model());
             self.micro_batches.push(batch);
         }
         Ok(self.ranks.sum(0.0, valid_tokens)?.1)
@@ -558,9 +557,9 @@ impl Run<'_> {
 
     /// Evaluates the run if there is a validation set.
     fn evaluate(&mut self) -> Result<(), Error> {
-        let Some(valid) = &self.corpus.valid else { return Ok(()) };
+        let Some(valid) = &self.data.valid else { return Ok(()) };
         let begin = Instant::now();
-        let row = evaluate(self.config, self.ranks, valid, &mut self.engine, self.counters.step)?;
+        let row = evaluate(self.config, self.ranks, &**valid, &mut self.engine, self.counters.step)?;
         self.records.pause("evaluation", begin);
         tracing::debug!(step = row.step, loss = row.eval_loss, ms = row.eval_ms, "evaluated");
         self.progress.evaluation(&row);

@@ -11,7 +11,7 @@ use lockstep_data::{
     TextOptions, Tokenizer, Tokens, expand, tokenize_to_indexed,
 };
 use lockstep_launch::interrupt::Interrupt;
-use lockstep_train::{Corpus, answers};
+use lockstep_train::{TextCorpus, answers};
 use serde_json::{Value, json};
 
 use crate::exit::Failure;
@@ -187,7 +187,7 @@ fn show(arguments: &ShowArguments) -> Result<(), Failure> {
 
 fn show_run(arguments: &ShowArguments, path: &Path) -> Result<(), Failure> {
     let config = RunConfig::load(Some(path), &arguments.settings)?;
-    let corpus = Corpus::open(&config, &resolve_model(&config)?)?;
+    let corpus = TextCorpus::open(&config, &resolve_model(&config)?)?;
     if arguments.verify {
         corpus.sources.iter().try_for_each(|source| source.tokens.verify())?;
     }

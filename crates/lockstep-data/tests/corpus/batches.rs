@@ -126,7 +126,7 @@ proptest! {
         for replica in 0..replicas {
             let cursor =
                 SampleCursor { samples_consumed: start, global_batch, micro_batch: micro, replica, replicas };
-            let mut prefetcher = Prefetcher::start(dataset.clone(), cursor.ranges(2), depth).unwrap();
+            let mut prefetcher = Prefetcher::start(Arc::new(dataset.clone()), cursor.ranges(2), depth).unwrap();
             for batch in drain(&mut prefetcher) {
                 prop_assert_eq!(batch.sequences as u64, micro);
                 let ids = batch.ids.chunks_exact(4).map(<[u32]>::to_vec);
@@ -147,7 +147,7 @@ fn a_prefetcher_ends_with_none_and_stays_there() {
     let workshop = Workshop::new();
     let dataset = dataset(&workshop.byte_tokens(letters(100)), SEQUENTIAL);
     let cursor = SampleCursor::single(0, 4, 2).unwrap();
-    let mut prefetcher = Prefetcher::start(dataset, cursor.ranges(3), 2).unwrap();
+    let mut prefetcher = Prefetcher::start(Arc::new(dataset), cursor.ranges(3), 2).unwrap();
     assert_eq!(drain(&mut prefetcher).len(), 6);
     assert_eq!(prefetcher.next_batch().unwrap(), None);
     assert!(prefetcher.take_wait() > Duration::ZERO);
@@ -161,7 +161,7 @@ fn dropping_a_prefetcher_in_the_middle_ends_its_thread() {
     for depth in [0, 1, 8] {
         let cursor = SampleCursor::single(0, 2, 2).unwrap();
         let mut prefetcher =
-            Prefetcher::start(dataset(&tokens, SEQUENTIAL), cursor.ranges(u64::MAX / 4), depth).unwrap();
+            Prefetcher::start(Arc::new(dataset(&tokens, SEQUENTIAL)), cursor.ranges(u64::MAX / 4), depth).unwrap();
         prefetcher.next_batch().unwrap().unwrap();
         drop(prefetcher);
         // The prefetch thread held the other reference.
@@ -179,7 +179,7 @@ fn an_error_of_the_thread_reaches_the_consumer_in_its_place() {
     std::fs::write(&path, bytes).unwrap();
     let tokens = Arc::new(Tokens::from(vec![TokenFile::open(&path).unwrap()]));
     let cursor = SampleCursor::single(0, 4, 4).unwrap();
-    let mut prefetcher = Prefetcher::start(dataset(&tokens, SEQUENTIAL), cursor.ranges(4), 2).unwrap();
+    let mut prefetcher = Prefetcher::start(Arc::new(dataset(&tokens, SEQUENTIAL)), cursor.ranges(4), 2).unwrap();
     for _ in 0..2 {
         assert!(prefetcher.next_batch().unwrap().is_some());
     }

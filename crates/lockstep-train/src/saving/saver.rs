@@ -25,7 +25,7 @@ use super::job::{Attempt, Contents, Job, Saved};
 use super::part::{Observer, RankSave, gather};
 use super::save::{Save, SaveInterval};
 use crate::state::SavedState;
-use crate::{Corpus, Error, StepObserver};
+use crate::{Error, StepObserver, TrainingData};
 
 /// Memory that must stay available after a snapshot is allocated.
 const RESERVE_BYTES: u64 = 256 << 20;
@@ -87,7 +87,7 @@ impl Saver {
     pub(crate) fn new(
         config: &RunConfig,
         model: &ResolvedModel,
-        corpus: &Corpus,
+        data: &TrainingData,
         ranks: &Ranks,
         saved: Option<(u64, PathBuf)>,
         interrupt: &Interrupt,
@@ -111,9 +111,9 @@ impl Saver {
             record: json!({
                 "run": config.to_json(),
                 "model": model.config.to_json(DType::F32),
-                "tokenizer": corpus.tokenizer_name,
-                "has_chats": corpus.shapes.iter().any(|shape| shape.uses_template()),
-                "training_text": corpus.digest,
+                "tokenizer": data.text.as_ref().and_then(|text| text.tokenizer_name.as_ref()),
+                "has_chats": data.has_chats(),
+                "training_text": data.digest,
                 "base": model.base.get(),
                 "adapter": model.tuning.adapter.as_ref().map(Adapter::config),
             }),

@@ -1,0 +1,66 @@
+//! The training and validation data of a run, whatever they are: text, or samples of named tensors.
+
+use std::sync::Arc;
+
+use lockstep_config::{ResolvedModel, RunConfig};
+use lockstep_data::{BatchSource, MicroBatch};
+use lockstep_engine::HostBatch;
+use serde_json::Value;
+
+use crate::Error;
+use crate::corpus::TextCorpus;
+
+/// The training and validation data of a run.
+#[derive(Debug)]
+pub struct TrainingData {
+    /// Samples for training, in the run's order.
+    pub train: Arc<dyn BatchSource>,
+    /// Samples for validation; `None` if there are none.
+    pub valid: Option<Arc<dyn BatchSource>>,
+    /// The text behind them; `None` for samples of named tensors.
+    pub text: Option<TextCorpus>,
+    /// Hash of the training data: two runs with the same one read the same samples.
+    pub digest: String,
+}
+
+impl TrainingData {
+    /// Opens the data that `config` names.
+    ///
+    /// # Errors
+    /// As for [`TextCorpus::open`].
+    pub fn open(config: &RunConfig, model: &ResolvedModel) -> Result<Self, Error> {
+        let text = TextCorpus::open(config, model)?;
+        let shared = |set: &lockstep_data::Dataset| -> Arc<dyn BatchSource> { Arc::new(set.clone()) };
+        Ok(Self {
+            train: shared(&text.train),
+            valid: text.valid.as_ref().map(shared),
+            digest: text.digest.clone(),
+            text: Some(text),
+        })
+    }
+
+    /// Returns the digest and the sources of the data, as a run's report names them.
+    pub(crate) fn described(&self) -> Value {
+        match &self.text {
+            Some(text) => text.described(),
+            None => serde_json::json!({ "digest": self.digest, "samples": self.train.samples() }),
+        }
+    }
+
+    /// Returns true if the model is trained on chats.
+    pub(crate) fn has_chats(&self) -> bool {
+        self.text.iter().flat_map(|text| &text.shapes).any(|shape| shape.uses_template())
+    }
+}
+
+/// Returns a micro-batch as the engine reads it.
+pub(crate) fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {
+    HostBatch {
+        ids: &batch.ids,
+        labels: &batch.labels,
+        positions: &batch.positions,
+        document_starts: &batch.document_starts,
+        sample_numbers: &batch.sample_numbers,
+        inputs: &batch.inputs,
+    }
+}

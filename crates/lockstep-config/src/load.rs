@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use crate::check::{Purpose, check};
 use crate::ineffective_keys::no_effect;
+use crate::model::fixed_seq_len;
 use crate::model_name::{NamedModel, find_model};
 use crate::reader::Reader;
 use crate::sources::Entries;
@@ -289,6 +290,9 @@ impl RunConfig {
         config.origins = std::mem::take(&mut reader.origins);
         reader.refuse_rest();
         config.pass_over_idle_keys_of_plan();
+        if let (Origin::Default, Some(seq_len)) = (config.origin("train.seq_len"), fixed_seq_len(&config)) {
+            config.train.seq_len = seq_len;
+        }
         check(purpose, &config, &mut reader);
         problems.sort_by_key(|problem| match problem.origin {
             Origin::File { line, .. } => (0, line),

@@ -34,8 +34,14 @@ pub struct ResolvedModel {
 pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
     let (model, pretrained) = named_model(config)?;
     let mut problems = Vec::new();
-    let longest = model.max_position_embeddings();
-    if config.train.seq_len > longest {
+    let (longest, fixed) = (model.max_position_embeddings(), model.model().sizes().fixed_seq_len);
+    if let Some(seq_len) = fixed.filter(|seq_len| *seq_len != config.train.seq_len) {
+        problems.push(config.problem(
+            "train.seq_len",
+            format!("is {}, and every sample of this model has {seq_len}", config.train.seq_len),
+            format!("{seq_len}, or leave it out"),
+        ));
+    } else if fixed.is_none() && config.train.seq_len > longest {
         problems.push(config.problem(
             "train.seq_len",
             format!("sequences of {} tokens are longer than the model's maximum", config.train.seq_len),
@@ -47,6 +53,21 @@ pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
     Problems::none_of(problems)?;
     let (tuning, adapter) = tuned?;
     Ok(ResolvedModel { config: model, tuning, pretrained, adapter, base: OnceLock::new() })
+}
+
+/// Returns the sequence length of the run's model if all of its samples have one length; `None` also for a model that cannot
+/// be read, which [`resolve_model`] reports.
+pub(crate) fn fixed_seq_len(config: &RunConfig) -> Option<usize> {
+    let model = match config.model_source() {
+        ModelSource::Preset(name) => ModelConfig::preset(name).ok(),
+        ModelSource::Path(dir) => config_of(dir).ok(),
+        ModelSource::ModelType(model_type) => {
+            let mut table = overrides_of(config);
+            table.insert("model_type".to_owned(), model_type.into());
+            ModelConfig::from_table(&table, "[model]").ok()
+        }
+    };
+    model?.model().sizes().fixed_seq_len
 }
 
 /// Returns the model that `[model]` names, without checking it against the run, and the directory of its weights if it has one.

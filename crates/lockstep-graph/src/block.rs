@@ -107,6 +107,39 @@ pub enum BatchInput {
     Positions,
 }
 
+/// A named input of a model: a tensor per sample.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InputDeclaration {
+    /// Name, e.g. `pixel_values`.
+    pub name: String,
+    /// Dtype on the device.
+    pub dtype: DType,
+    /// Shape of one sample; empty for a single number.
+    pub shape: Vec<usize>,
+}
+
+impl InputDeclaration {
+    /// Creates a declaration.
+    pub fn new(name: &str, dtype: DType, shape: &[usize]) -> Self {
+        Self { name: name.to_owned(), dtype, shape: shape.to_vec() }
+    }
+
+    /// Number of elements of one sample.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// Output of a model's last unit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum HeadOutput {
+    /// The loss of each token, f32.
+    #[default]
+    Losses,
+    /// The logits of each token.
+    Logits,
+}
+
 /// Consecutive tokens of a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TokenRange {

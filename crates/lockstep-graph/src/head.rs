@@ -1,16 +1,10 @@
 //! The output of a model's last unit: losses in training, logits in inference.
 
-use crate::{block::Value, linear::Linear, recorder::Recorder};
-
-/// Output of a model's last unit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum HeadOutput {
-    /// The loss of each token, f32.
-    #[default]
-    Losses,
-    /// The logits of each token.
-    Logits,
-}
+use crate::{
+    block::{HeadOutput, Value},
+    linear::Linear,
+    recorder::Recorder,
+};
 
 impl Recorder {
     /// Sets the output of the model's last unit; by default losses.

@@ -1,39 +1,14 @@
 //! Named inputs of a micro-batch besides its tokens: images, masks, class labels. A model declares them; a unit reads one
 //! as a value, which has no gradient.
 
-use lockstep_plan::DType;
-
 use crate::{
-    block::{Value, ValueInfo},
+    block::{InputDeclaration, Value, ValueInfo},
     placement::Placement,
     recorder::Recorder,
 };
 
 /// Name of the input that a loss counts: elements other than -100 of an i32 input are valid.
 pub const LABELS: &str = "labels";
-
-/// A named input of a model: a tensor per sample.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct InputDeclaration {
-    /// Name, e.g. `pixel_values`.
-    pub name: String,
-    /// Dtype on the device.
-    pub dtype: DType,
-    /// Shape of one sample; empty for a single number.
-    pub shape: Vec<usize>,
-}
-
-impl InputDeclaration {
-    /// Creates a declaration.
-    pub fn new(name: &str, dtype: DType, shape: &[usize]) -> Self {
-        Self { name: name.to_owned(), dtype, shape: shape.to_vec() }
-    }
-
-    /// Number of elements of one sample.
-    pub fn elements(&self) -> usize {
-        self.shape.iter().product()
-    }
-}
 
 impl Recorder {
     /// Declares the named inputs of the model, in the order in which a micro-batch has them.

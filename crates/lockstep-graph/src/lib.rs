@@ -57,13 +57,12 @@ mod transit;
 mod work;
 
 pub use block::{
-    BatchInput, Bias, BlockShape, DropoutSite, LoraAdapters, MAX_DROPOUT_SITES, Mode, ParameterDeclaration,
-    ParameterIndex, Value,
+    BatchInput, Bias, BlockShape, DropoutSite, HeadOutput, InputDeclaration, LoraAdapters, MAX_DROPOUT_SITES,
+    Mode, ParameterDeclaration, ParameterIndex, Value,
 };
 pub use buffers::{CommunicationBuffer, Ring};
 pub use cost::BlockProfile;
-pub use head::HeadOutput;
-pub use inputs::{InputDeclaration, LABELS};
+pub use inputs::LABELS;
 pub use linear::Linear;
 pub use lockstep_plan::work::Pass;
 pub use lockstep_plan::{Recompute, RecomputeRules};

@@ -11,11 +11,9 @@ use lockstep_tensor::Gelu;
 
 use crate::{
     block::{
-        BatchInput, Bias, BlockShape, DropoutSite, LoraAdapters, LoraDown, MAX_DROPOUT_SITES, Mode,
-        ParameterDeclaration, ParameterIndex, TokenRange, Value, ValueInfo,
+        BatchInput, Bias, BlockShape, DropoutSite, HeadOutput, InputDeclaration, LoraAdapters, LoraDown,
+        MAX_DROPOUT_SITES, Mode, ParameterDeclaration, ParameterIndex, TokenRange, Value, ValueInfo,
     },
-    head::HeadOutput,
-    inputs::InputDeclaration,
     operation::{Operation, RotaryPairs},
     placement::{Placement, Split},
     training::InputGradient,

@@ -82,6 +82,9 @@ pub struct Sizes {
     pub head_dim: usize,
     /// Length of the longest sequence, in tokens.
     pub positions: usize,
+    /// Length in tokens of every sample, for a model whose samples are all of one length; 1 for images of a model without
+    /// tokens.
+    pub fixed_seq_len: Option<usize>,
     /// Sequence length of the pretraining before the context was extended, in tokens; `None` if it was not.
     pub original_positions: Option<usize>,
     /// Number of positions that a position sees, itself included; `None` means all before it.

@@ -161,7 +161,8 @@ fn dropping_a_prefetcher_in_the_middle_ends_its_thread() {
     for depth in [0, 1, 8] {
         let cursor = SampleCursor::single(0, 2, 2).unwrap();
         let mut prefetcher =
-            Prefetcher::start(Arc::new(dataset(&tokens, SEQUENTIAL)), cursor.ranges(u64::MAX / 4), depth).unwrap();
+            Prefetcher::start(Arc::new(dataset(&tokens, SEQUENTIAL)), cursor.ranges(u64::MAX / 4), depth)
+                .unwrap();
         prefetcher.next_batch().unwrap().unwrap();
         drop(prefetcher);
         // The prefetch thread held the other reference.
@@ -179,7 +180,8 @@ fn an_error_of_the_thread_reaches_the_consumer_in_its_place() {
     std::fs::write(&path, bytes).unwrap();
     let tokens = Arc::new(Tokens::from(vec![TokenFile::open(&path).unwrap()]));
     let cursor = SampleCursor::single(0, 4, 4).unwrap();
-    let mut prefetcher = Prefetcher::start(Arc::new(dataset(&tokens, SEQUENTIAL)), cursor.ranges(4), 2).unwrap();
+    let mut prefetcher =
+        Prefetcher::start(Arc::new(dataset(&tokens, SEQUENTIAL)), cursor.ranges(4), 2).unwrap();
     for _ in 0..2 {
         assert!(prefetcher.next_batch().unwrap().is_some());
     }

@@ -151,6 +151,7 @@ impl Model for LlamaConfig {
             key_value_heads: self.num_key_value_heads,
             head_dim: self.head_dim,
             positions: self.max_position_embeddings,
+            fixed_seq_len: None,
             original_positions: self.rope.scaling.original_context(),
             window: self.sliding_window,
             has_latent_attention: self.latent.is_some(),

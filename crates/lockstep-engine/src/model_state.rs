@@ -114,9 +114,9 @@ impl ModelState {
         self.get(StoreKind::MasterWeights)
     }
 
-    /// Returns the router biases that select experts, if they have a separate store.
-    pub(crate) fn biases(&self) -> Option<&StateStore> {
-        self.get(StoreKind::SelectionBiases)
+    /// Returns the buffers, if they have a separate store.
+    pub(crate) fn buffers(&self) -> Option<&StateStore> {
+        self.get(StoreKind::Buffers)
     }
 
     /// Returns the trained weights that an optimizer step changes: the master weights if there are any.
@@ -137,7 +137,7 @@ impl ModelState {
     pub(crate) fn kept_range(&self, record: &ParameterRecord, id: ParameterId) -> Range<usize> {
         let frozen = self.get(StoreKind::FrozenWeights).filter(|_| !record.trainable);
         let of_kernels = frozen.unwrap_or_else(|| self.trained());
-        let is_whole = self.biases().is_some_and(|store| store.kept_part(id).is_some());
+        let is_whole = self.buffers().is_some_and(|store| store.kept_part(id).is_some());
         match of_kernels.extent() {
             Extent::Own if !is_whole => of_kernels.owned_range(id),
             _ => 0..record.local_elements(),
@@ -160,7 +160,7 @@ impl ModelState {
             StoreKind::Weights,
             StoreKind::FrozenWeights,
             StoreKind::MasterWeights,
-            StoreKind::SelectionBiases,
+            StoreKind::Buffers,
         ];
         let of_optimizer = [StoreKind::Optimizer(kind)];
         for &kind in if kind == StateKind::Parameter { &of_weights[..] } else { &of_optimizer } {
@@ -265,7 +265,7 @@ impl WeightSource for ModelState {
             trained: self.trained(),
             pool: self.pool.as_ref(),
             frozen: self.get(StoreKind::FrozenWeights),
-            exact: self.biases().or_else(|| self.master()),
+            exact: self.buffers().or_else(|| self.master()),
         }
     }
 }

@@ -150,15 +150,15 @@ fn tensor_kind(store: StoreKind) -> StateKind {
     if let StoreKind::Optimizer(kind) = store { kind } else { StateKind::Parameter }
 }
 
-/// Returns the tensors of all parameters in `stores`. Router biases are left out, because their owners have them among
-/// the weights.
+/// Returns the tensors of all parameters in `stores`. Buffers are left out, because their owners have them among the
+/// weights.
 pub(crate) fn tensors_of<'a>(
     records: &'a [ParameterRecord],
     numbers: &ResidualNumbers,
     stores: impl Iterator<Item = &'a mut StateStore>,
 ) -> Vec<StateTensor<'a>> {
     let mut tensors = Vec::new();
-    for store in stores.filter(|store| store.kind() != StoreKind::SelectionBiases) {
+    for store in stores.filter(|store| store.kind() != StoreKind::Buffers) {
         let (kind, dtype) = (store.kind(), store.dtype());
         let tensor = |(id, first, bytes): (ParameterId, usize, &'a [u8])| {
             let record = &records[id.0];

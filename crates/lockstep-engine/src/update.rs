@@ -27,7 +27,7 @@ impl Engine {
     pub fn update(&mut self, update: &Update) -> Result<(), EngineError> {
         self.weights.wait_for_gathers()?;
         self.update_router_biases()?;
-        for id in self.trained_ids().filter(|id| !self.is_selection_bias(*id)) {
+        for id in self.trained_ids().filter(|id| !self.is_buffer(*id)) {
             self.update_parameter(id, update);
         }
         self.update_on_disk(update)?;
@@ -94,7 +94,7 @@ impl Engine {
         update: &Update,
     ) {
         let id = piece.id;
-        if self.is_selection_bias(id) {
+        if self.is_buffer(id) {
             return;
         }
         let gradient = gradients
@@ -142,9 +142,9 @@ impl Engine {
         });
     }
 
-    /// Returns true for a router bias that selects experts; it is changed by the experts' load, not by a gradient.
-    fn is_selection_bias(&self, id: ParameterId) -> bool {
-        self.model.selection_bias(self.layout.records[id.0].unit) == Some(id)
+    /// Returns true for a parameter that is not changed by a gradient: a bias that selects experts, a running statistic.
+    fn is_buffer(&self, id: ParameterId) -> bool {
+        self.model.buffers(self.layout.records[id.0].unit).any(|buffer| buffer == id)
     }
 
     /// Moves the router biases against the expert load of the step, by the same amount on all ranks.
@@ -159,8 +159,8 @@ impl Engine {
             let Some((id, steps)) = bias.zip(self.runner.expert_load.steps_to_balance(unit, rate)) else {
                 continue;
             };
-            let biases = self.weights.biases();
-            let whole = biases.unwrap_or_else(|| self.weights.updated());
+            let buffers = self.weights.buffers();
+            let whole = buffers.unwrap_or_else(|| self.weights.updated());
             let Some(part) = whole.kept_part(id) else { continue };
             part.copy_to_f32(&mut values);
             values.iter_mut().zip(steps).for_each(|(value, step)| *value += step);

@@ -72,6 +72,11 @@ impl Program {
         self.operations.iter().find_map(Operation::selection_bias)
     }
 
+    /// Returns the parameters that have no gradient and that the engine updates otherwise.
+    pub fn buffers(&self) -> impl Iterator<Item = ParameterIndex> {
+        self.selection_bias().into_iter()
+    }
+
     /// Returns the number of experts of the block; `None` for a block without experts.
     pub fn experts(&self) -> Option<usize> {
         let counts = self.operations.iter().find_map(Operation::always_saved)?;

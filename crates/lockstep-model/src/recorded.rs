@@ -167,6 +167,11 @@ impl RecordedModel {
         Some(self.unit_parameters[unit][index.0])
     }
 
+    /// Returns the parameters of a unit that have no gradient: the bias that selects experts, running statistics.
+    pub fn buffers(&self, unit: usize) -> impl Iterator<Item = ParameterId> {
+        self.program(unit).buffers().map(move |index| self.unit_parameters[unit][index.0])
+    }
+
     /// Returns the step size of updates to selection biases.
     pub fn bias_update_rate(&self) -> f64 {
         self.bias_update_rate
@@ -197,7 +202,7 @@ impl RecordedModel {
                 ring_elements: program.ring_elements(),
                 overlap_buffer_bytes: (program.transit_chunks() > 0).then(|| program.overlap_buffer_bytes()),
                 has_backward: program.has_backward(),
-                selection_bias: self.selection_bias(unit),
+                buffers: self.buffers(unit).collect(),
             }
         };
         let between = self.program(0);

@@ -34,7 +34,7 @@ fn model() -> ModelProfile {
     ];
     let unit = |unit: usize| UnitProfile {
         parameters: (0..records.len()).filter(|id| records[*id].unit == unit).map(ParameterId).collect(),
-        selection_bias: (unit == 1).then_some(ParameterId(2)),
+        buffers: (unit == 1).then_some(ParameterId(2)).into_iter().collect(),
         has_backward: true,
         ..UnitProfile::default()
     };
@@ -130,7 +130,7 @@ fn each_zero_stage_shards_one_kind_of_store_more() {
         assert!(alone.items.iter().all(|item| item.extent == Extent::Whole), "{stage:?}");
         // Expert selection biases are a store of their own if the updated weights are sharded.
         let has_biases = stage >= ZeroStage::Optimizer;
-        assert_eq!(layout.item(StoreKind::SelectionBiases).is_some(), has_biases, "{stage:?}");
+        assert_eq!(layout.item(StoreKind::Buffers).is_some(), has_biases, "{stage:?}");
     }
 }
 
@@ -142,7 +142,7 @@ fn copies_hold_updated_weights_optimizer_state_biases_and_residuals() {
     let layout = laid_out(&state, RANKS, 0);
     let [first, second] = MOMENTS;
     let saved =
-        [StoreKind::MasterWeights, first, second, StoreKind::SelectionBiases, StoreKind::GradientResidual];
+        [StoreKind::MasterWeights, first, second, StoreKind::Buffers, StoreKind::GradientResidual];
     assert_eq!(kinds(layout.saved()), saved);
     let model = model();
     let passes = RankPasses { stages: vec![StageMemory::whole(3)], pipeline: None, micro_batches: 1 };

@@ -26,8 +26,8 @@ pub struct UnitProfile {
     pub overlap_buffer_bytes: Option<usize>,
     /// True if the unit has a backward.
     pub has_backward: bool,
-    /// Bias that only selects experts and gets no gradient; `None` if the unit has none.
-    pub selection_bias: Option<ParameterId>,
+    /// Parameters without gradients: the bias that selects experts, the running statistics of batch norm.
+    pub buffers: Vec<ParameterId>,
 }
 
 /// Memory of a model, recorded for a rank's place in the tensor-, context- and expert-parallel groups.

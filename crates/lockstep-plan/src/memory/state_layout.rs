@@ -24,9 +24,9 @@ pub enum StoreKind {
     MasterWeights,
     /// An optimizer state, one number per element.
     Optimizer(StateKind),
-    /// Expert selection biases, f32 and replicated. They are apart if the updated weights are sharded or offloaded: every rank updates
-    /// them alike.
-    SelectionBiases,
+    /// Buffers, f32 and replicated: parameters without gradients, such as the biases that select experts and the running
+    /// statistics of batch norm. They are apart if the updated weights are sharded or offloaded: every rank updates them alike.
+    Buffers,
     /// Accumulated gradients, f32.
     Gradients,
     /// Error feedback: quantization errors of this rank's gradients, which it adds to the next ones.
@@ -41,7 +41,7 @@ impl StoreKind {
             Self::FrozenWeights => "frozen weights",
             Self::MasterWeights => "f32 master weights",
             Self::Optimizer(kind) => kind.name(),
-            Self::SelectionBiases => "biases that choose experts",
+            Self::Buffers => "buffers",
             Self::Gradients => "sums of gradients",
             Self::GradientResidual => "gradient quantization error",
         }
@@ -51,7 +51,7 @@ impl StoreKind {
     pub const fn category(self) -> MemoryCategory {
         match self {
             Self::Weights | Self::FrozenWeights => MemoryCategory::Parameters,
-            Self::MasterWeights | Self::Optimizer(_) | Self::SelectionBiases => MemoryCategory::Optimizer,
+            Self::MasterWeights | Self::Optimizer(_) | Self::Buffers => MemoryCategory::Optimizer,
             Self::Gradients => MemoryCategory::Gradients,
             Self::GradientResidual => MemoryCategory::Communication,
         }
@@ -63,7 +63,7 @@ impl StoreKind {
             Self::Weights | Self::FrozenWeights => Some(ZeroStage::Parameters),
             Self::MasterWeights | Self::Optimizer(_) => Some(ZeroStage::Optimizer),
             Self::Gradients => Some(ZeroStage::Gradients),
-            Self::SelectionBiases | Self::GradientResidual => None,
+            Self::Buffers | Self::GradientResidual => None,
         }
     }
 }
@@ -77,7 +77,7 @@ impl StatePlan {
         let kept = self.facts.optimizer_keeps.iter();
         stores.extend(kept.map(|(kind, _)| (StoreKind::Optimizer(*kind), self.facts.optimizer_dtype)));
         if self.zero_stage >= updated || self.on_disk.is_some() {
-            stores.push((StoreKind::SelectionBiases, DType::F32));
+            stores.push((StoreKind::Buffers, DType::F32));
         }
         stores.push((StoreKind::Gradients, DType::F32));
         if self.quantized_gradients().is_some() && self.quantization.feedback == Feedback::Kept {
@@ -241,9 +241,9 @@ impl StateLayout {
             StoreKind::Weights | StoreKind::MasterWeights | StoreKind::Gradients => is_trained(index),
             StoreKind::FrozenWeights => self.is_here(index) && !records[index].trainable,
             StoreKind::Optimizer(kind) => is_trained(index) && plan.keeps(kind)[index],
-            StoreKind::SelectionBiases => {
-                let bias = model.units[records[index].unit].selection_bias;
-                is_trained(index) && bias.is_some_and(|id| id.0 == index)
+            StoreKind::Buffers => {
+                let buffers = &model.units[records[index].unit].buffers;
+                is_trained(index) && buffers.iter().any(|id| id.0 == index)
             }
             StoreKind::GradientResidual => {
                 let place = self.layout_of(StoreKind::Gradients).places[index];
@@ -258,12 +258,12 @@ impl StateLayout {
             StoreKind::FrozenWeights => has_weights && is_offloaded(frozen, unit),
             StoreKind::MasterWeights | StoreKind::Optimizer(_) => is_offloaded(trained, unit),
             StoreKind::Gradients => has_gradients && is_offloaded(trained, unit) && !is_tied,
-            StoreKind::SelectionBiases | StoreKind::GradientResidual => false,
+            StoreKind::Buffers | StoreKind::GradientResidual => false,
         };
         // If frozen weights are not sharded, the rank owns all of them.
         let is_alone = match kind {
             StoreKind::FrozenWeights => !is_sharded,
-            kind => kind == StoreKind::SelectionBiases,
+            kind => kind == StoreKind::Buffers,
         };
         let place = |summing| if is_alone { ShardPlace::default() } else { self.place(summing) };
         let mut layout = StoreLayout::partly_on_disk(records, extent, place, keeps, is_on_disk);
@@ -302,7 +302,7 @@ impl StateLayout {
         let updated = if self.plan.facts.has_master { StoreKind::MasterWeights } else { StoreKind::Weights };
         self.items.iter().filter(move |item| match item.kind {
             StoreKind::Weights | StoreKind::MasterWeights => item.kind == updated,
-            StoreKind::Optimizer(_) | StoreKind::SelectionBiases | StoreKind::GradientResidual => true,
+            StoreKind::Optimizer(_) | StoreKind::Buffers | StoreKind::GradientResidual => true,
             StoreKind::FrozenWeights | StoreKind::Gradients => false,
         })
     }

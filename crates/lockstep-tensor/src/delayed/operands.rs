@@ -5,8 +5,8 @@ use std::{fmt, ops::Range, sync::Arc};
 use lockstep_plan::{DType, QuantizedType};
 
 use crate::{
-    AdamW, Attention, AttentionWrite, DeviceMemory, Dropout, Gelu, Gemm, GroupedGemm, LayerNorm, Lion,
-    MemoryLocation, Muon, Permutation, Rotation, Router, RouterGradients, RouterOutputs, Sgd, Shape,
+    AdamW, Attention, AttentionWrite, Conv2d, DeviceMemory, Dropout, Gelu, Gemm, GroupedGemm, LayerNorm,
+    Lion, MemoryLocation, Muon, Permutation, Rotation, Router, RouterGradients, RouterOutputs, Sgd, Shape,
     TokenPositions, View, Write,
 };
 
@@ -123,7 +123,7 @@ macro_rules! plain {
         }
     )*};
 }
-plain!(AttentionWrite, Gelu, QuantizedType, Rotation, TokenPositions, Write, f32, u32, usize);
+plain!(AttentionWrite, Conv2d, Gelu, QuantizedType, Rotation, TokenPositions, Write, f32, u32, usize);
 
 /// Implements [`Late`] for arguments with views, all of which are recorded.
 macro_rules! with_views {

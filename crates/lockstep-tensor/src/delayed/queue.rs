@@ -10,11 +10,12 @@ use super::{
     operands::{Late, Operands},
 };
 use crate::{
-    AdamW, Arena, Attention, AttentionKernels, AttentionWrite, CopyKernels, CpuLevel, CpuQueue, Device,
-    DeviceMemory, Dropout, ElementwiseKernels, EmbeddingKernels, Event, F32Products, Gelu, Gemm, GemmKernels,
-    GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels,
-    Pending, Permutation, PermutationKernels, QuantizationKernels, Queue, RotaryKernels, Rotation, Router,
-    RouterGradients, RouterKernels, RouterOutputs, Sgd, TensorError, TokenPositions, View, Workers, Write,
+    AdamW, Arena, Attention, AttentionKernels, AttentionWrite, Conv2d, ConvolutionKernels, CopyKernels,
+    CpuLevel, CpuQueue, Device, DeviceMemory, Dropout, ElementwiseKernels, EmbeddingKernels, Event,
+    F32Products, Gelu, Gemm, GemmKernels, GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels,
+    Muon, NormKernels, OptimizerKernels, Pending, Permutation, PermutationKernels, QuantizationKernels,
+    Queue, RotaryKernels, Rotation, Router, RouterGradients, RouterKernels, RouterOutputs, Sgd, TensorError,
+    TokenPositions, View, Workers, Write,
 };
 
 /// A handle of the device's list, and the CPU queue that runs its jobs.
@@ -139,6 +140,11 @@ families! {
     GemmKernels {
         gemm_rows(gemm: Gemm<'_>, rows: usize);
         grouped_gemm(gemm: GroupedGemm<'_>);
+    }
+    ConvolutionKernels {
+        conv2d(conv: Conv2d, x: View<'_>, weight: View<'_>, bias: Option<View<'_>>, y: View<'_>);
+        conv2d_backward_input(conv: Conv2d, dy: View<'_>, weight: View<'_>, dx: View<'_>, write: Write);
+        conv2d_backward_weight(conv: Conv2d, dy: View<'_>, x: View<'_>, dweight: View<'_>);
     }
     EmbeddingKernels {
         embedding(ids: View<'_>, table: View<'_>, first_id: u32, out: View<'_>);

@@ -7,6 +7,7 @@
 //! and names them. Work is split by shape only, so the number of threads changes no bit.
 
 mod attention;
+mod convolution;
 mod copies;
 mod elementwise;
 mod embedding;
@@ -18,6 +19,7 @@ mod norm;
 mod optimizer;
 
 pub use attention::{Attention, AttentionKernels, AttentionWrite, TokenSpan};
+pub use convolution::{Conv2d, ConvolutionKernels, Window2d};
 pub use copies::{CopyKernels, QuantizationKernels};
 pub use elementwise::{Dropout, ElementwiseKernels, Gelu, TokenPositions};
 pub use embedding::EmbeddingKernels;
@@ -34,6 +36,7 @@ pub use optimizer::{AdamW, Lion, Muon, OptimizerKernels, Rounding, Sgd};
 /// All kernels of a queue, by family. They run in the order in which they are called.
 pub trait Kernels:
     GemmKernels
+    + ConvolutionKernels
     + EmbeddingKernels
     + NormKernels
     + RotaryKernels

@@ -42,11 +42,12 @@ pub use error::TensorError;
 pub use event::{DeviceEvent, Event, Pending};
 pub use host_data::HostData;
 pub use kernels::{
-    AdamW, Attention, AttentionKernels, AttentionWrite, CopyKernels, Dropout, ElementwiseKernels,
-    EmbeddingKernels, ExpertGroups, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, HeadKernels, Kernels,
-    LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels, Permutation, PermutationKernels,
-    QuantizationKernels, RotaryKernels, Rotation, Rounding, Router, RouterGradients, RouterKernels,
-    RouterOutputs, RouterScores, RouterWeights, Sgd, TokenPositions, TokenSpan, Write,
+    Activation, AdamW, Attention, AttentionKernels, AttentionWrite, BatchNorm, BatchNormKernels, Conv2d,
+    ConvolutionKernels, CopyKernels, Dropout, ElementwiseKernels, EmbeddingKernels, ExpertGroups, Gelu, Gemm,
+    GemmKernels, GemmLayout, GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon,
+    NormKernels, OptimizerKernels, Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels,
+    RotaryKernels, Rotation, Rounding, Router, RouterGradients, RouterKernels, RouterOutputs, RouterScores,
+    RouterWeights, RunningStatistics, Sgd, TokenPositions, TokenSpan, Window2d, Write,
 };
 pub use mapped::MappedFile;
 pub use queue::Queue;

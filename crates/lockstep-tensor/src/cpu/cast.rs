@@ -8,8 +8,9 @@ use super::{
     operands::{Operand, check_disjoint, expect},
     simd::{Float, inlined, with_float},
     tasks::elements_per_task,
+    vision,
 };
-use crate::{CopyKernels, Element, View};
+use crate::{CopyKernels, Element, View, Write};
 
 /// Calls a function generic over the element type of a view's dtype.
 macro_rules! with_element {
@@ -59,6 +60,22 @@ impl CopyKernels for CpuQueue {
                 }
             }));
         });
+    }
+
+    fn prepend_row(&self, row: View<'_>, x: View<'_>, y: View<'_>) {
+        vision::prepend_row(self, row, x, y);
+    }
+
+    fn prepend_row_backward(&self, dy: View<'_>, drow: View<'_>, dx: View<'_>, write: Write) {
+        vision::prepend_row_backward(self, dy, drow, dx, write);
+    }
+
+    fn select_row(&self, x: View<'_>, index: usize, y: View<'_>) {
+        vision::select_row(self, x, index, y);
+    }
+
+    fn select_row_backward(&self, dy: View<'_>, index: usize, dx: View<'_>, write: Write) {
+        vision::select_row_backward(self, dy, index, dx, write);
     }
 
     fn zero(&self, y: View<'_>) {

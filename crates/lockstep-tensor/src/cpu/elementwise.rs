@@ -1,6 +1,6 @@
 //! Elementwise kernels, and the sum over rows.
 //!
-//! All elementwise kernels are one loop, [`map`]: a function is applied to a block of the operands, and its results
+//! All elementwise kernels are one loop, [`map()`]: a function is applied to a block of the operands, and its results
 //! go to a block on the stack before they are rounded and stored. Inputs are read before outputs are written, so an
 //! output may be one of the inputs, and the loop vectorizes in both cases.
 
@@ -8,47 +8,12 @@ use lockstep_plan::DType;
 
 use super::{
     CpuQueue, dropout, gate,
+    map::map,
     operands::{Operand, check_disjoint, check_elementwise, expect},
-    simd::{BLOCK, Block, Float, Isa, inlined, map_block, normal_distribution, sigmoid, with_float},
-    tasks::elements_per_task,
+    simd::{Float, Isa, inlined, normal_distribution, sigmoid, with_float},
+    vision,
 };
-use crate::{Dropout, ElementwiseKernels, Gelu, TokenPositions, View};
-
-/// Computes `outputs[m][i] = f(isa, [inputs[0][i], inputs[1][i], ...])[m]`.
-///
-/// The caller must have checked that all views have the same number of elements, and that an output overlaps another
-/// operand only if it is an input in place. `f` must be `inlined!`.
-#[inline(always)]
-fn map<T: Float, const N: usize, const M: usize>(
-    queue: &CpuQueue,
-    inputs: [View<'_>; N],
-    outputs: [View<'_>; M],
-    f: impl Fn(Isa, [f32; N]) -> [f32; M] + Sync,
-) {
-    let elements = outputs[0].elements();
-    let inputs = inputs.map(Operand::<T>::new);
-    let outputs = outputs.map(Operand::<T>::new);
-    queue.for_each_range(
-        elements,
-        elements_per_task(elements),
-        inlined!(|range, isa| {
-            let mut results = [Block::ZERO; M];
-            for start in range.clone().step_by(BLOCK) {
-                let n = BLOCK.min(range.end - start);
-                let mut x: [&[T]; N] = [&[]; N];
-                for (x, input) in x.iter_mut().zip(&inputs) {
-                    // SAFETY: this task alone writes this range of any operand, and not while the slices live.
-                    *x = unsafe { input.read(start..start + n) };
-                }
-                map_block(x, &mut results, n, inlined!(|x| f(isa, x)));
-                for (output, block) in outputs.iter().zip(&results) {
-                    // SAFETY: this task alone accesses this range, and no slice of it is used any more.
-                    T::store_all(isa, &block.0[..n], unsafe { output.write(start..start + n) });
-                }
-            }
-        }),
-    );
-}
+use crate::{Activation, Dropout, ElementwiseKernels, Gelu, TokenPositions, View};
 
 impl ElementwiseKernels for CpuQueue {
     fn swiglu(&self, gate: View<'_>, up: View<'_>, y: View<'_>) {
@@ -99,6 +64,14 @@ impl ElementwiseKernels for CpuQueue {
                 [dy * (s + x * slope)]
             })),
         });
+    }
+
+    fn activation(&self, kind: Activation, x: View<'_>, y: View<'_>) {
+        vision::activation(self, kind, x, y);
+    }
+
+    fn activation_backward(&self, kind: Activation, dy: View<'_>, saved: View<'_>, dx: View<'_>) {
+        vision::activation_backward(self, kind, dy, saved, dx);
     }
 
     fn add(&self, a: View<'_>, b: View<'_>, y: View<'_>) {

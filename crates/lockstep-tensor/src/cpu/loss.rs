@@ -10,12 +10,11 @@ use lockstep_plan::DType;
 use super::{
     CpuQueue,
     operands::{Operand, check_disjoint, expect},
-    simd::{BLOCK, Block, Float, Isa, exp, inlined, map_block, max, sum, with_float},
+    simd::{BLOCK, Block, Float, Isa, exp, inlined, map_block, with_float},
+    softmax::{MASKED, check_labels, check_shapes, finite_reference, log_sum_exp_of, sum_of_exp},
+    vision,
 };
 use crate::{LossKernels, View};
-
-/// Label of a token without a loss (PyTorch's `ignore_index`).
-const MASKED: i32 = -100;
 
 impl LossKernels for CpuQueue {
     fn cross_entropy(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>) {
@@ -64,6 +63,29 @@ impl LossKernels for CpuQueue {
                 differentiate(isa, row, Some(label), total, seed);
             }));
         });
+    }
+
+    fn cross_entropy_smoothed(&self, logits: View<'_>, labels: View<'_>, smoothing: f32, losses: View<'_>) {
+        vision::cross_entropy_smoothed(self, logits, labels, smoothing, losses, None);
+    }
+
+    fn cross_entropy_smoothed_with_gradient(
+        &self,
+        logits: View<'_>,
+        labels: View<'_>,
+        smoothing: f32,
+        losses: View<'_>,
+        seed: f32,
+    ) {
+        vision::cross_entropy_smoothed(self, logits, labels, smoothing, losses, Some(seed));
+    }
+
+    fn squared_error(&self, x: View<'_>, target: View<'_>, losses: View<'_>) {
+        vision::squared_error(self, x, target, losses, None);
+    }
+
+    fn squared_error_with_gradient(&self, x: View<'_>, target: View<'_>, losses: View<'_>, seed: f32) {
+        vision::squared_error(self, x, target, losses, Some(seed));
     }
 
     fn softmax_statistics(
@@ -193,61 +215,12 @@ fn differentiate<T: Float>(isa: Isa, row: &mut [T], label: Option<usize>, log_su
     }
 }
 
-/// Checks the shapes, and returns the rows and columns of the logits.
-fn check_shapes(logits: View<'_>, labels: View<'_>, losses: View<'_>) -> (usize, usize) {
-    let (tokens, vocabulary) = logits.shape().as_matrix();
-    expect("labels of a cross-entropy", labels, DType::I32, tokens);
-    expect("losses of a cross-entropy", losses, DType::F32, tokens);
-    (tokens, vocabulary)
-}
-
-/// Computes `log Σ exp(x)`.
-#[inline(always)]
-fn log_sum_exp_of<T: Float>(isa: Isa, row: &[T]) -> f32 {
-    let (largest, total) = sum_of_exp(isa, row);
-    (f64::from(largest) + libm::log(total)) as f32
-}
-
-/// Returns the largest element (negative infinity if there is none) and `Σ exp(x - largest)`.
-#[inline(always)]
-pub(super) fn sum_of_exp<T: Float>(isa: Isa, row: &[T]) -> (f32, f64) {
-    let largest = max(row);
-    let reference = finite_reference(largest);
-    let mut total = 0.0_f64;
-    for part in row.chunks(BLOCK) {
-        let [part] = sum([part], inlined!(|[x]| [exp(isa, x - reference)]));
-        total += f64::from(part);
-    }
-    (largest, total)
-}
-
-/// Returns the number that is subtracted from exponents: the largest element, or 0 if all are negative infinity, so
-/// that their exponentials vanish.
-#[inline(always)]
-fn finite_reference(largest: f32) -> f32 {
-    if largest == f32::NEG_INFINITY { 0.0 } else { largest }
-}
-
 /// Returns the column of a label in the vocabulary shard that starts with `first_column`; `None` if it is in another
 /// shard.
 #[inline(always)]
 fn column_of(label: i32, first_column: usize, columns: usize) -> Option<usize> {
     let column = usize::try_from(label).ok()?.checked_sub(first_column)?;
     (column < columns).then_some(column)
-}
-
-/// Returns the labels, after a check that each is masked or lies in the vocabulary.
-fn check_labels<'a>(labels: View<'a>, vocabulary: usize) -> &'a [i32] {
-    // SAFETY: the caller has checked that labels overlap no output, and kernels write only their outputs.
-    let labels = unsafe { labels.slice::<i32>() };
-    let bad =
-        |label: i32| label != MASKED && usize::try_from(label).map_or(true, |label| label >= vocabulary);
-    if let Some((token, label)) = labels.iter().enumerate().find(|(_, label)| bad(**label)) {
-        panic!(
-            "token {token} has label {label}, but the vocabulary has {vocabulary} entries ({MASKED} = masked)"
-        );
-    }
-    labels
 }
 
 /// Returns the labels, after a check that each is masked or at least 0. A shard does not know the size of the

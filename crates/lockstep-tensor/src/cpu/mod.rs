@@ -15,6 +15,7 @@ mod gemm;
 mod heads;
 mod level;
 mod loss;
+mod map;
 mod norm;
 mod operands;
 mod optimizer;
@@ -27,11 +28,13 @@ mod reference;
 mod rope;
 mod router;
 mod simd;
+mod softmax;
 mod tasks;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]
 mod tests;
+mod vision;
 
 pub use bandwidth::measure_bandwidth;
 pub use gemm::{Peak, measure_peak, measure_peak_within};

@@ -10,11 +10,12 @@ use super::{
     testing::{ACTIVATIONS, adamw_step, floats, levels, random_of, tensor, values},
 };
 use crate::{
-    Arena, Attention, AttentionKernels, AttentionWrite, CopyKernels, Dropout, ElementwiseKernels,
-    EmbeddingKernels, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, LayerNorm, LossKernels, NormKernels,
-    OptimizerKernels, Permutation, PermutationKernels, RotaryKernels, Rotation, Rounding, Router,
-    RouterGradients, RouterKernels, RouterOutputs, RouterScores, RouterWeights, Sgd, Tensor, TokenPositions,
-    TokenSpan, View, Write,
+    Activation, Arena, Attention, AttentionKernels, AttentionWrite, BatchNorm, BatchNormKernels, Conv2d,
+    ConvolutionKernels, CopyKernels, Dropout, ElementwiseKernels, EmbeddingKernels, Gelu, Gemm, GemmKernels,
+    GemmLayout, GroupedGemm, LayerNorm, LossKernels, NormKernels, OptimizerKernels, Permutation,
+    PermutationKernels, Pool2d, PoolKernels, RotaryKernels, Rotation, Rounding, Router, RouterGradients,
+    RouterKernels, RouterOutputs, RouterScores, RouterWeights, Sgd, Tensor, TokenPositions, TokenSpan, View,
+    Window2d, Write,
 };
 
 const ROWS: usize = 3;
@@ -202,6 +203,37 @@ fn attention_without_sequences_queries_or_keys_writes_what_there_is() {
             assert!(values(statistics).iter().all(|x| *x == f64::NEG_INFINITY), "{level}");
         }
     }
+}
+
+/// Runs the kernels of vision models on outputs that overlap another operand.
+fn refuse_overlaps_of_vision(q: &CpuQueue, [a, b, c, d]: [View<'_>; 4], labels: View<'_>) {
+    let (write, row_of_a) = (Write::Overwrite, row(a, 1));
+    let conv = Conv2d::new([1, 4, 1, 4], 4, Window2d::square(1, 1, 0), 1).unwrap();
+    assert_refused("conv2d", || q.conv2d(conv, a, b, None, a));
+    assert_refused("conv2d's bias", || q.conv2d(conv, a, b, Some(row(c, 0)), c));
+    assert_refused("conv2d_backward_input", || q.conv2d_backward_input(conv, a, b, a, write));
+    assert_refused("conv2d_backward_weight", || q.conv2d_backward_weight(conv, a, b, a));
+    let pool = Pool2d::new([1, 4, 1, 4], Window2d::square(1, 1, 0)).unwrap();
+    let indices = tensor(&[0_u8; 16]);
+    assert_refused("max_pool2d", || q.max_pool2d(pool, a, a, indices.view()));
+    assert_refused("max_pool2d_backward", || q.max_pool2d_backward(pool, a, indices.view(), a, write));
+    assert_refused("avg_pool2d", || q.avg_pool2d(pool, a, a));
+    assert_refused("avg_pool2d_backward", || q.avg_pool2d_backward(pool, a, a, write));
+    let norm = BatchNorm { x: a, weight: row(b, 0), mean: row(b, 1), rstd: row(b, 2) };
+    assert_refused("batch_norm_statistics", || q.batch_norm_statistics(a, a.rows(0..3)));
+    assert_refused("merge_batch_norm", || q.merge_batch_norm(a.rows(0..3), 1e-5, None, row_of_a, row(b, 0)));
+    assert_refused("batch_norm", || q.batch_norm(norm, row(c, 0), a));
+    assert_refused("batch_norm_backward_sums", || q.batch_norm_backward_sums(norm, c, a.rows(0..2)));
+    assert_refused("batch_norm_backward_input", || {
+        q.batch_norm_backward_input(norm, c, d.rows(0..2), 4, c, write);
+    });
+    assert_refused("cross_entropy_smoothed", || q.cross_entropy_smoothed(a, labels, 0.1, row_of_a));
+    assert_refused("squared_error", || q.squared_error(a, b, row(b, 0)));
+    let (x, longer) = (a.rows(0..3).reshape([1, 3, 4]), b.reshape([1, 4, 4]));
+    assert_refused("prepend_row", || q.prepend_row(row(c, 0), x, a.reshape([1, 4, 4])));
+    assert_refused("prepend_row_backward", || q.prepend_row_backward(longer, row_of_a, x, write));
+    assert_refused("select_row", || q.select_row(x, 1, row_of_a));
+    assert_refused("select_row_backward", || q.select_row_backward(row_of_a, 1, x, write));
 }
 
 /// Creates `ROWS × WIDTH` numbers with a NaN at (`ROW`, `COLUMN`).
@@ -408,6 +440,9 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
     assert_refused("swiglu_backward", || q.swiglu_backward(a, b, c, d, d));
     assert_refused("gelu", || q.gelu(Gelu::Exact, a, a));
     assert_refused("gelu_backward", || q.gelu_backward(Gelu::Exact, b, a, a));
+    assert_refused("activation", || q.activation(Activation::Relu, a.rows(0..3), a.rows(1..4)));
+    assert_refused("activation_backward", || q.activation_backward(Activation::Relu, b, a, a));
+    refuse_overlaps_of_vision(q, [a, b, c, d], labels.view());
     assert_refused("add", || q.add(a.rows(0..3), b.rows(0..3), a.rows(1..4)));
     assert_refused("scale", || q.scale(0.5, a.rows(0..3), a.rows(1..4)));
     let keys = tensor(&[0_u32, 0]);

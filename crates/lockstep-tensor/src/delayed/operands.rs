@@ -5,9 +5,9 @@ use std::{fmt, ops::Range, sync::Arc};
 use lockstep_plan::{DType, QuantizedType};
 
 use crate::{
-    AdamW, Attention, AttentionWrite, DeviceMemory, Dropout, Gelu, Gemm, GroupedGemm, LayerNorm, Lion,
-    MemoryLocation, Muon, Permutation, Rotation, Router, RouterGradients, RouterOutputs, Sgd, Shape,
-    TokenPositions, View, Write,
+    Activation, AdamW, Attention, AttentionWrite, BatchNorm, Conv2d, DeviceMemory, Dropout, Gelu, Gemm,
+    GroupedGemm, LayerNorm, Lion, MemoryLocation, Muon, Permutation, Pool2d, Rotation, Router,
+    RouterGradients, RouterOutputs, RunningStatistics, Sgd, Shape, TokenPositions, View, Write,
 };
 
 /// The memory that a job uses.
@@ -123,7 +123,20 @@ macro_rules! plain {
         }
     )*};
 }
-plain!(AttentionWrite, Gelu, QuantizedType, Rotation, TokenPositions, Write, f32, u32, usize);
+plain!(
+    Activation,
+    Pool2d,
+    AttentionWrite,
+    Conv2d,
+    Gelu,
+    QuantizedType,
+    Rotation,
+    TokenPositions,
+    Write,
+    f32,
+    u32,
+    usize
+);
 
 /// Implements [`Late`] for arguments with views, all of which are recorded.
 macro_rules! with_views {
@@ -143,6 +156,7 @@ macro_rules! with_views {
 with_views! {
     AdamW { parameter, gradient, exp_avg, exp_avg_sq, rounded }
     Attention { document_starts, dropout }
+    BatchNorm { x, weight, mean, rstd }
     Dropout { keys }
     Gemm { a, b, c, bias }
     GroupedGemm { a, b, c, offsets }
@@ -150,6 +164,7 @@ with_views! {
     Lion { parameter, gradient, exp_avg, rounded }
     Muon { parameter, gradient, momentum_buffer, rounded }
     Permutation { slots, rows }
+    RunningStatistics { mean, variance }
     RouterOutputs { scores, log_sum_exp, experts, weights }
     Router { selection_bias }
     RouterGradients { weights, probabilities }

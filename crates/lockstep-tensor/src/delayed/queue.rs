@@ -10,11 +10,13 @@ use super::{
     operands::{Late, Operands},
 };
 use crate::{
-    AdamW, Arena, Attention, AttentionKernels, AttentionWrite, CopyKernels, CpuLevel, CpuQueue, Device,
-    DeviceMemory, Dropout, ElementwiseKernels, EmbeddingKernels, Event, F32Products, Gelu, Gemm, GemmKernels,
-    GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels,
-    Pending, Permutation, PermutationKernels, QuantizationKernels, Queue, RotaryKernels, Rotation, Router,
-    RouterGradients, RouterKernels, RouterOutputs, Sgd, TensorError, TokenPositions, View, Workers, Write,
+    Activation, AdamW, Arena, Attention, AttentionKernels, AttentionWrite, BatchNorm, BatchNormKernels,
+    Conv2d, ConvolutionKernels, CopyKernels, CpuLevel, CpuQueue, Device, DeviceMemory, Dropout,
+    ElementwiseKernels, EmbeddingKernels, Event, F32Products, Gelu, Gemm, GemmKernels, GroupedGemm,
+    HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels, Pending,
+    Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue, RotaryKernels,
+    Rotation, Router, RouterGradients, RouterKernels, RouterOutputs, RunningStatistics, Sgd, TensorError,
+    TokenPositions, View, Workers, Write,
 };
 
 /// A handle of the device's list, and the CPU queue that runs its jobs.
@@ -140,6 +142,29 @@ families! {
         gemm_rows(gemm: Gemm<'_>, rows: usize);
         grouped_gemm(gemm: GroupedGemm<'_>);
     }
+    ConvolutionKernels {
+        conv2d(conv: Conv2d, x: View<'_>, weight: View<'_>, bias: Option<View<'_>>, y: View<'_>);
+        conv2d_backward_input(conv: Conv2d, dy: View<'_>, weight: View<'_>, dx: View<'_>, write: Write);
+        conv2d_backward_weight(conv: Conv2d, dy: View<'_>, x: View<'_>, dweight: View<'_>);
+    }
+    PoolKernels {
+        max_pool2d(pool: Pool2d, x: View<'_>, y: View<'_>, indices: View<'_>);
+        max_pool2d_backward(pool: Pool2d, dy: View<'_>, indices: View<'_>, dx: View<'_>, write: Write);
+        avg_pool2d(pool: Pool2d, x: View<'_>, y: View<'_>);
+        avg_pool2d_backward(pool: Pool2d, dy: View<'_>, dx: View<'_>, write: Write);
+    }
+    BatchNormKernels {
+        batch_norm_statistics(x: View<'_>, statistics: View<'_>);
+        merge_batch_norm(
+            parts: View<'_>, eps: f32, running: Option<RunningStatistics<'_>>, mean: View<'_>, rstd: View<'_>
+        );
+        reciprocal_deviation(variance: View<'_>, eps: f32, rstd: View<'_>);
+        batch_norm(norm: BatchNorm<'_>, bias: View<'_>, y: View<'_>);
+        batch_norm_backward_sums(norm: BatchNorm<'_>, dy: View<'_>, sums: View<'_>);
+        batch_norm_backward_input(
+            norm: BatchNorm<'_>, dy: View<'_>, sums: View<'_>, rows: usize, dx: View<'_>, write: Write
+        );
+    }
     EmbeddingKernels {
         embedding(ids: View<'_>, table: View<'_>, first_id: u32, out: View<'_>);
         embedding_backward(ids: View<'_>, dy: View<'_>, first_id: u32, gradient: View<'_>);
@@ -179,6 +204,8 @@ families! {
         swiglu_backward(dy: View<'_>, gate: View<'_>, up: View<'_>, dgate: View<'_>, dup: View<'_>);
         gelu(kind: Gelu, x: View<'_>, y: View<'_>);
         gelu_backward(kind: Gelu, dy: View<'_>, x: View<'_>, dx: View<'_>);
+        activation(kind: Activation, x: View<'_>, y: View<'_>);
+        activation_backward(kind: Activation, dy: View<'_>, saved: View<'_>, dx: View<'_>);
         add(a: View<'_>, b: View<'_>, y: View<'_>);
         scale(factor: f32, x: View<'_>, y: View<'_>);
         dropout(dropout: Dropout<'_>, places: TokenPositions, first_feature: u32, x: View<'_>, y: View<'_>);
@@ -189,6 +216,12 @@ families! {
     LossKernels {
         cross_entropy(logits: View<'_>, labels: View<'_>, losses: View<'_>);
         cross_entropy_with_gradient(logits: View<'_>, labels: View<'_>, losses: View<'_>, seed: f32);
+        cross_entropy_smoothed(logits: View<'_>, labels: View<'_>, smoothing: f32, losses: View<'_>);
+        cross_entropy_smoothed_with_gradient(
+            logits: View<'_>, labels: View<'_>, smoothing: f32, losses: View<'_>, seed: f32
+        );
+        squared_error(x: View<'_>, target: View<'_>, losses: View<'_>);
+        squared_error_with_gradient(x: View<'_>, target: View<'_>, losses: View<'_>, seed: f32);
         softmax_statistics(logits: View<'_>, labels: View<'_>, first_column: usize, statistics: View<'_>);
         merge_softmax(parts: View<'_>, labels: View<'_>, log_sum_exp: View<'_>, losses: View<'_>);
         softmax_gradient(
@@ -228,6 +261,10 @@ families! {
     CopyKernels {
         cast(x: View<'_>, y: View<'_>);
         transpose_blocks(x: View<'_>, y: View<'_>);
+        prepend_row(row: View<'_>, x: View<'_>, y: View<'_>);
+        prepend_row_backward(dy: View<'_>, drow: View<'_>, dx: View<'_>, write: Write);
+        select_row(x: View<'_>, index: usize, y: View<'_>);
+        select_row_backward(dy: View<'_>, index: usize, dx: View<'_>, write: Write);
         zero(y: View<'_>);
     }
     QuantizationKernels {

@@ -1,10 +1,10 @@
-//! Kernels that move memory: conversions, transpositions, zeroing, and quantization for communication.
+//! Kernels that move memory: conversions, transpositions, rows of sequences, zeroing, and quantization for communication.
 
 use lockstep_plan::QuantizedType;
 
-use crate::View;
+use crate::{View, Write};
 
-/// Conversions, transpositions and zeroing. Part of [`Kernels`](crate::Kernels).
+/// Conversions, transpositions, rows of sequences and zeroing. Part of [`Kernels`](crate::Kernels).
 pub trait CopyKernels {
     /// Converts between f32, bf16 and f16 (round to nearest even), or copies.
     fn cast(&self, x: View<'_>, y: View<'_>);
@@ -12,6 +12,20 @@ pub trait CopyKernels {
     /// Transposes the first two dimensions: `y [b, a, width]` becomes `x [a, b, width]` with them exchanged. Float
     /// types.
     fn transpose_blocks(&self, x: View<'_>, y: View<'_>);
+
+    /// Prepends a row to each sequence: `y [batch, n + 1, width]` is `row [width]`, then the rows of
+    /// `x [batch, n, width]`. Float types.
+    fn prepend_row(&self, row: View<'_>, x: View<'_>, y: View<'_>);
+
+    /// Computes the gradients of [`CopyKernels::prepend_row`]. Adds that of the row, the sum over sequences, to `drow`
+    /// (f32 `[width]`), and writes that of `x` to `dx`.
+    fn prepend_row_backward(&self, dy: View<'_>, drow: View<'_>, dx: View<'_>, write: Write);
+
+    /// Copies row `index` of each sequence of `x [batch, n, width]` to `y [batch, width]`. Float types.
+    fn select_row(&self, x: View<'_>, index: usize, y: View<'_>);
+
+    /// Computes the gradient of [`CopyKernels::select_row`], which is zero in all other rows.
+    fn select_row_backward(&self, dy: View<'_>, index: usize, dx: View<'_>, write: Write);
 
     /// Sets every byte to zero.
     fn zero(&self, y: View<'_>);

@@ -11,6 +11,29 @@ pub enum Gelu {
     Tanh,
 }
 
+/// Activation functions without parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Activation {
+    /// `max(x, 0)`.
+    Relu,
+    /// `x / (1 + e^-x)`.
+    Silu,
+    /// Hyperbolic tangent.
+    Tanh,
+    /// `1 / (1 + e^-x)`.
+    Sigmoid,
+}
+
+impl Activation {
+    /// All activation functions.
+    pub const ALL: [Self; 4] = [Self::Relu, Self::Silu, Self::Tanh, Self::Sigmoid];
+
+    /// Returns true if the gradient is a function of the output; otherwise it is one of the input.
+    pub const fn saves_output(self) -> bool {
+        !matches!(self, Self::Silu)
+    }
+}
+
 /// A dropout mask: a function of (sequence key, position, head, feature, site), never of a rank or a batch.
 ///
 /// An element is kept if its random word is at least `probability · 2^32`, and is then scaled by
@@ -72,6 +95,13 @@ pub trait ElementwiseKernels {
 
     /// Computes the gradient of [`ElementwiseKernels::gelu`]. `dx` may be `dy` in place.
     fn gelu_backward(&self, kind: Gelu, dy: View<'_>, x: View<'_>, dx: View<'_>);
+
+    /// Computes `y = f(x)` for an activation function. May be in place.
+    fn activation(&self, kind: Activation, x: View<'_>, y: View<'_>);
+
+    /// Computes the gradient of [`ElementwiseKernels::activation`] from the saved tensor: the output, or the input if
+    /// [`Activation::saves_output`] says so. `dx` may be `dy` in place.
+    fn activation_backward(&self, kind: Activation, dy: View<'_>, saved: View<'_>, dx: View<'_>);
 
     /// Computes `y = a + b`. May be in place.
     fn add(&self, a: View<'_>, b: View<'_>, y: View<'_>);

@@ -1,8 +1,8 @@
-//! Cross-entropy, of whole and of sharded vocabularies.
+//! Cross-entropy, of whole and of sharded vocabularies, and the squared error.
 
 use crate::View;
 
-/// Cross-entropy, of whole and of sharded vocabularies. Part of [`Kernels`](crate::Kernels).
+/// Cross-entropy, of whole and of sharded vocabularies, and the squared error. Part of [`Kernels`](crate::Kernels).
 pub trait LossKernels {
     /// Computes the cross-entropy of `logits [T, vocabulary]` against `labels` (i32 `[T]`, -100 = masked): writes
     /// `losses` (f32 `[T]`, 0 where masked).
@@ -11,6 +11,29 @@ pub trait LossKernels {
     /// Computes [`LossKernels::cross_entropy`], and overwrites the logits with its gradient:
     /// `seed · (softmax(logits) - onehot(labels))`, zero where masked. Each row is finished while it is in the cache.
     fn cross_entropy_with_gradient(&self, logits: View<'_>, labels: View<'_>, losses: View<'_>, seed: f32);
+
+    /// Computes the cross-entropy as [`LossKernels::cross_entropy`] does, with label smoothing as in PyTorch: the target
+    /// of a row is `(1 - smoothing) · onehot(label) + smoothing / classes`. The logits may have any number of classes;
+    /// `smoothing` lies in [0, 1].
+    fn cross_entropy_smoothed(&self, logits: View<'_>, labels: View<'_>, smoothing: f32, losses: View<'_>);
+
+    /// Computes [`LossKernels::cross_entropy_smoothed`], and overwrites the logits with its gradient:
+    /// `seed · (softmax(logits) - target)`, zero where masked.
+    fn cross_entropy_smoothed_with_gradient(
+        &self,
+        logits: View<'_>,
+        labels: View<'_>,
+        smoothing: f32,
+        losses: View<'_>,
+        seed: f32,
+    );
+
+    /// Computes `losses` (f32 `[rows]`), the sum over each row of `(x - target)²`; all operands but `losses` share a
+    /// type. The mean squared error is their sum divided by the number of elements.
+    fn squared_error(&self, x: View<'_>, target: View<'_>, losses: View<'_>);
+
+    /// Computes [`LossKernels::squared_error`], and overwrites `x` with its gradient, `2 seed · (x - target)`.
+    fn squared_error_with_gradient(&self, x: View<'_>, target: View<'_>, losses: View<'_>, seed: f32);
 
     /// Computes the softmax statistics of one vocabulary shard, for vocabulary-parallel cross-entropy. Writes f32
     /// `[3, T]`: for each token the maximum of `logits [T, columns]`, the sum of `exp(logit - maximum)`, and the

@@ -7,6 +7,8 @@
 //! and names them. Work is split by shape only, so the number of threads changes no bit.
 
 mod attention;
+mod batch_norm;
+mod convolution;
 mod copies;
 mod elementwise;
 mod embedding;
@@ -16,10 +18,13 @@ mod heads;
 mod loss;
 mod norm;
 mod optimizer;
+mod pool;
 
 pub use attention::{Attention, AttentionKernels, AttentionWrite, TokenSpan};
+pub use batch_norm::{BatchNorm, BatchNormKernels, RunningStatistics};
+pub use convolution::{Conv2d, ConvolutionKernels, Window2d};
 pub use copies::{CopyKernels, QuantizationKernels};
-pub use elementwise::{Dropout, ElementwiseKernels, Gelu, TokenPositions};
+pub use elementwise::{Activation, Dropout, ElementwiseKernels, Gelu, TokenPositions};
 pub use embedding::EmbeddingKernels;
 pub use experts::{
     ExpertGroups, Permutation, PermutationKernels, Router, RouterGradients, RouterKernels, RouterOutputs,
@@ -30,10 +35,14 @@ pub use heads::{HeadKernels, RotaryKernels, Rotation};
 pub use loss::LossKernels;
 pub use norm::{LayerNorm, NormKernels};
 pub use optimizer::{AdamW, Lion, Muon, OptimizerKernels, Rounding, Sgd};
+pub use pool::{Pool2d, PoolKernels};
 
 /// All kernels of a queue, by family. They run in the order in which they are called.
 pub trait Kernels:
     GemmKernels
+    + ConvolutionKernels
+    + PoolKernels
+    + BatchNormKernels
     + EmbeddingKernels
     + NormKernels
     + RotaryKernels

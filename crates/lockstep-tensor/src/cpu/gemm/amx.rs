@@ -4,7 +4,7 @@
 //! A tile of A is 16 rows of 32 bf16. A tile of B is 16 pairs of rows with 16 columns, the elements of a pair
 //! interleaved. The code is inline assembly, because Rust has no stable intrinsics for the tiles.
 
-use super::{kernel::MicroKernel, lanes::Bf16Pairs, pack::Order, store::Tile};
+use super::{kernel::MicroKernel, lanes::Bf16Pairs, operand::Order, store::Tile};
 
 /// bf16 by AMX tiles.
 pub(in crate::cpu) struct Tiles;

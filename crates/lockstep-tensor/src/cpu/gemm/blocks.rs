@@ -30,7 +30,9 @@ pub(super) struct Grain {
     pub(super) depth: usize,
     /// Number of planes of a panel.
     pub(super) planes: usize,
-    /// True if sums over blocks of depth need a buffer of their own (C is not f32).
+    /// Units of depth to pack at a time, if the operands prefer a number.
+    pub(super) block_depth: Option<usize>,
+    /// True if sums over blocks of depth need a buffer of their own (C is not f32, or not a matrix).
     pub(super) keeps_partial_sums: bool,
 }
 
@@ -45,8 +47,13 @@ impl Blocks {
     /// Returns the block sizes of an `m × n` product over `depth` units.
     pub(super) fn new(m: usize, n: usize, depth: usize, grain: Grain) -> Self {
         let most_depth = MAX_DEPTH / grain.planes / grain.depth * grain.depth;
-        let depth_parts = depth.div_ceil(most_depth).max(1);
-        let depth = even_part(depth, depth_parts, grain.depth);
+        let (depth_parts, depth) = match grain.block_depth {
+            Some(block) => (depth.div_ceil(block), block.next_multiple_of(grain.depth)),
+            None => {
+                let parts = depth.div_ceil(most_depth).max(1);
+                (parts, even_part(depth, parts, grain.depth))
+            }
+        };
         let column_units = grain.planes * depth.max(1);
         let mut chunk_columns = COLUMNS_UNITS / column_units;
         let mut chunk_rows = m;

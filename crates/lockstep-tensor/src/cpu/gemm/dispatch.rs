@@ -8,15 +8,15 @@ use super::{
     amx,
     kernel::{Avx2, Avx512, Avx512Dot},
     lanes::{Bf16Pairs, F32x8, F32x16},
-    pack::BfloatPair,
     split,
+    units::BfloatPair,
 };
 use super::{
     driver, grouped,
     kernel::Portable,
     lanes::Plain,
-    pack::{Single, Widened},
     problem::{Problem, problem},
+    units::{Single, Widened},
 };
 #[cfg(target_arch = "x86_64")]
 use crate::{CpuLevel, F32Products};
@@ -49,6 +49,30 @@ fn gemms<'a>(queue: &CpuQueue, types: (DType, DType), gemms: impl Iterator<Item 
         (DType::F16, DType::F32) => multiply_f16::<f32>(queue, gemms.map(problem)),
         (DType::F16, DType::F16) => multiply_f16::<f16>(queue, gemms.map(problem)),
         (a, c) => panic!("no product of {a} operands into {c}"),
+    }
+}
+
+/// A type of operands that can be multiplied into outputs of type `C`.
+pub(super) trait Multiply<C: Float>: Float {
+    /// Computes `problems` at the queue's level. No output may overlap an operand.
+    fn multiply<'a>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, Self, C>>);
+}
+
+impl Multiply<Self> for f32 {
+    fn multiply<'a>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, Self, Self>>) {
+        multiply_f32(queue, problems);
+    }
+}
+
+impl<C: Float> Multiply<C> for bf16 {
+    fn multiply<'a>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, Self, C>>) {
+        multiply_bf16(queue, problems);
+    }
+}
+
+impl<C: Float> Multiply<C> for f16 {
+    fn multiply<'a>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, Self, C>>) {
+        multiply_f16(queue, problems);
     }
 }
 

@@ -16,11 +16,14 @@ use super::{
     problem::Problem,
     rows,
     scratch::{PARTIAL_COLUMNS, Scratch},
-    store::{Finish, Tile, Window, store},
+    store::{Finish, Target, Tile, Window, scatter, store},
 };
 use crate::{
     CpuLevel, CpuQueue, Element, Write,
-    cpu::{pool::Pool, simd::Float},
+    cpu::{
+        pool::Pool,
+        simd::{Float, inlined},
+    },
 };
 
 /// Products with fewer multiplications run on the calling thread: waking others costs more.
@@ -73,14 +76,15 @@ pub(super) fn multiply<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Flo
     batch.run();
 }
 
-fn grain<K: MicroKernel, U: Packing, C: Float>() -> Grain {
+fn grain<K: MicroKernel, U: Packing, C: Float>(problem: &Problem<'_, U::Source, C>) -> Grain {
     Grain {
         rows: K::ROWS,
         columns: K::COLUMNS,
         task_rows: K::TASK_ROWS,
         depth: K::DEPTH,
         planes: U::PLANES,
-        keeps_partial_sums: C::DTYPE != f32::DTYPE,
+        block_depth: problem.a.block_depth().map(|depth| depth.div_ceil(U::ELEMENTS)),
+        keeps_partial_sums: C::DTYPE != f32::DTYPE || matches!(problem.c, Target::Filters(..)),
     }
 }
 
@@ -152,7 +156,7 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
         if rows::fits(&problem) {
             return self.push(whole, 0, rows::tasks(&problem));
         }
-        let blocks = Blocks::new(m, n, k.div_ceil(U::ELEMENTS), grain::<K, U, C>());
+        let blocks = Blocks::new(m, n, k.div_ceil(U::ELEMENTS), grain::<K, U, C>(&problem));
         let block_depth = blocks.depth * U::ELEMENTS;
         for rows in parts(0..m, blocks.chunk_rows) {
             for columns in parts(0..n, blocks.chunk_columns) {
@@ -323,22 +327,25 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         let (first, last) = (self.depth.start == 0, self.depth.end == k);
         let bias = bias.filter(|_| last).map(|bias| &bias[column..]);
         let earlier = if first { Write::Overwrite } else { Write::Accumulate };
+        let (level, width) = (context.level, K::COLUMNS);
         // SAFETY: the tile lies in the chunk and the chunk in C; the partial sums hold a chunk. Only this task
         // accesses this tile.
         unsafe {
-            let target = c.at(row, column);
-            if grain::<K, U, C>().keeps_partial_sums && !(first && last) {
-                let partial = context.partial.at(row - self.rows.start, column - self.columns.start);
-                if last {
-                    let finish = Finish { partial: Some(partial), bias, write };
-                    store(context.level, size, tile, K::COLUMNS, &finish, target);
-                } else {
-                    let finish = Finish { partial: None, bias, write: earlier };
-                    store(context.level, size, tile, K::COLUMNS, &finish, partial);
+            let has_partial = grain::<K, U, C>(&self.problem).keeps_partial_sums && !(first && last);
+            let place = (row - self.rows.start, column - self.columns.start);
+            let partial = has_partial.then(|| context.partial.at(place.0, place.1));
+            if let Some(partial) = partial.filter(|_| !last) {
+                let finish = Finish { partial: None, bias, write: earlier };
+                return store(level, size, tile, width, &finish, inlined!(|i| partial.row(i, size.1)));
+            }
+            let finish = Finish { partial, bias, write: if first || has_partial { write } else { earlier } };
+            match c {
+                Target::Filters(window, filters) => {
+                    let window = window.at(0, column * filters.lane_stride);
+                    let row = inlined!(|i| window.at(0, filters.at(row + i).0));
+                    scatter(size, tile, width, &finish, row, filters.lane_stride);
                 }
-            } else {
-                let write = if first { write } else { earlier };
-                store(context.level, size, tile, K::COLUMNS, &Finish { partial: None, bias, write }, target);
+                _ => store(level, size, tile, width, &finish, inlined!(|i| c.row(row + i, column, size.1))),
             }
         }
     }

@@ -4,8 +4,9 @@ use std::marker::PhantomData;
 
 use super::{
     lanes::{self, Lanes},
-    pack::{Order, PanelShape},
+    operand::Order,
     store::Tile,
+    units::PanelShape,
 };
 
 /// The product of two packed panels on one CPU level.

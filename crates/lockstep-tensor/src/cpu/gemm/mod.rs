@@ -12,12 +12,18 @@ mod amx;
 #[cfg(all(test, target_arch = "x86_64"))]
 pub(super) mod amx_emulator;
 mod blocks;
+mod convolution;
+#[cfg(test)]
+mod convolution_tests;
 mod dispatch;
 mod driver;
 mod grouped;
+mod image;
 mod kernel;
 mod lanes;
+mod operand;
 mod pack;
+mod patches;
 mod peak;
 mod problem;
 #[cfg(test)]
@@ -30,6 +36,7 @@ mod store;
 #[cfg(test)]
 mod tests;
 mod transpose;
+mod units;
 
 pub use peak::{Peak, measure_peak, measure_peak_within};
 pub(super) use scratch::Scratch;
@@ -40,7 +47,9 @@ pub(super) mod panels {
     pub(in crate::cpu) use super::{
         amx::Tiles,
         kernel::{Avx512Dot, ColumnPanels, MicroKernel, RowPanels},
-        pack::{BfloatPair, Operand, Order, pack},
+        operand::{Operand, Order},
+        pack::pack,
         store::Tile,
+        units::BfloatPair,
     };
 }

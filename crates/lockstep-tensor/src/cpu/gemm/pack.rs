@@ -1,68 +1,32 @@
 //! Packing: a block of an operand becomes panels of 32-bit units, in the order in which a micro-kernel reads them.
 //! The rest of the GEMM does not depend on layouts and types.
 //!
-//! A unit is the operand of one lane: an f32, a bf16 or f16 widened to f32, or a pair of bf16 neighbours along the
-//! depth. Blocks of 16 × 16 units are read in memory order, transposed if the panel has the other order, and written.
+//! Blocks of 16 × 16 units are read in memory order, transposed if the panel has the other order, and written.
 //! Padding beyond the operand is zero.
 
-use std::{marker::PhantomData, ops::Range};
-
-#[cfg(target_arch = "x86_64")]
-use half::bf16;
+use std::ops::Range;
 
 use super::{
+    image,
     lanes::Lanes,
+    operand::{Form, Operand, Order},
     store::Tile,
     transpose::{Block, SIDE},
+    units::{PanelShape, Unit, across_unlikely, along_unlikely, blocks},
 };
 use crate::cpu::simd::{CACHE_LINE_BYTES, Float, inlined, prefetch};
 
 /// Prefetch distance, in units of depth, of lines across the depth.
 const UNITS_AHEAD: usize = 16;
 
-/// The index along which neighbours are contiguous in memory.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(in crate::cpu) enum Order {
-    /// Neighbours along the depth (the summed index) are contiguous.
-    AlongDepth,
-    /// Neighbours along the other index are contiguous.
-    AcrossDepth,
-}
-
-/// A matrix of a product, indexed by a row of A or column of B, and the depth.
+/// A stored matrix whose lines are `stride` elements apart.
 #[derive(Clone, Copy)]
-pub(in crate::cpu) struct Operand<'a, T> {
+struct Matrix<'a, T> {
     elements: &'a [T],
     stride: usize,
-    order: Order,
 }
 
-impl<'a, T> Operand<'a, T> {
-    /// Wraps a matrix whose lines, in the given order, are `stride` elements apart.
-    pub(in crate::cpu) fn new(elements: &'a [T], stride: usize, order: Order) -> Self {
-        Self { elements, stride, order }
-    }
-
-    /// Returns the index along which neighbours are contiguous.
-    pub(in crate::cpu) fn order(&self) -> Order {
-        self.order
-    }
-
-    /// Returns line `index` of the matrix as stored.
-    pub(in crate::cpu) fn line(&self, index: usize) -> &'a [T] {
-        &self.elements[index * self.stride..][..self.stride]
-    }
-
-    /// Returns the elements at `depth` of a row of A or column of B.
-    #[cfg(target_arch = "x86_64")]
-    pub(in crate::cpu) fn along(&self, outer: usize, depth: Range<usize>) -> impl Iterator<Item = &'a T> {
-        let (start, step) = match self.order {
-            Order::AlongDepth => (outer * self.stride + depth.start, 1),
-            Order::AcrossDepth => (depth.start * self.stride + outer, self.stride),
-        };
-        self.elements.iter().skip(start).step_by(step).take(depth.len())
-    }
-
+impl<'a, T> Matrix<'a, T> {
     /// Returns the elements of one unit of depth, for a matrix that is contiguous across the depth: one line for each
     /// element of a unit. A line at or beyond `end` is empty.
     #[inline(always)]
@@ -155,94 +119,6 @@ impl<U: Unit> Packing for U {
     }
 }
 
-/// The conversion of elements to units.
-pub(in crate::cpu) trait Unit {
-    /// Type of the operand's elements.
-    type Source: Float;
-    /// Elements of one unit, 1 or 2.
-    const ELEMENTS: usize;
-    /// Writes the first of `units` from `elements`, which are neighbours along the depth.
-    fn along(elements: &[Self::Source], units: &mut [u32; SIDE]);
-    /// Writes all of `units` from neighbours across the depth, one line for each element of a unit. The second line
-    /// is empty beyond the operand.
-    fn across(lines: [&[Self::Source]; 2], units: &mut [u32]);
-}
-
-/// An f32 as a unit.
-pub(in crate::cpu) struct Single;
-
-impl Unit for Single {
-    type Source = f32;
-    const ELEMENTS: usize = 1;
-
-    #[inline(always)]
-    fn along(elements: &[f32], units: &mut [u32; SIDE]) {
-        units[..elements.len()].copy_from_slice(bytemuck::cast_slice(elements));
-    }
-
-    #[inline(always)]
-    fn across([line, _]: [&[f32]; 2], units: &mut [u32]) {
-        units.copy_from_slice(bytemuck::cast_slice(line));
-    }
-}
-
-/// A bf16 or f16 widened to f32, for levels without arithmetic in that type.
-pub(in crate::cpu) struct Widened<T>(PhantomData<T>);
-
-impl<T: Float> Unit for Widened<T> {
-    type Source = T;
-    const ELEMENTS: usize = 1;
-
-    #[inline(always)]
-    fn along(elements: &[T], units: &mut [u32; SIDE]) {
-        Self::across([elements, &[]], &mut units[..elements.len()]);
-    }
-
-    #[inline(always)]
-    fn across([line, _]: [&[T]; 2], units: &mut [u32]) {
-        for (unit, element) in units.iter_mut().zip(line) {
-            *unit = element.load().to_bits();
-        }
-    }
-}
-
-/// Two bf16, the one of smaller depth in the lower half.
-#[cfg(target_arch = "x86_64")]
-pub(in crate::cpu) struct BfloatPair;
-
-#[cfg(target_arch = "x86_64")]
-impl Unit for BfloatPair {
-    type Source = bf16;
-    const ELEMENTS: usize = 2;
-
-    #[inline(always)]
-    fn along(elements: &[bf16], units: &mut [u32; SIDE]) {
-        bytemuck::cast_slice_mut::<u32, bf16>(units)[..elements.len()].copy_from_slice(elements);
-    }
-
-    #[inline(always)]
-    fn across([first, second]: [&[bf16]; 2], units: &mut [u32]) {
-        if second.is_empty() {
-            for (unit, first) in units.iter_mut().zip(first) {
-                *unit = u32::from(first.to_bits());
-            }
-        } else {
-            for (unit, (first, second)) in units.iter_mut().zip(first.iter().zip(second)) {
-                *unit = u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16;
-            }
-        }
-    }
-}
-
-/// The panel format that a micro-kernel expects of one operand.
-pub(in crate::cpu) trait PanelShape {
-    /// Rows of A or columns of B in a panel.
-    const WIDTH: usize;
-    /// [`Order::AcrossDepth`] if a panel holds `WIDTH` contiguous units for each unit of depth; else it holds, for
-    /// each 16 units of depth, `WIDTH` lines of 16.
-    const ORDER: Order;
-}
-
 /// Packs `outer` rows of A (or columns of B) at `depth` elements, both inside the operand, into `panels`: panel after
 /// panel, each `WIDTH · units` units.
 ///
@@ -258,34 +134,64 @@ pub(in crate::cpu) unsafe fn pack<V: Lanes, U: Unit, P: PanelShape>(
     if units == 0 {
         return;
     }
+    let elements = operand.elements;
     // SAFETY: the caller's promise.
     unsafe {
-        V::compiled(inlined!(|| match (operand.order, P::ORDER) {
-            (Order::AcrossDepth, Order::AcrossDepth) => {
-                copy::<U, P>(operand, outer, depth, units, panels)
+        V::compiled(inlined!(|| match operand.form {
+            Form::Matrix { stride, order } => {
+                pack_matrix::<V, U, P>(Matrix { elements, stride }, order, outer, depth, units, panels);
             }
-            (Order::AlongDepth, _) => {
-                blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
-                    read_along::<U, P>(operand, outer, depth, block);
-                    if P::ORDER == Order::AcrossDepth {
-                        V::transpose(block);
-                    }
-                })
+            Form::Patches(patches, Order::AlongDepth) => {
+                image::pack_along::<V, U, P>(elements, patches, outer, depth, units, panels);
             }
-            (Order::AcrossDepth, Order::AlongDepth) => {
-                blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
-                    read_across::<U>(operand, outer, depth, block);
-                    V::transpose(block);
-                });
+            Form::Patches(patches, Order::AcrossDepth) => {
+                image::pack_across::<V, U, P>(elements, patches, outer, depth, units, panels);
+            }
+            Form::Filters(filters) => {
+                image::pack_filters::<V, U, P>(elements, filters, outer, depth, units, panels);
             }
         }));
+    }
+}
+
+/// Packs a stored matrix.
+///
+/// # Safety
+/// As [`pack`].
+#[inline(always)]
+unsafe fn pack_matrix<V: Lanes, U: Unit, P: PanelShape>(
+    matrix: Matrix<'_, U::Source>,
+    order: Order,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    panels: &mut [u32],
+) {
+    match (order, P::ORDER) {
+        (Order::AcrossDepth, Order::AcrossDepth) => copy::<U, P>(&matrix, outer, depth, units, panels),
+        (Order::AlongDepth, _) => {
+            blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
+                read_along::<U, P>(&matrix, outer, depth, block);
+                if P::ORDER == Order::AcrossDepth {
+                    // SAFETY: the caller's promise.
+                    unsafe { V::transpose(block) };
+                }
+            });
+        }
+        (Order::AcrossDepth, Order::AlongDepth) => {
+            blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
+                read_across::<U>(&matrix, outer, depth, block);
+                // SAFETY: as above.
+                unsafe { V::transpose(block) };
+            });
+        }
     }
 }
 
 /// Packs an operand that is contiguous across the depth into panels of the same order.
 #[inline(always)]
 fn copy<U: Unit, P: PanelShape>(
-    operand: &Operand<'_, U::Source>,
+    operand: &Matrix<'_, U::Source>,
     outer: Range<usize>,
     depth: Range<usize>,
     units: usize,
@@ -323,73 +229,10 @@ fn copy<U: Unit, P: PanelShape>(
     }
 }
 
-/// Runs [`Unit::across`] at an edge, with zero padding. A function of its own, so that the common case has constant
-/// lengths.
-#[cold]
-#[inline(never)]
-fn across_unlikely<U: Unit>(lines: [&[U::Source]; 2], units: &mut [u32]) {
-    units.fill(0);
-    let len = units.len().min(lines[0].len());
-    U::across(lines.map(|line| &line[..len.min(line.len())]), &mut units[..len]);
-}
-
-/// Runs [`Unit::along`] at an edge.
-#[cold]
-#[inline(never)]
-fn along_unlikely<U: Unit>(elements: &[U::Source], units: &mut [u32; SIDE]) {
-    U::along(elements, units);
-}
-
-/// Packs block by block. `read` fills a zeroed block, in the order of the panel, from a range across the depth and
-/// one along it.
-#[inline(always)]
-fn blocks<P: PanelShape>(
-    outer: Range<usize>,
-    depth: Range<usize>,
-    units: usize,
-    unit_elements: usize,
-    panels: &mut [u32],
-    read: impl Fn(&mut Block, Range<usize>, Range<usize>),
-) {
-    for (index, panel) in panels.chunks_exact_mut(P::WIDTH * units).enumerate() {
-        for column in (0..P::WIDTH).step_by(SIDE) {
-            let first = outer.start + index * P::WIDTH + column;
-            let lanes = SIDE.min(P::WIDTH - column);
-            let outer = first.min(outer.end)..(first + lanes).min(outer.end);
-            for unit in (0..units).step_by(SIDE) {
-                let start = depth.start + unit * unit_elements;
-                let end = (start + SIDE * unit_elements).min(depth.end);
-                let mut block = [[0; SIDE]; SIDE];
-                read(&mut block, outer.clone(), start.min(end)..end);
-                write::<P>(&block, &mut panel[unit * P::WIDTH..], column);
-            }
-        }
-    }
-}
-
-/// Writes a block at `column` of a panel, which may end before the block does.
-#[inline(always)]
-fn write<P: PanelShape>(block: &Block, panel: &mut [u32], column: usize) {
-    let rest = P::WIDTH % SIDE;
-    match P::ORDER {
-        Order::AcrossDepth if column + SIDE <= P::WIDTH => {
-            for (line, row) in panel.chunks_exact_mut(P::WIDTH).zip(block) {
-                line[column..column + SIDE].copy_from_slice(row);
-            }
-        }
-        Order::AcrossDepth => {
-            for (line, row) in panel.chunks_exact_mut(P::WIDTH).zip(block) {
-                line[P::WIDTH - rest..].copy_from_slice(&row[..rest]);
-            }
-        }
-        Order::AlongDepth => panel[column * SIDE..][..SIDE * SIDE].copy_from_slice(block.as_flattened()),
-    }
-}
-
 /// Reads a block from an operand that is contiguous along the depth: lines of the block are lines of the operand.
 #[inline(always)]
 fn read_along<U: Unit, P: PanelShape>(
-    operand: &Operand<'_, U::Source>,
+    operand: &Matrix<'_, U::Source>,
     outer: Range<usize>,
     depth: Range<usize>,
     block: &mut Block,
@@ -413,7 +256,7 @@ fn read_along<U: Unit, P: PanelShape>(
 /// Reads a block from an operand that is contiguous across the depth: lines of the block are lines of the operand.
 #[inline(always)]
 fn read_across<U: Unit>(
-    operand: &Operand<'_, U::Source>,
+    operand: &Matrix<'_, U::Source>,
     outer: Range<usize>,
     depth: Range<usize>,
     block: &mut Block,

@@ -1,8 +1,8 @@
 //! A product whose operands are slices: the form in which the loops around the micro-kernels take it.
 
 use super::{
-    pack::{Operand, Order},
-    store::Window,
+    operand::{Operand, Order},
+    store::{Target, Window},
 };
 use crate::{Gemm, GemmLayout, View, Write, cpu::simd::Float};
 
@@ -16,7 +16,7 @@ pub(super) struct Problem<'a, T, C> {
     pub(super) k: usize,
     pub(super) a: Operand<'a, T>,
     pub(super) b: Operand<'a, T>,
-    pub(super) c: Window<C>,
+    pub(super) c: Target<'a, C>,
     pub(super) bias: Option<&'a [T]>,
     pub(super) write: Write,
 }
@@ -58,7 +58,7 @@ pub(super) fn problem<'a, T: Float, C: Float>((gemm, of_rows): (Gemm<'a>, usize)
         k,
         a: Operand::new(a, a_columns, a_order),
         b: Operand::new(b, b_columns, b_order),
-        c: Window::new(c.as_mut_ptr(), n),
+        c: Target::Matrix(Window::new(c.as_mut_ptr(), n)),
         bias,
         write,
     }

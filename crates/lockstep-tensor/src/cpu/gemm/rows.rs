@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{lanes::Dot, pack::Order, problem::Problem};
+use super::{lanes::Dot, problem::Problem};
 use crate::{Write, cpu::simd::Float};
 
 /// Largest number of rows of X for which this is faster than packing W.
@@ -15,9 +15,7 @@ const MAX_ELEMENTS: usize = 32;
 
 /// Returns true if a product has few rows and both operands are contiguous along the depth.
 pub(super) fn fits<T, C>(problem: &Problem<'_, T, C>) -> bool {
-    problem.of_rows <= MAX_ROWS
-        && problem.a.order() == Order::AlongDepth
-        && problem.b.order() == Order::AlongDepth
+    problem.of_rows <= MAX_ROWS && problem.a.is_stored_along_depth() && problem.b.is_stored_along_depth()
 }
 
 /// Returns the number of columns of a task.
@@ -139,7 +137,7 @@ unsafe fn finish<T: Float, C: Float, const ROWS: usize>(
     let bias = problem.bias.map_or(0.0, |bias| bias[column].load());
     for (i, sum) in sums.into_iter().enumerate() {
         // SAFETY: the caller's promise; C has `ROWS` rows and this column.
-        let out = unsafe { &mut problem.c.at(i, column).row(0, 1)[0] };
+        let out = unsafe { &mut problem.c.row(i, column, 1)[0] };
         let sum = sum + bias;
         *out = C::store(if problem.write == Write::Accumulate { sum + out.load() } else { sum });
     }

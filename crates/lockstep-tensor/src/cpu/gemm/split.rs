@@ -15,9 +15,11 @@ use half::bf16;
 use super::{
     kernel::{Avx512, ColumnPanels, MicroKernel, RowPanels},
     lanes::Lanes,
-    pack::{Factors, Operand, Packing, PanelShape, Single, Unit, pack},
+    operand::Operand,
+    pack::{Factors, Packing, pack},
     store::Tile,
     transpose::SIDE,
+    units::{PanelShape, Single, Unit},
 };
 use crate::cpu::simd::{Float, inlined};
 
@@ -131,7 +133,7 @@ impl Packing for ThreeParts {
         Self::exceptional_tile(factors, &mut product, tile_columns);
         for (index, row) in factors.rows.clone().enumerate() {
             let mut elements = factors.a.along(row, factors.depth.clone());
-            if elements.any(|x| is_exceptional(part_of(*x, 0))) {
+            if elements.any(|x| is_exceptional(part_of(x, 0))) {
                 tile.copy_row(index, &product, tile_columns);
             }
         }

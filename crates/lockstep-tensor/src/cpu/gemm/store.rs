@@ -1,5 +1,6 @@
 //! The epilogue of a tile of sums: earlier sums, bias and C are added, and the result is rounded once.
 
+use super::patches::{Filters, Grid};
 use crate::{
     CpuLevel, Write,
     cpu::simd::{Float, inlined},
@@ -94,6 +95,42 @@ impl<C> Window<C> {
     }
 }
 
+/// The output of a product.
+pub(super) enum Target<'a, C> {
+    /// A matrix.
+    Matrix(Window<C>),
+    /// A matrix whose rows are the pixels of a grid. The window has rows of one element.
+    Grid(Window<C>, &'a Grid),
+    /// Filters: row `k` and column `l` is the filters' element `k` of lane `l`. The window has rows of one element.
+    Filters(Window<C>, &'a Filters),
+}
+
+impl<C> Clone for Target<'_, C> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<C> Copy for Target<'_, C> {}
+
+impl<C> Target<'_, C> {
+    /// Returns `len` elements of a row from `column` on, unless the output is filters.
+    ///
+    /// # Safety
+    /// They must lie in the output, and nothing else may use them while the slice lives.
+    #[inline(always)]
+    pub(super) unsafe fn row<'c>(self, row: usize, column: usize, len: usize) -> &'c mut [C] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Self::Matrix(window) => window.at(row, column).row(0, len),
+                Self::Grid(window, grid) => window.row(grid.offset(row) + column, len),
+                Self::Filters(..) => unreachable!("neighbouring lanes of filters are not contiguous"),
+            }
+        }
+    }
+}
+
 /// The terms that are added to a tile of sums before it is stored.
 pub(in crate::cpu) struct Finish<'a, T> {
     /// Sums over earlier blocks of the depth.
@@ -104,17 +141,18 @@ pub(in crate::cpu) struct Finish<'a, T> {
     pub(in crate::cpu) write: Write,
 }
 
-/// Writes the first `rows × columns` elements of a tile whose rows are `tile_columns` apart.
+/// Writes the first `rows × columns` elements of a tile whose rows are `tile_columns` apart; `target` returns a row of
+/// the output.
 ///
 /// # Safety
-/// That part of `target` and of the partial sums must exist, and no other thread may use it meanwhile.
-pub(in crate::cpu) unsafe fn store<T: Float, C: Float>(
+/// That part of the partial sums must exist, and no other thread may use it meanwhile.
+pub(in crate::cpu) unsafe fn store<'t, T: Float, C: Float>(
     level: CpuLevel,
     (rows, columns): (usize, usize),
     tile: &mut Tile,
     tile_columns: usize,
     finish: &Finish<'_, T>,
-    target: Window<C>,
+    target: impl Fn(usize) -> &'t mut [C],
 ) {
     level.run_with_isa(inlined!(|isa| {
         for (i, sums) in tile.0.chunks_exact_mut(tile_columns).take(rows).enumerate() {
@@ -126,14 +164,45 @@ pub(in crate::cpu) unsafe fn store<T: Float, C: Float>(
             if let Some(bias) = finish.bias {
                 add(sums, &bias[..columns]);
             }
-            // SAFETY: the caller's promise; `partial` and `target` are different matrices.
-            let target = unsafe { target.row(i, columns) };
+            let target = target(i);
             if finish.write == Write::Accumulate {
                 add(sums, target);
             }
             C::store_all(isa, sums, target);
         }
     }));
+}
+
+/// Writes a tile as [`store`] does, into an output whose rows have elements `stride` apart. `target` returns the
+/// window that starts at a row's first element.
+///
+/// # Safety
+/// As [`store`], and `target` must return rows that no other thread uses meanwhile.
+pub(super) unsafe fn scatter<T: Float, C: Float>(
+    (rows, columns): (usize, usize),
+    tile: &mut Tile,
+    tile_columns: usize,
+    finish: &Finish<'_, T>,
+    target: impl Fn(usize) -> Window<C>,
+    stride: usize,
+) {
+    for (i, sums) in tile.0.chunks_exact_mut(tile_columns).take(rows).enumerate() {
+        let sums = &mut sums[..columns];
+        if let Some(partial) = finish.partial {
+            // SAFETY: the caller's promise.
+            add(sums, unsafe { partial.row(i, columns) });
+        }
+        if let Some(bias) = finish.bias {
+            add(sums, &bias[..columns]);
+        }
+        let target = target(i);
+        for (j, sum) in sums.iter().enumerate() {
+            // SAFETY: the caller's promise.
+            let element = unsafe { &mut target.at(0, j * stride).row(0, 1)[0] };
+            let earlier = if finish.write == Write::Accumulate { element.load() } else { 0.0 };
+            *element = C::store(sum + earlier);
+        }
+    }
 }
 
 #[inline(always)]

@@ -13,9 +13,9 @@ use lockstep_plan::DType;
 
 use super::{
     CpuQueue,
-    loss::sum_of_exp,
     operands::{Operand, check_disjoint, expect},
     simd::{BLOCK, Block, Float, Isa, add_to, exp, inlined, map_block, sigmoid, sum, with_float},
+    softmax::sum_of_exp,
     tasks::{is_parallel, rows_per_task},
 };
 use crate::{

@@ -71,7 +71,7 @@ impl Isa {
 
     /// Evaluates `c[0] + c[1] x + c[2] x² + ...`.
     #[inline(always)]
-    pub(super) fn polynomial<const N: usize>(self, x: f32, coefficients: [f32; N]) -> f32 {
+    pub(crate) fn polynomial<const N: usize>(self, x: f32, coefficients: [f32; N]) -> f32 {
         let mut sum = coefficients[N - 1];
         for i in (0..N - 1).rev() {
             sum = self.mul_add(sum, x, coefficients[i]);

@@ -1,0 +1,295 @@
+//! Packing of the operands of a convolution directly from images and filters, so that the matrix of patches (im2col) is
+//! never stored.
+//!
+//! Each direction has a fast path, for panels whose units are contiguous across the depth, and a path that builds
+//! blocks from lines on the stack, for all others.
+
+use std::ops::Range;
+
+use bytemuck::Zeroable;
+
+use super::{
+    lanes::Lanes,
+    operand::Order,
+    patches::{Filters, Patch, Patches, Segment, Span},
+    transpose::{Block, SIDE},
+    units::{PanelShape, Unit, blocks},
+};
+
+/// Elements of the longest line of a block: [`SIDE`] pairs.
+const LINE: usize = 2 * SIDE;
+
+/// Packs patches whose elements are the depth.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+#[inline(always)]
+pub(super) unsafe fn pack_along<V: Lanes, U: Unit, P: PanelShape>(
+    elements: &[U::Source],
+    patches: &Patches,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    panels: &mut [u32],
+) {
+    let has_whole_units = U::ELEMENTS == 1 || (patches.is_even() && depth.start.is_multiple_of(2));
+    if P::ORDER == Order::AcrossDepth && P::WIDTH <= SIDE && has_whole_units {
+        for (index, panel) in panels.chunks_exact_mut(P::WIDTH * units).enumerate() {
+            let first = (outer.start + index * P::WIDTH).min(outer.end);
+            let outer = first..outer.end.min(first + P::WIDTH);
+            // SAFETY: the caller's promise.
+            unsafe { along_panel::<V, U, P>(elements, patches, outer, depth.clone(), panel) };
+        }
+        return;
+    }
+    blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
+        for (row, index) in block.iter_mut().zip(outer) {
+            let patch = patches.patch(index);
+            let mut line = [U::Source::zeroed(); LINE];
+            let mut place = 0;
+            for segment in patches.segments(depth.clone()) {
+                let Span { start, skip, len } = patches.span(patch, &segment);
+                line[place + skip..][..len].copy_from_slice(&elements[start..][..len]);
+                place += segment.len;
+            }
+            U::along(&line[..SIDE * U::ELEMENTS], row);
+        }
+        if P::ORDER == Order::AcrossDepth {
+            // SAFETY: the caller's promise.
+            unsafe { V::transpose(block) };
+        }
+    });
+}
+
+/// Packs a panel of at most [`SIDE`] patches whose segments are whole units.
+///
+/// # Safety
+/// As [`pack_along`].
+#[inline(always)]
+unsafe fn along_panel<V: Lanes, U: Unit, P: PanelShape>(
+    elements: &[U::Source],
+    patches: &Patches,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    panel: &mut [u32],
+) {
+    let present = outer.len();
+    let mut lanes = [Patch::default(); SIDE];
+    for (lane, index) in lanes.iter_mut().zip(outer) {
+        *lane = patches.patch(index);
+    }
+    let mut rest = panel;
+    for segment in patches.segments(depth) {
+        let mut spans = [Span::default(); SIDE];
+        let mut is_whole = present == P::WIDTH;
+        for (span, lane) in spans.iter_mut().zip(&lanes[..present]) {
+            *span = patches.span(*lane, &segment);
+            is_whole &= span.len == segment.len;
+        }
+        for start in (0..segment.len).step_by(SIDE * U::ELEMENTS) {
+            let len = (SIDE * U::ELEMENTS).min(segment.len - start);
+            let mut block = [[0; SIDE]; SIDE];
+            if is_whole && len == SIDE * U::ELEMENTS {
+                for (row, span) in block.iter_mut().zip(&spans[..P::WIDTH]) {
+                    U::along(&elements[span.start + start..][..SIDE * U::ELEMENTS], row);
+                }
+            } else {
+                partial_block::<U>(elements, &spans[..present], start, len, &mut block);
+            }
+            // SAFETY: the caller's promise.
+            unsafe { V::transpose(&mut block) };
+            let (lines, after) = std::mem::take(&mut rest).split_at_mut(len.div_ceil(U::ELEMENTS) * P::WIDTH);
+            for (line, row) in lines.chunks_exact_mut(P::WIDTH).zip(&block) {
+                line.copy_from_slice(&row[..P::WIDTH]);
+            }
+            rest = after;
+        }
+    }
+    rest.fill(0);
+}
+
+/// Reads `len` elements from `start` on of each span into a zeroed block.
+#[inline(never)]
+fn partial_block<U: Unit>(
+    elements: &[U::Source],
+    spans: &[Span],
+    start: usize,
+    len: usize,
+    block: &mut Block,
+) {
+    for (row, span) in block.iter_mut().zip(spans) {
+        let first = start.max(span.skip);
+        let end = (start + len).min(span.skip + span.len);
+        if first >= end {
+            continue;
+        }
+        let source = &elements[span.start + first - span.skip..][..end - first];
+        if first == start && end - first == SIDE * U::ELEMENTS {
+            U::along(&source[..SIDE * U::ELEMENTS], row);
+        } else {
+            let mut line = [U::Source::zeroed(); LINE];
+            line[first - start..][..source.len()].copy_from_slice(source);
+            U::along(&line[..SIDE * U::ELEMENTS], row);
+        }
+    }
+}
+
+/// Packs patches that are the depth.
+///
+/// # Safety
+/// As [`pack_along`].
+#[inline(always)]
+pub(super) unsafe fn pack_across<V: Lanes, U: Unit, P: PanelShape>(
+    elements: &[U::Source],
+    patches: &Patches,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    panels: &mut [u32],
+) {
+    if P::ORDER == Order::AcrossDepth && U::ELEMENTS == 1 {
+        for (index, panel) in panels.chunks_exact_mut(P::WIDTH * units).enumerate() {
+            let first = (outer.start + index * P::WIDTH).min(outer.end);
+            let outer = first..outer.end.min(first + P::WIDTH);
+            panel[depth.len() * P::WIDTH..].fill(0);
+            if outer.len() < P::WIDTH {
+                panel.fill(0);
+            }
+            let mut place = 0;
+            for segment in patches.segments(outer) {
+                let panel = &mut panel[place..];
+                match segment.len {
+                    len if len == P::WIDTH => {
+                        across_segment::<U, P>(elements, patches, &segment, P::WIDTH, depth.clone(), panel)
+                    }
+                    4 => across_segment::<U, P>(elements, patches, &segment, 4, depth.clone(), panel),
+                    8 => across_segment::<U, P>(elements, patches, &segment, 8, depth.clone(), panel),
+                    len => across_segment::<U, P>(elements, patches, &segment, len, depth.clone(), panel),
+                }
+                place += segment.len;
+            }
+        }
+        return;
+    }
+    blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
+        for (row, index) in block.iter_mut().zip(depth.clone().step_by(U::ELEMENTS)) {
+            let mut lines = [[U::Source::zeroed(); SIDE]; 2];
+            let count = U::ELEMENTS.min(depth.end - index);
+            for (line, index) in lines.iter_mut().zip(index..index + count) {
+                let (patch, mut place) = (patches.patch(index), 0);
+                for segment in patches.segments(outer.clone()) {
+                    let Span { start, skip, len } = patches.span(patch, &segment);
+                    line[place + skip..][..len].copy_from_slice(&elements[start..][..len]);
+                    place += segment.len;
+                }
+            }
+            // The second line of the last unit is zero, if there is none.
+            let second: &[U::Source] = if U::ELEMENTS == 2 { &lines[1] } else { &[] };
+            U::across([&lines[0], second], row);
+        }
+        if P::ORDER == Order::AlongDepth {
+            // SAFETY: the caller's promise.
+            unsafe { V::transpose(block) };
+        }
+    });
+}
+
+/// Packs one segment, `len` elements long, of all patches of `depth`; `panel` starts at its place in the first unit.
+/// The patches of one row of the grid lie in one row of the image, so only their columns are compared with its ends.
+#[inline(always)]
+fn across_segment<U: Unit, P: PanelShape>(
+    elements: &[U::Source],
+    patches: &Patches,
+    segment: &Segment,
+    len: usize,
+    depth: Range<usize>,
+    panel: &mut [u32],
+) {
+    let distance = patches.step[1] * patches.pixel;
+    let mut index = depth.start;
+    while index < depth.end {
+        let count = (patches.grid[1] - index % patches.grid[1]).min(depth.end - index);
+        let target = &mut panel[(index - depth.start) * P::WIDTH..];
+        let patch = patches.patch(index);
+        index += count;
+        let Some(row) = patches.row(patch, segment) else {
+            for place in 0..count {
+                target[place * P::WIDTH..][..len].fill(0);
+            }
+            continue;
+        };
+        let column = patches.column(patch, segment);
+        let whole = whole_spans(patches.row_elements(), column, distance, len, count);
+        for place in (0..whole.start).chain(whole.end..count) {
+            let span = patches.span_of_row(row, column + (place * distance) as isize, len);
+            let target = &mut target[place * P::WIDTH..][..len];
+            target.fill(0);
+            U::across([&elements[span.start..][..span.len], &[]], &mut target[span.skip..][..span.len]);
+        }
+        if whole.is_empty() {
+            continue;
+        }
+        let mut start = row.wrapping_add_signed(column + (whole.start * distance) as isize);
+        for place in whole {
+            U::across([&elements[start..][..len], &[]], &mut target[place * P::WIDTH..][..len]);
+            start += distance;
+        }
+    }
+}
+
+/// Returns the places whose `len` elements lie in a row of `row_elements`. Place `i` of `count` starts at
+/// `column + i · distance`.
+#[inline(always)]
+fn whole_spans(
+    row_elements: usize,
+    column: isize,
+    distance: usize,
+    len: usize,
+    count: usize,
+) -> Range<usize> {
+    let first = if column < 0 { column.unsigned_abs().div_ceil(distance) } else { 0 };
+    let last = row_elements as isize - len as isize - column;
+    let end = if last < 0 { 0 } else { last as usize / distance + 1 };
+    first.min(count)..end.min(count).max(first.min(count))
+}
+
+/// Packs filters.
+///
+/// # Safety
+/// As [`pack_along`].
+#[inline(always)]
+pub(super) unsafe fn pack_filters<V: Lanes, U: Unit, P: PanelShape>(
+    elements: &[U::Source],
+    filters: &Filters,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    panels: &mut [u32],
+) {
+    blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
+        let mut offsets = [0; LINE];
+        let mut rest = &mut offsets[..depth.len()];
+        let mut index = depth.start;
+        while !rest.is_empty() {
+            let (first, run) = filters.at(index);
+            let (offsets, after) = std::mem::take(&mut rest).split_at_mut(run.min(depth.end - index));
+            for (place, offset) in offsets.iter_mut().enumerate() {
+                *offset = first + place * filters.channel_stride;
+            }
+            index += offsets.len();
+            rest = after;
+        }
+        for (row, lane) in block.iter_mut().zip(outer) {
+            let lane = &elements[lane * filters.lane_stride..];
+            let mut line = [U::Source::zeroed(); LINE];
+            for (element, offset) in line.iter_mut().zip(&offsets[..depth.len()]) {
+                *element = lane[*offset];
+            }
+            U::along(&line[..SIDE * U::ELEMENTS], row);
+        }
+        if P::ORDER == Order::AcrossDepth {
+            // SAFETY: the caller's promise.
+            unsafe { V::transpose(block) };
+        }
+    });
+}

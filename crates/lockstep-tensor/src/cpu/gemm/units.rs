@@ -1,0 +1,165 @@
+//! Units and panels: the operands of a lane, and the order in which a micro-kernel reads them.
+//!
+//! A unit is an f32, a bf16 or f16 widened to f32, or a pair of bf16 neighbours along the depth.
+
+use std::{marker::PhantomData, ops::Range};
+
+#[cfg(target_arch = "x86_64")]
+use half::bf16;
+
+use super::{
+    operand::Order,
+    transpose::{Block, SIDE},
+};
+use crate::cpu::simd::Float;
+
+/// The conversion of elements to units.
+pub(in crate::cpu) trait Unit {
+    /// Type of the operand's elements.
+    type Source: Float;
+    /// Elements of one unit, 1 or 2.
+    const ELEMENTS: usize;
+    /// Writes the first of `units` from `elements`, which are neighbours along the depth.
+    fn along(elements: &[Self::Source], units: &mut [u32; SIDE]);
+    /// Writes all of `units` from neighbours across the depth, one line for each element of a unit. The second line
+    /// is empty beyond the operand.
+    fn across(lines: [&[Self::Source]; 2], units: &mut [u32]);
+}
+
+/// An f32 as a unit.
+pub(in crate::cpu) struct Single;
+
+impl Unit for Single {
+    type Source = f32;
+    const ELEMENTS: usize = 1;
+
+    #[inline(always)]
+    fn along(elements: &[f32], units: &mut [u32; SIDE]) {
+        units[..elements.len()].copy_from_slice(bytemuck::cast_slice(elements));
+    }
+
+    #[inline(always)]
+    fn across([line, _]: [&[f32]; 2], units: &mut [u32]) {
+        units.copy_from_slice(bytemuck::cast_slice(line));
+    }
+}
+
+/// A bf16 or f16 widened to f32, for levels without arithmetic in that type.
+pub(in crate::cpu) struct Widened<T>(PhantomData<T>);
+
+impl<T: Float> Unit for Widened<T> {
+    type Source = T;
+    const ELEMENTS: usize = 1;
+
+    #[inline(always)]
+    fn along(elements: &[T], units: &mut [u32; SIDE]) {
+        Self::across([elements, &[]], &mut units[..elements.len()]);
+    }
+
+    #[inline(always)]
+    fn across([line, _]: [&[T]; 2], units: &mut [u32]) {
+        for (unit, element) in units.iter_mut().zip(line) {
+            *unit = element.load().to_bits();
+        }
+    }
+}
+
+/// Two bf16, the one of smaller depth in the lower half.
+#[cfg(target_arch = "x86_64")]
+pub(in crate::cpu) struct BfloatPair;
+
+#[cfg(target_arch = "x86_64")]
+impl Unit for BfloatPair {
+    type Source = bf16;
+    const ELEMENTS: usize = 2;
+
+    #[inline(always)]
+    fn along(elements: &[bf16], units: &mut [u32; SIDE]) {
+        bytemuck::cast_slice_mut::<u32, bf16>(units)[..elements.len()].copy_from_slice(elements);
+    }
+
+    #[inline(always)]
+    fn across([first, second]: [&[bf16]; 2], units: &mut [u32]) {
+        if second.is_empty() {
+            for (unit, first) in units.iter_mut().zip(first) {
+                *unit = u32::from(first.to_bits());
+            }
+        } else {
+            for (unit, (first, second)) in units.iter_mut().zip(first.iter().zip(second)) {
+                *unit = u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16;
+            }
+        }
+    }
+}
+
+/// The panel format that a micro-kernel expects of one operand.
+pub(in crate::cpu) trait PanelShape {
+    /// Rows of A or columns of B in a panel.
+    const WIDTH: usize;
+    /// [`Order::AcrossDepth`] if a panel holds `WIDTH` contiguous units for each unit of depth; else it holds, for
+    /// each 16 units of depth, `WIDTH` lines of 16.
+    const ORDER: Order;
+}
+
+/// Runs [`Unit::across`] at an edge, with zero padding. A function of its own, so that the common case has constant
+/// lengths.
+#[cold]
+#[inline(never)]
+pub(super) fn across_unlikely<U: Unit>(lines: [&[U::Source]; 2], units: &mut [u32]) {
+    units.fill(0);
+    let len = units.len().min(lines[0].len());
+    U::across(lines.map(|line| &line[..len.min(line.len())]), &mut units[..len]);
+}
+
+/// Runs [`Unit::along`] at an edge.
+#[cold]
+#[inline(never)]
+pub(super) fn along_unlikely<U: Unit>(elements: &[U::Source], units: &mut [u32; SIDE]) {
+    U::along(elements, units);
+}
+
+/// Packs block by block. `read` fills a zeroed block, in the order of the panel, from a range across the depth and
+/// one along it.
+#[inline(always)]
+pub(super) fn blocks<P: PanelShape>(
+    outer: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    unit_elements: usize,
+    panels: &mut [u32],
+    read: impl Fn(&mut Block, Range<usize>, Range<usize>),
+) {
+    for (index, panel) in panels.chunks_exact_mut(P::WIDTH * units).enumerate() {
+        for column in (0..P::WIDTH).step_by(SIDE) {
+            let first = outer.start + index * P::WIDTH + column;
+            let lanes = SIDE.min(P::WIDTH - column);
+            let outer = first.min(outer.end)..(first + lanes).min(outer.end);
+            for unit in (0..units).step_by(SIDE) {
+                let start = depth.start + unit * unit_elements;
+                let end = (start + SIDE * unit_elements).min(depth.end);
+                let mut block = [[0; SIDE]; SIDE];
+                read(&mut block, outer.clone(), start.min(end)..end);
+                write::<P>(&block, &mut panel[unit * P::WIDTH..], column);
+            }
+        }
+    }
+}
+
+/// Writes a block at `column` of a panel, which may end before the block does.
+#[inline(always)]
+fn write<P: PanelShape>(block: &Block, panel: &mut [u32], column: usize) {
+    let rest = P::WIDTH % SIDE;
+    match P::ORDER {
+        Order::AcrossDepth if column + SIDE <= P::WIDTH => {
+            for (line, row) in panel.chunks_exact_mut(P::WIDTH).zip(block) {
+                line[column..column + SIDE].copy_from_slice(row);
+            }
+        }
+        Order::AcrossDepth => {
+            for (line, row) in panel.chunks_exact_mut(P::WIDTH).zip(block) {
+                line[P::WIDTH - rest..].copy_from_slice(&row[..rest]);
+            }
+        }
+        Order::AlongDepth => panel[column * SIDE..][..SIDE * SIDE].copy_from_slice(block.as_flattened()),
+    }
+}

@@ -1,0 +1,594 @@
+//! Batch normalization over channels.
+//!
+//! The statistics of a channel are those of fixed groups of rows, merged in order in f64. A group sums differences from
+//! its first row, so a mean that is large compared with the deviation cancels nothing.
+
+use lockstep_plan::{DType, MemoryCategory};
+
+use crate::{
+    BatchNorm, BatchNormKernels, CopyKernels, CpuQueue, RunningStatistics, View, Write,
+    cpu::{
+        operands::{Operand, check_disjoint, check_elementwise, expect},
+        simd::{BLOCK, Block, Float, Isa, inlined, with_float},
+        tasks::{is_parallel, rows_per_task},
+    },
+};
+
+/// Rows of one group of the statistics.
+const ROWS_PER_GROUP: usize = 64;
+
+/// Statistics of some rows for a block of channels.
+struct Moments {
+    rows: f64,
+    mean: [f64; BLOCK],
+    /// Sum of squared differences from the mean.
+    squares: [f64; BLOCK],
+}
+
+impl Moments {
+    const NONE: Self = Self { rows: 0.0, mean: [0.0; BLOCK], squares: [0.0; BLOCK] };
+
+    /// Adds the statistics of other rows (Chan et al., 1979).
+    #[inline(always)]
+    fn merge(&mut self, rows: f64, mean: &[f32], squares: &[f32]) {
+        if rows == 0.0 {
+            return;
+        }
+        let total = self.rows + rows;
+        let (part, cross) = (rows / total, self.rows * rows / total);
+        for ((own_mean, own_squares), (mean, squares)) in
+            self.mean.iter_mut().zip(&mut self.squares).zip(mean.iter().zip(squares))
+        {
+            let difference = f64::from(*mean) - *own_mean;
+            *own_mean += difference * part;
+            *own_squares += f64::from(*squares) + difference * difference * cross;
+        }
+        self.rows = total;
+    }
+}
+
+impl BatchNormKernels for CpuQueue {
+    fn batch_norm_statistics(&self, x: View<'_>, statistics: View<'_>) {
+        let (rows, channels) = x.shape().as_matrix();
+        expect("batch_norm_statistics: statistics", statistics, DType::F32, 3 * channels);
+        check_disjoint(&[statistics], &[x]);
+        let groups = rows.div_ceil(ROWS_PER_GROUP);
+        let elements = 2 * groups * channels;
+        let scratch = self
+            .arena
+            .allocate(elements * size_of::<f32>(), MemoryCategory::Workspace)
+            .unwrap_or_else(|error| panic!("statistics of {rows} rows: {error}"));
+        let partials = Operand::<f32>::new(scratch.view(DType::F32, 0, [elements]));
+        with_float!(x.dtype(), T => group_statistics::<T>(self, x, &partials));
+        let statistics = Operand::<f32>::new(statistics);
+        let per_task = if is_parallel(elements) { BLOCK } else { channels.max(1) };
+        self.for_each_range(
+            channels,
+            per_task,
+            inlined!(|range, _| {
+                for first in range.clone().step_by(BLOCK) {
+                    let n = BLOCK.min(range.end - first);
+                    let mut moments = Moments::NONE;
+                    for group in 0..groups {
+                        let of_group = ROWS_PER_GROUP.min(rows - group * ROWS_PER_GROUP);
+                        let at = 2 * group * channels + first;
+                        // SAFETY: the partial statistics are complete, and now only read.
+                        let (mean, squares) = unsafe {
+                            (partials.read(at..at + n), partials.read(at + channels..at + channels + n))
+                        };
+                        moments.merge(of_group as f64, mean, squares);
+                    }
+                    // SAFETY: each channel belongs to one task, and the three statistics do not overlap.
+                    let [count, mean, squares] = unsafe {
+                        [0, 1, 2].map(|which| {
+                            statistics.write(which * channels + first..which * channels + first + n)
+                        })
+                    };
+                    count.fill(rows as f32);
+                    mean.iter_mut().zip(&moments.mean).for_each(|(to, from)| *to = *from as f32);
+                    squares.iter_mut().zip(&moments.squares).for_each(|(to, from)| *to = *from as f32);
+                }
+            }),
+        );
+    }
+
+    fn merge_batch_norm(
+        &self,
+        parts: View<'_>,
+        eps: f32,
+        running: Option<RunningStatistics<'_>>,
+        mean: View<'_>,
+        rstd: View<'_>,
+    ) {
+        let channels = mean.elements();
+        let count = parts.elements() / (3 * channels).max(1);
+        expect("merge_batch_norm: parts", parts, DType::F32, count * 3 * channels);
+        expect("merge_batch_norm: mean", mean, DType::F32, channels);
+        expect("merge_batch_norm: rstd", rstd, DType::F32, channels);
+        check_disjoint(&[mean, rstd], &[parts]);
+        if let Some(running) = running {
+            expect("merge_batch_norm: running mean", running.mean, DType::F32, channels);
+            expect("merge_batch_norm: running variance", running.variance, DType::F32, channels);
+            check_disjoint(&[running.mean, running.variance, mean, rstd], &[parts]);
+        }
+        let [parts, mean, rstd] = [parts, mean, rstd].map(Operand::<f32>::new);
+        let running = running
+            .map(|running| (running.momentum, [running.mean, running.variance].map(Operand::<f32>::new)));
+        // Few numbers: the host thread merges them.
+        for channel in 0..channels {
+            let mut moments = Merged::default();
+            for part in 0..count {
+                // SAFETY: the parts are only read.
+                let of_part = |which: usize| unsafe {
+                    let at = (3 * part + which) * channels + channel;
+                    f64::from(parts.read(at..at + 1)[0])
+                };
+                moments.merge(of_part(0), of_part(1), of_part(2));
+            }
+            let set = |operand: &Operand<'_, f32>, value: &dyn Fn(f32) -> f64| {
+                // SAFETY: the outputs overlap no other operand, and one thread writes them.
+                let element = unsafe { &mut operand.write(channel..channel + 1)[0] };
+                *element = value(*element) as f32;
+            };
+            set(&mean, &|_| moments.mean);
+            set(&rstd, &|_| 1.0 / (moments.variance(0.0) + f64::from(eps)).sqrt());
+            let Some((momentum, [running_mean, running_variance])) = &running else { continue };
+            let momentum = f64::from(*momentum);
+            let updated = |old: f32, new: f64| (1.0 - momentum) * f64::from(old) + momentum * new;
+            if moments.rows > 0.0 {
+                set(running_mean, &|old| updated(old, moments.mean));
+            }
+            if moments.rows > 1.0 {
+                set(running_variance, &|old| updated(old, moments.variance(1.0)));
+            }
+        }
+    }
+
+    fn reciprocal_deviation(&self, variance: View<'_>, eps: f32, rstd: View<'_>) {
+        expect("reciprocal_deviation: variance", variance, DType::F32, rstd.elements());
+        expect("reciprocal_deviation: rstd", rstd, DType::F32, variance.elements());
+        check_elementwise(rstd, &[variance]);
+        let channels = variance.elements();
+        let [variance, rstd] = [variance, rstd].map(Operand::<f32>::new);
+        for channel in 0..channels {
+            // SAFETY: one thread reads and writes these.
+            unsafe {
+                let variance = variance.read(channel..channel + 1)[0];
+                rstd.write(channel..channel + 1)[0] = 1.0 / (variance + eps).sqrt();
+            }
+        }
+    }
+
+    fn batch_norm(&self, norm: BatchNorm<'_>, bias: View<'_>, y: View<'_>) {
+        let (rows, channels) = check("batch_norm", norm);
+        expect("batch_norm: bias", bias, norm.x.dtype(), channels);
+        expect("batch_norm: y", y, norm.x.dtype(), norm.x.elements());
+        check_disjoint(&[y], &[norm.x, norm.weight, norm.mean, norm.rstd, bias]);
+        with_float!(norm.x.dtype(), T => {
+            let (x, y, bias) = (Operand::<T>::new(norm.x), Operand::<T>::new(y), Operand::<T>::new(bias));
+            let weight = Operand::<T>::new(norm.weight);
+            let [mean, rstd] = [norm.mean, norm.rstd].map(Operand::<f32>::new);
+            self.for_each_range(rows, rows_per_task(rows, channels), inlined!(|rows, isa| {
+                for first in (0..channels).step_by(BLOCK) {
+                    let part = first..channels.min(first + BLOCK);
+                    // SAFETY: these are only read.
+                    let (weight, bias, mean, rstd) = unsafe {
+                        (weight.read(part.clone()), bias.read(part.clone()), mean.read(part.clone()), rstd.read(part.clone()))
+                    };
+                    let mut scale = Block::ZERO;
+                    let scale = &mut scale.0[..part.len()];
+                    scale.iter_mut().zip(weight.iter().zip(rstd)).for_each(|(s, (w, r))| *s = w.load() * r);
+                    let mut result = Block::ZERO;
+                    let result = &mut result.0[..part.len()];
+                    for row in rows.clone() {
+                        let at = row * channels + part.start..row * channels + part.end;
+                        // SAFETY: `x` is only read, and each row of `y` belongs to one task.
+                        let (x, y) = unsafe { (x.read(at.clone()), y.write(at)) };
+                        for ((((result, x), mean), scale), bias) in result.iter_mut().zip(x).zip(mean).zip(&*scale).zip(bias) {
+                            *result = isa.mul_add(x.load() - mean, *scale, bias.load());
+                        }
+                        T::store_all(isa, result, y);
+                    }
+                }
+            }));
+        });
+    }
+
+    fn batch_norm_backward_sums(&self, norm: BatchNorm<'_>, dy: View<'_>, sums: View<'_>) {
+        let (rows, channels) = check("batch_norm_backward_sums", norm);
+        expect("batch_norm_backward_sums: dy", dy, norm.x.dtype(), norm.x.elements());
+        expect("batch_norm_backward_sums: sums", sums, DType::F32, 2 * channels);
+        check_disjoint(&[sums], &[dy, norm.x, norm.mean, norm.rstd]);
+        self.zero(sums);
+        let sums = sums.reshape([2, channels]);
+        let outputs = [0, 1].map(|which| sums.rows(which..which + 1));
+        // SAFETY: as just checked they overlap no output, and kernels write only their outputs.
+        let (mean, rstd) = unsafe { (norm.mean.slice::<f32>(), norm.rstd.slice::<f32>()) };
+        with_float!(norm.x.dtype(), T => {
+            let (x, dy) = (Operand::<T>::new(norm.x), Operand::<T>::new(dy));
+            self.add_sum_over_rows(rows, outputs, inlined!(|rows, [of_dy, of_product]| {
+                for row in rows {
+                    let at = row * channels..(row + 1) * channels;
+                    // SAFETY: both are only read, and overlap no output.
+                    let (x, dy) = unsafe { (x.read(at.clone()), dy.read(at)) };
+                    let sums = of_dy.iter_mut().zip(of_product.iter_mut());
+                    for (((x, dy), (of_dy, of_product)), (mean, rstd)) in x.iter().zip(dy).zip(sums).zip(mean.iter().zip(rstd)) {
+                        *of_dy += dy.load();
+                        *of_product += dy.load() * ((x.load() - mean) * rstd);
+                    }
+                }
+            }));
+        });
+    }
+
+    fn batch_norm_backward_input(
+        &self,
+        norm: BatchNorm<'_>,
+        dy: View<'_>,
+        sums: View<'_>,
+        rows: usize,
+        dx: View<'_>,
+        write: Write,
+    ) {
+        let (own_rows, channels) = check("batch_norm_backward_input", norm);
+        expect("batch_norm_backward_input: dy", dy, norm.x.dtype(), norm.x.elements());
+        expect("batch_norm_backward_input: dx", dx, norm.x.dtype(), norm.x.elements());
+        expect("batch_norm_backward_input: sums", sums, DType::F32, 2 * channels);
+        check_disjoint(&[dx], &[dy, norm.x, norm.weight, norm.mean, norm.rstd, sums]);
+        let one_over_rows = 1.0 / rows.max(1) as f32;
+        with_float!(norm.x.dtype(), T => {
+            let (x, dy, dx) = (Operand::<T>::new(norm.x), Operand::<T>::new(dy), Operand::<T>::new(dx));
+            let weight = Operand::<T>::new(norm.weight);
+            let [mean, rstd, sums] = [norm.mean, norm.rstd, sums].map(Operand::<f32>::new);
+            self.for_each_range(own_rows, rows_per_task(own_rows, channels), inlined!(|range, isa| {
+                for first in (0..channels).step_by(BLOCK) {
+                    let part = first..channels.min(first + BLOCK);
+                    let of_product = channels + part.start..channels + part.end;
+                    // SAFETY: these are only read.
+                    let (weight, mean, rstd, sums) = unsafe {
+                        (
+                            weight.read(part.clone()),
+                            mean.read(part.clone()),
+                            rstd.read(part.clone()),
+                            [sums.read(part.clone()), sums.read(of_product)],
+                        )
+                    };
+                    let line = Coefficients::new(weight, mean, rstd, sums, one_over_rows);
+                    for row in range.clone() {
+                        let at = row * channels + part.start..row * channels + part.end;
+                        // SAFETY: `x` and `dy` are only read, and each row of `dx` belongs to one task.
+                        let (x, dy, dx) = unsafe { (x.read(at.clone()), dy.read(at.clone()), dx.write(at)) };
+                        line.gradient(isa, x, dy, dx, write);
+                    }
+                }
+            }));
+        });
+    }
+}
+
+/// The gradient of the input as a function of `x` and `dy`, for a block of channels:
+/// `scale · (dy - average - (x - mean) · slope)`, with `slope = rstd · Σ(dy · xhat) / rows`.
+struct Coefficients {
+    mean: Block,
+    scale: Block,
+    average: Block,
+    slope: Block,
+}
+
+impl Coefficients {
+    #[inline(always)]
+    fn new<T: Float>(
+        weight: &[T],
+        mean: &[f32],
+        rstd: &[f32],
+        [of_dy, of_product]: [&[f32]; 2],
+        one_over_rows: f32,
+    ) -> Self {
+        let mut own =
+            Self { mean: Block::ZERO, scale: Block::ZERO, average: Block::ZERO, slope: Block::ZERO };
+        for (i, weight) in weight.iter().enumerate() {
+            own.mean.0[i] = mean[i];
+            own.scale.0[i] = weight.load() * rstd[i];
+            own.average.0[i] = of_dy[i] * one_over_rows;
+            own.slope.0[i] = of_product[i] * one_over_rows * rstd[i];
+        }
+        own
+    }
+
+    /// Computes a row of the gradient.
+    #[inline(always)]
+    fn gradient<T: Float>(&self, isa: Isa, x: &[T], dy: &[T], dx: &mut [T], write: Write) {
+        let n = dx.len();
+        assert!(n <= BLOCK && x.len() == n && dy.len() == n);
+        let mut result = Block::ZERO;
+        for i in 0..n {
+            let centered = x[i].load() - self.mean.0[i];
+            let rest = isa.mul_add(-centered, self.slope.0[i], dy[i].load() - self.average.0[i]);
+            result.0[i] = self.scale.0[i] * rest;
+        }
+        if write == Write::Accumulate {
+            result.0.iter_mut().zip(&*dx).for_each(|(result, earlier)| *result += earlier.load());
+        }
+        T::store_all(isa, &result.0[..n], dx);
+    }
+}
+
+/// Merged statistics of one channel.
+#[derive(Debug, Clone, Copy, Default)]
+struct Merged {
+    rows: f64,
+    mean: f64,
+    squares: f64,
+}
+
+impl Merged {
+    fn merge(&mut self, rows: f64, mean: f64, squares: f64) {
+        if rows == 0.0 {
+            return;
+        }
+        let (total, difference) = (self.rows + rows, mean - self.mean);
+        self.mean += difference * (rows / total);
+        self.squares += squares + difference * difference * (self.rows * rows / total);
+        self.rows = total;
+    }
+
+    /// Returns the variance with `correction` degrees of freedom taken off.
+    fn variance(&self, correction: f64) -> f64 {
+        self.squares / (self.rows - correction).max(1.0)
+    }
+}
+
+/// Checks the operands, and returns the number of rows and of channels.
+fn check(kernel: &str, norm: BatchNorm<'_>) -> (usize, usize) {
+    let BatchNorm { x, weight, mean, rstd } = norm;
+    let (rows, channels) = x.shape().as_matrix();
+    expect(format_args!("{kernel}: weight"), weight, x.dtype(), channels);
+    expect(format_args!("{kernel}: mean"), mean, DType::F32, channels);
+    expect(format_args!("{kernel}: rstd"), rstd, DType::F32, channels);
+    (rows, channels)
+}
+
+/// Writes mean and sum of squared differences of each group of rows to `partials`, f32 `[groups, 2, channels]`.
+fn group_statistics<T: Float>(queue: &CpuQueue, x: View<'_>, partials: &Operand<'_, f32>) {
+    let (rows, channels) = x.shape().as_matrix();
+    let groups = rows.div_ceil(ROWS_PER_GROUP);
+    let x = Operand::<T>::new(x);
+    let per_task = if is_parallel(rows * channels) { 1 } else { groups.max(1) };
+    queue.for_each_range(
+        groups,
+        per_task,
+        inlined!(|range, _| {
+            for group in range {
+                let rows = group * ROWS_PER_GROUP..rows.min((group + 1) * ROWS_PER_GROUP);
+                for first in (0..channels).step_by(BLOCK) {
+                    let n = BLOCK.min(channels - first);
+                    // SAFETY: `x` is only read.
+                    let part =
+                        |row: usize| unsafe { x.read(row * channels + first..row * channels + first + n) };
+                    let (mut shift, mut sums, mut squares) = (Block::ZERO, Block::ZERO, Block::ZERO);
+                    shift.0.iter_mut().zip(part(rows.start)).for_each(|(shift, x)| *shift = x.load());
+                    for row in rows.clone() {
+                        let sums = sums.0.iter_mut().zip(&mut squares.0);
+                        for ((x, shift), (sum, squares)) in part(row).iter().zip(&shift.0).zip(sums) {
+                            let difference = x.load() - shift;
+                            *sum += difference;
+                            *squares += difference * difference;
+                        }
+                    }
+                    let one_over_rows = 1.0 / rows.len() as f32;
+                    let at = 2 * group * channels + first;
+                    // SAFETY: each group belongs to one task, and its two parts do not overlap.
+                    let (mean, of_squares) = unsafe {
+                        (partials.write(at..at + n), partials.write(at + channels..at + channels + n))
+                    };
+                    for i in 0..n {
+                        let average = sums.0[i] * one_over_rows;
+                        mean[i] = shift.0[i] + average;
+                        // Not below zero; NaN stays NaN.
+                        let squares = squares.0[i] - sums.0[i] * average;
+                        of_squares[i] = if squares < 0.0 { 0.0 } else { squares };
+                    }
+                }
+            }
+        }),
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::cpu::{
+        reference::finite_differences,
+        testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random_of, rounded, tolerance, values},
+    };
+
+    const EPS: f64 = 1e-5;
+
+    /// Returns mean and biased variance of each channel.
+    fn statistics(x: &[f64], channels: usize) -> Vec<(f64, f64)> {
+        let rows = (x.len() / channels) as f64;
+        let of = |channel: usize| x.iter().skip(channel).step_by(channels);
+        let mean = |channel| of(channel).sum::<f64>() / rows;
+        (0..channels).map(|c| (mean(c), of(c).map(|x| (x - mean(c)).powi(2)).sum::<f64>() / rows)).collect()
+    }
+
+    fn normalized(x: &[f64], weight: &[f64], bias: &[f64]) -> Vec<f64> {
+        let statistics = statistics(x, weight.len());
+        let at = |i: usize| {
+            let (mean, variance) = statistics[i % weight.len()];
+            (x[i] - mean) / (variance + EPS).sqrt() * weight[i % weight.len()] + bias[i % weight.len()]
+        };
+        (0..x.len()).map(at).collect()
+    }
+
+    /// Returns the gradients of input, weight and bias.
+    fn backward(dy: &[f64], x: &[f64], weight: &[f64]) -> [Vec<f64>; 3] {
+        let channels = weight.len();
+        let rows = (x.len() / channels) as f64;
+        let statistics = statistics(x, channels);
+        let xhat = |i: usize| (x[i] - statistics[i % channels].0) / (statistics[i % channels].1 + EPS).sqrt();
+        let (mut dweight, mut dbias) = (vec![0.0; channels], vec![0.0; channels]);
+        for (i, dy) in dy.iter().enumerate() {
+            dweight[i % channels] += dy * xhat(i);
+            dbias[i % channels] += dy;
+        }
+        let dx = (0..x.len()).map(|i| {
+            let c = i % channels;
+            weight[c] / (statistics[c].1 + EPS).sqrt()
+                * (dy[i] - dbias[c] / rows - xhat(i) * dweight[c] / rows)
+        });
+        [dx.collect(), dweight, dbias]
+    }
+
+    struct Operands {
+        dtype: DType,
+        x: Vec<f64>,
+        dy: Vec<f64>,
+        weight: Vec<f64>,
+        bias: Vec<f64>,
+        /// Rows of the first rank; another has the rest.
+        first_rows: usize,
+    }
+
+    /// Returns y, dx, dx accumulated, the sums of the backward, mean, rstd, and the running statistics.
+    fn run(queue: &CpuQueue, operands: &Operands) -> Vec<Vec<f64>> {
+        let Operands { dtype, x, dy, weight, bias, first_rows } = operands;
+        let (dtype, channels) = (*dtype, weight.len());
+        let rows = x.len() / channels;
+        let matrix = |values: &[f64]| floats(dtype, [rows, channels], values);
+        let vector = |values: &[f64]| floats(dtype, [channels], values);
+        let of_f32 =
+            |parts: usize, value: f64| floats(DType::F32, [parts, channels], &vec![value; parts * channels]);
+        let (x_tensor, dy, weight, bias) = (matrix(x), matrix(dy), vector(weight), vector(bias));
+        let (y, dx, added) = (matrix(x), matrix(x), matrix(x));
+        let (parts, mean, rstd, sums) = (of_f32(6, 9.0), of_f32(1, 9.0), of_f32(1, 9.0), of_f32(2, 9.0));
+        let (running_mean, running_variance) = (of_f32(1, 0.5), of_f32(1, 2.0));
+        queue.batch_norm_statistics(x_tensor.view().rows(0..*first_rows), parts.view().rows(0..3));
+        queue.batch_norm_statistics(x_tensor.view().rows(*first_rows..rows), parts.view().rows(3..6));
+        let running =
+            RunningStatistics { mean: running_mean.view(), variance: running_variance.view(), momentum: 0.1 };
+        queue.merge_batch_norm(parts.view(), EPS as f32, Some(running), mean.view(), rstd.view());
+        let norm =
+            BatchNorm { x: x_tensor.view(), weight: weight.view(), mean: mean.view(), rstd: rstd.view() };
+        queue.batch_norm(norm, bias.view(), y.view());
+        queue.batch_norm_backward_sums(norm, dy.view(), sums.view());
+        for (dx, write) in [(&dx, Write::Overwrite), (&added, Write::Accumulate)] {
+            queue.batch_norm_backward_input(norm, dy.view(), sums.view(), rows, dx.view(), write);
+        }
+        [y, dx, added, sums, mean, rstd, running_mean, running_variance].map(|t| values(t.view())).to_vec()
+    }
+
+    fn check_against_the_reference(operands: &Operands, spread: f64) {
+        let Operands { dtype, x, dy, weight, bias, .. } = operands;
+        let channels = weight.len();
+        let rows = x.len() / channels;
+        let of_channels = statistics(x, channels);
+        let (y, [dx, dweight, dbias]) = (normalized(x, weight, bias), backward(dy, x, weight));
+        let added: Vec<f64> = dx.iter().zip(x).map(|(a, b)| a + b).collect();
+        let means: Vec<f64> = of_channels.iter().map(|(mean, _)| *mean).collect();
+        let rstd: Vec<f64> = of_channels.iter().map(|(_, variance)| 1.0 / (variance + EPS).sqrt()).collect();
+        let running_mean: Vec<f64> = means.iter().map(|mean| 0.45 + 0.1 * mean).collect();
+        let unbiased = rows as f64 / (rows as f64 - 1.0).max(1.0);
+        let running_variance: Vec<f64> = of_channels
+            .iter()
+            .map(|(_, variance)| if rows > 1 { 1.8 + 0.1 * variance * unbiased } else { 2.0 })
+            .collect();
+        // Rounding errors of the mean, relative to the deviation.
+        let largest = rstd.iter().fold(1.0, |a: f64, b| a.max(*b));
+        let shift = 4e-7 * (2.0 + spread) * largest;
+        on_every_queue(
+            |queue| run(queue, operands),
+            |results| {
+                let (relative, rows) = (tolerance(*dtype), rows as f64);
+                assert_close("y", &results[0], &y, relative, 4.0 * shift + 1e-6);
+                assert_close("dx", &results[1], &dx, relative, (8.0 * shift + 4e-6) * largest);
+                assert_close(
+                    "dx added",
+                    &results[2],
+                    &added,
+                    relative,
+                    (8.0 * shift + 4e-6) * (largest + spread),
+                );
+                assert_close("dbias", &results[3][..channels], &dbias, 1e-6, 1e-6 * rows);
+                assert_close("dweight", &results[3][channels..], &dweight, 1e-6, (2e-6 + 4.0 * shift) * rows);
+                assert_close("mean", &results[4], &means, 1e-6, 1e-6);
+                assert_close("rstd", &results[5], &rstd, 1e-5, 0.0);
+                assert_close("running mean", &results[6], &running_mean, 1e-6, 1e-6);
+                assert_close("running variance", &results[7], &running_variance, 1e-5, 1e-6);
+            },
+        );
+    }
+
+    fn operands(dtype: DType, rows: usize, channels: usize, offset: f64, first_rows: usize) -> Operands {
+        let x: Vec<f64> = random_of(dtype, 1, rows * channels).iter().map(|x| x + offset).collect();
+        Operands {
+            dtype,
+            x: rounded(dtype, &x),
+            dy: random_of(dtype, 2, rows * channels),
+            weight: random_of(dtype, 3, channels),
+            bias: random_of(dtype, 4, channels),
+            first_rows,
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(8))]
+
+        #[test]
+        fn batch_norm_and_its_gradients_match_the_reference(
+            // Few rows may agree by chance: then only rounding error remains of their variance.
+            (rows, channels) in prop_oneof![(16usize..90, 1usize..40), (250usize..400, 250usize..300)],
+            part in 0.0..1.0,
+        ) {
+            for dtype in ACTIVATIONS {
+                let first_rows = (part * rows as f64) as usize;
+                check_against_the_reference(&operands(dtype, rows, channels, 0.0, first_rows), 0.0);
+            }
+        }
+    }
+
+    #[test]
+    fn a_mean_much_larger_than_the_deviation_does_not_cancel_the_variance() {
+        check_against_the_reference(&operands(DType::F32, 300, 33, 300.0, 140), 300.0);
+    }
+
+    #[test]
+    fn one_row_is_its_own_mean_and_leaves_the_running_variance() {
+        let operands = operands(DType::F32, 1, 5, 0.0, 0);
+        let results = run(&CpuQueue::new(1, &crate::Arena::new()).unwrap(), &operands);
+        assert_eq!((&results[0], &results[4]), (&operands.bias, &operands.x));
+        assert_eq!(results[7], [2.0; 5]);
+    }
+
+    #[test]
+    fn no_rows_change_no_running_statistics() {
+        let operands = operands(DType::F32, 0, 5, 0.0, 0);
+        let results = run(&CpuQueue::new(1, &crate::Arena::new()).unwrap(), &operands);
+        assert_eq!((&results[3], &results[4]), (&vec![0.0; 10], &vec![0.0; 5]));
+        assert_eq!((&results[6], &results[7]), (&vec![0.5; 5], &vec![2.0; 5]));
+    }
+
+    #[test]
+    fn the_reference_gradients_match_finite_differences() {
+        let (rows, channels) = (6, 3);
+        let [x, dy] = [1, 2].map(|seed| random_of(DType::F32, seed, rows * channels));
+        let [weight, bias] = [3, 4].map(|seed| random_of(DType::F32, seed, channels));
+        let loss = |x: &[f64], weight: &[f64], bias: &[f64]| -> f64 {
+            normalized(x, weight, bias).iter().zip(&dy).map(|(y, dy)| y * dy).sum()
+        };
+        let [dx, dweight, dbias] = backward(&dy, &x, &weight);
+        assert_close("dx", &dx, &finite_differences(&x, |x| loss(x, &weight, &bias)), 1e-5, 1e-5);
+        assert_close("dweight", &dweight, &finite_differences(&weight, |w| loss(&x, w, &bias)), 1e-6, 1e-6);
+        assert_close("dbias", &dbias, &finite_differences(&bias, |b| loss(&x, &weight, b)), 1e-6, 1e-6);
+    }
+
+    #[test]
+    fn evaluation_divides_by_the_running_deviation() {
+        let queue = CpuQueue::new(1, &crate::Arena::new()).unwrap();
+        let (variance, rstd) = (floats(DType::F32, [2], &[4.0, 0.0]), floats(DType::F32, [2], &[0.0; 2]));
+        queue.reciprocal_deviation(variance.view(), 0.25, rstd.view());
+        assert_close("rstd", &values(rstd.view()), &[1.0 / 4.25_f64.sqrt(), 2.0], 1e-6, 0.0);
+    }
+}

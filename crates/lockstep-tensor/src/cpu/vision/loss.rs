@@ -1,0 +1,259 @@
+//! Losses of classifiers and of regression, row by row.
+//!
+//! With label smoothing ε over K classes (Szegedy et al., 2016, section 7) the target of a row is
+//! `(1 - ε) onehot(label) + ε / K`, and so
+//! `loss = log Σ exp(x) - (1 - ε) x[label] - ε / K Σ x`, as PyTorch defines it.
+
+use lockstep_plan::DType;
+
+use crate::{
+    CpuQueue, View, Write,
+    cpu::{
+        operands::{Operand, check_disjoint, expect},
+        simd::{BLOCK, Block, Float, Isa, exp, inlined, map_block, map_slices, sum, with_float},
+        softmax::{check_labels, check_shapes, log_sum_exp_of},
+    },
+};
+
+/// Computes the losses; with a `seed` also overwrites the logits with their gradient.
+pub(in crate::cpu) fn cross_entropy_smoothed(
+    queue: &CpuQueue,
+    logits: View<'_>,
+    labels: View<'_>,
+    smoothing: f32,
+    losses: View<'_>,
+    seed: Option<f32>,
+) {
+    assert!((0.0..=1.0).contains(&smoothing), "the label smoothing {smoothing} must lie in [0, 1]");
+    let (rows, classes) = check_shapes(logits, labels, losses);
+    check_disjoint(&[logits, losses], &[labels]);
+    let labels = check_labels(labels, classes);
+    let of_class = smoothing / classes.max(1) as f32;
+    with_float!(logits.dtype(), T => {
+        let (logits, losses) = (Operand::<T>::new(logits), Operand::<f32>::new(losses));
+        queue.for_each_row(rows, classes, inlined!(|row, isa| {
+            let elements = row * classes..(row + 1) * classes;
+            // SAFETY: each element of the losses belongs to one task.
+            let loss = unsafe { losses.write(row..row + 1) };
+            let Ok(label) = usize::try_from(labels[row]) else {
+                loss[0] = 0.0;
+                if seed.is_some() {
+                    // SAFETY: as above.
+                    unsafe { logits.write(elements) }.fill(T::store(0.0));
+                }
+                return;
+            };
+            // SAFETY: each row of the logits belongs to one task, and is not written while the slice lives.
+            let x = unsafe { logits.read(elements.clone()) };
+            let total = log_sum_exp_of(isa, x);
+            // Differences from the log-sum-exp, because the logits may be much larger than the loss.
+            let [differences] = sum([x], inlined!(|[x]| [total - x]));
+            loss[0] = (1.0 - smoothing) * (total - x[label].load()) + of_class * differences;
+            if let Some(seed) = seed {
+                // SAFETY: as above; `x` is no longer used.
+                let row = unsafe { logits.write(elements) };
+                differentiate(isa, row, label, total, (smoothing, of_class), seed);
+            }
+        }));
+    });
+}
+
+/// Overwrites a row of logits with `seed · (softmax(x) - (1 - smoothing) onehot(label) - of_class)`.
+#[inline(always)]
+fn differentiate<T: Float>(
+    isa: Isa,
+    row: &mut [T],
+    label: usize,
+    log_sum_exp: f32,
+    (smoothing, of_class): (f32, f32),
+    seed: f32,
+) {
+    // The label's element is rounded once, like the others.
+    let at_label = exp(isa, row[label].load() - log_sum_exp) - (1.0 - smoothing) - of_class;
+    let mut gradients = [Block::ZERO];
+    for part in row.chunks_mut(BLOCK) {
+        map_block(
+            [&*part],
+            &mut gradients,
+            part.len(),
+            inlined!(|[x]| [seed * (exp(isa, x - log_sum_exp) - of_class)]),
+        );
+        T::store_all(isa, &gradients[0].0[..part.len()], part);
+    }
+    row[label] = T::store(seed * at_label);
+}
+
+/// Computes the sum of squared differences of each row; with a `seed` also overwrites `x` with the gradient.
+pub(in crate::cpu) fn squared_error(
+    queue: &CpuQueue,
+    x: View<'_>,
+    target: View<'_>,
+    losses: View<'_>,
+    seed: Option<f32>,
+) {
+    let (rows, width) = x.shape().as_matrix();
+    expect("squared_error: target", target, x.dtype(), x.elements());
+    expect("squared_error: losses", losses, DType::F32, rows);
+    check_disjoint(&[x, losses], &[target]);
+    with_float!(x.dtype(), T => {
+        let (x, target, losses) = (Operand::<T>::new(x), Operand::<T>::new(target), Operand::<f32>::new(losses));
+        queue.for_each_row(rows, width, inlined!(|row, isa| {
+            let elements = row * width..(row + 1) * width;
+            // SAFETY: each element of the losses and each row belong to one task, and no row is written while the
+            // slices live.
+            let (loss, target) = unsafe { (losses.write(row..row + 1), target.read(elements.clone())) };
+            let squared = inlined!(|[x, target]: [f32; 2]| [(x - target) * (x - target)]);
+            // SAFETY: as above.
+            let [total] = sum([unsafe { x.read(elements.clone()) }, target], squared);
+            loss[0] = total;
+            if let Some(seed) = seed {
+                // SAFETY: as above.
+                let row = unsafe { x.write(elements) };
+                let factor = 2.0 * seed;
+                for (row, target) in row.chunks_mut(BLOCK).zip(target.chunks(BLOCK)) {
+                    let mut before = [T::store(0.0); BLOCK];
+                    let before = &mut before[..row.len()];
+                    before.copy_from_slice(row);
+                    let gradient = inlined!(|[x, target]: [f32; 2]| factor * (x - target));
+                    map_slices(isa, [&*before, target], row, Write::Overwrite, gradient);
+                }
+            }
+        }));
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{
+        LossKernels,
+        cpu::{
+            reference::finite_differences,
+            testing::{
+                ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, tolerance, values,
+            },
+        },
+    };
+
+    /// Returns the losses of the rows; 0 where the label is -100.
+    fn smoothed(logits: &[f64], labels: &[i32], smoothing: f64) -> Vec<f64> {
+        let classes = logits.len() / labels.len();
+        let of_row = |(row, label): (&[f64], &i32)| {
+            let Ok(label) = usize::try_from(*label) else { return 0.0 };
+            let largest = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let total = largest + row.iter().map(|x| (x - largest).exp()).sum::<f64>().ln();
+            (1.0 - smoothing) * (total - row[label])
+                + smoothing / classes as f64 * row.iter().map(|x| total - x).sum::<f64>()
+        };
+        logits.chunks(classes).zip(labels).map(of_row).collect()
+    }
+
+    fn labels(rows: usize, classes: usize) -> Vec<i32> {
+        (0..rows).map(|row| if row % 4 == 3 { -100 } else { (row * 7919 % classes) as i32 }).collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(8))]
+
+        #[test]
+        fn smoothed_losses_and_gradients_match_the_reference(
+            (rows, classes) in prop_oneof![(1usize..8, 1usize..600), (100usize..130, 900usize..1000)],
+            smoothing in prop_oneof![Just(0.0_f32), 0.0_f32..=1.0],
+        ) {
+            let labels = labels(rows, classes);
+            for dtype in ACTIVATIONS {
+                let logits: Vec<f64> = random_of(dtype, 1, rows * classes).iter().map(|x| 4.0 * x).collect();
+                let run = |queue: &CpuQueue| {
+                    let (logits, labels) = (floats(dtype, [rows, classes], &logits), tensor(&labels));
+                    let [alone, losses] = [(); 2].map(|()| floats(DType::F32, [rows], &vec![9.0; rows]));
+                    queue.cross_entropy_smoothed(logits.view(), labels.view(), smoothing, alone.view());
+                    queue.cross_entropy_smoothed_with_gradient(
+                        logits.view(), labels.view(), smoothing, losses.view(), 0.25,
+                    );
+                    [alone, losses, logits].map(|tensor| values(tensor.view())).to_vec()
+                };
+                let smoothing = f64::from(smoothing);
+                let expected = smoothed(&logits, &labels, smoothing);
+                let mut gradient = Vec::new();
+                for (row, label) in logits.chunks(classes).zip(&labels) {
+                    let largest = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                    let total: f64 = row.iter().map(|x| (x - largest).exp()).sum();
+                    gradient.extend(row.iter().enumerate().map(|(class, x)| match usize::try_from(*label) {
+                        Ok(label) => {
+                            let target = smoothing / classes as f64 + if class == label { 1.0 - smoothing } else { 0.0 };
+                            0.25 * ((x - largest).exp() / total - target)
+                        }
+                        Err(_) => 0.0,
+                    }));
+                }
+                on_every_queue(run, |results| {
+                    assert_close("losses", &results[0], &expected, 2e-6, 4e-6);
+                    assert_eq!(results[0], results[1], "losses without and with the gradient");
+                    assert_close("gradient", &results[2], &gradient, tolerance(dtype) + 4e-6, 1e-6);
+                });
+            }
+        }
+
+        #[test]
+        fn squared_errors_and_gradients_match_the_reference(
+            (rows, width) in prop_oneof![(1usize..8, 1usize..600), (100usize..130, 900usize..1000)],
+        ) {
+            for dtype in ACTIVATIONS {
+                let [x, target] = [1, 2].map(|seed| random_of(dtype, seed, rows * width));
+                let run = |queue: &CpuQueue| {
+                    let [x, target] = [&x, &target].map(|values| floats(dtype, [rows, width], values));
+                    let [alone, losses] = [(); 2].map(|()| floats(DType::F32, [rows], &vec![9.0; rows]));
+                    queue.squared_error(x.view(), target.view(), alone.view());
+                    queue.squared_error_with_gradient(x.view(), target.view(), losses.view(), 0.5);
+                    [alone, losses, x].map(|tensor| values(tensor.view())).to_vec()
+                };
+                let differences: Vec<f64> = x.iter().zip(&target).map(|(x, target)| x - target).collect();
+                let losses: Vec<f64> = differences.chunks(width).map(|row| row.iter().map(|d| d * d).sum()).collect();
+                on_every_queue(run, |results| {
+                    assert_close("losses", &results[0], &losses, 2e-6, 1e-6);
+                    assert_eq!(results[0], results[1], "losses without and with the gradient");
+                    assert_close("gradient", &results[2], &differences, tolerance(dtype), 1e-6);
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn the_gradients_match_finite_differences() {
+        let (rows, classes, smoothing) = (4, 7, 0.1);
+        let [logits, target] = [1, 2].map(|seed| random_of(DType::F32, seed, rows * classes));
+        let labels = labels(rows, classes);
+        let of_labels = finite_differences(&logits, |x| smoothed(x, &labels, smoothing).iter().sum());
+        let of_target =
+            finite_differences(&logits, |x| x.iter().zip(&target).map(|(x, t)| (x - t).powi(2)).sum());
+        let run = |queue: &CpuQueue| {
+            let [x, logits] = [(); 2].map(|()| floats(DType::F32, [rows, classes], &logits));
+            let (target, labels) = (floats(DType::F32, [rows, classes], &target), tensor(&labels));
+            let losses = floats(DType::F32, [rows], &vec![0.0; rows]);
+            let smoothing = smoothing as f32;
+            queue.cross_entropy_smoothed_with_gradient(
+                logits.view(),
+                labels.view(),
+                smoothing,
+                losses.view(),
+                1.0,
+            );
+            queue.squared_error_with_gradient(x.view(), target.view(), losses.view(), 1.0);
+            [logits, x].map(|tensor| values(tensor.view())).to_vec()
+        };
+        on_every_queue(run, |results| {
+            assert_close("cross-entropy", &results[0], &of_labels, 1e-6, 1e-6);
+            assert_close("squared error", &results[1], &of_target, 1e-6, 1e-6);
+        });
+    }
+
+    #[test]
+    #[should_panic(expected = "the label smoothing 1.5 must lie in [0, 1]")]
+    fn a_smoothing_above_one_is_refused() {
+        let queue = CpuQueue::new(1, &crate::Arena::new()).unwrap();
+        let (logits, losses) = (floats(DType::F32, [1, 2], &[0.0; 2]), floats(DType::F32, [1], &[0.0]));
+        queue.cross_entropy_smoothed(logits.view(), tensor(&[0_i32]).view(), 1.5, losses.view());
+    }
+}

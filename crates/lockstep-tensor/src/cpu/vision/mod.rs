@@ -1,0 +1,11 @@
+//! Kernels of vision models and encoders other than convolutions.
+
+mod activation;
+mod batch_norm;
+mod loss;
+mod pool;
+mod rows;
+
+pub(super) use activation::{activation, activation_backward};
+pub(super) use loss::{cross_entropy_smoothed, squared_error};
+pub(super) use rows::{prepend_row, prepend_row_backward, select_row, select_row_backward};

@@ -1,0 +1,440 @@
+//! Pooling: all channels of an output pixel at a time. The backwards gather: each pixel of the input sums what the windows
+//! over it received, in f32, in the order of the kernel's elements, and rounds once.
+
+use std::ops::Range;
+
+use lockstep_plan::DType;
+
+use crate::{
+    CpuQueue, Pool2d, PoolKernels, View, Window2d, Write,
+    cpu::{
+        operands::{Operand, check_disjoint, expect},
+        simd::{BLOCK, Block, Float, Isa, inlined, with_float},
+        tasks::rows_per_task,
+    },
+};
+
+/// The windows along one axis.
+#[derive(Debug, Clone, Copy)]
+struct Axis {
+    input: usize,
+    output: usize,
+    kernel: usize,
+    stride: usize,
+    padding: usize,
+    dilation: usize,
+}
+
+impl Axis {
+    /// Returns (element of the kernel, input position) of the part of window `out` that lies in the image.
+    #[inline(always)]
+    fn seen(self, out: usize) -> impl Iterator<Item = (usize, usize)> + Clone {
+        let at = move |tap: usize| (out * self.stride + tap * self.dilation).wrapping_sub(self.padding);
+        // A position before the image wraps around to one beyond it.
+        (0..self.kernel).map(move |tap| (tap, at(tap))).filter(move |(_, at)| *at < self.input)
+    }
+
+    /// Returns (element of the kernel, window) of the windows that see input position `at`.
+    #[inline(always)]
+    fn seeing(self, at: usize) -> impl Iterator<Item = (usize, usize)> + Clone {
+        (0..self.kernel).filter_map(move |tap| {
+            let start = (at + self.padding).checked_sub(tap * self.dilation)?;
+            let out = start / self.stride;
+            (start.is_multiple_of(self.stride) && out < self.output).then_some((tap, out))
+        })
+    }
+}
+
+/// Rows, then columns.
+fn axes(pool: Pool2d) -> [Axis; 2] {
+    let Window2d { kernel, stride, padding, dilation } = pool.window();
+    std::array::from_fn(|axis| Axis {
+        input: pool.input()[axis],
+        output: pool.output()[axis],
+        kernel: kernel[axis],
+        stride: stride[axis],
+        padding: padding[axis],
+        dilation: dilation[axis],
+    })
+}
+
+/// Calls `work(isa, pixel, row and column of the pixel in its image, first pixel of the other image of the same batch
+/// index, range of channels)` for all pixels of images of `own` size, in tasks by shape. `cost` is the number of pixels
+/// that the work on one pixel reads.
+#[inline(always)]
+fn for_each_pixel(
+    queue: &CpuQueue,
+    pixels: usize,
+    (own, other): ([usize; 2], [usize; 2]),
+    (channels, cost): (usize, usize),
+    work: impl Fn(Isa, usize, [usize; 2], usize, Range<usize>) + Sync,
+) {
+    let per_task = rows_per_task(pixels, channels.saturating_mul(cost.max(1)));
+    queue.for_each_range(
+        pixels,
+        per_task,
+        inlined!(|range, isa| {
+            for pixel in range {
+                let (line, column) = (pixel / own[1], pixel % own[1]);
+                let (image, row) = (line / own[0], line % own[0]);
+                for first in (0..channels).step_by(BLOCK) {
+                    let part = first..channels.min(first + BLOCK);
+                    work(isa, pixel, [row, column], image * other[0] * other[1], part);
+                }
+            }
+        }),
+    );
+}
+
+impl PoolKernels for CpuQueue {
+    fn max_pool2d(&self, pool: Pool2d, x: View<'_>, y: View<'_>, indices: View<'_>) {
+        check("max_pool2d", pool, x, y, Some(indices));
+        check_disjoint(&[y, indices], &[x]);
+        let channels = pool.channels();
+        let (axes, pixels) = (axes(pool), y.elements() / channels.max(1));
+        let cost = axes[0].kernel * axes[1].kernel;
+        with_float!(x.dtype(), T => {
+            let (x, y, indices) = (Operand::<T>::new(x), Operand::<T>::new(y), Operand::<u8>::new(indices));
+            let sizes = (pool.output(), pool.input());
+            for_each_pixel(self, pixels, sizes, (channels, cost), inlined!(|isa, pixel, [row, column], first, part: Range<usize>| {
+                let (mut best, mut places) = (Block::ZERO, [0_u32; BLOCK]);
+                let (best, places) = (&mut best.0[..part.len()], &mut places[..part.len()]);
+                let mut is_first = true;
+                for (tap_row, at_row) in axes[0].seen(row) {
+                    for (tap_column, at_column) in axes[1].seen(column) {
+                        let at = (first + at_row * axes[1].input + at_column) * channels;
+                        // SAFETY: the input is only read.
+                        let x = unsafe { x.read(at + part.start..at + part.end) };
+                        let place = (tap_row * axes[1].kernel + tap_column) as u32;
+                        take_larger(best, places, x, place, is_first);
+                        is_first = false;
+                    }
+                }
+                let at = pixel * channels;
+                // SAFETY: each output pixel belongs to one task.
+                let (y, indices) = unsafe {
+                    (y.write(at + part.start..at + part.end), indices.write(at + part.start..at + part.end))
+                };
+                T::store_all(isa, best, y);
+                for (index, place) in indices.iter_mut().zip(places) {
+                    *index = *place as u8;
+                }
+            }));
+        });
+    }
+
+    fn max_pool2d_backward(&self, pool: Pool2d, dy: View<'_>, indices: View<'_>, dx: View<'_>, write: Write) {
+        check("max_pool2d_backward", pool, dx, dy, Some(indices));
+        check_disjoint(&[dx], &[dy, indices]);
+        let (axes, channels) = (axes(pool), pool.channels());
+        let pixels = dx.elements() / channels.max(1);
+        with_float!(dx.dtype(), T => {
+            let (dy, indices, dx) = (Operand::<T>::new(dy), Operand::<u8>::new(indices), Operand::<T>::new(dx));
+            let sizes = (pool.input(), pool.output());
+            for_each_pixel(self, pixels, sizes, (channels, windows_over_pixel(axes)), inlined!(|isa, pixel, [row, column], first, part: Range<usize>| {
+                let mut sums = Block::ZERO;
+                let sums = &mut sums.0[..part.len()];
+                for (tap_row, window_row) in axes[0].seeing(row) {
+                    for (tap_column, window_column) in axes[1].seeing(column) {
+                        let at = (first + window_row * axes[1].output + window_column) * channels;
+                        // SAFETY: the gradient and the indices are only read.
+                        let (dy, indices) = unsafe {
+                            (dy.read(at + part.start..at + part.end), indices.read(at + part.start..at + part.end))
+                        };
+                        let place = (tap_row * axes[1].kernel + tap_column) as u8;
+                        for ((sum, dy), index) in sums.iter_mut().zip(dy).zip(indices) {
+                            *sum += if *index == place { dy.load() } else { 0.0 };
+                        }
+                    }
+                }
+                // SAFETY: each pixel of the input belongs to one task.
+                finish(isa, sums, unsafe { dx.write(pixel * channels + part.start..pixel * channels + part.end) }, write);
+            }));
+        });
+    }
+
+    fn avg_pool2d(&self, pool: Pool2d, x: View<'_>, y: View<'_>) {
+        check("avg_pool2d", pool, x, y, None);
+        check_disjoint(&[y], &[x]);
+        let channels = pool.channels();
+        let (axes, pixels) = (axes(pool), y.elements() / channels.max(1));
+        let cost = axes[0].kernel * axes[1].kernel;
+        let factor = 1.0 / cost as f32;
+        with_float!(x.dtype(), T => {
+            let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
+            let sizes = (pool.output(), pool.input());
+            for_each_pixel(self, pixels, sizes, (channels, cost), inlined!(|isa, pixel, [row, column], first, part: Range<usize>| {
+                let mut sums = Block::ZERO;
+                let sums = &mut sums.0[..part.len()];
+                for (_, at_row) in axes[0].seen(row) {
+                    // A sum for each row of the window, for less rounding error in large windows.
+                    let mut of_row = Block::ZERO;
+                    let of_row = &mut of_row.0[..part.len()];
+                    for (_, at_column) in axes[1].seen(column) {
+                        let at = (first + at_row * axes[1].input + at_column) * channels;
+                        // SAFETY: the input is only read.
+                        let x = unsafe { x.read(at + part.start..at + part.end) };
+                        of_row.iter_mut().zip(x).for_each(|(sum, x)| *sum += x.load());
+                    }
+                    sums.iter_mut().zip(of_row).for_each(|(sum, of_row)| *sum += *of_row);
+                }
+                sums.iter_mut().for_each(|sum| *sum *= factor);
+                let at = pixel * channels;
+                // SAFETY: each output pixel belongs to one task.
+                T::store_all(isa, sums, unsafe { y.write(at + part.start..at + part.end) });
+            }));
+        });
+    }
+
+    fn avg_pool2d_backward(&self, pool: Pool2d, dy: View<'_>, dx: View<'_>, write: Write) {
+        check("avg_pool2d_backward", pool, dx, dy, None);
+        check_disjoint(&[dx], &[dy]);
+        let (axes, channels) = (axes(pool), pool.channels());
+        let pixels = dx.elements() / channels.max(1);
+        let factor = 1.0 / (axes[0].kernel * axes[1].kernel) as f32;
+        with_float!(dx.dtype(), T => {
+            let (dy, dx) = (Operand::<T>::new(dy), Operand::<T>::new(dx));
+            let sizes = (pool.input(), pool.output());
+            for_each_pixel(self, pixels, sizes, (channels, windows_over_pixel(axes)), inlined!(|isa, pixel, [row, column], first, part: Range<usize>| {
+                let mut sums = Block::ZERO;
+                let sums = &mut sums.0[..part.len()];
+                for (_, window_row) in axes[0].seeing(row) {
+                    for (_, window_column) in axes[1].seeing(column) {
+                        let at = (first + window_row * axes[1].output + window_column) * channels;
+                        // SAFETY: the gradient is only read.
+                        let dy = unsafe { dy.read(at + part.start..at + part.end) };
+                        sums.iter_mut().zip(dy).for_each(|(sum, dy)| *sum += dy.load());
+                    }
+                }
+                sums.iter_mut().for_each(|sum| *sum *= factor);
+                // SAFETY: each pixel of the input belongs to one task.
+                finish(isa, sums, unsafe { dx.write(pixel * channels + part.start..pixel * channels + part.end) }, write);
+            }));
+        });
+    }
+}
+
+/// Checks the operands of a pooling.
+fn check(kernel: &str, pool: Pool2d, x: View<'_>, y: View<'_>, indices: Option<View<'_>>) {
+    let outputs = pool.output_shape().elements();
+    expect(format_args!("{kernel}: the input"), x, y.dtype(), pool.input_shape().elements());
+    expect(format_args!("{kernel}: the output"), y, x.dtype(), outputs);
+    if let Some(indices) = indices {
+        expect(format_args!("{kernel}: the indices"), indices, DType::U8, outputs);
+        let elements = pool.window().kernel.iter().product::<usize>();
+        assert!(
+            elements <= Pool2d::MAX_KERNEL_ELEMENTS,
+            "{kernel}: a kernel of {elements} elements, of at most {}",
+            Pool2d::MAX_KERNEL_ELEMENTS
+        );
+    }
+}
+
+/// Returns the approximate number of windows over a pixel of the input.
+fn windows_over_pixel(axes: [Axis; 2]) -> usize {
+    axes.iter().map(|axis| axis.kernel.div_ceil(axis.stride)).product()
+}
+
+/// Replaces those elements of `best` that are smaller than the ones of `x`, and their places; all if `x` is the first.
+#[inline(always)]
+fn take_larger<T: Float>(best: &mut [f32], places: &mut [u32], x: &[T], place: u32, is_first: bool) {
+    for ((best, kept), x) in best.iter_mut().zip(places).zip(x) {
+        let x = x.load();
+        let is_larger = is_first | (x > *best) | x.is_nan();
+        *best = if is_larger { x } else { *best };
+        *kept = if is_larger { place } else { *kept };
+    }
+}
+
+/// Stores sums, or adds them to the earlier values.
+#[inline(always)]
+fn finish<T: Float>(isa: Isa, sums: &mut [f32], to: &mut [T], write: Write) {
+    if write == Write::Accumulate {
+        sums.iter_mut().zip(&*to).for_each(|(sum, earlier)| *sum += earlier.load());
+    }
+    T::store_all(isa, sums, to);
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::cpu::{
+        reference::finite_differences,
+        testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, tolerance, values},
+    };
+
+    /// Calls `work` with the indices in output and input, and the element of the kernel, of all pairs.
+    fn for_each_pair(pool: Pool2d, mut work: impl FnMut(usize, usize, usize)) {
+        let ([height, width], [rows, columns], channels) = (pool.input(), pool.output(), pool.channels());
+        let Window2d { kernel, stride, padding, dilation } = pool.window();
+        for out in 0..pool.output_shape().elements() {
+            let (pixel, channel) = (out / channels, out % channels);
+            let (image, row, column) = (pixel / (rows * columns), pixel / columns % rows, pixel % columns);
+            for tap in 0..kernel[0] * kernel[1] {
+                let y = (row * stride[0] + tap / kernel[1] * dilation[0]).wrapping_sub(padding[0]);
+                let x = (column * stride[1] + tap % kernel[1] * dilation[1]).wrapping_sub(padding[1]);
+                if y < height && x < width {
+                    work(out, ((image * height + y) * width + x) * channels + channel, tap);
+                }
+            }
+        }
+    }
+
+    /// Returns the maxima, and for each the index in the input and in the kernel.
+    fn max_pool(pool: Pool2d, x: &[f64]) -> Vec<(f64, usize, usize)> {
+        let mut best = vec![(f64::NEG_INFINITY, usize::MAX, 0); pool.output_shape().elements()];
+        for_each_pair(pool, |out, at, tap| {
+            if best[out].1 == usize::MAX || x[at] > best[out].0 {
+                best[out] = (x[at], at, tap);
+            }
+        });
+        best
+    }
+
+    fn average_pool(pool: Pool2d, x: &[f64]) -> Vec<f64> {
+        let mut y = vec![0.0; pool.output_shape().elements()];
+        let elements = pool.window().kernel.iter().product::<usize>() as f64;
+        for_each_pair(pool, |out, at, _| y[out] += x[at] / elements);
+        y
+    }
+
+    fn axis() -> impl Strategy<Value = [usize; 5]> {
+        (1usize..12, 1usize..=4, 1usize..=3, 0usize..=2, 1usize..=2).prop_map(
+            |(size, kernel, stride, padding, dilation)| {
+                let padding = padding.min(kernel / 2);
+                let kernel = kernel.min((size + 2 * padding - 1) / dilation + 1);
+                [size, kernel, stride, padding.min(kernel / 2), dilation]
+            },
+        )
+    }
+
+    fn pools() -> impl Strategy<Value = Pool2d> {
+        let channels = prop_oneof![1usize..40, 250usize..300];
+        (1usize..3, axis(), axis(), channels).prop_filter_map(
+            "a window in the image",
+            |(batch, a, b, channels)| {
+                let pair = |index: usize| [a[index], b[index]];
+                let window =
+                    Window2d { kernel: pair(1), stride: pair(2), padding: pair(3), dilation: pair(4) };
+                Pool2d::new([batch, a[0], b[0], channels], window).ok()
+            },
+        )
+    }
+
+    fn sum(a: &[f64], b: &[f64]) -> Vec<f64> {
+        a.iter().zip(b).map(|(a, b)| a + b).collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(12))]
+
+        #[test]
+        fn maxima_and_their_gradient_match_the_reference(pool in pools()) {
+            for dtype in ACTIVATIONS {
+                // Few different numbers, so that many maxima are tied.
+                let x: Vec<f64> = random_of(dtype, 1, pool.input_shape().elements()).iter().map(|x| x.round()).collect();
+                let dy = random_of(dtype, 2, pool.output_shape().elements());
+                let run = |queue: &CpuQueue| {
+                    let (input, dy) = (floats(dtype, pool.input_shape(), &x), floats(dtype, pool.output_shape(), &dy));
+                    let y = floats(dtype, pool.output_shape(), &vec![f64::NAN; pool.output_shape().elements()]);
+                    let indices = tensor(&vec![99_u8; y.view().elements()]);
+                    let dx = floats(dtype, pool.input_shape(), &vec![f64::NAN; x.len()]);
+                    let added = floats(dtype, pool.input_shape(), &x);
+                    queue.max_pool2d(pool, input.view(), y.view(), indices.view());
+                    queue.max_pool2d_backward(pool, dy.view(), indices.view(), dx.view(), Write::Overwrite);
+                    queue.max_pool2d_backward(pool, dy.view(), indices.view(), added.view(), Write::Accumulate);
+                    let places = indices.view().to_vec::<u8>().into_iter().map(f64::from).collect();
+                    vec![values(y.view()), places, values(dx.view()), values(added.view())]
+                };
+                let best = max_pool(pool, &x);
+                let mut dx = vec![0.0; x.len()];
+                best.iter().zip(&dy).for_each(|((_, at, _), dy)| dx[*at] += dy);
+                on_every_queue(run, |results| {
+                    assert_eq!(results[0], best.iter().map(|(y, ..)| *y).collect::<Vec<_>>());
+                    assert_eq!(results[1], best.iter().map(|(.., tap)| *tap as f64).collect::<Vec<_>>());
+                    assert_close("dx", &results[2], &dx, tolerance(dtype), 2e-6);
+                    assert_close("dx added", &results[3], &sum(&dx, &x), tolerance(dtype), 2e-6);
+                });
+            }
+        }
+
+        #[test]
+        fn averages_and_their_gradient_match_the_reference(pool in pools()) {
+            for dtype in ACTIVATIONS {
+                let x = random_of(dtype, 1, pool.input_shape().elements());
+                let dy = random_of(dtype, 2, pool.output_shape().elements());
+                let run = |queue: &CpuQueue| {
+                    let (input, dy) = (floats(dtype, pool.input_shape(), &x), floats(dtype, pool.output_shape(), &dy));
+                    let y = floats(dtype, pool.output_shape(), &vec![f64::NAN; pool.output_shape().elements()]);
+                    let dx = floats(dtype, pool.input_shape(), &vec![f64::NAN; x.len()]);
+                    let added = floats(dtype, pool.input_shape(), &x);
+                    queue.avg_pool2d(pool, input.view(), y.view());
+                    queue.avg_pool2d_backward(pool, dy.view(), dx.view(), Write::Overwrite);
+                    queue.avg_pool2d_backward(pool, dy.view(), added.view(), Write::Accumulate);
+                    [y, dx, added].map(|tensor| values(tensor.view())).to_vec()
+                };
+                let mut dx = vec![0.0; x.len()];
+                let elements = pool.window().kernel.iter().product::<usize>() as f64;
+                for_each_pair(pool, |out, at, _| dx[at] += dy[out] / elements);
+                on_every_queue(run, |results| {
+                    assert_close("y", &results[0], &average_pool(pool, &x), tolerance(dtype), 2e-6);
+                    assert_close("dx", &results[1], &dx, tolerance(dtype), 2e-6);
+                    assert_close("dx added", &results[2], &sum(&dx, &x), tolerance(dtype), 2e-6);
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn the_gradients_match_finite_differences() {
+        let pool = Pool2d::new([1, 5, 4, 2], Window2d::square(3, 2, 1)).unwrap();
+        let x = random_of(DType::F32, 1, pool.input_shape().elements());
+        let dy = random_of(DType::F32, 2, pool.output_shape().elements());
+        let weighted = |y: Vec<f64>| y.iter().zip(&dy).map(|(y, dy)| y * dy).sum();
+        let of_max =
+            finite_differences(&x, |x| weighted(max_pool(pool, x).iter().map(|(y, ..)| *y).collect()));
+        let of_average = finite_differences(&x, |x| weighted(average_pool(pool, x)));
+        let run = |queue: &CpuQueue| {
+            let (x, dy) =
+                (floats(DType::F32, pool.input_shape(), &x), floats(DType::F32, pool.output_shape(), &dy));
+            let y = floats(DType::F32, pool.output_shape(), &vec![0.0; dy.view().elements()]);
+            let indices = tensor(&vec![0_u8; dy.view().elements()]);
+            let [of_max, of_average] = [(); 2].map(|()| floats(DType::F32, pool.input_shape(), &[0.0; 40]));
+            queue.max_pool2d(pool, x.view(), y.view(), indices.view());
+            queue.max_pool2d_backward(pool, dy.view(), indices.view(), of_max.view(), Write::Overwrite);
+            queue.avg_pool2d_backward(pool, dy.view(), of_average.view(), Write::Overwrite);
+            [of_max, of_average].map(|tensor| values(tensor.view())).to_vec()
+        };
+        on_every_queue(run, |results| {
+            assert_close("max", &results[0], &of_max, 1e-6, 1e-6);
+            assert_close("average", &results[1], &of_average, 1e-6, 1e-6);
+        });
+    }
+
+    #[test]
+    fn nan_and_negative_infinity_pass_through_a_maximum() {
+        let pool = Pool2d::new([1, 2, 2, 1], Window2d::whole([2, 2])).unwrap();
+        for (x, largest, place) in
+            [([1.0, f64::NAN, 3.0, 2.0], f64::NAN, 1), ([f64::NEG_INFINITY; 4], f64::NEG_INFINITY, 0)]
+        {
+            let run = |queue: &CpuQueue| {
+                let (x, y) = (floats(DType::F32, [4], &x), floats(DType::F32, [1], &[0.0]));
+                let indices = tensor(&[9_u8]);
+                queue.max_pool2d(pool, x.view(), y.view(), indices.view());
+                vec![values(y.view()), vec![f64::from(indices.view().to_vec::<u8>()[0])]]
+            };
+            on_every_queue(run, |results| {
+                assert!(results[0][0] == largest || (results[0][0].is_nan() && largest.is_nan()));
+                assert_eq!(results[1], [f64::from(place)]);
+            });
+        }
+    }
+
+    #[test]
+    fn a_window_that_could_see_only_padding_is_refused() {
+        let message = Pool2d::new([1, 4, 4, 1], Window2d::square(3, 1, 2)).unwrap_err();
+        assert_eq!(message, "the padding [2, 2] of a pooling is at most half its kernel [3, 3]");
+    }
+}

@@ -40,11 +40,12 @@ pub use disk::{
 pub use error::TensorError;
 pub use event::{DeviceEvent, Event, Pending};
 pub use kernels::{
-    AdamW, Attention, AttentionKernels, AttentionWrite, CopyKernels, Dropout, ElementwiseKernels,
-    EmbeddingKernels, ExpertGroups, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, HeadKernels, Kernels,
-    LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels, Permutation, PermutationKernels,
-    QuantizationKernels, RotaryKernels, Rotation, Rounding, Router, RouterGradients, RouterKernels,
-    RouterOutputs, RouterScores, RouterWeights, Sgd, TokenPositions, TokenSpan, Write,
+    AdamW, Attention, AttentionDirection, AttentionKernels, AttentionVariant, AttentionWrite, CopyKernels,
+    Dropout, ElementwiseKernels, EmbeddingKernels, ExpertGroups, Gelu, Gemm, GemmKernels, GemmLayout,
+    GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels,
+    Permutation, PermutationKernels, QuantizationKernels, RotaryKernels, Rotation, Rounding, Router,
+    RouterGradients, RouterKernels, RouterOutputs, RouterScores, RouterWeights, Sgd, TokenPositions,
+    TokenSpan, Write, alibi_slopes, document_ends,
 };
 pub use mapped::MappedFile;
 pub use queue::Queue;

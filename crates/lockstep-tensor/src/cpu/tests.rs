@@ -10,11 +10,11 @@ use super::{
     testing::{ACTIVATIONS, adamw_step, floats, levels, random_of, tensor, values},
 };
 use crate::{
-    Arena, Attention, AttentionKernels, AttentionWrite, CopyKernels, Dropout, ElementwiseKernels,
-    EmbeddingKernels, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, LayerNorm, LossKernels, NormKernels,
-    OptimizerKernels, Permutation, PermutationKernels, RotaryKernels, Rotation, Rounding, Router,
-    RouterGradients, RouterKernels, RouterOutputs, RouterScores, RouterWeights, Sgd, Tensor, TokenPositions,
-    TokenSpan, View, Write,
+    Arena, Attention, AttentionKernels, AttentionVariant, AttentionWrite, CopyKernels, Dropout,
+    ElementwiseKernels, EmbeddingKernels, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, LayerNorm,
+    LossKernels, NormKernels, OptimizerKernels, Permutation, PermutationKernels, RotaryKernels, Rotation,
+    Rounding, Router, RouterGradients, RouterKernels, RouterOutputs, RouterScores, RouterWeights, Sgd,
+    Tensor, TokenPositions, TokenSpan, View, Write,
 };
 
 const ROWS: usize = 3;
@@ -57,6 +57,7 @@ fn attention(sequences: usize, query_len: usize, key_len: usize) -> Attention<'s
         document_starts: None,
         first_head: 0,
         dropout: None,
+        variant: AttentionVariant::default(),
     }
 }
 

@@ -5,9 +5,9 @@ use std::{fmt, ops::Range, sync::Arc};
 use lockstep_plan::{DType, QuantizedType};
 
 use crate::{
-    AdamW, Attention, AttentionWrite, DeviceMemory, Dropout, Gelu, Gemm, GroupedGemm, LayerNorm, Lion,
-    MemoryLocation, Muon, Permutation, Rotation, Router, RouterGradients, RouterOutputs, Sgd, Shape,
-    TokenPositions, View, Write,
+    AdamW, Attention, AttentionVariant, AttentionWrite, DeviceMemory, Dropout, Gelu, Gemm, GroupedGemm,
+    LayerNorm, Lion, MemoryLocation, Muon, Permutation, Rotation, Router, RouterGradients, RouterOutputs,
+    Sgd, Shape, TokenPositions, View, Write,
 };
 
 /// The memory that a job uses.
@@ -142,7 +142,8 @@ macro_rules! with_views {
 }
 with_views! {
     AdamW { parameter, gradient, exp_avg, exp_avg_sq, rounded }
-    Attention { document_starts, dropout }
+    Attention { document_starts, dropout, variant }
+    AttentionVariant { document_ends, key_mask, alibi_slopes, sinks }
     Dropout { keys }
     Gemm { a, b, c, bias }
     GroupedGemm { a, b, c, offsets }

@@ -7,6 +7,7 @@
 //! and names them. Work is split by shape only, so the number of threads changes no bit.
 
 mod attention;
+mod attention_variant;
 mod copies;
 mod elementwise;
 mod embedding;
@@ -18,6 +19,7 @@ mod norm;
 mod optimizer;
 
 pub use attention::{Attention, AttentionKernels, AttentionWrite, TokenSpan};
+pub use attention_variant::{AttentionDirection, AttentionVariant, alibi_slopes, document_ends};
 pub use copies::{CopyKernels, QuantizationKernels};
 pub use elementwise::{Dropout, ElementwiseKernels, Gelu, TokenPositions};
 pub use embedding::EmbeddingKernels;

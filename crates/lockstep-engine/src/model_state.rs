@@ -156,12 +156,8 @@ impl ModelState {
         start: usize,
         values: &[f32],
     ) -> Result<(), EngineError> {
-        let of_weights = [
-            StoreKind::Weights,
-            StoreKind::FrozenWeights,
-            StoreKind::MasterWeights,
-            StoreKind::Buffers,
-        ];
+        let of_weights =
+            [StoreKind::Weights, StoreKind::FrozenWeights, StoreKind::MasterWeights, StoreKind::Buffers];
         let of_optimizer = [StoreKind::Optimizer(kind)];
         for &kind in if kind == StateKind::Parameter { &of_weights[..] } else { &of_optimizer } {
             if let Some(store) = self.get(kind) {

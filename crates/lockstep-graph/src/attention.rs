@@ -2,7 +2,7 @@
 //! ranges of tokens under context parallelism.
 
 use lockstep_comm::CommError;
-use lockstep_tensor::{Attention, AttentionWrite, Dropout, TokenSpan, View, Write};
+use lockstep_tensor::{Attention, AttentionVariant, AttentionWrite, Dropout, TokenSpan, View, Write};
 
 use crate::{
     block::{SequenceRange, Value},
@@ -231,6 +231,7 @@ impl<'a> Run<'a> {
             document_starts: self.replay.batch.document_starts.map(own_starts),
             first_head,
             dropout: dropout.map(|dropout| own_keys(self.dropout(dropout))),
+            variant: AttentionVariant::default(),
         }
     }
 

@@ -141,8 +141,7 @@ fn copies_hold_updated_weights_optimizer_state_biases_and_residuals() {
     let state = StatePlan { quantization, ..plan(ZeroStage::Gradients) };
     let layout = laid_out(&state, RANKS, 0);
     let [first, second] = MOMENTS;
-    let saved =
-        [StoreKind::MasterWeights, first, second, StoreKind::Buffers, StoreKind::GradientResidual];
+    let saved = [StoreKind::MasterWeights, first, second, StoreKind::Buffers, StoreKind::GradientResidual];
     assert_eq!(kinds(layout.saved()), saved);
     let model = model();
     let passes = RankPasses { stages: vec![StageMemory::whole(3)], pipeline: None, micro_batches: 1 };

@@ -6,8 +6,8 @@
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{
-    Arena, Attention, AttentionKernels, AttentionWrite, CopyKernels, CpuQueue, Dropout, Tensor, TokenSpan,
-    Write,
+    Arena, Attention, AttentionKernels, AttentionVariant, AttentionWrite, CopyKernels, CpuQueue, Dropout,
+    Tensor, TokenSpan, Write,
 };
 
 const THREADS: usize = 2;
@@ -101,6 +101,7 @@ fn attention(c: &mut Criterion) {
                     site: 0,
                     keys: keys.view(),
                 }),
+                variant: AttentionVariant::default(),
             };
             let queries = case.sequences * case.query_len * case.heads * case.head_dim;
             let keys = case.sequences * case.key_len * case.key_value_heads * case.head_dim;

@@ -42,12 +42,13 @@ pub use error::TensorError;
 pub use event::{DeviceEvent, Event, Pending};
 pub use host_data::HostData;
 pub use kernels::{
-    Activation, AdamW, Attention, AttentionKernels, AttentionWrite, BatchNorm, BatchNormKernels, Conv2d,
-    ConvolutionKernels, CopyKernels, Dropout, ElementwiseKernels, EmbeddingKernels, ExpertGroups, Gelu, Gemm,
-    GemmKernels, GemmLayout, GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon,
-    NormKernels, OptimizerKernels, Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels,
-    RotaryKernels, Rotation, Rounding, Router, RouterGradients, RouterKernels, RouterOutputs, RouterScores,
-    RouterWeights, RunningStatistics, Sgd, TokenPositions, TokenSpan, Window2d, Write,
+    Activation, AdamW, Attention, AttentionDirection, AttentionKernels, AttentionVariant, AttentionWrite,
+    BatchNorm, BatchNormKernels, Conv2d, ConvolutionKernels, CopyKernels, Dropout, ElementwiseKernels,
+    EmbeddingKernels, ExpertGroups, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, HeadKernels, Kernels,
+    LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels, Permutation, PermutationKernels,
+    Pool2d, PoolKernels, QuantizationKernels, RotaryKernels, Rotation, Rounding, Router, RouterGradients,
+    RouterKernels, RouterOutputs, RouterScores, RouterWeights, RunningStatistics, Sgd, TokenPositions,
+    TokenSpan, Window2d, Write, alibi_slopes, document_ends,
 };
 pub use mapped::MappedFile;
 pub use queue::Queue;

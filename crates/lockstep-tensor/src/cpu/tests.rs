@@ -10,12 +10,12 @@ use super::{
     testing::{ACTIVATIONS, adamw_step, floats, levels, random_of, tensor, values},
 };
 use crate::{
-    Activation, Arena, Attention, AttentionKernels, AttentionWrite, BatchNorm, BatchNormKernels, Conv2d,
-    ConvolutionKernels, CopyKernels, Dropout, ElementwiseKernels, EmbeddingKernels, Gelu, Gemm, GemmKernels,
-    GemmLayout, GroupedGemm, LayerNorm, LossKernels, NormKernels, OptimizerKernels, Permutation,
-    PermutationKernels, Pool2d, PoolKernels, RotaryKernels, Rotation, Rounding, Router, RouterGradients,
-    RouterKernels, RouterOutputs, RouterScores, RouterWeights, Sgd, Tensor, TokenPositions, TokenSpan, View,
-    Window2d, Write,
+    Activation, Arena, Attention, AttentionKernels, AttentionVariant, AttentionWrite, BatchNorm,
+    BatchNormKernels, Conv2d, ConvolutionKernels, CopyKernels, Dropout, ElementwiseKernels, EmbeddingKernels,
+    Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, LayerNorm, LossKernels, NormKernels, OptimizerKernels,
+    Permutation, PermutationKernels, Pool2d, PoolKernels, RotaryKernels, Rotation, Rounding, Router,
+    RouterGradients, RouterKernels, RouterOutputs, RouterScores, RouterWeights, Sgd, Tensor, TokenPositions,
+    TokenSpan, View, Window2d, Write,
 };
 
 const ROWS: usize = 3;
@@ -58,6 +58,7 @@ fn attention(sequences: usize, query_len: usize, key_len: usize) -> Attention<'s
         document_starts: None,
         first_head: 0,
         dropout: None,
+        variant: AttentionVariant::default(),
     }
 }
 

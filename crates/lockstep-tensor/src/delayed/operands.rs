@@ -5,8 +5,8 @@ use std::{fmt, ops::Range, sync::Arc};
 use lockstep_plan::{DType, QuantizedType};
 
 use crate::{
-    Activation, AdamW, Attention, AttentionWrite, BatchNorm, Conv2d, DeviceMemory, Dropout, Gelu, Gemm,
-    GroupedGemm, LayerNorm, Lion, MemoryLocation, Muon, Permutation, Pool2d, Rotation, Router,
+    Activation, AdamW, Attention, AttentionVariant, AttentionWrite, BatchNorm, Conv2d, DeviceMemory, Dropout,
+    Gelu, Gemm, GroupedGemm, LayerNorm, Lion, MemoryLocation, Muon, Permutation, Pool2d, Rotation, Router,
     RouterGradients, RouterOutputs, RunningStatistics, Sgd, Shape, TokenPositions, View, Write,
 };
 
@@ -155,8 +155,9 @@ macro_rules! with_views {
 }
 with_views! {
     AdamW { parameter, gradient, exp_avg, exp_avg_sq, rounded }
-    Attention { document_starts, dropout }
+    Attention { document_starts, dropout, variant }
     BatchNorm { x, weight, mean, rstd }
+    AttentionVariant { document_ends, key_mask, alibi_slopes, sinks }
     Dropout { keys }
     Gemm { a, b, c, bias }
     GroupedGemm { a, b, c, offsets }

@@ -198,6 +198,9 @@ families! {
             q: View<'_>, k: View<'_>, v: View<'_>, out: View<'_>, log_sum_exp: View<'_>, dout: View<'_>,
             dq: View<'_>, dk: View<'_>, dv: View<'_>, write: AttentionWrite
         );
+        attention_sinks_backward[attention: Attention<'_>](
+            out: View<'_>, log_sum_exp: View<'_>, dout: View<'_>, dsinks: View<'_>
+        );
     }
     ElementwiseKernels {
         swiglu(gate: View<'_>, up: View<'_>, y: View<'_>);

@@ -1,6 +1,6 @@
-//! Kernels of attention: causal, in blocks, forward with log-sum-exp and backward.
+//! Kernels of attention in blocks: causal or bidirectional, forward with log-sum-exp and backward.
 
-use crate::{Dropout, View, Write};
+use crate::{AttentionVariant, Dropout, View, Write};
 
 /// The tokens of each sequence that take part in an attention call: `len` of the `stored` ones, from `first` on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -22,8 +22,9 @@ impl TokenSpan {
     }
 }
 
-/// The geometry of a causal attention. A query sees the keys with `position - window < key's position <= position`
-/// that belong to its own document.
+/// The geometry of an attention. A query sees the keys with `position - window < key's position <= position` that
+/// belong to its own document; if the attention is bidirectional, also those with
+/// `position < key's position < position + window`.
 ///
 /// Queries and keys are spans of each sequence, so ranks may hold parts of sequences and receive the keys of other
 /// ranks part by part (ring attention: Liu et al., 2023). The results of calls with one span of queries and several
@@ -44,7 +45,7 @@ pub struct Attention<'a> {
     pub head_dim: usize,
     /// Factor on the scores, usually `head_dim^-0.5`.
     pub scale: f32,
-    /// Sliding window in tokens; `None` for full causal attention.
+    /// Sliding window in tokens, the query's own included; `None` for full attention.
     pub window: Option<usize>,
     /// Position in the whole sequence at which each query's document starts; `None` if documents of a sequence attend
     /// to each other. u32 `[sequences·queries.stored]`, nondecreasing within a sequence. Blocks of keys outside the
@@ -54,6 +55,8 @@ pub struct Attention<'a> {
     pub first_head: usize,
     /// Dropout of the probabilities: `position` is the query's, `feature` the key's position.
     pub dropout: Option<Dropout<'a>>,
+    /// Direction, key mask, ALiBi, soft-capping and sinks; the default is plain causal attention.
+    pub variant: AttentionVariant<'a>,
 }
 
 /// Overwrite or accumulate, for each result of [`AttentionKernels::attention_backward`].
@@ -70,18 +73,19 @@ impl AttentionWrite {
     pub const OVERWRITE: Self = Self { queries: Write::Overwrite, keys: Write::Overwrite };
 }
 
-/// Causal attention. Part of [`Kernels`](crate::Kernels).
+/// Attention. Part of [`Kernels`](crate::Kernels).
 pub trait AttentionKernels {
-    /// Computes causal attention. `q`, `out`: `[sequences·queries.stored, heads, head_dim]`; `k`, `v`:
+    /// Computes attention. `q`, `out`: `[sequences·queries.stored, heads, head_dim]`; `k`, `v`:
     /// `[sequences·keys.stored, key_value_heads, head_dim]`; `log_sum_exp`: f32 `[sequences, heads, queries.stored]`,
-    /// of the scaled scores, before dropout. No queries-by-keys matrix is ever stored. Rows of `out` and
-    /// `log_sum_exp` that are not among the queries stay unchanged.
+    /// of the scores (and the sink), before dropout. A row that sees no key is zero. No queries-by-keys matrix is ever
+    /// stored. Rows of `out` and `log_sum_exp` that are not among the queries stay unchanged.
     ///
     /// With [`Write::Accumulate`], `out` and `log_sum_exp` hold the attention to other, disjoint keys on entry, and
     /// the attention to both on return: `lse = log(e^a + e^b)`, `out = e^(a - lse) out_a + e^(b - lse) out_b`. `out`
     /// may be f32 whatever the type of `q`, and must be f32 when it accumulates: partial softmax results stay in f32
-    /// and are rounded once, by [`CopyKernels::cast`](crate::CopyKernels::cast), after the last part. Keys after all queries have no effect and
-    /// need no call.
+    /// and are rounded once, by [`CopyKernels::cast`](crate::CopyKernels::cast), after the last part. Causal attention
+    /// needs no call for keys after all queries. Sinks take part in calls that overwrite and not in those that
+    /// accumulate, so exactly one call for each query must overwrite.
     #[expect(clippy::too_many_arguments, reason = "three inputs, two outputs, and how these are written")]
     fn attention(
         &self,
@@ -112,5 +116,20 @@ pub trait AttentionKernels {
         dk: View<'_>,
         dv: View<'_>,
         write: AttentionWrite,
+    );
+
+    /// Accumulates the gradients of the attention's sinks into `dsinks`, f32 `[heads]`. `out` (in the type of `dout`)
+    /// and `log_sum_exp` are the final ones, over all keys. They suffice, so one call for each span of queries gives
+    /// the whole gradient, whatever the number of calls over spans of keys.
+    ///
+    /// # Panics
+    /// If the attention has no sinks.
+    fn attention_sinks_backward(
+        &self,
+        attention: &Attention<'_>,
+        out: View<'_>,
+        log_sum_exp: View<'_>,
+        dout: View<'_>,
+        dsinks: View<'_>,
     );
 }

@@ -7,6 +7,7 @@
 //! and names them. Work is split by shape only, so the number of threads changes no bit.
 
 mod attention;
+mod attention_variant;
 mod batch_norm;
 mod convolution;
 mod copies;
@@ -21,6 +22,7 @@ mod optimizer;
 mod pool;
 
 pub use attention::{Attention, AttentionKernels, AttentionWrite, TokenSpan};
+pub use attention_variant::{AttentionDirection, AttentionVariant, alibi_slopes, document_ends};
 pub use batch_norm::{BatchNorm, BatchNormKernels, RunningStatistics};
 pub use convolution::{Conv2d, ConvolutionKernels, Window2d};
 pub use copies::{CopyKernels, QuantizationKernels};

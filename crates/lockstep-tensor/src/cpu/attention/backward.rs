@@ -2,7 +2,8 @@
 //! algorithm 2).
 //!
 //! With `P = softmax(scale Q Kᵀ)`, `M` the dropout's factors and `D = rowsum(dO ∘ O)`:
-//! `dV = (P∘M)ᵀ dO`, `dS = P ∘ ((dO Vᵀ)∘M - D)`, `dQ = scale dS K`, `dK = scale dSᵀ Q`.
+//! `dV = (P∘M)ᵀ dO`, `dS = P ∘ ((dO Vᵀ)∘M - D)`, `dQ = scale dS K`, `dK = scale dSᵀ Q`. Soft-capping multiplies `dS`
+//! by its derivative `1 - tanh²`.
 //! A task owns one (sequence, key head) pair with all its query heads, so sums over a group of query heads have a
 //! fixed order.
 
@@ -14,6 +15,7 @@ use super::{
     lanes::{BLOCK, Lanes},
     output::Output as Gradient,
     product::{Left, Output, Right, multiply},
+    scores::{change_scores, multiply_derivatives},
     worker::Worker,
 };
 use crate::{
@@ -57,6 +59,8 @@ struct Scratch<'a> {
     probabilities: &'a mut [f32],
     /// Gradients of the probabilities, then of the scores.
     dscores: &'a mut [f32],
+    /// Derivatives of the soft-capped scores; empty without a cap.
+    cap_derivatives: &'a mut [f32],
 }
 
 impl<T: Float> Worker for Backward<'_, T> {
@@ -67,7 +71,8 @@ impl<T: Float> Worker for Backward<'_, T> {
     fn scratch_elements(&self) -> usize {
         let width = self.geometry.padded_dim;
         let rows = self.geometry.rows().next_multiple_of(16);
-        rows * (width + 2) + 7 * BLOCK * width + 2 * BLOCK * BLOCK
+        let derivatives = self.geometry.cap_derivatives();
+        rows * (width + 2) + 7 * BLOCK * width + 2 * BLOCK * BLOCK + derivatives
     }
 
     fn run<V: Lanes>(&self, task: usize, mut scratch: &mut [f32]) {
@@ -87,6 +92,7 @@ impl<T: Float> Worker for Backward<'_, T> {
             dout: next(block),
             probabilities: next(BLOCK * BLOCK),
             dscores: next(BLOCK * BLOCK),
+            cap_derivatives: next(self.geometry.cap_derivatives()),
         };
         self.pair::<V>(self.geometry.pair(task), scratch);
     }
@@ -181,6 +187,8 @@ impl<T: Float> Backward<'_, T> {
         let seen = &visible[..rows.len()];
         score::<V>(geometry, seen, scratch.queries, scratch.keys_transposed, scratch.probabilities);
         score::<V>(geometry, seen, scratch.dout, scratch.values_transposed, scratch.dscores);
+        let (scores, derivatives) = (&mut *scratch.probabilities, &mut *scratch.cap_derivatives);
+        change_scores::<V>(geometry, pair, rows.clone(), keys.start, seen, scores, derivatives);
         let (kept, kept_scale) = kept::<V>(geometry, pair, rows.clone(), keys.start);
         Softmax {
             visible: seen,
@@ -190,6 +198,7 @@ impl<T: Float> Backward<'_, T> {
             corrections: &scratch.corrections[rows.clone()],
         }
         .differentiate::<V>(scratch.probabilities, scratch.dscores);
+        multiply_derivatives::<V>(seen, scratch.cap_derivatives, scratch.dscores);
         for key in (0..keys.len()).step_by(KEY_STRIP) {
             let strip = key..keys.len().min(key + KEY_STRIP);
             let rows = rows_with(visible, rows.len(), 0xF << key);
@@ -257,7 +266,7 @@ impl Softmax<'_> {
 
 /// Computes `sum(a · b)` in sixteen interleaved partial sums, so that it vectorizes and its order is fixed.
 #[inline(always)]
-fn dot<T: Float>(a: &[T], b: &[T]) -> f32 {
+pub(super) fn dot<T: Float>(a: &[T], b: &[T]) -> f32 {
     let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<16>(), b.as_chunks::<16>());
     let mut sums = [0.0; 16];
     for (a, b) in a.iter().zip(b) {

@@ -5,7 +5,10 @@ use half::bf16;
 #[cfg(target_arch = "x86_64")]
 use lockstep_plan::DType;
 
-use super::{backward::Backward, forward::Forward, geometry::Geometry, output::Output, worker::run};
+use super::{
+    backward::Backward, forward::Forward, geometry::Geometry, output::Output, sinks::SinksBackward,
+    worker::run,
+};
 #[cfg(target_arch = "x86_64")]
 use super::{
     tiles::Tiled,
@@ -13,7 +16,7 @@ use super::{
     x86,
 };
 use crate::{
-    Attention, AttentionKernels, AttentionWrite, CpuQueue, View, Write,
+    Attention, AttentionKernels, AttentionVariant, AttentionWrite, CpuQueue, View, Write,
     cpu::{
         operands::{Operand, check_disjoint},
         simd::with_float,
@@ -112,6 +115,36 @@ impl AttentionKernels for CpuQueue {
         }
         with_float!(q.dtype(), T => run(self, &work!(T)));
     }
+
+    fn attention_sinks_backward(
+        &self,
+        attention: &Attention<'_>,
+        out: View<'_>,
+        log_sum_exp: View<'_>,
+        dout: View<'_>,
+        dsinks: View<'_>,
+    ) {
+        check_operands(attention, &[dsinks], &[out, log_sum_exp, dout]);
+        let geometry = Geometry::new(attention);
+        let sinks = geometry.sinks.expect("the gradient of sinks needs an attention that has them");
+        expect_elements(geometry.query_elements(), &[("out", out), ("dout", dout)]);
+        expect_elements(geometry.statistic_elements(), &[("log_sum_exp", log_sum_exp)]);
+        expect_elements(attention.heads, &[("dsinks", dsinks)]);
+        with_float!(dout.dtype(), T => {
+            // SAFETY: as in the forward.
+            let work = unsafe {
+                SinksBackward::<T> {
+                    geometry,
+                    sinks,
+                    out: out.slice(),
+                    log_sum_exp: log_sum_exp.slice(),
+                    dout: dout.slice(),
+                    dsinks: Operand::new(dsinks),
+                }
+            };
+            work.run(self);
+        });
+    }
 }
 
 /// Returns true if the queue's level has bf16 matrix instructions, and there are enough rows to fill them.
@@ -137,7 +170,10 @@ where
 /// Panics if an output overlaps an input or one of the attention's own tensors.
 fn check_operands(attention: &Attention<'_>, outputs: &[View<'_>], inputs: &[View<'_>]) {
     check_disjoint(outputs, inputs);
-    for own in attention.dropout.map(|dropout| dropout.keys).into_iter().chain(attention.document_starts) {
+    let AttentionVariant { document_ends, key_mask, alibi_slopes, sinks, .. } = attention.variant;
+    let dropout_keys = attention.dropout.map(|dropout| dropout.keys);
+    let own = [dropout_keys, attention.document_starts, document_ends, key_mask, alibi_slopes, sinks];
+    for own in own.into_iter().flatten() {
         check_disjoint(outputs, &[own]);
     }
 }

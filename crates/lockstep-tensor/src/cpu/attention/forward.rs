@@ -10,6 +10,7 @@ use super::{
     geometry::{Geometry, Pair},
     lanes::{BLOCK, Lanes},
     output::Output,
+    scores::change_scores,
     worker::Worker,
 };
 use crate::{
@@ -95,9 +96,13 @@ impl<T: Float> Forward<'_, T> {
         sums[..rows.len() * width].fill(0.0);
         let mut maxima = [f32::NEG_INFINITY; TASK_ROWS];
         let mut totals = [0.0; TASK_ROWS];
+        self.count_sinks(pair, rows.clone(), &mut maxima, &mut totals);
 
         let keys = geometry.keys_of(pair, rows.clone());
         for first_key in (keys.start / BLOCK * BLOCK..keys.end).step_by(BLOCK) {
+            if geometry.valid_keys(pair, first_key) == 0 {
+                continue;
+            }
             let block = first_key..geometry.key_len.min(first_key + BLOCK);
             let places = || block.clone().map(|key| geometry.key_vector(pair, key));
             pack::<V, T>(k, places(), 1.0, vectors, width);
@@ -116,6 +121,7 @@ impl<T: Float> Forward<'_, T> {
                 let local = strip.start - rows.start..strip.end - rows.start;
                 let sums = &mut sums[local.start * width..local.end * width];
                 score::<V>(geometry, visible, &queries[local.start * width..], keys_transposed, scores);
+                change_scores::<V>(geometry, pair, strip.clone(), first_key, visible, scores, &mut []);
                 Softmax {
                     visible,
                     kept: &kept,
@@ -128,6 +134,23 @@ impl<T: Float> Forward<'_, T> {
             }
         }
         self.finish::<V>(pair, rows, sums, &maxima, &totals);
+    }
+
+    /// Adds the sinks of the rows to their totals, as scores without a value, unless another call has done so.
+    pub(super) fn count_sinks(
+        &self,
+        pair: Pair,
+        rows: Range<usize>,
+        maxima: &mut [f32; TASK_ROWS],
+        totals: &mut [f32; TASK_ROWS],
+    ) {
+        let Some(sinks) = self.geometry.sinks else { return };
+        if self.out.write() == Write::Overwrite {
+            for (row, (maximum, total)) in rows.zip(maxima.iter_mut().zip(totals)) {
+                *maximum = sinks.logit(self.geometry.head(pair, row)) * std::f32::consts::LOG2_E;
+                *total = 1.0;
+            }
+        }
     }
 
     /// Divides by the sums of the weights, and writes outputs and log-sum-exps.

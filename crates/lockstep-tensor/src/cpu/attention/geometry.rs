@@ -6,8 +6,11 @@
 
 use std::ops::Range;
 
-use super::lanes::BLOCK;
-use crate::{Attention, Dropout, TokenSpan, cpu::dropout::Mask};
+use super::{
+    lanes::BLOCK,
+    variant::{KeyMask, Sinks},
+};
+use crate::{Attention, AttentionDirection, Dropout, TokenSpan, View, cpu::dropout::Mask};
 
 /// A 64-bit mask for each row of a block of scores: bit `j` stands for key `j` of the block.
 pub(super) type Bits = [u64; BLOCK];
@@ -22,16 +25,26 @@ pub(super) struct Geometry<'a> {
     pub(super) padded_dim: usize,
     pub(super) scale: f32,
     pub(super) dropout: Option<KeyedMask<'a>>,
+    pub(super) soft_cap: Option<f32>,
+    /// ALiBi slope of each head.
+    pub(super) alibi_slopes: Option<&'a [f32]>,
+    pub(super) sinks: Option<Sinks<'a>>,
+    /// Query heads that share a key head.
+    pub(super) group: usize,
     sequences: usize,
     queries: TokenSpan,
     keys: TokenSpan,
     heads: usize,
     first_head: usize,
     key_value_heads: usize,
-    group: usize,
     window: usize,
+    /// Number of positions from the query's own on whose keys it may see: 1 if causal.
+    reach: usize,
     /// Position at which the document of each query starts, `[sequences · queries.stored]`.
     document_starts: Option<&'a [u32]>,
+    /// Position at which the document of each query ends, of the same shape; `None` if causal.
+    document_ends: Option<&'a [u32]>,
+    key_mask: Option<KeyMask<'a>>,
 }
 
 /// One key head of one sequence.
@@ -44,7 +57,7 @@ pub(super) struct Pair {
 impl<'a> Geometry<'a> {
     /// # Panics
     /// If there are no heads, the key heads do not divide the query heads, the window is 0, a span exceeds the stored
-    /// tokens, or the documents of a sequence are not in order.
+    /// tokens, the documents of a sequence are not in order, or an operand of the variant has another type or size.
     pub(super) fn new(attention: &Attention<'a>) -> Self {
         let &Attention { queries, keys, heads, key_value_heads, head_dim, window, .. } = attention;
         assert!(
@@ -59,33 +72,60 @@ impl<'a> Geometry<'a> {
                 "{name} of attention: {len} from {first} on are more than the {stored} of a sequence"
             );
         }
-        // SAFETY: the callers check that no output overlaps the starts.
-        let document_starts = attention.document_starts.map(|starts| unsafe { starts.slice::<u32>() });
-        if let Some(starts) = document_starts {
-            let (found, expected) = (starts.len(), attention.sequences * queries.stored);
-            assert_eq!(found, expected, "attention needs the start of the document of each query");
-            let in_order = |starts: &[u32]| starts.is_sorted();
-            assert!(
-                starts.chunks(queries.stored.max(1)).all(in_order),
-                "the documents of a sequence of attention must follow each other"
-            );
+        let variant = attention.variant;
+        let is_causal = variant.direction == AttentionDirection::Causal;
+        assert!(
+            is_causal || attention.document_starts.is_some() == variant.document_ends.is_some(),
+            "bidirectional attention needs both the starts and the ends of documents, or neither"
+        );
+        if let Some(cap) = variant.soft_cap {
+            assert!(cap > 0.0 && cap.is_finite(), "scores cannot be capped to {cap}");
         }
+        let window = window.unwrap_or(usize::MAX);
         Self {
             key_len: keys.len,
             head_dim,
             padded_dim: head_dim.next_multiple_of(16),
             scale: attention.scale,
             dropout: attention.dropout.map(|dropout| KeyedMask::new(dropout, attention.sequences)),
+            soft_cap: variant.soft_cap,
+            // SAFETY: the callers check that no output overlaps the slopes.
+            alibi_slopes: variant.alibi_slopes.map(|slopes| unsafe { slopes.slice::<f32>() }).inspect(
+                |slopes| {
+                    assert_eq!(slopes.len(), heads, "attention needs one slope for each head");
+                },
+            ),
+            // SAFETY: the callers check that no output overlaps the sinks.
+            sinks: variant.sinks.map(|sinks| unsafe { Sinks::new(sinks, heads) }),
+            group: heads / key_value_heads,
             sequences: attention.sequences,
             queries,
             keys,
             heads,
             first_head: attention.first_head,
             key_value_heads,
-            group: heads / key_value_heads,
-            window: window.unwrap_or(usize::MAX),
-            document_starts,
+            window,
+            reach: if is_causal { 1 } else { window },
+            document_starts: attention
+                .document_starts
+                .map(|starts| document_bounds(attention, "start", starts)),
+            document_ends: variant
+                .document_ends
+                .filter(|_| !is_causal)
+                .map(|ends| document_bounds(attention, "end", ends)),
+            // SAFETY: the callers check that no output overlaps the mask.
+            key_mask: variant
+                .key_mask
+                .map(|mask| unsafe { KeyMask::new(mask, attention.sequences, keys.position + keys.len) }),
         }
+    }
+
+    pub(super) fn sequences(&self) -> usize {
+        self.sequences
+    }
+
+    pub(super) fn heads(&self) -> usize {
+        self.heads
     }
 
     /// Number of (sequence, key head) pairs.
@@ -136,7 +176,8 @@ impl<'a> Geometry<'a> {
         (pair.sequence * self.heads + self.head(pair, row)) * self.queries.stored + self.query(row)
     }
 
-    fn head(&self, pair: Pair, row: usize) -> usize {
+    /// Returns the query head of a row.
+    pub(super) fn head(&self, pair: Pair, row: usize) -> usize {
         pair.key_head * self.group + row % self.group
     }
 
@@ -149,15 +190,31 @@ impl<'a> Geometry<'a> {
         self.queries.position + row / self.group
     }
 
+    /// Returns the position of a row's query minus that of a key. Exact up to 2^24.
+    pub(super) fn offset(&self, row: usize, key: usize) -> f32 {
+        let (query, key) = (self.position(row), self.keys.position + key);
+        if query >= key { (query - key) as f32 } else { -((key - query) as f32) }
+    }
+
     /// Returns the range of keys that at least one of `rows` (not empty) may see.
     pub(super) fn keys_of(&self, pair: Pair, rows: Range<usize>) -> Range<usize> {
         let in_window = (self.position(rows.start) + 1).saturating_sub(self.window);
-        // Document starts are nondecreasing, so the first row sees the earliest keys.
-        let in_document = self.document_starts.map_or(0, |starts| {
-            starts[pair.sequence * self.queries.stored + self.query(rows.start)] as usize
-        });
+        let bound =
+            |bounds: &[u32], row| bounds[pair.sequence * self.queries.stored + self.query(row)] as usize;
+        // Document starts are nondecreasing, so the first row sees the earliest keys; likewise the last row the latest.
+        let in_document = self.document_starts.map_or(0, |starts| bound(starts, rows.start));
+        let last = rows.end - 1;
+        let end = self.position(last).saturating_add(self.reach);
+        let end = self.document_ends.map_or(end, |ends| end.min(bound(ends, last)));
         let key_at = |position: usize| position.saturating_sub(self.keys.position);
-        key_at(in_window.max(in_document))..key_at(self.position(rows.end - 1) + 1).min(self.key_len)
+        key_at(in_window.max(in_document))..key_at(end).min(self.key_len)
+    }
+
+    /// Returns the mask of the keys of a block that the key mask does not hide.
+    pub(super) fn valid_keys(&self, pair: Pair, first_key: usize) -> u64 {
+        let Some(mask) = self.key_mask else { return u64::MAX };
+        let keys = (self.key_len - first_key).min(BLOCK);
+        mask.bits(pair.sequence, self.keys.position + first_key, keys)
     }
 
     /// Returns the mask of visible keys for each row, in the block that starts at `first_key`. `None` if no row sees
@@ -167,14 +224,20 @@ impl<'a> Geometry<'a> {
         if all.end <= first_key || all.start >= first_key + BLOCK {
             return None;
         }
+        let valid = self.valid_keys(pair, first_key);
         let mut bits = [0; BLOCK];
         for (bits, row) in bits.iter_mut().zip(rows) {
             let keys = self.keys_of(pair, row..row + 1);
             let start = keys.start.max(first_key) - first_key;
             let end = keys.end.min(first_key + BLOCK).saturating_sub(first_key);
-            *bits = if start < end { (u64::MAX >> (BLOCK - (end - start))) << start } else { 0 };
+            *bits = if start < end { (u64::MAX >> (BLOCK - (end - start))) << start & valid } else { 0 };
         }
         bits.iter().any(|bits| *bits != 0).then_some(bits)
+    }
+
+    /// Returns the scratch elements of a block's derivatives of soft-capped scores: none without a cap.
+    pub(super) fn cap_derivatives(&self) -> usize {
+        self.soft_cap.map_or(0, |_| BLOCK * BLOCK)
     }
 
     /// Returns the counter of the dropout block that holds a row's word for `first_key`, and the index of that word
@@ -190,6 +253,23 @@ impl<'a> Geometry<'a> {
         let key = self.keys.position + first_key;
         ([self.position(row) as u32, head as u32, key as u32 / 4, site], key % 4)
     }
+}
+
+/// Returns the start or end of the document of each query, `[sequences · queries.stored]`.
+///
+/// # Panics
+/// If there is not one for each query, or those of a sequence are not in order.
+fn document_bounds<'a>(attention: &Attention<'a>, name: &str, bounds: View<'a>) -> &'a [u32] {
+    // SAFETY: the callers of `Geometry::new` check that no output overlaps the bounds.
+    let bounds = unsafe { bounds.slice::<u32>() };
+    let stored = attention.queries.stored;
+    let expected = attention.sequences * stored;
+    assert_eq!(bounds.len(), expected, "attention needs the {name} of the document of each query");
+    assert!(
+        bounds.chunks(stored.max(1)).all(|bounds| bounds.is_sorted()),
+        "the documents of a sequence of attention must follow each other"
+    );
+    bounds
 }
 
 /// Returns the range from the first to the last of `rows` in which a bit of `columns` is set.

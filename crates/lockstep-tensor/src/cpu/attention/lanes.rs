@@ -6,7 +6,10 @@
 
 use lockstep_plan::random::Philox;
 
-use crate::CpuLevel;
+use crate::{
+    CpuLevel,
+    cpu::simd::{ROUND, inlined},
+};
 
 /// Rows and keys of a block of scores; also the number of bits in the mask of a row.
 pub(super) const BLOCK: usize = 64;
@@ -41,6 +44,7 @@ pub(super) trait Lanes: Copy {
     fn add(self, b: Self) -> Self;
     fn sub(self, b: Self) -> Self;
     fn mul(self, b: Self) -> Self;
+    fn div(self, b: Self) -> Self;
     /// Computes `2^self` to within 2 units in the last place for numbers up to 127; 0 below the normal numbers, NaN
     /// stays NaN.
     fn exp2(self) -> Self;
@@ -50,6 +54,28 @@ pub(super) trait Lanes: Copy {
     fn select(self, bits: u64, other: Self) -> Self;
     fn sum(self) -> f32;
     fn maximum(self) -> f32;
+
+    /// Computes the hyperbolic tangent to within a relative error of 4e-7; NaN stays NaN.
+    #[inline(always)]
+    fn tanh(self) -> Self {
+        /// The tangent of larger numbers rounds to 1.
+        const LIMIT: f32 = 9.1;
+        // SAFETY: a value exists only on a CPU of the level.
+        let splat = inlined!(|x| unsafe { Self::splat(x) });
+        let zero = splat(0.0);
+        let bounded = zero.sub(zero.sub(self).max(splat(-LIMIT))).max(splat(-LIMIT));
+        // tanh(x) = (e^2x - 1) / (e^2x + 1), where e^2x - 1 = 2^n (2^r - 1) + (2^n - 1) does not cancel.
+        let exponent = bounded.mul(splat(2.0 * std::f32::consts::LOG2_E));
+        let n = exponent.add(splat(ROUND)).sub(splat(ROUND));
+        let r = exponent.sub(n);
+        let mut p = splat(EXP2[5]);
+        for c in EXP2.iter().rev().skip(1) {
+            p = p.mul_add(r, splat(*c));
+        }
+        let power = n.exp2();
+        let e = p.mul(r).mul_add(power, power.sub(splat(1.0)));
+        e.div(e.add(splat(2.0)))
+    }
 
     /// Writes the transpose of a square of `LANES` rows, which are `row` elements apart, to rows `BLOCK` apart.
     ///
@@ -139,9 +165,12 @@ impl Lanes for Portable {
     }
 
     #[inline(always)]
+    fn div(self, b: Self) -> Self {
+        self.zip(b, |x, y| x / y)
+    }
+
+    #[inline(always)]
     fn exp2(self) -> Self {
-        /// Rounds to the nearest integer when added and subtracted, without a library call: 1.5 · 2^23.
-        const ROUND: f32 = 12_582_912.0;
         Self(self.0.map(|x| {
             let x = x.clamp(-127.0, 128.0);
             let n = (x + ROUND) - ROUND;
@@ -220,6 +249,27 @@ mod tests {
     #[test]
     fn powers_of_two_are_close_and_keep_nan() {
         on_all_lanes!(check_exp2);
+    }
+
+    fn check_tanh<V: Lanes>() {
+        let small = (-1000..=1000).map(|i| i as f32 * 1e-6);
+        let numbers: Vec<f32> = (-120_000..=120_000).map(|i| i as f32 * 1e-4).chain(small).collect();
+        for x in numbers.chunks_exact(V::LANES) {
+            for (x, actual) in x.iter().zip(through::<V>(x, V::tanh)) {
+                let exact = f64::from(*x).tanh();
+                let error = (f64::from(actual) - exact).abs();
+                assert!(error <= 4e-7 * exact.abs(), "{}: tanh {x} is {actual}, not {exact}", V::LEVEL);
+            }
+        }
+        for (x, exact) in [(0.0, 0.0), (f32::INFINITY, 1.0), (f32::NEG_INFINITY, -1.0), (1e30, 1.0)] {
+            assert_eq!(through::<V>(&[x; 16], V::tanh), vec![exact; V::LANES], "{}: tanh {x}", V::LEVEL);
+        }
+        assert!(through::<V>(&[f32::NAN; 16], V::tanh).iter().all(|x| x.is_nan()), "{}", V::LEVEL);
+    }
+
+    #[test]
+    fn hyperbolic_tangents_are_close_near_zero_and_in_saturation() {
+        on_all_lanes!(check_tanh);
     }
 
     fn check_reductions<V: Lanes>() {

@@ -1,4 +1,4 @@
-//! Causal attention in blocks (FlashAttention), forward and backward: memory grows linearly with the sequence length.
+//! Attention in blocks (FlashAttention), forward and backward: memory grows linearly with the sequence length.
 //!
 //! Work is split into tasks by shape alone. A task reads shared inputs, writes outputs of its own, and adds in a
 //! fixed order, so any number of threads gives the same bits. Inside a task, blocks of 64 queries and 64 keys are
@@ -9,8 +9,9 @@
 //!
 //! `dispatch` checks the operands and chooses the algorithm, `worker` runs its tasks on the threads.
 //! `geometry` determines the visible keys of each query; `lanes` and `x86` are vector registers; `product` multiplies
-//! blocks; `block` packs and scores them. `forward` and `backward` are the algorithms, `output` writes their results,
-//! and `tiles` runs them on bf16 matrix instructions.
+//! blocks; `block` packs and scores them, and `scores` changes the scores for soft-capping and ALiBi. `forward` and
+//! `backward` are the algorithms, `sinks` is the gradient of attention sinks, `output` writes the results, and `tiles`
+//! runs them on bf16 matrix instructions with the operands of `packed`. `variant` reads key masks and sinks.
 
 mod backward;
 mod block;
@@ -19,15 +20,22 @@ mod forward;
 mod geometry;
 mod lanes;
 mod output;
+#[cfg(target_arch = "x86_64")]
+mod packed;
 mod product;
 #[cfg(test)]
 mod reference;
+mod scores;
+mod sinks;
 #[cfg(test)]
 mod span_tests;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
+mod variant;
+#[cfg(test)]
+mod variant_tests;
 mod worker;
 #[cfg(target_arch = "x86_64")]
 mod x86;

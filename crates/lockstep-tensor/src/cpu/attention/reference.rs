@@ -2,7 +2,9 @@
 
 use lockstep_plan::random::Philox;
 
-/// The geometry of [`Attention`](crate::Attention), with owned dropout keys.
+use crate::AttentionDirection;
+
+/// The geometry of [`Attention`](crate::Attention), with owned operands.
 #[derive(Debug, Clone)]
 pub(super) struct Case {
     pub(super) sequences: usize,
@@ -21,6 +23,16 @@ pub(super) struct Case {
     /// Dropout probability; 0 for no dropout.
     pub(super) dropout: f32,
     pub(super) site: u32,
+    pub(super) direction: AttentionDirection,
+    /// End of each query's document, `[sequences · query_len]`.
+    pub(super) document_ends: Option<Vec<u32>>,
+    /// `[sequences · key_len]`, 0 where hidden.
+    pub(super) key_mask: Option<Vec<u32>>,
+    /// `[heads]`.
+    pub(super) alibi_slopes: Option<Vec<f32>>,
+    pub(super) soft_cap: Option<f32>,
+    /// `[heads]`.
+    pub(super) sinks: Option<Vec<f64>>,
 }
 
 impl Case {
@@ -53,6 +65,38 @@ impl Case {
         if f64::from(word) >= probability * 2.0_f64.powi(32) { 1.0 / (1.0 - probability) } else { 0.0 }
     }
 
+    /// Returns true if a query sees a key.
+    fn sees(&self, sequence: usize, query: usize, key: usize) -> bool {
+        let position = self.query_start + query;
+        let bound = |bounds: &Option<Vec<u32>>| {
+            bounds.as_ref().map(|bounds| bounds[sequence * self.query_len + query] as usize)
+        };
+        let is_behind = key <= position;
+        let in_document = bound(&self.document_starts).is_none_or(|start| start <= key);
+        (is_behind || self.direction == AttentionDirection::Bidirectional)
+            && in_document
+            && (is_behind || bound(&self.document_ends).is_none_or(|end| key < end))
+            && self.window.is_none_or(|window| position.abs_diff(key) < window)
+            && self.key_mask.as_ref().is_none_or(|mask| mask[sequence * self.key_len + key] != 0)
+    }
+
+    /// Returns the gradients of the sinks by their formula, `-sum of exp(sink - lse) rowsum(dO ∘ O)`, and the roots of
+    /// the sums of the squares of its terms, to which rounding errors are proportional even where the terms cancel.
+    pub(super) fn sinks_backward(&self, out: &[f64], log_sum_exp: &[f64], dout: &[f64]) -> [Vec<f64>; 2] {
+        let heads = self.sinks.as_ref().map_or(0, Vec::len);
+        let (mut gradients, mut squares) = (vec![0.0; heads], vec![0.0; heads]);
+        self.for_each_row(|row| {
+            let Some(gradient) = gradients.get_mut(row.head) else { return };
+            let probability = (self.sink(row.head) - log_sum_exp[row.statistic]).exp();
+            for (out, dout) in out[row.vector..][..self.head_dim].iter().zip(&dout[row.vector..]) {
+                let term = probability * out * dout;
+                *gradient -= term;
+                squares[row.head] += term * term;
+            }
+        });
+        [gradients, squares.into_iter().map(f64::sqrt).collect()]
+    }
+
     /// Calls `visit` with each query of each head and the keys it sees.
     fn for_each_row(&self, mut visit: impl FnMut(Row<'_>)) {
         for sequence in 0..self.sequences {
@@ -60,15 +104,11 @@ impl Case {
                 for head in 0..self.heads {
                     let position = self.query_start + query;
                     let key_head = head / (self.heads / self.key_value_heads);
-                    let document_start = self
-                        .document_starts
-                        .as_ref()
-                        .map_or(0, |starts| starts[sequence * self.query_len + query] as usize);
-                    let keys: Vec<_> = (document_start..self.key_len)
-                        .filter(|j| *j <= position && self.window.is_none_or(|window| j + window > position))
-                        .collect();
+                    let keys: Vec<_> =
+                        (0..self.key_len).filter(|key| self.sees(sequence, query, *key)).collect();
                     let place = |token, heads, head| (token * heads + head) * self.head_dim;
                     visit(Row {
+                        head,
                         vector: place(sequence * self.query_len + query, self.heads, head),
                         statistic: (sequence * self.heads + head) * self.query_len + query,
                         places: &keys
@@ -79,23 +119,40 @@ impl Case {
                             .iter()
                             .map(|j| self.factor(sequence, query, head, *j))
                             .collect::<Vec<_>>(),
+                        distances: &keys.iter().map(|j| position.abs_diff(*j) as f64).collect::<Vec<_>>(),
                     });
                 }
             }
         }
     }
 
-    /// Returns the probabilities of a row and its log-sum-exp.
-    fn softmax(&self, row: &Row<'_>, q: &[f64], k: &[f64]) -> (Vec<f64>, f64) {
-        let scores: Vec<_> = row
-            .places
-            .iter()
-            .map(|place| f64::from(self.scale) * dot(self.head_dim, &q[row.vector..], &k[*place..]))
-            .collect();
-        let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let total: f64 = scores.iter().map(|score| (score - largest).exp()).sum();
-        let log_sum_exp = if scores.is_empty() { f64::NEG_INFINITY } else { largest + total.ln() };
-        (scores.iter().map(|score| (score - log_sum_exp).exp()).collect(), log_sum_exp)
+    /// Returns the score of key number `key` of a row, and its derivative by the scaled product of query and key.
+    fn score(&self, row: &Row<'_>, key: usize, q: &[f64], k: &[f64]) -> (f64, f64) {
+        let product = dot(self.head_dim, &q[row.vector..], &k[row.places[key]..]);
+        let score = f64::from(self.scale) * product;
+        let (score, derivative) = self.soft_cap.map_or((score, 1.0), |cap| {
+            let tangent = (score / f64::from(cap)).tanh();
+            (f64::from(cap) * tangent, 1.0 - tangent * tangent)
+        });
+        let slope = self.alibi_slopes.as_ref().map_or(0.0, |slopes| f64::from(slopes[row.head]));
+        (score - slope * row.distances[key], derivative)
+    }
+
+    /// Returns the probabilities of a row, the derivatives of its scores, and its log-sum-exp.
+    fn softmax(&self, row: &Row<'_>, q: &[f64], k: &[f64]) -> (Vec<f64>, Vec<f64>, f64) {
+        let (scores, derivatives): (Vec<_>, Vec<_>) =
+            (0..row.places.len()).map(|key| self.score(row, key, q, k)).unzip();
+        let sink = self.sink(row.head);
+        let largest = scores.iter().copied().fold(sink, f64::max);
+        let total: f64 = scores.iter().chain([&sink]).map(|score| (score - largest).exp()).sum();
+        let log_sum_exp = if largest == f64::NEG_INFINITY { largest } else { largest + total.ln() };
+        let probabilities = scores.iter().map(|score| (score - log_sum_exp).exp()).collect();
+        (probabilities, derivatives, log_sum_exp)
+    }
+
+    /// Returns the sink of a head; without sinks one of no weight.
+    fn sink(&self, head: usize) -> f64 {
+        self.sinks.as_ref().map_or(f64::NEG_INFINITY, |sinks| sinks[head])
     }
 
     /// Returns the outputs and log-sum-exps.
@@ -103,7 +160,7 @@ impl Case {
         let mut out = vec![0.0; self.query_elements()];
         let mut log_sum_exp = vec![0.0; self.statistic_elements()];
         self.for_each_row(|row| {
-            let (probabilities, statistic) = self.softmax(&row, q, k);
+            let (probabilities, _, statistic) = self.softmax(&row, q, k);
             log_sum_exp[row.statistic] = statistic;
             for ((p, place), factor) in probabilities.iter().zip(row.places).zip(row.factors) {
                 add(self.head_dim, &mut out[row.vector..], p * factor, &v[*place..]);
@@ -112,12 +169,13 @@ impl Case {
         (out, log_sum_exp)
     }
 
-    /// Returns the gradients of queries, keys and values.
-    pub(super) fn backward(&self, q: &[f64], k: &[f64], v: &[f64], dout: &[f64]) -> [Vec<f64>; 3] {
+    /// Returns the gradients of queries, keys, values and sinks (empty without sinks).
+    pub(super) fn backward(&self, q: &[f64], k: &[f64], v: &[f64], dout: &[f64]) -> [Vec<f64>; 4] {
         let mut dq = vec![0.0; self.query_elements()];
         let (mut dk, mut dv) = (vec![0.0; self.key_elements()], vec![0.0; self.key_elements()]);
+        let mut dsinks = vec![0.0; self.sinks.as_ref().map_or(0, Vec::len)];
         self.for_each_row(|row| {
-            let (probabilities, _) = self.softmax(&row, q, k);
+            let (probabilities, derivatives, log_sum_exp) = self.softmax(&row, q, k);
             let dprobabilities: Vec<_> = row
                 .places
                 .iter()
@@ -127,22 +185,28 @@ impl Case {
             let correction: f64 = probabilities.iter().zip(&dprobabilities).map(|(p, dp)| p * dp).sum();
             for (i, place) in row.places.iter().enumerate() {
                 let p = probabilities[i];
-                let dscore = f64::from(self.scale) * p * (dprobabilities[i] - correction);
+                let dscore = f64::from(self.scale) * derivatives[i] * p * (dprobabilities[i] - correction);
                 add(self.head_dim, &mut dq[row.vector..], dscore, &k[*place..]);
                 add(self.head_dim, &mut dk[*place..], dscore, &q[row.vector..]);
                 add(self.head_dim, &mut dv[*place..], p * row.factors[i], &dout[row.vector..]);
             }
+            if let Some(dsink) = dsinks.get_mut(row.head) {
+                *dsink -= (self.sink(row.head) - log_sum_exp).exp() * correction;
+            }
         });
-        [dq, dk, dv]
+        [dq, dk, dv, dsinks]
     }
 }
 
 /// One query of one head.
 struct Row<'a> {
+    head: usize,
     vector: usize,
     statistic: usize,
     places: &'a [usize],
     factors: &'a [f64],
+    /// Distances in tokens to the keys.
+    distances: &'a [f64],
 }
 
 fn dot(n: usize, a: &[f64], b: &[f64]) -> f64 {

@@ -9,11 +9,12 @@ use proptest::prelude::*;
 
 use super::{
     reference::Case,
-    tests::{Inputs, Outputs, assert_agrees, causal, document_starts, emulated, levels},
+    tests::{Inputs, Outputs, VariantTensors, assert_agrees, causal, document_starts, emulated, levels},
+    variant_tests::{random_mask, sinks},
 };
 use crate::{
-    Arena, Attention, AttentionKernels, AttentionWrite, CopyKernels, CpuLevel, CpuQueue, Dropout, Element,
-    Tensor, TokenSpan, Write, cpu::simd::Float,
+    Arena, Attention, AttentionDirection, AttentionKernels, AttentionWrite, CopyKernels, CpuLevel, CpuQueue,
+    Dropout, Element, Tensor, TokenSpan, Write, alibi_slopes, cpu::simd::Float, document_ends,
 };
 
 /// Assignment of a sequence's tokens to context-parallel ranks.
@@ -79,12 +80,14 @@ struct Rank {
     v: Tensor,
     dout: Tensor,
     document_starts: Option<Tensor>,
+    variant: VariantTensors,
     /// f32 accumulator of the outputs.
     out: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
     log_sum_exp: Tensor,
+    dsinks: Tensor,
 }
 
 /// All ranks, simulated one after the other in one process.
@@ -128,6 +131,12 @@ impl<'a> Ring<'a> {
                     .document_starts
                     .as_ref()
                     .map(|starts| tensor(&arena, &self::part(starts, case.query_len, 1, &stretches))),
+                variant: {
+                    let ends = case.document_ends.as_ref();
+                    let ends = ends.map(|ends| self::part(ends, case.query_len, 1, &stretches));
+                    VariantTensors::new(case, ends.as_deref(), &arena)
+                },
+                dsinks: tensor(&arena, &vec![0.0_f32; case.sinks.as_ref().map_or(0, Vec::len)]),
                 out: sums(tokens * width),
                 dq: sums(tokens * width),
                 dk: sums(tokens * key_width),
@@ -151,7 +160,9 @@ impl<'a> Ring<'a> {
                 let (own, other) = (&self.ranks[query_rank], &self.ranks[key_rank]);
                 for (i, queries) in own.stretches.iter().enumerate() {
                     for (j, keys) in other.stretches.iter().enumerate() {
-                        if queries.is_empty() || keys.is_empty() || keys.start >= queries.end {
+                        let is_after =
+                            self.case.direction == AttentionDirection::Causal && keys.start >= queries.end;
+                        if queries.is_empty() || keys.is_empty() || is_after {
                             continue;
                         }
                         let attention =
@@ -187,6 +198,7 @@ impl<'a> Ring<'a> {
                 site: case.site,
                 keys: self.keys.view(),
             }),
+            variant: own.variant.variant(case),
         }
     }
 
@@ -220,6 +232,18 @@ impl<'a> Ring<'a> {
             self.queue.attention_backward(attention, q, k, v, out, log_sum_exp, dout, dq, dk, dv, write);
         });
         let case = self.case;
+        if case.sinks.is_some() {
+            for (rank, out) in self.ranks.iter().zip(&outs) {
+                for (index, _) in rank.stretches.iter().enumerate() {
+                    // The span of the keys has no effect.
+                    let queries = span(&rank.stretches, index);
+                    let attention = self.attention(rank, queries, TokenSpan { len: 0, ..queries });
+                    let [out, log_sum_exp, dout, dsinks] =
+                        [out, &rank.log_sum_exp, &rank.dout, &rank.dsinks].map(Tensor::view);
+                    self.queue.attention_sinks_backward(&attention, out, log_sum_exp, dout, dsinks);
+                }
+            }
+        }
         let (width, key_width) = (case.heads * case.head_dim, case.key_value_heads * case.head_dim);
         let whole = |width: usize, part: &dyn Fn(usize) -> Vec<f32>| {
             let mut x = vec![f32::NAN; case.sequences * case.query_len * width];
@@ -238,6 +262,9 @@ impl<'a> Ring<'a> {
             dq: whole(width, &|i| self.ranks[i].dq.view().to_vec()),
             dk: whole(key_width, &|i| self.ranks[i].dk.view().to_vec()),
             dv: whole(key_width, &|i| self.ranks[i].dv.view().to_vec()),
+            dsinks: (0..case.sinks.as_ref().map_or(0, Vec::len))
+                .map(|head| self.ranks.iter().map(|rank| rank.dsinks.view().to_vec::<f32>()[head]).sum())
+                .collect(),
         }
     }
 }
@@ -293,6 +320,22 @@ fn windows_and_documents_reach_across_parts() {
 fn dropout_of_parts_is_that_of_whole_sequences() {
     // Parts begin at positions that are not multiples of four.
     check_everywhere(&Case { dropout: 0.4, first_head: 3, ..causal(2, 147, 2, 1, 16) });
+}
+
+#[test]
+fn variants_of_parts_are_those_of_whole_sequences() {
+    let plain = Case { alibi_slopes: Some(alibi_slopes(4)), soft_cap: Some(2.0), ..causal(2, 150, 4, 2, 16) };
+    let sinks = Some(sinks(4));
+    check_everywhere(&Case { sinks: sinks.clone(), window: Some(70), dropout: 0.2, ..plain.clone() });
+    let starts = [document_starts(150, &[63, 2, 64]), document_starts(150, &[70, 30])].concat();
+    check_everywhere(&Case {
+        sinks,
+        direction: AttentionDirection::Bidirectional,
+        key_mask: Some(random_mask(3, 300, 0.7)),
+        document_ends: Some(document_ends(&starts, 150)),
+        document_starts: Some(starts),
+        ..plain
+    });
 }
 
 #[test]
@@ -383,11 +426,22 @@ proptest! {
         window in proptest::option::of(1..200_usize),
         dropout in prop_oneof![Just(0.0_f32), 0.0..0.95_f32],
         lengths in proptest::option::of(proptest::collection::vec(1..120_usize, 1..8)),
-        is_zig_zag in proptest::bool::ANY,
+        [is_zig_zag, is_bidirectional, has_sinks] in proptest::array::uniform3(proptest::bool::ANY),
+        share_of_keys in proptest::option::of(0.02..1.0),
     ) {
         let starts = lengths.map(|lengths| document_starts(len, &lengths).repeat(sequences));
-        let plain = causal(sequences, len, group * key_value_heads, key_value_heads, head_dim);
-        let case = Case { window, dropout, document_starts: starts, ..plain };
+        let heads = group * key_value_heads;
+        let case = Case {
+            window,
+            dropout,
+            document_ends: starts.as_ref().map(|starts| document_ends(starts, len)),
+            document_starts: starts,
+            direction: [AttentionDirection::Causal, AttentionDirection::Bidirectional]
+                [usize::from(is_bidirectional)],
+            key_mask: share_of_keys.map(|share| random_mask(3, sequences * len, share)),
+            sinks: has_sinks.then(|| sinks(heads)),
+            ..causal(sequences, len, heads, key_value_heads, head_dim)
+        };
         let cut = if is_zig_zag { Cut::ZigZag } else { Cut::Contiguous };
         for level in levels() {
             check::<f32>(&case, cut, ranks, level);

@@ -8,8 +8,8 @@ use proptest::prelude::*;
 
 use super::reference::Case;
 use crate::{
-    Arena, Attention, AttentionKernels, AttentionWrite, CpuLevel, CpuQueue, Dropout, Tensor, TokenSpan,
-    Write,
+    Arena, Attention, AttentionDirection, AttentionKernels, AttentionVariant, AttentionWrite, CpuLevel,
+    CpuQueue, Dropout, Element, Tensor, TokenSpan, Write,
     cpu::{simd::Float, testing},
 };
 
@@ -37,6 +37,12 @@ pub(super) fn causal(
         first_head: 0,
         dropout: 0.0,
         site: 3,
+        direction: AttentionDirection::Causal,
+        document_ends: None,
+        key_mask: None,
+        alibi_slopes: None,
+        soft_cap: None,
+        sinks: None,
     }
 }
 
@@ -71,19 +77,56 @@ pub(super) struct Outputs {
     pub(super) dq: Vec<f32>,
     pub(super) dk: Vec<f32>,
     pub(super) dv: Vec<f32>,
+    /// Empty without sinks.
+    pub(super) dsinks: Vec<f32>,
+}
+
+/// Tensors of a case's variant.
+pub(super) struct VariantTensors {
+    document_ends: Option<Tensor>,
+    pub(super) key_mask: Option<Tensor>,
+    alibi_slopes: Option<Tensor>,
+    pub(super) sinks: Option<Tensor>,
+}
+
+impl VariantTensors {
+    pub(super) fn new(case: &Case, document_ends: Option<&[u32]>, arena: &Arena) -> Self {
+        fn tensor<T: Element>(arena: &Arena, elements: &[T]) -> Tensor {
+            Tensor::from_slice(arena, [elements.len()], elements, CATEGORY).unwrap()
+        }
+        let narrow = |sinks: &Vec<f64>| sinks.iter().map(|sink| *sink as f32).collect::<Vec<_>>();
+        Self {
+            document_ends: document_ends.map(|ends| tensor(arena, ends)),
+            key_mask: case.key_mask.as_ref().map(|mask| tensor(arena, mask)),
+            alibi_slopes: case.alibi_slopes.as_ref().map(|slopes| tensor(arena, slopes)),
+            sinks: case.sinks.as_ref().map(narrow).map(|sinks| tensor(arena, &sinks)),
+        }
+    }
+
+    pub(super) fn variant(&self, case: &Case) -> AttentionVariant<'_> {
+        AttentionVariant {
+            direction: case.direction,
+            document_ends: self.document_ends.as_ref().map(Tensor::view),
+            key_mask: self.key_mask.as_ref().map(Tensor::view),
+            alibi_slopes: self.alibi_slopes.as_ref().map(Tensor::view),
+            soft_cap: case.soft_cap,
+            sinks: self.sinks.as_ref().map(Tensor::view),
+        }
+    }
 }
 
 /// Tensors and dropout keys of a case, on an arena of their own.
-struct Fixture<T> {
+pub(super) struct Fixture<T> {
     case: Case,
-    arena: Arena,
+    pub(super) arena: Arena,
     keys: Tensor,
     document_starts: Option<Tensor>,
     inputs: Inputs<T>,
+    pub(super) variant: VariantTensors,
 }
 
 impl<T: Float> Fixture<T> {
-    fn new(case: &Case, inputs: Inputs<T>) -> Self {
+    pub(super) fn new(case: &Case, inputs: Inputs<T>) -> Self {
         let arena = Arena::new();
         let words: Vec<_> = (0..case.sequences)
             .flat_map(|sequence| [Case::key(sequence) as u32, (Case::key(sequence) >> 32) as u32])
@@ -93,7 +136,8 @@ impl<T: Float> Fixture<T> {
             .document_starts
             .as_ref()
             .map(|starts| Tensor::from_slice(&arena, [starts.len()], starts, CATEGORY).unwrap());
-        Self { case: case.clone(), arena, keys, document_starts, inputs }
+        let variant = VariantTensors::new(case, case.document_ends.as_deref(), &arena);
+        Self { case: case.clone(), arena, keys, document_starts, inputs, variant }
     }
 
     fn attention(&self) -> Attention<'_> {
@@ -114,6 +158,7 @@ impl<T: Float> Fixture<T> {
                 site: case.site,
                 keys: self.keys.view(),
             }),
+            variant: self.variant.variant(case),
         }
     }
 
@@ -121,7 +166,7 @@ impl<T: Float> Fixture<T> {
         Tensor::from_slice(&self.arena, [elements.len()], elements, CATEGORY).unwrap()
     }
 
-    fn run(&self, level: CpuLevel, threads: usize) -> Outputs {
+    pub(super) fn run(&self, level: CpuLevel, threads: usize) -> Outputs {
         let queue = if level <= CpuLevel::detect() {
             CpuQueue::with_level(threads, &self.arena, level).unwrap()
         } else {
@@ -150,6 +195,12 @@ impl<T: Float> Fixture<T> {
             dv.view(),
             AttentionWrite::OVERWRITE,
         );
+        let sinks = self.variant.sinks.as_ref().map_or(0, |sinks| sinks.view().elements());
+        let dsinks = Tensor::zeros(&self.arena, DType::F32, [sinks], CATEGORY).unwrap();
+        if sinks > 0 {
+            let [out, statistics, dout, dsinks] = [&out, &log_sum_exp, &dout, &dsinks].map(Tensor::view);
+            queue.attention_sinks_backward(&attention, out, statistics, dout, dsinks);
+        }
         let widened = |tensor: &Tensor| tensor.view().to_vec::<T>().into_iter().map(T::load).collect();
         Outputs {
             out: widened(&out),
@@ -157,7 +208,20 @@ impl<T: Float> Fixture<T> {
             dq: widened(&dq),
             dk: widened(&dk),
             dv: widened(&dv),
+            dsinks: dsinks.view().to_vec(),
         }
+    }
+
+    /// Returns `before` with the gradients of the sinks added, for outputs of an earlier run.
+    pub(super) fn sinks_gradient(&self, level: CpuLevel, outputs: &Outputs, before: &[f32]) -> Vec<f32> {
+        let queue = CpuQueue::with_level(1, &self.arena, level).unwrap();
+        let narrow = |x: &[f32]| self.tensor(&x.iter().map(|x| T::store(*x)).collect::<Vec<_>>());
+        let f32s = |x: &[f32]| Tensor::from_slice(&self.arena, [x.len()], x, CATEGORY).unwrap();
+        let (out, dout) = (narrow(&outputs.out), self.tensor(&self.inputs.dout));
+        let (statistics, dsinks) = (f32s(&outputs.log_sum_exp), f32s(before));
+        let [out, statistics, dout, view] = [&out, &statistics, &dout, &dsinks].map(Tensor::view);
+        queue.attention_sinks_backward(&self.attention(), out, statistics, dout, view);
+        dsinks.view().to_vec()
     }
 }
 
@@ -177,6 +241,19 @@ pub(super) fn emulated(_: CpuLevel, _: usize, _: &Arena) -> Option<CpuQueue> {
     None
 }
 
+/// Panics unless the gradients of the sinks are those of the formula for the outputs at hand, rounded or not.
+fn assert_sinks_agree(case: &Case, level: CpuLevel, actual: &Outputs, dout: &[f64]) {
+    let wide = |x: &[f32]| x.iter().map(|x| f64::from(*x)).collect::<Vec<_>>();
+    let [gradients, roundings] = case.sinks_backward(&wide(&actual.out), &wide(&actual.log_sum_exp), dout);
+    assert_eq!(actual.dsinks.len(), gradients.len());
+    for ((actual, expected), rounding) in actual.dsinks.iter().zip(gradients).zip(roundings) {
+        // A few roundings of 6e-8 for each term, and of differences of log-sum-exps.
+        let bound = 1e-6 * (rounding + expected.abs());
+        let error = (f64::from(*actual) - expected).abs();
+        assert!(error <= bound, "dsinks: {actual} instead of {expected} at {level}, {case:?}");
+    }
+}
+
 fn assert_close(name: &str, case: &Case, level: CpuLevel, actual: &[f32], expected: &[f64], tolerance: f64) {
     assert_eq!(actual.len(), expected.len());
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
@@ -187,7 +264,7 @@ fn assert_close(name: &str, case: &Case, level: CpuLevel, actual: &[f32], expect
 }
 
 /// Compares all outputs at a level with the reference.
-fn check<T: Float>(case: &Case, level: CpuLevel, seed: u64) {
+pub(super) fn check<T: Float>(case: &Case, level: CpuLevel, seed: u64) {
     let actual = Fixture::new(case, Inputs::<T>::random(case, seed)).run(level, 2);
     assert_agrees(case, level, &Inputs::<T>::random(case, seed), &actual);
 }
@@ -197,7 +274,7 @@ pub(super) fn assert_agrees<T: Float>(case: &Case, level: CpuLevel, inputs: &Inp
     let wide = |x: &[T]| x.iter().map(|x| f64::from(x.load())).collect::<Vec<_>>();
     let (q, k, v, dout) = (wide(&inputs.q), wide(&inputs.k), wide(&inputs.v), wide(&inputs.dout));
     let (out, log_sum_exp) = case.forward(&q, &k, &v);
-    let [dq, dk, dv] = case.backward(&q, &k, &v, &dout);
+    let [dq, dk, dv, dsinks] = case.backward(&q, &k, &v, &dout);
     // f32: a few hundred roundings of 6e-8, which add up like a random walk. bf16: inputs are exact, outputs round to
     // 2^-9 relative, and the backward reads the rounded output in rowsum(dO ∘ O).
     let (forward, backward) = if T::DTYPE == DType::F32 { (1e-6, 4e-6) } else { (3e-3, 6e-3) };
@@ -205,13 +282,21 @@ pub(super) fn assert_agrees<T: Float>(case: &Case, level: CpuLevel, inputs: &Inp
     assert_close("dq", case, level, &actual.dq, &dq, backward);
     assert_close("dk", case, level, &actual.dk, &dk, backward);
     assert_close("dv", case, level, &actual.dv, &dv, backward);
+    let [_, roundings] = case.sinks_backward(&out, &log_sum_exp, &dout);
+    for ((actual, expected), rounding) in actual.dsinks.iter().zip(&dsinks).zip(roundings) {
+        let error = (f64::from(*actual) - expected).abs();
+        let bound = backward * (rounding + expected.abs() + 0.1);
+        assert!(error <= bound, "dsinks: {actual} instead of {expected} at {level}, {case:?}");
+    }
+    assert_sinks_agree(case, level, actual, &dout);
     for (actual, expected) in actual.log_sum_exp.iter().zip(&log_sum_exp) {
-        let agree = f64::from(*actual) == *expected || (f64::from(*actual) - expected).abs() < 1e-5;
+        let error = (f64::from(*actual) - expected).abs();
+        let agree = f64::from(*actual) == *expected || error < 1e-5;
         assert!(agree, "log-sum-exp {actual} instead of {expected} at {level}, {case:?}");
     }
 }
 
-fn check_everywhere(case: &Case) {
+pub(super) fn check_everywhere(case: &Case) {
     for level in levels() {
         check::<f32>(case, level, 1);
         check::<bf16>(case, level, 2);
@@ -283,7 +368,7 @@ fn a_query_sees_nothing_before_its_document() {
 #[test]
 fn one_document_gives_the_bits_of_no_documents() {
     let none = Case { window: Some(90), ..causal(2, 140, 4, 2, 32) };
-    let one = Case { document_starts: Some(vec![0; 280]), ..none };
+    let one = Case { document_starts: Some(vec![0; 280]), ..none.clone() };
     for level in levels() {
         let run = |case: &Case| Fixture::new(case, Inputs::<f32>::random(case, 13)).run(level, 2);
         assert!(run(&none) == run(&one), "bits differ at {level}");
@@ -494,37 +579,6 @@ fn scratch_does_not_grow_with_the_length_forward_and_at_most_linearly_backward()
     let (short, long) = (workspace(512), workspace(2048));
     assert_eq!(short.0, long.0, "forward scratch");
     assert!(long.1 <= 4 * short.1, "backward scratch grew from {} to {} bytes", short.1, long.1);
-}
-
-#[test]
-fn the_reference_backward_is_the_derivative_of_the_reference_forward() {
-    let starts = [[0, 0, 3, 3, 3, 3, 8], [0, 0, 0, 0, 0, 7, 7]].concat();
-    let case = Case { window: Some(5), dropout: 0.3, query_start: 2, key_len: 9, ..causal(2, 7, 4, 2, 3) };
-    let case = Case { document_starts: Some(starts), ..case };
-    let draw = |seed: u64, n| (0..n).map(|i| f64::from(Philox::new(seed).normal(i))).collect::<Vec<_>>();
-    let (queries, keys) = (case.query_elements() as u64, case.key_elements() as u64);
-    let inputs = [draw(1, queries), draw(2, keys), draw(3, keys)];
-    let dout = draw(4, queries);
-    let gradients = case.backward(&inputs[0], &inputs[1], &inputs[2], &dout);
-    let loss = |x: &[Vec<f64>; 3]| -> f64 {
-        case.forward(&x[0], &x[1], &x[2]).0.iter().zip(&dout).map(|(out, dout)| out * dout).sum()
-    };
-    let step = 1e-5;
-    for (operand, gradient) in gradients.iter().enumerate() {
-        for (i, analytic) in gradient.iter().enumerate() {
-            let at = |offset: f64| {
-                let mut x = inputs.clone();
-                x[operand][i] += offset;
-                loss(&x)
-            };
-            // The error of central differences is about step² = 1e-10 and 1e-16 / step = 1e-11.
-            let numeric = (at(step) - at(-step)) / (2.0 * step);
-            assert!(
-                (numeric - analytic).abs() < 1e-8,
-                "operand {operand}, element {i}: {analytic} analytic, {numeric} numeric"
-            );
-        }
-    }
 }
 
 #[test]

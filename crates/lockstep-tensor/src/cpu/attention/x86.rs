@@ -26,7 +26,7 @@ unsafe fn interleave(words: [u64; 4]) -> u64 {
 /// Implements the operations of [`Lanes`] that are one intrinsic on both levels.
 macro_rules! arithmetic {
     (splat: $splat:ident, load: $load:ident, store: $store:ident, mul_add: $mul_add:ident,
-     add: $add:ident, sub: $sub:ident, mul: $mul:ident, max: $max:ident) => {
+     add: $add:ident, sub: $sub:ident, mul: $mul:ident, div: $div:ident, max: $max:ident) => {
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
             // SAFETY: the caller promises the level.
@@ -70,6 +70,12 @@ macro_rules! arithmetic {
         }
 
         #[inline(always)]
+        fn div(self, b: Self) -> Self {
+            // SAFETY: as above.
+            Self(unsafe { $div(self.0, b.0) })
+        }
+
+        #[inline(always)]
         fn max(self, b: Self) -> Self {
             // SAFETY: as above.
             Self(unsafe { $max(b.0, self.0) })
@@ -88,7 +94,8 @@ impl Lanes for Avx512 {
 
     arithmetic! {
         splat: _mm512_set1_ps, load: _mm512_loadu_ps, store: _mm512_storeu_ps, mul_add: _mm512_fmadd_ps,
-        add: _mm512_add_ps, sub: _mm512_sub_ps, mul: _mm512_mul_ps, max: _mm512_max_ps
+        add: _mm512_add_ps, sub: _mm512_sub_ps, mul: _mm512_mul_ps, div: _mm512_div_ps,
+        max: _mm512_max_ps
     }
 
     #[inline(always)]
@@ -216,7 +223,8 @@ impl Lanes for Avx2 {
 
     arithmetic! {
         splat: _mm256_set1_ps, load: _mm256_loadu_ps, store: _mm256_storeu_ps, mul_add: _mm256_fmadd_ps,
-        add: _mm256_add_ps, sub: _mm256_sub_ps, mul: _mm256_mul_ps, max: _mm256_max_ps
+        add: _mm256_add_ps, sub: _mm256_sub_ps, mul: _mm256_mul_ps, div: _mm256_div_ps,
+        max: _mm256_max_ps
     }
 
     #[inline(always)]

@@ -1,0 +1,253 @@
+//! Packed operands of the bf16 matrix instructions, and products of them by the micro-kernels of the GEMM.
+
+use std::{marker::PhantomData, ops::Range};
+
+use half::bf16;
+
+use super::{
+    geometry::Geometry,
+    lanes::{BLOCK, Lanes},
+};
+use crate::{
+    CpuLevel, Write,
+    cpu::{
+        gemm::panels::{BfloatPair, ColumnPanels, MicroKernel, Operand, Order, RowPanels, Tile, pack},
+        simd::{Float, inlined},
+    },
+};
+
+/// Units of depth of a block of keys or rows: pairs.
+pub(super) const BLOCK_UNITS: usize = BLOCK / 2;
+
+/// Sizes of packed operands in units, for a given head size and the micro-kernel `K`.
+pub(super) struct Sizes<K> {
+    pub(super) head_dim: usize,
+    /// Units of depth of a head's vector.
+    pub(super) head_units: usize,
+    kernel: PhantomData<fn(K)>,
+}
+
+impl<K> Clone for Sizes<K> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<K> Copy for Sizes<K> {}
+
+impl<K: MicroKernel> Sizes<K> {
+    pub(super) fn new(geometry: &Geometry<'_>) -> Self {
+        const { assert!(BLOCK_UNITS.is_multiple_of(K::DEPTH) && BLOCK.is_multiple_of(K::COLUMNS)) };
+        let head_dim = geometry.head_dim;
+        // Four units of every row make whole cache lines of a block.
+        let head_units = head_dim.div_ceil(2).next_multiple_of(K::DEPTH.max(4));
+        Self { head_dim, head_units, kernel: PhantomData }
+    }
+
+    /// Units of a block of vectors as the left operand, summed over the head's elements.
+    pub(super) fn left(self) -> usize {
+        BLOCK.next_multiple_of(K::ROWS) * self.head_units
+    }
+
+    /// Units of a block of vectors as the right operand, summed over the head's elements.
+    pub(super) fn right(self) -> usize {
+        BLOCK * self.head_units
+    }
+
+    /// Units of a block of vectors as the right operand, summed over the vectors.
+    pub(super) fn right_across(self) -> usize {
+        self.head_dim.next_multiple_of(K::COLUMNS) * BLOCK_UNITS
+    }
+
+    /// Units of a block of scores, rounded to bf16.
+    pub(super) fn rounded() -> usize {
+        BLOCK * BLOCK / 2
+    }
+
+    /// Units of a block of scores as the left operand.
+    pub(super) fn scores() -> usize {
+        BLOCK.next_multiple_of(K::ROWS) * BLOCK_UNITS
+    }
+
+    /// Units of a block of contiguous vectors.
+    pub(super) fn staged(self) -> usize {
+        (BLOCK * self.head_dim).div_ceil(2).next_multiple_of(16)
+    }
+}
+
+/// Packing of blocks. All methods need a thread that is prepared for `K`, on a CPU that has its instructions.
+impl<K: MicroKernel> Sizes<K> {
+    /// Copies vectors into a contiguous buffer.
+    pub(super) fn stage<'s>(
+        self,
+        source: &[bf16],
+        vectors: impl Iterator<Item = Range<usize>>,
+        staged: &'s mut [f32],
+    ) -> Operands<'s> {
+        let rows = bytemuck::cast_slice_mut::<f32, bf16>(staged);
+        let mut count = 0;
+        for (row, vector) in rows.chunks_exact_mut(self.head_dim).zip(vectors) {
+            row.copy_from_slice(&source[vector]);
+            count += 1;
+        }
+        Operands { vectors: &rows[..count * self.head_dim], count, head_dim: self.head_dim }
+    }
+
+    /// # Safety
+    /// See above.
+    pub(super) unsafe fn pack_left(self, vectors: &Operands<'_>, packed: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            left::<K>(&vectors.along(), vectors.rows(), self.elements(), self.head_units, packed);
+        }
+    }
+
+    /// # Safety
+    /// See above.
+    pub(super) unsafe fn pack_right(self, vectors: &Operands<'_>, packed: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            right::<K>(&vectors.along(), vectors.rows(), self.elements(), self.head_units, packed);
+        }
+    }
+
+    /// # Safety
+    /// See above.
+    pub(super) unsafe fn pack_right_across(self, vectors: &Operands<'_>, packed: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            right::<K>(&vectors.across(), self.elements(), vectors.rows(), BLOCK_UNITS, packed);
+        }
+    }
+
+    fn elements(self) -> Range<usize> {
+        0..self.head_dim
+    }
+}
+
+/// Contiguous vectors of a head.
+pub(super) struct Operands<'a> {
+    vectors: &'a [bf16],
+    count: usize,
+    head_dim: usize,
+}
+
+impl<'a> Operands<'a> {
+    fn rows(&self) -> Range<usize> {
+        0..self.count
+    }
+
+    fn along(&self) -> Operand<'a, bf16> {
+        Operand::new(self.vectors, self.head_dim, Order::AlongDepth)
+    }
+
+    fn across(&self) -> Operand<'a, bf16> {
+        Operand::new(self.vectors, self.head_dim, Order::AcrossDepth)
+    }
+}
+
+/// Packs `rows` of a left operand.
+///
+/// # Safety
+/// The CPU must have the instructions of `K`.
+pub(super) unsafe fn left<K: MicroKernel>(
+    operand: &Operand<'_, bf16>,
+    rows: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    packed: &mut [f32],
+) {
+    let packed = &mut bytemuck::cast_slice_mut(packed)[..rows.len().next_multiple_of(K::ROWS) * units];
+    // SAFETY: the caller's promise.
+    unsafe { pack::<K::Vector, BfloatPair, RowPanels<K>>(operand, rows, depth, units, packed) }
+}
+
+/// Packs `columns` of a right operand.
+///
+/// # Safety
+/// As [`left`].
+unsafe fn right<K: MicroKernel>(
+    operand: &Operand<'_, bf16>,
+    columns: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    packed: &mut [f32],
+) {
+    let packed = &mut bytemuck::cast_slice_mut(packed)[..columns.len().next_multiple_of(K::COLUMNS) * units];
+    // SAFETY: the caller's promise.
+    unsafe { pack::<K::Vector, BfloatPair, ColumnPanels<K>>(operand, columns, depth, units, packed) }
+}
+
+/// Rounds a block of scores to bf16.
+pub(super) fn round<'r>(scores: &[f32], rounded: &'r mut [f32]) -> &'r [bf16] {
+    let rounded = bytemuck::cast_slice_mut::<f32, bf16>(rounded);
+    // Tiles for bf16 are chosen only if the CPU has this instruction.
+    CpuLevel::Avx512Bf16.run_with_isa(inlined!(|isa| bf16::store_all(isa, scores, rounded)));
+    rounded
+}
+
+/// The output of a product: `rows × columns`, rows `stride` elements apart.
+pub(super) struct Target<'a> {
+    pub(super) sums: &'a mut [f32],
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    pub(super) stride: usize,
+    pub(super) write: Write,
+    /// Factor on the product.
+    pub(super) factor: f32,
+}
+
+/// Multiplies packed operands of `units` of depth into `target`.
+///
+/// # Safety
+/// The CPU must have the instructions of `K` and of `V`, the thread must be prepared for `K`, and the operands must
+/// hold the rows and columns of the target.
+pub(super) unsafe fn multiply<V: Lanes, K: MicroKernel>(
+    units: usize,
+    a: &[f32],
+    b: &[f32],
+    target: Target<'_>,
+) {
+    let (a, b) = (bytemuck::cast_slice::<f32, u32>(a), bytemuck::cast_slice::<f32, u32>(b));
+    let Target { sums, rows, columns, stride, write, factor } = target;
+    let mut tile = Tile::zeros();
+    for (column, b) in (0..columns).step_by(K::COLUMNS).zip(b.chunks_exact(K::COLUMNS * units)) {
+        for (row, a) in (0..rows).step_by(K::ROWS).zip(a.chunks_exact(K::ROWS * units)) {
+            // SAFETY: the caller's promise; both panels hold `units`.
+            unsafe { K::tile(units, a.as_ptr(), b.as_ptr(), &mut tile) };
+            let (rows, columns) = (row..rows.min(row + K::ROWS), column..columns.min(column + K::COLUMNS));
+            V::LEVEL.run(inlined!(|| {
+                let targets = sums[rows.start * stride..].chunks_mut(stride).take(rows.len());
+                for (target, products) in targets.zip(tile.rows(K::COLUMNS)) {
+                    // SAFETY: this runs under `V::LEVEL`.
+                    unsafe { put::<V>(&mut target[columns.clone()], products, factor, write) };
+                }
+            }));
+        }
+    }
+}
+
+/// Computes `sums = products · factor`, or accumulates it. The loop over whole vectors is explicit: the compiler does
+/// not know that the two slices are different memory.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+#[inline(always)]
+unsafe fn put<V: Lanes>(sums: &mut [f32], products: &[f32], factor: f32, write: Write) {
+    let whole = sums.len() - sums.len() % V::LANES;
+    let products = &products[..sums.len()];
+    // SAFETY: whole vectors lie below `whole`; the caller promises the instructions.
+    unsafe {
+        let factor = V::splat(factor);
+        for i in (0..whole).step_by(V::LANES) {
+            let (product, sum) = (V::load(products.as_ptr().add(i)), sums.as_mut_ptr().add(i));
+            match write {
+                Write::Overwrite => product.mul(factor).store(sum),
+                Write::Accumulate => product.mul_add(factor, V::load(sum)).store(sum),
+            }
+        }
+    }
+    for (sum, product) in sums[whole..].iter_mut().zip(&products[whole..]) {
+        *sum = product * factor + if write == Write::Accumulate { *sum } else { 0.0 };
+    }
+}

@@ -8,8 +8,8 @@ use lockstep_tensor::Write;
 
 use crate::{
     block::{Value, ValueInfo},
+    facts::Facts,
     instruction::{Gradient, GradientBuffer, Home, Instruction},
-    operation::Facts,
     training::Training,
 };
 

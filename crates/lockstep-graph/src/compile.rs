@@ -8,12 +8,13 @@ use lockstep_plan::{Recompute, work::Pass};
 use crate::{
     backward::{self, Order},
     block::{Mode, Value},
+    facts::Facts,
     instruction::{Gradient, GradientBuffer, Home, Instruction, Phase},
-    operation::{Facts, Operation},
     overlap::Overlapped,
     planner::Planner,
     program::Program,
     recorder::Recorder,
+    shapes::Shapes,
     storage::{Bump, Lifetime, Region, Slot, pack},
     training::{InputGradient, Training},
 };
@@ -23,15 +24,15 @@ impl Recorder {
     pub fn finish(self, output: Value, recompute: Recompute) -> Program {
         let recorder = self;
         #[cfg(feature = "faults")]
-        let recorder = crate::faults::put_into(recorder);
+        let recorder = recorder.with_fault();
         let Recorder { mode, shape, context, place, values, operations, parameters, input, data, .. } =
             recorder;
         let wanted = input.filter(|_| recorder.input_gradient == InputGradient::Wanted);
-        let facts: Vec<Facts> = operations.iter().map(Operation::facts).collect();
+        let facts: Vec<Facts> = operations.iter().map(|operation| operation.facts()).collect();
         let training = Training::new(values.len(), &facts, &parameters, wanted);
         let planner = Planner::new(
             &values,
-            (&operations, &facts),
+            &facts,
             (input, &data),
             output,
             &training,
@@ -70,13 +71,9 @@ impl Recorder {
             backward_weights,
             frame_bytes: planner.frame_bytes,
             deferred_bytes,
-            shape,
-            context,
-            parameters,
-            training,
             input,
             output,
-            values,
+            shapes: Shapes { block: shape, context, values, parameters, training },
             operations,
             facts,
         }

@@ -1,22 +1,20 @@
 //! Work of each instruction of a program: floating-point operations and bytes, from shapes alone.
 //!
-//! Bytes are the least that any implementation moves if nothing stays in a cache between operations: each operand
-//! once, twice if it is added to. Logits count as operands, although they exist for one range of tokens at a time.
-//! Experts are assumed to be evenly loaded.
+//! Each operation states its own work: see `work_context`. Here it is summed and, for parts of products and
+//! collectives, divided. Logits count as operands, although they exist for one range of tokens at a time.
 
-use lockstep_plan::work::{Pass, Product, TaskKind};
+use lockstep_plan::work::{Pass, TaskKind};
 use lockstep_tensor::Write;
 
 use crate::{
-    block::{ParameterIndex, Value, ValueInfo},
+    facts::Facts,
     instruction::{Gradient, Instruction, Phase},
-    operation::{AttentionOperation, Facts, Operation, RouteOperation, SummaLinear},
+    op::Op,
     program::Program,
+    shapes::touched_bytes,
     timeline::{Activity, Cost},
+    work_context::{Work, WorkContext},
 };
-
-/// Bytes per element of a weight gradient.
-const GRADIENT_BYTES: u64 = 4;
 
 /// Compute and memory of a block, known as soon as it is recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,7 +41,10 @@ impl Program {
     /// Returns the compute and memory of the block.
     pub fn profile(&self) -> BlockProfile {
         BlockProfile {
-            forward_flops: self.operations.iter().map(|operation| self.product_flops(operation)).sum(),
+            forward_flops: self
+                .recorded()
+                .map(|(operation, facts)| self.forward_flops(operation, facts))
+                .sum(),
             backward_flops: self
                 .recorded()
                 .map(|(operation, facts)| self.backward_flops(operation, facts))
@@ -52,7 +53,7 @@ impl Program {
             workspace_bytes: self.workspace_bytes(),
             deferred_bytes: self.deferred_bytes,
             parameter_elements: self
-                .parameters
+                .parameters()
                 .iter()
                 .map(|parameter| parameter.share.shape_of(&parameter.shape).iter().product::<usize>())
                 .sum(),
@@ -61,28 +62,34 @@ impl Program {
     }
 
     fn attention_flops(&self) -> u64 {
-        let flops = |(operation, facts): (&Operation, &Facts)| match operation {
-            Operation::Attention(_) => self.product_flops(operation) + self.backward_flops(operation, facts),
-            _ => 0,
+        let is_attention = |(operation, facts): &(&dyn Op, &Facts)| {
+            let work = operation.work(&self.context(facts, Pass::Forward, 0));
+            work.iter().any(|work| matches!(work.kind, TaskKind::Attention(_)))
         };
-        self.recorded().map(flops).sum()
+        let flops = |(operation, facts): (&dyn Op, &Facts)| {
+            self.forward_flops(operation, facts) + self.backward_flops(operation, facts)
+        };
+        self.recorded().filter(is_attention).map(flops).sum()
     }
 
-    /// Returns the operations with their facts.
-    pub(crate) fn recorded(&self) -> impl Iterator<Item = (&Operation, &Facts)> {
-        self.operations.iter().zip(&self.facts)
+    fn context<'a>(&'a self, facts: &'a Facts, pass: Pass, gradient_bytes: u64) -> WorkContext<'a> {
+        WorkContext { shapes: &self.shapes, facts, pass, gradient_bytes }
     }
 
-    pub(crate) fn backward_flops(&self, operation: &Operation, facts: &Facts) -> u64 {
-        let forward = self.product_flops(operation);
-        let inputs = if self.training.reaches_inputs(facts) { forward } else { 0 };
-        let weights = match operation {
-            // Attention has no weights; its backward has two products per forward product.
-            Operation::Attention(_) => inputs,
-            _ if self.training.trains_weight(facts) => forward,
-            _ => 0,
-        };
-        inputs + weights
+    fn forward_flops(&self, operation: &dyn Op, facts: &Facts) -> u64 {
+        model_flops(&operation.work(&self.context(facts, Pass::Forward, 0)))
+    }
+
+    fn backward_flops(&self, operation: &dyn Op, facts: &Facts) -> u64 {
+        let training = &self.shapes.training;
+        let of = |pass| model_flops(&operation.work(&self.context(facts, pass, 0)));
+        if facts.is_loss {
+            // Its backward computes the logits, which are those of the forward.
+            let is_run = training.runs_for_inputs(facts);
+            return if is_run { of(Pass::BackwardInputs) - of(Pass::Forward) } else { 0 };
+        }
+        let inputs = if training.reaches_inputs(facts) { of(Pass::BackwardInputs) } else { 0 };
+        inputs + if training.trains_weight(facts) { of(Pass::BackwardWeights) } else { 0 }
     }
 
     /// Returns the name, pass, unit and first parameter of an instruction.
@@ -111,57 +118,31 @@ impl Program {
         }
     }
 
+    /// Returns the work of an instruction that calls an operation; `None` for other instructions.
+    pub(crate) fn operation_work(&self, instruction: &Instruction, phase: &Phase) -> Option<Vec<Work>> {
+        let (index, pass) = match instruction {
+            Instruction::Forward(operation) => (*operation, Pass::Forward),
+            Instruction::BackwardInputs { operation, .. } => (*operation, Pass::BackwardInputs),
+            Instruction::BackwardWeights { operation, .. } => (*operation, Pass::BackwardWeights),
+            _ => return None,
+        };
+        let facts = &self.facts[index];
+        let bytes = |gradient: Gradient| touched_bytes(facts, phase.buffers[gradient.0].info);
+        let gradient_bytes = match instruction {
+            Instruction::BackwardInputs { dy, dx, .. } => {
+                let written: u64 = dx.iter().map(|&(dx, write)| bytes(dx) * passes(write)).sum();
+                dy.map_or(0, bytes) + written
+            }
+            Instruction::BackwardWeights { dy, .. } => bytes(*dy),
+            _ => 0,
+        };
+        Some(self.operations[index].work(&self.context(facts, pass, gradient_bytes)))
+    }
+
     /// Returns the cost of an instruction.
     pub(crate) fn cost(&self, instruction: &Instruction, phase: &Phase) -> Cost {
-        let gradient = |operation: Option<&Operation>, gradient: Gradient| {
-            self.info_bytes(operation, phase.buffers[gradient.0].info)
-        };
+        let bytes = |gradient: Gradient| phase.buffers[gradient.0].info.bytes() as u64;
         match instruction {
-            Instruction::Forward(operation) => {
-                self.forward_cost(&self.operations[*operation], &self.facts[*operation])
-            }
-            Instruction::BackwardInputs { operation, dy, dx } => {
-                let (operation, facts) = (&self.operations[*operation], &self.facts[*operation]);
-                let of = |other: Gradient| gradient(Some(operation), other);
-                let written: u64 = dx.iter().map(|&(dx, write)| of(dx) * passes(write)).sum();
-                if facts.is_loss {
-                    return sum(self.loss_parts(operation, facts, Some(written)));
-                }
-                // The matrix or the scale; the input gradient does not read a bias.
-                let weight = facts.weight.map_or(0, |index| self.weight_bytes(index));
-                let product_flops = match operation {
-                    // The scores again, and four products for the three gradients.
-                    Operation::Attention(_) => self.product_flops(operation) / 2 * 5,
-                    _ => self.product_flops(operation),
-                };
-                Cost {
-                    product_flops,
-                    vector_flops: self.elements(operation, facts) * facts.vector_flops(Pass::BackwardInputs),
-                    bytes: dy.map_or(0, of)
-                        + self.bytes(operation, &facts.saved_for_inputs)
-                        + written
-                        + weight,
-                }
-            }
-            Instruction::BackwardWeights { operation, dy } => {
-                let (operation, facts) = (&self.operations[*operation], &self.facts[*operation]);
-                let elements: u64 = match operation {
-                    Operation::Embedding { .. } => self.elements(operation, facts),
-                    _ => {
-                        let trained = facts.parameters().filter(|index| self.training.trains(*index));
-                        trained.map(|index| self.parameter_elements(index)).sum()
-                    }
-                };
-                let read = gradient(Some(operation), *dy)
-                    + self.bytes(operation, self.training.needs_for_weights(facts));
-                // A bias gradient needs no product.
-                let has_product = self.training.trains_weight(facts);
-                Cost {
-                    product_flops: if has_product { self.product_flops(operation) } else { 0 },
-                    vector_flops: self.elements(operation, facts) * facts.vector_flops(Pass::BackwardWeights),
-                    bytes: read + elements * GRADIENT_BYTES * passes(Write::Accumulate),
-                }
-            }
             Instruction::Part { product, transit, rows } => {
                 let transit = &phase.collectives[*transit];
                 share_of(self.cost(product, phase), transit.part_rows(*rows), transit.info.rows)
@@ -173,156 +154,34 @@ impl Program {
                 let rows = transit.chunks[*chunk].len();
                 share_of(self.cost(&transit.exchange, phase), rows, transit.block_rows())
             }
-            Instruction::Copy { from, to } => Cost::of_bytes(gradient(None, *from) + gradient(None, *to)),
+            Instruction::Copy { from, to } => Cost::of_bytes(bytes(*from) + bytes(*to)),
             Instruction::Add { from, to } => Cost {
                 vector_flops: phase.buffers[to.0].info.elements() as u64,
-                ..Cost::of_bytes(gradient(None, *from) + gradient(None, *to) * passes(Write::Accumulate))
+                ..Cost::of_bytes(bytes(*from) + bytes(*to) * passes(Write::Accumulate))
             },
-        }
-    }
-
-    fn forward_cost(&self, operation: &Operation, facts: &Facts) -> Cost {
-        if facts.is_loss {
-            return sum(self.loss_parts(operation, facts, None));
-        }
-        let weights: u64 = match operation {
-            // Only the rows that are looked up.
-            Operation::Embedding { y, .. } => self.bytes(operation, [y]),
-            _ => facts.parameters().map(|index| self.weight_bytes(index)).sum(),
-        };
-        let values = facts.inputs.iter().chain(&facts.tables).chain(&facts.outputs);
-        Cost {
-            product_flops: self.product_flops(operation),
-            vector_flops: self.elements(operation, facts) * facts.vector_flops(Pass::Forward),
-            bytes: self.bytes(operation, values) + weights,
-        }
-    }
-
-    /// Returns the parts of an output layer and its loss: the logits, the loss, and in the backward the needed
-    /// gradients. `gradient_bytes` is the size of the input gradient; `None` in the forward.
-    pub(crate) fn loss_parts(
-        &self,
-        operation: &Operation,
-        facts: &Facts,
-        gradient_bytes: Option<u64>,
-    ) -> Vec<(TaskKind, Cost)> {
-        let Operation::OutputLoss { x, weight, logits, losses, .. } = *operation else { return Vec::new() };
-        let (tokens, inner) = (self.shape.tokens() as u64, self.values[x.0].columns as u64);
-        let columns = self.values[logits.0].columns as u64;
-        let of_logits = tokens * columns * self.values[logits.0].dtype.size_bytes() as u64;
-        let (of_weight, of_x) = (self.weight_bytes(weight), self.bytes(operation, [&x]));
-        let product = |rows, inner, columns, bytes| {
-            let product = Product { rows, inner, columns, count: 1 };
-            (TaskKind::Product(product), Cost { product_flops: product.flops(), ..Cost::of_bytes(bytes) })
-        };
-        let pass = if gradient_bytes.is_some() { Pass::BackwardInputs } else { Pass::Forward };
-        // In the backward the gradient of the logits overwrites them.
-        let of_loss = of_logits * if gradient_bytes.is_some() { 2 } else { 1 };
-        let loss = Cost {
-            vector_flops: self.elements(operation, facts) * facts.vector_flops(pass),
-            ..Cost::of_bytes(of_loss + self.bytes(operation, [&losses]))
-        };
-        let mut parts =
-            vec![product(tokens, inner, columns, of_x + of_weight + of_logits), (TaskKind::Stream, loss)];
-        if let Some(gradient_bytes) = gradient_bytes {
-            if self.training.differentiates(x) {
-                parts.push(product(tokens, columns, inner, of_logits + of_weight + gradient_bytes));
-            }
-            if self.training.trains(weight) {
-                let added = self.parameter_elements(weight) * GRADIENT_BYTES * passes(Write::Accumulate);
-                parts.push(product(columns, tokens, inner, of_logits + of_x + added));
+            Instruction::Forward(_)
+            | Instruction::BackwardInputs { .. }
+            | Instruction::BackwardWeights { .. } => {
+                sum(&self.operation_work(instruction, phase).unwrap_or_default())
             }
         }
-        parts
-    }
-
-    /// Floating-point operations of the matrix products of an operation's forward; each of the two halves of a linear
-    /// layer's backward has as many.
-    pub(crate) fn product_flops(&self, operation: &Operation) -> u64 {
-        let columns = |value: Value| self.values[value.0].columns as u64;
-        let tokens = self.shape.tokens() as u64;
-        match operation {
-            Operation::Linear { x, y, .. } => 2 * self.values[y.0].rows as u64 * columns(*x) * columns(*y),
-            Operation::SummaLinear(SummaLinear { x, grid, y, .. }) => {
-                2 * self.values[y.0].rows as u64 * grid.side as u64 * columns(*x) * columns(*y)
-            }
-            Operation::GroupedLinear { x, y, even_rows, .. } => {
-                2 * *even_rows as u64 * columns(*x) * columns(*y)
-            }
-            Operation::OutputLoss { x, logits, .. } => 2 * tokens * columns(*x) * columns(*logits),
-            Operation::Attention(AttentionOperation { q, shape, .. }) => {
-                let seq_len = (self.shape.seq_len * self.context.ranks) as u64;
-                let seen = shape.window.map_or(seq_len, |window| seq_len.min(2 * window as u64));
-                2 * self.values[q.0].rows as u64 * seen * columns(*q)
-            }
-            _ => 0,
-        }
-    }
-
-    /// Elements that an operation processes: those of its output, or all logits.
-    fn elements(&self, operation: &Operation, facts: &Facts) -> u64 {
-        match *operation {
-            Operation::OutputLoss { logits, .. } => {
-                (self.shape.tokens() * self.values[logits.0].columns) as u64
-            }
-            Operation::Route(RouteOperation { scores, .. }) => self.values[scores.0].elements() as u64,
-            // Every row is read once, however many rows make a token.
-            Operation::Combine { rows, .. } => self.info_elements(Some(operation), self.values[rows.0]),
-            _ => self.info_elements(Some(operation), self.values[facts.output().0]),
-        }
-    }
-
-    pub(crate) fn bytes<'v>(
-        &self,
-        operation: &Operation,
-        values: impl IntoIterator<Item = &'v Value>,
-    ) -> u64 {
-        values.into_iter().map(|value| self.info_bytes(Some(operation), self.values[value.0])).sum()
-    }
-
-    fn info_bytes(&self, operation: Option<&Operation>, info: ValueInfo) -> u64 {
-        self.info_elements(operation, info) * info.dtype.size_bytes() as u64
-    }
-
-    /// Elements of a value or gradient that an operation touches. A buffer with room for the rows of all tokens of
-    /// all ranks counts with the rows of evenly loaded experts.
-    fn info_elements(&self, operation: Option<&Operation>, info: ValueInfo) -> u64 {
-        match operation.and_then(|operation| self.expert_rows(operation)) {
-            Some((room, even)) if info.rows == room => (even * info.columns) as u64,
-            _ => info.elements() as u64,
-        }
-    }
-
-    /// Returns (capacity, rows under even load) of an operation on rows of experts; `None` for other operations.
-    fn expert_rows(&self, operation: &Operation) -> Option<(usize, usize)> {
-        let (Operation::GroupedLinear { x: rows, .. }
-        | Operation::SwiGlu { gate: rows, offsets: Some(_), .. }
-        | Operation::Dispatch { rows, .. }
-        | Operation::Combine { rows, .. }) = *operation
-        else {
-            return None;
-        };
-        let even = self.operations.iter().find_map(|operation| match *operation {
-            Operation::GroupedLinear { x, y, even_rows, .. } if [x, y].contains(&rows) => Some(even_rows),
-            _ => None,
-        })?;
-        Some((self.values[rows.0].rows, even))
-    }
-
-    pub(crate) fn parameter_elements(&self, index: ParameterIndex) -> u64 {
-        let parameter = &self.parameters()[index.0];
-        parameter.share.shape_of(&parameter.shape).iter().product::<usize>() as u64
-    }
-
-    fn weight_bytes(&self, index: ParameterIndex) -> u64 {
-        self.parameter_elements(index) * self.shape.dtype.size_bytes() as u64
     }
 }
 
-/// Sums the cost of all parts of an operation.
-fn sum(parts: Vec<(TaskKind, Cost)>) -> Cost {
-    parts.into_iter().fold(Cost::default(), |mut all, (_, cost)| {
-        all += cost;
+/// Returns the floating-point operations that a model's count includes: of matrix products, and of attention without
+/// recomputed scores.
+fn model_flops(work: &[Work]) -> u64 {
+    let of = |work: &Work| match work.kind {
+        TaskKind::Attention(attention) => attention.flops,
+        _ => work.cost.product_flops,
+    };
+    work.iter().map(of).sum()
+}
+
+/// Sums the cost of all tasks of an operation.
+fn sum(work: &[Work]) -> Cost {
+    work.iter().fold(Cost::default(), |mut all, work| {
+        all += work.cost;
         all
     })
 }

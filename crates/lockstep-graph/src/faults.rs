@@ -1,13 +1,9 @@
 //! Fault injection for recorded blocks, to test that the tests notice: a shard offset or count is replaced by a wrong one.
 //!
-//! A fault changes the recording before it is compiled ([`Recorder::finish`](crate::Recorder::finish)); no other code
-//! knows about faults.
+//! A fault changes the recording before it is compiled ([`Recorder::finish`](crate::Recorder::finish)): its parameters, and
+//! the operations that override [`Op::inject`](crate::Op::inject).
 
 use std::cell::Cell;
-
-use lockstep_plan::{Among, Shard};
-
-use crate::{block::BatchInput, operation::Operation, recorder::Recorder};
 
 /// A wrong offset or count in a recording.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,44 +73,7 @@ pub fn record_with(fault: Option<Fault>) {
     FAULT.set(fault);
 }
 
-/// Applies the thread's fault to a recording.
-pub(crate) fn put_into(mut recorder: Recorder) -> Recorder {
-    if let Some(fault) = FAULT.get() {
-        recorder.operations.iter_mut().for_each(|operation| change_operation(operation, fault));
-        change_parameters(&mut recorder, fault);
-        if fault == Fault::FirstOfContext {
-            recorder.context.rank = 0;
-        }
-    }
-    recorder
-}
-
-fn change_operation(operation: &mut Operation, fault: Fault) {
-    match (fault, operation) {
-        (Fault::BiasOnEveryRank, Operation::Linear { adds_bias, .. }) => *adds_bias = true,
-        (Fault::BiasOnNoRank, Operation::Linear { adds_bias, .. }) => *adds_bias = false,
-        (Fault::VocabularyFromZero, Operation::Embedding { first_id, .. }) => *first_id = 0,
-        (Fault::LogitsFromZero, Operation::OutputLoss { split: Some(split), .. }) => split.first_column = 0,
-        (Fault::PositionsFromZero, Operation::Embedding { input: BatchInput::Positions, tokens, .. })
-        | (Fault::DropoutFromFirstToken, Operation::Dropout { tokens, .. }) => tokens.first = 0,
-        (Fault::DropoutFromFirstHead, Operation::Attention(attention)) => attention.first_head = 0,
-        (Fault::DropoutFromFirstSequence, Operation::Attention(attention)) => attention.sequences.first = 0,
-        (Fault::RoutesFromFirstToken, Operation::Route(route)) => route.tokens.first = 0,
-        _ => {}
-    }
-}
-
-fn change_parameters(recorder: &mut Recorder, fault: Fault) {
-    let from_zero = |shard: &mut Option<Shard>| shard.iter_mut().for_each(|shard| shard.start = 0);
-    for share in recorder.parameters.iter_mut().map(|parameter| &mut parameter.share) {
-        match (fault, share.among) {
-            (Fault::ShardsFromZero, Among::Tensor | Among::TensorColumn)
-            | (Fault::ExpertsFromFirst, Among::Experts) => from_zero(&mut share.shard),
-            (Fault::BlocksFromZero, Among::Tensor | Among::TensorColumn)
-            | (Fault::PartsOfExpertsFromZero, Among::Experts) => from_zero(&mut share.inner),
-            (Fault::ReplicasCountedTwice, _) => share.copies = 1,
-            (Fault::PartialTakenAsReduced, _) => share.summands = 1,
-            _ => {}
-        }
-    }
+/// Returns the fault of this thread.
+pub(crate) fn current() -> Option<Fault> {
+    FAULT.get()
 }

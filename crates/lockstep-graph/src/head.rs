@@ -2,7 +2,7 @@
 
 use crate::{
     block::{HeadOutput, Value},
-    linear::Linear,
+    ops::linear::Linear,
     recorder::Recorder,
 };
 

@@ -20,7 +20,7 @@
 //! - A [`Timeline`] records the time and cost of each operation in traced steps.
 #![forbid(unsafe_code)]
 
-mod attention;
+mod allocation;
 mod backward;
 mod block;
 mod buffers;
@@ -28,33 +28,33 @@ mod compile;
 mod context;
 mod cost;
 mod execute;
+mod facts;
 #[cfg(feature = "faults")]
 pub mod faults;
 mod head;
+#[cfg(feature = "faults")]
+mod injection;
 mod inputs;
 mod instruction;
-mod linear;
-mod loss;
 mod low_rank;
 mod mixture;
-mod operation;
+mod op;
+mod ops;
 mod overlap;
 mod peers;
 mod placement;
 mod planner;
 mod program;
 mod recorder;
-mod redistribute;
 mod replay;
-mod ring;
-mod route;
+mod shapes;
 mod split;
 mod storage;
-mod summa;
 mod timeline;
 mod training;
 mod transit;
 mod work;
+mod work_context;
 
 pub use block::{
     BatchInput, Bias, BlockShape, DropoutSite, HeadOutput, InputDeclaration, LoraAdapters, MAX_DROPOUT_SITES,
@@ -62,16 +62,19 @@ pub use block::{
 };
 pub use buffers::{CommunicationBuffer, Ring};
 pub use cost::BlockProfile;
+pub use facts::{ExpertRows, Facts};
 pub use inputs::LABELS;
-pub use linear::Linear;
 pub use lockstep_plan::work::Pass;
 pub use lockstep_plan::{Recompute, RecomputeRules};
 pub use mixture::Mixture;
-pub use operation::{AttentionShape, RotaryPairs, Routing};
+pub use op::Op;
+pub use ops::{attention::AttentionShape, linear::Linear, rope::RotaryPairs, route::Routing};
 pub use peers::{ContextPeers, GridGroups, Peers};
-pub use placement::Split;
+pub use placement::{Placement, Split, Transfer};
 pub use program::Program;
 pub use recorder::Recorder;
-pub use replay::{Batch, KeyValueCache, Parameters, Replay, Seed};
+pub use replay::{Batch, InputGradients, KeyValueCache, Parameters, Replay, Run, Seed};
+pub use shapes::Shapes;
 pub use timeline::{Activity, Begin, Cost, Span, Timeline, Trace};
 pub use training::InputGradient;
+pub use work_context::{Work, WorkContext};

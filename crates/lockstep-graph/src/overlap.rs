@@ -14,8 +14,8 @@
 use std::ops::Range;
 
 use crate::{
+    block::Value,
     instruction::{GradientBuffer, Instruction, Object, OverlappedCollective, Rows},
-    operation::Operation,
     placement::Transfer,
     planner::Planner,
     storage::{Lifetime, Slot, pack},
@@ -151,19 +151,14 @@ impl Planner<'_> {
     /// Returns the collective of an instruction: its kind, its local object (`own`) and its global object (`all`).
     fn exchange(&self, instruction: &Instruction) -> Option<(Transfer, Object, Object)> {
         let (transfer, from, to) = match instruction {
-            Instruction::Forward(operation) => match self.operations[*operation] {
-                Operation::Redistribute { exchange, x, y, .. } => {
-                    (exchange.forward(), Object::Value(x), Object::Value(y))
-                }
-                _ => return None,
-            },
+            Instruction::Forward(operation) => {
+                let facts = &self.facts[*operation];
+                let [forward, _] = facts.transfers?;
+                (forward, Object::Value(facts.inputs[0]), Object::Value(facts.output()))
+            }
             Instruction::BackwardInputs { operation, dy: Some(dy), dx } => {
-                match self.operations[*operation] {
-                    Operation::Redistribute { exchange, .. } => {
-                        (exchange.backward(), Object::Gradient(*dy), Object::Gradient(dx[0].0))
-                    }
-                    _ => return None,
-                }
+                let [_, backward] = self.facts[*operation].transfers?;
+                (backward, Object::Gradient(*dy), Object::Gradient(dx[0].0))
             }
             _ => return None,
         };
@@ -177,15 +172,13 @@ impl Planner<'_> {
     /// Returns the (input, output) objects of a product that computes each output row from the same input row.
     fn product(&self, instruction: &Instruction) -> Option<[usize; 2]> {
         match instruction {
-            Instruction::Forward(operation) => match self.operations[*operation] {
-                Operation::Linear { x, y, .. } => Some([self.stored_as[x.0], y.0]),
-                _ => None,
-            },
+            Instruction::Forward(operation) => {
+                let facts = &self.facts[*operation];
+                facts.is_row_product.then(|| [self.stored_as[facts.inputs[0].0], facts.output().0])
+            }
             Instruction::BackwardInputs { operation, dy: Some(dy), dx } => {
-                match self.operations[*operation] {
-                    Operation::Linear { .. } => Some([self.object(*dy), self.object(dx[0].0)]),
-                    _ => None,
-                }
+                let is_row_product = self.facts[*operation].is_row_product;
+                is_row_product.then(|| [self.object(*dy), self.object(dx[0].0)])
             }
             _ => None,
         }
@@ -196,10 +189,7 @@ impl Planner<'_> {
         match instruction {
             Instruction::Forward(operation)
             | Instruction::BackwardInputs { operation, .. }
-            | Instruction::BackwardWeights { operation, .. } => matches!(
-                self.operations[*operation],
-                Operation::Linear { .. } | Operation::GroupedLinear { .. } | Operation::Attention(_)
-            ),
+            | Instruction::BackwardWeights { operation, .. } => self.facts[*operation].is_long,
             _ => false,
         }
     }
@@ -221,17 +211,12 @@ impl Planner<'_> {
                 let facts = &self.facts[*operation];
                 facts.outputs.iter().chain(&facts.scratch).map(|value| value.0).collect()
             }
-            Instruction::BackwardInputs { operation, dx, .. } => match self.operations[*operation] {
-                Operation::Linear { .. }
-                | Operation::Redistribute { .. }
-                | Operation::RmsNorm { .. }
-                | Operation::LayerNorm { .. }
-                | Operation::Rope { .. }
-                | Operation::Gelu { .. }
-                | Operation::SwiGlu { .. }
-                | Operation::Dropout { .. } => dx.iter().map(|(dx, _)| self.object(*dx)).collect(),
-                _ => self.touches(instruction),
-            },
+            Instruction::BackwardInputs { operation, dx, .. } => {
+                let facts = &self.facts[*operation];
+                let outputs: &[Value] = if facts.is_loss { &facts.outputs } else { &[] };
+                let values = facts.scratch.iter().chain(outputs).map(|value| value.0);
+                values.chain(dx.iter().map(|(dx, _)| self.object(*dx))).collect()
+            }
             Instruction::BackwardWeights { .. } => Vec::new(),
             Instruction::Copy { to, .. } | Instruction::Add { to, .. } => vec![self.object(*to)],
             _ => unreachable!("instructions are moved before they are cut"),

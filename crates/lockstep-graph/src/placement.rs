@@ -26,14 +26,14 @@
 //! ShardBlocks -> ShardTokens       all-to-all along a row   all-to-all along a row
 //! ```
 //!
-//! `ShardBlocks` is the placement of two-dimensional tensor parallelism (`summa`): each row of the grid has whole
+//! `ShardBlocks` is the placement of two-dimensional tensor parallelism (`ops::summa_linear`): each row of the grid has whole
 //! sequences, and each rank of a row has a range of their columns.
 
 use lockstep_plan::GridPlace;
 
 /// Placement of a value and of its gradient in the tensor-parallel group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Placement {
+pub enum Placement {
     /// `Replicate`, with a replicated gradient.
     Replicate,
     /// `Replicate`, with a partial gradient: the input of column-parallel layers.
@@ -42,7 +42,10 @@ pub(crate) enum Placement {
     Partial,
     /// `Shard(columns)` into `parts` ranges. With fewer parts than ranks, neighbouring ranks hold the same range and
     /// a partial gradient of it.
-    ShardColumns { parts: usize },
+    ShardColumns {
+        /// Number of ranges.
+        parts: usize,
+    },
     /// `Shard(tokens)`: sequence parallelism.
     ShardTokens,
     /// A block of a two-dimensional grid: this rank's columns of its row's tokens.
@@ -86,18 +89,33 @@ pub(crate) enum Redistribute {
 
 /// Data movement of a redistribution in one direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Transfer {
+pub enum Transfer {
     /// No transfer: the output is the input.
     Alias,
     /// Copy of this rank's tokens.
     Slice,
+    /// All-gather of the rows of all ranks.
     AllGather,
+    /// All-reduce of partial sums.
     AllReduce,
+    /// Reduce-scatter of partial sums by rows.
     ReduceScatter,
     /// All-to-all along a row of the grid.
     TokensToBlocks,
     /// All-to-all along a row of the grid.
     BlocksToTokens,
+}
+
+/// Kinds of context-parallel collectives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ContextCollectiveKind {
+    /// All-gather: from the local tokens of each sequence to all of them.
+    Gather,
+    /// All-to-all from the local tokens and all `heads` to all tokens and some heads. With fewer heads than ranks,
+    /// heads are repeated.
+    TokensToHeads { heads: usize },
+    /// All-to-all from all tokens and some heads to the local tokens and all `heads`.
+    HeadsToTokens { heads: usize },
 }
 
 impl Redistribute {

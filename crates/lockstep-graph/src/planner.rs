@@ -4,8 +4,8 @@ use lockstep_plan::{Recompute, TensorPlace};
 
 use crate::{
     block::{Mode, Value, ValueInfo},
+    facts::Facts,
     instruction::{Gradient, Instruction},
-    operation::{Facts, Operation},
     storage::{Bump, Region, Slot},
     training::Training,
 };
@@ -24,7 +24,6 @@ pub(crate) fn stored_as(values: usize, facts: &[Facts]) -> Vec<usize> {
 /// The inputs of memory planning, and the slots that are fixed for all phases.
 pub(crate) struct Planner<'a> {
     pub(crate) values: &'a [ValueInfo],
-    pub(crate) operations: &'a [Operation],
     /// Facts of each operation.
     pub(crate) facts: &'a [Facts],
     pub(crate) input: Option<Value>,
@@ -45,7 +44,7 @@ pub(crate) struct Planner<'a> {
 impl<'a> Planner<'a> {
     pub(crate) fn new(
         values: &'a [ValueInfo],
-        (operations, facts): (&'a [Operation], &'a [Facts]),
+        facts: &'a [Facts],
         (input, data): (Option<Value>, &[(Value, usize)]),
         output: Value,
         training: &'a Training,
@@ -75,7 +74,7 @@ impl<'a> Planner<'a> {
             }
         }
         saved[output.0] = true;
-        operations.iter().filter_map(Operation::always_saved).for_each(|value| saved[value.0] = true);
+        facts.iter().filter_map(|facts| facts.slot_counts).for_each(|value| saved[value.0] = true);
         let mut frame = Bump::default();
         let mut fixed: Vec<Option<Slot>> = (0..values.len())
             .map(|index| {
@@ -95,7 +94,6 @@ impl<'a> Planner<'a> {
         let chunks = if ranks > 1 { chunks } else { 1 };
         Self {
             values,
-            operations,
             facts,
             input,
             output,

@@ -2,27 +2,23 @@
 
 use std::ops::Range;
 
-use lockstep_plan::ContextPlace;
 use lockstep_tensor::{Buffer, View};
 
 use crate::{
-    block::{BlockShape, ParameterDeclaration, ParameterIndex, Value, ValueInfo},
+    block::{BlockShape, ParameterDeclaration, ParameterIndex, Value},
+    facts::Facts,
     instruction::Phase,
-    operation::{Facts, Operation},
-    training::Training,
+    op::Op,
+    shapes::Shapes,
 };
 
 /// A compiled block, ready to be replayed any number of times.
 #[derive(Debug)]
 pub struct Program {
-    pub(crate) shape: BlockShape,
-    pub(crate) context: ContextPlace,
-    pub(crate) values: Vec<ValueInfo>,
-    pub(crate) operations: Vec<Operation>,
-    pub(crate) parameters: Vec<ParameterDeclaration>,
+    pub(crate) shapes: Shapes,
+    pub(crate) operations: Vec<Box<dyn Op>>,
     /// Facts of each operation.
     pub(crate) facts: Vec<Facts>,
-    pub(crate) training: Training,
     pub(crate) input: Option<Value>,
     pub(crate) output: Value,
     pub(crate) forward: Phase,
@@ -36,29 +32,29 @@ pub struct Program {
 impl Program {
     /// Returns the parameters, in the order in which the block declares them.
     pub fn parameters(&self) -> &[ParameterDeclaration] {
-        &self.parameters
+        &self.shapes.parameters
     }
 
     /// Returns the shape that the program was recorded for; under context parallelism, with the local tokens of each sequence.
     pub fn shape(&self) -> BlockShape {
-        self.shape
+        self.shapes.block
     }
 
     /// Returns true if the gradient of the output is needed: something in the block is trained, or an earlier block
     /// needs its gradient.
     pub fn has_backward(&self) -> bool {
-        self.training.differentiates(self.output)
+        self.shapes.training.differentiates(self.output)
     }
 
     /// Number of columns of the output.
     pub fn output_columns(&self) -> usize {
-        self.values[self.output.0].columns
+        self.shapes.values[self.output.0].columns
     }
 
     /// Byte range of the output in a frame; all other saved values lie before it.
     pub fn output_bytes(&self) -> Range<usize> {
         let start = self.forward.values[self.output.0].map_or(0, |slot| slot.offset_bytes);
-        start..start + self.values[self.output.0].bytes()
+        start..start + self.shapes.values[self.output.0].bytes()
     }
 
     /// Returns true if no backward of the block reads its output, so that only the next unit needs it.
@@ -69,7 +65,7 @@ impl Program {
 
     /// Returns the parameter that biases the choice of experts. It has no gradient; the load of the experts updates it.
     pub fn selection_bias(&self) -> Option<ParameterIndex> {
-        self.operations.iter().find_map(Operation::selection_bias)
+        self.facts.iter().find_map(|facts| facts.selection_bias)
     }
 
     /// Returns the parameters that have no gradient and that the engine updates otherwise.
@@ -79,21 +75,21 @@ impl Program {
 
     /// Returns the number of experts of the block; `None` for a block without experts.
     pub fn experts(&self) -> Option<usize> {
-        let counts = self.operations.iter().find_map(Operation::always_saved)?;
-        Some(self.values[counts.0].columns)
+        let counts = self.facts.iter().find_map(|facts| facts.slot_counts)?;
+        Some(self.shapes.values[counts.0].columns)
     }
 
     /// Returns the number of slots per sequence and expert in the last forward, f32 `[sequences, experts]`; `None`
     /// for a block without experts.
     pub fn load<'a>(&self, frame: &'a Buffer) -> Option<View<'a>> {
-        let counts = self.operations.iter().find_map(Operation::always_saved)?;
-        let (info, slot) = (self.values[counts.0], self.forward.values[counts.0]?);
+        let counts = self.facts.iter().find_map(|facts| facts.slot_counts)?;
+        let (info, slot) = (self.shapes.values[counts.0], self.forward.values[counts.0]?);
         Some(frame.view(info.dtype, slot.offset_bytes, [info.rows, info.columns]))
     }
 
     /// Number of rows of the input and the output: the tokens of a micro-batch, or this rank's tokens of it.
     pub fn output_rows(&self) -> usize {
-        self.values[self.output.0].rows
+        self.shapes.values[self.output.0].rows
     }
 
     /// Size of a frame in bytes.
@@ -126,6 +122,16 @@ impl Program {
     pub fn transit_chunks(&self) -> usize {
         let of = |phase: &Phase| phase.collectives.iter().map(|transit| transit.chunks.len()).sum();
         self.phases().map(of).max().unwrap_or(0)
+    }
+
+    /// Elements of the largest block of keys and values that travels around the context-parallel group; 0 without ring attention.
+    pub fn ring_elements(&self) -> usize {
+        self.operations.iter().map(|operation| operation.ring_elements(&self.shapes)).max().unwrap_or(0)
+    }
+
+    /// Returns the operations with their facts.
+    pub(crate) fn recorded(&self) -> impl Iterator<Item = (&dyn Op, &Facts)> {
+        self.operations.iter().map(Box::as_ref).zip(&self.facts)
     }
 
     fn phases(&self) -> impl Iterator<Item = &Phase> {

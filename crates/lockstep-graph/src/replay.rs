@@ -11,7 +11,7 @@ use crate::{
     buffers::CommunicationBuffer,
     instruction::{Gradient, Phase},
     peers::{ContextPeers, GridGroups, Peers},
-    program::Program,
+    shapes::Shapes,
     storage::{Region, Slot},
     timeline::Trace,
 };
@@ -73,11 +73,11 @@ pub struct Replay<'a> {
     pub batch: Batch<'a>,
     /// The output of the block before, `[tokens, columns]`.
     pub input: Option<View<'a>>,
-    /// Frame of at least [`Program::frame_bytes`]; if `output` is given, the bytes before the output suffice.
+    /// Frame of at least [`Program::frame_bytes`](crate::Program::frame_bytes); if `output` is given, the bytes before the output suffice.
     pub frame: &'a Buffer,
     /// Buffer for the output, `[tokens, columns]`; `None` puts it in the frame.
     pub output: Option<View<'a>>,
-    /// Workspace of at least [`Program::workspace_bytes`].
+    /// Workspace of at least [`Program::workspace_bytes`](crate::Program::workspace_bytes).
     pub workspace: &'a Buffer,
     /// Index of the block's first dropout site in the model.
     pub first_dropout_site: u32,
@@ -130,18 +130,101 @@ pub(crate) struct Extra<'a> {
     pub(crate) skips_loss: bool,
 }
 
-/// One phase of a program that is being replayed.
-pub(crate) struct Run<'a> {
-    pub(crate) program: &'a Program,
+/// One phase of a program that is being replayed, as operations see it: the views of their operands, and the queue,
+/// groups and batch that the caller supplied.
+pub struct Run<'a> {
+    pub(crate) shapes: &'a Shapes,
     pub(crate) phase: &'a Phase,
     pub(crate) replay: &'a Replay<'a>,
     pub(crate) extra: Extra<'a>,
 }
 
 impl<'a> Run<'a> {
+    /// Returns the queue that runs the kernels.
+    pub fn queue(&self) -> &'a dyn Kernels {
+        self.replay.queue
+    }
+
+    /// Returns the arguments of the replay: the batch, the process groups, the key-value cache.
+    pub fn replay(&self) -> &'a Replay<'a> {
+        self.replay
+    }
+
+    /// Returns the shapes of the block, and which of its values and parameters have gradients.
+    pub fn shapes(&self) -> &'a Shapes {
+        self.shapes
+    }
+
+    /// Returns the gradients that seed the backward.
+    pub fn seed(&self) -> Seed {
+        self.extra.seed
+    }
+
+    /// Returns a value as `[rows, columns]`.
+    pub fn value(&self, value: Value) -> View<'a> {
+        let slot = self.phase.values[value.0].expect("every value an instruction touches has a place");
+        self.at(slot, self.shapes.values[value.0])
+    }
+
+    /// Returns a value as a vector.
+    pub fn flat(&self, value: Value) -> View<'a> {
+        let view = self.value(value);
+        view.reshape([view.elements()])
+    }
+
+    /// Returns this rank's shard of a weight, in the dtype that kernels read.
+    pub fn weight(&self, index: ParameterIndex) -> View<'a> {
+        self.replay.parameters.weight(index)
+    }
+
+    /// Returns the f32 gradient of a trained weight for a kernel that can overwrite and accumulate, and the mode that it
+    /// has to use. Each kernel that contributes calls it once.
+    pub fn gradient_to_write(&self, index: ParameterIndex) -> (View<'a>, Write) {
+        self.replay.parameters.gradient(index)
+    }
+
+    /// Returns the f32 gradient of a trained weight for a kernel that only accumulates: an old gradient is zeroed. Each
+    /// kernel that contributes calls it once.
+    pub fn gradient_of_weight(&self, index: ParameterIndex) -> View<'a> {
+        let (gradient, write) = self.gradient_to_write(index);
+        if write == Write::Overwrite {
+            self.replay.queue.zero(gradient);
+        }
+        gradient
+    }
+
+    /// Returns true if the parameter is trained.
+    pub fn trains(&self, index: ParameterIndex) -> bool {
+        self.shapes.trains(index)
+    }
+
+    /// Returns the tensor-parallel group.
+    ///
+    /// # Panics
+    /// If the program was recorded for one rank.
+    pub fn peers(&self) -> Peers<'a> {
+        self.replay.peers.expect("a program that was recorded for several ranks is given them")
+    }
+
+    /// Returns the context-parallel group.
+    ///
+    /// # Panics
+    /// If the program was recorded for whole sequences.
+    pub fn peers_of_context(&self) -> Peers<'a> {
+        let context = self.replay.context;
+        context.expect("a program that was recorded for parts of sequences is given the other ranks").peers
+    }
+
+    /// Returns the row and the column group under two-dimensional tensor parallelism.
+    pub(crate) fn grid_peers(&self) -> GridGroups<'a> {
+        self.replay
+            .grid
+            .expect("a program that was recorded for a square of ranks is given its rows and columns")
+    }
+
     /// Returns the places of some tokens in their sequences, which key dropout masks.
     pub(crate) fn places(&self, tokens: TokenRange) -> TokenPositions {
-        let (seq_len, context) = (self.program.shape.seq_len, self.program.context);
+        let (seq_len, context) = (self.shapes.block.seq_len, self.shapes.context);
         let halves = context.halves_of(context.rank, seq_len * context.ranks);
         TokenPositions { first_row: tokens.first, seq_len, halves }
     }
@@ -152,35 +235,6 @@ impl<'a> Run<'a> {
             site: self.replay.first_dropout_site + dropout.site,
             keys: self.replay.batch.dropout_keys.expect("a program with dropout is given keys"),
         }
-    }
-
-    /// Tokens per sequence, those of other ranks included.
-    pub(crate) fn whole_seq_len(&self) -> usize {
-        self.program.shape.seq_len * self.program.context.ranks
-    }
-
-    pub(crate) fn peers(&self) -> Peers<'a> {
-        self.replay.peers.expect("a program that was recorded for several ranks is given them")
-    }
-
-    pub(crate) fn labels(&self) -> View<'a> {
-        self.replay.batch.labels.expect("a program with a loss is given labels")
-    }
-
-    pub(crate) fn weight(&self, index: ParameterIndex) -> View<'a> {
-        self.replay.parameters.weight(index)
-    }
-
-    /// Returns a value as `[tokens, columns]`.
-    pub(crate) fn value(&self, value: Value) -> View<'a> {
-        let slot = self.phase.values[value.0].expect("every value an instruction touches has a place");
-        self.at(slot, self.program.values[value.0])
-    }
-
-    /// Returns a statistic as a vector.
-    pub(crate) fn flat(&self, value: Value) -> View<'a> {
-        let view = self.value(value);
-        view.reshape([view.elements()])
     }
 
     pub(crate) fn gradient(&self, gradient: Gradient) -> View<'a> {
@@ -212,6 +266,25 @@ impl<'a> Run<'a> {
             Region::OutputGradient => given(self.extra.dy, "the gradient of its output"),
             Region::InputGradient => given(self.extra.dx, "a place for the gradient of its input"),
         }
+    }
+}
+
+/// Destinations of the gradients of an operation's inputs, in the order of [`Facts::inputs`](crate::Facts::inputs).
+pub struct InputGradients<'r> {
+    pub(crate) run: &'r Run<'r>,
+    pub(crate) targets: &'r [(Gradient, Write)],
+}
+
+impl<'r> InputGradients<'r> {
+    /// Returns the gradient of an input as `[rows, columns]`. It has a place even where nothing needs it.
+    pub fn view(&self, input: usize) -> View<'r> {
+        self.run.gradient(self.targets[input].0)
+    }
+
+    /// Returns the mode of writing the gradient of an input: overwrite, unless
+    /// [`Facts::accumulates`](crate::Facts::accumulates).
+    pub fn write(&self, input: usize) -> Write {
+        self.targets[input].1
     }
 }
 

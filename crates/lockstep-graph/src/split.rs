@@ -17,12 +17,12 @@ impl Recorder {
     }
 
     /// Returns the sharding of a module's weights; `None` if it is not sharded or the rank is alone.
-    pub(crate) fn split_of(&self, module: &str) -> Option<Split> {
+    pub fn split_of(&self, module: &str) -> Option<Split> {
         self.splits.get(module).copied().filter(|_| self.place.ranks > 1)
     }
 
     /// Returns the placement of values between blocks and on the residual stream.
-    pub(crate) fn stream(&self) -> Placement {
+    pub fn stream(&self) -> Placement {
         let TensorPlace { ranks, splits_tokens, .. } = self.place;
         if ranks > 1 && splits_tokens { Placement::ShardTokens } else { Placement::Replicate }
     }
@@ -36,7 +36,8 @@ impl Recorder {
         }
     }
 
-    pub(crate) fn placement(&self, value: Value) -> Placement {
+    /// Returns the placement of a value in the tensor-parallel group.
+    pub fn placement(&self, value: Value) -> Placement {
         self.placements[value.0]
     }
 
@@ -55,6 +56,7 @@ impl Recorder {
     ///
     /// # Panics
     /// If the larger number is not a multiple of the smaller.
+    #[track_caller]
     pub(crate) fn parts(&self, module: &str, pieces: usize) -> usize {
         let ranks = self.place.ranks;
         let parts = pieces.min(ranks);
@@ -66,7 +68,7 @@ impl Recorder {
     }
 
     /// Returns this rank's share of dimension `dim` of `total` elements, cut into `parts` shards.
-    pub(crate) fn shard(&self, dim: usize, total: usize, parts: usize) -> Share {
+    pub fn shard(&self, dim: usize, total: usize, parts: usize) -> Share {
         let (copies, len) = (self.place.ranks / parts, total / parts);
         let shard = Some(Shard { dim, start: self.place.rank / copies * len, len });
         Share { shard, copies, summands: copies, ..Share::default() }
@@ -81,7 +83,7 @@ impl Recorder {
 
     /// Returns the share of a replicated parameter that is applied to a value in `placement`. Its gradient is partial
     /// where ranks see different tokens or columns.
-    pub(crate) fn whole_share(&self, placement: Placement) -> Share {
+    pub fn whole_share(&self, placement: Placement) -> Share {
         let ranks = self.place.ranks;
         let summands = match placement {
             Placement::Replicate | Placement::Partial => 1,
@@ -93,8 +95,21 @@ impl Recorder {
         Share { copies: ranks, summands, ..Share::default() }
     }
 
-    pub(crate) fn expect_placement(&self, value: Value, allowed: impl Fn(Placement) -> bool, what: &str) {
-        let placement = self.placement(value);
-        assert!(allowed(placement), "{what} cannot read {placement:?}");
+    /// Returns this rank's share of a vector parameter with one element for each column of `value`.
+    pub fn share_of_columns(&self, value: Value) -> Share {
+        match self.placement(value) {
+            Placement::ShardColumns { parts } => self.shard(0, self.columns(value), parts),
+            Placement::ShardBlocks(grid) => grid.share_of_bias(self.columns(value)),
+            placement => self.whole_share(placement),
+        }
+    }
+
+    /// Asserts that the placement of a value is one that the operation `what` can read.
+    ///
+    /// # Panics
+    /// If it is not.
+    #[track_caller]
+    pub fn expect_placement(&self, value: Value, allowed: impl Fn(Placement) -> bool, what: &str) {
+        assert!(allowed(self.placement(value)), "{what} cannot read {}", self.describe(value));
     }
 }

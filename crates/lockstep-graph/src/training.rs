@@ -5,7 +5,7 @@
 
 use crate::{
     block::{ParameterDeclaration, ParameterIndex, Value},
-    operation::Facts,
+    facts::Facts,
 };
 
 /// Tells the recorder if an earlier block needs the gradient of this block's input.
@@ -55,9 +55,9 @@ impl Training {
         self.trained[parameter.0]
     }
 
-    /// Returns true if the operation's matrix, scale or table is trained.
+    /// Returns true if one of the operation's matrices, scales or tables is trained.
     pub(crate) fn trains_weight(&self, facts: &Facts) -> bool {
-        facts.weight.is_some_and(|weight| self.trains(weight))
+        facts.weights.iter().any(|weight| self.trains(*weight))
     }
 
     /// Returns true if the gradient of the value is needed.

@@ -1,6 +1,8 @@
 //! Execution of collectives that overlap with matrix products: the steps that start a collective, compute a chunk, and
 //! wait for a chunk.
 
+use std::ops::Range;
+
 use lockstep_comm::{Collective, CommError, LentBuffer, ReduceOp};
 use lockstep_plan::DType;
 use lockstep_tensor::{Buffer, View};
@@ -9,16 +11,17 @@ use crate::{
     buffers::CommunicationBuffer,
     instruction::{Instruction, Object, OverlappedCollective, Rows},
     placement::Transfer,
+    program::Program,
     replay::Run,
 };
 
 impl<'a> Run<'a> {
     /// Runs one of the instructions of an overlapped collective.
-    pub(crate) fn in_transit(&self, instruction: &Instruction) -> Result<(), CommError> {
+    pub(crate) fn in_transit(&self, program: &Program, instruction: &Instruction) -> Result<(), CommError> {
         let of = |transit: &usize| &self.phase.collectives[*transit];
         match instruction {
             Instruction::Start { transit } => self.start_gather(of(transit)),
-            Instruction::Part { product, transit, rows } => self.part(product, of(transit), *rows),
+            Instruction::Part { product, transit, rows } => self.part(program, product, of(transit), *rows),
             Instruction::Send { transit, chunk } => self.send_sums(of(transit), *chunk),
             Instruction::Await { transit, chunk } => self.receive(of(transit), *chunk),
             _ => unreachable!("no such instruction is part of an exchange: {instruction:?}"),
@@ -89,26 +92,28 @@ impl<'a> Run<'a> {
     /// Computes a range of rows of a product.
     fn part(
         &self,
+        program: &Program,
         product: &Instruction,
         transit: &OverlappedCollective,
         rows: Rows,
     ) -> Result<(), CommError> {
-        let (product, result) = match product {
+        let multiply = |rows: Range<usize>, result: View<'_>| match product {
             Instruction::Forward(operation) => {
-                let (product, y) = self.output_product(&self.program.operations[*operation]);
-                (product, Object::Value(y))
+                program.operations[*operation].forward_rows(self, rows, result);
             }
             Instruction::BackwardInputs { operation, dy: Some(dy), dx } => {
-                let operation = &self.program.operations[*operation];
-                let (dx, write) = dx[0];
-                (self.input_product(operation, self.gradient(*dy), write), Object::Gradient(dx))
+                let (operation, dy) = (&program.operations[*operation], self.gradient(*dy));
+                operation.backward_rows(self, dy, rows, result, dx[0].1);
             }
             _ => unreachable!("no product with rows of its own: {product:?}"),
         };
-        let rank = self.peers().group.rank();
-        let in_place = |rows: std::ops::Range<usize>| {
-            self.multiply_rows(&product, rows.clone(), self.object(result).rows(rows));
+        let result = match product {
+            Instruction::Forward(operation) => Object::Value(program.facts[*operation].output()),
+            Instruction::BackwardInputs { dx, .. } => Object::Gradient(dx[0].0),
+            _ => unreachable!("no product with rows of its own: {product:?}"),
         };
+        let rank = self.peers().group.rank();
+        let in_place = |rows: Range<usize>| multiply(rows.clone(), self.object(result).rows(rows));
         match rows {
             Rows::Own => in_place(rank * transit.block_rows()..(rank + 1) * transit.block_rows()),
             Rows::Others(chunk) => (0..transit.blocks)
@@ -118,7 +123,7 @@ impl<'a> Run<'a> {
                 let memory = self.communication_buffer().memory.borrow();
                 for index in 0..transit.blocks {
                     let target = block(&memory, transit, chunk, index);
-                    self.multiply_rows(&product, transit.rows(index, chunk), target);
+                    multiply(transit.rows(index, chunk), target);
                 }
             }
         }

@@ -1,10 +1,12 @@
 //! Work of small blocks under every kind of parallelism, checked against the profile and the roofline costs.
 
-use lockstep_plan::{ContextMethod, ContextPlace, ExpertPlace, TensorDimensions, TensorPlace};
+use lockstep_plan::{ContextMethod, ContextPlace, DType, ExpertPlace, TensorDimensions, TensorPlace};
 use lockstep_tensor::{RouterScores, RouterWeights};
 
 use super::*;
-use crate::{AttentionShape, Bias, BlockShape, Linear, Mixture, Mode, Recompute, Recorder, Routing, Split};
+use crate::{
+    AttentionShape, Bias, BlockShape, Linear, Mixture, Mode, Recompute, Recorder, Routing, Split, Transfer,
+};
 
 const WIDTH: usize = 16;
 const SHAPE: BlockShape = BlockShape { sequences: 4, seq_len: 32, dtype: DType::BF16 };
@@ -153,16 +155,13 @@ fn products_are_those_of_the_profile() {
 
 /// Returns true if the instruction only communicates.
 fn only_sends(program: &Program, instruction: &Instruction) -> bool {
-    use crate::placement::Redistribute as Change;
-    let changes = |operation: usize, copied: Change| match program.operations[operation] {
-        Operation::Redistribute { exchange, .. } => {
-            ![copied, Change::TokensToBlocks, Change::BlocksToTokens].contains(&exchange)
-        }
-        _ => false,
+    let sends = |operation: usize, direction: usize| {
+        let transfer = program.facts[operation].transfers.map(|transfers| transfers[direction]);
+        matches!(transfer, Some(Transfer::AllGather | Transfer::AllReduce | Transfer::ReduceScatter))
     };
     match instruction {
-        Instruction::Forward(operation) => changes(*operation, Change::SliceTokens),
-        Instruction::BackwardInputs { operation, .. } => changes(*operation, Change::AllGatherReplicated),
+        Instruction::Forward(operation) => sends(*operation, 0),
+        Instruction::BackwardInputs { operation, .. } => sends(*operation, 1),
         Instruction::Await { .. } => true,
         _ => false,
     }

@@ -10,11 +10,10 @@ use lockstep_plan::{ContextPlace, DType};
 use lockstep_tensor::{AttentionWrite, Buffer, TokenSpan, View, Write};
 
 use crate::{
-    attention::AttentionGradients,
     block::Value,
     buffers::Ring,
     context::{may_see, spans},
-    operation::AttentionOperation,
+    ops::attention::{AttentionGradients, AttentionOperation},
     peers::Peers,
     replay::Run,
 };
@@ -113,23 +112,19 @@ impl<'a> Pair<'a> {
     }
 }
 
-impl<'a> Run<'a> {
+impl AttentionOperation {
     /// Runs the forward of ring attention.
-    pub(crate) fn ring_attention(
-        &self,
-        operation: &AttentionOperation,
-        sums: Option<Value>,
-    ) -> Result<(), CommError> {
-        let (q, y) = (self.value(operation.q), self.value(operation.y));
-        let out = sums.map_or(y, |sums| self.value(sums));
-        self.around(operation, |_, keys_of, Pair { keys, values }| {
-            self.for_each_call(operation, keys_of, |spans, write| {
-                self.attend(operation, spans, [q, keys, values], out, write);
-                self.peers_of_context().progress()
+    pub(crate) fn ring_attention(&self, run: &Run<'_>, sums: Option<Value>) -> Result<(), CommError> {
+        let (q, y) = (run.value(self.q), run.value(self.y));
+        let out = sums.map_or(y, |sums| run.value(sums));
+        self.around(run, |_, keys_of, Pair { keys, values }| {
+            self.for_each_call(run, keys_of, |spans, write| {
+                self.attend(run, spans, [q, keys, values], out, write);
+                run.peers_of_context().progress()
             })
         })?;
         if sums.is_some() {
-            self.replay.queue.cast(out, y);
+            run.replay.queue.cast(out, y);
         }
         Ok(())
     }
@@ -137,28 +132,28 @@ impl<'a> Run<'a> {
     /// Runs the backward of ring attention; the gradients of keys and values travel after them.
     pub(crate) fn ring_attention_backward(
         &self,
-        operation: &AttentionOperation,
+        run: &Run<'_>,
         sums: Option<Value>,
-        dy: View<'a>,
-        gradients: AttentionGradients<'a>,
+        dy: View<'_>,
+        gradients: AttentionGradients<'_>,
     ) -> Result<(), CommError> {
-        let queue = self.replay.queue;
+        let queue = run.replay.queue;
         let AttentionGradients { dq, dk, dv } = gradients;
-        let sum = sums.map_or(dq, |sums| self.value(sums));
-        let neighbours = Neighbours::new(self.peers_of_context());
+        let sum = sums.map_or(dq, |sums| run.value(sums));
+        let neighbours = Neighbours::new(run.peers_of_context());
         let bytes = (dk.elements() + dv.elements()) * DType::F32.size_bytes();
-        let mut slots = self.ring().gradients.borrow_mut();
+        let mut slots = ring(run).gradients.borrow_mut();
         let (mut received, mut sent) = (None, [None, None]);
-        self.around(operation, |step, keys_of, block| {
+        self.around(run, |step, keys_of, block| {
             let turn = step % 2;
             neighbours.wait(sent[turn].take())?;
             let own = Pair::in_buffer(&slots[turn], DType::F32, [dk, dv]);
             queue.zero(own.keys);
             queue.zero(own.values);
-            self.for_each_call(operation, keys_of, |spans, write| {
+            self.for_each_call(run, keys_of, |spans, write| {
                 let write = AttentionWrite { queries: write, keys: Write::Accumulate };
                 let gradients = AttentionGradients { dq: sum, dk: own.keys, dv: own.values };
-                self.attend_backward(operation, spans, [block.keys, block.values], dy, gradients, write);
+                self.attend_backward(run, spans, [block.keys, block.values], dy, gradients, write);
                 neighbours.peers.progress()
             })?;
             // Add the gradients that the previous ranks of the ring have summed for these keys and values.
@@ -186,21 +181,21 @@ impl<'a> Run<'a> {
     /// previous rank's, and so on.
     fn around(
         &self,
-        operation: &AttentionOperation,
+        run: &Run<'_>,
         mut visit: impl FnMut(usize, usize, Pair<'_>) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        let ContextPlace { ranks, rank, .. } = self.program.context;
-        let own = Pair { keys: self.value(operation.k), values: self.value(operation.v) };
+        let ContextPlace { ranks, rank, .. } = run.shapes.context;
+        let own = Pair { keys: run.value(self.k), values: run.value(self.v) };
         let (dtype, like) = (own.keys.dtype(), [own.keys, own.values]);
-        let mut slots = self.ring().blocks.borrow_mut();
+        let mut slots = ring(run).blocks.borrow_mut();
         let first = Pair::in_buffer(&slots[0], dtype, like);
-        self.replay.queue.cast(own.keys, first.keys);
-        self.replay.queue.cast(own.values, first.values);
+        run.replay.queue.cast(own.keys, first.keys);
+        run.replay.queue.cast(own.values, first.values);
         let bytes = (own.keys.elements() + own.values.elements()) * dtype.size_bytes();
-        let mut blocks = Blocks::start(Neighbours::new(self.peers_of_context()), &mut slots, bytes)?;
+        let mut blocks = Blocks::start(Neighbours::new(run.peers_of_context()), &mut slots, bytes)?;
         visit(0, rank, own)?;
         for step in 1..ranks {
-            let slot = blocks.next(self, &mut slots, step + 1 == ranks)?;
+            let slot = blocks.next(run, &mut slots, step + 1 == ranks)?;
             let block = Pair::in_buffer(&slots[slot], dtype, like);
             visit(step, (rank + ranks - step) % ranks, block)?;
         }
@@ -212,11 +207,11 @@ impl<'a> Run<'a> {
     /// them.
     fn for_each_call(
         &self,
-        operation: &AttentionOperation,
+        run: &Run<'_>,
         keys_of: usize,
         mut visit: impl FnMut([TokenSpan; 2], Write) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        let (place, held) = (self.program.context, self.program.shape.seq_len);
+        let (place, held) = (run.shapes.context, run.shapes.block.seq_len);
         let keys = spans(place, keys_of, held);
         for (half, queries) in spans(place, place.rank, held).into_iter().enumerate() {
             let is_own = |index: usize| keys_of == place.rank && index == half;
@@ -224,16 +219,16 @@ impl<'a> Run<'a> {
                 visit([queries, keys[half]], Write::Overwrite)?;
             }
             for (index, keys) in keys.into_iter().enumerate() {
-                if !is_own(index) && may_see(queries, keys, operation.shape.window) {
+                if !is_own(index) && may_see(queries, keys, self.shape.window) {
                     visit([queries, keys], Write::Accumulate)?;
                 }
             }
         }
         Ok(())
     }
+}
 
-    fn ring(&self) -> &'a Ring {
-        let ring = self.replay.context.and_then(|context| context.ring);
-        ring.expect("a program whose keys go round is given memory for them")
-    }
+fn ring<'a>(run: &Run<'a>) -> &'a Ring {
+    let ring = run.replay.context.and_then(|context| context.ring);
+    ring.expect("a program whose keys go round is given memory for them")
 }

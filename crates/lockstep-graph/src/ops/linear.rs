@@ -3,15 +3,20 @@
 
 use std::ops::Range;
 
+use lockstep_comm::CommError;
 use lockstep_plan::Initializer;
 use lockstep_tensor::{Gemm, GemmLayout, View, Write};
 
+#[cfg(feature = "faults")]
+use crate::faults::Fault;
 use crate::{
-    block::{Bias, Value},
-    operation::Operation,
+    block::{Bias, ParameterIndex, Value},
+    facts::Facts,
+    op::Op,
     placement::{Placement, Split},
     recorder::Recorder,
-    replay::Run,
+    replay::{InputGradients, Run},
+    work_context::{Work, WorkContext},
 };
 
 /// A linear layer `y = x Wᵀ + b` with parameters `NAME.weight [out, in]` and `NAME.bias [out]`.
@@ -32,6 +37,7 @@ impl Recorder {
     ///
     /// # Panics
     /// If the input's placement does not fit the layer's split.
+    #[track_caller]
     pub fn linear(&mut self, x: Value, linear: Linear<'_>) -> Value {
         let Linear { name, out_features, bias, std } = linear;
         let (split, initializer) = (self.split_of(name), Initializer::Normal { std });
@@ -40,6 +46,7 @@ impl Recorder {
     }
 
     /// Records `x Wᵀ + b` with the parameters `NAME.weight` and, with a bias, `NAME.bias`.
+    #[track_caller]
     pub(crate) fn product(
         &mut self,
         x: Value,
@@ -74,7 +81,7 @@ impl Recorder {
                 (x, self.shard(1, shape[1], parts), whole, Placement::Partial)
             }
             Some(Split::VocabularyParallel) => {
-                panic!("{name}: only an output layer is split by a vocabulary")
+                panic!("{name} {shape:?}: only an output layer is split by a vocabulary")
             }
         };
         let weight = self.parameter(format!("{name}.weight"), &shape, initializer, weight);
@@ -82,50 +89,87 @@ impl Recorder {
         let y = self.value_in(out_features, placement);
         // Only one of the partial sums includes the bias.
         let adds_bias = placement != Placement::Partial || self.place.rank == 0;
-        self.operations.push(Operation::Linear { x, weight, bias, adds_bias, y });
+        self.push(LinearOperation { x, weight, bias, adds_bias, y });
         self.reduce_partial(y)
     }
 }
 
-/// The operands of a matrix product; the caller supplies the output.
-pub(crate) struct Product<'a> {
-    layout: GemmLayout,
-    /// `x` or `dy`, all rows.
-    rows: View<'a>,
-    weight: View<'a>,
-    bias: Option<View<'a>>,
-    write: Write,
+/// A linear layer, or a rank's part of one.
+#[derive(Debug)]
+struct LinearOperation {
+    x: Value,
+    weight: ParameterIndex,
+    bias: Option<ParameterIndex>,
+    /// True if this rank adds the bias. In a row-parallel layer only rank 0 does.
+    adds_bias: bool,
+    y: Value,
 }
 
-impl<'a> Run<'a> {
-    /// Returns the product that computes the output of a linear layer, and the output.
-    pub(crate) fn output_product(&self, operation: &Operation) -> (Product<'a>, Value) {
-        let Operation::Linear { x, weight, bias, adds_bias, y } = *operation else {
-            unreachable!("called for a linear layer: {operation:?}")
-        };
-        let bias = bias.filter(|_| adds_bias).map(|bias| self.weight(bias));
-        let (rows, weight) = (self.value(x), self.weight(weight));
-        (Product { layout: GemmLayout::NT, rows, weight, bias, write: Write::Overwrite }, y)
+impl Op for LinearOperation {
+    fn facts(&self) -> Facts {
+        let Self { x, weight, bias, y, .. } = *self;
+        Facts {
+            weights: vec![weight],
+            bias,
+            saved_for_weights: vec![x],
+            accumulates: true,
+            is_row_product: true,
+            is_long: true,
+            ..Facts::of("linear", [x], [y])
+        }
     }
 
-    /// Returns the product that computes the gradient of a linear layer's input.
-    pub(crate) fn input_product(&self, operation: &Operation, dy: View<'a>, write: Write) -> Product<'a> {
-        let Operation::Linear { weight, .. } = *operation else {
-            unreachable!("called for a linear layer: {operation:?}")
-        };
-        Product { layout: GemmLayout::NN, rows: dy, weight: self.weight(weight), bias: None, write }
+    fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {
+        let y = run.value(self.y);
+        self.forward_rows(run, all_rows(y), y);
+        Ok(())
     }
 
-    /// Computes all rows of a product.
-    pub(crate) fn multiply(&self, product: &Product<'_>, result: View<'_>) {
-        let rows = product.rows.shape().as_matrix().0;
-        self.multiply_rows(product, 0..rows, result);
+    fn backward_inputs(&self, run: &Run<'_>, dy: View<'_>, dx: &InputGradients<'_>) -> Result<(), CommError> {
+        self.backward_rows(run, dy, all_rows(dy), dx.view(0), dx.write(0));
+        Ok(())
     }
 
-    /// Computes a range of rows of a product; `result` has exactly these rows. They are bit-identical to those of the full product.
-    pub(crate) fn multiply_rows(&self, product: &Product<'_>, rows: Range<usize>, result: View<'_>) {
-        let Product { layout, rows: all, weight, bias, write } = *product;
-        let gemm = Gemm { layout, a: all.rows(rows), b: weight, c: result, bias, write };
-        self.replay.queue.gemm_rows(gemm, all.shape().as_matrix().0);
+    fn backward_weights(&self, run: &Run<'_>, dy: View<'_>) -> Result<(), CommError> {
+        if run.trains(self.weight) {
+            let (b, (c, write)) = (run.value(self.x), run.gradient_to_write(self.weight));
+            run.queue().gemm(Gemm { layout: GemmLayout::TN, a: dy, b, c, bias: None, write });
+        }
+        if let Some(bias) = self.bias.filter(|bias| run.trains(*bias)) {
+            run.queue().sum_rows(dy, run.gradient_of_weight(bias));
+        }
+        Ok(())
     }
+
+    fn forward_rows(&self, run: &Run<'_>, rows: Range<usize>, y: View<'_>) {
+        let bias = self.bias.filter(|_| self.adds_bias).map(|bias| run.weight(bias));
+        let (x, b) = (run.value(self.x), run.weight(self.weight));
+        let (layout, write) = (GemmLayout::NT, Write::Overwrite);
+        let gemm = Gemm { layout, a: x.rows(rows), b, c: y, bias, write };
+        run.queue().gemm_rows(gemm, x.shape().as_matrix().0);
+    }
+
+    fn backward_rows(&self, run: &Run<'_>, dy: View<'_>, rows: Range<usize>, dx: View<'_>, write: Write) {
+        let (layout, b) = (GemmLayout::NN, run.weight(self.weight));
+        let gemm = Gemm { layout, a: dy.rows(rows), b, c: dx, bias: None, write };
+        run.queue().gemm_rows(gemm, dy.shape().as_matrix().0);
+    }
+
+    fn work(&self, context: &WorkContext<'_>) -> Vec<Work> {
+        let (shapes, x, y) = (context.shapes, self.x, self.y);
+        vec![context.products([shapes.rows(y), shapes.columns(x), shapes.columns(y)], 1)]
+    }
+
+    #[cfg(feature = "faults")]
+    fn inject(&mut self, fault: Fault) {
+        match fault {
+            Fault::BiasOnEveryRank => self.adds_bias = true,
+            Fault::BiasOnNoRank => self.adds_bias = false,
+            _ => {}
+        }
+    }
+}
+
+fn all_rows(view: View<'_>) -> Range<usize> {
+    0..view.shape().as_matrix().0
 }

@@ -1,0 +1,448 @@
+//! Attention: its recording, and its execution as one kernel call if this rank has whole sequences, or several over
+//! ranges of tokens under context parallelism.
+
+use lockstep_comm::CommError;
+use lockstep_plan::{
+    ContextMethod, ContextPlace, DType,
+    work::{Attention as AttentionWork, Collective, Kept, Pass, Peers as Ranks, TaskKind},
+};
+use lockstep_tensor::{Attention, AttentionVariant, AttentionWrite, Dropout, TokenSpan, View, Write};
+
+#[cfg(feature = "faults")]
+use crate::faults::Fault;
+use crate::{
+    block::{DropoutSite, SequenceRange, Value, ValueInfo},
+    context::spans,
+    facts::Facts,
+    op::Op,
+    placement::{ContextCollectiveKind, Placement},
+    recorder::Recorder,
+    replay::{InputGradients, Run, split_heads},
+    shapes::Shapes,
+    work_context::{Work, WorkContext},
+};
+
+/// The model's parameters of an attention; the batch supplies the rest.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionShape {
+    /// Number of query heads.
+    pub heads: usize,
+    /// Number of key and value heads.
+    pub key_value_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Factor on the scores.
+    pub scale: f32,
+    /// Sliding window in tokens; `None` means full causal attention.
+    pub window: Option<usize>,
+}
+
+/// An attention with its operands and results.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AttentionOperation {
+    pub(crate) q: Value,
+    pub(crate) k: Value,
+    pub(crate) v: Value,
+    /// Shape of this rank's part, where ranks shard the heads.
+    pub(crate) shape: AttentionShape,
+    /// Index of this rank's first query head.
+    first_head: usize,
+    /// The sequences that this rank attends within.
+    pub(crate) sequences: SequenceRange,
+    dropout: Option<DropoutSite>,
+    /// Source of the keys of whole sequences.
+    pub(crate) key_source: KeySource,
+    pub(crate) y: Value,
+    log_sum_exp: Value,
+}
+
+/// Source of the keys and values of other ranks' tokens.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum KeySource {
+    /// Queries and keys are those of whole sequences.
+    Whole,
+    /// Keys are those of whole sequences, queries those of local tokens. `sums`: f32 scratch for the gradients of
+    /// keys and values, for dtypes narrower than f32.
+    Gathered { sums: Option<[Value; 2]> },
+    /// Queries and keys are those of local tokens; ring attention supplies the other keys. `sums`: f32 scratch for
+    /// the outputs and the gradients of the queries, for dtypes narrower than f32.
+    Ring { sums: Option<Value> },
+}
+
+impl Recorder {
+    /// Records causal attention, with dropout of the probabilities.
+    ///
+    /// # Panics
+    /// If the shapes or placements of queries, keys and values do not match.
+    #[track_caller]
+    pub fn attention(&mut self, q: Value, k: Value, v: Value, shape: AttentionShape, dropout: f32) -> Value {
+        let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
+        for (name, value, heads) in [("q", q, heads), ("k", k, key_value_heads), ("v", v, key_value_heads)] {
+            let columns = self.columns(value);
+            assert_eq!(
+                columns,
+                heads * head_dim,
+                "attention: {name} has {columns} columns for {heads} heads of {head_dim}"
+            );
+        }
+        let (of_queries, of_keys) = (self.placement(q), self.placement(k));
+        let ranks = self.place.ranks;
+        let fits = match (of_queries, of_keys) {
+            (Placement::Replicate, Placement::Replicate) => true,
+            (Placement::ShardColumns { parts }, Placement::ShardColumns { parts: of_keys }) => {
+                parts == ranks && key_value_heads.is_multiple_of(of_keys)
+            }
+            (Placement::ShardBlocks(grid), Placement::ShardBlocks(_)) => {
+                heads.is_multiple_of(grid.side) && key_value_heads.is_multiple_of(grid.side)
+            }
+            _ => false,
+        };
+        let describe = |value| self.describe(value);
+        assert!(
+            fits && of_keys == self.placement(v),
+            "attention of queries {} to keys {} and values {}",
+            describe(q),
+            describe(k),
+            describe(v)
+        );
+        let held = |value: Value| self.values[value.0].columns / head_dim;
+        let shape = AttentionShape { heads: held(q), key_value_heads: held(k), ..shape };
+        let all = SequenceRange { first: 0, len: self.shape.sequences };
+        let (first_head, sequences) = match of_queries {
+            Placement::Replicate => (0, all),
+            Placement::ShardBlocks(grid) => (grid.column * shape.heads, self.sequences_of(grid)),
+            _ => (self.place.rank * shape.heads, all),
+        };
+        let dropout = self.dropout_site(dropout);
+        let heads = shape.heads;
+        let ([q, k, v], skipped, shape, key_source) = self.before_attention([q, k, v], shape);
+        let y = self.same_shape(q);
+        let log_sum_exp = self.statistic(q, shape.heads);
+        self.push(AttentionOperation {
+            q,
+            k,
+            v,
+            shape,
+            first_head: first_head + skipped,
+            sequences,
+            dropout,
+            key_source,
+            y,
+            log_sum_exp,
+        });
+        self.after_attention(y, heads)
+    }
+
+    /// Records what the context-parallel method does before attention. Returns the operands that attention reads, its
+    /// first head relative to this rank's query heads, its shape, and its source of keys.
+    #[track_caller]
+    fn before_attention(
+        &mut self,
+        [q, k, v]: [Value; 3],
+        shape: AttentionShape,
+    ) -> ([Value; 3], usize, AttentionShape, KeySource) {
+        let ContextPlace { ranks, rank, method } = self.context;
+        if ranks == 1 {
+            return ([q, k, v], 0, shape, KeySource::Whole);
+        }
+        let is_narrow = self.shape.dtype != DType::F32;
+        match method {
+            ContextMethod::Ring => {
+                let ValueInfo { rows, columns, .. } = self.values[q.0];
+                let sums = is_narrow.then(|| self.local(rows, columns, DType::F32));
+                ([q, k, v], 0, shape, KeySource::Ring { sums })
+            }
+            ContextMethod::AllGather => {
+                let [k, v] = [k, v].map(|x| {
+                    let columns = self.values[x.0].columns;
+                    self.exchange_sequences(x, ContextCollectiveKind::Gather, columns)
+                });
+                let ValueInfo { rows, columns, .. } = self.values[k.0];
+                let mut sum = || self.local(rows, columns, DType::F32);
+                let sums = is_narrow.then(|| [sum(), sum()]);
+                ([q, k, v], 0, shape, KeySource::Gathered { sums })
+            }
+            ContextMethod::AllToAll => {
+                let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
+                assert!(heads.is_multiple_of(ranks), "{heads} heads are not split over {ranks} ranks");
+                let (of_queries, of_keys) = (heads / ranks, (key_value_heads / ranks).max(1));
+                let mut change = |x, heads, held| {
+                    self.exchange_sequences(
+                        x,
+                        ContextCollectiveKind::TokensToHeads { heads },
+                        held * head_dim,
+                    )
+                };
+                let operands = [
+                    change(q, heads, of_queries),
+                    change(k, key_value_heads, of_keys),
+                    change(v, key_value_heads, of_keys),
+                ];
+                let shape = AttentionShape { heads: of_queries, key_value_heads: of_keys, ..shape };
+                (operands, rank * of_queries, shape, KeySource::Whole)
+            }
+        }
+    }
+
+    /// Returns the output of an attention for the local tokens; `heads` counts the heads of the whole context-parallel group.
+    #[track_caller]
+    fn after_attention(&mut self, y: Value, heads: usize) -> Value {
+        let ContextPlace { ranks, method, .. } = self.context;
+        if ranks == 1 || method != ContextMethod::AllToAll {
+            return y;
+        }
+        let columns = self.values[y.0].columns * ranks;
+        self.exchange_sequences(y, ContextCollectiveKind::HeadsToTokens { heads }, columns)
+    }
+}
+
+/// The gradients that an attention backward writes.
+#[derive(Clone, Copy)]
+pub(crate) struct AttentionGradients<'a> {
+    pub(crate) dq: View<'a>,
+    pub(crate) dk: View<'a>,
+    pub(crate) dv: View<'a>,
+}
+
+impl Op for AttentionOperation {
+    fn facts(&self) -> Facts {
+        let Self { q, k, v, y, log_sum_exp, key_source, .. } = *self;
+        Facts {
+            scratch: match key_source {
+                KeySource::Whole => vec![],
+                KeySource::Gathered { sums } => sums.into_iter().flatten().collect(),
+                KeySource::Ring { sums } => sums.into_iter().collect(),
+            },
+            saved_for_inputs: vec![q, k, v, y, log_sum_exp],
+            is_long: true,
+            ..Facts::of("attention", [q, k, v], [y, log_sum_exp])
+        }
+    }
+
+    fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {
+        let Self { q, k, v, y, .. } = *self;
+        match self.key_source {
+            KeySource::Whole => self.whole_attention(run),
+            KeySource::Ring { sums } => return self.ring_attention(run, sums),
+            KeySource::Gathered { .. } => {
+                let operands = [q, k, v].map(|value| run.value(value));
+                for spans in spans_of_gathered(run) {
+                    self.attend(run, spans, operands, run.value(y), Write::Overwrite);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn backward_inputs(&self, run: &Run<'_>, dy: View<'_>, dx: &InputGradients<'_>) -> Result<(), CommError> {
+        let block = [self.k, self.v].map(|value| run.value(value));
+        let gradients = AttentionGradients { dq: dx.view(0), dk: dx.view(1), dv: dx.view(2) };
+        match self.key_source {
+            KeySource::Ring { sums } => return self.ring_attention_backward(run, sums, dy, gradients),
+            KeySource::Whole => {
+                let spans = [TokenSpan::whole(self.queries(run)); 2];
+                self.attend_backward(run, spans, block, dy, gradients, AttentionWrite::OVERWRITE);
+            }
+            KeySource::Gathered { sums } => {
+                let AttentionGradients { dq, dk, dv } = gradients;
+                let [keys, values] = sums.map_or([dk, dv], |sums| sums.map(|sum| run.value(sum)));
+                let queue = run.queue();
+                // Both ranges of queries add to these gradients, and neither reaches all keys.
+                queue.zero(keys);
+                queue.zero(values);
+                let write = AttentionWrite { queries: Write::Overwrite, keys: Write::Accumulate };
+                for spans in spans_of_gathered(run) {
+                    let gradients = AttentionGradients { dq, dk: keys, dv: values };
+                    self.attend_backward(run, spans, block, dy, gradients, write);
+                }
+                if sums.is_some() {
+                    queue.cast(keys, dk);
+                    queue.cast(values, dv);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn work(&self, context: &WorkContext<'_>) -> Vec<Work> {
+        let shapes = context.shapes;
+        let flops = self.product_flops(shapes);
+        let task = |flops, product_flops| {
+            let attention =
+                AttentionWork { flops, scores: self.scores(shapes), head_dim: self.shape.head_dim as u64 };
+            context.task(TaskKind::Attention(attention), product_flops)
+        };
+        let is_forward = matches!(context.pass, Pass::Forward | Pass::Recompute);
+        let attention = match is_forward {
+            true => task(flops, flops),
+            // Two products for each one of the forward; the kernel computes the scores again.
+            false => task(2 * flops, flops / 2 * 5),
+        };
+        if !matches!(self.key_source, KeySource::Ring { .. }) {
+            return vec![attention];
+        }
+        let ring = |collective, elements_bytes: usize| {
+            let bytes = (self.ring_elements(shapes) * elements_bytes) as u64;
+            Work::exchange(Ranks::Context, collective, bytes)
+        };
+        let (element, gradient) = (shapes.block().dtype.size_bytes(), DType::F32.size_bytes());
+        if is_forward {
+            return vec![ring(Collective::Ring, element).overlapped(), attention];
+        }
+        // Gradients travel after their keys and values; one more step takes them to their owner.
+        let around = ring(Collective::Ring, element + gradient).overlapped();
+        vec![around, attention, ring(Collective::Shift, gradient)]
+    }
+
+    fn kept(&self, shapes: &Shapes) -> Kept {
+        let scores = self.scores(shapes);
+        let dropped_scores = if self.dropout.is_some() { scores } else { 0 };
+        Kept { scores, dropped_scores, ..Kept::default() }
+    }
+
+    fn ring_elements(&self, shapes: &Shapes) -> usize {
+        match self.key_source {
+            KeySource::Ring { .. } => (shapes.elements(self.k) + shapes.elements(self.v)) as usize,
+            _ => 0,
+        }
+    }
+
+    #[cfg(feature = "faults")]
+    fn inject(&mut self, fault: Fault) {
+        match fault {
+            Fault::DropoutFromFirstHead => self.first_head = 0,
+            Fault::DropoutFromFirstSequence => self.sequences.first = 0,
+            _ => {}
+        }
+    }
+}
+
+impl AttentionOperation {
+    /// Floating-point operations of the two products of the forward, over the causal half or the window.
+    fn product_flops(&self, shapes: &Shapes) -> u64 {
+        let seq_len = shapes.whole_seq_len() as u64;
+        let seen = self.shape.window.map_or(seq_len, |window| seq_len.min(2 * window as u64));
+        2 * shapes.rows(self.q) * seen * shapes.columns(self.q)
+    }
+
+    /// Elements of the score matrices of this rank's heads: local queries times keys of the whole sequence.
+    fn scores(&self, shapes: &Shapes) -> u64 {
+        self.shape.heads as u64 * shapes.rows(self.q) * shapes.whole_seq_len() as u64
+    }
+
+    /// Attends within whole sequences or, with a key-value cache, to the cached tokens of one sequence as well.
+    fn whole_attention(&self, run: &Run<'_>) {
+        let Self { q, k, v, y, .. } = *self;
+        let len = self.queries(run);
+        let (mut keys, mut values) = (run.value(k), run.value(v));
+        let [mut of_queries, mut of_keys] = [TokenSpan::whole(len); 2];
+        if let Some(cache) = run.replay.cache {
+            let end = cache.filled + len;
+            run.replay.queue.cast(keys, cache.keys.rows(cache.filled..end));
+            run.replay.queue.cast(values, cache.values.rows(cache.filled..end));
+            (keys, values) = (cache.keys.rows(0..end), cache.values.rows(0..end));
+            of_keys = TokenSpan::whole(end);
+            of_queries.position = cache.filled;
+        }
+        let operands = [run.value(q), keys, values];
+        self.attend(run, [of_queries, of_keys], operands, run.value(y), Write::Overwrite);
+    }
+
+    /// Calls the attention kernel on a span of queries and a span of keys.
+    pub(crate) fn attend(
+        &self,
+        run: &Run<'_>,
+        spans: [TokenSpan; 2],
+        [q, k, v]: [View<'_>; 3],
+        out: View<'_>,
+        write: Write,
+    ) {
+        let AttentionShape { heads, key_value_heads, head_dim, .. } = self.shape;
+        run.replay.queue.attention(
+            &self.geometry(run, spans),
+            split_heads(q, heads, head_dim),
+            split_heads(k, key_value_heads, head_dim),
+            split_heads(v, key_value_heads, head_dim),
+            split_heads(out, heads, head_dim),
+            self.softmax_statistic(run),
+            write,
+        );
+    }
+
+    /// Calls the attention backward kernel on a span of queries and a span of keys.
+    pub(crate) fn attend_backward(
+        &self,
+        run: &Run<'_>,
+        spans: [TokenSpan; 2],
+        [k, v]: [View<'_>; 2],
+        dy: View<'_>,
+        AttentionGradients { dq, dk, dv }: AttentionGradients<'_>,
+        write: AttentionWrite,
+    ) {
+        let AttentionShape { heads, key_value_heads, head_dim, .. } = self.shape;
+        let of_queries = |view| split_heads(view, heads, head_dim);
+        let [k, v, dk, dv] = [k, v, dk, dv].map(|view| split_heads(view, key_value_heads, head_dim));
+        run.replay.queue.attention_backward(
+            &self.geometry(run, spans),
+            of_queries(run.value(self.q)),
+            k,
+            v,
+            of_queries(run.value(self.y)),
+            self.softmax_statistic(run),
+            of_queries(dy),
+            of_queries(dq),
+            dk,
+            dv,
+            write,
+        );
+    }
+
+    fn geometry<'a>(&self, run: &Run<'a>, [queries, keys]: [TokenSpan; 2]) -> Attention<'a> {
+        let Self { shape, first_head, dropout, sequences, .. } = *self;
+        // Selects this rank's sequences from a batch input.
+        let own = |all: View<'a>| {
+            let (SequenceRange { first, len }, all_sequences) = (sequences, run.shapes.block.sequences);
+            let of_each = all.elements() / all_sequences;
+            all.reshape([all_sequences, of_each]).rows(first..first + len)
+        };
+        let own_keys = |dropout: Dropout<'a>| Dropout { keys: own(dropout.keys), ..dropout };
+        let own_starts = |starts: View<'a>| {
+            let starts = own(starts);
+            starts.reshape([starts.elements()])
+        };
+        Attention {
+            sequences: sequences.len,
+            queries,
+            keys,
+            heads: shape.heads,
+            key_value_heads: shape.key_value_heads,
+            head_dim: shape.head_dim,
+            scale: shape.scale,
+            window: shape.window,
+            document_starts: run.replay.batch.document_starts.map(own_starts),
+            first_head,
+            dropout: dropout.map(|dropout| own_keys(run.dropout(dropout))),
+            variant: AttentionVariant::default(),
+        }
+    }
+
+    /// Returns the log-sum-exps as `[sequences, heads, queries]`.
+    fn softmax_statistic<'a>(&self, run: &Run<'a>) -> View<'a> {
+        let (sequences, heads) = (self.sequences.len, self.shape.heads);
+        run.value(self.log_sum_exp).reshape([sequences, heads, self.queries(run)])
+    }
+
+    /// Query tokens per sequence.
+    fn queries(&self, run: &Run<'_>) -> usize {
+        run.shapes.values[self.q.0].rows / self.sequences.len
+    }
+}
+
+/// Returns each range of local queries with the keys of the whole sequence up to its end.
+fn spans_of_gathered(run: &Run<'_>) -> [[TokenSpan; 2]; 2] {
+    let (place, held) = (run.shapes.context, run.shapes.block.seq_len);
+    spans(place, place.rank, held).map(|queries| {
+        let len = queries.position + queries.len;
+        [queries, TokenSpan { stored: held * place.ranks, first: 0, len, position: 0 }]
+    })
+}

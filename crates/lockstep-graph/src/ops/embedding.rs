@@ -1,0 +1,104 @@
+//! Embedding: one row of a table for each token, by the token's id or position. Under tensor parallelism the table is
+//! sharded by rows (vocabulary-parallel), and each rank contributes the rows that it has.
+
+use lockstep_comm::CommError;
+use lockstep_plan::Initializer;
+use lockstep_tensor::View;
+
+#[cfg(feature = "faults")]
+use crate::faults::Fault;
+use crate::{
+    block::{BatchInput, ParameterIndex, TokenRange, Value},
+    facts::Facts,
+    op::Op,
+    placement::{Placement, Split},
+    recorder::Recorder,
+    replay::Run,
+};
+
+#[derive(Debug)]
+struct Embedding {
+    input: BatchInput,
+    table: ParameterIndex,
+    /// Token id of this rank's first row of the table.
+    first_id: u32,
+    /// The tokens to look up.
+    tokens: TokenRange,
+    y: Value,
+}
+
+impl Recorder {
+    /// Records an embedding: one row of the table `NAME.weight [rows, columns]` per token.
+    ///
+    /// # Panics
+    /// If the table is split in any way other than by its rows.
+    #[track_caller]
+    pub fn embedding(
+        &mut self,
+        input: BatchInput,
+        name: &str,
+        rows: usize,
+        columns: usize,
+        std: f32,
+    ) -> Value {
+        let (share, placement) = match self.split_of(name) {
+            None => (self.whole_share(self.stream()), self.stream()),
+            Some(Split::VocabularyParallel) => (self.vocabulary_shard(rows), Placement::Partial),
+            Some(split) => {
+                panic!("{name} [{rows}, {columns}]: a table is split by its rows, not by {split:?}")
+            }
+        };
+        let initializer = Initializer::Normal { std };
+        let table = self.parameter(format!("{name}.weight"), &[rows, columns], initializer, share);
+        let first_id = share.shard.map_or(0, |shard| shard.start as u32);
+        let y = self.value_in(columns, placement);
+        let tokens = self.tokens_of(placement);
+        self.push(Embedding { input, table, first_id, tokens, y });
+        self.reduce_partial(y)
+    }
+}
+
+impl Embedding {
+    fn indices<'a>(&self, run: &Run<'a>) -> View<'a> {
+        let batch = &run.replay().batch;
+        let all = match self.input {
+            BatchInput::Ids => batch.ids,
+            BatchInput::Positions => batch.positions,
+        };
+        all.rows(self.tokens.first..self.tokens.first + self.tokens.len)
+    }
+}
+
+impl Op for Embedding {
+    fn facts(&self) -> Facts {
+        Facts {
+            weights: vec![self.table],
+            looks_up_rows: true,
+            vector_flops: [0, 0, 1],
+            ..Facts::of("embedding", [], [self.y])
+        }
+    }
+
+    fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {
+        run.queue().embedding(self.indices(run), run.weight(self.table), self.first_id, run.value(self.y));
+        Ok(())
+    }
+
+    fn backward_weights(&self, run: &Run<'_>, dy: View<'_>) -> Result<(), CommError> {
+        let (rows, first) = match run.replay().parameters.gradient_rows(self.table) {
+            Some(rows) => (rows, 0),
+            None => (self.indices(run), self.first_id),
+        };
+        run.queue().embedding_backward(rows, dy, first, run.gradient_of_weight(self.table));
+        Ok(())
+    }
+
+    #[cfg(feature = "faults")]
+    fn inject(&mut self, fault: Fault) {
+        match (fault, self.input) {
+            (Fault::VocabularyFromZero, _) => self.first_id = 0,
+            (Fault::PositionsFromZero, BatchInput::Positions) => self.tokens.first = 0,
+            _ => {}
+        }
+    }
+}

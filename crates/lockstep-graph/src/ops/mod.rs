@@ -1,0 +1,28 @@
+//! The operations of this crate, one file each: its struct, its recording with the rules of shapes and placements, its
+//! facts, the kernel calls of its forward and its two backwards, and its work. Nothing else in the crate lists them. An
+//! operation of another crate differs only in that its recording method is a function that is given a
+//! [`Recorder`](crate::Recorder).
+
+mod add;
+pub(crate) mod attention;
+mod combine;
+mod context_collective;
+mod dispatch;
+mod dropout;
+mod embedding;
+pub(crate) mod expert_rows;
+mod gate_rows;
+mod gelu;
+mod grouped_linear;
+mod heads;
+mod layer_norm;
+pub(crate) mod linear;
+mod output_loss;
+mod redistribute;
+mod ring;
+mod rms_norm;
+pub(crate) mod rope;
+pub(crate) mod route;
+mod scale;
+mod summa_linear;
+mod swiglu;

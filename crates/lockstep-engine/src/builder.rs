@@ -1,7 +1,7 @@
 //! Construction of an engine: records the model for the rank's place in the plan, lays out its state, and allocates
 //! that layout.
 
-use lockstep_graph::BlockShape;
+use lockstep_graph::{BlockShape, Statistics};
 use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};
 use lockstep_plan::{DType, RankPlan, StateFacts, StateKind, StateLayout, StatePlan};
 use lockstep_tensor::{Arena, Workers};
@@ -109,8 +109,13 @@ impl EngineBuilder<'_> {
         let recording = RecordingOptions::training(shape, plan.plan().recompute, groups.places_of(&plan));
         let record = |config: &ModelConfig, tuning: &Tuning| RecordedModel::tuned(config, tuning, recording);
         let model = record(config, &tuning);
-        let evaluation = (config.has_dropout() || tuning.has_dropout() || config.has_capacity())
-            .then(|| record(&config.without_dropout().without_capacity(), &tuning.without_dropout()));
+        let evaluation = if model.has_running_statistics() {
+            let evaluation = RecordingOptions { statistics: Statistics::Running, ..recording };
+            Some(RecordedModel::tuned(&config.without_dropout(), &tuning.without_dropout(), evaluation))
+        } else {
+            (config.has_dropout() || tuning.has_dropout() || config.has_capacity())
+                .then(|| record(&config.without_dropout().without_capacity(), &tuning.without_dropout()))
+        };
         let profile = model.profile();
         let queue = arena.queue(options.threads)?;
         let shards = Shards::new(&groups, model.records())?;

@@ -148,6 +148,7 @@ impl Engine {
     pub fn begin_step(&mut self) {
         self.gradients.begin();
         self.runner.expert_load.clear();
+        self.runner.running.clear();
     }
 
     /// Calls `is_asked` before each unit of a forward or backward; once it returns true, the one in progress ends with
@@ -194,6 +195,7 @@ impl Engine {
         };
         self.complete_gradients()?;
         self.runner.expert_load.sum(&self.groups)?;
+        self.runner.running.sum(&self.groups)?;
         Ok(loss_sum)
     }
 

@@ -249,6 +249,23 @@ impl Groups {
         group.all_reduce(numbers, ReduceOp::Sum, Deadline::after(*limit))
     }
 
+    /// Adds up numbers over all ranks, in the order of the ranks.
+    ///
+    /// # Errors
+    /// If a rank is lost, or does not answer in time.
+    pub(crate) fn add_up_over_world(&self, numbers: &mut [f64]) -> Result<(), CommError> {
+        let Some(World { group, limit, .. }) = &self.world else { return Ok(()) };
+        let own: Vec<i64> = numbers.iter().map(|number| number.to_bits().cast_signed()).collect();
+        let mut all = vec![0_i64; own.len() * group.size()];
+        group.all_gather(&own[..], &mut all[..], Deadline::after(*limit))?;
+        numbers.fill(0.0);
+        for of_rank in all.chunks_exact(own.len().max(1)) {
+            let of_rank = of_rank.iter().map(|bits| f64::from_bits(bits.cast_unsigned()));
+            numbers.iter_mut().zip(of_rank).for_each(|(sum, number)| *sum += number);
+        }
+        Ok(())
+    }
+
     /// Returns the groups over which the gradients of `records` are reduced.
     ///
     /// # Errors

@@ -34,6 +34,7 @@ mod ranks;
 mod reducer;
 mod rehearsal;
 mod runner;
+mod running;
 mod shards;
 mod slots;
 mod snapshot;

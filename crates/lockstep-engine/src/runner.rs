@@ -23,6 +23,7 @@ use crate::{
     offloaded_frames::{FrameId, OffloadedFrames},
     partitioned_activations::PartitionedActivations,
     passes::{PassLocation, StageBoundary},
+    running::RunningSums,
     slots::{Slot, Stage, frame},
     weights::WeightSource,
 };
@@ -88,6 +89,8 @@ pub struct Runner {
     timeline: Timeline,
     /// Tokens routed to each expert since the step began.
     pub(crate) expert_load: ExpertLoad,
+    /// Statistics of batch norms since the step began.
+    pub(crate) running: RunningSums,
     /// Smallest router margin on this rank; `None` unless it is watched.
     pub(crate) router_margin: Option<Cell<f32>>,
     /// Returns true if the current step is to be abandoned; asked before each unit. `None` if no step is.
@@ -168,6 +171,7 @@ impl Runner {
             groups,
             timeline: Timeline::default(),
             expert_load: ExpertLoad::new(model),
+            running: RunningSums::new(model),
             router_margin: None,
             abandons: None,
         })
@@ -238,6 +242,9 @@ impl Runner {
             }
             if let Some(counts) = program.load(frame(&self.stages, self.offloaded.as_ref(), place, unit)) {
                 self.expert_load.add(unit, counts);
+            }
+            if purpose == Purpose::Training && !self.running.is_empty() {
+                self.running.add(unit, program, frame(&self.stages, self.offloaded.as_ref(), place, unit));
             }
             let is_read_again = first.is_some_and(|first| unit + 1 >= first);
             let is_kept = purpose == Purpose::Training && is_read_again;

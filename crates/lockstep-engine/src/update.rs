@@ -27,6 +27,7 @@ impl Engine {
     pub fn update(&mut self, update: &Update) -> Result<(), EngineError> {
         self.weights.wait_for_gathers()?;
         self.update_router_biases()?;
+        self.update_running_statistics()?;
         for id in self.trained_ids().filter(|id| !self.is_buffer(*id)) {
             self.update_parameter(id, update);
         }
@@ -165,6 +166,28 @@ impl Engine {
             part.copy_to_f32(&mut values);
             values.iter_mut().zip(steps).for_each(|(value, step)| *value += step);
             self.weights.write(id, StateKind::Parameter, 0, &values)?;
+        }
+        self.bias_values = values;
+        Ok(())
+    }
+
+    /// Moves the running statistics of batch norms by those of the step, by the same amount on all ranks.
+    fn update_running_statistics(&mut self) -> Result<(), EngineError> {
+        let mut values = std::mem::take(&mut self.bias_values);
+        for norm in self.runner.running.moved() {
+            for (which, id) in norm.ids.into_iter().enumerate() {
+                if !self.layout.is_here[self.layout.records[id.0].unit]
+                    || !self.layout.records[id.0].trainable
+                {
+                    continue;
+                }
+                let buffers = self.weights.buffers();
+                let whole = buffers.unwrap_or_else(|| self.weights.updated());
+                let Some(part) = whole.kept_part(id) else { continue };
+                part.copy_to_f32(&mut values);
+                norm.move_running(which, &mut values);
+                self.weights.write(id, StateKind::Parameter, 0, &values)?;
+            }
         }
         self.bias_values = values;
         Ok(())

@@ -83,6 +83,37 @@ pub struct ParameterDeclaration {
     pub trainable: bool,
 }
 
+/// Source of the statistics that batch norms use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Statistics {
+    /// The micro-batch: training.
+    #[default]
+    Batch,
+    /// The running statistics: evaluation.
+    Running,
+}
+
+impl Statistics {
+    /// Returns the statistics that programs for a purpose use.
+    pub fn of(mode: Mode) -> Self {
+        match mode {
+            Mode::Training => Self::Batch,
+            Mode::Inference => Self::Running,
+        }
+    }
+}
+
+/// A change of running statistics: `running = (1 - momentum) · running + momentum · batch`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RunningUpdate {
+    /// Running mean and running variance, `[channels]` each.
+    pub parameters: [ParameterIndex; 2],
+    /// Statistics of the micro-batch, f32 `[3, channels]`: number of rows, mean, and sum of the squared differences from it.
+    pub statistics: Value,
+    /// Weight of the newest batch.
+    pub momentum: f32,
+}
+
 /// Presence of a bias in a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bias {

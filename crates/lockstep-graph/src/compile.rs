@@ -30,15 +30,8 @@ impl Recorder {
         let wanted = input.filter(|_| recorder.input_gradient == InputGradient::Wanted);
         let facts: Vec<Facts> = operations.iter().map(|operation| operation.facts()).collect();
         let training = Training::new(values.len(), &facts, &parameters, wanted);
-        let planner = Planner::new(
-            &values,
-            &facts,
-            (input, &data),
-            output,
-            &training,
-            (mode, recompute),
-            place,
-        );
+        let planner =
+            Planner::new(&values, &facts, (input, &data), output, &training, (mode, recompute), place);
         let does_something = |index: &usize| facts[*index].alias_of.is_none();
         let forward_instructions =
             (0..operations.len()).filter(does_something).map(Instruction::Forward).collect();
@@ -125,8 +118,13 @@ impl Planner<'_> {
             objects
         };
         let (first, second) = (objects(inputs), objects(weights));
-        let scratch: BTreeSet<usize> =
-            self.facts.iter().flat_map(|facts| &facts.scratch).map(|value| value.0).collect();
+        let scratch: BTreeSet<usize> = self
+            .facts
+            .iter()
+            .filter(|facts| !facts.keeps_scratch)
+            .flat_map(|facts| &facts.scratch)
+            .map(|value| value.0)
+            .collect();
         let mut bump = Bump::default();
         let places = second
             .into_iter()

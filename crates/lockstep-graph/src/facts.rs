@@ -4,7 +4,7 @@
 use lockstep_plan::work::Pass;
 
 use crate::{
-    block::{ParameterIndex, Value},
+    block::{ParameterIndex, RunningUpdate, Value},
     placement::Transfer,
 };
 
@@ -60,6 +60,12 @@ pub struct Facts {
     pub is_row_product: bool,
     /// True if the operation takes long enough to hide a collective behind.
     pub is_long: bool,
+    /// Parameters that it reads and that have no gradient: see [`Facts::running`] and [`Facts::selection_bias`].
+    pub buffers: Vec<ParameterIndex>,
+    /// Running statistics that the engine moves after the step; what they move by is saved in any case.
+    pub running: Option<RunningUpdate>,
+    /// True if the backward of the inputs leaves values in its scratch that the backward of the weights reads.
+    pub keeps_scratch: bool,
     /// Parameter that biases the choice of experts. It has no gradient; the load of the experts updates it.
     pub selection_bias: Option<ParameterIndex>,
     /// Slots that chose each expert, f32 `[sequences, experts]`. They are saved in any case, because the engine reads them.

@@ -1,14 +1,38 @@
 //! Named inputs of a micro-batch besides its tokens: images, masks, class labels. A model declares them; a unit reads one
 //! as a value, which has no gradient.
 
+use lockstep_comm::CommError;
+use lockstep_plan::DType;
+
 use crate::{
     block::{InputDeclaration, Value, ValueInfo},
+    facts::Facts,
+    op::Op,
     placement::Placement,
     recorder::Recorder,
+    replay::Run,
 };
 
 /// Name of the input that a loss counts: elements other than -100 of an i32 input are valid.
 pub const LABELS: &str = "labels";
+
+/// A conversion of an f32 input to the dtype of activations.
+#[derive(Debug)]
+struct Conversion {
+    x: Value,
+    y: Value,
+}
+
+impl Op for Conversion {
+    fn facts(&self) -> Facts {
+        Facts { tables: vec![self.x], is_cheap: true, ..Facts::of("convert input", [], [self.y]) }
+    }
+
+    fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {
+        run.queue().cast(run.value(self.x), run.value(self.y));
+        Ok(())
+    }
+}
 
 impl Recorder {
     /// Declares the named inputs of the model, in the order in which a micro-batch has them.
@@ -26,14 +50,26 @@ impl Recorder {
             let names: Vec<&str> = self.inputs.iter().map(|input| input.name.as_str()).collect();
             panic!("the model declares no input {name}, only {names:?}");
         };
-        if let Some(&(value, _)) = self.data.iter().find(|(_, known)| *known == index) {
-            return value;
-        }
         assert_eq!(self.context.ranks, 1, "the input {name} is not split over context-parallel ranks");
         let InputDeclaration { dtype, .. } = self.inputs[index];
         let info = ValueInfo { rows: self.shape.sequences, columns: self.inputs[index].elements(), dtype };
         let value = self.create(info, Placement::Replicate);
+        self.written[value.0] = true;
         self.data.push((value, index));
-        value
+        let shape = self.inputs[index].shape.clone();
+        if shape.len() > 1 {
+            self.dims.insert(value.0, shape);
+        }
+        if dtype == DType::F32 && self.shape.dtype != DType::F32 { self.converted(value) } else { value }
+    }
+
+    fn converted(&mut self, x: Value) -> Value {
+        let info = ValueInfo { dtype: self.shape.dtype, ..self.values[x.0] };
+        let y = self.create(info, self.placement(x));
+        if let Some(dims) = self.dims.get(&x.0).cloned() {
+            self.dims.insert(y.0, dims);
+        }
+        self.push(Conversion { x, y });
+        y
     }
 }

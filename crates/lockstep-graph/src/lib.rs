@@ -32,6 +32,7 @@ mod facts;
 #[cfg(feature = "faults")]
 pub mod faults;
 mod head;
+mod images;
 #[cfg(feature = "faults")]
 mod injection;
 mod inputs;
@@ -58,7 +59,7 @@ mod work_context;
 
 pub use block::{
     BatchInput, Bias, BlockShape, DropoutSite, HeadOutput, InputDeclaration, LoraAdapters, MAX_DROPOUT_SITES,
-    Mode, ParameterDeclaration, ParameterIndex, Value,
+    Mode, ParameterDeclaration, ParameterIndex, RunningUpdate, Statistics, Value,
 };
 pub use buffers::{CommunicationBuffer, Ring};
 pub use cost::BlockProfile;
@@ -68,7 +69,10 @@ pub use lockstep_plan::work::Pass;
 pub use lockstep_plan::{Recompute, RecomputeRules};
 pub use mixture::Mixture;
 pub use op::Op;
-pub use ops::{attention::AttentionShape, linear::Linear, rope::RotaryPairs, route::Routing};
+pub use ops::{
+    attention::AttentionShape, batch_norm::BatchNormOptions, convolution::Convolution, linear::Linear,
+    rope::RotaryPairs, route::Routing,
+};
 pub use peers::{ContextPeers, GridGroups, Peers};
 pub use placement::{Placement, Split, Transfer};
 pub use program::Program;

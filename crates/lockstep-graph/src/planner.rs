@@ -75,6 +75,7 @@ impl<'a> Planner<'a> {
         }
         saved[output.0] = true;
         facts.iter().filter_map(|facts| facts.slot_counts).for_each(|value| saved[value.0] = true);
+        facts.iter().filter_map(|facts| facts.running).for_each(|running| saved[running.statistics.0] = true);
         let mut frame = Bump::default();
         let mut fixed: Vec<Option<Slot>> = (0..values.len())
             .map(|index| {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use lockstep_tensor::{Buffer, View};
 
 use crate::{
-    block::{BlockShape, ParameterDeclaration, ParameterIndex, Value},
+    block::{BlockShape, ParameterDeclaration, ParameterIndex, RunningUpdate, Value},
     facts::Facts,
     instruction::Phase,
     op::Op,
@@ -70,7 +70,21 @@ impl Program {
 
     /// Returns the parameters that have no gradient and that the engine updates otherwise.
     pub fn buffers(&self) -> impl Iterator<Item = ParameterIndex> {
-        self.selection_bias().into_iter()
+        self.selection_bias()
+            .into_iter()
+            .chain(self.facts.iter().flat_map(|facts| facts.buffers.iter().copied()))
+    }
+
+    /// Returns the changes of running statistics.
+    pub fn running_updates(&self) -> impl Iterator<Item = RunningUpdate> {
+        self.facts.iter().filter_map(|facts| facts.running)
+    }
+
+    /// Returns the statistics of a change of running statistics, after a forward: f32 `[3, channels]`.
+    pub fn statistics<'a>(&self, frame: &'a Buffer, update: RunningUpdate) -> View<'a> {
+        let info = self.shapes.values[update.statistics.0];
+        let slot = self.forward.values[update.statistics.0].expect("statistics are saved");
+        frame.view(info.dtype, slot.offset_bytes, [info.rows, info.columns])
     }
 
     /// Returns the number of experts of the block; `None` for a block without experts.

@@ -12,8 +12,9 @@ use lockstep_plan::{ContextPlace, DType, ExpertPlace, Initializer, Share, Tensor
 
 use crate::{
     block::{
-        Bias, BlockShape, DropoutSite, HeadOutput, InputDeclaration, LoraAdapters, LoraDown, MAX_DROPOUT_SITES,
-        Mode, ParameterDeclaration, ParameterIndex, TokenRange, Value, ValueInfo,
+        Bias, BlockShape, DropoutSite, HeadOutput, InputDeclaration, LoraAdapters, LoraDown,
+        MAX_DROPOUT_SITES, Mode, ParameterDeclaration, ParameterIndex, Statistics, TokenRange, Value,
+        ValueInfo,
     },
     op::Op,
     placement::{Placement, Redistribute, Split},
@@ -27,7 +28,7 @@ pub struct Recorder {
     pub(crate) shape: BlockShape,
     pub(crate) values: Vec<ValueInfo>,
     /// Flag of each value, true if it is the block's input or an operation writes it.
-    written: Vec<bool>,
+    pub(crate) written: Vec<bool>,
     /// Placement of each value in the tensor-parallel group.
     pub(crate) placements: Vec<Placement>,
     pub(crate) place: TensorPlace,
@@ -41,6 +42,9 @@ pub struct Recorder {
     pub(crate) redistributed: Vec<(Value, Redistribute, Value)>,
     pub(crate) parameters: Vec<ParameterDeclaration>,
     pub(crate) input: Option<Value>,
+    /// Dimensions of a row, for values that are not plain columns.
+    pub(crate) dims: BTreeMap<usize, Vec<usize>>,
+    pub(crate) statistics: Statistics,
     /// Named inputs of the model.
     pub(crate) inputs: Vec<InputDeclaration>,
     /// Values that are named inputs, each with its index.
@@ -70,6 +74,8 @@ impl Recorder {
             redistributed: Vec::new(),
             parameters: Vec::new(),
             input: None,
+            dims: BTreeMap::new(),
+            statistics: Statistics::of(mode),
             inputs: Vec::new(),
             data: Vec::new(),
             input_gradient: InputGradient::Wanted,
@@ -79,6 +85,12 @@ impl Recorder {
             dropout_sites: 0,
             head_output: HeadOutput::default(),
         }
+    }
+
+    /// Sets the statistics that batch norms use; by default those of the micro-batch in training, the running ones in
+    /// inference.
+    pub fn set_statistics(&mut self, statistics: Statistics) {
+        self.statistics = statistics;
     }
 
     /// Marks parameters of these names, relative to the block, as frozen.
@@ -223,7 +235,28 @@ impl Recorder {
     /// If the placement does not divide the columns.
     #[track_caller]
     pub fn value_like(&mut self, other: Value, columns: usize) -> Value {
-        self.value_in(columns, self.placement(other))
+        let value = self.value_beside(other, columns, self.placement(other));
+        if columns == self.columns(other) {
+            self.copy_dims(other, value);
+        }
+        value
+    }
+
+    /// Creates a value of `columns` global columns in a placement, with the local rows of `other`.
+    ///
+    /// # Panics
+    /// If the placement does not divide the columns.
+    #[track_caller]
+    pub fn value_beside(&mut self, other: Value, columns: usize, placement: Placement) -> Value {
+        let value = self.value_in(columns, placement);
+        self.values[value.0].rows = self.values[other.0].rows;
+        value
+    }
+
+    fn copy_dims(&mut self, from: Value, to: Value) {
+        if let Some(dims) = self.dims.get(&from.0).cloned() {
+            self.dims.insert(to.0, dims);
+        }
     }
 
     /// Creates a value of `columns` global columns, one row per token, in a placement.
@@ -249,7 +282,9 @@ impl Recorder {
 
     /// Creates a value with the shape and placement of another.
     pub fn same_shape(&mut self, other: Value) -> Value {
-        self.create(self.values[other.0], self.placement(other))
+        let value = self.create(self.values[other.0], self.placement(other));
+        self.copy_dims(other, value);
+        value
     }
 
     /// Creates an f32 value of `columns` numbers per row of `of`.

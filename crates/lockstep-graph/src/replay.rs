@@ -177,6 +177,11 @@ impl<'a> Run<'a> {
         self.replay.parameters.weight(index)
     }
 
+    /// Returns this rank's shard of a weight in the highest precision that is kept.
+    pub fn exact(&self, index: ParameterIndex) -> View<'a> {
+        self.replay.parameters.exact(index)
+    }
+
     /// Returns the f32 gradient of a trained weight for a kernel that can overwrite and accumulate, and the mode that it
     /// has to use. Each kernel that contributes calls it once.
     pub fn gradient_to_write(&self, index: ParameterIndex) -> (View<'a>, Write) {

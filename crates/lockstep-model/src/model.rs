@@ -70,6 +70,8 @@ pub struct Sizes {
     pub layers: usize,
     /// Number of tokens in the vocabulary.
     pub vocab: usize,
+    /// Number of classes of a classifier.
+    pub classes: usize,
     /// Width of the residual stream.
     pub hidden: usize,
     /// Width of the feed-forward layers.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use lockstep_graph::{BlockShape, HeadOutput, Mode, RecomputeRules};
+use lockstep_graph::{BlockShape, HeadOutput, Mode, RecomputeRules, Statistics};
 use lockstep_plan::Places;
 
 use crate::lora::Adapter;
@@ -39,6 +39,8 @@ pub struct RecordingOptions {
     pub recompute: RecomputeRules,
     /// Output of the head.
     pub head_output: HeadOutput,
+    /// Statistics that batch norms use.
+    pub statistics: Statistics,
     /// This rank's places in the tensor-, context- and expert-parallel groups.
     pub places: Places,
 }
@@ -46,6 +48,7 @@ pub struct RecordingOptions {
 impl RecordingOptions {
     /// Returns the options for a training step's micro-batch of `shape`, with losses as the output.
     pub fn training(shape: BlockShape, recompute: RecomputeRules, places: Places) -> Self {
-        Self { mode: Mode::Training, shape, recompute, head_output: HeadOutput::Losses, places }
+        let (mode, head_output) = (Mode::Training, HeadOutput::Losses);
+        Self { mode, shape, recompute, head_output, statistics: Statistics::Batch, places }
     }
 }

@@ -6,7 +6,7 @@
 
 use lockstep_graph::{
     BlockShape, HeadOutput, InputDeclaration, MAX_DROPOUT_SITES, Mode, ParameterDeclaration, Program,
-    Recompute, RecomputeRules,
+    Recompute, RecomputeRules, Statistics,
 };
 use lockstep_plan::{
     Among, BufferUnit, DType, ModelProfile, ParameterId, ParameterRecord, Places, Shard, Share,
@@ -48,7 +48,8 @@ impl RecordedModel {
         head_output: HeadOutput,
     ) -> Self {
         let (recompute, places) = (recompute.into(), Places::default());
-        let options = RecordingOptions { mode, shape, recompute, head_output, places };
+        let statistics = Statistics::of(mode);
+        let options = RecordingOptions { mode, shape, recompute, head_output, statistics, places };
         Self::tuned(config, &Tuning::default(), options)
     }
 
@@ -170,6 +171,11 @@ impl RecordedModel {
     /// Returns the parameters of a unit that have no gradient: the bias that selects experts, running statistics.
     pub fn buffers(&self, unit: usize) -> impl Iterator<Item = ParameterId> {
         self.program(unit).buffers().map(move |index| self.unit_parameters[unit][index.0])
+    }
+
+    /// Returns true if evaluation reads running statistics, as with batch norm.
+    pub fn has_running_statistics(&self) -> bool {
+        self.units.programs.iter().any(|program| program.running_updates().next().is_some())
     }
 
     /// Returns the step size of updates to selection biases.
@@ -323,7 +329,8 @@ pub fn tuned_records(config: &ModelConfig, tuning: &Tuning) -> Vec<ParameterReco
     let shape = BlockShape { sequences: 1, seq_len: 1, dtype: DType::F32 };
     let (mode, recompute) = (Mode::Inference, RecomputeRules::default());
     let head_output = HeadOutput::Logits;
-    let options = RecordingOptions { mode, shape, recompute, head_output, places: Places::default() };
+    let (statistics, places) = (Statistics::of(mode), Places::default());
+    let options = RecordingOptions { mode, shape, recompute, head_output, statistics, places };
     RecordedModel::tuned(config, tuning, options).records
 }
 

@@ -142,6 +142,7 @@ impl Recording {
         let RecordingOptions { mode, shape, places: Places { tensor, context, experts }, .. } = options;
         let mut g = Recorder::new(mode, shape);
         g.set_head_output(options.head_output);
+        g.set_statistics(options.statistics);
         g.share_sequences(context);
         g.split(tensor, splits.iter().map(|(module, split)| ((*module).to_owned(), *split)));
         g.share_experts(experts);

@@ -45,6 +45,18 @@ impl Recorder {
         self.adapted(name, x, y)
     }
 
+    /// Records a linear layer with a bias and PyTorch's default initialization: weights uniform up to `1 / √in`, and a
+    /// bias of zeros.
+    ///
+    /// # Panics
+    /// If the input's placement does not fit the layer's split.
+    #[track_caller]
+    pub fn dense(&mut self, x: Value, name: &str, out_features: usize) -> Value {
+        let bound = (self.columns(x) as f32).sqrt().recip();
+        let split = self.split_of(name);
+        self.product(x, name, out_features, split, (Bias::With, Initializer::Uniform { bound }))
+    }
+
     /// Records `x Wᵀ + b` with the parameters `NAME.weight` and, with a bias, `NAME.bias`.
     #[track_caller]
     pub(crate) fn product(
@@ -86,7 +98,7 @@ impl Recorder {
         };
         let weight = self.parameter(format!("{name}.weight"), &shape, initializer, weight);
         let bias = self.bias(bias, name, out_features, of_bias);
-        let y = self.value_in(out_features, placement);
+        let y = self.value_beside(x, out_features, placement);
         // Only one of the partial sums includes the bias.
         let adds_bias = placement != Placement::Partial || self.place.rank == 0;
         self.push(LinearOperation { x, weight, bias, adds_bias, y });

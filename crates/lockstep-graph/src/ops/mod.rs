@@ -3,14 +3,19 @@
 //! operation of another crate differs only in that its recording method is a function that is given a
 //! [`Recorder`](crate::Recorder).
 
+mod activation;
 mod add;
 pub(crate) mod attention;
+pub(crate) mod batch_norm;
+mod class_loss;
 mod combine;
 mod context_collective;
+pub(crate) mod convolution;
 mod dispatch;
 mod dropout;
 mod embedding;
 pub(crate) mod expert_rows;
+mod flatten;
 mod gate_rows;
 mod gelu;
 mod grouped_linear;
@@ -18,6 +23,7 @@ mod heads;
 mod layer_norm;
 pub(crate) mod linear;
 mod output_loss;
+mod pool;
 mod redistribute;
 mod ring;
 mod rms_norm;

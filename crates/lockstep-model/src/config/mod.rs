@@ -12,6 +12,7 @@ mod limits;
 mod llama;
 mod model;
 mod reader;
+mod resnet;
 mod rope;
 mod tokens;
 
@@ -22,5 +23,6 @@ pub use self::gpt2::{Activation, Gpt2Config};
 pub use self::latent::LatentAttention;
 pub use self::llama::LlamaConfig;
 pub use self::model::ModelConfig;
+pub use self::resnet::{ResNetConfig, ResNetLayer, ResNetStem};
 pub use self::rope::{Rope, RopeScaling, Yarn};
 pub use self::tokens::SpecialTokens;

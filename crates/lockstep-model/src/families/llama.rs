@@ -145,6 +145,7 @@ impl Model for LlamaConfig {
         Sizes {
             layers: self.num_hidden_layers,
             vocab: self.vocab_size,
+            classes: 0,
             hidden: self.hidden_size,
             intermediate: self.intermediate_size,
             heads: self.num_attention_heads,

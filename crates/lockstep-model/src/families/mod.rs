@@ -4,3 +4,4 @@ mod experts;
 mod gpt2;
 mod latent;
 mod llama;
+mod resnet;

@@ -28,6 +28,11 @@ pub(in crate::plan) const ON_RANKS: &[Rule<Facts>] = &[
     Rule(&["tensor_layout"], adapter_of_side),
     Rule(&["tensor_layout", "mesh.tensor"], beside_square),
     Rule(&["mesh.tensor"], vocabulary),
+    Rule(&["mesh.context"], |plan, facts, found| {
+        if facts.heads == 0 {
+            without_heads("context", plan.mesh.context, found);
+        }
+    }),
     Rule(&["mesh.expert"], |plan, facts, found| {
         experts(("expert", plan.mesh.expert), (facts.experts, "experts"), facts, found);
     }),
@@ -81,7 +86,8 @@ fn even(things: usize, ranks: usize) -> bool {
 impl Facts {
     /// Returns true if a tensor-parallel group of `ranks` can shard the heads, and shard or replicate the key and value heads.
     pub fn shards_heads(&self, ranks: usize) -> bool {
-        self.heads.is_multiple_of(ranks) && even(self.key_value_heads, ranks)
+        let has_heads = ranks == 1 || self.heads > 0;
+        has_heads && self.heads.is_multiple_of(ranks) && even(self.key_value_heads, ranks)
     }
 }
 
@@ -126,10 +132,21 @@ fn tensor(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
         return;
     }
     let (tensor, columns) = (plan.mesh.tensor, facts.intermediate);
+    if facts.heads == 0 {
+        without_heads("tensor", tensor, found);
+        return;
+    }
     let valid = |value: &usize| facts.shards_heads(*value) && columns.is_multiple_of(*value);
     let nearest = next_to(tensor, (1..=facts.heads.min(facts.vocab)).filter(valid));
     heads("tensor", tensor, facts, nearest, found);
     divides(("tensor", tensor), (columns, "columns of the feed-forward layers"), nearest, found);
+}
+
+/// Adds a problem if ranks are to share the blocks or the sequences of a model without attention.
+fn without_heads(degree: &str, value: usize, found: &mut Vec<String>) {
+    if value > 1 {
+        found.push(format!("{degree} {value} shards attention heads, and this model has none; nearest: 1"));
+    }
 }
 
 /// Returns the counts that the side of a 2D layout has to divide.
@@ -199,7 +216,7 @@ fn beside_square(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
 
 fn vocabulary(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     let (tensor, vocab) = (plan.mesh.tensor, facts.vocab);
-    if tensor > vocab {
+    if facts.heads > 0 && tensor > vocab {
         found.push(format!(
             "tensor {tensor} leaves ranks without a token of the vocabulary of {vocab}; nearest: {vocab}"
         ));

@@ -319,12 +319,71 @@ pub enum DataError {
         /// Number of data-parallel replicas.
         replicas: u64,
     },
+    /// A record of a file of samples is damaged.
+    #[error("{path}, {record} at byte {offset_bytes}: {problem}")]
+    BadRecord {
+        /// File that holds the record.
+        path: PathBuf,
+        /// Name of the record: its number from 0, the name of a member, or "the header".
+        record: String,
+        /// Offset of the damage from the start of the file; of the uncompressed contents if the file is compressed.
+        offset_bytes: u64,
+        /// Description of the problem, with the allowed values.
+        problem: String,
+    },
+    /// A sample of a data set is unusable.
+    #[error("sample {index} of the data set: {problem}")]
+    BadSample {
+        /// Index of the sample in its data set.
+        index: u64,
+        /// Description of the problem.
+        problem: String,
+    },
+    /// A sample of a batch failed.
+    #[error("sample {sample} (epoch {epoch}, index {index}): {source}")]
+    AtSample {
+        /// Global sample number.
+        sample: u64,
+        /// Epoch of the sample, from 0.
+        epoch: u64,
+        /// Index of the sample in its data set.
+        index: u64,
+        /// Error of the data set, of a transform, or of the stacking.
+        source: Box<DataError>,
+    },
+    /// Arrays in memory are not a data set.
+    #[error("the arrays are not a data set: {problem}")]
+    BadArrays {
+        /// Description of the problem.
+        problem: String,
+    },
+    /// A data set has no samples, or lacks a file or tensor that was asked for.
+    #[error("{path}: {problem}")]
+    NoSamples {
+        /// File or directory of the data set.
+        path: PathBuf,
+        /// What is missing, and what is allowed.
+        problem: String,
+    },
+    /// A transform does not suit the tensor that it is applied to.
+    #[error("transform {transform} of \"{tensor}\": {problem}")]
+    BadTransform {
+        /// Name of the transform.
+        transform: String,
+        /// Name of the tensor.
+        tensor: String,
+        /// Description of the problem, with the allowed shapes, dtypes or values.
+        problem: String,
+    },
     /// Several sources of a blend are unusable; holds one error for each.
     #[error("{} sources cannot be used:\n{}", .0.len(), .0.iter().map(|problem| format!("  {problem}")).collect::<Vec<_>>().join("\n"))]
     Several(Vec<DataError>),
     /// The prefetch thread ended without reporting an error.
     #[error("the data thread ended unexpectedly; this is a defect of Lockstep")]
     PrefetcherLost,
+    /// A thread of a loader panicked, in a data set or a transform.
+    #[error("a data thread panicked while it filled a batch; its message is above")]
+    LoaderPanicked,
 }
 
 /// Rule of the token file format that a file breaks.
@@ -389,7 +448,10 @@ impl DataError {
             | Self::NoAnswers { .. }
             | Self::BadChat { .. }
             | Self::OutOfRange { .. }
-            | Self::UnevenBatch { .. } => ErrorKind::Configuration,
+            | Self::UnevenBatch { .. }
+            | Self::BadArrays { .. }
+            | Self::NoSamples { .. }
+            | Self::BadTransform { .. } => ErrorKind::Configuration,
             Self::NotUtf8 { .. }
             | Self::JsonRecord { .. }
             | Self::BadTokenizer { .. }
@@ -397,7 +459,10 @@ impl DataError {
             | Self::BadTokenFile { .. }
             | Self::BadRawFile { .. }
             | Self::BadIndex { .. }
-            | Self::TokenOutOfRange { .. } => ErrorKind::CorruptInput,
+            | Self::TokenOutOfRange { .. }
+            | Self::BadRecord { .. }
+            | Self::BadSample { .. } => ErrorKind::CorruptInput,
+            Self::AtSample { source, .. } => source.kind(),
             Self::Io { source, .. }
                 if matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
             {
@@ -410,6 +475,7 @@ impl DataError {
             | Self::NoSpaceToGoOn { .. }
             | Self::SourceChanged { .. }
             | Self::TokenizerFailed { .. }
+            | Self::LoaderPanicked
             | Self::PrefetcherLost => ErrorKind::Failed,
         }
     }

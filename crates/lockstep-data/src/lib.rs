@@ -18,6 +18,8 @@
 //! - [`SampleCursor`] computes which sample numbers a data-parallel replica reads at each step. The number of samples
 //!   consumed is the whole state of the loader: nothing else is saved or communicated.
 //! - [`Prefetcher`] fills [`MicroBatch`]es ahead of the consumer on its own thread.
+//!
+//! [`samples`] does the same for data other than text: images, records, arrays.
 #![forbid(unsafe_code)]
 
 mod batch;
@@ -43,6 +45,7 @@ mod parquet_file;
 mod prefetch;
 mod progress;
 mod quiet;
+pub mod samples;
 mod sources;
 mod supervision;
 #[cfg(test)]

@@ -51,7 +51,7 @@ impl SampleOrder {
 const FEISTEL_ROUNDS: u32 = 8;
 
 /// Returns the image of `index` under the permutation of `0..size` that (`seed`, `epoch`) selects.
-fn permute(index: u64, size: u64, seed: u64, epoch: u64) -> u64 {
+pub(crate) fn permute(index: u64, size: u64, seed: u64, epoch: u64) -> u64 {
     debug_assert!(index < size, "{index} is outside 0..{size}");
     let philox = Philox::new(mix(seed ^ key_from_name("lockstep/sample-order")));
     let bits = u64::BITS - (size - 1).leading_zeros();

@@ -196,18 +196,26 @@ impl<'a> Geometry<'a> {
         if query >= key { (query - key) as f32 } else { -((key - query) as f32) }
     }
 
-    /// Returns the range of keys that at least one of `rows` (not empty) may see.
+    /// Returns the range of keys that at least one of `rows` (not empty) may see, apart from the key mask.
     pub(super) fn keys_of(&self, pair: Pair, rows: Range<usize>) -> Range<usize> {
-        let in_window = (self.position(rows.start) + 1).saturating_sub(self.window);
-        let bound =
-            |bounds: &[u32], row| bounds[pair.sequence * self.queries.stored + self.query(row)] as usize;
-        // Document starts are nondecreasing, so the first row sees the earliest keys; likewise the last row the latest.
-        let in_document = self.document_starts.map_or(0, |starts| bound(starts, rows.start));
-        let last = rows.end - 1;
-        let end = self.position(last).saturating_add(self.reach);
-        let end = self.document_ends.map_or(end, |ends| end.min(bound(ends, last)));
+        // Starts and ends are nondecreasing: the first row sees the earliest keys, the last row the latest.
+        let [first, last] = [rows.start, rows.end - 1].map(|row| self.keys_of_query(pair, row / self.group));
+        first.start..last.end
+    }
+
+    /// Returns the range of keys that a query, counted from the first of the span, may see. It may end before it starts.
+    #[inline(always)]
+    fn keys_of_query(&self, pair: Pair, query: usize) -> Range<usize> {
+        let bound = |bounds: &[u32]| {
+            bounds[pair.sequence * self.queries.stored + self.queries.first + query] as usize
+        };
+        let position = self.queries.position + query;
+        let in_window = (position + 1).saturating_sub(self.window);
+        let start = self.document_starts.map_or(in_window, |starts| in_window.max(bound(starts)));
+        let end = position.saturating_add(self.reach);
+        let end = self.document_ends.map_or(end, |ends| end.min(bound(ends)));
         let key_at = |position: usize| position.saturating_sub(self.keys.position);
-        key_at(in_window.max(in_document))..key_at(end).min(self.key_len)
+        key_at(start)..key_at(end).min(self.key_len)
     }
 
     /// Returns the mask of the keys of a block that the key mask does not hide.
@@ -220,17 +228,30 @@ impl<'a> Geometry<'a> {
     /// Returns the mask of visible keys for each row, in the block that starts at `first_key`. `None` if no row sees
     /// any.
     pub(super) fn visible(&self, pair: Pair, rows: Range<usize>, first_key: usize) -> Option<Bits> {
-        let all = self.keys_of(pair, rows.clone());
-        if all.end <= first_key || all.start >= first_key + BLOCK {
+        let [first, last] = [rows.start, rows.end - 1].map(|row| self.keys_of_query(pair, row / self.group));
+        let end_key = first_key + BLOCK;
+        if last.end <= first_key || first.start >= end_key {
             return None;
         }
         let valid = self.valid_keys(pair, first_key);
+        // Every row sees the keys that both the first and the last row see.
+        if last.start <= first_key && first.end >= end_key {
+            return (valid != 0).then_some([valid; BLOCK]);
+        }
         let mut bits = [0; BLOCK];
+        let (mut query, mut seen) = (rows.start / self.group, 0);
+        // First row of the next query, counted up because divisions would take much of the time.
+        let mut next_row = rows.start;
         for (bits, row) in bits.iter_mut().zip(rows) {
-            let keys = self.keys_of(pair, row..row + 1);
-            let start = keys.start.max(first_key) - first_key;
-            let end = keys.end.min(first_key + BLOCK).saturating_sub(first_key);
-            *bits = if start < end { (u64::MAX >> (BLOCK - (end - start))) << start & valid } else { 0 };
+            if row == next_row {
+                let keys = self.keys_of_query(pair, query);
+                let start = keys.start.max(first_key) - first_key;
+                let end = keys.end.min(end_key).saturating_sub(first_key);
+                seen = if start < end { (u64::MAX >> (BLOCK - (end - start))) << start & valid } else { 0 };
+                query += 1;
+                next_row = query * self.group;
+            }
+            *bits = seen;
         }
         bits.iter().any(|bits| *bits != 0).then_some(bits)
     }

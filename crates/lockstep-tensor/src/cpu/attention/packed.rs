@@ -78,6 +78,7 @@ impl<K: MicroKernel> Sizes<K> {
 /// Packing of blocks. All methods need a thread that is prepared for `K`, on a CPU that has its instructions.
 impl<K: MicroKernel> Sizes<K> {
     /// Copies vectors into a contiguous buffer.
+    #[inline]
     pub(super) fn stage<'s>(
         self,
         source: &[bf16],
@@ -95,6 +96,7 @@ impl<K: MicroKernel> Sizes<K> {
 
     /// # Safety
     /// See above.
+    #[inline]
     pub(super) unsafe fn pack_left(self, vectors: &Operands<'_>, packed: &mut [f32]) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -104,6 +106,7 @@ impl<K: MicroKernel> Sizes<K> {
 
     /// # Safety
     /// See above.
+    #[inline]
     pub(super) unsafe fn pack_right(self, vectors: &Operands<'_>, packed: &mut [f32]) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -113,6 +116,7 @@ impl<K: MicroKernel> Sizes<K> {
 
     /// # Safety
     /// See above.
+    #[inline]
     pub(super) unsafe fn pack_right_across(self, vectors: &Operands<'_>, packed: &mut [f32]) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -150,6 +154,7 @@ impl<'a> Operands<'a> {
 ///
 /// # Safety
 /// The CPU must have the instructions of `K`.
+#[inline]
 pub(super) unsafe fn left<K: MicroKernel>(
     operand: &Operand<'_, bf16>,
     rows: Range<usize>,
@@ -166,6 +171,7 @@ pub(super) unsafe fn left<K: MicroKernel>(
 ///
 /// # Safety
 /// As [`left`].
+#[inline]
 unsafe fn right<K: MicroKernel>(
     operand: &Operand<'_, bf16>,
     columns: Range<usize>,
@@ -179,6 +185,7 @@ unsafe fn right<K: MicroKernel>(
 }
 
 /// Rounds a block of scores to bf16.
+#[inline]
 pub(super) fn round<'r>(scores: &[f32], rounded: &'r mut [f32]) -> &'r [bf16] {
     let rounded = bytemuck::cast_slice_mut::<f32, bf16>(rounded);
     // Tiles for bf16 are chosen only if the CPU has this instruction.
@@ -202,6 +209,7 @@ pub(super) struct Target<'a> {
 /// # Safety
 /// The CPU must have the instructions of `K` and of `V`, the thread must be prepared for `K`, and the operands must
 /// hold the rows and columns of the target.
+#[inline]
 pub(super) unsafe fn multiply<V: Lanes, K: MicroKernel>(
     units: usize,
     a: &[f32],

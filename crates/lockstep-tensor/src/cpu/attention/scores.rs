@@ -23,6 +23,7 @@ const KEYS: [f32; BLOCK] = {
 
 /// Replaces scores by `cap(score) - slope · |i - j|`, at least where `visible` is set. Writes the derivatives of the
 /// caps for [`multiply_derivatives`], unless `derivatives` is empty.
+#[inline]
 pub(super) fn change_scores<V: Lanes>(
     geometry: &Geometry<'_>,
     pair: Pair,
@@ -41,14 +42,27 @@ pub(super) fn change_scores<V: Lanes>(
         }
     }
     if let Some(slopes) = geometry.alibi_slopes {
-        for ((row, visible), scores) in rows.zip(visible).zip(scores.chunks_exact_mut(BLOCK)) {
-            let slope = slopes[geometry.head(pair, row)] * LOG2_E;
-            alibi::<V>(slope, geometry.offset(row, first_key), *visible, scores);
-        }
+        add_biases::<V>(geometry, (pair, rows, first_key), slopes, visible, scores);
+    }
+}
+
+/// Subtracts `slope · |i - j|` from the scores of a strip of rows.
+#[inline(never)]
+fn add_biases<V: Lanes>(
+    geometry: &Geometry<'_>,
+    (pair, rows, first_key): (Pair, Range<usize>, usize),
+    slopes: &[f32],
+    visible: &[u64],
+    scores: &mut [f32],
+) {
+    for ((row, visible), scores) in rows.zip(visible).zip(scores.chunks_exact_mut(BLOCK)) {
+        let slope = slopes[geometry.head(pair, row)] * LOG2_E;
+        add_bias::<V>(slope, geometry.offset(row, first_key), *visible, scores);
     }
 }
 
 /// Multiplies gradients of the changed scores by the derivatives of the caps. Does nothing without a cap.
+#[inline]
 pub(super) fn multiply_derivatives<V: Lanes>(visible: &[u64], derivatives: &[f32], gradients: &mut [f32]) {
     if derivatives.is_empty() {
         return;
@@ -108,8 +122,7 @@ fn soft_cap<V: Lanes, const DERIVATIVES: bool>(
 
 /// Subtracts `slope · |offset - key|` from a row of scores. `offset` is the distance from the block's first key to the
 /// query.
-#[inline(never)]
-fn alibi<V: Lanes>(slope: f32, offset: f32, visible: u64, scores: &mut [f32]) {
+fn add_bias<V: Lanes>(slope: f32, offset: f32, visible: u64, scores: &mut [f32]) {
     let scores = &mut scores[..BLOCK];
     V::LEVEL.run(inlined!(|| {
         for lane in registers::<V>(visible) {

@@ -19,6 +19,7 @@ mod layer_norm;
 pub(crate) mod linear;
 mod output_loss;
 mod redistribute;
+mod reshape;
 mod ring;
 mod rms_norm;
 pub(crate) mod rope;

@@ -29,6 +29,11 @@ impl Recorder {
             recorder;
         let wanted = input.filter(|_| recorder.input_gradient == InputGradient::Wanted);
         let facts: Vec<Facts> = operations.iter().map(|operation| operation.facts()).collect();
+        // A view at the end is its input, which has the same rows and columns.
+        let output = facts.iter().rev().fold(output, |output, facts| match facts.alias_of {
+            Some(x) if facts.passes_gradient_on && facts.output() == output => x,
+            _ => output,
+        });
         let training = Training::new(values.len(), &facts, &parameters, wanted);
         let planner =
             Planner::new(&values, &facts, (input, &data), output, &training, (mode, recompute), place);

@@ -27,6 +27,8 @@ pub struct Recorder {
     pub(crate) mode: Mode,
     pub(crate) shape: BlockShape,
     pub(crate) values: Vec<ValueInfo>,
+    /// Global dimensions of each value after its rows.
+    pub(crate) dims: Vec<Vec<usize>>,
     /// Flag of each value, true if it is the block's input or an operation writes it.
     pub(crate) written: Vec<bool>,
     /// Placement of each value in the tensor-parallel group.
@@ -64,6 +66,7 @@ impl Recorder {
             mode,
             shape,
             values: Vec::new(),
+            dims: Vec::new(),
             written: Vec::new(),
             placements: Vec::new(),
             place: TensorPlace::default(),
@@ -172,6 +175,11 @@ impl Recorder {
             Placement::ShardBlocks(grid) => held * grid.side,
             _ => held,
         }
+    }
+
+    /// Returns the global dimensions of a value after its rows: its columns, unless [`Recorder::reshape`] gave it others.
+    pub fn dims(&self, value: Value) -> &[usize] {
+        &self.dims[value.0]
     }
 
     /// Describes a value in messages: local rows, global columns and placement.
@@ -302,7 +310,9 @@ impl Recorder {
         self.values.push(info);
         self.written.push(false);
         self.placements.push(placement);
-        Value(self.values.len() - 1)
+        let value = Value(self.values.len() - 1);
+        self.dims.push(vec![self.columns(value)]);
+        value
     }
 
     /// Asserts that the operands of the operation `what` have the same columns and placement, and are not partial sums.

@@ -25,6 +25,7 @@ pub(crate) mod linear;
 mod output_loss;
 mod pool;
 mod redistribute;
+mod reshape;
 mod ring;
 mod rms_norm;
 pub(crate) mod rope;

@@ -20,26 +20,21 @@ impl Recorder {
         value
     }
 
-    /// Returns the global dimensions of one row of a value; `[columns]` unless others were set.
-    pub fn dims(&self, value: Value) -> Vec<usize> {
-        self.dims.get(&value.0).cloned().unwrap_or_else(|| vec![self.columns(value)])
-    }
-
     /// Sets the dimensions of one row of a value; its elements stay where they are.
     ///
     /// # Panics
     /// If the elements of a row are not those of `dims`.
     #[track_caller]
-    pub fn set_dims(&mut self, value: Value, dims: &[usize]) {
+    pub(crate) fn set_dims(&mut self, value: Value, dims: &[usize]) {
         let (elements, columns) = (dims.iter().product::<usize>(), self.columns(value));
         assert_eq!(elements, columns, "{dims:?} for the {columns} columns of {}", self.describe(value));
-        self.dims.insert(value.0, dims.to_vec());
+        self.dims[value.0] = dims.to_vec();
     }
 
     /// Returns `[samples, height, width, channels]` of an image; `what` names the operation in errors.
     #[track_caller]
     pub(crate) fn image(&self, value: Value, what: &str) -> [usize; 4] {
-        match self.dims(value)[..] {
+        match *self.dims(value) {
             [height, width, channels] => [self.local_rows(value), height, width, channels],
             ref other => panic!("{what}: an image is [height, width, channels], not {other:?}"),
         }
@@ -50,7 +45,7 @@ impl Recorder {
         let info = ValueInfo { columns: height * width * channels, ..self.values[other.0] };
         let info = ValueInfo { dtype: self.shape.dtype, ..info };
         let value = self.create(info, self.placement(other));
-        self.dims.insert(value.0, vec![height, width, channels]);
+        self.dims[value.0] = vec![height, width, channels];
         value
     }
 }

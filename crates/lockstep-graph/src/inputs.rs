@@ -58,7 +58,7 @@ impl Recorder {
         self.data.push((value, index));
         let shape = self.inputs[index].shape.clone();
         if shape.len() > 1 {
-            self.dims.insert(value.0, shape);
+            self.set_dims(value, &shape);
         }
         if dtype == DType::F32 && self.shape.dtype != DType::F32 { self.converted(value) } else { value }
     }
@@ -66,9 +66,7 @@ impl Recorder {
     fn converted(&mut self, x: Value) -> Value {
         let info = ValueInfo { dtype: self.shape.dtype, ..self.values[x.0] };
         let y = self.create(info, self.placement(x));
-        if let Some(dims) = self.dims.get(&x.0).cloned() {
-            self.dims.insert(y.0, dims);
-        }
+        self.dims[y.0] = self.dims[x.0].clone();
         self.push(Conversion { x, y });
         y
     }

@@ -44,8 +44,6 @@ pub struct Recorder {
     pub(crate) redistributed: Vec<(Value, Redistribute, Value)>,
     pub(crate) parameters: Vec<ParameterDeclaration>,
     pub(crate) input: Option<Value>,
-    /// Dimensions of a row, for values that are not plain columns.
-    pub(crate) dims: BTreeMap<usize, Vec<usize>>,
     pub(crate) statistics: Statistics,
     /// Named inputs of the model.
     pub(crate) inputs: Vec<InputDeclaration>,
@@ -77,7 +75,6 @@ impl Recorder {
             redistributed: Vec::new(),
             parameters: Vec::new(),
             input: None,
-            dims: BTreeMap::new(),
             statistics: Statistics::of(mode),
             inputs: Vec::new(),
             data: Vec::new(),
@@ -262,9 +259,7 @@ impl Recorder {
     }
 
     fn copy_dims(&mut self, from: Value, to: Value) {
-        if let Some(dims) = self.dims.get(&from.0).cloned() {
-            self.dims.insert(to.0, dims);
-        }
+        self.dims[to.0] = self.dims[from.0].clone();
     }
 
     /// Creates a value of `columns` global columns, one row per token, in a placement.

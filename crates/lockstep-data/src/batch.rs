@@ -1,6 +1,6 @@
 //! A micro-batch: the input of one forward pass.
 
-use lockstep_tensor::HostData;
+use lockstep_tensor::NamedTensor;
 
 /// Label of a position that is masked: it counts neither in the loss nor in the number of valid tokens.
 pub const IGNORE_LABEL: i32 = -100;
@@ -23,8 +23,8 @@ pub struct MicroBatch {
     /// Global sample number of each sequence, `[sequences]`. Dropout is keyed by it. Numbers keep growing over epochs,
     /// so they identify the epoch too.
     pub sample_numbers: Vec<u64>,
-    /// Named inputs besides the tokens, `[sequences, ...]` each, in the order of the model's declarations.
-    pub inputs: Vec<HostData>,
+    /// Named inputs besides the tokens, `[sequences, ...]` each.
+    pub inputs: Vec<NamedTensor>,
     /// Number of sequences: the rows.
     pub sequences: usize,
     /// Tokens per sequence: the columns.

@@ -294,7 +294,7 @@ impl Engine {
         if let Some(pipeline) = pipeline {
             return pipeline.evaluate((model, queue, weights), runner, batch);
         }
-        runner.load(PassLocation::default(), batch);
+        runner.load(model, PassLocation::default(), batch);
         runner.forward_stage(model, PassLocation::default(), queue, weights, Purpose::Evaluation)?;
         Ok(runner.loss_sum(model))
     }

@@ -133,7 +133,7 @@ impl Pipeline {
         for own in 0..self.stages.len() {
             let number = self.stages[own].number;
             let place = PassLocation::first(own);
-            runner.load(place, batch);
+            runner.load(model, place, batch);
             if number > 0 {
                 let from = self.schedule.rank_of(number - 1);
                 match self.own(number - 1) {

@@ -15,7 +15,9 @@ use lockstep_plan::{
     random::{key_from_name, mix},
     schedule::PassKind,
 };
-use lockstep_tensor::{Arena, Buffer, DiskTraffic, Element, HostData, Kernels, Tensor, TensorError, View};
+use lockstep_tensor::{
+    Arena, Buffer, DiskTraffic, Element, Kernels, NamedTensor, Tensor, TensorData, TensorError, View,
+};
 
 use crate::{
     EngineError, ExpertLoad, Gradients, Groups, Offload, UnitParameters, Weights,
@@ -43,8 +45,8 @@ pub struct HostBatch<'a> {
     pub document_starts: &'a [u32],
     /// Global sample number of each sequence, counted through all epochs: the key of its dropout masks.
     pub sample_numbers: &'a [u64],
-    /// Named inputs in the order of the model's declarations, `[sequences, ...]` each.
-    pub inputs: &'a [HostData],
+    /// Named inputs, `[sequences, ...]` each; those that the model does not declare are ignored.
+    pub inputs: &'a [NamedTensor],
 }
 
 impl HostBatch<'_> {
@@ -52,14 +54,28 @@ impl HostBatch<'_> {
     /// model whose input [`LABELS`] is not of integers its elements, and for one without labels the samples.
     pub fn targets(&self, model: &RecordedModel) -> u64 {
         let valid = |labels: &[i32]| labels.iter().filter(|label| **label != IGNORED).count();
-        let named = model.inputs().iter().position(|input| input.name == LABELS);
-        let count = match named.map(|index| &self.inputs[index]) {
-            Some(HostData::I32(labels)) => valid(labels),
+        let is_read = model.inputs().iter().any(|input| input.name == LABELS);
+        let named = self.input(LABELS).filter(|_| is_read);
+        let count = match named.map(|tensor| &tensor.data) {
+            Some(TensorData::I32(labels)) => valid(labels),
             Some(values) => values.len(),
             None if self.labels.is_empty() => self.sample_numbers.len(),
             None => valid(self.labels),
         };
         count as u64
+    }
+}
+
+/// Names that data sets and models have for the same inputs.
+const ALIASES: [(&str, &str); 2] = [("pixel_values", "image"), (LABELS, "label")];
+
+impl<'a> HostBatch<'a> {
+    /// Returns a named input, also under the name that data sets usually have for it: `image` for `pixel_values`, `label` for
+    /// `labels`.
+    pub fn input(&self, name: &str) -> Option<&'a NamedTensor> {
+        let find = |name: &str| self.inputs.iter().find(|tensor| &*tensor.name == name);
+        let alias = || ALIASES.iter().find(|(own, _)| *own == name).and_then(|(_, alias)| find(alias));
+        find(name).or_else(alias)
     }
 }
 
@@ -199,7 +215,7 @@ impl Runner {
         mut weights: Weights<'_>,
         batch: &HostBatch<'_>,
     ) -> Result<(), EngineError> {
-        self.load(PassLocation::default(), batch);
+        self.load(model, PassLocation::default(), batch);
         self.forward_stage(model, PassLocation::default(), queue, &mut weights, Purpose::Evaluation)
     }
 
@@ -485,7 +501,10 @@ impl Runner {
     }
 
     /// Copies this rank's tokens of a micro-batch into a slot.
-    pub(crate) fn load(&mut self, place: PassLocation, batch: &HostBatch<'_>) {
+    ///
+    /// # Panics
+    /// If the micro-batch lacks a named input that the model declares, or one has another shape.
+    pub(crate) fn load(&mut self, model: &RecordedModel, place: PassLocation, batch: &HostBatch<'_>) {
         let begin = self.timeline.begin();
         for (pair, &sample) in self.host_keys.chunks_exact_mut(2).zip(batch.sample_numbers) {
             let key = mix(self.seed ^ mix(sample));
@@ -505,9 +524,11 @@ impl Runner {
         let slot = &mut self.stages[place.stage].slots[place.slot];
         slot.keeps_documents_apart = batch.document_starts.iter().any(|&start| start != 0);
         slot.dropout_keys.view().write(&self.host_keys);
-        assert_eq!(batch.inputs.len(), slot.inputs.len(), "a micro-batch has the named inputs of its model");
-        for (data, input) in batch.inputs.iter().zip(&slot.inputs) {
-            data.write_to(input.view());
+        for (declared, input) in model.inputs().iter().zip(&slot.inputs) {
+            let Some(given) = batch.input(&declared.name) else {
+                panic!("the model reads the input {}, which the micro-batch does not have", declared.name);
+            };
+            given.data.write_to(input.view());
         }
         self.timeline.end(begin, || (Activity::of_step("load batch"), Cost::default()));
     }

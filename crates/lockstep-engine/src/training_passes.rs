@@ -42,7 +42,7 @@ impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> TrainingPasses<'_, B> {
 impl<'b, B: Iterator<Item = HostBatch<'b>> + Clone> Passes for TrainingPasses<'_, B> {
     fn load(&mut self, place: PassLocation, micro_batch: usize) {
         let batch = self.batch(micro_batch);
-        self.runner.load(place, &batch);
+        self.runner.load(self.model, place, &batch);
     }
 
     fn run(&mut self, pass: Pass, place: PassLocation) -> Result<(), EngineError> {

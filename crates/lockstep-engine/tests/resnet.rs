@@ -11,7 +11,7 @@ use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer, StateKind, Up
 use lockstep_graph::{Recompute, Seed};
 use lockstep_model::ModelConfig;
 use lockstep_plan::Plan;
-use lockstep_tensor::{Arena, HostData};
+use lockstep_tensor::{Arena, NamedTensor, TensorData};
 use safetensors::SafeTensors;
 
 /// Names of the fixtures: two kinds of blocks, two stems.
@@ -42,11 +42,16 @@ impl Fixture {
         numbers.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
     }
 
-    fn inputs(&self) -> Vec<HostData> {
+    fn inputs(&self) -> Vec<NamedTensor> {
         let all = SafeTensors::deserialize(&self.bytes).unwrap();
         let (labels, _) = all.tensor("labels").unwrap().data().as_chunks::<8>();
         let labels = labels.iter().map(|bytes| i64::from_le_bytes(*bytes) as i32).collect();
-        vec![HostData::F32(self.floats("pixels")), HostData::I32(labels)]
+        let pixels = self.floats("pixels");
+        let shape = [IMAGES, pixels.len() / IMAGES];
+        vec![
+            NamedTensor::new("pixel_values", &shape, TensorData::F32(pixels)),
+            NamedTensor::new("labels", &[IMAGES], TensorData::I32(labels)),
+        ]
     }
 
     /// Returns an engine with the fixture's weights.
@@ -64,12 +69,12 @@ impl Fixture {
     }
 }
 
-fn batch(inputs: &[HostData]) -> HostBatch<'_> {
+fn batch(inputs: &[NamedTensor]) -> HostBatch<'_> {
     HostBatch { sample_numbers: &[0, 1, 2, 3, 4, 5], inputs, ..HostBatch::default() }
 }
 
 /// Runs forward and backward of the batch and returns the mean loss.
-fn forward_backward(engine: &mut Engine, inputs: &[HostData]) -> f64 {
+fn forward_backward(engine: &mut Engine, inputs: &[NamedTensor]) -> f64 {
     let batch = batch(inputs);
     let targets = batch.targets(engine.model()) as f64;
     assert_eq!(targets, 5.0, "one of six labels is masked");

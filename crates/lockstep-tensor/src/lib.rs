@@ -22,9 +22,9 @@ mod disk;
 mod error;
 mod event;
 pub mod host;
-mod host_data;
 mod kernels;
 mod mapped;
+mod named_tensor;
 mod queue;
 mod shape;
 mod shared;
@@ -40,7 +40,6 @@ pub use disk::{
 };
 pub use error::TensorError;
 pub use event::{DeviceEvent, Event, Pending};
-pub use host_data::HostData;
 pub use kernels::{
     Activation, AdamW, Attention, AttentionDirection, AttentionKernels, AttentionVariant, AttentionWrite,
     BatchNorm, BatchNormKernels, Conv2d, ConvolutionKernels, CopyKernels, Dropout, ElementwiseKernels,
@@ -51,6 +50,7 @@ pub use kernels::{
     TokenSpan, Window2d, Write, alibi_slopes, document_ends,
 };
 pub use mapped::MappedFile;
+pub use named_tensor::{NamedTensor, TensorData};
 pub use queue::Queue;
 pub use shape::{Element, Shape};
 pub use shared::{SharedHeap, SharedMemory};

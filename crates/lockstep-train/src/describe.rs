@@ -26,8 +26,12 @@ pub(crate) struct Screen<'a> {
 pub(crate) fn describe(screen: &Screen<'_>, tensor: TensorPlace, progress: &mut Progress) {
     let Screen { config, model, data, engine, predicted, peak } = *screen;
     let parameters = human::count(model.config.parameter_count() as f64);
-    let (layers, words) = (model.config.num_hidden_layers(), model.config.vocab_size());
-    let named = format!("{}: {parameters} parameters, {layers} layers, vocabulary {words}", name(config));
+    let sizes = model.config.model().sizes();
+    let of_output = match sizes.vocab {
+        0 => format!("{} classes", sizes.classes),
+        words => format!("vocabulary {words}"),
+    };
+    let named = format!("{}: {parameters} parameters, {} layers, {of_output}", name(config), sizes.layers);
     progress.field("model", &named);
     if let Some(trained) = trained_part(engine) {
         progress.field("trained", &trained);

@@ -39,5 +39,5 @@ pub use describe::answers;
 pub use error::Error;
 pub use observer::StepObserver;
 pub use ranks::{ranks_of, ranks_of_model};
-pub use trainer::{Summary, train, train_observed};
+pub use trainer::{Summary, train, train_observed, train_on};
 pub use training_data::TrainingData;

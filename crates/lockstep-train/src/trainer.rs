@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use lockstep_config::schedule::LearningRate;
-use lockstep_config::{Resume, RunConfig, resolve_model};
+use lockstep_config::{ResolvedModel, Resume, RunConfig, resolve_model};
 use lockstep_data::{MicroBatch, Prefetcher};
 use lockstep_engine::{Engine, EngineError, Ranks, Update};
 use lockstep_graph::{Activity, Cost, Seed};
@@ -99,6 +99,22 @@ pub fn train_observed(
     run(config, resume, ranks, interrupt, show, (observer, RunOutputs::Everything))
 }
 
+/// Trains as [`train`] does, on `data` instead of the files that `[data]` names.
+///
+/// # Errors
+/// As [`train`].
+pub fn train_on(
+    data: TrainingData,
+    config: &RunConfig,
+    resume: &Resume,
+    ranks: &Ranks,
+    interrupt: &Interrupt,
+    show: impl FnOnce(Steps) -> Progress,
+) -> Result<Summary, Error> {
+    let model = resolve_model(config)?;
+    run_on((&model, data), config, resume, ranks, interrupt, show, (&mut (), RunOutputs::Everything))
+}
+
 /// Trains as [`train_observed`] does and writes the files that `outputs` allows.
 pub(crate) fn run(
     config: &RunConfig,
@@ -106,29 +122,35 @@ pub(crate) fn run(
     ranks: &Ranks,
     interrupt: &Interrupt,
     show: impl FnOnce(Steps) -> Progress,
-    (observer, outputs): (&mut dyn StepObserver, RunOutputs),
+    observed: (&mut dyn StepObserver, RunOutputs),
 ) -> Result<Summary, Error> {
     let model = resolve_model(config)?;
     let data = open_data(config, &model, ranks)?;
+    run_on((&model, data), config, resume, ranks, interrupt, show, observed)
+}
+
+fn run_on(
+    (model, data): (&ResolvedModel, TrainingData),
+    config: &RunConfig,
+    resume: &Resume,
+    ranks: &Ranks,
+    interrupt: &Interrupt,
+    show: impl FnOnce(Steps) -> Progress,
+    (observer, outputs): (&mut dyn StepObserver, RunOutputs),
+) -> Result<Summary, Error> {
     let writes_files = outputs == RunOutputs::Everything;
     let writes = ranks.is_first() && writes_files;
     // The lock comes before any look at checkpoints: the process before this one may still be saving.
     let _lock = ranks.first_then_others(|| writes.then(|| lock(config)).transpose())?;
     let StartState { mut engine, counters, checkpoint, messages, damaged } =
-        StartState::of(config, resume, ranks, &model, &data)?;
+        StartState::of(config, resume, ranks, model, &data)?;
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress =
         if ranks.is_first() { show(steps) } else { Progress::of_other_rank(steps, ranks.rank()) };
     let predicted = Predicted::of(config, &engine, ranks)?;
     let peak = if writes_files { device_peak(config, &engine, ranks)? } else { None };
-    let screen = Screen {
-        config,
-        model: &model,
-        data: &data,
-        engine: &engine,
-        predicted: &predicted,
-        peak: peak.as_ref(),
-    };
+    let screen =
+        Screen { config, model, data: &data, engine: &engine, predicted: &predicted, peak: peak.as_ref() };
     describe(&screen, ranks.groups().tensor_place(), &mut progress);
     messages.iter().for_each(|text| progress.message(text));
     let start = checkpoint.as_ref().map_or(Start::Fresh, |_| Start::After { step: counters.step });
@@ -149,7 +171,7 @@ pub(crate) fn run(
         .then(|| RollbackSnapshot::new(&engine, counters.updates))
         .transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
-    let new_saver = || Saver::new(config, &model, &data, ranks, saved, interrupt);
+    let new_saver = || Saver::new(config, model, &data, ranks, saved, interrupt);
     let saver = writes_files.then(new_saver).transpose()?.flatten();
     Run {
         config,
@@ -174,11 +196,17 @@ pub(crate) fn run(
         current_step: counters.step,
         loss: None,
         evaluated: None,
-        uniform_loss: (model.config.vocab_size() as f64).ln(),
+        uniform_loss: (outcomes(model) as f64).ln(),
         micro_batches: Vec::new(),
         expert_load: Vec::new(),
     }
     .run(interrupt)
+}
+
+/// Number of outcomes that the model predicts: tokens of its vocabulary, or classes.
+fn outcomes(model: &ResolvedModel) -> usize {
+    let sizes = model.config.model().sizes();
+    sizes.vocab.max(sizes.classes)
 }
 
 /// Values of a step from which its metrics row is built.

@@ -39,6 +39,15 @@ impl TrainingData {
         })
     }
 
+    /// Creates the data of samples; `digest` tells them from other data when a run resumes.
+    pub fn of_samples(
+        train: Arc<dyn BatchSource>,
+        valid: Option<Arc<dyn BatchSource>>,
+        digest: impl Into<String>,
+    ) -> Self {
+        Self { train, valid, text: None, digest: digest.into() }
+    }
+
     /// Returns the digest and the sources of the data, as a run's report names them.
     pub(crate) fn described(&self) -> Value {
         match &self.text {

@@ -1,6 +1,7 @@
 //! The engine of a loop of your own: forward and backward of a global batch, then the optimizer step.
 
 use lockstep_data::MicroBatch;
+use lockstep_data::samples::Batch;
 use lockstep_engine::{EngineOptions, HostBatch, Optimizer, Ranks, Update};
 use lockstep_graph::Seed;
 use lockstep_model::ModelConfig;
@@ -122,8 +123,8 @@ impl Engine {
     ///
     /// # Errors
     /// If the global batch has no valid target, a rank is lost, or a disk of offloaded state fails.
-    pub fn forward_backward(&mut self, micro_batches: &[MicroBatch]) -> Result<f64, Error> {
-        let batches = micro_batches.iter().map(host_batch);
+    pub fn forward_backward(&mut self, micro_batches: &[impl Inputs]) -> Result<f64, Error> {
+        let batches = micro_batches.iter().map(Inputs::host_batch);
         let own: u64 = batches.clone().map(|batch| batch.targets(self.engine.model())).sum();
         let (_, targets) = self.ranks.sum(0.0, own)?;
         if targets == 0 {
@@ -157,9 +158,9 @@ impl Engine {
     ///
     /// # Errors
     /// As for [`Engine::forward_backward`].
-    pub fn evaluate(&mut self, micro_batches: &[MicroBatch]) -> Result<f64, Error> {
+    pub fn evaluate(&mut self, micro_batches: &[impl Inputs]) -> Result<f64, Error> {
         let (mut loss_sum, mut own) = (0.0, 0);
-        for batch in micro_batches.iter().map(host_batch) {
+        for batch in micro_batches.iter().map(Inputs::host_batch) {
             own += batch.targets(self.engine.model());
             loss_sum += self.engine.evaluate(&batch)?;
         }
@@ -170,13 +171,27 @@ impl Engine {
     }
 }
 
-fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {
-    HostBatch {
-        ids: &batch.ids,
-        labels: &batch.labels,
-        positions: &batch.positions,
-        document_starts: &batch.document_starts,
-        sample_numbers: &batch.sample_numbers,
-        inputs: &batch.inputs,
+/// A micro-batch as the engine reads it: of tokens, or of named tensors.
+pub trait Inputs {
+    /// Returns the slices of the micro-batch.
+    fn host_batch(&self) -> HostBatch<'_>;
+}
+
+impl Inputs for Batch {
+    fn host_batch(&self) -> HostBatch<'_> {
+        HostBatch { sample_numbers: &self.sample_numbers, inputs: &self.tensors, ..HostBatch::default() }
+    }
+}
+
+impl Inputs for MicroBatch {
+    fn host_batch(&self) -> HostBatch<'_> {
+        HostBatch {
+            ids: &self.ids,
+            labels: &self.labels,
+            positions: &self.positions,
+            document_starts: &self.document_starts,
+            sample_numbers: &self.sample_numbers,
+            inputs: &self.inputs,
+        }
     }
 }

@@ -33,6 +33,23 @@ pub enum Error {
     /// A rank is lost, or did not answer in time.
     #[error(transparent)]
     Comm(#[from] CommError),
+    /// A setting of the run is invalid.
+    #[error(transparent)]
+    Config(#[from] lockstep_config::Error),
+    /// The training loop has failed.
+    #[error(transparent)]
+    Train(#[from] lockstep_train::Error),
+    /// A file of the program cannot be read or written.
+    #[error("{path}: {source}", path = path.display())]
+    Io {
+        /// The file.
+        path: std::path::PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// A trainer has no data set.
+    #[error("the trainer has no data: call Trainer::data")]
+    NoData,
     /// All targets of a global batch are masked.
     #[error("every label of the global batch is -100, so that there is no loss")]
     NoTargets,

@@ -41,24 +41,30 @@ mod ranks;
 mod report;
 mod stdin_secret;
 mod train;
+mod trainer;
 mod typed;
 mod verify;
 mod world;
 
 use std::process::ExitCode;
 
-pub use lockstep_model::{InputDeclaration, Model, ModelConfig, Unit};
-pub use lockstep_plan::Plan;
-
+pub use lockstep_checkpoint::Checkpoint;
+pub use lockstep_config::Resume;
 pub use lockstep_data::MicroBatch;
+pub use lockstep_data::samples::{self, Batch, Dataset, Transforms};
 pub use lockstep_engine::Optimizer;
-pub use lockstep_graph::{Bias, Linear, Recorder, Value};
-pub use lockstep_plan::DType;
-pub use lockstep_tensor::HostData;
+pub use lockstep_graph::{
+    BatchNormOptions, Bias, Convolution, Facts, InputGradients, LABELS, Linear, Op, Recorder, Run, Value,
+};
+pub use lockstep_model::{InputDeclaration, Model, ModelConfig, Sizes, Unit, register};
+pub use lockstep_plan::{DType, Degrees, Initializer, Plan};
+pub use lockstep_tensor::{NamedTensor, TensorData, View, Window2d, Write};
+pub use lockstep_train::Summary;
 
-pub use self::engine::{Engine, Settings, Step};
+pub use self::engine::{Engine, Inputs, Settings, Step};
 pub use self::error::Error;
 pub use self::launch::{arguments, launch};
+pub use self::trainer::Trainer;
 pub use self::world::World;
 
 /// Runs the command line of this process and returns its exit code: the `main` of the program `lockstep`.

@@ -41,6 +41,10 @@ impl World {
         self.interrupt.is_requested()
     }
 
+    pub(crate) fn interrupt(&self) -> &Interrupt {
+        &self.interrupt
+    }
+
     /// Returns the group of all ranks, for collectives of your own; `None` for a single rank.
     pub fn group(&self) -> Option<&Group> {
         self.group.as_ref()

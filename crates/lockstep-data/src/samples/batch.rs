@@ -1,6 +1,7 @@
 //! A batch of samples: their tensors stacked along a new first dimension.
 
-use super::tensor::{NamedTensor, Sample, TensorData};
+use super::tensor::Sample;
+use lockstep_tensor::{NamedTensor, TensorData};
 
 /// Stacked samples. Images `[height, width, channels]` become `[samples, height, width, channels]`, scalar labels
 /// `[samples]`.

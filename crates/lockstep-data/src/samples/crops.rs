@@ -2,9 +2,10 @@
 //! `[height, width, channels]`.
 
 use lockstep_plan::DType;
+use lockstep_tensor::{NamedTensor, TensorData};
 
 use super::{
-    tensor::{NamedTensor, Spares, TensorData, TensorSpec},
+    tensor::{Spares, TensorSpec},
     transform::{SampleRandom, Transform},
 };
 
@@ -158,7 +159,7 @@ pub(crate) fn crop(
         }
         other => return Err(format!("its dtype is {}; allowed: u8, f32", other.dtype())),
     };
-    tensor.replace(&[size[0], size[1], shape[2]], data, spares);
+    spares.give(tensor.replace(&[size[0], size[1], shape[2]], data));
     Ok(())
 }
 

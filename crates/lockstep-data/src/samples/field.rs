@@ -1,6 +1,7 @@
 //! Selection of the tensors of a sample from the named parts of a record: members of a tar shard, or features of a
 //! `tf.Example`.
 
+use lockstep_tensor::{NamedTensor, TensorData};
 use std::sync::Arc;
 
 use lockstep_plan::DType;
@@ -9,7 +10,7 @@ use super::{
     dataset::{is_class, label_problem},
     image_file::{Channels, decode_image},
     npy::read_npy,
-    tensor::{NamedTensor, TensorData, TensorSpec},
+    tensor::TensorSpec,
 };
 use crate::error::{DataError, Result};
 

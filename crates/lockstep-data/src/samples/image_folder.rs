@@ -1,5 +1,6 @@
 //! A directory with one directory of images per class, as torchvision's `ImageFolder`.
 
+use lockstep_tensor::TensorData;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -10,7 +11,7 @@ use lockstep_plan::DType;
 use super::{
     dataset::{Dataset, check_index, get_new},
     image_file::{Channels, IMAGE_EXTENSIONS, decode_image},
-    tensor::{Sample, TensorData, TensorSpec},
+    tensor::{Sample, TensorSpec},
 };
 use crate::{
     error::{DataError, Result},

@@ -6,9 +6,10 @@
 
 use super::{
     crops::{crop, image_shape, image_spec},
-    tensor::{NamedTensor, Spares, TensorData, TensorSpec},
+    tensor::{Spares, TensorSpec},
     transform::{SampleRandom, Transform},
 };
+use lockstep_tensor::{NamedTensor, TensorData};
 
 /// Size of a resized image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -158,7 +159,7 @@ fn resize(tensor: &mut NamedTensor, size: [usize; 2], spares: &mut Spares) -> Re
     } else {
         TensorData::F32(pixels)
     };
-    tensor.replace(&[out_height, out_width, channels], data, spares);
+    spares.give(tensor.replace(&[out_height, out_width, channels], data));
     Ok(())
 }
 

@@ -1,151 +1,10 @@
-//! Typed tensors on the host, and the sample that names them.
-//!
-//! A tensor is one vector of its element type and a shape. A sample keeps the vectors that its tensors no longer use
+//! A sample of named tensors, and the specification of its tensors. A sample keeps the vectors that its tensors no longer use
 //! as spares, so that filling it again allocates nothing.
 
+pub(super) use lockstep_tensor::{NamedTensor, TensorData};
 use std::sync::Arc;
 
 use lockstep_plan::DType;
-
-/// Elements of a tensor, row-major.
-#[derive(Debug, Clone, PartialEq)]
-pub enum TensorData {
-    /// Bytes: decoded pixels, text.
-    U8(Vec<u8>),
-    /// Signed 32-bit integers: labels.
-    I32(Vec<i32>),
-    /// Unsigned 32-bit integers: token ids.
-    U32(Vec<u32>),
-    /// 32-bit floats: features, transformed pixels.
-    F32(Vec<f32>),
-}
-
-/// Evaluates `$body` with `$values` bound to the vector of any variant.
-macro_rules! with_values {
-    ($data:expr, $values:ident => $body:expr) => {
-        match $data {
-            TensorData::U8($values) => $body,
-            TensorData::I32($values) => $body,
-            TensorData::U32($values) => $body,
-            TensorData::F32($values) => $body,
-        }
-    };
-}
-
-impl TensorData {
-    /// Returns an empty vector of `dtype`; `None` for a dtype that samples do not hold (bf16, f16).
-    pub fn empty(dtype: DType) -> Option<Self> {
-        match dtype {
-            DType::U8 => Some(Self::U8(Vec::new())),
-            DType::I32 => Some(Self::I32(Vec::new())),
-            DType::U32 => Some(Self::U32(Vec::new())),
-            DType::F32 => Some(Self::F32(Vec::new())),
-            DType::BF16 | DType::F16 => None,
-        }
-    }
-
-    /// Returns the element type.
-    pub fn dtype(&self) -> DType {
-        match self {
-            Self::U8(_) => DType::U8,
-            Self::I32(_) => DType::I32,
-            Self::U32(_) => DType::U32,
-            Self::F32(_) => DType::F32,
-        }
-    }
-
-    /// Returns the number of elements.
-    pub fn len(&self) -> usize {
-        with_values!(self, values => values.len())
-    }
-
-    /// Returns true if there is no element.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Removes all elements and keeps the memory.
-    pub fn clear(&mut self) {
-        with_values!(self, values => values.clear());
-    }
-
-    /// Returns the elements of a `U8` tensor.
-    pub fn as_u8(&self) -> Option<&[u8]> {
-        if let Self::U8(values) = self { Some(values) } else { None }
-    }
-
-    /// Returns the elements of an `I32` tensor.
-    pub fn as_i32(&self) -> Option<&[i32]> {
-        if let Self::I32(values) = self { Some(values) } else { None }
-    }
-
-    /// Returns the elements of a `U32` tensor.
-    pub fn as_u32(&self) -> Option<&[u32]> {
-        if let Self::U32(values) = self { Some(values) } else { None }
-    }
-
-    /// Returns the elements of an `F32` tensor.
-    pub fn as_f32(&self) -> Option<&[f32]> {
-        if let Self::F32(values) = self { Some(values) } else { None }
-    }
-
-    /// Appends the elements of `other`. Returns false, and appends nothing, if its dtype differs.
-    pub(crate) fn append(&mut self, other: &Self) -> bool {
-        match (self, other) {
-            (Self::U8(all), Self::U8(more)) => all.extend_from_slice(more),
-            (Self::I32(all), Self::I32(more)) => all.extend_from_slice(more),
-            (Self::U32(all), Self::U32(more)) => all.extend_from_slice(more),
-            (Self::F32(all), Self::F32(more)) => all.extend_from_slice(more),
-            _ => return false,
-        }
-        true
-    }
-
-    /// Appends the elements `range` of `other`, which has the same dtype.
-    pub(crate) fn append_range(&mut self, other: &Self, range: std::ops::Range<usize>) {
-        match (self, other) {
-            (Self::U8(all), Self::U8(more)) => all.extend_from_slice(&more[range]),
-            (Self::I32(all), Self::I32(more)) => all.extend_from_slice(&more[range]),
-            (Self::U32(all), Self::U32(more)) => all.extend_from_slice(&more[range]),
-            (Self::F32(all), Self::F32(more)) => all.extend_from_slice(&more[range]),
-            (this, other) => debug_assert_eq!(this.dtype(), other.dtype()),
-        }
-    }
-}
-
-/// Tensor of a sample or of a batch: `image` of shape `[height, width, channels]`, `label` of shape `[]`.
-#[derive(Debug, Clone, PartialEq)]
-pub struct NamedTensor {
-    /// Name, unique in its sample.
-    pub name: Arc<str>,
-    /// Extent of each dimension; empty for a scalar.
-    pub shape: Vec<usize>,
-    /// Elements, as many as the product of `shape`.
-    pub data: TensorData,
-}
-
-impl NamedTensor {
-    /// Creates a tensor.
-    ///
-    /// # Panics
-    /// If `shape` and `data` differ in their number of elements.
-    pub fn new(name: impl Into<Arc<str>>, shape: &[usize], data: TensorData) -> Self {
-        assert_eq!(shape.iter().product::<usize>(), data.len(), "elements of shape {shape:?}");
-        Self { name: name.into(), shape: shape.to_vec(), data }
-    }
-
-    /// Returns the element type.
-    pub fn dtype(&self) -> DType {
-        self.data.dtype()
-    }
-
-    /// Replaces shape and elements; the old elements become a spare.
-    pub(crate) fn replace(&mut self, shape: &[usize], data: TensorData, spares: &mut Spares) {
-        self.shape.clear();
-        self.shape.extend_from_slice(shape);
-        spares.give(std::mem::replace(&mut self.data, data));
-    }
-}
 
 /// Name, dtype and shape that every sample of a data set has for one tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -296,7 +155,7 @@ mod tests {
             let (image, spares) = sample.tensor_mut("image").unwrap();
             let mut floats = spares.f32();
             floats.resize(1000, 0.5);
-            image.replace(&[10, 100], TensorData::F32(floats), spares);
+            spares.give(image.replace(&[10, 100], TensorData::F32(floats)));
             assert_eq!(sample.tensor("image").unwrap().dtype(), DType::F32);
         }
         assert!(addresses.windows(2).all(|pair| pair[0] == pair[1]), "{addresses:?}");

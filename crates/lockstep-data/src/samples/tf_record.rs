@@ -3,6 +3,7 @@
 //! A record is its length (u64), the masked CRC-32C of the length (u32), the bytes, and their masked CRC-32C (u32), all
 //! little endian. One pass over the lengths finds the records; the bytes are checked when a sample is read.
 
+use lockstep_tensor::{NamedTensor, TensorData};
 use std::{fs::File, os::unix::fs::FileExt, path::Path};
 
 use super::{
@@ -11,7 +12,7 @@ use super::{
     field::{Field, FieldKind, check_fields, shape_text},
     record_index::ShardIndex,
     shards::{ShardOptions, Shards},
-    tensor::{NamedTensor, Sample, TensorData, TensorSpec},
+    tensor::{Sample, TensorSpec},
     tf_example::{Example, Feature},
 };
 use crate::error::{DataError, Result};

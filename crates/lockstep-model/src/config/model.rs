@@ -40,6 +40,11 @@ impl ModelConfig {
         &*self.0
     }
 
+    /// Returns the shared model, which a family's reader may return again.
+    pub fn handle(&self) -> Arc<dyn Model> {
+        Arc::clone(&self.0)
+    }
+
     /// Returns the model as a `M`; `None` if it is of another type.
     pub fn get<M: Model>(&self) -> Option<&M> {
         let model: &dyn Any = &*self.0;

@@ -1,0 +1,124 @@
+//! The training loop for a model and a data set of one's own: steps, guard, metrics, checkpoints and resumption as `lockstep
+//! train` has them.
+
+use std::sync::Arc;
+
+use lockstep_config::{PlanFile, Resume, RunConfig};
+use lockstep_data::samples::{Dataset, EpochEnd, SampleBatches, SampleSequence, Transforms};
+use lockstep_data::{BatchSource, SampleOrder};
+use lockstep_engine::Ranks;
+use lockstep_model::{ModelConfig, register};
+use lockstep_observe::progress::{Detail, Progress};
+use lockstep_plan::Plan;
+use lockstep_train::{Summary, TrainingData, ranks_of, train_on};
+
+use crate::World;
+use crate::error::Error;
+
+/// A training run of a model on a data set.
+///
+/// Every key of a RUN.toml can be set; the defaults are those of `lockstep train`. Checkpoints go to `checkpoints/`, metrics
+/// and a report to `runs/`, unless `checkpoint.dir` and `metrics.dir` say otherwise.
+#[derive(Debug)]
+pub struct Trainer {
+    model: ModelConfig,
+    data: Option<Set>,
+    valid: Option<Set>,
+    plan: Option<Plan>,
+    settings: Vec<String>,
+    resume: Resume,
+}
+
+/// A data set with its transforms.
+#[derive(Debug)]
+struct Set {
+    dataset: Arc<dyn Dataset>,
+    transforms: Transforms,
+}
+
+impl Trainer {
+    /// Returns a run of a model: one of the families, or one of your own.
+    pub fn new(model: impl Into<ModelConfig>) -> Self {
+        let (data, valid, plan) = (None, None, None);
+        Self { model: model.into(), data, valid, plan, settings: Vec::new(), resume: Resume::Auto }
+    }
+
+    /// Sets the training samples and what is done to each of them.
+    #[must_use]
+    pub fn data(mut self, dataset: impl Dataset + 'static, transforms: Transforms) -> Self {
+        self.data = Some(Set { dataset: Arc::new(dataset), transforms });
+        self
+    }
+
+    /// Sets the validation samples, for `train.eval_every`.
+    #[must_use]
+    pub fn valid(mut self, dataset: impl Dataset + 'static, transforms: Transforms) -> Self {
+        self.valid = Some(Set { dataset: Arc::new(dataset), transforms });
+        self
+    }
+
+    /// Sets the plan; by default ranks are data-parallel replicas.
+    #[must_use]
+    pub fn plan(mut self, plan: Plan) -> Self {
+        self.plan = Some(plan);
+        self
+    }
+
+    /// Sets a key of RUN.toml, as `--set` does: `train.steps=500`.
+    #[must_use]
+    pub fn set(mut self, setting: impl Into<String>) -> Self {
+        self.settings.push(setting.into());
+        self
+    }
+
+    /// Sets where the run begins; by default at its newest checkpoint, if there is one.
+    #[must_use]
+    pub fn resume(mut self, resume: Resume) -> Self {
+        self.resume = resume;
+        self
+    }
+
+    /// Trains as one of the ranks of `world` until the last step, or until the run is asked to stop. Collective: every rank
+    /// calls it. Rank 0 prints.
+    ///
+    /// # Errors
+    /// If a setting is invalid, the plan does not fit the model or the ranks, a sample cannot be read, or a rank is lost.
+    pub fn run(self, world: &World) -> Result<Summary, Error> {
+        let config = self.config(world)?;
+        let seed = config.train.seed;
+        let source = |set: Set, order: SampleOrder| -> Result<Arc<dyn BatchSource>, Error> {
+            let sequence = SampleSequence::new(order, set.dataset.len(), EpochEnd::Continue)?;
+            Ok(Arc::new(SampleBatches::new(set.dataset, set.transforms, sequence, seed)?))
+        };
+        let Some(data) = self.data else { return Err(Error::NoData) };
+        let digest = format!("{} samples of {:?}", data.dataset.len(), data.dataset.tensors());
+        let train = source(data, SampleOrder::Shuffle { seed })?;
+        let valid = self.valid.map(|set| source(set, SampleOrder::Sequential)).transpose()?;
+        let data = TrainingData::of_samples(train, valid, digest);
+        let ranks = match world.group() {
+            Some(group) => ranks_of(group.clone(), &config)?,
+            None => Ranks::alone(),
+        };
+        let show = |steps| Progress::on_stderr(steps).with_detail(Detail::Summary);
+        Ok(train_on(data, &config, &self.resume, &ranks, world.interrupt(), show)?)
+    }
+
+    /// Returns the configuration of the run.
+    fn config(&self, world: &World) -> Result<RunConfig, Error> {
+        let model_type = self.model.model_type().to_owned();
+        let model = self.model.clone();
+        // The run names the model by its type; overrides are part of the model that was given.
+        register(&model_type, move |_| (model.handle(), Vec::new()));
+        let own = [format!("model.model_type={model_type:?}")];
+        let settings: Vec<&String> = own.iter().chain(&self.settings).collect();
+        let mut config =
+            RunConfig::parse("", "the trainer", &settings).map_err(lockstep_config::Error::from)?;
+        if let Some(plan) = &self.plan {
+            config = config
+                .with_plan(&PlanFile::unwritten(plan.clone(), "the trainer's plan"))
+                .map_err(lockstep_config::Error::from)?;
+        }
+        let of_ranks = config.setting_for_ranks(world.size())?;
+        Ok(config.with_settings(&[of_ranks]).map_err(lockstep_config::Error::from)?)
+    }
+}

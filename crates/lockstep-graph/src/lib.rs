@@ -17,6 +17,7 @@
 //!   collectives over its [`Peers`], which can overlap with matrix products ([`CommunicationBuffer`]).
 //! - Under context parallelism ([`Recorder::share_sequences`]) attention reads the other ranks' tokens over its [`ContextPeers`].
 //! - [`Program::work`] lists the work and memory of a rank for the cost model.
+//! - An operation implements [`Op`]: facts, kernel calls and work in one file of `ops`, or in another crate.
 //! - A [`Timeline`] records the time and cost of each operation in traced steps.
 #![forbid(unsafe_code)]
 

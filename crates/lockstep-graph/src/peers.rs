@@ -36,26 +36,38 @@ pub struct ContextPeers<'a> {
 
 impl Peers<'_> {
     /// Broadcasts `data` from rank `root`, in place.
+    ///
+    /// # Errors
+    /// If a rank fails, or does not answer within `limit`.
     #[track_caller]
-    pub(crate) fn broadcast(&self, data: View<'_>, root: usize) -> Result<(), CommError> {
+    pub fn broadcast(&self, data: View<'_>, root: usize) -> Result<(), CommError> {
         self.group.broadcast(data, root, self.deadline())
     }
 
     /// Reduces `data` to rank `root`, which gets the sum in place.
+    ///
+    /// # Errors
+    /// If a rank fails, or does not answer within `limit`.
     #[track_caller]
-    pub(crate) fn reduce(&self, data: View<'_>, root: usize) -> Result<(), CommError> {
+    pub fn reduce(&self, data: View<'_>, root: usize) -> Result<(), CommError> {
         self.group.reduce(data, ReduceOp::Sum, root, self.deadline())
     }
 
     /// All-reduces `data` in place.
+    ///
+    /// # Errors
+    /// If a rank fails, or does not answer within `limit`.
     #[track_caller]
-    pub(crate) fn all_reduce(&self, data: View<'_>) -> Result<(), CommError> {
+    pub fn all_reduce(&self, data: View<'_>) -> Result<(), CommError> {
         self.group.all_reduce(data, ReduceOp::Sum, self.deadline())
     }
 
     /// Reduce-scatters `summands`: writes this rank's rows of their sum.
+    ///
+    /// # Errors
+    /// If a rank fails, or does not answer within `limit`.
     #[track_caller]
-    pub(crate) fn reduce_scatter(&self, summands: View<'_>, rows: View<'_>) -> Result<(), CommError> {
+    pub fn reduce_scatter(&self, summands: View<'_>, rows: View<'_>) -> Result<(), CommError> {
         self.group.reduce_scatter(summands, rows, ReduceOp::Sum, self.deadline())
     }
 
@@ -69,8 +81,11 @@ impl Peers<'_> {
     }
 
     /// All-to-all of equal blocks: sends block r of `sent` to rank r, and writes the received blocks in rank order.
+    ///
+    /// # Errors
+    /// If a rank fails, or does not answer within `limit`.
     #[track_caller]
-    pub(crate) fn all_to_all(&self, sent: View<'_>, received: View<'_>) -> Result<(), CommError> {
+    pub fn all_to_all(&self, sent: View<'_>, received: View<'_>) -> Result<(), CommError> {
         self.group.all_to_all(sent, received, self.deadline())
     }
 

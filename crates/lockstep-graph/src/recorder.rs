@@ -7,6 +7,7 @@
 //! global, and the recorder derives this rank's part.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use lockstep_plan::{ContextPlace, DType, ExpertPlace, Initializer, Share, TensorPlace};
 
@@ -164,6 +165,12 @@ impl Recorder {
         self.values[value.0].columns
     }
 
+    /// Returns the tokens of the micro-batch whose rows this rank holds of a value.
+    pub fn local_tokens(&self, value: Value) -> Range<usize> {
+        let TokenRange { first, len } = self.tokens_of(self.placement(value));
+        first..first + len
+    }
+
     /// Returns the global number of columns of a value.
     pub fn columns(&self, value: Value) -> usize {
         let held = self.values[value.0].columns;
@@ -234,7 +241,8 @@ impl Recorder {
         TokenRange { first, len }
     }
 
-    /// Creates a value of `columns` global columns, with the rows and the placement of `other`.
+    /// Creates a value of `columns` global columns, one row per token, in the placement of `other`. With as many columns
+    /// it has the dimensions of `other`.
     ///
     /// # Panics
     /// If the placement does not divide the columns.
@@ -283,7 +291,7 @@ impl Recorder {
         self.create(info, placement)
     }
 
-    /// Creates a value with the shape and placement of another.
+    /// Creates a value with the shape, dimensions and placement of another.
     pub fn same_shape(&mut self, other: Value) -> Value {
         let value = self.create(self.values[other.0], self.placement(other));
         self.copy_dims(other, value);

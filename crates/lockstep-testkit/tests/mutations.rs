@@ -162,7 +162,7 @@ const EXEMPT: &[(&str, &str, Option<Damage>, &str)] = &[
     ("ranks.rs", "all_gather of u8", None, "digests of weights, which are only compared"),
     ("reducer.rs", "all_reduce of u8", Some(Damage::OwnOnly), "the rows to sum: the run ends at their sum"),
     ("reducer.rs", "all_reduce of u8 over replicate·shard", Some(Damage::Zeros), "the same"),
-    ("route.rs", "all_to_all of i64", None, "the rows that come: the run ends at the exchange"),
+    ("expert_rows.rs", "all_to_all of i64", None, "the rows that come: the run ends at the exchange"),
     ("trainer.rs", "all_reduce of u8", None, "whether a rank wants to stop, which none does"),
     (
         "transit.rs",

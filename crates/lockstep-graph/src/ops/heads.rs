@@ -51,8 +51,13 @@ impl Recorder {
     }
 
     /// Records each head truncated or zero-padded to `width` elements.
+    ///
+    /// # Panics
+    /// If the columns are no whole heads.
     #[track_caller]
     pub fn resize_heads(&mut self, x: Value, heads: usize, width: usize) -> Value {
+        let fits = self.columns(x).is_multiple_of(heads);
+        assert!(fits, "resize heads: {heads} heads in {}", self.describe(x));
         let y = self.value_like(x, heads * width);
         let heads = heads * self.values[x.0].columns / self.columns(x);
         self.push(ResizeHeads { x, heads, y });

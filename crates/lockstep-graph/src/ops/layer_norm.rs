@@ -32,7 +32,7 @@ impl Recorder {
     #[track_caller]
     pub fn layer_norm(&mut self, x: Value, name: &str, bias: Bias, eps: f32) -> Value {
         let has_rows = |placement| matches!(placement, Placement::Replicate | Placement::ShardTokens);
-        self.expect_placement(x, has_rows, name);
+        self.expect_placement(x, has_rows, &format!("layer norm {name}"));
         let (columns, share) = (self.columns(x), self.whole_share(self.placement(x)));
         let weight = self.parameter(format!("{name}.weight"), &[columns], Initializer::Ones, share);
         let bias = self.bias(bias, name, columns, share);

@@ -77,7 +77,7 @@ impl Recorder {
                 self.expect_placement(
                     x,
                     |placement| matches!(placement, Placement::Replicate | Placement::ShardTokens),
-                    name,
+                    &format!("linear {name} {shape:?}"),
                 );
                 (x, self.whole_share(placement), self.whole_share(placement), placement)
             }
@@ -88,7 +88,8 @@ impl Recorder {
             }
             Some(Split::RowParallel) => {
                 let parts = self.place.ranks;
-                self.expect_placement(x, |placement| placement == Placement::ShardColumns { parts }, name);
+                let is_sharded = |placement| placement == Placement::ShardColumns { parts };
+                self.expect_placement(x, is_sharded, &format!("row-parallel linear {name} {shape:?}"));
                 let whole = self.whole_share(Placement::Partial);
                 (x, self.shard(1, shape[1], parts), whole, Placement::Partial)
             }

@@ -73,7 +73,8 @@ impl Recorder {
         assert_eq!(bias, Bias::Without, "{name}: an output layer has no bias");
         let (x, share) = match self.split_of(name) {
             None => {
-                self.expect_placement(x, |placement| placement == Placement::Replicate, name);
+                let is_whole = |placement| placement == Placement::Replicate;
+                self.expect_placement(x, is_whole, &format!("output layer {name}"));
                 (x, self.whole_share(Placement::Replicate))
             }
             Some(Split::VocabularyParallel) => {

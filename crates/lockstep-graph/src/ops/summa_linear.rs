@@ -73,7 +73,8 @@ impl Recorder {
                 self.shard_blocks(x, grid)
             }
             Split::RowParallel => {
-                self.expect_placement(x, |layout| layout == Placement::ShardBlocks(grid), name);
+                let is_sharded = |placement| placement == Placement::ShardBlocks(grid);
+                self.expect_placement(x, is_sharded, &format!("row-parallel linear {name}"));
                 x
             }
             Split::VocabularyParallel => panic!("{name}: only an output layer is split by a vocabulary"),

@@ -18,7 +18,7 @@ use crate::{
     Conv2d, ConvolutionKernels, CpuQueue, Gemm, GemmKernels, GemmLayout, View, Window2d, Write,
     cpu::{
         operands::{check_disjoint, expect},
-        simd::with_float,
+        simd::{inlined, with_float},
         vision::{depthwise, depthwise_backward_input, depthwise_backward_weight, is_depthwise},
     },
 };
@@ -289,7 +289,19 @@ fn backward_input_phase<T: Multiply<T>>(
     let [pixel, line] = [conv.in_channels(), conv.input()[1] * conv.in_channels()];
     let grid = Grid { size, strides: [conv.input()[0] * line, stride[0] * line, stride[1] * pixel] };
     let rows = conv.batch() * size[0] * size[1];
-    if order.len() == 0 && write == Write::Accumulate {
+    if order.len() == 0 {
+        // No output pixel sees these.
+        if write == Write::Overwrite {
+            let first = phase[0] * line + phase[1] * pixel;
+            queue.for_each_row(
+                rows,
+                pixel,
+                inlined!(|row, _| {
+                    // SAFETY: the pixel lies in the gradient, and each belongs to one task.
+                    unsafe { dx.row(first + grid.offset(row), pixel) }.fill(T::store(0.0));
+                }),
+            );
+        }
         return;
     }
     let problems = (0..groups).map(|group| {

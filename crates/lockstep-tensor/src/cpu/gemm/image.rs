@@ -13,6 +13,7 @@ use super::{
     lanes::Lanes,
     operand::Order,
     patches::{Filters, Patch, Patches, Segment, Span},
+    scratch::MAX_DEPTH,
     transpose::{Block, SIDE},
     units::{PanelShape, Unit, blocks},
 };
@@ -130,6 +131,11 @@ pub(super) fn locate(
         patches.patches(first, &mut lanes[..present]);
         let start = place;
         for segment in patches.segments(depth.clone()) {
+            assert!(
+                segment.len <= MAX_DEPTH,
+                "a segment of {} elements is longer than the zeros",
+                segment.len
+            );
             let line = &mut table[place..place + panel_rows + 1];
             line.fill(ZERO_LINE);
             for (offset, lane) in line.iter_mut().zip(&lanes[..present]) {

@@ -14,13 +14,13 @@ pub enum Gelu {
 /// Activation functions without parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Activation {
-    /// `max(x, 0)`.
+    /// Rectified linear unit, `max(x, 0)`.
     Relu,
-    /// `x / (1 + e^-x)`.
+    /// Sigmoid linear unit, `x / (1 + e^-x)`.
     Silu,
-    /// Hyperbolic tangent.
+    /// Hyperbolic tangent of `x`.
     Tanh,
-    /// `1 / (1 + e^-x)`.
+    /// Logistic function, `1 / (1 + e^-x)`.
     Sigmoid,
 }
 

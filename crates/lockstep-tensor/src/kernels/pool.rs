@@ -52,7 +52,7 @@ impl Pool2d {
         self.output
     }
 
-    /// Channels.
+    /// Number of channels.
     pub fn channels(&self) -> usize {
         self.channels
     }

@@ -18,7 +18,8 @@ use crate::{
     Conv2d, ConvolutionKernels, CpuQueue, Gemm, GemmKernels, GemmLayout, View, Window2d, Write,
     cpu::{
         operands::{check_disjoint, expect},
-        simd::with_float,
+        simd::{inlined, with_float},
+        vision::{depthwise, depthwise_backward_input, depthwise_backward_weight, is_depthwise},
     },
 };
 
@@ -40,6 +41,9 @@ impl ConvolutionKernels for CpuQueue {
             let (layout, write) = (GemmLayout::NT, Write::Overwrite);
             return self.gemm(Gemm { layout, a: x, b: weight, c: y, bias, write });
         }
+        if is_depthwise(conv) {
+            return depthwise(self, conv, x, weight, bias, y);
+        }
         with_float!(x.dtype(), T => forward::<T>(self, conv, x, weight, bias, y));
     }
 
@@ -57,6 +61,9 @@ impl ConvolutionKernels for CpuQueue {
             let (dx, weight, dy) = as_matrices(conv, dx, weight, dy);
             return self.gemm(Gemm { layout: GemmLayout::NN, a: dy, b: weight, c: dx, bias: None, write });
         }
+        if is_depthwise(conv) {
+            return depthwise_backward_input(self, conv, dy, weight, dx, write);
+        }
         with_float!(dy.dtype(), T => backward_input::<T>(self, conv, dy, weight, dx, write));
     }
 
@@ -70,6 +77,9 @@ impl ConvolutionKernels for CpuQueue {
             let (x, c, dy) = as_matrices(conv, x, dweight, dy);
             let (layout, write) = (GemmLayout::TN, Write::Accumulate);
             return self.gemm(Gemm { layout, a: dy, b: x, c, bias: None, write });
+        }
+        if is_depthwise(conv) {
+            return depthwise_backward_weight(self, conv, dy, x, dweight);
         }
         with_float!(x.dtype(), T => backward_weight::<T>(self, conv, dy, x, dweight));
     }
@@ -279,6 +289,21 @@ fn backward_input_phase<T: Multiply<T>>(
     let [pixel, line] = [conv.in_channels(), conv.input()[1] * conv.in_channels()];
     let grid = Grid { size, strides: [conv.input()[0] * line, stride[0] * line, stride[1] * pixel] };
     let rows = conv.batch() * size[0] * size[1];
+    if order.len() == 0 {
+        // No output pixel sees these.
+        if write == Write::Overwrite {
+            let first = phase[0] * line + phase[1] * pixel;
+            queue.for_each_row(
+                rows,
+                pixel,
+                inlined!(|row, _| {
+                    // SAFETY: the pixel lies in the gradient, and each belongs to one task.
+                    unsafe { dx.row(first + grid.offset(row), pixel) }.fill(T::store(0.0));
+                }),
+            );
+        }
+        return;
+    }
     let problems = (0..groups).map(|group| {
         let weight = from(weight, group * outputs * inputs * taps);
         let first = if rows == 0 { 0 } else { phase[0] * line + phase[1] * pixel + group * inputs };

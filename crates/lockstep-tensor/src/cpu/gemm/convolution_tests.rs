@@ -119,6 +119,9 @@ proptest! {
         axes in [axis(9), axis(12)],
         channels in prop_oneof![
             [1usize..4, 1usize..6, 1usize..6],
+            // Depthwise, in one and in several vectors.
+            [2usize..40, 1usize..2, 1usize..2],
+            [250usize..300, 1usize..2, 1usize..2],
             [1usize..2, 14usize..40, 10usize..40],
         ],
         has_bias in any::<bool>(),

@@ -10,8 +10,10 @@ use std::{marker::PhantomData, ops::Range};
 
 use super::{
     blocks::{Blocks, Grain},
+    image::locate,
     kernel::{ColumnPanels, MicroKernel, RowPanels},
     lanes::Dot,
+    operand::Operand,
     pack::{Factors, Packing},
     problem::Problem,
     rows,
@@ -19,7 +21,7 @@ use super::{
     store::{Finish, Target, Tile, Window, scatter, store},
 };
 use crate::{
-    CpuLevel, CpuQueue, Element, Write,
+    Buffer, CpuLevel, CpuQueue, Element, Write,
     cpu::{
         pool::Pool,
         simd::{Float, inlined},
@@ -276,15 +278,9 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
 
         let units = self.units;
         let packed_columns = &packed_columns[self.start.unit..][..self.packed_units];
-        let mut packed_rows = context.scratch.rows();
-        let row_panel_units = U::panel_units::<RowPanels<K>>(units);
-        let packed_rows =
-            &mut packed_rows.elements_mut::<u32>()[..rows.len().div_ceil(K::ROWS) * row_panel_units];
+        let mut scratch = context.scratch.rows();
         let Problem { a, b, .. } = &self.problem;
-        // SAFETY: the queue's level has the kernel's instructions.
-        unsafe {
-            U::pack::<K::Vector, RowPanels<K>>(a, rows.clone(), self.depth.clone(), units, packed_rows)
-        };
+        let packed_rows = RowsOfTask::new::<K, U>(a, rows.clone(), self.depth.clone(), units, &mut scratch);
 
         let column_panel_units = U::panel_units::<ColumnPanels<K>>(units);
         let mut tile = Tile::zeros();
@@ -292,7 +288,6 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
             let index = (column - self.columns.start) / K::COLUMNS;
             let packed_b = panel(packed_columns, index, column_panel_units);
             for (index, row) in rows.clone().step_by(K::ROWS).enumerate() {
-                let packed_a = panel(packed_rows, index, row_panel_units);
                 let (row_end, column_end) =
                     (rows.end.min(row + K::ROWS), columns.end.min(column + K::COLUMNS));
                 let factors = || {
@@ -302,10 +297,11 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
                 if U::is_exceptional(packed_b) {
                     U::exceptional_tile(&factors(), &mut tile, K::COLUMNS);
                 } else {
-                    // SAFETY: the level has the kernel's instructions, the thread is prepared, and both
-                    // panels hold `units`, a multiple of the kernel's depth.
-                    unsafe { K::tile(units, packed_a.as_ptr(), packed_b.as_ptr(), &mut tile) };
-                    if U::is_exceptional(packed_a) {
+                    // SAFETY: the level has the kernel's instructions, the thread is prepared, and the panel of B
+                    // holds `units`.
+                    let is_exceptional =
+                        unsafe { packed_rows.multiply::<K, U>(index, units, packed_b, &mut tile) };
+                    if is_exceptional {
                         U::exceptional_rows(&factors(), &mut tile, K::COLUMNS);
                     }
                 }
@@ -346,6 +342,64 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
                     scatter(size, tile, width, &finish, row, filters.lane_stride);
                 }
                 _ => store(level, size, tile, width, &finish, inlined!(|i| c.row(row + i, column, size.1))),
+            }
+        }
+    }
+}
+
+/// The rows of A of a task.
+enum RowsOfTask<'a> {
+    /// Packed panels of the given number of units.
+    Packed(&'a [u32], usize),
+    /// Lines that are read in place: the elements, and the places of the lines, panel after panel of the given length.
+    Lines(*const u32, &'a [u64], usize),
+}
+
+impl<'a> RowsOfTask<'a> {
+    /// Packs the rows into scratch memory, or notes the places of lines that need no packing.
+    fn new<K: MicroKernel, U: Packing>(
+        a: &Operand<'a, U::Source>,
+        rows: Range<usize>,
+        depth: Range<usize>,
+        units: usize,
+        scratch: &'a mut Buffer,
+    ) -> Self {
+        if let Some(patches) = a.long_patches().filter(|_| K::READS_LINES && U::IS_STORED) {
+            let table = bytemuck::cast_slice_mut::<u32, u64>(scratch.elements_mut());
+            let panel_len = locate(patches, rows, depth, K::ROWS, table);
+            return Self::Lines(a.elements.as_ptr().cast(), table, panel_len);
+        }
+        let panel_units = U::panel_units::<RowPanels<K>>(units);
+        let panels = &mut scratch.elements_mut::<u32>()[..rows.len().div_ceil(K::ROWS) * panel_units];
+        // SAFETY: the queue's level has the kernel's instructions.
+        unsafe { U::pack::<K::Vector, RowPanels<K>>(a, rows, depth, units, panels) };
+        Self::Packed(panels, panel_units)
+    }
+
+    /// Writes the product of panel `index` and a panel of B to the tile. Returns true if the panel of A is exceptional.
+    ///
+    /// # Safety
+    /// The CPU must have the kernel's instructions, the thread must be prepared, and the panel of B must hold `units`,
+    /// a multiple of the kernel's depth, as the rows do.
+    unsafe fn multiply<K: MicroKernel, U: Packing>(
+        &self,
+        index: usize,
+        units: usize,
+        b: &[u32],
+        tile: &mut Tile,
+    ) -> bool {
+        match *self {
+            Self::Packed(panels, panel_units) => {
+                let a = panel(panels, index, panel_units);
+                // SAFETY: the caller's promise; both panels hold `units`.
+                unsafe { K::tile(units, a.as_ptr(), b.as_ptr(), tile) };
+                U::is_exceptional(a)
+            }
+            Self::Lines(elements, table, panel_len) => {
+                let lines = &table[index * panel_len..][..panel_len];
+                // SAFETY: the caller's promise; the lines lie in the operand and are `units` long.
+                unsafe { K::tile_of_lines(elements, lines, b.as_ptr(), tile) };
+                false
             }
         }
     }

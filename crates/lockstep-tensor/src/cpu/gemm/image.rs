@@ -9,9 +9,11 @@ use std::ops::Range;
 use bytemuck::Zeroable;
 
 use super::{
+    kernel::ZERO_LINE,
     lanes::Lanes,
     operand::Order,
     patches::{Filters, Patch, Patches, Segment, Span},
+    scratch::MAX_DEPTH,
     transpose::{Block, SIDE},
     units::{PanelShape, Unit, blocks},
 };
@@ -75,8 +77,8 @@ unsafe fn along_panel<V: Lanes, U: Unit, P: PanelShape>(
 ) {
     let present = outer.len();
     let mut lanes = [Patch::default(); SIDE];
-    for (lane, index) in lanes.iter_mut().zip(outer) {
-        *lane = patches.patch(index);
+    if present > 0 {
+        patches.patches(outer.start, &mut lanes[..present]);
     }
     let mut rest = panel;
     for segment in patches.segments(depth) {
@@ -89,7 +91,9 @@ unsafe fn along_panel<V: Lanes, U: Unit, P: PanelShape>(
         for start in (0..segment.len).step_by(SIDE * U::ELEMENTS) {
             let len = (SIDE * U::ELEMENTS).min(segment.len - start);
             let mut block = [[0; SIDE]; SIDE];
-            if is_whole && len == SIDE * U::ELEMENTS {
+            // A line that is shorter than a block may be read with what follows it, which is not written.
+            let last = spans[present.saturating_sub(1)].start + start + SIDE * U::ELEMENTS;
+            if is_whole && last <= elements.len() {
                 for (row, span) in block.iter_mut().zip(&spans[..P::WIDTH]) {
                     U::along(&elements[span.start + start..][..SIDE * U::ELEMENTS], row);
                 }
@@ -106,6 +110,47 @@ unsafe fn along_panel<V: Lanes, U: Unit, P: PanelShape>(
         }
     }
     rest.fill(0);
+}
+
+/// Writes where the segments of `depth` of patches `outer` lie, panel after panel: for each segment the offset of its
+/// elements in each of `ROWS` patches, then their number. Returns the numbers of a panel.
+///
+/// Every segment must lie in the image or beyond its border as a whole.
+pub(super) fn locate(
+    patches: &Patches,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    panel_rows: usize,
+    table: &mut [u64],
+) -> usize {
+    let mut lanes = [Patch::default(); LINE];
+    let mut panel_len = 0;
+    let mut place = 0;
+    for first in outer.clone().step_by(panel_rows) {
+        let present = panel_rows.min(outer.end - first);
+        patches.patches(first, &mut lanes[..present]);
+        let start = place;
+        for segment in patches.segments(depth.clone()) {
+            assert!(
+                segment.len <= MAX_DEPTH,
+                "a segment of {} elements is longer than the zeros",
+                segment.len
+            );
+            let line = &mut table[place..place + panel_rows + 1];
+            line.fill(ZERO_LINE);
+            for (offset, lane) in line.iter_mut().zip(&lanes[..present]) {
+                let span = patches.span(*lane, &segment);
+                if span.len > 0 {
+                    debug_assert_eq!(span.len, segment.len, "a segment is cut by the border");
+                    *offset = span.start as u64;
+                }
+            }
+            line[panel_rows] = segment.len as u64;
+            place += line.len();
+        }
+        panel_len = place - start;
+    }
+    panel_len
 }
 
 /// Reads `len` elements from `start` on of each span into a zeroed block.
@@ -229,10 +274,20 @@ fn across_segment<U: Unit, P: PanelShape>(
         if whole.is_empty() {
             continue;
         }
-        let mut start = row.wrapping_add_signed(column + (whole.start * distance) as isize);
-        for place in whole {
-            U::across([&elements[start..][..len], &[]], &mut target[place * P::WIDTH..][..len]);
-            start += distance;
+        let start = row.wrapping_add_signed(column + (whole.start * distance) as isize);
+        let source = &elements[start..];
+        let target = &mut target[whole.start * P::WIDTH..];
+        let last = whole.len() - 1;
+        assert!(last * distance + len <= source.len() && last * P::WIDTH + len <= target.len());
+        for place in 0..=last {
+            // SAFETY: the last ones lie in the slices, as just checked; more checks would take longer than the copy.
+            let (source, target) = unsafe {
+                (
+                    source.get_unchecked(place * distance..place * distance + len),
+                    target.get_unchecked_mut(place * P::WIDTH..place * P::WIDTH + len),
+                )
+            };
+            U::across([source, &[]], target);
         }
     }
 }

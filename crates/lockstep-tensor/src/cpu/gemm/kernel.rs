@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 use super::{
     lanes::{self, Lanes},
     operand::Order,
+    scratch::MAX_DEPTH,
     store::Tile,
     units::PanelShape,
 };
@@ -28,6 +29,8 @@ pub(in crate::cpu) trait MicroKernel {
     const DEPTH: usize;
     /// Order of the units of A in a panel.
     const A_ORDER: Order;
+    /// True if the kernel can read f32 lines of A in place: [`MicroKernel::tile_of_lines`].
+    const READS_LINES: bool = false;
 
     /// Runs `work` with the thread in the state that [`MicroKernel::tile`] needs.
     ///
@@ -43,6 +46,75 @@ pub(in crate::cpu) trait MicroKernel {
     /// The CPU must have the kernel's instructions, the thread must be prepared, and both panels must hold
     /// `depth` units, a multiple of `DEPTH`.
     unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile);
+
+    /// Writes the product of lines of A, which are read where they lie, and a panel of B as [`MicroKernel::tile`] does.
+    ///
+    /// # Safety
+    /// As [`MicroKernel::tile`]. The lines must lie in `elements`, and the panel of B must be as long as they are.
+    unsafe fn tile_of_lines(elements: *const u32, lines: &[u64], b: *const u32, tile: &mut Tile) {
+        let _ = (elements, lines, b, tile);
+        unreachable!("the kernel reads no lines");
+    }
+}
+
+/// The offset of a line of zeros.
+pub(super) const ZERO_LINE: u64 = u64::MAX;
+/// The line of zeros, as long as the longest segment.
+static ZEROS: [u32; MAX_DEPTH] = [0; MAX_DEPTH];
+
+/// Computes the product of lines and a panel as a sum of outer products. For each segment of the depth, `lines` holds
+/// the offset of each row's elements, then the number of elements of the segment.
+///
+/// # Safety
+/// As [`MicroKernel::tile_of_lines`].
+#[inline(always)]
+unsafe fn outer_products_of_lines<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+    elements: *const u32,
+    lines: &[u64],
+    mut b: *const u32,
+    tile: &mut Tile,
+) {
+    const { assert!(ROWS * VECTORS * V::COUNT <= Tile::ELEMENTS) };
+    // SAFETY: the lines and the panel hold the elements of all segments, and the tile is large enough, as just checked;
+    // the caller promises the instructions.
+    unsafe {
+        let mut sums = [[V::zero(); VECTORS]; ROWS];
+        for segment in lines.chunks_exact(ROWS + 1) {
+            let rows: [*const u32; ROWS] = std::array::from_fn(|i| match segment[i] {
+                ZERO_LINE => ZEROS.as_ptr(),
+                offset => elements.add(offset as usize),
+            });
+            for index in 0..segment[ROWS] as usize {
+                let columns: [V; VECTORS] = std::array::from_fn(|j| V::load(b.add(j * V::COUNT)));
+                for (row, line) in sums.iter_mut().zip(rows) {
+                    let x = V::splat(*line.add(index));
+                    for (sum, y) in row.iter_mut().zip(columns) {
+                        *sum = V::multiply_add(x, y, *sum);
+                    }
+                }
+                b = b.add(VECTORS * V::COUNT);
+            }
+        }
+        store_sums(&sums, tile);
+    }
+}
+
+/// Writes the sums to the tile.
+///
+/// # Safety
+/// The CPU must have the instructions of `V`.
+#[inline(always)]
+unsafe fn store_sums<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+    sums: &[[V; VECTORS]; ROWS],
+    tile: &mut Tile,
+) {
+    let out = tile.as_mut_ptr();
+    for (i, row) in sums.iter().enumerate() {
+        for (j, sum) in row.iter().enumerate() {
+            // SAFETY: the callers have checked that the tile is large enough.
+            unsafe { sum.store(out.add((i * VECTORS + j) * V::COUNT)) };
+        }
+    }
 }
 
 /// The panels of A of a micro-kernel.
@@ -88,12 +160,7 @@ unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
             a = a.add(ROWS);
             b = b.add(VECTORS * V::COUNT);
         }
-        let out = tile.as_mut_ptr();
-        for (i, row) in sums.iter().enumerate() {
-            for (j, sum) in row.iter().enumerate() {
-                sum.store(out.add((i * VECTORS + j) * V::COUNT));
-            }
-        }
+        store_sums(&sums, tile);
     }
 }
 
@@ -110,6 +177,16 @@ macro_rules! outer_product_kernel {
             const TASK_ROWS: usize = 2 * $rows;
             const DEPTH: usize = 1;
             const A_ORDER: Order = Order::AcrossDepth;
+            const READS_LINES: bool = true;
+
+            unsafe fn tile_of_lines(elements: *const u32, lines: &[u64], b: *const u32, tile: &mut Tile) {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    Self::Vector::compiled(|| {
+                        outer_products_of_lines::<Self::Vector, $rows, $vectors>(elements, lines, b, tile);
+                    });
+                }
+            }
 
             unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
                 // SAFETY: the caller's promise.

@@ -3,7 +3,7 @@
 #[cfg(target_arch = "x86_64")]
 use std::ops::Range;
 
-use super::patches::{Filters, Patches};
+use super::patches::{Filters, LONG_SEGMENT, Patches};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::Float;
 
@@ -61,6 +61,16 @@ impl<'a, T> Operand<'a, T> {
             Form::Patches(patches, Order::AlongDepth) => {
                 let order = patches.order;
                 (order.block < order.channels).then_some(order.block * order.taps[0] * order.taps[1])
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the patches whose long segments are worth reading in place, as rows of A.
+    pub(super) fn long_patches(&self) -> Option<&'a Patches> {
+        match self.form {
+            Form::Patches(patches, Order::AlongDepth) => {
+                (patches.order.block >= LONG_SEGMENT).then_some(patches)
             }
             _ => None,
         }

@@ -47,6 +47,8 @@ pub(in crate::cpu) trait Packing {
     const PLANES: usize;
     /// Units of the mark that follows the planes of a panel.
     const MARK_UNITS: usize;
+    /// True if an element is a unit as it is stored.
+    const IS_STORED: bool = false;
 
     /// Packs as [`pack`] does, all planes of a panel before those of the next.
     ///
@@ -94,6 +96,7 @@ impl<U: Unit> Packing for U {
     const ELEMENTS: usize = U::ELEMENTS;
     const PLANES: usize = 1;
     const MARK_UNITS: usize = 0;
+    const IS_STORED: bool = U::IS_STORED;
 
     unsafe fn pack<V: Lanes, P: PanelShape>(
         operand: &Operand<'_, U::Source>,

@@ -7,6 +7,10 @@
 
 use std::ops::Range;
 
+/// Smallest number of channels that are read as they lie in the image. Fewer are joined with those of the neighbouring
+/// taps, and packed.
+pub(super) const LONG_SEGMENT: usize = 16;
+
 /// Order of the elements of a patch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TapOrder {
@@ -103,7 +107,8 @@ impl Patches {
     #[inline(always)]
     fn has_contiguous_rows(&self) -> bool {
         let order = self.order;
-        self.tap_step[1] == 1 && order.channels == self.pixel && order.block >= order.channels
+        let is_dense = self.tap_step[1] == 1 && order.channels == self.pixel;
+        is_dense && order.channels < LONG_SEGMENT && order.block >= order.channels
     }
 
     /// Returns true if every segment has an even number of elements.
@@ -121,6 +126,21 @@ impl Patches {
             image: image * self.image[0] * self.row_elements(),
             row: at(row, 0),
             column: at(column, 1) * self.pixel as isize,
+        }
+    }
+
+    /// Writes the patches from `index` on to `patches`. They must exist.
+    #[inline(always)]
+    pub(super) fn patches(&self, index: usize, patches: &mut [Patch]) {
+        let (mut patch, mut column) = (self.patch(index), index % self.grid[1]);
+        let distance = (self.step[1] * self.pixel) as isize;
+        for (place, to) in patches.iter_mut().enumerate() {
+            if column == self.grid[1] {
+                (patch, column) = (self.patch(index + place), 0);
+            }
+            *to = patch;
+            patch.column += distance;
+            column += 1;
         }
     }
 

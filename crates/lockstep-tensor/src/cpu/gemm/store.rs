@@ -97,7 +97,7 @@ impl<C> Window<C> {
 
 /// The output of a product.
 pub(super) enum Target<'a, C> {
-    /// A matrix.
+    /// A matrix whose rows are equally far apart.
     Matrix(Window<C>),
     /// A matrix whose rows are the pixels of a grid. The window has rows of one element.
     Grid(Window<C>, &'a Grid),

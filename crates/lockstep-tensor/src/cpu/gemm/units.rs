@@ -19,6 +19,8 @@ pub(in crate::cpu) trait Unit {
     type Source: Float;
     /// Elements of one unit, 1 or 2.
     const ELEMENTS: usize;
+    /// True if an element is a unit as it is stored.
+    const IS_STORED: bool = false;
     /// Writes the first of `units` from `elements`, which are neighbours along the depth.
     fn along(elements: &[Self::Source], units: &mut [u32; SIDE]);
     /// Writes all of `units` from neighbours across the depth, one line for each element of a unit. The second line
@@ -32,6 +34,7 @@ pub(in crate::cpu) struct Single;
 impl Unit for Single {
     type Source = f32;
     const ELEMENTS: usize = 1;
+    const IS_STORED: bool = true;
 
     #[inline(always)]
     fn along(elements: &[f32], units: &mut [u32; SIDE]) {

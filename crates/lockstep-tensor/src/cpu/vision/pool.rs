@@ -5,93 +5,21 @@ use std::ops::Range;
 
 use lockstep_plan::DType;
 
+use super::windows::{Axis, axes, finish, for_each_pixel, windows_over_pixel};
 use crate::{
-    CpuQueue, Pool2d, PoolKernels, View, Window2d, Write,
+    CpuQueue, Pool2d, PoolKernels, View, Write,
     cpu::{
         operands::{Operand, check_disjoint, expect},
-        simd::{BLOCK, Block, Float, Isa, inlined, with_float},
-        tasks::rows_per_task,
+        simd::{BLOCK, Block, Float, inlined, with_float},
     },
 };
-
-/// The windows along one axis.
-#[derive(Debug, Clone, Copy)]
-struct Axis {
-    input: usize,
-    output: usize,
-    kernel: usize,
-    stride: usize,
-    padding: usize,
-    dilation: usize,
-}
-
-impl Axis {
-    /// Returns (element of the kernel, input position) of the part of window `out` that lies in the image.
-    #[inline(always)]
-    fn seen(self, out: usize) -> impl Iterator<Item = (usize, usize)> + Clone {
-        let at = move |tap: usize| (out * self.stride + tap * self.dilation).wrapping_sub(self.padding);
-        // A position before the image wraps around to one beyond it.
-        (0..self.kernel).map(move |tap| (tap, at(tap))).filter(move |(_, at)| *at < self.input)
-    }
-
-    /// Returns (element of the kernel, window) of the windows that see input position `at`.
-    #[inline(always)]
-    fn seeing(self, at: usize) -> impl Iterator<Item = (usize, usize)> + Clone {
-        (0..self.kernel).filter_map(move |tap| {
-            let start = (at + self.padding).checked_sub(tap * self.dilation)?;
-            let out = start / self.stride;
-            (start.is_multiple_of(self.stride) && out < self.output).then_some((tap, out))
-        })
-    }
-}
-
-/// Rows, then columns.
-fn axes(pool: Pool2d) -> [Axis; 2] {
-    let Window2d { kernel, stride, padding, dilation } = pool.window();
-    std::array::from_fn(|axis| Axis {
-        input: pool.input()[axis],
-        output: pool.output()[axis],
-        kernel: kernel[axis],
-        stride: stride[axis],
-        padding: padding[axis],
-        dilation: dilation[axis],
-    })
-}
-
-/// Calls `work(isa, pixel, row and column of the pixel in its image, first pixel of the other image of the same batch
-/// index, range of channels)` for all pixels of images of `own` size, in tasks by shape. `cost` is the number of pixels
-/// that the work on one pixel reads.
-#[inline(always)]
-fn for_each_pixel(
-    queue: &CpuQueue,
-    pixels: usize,
-    (own, other): ([usize; 2], [usize; 2]),
-    (channels, cost): (usize, usize),
-    work: impl Fn(Isa, usize, [usize; 2], usize, Range<usize>) + Sync,
-) {
-    let per_task = rows_per_task(pixels, channels.saturating_mul(cost.max(1)));
-    queue.for_each_range(
-        pixels,
-        per_task,
-        inlined!(|range, isa| {
-            for pixel in range {
-                let (line, column) = (pixel / own[1], pixel % own[1]);
-                let (image, row) = (line / own[0], line % own[0]);
-                for first in (0..channels).step_by(BLOCK) {
-                    let part = first..channels.min(first + BLOCK);
-                    work(isa, pixel, [row, column], image * other[0] * other[1], part);
-                }
-            }
-        }),
-    );
-}
 
 impl PoolKernels for CpuQueue {
     fn max_pool2d(&self, pool: Pool2d, x: View<'_>, y: View<'_>, indices: View<'_>) {
         check("max_pool2d", pool, x, y, Some(indices));
         check_disjoint(&[y, indices], &[x]);
         let channels = pool.channels();
-        let (axes, pixels) = (axes(pool), y.elements() / channels.max(1));
+        let (axes, pixels) = (axes_of(pool), y.elements() / channels.max(1));
         let cost = axes[0].kernel * axes[1].kernel;
         with_float!(x.dtype(), T => {
             let (x, y, indices) = (Operand::<T>::new(x), Operand::<T>::new(y), Operand::<u8>::new(indices));
@@ -126,7 +54,7 @@ impl PoolKernels for CpuQueue {
     fn max_pool2d_backward(&self, pool: Pool2d, dy: View<'_>, indices: View<'_>, dx: View<'_>, write: Write) {
         check("max_pool2d_backward", pool, dx, dy, Some(indices));
         check_disjoint(&[dx], &[dy, indices]);
-        let (axes, channels) = (axes(pool), pool.channels());
+        let (axes, channels) = (axes_of(pool), pool.channels());
         let pixels = dx.elements() / channels.max(1);
         with_float!(dx.dtype(), T => {
             let (dy, indices, dx) = (Operand::<T>::new(dy), Operand::<u8>::new(indices), Operand::<T>::new(dx));
@@ -157,7 +85,7 @@ impl PoolKernels for CpuQueue {
         check("avg_pool2d", pool, x, y, None);
         check_disjoint(&[y], &[x]);
         let channels = pool.channels();
-        let (axes, pixels) = (axes(pool), y.elements() / channels.max(1));
+        let (axes, pixels) = (axes_of(pool), y.elements() / channels.max(1));
         let cost = axes[0].kernel * axes[1].kernel;
         let factor = 1.0 / cost as f32;
         with_float!(x.dtype(), T => {
@@ -189,7 +117,7 @@ impl PoolKernels for CpuQueue {
     fn avg_pool2d_backward(&self, pool: Pool2d, dy: View<'_>, dx: View<'_>, write: Write) {
         check("avg_pool2d_backward", pool, dx, dy, None);
         check_disjoint(&[dx], &[dy]);
-        let (axes, channels) = (axes(pool), pool.channels());
+        let (axes, channels) = (axes_of(pool), pool.channels());
         let pixels = dx.elements() / channels.max(1);
         let factor = 1.0 / (axes[0].kernel * axes[1].kernel) as f32;
         with_float!(dx.dtype(), T => {
@@ -214,6 +142,11 @@ impl PoolKernels for CpuQueue {
     }
 }
 
+/// Rows, then columns.
+fn axes_of(pool: Pool2d) -> [Axis; 2] {
+    axes(pool.window(), pool.input(), pool.output())
+}
+
 /// Checks the operands of a pooling.
 fn check(kernel: &str, pool: Pool2d, x: View<'_>, y: View<'_>, indices: Option<View<'_>>) {
     let outputs = pool.output_shape().elements();
@@ -230,11 +163,6 @@ fn check(kernel: &str, pool: Pool2d, x: View<'_>, y: View<'_>, indices: Option<V
     }
 }
 
-/// Returns the approximate number of windows over a pixel of the input.
-fn windows_over_pixel(axes: [Axis; 2]) -> usize {
-    axes.iter().map(|axis| axis.kernel.div_ceil(axis.stride)).product()
-}
-
 /// Replaces those elements of `best` that are smaller than the ones of `x`, and their places; all if `x` is the first.
 #[inline(always)]
 fn take_larger<T: Float>(best: &mut [f32], places: &mut [u32], x: &[T], place: u32, is_first: bool) {
@@ -246,20 +174,12 @@ fn take_larger<T: Float>(best: &mut [f32], places: &mut [u32], x: &[T], place: u
     }
 }
 
-/// Stores sums, or adds them to the earlier values.
-#[inline(always)]
-fn finish<T: Float>(isa: Isa, sums: &mut [f32], to: &mut [T], write: Write) {
-    if write == Write::Accumulate {
-        sums.iter_mut().zip(&*to).for_each(|(sum, earlier)| *sum += earlier.load());
-    }
-    T::store_all(isa, sums, to);
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::Window2d;
     use crate::cpu::{
         reference::finite_differences,
         testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, tolerance, values},

@@ -1,16 +1,13 @@
 //! Decodes image files to bytes `[height, width, channels]`.
 //!
-//! The contents decide the format, not the extension. JPEG goes to `zune-jpeg` in its strict mode, which refuses a
-//! truncated file where others fill the rest with gray; all other formats go to the `image` crate. Both are pure Rust.
+//! The contents decide the format, not the extension. JPEG goes to `zune-jpeg` in its strict mode, all other formats to
+//! the `image` crate, which would fill the rest of a truncated JPEG with gray. Both are pure Rust.
 
 use std::io::Cursor;
 
 use image::{DynamicImage, ImageFormat, ImageReader, Limits};
-use zune_jpeg::{
-    JpegDecoder,
-    zune_core::{bytestream::ZCursor, colorspace::ColorSpace, options::DecoderOptions},
-};
 
+use super::jpeg::{JPEG_MAGIC, decode_jpeg};
 use crate::quiet;
 
 /// Maximum number of pixels of an image: twice the bound at which Pillow suspects a decompression bomb.
@@ -52,8 +49,8 @@ impl Channels {
 pub fn decode_image(bytes: &[u8], channels: Channels, pixels: &mut Vec<u8>) -> Result<[usize; 3], String> {
     // Decoders have panicked on damaged files before; a panic in one must not end a run that skips bad samples.
     let decoded = quiet::caught(|| {
-        if bytes.starts_with(&[0xFF, 0xD8]) {
-            decode_jpeg(bytes, channels, pixels)
+        if bytes.starts_with(&JPEG_MAGIC) {
+            decode_jpeg(bytes, channels == Channels::Gray, check_size, pixels)
         } else {
             decode_other(bytes, channels, pixels)
         }
@@ -71,35 +68,6 @@ fn check_size(width: u64, height: u64) -> Result<(), String> {
         Some(1..=MOST_PIXELS) => Ok(()),
         _ => Err(format!("its header says {width} × {height} pixels; allowed: 1 to {MOST_PIXELS}")),
     }
-}
-
-fn decode_jpeg(bytes: &[u8], channels: Channels, pixels: &mut Vec<u8>) -> Result<[usize; 2], String> {
-    let damaged = |error: &dyn std::fmt::Debug| format!("it is not a complete JPEG image: {error:?}");
-    let color = match channels {
-        Channels::Rgb => ColorSpace::RGB,
-        Channels::Gray => ColorSpace::Luma,
-    };
-    let options = DecoderOptions::default()
-        .set_strict_mode(true)
-        .set_max_width(usize::from(u16::MAX))
-        .set_max_height(usize::from(u16::MAX))
-        .jpeg_set_out_colorspace(color);
-    let mut decoder = JpegDecoder::new_with_options(ZCursor::new(bytes), options);
-    decoder.decode_headers().map_err(|error| damaged(&error))?;
-    let (width, height) = decoder.dimensions().ok_or("its header has no size")?;
-    check_size(width as u64, height as u64)?;
-    // The first scan has a bit or more for each 8 × 8 block. So a header cannot cause a large allocation by itself.
-    if (width * height) as u64 / 64 > 8 * bytes.len() as u64 {
-        return Err(format!(
-            "its header says {width} × {height} pixels, too many for its {} bytes",
-            bytes.len()
-        ));
-    }
-    let size = decoder.output_buffer_size().ok_or("its header has no size")?;
-    pixels.clear();
-    pixels.resize(size, 0);
-    decoder.decode_into(pixels).map_err(|error| damaged(&error))?;
-    Ok([height, width])
 }
 
 fn decode_other(bytes: &[u8], channels: Channels, pixels: &mut Vec<u8>) -> Result<[usize; 2], String> {

@@ -27,6 +27,7 @@ mod idx;
 mod image_file;
 mod image_folder;
 mod iterable;
+mod jpeg;
 mod loader;
 mod npy;
 mod pixels;

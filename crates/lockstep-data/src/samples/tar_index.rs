@@ -93,13 +93,21 @@ fn walk(
         };
         let name = String::from_utf8_lossy(&entry.path_bytes()).into_owned();
         let (offset, bytes) = (entry.raw_file_position(), entry.size());
+        let kind = entry.header().entry_type();
+        let is_regular = kind.is_file() || kind.is_contiguous();
+        let named = split_name(&name).filter(|_| is_regular);
+        if let Some((key, _)) = named
+            && sample.key != key.as_bytes()
+        {
+            sample.finish(fields, numbers);
+            sample.key = key.as_bytes().to_vec();
+        }
         if offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
             let problem =
                 format!("it has {bytes} bytes, but the file ends at byte {file_bytes}: it was cut off");
             return bad(format!("member {name}"), offset, problem);
         }
         next = offset + bytes.next_multiple_of(BLOCK_BYTES);
-        let kind = entry.header().entry_type();
         if kind.is_gnu_sparse() {
             return bad(
                 format!("member {name}"),
@@ -107,14 +115,7 @@ fn walk(
                 "it is sparse; allowed: regular members".to_owned(),
             );
         }
-        if !(kind.is_file() || kind.is_contiguous()) {
-            continue;
-        }
-        let Some((key, suffix)) = split_name(&name) else { continue };
-        if sample.key != key.as_bytes() {
-            sample.finish(fields, numbers);
-            sample.key = key.as_bytes().to_vec();
-        }
+        let Some((key, suffix)) = named else { continue };
         if sample.members.iter().any(|(other, ..)| *other == suffix) {
             let problem = format!("the sample {key} has two members with the suffix .{suffix}; allowed: one");
             return bad(format!("member {name}"), offset, problem);

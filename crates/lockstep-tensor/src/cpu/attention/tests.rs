@@ -1,7 +1,5 @@
 //! The kernels against the reference on every CPU level, and properties other than values.
 
-use std::ops::Range;
-
 use half::bf16;
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use proptest::prelude::*;
@@ -504,43 +502,6 @@ fn any_number_of_threads_gives_the_same_bits() {
         let run = |threads| Fixture::new(&case, Inputs::<f32>::random(&case, 8)).run(level, threads);
         let one = run(1);
         assert!(one == run(2) && one == run(3), "threads change bits at {level}");
-    }
-}
-
-/// Returns the tokens `tokens` of each sequence of a tensor of `[sequences · len, width]`.
-fn slice_tokens(x: &[f32], len: usize, width: usize, tokens: Range<usize>) -> Vec<f32> {
-    x.chunks(len * width)
-        .flat_map(|sequence| &sequence[tokens.start * width..tokens.end * width])
-        .copied()
-        .collect()
-}
-
-#[test]
-fn a_prefill_in_chunks_gives_the_outputs_of_one_call() {
-    let whole = Case { window: Some(90), ..causal(2, 150, 4, 2, 32) };
-    for level in levels() {
-        let all = Inputs::<f32>::random(&whole, 9);
-        let expected = Fixture::new(&whole, Inputs::<f32>::random(&whole, 9)).run(level, 1).out;
-        for tokens in [0..1, 1..64, 64..65, 65..149, 149..150] {
-            let (width, key_width) = (4 * 32, 2 * 32);
-            let case = Case {
-                query_len: tokens.len(),
-                query_start: tokens.start,
-                key_len: tokens.end,
-                ..whole.clone()
-            };
-            let inputs = Inputs {
-                q: slice_tokens(&all.q, 150, width, tokens.clone()),
-                k: slice_tokens(&all.k, 150, key_width, 0..tokens.end),
-                v: slice_tokens(&all.v, 150, key_width, 0..tokens.end),
-                dout: slice_tokens(&all.dout, 150, width, tokens.clone()),
-            };
-            let out = Fixture::new(&case, inputs).run(level, 1).out;
-            let expected = slice_tokens(&expected, 150, width, tokens.clone());
-            for (actual, expected) in out.iter().zip(&expected) {
-                assert!((actual - expected).abs() < 1e-5, "{actual} != {expected}: {tokens:?} at {level}");
-            }
-        }
     }
 }
 

@@ -6,6 +6,8 @@
 //!     --rdzv_id=job --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT
 //! ```
 //!
+//! `--set KEY=VALUE` sets any key of RUN.toml, such as `--set parallel.zero_stage=3` (FSDP).
+//!
 //! Without `--data DIR` (the binary version of CIFAR-10) it writes images of the same format with patterns to learn.
 
 use std::path::{Path, PathBuf};
@@ -115,6 +117,7 @@ fn train(world: &World) -> Result<(), Error> {
         .set("optimizer.weight_decay=0.01")
         .set("checkpoint.dir=runs/cifar10/checkpoints")
         .set("metrics.dir=runs/cifar10")
+        .settings_from_arguments()
         .run(world)?;
     if world.is_first()
         && let (Some(loss), Some(eval)) = (done.loss, done.eval_loss)

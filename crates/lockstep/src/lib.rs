@@ -49,12 +49,21 @@ mod world;
 use std::process::ExitCode;
 
 pub use lockstep_checkpoint::Checkpoint;
+pub use lockstep_comm::CommError;
 pub use lockstep_config::Resume;
 pub use lockstep_data::MicroBatch;
-pub use lockstep_data::samples::{self, Batch, Dataset, Transforms};
+pub use lockstep_data::samples::{Batch, Dataset, Transforms};
+
+/// Data sets, transforms, orders and loaders of samples.
+pub mod samples {
+    pub use lockstep_data::SampleOrder;
+    pub use lockstep_data::samples::*;
+}
+
 pub use lockstep_engine::Optimizer;
 pub use lockstep_graph::{
-    BatchNormOptions, Bias, Convolution, Facts, InputGradients, LABELS, Linear, Op, Recorder, Run, Value,
+    BatchNormOptions, Bias, Convolution, Facts, InputGradients, LABELS, Linear, Op, ParameterIndex,
+    Placement, Recorder, Run, Value,
 };
 pub use lockstep_model::{InputDeclaration, Model, ModelConfig, Sizes, Unit, register};
 pub use lockstep_plan::{DType, Degrees, Initializer, Plan};

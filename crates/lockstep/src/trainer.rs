@@ -71,6 +71,15 @@ impl Trainer {
         self
     }
 
+    /// Applies each `--set KEY=VALUE` among the arguments of the program.
+    #[must_use]
+    pub fn settings_from_arguments(mut self) -> Self {
+        let given = crate::arguments();
+        let pairs = given.windows(2).filter(|pair| pair[0] == "--set");
+        self.settings.extend(pairs.map(|pair| pair[1].clone()));
+        self
+    }
+
     /// Sets where the run begins; by default at its newest checkpoint, if there is one.
     #[must_use]
     pub fn resume(mut self, resume: Resume) -> Self {

@@ -114,6 +114,11 @@ impl RecordedModel {
         self.units.declared.len()
     }
 
+    /// Returns the number of layers.
+    pub fn layers(&self) -> usize {
+        self.units.declared.iter().filter(|unit| unit.layer.is_some()).count()
+    }
+
     /// Returns the index of a unit's layer, which rules of recomputation name; `None` for an embedding or a head.
     pub fn layer(&self, unit: usize) -> Option<usize> {
         self.units.declared[unit].layer

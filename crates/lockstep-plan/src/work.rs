@@ -300,7 +300,8 @@ impl ModelWork {
     /// Adds a recomputation of some forward tasks to the start of every block's backward: of attention for selective recomputation
     /// (Korthikanti et al. 2022, section 5), of all tasks for systems that call the block's forward again.
     pub fn repeat(&mut self, is_repeated: impl Fn(&Task) -> bool) {
-        let blocks: BTreeSet<usize> = self.of_unit[1..self.units() - 1].iter().copied().collect();
+        let blocks: BTreeSet<usize> =
+            self.of_unit.iter().copied().take(self.units().saturating_sub(1)).skip(1).collect();
         for block in blocks {
             let unit = &mut self.distinct[block];
             let again = |task: &Task| Task { pass: Pass::Recompute, ..*task };

@@ -341,7 +341,7 @@ fn model_line(engine: &Engine) -> String {
     format!(
         "{} parameters, {}, {} arithmetic, micro-batches of {} × {} tokens",
         human::count(parameters as f64),
-        human::plural(model.units() - 2, "layer"),
+        human::plural(model.layers(), "layer"),
         shape.dtype,
         shape.sequences,
         shape.seq_len,

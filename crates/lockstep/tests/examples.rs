@@ -1,0 +1,98 @@
+//! The examples as their users run them, in a small size: each ends well, and under every plan with the numbers of one rank.
+#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// Time limit on any run of an example; each takes a few seconds.
+const TIME_LIMIT: Duration = Duration::from_secs(120);
+
+/// Returns the program of an example, which cargo builds beside the tests.
+fn example(name: &str) -> PathBuf {
+    let own = std::env::current_exe().unwrap();
+    own.parent().unwrap().parent().unwrap().join("examples").join(name)
+}
+
+/// Runs an example in a directory and returns its standard output.
+fn run(dir: &Path, name: &str, arguments: &[&str]) -> String {
+    let begin = Instant::now();
+    let mut command = Command::new(example(name));
+    // Examples are programs of their users, who have no variables of a launcher.
+    let output = command.args(arguments).current_dir(dir).env("RUST_BACKTRACE", "0").output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{name} {arguments:?}: {}\n{errors}", output.status);
+    assert!(begin.elapsed() < TIME_LIMIT, "{name} {arguments:?} took {:?}", begin.elapsed());
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Runs the CNN for a few steps under a plan and returns the loss and the gradient norm of each.
+fn numbers(arguments: &[&str]) -> Vec<[f64; 2]> {
+    let dir = tempfile::tempdir().unwrap();
+    let small = ["--steps", "6", "--set", "train.eval_every=0", "--set", "train.micro_batch=8"];
+    run(dir.path(), "cifar10_ddp", &[&small, arguments].concat());
+    let rows = std::fs::read_to_string(dir.path().join("runs/cifar10/metrics.jsonl")).unwrap();
+    let rows = rows.lines().map(|row| serde_json::from_str::<Value>(row).unwrap());
+    rows.map(|row| ["loss", "grad_norm"].map(|key| row[key].as_f64().unwrap())).collect()
+}
+
+#[test]
+fn a_cnn_has_the_numbers_of_one_rank_under_every_plan_that_applies_to_it() {
+    let alone = numbers(&[]);
+    assert_eq!(alone.len(), 6);
+    let plans: [&[&str]; 8] = [
+        &["--nproc_per_node=2"],
+        &["--nproc_per_node=2", "--set", "parallel.zero_stage=1"],
+        &["--nproc_per_node=2", "--set", "parallel.zero_stage=2"],
+        &["--nproc_per_node=2", "--set", "parallel.zero_stage=3"],
+        &["--nproc_per_node=3", "--set", "parallel.pipeline_parallel=3"],
+        &["--nproc_per_node=4", "--set", "parallel.pipeline_parallel=2", "--set", "parallel.zero_stage=1"],
+        &["--set", "parallel.recompute=full"],
+        &["--set", "parallel.offload.optimizer=disk"],
+    ];
+    for plan in plans {
+        let found = numbers(plan);
+        assert_eq!(found.len(), alone.len(), "{plan:?}");
+        for (step, (found, expected)) in found.iter().zip(&alone).enumerate() {
+            for (name, found, expected) in
+                [("loss", found[0], expected[0]), ("gradient norm", found[1], expected[1])]
+            {
+                let difference = (found / expected - 1.0).abs();
+                assert!(difference < 1e-4, "{plan:?}, step {step}: {name} {found}, on one rank {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_cnn_learns() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = run(dir.path(), "cifar10_ddp", &["--steps", "60"]);
+    let eval: f64 = output.split_whitespace().nth(4).unwrap().parse().unwrap();
+    assert!(eval < 1.6, "ten classes are guessed with a loss of 2.30: {output}");
+}
+
+#[test]
+fn a_loop_of_ones_own_prints_the_same_on_one_rank_and_on_two() {
+    let dir = tempfile::tempdir().unwrap();
+    let alone = run(dir.path(), "own_loop", &[]);
+    assert!(alone.lines().count() == 10, "{alone}");
+    let loss = |output: &str| -> f64 {
+        let last = output.lines().last().unwrap();
+        last.split_once("loss ").unwrap().1.split(',').next().unwrap().parse().unwrap()
+    };
+    let both = run(dir.path(), "own_loop", &["--nproc_per_node=2"]);
+    assert!((loss(&both) - loss(&alone)).abs() < 2e-4 && loss(&alone) < 0.01, "{alone}\n{both}");
+}
+
+#[test]
+fn an_operation_of_ones_own_trains_under_sharding() {
+    for plan in [&[][..], &["--nproc_per_node=2", "--set", "parallel.zero_stage=3"]] {
+        let dir = tempfile::tempdir().unwrap();
+        let output = run(dir.path(), "custom_op", plan);
+        let loss: f64 = output.split_whitespace().nth(1).unwrap().parse().unwrap();
+        assert!(loss < 0.2, "{plan:?}: {output}");
+    }
+}

@@ -30,7 +30,7 @@ fn learned_slope(g: &mut Recorder, x: Value, name: &str) -> Value {
     g.expect_placement(x, |placement| placement == Placement::Replicate, name);
     let columns = g.columns(x);
     let share = g.whole_share(Placement::Replicate);
-    let slope = g.parameter(format!("{name}.weight"), &[columns], Initializer::Ones, share);
+    let slope = g.parameter(format!("{name}.weight"), &[columns], Initializer::Zeros, share);
     let y = g.same_shape(x);
     g.push(LearnedSlope { x, slope, y });
     y

@@ -1,6 +1,76 @@
-//! Lockstep as a library: your own model, data, loss and loop, under any plan.
+//! Lockstep as a library: your own model, data, loss and loop, under any plan, on any number of ranks.
 //!
-//! [`launch`] makes a program's `main` a run of many ranks, as `torchrun` and `init_process_group` do together.
+//! [`launch`] makes a program's `main` a run of many ranks, as `torchrun` and `init_process_group` do together. [`Trainer`]
+//! trains a [`Model`] on a [`Dataset`], with the steps, checkpoints, resumption and metrics of `lockstep train`. [`Engine`]
+//! serves a loop of your own:
+//!
+//! ```
+//! use lockstep::{DType, Engine, Error, InputDeclaration, LABELS, Model, NamedTensor, Recorder, Settings};
+//! use lockstep::{Batch, Optimizer, Sizes, TensorData, Unit, Value};
+//!
+//! /// `y = w x + b`, held to the labels by the squared error.
+//! #[derive(Debug)]
+//! struct Line;
+//!
+//! impl Model for Line {
+//!     fn model_type(&self) -> &str {
+//!         "line"
+//!     }
+//!     fn units(&self) -> Vec<Unit> {
+//!         vec![Unit { prefix: String::new(), kind: 0, layer: Some(0) }]
+//!     }
+//!     fn inputs(&self) -> Vec<InputDeclaration> {
+//!         ["x", LABELS].map(|name| InputDeclaration::new(name, DType::F32, &[1])).to_vec()
+//!     }
+//!     fn record(&self, _: usize, g: &mut Recorder) -> Value {
+//!         let x = g.data("x");
+//!         let y = g.dense(x, "line", 1);
+//!         g.squared_error(y)
+//!     }
+//!     fn sizes(&self) -> Sizes {
+//!         Sizes { layers: 1, fixed_seq_len: Some(1), ..Sizes::default() }
+//!     }
+//!     fn table(&self) -> serde_json::Map<String, serde_json::Value> {
+//!         serde_json::Map::new()
+//!     }
+//! }
+//!
+//! fn main() -> std::process::ExitCode {
+//!     lockstep::launch(|world| {
+//!         let optimizer = Optimizer::Sgd { momentum: 0.9 };
+//!         let settings = Settings { global_batch: 4, optimizer, ..Settings::default() };
+//!         let mut engine = Engine::new(world, Line, settings)?;
+//!         // The micro-batches of this rank: all four points if it is alone.
+//!         let batches: Vec<Batch> = engine.shard().map(|range| points(range)).collect();
+//!         let mut loss = f64::INFINITY;
+//!         for _ in 0..100 {
+//!             loss = engine.forward_backward(&batches)?;
+//!             engine.step(0.05)?;
+//!         }
+//!         assert!(loss < 1e-3, "the line passes through the points: {loss}");
+//!         Ok::<(), Error>(())
+//!     })
+//! }
+//!
+//! /// Points on the line `y = 2 x - 1`.
+//! fn points(range: std::ops::Range<usize>) -> Batch {
+//!     let x: Vec<f32> = range.clone().map(|i| i as f32 / 2.0).collect();
+//!     let y = x.iter().map(|x| 2.0 * x - 1.0).collect();
+//!     let column = |name: &str, values: Vec<f32>| {
+//!         NamedTensor::new(name, &[values.len(), 1], TensorData::F32(values))
+//!     };
+//!     let sample_numbers = range.map(|i| i as u64).collect();
+//!     Batch { tensors: vec![column("x", x), column(LABELS, y)], sample_numbers, skipped: 0 }
+//! }
+//! ```
+//!
+//! | to | use |
+//! |---|---|
+//! | write a model | [`Model`], [`Recorder`], [`Unit`], [`InputDeclaration`] |
+//! | write an operation | [`Op`], [`Facts`], [`Run`] |
+//! | read samples | [`Dataset`], [`Transforms`] and the readers in [`samples`] |
+//! | lay the work out over ranks | [`Plan`], in [`Trainer::plan`] and [`Settings::plan`] |
+//! | register a family for `model_type` | [`register`] |
 #![forbid(unsafe_code)]
 // They panic if the reader is gone; `output` has replacements that do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]

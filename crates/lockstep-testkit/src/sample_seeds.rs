@@ -104,6 +104,6 @@ pub fn tar_files() -> Vec<Vec<u8>> {
         member("short", b'0', b"3"),
     ];
     let pax =
-        [member("x", b'x', b"15 path=c/2.txt\n"), member("y", b'0', b"pax"), member("c/2.cls", b'0', b"1")];
+        [member("x", b'x', b"16 path=c/2.txt\n"), member("y", b'0', b"pax"), member("c/2.cls", b'0', b"1")];
     [samples.concat(), long.concat(), pax.concat()].map(|members| [members, end.clone()].concat()).to_vec()
 }

@@ -13,6 +13,8 @@ pub mod mutate;
 pub mod parity;
 pub mod quantized;
 pub mod random_plan;
+pub mod sample_seeds;
+pub mod sample_targets;
 pub mod seeds;
 pub mod targets;
 
@@ -48,7 +50,7 @@ impl<T, E> From<&Result<T, E>> for Verdict {
 }
 
 /// Fuzz targets, one for each parser of input that others may have written.
-pub const TARGETS: [Target; 16] = [
+pub const TARGETS: [Target; 23] = [
     Target { name: "frames", parse: targets::frames, seeds: seeds::frames, words: &[] },
     Target {
         name: "safetensors_header",
@@ -229,5 +231,47 @@ pub const TARGETS: [Target; 16] = [
         parse: targets::schedule_csv,
         seeds: seeds::schedules,
         words: &["F", "B", "I", "W", ",", "\n", "0F0", "1B1", ")OVERLAP_F_B", "18446744073709551615"],
+    },
+    Target {
+        name: "image_file",
+        parse: sample_targets::image_file,
+        seeds: sample_seeds::images,
+        words: &["IHDR", "IDAT", "IEND", "P5\n", "P6 ", " 65535 ", "VP8L", "RIFF"],
+    },
+    Target {
+        name: "idx_file",
+        parse: sample_targets::idx_file,
+        seeds: sample_seeds::idx_files,
+        words: &["\0\0\x08\x03", "\0\0\x0b\x01", "\0\0\0\x01"],
+    },
+    Target {
+        name: "npy_file",
+        parse: sample_targets::npy_file,
+        seeds: sample_seeds::npy_files,
+        words: &["'<f4'", "'|b1'", "'<u4'", "True", "(2, 3)", "()", "(", "18446744073709551615"],
+    },
+    Target {
+        name: "tf_example",
+        parse: sample_targets::tf_example,
+        seeds: sample_seeds::examples,
+        words: &["label"],
+    },
+    Target {
+        name: "tf_record",
+        parse: sample_targets::tf_record,
+        seeds: sample_seeds::records,
+        words: &["label"],
+    },
+    Target {
+        name: "cifar_file",
+        parse: sample_targets::cifar_file,
+        seeds: sample_seeds::cifar_files,
+        words: &["\n"],
+    },
+    Target {
+        name: "tar_shard",
+        parse: sample_targets::tar_shard,
+        seeds: sample_seeds::tar_files,
+        words: &["ustar", ".cls", ".txt", "size=18446744073709551615", "77777777777", "././@LongLink"],
     },
 ];

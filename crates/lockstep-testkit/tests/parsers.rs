@@ -111,3 +111,38 @@ fn any_schedule_of_a_user_ends_or_is_refused() {
 fn any_cluster_reads_as_it_was_written_or_is_refused() {
     survives("cluster", 20_000);
 }
+
+#[test]
+fn any_image_has_the_pixels_of_its_shape_or_is_refused() {
+    survives("image_file", 5_000);
+}
+
+#[test]
+fn any_idx_file_has_the_elements_of_its_shape_or_is_refused() {
+    survives("idx_file", 20_000);
+}
+
+#[test]
+fn any_npy_file_has_the_elements_of_its_shape_or_is_refused() {
+    survives("npy_file", 20_000);
+}
+
+#[test]
+fn any_tf_example_has_values_within_its_bytes_or_is_refused() {
+    survives("tf_example", 20_000);
+}
+
+#[test]
+fn any_tf_record_file_is_read_or_refused() {
+    survives("tf_record", 5_000);
+}
+
+#[test]
+fn any_cifar_file_has_labels_of_its_classes_or_is_refused() {
+    survives("cifar_file", 3_000);
+}
+
+#[test]
+fn any_tar_shard_has_labels_of_its_classes_or_is_refused() {
+    survives("tar_shard", 3_000);
+}

@@ -83,15 +83,15 @@ fn record(seed: u64, sample: u64) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(1 + PIXEL_BYTES);
     bytes.push(class as u8);
     let mut noise = [0; 4];
-    for plane in 0..3 {
+    for (plane, amplitude) in COLORS[class].into_iter().enumerate() {
         for pixel in 0..PLANE_BYTES {
             let at = plane * PLANE_BYTES + pixel;
-            if at % 4 == 0 {
+            if at.is_multiple_of(4) {
                 noise = words(1 + at as u32 / 4);
             }
             let (row, column) = ((pixel / SIDE) as u64, (pixel % SIDE) as u64);
             let wave = triangle(phase + column * per_column + row * per_row);
-            let value = 128 + brightness + wave * COLORS[class][plane] / 16 + spread(noise[at % 4], NOISE);
+            let value = 128 + brightness + wave * amplitude / 16 + spread(noise[at % 4], NOISE);
             bytes.push(value.clamp(0, 255) as u8);
         }
     }
@@ -100,7 +100,7 @@ fn record(seed: u64, sample: u64) -> Vec<u8> {
 
 /// Returns a number in `-most..=most` from random bits.
 fn spread(bits: u32, most: u64) -> i64 {
-    (u64::from(bits) * (2 * most + 1) >> 32) as i64 - most as i64
+    ((u64::from(bits) * (2 * most + 1)) >> 32) as i64 - most as i64
 }
 
 /// Returns a triangle wave of period 64 and amplitude 16 at `phase`.

@@ -31,10 +31,10 @@ impl SampleRandom {
     /// Returns the 64 random bits of draw number `draw`, below 2^16.
     pub fn bits(&self, draw: u16) -> u64 {
         // Sample numbers fill two words; epochs beyond 2^32 do not occur, as the sample number implies the epoch.
-        let step = self.step << 16 | u32::from(draw);
+        let step = (self.step << 16) | u32::from(draw);
         let [low, high, ..] =
             self.philox.block([self.sample as u32, (self.sample >> 32) as u32, self.epoch as u32, step]);
-        u64::from(high) << 32 | u64::from(low)
+        (u64::from(high) << 32) | u64::from(low)
     }
 
     /// Returns draw number `draw` as a number in `[0, 1)`.
@@ -44,7 +44,7 @@ impl SampleRandom {
 
     /// Returns draw number `draw` as a number in `0..end`; 0 if `end` is 0.
     pub fn below(&self, draw: u16, end: usize) -> usize {
-        (u128::from(self.bits(draw)) * end as u128 >> 64) as usize
+        ((u128::from(self.bits(draw)) * end as u128) >> 64) as usize
     }
 }
 

@@ -169,8 +169,15 @@ impl Case {
         (out, log_sum_exp)
     }
 
-    /// Returns the gradients of queries, keys, values and sinks (empty without sinks).
-    pub(super) fn backward(&self, q: &[f64], k: &[f64], v: &[f64], dout: &[f64]) -> [Vec<f64>; 4] {
+    /// Returns the gradients of queries, keys, values and sinks (empty without sinks). `rounded_out` replaces the exact
+    /// outputs in `rowsum(dO ∘ O)`: where few keys are visible, `dP - rowsum(dO ∘ O)` cancels, and the rounding of a
+    /// 16-bit output is most of what remains.
+    pub(super) fn backward(
+        &self,
+        [q, k, v]: [&[f64]; 3],
+        dout: &[f64],
+        rounded_out: Option<&[f64]>,
+    ) -> [Vec<f64>; 4] {
         let mut dq = vec![0.0; self.query_elements()];
         let (mut dk, mut dv) = (vec![0.0; self.key_elements()], vec![0.0; self.key_elements()]);
         let mut dsinks = vec![0.0; self.sinks.as_ref().map_or(0, Vec::len)];
@@ -182,7 +189,9 @@ impl Case {
                 .zip(row.factors)
                 .map(|(place, factor)| factor * dot(self.head_dim, &dout[row.vector..], &v[*place..]))
                 .collect();
-            let correction: f64 = probabilities.iter().zip(&dprobabilities).map(|(p, dp)| p * dp).sum();
+            let exact = || probabilities.iter().zip(&dprobabilities).map(|(p, dp)| p * dp).sum();
+            let correction: f64 = rounded_out
+                .map_or_else(exact, |out| dot(self.head_dim, &dout[row.vector..], &out[row.vector..]));
             for (i, place) in row.places.iter().enumerate() {
                 let p = probabilities[i];
                 let dscore = f64::from(self.scale) * derivatives[i] * p * (dprobabilities[i] - correction);

@@ -1,4 +1,4 @@
-//! What a run's micro-batches are filled from: windows of tokens, or samples of named tensors.
+//! Sources of a run's micro-batches: windows of tokens, or samples of named tensors.
 
 use std::fmt::Debug;
 use std::ops::Range;

@@ -362,7 +362,7 @@ pub enum DataError {
     NoSamples {
         /// File or directory of the data set.
         path: PathBuf,
-        /// What is missing, and what is allowed.
+        /// Description of what is missing, and of what is allowed.
         problem: String,
     },
     /// A transform does not suit the tensor that it is applied to.

@@ -196,6 +196,7 @@ fn run(
             document_starts: None,
             dropout_keys: None,
             inverse_frequencies: None,
+            inputs: &[],
         },
         input: Some(x.view()),
         frame: &frame,

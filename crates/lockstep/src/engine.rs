@@ -22,7 +22,7 @@ pub struct Settings {
     pub seq_len: usize,
     /// Dtype of weights and activations that kernels read; f32 master weights are kept in any case.
     pub precision: DType,
-    /// The optimizer.
+    /// Optimizer and its hyperparameters.
     pub optimizer: Optimizer,
     /// Weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,

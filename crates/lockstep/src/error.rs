@@ -42,7 +42,7 @@ pub enum Error {
     /// A file of the program cannot be read or written.
     #[error("{path}: {source}", path = path.display())]
     Io {
-        /// The file.
+        /// Path of the file or directory.
         path: std::path::PathBuf,
         /// The system's error.
         source: std::io::Error,

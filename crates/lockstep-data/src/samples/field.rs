@@ -60,7 +60,7 @@ impl Field {
         Self::new(name, keys, FieldKind::Class { num_classes })
     }
 
-    /// Selects bytes.
+    /// Selects the field as bytes, undecoded.
     pub fn bytes(name: &str, keys: &str) -> Self {
         Self::new(name, keys, FieldKind::Bytes)
     }

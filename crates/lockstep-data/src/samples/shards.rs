@@ -23,7 +23,7 @@ pub struct ShardOptions<'a> {
     pub on_damage: OnBadSample,
 }
 
-/// Indexed shards.
+/// Shards with an index of their samples.
 #[derive(Debug)]
 pub(crate) struct Shards {
     pub(crate) files: FilePool,

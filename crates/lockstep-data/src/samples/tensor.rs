@@ -11,7 +11,7 @@ use lockstep_plan::DType;
 pub struct TensorSpec {
     /// Name of the tensor.
     pub name: Arc<str>,
-    /// Element type.
+    /// Dtype of the elements.
     pub dtype: DType,
     /// Extent of each dimension; `None` where it varies from sample to sample.
     pub shape: Vec<Option<usize>>,

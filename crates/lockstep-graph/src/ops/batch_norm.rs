@@ -65,7 +65,7 @@ impl Recorder {
 /// Source of the statistics that a batch normalization uses.
 #[derive(Debug, Clone, Copy)]
 enum Source {
-    /// The micro-batch.
+    /// Statistics of the micro-batch.
     Batch {
         /// f32 `[3, channels]`: rows, mean, and sum of squared differences of the micro-batch.
         statistics: Value,

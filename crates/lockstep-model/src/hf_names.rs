@@ -29,7 +29,7 @@ pub struct HfImport {
     /// Places of each parameter that is not tied, in the model's order; the places of one parameter are consecutive,
     /// in the order of its elements.
     pub places: Vec<HfPlace>,
-    /// Tensors of the file that must be zero (see [`Gpt2Config::bias`]); [`HfImport::require_zeros`] checks one.
+    /// Tensors of the file that must be zero (see [`Gpt2Config::bias`](crate::Gpt2Config::bias)); [`HfImport::require_zeros`] checks one.
     pub zeros: Vec<String>,
     /// Tensors of the file that repeat a tied parameter, as pairs of (tensor, place of the parameter that it must equal).
     pub tied_copies: Vec<(String, HfPlace)>,

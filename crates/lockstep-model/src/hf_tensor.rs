@@ -32,7 +32,7 @@ pub enum HfContent {
 pub struct HfPlace {
     /// Canonical name of the parameter.
     pub parameter: String,
-    /// Name of the tensor; in an [`HfImport`], the name in the file.
+    /// Name of the tensor; in an [`HfImport`](crate::HfImport), the name in the file.
     pub tensor: String,
     /// Shape of the tensor as stored.
     pub tensor_shape: Vec<usize>,

@@ -157,7 +157,7 @@ impl ModelConfig {
     }
 
     /// Returns the contents of a `config.json` that transformers 4 and 5 both load, for weights stored as `dtype`. A
-    /// GPT-2 without biases has `"bias": false`, which transformers ignores: see [`Gpt2Config::bias`].
+    /// GPT-2 without biases has `"bias": false`, which transformers ignores: see [`Gpt2Config::bias`](crate::Gpt2Config::bias).
     pub fn to_json(&self, dtype: DType) -> Value {
         let mut table = self.table();
         self.0.finish_json(&mut table);

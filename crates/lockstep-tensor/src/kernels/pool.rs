@@ -19,7 +19,7 @@ impl Pool2d {
     /// Creates the shapes of a pooling of images `[batch, height, width, channels]`.
     ///
     /// # Errors
-    /// If the padding exceeds half the kernel, so that a window could see padding only, or as [`Window2d::output`].
+    /// If the padding exceeds half the kernel, some window sees padding only, or as [`Window2d::output`].
     pub fn new(input: [usize; 4], window: Window2d) -> Result<Self, String> {
         let [batch, height, width, channels] = input;
         let Window2d { kernel, padding, .. } = window;
@@ -29,7 +29,11 @@ impl Pool2d {
             ));
         }
         let input = [height, width];
-        Ok(Self { batch, input, output: window.output(input)?, channels, window })
+        let output = window.output(input)?;
+        if (0..2).any(|axis| has_blind_window(window, axis, input[axis], output[axis])) {
+            return Err(format!("a window sees only padding of an image of {height} x {width}: {window:?}"));
+        }
+        Ok(Self { batch, input, output, channels, window })
     }
 
     /// Shape of the input, `[batch, height, width, channels]`.
@@ -61,6 +65,20 @@ impl Pool2d {
     pub fn window(&self) -> Window2d {
         self.window
     }
+}
+
+/// Returns true if some window lies in the padding as a whole along an axis. Without dilation, only an empty image has
+/// such windows: the padding is at most half the kernel.
+fn has_blind_window(window: Window2d, axis: usize, input: usize, output: usize) -> bool {
+    let Window2d { kernel, stride, padding, dilation } = window;
+    if dilation[axis] == 1 {
+        return input == 0;
+    }
+    let sees = |start: usize| {
+        let mut positions = (0..kernel[axis]).map(|tap| start + tap * dilation[axis]);
+        positions.any(|at| (padding[axis]..padding[axis] + input).contains(&at))
+    };
+    (0..output).any(|out| !sees(out * stride[axis]))
 }
 
 /// Pooling. Part of [`Kernels`](crate::Kernels).

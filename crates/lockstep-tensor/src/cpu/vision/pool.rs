@@ -356,5 +356,9 @@ mod tests {
     fn a_window_that_could_see_only_padding_is_refused() {
         let message = Pool2d::new([1, 4, 4, 1], Window2d::square(3, 1, 2)).unwrap_err();
         assert_eq!(message, "the padding [2, 2] of a pooling is at most half its kernel [3, 3]");
+        // The two elements of the kernel lie on both sides of the image's only row.
+        let window = Window2d { kernel: [2, 1], stride: [1; 2], padding: [1, 0], dilation: [2, 1] };
+        let message = Pool2d::new([1, 1, 4, 1], window).unwrap_err();
+        assert!(message.starts_with("a window sees only padding of an image of 1 x 4: "), "{message}");
     }
 }

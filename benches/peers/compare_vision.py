@@ -68,7 +68,9 @@ def pytorch(name: str, batch: int, steps: int, threads: int) -> None:
         if step >= WARM_UP:
             times.append((time.perf_counter() - begin) * 1e3)
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps({"step_ms": statistics.median(times)}))
+        print(json.dumps({"step_ms": statistics.median(times)}), flush=True)
+    if "RANK" in os.environ:
+        dist.destroy_process_group()
 
 
 def run(command: list[str]) -> float:

@@ -41,12 +41,6 @@ fn map(from: &[f32], columns: usize, each: impl Fn(usize, f32) -> f32) -> Vec<f3
     from.iter().enumerate().map(|(at, x)| each(at % columns, *x)).collect()
 }
 
-fn read(view: View<'_>) -> Vec<f32> {
-    let mut values = vec![0.0; view.elements()];
-    view.reshape([view.elements()]).read(&mut values).wait();
-    values
-}
-
 impl Op for LearnedSlope {
     fn facts(&self) -> Facts {
         Facts {
@@ -58,31 +52,31 @@ impl Op for LearnedSlope {
     }
 
     fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {
-        let (x, slope) = (read(run.value(self.x)), read(run.weight(self.slope)));
+        let (x, slope) = (run.value(self.x).to_vec(), run.weight(self.slope).to_vec::<f32>());
         let y = map(&x, slope.len(), |column, x| if x > 0.0 { x } else { slope[column] * x });
-        run.flat(self.y).write(&y);
+        run.value(self.y).copy_from(&y);
         Ok(())
     }
 
     fn backward_inputs(&self, run: &Run<'_>, dy: View<'_>, dx: &InputGradients<'_>) -> Result<(), CommError> {
-        let (x, slope, dy) = (read(run.value(self.x)), read(run.weight(self.slope)), read(dy));
+        let (x, slope, dy) =
+            (run.value(self.x).to_vec::<f32>(), run.weight(self.slope).to_vec::<f32>(), dy.to_vec::<f32>());
         let of = |at: usize| if x[at] > 0.0 { dy[at] } else { slope[at % slope.len()] * dy[at] };
         let gradient: Vec<f32> = (0..x.len()).map(of).collect();
-        let target = dx.view(0);
-        target.reshape([target.elements()]).write(&gradient);
+        dx.view(0).copy_from(&gradient);
         Ok(())
     }
 
     fn backward_weights(&self, run: &Run<'_>, dy: View<'_>) -> Result<(), CommError> {
-        let (x, dy) = (read(run.value(self.x)), read(dy));
+        let (x, dy) = (run.value(self.x).to_vec::<f32>(), dy.to_vec::<f32>());
         let (gradient, write) = run.gradient_to_write(self.slope);
         let mut sums =
-            if write == Write::Accumulate { read(gradient) } else { vec![0.0; gradient.elements()] };
+            if write == Write::Accumulate { gradient.to_vec() } else { vec![0.0; gradient.elements()] };
         let columns = sums.len();
         for (at, (x, dy)) in x.iter().zip(&dy).enumerate() {
             sums[at % columns] += x.min(0.0) * dy;
         }
-        gradient.write(&sums);
+        gradient.copy_from(&sums);
         Ok(())
     }
 }

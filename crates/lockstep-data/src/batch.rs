@@ -1,13 +1,14 @@
 //! A micro-batch: the input of one forward pass.
 
-use lockstep_tensor::NamedTensor;
+use lockstep_tensor::{LABELS, NamedTensor, TensorData, is_name_of};
 
 /// Label of a position that is masked: it counts neither in the loss nor in the number of valid tokens.
 pub const IGNORE_LABEL: i32 = -100;
 
 /// `sequences` × `seq_len` tokens with their labels, row-major, on the host, and the named inputs of the samples.
 ///
-/// The vectors of tokens have `sequences * seq_len` elements.
+/// The vectors of tokens have `sequences * seq_len` elements. They are empty for samples of named tensors, whose `seq_len`
+/// is 1.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct MicroBatch {
     /// Token ids, the inputs.
@@ -35,6 +36,20 @@ impl MicroBatch {
     /// Returns the number of labels that count in the loss.
     pub fn valid_tokens(&self) -> u64 {
         self.labels.iter().filter(|&&label| label != IGNORE_LABEL).count() as u64
+    }
+
+    /// Masks the labels of the samples from index `counted` on, so that they do not count in the loss. Returns false if
+    /// the batch has no integer labels.
+    pub fn mask_from(&mut self, counted: usize) -> bool {
+        let of_inputs = self.inputs.iter_mut().find(|tensor| is_name_of(&tensor.name, LABELS));
+        let labels = match of_inputs.map(|tensor| &mut tensor.data) {
+            Some(TensorData::I32(labels)) => labels,
+            _ if !self.labels.is_empty() => &mut self.labels,
+            _ => return false,
+        };
+        let of_sample = labels.len() / self.sequences.max(1);
+        labels[counted * of_sample..].fill(IGNORE_LABEL);
+        true
     }
 
     pub(crate) fn clear(&mut self, seq_len: usize) {

@@ -1,11 +1,8 @@
 //! Sources of a run's micro-batches: windows of tokens, or samples of named tensors.
 
-use std::fmt::Debug;
-use std::ops::Range;
+use std::{fmt::Debug, ops::Range};
 
-use crate::batch::{IGNORE_LABEL, MicroBatch};
-use crate::dataset::Dataset;
-use crate::error::Result;
+use crate::{batch::MicroBatch, dataset::Dataset, error::Result};
 
 /// Samples in a fixed global order, from which micro-batches are filled. Sample `i` is the same whichever rank reads it,
 /// and whenever.
@@ -19,9 +16,6 @@ pub trait BatchSource: Debug + Send + Sync {
     /// # Errors
     /// If a sample cannot be read.
     fn fill(&self, samples: Range<u64>, batch: &mut MicroBatch) -> Result<()>;
-
-    /// Masks the targets of the samples of a micro-batch from index `counted` on, so that they do not count in the loss.
-    fn mask(&self, counted: usize, batch: &mut MicroBatch);
 }
 
 impl BatchSource for Dataset {
@@ -31,9 +25,5 @@ impl BatchSource for Dataset {
 
     fn fill(&self, samples: Range<u64>, batch: &mut MicroBatch) -> Result<()> {
         Self::fill(self, samples, batch)
-    }
-
-    fn mask(&self, counted: usize, batch: &mut MicroBatch) {
-        batch.labels[counted * batch.seq_len..].fill(IGNORE_LABEL);
     }
 }

@@ -166,6 +166,7 @@ impl Engine {
     /// # Panics
     /// If a step has more micro-batches than the plan.
     pub fn accumulate(&mut self, batch: &HostBatch<'_>, seed: Seed) -> Result<f64, EngineError> {
+        batch.check(&self.model)?;
         self.weights.begin(Sequence::MicroBatch);
         self.micro_batch(batch, seed, false)
     }
@@ -184,6 +185,7 @@ impl Engine {
         batches: impl Iterator<Item = HostBatch<'a>> + Clone,
         seed: Seed,
     ) -> Result<f64, EngineError> {
+        batches.clone().try_for_each(|batch| batch.check(&self.model))?;
         self.begin_step();
         if let Some(reducer) = &mut self.reducer {
             self.gradients.share(&*self.queue, batches.clone().map(|batch| batch.ids), reducer)?;
@@ -287,6 +289,7 @@ impl Engine {
     /// # Errors
     /// If another rank is lost or does not answer in time, the disk of offloaded state fails, or the step is abandoned.
     pub fn evaluate(&mut self, batch: &HostBatch<'_>) -> Result<f64, EngineError> {
+        batch.check(&self.model)?;
         self.weights.begin(Sequence::Evaluation);
         let Self { evaluation, model, pipeline, queue, weights, runner, .. } = self;
         let queue = &**queue;

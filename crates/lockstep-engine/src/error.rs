@@ -41,6 +41,29 @@ pub enum EngineError {
     /// The limit on unsharded parameters is lower than what one unit reads.
     #[error(transparent)]
     LiveLimitTooLow(#[from] LiveLimitTooLow),
+    /// A micro-batch lacks an input of the model, or has another one.
+    #[error("input {name} of the model: {found}; expected: {expected}")]
+    Input {
+        /// Name of the input.
+        name: String,
+        /// Description of what the micro-batch has.
+        found: String,
+        /// Description of what the model declares, for a micro-batch.
+        expected: String,
+    },
+    /// A label is no class of the model.
+    #[error(
+        "the label {label}{} is no class; allowed: 0 to {}, or -100 for none",
+        sample.map_or(String::new(), |sample| format!(" of sample {sample}")), classes - 1
+    )]
+    Label {
+        /// Global number of the sample.
+        sample: Option<u64>,
+        /// The label that was given.
+        label: i32,
+        /// Number of classes.
+        classes: usize,
+    },
     /// A tensor that is loaded does not have its parameter's size.
     #[error("{} of {name}: {found} elements, the model has {expected}", kind.name())]
     WrongSize {

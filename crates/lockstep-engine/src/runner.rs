@@ -7,7 +7,7 @@ use std::cell::Cell;
 
 use lockstep_comm::LentBuffer;
 use lockstep_graph::{
-    Activity, Batch, CommunicationBuffer, ContextPeers, Cost, LABELS, Replay, Ring, Seed, Timeline, Trace,
+    Activity, Batch, CommunicationBuffer, ContextPeers, Cost, Replay, Ring, Seed, Timeline, Trace,
 };
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
@@ -16,7 +16,8 @@ use lockstep_plan::{
     schedule::PassKind,
 };
 use lockstep_tensor::{
-    Arena, Buffer, DiskTraffic, Element, Kernels, NamedTensor, Tensor, TensorData, TensorError, View,
+    Arena, Buffer, DiskTraffic, Element, Kernels, LABELS, NamedTensor, Tensor, TensorData, TensorError, View,
+    find_tensor,
 };
 
 use crate::{
@@ -55,7 +56,7 @@ impl HostBatch<'_> {
     pub fn targets(&self, model: &RecordedModel) -> u64 {
         let valid = |labels: &[i32]| labels.iter().filter(|label| **label != IGNORED).count();
         let is_read = model.inputs().iter().any(|input| input.name == LABELS);
-        let named = self.input(LABELS).filter(|_| is_read);
+        let named = find_tensor(self.inputs, LABELS).filter(|_| is_read);
         let count = match named.map(|tensor| &tensor.data) {
             Some(TensorData::I32(labels)) => valid(labels),
             Some(values) => values.len(),
@@ -64,18 +65,36 @@ impl HostBatch<'_> {
         };
         count as u64
     }
-}
 
-/// Names that data sets and models have for the same inputs.
-const ALIASES: [(&str, &str); 2] = [("pixel_values", "image"), (LABELS, "label")];
-
-impl<'a> HostBatch<'a> {
-    /// Returns a named input, also under the name that data sets usually have for it: `image` for `pixel_values`, `label` for
-    /// `labels`.
-    pub fn input(&self, name: &str) -> Option<&'a NamedTensor> {
-        let find = |name: &str| self.inputs.iter().find(|tensor| &*tensor.name == name);
-        let alias = || ALIASES.iter().find(|(own, _)| *own == name).and_then(|(_, alias)| find(alias));
-        find(name).or_else(alias)
+    /// Checks the named inputs and their labels against what the model declares.
+    ///
+    /// # Errors
+    /// If an input is missing or has another dtype or size, or a label is no class.
+    pub(crate) fn check(&self, model: &RecordedModel) -> Result<(), EngineError> {
+        let samples = model.program(0).shape().sequences;
+        for declared in model.inputs() {
+            let name = || declared.name.clone();
+            let elements = samples * declared.elements();
+            let expected = || format!("{elements} elements of {}", declared.dtype);
+            let Some(given) = find_tensor(self.inputs, &declared.name) else {
+                let names: Vec<&str> = self.inputs.iter().map(|tensor| &*tensor.name).collect();
+                let found = format!("a micro-batch of {names:?}");
+                return Err(EngineError::Input { name: name(), found, expected: expected() });
+            };
+            if (given.dtype(), given.data.len()) != (declared.dtype, elements) {
+                let found = format!("{} elements of {}", given.data.len(), given.dtype());
+                return Err(EngineError::Input { name: name(), found, expected: expected() });
+            }
+            let classes = model.classes();
+            if let Some(labels) = given.data.as_i32().filter(|_| declared.name == LABELS && classes > 0) {
+                let is_class = |label: i32| label == IGNORED || (0..classes as i32).contains(&label);
+                if let Some(at) = labels.iter().position(|label| !is_class(*label)) {
+                    let sample = self.sample_numbers.get(at * samples / labels.len().max(1)).copied();
+                    return Err(EngineError::Label { sample, label: labels[at], classes });
+                }
+            }
+        }
+        Ok(())
     }
 }
 
@@ -215,6 +234,7 @@ impl Runner {
         mut weights: Weights<'_>,
         batch: &HostBatch<'_>,
     ) -> Result<(), EngineError> {
+        batch.check(model)?;
         self.load(model, PassLocation::default(), batch);
         self.forward_stage(model, PassLocation::default(), queue, &mut weights, Purpose::Evaluation)
     }
@@ -501,9 +521,6 @@ impl Runner {
     }
 
     /// Copies this rank's tokens of a micro-batch into a slot.
-    ///
-    /// # Panics
-    /// If the micro-batch lacks a named input that the model declares, or one has another shape.
     pub(crate) fn load(&mut self, model: &RecordedModel, place: PassLocation, batch: &HostBatch<'_>) {
         let begin = self.timeline.begin();
         for (pair, &sample) in self.host_keys.chunks_exact_mut(2).zip(batch.sample_numbers) {
@@ -525,10 +542,8 @@ impl Runner {
         slot.keeps_documents_apart = batch.document_starts.iter().any(|&start| start != 0);
         slot.dropout_keys.view().write(&self.host_keys);
         for (declared, input) in model.inputs().iter().zip(&slot.inputs) {
-            let Some(given) = batch.input(&declared.name) else {
-                panic!("the model reads the input {}, which the micro-batch does not have", declared.name);
-            };
-            given.data.write_to(input.view());
+            let given = find_tensor(batch.inputs, &declared.name);
+            given.expect("the micro-batch was checked: see HostBatch::check").data.write_to(input.view());
         }
         self.timeline.end(begin, || (Activity::of_step("load batch"), Cost::default()));
     }

@@ -7,6 +7,7 @@ use lockstep_plan::work::{Pass, TaskKind};
 use lockstep_tensor::Write;
 
 use crate::{
+    block::ParameterIndex,
     facts::Facts,
     instruction::{Gradient, Instruction, Phase},
     op::Op,
@@ -52,10 +53,8 @@ impl Program {
             saved_bytes: self.frame_bytes,
             workspace_bytes: self.workspace_bytes(),
             deferred_bytes: self.deferred_bytes,
-            parameter_elements: self
-                .parameters()
-                .iter()
-                .map(|parameter| parameter.share.shape_of(&parameter.shape).iter().product::<usize>())
+            parameter_elements: (0..self.parameters().len())
+                .map(|index| self.shapes.parameter_elements(ParameterIndex(index)) as usize)
                 .sum(),
             attention_flops: self.attention_flops(),
         }

@@ -33,9 +33,7 @@ impl Program {
 
     /// Returns the output in the frame, after a forward; losses also after a backward.
     pub fn output<'a>(&self, frame: &'a Buffer) -> View<'a> {
-        let info = self.shapes.values[self.output.0];
-        let slot = self.forward.values[self.output.0].expect("the output has a place");
-        frame.view(info.dtype, slot.offset_bytes, [info.rows, info.columns])
+        self.in_frame(frame, self.output)
     }
 
     /// Computes the input and weight gradients, after a forward. `dy` is the gradient of the output (`None` for a

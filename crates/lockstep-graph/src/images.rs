@@ -2,10 +2,7 @@
 //!
 //! A value is dense and row-major. Its rows are samples or tokens; the dimensions of one row are a way to read the columns.
 
-use crate::{
-    block::{Value, ValueInfo},
-    recorder::Recorder,
-};
+use crate::{block::Value, placement::Placement, recorder::Recorder};
 
 impl Recorder {
     /// Returns the unit's input, the output of the unit before, with the dimensions of one row: `[height, width, channels]`
@@ -32,20 +29,22 @@ impl Recorder {
     }
 
     /// Returns `[samples, height, width, channels]` of an image; `what` names the operation in errors.
+    ///
+    /// # Panics
+    /// If the value is no image, or ranks hold parts of it.
     #[track_caller]
     pub(crate) fn image(&self, value: Value, what: &str) -> [usize; 4] {
+        self.expect_placement(value, |placement| placement == Placement::Replicate, what);
         match *self.dims(value) {
             [height, width, channels] => [self.local_rows(value), height, width, channels],
             ref other => panic!("{what}: an image is [height, width, channels], not {other:?}"),
         }
     }
 
-    /// Creates an image with the rows, dtype and placement of another.
+    /// Creates an image with the rows and the placement of another.
     pub(crate) fn image_like(&mut self, other: Value, [height, width]: [usize; 2], channels: usize) -> Value {
-        let info = ValueInfo { columns: height * width * channels, ..self.values[other.0] };
-        let info = ValueInfo { dtype: self.shape.dtype, ..info };
-        let value = self.create(info, self.placement(other));
-        self.dims[value.0] = vec![height, width, channels];
+        let value = self.value_like(other, height * width * channels);
+        self.set_dims(value, &[height, width, channels]);
         value
     }
 }

@@ -13,9 +13,6 @@ use crate::{
     replay::Run,
 };
 
-/// Name of the input that a loss counts: elements other than -100 of an i32 input are valid.
-pub const LABELS: &str = "labels";
-
 /// A conversion of an f32 input to the dtype of activations.
 #[derive(Debug)]
 struct Conversion {
@@ -51,12 +48,12 @@ impl Recorder {
             panic!("the model declares no input {name}, only {names:?}");
         };
         assert_eq!(self.context.ranks, 1, "the input {name} is not split over context-parallel ranks");
-        let InputDeclaration { dtype, .. } = self.inputs[index];
-        let info = ValueInfo { rows: self.shape.sequences, columns: self.inputs[index].elements(), dtype };
-        let value = self.create(info, Placement::Replicate);
+        let input = &self.inputs[index];
+        let (dtype, columns, shape) = (input.dtype, input.elements(), input.shape.clone());
+        let value =
+            self.create(ValueInfo { rows: self.shape.sequences, columns, dtype }, Placement::Replicate);
         self.written[value.0] = true;
         self.data.push((value, index));
-        let shape = self.inputs[index].shape.clone();
         if shape.len() > 1 {
             self.set_dims(value, &shape);
         }
@@ -66,7 +63,7 @@ impl Recorder {
     fn converted(&mut self, x: Value) -> Value {
         let info = ValueInfo { dtype: self.shape.dtype, ..self.values[x.0] };
         let y = self.create(info, self.placement(x));
-        self.dims[y.0] = self.dims[x.0].clone();
+        self.copy_dims(x, y);
         self.push(Conversion { x, y });
         y
     }

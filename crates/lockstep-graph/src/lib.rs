@@ -65,7 +65,6 @@ pub use block::{
 pub use buffers::{CommunicationBuffer, Ring};
 pub use cost::BlockProfile;
 pub use facts::{ExpertRows, Facts};
-pub use inputs::LABELS;
 pub use lockstep_plan::work::Pass;
 pub use lockstep_plan::{Recompute, RecomputeRules};
 pub use mixture::Mixture;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use lockstep_tensor::{Buffer, View};
 
 use crate::{
-    block::{BlockShape, ParameterDeclaration, ParameterIndex, RunningUpdate, Value},
+    block::{BlockShape, ParameterDeclaration, ParameterIndex, RunningUpdate, Value, ValueInfo},
     facts::Facts,
     instruction::Phase,
     op::Op,
@@ -70,9 +70,13 @@ impl Program {
 
     /// Returns the parameters that have no gradient and that the engine updates otherwise.
     pub fn buffers(&self) -> impl Iterator<Item = ParameterIndex> {
-        self.selection_bias()
-            .into_iter()
-            .chain(self.facts.iter().flat_map(|facts| facts.buffers.iter().copied()))
+        self.facts.iter().flat_map(|facts| facts.buffers.iter().copied())
+    }
+
+    /// Returns the parameters that the optimizer updates: those that are not frozen, without the buffers.
+    pub fn trained(&self) -> impl Iterator<Item = ParameterIndex> {
+        let indices = (0..self.parameters().len()).map(ParameterIndex);
+        indices.filter(|index| self.shapes.trains(*index) && self.buffers().all(|buffer| buffer != *index))
     }
 
     /// Returns the changes of running statistics.
@@ -82,9 +86,7 @@ impl Program {
 
     /// Returns the statistics of a change of running statistics, after a forward: f32 `[3, channels]`.
     pub fn statistics<'a>(&self, frame: &'a Buffer, update: RunningUpdate) -> View<'a> {
-        let info = self.shapes.values[update.statistics.0];
-        let slot = self.forward.values[update.statistics.0].expect("statistics are saved");
-        frame.view(info.dtype, slot.offset_bytes, [info.rows, info.columns])
+        self.in_frame(frame, update.statistics)
     }
 
     /// Returns the number of experts of the block; `None` for a block without experts.
@@ -97,8 +99,14 @@ impl Program {
     /// for a block without experts.
     pub fn load<'a>(&self, frame: &'a Buffer) -> Option<View<'a>> {
         let counts = self.facts.iter().find_map(|facts| facts.slot_counts)?;
-        let (info, slot) = (self.shapes.values[counts.0], self.forward.values[counts.0]?);
-        Some(frame.view(info.dtype, slot.offset_bytes, [info.rows, info.columns]))
+        Some(self.in_frame(frame, counts))
+    }
+
+    /// Returns a value that the forward saved.
+    pub(crate) fn in_frame<'a>(&self, frame: &'a Buffer, value: Value) -> View<'a> {
+        let ValueInfo { rows, columns, dtype } = self.shapes.values[value.0];
+        let slot = self.forward.values[value.0].expect("a saved value has a place");
+        frame.view(dtype, slot.offset_bytes, [rows, columns])
     }
 
     /// Number of rows of the input and the output: the tokens of a micro-batch, or this rank's tokens of it.

@@ -1,13 +1,13 @@
 //! The API of model code and of operations: values without storage, parameters without weights, and the list of
 //! operations.
 //!
-//! Every value is a matrix `[tokens, columns]`; heads are a way to read the columns. Each operation adds its recording
+//! Every value is a matrix `[rows, columns]` of one row per token or sample; heads and the dimensions of images are ways
+//! to read the columns. Each operation adds its recording
 //! method in its own file. A method checks shapes, so a model whose shapes do not match fails while it is recorded, at
 //! the line of the model and with the shapes in the message. Under tensor parallelism ([`Recorder::split`]) shapes are
 //! global, and the recorder derives this rank's part.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
 
 use lockstep_plan::{ContextPlace, DType, ExpertPlace, Initializer, Share, TensorPlace};
 
@@ -118,7 +118,7 @@ impl Recorder {
     }
 
     /// Adds an operation to the recording. Its inputs are recorded values; its outputs are new ones, from
-    /// [`Recorder::value_like`], [`Recorder::statistic`] or [`Recorder::local`].
+    /// [`Recorder::same_shape`], [`Recorder::value_like`], [`Recorder::statistic`] or [`Recorder::local`].
     ///
     /// # Panics
     /// If an output is already written by another operation, or an input is not written by any.
@@ -165,12 +165,6 @@ impl Recorder {
         self.values[value.0].columns
     }
 
-    /// Returns the tokens of the micro-batch whose rows this rank holds of a value.
-    pub fn local_tokens(&self, value: Value) -> Range<usize> {
-        let TokenRange { first, len } = self.tokens_of(self.placement(value));
-        first..first + len
-    }
-
     /// Returns the global number of columns of a value.
     pub fn columns(&self, value: Value) -> usize {
         let held = self.values[value.0].columns;
@@ -181,7 +175,8 @@ impl Recorder {
         }
     }
 
-    /// Returns the global dimensions of a value after its rows: its columns, unless [`Recorder::reshape`] gave it others.
+    /// Returns the global dimensions of a value after its rows: `[height, width, channels]` of an image, the columns of a
+    /// matrix.
     pub fn dims(&self, value: Value) -> &[usize] {
         &self.dims[value.0]
     }
@@ -241,18 +236,13 @@ impl Recorder {
         TokenRange { first, len }
     }
 
-    /// Creates a value of `columns` global columns, one row per token, in the placement of `other`. With as many columns
-    /// it has the dimensions of `other`.
+    /// Creates a value of `columns` global columns, with the local rows and the placement of `other`.
     ///
     /// # Panics
     /// If the placement does not divide the columns.
     #[track_caller]
     pub fn value_like(&mut self, other: Value, columns: usize) -> Value {
-        let value = self.value_beside(other, columns, self.placement(other));
-        if columns == self.columns(other) {
-            self.copy_dims(other, value);
-        }
-        value
+        self.value_beside(other, columns, self.placement(other))
     }
 
     /// Creates a value of `columns` global columns in a placement, with the local rows of `other`.
@@ -266,7 +256,8 @@ impl Recorder {
         value
     }
 
-    fn copy_dims(&mut self, from: Value, to: Value) {
+    /// Gives a value the dimensions of another.
+    pub(crate) fn copy_dims(&mut self, from: Value, to: Value) {
         self.dims[to.0] = self.dims[from.0].clone();
     }
 

@@ -36,7 +36,7 @@ pub trait Parameters {
 pub struct Batch<'a> {
     /// Token ids, u32 `[tokens]`.
     pub ids: View<'a>,
-    /// Labels, i32 `[tokens]`, -100 where masked. Required by a program with a loss.
+    /// Labels, i32 `[tokens]`, -100 where masked. Required by a program that ends in [`Recorder::output_loss`](crate::Recorder::output_loss).
     pub labels: Option<View<'a>>,
     /// Position of each token in its sequence, u32 `[tokens]`.
     pub positions: View<'a>,
@@ -296,6 +296,11 @@ impl<'r> InputGradients<'r> {
 fn check(view: View<'_>, dtype: DType) -> View<'_> {
     assert_eq!(view.dtype(), dtype, "a program recorded for {dtype} was given {view:?}");
     view
+}
+
+/// Returns a view as rows of `width` elements: pixels of an image, tokens, or heads.
+pub(crate) fn rows_of(view: View<'_>, width: usize) -> View<'_> {
+    view.reshape([view.elements() / width, width])
 }
 
 pub(crate) fn split_heads(view: View<'_>, heads: usize, head_dim: usize) -> View<'_> {

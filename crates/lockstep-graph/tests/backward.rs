@@ -3,11 +3,14 @@
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::{
-    AttentionShape, Batch, BatchInput, Bias, BlockShape, InputGradient, Linear, LoraAdapters, Mixture, Mode,
-    ParameterIndex, Parameters, Program, Recompute, Recorder, Replay, Routing, Seed, Value,
+    AttentionShape, Batch, BatchInput, BatchNormOptions, Bias, BlockShape, Convolution, InputGradient,
+    Linear, LoraAdapters, Mixture, Mode, ParameterIndex, Parameters, Program, Recompute, Recorder, Replay,
+    Routing, Seed, Statistics, Value,
 };
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
-use lockstep_tensor::{Arena, CpuQueue, Gelu, RouterScores, RouterWeights, Tensor, View, Write};
+use lockstep_tensor::{
+    Activation, Arena, CpuQueue, Gelu, RouterScores, RouterWeights, Tensor, View, Window2d, Write,
+};
 
 const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 5, dtype: DType::F32 };
 const WIDTH: usize = 12;
@@ -52,6 +55,30 @@ fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
     g.add(x, fed)
 }
 
+/// Records a block of images `[2, 2, 3]` with every operation on them.
+fn vision(g: &mut Recorder, statistics: Statistics) -> Value {
+    g.set_statistics(statistics);
+    let x = g.input_of(&[2, 2, 3]);
+    let convolution = |name, bias| Convolution {
+        name,
+        out_channels: 4,
+        window: Window2d::square(3, 1, 1),
+        groups: 1,
+        bias,
+        initializer: None,
+    };
+    let first = g.conv2d(x, convolution("conv_1", Bias::With));
+    let normed = g.batch_norm(first, "norm_1", BatchNormOptions::default());
+    let active = g.activation(Activation::Silu, normed);
+    let second = g.conv2d(active, Convolution { groups: 2, ..convolution("conv_2", Bias::Without) });
+    let normed = g.batch_norm(second, "norm_2", BatchNormOptions::default());
+    let summed = g.add(normed, active);
+    let largest = g.max_pool2d(summed, Window2d::square(2, 1, 1));
+    let average = g.avg_pool2d(largest, Window2d::square(2, 1, 0));
+    let flat = g.flatten(average);
+    g.dense(flat, "fc", WIDTH)
+}
+
 /// Experts with a capacity below the number of slots, so that some sequences drop slots.
 const MIXTURE: Mixture<'_> = Mixture {
     router: "router",
@@ -78,11 +105,23 @@ fn block(recompute: Recompute, dropout: f32) -> Program {
 
 /// Records the block with these parameters frozen.
 fn partly_trained(recompute: Recompute, dropout: f32, frozen: &[String], input: InputGradient) -> Program {
+    let record = |g: &mut Recorder| {
+        let x = g.input(WIDTH);
+        everything(g, x, dropout)
+    };
+    recorded(&record, recompute, frozen, input)
+}
+
+fn recorded(
+    record: &dyn Fn(&mut Recorder) -> Value,
+    recompute: Recompute,
+    frozen: &[String],
+    input: InputGradient,
+) -> Program {
     let mut g = Recorder::new(Mode::Training, SHAPE);
     g.freeze(frozen.iter().cloned());
     g.set_input_gradient(input);
-    let x = g.input(WIDTH);
-    let y = everything(&mut g, x, dropout);
+    let y = record(&mut g);
     g.finish(y, recompute)
 }
 
@@ -280,28 +319,43 @@ fn every_way_of_running_the_backward_gives_the_same_bits() {
 
 #[test]
 fn what_is_trained_gets_the_same_gradient_whatever_else_is_not() {
-    let world = World::new();
-    let all = block(Recompute::None, 0.3);
-    let reference = world.fused(&all);
-    let names: Vec<&str> = all.parameters().iter().map(|parameter| parameter.name.as_str()).collect();
-    // Each parameter alone, all but each, none, and random subsets.
-    let random = |seed: u64| move |i: usize| Philox::new(seed).at(i as u64)[0].is_multiple_of(2);
-    let mut choices: Vec<Vec<bool>> = vec![vec![false; names.len()]];
-    for only in 0..names.len() {
-        choices.push((0..names.len()).map(|i| i == only).collect());
-        choices.push((0..names.len()).map(|i| i != only).collect());
+    compare_partly_trained(&|g| {
+        let x = g.input(WIDTH);
+        everything(g, x, 0.3)
+    });
+}
+
+#[test]
+fn images_get_the_same_gradients_whatever_is_not_trained_or_recomputed() {
+    for statistics in [Statistics::Batch, Statistics::Running] {
+        compare_partly_trained(&|g| vision(g, statistics));
     }
-    choices.extend((0..12).map(|seed| (0..names.len()).map(random(seed)).collect()));
+}
+
+/// Checks, with each parameter alone trained, all but each, none, and random subsets, that every way of running the
+/// backward gives the gradients of a training of all parameters.
+fn compare_partly_trained(record: &dyn Fn(&mut Recorder) -> Value) {
+    let world = World::new();
+    let all = recorded(record, Recompute::None, &[], InputGradient::Wanted);
+    let reference = world.fused(&all);
+    let name = |index: usize| all.parameters()[index].name.clone();
+    let trainable: Vec<usize> = all.trained().map(|index| index.0).collect();
+    let random = |seed: u64| move |i: usize| Philox::new(seed).at(i as u64)[0].is_multiple_of(2);
+    let mut choices: Vec<Vec<usize>> = vec![vec![]];
+    for &only in &trainable {
+        choices.push(vec![only]);
+        choices.push(trainable.iter().copied().filter(|&index| index != only).collect());
+    }
+    choices.extend((0..12).map(|seed| trainable.iter().copied().filter(|&i| random(seed)(i)).collect()));
     for trained in choices {
-        let frozen: Vec<String> =
-            names.iter().zip(&trained).filter(|(_, t)| !**t).map(|(name, _)| (*name).to_owned()).collect();
+        let frozen = trainable.iter().filter(|index| !trained.contains(index)).map(|&index| name(index));
+        let frozen: Vec<String> = frozen.collect();
         for input in [InputGradient::Wanted, InputGradient::Unwanted] {
             for recompute in [Recompute::None, Recompute::Selective, Recompute::Full] {
-                let program = partly_trained(recompute, 0.3, &frozen, input);
-                let any = input == InputGradient::Wanted || trained.contains(&true);
-                assert_eq!(program.has_backward(), any);
+                let program = recorded(record, recompute, &frozen, input);
+                let wanted = input == InputGradient::Wanted;
+                assert_eq!(program.has_backward(), wanted || !trained.is_empty());
                 for (dx, gradients) in [world.fused(&program), world.split(&program)] {
-                    let wanted = input == InputGradient::Wanted;
                     let says = || format!("{input:?}, {recompute:?}, without {frozen:?}");
                     assert!(
                         if wanted { dx == reference.0 } else { dx.iter().all(|x| *x == 0.0 || x.is_nan()) },
@@ -309,11 +363,11 @@ fn what_is_trained_gets_the_same_gradient_whatever_else_is_not() {
                         says()
                     );
                     for (i, gradient) in gradients.iter().enumerate() {
-                        let right = match trained[i] {
+                        let right = match trained.contains(&i) {
                             true => *gradient == reference.1[i],
                             false => gradient.iter().all(|g| *g == 0.0),
                         };
-                        assert!(right, "{}: {}", names[i], says());
+                        assert!(right, "{}: {}", name(i), says());
                     }
                 }
             }
@@ -356,17 +410,42 @@ fn the_gradient_is_the_derivative_of_the_loss() {
         // Router losses are not part of the loss summed here.
         program.backward(replay, None, None, Seed::of_tokens(1.0)).unwrap();
     });
-    let gradients = store.gradients();
-    for (index, gradient) in gradients.iter().enumerate() {
-        let weight = store.weights[index].view();
+    check_derivatives(&program, &store, &store.gradients(), || world.loss(&program, &store));
+}
+
+#[test]
+fn the_gradients_of_images_are_derivatives() {
+    let world = World::new();
+    for statistics in [Statistics::Batch, Statistics::Running] {
+        let record = |g: &mut Recorder| vision(g, statistics);
+        let program = recorded(&record, Recompute::None, &[], InputGradient::Wanted);
+        let (_, gradients) = world.fused(&program);
+        let store = Store::new(&program, &world.arena);
+        // The output's gradient is that of its product with `dy`.
+        let dy = world.dy.view().to_vec::<f32>();
+        let loss = || {
+            world.replay(&program, &store, true, |replay| {
+                program.forward(replay).unwrap();
+                let y = program.output(replay.frame).to_vec::<f32>();
+                y.iter().zip(&dy).map(|(&y, &dy)| f64::from(y) * f64::from(dy)).sum()
+            })
+        };
+        check_derivatives(&program, &store, &gradients, loss);
+    }
+}
+
+/// Compares the gradient of each trained parameter with central differences of the loss.
+fn check_derivatives(program: &Program, store: &Store, gradients: &[Vec<f32>], loss: impl Fn() -> f64) {
+    for ParameterIndex(index) in program.trained() {
+        let (gradient, weight) = (&gradients[index], store.weights[index].view());
         let values = weight.to_vec::<f32>();
         // Along a random direction, the central difference equals the dot product of gradient and direction.
         let direction: Vec<f32> = (0..values.len() as u64).map(|i| Philox::new(9).normal(i)).collect();
-        let h = 3e-3;
+        let h = 2e-3;
         let along = |sign: f32| {
             let moved: Vec<f32> = values.iter().zip(&direction).map(|(v, d)| v + sign * h * d).collect();
             weight.copy_from(&moved);
-            world.loss(&program, &store)
+            loss()
         };
         let slope = (along(1.0) - along(-1.0)) / (2.0 * f64::from(h));
         weight.copy_from(&values);

@@ -31,7 +31,7 @@ fn squared_relu(g: &mut Recorder, x: Value, name: &str) -> Value {
     let columns = g.columns(x);
     let share = g.share_of_columns(x);
     let scale = g.parameter(format!("{name}.scale"), &[columns], Initializer::Ones, share);
-    let y = g.value_like(x, columns);
+    let y = g.same_shape(x);
     g.push(SquaredRelu { x, scale, y });
     y
 }

@@ -20,6 +20,9 @@ pub const SECOND_INTERRUPT_EXIT_CODE: i32 = 130;
 /// Time after the first signal within which further ones have the same cause.
 const SAME_CAUSE: Duration = Duration::from_secs(1);
 
+/// Interval at which a pause looks for a stop request.
+const LOOK: Duration = Duration::from_millis(10);
+
 /// Flag of a stop request; clones share it.
 #[derive(Debug, Clone, Default)]
 pub struct Interrupt {
@@ -66,6 +69,19 @@ impl Interrupt {
     /// Returns the time of the first request; `None` if there was none.
     pub fn requested_since(&self) -> Option<Instant> {
         self.is_requested().then(|| *self.since.get_or_init(Instant::now))
+    }
+
+    /// Waits for `pause`; returns false as soon as a stop is requested.
+    pub fn sleeps(&self, pause: Duration) -> bool {
+        let end = Instant::now() + pause;
+        while !self.is_requested() {
+            let rest = end.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                return true;
+            }
+            std::thread::sleep(rest.min(LOOK));
+        }
+        false
     }
 
     /// Returns true if a stop has been requested.

@@ -39,6 +39,6 @@ pub use model::{Model, Sizes, Tie, Unit};
 pub use options::{RecordingOptions, Tuning};
 pub use presets::{Preset, presets};
 pub use recorded::{RecordedModel, parameter_records, tuned_records};
-pub use registry::{ReadModel, register};
+pub use registry::{ReadModel, register, register_given};
 pub use units::Flops;
 pub use work::model_work;

@@ -33,6 +33,7 @@ pub struct RecordedModel {
     /// The places that the model was recorded for.
     pub(crate) places: Places,
     vocabulary: usize,
+    classes: usize,
     /// Per unit, true if each rank of the tensor-parallel group keeps a slice of its output.
     sliced: Vec<bool>,
 }
@@ -86,6 +87,7 @@ impl RecordedModel {
             bias_update_rate: config.experts().map_or(0.0, |experts| experts.bias_update_rate),
             places: options.places,
             vocabulary: config.vocab_size(),
+            classes: description.sizes().classes,
             sliced: Vec::new(),
         };
         (0..model.units()).for_each(|unit| model.declare(unit));
@@ -112,6 +114,11 @@ impl RecordedModel {
     /// Returns the number of units.
     pub fn units(&self) -> usize {
         self.units.declared.len()
+    }
+
+    /// Returns the number of classes that the model tells apart; 0 if it is no classifier.
+    pub fn classes(&self) -> usize {
+        self.classes
     }
 
     /// Returns the number of layers.

@@ -56,7 +56,7 @@ impl RecordedUnits {
                 recorded.push(recording);
                 recorded.len() - 1
             });
-            trains_anything |= units.programs[program].parameters().iter().any(|declared| declared.trainable);
+            trains_anything |= units.programs[program].trained().next().is_some();
             units.of_unit.push(program);
         }
         units

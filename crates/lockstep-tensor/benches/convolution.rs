@@ -1,7 +1,7 @@
 //! Convolutions of ResNet-18 (CIFAR shapes, batch 32) and the stem for ImageNet: forward, gradient of the input, gradient
 //! of the weight. Prints one JSON object a line, with the fastest time of several runs.
 //!
-//! `benches/peers/compare_convolution.py` runs it by turns with PyTorch. Arguments: `--dtype f32|bf16`, `--threads N`.
+//! `benches/peers/compare_convolution.py` runs it by turns with PyTorch. Arguments: `--dtype f32|bf16`, `--threads N`, `--only PART-OF-A-NAME`.
 #![expect(clippy::print_stdout, reason = "a bench prints its results")]
 
 use std::time::{Duration, Instant};

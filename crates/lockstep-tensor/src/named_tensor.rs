@@ -1,10 +1,28 @@
 //! Named, typed tensors in host memory: the inputs of a micro-batch before they are copied to a device.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use lockstep_plan::DType;
 
 use crate::view::View;
+
+/// Name of the input that a loss counts: elements other than -100 of an i32 tensor are valid.
+pub const LABELS: &str = "labels";
+
+/// Names that data sets have for the inputs of models.
+const ALIASES: [(&str, &str); 2] = [("pixel_values", "image"), (LABELS, "label")];
+
+/// Returns the tensor of a name, also under the name that data sets usually have for it: `image` for `pixel_values`, `label`
+/// for `labels`.
+pub fn find_tensor<'a>(tensors: &'a [NamedTensor], name: &str) -> Option<&'a NamedTensor> {
+    let exact = tensors.iter().find(|tensor| &*tensor.name == name);
+    exact.or_else(|| tensors.iter().find(|tensor| is_name_of(&tensor.name, name)))
+}
+
+/// Returns true if a data set may call the input `input` of a model `name`.
+pub fn is_name_of(name: &str, input: &str) -> bool {
+    name == input || ALIASES.contains(&(input, name))
+}
 
 /// Elements of a tensor, row-major.
 #[derive(Debug, Clone, PartialEq)]
@@ -86,37 +104,31 @@ impl TensorData {
         if let Self::I32(values) = self { Some(values) } else { None }
     }
 
-    /// Returns the elements of a `U32` tensor.
-    pub fn as_u32(&self) -> Option<&[u32]> {
-        if let Self::U32(values) = self { Some(values) } else { None }
-    }
-
     /// Returns the elements of an `F32` tensor.
     pub fn as_f32(&self) -> Option<&[f32]> {
         if let Self::F32(values) = self { Some(values) } else { None }
     }
 
     /// Appends the elements of `other`. Returns false, and appends nothing, if its dtype differs.
+    #[must_use]
     pub fn append(&mut self, other: &Self) -> bool {
-        match (self, other) {
-            (Self::U8(all), Self::U8(more)) => all.extend_from_slice(more),
-            (Self::I32(all), Self::I32(more)) => all.extend_from_slice(more),
-            (Self::U32(all), Self::U32(more)) => all.extend_from_slice(more),
-            (Self::F32(all), Self::F32(more)) => all.extend_from_slice(more),
-            _ => return false,
-        }
-        true
+        self.append_range(other, 0..other.len())
     }
 
-    /// Appends the elements `range` of `other`, which has the same dtype.
-    pub fn append_range(&mut self, other: &Self, range: std::ops::Range<usize>) {
+    /// Appends the elements `range` of `other`. Returns false, and appends nothing, if its dtype differs.
+    ///
+    /// # Panics
+    /// If `other` has no such elements.
+    #[must_use]
+    pub fn append_range(&mut self, other: &Self, range: Range<usize>) -> bool {
         match (self, other) {
             (Self::U8(all), Self::U8(more)) => all.extend_from_slice(&more[range]),
             (Self::I32(all), Self::I32(more)) => all.extend_from_slice(&more[range]),
             (Self::U32(all), Self::U32(more)) => all.extend_from_slice(&more[range]),
             (Self::F32(all), Self::F32(more)) => all.extend_from_slice(&more[range]),
-            (this, other) => debug_assert_eq!(this.dtype(), other.dtype()),
+            _ => return false,
         }
+        true
     }
 }
 
@@ -147,7 +159,11 @@ impl NamedTensor {
     }
 
     /// Replaces shape and elements, and returns the old elements.
+    ///
+    /// # Panics
+    /// If `shape` and `data` differ in their number of elements.
     pub fn replace(&mut self, shape: &[usize], data: TensorData) -> TensorData {
+        assert_eq!(shape.iter().product::<usize>(), data.len(), "elements of shape {shape:?}");
         self.shape.clear();
         self.shape.extend_from_slice(shape);
         std::mem::replace(&mut self.data, data)

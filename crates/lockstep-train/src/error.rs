@@ -80,6 +80,17 @@ pub enum Error {
         /// Name of the first such parameter.
         name: String,
     },
+    /// No label of the validation set counts.
+    #[error(
+        "the evaluation has no label to count in the {samples} samples of the validation set; without integer labels only \
+         full micro-batches of {micro_batch} count; lower train.micro_batch or add samples"
+    )]
+    NothingToEvaluate {
+        /// Samples that the evaluation reads.
+        samples: u64,
+        /// Samples of a micro-batch.
+        micro_batch: u64,
+    },
     /// The keys of `[model]` describe other parameters than the pretrained weights have.
     #[error(
         "model.path has not the parameters that the keys of [model] ask for (missing: {}; left over: {}); leave \

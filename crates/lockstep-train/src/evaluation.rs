@@ -1,6 +1,8 @@
 //! The evaluation of a run: the mean loss on its validation set, over all ranks.
 //!
-//! Replicas take micro-batches of the validation set in turn. The loss is a sum over tokens, divided once at the end.
+//! Replicas take micro-batches of the validation set in turn. The loss is a sum over tokens, divided once at the end. A
+//! last micro-batch that is not full counts if its labels can be masked: tokens, or classes. With f32 labels or none it is
+//! left out.
 
 use std::time::Instant;
 
@@ -15,7 +17,7 @@ use crate::training_data::host_batch;
 /// Evaluates the weights after `step` on the first `eval_steps` global batches of `valid`. Collective: every rank calls it.
 ///
 /// # Errors
-/// If a sample cannot be read, or a rank is lost or does not answer in time.
+/// If a sample cannot be read, no label counts, or a rank is lost or does not answer in time.
 pub(crate) fn evaluate(
     config: &RunConfig,
     ranks: &Ranks,
@@ -36,13 +38,19 @@ pub(crate) fn evaluate(
         let own = starts.get(ranks.replica()).copied();
         let first = own.unwrap_or(starts[0]);
         valid.fill(first..first + micro_batch, &mut batch)?;
-        // The last micro-batch may extend into samples that do not count; their labels are masked.
-        let counted = own.map_or(0, |first| (samples - first).min(micro_batch)) as usize;
-        valid.mask(counted, &mut batch);
-        loss_sum += engine.evaluate(&host_batch(&batch))?;
-        tokens += host_batch(&batch).targets(engine.model());
+        // The last micro-batch may extend into samples that do not count; their labels are masked, or it is left out.
+        let counted = own.map_or(0, |first| (samples - first).min(micro_batch));
+        let is_exact = counted == micro_batch || batch.mask_from(counted as usize);
+        let loss = engine.evaluate(&host_batch(&batch))?;
+        if is_exact {
+            loss_sum += loss;
+            tokens += host_batch(&batch).targets(engine.model());
+        }
     }
     let (loss_sum, tokens) = ranks.sum(loss_sum, tokens)?;
+    if tokens == 0 {
+        return Err(Error::NothingToEvaluate { samples, micro_batch });
+    }
     // Discards the evaluation's traffic so that the next step does not report it.
     engine.take_traffic();
     Ok(EvalMetrics {

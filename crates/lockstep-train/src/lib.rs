@@ -40,4 +40,4 @@ pub use error::Error;
 pub use observer::StepObserver;
 pub use ranks::{ranks_of, ranks_of_model};
 pub use trainer::{Summary, train, train_observed, train_on};
-pub use training_data::TrainingData;
+pub use training_data::{TrainingData, host_batch};

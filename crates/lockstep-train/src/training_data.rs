@@ -19,7 +19,8 @@ pub struct TrainingData {
     pub valid: Option<Arc<dyn BatchSource>>,
     /// The text behind them; `None` for samples of named tensors.
     pub text: Option<TextCorpus>,
-    /// Hash of the training data: two runs with the same one read the same samples.
+    /// Identity of the training data, which a run that resumes compares: the hash of a text's tokens, or what its owner calls
+    /// other samples.
     pub digest: String,
 }
 
@@ -63,7 +64,7 @@ impl TrainingData {
 }
 
 /// Returns a micro-batch as the engine reads it.
-pub(crate) fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {
+pub fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {
     HostBatch {
         ids: &batch.ids,
         labels: &batch.labels,

@@ -6,7 +6,7 @@ use lockstep_engine::{EngineOptions, HostBatch, Optimizer, Ranks, Update};
 use lockstep_graph::Seed;
 use lockstep_model::ModelConfig;
 use lockstep_plan::{CheckedPlan, DType, Plan};
-use lockstep_train::clip_coefficient;
+use lockstep_train::{clip_coefficient, host_batch};
 
 use crate::World;
 use crate::error::Error;
@@ -14,7 +14,7 @@ use crate::error::Error;
 /// Settings of an [`Engine`].
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Layout of the work over the ranks. Ranks that its mesh leaves over become data-parallel replicas.
+    /// Layout of the work over the ranks, extended to all of them by data parallelism: see [`Plan::over`].
     pub plan: Plan,
     /// Samples of a step over all ranks.
     pub global_batch: usize,
@@ -78,10 +78,7 @@ impl Engine {
     pub fn new(world: &World, model: impl Into<ModelConfig>, settings: Settings) -> Result<Self, Error> {
         let model = model.into();
         model.validate()?;
-        let mut plan = settings.plan.clone();
-        if let Some(ranks) = plan.mesh.world_size().filter(|ranks| world.size().is_multiple_of(*ranks)) {
-            plan.mesh.replicate *= world.size() / ranks;
-        }
+        let plan = settings.plan.clone().over(world.size());
         let plan = model.check_plan(&plan, [settings.global_batch, settings.seq_len])?;
         if plan.mesh().world_size() != world.size() {
             return Err(Error::WorldSize { plan: plan.mesh().world_size(), world: world.size() });
@@ -185,13 +182,6 @@ impl Inputs for Batch {
 
 impl Inputs for MicroBatch {
     fn host_batch(&self) -> HostBatch<'_> {
-        HostBatch {
-            ids: &self.ids,
-            labels: &self.labels,
-            positions: &self.positions,
-            document_starts: &self.document_starts,
-            sample_numbers: &self.sample_numbers,
-            inputs: &self.inputs,
-        }
+        host_batch(self)
     }
 }

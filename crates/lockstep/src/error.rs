@@ -47,10 +47,55 @@ pub enum Error {
         /// The system's error.
         source: std::io::Error,
     },
+    /// The transformed samples lack an input of the model.
+    #[error(
+        "the model reads {input}, and the transformed samples have {found}; add a transform, such as ToFloat, or another data set"
+    )]
+    Input {
+        /// Name, dtype and shape of the input.
+        input: String,
+        /// The tensors of the samples.
+        found: String,
+    },
     /// A trainer has no data set.
     #[error("the trainer has no data: call Trainer::data")]
     NoData,
     /// All targets of a global batch are masked.
     #[error("every label of the global batch is -100, so that there is no loss")]
     NoTargets,
+}
+
+impl Error {
+    /// Returns true if every rank finds this error alike, so that one reports it.
+    pub(crate) fn is_of_all_ranks(&self) -> bool {
+        matches!(
+            self,
+            Self::Model(_)
+                | Self::Plan(_)
+                | Self::WorldSize { .. }
+                | Self::Config(_)
+                | Self::Input { .. }
+                | Self::NoData
+                | Self::NoTargets
+                | Self::Train(lockstep_train::Error::Config(_) | lockstep_train::Error::Layout(_))
+        )
+    }
+
+    /// Returns the error of the training loop that this is, or itself.
+    pub(crate) fn into_train(self) -> Result<lockstep_train::Error, Self> {
+        match self {
+            Self::Model(error) => Ok(error.into()),
+            Self::Plan(error) => Ok(error.into()),
+            Self::Data(error) => Ok(error.into()),
+            Self::Engine(error) => Ok(error.into()),
+            Self::Comm(error) => Ok(error.into()),
+            Self::Config(error) => Ok(error.into()),
+            Self::Train(error) => Ok(error),
+            error @ (Self::WorldSize { .. }
+            | Self::Io { .. }
+            | Self::Input { .. }
+            | Self::NoData
+            | Self::NoTargets) => Err(error),
+        }
+    }
 }

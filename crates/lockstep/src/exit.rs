@@ -30,6 +30,16 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
+    /// Returns true if another attempt may succeed: not after a wrong configuration or a missing resource.
+    pub(crate) fn may_restart(&self) -> bool {
+        !matches!(self.code, CONFIGURATION | MISSING | CORRUPT_INPUT | INTERRUPTED)
+    }
+
+    /// Returns the message, or words for a failure that a rank has reported itself.
+    pub(crate) fn cause(&self) -> &str {
+        if self.message.is_empty() { "a rank failed" } else { &self.message }
+    }
+
     pub(crate) fn configuration(message: impl Into<String>) -> Self {
         Self { message: message.into(), code: CONFIGURATION }
     }
@@ -179,6 +189,16 @@ impl From<lockstep_observe::Error> for Failure {
             _ => FAILED,
         };
         Self { message: error.to_string(), code }
+    }
+}
+
+impl From<crate::Error> for Failure {
+    fn from(error: crate::Error) -> Self {
+        match error.into_train() {
+            Ok(error) => error.into(),
+            Err(error @ crate::Error::Io { .. }) => Self { message: error.to_string(), code: FAILED },
+            Err(error) => Self::configuration(error.to_string()),
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 //! The program that a user starts is the launcher of its ranks: it starts copies of itself and watches them. A process that is
 //! a rank already, by our launcher, torchrun, `mpirun`, `srun` or Kubernetes, joins the others and runs the body.
 
-use std::fmt::Display;
+use std::error::Error as StdError;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use lockstep_launch::restarts::{Policy, Restarts, Verdict, jitter};
 use lockstep_launch::{Elastic, JoinOptions, MEETING_LIMIT, is_launched, place, started_group};
 
 use crate::command::finish;
+use crate::error::Error;
 use crate::exit::{FAILED, Failure, INTERRUPTED};
 use crate::launching::{First, Flags, Launching, variable};
 use crate::nodes::Nodes;
@@ -23,6 +24,9 @@ use crate::{instructions, limits, ranks};
 
 /// Time without a failure after which restarts count anew.
 const STABLE_AFTER: Duration = Duration::from_secs(600);
+
+/// Any error of a body.
+type Problem = Box<dyn StdError + Send + Sync>;
 
 /// torchrun's flags of a program.
 #[derive(Debug, Args)]
@@ -46,7 +50,7 @@ struct Ranks {
 /// the only rank. Started by torchrun, `mpirun`, `srun` or as a Kubernetes job, it joins the other ranks. [`arguments`]
 /// returns the other arguments.
 ///
-/// An error of `body` ends the run with exit code 1; its text is reported with the rank.
+/// An error of `body` ends the run with the exit code that `lockstep` has for it, or 1; its text is reported with the rank.
 ///
 /// ```no_run
 /// fn main() -> std::process::ExitCode {
@@ -58,7 +62,7 @@ struct Ranks {
 ///     })
 /// }
 /// ```
-pub fn launch<E: Display>(body: impl FnOnce(&World) -> Result<(), E>) -> ExitCode {
+pub fn launch<E: Into<Problem>>(body: impl FnOnce(&World) -> Result<(), E>) -> ExitCode {
     finish(prepare().and_then(|()| run(body)))
 }
 
@@ -71,7 +75,7 @@ fn prepare() -> Result<(), Failure> {
     limits::prepare().and_then(|()| instructions::limit())
 }
 
-fn run<E: Display>(body: impl FnOnce(&World) -> Result<(), E>) -> Result<ExitCode, Failure> {
+fn run<E: Into<Problem>>(body: impl FnOnce(&World) -> Result<(), E>) -> Result<ExitCode, Failure> {
     // A rank may be asked to stop at any time from its start.
     let interrupt = is_launched().then(Interrupt::on_signals).transpose()?;
     let is_rank = is_launched() || place()?.is_some_and(|place| place.world_size.is_some());
@@ -87,12 +91,28 @@ fn run<E: Display>(body: impl FnOnce(&World) -> Result<(), E>) -> Result<ExitCod
     let join = JoinOptions { way: TransportKind::Auto, tcp: TcpOptions::default(), mpi: ranks::mpi() };
     let group = started_group(join).map_err(|error| ranks::told_by(error, 0))?;
     let world = World::new(group, interrupt);
-    body(&world).map_err(|error| {
-        let message =
-            if world.size() > 1 { format!("rank {}: {error}", world.rank()) } else { error.to_string() };
-        Failure { message, code: FAILED }
-    })?;
+    body(&world).map_err(|error| failure_of(error.into(), world.rank()))?;
     Ok(if world.is_interrupted() { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
+}
+
+/// Returns the failure that a rank reports for an error of its body.
+fn failure_of(error: Problem, rank: usize) -> Failure {
+    match error.downcast::<Error>() {
+        // Every rank finds the same mistake in its settings.
+        Ok(error) if rank > 0 && error.is_of_all_ranks() => {
+            Failure { message: String::new(), ..Failure::from(*error) }
+        }
+        Ok(error) => match error.into_train() {
+            Ok(error) => ranks::told_by(error, rank),
+            Err(error) => labelled(Failure::from(error), rank),
+        },
+        Err(error) => labelled(Failure { message: error.to_string(), code: FAILED }, rank),
+    }
+}
+
+fn labelled(failure: Failure, rank: usize) -> Failure {
+    let message = if rank > 0 { format!("rank {rank}: {}", failure.message) } else { failure.message };
+    Failure { message, ..failure }
 }
 
 /// Starts the ranks of this machine and watches them to their end, with restarts after failures; `None` if this process is
@@ -126,15 +146,17 @@ fn start(given: &Given) -> Result<Option<ExitCode>, Failure> {
             Ok(code) => return Ok(Some(code)),
             Err(failure) => failure,
         };
-        if interrupt.is_requested() {
+        if interrupt.is_requested() || !failure.may_restart() {
             return Err(failure);
         }
         match restarts.after_failure(begin.elapsed(), None, jitter()) {
             Verdict::Again(pause) => {
-                warning(&format!("{}; restart {} of {max_restarts}", failure.message, attempt + 1));
-                std::thread::sleep(pause);
+                warning(&format!("{}; restart {} of {max_restarts}", failure.cause(), attempt + 1));
+                if !interrupt.sleeps(pause) {
+                    return Err(ranks::interrupted());
+                }
             }
-            _ => return Err(failure),
+            Verdict::UsedUp | Verdict::Futile(_) => return Err(failure),
         }
     }
     Ok(None)

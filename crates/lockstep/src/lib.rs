@@ -132,12 +132,12 @@ pub mod samples {
 
 pub use lockstep_engine::Optimizer;
 pub use lockstep_graph::{
-    BatchNormOptions, Bias, Convolution, Facts, InputGradients, LABELS, Linear, Op, ParameterIndex,
-    Placement, Recorder, Run, Value,
+    BatchNormOptions, Bias, Convolution, Facts, InputGradients, Linear, Op, ParameterIndex, Placement,
+    Recorder, Run, Value,
 };
 pub use lockstep_model::{InputDeclaration, Model, ModelConfig, Sizes, Unit, register};
 pub use lockstep_plan::{DType, Degrees, Initializer, Plan};
-pub use lockstep_tensor::{NamedTensor, TensorData, View, Window2d, Write};
+pub use lockstep_tensor::{LABELS, NamedTensor, TensorData, View, Window2d, Write};
 pub use lockstep_train::Summary;
 
 pub use self::engine::{Engine, Inputs, Settings, Step};

@@ -4,12 +4,13 @@
 use std::sync::Arc;
 
 use lockstep_config::{PlanFile, Resume, RunConfig};
-use lockstep_data::samples::{Dataset, EpochEnd, SampleBatches, SampleSequence, Transforms};
+use lockstep_data::samples::{Dataset, EpochEnd, SampleBatches, SampleSequence, TensorSpec, Transforms};
 use lockstep_data::{BatchSource, SampleOrder};
 use lockstep_engine::Ranks;
-use lockstep_model::{ModelConfig, register};
+use lockstep_model::{InputDeclaration, ModelConfig, register_given};
 use lockstep_observe::progress::{Detail, Progress};
 use lockstep_plan::Plan;
+use lockstep_tensor::is_name_of;
 use lockstep_train::{Summary, TrainingData, ranks_of, train_on};
 
 use crate::World;
@@ -57,7 +58,7 @@ impl Trainer {
         self
     }
 
-    /// Sets the plan; by default ranks are data-parallel replicas.
+    /// Sets the plan, which is extended to all ranks by data parallelism ([`Plan::over`]); by default ranks are replicas.
     #[must_use]
     pub fn plan(mut self, plan: Plan) -> Self {
         self.plan = Some(plan);
@@ -100,6 +101,9 @@ impl Trainer {
             Ok(Arc::new(SampleBatches::new(set.dataset, set.transforms, sequence, seed)?))
         };
         let Some(data) = self.data else { return Err(Error::NoData) };
+        for set in [Some(&data), self.valid.as_ref()].into_iter().flatten() {
+            check_inputs(&self.model, set)?;
+        }
         let digest = format!("{} samples of {:?}", data.dataset.len(), data.dataset.tensors());
         let train = source(data, SampleOrder::Shuffle { seed })?;
         let valid = self.valid.map(|set| source(set, SampleOrder::Sequential)).transpose()?;
@@ -114,20 +118,39 @@ impl Trainer {
 
     /// Returns the configuration of the run.
     fn config(&self, world: &World) -> Result<RunConfig, Error> {
-        let model_type = self.model.model_type().to_owned();
-        let model = self.model.clone();
-        // The run names the model by its type; overrides are part of the model that was given.
-        register(&model_type, move |_| (model.handle(), Vec::new()));
-        let own = [format!("model.model_type={model_type:?}")];
+        // A run names its model; overrides are part of the model that was given.
+        let own = [format!("model.model_type={:?}", register_given(self.model.handle()))];
         let settings: Vec<&String> = own.iter().chain(&self.settings).collect();
-        let mut config =
-            RunConfig::parse("", "the trainer", &settings).map_err(lockstep_config::Error::from)?;
-        if let Some(plan) = &self.plan {
-            config = config
-                .with_plan(&PlanFile::unwritten(plan.clone(), "the trainer's plan"))
-                .map_err(lockstep_config::Error::from)?;
-        }
-        let of_ranks = config.setting_for_ranks(world.size())?;
-        Ok(config.with_settings(&[of_ranks]).map_err(lockstep_config::Error::from)?)
+        let config = RunConfig::parse("", "the trainer", &settings).map_err(lockstep_config::Error::from)?;
+        let planned = match &self.plan {
+            Some(plan) => {
+                let plan = plan.clone().over(world.size());
+                config.with_plan(&PlanFile::unwritten(plan, "the trainer's plan"))
+            }
+            None => config.with_settings(&[config.setting_for_ranks(world.size())?]),
+        };
+        Ok(planned.map_err(lockstep_config::Error::from)?)
     }
+}
+
+/// Checks that transformed samples have the inputs of the model.
+fn check_inputs(model: &ModelConfig, set: &Set) -> Result<(), Error> {
+    let tensors = set.transforms.output(set.dataset.tensors())?;
+    for declared in model.model().inputs() {
+        let found = tensors.iter().find(|tensor| is_name_of(&tensor.name, &declared.name));
+        let shape: Vec<Option<usize>> = declared.shape.iter().copied().map(Some).collect();
+        if found.is_none_or(|tensor| tensor.dtype != declared.dtype || tensor.shape != shape) {
+            let found = tensors.iter().map(describe).collect::<Vec<_>>().join(", ");
+            let InputDeclaration { name, dtype, shape } = declared;
+            return Err(Error::Input { input: format!("{name} {dtype} {shape:?}"), found });
+        }
+    }
+    Ok(())
+}
+
+/// Describes a tensor of samples: `image u8 [32, 32, 3]`, with `?` for an extent that varies.
+fn describe(tensor: &TensorSpec) -> String {
+    let extent = |extent: &Option<usize>| extent.map_or("?".to_owned(), |extent| extent.to_string());
+    let shape = tensor.shape.iter().map(extent).collect::<Vec<_>>().join(", ");
+    format!("{} {} [{shape}]", tensor.name, tensor.dtype)
 }

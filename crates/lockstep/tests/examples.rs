@@ -13,7 +13,9 @@ const TIME_LIMIT: Duration = Duration::from_secs(120);
 /// Returns the program of an example, which cargo builds beside the tests.
 fn example(name: &str) -> PathBuf {
     let own = std::env::current_exe().unwrap();
-    own.parent().unwrap().parent().unwrap().join("examples").join(name)
+    let path = own.parent().unwrap().parent().unwrap().join("examples").join(name);
+    assert!(path.exists(), "{} is missing: run cargo build -p lockstep --examples first", path.display());
+    path
 }
 
 /// Runs an example in a directory and returns its standard output.

@@ -1,7 +1,8 @@
 //! A batch of samples: their tensors stacked along a new first dimension.
 
-use super::tensor::Sample;
 use lockstep_tensor::{NamedTensor, TensorData};
+
+use super::tensor::Sample;
 
 /// Stacked samples. Images `[height, width, channels]` become `[samples, height, width, channels]`, scalar labels
 /// `[samples]`.
@@ -28,6 +29,12 @@ impl Batch {
 
     /// Removes all samples and keeps the memory.
     pub(crate) fn clear(&mut self) {
+        for tensor in &mut self.tensors {
+            tensor.data.clear();
+            if let Some(samples) = tensor.shape.first_mut() {
+                *samples = 0;
+            }
+        }
         self.sample_numbers.clear();
         self.skipped = 0;
     }

@@ -3,13 +3,13 @@
 //! A file is a sequence of records without a header: one label byte (two for CIFAR-100: coarse, fine), then 3,072
 //! pixels as planes of red, green and blue, each 32 × 32 row-major. Samples are read from the files, not kept in memory.
 
-use lockstep_tensor::TensorData;
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
 use lockstep_plan::DType;
+use lockstep_tensor::TensorData;
 
 use super::{
     dataset::{Dataset, check_index, get_new, label_problem},

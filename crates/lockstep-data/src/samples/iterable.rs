@@ -62,8 +62,9 @@ pub trait IterableDataset: Debug + Send + Sync {
 
 /// Iterable data set that is read by index.
 ///
-/// It keeps the last `window` samples that were read. An index within them or after them continues the pass; an earlier
-/// one starts a new pass. So `window` should hold all samples that are in use at once: a loader's `workers` ×
+/// It keeps two passes, because two epochs overlap at their border, and of each the last `window` samples that were read.
+/// An index within them or at most `window` after them continues a pass; any other starts one in place of the pass that
+/// was used least recently. So `window` should hold all samples that are in use at once: a loader's `workers` ×
 /// `prefetch_batches` batches, and twice the window of a shuffle. A smaller one is slow, but gives the same samples.
 /// Every rank reads the whole sequence and takes its samples.
 #[derive(Debug)]
@@ -71,7 +72,8 @@ pub struct StreamDataset {
     source: Arc<dyn IterableDataset>,
     samples: u64,
     window: usize,
-    pass: Mutex<Pass>,
+    /// Passes, the last used first.
+    passes: Mutex<[Pass; 2]>,
 }
 
 /// Pass over the source, with its last samples.
@@ -82,6 +84,25 @@ struct Pass {
     next: u64,
     /// Last samples before `next`; `None` for one that was damaged.
     kept: VecDeque<Option<Sample>>,
+}
+
+impl Pass {
+    /// Returns the kept sample at `index`.
+    fn kept(&self, index: u64) -> Option<&Sample> {
+        let first = self.next - self.kept.len() as u64;
+        let place = usize::try_from(index.checked_sub(first)?).ok()?;
+        self.kept.get(place)?.as_ref()
+    }
+
+    /// Returns the number of samples to read to give the one at `index`, at most `window` + 1; `None` if the pass is too
+    /// far before or behind.
+    fn samples_to(&self, index: u64, window: usize) -> Option<u64> {
+        if self.kept(index).is_some() {
+            return Some(0);
+        }
+        let ahead = index.checked_sub(self.next).filter(|&ahead| ahead <= window as u64);
+        ahead.filter(|_| self.iter.is_some()).map(|ahead| ahead + 1)
+    }
 }
 
 impl Debug for Pass {
@@ -104,7 +125,7 @@ impl StreamDataset {
             return Err(DataError::out_of_range("the window of a stream", 0, "1 or more"));
         }
         let samples = count_samples(source.as_ref(), cache_dir)?;
-        Ok(Self { source, samples, window, pass: Mutex::default() })
+        Ok(Self { source, samples, window, passes: Mutex::default() })
     }
 }
 
@@ -140,15 +161,18 @@ impl Dataset for StreamDataset {
 
     fn get(&self, index: u64) -> Result<Sample> {
         check_index(index, self.samples)?;
-        let mut pass = self.pass.lock().unwrap_or_else(PoisonError::into_inner);
-        let first = pass.next - pass.kept.len() as u64;
-        if (first..pass.next).contains(&index)
-            && let Some(sample) = &pass.kept[(index - first) as usize]
-        {
+        let mut passes = self.passes.lock().unwrap_or_else(PoisonError::into_inner);
+        let [last, other] =
+            passes.each_ref().map(|pass| pass.samples_to(index, self.window).unwrap_or(u64::MAX));
+        if other <= last && last > 0 {
+            passes.swap(0, 1);
+        }
+        let pass = &mut passes[0];
+        if let Some(sample) = pass.kept(index) {
             return Ok(sample.clone());
         }
-        // A sample before the window, a damaged one (whose error is wanted again), or one far ahead.
-        if pass.iter.is_none() || index < pass.next || index - pass.next > self.window as u64 {
+        // A sample before the windows, a damaged one (whose error is wanted again), or one far ahead.
+        if pass.samples_to(index, self.window).is_none() {
             *pass = Pass { iter: Some(self.source.iter_from(index)?), next: index, kept: VecDeque::new() };
         }
         loop {
@@ -234,6 +258,17 @@ mod tests {
             assert!(data.get(4).unwrap_err().to_string().contains("it is four"));
         }
         assert!(data.get(10).is_err());
+    }
+
+    #[test]
+    fn two_epochs_that_overlap_need_one_pass_each() {
+        let source = Arc::new(Numbers::default());
+        let data = StreamDataset::new(Arc::clone(&source) as Arc<dyn IterableDataset>, 4, None).unwrap();
+        for index in [5, 6, 7, 0, 8, 1, 9, 2, 7, 3] {
+            assert_eq!(number(&data, index), index as i32);
+        }
+        // One to count, one for each epoch.
+        assert_eq!(source.passes.load(Ordering::Relaxed), 3);
     }
 
     #[test]

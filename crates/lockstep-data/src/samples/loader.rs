@@ -216,12 +216,9 @@ impl Queue {
         if state.is_over {
             return None;
         }
+        // It is put back unless it ends or panics.
         let mut ranges = state.ranges.take()?;
-        let Some(range) = ranges.next() else {
-            drop(state);
-            self.changed.notify_all();
-            return None;
-        };
+        let range = ranges.next()?;
         state.ranges = Some(ranges);
         let number = state.first + state.slots.len() as u64;
         state.slots.push_back(None);
@@ -273,7 +270,17 @@ impl Drop for Claim<'_> {
     }
 }
 
+/// Wakes the consumer when a thread ends, also by a panic.
+struct Ended<'a>(&'a Queue);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.0.changed.notify_all();
+    }
+}
+
 fn work(queue: &Queue, filler: &Filler) {
+    let _ended = Ended(queue);
     let mut sample = Sample::default();
     while let Some((number, range, mut batch)) = queue.claim() {
         let mut claim = Claim { queue, number, is_filled: false };

@@ -2,19 +2,15 @@
 
 use std::{ops::Range, sync::Arc};
 
-use lockstep_tensor::TensorData;
 use rayon::prelude::*;
 
 use super::{dataset::Dataset, sequence::SampleSequence, tensor::Sample, transform::Transforms};
 use crate::{
-    batch::{IGNORE_LABEL, MicroBatch},
+    batch::MicroBatch,
     batch_source::BatchSource,
     error::{DataError, Result},
     samples::batch::Batch,
 };
-
-/// Names of the tensor that a loss counts.
-const LABELS: [&str; 2] = ["labels", "label"];
 
 /// A data set with its transforms in its order, from which a run fills micro-batches. Samples are read and transformed on all
 /// of the process's threads.
@@ -80,14 +76,5 @@ impl BatchSource for SampleBatches {
         batch.inputs = stacked.tensors;
         batch.sample_numbers = stacked.sample_numbers;
         Ok(())
-    }
-
-    fn mask(&self, counted: usize, batch: &mut MicroBatch) {
-        for tensor in batch.inputs.iter_mut().filter(|tensor| LABELS.contains(&&*tensor.name)) {
-            if let TensorData::I32(labels) = &mut tensor.data {
-                let of_sample = labels.len() / batch.sequences.max(1);
-                labels[counted * of_sample..].fill(IGNORE_LABEL);
-            }
-        }
     }
 }

@@ -73,7 +73,7 @@ pub struct Sample {
     /// Tensors in the order of [`Dataset::tensors`](super::Dataset::tensors).
     pub tensors: Vec<NamedTensor>,
     spares: Spares,
-    /// Memory for an encoded record, which a reader takes and gives back.
+    /// Memory for an encoded record.
     pub(crate) record: Vec<u8>,
 }
 
@@ -98,6 +98,12 @@ impl Sample {
     pub fn tensor_mut(&mut self, name: &str) -> Option<(&mut NamedTensor, &mut Spares)> {
         let tensor = self.tensors.iter_mut().find(|tensor| &*tensor.name == name)?;
         Some((tensor, &mut self.spares))
+    }
+
+    /// Calls [`prepare`](Self::prepare); returns the memory for an encoded record as well.
+    pub(crate) fn prepare_with_record(&mut self, specs: &[TensorSpec]) -> (&mut [NamedTensor], &mut Vec<u8>) {
+        self.prepare(specs);
+        (&mut self.tensors, &mut self.record)
     }
 
     /// Gives the sample the tensors that `specs` name, all empty, and reuses the memory of earlier ones.

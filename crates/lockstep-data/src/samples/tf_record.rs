@@ -3,8 +3,9 @@
 //! A record is its length (u64), the masked CRC-32C of the length (u32), the bytes, and their masked CRC-32C (u32), all
 //! little endian. One pass over the lengths finds the records; the bytes are checked when a sample is read.
 
-use lockstep_tensor::{NamedTensor, TensorData};
 use std::{fs::File, os::unix::fs::FileExt, path::Path};
+
+use lockstep_tensor::{NamedTensor, TensorData};
 
 use super::{
     brace::expand_shards,
@@ -51,8 +52,7 @@ fn index_records(file: &File, path: &Path) -> Result<ShardIndex> {
         let mut header = [0; HEADER_BYTES];
         let there = (file_bytes - at).min(HEADER_BYTES as u64) as usize;
         file.read_exact_at(&mut header[..there], at).map_err(io)?;
-        let length = check_length(&header[..there], at, file_bytes);
-        let length = match length {
+        let length = match check_length(&header[..there], at, file_bytes) {
             Ok(length) => length,
             Err(problem) => {
                 let record = format!("record {}", numbers.len() / 2);
@@ -117,35 +117,6 @@ impl TfRecordDataset {
     pub fn damages(&self) -> &[DataError] {
         &self.shards.damages
     }
-
-    fn fill(&self, index: u64, sample: &mut Sample, record: &mut Vec<u8>) -> Result<()> {
-        let (shard, number, numbers) = self.shards.locate(index);
-        let (offset, length) = (numbers[0], numbers[1] as usize);
-        let bad = |at: u64, problem| DataError::BadRecord {
-            path: self.shards.files.path(shard).to_owned(),
-            record: format!("record {number}"),
-            offset_bytes: offset + at,
-            problem,
-        };
-        record.clear();
-        self.shards.files.read(shard, offset, length + FOOTER_BYTES, record)?;
-        let (contents, crc) = record.split_at(length);
-        let crc = u32::from_le_bytes(std::array::from_fn(|byte| crc[byte]));
-        let expected = masked_crc(contents);
-        if crc != expected {
-            return Err(bad(
-                0,
-                format!("the checksum of its bytes is {expected:#010x}, but the file says {crc:#010x}"),
-            ));
-        }
-        let example = Example::parse(contents).map_err(|problem| {
-            bad(problem.offset_bytes, format!("it is not a tf.Example: {}", problem.problem))
-        })?;
-        for (field, tensor) in self.fields.iter().zip(sample.prepare(&self.specs)) {
-            decode(field, &example, tensor).map_err(|problem| bad(0, problem))?;
-        }
-        Ok(())
-    }
 }
 
 /// Decodes the feature of a field into its tensor.
@@ -168,10 +139,11 @@ fn decode(field: &Field, example: &Example<'_>, tensor: &mut NamedTensor) -> Res
         },
         (FieldKind::Class { .. }, _) => Err(one("one integer")),
         (FieldKind::Array { shape, .. }, feature) => {
-            let count = push_values(feature, &mut tensor.data).ok_or_else(|| {
+            push_values(feature, &mut tensor.data).ok_or_else(|| {
                 let dtype = tensor.data.dtype();
                 one(&format!("a list of numbers that {dtype} holds"))
             })?;
+            let count = tensor.data.len();
             tensor.shape = concrete_shape(shape, count)
                 .ok_or_else(|| one(&format!("{} values: it has {count}", shape_text(shape))))?;
             Ok(())
@@ -179,33 +151,24 @@ fn decode(field: &Field, example: &Example<'_>, tensor: &mut NamedTensor) -> Res
     }
 }
 
-/// Appends the values of a list, and returns their number; `None` if the dtype does not hold them.
-fn push_values(feature: &Feature<'_>, data: &mut TensorData) -> Option<usize> {
+/// Appends the values of a list; `None` if the dtype does not hold them.
+fn push_values(feature: &Feature<'_>, data: &mut TensorData) -> Option<()> {
     match (feature, data) {
         (Feature::Floats(values), TensorData::F32(data)) => data.extend(values),
-        (Feature::Integers(values), TensorData::I32(data)) => {
-            for &value in values {
-                data.push(value.try_into().ok()?);
-            }
-        }
-        (Feature::Integers(values), TensorData::U32(data)) => {
-            for &value in values {
-                data.push(value.try_into().ok()?);
-            }
-        }
-        (Feature::Integers(values), TensorData::U8(data)) => {
-            for &value in values {
-                data.push(value.try_into().ok()?);
-            }
-        }
+        (Feature::Integers(values), TensorData::I32(data)) => push_integers(values, data)?,
+        (Feature::Integers(values), TensorData::U32(data)) => push_integers(values, data)?,
+        (Feature::Integers(values), TensorData::U8(data)) => push_integers(values, data)?,
         (Feature::Empty, _) => {}
         _ => return None,
     }
-    Some(match feature {
-        Feature::Floats(values) => values.len(),
-        Feature::Integers(values) => values.len(),
-        Feature::Empty | Feature::Bytes(_) => 0,
-    })
+    Some(())
+}
+
+fn push_integers<T: TryFrom<i64>>(values: &[i64], data: &mut Vec<T>) -> Option<()> {
+    for &value in values {
+        data.push(value.try_into().ok()?);
+    }
+    Some(())
 }
 
 /// Returns `shape` with its varying extent replaced, so that it has `count` elements; `None` if there is no such shape.
@@ -234,9 +197,32 @@ impl Dataset for TfRecordDataset {
 
     fn get_into(&self, index: u64, sample: &mut Sample) -> Result<()> {
         check_index(index, self.len())?;
-        let mut record = std::mem::take(&mut sample.record);
-        let filled = self.fill(index, sample, &mut record);
-        sample.record = record;
-        filled
+        let (tensors, record) = sample.prepare_with_record(&self.specs);
+        let (shard, number, numbers) = self.shards.locate(index);
+        let (offset, length) = (numbers[0], numbers[1] as usize);
+        let bad = |at: u64, problem| DataError::BadRecord {
+            path: self.shards.files.path(shard).to_owned(),
+            record: format!("record {number}"),
+            offset_bytes: offset + at,
+            problem,
+        };
+        record.clear();
+        self.shards.files.read(shard, offset, length + FOOTER_BYTES, record)?;
+        let (contents, crc) = record.split_at(length);
+        let crc = u32::from_le_bytes(std::array::from_fn(|byte| crc[byte]));
+        let expected = masked_crc(contents);
+        if crc != expected {
+            return Err(bad(
+                0,
+                format!("the checksum of its bytes is {expected:#010x}, but the file says {crc:#010x}"),
+            ));
+        }
+        let example = Example::parse(contents).map_err(|problem| {
+            bad(problem.offset_bytes, format!("it is not a tf.Example: {}", problem.problem))
+        })?;
+        for (field, tensor) in self.fields.iter().zip(tensors) {
+            decode(field, &example, tensor).map_err(|problem| bad(0, problem))?;
+        }
+        Ok(())
     }
 }

@@ -1,9 +1,9 @@
 //! Transforms of samples: functions of the sample and of (seed, sample number, epoch), never of a thread or a rank.
 
-use lockstep_tensor::NamedTensor;
 use std::fmt::Debug;
 
 use lockstep_plan::random::{Philox, key_from_name, mix};
+use lockstep_tensor::NamedTensor;
 
 use super::{
     sequence::SamplePlace,

@@ -3,7 +3,7 @@
 //! One pass over the headers of a shard finds its samples; the index is cached. Each member is then read at its offset,
 //! together with the header before it, which must still be one.
 
-use std::{fs::File, io::BufReader, path::Path};
+use std::{fs::File, path::Path};
 
 use super::{
     brace::expand_shards,
@@ -14,6 +14,9 @@ use super::{
     tensor::{Sample, TensorSpec},
 };
 use crate::error::{DataError, Result};
+
+/// Suffixes of Python pickles. Reading one executes code that it holds.
+const PICKLES: [&str; 5] = ["pkl", "pickle", "pt", "pth", "pyd"];
 
 /// Samples in tar shards; a tensor per [`Field`].
 #[derive(Debug)]
@@ -32,12 +35,20 @@ impl WebDataset {
     /// # Errors
     /// If a shard cannot be read, is damaged (unless `on_damage` says otherwise) or compressed, there is no sample, or
     /// `fields` is empty or ambiguous.
-    pub fn open(shards: &str, fields: Vec<Field>, options: ShardOptions<'_>) -> Result<Self> {
+    pub fn open(shards: &str, mut fields: Vec<Field>, options: ShardOptions<'_>) -> Result<Self> {
         check_fields(&fields)?;
+        for key in fields.iter_mut().flat_map(|field| &mut field.keys) {
+            // The index has suffixes in lower case.
+            *key = key.to_lowercase();
+            if key.rsplit('.').next().is_some_and(|extension| PICKLES.contains(&extension)) {
+                let allowed = "formats that are not Python pickles, which execute code when they are read";
+                return Err(DataError::out_of_range("a key of a field", key, allowed));
+            }
+        }
         let keys: Vec<String> = fields.iter().map(|field| field.keys.join(";")).collect();
         let purpose = format!("{INDEX_PURPOSE}\n{}", keys.join("\n"));
         let per_sample = numbers_per_sample(fields.len());
-        let build = |file: &File, path: &Path| index_tar(BufReader::new(file), path, &fields);
+        let build = |file: &File, path: &Path| index_tar(file, path, &fields);
         let shards = Shards::open(expand_shards(shards)?, per_sample, options, &purpose, build)?;
         let specs = fields.iter().map(Field::spec).collect();
         Ok(Self { shards, fields, specs })
@@ -47,8 +58,32 @@ impl WebDataset {
     pub fn damages(&self) -> &[DataError] {
         &self.shards.damages
     }
+}
 
-    fn fill(&self, index: u64, sample: &mut Sample, record: &mut Vec<u8>) -> Result<()> {
+/// Returns the name in a tar header; `None` if its checksum is wrong.
+fn member_name(header: &[u8]) -> Option<String> {
+    let header = tar::Header::from_byte_slice(header);
+    let mut sound = header.clone();
+    sound.set_cksum();
+    let is_sound = header.cksum().ok()? == sound.cksum().ok()?;
+    is_sound.then(|| String::from_utf8_lossy(&header.path_bytes()).into_owned())
+}
+
+impl Dataset for WebDataset {
+    fn len(&self) -> u64 {
+        self.shards.len()
+    }
+
+    fn tensors(&self) -> Vec<TensorSpec> {
+        self.specs.clone()
+    }
+
+    fn get(&self, index: u64) -> Result<Sample> {
+        get_new(self, index)
+    }
+
+    fn get_into(&self, index: u64, sample: &mut Sample) -> Result<()> {
+        check_index(index, self.len())?;
         let (shard, _, numbers) = self.shards.locate(index);
         let path = self.shards.files.path(shard);
         let bad = |record: String, offset_bytes, problem| DataError::BadRecord {
@@ -58,7 +93,7 @@ impl WebDataset {
             problem,
         };
         let (first, members) = (numbers[0], &numbers[1..]);
-        let tensors = sample.prepare(&self.specs);
+        let (tensors, record) = sample.prepare_with_record(&self.specs);
         for ((field, member), tensor) in self.fields.iter().zip(members.chunks_exact(2)).zip(tensors) {
             let (offset, bytes) = (member[0], member[1]);
             // The header is in the block before the contents.
@@ -81,38 +116,5 @@ impl WebDataset {
                 .map_err(|problem| bad(format!("member {name}"), offset, problem))?;
         }
         Ok(())
-    }
-}
-
-/// Returns the name in a tar header; `None` if its checksum is wrong.
-fn member_name(header: &[u8]) -> Option<String> {
-    let header = tar::Header::from_byte_slice(header);
-    let sum: u32 = header.as_bytes().iter().enumerate().fold(0, |sum, (at, &byte)| {
-        // The checksum field itself counts as spaces.
-        sum + u32::from(if (148..156).contains(&at) { b' ' } else { byte })
-    });
-    let is_sound = header.cksum().is_ok_and(|expected| expected == sum);
-    is_sound.then(|| String::from_utf8_lossy(&header.path_bytes()).into_owned())
-}
-
-impl Dataset for WebDataset {
-    fn len(&self) -> u64 {
-        self.shards.len()
-    }
-
-    fn tensors(&self) -> Vec<TensorSpec> {
-        self.specs.clone()
-    }
-
-    fn get(&self, index: u64) -> Result<Sample> {
-        get_new(self, index)
-    }
-
-    fn get_into(&self, index: u64, sample: &mut Sample) -> Result<()> {
-        check_index(index, self.len())?;
-        let mut record = std::mem::take(&mut sample.record);
-        let filled = self.fill(index, sample, &mut record);
-        sample.record = record;
-        filled
     }
 }

@@ -157,6 +157,21 @@ fn a_panic_in_a_data_set_is_an_error_at_its_batch() {
 }
 
 #[test]
+fn a_panic_of_the_ranges_is_an_error_and_no_endless_wait() {
+    for workers in [1, 3] {
+        let sequence = SampleSequence::new(SampleOrder::Sequential, 20, EpochEnd::Continue).unwrap();
+        let ranges = std::iter::from_fn(|| panic!("the user's iterator"));
+        let options = LoaderOptions { workers, ..LoaderOptions::default() };
+        let data = Arc::new(Numbers { n: 20, bad: Vec::new(), panics: None });
+        let mut loader = Loader::start(data, Transforms::new(), sequence, ranges, options).unwrap();
+        let (sender, receiver) = std::sync::mpsc::channel();
+        std::thread::spawn(move || sender.send(loader.next_batch()));
+        let batch = receiver.recv_timeout(Duration::from_secs(10)).expect("the loader answers");
+        assert_says(batch, ErrorKind::Failed, &["a data thread panicked"]);
+    }
+}
+
+#[test]
 fn a_dropped_loader_ends_its_threads_within_a_sample() {
     #[derive(Debug)]
     struct Slow;

@@ -1,7 +1,6 @@
 //! Batch normalization over channels, with running statistics for evaluation (Ioffe and Szegedy, 2015).
 //!
-//! Training normalizes with the statistics of the micro-batch on this rank, or of all data-parallel ranks (SyncBatchNorm). The
-//! engine moves the running statistics after the step, by the mean of what its micro-batches saved, so that recomputation
+//! Training normalizes with the statistics of the micro-batch on this rank, like `torch.nn.BatchNorm2d` under DDP. The engine moves the running statistics after the step, by the mean of what its micro-batches saved, so that recomputation
 //! counts nothing twice and all ranks keep the same ones.
 
 use lockstep_comm::CommError;
@@ -14,7 +13,7 @@ use crate::{
     op::Op,
     placement::Placement,
     recorder::Recorder,
-    replay::{InputGradients, Run},
+    replay::{InputGradients, Run, rows_of},
 };
 
 /// Settings of a batch normalization.
@@ -170,8 +169,14 @@ impl Op for BatchNormOperation {
     }
 
     fn backward_weights(&self, run: &Run<'_>, dy: View<'_>) -> Result<(), CommError> {
-        // The gradient of the input has left the sums, unless nothing needed it.
-        let has_sums = run.shapes().differentiates(self.x);
+        if !run.trains(self.weight) {
+            // A bias alone: nothing that the statistics or the input would be needed for has been saved.
+            let gradient = run.gradient_of_weight(self.bias);
+            run.queue().sum_rows(rows_of(dy, gradient.elements()), gradient);
+            return Ok(());
+        }
+        // The gradient of the input has left the sums, unless nothing needed it or it zeroed them.
+        let has_sums = matches!(self.source, Source::Batch { .. }) && run.shapes().differentiates(self.x);
         let sums = if has_sums { run.value(self.sums) } else { self.sums(run, dy) };
         for (row, parameter) in [self.bias, self.weight].into_iter().enumerate() {
             if run.trains(parameter) {
@@ -181,9 +186,4 @@ impl Op for BatchNormOperation {
         }
         Ok(())
     }
-}
-
-/// Returns an image, or its gradient, as one row for each pixel.
-fn rows_of(view: View<'_>, channels: usize) -> View<'_> {
-    view.reshape([view.elements() / channels, channels])
 }

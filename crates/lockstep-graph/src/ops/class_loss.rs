@@ -2,12 +2,11 @@
 
 use lockstep_comm::CommError;
 use lockstep_plan::DType;
-use lockstep_tensor::View;
+use lockstep_tensor::{LABELS, View};
 
 use crate::{
     block::{HeadOutput, Value},
     facts::Facts,
-    inputs::LABELS,
     op::Op,
     recorder::Recorder,
     replay::{InputGradients, Run},
@@ -25,7 +24,7 @@ impl Recorder {
     }
 
     /// Records the squared error of `x` against the input `labels`, f32 and shaped as `x`. The loss is its mean over all
-    /// elements. With [`HeadOutput::Logits`] nothing is recorded, and `x` is the output.
+    /// elements. Activations of a narrower dtype round the labels to that dtype. With [`HeadOutput::Logits`] nothing is recorded, and `x` is the output.
     ///
     /// # Panics
     /// If the model declares no such input.

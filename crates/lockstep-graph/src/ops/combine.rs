@@ -32,7 +32,7 @@ impl Recorder {
         let hidden = self.columns(x);
         let slots = self.local_rows(tables.slots);
         let returned = tables.remote.map(|_| self.local(slots, hidden, self.shape.dtype));
-        let y = self.value_like(x, hidden);
+        let y = self.same_shape(x);
         self.push(Combine { rows, weights, tables, returned, y });
         y
     }

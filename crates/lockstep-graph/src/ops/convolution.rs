@@ -2,7 +2,6 @@
 
 use lockstep_comm::CommError;
 use lockstep_plan::Initializer;
-use lockstep_plan::work::{Pass, Product, TaskKind};
 use lockstep_tensor::{Conv2d, View, Window2d};
 
 use crate::{
@@ -11,7 +10,7 @@ use crate::{
     op::Op,
     placement::Placement,
     recorder::Recorder,
-    replay::{InputGradients, Run},
+    replay::{InputGradients, Run, rows_of},
     work_context::{Work, WorkContext},
 };
 
@@ -40,7 +39,6 @@ impl Recorder {
     #[track_caller]
     pub fn conv2d(&mut self, x: Value, convolution: Convolution<'_>) -> Value {
         let Convolution { name, out_channels, window, groups, bias, initializer } = convolution;
-        self.expect_placement(x, |placement| placement == Placement::Replicate, name);
         let conv = Conv2d::new(self.image(x, name), out_channels, window, groups);
         let conv = conv.unwrap_or_else(|why| panic!("{name}: a convolution of {}: {why}", self.describe(x)));
         let shape = conv.weight_shape();
@@ -109,9 +107,7 @@ impl Op for ConvolutionOperation {
             run.queue().conv2d_backward_weight(self.conv, dy, self.x(run), dweight);
         }
         if let Some(bias) = self.bias.filter(|bias| run.trains(*bias)) {
-            let channels = self.conv.out_channels();
-            let rows = dy.reshape([dy.elements() / channels, channels]);
-            run.queue().sum_rows(rows, run.gradient_of_weight(bias));
+            run.queue().sum_rows(rows_of(dy, self.conv.out_channels()), run.gradient_of_weight(bias));
         }
         Ok(())
     }
@@ -119,15 +115,10 @@ impl Op for ConvolutionOperation {
     /// A convolution counts as the products that it computes by: one for each group.
     fn work(&self, context: &WorkContext<'_>) -> Vec<Work> {
         let groups = self.conv.groups();
-        let taps = self.conv.window().kernel.iter().product::<usize>();
         let [height, width] = self.conv.output();
         let rows = (self.conv.batch() * height * width) as u64;
-        let inner = (self.conv.in_channels() / groups * taps) as u64;
+        let inner = (self.conv.in_channels() / groups * self.conv.window().taps()) as u64;
         let columns = (self.conv.out_channels() / groups) as u64;
-        if context.pass == Pass::BackwardWeights && !context.has_product() {
-            return vec![context.stream()];
-        }
-        let product: Product = context.product([rows, inner, columns], groups as u64);
-        vec![context.task(TaskKind::Product(product), product.flops())]
+        vec![context.products([rows, inner, columns], groups as u64)]
     }
 }

@@ -40,7 +40,7 @@ impl Recorder {
             Placement::ShardBlocks(grid) => grid.column * self.values[x.0].columns,
             _ => 0,
         } as u32;
-        let y = self.value_like(x, self.columns(x));
+        let y = self.same_shape(x);
         let tokens = self.tokens_of(placement);
         self.push(Dropout { x, site, tokens, first_feature, y });
         y

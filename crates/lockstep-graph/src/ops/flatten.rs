@@ -19,7 +19,7 @@ impl Recorder {
     #[track_caller]
     pub fn flatten(&mut self, x: Value) -> Value {
         let [_, height, width, channels] = self.image(x, "flatten");
-        let y = self.image_like(x, [height, width], channels);
+        let y = self.same_shape(x);
         self.set_dims(y, &[height * width * channels]);
         self.push(Flatten { pixels: height * width, channels, x, y });
         y

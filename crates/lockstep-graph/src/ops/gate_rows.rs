@@ -29,7 +29,7 @@ impl Recorder {
         let fits = (self.columns(gate), kind(gate)) == (1, kind(x));
         let describe = |value| self.describe(value);
         assert!(fits, "gate rows: {} for {}: one number for each row", describe(gate), describe(x));
-        let y = self.value_like(x, self.columns(x));
+        let y = self.same_shape(x);
         self.push(GateRows { gate, x, y });
         y
     }

@@ -22,7 +22,7 @@ impl Recorder {
     /// Records a Gaussian error linear unit.
     #[track_caller]
     pub fn gelu(&mut self, kind: Kind, x: Value) -> Value {
-        let y = self.value_like(x, self.columns(x));
+        let y = self.same_shape(x);
         self.push(Gelu { kind, x, y });
         y
     }

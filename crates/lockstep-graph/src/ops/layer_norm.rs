@@ -36,7 +36,7 @@ impl Recorder {
         let (columns, share) = (self.columns(x), self.whole_share(self.placement(x)));
         let weight = self.parameter(format!("{name}.weight"), &[columns], Initializer::Ones, share);
         let bias = self.bias(bias, name, columns, share);
-        let y = self.value_like(x, columns);
+        let y = self.same_shape(x);
         let (mean, rstd) = (self.statistic(x, 1), self.statistic(x, 1));
         self.push(LayerNorm { x, weight, bias, eps, y, mean, rstd });
         y

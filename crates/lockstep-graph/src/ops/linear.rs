@@ -40,21 +40,24 @@ impl Recorder {
     #[track_caller]
     pub fn linear(&mut self, x: Value, linear: Linear<'_>) -> Value {
         let Linear { name, out_features, bias, std } = linear;
-        let (split, initializer) = (self.split_of(name), Initializer::Normal { std });
-        let y = self.product(x, name, out_features, split, (bias, initializer));
-        self.adapted(name, x, y)
+        self.layer(x, name, out_features, (bias, Initializer::Normal { std }))
     }
 
-    /// Records a linear layer with a bias and PyTorch's default initialization: weights uniform up to `1 / √in`, and a
-    /// bias of zeros.
+    /// Records a linear layer with a bias, like [`Recorder::linear`], with weights uniform up to `1 / √in` as in
+    /// `torch.nn.Linear`, and a bias of zeros.
     ///
     /// # Panics
     /// If the input's placement does not fit the layer's split.
     #[track_caller]
     pub fn dense(&mut self, x: Value, name: &str, out_features: usize) -> Value {
         let bound = (self.columns(x) as f32).sqrt().recip();
-        let split = self.split_of(name);
-        self.product(x, name, out_features, split, (Bias::With, Initializer::Uniform { bound }))
+        self.layer(x, name, out_features, (Bias::With, Initializer::Uniform { bound }))
+    }
+
+    #[track_caller]
+    fn layer(&mut self, x: Value, name: &str, out_features: usize, of: (Bias, Initializer)) -> Value {
+        let y = self.product(x, name, out_features, self.split_of(name), of);
+        self.adapted(name, x, y)
     }
 
     /// Records `x Wᵀ + b` with the parameters `NAME.weight` and, with a bias, `NAME.bias`.

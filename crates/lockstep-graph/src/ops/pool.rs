@@ -20,9 +20,8 @@ impl Recorder {
     #[track_caller]
     pub fn max_pool2d(&mut self, x: Value, window: Window2d) -> Value {
         let pool = self.pool(x, window);
-        let kernel: usize = window.kernel.iter().product();
         let most = Pool2d::MAX_KERNEL_ELEMENTS;
-        assert!(kernel <= most, "a maximum over {:?}, of at most {most} elements", window.kernel);
+        assert!(window.taps() <= most, "a maximum over {:?}, of at most {most} elements", window.kernel);
         let y = self.image_like(x, pool.output(), pool.channels());
         let indices = self.local(self.local_rows(y), self.local_columns(y), DType::U8);
         self.push(MaxPool { pool, x, y, indices });
@@ -76,7 +75,7 @@ impl Op for MaxPool {
             saved_for_inputs: vec![indices],
             accumulates: true,
             is_cheap: true,
-            vector_flops: [self.pool.window().kernel.iter().product::<usize>() as u64, 1, 0],
+            vector_flops: [self.pool.window().taps() as u64, 1, 0],
             ..Facts::of("maximum pooling", [x], [y, indices])
         }
     }
@@ -106,10 +105,11 @@ struct AveragePool {
 
 impl Op for AveragePool {
     fn facts(&self) -> Facts {
+        let taps = self.pool.window().taps() as u64;
         Facts {
             accumulates: true,
             is_cheap: true,
-            vector_flops: [self.pool.window().kernel.iter().product::<usize>() as u64, 1, 0],
+            vector_flops: [taps, taps, 0],
             ..Facts::of("average pooling", [self.x], [self.y])
         }
     }

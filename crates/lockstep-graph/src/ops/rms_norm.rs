@@ -9,7 +9,7 @@ use crate::{
     facts::Facts,
     op::Op,
     recorder::Recorder,
-    replay::{InputGradients, Run},
+    replay::{InputGradients, Run, rows_of},
 };
 
 #[derive(Debug)]
@@ -29,12 +29,12 @@ impl Recorder {
     /// If `width` does not divide the local columns.
     #[track_caller]
     pub fn rms_norm(&mut self, x: Value, name: &str, width: usize, eps: f32) -> Value {
-        let (columns, held) = (self.columns(x), self.local_columns(x));
+        let held = self.local_columns(x);
         let fits = held.is_multiple_of(width);
         assert!(fits, "{name}: a norm over {width} of {held} local columns of {}", self.describe(x));
         let share = self.whole_share(self.placement(x));
         let weight = self.parameter(format!("{name}.weight"), &[width], Initializer::Ones, share);
-        let y = self.value_like(x, columns);
+        let y = self.same_shape(x);
         let rstd = self.statistic(x, held / width);
         self.push(RmsNorm { x, weight, eps, y, rstd });
         y
@@ -57,28 +57,23 @@ impl Op for RmsNorm {
 
     fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {
         let weight = run.weight(self.weight);
-        let [x, y] = [self.x, self.y].map(|value| group(run.value(value), weight));
+        let [x, y] = [self.x, self.y].map(|value| rows_of(run.value(value), weight.elements()));
         run.queue().rms_norm(x, weight, self.eps, y, run.flat(self.rstd));
         Ok(())
     }
 
     fn backward_inputs(&self, run: &Run<'_>, dy: View<'_>, dx: &InputGradients<'_>) -> Result<(), CommError> {
         let (weight, rstd) = (run.weight(self.weight), run.flat(self.rstd));
-        let [dy, x, target] = [dy, run.value(self.x), dx.view(0)].map(|view| group(view, weight));
+        let [dy, x, target] =
+            [dy, run.value(self.x), dx.view(0)].map(|view| rows_of(view, weight.elements()));
         run.queue().rms_norm_backward_input(dy, x, weight, rstd, target, dx.write(0));
         Ok(())
     }
 
     fn backward_weights(&self, run: &Run<'_>, dy: View<'_>) -> Result<(), CommError> {
         let dweight = run.gradient_of_weight(self.weight);
-        let [dy, x] = [dy, run.value(self.x)].map(|view| group(view, dweight));
+        let [dy, x] = [dy, run.value(self.x)].map(|view| rows_of(view, dweight.elements()));
         run.queue().rms_norm_backward_weight(dy, x, run.flat(self.rstd), dweight);
         Ok(())
     }
-}
-
-/// Returns a value as one row for each norm with the scale `weight`.
-fn group<'v>(view: View<'v>, weight: View<'_>) -> View<'v> {
-    let width = weight.elements();
-    view.reshape([view.elements() / width, width])
 }

@@ -48,7 +48,7 @@ impl Recorder {
         let fits = columns.is_multiple_of(head_dim);
         assert!(fits, "rotary embedding: heads of {head_dim} in {}", self.describe(x));
         self.expect_placement(x, |placement| placement != Placement::ShardTokens, "rotary embedding");
-        let y = self.value_like(x, columns);
+        let y = self.same_shape(x);
         let tokens = self.tokens_of(self.placement(x));
         self.push(Rope { x, head_dim, pairs, tokens, y });
         y

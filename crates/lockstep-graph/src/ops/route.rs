@@ -156,6 +156,7 @@ impl Op for RouteOperation {
             // Per score.
             vector_flops: [4, 6, 0],
             counted_value: Some(scores),
+            buffers: self.bias.iter().map(|(parameter, _)| *parameter).collect(),
             selection_bias: self.bias.map(|(parameter, _)| parameter),
             slot_counts: Some(counts),
             ..Facts::of("router", [logits], written)

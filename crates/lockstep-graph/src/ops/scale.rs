@@ -22,7 +22,7 @@ impl Recorder {
     /// Records `factor · x`.
     #[track_caller]
     pub fn scale(&mut self, x: Value, factor: f32) -> Value {
-        let y = self.value_like(x, self.columns(x));
+        let y = self.same_shape(x);
         self.push(Scale { x, factor, y });
         y
     }

@@ -34,7 +34,7 @@ impl Recorder {
     #[track_caller]
     pub fn swiglu(&mut self, gate: Value, up: Value) -> Value {
         self.expect_same(gate, up, "SwiGLU");
-        let y = self.value_like(gate, self.columns(gate));
+        let y = self.same_shape(gate);
         self.push(SwiGlu { gate, up, y, experts: None });
         y
     }

@@ -22,11 +22,9 @@ use crate::{
 impl Program {
     /// Returns the work of one rank for a micro-batch, and the activations that other frameworks would save for it.
     pub fn work(&self) -> UnitWork {
-        let is_expert = |index: &usize| self.parameters()[*index].share.among == Among::Experts;
-        let elements = |index: usize| self.shapes.parameter_elements(ParameterIndex(index));
-        let parameters = 0..self.parameters().len();
-        let is_trained = |index: &usize| self.parameters()[*index].trainable;
-        let trained = parameters.clone().filter(is_trained);
+        let is_expert = |index: &ParameterIndex| self.parameters()[index.0].share.among == Among::Experts;
+        let elements = |index| self.shapes.parameter_elements(index);
+        let parameters = (0..self.parameters().len()).map(ParameterIndex);
         UnitWork {
             forward: self.tasks(&self.forward),
             backward: self.tasks(&self.backward),
@@ -35,8 +33,8 @@ impl Program {
             kept: self.kept(),
             parameter_elements: parameters.clone().map(elements).sum(),
             expert_elements: parameters.filter(is_expert).map(elements).sum(),
-            trained_elements: trained.clone().map(elements).sum(),
-            trained_expert_elements: trained.filter(is_expert).map(elements).sum(),
+            trained_elements: self.trained().map(elements).sum(),
+            trained_expert_elements: self.trained().filter(is_expert).map(elements).sum(),
         }
     }
 

@@ -1,9 +1,9 @@
 //! ResNet (He et al., 2016), with the names and layouts of torchvision's state dicts and the configuration keys of
 //! transformers. A unit is a block; the stem is the first unit, the classifier the last.
 
-use lockstep_graph::{BatchNormOptions, Bias, Convolution, InputDeclaration, LABELS, Recorder, Value};
+use lockstep_graph::{BatchNormOptions, Bias, Convolution, InputDeclaration, Recorder, Value};
 use lockstep_plan::{DType, Initializer};
-use lockstep_tensor::Window2d;
+use lockstep_tensor::{LABELS, Window2d};
 use serde_json::{Map, Value as Json};
 
 use crate::config::{ResNetConfig, ResNetLayer, ResNetStem};

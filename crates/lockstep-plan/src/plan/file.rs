@@ -112,6 +112,20 @@ impl Default for Plan {
     }
 }
 
+impl Plan {
+    /// Returns the plan for a world of `ranks`, if its mesh is a part of that: the mesh is repeated by data parallelism. With a
+    /// ZeRO stage and an open shard axis the ranks shard the state, as FSDP does; otherwise they are replicas.
+    #[must_use]
+    pub fn over(mut self, ranks: usize) -> Self {
+        let own = self.mesh.world_size().filter(|own| *own > 0 && ranks.is_multiple_of(*own));
+        let times = own.map_or(1, |own| ranks / own);
+        let shards = self.zero_stage > 0 && self.mesh.shard == 1;
+        let axis = if shards { &mut self.mesh.shard } else { &mut self.mesh.replicate };
+        *axis *= times;
+        self
+    }
+}
+
 /// Default bucket size of the gradient reduction, in MiB.
 pub const DEFAULT_BUCKET_MB: f64 = 25.0;
 

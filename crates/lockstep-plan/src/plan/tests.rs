@@ -409,6 +409,20 @@ fn only_what_is_sent_can_be_quantized() {
 }
 
 #[test]
+fn a_plan_is_extended_to_a_world_by_data_parallelism() {
+    let of = |zero_stage, tensor, ranks| {
+        let mesh = Degrees { tensor, ..Degrees::default() };
+        let mesh = Plan { zero_stage, mesh, ..Plan::default() }.over(ranks).mesh;
+        [mesh.replicate, mesh.shard, mesh.tensor]
+    };
+    assert_eq!(of(0, 1, 4), [4, 1, 1]);
+    assert_eq!(of(3, 1, 4), [1, 4, 1]);
+    assert_eq!(of(0, 2, 4), [2, 1, 2]);
+    // A mesh that does not divide the world stays, and the check of the plan names both.
+    assert_eq!(of(0, 3, 4), [1, 1, 3]);
+}
+
+#[test]
 fn what_is_recomputed_by_layer_is_of_layers_that_there_are() {
     let rule = |from, to| LayerRule { from, to, every: 1, mode: Recompute::Full };
     let of = |rules: &[LayerRule]| {

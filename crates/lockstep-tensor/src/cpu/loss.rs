@@ -10,8 +10,11 @@ use lockstep_plan::DType;
 use super::{
     CpuQueue,
     operands::{Operand, check_disjoint, expect},
-    simd::{BLOCK, Block, Float, Isa, exp, inlined, map_block, with_float},
-    softmax::{MASKED, check_labels, check_shapes, finite_reference, log_sum_exp_of, sum_of_exp},
+    simd::{Float, inlined, with_float},
+    softmax::{
+        MASKED, Smoothing, check_labels, check_shapes, differentiate, finite_reference, log_sum_exp_of,
+        sum_of_exp,
+    },
     vision,
 };
 use crate::{LossKernels, View};
@@ -60,7 +63,7 @@ impl LossKernels for CpuQueue {
                 };
                 let total = log_sum_exp_of(isa, row);
                 loss[0] = total - row[label].load();
-                differentiate(isa, row, Some(label), total, seed);
+                differentiate(isa, row, Some(label), total, Smoothing::NONE, seed);
             }));
         });
     }
@@ -193,25 +196,10 @@ impl LossKernels for CpuQueue {
                     row.fill(T::store(0.0));
                 } else {
                     let label = column_of(labels[token], first_column, columns);
-                    differentiate(isa, row, label, log_sum_exp[token], seed);
+                    differentiate(isa, row, label, log_sum_exp[token], Smoothing::NONE, seed);
                 }
             }));
         });
-    }
-}
-
-/// Overwrites a row of logits with its gradient.
-#[inline(always)]
-fn differentiate<T: Float>(isa: Isa, row: &mut [T], label: Option<usize>, log_sum_exp: f32, seed: f32) {
-    // The label's element is rounded once, like the others.
-    let at_label = label.map(|label| seed * (exp(isa, row[label].load() - log_sum_exp) - 1.0));
-    let mut gradients = [Block::ZERO];
-    for part in row.chunks_mut(BLOCK) {
-        map_block([&*part], &mut gradients, part.len(), inlined!(|[x]| [seed * exp(isa, x - log_sum_exp)]));
-        T::store_all(isa, &gradients[0].0[..part.len()], part);
-    }
-    if let (Some(label), Some(at_label)) = (label, at_label) {
-        row[label] = T::store(at_label);
     }
 }
 

@@ -4,7 +4,7 @@ use lockstep_plan::DType;
 
 use super::{
     operands::expect,
-    simd::{BLOCK, Float, Isa, exp, inlined, max, sum},
+    simd::{BLOCK, Block, Float, Isa, exp, inlined, map_block, max, sum},
 };
 use crate::View;
 
@@ -17,6 +17,48 @@ pub(super) fn check_shapes(logits: View<'_>, labels: View<'_>, losses: View<'_>)
     expect("labels of a cross-entropy", labels, DType::I32, tokens);
     expect("losses of a cross-entropy", losses, DType::F32, tokens);
     (tokens, vocabulary)
+}
+
+/// Label smoothing of a cross-entropy.
+#[derive(Clone, Copy)]
+pub(super) struct Smoothing {
+    /// Part of the target that is spread over all classes, in [0, 1].
+    pub(super) part: f32,
+    /// The spread part divided by the number of classes.
+    pub(super) of_class: f32,
+}
+
+impl Smoothing {
+    pub(super) const NONE: Self = Self { part: 0.0, of_class: 0.0 };
+
+    pub(super) fn new(part: f32, classes: usize) -> Self {
+        Self { part, of_class: part / classes.max(1) as f32 }
+    }
+}
+
+/// Overwrites a row of logits with `seed · (softmax(x) - (1 - part) onehot(label) - of_class)`. The label is `None` if
+/// another shard has it.
+#[inline(always)]
+pub(super) fn differentiate<T: Float>(
+    isa: Isa,
+    row: &mut [T],
+    label: Option<usize>,
+    log_sum_exp: f32,
+    Smoothing { part, of_class }: Smoothing,
+    seed: f32,
+) {
+    // The label's element is rounded once, like the others.
+    let at_label =
+        label.map(|label| seed * (exp(isa, row[label].load() - log_sum_exp) - (1.0 - part) - of_class));
+    let mut gradients = [Block::ZERO];
+    for chunk in row.chunks_mut(BLOCK) {
+        let gradient = inlined!(|[x]: [f32; 1]| [seed * (exp(isa, x - log_sum_exp) - of_class)]);
+        map_block([&*chunk], &mut gradients, chunk.len(), gradient);
+        T::store_all(isa, &gradients[0].0[..chunk.len()], chunk);
+    }
+    if let (Some(label), Some(at_label)) = (label, at_label) {
+        row[label] = T::store(at_label);
+    }
 }
 
 /// Computes `log Σ exp(x)`.

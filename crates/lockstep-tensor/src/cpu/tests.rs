@@ -401,6 +401,46 @@ fn row(view: View<'_>, index: usize) -> View<'_> {
     view.rows(index..index + 1).reshape([4])
 }
 
+/// Runs the kernels of mixtures of experts on outputs that overlap another operand.
+fn refuse_overlaps_of_experts(q: &CpuQueue, [a, b, c, d, e]: [View<'_>; 5]) {
+    let write = Write::Overwrite;
+    let [row_of_a, row_of_b, row_of_c] = [a, b, c].map(|view| row(view, 1));
+    let words = [(); 4].map(|()| tensor(&[0_u32; 4]));
+    let [experts, slots, rows, offsets] = words.each_ref().map(Tensor::view);
+    let permutation = Permutation { slots, rows };
+    let stacked = b.reshape([1, 4, 4]);
+    let grouped =
+        GroupedGemm { layout: GemmLayout::NN, a, b: stacked, c, offsets: offsets.rows(0..2), write };
+    assert_refused("grouped_gemm", || q.grouped_gemm(GroupedGemm { c: a, ..grouped }));
+    assert_refused("sort_slots", || q.sort_slots(slots, 0, permutation, offsets));
+    assert_refused("permute", || q.permute(permutation, a, a));
+    assert_refused("unpermute", || q.unpermute(permutation, a, Some(row_of_b), b));
+    assert_refused("unpermute drows", || q.unpermute_backward(permutation, a, b, row_of_c, a, row(d, 0)));
+    assert_refused("unpermute dweights", || {
+        q.unpermute_backward(permutation, a, b, row_of_c, d, row_of_c);
+    });
+    let router = Router {
+        top_k: 1,
+        scores: RouterScores::Softmax,
+        selection_bias: None,
+        groups: None,
+        weights: RouterWeights::Scores,
+        scale: 1.0,
+    };
+    let routed = RouterOutputs { scores: b, log_sum_exp: row_of_c, experts, weights: row(d, 0) };
+    assert_refused("router_top_k", || {
+        q.router_top_k(&router, a, RouterOutputs { weights: row_of_a, ..routed })
+    });
+    assert_refused("router_top_k's bias", || {
+        q.router_top_k(&Router { selection_bias: Some(row_of_b), ..router }, a, routed);
+    });
+    let gradients = RouterGradients { weights: row(e, 0), probabilities: None, squared_log_sum_exp: 0.0 };
+    assert_refused("router_top_k_backward", || {
+        q.router_top_k_backward(&router, a, routed, gradients, TokenPositions::whole(4), b);
+    });
+    assert_refused("router_load", || q.router_load(routed, TokenPositions::whole(1), b, e));
+}
+
 #[test]
 fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
     let q = &queue(CpuLevel::detect());
@@ -461,40 +501,7 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
         q.merge_softmax(parts.view(), labels.view(), row_of_a, row_of_a);
     });
     assert_refused("softmax_gradient", || q.softmax_gradient(a, labels.view(), 0, row_of_a, 1.0));
-    let words = [(); 4].map(|()| tensor(&[0_u32; 4]));
-    let [experts, slots, rows, offsets] = words.each_ref().map(Tensor::view);
-    let permutation = Permutation { slots, rows };
-    let stacked = b.reshape([1, 4, 4]);
-    let grouped =
-        GroupedGemm { layout: GemmLayout::NN, a, b: stacked, c, offsets: offsets.rows(0..2), write };
-    assert_refused("grouped_gemm", || q.grouped_gemm(GroupedGemm { c: a, ..grouped }));
-    assert_refused("sort_slots", || q.sort_slots(slots, 0, permutation, offsets));
-    assert_refused("permute", || q.permute(permutation, a, a));
-    assert_refused("unpermute", || q.unpermute(permutation, a, Some(row_of_b), b));
-    assert_refused("unpermute drows", || q.unpermute_backward(permutation, a, b, row_of_c, a, row(d, 0)));
-    assert_refused("unpermute dweights", || {
-        q.unpermute_backward(permutation, a, b, row_of_c, d, row_of_c);
-    });
-    let router = Router {
-        top_k: 1,
-        scores: RouterScores::Softmax,
-        selection_bias: None,
-        groups: None,
-        weights: RouterWeights::Scores,
-        scale: 1.0,
-    };
-    let routed = RouterOutputs { scores: b, log_sum_exp: row_of_c, experts, weights: row(d, 0) };
-    assert_refused("router_top_k", || {
-        q.router_top_k(&router, a, RouterOutputs { weights: row_of_a, ..routed })
-    });
-    assert_refused("router_top_k's bias", || {
-        q.router_top_k(&Router { selection_bias: Some(row_of_b), ..router }, a, routed);
-    });
-    let gradients = RouterGradients { weights: row(e, 0), probabilities: None, squared_log_sum_exp: 0.0 };
-    assert_refused("router_top_k_backward", || {
-        q.router_top_k_backward(&router, a, routed, gradients, TokenPositions::whole(4), b);
-    });
-    assert_refused("router_load", || q.router_load(routed, TokenPositions::whole(1), b, e));
+    refuse_overlaps_of_experts(q, [a, b, c, d, e]);
     assert_refused("adamw", || q.adamw(&adamw_step([a, b, c, c])));
     assert_refused("adamw's gradient", || q.adamw(&adamw_step([a, a, c, d])));
     assert_refused("sgd", || q.sgd(&momentum_step([a, b, a])));

@@ -48,7 +48,7 @@ pub trait BatchNormKernels {
         rstd: View<'_>,
     );
 
-    /// Computes `rstd = 1 / sqrt(variance + eps)` (f32), for evaluation.
+    /// Computes `rstd = 1 / sqrt(variance + eps)` (f32), for evaluation. May be in place.
     fn reciprocal_deviation(&self, variance: View<'_>, eps: f32, rstd: View<'_>);
 
     /// Computes batch normalization from its statistics.

@@ -29,6 +29,11 @@ impl Window2d {
         Self { kernel: input, stride: [1; 2], padding: [0; 2], dilation: [1; 2] }
     }
 
+    /// Returns the elements of the kernel.
+    pub const fn taps(&self) -> usize {
+        self.kernel[0] * self.kernel[1]
+    }
+
     /// Returns the rows and columns of the output for an image of `input` rows and columns:
     /// `(input + 2 padding - dilation (kernel - 1) - 1) / stride + 1`, rounded down.
     ///

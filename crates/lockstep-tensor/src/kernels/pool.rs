@@ -84,7 +84,7 @@ fn has_blind_window(window: Window2d, axis: usize, input: usize, output: usize) 
 /// Pooling. Part of [`Kernels`](crate::Kernels).
 pub trait PoolKernels {
     /// Computes the maximum of each window, and its place: `indices` (u8, shaped as `y`) holds the row-major index in
-    /// the kernel of the first maximum. NaN is larger than all numbers, as in PyTorch.
+    /// the kernel of the first maximum, or of the last NaN. NaN is larger than all numbers, as in PyTorch.
     fn max_pool2d(&self, pool: Pool2d, x: View<'_>, y: View<'_>, indices: View<'_>);
 
     /// Computes the gradient with respect to [`PoolKernels::max_pool2d`]'s input.

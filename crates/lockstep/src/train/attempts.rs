@@ -8,7 +8,6 @@ use std::fs::File;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use lockstep_comm::{JoinedNodes, LossCause, NodeInfo};
@@ -27,8 +26,6 @@ use crate::exit::{self, Failure, INTERRUPTED, PEER_LOST};
 use crate::output::{field, note, warning};
 use crate::ranks;
 
-/// Interval at which a stop request is checked during a pause.
-const LOOK: Duration = Duration::from_millis(10);
 /// Time that an ending launcher waits for the others, to inform them.
 const FAREWELL: Duration = Duration::from_secs(10);
 /// Time that an ending launcher waits if there are no restarts and nobody waits for it: enough to learn how a remote rank ended.
@@ -110,14 +107,14 @@ impl<'a> Attempts<'a> {
                 }
                 Err(failure) => failure,
             };
-            if !may_restart(&failure) || interrupt.is_requested() {
+            if !failure.may_restart() || interrupt.is_requested() {
                 return Err(self.ended(failure));
             }
             match self.restarts.after_failure(begin.elapsed(), self.newest_step(), jitter()) {
                 Verdict::Again(pause) => {
                     self.attempt += 1;
                     self.say_restart(&failure);
-                    if !wait(pause, interrupt) {
+                    if !interrupt.sleeps(pause) {
                         return Err(self.ended(ranks::interrupted()));
                     }
                     mended = Some(failure);
@@ -243,10 +240,7 @@ impl<'a> Attempts<'a> {
 
     /// Reports why ranks are restarted and appends it to the records.
     fn say_restart(&self, failure: &Failure) {
-        let message = match failure.message.as_str() {
-            "" => "a rank failed",
-            message => message,
-        };
+        let message = failure.cause();
         let (number, most) = (self.restarts.outstanding(), self.policy.max_restarts);
         let from = newest_step(self.launcher);
         let origin = match (from, self.node) {
@@ -298,24 +292,6 @@ fn newest(launcher: &Launcher<'_>) -> Option<(u64, PathBuf)> {
 /// Returns the step of the newest checkpoint.
 fn newest_step(launcher: &Launcher<'_>) -> Option<u64> {
     newest(launcher).map(|(step, _)| step)
-}
-
-/// Returns true if another attempt may succeed: not after a wrong configuration or a missing resource.
-fn may_restart(failure: &Failure) -> bool {
-    !matches!(failure.code, exit::CONFIGURATION | exit::MISSING | exit::CORRUPT_INPUT | INTERRUPTED)
-}
-
-/// Waits for `pause`; returns false as soon as a stop is requested.
-fn wait(pause: Duration, interrupt: &Interrupt) -> bool {
-    let end = Instant::now() + pause;
-    while !interrupt.is_requested() {
-        let rest = end.saturating_duration_since(Instant::now());
-        if rest.is_zero() {
-            return true;
-        }
-        sleep(rest.min(LOOK));
-    }
-    false
 }
 
 /// Appends a sentence to the message of `failure`; if the message is empty, the sentence replaces it.

@@ -195,13 +195,26 @@ pub(super) fn round<'r>(scores: &[f32], rounded: &'r mut [f32]) -> &'r [bf16] {
 
 /// The output of a product: `rows × columns`, rows `stride` elements apart.
 pub(super) struct Target<'a> {
-    pub(super) sums: &'a mut [f32],
-    pub(super) rows: usize,
-    pub(super) columns: usize,
-    pub(super) stride: usize,
-    pub(super) write: Write,
+    sums: &'a mut [f32],
+    rows: usize,
+    columns: usize,
+    stride: usize,
+    write: Write,
     /// Factor on the product.
-    pub(super) factor: f32,
+    factor: f32,
+}
+
+impl<'a> Target<'a> {
+    /// Creates the target of a block of scores, which `factor` times the product overwrites.
+    pub(super) fn scores(sums: &'a mut [f32], rows: usize, factor: f32) -> Self {
+        Self { sums, rows, columns: BLOCK, stride: BLOCK, write: Write::Overwrite, factor }
+    }
+
+    /// Creates the target of vectors of a head, to which the product is added.
+    pub(super) fn vectors(sums: &'a mut [f32], rows: usize, geometry: &Geometry<'_>) -> Self {
+        let (columns, stride) = (geometry.head_dim, geometry.padded_dim);
+        Self { sums, rows, columns, stride, write: Write::Accumulate, factor: 1.0 }
+    }
 }
 
 /// Multiplies packed operands of `units` of depth into `target`.

@@ -18,10 +18,7 @@ use super::{
     scores::{change_scores, multiply_derivatives},
     worker::Worker,
 };
-use crate::{
-    Write,
-    cpu::gemm::panels::{MicroKernel, Operand, Order},
-};
+use crate::cpu::gemm::panels::{MicroKernel, Operand, Order};
 
 /// A forward or a backward with the micro-kernel `K` of bf16 matrix instructions.
 pub(super) struct Tiled<W, K> {
@@ -105,14 +102,7 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
                 let (kept, kept_scale) = kept::<V>(geometry, pair, strip.clone(), first_key);
                 let local = strip.start - rows.start..strip.end - rows.start;
                 let sums = &mut sums[local.start * width..local.end * width];
-                let scored = Target {
-                    sums: scores,
-                    rows: strip.len(),
-                    columns: BLOCK,
-                    stride: BLOCK,
-                    write: Write::Overwrite,
-                    factor,
-                };
+                let scored = Target::scores(scores, strip.len(), factor);
                 // SAFETY: the caller's promise.
                 unsafe { multiply::<V, K>(sizes.head_units, queries, keys, scored) };
                 change_scores::<V>(geometry, pair, strip.clone(), first_key, visible, scores, &mut []);
@@ -124,14 +114,7 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
                     totals: &mut totals[local],
                 }
                 .update::<V>(scores, sums, width);
-                let gathered = Target {
-                    sums,
-                    rows: strip.len(),
-                    columns: sizes.head_dim,
-                    stride: width,
-                    write: Write::Accumulate,
-                    factor: 1.0,
-                };
+                let gathered = Target::vectors(sums, strip.len(), geometry);
                 let scores = Operand::new(round(scores, rounded), BLOCK, Order::AlongDepth);
                 // SAFETY: the caller's promise.
                 unsafe {
@@ -315,27 +298,13 @@ impl<K: MicroKernel> Tiled<Backward<'_, bf16>, K> {
         let (dout, strip) = strip.split_at(sizes.left());
         let (queries_across, strip) = strip.split_at(sizes.right_across());
         let dout_across = &strip[..sizes.right_across()];
-        let scores = |sums, factor| Target {
-            sums,
-            rows: rows.len(),
-            columns: BLOCK,
-            stride: BLOCK,
-            write: Write::Overwrite,
-            factor,
-        };
-        let gradients = |sums, rows| Target {
-            sums,
-            rows,
-            columns: sizes.head_dim,
-            stride: width,
-            write: Write::Accumulate,
-            factor: 1.0,
-        };
         let factor = geometry.scale * std::f32::consts::LOG2_E;
         // SAFETY: the caller's promise.
         unsafe {
-            multiply::<V, K>(sizes.head_units, queries, scratch.keys, scores(scratch.probabilities, factor));
-            multiply::<V, K>(sizes.head_units, dout, scratch.values, scores(scratch.dscores, 1.0));
+            let scores = Target::scores(scratch.probabilities, rows.len(), factor);
+            multiply::<V, K>(sizes.head_units, queries, scratch.keys, scores);
+            let dscores = Target::scores(scratch.dscores, rows.len(), 1.0);
+            multiply::<V, K>(sizes.head_units, dout, scratch.values, dscores);
         }
         let seen = &visible[..rows.len()];
         let (changed, derivatives) = (&mut *scratch.probabilities, &mut *scratch.cap_derivatives);
@@ -360,12 +329,27 @@ impl<K: MicroKernel> Tiled<Backward<'_, bf16>, K> {
         // SAFETY: the caller's promise.
         unsafe {
             left::<K>(&across(probabilities), key_count.clone(), row_count.clone(), BLOCK_UNITS, packed);
-            multiply::<V, K>(BLOCK_UNITS, packed, dout_across, gradients(scratch.dv, keys.len()));
+            multiply::<V, K>(
+                BLOCK_UNITS,
+                packed,
+                dout_across,
+                Target::vectors(scratch.dv, keys.len(), geometry),
+            );
             left::<K>(&across(dscores), key_count.clone(), row_count.clone(), BLOCK_UNITS, packed);
-            multiply::<V, K>(BLOCK_UNITS, packed, queries_across, gradients(scratch.dk, keys.len()));
+            multiply::<V, K>(
+                BLOCK_UNITS,
+                packed,
+                queries_across,
+                Target::vectors(scratch.dk, keys.len(), geometry),
+            );
             left::<K>(&along, row_count, key_count, BLOCK_UNITS, packed);
             let dq = &mut scratch.dq[rows.start * width..];
-            multiply::<V, K>(BLOCK_UNITS, packed, scratch.keys_across, gradients(dq, rows.len()));
+            multiply::<V, K>(
+                BLOCK_UNITS,
+                packed,
+                scratch.keys_across,
+                Target::vectors(dq, rows.len(), geometry),
+            );
         }
     }
 }

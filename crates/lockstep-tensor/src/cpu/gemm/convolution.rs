@@ -266,7 +266,7 @@ fn backward_input_phase<T: Multiply<T>>(
     let groups = conv.groups();
     let (inputs, outputs) = (conv.in_channels() / groups, conv.out_channels() / groups);
     let Window2d { kernel: [_, columns], stride, .. } = conv.window();
-    let taps = conv.window().kernel.iter().product::<usize>();
+    let taps = conv.window().taps();
     let [rows_axis, columns_axis] = axes;
     let order = depth_order(axes.map(|axis| axis.taps), outputs);
     let size = axes.map(|axis| axis.pixels);

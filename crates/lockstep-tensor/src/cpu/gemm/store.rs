@@ -145,7 +145,7 @@ pub(in crate::cpu) struct Finish<'a, T> {
 /// the output.
 ///
 /// # Safety
-/// That part of the partial sums must exist, and no other thread may use it meanwhile.
+/// The partial sums must hold a part of this size, and no other thread may use that part meanwhile.
 pub(in crate::cpu) unsafe fn store<'t, T: Float, C: Float>(
     level: CpuLevel,
     (rows, columns): (usize, usize),

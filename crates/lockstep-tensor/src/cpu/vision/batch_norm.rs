@@ -17,16 +17,16 @@ use crate::{
 /// Rows of one group of the statistics.
 const ROWS_PER_GROUP: usize = 64;
 
-/// Statistics of some rows for a block of channels.
-struct Moments {
+/// Statistics of some rows for `N` channels.
+struct Moments<const N: usize> {
     rows: f64,
-    mean: [f64; BLOCK],
+    mean: [f64; N],
     /// Sum of squared differences from the mean.
-    squares: [f64; BLOCK],
+    squares: [f64; N],
 }
 
-impl Moments {
-    const NONE: Self = Self { rows: 0.0, mean: [0.0; BLOCK], squares: [0.0; BLOCK] };
+impl<const N: usize> Moments<N> {
+    const NONE: Self = Self { rows: 0.0, mean: [0.0; N], squares: [0.0; N] };
 
     /// Adds the statistics of other rows (Chan et al., 1979).
     #[inline(always)]
@@ -44,6 +44,13 @@ impl Moments {
             *own_squares += f64::from(*squares) + difference * difference * cross;
         }
         self.rows = total;
+    }
+}
+
+impl Moments<1> {
+    /// Returns the variance with `correction` degrees of freedom taken off.
+    fn variance(&self, correction: f64) -> f64 {
+        self.squares[0] / (self.rows - correction).max(1.0)
     }
 }
 
@@ -68,7 +75,7 @@ impl BatchNormKernels for CpuQueue {
             inlined!(|range, _| {
                 for first in range.clone().step_by(BLOCK) {
                     let n = BLOCK.min(range.end - first);
-                    let mut moments = Moments::NONE;
+                    let mut moments = Moments::<BLOCK>::NONE;
                     for group in 0..groups {
                         let of_group = ROWS_PER_GROUP.min(rows - group * ROWS_PER_GROUP);
                         let at = 2 * group * channels + first;
@@ -116,27 +123,27 @@ impl BatchNormKernels for CpuQueue {
             .map(|running| (running.momentum, [running.mean, running.variance].map(Operand::<f32>::new)));
         // Few numbers: the host thread merges them.
         for channel in 0..channels {
-            let mut moments = Merged::default();
+            let mut moments = Moments::<1>::NONE;
             for part in 0..count {
                 // SAFETY: the parts are only read.
-                let of_part = |which: usize| unsafe {
+                let [rows, mean, squares] = [0, 1, 2].map(|which| unsafe {
                     let at = (3 * part + which) * channels + channel;
-                    f64::from(parts.read(at..at + 1)[0])
-                };
-                moments.merge(of_part(0), of_part(1), of_part(2));
+                    parts.read(at..at + 1)
+                });
+                moments.merge(f64::from(rows[0]), mean, squares);
             }
             let set = |operand: &Operand<'_, f32>, value: &dyn Fn(f32) -> f64| {
                 // SAFETY: the outputs overlap no other operand, and one thread writes them.
                 let element = unsafe { &mut operand.write(channel..channel + 1)[0] };
                 *element = value(*element) as f32;
             };
-            set(&mean, &|_| moments.mean);
+            set(&mean, &|_| moments.mean[0]);
             set(&rstd, &|_| 1.0 / (moments.variance(0.0) + f64::from(eps)).sqrt());
             let Some((momentum, [running_mean, running_variance])) = &running else { continue };
             let momentum = f64::from(*momentum);
             let updated = |old: f32, new: f64| (1.0 - momentum) * f64::from(old) + momentum * new;
             if moments.rows > 0.0 {
-                set(running_mean, &|old| updated(old, moments.mean));
+                set(running_mean, &|old| updated(old, moments.mean[0]));
             }
             if moments.rows > 1.0 {
                 set(running_variance, &|old| updated(old, moments.variance(1.0)));
@@ -310,31 +317,6 @@ impl Coefficients {
             result.0.iter_mut().zip(&*dx).for_each(|(result, earlier)| *result += earlier.load());
         }
         T::store_all(isa, &result.0[..n], dx);
-    }
-}
-
-/// Merged statistics of one channel.
-#[derive(Debug, Clone, Copy, Default)]
-struct Merged {
-    rows: f64,
-    mean: f64,
-    squares: f64,
-}
-
-impl Merged {
-    fn merge(&mut self, rows: f64, mean: f64, squares: f64) {
-        if rows == 0.0 {
-            return;
-        }
-        let (total, difference) = (self.rows + rows, mean - self.mean);
-        self.mean += difference * (rows / total);
-        self.squares += squares + difference * difference * (self.rows * rows / total);
-        self.rows = total;
-    }
-
-    /// Returns the variance with `correction` degrees of freedom taken off.
-    fn variance(&self, correction: f64) -> f64 {
-        self.squares / (self.rows - correction).max(1.0)
     }
 }
 

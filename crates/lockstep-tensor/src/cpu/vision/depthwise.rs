@@ -19,14 +19,14 @@ pub(in crate::cpu) fn is_depthwise(conv: Conv2d) -> bool {
     conv.groups() == conv.in_channels() && conv.groups() == conv.out_channels()
 }
 
-/// Rows, then columns.
+/// Returns the axes: rows, then columns.
 fn axes_of(conv: Conv2d) -> [Axis; 2] {
     axes(conv.window(), conv.input(), conv.output())
 }
 
 /// Returns the weight `[channels, taps]` transposed, f32 `[taps, channels]`.
 fn transposed<T: Float>(queue: &CpuQueue, conv: Conv2d, weight: View<'_>) -> Buffer {
-    let (channels, taps) = (conv.out_channels(), conv.window().kernel.iter().product::<usize>());
+    let (channels, taps) = (conv.out_channels(), conv.window().taps());
     let mut buffer = queue
         .arena
         .allocate(channels * taps * size_of::<f32>(), MemoryCategory::Workspace)

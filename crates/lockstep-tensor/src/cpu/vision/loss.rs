@@ -10,8 +10,8 @@ use crate::{
     CpuQueue, View, Write,
     cpu::{
         operands::{Operand, check_disjoint, expect},
-        simd::{BLOCK, Block, Float, Isa, exp, inlined, map_block, map_slices, sum, with_float},
-        softmax::{check_labels, check_shapes, log_sum_exp_of},
+        simd::{BLOCK, Float, inlined, map_slices, sum, with_float},
+        softmax::{Smoothing, check_labels, check_shapes, differentiate, log_sum_exp_of},
     },
 };
 
@@ -28,7 +28,7 @@ pub(in crate::cpu) fn cross_entropy_smoothed(
     let (rows, classes) = check_shapes(logits, labels, losses);
     check_disjoint(&[logits, losses], &[labels]);
     let labels = check_labels(labels, classes);
-    let of_class = smoothing / classes.max(1) as f32;
+    let smoothing = Smoothing::new(smoothing, classes);
     with_float!(logits.dtype(), T => {
         let (logits, losses) = (Operand::<T>::new(logits), Operand::<f32>::new(losses));
         queue.for_each_row(rows, classes, inlined!(|row, isa| {
@@ -46,41 +46,22 @@ pub(in crate::cpu) fn cross_entropy_smoothed(
             // SAFETY: each row of the logits belongs to one task, and is not written while the slice lives.
             let x = unsafe { logits.read(elements.clone()) };
             let total = log_sum_exp_of(isa, x);
-            // Differences from the log-sum-exp, because the logits may be much larger than the loss.
-            let [differences] = sum([x], inlined!(|[x]| [total - x]));
-            loss[0] = (1.0 - smoothing) * (total - x[label].load()) + of_class * differences;
+            // Differences from the log-sum-exp, because the logits may be much larger than the loss. Without smoothing
+            // they are not summed: a logit of negative infinity would give 0 · infinity.
+            let spread = if smoothing.part > 0.0 {
+                let [differences] = sum([x], inlined!(|[x]| [total - x]));
+                smoothing.of_class * differences
+            } else {
+                0.0
+            };
+            loss[0] = (1.0 - smoothing.part) * (total - x[label].load()) + spread;
             if let Some(seed) = seed {
                 // SAFETY: as above; `x` is no longer used.
                 let row = unsafe { logits.write(elements) };
-                differentiate(isa, row, label, total, (smoothing, of_class), seed);
+                differentiate(isa, row, Some(label), total, smoothing, seed);
             }
         }));
     });
-}
-
-/// Overwrites a row of logits with `seed · (softmax(x) - (1 - smoothing) onehot(label) - of_class)`.
-#[inline(always)]
-fn differentiate<T: Float>(
-    isa: Isa,
-    row: &mut [T],
-    label: usize,
-    log_sum_exp: f32,
-    (smoothing, of_class): (f32, f32),
-    seed: f32,
-) {
-    // The label's element is rounded once, like the others.
-    let at_label = exp(isa, row[label].load() - log_sum_exp) - (1.0 - smoothing) - of_class;
-    let mut gradients = [Block::ZERO];
-    for part in row.chunks_mut(BLOCK) {
-        map_block(
-            [&*part],
-            &mut gradients,
-            part.len(),
-            inlined!(|[x]| [seed * (exp(isa, x - log_sum_exp) - of_class)]),
-        );
-        T::store_all(isa, &gradients[0].0[..part.len()], part);
-    }
-    row[label] = T::store(seed * at_label);
 }
 
 /// Computes the sum of squared differences of each row; with a `seed` also overwrites `x` with the gradient.
@@ -247,6 +228,17 @@ mod tests {
             assert_close("cross-entropy", &results[0], &of_labels, 1e-6, 1e-6);
             assert_close("squared error", &results[1], &of_target, 1e-6, 1e-6);
         });
+    }
+
+    #[test]
+    fn a_class_of_negative_infinity_leaves_the_loss_without_smoothing_finite() {
+        let run = |queue: &CpuQueue| {
+            let logits = floats(DType::F32, [1, 3], &[1.0, f64::NEG_INFINITY, 1.0]);
+            let losses = floats(DType::F32, [1], &[9.0]);
+            queue.cross_entropy_smoothed(logits.view(), tensor(&[0_i32]).view(), 0.0, losses.view());
+            vec![values(losses.view())]
+        };
+        on_every_queue(run, |results| assert_close("loss", &results[0], &[2.0_f64.ln()], 1e-6, 0.0));
     }
 
     #[test]

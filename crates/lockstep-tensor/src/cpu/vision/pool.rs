@@ -142,7 +142,7 @@ impl PoolKernels for CpuQueue {
     }
 }
 
-/// Rows, then columns.
+/// Returns the axes: rows, then columns.
 fn axes_of(pool: Pool2d) -> [Axis; 2] {
     axes(pool.window(), pool.input(), pool.output())
 }
@@ -154,7 +154,7 @@ fn check(kernel: &str, pool: Pool2d, x: View<'_>, y: View<'_>, indices: Option<V
     expect(format_args!("{kernel}: the output"), y, x.dtype(), outputs);
     if let Some(indices) = indices {
         expect(format_args!("{kernel}: the indices"), indices, DType::U8, outputs);
-        let elements = pool.window().kernel.iter().product::<usize>();
+        let elements = pool.window().taps();
         assert!(
             elements <= Pool2d::MAX_KERNEL_ELEMENTS,
             "{kernel}: a kernel of {elements} elements, of at most {}",
@@ -215,7 +215,7 @@ mod tests {
 
     fn average_pool(pool: Pool2d, x: &[f64]) -> Vec<f64> {
         let mut y = vec![0.0; pool.output_shape().elements()];
-        let elements = pool.window().kernel.iter().product::<usize>() as f64;
+        let elements = pool.window().taps() as f64;
         for_each_pair(pool, |out, at, _| y[out] += x[at] / elements);
         y
     }
@@ -296,7 +296,7 @@ mod tests {
                     [y, dx, added].map(|tensor| values(tensor.view())).to_vec()
                 };
                 let mut dx = vec![0.0; x.len()];
-                let elements = pool.window().kernel.iter().product::<usize>() as f64;
+                let elements = pool.window().taps() as f64;
                 for_each_pair(pool, |out, at, _| dx[at] += dy[out] / elements);
                 on_every_queue(run, |results| {
                     assert_close("y", &results[0], &average_pool(pool, &x), tolerance(dtype), 2e-6);

@@ -138,24 +138,38 @@ pub enum BatchInput {
     Positions,
 }
 
-/// A named input of a model: a tensor per sample.
+/// A named input of a model: a tensor per sample, or per token of a sample.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InputDeclaration {
     /// Name, e.g. `pixel_values`.
     pub name: String,
     /// Dtype on the device.
     pub dtype: DType,
-    /// Shape of one sample; empty for a single number.
+    /// Shape of one sample, or of one token of a sample; empty for a single number.
     pub shape: Vec<usize>,
+    /// True if a sample has a tensor for each of its tokens: `[seq_len, shape]`.
+    pub is_per_token: bool,
 }
 
 impl InputDeclaration {
-    /// Creates a declaration.
+    /// Creates a declaration of a tensor per sample.
     pub fn new(name: &str, dtype: DType, shape: &[usize]) -> Self {
-        Self { name: name.to_owned(), dtype, shape: shape.to_vec() }
+        Self { name: name.to_owned(), dtype, shape: shape.to_vec(), is_per_token: false }
     }
 
-    /// Number of elements of one sample.
+    /// Creates a declaration of a number per token, such as a mask: `[seq_len]` per sample.
+    pub fn per_token(name: &str, dtype: DType) -> Self {
+        Self { is_per_token: true, ..Self::new(name, dtype, &[]) }
+    }
+
+    /// Returns the declaration for samples of `seq_len` tokens, as a tensor per sample.
+    pub fn for_tokens(&self, seq_len: usize) -> Self {
+        let tokens = self.is_per_token.then_some(seq_len);
+        let shape = tokens.into_iter().chain(self.shape.iter().copied()).collect();
+        Self { shape, is_per_token: false, ..self.clone() }
+    }
+
+    /// Number of elements of one sample, or of one token of a sample.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }

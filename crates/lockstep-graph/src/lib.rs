@@ -71,7 +71,7 @@ pub use mixture::Mixture;
 pub use op::Op;
 pub use ops::{
     attention::AttentionShape, batch_norm::BatchNormOptions, convolution::Convolution, linear::Linear,
-    rope::RotaryPairs, route::Routing,
+    rope::RotaryPairs, route::Routing, sequence_token::SequenceToken,
 };
 pub use peers::{ContextPeers, GridGroups, Peers};
 pub use placement::{Placement, Split, Transfer};

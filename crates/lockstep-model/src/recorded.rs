@@ -15,7 +15,7 @@ use lockstep_plan::{
 
 use crate::{
     config::ModelConfig,
-    model::Tie,
+    model::{Model, Tie},
     options::{RecordingOptions, Tuning},
     units::{Flops, RecordedUnits},
 };
@@ -82,7 +82,7 @@ impl RecordedModel {
             records: Vec::new(),
             unit_parameters: Vec::new(),
             inverse_frequencies: description.inverse_frequencies(),
-            inputs: description.inputs(),
+            inputs: inputs_of(description, options.shape),
             flops,
             bias_update_rate: config.experts().map_or(0.0, |experts| experts.bias_update_rate),
             places: options.places,
@@ -298,6 +298,11 @@ impl RecordedModel {
             owner.unwrap_or_else(|| panic!("the model ties {name} to {target}, which it does not declare"));
         self.records[tied].tie = Some(ParameterId(owner));
     }
+}
+
+/// Returns the named inputs of a model as tensors per sample of a micro-batch.
+fn inputs_of(model: &dyn Model, shape: BlockShape) -> Vec<InputDeclaration> {
+    model.inputs().iter().map(|input| input.for_tokens(shape.seq_len)).collect()
 }
 
 fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> ParameterRecord {

@@ -19,6 +19,7 @@ impl ModelConfig {
             intermediate: sizes.intermediate,
             has_latent_attention: sizes.has_latent_attention,
             vocab: sizes.vocab,
+            has_inputs: !self.model().inputs().is_empty(),
             experts: self.experts().map_or(0, |experts| experts.count),
             expert_intermediate: self.experts().map_or(0, |experts| experts.intermediate_size),
             adapter_rank: None,

@@ -17,6 +17,7 @@ fn facts() -> Facts {
         hidden: 768,
         intermediate: 3072,
         has_latent_attention: false,
+        has_inputs: false,
         vocab: 50_257,
         experts: 0,
         expert_intermediate: 0,
@@ -551,13 +552,14 @@ proptest! {
         kind in select(Kind::ALL.to_vec()), chunks in select(vec![0, 1, 2, usize::MAX]),
         context_method in select(vec![ContextMethod::Ring, ContextMethod::AllToAll]),
         micro_batch in select(vec![0, 1, 2, usize::MAX]),
+        has_inputs: bool,
     ) {
         let [pipeline, replicate, shard, context, tensor, expert, expert_tensor] = degrees;
         let [layers, heads, key_value_heads, hidden, intermediate, vocab, experts, expert_intermediate, seq_len,
             global_batch, world_size] = numbers;
         let facts = Facts {
             model: "a model".to_owned(), units: layers + 2, layers, heads, key_value_heads, hidden, intermediate,
-            has_latent_attention: false, vocab, experts, expert_intermediate, adapter_rank: None, world_size,
+            has_latent_attention: false, has_inputs, vocab, experts, expert_intermediate, adapter_rank: None, world_size,
             step: facts_of(global_batch, seq_len).step,
         };
         let plan = Plan {

@@ -31,6 +31,8 @@ pub(in crate::plan) const ON_RANKS: &[Rule<Facts>] = &[
     Rule(&["mesh.context"], |plan, facts, found| {
         if facts.heads == 0 {
             without_heads("context", plan.mesh.context, found);
+        } else if facts.has_inputs {
+            with_inputs(plan.mesh.context, found);
         }
     }),
     Rule(&["mesh.expert"], |plan, facts, found| {
@@ -137,7 +139,8 @@ fn tensor(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
         return;
     }
     let valid = |value: &usize| facts.shards_heads(*value) && columns.is_multiple_of(*value);
-    let nearest = next_to(tensor, (1..=facts.heads.min(facts.vocab)).filter(valid));
+    let most = if facts.vocab == 0 { facts.heads } else { facts.heads.min(facts.vocab) };
+    let nearest = next_to(tensor, (1..=most).filter(valid));
     heads("tensor", tensor, facts, nearest, found);
     divides(("tensor", tensor), (columns, "columns of the feed-forward layers"), nearest, found);
 }
@@ -146,6 +149,15 @@ fn tensor(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
 fn without_heads(degree: &str, value: usize, found: &mut Vec<String>) {
     if value > 1 {
         found.push(format!("{degree} {value} shards attention heads, and this model has none; nearest: 1"));
+    }
+}
+
+/// Adds a problem if ranks are to share the sequences of a model with named inputs, which belong to whole sequences.
+fn with_inputs(context: usize, found: &mut Vec<String>) {
+    if context > 1 {
+        found.push(format!(
+            "context {context} shards sequences, and this model reads inputs of whole sequences beside its tokens; nearest: 1"
+        ));
     }
 }
 
@@ -216,7 +228,7 @@ fn beside_square(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
 
 fn vocabulary(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     let (tensor, vocab) = (plan.mesh.tensor, facts.vocab);
-    if facts.heads > 0 && tensor > vocab {
+    if facts.heads > 0 && vocab > 0 && tensor > vocab {
         found.push(format!(
             "tensor {tensor} leaves ranks without a token of the vocabulary of {vocab}; nearest: {vocab}"
         ));

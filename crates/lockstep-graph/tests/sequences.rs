@@ -184,7 +184,7 @@ impl Bench {
                 positions: positions.view(),
                 document_starts: None,
                 dropout_keys: Some(keys.view()),
-                inverse_frequencies: None,
+                constants: &[],
                 inputs: &self.inputs,
             },
             input: None,

@@ -7,7 +7,7 @@ use std::cell::Cell;
 
 use lockstep_comm::LentBuffer;
 use lockstep_graph::{
-    Activity, Batch, CommunicationBuffer, ContextPeers, Cost, Replay, Ring, Seed, Timeline, Trace,
+    Activity, Batch, CommunicationBuffer, ContextPeers, Cost, InputLimit, Replay, Ring, Seed, Timeline, Trace,
 };
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
@@ -16,7 +16,7 @@ use lockstep_plan::{
     schedule::PassKind,
 };
 use lockstep_tensor::{
-    Arena, Buffer, DiskTraffic, Element, Kernels, LABELS, NamedTensor, Tensor, TensorData, TensorError, View,
+    Arena, Buffer, DiskTraffic, Element, INPUT_IDS, Kernels, LABELS, NamedTensor, Tensor, TensorData, TensorError, View,
     find_tensor,
 };
 
@@ -27,7 +27,7 @@ use crate::{
     partitioned_activations::PartitionedActivations,
     passes::{PassLocation, StageBoundary},
     running::RunningSums,
-    slots::{Slot, Stage, frame},
+    slots::{Slot, Stage, counted_positions, frame},
     weights::WeightSource,
 };
 
@@ -39,7 +39,7 @@ pub struct HostBatch<'a> {
     pub ids: &'a [u32],
     /// Target of each token: the id of the next one, or -100 where masked.
     pub labels: &'a [i32],
-    /// Position of each token in its sequence.
+    /// Position of each token in its sequence; if empty, tokens are counted from the beginning of their sequence.
     pub positions: &'a [u32],
     /// For each token, the index within its sequence of the first token of its document; attention does not look before
     /// it. All zeros select the cheaper attention without document masks.
@@ -66,11 +66,12 @@ impl HostBatch<'_> {
         count as u64
     }
 
-    /// Checks the named inputs and their labels against what the model declares.
+    /// Checks the tokens, the named inputs and their labels against what the model declares.
     ///
     /// # Errors
-    /// If an input is missing or has another dtype or size, or a label is no class.
+    /// If an input is missing, has another dtype or size or is out of range, or a label is no class.
     pub(crate) fn check(&self, model: &RecordedModel) -> Result<(), EngineError> {
+        self.check_ids(model.vocabulary())?;
         let samples = model.program(0).shape().sequences;
         for declared in model.inputs() {
             let name = || declared.name.clone();
@@ -85,6 +86,12 @@ impl HostBatch<'_> {
                 let found = format!("{} elements of {}", given.data.len(), given.dtype());
                 return Err(EngineError::Input { name: name(), found, expected: expected() });
             }
+            if let (Some(InputLimit::Below(limit)), TensorData::U32(numbers)) = (declared.limit, &given.data)
+                && let Some(number) = numbers.iter().find(|number| **number >= limit)
+            {
+                let (found, expected) = (format!("the number {number}"), format!("numbers below {limit}"));
+                return Err(EngineError::Input { name: name(), found, expected });
+            }
             let classes = model.classes();
             if let Some(labels) = given.data.as_i32().filter(|_| declared.name == LABELS && classes > 0) {
                 let is_class = |label: i32| label == IGNORED || (0..classes as i32).contains(&label);
@@ -95,6 +102,19 @@ impl HostBatch<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Checks that a model with a vocabulary is given ids of its tokens.
+    fn check_ids(&self, vocabulary: usize) -> Result<(), EngineError> {
+        let beyond = self.ids.iter().find(|id| **id as usize >= vocabulary);
+        let found = match beyond {
+            _ if vocabulary == 0 => return Ok(()),
+            None if !self.ids.is_empty() => return Ok(()),
+            None => "a micro-batch without tokens".to_owned(),
+            Some(id) => format!("the id {id}"),
+        };
+        let expected = format!("ids of a vocabulary of {vocabulary} tokens");
+        Err(EngineError::Input { name: INPUT_IDS.to_owned(), found, expected })
     }
 }
 
@@ -114,6 +134,8 @@ pub struct Runner {
     constants: Vec<Tensor>,
     host_keys: Vec<u32>,
     host_losses: Vec<f32>,
+    /// Positions of this rank's tokens, counted from the beginning of their sequences.
+    positions: Vec<u32>,
     seed: u64,
     /// Process groups of this rank.
     groups: Groups,
@@ -200,6 +222,7 @@ impl Runner {
                 .collect::<Result<_, TensorError>>()?,
             host_keys: vec![0; 2 * sequences],
             host_losses: vec![0.0; losses.output_rows() * losses.output_columns()],
+            positions: counted_positions(&groups, model.program(0).shape()),
             // Dropout masks must be independent of the initial weights and the data order, which use the same seed.
             seed: mix(seed ^ key_from_name("dropout")),
             ring: Ring::new(units().map(|unit| model.program(unit)), arena)?,
@@ -531,7 +554,11 @@ impl Runner {
         let slot = &self.stages[place.stage].slots[place.slot];
         self.copy_own(batch.ids, &slot.ids);
         self.copy_own(batch.labels, &slot.labels);
-        self.copy_own(batch.positions, &slot.positions);
+        if batch.positions.is_empty() {
+            slot.positions.view().write(&self.positions);
+        } else {
+            self.copy_own(batch.positions, &slot.positions);
+        }
         if !batch.document_starts.is_empty() {
             if self.groups.context_place().attended() == 1 {
                 self.copy_own(batch.document_starts, &slot.document_starts);

@@ -59,7 +59,7 @@ mod work;
 mod work_context;
 
 pub use block::{
-    BatchInput, Bias, BlockShape, Constant, DropoutSite, HeadOutput, InputDeclaration, LoraAdapters,
+    BatchInput, Bias, BlockShape, Constant, DropoutSite, HeadOutput, InputDeclaration, InputLimit, LoraAdapters,
     MAX_DROPOUT_SITES, Mode, ParameterDeclaration, ParameterIndex, RunningUpdate, Statistics, Value,
 };
 pub use buffers::{CommunicationBuffer, Ring};

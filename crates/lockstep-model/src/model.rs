@@ -135,7 +135,8 @@ pub trait Model: Any + Debug + Send + Sync {
     /// Changes a table into the contents of a `config.json` that transformers loads.
     fn finish_json(&self, _table: &mut Map<String, Json>) {}
 
-    /// Returns the class that transformers builds from the configuration; `None` for a model that it does not know.
+    /// Returns the class that transformers builds from the configuration; `None` for a model that it does not know, or whose
+    /// table names the class.
     fn architecture(&self) -> Option<&str> {
         None
     }

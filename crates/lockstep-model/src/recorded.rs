@@ -121,6 +121,11 @@ impl RecordedModel {
         self.classes
     }
 
+    /// Returns the number of tokens in the vocabulary; 0 if the model reads no tokens.
+    pub fn vocabulary(&self) -> usize {
+        self.vocabulary
+    }
+
     /// Returns the number of layers.
     pub fn layers(&self) -> usize {
         self.units.declared.iter().filter(|unit| unit.layer.is_some()).count()

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use lockstep_config::{ResolvedModel, RunConfig};
 use lockstep_data::{BatchSource, MicroBatch};
 use lockstep_engine::HostBatch;
+use lockstep_tensor::{INPUT_IDS, LABELS, TensorData, find_tensor};
 use serde_json::Value;
 
 use crate::Error;
@@ -63,11 +64,20 @@ impl TrainingData {
     }
 }
 
-/// Returns a micro-batch as the engine reads it.
+/// Returns a micro-batch as the engine reads it. Samples of named tensors may hold their tokens as [`INPUT_IDS`], and a label
+/// for each of these as [`LABELS`].
 pub fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {
+    let ids = match find_tensor(&batch.inputs, INPUT_IDS).map(|tensor| &tensor.data) {
+        Some(TensorData::U32(ids)) if batch.ids.is_empty() => ids,
+        _ => &batch.ids,
+    };
+    let labels = match find_tensor(&batch.inputs, LABELS).map(|tensor| &tensor.data) {
+        Some(TensorData::I32(labels)) if batch.labels.is_empty() && labels.len() == ids.len() => labels,
+        _ => &batch.labels,
+    };
     HostBatch {
-        ids: &batch.ids,
-        labels: &batch.labels,
+        ids,
+        labels,
         positions: &batch.positions,
         document_starts: &batch.document_starts,
         sample_numbers: &batch.sample_numbers,

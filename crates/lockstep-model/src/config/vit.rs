@@ -64,7 +64,9 @@ impl VitConfig {
     pub(crate) fn read(table: &Map<String, Value>) -> (Self, Vec<ConfigProblem>) {
         let mut reader = Reader::new(table, "");
         reader.fixed(FIXED_FOR_ALL);
-        HARMLESS_FOR_VIT.iter().for_each(|key| drop(reader.value(key)));
+        for key in HARMLESS_FOR_VIT {
+            reader.value(key);
+        }
         if reader.architecture().is_some_and(|name| name != VIT_ARCHITECTURE) {
             reader.unsupported("architectures", format!("[\"{VIT_ARCHITECTURE}\"]"));
         }

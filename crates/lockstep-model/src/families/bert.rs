@@ -5,7 +5,7 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use lockstep_graph::{BatchInput, Bias, InputDeclaration, Linear, Recorder, SequenceToken, Split, Value};
+use lockstep_graph::{BatchInput, Bias, InputDeclaration, InputLimit, Linear, Recorder, SequenceToken, Split, Value};
 use lockstep_plan::{DType, ParameterRecord};
 use lockstep_tensor::{Activation, LABELS};
 use serde_json::{Map, Value as Json};
@@ -115,7 +115,9 @@ impl Model for BertConfig {
 
     fn inputs(&self) -> Vec<InputDeclaration> {
         let labels = self.head.classes().map(|_| InputDeclaration::new(LABELS, DType::I32, &[]));
-        [MASK, TYPES].map(|name| InputDeclaration::per_token(name, DType::U32)).into_iter().chain(labels).collect()
+        let per_token = |name| InputDeclaration::per_token(name, DType::U32);
+        let types = per_token(TYPES).limited(InputLimit::Below(self.type_vocab_size as u32));
+        [per_token(MASK), types].into_iter().chain(labels).collect()
     }
 
     fn placements(&self) -> Vec<(&'static str, Split)> {

@@ -10,6 +10,7 @@
 
 mod decided;
 pub mod mutate;
+pub mod encoders;
 pub mod parity;
 pub mod quantized;
 pub mod random_plan;

@@ -16,6 +16,7 @@ mod corpus;
 mod describe;
 mod error;
 mod evaluation;
+mod generated_samples;
 mod guard;
 mod loss_scale;
 pub mod machine_file;

@@ -237,6 +237,36 @@ fn context_parallel_splits_sequences_and_for_all_to_all_heads() {
 }
 
 #[test]
+fn sequences_with_inputs_beside_their_tokens_are_not_split_and_need_no_vocabulary() {
+    let mesh = |context, tensor| Degrees { context, tensor, ..Degrees::default() };
+    let on = |mesh| Plan { mesh, schedule: PipelineSchedule::default(), stages: vec![14], ..plan() };
+    let with_inputs = |world_size| Facts { has_inputs: true, vocab: 0, world_size, ..facts() };
+    assert_eq!(
+        problems(&on(mesh(2, 1)), &with_inputs(2)),
+        ["context 2 shards sequences, and this model reads inputs of whole sequences beside its tokens; nearest: 1"]
+    );
+    assert!(on(mesh(2, 1)).check(&Facts { world_size: 2, ..facts() }).is_ok());
+    assert_eq!(problems(&on(mesh(1, 4)), &with_inputs(4)), [""; 0]);
+    assert_eq!(
+        problems(&on(mesh(1, 5)), &Facts { intermediate: 15, ..with_inputs(5) })[..1],
+        ["tensor 5 does not divide the 12 attention heads; nearest: 3"]
+    );
+}
+
+#[test]
+fn tokens_of_a_micro_batch_are_sharded_where_those_of_a_sequence_are_odd() {
+    let mesh = Degrees { tensor: 4, ..Degrees::default() };
+    let plan = Plan { mesh, schedule: PipelineSchedule::default(), stages: vec![14], ..plan() };
+    let of = |micro_batch| Plan { micro_batch: Some(micro_batch), ..plan.clone() };
+    let odd = Facts { world_size: 4, ..facts_of(32, 197) };
+    assert_eq!(problems(&of(4), &odd), [""; 0]);
+    let message = "seq_len 197 is not a multiple of context x tensor = 4; nearest: 196 or 200";
+    assert_eq!(problems(&of(2), &odd), [message]);
+    let of_experts = Facts { experts: 4, expert_intermediate: 8, ..odd };
+    assert_eq!(problems(&of(4), &of_experts), [message]);
+}
+
+#[test]
 fn key_value_heads_may_be_fewer_than_tensor_ranks_if_they_divide_them() {
     let mesh = Degrees { tensor: 8, ..Degrees::default() };
     let plan = Plan { mesh, schedule: PipelineSchedule::default(), stages: vec![14], ..plan() };

@@ -259,7 +259,12 @@ fn sequence(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
         (false, true) => (parts, "2 x context"),
         (false, false) => (parts, "context"),
     };
-    multiple("seq_len", facts.step.seq_len, factors, factor, found);
+    // Ranks that shard the tokens of whole sequences need not shard each sequence evenly, unless experts balance them.
+    let of_micro_batch = plan.micro_batch_of(facts.step.global_batch).saturating_mul(facts.step.seq_len);
+    let is_even = context == 1 && facts.experts == 0 && of_micro_batch.is_multiple_of(factor);
+    if !is_even {
+        multiple("seq_len", facts.step.seq_len, factors, factor, found);
+    }
 }
 
 /// Adds a problem if the heads of a tensor-parallel rank cannot be sharded over the context-parallel group.

@@ -16,8 +16,8 @@ use lockstep_plan::{
     schedule::PassKind,
 };
 use lockstep_tensor::{
-    Arena, Buffer, DiskTraffic, Element, INPUT_IDS, Kernels, LABELS, NamedTensor, Tensor, TensorData, TensorError, View,
-    find_tensor,
+    Arena, Buffer, DiskTraffic, Element, INPUT_IDS, Kernels, LABELS, NamedTensor, Tensor, TensorData,
+    TensorError, View, find_tensor,
 };
 
 use crate::{

@@ -59,8 +59,9 @@ mod work;
 mod work_context;
 
 pub use block::{
-    BatchInput, Bias, BlockShape, Constant, DropoutSite, HeadOutput, InputDeclaration, InputLimit, LoraAdapters,
-    MAX_DROPOUT_SITES, Mode, ParameterDeclaration, ParameterIndex, RunningUpdate, Statistics, Value,
+    BatchInput, Bias, BlockShape, Constant, DropoutSite, HeadOutput, InputDeclaration, InputLimit,
+    LoraAdapters, MAX_DROPOUT_SITES, Mode, ParameterDeclaration, ParameterIndex, RunningUpdate, Statistics,
+    Value,
 };
 pub use buffers::{CommunicationBuffer, Ring};
 pub use cost::BlockProfile;

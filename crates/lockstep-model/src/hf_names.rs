@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use crate::config::ModelConfig;
 use crate::error::{CheckpointProblem, ModelError};
-use crate::model::Model;
 use crate::hf_tensor::{HfContent, HfPlace, HfTensor};
+use crate::model::Model;
 use crate::recorded::parameter_records;
 
 /// The tensors of a model's Hugging Face checkpoint.

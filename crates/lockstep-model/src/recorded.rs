@@ -348,7 +348,8 @@ impl ModelConfig {
 /// Returns the records of [`parameter_records`] with the parameters that `tuning` freezes and adds.
 pub fn tuned_records(config: &ModelConfig, tuning: &Tuning) -> Vec<ParameterRecord> {
     // Parameters do not depend on the shape of the input, so the smallest one suffices.
-    let shape = BlockShape { sequences: 1, seq_len: 1, dtype: DType::F32 };
+    let seq_len = config.model().sizes().fixed_seq_len.unwrap_or(1);
+    let shape = BlockShape { sequences: 1, seq_len, dtype: DType::F32 };
     let (mode, recompute) = (Mode::Inference, RecomputeRules::default());
     let head_output = HeadOutput::Logits;
     let (statistics, places) = (Statistics::of(mode), Places::default());

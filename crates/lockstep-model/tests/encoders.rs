@@ -66,21 +66,42 @@ fn what_is_written_is_read_back_and_an_override_of_the_classes_replaces_their_na
 fn configurations_that_mean_nothing_here_are_problems() {
     let cases = [
         (json!({ "model_type": "bert", "architectures": ["BertForTokenClassification"] }), "BertForMaskedLM"),
-        (json!({ "model_type": "vit", "architectures": ["ViTForMaskedImageModeling"] }), "ViTForImageClassification"),
+        (
+            json!({ "model_type": "vit", "architectures": ["ViTForMaskedImageModeling"] }),
+            "ViTForImageClassification",
+        ),
         (json!({ "model_type": "bert", "hidden_act": "swish" }), "`hidden_act` = \"swish\" is not supported"),
         (json!({ "model_type": "bert", "is_decoder": true }), "is_decoder"),
         (json!({ "model_type": "bert", "position_embedding_type": "relative_key" }), "absolute"),
         (json!({ "model_type": "bert", "num_labels": 1 }), "is a regression"),
-        (json!({ "model_type": "bert", "num_labels": 3, "problem_type": "regression" }), "single_label_classification"),
-        (json!({ "model_type": "bert", "id2label": { "0": "a", "2": "b" } }), "a name for each of the indices"),
-        (json!({ "model_type": "vit", "id2label": { "0": "a", "1": "b" }, "num_labels": 3 }), "names 2 classes"),
-        (json!({ "model_type": "vit", "patch_size": 15 }), "`patch_size` = 15 does not divide `image_size` = 224"),
+        (
+            json!({ "model_type": "bert", "num_labels": 3, "problem_type": "regression" }),
+            "single_label_classification",
+        ),
+        (
+            json!({ "model_type": "bert", "id2label": { "0": "a", "2": "b" } }),
+            "a name for each of the indices",
+        ),
+        (
+            json!({ "model_type": "vit", "id2label": { "0": "a", "1": "b" }, "num_labels": 3 }),
+            "names 2 classes",
+        ),
+        (
+            json!({ "model_type": "vit", "patch_size": 15 }),
+            "`patch_size` = 15 does not divide `image_size` = 224",
+        ),
         (json!({ "model_type": "vit", "patch_size": 0 }), "`patch_size` = 0 is out of range"),
         (json!({ "model_type": "vit", "num_labels": 0 }), "`num_labels` = 0 is out of range"),
         (json!({ "model_type": "vit", "num_labels": usize::MAX }), "`num_labels`"),
-        (json!({ "model_type": "vit", "num_attention_heads": 0 }), "`num_attention_heads` = 0 is out of range"),
+        (
+            json!({ "model_type": "vit", "num_attention_heads": 0 }),
+            "`num_attention_heads` = 0 is out of range",
+        ),
         (json!({ "model_type": "vit", "num_attention_heads": 5 }), "does not divide `hidden_size` = 768"),
-        (json!({ "model_type": "bert", "hidden_dropout_prob": 1.0 }), "`hidden_dropout_prob` = 1 is out of range"),
+        (
+            json!({ "model_type": "bert", "hidden_dropout_prob": 1.0 }),
+            "`hidden_dropout_prob` = 1 is out of range",
+        ),
         (json!({ "model_type": "bert", "classifier_dropout": -0.5 }), "`classifier_dropout`"),
     ];
     for (table, part) in cases {
@@ -130,6 +151,7 @@ fn older_names_are_read_and_heads_for_other_tasks_are_skipped() {
     let import = mapping.match_checkpoint(all()).unwrap();
     assert_eq!(import.places.len(), mapping.tensors().len());
     assert_eq!(import.tied_copies.len(), 1, "the output layer repeats the embedding");
-    let strange = mapping.match_checkpoint(all().chain([("strange", &[1_usize][..])])).unwrap_err().to_string();
+    let strange =
+        mapping.match_checkpoint(all().chain([("strange", &[1_usize][..])])).unwrap_err().to_string();
     assert!(strange.contains("strange"), "{strange}");
 }

@@ -4,16 +4,19 @@
 use crate::parity::TinyModel;
 
 /// BERT as a language model of masked tokens: padding, token types, LayerNorm after each sum, dropout.
-pub const BERT: TinyModel = TinyModel { name: "bert", settings: &[
-    "model.model_type=bert",
-    "model.vocab_size=256",
-    "model.hidden_size=32",
-    "model.intermediate_size=48",
-    "model.num_hidden_layers=4",
-    "model.num_attention_heads=4",
-    "model.max_position_embeddings=16",
-    "model.initializer_range=0.1",
-] };
+pub const BERT: TinyModel = TinyModel {
+    name: "bert",
+    settings: &[
+        "model.model_type=bert",
+        "model.vocab_size=256",
+        "model.hidden_size=32",
+        "model.intermediate_size=48",
+        "model.num_hidden_layers=4",
+        "model.num_attention_heads=4",
+        "model.max_position_embeddings=16",
+        "model.initializer_range=0.1",
+    ],
+};
 
 /// BERT as a classifier of sequences, whose values have a row per sequence.
 pub const BERT_CLASSIFIER: TinyModel = TinyModel {

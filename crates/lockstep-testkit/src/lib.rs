@@ -9,8 +9,8 @@
 #![forbid(unsafe_code)]
 
 mod decided;
-pub mod mutate;
 pub mod encoders;
+pub mod mutate;
 pub mod parity;
 pub mod quantized;
 pub mod random_plan;

@@ -18,8 +18,8 @@ use lockstep_plan::DType;
 use lockstep_plan::schedule::Kind;
 use lockstep_tensor::delayed::{Delayed, Fault};
 use lockstep_train::verify::{
-    Comparison, Numbers, ROUTER_MARGIN, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, exact, numbers, sample_data,
-    sample_text,
+    Comparison, Numbers, ROUTER_MARGIN, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, exact, numbers,
+    sample_data, sample_text,
 };
 use lockstep_train::{Error, ranks_of, train, train_on};
 use serde_json::Value;

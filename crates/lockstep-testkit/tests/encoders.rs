@@ -86,7 +86,11 @@ fn moving_the_state_of_an_encoder_to_the_disk_changes_no_bit() {
     let bench = Workbench::new().unwrap();
     let disk = tempfile::tempdir().unwrap();
     let disk = format!("parallel.offload.dir={}", disk.path().display());
-    let of_state = ["parallel.offload.optimizer=disk", "parallel.offload.gradients=disk", "parallel.offload.parameters=disk"];
+    let of_state = [
+        "parallel.offload.optimizer=disk",
+        "parallel.offload.gradients=disk",
+        "parallel.offload.parameters=disk",
+    ];
     for model in [BERT, VIT, LLAMA_CLASSIFIER, RESNET] {
         for plan in [&["parallel.recompute=full"][..], &[SHARD_2, "parallel.zero_stage=3"]] {
             let numbers = |more: &[&str]| -> Numbers {
@@ -97,7 +101,11 @@ fn moving_the_state_of_an_encoder_to_the_disk_changes_no_bit() {
             for offload in [&of_state[..], &["parallel.offload.activations=disk"]] {
                 let found = numbers(&[offload, &[&*disk]].concat());
                 let (name, steps) = (model.name, &found.steps);
-                assert!(found == in_memory, "{name}, {plan:?}, {offload:?}: {steps:?}, {:?}", in_memory.steps);
+                assert!(
+                    found == in_memory,
+                    "{name}, {plan:?}, {offload:?}: {steps:?}, {:?}",
+                    in_memory.steps
+                );
             }
         }
     }
@@ -128,7 +136,8 @@ fn a_plan_that_shards_the_sequences_of_named_inputs_is_refused_with_the_reason()
     for model in ENCODERS {
         let config = bench.config(model, &["parallel.context_parallel=2"]).unwrap();
         let message = resolve_model(&config).unwrap_err().to_string();
-        let parts = ["parallel.context_parallel", "this model reads inputs of whole sequences beside its tokens"];
+        let parts =
+            ["parallel.context_parallel", "this model reads inputs of whole sequences beside its tokens"];
         assert!(parts.iter().all(|part| message.contains(part)), "{}: {message}", model.name);
     }
     let config = bench.config(RESNET, &["parallel.tensor_parallel=2"]).unwrap();

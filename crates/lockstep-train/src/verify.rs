@@ -16,8 +16,8 @@ use lockstep_observe::progress::Progress;
 use lockstep_plan::{Plan, Quantization, QuantizedType, Sharding, Share};
 use serde::{Deserialize, Serialize};
 
-use crate::records::RunOutputs;
 use crate::generated_samples::generated_samples;
+use crate::records::RunOutputs;
 use crate::trainer::{run, run_on};
 use crate::{Error, StepObserver, TrainingData};
 

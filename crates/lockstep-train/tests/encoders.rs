@@ -87,7 +87,8 @@ fn losses_and_every_gradient_agree_with_transformers_under_every_recomputation()
                     place.read(&stored, &mut reference[place.part()]).unwrap();
                     compared += 1;
                 }
-                let square = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+                let square =
+                    |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
                 let error =
                     square(&mut gradient.iter().zip(&reference).map(|(&a, &b)| f64::from(a) - f64::from(b)));
                 let norm = square(&mut reference.iter().map(|&b| f64::from(b)));
@@ -135,9 +136,7 @@ fn twenty_training_steps_follow_transformers() {
         for (step, (reference, reference_norm)) in (1..).zip(references) {
             let (loss, norm) = forward_backward(&mut engine, &batch).unwrap();
             let gradient_scale = (1.0 / (norm + 1e-6)).min(1.0) as f32;
-            engine
-                .update(&Update { learning_rate: 1e-3, weight_decay: 0.1, gradient_scale, step })
-                .unwrap();
+            engine.update(&Update { learning_rate: 1e-3, weight_decay: 0.1, gradient_scale, step }).unwrap();
             let near = |found: f64, expected: f64, most: f64| (found - expected).abs() < most * expected;
             assert!(near(loss, reference, 1e-3), "{name}, step {step}: loss {loss}, {reference} expected");
             assert!(
@@ -185,7 +184,8 @@ fn inputs_that_are_missing_or_out_of_range_are_refused() {
         change(&mut batch);
         forward_backward(&mut engine(name, Recompute::None), &batch).unwrap_err().to_string()
     };
-    let without = |name: &'static str| move |batch: &mut MicroBatch| batch.inputs.retain(|input| &*input.name != name);
+    let without =
+        |name: &'static str| move |batch: &mut MicroBatch| batch.inputs.retain(|input| &*input.name != name);
     let with = |name: &'static str, number: u32| {
         move |batch: &mut MicroBatch| {
             let input = batch.inputs.iter_mut().find(|input| &*input.name == name).unwrap();

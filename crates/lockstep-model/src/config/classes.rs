@@ -73,7 +73,8 @@ impl Classes {
         let count = self.count();
         checks.size("num_labels", count, CLASSES);
         if count == 1 {
-            checks.conflict("`num_labels` = 1 is a regression; a classifier has 2 classes or more".to_owned());
+            checks
+                .conflict("`num_labels` = 1 is a regression; a classifier has 2 classes or more".to_owned());
         }
     }
 }

@@ -5,7 +5,9 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use lockstep_graph::{BatchInput, Bias, InputDeclaration, InputLimit, Linear, Recorder, SequenceToken, Split, Value};
+use lockstep_graph::{
+    BatchInput, Bias, InputDeclaration, InputLimit, Linear, Recorder, SequenceToken, Split, Value,
+};
 use lockstep_plan::{DType, ParameterRecord};
 use lockstep_tensor::{Activation, LABELS};
 use serde_json::{Map, Value as Json};
@@ -201,9 +203,9 @@ impl Model for BertConfig {
         };
         let is_skipped =
             is_other || name == "cls.predictions.decoder.bias" || name.ends_with("embeddings.position_ids");
-        let renamed = [(".gamma", ".weight"), (".beta", ".bias")].iter().find_map(|(old, new)| {
-            name.strip_suffix(old).map(|module| format!("{module}{new}"))
-        });
+        let renamed = [(".gamma", ".weight"), (".beta", ".bias")]
+            .iter()
+            .find_map(|(old, new)| name.strip_suffix(old).map(|module| format!("{module}{new}")));
         (!is_skipped).then(|| renamed.map_or(Cow::Borrowed(name), Cow::Owned))
     }
 }

@@ -44,7 +44,8 @@ impl Encoder {
             direction: AttentionDirection::Bidirectional,
             ..AttentionShape::new(heads, heads, self.sizes.head_dim())
         };
-        let options = AttentionOptions { dropout: self.attention_dropout, key_mask, ..AttentionOptions::default() };
+        let options =
+            AttentionOptions { dropout: self.attention_dropout, key_mask, ..AttentionOptions::default() };
         let attended = g.attention(q, k, v, shape, options);
         let projected = self.linear(g, attended, ATTENTION_OUTPUT, hidden_size, true);
         g.dropout(projected, self.dropout)
@@ -63,8 +64,7 @@ impl Encoder {
         let heads = Split::ColumnParallel { pieces: self.sizes.num_attention_heads };
         let features = Split::ColumnParallel { pieces: self.sizes.intermediate_size };
         let [wide, narrow] = FEED_FORWARD;
-        let others =
-            [(ATTENTION_OUTPUT, Split::RowParallel), (wide, features), (narrow, Split::RowParallel)];
+        let others = [(ATTENTION_OUTPUT, Split::RowParallel), (wide, features), (narrow, Split::RowParallel)];
         self.projections.map(|name| (name, heads)).into_iter().chain(others)
     }
 }

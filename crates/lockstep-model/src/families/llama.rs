@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use lockstep_graph::{
-    AttentionOptions, AttentionShape, BatchInput, Constant, InputDeclaration, InputLimit, Linear, Recorder, SequenceToken,
-    Split, Value,
+    AttentionOptions, AttentionShape, BatchInput, Constant, InputDeclaration, InputLimit, Linear, Recorder,
+    SequenceToken, Split, Value,
 };
 use lockstep_plan::{DType, ParameterRecord};
 use lockstep_tensor::LABELS;
@@ -174,7 +174,11 @@ impl Model for LlamaConfig {
 
     fn ties(&self) -> Vec<Tie> {
         let head = self.num_hidden_layers + 1;
-        Tie::output_layer(self.tie_word_embeddings && self.classes.is_none(), head, "model.embed_tokens.weight")
+        Tie::output_layer(
+            self.tie_word_embeddings && self.classes.is_none(),
+            head,
+            "model.embed_tokens.weight",
+        )
     }
 
     fn sizes(&self) -> Sizes {

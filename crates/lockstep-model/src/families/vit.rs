@@ -27,7 +27,11 @@ impl VitConfig {
         Encoder {
             sizes: self.sizes,
             activation: self.activation,
-            projections: ["attention.attention.query", "attention.attention.key", "attention.attention.value"],
+            projections: [
+                "attention.attention.query",
+                "attention.attention.key",
+                "attention.attention.value",
+            ],
             qkv_bias: self.qkv_bias,
             dropout: self.hidden_dropout_prob as f32,
             attention_dropout: self.attention_probs_dropout_prob as f32,

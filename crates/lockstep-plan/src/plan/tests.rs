@@ -243,7 +243,9 @@ fn sequences_with_inputs_beside_their_tokens_are_not_split_and_need_no_vocabular
     let with_inputs = |world_size| Facts { has_inputs: true, vocab: 0, world_size, ..facts() };
     assert_eq!(
         problems(&on(mesh(2, 1)), &with_inputs(2)),
-        ["context 2 shards sequences, and this model reads inputs of whole sequences beside its tokens; nearest: 1"]
+        [
+            "context 2 shards sequences, and this model reads inputs of whole sequences beside its tokens; nearest: 1"
+        ]
     );
     assert!(on(mesh(2, 1)).check(&Facts { world_size: 2, ..facts() }).is_ok());
     assert_eq!(problems(&on(mesh(1, 4)), &with_inputs(4)), [""; 0]);

@@ -319,6 +319,7 @@ pub fn plan(bytes: &[u8]) -> Verdict {
         intermediate: 48,
         has_latent_attention: false,
         has_inputs: false,
+        fixed_seq_len: None,
         vocab: 256,
         experts,
         expert_intermediate: 2 * experts,

@@ -20,6 +20,7 @@ mod generated_samples;
 mod guard;
 mod loss_scale;
 pub mod machine_file;
+mod new_head;
 mod observer;
 mod peak;
 mod predicted;

@@ -9,13 +9,15 @@ mod reference;
 use std::collections::HashMap;
 
 use lockstep_checkpoint::{CheckpointError, ModelDirectory};
+use lockstep_config::RunConfig;
 use lockstep_data::MicroBatch;
-use lockstep_engine::{Engine, EngineError, EngineOptions, Runner, StateKind, StateStore, Update};
+use lockstep_engine::{Engine, EngineError, EngineOptions, Ranks, Runner, StateKind, StateStore, Update};
 use lockstep_graph::{BlockShape, Mode, Recompute, Seed};
 use lockstep_model::{HeadOutput, HfMapping, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, Plan};
 use lockstep_tensor::{Arena, CpuQueue, NamedTensor, TensorData};
-use lockstep_train::host_batch;
+use lockstep_train::verify::{SAMPLE_RUN, watch};
+use lockstep_train::{StepObserver, host_batch};
 use reference::{Expected, fixture, relative};
 
 const MODELS: [&str; 4] = ["bert", "bert_classifier", "vit", "llama_classifier"];
@@ -204,4 +206,66 @@ fn inputs_that_are_missing_or_out_of_range_are_refused() {
     ] {
         assert!(parts.iter().all(|part| message.contains(part)), "{message} has {parts:?}");
     }
+}
+
+/// Returns the configuration of a classifier that starts from the weights of the masked language model.
+fn from_language_model(dir: &std::path::Path, more: &[&str]) -> RunConfig {
+    let of_model = [
+        format!("model.path={:?}", fixture("bert")),
+        format!("metrics.dir={:?}", dir.join("runs")),
+        format!("checkpoint.dir={:?}", dir.join("checkpoints")),
+    ];
+    let settings =
+        ["model.from_pretrained=true", "train.steps=2", "train.seq_len=10", "metrics.tensorboard=false"];
+    let settings: Vec<&str> =
+        of_model.iter().map(String::as_str).chain(settings).chain(more.iter().copied()).collect();
+    RunConfig::parse(SAMPLE_RUN, "a test", &settings).unwrap()
+}
+
+#[test]
+fn a_classifier_starts_from_the_weights_of_a_language_model_with_a_new_head() {
+    /// Weights at the start of a run.
+    #[derive(Default)]
+    struct First(HashMap<String, Vec<f32>>);
+    impl StepObserver for First {
+        fn gradients_ready(&mut self, _: u64, _: &mut Engine) -> Result<(), lockstep_train::Error> {
+            Ok(())
+        }
+
+        fn begins(&mut self, engine: &mut Engine) {
+            for tensor in
+                engine.state_tensors().into_iter().filter(|tensor| tensor.kind == StateKind::Parameter)
+            {
+                self.0.insert(tensor.record.name.clone(), tensor.to_vec().unwrap());
+            }
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let classifier = ["model.architectures=[\"BertForSequenceClassification\"]", "model.num_labels=4"];
+    let config = from_language_model(dir.path(), &classifier);
+    let mut first = First::default();
+    watch(&config, &Ranks::alone(), &mut first).unwrap();
+    let mut compared = 0;
+    ModelDirectory::open(&fixture("bert"))
+        .unwrap()
+        .for_each_parameter(|name, values| {
+            if !name.starts_with("cls.") {
+                assert_eq!(first.0[name], values, "{name}");
+                compared += 1;
+            }
+            Ok::<(), CheckpointError>(())
+        })
+        .unwrap();
+    assert_eq!(compared, 5 + 2 * 16);
+    for (name, elements) in [("bert.pooler.dense.weight", 32 * 32), ("classifier.weight", 4 * 32)] {
+        let values = &first.0[name];
+        assert!(values.len() == elements && values.iter().any(|x| *x != 0.0), "{name} has initial values");
+    }
+    // A head that is never trained would stay random.
+    let frozen = from_language_model(
+        dir.path(),
+        &[&classifier[..], &["fine_tune.freeze=[\"classifier.*\"]"]].concat(),
+    );
+    let message = watch(&frozen, &Ranks::alone(), &mut First::default()).unwrap_err().to_string();
+    assert!(message.contains("classifier.weight"), "{message}");
 }

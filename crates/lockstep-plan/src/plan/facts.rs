@@ -36,6 +36,8 @@ pub struct Facts {
     pub vocab: usize,
     /// True if the model reads named inputs beside its tokens, such as masks or class labels.
     pub has_inputs: bool,
+    /// Sequence length in tokens of every sample, for a model whose samples are all of one length.
+    pub fixed_seq_len: Option<usize>,
     /// Experts per block; 0 for a dense model.
     pub experts: usize,
     /// Width of an expert's feed-forward layer.

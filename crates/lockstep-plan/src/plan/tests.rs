@@ -18,6 +18,7 @@ fn facts() -> Facts {
         intermediate: 3072,
         has_latent_attention: false,
         has_inputs: false,
+        fixed_seq_len: None,
         vocab: 50_257,
         experts: 0,
         expert_intermediate: 0,
@@ -249,6 +250,11 @@ fn sequences_with_inputs_beside_their_tokens_are_not_split_and_need_no_vocabular
     );
     assert!(on(mesh(2, 1)).check(&Facts { world_size: 2, ..facts() }).is_ok());
     assert_eq!(problems(&on(mesh(1, 4)), &with_inputs(4)), [""; 0]);
+    let of_images = Facts { fixed_seq_len: Some(196), ..with_inputs(4) };
+    assert_eq!(
+        problems(&on(mesh(1, 4)), &of_images),
+        ["seq_len 1024, and every sample of this model has 196; nearest: 196"]
+    );
     assert_eq!(
         problems(&on(mesh(1, 5)), &Facts { intermediate: 15, ..with_inputs(5) })[..1],
         ["tensor 5 does not divide the 12 attention heads; nearest: 3"]
@@ -591,7 +597,7 @@ proptest! {
             global_batch, world_size] = numbers;
         let facts = Facts {
             model: "a model".to_owned(), units: layers + 2, layers, heads, key_value_heads, hidden, intermediate,
-            has_latent_attention: false, has_inputs, vocab, experts, expert_intermediate, adapter_rank: None, world_size,
+            has_latent_attention: false, has_inputs, fixed_seq_len: None, vocab, experts, expert_intermediate, adapter_rank: None, world_size,
             step: facts_of(global_batch, seq_len).step,
         };
         let plan = Plan {

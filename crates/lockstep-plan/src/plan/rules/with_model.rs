@@ -9,6 +9,7 @@ use crate::{
 /// Rules that hold for any degrees, valid or not.
 pub(in crate::plan) const WITH_MODEL: &[Rule<Facts>] = &[
     Rule(&["model"], same_model),
+    Rule(&["seq_len"], fixed_length),
     Rule(&["recompute"], recomputed_layers),
     Rule(&["mesh.replicate"], world),
 ];
@@ -55,6 +56,15 @@ fn same_model(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     let (of_plan, model) = (&plan.model, &facts.model);
     if !of_plan.is_empty() && of_plan != model {
         found.push(format!("the plan is for the model {of_plan}, and this one is {model}"));
+    }
+}
+
+/// Adds a problem if sequences do not have the length that all samples of the model have.
+fn fixed_length(_: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let seq_len = facts.step.seq_len;
+    if let Some(fixed) = facts.fixed_seq_len.filter(|fixed| *fixed != seq_len) {
+        found
+            .push(format!("seq_len {seq_len}, and every sample of this model has {fixed}; nearest: {fixed}"));
     }
 }
 

@@ -281,6 +281,7 @@ impl ModelConfig {
     fn table(&self) -> Map<String, Value> {
         let mut table = self.0.table();
         table.insert("model_type".into(), json!(self.model_type()));
+        // A model without a vocabulary reads no keys of tokens.
         if self.vocab_size() > 0 {
             self.tokens().write(&mut table);
         }

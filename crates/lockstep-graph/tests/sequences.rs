@@ -197,6 +197,7 @@ impl Bench {
             grid: None,
             expert_peers: None,
             sequence_peers: None,
+            replicas: None,
             context: None,
             communication_buffer: None,
             router_margin: None,

@@ -59,7 +59,7 @@ pub use load::ExpertLoad;
 pub use lockstep_plan::StateKind;
 pub use optimizer::{Granularity, MuonScale, Optimizer, Update};
 pub use passes::{PassTime, StepTimes};
-pub use ranks::{Ranks, TimeLimit, TimedOperation};
+pub use ranks::{Ranks, TOTALS_WORDS, TimeLimit, TimedOperation, words_of};
 pub use rehearsal::Rehearsal;
 pub use runner::{HostBatch, Runner};
 pub use snapshot::Snapshot;

@@ -7,7 +7,8 @@ use std::cell::Cell;
 
 use lockstep_comm::LentBuffer;
 use lockstep_graph::{
-    Activity, Batch, CommunicationBuffer, ContextPeers, Cost, Replay, Ring, Seed, Timeline, Trace,
+    Activity, Batch, CommunicationBuffer, ContextPeers, Cost, MAX_REPORTS, Program, Replay, Report, Ring,
+    Seed, Timeline, Trace,
 };
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
@@ -54,16 +55,34 @@ impl HostBatch<'_> {
     /// Returns the number of targets that a model's loss counts, the divisor of the loss: the labels other than -100; for a
     /// model whose input [`LABELS`] is not of integers its elements, and for one without labels the samples.
     pub fn targets(&self, model: &RecordedModel) -> u64 {
-        let valid = |labels: &[i32]| labels.iter().filter(|label| **label != IGNORED).count();
+        self.counts(model)[0]
+    }
+
+    /// Returns the numbers of targets that each report of the model counts, in their order.
+    pub fn counts(&self, model: &RecordedModel) -> [u64; MAX_REPORTS] {
+        let mut counts = [0; MAX_REPORTS];
+        counts[0] = self.labels_counted(model);
+        for (count, Report { target, .. }) in counts.iter_mut().zip(model.reports()) {
+            let named = target.as_ref().filter(|target| *target != LABELS);
+            *count = match named.and_then(|target| find_tensor(self.inputs, target)).map(|found| &found.data)
+            {
+                Some(TensorData::I32(labels)) => valid(labels),
+                Some(values) => values.len() as u64,
+                None => self.labels_counted(model),
+            };
+        }
+        counts
+    }
+
+    fn labels_counted(&self, model: &RecordedModel) -> u64 {
         let is_read = model.inputs().iter().any(|input| input.name == LABELS);
         let named = find_tensor(self.inputs, LABELS).filter(|_| is_read);
-        let count = match named.map(|tensor| &tensor.data) {
+        match named.map(|tensor| &tensor.data) {
             Some(TensorData::I32(labels)) => valid(labels),
-            Some(values) => values.len(),
-            None if self.labels.is_empty() => self.sample_numbers.len(),
+            Some(values) => values.len() as u64,
+            None if self.labels.is_empty() => self.sample_numbers.len() as u64,
             None => valid(self.labels),
-        };
-        count as u64
+        }
     }
 
     /// Checks the named inputs and their labels against what the model declares.
@@ -101,6 +120,11 @@ impl HostBatch<'_> {
 /// Label of a target that is masked.
 const IGNORED: i32 = -100;
 
+/// Returns the number of labels that are not masked.
+fn valid(labels: &[i32]) -> u64 {
+    labels.iter().filter(|label| **label != IGNORED).count() as u64
+}
+
 /// Memory of the micro-batches in flight, and everything that a replay reads besides weights.
 pub struct Runner {
     stages: Vec<Stage>,
@@ -114,6 +138,8 @@ pub struct Runner {
     inverse_frequencies: Option<Tensor>,
     host_keys: Vec<u32>,
     host_losses: Vec<f32>,
+    /// Sums of the model's reports since they were last taken.
+    reported: [f64; MAX_REPORTS],
     seed: u64,
     /// Process groups of this rank.
     groups: Groups,
@@ -130,6 +156,12 @@ pub struct Runner {
     pub(crate) router_margin: Option<Cell<f32>>,
     /// Returns true if the current step is to be abandoned; asked before each unit. `None` if no step is.
     pub(crate) abandons: Option<Box<dyn Fn() -> bool + Send + Sync>>,
+}
+
+/// Elements of the largest output or report of a model's last unit.
+fn reported_elements(head: &Program) -> usize {
+    let of_reports = (0..head.reports().len()).map(|report| head.report_elements(report));
+    of_reports.fold(head.output_rows() * head.output_columns(), usize::max)
 }
 
 /// Purpose of a forward, which decides whether its activations are kept.
@@ -198,7 +230,8 @@ impl Runner {
                 .map(|table| Tensor::from_slice(arena, [table.len()], table, MemoryCategory::Parameters))
                 .transpose()?,
             host_keys: vec![0; 2 * sequences],
-            host_losses: vec![0.0; losses.output_rows() * losses.output_columns()],
+            host_losses: vec![0.0; reported_elements(losses)],
+            reported: [0.0; MAX_REPORTS],
             // Dropout masks must be independent of the initial weights and the data order, which use the same seed.
             seed: mix(seed ^ key_from_name("dropout")),
             ring: Ring::new(units().map(|unit| model.program(unit)), arena)?,
@@ -313,11 +346,24 @@ impl Runner {
     pub(crate) fn loss_sum_of(&mut self, model: &RecordedModel, place: PassLocation) -> f64 {
         let begin = self.timeline.begin();
         let head = model.units() - 1;
-        let losses = model.program(head).output(frame(&self.stages, None, place, head));
-        losses.reshape([losses.elements()]).read(&mut self.host_losses).wait();
-        let sum = self.host_losses.iter().map(|&loss| f64::from(loss)).sum();
+        let (program, frame) = (model.program(head), frame(&self.stages, None, place, head));
+        let mut sum_of = |numbers: View<'_>| -> f64 {
+            let host = &mut self.host_losses[..numbers.elements()];
+            numbers.reshape([numbers.elements()]).read(&mut *host).wait();
+            host.iter().map(|&number| f64::from(number)).sum()
+        };
+        let sum = sum_of(program.output(frame));
+        self.reported[0] += sum;
+        for report in 1..program.reports().len() {
+            self.reported[report] += sum_of(program.report(frame, report));
+        }
         self.timeline.end(begin, || (Activity::of_step("sum losses"), Cost::default()));
         sum
+    }
+
+    /// Returns the sums of the model's reports over the micro-batches whose losses were summed since the last call.
+    pub(crate) fn take_reported(&mut self) -> [f64; MAX_REPORTS] {
+        std::mem::take(&mut self.reported)
     }
 
     /// Runs a backward of `kind` of every unit of a stage down to the first trained one, after a forward of either

@@ -180,7 +180,8 @@ pub fn expand<S: AsRef<str>>(patterns: &[S], format: Format) -> Result<Vec<Sourc
     Ok(files)
 }
 
-fn expand_one(pattern: &str, format: Format) -> Result<Vec<PathBuf>> {
+/// Returns the files that one pattern matches, as [`expand`] reads it.
+pub(crate) fn expand_one(pattern: &str, format: Format) -> Result<Vec<PathBuf>> {
     let path = Path::new(pattern);
     if matches!(format, Format::Auto | Format::Indexed)
         && !path.exists()

@@ -47,16 +47,6 @@ pub enum Error {
         /// The system's error.
         source: std::io::Error,
     },
-    /// The transformed samples lack an input of the model.
-    #[error(
-        "the model reads {input}, and the transformed samples have {found}; add a transform, such as ToFloat, or another data set"
-    )]
-    Input {
-        /// Name, dtype and shape of the input.
-        input: String,
-        /// The tensors of the samples.
-        found: String,
-    },
     /// A trainer has no data set.
     #[error("the trainer has no data: call Trainer::data")]
     NoData,
@@ -74,10 +64,13 @@ impl Error {
                 | Self::Plan(_)
                 | Self::WorldSize { .. }
                 | Self::Config(_)
-                | Self::Input { .. }
                 | Self::NoData
                 | Self::NoTargets
-                | Self::Train(lockstep_train::Error::Config(_) | lockstep_train::Error::Layout(_))
+                | Self::Train(
+                    lockstep_train::Error::Config(_)
+                        | lockstep_train::Error::Layout(_)
+                        | lockstep_train::Error::Input { .. }
+                )
         )
     }
 
@@ -91,11 +84,7 @@ impl Error {
             Self::Comm(error) => Ok(error.into()),
             Self::Config(error) => Ok(error.into()),
             Self::Train(error) => Ok(error),
-            error @ (Self::WorldSize { .. }
-            | Self::Io { .. }
-            | Self::Input { .. }
-            | Self::NoData
-            | Self::NoTargets) => Err(error),
+            error @ (Self::WorldSize { .. } | Self::Io { .. } | Self::NoData | Self::NoTargets) => Err(error),
         }
     }
 }

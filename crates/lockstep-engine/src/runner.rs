@@ -104,8 +104,12 @@ impl HostBatch<'_> {
                 let found = format!("{} elements of {}", given.data.len(), given.dtype());
                 return Err(EngineError::Input { name: name(), found, expected: expected() });
             }
-            let classes = model.classes();
-            if let Some(labels) = given.data.as_i32().filter(|_| declared.name == LABELS && classes > 0) {
+            let of_reports =
+                model.reports().iter().filter(|report| report.target.as_ref() == Some(&declared.name));
+            let of_labels = || (declared.name == LABELS).then_some(model.classes());
+            let classes = of_reports.filter_map(|report| report.classes).min().or_else(of_labels);
+            let classes = classes.filter(|classes| *classes > 0);
+            if let (Some(labels), Some(classes)) = (given.data.as_i32(), classes) {
                 let is_class = |label: i32| label == IGNORED || (0..classes as i32).contains(&label);
                 if let Some(at) = labels.iter().position(|label| !is_class(*label)) {
                     let sample = self.sample_numbers.get(at * samples / labels.len().max(1)).copied();

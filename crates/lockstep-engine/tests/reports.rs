@@ -124,6 +124,18 @@ fn every_report_has_a_name_a_kind_and_a_count_of_its_own() {
 }
 
 #[test]
+fn a_label_that_is_no_class_of_its_head_is_refused_with_its_sample() {
+    let mut engine = engine(Recompute::None);
+    for (input, label) in [(1, CLASSES as i32), (2, -1)] {
+        let mut inputs = inputs();
+        let TensorData::I32(labels) = &mut inputs[input].data else { panic!() };
+        labels[4] = label;
+        let error = engine.evaluate(&batch(&inputs)).unwrap_err().to_string();
+        assert!(error.contains("sample 4") && error.contains(&label.to_string()), "input {input}: {error}");
+    }
+}
+
+#[test]
 fn each_row_is_correct_for_exactly_one_class() {
     let mut engine = engine(Recompute::None);
     let correct = |engine: &mut Engine, class: usize| {

@@ -25,6 +25,8 @@ pub struct Report {
     pub kind: ReportKind,
     /// Named input whose elements count, labels of -100 excepted; `None` for what the model's labels count.
     pub target: Option<String>,
+    /// Number of classes that the target names; `None` if it is not of classes.
+    pub classes: Option<usize>,
     /// Its numbers, f32 `[rows, 1]`.
     pub(crate) values: Value,
 }
@@ -103,6 +105,7 @@ pub(crate) struct Measured {
     pub(crate) values: Value,
     pub(crate) name: &'static str,
     pub(crate) target: String,
+    pub(crate) classes: Option<usize>,
 }
 
 /// Reports while a unit is recorded.
@@ -148,14 +151,20 @@ impl Recorder {
         let Recorded { measured, added } = &mut self.reports;
         assert!(added.iter().all(|report| report.name != name), "two reports are named {name}");
         assert!(added.len() + 1 < MAX_REPORTS, "a model has at most {MAX_REPORTS} losses and metrics");
-        let target = measured.iter().find(|measured| measured.values == values);
-        let target = target.map(|measured| measured.target.clone());
-        added.push(Report { name: name.to_owned(), kind, target, values });
+        let measured = measured.iter().find(|measured| measured.values == values);
+        let (target, classes) = (measured.map(|of| of.target.clone()), measured.and_then(|of| of.classes));
+        added.push(Report { name: name.to_owned(), kind, target, classes, values });
     }
 
     /// Notes what the numbers of an operation are, for the report that they may become.
-    pub(crate) fn measure(&mut self, values: Value, name: &'static str, target: &str) {
-        self.reports.measured.push(Measured { values, name, target: target.to_owned() });
+    pub(crate) fn measure(
+        &mut self,
+        values: Value,
+        name: &'static str,
+        target: &str,
+        classes: Option<usize>,
+    ) {
+        self.reports.measured.push(Measured { values, name, target: target.to_owned(), classes });
     }
 }
 
@@ -177,9 +186,12 @@ impl Recorded {
             assert!(is_sound, "the loss {} is no further output of a loss", report.name);
         }
         let main = measured.into_iter().find(|measured| measured.values == output);
-        let (name, target) = main.map_or(("loss", None), |main| (main.name, Some(main.target)));
-        let main =
-            Report { name: name.to_owned(), kind: ReportKind::Loss { weight: 1.0 }, target, values: output };
+        let (name, target, classes) = match main {
+            Some(Measured { name, target, classes, .. }) => (name, Some(target), classes),
+            None => ("loss", None, None),
+        };
+        let kind = ReportKind::Loss { weight: 1.0 };
+        let main = Report { name: name.to_owned(), kind, target, classes, values: output };
         [main].into_iter().chain(added).collect()
     }
 }

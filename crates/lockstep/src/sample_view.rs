@@ -69,7 +69,7 @@ fn print(name: &str, set: &SampleSet, first: &Sample, tensors: &str, of_model: &
     for tensor in &first.tensors {
         if let Some(value) = number(tensor) {
             say!("  first      {} {value}", tensor.name);
-        } else if let Some(lines) = view(tensor) {
+        } else if let Some(lines) = view(tensor).filter(|_| name == "train") {
             lines.iter().for_each(|line| say!("  |{line}|"));
         }
     }

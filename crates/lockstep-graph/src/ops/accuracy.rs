@@ -42,7 +42,8 @@ impl Recorder {
         );
         let correct = self.local(rows, 1, DType::F32);
         self.push(Correct { logits, labels, correct });
-        self.measure(correct, "accuracy", LABELS);
+        let classes = self.local_columns(logits);
+        self.measure(correct, "accuracy", LABELS, Some(classes));
         self.add_metric("accuracy", correct);
     }
 }

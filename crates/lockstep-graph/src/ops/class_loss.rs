@@ -78,7 +78,8 @@ impl Recorder {
         );
         let losses = self.local(rows, 1, DType::F32);
         self.push(Loss { kind, x, target, losses });
-        self.measure(losses, name, of_target);
+        let classes = matches!(kind, Kind::CrossEntropy { .. }).then_some(columns);
+        self.measure(losses, name, of_target, classes);
         losses
     }
 }

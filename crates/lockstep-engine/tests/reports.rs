@@ -165,6 +165,7 @@ fn the_gradient_is_the_derivative_of_the_weighted_losses() {
             let name = engine.records()[id.0].name.clone();
             let weights = engine
                 .state_tensors()
+                .into_iter()
                 .find(|tensor| tensor.kind == StateKind::Parameter && tensor.record.name == name)
                 .unwrap()
                 .to_vec()

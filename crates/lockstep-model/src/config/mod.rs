@@ -24,5 +24,6 @@ pub use self::latent::LatentAttention;
 pub use self::llama::LlamaConfig;
 pub use self::model::ModelConfig;
 pub use self::resnet::{ResNetConfig, ResNetLayer, ResNetStem};
+pub(crate) use self::rope::INVERSE_FREQUENCIES;
 pub use self::rope::{Rope, RopeScaling, Yarn};
 pub use self::tokens::SpecialTokens;

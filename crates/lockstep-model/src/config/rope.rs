@@ -8,6 +8,9 @@ use serde_json::{Map, Value, json};
 use super::reader::Reader;
 use crate::error::ConfigProblem;
 
+/// Name of the constant that holds the inverse frequencies.
+pub(crate) const INVERSE_FREQUENCIES: &str = "inverse_frequencies";
+
 /// Settings of rotary position embedding: element pair `i` of a head rotates by the angle
 /// `position * inverse_frequencies(head_dim)[i]`.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -4,13 +4,15 @@
 
 use std::sync::Arc;
 
-use lockstep_graph::{AttentionShape, BatchInput, Linear, Recorder, Split, Value};
+use lockstep_graph::{
+    AttentionOptions, AttentionShape, BatchInput, Constant, Linear, Recorder, Split, Value,
+};
 use lockstep_plan::ParameterRecord;
 use serde_json::{Map, Value as Json};
 
 use super::experts::{ExpertNames, unstacked};
 use super::latent::latent_part;
-use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily, SpecialTokens};
+use crate::config::{ExpertsConfig, INVERSE_FREQUENCIES, LlamaConfig, LlamaFamily, SpecialTokens};
 use crate::error::ConfigProblem;
 use crate::hf_tensor::{HfContent, HfPlace, HfTensor};
 use crate::hf_transform::HfTransform;
@@ -36,7 +38,8 @@ impl LlamaConfig {
     /// Applies RoPE to a query or key, after its norm if the family has one.
     fn rotated(&self, g: &mut Recorder, x: Value, norm: &str) -> Value {
         let x = if self.qk_norm { g.rms_norm(x, norm, self.head_dim, self.rms_norm_eps as f32) } else { x };
-        g.rope(x, self.head_dim)
+        let frequencies = g.constant(INVERSE_FREQUENCIES);
+        g.rope(x, self.head_dim, frequencies)
     }
 
     fn attention(&self, g: &mut Recorder, x: Value) -> Value {
@@ -53,9 +56,14 @@ impl LlamaConfig {
         // RoPE scales all elements of queries and keys by the same factor, so its square goes into the score scale.
         let growth = self.rope.attention_factor();
         let scale = (head_dim as f32).powf(-0.5) * (growth * growth) as f32;
-        let shape = AttentionShape { heads, key_value_heads, head_dim, scale, window: self.sliding_window };
-        let attended = g.attention(q, k, v, shape, self.attention_dropout as f32);
+        let window = self.sliding_window;
+        let shape = AttentionShape { scale, window, ..AttentionShape::new(heads, key_value_heads, head_dim) };
+        let attended = g.attention(q, k, v, shape, self.attention_options());
         self.linear(g, attended, "self_attn.o_proj", self.hidden_size, self.output_bias)
+    }
+
+    pub(super) fn attention_options(&self) -> AttentionOptions<'static> {
+        AttentionOptions { dropout: self.attention_dropout as f32, ..AttentionOptions::default() }
     }
 
     fn feed_forward(&self, g: &mut Recorder, x: Value) -> Value {
@@ -112,7 +120,7 @@ impl Model for LlamaConfig {
                 let x = g.input(self.hidden_size);
                 let normed = self.norm(g, x, "model.norm");
                 let (out_features, bias) = (self.vocab_size, false.into());
-                g.language_model_head(normed, Linear { name: "lm_head", out_features, bias, std })
+                g.language_model_head(normed, Linear { name: "lm_head", out_features, bias, std }, None)
             }
         }
     }
@@ -217,9 +225,9 @@ impl Model for LlamaConfig {
         Some(Arc::new(changed))
     }
 
-    fn inverse_frequencies(&self) -> Option<Vec<f32>> {
+    fn constants(&self) -> Vec<Constant> {
         let rotated = self.latent.as_ref().map_or(self.head_dim, |latent| latent.rotary_dim);
-        Some(self.rope.inverse_frequencies(rotated))
+        vec![Constant::new(INVERSE_FREQUENCIES, self.rope.inverse_frequencies(rotated))]
     }
 
     fn checkpoint_prefix(&self) -> &'static str {

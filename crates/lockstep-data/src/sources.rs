@@ -197,7 +197,9 @@ pub(crate) fn expand_one(pattern: &str, format: Format) -> Result<Vec<PathBuf>> 
         (path.to_owned(), files_below(path, &|relative| !has_hidden_part(relative))?)
     } else {
         let (root, glob) = split_glob(path);
-        if glob.as_os_str().is_empty() || !root.is_dir() {
+        // An empty root is the current directory.
+        let is_there = root.as_os_str().is_empty() || root.is_dir();
+        if glob.as_os_str().is_empty() || !is_there {
             return Err(no_match(pattern, existing_ancestor(&root)));
         }
         let bad = |e: globset::Error| DataError::BadPattern {

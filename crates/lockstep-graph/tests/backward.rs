@@ -306,6 +306,7 @@ impl World {
             grid: None,
             expert_peers: None,
             sequence_peers: None,
+            replicas: None,
             context: None,
             communication_buffer: None,
             router_margin: None,

@@ -24,7 +24,7 @@ use crate::Error;
 pub struct SampleSet {
     /// The samples as they are on disk.
     pub dataset: Arc<dyn Dataset>,
-    /// What is done to each of them.
+    /// Transforms of each sample.
     pub transforms: Transforms,
 }
 

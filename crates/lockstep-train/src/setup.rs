@@ -98,13 +98,16 @@ fn load_first_adapter(config: &RunConfig, model: &ResolvedModel, engine: &mut En
 }
 
 /// Callback that takes a parameter's name and values.
-type Sink<'s> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), Error>;
+pub(crate) type Sink<'s> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), Error>;
 
 /// Loads the weights that `read` passes to its callback.
 ///
 /// # Errors
 /// If the weights lack a parameter of the model or have others.
-fn load_weights(engine: &mut Engine, read: impl FnOnce(Sink<'_>) -> Result<(), Error>) -> Result<(), Error> {
+pub(crate) fn load_weights(
+    engine: &mut Engine,
+    read: impl FnOnce(Sink<'_>) -> Result<(), Error>,
+) -> Result<(), Error> {
     // Includes parameters of other pipeline stages, which this rank skips.
     let owned = engine.records().iter().enumerate().filter(|(_, record)| record.tie.is_none());
     let ids: HashMap<String, ParameterId> =

@@ -4,7 +4,7 @@ use lockstep_comm::CommError;
 use lockstep_data::DataError;
 use lockstep_engine::EngineError;
 use lockstep_model::ModelError;
-use lockstep_plan::PlanProblems;
+use lockstep_plan::{PlanError, PlanProblems};
 
 /// An error of the library.
 #[derive(Debug, thiserror::Error)]
@@ -16,6 +16,9 @@ pub enum Error {
     /// The plan does not fit the model or the ranks.
     #[error("{0}")]
     Plan(#[from] PlanProblems),
+    /// A plan file cannot be read or written.
+    #[error(transparent)]
+    PlanFile(#[from] PlanError),
     /// The plan is for another number of ranks.
     #[error("the plan is for {plan} ranks, and the program has {world} (--nproc-per-node)")]
     WorldSize {
@@ -72,6 +75,7 @@ impl Error {
             self,
             Self::Model(_)
                 | Self::Plan(_)
+                | Self::PlanFile(_)
                 | Self::WorldSize { .. }
                 | Self::Config(_)
                 | Self::Input { .. }
@@ -92,6 +96,7 @@ impl Error {
             Self::Config(error) => Ok(error.into()),
             Self::Train(error) => Ok(error),
             error @ (Self::WorldSize { .. }
+            | Self::PlanFile(_)
             | Self::Io { .. }
             | Self::Input { .. }
             | Self::NoData

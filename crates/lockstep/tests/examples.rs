@@ -85,8 +85,24 @@ fn a_loop_of_ones_own_prints_the_same_on_one_rank_and_on_two() {
         let last = output.lines().last().unwrap();
         last.split_once("loss ").unwrap().1.split(',').next().unwrap().parse().unwrap()
     };
-    let both = run(dir.path(), "own_loop", &["--nproc_per_node=2"]);
+    let other = tempfile::tempdir().unwrap();
+    let both = run(other.path(), "own_loop", &["--nproc_per_node=2"]);
     assert!((loss(&both) - loss(&alone)).abs() < 2e-4 && loss(&alone) < 0.01, "{alone}\n{both}");
+
+    // One rank's checkpoint of the middle, gone on with by two ranks.
+    let checkpoints = |dir: &Path| dir.join("checkpoints/own_loop");
+    let mut saved: Vec<PathBuf> =
+        std::fs::read_dir(checkpoints(dir.path())).unwrap().map(|entry| entry.unwrap().path()).collect();
+    saved.sort();
+    let saved: Vec<PathBuf> = saved.into_iter().filter(|path| path.join("manifest.json").exists()).collect();
+    assert_eq!(saved.len(), 10, "{saved:?}");
+    saved[5..].iter().for_each(|path| std::fs::remove_dir_all(path).unwrap());
+    let resumed = run(dir.path(), "own_loop", &["--nproc_per_node=2"]);
+    let lines = |output: &str| output.lines().map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(lines(&resumed).len(), 5, "{resumed}");
+    assert!((loss(&resumed) - loss(&alone)).abs() < 2e-4, "{alone}\n{resumed}");
+    let nothing_left = run(dir.path(), "own_loop", &[]);
+    assert!(nothing_left.is_empty(), "{nothing_left}");
 }
 
 #[test]

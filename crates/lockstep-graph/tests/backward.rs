@@ -17,7 +17,7 @@ const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 5, dtype: DType::F
 const WIDTH: usize = 12;
 /// Bytes of the values saved under full recomputation: the output, and the slot counts of the experts.
 const SAVED_ALWAYS: usize = (10 * WIDTH * 4).next_multiple_of(64) + 64;
-const SEED: Seed = Seed { of_tokens: 1.0, of_sequences: 0.5 };
+const SEED: Seed = Seed::new(1.0, 0.5);
 
 fn linear<'a>(name: &'a str, out_features: usize, bias: Bias) -> Linear<'a> {
     Linear { name, out_features, bias, std: 0.3 }

@@ -6,7 +6,7 @@
 
 use lockstep_graph::{
     BlockShape, Constant, HeadOutput, InputDeclaration, MAX_DROPOUT_SITES, Mode, ParameterDeclaration,
-    Program, Recompute, RecomputeRules, Statistics,
+    Program, Recompute, RecomputeRules, Report, Statistics,
 };
 use lockstep_plan::{
     Among, BufferUnit, DType, ModelProfile, ParameterId, ParameterRecord, Places, Shard, Share,
@@ -119,6 +119,11 @@ impl RecordedModel {
     /// Returns the number of classes that the model tells apart; 0 if it is no classifier.
     pub fn classes(&self) -> usize {
         self.classes
+    }
+
+    /// Returns the model's losses and metrics, the loss that is trained on first; empty if it was recorded without a loss.
+    pub fn reports(&self) -> &[Report] {
+        self.program(self.units() - 1).reports()
     }
 
     /// Returns the number of layers.

@@ -249,8 +249,8 @@ fn own_residual(engine: &Engine, id: ParameterId, checkpoint: &Checkpoint) -> Op
     (is_there(last) && !is_there(next)).then_some(own)
 }
 
-/// Returns true if the training text is not the one that the checkpoint's run read.
-pub(crate) fn text_has_changed(checkpoint: &Checkpoint, data: &TrainingData) -> bool {
+/// Returns true if the training data are not those that the checkpoint's run read.
+pub(crate) fn data_have_changed(checkpoint: &Checkpoint, data: &TrainingData) -> bool {
     let stored = checkpoint.manifest().config.get("training_text");
     stored.is_some_and(|stored| *stored != data.digest)
 }

@@ -6,7 +6,7 @@ use lockstep_checkpoint::latest_good;
 use lockstep_data::MicroBatch;
 use lockstep_data::samples::Batch;
 use lockstep_engine::{EngineOptions, HostBatch, Optimizer, Ranks, Update};
-use lockstep_graph::Seed;
+use lockstep_graph::{MAX_REPORTS, Totals};
 use lockstep_model::ModelConfig;
 use lockstep_plan::{CheckedPlan, DType, Plan};
 use lockstep_train::{LoopState, clip_coefficient, host_batch, load_engine, save_engine};
@@ -64,6 +64,8 @@ pub struct Engine {
     updates: u64,
     /// Samples of all ranks in the steps so far.
     samples: u64,
+    /// Reports of the last global batch.
+    totals: Totals,
 }
 
 /// The outcome of an optimizer step.
@@ -109,7 +111,8 @@ impl Engine {
         let builder = lockstep_engine::Engine::builder(&model, plan.rank(world.rank()));
         let mut engine = builder.groups(ranks.groups().clone()).options(options).build(&ranks.arena())?;
         engine.initialize(settings.seed)?;
-        Ok(Self { engine, ranks, model, plan, settings, updates: 0, samples: 0 })
+        let totals = Totals::default();
+        Ok(Self { engine, ranks, model, plan, settings, updates: 0, samples: 0, totals })
     }
 
     /// Returns the number of optimizer steps so far, those before the checkpoint included that was loaded.
@@ -188,17 +191,34 @@ impl Engine {
     /// If the global batch has no valid target, a rank is lost, or a disk of offloaded state fails.
     pub fn forward_backward(&mut self, micro_batches: &[impl Inputs]) -> Result<f64, Error> {
         let batches = micro_batches.iter().map(Inputs::host_batch);
-        let own: u64 = batches.clone().map(|batch| batch.targets(self.engine.model())).sum();
-        let (_, targets) = self.ranks.sum(0.0, own)?;
-        if targets == 0 {
+        let mut own = Totals::default();
+        for batch in batches.clone() {
+            own.add(&Totals { counts: batch.counts(self.engine.model()), ..Totals::default() });
+        }
+        let counted = self.ranks.totals(own)?;
+        if counted.counts[0] == 0 {
             return Err(Error::NoTargets);
         }
-        let seed = Seed {
-            of_tokens: (1.0 / targets as f64) as f32,
-            of_sequences: (1.0 / self.settings.global_batch as f64) as f32,
-        };
-        let loss_sum = self.engine.forward_backward(batches, seed)?;
-        Ok(self.ranks.sum(loss_sum, own)?.0 / targets as f64)
+        let seed = counted.seed(self.engine.model().reports(), self.settings.global_batch as u64, 1.0);
+        self.engine.take_reported();
+        self.engine.forward_backward(batches, seed)?;
+        self.take_totals(own.counts)
+    }
+
+    /// Gathers the reports of the micro-batches that have run, whose counts on this rank are `counts`, and returns the loss.
+    fn take_totals(&mut self, counts: [u64; MAX_REPORTS]) -> Result<f64, Error> {
+        let own = Totals { sums: self.engine.take_reported(), counts };
+        self.totals = self.ranks.totals(own)?;
+        if self.totals.counts[0] == 0 {
+            return Err(Error::NoTargets);
+        }
+        Ok(self.totals.loss(self.engine.model().reports()))
+    }
+
+    /// Returns the mean of each loss and metric of the model over the last global batch, by name.
+    pub fn reports(&self) -> impl Iterator<Item = (&str, f64)> {
+        let reports = self.engine.model().reports().iter().enumerate();
+        reports.filter_map(|(index, report)| Some((report.name.as_str(), self.totals.mean(index)?)))
     }
 
     /// Clips the gradients and makes an optimizer step. Collective: every rank calls it.
@@ -223,15 +243,13 @@ impl Engine {
     /// # Errors
     /// As for [`Engine::forward_backward`].
     pub fn evaluate(&mut self, micro_batches: &[impl Inputs]) -> Result<f64, Error> {
-        let (mut loss_sum, mut own) = (0.0, 0);
+        let mut own = Totals::default();
+        self.engine.take_reported();
         for batch in micro_batches.iter().map(Inputs::host_batch) {
-            own += batch.targets(self.engine.model());
-            loss_sum += self.engine.evaluate(&batch)?;
+            own.add(&Totals { counts: batch.counts(self.engine.model()), ..Totals::default() });
+            self.engine.evaluate(&batch)?;
         }
-        match self.ranks.sum(loss_sum, own)? {
-            (_, 0) => Err(Error::NoTargets),
-            (loss_sum, targets) => Ok(loss_sum / targets as f64),
-        }
+        self.take_totals(own.counts)
     }
 }
 

@@ -50,16 +50,6 @@ pub enum Error {
         /// The system's error.
         source: std::io::Error,
     },
-    /// The transformed samples lack an input of the model.
-    #[error(
-        "the model reads {input}, and the transformed samples have {found}; add a transform, such as ToFloat, or another data set"
-    )]
-    Input {
-        /// Name, dtype and shape of the input.
-        input: String,
-        /// The tensors of the samples.
-        found: String,
-    },
     /// A trainer has no data set.
     #[error("the trainer has no data: call Trainer::data")]
     NoData,
@@ -78,10 +68,13 @@ impl Error {
                 | Self::PlanFile(_)
                 | Self::WorldSize { .. }
                 | Self::Config(_)
-                | Self::Input { .. }
                 | Self::NoData
                 | Self::NoTargets
-                | Self::Train(lockstep_train::Error::Config(_) | lockstep_train::Error::Layout(_))
+                | Self::Train(
+                    lockstep_train::Error::Config(_)
+                        | lockstep_train::Error::Layout(_)
+                        | lockstep_train::Error::Input { .. }
+                )
         )
     }
 
@@ -98,7 +91,6 @@ impl Error {
             error @ (Self::WorldSize { .. }
             | Self::PlanFile(_)
             | Self::Io { .. }
-            | Self::Input { .. }
             | Self::NoData
             | Self::NoTargets) => Err(error),
         }

@@ -110,6 +110,7 @@ mod plan;
 mod planned;
 mod ranks;
 mod report;
+mod sample_view;
 mod stdin_secret;
 mod train;
 mod trainer;

@@ -4,14 +4,12 @@
 use std::sync::Arc;
 
 use lockstep_config::{PlanFile, Resume, RunConfig};
-use lockstep_data::samples::{Dataset, EpochEnd, SampleBatches, SampleSequence, TensorSpec, Transforms};
-use lockstep_data::{BatchSource, SampleOrder};
+use lockstep_data::samples::{Dataset, Transforms};
 use lockstep_engine::Ranks;
-use lockstep_model::{InputDeclaration, ModelConfig, register_given};
+use lockstep_model::{ModelConfig, register_given};
 use lockstep_observe::progress::{Detail, Progress};
 use lockstep_plan::Plan;
-use lockstep_tensor::is_name_of;
-use lockstep_train::{Summary, TrainingData, ranks_of, train_on};
+use lockstep_train::{SampleCorpus, SampleSet, Summary, TrainingData, ranks_of, train_on};
 
 use crate::World;
 use crate::error::Error;
@@ -23,18 +21,11 @@ use crate::error::Error;
 #[derive(Debug)]
 pub struct Trainer {
     model: ModelConfig,
-    data: Option<Set>,
-    valid: Option<Set>,
+    data: Option<SampleSet>,
+    valid: Option<SampleSet>,
     plan: Option<Plan>,
     settings: Vec<String>,
     resume: Resume,
-}
-
-/// A data set with its transforms.
-#[derive(Debug)]
-struct Set {
-    dataset: Arc<dyn Dataset>,
-    transforms: Transforms,
 }
 
 impl Trainer {
@@ -47,14 +38,14 @@ impl Trainer {
     /// Sets the training samples and what is done to each of them.
     #[must_use]
     pub fn data(mut self, dataset: impl Dataset + 'static, transforms: Transforms) -> Self {
-        self.data = Some(Set { dataset: Arc::new(dataset), transforms });
+        self.data = Some(SampleSet { dataset: Arc::new(dataset), transforms });
         self
     }
 
     /// Sets the validation samples, for `train.eval_every`.
     #[must_use]
     pub fn valid(mut self, dataset: impl Dataset + 'static, transforms: Transforms) -> Self {
-        self.valid = Some(Set { dataset: Arc::new(dataset), transforms });
+        self.valid = Some(SampleSet { dataset: Arc::new(dataset), transforms });
         self
     }
 
@@ -95,19 +86,10 @@ impl Trainer {
     /// If a setting is invalid, the plan does not fit the model or the ranks, a sample cannot be read, or a rank is lost.
     pub fn run(self, world: &World) -> Result<Summary, Error> {
         let config = self.config(world)?;
-        let seed = config.train.seed;
-        let source = |set: Set, order: SampleOrder| -> Result<Arc<dyn BatchSource>, Error> {
-            let sequence = SampleSequence::new(order, set.dataset.len(), EpochEnd::Continue)?;
-            Ok(Arc::new(SampleBatches::new(set.dataset, set.transforms, sequence, seed)?))
-        };
-        let Some(data) = self.data else { return Err(Error::NoData) };
-        for set in [Some(&data), self.valid.as_ref()].into_iter().flatten() {
-            check_inputs(&self.model, set)?;
-        }
-        let digest = format!("{} samples of {:?}", data.dataset.len(), data.dataset.tensors());
-        let train = source(data, SampleOrder::Shuffle { seed })?;
-        let valid = self.valid.map(|set| source(set, SampleOrder::Sequential)).transpose()?;
-        let data = TrainingData::of_samples(train, valid, digest);
+        let Some(train) = self.data else { return Err(Error::NoData) };
+        let digest = format!("{} samples of {:?}", train.dataset.len(), train.dataset.tensors());
+        let corpus = SampleCorpus { train, valid: self.valid, digest, damages: Vec::new() };
+        let data = TrainingData::of_samples(&config, &self.model, corpus)?;
         let ranks = match world.group() {
             Some(group) => ranks_of(group.clone(), &config)?,
             None => Ranks::alone(),
@@ -131,26 +113,4 @@ impl Trainer {
         };
         Ok(planned.map_err(lockstep_config::Error::from)?)
     }
-}
-
-/// Checks that transformed samples have the inputs of the model.
-fn check_inputs(model: &ModelConfig, set: &Set) -> Result<(), Error> {
-    let tensors = set.transforms.output(set.dataset.tensors())?;
-    for declared in model.model().inputs() {
-        let found = tensors.iter().find(|tensor| is_name_of(&tensor.name, &declared.name));
-        let shape: Vec<Option<usize>> = declared.shape.iter().copied().map(Some).collect();
-        if found.is_none_or(|tensor| tensor.dtype != declared.dtype || tensor.shape != shape) {
-            let found = tensors.iter().map(describe).collect::<Vec<_>>().join(", ");
-            let InputDeclaration { name, dtype, shape } = declared;
-            return Err(Error::Input { input: format!("{name} {dtype} {shape:?}"), found });
-        }
-    }
-    Ok(())
-}
-
-/// Describes a tensor of samples: `image u8 [32, 32, 3]`, with `?` for an extent that varies.
-fn describe(tensor: &TensorSpec) -> String {
-    let extent = |extent: &Option<usize>| extent.map_or("?".to_owned(), |extent| extent.to_string());
-    let shape = tensor.shape.iter().map(extent).collect::<Vec<_>>().join(", ");
-    format!("{} {} [{shape}]", tensor.name, tensor.dtype)
 }

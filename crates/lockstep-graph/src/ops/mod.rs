@@ -3,6 +3,7 @@
 //! operation of another crate differs only in that its recording method is a function that is given a
 //! [`Recorder`](crate::Recorder).
 
+mod accuracy;
 mod activation;
 mod add;
 pub(crate) mod attention;

@@ -229,6 +229,7 @@ fn refuse_overlaps_of_vision(q: &CpuQueue, [a, b, c, d]: [View<'_>; 4], labels: 
         q.batch_norm_backward_input(norm, c, d.rows(0..2), 4, c, write);
     });
     assert_refused("cross_entropy_smoothed", || q.cross_entropy_smoothed(a, labels, 0.1, row_of_a));
+    assert_refused("correct", || q.correct(a, labels, row_of_a));
     assert_refused("squared_error", || q.squared_error(a, b, row(b, 0)));
     let (x, longer) = (a.rows(0..3).reshape([1, 3, 4]), b.reshape([1, 4, 4]));
     assert_refused("prepend_row", || q.prepend_row(row(c, 0), x, a.reshape([1, 4, 4])));

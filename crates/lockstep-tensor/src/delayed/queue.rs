@@ -227,6 +227,7 @@ families! {
         );
         squared_error(x: View<'_>, target: View<'_>, losses: View<'_>);
         squared_error_with_gradient(x: View<'_>, target: View<'_>, losses: View<'_>, seed: f32);
+        correct(logits: View<'_>, labels: View<'_>, correct: View<'_>);
         softmax_statistics(logits: View<'_>, labels: View<'_>, first_column: usize, statistics: View<'_>);
         merge_softmax(parts: View<'_>, labels: View<'_>, log_sum_exp: View<'_>, losses: View<'_>);
         softmax_gradient(

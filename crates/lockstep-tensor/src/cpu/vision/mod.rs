@@ -10,5 +10,5 @@ mod windows;
 
 pub(super) use activation::{activation, activation_backward};
 pub(super) use depthwise::{depthwise, depthwise_backward_input, depthwise_backward_weight, is_depthwise};
-pub(super) use loss::{cross_entropy_smoothed, squared_error};
+pub(super) use loss::{correct, cross_entropy_smoothed, squared_error};
 pub(super) use rows::{prepend_row, prepend_row_backward, select_row, select_row_backward};

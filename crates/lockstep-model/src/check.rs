@@ -19,6 +19,8 @@ impl ModelConfig {
             intermediate: sizes.intermediate,
             has_latent_attention: sizes.has_latent_attention,
             vocab: sizes.vocab,
+            has_inputs: !self.model().inputs().is_empty(),
+            fixed_seq_len: sizes.fixed_seq_len,
             experts: self.experts().map_or(0, |experts| experts.count),
             expert_intermediate: self.experts().map_or(0, |experts| experts.intermediate_size),
             adapter_rank: None,

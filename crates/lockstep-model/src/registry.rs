@@ -4,7 +4,7 @@ use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
 use serde_json::{Map, Value};
 
-use crate::config::{Gpt2Config, LlamaConfig, LlamaFamily, ResNetConfig};
+use crate::config::{BertConfig, Gpt2Config, LlamaConfig, LlamaFamily, ResNetConfig, VitConfig};
 use crate::error::ConfigProblem;
 use crate::model::Model;
 
@@ -25,6 +25,8 @@ static FAMILIES: LazyLock<RwLock<Vec<Entry>>> = LazyLock::new(|| {
         LlamaFamily::ALL
             .map(|family| entry(family.model_type(), move |table| boxed(LlamaConfig::read(family, table)))),
     );
+    families.push(entry("bert", |table| boxed(BertConfig::read(table))));
+    families.push(entry("vit", |table| boxed(VitConfig::read(table))));
     families.push(entry("resnet", |table| boxed(ResNetConfig::read(table))));
     RwLock::new(families)
 });

@@ -50,7 +50,7 @@ pub use kernels::{
     TokenSpan, Window2d, Write, alibi_slopes, document_ends,
 };
 pub use mapped::MappedFile;
-pub use named_tensor::{LABELS, NamedTensor, TensorData, find_tensor, is_name_of};
+pub use named_tensor::{INPUT_IDS, LABELS, NamedTensor, TensorData, find_tensor, is_name_of};
 pub use queue::Queue;
 pub use shape::{Element, Shape};
 pub use shared::{SharedHeap, SharedMemory};

@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod decided;
+pub mod encoders;
 pub mod mutate;
 pub mod parity;
 pub mod quantized;

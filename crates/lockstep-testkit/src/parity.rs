@@ -18,9 +18,10 @@ use lockstep_plan::DType;
 use lockstep_plan::schedule::Kind;
 use lockstep_tensor::delayed::{Delayed, Fault};
 use lockstep_train::verify::{
-    Comparison, Numbers, ROUTER_MARGIN, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, exact, numbers, sample_text,
+    Comparison, Numbers, ROUTER_MARGIN, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, exact, numbers,
+    sample_data, sample_text,
 };
-use lockstep_train::{Error, ranks_of, train};
+use lockstep_train::{Error, ranks_of, train, train_on};
 use serde_json::Value;
 
 use crate::decided::decide;
@@ -421,7 +422,10 @@ impl Workbench {
             let settings = common.iter().chain(&dirs).map(String::as_str).chain(plan.iter().copied());
             let config = self.config(model, &settings.collect::<Vec<_>>())?;
             let show = |steps| Progress::as_lines(steps, Box::new(io::sink()));
-            let run = |ranks: &Ranks| train(&config, &resume, ranks, &Interrupt::default(), show);
+            let run = |ranks: &Ranks| match sample_data(&config)? {
+                Some(data) => train_on(data, &config, &resume, ranks, &Interrupt::default(), show),
+                None => train(&config, &resume, ranks, &Interrupt::default(), show),
+            };
             on_devices(&config, self.compute, run)?;
             let rows = std::fs::read_to_string(config.metrics.dir.join("metrics.jsonl"))?;
             let rows = rows.lines().filter_map(|row| serde_json::from_str::<Value>(row).ok());

@@ -318,6 +318,8 @@ pub fn plan(bytes: &[u8]) -> Verdict {
         hidden: 32,
         intermediate: 48,
         has_latent_attention: false,
+        has_inputs: false,
+        fixed_seq_len: None,
         vocab: 256,
         experts,
         expert_intermediate: 2 * experts,

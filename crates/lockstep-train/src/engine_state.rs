@@ -14,6 +14,7 @@ use lockstep_plan::Plan;
 use serde_json::json;
 
 use crate::Error;
+use crate::new_head::NewHead;
 use crate::saving::{RankSave, gather};
 use crate::setup::load_weights;
 use crate::state::read_tensors;
@@ -74,15 +75,21 @@ pub fn save_engine(
 }
 
 /// Loads a checkpoint, or the weights of a Hugging Face directory, and returns the counters of the checkpoint; those of a
-/// Hugging Face directory are zero. Every rank reads its own shards.
+/// Hugging Face directory are zero. A classifier that starts from a model without a head gets initial values for its own, by
+/// `seed`. Every rank reads its own shards.
 ///
 /// # Errors
 /// If the files are damaged, or lack a tensor of the model, or have one of another shape.
-pub fn load_engine(engine: &mut Engine, path: &Path) -> Result<LoopState, Error> {
+pub fn load_engine(
+    engine: &mut Engine,
+    path: &Path,
+    (model, seed): (&ModelConfig, u64),
+) -> Result<LoopState, Error> {
     engine.wait_for_weights()?;
     if !path.join(MANIFEST_FILE).exists() {
         let directory = ModelDirectory::open(path)?;
-        load_weights(engine, |sink| directory.for_each_parameter(sink))?;
+        let head = NewHead::of(model, directory.config());
+        load_weights(engine, (&head, seed), |sink| directory.for_each_parameter(sink))?;
         return Ok(LoopState::default());
     }
     let checkpoint = Checkpoint::open(path)?;

@@ -9,7 +9,7 @@ use lockstep_engine::{EngineOptions, HostBatch, Optimizer, Ranks, Update};
 use lockstep_graph::{MAX_REPORTS, Totals};
 use lockstep_model::ModelConfig;
 use lockstep_plan::{CheckedPlan, DType, Plan};
-use lockstep_train::{LoopState, clip_coefficient, host_batch, load_engine, save_engine};
+use lockstep_train::{LoopState, clip_coefficient, host_batch, load_engine, sample_batch, save_engine};
 
 use crate::World;
 use crate::error::Error;
@@ -138,7 +138,7 @@ impl Engine {
     /// # Errors
     /// If a file is damaged, or the tensors are not those of the model.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<(), Error> {
-        let state = load_engine(&mut self.engine, path.as_ref())?;
+        let state = load_engine(&mut self.engine, path.as_ref(), (&self.model, self.settings.seed))?;
         (self.updates, self.samples) = (state.step, state.samples_consumed);
         Ok(())
     }
@@ -261,7 +261,7 @@ pub trait Inputs {
 
 impl Inputs for Batch {
     fn host_batch(&self) -> HostBatch<'_> {
-        HostBatch { sample_numbers: &self.sample_numbers, inputs: &self.tensors, ..HostBatch::default() }
+        sample_batch(&self.tensors, &self.sample_numbers)
     }
 }
 

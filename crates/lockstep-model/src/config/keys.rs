@@ -53,6 +53,15 @@ pub(super) const FIXED_FOR_DEEPSEEK: &[Fixed] = &[
     fixed("num_nextn_predict_layers", &["0"], "0 (no layers that predict further tokens)"),
 ];
 
+/// Options of BERT that would change what the model computes.
+pub(super) const FIXED_FOR_BERT: &[Fixed] = &[
+    fixed("position_embedding_type", &["\"absolute\""], "\"absolute\" (learned positions)"),
+    fixed("is_decoder", &["false"], "false (attention in both directions)"),
+];
+
+/// Keys of ViT that belong to its heads for other tasks.
+pub(super) const HARMLESS_FOR_VIT: &[&str] = &["encoder_stride", "pooler_act", "pooler_output_size"];
+
 /// Options inside a RoPE table that would change what the model computes.
 pub(super) const FIXED_FOR_ROPE: &[Fixed] =
     &[fixed("partial_rotary_factor", &["1", "1.0"], "1.0 (the whole head is rotated)")];

@@ -5,6 +5,7 @@
 
 use serde_json::{Map, Value, json};
 
+use super::classes::Classes;
 use super::experts::ExpertsConfig;
 use super::family::{AttentionBias, FamilyTraits, LlamaFamily, Windows};
 use super::keys::{FIXED_FOR_ALL, FIXED_FOR_DEEPSEEK, FIXED_FOR_EXPERTS, FIXED_FOR_LLAMA};
@@ -61,9 +62,16 @@ pub struct LlamaConfig {
     pub initializer_range: f64,
     /// True if the output layer is tied to the token embedding.
     pub tie_word_embeddings: bool,
+    /// Classes of sequences; `None` for a language model.
+    pub classes: Option<Classes>,
     /// Ids of the special tokens.
     pub tokens: SpecialTokens,
 }
+
+/// End of the names of transformers' classes that are language models.
+const LANGUAGE_MODEL: &str = "ForCausalLM";
+/// End of the names of transformers' classes that classify sequences.
+const CLASSIFIER: &str = "ForSequenceClassification";
 
 impl LlamaConfig {
     pub(crate) fn read(family: LlamaFamily, table: &Map<String, Value>) -> (Self, Vec<ConfigProblem>) {
@@ -116,6 +124,10 @@ impl LlamaConfig {
             experts: ExpertsConfig::read(&mut reader, family, intermediate_size).map(Box::new),
             initializer_range: reader.number("initializer_range", 0.02),
             tie_word_embeddings: reader.flag("tie_word_embeddings", false),
+            classes: reader
+                .architecture()
+                .is_some_and(|name| name.ends_with(CLASSIFIER))
+                .then(|| Classes::read(&mut reader, 2)),
             tokens: SpecialTokens::read(&mut reader),
         };
         (config, reader.finish())
@@ -164,6 +176,11 @@ impl LlamaConfig {
         if let Some(latent) = &self.latent {
             latent.write(&mut table);
         }
+        if let Some(classes) = &self.classes {
+            classes.write(&mut table);
+            let family = self.family.traits().architecture.trim_end_matches(LANGUAGE_MODEL);
+            table.insert("architectures".to_owned(), json!([format!("{family}{CLASSIFIER}")]));
+        }
         self.rope.write_form_4(&mut table);
         table
     }
@@ -205,6 +222,9 @@ impl LlamaConfig {
                     "latent attention has as many keys and values as heads, of its own size".to_owned(),
                 );
             }
+        }
+        if let Some(classes) = &self.classes {
+            classes.check(&mut checks);
         }
         self.check_family(&mut checks);
         checks.problems.extend(self.rope.problems());

@@ -3,6 +3,9 @@
 //! Reading has two steps. The family's reader turns keys into a struct, with transformers' defaults for absent keys.
 //! Then [`ModelConfig::validate`] checks ranges and relations, which also covers configurations built in code.
 
+mod bert;
+mod classes;
+mod encoder;
 mod experts;
 mod family;
 mod gpt2;
@@ -15,7 +18,11 @@ mod reader;
 mod resnet;
 mod rope;
 mod tokens;
+mod vit;
 
+pub use self::bert::{BertConfig, BertHead};
+pub use self::classes::Classes;
+pub use self::encoder::{EncoderActivation, EncoderSizes};
 pub use self::experts::ExpertsConfig;
 pub use self::family::LlamaFamily;
 pub(crate) use self::gpt2::canonical_key;
@@ -27,3 +34,5 @@ pub use self::resnet::{ResNetConfig, ResNetLayer, ResNetStem};
 pub(crate) use self::rope::INVERSE_FREQUENCIES;
 pub use self::rope::{Rope, RopeScaling, Yarn};
 pub use self::tokens::SpecialTokens;
+pub(crate) use self::vit::VIT_ARCHITECTURE;
+pub use self::vit::VitConfig;

@@ -93,6 +93,12 @@ impl<'a> Reader<'a> {
         self.entry(key, "a table", Value::as_object).given()
     }
 
+    /// Returns the class that transformers builds: the first entry of `architectures`, if there is one.
+    pub(super) fn architecture(&mut self) -> Option<&'a str> {
+        let first = self.value("architectures").and_then(|names| names.as_array()?.first())?;
+        first.as_str()
+    }
+
     /// Returns a token id, if there is one. Negative ids, which some files use for "none", count as none.
     pub(super) fn token(&mut self, key: &'static str) -> Option<u32> {
         self.tokens(key).first().copied()

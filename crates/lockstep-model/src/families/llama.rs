@@ -5,18 +5,23 @@
 use std::sync::Arc;
 
 use lockstep_graph::{
-    AttentionOptions, AttentionShape, BatchInput, Constant, Linear, Recorder, Split, Value,
+    AttentionOptions, AttentionShape, BatchInput, Constant, InputDeclaration, InputLimit, Linear, Recorder,
+    SequenceToken, Split, Value,
 };
-use lockstep_plan::ParameterRecord;
+use lockstep_plan::{DType, ParameterRecord};
+use lockstep_tensor::LABELS;
 use serde_json::{Map, Value as Json};
 
 use super::experts::{ExpertNames, unstacked};
 use super::latent::latent_part;
-use crate::config::{ExpertsConfig, INVERSE_FREQUENCIES, LlamaConfig, LlamaFamily, SpecialTokens};
+use crate::config::{Classes, ExpertsConfig, INVERSE_FREQUENCIES, LlamaConfig, LlamaFamily, SpecialTokens};
 use crate::error::ConfigProblem;
 use crate::hf_tensor::{HfContent, HfPlace, HfTensor};
 use crate::hf_transform::HfTransform;
 use crate::model::{Model, Sizes, Tie, Unit};
+
+/// Name of the input of the index of each sequence's last token that is no padding, u32.
+const LAST_TOKEN: &str = "last_token";
 
 impl LlamaConfig {
     pub(super) fn linear(
@@ -100,6 +105,20 @@ impl LlamaConfig {
     }
 }
 
+impl LlamaConfig {
+    /// Records the classification of each sequence by the last token that is no padding. The norm is of each token, so that
+    /// of this one suffices.
+    fn classifier(&self, g: &mut Recorder) -> Value {
+        let classes = self.classes.as_ref().map_or(0, Classes::count);
+        let x = g.input(self.hidden_size);
+        let last = g.data(LAST_TOKEN);
+        let x = g.token_of_each_sequence(x, SequenceToken::At(last));
+        let normed = self.norm(g, x, "model.norm");
+        let logits = self.linear(g, normed, "score", classes, false);
+        g.cross_entropy(logits, 0.0)
+    }
+}
+
 impl Model for LlamaConfig {
     fn model_type(&self) -> &str {
         self.family.model_type()
@@ -116,6 +135,7 @@ impl Model for LlamaConfig {
         match unit {
             0 => g.embedding(BatchInput::Ids, "embed_tokens", self.vocab_size, self.hidden_size, std),
             unit if unit <= self.num_hidden_layers => self.block(unit - 1, g),
+            _ if self.classes.is_some() => self.classifier(g),
             _ => {
                 let x = g.input(self.hidden_size);
                 let normed = self.norm(g, x, "model.norm");
@@ -144,16 +164,28 @@ impl Model for LlamaConfig {
         of_model.into_iter().chain(of_experts).chain(self.latent_splits()).collect()
     }
 
+    fn inputs(&self) -> Vec<InputDeclaration> {
+        if self.classes.is_none() {
+            return Vec::new();
+        }
+        let last = InputDeclaration::new(LAST_TOKEN, DType::U32, &[]).limited(InputLimit::SequenceLength);
+        vec![last, InputDeclaration::new(LABELS, DType::I32, &[])]
+    }
+
     fn ties(&self) -> Vec<Tie> {
         let head = self.num_hidden_layers + 1;
-        Tie::output_layer(self.tie_word_embeddings, head, "model.embed_tokens.weight")
+        Tie::output_layer(
+            self.tie_word_embeddings && self.classes.is_none(),
+            head,
+            "model.embed_tokens.weight",
+        )
     }
 
     fn sizes(&self) -> Sizes {
         Sizes {
             layers: self.num_hidden_layers,
             vocab: self.vocab_size,
-            classes: 0,
+            classes: self.classes.as_ref().map_or(0, Classes::count),
             hidden: self.hidden_size,
             intermediate: self.intermediate_size,
             heads: self.num_attention_heads,
@@ -176,7 +208,7 @@ impl Model for LlamaConfig {
     }
 
     fn architecture(&self) -> Option<&str> {
-        Some(self.family.traits().architecture)
+        self.classes.is_none().then(|| self.family.traits().architecture)
     }
 
     fn problems(&self) -> Vec<ConfigProblem> {
@@ -184,6 +216,7 @@ impl Model for LlamaConfig {
     }
 
     fn forget_derived(&self, table: &mut Map<String, Json>, overrides: &Map<String, Json>) {
+        Classes::forget(table, overrides);
         let heads_change = overrides.contains_key("num_attention_heads");
         let width_changes = heads_change || overrides.contains_key("hidden_size");
         let is_derived = self.num_attention_heads * self.head_dim == self.hidden_size;

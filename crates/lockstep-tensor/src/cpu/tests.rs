@@ -233,9 +233,15 @@ fn refuse_overlaps_of_vision(q: &CpuQueue, [a, b, c, d]: [View<'_>; 4], labels: 
     assert_refused("squared_error", || q.squared_error(a, b, row(b, 0)));
     let (x, longer) = (a.rows(0..3).reshape([1, 3, 4]), b.reshape([1, 4, 4]));
     assert_refused("prepend_row", || q.prepend_row(row(c, 0), x, a.reshape([1, 4, 4])));
-    assert_refused("prepend_row_backward", || q.prepend_row_backward(longer, row_of_a, x, write));
+    assert_refused("prepend_row_backward_input", || {
+        q.prepend_row_backward_input(longer, b.rows(0..3).reshape([1, 3, 4]), write)
+    });
+    assert_refused("prepend_row_backward_row", || q.prepend_row_backward_row(longer, row(b, 0)));
     assert_refused("select_row", || q.select_row(x, 1, row_of_a));
     assert_refused("select_row_backward", || q.select_row_backward(row_of_a, 1, x, write));
+    let of_sequence = tensor(&[1_u32]);
+    assert_refused("select_rows", || q.select_rows(x, of_sequence.view(), row_of_a));
+    assert_refused("select_rows_backward", || q.select_rows_backward(row_of_a, of_sequence.view(), x, write));
 }
 
 /// Creates `ROWS × WIDTH` numbers with a NaN at (`ROW`, `COLUMN`).

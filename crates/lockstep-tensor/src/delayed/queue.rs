@@ -268,9 +268,12 @@ families! {
         cast(x: View<'_>, y: View<'_>);
         transpose_blocks(x: View<'_>, y: View<'_>);
         prepend_row(row: View<'_>, x: View<'_>, y: View<'_>);
-        prepend_row_backward(dy: View<'_>, drow: View<'_>, dx: View<'_>, write: Write);
+        prepend_row_backward_input(dy: View<'_>, dx: View<'_>, write: Write);
+        prepend_row_backward_row(dy: View<'_>, drow: View<'_>);
         select_row(x: View<'_>, index: usize, y: View<'_>);
         select_row_backward(dy: View<'_>, index: usize, dx: View<'_>, write: Write);
+        select_rows(x: View<'_>, indices: View<'_>, y: View<'_>);
+        select_rows_backward(dy: View<'_>, indices: View<'_>, dx: View<'_>, write: Write);
         zero(y: View<'_>);
     }
     QuantizationKernels {

@@ -99,12 +99,12 @@ sections! {
         labels: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
         /// The file of labels of the images in `valid`, with `format = "idx"`.
         valid_labels: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
-        /// What is done to each training image, in order. `resize` (`size`: the shorter side, or `[height, width]`), `center_crop`,
+        /// Transforms of each training image, in order. `resize` (`size`: the shorter side, or `[height, width]`), `center_crop`,
         /// `random_crop` (with `padding`), `random_resized_crop`, `horizontal_flip`, and `normalize` (`mean`, `std`), which takes bytes
         /// as numbers in [0, 1].
         transforms: Option<Vec<SampleTransform>> = None,
             rules().when_absent("images are resized to the model's, and bytes become numbers in [0, 1]").defines_numbers();
-        /// What is done to each image of an evaluation.
+        /// Transforms of each image of an evaluation.
         valid_transforms: Option<Vec<SampleTransform>> = None,
             rules().when_absent("`transforms` without chance: the center in place of a random crop, no flip").defines_numbers();
         /// Skip damaged samples, each for the next sound one, and count them, in place of ending the run. A shard that is cut off ends
@@ -122,10 +122,10 @@ sections! {
     train: TrainConfig {
         /// Optimizer steps of the whole run.
         steps: u64 = 1000, rules().at_least(1.0).at_most(1e12);
-        /// Sequences in one optimizer step, over all ranks.
+        /// Sequences, or samples, in one optimizer step, over all ranks.
         global_batch: usize = 32, rules().at_least(1.0).at_most(1e6).defines_numbers();
     } in plan {
-        /// Sequences in one forward and backward; divides `global_batch`.
+        /// Sequences, or samples, in one forward and backward; divides `global_batch`.
         micro_batch in micro_batch: Option<usize> = None,
             rules().at_least(1.0).at_most(1e6).when_absent(
                 "the largest divisor of `global_batch` up to 8, with `parallel.tensor_layout = \"2d\"` one that its side divides",

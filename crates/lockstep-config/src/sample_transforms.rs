@@ -144,7 +144,7 @@ struct Entry<'v> {
 }
 
 impl Entry<'_> {
-    /// Reads `size`.
+    /// Reads the size of a result; the smallest one if it is missing or does not fit.
     fn size(&mut self) -> ImageSize {
         let pixels = |value: &Value| {
             value.as_u64().filter(|pixels| (1..=MAX_PIXELS).contains(pixels)).map(|pixels| pixels as usize)

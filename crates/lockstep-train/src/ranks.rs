@@ -54,7 +54,7 @@ pub fn ranks_of_model(
     Ok(Ranks::new(Groups::new(group, plan, limit)?))
 }
 
-/// What the ranks tell each other after each step, in one message.
+/// Numbers of a rank that it tells the others after each step, in one message.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct StepShare {
     /// Losses and metrics.

@@ -24,7 +24,7 @@ use crate::Error;
 pub struct SampleSet {
     /// The samples as they are on disk.
     pub dataset: Arc<dyn Dataset>,
-    /// What is done to each of them.
+    /// Transforms of each sample.
     pub transforms: Transforms,
 }
 
@@ -205,7 +205,7 @@ impl Opening<'_> {
         let is_tar = self.config.data.format == DataFormat::WebDataset;
         let image = image_input(&self.inputs).map(|input| &input.name);
         let field = |input: &InputDeclaration| {
-            let InputDeclaration { name, dtype, shape } = input;
+            let InputDeclaration { name, dtype, shape, .. } = input;
             let is_image = image == Some(name);
             let usual = || match (is_tar, is_image, name == LABELS) {
                 (true, true, _) => IMAGE_EXTENSIONS.join(";"),

@@ -25,7 +25,7 @@ impl CountUnit {
     }
 }
 
-/// What a run has trained on; written as `tokens`, `tokens_seen` and `tokens_per_s`, or as the same of samples.
+/// Amount that a run has trained on; written as `tokens`, `tokens_seen` and `tokens_per_s`, or as the same of samples.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Amount {
     /// Unit of the numbers.

@@ -305,6 +305,16 @@ fn data_show_says_what_the_samples_are_and_what_the_model_sees() {
 }
 
 #[test]
+fn a_run_on_images_is_planned_and_its_checkpoint_exported() {
+    let workshop = workshop();
+    let planned = workshop.run(&["plan", "run.toml"]).succeeds();
+    assert!(planned.stdout.contains("8 samples a step"), "{planned:?}");
+    workshop.train(&["train.steps=1"]).succeeds();
+    workshop.run(&["checkpoint", "export", "checkpoints/step-00000001", "--hf", "hf"]).succeeds();
+    assert!(workshop.path("hf/model.safetensors").exists());
+}
+
+#[test]
 fn damaged_files_end_the_run_with_the_file_the_record_and_the_offset() {
     let workshop = workshop();
     let samples = samples(&workshop);

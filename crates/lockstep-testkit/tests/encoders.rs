@@ -92,9 +92,13 @@ fn moving_the_state_of_an_encoder_to_the_disk_changes_no_bit() {
         "parallel.offload.parameters=disk",
     ];
     for model in [BERT, VIT, LLAMA_CLASSIFIER, RESNET] {
-        for plan in [&["parallel.recompute=full"][..], &[SHARD_2, "parallel.zero_stage=3"]] {
+        // One micro-batch a step: with gradients in memory, further ones would accumulate within the matrix products.
+        let alone = ["parallel.recompute=full", "train.global_batch=1"];
+        let sharded = [SHARD_2, "parallel.zero_stage=3", "train.global_batch=2"];
+        for plan in [&alone[..], &sharded] {
             let numbers = |more: &[&str]| -> Numbers {
-                let config = bench.config(model, &[plan, more, &["train.steps=3"]].concat()).unwrap();
+                let common = ["train.steps=3", "train.micro_batch=1"];
+                let config = bench.config(model, &[plan, more, &common].concat()).unwrap();
                 bench.numbers(&config).unwrap()
             };
             let in_memory = numbers(&[]);

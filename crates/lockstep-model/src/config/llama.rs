@@ -164,7 +164,7 @@ impl LlamaConfig {
         if let Some(latent) = &self.latent {
             latent.write(&mut table);
         }
-        self.rope.write_form_4(&mut table);
+        self.rope.write_form_4("rope_theta", &mut table);
         table
     }
 

@@ -137,6 +137,12 @@ pub enum BatchInput {
     Ids,
     /// Position of each token in its sequence.
     Positions,
+    /// Position of each token in its sequence, in a table whose rows before `row` belong to no position: OPT and RoBERTa
+    /// reserve two for padding.
+    PositionsFrom {
+        /// Row of position 0.
+        row: usize,
+    },
     /// A named input, u32 `[seq_len]` per sequence: a number for each token.
     Named(Value),
 }

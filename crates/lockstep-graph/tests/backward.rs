@@ -57,12 +57,15 @@ fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
     g.add(x, fed)
 }
 
-/// Records a block with every variant of attention: of an encoder with a key mask and types of tokens, and of a decoder
+/// Records a block with every variant of attention: of an encoder with a key mask, types of tokens and positions, and of a decoder
 /// with partly rotated heads, linear biases, a window, capped scores and sinks.
 fn variants(g: &mut Recorder, x: Value) -> Value {
     let types = g.data("types");
     let of_types = g.embedding(BatchInput::Named(types), "types", 3, WIDTH, 0.5);
     let x = g.add(x, of_types);
+    let positions = BatchInput::PositionsFrom { row: 2 };
+    let of_positions = g.embedding(positions, "positions", 2 + SHAPE.seq_len, WIDTH, 0.5);
+    let x = g.add(x, of_positions);
     let mut heads = |x, name: [&str; 3]| name.map(|name| g.linear(x, linear(name, 8, Bias::With)));
     let [q, k, v] = heads(x, ["q1", "k1", "v1"]);
     let mask = g.data("mask");

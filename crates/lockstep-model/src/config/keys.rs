@@ -61,6 +61,41 @@ pub(super) const FIXED_FOR_BERT: &[Fixed] = &[
 
 /// Keys of ViT that belong to its heads for other tasks.
 pub(super) const HARMLESS_FOR_VIT: &[&str] = &["encoder_stride", "pooler_act", "pooler_output_size"];
+/// Options of GPT-NeoX that would change what the model computes.
+pub(super) const FIXED_FOR_NEOX: &[Fixed] = &[
+    fixed("attention_probs_dropout_prob", &["0", "0.0"], "0 (`attention_dropout` sets this probability)"),
+    fixed("hidden_dropout_prob", &["0", "0.0"], "0 (`hidden_dropout` sets this probability)"),
+];
+
+/// Options of Falcon that would change what the model computes.
+pub(super) const FIXED_FOR_FALCON: &[Fixed] =
+    &[fixed("apply_residual_connection_post_layernorm", &["false"], "false")];
+
+/// Options of OPT that would change what the model computes.
+pub(super) const FIXED_FOR_OPT: &[Fixed] = &[
+    fixed("layerdrop", &["0", "0.0"], "0 (no layers are left out in training)"),
+    fixed("activation_dropout", &["0", "0.0"], "0 (transformers applies none)"),
+    fixed("layer_norm_elementwise_affine", &["true"], "true (norms have weights and biases)"),
+];
+
+/// Options of BLOOM that would change what the model computes.
+pub(super) const FIXED_FOR_BLOOM: &[Fixed] =
+    &[fixed("n_inner", &[], "null (feed-forward layers are four times as wide as the residual stream)")];
+
+/// Keys of Falcon without influence on training or logits.
+pub(super) const HARMLESS_FOR_FALCON: &[&str] = &["ff_factor"];
+
+/// Keys of BLOOM without influence on training or logits: switches of transformers' and Megatron's implementations.
+pub(super) const HARMLESS_FOR_BLOOM: &[&str] = &[
+    "attention_softmax_in_fp32",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "offset_alibi",
+    "skip_bias_add",
+    "skip_bias_add_qkv",
+    "slow_but_exact",
+    "unk_token_id",
+];
 
 /// Options inside a RoPE table that would change what the model computes.
 pub(super) const FIXED_FOR_ROPE: &[Fixed] =
@@ -115,6 +150,7 @@ pub(super) const HARMLESS_KEYS: &[&str] = &[
     "summary_type",
     "summary_use_proj",
     // Heads for other tasks.
+    "classifier_dropout",
     "id2label",
     "label2id",
     "num_labels",

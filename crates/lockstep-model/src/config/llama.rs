@@ -181,7 +181,7 @@ impl LlamaConfig {
             let family = self.family.traits().architecture.trim_end_matches(LANGUAGE_MODEL);
             table.insert("architectures".to_owned(), json!([format!("{family}{CLASSIFIER}")]));
         }
-        self.rope.write_form_4(&mut table);
+        self.rope.write_form_4("rope_theta", &mut table);
         table
     }
 

@@ -16,7 +16,7 @@ use super::experts::{ExpertNames, unstacked};
 use super::latent::latent_part;
 use crate::config::{Classes, ExpertsConfig, INVERSE_FREQUENCIES, LlamaConfig, LlamaFamily, SpecialTokens};
 use crate::error::ConfigProblem;
-use crate::hf_tensor::{HfContent, HfPlace, HfTensor};
+use crate::hf_tensor::{HfPlace, HfTensor};
 use crate::hf_transform::HfTransform;
 use crate::model::{Model, Sizes, Tie, Unit};
 
@@ -278,10 +278,7 @@ impl Model for LlamaConfig {
             };
             let HfTransform::Rows { of, blocks, .. } = transform else { continue };
             let place = HfPlace::new(record, name, vec![of * blocks, record.shape[1]], transform);
-            match tensors.iter_mut().find(|tensor| tensor.name == place.tensor) {
-                Some(HfTensor { content: HfContent::Parameters(places), .. }) => places.push(place),
-                _ => tensors.push(HfTensor::single(place)),
-            }
+            HfTensor::add_place(&mut tensors, place);
         }
         tensors
     }

@@ -3,6 +3,7 @@
 
 use lockstep_graph::{Bias, Linear, Mixture, Recorder, Routing, Split, Value};
 use lockstep_plan::ParameterRecord;
+use lockstep_tensor::GatedActivation;
 
 use crate::config::ExpertsConfig;
 use crate::hf_tensor::{HfPlace, HfTensor};
@@ -58,6 +59,7 @@ impl ExpertsConfig {
                 layers: names.layers,
                 experts: self.count,
                 intermediate_size: self.intermediate_size,
+                activation: GatedActivation::Silu,
                 routing: self.routing(),
                 std,
             },
@@ -78,7 +80,7 @@ impl ExpertsConfig {
         };
         let [gate, up, down] = names.shared;
         let (gate, up) = (linear(g, x, gate, width), linear(g, x, up, width));
-        let active = g.swiglu(gate, up);
+        let active = g.gated(GatedActivation::Silu, gate, up);
         let y = linear(g, active, down, hidden);
         match names.shared_gate {
             Some(name) => {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use lockstep_graph::{AttentionShape, BatchInput, Linear, Recorder, Split, Value};
 use lockstep_plan::ParameterRecord;
+use lockstep_tensor::GatedActivation;
 use serde_json::{Map, Value as Json};
 
 use super::experts::{ExpertNames, unstacked};
@@ -61,7 +62,7 @@ impl LlamaConfig {
     fn feed_forward(&self, g: &mut Recorder, x: Value) -> Value {
         let gate = self.linear(g, x, "mlp.gate_proj", self.intermediate_size, self.mlp_bias);
         let up = self.linear(g, x, "mlp.up_proj", self.intermediate_size, self.mlp_bias);
-        let active = g.swiglu(gate, up);
+        let active = g.gated(GatedActivation::Silu, gate, up);
         self.linear(g, active, "mlp.down_proj", self.hidden_size, self.mlp_bias)
     }
 

@@ -88,6 +88,7 @@ const MIXTURE: Mixture<'_> = Mixture {
     layers: ["experts.gate", "experts.up", "experts.down"],
     experts: 4,
     intermediate_size: 6,
+    bias: Bias::With,
     activation: GatedActivation::Clamped { slope: 1.702, limit: 0.5 },
     routing: Routing {
         top_k: 2,

@@ -18,6 +18,7 @@ impl ModelConfig {
             hidden: sizes.hidden,
             intermediate: sizes.intermediate,
             has_latent_attention: sizes.has_latent_attention,
+            norms_span_heads: sizes.norms_span_heads,
             vocab: sizes.vocab,
             experts: self.experts().map_or(0, |experts| experts.count),
             expert_intermediate: self.experts().map_or(0, |experts| experts.intermediate_size),

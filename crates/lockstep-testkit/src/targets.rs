@@ -318,6 +318,7 @@ pub fn plan(bytes: &[u8]) -> Verdict {
         hidden: 32,
         intermediate: 48,
         has_latent_attention: false,
+        norms_span_heads: false,
         vocab: 256,
         experts,
         expert_intermediate: 2 * experts,

@@ -5,10 +5,10 @@ use lockstep_plan::{Among, ExpertPlace, Initializer, Shard, Share, work::TaskKin
 use lockstep_tensor::{GemmLayout, GroupedGemm, View, Write};
 
 use crate::{
-    block::{ParameterIndex, Value},
+    block::{Bias, ParameterIndex, Value},
     facts::{ExpertRows, Facts},
     op::Op,
-    ops::expert_rows::SlotTables,
+    ops::{expert_rows::SlotTables, linear::Linear},
     recorder::Recorder,
     replay::{InputGradients, Run},
     work_context::{Work, WorkContext},
@@ -18,6 +18,10 @@ use crate::{
 struct GroupedLinear {
     x: Value,
     weight: ParameterIndex,
+    /// Biases `[experts, out]`.
+    bias: Option<ParameterIndex>,
+    /// False on ranks of an expert's group that leave the bias to the first one.
+    adds_bias: bool,
     offsets: Value,
     rows: ExpertRows,
     y: Value,
@@ -25,7 +29,8 @@ struct GroupedLinear {
 
 impl Recorder {
     /// Records a grouped matrix product: each expert's rows with its matrix of `NAME.weight [experts, out, in]`.
-    /// Expert tensor parallelism shards dimension `cut`.
+    /// With a bias, each row also gets its expert's row of `NAME.bias [experts, out]`. Expert tensor parallelism shards
+    /// dimension `cut`.
     ///
     /// # Panics
     /// If the parts do not divide that dimension.
@@ -33,11 +38,11 @@ impl Recorder {
     pub(crate) fn expert_linear(
         &mut self,
         (x, tables): (Value, SlotTables),
-        name: &str,
-        shape: [usize; 3],
+        Linear { name, out_features, bias, std }: Linear<'_>,
+        [experts, in_features]: [usize; 2],
         cut: usize,
-        std: f32,
     ) -> Value {
+        let shape = [experts, out_features, in_features];
         let ExpertPlace { ranks, rank, tensor_ranks, tensor_rank } = self.experts;
         let range = |dim: usize, ranks: usize, rank: usize| {
             let len = shape[dim] / ranks;
@@ -52,9 +57,18 @@ impl Recorder {
         };
         let initializer = Initializer::Normal { std };
         let weight = self.parameter(format!("{name}.weight"), &shape, initializer, share);
+        let bias = (bias == Bias::With).then(|| {
+            // Where ranks have parts of the sum over `in`, the first of them adds the bias.
+            let parts = if cut == 2 { tensor_ranks } else { 1 };
+            let inner = share.inner.filter(|_| cut == 1);
+            let share = Share { inner, copies: parts, summands: parts, ..share };
+            self.parameter(format!("{name}.bias"), &shape[..2], Initializer::Zeros, share)
+        });
+        let adds_bias = cut == 1 || tensor_rank == 0;
         let held = share.shape_of(&shape);
         let y = self.local(self.values[x.0].rows, held[1], self.shape.dtype);
-        self.push(GroupedLinear { x, weight, offsets: tables.offsets, rows: tables.expert_rows, y });
+        let (offsets, rows) = (tables.offsets, tables.expert_rows);
+        self.push(GroupedLinear { x, weight, bias, adds_bias, offsets, rows, y });
         y
     }
 }
@@ -62,17 +76,35 @@ impl Recorder {
 impl GroupedLinear {
     /// Computes a product for each local expert on its rows.
     fn multiply(&self, run: &Run<'_>, layout: GemmLayout, [a, b, c]: [View<'_>; 3], write: Write) {
+        let is_forward = layout == GemmLayout::NT;
+        let bias = self.bias.filter(|_| is_forward && self.adds_bias).map(|bias| run.weight(bias));
         let offsets = run.flat(self.offsets);
-        run.queue().grouped_gemm(GroupedGemm { layout, a, b, c, offsets, write });
+        run.queue().grouped_gemm(GroupedGemm { layout, a, b, c, bias, offsets, write });
+    }
+
+    /// Adds the sum over each expert's rows of `dy` to the gradient of its bias.
+    fn add_to_bias(&self, run: &Run<'_>, dy: View<'_>, bias: ParameterIndex) {
+        let gradient = run.gradient_of_weight(bias);
+        if !self.adds_bias {
+            return;
+        }
+        let offsets = run.flat(self.offsets);
+        let mut ends = vec![0_u32; offsets.elements()];
+        offsets.read(&mut ends).wait();
+        for (expert, ends) in ends.windows(2).enumerate() {
+            let rows = ends[0] as usize..ends[1] as usize;
+            run.queue().sum_rows(dy.rows(rows), gradient.rows(expert..expert + 1));
+        }
     }
 }
 
 impl Op for GroupedLinear {
     fn facts(&self) -> Facts {
-        let Self { x, weight, offsets, rows, y } = *self;
+        let Self { x, weight, bias, offsets, rows, y, .. } = *self;
         Facts {
             tables: vec![offsets],
             weights: vec![weight],
+            bias,
             saved_for_inputs: vec![offsets],
             saved_for_weights: vec![x, offsets],
             accumulates: true,
@@ -94,8 +126,13 @@ impl Op for GroupedLinear {
     }
 
     fn backward_weights(&self, run: &Run<'_>, dy: View<'_>) -> Result<(), CommError> {
-        let (gradient, write) = run.gradient_to_write(self.weight);
-        self.multiply(run, GemmLayout::TN, [dy, run.value(self.x), gradient], write);
+        if run.trains(self.weight) {
+            let (gradient, write) = run.gradient_to_write(self.weight);
+            self.multiply(run, GemmLayout::TN, [dy, run.value(self.x), gradient], write);
+        }
+        if let Some(bias) = self.bias.filter(|bias| run.trains(*bias)) {
+            self.add_to_bias(run, dy, bias);
+        }
         Ok(())
     }
 

@@ -33,3 +33,4 @@ pub(crate) mod rope;
 pub(crate) mod route;
 mod scale;
 mod summa_linear;
+mod whole_columns;

@@ -25,10 +25,10 @@ struct RmsNorm {
 
 impl Recorder {
     /// Records root-mean-square normalization with the scale `NAME.weight [width]`, over each group of `width`
-    /// columns: the whole row, or each head.
+    /// columns: the whole row, or each head. A row whose columns are sharded is gathered and split again.
     ///
     /// # Panics
-    /// If `width` does not divide the local columns.
+    /// If `width` is less than a row and does not divide the local columns.
     #[track_caller]
     pub fn rms_norm(&mut self, x: Value, name: &str, width: usize, eps: f32) -> Value {
         self.rms_norm_with(x, name, width, eps, 0.0)
@@ -37,7 +37,7 @@ impl Recorder {
     /// Records [`Recorder::rms_norm`] with the scale `1 + NAME.weight`, so that weights start at zero (Gemma).
     ///
     /// # Panics
-    /// If `width` does not divide the local columns.
+    /// If `width` is less than a row and does not divide the local columns.
     #[track_caller]
     pub fn rms_norm_around_one(&mut self, x: Value, name: &str, width: usize, eps: f32) -> Value {
         self.rms_norm_with(x, name, width, eps, 1.0)
@@ -45,6 +45,13 @@ impl Recorder {
 
     #[track_caller]
     fn rms_norm_with(&mut self, x: Value, name: &str, width: usize, eps: f32, offset: f32) -> Value {
+        let of_row = width == self.columns(x) && width > self.local_columns(x);
+        let record = |g: &mut Self, x: Value| g.rms_norm_of_local(x, name, width, eps, offset);
+        if of_row { self.on_whole_columns(x, record) } else { record(self, x) }
+    }
+
+    #[track_caller]
+    fn rms_norm_of_local(&mut self, x: Value, name: &str, width: usize, eps: f32, offset: f32) -> Value {
         let held = self.local_columns(x);
         let fits = held.is_multiple_of(width);
         assert!(fits, "{name}: a norm over {width} of {held} local columns of {}", self.describe(x));

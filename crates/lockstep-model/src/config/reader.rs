@@ -78,6 +78,15 @@ impl<'a> Reader<'a> {
         self.entry(key, "a number", Value::as_f64).given()
     }
 
+    /// Returns a number; `None` for `null`, and `default` if the key is absent.
+    pub(super) fn number_or_null(&mut self, key: &'static str, default: Option<f64>) -> Option<f64> {
+        match self.entry(key, "a number", Value::as_f64) {
+            Entry::Given(value) => Some(value),
+            Entry::Null => None,
+            Entry::Absent => default,
+        }
+    }
+
     /// Returns `true` or `false`, or `default`.
     pub(super) fn flag(&mut self, key: &'static str, default: bool) -> bool {
         self.entry(key, "true or false", Value::as_bool).given().unwrap_or(default)
@@ -114,6 +123,11 @@ impl<'a> Reader<'a> {
             self.wrong_type(key, "a token id or a list of token ids");
             Vec::new()
         })
+    }
+
+    /// Accepts keys of one family that change no number.
+    pub(super) fn harmless(&mut self, keys: &[&'static str]) {
+        self.known.extend(keys);
     }
 
     /// Requires that each key of `fixed` is absent or has a supported value.

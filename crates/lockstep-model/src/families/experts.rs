@@ -19,6 +19,8 @@ pub(crate) struct ExpertNames {
     /// Gate, up and down projections of the shared expert. `shared_gate` is the layer that weights its output per token.
     shared: [&'static str; 3],
     shared_gate: Option<&'static str>,
+    /// Biases of the router and of all projections.
+    bias: Bias,
 }
 
 impl ExpertNames {
@@ -34,7 +36,10 @@ impl ExpertNames {
         selection_bias: None,
         shared: ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"],
         shared_gate: Some("mlp.shared_expert_gate"),
+        bias: Bias::Without,
     };
+
+    pub(crate) const GPT_OSS: Self = Self { router: "mlp.router", bias: Bias::With, ..Self::QWEN };
 
     pub(crate) const DEEPSEEK: Self = Self {
         selection_bias: Some("mlp.gate.e_score_correction_bias"),
@@ -50,7 +55,7 @@ impl ExpertNames {
 
 impl ExpertsConfig {
     /// Records the mixture, with the shared expert if there is one.
-    pub(crate) fn record(&self, g: &mut Recorder, x: Value, names: &ExpertNames, std: f32) -> Value {
+    pub(crate) fn record(&self, g: &mut Recorder, x: Value, names: &ExpertNames, gate: GatedActivation, std: f32) -> Value {
         let routed = g.mixture(
             x,
             &Mixture {
@@ -59,28 +64,36 @@ impl ExpertsConfig {
                 layers: names.layers,
                 experts: self.count,
                 intermediate_size: self.intermediate_size,
-                activation: GatedActivation::Silu,
+                activation: gate,
+                bias: names.bias,
                 routing: self.routing(),
                 std,
             },
         );
         match self.shared_intermediate_size {
             Some(width) => {
-                let shared = Self::shared(g, x, names, width, std);
+                let shared = Self::shared(g, x, names, width, gate, std);
                 g.add(routed, shared)
             }
             None => routed,
         }
     }
 
-    fn shared(g: &mut Recorder, x: Value, names: &ExpertNames, width: usize, std: f32) -> Value {
+    fn shared(
+        g: &mut Recorder,
+        x: Value,
+        names: &ExpertNames,
+        width: usize,
+        kind: GatedActivation,
+        std: f32,
+    ) -> Value {
         let hidden = g.columns(x);
         let linear = |g: &mut Recorder, x, name, out_features| {
             g.linear(x, Linear { name, out_features, bias: Bias::Without, std })
         };
         let [gate, up, down] = names.shared;
         let (gate, up) = (linear(g, x, gate, width), linear(g, x, up, width));
-        let active = g.gated(GatedActivation::Silu, gate, up);
+        let active = g.gated(kind, gate, up);
         let y = linear(g, active, down, hidden);
         match names.shared_gate {
             Some(name) => {

@@ -4,4 +4,5 @@ mod experts;
 mod gpt2;
 mod latent;
 mod llama;
+mod llama_files;
 mod resnet;

@@ -32,6 +32,8 @@ pub struct Facts {
     pub intermediate: usize,
     /// True if keys and values are projected from a latent vector that all heads share (multi-head latent attention).
     pub has_latent_attention: bool,
+    /// True if queries and keys have norms over all heads together.
+    pub norms_span_heads: bool,
     /// Vocabulary size in tokens.
     pub vocab: usize,
     /// Experts per block; 0 for a dense model.

@@ -170,7 +170,7 @@ fn route_nobody(q: &CpuQueue, x: View<'_>, y: View<'_>) {
     let c = floats([1, WIDTH * WIDTH]);
     let c = c.view().reshape([1, WIDTH, WIDTH]);
     let (layout, write, offsets) = (GemmLayout::TN, Write::Overwrite, offsets.view());
-    q.grouped_gemm(GroupedGemm { layout, a: x, b: y, c, offsets, write });
+    q.grouped_gemm(GroupedGemm { layout, a: x, b: y, c, bias: None, offsets, write });
     assert!(values(c).iter().all(|x| *x == 0.0), "products of no rows are not zero: {:?}", values(c));
 }
 
@@ -421,8 +421,11 @@ fn refuse_overlaps_of_experts(q: &CpuQueue, [a, b, c, d, e]: [View<'_>; 5]) {
     let permutation = Permutation { slots, rows };
     let stacked = b.reshape([1, 4, 4]);
     let grouped =
-        GroupedGemm { layout: GemmLayout::NN, a, b: stacked, c, offsets: offsets.rows(0..2), write };
+        GroupedGemm { layout: GemmLayout::NN, a, b: stacked, c, bias: None, offsets: offsets.rows(0..2), write };
     assert_refused("grouped_gemm", || q.grouped_gemm(GroupedGemm { c: a, ..grouped }));
+    assert_refused("grouped_gemm's bias", || {
+        q.grouped_gemm(GroupedGemm { bias: Some(c.rows(0..1)), ..grouped });
+    });
     assert_refused("sort_slots", || q.sort_slots(slots, 0, permutation, offsets));
     assert_refused("permute", || q.permute(permutation, a, a));
     assert_refused("unpermute", || q.unpermute(permutation, a, Some(row_of_b), b));

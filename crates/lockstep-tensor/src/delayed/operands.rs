@@ -162,7 +162,7 @@ with_views! {
     AttentionVariant { document_ends, key_mask, alibi_slopes, sinks }
     Dropout { keys }
     Gemm { a, b, c, bias }
-    GroupedGemm { a, b, c, offsets }
+    GroupedGemm { a, b, c, bias, offsets }
     LayerNorm { x, weight, mean, rstd }
     Lion { parameter, gradient, exp_avg, rounded }
     Muon { parameter, gradient, momentum_buffer, rounded }

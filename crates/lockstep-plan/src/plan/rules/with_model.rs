@@ -87,7 +87,12 @@ impl Facts {
     /// Returns true if a tensor-parallel group of `ranks` can shard the heads, and shard or replicate the key and value heads.
     pub fn shards_heads(&self, ranks: usize) -> bool {
         let has_heads = ranks == 1 || self.heads > 0;
-        has_heads && self.heads.is_multiple_of(ranks) && even(self.key_value_heads, ranks)
+        let shards_keys = if self.norms_span_heads {
+            self.key_value_heads.is_multiple_of(ranks)
+        } else {
+            even(self.key_value_heads, ranks)
+        };
+        has_heads && self.heads.is_multiple_of(ranks) && shards_keys
     }
 }
 
@@ -139,6 +144,10 @@ fn tensor(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     let valid = |value: &usize| facts.shards_heads(*value) && columns.is_multiple_of(*value);
     let nearest = next_to(tensor, (1..=facts.heads.min(facts.vocab)).filter(valid));
     heads("tensor", tensor, facts, nearest, found);
+    if facts.norms_span_heads {
+        let keys = (facts.key_value_heads, "key/value heads, whose norm spans them all");
+        divides(("tensor", tensor), keys, nearest, found);
+    }
     divides(("tensor", tensor), (columns, "columns of the feed-forward layers"), nearest, found);
 }
 
@@ -206,6 +215,7 @@ fn beside_square(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
         (plan.mesh.context > 1, "context parallelism"),
         (facts.experts > 0, "experts"),
         (facts.has_latent_attention, "latent attention"),
+        (facts.norms_span_heads, "norms over all heads of queries and keys"),
     ];
     for (_, with) in others.into_iter().filter(|(is_there, _)| is_square(plan) && *is_there) {
         found.push(format!(

@@ -235,7 +235,7 @@ mod tests {
             boundary_bytes: 64,
             slice_bytes: 64,
             gathered_bytes: 64,
-            frequencies: 0,
+            constants: Vec::new(),
             context: lockstep_plan::ContextPlace::default(),
         };
         let stage = StageMemory { units: 0..UNITS, slots, splits_backward: false };

@@ -111,7 +111,7 @@ pub struct Runner {
     partitioned: Option<PartitionedActivations>,
     /// Frames that are offloaded to disk; `None` if all are in memory.
     offloaded: Option<OffloadedFrames>,
-    inverse_frequencies: Option<Tensor>,
+    constants: Vec<Tensor>,
     host_keys: Vec<u32>,
     host_losses: Vec<f32>,
     seed: u64,
@@ -193,10 +193,11 @@ impl Runner {
             boundary: [boundary()?, boundary()?],
             partitioned: PartitionedActivations::new(model, stages, groups.tensor_place(), arena)?,
             offloaded: OffloadedFrames::new(offload, &profile, stages, arena)?,
-            inverse_frequencies: model
-                .inverse_frequencies()
-                .map(|table| Tensor::from_slice(arena, [table.len()], table, MemoryCategory::Parameters))
-                .transpose()?,
+            constants: model
+                .constants()
+                .iter()
+                .map(|constant| constant.allocate(arena))
+                .collect::<Result<_, TensorError>>()?,
             host_keys: vec![0; 2 * sequences],
             host_losses: vec![0.0; losses.output_rows() * losses.output_columns()],
             // Dropout masks must be independent of the initial weights and the data order, which use the same seed.
@@ -598,7 +599,7 @@ impl Runner {
                 positions: slot.positions.view(),
                 document_starts: slot.keeps_documents_apart.then(|| slot.document_starts.view()),
                 dropout_keys: Some(slot.dropout_keys.view()),
-                inverse_frequencies: self.inverse_frequencies.as_ref().map(Tensor::view),
+                constants: &self.constants,
                 inputs: &slot.inputs,
             },
             input,

@@ -5,7 +5,8 @@
 
 use std::collections::BTreeMap;
 
-use lockstep_plan::{CheckedPlan, DType, Initializer, Share};
+use lockstep_plan::{CheckedPlan, DType, Initializer, MemoryCategory, Share};
+use lockstep_tensor::{Arena, Tensor, TensorError};
 
 /// Purpose of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -136,6 +137,8 @@ pub enum BatchInput {
     Ids,
     /// Position of each token in its sequence.
     Positions,
+    /// A named input, u32 `[seq_len]` per sequence: a number for each token.
+    Named(Value),
 }
 
 /// A named input of a model: a tensor per sample.
@@ -158,6 +161,31 @@ impl InputDeclaration {
     /// Number of elements of one sample.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
+    }
+}
+
+/// A named vector of numbers that belongs to a model and has no gradient, such as the inverse frequencies of rotary
+/// embeddings or the slopes of ALiBi.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Constant {
+    /// Name, e.g. `inverse_frequencies`.
+    pub name: String,
+    /// The numbers.
+    pub values: Vec<f32>,
+}
+
+impl Constant {
+    /// Creates a constant.
+    pub fn new(name: &str, values: Vec<f32>) -> Self {
+        Self { name: name.to_owned(), values }
+    }
+
+    /// Allocates the constant, f32, and books it under parameters.
+    ///
+    /// # Errors
+    /// If memory runs out.
+    pub fn allocate(&self, arena: &Arena) -> Result<Tensor, TensorError> {
+        Tensor::from_slice(arena, [self.values.len()], &self.values, MemoryCategory::Parameters)
     }
 }
 

@@ -25,7 +25,7 @@ impl Recorder {
         let recorder = self;
         #[cfg(feature = "faults")]
         let recorder = recorder.with_fault();
-        let Recorder { mode, shape, context, place, values, operations, parameters, input, data, .. } =
+        let Recorder { mode, shape, context, place, values, operations, parameters, input, given, .. } =
             recorder;
         let wanted = input.filter(|_| recorder.input_gradient == InputGradient::Wanted);
         let facts: Vec<Facts> = operations.iter().map(|operation| operation.facts()).collect();
@@ -36,7 +36,7 @@ impl Recorder {
         });
         let training = Training::new(values.len(), &facts, &parameters, wanted);
         let planner =
-            Planner::new(&values, &facts, (input, &data), output, &training, (mode, recompute), place);
+            Planner::new(&values, &facts, (input, &given), output, &training, (mode, recompute), place);
         let does_something = |index: &usize| facts[*index].alias_of.is_none();
         let forward_instructions =
             (0..operations.len()).filter(does_something).map(Instruction::Forward).collect();

@@ -13,9 +13,9 @@
 //! ```
 
 use lockstep_plan::ContextPlace;
-use lockstep_tensor::TokenSpan;
+use lockstep_tensor::{AttentionDirection, TokenSpan};
 
-use crate::recorder::Recorder;
+use crate::{ops::attention::AttentionShape, recorder::Recorder};
 
 impl Recorder {
     /// Records the block as rank `place` of the context-parallel group. The recorder's shape, until now that of whole
@@ -43,11 +43,17 @@ pub(crate) fn spans(place: ContextPlace, rank: usize, held: usize) -> [TokenSpan
 }
 
 /// Returns true if any of the queries may see any of the keys.
-pub(crate) fn may_see(queries: TokenSpan, keys: TokenSpan, window: Option<usize>) -> bool {
-    let first_seen = window.map_or(0, |window| (queries.position + 1).saturating_sub(window));
+pub(crate) fn may_see(queries: TokenSpan, keys: TokenSpan, shape: &AttentionShape) -> bool {
+    let behind = shape.window.map(|window| window - 1);
+    let ahead = match shape.direction {
+        AttentionDirection::Causal => Some(0),
+        AttentionDirection::Bidirectional => behind,
+    };
+    let first_seen = behind.map_or(0, |behind| queries.position.saturating_sub(behind));
+    let end_of_queries = queries.position + queries.len;
     queries.len > 0
         && keys.len > 0
-        && keys.position < queries.position + queries.len
+        && ahead.is_none_or(|ahead| keys.position < end_of_queries + ahead)
         && keys.position + keys.len > first_seen
 }
 
@@ -58,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn queries_see_keys_that_are_neither_later_nor_out_of_their_window() {
+    fn queries_see_keys_of_their_direction_and_window() {
         let span = |position, len| TokenSpan { stored: len, first: 0, len, position };
         let table = [
             (span(4, 4), span(0, 4), None, true),
@@ -70,7 +76,18 @@ mod tests {
             (span(8, 4), span(0, 0), None, false),
         ];
         for (queries, keys, window, expected) in table {
-            assert_eq!(may_see(queries, keys, window), expected, "{queries:?} {keys:?} {window:?}");
+            let shape = AttentionShape { window, ..AttentionShape::new(1, 1, 1) };
+            assert_eq!(may_see(queries, keys, &shape), expected, "{queries:?} {keys:?} {window:?}");
+        }
+        let later = [
+            (span(4, 4), span(8, 4), None, true),
+            (span(4, 4), span(12, 4), Some(5), false),
+            (span(4, 4), span(11, 4), Some(5), true),
+        ];
+        for (queries, keys, window, expected) in later {
+            let direction = AttentionDirection::Bidirectional;
+            let shape = AttentionShape { window, direction, ..AttentionShape::new(1, 1, 1) };
+            assert_eq!(may_see(queries, keys, &shape), expected, "{queries:?} {keys:?} {window:?}");
         }
     }
 

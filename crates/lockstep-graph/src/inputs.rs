@@ -1,16 +1,17 @@
-//! Named inputs of a micro-batch besides its tokens: images, masks, class labels. A model declares them; a unit reads one
-//! as a value, which has no gradient.
+//! Named inputs of a micro-batch besides its tokens (images, masks, class labels) and named constants of a model. A model
+//! declares them; a unit reads one as a value, which has no gradient.
 
 use lockstep_comm::CommError;
 use lockstep_plan::DType;
 
 use crate::{
-    block::{InputDeclaration, Value, ValueInfo},
+    block::{Constant, InputDeclaration, Value, ValueInfo},
     facts::Facts,
     op::Op,
     placement::Placement,
     recorder::Recorder,
     replay::Run,
+    storage::Region,
 };
 
 /// A conversion of an f32 input to the dtype of activations.
@@ -52,12 +53,38 @@ impl Recorder {
         let (dtype, columns, shape) = (input.dtype, input.elements(), input.shape.clone());
         let value =
             self.create(ValueInfo { rows: self.shape.sequences, columns, dtype }, Placement::Replicate);
-        self.written[value.0] = true;
-        self.data.push((value, index));
+        self.give(value, Region::Data(index));
         if shape.len() > 1 {
             self.set_dims(value, &shape);
         }
         if dtype == DType::F32 && self.shape.dtype != DType::F32 { self.converted(value) } else { value }
+    }
+
+    /// Declares the constants of the model, in the order in which a replay has them.
+    pub fn declare_constants(&mut self, constants: &[Constant]) {
+        self.constants = constants.to_vec();
+    }
+
+    /// Returns a constant of the model, f32 `[1, numbers]`. It is small and on the device during every pass, so
+    /// operations that read it need not list it in their [`Facts`].
+    ///
+    /// # Panics
+    /// If the model declares no constant of this name.
+    #[track_caller]
+    pub fn constant(&mut self, name: &str) -> Value {
+        let Some(index) = self.constants.iter().position(|constant| constant.name == name) else {
+            let names: Vec<&str> = self.constants.iter().map(|constant| constant.name.as_str()).collect();
+            panic!("the model declares no constant {name}, only {names:?}");
+        };
+        let value = self.local(1, self.constants[index].values.len(), DType::F32);
+        self.give(value, Region::Constant(index));
+        value
+    }
+
+    /// Marks a value as one that the caller of a replay supplies.
+    fn give(&mut self, value: Value, region: Region) {
+        self.written[value.0] = true;
+        self.given.push((value, region));
     }
 
     fn converted(&mut self, x: Value) -> Value {

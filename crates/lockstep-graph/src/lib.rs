@@ -59,8 +59,8 @@ mod work;
 mod work_context;
 
 pub use block::{
-    BatchInput, Bias, BlockShape, DropoutSite, HeadOutput, InputDeclaration, LoraAdapters, MAX_DROPOUT_SITES,
-    Mode, ParameterDeclaration, ParameterIndex, RunningUpdate, Statistics, Value,
+    BatchInput, Bias, BlockShape, Constant, DropoutSite, HeadOutput, InputDeclaration, LoraAdapters,
+    MAX_DROPOUT_SITES, Mode, ParameterDeclaration, ParameterIndex, RunningUpdate, Statistics, Value,
 };
 pub use buffers::{CommunicationBuffer, Ring};
 pub use cost::BlockProfile;
@@ -70,8 +70,12 @@ pub use lockstep_plan::{Recompute, RecomputeRules};
 pub use mixture::Mixture;
 pub use op::Op;
 pub use ops::{
-    attention::AttentionShape, batch_norm::BatchNormOptions, convolution::Convolution, linear::Linear,
-    rope::RotaryPairs, route::Routing,
+    attention::{AttentionOptions, AttentionShape},
+    batch_norm::BatchNormOptions,
+    convolution::Convolution,
+    linear::Linear,
+    rope::RotaryPairs,
+    route::Routing,
 };
 pub use peers::{ContextPeers, GridGroups, Peers};
 pub use placement::{Placement, Split, Transfer};

@@ -74,7 +74,8 @@ impl Recorder {
         let [gate, up] = [gate, up].map(|name| {
             self.expert_linear((rows, tables), layer(name, intermediate_size), [experts, hidden], 1)
         });
-        let active = self.gated_of_experts(mixture.activation, [gate, up], tables.offsets, tables.expert_rows);
+        let active =
+            self.gated_of_experts(mixture.activation, [gate, up], tables.offsets, tables.expert_rows);
         let down = self.expert_linear((active, tables), layer(down, hidden), [experts, intermediate_size], 2);
         let y = self.combine(down, routes.weights, tables, x);
         self.redistribute_to_stream(y)

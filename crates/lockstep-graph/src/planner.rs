@@ -45,7 +45,7 @@ impl<'a> Planner<'a> {
     pub(crate) fn new(
         values: &'a [ValueInfo],
         facts: &'a [Facts],
-        (input, data): (Option<Value>, &[(Value, usize)]),
+        (input, given): (Option<Value>, &[(Value, Region)]),
         output: Value,
         training: &'a Training,
         (mode, recompute): (Mode, Recompute),
@@ -81,8 +81,8 @@ impl<'a> Planner<'a> {
             .map(|index| {
                 if input == Some(Value(index)) {
                     Some(Slot::start_of(Region::Input))
-                } else if let Some((_, number)) = data.iter().find(|(value, _)| value.0 == index) {
-                    Some(Slot::start_of(Region::Data(*number)))
+                } else if let Some((_, region)) = given.iter().find(|(value, _)| value.0 == index) {
+                    Some(Slot::start_of(*region))
                 } else {
                     let is_in_frame = saved[index] && index != output.0;
                     is_in_frame.then(|| frame.place(Region::Frame, values[index].bytes()))

@@ -13,12 +13,13 @@ use lockstep_plan::{ContextPlace, DType, ExpertPlace, Initializer, Share, Tensor
 
 use crate::{
     block::{
-        Bias, BlockShape, DropoutSite, HeadOutput, InputDeclaration, LoraAdapters, LoraDown,
+        Bias, BlockShape, Constant, DropoutSite, HeadOutput, InputDeclaration, LoraAdapters, LoraDown,
         MAX_DROPOUT_SITES, Mode, ParameterDeclaration, ParameterIndex, Statistics, TokenRange, Value,
         ValueInfo,
     },
     op::Op,
     placement::{Placement, Redistribute, Split},
+    storage::Region,
     training::InputGradient,
 };
 
@@ -48,8 +49,10 @@ pub struct Recorder {
     pub(crate) statistics: Statistics,
     /// Named inputs of the model.
     pub(crate) inputs: Vec<InputDeclaration>,
-    /// Values that are named inputs, each with its index.
-    pub(crate) data: Vec<(Value, usize)>,
+    /// Constants of the model.
+    pub(crate) constants: Vec<Constant>,
+    /// Values that the caller of a replay supplies: named inputs and constants.
+    pub(crate) given: Vec<(Value, Region)>,
     pub(crate) input_gradient: InputGradient,
     frozen: BTreeSet<String>,
     pub(crate) low_rank: Option<LoraAdapters>,
@@ -78,7 +81,8 @@ impl Recorder {
             input: None,
             statistics: Statistics::of(mode),
             inputs: Vec::new(),
-            data: Vec::new(),
+            constants: Vec::new(),
+            given: Vec::new(),
             input_gradient: InputGradient::Wanted,
             frozen: BTreeSet::new(),
             low_rank: None,

@@ -45,8 +45,8 @@ pub struct Batch<'a> {
     pub document_starts: Option<View<'a>>,
     /// Key of (seed, sample, epoch) of each sequence, u32 `[sequences, 2]`. Required by a program with dropout.
     pub dropout_keys: Option<View<'a>>,
-    /// Inverse frequencies, f32 `[head_dim / 2]`. Required by a program with rotary embeddings.
-    pub inverse_frequencies: Option<View<'a>>,
+    /// Constants of the model, f32 vectors in the order of its declarations.
+    pub constants: &'a [Tensor],
     /// Named inputs, `[samples, ...]`, in the order of the model's declarations.
     pub inputs: &'a [Tensor],
 }
@@ -259,6 +259,9 @@ impl<'a> Run<'a> {
             Region::Data(index) => {
                 let tensor = self.replay.batch.inputs.get(index);
                 given(tensor.map(Tensor::view), "a named input")
+            }
+            Region::Constant(index) => {
+                given(self.replay.batch.constants.get(index).map(Tensor::view), "a constant of the model")
             }
             Region::Frame => within(self.replay.frame),
             Region::Output => match self.replay.output {

@@ -97,9 +97,15 @@ impl Recorder {
 
     /// Returns this rank's share of a vector parameter with one element for each column of `value`.
     pub fn share_of_columns(&self, value: Value) -> Share {
+        self.share_of_elements(value, self.columns(value))
+    }
+
+    /// Returns this rank's share of a vector parameter of `elements`, each of which goes with an equal number of columns
+    /// of `value`, such as a head's.
+    pub fn share_of_elements(&self, value: Value, elements: usize) -> Share {
         match self.placement(value) {
-            Placement::ShardColumns { parts } => self.shard(0, self.columns(value), parts),
-            Placement::ShardBlocks(grid) => grid.share_of_bias(self.columns(value)),
+            Placement::ShardColumns { parts } => self.shard(0, elements, parts),
+            Placement::ShardBlocks(grid) => grid.share_of_bias(elements),
             placement => self.whole_share(placement),
         }
     }

@@ -7,6 +7,8 @@ pub(crate) enum Region {
     Input,
     /// A named input of the micro-batch, by its index.
     Data(usize),
+    /// A constant of the model, by its index.
+    Constant(usize),
     /// Activations that the block saves for one micro-batch.
     Frame,
     /// The block's output: the end of the frame, or a buffer that the caller supplies.

@@ -3,14 +3,14 @@
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::{
-    AttentionShape, Batch, BatchInput, BatchNormOptions, Bias, BlockShape, Convolution, InputGradient,
-    Linear, LoraAdapters, Mixture, Mode, ParameterIndex, Parameters, Program, Recompute, Recorder, Replay,
-    Routing, Seed, Statistics, Value,
+    AttentionOptions, AttentionShape, Batch, BatchInput, BatchNormOptions, Bias, BlockShape, Constant,
+    Convolution, InputDeclaration, InputGradient, Linear, LoraAdapters, Mixture, Mode, ParameterIndex,
+    Parameters, Program, Recompute, Recorder, Replay, Routing, Seed, Statistics, Value,
 };
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{
-    Activation, Arena, CpuQueue, GatedActivation, Gelu, RouterScores, RouterWeights, Tensor, View, Window2d,
-    Write,
+    Activation, Arena, AttentionDirection, CpuQueue, GatedActivation, Gelu, RouterScores, RouterWeights,
+    Tensor, View, Window2d, Write,
 };
 
 const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 5, dtype: DType::F32 };
@@ -34,9 +34,10 @@ fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
     let k = g.linear(normed, linear("k", 8, Bias::Without));
     let v = g.linear(normed, linear("v", 8, Bias::With));
     let q = g.rms_norm_around_one(q, "q_norm", 4, 1e-5);
-    let (q, k) = (g.rope(q, 4), g.rope(k, 4));
-    let shape = AttentionShape { heads: 4, key_value_heads: 2, head_dim: 4, scale: 0.5, window: None };
-    let attended = g.attention(q, k, v, shape, dropout);
+    let frequencies = g.constant("frequencies");
+    let (q, k) = (g.rope(q, 4, frequencies), g.rope(k, 4, frequencies));
+    let shape = AttentionShape { scale: 0.5, ..AttentionShape::new(4, 2, 4) };
+    let attended = g.attention(q, k, v, shape, AttentionOptions { dropout, ..AttentionOptions::default() });
     let projected = g.linear(attended, linear("o", WIDTH, Bias::With));
     let dropped = g.dropout(projected, dropout);
     let x = g.add(x, dropped);
@@ -55,6 +56,34 @@ fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
     let shared = g.gate_rows(share, fed);
     let fed = g.add(routed, shared);
     g.add(x, fed)
+}
+
+/// Records a block with every variant of attention: of an encoder with a key mask and types of tokens, and of a decoder
+/// with partly rotated heads, linear biases, a window, capped scores and sinks.
+fn variants(g: &mut Recorder, x: Value) -> Value {
+    let types = g.data("types");
+    let of_types = g.embedding(BatchInput::Named(types), "types", 3, WIDTH, 0.5);
+    let x = g.add(x, of_types);
+    let mut heads = |x, name: [&str; 3]| name.map(|name| g.linear(x, linear(name, 8, Bias::With)));
+    let [q, k, v] = heads(x, ["q1", "k1", "v1"]);
+    let mask = g.data("mask");
+    let direction = AttentionDirection::Bidirectional;
+    let shape = AttentionShape { direction, ..AttentionShape::new(2, 2, 4) };
+    let options = AttentionOptions { key_mask: Some(mask), ..AttentionOptions::default() };
+    let attended = g.attention(q, k, v, shape, options);
+    let projected = g.linear(attended, linear("o1", WIDTH, Bias::With));
+    let x = g.add(x, projected);
+    let mut heads = |x, name: [&str; 3]| name.map(|name| g.linear(x, linear(name, 8, Bias::With)));
+    let [q, k, v] = heads(x, ["q2", "k2", "v2"]);
+    let frequency = g.constant("frequency");
+    let [q, k] = [q, k].map(|x| g.rope(x, 4, frequency));
+    let shape = AttentionShape { window: Some(4), soft_cap: Some(1.5), ..AttentionShape::new(2, 2, 4) };
+    let slopes = Some(g.constant("slopes"));
+    let options =
+        AttentionOptions { alibi_slopes: slopes, sinks: Some("sinks"), ..AttentionOptions::default() };
+    let attended = g.attention(q, k, v, shape, options);
+    let projected = g.linear(attended, linear("o2", WIDTH, Bias::With));
+    g.add(x, projected)
 }
 
 /// Records a block of images `[2, 2, 3]` with every operation on them.
@@ -116,13 +145,28 @@ fn partly_trained(recompute: Recompute, dropout: f32, frozen: &[String], input: 
     recorded(&record, recompute, frozen, input)
 }
 
+/// Returns a recorder with the constants and named inputs of [`World`].
+fn recorder() -> Recorder {
+    let mut g = Recorder::new(Mode::Training, SHAPE);
+    g.declare_constants(&constants());
+    g.declare_inputs(
+        &["mask", "types"].map(|name| InputDeclaration::new(name, DType::U32, &[SHAPE.seq_len])),
+    );
+    g
+}
+
+fn constants() -> [Constant; 3] {
+    [("frequencies", vec![1.0, 0.1]), ("frequency", vec![0.7]), ("slopes", vec![0.5, 0.25])]
+        .map(|(name, values)| Constant::new(name, values))
+}
+
 fn recorded(
     record: &dyn Fn(&mut Recorder) -> Value,
     recompute: Recompute,
     frozen: &[String],
     input: InputGradient,
 ) -> Program {
-    let mut g = Recorder::new(Mode::Training, SHAPE);
+    let mut g = recorder();
     g.freeze(frozen.iter().cloned());
     g.set_input_gradient(input);
     let y = record(&mut g);
@@ -131,10 +175,19 @@ fn recorded(
 
 /// Records a whole model: an embedding, the block, and a loss.
 fn with_loss(recompute: Recompute) -> Program {
-    let mut g = Recorder::new(Mode::Training, SHAPE);
+    let mut g = recorder();
     let x = g.embedding(BatchInput::Ids, "table", 7, WIDTH, 0.5);
     let y = everything(&mut g, x, 0.0);
-    let losses = g.output_loss(y, linear("head", 7, Bias::Without));
+    let losses = g.output_loss(y, linear("head", 7, Bias::Without), None);
+    g.finish(losses, recompute)
+}
+
+/// Records a whole model: an embedding, the variants of attention, and a loss of capped logits with a bias.
+fn variants_with_loss(recompute: Recompute) -> Program {
+    let mut g = recorder();
+    let x = g.embedding(BatchInput::Ids, "table", 7, WIDTH, 0.5);
+    let y = variants(&mut g, x);
+    let losses = g.output_loss(y, linear("head", 7, Bias::With), Some(1.5));
     g.finish(losses, recompute)
 }
 
@@ -187,7 +240,8 @@ struct World {
     labels: Tensor,
     positions: Tensor,
     keys: Tensor,
-    frequencies: Tensor,
+    constants: [Tensor; 3],
+    inputs: [Tensor; 2],
     x: Tensor,
     dy: Tensor,
 }
@@ -209,7 +263,9 @@ impl World {
             labels: Tensor::from_slice(&arena, [tokens], &labels, category).unwrap(),
             positions: Tensor::from_slice(&arena, [tokens], &positions, category).unwrap(),
             keys: Tensor::from_slice(&arena, [2, 2], &[1_u32, 2, 3, 4], category).unwrap(),
-            frequencies: Tensor::from_slice(&arena, [2], &[1.0_f32, 0.1], category).unwrap(),
+            constants: constants().map(|constant| constant.allocate(&arena).unwrap()),
+            inputs: [[1, 1, 1, 0, 0, 1, 1, 1, 1, 0_u32], [0, 0, 1, 1, 2, 0, 1, 1, 1, 1]]
+                .map(|values| Tensor::from_slice(&arena, [2, SHAPE.seq_len], &values, category).unwrap()),
             x: Tensor::from_slice(&arena, [tokens, WIDTH], &noise(1), category).unwrap(),
             dy: Tensor::from_slice(&arena, [tokens, WIDTH], &noise(2), category).unwrap(),
             arena,
@@ -240,8 +296,8 @@ impl World {
                 positions: self.positions.view(),
                 document_starts: None,
                 dropout_keys: Some(self.keys.view()),
-                inverse_frequencies: Some(self.frequencies.view()),
-                inputs: &[],
+                constants: &self.constants,
+                inputs: &self.inputs,
             },
             input: has_input.then(|| self.x.view()),
             frame: &frame,
@@ -330,6 +386,14 @@ fn what_is_trained_gets_the_same_gradient_whatever_else_is_not() {
 }
 
 #[test]
+fn variants_of_attention_get_the_same_gradients_whatever_is_not_trained_or_recomputed() {
+    compare_partly_trained(&|g| {
+        let x = g.input(WIDTH);
+        variants(g, x)
+    });
+}
+
+#[test]
 fn images_get_the_same_gradients_whatever_is_not_trained_or_recomputed() {
     for statistics in [Statistics::Batch, Statistics::Running] {
         compare_partly_trained(&|g| vision(g, statistics));
@@ -407,14 +471,15 @@ fn recomputation_saves_less() {
 #[test]
 fn the_gradient_is_the_derivative_of_the_loss() {
     let world = World::new();
-    let program = with_loss(Recompute::None);
-    let store = Store::new(&program, &world.arena);
-    world.replay(&program, &store, false, |replay| {
-        program.forward(replay).unwrap();
-        // Router losses are not part of the loss summed here.
-        program.backward(replay, None, None, Seed::of_tokens(1.0)).unwrap();
-    });
-    check_derivatives(&program, &store, &store.gradients(), || world.loss(&program, &store));
+    for program in [with_loss(Recompute::None), variants_with_loss(Recompute::Full)] {
+        let store = Store::new(&program, &world.arena);
+        world.replay(&program, &store, false, |replay| {
+            program.forward(replay).unwrap();
+            // Router losses are not part of the loss summed here.
+            program.backward(replay, None, None, Seed::of_tokens(1.0)).unwrap();
+        });
+        check_derivatives(&program, &store, &store.gradients(), || world.loss(&program, &store));
+    }
 }
 
 #[test]

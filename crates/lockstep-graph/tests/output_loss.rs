@@ -37,7 +37,7 @@ fn program() -> Program {
     let mut g = Recorder::new(Mode::Training, SHAPE);
     let x = g.input(WIDTH);
     let layer = Linear { name: "head", out_features: VOCABULARY, bias: Bias::Without, std: 0.5 };
-    let losses = g.output_loss(x, layer);
+    let losses = g.output_loss(x, layer, None);
     g.finish(losses, Recompute::None)
 }
 
@@ -76,7 +76,7 @@ fn logits_in_parts_give_the_losses_and_gradients_of_the_whole() {
             positions: ids.view(),
             document_starts: None,
             dropout_keys: None,
-            inverse_frequencies: None,
+            constants: &[],
             inputs: &[],
         },
         input: Some(x.view()),

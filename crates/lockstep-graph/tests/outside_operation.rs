@@ -195,7 +195,7 @@ fn run(
             positions: ids.view(),
             document_starts: None,
             dropout_keys: None,
-            inverse_frequencies: None,
+            constants: &[],
             inputs: &[],
         },
         input: Some(x.view()),

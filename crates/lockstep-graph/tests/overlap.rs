@@ -7,8 +7,9 @@ use lockstep_comm::{
     Deadline, Group, Kind, RendezvousEndpoint, TcpOptions, World, WorldOptions, join_by_address,
 };
 use lockstep_graph::{
-    AttentionShape, Batch, Bias, BlockShape, CommunicationBuffer, ContextPeers, Linear, Mode, ParameterIndex,
-    Parameters, Peers, Program, Recompute, Recorder, Replay, Ring, Seed, Split, Value,
+    AttentionOptions, AttentionShape, Batch, Bias, BlockShape, CommunicationBuffer, Constant, ContextPeers,
+    Linear, Mode, ParameterIndex, Parameters, Peers, Program, Recompute, Recorder, Replay, Ring, Seed, Split,
+    Value,
 };
 use lockstep_plan::{
     ContextMethod, ContextPlace, DType, MemoryCategory, TensorPlace,
@@ -45,6 +46,10 @@ enum Backward {
     Split,
 }
 
+fn frequencies() -> Constant {
+    Constant::new("frequencies", vec![1.0, 0.3, 0.1, 0.03])
+}
+
 /// Records a Llama block with biases, under the same sharding on all ranks.
 fn block(g: &mut Recorder, x: Value) -> Value {
     let linear = |g: &mut Recorder, x, name, out_features| {
@@ -52,9 +57,11 @@ fn block(g: &mut Recorder, x: Value) -> Value {
     };
     let normed = g.rms_norm(x, "norm_1", WIDTH, 1e-5);
     let [q, k, v] = [("q", 32), ("k", 16), ("v", 16)].map(|(name, columns)| linear(g, normed, name, columns));
-    let (q, k) = (g.rope(q, 8), g.rope(k, 8));
-    let shape = AttentionShape { heads: 4, key_value_heads: 2, head_dim: 8, scale: 0.4, window: None };
-    let attended = g.attention(q, k, v, shape, 0.1);
+    let frequencies = g.constant("frequencies");
+    let (q, k) = (g.rope(q, 8, frequencies), g.rope(k, 8, frequencies));
+    let shape = AttentionShape { scale: 0.4, ..AttentionShape::new(4, 2, 8) };
+    let attended =
+        g.attention(q, k, v, shape, AttentionOptions { dropout: 0.1, ..AttentionOptions::default() });
     let projected = linear(g, attended, "o", WIDTH);
     let dropped = g.dropout(projected, 0.1);
     let x = g.add(x, dropped);
@@ -67,6 +74,7 @@ fn block(g: &mut Recorder, x: Value) -> Value {
 
 fn record(setting: &Setting, ranks: usize, rank: usize) -> Program {
     let mut g = Recorder::new(Mode::Training, setting.shape);
+    g.declare_constants(&[frequencies()]);
     let Setting { splits_tokens, chunks, shared, .. } = *setting;
     let splits = [
         ("q", Split::ColumnParallel { pieces: 4 }),
@@ -160,7 +168,7 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
         |shape: [usize; 2], numbers: Vec<u32>| Tensor::from_slice(&arena, shape, &numbers, category).unwrap();
     let positions = numbers([1, tokens], (0..tokens).map(|i| (i % seq_len) as u32).collect());
     let keys = numbers([sequences, 2], (0..2 * sequences as u32).collect());
-    let frequencies = Tensor::from_slice(&arena, [4], &[1.0_f32, 0.3, 0.1, 0.03], category).unwrap();
+    let constants = [frequencies().allocate(&arena).unwrap()];
     // NaN in every buffer, so that reads of unwritten memory show.
     let poisoned = |bytes| {
         let mut buffer = arena.allocate(bytes, MemoryCategory::Workspace).unwrap();
@@ -184,7 +192,7 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
             positions: positions.view().reshape([tokens]),
             document_starts: None,
             dropout_keys: Some(keys.view()),
-            inverse_frequencies: Some(frequencies.view()),
+            constants: &constants,
             inputs: &[],
         },
         input: Some(x.view()),

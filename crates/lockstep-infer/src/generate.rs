@@ -28,7 +28,7 @@ struct Forward {
     workspace: Buffer,
     ids: Tensor,
     positions: Tensor,
-    inverse_frequencies: Option<Tensor>,
+    constants: Vec<Tensor>,
 }
 
 impl<'m> Generator<'m> {
@@ -192,10 +192,11 @@ impl Forward {
             workspace: arena.allocate(workspace_bytes.unwrap_or(0), MemoryCategory::Workspace)?,
             ids: input()?,
             positions: input()?,
-            inverse_frequencies: programs
-                .inverse_frequencies()
-                .map(|table| Tensor::from_slice(arena, [table.len()], table, MemoryCategory::Parameters))
-                .transpose()?,
+            constants: programs
+                .constants()
+                .iter()
+                .map(|constant| constant.allocate(arena))
+                .collect::<Result<_, TensorError>>()?,
             programs,
         })
     }
@@ -217,7 +218,7 @@ impl Forward {
                 positions: self.positions.view(),
                 document_starts: None,
                 dropout_keys: None,
-                inverse_frequencies: self.inverse_frequencies.as_ref().map(Tensor::view),
+                constants: &self.constants,
                 inputs: &[],
             },
             input,

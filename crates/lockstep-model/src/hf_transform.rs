@@ -101,7 +101,9 @@ impl HfTransform {
     /// by matrix and tile by tile.
     fn for_each_pair(&self, stored_elements: usize, mut visit: impl FnMut(usize, usize)) {
         let (first, step, end, stored_columns, blocks) = match *self {
-            Self::Columns { ref columns, stored_columns } => (columns.start, 1, columns.end, stored_columns, 1),
+            Self::Columns { ref columns, stored_columns } => {
+                (columns.start, 1, columns.end, stored_columns, 1)
+            }
             Self::StackedColumns { first, step, stored_columns, blocks } => {
                 (first, step, stored_columns, stored_columns, blocks)
             }

@@ -7,7 +7,7 @@ use std::any::Any;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use lockstep_graph::{InputDeclaration, Recorder, Split, Value};
+use lockstep_graph::{Constant, InputDeclaration, Recorder, Split, Value};
 use lockstep_plan::ParameterRecord;
 use serde_json::{Map, Value as Json};
 
@@ -180,9 +180,9 @@ pub trait Model: Any + Debug + Send + Sync {
         None
     }
 
-    /// Returns the inverse frequencies of rotary embeddings, `[head_dim / 2]`; `None` for a model without them.
-    fn inverse_frequencies(&self) -> Option<Vec<f32>> {
-        None
+    /// Returns the constants that its units read, such as the inverse frequencies of rotary embeddings.
+    fn constants(&self) -> Vec<Constant> {
+        Vec::new()
     }
 
     /// Returns the prefix of the base model's tensors in a checkpoint; checkpoints of the base model alone omit it.

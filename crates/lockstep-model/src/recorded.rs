@@ -5,8 +5,8 @@
 //! is stated once.
 
 use lockstep_graph::{
-    BlockShape, HeadOutput, InputDeclaration, MAX_DROPOUT_SITES, Mode, ParameterDeclaration, Program,
-    Recompute, RecomputeRules, Statistics,
+    BlockShape, Constant, HeadOutput, InputDeclaration, MAX_DROPOUT_SITES, Mode, ParameterDeclaration,
+    Program, Recompute, RecomputeRules, Statistics,
 };
 use lockstep_plan::{
     Among, BufferUnit, DType, ModelProfile, ParameterId, ParameterRecord, Places, Shard, Share,
@@ -26,7 +26,7 @@ pub struct RecordedModel {
     pub(crate) units: RecordedUnits,
     records: Vec<ParameterRecord>,
     unit_parameters: Vec<Vec<ParameterId>>,
-    inverse_frequencies: Option<Vec<f32>>,
+    constants: Vec<Constant>,
     inputs: Vec<InputDeclaration>,
     pub(crate) flops: Flops,
     bias_update_rate: f64,
@@ -81,7 +81,7 @@ impl RecordedModel {
             units,
             records: Vec::new(),
             unit_parameters: Vec::new(),
-            inverse_frequencies: description.inverse_frequencies(),
+            constants: description.constants(),
             inputs: description.inputs(),
             flops,
             bias_update_rate: config.experts().map_or(0.0, |experts| experts.bias_update_rate),
@@ -195,9 +195,9 @@ impl RecordedModel {
         self.bias_update_rate
     }
 
-    /// Returns the inverse frequencies of rotary embeddings; `None` if the model has none.
-    pub fn inverse_frequencies(&self) -> Option<&[f32]> {
-        self.inverse_frequencies.as_deref()
+    /// Returns the constants that a replay supplies, in this order.
+    pub fn constants(&self) -> &[Constant] {
+        &self.constants
     }
 
     /// Returns the named inputs of a micro-batch besides its tokens.
@@ -240,7 +240,7 @@ impl RecordedModel {
             boundary_bytes: self.units.boundary_bytes(),
             slice_bytes: self.slice_elements() * shape.dtype.size_bytes(),
             gathered_bytes: self.slice_elements() * self.places.tensor.ranks * shape.dtype.size_bytes(),
-            frequencies: self.inverse_frequencies.as_ref().map_or(0, Vec::len),
+            constants: self.constants.iter().map(|constant| constant.values.len()).collect(),
             context: self.places.context,
         }
     }

@@ -34,6 +34,7 @@ impl RecordedUnits {
     pub(crate) fn new(config: &ModelConfig, tuning: &Tuning, options: RecordingOptions) -> Self {
         let model = config.model();
         let (splits, ties, inputs) = (model.placements(), model.ties(), model.inputs());
+        let constants = model.constants();
         let mut units = Self { programs: Vec::new(), of_unit: Vec::new(), declared: model.units() };
         // Recording inputs of each program.
         let mut recorded: Vec<Recording> = Vec::new();
@@ -51,6 +52,7 @@ impl RecordedUnits {
             let program = known.unwrap_or_else(|| {
                 units.programs.push(recording.run(options, &splits, |g| {
                     g.declare_inputs(&inputs);
+                    g.declare_constants(&constants);
                     model.record(index, g)
                 }));
                 recorded.push(recording);

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use safetensors::SafeTensors;
 use serde_json::{Map, Value, json};
 
-const FAMILIES: [&str; 12] = [
+const FAMILIES: [&str; 18] = [
     "gpt2",
     "llama",
     "llama_bias",
@@ -23,6 +23,12 @@ const FAMILIES: [&str; 12] = [
     "deepseek_v3",
     "deepseek_v3_yarn",
     "qwen3_yarn",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi3",
+    "gpt_oss",
 ];
 
 fn fixture(file: &str) -> Vec<u8> {

@@ -49,7 +49,7 @@ fn model() -> ModelProfile {
         boundary_bytes: 1024,
         slice_bytes: 1024,
         gathered_bytes: 1024,
-        frequencies: 0,
+        constants: Vec::new(),
         context: ContextPlace::default(),
     }
 }

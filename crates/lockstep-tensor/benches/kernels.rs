@@ -119,6 +119,7 @@ fn rows(group: &mut Group<'_>, s: &Setting) {
     let positions = s.words(&(0..TOKENS as u32).collect::<Vec<_>>());
     let frequencies = s.matrix(DType::F32, 1, HEAD_DIM / 2);
     let forward = Rotation::Forward;
+    let [x, y] = [x, y].map(|view| view.reshape([TOKENS, view.elements() / TOKENS / HEAD_DIM, HEAD_DIM]));
     measure(group, "rope", 2 * bytes, || q.rope(x, positions.view(), frequencies.view(), forward, y));
 }
 

@@ -1,4 +1,4 @@
-//! Activation functions without parameters: ReLU, SiLU, tanh and the logistic function.
+//! Activation functions without trained parameters: ReLU, SiLU, tanh, the logistic function and the soft cap.
 
 use lockstep_comm::CommError;
 use lockstep_tensor::{Activation, View};
@@ -42,6 +42,7 @@ impl Op for ActivationOperation {
             Activation::Silu => ("SiLU", [4, 8, 0]),
             Activation::Tanh => ("tanh", [8, 3, 0]),
             Activation::Sigmoid => ("sigmoid", [4, 3, 0]),
+            Activation::SoftCap(_) => ("soft cap", [10, 4, 0]),
         };
         let (saved, in_place_inputs) = if kind.saves_output() { (y, vec![x]) } else { (x, vec![]) };
         Facts {

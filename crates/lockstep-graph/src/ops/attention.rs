@@ -3,15 +3,17 @@
 
 use lockstep_comm::CommError;
 use lockstep_plan::{
-    ContextMethod, ContextPlace, DType,
+    ContextMethod, ContextPlace, DType, Initializer,
     work::{Attention as AttentionWork, Collective, Kept, Pass, Peers as Ranks, TaskKind},
 };
-use lockstep_tensor::{Attention, AttentionVariant, AttentionWrite, Dropout, TokenSpan, View, Write};
+use lockstep_tensor::{
+    Attention, AttentionDirection, AttentionVariant, AttentionWrite, Dropout, TokenSpan, View, Write,
+};
 
 #[cfg(feature = "faults")]
 use crate::faults::Fault;
 use crate::{
-    block::{DropoutSite, SequenceRange, Value, ValueInfo},
+    block::{DropoutSite, ParameterIndex, SequenceRange, Value, ValueInfo},
     context::spans,
     facts::Facts,
     op::Op,
@@ -33,8 +35,40 @@ pub struct AttentionShape {
     pub head_dim: usize,
     /// Factor on the scores.
     pub scale: f32,
-    /// Sliding window in tokens; `None` means full causal attention.
+    /// Sliding window in tokens; `None` means full attention.
     pub window: Option<usize>,
+    /// Causal, as in decoders, or bidirectional, as in encoders.
+    pub direction: AttentionDirection,
+    /// Bound `c` of soft-capped scores, `c · tanh(score / c)`; positive.
+    pub soft_cap: Option<f32>,
+}
+
+impl AttentionShape {
+    /// Returns full causal attention with scores scaled by `head_dim^-0.5`.
+    pub fn new(heads: usize, key_value_heads: usize, head_dim: usize) -> Self {
+        Self {
+            heads,
+            key_value_heads,
+            head_dim,
+            scale: (head_dim as f32).powf(-0.5),
+            window: None,
+            direction: AttentionDirection::Causal,
+            soft_cap: None,
+        }
+    }
+}
+
+/// Optional parts of an attention; by default there are none.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct AttentionOptions<'a> {
+    /// Dropout probability of the attention probabilities.
+    pub dropout: f32,
+    /// A named input, u8 or u32 `[seq_len]` per sequence: 0 hides a key from all queries.
+    pub key_mask: Option<Value>,
+    /// A constant `[heads]`: the slopes of linear biases ([`alibi_slopes`](lockstep_tensor::alibi_slopes)).
+    pub alibi_slopes: Option<Value>,
+    /// Name of a parameter `[heads]`: a learned logit that takes part in each softmax and has no value.
+    pub sinks: Option<&'a str>,
 }
 
 /// An attention with its operands and results.
@@ -47,6 +81,9 @@ pub(crate) struct AttentionOperation {
     pub(crate) shape: AttentionShape,
     /// Index of this rank's first query head.
     first_head: usize,
+    key_mask: Option<Value>,
+    alibi_slopes: Option<Value>,
+    sinks: Option<Sinks>,
     /// The sequences that this rank attends within.
     pub(crate) sequences: SequenceRange,
     dropout: Option<DropoutSite>,
@@ -54,6 +91,14 @@ pub(crate) struct AttentionOperation {
     pub(crate) key_source: KeySource,
     pub(crate) y: Value,
     log_sum_exp: Value,
+}
+
+/// Attention sinks: a logit for each query head.
+#[derive(Debug, Clone, Copy)]
+struct Sinks {
+    logits: ParameterIndex,
+    /// Index of the first query head of the attention among those of the parameter on this rank.
+    first: usize,
 }
 
 /// Source of the keys and values of other ranks' tokens.
@@ -70,12 +115,20 @@ pub(crate) enum KeySource {
 }
 
 impl Recorder {
-    /// Records causal attention, with dropout of the probabilities.
+    /// Records attention of queries `q [heads · head_dim]` to keys `k` and values `v [key_value_heads · head_dim]`.
     ///
     /// # Panics
-    /// If the shapes or placements of queries, keys and values do not match.
+    /// If the shapes or placements of queries, keys and values do not match, or an option has not one element for each
+    /// token or head.
     #[track_caller]
-    pub fn attention(&mut self, q: Value, k: Value, v: Value, shape: AttentionShape, dropout: f32) -> Value {
+    pub fn attention(
+        &mut self,
+        q: Value,
+        k: Value,
+        v: Value,
+        shape: AttentionShape,
+        options: AttentionOptions<'_>,
+    ) -> Value {
         let AttentionShape { heads, key_value_heads, head_dim, .. } = shape;
         for (name, value, heads) in [("q", q, heads), ("k", k, key_value_heads), ("v", v, key_value_heads)] {
             let columns = self.columns(value);
@@ -105,6 +158,17 @@ impl Recorder {
             describe(k),
             describe(v)
         );
+        let AttentionOptions { key_mask, alibi_slopes, .. } = options;
+        for (what, value, elements) in
+            [("key mask", key_mask, self.shape.seq_len), ("slopes", alibi_slopes, heads)]
+        {
+            let found = value.map_or(elements, |value| self.columns(value));
+            assert_eq!(found, elements, "attention: {found} elements of the {what}, not {elements}");
+        }
+        let sinks = options.sinks.map(|name| {
+            let share = self.share_of_elements(q, heads);
+            self.parameter(name.to_owned(), &[heads], Initializer::Zeros, share)
+        });
         let held = |value: Value| self.values[value.0].columns / head_dim;
         let shape = AttentionShape { heads: held(q), key_value_heads: held(k), ..shape };
         let all = SequenceRange { first: 0, len: self.shape.sequences };
@@ -113,7 +177,7 @@ impl Recorder {
             Placement::ShardBlocks(grid) => (grid.column * shape.heads, self.sequences_of(grid)),
             _ => (self.place.rank * shape.heads, all),
         };
-        let dropout = self.dropout_site(dropout);
+        let dropout = self.dropout_site(options.dropout);
         let heads = shape.heads;
         let ([q, k, v], skipped, shape, key_source) = self.before_attention([q, k, v], shape);
         let y = self.same_shape(q);
@@ -124,6 +188,9 @@ impl Recorder {
             v,
             shape,
             first_head: first_head + skipped,
+            key_mask,
+            alibi_slopes,
+            sinks: sinks.map(|logits| Sinks { logits, first: skipped }),
             sequences,
             dropout,
             key_source,
@@ -213,7 +280,10 @@ impl Op for AttentionOperation {
                 KeySource::Gathered { sums } => sums.into_iter().flatten().collect(),
                 KeySource::Ring { sums } => sums.into_iter().collect(),
             },
-            saved_for_inputs: vec![q, k, v, y, log_sum_exp],
+            tables: self.key_mask.into_iter().collect(),
+            weights: self.sinks.iter().map(|sinks| sinks.logits).collect(),
+            saved_for_inputs: [q, k, v, y, log_sum_exp].into_iter().chain(self.key_mask).collect(),
+            saved_for_weights: vec![y, log_sum_exp],
             is_long: true,
             ..Facts::of("attention", [q, k, v], [y, log_sum_exp])
         }
@@ -226,7 +296,7 @@ impl Op for AttentionOperation {
             KeySource::Ring { sums } => return self.ring_attention(run, sums),
             KeySource::Gathered { .. } => {
                 let operands = [q, k, v].map(|value| run.value(value));
-                for spans in spans_of_gathered(run) {
+                for spans in self.spans_of_gathered(run) {
                     self.attend(run, spans, operands, run.value(y), Write::Overwrite);
                 }
             }
@@ -251,7 +321,7 @@ impl Op for AttentionOperation {
                 queue.zero(keys);
                 queue.zero(values);
                 let write = AttentionWrite { queries: Write::Overwrite, keys: Write::Accumulate };
-                for spans in spans_of_gathered(run) {
+                for spans in self.spans_of_gathered(run) {
                     let gradients = AttentionGradients { dq, dk: keys, dv: values };
                     self.attend_backward(run, spans, block, dy, gradients, write);
                 }
@@ -264,8 +334,21 @@ impl Op for AttentionOperation {
         Ok(())
     }
 
+    fn backward_weights(&self, run: &Run<'_>, dy: View<'_>) -> Result<(), CommError> {
+        let Some(Sinks { logits, first }) = self.sinks else { return Ok(()) };
+        let AttentionShape { heads, head_dim, .. } = self.shape;
+        let gradient = run.gradient_of_weight(logits).rows(first..first + heads);
+        let [y, dy] = [run.value(self.y), dy].map(|view| split_heads(view, heads, head_dim));
+        let geometry = self.geometry(run, [TokenSpan::whole(self.queries(run)); 2]);
+        run.queue().attention_sinks_backward(&geometry, y, self.softmax_statistic(run), dy, gradient);
+        Ok(())
+    }
+
     fn work(&self, context: &WorkContext<'_>) -> Vec<Work> {
         let shapes = context.shapes;
+        if context.pass == Pass::BackwardWeights {
+            return vec![context.stream()];
+        }
         let flops = self.product_flops(shapes);
         let task = |flops, product_flops| {
             let attention =
@@ -318,11 +401,16 @@ impl Op for AttentionOperation {
 }
 
 impl AttentionOperation {
-    /// Floating-point operations of the two products of the forward, over the causal half or the window.
+    /// Floating-point operations of the two products of the forward, over the visible keys: half of the sequence or the
+    /// window in causal attention.
     fn product_flops(&self, shapes: &Shapes) -> u64 {
         let seq_len = shapes.whole_seq_len() as u64;
         let seen = self.shape.window.map_or(seq_len, |window| seq_len.min(2 * window as u64));
-        2 * shapes.rows(self.q) * seen * shapes.columns(self.q)
+        let directions = match self.shape.direction {
+            AttentionDirection::Causal => 1,
+            AttentionDirection::Bidirectional => 2,
+        };
+        2 * directions * shapes.rows(self.q) * seen * shapes.columns(self.q)
     }
 
     /// Elements of the score matrices of this rank's heads: local queries times keys of the whole sequence.
@@ -405,6 +493,19 @@ impl AttentionOperation {
             let of_each = all.elements() / all_sequences;
             all.reshape([all_sequences, of_each]).rows(first..first + len)
         };
+        let key_mask = self.key_mask.map(|mask| {
+            let mask = run.value(mask);
+            mask.rows(sequences.first..sequences.first + sequences.len)
+        });
+        let of_heads = |all: View<'a>, first: usize| all.rows(first..first + shape.heads);
+        let variant = AttentionVariant {
+            direction: shape.direction,
+            document_ends: None,
+            key_mask,
+            alibi_slopes: self.alibi_slopes.map(|slopes| of_heads(run.flat(slopes), first_head)),
+            soft_cap: shape.soft_cap,
+            sinks: self.sinks.map(|Sinks { logits, first }| of_heads(run.weight(logits), first)),
+        };
         let own_keys = |dropout: Dropout<'a>| Dropout { keys: own(dropout.keys), ..dropout };
         let own_starts = |starts: View<'a>| {
             let starts = own(starts);
@@ -422,7 +523,7 @@ impl AttentionOperation {
             document_starts: run.replay.batch.document_starts.map(own_starts),
             first_head,
             dropout: dropout.map(|dropout| own_keys(run.dropout(dropout))),
-            variant: AttentionVariant::default(),
+            variant,
         }
     }
 
@@ -432,17 +533,21 @@ impl AttentionOperation {
         run.value(self.log_sum_exp).reshape([sequences, heads, self.queries(run)])
     }
 
+    /// Returns each range of local queries with the keys of the whole sequence up to its end, or with all keys.
+    fn spans_of_gathered(&self, run: &Run<'_>) -> [[TokenSpan; 2]; 2] {
+        let (place, held) = (run.shapes.context, run.shapes.block.seq_len);
+        let stored = held * place.ranks;
+        spans(place, place.rank, held).map(|queries| {
+            let len = match self.shape.direction {
+                AttentionDirection::Causal => queries.position + queries.len,
+                AttentionDirection::Bidirectional => stored,
+            };
+            [queries, TokenSpan { stored, first: 0, len, position: 0 }]
+        })
+    }
+
     /// Query tokens per sequence.
     fn queries(&self, run: &Run<'_>) -> usize {
         run.shapes.values[self.q.0].rows / self.sequences.len
     }
-}
-
-/// Returns each range of local queries with the keys of the whole sequence up to its end.
-fn spans_of_gathered(run: &Run<'_>) -> [[TokenSpan; 2]; 2] {
-    let (place, held) = (run.shapes.context, run.shapes.block.seq_len);
-    spans(place, place.rank, held).map(|queries| {
-        let len = queries.position + queries.len;
-        [queries, TokenSpan { stored: held * place.ranks, first: 0, len, position: 0 }]
-    })
 }

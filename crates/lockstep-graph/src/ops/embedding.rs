@@ -64,6 +64,7 @@ impl Embedding {
         let all = match self.input {
             BatchInput::Ids => batch.ids,
             BatchInput::Positions => batch.positions,
+            BatchInput::Named(value) => run.flat(value),
         };
         all.rows(self.tokens.first..self.tokens.first + self.tokens.len)
     }
@@ -71,7 +72,12 @@ impl Embedding {
 
 impl Op for Embedding {
     fn facts(&self) -> Facts {
+        let tables = match self.input {
+            BatchInput::Named(value) => vec![value],
+            BatchInput::Ids | BatchInput::Positions => vec![],
+        };
         Facts {
+            tables,
             weights: vec![self.table],
             looks_up_rows: true,
             vector_flops: [0, 0, 1],

@@ -9,12 +9,12 @@ use lockstep_plan::{
     DType, Initializer,
     work::{Collective, Kept, Pass, Peers as Ranks, Product, TaskKind},
 };
-use lockstep_tensor::{Gemm, GemmLayout, View, Write};
+use lockstep_tensor::{Activation, Gemm, GemmLayout, View, Write};
 
 #[cfg(feature = "faults")]
 use crate::faults::Fault;
 use crate::{
-    block::{Bias, ParameterIndex, Value},
+    block::{ParameterIndex, Value},
     facts::Facts,
     op::Op,
     ops::linear::Linear,
@@ -36,10 +36,20 @@ const LOGITS_AT_ONCE: usize = 1 << 25;
 struct OutputLoss {
     x: Value,
     weight: ParameterIndex,
+    bias: Option<ParameterIndex>,
     /// Scratch for the logits of one range of tokens.
     logits: Value,
+    soft_cap: Option<SoftCap>,
     split: Option<VocabularyParallelLoss>,
     losses: Value,
+}
+
+/// A bound of the logits.
+#[derive(Debug, Clone, Copy)]
+struct SoftCap {
+    bound: f32,
+    /// Scratch for the capped logits of one range of tokens, which the backward reads.
+    capped: Value,
 }
 
 /// Inputs and scratch of a vocabulary-parallel loss, for the tokens of one range.
@@ -62,15 +72,14 @@ impl VocabularyParallelLoss {
 
 impl Recorder {
     /// Records the linear layer `output` and the cross-entropy of its logits against the batch's labels: one loss per
-    /// token, 0 where masked. The logits of all tokens never exist at once, and no rank holds those of another's
-    /// shard.
+    /// token, 0 where masked. A `soft_cap` bounds the logits. The logits of all tokens never exist at once, and no rank
+    /// holds those of another's shard.
     ///
     /// # Panics
-    /// If the layer has a bias, which output layers do not have.
+    /// If the layer is split in any way other than by the vocabulary.
     #[track_caller]
-    pub fn output_loss(&mut self, x: Value, output: Linear<'_>) -> Value {
+    pub fn output_loss(&mut self, x: Value, output: Linear<'_>, soft_cap: Option<f32>) -> Value {
         let Linear { name, out_features, bias, std } = output;
-        assert_eq!(bias, Bias::Without, "{name}: an output layer has no bias");
         let (x, share) = match self.split_of(name) {
             None => {
                 let is_whole = |placement| placement == Placement::Replicate;
@@ -89,10 +98,14 @@ impl Recorder {
         let shape = [out_features, self.columns(x)];
         let local_vocabulary = share.shape_of(&shape)[0];
         let weight = self.parameter(format!("{name}.weight"), &shape, Initializer::Normal { std }, share);
+        let bias = self.bias(bias, name, out_features, share);
         let tokens = self.shape.tokens();
         let parts = (tokens * local_vocabulary).div_ceil(LOGITS_AT_ONCE).max(1);
         let rows = tokens.div_ceil(parts).next_multiple_of(64).min(tokens);
-        let logits = self.local(rows, local_vocabulary, self.shape.dtype);
+        let dtype = self.shape.dtype;
+        let logits = self.local(rows, local_vocabulary, dtype);
+        let soft_cap =
+            soft_cap.map(|bound| SoftCap { bound, capped: self.local(rows, local_vocabulary, dtype) });
         let split = share.shard.map(|shard| VocabularyParallelLoss {
             first_column: shard.start,
             statistics: self.local(rows, 3, DType::F32),
@@ -100,7 +113,7 @@ impl Recorder {
             log_sum_exp: self.local(rows, 1, DType::F32),
         });
         let losses = self.local(tokens, 1, DType::F32);
-        self.push(OutputLoss { x, weight, logits, split, losses });
+        self.push(OutputLoss { x, weight, bias, logits, soft_cap, split, losses });
         losses
     }
 }
@@ -109,6 +122,8 @@ impl Recorder {
 struct PartialLoss<'a> {
     tokens: Range<usize>,
     logits: View<'a>,
+    /// The bound of the logits and a copy of the capped ones.
+    capped: Option<(Activation, View<'a>)>,
     labels: View<'a>,
     losses: View<'a>,
     split: Option<VocabularyParallelLoss>,
@@ -116,10 +131,13 @@ struct PartialLoss<'a> {
 
 impl Op for OutputLoss {
     fn facts(&self) -> Facts {
-        let Self { x, weight, logits, split, losses } = *self;
+        let Self { x, weight, bias, logits, soft_cap, split, losses } = *self;
+        let of_split = split.iter().flat_map(VocabularyParallelLoss::scratch);
+        let capped = soft_cap.iter().map(|soft_cap| soft_cap.capped);
         Facts {
-            scratch: split.iter().flat_map(VocabularyParallelLoss::scratch).chain([logits]).collect(),
+            scratch: of_split.chain([logits]).chain(capped).collect(),
             weights: vec![weight],
+            bias,
             saved_for_inputs: vec![x],
             is_loss: true,
             vector_flops: [4, 7, 0],
@@ -136,10 +154,17 @@ impl Op for OutputLoss {
         let (needs_dx, dx, write) = (run.shapes().differentiates(self.x), dx.view(0), dx.write(0));
         let x = run.value(self.x);
         let gradient = run.trains(self.weight).then(|| run.gradient_to_write(self.weight));
+        let of_bias = self.bias.filter(|bias| run.trains(*bias)).map(|bias| run.gradient_of_weight(bias));
         let weight = run.weight(self.weight);
         self.for_each_range(run, |part| {
             losses_with_gradient(run, &part)?;
-            let PartialLoss { tokens, logits, .. } = part;
+            let PartialLoss { tokens, logits, capped, .. } = part;
+            if let Some((kind, capped)) = capped {
+                queue.activation_backward(kind, logits, capped, logits);
+            }
+            if let Some(dbias) = of_bias {
+                queue.sum_rows(logits, dbias);
+            }
             let product = |layout, b, c, write| Gemm { layout, a: logits, b, c, bias: None, write };
             if needs_dx {
                 queue.gemm(product(GemmLayout::NN, weight, dx.rows(tokens.clone()), write));
@@ -167,7 +192,8 @@ impl Op for OutputLoss {
         };
         let is_backward = pass == Pass::BackwardInputs;
         // In the backward the gradient of the logits overwrites them.
-        let of_loss = of_logits * if is_backward { 2 } else { 1 };
+        let of_cap = if self.soft_cap.is_some() { 3 } else { 0 };
+        let of_loss = of_logits * (of_cap + if is_backward { 2 } else { 1 });
         let loss = Cost {
             vector_flops: tokens * columns * facts.vector_flops(pass),
             ..Cost::of_bytes(of_loss + shapes.bytes(losses))
@@ -214,7 +240,8 @@ impl OutputLoss {
         run: &Run<'a>,
         finish: impl Fn(PartialLoss<'a>) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        let Self { x, weight, logits, split, losses } = *self;
+        let Self { x, weight, bias, logits, soft_cap, split, losses } = *self;
+        let bias = bias.map(|bias| run.weight(bias));
         let (x, weight, logits) = (run.value(x), run.weight(weight), run.value(logits));
         let labels = run.replay().batch.labels.expect("a program with a loss is given labels");
         let losses = run.flat(losses);
@@ -224,9 +251,15 @@ impl OutputLoss {
             let logits = logits.rows(0..tokens.len());
             let layout = GemmLayout::NT;
             let (a, write) = (x.rows(tokens.clone()), Write::Overwrite);
-            run.queue().gemm(Gemm { layout, a, b: weight, c: logits, bias: None, write });
+            run.queue().gemm(Gemm { layout, a, b: weight, c: logits, bias, write });
+            let capped = soft_cap.map(|SoftCap { bound, capped }| {
+                let (kind, capped) = (Activation::SoftCap(bound), run.value(capped).rows(0..tokens.len()));
+                run.queue().activation(kind, logits, capped);
+                run.queue().cast(capped, logits);
+                (kind, capped)
+            });
             let (labels, losses) = (labels.rows(tokens.clone()), losses.rows(tokens.clone()));
-            finish(PartialLoss { tokens, logits, labels, losses, split })?;
+            finish(PartialLoss { tokens, logits, capped, labels, losses, split })?;
         }
         Ok(())
     }

@@ -25,6 +25,8 @@ pub enum RotaryPairs {
 struct Rope {
     x: Value,
     head_dim: usize,
+    /// Inverse frequencies, a constant.
+    frequencies: Value,
     pairs: RotaryPairs,
     /// The tokens of the local rows.
     tokens: TokenRange,
@@ -32,25 +34,37 @@ struct Rope {
 }
 
 impl Recorder {
-    /// Records rotary position embedding of each head, in the half-split form.
+    /// Records rotary position embedding of the first `2n` elements of each head for `n` inverse frequencies, in the
+    /// half-split form; the other elements stay as they are.
     #[track_caller]
-    pub fn rope(&mut self, x: Value, head_dim: usize) -> Value {
-        self.rope_in_pairs(x, head_dim, RotaryPairs::Halves)
+    pub fn rope(&mut self, x: Value, head_dim: usize, frequencies: Value) -> Value {
+        self.rope_in_pairs(x, head_dim, frequencies, RotaryPairs::Halves)
     }
 
-    /// Records rotary position embedding of each head, in the half-split or the interleaved form.
+    /// Records rotary position embedding as [`Recorder::rope`] does, in the half-split or the interleaved form.
     ///
     /// # Panics
-    /// If the columns are no whole heads, or the value is sharded by tokens.
+    /// If the columns are no whole heads, a head has less than two elements for each frequency, or the value is sharded
+    /// by tokens.
     #[track_caller]
-    pub fn rope_in_pairs(&mut self, x: Value, head_dim: usize, pairs: RotaryPairs) -> Value {
-        let columns = self.columns(x);
-        let fits = columns.is_multiple_of(head_dim);
-        assert!(fits, "rotary embedding: heads of {head_dim} in {}", self.describe(x));
+    pub fn rope_in_pairs(
+        &mut self,
+        x: Value,
+        head_dim: usize,
+        frequencies: Value,
+        pairs: RotaryPairs,
+    ) -> Value {
+        let (columns, rotated) = (self.columns(x), 2 * self.columns(frequencies));
+        let fits = columns.is_multiple_of(head_dim) && rotated <= head_dim;
+        assert!(
+            fits,
+            "rotary embedding: heads of {head_dim} in {}, {rotated} elements rotated",
+            self.describe(x)
+        );
         self.expect_placement(x, |placement| placement != Placement::ShardTokens, "rotary embedding");
         let y = self.same_shape(x);
         let tokens = self.tokens_of(self.placement(x));
-        self.push(Rope { x, head_dim, pairs, tokens, y });
+        self.push(Rope { x, head_dim, frequencies, pairs, tokens, y });
         y
     }
 }
@@ -59,8 +73,7 @@ impl Rope {
     fn rotate(&self, run: &Run<'_>, x: View<'_>, rotation: Rotation, y: View<'_>) {
         let (batch, head_dim) = (&run.replay().batch, self.head_dim);
         let positions = batch.positions.rows(self.tokens.first..self.tokens.first + self.tokens.len);
-        let frequencies =
-            batch.inverse_frequencies.expect("a program with rotary embeddings is given frequencies");
+        let frequencies = run.flat(self.frequencies);
         let heads = x.shape().as_matrix().1 / head_dim;
         let (x, y) = (split_heads(x, heads, head_dim), split_heads(y, heads, head_dim));
         match self.pairs {

@@ -65,7 +65,13 @@ impl Recorder {
 
 impl WholeColumns {
     /// Moves a value, or its gradient. `part` has this rank's columns, `whole` those of all ranks.
-    fn run(&self, run: &Run<'_>, direction: Direction, part: View<'_>, whole: View<'_>) -> Result<(), CommError> {
+    fn run(
+        &self,
+        run: &Run<'_>,
+        direction: Direction,
+        part: View<'_>,
+        whole: View<'_>,
+    ) -> Result<(), CommError> {
         let ([rows, width], ranks) = (<[usize; 2]>::from(part.shape().as_matrix()), run.peers().group.size());
         let blocks = run.value(self.blocks);
         match direction {

@@ -5,7 +5,8 @@ use lockstep_tensor::{RouterScores, RouterWeights};
 
 use super::*;
 use crate::{
-    AttentionShape, Bias, BlockShape, Linear, Mixture, Mode, Recompute, Recorder, Routing, Split, Transfer,
+    AttentionOptions, AttentionShape, Bias, BlockShape, Linear, Mixture, Mode, Recompute, Recorder, Routing,
+    Split, Transfer,
 };
 
 const WIDTH: usize = 16;
@@ -62,8 +63,9 @@ fn record(setting: Setting, recompute: Recompute) -> Program {
     let normed = g.rms_norm(x, "norm_1", WIDTH, 1e-5);
     let [q, k, v] =
         [("q", 32), ("k", 16), ("v", 16)].map(|(name, columns)| linear(&mut g, normed, name, columns));
-    let shape = AttentionShape { heads: 4, key_value_heads: 2, head_dim: 8, scale: 0.4, window: None };
-    let attended = g.attention(q, k, v, shape, 0.1);
+    let shape = AttentionShape { scale: 0.4, ..AttentionShape::new(4, 2, 8) };
+    let attended =
+        g.attention(q, k, v, shape, AttentionOptions { dropout: 0.1, ..AttentionOptions::default() });
     let projected = linear(&mut g, attended, "o", WIDTH);
     let x = g.add(x, projected);
     let normed = g.layer_norm(x, "norm_2", Bias::With, 1e-5);
@@ -92,7 +94,7 @@ fn record(setting: Setting, recompute: Recompute) -> Program {
         }
         Ends::Loss => {
             let head = Linear { name: "head", out_features: 100, bias: Bias::Without, std: 0.3 };
-            g.output_loss(normed, head)
+            g.output_loss(normed, head, None)
         }
     };
     g.finish(output, recompute)

@@ -78,8 +78,7 @@ impl FamilyRopes {
         if let Some(local) = self.local {
             let mut of_local = Map::new();
             local.write_form_5(&mut of_local);
-            *parameters =
-                json!({ FULL: parameters.take(), SLIDING: of_local.remove("rope_parameters").unwrap_or_default() });
+            *parameters = json!({ FULL: parameters.take(), SLIDING: of_local.remove("rope_parameters").unwrap_or_default() });
         } else if self.rotary_fraction != 1.0 {
             parameters[PART_KEY] = json!(self.rotary_fraction);
         }

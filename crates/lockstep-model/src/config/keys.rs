@@ -48,9 +48,7 @@ pub(super) const FIXED_FOR_GPT2: &[Fixed] = &[
 ];
 
 /// Options of the Llama-like families that would change what the model computes.
-pub(super) const FIXED_FOR_LLAMA: &[Fixed] = &[
-    fixed("use_mrope", &["false"], "false (text only)"),
-];
+pub(super) const FIXED_FOR_LLAMA: &[Fixed] = &[fixed("use_mrope", &["false"], "false (text only)")];
 
 /// Activation of the families that gate by SiLU.
 pub(super) const FIXED_SILU: &[Fixed] = &[fixed("hidden_act", &["\"silu\"", "\"swish\""], "\"silu\"")];

@@ -14,7 +14,7 @@ use super::keys::{self, FIXED_FOR_ALL, FIXED_FOR_DEEPSEEK, FIXED_FOR_EXPERTS, FI
 use super::latent::LatentAttention;
 use super::limits::{Checks, HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH};
 use super::reader::{Entry, Reader};
-use super::rope::Rope;
+use super::rope::{Rope, RopeScaling};
 use super::tokens::SpecialTokens;
 use super::windows::{LayerWindows, layer_types};
 use crate::error::ConfigProblem;
@@ -214,7 +214,11 @@ impl LlamaConfig {
     }
 
     /// Removes lists of layers and tables of RoPE that `overrides` make wrong.
-    pub(crate) fn forget_derived_lists(&self, table: &mut Map<String, Value>, overrides: &Map<String, Value>) {
+    pub(crate) fn forget_derived_lists(
+        &self,
+        table: &mut Map<String, Value>,
+        overrides: &Map<String, Value>,
+    ) {
         if let Some(layers) = overrides.get("num_hidden_layers").and_then(Value::as_u64)
             && table.contains_key("layer_types")
         {
@@ -311,7 +315,8 @@ impl LlamaConfig {
             AttentionBias::Everywhere => self.qkv_bias && self.output_bias,
             AttentionBias::Never => !self.qkv_bias && !self.output_bias,
         };
-        let has_gate = std::mem::discriminant(&self.gate) == std::mem::discriminant(&family.traits().block.gate);
+        let has_gate =
+            std::mem::discriminant(&self.gate) == std::mem::discriminant(&family.traits().block.gate);
         let rules = [
             (has_gate, "this activation"),
             (attention_bias_fits, "these attention biases"),
@@ -321,6 +326,7 @@ impl LlamaConfig {
             (soft_caps.is_some() || no_caps, "soft caps or a scale of queries"),
             (self.local_rope.is_some() == (family == LlamaFamily::Gemma3), "this setting of `local_rope`"),
             (self.rotary_fraction == 1.0 || family == LlamaFamily::Phi3, "heads that rotate in part"),
+            (family != LlamaFamily::Phi3 || self.rope.scaling == RopeScaling::Default, "scaled RoPE"),
             (self.experts.is_some() == family.has_experts(), "this setting of `experts`"),
             (self.latent.is_some() == (family == LlamaFamily::DeepseekV3), "this setting of `latent`"),
             (self.sliding_window.is_none() || windows != Windows::Never, "a sliding window"),

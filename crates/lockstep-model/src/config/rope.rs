@@ -8,6 +8,9 @@ use serde_json::{Map, Value, json};
 use super::reader::Reader;
 use crate::error::ConfigProblem;
 
+/// Name of the constant that holds the inverse frequencies.
+pub(crate) const INVERSE_FREQUENCIES: &str = "inverse_frequencies";
+
 /// Name of the constant that holds the inverse frequencies of layers with a sliding window, where they differ.
 pub(crate) const LOCAL_INVERSE_FREQUENCIES: &str = "local_inverse_frequencies";
 
@@ -123,21 +126,6 @@ impl Rope {
             }
             _ => 1.0,
         }
-    }
-
-    /// Reads either form, with `theta_key` for theta at the top level, and with the fraction of each head's elements
-    /// that rotate. `part` is the fraction's key at the top level and its default; without it, all elements rotate.
-    pub(super) fn read_with(
-        reader: &mut Reader<'_>,
-        max_position_embeddings: usize,
-        theta_key: &'static str,
-        part: Option<(&'static str, f64)>,
-    ) -> (Self, f64) {
-        let tables = vec![
-            ("rope_scaling", "rope_scaling.", reader.table("rope_scaling")),
-            ("rope_parameters", "rope_parameters.", reader.table("rope_parameters")),
-        ];
-        RopeSource { theta: (theta_key, 10_000.0), part, tables }.read(reader, max_position_embeddings)
     }
 
     /// Writes form 4: `rope_theta` and `rope_scaling`.

@@ -55,7 +55,14 @@ impl ExpertNames {
 
 impl ExpertsConfig {
     /// Records the mixture, with the shared expert if there is one.
-    pub(crate) fn record(&self, g: &mut Recorder, x: Value, names: &ExpertNames, gate: GatedActivation, std: f32) -> Value {
+    pub(crate) fn record(
+        &self,
+        g: &mut Recorder,
+        x: Value,
+        names: &ExpertNames,
+        gate: GatedActivation,
+        std: f32,
+    ) -> Value {
         let routed = g.mixture(
             x,
             &Mixture {

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use lockstep_graph::{AttentionShape, BatchInput, Linear, Recorder, Split, Value};
+use lockstep_graph::{AttentionOptions, AttentionShape, BatchInput, Linear, Recorder, Split, Value};
 use lockstep_plan::ParameterRecord;
 use lockstep_tensor::Gelu;
 use serde_json::{Map, Value as Json};
@@ -33,18 +33,14 @@ impl Gpt2Config {
     }
 
     fn attention(&self, g: &mut Recorder, x: Value) -> Value {
-        let head_dim = self.hidden_size / self.num_attention_heads;
         let q = self.linear(g, x, "attn.q", self.hidden_size);
         let k = self.linear(g, x, "attn.k", self.hidden_size);
         let v = self.linear(g, x, "attn.v", self.hidden_size);
-        let shape = AttentionShape {
-            heads: self.num_attention_heads,
-            key_value_heads: self.num_attention_heads,
-            head_dim,
-            scale: (head_dim as f32).powf(-0.5),
-            window: None,
-        };
-        let attended = g.attention(q, k, v, shape, self.attention_dropout as f32);
+        let heads = self.num_attention_heads;
+        let shape = AttentionShape::new(heads, heads, self.hidden_size / heads);
+        let dropout = self.attention_dropout as f32;
+        let attended =
+            g.attention(q, k, v, shape, AttentionOptions { dropout, ..AttentionOptions::default() });
         self.residual(g, attended, "attn.c_proj")
     }
 
@@ -81,7 +77,8 @@ impl Gpt2Config {
         let x = g.input(self.hidden_size);
         let normed = self.norm(g, x, "transformer.ln_f");
         let (out_features, std) = (self.vocab_size, self.initializer_range as f32);
-        g.language_model_head(normed, Linear { name: "lm_head", out_features, bias: false.into(), std })
+        let output_layer = Linear { name: "lm_head", out_features, bias: false.into(), std };
+        g.language_model_head(normed, output_layer, None)
     }
 }
 

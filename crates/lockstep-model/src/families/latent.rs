@@ -5,7 +5,7 @@
 
 use lockstep_graph::{AttentionShape, Recorder, RotaryPairs, Split, Value};
 
-use crate::config::{LatentAttention, LlamaConfig};
+use crate::config::{INVERSE_FREQUENCIES, LatentAttention, LlamaConfig};
 use crate::hf_transform::HfTransform;
 
 /// Epsilon of the norms of low-rank values, independent of the configuration's epsilon for the other norms.
@@ -34,8 +34,8 @@ impl LlamaConfig {
         let v = self.linear(g, narrow, "self_attn.kv_b_proj_value", heads * value_dim, false);
         let v = g.resize_heads(v, heads, head_dim);
         let scale = (head_dim as f32).powf(-0.5) * self.rope.latent_score_factor() as f32;
-        let shape = AttentionShape { heads, key_value_heads: heads, head_dim, scale, window: None };
-        let attended = g.attention(q, k, v, shape, self.attention_dropout as f32);
+        let shape = AttentionShape { scale, ..AttentionShape::new(heads, heads, head_dim) };
+        let attended = g.attention(q, k, v, shape, self.attention_options());
         let attended = g.resize_heads(attended, heads, value_dim);
         self.linear(g, attended, "self_attn.o_proj", self.hidden_size, false)
     }
@@ -55,7 +55,8 @@ impl LlamaConfig {
     }
 
     fn latent_rope(&self, g: &mut Recorder, x: Value, latent: &LatentAttention) -> Value {
-        let rotated = g.rope_in_pairs(x, latent.rotary_dim, latent.pairs());
+        let frequencies = g.constant(INVERSE_FREQUENCIES);
+        let rotated = g.rope_in_pairs(x, latent.rotary_dim, frequencies, latent.pairs());
         let growth = self.rope.attention_factor() as f32;
         if growth == 1.0 { rotated } else { g.scale(rotated, growth) }
     }

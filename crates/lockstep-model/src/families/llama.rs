@@ -28,7 +28,8 @@ impl NormPlacement {
     /// Returns the names of the norms of attention and of the feed-forward.
     fn names(self) -> [BranchNorms; 2] {
         let (input, after_attention) = (Some("input_layernorm"), Some("post_attention_layernorm"));
-        let (before_feed, after_feed) = (Some("pre_feedforward_layernorm"), Some("post_feedforward_layernorm"));
+        let (before_feed, after_feed) =
+            (Some("pre_feedforward_layernorm"), Some("post_feedforward_layernorm"));
         match self {
             Self::Before => [[input, None], [after_attention, None]],
             Self::After => [[None, after_attention], [None, after_feed]],
@@ -240,7 +241,9 @@ impl Model for LlamaConfig {
             positions: self.max_position_embeddings,
             fixed_seq_len: None,
             original_positions: self.rope.scaling.original_context(),
-            window: self.sliding_window.filter(|_| !(0..self.num_hidden_layers).any(|layer| self.is_full(layer))),
+            window: self
+                .sliding_window
+                .filter(|_| !(0..self.num_hidden_layers).any(|layer| self.is_full(layer))),
             has_latent_attention: self.latent.is_some(),
             norms_span_heads: self.family.traits().qk_norm == QueryKeyNorm::OfAll,
         }

@@ -278,7 +278,7 @@ mod tests {
             boundary_bytes: 4096,
             slice_bytes: 2048,
             gathered_bytes: 4096,
-            frequencies: 0,
+            constants: Vec::new(),
             context: ContextPlace::default(),
         };
         for kind in Kind::ALL {

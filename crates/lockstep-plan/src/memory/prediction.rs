@@ -94,9 +94,9 @@ impl StateLayout {
         }
         self.book_copies(&mut memory);
         self.book_windows(&mut memory);
-        if model.frequencies > 0 {
-            let bytes = booked_bytes(DType::F32.size_bytes() * model.frequencies);
-            memory.add(MemoryCategory::Parameters, "rotary frequencies", bytes);
+        for elements in &model.constants {
+            let bytes = booked_bytes(DType::F32.size_bytes() * elements);
+            memory.add(MemoryCategory::Parameters, "constants", bytes);
         }
         self.book_looked_up(model, &mut memory);
         if let Some(gathers) = gathers {

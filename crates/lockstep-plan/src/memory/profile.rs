@@ -53,8 +53,8 @@ pub struct ModelProfile {
     pub slice_bytes: usize,
     /// Bytes of such a value when it is gathered from slices.
     pub gathered_bytes: usize,
-    /// Number of rotary embedding frequencies.
-    pub frequencies: usize,
+    /// Number of elements of each of the model's constants, f32.
+    pub constants: Vec<usize>,
     /// The rank's position in the context-parallel group.
     pub context: ContextPlace,
 }

@@ -1,6 +1,8 @@
-//! Rotary position embedding (Su et al., 2021) in the half-split form.
+//! Rotary position embedding (Su et al., 2021) of heads or of their first elements, in the half-split form.
 //!
 //! The sines and cosines of a token are computed once, for a block of frequencies, and applied to all its heads.
+
+use std::ops::Range;
 
 use lockstep_plan::DType;
 
@@ -25,7 +27,7 @@ impl RotaryKernels for CpuQueue {
         y: View<'_>,
     ) {
         let (half, tokens) = (inverse_frequencies.elements(), positions.elements());
-        let width = check("rope", x, positions, inverse_frequencies, y);
+        let [width, head_dim] = check("rope", x, positions, inverse_frequencies, y);
         if width == 0 {
             return;
         }
@@ -44,11 +46,13 @@ impl RotaryKernels for CpuQueue {
                             (positions.read(token..token + 1)[0], frequencies.read(start..start + n))
                         };
                         turn.set(position, frequencies, sign);
-                        for head in (token * width..(token + 1) * width).step_by(2 * half) {
+                        for head in (token * width..(token + 1) * width).step_by(head_dim) {
                             // SAFETY: this task alone accesses this token.
                             unsafe { turn.apply(&x, &y, head + start, half, n) };
                         }
                     }
+                    // SAFETY: as above.
+                    unsafe { copy_rest(&x, &y, token * width..(token + 1) * width, [2 * half, head_dim]) };
                 }
             }));
         });
@@ -63,7 +67,7 @@ impl RotaryKernels for CpuQueue {
         y: View<'_>,
     ) {
         let (pairs, tokens) = (inverse_frequencies.elements(), positions.elements());
-        let width = check("rope_interleaved", x, positions, inverse_frequencies, y);
+        let [width, head_dim] = check("rope_interleaved", x, positions, inverse_frequencies, y);
         let sign = sign(rotation);
         with_float!(x.dtype(), T => {
             let (x, y) = (Operand::<T>::new(x), Operand::<T>::new(y));
@@ -76,7 +80,7 @@ impl RotaryKernels for CpuQueue {
                 for (pair, frequency) in frequencies.iter().enumerate() {
                     let (sin, cos) = sin_cos(position * frequency);
                     let sin = sign * sin;
-                    for head in (token * width..(token + 1) * width).step_by(2 * pairs) {
+                    for head in (token * width..(token + 1) * width).step_by(head_dim) {
                         let at = head + 2 * pair..head + 2 * pair + 2;
                         // SAFETY: only this task accesses this token, and no slice of it is live at the write.
                         unsafe {
@@ -86,26 +90,52 @@ impl RotaryKernels for CpuQueue {
                         }
                     }
                 }
+                // SAFETY: only this task accesses this token.
+                unsafe { copy_rest(&x, &y, token * width..(token + 1) * width, [2 * pairs, head_dim]) };
             }));
         });
     }
 }
 
-/// Checks the operands, and returns the number of elements of a token.
-fn check(kernel: &str, x: View<'_>, positions: View<'_>, frequencies: View<'_>, y: View<'_>) -> usize {
+/// Checks the operands, and returns the number of elements of a token and of a head.
+fn check(kernel: &str, x: View<'_>, positions: View<'_>, frequencies: View<'_>, y: View<'_>) -> [usize; 2] {
     let (pairs, tokens) = (frequencies.elements(), positions.elements());
     expect(format_args!("{kernel}: positions"), positions, DType::U32, tokens);
     expect(format_args!("{kernel}: inverse frequencies"), frequencies, DType::F32, pairs);
     expect(format_args!("{kernel}: y"), y, x.dtype(), x.elements());
     let width = x.elements() / tokens.max(1);
+    let head_dim = x.shape().dims().last().copied().unwrap_or(0);
+    let is_of_heads = width * tokens == x.elements() && head_dim > 0 && width.is_multiple_of(head_dim);
     assert!(
-        x.elements() == 0 || (pairs > 0 && width * tokens == x.elements() && width.is_multiple_of(2 * pairs)),
-        "{kernel}: {x:?} is not [{tokens} tokens, heads, {} elements]",
+        x.elements() == 0 || (pairs > 0 && is_of_heads && 2 * pairs <= head_dim),
+        "{kernel}: {x:?} is not [{tokens} tokens, heads, at least {} elements]",
         2 * pairs
     );
     check_elementwise(y, &[x]);
     check_disjoint(&[y], &[positions, frequencies]);
-    width
+    [width, head_dim]
+}
+
+/// Copies the elements of a token's heads that are not rotated: all from `rotated` on.
+///
+/// # Safety
+/// Nothing else may access these elements of `y`, or write these elements of `x`.
+#[inline(always)]
+unsafe fn copy_rest<T: Float>(
+    x: &Operand<'_, T>,
+    y: &Operand<'_, T>,
+    token: Range<usize>,
+    [rotated, head_dim]: [usize; 2],
+) {
+    for head in token.step_by(head_dim) {
+        for i in head + rotated..head + head_dim {
+            // SAFETY: promised by the caller; the element is read before the slice of it is made.
+            unsafe {
+                let element = x.read(i..i + 1)[0];
+                y.write(i..i + 1)[0] = element;
+            }
+        }
+    }
 }
 
 /// Returns the sign of the angles.
@@ -269,10 +299,45 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "rope: f32 [2, 10] is not [2 tokens, heads, 4 elements]")]
-    fn a_width_that_is_no_number_of_heads_is_refused() {
+    fn elements_without_a_frequency_stay_as_they_are() {
+        let (tokens, heads, head_dim, half) = (3, 2, 7, 2);
+        let (positions, frequencies) = ([0_u32, 5, 9], [1.0_f32, 0.3]);
+        for dtype in ACTIVATIONS {
+            let x = random_of(dtype, 1, tokens * heads * head_dim);
+            let heads_of = |x: &[f64]| x.chunks(head_dim).map(<[f64]>::to_vec).collect::<Vec<_>>();
+            let first: Vec<f64> = heads_of(&x).iter().flat_map(|head| head[..2 * half].to_vec()).collect();
+            let rotated = reference::rope(&first, &positions, &frequencies, 1.0);
+            let rest = heads_of(&x).into_iter().map(|head| head[2 * half..].to_vec());
+            let expected: Vec<f64> = rotated
+                .chunks(2 * half)
+                .zip(rest)
+                .flat_map(|(first, rest)| [first, &rest].concat())
+                .collect();
+            let run = |queue: &CpuQueue| {
+                let shape = [tokens, heads, head_dim];
+                let (x, y) = (floats(dtype, shape, &x), floats(dtype, shape, &vec![9.0; x.len()]));
+                let (positions, frequencies) = (tensor(&positions), tensor(&frequencies));
+                let (positions, frequencies) = (positions.view(), frequencies.view());
+                queue.rope(x.view(), positions, frequencies, Rotation::Forward, y.view());
+                queue.rope(x.view(), positions, frequencies, Rotation::Forward, x.view());
+                let z = floats(dtype, shape, &values(y.view()));
+                queue.rope_interleaved(z.view(), positions, frequencies, Rotation::Forward, z.view());
+                queue.rope_interleaved(z.view(), positions, frequencies, Rotation::Backward, z.view());
+                vec![values(y.view()), values(x.view()), values(z.view())]
+            };
+            on_every_queue(run, |results| {
+                assert_close("rotated", &results[0], &expected, tolerance(dtype), 2e-6);
+                assert_eq!(results[0], results[1], "in place");
+                assert_close("there and back", &results[2], &results[0], 2.0 * tolerance(dtype), 2e-6);
+            });
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "rope: f32 [2, 4, 3] is not [2 tokens, heads, at least 4 elements]")]
+    fn heads_narrower_than_the_rotation_are_refused() {
         let queue = CpuQueue::new(1, &Arena::new()).unwrap();
-        let x = floats(DType::F32, [2, 10], &[0.0; 20]);
+        let x = floats(DType::F32, [2, 4, 3], &[0.0; 24]);
         let (positions, frequencies) = (tensor(&[0_u32, 1]), tensor(&[1.0_f32, 0.1]));
         queue.rope(x.view(), positions.view(), frequencies.view(), Rotation::Forward, x.view());
     }

@@ -420,8 +420,15 @@ fn refuse_overlaps_of_experts(q: &CpuQueue, [a, b, c, d, e]: [View<'_>; 5]) {
     let [experts, slots, rows, offsets] = words.each_ref().map(Tensor::view);
     let permutation = Permutation { slots, rows };
     let stacked = b.reshape([1, 4, 4]);
-    let grouped =
-        GroupedGemm { layout: GemmLayout::NN, a, b: stacked, c, bias: None, offsets: offsets.rows(0..2), write };
+    let grouped = GroupedGemm {
+        layout: GemmLayout::NN,
+        a,
+        b: stacked,
+        c,
+        bias: None,
+        offsets: offsets.rows(0..2),
+        write,
+    };
     assert_refused("grouped_gemm", || q.grouped_gemm(GroupedGemm { c: a, ..grouped }));
     assert_refused("grouped_gemm's bias", || {
         q.grouped_gemm(GroupedGemm { bias: Some(c.rows(0..1)), ..grouped });

@@ -38,8 +38,8 @@ impl GatedActivation {
     ];
 }
 
-/// Activation functions without parameters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// Activation functions without trained parameters.
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activation {
     /// Rectified linear unit, `max(x, 0)`.
     Relu,
@@ -49,10 +49,12 @@ pub enum Activation {
     Tanh,
     /// Logistic function, `1 / (1 + e^-x)`.
     Sigmoid,
+    /// Soft cap, `c · tanh(x / c)` for a positive bound `c` (Gemma 2: Gemma Team, 2024, section 2).
+    SoftCap(f32),
 }
 
 impl Activation {
-    /// All activation functions.
+    /// All activation functions without a bound.
     pub const ALL: [Self; 4] = [Self::Relu, Self::Silu, Self::Tanh, Self::Sigmoid];
 
     /// Returns true if the gradient is a function of the output; otherwise it is one of the input.

@@ -13,11 +13,11 @@ pub enum Rotation {
 
 /// Rotary position embedding. Part of [`Kernels`](crate::Kernels).
 pub trait RotaryKernels {
-    /// Applies rotary position embedding in the half-split form: for `i < head_dim/2`, the pair
-    /// `(x[i], x[i + head_dim/2])` of each head is rotated by `positions[t] · inverse_frequencies[i]`.
+    /// Applies rotary position embedding in the half-split form: for `i < n`, the pair `(x[i], x[i + n])` of each head is
+    /// rotated by `positions[t] · inverse_frequencies[i]`. Elements from `2n` on are copied.
     ///
-    /// `x`, `y`: `[T, heads, head_dim]`; positions u32 `[T]`; inverse frequencies f32 `[head_dim/2]`. May be in
-    /// place.
+    /// `x`, `y`: `[T, heads, head_dim]`; positions u32 `[T]`; inverse frequencies f32 `[n]` with `2n <= head_dim`. May
+    /// be in place.
     fn rope(
         &self,
         x: View<'_>,

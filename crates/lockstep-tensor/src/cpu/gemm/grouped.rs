@@ -159,7 +159,15 @@ mod tests {
                 let groups = first..first + offsets.view().elements() - 1;
                 let (b, c) = if layout == GemmLayout::TN { (b, c.rows(groups)) } else { (b.rows(groups), c) };
                 let (a, offsets) = (a.view(), offsets.view());
-                queue.grouped_gemm(GroupedGemm { layout, a, b, c, bias: None, offsets, write: Write::Overwrite });
+                queue.grouped_gemm(GroupedGemm {
+                    layout,
+                    a,
+                    b,
+                    c,
+                    bias: None,
+                    offsets,
+                    write: Write::Overwrite,
+                });
             };
             product(&offsets, 0, &found);
             for (group, ends) in offsets.windows(2).enumerate() {

@@ -19,6 +19,10 @@ pub(in crate::cpu) fn activation(queue: &CpuQueue, kind: Activation, x: View<'_>
         Activation::Silu => map::<T, 1, 1>(queue, [x], [y], inlined!(|isa, [x]| [x * sigmoid(isa, x)])),
         Activation::Tanh => map::<T, 1, 1>(queue, [x], [y], inlined!(|isa, [x]| [tanh(isa, x)])),
         Activation::Sigmoid => map::<T, 1, 1>(queue, [x], [y], inlined!(|isa, [x]| [sigmoid(isa, x)])),
+        Activation::SoftCap(cap) => {
+            let scale = cap.recip();
+            map::<T, 1, 1>(queue, [x], [y], inlined!(|isa, [x]| [cap * tanh(isa, x * scale)]));
+        }
     });
 }
 
@@ -46,6 +50,13 @@ pub(in crate::cpu) fn activation_backward(
         }
         Activation::Sigmoid => {
             map::<T, 2, 1>(queue, [dy, saved], [dx], inlined!(|_, [dy, y]| [dy * y * (1.0 - y)]));
+        }
+        Activation::SoftCap(cap) => {
+            let scale = cap.recip();
+            map::<T, 2, 1>(queue, [dy, saved], [dx], inlined!(|_, [dy, y]| {
+                let t = y * scale;
+                [dy * (1.0 - t * t)]
+            }));
         }
     });
 }
@@ -77,12 +88,18 @@ mod tests {
         },
     };
 
+    /// Every activation function, also those with a bound.
+    fn kinds() -> impl Iterator<Item = Activation> {
+        Activation::ALL.into_iter().chain([Activation::SoftCap(1.5)])
+    }
+
     fn exact(kind: Activation, x: f64) -> f64 {
         match kind {
             Activation::Relu => x.max(0.0),
             Activation::Silu => x / (1.0 + (-x).exp()),
             Activation::Tanh => x.tanh(),
             Activation::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+            Activation::SoftCap(cap) => f64::from(cap) * (x / f64::from(cap)).tanh(),
         }
     }
 
@@ -96,6 +113,7 @@ mod tests {
             }
             Activation::Tanh => 1.0 - saved * saved,
             Activation::Sigmoid => saved * (1.0 - saved),
+            Activation::SoftCap(cap) => 1.0 - (saved / f64::from(cap)).powi(2),
         }
     }
 
@@ -106,7 +124,7 @@ mod tests {
         fn activations_and_their_gradients_match_the_reference_also_in_place(
             len in prop_oneof![1usize..600, 70_000usize..90_000],
         ) {
-            for (dtype, kind) in ACTIVATIONS.into_iter().flat_map(|dtype| Activation::ALL.map(|kind| (dtype, kind))) {
+            for (dtype, kind) in ACTIVATIONS.into_iter().flat_map(|dtype| kinds().map(move |kind| (dtype, kind))) {
                 let x: Vec<f64> = random_of(dtype, 1, len).iter().map(|x| 4.0 * x).collect();
                 let dy = random_of(dtype, 2, len);
                 let run = |queue: &CpuQueue| {
@@ -136,7 +154,7 @@ mod tests {
     #[test]
     fn the_derivatives_match_finite_differences() {
         let x = random_of(DType::F32, 1, 40);
-        for kind in Activation::ALL {
+        for kind in kinds() {
             let by_x = finite_differences(&x, |x| x.iter().map(|x| exact(kind, *x)).sum());
             let saved = |x: &f64| if kind.saves_output() { exact(kind, *x) } else { *x };
             let derivatives: Vec<f64> = x.iter().map(|x| derivative(kind, saved(x))).collect();
@@ -163,7 +181,7 @@ mod tests {
         let queue = CpuQueue::new(1, &Arena::new()).unwrap();
         let (nan, one) = (floats(DType::F32, [1], &[f64::NAN]), floats(DType::F32, [1], &[1.0]));
         let y = floats(DType::F32, [1], &[0.0]);
-        for kind in Activation::ALL {
+        for kind in kinds() {
             queue.activation(kind, nan.view(), y.view());
             assert!(values(y.view())[0].is_nan(), "{kind:?}");
             queue.activation_backward(kind, nan.view(), one.view(), y.view());

@@ -266,8 +266,11 @@ impl LlamaConfig {
             );
         }
         checks.divides(("RoPE's pair of elements", 2), ("head_dim", self.head_dim));
-        checks.divides(("RoPE's pair of elements", 2), ("elements of a head that rotate", self.rotary_dim()));
-        checks.size("elements of a head that rotate", self.rotary_dim(), self.head_dim);
+        if self.rotary_fraction != 1.0 {
+            let rotary_dim = ("elements of a head that rotate", self.rotary_dim());
+            checks.divides(("RoPE's pair of elements", 2), rotary_dim);
+            checks.size(rotary_dim.0, rotary_dim.1, self.head_dim);
+        }
         let factors = [
             ("attn_logit_softcapping", self.score_cap),
             ("final_logit_softcapping", self.logit_cap),

@@ -167,11 +167,106 @@ pub const DEEPSEEK: TinyModel = TinyModel {
     ],
 };
 
+/// Norms around every branch, capped scores and logits, scaled embeddings, and windows in every other layer.
+pub const GEMMA2: TinyModel = TinyModel {
+    name: "gemma2",
+    settings: &[
+        "model.model_type=gemma2",
+        "model.vocab_size=256",
+        "model.hidden_size=32",
+        "model.intermediate_size=48",
+        "model.num_hidden_layers=4",
+        "model.num_attention_heads=8",
+        "model.num_key_value_heads=4",
+        "model.head_dim=8",
+        "model.sliding_window=5",
+        "model.query_pre_attn_scalar=6",
+        "model.attn_logit_softcapping=2.0",
+        "model.final_logit_softcapping=3.0",
+        "model.max_position_embeddings=16",
+        "model.initializer_range=0.2",
+    ],
+};
+
+/// Norms of queries and keys, and a RoPE of their own in layers with a window.
+pub const GEMMA3: TinyModel = TinyModel {
+    name: "gemma3",
+    settings: &[
+        "model.model_type=gemma3_text",
+        "model.vocab_size=256",
+        "model.hidden_size=32",
+        "model.intermediate_size=48",
+        "model.num_hidden_layers=4",
+        "model.num_attention_heads=4",
+        "model.num_key_value_heads=2",
+        "model.head_dim=8",
+        "model.sliding_window=5",
+        "model.sliding_window_pattern=3",
+        "model.rope_theta=1000.0",
+        "model.rope_local_base_freq=100.0",
+        "model.max_position_embeddings=16",
+    ],
+};
+
+/// Norms after every branch, and norms over all heads of queries and keys.
+pub const OLMO2: TinyModel = TinyModel {
+    name: "olmo2",
+    settings: &[
+        "model.model_type=olmo2",
+        "model.vocab_size=256",
+        "model.hidden_size=32",
+        "model.intermediate_size=48",
+        "model.num_hidden_layers=4",
+        "model.num_attention_heads=8",
+        "model.num_key_value_heads=4",
+        "model.max_position_embeddings=16",
+    ],
+};
+
+/// Heads that rotate in part.
+pub const PHI3: TinyModel = TinyModel {
+    name: "phi3",
+    settings: &[
+        "model.model_type=phi3",
+        "model.vocab_size=256",
+        "model.hidden_size=32",
+        "model.intermediate_size=48",
+        "model.num_hidden_layers=2",
+        "model.num_attention_heads=4",
+        "model.num_key_value_heads=2",
+        "model.partial_rotary_factor=0.5",
+        "model.sliding_window=9",
+        "model.max_position_embeddings=16",
+    ],
+};
+
+/// Attention sinks, windows in every other layer, and experts with biases and clamped gates.
+pub const GPT_OSS: TinyModel = TinyModel {
+    name: "gpt_oss",
+    settings: &[
+        "model.model_type=gpt_oss",
+        "model.vocab_size=256",
+        "model.hidden_size=32",
+        "model.intermediate_size=24",
+        "model.num_hidden_layers=4",
+        "model.num_attention_heads=8",
+        "model.num_key_value_heads=4",
+        "model.head_dim=8",
+        "model.sliding_window=5",
+        "model.swiglu_limit=0.5",
+        "model.num_local_experts=8",
+        "model.num_experts_per_tok=3",
+        "model.router_aux_loss_coef=0.05",
+        "model.max_position_embeddings=16",
+        "model.initializer_range=0.2",
+    ],
+};
+
 /// All models of the matrix without experts.
 pub const MODELS: [TinyModel; 3] = [GPT2, LLAMA, QWEN3];
 
 /// All models of the matrix with experts.
-pub const MIXTURES: [TinyModel; 3] = [MIXTRAL, QWEN2_MOE, DEEPSEEK];
+pub const MIXTURES: [TinyModel; 4] = [MIXTRAL, QWEN2_MOE, DEEPSEEK, GPT_OSS];
 
 /// Number of units in each of these models: the embedding, four blocks and the head.
 pub const UNITS: usize = 6;

@@ -103,8 +103,8 @@ impl Op for GroupedLinear {
         let Self { x, weight, bias, offsets, rows, y, .. } = *self;
         Facts {
             tables: vec![offsets],
-            weights: vec![weight],
-            bias,
+            // The gradient of the bias needs the offsets, so it counts among the weights.
+            weights: [weight].into_iter().chain(bias).collect(),
             saved_for_inputs: vec![offsets],
             saved_for_weights: vec![x, offsets],
             accumulates: true,

@@ -103,7 +103,7 @@ impl EngineBuilder<'_> {
     /// # Errors
     /// If memory or threads run out, the disk has no room for offloaded state, or a rank is lost.
     pub fn build(self, arena: &Arena) -> Result<Engine, EngineError> {
-        let Self { model: config, tuning, plan, options, groups } = self;
+        let Self { model: config, tuning, plan, options, mut groups } = self;
         let (mesh, passes) = (plan.mesh(), &plan.passes);
         let shape = BlockShape::of_plan(plan.checked(), options.dtype);
         let recording = RecordingOptions::training(shape, plan.plan().recompute, groups.places_of(&plan));
@@ -116,6 +116,9 @@ impl EngineBuilder<'_> {
             (config.has_dropout() || tuning.has_dropout() || config.has_capacity())
                 .then(|| record(&config.without_dropout().without_capacity(), &tuning.without_dropout()))
         };
+        if model.reads_replicas() {
+            groups.join_replicas()?;
+        }
         let profile = model.profile();
         let queue = arena.queue(options.threads)?;
         let shards = Shards::new(&groups, model.records())?;

@@ -70,6 +70,8 @@ struct World {
     sequence: Option<Group>,
     /// The pipeline-parallel group; `None` if its degree is 1.
     pipeline: Option<Group>,
+    /// The data-parallel ranks: replicate and shard axes. `None` if there is one, or programs have no collectives over them.
+    replicas: Option<Group>,
     /// All ranks of one data-parallel replica: pipeline, shard, context and tensor axes.
     model: Option<Group>,
     /// Ranks that hold the first and the last unit; `None` if that is one rank.
@@ -106,6 +108,7 @@ impl Groups {
             sequence: None,
             context: None,
             pipeline: None,
+            replicas: None,
             model: None,
             ends: None,
             meter: Arc::default(),
@@ -201,6 +204,22 @@ impl Groups {
         let World { grid, limit, .. } = self.world.as_ref()?;
         let [row, column] = grid.as_ref()?.each_ref().map(|group| Peers { group, limit: *limit });
         Some(GridGroups { row, column })
+    }
+
+    /// Returns the data-parallel ranks, once [`Groups::join_replicas`] has been called; `None` if there is one.
+    pub(crate) fn replica_peers(&self) -> Option<Peers<'_>> {
+        let World { replicas, limit, .. } = self.world.as_ref()?;
+        replicas.as_ref().map(|group| Peers { group, limit: *limit })
+    }
+
+    /// Makes the group of the data-parallel ranks, for programs with collectives over them; a collective call.
+    ///
+    /// # Errors
+    /// If a rank is lost, or does not answer in time.
+    pub(crate) fn join_replicas(&mut self) -> Result<(), CommError> {
+        let Some(world) = &mut self.world else { return Ok(()) };
+        world.replicas = world.along(&[Axis::Replicate, Axis::Shard])?;
+        Ok(())
     }
 
     /// Returns the pipeline-parallel group; `None` if its degree is 1.

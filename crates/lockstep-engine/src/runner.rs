@@ -612,6 +612,7 @@ impl Runner {
             grid: self.groups.grid_peers(),
             expert_peers: self.groups.expert_peers(),
             sequence_peers: self.groups.sequence_peers(),
+            replicas: self.groups.replica_peers(),
             context: self
                 .groups
                 .context_peers()

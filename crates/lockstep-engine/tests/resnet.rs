@@ -5,14 +5,19 @@
 
 mod common;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
-use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer, StateKind, Update};
+use lockstep_comm::{World, WorldOptions};
+use lockstep_engine::{Engine, EngineOptions, Groups, HostBatch, Optimizer, StateKind, Update};
 use lockstep_graph::{Recompute, Seed};
 use lockstep_model::ModelConfig;
-use lockstep_plan::Plan;
+use lockstep_plan::{Degrees, MemoryCategory, ParameterId, Plan, ZeroStage};
 use lockstep_tensor::{Arena, NamedTensor, TensorData};
 use safetensors::SafeTensors;
+use serde_json::json;
 
 /// Names of the fixtures: two kinds of blocks, two stems.
 const MODELS: [&str; 2] = ["resnet_basic", "resnet_bottleneck"];
@@ -58,15 +63,111 @@ impl Fixture {
     fn engine(&self, recompute: Recompute) -> Engine {
         let plan = Plan { recompute: recompute.into(), ..Plan::default() };
         let plan = common::one_rank(&self.model, plan, [IMAGES, 1], 1);
-        let optimizer = Optimizer::Sgd { momentum: 0.9 };
-        let options = EngineOptions { optimizer, threads: 2, ..EngineOptions::default() };
-        let mut engine = Engine::builder(&self.model, plan).options(options).build(&Arena::new()).unwrap();
+        let mut engine = Engine::builder(&self.model, plan).options(options()).build(&Arena::new()).unwrap();
+        self.load_weights(&mut engine);
+        engine
+    }
+
+    fn load_weights(&self, engine: &mut Engine) {
         for id in engine.parameter_ids().collect::<Vec<_>>() {
             let values = self.floats(&format!("weight.{}", engine.records()[id.0].name));
             engine.write_state(id, StateKind::Parameter, &values).unwrap();
         }
-        engine
     }
+
+    /// Returns the model with batch norms whose data-parallel ranks share their statistics.
+    fn synchronized(&self) -> ModelConfig {
+        let overrides = json!({ "sync_batch_norm": true });
+        self.model.with_overrides(overrides.as_object().unwrap(), "test").unwrap()
+    }
+
+    /// Runs two data-parallel ranks, each with half of the images, for two steps. Returns the losses of the steps, and the
+    /// running statistics and the gradients of rank 0 after the first.
+    fn on_two_ranks(&self, degrees: Degrees, zero_stage: ZeroStage, recompute: Recompute) -> OfTwoSteps {
+        let model = self.synchronized();
+        let (zero_stage, recompute) = (zero_stage.number(), recompute.into());
+        let plan = Plan { mesh: degrees, zero_stage, recompute, micro_batch: Some(3), ..Plan::default() };
+        let plan = model.check_plan(&plan, [IMAGES, 1]).unwrap();
+        let groups = World::in_process(2, WorldOptions::default()).unwrap();
+        let mut of_ranks: Vec<OfTwoSteps> = thread::scope(|scope| {
+            let rank = |group: lockstep_comm::Group| {
+                let (model, plan) = (&model, plan.rank(group.rank()));
+                scope.spawn(move || {
+                    let arena = group.arena(&[MemoryCategory::Gradients, MemoryCategory::Parameters]);
+                    let half = 3 * group.rank()..3 * group.rank() + 3;
+                    let groups = Groups::new(group, plan.clone(), Duration::from_secs(60)).unwrap();
+                    let builder = Engine::builder(model, plan).options(options()).groups(groups);
+                    let mut engine = builder.build(&arena).unwrap();
+                    self.load_weights(&mut engine);
+                    two_steps(&mut engine, &self.inputs(), half)
+                })
+            };
+            let threads: Vec<_> = groups.into_iter().map(rank).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let [losses, other] = [of_ranks[0].losses, of_ranks[1].losses];
+        OfTwoSteps { losses: [losses[0] + other[0], losses[1] + other[1]], ..of_ranks.swap_remove(0) }
+    }
+}
+
+/// Numbers of two training steps.
+struct OfTwoSteps {
+    /// Sum of the losses of each step, divided by the labels of all ranks.
+    losses: [f64; 2],
+    /// Running statistics after the first step, by name.
+    running: Vec<(String, Vec<f32>)>,
+    /// Gradients of the first step that the rank holds, by name.
+    gradients: Vec<(String, Vec<f32>)>,
+}
+
+fn options() -> EngineOptions {
+    let optimizer = Optimizer::Sgd { momentum: 0.9 };
+    EngineOptions { optimizer, threads: 2, ..EngineOptions::default() }
+}
+
+/// Trains two steps on some of the images.
+fn two_steps(engine: &mut Engine, inputs: &[NamedTensor], images: Range<usize>) -> OfTwoSteps {
+    let inputs: Vec<NamedTensor> = inputs.iter().map(|input| rows(input, images.clone())).collect();
+    let numbers: Vec<u64> = images.map(|image| image as u64).collect();
+    let mut found = OfTwoSteps { losses: [0.0; 2], running: Vec::new(), gradients: Vec::new() };
+    for step in 0..2 {
+        let batch = HostBatch { sample_numbers: &numbers, inputs: &inputs, ..HostBatch::default() };
+        found.losses[step] =
+            engine.forward_backward([batch].into_iter(), Seed::of_tokens(0.2)).unwrap() / 5.0;
+        engine.finish_gradients().unwrap();
+        if step == 0 {
+            let ids: Vec<_> = engine.trained_ids().collect();
+            let named = |id: ParameterId| engine.records()[id.0].name.clone();
+            found.gradients =
+                ids.into_iter().filter_map(|id| Some((named(id), engine.gradient(id).ok()?))).collect();
+        }
+        let step = step as u64 + 1;
+        let update = Update { learning_rate: 0.1, weight_decay: 0.0, gradient_scale: 1.0, step };
+        engine.update(&update).unwrap();
+        engine.wait_for_weights().unwrap();
+        if found.running.is_empty() {
+            let tensors = engine.state_tensors();
+            let running = tensors.into_iter().filter(|tensor| {
+                tensor.kind == StateKind::Parameter && tensor.record.name.contains("running")
+            });
+            found.running =
+                running.map(|tensor| (tensor.record.name.clone(), tensor.to_vec().unwrap())).collect();
+        }
+    }
+    found
+}
+
+/// Returns some rows of an input.
+fn rows(input: &NamedTensor, rows: Range<usize>) -> NamedTensor {
+    let of_each: usize = input.shape[1..].iter().product();
+    let elements = rows.start * of_each..rows.end * of_each;
+    let data = match &input.data {
+        TensorData::F32(values) => TensorData::F32(values[elements].to_vec()),
+        TensorData::I32(values) => TensorData::I32(values[elements].to_vec()),
+        other => panic!("{other:?}"),
+    };
+    let shape = [&[rows.len()], &input.shape[1..]].concat();
+    NamedTensor::new(&*input.name, &shape, data)
 }
 
 fn batch(inputs: &[NamedTensor]) -> HostBatch<'_> {
@@ -108,6 +209,37 @@ fn loss_gradients_and_running_statistics_are_those_of_torchvision() {
                 }
                 let expected = fixture.floats(&format!("grad.{parameter}"));
                 assert_near(&engine.gradient(id).unwrap(), &expected, 2e-4, &format!("{name}: {parameter}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn batch_norms_that_share_their_statistics_give_two_ranks_the_numbers_of_one() {
+    let fixture = Fixture::load("resnet_basic");
+    let alone = two_steps(&mut fixture.engine(Recompute::None), &fixture.inputs(), 0..IMAGES);
+    let replicas = Degrees { replicate: 2, ..Degrees::default() };
+    let shards = Degrees { shard: 2, ..Degrees::default() };
+    for (degrees, zero_stage, recompute) in [
+        (replicas, ZeroStage::Nothing, Recompute::None),
+        (replicas, ZeroStage::Nothing, Recompute::Full),
+        (shards, ZeroStage::Optimizer, Recompute::Selective),
+        (shards, ZeroStage::Parameters, Recompute::Full),
+    ] {
+        let what = format!("{degrees:?}, {zero_stage:?}, {recompute:?}");
+        let found = fixture.on_two_ranks(degrees, zero_stage, recompute);
+        for (found, expected) in found.losses.into_iter().zip(alone.losses) {
+            assert!((found / expected - 1.0).abs() < 1e-5, "{what}: loss {found}, {expected} on one rank");
+        }
+        assert!(!found.running.is_empty(), "{what}");
+        for (name, found) in &found.running {
+            let (_, expected) = alone.running.iter().find(|(other, _)| other == name).unwrap();
+            assert_near(found, expected, 1e-5, &format!("{what}: {name}"));
+        }
+        if degrees == replicas {
+            assert_eq!(found.gradients.len(), alone.gradients.len());
+            for ((name, found), (_, expected)) in found.gradients.iter().zip(&alone.gradients) {
+                assert_near(found, expected, 1e-4, &format!("{what}: {name}"));
             }
         }
     }

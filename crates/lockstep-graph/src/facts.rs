@@ -64,6 +64,8 @@ pub struct Facts {
     pub buffers: Vec<ParameterIndex>,
     /// Running statistics that the engine moves after the step; what they move by is saved in any case.
     pub running: Option<RunningUpdate>,
+    /// True if it runs collectives over the data-parallel ranks ([`Replay::replicas`](crate::Replay::replicas)).
+    pub reads_replicas: bool,
     /// True if the backward of the inputs leaves values in its scratch that the backward of the weights reads.
     pub keeps_scratch: bool,
     /// Parameter that biases the choice of experts. It has no gradient; the load of the experts updates it.

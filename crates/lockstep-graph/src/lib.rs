@@ -71,7 +71,7 @@ pub use mixture::Mixture;
 pub use op::Op;
 pub use ops::{
     attention::{AttentionOptions, AttentionShape},
-    batch_norm::BatchNormOptions,
+    batch_norm::{BatchNormOptions, Synchronization},
     convolution::Convolution,
     linear::Linear,
     rope::RotaryPairs,

@@ -84,6 +84,11 @@ impl Program {
         self.facts.iter().filter_map(|facts| facts.running)
     }
 
+    /// Returns true if the program runs collectives over the data-parallel ranks.
+    pub fn reads_replicas(&self) -> bool {
+        self.facts.iter().any(|facts| facts.reads_replicas)
+    }
+
     /// Returns the statistics of a change of running statistics, after a forward: f32 `[3, channels]`.
     pub fn statistics<'a>(&self, frame: &'a Buffer, update: RunningUpdate) -> View<'a> {
         self.in_frame(frame, update.statistics)

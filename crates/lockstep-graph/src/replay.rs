@@ -91,6 +91,9 @@ pub struct Replay<'a> {
     pub expert_peers: Option<Peers<'a>>,
     /// The ranks that route other tokens of the same sequences, if there are any.
     pub sequence_peers: Option<Peers<'a>>,
+    /// The data-parallel ranks, which run the same program on other samples; `None` for one rank, and for programs that
+    /// run no collectives over them ([`Program::reads_replicas`](crate::Program::reads_replicas)).
+    pub replicas: Option<Peers<'a>>,
     /// The context-parallel group, if the block was recorded for several ranks.
     pub context: Option<ContextPeers<'a>>,
     /// Communication buffer, if the program overlaps collectives with products.

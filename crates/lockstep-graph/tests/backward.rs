@@ -309,6 +309,7 @@ impl World {
             grid: None,
             expert_peers: None,
             sequence_peers: None,
+            replicas: None,
             context: None,
             communication_buffer: None,
             router_margin: None,

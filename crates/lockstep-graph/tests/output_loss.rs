@@ -89,6 +89,7 @@ fn logits_in_parts_give_the_losses_and_gradients_of_the_whole() {
         grid: None,
         expert_peers: None,
         sequence_peers: None,
+        replicas: None,
         context: None,
         communication_buffer: None,
         router_margin: None,

@@ -208,6 +208,7 @@ fn run(
         grid: None,
         expert_peers: None,
         sequence_peers: None,
+        replicas: None,
         context: None,
         communication_buffer: None,
         router_margin: None,

@@ -204,6 +204,7 @@ fn run(group: &Group, setting: &Setting) -> Vec<Vec<u32>> {
         peers: of_block.then_some(peers),
         expert_peers: None,
         sequence_peers: None,
+        replicas: None,
         context: (!of_block).then_some(ContextPeers { peers, ring: ring.as_ref() }),
         grid: None,
         router_margin: None,

@@ -231,6 +231,7 @@ impl Forward {
             grid: None,
             expert_peers: None,
             sequence_peers: None,
+            replicas: None,
             context: None,
             communication_buffer: None,
             router_margin: None,

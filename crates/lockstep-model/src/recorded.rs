@@ -190,6 +190,11 @@ impl RecordedModel {
         self.units.programs.iter().any(|program| program.running_updates().next().is_some())
     }
 
+    /// Returns true if a unit runs collectives over the data-parallel ranks.
+    pub fn reads_replicas(&self) -> bool {
+        self.units.programs.iter().any(Program::reads_replicas)
+    }
+
     /// Returns the step size of updates to selection biases.
     pub fn bias_update_rate(&self) -> f64 {
         self.bias_update_rate

@@ -53,6 +53,8 @@ pub enum Peers {
     TensorAndContext,
     /// Expert-parallel group, including the tensor-parallel ranks of each expert.
     Expert,
+    /// Data-parallel ranks, which run the same program on other samples.
+    Replicas,
 }
 
 /// Kind of collective.

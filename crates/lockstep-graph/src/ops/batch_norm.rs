@@ -1,10 +1,14 @@
 //! Batch normalization over channels, with running statistics for evaluation (Ioffe and Szegedy, 2015).
 //!
-//! Training normalizes with the statistics of the micro-batch on this rank, like `torch.nn.BatchNorm2d` under DDP. The engine moves the running statistics after the step, by the mean of what its micro-batches saved, so that recomputation
+//! Training normalizes with the statistics of the micro-batch on this rank, like `torch.nn.BatchNorm2d` under DDP, or on all
+//! data-parallel ranks, like `torch.nn.SyncBatchNorm`. The engine moves the running statistics after the step, by the mean of what its micro-batches saved, so that recomputation
 //! counts nothing twice and all ranks keep the same ones.
 
 use lockstep_comm::CommError;
-use lockstep_plan::{DType, Initializer};
+use lockstep_plan::{
+    DType, Initializer,
+    work::{Collective, Pass, Peers as Ranks},
+};
 use lockstep_tensor::{BatchNorm, View};
 
 use crate::{
@@ -14,6 +18,7 @@ use crate::{
     placement::Placement,
     recorder::Recorder,
     replay::{InputGradients, Run, rows_of},
+    work_context::{Work, WorkContext},
 };
 
 /// Settings of a batch normalization.
@@ -23,11 +28,23 @@ pub struct BatchNormOptions {
     pub eps: f32,
     /// Weight of the newest batch in the running statistics.
     pub momentum: f32,
+    /// Ranks whose micro-batches share their statistics.
+    pub synchronization: Synchronization,
+}
+
+/// Ranks whose micro-batches share the statistics of batch normalization.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Synchronization {
+    /// Each rank uses those of its own micro-batch.
+    #[default]
+    Off,
+    /// All data-parallel ranks use those of their micro-batches together.
+    DataParallel,
 }
 
 impl Default for BatchNormOptions {
     fn default() -> Self {
-        Self { eps: 1e-5, momentum: 0.1 }
+        Self { eps: 1e-5, momentum: 0.1, synchronization: Synchronization::Off }
     }
 }
 
@@ -39,7 +56,7 @@ impl Recorder {
     /// If ranks hold parts of `x`.
     #[track_caller]
     pub fn batch_norm(&mut self, x: Value, name: &str, options: BatchNormOptions) -> Value {
-        let BatchNormOptions { eps, momentum } = options;
+        let BatchNormOptions { eps, momentum, synchronization } = options;
         self.expect_placement(x, |placement| placement == Placement::Replicate, name);
         let channels = *self.dims(x).last().expect("a value has a dimension");
         let share = self.whole_share(Placement::Replicate);
@@ -53,7 +70,11 @@ impl Recorder {
         let [mean, rstd] = [(); 2].map(|()| self.local(1, channels, DType::F32));
         let [statistics, sums] = [3, 2].map(|rows| self.local(rows, channels, DType::F32));
         let source = match self.statistics {
-            Statistics::Batch => Source::Batch { statistics, momentum },
+            Statistics::Batch => {
+                let shared = || Shared { totals: self.local(2, channels, DType::F32) };
+                let shared = (synchronization == Synchronization::DataParallel).then(shared);
+                Source::Batch { statistics, momentum, shared }
+            }
             Statistics::Running => Source::Running,
         };
         self.push(BatchNormOperation { x, weight, bias, running, eps, y, mean, rstd, sums, source });
@@ -69,9 +90,18 @@ enum Source {
         /// f32 `[3, channels]`: rows, mean, and sum of squared differences of the micro-batch.
         statistics: Value,
         momentum: f32,
+        /// Scratch for statistics that data-parallel ranks share; `None` if they do not.
+        shared: Option<Shared>,
     },
     /// The running statistics.
     Running,
+}
+
+/// Scratch of statistics that data-parallel ranks share.
+#[derive(Debug, Clone, Copy)]
+struct Shared {
+    /// f32 `[2, channels]`: totals over ranks, of the statistics or of the backward.
+    totals: Value,
 }
 
 #[derive(Debug)]
@@ -97,6 +127,22 @@ impl BatchNormOperation {
         BatchNorm { x, weight, mean: run.flat(self.mean), rstd: run.flat(self.rstd) }
     }
 
+    fn shared(&self) -> Option<Shared> {
+        match self.source {
+            Source::Batch { shared, .. } => shared,
+            Source::Running => None,
+        }
+    }
+
+    /// Changes the statistics of this rank's micro-batch to those of all data-parallel ranks.
+    fn synchronize(run: &Run<'_>, statistics: View<'_>, totals: View<'_>) -> Result<(), CommError> {
+        let Some(replicas) = run.replay().replicas else { return Ok(()) };
+        run.queue().batch_norm_totals(statistics, totals);
+        replicas.all_reduce(totals)?;
+        run.queue().recentre_batch_norm(totals, statistics);
+        replicas.all_reduce(statistics.rows(2..3))
+    }
+
     /// Computes the sums over rows that the gradients of bias, weight and input need.
     fn sums<'r>(&self, run: &Run<'r>, dy: View<'_>) -> View<'r> {
         let (norm, sums) = (self.norm(run), run.value(self.sums));
@@ -108,11 +154,13 @@ impl BatchNormOperation {
 impl Op for BatchNormOperation {
     fn facts(&self) -> Facts {
         let Self { x, weight, bias, y, mean, rstd, sums, source, .. } = *self;
+        let totals = self.shared().map(|shared| shared.totals);
         let facts = Facts {
             weights: vec![weight],
             bias: Some(bias),
             buffers: self.running.to_vec(),
-            scratch: vec![sums],
+            scratch: [sums].into_iter().chain(totals).collect(),
+            reads_replicas: totals.is_some(),
             scratch_for_weights: vec![sums],
             keeps_scratch: true,
             saved_for_inputs: vec![x, mean, rstd],
@@ -124,7 +172,7 @@ impl Op for BatchNormOperation {
         };
         match source {
             Source::Running => facts,
-            Source::Batch { statistics, momentum } => Facts {
+            Source::Batch { statistics, momentum, .. } => Facts {
                 outputs: vec![y, mean, rstd, statistics],
                 running: Some(RunningUpdate { parameters: self.running, statistics, momentum }),
                 ..facts
@@ -137,9 +185,12 @@ impl Op for BatchNormOperation {
         let channels = mean.elements();
         let [x, y] = [self.x, self.y].map(|value| rows_of(run.value(value), channels));
         match self.source {
-            Source::Batch { statistics, .. } => {
+            Source::Batch { statistics, shared, .. } => {
                 let statistics = run.value(statistics);
                 queue.batch_norm_statistics(x, statistics);
+                if let Some(Shared { totals }) = shared {
+                    Self::synchronize(run, statistics, run.value(totals))?;
+                }
                 let parts = statistics.reshape([1, 3, channels]);
                 queue.merge_batch_norm(parts, self.eps, None, mean, rstd);
             }
@@ -156,16 +207,38 @@ impl Op for BatchNormOperation {
     }
 
     fn backward_inputs(&self, run: &Run<'_>, dy: View<'_>, dx: &InputGradients<'_>) -> Result<(), CommError> {
-        let (sums, norm) = (self.sums(run, dy), self.norm(run));
+        let (mut sums, norm) = (self.sums(run, dy), self.norm(run));
+        let mut ranks = 1;
+        // The gradients of weight and bias are the rank's own sums, which the reducer adds up.
+        if let (Some(Shared { totals }), Some(replicas)) = (self.shared(), run.replay().replicas) {
+            let totals = run.value(totals);
+            run.queue().cast(sums, totals);
+            replicas.all_reduce(totals)?;
+            (sums, ranks) = (totals, replicas.group.size());
+        }
         // Constant statistics have no gradient.
         if let Source::Running = self.source {
             run.queue().zero(sums);
         }
         let channels = norm.weight.elements();
         let [dy, target] = [dy, dx.view(0)].map(|view| rows_of(view, channels));
-        let rows = norm.x.shape().as_matrix().0;
+        let rows = ranks * norm.x.shape().as_matrix().0;
         run.queue().batch_norm_backward_input(norm, dy, sums, rows, target, dx.write(0));
         Ok(())
+    }
+
+    fn work(&self, context: &WorkContext<'_>) -> Vec<Work> {
+        let mut work = vec![context.stream()];
+        if let Some(Shared { totals }) = self.shared() {
+            let bytes = context.shapes.bytes(totals);
+            let all_reduce = |bytes| Work::exchange(Ranks::Replicas, Collective::AllReduce, bytes);
+            match context.pass {
+                Pass::Forward | Pass::Recompute => work.extend([bytes, bytes / 2].map(all_reduce)),
+                Pass::BackwardInputs => work.push(all_reduce(bytes)),
+                Pass::BackwardWeights => {}
+            }
+        }
+        work
     }
 
     fn backward_weights(&self, run: &Run<'_>, dy: View<'_>) -> Result<(), CommError> {

@@ -281,7 +281,10 @@ impl ModelConfig {
     fn table(&self) -> Map<String, Value> {
         let mut table = self.0.table();
         table.insert("model_type".into(), json!(self.model_type()));
-        self.tokens().write(&mut table);
+        // A model without a vocabulary reads no keys of tokens.
+        if self.vocab_size() > 0 {
+            self.tokens().write(&mut table);
+        }
         table
     }
 

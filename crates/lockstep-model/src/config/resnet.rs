@@ -25,6 +25,8 @@ pub struct ResNetConfig {
     pub layer_type: ResNetLayer,
     /// First layers (`stem`, an extension).
     pub stem: ResNetStem,
+    /// True if the batch norms of data-parallel ranks share their statistics (`sync_batch_norm`, an extension).
+    pub sync_batch_norm: bool,
     /// Share of the target that all classes have alike (`label_smoothing`, an extension).
     pub label_smoothing: f64,
 }
@@ -78,6 +80,7 @@ impl ResNetConfig {
                     ResNetStem::ImageNet
                 }
             },
+            sync_batch_norm: reader.flag("sync_batch_norm", false),
             label_smoothing: reader.number("label_smoothing", 0.0),
         };
         (config, reader.finish())
@@ -102,6 +105,7 @@ impl ResNetConfig {
             ("depths", json!(self.depths)),
             ("layer_type", json!(layer_type)),
             ("stem", json!(stem)),
+            ("sync_batch_norm", json!(self.sync_batch_norm)),
             ("label_smoothing", json!(self.label_smoothing)),
         ];
         keys.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()

@@ -1,7 +1,9 @@
 //! ResNet (He et al., 2016), with the names and layouts of torchvision's state dicts and the configuration keys of
 //! transformers. A unit is a block; the stem is the first unit, the classifier the last.
 
-use lockstep_graph::{BatchNormOptions, Bias, Convolution, InputDeclaration, Recorder, Value};
+use lockstep_graph::{
+    BatchNormOptions, Bias, Convolution, InputDeclaration, Recorder, Synchronization, Value,
+};
 use lockstep_plan::{DType, Initializer};
 use lockstep_tensor::{LABELS, Window2d};
 use serde_json::{Map, Value as Json};
@@ -44,7 +46,11 @@ impl ResNetConfig {
                 initializer: Some(Initializer::Normal { std }),
             },
         );
-        g.batch_norm(y, norm, BatchNormOptions::default())
+        let synchronization = match self.sync_batch_norm {
+            true => Synchronization::DataParallel,
+            false => Synchronization::Off,
+        };
+        g.batch_norm(y, norm, BatchNormOptions { synchronization, ..BatchNormOptions::default() })
     }
 
     fn stem(&self, g: &mut Recorder) -> Value {

@@ -206,6 +206,7 @@ pub(super) fn group_of(mesh: &Mesh, peers: Peers) -> (usize, usize) {
         Peers::TensorLine => (tensor.isqrt(), tensor.isqrt()),
         Peers::Context => (context, tensor),
         Peers::TensorAndContext => (context * tensor, 1),
+        Peers::Replicas => (view.degree(Axis::Replicate) * view.degree(Axis::Shard), context * tensor),
         Peers::Expert => (experts.degree(ExpertAxis::Expert) * experts.degree(ExpertAxis::ExpertTensor), 1),
     }
 }

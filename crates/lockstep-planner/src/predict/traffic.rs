@@ -28,6 +28,8 @@ pub enum Sent {
     TensorAndContext,
     /// Tokens to and from the ranks of their experts.
     Experts,
+    /// Statistics of batch norms that data-parallel ranks share.
+    Statistics,
     /// Activations and their gradients between pipeline stages.
     Messages,
     /// All-gathers of sharded weights.
@@ -38,11 +40,12 @@ pub enum Sent {
 
 impl Sent {
     /// All kinds of communication.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Tensor,
         Self::Context,
         Self::TensorAndContext,
         Self::Experts,
+        Self::Statistics,
         Self::Messages,
         Self::Weights,
         Self::Gradients,
@@ -55,6 +58,7 @@ impl Sent {
             Self::Context => "context",
             Self::TensorAndContext => "tensor and context",
             Self::Experts => "experts",
+            Self::Statistics => "statistics",
             Self::Messages => "pipeline messages",
             Self::Weights => "parameter all-gather",
             Self::Gradients => "gradient reduction",
@@ -69,6 +73,7 @@ impl From<Peers> for Sent {
             Peers::Context => Self::Context,
             Peers::TensorAndContext => Self::TensorAndContext,
             Peers::Expert => Self::Experts,
+            Peers::Replicas => Self::Statistics,
         }
     }
 }

@@ -108,8 +108,10 @@ fn what_is_waited_for_adds_up_to_the_step() {
             }
         }
     }
+    // The plans are those of language models.
+    let others = [Sent::TensorAndContext, Sent::Statistics];
     let missing: Vec<Sent> = Sent::ALL.into_iter().filter(|sent| !seen.contains(sent)).collect();
-    assert!(missing.iter().all(|sent| *sent == Sent::TensorAndContext), "{missing:?}");
+    assert!(missing.iter().all(|sent| others.contains(sent)), "{missing:?}");
 }
 
 /// The traffic of all kinds over a link level takes no longer than the step, however slow the link is.

@@ -158,6 +158,8 @@ families! {
         merge_batch_norm(
             parts: View<'_>, eps: f32, running: Option<RunningStatistics<'_>>, mean: View<'_>, rstd: View<'_>
         );
+        batch_norm_totals(statistics: View<'_>, totals: View<'_>);
+        recentre_batch_norm(totals: View<'_>, statistics: View<'_>);
         reciprocal_deviation(variance: View<'_>, eps: f32, rstd: View<'_>);
         batch_norm(norm: BatchNorm<'_>, bias: View<'_>, y: View<'_>);
         batch_norm_backward_sums(norm: BatchNorm<'_>, dy: View<'_>, sums: View<'_>);

@@ -1,7 +1,9 @@
 //! Batch normalization (Ioffe and Szegedy, 2015), in phases between which ranks can exchange statistics (SyncBatchNorm).
 //!
-//! Training: [`BatchNormKernels::batch_norm_statistics`] of the rank's rows, an all-gather of the statistics, their
-//! merge, and [`BatchNormKernels::batch_norm`]. Backward: the rank's sums, their all-reduce, and the gradient of the input.
+//! Training: [`BatchNormKernels::batch_norm_statistics`] of the rank's rows, their merge, and
+//! [`BatchNormKernels::batch_norm`]. Backward: the sums over rows, and the gradient of the input. Ranks that share their
+//! statistics all-reduce those of [`BatchNormKernels::batch_norm_totals`] and [`BatchNormKernels::recentre_batch_norm`]
+//! before the merge, and the sums of the backward.
 //! Evaluation: [`BatchNormKernels::batch_norm`] with the running mean, and `rstd` of the running variance.
 
 use crate::{View, Write};
@@ -47,6 +49,15 @@ pub trait BatchNormKernels {
         mean: View<'_>,
         rstd: View<'_>,
     );
+
+    /// Computes the totals `totals` (f32 `[2, channels]`) of `statistics`, which ranks sum: the number of rows, and the sum
+    /// of the rows.
+    fn batch_norm_totals(&self, statistics: View<'_>, totals: View<'_>);
+
+    /// Changes the `statistics` of a rank's rows to those that ranks share: the number of rows and the mean follow from
+    /// `totals`, summed over ranks, and the squared differences of the rank's own rows are from that mean. Their sum
+    /// over ranks completes the shared statistics.
+    fn recentre_batch_norm(&self, totals: View<'_>, statistics: View<'_>);
 
     /// Computes `rstd = 1 / sqrt(variance + eps)` (f32), for evaluation. May be in place.
     fn reciprocal_deviation(&self, variance: View<'_>, eps: f32, rstd: View<'_>);

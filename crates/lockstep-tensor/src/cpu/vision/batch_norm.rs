@@ -151,6 +151,43 @@ impl BatchNormKernels for CpuQueue {
         }
     }
 
+    fn batch_norm_totals(&self, statistics: View<'_>, totals: View<'_>) {
+        let channels = totals.elements() / 2;
+        expect("batch_norm_totals: statistics", statistics, DType::F32, 3 * channels);
+        expect("batch_norm_totals: totals", totals, DType::F32, 2 * channels);
+        check_disjoint(&[totals], &[statistics]);
+        let [statistics, totals] = [statistics, totals].map(Operand::<f32>::new);
+        // SAFETY: the operands are disjoint, and the host thread alone accesses them.
+        let (statistics, totals) =
+            unsafe { (statistics.read(0..2 * channels), totals.write(0..2 * channels)) };
+        for channel in 0..channels {
+            let (rows, mean) = (statistics[channel], statistics[channels + channel]);
+            totals[channel] = rows;
+            totals[channels + channel] = rows * mean;
+        }
+    }
+
+    fn recentre_batch_norm(&self, totals: View<'_>, statistics: View<'_>) {
+        let channels = totals.elements() / 2;
+        expect("recentre_batch_norm: statistics", statistics, DType::F32, 3 * channels);
+        expect("recentre_batch_norm: totals", totals, DType::F32, 2 * channels);
+        check_disjoint(&[statistics], &[totals]);
+        let [statistics, totals] = [statistics, totals].map(Operand::<f32>::new);
+        // SAFETY: the operands are disjoint, and the host thread alone accesses them.
+        let (statistics, totals) =
+            unsafe { (statistics.write(0..3 * channels), totals.read(0..2 * channels)) };
+        for channel in 0..channels {
+            let [own_rows, own_mean, squares] =
+                [0, 1, 2].map(|which| f64::from(statistics[which * channels + channel]));
+            let rows = f64::from(totals[channel]);
+            let mean = f64::from(totals[channels + channel]) / rows.max(1.0);
+            let difference = own_mean - mean;
+            statistics[channel] = rows as f32;
+            statistics[channels + channel] = mean as f32;
+            statistics[2 * channels + channel] = (squares + own_rows * difference * difference) as f32;
+        }
+    }
+
     fn reciprocal_deviation(&self, variance: View<'_>, eps: f32, rstd: View<'_>) {
         expect("reciprocal_deviation: variance", variance, DType::F32, rstd.elements());
         expect("reciprocal_deviation: rstd", rstd, DType::F32, variance.elements());
@@ -460,6 +497,58 @@ mod tests {
             queue.batch_norm_backward_input(norm, dy.view(), sums.view(), rows, dx.view(), write);
         }
         [y, dx, added, sums, mean, rstd, running_mean, running_variance].map(|t| values(t.view())).to_vec()
+    }
+
+    /// Returns the statistics of all rows by sums of the two ranks' totals and recentred squares.
+    fn summed_over_ranks(queue: &CpuQueue, operands: &Operands) -> Vec<f64> {
+        let Operands { x, weight, first_rows, .. } = operands;
+        let channels = weight.len();
+        let matrix = |rows: usize| floats(DType::F32, [rows, channels], &vec![9.0; rows * channels]);
+        let x = floats(DType::F32, [x.len() / channels, channels], x);
+        let all = x.view().shape().as_matrix().0;
+        let ranks = [0..*first_rows, *first_rows..all].map(|rows| {
+            let (statistics, totals) = (matrix(3), matrix(2));
+            queue.batch_norm_statistics(x.view().rows(rows), statistics.view());
+            queue.batch_norm_totals(statistics.view(), totals.view());
+            (statistics, totals)
+        });
+        let sum = |a: View<'_>, b: View<'_>| -> Vec<f64> {
+            values(a).iter().zip(values(b)).map(|(a, b)| a + b).collect()
+        };
+        let totals = floats(DType::F32, [2, channels], &sum(ranks[0].1.view(), ranks[1].1.view()));
+        ranks.iter().for_each(|(statistics, _)| queue.recentre_batch_norm(totals.view(), statistics.view()));
+        let [first, second] = [&ranks[0].0, &ranks[1].0].map(|tensor| tensor.view());
+        assert_eq!(values(first.rows(0..2)), values(second.rows(0..2)), "ranks agree on rows and mean");
+        [values(first.rows(0..2)), sum(first.rows(2..3), second.rows(2..3))].concat()
+    }
+
+    #[test]
+    fn ranks_that_sum_totals_and_recentred_squares_get_the_statistics_of_all_rows() {
+        for (rows, first_rows, channels, offset) in [(70, 3, 5, 0.0), (9, 0, 2, 10.0), (64, 63, 3, -3.0)] {
+            let x: Vec<f64> = random_of(DType::F32, 1, rows * channels).iter().map(|x| x + offset).collect();
+            let operands = Operands {
+                dtype: DType::F32,
+                x,
+                dy: vec![],
+                weight: vec![1.0; channels],
+                bias: vec![],
+                first_rows,
+            };
+            let expected = statistics(&operands.x, channels);
+            on_every_queue(
+                |queue| vec![summed_over_ranks(queue, &operands)],
+                |results| {
+                    let [count, means, squares] =
+                        [0, 1, 2].map(|i| &results[0][i * channels..(i + 1) * channels]);
+                    assert!(count.iter().all(|count| *count == rows as f64), "{count:?}");
+                    let of_means: Vec<f64> = expected.iter().map(|(mean, _)| *mean).collect();
+                    let of_squares: Vec<f64> =
+                        expected.iter().map(|(_, variance)| variance * rows as f64).collect();
+                    assert_close("mean", means, &of_means, 1e-6, 1e-6);
+                    assert_close("squares", squares, &of_squares, 1e-5, 1e-4 * offset.abs());
+                },
+            );
+        }
     }
 
     fn check_against_the_reference(operands: &Operands, spread: f64) {

@@ -99,9 +99,8 @@ fn linear_layers(model: &ModelConfig) -> Vec<LinearLayer> {
     for tensor in mapping.tensors() {
         if let HfContent::Parameters(places) = &tensor.content {
             // Layers whose rows are interleaved per head in one module are excluded: PEFT would adapt the module as a whole.
-            let is_whole = |place: &&HfPlace| {
-                !matches!(place.transform, HfTransform::Rows { blocks, .. } if blocks > 1)
-            };
+            let is_whole =
+                |place: &&HfPlace| !matches!(place.transform, HfTransform::Rows { blocks, .. } if blocks > 1);
             let whole = places.iter().filter(is_whole);
             module_of.extend(whole.map(|place| {
                 let is_transposed = matches!(place.transform, HfTransform::Columns { .. });

@@ -163,6 +163,7 @@ fn options_that_change_the_numbers_are_refused_by_name() {
         ("qwen3", "layer_types", json!(vec!["sliding_attention"; 32])),
         ("gemma", "hidden_act", json!("silu")),
         ("gemma2", "use_bidirectional_attention", json!(true)),
+        ("gemma3_text", "sliding_window_pattern", json!(0)),
         ("gemma3_text", "attn_logit_softcapping", json!(50.0)),
         ("olmo2", "partial_rotary_factor", json!(0.5)),
         ("phi3", "resid_pdrop", json!(0.1)),
@@ -234,6 +235,8 @@ fn layers_without_a_window_are_the_last_of_every_so_many() {
         let message = types(list).map(|_| ()).unwrap_err().to_string();
         assert!(message.contains("layer_types"), "{list:?}: {message}");
     }
+    let hostile = read(json!({"model_type": "gemma2", "num_hidden_layers": u64::MAX, "layer_types": [full]}));
+    assert!(hostile.unwrap_err().to_string().contains("num_hidden_layers"));
     let pattern = read(json!({"model_type": "gemma3_text", "sliding_window_pattern": 4})).unwrap();
     assert_eq!(llama(&pattern).full_every, Some(4));
     let fewer = ModelConfig::preset("gemma2-2b").unwrap();

@@ -17,6 +17,7 @@ pub mod sample_seeds;
 pub mod sample_targets;
 pub mod seeds;
 pub mod targets;
+mod tiny_models;
 
 /// Fuzz target: a parser with its seeds and dictionary.
 #[derive(Debug, Clone, Copy)]

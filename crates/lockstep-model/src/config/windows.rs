@@ -41,12 +41,15 @@ fn read_periodic(reader: &mut Reader<'_>, default: usize, every: usize, layers: 
     };
     // Gemma 3 had the period as a number before it had a list.
     let every = reader.size("sliding_window_pattern", every);
+    if every == 0 {
+        reader.unsupported("sliding_window_pattern", "a whole number from 1");
+    }
     let full_every = match reader.value("layer_types") {
-        None => Some(every),
+        None => Some(every.max(1)),
         Some(types) => {
             let names = types.as_array().map(Vec::as_slice).unwrap_or_default();
             let first = names.iter().position(|name| name == FULL).map(|index| index + 1);
-            if *types != layer_types(first, layers) {
+            if names.len() != layers || *types != layer_types(first, layers) {
                 let supported = format!(
                     "{layers} entries \"{SLIDING}\", but for \"{FULL}\" as the last of every so many"
                 );
@@ -55,7 +58,7 @@ fn read_periodic(reader: &mut Reader<'_>, default: usize, every: usize, layers: 
             first
         }
     };
-    LayerWindows { window, full_every: full_every.filter(|every| *every > 0) }
+    LayerWindows { window, full_every }
 }
 
 /// Reads the window of all layers. Qwen can restrict windows to the upper layers; that is supported only if it amounts

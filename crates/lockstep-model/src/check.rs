@@ -22,6 +22,7 @@ impl ModelConfig {
             vocab: sizes.vocab,
             experts: self.experts().map_or(0, |experts| experts.count),
             expert_intermediate: self.experts().map_or(0, |experts| experts.intermediate_size),
+            experts_have_biases: sizes.experts_have_biases,
             adapter_rank: None,
             step,
             world_size,

@@ -95,6 +95,8 @@ pub struct Sizes {
     pub has_latent_attention: bool,
     /// True if queries and keys have norms over all heads together.
     pub norms_span_heads: bool,
+    /// True if the layers of experts have biases.
+    pub experts_have_biases: bool,
 }
 
 /// A model: its units, the placement of its parameters, and its configuration.

@@ -319,6 +319,7 @@ pub fn plan(bytes: &[u8]) -> Verdict {
         intermediate: 48,
         has_latent_attention: false,
         norms_span_heads: false,
+        experts_have_biases: false,
         vocab: 256,
         experts,
         expert_intermediate: 2 * experts,

@@ -20,8 +20,6 @@ struct GroupedLinear {
     weight: ParameterIndex,
     /// Biases `[experts, out]`.
     bias: Option<ParameterIndex>,
-    /// False on ranks of an expert's group that leave the bias to the first one.
-    adds_bias: bool,
     offsets: Value,
     rows: ExpertRows,
     y: Value,
@@ -33,7 +31,7 @@ impl Recorder {
     /// dimension `cut`.
     ///
     /// # Panics
-    /// If the parts do not divide that dimension.
+    /// If the parts do not divide that dimension, or if experts with biases have parts.
     #[track_caller]
     pub(crate) fn expert_linear(
         &mut self,
@@ -58,17 +56,14 @@ impl Recorder {
         let initializer = Initializer::Normal { std };
         let weight = self.parameter(format!("{name}.weight"), &shape, initializer, share);
         let bias = (bias == Bias::With).then(|| {
-            // Where ranks have parts of the sum over `in`, the first of them adds the bias.
-            let parts = if cut == 2 { tensor_ranks } else { 1 };
-            let inner = share.inner.filter(|_| cut == 1);
-            let share = Share { inner, copies: parts, summands: parts, ..share };
+            // Each part of an expert would add the whole bias of a product that is split by `in`.
+            assert!(tensor_ranks == 1, "{name}: experts with biases are not split into {tensor_ranks} parts");
             self.parameter(format!("{name}.bias"), &shape[..2], Initializer::Zeros, share)
         });
-        let adds_bias = cut == 1 || tensor_rank == 0;
         let held = share.shape_of(&shape);
         let y = self.local(self.values[x.0].rows, held[1], self.shape.dtype);
         let (offsets, rows) = (tables.offsets, tables.expert_rows);
-        self.push(GroupedLinear { x, weight, bias, adds_bias, offsets, rows, y });
+        self.push(GroupedLinear { x, weight, bias, offsets, rows, y });
         y
     }
 }
@@ -77,21 +72,17 @@ impl GroupedLinear {
     /// Computes a product for each local expert on its rows.
     fn multiply(&self, run: &Run<'_>, layout: GemmLayout, [a, b, c]: [View<'_>; 3], write: Write) {
         let is_forward = layout == GemmLayout::NT;
-        let bias = self.bias.filter(|_| is_forward && self.adds_bias).map(|bias| run.weight(bias));
+        let bias = self.bias.filter(|_| is_forward).map(|bias| run.weight(bias));
         let offsets = run.flat(self.offsets);
         run.queue().grouped_gemm(GroupedGemm { layout, a, b, c, bias, offsets, write });
     }
 
     /// Adds the sum over each expert's rows of `dy` to the gradient of its bias.
     fn add_to_bias(&self, run: &Run<'_>, dy: View<'_>, bias: ParameterIndex) {
-        let gradient = run.gradient_of_weight(bias);
-        if !self.adds_bias {
-            return;
-        }
-        let offsets = run.flat(self.offsets);
-        let mut ends = vec![0_u32; offsets.elements()];
-        offsets.read(&mut ends).wait();
-        for (expert, ends) in ends.windows(2).enumerate() {
+        let (gradient, offsets) = (run.gradient_of_weight(bias), run.flat(self.offsets));
+        for expert in 0..offsets.elements() - 1 {
+            let mut ends = [0_u32; 2];
+            offsets.rows(expert..expert + 2).read(&mut ends).wait();
             let rows = ends[0] as usize..ends[1] as usize;
             run.queue().sum_rows(dy.rows(rows), gradient.rows(expert..expert + 1));
         }

@@ -41,6 +41,11 @@ impl ExpertNames {
 
     pub(crate) const GPT_OSS: Self = Self { router: "mlp.router", bias: Bias::With, ..Self::QWEN };
 
+    /// Returns true if the router and all projections have biases.
+    pub(super) fn have_biases(&self) -> bool {
+        self.bias == Bias::With
+    }
+
     pub(crate) const DEEPSEEK: Self = Self {
         selection_bias: Some("mlp.gate.e_score_correction_bias"),
         shared: [

@@ -246,6 +246,7 @@ impl Model for LlamaConfig {
                 .filter(|_| !(0..self.num_hidden_layers).any(|layer| self.is_full(layer))),
             has_latent_attention: self.latent.is_some(),
             norms_span_heads: self.family.traits().qk_norm == QueryKeyNorm::OfAll,
+            experts_have_biases: self.experts.is_some() && self.expert_names().have_biases(),
         }
     }
 

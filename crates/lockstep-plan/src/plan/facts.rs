@@ -40,6 +40,8 @@ pub struct Facts {
     pub experts: usize,
     /// Width of an expert's feed-forward layer.
     pub expert_intermediate: usize,
+    /// True if the layers of experts have biases.
+    pub experts_have_biases: bool,
     /// Rank of the LoRA adapter if only adapters are trained; `None` otherwise.
     pub adapter_rank: Option<usize>,
     /// Facts about the optimizer step.

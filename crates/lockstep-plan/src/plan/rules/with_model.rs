@@ -39,6 +39,10 @@ pub(in crate::plan) const ON_RANKS: &[Rule<Facts>] = &[
     Rule(&["mesh.expert_tensor"], |plan, facts, found| {
         let split = (facts.expert_intermediate, "columns of an expert");
         experts(("expert_tensor", plan.mesh.expert_tensor), split, facts, found);
+        if plan.mesh.expert_tensor > 1 && facts.experts_have_biases {
+            let degree = plan.mesh.expert_tensor;
+            found.push(format!("expert_tensor {degree} splits experts, and these have biases; nearest: 1"));
+        }
     }),
     Rule(&["seq_len", "mesh.context", "sequence_parallel", "tensor_layout"], sequence),
     Rule(&["mesh.context", "context_method"], all_to_all),

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use lockstep_checkpoint::safetensors::SafetensorsFile;
 use lockstep_infer::{Generator, InferError, LoadedModel};
 
-const FAMILIES: [&str; 22] = [
+const FAMILIES: [&str; 28] = [
     "gpt2",
     "llama",
     "llama_bias",
@@ -29,6 +29,12 @@ const FAMILIES: [&str; 22] = [
     "opt_post_norm",
     "bloom",
     "bloom_post_norm",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi3",
+    "gpt_oss",
 ];
 const SEQ_LEN: usize = 24;
 

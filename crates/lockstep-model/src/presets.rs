@@ -173,6 +173,22 @@ mod tests {
             ("falcon3-10b", "10.306"),
             ("phi-3-mini", "3.821"),
             ("phi-4", "14.66"),
+            ("phi-4-mini", "3.836"),
+            ("gemma-2b", "2.506"),
+            ("gemma-7b", "8.538"),
+            ("gemma2-2b", "2.614"),
+            ("gemma2-9b", "9.242"),
+            ("gemma2-27b", "27.227"),
+            ("gemma3-1b", "1.000"),
+            ("gemma3-4b", "3.880"),
+            ("gemma3-12b", "11.766"),
+            ("gemma3-27b", "27.009"),
+            ("olmo2-1b", "1.485"),
+            ("olmo2-7b", "7.299"),
+            ("olmo2-13b", "13.716"),
+            ("olmo2-32b", "32.234"),
+            ("gpt-oss-20b", "20.915"),
+            ("gpt-oss-120b", "116.829"),
             ("deepseek-v3", "671.026"),
             ("kimi-k2", "1026.408"),
             ("pythia-31m", "0.030"),
@@ -195,7 +211,7 @@ mod tests {
 
     #[test]
     fn every_preset_is_valid_and_says_what_it_is() {
-        assert_eq!(presets().len(), 89);
+        assert_eq!(presets().len(), 106);
         for preset in presets() {
             let named = |other: &&Preset| other.name == preset.name;
             assert_eq!(presets().iter().filter(named).count(), 1, "{}", preset.name);

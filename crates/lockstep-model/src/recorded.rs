@@ -330,8 +330,8 @@ fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> Paramet
         unit,
         buffer: BufferUnit::alone(unit),
         trainable: declared.trainable,
-        // Weight decay applies to matrices, not to scales and biases.
-        decay: declared.shape.len() > 1,
+        // Weight decay applies to matrices, not to scales and biases; those of experts are stacked.
+        decay: declared.shape.len() > 1 && !declared.name.ends_with(".bias"),
         learning_rate_multiplier: 1.0,
     }
 }

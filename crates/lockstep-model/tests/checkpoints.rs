@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use safetensors::SafeTensors;
 use serde_json::{Map, Value, json};
 
-const FAMILIES: [&str; 22] = [
+const FAMILIES: [&str; 28] = [
     "gpt2",
     "llama",
     "llama_bias",
@@ -33,6 +33,12 @@ const FAMILIES: [&str; 22] = [
     "opt_post_norm",
     "bloom",
     "bloom_post_norm",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi3",
+    "gpt_oss",
 ];
 
 fn fixture(file: &str) -> Vec<u8> {

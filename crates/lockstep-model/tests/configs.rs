@@ -4,9 +4,10 @@ use std::path::{Path, PathBuf};
 
 use lockstep_model::{
     Activation, ConfigProblem, FalconConfig, FalconResidual, Gpt2Config, GptNeoxConfig, LlamaConfig,
-    ModelConfig, ModelError, OptConfig, RopeScaling, presets,
+    ModelConfig, ModelError, OptConfig, Rope, RopeScaling, presets,
 };
 use lockstep_plan::DType;
+use lockstep_tensor::GatedActivation;
 use serde_json::{Map, Value, json};
 
 fn fixtures() -> PathBuf {
@@ -41,7 +42,7 @@ fn problems(value: Value) -> Vec<ConfigProblem> {
     }
 }
 
-const FAMILIES: [&str; 22] = [
+const FAMILIES: [&str; 28] = [
     "gpt2",
     "llama",
     "llama_bias",
@@ -64,11 +65,17 @@ const FAMILIES: [&str; 22] = [
     "opt_post_norm",
     "bloom",
     "bloom_post_norm",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi3",
+    "gpt_oss",
 ];
 
 #[test]
 fn both_forms_of_transformers_mean_the_same() {
-    for model in ["llama3.1-8b", "qwen3-0.6b"] {
+    for model in ["llama3.1-8b", "qwen3-0.6b", "gemma2-2b", "gemma3-1b", "gpt-oss-20b"] {
         let old = fixture(&format!("configs/{model}.transformers4.json"));
         let new = fixture(&format!("configs/{model}.transformers5.json"));
         assert_eq!(old, new, "{model}");
@@ -81,6 +88,10 @@ fn published_files_are_the_presets() {
     published.tokens.end = vec![128_001]; // The file is the instruction-tuned model's.
     assert_eq!(ModelConfig::from(published), ModelConfig::preset("llama3-8b").unwrap());
     assert_eq!(fixture("configs/qwen3-0.6b.transformers5.json"), ModelConfig::preset("qwen3-0.6b").unwrap());
+    for model in ["gemma2-2b", "gemma3-1b", "olmo2-7b", "phi-3-mini", "gpt-oss-20b"] {
+        let published = fixture(&format!("configs/{model}.transformers4.json"));
+        assert_eq!(published, ModelConfig::preset(model).unwrap(), "{model}");
+    }
     let published = gpt2(&fixture("configs/gpt2.transformers4.json")).clone();
     assert_eq!(ModelConfig::from(published.with_dropout(0.0)), ModelConfig::preset("gpt2-124m").unwrap());
     let mistral = fixture("configs/mistral-7b.transformers4.json");
@@ -113,6 +124,18 @@ fn the_fixtures_say_what_make_py_put_into_them() {
     let config = fixture("qwen3/config.json");
     assert_eq!((llama(&config).qk_norm, llama(&config).head_dim), (true, 16));
     assert_eq!(gpt2(&fixture("gpt2/config.json")).activation, Activation::GeluTanh);
+    let config = fixture("gemma2/config.json");
+    let caps = [llama(&config).score_cap, llama(&config).logit_cap, llama(&config).query_scale];
+    assert_eq!(caps, [Some(3.0), Some(5.0), Some(20.0)]);
+    assert_eq!((llama(&config).sliding_window, llama(&config).full_every), (Some(7), Some(2)));
+    assert_eq!(config.sliding_window(), None, "some layers see all positions");
+    let config = fixture("gemma3/config.json");
+    let ropes = (llama(&config).rope, llama(&config).local_rope);
+    let full = Rope { theta: 1000.0, scaling: RopeScaling::Linear { factor: 4.0 } };
+    assert_eq!(ropes, (full, Some(Rope::new(100.0))));
+    assert_eq!(llama(&fixture("phi3/config.json")).rotary_fraction, 0.5);
+    let clamped = GatedActivation::Clamped { slope: 1.702, limit: 0.75 };
+    assert_eq!(llama(&fixture("gpt_oss/config.json")).gate, clamped);
 }
 
 #[test]
@@ -166,6 +189,14 @@ fn options_that_change_the_numbers_are_refused_by_name() {
         ("opt", "layerdrop", json!(0.1)),
         ("opt", "layer_norm_elementwise_affine", json!(false)),
         ("bloom", "n_inner", json!(64)),
+        ("gemma", "hidden_act", json!("silu")),
+        ("gemma2", "use_bidirectional_attention", json!(true)),
+        ("gemma3_text", "sliding_window_pattern", json!(0)),
+        ("gemma3_text", "attn_logit_softcapping", json!(50.0)),
+        ("olmo2", "partial_rotary_factor", json!(0.5)),
+        ("phi3", "resid_pdrop", json!(0.1)),
+        ("gpt_oss", "attention_bias", json!(false)),
+        ("gpt_oss", "quantization_config", json!({"quant_method": "mxfp4"})),
     ];
     for (model_type, key, value) in cases {
         match &problems(json!({"model_type": model_type, key: value}))[..] {
@@ -319,6 +350,42 @@ fn heads_of_falcon_follow_from_its_architecture() {
         heads(json!({"new_decoder_architecture": true, "num_ln_in_parallel_attn": 1, "multi_query": false})),
         (4, one)
     );
+}
+
+#[test]
+fn layers_without_a_window_are_the_last_of_every_so_many() {
+    let types = |list: &[&str]| {
+        read(json!({"model_type": "gemma2", "num_hidden_layers": list.len(), "layer_types": list}))
+    };
+    let (full, sliding) = ("full_attention", "sliding_attention");
+    let every = |list: &[&str]| llama(&types(list).unwrap()).full_every;
+    assert_eq!(every(&[sliding, sliding, full, sliding]), Some(3));
+    assert_eq!((every(&[full, full]), every(&[sliding, sliding])), (Some(1), None));
+    for list in [&[full, sliding][..], &[sliding, full, full], &[full, sliding, full]] {
+        let message = types(list).map(|_| ()).unwrap_err().to_string();
+        assert!(message.contains("layer_types"), "{list:?}: {message}");
+    }
+    let hostile = read(json!({"model_type": "gemma2", "num_hidden_layers": u64::MAX, "layer_types": [full]}));
+    assert!(hostile.unwrap_err().to_string().contains("num_hidden_layers"));
+    let pattern = read(json!({"model_type": "gemma3_text", "sliding_window_pattern": 4})).unwrap();
+    assert_eq!(llama(&pattern).full_every, Some(4));
+    let fewer = ModelConfig::preset("gemma2-2b").unwrap();
+    let fewer = fewer.with_overrides(&table(json!({"num_hidden_layers": 3})), "[model]").unwrap();
+    assert_eq!((fewer.num_hidden_layers(), llama(&fewer).full_every), (3, Some(2)));
+}
+
+#[test]
+fn the_two_ropes_of_gemma_are_overridden_in_either_form() {
+    let preset = ModelConfig::preset("gemma3-4b").unwrap();
+    let change = |overrides: Value| {
+        let changed = preset.with_overrides(&table(overrides), "[model]").unwrap();
+        (llama(&changed).rope, llama(&changed).local_rope.unwrap())
+    };
+    let linear = RopeScaling::Linear { factor: 8.0 };
+    let (rope, local) = change(json!({"rope_theta": 5e5, "rope_local_base_freq": 500.0}));
+    assert_eq!((rope, local), (Rope { theta: 5e5, scaling: linear }, Rope::new(500.0)));
+    let tables = json!({"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 500.0}});
+    assert_eq!(change(json!({ "rope_parameters": tables })), (Rope::new(5e5), Rope::new(500.0)));
 }
 
 #[test]

@@ -19,6 +19,7 @@ pub mod sample_targets;
 pub mod seeds;
 pub mod targets;
 pub mod tiny_families;
+mod tiny_models;
 
 /// Fuzz target: a parser with its seeds and dictionary.
 #[derive(Debug, Clone, Copy)]

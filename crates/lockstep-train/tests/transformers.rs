@@ -16,7 +16,7 @@ use lockstep_tensor::{Arena, CpuQueue};
 
 use reference::{Batch, Expected, SHAPE, fixture, relative, training_step};
 
-const FAMILIES: [&str; 22] = [
+const FAMILIES: [&str; 28] = [
     "gpt2",
     "llama",
     "llama_bias",
@@ -39,6 +39,12 @@ const FAMILIES: [&str; 22] = [
     "opt_post_norm",
     "bloom",
     "bloom_post_norm",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi3",
+    "gpt_oss",
 ];
 
 fn engine(family: &str, recompute: Recompute) -> Engine {

@@ -22,9 +22,23 @@ pub(super) const FIXED_FOR_ALL: &[Fixed] = &[
     fixed("add_cross_attention", &["false"], "false (decoder-only models)"),
     fixed("cross_attention_hidden_size", &[], "null (decoder-only models)"),
     fixed("pruned_heads", &["{}"], "{} (no pruned heads)"),
-    fixed("quantization_config", &[], "null (weights in f32, bf16 or f16)"),
-    fixed("auto_map", &[], "null (code that comes with a checkpoint is never run)"),
+    fixed(
+        "quantization_config",
+        &[],
+        "null (weights in f32, bf16 or f16; transformers turns MXFP4 into bf16 with Mxfp4Config(dequantize=True) and \
+         save_pretrained)",
+    ),
 ];
+
+/// Code beside a checkpoint, which may compute something else than the family.
+pub(super) const FIXED_WITHOUT_CODE: &[Fixed] =
+    &[fixed("auto_map", &[], "null (code that comes with a checkpoint is never run)")];
+
+/// Keys of Phi-3 without influence: its files name code that does what transformers does by now.
+pub(super) const HARMLESS_FOR_PHI3: &[&str] = &["auto_map", "original_max_position_embeddings"];
+
+/// Keys of Gemma without influence: a second form of the period of layers without a window.
+pub(super) const HARMLESS_FOR_GEMMA: &[&str] = &["_sliding_window_pattern"];
 
 /// Options of GPT-2 that would change what the model computes.
 pub(super) const FIXED_FOR_GPT2: &[Fixed] = &[
@@ -34,12 +48,33 @@ pub(super) const FIXED_FOR_GPT2: &[Fixed] = &[
 ];
 
 /// Options of the Llama-like families that would change what the model computes.
-pub(super) const FIXED_FOR_LLAMA: &[Fixed] = &[
-    fixed("hidden_act", &["\"silu\"", "\"swish\""], "\"silu\""),
-    fixed("partial_rotary_factor", &["1", "1.0"], "1.0 (the whole head is rotated)"),
-    fixed("original_max_position_embeddings", &[], "null here (it belongs into the RoPE table)"),
-    fixed("use_mrope", &["false"], "false (text only)"),
+pub(super) const FIXED_FOR_LLAMA: &[Fixed] = &[fixed("use_mrope", &["false"], "false (text only)")];
+
+/// Activation of the families that gate by SiLU.
+pub(super) const FIXED_SILU: &[Fixed] = &[fixed("hidden_act", &["\"silu\"", "\"swish\""], "\"silu\"")];
+
+/// Activation of the families that gate by GELU. The first files of Gemma say "gelu" and mean the tanh approximation.
+pub(super) const FIXED_GELU: &[Fixed] = &[
+    fixed("hidden_act", &["\"gelu_pytorch_tanh\"", "\"gelu\""], "\"gelu_pytorch_tanh\""),
+    fixed("hidden_activation", &["\"gelu_pytorch_tanh\""], "\"gelu_pytorch_tanh\""),
 ];
+
+/// The original context of families that have it in the RoPE table only.
+pub(super) const FIXED_WITHOUT_ORIGINAL_CONTEXT: &[Fixed] =
+    &[fixed("original_max_position_embeddings", &[], "null here (it belongs into the RoPE table)")];
+
+/// Options of Gemma that would change what the model computes.
+pub(super) const FIXED_FOR_GEMMA: &[Fixed] =
+    &[fixed("use_bidirectional_attention", &["false"], "false or null (causal attention)")];
+
+/// Options of Phi-3 that would change what the model computes.
+pub(super) const FIXED_FOR_PHI3: &[Fixed] = &[
+    fixed("resid_pdrop", &["0", "0.0"], "0 (dropout on attention alone)"),
+    fixed("embd_pdrop", &["0", "0.0"], "0 (dropout on attention alone)"),
+];
+
+/// Keys of gpt-oss without influence: second names of others.
+pub(super) const HARMLESS_FOR_GPT_OSS: &[&str] = &["experts_per_token", "initial_context_length"];
 
 /// Options of the families with experts that would change what the model computes.
 pub(super) const FIXED_FOR_EXPERTS: &[Fixed] =
@@ -122,6 +157,7 @@ pub(super) const HARMLESS_KEYS: &[&str] = &[
     "decoder_start_token_id",
     "sep_token_id",
     // Switches of the implementation, equal up to rounding.
+    "cache_implementation",
     "_attn_implementation",
     "_attn_implementation_autoset",
     "attn_implementation",

@@ -89,6 +89,15 @@ impl<'a> Reader<'a> {
         self.entry(key, "a number", Value::as_f64).given()
     }
 
+    /// Returns a number; `None` for `null`, and `default` if the key is absent.
+    pub(super) fn number_or_null(&mut self, key: &'static str, default: Option<f64>) -> Option<f64> {
+        match self.entry(key, "a number", Value::as_f64) {
+            Entry::Given(value) => Some(value),
+            Entry::Null => None,
+            Entry::Absent => default,
+        }
+    }
+
     /// Returns `true` or `false`, or `default`.
     pub(super) fn flag(&mut self, key: &'static str, default: bool) -> bool {
         self.entry(key, "true or false", Value::as_bool).given().unwrap_or(default)

@@ -14,6 +14,12 @@ pub(super) const PART_KEY: &str = "partial_rotary_factor";
 /// Name of the constant that holds the inverse frequencies.
 pub(crate) const INVERSE_FREQUENCIES: &str = "inverse_frequencies";
 
+/// Name of the constant that holds the inverse frequencies of layers with a sliding window, where they differ.
+pub(crate) const LOCAL_INVERSE_FREQUENCIES: &str = "local_inverse_frequencies";
+
+/// Key of a RoPE table: the fraction of each head's elements that rotate.
+pub(super) const PART_KEY: &str = "partial_rotary_factor";
+
 /// Settings of rotary position embedding: element pair `i` of a head rotates by the angle
 /// `position * inverse_frequencies(head_dim)[i]`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -270,6 +276,71 @@ impl Rope {
             }
         }
         problems
+    }
+}
+
+/// The places of RoPE settings in a configuration.
+pub(super) struct RopeSource<'a> {
+    /// Key of theta at the top level, and its default.
+    pub(super) theta: (&'static str, f64),
+    /// Key at the top level of the fraction of each head that rotates, and its default; without it, all elements rotate.
+    pub(super) part: Option<(&'static str, f64)>,
+    /// Tables of settings: key, prefix of their keys in messages, and contents. They must agree.
+    pub(super) tables: Vec<(&'static str, &'static str, Option<&'a Map<String, Value>>)>,
+}
+
+impl RopeSource<'_> {
+    /// Reads the settings, and the fraction of each head that rotates.
+    pub(super) fn read(self, reader: &mut Reader<'_>, max_position_embeddings: usize) -> (Rope, f64) {
+        let Self { theta: (theta_key, default_theta), part, tables } = self;
+        let mut thetas = Vec::new();
+        if let Some(theta) = reader.optional_number(theta_key) {
+            thetas.push((theta_key, theta));
+        }
+        let mut parts = Vec::new();
+        if let Some((key, _)) = part
+            && let Some(fraction) = reader.optional_number(key)
+        {
+            parts.push((key, fraction));
+        }
+        let mut scalings = Vec::new();
+        for (key, prefix, table) in tables {
+            let Some(table) = table.filter(|table| !table.is_empty()) else { continue };
+            let mut inner = Reader::new(table, prefix);
+            if let Some(theta) = inner.optional_number("rope_theta") {
+                thetas.push((key, theta));
+            }
+            match part {
+                None => inner.fixed(super::keys::FIXED_FOR_ROPE),
+                Some(_) => parts.extend(inner.optional_number(PART_KEY).map(|fraction| (key, fraction))),
+            }
+            match RopeScaling::read(&mut inner, max_position_embeddings) {
+                Some(scaling) => {
+                    scalings.push((key, scaling));
+                    reader.absorb(inner.finish());
+                }
+                // With an unknown type all other keys would be unknown as well; one message is enough.
+                None => reader.absorb(inner.problems()),
+            }
+        }
+        if let [(first, a), .., (last, b)] = scalings[..]
+            && a != b
+        {
+            reader.conflict(format!("`{first}` and `{last}` describe different RoPE scalings"));
+        }
+        for (what, values) in [("theta", &thetas), ("part of a head", &parts)] {
+            for pair in values.windows(2) {
+                let [(first, a), (second, b)] = [pair[0], pair[1]];
+                if a != b {
+                    reader.conflict(format!("RoPE's {what} is {a} by `{first}` and {b} by `{second}`"));
+                }
+            }
+        }
+        let rope = Rope {
+            theta: thetas.first().map_or(default_theta, |&(_, theta)| theta),
+            scaling: scalings.first().map_or(RopeScaling::Default, |&(_, scaling)| scaling),
+        };
+        (rope, parts.first().copied().or(part).map_or(1.0, |(_, fraction)| fraction))
     }
 }
 

@@ -11,6 +11,7 @@ mod gpt2;
 mod gpt_neox;
 mod latent;
 mod llama;
+mod llama_files;
 mod opt;
 mod resnet;
 mod vit;

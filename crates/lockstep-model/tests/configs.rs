@@ -278,8 +278,8 @@ fn relations_that_a_family_cannot_have_are_refused_in_one_message() {
         ),
         (json!({"model_type": "falcon", "num_attention_heads": 64}), "does not divide `the head size` = 71"),
         (
-            json!({"model_type": "falcon", "n_embed": 64, "hidden_size": 65}),
-            "its alias `n_embed` = 64 differ",
+            json!({"model_type": "falcon", "n_embed": 142, "hidden_size": 284}),
+            "its alias `n_embed` = 142 differ",
         ),
         (json!({"model_type": "opt", "num_attention_heads": 7}), "does not divide `hidden_size` = 768"),
         (json!({"model_type": "opt", "dropout": 1.0}), "`dropout` = 1"),
@@ -319,6 +319,20 @@ fn heads_of_falcon_follow_from_its_architecture() {
         heads(json!({"new_decoder_architecture": true, "num_ln_in_parallel_attn": 1, "multi_query": false})),
         (4, one)
     );
+}
+
+#[test]
+fn slopes_of_falcon_are_scaled_like_scores_and_have_the_precision_of_bf16() {
+    let slopes = |config: Value| {
+        let constants = read(config).unwrap().model().constants();
+        assert_eq!(constants.iter().map(|constant| &constant.name[..]).collect::<Vec<_>>(), ["alibi_slopes"]);
+        constants[0].values.clone()
+    };
+    let exact = slopes(json!({"model_type": "bloom", "hidden_size": 48, "n_head": 12}));
+    let rounded =
+        slopes(json!({"model_type": "falcon", "hidden_size": 48, "num_attention_heads": 12, "alibi": true}));
+    assert_eq!((exact.len(), exact[0], exact[8]), (12, 0.5, std::f32::consts::FRAC_1_SQRT_2));
+    assert_eq!((rounded.len(), rounded[0], rounded[8]), (12, 0.25, 0.707_031_25 / 2.0));
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::ExitCode;
 
-use lockstep::infer::{Generator, InferError, LoadedModel, Sampler, Sampling};
+use lockstep::generation::{Generator, InferError, LoadedModel, Sampler, Sampling};
 
 const NEW_TOKENS: usize = 48;
 

@@ -125,6 +125,7 @@ fn repeats(samples: Range<u64>) -> MicroBatch {
         document_starts: vec![0; sequences * SEQ_LEN],
         sample_numbers: samples.clone().collect(),
         inputs: Vec::new(),
+        skipped: 0,
         sequences,
         seq_len: SEQ_LEN,
     }

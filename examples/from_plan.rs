@@ -72,6 +72,7 @@ fn tokens(step: usize, range: std::ops::Range<usize>) -> MicroBatch {
         document_starts: vec![0; sequences * SEQ_LEN],
         sample_numbers: range.map(|sample| (step * GLOBAL_BATCH + sample) as u64).collect(),
         inputs: Vec::new(),
+        skipped: 0,
         sequences,
         seq_len: SEQ_LEN,
     }

@@ -309,8 +309,8 @@ fn relations_that_a_family_cannot_have_are_refused_in_one_message() {
         ),
         (json!({"model_type": "falcon", "num_attention_heads": 64}), "does not divide `the head size` = 71"),
         (
-            json!({"model_type": "falcon", "n_embed": 64, "hidden_size": 65}),
-            "its alias `n_embed` = 64 differ",
+            json!({"model_type": "falcon", "n_embed": 142, "hidden_size": 284}),
+            "its alias `n_embed` = 142 differ",
         ),
         (json!({"model_type": "opt", "num_attention_heads": 7}), "does not divide `hidden_size` = 768"),
         (json!({"model_type": "opt", "dropout": 1.0}), "`dropout` = 1"),
@@ -386,6 +386,20 @@ fn the_two_ropes_of_gemma_are_overridden_in_either_form() {
     assert_eq!((rope, local), (Rope { theta: 5e5, scaling: linear }, Rope::new(500.0)));
     let tables = json!({"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 500.0}});
     assert_eq!(change(json!({ "rope_parameters": tables })), (Rope::new(5e5), Rope::new(500.0)));
+}
+
+#[test]
+fn slopes_of_falcon_are_scaled_like_scores_and_have_the_precision_of_bf16() {
+    let slopes = |config: Value| {
+        let constants = read(config).unwrap().model().constants();
+        assert_eq!(constants.iter().map(|constant| &constant.name[..]).collect::<Vec<_>>(), ["alibi_slopes"]);
+        constants[0].values.clone()
+    };
+    let exact = slopes(json!({"model_type": "bloom", "hidden_size": 48, "n_head": 12}));
+    let rounded =
+        slopes(json!({"model_type": "falcon", "hidden_size": 48, "num_attention_heads": 12, "alibi": true}));
+    assert_eq!((exact.len(), exact[0], exact[8]), (12, 0.5, std::f32::consts::FRAC_1_SQRT_2));
+    assert_eq!((rounded.len(), rounded[0], rounded[8]), (12, 0.25, 0.707_031_25 / 2.0));
 }
 
 #[test]

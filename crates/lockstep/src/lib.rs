@@ -71,7 +71,7 @@
 //! | read samples | [`Dataset`], [`Transforms`] and the readers in [`samples`] |
 //! | lay the work out over ranks | [`Plan`], in [`Trainer::plan`] and [`Settings::plan`] |
 //! | register a family for `model_type` | [`register`] |
-//! | generate text | [`infer`] |
+//! | generate text | [`generation`] |
 #![forbid(unsafe_code)]
 // They panic if the reader is gone; `output` has replacements that do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
@@ -133,7 +133,7 @@ pub mod samples {
 }
 
 /// Models that generate text: loading, the key-value cache, sampling.
-pub mod infer {
+pub mod generation {
     pub use lockstep_data::Tokenizer;
     pub use lockstep_infer::{Generator, InferError, LoadedModel, Sampler, Sampling};
 }

@@ -17,9 +17,6 @@ pub(crate) const INVERSE_FREQUENCIES: &str = "inverse_frequencies";
 /// Name of the constant that holds the inverse frequencies of layers with a sliding window, where they differ.
 pub(crate) const LOCAL_INVERSE_FREQUENCIES: &str = "local_inverse_frequencies";
 
-/// Key of a RoPE table: the fraction of each head's elements that rotate.
-pub(super) const PART_KEY: &str = "partial_rotary_factor";
-
 /// Settings of rotary position embedding: element pair `i` of a head rotates by the angle
 /// `position * inverse_frequencies(head_dim)[i]`.
 #[derive(Debug, Clone, Copy, PartialEq)]

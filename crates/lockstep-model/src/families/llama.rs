@@ -190,7 +190,7 @@ impl LlamaConfig {
         let x = g.input(self.hidden_size);
         let last = g.data(LAST_TOKEN);
         let x = g.token_of_each_sequence(x, SequenceToken::At(last));
-        let normed = self.norm(g, x, "model.norm");
+        let normed = self.norm(g, x, "model.norm", self.hidden_size);
         let logits = self.linear(g, normed, "score", classes, false);
         g.cross_entropy(logits, 0.0)
     }

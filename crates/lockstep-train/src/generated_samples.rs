@@ -65,7 +65,8 @@ impl GeneratedSamples {
         let (ids, labels, masks) = (Self::words(sample, 0), Self::words(sample, 1), Self::words(sample, 2));
         let length = self.length(sample);
         for token in 0..self.seq_len {
-            let is_counted = token < length && masks(token).is_multiple_of(3);
+            // The first token counts in any case, so that no step is without a target.
+            let is_counted = token == 0 || token < length && masks(token).is_multiple_of(3);
             batch.ids.push(ids(token) % self.vocabulary as u32);
             batch.labels.push(match is_counted {
                 true => (labels(token) % self.vocabulary as u32) as i32,

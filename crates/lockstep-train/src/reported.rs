@@ -16,7 +16,9 @@ pub(crate) struct Reported {
 }
 
 impl Reported {
-    pub(crate) fn of(model: &RecordedModel, unit: CountUnit) -> Self {
+    /// Returns the reports of a model with a vocabulary of `vocab_size` tokens; 0 for one without tokens.
+    pub(crate) fn of(model: &RecordedModel, vocab_size: usize) -> Self {
+        let unit = if vocab_size > 0 { CountUnit::Tokens } else { CountUnit::Samples };
         let reports = model.reports().to_vec();
         let names = reports.iter().map(|report| report.name.as_str().into()).collect();
         Self { reports, names, unit }

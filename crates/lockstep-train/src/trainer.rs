@@ -14,9 +14,7 @@ use lockstep_data::{MicroBatch, Prefetcher};
 use lockstep_engine::{Engine, EngineError, Ranks, Update};
 use lockstep_graph::{Activity, Cost, MAX_REPORTS, Totals};
 use lockstep_launch::interrupt::Interrupt;
-use lockstep_observe::metrics::{
-    Amount, CountUnit, DiskUse, Means, MemoryUse, Start, StepMetrics, imbalance,
-};
+use lockstep_observe::metrics::{Amount, DiskUse, Means, MemoryUse, Start, StepMetrics, imbalance};
 use lockstep_observe::progress::{Progress, Steps};
 use lockstep_plan::ParameterId;
 use lockstep_tensor::host::proportional_bytes;
@@ -143,7 +141,7 @@ pub(crate) fn run_on(
         .then(|| RollbackSnapshot::new(&engine, counters.updates))
         .transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
-    let reported = Reported::of(engine.model(), unit_of(model));
+    let reported = Reported::of(engine.model(), model.config.vocab_size());
     let new_saver = || Saver::new(config, model, &data, ranks, saved, interrupt);
     let saver = writes_files.then(new_saver).transpose()?.flatten();
     Run {
@@ -182,11 +180,6 @@ pub(crate) fn run_on(
 fn outcomes(model: &ResolvedModel) -> usize {
     let sizes = model.config.model().sizes();
     if sizes.classes > 0 { sizes.classes } else { sizes.vocab }
-}
-
-/// Returns the unit in which a run of the model counts what it trains on.
-fn unit_of(model: &ResolvedModel) -> CountUnit {
-    if model.config.model().sizes().vocab > 0 { CountUnit::Tokens } else { CountUnit::Samples }
 }
 
 /// Values of a step from which its metrics row is built.

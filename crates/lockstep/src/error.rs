@@ -42,6 +42,12 @@ pub enum Error {
     /// The training loop has failed.
     #[error(transparent)]
     Train(#[from] lockstep_train::Error),
+    /// The planner cannot choose a plan.
+    #[error(transparent)]
+    Planner(#[from] lockstep_planner::Error),
+    /// Rank 0 has failed and says why.
+    #[error("rank 0 has failed; its message says why")]
+    FirstRank,
     /// A file of the program cannot be read or written.
     #[error("{path}: {source}", path = path.display())]
     Io {
@@ -90,6 +96,8 @@ impl Error {
             Self::Train(error) => Ok(error),
             error @ (Self::WorldSize { .. }
             | Self::PlanFile(_)
+            | Self::Planner(_)
+            | Self::FirstRank
             | Self::Io { .. }
             | Self::NoData
             | Self::NoTargets) => Err(error),

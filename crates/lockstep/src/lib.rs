@@ -69,7 +69,7 @@
 //! | write a model | [`Model`], [`Recorder`], [`Unit`], [`InputDeclaration`] |
 //! | write an operation | [`Op`], [`Facts`], [`Run`] |
 //! | read samples | [`Dataset`], [`Transforms`] and the readers in [`samples`] |
-//! | lay the work out over ranks | [`Plan`], in [`Trainer::plan`] and [`Settings::plan`] |
+//! | lay the work out over ranks | [`Plan`] in [`Settings::plan`] and [`Trainer::plan`], which may also be [`Layout::Auto`] |
 //! | register a family for `model_type` | [`register`] |
 //! | generate text | [`generation`] |
 #![forbid(unsafe_code)]
@@ -146,14 +146,14 @@ pub use lockstep_graph::{
 pub use lockstep_model::{InputDeclaration, Model, ModelConfig, Sizes, Tie, Unit, register};
 pub use lockstep_plan::{DType, Degrees, Initializer, Plan, Recompute, RecomputeRules};
 pub use lockstep_tensor::{
-    Activation, AttentionDirection, LABELS, NamedTensor, TensorData, View, Window2d, Write,
+    Activation, AttentionDirection, INPUT_IDS, LABELS, NamedTensor, TensorData, View, Window2d, Write,
 };
 pub use lockstep_train::Summary;
 
 pub use self::engine::{Engine, Inputs, Memory, Settings, Step};
 pub use self::error::Error;
 pub use self::launch::{arguments, launch};
-pub use self::trainer::Trainer;
+pub use self::trainer::{Layout, Trainer};
 pub use self::world::World;
 
 /// Runs the command line of this process and returns its exit code: the `main` of the program `lockstep`.

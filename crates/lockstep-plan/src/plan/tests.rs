@@ -64,7 +64,7 @@ fn text(problem: &PlanProblem) -> String {
 fn problems(plan: &Plan, facts: &Facts) -> Vec<String> {
     match plan.check(facts) {
         Err(PlanProblems(problems)) => problems.iter().map(text).collect(),
-        Ok(plan) => panic!("{plan:?}"),
+        Ok(_) => Vec::new(),
     }
 }
 

@@ -258,7 +258,7 @@ fn sequences_with_inputs_beside_their_tokens_are_not_split_and_need_no_vocabular
         ["seq_len 1024, and every sample of this model has 196; nearest: 196"]
     );
     assert_eq!(
-        problems(&on(mesh(1, 5)), &Facts { intermediate: 15, ..with_inputs(5) })[..1],
+        problems(&on(mesh(1, 5)), &Facts { intermediate: 15, key_value_heads: 12, ..with_inputs(5) })[..1],
         ["tensor 5 does not divide the 12 attention heads; nearest: 3"]
     );
 }

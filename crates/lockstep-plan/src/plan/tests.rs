@@ -64,7 +64,7 @@ fn text(problem: &PlanProblem) -> String {
 fn problems(plan: &Plan, facts: &Facts) -> Vec<String> {
     match plan.check(facts) {
         Err(PlanProblems(problems)) => problems.iter().map(text).collect(),
-        Ok(plan) => panic!("{plan:?}"),
+        Ok(_) => Vec::new(),
     }
 }
 
@@ -258,7 +258,7 @@ fn sequences_with_inputs_beside_their_tokens_are_not_split_and_need_no_vocabular
         ["seq_len 1024, and every sample of this model has 196; nearest: 196"]
     );
     assert_eq!(
-        problems(&on(mesh(1, 5)), &Facts { intermediate: 15, ..with_inputs(5) })[..1],
+        problems(&on(mesh(1, 5)), &Facts { intermediate: 15, key_value_heads: 12, ..with_inputs(5) })[..1],
         ["tensor 5 does not divide the 12 attention heads; nearest: 3"]
     );
 }
@@ -298,11 +298,17 @@ fn norms_over_all_heads_need_a_key_value_head_for_each_tensor_rank() {
 
 #[test]
 fn experts_with_biases_are_not_split_into_parts() {
-    let mesh = Degrees { tensor: 2, expert_tensor: 2, ..Degrees::default() };
+    let mesh = Degrees { tensor: 8, expert_tensor: 2, ..Degrees::default() };
     let plan = Plan { mesh, schedule: PipelineSchedule::default(), stages: vec![14], ..plan() };
-    let facts =
-        |experts_have_biases| Facts { experts: 8, expert_intermediate: 8, experts_have_biases, ..facts() };
-    assert_eq!(problems(&plan, &facts(false)), [""; 0]);
+    let facts = |experts_have_biases| Facts {
+        heads: 16,
+        key_value_heads: 8,
+        experts: 8,
+        expert_intermediate: 8,
+        experts_have_biases,
+        ..facts()
+    };
+    assert!(plan.check(&facts(false)).is_ok());
     let expected = "expert_tensor 2 splits experts, and these have biases; nearest: 1";
     assert_eq!(problems(&plan, &facts(true)), [expected]);
 }

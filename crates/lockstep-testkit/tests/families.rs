@@ -1,6 +1,5 @@
 //! Further model families have the numbers of one rank under every split: linear biases of attention are sharded by
 //! heads, key/value heads are shared or replicated, tables of positions have rows before the first.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_testkit::parity::{TinyModel, Workbench, splits};
 use lockstep_testkit::tiny_families::{FALCON, FAMILIES};

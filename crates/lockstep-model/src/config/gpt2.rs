@@ -5,7 +5,7 @@
 use serde_json::{Map, Value, json};
 
 use super::activation::Activation;
-use super::keys::{FIXED_FOR_ALL, FIXED_FOR_GPT2, FIXED_WITHOUT_CODE};
+use super::keys::{FIXED_FOR_ALL, FIXED_FOR_GPT2};
 use super::limits::{Checks, HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH};
 use super::reader::Reader;
 use super::tokens::SpecialTokens;
@@ -81,7 +81,6 @@ impl Gpt2Config {
     pub(crate) fn read(table: &Map<String, Value>) -> (Self, Vec<ConfigProblem>) {
         let mut reader = Reader::new(table, "");
         reader.fixed(FIXED_FOR_ALL);
-        reader.fixed(FIXED_WITHOUT_CODE);
         reader.fixed(FIXED_FOR_GPT2);
         let hidden_size = aliased(&mut reader, "n_embd", 768);
         let config = Self {

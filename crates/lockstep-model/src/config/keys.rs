@@ -28,14 +28,11 @@ pub(super) const FIXED_FOR_ALL: &[Fixed] = &[
         "null (weights in f32, bf16 or f16; transformers turns MXFP4 into bf16 with Mxfp4Config(dequantize=True) and \
          save_pretrained)",
     ),
+    fixed("auto_map", &[], "null (code that comes with a checkpoint is never run)"),
 ];
 
-/// Code beside a checkpoint, which may compute something else than the family.
-pub(super) const FIXED_WITHOUT_CODE: &[Fixed] =
-    &[fixed("auto_map", &[], "null (code that comes with a checkpoint is never run)")];
-
-/// Keys of Phi-3 without influence: its files name code that does what transformers does by now.
-pub(super) const HARMLESS_FOR_PHI3: &[&str] = &["auto_map", "original_max_position_embeddings"];
+/// Keys of Phi-3 without influence.
+pub(super) const HARMLESS_FOR_PHI3: &[&str] = &["original_max_position_embeddings"];
 
 /// Keys of Gemma without influence: a second form of the period of layers without a window.
 pub(super) const HARMLESS_FOR_GEMMA: &[&str] = &["_sliding_window_pattern"];

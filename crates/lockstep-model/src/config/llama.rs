@@ -435,7 +435,6 @@ fn read_fixed(reader: &mut Reader<'_>, family: LlamaFamily) {
         _ => {}
     }
     if family != LlamaFamily::Phi3 {
-        reader.fixed(keys::FIXED_WITHOUT_CODE);
         reader.fixed(keys::FIXED_WITHOUT_ORIGINAL_CONTEXT);
     }
     let known = match family.traits().block.gate {

@@ -36,13 +36,8 @@ pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
     let (model, pretrained) = named_model(config)?;
     let mut problems = Vec::new();
     let (longest, fixed) = (model.max_position_embeddings(), model.model().sizes().fixed_seq_len);
-    if let Some(seq_len) = fixed.filter(|seq_len| *seq_len != config.train.seq_len) {
-        problems.push(config.problem(
-            "train.seq_len",
-            format!("is {}, and every sample of this model has {seq_len}", config.train.seq_len),
-            format!("{seq_len}, or leave it out"),
-        ));
-    } else if fixed.is_none() && config.train.seq_len > longest {
+    // A fixed length is a rule of the plan.
+    if fixed.is_none() && config.train.seq_len > longest {
         problems.push(config.problem(
             "train.seq_len",
             format!("sequences of {} tokens are longer than the model's maximum", config.train.seq_len),

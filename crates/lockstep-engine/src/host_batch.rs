@@ -1,8 +1,8 @@
 //! A micro-batch in host memory, what it counts in the model's losses and metrics, and its checks.
 
-use lockstep_graph::{MAX_REPORTS, Report};
+use lockstep_graph::{InputLimit, MAX_REPORTS, Report};
 use lockstep_model::RecordedModel;
-use lockstep_tensor::{LABELS, NamedTensor, TensorData, find_tensor};
+use lockstep_tensor::{INPUT_IDS, LABELS, NamedTensor, TensorData, find_tensor};
 
 use crate::EngineError;
 
@@ -14,7 +14,7 @@ pub struct HostBatch<'a> {
     pub ids: &'a [u32],
     /// Target of each token: the id of the next one, or -100 where masked.
     pub labels: &'a [i32],
-    /// Position of each token in its sequence.
+    /// Position of each token in its sequence; if empty, tokens are counted from the beginning of their sequence.
     pub positions: &'a [u32],
     /// For each token, the index within its sequence of the first token of its document; attention does not look before
     /// it. All zeros select the cheaper attention without document masks.
@@ -59,11 +59,12 @@ impl HostBatch<'_> {
         }
     }
 
-    /// Checks the named inputs and their labels against what the model declares.
+    /// Checks the tokens, the named inputs and their labels against what the model declares.
     ///
     /// # Errors
-    /// If an input is missing or has another dtype or size, or a label is no class.
+    /// If an input is missing, has another dtype or size or is out of range, or a label is no class.
     pub(crate) fn check(&self, model: &RecordedModel) -> Result<(), EngineError> {
+        self.check_ids(model.vocabulary())?;
         let samples = model.program(0).shape().sequences;
         for declared in model.inputs() {
             let name = || declared.name.clone();
@@ -77,6 +78,12 @@ impl HostBatch<'_> {
             if (given.dtype(), given.data.len()) != (declared.dtype, elements) {
                 let found = format!("{} elements of {}", given.data.len(), given.dtype());
                 return Err(EngineError::Input { name: name(), found, expected: expected() });
+            }
+            if let (Some(InputLimit::Below(limit)), TensorData::U32(numbers)) = (declared.limit, &given.data)
+                && let Some(number) = numbers.iter().find(|number| **number >= limit)
+            {
+                let (found, expected) = (format!("the number {number}"), format!("numbers below {limit}"));
+                return Err(EngineError::Input { name: name(), found, expected });
             }
             let of_reports =
                 model.reports().iter().filter(|report| report.target.as_ref() == Some(&declared.name));
@@ -92,6 +99,19 @@ impl HostBatch<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Checks that a model with a vocabulary is given ids of its tokens.
+    fn check_ids(&self, vocabulary: usize) -> Result<(), EngineError> {
+        let beyond = self.ids.iter().find(|id| **id as usize >= vocabulary);
+        let found = match beyond {
+            _ if vocabulary == 0 => return Ok(()),
+            None if !self.ids.is_empty() => return Ok(()),
+            None => "a micro-batch without tokens".to_owned(),
+            Some(id) => format!("the id {id}"),
+        };
+        let expected = format!("ids of a vocabulary of {vocabulary} tokens");
+        Err(EngineError::Input { name: INPUT_IDS.to_owned(), found, expected })
     }
 }
 

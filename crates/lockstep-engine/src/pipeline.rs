@@ -175,7 +175,9 @@ impl Pipeline {
             self.await_message(passes, Message { from: stage + 1, to: stage, micro_batch }, place)?;
         }
         if kind.makes_input_gradient() {
-            self.transfers.finish(|transfer| transfer.is_in_send_buffer(place))?;
+            // A backward may read the stage's output, or compute it again. The next stage has received it.
+            self.transfers
+                .finish(|transfer| transfer.is_in_send_buffer(place) || transfer.is_in_slot(place))?;
         }
         let begin = Instant::now();
         passes.run(pass, place)?;

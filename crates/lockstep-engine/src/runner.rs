@@ -25,7 +25,7 @@ use crate::{
     partitioned_activations::PartitionedActivations,
     passes::{PassLocation, StageBoundary},
     running::RunningSums,
-    slots::{Slot, Stage, frame},
+    slots::{Slot, Stage, counted_positions, frame},
     weights::WeightSource,
 };
 
@@ -44,6 +44,8 @@ pub struct Runner {
     host_losses: Vec<f32>,
     /// Sums of the model's reports since they were last taken.
     reported: [f64; MAX_REPORTS],
+    /// Positions of this rank's tokens, counted from the beginning of their sequences.
+    positions: Vec<u32>,
     seed: u64,
     /// Process groups of this rank.
     groups: Groups,
@@ -137,6 +139,7 @@ impl Runner {
             host_keys: vec![0; 2 * sequences],
             host_losses: vec![0.0; reported_elements(losses)],
             reported: [0.0; MAX_REPORTS],
+            positions: counted_positions(&groups, model.program(0).shape()),
             // Dropout masks must be independent of the initial weights and the data order, which use the same seed.
             seed: mix(seed ^ key_from_name("dropout")),
             ring: Ring::new(units().map(|unit| model.program(unit)), arena)?,
@@ -481,7 +484,11 @@ impl Runner {
         let slot = &self.stages[place.stage].slots[place.slot];
         self.copy_own(batch.ids, &slot.ids);
         self.copy_own(batch.labels, &slot.labels);
-        self.copy_own(batch.positions, &slot.positions);
+        if batch.positions.is_empty() {
+            slot.positions.view().write(&self.positions);
+        } else {
+            self.copy_own(batch.positions, &slot.positions);
+        }
         if !batch.document_starts.is_empty() {
             if self.groups.context_place().attended() == 1 {
                 self.copy_own(batch.document_starts, &slot.document_starts);

@@ -2,11 +2,13 @@
 
 use std::ops::Range;
 
+use lockstep_graph::BlockShape;
 use lockstep_model::RecordedModel;
 use lockstep_plan::{DType, MemoryCategory, ModelProfile, StageMemory};
 use lockstep_tensor::{Arena, Buffer, Tensor, TensorError};
 
 use crate::{
+    Groups,
     offloaded_frames::{FrameId, OffloadedFrames},
     passes::PassLocation,
 };
@@ -91,6 +93,14 @@ impl Slot {
                 .collect::<Result<_, _>>()?,
         })
     }
+}
+
+/// Returns the positions of a rank's tokens in the sequences of a micro-batch.
+pub(crate) fn counted_positions(groups: &Groups, shape: BlockShape) -> Vec<u32> {
+    let place = groups.context_place();
+    let seq_len = shape.seq_len * place.ranks;
+    let tokens = place.token_ranges(shape.sequences, seq_len).flatten();
+    tokens.map(|token| (token % seq_len) as u32).collect()
 }
 
 /// Returns the frame of a unit, in memory or read back from disk.

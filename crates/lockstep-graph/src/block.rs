@@ -137,28 +137,69 @@ pub enum BatchInput {
     Ids,
     /// Position of each token in its sequence.
     Positions,
+    /// Position of each token in its sequence, in a table whose rows before `row` belong to no position: OPT and RoBERTa
+    /// reserve two for padding.
+    PositionsFrom {
+        /// Row of position 0.
+        row: usize,
+    },
     /// A named input, u32 `[seq_len]` per sequence: a number for each token.
     Named(Value),
 }
 
-/// A named input of a model: a tensor per sample.
+/// A named input of a model: a tensor per sample, or per token of a sample.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InputDeclaration {
     /// Name, e.g. `pixel_values`.
     pub name: String,
     /// Dtype on the device.
     pub dtype: DType,
-    /// Shape of one sample; empty for a single number.
+    /// Shape of one sample, or of one token of a sample; empty for a single number.
     pub shape: Vec<usize>,
+    /// True if a sample has a tensor for each of its tokens: `[seq_len, shape]`.
+    pub is_per_token: bool,
+    /// Limit of unsigned integers; `None` without one.
+    pub limit: Option<InputLimit>,
+}
+
+/// Limit of the numbers of an unsigned input, which micro-batches are checked against.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InputLimit {
+    /// Numbers are below this one: rows of a table.
+    Below(u32),
+    /// Numbers are below the sequence length: indices of tokens.
+    SequenceLength,
 }
 
 impl InputDeclaration {
-    /// Creates a declaration.
+    /// Creates a declaration of a tensor per sample.
     pub fn new(name: &str, dtype: DType, shape: &[usize]) -> Self {
-        Self { name: name.to_owned(), dtype, shape: shape.to_vec() }
+        Self { name: name.to_owned(), dtype, shape: shape.to_vec(), is_per_token: false, limit: None }
     }
 
-    /// Number of elements of one sample.
+    /// Creates a declaration of a number per token, such as a mask: `[seq_len]` per sample.
+    pub fn per_token(name: &str, dtype: DType) -> Self {
+        Self { is_per_token: true, ..Self::new(name, dtype, &[]) }
+    }
+
+    /// Sets the limit of unsigned numbers.
+    #[must_use]
+    pub fn limited(self, limit: InputLimit) -> Self {
+        Self { limit: Some(limit), ..self }
+    }
+
+    /// Returns the declaration for samples of `seq_len` tokens, as a tensor per sample whose limit is a number.
+    pub fn for_tokens(&self, seq_len: usize) -> Self {
+        let tokens = self.is_per_token.then_some(seq_len);
+        let shape = tokens.into_iter().chain(self.shape.iter().copied()).collect();
+        let limit = self.limit.map(|limit| match limit {
+            InputLimit::Below(_) => limit,
+            InputLimit::SequenceLength => InputLimit::Below(seq_len as u32),
+        });
+        Self { shape, is_per_token: false, limit, ..self.clone() }
+    }
+
+    /// Number of elements of one sample, or of one token of a sample.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }

@@ -49,7 +49,7 @@ impl Recorder {
             panic!("the model declares no input {name}, only {names:?}");
         };
         assert_eq!(self.context.ranks, 1, "the input {name} is not split over context-parallel ranks");
-        let input = &self.inputs[index];
+        let input = self.inputs[index].for_tokens(self.shape.seq_len);
         let (dtype, columns, shape) = (input.dtype, input.elements(), input.shape.clone());
         let value =
             self.create(ValueInfo { rows: self.shape.sequences, columns, dtype }, Placement::Replicate);

@@ -61,8 +61,9 @@ mod work;
 mod work_context;
 
 pub use block::{
-    BatchInput, Bias, BlockShape, Constant, DropoutSite, HeadOutput, InputDeclaration, LoraAdapters,
-    MAX_DROPOUT_SITES, Mode, ParameterDeclaration, ParameterIndex, RunningUpdate, Statistics, Value,
+    BatchInput, Bias, BlockShape, Constant, DropoutSite, HeadOutput, InputDeclaration, InputLimit,
+    LoraAdapters, MAX_DROPOUT_SITES, Mode, ParameterDeclaration, ParameterIndex, RunningUpdate, Statistics,
+    Value,
 };
 pub use buffers::{CommunicationBuffer, Ring};
 pub use cost::BlockProfile;
@@ -78,6 +79,7 @@ pub use ops::{
     linear::Linear,
     rope::RotaryPairs,
     route::Routing,
+    sequence_token::SequenceToken,
 };
 pub use peers::{ContextPeers, GridGroups, Peers};
 pub use placement::{Placement, Split, Transfer};

@@ -5,10 +5,12 @@
 //! unexpected or of the wrong shape. Both use the same [`HfPlace`], in opposite directions.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 
 use crate::config::ModelConfig;
 use crate::error::{CheckpointProblem, ModelError};
 use crate::hf_tensor::{HfContent, HfPlace, HfTensor};
+use crate::model::Model;
 use crate::recorded::parameter_records;
 
 /// The tensors of a model's Hugging Face checkpoint.
@@ -21,6 +23,8 @@ pub struct HfMapping {
     tied: Vec<(String, String)>,
     /// Names of the parameters, in the model's order.
     parameters: Vec<String>,
+    /// The model, which knows older names of tensors.
+    model: Arc<dyn Model>,
 }
 
 /// Instructions for reading a checkpoint into a model.
@@ -47,7 +51,7 @@ impl HfMapping {
             .collect();
         let owned = records.iter().filter(|record| record.tie.is_none());
         let parameters = owned.map(|record| record.name.clone()).collect();
-        Self { prefix, tensors, tied, parameters }
+        Self { prefix, tensors, tied, parameters, model: config.handle() }
     }
 
     /// Returns the tensors of an exported checkpoint. Tied parameters are omitted, as in transformers.
@@ -64,8 +68,9 @@ impl HfMapping {
     /// Matches the tensors (name, shape) of a checkpoint with the model.
     ///
     /// Names are accepted with and without the family's prefix (`transformer.`, `model.`), as in transformers.
-    /// Buffers that older versions of transformers saved are skipped: causal masks (`attn.bias`, `attn.masked_bias`)
-    /// and `rotary_emb.inv_freq`.
+    /// Buffers that older versions of transformers saved are skipped: causal masks (`attn.bias`, `attn.masked_bias`, of
+    /// GPT-NeoX `attention.bias`, `attention.masked_bias`) and `rotary_emb.inv_freq`. So are tensors that
+    /// [`Model::checkpoint_name`] does not know.
     ///
     /// # Errors
     /// If a tensor is missing, unexpected, duplicated or of the wrong shape; the error lists every such tensor.
@@ -77,11 +82,11 @@ impl HfMapping {
         let mut found: BTreeMap<String, (&str, &[usize])> = BTreeMap::new();
         let outside = self.outside();
         for (name, shape) in checkpoint {
-            let is_full = name.starts_with(self.prefix) || outside.contains(name);
-            let full = if is_full { name.to_owned() } else { format!("{}{name}", self.prefix) };
-            if is_buffer(name) {
+            let Some(present) = self.model.checkpoint_name(name).filter(|_| !is_buffer(name)) else {
                 continue;
-            }
+            };
+            let is_full = present.starts_with(self.prefix) || outside.contains(&*present);
+            let full = if is_full { present.into_owned() } else { format!("{}{present}", self.prefix) };
             if let Some((first, _)) = found.insert(full, (name, shape)) {
                 problems.push(CheckpointProblem::Duplicate { tensors: [first.into(), name.into()] });
             }
@@ -158,7 +163,14 @@ impl HfImport {
 
 /// Returns true if a tensor is a buffer that older versions of transformers saved and newer ones compute.
 fn is_buffer(name: &str) -> bool {
-    [".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"].iter().any(|end| name.ends_with(end))
+    const ENDS: [&str; 5] = [
+        ".attn.bias",
+        ".attn.masked_bias",
+        ".attention.bias",
+        ".attention.masked_bias",
+        "rotary_emb.inv_freq",
+    ];
+    ENDS.iter().any(|end| name.ends_with(end))
 }
 
 fn wrong_shape(tensor: &str, expected: &[usize], found: &[usize]) -> Option<CheckpointProblem> {

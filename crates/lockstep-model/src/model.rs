@@ -4,6 +4,7 @@
 //! A model knows no mesh. [`Model::placements`] names the modules whose weights tensor-parallel ranks shard.
 
 use std::any::Any;
+use std::borrow::Cow;
 use std::fmt::Debug;
 use std::sync::Arc;
 
@@ -93,6 +94,10 @@ pub struct Sizes {
     pub window: Option<usize>,
     /// True if keys and values are projected from a latent vector that all heads share.
     pub has_latent_attention: bool,
+    /// True if queries and keys have norms over all heads together.
+    pub norms_span_heads: bool,
+    /// True if the layers of experts have biases.
+    pub experts_have_biases: bool,
 }
 
 /// A model: its units, the placement of its parameters, and its configuration.
@@ -134,7 +139,8 @@ pub trait Model: Any + Debug + Send + Sync {
     /// Changes a table into the contents of a `config.json` that transformers loads.
     fn finish_json(&self, _table: &mut Map<String, Json>) {}
 
-    /// Returns the class that transformers builds from the configuration; `None` for a model that it does not know.
+    /// Returns the class that transformers builds from the configuration; `None` for a model that it does not know, or whose
+    /// table names the class.
     fn architecture(&self) -> Option<&str> {
         None
     }
@@ -192,5 +198,11 @@ pub trait Model: Any + Debug + Send + Sync {
     /// and layout.
     fn checkpoint_tensors(&self, records: &[ParameterRecord]) -> Vec<HfTensor> {
         records.iter().filter(|record| record.tie.is_none()).map(HfTensor::same).collect()
+    }
+
+    /// Returns the name in [`Model::checkpoint_tensors`] of a checkpoint's tensor that may have an older one; `None` for a
+    /// tensor that this model does not read, such as one of a head for another task.
+    fn checkpoint_name<'n>(&self, name: &'n str) -> Option<Cow<'n, str>> {
+        Some(Cow::Borrowed(name))
     }
 }

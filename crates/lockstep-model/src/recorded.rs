@@ -15,7 +15,7 @@ use lockstep_plan::{
 
 use crate::{
     config::ModelConfig,
-    model::Tie,
+    model::{Model, Tie},
     options::{RecordingOptions, Tuning},
     units::{Flops, RecordedUnits},
 };
@@ -82,7 +82,7 @@ impl RecordedModel {
             records: Vec::new(),
             unit_parameters: Vec::new(),
             constants: description.constants(),
-            inputs: description.inputs(),
+            inputs: inputs_of(description, options.shape),
             flops,
             bias_update_rate: config.experts().map_or(0.0, |experts| experts.bias_update_rate),
             places: options.places,
@@ -124,6 +124,11 @@ impl RecordedModel {
     /// Returns the model's losses and metrics, the loss that is trained on first; empty if it was recorded without a loss.
     pub fn reports(&self) -> &[Report] {
         self.program(self.units() - 1).reports()
+    }
+
+    /// Returns the number of tokens in the vocabulary; 0 if the model reads no tokens.
+    pub fn vocabulary(&self) -> usize {
+        self.vocabulary
     }
 
     /// Returns the number of layers.
@@ -310,6 +315,11 @@ impl RecordedModel {
     }
 }
 
+/// Returns the named inputs of a model as tensors per sample of a micro-batch.
+fn inputs_of(model: &dyn Model, shape: BlockShape) -> Vec<InputDeclaration> {
+    model.inputs().iter().map(|input| input.for_tokens(shape.seq_len)).collect()
+}
+
 fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> ParameterRecord {
     ParameterRecord {
         name: format!("{prefix}{}", declared.name),
@@ -320,8 +330,8 @@ fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> Paramet
         unit,
         buffer: BufferUnit::alone(unit),
         trainable: declared.trainable,
-        // Weight decay applies to matrices, not to scales and biases.
-        decay: declared.shape.len() > 1,
+        // Weight decay applies to matrices, not to scales and biases; those of experts are stacked.
+        decay: declared.shape.len() > 1 && !declared.name.ends_with(".bias"),
         learning_rate_multiplier: 1.0,
     }
 }
@@ -348,7 +358,8 @@ impl ModelConfig {
 /// Returns the records of [`parameter_records`] with the parameters that `tuning` freezes and adds.
 pub fn tuned_records(config: &ModelConfig, tuning: &Tuning) -> Vec<ParameterRecord> {
     // Parameters do not depend on the shape of the input, so the smallest one suffices.
-    let shape = BlockShape { sequences: 1, seq_len: 1, dtype: DType::F32 };
+    let seq_len = config.model().sizes().fixed_seq_len.unwrap_or(1);
+    let shape = BlockShape { sequences: 1, seq_len, dtype: DType::F32 };
     let (mode, recompute) = (Mode::Inference, RecomputeRules::default());
     let head_output = HeadOutput::Logits;
     let (statistics, places) = (Statistics::of(mode), Places::default());

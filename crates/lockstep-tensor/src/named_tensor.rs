@@ -8,6 +8,8 @@ use crate::view::View;
 
 /// Name of the input that a loss counts: elements other than -100 of an i32 tensor are valid.
 pub const LABELS: &str = "labels";
+/// Name under which samples hold the ids of their tokens, u32 `[seq_len]`.
+pub const INPUT_IDS: &str = "input_ids";
 
 /// Names that data sets have for the inputs of models.
 const ALIASES: [(&str, &str); 2] = [("pixel_values", "image"), (LABELS, "label")];

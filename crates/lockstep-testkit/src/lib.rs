@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod decided;
+pub mod encoders;
 pub mod mutate;
 pub mod parity;
 pub mod quantized;
@@ -17,6 +18,8 @@ pub mod sample_seeds;
 pub mod sample_targets;
 pub mod seeds;
 pub mod targets;
+pub mod tiny_families;
+mod tiny_models;
 
 /// Fuzz target: a parser with its seeds and dictionary.
 #[derive(Debug, Clone, Copy)]

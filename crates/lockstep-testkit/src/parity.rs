@@ -18,163 +18,14 @@ use lockstep_plan::DType;
 use lockstep_plan::schedule::Kind;
 use lockstep_tensor::delayed::{Delayed, Fault};
 use lockstep_train::verify::{
-    Comparison, Numbers, ROUTER_MARGIN, SAMPLE_RUN, TINY_LLAMA, Tolerance, alone, exact, numbers, sample_text,
+    Comparison, Numbers, ROUTER_MARGIN, SAMPLE_RUN, Tolerance, alone, exact, numbers, sample_data,
+    sample_text,
 };
-use lockstep_train::{Error, ranks_of, train};
+use lockstep_train::{Error, ranks_of, train, train_on};
 use serde_json::Value;
 
 use crate::decided::decide;
-
-/// Model of the matrix, as settings of a run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct TinyModel {
-    /// Name in messages.
-    pub name: &'static str,
-    /// Settings that define the model.
-    pub settings: &'static [&'static str],
-}
-
-/// Learned positions, LayerNorm, tied embeddings, biases, and dropout at every site.
-pub const GPT2: TinyModel = TinyModel {
-    name: "gpt2",
-    settings: &[
-        "model.preset=baby-gpt",
-        "model.n_layer=4",
-        "model.n_embd=32",
-        "model.n_head=4",
-        "model.n_positions=16",
-        "model.bias=true",
-        "train.dropout=0.1",
-    ],
-};
-
-/// Rotary positions, RMSNorm, grouped-query attention, tied embeddings.
-pub const LLAMA: TinyModel = TinyModel { name: "llama", settings: &TINY_LLAMA };
-
-/// Query and key norms, and an untied output layer.
-pub const QWEN3: TinyModel = TinyModel {
-    name: "qwen3",
-    settings: &[
-        "model.preset=qwen3-0.6b",
-        "model.vocab_size=256",
-        "model.hidden_size=32",
-        "model.intermediate_size=48",
-        "model.num_hidden_layers=4",
-        "model.num_attention_heads=8",
-        "model.num_key_value_heads=4",
-        "model.head_dim=8",
-        "model.max_position_embeddings=16",
-        "model.tie_word_embeddings=false",
-    ],
-};
-
-/// Query, key and value biases.
-pub const QWEN2: TinyModel = TinyModel {
-    name: "qwen2",
-    settings: &[
-        "model.model_type=qwen2",
-        "model.vocab_size=256",
-        "model.hidden_size=32",
-        "model.intermediate_size=48",
-        "model.num_hidden_layers=2",
-        "model.num_attention_heads=4",
-        "model.num_key_value_heads=2",
-        "model.max_position_embeddings=16",
-    ],
-};
-
-/// Llama with sliding-window attention.
-pub const MISTRAL: TinyModel = TinyModel {
-    name: "mistral",
-    settings: &[
-        "model.model_type=mistral",
-        "model.vocab_size=256",
-        "model.hidden_size=32",
-        "model.intermediate_size=48",
-        "model.num_hidden_layers=2",
-        "model.num_attention_heads=4",
-        "model.num_key_value_heads=2",
-        "model.max_position_embeddings=16",
-        "model.sliding_window=5",
-    ],
-};
-
-/// Experts with an auxiliary loss, a z-loss, and a capacity that drops tokens.
-pub const MIXTRAL: TinyModel = TinyModel {
-    name: "mixtral",
-    settings: &[
-        "model.preset=mixtral-20m",
-        "model.hidden_size=32",
-        "model.intermediate_size=24",
-        "model.num_hidden_layers=4",
-        "model.num_attention_heads=8",
-        "model.num_key_value_heads=4",
-        "model.num_local_experts=4",
-        "model.router_aux_loss_coef=0.1",
-        "model.router_z_loss_coef=0.01",
-        "model.expert_capacity_factor=1.25",
-        "model.max_position_embeddings=16",
-        "model.initializer_range=0.2",
-    ],
-};
-
-/// A shared expert beside the routed ones, and layers without experts.
-pub const QWEN2_MOE: TinyModel = TinyModel {
-    name: "qwen2_moe",
-    settings: &[
-        "model.model_type=qwen2_moe",
-        "model.vocab_size=256",
-        "model.hidden_size=32",
-        "model.intermediate_size=48",
-        "model.moe_intermediate_size=16",
-        "model.shared_expert_intermediate_size=32",
-        "model.num_hidden_layers=4",
-        "model.decoder_sparse_step=2",
-        "model.num_attention_heads=8",
-        "model.num_key_value_heads=4",
-        "model.num_experts=8",
-        "model.num_experts_per_tok=3",
-        "model.router_aux_loss_coef=0.05",
-        "model.max_position_embeddings=16",
-        "model.initializer_range=0.2",
-    ],
-};
-
-/// Multi-head latent attention, group-limited routing, and a router bias for load balancing.
-pub const DEEPSEEK: TinyModel = TinyModel {
-    name: "deepseek_v3",
-    settings: &[
-        "model.model_type=deepseek_v3",
-        "model.vocab_size=256",
-        "model.hidden_size=32",
-        "model.intermediate_size=48",
-        "model.moe_intermediate_size=16",
-        "model.num_hidden_layers=4",
-        "model.num_attention_heads=8",
-        "model.q_lora_rank=16",
-        "model.kv_lora_rank=16",
-        "model.qk_nope_head_dim=4",
-        "model.qk_rope_head_dim=4",
-        "model.v_head_dim=6",
-        "model.n_routed_experts=8",
-        "model.n_group=4",
-        "model.topk_group=2",
-        "model.num_experts_per_tok=3",
-        "model.first_k_dense_replace=1",
-        "model.router_bias_update_rate=0.002",
-        "model.max_position_embeddings=16",
-        "model.initializer_range=0.2",
-    ],
-};
-
-/// All models of the matrix without experts.
-pub const MODELS: [TinyModel; 3] = [GPT2, LLAMA, QWEN3];
-
-/// All models of the matrix with experts.
-pub const MIXTURES: [TinyModel; 3] = [MIXTRAL, QWEN2_MOE, DEEPSEEK];
-
-/// Number of units in each of these models: the embedding, four blocks and the head.
-pub const UNITS: usize = 6;
+pub use crate::tiny_models::*;
 
 /// One way to parallelize a run.
 #[derive(Debug, Clone)]
@@ -421,7 +272,10 @@ impl Workbench {
             let settings = common.iter().chain(&dirs).map(String::as_str).chain(plan.iter().copied());
             let config = self.config(model, &settings.collect::<Vec<_>>())?;
             let show = |steps| Progress::as_lines(steps, Box::new(io::sink()));
-            let run = |ranks: &Ranks| train(&config, &resume, ranks, &Interrupt::default(), show);
+            let run = |ranks: &Ranks| match sample_data(&config)? {
+                Some(data) => train_on(data, &config, &resume, ranks, &Interrupt::default(), show),
+                None => train(&config, &resume, ranks, &Interrupt::default(), show),
+            };
             on_devices(&config, self.compute, run)?;
             let rows = std::fs::read_to_string(config.metrics.dir.join("metrics.jsonl"))?;
             let rows = rows.lines().filter_map(|row| serde_json::from_str::<Value>(row).ok());

@@ -28,9 +28,9 @@ pub(crate) fn describe(screen: &Screen<'_>, tensor: TensorPlace, progress: &mut 
     let Screen { config, model, data, engine, predicted, peak } = *screen;
     let parameters = human::count(model.config.parameter_count() as f64);
     let sizes = model.config.model().sizes();
-    let of_output = match sizes.vocab {
-        0 => format!("{} classes", sizes.classes),
-        words => format!("vocabulary {words}"),
+    let of_output = match sizes.classes {
+        0 => format!("vocabulary {}", sizes.vocab),
+        classes => format!("{classes} classes"),
     };
     let named = format!("{}: {parameters} parameters, {} layers, {of_output}", name(config), sizes.layers);
     progress.field("model", &named);

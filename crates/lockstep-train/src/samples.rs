@@ -205,7 +205,7 @@ impl Opening<'_> {
         let is_tar = self.config.data.format == DataFormat::WebDataset;
         let image = image_input(&self.inputs).map(|input| &input.name);
         let field = |input: &InputDeclaration| {
-            let InputDeclaration { name, dtype, shape } = input;
+            let InputDeclaration { name, dtype, shape, .. } = input;
             let is_image = image == Some(name);
             let usual = || match (is_tar, is_image, name == LABELS) {
                 (true, true, _) => IMAGE_EXTENSIONS.join(";"),
@@ -397,10 +397,19 @@ pub(crate) fn check_inputs(model: &ModelConfig, set: &SampleSet) -> Result<(), E
     let tensors = set.transforms.output(set.dataset.tensors())?;
     for declared in model.model().inputs() {
         let found = tensor_of(&tensors, &declared.name);
-        let shape: Vec<Option<usize>> = declared.shape.iter().copied().map(Some).collect();
-        if found.is_none_or(|tensor| tensor.dtype != declared.dtype || tensor.shape != shape) {
+        let shape = &declared.shape;
+        let is_of_shape = |extents: &[Option<usize>]| {
+            extents.len() == shape.len()
+                && extents.iter().zip(shape).all(|(extent, size)| *extent == Some(*size))
+        };
+        // The length of sequences is checked when a micro-batch is read.
+        let fits = |tensor: &TensorSpec| match (declared.is_per_token, tensor.shape.split_first()) {
+            (false, _) => is_of_shape(&tensor.shape),
+            (true, first) => first.is_some_and(|(_, of_token)| is_of_shape(of_token)),
+        };
+        if found.is_none_or(|tensor| tensor.dtype != declared.dtype || !fits(tensor)) {
             let found = tensors.iter().map(described).collect::<Vec<_>>().join(", ");
-            let InputDeclaration { name, dtype, shape } = declared;
+            let InputDeclaration { name, dtype, shape, .. } = declared;
             return Err(Error::Input { input: format!("{name} {dtype} {shape:?}"), found });
         }
     }

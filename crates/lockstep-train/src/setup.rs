@@ -13,6 +13,7 @@ use lockstep_plan::ParameterId;
 use lockstep_tensor::{Arena, ScratchFile};
 
 use crate::Error;
+use crate::new_head::NewHead;
 
 /// Builds the engine of the run; its weights are zero.
 ///
@@ -65,11 +66,13 @@ pub(crate) fn load_first_weights(
     match &model.pretrained {
         None => Ok(engine.initialize(config.train.seed)?),
         Some(directory) if model.tuning == Tuning::default() => {
-            load_weights(engine, |sink| directory.for_each_parameter(sink))
+            let head = NewHead::of(&model.config, directory.config());
+            load_weights(engine, (&head, config.train.seed), |sink| directory.for_each_parameter(sink))
         }
         Some(directory) => {
             let mut digest = None;
-            load_weights(engine, |sink| {
+            let head = NewHead::of(&model.config, directory.config());
+            load_weights(engine, (&head, config.train.seed), |sink| {
                 digest = Some(directory.for_each_parameter_hashed(sink)?);
                 Ok(())
             })?;
@@ -98,13 +101,18 @@ fn load_first_adapter(config: &RunConfig, model: &ResolvedModel, engine: &mut En
 }
 
 /// Callback that takes a parameter's name and values.
-type Sink<'s> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), Error>;
+pub(crate) type Sink<'s> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), Error>;
 
-/// Loads the weights that `read` passes to its callback.
+/// Loads the weights that `read` passes to its callback. Trained parameters of a new head that they lack get initial values by
+/// `seed`.
 ///
 /// # Errors
-/// If the weights lack a parameter of the model or have others.
-fn load_weights(engine: &mut Engine, read: impl FnOnce(Sink<'_>) -> Result<(), Error>) -> Result<(), Error> {
+/// If the weights lack another parameter of the model or have others.
+pub(crate) fn load_weights(
+    engine: &mut Engine,
+    (head, seed): (&NewHead, u64),
+    read: impl FnOnce(Sink<'_>) -> Result<(), Error>,
+) -> Result<(), Error> {
     // Includes parameters of other pipeline stages, which this rank skips.
     let owned = engine.records().iter().enumerate().filter(|(_, record)| record.tie.is_none());
     let ids: HashMap<String, ParameterId> =
@@ -120,8 +128,14 @@ fn load_weights(engine: &mut Engine, read: impl FnOnce(Sink<'_>) -> Result<(), E
         missing.remove(name);
         Ok(engine.write_state(id, StateKind::Parameter, values)?)
     })?;
+    let is_new = |name: &String| head.is_new(name) && engine.records()[ids[name].0].trainable;
+    let (new, missing): (BTreeSet<String>, BTreeSet<String>) = missing.into_iter().partition(is_new);
+    left_over.retain(|name| !head.is_left(name));
     if missing.is_empty() && left_over.is_empty() {
-        return Ok(());
+        let held: Vec<ParameterId> = engine.parameter_ids().collect();
+        let new = held.into_iter().filter(|id| new.contains(&engine.records()[id.0].name));
+        let new: Vec<ParameterId> = new.collect();
+        return Ok(new.into_iter().try_for_each(|id| engine.initialize_parameter(id, seed))?);
     }
     Err(Error::OtherParameters { missing: missing.into_iter().collect(), left_over })
 }

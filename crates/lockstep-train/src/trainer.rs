@@ -98,7 +98,8 @@ pub(crate) fn run(
     run_on((&model, data), config, resume, ranks, interrupt, show, observed)
 }
 
-fn run_on(
+/// Trains as [`run`] does, on `data` and with the model that `config` names.
+pub(crate) fn run_on(
     (model, data): (&ResolvedModel, TrainingData),
     config: &RunConfig,
     resume: &Resume,
@@ -178,7 +179,7 @@ fn run_on(
 /// Number of outcomes that the model predicts: tokens of its vocabulary, or classes.
 fn outcomes(model: &ResolvedModel) -> usize {
     let sizes = model.config.model().sizes();
-    sizes.vocab.max(sizes.classes)
+    if sizes.classes > 0 { sizes.classes } else { sizes.vocab }
 }
 
 /// Values of a step from which its metrics row is built.

@@ -7,6 +7,7 @@ use lockstep_data::samples::TensorSpec;
 use lockstep_data::{BatchSource, MicroBatch, SampleOrder};
 use lockstep_engine::HostBatch;
 use lockstep_model::ModelConfig;
+use lockstep_tensor::{INPUT_IDS, LABELS, NamedTensor, TensorData, find_tensor};
 use serde_json::Value;
 
 use crate::Error;
@@ -82,14 +83,28 @@ impl TrainingData {
     }
 }
 
-/// Returns a micro-batch as the engine reads it.
+/// Returns a micro-batch as the engine reads it. Samples of named tensors may hold their tokens as [`INPUT_IDS`], and a label
+/// for each of these as [`LABELS`].
 pub fn host_batch(batch: &MicroBatch) -> HostBatch<'_> {
+    let of_samples = sample_batch(&batch.inputs, &batch.sample_numbers);
     HostBatch {
-        ids: &batch.ids,
-        labels: &batch.labels,
+        ids: if batch.ids.is_empty() { of_samples.ids } else { &batch.ids },
+        labels: if batch.labels.is_empty() { of_samples.labels } else { &batch.labels },
         positions: &batch.positions,
         document_starts: &batch.document_starts,
-        sample_numbers: &batch.sample_numbers,
-        inputs: &batch.inputs,
+        ..of_samples
     }
+}
+
+/// Returns samples of named tensors as the engine reads them; see [`host_batch`].
+pub fn sample_batch<'a>(inputs: &'a [NamedTensor], sample_numbers: &'a [u64]) -> HostBatch<'a> {
+    let ids: &[u32] = match find_tensor(inputs, INPUT_IDS).map(|tensor| &tensor.data) {
+        Some(TensorData::U32(ids)) => ids,
+        _ => &[],
+    };
+    let labels: &[i32] = match find_tensor(inputs, LABELS).map(|tensor| &tensor.data) {
+        Some(TensorData::I32(labels)) if labels.len() == ids.len() => labels,
+        _ => &[],
+    };
+    HostBatch { ids, labels, sample_numbers, inputs, ..HostBatch::default() }
 }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use lockstep_config::{
-    Precision, Resume, Rounding, RunConfig, StatePrecision, offload_to_existing_directory,
+    Precision, Resume, Rounding, RunConfig, StatePrecision, offload_to_existing_directory, resolve_model,
 };
 use lockstep_engine::{Engine, Ranks};
 use lockstep_launch::interrupt::Interrupt;
@@ -16,9 +16,10 @@ use lockstep_observe::progress::Progress;
 use lockstep_plan::{Plan, Quantization, QuantizedType, Sharding, Share};
 use serde::{Deserialize, Serialize};
 
+use crate::generated_samples::generated_samples;
 use crate::records::RunOutputs;
-use crate::trainer::run;
-use crate::{Error, StepObserver};
+use crate::trainer::{run, run_on};
+use crate::{Error, StepObserver, TrainingData};
 
 pub use crate::comparison::{
     ComparedElement, ComparedGradient, ComparedStep, Comparison, NARROW_FACTOR, ROUTER_MARGIN,
@@ -130,8 +131,7 @@ pub fn first_numbers(
     // The learning rate depends on the number of steps, so the run is stopped early instead of being shortened.
     let stop = Interrupt::default();
     let mut watch = Watch { ranks, steps, asked: interrupt, stop: stop.clone(), numbers: Numbers::default() };
-    let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
-    run(&config, &Resume::Never, ranks, &stop, show, (&mut watch, RunOutputs::Nothing))?;
+    run_silently(&config, ranks, &stop, &mut watch)?;
     Ok(ranks.is_first().then_some(watch.numbers))
 }
 
@@ -142,9 +142,35 @@ pub fn first_numbers(
 pub fn watch(config: &RunConfig, ranks: &Ranks, observer: &mut dyn StepObserver) -> Result<(), Error> {
     let mut config = config.clone();
     offload_to_existing_directory(&mut config);
+    run_silently(&config, ranks, &Interrupt::default(), observer)
+}
+
+/// Runs `config` on its text, or on [`sample_data`] if its model needs them, and writes no files.
+fn run_silently(
+    config: &RunConfig,
+    ranks: &Ranks,
+    interrupt: &Interrupt,
+    observer: &mut dyn StepObserver,
+) -> Result<(), Error> {
     let show = |steps| Progress::as_lines(steps, Box::new(std::io::sink()));
-    run(&config, &Resume::Never, ranks, &Interrupt::default(), show, (observer, RunOutputs::Nothing))
-        .map(drop)
+    let observed = (observer, RunOutputs::Nothing);
+    match sample_data(config)? {
+        None => run(config, &Resume::Never, ranks, interrupt, show, observed),
+        Some(data) => {
+            let model = resolve_model(config)?;
+            run_on((&model, data), config, &Resume::Never, ranks, interrupt, show, observed)
+        }
+    }
+    .map(drop)
+}
+
+/// Returns random samples for a run whose model reads named inputs, which no text has; `None` for other runs.
+///
+/// # Errors
+/// If the model is not supported, or the plan does not fit it.
+pub fn sample_data(config: &RunConfig) -> Result<Option<TrainingData>, Error> {
+    let model = resolve_model(config)?;
+    Ok(generated_samples(&model.config, config.train.seq_len))
 }
 
 /// Returns the same run on one rank.

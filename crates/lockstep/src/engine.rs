@@ -1,12 +1,15 @@
 //! The engine of a loop of your own: forward and backward of a global batch, then the optimizer step.
 
+use std::path::{Path, PathBuf};
+
+use lockstep_checkpoint::latest_good;
 use lockstep_data::MicroBatch;
 use lockstep_data::samples::Batch;
 use lockstep_engine::{EngineOptions, HostBatch, Optimizer, Ranks, Update};
 use lockstep_graph::{MAX_REPORTS, Totals};
 use lockstep_model::ModelConfig;
 use lockstep_plan::{CheckedPlan, DType, Plan};
-use lockstep_train::{clip_coefficient, host_batch};
+use lockstep_train::{LoopState, clip_coefficient, host_batch, load_engine, sample_batch, save_engine};
 
 use crate::World;
 use crate::error::Error;
@@ -55,9 +58,12 @@ impl Default for Settings {
 pub struct Engine {
     engine: lockstep_engine::Engine,
     ranks: Ranks,
+    model: ModelConfig,
     plan: CheckedPlan,
     settings: Settings,
     updates: u64,
+    /// Samples of all ranks in the steps so far.
+    samples: u64,
     /// Reports of the last global batch.
     totals: Totals,
 }
@@ -69,6 +75,15 @@ pub struct Step {
     pub number: u64,
     /// Global L2 norm of the gradients before clipping.
     pub grad_norm: f64,
+}
+
+/// Memory of a rank, in bytes, of all categories together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Memory {
+    /// Prediction of the plan, made before anything was allocated.
+    pub predicted_bytes: usize,
+    /// Most that has been booked at one time so far.
+    pub peak_bytes: usize,
 }
 
 impl Engine {
@@ -96,12 +111,64 @@ impl Engine {
         let builder = lockstep_engine::Engine::builder(&model, plan.rank(world.rank()));
         let mut engine = builder.groups(ranks.groups().clone()).options(options).build(&ranks.arena())?;
         engine.initialize(settings.seed)?;
-        Ok(Self { engine, ranks, plan, settings, updates: 0, totals: Totals::default() })
+        let totals = Totals::default();
+        Ok(Self { engine, ranks, model, plan, settings, updates: 0, samples: 0, totals })
+    }
+
+    /// Returns the number of optimizer steps so far, those before the checkpoint included that was loaded.
+    pub fn steps(&self) -> u64 {
+        self.updates
+    }
+
+    /// Saves a checkpoint with parameters and optimizer state under `dir`, and returns its path. Every plan on any number of
+    /// ranks can load it; `lockstep checkpoint export` makes a Hugging Face directory of one of a known family. Collective:
+    /// every rank calls it.
+    ///
+    /// # Errors
+    /// If a weight is not finite, a file cannot be written, or a rank is lost. Earlier checkpoints remain.
+    pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<PathBuf, Error> {
+        let (step, samples_consumed, seed) = (self.updates, self.samples, self.settings.seed);
+        let state = LoopState { step, samples_consumed, seed };
+        let described = (&self.model, self.plan.plan());
+        Ok(save_engine(&mut self.engine, &self.ranks, dir.as_ref(), state, described)?)
+    }
+
+    /// Loads a checkpoint, whatever its plan was, or the weights of a Hugging Face directory. Collective: every rank calls it.
+    ///
+    /// # Errors
+    /// If a file is damaged, or the tensors are not those of the model.
+    pub fn load(&mut self, path: impl AsRef<Path>) -> Result<(), Error> {
+        let state = load_engine(&mut self.engine, path.as_ref(), (&self.model, self.settings.seed))?;
+        (self.updates, self.samples) = (state.step, state.samples_consumed);
+        Ok(())
+    }
+
+    /// Loads the newest intact checkpoint under `dir`, if there is one, and returns the number of optimizer steps so far.
+    /// Collective: every rank calls it.
+    ///
+    /// # Errors
+    /// As for [`Engine::load`], and if the directory cannot be read.
+    pub fn resume(&mut self, dir: impl AsRef<Path>) -> Result<u64, Error> {
+        let dir = dir.as_ref();
+        if dir.is_dir()
+            && let Some(checkpoint) = latest_good(dir).map_err(lockstep_train::Error::from)?.checkpoint
+        {
+            self.load(checkpoint.path())?;
+        }
+        Ok(self.updates)
     }
 
     /// Returns the plan, with everything resolved that it left open.
     pub fn plan(&self) -> &CheckedPlan {
         &self.plan
+    }
+
+    /// Returns the predicted and the booked memory of this rank.
+    pub fn memory(&self) -> Memory {
+        Memory {
+            predicted_bytes: self.engine.predicted_memory().by_category().total(),
+            peak_bytes: self.engine.arena().peak_total_bytes(),
+        }
     }
 
     /// Returns the engine beneath: weights, gradients, memory and traces of this rank.
@@ -161,6 +228,7 @@ impl Engine {
     pub fn step(&mut self, learning_rate: f64) -> Result<Step, Error> {
         let grad_norm = self.engine.finish_gradients()?;
         self.updates += 1;
+        self.samples += self.settings.global_batch as u64;
         self.engine.update(&Update {
             learning_rate,
             weight_decay: self.settings.weight_decay,
@@ -193,7 +261,7 @@ pub trait Inputs {
 
 impl Inputs for Batch {
     fn host_batch(&self) -> HostBatch<'_> {
-        HostBatch { sample_numbers: &self.sample_numbers, inputs: &self.tensors, ..HostBatch::default() }
+        sample_batch(&self.tensors, &self.sample_numbers)
     }
 }
 

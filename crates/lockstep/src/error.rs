@@ -4,7 +4,7 @@ use lockstep_comm::CommError;
 use lockstep_data::DataError;
 use lockstep_engine::EngineError;
 use lockstep_model::ModelError;
-use lockstep_plan::PlanProblems;
+use lockstep_plan::{PlanError, PlanProblems};
 
 /// An error of the library.
 #[derive(Debug, thiserror::Error)]
@@ -16,6 +16,9 @@ pub enum Error {
     /// The plan does not fit the model or the ranks.
     #[error("{0}")]
     Plan(#[from] PlanProblems),
+    /// A plan file cannot be read or written.
+    #[error(transparent)]
+    PlanFile(#[from] PlanError),
     /// The plan is for another number of ranks.
     #[error("the plan is for {plan} ranks, and the program has {world} (--nproc-per-node)")]
     WorldSize {
@@ -39,6 +42,12 @@ pub enum Error {
     /// The training loop has failed.
     #[error(transparent)]
     Train(#[from] lockstep_train::Error),
+    /// The planner cannot choose a plan.
+    #[error(transparent)]
+    Planner(#[from] lockstep_planner::Error),
+    /// Rank 0 has failed and says why.
+    #[error("rank 0 has failed; its message says why")]
+    FirstRank,
     /// A file of the program cannot be read or written.
     #[error("{path}: {source}", path = path.display())]
     Io {
@@ -62,6 +71,7 @@ impl Error {
             self,
             Self::Model(_)
                 | Self::Plan(_)
+                | Self::PlanFile(_)
                 | Self::WorldSize { .. }
                 | Self::Config(_)
                 | Self::NoData
@@ -84,7 +94,13 @@ impl Error {
             Self::Comm(error) => Ok(error.into()),
             Self::Config(error) => Ok(error.into()),
             Self::Train(error) => Ok(error),
-            error @ (Self::WorldSize { .. } | Self::Io { .. } | Self::NoData | Self::NoTargets) => Err(error),
+            error @ (Self::WorldSize { .. }
+            | Self::PlanFile(_)
+            | Self::Planner(_)
+            | Self::FirstRank
+            | Self::Io { .. }
+            | Self::NoData
+            | Self::NoTargets) => Err(error),
         }
     }
 }

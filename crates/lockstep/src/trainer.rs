@@ -9,6 +9,7 @@ use lockstep_engine::Ranks;
 use lockstep_model::{ModelConfig, register_given};
 use lockstep_observe::progress::{Detail, Progress};
 use lockstep_plan::Plan;
+use lockstep_planner::choose;
 use lockstep_train::{SampleCorpus, SampleSet, Summary, TrainingData, ranks_of, train_on};
 
 use crate::World;
@@ -23,7 +24,7 @@ pub struct Trainer {
     model: ModelConfig,
     data: Option<SampleSet>,
     valid: Option<SampleSet>,
-    plan: Option<Plan>,
+    layout: Layout,
     settings: Vec<String>,
     resume: Resume,
 }
@@ -31,8 +32,8 @@ pub struct Trainer {
 impl Trainer {
     /// Returns a run of a model: one of the families, or one of your own.
     pub fn new(model: impl Into<ModelConfig>) -> Self {
-        let (data, valid, plan) = (None, None, None);
-        Self { model: model.into(), data, valid, plan, settings: Vec::new(), resume: Resume::Auto }
+        let (settings, resume) = (Vec::new(), Resume::Auto);
+        Self { model: model.into(), data: None, valid: None, layout: Layout::Replicas, settings, resume }
     }
 
     /// Sets the training samples and what is done to each of them.
@@ -49,10 +50,10 @@ impl Trainer {
         self
     }
 
-    /// Sets the plan, which is extended to all ranks by data parallelism ([`Plan::over`]); by default ranks are replicas.
+    /// Sets the plan, or [`Layout::Auto`] for the planner's choice; by default ranks are replicas.
     #[must_use]
-    pub fn plan(mut self, plan: Plan) -> Self {
-        self.plan = Some(plan);
+    pub fn plan(mut self, layout: impl Into<Layout>) -> Self {
+        self.layout = layout.into();
         self
     }
 
@@ -104,13 +105,46 @@ impl Trainer {
         let own = [format!("model.model_type={:?}", register_given(self.model.handle()))];
         let settings: Vec<&String> = own.iter().chain(&self.settings).collect();
         let config = RunConfig::parse("", "the trainer", &settings).map_err(lockstep_config::Error::from)?;
-        let planned = match &self.plan {
-            Some(plan) => {
-                let plan = plan.clone().over(world.size());
-                config.with_plan(&PlanFile::unwritten(plan, "the trainer's plan"))
-            }
+        let plan = match &self.layout {
+            Layout::Replicas => None,
+            Layout::Auto => self.chosen(&config, world)?,
+            Layout::Given(plan) => Some(plan.as_ref().clone().over(world.size())),
+        };
+        let planned = match plan {
+            Some(plan) => config.with_plan(&PlanFile::unwritten(plan, "the trainer's plan")),
             None => config.with_settings(&[config.setting_for_ranks(world.size())?]),
         };
         Ok(planned.map_err(lockstep_config::Error::from)?)
+    }
+
+    /// Returns the plan that rank 0 chooses for all ranks, as `lockstep train` does; `None` if the settings say how to split
+    /// the run, or no plan fits, which the check of the run reports.
+    fn chosen(&self, config: &RunConfig, world: &World) -> Result<Option<Plan>, Error> {
+        if config.says_how_to_split() {
+            return Ok(None);
+        }
+        let choose = || -> Result<String, Error> {
+            let choice = choose(config, &self.resume, Some(world.size()))?;
+            Ok(choice.map_or(Ok(String::new()), |choice| choice.plan.plan().to_json())?)
+        };
+        let text = world.from_first(choose)?;
+        Ok(if text.is_empty() { None } else { Some(Plan::from_json(&text)?) })
+    }
+}
+
+/// The layout of a run over its ranks.
+#[derive(Debug, Clone)]
+pub enum Layout {
+    /// Every rank is a data-parallel replica, unless a setting says otherwise.
+    Replicas,
+    /// The planner's choice, as for `lockstep train` without `[parallel]`: the fastest plan that fits in memory.
+    Auto,
+    /// A plan, which is extended to all ranks by data parallelism ([`Plan::over`]).
+    Given(Box<Plan>),
+}
+
+impl From<Plan> for Layout {
+    fn from(plan: Plan) -> Self {
+        Self::Given(Box::new(plan))
     }
 }

@@ -3,7 +3,7 @@
 
 use lockstep_comm::CommError;
 use lockstep_plan::work::Kept;
-use lockstep_tensor::View;
+use lockstep_tensor::{TokenPositions, View};
 
 #[cfg(feature = "faults")]
 use crate::faults::Fault;
@@ -25,6 +25,8 @@ struct Dropout {
     tokens: TokenRange,
     first_feature: u32,
     y: Value,
+    /// True if `x` has one row per sequence.
+    is_of_sequences: bool,
 }
 
 impl Recorder {
@@ -41,15 +43,20 @@ impl Recorder {
             _ => 0,
         } as u32;
         let y = self.same_shape(x);
-        let tokens = self.tokens_of(placement);
-        self.push(Dropout { x, site, tokens, first_feature, y });
+        let is_of_sequences = self.local_rows(x) != self.rows_of(placement);
+        let tokens = if is_of_sequences {
+            TokenRange { first: 0, len: self.local_rows(x) }
+        } else {
+            self.tokens_of(placement)
+        };
+        self.push(Dropout { x, site, tokens, first_feature, y, is_of_sequences });
         y
     }
 }
 
 impl Dropout {
     fn mask(&self, run: &Run<'_>, x: View<'_>, y: View<'_>) {
-        let places = run.places(self.tokens);
+        let places = if self.is_of_sequences { TokenPositions::whole(1) } else { run.places(self.tokens) };
         run.queue().dropout(run.dropout(self.site), places, self.first_feature, x, y);
     }
 }

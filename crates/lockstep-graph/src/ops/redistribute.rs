@@ -106,6 +106,9 @@ impl Recorder {
             (Placement::ShardTokens, Placement::Replicate) => {
                 self.exchange(x, Redistribute::AllGatherReplicated, Placement::Replicate)
             }
+            (Placement::Replicate, Placement::ShardTokens) => {
+                self.exchange(x, Redistribute::SliceTokens, Placement::ShardTokens)
+            }
             _ => x,
         }
     }

@@ -32,12 +32,20 @@ pub struct Facts {
     pub intermediate: usize,
     /// True if keys and values are projected from a latent vector that all heads share (multi-head latent attention).
     pub has_latent_attention: bool,
-    /// Vocabulary size in tokens.
+    /// True if queries and keys have norms over all heads together.
+    pub norms_span_heads: bool,
+    /// Vocabulary size in tokens; 0 for a model that reads none.
     pub vocab: usize,
+    /// True if the model reads named inputs beside its tokens, such as masks or class labels.
+    pub has_inputs: bool,
+    /// Sequence length in tokens of every sample, for a model whose samples are all of one length.
+    pub fixed_seq_len: Option<usize>,
     /// Experts per block; 0 for a dense model.
     pub experts: usize,
     /// Width of an expert's feed-forward layer.
     pub expert_intermediate: usize,
+    /// True if the layers of experts have biases.
+    pub experts_have_biases: bool,
     /// Rank of the LoRA adapter if only adapters are trained; `None` otherwise.
     pub adapter_rank: Option<usize>,
     /// Facts about the optimizer step.

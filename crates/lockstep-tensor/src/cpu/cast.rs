@@ -8,7 +8,7 @@ use super::{
     operands::{Operand, check_disjoint, expect},
     simd::{Float, inlined, with_float},
     tasks::elements_per_task,
-    vision,
+    vision::{self, Selection},
 };
 use crate::{CopyKernels, Element, View, Write};
 
@@ -66,16 +66,28 @@ impl CopyKernels for CpuQueue {
         vision::prepend_row(self, row, x, y);
     }
 
-    fn prepend_row_backward(&self, dy: View<'_>, drow: View<'_>, dx: View<'_>, write: Write) {
-        vision::prepend_row_backward(self, dy, drow, dx, write);
+    fn prepend_row_backward_input(&self, dy: View<'_>, dx: View<'_>, write: Write) {
+        vision::prepend_row_backward_input(self, dy, dx, write);
+    }
+
+    fn prepend_row_backward_row(&self, dy: View<'_>, drow: View<'_>) {
+        vision::prepend_row_backward_row(self, dy, drow);
     }
 
     fn select_row(&self, x: View<'_>, index: usize, y: View<'_>) {
-        vision::select_row(self, x, index, y);
+        vision::select_row(self, x, Selection::Same(index), y);
     }
 
     fn select_row_backward(&self, dy: View<'_>, index: usize, dx: View<'_>, write: Write) {
-        vision::select_row_backward(self, dy, index, dx, write);
+        vision::select_row_backward(self, dy, Selection::Same(index), dx, write);
+    }
+
+    fn select_rows(&self, x: View<'_>, indices: View<'_>, y: View<'_>) {
+        vision::select_row(self, x, Selection::Each(indices), y);
+    }
+
+    fn select_rows_backward(&self, dy: View<'_>, indices: View<'_>, dx: View<'_>, write: Write) {
+        vision::select_row_backward(self, dy, Selection::Each(indices), dx, write);
     }
 
     fn zero(&self, y: View<'_>) {

@@ -12,11 +12,11 @@ use super::{
 use crate::{
     Activation, AdamW, Arena, Attention, AttentionKernels, AttentionWrite, BatchNorm, BatchNormKernels,
     Conv2d, ConvolutionKernels, CopyKernels, CpuLevel, CpuQueue, Device, DeviceMemory, Dropout,
-    ElementwiseKernels, EmbeddingKernels, Event, F32Products, Gelu, Gemm, GemmKernels, GroupedGemm,
-    HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels, Pending,
-    Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue, RotaryKernels,
-    Rotation, Router, RouterGradients, RouterKernels, RouterOutputs, RunningStatistics, Sgd, TensorError,
-    TokenPositions, View, Workers, Write,
+    ElementwiseKernels, EmbeddingKernels, Event, F32Products, GatedActivation, Gelu, Gemm, GemmKernels,
+    GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels,
+    Pending, Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue, RmsNorm,
+    RotaryKernels, Rotation, Router, RouterGradients, RouterKernels, RouterOutputs, RunningStatistics, Sgd,
+    TensorError, TokenPositions, View, Workers, Write,
 };
 
 /// A handle of the device's list, and the CPU queue that runs its jobs.
@@ -172,11 +172,9 @@ families! {
         embedding_backward(ids: View<'_>, dy: View<'_>, first_id: u32, gradient: View<'_>);
     }
     NormKernels {
-        rms_norm(x: View<'_>, weight: View<'_>, eps: f32, y: View<'_>, rstd: View<'_>);
-        rms_norm_backward_input(
-            dy: View<'_>, x: View<'_>, weight: View<'_>, rstd: View<'_>, dx: View<'_>, write: Write
-        );
-        rms_norm_backward_weight(dy: View<'_>, x: View<'_>, rstd: View<'_>, dweight: View<'_>);
+        rms_norm(norm: RmsNorm<'_>, eps: f32, y: View<'_>);
+        rms_norm_backward_input(norm: RmsNorm<'_>, dy: View<'_>, dx: View<'_>, write: Write);
+        rms_norm_backward_weight(norm: RmsNorm<'_>, dy: View<'_>, dweight: View<'_>);
         layer_norm(norm: LayerNorm<'_>, bias: Option<View<'_>>, eps: f32, y: View<'_>);
         layer_norm_backward_input(norm: LayerNorm<'_>, dy: View<'_>, dx: View<'_>, write: Write);
         layer_norm_backward_weight(
@@ -205,8 +203,10 @@ families! {
         );
     }
     ElementwiseKernels {
-        swiglu(gate: View<'_>, up: View<'_>, y: View<'_>);
-        swiglu_backward(dy: View<'_>, gate: View<'_>, up: View<'_>, dgate: View<'_>, dup: View<'_>);
+        gated(kind: GatedActivation, gate: View<'_>, up: View<'_>, y: View<'_>);
+        gated_backward(
+            kind: GatedActivation, dy: View<'_>, gate: View<'_>, up: View<'_>, dgate: View<'_>, dup: View<'_>
+        );
         gelu(kind: Gelu, x: View<'_>, y: View<'_>);
         gelu_backward(kind: Gelu, dy: View<'_>, x: View<'_>, dx: View<'_>);
         activation(kind: Activation, x: View<'_>, y: View<'_>);
@@ -268,9 +268,12 @@ families! {
         cast(x: View<'_>, y: View<'_>);
         transpose_blocks(x: View<'_>, y: View<'_>);
         prepend_row(row: View<'_>, x: View<'_>, y: View<'_>);
-        prepend_row_backward(dy: View<'_>, drow: View<'_>, dx: View<'_>, write: Write);
+        prepend_row_backward_input(dy: View<'_>, dx: View<'_>, write: Write);
+        prepend_row_backward_row(dy: View<'_>, drow: View<'_>);
         select_row(x: View<'_>, index: usize, y: View<'_>);
         select_row_backward(dy: View<'_>, index: usize, dx: View<'_>, write: Write);
+        select_rows(x: View<'_>, indices: View<'_>, y: View<'_>);
+        select_rows_backward(dy: View<'_>, indices: View<'_>, dx: View<'_>, write: Write);
         zero(y: View<'_>);
     }
     QuantizationKernels {

@@ -17,15 +17,25 @@ pub trait CopyKernels {
     /// `x [batch, n, width]`. Float types.
     fn prepend_row(&self, row: View<'_>, x: View<'_>, y: View<'_>);
 
-    /// Computes the gradients of [`CopyKernels::prepend_row`]. Adds that of the row, the sum over sequences, to `drow`
-    /// (f32 `[width]`), and writes that of `x` to `dx`.
-    fn prepend_row_backward(&self, dy: View<'_>, drow: View<'_>, dx: View<'_>, write: Write);
+    /// Computes the gradient of `x` of [`CopyKernels::prepend_row`].
+    fn prepend_row_backward_input(&self, dy: View<'_>, dx: View<'_>, write: Write);
+
+    /// Adds the gradient of the row of [`CopyKernels::prepend_row`], the sum over the sequences of
+    /// `dy [batch, n + 1, width]`, to `drow` (f32 `[width]`).
+    fn prepend_row_backward_row(&self, dy: View<'_>, drow: View<'_>);
 
     /// Copies row `index` of each sequence of `x [batch, n, width]` to `y [batch, width]`. Float types.
     fn select_row(&self, x: View<'_>, index: usize, y: View<'_>);
 
     /// Computes the gradient of [`CopyKernels::select_row`], which is zero in all other rows.
     fn select_row_backward(&self, dy: View<'_>, index: usize, dx: View<'_>, write: Write);
+
+    /// Copies row `indices[b]` of sequence `b` of `x [batch, n, width]` to `y [batch, width]`; indices u32 `[batch]`. An
+    /// index beyond the sequence gives a row of NaN. Float types.
+    fn select_rows(&self, x: View<'_>, indices: View<'_>, y: View<'_>);
+
+    /// Computes the gradient of [`CopyKernels::select_rows`], which is zero in all other rows.
+    fn select_rows_backward(&self, dy: View<'_>, indices: View<'_>, dx: View<'_>, write: Write);
 
     /// Sets every byte to zero.
     fn zero(&self, y: View<'_>);

@@ -9,6 +9,7 @@ use crate::{
 /// Rules that hold for any degrees, valid or not.
 pub(in crate::plan) const WITH_MODEL: &[Rule<Facts>] = &[
     Rule(&["model"], same_model),
+    Rule(&["seq_len"], fixed_length),
     Rule(&["recompute"], recomputed_layers),
     Rule(&["mesh.replicate"], world),
 ];
@@ -31,6 +32,8 @@ pub(in crate::plan) const ON_RANKS: &[Rule<Facts>] = &[
     Rule(&["mesh.context"], |plan, facts, found| {
         if facts.heads == 0 {
             without_heads("context", plan.mesh.context, found);
+        } else if facts.has_inputs {
+            with_inputs(plan.mesh.context, found);
         }
     }),
     Rule(&["mesh.expert"], |plan, facts, found| {
@@ -39,6 +42,10 @@ pub(in crate::plan) const ON_RANKS: &[Rule<Facts>] = &[
     Rule(&["mesh.expert_tensor"], |plan, facts, found| {
         let split = (facts.expert_intermediate, "columns of an expert");
         experts(("expert_tensor", plan.mesh.expert_tensor), split, facts, found);
+        if plan.mesh.expert_tensor > 1 && facts.experts_have_biases {
+            let degree = plan.mesh.expert_tensor;
+            found.push(format!("expert_tensor {degree} splits experts, and these have biases; nearest: 1"));
+        }
     }),
     Rule(&["seq_len", "mesh.context", "sequence_parallel", "tensor_layout"], sequence),
     Rule(&["mesh.context", "context_method"], all_to_all),
@@ -53,6 +60,15 @@ fn same_model(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     let (of_plan, model) = (&plan.model, &facts.model);
     if !of_plan.is_empty() && of_plan != model {
         found.push(format!("the plan is for the model {of_plan}, and this one is {model}"));
+    }
+}
+
+/// Adds a problem if sequences do not have the length that all samples of the model have.
+fn fixed_length(_: &Plan, facts: &Facts, found: &mut Vec<String>) {
+    let seq_len = facts.step.seq_len;
+    if let Some(fixed) = facts.fixed_seq_len.filter(|fixed| *fixed != seq_len) {
+        found
+            .push(format!("seq_len {seq_len}, and every sample of this model has {fixed}; nearest: {fixed}"));
     }
 }
 
@@ -87,7 +103,12 @@ impl Facts {
     /// Returns true if a tensor-parallel group of `ranks` can shard the heads, and shard or replicate the key and value heads.
     pub fn shards_heads(&self, ranks: usize) -> bool {
         let has_heads = ranks == 1 || self.heads > 0;
-        has_heads && self.heads.is_multiple_of(ranks) && even(self.key_value_heads, ranks)
+        let shards_keys = if self.norms_span_heads {
+            self.key_value_heads.is_multiple_of(ranks)
+        } else {
+            even(self.key_value_heads, ranks)
+        };
+        has_heads && self.heads.is_multiple_of(ranks) && shards_keys
     }
 }
 
@@ -137,8 +158,13 @@ fn tensor(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
         return;
     }
     let valid = |value: &usize| facts.shards_heads(*value) && columns.is_multiple_of(*value);
-    let nearest = next_to(tensor, (1..=facts.heads.min(facts.vocab)).filter(valid));
+    let most = if facts.vocab == 0 { facts.heads } else { facts.heads.min(facts.vocab) };
+    let nearest = next_to(tensor, (1..=most).filter(valid));
     heads("tensor", tensor, facts, nearest, found);
+    if facts.norms_span_heads {
+        let keys = (facts.key_value_heads, "key/value heads, whose norm spans them all");
+        divides(("tensor", tensor), keys, nearest, found);
+    }
     divides(("tensor", tensor), (columns, "columns of the feed-forward layers"), nearest, found);
 }
 
@@ -146,6 +172,15 @@ fn tensor(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
 fn without_heads(degree: &str, value: usize, found: &mut Vec<String>) {
     if value > 1 {
         found.push(format!("{degree} {value} shards attention heads, and this model has none; nearest: 1"));
+    }
+}
+
+/// Adds a problem if ranks are to share the sequences of a model with named inputs, which belong to whole sequences.
+fn with_inputs(context: usize, found: &mut Vec<String>) {
+    if context > 1 {
+        found.push(format!(
+            "context {context} shards sequences, and this model reads inputs of whole sequences beside its tokens; nearest: 1"
+        ));
     }
 }
 
@@ -206,6 +241,7 @@ fn beside_square(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
         (plan.mesh.context > 1, "context parallelism"),
         (facts.experts > 0, "experts"),
         (facts.has_latent_attention, "latent attention"),
+        (facts.norms_span_heads, "norms over all heads of queries and keys"),
     ];
     for (_, with) in others.into_iter().filter(|(is_there, _)| is_square(plan) && *is_there) {
         found.push(format!(
@@ -216,7 +252,7 @@ fn beside_square(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
 
 fn vocabulary(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     let (tensor, vocab) = (plan.mesh.tensor, facts.vocab);
-    if facts.heads > 0 && tensor > vocab {
+    if facts.heads > 0 && vocab > 0 && tensor > vocab {
         found.push(format!(
             "tensor {tensor} leaves ranks without a token of the vocabulary of {vocab}; nearest: {vocab}"
         ));
@@ -247,7 +283,12 @@ fn sequence(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
         (false, true) => (parts, "2 x context"),
         (false, false) => (parts, "context"),
     };
-    multiple("seq_len", facts.step.seq_len, factors, factor, found);
+    // Ranks that shard the tokens of whole sequences need not shard each sequence evenly, unless experts balance them.
+    let of_micro_batch = plan.micro_batch_of(facts.step.global_batch).saturating_mul(facts.step.seq_len);
+    let is_even = context == 1 && facts.experts == 0 && of_micro_batch.is_multiple_of(factor);
+    if !is_even {
+        multiple("seq_len", facts.step.seq_len, factors, factor, found);
+    }
 }
 
 /// Adds a problem if the heads of a tensor-parallel rank cannot be sharded over the context-parallel group.

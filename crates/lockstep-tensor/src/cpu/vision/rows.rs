@@ -39,27 +39,12 @@ pub(in crate::cpu) fn prepend_row(queue: &CpuQueue, row: View<'_>, x: View<'_>, 
     });
 }
 
-pub(in crate::cpu) fn prepend_row_backward(
-    queue: &CpuQueue,
-    dy: View<'_>,
-    drow: View<'_>,
-    dx: View<'_>,
-    write: Write,
-) {
-    let [batch, len, width] = sequences_of("prepend_row_backward: dx", dx);
-    expect("prepend_row_backward: drow", drow, DType::F32, width);
-    expect("prepend_row_backward: dy", dy, dx.dtype(), batch * (len + 1) * width);
-    check_disjoint(&[drow, dx], &[dy]);
+pub(in crate::cpu) fn prepend_row_backward_input(queue: &CpuQueue, dy: View<'_>, dx: View<'_>, write: Write) {
+    let [batch, len, width] = sequences_of("prepend_row_backward_input: dx", dx);
+    expect("prepend_row_backward_input: dy", dy, dx.dtype(), batch * (len + 1) * width);
+    check_disjoint(&[dx], &[dy]);
     with_float!(dx.dtype(), T => {
         let [dy, dx] = [dy, dx].map(Operand::<T>::new);
-        queue.add_sum_over_rows(batch, [drow], inlined!(|range, [sum]| {
-            for sequence in range {
-                let first = sequence * (len + 1) * width;
-                // SAFETY: `dy` is only read, and overlaps no output.
-                let dy = unsafe { dy.read(first..first + width) };
-                sum.iter_mut().zip(dy).for_each(|(sum, dy)| *sum += dy.load());
-            }
-        }));
         queue.for_each_row(batch * len, width, inlined!(|row, isa| {
             let from = (row + row / len + 1) * width;
             // SAFETY: `dy` is only read, and each row of `dx` belongs to one task.
@@ -69,18 +54,84 @@ pub(in crate::cpu) fn prepend_row_backward(
     });
 }
 
-pub(in crate::cpu) fn select_row(queue: &CpuQueue, x: View<'_>, index: usize, y: View<'_>) {
+pub(in crate::cpu) fn prepend_row_backward_row(queue: &CpuQueue, dy: View<'_>, drow: View<'_>) {
+    let [batch, longer, width] = sequences_of("prepend_row_backward_row: dy", dy);
+    expect("prepend_row_backward_row: drow", drow, DType::F32, width);
+    check_disjoint(&[drow], &[dy]);
+    with_float!(dy.dtype(), T => {
+        let dy = Operand::<T>::new(dy);
+        queue.add_sum_over_rows(batch, [drow], inlined!(|range, [sum]| {
+            for sequence in range {
+                let first = sequence * longer * width;
+                // SAFETY: `dy` is only read, and overlaps no output.
+                let dy = unsafe { dy.read(first..first + width) };
+                sum.iter_mut().zip(dy).for_each(|(sum, dy)| *sum += dy.load());
+            }
+        }));
+    });
+}
+
+/// Row of each sequence that is selected.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cpu) enum Selection<'a> {
+    /// The same row of every sequence.
+    Same(usize),
+    /// A row of each sequence, u32 `[batch]`.
+    Each(View<'a>),
+}
+
+impl<'a> Selection<'a> {
+    /// Returns the rows of `batch` sequences, given those that the views of an operation write.
+    fn rows(self, name: &str, [batch, len]: [usize; 2], written: View<'_>) -> Rows<'a> {
+        match self {
+            Self::Same(index) => {
+                assert!(index < len, "{name}: row {index} of sequences of {len}");
+                Rows::Same(index)
+            }
+            Self::Each(indices) => {
+                expect(&format!("{name}: indices"), indices, DType::U32, batch);
+                check_disjoint(&[written], &[indices]);
+                // SAFETY: the indices overlap no output, and kernels write only their outputs.
+                Rows::Each(unsafe { indices.slice::<u32>() })
+            }
+        }
+    }
+}
+
+/// Rows of a [`Selection`].
+#[derive(Clone, Copy)]
+enum Rows<'a> {
+    Same(usize),
+    Each(&'a [u32]),
+}
+
+impl Rows<'_> {
+    #[inline(always)]
+    fn of(self, sequence: usize) -> usize {
+        match self {
+            Self::Same(index) => index,
+            Self::Each(indices) => indices[sequence] as usize,
+        }
+    }
+}
+
+pub(in crate::cpu) fn select_row(queue: &CpuQueue, x: View<'_>, selection: Selection<'_>, y: View<'_>) {
     let [batch, len, width] = sequences_of("select_row: x", x);
-    assert!(index < len, "select_row: row {index} of sequences of {len}");
+    let rows = selection.rows("select_row", [batch, len], y);
     expect("select_row: y", y, x.dtype(), batch * width);
     check_disjoint(&[y], &[x]);
     with_float!(x.dtype(), T => {
         let [x, y] = [x, y].map(Operand::<T>::new);
         queue.for_each_row(batch, width, inlined!(|sequence, _| {
-            let from = (sequence * len + index) * width;
-            // SAFETY: `x` is only read, and each row of `y` belongs to one task.
-            unsafe {
-                y.write(sequence * width..(sequence + 1) * width).copy_from_slice(x.read(from..from + width));
+            let index = rows.of(sequence);
+            // SAFETY: each row of `y` belongs to one task.
+            let y = unsafe { y.write(sequence * width..(sequence + 1) * width) };
+            if index < len {
+                let from = (sequence * len + index) * width;
+                // SAFETY: `x` is only read, and does not overlap `y`.
+                y.copy_from_slice(unsafe { x.read(from..from + width) });
+            } else {
+                y.fill(T::store(f32::NAN));
             }
         }));
     });
@@ -89,19 +140,19 @@ pub(in crate::cpu) fn select_row(queue: &CpuQueue, x: View<'_>, index: usize, y:
 pub(in crate::cpu) fn select_row_backward(
     queue: &CpuQueue,
     dy: View<'_>,
-    index: usize,
+    selection: Selection<'_>,
     dx: View<'_>,
     write: Write,
 ) {
     let [batch, len, width] = sequences_of("select_row_backward: dx", dx);
-    assert!(index < len, "select_row_backward: row {index} of sequences of {len}");
+    let rows = selection.rows("select_row_backward", [batch, len], dx);
     expect("select_row_backward: dy", dy, dx.dtype(), batch * width);
     check_disjoint(&[dx], &[dy]);
     with_float!(dx.dtype(), T => {
         let [dy, dx] = [dy, dx].map(Operand::<T>::new);
         queue.for_each_row(batch * len, width, inlined!(|row, isa| {
             let sequence = row / len;
-            let is_selected = row % len == index;
+            let is_selected = row % len == rows.of(sequence);
             if !is_selected && write == Write::Accumulate {
                 return;
             }
@@ -134,7 +185,9 @@ mod tests {
     use super::*;
     use crate::{
         CopyKernels,
-        cpu::testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tolerance, values},
+        cpu::testing::{
+            ACTIVATIONS, assert_close, floats, on_every_queue, random_of, tensor, tolerance, values,
+        },
     };
 
     proptest! {
@@ -159,10 +212,10 @@ mod tests {
                     let drow = floats(DType::F32, [width], &before);
                     let (selected, spread, more) =
                         (floats(dtype, [batch, width], &vec![9.0; batch * width]), sequences(&nan), sequences(&x));
-                    let scratch = floats(DType::F32, [width], &before);
                     queue.prepend_row(token.view(), x_tensor.view(), y.view());
-                    queue.prepend_row_backward(dy.view(), drow.view(), dx.view(), Write::Overwrite);
-                    queue.prepend_row_backward(dy.view(), scratch.view(), added.view(), Write::Accumulate);
+                    queue.prepend_row_backward_row(dy.view(), drow.view());
+                    queue.prepend_row_backward_input(dy.view(), dx.view(), Write::Overwrite);
+                    queue.prepend_row_backward_input(dy.view(), added.view(), Write::Accumulate);
                     queue.select_row(x_tensor.view(), index, selected.view());
                     queue.select_row_backward(selected.view(), index, spread.view(), Write::Overwrite);
                     queue.select_row_backward(selected.view(), index, more.view(), Write::Accumulate);
@@ -186,6 +239,52 @@ mod tests {
                 });
             }
         }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(12))]
+
+        #[test]
+        fn a_row_of_each_sequence_and_its_gradient_match_the_reference(
+            (batch, len, width) in prop_oneof![(1usize..5, 1usize..6, 1usize..40), (20usize..80, 10usize..12, 200usize..300)],
+            seed in 0u32..100,
+        ) {
+            let indices: Vec<u32> = (0..batch as u32).map(|b| (b * 7 + seed) % len as u32).collect();
+            for dtype in ACTIVATIONS {
+                let (x, dy) = (random_of(dtype, 1, batch * len * width), random_of(dtype, 2, batch * width));
+                let run = |queue: &CpuQueue| {
+                    let sequences = |values: &[f64]| floats(dtype, [batch, len, width], values);
+                    let (x_tensor, rows) = (sequences(&x), tensor(&indices));
+                    let [y, dy] = [&vec![9.0; batch * width], &dy].map(|values| floats(dtype, [batch, width], values));
+                    let (dx, added) = (sequences(&vec![f64::NAN; batch * len * width]), sequences(&x));
+                    queue.select_rows(x_tensor.view(), rows.view(), y.view());
+                    queue.select_rows_backward(dy.view(), rows.view(), dx.view(), Write::Overwrite);
+                    queue.select_rows_backward(dy.view(), rows.view(), added.view(), Write::Accumulate);
+                    [y, dx, added].map(|tensor| values(tensor.view())).to_vec()
+                };
+                let first = |b: usize| (b * len + indices[b] as usize) * width;
+                let y: Vec<f64> = (0..batch).flat_map(|b| x[first(b)..][..width].to_vec()).collect();
+                let mut dx = vec![0.0; x.len()];
+                (0..batch).for_each(|b| dx[first(b)..][..width].copy_from_slice(&dy[b * width..][..width]));
+                let added: Vec<f64> = x.iter().zip(&dx).map(|(a, b)| a + b).collect();
+                on_every_queue(run, |results| {
+                    assert_eq!((&results[0], &results[1]), (&y, &dx));
+                    assert_close("dx added", &results[2], &added, tolerance(dtype), 1e-6);
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn an_index_beyond_its_sequence_gives_nan_and_no_gradient() {
+        let queue = CpuQueue::new(1, &crate::Arena::new()).unwrap();
+        let x = floats(DType::F32, [2, 2, 1], &[1.0, 2.0, 3.0, 4.0]);
+        let (y, rows) = (floats(DType::F32, [2, 1], &[0.0; 2]), tensor(&[1_u32, 2]));
+        queue.select_rows(x.view(), rows.view(), y.view());
+        assert!(values(y.view())[0] == 2.0 && values(y.view())[1].is_nan(), "{:?}", values(y.view()));
+        let dy = floats(DType::F32, [2, 1], &[5.0, 6.0]);
+        queue.select_rows_backward(dy.view(), rows.view(), x.view(), Write::Overwrite);
+        assert_eq!(values(x.view()), [0.0, 5.0, 0.0, 0.0]);
     }
 
     #[test]

@@ -211,7 +211,7 @@ impl InputDeclaration {
 pub struct Constant {
     /// Name, e.g. `inverse_frequencies`.
     pub name: String,
-    /// The numbers.
+    /// Values of the vector, in f32 on every device.
     pub values: Vec<f32>,
 }
 

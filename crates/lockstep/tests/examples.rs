@@ -185,6 +185,7 @@ fn a_checkpoint_of_the_command_generates_text() {
         .output()
         .unwrap();
     assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
-    let output = run(dir.path(), "big_model_inference", &["--model", "checkpoints/step-00000002", "--prompt", "fn "]);
+    let output =
+        run(dir.path(), "big_model_inference", &["--model", "checkpoints/step-00000002", "--prompt", "fn "]);
     assert!(output.starts_with("fn "), "{output}");
 }

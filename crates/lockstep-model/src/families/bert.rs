@@ -90,6 +90,7 @@ impl BertConfig {
                 let dropout = self.classifier_dropout.unwrap_or(self.hidden_dropout_prob);
                 let x = g.dropout(x, dropout as f32);
                 let logits = encoder.linear(g, x, "classifier", classes.count(), true);
+                g.accuracy(logits);
                 g.cross_entropy(logits, 0.0)
             }
         }

@@ -192,6 +192,7 @@ impl LlamaConfig {
         let x = g.token_of_each_sequence(x, SequenceToken::At(last));
         let normed = self.norm(g, x, "model.norm", self.hidden_size);
         let logits = self.linear(g, normed, "score", classes, false);
+        g.accuracy(logits);
         g.cross_entropy(logits, 0.0)
     }
 }

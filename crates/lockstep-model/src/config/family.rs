@@ -272,11 +272,11 @@ pub(crate) struct BlockStyle {
 /// Norms of a block relative to attention and feed-forward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NormPlacement {
-    /// Of their inputs: `x + f(norm(x))`.
+    /// Norms of the inputs of branches: `x + f(norm(x))`.
     Before,
-    /// Of their outputs: `x + norm(f(x))`.
+    /// Norms of the outputs of branches: `x + norm(f(x))`.
     After,
-    /// Of both: `x + norm(f(norm(x)))`.
+    /// Norms of both: `x + norm(f(norm(x)))`.
     Around,
 }
 

@@ -71,6 +71,7 @@ impl Model for SimpleCnn {
                 let x = g.dense(x, "fc1", 128);
                 let x = g.relu(x);
                 let logits = g.dense(x, "fc2", 10);
+                g.accuracy(logits);
                 g.cross_entropy(logits, 0.0)
             }
         }

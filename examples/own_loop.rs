@@ -1,4 +1,5 @@
-//! A training loop of one's own: the loader gives each rank its share of a global batch, the engine computes, the loop decides.
+//! A training loop of one's own: the loader gives each rank its share of a global batch, the engine computes, the loop decides,
+//! saves, and goes on from its newest checkpoint, on any number of ranks.
 //!
 //! ```text
 //! cargo run --release --example own_loop -- --nproc_per_node=2
@@ -17,6 +18,8 @@ use serde_json::{Map, Value as Json};
 const FEATURES: usize = 8;
 const SAMPLES: usize = 512;
 const GLOBAL_BATCH: usize = 32;
+const STEPS: usize = 10 * SAMPLES / GLOBAL_BATCH;
+const CHECKPOINTS: &str = "checkpoints/own_loop";
 
 /// A regression: two linear layers with a ReLU between them.
 #[derive(Debug)]
@@ -76,25 +79,28 @@ fn train(world: &World) -> Result<(), Error> {
     };
     let mut engine = Engine::new(world, Regression, settings)?;
     let sequence = SampleSequence::new(SampleOrder::Shuffle { seed: 1 }, SAMPLES as u64, EpochEnd::Continue)?;
-    let steps = 10 * SAMPLES / GLOBAL_BATCH;
+    let done = engine.resume(CHECKPOINTS)? as usize;
     // The global batch is the same on any number of ranks; this rank reads its micro-batches of it.
     let shards: Vec<_> = engine.shard().collect();
     let of_step = shards.clone();
-    let ranges = (0..steps).flat_map(move |step| {
+    let ranges = (done..STEPS).flat_map(move |step| {
         let first = step * GLOBAL_BATCH;
         of_step.clone().into_iter().map(move |range| (first + range.start) as u64..(first + range.end) as u64)
     });
     let options = LoaderOptions::default();
     let mut loader = Loader::start(Arc::new(points()?), Transforms::new(), sequence, ranges, options)?;
-    for step in 1..=steps {
+    for step in done + 1..=STEPS {
         let mut batches = Vec::with_capacity(shards.len());
         while batches.len() < shards.len() {
             batches.extend(loader.next_batch()?);
         }
         let loss = engine.forward_backward(&batches)?;
-        let done = engine.step(3e-3)?;
-        if world.is_first() && step % (steps / 10) == 0 {
-            println!("step {step}: loss {loss:.5}, gradient norm {:.4}", done.grad_norm);
+        let taken = engine.step(3e-3)?;
+        if step % (STEPS / 10) == 0 {
+            engine.save(CHECKPOINTS)?;
+            if world.is_first() {
+                println!("step {step}: loss {loss:.5}, gradient norm {:.4}", taken.grad_norm);
+            }
         }
         batches.into_iter().for_each(|batch| loader.recycle(batch));
     }

@@ -72,7 +72,7 @@ pub use directory::{
 pub use disk::run_on_disk;
 pub use error::{CheckpointError, CoverageError};
 pub use files::{RunLock, prepare_directory};
-pub use listing::{ListedCheckpoint, list};
+pub use listing::{ListedCheckpoint, list, step_directory};
 pub use load::Checkpoint;
 pub use lockstep_plan::DType;
 pub use manifest::{FORMAT_VERSION, FileEntry, MANIFEST_FILE, Manifest, SliceEntry, TensorEntry, TensorKind};

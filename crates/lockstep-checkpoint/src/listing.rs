@@ -91,6 +91,11 @@ fn staged_step(name: &str) -> Option<(u64, u32)> {
     }
 }
 
+/// Returns the path of the checkpoint of a step in the checkpoints' directory `dir`.
+pub fn step_directory(dir: &Path, step: u64) -> PathBuf {
+    dir.join(step_name(step))
+}
+
 /// Returns the directory name of the checkpoint of a step.
 pub(crate) fn step_name(step: u64) -> String {
     format!("step-{step:08}")

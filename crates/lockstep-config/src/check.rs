@@ -3,7 +3,7 @@
 use lockstep_data::Columns;
 use lockstep_plan::Residence;
 
-use crate::choices::{Precision, Rounding, StatePrecision};
+use crate::choices::{DataFormat, Precision, Rounding, StatePrecision};
 use crate::ineffective_keys::{NoEffect, no_effect};
 use crate::keys::{KEYS, MODEL_SOURCES, RunConfig};
 use crate::plan_keys::{key_of, keys_of};
@@ -111,6 +111,10 @@ impl Checker<'_, '_, '_> {
         if !data.valid.is_empty() && data.train.is_empty() {
             self.refuse(&["data.valid", "data.train"], "is given without data.train", "both, or neither");
         }
+        if data.format.is_of_samples() {
+            self.samples();
+            return;
+        }
         if let Err(unknown) = Columns::new(&data.columns) {
             let allowed = Columns::KNOWN.join(", ");
             self.refuse(&["data.columns"], format!("renames \"{unknown}\", which no record has"), &allowed);
@@ -127,6 +131,41 @@ impl Checker<'_, '_, '_> {
             let what =
                 format!("the weights sum to {weights}, and nothing is left for the entries without one");
             self.refuse(&["data.train"], what, "a sum below 1, or a weight for every entry");
+        }
+    }
+
+    /// Checks the keys of samples; names of inputs and classes are checked with the model.
+    fn samples(&mut self) {
+        let data = &self.config.data;
+        let format = format!("data.format = \"{}\"", data.format.word());
+        if data.train.is_empty() {
+            let allowed = "data.train = [...] with its files";
+            self.refuse(&["data.format", "data.train"], "is given without data.train", allowed);
+        }
+        if data.train.iter().any(|source| matches!(source, DataSource::Weighted { .. })) {
+            let what = format!("has an entry with a weight, and {format} reads one file after another");
+            self.refuse(&["data.train"], what, "entries without a weight");
+        }
+        if matches!(data.format, DataFormat::Idx | DataFormat::ImageFolder) {
+            for (key, paths) in [("data.train", data.train.len()), ("data.valid", data.valid.len())] {
+                if paths > 1 {
+                    let what = format!("has {paths} entries, and {format} reads one");
+                    self.refuse(&[key], what, "one file or directory");
+                }
+            }
+        }
+        if data.format != DataFormat::Idx {
+            return;
+        }
+        for (key, images, has_images, labels) in [
+            ("data.labels", "data.train", !data.train.is_empty(), &data.labels),
+            ("data.valid_labels", "data.valid", !data.valid.is_empty(), &data.valid_labels),
+        ] {
+            if has_images != labels.is_some() {
+                let (given, missing) = if has_images { (images, key) } else { (key, images) };
+                let what = format!("is given without {missing}");
+                self.refuse(&[given, missing], what, "both: files of images and of their labels");
+            }
         }
     }
 

@@ -24,6 +24,9 @@ macro_rules! choices {
         pub enum $name { $( $(#[doc = $variant_doc])+ #[serde(rename = $word)] $variant, )+ }
 
         impl $name {
+            /// Every variant, in the order of the manual.
+            pub const ALL: &[Self] = &[$(Self::$variant),+];
+
             /// Returns the word of this variant in RUN.toml.
             pub const fn word(self) -> &'static str {
                 match self { $( Self::$variant => $word, )+ }
@@ -46,6 +49,26 @@ macro_rules! choices {
     )+ };
 }
 
+impl DataFormat {
+    /// Returns true if the files hold samples of named tensors, such as images with labels, and false for text and tokens.
+    pub const fn is_of_samples(self) -> bool {
+        match self {
+            Self::Auto | Self::Text | Self::JsonLines | Self::Parquet | Self::Indexed | Self::Tokens => false,
+            Self::Cifar10
+            | Self::Cifar100
+            | Self::Idx
+            | Self::ImageFolder
+            | Self::WebDataset
+            | Self::TfRecord => true,
+        }
+    }
+
+    /// Returns the formats of samples, or those of text.
+    pub fn all_of(samples: bool) -> impl Iterator<Item = Self> {
+        Self::ALL.iter().copied().filter(move |format| format.is_of_samples() == samples)
+    }
+}
+
 choices! {
     /// Format of the training files.
     DataFormat {
@@ -62,6 +85,18 @@ choices! {
         Indexed = "indexed",
         /// Files of token ids and nothing else.
         Tokens = "tokens",
+        /// CIFAR-10's binary version: a directory with its files, or files of records.
+        Cifar10 = "cifar10",
+        /// CIFAR-100's binary version.
+        Cifar100 = "cifar100",
+        /// MNIST's idx files of images, with others of labels.
+        Idx = "idx",
+        /// A directory with one directory of images per class.
+        ImageFolder = "image_folder",
+        /// Tar shards of WebDataset.
+        WebDataset = "webdataset",
+        /// Files of TensorFlow's records, each a `tf.Example`.
+        TfRecord = "tfrecord",
     }
 
     /// Type of the ids in raw token files.

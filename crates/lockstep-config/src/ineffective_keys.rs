@@ -30,11 +30,29 @@ type Row = (&'static [&'static str], fn(&RunConfig) -> Reason);
 
 /// The keys that may have no effect.
 const REASONS: &[Row] = &[
-    (&["data.valid_fraction"], |run| idle_if(!run.data.valid.is_empty(), "data.valid", "data.valid")),
+    (&["data.valid_fraction"], |run| {
+        first([idle_if(!run.data.valid.is_empty(), "data.valid", "data.valid"), format_of_samples(run)])
+    }),
+    (&["data.tokenizer", "data.packing"], format_of_samples),
+    (&["data.labels", "data.valid_labels"], |run| {
+        let is_other = run.data.format != DataFormat::Idx;
+        let because = format!("data.format = \"{}\"", run.data.format.word());
+        idle_if(is_other, "data.format", because)
+    }),
+    (&["data.transforms", "data.valid_transforms"], |run| {
+        let because = format!("data.format = \"{}\", whose files hold text", run.data.format.word());
+        idle_if(!run.data.format.is_of_samples(), "data.format", because)
+    }),
+    (&["data.skip_bad_samples", "data.workers"], |run| {
+        // A program that brings its own samples names no data.
+        let because = format!("data.format = \"{}\", whose files hold text", run.data.format.word());
+        idle_if(run.names_data() && !run.data.format.is_of_samples(), "data.format", because)
+    }),
     (&["data.token_type"], |run| format_other_than(run, &[DataFormat::Tokens])),
     (&["data.text_field"], |run| format_other_than(run, &[DataFormat::JsonLines, DataFormat::Parquet])),
     (&["data.cache_dir"], |run| {
-        format_other_than(run, &[DataFormat::Text, DataFormat::JsonLines, DataFormat::Parquet])
+        use DataFormat::{JsonLines, Parquet, Text, TfRecord, WebDataset};
+        format_other_than(run, &[Text, JsonLines, Parquet, WebDataset, TfRecord])
     }),
     (&["train.loss_scale"], loss_scale),
     (
@@ -174,6 +192,12 @@ fn format_other_than(run: &RunConfig, readers: &[DataFormat]) -> Reason {
     let format = run.data.format;
     let because = format!("data.format = \"{}\"", format.word());
     idle_if(format != DataFormat::Auto && !readers.contains(&format), "data.format", because)
+}
+
+/// Returns the reason for a key of text if the files hold samples.
+fn format_of_samples(run: &RunConfig) -> Reason {
+    let because = format!("data.format = \"{}\"", run.data.format.word());
+    idle_if(run.data.format.is_of_samples(), "data.format", because)
 }
 
 fn loss_scale(run: &RunConfig) -> Reason {

@@ -21,6 +21,7 @@ use crate::choices::{
 };
 use crate::declare::{Key, KeyReader, Section, joined, key_name, key_word, rules, sections};
 use crate::problem::Origin;
+use crate::sample_transforms::SampleTransform;
 use crate::value::{DataSource, Readable, TokenizerSource};
 
 /// The preset that is trained when `[model]` names none.
@@ -58,10 +59,14 @@ sections! {
                 .defines_numbers();
         /// Files, directories and glob patterns to evaluate on.
         valid: Vec<String> = Vec::new(),
-            rules().when_absent("`valid_fraction` of the training text, from its end").defines_numbers();
+            rules()
+                .when_absent("of text, `valid_fraction` of the training text, from its end; of samples, none")
+                .defines_numbers();
         /// The share of the training text that is kept for evaluation when `valid` is not given.
         valid_fraction: f64 = 0.1, rules().at_least(0.0).below(1.0).defines_numbers();
-        /// Format of the files; `auto` decides by the file name.
+        /// Format of the files; `auto` decides by the file name. From `cifar10` on they hold samples for a model of images: `cifar10`
+        /// and `cifar100` take the directory of the data set, of which `valid` reads the test part; `idx` takes images, and `labels`;
+        /// `image_folder` a directory with one of images per class; `webdataset` and `tfrecord` take shards (`train-{000..099}.tar`).
         format: DataFormat = DataFormat::Auto, rules().defines_numbers();
         /// `bytes`, or the path of a `tokenizer.json`. Files of tokens need none.
         tokenizer: Option<TokenizerSource> = None,
@@ -77,7 +82,7 @@ sections! {
             rules()
                 .when_absent("`whole_documents` for prompts with completions and for chats, else `stream`")
                 .defines_numbers();
-        /// `shuffle` draws every window of the corpus once an epoch, in an order that depends on the seed; `sequential` reads them
+        /// `shuffle` draws every window or sample once an epoch, in an order that depends on the seed; `sequential` reads them
         /// from the start.
         order: DataOrder = DataOrder::Shuffle, rules().defines_numbers();
         /// The field of a JSON record, or the column of a Parquet file (`a.b` within a struct), that holds the text. A record
@@ -87,8 +92,29 @@ sections! {
         text_field: String = "text".to_owned(), rules().defines_numbers();
         /// Names of JSON fields that differ from the known ones: `{ prompt = "question", completion = "answer" }`. Known are
         /// `prompt`, `completion`, `instruction`, `input`, `output`, `system`, `messages`, and in a message `role` and `content`.
+        /// For samples, the model's inputs and their parts of a record: `{ pixel_values = "jpg;png", labels = "cls" }`; `;` separates
+        /// alternatives.
         columns: BTreeMap<String, String> = BTreeMap::new(), rules().defines_numbers();
-        /// Directory in which tokenized text is kept between runs.
+        /// The file of labels of the images in `train`, with `format = "idx"`.
+        labels: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
+        /// The file of labels of the images in `valid`, with `format = "idx"`.
+        valid_labels: Option<PathBuf> = None, rules().when_absent("none").defines_numbers();
+        /// Transforms of each training image, in order. `resize` (`size`: the shorter side, or `[height, width]`), `center_crop`,
+        /// `random_crop` (with `padding`), `random_resized_crop`, `horizontal_flip`, and `normalize` (`mean`, `std`), which takes bytes
+        /// as numbers in [0, 1].
+        transforms: Option<Vec<SampleTransform>> = None,
+            rules().when_absent("images are resized to the model's, and bytes become numbers in [0, 1]").defines_numbers();
+        /// Transforms of each image of an evaluation.
+        valid_transforms: Option<Vec<SampleTransform>> = None,
+            rules().when_absent("`transforms` without chance: the center in place of a random crop, no flip").defines_numbers();
+        /// Skip damaged samples, each for the next sound one, and count them, in place of ending the run. A shard that is cut off ends
+        /// before the damage.
+        skip_bad_samples: bool = false, rules().defines_numbers();
+        /// Threads of each rank that read and transform samples; their number changes no bit.
+        workers: usize = 2, rules().at_least(1.0).at_most(4096.0);
+        /// Micro-batches that each rank reads ahead.
+        prefetch: usize = 4, rules().at_least(1.0).at_most(65536.0);
+        /// Directory in which tokenized text and indexes of shards are kept between runs.
         cache_dir: Option<PathBuf> = None, rules().when_absent("`lockstep` in the user's cache directory");
     }
 
@@ -96,10 +122,10 @@ sections! {
     train: TrainConfig {
         /// Optimizer steps of the whole run.
         steps: u64 = 1000, rules().at_least(1.0).at_most(1e12);
-        /// Sequences in one optimizer step, over all ranks.
+        /// Sequences, or samples, in one optimizer step, over all ranks.
         global_batch: usize = 32, rules().at_least(1.0).at_most(1e6).defines_numbers();
     } in plan {
-        /// Sequences in one forward and backward; divides `global_batch`.
+        /// Sequences, or samples, in one forward and backward; divides `global_batch`.
         micro_batch in micro_batch: Option<usize> = None,
             rules().at_least(1.0).at_most(1e6).when_absent(
                 "the largest divisor of `global_batch` up to 8, with `parallel.tensor_layout = \"2d\"` one that its side divides",

@@ -13,6 +13,7 @@
 
 mod check;
 mod choices;
+mod data_problems;
 mod declare;
 mod engine_options;
 mod error;
@@ -35,6 +36,7 @@ mod reader;
 mod record;
 mod resume;
 mod run_config;
+mod sample_transforms;
 pub mod schedule;
 mod schema;
 mod sources;
@@ -45,6 +47,7 @@ pub use choices::{
     DataFormat, DataOrder, DataPacking, F32Products, LearningRateScaling, MuonScale, OptimizerKind,
     Precision, Rounding, Scaling, ScheduleKind, StatePrecision, TokenType, Transport, named_passes,
 };
+pub use data_problems::{data_problems, image_input};
 pub use declare::{Key, Rules, Section};
 pub use engine_options::{
     engine_options, offload_directory, offload_to_existing_directory, shape_of, too_few_live,
@@ -62,6 +65,7 @@ pub use problem::{Origin, Problem, Problems};
 pub use record::{Difference, Setting};
 pub use resume::Resume;
 pub use run_config::{ModelSource, user_cache_dir};
+pub use sample_transforms::{ImageSize, SampleTransform};
 pub use schema::configuration_schema;
 pub use sources::{Imported, ImportedFrom};
 pub use value::{DataSource, TokenizerSource, ValueType};

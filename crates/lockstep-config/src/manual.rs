@@ -49,6 +49,7 @@ pub fn configuration_markdown() -> String {
                 ValueType::TextList => "a list of strings".to_owned(),
                 ValueType::IntegerList => "a list of integers".to_owned(),
                 ValueType::SourceList => "a list of strings and of tables `{ path, weight }`".to_owned(),
+                ValueType::TransformList => "a list of tables `{ kind, ... }`".to_owned(),
                 ValueType::NumberTable => format!("a table of numbers {}", key.rules),
                 other => format!("{other} {}", key.rules),
             };

@@ -6,6 +6,7 @@ use lockstep_checkpoint::{BaseModel, ModelDirectory, PeftAdapter};
 use lockstep_model::{ModelConfig, Tuning};
 use serde_json::{Map, Value};
 
+use crate::data_problems::data_problems;
 use crate::model_name::config_of;
 use crate::plan_keys::plan_problems;
 use crate::tuning::resolve_tuning;
@@ -42,6 +43,9 @@ pub fn resolve_model(config: &RunConfig) -> Result<ResolvedModel, Error> {
             format!("sequences of {} tokens are longer than the model's maximum", config.train.seq_len),
             format!("1 to {longest}, or a larger max_position_embeddings in [model]"),
         ));
+    }
+    if config.names_data() {
+        problems.extend(data_problems(config, &model));
     }
     let tuned = resolve_tuning(config, &model);
     problems.extend(plan_problems(config, &model, tuned.as_ref().ok().map(|(tuning, _)| tuning)));

@@ -106,6 +106,11 @@ impl RunConfig {
             && is_open("parallel.data_parallel_replicate")
     }
 
+    /// Returns true if `[data]` names files or their format. A program that brings its own samples leaves both out.
+    pub fn names_data(&self) -> bool {
+        ["data.train", "data.format"].iter().any(|key| self.origin(key) != Origin::Default)
+    }
+
     /// Returns sentences on defaults that decide what is trained: the default model, the text found on this machine.
     pub fn taken_by_default(&self) -> Vec<String> {
         let is_open = |keys: &[&str]| keys.iter().all(|key| self.origin(key) == Origin::Default);

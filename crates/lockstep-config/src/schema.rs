@@ -4,6 +4,7 @@ use serde_json::{Map, Value, json};
 
 use crate::declare::Key;
 use crate::keys::{ALIASES, KEYS, SECTIONS};
+use crate::sample_transforms::kinds;
 use crate::value::ValueType;
 
 /// Returns the JSON Schema (2020-12) of RUN.toml.
@@ -83,6 +84,9 @@ fn schema_of(key: &Key) -> Value {
             let either = json!({ "anyOf": [text(), source] });
             json!({ "anyOf": [text(), source, list(either)] })
         }
+        ValueType::TransformList => {
+            list(json!({ "anyOf": kinds().map(schema_of_transform).collect::<Vec<_>>() }))
+        }
         ValueType::NumberTable => json!({ "type": "object", "additionalProperties": bounded("number") }),
         ValueType::TextTable => json!({ "type": "object", "additionalProperties": text() }),
         ValueType::Recompute => {
@@ -97,6 +101,27 @@ fn schema_of(key: &Key) -> Value {
         schema["default"] = key.default.clone();
     }
     schema
+}
+
+/// Returns the schema of an entry of a list of transforms: its kind, and the keys that this takes.
+fn schema_of_transform((kind, keys): (&str, &[&str])) -> Value {
+    let numbers = || json!({ "type": "array", "items": { "type": "number" }, "minItems": 1 });
+    let pixels = || json!({ "type": "integer", "minimum": 1 });
+    let mut properties = Map::new();
+    properties.insert("kind".to_owned(), json!({ "const": kind }));
+    for key in keys {
+        let schema = match *key {
+            "size" => {
+                json!({ "anyOf": [pixels(), { "type": "array", "items": pixels(), "minItems": 2, "maxItems": 2 }] })
+            }
+            "padding" => json!({ "type": "integer", "minimum": 0 }),
+            _ => numbers(),
+        };
+        properties.insert((*key).to_owned(), schema);
+    }
+    let required: Vec<&str> =
+        ["kind"].into_iter().chain(keys.iter().copied().filter(|key| *key != "padding")).collect();
+    json!({ "type": "object", "required": required, "additionalProperties": false, "properties": properties })
 }
 
 /// Returns a bound as JSON, as an integer if the value is one.

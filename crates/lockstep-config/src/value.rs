@@ -33,6 +33,8 @@ pub enum ValueType {
     IntegerList,
     /// A list of strings and tables `{ path, weight }`.
     SourceList,
+    /// A list of tables, each a transform of images.
+    TransformList,
     /// Numbers by name.
     NumberTable,
     /// Strings by name.
@@ -80,6 +82,7 @@ impl fmt::Display for ValueType {
             Self::Wrap => "\"block\", { min_parameters = 10000000 }, or [\"model.layers.*\"]",
             Self::TextList => "a list of strings, [\"a\", \"b\"]",
             Self::IntegerList => "a list of integers, [4, 3, 3]",
+            Self::TransformList => "a list of tables, [{ kind = \"random_crop\", size = 32, padding = 4 }]",
             Self::SourceList => "a list of strings and tables, [\"a\", { path = \"b\", weight = 0.3 }]",
             Self::Choice { allowed } => return write!(f, "\"{}\"", allowed.join("\", \"")),
         })

@@ -1,6 +1,6 @@
 //! A micro-batch: the input of one forward pass.
 
-use lockstep_tensor::{LABELS, NamedTensor, TensorData, is_name_of};
+use lockstep_tensor::{NamedTensor, TensorData, is_name_of};
 
 /// Label of a position that is masked: it counts neither in the loss nor in the number of valid tokens.
 pub const IGNORE_LABEL: i32 = -100;
@@ -26,6 +26,8 @@ pub struct MicroBatch {
     pub sample_numbers: Vec<u64>,
     /// Named inputs besides the tokens, `[sequences, ...]` each.
     pub inputs: Vec<NamedTensor>,
+    /// Number of damaged samples that were skipped for these.
+    pub skipped: u64,
     /// Number of sequences: the rows.
     pub sequences: usize,
     /// Tokens per sequence: the columns.
@@ -38,18 +40,26 @@ impl MicroBatch {
         self.labels.iter().filter(|&&label| label != IGNORE_LABEL).count() as u64
     }
 
-    /// Masks the labels of the samples from index `counted` on, so that they do not count in the loss. Returns false if
-    /// the batch has no integer labels.
-    pub fn mask_from(&mut self, counted: usize) -> bool {
-        let of_inputs = self.inputs.iter_mut().find(|tensor| is_name_of(&tensor.name, LABELS));
-        let labels = match of_inputs.map(|tensor| &mut tensor.data) {
-            Some(TensorData::I32(labels)) => labels,
-            _ if !self.labels.is_empty() => &mut self.labels,
-            _ => return false,
+    /// Masks the labels of the samples from index `counted` on, so that they do not count in losses and metrics: the labels of
+    /// tokens and the inputs named in `targets`. Returns false if one of these does not hold integers, or there are none.
+    pub fn mask_from(&mut self, counted: usize, targets: &mut dyn Iterator<Item = &str>) -> bool {
+        let Self { inputs, labels, sequences, .. } = self;
+        let mask = |labels: &mut [i32]| {
+            let of_sample = labels.len() / (*sequences).max(1);
+            labels[counted * of_sample..].fill(IGNORE_LABEL);
         };
-        let of_sample = labels.len() / self.sequences.max(1);
-        labels[counted * of_sample..].fill(IGNORE_LABEL);
-        true
+        let mut is_masked = !labels.is_empty();
+        mask(labels);
+        for target in targets {
+            let of_inputs = inputs.iter_mut().find(|tensor| is_name_of(&tensor.name, target));
+            match of_inputs.map(|tensor| &mut tensor.data) {
+                Some(TensorData::I32(labels)) => mask(labels),
+                Some(_) => return false,
+                None => continue,
+            }
+            is_masked = true;
+        }
+        is_masked
     }
 
     pub(crate) fn clear(&mut self, seq_len: usize) {
@@ -58,6 +68,7 @@ impl MicroBatch {
         self.positions.clear();
         self.document_starts.clear();
         self.sample_numbers.clear();
+        self.skipped = 0;
         self.sequences = 0;
         self.seq_len = seq_len;
     }

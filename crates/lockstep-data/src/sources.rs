@@ -180,7 +180,8 @@ pub fn expand<S: AsRef<str>>(patterns: &[S], format: Format) -> Result<Vec<Sourc
     Ok(files)
 }
 
-fn expand_one(pattern: &str, format: Format) -> Result<Vec<PathBuf>> {
+/// Returns the files that one pattern matches, as [`expand`] reads it.
+pub(crate) fn expand_one(pattern: &str, format: Format) -> Result<Vec<PathBuf>> {
     let path = Path::new(pattern);
     if matches!(format, Format::Auto | Format::Indexed)
         && !path.exists()
@@ -196,7 +197,9 @@ fn expand_one(pattern: &str, format: Format) -> Result<Vec<PathBuf>> {
         (path.to_owned(), files_below(path, &|relative| !has_hidden_part(relative))?)
     } else {
         let (root, glob) = split_glob(path);
-        if glob.as_os_str().is_empty() || !root.is_dir() {
+        // An empty root is the current directory.
+        let is_there = root.as_os_str().is_empty() || root.is_dir();
+        if glob.as_os_str().is_empty() || !is_there {
             return Err(no_match(pattern, existing_ancestor(&root)));
         }
         let bad = |e: globset::Error| DataError::BadPattern {

@@ -5,7 +5,7 @@ use std::iter;
 use std::ops::Range;
 
 use lockstep_comm::Metered;
-use lockstep_graph::{Activity, Cost, Seed, Timeline};
+use lockstep_graph::{Activity, Cost, MAX_REPORTS, Seed, Timeline};
 use lockstep_model::RecordedModel;
 use lockstep_plan::gathering::{GatherPlan, Sequence};
 use lockstep_plan::schedule::{Pass, PassKind};
@@ -264,6 +264,12 @@ impl Engine {
         let sums = self.reducer.as_mut().map_or_else(Traffic::default, Reducer::take_traffic);
         let Metered { bytes, busy, exposed } = self.groups.take_metered();
         sums + self.weights.take_traffic() + Traffic { bytes, busy, exposed }
+    }
+
+    /// Returns the sums of the model's reports ([`RecordedModel::reports`]) over the micro-batches that were trained or
+    /// evaluated on this rank since the last call; zeros on a rank without the head.
+    pub fn take_reported(&mut self) -> [f64; MAX_REPORTS] {
+        self.runner.take_reported()
     }
 
     /// Runs forward and backward of one micro-batch and returns the sum of its losses. With the last of a step,

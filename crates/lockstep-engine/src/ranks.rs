@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use lockstep_comm::{
     Call, Collective, CommError, Deadline, Group, Recorded, ReduceOp, Source, Target, now_us,
 };
+use lockstep_graph::{MAX_REPORTS, Totals};
 use lockstep_plan::{Among, Axis, ExpertAxis, MemoryCategory, Mesh, ZeroStage};
 use lockstep_tensor::{Arena, Device};
 
@@ -194,25 +195,43 @@ impl Ranks {
         Ok(answer[0])
     }
 
-    /// Returns the sums of loss and tokens over all replicas, added in rank order.
+    /// Returns the totals of all replicas, added in rank order.
     #[track_caller]
-    pub fn sum(&self, loss: f64, tokens: u64) -> Result<(f64, u64), CommError> {
+    pub fn totals(&self, own: Totals) -> Result<Totals, CommError> {
         // A step of one rank allocates nothing.
         if self.size() == 1 {
-            return Ok((loss, tokens));
+            return Ok(own);
         }
-        Ok(self.sum_of(&self.numbers([loss.to_bits(), tokens])?))
+        Ok(self.totals_of(&self.numbers(words_of(&own))?))
     }
 
-    /// Returns the sums of loss and tokens over the replicas. Tokens are counted once per replica, by its first rank. The loss is
-    /// known to the ranks of the last pipeline stage and zero on others.
-    pub fn sum_of<const N: usize>(&self, shares: &[[u64; N]]) -> (f64, u64) {
-        let counted = |axes: &'static [Axis]| {
-            let shares = shares.iter().enumerate();
-            shares.filter(move |(rank, _)| self.is_first_along(axes, *rank)).map(|(_, share)| share)
-        };
-        let loss = counted(&[Axis::Tensor]).map(|share| f64::from_bits(share[0])).sum();
-        (loss, counted(&[Axis::Pipeline, Axis::Context, Axis::Tensor]).map(|share| share[1]).sum())
+    /// Returns the totals of the replicas from the numbers of each rank, which begin with [`words_of`] its own. Counts are
+    /// those of the first rank of each replica. Sums are known to the ranks of the last pipeline stage and zero on others.
+    pub fn totals_of<const N: usize>(&self, shares: &[[u64; N]]) -> Totals {
+        let mut totals = Totals::default();
+        for (report, sum) in totals.sums.iter_mut().enumerate() {
+            *sum = self.counted(&[Axis::Tensor], shares).map(|share| f64::from_bits(share[report])).sum();
+        }
+        for (report, count) in totals.counts.iter_mut().enumerate() {
+            *count = self.count_of(shares, MAX_REPORTS + report);
+        }
+        totals
+    }
+
+    /// Returns the sum over the replicas of number `index` of each rank, which all ranks of a replica have alike.
+    pub fn count_of<const N: usize>(&self, shares: &[[u64; N]], index: usize) -> u64 {
+        let axes = &[Axis::Pipeline, Axis::Context, Axis::Tensor];
+        self.counted(axes, shares).map(|share| share[index]).sum()
+    }
+
+    /// Returns the numbers of the ranks that come first along each of `axes`.
+    fn counted<'s, const N: usize>(
+        &self,
+        axes: &'static [Axis],
+        shares: &'s [[u64; N]],
+    ) -> impl Iterator<Item = &'s [u64; N]> {
+        let shares = shares.iter().enumerate();
+        shares.filter(move |(rank, _)| self.is_first_along(axes, *rank)).map(|(_, share)| share)
     }
 
     /// Returns the sum of `own` over all ranks.
@@ -319,6 +338,17 @@ impl Ranks {
             TimeLimit::Unlimited => Duration::MAX,
         })
     }
+}
+
+/// Number of words of [`Totals`] in a message between ranks.
+pub const TOTALS_WORDS: usize = 2 * MAX_REPORTS;
+
+/// Returns totals as words for other ranks: the bits of the sums, then the counts.
+pub fn words_of(totals: &Totals) -> [u64; TOTALS_WORDS] {
+    std::array::from_fn(|word| match word.checked_sub(MAX_REPORTS) {
+        None => totals.sums[word].to_bits(),
+        Some(report) => totals.counts[report],
+    })
 }
 
 /// Returns the index of the first value that differs from the most frequent one, and the first index of that one.

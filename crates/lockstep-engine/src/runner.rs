@@ -7,7 +7,8 @@ use std::cell::Cell;
 
 use lockstep_comm::LentBuffer;
 use lockstep_graph::{
-    Activity, Batch, CommunicationBuffer, ContextPeers, Cost, InputLimit, Replay, Ring, Seed, Timeline, Trace,
+    Activity, Batch, CommunicationBuffer, ContextPeers, Cost, MAX_REPORTS, Program, Replay, Ring, Seed,
+    Timeline, Trace,
 };
 use lockstep_model::RecordedModel;
 use lockstep_plan::{
@@ -15,13 +16,10 @@ use lockstep_plan::{
     random::{key_from_name, mix},
     schedule::PassKind,
 };
-use lockstep_tensor::{
-    Arena, Buffer, DiskTraffic, Element, INPUT_IDS, Kernels, LABELS, NamedTensor, Tensor, TensorData,
-    TensorError, View, find_tensor,
-};
+use lockstep_tensor::{Arena, Buffer, DiskTraffic, Element, Kernels, Tensor, TensorError, View, find_tensor};
 
 use crate::{
-    EngineError, ExpertLoad, Gradients, Groups, Offload, UnitParameters, Weights,
+    EngineError, ExpertLoad, Gradients, Groups, HostBatch, Offload, UnitParameters, Weights,
     boundaries::{boundary, message, message_bytes},
     offloaded_frames::{FrameId, OffloadedFrames},
     partitioned_activations::PartitionedActivations,
@@ -30,96 +28,6 @@ use crate::{
     slots::{Slot, Stage, counted_positions, frame},
     weights::WeightSource,
 };
-
-/// A micro-batch in host memory. Slices of tokens are `[sequences · seq_len]` and cover whole sequences, also with context
-/// parallelism; they are empty for a model that reads no tokens.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct HostBatch<'a> {
-    /// Token ids, each below the vocabulary size.
-    pub ids: &'a [u32],
-    /// Target of each token: the id of the next one, or -100 where masked.
-    pub labels: &'a [i32],
-    /// Position of each token in its sequence; if empty, tokens are counted from the beginning of their sequence.
-    pub positions: &'a [u32],
-    /// For each token, the index within its sequence of the first token of its document; attention does not look before
-    /// it. All zeros select the cheaper attention without document masks.
-    pub document_starts: &'a [u32],
-    /// Global sample number of each sequence, counted through all epochs: the key of its dropout masks.
-    pub sample_numbers: &'a [u64],
-    /// Named inputs, `[sequences, ...]` each; those that the model does not declare are ignored.
-    pub inputs: &'a [NamedTensor],
-}
-
-impl HostBatch<'_> {
-    /// Returns the number of targets that a model's loss counts, the divisor of the loss: the labels other than -100; for a
-    /// model whose input [`LABELS`] is not of integers its elements, and for one without labels the samples.
-    pub fn targets(&self, model: &RecordedModel) -> u64 {
-        let valid = |labels: &[i32]| labels.iter().filter(|label| **label != IGNORED).count();
-        let is_read = model.inputs().iter().any(|input| input.name == LABELS);
-        let named = find_tensor(self.inputs, LABELS).filter(|_| is_read);
-        let count = match named.map(|tensor| &tensor.data) {
-            Some(TensorData::I32(labels)) => valid(labels),
-            Some(values) => values.len(),
-            None if self.labels.is_empty() => self.sample_numbers.len(),
-            None => valid(self.labels),
-        };
-        count as u64
-    }
-
-    /// Checks the tokens, the named inputs and their labels against what the model declares.
-    ///
-    /// # Errors
-    /// If an input is missing, has another dtype or size or is out of range, or a label is no class.
-    pub(crate) fn check(&self, model: &RecordedModel) -> Result<(), EngineError> {
-        self.check_ids(model.vocabulary())?;
-        let samples = model.program(0).shape().sequences;
-        for declared in model.inputs() {
-            let name = || declared.name.clone();
-            let elements = samples * declared.elements();
-            let expected = || format!("{elements} elements of {}", declared.dtype);
-            let Some(given) = find_tensor(self.inputs, &declared.name) else {
-                let names: Vec<&str> = self.inputs.iter().map(|tensor| &*tensor.name).collect();
-                let found = format!("a micro-batch of {names:?}");
-                return Err(EngineError::Input { name: name(), found, expected: expected() });
-            };
-            if (given.dtype(), given.data.len()) != (declared.dtype, elements) {
-                let found = format!("{} elements of {}", given.data.len(), given.dtype());
-                return Err(EngineError::Input { name: name(), found, expected: expected() });
-            }
-            if let (Some(InputLimit::Below(limit)), TensorData::U32(numbers)) = (declared.limit, &given.data)
-                && let Some(number) = numbers.iter().find(|number| **number >= limit)
-            {
-                let (found, expected) = (format!("the number {number}"), format!("numbers below {limit}"));
-                return Err(EngineError::Input { name: name(), found, expected });
-            }
-            let classes = model.classes();
-            if let Some(labels) = given.data.as_i32().filter(|_| declared.name == LABELS && classes > 0) {
-                let is_class = |label: i32| label == IGNORED || (0..classes as i32).contains(&label);
-                if let Some(at) = labels.iter().position(|label| !is_class(*label)) {
-                    let sample = self.sample_numbers.get(at * samples / labels.len().max(1)).copied();
-                    return Err(EngineError::Label { sample, label: labels[at], classes });
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Checks that a model with a vocabulary is given ids of its tokens.
-    fn check_ids(&self, vocabulary: usize) -> Result<(), EngineError> {
-        let beyond = self.ids.iter().find(|id| **id as usize >= vocabulary);
-        let found = match beyond {
-            _ if vocabulary == 0 => return Ok(()),
-            None if !self.ids.is_empty() => return Ok(()),
-            None => "a micro-batch without tokens".to_owned(),
-            Some(id) => format!("the id {id}"),
-        };
-        let expected = format!("ids of a vocabulary of {vocabulary} tokens");
-        Err(EngineError::Input { name: INPUT_IDS.to_owned(), found, expected })
-    }
-}
-
-/// Label of a target that is masked.
-const IGNORED: i32 = -100;
 
 /// Memory of the micro-batches in flight, and everything that a replay reads besides weights.
 pub struct Runner {
@@ -134,6 +42,8 @@ pub struct Runner {
     constants: Vec<Tensor>,
     host_keys: Vec<u32>,
     host_losses: Vec<f32>,
+    /// Sums of the model's reports since they were last taken.
+    reported: [f64; MAX_REPORTS],
     /// Positions of this rank's tokens, counted from the beginning of their sequences.
     positions: Vec<u32>,
     seed: u64,
@@ -152,6 +62,12 @@ pub struct Runner {
     pub(crate) router_margin: Option<Cell<f32>>,
     /// Returns true if the current step is to be abandoned; asked before each unit. `None` if no step is.
     pub(crate) abandons: Option<Box<dyn Fn() -> bool + Send + Sync>>,
+}
+
+/// Elements of the largest output or report of a model's last unit.
+fn reported_elements(head: &Program) -> usize {
+    let of_reports = (0..head.reports().len()).map(|report| head.report_elements(report));
+    of_reports.fold(head.output_rows() * head.output_columns(), usize::max)
 }
 
 /// Purpose of a forward, which decides whether its activations are kept.
@@ -221,7 +137,8 @@ impl Runner {
                 .map(|constant| constant.allocate(arena))
                 .collect::<Result<_, TensorError>>()?,
             host_keys: vec![0; 2 * sequences],
-            host_losses: vec![0.0; losses.output_rows() * losses.output_columns()],
+            host_losses: vec![0.0; reported_elements(losses)],
+            reported: [0.0; MAX_REPORTS],
             positions: counted_positions(&groups, model.program(0).shape()),
             // Dropout masks must be independent of the initial weights and the data order, which use the same seed.
             seed: mix(seed ^ key_from_name("dropout")),
@@ -337,11 +254,24 @@ impl Runner {
     pub(crate) fn loss_sum_of(&mut self, model: &RecordedModel, place: PassLocation) -> f64 {
         let begin = self.timeline.begin();
         let head = model.units() - 1;
-        let losses = model.program(head).output(frame(&self.stages, None, place, head));
-        losses.reshape([losses.elements()]).read(&mut self.host_losses).wait();
-        let sum = self.host_losses.iter().map(|&loss| f64::from(loss)).sum();
+        let (program, frame) = (model.program(head), frame(&self.stages, None, place, head));
+        let mut sum_of = |numbers: View<'_>| -> f64 {
+            let host = &mut self.host_losses[..numbers.elements()];
+            numbers.reshape([numbers.elements()]).read(&mut *host).wait();
+            host.iter().map(|&number| f64::from(number)).sum()
+        };
+        let sum = sum_of(program.output(frame));
+        self.reported[0] += sum;
+        for report in 1..program.reports().len() {
+            self.reported[report] += sum_of(program.report(frame, report));
+        }
         self.timeline.end(begin, || (Activity::of_step("sum losses"), Cost::default()));
         sum
+    }
+
+    /// Returns the sums of the model's reports over the micro-batches whose losses were summed since the last call.
+    pub(crate) fn take_reported(&mut self) -> [f64; MAX_REPORTS] {
+        std::mem::take(&mut self.reported)
     }
 
     /// Runs a backward of `kind` of every unit of a stage down to the first trained one, after a forward of either

@@ -104,7 +104,7 @@ fn step(engine: &mut Engine, setting: &Setting, step: u64) -> Result<f64, Engine
         inputs: &[],
     };
     let tokens = (TOKENS * setting.micro_batches) as f32;
-    let seed = Seed { of_tokens: 1.0 / tokens, of_sequences: 1.0 };
+    let seed = Seed::new(1.0 / tokens, 1.0);
     engine.forward_backward(ids.iter().map(|ids| batch(ids)), seed)?;
     let norm = engine.finish_gradients()?;
     engine.update(&Update { learning_rate: 0.01, weight_decay: 0.1, gradient_scale: 0.7, step })?;

@@ -41,7 +41,7 @@ fn trained(engine: &mut Engine) -> (Vec<u64>, Vec<Vec<u8>>) {
         inputs: &[],
     };
     let step = |step: u64| {
-        let seed = Seed { of_tokens: 1.0 / TOKENS as f32, of_sequences: 0.5 };
+        let seed = Seed::new(1.0 / TOKENS as f32, 0.5);
         let loss = engine.forward_backward(std::iter::once(batch), seed).unwrap();
         engine.finish_gradients().unwrap();
         let update = Update { learning_rate: 1e-2, weight_decay: 0.1, gradient_scale: 1.0, step };

@@ -51,11 +51,12 @@ pub(crate) fn derive(
         out: Backward { inputs: Vec::new(), weights: Vec::new(), gradients: Vec::new() },
         order,
     };
-    if !training.differentiates(output) {
+    let mut losses = facts.iter().filter(|facts| facts.is_loss).map(Facts::output);
+    if !training.differentiates(output) && !losses.clone().any(|loss| training.differentiates(loss)) {
         return tape.out;
     }
     // A loss seeds itself; any other output is given its gradient.
-    if !facts.last().is_some_and(|facts| facts.is_loss) {
+    if !losses.any(|loss| loss == output) {
         let dy = tape.gradient(output, Home::OutputGradient);
         tape.pinned[dy.0] = true;
         tape.of[output.0] = Some(dy);
@@ -96,12 +97,7 @@ impl Tape<'_> {
 
     fn operation(&mut self, index: usize, facts: &Facts) {
         if facts.is_loss {
-            let x = facts.inputs[0];
-            assert!(self.of[x.0].is_none(), "a loss is the last operation");
-            let dx = self.gradient(x, Home::Anywhere);
-            self.of[x.0] = self.training.differentiates(x).then_some(dx);
-            let dx = vec![(dx, Write::Overwrite)];
-            self.out.inputs.push(Instruction::BackwardInputs { operation: index, dy: None, dx });
+            self.contribute(index, facts, None);
             return;
         }
         // A value that nothing reads has no gradient, nor do the operations before it.
@@ -119,7 +115,7 @@ impl Tape<'_> {
             return;
         }
         if self.training.reaches_inputs(facts) {
-            self.contribute(index, facts, dy);
+            self.contribute(index, facts, Some(dy));
         }
         if self.training.reaches_weights(facts) {
             let weights = Instruction::BackwardWeights { operation: index, dy };
@@ -133,8 +129,8 @@ impl Tape<'_> {
         }
     }
 
-    /// Adds an operation's contribution to the gradients of its inputs, at least one of which is needed.
-    fn contribute(&mut self, index: usize, facts: &Facts, dy: Gradient) {
+    /// Adds an operation's contribution to the gradients of its inputs; `dy` is that of its output, `None` for a loss.
+    fn contribute(&mut self, index: usize, facts: &Facts, dy: Option<Gradient>) {
         let mut dx = Vec::with_capacity(facts.inputs.len());
         let mut additions = Vec::new();
         for &x in &facts.inputs {
@@ -144,10 +140,12 @@ impl Tape<'_> {
                     (self.gradient(x, Home::Anywhere), Write::Overwrite)
                 }
                 None => {
-                    let in_place = facts.backward_in_place
-                        && !self.pinned[dy.0]
-                        && !self.is_shared(dy, facts.output(), index);
-                    let target = if in_place { dy } else { self.gradient(x, Home::Anywhere) };
+                    let is_free = |dy: &Gradient| {
+                        facts.backward_in_place
+                            && !self.pinned[dy.0]
+                            && !self.is_shared(*dy, facts.output(), index)
+                    };
+                    let target = dy.filter(is_free).unwrap_or_else(|| self.gradient(x, Home::Anywhere));
                     self.of[x.0] = Some(target);
                     (target, Write::Overwrite)
                 }
@@ -164,7 +162,7 @@ impl Tape<'_> {
             };
             dx.push(target);
         }
-        self.out.inputs.push(Instruction::BackwardInputs { operation: index, dy: Some(dy), dx });
+        self.out.inputs.push(Instruction::BackwardInputs { operation: index, dy, dx });
         self.out.inputs.extend(additions);
     }
 

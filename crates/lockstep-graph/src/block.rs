@@ -137,6 +137,12 @@ pub enum BatchInput {
     Ids,
     /// Position of each token in its sequence.
     Positions,
+    /// Position of each token in its sequence, in a table whose rows before `row` belong to no position: OPT and RoBERTa
+    /// reserve two for padding.
+    PositionsFrom {
+        /// Row of position 0.
+        row: usize,
+    },
     /// A named input, u32 `[seq_len]` per sequence: a number for each token.
     Named(Value),
 }
@@ -205,7 +211,7 @@ impl InputDeclaration {
 pub struct Constant {
     /// Name, e.g. `inverse_frequencies`.
     pub name: String,
-    /// The numbers.
+    /// Values of the vector, in f32 on every device.
     pub values: Vec<f32>,
 }
 

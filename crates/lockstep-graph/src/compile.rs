@@ -34,9 +34,11 @@ impl Recorder {
             Some(x) if facts.passes_gradient_on && facts.output() == output => x,
             _ => output,
         });
+        let reports = recorder.reports.of_unit(output, &facts);
         let training = Training::new(values.len(), &facts, &parameters, wanted);
+        let outputs = (output, reports.as_slice());
         let planner =
-            Planner::new(&values, &facts, (input, &given), output, &training, (mode, recompute), place);
+            Planner::new(&values, &facts, (input, &given), outputs, &training, (mode, recompute), place);
         let does_something = |index: &usize| facts[*index].alias_of.is_none();
         let forward_instructions =
             (0..operations.len()).filter(does_something).map(Instruction::Forward).collect();
@@ -71,7 +73,7 @@ impl Recorder {
             deferred_bytes,
             input,
             output,
-            shapes: Shapes { block: shape, context, values, parameters, training },
+            shapes: Shapes { block: shape, context, values, parameters, training, reports },
             operations,
             facts,
         }

@@ -4,7 +4,7 @@
 //! ```text
 //! x [T, h] -> gate -> logits -> route -> weights [T, k], experts
 //! x -> dispatch -> rows [slots, h], in the order of the experts
-//!   -> gate, up (a product for each expert) -> SwiGLU -> down -> combine: y_t = Σ_k weights[t, k] · row of slot (t, k)
+//!   -> gate, up (a product for each expert) -> gated activation -> down -> combine: y_t = Σ_k weights[t, k] · row of slot (t, k)
 //! ```
 //!
 //! The router losses are defined per sequence (Fedus et al., 2021, section 2.2; Zoph et al., 2022). For a sequence of
@@ -19,6 +19,7 @@
 //! the result does not depend on which sequences are routed together.
 
 use lockstep_plan::ExpertPlace;
+use lockstep_tensor::GatedActivation;
 
 use crate::{
     block::{Bias, Value},
@@ -26,7 +27,7 @@ use crate::{
     recorder::Recorder,
 };
 
-/// A mixture of experts, each `down(silu(gate x) · up x)`, with stacked parameters `NAME.weight` of one matrix per expert.
+/// A mixture of experts, each `down(f(gate x) · up x)` with a gated activation `f`, with stacked parameters `NAME.weight` of one matrix per expert.
 #[derive(Debug, Clone, Copy)]
 pub struct Mixture<'a> {
     /// Name of the router's linear layer.
@@ -39,6 +40,10 @@ pub struct Mixture<'a> {
     pub experts: usize,
     /// Intermediate width of each expert.
     pub intermediate_size: usize,
+    /// Biases of the router and of the experts' layers: `NAME.bias`, for experts `[experts, out]`.
+    pub bias: Bias,
+    /// Gated activation of each expert.
+    pub activation: GatedActivation,
     /// Configuration of the router.
     pub routing: Routing,
     /// Standard deviation of the initial weights.
@@ -58,19 +63,20 @@ impl Recorder {
     /// If `x` is not whole rows, or if the tokens or the experts do not divide evenly among the ranks.
     #[track_caller]
     pub fn mixture(&mut self, x: Value, mixture: &Mixture<'_>) -> Value {
-        let Mixture { router, layers, experts, intermediate_size, routing, std, .. } = *mixture;
+        let Mixture { experts, intermediate_size, routing, bias, std, .. } = *mixture;
         let x = self.shard_tokens(x);
         let hidden = self.columns(x);
-        let linear = Linear { name: router, out_features: experts, bias: Bias::Without, std };
-        let logits = self.linear(x, linear);
+        let layer = |name, out_features| Linear { name, out_features, bias, std };
+        let logits = self.linear(x, layer(mixture.router, experts));
         let routes = self.route(logits, routing, mixture.selection_bias);
         let (rows, tables) = self.dispatch(x, &routes, routing.top_k, experts);
-        let [gate, up] = [layers[0], layers[1]].map(|name| {
-            self.expert_linear((rows, tables), name, [experts, intermediate_size, hidden], 1, std)
+        let [gate, up, down] = mixture.layers;
+        let [gate, up] = [gate, up].map(|name| {
+            self.expert_linear((rows, tables), layer(name, intermediate_size), [experts, hidden], 1)
         });
-        let active = self.swiglu_of_experts(gate, up, tables.offsets, tables.expert_rows);
-        let shape = [experts, hidden, intermediate_size];
-        let down = self.expert_linear((active, tables), layers[2], shape, 2, std);
+        let active =
+            self.gated_of_experts(mixture.activation, [gate, up], tables.offsets, tables.expert_rows);
+        let down = self.expert_linear((active, tables), layer(down, hidden), [experts, intermediate_size], 2);
         let y = self.combine(down, routes.weights, tables, x);
         self.redistribute_to_stream(y)
     }

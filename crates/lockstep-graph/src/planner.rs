@@ -6,6 +6,7 @@ use crate::{
     block::{Mode, Value, ValueInfo},
     facts::Facts,
     instruction::{Gradient, Instruction},
+    reports::Report,
     storage::{Bump, Region, Slot},
     training::Training,
 };
@@ -46,7 +47,7 @@ impl<'a> Planner<'a> {
         values: &'a [ValueInfo],
         facts: &'a [Facts],
         (input, given): (Option<Value>, &[(Value, Region)]),
-        output: Value,
+        (output, reports): (Value, &[Report]),
         training: &'a Training,
         (mode, recompute): (Mode, Recompute),
         TensorPlace { ranks, chunks, .. }: TensorPlace,
@@ -74,6 +75,7 @@ impl<'a> Planner<'a> {
             }
         }
         saved[output.0] = true;
+        reports.iter().for_each(|report| saved[report.values.0] = true);
         facts.iter().filter_map(|facts| facts.slot_counts).for_each(|value| saved[value.0] = true);
         facts.iter().filter_map(|facts| facts.running).for_each(|running| saved[running.statistics.0] = true);
         let mut frame = Bump::default();

@@ -9,6 +9,7 @@ use crate::{
     facts::Facts,
     instruction::Phase,
     op::Op,
+    reports::Report,
     shapes::Shapes,
 };
 
@@ -33,6 +34,22 @@ impl Program {
     /// Returns the parameters, in the order in which the block declares them.
     pub fn parameters(&self) -> &[ParameterDeclaration] {
         &self.shapes.parameters
+    }
+
+    /// Returns the losses and metrics of the unit, the loss that it returns first; empty if it does not end in a loss.
+    pub fn reports(&self) -> &[Report] {
+        &self.shapes.reports
+    }
+
+    /// Number of elements of a report.
+    pub fn report_elements(&self, report: usize) -> usize {
+        self.shapes.values[self.shapes.reports[report].values.0].elements()
+    }
+
+    /// Returns the numbers of a report in the frame, f32 `[rows, 1]`: of a loss after a forward or a backward, of a metric
+    /// after a forward.
+    pub fn report<'a>(&self, frame: &'a Buffer, report: usize) -> View<'a> {
+        self.in_frame(frame, self.shapes.reports[report].values)
     }
 
     /// Returns the shape that the program was recorded for; under context parallelism, with the local tokens of each sequence.

@@ -19,6 +19,7 @@ use crate::{
     },
     op::Op,
     placement::{Placement, Redistribute, Split},
+    reports::Recorded,
     storage::Region,
     training::InputGradient,
 };
@@ -59,6 +60,7 @@ pub struct Recorder {
     pub(crate) lora_downs: Vec<LoraDown>,
     dropout_sites: u32,
     pub(crate) head_output: HeadOutput,
+    pub(crate) reports: Recorded,
 }
 
 impl Recorder {
@@ -89,6 +91,7 @@ impl Recorder {
             lora_downs: Vec::new(),
             dropout_sites: 0,
             head_output: HeadOutput::default(),
+            reports: Recorded::default(),
         }
     }
 

@@ -11,6 +11,7 @@ use crate::{
     buffers::CommunicationBuffer,
     instruction::{Gradient, Phase},
     peers::{ContextPeers, GridGroups, Peers},
+    reports::MAX_REPORTS,
     shapes::Shapes,
     storage::{Region, Slot},
     timeline::Trace,
@@ -113,12 +114,19 @@ pub struct Seed {
     pub of_tokens: f32,
     /// Gradient of each sequence's router losses: 1 / number of sequences.
     pub of_sequences: f32,
+    /// Gradient of each number of the model's further losses, by report: weight / number of those that count.
+    pub of_reports: [f32; MAX_REPORTS],
 }
 
 impl Seed {
-    /// Returns the seed for a model without routers, `1 / G`.
-    pub fn of_tokens(of_tokens: f32) -> Self {
-        Self { of_tokens, of_sequences: 0.0 }
+    /// Returns the seed for a model with one loss.
+    pub const fn new(of_tokens: f32, of_sequences: f32) -> Self {
+        Self { of_tokens, of_sequences, of_reports: [0.0; MAX_REPORTS] }
+    }
+
+    /// Returns the seed for a model with one loss and without routers, `1 / G`.
+    pub const fn of_tokens(of_tokens: f32) -> Self {
+        Self::new(of_tokens, 0.0)
     }
 }
 
@@ -161,6 +169,15 @@ impl<'a> Run<'a> {
     /// Returns the gradients that seed the backward.
     pub fn seed(&self) -> Seed {
         self.extra.seed
+    }
+
+    /// Returns the gradient that seeds each of these losses: that of the model's loss, or of a further one.
+    pub fn seed_of(&self, losses: Value) -> f32 {
+        let Seed { of_tokens, of_reports, .. } = self.seed();
+        match self.shapes.reports.iter().position(|report| report.values == losses) {
+            None | Some(0) => of_tokens,
+            Some(report) => of_reports[report],
+        }
     }
 
     /// Returns a value as `[rows, columns]`.

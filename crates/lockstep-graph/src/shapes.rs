@@ -6,6 +6,7 @@ use lockstep_plan::ContextPlace;
 use crate::{
     block::{BlockShape, ParameterDeclaration, ParameterIndex, Value, ValueInfo},
     facts::Facts,
+    reports::Report,
     training::Training,
 };
 
@@ -17,6 +18,7 @@ pub struct Shapes {
     pub(crate) values: Vec<ValueInfo>,
     pub(crate) parameters: Vec<ParameterDeclaration>,
     pub(crate) training: Training,
+    pub(crate) reports: Vec<Report>,
 }
 
 impl Shapes {

@@ -9,15 +9,15 @@ use lockstep_graph::{
 };
 use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use lockstep_tensor::{
-    Activation, Arena, AttentionDirection, CpuQueue, Gelu, RouterScores, RouterWeights, Tensor, View,
-    Window2d, Write,
+    Activation, Arena, AttentionDirection, CpuQueue, GatedActivation, Gelu, RouterScores, RouterWeights,
+    Tensor, View, Window2d, Write,
 };
 
 const SHAPE: BlockShape = BlockShape { sequences: 2, seq_len: 5, dtype: DType::F32 };
 const WIDTH: usize = 12;
 /// Bytes of the values saved under full recomputation: the output, and the slot counts of the experts.
 const SAVED_ALWAYS: usize = (10 * WIDTH * 4).next_multiple_of(64) + 64;
-const SEED: Seed = Seed { of_tokens: 1.0, of_sequences: 0.5 };
+const SEED: Seed = Seed::new(1.0, 0.5);
 
 fn linear<'a>(name: &'a str, out_features: usize, bias: Bias) -> Linear<'a> {
     Linear { name, out_features, bias, std: 0.3 }
@@ -33,7 +33,7 @@ fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
     let q = g.linear(normed, linear("q", 16, Bias::With));
     let k = g.linear(normed, linear("k", 8, Bias::Without));
     let v = g.linear(normed, linear("v", 8, Bias::With));
-    let q = g.rms_norm(q, "q_norm", 4, 1e-5);
+    let q = g.rms_norm_around_one(q, "q_norm", 4, 1e-5);
     let frequencies = g.constant("frequencies");
     let (q, k) = (g.rope(q, 4, frequencies), g.rope(k, 4, frequencies));
     let shape = AttentionShape { scale: 0.5, ..AttentionShape::new(4, 2, 4) };
@@ -44,7 +44,8 @@ fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
     let normed = g.layer_norm(x, "norm_2", Bias::With, 1e-5);
     let gate = g.linear(normed, linear("gate", 20, Bias::Without));
     let up = g.linear(normed, linear("up", 20, Bias::Without));
-    let active = g.swiglu(gate, up);
+    let active = g.gated(GatedActivation::Silu, gate, up);
+    let active = g.gated(GatedActivation::Gelu(Gelu::Tanh), up, active);
     let down = g.linear(active, linear("down", WIDTH, Bias::Without));
     let wide = g.linear(normed, linear("wide", 14, Bias::With));
     let active = g.gelu(Gelu::Tanh, wide);
@@ -57,12 +58,15 @@ fn everything(g: &mut Recorder, x: Value, dropout: f32) -> Value {
     g.add(x, fed)
 }
 
-/// Records a block with every variant of attention: of an encoder with a key mask and types of tokens, and of a decoder
+/// Records a block with every variant of attention: of an encoder with a key mask, types of tokens and positions, and of a decoder
 /// with partly rotated heads, linear biases, a window, capped scores and sinks.
 fn variants(g: &mut Recorder, x: Value) -> Value {
     let types = g.data("types");
     let of_types = g.embedding(BatchInput::Named(types), "types", 3, WIDTH, 0.5);
     let x = g.add(x, of_types);
+    let positions = BatchInput::PositionsFrom { row: 2 };
+    let of_positions = g.embedding(positions, "positions", 2 + SHAPE.seq_len, WIDTH, 0.5);
+    let x = g.add(x, of_positions);
     let mut heads = |x, name: [&str; 3]| name.map(|name| g.linear(x, linear(name, 8, Bias::With)));
     let [q, k, v] = heads(x, ["q1", "k1", "v1"]);
     let mask = g.data("mask");
@@ -116,6 +120,8 @@ const MIXTURE: Mixture<'_> = Mixture {
     layers: ["experts.gate", "experts.up", "experts.down"],
     experts: 4,
     intermediate_size: 6,
+    bias: Bias::With,
+    activation: GatedActivation::Clamped { slope: 1.702, limit: 0.5 },
     routing: Routing {
         top_k: 2,
         scores: RouterScores::Softmax,

@@ -16,7 +16,7 @@ use lockstep_plan::{
     random::Philox,
     work::{Collective, TaskKind},
 };
-use lockstep_tensor::{Arena, CopyKernels, CpuQueue, Tensor, View, Write};
+use lockstep_tensor::{Arena, CopyKernels, CpuQueue, GatedActivation, Tensor, View, Write};
 use proptest::{prelude::*, sample::select};
 
 const WIDTH: usize = 16;
@@ -67,7 +67,7 @@ fn block(g: &mut Recorder, x: Value) -> Value {
     let x = g.add(x, dropped);
     let normed = g.layer_norm(x, "norm_2", Bias::With, 1e-5);
     let [gate, up] = ["gate", "up"].map(|name| linear(g, normed, name, 24));
-    let active = g.swiglu(gate, up);
+    let active = g.gated(GatedActivation::Silu, gate, up);
     let down = linear(g, active, "down", WIDTH);
     g.add(x, down)
 }

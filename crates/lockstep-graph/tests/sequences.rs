@@ -15,7 +15,7 @@ use lockstep_tensor::{Arena, CpuQueue, Gelu, Tensor, View, Window2d, Write};
 const SHAPE: BlockShape = BlockShape { sequences: 4, seq_len: 5, dtype: DType::F32 };
 const WIDTH: usize = 8;
 const CLASSES: usize = 3;
-const SEED: Seed = Seed { of_tokens: 0.25, of_sequences: 0.0 };
+const SEED: Seed = Seed::of_tokens(0.25);
 const CATEGORY: MemoryCategory = MemoryCategory::Activations;
 
 /// The tensor-parallel group of a recording, and what varies otherwise.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use lockstep_checkpoint::safetensors::SafetensorsFile;
 use lockstep_infer::{Generator, InferError, LoadedModel};
 
-const FAMILIES: [&str; 12] = [
+const FAMILIES: [&str; 28] = [
     "gpt2",
     "llama",
     "llama_bias",
@@ -19,6 +19,22 @@ const FAMILIES: [&str; 12] = [
     "deepseek_v3",
     "deepseek_v3_yarn",
     "qwen3_yarn",
+    "gpt_neox",
+    "gpt_neox_sequential",
+    "falcon",
+    "falcon_grouped",
+    "falcon_one_norm",
+    "falcon_alibi",
+    "opt",
+    "opt_post_norm",
+    "bloom",
+    "bloom_post_norm",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi3",
+    "gpt_oss",
 ];
 const SEQ_LEN: usize = 24;
 

@@ -68,8 +68,9 @@ impl HfMapping {
     /// Matches the tensors (name, shape) of a checkpoint with the model.
     ///
     /// Names are accepted with and without the family's prefix (`transformer.`, `model.`), as in transformers.
-    /// Buffers that older versions of transformers saved are skipped: causal masks (`attn.bias`, `attn.masked_bias`)
-    /// and `rotary_emb.inv_freq`. So are tensors that [`Model::checkpoint_name`] does not know.
+    /// Buffers that older versions of transformers saved are skipped: causal masks (`attn.bias`, `attn.masked_bias`, of
+    /// GPT-NeoX `attention.bias`, `attention.masked_bias`) and `rotary_emb.inv_freq`. So are tensors that
+    /// [`Model::checkpoint_name`] does not know.
     ///
     /// # Errors
     /// If a tensor is missing, unexpected, duplicated or of the wrong shape; the error lists every such tensor.
@@ -162,7 +163,14 @@ impl HfImport {
 
 /// Returns true if a tensor is a buffer that older versions of transformers saved and newer ones compute.
 fn is_buffer(name: &str) -> bool {
-    [".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"].iter().any(|end| name.ends_with(end))
+    const ENDS: [&str; 5] = [
+        ".attn.bias",
+        ".attn.masked_bias",
+        ".attention.bias",
+        ".attention.masked_bias",
+        "rotary_emb.inv_freq",
+    ];
+    ENDS.iter().any(|end| name.ends_with(end))
 }
 
 fn wrong_shape(tensor: &str, expected: &[usize], found: &[usize]) -> Option<CheckpointProblem> {

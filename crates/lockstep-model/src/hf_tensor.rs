@@ -55,6 +55,16 @@ impl HfTensor {
     }
 }
 
+impl HfTensor {
+    /// Adds a place to the tensor that it names, which it creates if there is none.
+    pub(crate) fn add_place(tensors: &mut Vec<Self>, place: HfPlace) {
+        match tensors.iter_mut().rev().find(|tensor| tensor.name == place.tensor) {
+            Some(Self { content: HfContent::Parameters(places), .. }) => places.push(place),
+            _ => tensors.push(Self::single(place)),
+        }
+    }
+}
+
 impl HfPlace {
     /// Returns the place of a parameter from its first element on.
     pub fn new(

@@ -1,8 +1,8 @@
 //! Layouts of a parameter's elements in a tensor of a Hugging Face checkpoint.
 //!
 //! One layout is a range of columns of a stored matrix, transposed: GPT-2's Conv1D weights are stored `[in, out]`,
-//! the fused `c_attn` holds three parameters side by side, and a fused bias is a matrix of one row. Another is a
-//! range of rows of each head. Elements are moved and never computed with, so both directions are exact for every
+//! the fused `c_attn` holds three parameters side by side, and a fused bias is a matrix of one row. gpt-oss stacks such
+//! matrices, with two parameters in alternate columns. Another layout is a range of rows of each head. Elements are moved and never computed with, so both directions are exact for every
 //! dtype.
 
 use std::ops::Range;
@@ -29,6 +29,18 @@ pub enum HfTransform {
         /// Number of blocks.
         blocks: usize,
     },
+    /// The stored tensor consists of `blocks` matrices of `stored_columns` columns, one for each block of the parameter. Row
+    /// `i` of a block of the parameter is column `first + i · step` of its matrix.
+    StackedColumns {
+        /// First column of a matrix.
+        first: usize,
+        /// Distance between columns.
+        step: usize,
+        /// Number of columns of each matrix.
+        stored_columns: usize,
+        /// Number of matrices.
+        blocks: usize,
+    },
 }
 
 /// Edge of the square tiles in which a matrix is transposed; both tiles stay in the cache.
@@ -41,6 +53,9 @@ impl HfTransform {
             Self::Same => stored_elements,
             Self::Columns { columns, stored_columns } => stored_elements / stored_columns * columns.len(),
             Self::Rows { rows, of, .. } => stored_elements / of * rows.len(),
+            Self::StackedColumns { first, step, stored_columns, .. } => {
+                stored_elements / stored_columns * (stored_columns - first).div_ceil(*step)
+            }
         }
     }
 
@@ -48,9 +63,8 @@ impl HfTransform {
     pub(crate) fn read<T: Copy>(&self, stored: &[T], parameter: &mut [T]) {
         match self {
             Self::Same => parameter.copy_from_slice(stored),
-            Self::Columns { stored_columns, .. } => {
-                let rows = stored.len() / stored_columns;
-                self.for_each_pair(rows, |in_stored, in_parameter| {
+            Self::Columns { .. } | Self::StackedColumns { .. } => {
+                self.for_each_pair(stored.len(), |in_stored, in_parameter| {
                     parameter[in_parameter] = stored[in_stored]
                 });
             }
@@ -68,9 +82,8 @@ impl HfTransform {
     pub(crate) fn write<T: Copy>(&self, parameter: &[T], stored: &mut [T]) {
         match self {
             Self::Same => stored.copy_from_slice(parameter),
-            Self::Columns { stored_columns, .. } => {
-                let rows = stored.len() / stored_columns;
-                self.for_each_pair(rows, |in_stored, in_parameter| {
+            Self::Columns { .. } | Self::StackedColumns { .. } => {
+                self.for_each_pair(stored.len(), |in_stored, in_parameter| {
                     stored[in_stored] = parameter[in_parameter]
                 });
             }
@@ -84,14 +97,28 @@ impl HfTransform {
         }
     }
 
-    /// Calls `visit` with (index in the stored tensor, index in the parameter) of each element, tile by tile.
-    fn for_each_pair(&self, rows: usize, mut visit: impl FnMut(usize, usize)) {
-        let Self::Columns { columns, stored_columns } = self else { return };
-        for first_row in (0..rows).step_by(TILE) {
-            for first_column in columns.clone().step_by(TILE) {
-                for column in first_column..columns.end.min(first_column + TILE) {
-                    for row in first_row..rows.min(first_row + TILE) {
-                        visit(row * stored_columns + column, (column - columns.start) * rows + row);
+    /// Calls `visit` with (index in the stored tensor, index in the parameter) of each element of a layout by columns, matrix
+    /// by matrix and tile by tile.
+    fn for_each_pair(&self, stored_elements: usize, mut visit: impl FnMut(usize, usize)) {
+        let (first, step, end, stored_columns, blocks) = match *self {
+            Self::Columns { ref columns, stored_columns } => {
+                (columns.start, 1, columns.end, stored_columns, 1)
+            }
+            Self::StackedColumns { first, step, stored_columns, blocks } => {
+                (first, step, stored_columns, stored_columns, blocks)
+            }
+            Self::Same | Self::Rows { .. } => return,
+        };
+        let (rows, columns) = (stored_elements / stored_columns / blocks, (end - first).div_ceil(step));
+        for block in 0..blocks {
+            let (stored, parameter) = (block * rows * stored_columns, block * rows * columns);
+            for first_row in (0..rows).step_by(TILE) {
+                for first_column in (0..columns).step_by(TILE) {
+                    for column in first_column..columns.min(first_column + TILE) {
+                        for row in first_row..rows.min(first_row + TILE) {
+                            let in_stored = stored + row * stored_columns + first + column * step;
+                            visit(in_stored, parameter + column * rows + row);
+                        }
                     }
                 }
             }
@@ -121,6 +148,19 @@ mod tests {
         let mut back = [0; 12];
         transform.write(&parameter, &mut back);
         assert_eq!(back, [0, 0, 3, 4, 5, 6, 0, 0, 9, 10, 11, 12]);
+    }
+
+    #[test]
+    fn alternate_columns_of_each_matrix_become_its_rows() {
+        let stored = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]; // [2, 2, 4]
+        let transform = HfTransform::StackedColumns { first: 1, step: 2, stored_columns: 4, blocks: 2 };
+        let mut parameter = [0; 8]; // [2, 2, 2]
+        transform.read(&stored, &mut parameter);
+        assert_eq!(parameter, [2, 6, 4, 8, 10, 14, 12, 16]);
+        assert_eq!(transform.parameter_elements(16), 8);
+        let mut back = [0; 16];
+        transform.write(&parameter, &mut back);
+        assert_eq!(back, [0, 2, 0, 4, 0, 6, 0, 8, 0, 10, 0, 12, 0, 14, 0, 16]);
     }
 
     #[test]

@@ -25,9 +25,9 @@ mod units;
 mod work;
 
 pub use config::{
-    Activation, BertConfig, BertHead, Classes, EncoderActivation, EncoderSizes, ExpertsConfig, Gpt2Config,
-    LatentAttention, LlamaConfig, LlamaFamily, ModelConfig, ResNetConfig, ResNetLayer, ResNetStem, Rope,
-    RopeScaling, SpecialTokens, VitConfig, Yarn,
+    Activation, BertConfig, BertHead, BloomConfig, Classes, EncoderSizes, ExpertsConfig, FalconConfig,
+    FalconResidual, Gpt2Config, GptNeoxConfig, LatentAttention, LlamaConfig, LlamaFamily, ModelConfig,
+    OptConfig, ResNetConfig, ResNetLayer, ResNetStem, Rope, RopeScaling, SpecialTokens, VitConfig, Yarn,
 };
 pub use error::{CheckpointProblem, ConfigProblem, ModelError};
 pub use hf_names::{HfImport, HfMapping};

@@ -6,7 +6,7 @@ use crate::{
     config::ModelConfig,
     error::ModelError,
     hf_names::HfMapping,
-    hf_tensor::HfContent,
+    hf_tensor::{HfContent, HfPlace},
     hf_transform::HfTransform,
     lora::{Adapter, AdapterTensor, LoraConfig},
     recorded::parameter_records,
@@ -99,7 +99,9 @@ fn linear_layers(model: &ModelConfig) -> Vec<LinearLayer> {
     for tensor in mapping.tensors() {
         if let HfContent::Parameters(places) = &tensor.content {
             // Layers whose rows are interleaved per head in one module are excluded: PEFT would adapt the module as a whole.
-            let whole = places.iter().filter(|place| !matches!(place.transform, HfTransform::Rows { .. }));
+            let is_whole =
+                |place: &&HfPlace| !matches!(place.transform, HfTransform::Rows { blocks, .. } if blocks > 1);
+            let whole = places.iter().filter(is_whole);
             module_of.extend(whole.map(|place| {
                 let is_transposed = matches!(place.transform, HfTransform::Columns { .. });
                 (place.parameter.as_str(), (tensor.name.as_str(), is_transposed))
@@ -152,6 +154,8 @@ mod tests {
             ("gpt2-124m", &["attn.c_proj"], 12, 24),
             ("gpt2-124m", &["c_proj"], 24, 48),
             ("gpt2-124m", &["all-linear"], 6 * 12, 8 * 12),
+            ("phi-3-mini", &["qkv_proj"], 3 * 32, 2 * 32),
+            ("phi-3-mini", &["all-linear"], 7 * 32, 8 * 32),
         ] {
             let adapter = adapter(model, targets).expect("targets that are there");
             assert_eq!(

@@ -94,6 +94,10 @@ pub struct Sizes {
     pub window: Option<usize>,
     /// True if keys and values are projected from a latent vector that all heads share.
     pub has_latent_attention: bool,
+    /// True if queries and keys have norms over all heads together.
+    pub norms_span_heads: bool,
+    /// True if the layers of experts have biases.
+    pub experts_have_biases: bool,
 }
 
 /// A model: its units, the placement of its parameters, and its configuration.

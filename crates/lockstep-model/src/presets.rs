@@ -117,6 +117,24 @@ mod tests {
             ("mixtral-20m", 20_135_168),
             ("qwen3-30b-a3b", 30_532_122_624),
             ("mixtral-8x7b", 46_702_792_704),
+            ("pythia-14m", 14_067_712),
+            ("pythia-70m", 70_426_624),
+            ("pythia-160m", 162_322_944),
+            ("pythia-410m", 405_334_016),
+            ("pythia-1b", 1_011_781_632),
+            ("pythia-1.4b", 1_414_647_808),
+            ("pythia-2.8b", 2_775_208_960),
+            ("pythia-6.9b", 6_857_302_016),
+            ("pythia-12b", 11_846_072_320),
+            ("falcon-7b", 6_921_720_704),
+            ("opt-125m", 125_239_296),
+            ("opt-350m", 331_196_416),
+            ("bloom-560m", 559_214_592),
+            ("bloom-1b1", 1_065_314_304),
+            ("bloom-1b7", 1_722_408_960),
+            ("bloom-3b", 3_002_557_440),
+            ("bloom-7b1", 7_069_016_064),
+            ("bloom-176b", 176_247_271_424),
         ];
         for (name, count) in published {
             assert_eq!(parameters(name), count, "{name}");
@@ -155,8 +173,35 @@ mod tests {
             ("falcon3-10b", "10.306"),
             ("phi-3-mini", "3.821"),
             ("phi-4", "14.66"),
+            ("phi-4-mini", "3.836"),
+            ("gemma-2b", "2.506"),
+            ("gemma-7b", "8.538"),
+            ("gemma2-2b", "2.614"),
+            ("gemma2-9b", "9.242"),
+            ("gemma2-27b", "27.227"),
+            ("gemma3-1b", "1.000"),
+            ("gemma3-4b", "3.880"),
+            ("gemma3-12b", "11.766"),
+            ("gemma3-27b", "27.009"),
+            ("olmo2-1b", "1.485"),
+            ("olmo2-7b", "7.299"),
+            ("olmo2-13b", "13.716"),
+            ("olmo2-32b", "32.234"),
+            ("gpt-oss-20b", "20.915"),
+            ("gpt-oss-120b", "116.829"),
             ("deepseek-v3", "671.026"),
             ("kimi-k2", "1026.408"),
+            ("pythia-31m", "0.030"),
+            ("gpt-neox-20b", "20.555"),
+            ("falcon-40b", "41.3"),
+            ("falcon-180b", "178.6"),
+            ("opt-1.3b", "1.316"),
+            ("opt-2.7b", "2.65"),
+            ("opt-6.7b", "6.658"),
+            ("opt-13b", "12.85"),
+            ("opt-30b", "29.975"),
+            ("opt-66b", "65.72"),
+            ("opt-175b", "174.60"),
         ];
         for (name, billions) in published {
             let digits = billions.split_once('.').map_or(0, |(_, digits)| digits.len());
@@ -166,7 +211,7 @@ mod tests {
 
     #[test]
     fn every_preset_is_valid_and_says_what_it_is() {
-        assert_eq!(presets().len(), 60);
+        assert_eq!(presets().len(), 106);
         for preset in presets() {
             let named = |other: &&Preset| other.name == preset.name;
             assert_eq!(presets().iter().filter(named).count(), 1, "{}", preset.name);

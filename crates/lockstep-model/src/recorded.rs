@@ -6,7 +6,7 @@
 
 use lockstep_graph::{
     BlockShape, Constant, HeadOutput, InputDeclaration, MAX_DROPOUT_SITES, Mode, ParameterDeclaration,
-    Program, Recompute, RecomputeRules, Statistics,
+    Program, Recompute, RecomputeRules, Report, Statistics,
 };
 use lockstep_plan::{
     Among, BufferUnit, DType, ModelProfile, ParameterId, ParameterRecord, Places, Shard, Share,
@@ -119,6 +119,11 @@ impl RecordedModel {
     /// Returns the number of classes that the model tells apart; 0 if it is no classifier.
     pub fn classes(&self) -> usize {
         self.classes
+    }
+
+    /// Returns the model's losses and metrics, the loss that is trained on first; empty if it was recorded without a loss.
+    pub fn reports(&self) -> &[Report] {
+        self.program(self.units() - 1).reports()
     }
 
     /// Returns the number of tokens in the vocabulary; 0 if the model reads no tokens.
@@ -325,8 +330,8 @@ fn record(declared: &ParameterDeclaration, unit: usize, prefix: &str) -> Paramet
         unit,
         buffer: BufferUnit::alone(unit),
         trainable: declared.trainable,
-        // Weight decay applies to matrices, not to scales and biases.
-        decay: declared.shape.len() > 1,
+        // Weight decay applies to matrices, not to scales and biases; those of experts are stacked.
+        decay: declared.shape.len() > 1 && !declared.name.ends_with(".bias"),
         learning_rate_multiplier: 1.0,
     }
 }

@@ -4,7 +4,10 @@ use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
 use serde_json::{Map, Value};
 
-use crate::config::{BertConfig, Gpt2Config, LlamaConfig, LlamaFamily, ResNetConfig, VitConfig};
+use crate::config::{
+    BertConfig, BloomConfig, FalconConfig, Gpt2Config, GptNeoxConfig, LlamaConfig, LlamaFamily, OptConfig,
+    ResNetConfig, VitConfig,
+};
 use crate::error::ConfigProblem;
 use crate::model::Model;
 
@@ -28,6 +31,10 @@ static FAMILIES: LazyLock<RwLock<Vec<Entry>>> = LazyLock::new(|| {
     families.push(entry("bert", |table| boxed(BertConfig::read(table))));
     families.push(entry("vit", |table| boxed(VitConfig::read(table))));
     families.push(entry("resnet", |table| boxed(ResNetConfig::read(table))));
+    families.push(entry("gpt_neox", |table| boxed(GptNeoxConfig::read(table))));
+    families.push(entry("falcon", |table| boxed(FalconConfig::read(table))));
+    families.push(entry("opt", |table| boxed(OptConfig::read(table))));
+    families.push(entry("bloom", |table| boxed(BloomConfig::read(table))));
     RwLock::new(families)
 });
 

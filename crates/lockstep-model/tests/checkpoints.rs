@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use safetensors::SafeTensors;
 use serde_json::{Map, Value, json};
 
-const FAMILIES: [&str; 12] = [
+const FAMILIES: [&str; 28] = [
     "gpt2",
     "llama",
     "llama_bias",
@@ -23,6 +23,22 @@ const FAMILIES: [&str; 12] = [
     "deepseek_v3",
     "deepseek_v3_yarn",
     "qwen3_yarn",
+    "gpt_neox",
+    "gpt_neox_sequential",
+    "falcon",
+    "falcon_grouped",
+    "falcon_one_norm",
+    "falcon_alibi",
+    "opt",
+    "opt_post_norm",
+    "bloom",
+    "bloom_post_norm",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi3",
+    "gpt_oss",
 ];
 
 fn fixture(file: &str) -> Vec<u8> {
@@ -98,7 +114,7 @@ proptest! {
     #[test]
     fn export_then_import_keeps_every_bit(
         (heads, head_dim, inner, vocab) in (1usize..4, 1usize..20, 1usize..70, 1usize..40),
-        (bias, tied, family) in (any::<bool>(), any::<bool>(), 0usize..5),
+        (bias, tied, family) in (any::<bool>(), any::<bool>(), 0usize..9),
         seed in any::<u64>(),
     ) {
         let hidden = heads * head_dim;
@@ -116,6 +132,25 @@ proptest! {
                 "model_type": "qwen2_moe", "hidden_size": 2 * hidden, "head_dim": 2 * head_dim, "num_experts": 4,
                 "num_attention_heads": heads, "num_key_value_heads": 1, "num_hidden_layers": 2, "decoder_sparse_step": 2,
                 "intermediate_size": inner, "moe_intermediate_size": inner, "vocab_size": vocab,
+                "tie_word_embeddings": tied,
+            })),
+            5 => tiny(json!({
+                "model_type": "gpt_neox", "hidden_size": 2 * hidden, "num_attention_heads": heads, "num_hidden_layers": 2,
+                "intermediate_size": inner, "vocab_size": vocab, "rotary_pct": 1.0, "attention_bias": bias,
+                "tie_word_embeddings": tied,
+            })),
+            6 => tiny(json!({
+                "model_type": "falcon", "hidden_size": 4 * hidden, "num_attention_heads": 2 * heads, "num_kv_heads": heads,
+                "num_hidden_layers": 2, "ffn_hidden_size": inner, "vocab_size": vocab, "bias": bias,
+                "new_decoder_architecture": true, "tie_word_embeddings": tied,
+            })),
+            7 => tiny(json!({
+                "model_type": "opt", "hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": 2,
+                "ffn_dim": inner, "vocab_size": vocab, "enable_bias": bias, "word_embed_proj_dim": inner,
+                "max_position_embeddings": 7, "tie_word_embeddings": tied,
+            })),
+            8 => tiny(json!({
+                "model_type": "bloom", "hidden_size": hidden, "n_head": heads, "n_layer": 2, "vocab_size": vocab,
                 "tie_word_embeddings": tied,
             })),
             family => tiny(json!({
@@ -191,7 +226,9 @@ fn every_parameter_has_a_place_of_its_size() {
 
 #[test]
 fn names_without_the_prefix_of_the_family_are_accepted() {
-    for (family, prefix) in [("gpt2", "transformer."), ("qwen2", "model.")] {
+    let prefixes =
+        [("gpt2", "transformer."), ("qwen2", "model."), ("falcon", "transformer."), ("opt", "model.")];
+    for (family, prefix) in prefixes {
         let import = matched(&fixture_config(family), |tensors| {
             for (name, _) in tensors {
                 *name = name.strip_prefix(prefix).expect("the prefix").to_owned();
@@ -207,6 +244,8 @@ fn old_buffers_are_passed_over() {
     for (family, buffers) in [
         ("gpt2", ["transformer.h.0.attn.bias", "h.1.attn.masked_bias"]),
         ("llama", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"]),
+        ("gpt_neox", ["gpt_neox.layers.0.attention.bias", "layers.1.attention.masked_bias"]),
+        ("gpt_neox", ["gpt_neox.layers.0.attention.rotary_emb.inv_freq", "layers.1.attention.bias"]),
     ] {
         let with = matched(&fixture_config(family), |tensors| {
             tensors.extend(buffers.map(|name| (name.to_owned(), vec![3])));

@@ -3,9 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use lockstep_model::{
-    Activation, ConfigProblem, Gpt2Config, LlamaConfig, ModelConfig, ModelError, RopeScaling, presets,
+    Activation, ConfigProblem, FalconConfig, FalconResidual, Gpt2Config, GptNeoxConfig, LlamaConfig,
+    ModelConfig, ModelError, OptConfig, Rope, RopeScaling, presets,
 };
 use lockstep_plan::DType;
+use lockstep_tensor::GatedActivation;
 use serde_json::{Map, Value, json};
 
 fn fixtures() -> PathBuf {
@@ -40,7 +42,7 @@ fn problems(value: Value) -> Vec<ConfigProblem> {
     }
 }
 
-const FAMILIES: [&str; 12] = [
+const FAMILIES: [&str; 28] = [
     "gpt2",
     "llama",
     "llama_bias",
@@ -53,11 +55,27 @@ const FAMILIES: [&str; 12] = [
     "deepseek_v3",
     "deepseek_v3_yarn",
     "qwen3_yarn",
+    "gpt_neox",
+    "gpt_neox_sequential",
+    "falcon",
+    "falcon_grouped",
+    "falcon_one_norm",
+    "falcon_alibi",
+    "opt",
+    "opt_post_norm",
+    "bloom",
+    "bloom_post_norm",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi3",
+    "gpt_oss",
 ];
 
 #[test]
 fn both_forms_of_transformers_mean_the_same() {
-    for model in ["llama3.1-8b", "qwen3-0.6b"] {
+    for model in ["llama3.1-8b", "qwen3-0.6b", "gemma2-2b", "gemma3-1b", "gpt-oss-20b"] {
         let old = fixture(&format!("configs/{model}.transformers4.json"));
         let new = fixture(&format!("configs/{model}.transformers5.json"));
         assert_eq!(old, new, "{model}");
@@ -70,12 +88,20 @@ fn published_files_are_the_presets() {
     published.tokens.end = vec![128_001]; // The file is the instruction-tuned model's.
     assert_eq!(ModelConfig::from(published), ModelConfig::preset("llama3-8b").unwrap());
     assert_eq!(fixture("configs/qwen3-0.6b.transformers5.json"), ModelConfig::preset("qwen3-0.6b").unwrap());
+    for model in ["gemma2-2b", "gemma3-1b", "olmo2-7b", "phi-3-mini", "gpt-oss-20b"] {
+        let published = fixture(&format!("configs/{model}.transformers4.json"));
+        assert_eq!(published, ModelConfig::preset(model).unwrap(), "{model}");
+    }
     let published = gpt2(&fixture("configs/gpt2.transformers4.json")).clone();
     assert_eq!(ModelConfig::from(published.with_dropout(0.0)), ModelConfig::preset("gpt2-124m").unwrap());
     let mistral = fixture("configs/mistral-7b.transformers4.json");
     assert_eq!((mistral.parameter_count(), llama(&mistral).sliding_window), (7_241_732_096, Some(4096)));
     let qwen = fixture("configs/qwen2.5-0.5b.transformers4.json");
     assert_eq!((qwen.parameter_count(), llama(&qwen).sliding_window), (494_032_768, None));
+    for model in ["pythia-1.4b", "falcon-7b", "falcon-40b", "opt-350m", "bloom-560m"] {
+        let published = fixture(&format!("configs/{model}.transformers4.json")).without_dropout();
+        assert_eq!(published, ModelConfig::preset(model).unwrap(), "{model}");
+    }
 }
 
 #[test]
@@ -98,6 +124,18 @@ fn the_fixtures_say_what_make_py_put_into_them() {
     let config = fixture("qwen3/config.json");
     assert_eq!((llama(&config).qk_norm, llama(&config).head_dim), (true, 16));
     assert_eq!(gpt2(&fixture("gpt2/config.json")).activation, Activation::GeluTanh);
+    let config = fixture("gemma2/config.json");
+    let caps = [llama(&config).score_cap, llama(&config).logit_cap, llama(&config).query_scale];
+    assert_eq!(caps, [Some(3.0), Some(5.0), Some(20.0)]);
+    assert_eq!((llama(&config).sliding_window, llama(&config).full_every), (Some(7), Some(2)));
+    assert_eq!(config.sliding_window(), None, "some layers see all positions");
+    let config = fixture("gemma3/config.json");
+    let ropes = (llama(&config).rope, llama(&config).local_rope);
+    let full = Rope { theta: 1000.0, scaling: RopeScaling::Linear { factor: 4.0 } };
+    assert_eq!(ropes, (full, Some(Rope::new(100.0))));
+    assert_eq!(llama(&fixture("phi3/config.json")).rotary_fraction, 0.5);
+    let clamped = GatedActivation::Clamped { slope: 1.702, limit: 0.75 };
+    assert_eq!(llama(&fixture("gpt_oss/config.json")).gate, clamped);
 }
 
 #[test]
@@ -127,7 +165,7 @@ fn options_that_change_the_numbers_are_refused_by_name() {
         ("gpt2", "reorder_and_upcast_attn", json!(true)),
         ("gpt2", "scale_attn_weights", json!(false)),
         ("gpt2", "add_cross_attention", json!(true)),
-        ("gpt2", "activation_function", json!("relu")),
+        ("gpt2", "activation_function", json!("silu")),
         ("llama", "hidden_act", json!("gelu")),
         ("llama", "sliding_window", json!(128)),
         ("llama", "quantization_config", json!({"bits": 4})),
@@ -138,6 +176,27 @@ fn options_that_change_the_numbers_are_refused_by_name() {
         ("qwen2", "layer_types", json!(["full_attention"])),
         ("qwen2", "mlp_bias", json!(true)),
         ("qwen3", "layer_types", json!(vec!["sliding_attention"; 32])),
+        ("gpt_neox", "hidden_act", json!("swish")),
+        ("gpt_neox", "hidden_dropout_prob", json!(0.1)),
+        ("falcon", "auto_map", json!({"AutoModel": "evil.Model"})),
+        (
+            "falcon",
+            "auto_map",
+            json!({"AutoConfig": "configuration_falcon.FalconConfig", "AutoModel": "evil.Model"}),
+        ),
+        ("falcon", "num_ln_in_parallel_attn", json!(3)),
+        ("falcon", "apply_residual_connection_post_layernorm", json!(true)),
+        ("opt", "layerdrop", json!(0.1)),
+        ("opt", "layer_norm_elementwise_affine", json!(false)),
+        ("bloom", "n_inner", json!(64)),
+        ("gemma", "hidden_act", json!("silu")),
+        ("gemma2", "use_bidirectional_attention", json!(true)),
+        ("gemma3_text", "sliding_window_pattern", json!(0)),
+        ("gemma3_text", "attn_logit_softcapping", json!(50.0)),
+        ("olmo2", "partial_rotary_factor", json!(0.5)),
+        ("phi3", "resid_pdrop", json!(0.1)),
+        ("gpt_oss", "attention_bias", json!(false)),
+        ("gpt_oss", "quantization_config", json!({"quant_method": "mxfp4"})),
     ];
     for (model_type, key, value) in cases {
         match &problems(json!({"model_type": model_type, key: value}))[..] {
@@ -192,6 +251,158 @@ fn qwen_may_have_windows_in_all_layers_or_none() {
 }
 
 #[test]
+fn every_spelling_of_partial_rotary_positions_means_the_same() {
+    let rotated = |keys: Value| {
+        let mut keys = table(keys);
+        keys.extend(table(json!({"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4})));
+        let config = read(Value::Object(keys)).unwrap();
+        let config: &GptNeoxConfig = config.get().expect("a GPT-NeoX");
+        (config.rotary_dim(), config.rope.theta, config.rope.scaling)
+    };
+    assert_eq!(rotated(json!({})), (4, 10_000.0, RopeScaling::Default));
+    let linear = RopeScaling::Linear { factor: 2.0 };
+    let old =
+        json!({"rotary_pct": 0.5, "rotary_emb_base": 500, "rope_scaling": {"type": "linear", "factor": 2}});
+    assert_eq!(rotated(old), (8, 500.0, linear));
+    let rope =
+        json!({"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0, "partial_rotary_factor": 0.5});
+    assert_eq!(rotated(json!({"rope_parameters": rope})), (8, 500.0, linear));
+
+    let base = ModelConfig::preset("pythia-1b").unwrap();
+    let changed = |overrides: Value| {
+        let config = base.with_overrides(&table(overrides), "[model]").unwrap();
+        let config: &GptNeoxConfig = config.get().expect("a GPT-NeoX");
+        (config.rotary_dim(), config.rope.theta)
+    };
+    let rope = json!({"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5});
+    assert_eq!(changed(json!({"rope_parameters": rope})), (128, 500.0));
+    assert_eq!(changed(json!({"rotary_pct": 1.0})), (256, 10_000.0));
+}
+
+#[test]
+fn relations_that_a_family_cannot_have_are_refused_in_one_message() {
+    let cases = [
+        (json!({"model_type": "gpt_neox", "rotary_pct": 0.01}), "rotates 0 of 96"),
+        (json!({"model_type": "gpt_neox", "rotary_pct": 0.1}), "rotates 9 of 96"),
+        (json!({"model_type": "gpt_neox", "rotary_pct": 1.5}), "`rotary_pct` = 1.5"),
+        (
+            json!({"model_type": "gpt_neox", "rotary_pct": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}}),
+            "RoPE's part of a head is 0.5 by `rotary_pct` and 0.25 by `rope_parameters`",
+        ),
+        (
+            json!({"model_type": "gpt_neox", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+            "YaRN scales the scores of 24 of 96",
+        ),
+        (
+            json!({"model_type": "gpt_neox", "num_attention_heads": 7}),
+            "`num_attention_heads` = 7 does not divide",
+        ),
+        (
+            json!({"model_type": "falcon", "new_decoder_architecture": true, "parallel_attn": false}),
+            "needs `parallel_attn` = true",
+        ),
+        (json!({"model_type": "falcon", "num_ln_in_parallel_attn": 2}), "needs `new_decoder_architecture`"),
+        (json!({"model_type": "falcon", "num_kv_heads": 8}), "`num_kv_heads` = 8 has no effect"),
+        (
+            json!({"model_type": "falcon", "new_decoder_architecture": true, "num_kv_heads": 8}),
+            "`num_kv_heads` = 8 does not divide `num_attention_heads` = 71",
+        ),
+        (json!({"model_type": "falcon", "num_attention_heads": 64}), "does not divide `the head size` = 71"),
+        (
+            json!({"model_type": "falcon", "n_embed": 142, "hidden_size": 284}),
+            "its alias `n_embed` = 142 differ",
+        ),
+        (json!({"model_type": "opt", "num_attention_heads": 7}), "does not divide `hidden_size` = 768"),
+        (json!({"model_type": "opt", "dropout": 1.0}), "`dropout` = 1"),
+        (json!({"model_type": "bloom", "n_head": 3}), "`n_head` = 3 does not divide `hidden_size` = 64"),
+        (
+            json!({"model_type": "bloom", "n_head": 3, "num_attention_heads": 4}),
+            "`num_attention_heads` = 4 differ",
+        ),
+        (json!({"model_type": "bloom", "seq_lenght": 3}), "did you mean `seq_length`?"),
+        (json!({"model_type": "opt", "ffn_dims": 3}), "did you mean `ffn_dim`?"),
+        (json!({"model_type": "falcon", "num_kv_head": 3}), "did you mean `num_kv_heads`?"),
+        (json!({"model_type": "gpt_neox", "rotary_pc": 3}), "did you mean `rotary_pct`?"),
+    ];
+    for (config, expected) in cases {
+        let message = read(config.clone()).unwrap_err().to_string();
+        assert!(message.contains(expected), "{config}: {message}");
+        assert_eq!(problems(config.clone()).len(), 1, "{config}: {message}");
+    }
+}
+
+#[test]
+fn heads_of_falcon_follow_from_its_architecture() {
+    let heads = |keys: Value| {
+        let mut keys = table(keys);
+        keys.extend(table(json!({"model_type": "falcon", "hidden_size": 64, "num_attention_heads": 4})));
+        let config = read(Value::Object(keys)).unwrap();
+        let config: &FalconConfig = config.get().expect("a Falcon");
+        (config.num_key_value_heads, config.residual)
+    };
+    let [one, two] = [FalconResidual::ParallelOneNorm, FalconResidual::ParallelTwoNorms];
+    assert_eq!(heads(json!({})), (1, one));
+    assert_eq!(heads(json!({"num_kv_heads": 4})), (1, one), "as in the file of the 7B model");
+    assert_eq!(heads(json!({"multi_query": false, "parallel_attn": false})), (4, FalconResidual::Sequential));
+    assert_eq!(heads(json!({"new_decoder_architecture": true})), (4, two));
+    assert_eq!(heads(json!({"new_decoder_architecture": true, "num_kv_heads": 2})), (2, two));
+    assert_eq!(
+        heads(json!({"new_decoder_architecture": true, "num_ln_in_parallel_attn": 1, "multi_query": false})),
+        (4, one)
+    );
+}
+
+#[test]
+fn layers_without_a_window_are_the_last_of_every_so_many() {
+    let types = |list: &[&str]| {
+        read(json!({"model_type": "gemma2", "num_hidden_layers": list.len(), "layer_types": list}))
+    };
+    let (full, sliding) = ("full_attention", "sliding_attention");
+    let every = |list: &[&str]| llama(&types(list).unwrap()).full_every;
+    assert_eq!(every(&[sliding, sliding, full, sliding]), Some(3));
+    assert_eq!((every(&[full, full]), every(&[sliding, sliding])), (Some(1), None));
+    for list in [&[full, sliding][..], &[sliding, full, full], &[full, sliding, full]] {
+        let message = types(list).map(|_| ()).unwrap_err().to_string();
+        assert!(message.contains("layer_types"), "{list:?}: {message}");
+    }
+    let hostile = read(json!({"model_type": "gemma2", "num_hidden_layers": u64::MAX, "layer_types": [full]}));
+    assert!(hostile.unwrap_err().to_string().contains("num_hidden_layers"));
+    let pattern = read(json!({"model_type": "gemma3_text", "sliding_window_pattern": 4})).unwrap();
+    assert_eq!(llama(&pattern).full_every, Some(4));
+    let fewer = ModelConfig::preset("gemma2-2b").unwrap();
+    let fewer = fewer.with_overrides(&table(json!({"num_hidden_layers": 3})), "[model]").unwrap();
+    assert_eq!((fewer.num_hidden_layers(), llama(&fewer).full_every), (3, Some(2)));
+}
+
+#[test]
+fn the_two_ropes_of_gemma_are_overridden_in_either_form() {
+    let preset = ModelConfig::preset("gemma3-4b").unwrap();
+    let change = |overrides: Value| {
+        let changed = preset.with_overrides(&table(overrides), "[model]").unwrap();
+        (llama(&changed).rope, llama(&changed).local_rope.unwrap())
+    };
+    let linear = RopeScaling::Linear { factor: 8.0 };
+    let (rope, local) = change(json!({"rope_theta": 5e5, "rope_local_base_freq": 500.0}));
+    assert_eq!((rope, local), (Rope { theta: 5e5, scaling: linear }, Rope::new(500.0)));
+    let tables = json!({"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 500.0}});
+    assert_eq!(change(json!({ "rope_parameters": tables })), (Rope::new(5e5), Rope::new(500.0)));
+}
+
+#[test]
+fn slopes_of_falcon_are_scaled_like_scores_and_have_the_precision_of_bf16() {
+    let slopes = |config: Value| {
+        let constants = read(config).unwrap().model().constants();
+        assert_eq!(constants.iter().map(|constant| &constant.name[..]).collect::<Vec<_>>(), ["alibi_slopes"]);
+        constants[0].values.clone()
+    };
+    let exact = slopes(json!({"model_type": "bloom", "hidden_size": 48, "n_head": 12}));
+    let rounded =
+        slopes(json!({"model_type": "falcon", "hidden_size": 48, "num_attention_heads": 12, "alibi": true}));
+    assert_eq!((exact.len(), exact[0], exact[8]), (12, 0.5, std::f32::consts::FRAC_1_SQRT_2));
+    assert_eq!((rounded.len(), rounded[0], rounded[8]), (12, 0.25, 0.707_031_25 / 2.0));
+}
+
+#[test]
 fn an_unknown_key_names_the_nearest_known_one() {
     let found = problems(json!({"model_type": "llama", "num_hiden_layers": 2}));
     let nearest = Some("num_hidden_layers".to_owned());
@@ -232,6 +443,19 @@ fn hostile_sizes_are_refused_without_overflow() {
         for key in ["n_embd", "n_head", "n_layer", "n_inner", "n_positions"] {
             assert!(!problems(json!({"model_type": "gpt2", key: value})).is_empty(), "{key} = {value}");
         }
+        for (model_type, keys) in [
+            ("gpt_neox", ["hidden_size", "intermediate_size", "num_attention_heads", "rotary_pct"]),
+            ("falcon", ["hidden_size", "ffn_hidden_size", "num_attention_heads", "num_hidden_layers"]),
+            ("opt", ["word_embed_proj_dim", "ffn_dim", "num_attention_heads", "max_position_embeddings"]),
+            ("bloom", ["n_embed", "n_head", "num_hidden_layers", "seq_length"]),
+        ] {
+            for key in keys {
+                assert!(
+                    !problems(json!({"model_type": model_type, key: value})).is_empty(),
+                    "{key} = {value}"
+                );
+            }
+        }
     }
 }
 
@@ -258,6 +482,15 @@ fn an_override_carries_along_what_follows_from_it() {
     assert_eq!((gpt2.hidden_size(), gpt2.intermediate_size(), gpt2.num_hidden_layers()), (1536, 6144, 2));
     let plain = change("llama3-8b", json!({"rope_scaling": null}));
     assert_eq!((llama(&plain).rope.theta, llama(&plain).rope.scaling), (500_000.0, RopeScaling::Default));
+    let opt = change("opt-125m", json!({"hidden_size": 96}));
+    assert_eq!(opt.get::<OptConfig>().expect("an OPT").embedding_size, 96);
+    let opt = change("opt-350m", json!({"hidden_size": 96}));
+    assert_eq!(opt.get::<OptConfig>().expect("an OPT").embedding_size, 512, "it stands on its own");
+    let bloom =
+        change("bloom-560m", json!({"num_attention_heads": 8, "n_embed": 64, "num_hidden_layers": 3}));
+    assert_eq!((bloom.num_attention_heads(), bloom.hidden_size(), bloom.num_hidden_layers()), (8, 64, 3));
+    let falcon = change("falcon-40b", json!({"new_decoder_architecture": false}));
+    assert_eq!(falcon.num_key_value_heads(), 1);
     let linear = change("llama3-8b", json!({"rope_parameters": {"rope_type": "linear", "factor": 2}}));
     let expected = (500_000.0, RopeScaling::Linear { factor: 2.0 });
     assert_eq!((llama(&linear).rope.theta, llama(&linear).rope.scaling), expected);

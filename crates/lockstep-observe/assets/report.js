@@ -360,7 +360,8 @@ function totals() {
   const { totals } = data;
   const found = [
     [totals.loss, plain, "training loss, smoothed"], [totals.eval_loss, plain, "evaluation loss"], [totals.steps, String, totals.planned ? `of ${totals.planned} steps` : "steps"],
-    [totals.tokens_seen, count, "tokens seen"], [totals.seconds, seconds, "in steps"], [totals.tokens_per_s, count, "tokens/s, median"],
+    [totals.accuracy, percent, "training accuracy, smoothed"], [totals.eval_accuracy, percent, "evaluation accuracy"],
+    [totals.amount_seen, count, `${totals.unit} seen`], [totals.seconds, seconds, "in steps"], [totals.amount_per_s, count, `${totals.unit}/s, median`],
     [totals.flops_per_s, (value) => rate(value, "FLOP/s"), "model FLOPs, median"], [totals.mfu, percent, "of the devices' peak (MFU), median"], [totals.peak_bytes, bytes, "peak memory"],
     [totals.ranks, String, "ranks"], [totals.comm_bytes, bytes, "sent by a rank in a step"], [totals.comm_share, percent, "waiting for other ranks"],
     [totals.stall_share, percent, "waiting for checkpoints"], [totals.data_share, percent, "waiting for data"], [totals.skipped, String, "skipped steps"],
@@ -371,14 +372,15 @@ function totals() {
 }
 
 page.replaceChildren(header(data.title, ...data.lines.map((line) => element("p", {}, line))), totals(), cards, element("footer", {}, data.footer));
-const { loss, smoothed, eval_loss, lr, grad_norm, tokens_per_s, mfu, stall, expert_imbalance, comm_busy, comm_exposed } = data.series;
+const { loss, smoothed, eval_loss, lr, grad_norm, amount_per_s, accuracy, eval_accuracy, mfu, stall, expert_imbalance, comm_busy, comm_exposed } = data.series;
 chart("Loss", [
   { name: "training", color: "var(--a)", thin: true, ...loss }, { name: "smoothed", color: "var(--a)", ...smoothed },
   { name: "evaluation", color: "var(--b)", dots: true, ...eval_loss },
 ], { wide: true, height: 300, marks: data.skipped });
+chart("Accuracy", [{ name: "smoothed", color: "var(--a)", ...accuracy }, { name: "evaluation", color: "var(--b)", dots: true, ...eval_accuracy }], { format: percent });
 chart("Learning rate", [{ name: "learning rate", color: "var(--c)", ...lr }], { zero: true });
 chart("Gradient norm, before clipping", [{ name: "norm", color: "var(--d)", ...grad_norm }]);
-chart("Throughput", [{ name: "tokens/s", color: "var(--f)", ...tokens_per_s, summary: `${count(data.totals.tokens_per_s)} tokens/s, median` }], { format: count, zero: true });
+chart("Throughput", [{ name: `${data.totals.unit}/s`, color: "var(--f)", ...amount_per_s, summary: `${count(data.totals.amount_per_s)} ${data.totals.unit}/s, median` }], { format: count, zero: true });
 chart("Model FLOPs utilization", [{ name: "MFU", color: "var(--f)", ...mfu, summary: `${percent(data.totals.mfu ?? 0)}, median` }], {
   format: percent, zero: true, note: `Model FLOP/s, recomputation not counted, of the devices' peak of ${rate(data.run?.peak_flops_per_s, "FLOP/s")} (${data.run?.peak_source ?? "unknown"}).`,
 });

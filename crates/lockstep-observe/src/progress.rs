@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_config::human;
 
-use crate::metrics::{EvalMetrics, StepMetrics};
+use crate::metrics::{CountUnit, EvalMetrics, Means, StepMetrics};
 use crate::screen;
 
 /// Weight of the newest step in the exponential moving average from which the remaining time is estimated.
@@ -164,14 +164,19 @@ impl Progress {
 
     /// Shows an evaluation.
     pub fn evaluation(&mut self, metrics: &EvalMetrics) {
-        let perplexity = libm::exp(metrics.eval_loss);
-        let seconds = human::seconds(metrics.eval_ms / 1e3);
+        let seconds = human::seconds(metrics.ms / 1e3);
+        let beside = match metrics.unit {
+            CountUnit::Tokens => format!("  perplexity {:.2}", libm::exp(metrics.loss)),
+            CountUnit::Samples => String::new(),
+        };
         self.message(&format!(
-            "step {}/{}  eval loss {:.4}  perplexity {perplexity:.2}  {} tokens in {seconds}",
+            "step {}/{}  eval loss {:.4}{beside}{}  {} {} in {seconds}",
             metrics.step,
             self.steps.total,
-            metrics.eval_loss,
-            human::count(metrics.eval_tokens as f64),
+            metrics.loss,
+            Named(&metrics.metrics),
+            human::count(metrics.counted as f64),
+            metrics.unit.word(),
         ));
     }
 
@@ -198,6 +203,15 @@ fn write_line(out: &Lines, line: impl fmt::Display) {
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 
+/// Metrics as the lines of a run show them, each behind two spaces.
+struct Named<'m>(&'m Means);
+
+impl fmt::Display for Named<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|(name, mean)| write!(f, "  {name} {mean:.4}"))
+    }
+}
+
 /// Text of one step, with an estimate of the remaining time.
 #[derive(Debug, Clone, Copy)]
 pub struct StepLine<'m> {
@@ -214,7 +228,9 @@ impl fmt::Display for StepLine<'_> {
         let metrics = self.metrics;
         let width = self.total_steps.to_string().len();
         write!(f, "step {:>width$}/{}  loss {:.4}", metrics.step, self.total_steps, metrics.loss)?;
-        write!(f, "  lr {:.2e}  {} tokens/s", metrics.lr, human::count(metrics.tokens_per_s))?;
+        let amount = &metrics.amount;
+        write!(f, "{}", Named(&metrics.metrics))?;
+        write!(f, "  lr {:.2e}  {} {}/s", metrics.lr, human::count(amount.per_s), amount.unit.word())?;
         if let Some(mfu) = metrics.mfu {
             write!(f, "  mfu {:.1}%", 100.0 * mfu)?;
         }
@@ -242,7 +258,7 @@ mod tests {
     use indicatif::InMemoryTerm;
 
     use super::*;
-    use crate::metrics::example;
+    use crate::metrics::{Amount, example};
 
     const STEPS: Steps = Steps { done: 0, total: 25, log_every: 10 };
 
@@ -298,18 +314,39 @@ mod tests {
         let lines = lines_of(Steps { done: 2, ..STEPS }, |progress| {
             progress.step(&example(3));
             progress.step(&StepMetrics { skipped: true, skipped_steps: 1, loss: f64::NAN, ..example(4) });
-            progress.evaluation(&EvalMetrics {
-                step: 4,
-                eval_loss: 2.0,
-                eval_tokens: 81_920,
-                eval_ms: 400.0,
-            });
+            let row =
+                EvalMetrics { step: 4, loss: 2.0, counted: 81_920, ms: 400.0, ..EvalMetrics::default() };
+            progress.evaluation(&row);
             progress.message("saved checkpoints/step-00000004");
         });
         assert_eq!(lines.len(), 4, "{lines:?}");
         assert!(lines[1].contains("loss NaN") && lines[1].contains("1 skipped"), "{lines:?}");
         assert_eq!(lines[2], "step 4/25  eval loss 2.0000  perplexity 7.39  81.9k tokens in 0.4s");
         assert_eq!(lines[3], "saved checkpoints/step-00000004");
+    }
+
+    #[test]
+    fn a_classifier_shows_its_accuracy_and_samples_in_place_of_perplexity_and_tokens() {
+        let accuracy = |mean| Means(vec![("accuracy".into(), mean)]);
+        let unit = CountUnit::Samples;
+        let amount = Amount { unit, per_s: 1234.0, ..example(5).amount };
+        let metrics = StepMetrics { metrics: accuracy(0.4375), amount, ..example(5) };
+        let line = StepLine { metrics: &metrics, total_steps: 5, seconds_left: 0.0 };
+        assert_eq!(
+            line.to_string(),
+            "step 5/5  loss 5.5483  accuracy 0.4375  lr 3.00e-5  1.2k samples/s  477 MiB"
+        );
+        let row = EvalMetrics {
+            step: 5,
+            loss: 1.5,
+            metrics: accuracy(0.625),
+            unit,
+            counted: 500,
+            ms: 400.0,
+            ..EvalMetrics::default()
+        };
+        let lines = lines_of(STEPS, |progress| progress.evaluation(&row));
+        assert_eq!(lines, ["step 5/25  eval loss 1.5000  accuracy 0.6250  500 samples in 0.4s"]);
     }
 
     #[test]

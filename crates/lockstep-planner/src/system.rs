@@ -124,7 +124,7 @@ impl SystemTraits {
             _ if !self.composes => [1.0; 2],
             "RMSNorm" => [18.0 / 2.0, 36.0 / 6.0],
             "RoPE" => [10.0 / 2.0; 2],
-            "SwiGLU" => [5.0 / 3.0, 9.0 / 5.0],
+            "SwiGLU" | "GeGLU" => [5.0 / 3.0, 9.0 / 5.0],
             _ => [1.0; 2],
         };
         let way = usize::from(is_backward);

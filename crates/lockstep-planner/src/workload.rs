@@ -94,14 +94,21 @@ pub(crate) fn workload_in_words(config: &RunConfig, parameters: u64, trained: u6
         true => String::new(),
         false => format!(", {} trained", human::billions(trained as f64)),
     };
+    // Samples such as images are no sequences.
+    let batch = match seq_len {
+        1 => human::plural(sequences, "sample").to_string(),
+        _ => format!(
+            "{} of {} tokens = {} tokens",
+            human::plural(sequences, "sequence"),
+            human::thousands(seq_len as u64),
+            human::thousands((sequences * seq_len) as u64)
+        ),
+    };
     format!(
-        "{} ({} parameters{trained}), {}, {} of {} tokens = {} tokens a step",
+        "{} ({} parameters{trained}), {}, {batch} a step",
         model_name(config),
         human::billions(parameters as f64),
         config.train.precision.word(),
-        human::plural(sequences, "sequence"),
-        human::thousands(seq_len as u64),
-        human::thousands((sequences * seq_len) as u64),
     )
 }
 

@@ -11,9 +11,9 @@ use criterion::{
 };
 use lockstep_plan::{DType, MemoryCategory};
 use lockstep_tensor::{
-    AdamW, Arena, CopyKernels, CpuLevel, CpuQueue, Dropout, ElementwiseKernels, EmbeddingKernels, Gelu,
-    LayerNorm, LossKernels, NormKernels, OptimizerKernels, RotaryKernels, Rotation, Rounding, Sgd, Tensor,
-    TokenPositions, Write,
+    AdamW, Arena, CopyKernels, CpuLevel, CpuQueue, Dropout, ElementwiseKernels, EmbeddingKernels,
+    GatedActivation, Gelu, LayerNorm, LossKernels, NormKernels, OptimizerKernels, RmsNorm, RotaryKernels,
+    Rotation, Rounding, Sgd, Tensor, TokenPositions, Write,
 };
 
 const TOKENS: usize = 2048;
@@ -67,8 +67,12 @@ fn elementwise(group: &mut Group<'_>, s: &Setting) {
     let bytes = TOKENS * WIDTH * s.dtype.size_bytes();
     measure(group, "add", 3 * bytes, || q.add(a, b, y));
     measure(group, "add in place", 3 * bytes, || q.add(y, b, y));
-    measure(group, "swiglu", 3 * bytes, || q.swiglu(a, b, y));
-    measure(group, "swiglu_backward", 5 * bytes, || q.swiglu_backward(c, a, b, y, z));
+    let kinds =
+        ["swiglu", "geglu exact", "geglu tanh", "clamped swiglu"].into_iter().zip(GatedActivation::ALL);
+    for (name, kind) in kinds {
+        measure(group, name, 3 * bytes, || q.gated(kind, a, b, y));
+        measure(group, &format!("{name}_backward"), 5 * bytes, || q.gated_backward(kind, c, a, b, y, z));
+    }
     for (name, kind) in [("exact", Gelu::Exact), ("tanh", Gelu::Tanh)] {
         measure(group, &format!("gelu {name}"), 2 * bytes, || q.gelu(kind, a, y));
         measure(group, &format!("gelu_backward {name}"), 3 * bytes, || q.gelu_backward(kind, b, a, y));
@@ -100,13 +104,10 @@ fn rows(group: &mut Group<'_>, s: &Setting) {
     let bytes = TOKENS * WIDTH * s.dtype.size_bytes();
     let write = Write::Overwrite;
     measure(group, "sum_rows", bytes, || q.sum_rows(x, dweight));
-    measure(group, "rms_norm", 2 * bytes, || q.rms_norm(x, weight, 1e-5, y, rstd));
-    measure(group, "rms_norm_backward_input", 3 * bytes, || {
-        q.rms_norm_backward_input(dy, x, weight, rstd, y, write);
-    });
-    measure(group, "rms_norm_backward_weight", 2 * bytes, || {
-        q.rms_norm_backward_weight(dy, x, rstd, dweight);
-    });
+    let norm = RmsNorm { x, weight, offset: 0.0, rstd };
+    measure(group, "rms_norm", 2 * bytes, || q.rms_norm(norm, 1e-5, y));
+    measure(group, "rms_norm_backward_input", 3 * bytes, || q.rms_norm_backward_input(norm, dy, y, write));
+    measure(group, "rms_norm_backward_weight", 2 * bytes, || q.rms_norm_backward_weight(norm, dy, dweight));
     let norm = LayerNorm { x, weight, mean, rstd };
     measure(group, "layer_norm", 2 * bytes, || q.layer_norm(norm, Some(bias), 1e-5, y));
     measure(group, "layer_norm_backward_input", 3 * bytes, || {

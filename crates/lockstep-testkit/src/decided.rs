@@ -44,7 +44,7 @@ pub(crate) fn decide(dir: &Path) -> Result<(), Box<dyn Error + Send + Sync>> {
         let number = |key: &str, index: usize| entry[key][index].as_u64().map(|number| number as usize);
         let (from, to) = number("data_offsets", 0).zip(number("data_offsets", 1)).ok_or("no offsets")?;
         let elements = data[from..to].as_chunks_mut().0;
-        let columns = number("shape", 1).unwrap_or(1);
+        let columns = number("shape", 2).or(number("shape", 1)).unwrap_or(1);
         change(Tensor { name, columns, elements }, experts, config.hidden_size());
     }
     fs::write(path, bytes)?;
@@ -54,8 +54,10 @@ pub(crate) fn decide(dir: &Path) -> Result<(), Box<dyn Error + Send + Sync>> {
 fn change(tensor: Tensor<'_>, experts: &ExpertsConfig, hidden: usize) {
     let Tensor { name, columns, elements } = tensor;
     let first = hidden - experts.count;
-    let is_last_of_block =
-        ["o_proj.weight", "down_proj.weight", "w2.weight"].iter().any(|end| name.ends_with(end));
+    let ends_with = |ends: &[&str]| ends.iter().any(|end| name.ends_with(end));
+    let is_last_of_block = ends_with(&["o_proj.weight", "o_proj.bias", "down_proj.weight", "w2.weight"]);
+    // gpt-oss stacks its experts, with the elements of the residual stream in columns.
+    let is_last_by_columns = ends_with(&["experts.down_proj", "experts.down_proj_bias"]);
     for (row, elements) in elements.chunks_mut(columns).enumerate() {
         if name.ends_with("embed_tokens.weight") {
             let chosen = chosen_by(row, experts);
@@ -64,7 +66,9 @@ fn change(tensor: Tensor<'_>, experts: &ExpertsConfig, hidden: usize) {
             }
         } else if is_last_of_block && row >= first {
             elements.fill([0; 4]);
-        } else if name.ends_with(".gate.weight") {
+        } else if is_last_by_columns {
+            elements[first..].fill([0; 4]);
+        } else if ends_with(&[".gate.weight", ".router.weight"]) {
             elements
                 .iter_mut()
                 .for_each(|element| *element = (LEFT * f32::from_le_bytes(*element)).to_le_bytes());

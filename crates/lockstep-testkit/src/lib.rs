@@ -18,6 +18,8 @@ pub mod sample_seeds;
 pub mod sample_targets;
 pub mod seeds;
 pub mod targets;
+pub mod tiny_families;
+mod tiny_models;
 
 /// Fuzz target: a parser with its seeds and dictionary.
 #[derive(Debug, Clone, Copy)]

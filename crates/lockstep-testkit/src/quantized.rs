@@ -114,7 +114,7 @@ fn gradients(
     engine: &mut Engine,
     of: usize,
 ) -> Result<Vec<Vec<f32>>, Box<dyn std::error::Error + Send + Sync>> {
-    let seed = Seed { of_tokens: 1.0 / SHAPE.tokens() as f32, of_sequences: 1.0 };
+    let seed = Seed::new(1.0 / SHAPE.tokens() as f32, 1.0);
     with_batch(of, |batch| engine.forward_backward(std::iter::once(batch), seed))?;
     Ok(engine.trained_ids().map(|id| engine.gradient(id)).collect::<Result<_, _>>()?)
 }

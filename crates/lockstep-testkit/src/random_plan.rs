@@ -10,7 +10,7 @@ use lockstep_plan::schedule::Kind;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use crate::parity::{MIXTURES, MODELS, TinyModel, UNITS};
+use crate::parity::{GPT_OSS, MIXTURES, MODELS, TinyModel, UNITS};
 
 /// Maximum number of ranks in a plan.
 const MOST_RANKS: usize = 8;
@@ -78,6 +78,8 @@ pub fn random_plans(
             }
             if MIXTURES.contains(&model) {
                 let (_, expert, parts) = experts;
+                // Experts with biases have no parts.
+                let parts = if model == GPT_OSS { 1 } else { parts };
                 settings.push(format!("parallel.expert_parallel={expert}"));
                 settings.push(format!("parallel.expert_tensor_parallel={parts}"));
             }

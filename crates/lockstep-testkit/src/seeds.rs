@@ -167,8 +167,19 @@ pub fn adapter_configs() -> Vec<Vec<u8>> {
 
 /// Returns a preset of each family as `config.json`, and two more with features that the presets lack.
 pub fn model_configs() -> Vec<Vec<u8>> {
-    let presets =
-        ["baby-gpt", "llama3-8b", "mistral-7b", "qwen3-0.6b", "mixtral-8x7b", "qwen3-30b-a3b", "kimi-k2"];
+    let presets = [
+        "baby-gpt",
+        "llama3-8b",
+        "mistral-7b",
+        "qwen3-0.6b",
+        "mixtral-8x7b",
+        "qwen3-30b-a3b",
+        "kimi-k2",
+        "pythia-14m",
+        "falcon-40b",
+        "opt-350m",
+        "bloom-560m",
+    ];
     let mut texts: Vec<Vec<u8>> = presets
         .iter()
         .filter_map(|name| ModelConfig::preset(name).ok())

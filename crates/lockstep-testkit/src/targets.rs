@@ -320,6 +320,8 @@ pub fn plan(bytes: &[u8]) -> Verdict {
         has_latent_attention: false,
         has_inputs: false,
         fixed_seq_len: None,
+        norms_span_heads: false,
+        experts_have_biases: false,
         vocab: 256,
         experts,
         expert_intermediate: 2 * experts,

@@ -7,8 +7,8 @@ use std::env;
 
 use lockstep_plan::schedule::Kind;
 use lockstep_testkit::parity::{
-    DEEPSEEK, GPT2, LLAMA, MISTRAL, MIXTRAL, MIXTURES, MODELS, QWEN2, QWEN2_MOE, QWEN3, Split, TinyModel,
-    Workbench, expert_splits, pairs, splits, square,
+    DEEPSEEK, GEMMA2, GEMMA3, GPT_OSS, GPT2, LLAMA, MISTRAL, MIXTRAL, MIXTURES, MODELS, OLMO2, PHI3, QWEN2,
+    QWEN2_MOE, QWEN3, Split, TinyModel, Workbench, expert_splits, pairs, splits, square,
 };
 use lockstep_testkit::random_plan::random_plans;
 use lockstep_train::verify::{Numbers, ROUTER_MARGIN, Tolerance};
@@ -109,6 +109,26 @@ fn the_rows_of_a_square_respect_packed_documents_and_sliding_windows() {
 }
 
 #[test]
+fn so_have_the_families_whose_layers_norms_or_heads_differ() {
+    let plans = [
+        vec![TENSOR_2],
+        vec![TENSOR_2, SEQUENCE],
+        vec![TENSOR_2, SEQUENCE, "parallel.tensor_chunks=3", "parallel.recompute=full"],
+        vec![PIPELINE_2, SHARD_2, "parallel.recompute=selective"],
+        vec![TENSOR_2, SEQUENCE, CONTEXT_2],
+        vec!["train.steps=20", TENSOR_2, SEQUENCE],
+    ];
+    check(&[GEMMA2, GEMMA3, OLMO2, PHI3], &plans);
+    check(&[GEMMA2, GEMMA3, PHI3], &with(&[square(2)], &[]));
+}
+
+#[test]
+fn soft_caps_sinks_and_windows_of_some_layers_hold_over_shared_sequences() {
+    let plans: Vec<_> = METHODS.into_iter().map(|method| vec![CONTEXT_2, method]).collect();
+    check(&[GEMMA2, GEMMA3, OLMO2, GPT_OSS], &plans);
+}
+
+#[test]
 fn every_pair_of_splits_has_the_numbers_of_one_rank() {
     check(&MODELS, &pairs(&splits(2)));
 }
@@ -162,7 +182,7 @@ fn so_have_experts_whose_matrices_are_split() {
         &[TENSOR_2, PARTS_2, SHARD_2, EXPERT_2],
         &[TENSOR_2, PARTS_2, SHARD_2, EXPERT_2, PIPELINE_2],
     ];
-    check(&MIXTURES, &plans.map(<[&str]>::to_vec));
+    check(&[MIXTRAL, QWEN2_MOE, DEEPSEEK], &plans.map(<[&str]>::to_vec));
 }
 
 #[test]

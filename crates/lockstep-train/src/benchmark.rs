@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use lockstep_config::{NamedModel, RunConfig, config_of, engine_options, overrides_of};
 use lockstep_engine::{Engine, EngineOptions, HostBatch, Ranks, Update};
-use lockstep_graph::{BlockShape, Seed};
+use lockstep_graph::{BlockShape, Seed, Totals};
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_observe::metrics::{CommunicationUse, DiskUse, MemoryUse, PredictedMemory};
 use lockstep_observe::roofline::{Detail, Limits, Roofline};
@@ -153,7 +153,9 @@ pub fn time_steps(
         }
     }
     for loss in &mut losses {
-        *loss = ranks.sum(*loss, 0)?.0;
+        let mut own = Totals::default();
+        own.sums[0] = *loss;
+        *loss = ranks.totals(own)?.sums[0];
     }
     // Pages count as shared only while all ranks are alive.
     let own_bytes = if ranks.size() == 1 { peak_resident_bytes() } else { peak_own_bytes() };
@@ -208,7 +210,7 @@ pub(crate) fn make_step(
     let of_micro_batch = batches[0].batch();
     let seq_len = of_micro_batch.ids.len() / of_micro_batch.sample_numbers.len();
     let (tokens, sequences) = (tokens as f64, (tokens / seq_len) as f64);
-    let seed = Seed { of_tokens: (1.0 / tokens) as f32, of_sequences: (1.0 / sequences) as f32 };
+    let seed = Seed::new((1.0 / tokens) as f32, (1.0 / sequences) as f32);
     let loss = engine.forward_backward(batches.iter().map(RandomTokens::batch), seed)?;
     let norm = engine.finish_gradients()?;
     let disk_in_passes = DiskUse::of(engine.disk_bytes(), engine.take_disk_traffic());

@@ -244,7 +244,14 @@ fn sources(config: &RunConfig) -> Result<Vec<Source>, Error> {
 
 fn format(config: &RunConfig) -> Format {
     match config.data.format {
-        DataFormat::Auto => Format::Auto,
+        // Samples are not opened as text: see `TrainingData`.
+        DataFormat::Auto
+        | DataFormat::Cifar10
+        | DataFormat::Cifar100
+        | DataFormat::Idx
+        | DataFormat::ImageFolder
+        | DataFormat::WebDataset
+        | DataFormat::TfRecord => Format::Auto,
         DataFormat::Text => Format::Text,
         DataFormat::JsonLines => Format::JsonLines,
         DataFormat::Parquet => Format::Parquet,

@@ -11,6 +11,7 @@ use lockstep_tensor::host::available_memory_bytes;
 use crate::TrainingData;
 use crate::corpus::TextCorpus;
 use crate::predicted::Predicted;
+use crate::samples::described;
 
 /// The inputs of the first screen.
 pub(crate) struct Screen<'a> {
@@ -43,13 +44,11 @@ pub(crate) fn describe(screen: &Screen<'_>, tensor: TensorPlace, progress: &mut 
             describe_answers(config, corpus, progress);
             describe_blend(config, corpus, progress);
         }
-        None => {
-            let valid = data.valid.as_ref().map_or(0, |valid| valid.samples());
-            progress.field("data", &format!("{} samples, {valid} to evaluate on", data.train.samples()));
-        }
+        None => progress.field("data", &samples_line(data)),
     }
+    data.damages.iter().for_each(|damage| progress.field("damaged", damage));
     let dtype = engine.model().program(0).shape().dtype;
-    progress.field("step", &step_line(config, &format!("{dtype}")));
+    progress.field("step", &step_line(config, sizes.vocab > 0, &format!("{dtype}")));
     describe_work(config, engine, peak, tensor, progress);
     progress.field("memory", &memory_line(predicted));
     progress.detail("", &memory_by_category(engine, predicted));
@@ -80,6 +79,13 @@ fn data_line(corpus: &TextCorpus) -> String {
         corpus.tokenizer_name.as_ref().map_or("no tokenizer".to_owned(), |name| format!("tokenizer {name}")),
         if corpus.from_cache() { " (from the cache)" } else { "" },
     )
+}
+
+/// Returns the number of samples and their tensors: `50,000 samples (image u8 [32, 32, 3], label i32 []), 10,000 to evaluate on`.
+fn samples_line(data: &TrainingData) -> String {
+    let tensors = data.tensors.iter().map(described).collect::<Vec<_>>().join(", ");
+    let valid = data.valid.as_ref().map_or("none".to_owned(), |valid| human::thousands(valid.samples()));
+    format!("{} samples ({tensors}), {valid} to evaluate on", human::thousands(data.train.samples()))
 }
 
 /// Prints the kinds of records that were found, and the chat template.
@@ -129,13 +135,19 @@ fn describe_blend(config: &RunConfig, corpus: &TextCorpus, progress: &mut Progre
     }
 }
 
-/// Returns the batch and its distribution: `8 sequences of 128 tokens = 1.0k tokens; 2 ranks × 1 micro-batch of 4; bf16`.
-fn step_line(config: &RunConfig, dtype: &str) -> String {
+/// Returns the batch and its distribution: `8 sequences of 128 tokens = 1.0k tokens; 2 ranks × 1 micro-batch of 4; bf16`, or
+/// `8 samples` for a model without tokens.
+fn step_line(config: &RunConfig, has_tokens: bool, dtype: &str) -> String {
     let (parts, ranks) = (config.batch_parts(), config.ranks());
-    let sequences = human::plural(config.train.global_batch, "sequence");
-    let seq_len = human::thousands(config.train.seq_len as u64);
-    let mut line =
-        format!("{sequences} of {seq_len} tokens = {} tokens", human::count(config.tokens_per_step() as f64));
+    let mut line = match has_tokens {
+        true => format!(
+            "{} of {} tokens = {} tokens",
+            human::plural(config.train.global_batch, "sequence"),
+            human::thousands(config.train.seq_len as u64),
+            human::count(config.tokens_per_step() as f64)
+        ),
+        false => human::plural(config.train.global_batch, "sample").to_string(),
+    };
     if parts > 1 || config.accumulation_steps() > 1 {
         let of_each = human::plural(config.accumulation_steps(), "micro-batch");
         let by = if parts > 1 { format!("{parts} ranks × ") } else { String::new() };

@@ -80,6 +80,16 @@ pub enum Error {
         /// Name of the first such parameter.
         name: String,
     },
+    /// The transformed samples lack an input of the model.
+    #[error(
+        "the model reads {input}, and the transformed samples have {found}; add a transform, such as ToFloat, or another data set"
+    )]
+    Input {
+        /// Name, dtype and shape of the input.
+        input: String,
+        /// The tensors of the samples.
+        found: String,
+    },
     /// No label of the validation set counts.
     #[error(
         "the evaluation has no label to count in the {samples} samples of the validation set; without integer labels only \

@@ -39,7 +39,14 @@ pub(crate) fn generated_samples(model: &ModelConfig, seq_len: usize) -> Option<T
         classes: sizes.classes,
         seq_len,
     };
-    Some(TrainingData::of_samples(Arc::new(samples), None, "generated samples"))
+    Some(TrainingData {
+        train: Arc::new(samples),
+        valid: None,
+        text: None,
+        tensors: Vec::new(),
+        damages: Vec::new(),
+        digest: "generated samples".to_owned(),
+    })
 }
 
 impl GeneratedSamples {

@@ -1,11 +1,13 @@
-//! The join of a run's ranks, laid out as its configuration says, and the collective by which they share loss and memory after each step.
+//! The join of a run's ranks, laid out as its configuration says, and the collective by which they share
+//! losses, metrics and memory after each step.
 
 use std::time::Duration;
 
 use lockstep_comm::{CommError, Group};
 use lockstep_config::plan::checked_plan;
 use lockstep_config::{Problems, RunConfig, human, resolve_model};
-use lockstep_engine::{Groups, Ranks};
+use lockstep_engine::{Groups, Ranks, TOTALS_WORDS, words_of};
+use lockstep_graph::Totals;
 use lockstep_model::{ModelConfig, Tuning};
 use lockstep_observe::metrics::MemoryUse;
 
@@ -52,25 +54,44 @@ pub fn ranks_of_model(
     Ok(Ranks::new(Groups::new(group, plan, limit)?))
 }
 
-/// Sums the losses and tokens of the replicas, and returns with them the memory of each of several ranks, in the order of the ranks: one
-/// message for all three.
+/// Numbers of a rank that it tells the others after each step, in one message.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct StepShare {
+    /// Losses and metrics.
+    pub(crate) totals: Totals,
+    /// Tokens, or samples, of the micro-batches.
+    pub(crate) amount: u64,
+    /// Damaged samples that were skipped.
+    pub(crate) skipped_samples: u64,
+    /// Memory of the rank.
+    pub(crate) memory: MemoryUse,
+}
+
+/// Words of a [`StepShare`].
+const STEP_WORDS: usize = TOTALS_WORDS + 2 + MemoryUse::WORDS;
+
+/// Returns the sums of totals, amounts and skipped samples over the replicas, and the memory of each of several ranks, in the
+/// order of the ranks.
 ///
 /// # Errors
 /// If a rank is lost or does not answer in time.
 #[track_caller]
-pub(crate) fn sum_and_memory(
-    ranks: &Ranks,
-    loss: f64,
-    tokens: u64,
-    memory: MemoryUse,
-) -> Result<(f64, u64, Vec<MemoryUse>), CommError> {
+pub(crate) fn sum_of_step(ranks: &Ranks, own: StepShare) -> Result<(StepShare, Vec<MemoryUse>), CommError> {
     if ranks.size() == 1 {
-        return Ok((loss, tokens, Vec::new()));
+        return Ok((own, Vec::new()));
     }
-    let mut own = [0; 2 + MemoryUse::WORDS];
-    own[..2].copy_from_slice(&[loss.to_bits(), tokens]);
-    own[2..].copy_from_slice(&memory.to_words());
-    let shares = ranks.numbers(own)?;
-    let (loss, tokens) = ranks.sum_of(&shares);
-    Ok((loss, tokens, shares.iter().map(|share| MemoryUse::from_words(&share[2..])).collect()))
+    let mut words = [0; STEP_WORDS];
+    words[..TOTALS_WORDS].copy_from_slice(&words_of(&own.totals));
+    words[TOTALS_WORDS..][..2].copy_from_slice(&[own.amount, own.skipped_samples]);
+    words[TOTALS_WORDS + 2..].copy_from_slice(&own.memory.to_words());
+    let shares = ranks.numbers(words)?;
+    let memory_by_rank =
+        shares.iter().map(|share| MemoryUse::from_words(&share[TOTALS_WORDS + 2..])).collect();
+    let sums = StepShare {
+        totals: ranks.totals_of(&shares),
+        amount: ranks.count_of(&shares, TOTALS_WORDS),
+        skipped_samples: ranks.count_of(&shares, TOTALS_WORDS + 1),
+        ..own
+    };
+    Ok((sums, memory_by_rank))
 }

@@ -101,14 +101,14 @@ fn load_first_adapter(config: &RunConfig, model: &ResolvedModel, engine: &mut En
 }
 
 /// Callback that takes a parameter's name and values.
-type Sink<'s> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), Error>;
+pub(crate) type Sink<'s> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), Error>;
 
 /// Loads the weights that `read` passes to its callback. Trained parameters of a new head that they lack get initial values by
 /// `seed`.
 ///
 /// # Errors
 /// If the weights lack another parameter of the model or have others.
-fn load_weights(
+pub(crate) fn load_weights(
     engine: &mut Engine,
     (head, seed): (&NewHead, u64),
     read: impl FnOnce(Sink<'_>) -> Result<(), Error>,

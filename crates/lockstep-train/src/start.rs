@@ -18,12 +18,9 @@ use lockstep_observe::retry_lock;
 use crate::saving::Beginning;
 use crate::setup::{build_engine, load_first_weights};
 use crate::state::{
-    Counters, changed_settings, damage_of, find_checkpoint, restore, set_aside_later, text_has_changed,
+    Counters, changed_settings, damage_of, data_have_changed, find_checkpoint, restore, set_aside_later,
 };
 use crate::{Error, TrainingData};
-
-/// Number of micro-batches read ahead.
-const PREFETCH_DEPTH: usize = 4;
 
 /// Locks the checkpoint directories for this run.
 pub(crate) fn lock(config: &RunConfig) -> Result<Vec<RunLock>, Error> {
@@ -78,8 +75,8 @@ impl StartState {
         let counters = restore(config, model, &mut engine, found)?;
         messages.push(format!("resuming from {} (step {})", found.path().display(), counters.step));
         messages.extend(changed);
-        if text_has_changed(found, data) {
-            messages.push("the training text is not the one that the checkpoint was trained on".to_owned());
+        if data_have_changed(found, data) {
+            messages.push("the training data are not those that the checkpoint was trained on".to_owned());
         }
         Ok(Self { engine, counters, checkpoint, messages, damaged })
     }
@@ -112,7 +109,7 @@ pub(crate) fn prefetcher(
     };
     cursor.validate()?;
     let remaining = config.train.steps.saturating_sub(counters.step);
-    Ok(Prefetcher::start(Arc::clone(&data.train), cursor.ranges(remaining), PREFETCH_DEPTH)?)
+    Ok(Prefetcher::start(Arc::clone(&data.train), cursor.ranges(remaining), config.data.prefetch)?)
 }
 
 /// Abandons a step that is still running when half of the grace period after a stop request is over; the other half is for the

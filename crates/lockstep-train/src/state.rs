@@ -207,6 +207,21 @@ pub(crate) fn restore(
             return Err(CheckpointError::BaseModelChanged { path, base }.into());
         }
     }
+    read_tensors(engine, checkpoint)?;
+    let counter = |name: &str| manifest.state.get(name).and_then(serde_json::Value::as_u64).unwrap_or(0);
+    Ok(Counters {
+        step: manifest.step,
+        updates: counter("updates"),
+        samples: manifest.samples_consumed,
+        tokens: counter("tokens_seen"),
+    })
+}
+
+/// Reads this rank's shards of the trained parameters and their optimizer state.
+///
+/// # Errors
+/// If the checkpoint lacks a tensor, has one of another shape, or cannot be read.
+pub(crate) fn read_tensors(engine: &mut Engine, checkpoint: &Checkpoint) -> Result<(), Error> {
     let mut values = Vec::new();
     let ids: Vec<_> = engine.trained_ids().collect();
     for id in ids {
@@ -222,13 +237,7 @@ pub(crate) fn restore(
             engine.write_state(id, kind, &values)?;
         }
     }
-    let counter = |name: &str| manifest.state.get(name).and_then(serde_json::Value::as_u64).unwrap_or(0);
-    Ok(Counters {
-        step: manifest.step,
-        updates: counter("updates"),
-        samples: manifest.samples_consumed,
-        tokens: counter("tokens_seen"),
-    })
+    Ok(())
 }
 
 /// Returns the error-feedback residual of this rank that the checkpoint holds for a parameter. `None` if the checkpoint is of a
@@ -240,8 +249,8 @@ fn own_residual(engine: &Engine, id: ParameterId, checkpoint: &Checkpoint) -> Op
     (is_there(last) && !is_there(next)).then_some(own)
 }
 
-/// Returns true if the training text is not the one that the checkpoint's run read.
-pub(crate) fn text_has_changed(checkpoint: &Checkpoint, data: &TrainingData) -> bool {
+/// Returns true if the training data are not those that the checkpoint's run read.
+pub(crate) fn data_have_changed(checkpoint: &Checkpoint, data: &TrainingData) -> bool {
     let stored = checkpoint.manifest().config.get("training_text");
     stored.is_some_and(|stored| *stored != data.digest)
 }

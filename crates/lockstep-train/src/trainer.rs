@@ -12,9 +12,9 @@ use lockstep_config::schedule::LearningRate;
 use lockstep_config::{ResolvedModel, Resume, RunConfig, resolve_model};
 use lockstep_data::{MicroBatch, Prefetcher};
 use lockstep_engine::{Engine, EngineError, Ranks, Update};
-use lockstep_graph::{Activity, Cost, Seed};
+use lockstep_graph::{Activity, Cost, MAX_REPORTS, Totals};
 use lockstep_launch::interrupt::Interrupt;
-use lockstep_observe::metrics::{DiskUse, MemoryUse, Start, StepMetrics, imbalance};
+use lockstep_observe::metrics::{Amount, DiskUse, Means, MemoryUse, Start, StepMetrics, imbalance};
 use lockstep_observe::progress::{Progress, Steps};
 use lockstep_plan::ParameterId;
 use lockstep_tensor::host::proportional_bytes;
@@ -27,46 +27,15 @@ use crate::guard::{Action, Guard, RollbackSnapshot, Verdict};
 use crate::loss_scale::LossScale;
 use crate::peak::device_peak;
 use crate::predicted::Predicted;
-use crate::ranks::sum_and_memory;
+use crate::ranks::{StepShare, sum_of_step};
 use crate::records::{Records, RunOutputs};
+use crate::reported::Reported;
 use crate::saving::Saver;
 use crate::start::{StartState, abandon_long_steps, lock, open_data, prefetcher, set_checkpoints_aside};
 use crate::state::{Counters, SavedState};
+use crate::summary::Summary;
 use crate::training_data::host_batch;
 use crate::{Error, StepObserver, TrainingData};
-
-/// Result of a run that has ended without an error.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Summary {
-    /// Steps completed in all, those before a resume included.
-    pub step: u64,
-    /// Steps completed by this process.
-    pub steps_made: u64,
-    /// Tokens that all ranks trained on while this process ran.
-    pub tokens: u64,
-    /// Seconds from the first step to the last save.
-    pub seconds: f64,
-    /// Loss of the last step of this process that was not skipped, if there was one.
-    pub loss: Option<f64>,
-    /// Loss of the last evaluation, if there was one.
-    pub eval_loss: Option<f64>,
-    /// Loss of a uniform guess: the natural logarithm of the vocabulary size.
-    pub uniform_loss: f64,
-    /// True if the run was trained on chats.
-    pub has_chats: bool,
-    /// Path of the newest checkpoint; empty except on the first rank.
-    pub checkpoint: PathBuf,
-    /// Path of the HTML report, if the run keeps metrics.
-    pub report: Option<PathBuf>,
-    /// True if the run was asked to stop before the last step.
-    pub interrupted: bool,
-    /// Skipped steps of the whole run, because of values that are not finite or loss spikes.
-    pub skipped: u64,
-    /// Number of consecutive skipped steps up to and including the last one.
-    pub skipped_last: u64,
-    /// Number of times that the whole run restored an earlier copy of its state.
-    pub rollbacks: u64,
-}
 
 /// Trains as one of `ranks` until the last step of `config`, or until `interrupt` requests a stop on any rank; saves in either
 /// case. `show` builds the progress display, usually [`Progress::on_stderr`].
@@ -172,6 +141,7 @@ pub(crate) fn run_on(
         .then(|| RollbackSnapshot::new(&engine, counters.updates))
         .transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
+    let reported = Reported::of(engine.model(), model.config.vocab_size());
     let new_saver = || Saver::new(config, model, &data, ranks, saved, interrupt);
     let saver = writes_files.then(new_saver).transpose()?.flatten();
     Run {
@@ -197,6 +167,8 @@ pub(crate) fn run_on(
         current_step: counters.step,
         loss: None,
         evaluated: None,
+        eval_metrics: Means::default(),
+        reported,
         uniform_loss: (outcomes(model) as f64).ln(),
         micro_batches: Vec::new(),
         expert_load: Vec::new(),
@@ -216,7 +188,8 @@ struct Made {
     grad_norm: f64,
     learning_rate: f64,
     loss_scale: f64,
-    tokens: u64,
+    /// Sums over all ranks.
+    share: StepShare,
     seconds: f64,
     skipped: bool,
     /// Maximum over ranks, and the value of each rank.
@@ -244,6 +217,10 @@ struct Run<'a> {
     loss: Option<f64>,
     /// Step and loss of the last evaluation.
     evaluated: Option<(u64, f64)>,
+    /// Mean of each metric of the last evaluation.
+    eval_metrics: Means,
+    /// Losses and metrics of the model.
+    reported: Reported,
     /// `None` except in f16.
     loss_scale: Option<LossScale>,
     /// In-memory copy of the state for rollbacks; `None` if the run never rolls back.
@@ -357,10 +334,12 @@ impl Run<'_> {
         Ok(Summary {
             step: self.counters.step,
             steps_made: self.counters.step - before.step,
-            tokens: self.counters.tokens - before.tokens,
+            amount: self.counters.tokens - before.tokens,
+            unit: self.reported.unit,
             seconds: begin.elapsed().as_secs_f64(),
             loss: self.loss,
             eval_loss: self.evaluated.map(|(_, loss)| loss),
+            eval_metrics: self.eval_metrics,
             uniform_loss: self.uniform_loss,
             has_chats: self.data.has_chats(),
             checkpoint: path,
@@ -422,29 +401,30 @@ impl Run<'_> {
         self.records.begin_step(step, &self.engine);
         let waiting = self.engine.timeline().begin();
         self.phase = "reading data";
-        let valid_tokens = self.read_global_batch()?;
+        let (own_counts, counted) = self.read_global_batch()?;
         self.engine.timeline().end(waiting, || (Activity::of_step("data wait"), Cost::default()));
-        if valid_tokens == 0 {
+        if counted.counts[0] == 0 {
             return Err(Error::NothingToPredict { step });
         }
         let loss_scale = self.loss_scale.as_ref().map_or(1.0, LossScale::value);
-        let seed = Seed {
-            of_tokens: (loss_scale / valid_tokens as f64) as f32,
-            of_sequences: (loss_scale / self.config.train.global_batch as f64) as f32,
-        };
+        let samples = self.config.train.global_batch as u64;
+        let seed = counted.seed(self.reported.reports(), samples, loss_scale);
         self.phase = "forward and backward";
         let batches = self.micro_batches.iter().map(host_batch);
-        let loss_sum = self.engine.forward_backward(batches, seed)?;
-        let tokens = self.micro_batches.iter().map(|batch| (batch.sequences * batch.seq_len) as u64).sum();
+        self.engine.take_reported();
+        self.engine.forward_backward(batches, seed)?;
+        let amount = self.micro_batches.iter().map(|batch| (batch.sequences * batch.seq_len) as u64).sum();
+        let skipped_samples = self.micro_batches.iter().map(|batch| batch.skipped).sum();
         self.micro_batches.drain(..).for_each(|batch| self.prefetcher.recycle(batch));
         self.observer.gradients_ready(step, &mut self.engine)?;
         let mut own_memory = MemoryUse::of(self.engine.arena());
         if looks_at_process(step, self.config.train.steps) {
             own_memory.process_pss = proportional_bytes() as usize;
         }
-        let (loss_sum, tokens, mut memory_by_rank) =
-            sum_and_memory(self.ranks, loss_sum, tokens, own_memory)?;
-        let loss = loss_sum / valid_tokens as f64;
+        let totals = Totals { sums: self.engine.take_reported(), counts: own_counts };
+        let own = StepShare { totals, amount, skipped_samples, memory: own_memory };
+        let (share, mut memory_by_rank) = sum_of_step(self.ranks, own)?;
+        let loss = self.reported.loss(&share.totals);
         self.phase = "exchange of gradients";
         let grad_norm = self.engine.finish_gradients()? / loss_scale;
         let learning_rate = self.learning_rate.at(self.counters.step);
@@ -467,7 +447,7 @@ impl Run<'_> {
         }
         self.counters.step = step;
         self.counters.samples += self.config.train.global_batch as u64;
-        self.counters.tokens += tokens;
+        self.counters.tokens += share.amount;
         // If the guard ends the run, the step's row is written first.
         let refused = if verdict == Verdict::Accepted { Ok(()) } else { self.refuse(step, verdict) };
         let seconds = begin.elapsed().as_secs_f64();
@@ -482,7 +462,7 @@ impl Run<'_> {
         let skipped = verdict != Verdict::Accepted;
         let memory = (memory_by_rank.iter().fold(own_memory, MemoryUse::maximum), memory_by_rank);
         let row =
-            self.row(Made { loss, grad_norm, learning_rate, loss_scale, tokens, seconds, skipped, memory });
+            self.row(Made { loss, grad_norm, learning_rate, loss_scale, share, seconds, skipped, memory });
         tracing::trace!(step, loss, grad_norm, step_ms = row.step_ms, "made a step");
         self.progress.step(&row);
         self.observer.step_ended(&row);
@@ -501,7 +481,7 @@ impl Run<'_> {
 
     /// Returns the metrics of the step that has just ended; counters are those since the step before.
     fn row(&mut self, made: Made) -> StepMetrics {
-        let Made { loss, grad_norm, learning_rate, loss_scale, tokens, seconds, .. } = made;
+        let Made { loss, grad_norm, learning_rate, loss_scale, share, seconds, .. } = made;
         let step = self.counters.step;
         let load = self.engine.expert_load();
         let expert_imbalance = load.layers().filter_map(imbalance).max_by(f64::total_cmp);
@@ -518,17 +498,23 @@ impl Run<'_> {
         StepMetrics {
             step,
             loss,
+            metrics: self.reported.metrics(&share.totals),
+            losses: self.reported.losses(&share.totals),
             grad_norm,
             lr: learning_rate,
-            tokens,
-            tokens_seen: self.counters.tokens,
+            amount: Amount {
+                unit: self.reported.unit,
+                of_step: share.amount,
+                seen: self.counters.tokens,
+                per_s: share.amount as f64 / seconds,
+            },
             step_ms: seconds * 1e3,
-            tokens_per_s: tokens as f64 / seconds,
             flops_per_s,
             mfu: self.peak_flops_per_s.map(|peak| flops_per_s / peak),
             skipped: made.skipped,
             skipped_steps: self.guard.skipped,
             rollbacks: self.guard.rollbacks,
+            skipped_samples: share.skipped_samples,
             loss_scale: self.loss_scale.is_some().then_some(loss_scale),
             expert_imbalance,
             expert_load,
@@ -543,15 +529,17 @@ impl Run<'_> {
         }
     }
 
-    /// Reads this rank's micro-batches of the next step and returns the number of valid labels over all ranks.
-    fn read_global_batch(&mut self) -> Result<u64, Error> {
-        let mut valid_tokens = 0;
+    /// Reads this rank's micro-batches of the next step. Returns the numbers of valid labels of each report: this rank's, and
+    /// the totals over all ranks.
+    fn read_global_batch(&mut self) -> Result<([u64; MAX_REPORTS], Totals), Error> {
+        let mut own = Totals::default();
         for _ in 0..self.config.accumulation_steps() {
             let batch = self.prefetcher.next_batch()?.ok_or(lockstep_data::DataError::PrefetcherLost)?;
-            valid_tokens += host_batch(&batch).targets(self.engine.model());
+            let counts = host_batch(&batch).counts(self.engine.model());
+            own.add(&Totals { counts, ..Totals::default() });
             self.micro_batches.push(batch);
         }
-        Ok(self.ranks.sum(0.0, valid_tokens)?.1)
+        Ok((own.counts, self.ranks.totals(own)?))
     }
 
     /// Handles a step that must not change the weights: counts and reports it, and rolls back after too many.
@@ -588,12 +576,14 @@ impl Run<'_> {
     fn evaluate(&mut self) -> Result<(), Error> {
         let Some(valid) = &self.data.valid else { return Ok(()) };
         let begin = Instant::now();
-        let row = evaluate(self.config, self.ranks, &**valid, &mut self.engine, self.counters.step)?;
+        let Self { config, ranks, engine, reported, .. } = self;
+        let row = evaluate(config, ranks, &**valid, engine, reported, self.counters.step)?;
         self.records.pause("evaluation", begin);
-        tracing::debug!(step = row.step, loss = row.eval_loss, ms = row.eval_ms, "evaluated");
+        tracing::debug!(step = row.step, loss = row.loss, ms = row.ms, "evaluated");
         self.progress.evaluation(&row);
         self.records.append(&row, |text| self.progress.message(text));
-        self.evaluated = Some((row.step, row.eval_loss));
+        self.evaluated = Some((row.step, row.loss));
+        self.eval_metrics = row.metrics;
         Ok(())
     }
 }

@@ -16,12 +16,13 @@ use serde_json::{Value, json};
 
 use crate::exit::Failure;
 use crate::output::say;
+use crate::sample_view;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Convert text, JSON lines and Parquet to a .bin and .idx, which Megatron-LM reads too
     Tokenize(TokenizeArguments),
-    /// Show documents, tokens and a sample of files, or of a run's data
+    /// Show documents, tokens and a sample of files, or of a run's text or images
     Show(ShowArguments),
 }
 
@@ -81,7 +82,7 @@ pub(crate) struct ShowArguments {
     /// Type of raw token files: u16 or u32
     #[arg(long)]
     token_type: Option<String>,
-    /// Check every token instead of a thousand pages
+    /// Check every token instead of a thousand pages, or every sample
     #[arg(long)]
     verify: bool,
     /// Set a value of RUN.toml, e.g. --set data.packing=documents
@@ -187,7 +188,11 @@ fn show(arguments: &ShowArguments) -> Result<(), Failure> {
 
 fn show_run(arguments: &ShowArguments, path: &Path) -> Result<(), Failure> {
     let config = RunConfig::load(Some(path), &arguments.settings)?;
-    let corpus = TextCorpus::open(&config, &resolve_model(&config)?)?;
+    let model = resolve_model(&config)?;
+    if config.data.format.is_of_samples() {
+        return sample_view::show(&config, &model, arguments.verify, arguments.json);
+    }
+    let corpus = TextCorpus::open(&config, &model)?;
     if arguments.verify {
         corpus.sources.iter().try_for_each(|source| source.tokens.verify())?;
     }

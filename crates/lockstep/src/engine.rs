@@ -1,12 +1,15 @@
 //! The engine of a loop of your own: forward and backward of a global batch, then the optimizer step.
 
+use std::path::{Path, PathBuf};
+
+use lockstep_checkpoint::latest_good;
 use lockstep_data::MicroBatch;
 use lockstep_data::samples::Batch;
 use lockstep_engine::{EngineOptions, HostBatch, Optimizer, Ranks, Update};
-use lockstep_graph::Seed;
+use lockstep_graph::{MAX_REPORTS, Totals};
 use lockstep_model::ModelConfig;
 use lockstep_plan::{CheckedPlan, DType, Plan};
-use lockstep_train::{clip_coefficient, host_batch};
+use lockstep_train::{LoopState, clip_coefficient, host_batch, load_engine, sample_batch, save_engine};
 
 use crate::World;
 use crate::error::Error;
@@ -55,9 +58,14 @@ impl Default for Settings {
 pub struct Engine {
     engine: lockstep_engine::Engine,
     ranks: Ranks,
+    model: ModelConfig,
     plan: CheckedPlan,
     settings: Settings,
     updates: u64,
+    /// Samples of all ranks in the steps so far.
+    samples: u64,
+    /// Reports of the last global batch.
+    totals: Totals,
 }
 
 /// The outcome of an optimizer step.
@@ -67,6 +75,15 @@ pub struct Step {
     pub number: u64,
     /// Global L2 norm of the gradients before clipping.
     pub grad_norm: f64,
+}
+
+/// Memory of a rank, in bytes, of all categories together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Memory {
+    /// Prediction of the plan, made before anything was allocated.
+    pub predicted_bytes: usize,
+    /// Most that has been booked at one time so far.
+    pub peak_bytes: usize,
 }
 
 impl Engine {
@@ -94,12 +111,64 @@ impl Engine {
         let builder = lockstep_engine::Engine::builder(&model, plan.rank(world.rank()));
         let mut engine = builder.groups(ranks.groups().clone()).options(options).build(&ranks.arena())?;
         engine.initialize(settings.seed)?;
-        Ok(Self { engine, ranks, plan, settings, updates: 0 })
+        let totals = Totals::default();
+        Ok(Self { engine, ranks, model, plan, settings, updates: 0, samples: 0, totals })
+    }
+
+    /// Returns the number of optimizer steps so far, those before the checkpoint included that was loaded.
+    pub fn steps(&self) -> u64 {
+        self.updates
+    }
+
+    /// Saves a checkpoint with parameters and optimizer state under `dir`, and returns its path. Every plan on any number of
+    /// ranks can load it; `lockstep checkpoint export` makes a Hugging Face directory of one of a known family. Collective:
+    /// every rank calls it.
+    ///
+    /// # Errors
+    /// If a weight is not finite, a file cannot be written, or a rank is lost. Earlier checkpoints remain.
+    pub fn save(&mut self, dir: impl AsRef<Path>) -> Result<PathBuf, Error> {
+        let (step, samples_consumed, seed) = (self.updates, self.samples, self.settings.seed);
+        let state = LoopState { step, samples_consumed, seed };
+        let described = (&self.model, self.plan.plan());
+        Ok(save_engine(&mut self.engine, &self.ranks, dir.as_ref(), state, described)?)
+    }
+
+    /// Loads a checkpoint, whatever its plan was, or the weights of a Hugging Face directory. Collective: every rank calls it.
+    ///
+    /// # Errors
+    /// If a file is damaged, or the tensors are not those of the model.
+    pub fn load(&mut self, path: impl AsRef<Path>) -> Result<(), Error> {
+        let state = load_engine(&mut self.engine, path.as_ref(), (&self.model, self.settings.seed))?;
+        (self.updates, self.samples) = (state.step, state.samples_consumed);
+        Ok(())
+    }
+
+    /// Loads the newest intact checkpoint under `dir`, if there is one, and returns the number of optimizer steps so far.
+    /// Collective: every rank calls it.
+    ///
+    /// # Errors
+    /// As for [`Engine::load`], and if the directory cannot be read.
+    pub fn resume(&mut self, dir: impl AsRef<Path>) -> Result<u64, Error> {
+        let dir = dir.as_ref();
+        if dir.is_dir()
+            && let Some(checkpoint) = latest_good(dir).map_err(lockstep_train::Error::from)?.checkpoint
+        {
+            self.load(checkpoint.path())?;
+        }
+        Ok(self.updates)
     }
 
     /// Returns the plan, with everything resolved that it left open.
     pub fn plan(&self) -> &CheckedPlan {
         &self.plan
+    }
+
+    /// Returns the predicted and the booked memory of this rank.
+    pub fn memory(&self) -> Memory {
+        Memory {
+            predicted_bytes: self.engine.predicted_memory().by_category().total(),
+            peak_bytes: self.engine.arena().peak_total_bytes(),
+        }
     }
 
     /// Returns the engine beneath: weights, gradients, memory and traces of this rank.
@@ -122,17 +191,34 @@ impl Engine {
     /// If the global batch has no valid target, a rank is lost, or a disk of offloaded state fails.
     pub fn forward_backward(&mut self, micro_batches: &[impl Inputs]) -> Result<f64, Error> {
         let batches = micro_batches.iter().map(Inputs::host_batch);
-        let own: u64 = batches.clone().map(|batch| batch.targets(self.engine.model())).sum();
-        let (_, targets) = self.ranks.sum(0.0, own)?;
-        if targets == 0 {
+        let mut own = Totals::default();
+        for batch in batches.clone() {
+            own.add(&Totals { counts: batch.counts(self.engine.model()), ..Totals::default() });
+        }
+        let counted = self.ranks.totals(own)?;
+        if counted.counts[0] == 0 {
             return Err(Error::NoTargets);
         }
-        let seed = Seed {
-            of_tokens: (1.0 / targets as f64) as f32,
-            of_sequences: (1.0 / self.settings.global_batch as f64) as f32,
-        };
-        let loss_sum = self.engine.forward_backward(batches, seed)?;
-        Ok(self.ranks.sum(loss_sum, own)?.0 / targets as f64)
+        let seed = counted.seed(self.engine.model().reports(), self.settings.global_batch as u64, 1.0);
+        self.engine.take_reported();
+        self.engine.forward_backward(batches, seed)?;
+        self.take_totals(own.counts)
+    }
+
+    /// Gathers the reports of the micro-batches that have run, whose counts on this rank are `counts`, and returns the loss.
+    fn take_totals(&mut self, counts: [u64; MAX_REPORTS]) -> Result<f64, Error> {
+        let own = Totals { sums: self.engine.take_reported(), counts };
+        self.totals = self.ranks.totals(own)?;
+        if self.totals.counts[0] == 0 {
+            return Err(Error::NoTargets);
+        }
+        Ok(self.totals.loss(self.engine.model().reports()))
+    }
+
+    /// Returns the mean of each loss and metric of the model over the last global batch, by name.
+    pub fn reports(&self) -> impl Iterator<Item = (&str, f64)> {
+        let reports = self.engine.model().reports().iter().enumerate();
+        reports.filter_map(|(index, report)| Some((report.name.as_str(), self.totals.mean(index)?)))
     }
 
     /// Clips the gradients and makes an optimizer step. Collective: every rank calls it.
@@ -142,6 +228,7 @@ impl Engine {
     pub fn step(&mut self, learning_rate: f64) -> Result<Step, Error> {
         let grad_norm = self.engine.finish_gradients()?;
         self.updates += 1;
+        self.samples += self.settings.global_batch as u64;
         self.engine.update(&Update {
             learning_rate,
             weight_decay: self.settings.weight_decay,
@@ -156,15 +243,13 @@ impl Engine {
     /// # Errors
     /// As for [`Engine::forward_backward`].
     pub fn evaluate(&mut self, micro_batches: &[impl Inputs]) -> Result<f64, Error> {
-        let (mut loss_sum, mut own) = (0.0, 0);
+        let mut own = Totals::default();
+        self.engine.take_reported();
         for batch in micro_batches.iter().map(Inputs::host_batch) {
-            own += batch.targets(self.engine.model());
-            loss_sum += self.engine.evaluate(&batch)?;
+            own.add(&Totals { counts: batch.counts(self.engine.model()), ..Totals::default() });
+            self.engine.evaluate(&batch)?;
         }
-        match self.ranks.sum(loss_sum, own)? {
-            (_, 0) => Err(Error::NoTargets),
-            (loss_sum, targets) => Ok(loss_sum / targets as f64),
-        }
+        self.take_totals(own.counts)
     }
 }
 
@@ -176,7 +261,7 @@ pub trait Inputs {
 
 impl Inputs for Batch {
     fn host_batch(&self) -> HostBatch<'_> {
-        HostBatch { sample_numbers: &self.sample_numbers, inputs: &self.tensors, ..HostBatch::default() }
+        sample_batch(&self.tensors, &self.sample_numbers)
     }
 }
 

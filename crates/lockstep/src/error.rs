@@ -4,7 +4,7 @@ use lockstep_comm::CommError;
 use lockstep_data::DataError;
 use lockstep_engine::EngineError;
 use lockstep_model::ModelError;
-use lockstep_plan::PlanProblems;
+use lockstep_plan::{PlanError, PlanProblems};
 
 /// An error of the library.
 #[derive(Debug, thiserror::Error)]
@@ -16,6 +16,9 @@ pub enum Error {
     /// The plan does not fit the model or the ranks.
     #[error("{0}")]
     Plan(#[from] PlanProblems),
+    /// A plan file cannot be read or written.
+    #[error(transparent)]
+    PlanFile(#[from] PlanError),
     /// The plan is for another number of ranks.
     #[error("the plan is for {plan} ranks, and the program has {world} (--nproc-per-node)")]
     WorldSize {
@@ -39,6 +42,12 @@ pub enum Error {
     /// The training loop has failed.
     #[error(transparent)]
     Train(#[from] lockstep_train::Error),
+    /// The planner cannot choose a plan.
+    #[error(transparent)]
+    Planner(#[from] lockstep_planner::Error),
+    /// Rank 0 has failed and says why.
+    #[error("rank 0 has failed; its message says why")]
+    FirstRank,
     /// A file of the program cannot be read or written.
     #[error("{path}: {source}", path = path.display())]
     Io {
@@ -46,16 +55,6 @@ pub enum Error {
         path: std::path::PathBuf,
         /// The system's error.
         source: std::io::Error,
-    },
-    /// The transformed samples lack an input of the model.
-    #[error(
-        "the model reads {input}, and the transformed samples have {found}; add a transform, such as ToFloat, or another data set"
-    )]
-    Input {
-        /// Name, dtype and shape of the input.
-        input: String,
-        /// The tensors of the samples.
-        found: String,
     },
     /// A trainer has no data set.
     #[error("the trainer has no data: call Trainer::data")]
@@ -72,12 +71,16 @@ impl Error {
             self,
             Self::Model(_)
                 | Self::Plan(_)
+                | Self::PlanFile(_)
                 | Self::WorldSize { .. }
                 | Self::Config(_)
-                | Self::Input { .. }
                 | Self::NoData
                 | Self::NoTargets
-                | Self::Train(lockstep_train::Error::Config(_) | lockstep_train::Error::Layout(_))
+                | Self::Train(
+                    lockstep_train::Error::Config(_)
+                        | lockstep_train::Error::Layout(_)
+                        | lockstep_train::Error::Input { .. }
+                )
         )
     }
 
@@ -92,8 +95,10 @@ impl Error {
             Self::Config(error) => Ok(error.into()),
             Self::Train(error) => Ok(error),
             error @ (Self::WorldSize { .. }
+            | Self::PlanFile(_)
+            | Self::Planner(_)
+            | Self::FirstRank
             | Self::Io { .. }
-            | Self::Input { .. }
             | Self::NoData
             | Self::NoTargets) => Err(error),
         }

@@ -212,10 +212,10 @@ impl From<lockstep_train::Error> for Failure {
             Error::Data(error) => error.into(),
             Error::Model(error) => error.into(),
             Error::Checkpoint(error) => error.into(),
-            error
-            @ (Error::OtherRun { .. } | Error::OtherParameters { .. } | Error::NoRunToResume { .. }) => {
-                Self::configuration(error.to_string())
-            }
+            error @ (Error::OtherRun { .. }
+            | Error::OtherParameters { .. }
+            | Error::NoRunToResume { .. }
+            | Error::Input { .. }) => Self::configuration(error.to_string()),
             error @ Error::NoGoodCheckpoint { .. } => {
                 Self { message: error.to_string(), code: CORRUPT_INPUT }
             }

@@ -69,8 +69,9 @@
 //! | write a model | [`Model`], [`Recorder`], [`Unit`], [`InputDeclaration`] |
 //! | write an operation | [`Op`], [`Facts`], [`Run`] |
 //! | read samples | [`Dataset`], [`Transforms`] and the readers in [`samples`] |
-//! | lay the work out over ranks | [`Plan`], in [`Trainer::plan`] and [`Settings::plan`] |
+//! | lay the work out over ranks | [`Plan`] in [`Settings::plan`] and [`Trainer::plan`], which may also be [`Layout::Auto`] |
 //! | register a family for `model_type` | [`register`] |
+//! | generate text | [`generation`] |
 #![forbid(unsafe_code)]
 // They panic if the reader is gone; `output` has replacements that do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
@@ -109,6 +110,7 @@ mod plan;
 mod planned;
 mod ranks;
 mod report;
+mod sample_view;
 mod stdin_secret;
 mod train;
 mod trainer;
@@ -130,20 +132,28 @@ pub mod samples {
     pub use lockstep_data::samples::*;
 }
 
+/// Models that generate text: loading, the key-value cache, sampling.
+pub mod generation {
+    pub use lockstep_data::Tokenizer;
+    pub use lockstep_infer::{Generator, InferError, LoadedModel, Sampler, Sampling};
+}
+
 pub use lockstep_engine::Optimizer;
 pub use lockstep_graph::{
-    BatchNormOptions, Bias, Convolution, Facts, InputGradients, Linear, Op, ParameterIndex, Placement,
-    Recorder, Run, Value,
+    AttentionOptions, AttentionShape, BatchInput, BatchNormOptions, Bias, Constant, Convolution, Facts,
+    InputGradients, Linear, Op, ParameterIndex, Placement, Recorder, Run, Split, Synchronization, Value,
 };
-pub use lockstep_model::{InputDeclaration, Model, ModelConfig, Sizes, Unit, register};
-pub use lockstep_plan::{DType, Degrees, Initializer, Plan};
-pub use lockstep_tensor::{LABELS, NamedTensor, TensorData, View, Window2d, Write};
+pub use lockstep_model::{InputDeclaration, Model, ModelConfig, Sizes, Tie, Unit, register};
+pub use lockstep_plan::{DType, Degrees, Initializer, Plan, Recompute, RecomputeRules};
+pub use lockstep_tensor::{
+    Activation, AttentionDirection, INPUT_IDS, LABELS, NamedTensor, TensorData, View, Window2d, Write,
+};
 pub use lockstep_train::Summary;
 
-pub use self::engine::{Engine, Inputs, Settings, Step};
+pub use self::engine::{Engine, Inputs, Memory, Settings, Step};
 pub use self::error::Error;
 pub use self::launch::{arguments, launch};
-pub use self::trainer::Trainer;
+pub use self::trainer::{Layout, Trainer};
 pub use self::world::World;
 
 /// Runs the command line of this process and returns its exit code: the `main` of the program `lockstep`.

@@ -4,14 +4,13 @@
 use std::sync::Arc;
 
 use lockstep_config::{PlanFile, Resume, RunConfig};
-use lockstep_data::samples::{Dataset, EpochEnd, SampleBatches, SampleSequence, TensorSpec, Transforms};
-use lockstep_data::{BatchSource, SampleOrder};
+use lockstep_data::samples::{Dataset, Transforms};
 use lockstep_engine::Ranks;
-use lockstep_model::{InputDeclaration, ModelConfig, register_given};
+use lockstep_model::{ModelConfig, register_given};
 use lockstep_observe::progress::{Detail, Progress};
 use lockstep_plan::Plan;
-use lockstep_tensor::is_name_of;
-use lockstep_train::{Summary, TrainingData, ranks_of, train_on};
+use lockstep_planner::choose;
+use lockstep_train::{SampleCorpus, SampleSet, Summary, TrainingData, ranks_of, train_on};
 
 use crate::World;
 use crate::error::Error;
@@ -23,45 +22,38 @@ use crate::error::Error;
 #[derive(Debug)]
 pub struct Trainer {
     model: ModelConfig,
-    data: Option<Set>,
-    valid: Option<Set>,
-    plan: Option<Plan>,
+    data: Option<SampleSet>,
+    valid: Option<SampleSet>,
+    layout: Layout,
     settings: Vec<String>,
     resume: Resume,
-}
-
-/// A data set with its transforms.
-#[derive(Debug)]
-struct Set {
-    dataset: Arc<dyn Dataset>,
-    transforms: Transforms,
 }
 
 impl Trainer {
     /// Returns a run of a model: one of the families, or one of your own.
     pub fn new(model: impl Into<ModelConfig>) -> Self {
-        let (data, valid, plan) = (None, None, None);
-        Self { model: model.into(), data, valid, plan, settings: Vec::new(), resume: Resume::Auto }
+        let (settings, resume) = (Vec::new(), Resume::Auto);
+        Self { model: model.into(), data: None, valid: None, layout: Layout::Replicas, settings, resume }
     }
 
     /// Sets the training samples and what is done to each of them.
     #[must_use]
     pub fn data(mut self, dataset: impl Dataset + 'static, transforms: Transforms) -> Self {
-        self.data = Some(Set { dataset: Arc::new(dataset), transforms });
+        self.data = Some(SampleSet { dataset: Arc::new(dataset), transforms });
         self
     }
 
     /// Sets the validation samples, for `train.eval_every`.
     #[must_use]
     pub fn valid(mut self, dataset: impl Dataset + 'static, transforms: Transforms) -> Self {
-        self.valid = Some(Set { dataset: Arc::new(dataset), transforms });
+        self.valid = Some(SampleSet { dataset: Arc::new(dataset), transforms });
         self
     }
 
-    /// Sets the plan, which is extended to all ranks by data parallelism ([`Plan::over`]); by default ranks are replicas.
+    /// Sets the plan, or [`Layout::Auto`] for the planner's choice; by default ranks are replicas.
     #[must_use]
-    pub fn plan(mut self, plan: Plan) -> Self {
-        self.plan = Some(plan);
+    pub fn plan(mut self, layout: impl Into<Layout>) -> Self {
+        self.layout = layout.into();
         self
     }
 
@@ -95,19 +87,10 @@ impl Trainer {
     /// If a setting is invalid, the plan does not fit the model or the ranks, a sample cannot be read, or a rank is lost.
     pub fn run(self, world: &World) -> Result<Summary, Error> {
         let config = self.config(world)?;
-        let seed = config.train.seed;
-        let source = |set: Set, order: SampleOrder| -> Result<Arc<dyn BatchSource>, Error> {
-            let sequence = SampleSequence::new(order, set.dataset.len(), EpochEnd::Continue)?;
-            Ok(Arc::new(SampleBatches::new(set.dataset, set.transforms, sequence, seed)?))
-        };
-        let Some(data) = self.data else { return Err(Error::NoData) };
-        for set in [Some(&data), self.valid.as_ref()].into_iter().flatten() {
-            check_inputs(&self.model, set)?;
-        }
-        let digest = format!("{} samples of {:?}", data.dataset.len(), data.dataset.tensors());
-        let train = source(data, SampleOrder::Shuffle { seed })?;
-        let valid = self.valid.map(|set| source(set, SampleOrder::Sequential)).transpose()?;
-        let data = TrainingData::of_samples(train, valid, digest);
+        let Some(train) = self.data else { return Err(Error::NoData) };
+        let digest = format!("{} samples of {:?}", train.dataset.len(), train.dataset.tensors());
+        let corpus = SampleCorpus { train, valid: self.valid, digest, damages: Vec::new() };
+        let data = TrainingData::of_samples(&config, &self.model, corpus)?;
         let ranks = match world.group() {
             Some(group) => ranks_of(group.clone(), &config)?,
             None => Ranks::alone(),
@@ -122,44 +105,46 @@ impl Trainer {
         let own = [format!("model.model_type={:?}", register_given(self.model.handle()))];
         let settings: Vec<&String> = own.iter().chain(&self.settings).collect();
         let config = RunConfig::parse("", "the trainer", &settings).map_err(lockstep_config::Error::from)?;
-        let planned = match &self.plan {
-            Some(plan) => {
-                let plan = plan.clone().over(world.size());
-                config.with_plan(&PlanFile::unwritten(plan, "the trainer's plan"))
-            }
+        let plan = match &self.layout {
+            Layout::Replicas => None,
+            Layout::Auto => self.chosen(&config, world)?,
+            Layout::Given(plan) => Some(plan.as_ref().clone().over(world.size())),
+        };
+        let planned = match plan {
+            Some(plan) => config.with_plan(&PlanFile::unwritten(plan, "the trainer's plan")),
             None => config.with_settings(&[config.setting_for_ranks(world.size())?]),
         };
         Ok(planned.map_err(lockstep_config::Error::from)?)
     }
-}
 
-/// Checks that transformed samples have the inputs of the model.
-fn check_inputs(model: &ModelConfig, set: &Set) -> Result<(), Error> {
-    let tensors = set.transforms.output(set.dataset.tensors())?;
-    for declared in model.model().inputs() {
-        let found = tensors.iter().find(|tensor| is_name_of(&tensor.name, &declared.name));
-        let shape = &declared.shape;
-        let is_of_shape = |extents: &[Option<usize>]| {
-            extents.len() == shape.len()
-                && extents.iter().zip(shape).all(|(extent, size)| *extent == Some(*size))
-        };
-        // The length of sequences is checked when a micro-batch is read.
-        let fits = |tensor: &TensorSpec| match (declared.is_per_token, tensor.shape.split_first()) {
-            (false, _) => is_of_shape(&tensor.shape),
-            (true, first) => first.is_some_and(|(_, of_token)| is_of_shape(of_token)),
-        };
-        if found.is_none_or(|tensor| tensor.dtype != declared.dtype || !fits(tensor)) {
-            let found = tensors.iter().map(describe).collect::<Vec<_>>().join(", ");
-            let InputDeclaration { name, dtype, shape, .. } = declared;
-            return Err(Error::Input { input: format!("{name} {dtype} {shape:?}"), found });
+    /// Returns the plan that rank 0 chooses for all ranks, as `lockstep train` does; `None` if the settings say how to split
+    /// the run, or no plan fits, which the check of the run reports.
+    fn chosen(&self, config: &RunConfig, world: &World) -> Result<Option<Plan>, Error> {
+        if config.says_how_to_split() {
+            return Ok(None);
         }
+        let choose = || -> Result<String, Error> {
+            let choice = choose(config, &self.resume, Some(world.size()))?;
+            Ok(choice.map_or(Ok(String::new()), |choice| choice.plan.plan().to_json())?)
+        };
+        let text = world.from_first(choose)?;
+        Ok(if text.is_empty() { None } else { Some(Plan::from_json(&text)?) })
     }
-    Ok(())
 }
 
-/// Describes a tensor of samples: `image u8 [32, 32, 3]`, with `?` for an extent that varies.
-fn describe(tensor: &TensorSpec) -> String {
-    let extent = |extent: &Option<usize>| extent.map_or("?".to_owned(), |extent| extent.to_string());
-    let shape = tensor.shape.iter().map(extent).collect::<Vec<_>>().join(", ");
-    format!("{} {} [{shape}]", tensor.name, tensor.dtype)
+/// The layout of a run over its ranks.
+#[derive(Debug, Clone)]
+pub enum Layout {
+    /// Every rank is a data-parallel replica, unless a setting says otherwise.
+    Replicas,
+    /// The planner's choice, as for `lockstep train` without `[parallel]`: the fastest plan that fits in memory.
+    Auto,
+    /// A plan, which is extended to all ranks by data parallelism ([`Plan::over`]).
+    Given(Box<Plan>),
+}
+
+impl From<Plan> for Layout {
+    fn from(plan: Plan) -> Self {
+        Self::Given(Box::new(plan))
+    }
 }

@@ -7,6 +7,8 @@ use lockstep_engine::{Groups, Ranks};
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_plan::CheckedPlan;
 
+use crate::error::Error;
+
 /// Longest wait for other ranks.
 const LIMIT: Duration = Duration::from_secs(600);
 
@@ -68,6 +70,23 @@ impl World {
         let mut bits = vec![0_i64; group.size()];
         group.all_gather(&[value.to_bits().cast_signed()][..], &mut bits[..], Deadline::after(LIMIT))?;
         Ok(bits.into_iter().map(|bits| f64::from_bits(bits.cast_unsigned())).sum())
+    }
+
+    /// Returns on all ranks the text that `make` returns on rank 0. Collective: every rank calls it.
+    ///
+    /// # Errors
+    /// On rank 0 the error of `make`; on the others, that rank 0 has failed. If a rank is lost.
+    pub(crate) fn from_first(&self, make: impl FnOnce() -> Result<String, Error>) -> Result<String, Error> {
+        let Some(group) = &self.group else { return make() };
+        let own = self.is_first().then(make).transpose();
+        let length = own.as_ref().ok().map(|text| text.as_ref().map_or(0, String::len) as i64);
+        let mut length = [length.unwrap_or(-1)];
+        group.broadcast(&mut length[..], 0, Deadline::after(LIMIT))?;
+        let mut bytes = own?.unwrap_or_default().into_bytes();
+        let Ok(length) = usize::try_from(length[0]) else { return Err(Error::FirstRank) };
+        bytes.resize(length, 0);
+        group.broadcast(&mut bytes[..], 0, Deadline::after(LIMIT))?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
     /// Returns the ranks in the layout of a plan. Collective: every rank calls it.

@@ -85,8 +85,24 @@ fn a_loop_of_ones_own_prints_the_same_on_one_rank_and_on_two() {
         let last = output.lines().last().unwrap();
         last.split_once("loss ").unwrap().1.split(',').next().unwrap().parse().unwrap()
     };
-    let both = run(dir.path(), "own_loop", &["--nproc_per_node=2"]);
+    let other = tempfile::tempdir().unwrap();
+    let both = run(other.path(), "own_loop", &["--nproc_per_node=2"]);
     assert!((loss(&both) - loss(&alone)).abs() < 2e-4 && loss(&alone) < 0.01, "{alone}\n{both}");
+
+    // One rank's checkpoint of the middle, gone on with by two ranks.
+    let checkpoints = |dir: &Path| dir.join("checkpoints/own_loop");
+    let mut saved: Vec<PathBuf> =
+        std::fs::read_dir(checkpoints(dir.path())).unwrap().map(|entry| entry.unwrap().path()).collect();
+    saved.sort();
+    let saved: Vec<PathBuf> = saved.into_iter().filter(|path| path.join("manifest.json").exists()).collect();
+    assert_eq!(saved.len(), 10, "{saved:?}");
+    saved[5..].iter().for_each(|path| std::fs::remove_dir_all(path).unwrap());
+    let resumed = run(dir.path(), "own_loop", &["--nproc_per_node=2"]);
+    let lines = |output: &str| output.lines().map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(lines(&resumed).len(), 5, "{resumed}");
+    assert!((loss(&resumed) - loss(&alone)).abs() < 2e-4, "{alone}\n{resumed}");
+    let nothing_left = run(dir.path(), "own_loop", &[]);
+    assert!(nothing_left.is_empty(), "{nothing_left}");
 }
 
 #[test]
@@ -97,4 +113,79 @@ fn an_operation_of_ones_own_trains_under_sharding() {
         let loss: f64 = output.split_whitespace().nth(1).unwrap().parse().unwrap();
         assert!(loss < 0.2, "{plan:?}: {output}");
     }
+}
+
+#[test]
+fn a_decoder_of_ones_own_learns_alike_under_tensor_and_pipeline_parallelism() {
+    let dir = tempfile::tempdir().unwrap();
+    let losses = |arguments: &[&str]| -> Vec<f64> {
+        let output = run(dir.path(), "custom_model", arguments);
+        output.lines().map(|line| line.split_once("loss ").unwrap().1.parse().unwrap()).collect()
+    };
+    let alone = losses(&[]);
+    assert!(alone.len() == 6 && alone[5] < 0.2, "{alone:?}");
+    for split in ["tensor", "pipeline"] {
+        let found = losses(&["--nproc_per_node=2", "--split", split]);
+        for (found, expected) in found.iter().zip(&alone) {
+            assert!((found - expected).abs() < 1e-3, "{split}: {found}, on one rank {expected}");
+        }
+    }
+}
+
+#[test]
+fn a_plan_file_is_executed_and_its_prediction_of_memory_holds() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = run(dir.path(), "from_plan", &["--nproc_per_node=2"]);
+    let memory: Vec<Vec<f64>> = output
+        .lines()
+        .filter(|line| line.starts_with("rank "))
+        .map(|line| line.split(' ').filter_map(|word| word.parse().ok()).collect())
+        .collect();
+    assert_eq!(memory.len(), 2, "{output}");
+    for numbers in memory {
+        let [predicted, peak] = numbers[..] else { panic!("{output}") };
+        assert!((peak / predicted - 1.0).abs() < 0.02, "{peak} MB, {predicted} predicted");
+    }
+    let again = run(dir.path(), "from_plan", &["--nproc_per_node=2", "--plan", "plan.json"]);
+    let losses = |output: &str| -> Vec<String> {
+        output.lines().filter(|line| line.starts_with("step")).map(str::to_owned).collect()
+    };
+    assert_eq!(losses(&again), losses(&output));
+}
+
+#[test]
+fn a_pretrained_encoder_becomes_a_classifier() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/bert");
+    let dir = tempfile::tempdir().unwrap();
+    let of = |ranks: &str| run(dir.path(), "finetune_bert", &[ranks, "--model", fixture.to_str().unwrap()]);
+    let numbers = |output: &str| -> Vec<f64> {
+        let last = output.lines().last().unwrap().replace(',', "");
+        last.split(' ').filter_map(|word| word.parse().ok()).collect()
+    };
+    let (alone, both) = (of("--nproc_per_node=1"), of("--nproc_per_node=2"));
+    assert!(numbers(&alone)[1] >= 0.9, "{alone}");
+    assert!((numbers(&both)[0] - numbers(&alone)[0]).abs() < 1e-2, "{alone}\n{both}");
+}
+
+#[test]
+fn a_checkpoint_of_the_command_generates_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let trained = Command::new(env!("CARGO_BIN_EXE_lockstep"))
+        .args([
+            "train",
+            "--set",
+            "train.steps=2",
+            "--set",
+            "model.preset=\"llama-15m\"",
+            "--set",
+            "model.num_hidden_layers=1",
+        ])
+        .args(["--set", "model.hidden_size=32", "--set", "train.global_batch=2", "--set", "train.seq_len=16"])
+        .current_dir(dir.path())
+        .output()
+        .unwrap();
+    assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
+    let output =
+        run(dir.path(), "big_model_inference", &["--model", "checkpoints/step-00000002", "--prompt", "fn "]);
+    assert!(output.starts_with("fn "), "{output}");
 }

@@ -2,7 +2,10 @@
 
 use std::path::PathBuf;
 
-use crate::error::{DataError, Result};
+use crate::{
+    error::{DataError, Result},
+    sources::{Format, expand_one},
+};
 
 /// Maximum number of files that one list names.
 const MOST_FILES: usize = 1 << 20;
@@ -25,6 +28,25 @@ pub fn expand_shards(shards: &str) -> Result<Vec<PathBuf>> {
         return Err(bad("it names no file".to_owned()));
     }
     Ok(names.into_iter().map(PathBuf::from).collect())
+}
+
+/// Returns the files and directories that `patterns` name: lists as of [`expand_shards`], whose names may be globs. A name that
+/// exists is that file or directory; a glob stands for its files, sorted by path.
+///
+/// # Errors
+/// If a name neither exists nor matches a file, or a list or glob cannot be parsed.
+pub fn expand_paths<S: AsRef<str>>(patterns: &[S]) -> Result<Vec<PathBuf>> {
+    let mut paths = Vec::new();
+    for pattern in patterns {
+        for path in expand_shards(pattern.as_ref())? {
+            if path.exists() {
+                paths.push(path);
+            } else {
+                paths.extend(expand_one(&path.to_string_lossy(), Format::Text)?);
+            }
+        }
+    }
+    Ok(paths)
 }
 
 /// Appends the expansions of `text`, the first brace varying slowest.
@@ -141,6 +163,25 @@ mod tests {
             ("a::b{0..1}", &["a", "b0", "b1"]),
         ] {
             assert_eq!(names(text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn paths_are_what_exists_or_what_a_glob_matches() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["b-1.tar", "a-0.tar", "a-1.tar"] {
+            std::fs::write(dir.path().join(name), "").unwrap();
+        }
+        let at = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+        let names = |patterns: &[String]| -> Vec<String> {
+            let paths = expand_paths(patterns).unwrap_or_else(|error| panic!("{patterns:?}: {error}"));
+            paths.iter().map(|path| path.file_name().unwrap().to_str().unwrap().to_owned()).collect()
+        };
+        assert_eq!(names(&[at("{b,a}-1.tar"), at("a-*.tar")]), ["b-1.tar", "a-1.tar", "a-0.tar", "a-1.tar"]);
+        assert_eq!(expand_paths(&[at("")]).unwrap(), [PathBuf::from(at(""))], "a directory stays one");
+        for missing in ["c.tar", "{a,c}-1.tar", "c*"] {
+            let error = expand_paths(&[at(missing)]).unwrap_err().to_string();
+            assert!(error.contains("no file matches"), "{missing}: {error}");
         }
     }
 

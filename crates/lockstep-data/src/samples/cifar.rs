@@ -68,6 +68,13 @@ impl CifarKind {
         }
     }
 
+    /// Returns the files of a part in `directory`, or in the published archive's directory below it.
+    pub fn files_in(self, directory: &Path, split: Split) -> Vec<PathBuf> {
+        let inner = directory.join(self.archive_directory());
+        let directory = if inner.is_dir() { &inner } else { directory };
+        self.files(split).iter().map(|name| directory.join(name)).collect()
+    }
+
     /// Directory in the published archive.
     fn archive_directory(self) -> &'static str {
         match self {
@@ -100,9 +107,7 @@ impl Cifar {
     /// # Errors
     /// If a file is missing, empty, or not a whole number of records.
     pub fn open(directory: &Path, kind: CifarKind, split: Split) -> Result<Self> {
-        let inner = directory.join(kind.archive_directory());
-        let directory = if inner.is_dir() { &inner } else { directory };
-        Self::from_files(kind.files(split).iter().map(|name| directory.join(name)).collect(), kind)
+        Self::from_files(kind.files_in(directory, split), kind)
     }
 
     /// Opens files of records, in this order.

@@ -14,14 +14,10 @@ use std::{
 };
 
 use super::{
-    bad_samples::OnBadSample,
-    batch::Batch,
-    dataset::Dataset,
-    sequence::{SamplePlace, SampleSequence},
-    tensor::Sample,
-    transform::Transforms,
+    bad_samples::OnBadSample, batch::Batch, dataset::Dataset, reader::SampleReader, sequence::SampleSequence,
+    tensor::Sample, transform::Transforms,
 };
-use crate::error::{DataError, ErrorKind, Result};
+use crate::error::{DataError, Result};
 
 /// Options of a [`Loader`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,9 +40,6 @@ impl Default for LoaderOptions {
         Self { seed: 0, workers: 2, prefetch_batches: 2, on_bad_sample: OnBadSample::Fail }
     }
 }
-
-/// Number of damaged samples in a row after which skipping fails: such a data set is unusable.
-const MOST_SKIPPED_IN_A_ROW: u64 = 100;
 
 /// Threads that fill batches, and the queue of their results. Dropping it ends the threads.
 #[derive(Debug)]
@@ -77,25 +70,17 @@ impl Loader {
                 return Err(DataError::out_of_range(name, 0, "1 or more"));
             }
         }
-        if sequence.samples() != dataset.len() {
-            let allowed = format!("{}, the samples of the data set", dataset.len());
-            return Err(DataError::out_of_range(
-                "the number of samples in the sequence",
-                sequence.samples(),
-                allowed,
-            ));
-        }
-        transforms.output(dataset.tensors())?;
+        let reader = SampleReader::new(dataset, transforms, sequence, options.seed, options.on_bad_sample)?;
         let queue =
             Arc::new(Queue::new(Box::new(ranges), options.workers.saturating_mul(options.prefetch_batches)));
-        let filler = Arc::new(Filler { dataset, transforms, sequence, options });
+        let reader = Arc::new(reader);
         let mut loader =
             Self { queue, threads: Vec::new(), waited: Duration::ZERO, skipped: 0, failed: false };
         for worker in 0..options.workers {
-            let (queue, filler) = (Arc::clone(&loader.queue), Arc::clone(&filler));
+            let (queue, reader) = (Arc::clone(&loader.queue), Arc::clone(&reader));
             let thread = Builder::new()
                 .name(format!("lockstep-load-{worker}"))
-                .spawn(move || work(&queue, &filler))
+                .spawn(move || work(&queue, &reader))
                 .map_err(DataError::io("start", "a data thread".as_ref()))?;
             loader.threads.push(thread);
         }
@@ -279,75 +264,32 @@ impl Drop for Ended<'_> {
     }
 }
 
-fn work(queue: &Queue, filler: &Filler) {
+fn work(queue: &Queue, reader: &SampleReader) {
     let _ended = Ended(queue);
     let mut sample = Sample::default();
     while let Some((number, range, mut batch)) = queue.claim() {
         let mut claim = Claim { queue, number, is_filled: false };
-        let filled = filler.fill(range, &mut batch, &mut sample, || queue.is_over());
+        let filled = fill(reader, range, &mut batch, &mut sample, || queue.is_over());
         claim.is_filled = true;
         queue.put(number, filled.map(|()| batch));
     }
 }
 
-/// Everything that decides the contents of a batch.
-#[derive(Debug)]
-struct Filler {
-    dataset: Arc<dyn Dataset>,
-    transforms: Transforms,
-    sequence: SampleSequence,
-    options: LoaderOptions,
-}
-
-impl Filler {
-    /// Fills `batch` with a range of samples. Stops early if `is_over` says that nobody wants it.
-    fn fill(
-        &self,
-        range: Range<u64>,
-        batch: &mut Batch,
-        sample: &mut Sample,
-        is_over: impl Fn() -> bool,
-    ) -> Result<()> {
-        batch.clear();
-        for number in range {
-            if is_over() {
-                return Ok(());
-            }
-            let place = self.sequence.locate(number);
-            batch.skipped += self.read(place, sample)?;
-            batch
-                .push(sample, number)
-                .map_err(|problem| at_sample(place, DataError::BadSample { index: place.index, problem }))?;
+/// Fills `batch` with a range of samples. Stops early if `is_over` says that nobody wants it.
+fn fill(
+    reader: &SampleReader,
+    range: Range<u64>,
+    batch: &mut Batch,
+    sample: &mut Sample,
+    is_over: impl Fn() -> bool,
+) -> Result<()> {
+    batch.clear();
+    for number in range {
+        if is_over() {
+            return Ok(());
         }
-        Ok(())
+        batch.skipped += reader.read(number, sample)?;
+        batch.push(sample, number).map_err(|problem| reader.unlike_its_batch(number, problem))?;
     }
-
-    /// Reads and transforms the sample at `place`, and returns the number of damaged ones that were skipped.
-    fn read(&self, place: SamplePlace, sample: &mut Sample) -> Result<u64> {
-        let mut skipped = 0;
-        loop {
-            let at = SamplePlace { index: (place.index + skipped) % self.dataset.len(), ..place };
-            let read = self.dataset.get_into(at.index, sample);
-            let Err(error) = read.and_then(|()| self.transforms.apply(sample, self.options.seed, at)) else {
-                return Ok(skipped);
-            };
-            let may_skip = self.options.on_bad_sample == OnBadSample::Skip
-                && error.kind() == ErrorKind::CorruptInput
-                && skipped < MOST_SKIPPED_IN_A_ROW.min(self.dataset.len() - 1);
-            if !may_skip {
-                return Err(at_sample(at, error));
-            }
-            tracing::warn!(sample = at.sample, index = at.index, %error, "a damaged sample is skipped");
-            skipped += 1;
-        }
-    }
-}
-
-fn at_sample(place: SamplePlace, source: DataError) -> DataError {
-    DataError::AtSample {
-        sample: place.sample,
-        epoch: place.epoch,
-        index: place.index,
-        source: Box::new(source),
-    }
+    Ok(())
 }

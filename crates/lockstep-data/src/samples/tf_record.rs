@@ -3,7 +3,11 @@
 //! A record is its length (u64), the masked CRC-32C of the length (u32), the bytes, and their masked CRC-32C (u32), all
 //! little endian. One pass over the lengths finds the records; the bytes are checked when a sample is read.
 
-use std::{fs::File, os::unix::fs::FileExt, path::Path};
+use std::{
+    fs::File,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
 
 use lockstep_tensor::{NamedTensor, TensorData};
 
@@ -107,8 +111,16 @@ impl TfRecordDataset {
     /// If a file cannot be read, is damaged (unless `on_damage` says otherwise) or compressed, there is no record, or
     /// `fields` is empty or ambiguous.
     pub fn open(shards: &str, fields: Vec<Field>, options: ShardOptions<'_>) -> Result<Self> {
+        Self::from_files(expand_shards(shards)?, fields, options)
+    }
+
+    /// Opens these files, in this order, as [`open`](Self::open) does.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn from_files(paths: Vec<PathBuf>, fields: Vec<Field>, options: ShardOptions<'_>) -> Result<Self> {
         check_fields(&fields)?;
-        let shards = Shards::open(expand_shards(shards)?, 2, options, INDEX_PURPOSE, index_records)?;
+        let shards = Shards::open(paths, 2, options, INDEX_PURPOSE, index_records)?;
         let specs = fields.iter().map(Field::spec).collect();
         Ok(Self { shards, fields, specs })
     }

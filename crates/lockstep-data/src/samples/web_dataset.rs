@@ -3,7 +3,10 @@
 //! One pass over the headers of a shard finds its samples; the index is cached. Each member is then read at its offset,
 //! together with the header before it, which must still be one.
 
-use std::{fs::File, path::Path};
+use std::{
+    fs::File,
+    path::{Path, PathBuf},
+};
 
 use super::{
     brace::expand_shards,
@@ -35,7 +38,19 @@ impl WebDataset {
     /// # Errors
     /// If a shard cannot be read, is damaged (unless `on_damage` says otherwise) or compressed, there is no sample, or
     /// `fields` is empty or ambiguous.
-    pub fn open(shards: &str, mut fields: Vec<Field>, options: ShardOptions<'_>) -> Result<Self> {
+    pub fn open(shards: &str, fields: Vec<Field>, options: ShardOptions<'_>) -> Result<Self> {
+        Self::from_files(expand_shards(shards)?, fields, options)
+    }
+
+    /// Opens these shards, in this order, as [`open`](Self::open) does.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn from_files(
+        paths: Vec<PathBuf>,
+        mut fields: Vec<Field>,
+        options: ShardOptions<'_>,
+    ) -> Result<Self> {
         check_fields(&fields)?;
         for key in fields.iter_mut().flat_map(|field| &mut field.keys) {
             // The index has suffixes in lower case.
@@ -49,7 +64,7 @@ impl WebDataset {
         let purpose = format!("{INDEX_PURPOSE}\n{}", keys.join("\n"));
         let per_sample = numbers_per_sample(fields.len());
         let build = |file: &File, path: &Path| index_tar(file, path, &fields);
-        let shards = Shards::open(expand_shards(shards)?, per_sample, options, &purpose, build)?;
+        let shards = Shards::open(paths, per_sample, options, &purpose, build)?;
         let specs = fields.iter().map(Field::spec).collect();
         Ok(Self { shards, fields, specs })
     }

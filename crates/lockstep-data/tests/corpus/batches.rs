@@ -35,6 +35,7 @@ fn sequential_windows_are_consecutive_and_wrap_by_epoch() {
         document_starts: vec![0; 12],
         sample_numbers: vec![0, 1, 2],
         inputs: Vec::new(),
+        skipped: 0,
         sequences: 3,
         seq_len: 4,
     };

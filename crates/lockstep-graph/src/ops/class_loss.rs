@@ -20,25 +20,49 @@ impl Recorder {
     /// If the model declares no such input.
     #[track_caller]
     pub fn cross_entropy(&mut self, logits: Value, smoothing: f32) -> Value {
-        self.loss_of(logits, Kind::CrossEntropy { smoothing })
+        self.cross_entropy_of(logits, LABELS, smoothing)
+    }
+
+    /// Records the cross-entropy of `logits [classes]` against the input `target`, as [`Recorder::cross_entropy`] does.
+    ///
+    /// # Panics
+    /// If the model declares no such input.
+    #[track_caller]
+    pub fn cross_entropy_of(&mut self, logits: Value, target: &str, smoothing: f32) -> Value {
+        self.loss_of(logits, target, Kind::CrossEntropy { smoothing })
     }
 
     /// Records the squared error of `x` against the input `labels`, f32 and shaped as `x`. The loss is its mean over all
-    /// elements. Activations of a narrower dtype round the labels to that dtype. With [`HeadOutput::Logits`] nothing is recorded, and `x` is the output.
+    /// elements. Activations of a narrower dtype round the labels to that dtype. With [`HeadOutput::Logits`] nothing is
+    /// recorded, and `x` is the output.
     ///
     /// # Panics
     /// If the model declares no such input.
     #[track_caller]
     pub fn squared_error(&mut self, x: Value) -> Value {
-        self.loss_of(x, Kind::SquaredError)
+        self.squared_error_of(x, LABELS)
+    }
+
+    /// Records the squared error of `x` against the input `target`, as [`Recorder::squared_error`] does.
+    ///
+    /// # Panics
+    /// If the model declares no such input.
+    #[track_caller]
+    pub fn squared_error_of(&mut self, x: Value, target: &str) -> Value {
+        self.loss_of(x, target, Kind::SquaredError)
     }
 
     #[track_caller]
-    fn loss_of(&mut self, x: Value, kind: Kind) -> Value {
+    fn loss_of(&mut self, x: Value, target: &str, kind: Kind) -> Value {
         if self.head_output == HeadOutput::Logits {
             return x;
         }
-        let target = self.data(LABELS);
+        let name = match kind {
+            Kind::CrossEntropy { .. } => "cross_entropy",
+            Kind::SquaredError => "squared_error",
+        };
+        let of_target = target;
+        let target = self.data(of_target);
         let (rows, columns) = (self.local_rows(x), self.local_columns(x));
         let expected = match kind {
             Kind::CrossEntropy { .. } => rows,
@@ -54,6 +78,8 @@ impl Recorder {
         );
         let losses = self.local(rows, 1, DType::F32);
         self.push(Loss { kind, x, target, losses });
+        let classes = matches!(kind, Kind::CrossEntropy { .. }).then_some(columns);
+        self.measure(losses, name, of_target, classes);
         losses
     }
 }
@@ -98,7 +124,7 @@ impl Op for Loss {
 
     fn backward_loss(&self, run: &Run<'_>, dx: &InputGradients<'_>) -> Result<(), CommError> {
         let (x, target, losses) = (run.value(self.x), run.flat(self.target), run.flat(self.losses));
-        let (dx, seed): (View<'_>, f32) = (dx.view(0), run.seed().of_tokens);
+        let (dx, seed): (View<'_>, f32) = (dx.view(0), run.seed_of(self.losses));
         run.queue().cast(x, dx);
         match self.kind {
             Kind::CrossEntropy { smoothing } => {

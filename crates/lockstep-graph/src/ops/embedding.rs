@@ -31,7 +31,7 @@ impl Recorder {
     /// Records an embedding: one row of the table `NAME.weight [rows, columns]` per token.
     ///
     /// # Panics
-    /// If the table is split in any way other than by its rows.
+    /// If the table is split in any way other than by its rows, or if it is split and some rows belong to no position.
     #[track_caller]
     pub fn embedding(
         &mut self,
@@ -43,7 +43,14 @@ impl Recorder {
     ) -> Value {
         let (share, placement) = match self.split_of(name) {
             None => (self.whole_share(self.stream()), self.stream()),
-            Some(Split::VocabularyParallel) => (self.vocabulary_shard(rows), Placement::Partial),
+            Some(Split::VocabularyParallel) => {
+                let is_whole = !matches!(input, BatchInput::PositionsFrom { .. });
+                assert!(
+                    is_whole,
+                    "{name} [{rows}, {columns}]: a table that is split has no rows before its first"
+                );
+                (self.vocabulary_shard(rows), Placement::Partial)
+            }
             Some(split) => {
                 panic!("{name} [{rows}, {columns}]: a table is split by its rows, not by {split:?}")
             }
@@ -63,10 +70,18 @@ impl Embedding {
         let batch = &run.replay().batch;
         let all = match self.input {
             BatchInput::Ids => batch.ids,
-            BatchInput::Positions => batch.positions,
+            BatchInput::Positions | BatchInput::PositionsFrom { .. } => batch.positions,
             BatchInput::Named(value) => run.flat(value),
         };
         all.rows(self.tokens.first..self.tokens.first + self.tokens.len)
+    }
+
+    /// Returns the rows that inputs number, of the table or its gradient.
+    fn numbered_rows<'a>(&self, table: View<'a>) -> View<'a> {
+        match self.input {
+            BatchInput::PositionsFrom { row } => table.rows(row..table.shape().as_matrix().0),
+            BatchInput::Ids | BatchInput::Positions | BatchInput::Named(_) => table,
+        }
     }
 }
 
@@ -74,7 +89,7 @@ impl Op for Embedding {
     fn facts(&self) -> Facts {
         let tables = match self.input {
             BatchInput::Named(value) => vec![value],
-            BatchInput::Ids | BatchInput::Positions => vec![],
+            BatchInput::Ids | BatchInput::Positions | BatchInput::PositionsFrom { .. } => vec![],
         };
         Facts {
             tables,
@@ -86,7 +101,8 @@ impl Op for Embedding {
     }
 
     fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {
-        run.queue().embedding(self.indices(run), run.weight(self.table), self.first_id, run.value(self.y));
+        let table = self.numbered_rows(run.weight(self.table));
+        run.queue().embedding(self.indices(run), table, self.first_id, run.value(self.y));
         Ok(())
     }
 
@@ -95,7 +111,8 @@ impl Op for Embedding {
             Some(rows) => (rows, 0),
             None => (self.indices(run), self.first_id),
         };
-        run.queue().embedding_backward(rows, dy, first, run.gradient_of_weight(self.table));
+        let gradient = self.numbered_rows(run.gradient_of_weight(self.table));
+        run.queue().embedding_backward(rows, dy, first, gradient);
         Ok(())
     }
 
@@ -103,7 +120,9 @@ impl Op for Embedding {
     fn inject(&mut self, fault: Fault) {
         match (fault, self.input) {
             (Fault::VocabularyFromZero, _) => self.first_id = 0,
-            (Fault::PositionsFromZero, BatchInput::Positions) => self.tokens.first = 0,
+            (Fault::PositionsFromZero, BatchInput::Positions | BatchInput::PositionsFrom { .. }) => {
+                self.tokens.first = 0;
+            }
             _ => {}
         }
     }

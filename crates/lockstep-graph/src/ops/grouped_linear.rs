@@ -5,10 +5,10 @@ use lockstep_plan::{Among, ExpertPlace, Initializer, Shard, Share, work::TaskKin
 use lockstep_tensor::{GemmLayout, GroupedGemm, View, Write};
 
 use crate::{
-    block::{ParameterIndex, Value},
+    block::{Bias, ParameterIndex, Value},
     facts::{ExpertRows, Facts},
     op::Op,
-    ops::expert_rows::SlotTables,
+    ops::{expert_rows::SlotTables, linear::Linear},
     recorder::Recorder,
     replay::{InputGradients, Run},
     work_context::{Work, WorkContext},
@@ -18,6 +18,8 @@ use crate::{
 struct GroupedLinear {
     x: Value,
     weight: ParameterIndex,
+    /// Biases `[experts, out]`.
+    bias: Option<ParameterIndex>,
     offsets: Value,
     rows: ExpertRows,
     y: Value,
@@ -25,19 +27,20 @@ struct GroupedLinear {
 
 impl Recorder {
     /// Records a grouped matrix product: each expert's rows with its matrix of `NAME.weight [experts, out, in]`.
-    /// Expert tensor parallelism shards dimension `cut`.
+    /// With a bias, each row also gets its expert's row of `NAME.bias [experts, out]`. Expert tensor parallelism shards
+    /// dimension `cut`.
     ///
     /// # Panics
-    /// If the parts do not divide that dimension.
+    /// If the parts do not divide that dimension, or if experts with biases have parts.
     #[track_caller]
     pub(crate) fn expert_linear(
         &mut self,
         (x, tables): (Value, SlotTables),
-        name: &str,
-        shape: [usize; 3],
+        Linear { name, out_features, bias, std }: Linear<'_>,
+        [experts, in_features]: [usize; 2],
         cut: usize,
-        std: f32,
     ) -> Value {
+        let shape = [experts, out_features, in_features];
         let ExpertPlace { ranks, rank, tensor_ranks, tensor_rank } = self.experts;
         let range = |dim: usize, ranks: usize, rank: usize| {
             let len = shape[dim] / ranks;
@@ -52,9 +55,15 @@ impl Recorder {
         };
         let initializer = Initializer::Normal { std };
         let weight = self.parameter(format!("{name}.weight"), &shape, initializer, share);
+        let bias = (bias == Bias::With).then(|| {
+            // Each part of an expert would add the whole bias of a product that is split by `in`.
+            assert!(tensor_ranks == 1, "{name}: experts with biases are not split into {tensor_ranks} parts");
+            self.parameter(format!("{name}.bias"), &shape[..2], Initializer::Zeros, share)
+        });
         let held = share.shape_of(&shape);
         let y = self.local(self.values[x.0].rows, held[1], self.shape.dtype);
-        self.push(GroupedLinear { x, weight, offsets: tables.offsets, rows: tables.expert_rows, y });
+        let (offsets, rows) = (tables.offsets, tables.expert_rows);
+        self.push(GroupedLinear { x, weight, bias, offsets, rows, y });
         y
     }
 }
@@ -62,17 +71,31 @@ impl Recorder {
 impl GroupedLinear {
     /// Computes a product for each local expert on its rows.
     fn multiply(&self, run: &Run<'_>, layout: GemmLayout, [a, b, c]: [View<'_>; 3], write: Write) {
+        let is_forward = layout == GemmLayout::NT;
+        let bias = self.bias.filter(|_| is_forward).map(|bias| run.weight(bias));
         let offsets = run.flat(self.offsets);
-        run.queue().grouped_gemm(GroupedGemm { layout, a, b, c, offsets, write });
+        run.queue().grouped_gemm(GroupedGemm { layout, a, b, c, bias, offsets, write });
+    }
+
+    /// Adds the sum over each expert's rows of `dy` to the gradient of its bias.
+    fn add_to_bias(&self, run: &Run<'_>, dy: View<'_>, bias: ParameterIndex) {
+        let (gradient, offsets) = (run.gradient_of_weight(bias), run.flat(self.offsets));
+        for expert in 0..offsets.elements() - 1 {
+            let mut ends = [0_u32; 2];
+            offsets.rows(expert..expert + 2).read(&mut ends).wait();
+            let rows = ends[0] as usize..ends[1] as usize;
+            run.queue().sum_rows(dy.rows(rows), gradient.rows(expert..expert + 1));
+        }
     }
 }
 
 impl Op for GroupedLinear {
     fn facts(&self) -> Facts {
-        let Self { x, weight, offsets, rows, y } = *self;
+        let Self { x, weight, bias, offsets, rows, y, .. } = *self;
         Facts {
             tables: vec![offsets],
-            weights: vec![weight],
+            // The gradient of the bias needs the offsets, so it counts among the weights.
+            weights: [weight].into_iter().chain(bias).collect(),
             saved_for_inputs: vec![offsets],
             saved_for_weights: vec![x, offsets],
             accumulates: true,
@@ -94,8 +117,13 @@ impl Op for GroupedLinear {
     }
 
     fn backward_weights(&self, run: &Run<'_>, dy: View<'_>) -> Result<(), CommError> {
-        let (gradient, write) = run.gradient_to_write(self.weight);
-        self.multiply(run, GemmLayout::TN, [dy, run.value(self.x), gradient], write);
+        if run.trains(self.weight) {
+            let (gradient, write) = run.gradient_to_write(self.weight);
+            self.multiply(run, GemmLayout::TN, [dy, run.value(self.x), gradient], write);
+        }
+        if let Some(bias) = self.bias.filter(|bias| run.trains(*bias)) {
+            self.add_to_bias(run, dy, bias);
+        }
         Ok(())
     }
 

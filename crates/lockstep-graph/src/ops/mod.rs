@@ -3,6 +3,7 @@
 //! operation of another crate differs only in that its recording method is a function that is given a
 //! [`Recorder`](crate::Recorder).
 
+mod accuracy;
 mod activation;
 mod add;
 pub(crate) mod attention;
@@ -17,6 +18,7 @@ mod embedding;
 pub(crate) mod expert_rows;
 mod flatten;
 mod gate_rows;
+mod gated;
 mod gelu;
 mod grouped_linear;
 mod heads;
@@ -34,4 +36,4 @@ pub(crate) mod route;
 mod scale;
 pub(crate) mod sequence_token;
 mod summa_linear;
-mod swiglu;
+mod whole_columns;

@@ -219,7 +219,7 @@ impl AttentionOperation {
                 visit([queries, keys[half]], Write::Overwrite)?;
             }
             for (index, keys) in keys.into_iter().enumerate() {
-                if !is_own(index) && may_see(queries, keys, &self.shape) {
+                if !is_own(index) && may_see(queries, keys, self.shape.window, self.shape.direction) {
                     visit([queries, keys], Write::Accumulate)?;
                 }
             }

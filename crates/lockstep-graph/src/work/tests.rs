@@ -84,6 +84,8 @@ fn record(setting: Setting, recompute: Recompute) -> Program {
                 layers,
                 experts: 4,
                 intermediate_size: 12,
+                bias: Bias::Without,
+                activation: lockstep_tensor::GatedActivation::Silu,
                 routing: ROUTING,
                 std: 0.3,
             };

@@ -2,8 +2,9 @@
 
 use serde_json::{Map, Value, json};
 
+use super::activation::Activation;
 use super::classes::Classes;
-use super::encoder::{EncoderActivation, EncoderSizes};
+use super::encoder::EncoderSizes;
 use super::keys::{FIXED_FOR_ALL, FIXED_FOR_BERT};
 use super::limits::{Checks, POSITIONS, VOCABULARY};
 use super::reader::Reader;
@@ -22,7 +23,7 @@ pub struct BertConfig {
     /// Number of learned positions, and so the longest sequence in tokens.
     pub max_position_embeddings: usize,
     /// Nonlinearity of the feed-forward layers.
-    pub activation: EncoderActivation,
+    pub activation: Activation,
     /// Epsilon that LayerNorm adds to the variance.
     pub layer_norm_eps: f64,
     /// Dropout probability after the embeddings and on each output that a block adds to the residual stream.
@@ -102,7 +103,7 @@ impl BertConfig {
             type_vocab_size: reader.size("type_vocab_size", 2),
             sizes: EncoderSizes::read(&mut reader),
             max_position_embeddings: reader.size("max_position_embeddings", 512),
-            activation: EncoderActivation::read(&mut reader),
+            activation: Activation::read(&mut reader, "hidden_act", Activation::GeluExact),
             layer_norm_eps: reader.number("layer_norm_eps", 1e-12),
             hidden_dropout_prob: reader.number("hidden_dropout_prob", 0.1),
             attention_probs_dropout_prob: reader.number("attention_probs_dropout_prob", 0.1),

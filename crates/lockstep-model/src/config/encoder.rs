@@ -1,40 +1,7 @@
 //! Keys that BERT and ViT have in common.
 
-use lockstep_tensor::Gelu;
-
 use super::limits::{Checks, HEADS, LAYERS, WIDTH};
 use super::reader::Reader;
-
-/// Nonlinearity of an encoder's feed-forward layers (`hidden_act`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EncoderActivation {
-    /// A Gaussian error linear unit: exact ("gelu"), or by tanh ("gelu_new", "gelu_pytorch_tanh").
-    Gelu(Gelu),
-    /// Rectified linear unit ("relu").
-    Relu,
-}
-
-impl EncoderActivation {
-    pub(super) fn read(reader: &mut Reader<'_>) -> Self {
-        match reader.text("hidden_act") {
-            None | Some("gelu") => Self::Gelu(Gelu::Exact),
-            Some("gelu_new" | "gelu_pytorch_tanh") => Self::Gelu(Gelu::Tanh),
-            Some("relu") => Self::Relu,
-            Some(_) => {
-                reader.unsupported("hidden_act", "\"gelu\", \"gelu_new\", \"gelu_pytorch_tanh\", \"relu\"");
-                Self::Gelu(Gelu::Exact)
-            }
-        }
-    }
-
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Gelu(Gelu::Exact) => "gelu",
-            Self::Gelu(Gelu::Tanh) => "gelu_new",
-            Self::Relu => "relu",
-        }
-    }
-}
 
 /// Sizes of an encoder's blocks.
 #[derive(Debug, Clone, Copy, PartialEq)]

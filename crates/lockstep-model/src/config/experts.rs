@@ -42,6 +42,11 @@ pub struct ExpertsConfig {
     pub dense_layers: Vec<usize>,
 }
 
+/// Returns true if all layers have experts, which are as wide as the model's `intermediate_size`.
+fn is_plain(family: LlamaFamily) -> bool {
+    matches!(family, LlamaFamily::Mixtral | LlamaFamily::GptOss)
+}
+
 impl ExpertsConfig {
     /// Returns true if a layer has experts.
     pub fn is_in(&self, layer: usize) -> bool {
@@ -61,15 +66,16 @@ impl ExpertsConfig {
         let has_shared = family == LlamaFamily::Qwen2Moe;
         let (count, per_token, width) = match family {
             LlamaFamily::Mixtral => (8, 2, intermediate_size),
+            LlamaFamily::GptOss => (128, 4, intermediate_size),
             LlamaFamily::Qwen2Moe => (60, 4, 1408),
             LlamaFamily::Qwen3Moe => (128, 8, 768),
             _ => return None,
         };
-        let is_mixtral = family == LlamaFamily::Mixtral;
-        let normalizes = is_mixtral || reader.flag("norm_topk_prob", false);
+        let is_plain = is_plain(family);
+        let normalizes = is_plain || reader.flag("norm_topk_prob", false);
         // transformers 5 writes `num_local_experts` in all families.
         let local = reader.optional_size("num_local_experts").given();
-        let experts = if is_mixtral { None } else { reader.optional_size("num_experts").given() };
+        let experts = if is_plain { None } else { reader.optional_size("num_experts").given() };
         if let (Some(local), Some(experts)) = (local, experts)
             && local != experts
         {
@@ -78,7 +84,7 @@ impl ExpertsConfig {
         Some(Self {
             count: local.or(experts).unwrap_or(count),
             per_token: reader.size("num_experts_per_tok", per_token),
-            intermediate_size: if is_mixtral { width } else { reader.size("moe_intermediate_size", width) },
+            intermediate_size: if is_plain { width } else { reader.size("moe_intermediate_size", width) },
             shared_intermediate_size: has_shared
                 .then(|| reader.size("shared_expert_intermediate_size", 5632)),
             scores: RouterScores::Softmax,
@@ -89,8 +95,8 @@ impl ExpertsConfig {
             auxiliary_loss: reader.number("router_aux_loss_coef", 0.001),
             z_loss: reader.number("router_z_loss_coef", 0.0),
             capacity_factor: reader.optional_number("expert_capacity_factor"),
-            every: if is_mixtral { 1 } else { reader.size("decoder_sparse_step", 1) },
-            dense_layers: if is_mixtral { Vec::new() } else { reader.sizes("mlp_only_layers") },
+            every: if is_plain { 1 } else { reader.size("decoder_sparse_step", 1) },
+            dense_layers: if is_plain { Vec::new() } else { reader.sizes("mlp_only_layers") },
         })
     }
 
@@ -129,7 +135,7 @@ impl ExpertsConfig {
         if let Some(factor) = self.capacity_factor {
             put("expert_capacity_factor", json!(factor));
         }
-        if family == LlamaFamily::Mixtral {
+        if is_plain(family) {
             put("num_local_experts", json!(self.count));
             return;
         }

@@ -4,9 +4,10 @@
 
 use serde_json::{Map, Value, json};
 
+use super::activation::Activation;
 use super::keys::{FIXED_FOR_ALL, FIXED_FOR_GPT2};
 use super::limits::{Checks, HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH};
-use super::reader::{Entry, Reader};
+use super::reader::Reader;
 use super::tokens::SpecialTokens;
 use crate::error::ConfigProblem;
 
@@ -49,15 +50,6 @@ pub struct Gpt2Config {
     pub tokens: SpecialTokens,
 }
 
-/// The nonlinearity of a plain feed-forward layer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activation {
-    /// x Φ(x), computed with the error function ("gelu").
-    GeluExact,
-    /// Approximation of GELU by tanh ("gelu_new", "gelu_pytorch_tanh").
-    GeluTanh,
-}
-
 /// Pairs of (transformers' alias, key it stands for).
 const ALIASES: [(&str, &str); 4] = [
     ("hidden_size", "n_embd"),
@@ -98,7 +90,7 @@ impl Gpt2Config {
             num_hidden_layers: aliased(&mut reader, "n_layer", 12),
             num_attention_heads: aliased(&mut reader, "n_head", 12),
             max_position_embeddings: aliased(&mut reader, "n_positions", 1024),
-            activation: Activation::read(&mut reader),
+            activation: Activation::read(&mut reader, "activation_function", Activation::GeluTanh),
             layer_norm_epsilon: reader.number("layer_norm_epsilon", 1e-5),
             bias: reader.flag("bias", true),
             embedding_dropout: reader.number("embd_pdrop", 0.1),
@@ -153,34 +145,8 @@ impl Gpt2Config {
     }
 }
 
-impl Activation {
-    fn read(reader: &mut Reader<'_>) -> Self {
-        match reader.text("activation_function") {
-            None | Some("gelu_new" | "gelu_pytorch_tanh") => Self::GeluTanh,
-            Some("gelu") => Self::GeluExact,
-            Some(_) => {
-                reader.unsupported("activation_function", "\"gelu\", \"gelu_new\", \"gelu_pytorch_tanh\"");
-                Self::GeluTanh
-            }
-        }
-    }
-
-    const fn name(self) -> &'static str {
-        match self {
-            Self::GeluExact => "gelu",
-            Self::GeluTanh => "gelu_new",
-        }
-    }
-}
-
-/// Reads a size from `key` or its alias; if both are present, they must agree.
+/// Reads a size from `key` or its alias.
 fn aliased(reader: &mut Reader<'_>, key: &'static str, default: usize) -> usize {
     let alias = ALIASES.iter().find(|(_, canonical)| *canonical == key).map_or(key, |(alias, _)| alias);
-    match (reader.optional_size(key), reader.optional_size(alias)) {
-        (Entry::Given(value), Entry::Given(other)) if value != other => {
-            reader.conflict(format!("`{key}` = {value} and its alias `{alias}` = {other} differ"));
-            value
-        }
-        (value, other) => value.given().or(other.given()).unwrap_or(default),
-    }
+    reader.aliased_size(key, alias, default)
 }

@@ -22,9 +22,20 @@ pub(super) const FIXED_FOR_ALL: &[Fixed] = &[
     fixed("add_cross_attention", &["false"], "false (decoder-only models)"),
     fixed("cross_attention_hidden_size", &[], "null (decoder-only models)"),
     fixed("pruned_heads", &["{}"], "{} (no pruned heads)"),
-    fixed("quantization_config", &[], "null (weights in f32, bf16 or f16)"),
+    fixed(
+        "quantization_config",
+        &[],
+        "null (weights in f32, bf16 or f16; transformers turns MXFP4 into bf16 with Mxfp4Config(dequantize=True) and \
+         save_pretrained)",
+    ),
     fixed("auto_map", &[], "null (code that comes with a checkpoint is never run)"),
 ];
+
+/// Keys of Phi-3 without influence.
+pub(super) const HARMLESS_FOR_PHI3: &[&str] = &["original_max_position_embeddings"];
+
+/// Keys of Gemma without influence: a second form of the period of layers without a window.
+pub(super) const HARMLESS_FOR_GEMMA: &[&str] = &["_sliding_window_pattern"];
 
 /// Options of GPT-2 that would change what the model computes.
 pub(super) const FIXED_FOR_GPT2: &[Fixed] = &[
@@ -34,12 +45,33 @@ pub(super) const FIXED_FOR_GPT2: &[Fixed] = &[
 ];
 
 /// Options of the Llama-like families that would change what the model computes.
-pub(super) const FIXED_FOR_LLAMA: &[Fixed] = &[
-    fixed("hidden_act", &["\"silu\"", "\"swish\""], "\"silu\""),
-    fixed("partial_rotary_factor", &["1", "1.0"], "1.0 (the whole head is rotated)"),
-    fixed("original_max_position_embeddings", &[], "null here (it belongs into the RoPE table)"),
-    fixed("use_mrope", &["false"], "false (text only)"),
+pub(super) const FIXED_FOR_LLAMA: &[Fixed] = &[fixed("use_mrope", &["false"], "false (text only)")];
+
+/// Activation of the families that gate by SiLU.
+pub(super) const FIXED_SILU: &[Fixed] = &[fixed("hidden_act", &["\"silu\"", "\"swish\""], "\"silu\"")];
+
+/// Activation of the families that gate by GELU. The first files of Gemma say "gelu" and mean the tanh approximation.
+pub(super) const FIXED_GELU: &[Fixed] = &[
+    fixed("hidden_act", &["\"gelu_pytorch_tanh\"", "\"gelu\""], "\"gelu_pytorch_tanh\""),
+    fixed("hidden_activation", &["\"gelu_pytorch_tanh\""], "\"gelu_pytorch_tanh\""),
 ];
+
+/// The original context of families that have it in the RoPE table only.
+pub(super) const FIXED_WITHOUT_ORIGINAL_CONTEXT: &[Fixed] =
+    &[fixed("original_max_position_embeddings", &[], "null here (it belongs into the RoPE table)")];
+
+/// Options of Gemma that would change what the model computes.
+pub(super) const FIXED_FOR_GEMMA: &[Fixed] =
+    &[fixed("use_bidirectional_attention", &["false"], "false or null (causal attention)")];
+
+/// Options of Phi-3 that would change what the model computes.
+pub(super) const FIXED_FOR_PHI3: &[Fixed] = &[
+    fixed("resid_pdrop", &["0", "0.0"], "0 (dropout on attention alone)"),
+    fixed("embd_pdrop", &["0", "0.0"], "0 (dropout on attention alone)"),
+];
+
+/// Keys of gpt-oss without influence: second names of others.
+pub(super) const HARMLESS_FOR_GPT_OSS: &[&str] = &["experts_per_token", "initial_context_length"];
 
 /// Options of the families with experts that would change what the model computes.
 pub(super) const FIXED_FOR_EXPERTS: &[Fixed] =
@@ -61,6 +93,41 @@ pub(super) const FIXED_FOR_BERT: &[Fixed] = &[
 
 /// Keys of ViT that belong to its heads for other tasks.
 pub(super) const HARMLESS_FOR_VIT: &[&str] = &["encoder_stride", "pooler_act", "pooler_output_size"];
+/// Options of GPT-NeoX that would change what the model computes.
+pub(super) const FIXED_FOR_NEOX: &[Fixed] = &[
+    fixed("attention_probs_dropout_prob", &["0", "0.0"], "0 (`attention_dropout` sets this probability)"),
+    fixed("hidden_dropout_prob", &["0", "0.0"], "0 (`hidden_dropout` sets this probability)"),
+];
+
+/// Options of Falcon that would change what the model computes.
+pub(super) const FIXED_FOR_FALCON: &[Fixed] =
+    &[fixed("apply_residual_connection_post_layernorm", &["false"], "false")];
+
+/// Options of OPT that would change what the model computes.
+pub(super) const FIXED_FOR_OPT: &[Fixed] = &[
+    fixed("layerdrop", &["0", "0.0"], "0 (no layers are left out in training)"),
+    fixed("activation_dropout", &["0", "0.0"], "0 (transformers applies none)"),
+    fixed("layer_norm_elementwise_affine", &["true"], "true (norms have weights and biases)"),
+];
+
+/// Options of BLOOM that would change what the model computes.
+pub(super) const FIXED_FOR_BLOOM: &[Fixed] =
+    &[fixed("n_inner", &[], "null (feed-forward layers are four times as wide as the residual stream)")];
+
+/// Keys of Falcon without influence on training or logits.
+pub(super) const HARMLESS_FOR_FALCON: &[&str] = &["ff_factor"];
+
+/// Keys of BLOOM without influence on training or logits: switches of transformers' and Megatron's implementations.
+pub(super) const HARMLESS_FOR_BLOOM: &[&str] = &[
+    "attention_softmax_in_fp32",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "offset_alibi",
+    "skip_bias_add",
+    "skip_bias_add_qkv",
+    "slow_but_exact",
+    "unk_token_id",
+];
 
 /// Options inside a RoPE table that would change what the model computes.
 pub(super) const FIXED_FOR_ROPE: &[Fixed] =
@@ -87,6 +154,7 @@ pub(super) const HARMLESS_KEYS: &[&str] = &[
     "decoder_start_token_id",
     "sep_token_id",
     // Switches of the implementation, equal up to rounding.
+    "cache_implementation",
     "_attn_implementation",
     "_attn_implementation_autoset",
     "attn_implementation",
@@ -115,6 +183,7 @@ pub(super) const HARMLESS_KEYS: &[&str] = &[
     "summary_type",
     "summary_use_proj",
     // Heads for other tasks.
+    "classifier_dropout",
     "id2label",
     "label2id",
     "num_labels",

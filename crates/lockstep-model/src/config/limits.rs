@@ -46,6 +46,13 @@ impl Checks {
         }
     }
 
+    /// Requires `0 < value <= 1`, as for the part of a whole.
+    pub(super) fn part(&mut self, key: &str, value: f64) {
+        if !(value > 0.0 && value <= 1.0) {
+            self.out_of_range(key, value, "above 0 and at most 1");
+        }
+    }
+
     /// Requires `0 <= value <= 1`, as for the standard deviation of initial weights.
     pub(super) fn deviation(&mut self, key: &str, value: f64) {
         if !(0.0..=1.0).contains(&value) {

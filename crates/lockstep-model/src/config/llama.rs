@@ -1,23 +1,26 @@
-//! Configuration of the Llama-like families: Llama, Mistral, Qwen2 and Qwen3, and their mixture-of-experts variants.
+//! Configuration of the Llama-like families: Llama, Mistral, Qwen, Gemma, OLMo 2 and Phi-3, and the families with experts
+//! Mixtral, Qwen-MoE, DeepSeek-V3 and gpt-oss.
 //!
-//! These families share one architecture. They differ in which linear layers have biases, in norms on queries and
-//! keys, and in sliding windows: plain fields of the struct.
+//! These families share one architecture. What a `config.json` can change is a field of the struct; the table of
+//! families (`family.rs`) has what it cannot.
 
+use lockstep_tensor::GatedActivation;
 use serde_json::{Map, Value, json};
 
 use super::classes::Classes;
 use super::experts::ExpertsConfig;
-use super::family::{AttentionBias, FamilyTraits, LlamaFamily, Windows};
-use super::keys::{FIXED_FOR_ALL, FIXED_FOR_DEEPSEEK, FIXED_FOR_EXPERTS, FIXED_FOR_LLAMA};
+use super::family::{AttentionBias, FamilyTraits, LlamaFamily, QueryKeyNorm, Windows};
+use super::family_rope::FamilyRopes;
+use super::keys::{self, FIXED_FOR_ALL, FIXED_FOR_DEEPSEEK, FIXED_FOR_EXPERTS, FIXED_FOR_LLAMA};
 use super::latent::LatentAttention;
 use super::limits::{Checks, HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH};
 use super::reader::{Entry, Reader};
-use super::rope::Rope;
+use super::rope::{Rope, RopeScaling};
 use super::tokens::SpecialTokens;
+use super::windows::{LayerWindows, layer_types};
 use crate::error::ConfigProblem;
 
-/// A Llama-like model: RMSNorm before attention and feed-forward, RoPE, grouped-query attention, and a
-/// feed-forward layer gated by SiLU.
+/// A Llama-like model: RMSNorm, RoPE, grouped-query attention, and a gated feed-forward layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LlamaConfig {
     /// The family, which determines `model_type`.
@@ -28,6 +31,8 @@ pub struct LlamaConfig {
     pub hidden_size: usize,
     /// Width of the feed-forward layer.
     pub intermediate_size: usize,
+    /// Gated activation of the feed-forward layer and of experts.
+    pub gate: GatedActivation,
     /// Number of blocks.
     pub num_hidden_layers: usize,
     /// Number of query heads of a block.
@@ -42,15 +47,27 @@ pub struct LlamaConfig {
     pub rms_norm_eps: f64,
     /// Settings of rotary position embedding.
     pub rope: Rope,
-    /// Number of positions that a position sees, itself included; `None` means all before it.
+    /// Fraction of each head's elements that rotate, in (0, 1].
+    pub rotary_fraction: f64,
+    /// Settings of rotary position embedding in layers with a sliding window, for the family where they differ (Gemma 3).
+    pub local_rope: Option<Rope>,
+    /// Number of positions that a position sees in layers with a window, itself included; `None` means all before it.
     pub sliding_window: Option<usize>,
+    /// Period of the layers that see all positions in spite of `sliding_window`: the last of every `full_every`.
+    pub full_every: Option<usize>,
+    /// Soft cap of attention scores: `cap · tanh(score / cap)`.
+    pub score_cap: Option<f64>,
+    /// Soft cap of logits.
+    pub logit_cap: Option<f64>,
+    /// Scores are divided by the square root of this number; `None` takes that of the head size.
+    pub query_scale: Option<f64>,
     /// True if the query, key and value projections have biases.
     pub qkv_bias: bool,
     /// True if the attention's output projection has a bias.
     pub output_bias: bool,
     /// True if the three feed-forward projections have biases.
     pub mlp_bias: bool,
-    /// True if queries and keys pass an RMSNorm over each head before RoPE.
+    /// True if queries and keys pass an RMSNorm before RoPE.
     pub qk_norm: bool,
     /// Dropout probability on attention probabilities.
     pub attention_dropout: f64,
@@ -78,15 +95,8 @@ impl LlamaConfig {
         let traits = family.traits();
         let [vocabulary, hidden, intermediate, layers, heads, positions] = traits.sizes;
         let mut reader = Reader::new(table, "");
-        reader.fixed(FIXED_FOR_ALL);
-        reader.fixed(FIXED_FOR_LLAMA);
-        if family.has_experts() {
-            reader.fixed(FIXED_FOR_EXPERTS);
-        }
         let has_latent = family == LlamaFamily::DeepseekV3;
-        if has_latent {
-            reader.fixed(FIXED_FOR_DEEPSEEK);
-        }
+        read_fixed(&mut reader, family);
         let latent = has_latent.then(|| LatentAttention::read(&mut reader));
         let hidden_size = reader.size("hidden_size", hidden);
         let num_hidden_layers = reader.size("num_hidden_layers", layers);
@@ -99,11 +109,15 @@ impl LlamaConfig {
         let max_position_embeddings = reader.size("max_position_embeddings", positions);
         let attention_bias = read_attention_bias(&mut reader, family);
         let intermediate_size = reader.size("intermediate_size", intermediate);
+        let LayerWindows { window, full_every } = LayerWindows::read(&mut reader, family, num_hidden_layers);
+        let ropes = FamilyRopes::read(&mut reader, family, max_position_embeddings);
+        let [score_cap, logit_cap] = read_soft_caps(&mut reader, family);
         let config = Self {
             family,
             vocab_size: reader.size("vocab_size", vocabulary),
             hidden_size,
             intermediate_size,
+            gate: read_gate(&mut reader, traits.block.gate),
             num_hidden_layers,
             num_attention_heads,
             num_key_value_heads,
@@ -113,17 +127,23 @@ impl LlamaConfig {
             },
             max_position_embeddings,
             rms_norm_eps: reader.number("rms_norm_eps", traits.rms_norm_eps),
-            rope: Rope::read(&mut reader, max_position_embeddings),
-            sliding_window: read_sliding_window(&mut reader, family, num_hidden_layers),
+            rope: ropes.rope,
+            rotary_fraction: ropes.rotary_fraction,
+            local_rope: ropes.local,
+            sliding_window: window,
+            full_every,
+            score_cap,
+            logit_cap,
+            query_scale: traits.soft_caps.map(|_| reader.number("query_pre_attn_scalar", 256.0)),
             qkv_bias: attention_bias || traits.attention_bias == AttentionBias::OnQueriesKeysValues,
             output_bias: attention_bias,
             mlp_bias: read_mlp_bias(&mut reader, family),
-            qk_norm: traits.has_qk_norm,
+            qk_norm: traits.qk_norm != QueryKeyNorm::Never,
             attention_dropout: reader.number("attention_dropout", 0.0),
             latent,
             experts: ExpertsConfig::read(&mut reader, family, intermediate_size).map(Box::new),
             initializer_range: reader.number("initializer_range", 0.02),
-            tie_word_embeddings: reader.flag("tie_word_embeddings", false),
+            tie_word_embeddings: reader.flag("tie_word_embeddings", traits.ties_embeddings),
             classes: reader
                 .architecture()
                 .is_some_and(|name| name.ends_with(CLASSIFIER))
@@ -135,7 +155,7 @@ impl LlamaConfig {
 
     /// Returns the keys of `config.json`, without those that all families have; RoPE in form 4.
     pub(crate) fn keys(&self) -> Map<String, Value> {
-        let mut table = Map::new();
+        let (mut table, traits) = (Map::new(), self.family.traits());
         let mut put = |key: &str, value: Value| table.insert(key.to_owned(), value);
         put("vocab_size", json!(self.vocab_size));
         put("hidden_size", json!(self.hidden_size));
@@ -147,12 +167,18 @@ impl LlamaConfig {
             put("head_dim", json!(self.head_dim));
         }
         put("max_position_embeddings", json!(self.max_position_embeddings));
-        put("hidden_act", json!("silu"));
+        for key in activation_keys(self.family) {
+            put(key, json!(activation_name(self.gate)));
+        }
+        if let GatedActivation::Clamped { slope, limit } = self.gate {
+            put("swiglu_alpha", json!(shortest(slope)));
+            put("swiglu_limit", json!(shortest(limit)));
+        }
         put("rms_norm_eps", json!(self.rms_norm_eps));
         put("attention_dropout", json!(self.attention_dropout));
         put("initializer_range", json!(self.initializer_range));
         put("tie_word_embeddings", json!(self.tie_word_embeddings));
-        if self.family.traits().attention_bias == AttentionBias::Configured {
+        if traits.attention_bias == AttentionBias::Configured {
             put("attention_bias", json!(self.output_bias));
         }
         if self.family == LlamaFamily::Llama {
@@ -161,14 +187,28 @@ impl LlamaConfig {
         if self.family == LlamaFamily::DeepseekV3 {
             put("num_nextn_predict_layers", json!(0));
         }
-        if self.family.traits().windows != Windows::Never {
+        if traits.attention_bias == AttentionBias::Everywhere {
+            put("attention_bias", json!(true));
+        }
+        if traits.soft_caps.is_some() {
+            put("attn_logit_softcapping", json!(self.score_cap));
+            put("final_logit_softcapping", json!(self.logit_cap));
+            put("query_pre_attn_scalar", json!(self.query_scale));
+        }
+        if traits.windows != Windows::Never {
             put("sliding_window", json!(self.sliding_window));
         }
-        if self.family.traits().windows == Windows::InUpperLayers {
-            // If there are windows, all layers have one: `max_window_layers` counts the layers before the first.
-            let windows = self.sliding_window.is_some();
-            put("use_sliding_window", json!(windows));
-            put("max_window_layers", json!(if windows { 0 } else { self.num_hidden_layers }));
+        match traits.windows {
+            Windows::InUpperLayers => {
+                // If there are windows, all layers have one: `max_window_layers` counts the layers before the first.
+                let windows = self.sliding_window.is_some();
+                put("use_sliding_window", json!(windows));
+                put("max_window_layers", json!(if windows { 0 } else { self.num_hidden_layers }));
+            }
+            Windows::InMostLayers { .. } => {
+                put("layer_types", layer_types(self.full_every, self.num_hidden_layers));
+            }
+            Windows::Never | Windows::InAllLayers { .. } => {}
         }
         if let Some(experts) = &self.experts {
             experts.write(self.family, &mut table);
@@ -181,8 +221,45 @@ impl LlamaConfig {
             let family = self.family.traits().architecture.trim_end_matches(LANGUAGE_MODEL);
             table.insert("architectures".to_owned(), json!([format!("{family}{CLASSIFIER}")]));
         }
-        self.rope.write_form_4(&mut table);
+        self.ropes().write_form_4(self.family, &mut table);
         table
+    }
+
+    /// Returns the RoPE settings in the form in which files have them.
+    pub(crate) fn ropes(&self) -> FamilyRopes {
+        FamilyRopes { rope: self.rope, rotary_fraction: self.rotary_fraction, local: self.local_rope }
+    }
+
+    /// Removes lists of layers and tables of RoPE that `overrides` make wrong.
+    pub(crate) fn forget_derived_lists(
+        &self,
+        table: &mut Map<String, Value>,
+        overrides: &Map<String, Value>,
+    ) {
+        if let Some(layers) = overrides.get("num_hidden_layers").and_then(Value::as_u64)
+            && table.contains_key("layer_types")
+        {
+            // A hostile number is refused when the overridden table is read.
+            let layers = usize::try_from(layers).unwrap_or(0).min(LAYERS);
+            table.insert("layer_types".into(), layer_types(self.full_every, layers));
+        }
+        if overrides.get("rope_parameters").is_some_and(|ropes| ropes.get("full_attention").is_some()) {
+            table.remove("rope_theta");
+            table.remove("rope_local_base_freq");
+        }
+    }
+
+    /// Returns true if a layer sees all positions in a model where most layers have a window.
+    pub(crate) fn is_full(&self, layer: usize) -> bool {
+        self.full_every.is_some_and(|every| (layer + 1).is_multiple_of(every))
+    }
+
+    /// Returns the number of elements of each head that rotate.
+    pub(crate) fn rotary_dim(&self) -> usize {
+        match &self.latent {
+            Some(latent) => latent.rotary_dim,
+            None => (self.head_dim as f64 * self.rotary_fraction) as usize,
+        }
     }
 
     pub(crate) fn checked(&self) -> Vec<ConfigProblem> {
@@ -206,6 +283,23 @@ impl LlamaConfig {
             );
         }
         checks.divides(("RoPE's pair of elements", 2), ("head_dim", self.head_dim));
+        if self.rotary_fraction != 1.0 {
+            let rotary_dim = ("elements of a head that rotate", self.rotary_dim());
+            checks.divides(("RoPE's pair of elements", 2), rotary_dim);
+            checks.size(rotary_dim.0, rotary_dim.1, self.head_dim);
+        }
+        let factors = [
+            ("attn_logit_softcapping", self.score_cap),
+            ("final_logit_softcapping", self.logit_cap),
+            ("query_pre_attn_scalar", self.query_scale),
+        ];
+        if let GatedActivation::Clamped { slope, limit } = self.gate {
+            checks.factor("swiglu_alpha", f64::from(slope));
+            checks.factor("swiglu_limit", f64::from(limit));
+        }
+        for (key, value) in factors.into_iter().filter_map(|(key, value)| Some((key, value?))) {
+            checks.factor(key, value);
+        }
         if let Some(window) = self.sliding_window {
             checks.size("sliding_window", window, POSITIONS);
         }
@@ -228,22 +322,34 @@ impl LlamaConfig {
         }
         self.check_family(&mut checks);
         checks.problems.extend(self.rope.problems());
+        checks.problems.extend(self.local_rope.iter().flat_map(Rope::problems));
         checks.problems
     }
 
     /// Checks that the family's `config.json` can express this configuration, which may have been built in code.
     fn check_family(&self, checks: &mut Checks) {
-        let (family, FamilyTraits { attention_bias, has_qk_norm, windows, .. }) =
+        let (family, FamilyTraits { attention_bias, qk_norm, windows, soft_caps, .. }) =
             (self.family, self.family.traits());
+        let is_periodic = matches!(windows, Windows::InMostLayers { .. });
+        let no_caps = self.score_cap.or(self.logit_cap).or(self.query_scale).is_none();
         let attention_bias_fits = match attention_bias {
             AttentionBias::Configured => self.qkv_bias == self.output_bias,
             AttentionBias::OnQueriesKeysValues => self.qkv_bias && !self.output_bias,
+            AttentionBias::Everywhere => self.qkv_bias && self.output_bias,
             AttentionBias::Never => !self.qkv_bias && !self.output_bias,
         };
+        let has_gate =
+            std::mem::discriminant(&self.gate) == std::mem::discriminant(&family.traits().block.gate);
         let rules = [
+            (has_gate, "this activation"),
             (attention_bias_fits, "these attention biases"),
             (!self.mlp_bias || family == LlamaFamily::Llama, "biases in the feed-forward layer"),
-            (self.qk_norm == has_qk_norm, "this setting of `qk_norm`"),
+            (self.qk_norm == (qk_norm != QueryKeyNorm::Never), "this setting of `qk_norm`"),
+            (self.full_every.is_none() || is_periodic, "layers without the sliding window of others"),
+            (soft_caps.is_some() || no_caps, "soft caps or a scale of queries"),
+            (self.local_rope.is_some() == (family == LlamaFamily::Gemma3), "this setting of `local_rope`"),
+            (self.rotary_fraction == 1.0 || family == LlamaFamily::Phi3, "heads that rotate in part"),
+            (family != LlamaFamily::Phi3 || self.rope.scaling == RopeScaling::Default, "scaled RoPE"),
             (self.experts.is_some() == family.has_experts(), "this setting of `experts`"),
             (self.latent.is_some() == (family == LlamaFamily::DeepseekV3), "this setting of `latent`"),
             (self.sliding_window.is_none() || windows != Windows::Never, "a sliding window"),
@@ -257,9 +363,9 @@ impl LlamaConfig {
 }
 
 fn read_head_dim(reader: &mut Reader<'_>, family: LlamaFamily, hidden_size: usize, heads: usize) -> usize {
-    match (reader.optional_size("head_dim"), family) {
+    match (reader.optional_size("head_dim"), family.traits().head_dim) {
         (Entry::Given(size), _) => size,
-        (Entry::Absent, LlamaFamily::Qwen3) => 128,
+        (Entry::Absent, Some(size)) => size,
         (Entry::Absent | Entry::Null, _) => {
             // Zero heads are reported by the range checks.
             if heads != 0 && !hidden_size.is_multiple_of(heads) {
@@ -277,9 +383,16 @@ fn read_attention_bias(reader: &mut Reader<'_>, family: LlamaFamily) -> bool {
     if family == LlamaFamily::Qwen2Moe && !reader.flag("qkv_bias", true) {
         reader.unsupported("qkv_bias", "true (Qwen2 has biases on queries, keys and values)");
     }
-    let always = family.traits().attention_bias == AttentionBias::OnQueriesKeysValues;
+    let biases = family.traits().attention_bias;
+    let always = matches!(biases, AttentionBias::OnQueriesKeysValues | AttentionBias::Everywhere);
     let given = reader.flag("attention_bias", always);
-    match family.traits().attention_bias {
+    match biases {
+        AttentionBias::Everywhere => {
+            if !given {
+                reader.unsupported("attention_bias", "true (this family has biases on all projections)");
+            }
+            return true;
+        }
         AttentionBias::Configured => return given,
         AttentionBias::Never if given => {
             reader.unsupported("attention_bias", "false (this family has no biases)");
@@ -301,78 +414,74 @@ fn read_mlp_bias(reader: &mut Reader<'_>, family: LlamaFamily) -> bool {
     given
 }
 
-/// Reads the sliding window of all layers. Qwen can restrict windows to the upper layers; that is supported only if
-/// it amounts to all layers or none.
-fn read_sliding_window(reader: &mut Reader<'_>, family: LlamaFamily, layers: usize) -> Option<usize> {
-    let windows = family.traits().windows;
-    let mut window = match reader.optional_size("sliding_window") {
-        Entry::Absent => match windows {
-            Windows::Never => None,
-            Windows::InAllLayers { default } => default,
-            Windows::InUpperLayers => Some(4096),
-        },
-        // transformers writes 0 for Qwen2-MoE without windows.
-        Entry::Given(0) if family == LlamaFamily::Qwen2Moe => None,
-        entry => entry.given(),
+/// Reads the keys that are supported with certain values only.
+fn read_fixed(reader: &mut Reader<'_>, family: LlamaFamily) {
+    reader.fixed(FIXED_FOR_ALL);
+    reader.fixed(FIXED_FOR_LLAMA);
+    if family.has_experts() {
+        reader.fixed(FIXED_FOR_EXPERTS);
+    }
+    match family {
+        LlamaFamily::DeepseekV3 => reader.fixed(FIXED_FOR_DEEPSEEK),
+        LlamaFamily::Gemma | LlamaFamily::Gemma2 | LlamaFamily::Gemma3 => {
+            reader.fixed(keys::FIXED_FOR_GEMMA);
+            reader.harmless(keys::HARMLESS_FOR_GEMMA);
+        }
+        LlamaFamily::Phi3 => {
+            reader.fixed(keys::FIXED_FOR_PHI3);
+            reader.harmless(keys::HARMLESS_FOR_PHI3);
+        }
+        LlamaFamily::GptOss => reader.harmless(keys::HARMLESS_FOR_GPT_OSS),
+        _ => {}
+    }
+    if family != LlamaFamily::Phi3 {
+        reader.fixed(keys::FIXED_WITHOUT_ORIGINAL_CONTEXT);
+    }
+    let known = match family.traits().block.gate {
+        GatedActivation::Gelu(_) => keys::FIXED_GELU,
+        GatedActivation::Silu | GatedActivation::Clamped { .. } => keys::FIXED_SILU,
     };
-    let is_qwen = windows == Windows::InUpperLayers;
-    let mut layers_before_first_window = 0;
-    if is_qwen {
-        layers_before_first_window = reader.size("max_window_layers", 28);
-        if !reader.flag("use_sliding_window", false) {
-            window = None;
-        }
-    }
-    if windows == Windows::Never && window.is_some() {
-        reader.unsupported("sliding_window", "null (this family sees all positions; Mistral has windows)");
-        return None;
-    }
-    match read_layer_types(reader, layers) {
-        // Explicit layer types take precedence; Mistral's attention reads `sliding_window` alone.
-        Some(LayerTypes::Full) if is_qwen => return None,
-        Some(LayerTypes::Full) if window.is_some() => {
-            reader.unsupported(
-                "layer_types",
-                "\"sliding_attention\" in all layers where there is a sliding window",
-            );
-        }
-        Some(LayerTypes::Sliding) if window.is_none() => {
-            reader.unsupported(
-                "layer_types",
-                "\"full_attention\" in all layers where there is no sliding window",
-            );
-        }
-        Some(LayerTypes::Full | LayerTypes::Sliding) => {}
-        None if layers_before_first_window >= layers => return None,
-        None if window.is_some() && layers_before_first_window > 0 => {
-            let supported = format!("0 (windows in all layers) or at least {layers} (in none)");
-            reader.unsupported("max_window_layers", supported);
-        }
-        None => {}
-    }
-    window
+    reader.fixed(known);
 }
 
-/// Layer types of a model whose layers are all of one type.
-enum LayerTypes {
-    Full,
-    Sliding,
+/// Returns the keys that name the activation.
+fn activation_keys(family: LlamaFamily) -> &'static [&'static str] {
+    match family {
+        // transformers 4 reads the second key as well.
+        LlamaFamily::Gemma => &["hidden_act", "hidden_activation"],
+        LlamaFamily::Gemma2 | LlamaFamily::Gemma3 => &["hidden_activation"],
+        _ => &["hidden_act"],
+    }
 }
 
-fn read_layer_types(reader: &mut Reader<'_>, layers: usize) -> Option<LayerTypes> {
-    let types = reader.value("layer_types")?;
-    let all = |name: &str| {
-        types.as_array().is_some_and(|list| list.len() == layers && list.iter().all(|entry| entry == name))
-    };
-    if all("full_attention") {
-        return Some(LayerTypes::Full);
+fn activation_name(gate: GatedActivation) -> &'static str {
+    match gate {
+        GatedActivation::Gelu(_) => "gelu_pytorch_tanh",
+        GatedActivation::Silu | GatedActivation::Clamped { .. } => "silu",
     }
-    if all("sliding_attention") {
-        return Some(LayerTypes::Sliding);
+}
+
+/// Reads the numbers of a clamped activation.
+fn read_gate(reader: &mut Reader<'_>, gate: GatedActivation) -> GatedActivation {
+    let GatedActivation::Clamped { slope, limit } = gate else { return gate };
+    let slope = reader.number("swiglu_alpha", shortest(slope)) as f32;
+    GatedActivation::Clamped { slope, limit: reader.number("swiglu_limit", shortest(limit)) as f32 }
+}
+
+/// Returns the number whose shortest decimal form is that of `value`: 1.702 for the f32 next to it.
+fn shortest(value: f32) -> f64 {
+    value.to_string().parse().unwrap_or(f64::from(value))
+}
+
+/// Reads the soft caps of scores and logits; absent keys have the family's defaults.
+fn read_soft_caps(reader: &mut Reader<'_>, family: LlamaFamily) -> [Option<f64>; 2] {
+    let Some([scores, logits]) = family.traits().soft_caps else { return [None; 2] };
+    let caps = [
+        reader.number_or_null("attn_logit_softcapping", scores),
+        reader.number_or_null("final_logit_softcapping", logits),
+    ];
+    if family == LlamaFamily::Gemma3 && caps[0].is_some() {
+        reader.unsupported("attn_logit_softcapping", "null (Gemma 3 caps no scores)");
     }
-    reader.unsupported(
-        "layer_types",
-        format!("{layers} entries that are all \"full_attention\" or all \"sliding_attention\""),
-    );
-    None
+    caps
 }

@@ -34,6 +34,20 @@ impl<M: Model> From<M> for ModelConfig {
 /// Size limit of a `config.json` in bytes; real ones have a few kilobytes.
 const LARGEST_FILE_BYTES: u64 = 4 << 20;
 
+/// Returns true if `auto_map` names only modules that transformers has itself for this model type, such as
+/// `modeling_falcon`. transformers then ignores it unless told to run the checkpoint's code.
+fn names_own_modules(table: &Map<String, Value>) -> bool {
+    let text = |value: Option<&Value>| value.and_then(Value::as_str).unwrap_or_default().to_owned();
+    let model_type = text(table.get("model_type"));
+    let own = ["configuration", "modeling"].map(|kind| format!("{kind}_{model_type}."));
+    let is_own = |class: &Value| {
+        let class = text(Some(class));
+        let module = class.rsplit("--").next().unwrap_or_default();
+        own.iter().any(|own| module.starts_with(own.as_str()))
+    };
+    table.get("auto_map").and_then(Value::as_object).is_some_and(|map| map.values().all(is_own))
+}
+
 impl ModelConfig {
     /// Returns the model.
     pub fn model(&self) -> &dyn Model {
@@ -101,7 +115,13 @@ impl ModelConfig {
                 supported: model_types(),
             }]));
         };
-        let (model, mut problems) = read(table);
+        let (model, mut problems) = if names_own_modules(table) {
+            let mut table = table.clone();
+            table.remove("auto_map");
+            read(&table)
+        } else {
+            read(table)
+        };
         // A default in place of an unreadable value could break rules that the file itself satisfies.
         let unreadable = problems.iter().any(|problem| {
             matches!(problem, ConfigProblem::WrongType { .. } | ConfigProblem::Missing { .. })
@@ -253,8 +273,8 @@ impl ModelConfig {
         self.0.has_dropout()
     }
 
-    /// Returns the model with all of its dropout probabilities set: embedding, residual and attention for GPT-2,
-    /// attention for the Llama-likes (as in transformers).
+    /// Returns the model with all of its dropout probabilities set: those of transformers' family, which for the
+    /// Llama-likes is attention's alone.
     #[must_use]
     pub fn with_dropout(&self, probability: f64) -> Self {
         self.0.with_dropout(probability).map_or_else(|| self.clone(), Self)

@@ -54,6 +54,17 @@ impl<'a> Reader<'a> {
         self.optional_size(key).given().unwrap_or(default)
     }
 
+    /// Returns a whole number by `key` or its alias, or `default`. If both keys are present, they must agree.
+    pub(super) fn aliased_size(&mut self, key: &'static str, alias: &'static str, default: usize) -> usize {
+        match (self.optional_size(key), self.optional_size(alias)) {
+            (Entry::Given(value), Entry::Given(other)) if value != other => {
+                self.conflict(format!("`{key}` = {value} and its alias `{alias}` = {other} differ"));
+                value
+            }
+            (value, other) => value.given().or(other.given()).unwrap_or(default),
+        }
+    }
+
     /// Returns a whole number that may be derived from others if it is `null`.
     pub(super) fn optional_size(&mut self, key: &'static str) -> Entry<usize> {
         self.entry(key, "a whole number", |value| value.as_u64().and_then(|size| usize::try_from(size).ok()))
@@ -76,6 +87,15 @@ impl<'a> Reader<'a> {
     /// Returns a number, if there is one.
     pub(super) fn optional_number(&mut self, key: &'static str) -> Option<f64> {
         self.entry(key, "a number", Value::as_f64).given()
+    }
+
+    /// Returns a number; `None` for `null`, and `default` if the key is absent.
+    pub(super) fn number_or_null(&mut self, key: &'static str, default: Option<f64>) -> Option<f64> {
+        match self.entry(key, "a number", Value::as_f64) {
+            Entry::Given(value) => Some(value),
+            Entry::Null => None,
+            Entry::Absent => default,
+        }
     }
 
     /// Returns `true` or `false`, or `default`.
@@ -120,6 +140,11 @@ impl<'a> Reader<'a> {
             self.wrong_type(key, "a token id or a list of token ids");
             Vec::new()
         })
+    }
+
+    /// Accepts keys of one family that change no number.
+    pub(super) fn harmless(&mut self, keys: &[&'static str]) {
+        self.known.extend(keys);
     }
 
     /// Requires that each key of `fixed` is absent or has a supported value.

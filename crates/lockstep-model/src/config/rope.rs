@@ -8,8 +8,14 @@ use serde_json::{Map, Value, json};
 use super::reader::Reader;
 use crate::error::ConfigProblem;
 
+/// Key of a RoPE table: the fraction of each head's elements that rotate.
+pub(super) const PART_KEY: &str = "partial_rotary_factor";
+
 /// Name of the constant that holds the inverse frequencies.
 pub(crate) const INVERSE_FREQUENCIES: &str = "inverse_frequencies";
+
+/// Name of the constant that holds the inverse frequencies of layers with a sliding window, where they differ.
+pub(crate) const LOCAL_INVERSE_FREQUENCIES: &str = "local_inverse_frequencies";
 
 /// Settings of rotary position embedding: element pair `i` of a head rotates by the angle
 /// `position * inverse_frequencies(head_dim)[i]`.
@@ -124,9 +130,26 @@ impl Rope {
 
     /// Reads either form; absent values get transformers' defaults (theta 10,000, no scaling).
     pub(super) fn read(reader: &mut Reader<'_>, max_position_embeddings: usize) -> Self {
+        Self::read_with(reader, max_position_embeddings, "rope_theta", None).0
+    }
+
+    /// Reads either form, with `theta_key` for theta at the top level, and with the fraction of each head's elements
+    /// that rotate. `part` is the fraction's key at the top level and its default; without it, all elements rotate.
+    pub(super) fn read_with(
+        reader: &mut Reader<'_>,
+        max_position_embeddings: usize,
+        theta_key: &'static str,
+        part: Option<(&'static str, f64)>,
+    ) -> (Self, f64) {
         let mut thetas = Vec::new();
-        if let Some(theta) = reader.optional_number("rope_theta") {
-            thetas.push(("rope_theta", theta));
+        if let Some(theta) = reader.optional_number(theta_key) {
+            thetas.push((theta_key, theta));
+        }
+        let mut parts = Vec::new();
+        if let Some((key, _)) = part
+            && let Some(fraction) = reader.optional_number(key)
+        {
+            parts.push((key, fraction));
         }
         let mut scalings = Vec::new();
         for (key, prefix) in [("rope_scaling", "rope_scaling."), ("rope_parameters", "rope_parameters.")] {
@@ -136,6 +159,10 @@ impl Rope {
             let mut inner = Reader::new(table, prefix);
             if let Some(theta) = inner.optional_number("rope_theta") {
                 thetas.push((key, theta));
+            }
+            match part {
+                None => inner.fixed(super::keys::FIXED_FOR_ROPE),
+                Some(_) => parts.extend(inner.optional_number(PART_KEY).map(|fraction| (key, fraction))),
             }
             match RopeScaling::read(&mut inner, max_position_embeddings) {
                 Some(scaling) => {
@@ -151,21 +178,24 @@ impl Rope {
         {
             reader.conflict(format!("`{first}` and `{last}` describe different RoPE scalings"));
         }
-        for pair in thetas.windows(2) {
-            let [(first, a), (second, b)] = [pair[0], pair[1]];
-            if a != b {
-                reader.conflict(format!("RoPE's theta is {a} by `{first}` and {b} by `{second}`"));
+        for (what, values) in [("theta", &thetas), ("part of a head", &parts)] {
+            for pair in values.windows(2) {
+                let [(first, a), (second, b)] = [pair[0], pair[1]];
+                if a != b {
+                    reader.conflict(format!("RoPE's {what} is {a} by `{first}` and {b} by `{second}`"));
+                }
             }
         }
-        Self {
+        let rope = Self {
             theta: thetas.first().map_or(10_000.0, |&(_, theta)| theta),
             scaling: scalings.first().map_or(RopeScaling::Default, |&(_, scaling)| scaling),
-        }
+        };
+        (rope, parts.first().copied().or(part).map_or(1.0, |(_, fraction)| fraction))
     }
 
-    /// Writes form 4: `rope_theta` and `rope_scaling`.
-    pub(super) fn write_form_4(&self, out: &mut Map<String, Value>) {
-        out.insert("rope_theta".into(), json!(self.theta));
+    /// Writes form 4: theta under `theta_key`, and `rope_scaling`.
+    pub(super) fn write_form_4(&self, theta_key: &str, out: &mut Map<String, Value>) {
+        out.insert(theta_key.into(), json!(self.theta));
         let scaling = match self.scaling {
             RopeScaling::Default => Value::Null,
             scaling => Value::Object(scaling.table()),
@@ -243,6 +273,71 @@ impl Rope {
             }
         }
         problems
+    }
+}
+
+/// The places of RoPE settings in a configuration.
+pub(super) struct RopeSource<'a> {
+    /// Key of theta at the top level, and its default.
+    pub(super) theta: (&'static str, f64),
+    /// Key at the top level of the fraction of each head that rotates, and its default; without it, all elements rotate.
+    pub(super) part: Option<(&'static str, f64)>,
+    /// Tables of settings: key, prefix of their keys in messages, and contents. They must agree.
+    pub(super) tables: Vec<(&'static str, &'static str, Option<&'a Map<String, Value>>)>,
+}
+
+impl RopeSource<'_> {
+    /// Reads the settings, and the fraction of each head that rotates.
+    pub(super) fn read(self, reader: &mut Reader<'_>, max_position_embeddings: usize) -> (Rope, f64) {
+        let Self { theta: (theta_key, default_theta), part, tables } = self;
+        let mut thetas = Vec::new();
+        if let Some(theta) = reader.optional_number(theta_key) {
+            thetas.push((theta_key, theta));
+        }
+        let mut parts = Vec::new();
+        if let Some((key, _)) = part
+            && let Some(fraction) = reader.optional_number(key)
+        {
+            parts.push((key, fraction));
+        }
+        let mut scalings = Vec::new();
+        for (key, prefix, table) in tables {
+            let Some(table) = table.filter(|table| !table.is_empty()) else { continue };
+            let mut inner = Reader::new(table, prefix);
+            if let Some(theta) = inner.optional_number("rope_theta") {
+                thetas.push((key, theta));
+            }
+            match part {
+                None => inner.fixed(super::keys::FIXED_FOR_ROPE),
+                Some(_) => parts.extend(inner.optional_number(PART_KEY).map(|fraction| (key, fraction))),
+            }
+            match RopeScaling::read(&mut inner, max_position_embeddings) {
+                Some(scaling) => {
+                    scalings.push((key, scaling));
+                    reader.absorb(inner.finish());
+                }
+                // With an unknown type all other keys would be unknown as well; one message is enough.
+                None => reader.absorb(inner.problems()),
+            }
+        }
+        if let [(first, a), .., (last, b)] = scalings[..]
+            && a != b
+        {
+            reader.conflict(format!("`{first}` and `{last}` describe different RoPE scalings"));
+        }
+        for (what, values) in [("theta", &thetas), ("part of a head", &parts)] {
+            for pair in values.windows(2) {
+                let [(first, a), (second, b)] = [pair[0], pair[1]];
+                if a != b {
+                    reader.conflict(format!("RoPE's {what} is {a} by `{first}` and {b} by `{second}`"));
+                }
+            }
+        }
+        let rope = Rope {
+            theta: thetas.first().map_or(default_theta, |&(_, theta)| theta),
+            scaling: scalings.first().map_or(RopeScaling::Default, |&(_, scaling)| scaling),
+        };
+        (rope, parts.first().copied().or(part).map_or(1.0, |(_, fraction)| fraction))
     }
 }
 
@@ -353,7 +448,6 @@ impl RopeScaling {
 
     /// Reads the type and its settings; returns `None` for an unsupported type.
     fn read(reader: &mut Reader<'_>, max_position_embeddings: usize) -> Option<Self> {
-        reader.fixed(super::keys::FIXED_FOR_ROPE);
         let (new, old) = (reader.text("rope_type"), reader.text("type"));
         if let (Some(new), Some(old)) = (new, old)
             && new != old

@@ -2,8 +2,9 @@
 
 use serde_json::{Map, Value, json};
 
+use super::activation::Activation;
 use super::classes::Classes;
-use super::encoder::{EncoderActivation, EncoderSizes};
+use super::encoder::EncoderSizes;
 use super::keys::{FIXED_FOR_ALL, HARMLESS_FOR_VIT};
 use super::limits::{Checks, WIDTH};
 use super::reader::Reader;
@@ -22,7 +23,7 @@ pub struct VitConfig {
     /// Sizes of the blocks.
     pub sizes: EncoderSizes,
     /// Nonlinearity of the feed-forward layers.
-    pub activation: EncoderActivation,
+    pub activation: Activation,
     /// True if queries, keys and values have biases.
     pub qkv_bias: bool,
     /// Epsilon that LayerNorm adds to the variance.
@@ -75,7 +76,7 @@ impl VitConfig {
             patch_size: reader.size("patch_size", 16),
             num_channels: reader.size("num_channels", 3),
             sizes: EncoderSizes::read(&mut reader),
-            activation: EncoderActivation::read(&mut reader),
+            activation: Activation::read(&mut reader, "hidden_act", Activation::GeluExact),
             qkv_bias: reader.flag("qkv_bias", true),
             layer_norm_eps: reader.number("layer_norm_eps", 1e-12),
             hidden_dropout_prob: reader.number("hidden_dropout_prob", 0.0),

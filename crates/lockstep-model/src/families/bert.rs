@@ -12,7 +12,7 @@ use lockstep_plan::{DType, ParameterRecord};
 use lockstep_tensor::{Activation, LABELS};
 use serde_json::{Map, Value as Json};
 
-use super::encoder::{Encoder, activate, sizes_of};
+use super::encoder::{Encoder, sizes_of};
 use crate::config::{BertConfig, BertHead, Classes, SpecialTokens};
 use crate::error::ConfigProblem;
 use crate::hf_tensor::{HfPlace, HfTensor};
@@ -77,7 +77,7 @@ impl BertConfig {
         match &self.head {
             BertHead::MaskedLanguageModel => {
                 let x = encoder.linear(g, x, "cls.predictions.transform.dense", hidden, true);
-                let x = activate(g, self.activation, x);
+                let x = self.activation.record(g, x);
                 let x = self.norm(g, x, "cls.predictions.transform.LayerNorm");
                 let (out_features, std) = (self.vocab_size, self.initializer_range as f32);
                 let decoder = Linear { name: DECODER, out_features, bias: Bias::With, std };
@@ -90,6 +90,7 @@ impl BertConfig {
                 let dropout = self.classifier_dropout.unwrap_or(self.hidden_dropout_prob);
                 let x = g.dropout(x, dropout as f32);
                 let logits = encoder.linear(g, x, "classifier", classes.count(), true);
+                g.accuracy(logits);
                 g.cross_entropy(logits, 0.0)
             }
         }

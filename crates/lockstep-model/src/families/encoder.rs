@@ -1,15 +1,15 @@
 //! Parts that BERT and ViT have in common: bidirectional attention and a plain feed-forward layer.
 
 use lockstep_graph::{AttentionOptions, AttentionShape, Linear, Recorder, Split, Value};
-use lockstep_tensor::{Activation, AttentionDirection};
+use lockstep_tensor::AttentionDirection;
 
-use crate::config::{EncoderActivation, EncoderSizes};
+use crate::config::{Activation, EncoderSizes};
 use crate::model::Sizes;
 
 /// Settings of the blocks of an encoder.
 pub(super) struct Encoder {
     pub(super) sizes: EncoderSizes,
-    pub(super) activation: EncoderActivation,
+    pub(super) activation: Activation,
     /// Names of the projections of queries, keys and values.
     pub(super) projections: [&'static str; 3],
     pub(super) qkv_bias: bool,
@@ -54,7 +54,7 @@ impl Encoder {
     pub(super) fn feed_forward(&self, g: &mut Recorder, x: Value) -> Value {
         let [wide, narrow] = FEED_FORWARD;
         let x = self.linear(g, x, wide, self.sizes.intermediate_size, true);
-        let x = activate(g, self.activation, x);
+        let x = self.activation.record(g, x);
         let x = self.linear(g, x, narrow, self.sizes.hidden_size, true);
         g.dropout(x, self.dropout)
     }
@@ -66,14 +66,6 @@ impl Encoder {
         let [wide, narrow] = FEED_FORWARD;
         let others = [(ATTENTION_OUTPUT, Split::RowParallel), (wide, features), (narrow, Split::RowParallel)];
         self.projections.map(|name| (name, heads)).into_iter().chain(others)
-    }
-}
-
-/// Records the nonlinearity of an encoder.
-pub(super) fn activate(g: &mut Recorder, activation: EncoderActivation, x: Value) -> Value {
-    match activation {
-        EncoderActivation::Gelu(kind) => g.gelu(kind, x),
-        EncoderActivation::Relu => g.activation(Activation::Relu, x),
     }
 }
 

@@ -3,6 +3,7 @@
 
 use lockstep_graph::{Bias, Linear, Mixture, Recorder, Routing, Split, Value};
 use lockstep_plan::ParameterRecord;
+use lockstep_tensor::GatedActivation;
 
 use crate::config::ExpertsConfig;
 use crate::hf_tensor::{HfPlace, HfTensor};
@@ -18,6 +19,8 @@ pub(crate) struct ExpertNames {
     /// Gate, up and down projections of the shared expert. `shared_gate` is the layer that weights its output per token.
     shared: [&'static str; 3],
     shared_gate: Option<&'static str>,
+    /// Biases of the router and of all projections.
+    bias: Bias,
 }
 
 impl ExpertNames {
@@ -33,7 +36,15 @@ impl ExpertNames {
         selection_bias: None,
         shared: ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"],
         shared_gate: Some("mlp.shared_expert_gate"),
+        bias: Bias::Without,
     };
+
+    pub(crate) const GPT_OSS: Self = Self { router: "mlp.router", bias: Bias::With, ..Self::QWEN };
+
+    /// Returns true if the router and all projections have biases.
+    pub(super) fn have_biases(&self) -> bool {
+        self.bias == Bias::With
+    }
 
     pub(crate) const DEEPSEEK: Self = Self {
         selection_bias: Some("mlp.gate.e_score_correction_bias"),
@@ -49,7 +60,14 @@ impl ExpertNames {
 
 impl ExpertsConfig {
     /// Records the mixture, with the shared expert if there is one.
-    pub(crate) fn record(&self, g: &mut Recorder, x: Value, names: &ExpertNames, std: f32) -> Value {
+    pub(crate) fn record(
+        &self,
+        g: &mut Recorder,
+        x: Value,
+        names: &ExpertNames,
+        gate: GatedActivation,
+        std: f32,
+    ) -> Value {
         let routed = g.mixture(
             x,
             &Mixture {
@@ -58,27 +76,36 @@ impl ExpertsConfig {
                 layers: names.layers,
                 experts: self.count,
                 intermediate_size: self.intermediate_size,
+                activation: gate,
+                bias: names.bias,
                 routing: self.routing(),
                 std,
             },
         );
         match self.shared_intermediate_size {
             Some(width) => {
-                let shared = Self::shared(g, x, names, width, std);
+                let shared = Self::shared(g, x, names, width, gate, std);
                 g.add(routed, shared)
             }
             None => routed,
         }
     }
 
-    fn shared(g: &mut Recorder, x: Value, names: &ExpertNames, width: usize, std: f32) -> Value {
+    fn shared(
+        g: &mut Recorder,
+        x: Value,
+        names: &ExpertNames,
+        width: usize,
+        kind: GatedActivation,
+        std: f32,
+    ) -> Value {
         let hidden = g.columns(x);
         let linear = |g: &mut Recorder, x, name, out_features| {
             g.linear(x, Linear { name, out_features, bias: Bias::Without, std })
         };
         let [gate, up, down] = names.shared;
         let (gate, up) = (linear(g, x, gate, width), linear(g, x, up, width));
-        let active = g.swiglu(gate, up);
+        let active = g.gated(kind, gate, up);
         let y = linear(g, active, down, hidden);
         match names.shared_gate {
             Some(name) => {

@@ -6,10 +6,9 @@ use std::sync::Arc;
 
 use lockstep_graph::{AttentionOptions, AttentionShape, BatchInput, Linear, Recorder, Split, Value};
 use lockstep_plan::ParameterRecord;
-use lockstep_tensor::Gelu;
 use serde_json::{Map, Value as Json};
 
-use crate::config::{Activation, Gpt2Config, SpecialTokens, canonical_key};
+use crate::config::{Gpt2Config, SpecialTokens, canonical_key};
 use crate::error::ConfigProblem;
 use crate::hf_tensor::{HfContent, HfPlace, HfTensor};
 use crate::hf_transform::HfTransform;
@@ -45,12 +44,8 @@ impl Gpt2Config {
     }
 
     fn feed_forward(&self, g: &mut Recorder, x: Value) -> Value {
-        let kind = match self.activation {
-            Activation::GeluExact => Gelu::Exact,
-            Activation::GeluTanh => Gelu::Tanh,
-        };
         let wide = self.linear(g, x, "mlp.c_fc", self.intermediate_size);
-        let active = g.gelu(kind, wide);
+        let active = self.activation.record(g, wide);
         self.residual(g, active, "mlp.c_proj")
     }
 

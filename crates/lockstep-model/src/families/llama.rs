@@ -1,6 +1,8 @@
-//! Llama, Mistral, Qwen2 and Qwen3, and with experts Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3. A block has
-//! RMSNorm before attention and feed-forward, rotary positions, grouped-query attention, and a SiLU-gated
-//! feed-forward (Touvron et al., 2023; Qwen3 adds norms of queries and keys).
+//! The Llama-like families: Llama, Mistral, Qwen, Gemma, OLMo 2 and Phi-3, and with experts Mixtral, Qwen-MoE, DeepSeek-V3
+//! and gpt-oss (Touvron et al., 2023; Gemma Team, 2024 and 2025; OLMo Team, 2025; Abdin et al., 2024; OpenAI, 2025).
+//!
+//! A block is attention with rotary positions and grouped keys and values, then a gated feed-forward or experts, each on a
+//! branch of the residual stream. The table of families says where its norms are and which activation gates it.
 
 use std::sync::Arc;
 
@@ -12,16 +14,34 @@ use lockstep_plan::{DType, ParameterRecord};
 use lockstep_tensor::LABELS;
 use serde_json::{Map, Value as Json};
 
-use super::experts::{ExpertNames, unstacked};
-use super::latent::latent_part;
-use crate::config::{Classes, ExpertsConfig, INVERSE_FREQUENCIES, LlamaConfig, LlamaFamily, SpecialTokens};
+use super::experts::ExpertNames;
+use crate::config::{
+    Classes, ExpertsConfig, INVERSE_FREQUENCIES, LOCAL_INVERSE_FREQUENCIES, LlamaConfig, LlamaFamily,
+    NormPlacement, NormScale, QueryKeyNorm, Rope, SpecialTokens,
+};
 use crate::error::ConfigProblem;
-use crate::hf_tensor::{HfContent, HfPlace, HfTensor};
-use crate::hf_transform::HfTransform;
+use crate::hf_tensor::HfTensor;
 use crate::model::{Model, Sizes, Tie, Unit};
 
 /// Name of the input of the index of each sequence's last token that is no padding, u32.
 const LAST_TOKEN: &str = "last_token";
+
+/// Names of the norms before and after a branch.
+type BranchNorms = [Option<&'static str>; 2];
+
+impl NormPlacement {
+    /// Returns the names of the norms of attention and of the feed-forward.
+    fn names(self) -> [BranchNorms; 2] {
+        let (input, after_attention) = (Some("input_layernorm"), Some("post_attention_layernorm"));
+        let (before_feed, after_feed) =
+            (Some("pre_feedforward_layernorm"), Some("post_feedforward_layernorm"));
+        match self {
+            Self::Before => [[input, None], [after_attention, None]],
+            Self::After => [[None, after_attention], [None, after_feed]],
+            Self::Around => [[input, after_attention], [before_feed, after_feed]],
+        }
+    }
+}
 
 impl LlamaConfig {
     pub(super) fn linear(
@@ -36,18 +56,28 @@ impl LlamaConfig {
         g.linear(x, Linear { name, out_features, bias: bias.into(), std })
     }
 
-    fn norm(&self, g: &mut Recorder, x: Value, name: &str) -> Value {
-        g.rms_norm(x, name, self.hidden_size, self.rms_norm_eps as f32)
+    /// Records a norm over each group of `width` columns.
+    fn norm(&self, g: &mut Recorder, x: Value, name: &str, width: usize) -> Value {
+        let eps = self.rms_norm_eps as f32;
+        match self.family.traits().block.norm_scale {
+            NormScale::Weight => g.rms_norm(x, name, width, eps),
+            NormScale::OnePlusWeight => g.rms_norm_around_one(x, name, width, eps),
+        }
     }
 
-    /// Applies RoPE to a query or key, after its norm if the family has one.
-    fn rotated(&self, g: &mut Recorder, x: Value, norm: &str) -> Value {
-        let x = if self.qk_norm { g.rms_norm(x, norm, self.head_dim, self.rms_norm_eps as f32) } else { x };
-        let frequencies = g.constant(INVERSE_FREQUENCIES);
+    /// Applies RoPE to queries or keys of `heads` heads, after their norm if the family has one.
+    fn rotated(&self, g: &mut Recorder, x: Value, norm: &str, heads: usize, layer: usize) -> Value {
+        let x = match self.family.traits().qk_norm {
+            QueryKeyNorm::Never => x,
+            QueryKeyNorm::OfHeads => self.norm(g, x, norm, self.head_dim),
+            QueryKeyNorm::OfAll => self.norm(g, x, norm, heads * self.head_dim),
+        };
+        let is_local = self.local_rope.is_some() && !self.is_full(layer);
+        let frequencies = g.constant(if is_local { LOCAL_INVERSE_FREQUENCIES } else { INVERSE_FREQUENCIES });
         g.rope(x, self.head_dim, frequencies)
     }
 
-    fn attention(&self, g: &mut Recorder, x: Value) -> Value {
+    fn attention(&self, g: &mut Recorder, x: Value, layer: usize) -> Value {
         if let Some(latent) = &self.latent {
             return self.latent_attention(g, x, latent);
         }
@@ -56,25 +86,34 @@ impl LlamaConfig {
         let q = self.linear(g, x, "self_attn.q_proj", heads * head_dim, self.qkv_bias);
         let k = self.linear(g, x, "self_attn.k_proj", key_value_heads * head_dim, self.qkv_bias);
         let v = self.linear(g, x, "self_attn.v_proj", key_value_heads * head_dim, self.qkv_bias);
-        let q = self.rotated(g, q, "self_attn.q_norm");
-        let k = self.rotated(g, k, "self_attn.k_norm");
-        // RoPE scales all elements of queries and keys by the same factor, so its square goes into the score scale.
-        let growth = self.rope.attention_factor();
-        let scale = (head_dim as f32).powf(-0.5) * (growth * growth) as f32;
-        let window = self.sliding_window;
-        let shape = AttentionShape { scale, window, ..AttentionShape::new(heads, key_value_heads, head_dim) };
+        let q = self.rotated(g, q, "self_attn.q_norm", heads, layer);
+        let k = self.rotated(g, k, "self_attn.k_norm", key_value_heads, layer);
+        let shape = AttentionShape {
+            scale: self.score_scale(),
+            window: self.sliding_window.filter(|_| !self.is_full(layer)),
+            soft_cap: self.score_cap.map(|cap| cap as f32),
+            ..AttentionShape::new(heads, key_value_heads, head_dim)
+        };
         let attended = g.attention(q, k, v, shape, self.attention_options());
         self.linear(g, attended, "self_attn.o_proj", self.hidden_size, self.output_bias)
     }
 
+    fn score_scale(&self) -> f32 {
+        // RoPE scales all elements of queries and keys by the same factor, so its square goes into the score scale.
+        let growth = self.rope.attention_factor();
+        let divisor = self.query_scale.unwrap_or(self.head_dim as f64) as f32;
+        divisor.powf(-0.5) * (growth * growth) as f32
+    }
+
     pub(super) fn attention_options(&self) -> AttentionOptions<'static> {
-        AttentionOptions { dropout: self.attention_dropout as f32, ..AttentionOptions::default() }
+        let sinks = self.family.traits().block.has_sinks.then_some("self_attn.sinks");
+        AttentionOptions { dropout: self.attention_dropout as f32, sinks, ..AttentionOptions::default() }
     }
 
     fn feed_forward(&self, g: &mut Recorder, x: Value) -> Value {
         let gate = self.linear(g, x, "mlp.gate_proj", self.intermediate_size, self.mlp_bias);
         let up = self.linear(g, x, "mlp.up_proj", self.intermediate_size, self.mlp_bias);
-        let active = g.swiglu(gate, up);
+        let active = g.gated(self.gate, gate, up);
         self.linear(g, active, "mlp.down_proj", self.hidden_size, self.mlp_bias)
     }
 
@@ -87,21 +126,59 @@ impl LlamaConfig {
         match self.family {
             LlamaFamily::Mixtral => &ExpertNames::MIXTRAL,
             LlamaFamily::DeepseekV3 => &ExpertNames::DEEPSEEK,
+            LlamaFamily::GptOss => &ExpertNames::GPT_OSS,
             _ => &ExpertNames::QWEN,
         }
     }
 
-    fn block(&self, layer: usize, g: &mut Recorder) -> Value {
-        let x = g.input(self.hidden_size);
-        let normed = self.norm(g, x, "input_layernorm");
-        let attended = self.attention(g, normed);
-        let x = g.add(x, attended);
-        let normed = self.norm(g, x, "post_attention_layernorm");
-        let fed = match self.experts_of(layer) {
-            Some(experts) => experts.record(g, normed, self.expert_names(), self.initializer_range as f32),
-            None => self.feed_forward(g, normed),
+    /// Records `x + after(f(before(x)))`, with the norms that have names.
+    fn branch(
+        &self,
+        g: &mut Recorder,
+        x: Value,
+        [before, after]: BranchNorms,
+        record: impl FnOnce(&mut Recorder, Value) -> Value,
+    ) -> Value {
+        let normed = |g: &mut Recorder, x, name: Option<&str>| match name {
+            Some(name) => self.norm(g, x, name, self.hidden_size),
+            None => x,
         };
-        g.add(x, fed)
+        let inside = normed(g, x, before);
+        let inside = record(g, inside);
+        let inside = normed(g, inside, after);
+        g.add(x, inside)
+    }
+
+    fn block(&self, layer: usize, g: &mut Recorder) -> Value {
+        let [of_attention, of_feed_forward] = self.family.traits().block.norms.names();
+        let x = g.input(self.hidden_size);
+        let x = self.branch(g, x, of_attention, |g, x| self.attention(g, x, layer));
+        self.branch(g, x, of_feed_forward, |g, x| match self.experts_of(layer) {
+            Some(experts) => {
+                experts.record(g, x, self.expert_names(), self.gate, self.initializer_range as f32)
+            }
+            None => self.feed_forward(g, x),
+        })
+    }
+
+    fn embedding(&self, g: &mut Recorder) -> Value {
+        let std = self.initializer_range as f32;
+        let x = g.embedding(BatchInput::Ids, "embed_tokens", self.vocab_size, self.hidden_size, std);
+        if !self.family.traits().block.scales_embeddings {
+            return x;
+        }
+        let factor = (self.hidden_size as f64).sqrt() as f32;
+        // transformers rounds the factor to the type of the weights.
+        g.scale(x, rounded(g.shape().dtype, factor))
+    }
+}
+
+/// Returns a number rounded to a floating-point type.
+fn rounded(dtype: DType, value: f32) -> f32 {
+    match dtype {
+        DType::BF16 => half::bf16::from_f32(value).to_f32(),
+        DType::F16 => half::f16::from_f32(value).to_f32(),
+        _ => value,
     }
 }
 
@@ -113,8 +190,9 @@ impl LlamaConfig {
         let x = g.input(self.hidden_size);
         let last = g.data(LAST_TOKEN);
         let x = g.token_of_each_sequence(x, SequenceToken::At(last));
-        let normed = self.norm(g, x, "model.norm");
+        let normed = self.norm(g, x, "model.norm", self.hidden_size);
         let logits = self.linear(g, normed, "score", classes, false);
+        g.accuracy(logits);
         g.cross_entropy(logits, 0.0)
     }
 }
@@ -126,21 +204,23 @@ impl Model for LlamaConfig {
 
     fn units(&self) -> Vec<Unit> {
         Unit::decoder("model.", self.num_hidden_layers, |layer| {
-            (format!("model.layers.{layer}."), usize::from(self.experts_of(layer).is_some()))
+            let kind = usize::from(self.experts_of(layer).is_some()) + 2 * usize::from(self.is_full(layer));
+            (format!("model.layers.{layer}."), kind)
         })
     }
 
     fn record(&self, unit: usize, g: &mut Recorder) -> Value {
-        let std = self.initializer_range as f32;
         match unit {
-            0 => g.embedding(BatchInput::Ids, "embed_tokens", self.vocab_size, self.hidden_size, std),
+            0 => self.embedding(g),
             unit if unit <= self.num_hidden_layers => self.block(unit - 1, g),
             _ if self.classes.is_some() => self.classifier(g),
             _ => {
                 let x = g.input(self.hidden_size);
-                let normed = self.norm(g, x, "model.norm");
+                let normed = self.norm(g, x, "model.norm", self.hidden_size);
                 let (out_features, bias) = (self.vocab_size, false.into());
-                g.language_model_head(normed, Linear { name: "lm_head", out_features, bias, std }, None)
+                let std = self.initializer_range as f32;
+                let output_layer = Linear { name: "lm_head", out_features, bias, std };
+                g.language_model_head(normed, output_layer, self.logit_cap.map(|cap| cap as f32))
             }
         }
     }
@@ -194,8 +274,12 @@ impl Model for LlamaConfig {
             positions: self.max_position_embeddings,
             fixed_seq_len: None,
             original_positions: self.rope.scaling.original_context(),
-            window: self.sliding_window,
+            window: self
+                .sliding_window
+                .filter(|_| !(0..self.num_hidden_layers).any(|layer| self.is_full(layer))),
             has_latent_attention: self.latent.is_some(),
+            norms_span_heads: self.family.traits().qk_norm == QueryKeyNorm::OfAll,
+            experts_have_biases: self.experts.is_some() && self.expert_names().have_biases(),
         }
     }
 
@@ -204,7 +288,7 @@ impl Model for LlamaConfig {
     }
 
     fn finish_json(&self, table: &mut Map<String, Json>) {
-        self.rope.write_form_5(table);
+        self.ropes().write_form_5(table);
     }
 
     fn architecture(&self) -> Option<&str> {
@@ -226,6 +310,7 @@ impl Model for LlamaConfig {
         if heads_change && self.num_key_value_heads == self.num_attention_heads {
             table.insert("num_key_value_heads".into(), Json::Null);
         }
+        self.forget_derived_lists(table, overrides);
     }
 
     /// transformers 5 writes `num_local_experts` for `num_experts`.
@@ -259,30 +344,18 @@ impl Model for LlamaConfig {
     }
 
     fn constants(&self) -> Vec<Constant> {
-        let rotated = self.latent.as_ref().map_or(self.head_dim, |latent| latent.rotary_dim);
-        vec![Constant::new(INVERSE_FREQUENCIES, self.rope.inverse_frequencies(rotated))]
+        let frequencies = |rope: &Rope| rope.inverse_frequencies(self.rotary_dim());
+        let of_all = Constant::new(INVERSE_FREQUENCIES, frequencies(&self.rope));
+        let local = self.local_rope.iter();
+        let local = local.map(|rope| Constant::new(LOCAL_INVERSE_FREQUENCIES, frequencies(rope)));
+        [of_all].into_iter().chain(local).collect()
     }
 
     fn checkpoint_prefix(&self) -> &'static str {
         "model."
     }
 
-    /// Experts have a tensor each; some tensors of latent attention hold two parameters.
     fn checkpoint_tensors(&self, records: &[ParameterRecord]) -> Vec<HfTensor> {
-        let mut tensors: Vec<HfTensor> = Vec::new();
-        for record in records.iter().filter(|record| record.tie.is_none()) {
-            let part = self.latent.as_ref().and_then(|latent| latent_part(self, latent, &record.name));
-            let Some((name, transform)) = part else {
-                tensors.extend(unstacked(record));
-                continue;
-            };
-            let HfTransform::Rows { of, blocks, .. } = transform else { continue };
-            let place = HfPlace::new(record, name, vec![of * blocks, record.shape[1]], transform);
-            match tensors.iter_mut().find(|tensor| tensor.name == place.tensor) {
-                Some(HfTensor { content: HfContent::Parameters(places), .. }) => places.push(place),
-                _ => tensors.push(HfTensor::single(place)),
-            }
-        }
-        tensors
+        self.stored_tensors(records)
     }
 }

@@ -120,6 +120,7 @@ impl ResNetConfig {
         let x = g.input_of(&[image, image, channels]);
         let x = g.global_avg_pool2d(x);
         let logits = g.dense(x, "fc", self.num_labels);
+        g.accuracy(logits);
         g.cross_entropy(logits, self.label_smoothing as f32)
     }
 }

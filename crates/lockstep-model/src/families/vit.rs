@@ -81,6 +81,7 @@ impl VitConfig {
         let x = g.token_of_each_sequence(x, SequenceToken::First);
         let x = self.norm(g, x, "vit.layernorm");
         let logits = self.encoder().linear(g, x, "classifier", self.classes.count(), true);
+        g.accuracy(logits);
         g.cross_entropy(logits, 0.0)
     }
 }

@@ -162,9 +162,13 @@ const STEP: &str = "step";
 fn grouped(key: &str) -> (&'static str, &str) {
     match key {
         STEP | "memory" | "memory_predicted" | "comm" | "disk" => ("", key),
-        "step_ms" | "tokens_per_s" | "flops_per_s" | "mfu" | "data_wait_ms" | "checkpoint_stall_ms" => {
-            ("perf/", key)
-        }
+        "step_ms"
+        | "tokens_per_s"
+        | "samples_per_s"
+        | "flops_per_s"
+        | "mfu"
+        | "data_wait_ms"
+        | "checkpoint_stall_ms" => ("perf/", key),
         _ => key.strip_prefix("eval_").map_or(("train/", key), |name| ("eval/", name)),
     }
 }

@@ -6,6 +6,7 @@
 mod appender;
 mod event_format;
 mod events;
+mod means;
 mod prometheus;
 mod row;
 mod server;
@@ -14,6 +15,7 @@ mod writer;
 
 pub use appender::Sink;
 pub use events::EventWriter;
+pub use means::{Amount, CountUnit, Means};
 pub use prometheus::Prometheus;
 pub use row::Row;
 pub use server::Server;

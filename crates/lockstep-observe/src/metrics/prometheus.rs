@@ -12,6 +12,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use lockstep_config::RunConfig;
 use lockstep_plan::MemoryCategory;
 
+use super::means::{CountUnit, Means};
 use super::server::Server;
 use super::step_metrics::{EvalMetrics, StepMetrics};
 use crate::Error;
@@ -41,6 +42,8 @@ struct Totals {
     buckets: [u64; BUCKETS.len()],
     exposed_seconds: f64,
     eval_loss: Option<f64>,
+    /// Means of the metrics of the last evaluation.
+    eval_metrics: Means,
     saved_at: Option<f64>,
 }
 
@@ -92,7 +95,8 @@ impl Prometheus {
 
     /// Records an evaluation; the next step shows it.
     pub fn evaluation(&mut self, row: &EvalMetrics) {
-        self.totals.eval_loss = Some(row.eval_loss);
+        self.totals.eval_loss = Some(row.loss);
+        self.totals.eval_metrics = row.metrics.clone();
     }
 
     /// Records that a checkpoint was saved; the next step shows the time.
@@ -132,14 +136,28 @@ impl Exposition<'_> {
         let (version, commit) = (env!("CARGO_PKG_VERSION"), crate::build::commit().unwrap_or(""));
         head(out, "build_info", "gauge", "The program.")?;
         writeln!(out, "lockstep_build_info{{run=\"{run}\",version=\"{version}\",commit=\"{commit}\"}} 1")?;
+        let [total, help_total, rate, help_rate] = match row.amount.unit {
+            CountUnit::Tokens => [
+                "tokens_total",
+                "Tokens trained on.",
+                "tokens_per_second",
+                "Tokens a second in the last step.",
+            ],
+            CountUnit::Samples => [
+                "samples_total",
+                "Samples trained on.",
+                "samples_per_second",
+                "Samples a second in the last step.",
+            ],
+        };
         let known = [
             ("step", "gauge", "Last step made.", Some(row.step as f64)),
             ("loss", "gauge", "Mean loss of the last step.", Some(row.loss)),
             ("eval_loss", "gauge", "Loss of the last evaluation.", totals.eval_loss),
             ("grad_norm", "gauge", "Gradient norm of the last step before clipping.", Some(row.grad_norm)),
             ("learning_rate", "gauge", "Learning rate of the last step.", Some(row.lr)),
-            ("tokens_total", "counter", "Tokens trained on.", Some(row.tokens_seen as f64)),
-            ("tokens_per_second", "gauge", "Tokens a second in the last step.", Some(row.tokens_per_s)),
+            (total, "counter", help_total, Some(row.amount.seen as f64)),
+            (rate, "gauge", help_rate, Some(row.amount.per_s)),
             ("flops_per_second", "gauge", "Model FLOP/s of the last step.", Some(row.flops_per_s)),
             ("mfu_ratio", "gauge", "Model FLOP/s as a share of the devices' peak.", row.mfu),
             ("skipped_steps_total", "counter", "Steps skipped.", Some(row.skipped_steps as f64)),
@@ -162,6 +180,19 @@ impl Exposition<'_> {
             let Some(value) = value else { continue };
             head(out, name, kind, help)?;
             writeln!(out, "lockstep_{name}{{run=\"{run}\"}} {}", Number(value))?;
+        }
+        for (name, help, means) in [
+            ("metric", "Metrics of the model in the last step, by name.", &row.metrics),
+            ("eval_metric", "Metrics of the model in the last evaluation, by name.", &totals.eval_metrics),
+        ] {
+            if means.is_empty() {
+                continue;
+            }
+            head(out, name, "gauge", help)?;
+            for (metric, mean) in means.iter() {
+                let (metric, mean) = (escaped(metric), Number(mean));
+                writeln!(out, "lockstep_{name}{{run=\"{run}\",name=\"{metric}\"}} {mean}")?;
+            }
         }
         head(out, "memory_bytes", "gauge", "Memory by category, the most of any rank.")?;
         for category in MemoryCategory::ALL {
@@ -222,7 +253,7 @@ mod tests {
     #[test]
     fn the_last_step_is_served_and_other_paths_are_not_found() {
         let mut prometheus = of(&["metrics.prometheus=127.0.0.1:0", "metrics.dir='a \"b\"'"]);
-        prometheus.evaluation(&EvalMetrics { step: 1, eval_loss: 2.5, eval_tokens: 1, eval_ms: 1.0 });
+        prometheus.evaluation(&EvalMetrics { step: 1, loss: 2.5, counted: 1, ..EvalMetrics::default() });
         for step in 1..=3 {
             prometheus.step(&StepMetrics { mfu: Some(0.25), ..example(step) }).unwrap();
         }

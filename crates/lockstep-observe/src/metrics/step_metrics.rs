@@ -9,25 +9,30 @@ use lockstep_tensor::{Arena, DiskTraffic};
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
+use super::means::{Amount, CountUnit, Means};
+
 /// Metrics of one training step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepMetrics {
     /// Step number, from 1.
     pub step: u64,
-    /// Mean loss over all predicted tokens of the global batch.
+    /// Mean loss over all predicted tokens of the global batch; the weighted sum of the means of several losses.
     pub loss: f64,
+    /// Mean of each metric of the model, such as `accuracy`.
+    #[serde(flatten)]
+    pub metrics: Means,
+    /// Mean of each loss, if the model has several.
+    #[serde(skip_serializing_if = "Means::is_empty")]
+    pub losses: Means,
     /// Global L2 norm of the gradient before clipping.
     pub grad_norm: f64,
     /// Learning rate of this step.
     pub lr: f64,
-    /// Tokens in this step, over all ranks.
-    pub tokens: u64,
-    /// Tokens in all steps up to this one.
-    pub tokens_seen: u64,
+    /// Tokens or samples that the step and the run have trained on.
+    #[serde(flatten)]
+    pub amount: Amount,
     /// Wall-clock time of the step in milliseconds, waits included.
     pub step_ms: f64,
-    /// `tokens` divided by `step_ms`, in tokens per second.
-    pub tokens_per_s: f64,
     /// Model FLOPs of the step divided by `step_ms`, in FLOP/s; recomputation does not count.
     pub flops_per_s: f64,
     /// Model FLOPs utilization: the fraction of the devices' peak, if the peak is known.
@@ -38,6 +43,9 @@ pub struct StepMetrics {
     pub skipped_steps: u64,
     /// Number of rollbacks to an earlier copy of the state, up to and including this step.
     pub rollbacks: u64,
+    /// Damaged samples that were skipped in this step, over all ranks.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub skipped_samples: u64,
     /// Loss scale; in f16 only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
@@ -66,6 +74,11 @@ pub struct StepMetrics {
     pub data_wait_ms: f64,
     /// Milliseconds that the training waited for a save.
     pub checkpoint_stall_ms: f64,
+}
+
+/// Returns true if there is nothing to report.
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 /// Returns the largest load divided by the mean load of some experts; `None` if all loads are 0.
@@ -205,16 +218,40 @@ impl From<Traffic> for CommunicationUse {
 }
 
 /// The result of one evaluation.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct EvalMetrics {
     /// Last step before the evaluation.
     pub step: u64,
-    /// Mean loss over all predicted tokens.
-    pub eval_loss: f64,
-    /// Number of predicted tokens.
-    pub eval_tokens: u64,
+    /// Mean loss over all predicted tokens; the weighted sum of the means of several losses.
+    pub loss: f64,
+    /// Mean of each metric of the model.
+    pub metrics: Means,
+    /// Mean of each loss, if the model has several.
+    pub losses: Means,
+    /// Unit of `counted`.
+    pub unit: CountUnit,
+    /// Number of predicted tokens, or of samples.
+    pub counted: u64,
     /// Wall-clock time in milliseconds.
-    pub eval_ms: f64,
+    pub ms: f64,
+}
+
+/// Writes all keys but the step with the prefix `eval_`.
+impl Serialize for EvalMetrics {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("step", &self.step)?;
+        map.serialize_entry("eval_loss", &self.loss)?;
+        for (name, mean) in self.metrics.iter() {
+            map.serialize_entry(&format_args!("eval_{name}"), &mean)?;
+        }
+        if !self.losses.is_empty() {
+            map.serialize_entry("eval_losses", &self.losses)?;
+        }
+        map.serialize_entry(&format_args!("eval_{}", self.unit.word()), &self.counted)?;
+        map.serialize_entry("eval_ms", &self.ms)?;
+        map.end()
+    }
 }
 
 #[cfg(test)]
@@ -230,15 +267,16 @@ pub(crate) mod tests {
             loss: 5.5483,
             grad_norm: 1.93,
             lr: 3e-5,
-            tokens: 16384,
-            tokens_seen: 16384 * step,
+            metrics: Means::default(),
+            losses: Means::default(),
+            amount: Amount { of_step: 16384, seen: 16384 * step, per_s: 39702.0, ..Amount::default() },
             step_ms: 412.7,
-            tokens_per_s: 39702.0,
             flops_per_s: 1.2e11,
             mfu: None,
             skipped: false,
             skipped_steps: 0,
             rollbacks: 0,
+            skipped_samples: 0,
             loss_scale: None,
             expert_imbalance: None,
             expert_load: Vec::new(),
@@ -260,7 +298,7 @@ pub(crate) mod tests {
             line,
             concat!(
                 r#"{"step":1,"loss":5.5483,"grad_norm":1.93,"lr":0.00003,"tokens":16384,"tokens_seen":16384,"#,
-                r#""step_ms":412.7,"tokens_per_s":39702.0,"flops_per_s":120000000000.0,"mfu":null,"skipped":false,"#,
+                r#""tokens_per_s":39702.0,"step_ms":412.7,"flops_per_s":120000000000.0,"mfu":null,"skipped":false,"#,
                 r#""skipped_steps":0,"rollbacks":0,"memory":{"parameters":400000000,"gradients":0,"optimizer":0,"activations":0,"communication":0,"#,
                 r#""workspace":0,"snapshot":0,"cached":32013312,"peak":500000000},"#,
                 r#""memory_predicted":{"parameters":400000000,"gradients":0,"optimizer":0,"activations":0,"communication":0,"#,
@@ -317,8 +355,37 @@ pub(crate) mod tests {
 
     #[test]
     fn an_evaluation_carries_eval_loss() {
-        let row = EvalMetrics { step: 100, eval_loss: 2.5, eval_tokens: 81920, eval_ms: 12.5 };
+        let row = EvalMetrics { step: 100, loss: 2.5, counted: 81920, ms: 12.5, ..EvalMetrics::default() };
         let line = serde_json::to_string(&row).unwrap();
         assert_eq!(line, r#"{"step":100,"eval_loss":2.5,"eval_tokens":81920,"eval_ms":12.5}"#);
+    }
+
+    #[test]
+    fn a_classifier_reports_its_metrics_and_counts_samples() {
+        let means = |name: &str, mean| Means(vec![(name.into(), mean)]);
+        let amount = Amount { unit: CountUnit::Samples, of_step: 64, seen: 128, per_s: 500.5 };
+        let row = StepMetrics { metrics: means("accuracy", 0.25), amount, ..example(2) };
+        let line = serde_json::to_string(&row).unwrap();
+        let start = concat!(
+            r#"{"step":2,"loss":5.5483,"accuracy":0.25,"grad_norm":1.93,"lr":0.00003,"#,
+            r#""samples":64,"samples_seen":128,"samples_per_s":500.5,"step_ms":412.7,"#
+        );
+        assert!(line.starts_with(start), "{line}");
+        let row = EvalMetrics {
+            step: 2,
+            loss: 2.5,
+            metrics: means("accuracy", 0.5),
+            losses: means("box_error", 0.125),
+            unit: CountUnit::Samples,
+            counted: 10,
+            ms: 1.5,
+        };
+        assert_eq!(
+            serde_json::to_string(&row).unwrap(),
+            concat!(
+                r#"{"step":2,"eval_loss":2.5,"eval_accuracy":0.5,"eval_losses":{"box_error":0.125},"#,
+                r#""eval_samples":10,"eval_ms":1.5}"#
+            )
+        );
     }
 }

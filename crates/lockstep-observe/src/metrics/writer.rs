@@ -224,7 +224,7 @@ mod tests {
     use crate::metrics::example;
 
     fn eval(step: u64) -> EvalMetrics {
-        EvalMetrics { step, eval_loss: 2.5, eval_tokens: 10, eval_ms: 1.0 }
+        EvalMetrics { step, loss: 2.5, counted: 10, ms: 1.0, ..EvalMetrics::default() }
     }
 
     fn write_steps(writer: &mut MetricsWriter<impl Sink>, steps: std::ops::RangeInclusive<u64>) {

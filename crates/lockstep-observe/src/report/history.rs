@@ -9,6 +9,8 @@ use std::io::{self, BufRead};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::metrics::CountUnit;
+
 use super::series::{Point, maxima, smoothed, thinned, thinned_with_bounds};
 
 /// Limit on the skipped steps listed by number.
@@ -23,8 +25,12 @@ struct Row {
     grad_norm: Option<f64>,
     lr: Option<f64>,
     tokens_seen: Option<u64>,
+    samples_seen: Option<u64>,
     step_ms: Option<f64>,
     tokens_per_s: Option<f64>,
+    samples_per_s: Option<f64>,
+    accuracy: Option<f64>,
+    eval_accuracy: Option<f64>,
     flops_per_s: Option<f64>,
     mfu: Option<f64>,
     skipped: bool,
@@ -65,7 +71,10 @@ pub(super) struct History {
     eval_loss: Vec<Point>,
     grad_norm: Vec<Point>,
     lr: Vec<Point>,
-    tokens_per_s: Vec<Point>,
+    /// Throughput, in `unit` per second.
+    amount_per_s: Vec<Point>,
+    accuracy: Vec<Point>,
+    eval_accuracy: Vec<Point>,
     stalls: Vec<Point>,
     flops_per_s: Vec<f64>,
     mfu: Vec<Point>,
@@ -82,7 +91,9 @@ pub(super) struct History {
     comm_bytes: Option<f64>,
     comm_busy: Vec<Point>,
     comm_exposed: Vec<Point>,
-    tokens_seen: Option<u64>,
+    amount_seen: Option<u64>,
+    /// Unit of the throughput.
+    unit: CountUnit,
     step_ms: f64,
     data_wait_ms: f64,
     /// Step number, with the step time less data waits, the exposed communication and the exposed disk time, in milliseconds.
@@ -127,12 +138,21 @@ impl History {
     fn add(&mut self, step: u64, row: Row) {
         if row.eval_loss.is_some() {
             self.eval_loss.push((step, row.eval_loss));
+            if row.eval_accuracy.is_some() {
+                self.eval_accuracy.push((step, row.eval_accuracy));
+            }
             return;
         }
         self.loss.push((step, row.loss));
         self.grad_norm.push((step, row.grad_norm));
         self.lr.push((step, row.lr));
-        self.tokens_per_s.push((step, row.tokens_per_s));
+        if row.samples_per_s.is_some() {
+            self.unit = CountUnit::Samples;
+        }
+        self.amount_per_s.push((step, row.tokens_per_s.or(row.samples_per_s)));
+        if row.accuracy.is_some() {
+            self.accuracy.push((step, row.accuracy));
+        }
         self.flops_per_s.extend(row.flops_per_s);
         if row.mfu.is_some() {
             self.mfu.push((step, row.mfu));
@@ -173,7 +193,7 @@ impl History {
             self.times.push((step, [step_ms - row.data_wait_ms.unwrap_or(0.0), exposed_ms, disk_ms]));
         }
         self.rollbacks = row.rollbacks.or(self.rollbacks);
-        self.tokens_seen = row.tokens_seen.or(self.tokens_seen);
+        self.amount_seen = row.tokens_seen.or(row.samples_seen).or(self.amount_seen);
         self.step_ms += row.step_ms.unwrap_or(0.0);
         self.data_wait_ms += row.data_wait_ms.unwrap_or(0.0);
     }
@@ -237,7 +257,9 @@ impl History {
             "eval_loss": thinned(&self.eval_loss),
             "lr": thinned(&self.lr),
             "grad_norm": thinned_with_bounds(&self.grad_norm),
-            "tokens_per_s": thinned_with_bounds(&self.tokens_per_s),
+            "amount_per_s": thinned_with_bounds(&self.amount_per_s),
+            "accuracy": thinned(&smoothed(&self.accuracy)),
+            "eval_accuracy": thinned(&self.eval_accuracy),
             "mfu": thinned_with_bounds(&self.mfu),
             "stall": maxima(&self.stalls),
             "expert_imbalance": thinned_with_bounds(&self.expert_imbalance),
@@ -254,11 +276,14 @@ impl History {
         let share = |part: f64| (all_ms > 0.0).then(|| part / all_ms);
         json!({
             "steps": self.last_step(),
-            "tokens_seen": self.tokens_seen,
+            "unit": self.unit.word(),
+            "amount_seen": self.amount_seen,
             "seconds": (self.step_ms > 0.0).then_some(self.step_ms / 1e3),
             "loss": smoothed(&self.loss).last().and_then(|point| point.1),
             "eval_loss": self.eval_loss.last().and_then(|point| point.1),
-            "tokens_per_s": median(self.tokens_per_s.iter().filter_map(|point| point.1).collect()),
+            "accuracy": smoothed(&self.accuracy).last().and_then(|point| point.1),
+            "eval_accuracy": self.eval_accuracy.last().and_then(|point| point.1),
+            "amount_per_s": median(self.amount_per_s.iter().filter_map(|point| point.1).collect()),
             "flops_per_s": median(self.flops_per_s.clone()),
             "mfu": median(self.mfu.iter().filter_map(|point| point.1).collect()),
             "peak_bytes": self.memory.get("peak"),

@@ -32,6 +32,8 @@ pub struct Facts {
     pub intermediate: usize,
     /// True if keys and values are projected from a latent vector that all heads share (multi-head latent attention).
     pub has_latent_attention: bool,
+    /// True if queries and keys have norms over all heads together.
+    pub norms_span_heads: bool,
     /// Vocabulary size in tokens; 0 for a model that reads none.
     pub vocab: usize,
     /// True if the model reads named inputs beside its tokens, such as masks or class labels.
@@ -42,6 +44,8 @@ pub struct Facts {
     pub experts: usize,
     /// Width of an expert's feed-forward layer.
     pub expert_intermediate: usize,
+    /// True if the layers of experts have biases.
+    pub experts_have_biases: bool,
     /// Rank of the LoRA adapter if only adapters are trained; `None` otherwise.
     pub adapter_rank: Option<usize>,
     /// Facts about the optimizer step.

@@ -19,6 +19,8 @@ fn facts() -> Facts {
         has_latent_attention: false,
         has_inputs: false,
         fixed_seq_len: None,
+        norms_span_heads: false,
+        experts_have_biases: false,
         vocab: 50_257,
         experts: 0,
         expert_intermediate: 0,
@@ -62,7 +64,7 @@ fn text(problem: &PlanProblem) -> String {
 fn problems(plan: &Plan, facts: &Facts) -> Vec<String> {
     match plan.check(facts) {
         Err(PlanProblems(problems)) => problems.iter().map(text).collect(),
-        Ok(plan) => panic!("{plan:?}"),
+        Ok(_) => Vec::new(),
     }
 }
 
@@ -256,7 +258,7 @@ fn sequences_with_inputs_beside_their_tokens_are_not_split_and_need_no_vocabular
         ["seq_len 1024, and every sample of this model has 196; nearest: 196"]
     );
     assert_eq!(
-        problems(&on(mesh(1, 5)), &Facts { intermediate: 15, ..with_inputs(5) })[..1],
+        problems(&on(mesh(1, 5)), &Facts { intermediate: 15, key_value_heads: 12, ..with_inputs(5) })[..1],
         ["tensor 5 does not divide the 12 attention heads; nearest: 3"]
     );
 }
@@ -281,6 +283,34 @@ fn key_value_heads_may_be_fewer_than_tensor_ranks_if_they_divide_them() {
     let fits = |heads, key_value_heads| plan.check(&Facts { heads, key_value_heads, ..facts() }).is_ok();
     assert!(fits(16, 4) && fits(16, 8) && fits(16, 16) && fits(8, 1));
     assert!(!fits(24, 6) && !fits(12, 4));
+}
+
+#[test]
+fn norms_over_all_heads_need_a_key_value_head_for_each_tensor_rank() {
+    let mesh = Degrees { tensor: 8, ..Degrees::default() };
+    let plan = Plan { mesh, schedule: PipelineSchedule::default(), stages: vec![14], ..plan() };
+    let facts = |key_value_heads| Facts { heads: 16, key_value_heads, norms_span_heads: true, ..facts() };
+    assert!(plan.check(&facts(16)).is_ok() && plan.check(&facts(8)).is_ok());
+    let found = problems(&plan, &facts(4));
+    let expected = "tensor 8 does not divide the 4 key/value heads, whose norm spans them all; nearest: 4";
+    assert_eq!(found, [expected]);
+}
+
+#[test]
+fn experts_with_biases_are_not_split_into_parts() {
+    let mesh = Degrees { tensor: 8, expert_tensor: 2, ..Degrees::default() };
+    let plan = Plan { mesh, schedule: PipelineSchedule::default(), stages: vec![14], ..plan() };
+    let facts = |experts_have_biases| Facts {
+        heads: 16,
+        key_value_heads: 8,
+        experts: 8,
+        expert_intermediate: 8,
+        experts_have_biases,
+        ..facts()
+    };
+    assert!(plan.check(&facts(false)).is_ok());
+    let expected = "expert_tensor 2 splits experts, and these have biases; nearest: 1";
+    assert_eq!(problems(&plan, &facts(true)), [expected]);
 }
 
 /// Problems of a plan that need no model: the field at fault, and the text.
@@ -597,7 +627,7 @@ proptest! {
             global_batch, world_size] = numbers;
         let facts = Facts {
             model: "a model".to_owned(), units: layers + 2, layers, heads, key_value_heads, hidden, intermediate,
-            has_latent_attention: false, has_inputs, fixed_seq_len: None, vocab, experts, expert_intermediate, adapter_rank: None, world_size,
+            has_latent_attention: false, norms_span_heads: false, experts_have_biases: false, has_inputs, fixed_seq_len: None, vocab, experts, expert_intermediate, adapter_rank: None, world_size,
             step: facts_of(global_batch, seq_len).step,
         };
         let plan = Plan {

@@ -146,7 +146,8 @@ impl Space {
             && tensor <= MOST_SHARERS
             && self.facts.shards_heads(tensor)
             && intermediate.is_multiple_of(tensor)
-            && tensor <= vocab
+            // A model without a vocabulary has nothing that tensor-parallel ranks shard.
+            && (tensor == 1 || tensor <= vocab)
             && shares_tokens
     }
 

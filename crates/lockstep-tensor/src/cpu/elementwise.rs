@@ -7,37 +7,29 @@
 use lockstep_plan::DType;
 
 use super::{
-    CpuQueue, dropout, gate,
+    CpuQueue, dropout, gate, gated,
     map::map,
     operands::{Operand, check_disjoint, check_elementwise, expect},
-    simd::{Float, Isa, inlined, normal_distribution, sigmoid, with_float},
+    simd::{Float, inlined, normal_distribution, tanh_gate, with_float},
     vision,
 };
-use crate::{Activation, Dropout, ElementwiseKernels, Gelu, TokenPositions, View};
+use crate::{Activation, Dropout, ElementwiseKernels, GatedActivation, Gelu, TokenPositions, View};
 
 impl ElementwiseKernels for CpuQueue {
-    fn swiglu(&self, gate: View<'_>, up: View<'_>, y: View<'_>) {
-        expect("swiglu: up", up, gate.dtype(), gate.elements());
-        expect("swiglu: y", y, gate.dtype(), gate.elements());
-        check_disjoint(&[y], &[gate, up]);
-        with_float!(gate.dtype(), T => map::<T, 2, 1>(
-            self, [gate, up], [y], inlined!(|isa, [gate, up]| [gate * sigmoid(isa, gate) * up]),
-        ));
+    fn gated(&self, kind: GatedActivation, gate: View<'_>, up: View<'_>, y: View<'_>) {
+        gated::gated(self, kind, [gate, up], y);
     }
 
-    fn swiglu_backward(&self, dy: View<'_>, gate: View<'_>, up: View<'_>, dgate: View<'_>, dup: View<'_>) {
-        expect("swiglu_backward: gate", gate, dy.dtype(), dy.elements());
-        expect("swiglu_backward: up", up, dy.dtype(), dy.elements());
-        expect("swiglu_backward: dgate", dgate, dy.dtype(), dy.elements());
-        expect("swiglu_backward: dup", dup, dy.dtype(), dy.elements());
-        check_disjoint(&[dgate, dup], &[dy, gate, up]);
-        with_float!(dy.dtype(), T => map::<T, 3, 2>(
-            self, [dy, gate, up], [dgate, dup], inlined!(|isa, [dy, gate, up]| {
-                let s = sigmoid(isa, gate);
-                // d(g s(g))/dg = s + g s (1 - s)
-                [dy * up * (s + gate * s * (1.0 - s)), dy * gate * s]
-            }),
-        ));
+    fn gated_backward(
+        &self,
+        kind: GatedActivation,
+        dy: View<'_>,
+        gate: View<'_>,
+        up: View<'_>,
+        dgate: View<'_>,
+        dup: View<'_>,
+    ) {
+        gated::gated_backward(self, kind, dy, [gate, up], [dgate, dup]);
     }
 
     fn gelu(&self, kind: Gelu, x: View<'_>, y: View<'_>) {
@@ -125,16 +117,6 @@ impl ElementwiseKernels for CpuQueue {
     }
 }
 
-/// Returns `(1 + tanh u) / 2` and its derivative by `x`, for `u = √(2/π) (x + 0.044715 x³)`: the sigmoid of `2u`.
-#[inline(always)]
-fn tanh_gate(isa: Isa, x: f32) -> (f32, f32) {
-    const TWO_SQRT_2_OVER_PI: f32 = 1.595_769;
-    const CUBIC: f32 = 0.044_715;
-    let s = sigmoid(isa, TWO_SQRT_2_OVER_PI * (x + CUBIC * x * x * x));
-    // If s(1-s) is zero the other factor may be infinite, but only for |x| > 1e19.
-    (s, s * (1.0 - s) * TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x))
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -159,26 +141,6 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(8))]
-
-        #[test]
-        fn swiglu_and_its_gradients_match_the_reference(len in lengths()) {
-            for dtype in ACTIVATIONS {
-                let [gate, up, dy] = [1, 2, 3].map(|seed| random_of(dtype, seed, len));
-                let run = |queue: &CpuQueue| {
-                    let [g, u, d] = [&gate, &up, &dy].map(|values| floats(dtype, [len], values));
-                    let [y, dgate, dup] = [(); 3].map(|()| floats(dtype, [len], &vec![0.0; len]));
-                    queue.swiglu(g.view(), u.view(), y.view());
-                    queue.swiglu_backward(d.view(), g.view(), u.view(), dgate.view(), dup.view());
-                    [y, dgate, dup].map(|tensor| values(tensor.view())).to_vec()
-                };
-                let (dgate, dup) = reference::swiglu_backward(&dy, &gate, &up);
-                on_every_queue(run, |results| {
-                    assert_close("y", &results[0], &reference::swiglu(&gate, &up), tolerance(dtype), 1e-6);
-                    assert_close("dgate", &results[1], &dgate, tolerance(dtype), 1e-6);
-                    assert_close("dup", &results[2], &dup, tolerance(dtype), 1e-6);
-                });
-            }
-        }
 
         #[test]
         fn gelu_and_its_gradient_match_the_reference_also_in_place(len in lengths()) {
@@ -302,7 +264,7 @@ mod tests {
             queue.gelu_backward(kind, ones.view(), input.view(), y.view());
             assert_eq!(values(y.view())[1..6], [0.0, 0.0, 0.5, 1.0, 1.0], "{kind:?}");
         }
-        queue.swiglu(input.view(), ones.view(), y.view());
+        queue.gated(GatedActivation::Silu, input.view(), ones.view(), y.view());
         assert_eq!(values(y.view())[..7], expected);
     }
 

@@ -91,6 +91,10 @@ impl LossKernels for CpuQueue {
         vision::squared_error(self, x, target, losses, Some(seed));
     }
 
+    fn correct(&self, logits: View<'_>, labels: View<'_>, correct: View<'_>) {
+        vision::correct(self, logits, labels, correct);
+    }
+
     fn softmax_statistics(
         &self,
         logits: View<'_>,

@@ -11,6 +11,7 @@ mod dropout;
 mod elementwise;
 mod embedding;
 mod gate;
+mod gated;
 mod gemm;
 mod heads;
 mod level;

@@ -2,7 +2,7 @@
 //!
 //! With `n = (x - mean) · rstd` (mean 0 for RMS normalization), both are `y = n · weight (+ bias)`, and
 //! `dx = rstd · (g - average(g) - n · average(g · n))` with `g = dy · weight`; RMS normalization lacks the term
-//! `average(g)`. So both share their backward, with the mean as an option.
+//! `average(g)`. So both share their backward, with the mean as an option. A scale may be stored less an offset.
 
 use lockstep_plan::DType;
 
@@ -12,37 +12,24 @@ use super::{
     simd::{Float, Isa, inlined, map_slices, sum, with_float},
     tasks::rows_per_task,
 };
-use crate::{LayerNorm, NormKernels, View, Write};
+use crate::{LayerNorm, NormKernels, RmsNorm, View, Write};
 
 impl NormKernels for CpuQueue {
-    fn rms_norm(&self, x: View<'_>, weight: View<'_>, eps: f32, y: View<'_>, rstd: View<'_>) {
-        let (rows, width) = x.shape().as_matrix();
-        expect("rms_norm: weight", weight, x.dtype(), width);
+    fn rms_norm(&self, norm: RmsNorm<'_>, eps: f32, y: View<'_>) {
+        let RmsNorm { x, weight, rstd, .. } = norm;
         expect("rms_norm: y", y, x.dtype(), x.elements());
-        expect("rms_norm: rstd", rstd, DType::F32, rows);
         check_disjoint(&[y, rstd], &[x, weight]);
-        forward(self, Norm { x, weight, mean: None, rstd }, None, eps, y);
+        forward(self, Norm::of_rms(norm), None, eps, y);
     }
 
-    fn rms_norm_backward_input(
-        &self,
-        dy: View<'_>,
-        x: View<'_>,
-        weight: View<'_>,
-        rstd: View<'_>,
-        dx: View<'_>,
-        write: Write,
-    ) {
-        let (rows, width) = x.shape().as_matrix();
-        expect("rms_norm_backward_input: weight", weight, x.dtype(), width);
-        expect("rms_norm_backward_input: rstd", rstd, DType::F32, rows);
-        backward_input(self, Norm { x, weight, mean: None, rstd }, dy, dx, write);
+    fn rms_norm_backward_input(&self, norm: RmsNorm<'_>, dy: View<'_>, dx: View<'_>, write: Write) {
+        backward_input(self, Norm::of_rms(norm), dy, dx, write);
     }
 
-    fn rms_norm_backward_weight(&self, dy: View<'_>, x: View<'_>, rstd: View<'_>, dweight: View<'_>) {
-        let (rows, width) = x.shape().as_matrix();
+    fn rms_norm_backward_weight(&self, norm: RmsNorm<'_>, dy: View<'_>, dweight: View<'_>) {
+        let Norm { x, rstd, .. } = Norm::of_rms(norm);
+        let width = x.shape().as_matrix().1;
         expect("rms_norm_backward_weight: dy", dy, x.dtype(), x.elements());
-        expect("rms_norm_backward_weight: rstd", rstd, DType::F32, rows);
         expect("rms_norm_backward_weight: dweight", dweight, DType::F32, width);
         check_disjoint(&[dweight], &[dy, x, rstd]);
         backward_weight(self, [x, dy], None, rstd, dweight, None);
@@ -85,15 +72,27 @@ impl NormKernels for CpuQueue {
     }
 }
 
-/// Operands of a normalization; `mean` is `None` for RMS normalization.
+/// Operands of a normalization; `mean` is `None` for RMS normalization. The scale is `offset + weight`.
 struct Norm<'a> {
     x: View<'a>,
     weight: View<'a>,
+    offset: f32,
     mean: Option<View<'a>>,
     rstd: View<'a>,
 }
 
 impl<'a> Norm<'a> {
+    /// Checks the operands of an RMS normalization.
+    ///
+    /// # Panics
+    /// If their types or sizes do not fit.
+    fn of_rms(RmsNorm { x, weight, offset, rstd }: RmsNorm<'a>) -> Self {
+        let (rows, width) = x.shape().as_matrix();
+        expect("rms_norm: weight", weight, x.dtype(), width);
+        expect("rms_norm: rstd", rstd, DType::F32, rows);
+        Self { x, weight, offset, mean: None, rstd }
+    }
+
     /// Checks the operands of a layer normalization.
     ///
     /// # Panics
@@ -103,12 +102,13 @@ impl<'a> Norm<'a> {
         expect("layer_norm: weight", weight, x.dtype(), width);
         expect("layer_norm: mean", mean, DType::F32, rows);
         expect("layer_norm: rstd", rstd, DType::F32, rows);
-        Self { x, weight, mean: Some(mean), rstd }
+        Self { x, weight, offset: 0.0, mean: Some(mean), rstd }
     }
 }
 
 fn forward(queue: &CpuQueue, norm: Norm<'_>, bias: Option<View<'_>>, eps: f32, y: View<'_>) {
     let (rows, width) = norm.x.shape().as_matrix();
+    let offset = norm.offset;
     with_float!(norm.x.dtype(), T => {
         let (x, y) = (Operand::<T>::new(norm.x), Operand::<T>::new(y));
         let (weight, bias) = (Operand::<T>::new(norm.weight), bias.map(Operand::<T>::new));
@@ -139,11 +139,11 @@ fn forward(queue: &CpuQueue, norm: Norm<'_>, bias: Option<View<'_>>, eps: f32, y
                 match bias {
                     Some(bias) => map_slices(
                         isa, [x, weight, bias], y, Write::Overwrite,
-                        inlined!(|[x, weight, bias]| (x - average) * rstd * weight + bias),
+                        inlined!(|[x, weight, bias]| (x - average) * rstd * (offset + weight) + bias),
                     ),
                     None => map_slices(
                         isa, [x, weight], y, Write::Overwrite,
-                        inlined!(|[x, weight]| (x - average) * rstd * weight),
+                        inlined!(|[x, weight]| (x - average) * rstd * (offset + weight)),
                     ),
                 }
             }
@@ -177,7 +177,7 @@ fn backward_input(queue: &CpuQueue, norm: Norm<'_>, dy: View<'_>, dx: View<'_>, 
                 };
                 // SAFETY: the means are only read.
                 let mean = mean.as_ref().map(inlined!(|mean| unsafe { mean.read(row..row + 1)[0] }));
-                backward_input_row(isa, NormRow { x, weight, mean, rstd }, dy, dx, write);
+                backward_input_row(isa, NormRow { x, weight, offset: norm.offset, mean, rstd }, dy, dx, write);
             }
         }));
     });
@@ -187,19 +187,20 @@ fn backward_input(queue: &CpuQueue, norm: Norm<'_>, dy: View<'_>, dx: View<'_>, 
 struct NormRow<'a, T> {
     x: &'a [T],
     weight: &'a [T],
+    offset: f32,
     mean: Option<f32>,
     rstd: f32,
 }
 
 #[inline(always)]
 fn backward_input_row<T: Float>(isa: Isa, norm: NormRow<'_, T>, dy: &[T], dx: &mut [T], write: Write) {
-    let NormRow { x, weight, mean, rstd } = norm;
+    let NormRow { x, weight, offset, mean, rstd } = norm;
     let one_over_width = 1.0 / x.len() as f32;
     let shift = mean.unwrap_or(0.0);
     let [total, projection] = sum(
         [dy, weight, x],
         inlined!(|[dy, weight, x]| {
-            let g = dy * weight;
+            let g = dy * (offset + weight);
             [g, g * (x - shift)]
         }),
     );
@@ -211,7 +212,7 @@ fn backward_input_row<T: Float>(isa: Isa, norm: NormRow<'_, T>, dy: &[T], dx: &m
         [dy, weight, x],
         dx,
         write,
-        inlined!(|[dy, weight, x]| rstd * (dy * weight - average - (x - shift) * along)),
+        inlined!(|[dy, weight, x]| rstd * (dy * (offset + weight) - average - (x - shift) * along)),
     );
 }
 
@@ -274,7 +275,7 @@ mod tests {
         prop_oneof![(1usize..10, 1usize..70), (60usize..200, 500usize..900)]
     }
 
-    fn check_rms_norm(dtype: DType, rows: usize, width: usize, scale: f64, eps: f32) {
+    fn check_rms_norm(dtype: DType, [rows, width]: [usize; 2], scale: f64, eps: f32, offset: f32) {
         let x: Vec<f64> = random_of(dtype, 1, rows * width).iter().map(|x| x * scale).collect();
         let weight = random_of(dtype, 2, width);
         let (dy, before) = (random_of(dtype, 3, rows * width), random_of(dtype, 4, rows * width));
@@ -287,12 +288,14 @@ mod tests {
             let dweight = floats(DType::F32, [width], &dweight_before);
             let [x, weight, dy, y] = [&x, &weight, &dy, &y].map(|tensor| tensor.view());
             let [rstd, dx, added, dweight] = [&rstd, &dx, &added, &dweight].map(|tensor| tensor.view());
-            queue.rms_norm(x, weight, eps, y, rstd);
-            queue.rms_norm_backward_input(dy, x, weight, rstd, dx, Write::Overwrite);
-            queue.rms_norm_backward_input(dy, x, weight, rstd, added, Write::Accumulate);
-            queue.rms_norm_backward_weight(dy, x, rstd, dweight);
+            let norm = RmsNorm { x, weight, offset, rstd };
+            queue.rms_norm(norm, eps, y);
+            queue.rms_norm_backward_input(norm, dy, dx, Write::Overwrite);
+            queue.rms_norm_backward_input(norm, dy, added, Write::Accumulate);
+            queue.rms_norm_backward_weight(norm, dy, dweight);
             [y, rstd, dx, added, dweight].map(values).to_vec()
         };
+        let weight: Vec<f64> = weight.iter().map(|weight| weight + f64::from(offset)).collect();
         let (y, rstd) = reference::rms_norm(&x, &weight, f64::from(eps));
         let (dx, dweight) = reference::rms_norm_backward(&dy, &x, &weight, f64::from(eps));
         let added: Vec<f64> = dx.iter().zip(&before).map(|(a, b)| a + b).collect();
@@ -359,7 +362,8 @@ mod tests {
         #[test]
         fn rms_norm_and_its_gradients_match_the_reference((rows, width) in shapes()) {
             for dtype in ACTIVATIONS {
-                check_rms_norm(dtype, rows, width, 1.0, 1e-5);
+                check_rms_norm(dtype, [rows, width], 1.0, 1e-5, 0.0);
+                check_rms_norm(dtype, [rows, width], 1.0, 1e-5, 1.0);
             }
         }
 
@@ -375,9 +379,9 @@ mod tests {
 
     #[test]
     fn rows_of_zeros_and_of_large_numbers_stay_finite() {
-        check_rms_norm(DType::F32, 3, 33, 0.0, 1e-6);
-        check_rms_norm(DType::F32, 3, 33, 1e15, 1e-6);
-        check_rms_norm(DType::BF16, 3, 33, (1u64 << 40) as f64, 1e-6);
+        check_rms_norm(DType::F32, [3, 33], 0.0, 1e-6, 0.0);
+        check_rms_norm(DType::F32, [3, 33], 1e15, 1e-6, 0.0);
+        check_rms_norm(DType::BF16, [3, 33], (1u64 << 40) as f64, 1e-6, 0.0);
     }
 
     #[test]
@@ -391,6 +395,7 @@ mod tests {
         let queue = CpuQueue::new(1, &crate::Arena::new()).unwrap();
         let [x, y] = [(); 2].map(|()| floats(DType::F32, [2, 4], &[0.0; 8]));
         let (weight, rstd) = (floats(DType::F32, [5], &[0.0; 5]), floats(DType::F32, [2], &[0.0; 2]));
-        queue.rms_norm(x.view(), weight.view(), 1e-5, y.view(), rstd.view());
+        let norm = RmsNorm { x: x.view(), weight: weight.view(), offset: 0.0, rstd: rstd.view() };
+        queue.rms_norm(norm, 1e-5, y.view());
     }
 }

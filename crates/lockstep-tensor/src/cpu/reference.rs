@@ -110,22 +110,8 @@ pub(super) fn quantized(kind: QuantizedType, x: &[f64]) -> (f64, Vec<f64>) {
     (scale, x.iter().map(code).collect())
 }
 
-fn sigmoid(x: f64) -> f64 {
+pub(super) fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
-}
-
-pub(super) fn swiglu(gate: &[f64], up: &[f64]) -> Vec<f64> {
-    gate.iter().zip(up).map(|(gate, up)| gate * sigmoid(*gate) * up).collect()
-}
-
-/// Returns `dgate` and `dup`.
-pub(super) fn swiglu_backward(dy: &[f64], gate: &[f64], up: &[f64]) -> (Vec<f64>, Vec<f64>) {
-    let dgate = |(dy, (gate, up)): (&f64, (&f64, &f64))| {
-        let s = sigmoid(*gate);
-        dy * up * s * (1.0 + gate * (1.0 - s))
-    };
-    let dup = |(dy, gate): (&f64, &f64)| dy * gate * sigmoid(*gate);
-    (dy.iter().zip(gate.iter().zip(up)).map(dgate).collect(), dy.iter().zip(gate).map(dup).collect())
 }
 
 pub(super) fn gelu(kind: Gelu, x: f64) -> f64 {
@@ -273,16 +259,6 @@ mod tests {
         let (positions, frequencies) = ([3, 1000], [1.0, 0.01]);
         let by_x = finite_differences(&x, |x| dot(&rope(x, &positions, &frequencies, 1.0), &dy));
         assert_close("dx", &rope(&dy, &positions, &frequencies, -1.0), &by_x, 1e-8, 1e-8);
-    }
-
-    #[test]
-    fn the_gradients_of_swiglu_match_finite_differences() {
-        let (gate, up, dy) = (random(1, 20), random(2, 20), random(3, 20));
-        let (dgate, dup) = swiglu_backward(&dy, &gate, &up);
-        let by_gate = finite_differences(&gate, |gate| dot(&swiglu(gate, &up), &dy));
-        let by_up = finite_differences(&up, |up| dot(&swiglu(&gate, up), &dy));
-        assert_close("dgate", &dgate, &by_gate, 1e-8, 1e-8);
-        assert_close("dup", &dup, &by_up, 1e-8, 1e-8);
     }
 
     #[test]

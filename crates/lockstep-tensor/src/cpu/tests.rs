@@ -12,10 +12,10 @@ use super::{
 use crate::{
     Activation, Arena, Attention, AttentionKernels, AttentionVariant, AttentionWrite, BatchNorm,
     BatchNormKernels, Conv2d, ConvolutionKernels, CopyKernels, Dropout, ElementwiseKernels, EmbeddingKernels,
-    Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, LayerNorm, LossKernels, NormKernels, OptimizerKernels,
-    Permutation, PermutationKernels, Pool2d, PoolKernels, RotaryKernels, Rotation, Rounding, Router,
-    RouterGradients, RouterKernels, RouterOutputs, RouterScores, RouterWeights, Sgd, Tensor, TokenPositions,
-    TokenSpan, View, Window2d, Write,
+    GatedActivation, Gelu, Gemm, GemmKernels, GemmLayout, GroupedGemm, LayerNorm, LossKernels, NormKernels,
+    OptimizerKernels, Permutation, PermutationKernels, Pool2d, PoolKernels, RmsNorm, RotaryKernels, Rotation,
+    Rounding, Router, RouterGradients, RouterKernels, RouterOutputs, RouterScores, RouterWeights, Sgd,
+    Tensor, TokenPositions, TokenSpan, View, Window2d, Write,
 };
 
 const ROWS: usize = 3;
@@ -87,17 +87,22 @@ fn no_tokens_leave_every_gradient_as_it_was() {
         q.sum_rows(x, sums);
         q.embedding(ids.view(), weight.reshape([1, WIDTH]), 0, y);
         q.embedding_backward(ids.view(), dy, 0, gradient);
-        q.rms_norm(x, weight, 1e-5, y, rstd);
-        q.rms_norm_backward_input(dy, x, weight, rstd, y, Write::Overwrite);
-        q.rms_norm_backward_weight(dy, x, rstd, sums);
+        let norm = RmsNorm { x, weight, offset: 0.0, rstd };
+        q.rms_norm(norm, 1e-5, y);
+        q.rms_norm_backward_input(norm, dy, y, Write::Overwrite);
+        q.rms_norm_backward_weight(norm, dy, sums);
         let norm = LayerNorm { x, weight, mean, rstd };
         q.layer_norm(norm, Some(weight), 1e-5, y);
         q.layer_norm_backward_input(norm, dy, y, Write::Accumulate);
         q.layer_norm_backward_weight(norm, dy, sums, None);
         q.rope(x, ids.view(), rstd, Rotation::Forward, y);
-        q.swiglu(x, dy, y);
+        for kind in GatedActivation::ALL {
+            q.gated(kind, x, dy, y);
+        }
         let other = floats(dtype, [0, WIDTH], &[]);
-        q.swiglu_backward(dy, x, x, y, other.view());
+        for kind in GatedActivation::ALL {
+            q.gated_backward(kind, dy, x, x, y, other.view());
+        }
         for kind in [Gelu::Exact, Gelu::Tanh] {
             q.gelu(kind, x, y);
             q.gelu_backward(kind, dy, x, y);
@@ -165,7 +170,7 @@ fn route_nobody(q: &CpuQueue, x: View<'_>, y: View<'_>) {
     let c = floats([1, WIDTH * WIDTH]);
     let c = c.view().reshape([1, WIDTH, WIDTH]);
     let (layout, write, offsets) = (GemmLayout::TN, Write::Overwrite, offsets.view());
-    q.grouped_gemm(GroupedGemm { layout, a: x, b: y, c, offsets, write });
+    q.grouped_gemm(GroupedGemm { layout, a: x, b: y, c, bias: None, offsets, write });
     assert!(values(c).iter().all(|x| *x == 0.0), "products of no rows are not zero: {:?}", values(c));
 }
 
@@ -229,6 +234,7 @@ fn refuse_overlaps_of_vision(q: &CpuQueue, [a, b, c, d]: [View<'_>; 4], labels: 
         q.batch_norm_backward_input(norm, c, d.rows(0..2), 4, c, write);
     });
     assert_refused("cross_entropy_smoothed", || q.cross_entropy_smoothed(a, labels, 0.1, row_of_a));
+    assert_refused("correct", || q.correct(a, labels, row_of_a));
     assert_refused("squared_error", || q.squared_error(a, b, row(b, 0)));
     let (x, longer) = (a.rows(0..3).reshape([1, 3, 4]), b.reshape([1, 4, 4]));
     assert_refused("prepend_row", || q.prepend_row(row(c, 0), x, a.reshape([1, 4, 4])));
@@ -288,13 +294,15 @@ fn a_nan_spreads_over_its_row_of_a_norm_and_its_column_of_the_weights_gradient()
             [ROWS, ROWS, WIDTH, WIDTH].map(|n| floats(DType::F32, [n], &vec![0.0; n]));
         let [mean, rstd, dweight, dbias] = [mean.view(), rstd.view(), dweight.view(), dbias.view()];
 
-        q.rms_norm(bad, weight, 1e-5, y, rstd);
+        let norm = RmsNorm { x: bad, weight, offset: 1.0, rstd };
+        q.rms_norm(norm, 1e-5, y);
         assert_nan("rms_norm y", y, is_row);
         assert_nan("rms_norm rstd", rstd, |row| row == ROW);
-        q.rms_norm(good, weight, 1e-5, y, rstd);
-        q.rms_norm_backward_input(bad, good, weight, rstd, dx, Write::Overwrite);
+        let norm = RmsNorm { x: good, ..norm };
+        q.rms_norm(norm, 1e-5, y);
+        q.rms_norm_backward_input(norm, bad, dx, Write::Overwrite);
         assert_nan("rms_norm dx", dx, is_row);
-        q.rms_norm_backward_weight(bad, good, rstd, dweight);
+        q.rms_norm_backward_weight(norm, bad, dweight);
         assert_nan("rms_norm dweight", dweight, is_column);
 
         let norm = LayerNorm { x: bad, weight, mean, rstd };
@@ -327,16 +335,20 @@ fn a_nan_stays_in_its_element_of_elementwise_kernels() {
         for (a, b) in [(bad, good), (good, bad)] {
             q.add(a, b, y);
             assert_nan("add", y, is_element);
-            q.swiglu(a, b, y);
-            assert_nan("swiglu", y, is_element);
+            for kind in GatedActivation::ALL {
+                q.gated(kind, a, b, y);
+                assert_nan("gated", y, is_element);
+            }
             for kind in [Gelu::Exact, Gelu::Tanh] {
                 q.gelu_backward(kind, a, b, y);
                 assert_nan("gelu_backward", y, is_element);
             }
         }
-        q.swiglu_backward(bad, good, good, y, other);
-        assert_nan("swiglu dgate", y, is_element);
-        assert_nan("swiglu dup", other, is_element);
+        for kind in GatedActivation::ALL {
+            q.gated_backward(kind, bad, good, good, y, other);
+            assert_nan("gated dgate", y, is_element);
+            assert_nan("gated dup", other, is_element);
+        }
         let keys = tensor(&[1_u32, 2]);
         let dropout = Dropout { probability: 0.0, site: 0, keys: keys.view() };
         q.dropout(dropout, TokenPositions::whole(ROWS), 0, bad, y);
@@ -415,9 +427,19 @@ fn refuse_overlaps_of_experts(q: &CpuQueue, [a, b, c, d, e]: [View<'_>; 5]) {
     let [experts, slots, rows, offsets] = words.each_ref().map(Tensor::view);
     let permutation = Permutation { slots, rows };
     let stacked = b.reshape([1, 4, 4]);
-    let grouped =
-        GroupedGemm { layout: GemmLayout::NN, a, b: stacked, c, offsets: offsets.rows(0..2), write };
+    let grouped = GroupedGemm {
+        layout: GemmLayout::NN,
+        a,
+        b: stacked,
+        c,
+        bias: None,
+        offsets: offsets.rows(0..2),
+        write,
+    };
     assert_refused("grouped_gemm", || q.grouped_gemm(GroupedGemm { c: a, ..grouped }));
+    assert_refused("grouped_gemm's bias", || {
+        q.grouped_gemm(GroupedGemm { bias: Some(c.rows(0..1)), ..grouped });
+    });
     assert_refused("sort_slots", || q.sort_slots(slots, 0, permutation, offsets));
     assert_refused("permute", || q.permute(permutation, a, a));
     assert_refused("unpermute", || q.unpermute(permutation, a, Some(row_of_b), b));
@@ -461,10 +483,11 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
     assert_refused("sum_rows", || q.sum_rows(a, row_of_a));
     assert_refused("embedding", || q.embedding(ids.view(), a, 0, a));
     assert_refused("embedding_backward", || q.embedding_backward(ids.view(), a, 0, a));
-    assert_refused("rms_norm", || q.rms_norm(a, row_of_b, 1e-5, a, row_of_c));
-    assert_refused("rms_norm's statistic", || q.rms_norm(a, row_of_b, 1e-5, c, row_of_c));
-    assert_refused("rms_norm dx", || q.rms_norm_backward_input(a, b, row_of_c, row_of_c, a, write));
-    assert_refused("rms_norm dweight", || q.rms_norm_backward_weight(a, b, row_of_c, row_of_a));
+    let norm = RmsNorm { x: a, weight: row_of_b, offset: 0.0, rstd: row_of_c };
+    assert_refused("rms_norm", || q.rms_norm(norm, 1e-5, a));
+    assert_refused("rms_norm's statistic", || q.rms_norm(norm, 1e-5, c));
+    assert_refused("rms_norm dx", || q.rms_norm_backward_input(norm, d, a, write));
+    assert_refused("rms_norm dweight", || q.rms_norm_backward_weight(norm, b, row_of_a));
     let norm = LayerNorm { x: a, weight: row_of_b, mean: row_of_c, rstd: row(d, 0) };
     assert_refused("layer_norm", || q.layer_norm(norm, None, 1e-5, a));
     assert_refused("layer_norm's bias", || q.layer_norm(norm, Some(row(e, 0)), 1e-5, e));
@@ -483,8 +506,8 @@ fn an_output_that_overlaps_another_operand_is_refused_by_every_kernel() {
         let all = AttentionWrite::OVERWRITE;
         q.attention_backward(&geometry, a, a, a, a, statistics.view(), a, b, c, c, all);
     });
-    assert_refused("swiglu", || q.swiglu(a, b, b));
-    assert_refused("swiglu_backward", || q.swiglu_backward(a, b, c, d, d));
+    assert_refused("gated", || q.gated(GatedActivation::Silu, a, b, b));
+    assert_refused("gated_backward", || q.gated_backward(GatedActivation::Silu, a, b, c, d, d));
     assert_refused("gelu", || q.gelu(Gelu::Exact, a, a));
     assert_refused("gelu_backward", || q.gelu_backward(Gelu::Exact, b, a, a));
     assert_refused("activation", || q.activation(Activation::Relu, a.rows(0..3), a.rows(1..4)));

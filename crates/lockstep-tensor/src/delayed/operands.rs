@@ -6,8 +6,9 @@ use lockstep_plan::{DType, QuantizedType};
 
 use crate::{
     Activation, AdamW, Attention, AttentionVariant, AttentionWrite, BatchNorm, Conv2d, DeviceMemory, Dropout,
-    Gelu, Gemm, GroupedGemm, LayerNorm, Lion, MemoryLocation, Muon, Permutation, Pool2d, Rotation, Router,
-    RouterGradients, RouterOutputs, RunningStatistics, Sgd, Shape, TokenPositions, View, Write,
+    GatedActivation, Gelu, Gemm, GroupedGemm, LayerNorm, Lion, MemoryLocation, Muon, Permutation, Pool2d,
+    RmsNorm, Rotation, Router, RouterGradients, RouterOutputs, RunningStatistics, Sgd, Shape, TokenPositions,
+    View, Write,
 };
 
 /// The memory that a job uses.
@@ -128,6 +129,7 @@ plain!(
     Pool2d,
     AttentionWrite,
     Conv2d,
+    GatedActivation,
     Gelu,
     QuantizedType,
     Rotation,
@@ -160,11 +162,12 @@ with_views! {
     AttentionVariant { document_ends, key_mask, alibi_slopes, sinks }
     Dropout { keys }
     Gemm { a, b, c, bias }
-    GroupedGemm { a, b, c, offsets }
+    GroupedGemm { a, b, c, bias, offsets }
     LayerNorm { x, weight, mean, rstd }
     Lion { parameter, gradient, exp_avg, rounded }
     Muon { parameter, gradient, momentum_buffer, rounded }
     Permutation { slots, rows }
+    RmsNorm { x, weight, rstd }
     RunningStatistics { mean, variance }
     RouterOutputs { scores, log_sum_exp, experts, weights }
     Router { selection_bias }

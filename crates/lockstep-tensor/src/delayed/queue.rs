@@ -12,11 +12,11 @@ use super::{
 use crate::{
     Activation, AdamW, Arena, Attention, AttentionKernels, AttentionWrite, BatchNorm, BatchNormKernels,
     Conv2d, ConvolutionKernels, CopyKernels, CpuLevel, CpuQueue, Device, DeviceMemory, Dropout,
-    ElementwiseKernels, EmbeddingKernels, Event, F32Products, Gelu, Gemm, GemmKernels, GroupedGemm,
-    HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels, Pending,
-    Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue, RotaryKernels,
-    Rotation, Router, RouterGradients, RouterKernels, RouterOutputs, RunningStatistics, Sgd, TensorError,
-    TokenPositions, View, Workers, Write,
+    ElementwiseKernels, EmbeddingKernels, Event, F32Products, GatedActivation, Gelu, Gemm, GemmKernels,
+    GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels,
+    Pending, Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue, RmsNorm,
+    RotaryKernels, Rotation, Router, RouterGradients, RouterKernels, RouterOutputs, RunningStatistics, Sgd,
+    TensorError, TokenPositions, View, Workers, Write,
 };
 
 /// A handle of the device's list, and the CPU queue that runs its jobs.
@@ -172,11 +172,9 @@ families! {
         embedding_backward(ids: View<'_>, dy: View<'_>, first_id: u32, gradient: View<'_>);
     }
     NormKernels {
-        rms_norm(x: View<'_>, weight: View<'_>, eps: f32, y: View<'_>, rstd: View<'_>);
-        rms_norm_backward_input(
-            dy: View<'_>, x: View<'_>, weight: View<'_>, rstd: View<'_>, dx: View<'_>, write: Write
-        );
-        rms_norm_backward_weight(dy: View<'_>, x: View<'_>, rstd: View<'_>, dweight: View<'_>);
+        rms_norm(norm: RmsNorm<'_>, eps: f32, y: View<'_>);
+        rms_norm_backward_input(norm: RmsNorm<'_>, dy: View<'_>, dx: View<'_>, write: Write);
+        rms_norm_backward_weight(norm: RmsNorm<'_>, dy: View<'_>, dweight: View<'_>);
         layer_norm(norm: LayerNorm<'_>, bias: Option<View<'_>>, eps: f32, y: View<'_>);
         layer_norm_backward_input(norm: LayerNorm<'_>, dy: View<'_>, dx: View<'_>, write: Write);
         layer_norm_backward_weight(
@@ -205,8 +203,10 @@ families! {
         );
     }
     ElementwiseKernels {
-        swiglu(gate: View<'_>, up: View<'_>, y: View<'_>);
-        swiglu_backward(dy: View<'_>, gate: View<'_>, up: View<'_>, dgate: View<'_>, dup: View<'_>);
+        gated(kind: GatedActivation, gate: View<'_>, up: View<'_>, y: View<'_>);
+        gated_backward(
+            kind: GatedActivation, dy: View<'_>, gate: View<'_>, up: View<'_>, dgate: View<'_>, dup: View<'_>
+        );
         gelu(kind: Gelu, x: View<'_>, y: View<'_>);
         gelu_backward(kind: Gelu, dy: View<'_>, x: View<'_>, dx: View<'_>);
         activation(kind: Activation, x: View<'_>, y: View<'_>);
@@ -227,6 +227,7 @@ families! {
         );
         squared_error(x: View<'_>, target: View<'_>, losses: View<'_>);
         squared_error_with_gradient(x: View<'_>, target: View<'_>, losses: View<'_>, seed: f32);
+        correct(logits: View<'_>, labels: View<'_>, correct: View<'_>);
         softmax_statistics(logits: View<'_>, labels: View<'_>, first_column: usize, statistics: View<'_>);
         merge_softmax(parts: View<'_>, labels: View<'_>, log_sum_exp: View<'_>, losses: View<'_>);
         softmax_gradient(

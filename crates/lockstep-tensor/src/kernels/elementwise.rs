@@ -11,6 +11,33 @@ pub enum Gelu {
     Tanh,
 }
 
+/// Gated activations `y = f(gate) · up` of feed-forward layers (Shazeer, "GLU Variants Improve Transformer", 2020).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum GatedActivation {
+    /// SwiGLU: `gate · σ(gate) · up`.
+    Silu,
+    /// GeGLU: `gelu(gate) · up`.
+    Gelu(Gelu),
+    /// SwiGLU with bounded operands: `g · σ(slope · g) · (clamp(up, -limit, limit) + 1)` for `g = min(gate, limit)`
+    /// (gpt-oss).
+    Clamped {
+        /// Factor on the gate inside the sigmoid.
+        slope: f32,
+        /// Largest gate, and largest magnitude of `up`.
+        limit: f32,
+    },
+}
+
+impl GatedActivation {
+    /// All gated activations, the clamped one with the numbers of gpt-oss.
+    pub const ALL: [Self; 4] = [
+        Self::Silu,
+        Self::Gelu(Gelu::Exact),
+        Self::Gelu(Gelu::Tanh),
+        Self::Clamped { slope: 1.702, limit: 7.0 },
+    ];
+}
+
 /// Activation functions without trained parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activation {
@@ -86,11 +113,19 @@ impl TokenPositions {
 
 /// Elementwise kernels, gates and dropout, and the sum over rows. Part of [`Kernels`](crate::Kernels).
 pub trait ElementwiseKernels {
-    /// Computes `y = silu(gate) · up`.
-    fn swiglu(&self, gate: View<'_>, up: View<'_>, y: View<'_>);
+    /// Computes `y`, the gated activation of `gate` and `up`.
+    fn gated(&self, kind: GatedActivation, gate: View<'_>, up: View<'_>, y: View<'_>);
 
-    /// Computes the gradients of [`ElementwiseKernels::swiglu`].
-    fn swiglu_backward(&self, dy: View<'_>, gate: View<'_>, up: View<'_>, dgate: View<'_>, dup: View<'_>);
+    /// Computes the gradients of [`ElementwiseKernels::gated`].
+    fn gated_backward(
+        &self,
+        kind: GatedActivation,
+        dy: View<'_>,
+        gate: View<'_>,
+        up: View<'_>,
+        dgate: View<'_>,
+        dup: View<'_>,
+    );
 
     /// Computes `y = gelu(x)`.
     fn gelu(&self, kind: Gelu, x: View<'_>, y: View<'_>);

@@ -57,6 +57,8 @@ pub struct GroupedGemm<'a> {
     pub b: View<'a>,
     /// Output matrix `C`.
     pub c: View<'a>,
+    /// `[G, n]`: a vector for each group, added to each of its rows of `C` (`NT` and `NN` only).
+    pub bias: Option<View<'a>>,
     /// u32 `[G + 1]`, nondecreasing: the first row of each group.
     pub offsets: View<'a>,
     /// Overwrite or accumulate. The product of an empty group (`TN`) is zero.

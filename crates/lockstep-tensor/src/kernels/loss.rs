@@ -1,8 +1,8 @@
-//! Cross-entropy, of whole and of sharded vocabularies, and the squared error.
+//! Cross-entropy, of whole and of sharded vocabularies, the squared error, and the correct predictions of a classifier.
 
 use crate::View;
 
-/// Cross-entropy, of whole and of sharded vocabularies, and the squared error. Part of [`Kernels`](crate::Kernels).
+/// Cross-entropy, of whole and of sharded vocabularies, the squared error, and correct predictions. Part of [`Kernels`](crate::Kernels).
 pub trait LossKernels {
     /// Computes the cross-entropy of `logits [T, vocabulary]` against `labels` (i32 `[T]`, -100 = masked): writes
     /// `losses` (f32 `[T]`, 0 where masked).
@@ -34,6 +34,10 @@ pub trait LossKernels {
 
     /// Computes [`LossKernels::squared_error`], and overwrites `x` with its gradient, `2 seed · (x - target)`.
     fn squared_error_with_gradient(&self, x: View<'_>, target: View<'_>, losses: View<'_>, seed: f32);
+
+    /// Writes `correct` (f32 `[rows]`): 1 for each row of `logits [rows, classes]` whose largest element is that of its label
+    /// (i32 `[rows]`), else 0. Of equal elements the first is the largest. Masked rows (-100) and rows with a NaN are 0.
+    fn correct(&self, logits: View<'_>, labels: View<'_>, correct: View<'_>);
 
     /// Computes the softmax statistics of one vocabulary shard, for vocabulary-parallel cross-entropy. Writes f32
     /// `[3, T]`: for each token the maximum of `logits [T, columns]`, the sum of `exp(logit - maximum)`, and the

@@ -26,7 +26,7 @@ pub use attention_variant::{AttentionDirection, AttentionVariant, alibi_slopes, 
 pub use batch_norm::{BatchNorm, BatchNormKernels, RunningStatistics};
 pub use convolution::{Conv2d, ConvolutionKernels, Window2d};
 pub use copies::{CopyKernels, QuantizationKernels};
-pub use elementwise::{Activation, Dropout, ElementwiseKernels, Gelu, TokenPositions};
+pub use elementwise::{Activation, Dropout, ElementwiseKernels, GatedActivation, Gelu, TokenPositions};
 pub use embedding::EmbeddingKernels;
 pub use experts::{
     ExpertGroups, Permutation, PermutationKernels, Router, RouterGradients, RouterKernels, RouterOutputs,
@@ -35,7 +35,7 @@ pub use experts::{
 pub use gemm::{Gemm, GemmKernels, GemmLayout, GroupedGemm, Write};
 pub use heads::{HeadKernels, RotaryKernels, Rotation};
 pub use loss::LossKernels;
-pub use norm::{LayerNorm, NormKernels};
+pub use norm::{LayerNorm, NormKernels, RmsNorm};
 pub use optimizer::{AdamW, Lion, Muon, OptimizerKernels, Rounding, Sgd};
 pub use pool::{Pool2d, PoolKernels};
 

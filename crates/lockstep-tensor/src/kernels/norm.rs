@@ -2,6 +2,19 @@
 
 use crate::{View, Write};
 
+/// The operands of RMS normalization, `y = x · rstd · (offset + weight)` over the last dimension.
+#[derive(Debug, Clone, Copy)]
+pub struct RmsNorm<'a> {
+    /// Input `[rows, width]`.
+    pub x: View<'a>,
+    /// Scale `[width]`, less the offset.
+    pub weight: View<'a>,
+    /// Constant that is added to the weight, in f32: 0, or 1 for weights around zero (Gemma).
+    pub offset: f32,
+    /// f32 `[rows]`: 1 / sqrt(mean(x²) + eps) of each row.
+    pub rstd: View<'a>,
+}
+
 /// The operands of layer normalization, `y = (x - mean) · rstd · weight + bias` over the last dimension.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerNorm<'a> {
@@ -17,23 +30,14 @@ pub struct LayerNorm<'a> {
 
 /// RMS and layer normalization. Part of [`Kernels`](crate::Kernels).
 pub trait NormKernels {
-    /// Computes `y = x · rstd · weight` over the last dimension; `rstd (f32 [rows]) = 1/sqrt(mean(x²) + eps)` is an
-    /// output.
-    fn rms_norm(&self, x: View<'_>, weight: View<'_>, eps: f32, y: View<'_>, rstd: View<'_>);
+    /// Computes RMS normalization; writes `y` and the statistic of `norm`.
+    fn rms_norm(&self, norm: RmsNorm<'_>, eps: f32, y: View<'_>);
 
     /// Computes the gradient with respect to [`NormKernels::rms_norm`]'s input.
-    fn rms_norm_backward_input(
-        &self,
-        dy: View<'_>,
-        x: View<'_>,
-        weight: View<'_>,
-        rstd: View<'_>,
-        dx: View<'_>,
-        write: Write,
-    );
+    fn rms_norm_backward_input(&self, norm: RmsNorm<'_>, dy: View<'_>, dx: View<'_>, write: Write);
 
     /// Adds the gradient of [`NormKernels::rms_norm`]'s weight to `dweight` (f32 `[width]`).
-    fn rms_norm_backward_weight(&self, dy: View<'_>, x: View<'_>, rstd: View<'_>, dweight: View<'_>);
+    fn rms_norm_backward_weight(&self, norm: RmsNorm<'_>, dy: View<'_>, dweight: View<'_>);
 
     /// Computes layer normalization; writes `y` and the statistics of `norm`.
     fn layer_norm(&self, norm: LayerNorm<'_>, bias: Option<View<'_>>, eps: f32, y: View<'_>);

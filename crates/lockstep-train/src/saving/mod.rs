@@ -19,5 +19,6 @@ mod save;
 mod saver;
 
 pub(crate) use directories::Beginning;
+pub(crate) use part::{RankSave, gather};
 pub(crate) use save::SaveInterval;
 pub(crate) use saver::Saver;

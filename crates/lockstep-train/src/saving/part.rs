@@ -27,21 +27,21 @@ const MAX_REPORT_BYTES: usize = 256 << 20;
 pub(super) type Observer = Arc<dyn CommitObserver + Send + Sync>;
 
 /// The part of a save that a rank writes.
-pub(super) struct RankSave {
-    pub(super) step: u64,
-    pub(super) rank: usize,
+pub(crate) struct RankSave {
+    pub(crate) step: u64,
+    pub(crate) rank: usize,
     /// Names of the parameters whose state this rank writes for its replica.
-    pub(super) owned: HashSet<String>,
+    pub(crate) owned: HashSet<String>,
     /// True if this rank also writes what all replicas hold; the others write their rank-local state only.
-    pub(super) is_in_first_replica: bool,
+    pub(crate) is_in_first_replica: bool,
 }
 
 /// Outcome of a part: its report, or `None` if there was nothing to write.
-pub(super) type Written = Result<Option<ShardReport>, Error>;
+pub(crate) type Written = Result<Option<ShardReport>, Error>;
 
 impl RankSave {
     /// Writes the tensors of `tensors` that belong to this rank's part to the checkpoints' directory `dir`.
-    pub(super) fn write(
+    pub(crate) fn write(
         &self,
         dir: &Path,
         tensors: &[StateTensor<'_>],
@@ -192,7 +192,7 @@ impl PartOutcome {
 /// # Errors
 /// On the first rank, if any rank has failed. On a rank whose weights are not finite, for that reason. On all, if the
 /// communication fails.
-pub(super) fn gather(ranks: &Ranks, step: u64, own: Written) -> Result<Option<Vec<ShardReport>>, Error> {
+pub(crate) fn gather(ranks: &Ranks, step: u64, own: Written) -> Result<Option<Vec<ShardReport>>, Error> {
     let told = ranks.gather(&PartOutcome::of(&own).to_bytes())?;
     if !ranks.is_first() {
         return match own {

@@ -65,7 +65,7 @@ impl Batch {
     }
 
     pub(crate) fn seed(&self) -> Seed {
-        Seed { of_tokens: 1.0 / self.valid() as f32, of_sequences: 1.0 / self.sample_numbers.len() as f32 }
+        Seed::new(1.0 / self.valid() as f32, 1.0 / self.sample_numbers.len() as f32)
     }
 
     pub(crate) fn host(&self) -> HostBatch<'_> {

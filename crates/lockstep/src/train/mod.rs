@@ -13,6 +13,7 @@ use lockstep_engine::Ranks;
 use lockstep_infer::{LoadedModel, Sampling};
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_launch::{is_launched, started_group};
+use lockstep_observe::metrics::CountUnit;
 use lockstep_observe::progress::{Detail, Progress};
 use lockstep_observe::screen;
 use lockstep_train::{Summary, ranks_of, train};
@@ -163,7 +164,8 @@ fn report(config: &RunConfig, resume: &Resume, summary: &Summary) {
     }
     let loss =
         summary.loss.map_or("no loss: every step was skipped".to_owned(), |loss| format!("loss {loss:.4}"));
-    let eval = summary.eval_loss.map_or(String::new(), |loss| format!(", eval loss {loss:.4}"));
+    let mut eval = summary.eval_loss.map_or(String::new(), |loss| format!(", eval loss {loss:.4}"));
+    summary.eval_metrics.iter().for_each(|(name, mean)| eval += &format!(", eval {name} {mean:.4}"));
     let mut refused = String::new();
     if summary.skipped > 0 {
         refused = format!(", {} skipped", human::plural(summary.skipped as usize, "step"));
@@ -173,16 +175,21 @@ fn report(config: &RunConfig, resume: &Resume, summary: &Summary) {
     }
     let steps = human::plural(summary.steps_made as usize, "step");
     let seconds = human::seconds(summary.seconds);
-    let speed = human::count(summary.tokens as f64 / summary.seconds);
-    field("done", &format!("{steps} in {seconds}, {speed} tokens/s; {loss}{eval}{refused}"));
+    let (speed, unit) = (human::count(summary.amount as f64 / summary.seconds), summary.unit.word());
+    field("done", &format!("{steps} in {seconds}, {speed} {unit}/s; {loss}{eval}{refused}"));
     warn_if_diverged(summary);
     if let Some(report) = &summary.report {
         field("report", &report.display().to_string());
     }
     // Commands to copy are not wrapped.
     let chat = if summary.has_chats { "--chat " } else { "" };
-    note!("{}lockstep generate --model {checkpoint} {chat}--prompt ...", screen::field("next", ""));
-    note!("{}lockstep checkpoint export {checkpoint} --hf DIR", screen::field("", ""));
+    let mut next = vec![format!("lockstep checkpoint export {checkpoint} --hf DIR")];
+    if summary.unit == CountUnit::Tokens {
+        next.insert(0, format!("lockstep generate --model {checkpoint} {chat}--prompt ..."));
+    }
+    for (label, command) in ["next"].into_iter().chain(std::iter::repeat("")).zip(next) {
+        note!("{}{command}", screen::field(label, ""));
+    }
 }
 
 /// Warns if the run ends worse than an untrained model.

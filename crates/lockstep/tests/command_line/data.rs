@@ -38,7 +38,7 @@ fn the_same_tokens_give_the_same_losses_in_every_format() {
     workshop.train(&["train.steps=2"]).succeeds();
     let expected = losses(&workshop);
     assert_eq!(expected.len(), 2);
-    for name in ["raw.bin", "megatron.bin", "megatron.idx", "megatron", "text.jsonl"] {
+    for name in ["raw.bin", "megatron.bin", "megatron.idx", "megatron", "text.jsonl", "*.jsonl"] {
         let source = format!("data.train=[{name:?}]");
         workshop
             .run(&["train", "run.toml", "--resume", "never", "--set", "train.steps=2", "--set", &source])

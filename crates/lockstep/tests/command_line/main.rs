@@ -15,6 +15,7 @@ mod frozen_disks;
 mod going_on;
 mod habits;
 mod hosts;
+mod images;
 mod import;
 mod launching;
 mod limits;

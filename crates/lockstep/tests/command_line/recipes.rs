@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use lockstep::samples::write_synthetic_cifar10;
+
 use crate::workshop::Workshop;
 
 /// A recipe, and settings that make it small.
@@ -34,6 +36,10 @@ const RECIPES: &[Recipe] = &[
             "data.tokenizer=bytes",
             "train.seq_len=64",
         ],
+    },
+    Recipe {
+        name: "cifar10-resnet",
+        smaller: &["model.embedding_size=4", "model.hidden_sizes=[4, 8]", "model.depths=[1, 1]"],
     },
     Recipe { name: "chat-lora", smaller: &["train.seq_len=256"] },
     Recipe { name: "fine-tune", smaller: &["train.seq_len=256"] },
@@ -70,6 +76,7 @@ fn with_data() -> Workshop {
     for name in ["tinyshakespeare.txt", "books/a.txt", "openwebtext.txt"] {
         workshop.write(name, &text);
     }
+    write_synthetic_cifar10(&workshop.path("cifar-10-batches-bin"), 20, 10, 1).unwrap();
     let chat = r#"{"messages": [{"role": "user", "content": "To be?"}, {"role": "assistant", "content": "Or not to be."}]}"#;
     let instruction = r#"{"prompt": "To be? ", "completion": "Or not to be."}"#;
     workshop.write("chats.jsonl", format!("{chat}\n").repeat(60));

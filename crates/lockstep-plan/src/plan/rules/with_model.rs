@@ -42,6 +42,10 @@ pub(in crate::plan) const ON_RANKS: &[Rule<Facts>] = &[
     Rule(&["mesh.expert_tensor"], |plan, facts, found| {
         let split = (facts.expert_intermediate, "columns of an expert");
         experts(("expert_tensor", plan.mesh.expert_tensor), split, facts, found);
+        if plan.mesh.expert_tensor > 1 && facts.experts_have_biases {
+            let degree = plan.mesh.expert_tensor;
+            found.push(format!("expert_tensor {degree} splits experts, and these have biases; nearest: 1"));
+        }
     }),
     Rule(&["seq_len", "mesh.context", "sequence_parallel", "tensor_layout"], sequence),
     Rule(&["mesh.context", "context_method"], all_to_all),
@@ -99,7 +103,12 @@ impl Facts {
     /// Returns true if a tensor-parallel group of `ranks` can shard the heads, and shard or replicate the key and value heads.
     pub fn shards_heads(&self, ranks: usize) -> bool {
         let has_heads = ranks == 1 || self.heads > 0;
-        has_heads && self.heads.is_multiple_of(ranks) && even(self.key_value_heads, ranks)
+        let shards_keys = if self.norms_span_heads {
+            self.key_value_heads.is_multiple_of(ranks)
+        } else {
+            even(self.key_value_heads, ranks)
+        };
+        has_heads && self.heads.is_multiple_of(ranks) && shards_keys
     }
 }
 
@@ -152,6 +161,10 @@ fn tensor(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
     let most = if facts.vocab == 0 { facts.heads } else { facts.heads.min(facts.vocab) };
     let nearest = next_to(tensor, (1..=most).filter(valid));
     heads("tensor", tensor, facts, nearest, found);
+    if facts.norms_span_heads {
+        let keys = (facts.key_value_heads, "key/value heads, whose norm spans them all");
+        divides(("tensor", tensor), keys, nearest, found);
+    }
     divides(("tensor", tensor), (columns, "columns of the feed-forward layers"), nearest, found);
 }
 
@@ -228,6 +241,7 @@ fn beside_square(plan: &Plan, facts: &Facts, found: &mut Vec<String>) {
         (plan.mesh.context > 1, "context parallelism"),
         (facts.experts > 0, "experts"),
         (facts.has_latent_attention, "latent attention"),
+        (facts.norms_span_heads, "norms over all heads of queries and keys"),
     ];
     for (_, with) in others.into_iter().filter(|(is_there, _)| is_square(plan) && *is_there) {
         found.push(format!(

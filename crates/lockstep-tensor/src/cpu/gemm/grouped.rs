@@ -11,12 +11,16 @@ use crate::{
 
 /// Returns the product of each group, with the rows of its output; see [`GroupedGemm`].
 pub(super) fn products(grouped: GroupedGemm<'_>) -> impl Iterator<Item = (Gemm<'_>, usize)> {
-    let GroupedGemm { layout, a, b, c, offsets, write } = grouped;
-    check_disjoint(&[c], &[a, b, offsets]);
+    let GroupedGemm { layout, a, b, c, bias, offsets, write } = grouped;
+    check_disjoint(&[c], &[a, b, offsets, bias.unwrap_or(offsets)]);
     let groups = offsets.elements().checked_sub(1).expect("offsets of groups have at least one element");
     expect("offsets of grouped products", offsets, DType::U32, groups + 1);
     let stacked = if layout == GemmLayout::TN { c } else { b };
     let rows = a.shape().as_matrix().0;
+    if let Some(bias) = bias {
+        assert!(layout != GemmLayout::TN, "a {layout:?} product of groups has no bias");
+        expect("biases of grouped products", bias, b.dtype(), groups * c.shape().as_matrix().1);
+    }
     assert!(
         stacked.shape().dims().len() == 3 && stacked.shape().dims()[0] == groups,
         "{groups} groups of a {layout:?} product need a matrix each: a {a:?}, b {b:?}, c {c:?}"
@@ -40,7 +44,8 @@ pub(super) fn products(grouped: GroupedGemm<'_>) -> impl Iterator<Item = (Gemm<'
             GemmLayout::NN | GemmLayout::NT => (b.rows(own), c.rows(rows.clone())),
         };
         let rows_of_c = c.shape().as_matrix().0;
-        Some((Gemm { layout, a: a.rows(rows), b, c, bias: None, write }, rows_of_c))
+        let bias = bias.map(|bias| bias.rows(group..group + 1));
+        Some((Gemm { layout, a: a.rows(rows), b, c, bias, write }, rows_of_c))
     })
 }
 
@@ -77,7 +82,7 @@ mod tests {
             sizes in proptest::collection::vec(prop_oneof![Just(0usize), 1usize..40], 1..6),
             (before, behind) in (0usize..3, 0usize..3),
             width in [1usize..70, 1usize..70],
-            is_added in proptest::bool::ANY,
+            (is_added, has_bias) in (proptest::bool::ANY, proptest::bool::ANY),
         ) {
             let groups = sizes.len();
             let mut offsets = vec![before as u32];
@@ -92,6 +97,9 @@ mod tests {
                 let c_dtype = if layout == GemmLayout::TN { DType::F32 } else { dtype };
                 let run = |queue: &CpuQueue| {
                     let (a, b, c) = (filled(dtype, &a, 1), filled(dtype, &b, 2), filled(c_dtype, &c, 3));
+                    let columns = c.view().shape().as_matrix().1;
+                    let has_bias = has_bias && layout != GemmLayout::TN;
+                    let bias = has_bias.then(|| filled(dtype, &[groups, columns], 6));
                     let expected = filled(c_dtype, c.view().shape().dims(), 3);
                     let offsets_view = tensor(&offsets);
                     let product = GroupedGemm {
@@ -99,6 +107,7 @@ mod tests {
                         a: a.view(),
                         b: b.view(),
                         c: c.view(),
+                        bias: bias.as_ref().map(Tensor::view),
                         offsets: offsets_view.view(),
                         write,
                     };
@@ -116,7 +125,8 @@ mod tests {
                             let b_of_group = b.view().rows(group..group + 1).reshape(matrix(&b));
                             (b_of_group, expected.view().rows(rows.clone()))
                         };
-                        queue.gemm(Gemm { layout, a: a.view().rows(rows), b, c, bias: None, write });
+                        let bias = bias.as_ref().map(|bias| bias.view().rows(group..group + 1));
+                        queue.gemm(Gemm { layout, a: a.view().rows(rows), b, c, bias, write });
                     }
                     vec![values(c.view()), values(expected.view())]
                 };
@@ -149,7 +159,15 @@ mod tests {
                 let groups = first..first + offsets.view().elements() - 1;
                 let (b, c) = if layout == GemmLayout::TN { (b, c.rows(groups)) } else { (b.rows(groups), c) };
                 let (a, offsets) = (a.view(), offsets.view());
-                queue.grouped_gemm(GroupedGemm { layout, a, b, c, offsets, write: Write::Overwrite });
+                queue.grouped_gemm(GroupedGemm {
+                    layout,
+                    a,
+                    b,
+                    c,
+                    bias: None,
+                    offsets,
+                    write: Write::Overwrite,
+                });
             };
             product(&offsets, 0, &found);
             for (group, ends) in offsets.windows(2).enumerate() {
@@ -183,7 +201,7 @@ mod tests {
         let (dx, dw) = (filled(DType::F32, &[5, inner], 4), filled(DType::F32, &[3, outer, inner], 5));
         let product = |layout, a: &Tensor, b: &Tensor, c: &Tensor| {
             let (a, b, c, offsets) = (a.view(), b.view(), c.view(), offsets.view());
-            queue.grouped_gemm(GroupedGemm { layout, a, b, c, offsets, write: Write::Overwrite });
+            queue.grouped_gemm(GroupedGemm { layout, a, b, c, bias: None, offsets, write: Write::Overwrite });
         };
         product(GemmLayout::NN, &dy, &w, &dx);
         product(GemmLayout::TN, &dy, &x, &dw);
@@ -197,7 +215,7 @@ mod tests {
         let [a, b, c] = [&[4, 2][..], &[2, 3, 2], &[4, 3]].map(|shape| filled(DType::F32, shape, 1));
         let (a, b, c, offsets) = (a.view(), b.view(), c.view(), tensor(offsets));
         let (layout, write) = (GemmLayout::NT, Write::Overwrite);
-        queue.grouped_gemm(GroupedGemm { layout, a, b, c, offsets: offsets.view(), write });
+        queue.grouped_gemm(GroupedGemm { layout, a, b, c, bias: None, offsets: offsets.view(), write });
     }
 
     #[test]

@@ -58,6 +58,16 @@ pub(crate) fn normal_distribution(isa: Isa, x: f32) -> (f32, f32) {
     (if x < 0.0 { tail } else { 1.0 - tail }, density)
 }
 
+/// Returns `(1 + tanh u) / 2` and its derivative by `x`, for `u = √(2/π) (x + 0.044715 x³)`: the sigmoid of `2u`.
+#[inline(always)]
+pub(crate) fn tanh_gate(isa: Isa, x: f32) -> (f32, f32) {
+    const TWO_SQRT_2_OVER_PI: f32 = 1.595_769;
+    const CUBIC: f32 = 0.044_715;
+    let s = sigmoid(isa, TWO_SQRT_2_OVER_PI * (x + CUBIC * x * x * x));
+    // If s(1-s) is zero the other factor may be infinite, but only for |x| > 1e19.
+    (s, s * (1.0 - s) * TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x))
+}
+
 /// Returns (sin x, cos x) to within 2e-7 for `|x| <= 2^20`.
 #[inline(always)]
 pub(crate) fn sin_cos(x: f32) -> (f32, f32) {

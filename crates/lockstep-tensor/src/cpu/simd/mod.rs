@@ -11,6 +11,6 @@ mod isa;
 mod loops;
 
 pub(crate) use float::{Float, with_float};
-pub(crate) use functions::{ROUND, exp, normal_distribution, sigmoid, sin_cos};
+pub(crate) use functions::{ROUND, exp, normal_distribution, sigmoid, sin_cos, tanh_gate};
 pub(crate) use isa::{CACHE_LINE_BYTES, Isa, inlined, prefetch};
 pub(crate) use loops::{BLOCK, Block, add_to, map_block, map_slices, max, sum};

@@ -1,4 +1,4 @@
-//! Losses of classifiers and of regression, row by row.
+//! Losses and correct predictions of classifiers, and the losses of regression, row by row.
 //!
 //! With label smoothing ε over K classes (Szegedy et al., 2016, section 7) the target of a row is
 //! `(1 - ε) onehot(label) + ε / K`, and so
@@ -60,6 +60,28 @@ pub(in crate::cpu) fn cross_entropy_smoothed(
                 let row = unsafe { logits.write(elements) };
                 differentiate(isa, row, Some(label), total, smoothing, seed);
             }
+        }));
+    });
+}
+
+/// Writes 1 for each row whose largest logit is that of its label, else 0.
+pub(in crate::cpu) fn correct(queue: &CpuQueue, logits: View<'_>, labels: View<'_>, correct: View<'_>) {
+    let (rows, classes) = check_shapes(logits, labels, correct);
+    check_disjoint(&[correct], &[logits, labels]);
+    let labels = check_labels(labels, classes);
+    with_float!(logits.dtype(), T => {
+        let (logits, correct) = (Operand::<T>::new(logits), Operand::<f32>::new(correct));
+        queue.for_each_row(rows, classes, inlined!(|row, _isa| {
+            // SAFETY: each element of the output belongs to one task, and the logits are only read.
+            let (out, x) =
+                unsafe { (correct.write(row..row + 1), logits.read(row * classes..(row + 1) * classes)) };
+            let is_correct = usize::try_from(labels[row]).is_ok_and(|label| {
+                let of_label = x[label].load();
+                // A comparison with a NaN is false.
+                let (before, after) = (&x[..label], &x[label..]);
+                before.iter().all(|x| x.load() < of_label) && after.iter().all(|x| x.load() <= of_label)
+            });
+            out[0] = f32::from(u8::from(is_correct));
         }));
     });
 }
@@ -199,6 +221,53 @@ mod tests {
                 });
             }
         }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(8))]
+
+        #[test]
+        fn correct_rows_are_those_whose_first_largest_logit_is_the_labels(
+            (rows, classes) in prop_oneof![(1usize..8, 1usize..40), (100usize..130, 90usize..100)],
+        ) {
+            let mut labels = labels(rows, classes);
+            for dtype in ACTIVATIONS {
+                // Few values, so that many are equal.
+                let logits: Vec<f64> =
+                    random_of(dtype, 1, rows * classes).iter().map(|x| (2.0 * x).round()).collect();
+                let first_largest = |row: &[f64]| {
+                    (0..classes).reduce(|best, class| if row[class] > row[best] { class } else { best }).unwrap()
+                };
+                let largest: Vec<usize> = logits.chunks(classes).map(first_largest).collect();
+                for (row, label) in labels.iter_mut().enumerate().step_by(2) {
+                    *label = largest[row] as i32;
+                }
+                let expected: Vec<f64> = largest
+                    .iter()
+                    .zip(&labels)
+                    .map(|(largest, label)| f64::from(u8::from(*largest as i32 == *label)))
+                    .collect();
+                let run = |queue: &CpuQueue| {
+                    let correct = floats(DType::F32, [rows], &vec![9.0; rows]);
+                    let logits = floats(dtype, [rows, classes], &logits);
+                    queue.correct(logits.view(), tensor(&labels).view(), correct.view());
+                    vec![values(correct.view())]
+                };
+                on_every_queue(run, |results| assert_eq!(results[0], expected, "labels {labels:?}"));
+            }
+        }
+    }
+
+    #[test]
+    fn rows_that_are_masked_or_hold_a_nan_are_not_correct() {
+        let logits = [1.0, 0.0, f64::NAN, 0.0, 1.0, f64::NAN, 1.0, 0.0];
+        let run = |queue: &CpuQueue| {
+            let correct = floats(DType::F32, [4], &[9.0; 4]);
+            let logits = floats(DType::F32, [4, 2], &logits);
+            queue.correct(logits.view(), tensor(&[-100_i32, 0, 0, 0]).view(), correct.view());
+            vec![values(correct.view())]
+        };
+        on_every_queue(run, |results| assert_eq!(results[0], [0.0, 0.0, 0.0, 1.0]));
     }
 
     #[test]

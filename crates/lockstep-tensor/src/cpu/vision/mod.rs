@@ -10,7 +10,7 @@ mod windows;
 
 pub(super) use activation::{activation, activation_backward};
 pub(super) use depthwise::{depthwise, depthwise_backward_input, depthwise_backward_weight, is_depthwise};
-pub(super) use loss::{cross_entropy_smoothed, squared_error};
+pub(super) use loss::{correct, cross_entropy_smoothed, squared_error};
 pub(super) use rows::{
     Selection, prepend_row, prepend_row_backward_input, prepend_row_backward_row, select_row,
     select_row_backward,

@@ -74,7 +74,7 @@ pub(in crate::cpu) fn prepend_row_backward_row(queue: &CpuQueue, dy: View<'_>, d
 /// Row of each sequence that is selected.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cpu) enum Selection<'a> {
-    /// The same row of every sequence.
+    /// One row, the same of every sequence.
     Same(usize),
     /// A row of each sequence, u32 `[batch]`.
     Each(View<'a>),

@@ -1,7 +1,7 @@
-//! SwiGLU: `y = silu(gate) · up`, on all rows or on the used rows of experts.
+//! Gated activations `y = f(gate) · up`, on all rows or on the used rows of experts.
 
 use lockstep_comm::CommError;
-use lockstep_tensor::View;
+use lockstep_tensor::{GatedActivation, View};
 
 use crate::{
     block::Value,
@@ -12,7 +12,8 @@ use crate::{
 };
 
 #[derive(Debug)]
-struct SwiGlu {
+struct Gated {
+    kind: GatedActivation,
     gate: Value,
     up: Value,
     y: Value,
@@ -27,33 +28,41 @@ struct UsedRows {
 }
 
 impl Recorder {
-    /// Records `silu(gate) · up`.
+    /// Records a gated activation.
     ///
     /// # Panics
     /// If the two have unlike columns or placements, or are partial sums.
     #[track_caller]
-    pub fn swiglu(&mut self, gate: Value, up: Value) -> Value {
-        self.expect_same(gate, up, "SwiGLU");
+    pub fn gated(&mut self, kind: GatedActivation, gate: Value, up: Value) -> Value {
+        self.expect_same(gate, up, name_of(kind));
         let y = self.same_shape(gate);
-        self.push(SwiGlu { gate, up, y, experts: None });
+        self.push(Gated { kind, gate, up, y, experts: None });
         y
     }
 
-    /// Records `silu(gate) · up` on the rows of experts that begin at `offsets`.
-    pub(crate) fn swiglu_of_experts(
+    /// Records a gated activation on the rows of experts that begin at `offsets`.
+    pub(crate) fn gated_of_experts(
         &mut self,
-        gate: Value,
-        up: Value,
+        kind: GatedActivation,
+        [gate, up]: [Value; 2],
         offsets: Value,
         rows: ExpertRows,
     ) -> Value {
         let y = self.local(self.local_rows(gate), self.local_columns(gate), self.shape.dtype);
-        self.push(SwiGlu { gate, up, y, experts: Some(UsedRows { offsets, rows }) });
+        self.push(Gated { kind, gate, up, y, experts: Some(UsedRows { offsets, rows }) });
         y
     }
 }
 
-impl SwiGlu {
+fn name_of(kind: GatedActivation) -> &'static str {
+    match kind {
+        GatedActivation::Silu => "SwiGLU",
+        GatedActivation::Gelu(_) => "GeGLU",
+        GatedActivation::Clamped { .. } => "clamped SwiGLU",
+    }
+}
+
+impl Gated {
     fn offsets(&self) -> Option<Value> {
         self.experts.map(|experts| experts.offsets)
     }
@@ -66,23 +75,27 @@ impl SwiGlu {
     }
 }
 
-impl Op for SwiGlu {
+impl Op for Gated {
     fn facts(&self) -> Facts {
-        let Self { gate, up, y, experts } = *self;
+        let Self { kind, gate, up, y, experts } = *self;
         Facts {
             tables: self.offsets().into_iter().collect(),
             saved_for_inputs: [gate, up].into_iter().chain(self.offsets()).collect(),
             is_cheap: true,
             expert_rows: experts.map(|experts| experts.rows),
-            vector_flops: [5, 12, 0],
-            ..Facts::of("SwiGLU", [gate, up], [y])
+            vector_flops: match kind {
+                GatedActivation::Silu => [5, 12, 0],
+                GatedActivation::Gelu(_) => [9, 16, 0],
+                GatedActivation::Clamped { .. } => [9, 17, 0],
+            },
+            ..Facts::of(name_of(kind), [gate, up], [y])
         }
     }
 
     fn forward(&self, run: &Run<'_>) -> Result<(), CommError> {
         let rows = self.used_rows(run);
         let [gate, up, y] = [self.gate, self.up, self.y].map(|value| used(run.value(value), rows));
-        run.queue().swiglu(gate, up, y);
+        run.queue().gated(self.kind, gate, up, y);
         Ok(())
     }
 
@@ -90,7 +103,7 @@ impl Op for SwiGlu {
         let rows = self.used_rows(run);
         let operands = [dy, run.value(self.gate), run.value(self.up), dx.view(0), dx.view(1)];
         let [dy, gate, up, dgate, dup] = operands.map(|view| used(view, rows));
-        run.queue().swiglu_backward(dy, gate, up, dgate, dup);
+        run.queue().gated_backward(self.kind, dy, gate, up, dgate, dup);
         Ok(())
     }
 }

@@ -50,7 +50,7 @@ impl Recorder {
         };
         assert_eq!(self.context.ranks, 1, "the input {name} is not split over context-parallel ranks");
         let input = self.inputs[index].for_tokens(self.shape.seq_len);
-        let (dtype, columns, shape) = (input.dtype, input.elements(), input.shape.clone());
+        let (dtype, columns, shape) = (input.dtype, input.elements(), input.shape);
         let value =
             self.create(ValueInfo { rows: self.shape.sequences, columns, dtype }, Placement::Replicate);
         self.give(value, Region::Data(index));

@@ -89,7 +89,7 @@ impl<'a> Selection<'a> {
                 Rows::Same(index)
             }
             Self::Each(indices) => {
-                expect(&format!("{name}: indices"), indices, DType::U32, batch);
+                expect(format!("{name}: indices"), indices, DType::U32, batch);
                 check_disjoint(&[written], &[indices]);
                 // SAFETY: the indices overlap no output, and kernels write only their outputs.
                 Rows::Each(unsafe { indices.slice::<u32>() })

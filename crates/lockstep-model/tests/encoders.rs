@@ -1,5 +1,4 @@
 //! Configurations and checkpoints of BERT, ViT and classifiers of sequences.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_model::{BertConfig, BertHead, Classes, HfMapping, LlamaConfig, ModelConfig, VitConfig};
 use lockstep_plan::DType;

@@ -150,7 +150,7 @@ fn train(world: &World) -> Result<(), Error> {
             .map(|range| repeats(first + range.start as u64..first + range.end as u64))
             .collect();
         let loss = engine.forward_backward(&batches)?;
-        engine.step(3e-3)?;
+        engine.step(3e-3 * (1.0 - step as f64 / STEPS as f64))?;
         if world.is_first() && step % (STEPS / 6) == 0 {
             println!("step {step}: loss {loss:.5}");
         }

@@ -1,8 +1,7 @@
 //! Advice on errors that come from limits of the system on this process (`ulimit`, cgroups).
 
 /// Advice if threads or processes are refused.
-const TASKS: &str =
-    "the system allows no more threads or processes: raise ulimit -u, or pids.max (TasksMax) of the cgroup";
+const TASKS: &str = "the system allows no more threads or processes: raise ulimit -u, pids.max (TasksMax) of the cgroup, or ulimit -v";
 /// Advice if memory is refused.
 const MEMORY: &str = "the system gives no more memory: raise ulimit -v, where that is set, or take less";
 /// Advice if a file may not grow.

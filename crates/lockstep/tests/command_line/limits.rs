@@ -49,7 +49,13 @@ fn an_address_space_that_is_too_small_is_an_error_and_no_signal() {
         let text = String::from_utf8_lossy(&output.stderr);
         if output.status.code() == Some(1) {
             refused += 1;
-            let says = ["memory allocation of", "out of memory", "Cannot allocate memory", "cannot start"];
+            let says = [
+                "memory allocation of",
+                "out of memory",
+                "Cannot allocate memory",
+                "cannot start",
+                "ulimit -v",
+            ];
             assert!(says.iter().any(|says| text.contains(says)), "{kilobytes} kB: {text}");
         }
     }

@@ -488,7 +488,12 @@ fn ranks_that_cannot_share_the_model_are_refused_all_at_once_where_they_were_set
     );
     assert_eq!(problems(&["parallel.tensor_parallel=4"]), NOTHING);
     assert_eq!(
-        problems(&["parallel.tensor_parallel=4", "model.vocab_size=3", "train.seq_len=10"]),
+        problems(&[
+            "parallel.tensor_parallel=4",
+            "model.vocab_size=3",
+            "train.seq_len=10",
+            "train.micro_batch=1"
+        ]),
         [
             "--set parallel.tensor_parallel=4: parallel.tensor_parallel: tensor 4 leaves ranks without a token of the \
              vocabulary of 3; nearest: 3",

@@ -316,7 +316,7 @@ fn relations_that_a_family_cannot_have_are_refused_in_one_message() {
         (json!({"model_type": "opt", "dropout": 1.0}), "`dropout` = 1"),
         (json!({"model_type": "bloom", "n_head": 3}), "`n_head` = 3 does not divide `hidden_size` = 64"),
         (
-            json!({"model_type": "bloom", "n_head": 3, "num_attention_heads": 4}),
+            json!({"model_type": "bloom", "n_head": 8, "num_attention_heads": 4}),
             "`num_attention_heads` = 4 differ",
         ),
         (json!({"model_type": "bloom", "seq_lenght": 3}), "did you mean `seq_length`?"),

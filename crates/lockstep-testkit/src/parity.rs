@@ -10,7 +10,7 @@ use std::{env, io};
 
 use lockstep_checkpoint::ModelDirectory;
 use lockstep_comm::{Group, World, WorldOptions};
-use lockstep_config::{Resume, RunConfig};
+use lockstep_config::{Resume, RunConfig, resolve_model};
 use lockstep_engine::Ranks;
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::progress::Progress;
@@ -213,11 +213,14 @@ impl Workbench {
 
     fn config_of(&self, of_model: &[&str], settings: &[&str]) -> Result<RunConfig, Error> {
         let data = [
-            format!("data.train=[{:?}]", self.path("text.jsonl")),
             format!("data.cache_dir={:?}", self.path("cache")),
             "train.steps=1".to_owned(),
+            format!("data.train=[{:?}]", self.path("text.jsonl")),
         ];
-        let of_data = data.iter().map(String::as_str);
+        // Models with named inputs run on generated samples, and those without tokens refuse a text.
+        let alone = resolve_model(&RunConfig::parse(SAMPLE_RUN, "the parity matrix", of_model)?);
+        let reads_text = alone.map_or(true, |model| model.config.model().inputs().is_empty());
+        let of_data = data.iter().take(if reads_text { 3 } else { 2 }).map(String::as_str);
         let settings: Vec<&str> =
             of_model.iter().copied().chain(of_data).chain(settings.iter().copied()).collect();
         Ok(RunConfig::parse(SAMPLE_RUN, "the parity matrix", &settings)?)

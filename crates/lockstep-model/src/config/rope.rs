@@ -141,56 +141,17 @@ impl Rope {
         theta_key: &'static str,
         part: Option<(&'static str, f64)>,
     ) -> (Self, f64) {
-        let mut thetas = Vec::new();
-        if let Some(theta) = reader.optional_number(theta_key) {
-            thetas.push((theta_key, theta));
-        }
-        let mut parts = Vec::new();
-        if let Some((key, _)) = part
-            && let Some(fraction) = reader.optional_number(key)
-        {
-            parts.push((key, fraction));
-        }
-        let mut scalings = Vec::new();
-        for (key, prefix) in [("rope_scaling", "rope_scaling."), ("rope_parameters", "rope_parameters.")] {
-            let Some(table) = reader.table(key).filter(|table| !table.is_empty()) else {
-                continue;
-            };
-            let mut inner = Reader::new(table, prefix);
-            if let Some(theta) = inner.optional_number("rope_theta") {
-                thetas.push((key, theta));
-            }
-            match part {
-                None => inner.fixed(super::keys::FIXED_FOR_ROPE),
-                Some(_) => parts.extend(inner.optional_number(PART_KEY).map(|fraction| (key, fraction))),
-            }
-            match RopeScaling::read(&mut inner, max_position_embeddings) {
-                Some(scaling) => {
-                    scalings.push((key, scaling));
-                    reader.absorb(inner.finish());
-                }
-                // With an unknown type all other keys would be unknown as well; one message is enough.
-                None => reader.absorb(inner.problems()),
-            }
-        }
-        if let [(first, a), .., (last, b)] = scalings[..]
-            && a != b
-        {
-            reader.conflict(format!("`{first}` and `{last}` describe different RoPE scalings"));
-        }
-        for (what, values) in [("theta", &thetas), ("part of a head", &parts)] {
-            for pair in values.windows(2) {
-                let [(first, a), (second, b)] = [pair[0], pair[1]];
-                if a != b {
-                    reader.conflict(format!("RoPE's {what} is {a} by `{first}` and {b} by `{second}`"));
-                }
-            }
-        }
-        let rope = Self {
-            theta: thetas.first().map_or(10_000.0, |&(_, theta)| theta),
-            scaling: scalings.first().map_or(RopeScaling::Default, |&(_, scaling)| scaling),
+        let tables = ["rope_scaling", "rope_parameters"].map(|key| (key, reader.table(key)));
+        let [(scaling, of_scaling), (parameters, of_parameters)] = tables;
+        let source = RopeSource {
+            theta: (theta_key, 10_000.0),
+            part,
+            tables: vec![
+                (scaling, "rope_scaling.", of_scaling),
+                (parameters, "rope_parameters.", of_parameters),
+            ],
         };
-        (rope, parts.first().copied().or(part).map_or(1.0, |(_, fraction)| fraction))
+        source.read(reader, max_position_embeddings)
     }
 
     /// Writes form 4: theta under `theta_key`, and `rope_scaling`.
@@ -276,14 +237,17 @@ impl Rope {
     }
 }
 
+/// A table of RoPE settings: its key, the prefix of its keys in messages, and its contents.
+pub(super) type RopeTable<'a> = (&'static str, &'static str, Option<&'a Map<String, Value>>);
+
 /// The places of RoPE settings in a configuration.
 pub(super) struct RopeSource<'a> {
     /// Key of theta at the top level, and its default.
     pub(super) theta: (&'static str, f64),
     /// Key at the top level of the fraction of each head that rotates, and its default; without it, all elements rotate.
     pub(super) part: Option<(&'static str, f64)>,
-    /// Tables of settings: key, prefix of their keys in messages, and contents. They must agree.
-    pub(super) tables: Vec<(&'static str, &'static str, Option<&'a Map<String, Value>>)>,
+    /// Tables of settings, which must agree.
+    pub(super) tables: Vec<RopeTable<'a>>,
 }
 
 impl RopeSource<'_> {

@@ -127,7 +127,7 @@ impl Trainer {
             let choice = choose(config, &self.resume, Some(world.size()))?;
             Ok(choice.map_or(Ok(String::new()), |choice| choice.plan.plan().to_json())?)
         };
-        let text = world.from_first(choose)?;
+        let text = world.made_by_first(choose)?;
         Ok(if text.is_empty() { None } else { Some(Plan::from_json(&text)?) })
     }
 }

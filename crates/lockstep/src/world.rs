@@ -76,7 +76,10 @@ impl World {
     ///
     /// # Errors
     /// On rank 0 the error of `make`; on the others, that rank 0 has failed. If a rank is lost.
-    pub(crate) fn from_first(&self, make: impl FnOnce() -> Result<String, Error>) -> Result<String, Error> {
+    pub(crate) fn made_by_first(
+        &self,
+        make: impl FnOnce() -> Result<String, Error>,
+    ) -> Result<String, Error> {
         let Some(group) = &self.group else { return make() };
         let own = self.is_first().then(make).transpose();
         let length = own.as_ref().ok().map(|text| text.as_ref().map_or(0, String::len) as i64);

@@ -25,6 +25,8 @@ const LAYERS: usize = 2;
 const SEQ_LEN: usize = 16;
 const GLOBAL_BATCH: usize = 32;
 const STEPS: usize = 300;
+/// The output layer; the others differ in name and width.
+const LINEAR: Linear<'_> = Linear { name: "head", out_features: VOCABULARY, bias: Bias::Without, std: 0.05 };
 
 /// A decoder whose blocks add attention and feed-forward to the same norm of the residual stream.
 #[derive(Debug)]
@@ -32,7 +34,7 @@ struct ParallelDecoder;
 
 impl ParallelDecoder {
     fn linear(g: &mut Recorder, x: Value, name: &str, out_features: usize) -> Value {
-        g.linear(x, Linear { name, out_features, bias: Bias::Without, std: 0.05 })
+        g.linear(x, Linear { name, out_features, ..LINEAR })
     }
 
     fn block(g: &mut Recorder) -> Value {
@@ -69,8 +71,7 @@ impl Model for ParallelDecoder {
             _ => {
                 let x = g.input(HIDDEN);
                 let x = g.rms_norm(x, "norm", HIDDEN, 1e-6);
-                let head = Linear { name: "head", out_features: VOCABULARY, bias: Bias::Without, std: 0.05 };
-                g.language_model_head(x, head, None)
+                g.language_model_head(x, LINEAR, None)
             }
         }
     }
@@ -110,45 +111,38 @@ impl Model for ParallelDecoder {
 }
 
 /// Returns sequences whose second half repeats the first; only the second half counts in the loss.
-fn repeats(samples: Range<u64>) -> MicroBatch {
+fn repeats(first: usize, range: Range<usize>) -> MicroBatch {
+    let samples = (first + range.start) as u64..(first + range.end) as u64;
     let half = SEQ_LEN / 2 + 1;
     let token =
         |sample: u64, at: usize| (sample * 31 + 7 * (at % half) as u64).wrapping_mul(0x9E37_79B9) >> 9;
     let id = |sample: u64, at: usize| (token(sample, at) % VOCABULARY as u64) as u32;
-    let sequences = (samples.end - samples.start) as usize;
+    let sequences = range.len();
     let tokens = || samples.clone().flat_map(|sample| (0..SEQ_LEN).map(move |at| (sample, at)));
     let label = |(sample, at): (u64, usize)| if at + 1 < half { -100 } else { id(sample, at + 1) as i32 };
     MicroBatch {
         ids: tokens().map(|(sample, at)| id(sample, at)).collect(),
         labels: tokens().map(label).collect(),
-        positions: tokens().map(|(_, at)| at as u32).collect(),
         document_starts: vec![0; sequences * SEQ_LEN],
         sample_numbers: samples.clone().collect(),
-        inputs: Vec::new(),
-        skipped: 0,
         sequences,
         seq_len: SEQ_LEN,
+        ..MicroBatch::default()
     }
 }
 
 fn train(world: &World) -> Result<(), Error> {
     let is_split = |how: &str| lockstep::arguments().windows(2).any(|pair| pair == ["--split", how]);
-    let mesh = Degrees {
-        tensor: if is_split("tensor") { world.size() } else { 1 },
-        pipeline: if is_split("pipeline") { world.size() } else { 1 },
-        ..Degrees::default()
-    };
+    let degree = |how: &str| if is_split(how) { world.size() } else { 1 };
+    let mesh = Degrees { tensor: degree("tensor"), pipeline: degree("pipeline"), ..Degrees::default() };
     let plan = Plan { mesh, micro_batch: Some(8), ..Plan::default() };
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
     let settings =
         Settings { plan, global_batch: GLOBAL_BATCH, seq_len: SEQ_LEN, optimizer, ..Settings::default() };
     let mut engine = Engine::new(world, ParallelDecoder, settings)?;
     for step in 1..=STEPS {
-        let first = ((step - 1) * GLOBAL_BATCH) as u64;
-        let batches: Vec<MicroBatch> = engine
-            .shard()
-            .map(|range| repeats(first + range.start as u64..first + range.end as u64))
-            .collect();
+        let first = (step - 1) * GLOBAL_BATCH;
+        let batches: Vec<MicroBatch> = engine.shard().map(|range| repeats(first, range)).collect();
         let loss = engine.forward_backward(&batches)?;
         engine.step(3e-3 * (1.0 - step as f64 / STEPS as f64))?;
         if world.is_first() && step % (STEPS / 6) == 0 {

@@ -181,11 +181,12 @@ fn a_checkpoint_of_the_command_generates_text() {
             "model.num_hidden_layers=1",
         ])
         .args(["--set", "model.hidden_size=48", "--set", "train.global_batch=2", "--set", "train.seq_len=16"])
+        .args(["--set", "checkpoint.dir=saved"])
         .current_dir(dir.path())
         .output()
         .unwrap();
     assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
     let output =
-        run(dir.path(), "big_model_inference", &["--model", "checkpoints/step-00000002", "--prompt", "fn "]);
+        run(dir.path(), "big_model_inference", &["--model", "saved/step-00000002", "--prompt", "fn "]);
     assert!(output.starts_with("fn "), "{output}");
 }

@@ -6,7 +6,7 @@
     /tmp/peers/bin/python benches/peers/vision_curve.py
 
 PyTorch initializes a ResNet-18 for CIFAR and saves it as a model directory; `lockstep train` starts from that directory. Images
-are patterns with noise in CIFAR-10's binary format. SGD with momentum 0.9, no decay, batches of 64 in sequence. Exits 1 if the
+are patterns with noise in CIFAR-10's binary format. SGD with momentum 0.9, no decay, batches of 32 in sequence. Exits 1 if the
 mean of any ten consecutive losses differs by more than 2 %. Single steps are printed as well: the loss of one batch near zero
 is noise.
 """
@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", REPOSITORY / "target"))
-IMAGES, BATCH, LIMIT, WINDOW = 6400, 64, 0.02, 10
+IMAGES, BATCH, LIMIT, WINDOW = 6400, 32, 0.02, 10
 CONFIG = {
     "model_type": "resnet", "image_size": 32, "num_labels": 10, "stem": "cifar", "layer_type": "basic",
     "embedding_size": 64, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2],
@@ -76,6 +76,7 @@ def lockstep(binary: Path, work: Path, steps: int, lr: float) -> list[float]:
     (work / "run.toml").write_text(f"""
 [model]
 path = "model"
+from_pretrained = true
 [data]
 format = "cifar10"
 train = ["images"]
@@ -105,7 +106,7 @@ dir = "metrics"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--lr", type=float, default=0.001)
     parser.add_argument("--binary", type=Path, default=TARGET / "release/lockstep")
     arguments = parser.parse_args()
     torch.set_num_threads(2)

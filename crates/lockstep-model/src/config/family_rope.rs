@@ -33,10 +33,7 @@ impl FamilyRopes {
         if part.is_none() {
             reader.fixed(super::keys::FIXED_FOR_ROPE);
         }
-        let tables = [
-            ("rope_scaling", "rope_scaling.", reader.table("rope_scaling")),
-            ("rope_parameters", "rope_parameters.", reader.table("rope_parameters")),
-        ];
+        let tables = RopeSource::usual_tables(reader);
         let has_tables = tables.iter().any(|(.., table)| table.is_some());
         let theta = ("rope_theta", family.traits().rope_theta);
         let source = RopeSource { theta, part, tables: tables.into() };

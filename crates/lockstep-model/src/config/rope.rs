@@ -141,16 +141,8 @@ impl Rope {
         theta_key: &'static str,
         part: Option<(&'static str, f64)>,
     ) -> (Self, f64) {
-        let tables = ["rope_scaling", "rope_parameters"].map(|key| (key, reader.table(key)));
-        let [(scaling, of_scaling), (parameters, of_parameters)] = tables;
-        let source = RopeSource {
-            theta: (theta_key, 10_000.0),
-            part,
-            tables: vec![
-                (scaling, "rope_scaling.", of_scaling),
-                (parameters, "rope_parameters.", of_parameters),
-            ],
-        };
+        let tables = RopeSource::usual_tables(reader).into();
+        let source = RopeSource { theta: (theta_key, 10_000.0), part, tables };
         source.read(reader, max_position_embeddings)
     }
 
@@ -250,7 +242,13 @@ pub(super) struct RopeSource<'a> {
     pub(super) tables: Vec<RopeTable<'a>>,
 }
 
-impl RopeSource<'_> {
+impl<'a> RopeSource<'a> {
+    /// Returns the tables of both of transformers' forms.
+    pub(super) fn usual_tables(reader: &mut Reader<'a>) -> [RopeTable<'a>; 2] {
+        [("rope_scaling", "rope_scaling."), ("rope_parameters", "rope_parameters.")]
+            .map(|(key, prefix)| (key, prefix, reader.table(key)))
+    }
+
     /// Reads the settings, and the fraction of each head that rotates.
     pub(super) fn read(self, reader: &mut Reader<'_>, max_position_embeddings: usize) -> (Rope, f64) {
         let Self { theta: (theta_key, default_theta), part, tables } = self;

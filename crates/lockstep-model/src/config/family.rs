@@ -36,6 +36,61 @@ pub enum LlamaFamily {
     GptOss,
 }
 
+/// The row of Llama, from which the others differ.
+const LLAMA: FamilyTraits = FamilyTraits {
+    model_type: "llama",
+    architecture: "LlamaForCausalLM",
+    sizes: [32000, 4096, 11008, 32, 32, 2048],
+    num_key_value_heads: None,
+    rms_norm_eps: 1e-6,
+    attention_bias: AttentionBias::Configured,
+    qk_norm: QueryKeyNorm::Never,
+    windows: Windows::Never,
+    head_dim: None,
+    rope_theta: 10_000.0,
+    ties_embeddings: false,
+    soft_caps: None,
+    block: BlockStyle {
+        norms: NormPlacement::Before,
+        norm_scale: NormScale::Weight,
+        gate: GatedActivation::Silu,
+        scales_embeddings: false,
+        has_sinks: false,
+    },
+};
+
+/// The row of Mistral, which Mixtral shares.
+const MISTRAL: FamilyTraits = FamilyTraits {
+    model_type: "mistral",
+    architecture: "MistralForCausalLM",
+    sizes: [32000, 4096, 14336, 32, 32, 4096 * 32],
+    num_key_value_heads: Some(8),
+    attention_bias: AttentionBias::Never,
+    windows: Windows::InAllLayers { default: Some(4096) },
+    ..LLAMA
+};
+
+/// The row of Qwen2, which the other Qwen families share.
+const QWEN2: FamilyTraits = FamilyTraits {
+    model_type: "qwen2",
+    architecture: "Qwen2ForCausalLM",
+    sizes: [151936, 4096, 22016, 32, 32, 32768],
+    num_key_value_heads: Some(32),
+    attention_bias: AttentionBias::OnQueriesKeysValues,
+    windows: Windows::InUpperLayers,
+    ..LLAMA
+};
+
+/// The row of Qwen3, which its experts share.
+const QWEN3: FamilyTraits = FamilyTraits {
+    model_type: "qwen3",
+    architecture: "Qwen3ForCausalLM",
+    attention_bias: AttentionBias::Configured,
+    qk_norm: QueryKeyNorm::OfHeads,
+    head_dim: Some(128),
+    ..QWEN2
+};
+
 impl LlamaFamily {
     /// Every Llama-like family.
     pub const ALL: [Self; 14] = [
@@ -67,95 +122,48 @@ impl LlamaFamily {
 
     /// Returns the row of the family in the table.
     pub(crate) const fn traits(self) -> FamilyTraits {
-        let llama = FamilyTraits {
-            model_type: "llama",
-            architecture: "LlamaForCausalLM",
-            sizes: [32000, 4096, 11008, 32, 32, 2048],
-            num_key_value_heads: None,
-            rms_norm_eps: 1e-6,
-            attention_bias: AttentionBias::Configured,
-            qk_norm: QueryKeyNorm::Never,
-            windows: Windows::Never,
-            head_dim: None,
-            rope_theta: 10_000.0,
-            ties_embeddings: false,
-            soft_caps: None,
-            block: BlockStyle {
-                norms: NormPlacement::Before,
-                norm_scale: NormScale::Weight,
-                gate: GatedActivation::Silu,
-                scales_embeddings: false,
-                has_sinks: false,
-            },
-        };
-        let mistral = FamilyTraits {
-            model_type: "mistral",
-            architecture: "MistralForCausalLM",
-            sizes: [32000, 4096, 14336, 32, 32, 4096 * 32],
-            num_key_value_heads: Some(8),
-            attention_bias: AttentionBias::Never,
-            windows: Windows::InAllLayers { default: Some(4096) },
-            ..llama
-        };
-        let qwen2 = FamilyTraits {
-            model_type: "qwen2",
-            architecture: "Qwen2ForCausalLM",
-            sizes: [151936, 4096, 22016, 32, 32, 32768],
-            num_key_value_heads: Some(32),
-            attention_bias: AttentionBias::OnQueriesKeysValues,
-            windows: Windows::InUpperLayers,
-            ..llama
-        };
-        let qwen3 = FamilyTraits {
-            model_type: "qwen3",
-            architecture: "Qwen3ForCausalLM",
-            attention_bias: AttentionBias::Configured,
-            qk_norm: QueryKeyNorm::OfHeads,
-            head_dim: Some(128),
-            ..qwen2
-        };
         match self {
-            Self::Llama => llama,
-            Self::Mistral => mistral,
-            Self::Qwen2 => qwen2,
-            Self::Qwen3 => qwen3,
+            Self::Llama => LLAMA,
+            Self::Mistral => MISTRAL,
+            Self::Qwen2 => QWEN2,
+            Self::Qwen3 => QWEN3,
             Self::Mixtral => FamilyTraits {
                 model_type: "mixtral",
                 architecture: "MixtralForCausalLM",
                 rms_norm_eps: 1e-5,
                 windows: Windows::InAllLayers { default: None },
-                ..mistral
+                ..MISTRAL
             },
             Self::Qwen2Moe => FamilyTraits {
                 model_type: "qwen2_moe",
                 architecture: "Qwen2MoeForCausalLM",
                 sizes: [151936, 2048, 5632, 24, 16, 32768],
                 num_key_value_heads: Some(16),
-                ..qwen2
+                ..QWEN2
             },
             Self::Qwen3Moe => FamilyTraits {
                 model_type: "qwen3_moe",
                 architecture: "Qwen3MoeForCausalLM",
                 sizes: [151936, 2048, 6144, 24, 32, 32768],
                 num_key_value_heads: Some(4),
-                ..qwen3
+                ..QWEN3
             },
             Self::DeepseekV3 => FamilyTraits {
                 model_type: "deepseek_v3",
                 architecture: "DeepseekV3ForCausalLM",
                 sizes: [129280, 7168, 18432, 61, 128, 4096],
                 attention_bias: AttentionBias::Never,
-                ..llama
+                ..LLAMA
             },
-            Self::Gemma | Self::Gemma2 | Self::Gemma3 => self.gemma_traits(llama),
+            Self::Gemma | Self::Gemma2 | Self::Gemma3 => self.gemma_traits(),
             Self::Olmo2 => FamilyTraits {
                 model_type: "olmo2",
                 architecture: "Olmo2ForCausalLM",
                 sizes: [50304, 4096, 11008, 32, 32, 2048],
                 rms_norm_eps: 1e-5,
                 qk_norm: QueryKeyNorm::OfAll,
-                block: BlockStyle { norms: NormPlacement::After, ..llama.block },
-                ..llama
+                block: BlockStyle { norms: NormPlacement::After, ..LLAMA.block },
+                ..LLAMA
             },
             Self::Phi3 => FamilyTraits {
                 model_type: "phi3",
@@ -164,7 +172,7 @@ impl LlamaFamily {
                 rms_norm_eps: 1e-5,
                 attention_bias: AttentionBias::Never,
                 windows: Windows::InAllLayers { default: None },
-                ..llama
+                ..LLAMA
             },
             Self::GptOss => FamilyTraits {
                 model_type: "gpt_oss",
@@ -179,14 +187,14 @@ impl LlamaFamily {
                 block: BlockStyle {
                     gate: GatedActivation::Clamped { slope: 1.702, limit: 7.0 },
                     has_sinks: true,
-                    ..llama.block
+                    ..LLAMA.block
                 },
-                ..llama
+                ..LLAMA
             },
         }
     }
 
-    const fn gemma_traits(self, llama: FamilyTraits) -> FamilyTraits {
+    const fn gemma_traits(self) -> FamilyTraits {
         let gemma = FamilyTraits {
             model_type: "gemma",
             architecture: "GemmaForCausalLM",
@@ -198,9 +206,9 @@ impl LlamaFamily {
                 norm_scale: NormScale::OnePlusWeight,
                 gate: GatedActivation::Gelu(Gelu::Tanh),
                 scales_embeddings: true,
-                ..llama.block
+                ..LLAMA.block
             },
-            ..llama
+            ..LLAMA
         };
         let gemma2 = FamilyTraits {
             model_type: "gemma2",

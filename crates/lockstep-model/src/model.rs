@@ -59,8 +59,13 @@ pub struct Tie {
 impl Tie {
     /// Returns the tie of `lm_head.weight` to an embedding's table, if `is_tied`.
     pub fn output_layer(is_tied: bool, head: usize, table: &str) -> Vec<Self> {
-        let tie = Self { unit: head, parameter: "lm_head.weight".into(), target: table.into() };
-        if is_tied { vec![tie] } else { Vec::new() }
+        Self::of(is_tied, head, "lm_head.weight", table)
+    }
+
+    /// Returns the tie of a parameter of `unit` to another one, if `is_tied`.
+    pub fn of(is_tied: bool, unit: usize, parameter: &str, target: &str) -> Vec<Self> {
+        let tie = || Self { unit, parameter: parameter.into(), target: target.into() };
+        is_tied.then(tie).into_iter().collect()
     }
 }
 

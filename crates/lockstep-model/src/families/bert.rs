@@ -130,12 +130,8 @@ impl Model for BertConfig {
 
     fn ties(&self) -> Vec<Tie> {
         let is_tied = self.tie_word_embeddings && self.head == BertHead::MaskedLanguageModel;
-        let tie = || Tie {
-            unit: self.sizes.num_hidden_layers + 1,
-            parameter: format!("{DECODER}.weight"),
-            target: "bert.embeddings.word_embeddings.weight".to_owned(),
-        };
-        is_tied.then(tie).into_iter().collect()
+        let (head, parameter) = (self.sizes.num_hidden_layers + 1, format!("{DECODER}.weight"));
+        Tie::of(is_tied, head, &parameter, "bert.embeddings.word_embeddings.weight")
     }
 
     fn sizes(&self) -> Sizes {

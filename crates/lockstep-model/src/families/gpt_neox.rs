@@ -112,12 +112,7 @@ impl Model for GptNeoxConfig {
 
     fn ties(&self) -> Vec<Tie> {
         let head = self.num_hidden_layers + 1;
-        let tie = Tie {
-            unit: head,
-            parameter: "embed_out.weight".into(),
-            target: "gpt_neox.embed_in.weight".into(),
-        };
-        if self.tie_word_embeddings { vec![tie] } else { Vec::new() }
+        Tie::of(self.tie_word_embeddings, head, "embed_out.weight", "gpt_neox.embed_in.weight")
     }
 
     fn sizes(&self) -> Sizes {

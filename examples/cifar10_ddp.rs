@@ -6,7 +6,7 @@
 //!     --rdzv_id=job --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT
 //! ```
 //!
-//! `--set KEY=VALUE` sets any key of RUN.toml, such as `--set parallel.zero_stage=3` (FSDP).
+//! `--set KEY=VALUE` sets any key of RUN.toml, such as `--set parallel.zero_stage=3` (FSDP); `--auto` takes the planner's choice.
 //!
 //! Without `--data DIR` (the binary version of CIFAR-10) it writes images of the same format with patterns to learn.
 
@@ -17,8 +17,8 @@ use lockstep::samples::{
     Cifar, CifarKind, Normalize, RandomCrop, RandomHorizontalFlip, Split, ToFloat, write_synthetic_cifar10,
 };
 use lockstep::{
-    Bias, Convolution, DType, Error, InputDeclaration, LABELS, Model, Recorder, Sizes, Trainer, Transforms,
-    Unit, Value, Window2d, World,
+    Bias, Convolution, DType, Error, InputDeclaration, LABELS, Layout, Model, Recorder, Sizes, Trainer,
+    Transforms, Unit, Value, Window2d, World,
 };
 use serde_json::{Map, Value as Json};
 
@@ -108,7 +108,9 @@ fn train(world: &World) -> Result<(), Error> {
     let plain = Transforms::new().then("image", ToFloat).then("image", normalize()?);
     let open = |split| Cifar::open(&directory, CifarKind::Cifar10, split);
     let steps = value("--steps").map_or("100", String::as_str);
+    let is_planned = given.iter().any(|flag| flag == "--auto");
     let done = Trainer::new(SimpleCnn)
+        .plan(if is_planned { Layout::Auto } else { Layout::Replicas })
         .data(open(Split::Train)?, augmented)
         .valid(open(Split::Test)?, plain)
         .set(format!("train.steps={steps}"))

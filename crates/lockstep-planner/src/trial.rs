@@ -119,8 +119,10 @@ impl Planner {
                 forgetting
             } else {
                 let others = self.uniform(candidate, &mesh, Recompute::None);
-                // Unit 0 is the embedding.
-                Rc::new(forgetting.with(1 + count..1 + layers, &others))
+                // An embedding or a stem may come before the blocks.
+                let units = self.model.config.model().units();
+                let first = units.iter().position(|unit| unit.layer.is_some()).unwrap_or(0);
+                Rc::new(forgetting.with(first + count..first + layers, &others))
             }
         };
         let layout = self.laid_out(candidate, count, &units.times).ok_or(Rejection::Invalid)?;

@@ -44,7 +44,8 @@ fn numbers(arguments: &[&str]) -> Vec<[f64; 2]> {
 fn a_cnn_has_the_numbers_of_one_rank_under_every_plan_that_applies_to_it() {
     let alone = numbers(&[]);
     assert_eq!(alone.len(), 6);
-    let plans: [&[&str]; 8] = [
+    let plans: [&[&str]; 9] = [
+        &["--nproc_per_node=2", "--auto"],
         &["--nproc_per_node=2"],
         &["--nproc_per_node=2", "--set", "parallel.zero_stage=1"],
         &["--nproc_per_node=2", "--set", "parallel.zero_stage=2"],

@@ -4,7 +4,10 @@
 //! - Forward: patches of the input `[pixels, taps · in]` times filters.
 //! - Gradient of the input: patches of the output's gradient times filters. With a stride, the pixels of the input
 //!   fall into classes that see different taps, and each class is a product of its own.
-//! - Gradient of the weight: transposed patches of the input `[taps · in, pixels]` times the output's gradient.
+//! - Gradient of the weight: transposed patches of the input `[taps · in, pixels]` times the output's gradient. In f32,
+//!   [`weight_gradient`] reads both in place.
+
+use lockstep_plan::DType;
 
 use super::{
     dispatch::Multiply,
@@ -13,6 +16,7 @@ use super::{
     problem::Problem,
     scratch::MAX_DEPTH,
     store::{Target, Window},
+    weight_gradient,
 };
 use crate::{
     Conv2d, ConvolutionKernels, CpuQueue, Gemm, GemmKernels, GemmLayout, View, Window2d, Write,
@@ -69,7 +73,7 @@ impl ConvolutionKernels for CpuQueue {
 
     fn conv2d_backward_weight(&self, conv: Conv2d, dy: View<'_>, x: View<'_>, dweight: View<'_>) {
         let elements = conv.weight_shape().elements();
-        expect("conv2d_backward_weight: dweight", dweight, lockstep_plan::DType::F32, elements);
+        expect("conv2d_backward_weight: dweight", dweight, DType::F32, elements);
         expect("conv2d_backward_weight: x", x, x.dtype(), conv.input_shape().elements());
         expect("conv2d_backward_weight: dy", dy, x.dtype(), conv.output_shape().elements());
         check_disjoint(&[dweight], &[dy, x]);
@@ -80,6 +84,17 @@ impl ConvolutionKernels for CpuQueue {
         }
         if is_depthwise(conv) {
             return depthwise_backward_weight(self, conv, dy, x, dweight);
+        }
+        if x.dtype() == DType::F32 {
+            // SAFETY: the sizes are checked, `dweight` overlaps no other operand, and no other kernel runs meanwhile.
+            let is_done = unsafe {
+                let (dy, x, dweight) = (dy.slice(), x.slice(), dweight.slice_mut::<f32>());
+                let dweight = Window::new(dweight.as_mut_ptr(), 1);
+                weight_gradient::add(self, weight_gradient::Operands { conv, dy, x, dweight })
+            };
+            if is_done {
+                return;
+            }
         }
         with_float!(x.dtype(), T => backward_weight::<T>(self, conv, dy, x, dweight));
     }

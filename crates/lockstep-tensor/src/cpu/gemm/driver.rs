@@ -12,7 +12,7 @@ use super::{
     blocks::{Blocks, Grain},
     image::locate,
     kernel::{ColumnPanels, MicroKernel, RowPanels},
-    lanes::Dot,
+    lanes::{Dot, Lanes},
     operand::Operand,
     pack::{Factors, Packing},
     problem::Problem,
@@ -366,7 +366,9 @@ impl<'a> RowsOfTask<'a> {
     ) -> Self {
         if let Some(patches) = a.long_patches().filter(|_| K::READS_LINES && U::IS_STORED) {
             let table = bytemuck::cast_slice_mut::<u32, u64>(scratch.elements_mut());
-            let panel_len = locate(patches, rows, depth, K::ROWS, table);
+            // SAFETY: the queue's level has the kernel's instructions.
+            let panel_len =
+                unsafe { K::Vector::compiled(inlined!(|| locate(patches, rows, depth, K::ROWS, table))) };
             return Self::Lines(a.elements.as_ptr().cast(), table, panel_len);
         }
         let panel_units = U::panel_units::<RowPanels<K>>(units);

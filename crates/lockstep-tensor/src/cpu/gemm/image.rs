@@ -12,12 +12,14 @@ use super::{
     kernel::ZERO_LINE,
     lanes::Lanes,
     operand::Order,
-    patches::{Filters, Patch, Patches, Segment, Span},
+    patches::{Filters, Patch, Patches, Segment, Span, StoredTaps},
     scratch::MAX_DEPTH,
     transpose::{Block, SIDE},
-    units::{PanelShape, Unit, blocks},
+    units::{PanelShape, Unit, along_unlikely, blocks},
 };
 
+/// Largest number of patches of a task.
+const MOST_PATCHES: usize = 96;
 /// Elements of the longest line of a block: [`SIDE`] pairs.
 const LINE: usize = 2 * SIDE;
 
@@ -113,9 +115,10 @@ unsafe fn along_panel<V: Lanes, U: Unit, P: PanelShape>(
 }
 
 /// Writes where the segments of `depth` of patches `outer` lie, panel after panel: for each segment the offset of its
-/// elements in each of `ROWS` patches, then their number. Returns the numbers of a panel.
+/// elements in each of `panel_rows` patches, then their number. Returns the numbers of a panel.
 ///
 /// Every segment must lie in the image or beyond its border as a whole.
+#[inline(always)]
 pub(super) fn locate(
     patches: &Patches,
     outer: Range<usize>,
@@ -123,32 +126,32 @@ pub(super) fn locate(
     panel_rows: usize,
     table: &mut [u64],
 ) -> usize {
-    let mut lanes = [Patch::default(); LINE];
-    let mut panel_len = 0;
-    let mut place = 0;
-    for first in outer.clone().step_by(panel_rows) {
-        let present = panel_rows.min(outer.end - first);
-        patches.patches(first, &mut lanes[..present]);
-        let start = place;
-        for segment in patches.segments(depth.clone()) {
-            assert!(
-                segment.len <= MAX_DEPTH,
-                "a segment of {} elements is longer than the zeros",
-                segment.len
-            );
-            let line = &mut table[place..place + panel_rows + 1];
-            line.fill(ZERO_LINE);
-            for (offset, lane) in line.iter_mut().zip(&lanes[..present]) {
-                let span = patches.span(*lane, &segment);
-                if span.len > 0 {
-                    debug_assert_eq!(span.len, segment.len, "a segment is cut by the border");
-                    *offset = span.start as u64;
-                }
+    let mut lanes = [Patch::default(); MOST_PATCHES];
+    let lanes = &mut lanes[..outer.len()];
+    patches.patches(outer.start, lanes);
+    let line_len = panel_rows + 1;
+    let panel_len = line_len * patches.segments(depth.clone()).count();
+    let row_elements = patches.row_elements();
+    for (index, segment) in patches.segments(depth).enumerate() {
+        assert!(segment.len <= MAX_DEPTH, "a segment of {} elements is longer than the zeros", segment.len);
+        let distance = segment.row * row_elements as isize + segment.column;
+        for (panel, lanes) in lanes.chunks(panel_rows).enumerate() {
+            let line = &mut table[panel * panel_len + index * line_len..][..line_len];
+            for (offset, lane) in line.iter_mut().zip(lanes) {
+                let (row, column) = (lane.row + segment.row, lane.column + segment.column);
+                debug_assert!(
+                    column + segment.len as isize <= 0
+                        || (0..=row_elements as isize - segment.len as isize).contains(&column)
+                        || column >= row_elements as isize,
+                    "a segment is cut by the border"
+                );
+                let is_inside = (row as usize) < patches.image[0] && (column as usize) < row_elements;
+                let start = lane.start.wrapping_add_signed(distance) as u64;
+                *offset = if is_inside { start } else { ZERO_LINE };
             }
+            line[lanes.len()..panel_rows].fill(ZERO_LINE);
             line[panel_rows] = segment.len as u64;
-            place += line.len();
         }
-        panel_len = place - start;
     }
     panel_len
 }
@@ -321,6 +324,14 @@ pub(super) unsafe fn pack_filters<V: Lanes, U: Unit, P: PanelShape>(
     units: usize,
     panels: &mut [u32],
 ) {
+    let whole_vectors = P::ORDER == Order::AcrossDepth && P::WIDTH.is_multiple_of(SIDE);
+    if whole_vectors && U::ELEMENTS == 1 && filters.order.is_whole_blocks(&depth) {
+        if let Some(taps) = filters.stored_taps() {
+            // SAFETY: the caller's promise.
+            unsafe { whole_filters::<V, U, P>(elements, filters, &taps, outer, depth, units, panels) };
+            return;
+        }
+    }
     blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
         let mut offsets = [0; LINE];
         let mut rest = &mut offsets[..depth.len()];
@@ -347,4 +358,66 @@ pub(super) unsafe fn pack_filters<V: Lanes, U: Unit, P: PanelShape>(
             unsafe { V::transpose(block) };
         }
     });
+}
+
+/// Packs filters in whole blocks of channels, in the order in which they are stored: neighbours in memory are transposed
+/// with those of 16 lanes, then go to the places of their taps.
+///
+/// # Safety
+/// As [`pack_along`].
+#[inline(always)]
+unsafe fn whole_filters<V: Lanes, U: Unit, P: PanelShape>(
+    elements: &[U::Source],
+    filters: &Filters,
+    taps: &StoredTaps,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    panels: &mut [u32],
+) {
+    let order = filters.order;
+    let block_len = order.taps[0] * order.taps[1] * order.block;
+    for (index, panel) in panels.chunks_exact_mut(P::WIDTH * units).enumerate() {
+        panel[depth.len() * P::WIDTH..].fill(0);
+        for column in (0..P::WIDTH).step_by(SIDE) {
+            let first_lane = outer.start + index * P::WIDTH + column;
+            let lanes = SIDE.min(outer.end.saturating_sub(first_lane));
+            for start in depth.clone().step_by(block_len) {
+                let panel = &mut panel[(start - depth.start) * P::WIDTH..];
+                let first_channel = start / block_len * order.block;
+                let width = order.block.min(order.channels - first_channel);
+                // Channels whose taps follow each other in memory.
+                let together = if filters.channel_stride == taps.count { width } else { 1 };
+                for channel in (0..width).step_by(together) {
+                    let from =
+                        (first_channel + channel) * filters.channel_stride + first_lane * filters.lane_stride;
+                    let (mut at_channel, mut at_tap) = (channel, 0);
+                    for place in (0..together * taps.count).step_by(SIDE) {
+                        let len = SIDE.min(together * taps.count - place);
+                        let mut block = [[0; SIDE]; SIDE];
+                        for (lane, row) in block[..lanes].iter_mut().enumerate() {
+                            let line = &elements[from + lane * filters.lane_stride + place..];
+                            // What follows a shorter line may be read too; it is not written.
+                            match line.first_chunk::<SIDE>() {
+                                Some(line) => U::along(line, row),
+                                None => along_unlikely::<U>(&line[..len], row),
+                            }
+                        }
+                        // SAFETY: the caller's promise.
+                        unsafe { V::transpose(&mut block) };
+                        for row in &block[..len] {
+                            if let Some(tap) = taps.places[at_tap] {
+                                let unit = usize::from(tap) * width + at_channel;
+                                panel[unit * P::WIDTH + column..][..SIDE].copy_from_slice(row);
+                            }
+                            at_tap += 1;
+                            if at_tap == taps.count {
+                                (at_channel, at_tap) = (at_channel + 1, 0);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
 }

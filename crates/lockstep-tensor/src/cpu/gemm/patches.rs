@@ -38,6 +38,13 @@ impl TapOrder {
         self.taps[0] * self.taps[1] * self.channels
     }
 
+    /// Returns true if a range of a patch's elements is whole blocks of channels.
+    pub(super) fn is_whole_blocks(&self, elements: &Range<usize>) -> bool {
+        let block_len = self.taps[0] * self.taps[1] * self.block;
+        let is_border = |index: usize| index.is_multiple_of(block_len) || index == self.len();
+        is_border(elements.start) && is_border(elements.end)
+    }
+
     /// Returns the position of element `index`.
     #[inline(always)]
     pub(super) fn at(&self, index: usize) -> Tap {
@@ -77,18 +84,20 @@ pub(super) struct Patches {
 pub(super) struct Patch {
     /// Index of the image's first element.
     image: usize,
-    row: isize,
+    /// Index of the first tap's first element; before the image if the tap sees padding.
+    pub(super) start: usize,
+    pub(super) row: isize,
     /// Index of the first tap's pixel in the image's row, in elements.
-    column: isize,
+    pub(super) column: isize,
 }
 
 /// Elements of a patch that are neighbours in the image too.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Segment {
     /// Row relative to that of the patch.
-    row: isize,
+    pub(super) row: isize,
     /// First element relative to the patch's first.
-    column: isize,
+    pub(super) column: isize,
     pub(super) len: usize,
 }
 
@@ -122,11 +131,10 @@ impl Patches {
         let (row, column) = (index / self.grid[1], index % self.grid[1]);
         let (image, row) = (row / self.grid[0], row % self.grid[0]);
         let at = |index: usize, axis: usize| (index * self.step[axis]) as isize + self.origin[axis];
-        Patch {
-            image: image * self.image[0] * self.row_elements(),
-            row: at(row, 0),
-            column: at(column, 1) * self.pixel as isize,
-        }
+        let image = image * self.image[0] * self.row_elements();
+        let (row, column) = (at(row, 0), at(column, 1) * self.pixel as isize);
+        let start = image.wrapping_add_signed(row * self.row_elements() as isize + column);
+        Patch { image, start, row, column }
     }
 
     /// Writes the patches from `index` on to `patches`. They must exist.
@@ -140,6 +148,7 @@ impl Patches {
             }
             *to = patch;
             patch.column += distance;
+            patch.start = patch.start.wrapping_add_signed(distance);
             column += 1;
         }
     }
@@ -226,7 +235,37 @@ pub(super) struct Filters {
     pub(super) tap_strides: [isize; 2],
 }
 
+/// The taps of a channel as they are stored: its elements for one lane are contiguous.
+pub(super) struct StoredTaps {
+    /// Number of stored taps.
+    pub(super) count: usize,
+    /// Index among the taps of a patch; `None` if the patches lack the tap.
+    pub(super) places: [Option<u8>; Self::MOST],
+}
+
+impl StoredTaps {
+    /// Largest number of taps, those of a kernel of 8 × 8.
+    const MOST: usize = 64;
+}
+
 impl Filters {
+    /// Returns the stored taps, unless there are too many of them or most are in no patch.
+    pub(super) fn stored_taps(&self) -> Option<StoredTaps> {
+        // The taps are the innermost dimension of the weight; one of the other two is next to them.
+        let count = self.lane_stride.min(self.channel_stride);
+        let [rows, columns] = self.order.taps;
+        if count > StoredTaps::MOST || 2 * rows * columns < count {
+            return None;
+        }
+        let mut places = [None; StoredTaps::MOST];
+        for tap in 0..rows * columns {
+            let (row, column) = (tap / columns, tap % columns);
+            let offset = row as isize * self.tap_strides[0] + column as isize * self.tap_strides[1];
+            places[self.first_tap.wrapping_add_signed(offset)] = u8::try_from(tap).ok();
+        }
+        Some(StoredTaps { count, places })
+    }
+
     /// Returns the offset of element `index` of a patch, and the number of elements from it on that follow each other at
     /// the distance `channel_stride`.
     #[inline(always)]

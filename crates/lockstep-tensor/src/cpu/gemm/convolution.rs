@@ -6,6 +6,8 @@
 //!   fall into classes that see different taps, and each class is a product of its own.
 //! - Gradient of the weight: transposed patches of the input `[taps · in, pixels]` times the output's gradient. In f32,
 //!   [`weight_gradient`] reads both in place.
+//!
+//! In f32, [`winograd`] computes the first two for kernels of 3 × 3 with stride 1.
 
 use lockstep_plan::DType;
 
@@ -16,7 +18,7 @@ use super::{
     problem::Problem,
     scratch::MAX_DEPTH,
     store::{Target, Window},
-    weight_gradient,
+    weight_gradient, winograd,
 };
 use crate::{
     Conv2d, ConvolutionKernels, CpuQueue, Gemm, GemmKernels, GemmLayout, View, Window2d, Write,
@@ -48,6 +50,18 @@ impl ConvolutionKernels for CpuQueue {
         if is_depthwise(conv) {
             return depthwise(self, conv, x, weight, bias, y);
         }
+        if x.dtype() == DType::F32 {
+            // SAFETY: the sizes are checked, `y` overlaps no other operand, and no other kernel runs meanwhile.
+            let is_done = unsafe {
+                let bias = bias.map(|bias| bias.slice());
+                let operands =
+                    winograd::Operands::forward(conv, x.slice(), weight.slice(), bias, y.slice_mut());
+                operands.is_some_and(|operands| winograd::convolve(self, operands))
+            };
+            if is_done {
+                return;
+            }
+        }
         with_float!(x.dtype(), T => forward::<T>(self, conv, x, weight, bias, y));
     }
 
@@ -67,6 +81,17 @@ impl ConvolutionKernels for CpuQueue {
         }
         if is_depthwise(conv) {
             return depthwise_backward_input(self, conv, dy, weight, dx, write);
+        }
+        if dy.dtype() == DType::F32 {
+            // SAFETY: the sizes are checked, `dx` overlaps no other operand, and no other kernel runs meanwhile.
+            let is_done = unsafe {
+                let (dy, weight, dx) = (dy.slice(), weight.slice(), dx.slice_mut());
+                let operands = winograd::Operands::backward_input(conv, dy, weight, dx, write);
+                operands.is_some_and(|operands| winograd::convolve(self, operands))
+            };
+            if is_done {
+                return;
+            }
         }
         with_float!(dy.dtype(), T => backward_input::<T>(self, conv, dy, weight, dx, write));
     }

@@ -114,6 +114,21 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
     #[test]
+    fn kernels_of_three_by_three_match_the_reference(
+        batch in 1usize..4,
+        [height, width] in [3usize..12, 3usize..12],
+        padding in [0usize..3, 0usize..3],
+        [inputs, outputs] in [1usize..5, 1usize..4],
+        has_bias in any::<bool>(),
+    ) {
+        let window = Window2d { padding, ..Window2d::square(3, 1, 0) };
+        let conv = Conv2d::new([batch, height, width, 16 * inputs], 32 * outputs, window, 1).unwrap();
+        let case = Case::new(conv, DType::F32, has_bias);
+        let expected = case.expected();
+        on_every_queue(|queue| case.run(queue), |results| case.check(results, &expected));
+    }
+
+    #[test]
     fn convolutions_and_their_gradients_match_the_reference(
         batch in 1usize..3,
         axes in [axis(9), axis(12)],
@@ -152,6 +167,15 @@ fn patches_of_several_blocks_of_depth_match_the_reference() {
             on_every_queue(|queue| case.run(queue), |results| case.check(results, &expected));
         }
     }
+}
+
+#[test]
+fn filters_that_are_transformed_in_several_parts_match_the_reference() {
+    // 16 · 448 units of transformed filters for each output channel: 192 of them fit the scratch memory.
+    let conv = Conv2d::new([2, 4, 5, 448], 416, Window2d::square(3, 1, 1), 1).unwrap();
+    let case = Case::new(conv, DType::F32, true);
+    let expected = case.expected();
+    on_every_queue(|queue| case.run(queue), |results| case.check(results, &expected));
 }
 
 #[test]

@@ -60,7 +60,7 @@ pub(in crate::cpu) trait MicroKernel {
 /// The offset of a line of zeros.
 pub(super) const ZERO_LINE: u64 = u64::MAX;
 /// The line of zeros, as long as the longest segment.
-static ZEROS: [u32; MAX_DEPTH] = [0; MAX_DEPTH];
+pub(super) static ZEROS: [u32; MAX_DEPTH] = [0; MAX_DEPTH];
 
 /// Computes the product of lines and a panel as a sum of outer products. For each segment of the depth, `lines` holds
 /// the offset of each row's elements, then the number of elements of the segment.

@@ -13,6 +13,8 @@ pub(super) const MAX_DEPTH: usize = 1024;
 pub(super) const ROWS_UNITS: usize = 96 * MAX_DEPTH;
 /// Additional units for the marks of panels.
 const MARKS_UNITS: usize = 1 << 15;
+/// All units of a task's scratch memory.
+pub(super) const TASK_UNITS: usize = ROWS_UNITS + MARKS_UNITS;
 /// Units of the packed columns of B, which all tasks share in the L3 cache.
 pub(super) const COLUMNS_UNITS: usize = 3 << 19;
 /// Rows of the f32 partial sums of a bf16 product whose depth has several blocks.
@@ -32,7 +34,7 @@ impl Scratch {
     pub(in crate::cpu) const fn booked_bytes(threads: usize) -> usize {
         let all = Arena::booked_bytes(4 * (COLUMNS_UNITS + MARKS_UNITS));
         let partial = Arena::booked_bytes(4 * PARTIAL_ROWS * PARTIAL_COLUMNS);
-        all + partial + threads * Arena::booked_bytes(4 * (ROWS_UNITS + MARKS_UNITS))
+        all + partial + threads * Arena::booked_bytes(4 * TASK_UNITS)
     }
 
     /// Allocates scratch for products on `threads` threads.
@@ -41,7 +43,7 @@ impl Scratch {
         Ok(Self {
             columns: buffer(COLUMNS_UNITS + MARKS_UNITS)?,
             partial: buffer(PARTIAL_ROWS * PARTIAL_COLUMNS)?,
-            rows: (0..threads).map(|_| buffer(ROWS_UNITS + MARKS_UNITS)).collect::<Result<_, _>>()?,
+            rows: (0..threads).map(|_| buffer(TASK_UNITS)).collect::<Result<_, _>>()?,
         })
     }
 

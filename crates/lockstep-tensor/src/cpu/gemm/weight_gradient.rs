@@ -286,9 +286,9 @@ unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
             }
         }
         let one = V::splat(1.0_f32.to_bits());
-        for (index, total) in totals.into_iter().flatten().enumerate() {
+        for (index, total) in totals.as_flattened().iter().enumerate() {
             let sums = sums.add(index * V::COUNT);
-            V::multiply_add(one, total, V::load(sums.cast())).store(sums);
+            V::multiply_add(one, *total, V::load(sums.cast())).store(sums);
         }
     }
 }

@@ -1,137 +1,114 @@
-//! Memory of the model state per rank: one model with data parallelism and ZeRO's three stages, on two and on four ranks,
-//! compared with the formulas of Rajbhandari et al. (2020, section 5).
+//! Memory of DDP and FSDP: GPT-2 with 24 layers (355 million parameters), trained for two steps under data parallelism and
+//! each of ZeRO's stages. Prints the bytes of each category, the most that any rank booked.
 //!
 //! ```text
-//! cargo run --release -p lockstep-engine --example fsdp_memory
+//! cargo run --release --example fsdp_memory -- --nproc_per_node=2
+//! cargo run --release --example fsdp_memory -- --nproc_per_node=4 --hidden 256 --seq_len 64
 //! ```
 //!
-//! Ranks are threads here. Each runs a real step on random tokens; the table shows the bytes booked in its ledger afterwards, the
-//! maximum over ranks. Gradients are kept in f32, so a parameter in bf16 takes 2 + 4 + 12 bytes where the paper's fp16 takes 2 +
-//! 2 + 12.
+//! `--json` prints the table as JSON; `benches/peers/compare_memory.py` sets PyTorch's DDP and FSDP beside it.
 
-use std::{error::Error, thread, time::Duration};
+use std::process::ExitCode;
 
-use lockstep_comm::{Group, World, WorldOptions};
-use lockstep_engine::{Engine, EngineOptions, Groups, HostBatch, Update};
-use lockstep_graph::Seed;
-use lockstep_model::ModelConfig;
-use lockstep_plan::{DType, Degrees, MemoryBytes, MemoryCategory, Plan, RankPlan, ZeroStage};
+use lockstep::{
+    Degrees, Engine, Error, MemoryCategory, MicroBatch, ModelConfig, Plan, Settings, World, arguments,
+};
+use serde_json::{Map, Value as Json, json};
 
-/// A byte-level model, so that the tied embedding is small.
-const MODEL: &str = "llama-15m";
-const SEQ_LEN: usize = 32;
-const STAGES: [(&str, ZeroStage); 4] = [
-    ("copies (DDP)", ZeroStage::Nothing),
-    ("ZeRO 1", ZeroStage::Optimizer),
-    ("ZeRO 2", ZeroStage::Gradients),
-    ("ZeRO 3 (FSDP)", ZeroStage::Parameters),
+/// Name, ZeRO stage, and whether the ranks are shards of one model state or replicas.
+const LAYOUTS: [(&str, u8); 4] = [("DDP", 0), ("ZeRO 1", 1), ("ZeRO 2", 2), ("FSDP (ZeRO 3)", 3)];
+const CATEGORIES: [MemoryCategory; 6] = [
+    MemoryCategory::Parameters,
+    MemoryCategory::Gradients,
+    MemoryCategory::Optimizer,
+    MemoryCategory::Activations,
+    MemoryCategory::Communication,
+    MemoryCategory::Workspace,
 ];
 
-/// State held by a rank after a step.
-struct Held {
-    elements: usize,
-    memory: MemoryBytes,
+/// Returns the number after a flag of the command line.
+fn number(flag: &str, default: usize) -> usize {
+    let given = arguments();
+    let pair = given.windows(2).find(|pair| pair[0] == flag);
+    pair.and_then(|pair| pair[1].parse().ok()).unwrap_or(default)
 }
 
-fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
-    let model = ModelConfig::preset(MODEL)?;
-    for (dtype, [of_kernels, of_gradients, of_optimizer]) in
-        [(DType::F32, [4, 4, 8]), (DType::BF16, [2, 4, 12])]
-    {
-        println!("\n{MODEL}, {dtype}, AdamW: MB on a rank, measured / by theory");
-        println!(
-            "{:<8}{:<16}{:>19}{:>19}{:>19}{:>19}{:>9}",
-            "ranks", "", "parameters", "gradients", "optimizer", "together", "off"
-        );
-        for ranks in [2, 4] {
-            for (name, stage) in STAGES {
-                let held = on_ranks(&model, dtype, ranks, stage)?;
-                let elements = held[0].elements;
-                let shares = |from: ZeroStage| if stage >= from { ranks } else { 1 };
-                let measured =
-                    [MemoryCategory::Parameters, MemoryCategory::Gradients, MemoryCategory::Optimizer]
-                        .map(|category| held.iter().map(|held| held.memory[category]).max().unwrap_or(0));
-                let theory = [
-                    of_kernels * elements / shares(ZeroStage::Parameters),
-                    of_gradients * elements / shares(ZeroStage::Gradients),
-                    of_optimizer * elements / shares(ZeroStage::Optimizer),
-                ];
-                let both =
-                    |measured: usize, theory: usize| format!("{:.2} / {:.2}", mb(measured), mb(theory));
-                let [parameters, gradients, optimizer] =
-                    [0, 1, 2].map(|index| both(measured[index], theory[index]));
-                let (all, expected) = (measured.iter().sum(), theory.iter().sum());
-                println!(
-                    "{ranks:<8}{name:<16}{parameters:>19}{gradients:>19}{optimizer:>19}{:>19}{:>8.2}%",
-                    both(all, expected),
-                    100.0 * (mb(all) / mb(expected) - 1.0),
-                );
-            }
+fn model(hidden: usize) -> Result<ModelConfig, Error> {
+    let config = json!({
+        "model_type": "gpt2", "n_layer": 24, "n_embd": hidden, "n_head": hidden / 64, "n_positions": 1024, "vocab_size": 50257,
+        "activation_function": "gelu_new", "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0,
+    });
+    Ok(ModelConfig::from_json_text(&config.to_string(), "the example")?)
+}
+
+/// Trains two steps under a layout, and returns the peak of each category and of all together in MB, the maximum over ranks.
+fn peaks(world: &World, stage: u8) -> Result<Vec<f64>, Error> {
+    let seq_len = number("--seq_len", 128);
+    let plan = Plan {
+        mesh: match stage {
+            0 => Degrees { replicate: world.size(), ..Degrees::default() },
+            _ => Degrees { shard: world.size(), ..Degrees::default() },
+        },
+        zero_stage: stage,
+        ..Plan::default()
+    };
+    let settings = Settings { plan, global_batch: world.size(), seq_len, ..Settings::default() };
+    let mut engine = Engine::new(world, model(number("--hidden", 1024))?, settings)?;
+    for step in 0..2 {
+        let batches: Vec<MicroBatch> = engine.shard().map(|range| tokens(step, range, seq_len)).collect();
+        engine.forward_backward(&batches)?;
+        engine.step(1e-4)?;
+    }
+    let memory = engine.memory();
+    let bytes = CATEGORIES.map(|category| memory.peak[category]).into_iter().chain([memory.peak_bytes]);
+    bytes.map(|bytes| Ok(world.maximum(bytes as f64)? / 1e6)).collect()
+}
+
+/// Returns one sequence for each position of `range`.
+fn tokens(step: usize, range: std::ops::Range<usize>, seq_len: usize) -> MicroBatch {
+    let sequences = range.len();
+    let token = |at: usize| (at * 7919 + step * 31 + range.start) % 50_257;
+    MicroBatch {
+        ids: (0..sequences * seq_len).map(|at| token(at) as u32).collect(),
+        labels: (0..sequences * seq_len).map(|at| token(at + 1) as i32).collect(),
+        positions: (0..sequences * seq_len).map(|at| (at % seq_len) as u32).collect(),
+        document_starts: vec![0; sequences * seq_len],
+        sample_numbers: range.map(|sample| sample as u64).collect(),
+        inputs: Vec::new(),
+        skipped: 0,
+        sequences,
+        seq_len,
+    }
+}
+
+fn compare(world: &World) -> Result<(), Error> {
+    let is_json = arguments().iter().any(|argument| argument == "--json");
+    let mut table = Vec::new();
+    for (name, stage) in LAYOUTS {
+        let peaks = peaks(world, stage)?;
+        if !world.is_first() {
+            continue;
         }
+        let names = CATEGORIES.map(|category| category.to_string()).into_iter().chain(["all".to_owned()]);
+        if !is_json && table.is_empty() {
+            print!("{:<16}", format!("MB on {} ranks", world.size()));
+            names.clone().for_each(|name| print!("{name:>15}"));
+            println!();
+        }
+        if !is_json {
+            print!("{name:<16}");
+            peaks.iter().for_each(|peak| print!("{peak:>15.1}"));
+            println!();
+        }
+        let peaks = names.zip(peaks.iter().map(|peak| json!(peak)));
+        table.push(peaks.chain([("layout".to_owned(), json!(name))]).collect::<Map<String, Json>>());
+    }
+    if world.is_first() && is_json {
+        println!("{}", json!(table));
     }
     Ok(())
 }
 
-fn mb(bytes: usize) -> f64 {
-    bytes as f64 / 1e6
-}
-
-/// Returns the state of each of `ranks` ranks after a step.
-fn on_ranks(
-    model: &ModelConfig,
-    dtype: DType,
-    ranks: usize,
-    zero_stage: ZeroStage,
-) -> Result<Vec<Held>, Box<dyn Error + Send + Sync>> {
-    let plan = Plan {
-        mesh: Degrees { shard: ranks, ..Degrees::default() },
-        zero_stage: zero_stage.number(),
-        ..Plan::default()
-    };
-    let plan = model.check_plan(&plan, [ranks, SEQ_LEN])?;
-    let world = WorldOptions { arena_bytes: 1 << 30, ..WorldOptions::default() };
-    let groups = World::in_process(ranks, world)?;
-    thread::scope(|scope| {
-        let threads: Vec<_> = groups
-            .into_iter()
-            .map(|group| {
-                let plan = plan.rank(group.rank());
-                scope.spawn(move || after_a_step(model, dtype, plan, group))
-            })
-            .collect();
-        threads
-            .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
-    })
-}
-
-fn after_a_step(
-    model: &ModelConfig,
-    dtype: DType,
-    plan: RankPlan,
-    group: Group,
-) -> Result<Held, Box<dyn Error + Send + Sync>> {
-    let ranks = group.size();
-    let arena =
-        group.arena(&[MemoryCategory::Parameters, MemoryCategory::Gradients, MemoryCategory::Communication]);
-    let groups = Groups::new(group, plan.clone(), Duration::from_secs(60))?;
-    let options = EngineOptions { dtype, ..EngineOptions::default() };
-    let mut engine = Engine::builder(model, plan).options(options).groups(groups).build(&arena)?;
-    engine.initialize(1)?;
-    let ids: [u32; SEQ_LEN] = std::array::from_fn(|token| token as u32 * 7 % 256);
-    let batch = HostBatch {
-        ids: &ids,
-        labels: &ids.map(u32::cast_signed),
-        positions: &std::array::from_fn::<u32, SEQ_LEN, _>(|token| token as u32),
-        document_starts: &[0; SEQ_LEN],
-        sample_numbers: &[0],
-        inputs: &[],
-    };
-    let seed = Seed::of_tokens(1.0 / (ranks * SEQ_LEN) as f32);
-    engine.forward_backward([batch].into_iter(), seed)?;
-    engine.finish_gradients()?;
-    engine.update(&Update { learning_rate: 1e-3, weight_decay: 0.1, gradient_scale: 1.0, step: 1 })?;
-    let elements = engine.trained_ids().map(|id| engine.records()[id.0].elements()).sum();
-    Ok(Held { elements, memory: arena.in_use() })
+fn main() -> ExitCode {
+    lockstep::launch(compare)
 }

@@ -8,7 +8,7 @@ use lockstep_data::samples::Batch;
 use lockstep_engine::{EngineOptions, HostBatch, Optimizer, Ranks, Update};
 use lockstep_graph::{MAX_REPORTS, Totals};
 use lockstep_model::ModelConfig;
-use lockstep_plan::{CheckedPlan, DType, Plan};
+use lockstep_plan::{CheckedPlan, DType, MemoryBytes, Plan};
 use lockstep_train::{LoopState, clip_coefficient, host_batch, load_engine, sample_batch, save_engine};
 
 use crate::World;
@@ -77,13 +77,17 @@ pub struct Step {
     pub grad_norm: f64,
 }
 
-/// Memory of a rank, in bytes, of all categories together.
+/// Memory of a rank, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
-    /// Prediction of the plan, made before anything was allocated.
+    /// Prediction of the plan for all categories together, made before anything was allocated.
     pub predicted_bytes: usize,
     /// Most that has been booked at one time so far.
     pub peak_bytes: usize,
+    /// Prediction of the plan for each category.
+    pub predicted: MemoryBytes,
+    /// Most that has been booked at one time in each category so far.
+    pub peak: MemoryBytes,
 }
 
 impl Engine {
@@ -165,9 +169,12 @@ impl Engine {
 
     /// Returns the predicted and the booked memory of this rank.
     pub fn memory(&self) -> Memory {
+        let (predicted, arena) = (self.engine.predicted_memory().by_category(), self.engine.arena());
         Memory {
-            predicted_bytes: self.engine.predicted_memory().by_category().total(),
-            peak_bytes: self.engine.arena().peak_total_bytes(),
+            predicted_bytes: predicted.total(),
+            peak_bytes: arena.peak_total_bytes(),
+            predicted,
+            peak: arena.peak(),
         }
     }
 

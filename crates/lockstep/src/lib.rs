@@ -144,7 +144,9 @@ pub use lockstep_graph::{
     InputGradients, Linear, Op, ParameterIndex, Placement, Recorder, Run, Split, Synchronization, Value,
 };
 pub use lockstep_model::{InputDeclaration, Model, ModelConfig, Sizes, Tie, Unit, register};
-pub use lockstep_plan::{DType, Degrees, Initializer, Plan, Recompute, RecomputeRules};
+pub use lockstep_plan::{
+    DType, Degrees, Initializer, MemoryBytes, MemoryCategory, Plan, Recompute, RecomputeRules,
+};
 pub use lockstep_tensor::{
     Activation, AttentionDirection, INPUT_IDS, LABELS, NamedTensor, TensorData, View, Window2d, Write,
 };

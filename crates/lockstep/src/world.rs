@@ -66,10 +66,28 @@ impl World {
     /// If a rank is lost, or does not come within ten minutes.
     #[track_caller]
     pub fn sum(&self, value: f64) -> Result<f64, CommError> {
-        let Some(group) = &self.group else { return Ok(value) };
+        Ok(self.gather(value)?.into_iter().sum())
+    }
+
+    /// Returns the largest of the ranks' numbers, on all ranks.
+    ///
+    /// # Errors
+    /// If a rank is lost, or does not come within ten minutes.
+    #[track_caller]
+    pub fn maximum(&self, value: f64) -> Result<f64, CommError> {
+        Ok(self.gather(value)?.into_iter().fold(f64::NEG_INFINITY, f64::max))
+    }
+
+    /// Returns the number of each rank, on all ranks.
+    ///
+    /// # Errors
+    /// If a rank is lost, or does not come within ten minutes.
+    #[track_caller]
+    pub fn gather(&self, value: f64) -> Result<Vec<f64>, CommError> {
+        let Some(group) = &self.group else { return Ok(vec![value]) };
         let mut bits = vec![0_i64; group.size()];
         group.all_gather(&[value.to_bits().cast_signed()][..], &mut bits[..], Deadline::after(LIMIT))?;
-        Ok(bits.into_iter().map(|bits| f64::from_bits(bits.cast_unsigned())).sum())
+        Ok(bits.into_iter().map(|bits| f64::from_bits(bits.cast_unsigned())).collect())
     }
 
     /// Returns on all ranks the text that `make` returns on rank 0. Collective: every rank calls it.

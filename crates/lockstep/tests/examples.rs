@@ -155,6 +155,30 @@ fn a_plan_file_is_executed_and_its_prediction_of_memory_holds() {
 }
 
 #[test]
+fn fsdp_halves_the_model_state_of_ddp_on_two_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    let small = ["--nproc_per_node=2", "--hidden", "64", "--seq_len", "16", "--json"];
+    let table: Vec<Value> = serde_json::from_str(&run(dir.path(), "fsdp_memory", &small)).unwrap();
+    let of = |row: usize, category: &str| table[row][category].as_f64().unwrap();
+    assert_eq!(table.len(), 4, "{table:?}");
+    for (row, sharded) in
+        [[false, false, true], [false, true, true], [true, true, true]].into_iter().enumerate()
+    {
+        for (category, is_sharded) in ["parameters", "gradients", "optimizer"].into_iter().zip(sharded) {
+            let ratio = of(row + 1, category) / of(0, category);
+            let expected = if is_sharded { 0.5 } else { 1.0 };
+            assert!(
+                (ratio / expected - 1.0).abs() < 0.03,
+                "{}: {ratio} of DDP's {category}",
+                table[row + 1]["layout"]
+            );
+        }
+    }
+    let of_ddp: f64 = ["parameters", "gradients", "optimizer"].iter().map(|category| of(0, category)).sum();
+    assert!(of(0, "all") > of_ddp && of(3, "all") < of(0, "all"), "{table:?}");
+}
+
+#[test]
 fn a_pretrained_encoder_becomes_a_classifier() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/bert");
     let dir = tempfile::tempdir().unwrap();

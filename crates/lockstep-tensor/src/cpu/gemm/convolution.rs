@@ -7,12 +7,14 @@
 //! - Gradient of the weight: transposed patches of the input `[taps · in, pixels]` times the output's gradient. In f32,
 //!   [`weight_gradient`] reads both in place.
 //!
-//! In f32, [`winograd`] computes the first two for kernels of 3 × 3 with stride 1.
+//! In f32, [`winograd`] computes the first two for kernels of 3 × 3 with stride 1, and [`few_channels`] the first and the last
+//! of a network's first layer.
 
 use lockstep_plan::DType;
 
 use super::{
     dispatch::Multiply,
+    few_channels,
     operand::{Operand, Order},
     patches::{Filters, Grid, Patches, TapOrder},
     problem::Problem,
@@ -53,10 +55,11 @@ impl ConvolutionKernels for CpuQueue {
         if x.dtype() == DType::F32 {
             // SAFETY: the sizes are checked, `y` overlaps no other operand, and no other kernel runs meanwhile.
             let is_done = unsafe {
+                let (x, weight, y) = (x.slice(), weight.slice(), y.slice_mut());
                 let bias = bias.map(|bias| bias.slice());
-                let operands =
-                    winograd::Operands::forward(conv, x.slice(), weight.slice(), bias, y.slice_mut());
+                let operands = winograd::Operands::forward(conv, x, weight, bias, y);
                 operands.is_some_and(|operands| winograd::convolve(self, operands))
+                    || few_channels::forward(self, conv, x, weight, bias, y)
             };
             if is_done {
                 return;
@@ -115,7 +118,8 @@ impl ConvolutionKernels for CpuQueue {
             let is_done = unsafe {
                 let (dy, x, dweight) = (dy.slice(), x.slice(), dweight.slice_mut::<f32>());
                 let dweight = Window::new(dweight.as_mut_ptr(), 1);
-                weight_gradient::add(self, weight_gradient::Operands { conv, dy, x, dweight })
+                let operands = weight_gradient::Operands { conv, dy, x, dweight };
+                weight_gradient::add(self, operands) || few_channels::add_weight_gradient(self, operands)
             };
             if is_done {
                 return;

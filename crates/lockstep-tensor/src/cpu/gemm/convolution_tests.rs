@@ -138,6 +138,8 @@ proptest! {
             [2usize..40, 1usize..2, 1usize..2],
             [250usize..300, 1usize..2, 1usize..2],
             [1usize..2, 14usize..40, 10usize..40],
+            // A first layer.
+            [1usize..2, 1usize..6, 1usize..3].prop_map(|[groups, inputs, outputs]| [groups, inputs, 32 * outputs]),
             // Whole tiles of the gradient of the weight.
             [1usize..3, 4usize..10, 1usize..4].prop_map(|[groups, inputs, outputs]| [groups, 4 * inputs, 32 * outputs]),
         ],

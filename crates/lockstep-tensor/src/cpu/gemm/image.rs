@@ -325,12 +325,14 @@ pub(super) unsafe fn pack_filters<V: Lanes, U: Unit, P: PanelShape>(
     panels: &mut [u32],
 ) {
     let whole_vectors = P::ORDER == Order::AcrossDepth && P::WIDTH.is_multiple_of(SIDE);
-    if whole_vectors && U::ELEMENTS == 1 && filters.order.is_whole_blocks(&depth) {
-        if let Some(taps) = filters.stored_taps() {
-            // SAFETY: the caller's promise.
-            unsafe { whole_filters::<V, U, P>(elements, filters, &taps, outer, depth, units, panels) };
-            return;
-        }
+    if whole_vectors
+        && U::ELEMENTS == 1
+        && filters.order.is_whole_blocks(&depth)
+        && let Some(taps) = filters.stored_taps()
+    {
+        // SAFETY: the caller's promise.
+        unsafe { whole_filters::<V, U, P>(elements, filters, &taps, outer, depth, units, panels) };
+        return;
     }
     blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
         let mut offsets = [0; LINE];

@@ -4,7 +4,7 @@
 //!
 //! `problem` checks the operands and `dispatch` chooses the micro-kernel. `pack` converts the three layouts and all types to panels. `kernel` and `amx` hold one micro-kernel for each CPU
 //! level. `driver` splits the product into blocks and tasks. `store` finishes a tile (bias, accumulation, rounding).
-//! `convolution` multiplies images, `winograd` with fewer multiplications where it can, and `weight_gradient` without packing. `rows` computes products with few rows, as in generation, and reads the weights in place. `grouped` makes one
+//! `convolution` multiplies images, `winograd` with fewer multiplications where it can, `weight_gradient` without packing, and `few_channels` those of a first layer. `rows` computes products with few rows, as in generation, and reads the weights in place. `grouped` makes one
 //! product for each expert of a mixture.
 
 #[cfg(target_arch = "x86_64")]
@@ -17,6 +17,7 @@ mod convolution;
 mod convolution_tests;
 mod dispatch;
 mod driver;
+mod few_channels;
 mod grouped;
 mod image;
 mod kernel;

@@ -25,8 +25,8 @@ use crate::{CpuLevel, F32Products};
 const BLOCK_PIXELS: usize = 1024;
 /// Largest number of rows of a block.
 const BLOCK_ROWS: usize = 64;
-/// Fewer input channels are packed with those of neighbouring taps instead.
-const FEWEST_CHANNELS: usize = 16;
+/// Fewer input channels are those of [`few_channels`](super::few_channels), or packed with those of neighbouring taps.
+pub(super) const FEWEST_CHANNELS: usize = 16;
 
 /// The operands of the gradient.
 #[derive(Clone, Copy)]
@@ -249,14 +249,14 @@ fn columns_that_see(conv: Conv2d, tap: usize) -> std::ops::Range<usize> {
 
 /// Pixels whose channels are multiplied: runs of `len` pixels of the input and of the output's gradient.
 #[derive(Clone, Copy)]
-struct Pixels<'a> {
-    x: *const f32,
-    dy: *const f32,
+pub(super) struct Pixels<'a> {
+    pub(super) x: *const f32,
+    pub(super) dy: *const f32,
     /// Elements between neighbouring pixels of the two operands.
-    steps: [usize; 2],
+    pub(super) steps: [usize; 2],
     /// Offsets of the first pixels in the two operands.
-    runs: &'a [[usize; 2]],
-    len: usize,
+    pub(super) runs: &'a [[usize; 2]],
+    pub(super) len: usize,
 }
 
 /// Adds the outer products of `ROWS` channels of the input and `VECTORS` vectors of channels of the output's gradient.
@@ -265,7 +265,7 @@ struct Pixels<'a> {
 /// The CPU must have the instructions of `V`, the pixels must lie in the operands, and `sums` must have room for
 /// `ROWS · VECTORS` vectors.
 #[inline(always)]
-unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+pub(super) unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
     pixels: Pixels<'_>,
     sums: *mut f32,
 ) {

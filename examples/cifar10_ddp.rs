@@ -6,21 +6,26 @@
 //!     --rdzv_id=job --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT
 //! ```
 //!
-//! `--set KEY=VALUE` sets any key of RUN.toml, such as `--set parallel.zero_stage=3` (FSDP); `--auto` takes the planner's choice.
-//!
-//! Without `--data DIR` (the binary version of CIFAR-10) it writes images of the same format with patterns to learn.
+//! `--model resnet18` trains a ResNet-18 for images of this size. `--set KEY=VALUE` sets any key of RUN.toml, such as
+//! `--set parallel.zero_stage=3` (FSDP); `--auto` takes the planner's choice. Without `--data DIR` (the binary version of CIFAR-10) it
+//! writes images of the same format with patterns to learn.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use lockstep::samples::{
-    Cifar, CifarKind, Normalize, RandomCrop, RandomHorizontalFlip, Split, ToFloat, write_synthetic_cifar10,
+    Cifar, CifarKind, Normalize, RandomCrop, RandomHorizontalFlip, RenamedTensors, Split, ToFloat,
+    write_synthetic_cifar10,
 };
 use lockstep::{
-    Bias, Convolution, DType, Error, InputDeclaration, LABELS, Layout, Model, Recorder, Sizes, Trainer,
-    Transforms, Unit, Value, Window2d, World,
+    Bias, Convolution, DType, Error, InputDeclaration, LABELS, Layout, Model, ModelConfig, Recorder, Sizes,
+    Trainer, Transforms, Unit, Value, Window2d, World,
 };
-use serde_json::{Map, Value as Json};
+use serde_json::{Map, Value as Json, json};
+
+/// Name of the images, which the family ResNet gives them.
+const PIXELS: &str = "pixel_values";
 
 /// Two convolutions with pooling, and two linear layers.
 #[derive(Debug)]
@@ -50,31 +55,26 @@ impl Model for SimpleCnn {
 
     fn inputs(&self) -> Vec<InputDeclaration> {
         vec![
-            InputDeclaration::new("image", DType::F32, &[32, 32, 3]),
+            InputDeclaration::new(PIXELS, DType::F32, &[32, 32, 3]),
             InputDeclaration::new(LABELS, DType::I32, &[]),
         ]
     }
 
     fn record(&self, unit: usize, g: &mut Recorder) -> Value {
-        match unit {
-            0 => {
-                let x = g.data("image");
-                Self::conv(g, x, "conv1", 32)
-            }
-            1 => {
-                let x = g.input_of(&[16, 16, 32]);
-                Self::conv(g, x, "conv2", 64)
-            }
-            _ => {
-                let x = g.input_of(&[8, 8, 64]);
-                let x = g.flatten(x);
-                let x = g.dense(x, "fc1", 128);
-                let x = g.relu(x);
-                let logits = g.dense(x, "fc2", 10);
-                g.accuracy(logits);
-                g.cross_entropy(logits, 0.0)
-            }
+        let x = match unit {
+            0 => g.data(PIXELS),
+            1 => g.input_of(&[16, 16, 32]),
+            _ => g.input_of(&[8, 8, 64]),
+        };
+        if unit < 2 {
+            return Self::conv(g, x, ["conv1", "conv2"][unit], [32, 64][unit]);
         }
+        let x = g.flatten(x);
+        let hidden = g.dense(x, "fc1", 128);
+        let x = g.relu(hidden);
+        let logits = g.dense(x, "fc2", 10);
+        g.accuracy(logits);
+        g.cross_entropy(logits, 0.0)
     }
 
     fn sizes(&self) -> Sizes {
@@ -86,8 +86,12 @@ impl Model for SimpleCnn {
     }
 }
 
-fn main() -> ExitCode {
-    lockstep::launch(train)
+fn resnet18() -> Result<ModelConfig, Error> {
+    let config = json!({
+        "model_type": "resnet", "image_size": 32, "num_labels": 10, "stem": "cifar", "layer_type": "basic",
+        "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2],
+    });
+    Ok(ModelConfig::from_json_text(&config.to_string(), "the example")?)
 }
 
 /// Trains as one rank; every rank runs this.
@@ -101,15 +105,20 @@ fn train(world: &World) -> Result<(), Error> {
     let normalize = || Normalize::new(&Normalize::CIFAR10.0, &Normalize::CIFAR10.1);
     // The same images are cropped alike on any number of ranks: a transform is a function of (seed, sample, epoch).
     let augmented = Transforms::new()
-        .then("image", RandomCrop { height: 32, width: 32, padding: 4 })
-        .then("image", RandomHorizontalFlip)
-        .then("image", ToFloat)
-        .then("image", normalize()?);
-    let plain = Transforms::new().then("image", ToFloat).then("image", normalize()?);
-    let open = |split| Cifar::open(&directory, CifarKind::Cifar10, split);
+        .then(PIXELS, RandomCrop { height: 32, width: 32, padding: 4 })
+        .then(PIXELS, RandomHorizontalFlip)
+        .then(PIXELS, ToFloat)
+        .then(PIXELS, normalize()?);
+    let plain = Transforms::new().then(PIXELS, ToFloat).then(PIXELS, normalize()?);
+    let open = |split| {
+        let images = Cifar::open(&directory, CifarKind::Cifar10, split)?;
+        Ok::<_, Error>(RenamedTensors::new(Arc::new(images), [(PIXELS, "image")])?)
+    };
+    let is_resnet = value("--model").is_some_and(|name| name == "resnet18");
+    let model = if is_resnet { resnet18()? } else { SimpleCnn.into() };
     let steps = value("--steps").map_or("100", String::as_str);
     let is_planned = given.iter().any(|flag| flag == "--auto");
-    let done = Trainer::new(SimpleCnn)
+    let done = Trainer::new(model)
         .plan(if is_planned { Layout::Auto } else { Layout::Replicas })
         .data(open(Split::Train)?, augmented)
         .valid(open(Split::Test)?, plain)
@@ -134,10 +143,12 @@ fn train(world: &World) -> Result<(), Error> {
 fn patterns(world: &World) -> Result<PathBuf, Error> {
     let directory = Path::new("runs/cifar10/patterns");
     if world.is_first() && !directory.join("test_batch.bin").exists() {
-        std::fs::create_dir_all(directory)
-            .map_err(|error| Error::Io { path: directory.into(), source: error })?;
         write_synthetic_cifar10(directory, 5000, 500, 1)?;
     }
     world.barrier()?;
     Ok(directory.to_owned())
+}
+
+fn main() -> ExitCode {
+    lockstep::launch(train)
 }

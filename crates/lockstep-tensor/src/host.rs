@@ -6,10 +6,19 @@ use std::path::{Path, PathBuf};
 
 /// Returns the model name of the processor, or the name of its architecture.
 pub fn processor_name() -> String {
-    let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    processor_field("model name").unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+}
+
+/// Returns the version of the processor's microcode; empty if the system does not report it.
+pub fn microcode() -> String {
+    processor_field("microcode").unwrap_or_default()
+}
+
+/// Returns the value of a field of the first processor in `/proc/cpuinfo`.
+fn processor_field(name: &str) -> Option<String> {
+    let info = fs::read_to_string("/proc/cpuinfo").ok()?;
     let mut fields = info.lines().filter_map(|line| line.split_once(':'));
-    let name = fields.find(|(key, _)| key.trim() == "model name");
-    name.map_or(std::env::consts::ARCH, |(_, name)| name.trim()).to_owned()
+    fields.find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim().to_owned())
 }
 
 /// Returns the number of cores that are online, including those that this process may not use.

@@ -98,7 +98,7 @@ pub(crate) fn main() -> ExitCode {
     lockstep_observe::build::set_commit(COMMIT);
     let Cli { command, log_format } = parsed();
     let prepared =
-        logging::start(log_format).and_then(|()| limits::prepare()).and_then(|()| instructions::limit());
+        logging::start(log_format).and_then(|()| limits::prepare()).and_then(|()| instructions::choose());
     if let Err(Failure { message, code }) = prepared {
         output::error(&message);
         return ExitCode::from(code);

@@ -72,7 +72,7 @@ pub fn arguments() -> Vec<String> {
 }
 
 fn prepare() -> Result<(), Failure> {
-    limits::prepare().and_then(|()| instructions::limit())
+    limits::prepare().and_then(|()| instructions::choose())
 }
 
 fn run<E: Into<Problem>>(body: impl FnOnce(&World) -> Result<(), E>) -> Result<ExitCode, Failure> {

@@ -70,6 +70,25 @@ fn a_cnn_has_the_numbers_of_one_rank_under_every_plan_that_applies_to_it() {
 }
 
 #[test]
+fn a_resnet_trains_alike_on_one_rank_and_on_two() {
+    // With all images in one micro-batch of each rank the batch norms differ, so each of both ranks' shares is one of its own.
+    let small = ["--model", "resnet18", "--steps", "2", "--set", "train.global_batch=8"];
+    let losses = |plan: &[&str]| {
+        let dir = tempfile::tempdir().unwrap();
+        run(dir.path(), "cifar10_ddp", &[&small, plan, &["--set", "train.micro_batch=4"]].concat());
+        let rows = std::fs::read_to_string(dir.path().join("runs/cifar10/metrics.jsonl")).unwrap();
+        let rows = rows.lines().map(|row| serde_json::from_str::<Value>(row).unwrap());
+        rows.filter_map(|row| row["loss"].as_f64()).collect::<Vec<f64>>()
+    };
+    let (alone, both) = (losses(&[]), losses(&["--nproc_per_node=2"]));
+    assert!(alone.len() == 2 && both.len() == 2, "{alone:?}, {both:?}");
+    assert!(
+        alone.iter().zip(&both).all(|(a, b)| (a / b - 1.0).abs() < 1e-3),
+        "{alone:?}, on two ranks {both:?}"
+    );
+}
+
+#[test]
 fn the_cnn_learns() {
     let dir = tempfile::tempdir().unwrap();
     let output = run(dir.path(), "cifar10_ddp", &["--steps", "60"]);

@@ -11,6 +11,7 @@ pub(crate) mod system;
 use std::path::Path;
 
 use lockstep_config::human;
+use lockstep_tensor::cpu::Preference;
 use lockstep_tensor::{Arena, CpuLevel, CpuQueue};
 
 use crate::roofline::Limits;
@@ -47,7 +48,7 @@ pub fn worst(findings: &[Finding]) -> Status {
 }
 
 fn kernels() -> Vec<Finding> {
-    let level = CpuLevel::detect();
+    let Preference { level, reason } = Preference::current();
     let chosen = match level {
         CpuLevel::Portable => "portable code for f32 and bf16",
         CpuLevel::Avx2 => "AVX2 and FMA for f32 and bf16",
@@ -55,7 +56,7 @@ fn kernels() -> Vec<Finding> {
         CpuLevel::Avx512Bf16 => "AVX-512 for f32, AVX-512 BF16 dot products for bf16",
         CpuLevel::AmxBf16 => "AVX-512 for f32, AMX tiles for bf16",
     };
-    let chosen = Finding::ok("kernels", "chosen", chosen);
+    let chosen = Finding::ok("kernels", "chosen", format!("{chosen} ({reason})"));
     let chosen = if level == CpuLevel::Portable {
         chosen.with(Status::Warning, "no vector instructions that kernels know; training is slow here")
     } else {

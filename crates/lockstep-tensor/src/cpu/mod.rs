@@ -22,6 +22,7 @@ mod operands;
 mod optimizer;
 mod permute;
 mod pool;
+mod preference;
 mod quantize;
 mod queue;
 #[cfg(test)]
@@ -42,4 +43,5 @@ pub use gemm::{Peak, measure_peak, measure_peak_within};
 pub use level::{CpuLevel, F32Products};
 pub use optimizer::muon_flops;
 pub use pool::Workers;
+pub use preference::{Preference, Reason};
 pub use queue::CpuQueue;

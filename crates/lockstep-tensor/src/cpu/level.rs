@@ -2,21 +2,8 @@
 
 use std::{fmt, str::FromStr, sync::OnceLock};
 
-use super::{Preference, Reason};
-
-/// The level that [`CpuLevel::limit`] or [`Preference::apply`] has set.
-static CHOSEN: OnceLock<Preference> = OnceLock::new();
-
-/// Returns the level that is set.
-pub(super) fn chosen() -> Option<Preference> {
-    CHOSEN.get().copied()
-}
-
-/// Sets a level, unless one is set already.
-pub(super) fn choose(preference: Preference) {
-    // An error means that one is set already; the first one counts.
-    let _ = CHOSEN.set(preference);
-}
+/// The level that [`CpuLevel::limit`] has set.
+static LIMIT: OnceLock<CpuLevel> = OnceLock::new();
 
 /// Instruction sets that kernels choose from; each level includes the ones before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -37,17 +24,22 @@ impl CpuLevel {
     /// All levels, lowest first.
     pub const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::AmxBf16];
 
-    /// Returns the best level of this CPU, or what [`CpuLevel::limit`] or [`Preference::apply`] has set if that is lower.
+    /// Returns the best level of this CPU, or the limit of [`CpuLevel::limit`] if that is lower.
     pub fn detect() -> Self {
         static LEVEL: OnceLock<CpuLevel> = OnceLock::new();
         let level = *LEVEL.get_or_init(detect);
-        chosen().map_or(level, |chosen| level.min(chosen.level))
+        LIMIT.get().map_or(level, |limit| level.min(*limit))
     }
 
     /// Limits all queues that this process creates from now on to `level`, so that CPUs of different levels compute
-    /// the same bits. Only the first call has an effect.
-    pub fn limit(level: Self) {
-        choose(Preference { level, reason: Reason::Limit });
+    /// the same bits. Only the first call has an effect; returns true if this is it.
+    pub fn limit(level: Self) -> bool {
+        LIMIT.set(level).is_ok()
+    }
+
+    /// Returns true if a limit is set.
+    pub fn is_limited() -> bool {
+        LIMIT.get().is_some()
     }
 
     /// Returns the name of the level in settings.

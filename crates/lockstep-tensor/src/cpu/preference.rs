@@ -4,20 +4,19 @@
 //! Known cores are in a table (throughputs of `VDPBF16PS` and `VFMADD231PS` by uops.info). Others are measured, and only a
 //! clear difference decides, so that equal machines choose alike.
 
-use std::{fmt, time::Duration};
+use std::{fmt, sync::OnceLock, time::Duration};
 
-use super::{
-    CpuLevel, Peak,
-    level::{choose, chosen},
-    measure_peak_within,
-};
+use super::{CpuLevel, Peak, measure_peak_within};
 
 /// Duration of the measurement of each type.
 const TIME: Duration = Duration::from_millis(50);
 /// Dot products below this fraction of FMA's rate are not used. Between it and 1 they still save half of the packed bytes.
 const CLEARLY_SLOWER: f64 = 0.75;
 
-/// Why a level was chosen.
+/// The reason of the preference that [`Preference::apply`] has set.
+static APPLIED: OnceLock<Reason> = OnceLock::new();
+
+/// Reason for the choice of a level.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Reason {
     /// It is the highest level of the CPU, and no lower one is faster.
@@ -49,19 +48,20 @@ impl fmt::Display for Reason {
     }
 }
 
-/// A level and why it was chosen.
+/// A level with the reason for its choice.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Preference {
-    /// The level.
+    /// Instructions that the kernels use.
     pub level: CpuLevel,
-    /// Why it was chosen.
+    /// The reason for its choice.
     pub reason: Reason,
 }
 
 impl Preference {
-    /// Returns the level of this process and why it was chosen: the highest one, unless a limit or a preference is set.
+    /// Returns the level of this process: the highest one, unless a limit or a preference is set.
     pub fn current() -> Self {
-        chosen().unwrap_or(Self { level: CpuLevel::detect(), reason: Reason::Highest })
+        let unnamed = if CpuLevel::is_limited() { Reason::Limit } else { Reason::Highest };
+        Self { level: CpuLevel::detect(), reason: APPLIED.get().copied().unwrap_or(unnamed) }
     }
 
     /// Returns the fastest level of this CPU. A CPU that is not known is measured in a tenth of a second, unless `remembered` is the
@@ -73,7 +73,10 @@ impl Preference {
 
     /// Uses the level for all queues that this process creates from now on, unless a limit or a preference is set already.
     pub fn apply(self) {
-        choose(self);
+        if CpuLevel::limit(self.level) {
+            // Nothing else sets the reason: this was the first limit.
+            let _ = APPLIED.set(self.reason);
+        }
     }
 
     /// Chooses between the levels up to `highest` for a core, which is measured if it is not known.

@@ -95,7 +95,7 @@ fn resnet18() -> Result<ModelConfig, Error> {
 }
 
 /// Trains as one rank; every rank runs this.
-fn train(world: &World) -> Result<(), Error> {
+fn train(world: &World) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let given = lockstep::arguments();
     let value = |name: &str| given.iter().position(|flag| flag == name).and_then(|at| given.get(at + 1));
     let directory = match value("--data") {
@@ -114,8 +114,11 @@ fn train(world: &World) -> Result<(), Error> {
         let images = Cifar::open(&directory, CifarKind::Cifar10, split)?;
         Ok::<_, Error>(RenamedTensors::new(Arc::new(images), [(PIXELS, "image")])?)
     };
-    let is_resnet = value("--model").is_some_and(|name| name == "resnet18");
-    let model = if is_resnet { resnet18()? } else { SimpleCnn.into() };
+    let model = match value("--model").map_or("simple_cnn", String::as_str) {
+        "simple_cnn" => SimpleCnn.into(),
+        "resnet18" => resnet18()?,
+        other => return Err(format!("--model is simple_cnn or resnet18, not {other}").into()),
+    };
     let steps = value("--steps").map_or("100", String::as_str);
     let is_planned = given.iter().any(|flag| flag == "--auto");
     let done = Trainer::new(model)

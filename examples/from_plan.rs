@@ -36,7 +36,7 @@ fn train(world: &World) -> Result<(), Error> {
     }
     let memory = engine.memory();
     let mb = |bytes: usize| bytes as f64 / 1e6;
-    let (rank, predicted, peak) = (world.rank(), mb(memory.predicted_bytes), mb(memory.peak_bytes));
+    let (rank, predicted, peak) = (world.rank(), mb(memory.predicted.total()), mb(memory.peak_bytes));
     println!("rank {rank}: {predicted:.1} MB predicted, {peak:.1} MB at most");
     Ok(())
 }

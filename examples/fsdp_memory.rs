@@ -26,11 +26,13 @@ const CATEGORIES: [MemoryCategory; 6] = [
     MemoryCategory::Workspace,
 ];
 
+type Problem = Box<dyn std::error::Error + Send + Sync>;
+
 /// Returns the number after a flag of the command line.
-fn number(flag: &str, default: usize) -> usize {
+fn number(flag: &str, default: usize) -> Result<usize, Problem> {
     let given = arguments();
-    let pair = given.windows(2).find(|pair| pair[0] == flag);
-    pair.and_then(|pair| pair[1].parse().ok()).unwrap_or(default)
+    let Some(pair) = given.windows(2).find(|pair| pair[0] == flag) else { return Ok(default) };
+    pair[1].parse().map_err(|_| format!("{flag} takes a number, not {}", pair[1]).into())
 }
 
 fn model(hidden: usize) -> Result<ModelConfig, Error> {
@@ -42,8 +44,8 @@ fn model(hidden: usize) -> Result<ModelConfig, Error> {
 }
 
 /// Trains two steps under a layout, and returns the peak of each category and of all together in MB, the maximum over ranks.
-fn peaks(world: &World, stage: u8) -> Result<Vec<f64>, Error> {
-    let seq_len = number("--seq_len", 128);
+fn peaks(world: &World, stage: u8) -> Result<Vec<f64>, Problem> {
+    let seq_len = number("--seq_len", 128)?;
     let plan = Plan {
         mesh: match stage {
             0 => Degrees { replicate: world.size(), ..Degrees::default() },
@@ -53,7 +55,7 @@ fn peaks(world: &World, stage: u8) -> Result<Vec<f64>, Error> {
         ..Plan::default()
     };
     let settings = Settings { plan, global_batch: world.size(), seq_len, ..Settings::default() };
-    let mut engine = Engine::new(world, model(number("--hidden", 1024))?, settings)?;
+    let mut engine = Engine::new(world, model(number("--hidden", 1024)?)?, settings)?;
     for step in 0..2 {
         let batches: Vec<MicroBatch> = engine.shard().map(|range| tokens(step, range, seq_len)).collect();
         engine.forward_backward(&batches)?;
@@ -81,7 +83,7 @@ fn tokens(step: usize, range: std::ops::Range<usize>, seq_len: usize) -> MicroBa
     }
 }
 
-fn compare(world: &World) -> Result<(), Error> {
+fn compare(world: &World) -> Result<(), Problem> {
     let is_json = arguments().iter().any(|argument| argument == "--json");
     let mut table = Vec::new();
     for (name, stage) in LAYOUTS {

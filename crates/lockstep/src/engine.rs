@@ -80,11 +80,9 @@ pub struct Step {
 /// Memory of a rank, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
-    /// Prediction of the plan for all categories together, made before anything was allocated.
-    pub predicted_bytes: usize,
     /// Most that has been booked at one time so far.
     pub peak_bytes: usize,
-    /// Prediction of the plan for each category.
+    /// Prediction of the plan for each category, made before anything was allocated.
     pub predicted: MemoryBytes,
     /// Most that has been booked at one time in each category so far.
     pub peak: MemoryBytes,
@@ -169,11 +167,10 @@ impl Engine {
 
     /// Returns the predicted and the booked memory of this rank.
     pub fn memory(&self) -> Memory {
-        let (predicted, arena) = (self.engine.predicted_memory().by_category(), self.engine.arena());
+        let arena = self.engine.arena();
         Memory {
-            predicted_bytes: predicted.total(),
             peak_bytes: arena.peak_total_bytes(),
-            predicted,
+            predicted: self.engine.predicted_memory().by_category(),
             peak: arena.peak(),
         }
     }

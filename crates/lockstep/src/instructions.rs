@@ -47,19 +47,28 @@ pub(crate) fn choose() -> Result<(), Failure> {
 /// Returns the fastest level. What had to be measured is kept in the user's cache directory by model and microcode, so that the
 /// ranks of a machine and later runs choose alike.
 fn fastest() -> Preference {
-    let (path, key) = (remembered_file(), format!("{}, microcode {}", processor_name(), microcode()));
-    let mut known: BTreeMap<String, String> =
-        fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
-    let preference = Preference::of_this_cpu(known.get(&key).and_then(|word| word.parse().ok()));
+    let preference = Preference::of_this_cpu(|| remembered().get(&cpu())?.parse().ok());
     if let Reason::Measured(_) = preference.reason {
-        known.insert(key, preference.level.word().to_owned());
+        let mut known = remembered();
+        known.insert(cpu(), preference.level.word().to_owned());
         // If the outcome cannot be kept, the next process measures again.
-        let _ = fs::create_dir_all(user_cache_dir())
-            .and_then(|()| fs::write(path, serde_json::to_vec_pretty(&known).unwrap_or_default()));
+        let _ = fs::create_dir_all(user_cache_dir()).and_then(|()| {
+            fs::write(remembered_file(), serde_json::to_vec_pretty(&known).unwrap_or_default())
+        });
     }
     preference
 }
 
+/// Returns the words of the levels that were measured, by CPU.
+fn remembered() -> BTreeMap<String, String> {
+    fs::read(remembered_file()).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default()
+}
+
 fn remembered_file() -> PathBuf {
     user_cache_dir().join("instructions.json")
+}
+
+/// Returns the model and microcode of this CPU.
+fn cpu() -> String {
+    format!("{}, microcode {}", processor_name(), microcode())
 }

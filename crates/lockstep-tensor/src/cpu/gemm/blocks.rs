@@ -38,7 +38,7 @@ pub(super) struct Grain {
 
 impl Blocks {
     /// Largest number of rows of a task: smaller tasks balance better over threads.
-    const TASK_ROWS: usize = 96;
+    pub(super) const TASK_ROWS: usize = 96;
     /// Desired number of tasks, if the shape allows it.
     const TASKS: usize = 16;
     /// Smallest number of columns of a task, so that packing its rows pays.

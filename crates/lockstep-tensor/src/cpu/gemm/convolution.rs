@@ -52,18 +52,8 @@ impl ConvolutionKernels for CpuQueue {
         if is_depthwise(conv) {
             return depthwise(self, conv, x, weight, bias, y);
         }
-        if x.dtype() == DType::F32 {
-            // SAFETY: the sizes are checked, `y` overlaps no other operand, and no other kernel runs meanwhile.
-            let is_done = unsafe {
-                let (x, weight, y) = (x.slice(), weight.slice(), y.slice_mut());
-                let bias = bias.map(|bias| bias.slice());
-                let operands = winograd::Operands::forward(conv, x, weight, bias, y);
-                operands.is_some_and(|operands| winograd::convolve(self, operands))
-                    || few_channels::forward(self, conv, x, weight, bias, y)
-            };
-            if is_done {
-                return;
-            }
+        if forward_in_f32(self, conv, x, weight, bias, y) {
+            return;
         }
         with_float!(x.dtype(), T => forward::<T>(self, conv, x, weight, bias, y));
     }
@@ -85,16 +75,8 @@ impl ConvolutionKernels for CpuQueue {
         if is_depthwise(conv) {
             return depthwise_backward_input(self, conv, dy, weight, dx, write);
         }
-        if dy.dtype() == DType::F32 {
-            // SAFETY: the sizes are checked, `dx` overlaps no other operand, and no other kernel runs meanwhile.
-            let is_done = unsafe {
-                let (dy, weight, dx) = (dy.slice(), weight.slice(), dx.slice_mut());
-                let operands = winograd::Operands::backward_input(conv, dy, weight, dx, write);
-                operands.is_some_and(|operands| winograd::convolve(self, operands))
-            };
-            if is_done {
-                return;
-            }
+        if backward_input_in_f32(self, conv, dy, weight, dx, write) {
+            return;
         }
         with_float!(dy.dtype(), T => backward_input::<T>(self, conv, dy, weight, dx, write));
     }
@@ -113,17 +95,8 @@ impl ConvolutionKernels for CpuQueue {
         if is_depthwise(conv) {
             return depthwise_backward_weight(self, conv, dy, x, dweight);
         }
-        if x.dtype() == DType::F32 {
-            // SAFETY: the sizes are checked, `dweight` overlaps no other operand, and no other kernel runs meanwhile.
-            let is_done = unsafe {
-                let (dy, x, dweight) = (dy.slice(), x.slice(), dweight.slice_mut::<f32>());
-                let dweight = Window::new(dweight.as_mut_ptr(), 1);
-                let operands = weight_gradient::Operands { conv, dy, x, dweight };
-                weight_gradient::add(self, operands) || few_channels::add_weight_gradient(self, operands)
-            };
-            if is_done {
-                return;
-            }
+        if backward_weight_in_f32(self, conv, dy, x, dweight) {
+            return;
         }
         with_float!(x.dtype(), T => backward_weight::<T>(self, conv, dy, x, dweight));
     }
@@ -152,6 +125,68 @@ fn as_matrices<'a>(
     let pixels = conv.batch() * conv.input()[0] * conv.input()[1];
     let (inputs, outputs) = (conv.in_channels(), conv.out_channels());
     (x.reshape([pixels, inputs]), weight.reshape([outputs, inputs]), y.reshape([pixels, outputs]))
+}
+
+/// Computes the convolution by the algorithms for f32. Returns false if the operands are of another type or none applies.
+fn forward_in_f32(
+    queue: &CpuQueue,
+    conv: Conv2d,
+    x: View<'_>,
+    weight: View<'_>,
+    bias: Option<View<'_>>,
+    y: View<'_>,
+) -> bool {
+    if x.dtype() != DType::F32 {
+        return false;
+    }
+    // SAFETY: the caller has checked the sizes, and that `y` overlaps no other operand; no other kernel runs meanwhile.
+    unsafe {
+        let (x, weight, y) = (x.slice(), weight.slice(), y.slice_mut());
+        let bias = bias.map(|bias| bias.slice());
+        let operands = winograd::Operands::forward(conv, x, weight, bias, y);
+        operands.is_some_and(|operands| winograd::convolve(queue, operands))
+            || few_channels::forward(queue, conv, x, weight, bias, y)
+    }
+}
+
+/// Computes the gradient of the input, as [`forward_in_f32`].
+fn backward_input_in_f32(
+    queue: &CpuQueue,
+    conv: Conv2d,
+    dy: View<'_>,
+    weight: View<'_>,
+    dx: View<'_>,
+    write: Write,
+) -> bool {
+    if dy.dtype() != DType::F32 {
+        return false;
+    }
+    // SAFETY: as above, for `dx`.
+    unsafe {
+        let (dy, weight, dx) = (dy.slice(), weight.slice(), dx.slice_mut());
+        let operands = winograd::Operands::backward_input(conv, dy, weight, dx, write);
+        operands.is_some_and(|operands| winograd::convolve(queue, operands))
+    }
+}
+
+/// Adds the gradient of the weight, as [`forward_in_f32`].
+fn backward_weight_in_f32(
+    queue: &CpuQueue,
+    conv: Conv2d,
+    dy: View<'_>,
+    x: View<'_>,
+    dweight: View<'_>,
+) -> bool {
+    if x.dtype() != DType::F32 {
+        return false;
+    }
+    // SAFETY: as above, for `dweight`.
+    unsafe {
+        let (dy, x, dweight) = (dy.slice(), x.slice(), dweight.slice_mut::<f32>());
+        let dweight = Window::new(dweight.as_mut_ptr(), 1);
+        let operands = weight_gradient::Operands { conv, dy, x, dweight };
+        weight_gradient::add(queue, operands) || few_channels::add_weight_gradient(queue, operands)
+    }
 }
 
 /// Returns the order in which the elements of a patch are the depth of a product.

@@ -76,6 +76,35 @@ impl<C: Float> Multiply<C> for f16 {
     }
 }
 
+/// Evaluates an expression with the f32 vector `$vector` of the queue's level and the sizes of its tiles: the rows of a tile, of a
+/// thin one, and its vectors. Evaluates to `None` if the queue multiplies f32 by bf16 tiles.
+///
+/// The expression may use the instructions of the vector.
+macro_rules! with_f32_tiles {
+    ($queue:expr, |$vector:ident, $rows:ident, $thin:ident, $vectors:ident| $work:expr) => {{
+        macro_rules! with {
+            ($lanes:ty, $r:literal, $t:literal, $v:literal) => {{
+                type $vector = $lanes;
+                const $rows: usize = $r;
+                const $thin: usize = $t;
+                const $vectors: usize = $v;
+                Some($work)
+            }};
+        }
+        #[cfg(target_arch = "x86_64")]
+        let result = match $queue.level {
+            crate::CpuLevel::Portable => with!(super::lanes::Plain, 4, 1, 1),
+            crate::CpuLevel::Avx2 => with!(super::lanes::F32x8, 6, 2, 2),
+            crate::CpuLevel::AmxBf16 if $queue.f32_products == crate::F32Products::SplitBf16 => None,
+            _ => with!(super::lanes::F32x16, 12, 4, 2),
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let result = with!(super::lanes::Plain, 4, 1, 1);
+        result
+    }};
+}
+pub(super) use with_f32_tiles;
+
 fn multiply_f32<'a>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, f32, f32>>) {
     #[cfg(target_arch = "x86_64")]
     match queue.level {

@@ -6,17 +6,14 @@
 
 use std::{marker::PhantomData, ops::Range};
 
-#[cfg(target_arch = "x86_64")]
-use super::lanes::{F32x8, F32x16};
 use super::{
-    lanes::{Lanes, Plain},
+    dispatch::with_f32_tiles,
+    lanes::Lanes,
     scratch::{COLUMNS_UNITS, PARTIAL_COLUMNS, PARTIAL_ROWS, TASK_UNITS},
     store::Window,
     weight_gradient::{FEWEST_CHANNELS, Operands, Pixels, outer_products},
 };
 use crate::{Conv2d, CpuQueue, cpu::simd::inlined};
-#[cfg(target_arch = "x86_64")]
-use crate::{CpuLevel, F32Products};
 
 /// Output pixels of a task, unless a row has more.
 const TASK_PIXELS: usize = 512;
@@ -39,14 +36,10 @@ pub(super) unsafe fn forward(
 ) -> bool {
     // SAFETY: the caller's promise; the queue's level has the instructions of the vectors.
     unsafe {
-        #[cfg(target_arch = "x86_64")]
-        match queue.level {
-            CpuLevel::Portable => {}
-            CpuLevel::Avx2 => return FewChannels::<F32x8, 6, 2, 2>::forward(queue, conv, x, weight, bias, y),
-            CpuLevel::AmxBf16 if queue.f32_products == F32Products::SplitBf16 => return false,
-            _ => return FewChannels::<F32x16, 12, 4, 2>::forward(queue, conv, x, weight, bias, y),
-        }
-        FewChannels::<Plain, 4, 1, 1>::forward(queue, conv, x, weight, bias, y)
+        with_f32_tiles!(queue, |V, ROWS, THIN, VECTORS| FewChannels::<V, ROWS, THIN, VECTORS>::forward(
+            queue, conv, x, weight, bias, y
+        ))
+        .unwrap_or(false)
     }
 }
 
@@ -57,14 +50,10 @@ pub(super) unsafe fn forward(
 pub(super) unsafe fn add_weight_gradient(queue: &CpuQueue, operands: Operands<'_>) -> bool {
     // SAFETY: as above.
     unsafe {
-        #[cfg(target_arch = "x86_64")]
-        match queue.level {
-            CpuLevel::Portable => {}
-            CpuLevel::Avx2 => return FewChannels::<F32x8, 6, 2, 2>::add_weight_gradient(queue, operands),
-            CpuLevel::AmxBf16 if queue.f32_products == F32Products::SplitBf16 => return false,
-            _ => return FewChannels::<F32x16, 12, 4, 2>::add_weight_gradient(queue, operands),
-        }
-        FewChannels::<Plain, 4, 1, 1>::add_weight_gradient(queue, operands)
+        with_f32_tiles!(queue, |V, ROWS, THIN, VECTORS| {
+            FewChannels::<V, ROWS, THIN, VECTORS>::add_weight_gradient(queue, operands)
+        })
+        .unwrap_or(false)
     }
 }
 
@@ -288,7 +277,8 @@ impl<V: Lanes, const ROWS: usize, const THIN: usize, const VECTORS: usize>
         let part_len = height * row_tiles * panels * Self::TILE;
         let (tasks, task) = own.tasks();
         let parts = tasks.min(PARTS);
-        if parts * part_len > PARTIAL_ROWS * PARTIAL_COLUMNS {
+        // By the most parts, so that the choice does not depend on the number of images.
+        if PARTS * part_len > PARTIAL_ROWS * PARTIAL_COLUMNS {
             return false;
         }
         let mut partial = queue.scratch.partial();

@@ -9,6 +9,7 @@ use std::ops::Range;
 use bytemuck::Zeroable;
 
 use super::{
+    blocks::Blocks,
     kernel::ZERO_LINE,
     lanes::Lanes,
     operand::Order,
@@ -18,8 +19,6 @@ use super::{
     units::{PanelShape, Unit, along_unlikely, blocks},
 };
 
-/// Largest number of patches of a task.
-const MOST_PATCHES: usize = 96;
 /// Elements of the longest line of a block: [`SIDE`] pairs.
 const LINE: usize = 2 * SIDE;
 
@@ -126,7 +125,7 @@ pub(super) fn locate(
     panel_rows: usize,
     table: &mut [u64],
 ) -> usize {
-    let mut lanes = [Patch::default(); MOST_PATCHES];
+    let mut lanes = [Patch::default(); Blocks::TASK_ROWS];
     let lanes = &mut lanes[..outer.len()];
     patches.patches(outer.start, lanes);
     let line_len = panel_rows + 1;

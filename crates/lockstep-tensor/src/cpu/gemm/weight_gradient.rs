@@ -9,17 +9,16 @@
 //! pixels block by block, so that a block stays in the cache for all taps, and adds the sums of each block to its own.
 //! Last it adds these to the gradient, in the layout of the weight.
 
-#[cfg(target_arch = "x86_64")]
-use super::lanes::{F32x8, F32x16};
+use std::{marker::PhantomData, ops::Range};
+
 use super::{
-    lanes::{Lanes, Plain},
+    dispatch::with_f32_tiles,
+    lanes::Lanes,
     scratch::ROWS_UNITS,
     store::Window,
     transpose::{Block, SIDE},
 };
 use crate::{Conv2d, CpuQueue, Window2d};
-#[cfg(target_arch = "x86_64")]
-use crate::{CpuLevel, F32Products};
 
 /// Output pixels of a block, unless a row has more: their sums are kept in registers.
 const BLOCK_PIXELS: usize = 1024;
@@ -45,14 +44,8 @@ pub(super) struct Operands<'a> {
 pub(super) unsafe fn add(queue: &CpuQueue, operands: Operands<'_>) -> bool {
     // SAFETY: the caller's promise; the queue's level has the instructions of the vectors.
     unsafe {
-        #[cfg(target_arch = "x86_64")]
-        match queue.level {
-            CpuLevel::Portable => {}
-            CpuLevel::Avx2 => return Tasks::<F32x8, 6, 2, 2>::run(queue, operands),
-            CpuLevel::AmxBf16 if queue.f32_products == F32Products::SplitBf16 => return false,
-            _ => return Tasks::<F32x16, 12, 4, 2>::run(queue, operands),
-        }
-        Tasks::<Plain, 4, 1, 1>::run(queue, operands)
+        with_f32_tiles!(queue, |V, ROWS, THIN, VECTORS| Tasks::<V, ROWS, THIN, VECTORS>::run(queue, operands))
+            .unwrap_or(false)
     }
 }
 
@@ -66,7 +59,7 @@ struct Tasks<'a, V, const ROWS: usize, const THIN: usize, const VECTORS: usize> 
     panels: [usize; 2],
     /// Panels of output channels of a task.
     width: usize,
-    vector: std::marker::PhantomData<fn(V)>,
+    vector: PhantomData<fn(V)>,
 }
 
 impl<V: Lanes, const ROWS: usize, const THIN: usize, const VECTORS: usize> Tasks<'_, V, ROWS, THIN, VECTORS> {
@@ -92,13 +85,8 @@ impl<V: Lanes, const ROWS: usize, const THIN: usize, const VECTORS: usize> Tasks
         {
             return false;
         }
-        let tasks = Tasks::<V, ROWS, THIN, VECTORS> {
-            operands,
-            channels,
-            panels,
-            width,
-            vector: std::marker::PhantomData,
-        };
+        let tasks =
+            Tasks::<V, ROWS, THIN, VECTORS> { operands, channels, panels, width, vector: PhantomData };
         queue.pool.run(conv.groups() * panels[0] * panels[1] / width, |index| {
             let mut scratch = queue.scratch.rows();
             let sums = &mut scratch.elements_mut()[..conv.window().taps() * width * Self::TILE];
@@ -239,7 +227,7 @@ impl<V: Lanes, const ROWS: usize, const THIN: usize, const VECTORS: usize> Tasks
 }
 
 /// Returns the columns of the output that see a pixel of the input through a tap.
-fn columns_that_see(conv: Conv2d, tap: usize) -> std::ops::Range<usize> {
+fn columns_that_see(conv: Conv2d, tap: usize) -> Range<usize> {
     let Window2d { stride, dilation, padding, .. } = conv.window();
     let (width, offset) = (conv.input()[1] + padding[1], tap * dilation[1]);
     let first = padding[1].saturating_sub(offset).div_ceil(stride[1]);

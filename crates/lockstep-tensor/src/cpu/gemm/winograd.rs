@@ -10,18 +10,15 @@
 
 use std::{marker::PhantomData, ops::Range};
 
-#[cfg(target_arch = "x86_64")]
-use super::lanes::{F32x8, F32x16};
 use super::{
+    dispatch::with_f32_tiles,
     kernel::ZEROS,
-    lanes::{Lanes, Plain},
+    lanes::Lanes,
     scratch::{COLUMNS_UNITS, MAX_DEPTH, TASK_UNITS},
     store::Window,
     transpose::{Block, SIDE},
 };
 use crate::{Conv2d, CpuQueue, Window2d, Write, cpu::simd::inlined};
-#[cfg(target_arch = "x86_64")]
-use crate::{CpuLevel, F32Products};
 
 /// Side of a tile of the output.
 const OUT: usize = 2;
@@ -124,14 +121,8 @@ fn applies(conv: Conv2d) -> bool {
 pub(super) unsafe fn convolve(queue: &CpuQueue, operands: Operands<'_>) -> bool {
     // SAFETY: the caller's promise; the queue's level has the instructions of the vectors.
     unsafe {
-        #[cfg(target_arch = "x86_64")]
-        match queue.level {
-            CpuLevel::Portable => {}
-            CpuLevel::Avx2 => return Winograd::<F32x8, 6, 2>::run(queue, operands),
-            CpuLevel::AmxBf16 if queue.f32_products == F32Products::SplitBf16 => return false,
-            _ => return Winograd::<F32x16, 12, 2>::run(queue, operands),
-        }
-        Winograd::<Plain, 4, 1>::run(queue, operands)
+        with_f32_tiles!(queue, |V, ROWS, _THIN, VECTORS| Winograd::<V, ROWS, VECTORS>::run(queue, operands))
+            .unwrap_or(false)
     }
 }
 

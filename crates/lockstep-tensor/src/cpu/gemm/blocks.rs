@@ -1,4 +1,7 @@
-//! Block sizes of a product: they depend on its shape alone, so that neither bits nor scratch depend on the machine.
+//! Block sizes of a product, and its division into tasks: they depend on its shape alone, so that neither bits nor scratch
+//! depend on the machine.
+
+use std::ops::Range;
 
 use super::scratch::{COLUMNS_UNITS, MAX_DEPTH, PARTIAL_COLUMNS, PARTIAL_ROWS, ROWS_UNITS};
 
@@ -11,14 +14,15 @@ pub(super) struct Blocks {
     pub(super) chunk_rows: usize,
     /// Columns of B packed at a time.
     pub(super) chunk_columns: usize,
-    /// Rows of a task's tile of C.
-    pub(super) task_rows: usize,
-    /// Columns of a task's tile of C.
-    pub(super) task_columns: usize,
+    /// Largest number of panels of A of a task.
+    most_panels: usize,
+    /// Smallest number of panels of A of a task, if there are that many.
+    fewest_panels: usize,
+    grain: Grain,
 }
 
 /// Constraints of the micro-kernel and the types.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Grain {
     /// Rows of a panel of A.
     pub(super) rows: usize,
@@ -39,10 +43,14 @@ pub(super) struct Grain {
 impl Blocks {
     /// Largest number of rows of a task: smaller tasks balance better over threads.
     pub(super) const TASK_ROWS: usize = 96;
-    /// Desired number of tasks, if the shape allows it.
+    /// The number of tasks is a multiple of this, if the shape allows it: any usual number of threads shares them evenly.
     const TASKS: usize = 16;
-    /// Smallest number of columns of a task, so that packing its rows pays.
+    /// Smallest number of columns of a large task, so that packing its rows pays.
     const TASK_COLUMNS: usize = 192;
+    /// Smallest number of columns of a small task.
+    const SMALL_TASK_COLUMNS: usize = 128;
+    /// Largest number of parts of the columns of small tasks.
+    const SMALL_COLUMN_PARTS: usize = 4;
 
     /// Returns the block sizes of an `m × n` product over `depth` units.
     pub(super) fn new(m: usize, n: usize, depth: usize, grain: Grain) -> Self {
@@ -63,19 +71,118 @@ impl Blocks {
         }
         let chunk_columns = chunk_columns / grain.columns * grain.columns;
         let chunk_columns = even_part(n, n.div_ceil(chunk_columns), grain.columns);
-
-        // Rows are split over the tasks first: each column part packs the same rows again.
-        let rows_limit = (ROWS_UNITS / column_units).min(Self::TASK_ROWS) / grain.rows * grain.rows;
-        let wanted_rows = (chunk_rows / Self::TASKS).clamp(grain.task_rows.min(rows_limit), rows_limit);
-        let task_rows = even_part(chunk_rows, chunk_rows.div_ceil(wanted_rows), grain.rows);
-        let row_parts = chunk_rows.div_ceil(task_rows);
-        let column_parts = (Self::TASKS / row_parts).min(chunk_columns / Self::TASK_COLUMNS).max(1);
-        let task_columns = even_part(chunk_columns, column_parts, grain.columns);
-        Self { depth, chunk_rows, chunk_columns, task_rows, task_columns }
+        let most_panels = (ROWS_UNITS / column_units).min(Self::TASK_ROWS) / grain.rows;
+        let fewest_panels = (grain.task_rows / grain.rows).clamp(1, most_panels);
+        Self { depth, chunk_rows, chunk_columns, most_panels, fewest_panels, grain }
     }
+
+    /// Returns the division of a chunk of `rows × columns` into tasks.
+    pub(super) fn tasks(&self, rows: usize, columns: usize) -> Tasks {
+        let Self { fewest_panels, most_panels, grain, .. } = *self;
+        let panels = rows.div_ceil(grain.rows);
+        // Three quarters of the panels: as many parts as there may be threads, or a multiple of that.
+        let small = panels / 4 / fewest_panels;
+        let large_panels = panels - small * fewest_panels;
+        let large = match large_panels.div_ceil(most_panels) {
+            few if few <= Self::TASKS => {
+                (large_panels / fewest_panels).clamp(few.max(1), Self::TASKS.max(few))
+            }
+            many => many.next_multiple_of(Self::TASKS),
+        };
+        let parts_of = |smallest: usize| (columns / smallest).max(1);
+        // Rows are divided first: each part of the columns packs the same rows again.
+        let large_columns = (Self::TASKS / (large + small)).min(parts_of(Self::TASK_COLUMNS)).max(1);
+        let small_columns =
+            parts_of(Self::SMALL_TASK_COLUMNS).min(Self::SMALL_COLUMN_PARTS).max(large_columns);
+        Tasks { large, large_panels, large_columns, small, small_columns, grain }
+    }
+}
+
+/// The division of a chunk into tasks, each some panels of its rows and a part of its columns. Large tasks come first, so
+/// that all threads end at about the same time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Tasks {
+    /// Number of large parts of the rows.
+    large: usize,
+    /// Panels of all large parts.
+    large_panels: usize,
+    /// Number of parts of the columns of a large part.
+    large_columns: usize,
+    /// Number of small parts of the rows.
+    small: usize,
+    /// Number of parts of the columns of a small part.
+    small_columns: usize,
+    grain: Grain,
+}
+
+impl Tasks {
+    /// Number of tasks.
+    pub(super) fn count(&self) -> usize {
+        self.large * self.large_columns + self.small * self.small_columns
+    }
+
+    /// Returns the rows and columns of task `index`, of those of the chunk.
+    pub(super) fn ranges(
+        &self,
+        index: usize,
+        rows: &Range<usize>,
+        columns: &Range<usize>,
+    ) -> [Range<usize>; 2] {
+        let large_end = (rows.start + self.large_panels * self.grain.rows).min(rows.end);
+        let (rows, parts, column_parts, index) = match index.checked_sub(self.large * self.large_columns) {
+            None => (rows.start..large_end, self.large, self.large_columns, index),
+            Some(index) => (large_end..rows.end, self.small, self.small_columns, index),
+        };
+        [
+            part(&rows, parts, index / column_parts, self.grain.rows),
+            part(columns, column_parts, index % column_parts, self.grain.columns),
+        ]
+    }
+}
+
+/// Returns part `index` of `parts` parts of a range, in multiples of `grain`.
+fn part(whole: &Range<usize>, parts: usize, index: usize, grain: usize) -> Range<usize> {
+    let grains = whole.len().div_ceil(grain);
+    let at = |index: usize| (whole.start + index * grains / parts * grain).min(whole.end);
+    at(index)..at(index + 1)
 }
 
 /// Returns the size of `parts` parts of `whole`, as equal as multiples of `grain` allow.
 fn even_part(whole: usize, parts: usize, grain: usize) -> usize {
     whole.div_ceil(parts.max(1)).next_multiple_of(grain).max(grain)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn tasks_cover_every_element_once(
+            m in 1_usize..3000,
+            n in 1_usize..3000,
+            depth in 1_usize..3000,
+            shape in prop::sample::select(vec![(12, 32, 24, 1), (12, 32, 48, 1), (6, 16, 12, 1), (4, 8, 8, 1), (32, 32, 96, 16)]),
+            first in 0_usize..100,
+        ) {
+            let (rows, columns, task_rows, depth_grain) = shape;
+            let grain = Grain {
+                rows, columns, task_rows, depth: depth_grain, planes: 1, block_depth: None, keeps_partial_sums: false,
+            };
+            let blocks = Blocks::new(m, n, depth, grain);
+            let tasks = blocks.tasks(m, n);
+            let (whole_rows, whole_columns) = (first..first + m, first..first + n);
+            let mut area = 0;
+            for index in 0..tasks.count() {
+                let [task_rows, task_columns] = tasks.ranges(index, &whole_rows, &whole_columns);
+                prop_assert!((task_rows.start - first).is_multiple_of(rows) && task_rows.end <= first + m);
+                prop_assert!((task_columns.start - first).is_multiple_of(columns) && task_columns.end <= first + n);
+                prop_assert!(task_rows.len().next_multiple_of(rows) <= Blocks::TASK_ROWS.max(rows), "{task_rows:?}");
+                area += task_rows.len() * task_columns.len();
+            }
+            prop_assert_eq!(area, m * n, "{:?}", tasks);
+        }
+    }
 }

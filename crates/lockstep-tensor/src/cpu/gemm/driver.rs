@@ -6,12 +6,18 @@
 //!
 //! Every element of C is computed by one task, in an order that depends only on the shape of its product.
 
-use std::{marker::PhantomData, ops::Range};
+use std::{
+    hint,
+    marker::PhantomData,
+    ops::Range,
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+};
 
 use super::{
     blocks::{Blocks, Grain},
     image::locate,
-    kernel::{ColumnPanels, MicroKernel, RowPanels},
+    kernel::{ColumnPanels, MicroKernel, Place, RowPanels, Rows},
     lanes::{Dot, Lanes},
     operand::Operand,
     pack::{Factors, Packing},
@@ -24,14 +30,16 @@ use crate::{
     Buffer, CpuLevel, CpuQueue, Element, Write,
     cpu::{
         pool::Pool,
-        simd::{Float, inlined},
+        simd::{CACHE_LINE_BYTES, Float, inlined},
     },
 };
 
 /// Products with fewer multiplications run on the calling thread: waking others costs more.
 const SERIAL_MULTIPLICATIONS: usize = 1 << 16;
-/// Number of panels of B that a thread packs at a time.
+/// Largest number of panels of B that a thread packs at a time.
 const PACKED_PANELS: usize = 4;
+/// Number of parts in which B is packed, if there are that many panels.
+const PACKING_PARTS: usize = 4;
 /// Largest number of chunks of a batch, which are on the stack.
 const MOST_CHUNKS: usize = 64;
 
@@ -82,7 +90,7 @@ fn grain<K: MicroKernel, U: Packing, C: Float>(problem: &Problem<'_, U::Source, 
     Grain {
         rows: K::ROWS,
         columns: K::COLUMNS,
-        task_rows: K::TASK_ROWS,
+        task_rows: if problem.a.is_stored_along_depth() { K::TASK_ROWS } else { 2 * K::TASK_ROWS },
         depth: K::DEPTH,
         planes: U::PLANES,
         block_depth: problem.a.block_depth().map(|depth| depth.div_ceil(U::ELEMENTS)),
@@ -174,9 +182,8 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
                     if is_alone || self.end.unit + packed_units > self.columns.len() {
                         self.run();
                     }
-                    let packing_parts = packed_units.div_ceil(part_units::<K, U>(units).max(1));
-                    let tasks =
-                        rows.len().div_ceil(blocks.task_rows) * columns.len().div_ceil(blocks.task_columns);
+                    let packing_parts = panels.div_ceil(panels_at_a_time(panels));
+                    let tasks = blocks.tasks(rows.len(), columns.len()).count();
                     let (rows, columns, blocks) = (rows.clone(), columns.clone(), Some(blocks));
                     let chunk = Chunk { blocks, rows, columns, depth, units, packed_units, ..whole };
                     self.push(chunk, packing_parts, tasks);
@@ -218,30 +225,58 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
             (chunk, index - start(&chunk.start))
         };
         let panels = Window::new(self.columns.as_mut_ptr(), end.unit);
-        threads.run(end.part, |part| {
-            let (chunk, part) = at(part, |start| start.part);
-            // SAFETY: the parts of the packed columns do not overlap, and each belongs to one task.
-            unsafe { chunk.pack::<K, U>(part, panels) };
-        });
-        let packed = &self.columns[..end.unit];
-        threads.run(end.task, |task| {
+        let parts_left = AtomicUsize::new(end.part);
+        // Packing first, and no barrier after it: a thread that finds no part left to pack waits for the others' last ones.
+        threads.run(end.part + end.task, |index| {
+            let Some(task) = index.checked_sub(end.part) else {
+                let _done = Countdown(&parts_left);
+                let (chunk, part) = at(index, |start| start.part);
+                // SAFETY: the parts of the packed columns do not overlap, and each belongs to one task.
+                return unsafe { chunk.pack::<K, U>(part, panels) };
+            };
+            wait_for_zero(&parts_left);
             let (chunk, task) = at(task, |start| start.task);
             match chunk.blocks {
                 // SAFETY: the queue's level has the vector's instructions.
                 None => unsafe { rows::task::<V, _, _>(&chunk.problem, task) },
-                // SAFETY: the queue's level has the kernel's instructions.
-                Some(blocks) => unsafe {
-                    K::prepared(|| chunk.task::<K, U>(context, blocks, task, packed));
-                },
+                Some(blocks) => {
+                    // SAFETY: the queue's level has the kernel's instructions; all parts are packed, and nothing
+                    // writes them from now on.
+                    unsafe {
+                        let packed = panels.at(0, 0).row(0, end.unit);
+                        K::prepared(|| chunk.task::<K, U>(context, blocks, task, packed));
+                    }
+                }
             }
         });
         (self.len, self.end, self.multiplications) = (0, Start::default(), 0);
     }
 }
 
-/// Returns the units of the panels that a thread packs at a time.
-fn part_units<K: MicroKernel, U: Packing>(units: usize) -> usize {
-    PACKED_PANELS * U::panel_units::<ColumnPanels<K>>(units)
+/// Counts down by one when it is dropped, after a panic as well.
+struct Countdown<'a>(&'a AtomicUsize);
+
+impl Drop for Countdown<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// Waits until a count is zero. Those who count down are at work.
+fn wait_for_zero(count: &AtomicUsize) {
+    /// Looks before other threads get the core, of which there may be too few.
+    const LOOKS: usize = 1000;
+    for look in 0.. {
+        if count.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        if look < LOOKS { hint::spin_loop() } else { thread::yield_now() }
+    }
+}
+
+/// Returns the number of panels of B that a thread packs at a time.
+fn panels_at_a_time(panels: usize) -> usize {
+    (panels / PACKING_PARTS).clamp(1, PACKED_PANELS)
 }
 
 impl<T: Float, C: Float> Chunk<'_, T, C> {
@@ -250,18 +285,19 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
     /// # Safety
     /// `panels` must be the batch's panels, and nothing else may use this part of them.
     unsafe fn pack<K: MicroKernel, U: Packing<Source = T>>(&self, part: usize, panels: Window<u32>) {
-        let part_units = part_units::<K, U>(self.units);
+        let panels_of_part = panels_at_a_time(self.columns.len().div_ceil(K::COLUMNS));
+        let part_units = panels_of_part * U::panel_units::<ColumnPanels<K>>(self.units);
         let first = part * part_units;
         let len = part_units.min(self.packed_units - first);
         // SAFETY: the caller's promise.
         let packed = unsafe { panels.at(0, self.start.unit + first).row(0, len) };
-        let columns = self.columns.start + part * PACKED_PANELS * K::COLUMNS..self.columns.end;
+        let columns = self.columns.start + part * panels_of_part * K::COLUMNS..self.columns.end;
         let (b, depth) = (&self.problem.b, self.depth.clone());
         // SAFETY: the queue's level has the kernel's instructions.
         unsafe { U::pack::<K::Vector, ColumnPanels<K>>(b, columns, depth, self.units, packed) };
     }
 
-    /// Computes tile `index` of C, up to `task_rows × task_columns`. The thread must be prepared for the kernel.
+    /// Computes part `index` of C. The thread must be prepared for the kernel.
     fn task<K: MicroKernel, U: Packing<Source = T>>(
         &self,
         context: TaskContext<'_>,
@@ -269,12 +305,8 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         index: usize,
         packed_columns: &[u32],
     ) {
-        let Blocks { task_rows, task_columns, .. } = blocks;
-        let column_tasks = self.columns.len().div_ceil(task_columns);
-        let row = self.rows.start + index / column_tasks * task_rows;
-        let column = self.columns.start + index % column_tasks * task_columns;
-        let rows = row..(row + task_rows).min(self.rows.end);
-        let columns = column..(column + task_columns).min(self.columns.end);
+        let tasks = blocks.tasks(self.rows.len(), self.columns.len());
+        let [rows, columns] = tasks.ranges(index, &self.rows, &self.columns);
 
         let units = self.units;
         let packed_columns = &packed_columns[self.start.unit..][..self.packed_units];
@@ -294,21 +326,47 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
                     let (rows, columns, depth) = (row..row_end, column..column_end, self.depth.clone());
                     Factors { a, b, rows, columns, depth }
                 };
+                let size = (row_end - row, column_end - column);
+                let place = self.place::<K, U>((row, column), size);
                 if U::is_exceptional(packed_b) {
                     U::exceptional_tile(&factors(), &mut tile, K::COLUMNS);
                 } else {
                     // SAFETY: the level has the kernel's instructions, the thread is prepared, and the panel of B
-                    // holds `units`.
+                    // holds `units`. Only this task uses this tile of C.
                     let is_exceptional =
-                        unsafe { packed_rows.multiply::<K, U>(index, units, packed_b, &mut tile) };
+                        unsafe { packed_rows.multiply::<K, U>(index, units, packed_b, place, &mut tile) };
                     if is_exceptional {
                         U::exceptional_rows(&factors(), &mut tile, K::COLUMNS);
                     }
                 }
-                let size = (row_end - row, column_end - column);
+                if place.is_some() {
+                    continue;
+                }
                 self.store::<K, U>(context, &mut tile, (row, column), size);
             }
         }
+    }
+
+    /// Returns the place of a tile of C, if the kernel can write it there: a whole tile of an f32 matrix.
+    fn place<K: MicroKernel, U: Packing<Source = T>>(
+        &self,
+        (row, column): (usize, usize),
+        size: (usize, usize),
+    ) -> Option<Place> {
+        let Problem { k, c, bias, write, .. } = self.problem;
+        let (first, last) = (self.depth.start == 0, self.depth.end == k);
+        let bias = bias.filter(|_| last);
+        let Target::Matrix(window) = c else { return None };
+        let is_f32 = C::DTYPE == f32::DTYPE && (bias.is_none() || T::DTYPE == f32::DTYPE);
+        let is_segmented = self.problem.a.long_patches().is_some();
+        if !K::IS_IN_PLACE || U::MARK_UNITS > 0 || !is_f32 || is_segmented || size != (K::ROWS, K::COLUMNS) {
+            return None;
+        }
+        // SAFETY: the tile lies in C.
+        let window = unsafe { window.at(row, column) };
+        let bias = bias.map(|bias| bias[column..].as_ptr().cast());
+        let write = if first { write } else { Write::Accumulate };
+        Some(Place { first: window.pointer().cast(), stride: window.row_stride(), bias, write })
     }
 
     /// Adds a tile to the sums of earlier blocks of depth, and finishes it if this block is the last.
@@ -351,8 +409,11 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
 enum RowsOfTask<'a> {
     /// Packed panels of the given number of units.
     Packed(&'a [u32], usize),
-    /// Lines that are read in place: the elements, and the places of the lines, panel after panel of the given length.
-    Lines(*const u32, &'a [u64], usize),
+    /// Lines of units along the depth.
+    Lines(LinesOfTask),
+    /// Segments of lines, read in place: the elements, and the places of the segments, panel after panel of the given
+    /// length.
+    Segments(*const u32, &'a [u64], usize),
 }
 
 impl<'a> RowsOfTask<'a> {
@@ -364,12 +425,16 @@ impl<'a> RowsOfTask<'a> {
         units: usize,
         scratch: &'a mut Buffer,
     ) -> Self {
-        if let Some(patches) = a.long_patches().filter(|_| K::READS_LINES && U::IS_STORED) {
+        if let Some(patches) = a.long_patches().filter(|_| K::IS_IN_PLACE && U::IS_STORED) {
             let table = bytemuck::cast_slice_mut::<u32, u64>(scratch.elements_mut());
             // SAFETY: the queue's level has the kernel's instructions.
             let panel_len =
                 unsafe { K::Vector::compiled(inlined!(|| locate(patches, rows, depth, K::ROWS, table))) };
-            return Self::Lines(a.elements.as_ptr().cast(), table, panel_len);
+            return Self::Segments(a.elements.as_ptr().cast(), table, panel_len);
+        }
+        let are_units = U::IS_STORED_ALONG && depth.len() == units * U::ELEMENTS;
+        if K::IS_IN_PLACE && are_units && a.is_stored_along_depth() {
+            return Self::Lines(LinesOfTask::new::<K, _>(a, rows, depth, scratch));
         }
         let panel_units = U::panel_units::<RowPanels<K>>(units);
         let panels = &mut scratch.elements_mut::<u32>()[..rows.len().div_ceil(K::ROWS) * panel_units];
@@ -378,33 +443,108 @@ impl<'a> RowsOfTask<'a> {
         Self::Packed(panels, panel_units)
     }
 
-    /// Writes the product of panel `index` and a panel of B to the tile. Returns true if the panel of A is exceptional.
+    /// Writes the product of panel `index` and a panel of B to its place in C, if there is one, or else to the tile.
+    /// Returns true if the panel of A is exceptional.
     ///
     /// # Safety
     /// The CPU must have the kernel's instructions, the thread must be prepared, and the panel of B must hold `units`,
-    /// a multiple of the kernel's depth, as the rows do.
+    /// a multiple of the kernel's depth, as the rows do. Nothing else may use the place.
     unsafe fn multiply<K: MicroKernel, U: Packing>(
         &self,
         index: usize,
         units: usize,
         b: &[u32],
+        place: Option<Place>,
         tile: &mut Tile,
     ) -> bool {
+        let b = b.as_ptr();
+        // SAFETY: the caller's promise, here and below; the panels hold `units`, and the lines as many.
         match *self {
             Self::Packed(panels, panel_units) => {
                 let a = panel(panels, index, panel_units);
-                // SAFETY: the caller's promise; both panels hold `units`.
-                unsafe { K::tile(units, a.as_ptr(), b.as_ptr(), tile) };
+                match place {
+                    Some(place) => unsafe { K::finished_tile(units, Rows::Packed(a.as_ptr()), b, &place) },
+                    None => unsafe { K::tile(units, a.as_ptr(), b, tile) },
+                }
                 U::is_exceptional(a)
             }
-            Self::Lines(elements, table, panel_len) => {
+            Self::Lines(lines) => {
+                let place = place.unwrap_or_else(|| Place::whole(tile, K::COLUMNS));
+                unsafe { K::finished_tile(units, lines.panel(index, K::ROWS), b, &place) };
+                false
+            }
+            Self::Segments(elements, table, panel_len) => {
                 let lines = &table[index * panel_len..][..panel_len];
-                // SAFETY: the caller's promise; the lines lie in the operand and are `units` long.
-                unsafe { K::tile_of_lines(elements, lines, b.as_ptr(), tile) };
+                unsafe { K::tile_of_lines(elements, lines, b, tile) };
                 false
             }
         }
     }
+}
+
+/// Lines of A that a task reads where they lie, but for some that are copied first.
+#[derive(Clone, Copy)]
+struct LinesOfTask {
+    /// The first line.
+    stored: Lines,
+    /// Index of the first panel that is copied.
+    copied_from: usize,
+    /// The first line of that panel.
+    copied: Lines,
+}
+
+/// Lines of units: the address of the first one, and the bytes from one to the next.
+#[derive(Clone, Copy)]
+struct Lines {
+    first: *const u32,
+    stride: usize,
+}
+
+impl LinesOfTask {
+    /// Copies to scratch memory all lines if they compete for the same sets of the L1 cache, or else those of a last panel
+    /// that has too few rows.
+    fn new<K: MicroKernel, T: Float>(
+        a: &Operand<'_, T>,
+        rows: Range<usize>,
+        depth: Range<usize>,
+        scratch: &mut Buffer,
+    ) -> Self {
+        let line = |row: usize| &a.line(row)[depth.clone()];
+        let stride = a.line(0).len() * size_of::<T>();
+        let copied_from = if competes_for_sets(stride) { 0 } else { rows.len() / K::ROWS };
+        let first_copied = rows.start + copied_from * K::ROWS;
+        // An odd number of cache lines: neighbours lie in different sets.
+        let copied_stride = (size_of_val(line(rows.start)).div_ceil(CACHE_LINE_BYTES) | 1) * CACHE_LINE_BYTES;
+        let copies = (rows.end - first_copied).next_multiple_of(K::ROWS);
+        let copied = &mut scratch.elements_mut::<T>()[..copies * copied_stride / size_of::<T>()];
+        for (index, copy) in copied.chunks_exact_mut(copied_stride / size_of::<T>()).enumerate() {
+            let copy = &mut copy[..depth.len()];
+            match first_copied + index {
+                row if row < rows.end => copy.copy_from_slice(line(row)),
+                _ => copy.fill(T::zeroed()),
+            }
+        }
+        let copied = Lines { first: copied.as_ptr().cast(), stride: copied_stride };
+        Self { stored: Lines { first: line(rows.start).as_ptr().cast(), stride }, copied_from, copied }
+    }
+
+    /// Returns the lines of panel `index`, which has `rows` rows.
+    fn panel(&self, index: usize, rows: usize) -> Rows {
+        let (lines, index) = match index.checked_sub(self.copied_from) {
+            Some(index) => (self.copied, index),
+            None => (self.stored, index),
+        };
+        Rows::Lines(lines.first.wrapping_byte_add(index * rows * lines.stride), lines.stride)
+    }
+}
+
+/// Returns true if lines `stride` bytes apart begin in so few sets of the L1 cache that a panel of them does not stay there.
+fn competes_for_sets(stride: usize) -> bool {
+    /// Bytes after which the sets of an L1 cache repeat.
+    const PERIOD: usize = 4096;
+    // The power of two in the stride: lines begin in `PERIOD / step` places of the period.
+    let step = 1 << (stride | PERIOD).trailing_zeros();
+    PERIOD / step < 4
 }
 
 /// Returns panel `index` of panels of `units` units.

@@ -1,6 +1,6 @@
 //! The micro-kernels: a tile of C in registers, to which one column of A times one row of B is added at a time.
 
-use std::marker::PhantomData;
+use std::{hint, marker::PhantomData};
 
 use super::{
     lanes::{self, Lanes},
@@ -9,6 +9,7 @@ use super::{
     store::Tile,
     units::PanelShape,
 };
+use crate::Write;
 
 /// The product of two packed panels on one CPU level.
 ///
@@ -29,8 +30,9 @@ pub(in crate::cpu) trait MicroKernel {
     const DEPTH: usize;
     /// Order of the units of A in a panel.
     const A_ORDER: Order;
-    /// True if the kernel can read f32 lines of A in place: [`MicroKernel::tile_of_lines`].
-    const READS_LINES: bool = false;
+    /// True if the kernel can read rows of A and write tiles of C in place: [`MicroKernel::tile_of_lines`] and
+    /// [`MicroKernel::finished_tile`].
+    const IS_IN_PLACE: bool = false;
 
     /// Runs `work` with the thread in the state that [`MicroKernel::tile`] needs.
     ///
@@ -54,6 +56,42 @@ pub(in crate::cpu) trait MicroKernel {
     unsafe fn tile_of_lines(elements: *const u32, lines: &[u64], b: *const u32, tile: &mut Tile) {
         let _ = (elements, lines, b, tile);
         unreachable!("the kernel reads no lines");
+    }
+
+    /// Writes the product of rows of A and a panel of B, finished, to its place in C.
+    ///
+    /// # Safety
+    /// As [`MicroKernel::tile`]. The rows must hold `depth` units, and nothing else may use the place in C.
+    unsafe fn finished_tile(depth: usize, a: Rows, b: *const u32, place: &Place) {
+        let _ = (depth, a, b, place);
+        unreachable!("the kernel writes no finished tiles");
+    }
+}
+
+/// The rows of A of a tile.
+#[derive(Clone, Copy)]
+pub(in crate::cpu) enum Rows {
+    /// A packed panel, in the kernel's order.
+    Packed(*const u32),
+    /// Lines of units along the depth, read where they lie: the first one, and the bytes from one to the next.
+    Lines(*const u32, usize),
+}
+
+/// The place of a tile in an f32 matrix, and the terms that are added to its sums: first the bias, then what is there.
+#[derive(Clone, Copy)]
+pub(in crate::cpu) struct Place {
+    pub(super) first: *mut f32,
+    /// Elements from one row to the next.
+    pub(super) stride: usize,
+    /// The bias of the tile's columns.
+    pub(super) bias: Option<*const f32>,
+    pub(super) write: Write,
+}
+
+impl Place {
+    /// Returns the rows of a buffer, which are `columns` wide, as a place to overwrite.
+    pub(super) fn whole(tile: &mut Tile, columns: usize) -> Self {
+        Self { first: tile.as_mut_ptr(), stride: columns, bias: None, write: Write::Overwrite }
     }
 }
 
@@ -95,24 +133,37 @@ unsafe fn outer_products_of_lines<V: Lanes, const ROWS: usize, const VECTORS: us
                 b = b.add(VECTORS * V::COUNT);
             }
         }
-        store_sums(&sums, tile);
+        finish(sums, &Place::whole(tile, VECTORS * V::COUNT));
     }
 }
 
-/// Writes the sums to the tile.
+/// Adds the terms of a place to the sums and writes them there.
 ///
 /// # Safety
-/// The CPU must have the instructions of `V`.
+/// The CPU must have the instructions of `V`, and the place must have room for the sums.
 #[inline(always)]
-unsafe fn store_sums<V: Lanes, const ROWS: usize, const VECTORS: usize>(
-    sums: &[[V; VECTORS]; ROWS],
-    tile: &mut Tile,
+unsafe fn finish<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+    mut sums: [[V; VECTORS]; ROWS],
+    place: &Place,
 ) {
-    let out = tile.as_mut_ptr();
-    for (i, row) in sums.iter().enumerate() {
-        for (j, sum) in row.iter().enumerate() {
-            // SAFETY: the callers have checked that the tile is large enough.
-            unsafe { sum.store(out.add((i * VECTORS + j) * V::COUNT)) };
+    // SAFETY: the caller's promise.
+    unsafe {
+        if let Some(bias) = place.bias {
+            let bias: [V; VECTORS] = std::array::from_fn(|j| V::load(bias.add(j * V::COUNT).cast()));
+            for row in &mut sums {
+                for (sum, bias) in row.iter_mut().zip(bias) {
+                    *sum = sum.add(bias);
+                }
+            }
+        }
+        for (i, row) in sums.into_iter().enumerate() {
+            for (j, mut sum) in row.into_iter().enumerate() {
+                let out = place.first.add(i * place.stride + j * V::COUNT);
+                if place.write == Write::Accumulate {
+                    sum = sum.add(V::load(out.cast_const().cast()));
+                }
+                sum.store(out);
+            }
         }
     }
 }
@@ -136,17 +187,16 @@ impl<K: MicroKernel> PanelShape for ColumnPanels<K> {
 /// Computes the product as a sum of outer products, `VECTORS` vectors wide.
 ///
 /// # Safety
-/// As [`MicroKernel::tile`].
+/// As [`MicroKernel::finished_tile`].
 #[inline(always)]
 unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
     depth: usize,
     mut a: *const u32,
     mut b: *const u32,
-    tile: &mut Tile,
+    place: &Place,
 ) {
-    const { assert!(ROWS * VECTORS * V::COUNT <= Tile::ELEMENTS) };
-    // SAFETY: the panels hold `depth` steps of `ROWS` and `VECTORS · COUNT` units, and the tile is large enough, as
-    // just checked; the caller promises the instructions.
+    // SAFETY: the panels hold `depth` steps of `ROWS` and `VECTORS · COUNT` units; the caller promises the instructions
+    // and room for the sums.
     unsafe {
         let mut sums = [[V::zero(); VECTORS]; ROWS];
         for _ in 0..depth {
@@ -160,7 +210,49 @@ unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
             a = a.add(ROWS);
             b = b.add(VECTORS * V::COUNT);
         }
-        store_sums(&sums, tile);
+        finish(sums, place);
+    }
+}
+
+/// Rows of A that share a register for their address: the others are one and two strides further.
+const ROWS_OF_ADDRESS: usize = 3;
+
+/// Computes the product as [`outer_products`] does, of lines of A that are `stride` bytes apart.
+///
+/// # Safety
+/// As [`MicroKernel::finished_tile`].
+#[inline(always)]
+unsafe fn outer_products_in_place<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+    depth: usize,
+    (a, stride): (*const u32, usize),
+    mut b: *const u32,
+    place: &Place,
+) {
+    // SAFETY: the lines hold `depth` units, and the panel as many steps; the caller promises the instructions and room
+    // for the sums.
+    unsafe {
+        let mut sums = [[V::zero(); VECTORS]; ROWS];
+        // Only the first ones are used.
+        let mut lines = [a; ROWS];
+        for (i, line) in lines.iter_mut().take(ROWS.div_ceil(ROWS_OF_ADDRESS)).enumerate() {
+            // Opaque, or the compiler adds up all addresses anew in each step.
+            *line = hint::black_box(a.wrapping_byte_add(i * ROWS_OF_ADDRESS * stride));
+        }
+        for _ in 0..depth {
+            let columns: [V; VECTORS] = std::array::from_fn(|j| V::load(b.add(j * V::COUNT)));
+            for (i, row) in sums.iter_mut().enumerate() {
+                let line = lines[i / ROWS_OF_ADDRESS].wrapping_byte_add(i % ROWS_OF_ADDRESS * stride);
+                let x = V::splat(line.read_unaligned());
+                for (sum, y) in row.iter_mut().zip(columns) {
+                    *sum = V::multiply_add(x, y, *sum);
+                }
+            }
+            for line in &mut lines[..ROWS.div_ceil(ROWS_OF_ADDRESS)] {
+                *line = line.wrapping_add(1);
+            }
+            b = b.add(VECTORS * V::COUNT);
+        }
+        finish(sums, place);
     }
 }
 
@@ -177,7 +269,7 @@ macro_rules! outer_product_kernel {
             const TASK_ROWS: usize = 2 * $rows;
             const DEPTH: usize = 1;
             const A_ORDER: Order = Order::AcrossDepth;
-            const READS_LINES: bool = true;
+            const IS_IN_PLACE: bool = true;
 
             unsafe fn tile_of_lines(elements: *const u32, lines: &[u64], b: *const u32, tile: &mut Tile) {
                 // SAFETY: the caller's promise.
@@ -189,10 +281,22 @@ macro_rules! outer_product_kernel {
             }
 
             unsafe fn tile(depth: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
+                const { assert!($rows * Self::COLUMNS <= Tile::ELEMENTS) };
+                // SAFETY: the caller's promise; the tile has room for the sums, as just checked.
+                unsafe { Self::finished_tile(depth, Rows::Packed(a), b, &Place::whole(tile, Self::COLUMNS)) };
+            }
+
+            unsafe fn finished_tile(depth: usize, a: Rows, b: *const u32, place: &Place) {
                 // SAFETY: the caller's promise.
                 unsafe {
-                    Self::Vector::compiled(|| {
-                        outer_products::<Self::Vector, $rows, $vectors>(depth, a, b, tile);
+                    Self::Vector::compiled(|| match a {
+                        Rows::Packed(a) => {
+                            outer_products::<Self::Vector, $rows, $vectors>(depth, a, b, place);
+                        }
+                        Rows::Lines(first, stride) => {
+                            let lines = (first, stride);
+                            outer_products_in_place::<Self::Vector, $rows, $vectors>(depth, lines, b, place);
+                        }
                     });
                 }
             }

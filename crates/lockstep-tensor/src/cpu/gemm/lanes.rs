@@ -7,7 +7,10 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{transpose, transpose::Block};
+use super::{
+    transpose,
+    transpose::{Block, Square},
+};
 use crate::cpu::simd::Float;
 
 /// A vector of [`Lanes::COUNT`] lanes.
@@ -27,8 +30,12 @@ pub(in crate::cpu) trait Lanes: Copy {
     unsafe fn splat(unit: u32) -> Self;
     /// Computes `sums + x · y`, lane by lane.
     unsafe fn multiply_add(x: Self, y: Self, sums: Self) -> Self;
+    /// Returns the sums `self + other`, lane by lane.
+    unsafe fn add(self, other: Self) -> Self;
     /// Transposes a block of 32-bit words in place.
     unsafe fn transpose(block: &mut Block);
+    /// Transposes a square of 32-bit words into another place. The lines of the source may lie at any address.
+    unsafe fn transpose_into(source: Square<*const u32>, target: Square<*mut u32>);
     /// Writes the sums to any address.
     unsafe fn store(self, sums: *mut f32);
 
@@ -83,8 +90,19 @@ impl Lanes for Plain {
     }
 
     #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        Self(std::array::from_fn(|i| self.0[i] + other.0[i]))
+    }
+
+    #[inline(always)]
     unsafe fn transpose(block: &mut Block) {
         transpose::transpose(block);
+    }
+
+    #[inline(always)]
+    unsafe fn transpose_into(source: Square<*const u32>, target: Square<*mut u32>) {
+        // SAFETY: the caller's promise.
+        unsafe { transpose::transpose_square(source, target) }
     }
 
     #[inline(always)]
@@ -98,7 +116,7 @@ impl Lanes for Plain {
 #[cfg(target_arch = "x86_64")]
 macro_rules! vector {
     ($(#[$doc:meta])* $name:ident($vector:ty), $features:literal, $count:literal, $zero:ident, |$units:ident| $load:expr,
-     |$unit:ident| $splat:expr, |$x:ident, $y:ident, $sums:ident| $multiply_add:expr, $store:ident, $transpose:ident) => {
+     |$unit:ident| $splat:expr, |$x:ident, $y:ident, $sums:ident| $multiply_add:expr, $add:ident, $store:ident, $transpose:ident, $transpose_into:ident) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
         pub(in crate::cpu) struct $name($vector);
@@ -136,9 +154,21 @@ macro_rules! vector {
             }
 
             #[inline(always)]
+            unsafe fn add(self, other: Self) -> Self {
+                // SAFETY: as above.
+                Self(unsafe { $add(self.0, other.0) })
+            }
+
+            #[inline(always)]
             unsafe fn transpose(block: &mut Block) {
                 // SAFETY: as above.
                 unsafe { transpose::$transpose(block) }
+            }
+
+            #[inline(always)]
+            unsafe fn transpose_into(source: Square<*const u32>, target: Square<*mut u32>) {
+                // SAFETY: as above.
+                unsafe { transpose::$transpose_into(source, target) }
             }
 
             #[inline(always)]
@@ -157,8 +187,8 @@ vector!(
     |units| _mm256_loadu_ps(units.cast()),
     |unit| _mm256_set1_ps(f32::from_bits(unit)),
     |x, y, sums| _mm256_fmadd_ps(x.0, y.0, sums.0),
-    _mm256_storeu_ps,
-    transpose_avx2
+    _mm256_add_ps, _mm256_storeu_ps,
+    transpose_avx2, transpose_square_avx2
 );
 
 #[cfg(target_arch = "x86_64")]
@@ -168,8 +198,8 @@ vector!(
     |units| _mm512_loadu_ps(units.cast()),
     |unit| _mm512_set1_ps(f32::from_bits(unit)),
     |x, y, sums| _mm512_fmadd_ps(x.0, y.0, sums.0),
-    _mm512_storeu_ps,
-    transpose_avx512
+    _mm512_add_ps, _mm512_storeu_ps,
+    transpose_avx512, transpose_square_avx512
 );
 
 #[cfg(target_arch = "x86_64")]
@@ -179,8 +209,8 @@ vector!(
     |units| _mm512_loadu_ps(units.cast()),
     |unit| _mm512_castsi512_ps(_mm512_set1_epi32(unit.cast_signed())),
     |x, y, sums| _mm512_dpbf16_ps(sums.0, bits(x.0), bits(y.0)),
-    _mm512_storeu_ps,
-    transpose_avx512
+    _mm512_add_ps, _mm512_storeu_ps,
+    transpose_avx512, transpose_square_avx512
 );
 
 /// Casts 512 bits to the operand type of the dot product.

@@ -11,7 +11,7 @@ use super::{
     lanes::Lanes,
     operand::{Form, Operand, Order},
     store::Tile,
-    transpose::{Block, SIDE},
+    transpose::{Block, SIDE, Square},
     units::{PanelShape, Unit, across_unlikely, along_unlikely, blocks},
 };
 use crate::cpu::simd::{CACHE_LINE_BYTES, Float, inlined, prefetch};
@@ -49,6 +49,8 @@ pub(in crate::cpu) trait Packing {
     const MARK_UNITS: usize;
     /// True if an element is a unit as it is stored.
     const IS_STORED: bool = false;
+    /// True if neighbours along the depth are units as they are stored.
+    const IS_STORED_ALONG: bool = false;
 
     /// Packs as [`pack`] does, all planes of a panel before those of the next.
     ///
@@ -97,6 +99,7 @@ impl<U: Unit> Packing for U {
     const PLANES: usize = 1;
     const MARK_UNITS: usize = 0;
     const IS_STORED: bool = U::IS_STORED;
+    const IS_STORED_ALONG: bool = U::IS_STORED_ALONG;
 
     unsafe fn pack<V: Lanes, P: PanelShape>(
         operand: &Operand<'_, U::Source>,
@@ -172,6 +175,10 @@ unsafe fn pack_matrix<V: Lanes, U: Unit, P: PanelShape>(
 ) {
     match (order, P::ORDER) {
         (Order::AcrossDepth, Order::AcrossDepth) => copy::<U, P>(&matrix, outer, depth, units, panels),
+        (Order::AlongDepth, Order::AcrossDepth) if U::IS_STORED_ALONG && P::WIDTH.is_multiple_of(SIDE) => {
+            // SAFETY: the caller's promise.
+            unsafe { transpose_lines::<V, U, P>(&matrix, outer, depth, units, panels) };
+        }
         (Order::AlongDepth, _) => {
             blocks::<P>(outer, depth, units, U::ELEMENTS, panels, |block, outer, depth| {
                 read_along::<U, P>(&matrix, outer, depth, block);
@@ -228,6 +235,60 @@ fn copy<U: Unit, P: PanelShape>(
         if let Some(panel) = panels.next() {
             let lines = lines.map(|line| line.get(whole_panels * P::WIDTH..).unwrap_or_default());
             across_unlikely::<U>(lines, &mut panel[unit * P::WIDTH..][..P::WIDTH]);
+        }
+    }
+}
+
+/// Packs lines of units along the depth into panels of the other order, whole blocks from memory to memory.
+///
+/// # Safety
+/// As [`pack`].
+#[inline(always)]
+unsafe fn transpose_lines<V: Lanes, U: Unit, P: PanelShape>(
+    matrix: &Matrix<'_, U::Source>,
+    outer: Range<usize>,
+    depth: Range<usize>,
+    units: usize,
+    panels: &mut [u32],
+) {
+    let Matrix { elements, stride } = *matrix;
+    // Lines of units: an odd number of elements would put half a unit between two lines.
+    let source_stride = stride / U::ELEMENTS;
+    let whole_units =
+        if stride.is_multiple_of(U::ELEMENTS) { depth.len() / U::ELEMENTS / SIDE * SIDE } else { 0 };
+    for (index, panel) in panels.chunks_exact_mut(P::WIDTH * units).enumerate() {
+        let first = outer.start + index * P::WIDTH;
+        let lines = first..outer.end.min(first + P::WIDTH);
+        let from = if lines.len() == P::WIDTH { whole_units } else { 0 };
+        for column in (0..P::WIDTH).step_by(SIDE).filter(|_| from > 0) {
+            let place = (first + column) * stride + depth.start;
+            let next = elements.as_ptr().wrapping_add(place + P::WIDTH * stride);
+            // All lines of the squares: the last one ends here.
+            let source = &elements[place..][..(SIDE - 1) * stride + from * U::ELEMENTS];
+            for unit in (0..from).step_by(SIDE) {
+                let target = &mut panel[unit * P::WIDTH..][..SIDE * P::WIDTH];
+                for line in 0..SIDE {
+                    // The same place of the next panel: the lines are too short for the CPU's own prefetcher.
+                    prefetch(next.wrapping_add(line * stride + unit * U::ELEMENTS));
+                }
+                // SAFETY: the square lies in `source`, its transpose in `target`; the caller promises the
+                // instructions.
+                unsafe {
+                    V::transpose_into(
+                        Square { first: source.as_ptr().cast::<u32>().add(unit), stride: source_stride },
+                        Square { first: target.as_mut_ptr().add(column), stride: P::WIDTH },
+                    );
+                }
+            }
+        }
+        if from < units {
+            let depth = depth.start + from * U::ELEMENTS..depth.end;
+            let rest = &mut panel[from * P::WIDTH..];
+            blocks::<P>(lines, depth, units - from, U::ELEMENTS, rest, |block, outer, depth| {
+                read_along::<U, P>(matrix, outer, depth, block);
+                // SAFETY: the caller's promise.
+                unsafe { V::transpose(block) };
+            });
         }
     }
 }

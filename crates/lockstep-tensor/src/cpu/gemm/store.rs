@@ -85,6 +85,16 @@ impl<C> Window<C> {
         Self { pointer: unsafe { self.pointer.add(row * self.row_stride + column) }, ..self }
     }
 
+    /// Returns the address of the first element.
+    pub(in crate::cpu) fn pointer(self) -> *mut C {
+        self.pointer
+    }
+
+    /// Returns the elements from one row to the next.
+    pub(in crate::cpu) fn row_stride(self) -> usize {
+        self.row_stride
+    }
+
     /// Returns the first `len` elements of a row.
     ///
     /// # Safety

@@ -10,6 +10,13 @@ pub(in crate::cpu) const SIDE: usize = 16;
 /// A square of units.
 pub(in crate::cpu) type Block = [[u32; SIDE]; SIDE];
 
+/// A square of units in memory: the address of the first line, and the units from one line to the next.
+#[derive(Clone, Copy)]
+pub(in crate::cpu) struct Square<P> {
+    pub(in crate::cpu) first: P,
+    pub(in crate::cpu) stride: usize,
+}
+
 /// Transposes in portable code.
 #[inline(always)]
 pub(super) fn transpose(block: &mut Block) {
@@ -21,16 +28,46 @@ pub(super) fn transpose(block: &mut Block) {
     }
 }
 
+/// Transposes a square into another place in portable code.
+///
+/// # Safety
+/// Both squares must lie in memory that the caller may read and write, and must not overlap.
+#[inline(always)]
+pub(super) unsafe fn transpose_square(source: Square<*const u32>, target: Square<*mut u32>) {
+    for i in 0..SIDE {
+        for j in 0..SIDE {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let unit = source.first.add(i * source.stride + j).read_unaligned();
+                target.first.add(j * target.stride + i).write(unit);
+            }
+        }
+    }
+}
+
 /// Transposes by AVX-512.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) fn transpose_avx512(block: &mut Block) {
+    let square = Square { first: block.as_mut_ptr().cast::<u32>(), stride: SIDE };
+    // SAFETY: the block is a square, which is read before it is written.
+    unsafe { transpose_square_avx512(Square { first: square.first.cast_const(), stride: SIDE }, square) };
+}
+
+/// Transposes a square into another place, or the same, by AVX-512.
+///
+/// # Safety
+/// Both squares must lie in memory that the caller may read and write.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) unsafe fn transpose_square_avx512(source: Square<*const u32>, target: Square<*mut u32>) {
     let zero = _mm512_setzero_si512();
     let mut rows = [zero; SIDE];
-    for (row, units) in rows.iter_mut().zip(&*block) {
-        // SAFETY: a line of the block is 16 units.
-        *row = unsafe { _mm512_loadu_si512(units.as_ptr().cast()) };
+    for (i, row) in rows.iter_mut().enumerate() {
+        // SAFETY: a line of the square is 16 units.
+        *row = unsafe { _mm512_loadu_si512(source.first.add(i * source.stride).cast()) };
     }
     // Quarter q of `quads[4 i + j]` holds column 4 q + j of rows 4 i to 4 i + 3.
     let mut quads = [zero; SIDE];
@@ -54,9 +91,9 @@ pub(super) fn transpose_avx512(block: &mut Block) {
         rows[8 + j] = _mm512_shuffle_i32x4::<0xdd>(ab_even, cd_even);
         rows[12 + j] = _mm512_shuffle_i32x4::<0xdd>(ab_odd, cd_odd);
     }
-    for (row, units) in rows.iter().zip(block) {
-        // SAFETY: a line of the block is 16 units.
-        unsafe { _mm512_storeu_si512(units.as_mut_ptr().cast(), *row) };
+    for (i, row) in rows.iter().enumerate() {
+        // SAFETY: a line of the square is 16 units.
+        unsafe { _mm512_storeu_si512(target.first.add(i * target.stride).cast(), *row) };
     }
 }
 
@@ -66,12 +103,27 @@ pub(super) fn transpose_avx512(block: &mut Block) {
 #[target_feature(enable = "avx2")]
 pub(super) fn transpose_avx2(block: &mut Block) {
     let source = *block;
+    let target = Square { first: block.as_mut_ptr().cast(), stride: SIDE };
+    // SAFETY: both are squares.
+    unsafe { transpose_square_avx2(Square { first: source.as_ptr().cast(), stride: SIDE }, target) };
+}
+
+/// Transposes a square into another place by AVX2.
+///
+/// # Safety
+/// Both squares must lie in memory that the caller may read and write, and must not overlap.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn transpose_square_avx2(source: Square<*const u32>, target: Square<*mut u32>) {
     for (row, column) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
         let zero = _mm256_setzero_si256();
         let mut rows = [zero; 8];
-        for (vector, units) in rows.iter_mut().zip(&source[row..]) {
-            // SAFETY: eight units lie there, as `column` is 0 or 8.
-            *vector = unsafe { _mm256_loadu_si256(units[column..].as_ptr().cast()) };
+        for (i, vector) in rows.iter_mut().enumerate() {
+            // SAFETY: eight units lie there, as `row` and `column` are 0 or 8.
+            let units = unsafe { source.first.add((row + i) * source.stride + column) };
+            // SAFETY: as above.
+            *vector = unsafe { _mm256_loadu_si256(units.cast()) };
         }
         // Half h of `quads[4 i + j]` holds column 4 h + j of rows 4 i to 4 i + 3.
         let mut quads = [zero; 8];
@@ -88,9 +140,11 @@ pub(super) fn transpose_avx2(block: &mut Block) {
             rows[j] = _mm256_permute2x128_si256::<0x20>(quads[j], quads[4 + j]);
             rows[4 + j] = _mm256_permute2x128_si256::<0x31>(quads[j], quads[4 + j]);
         }
-        for (vector, units) in rows.iter().zip(&mut block[column..]) {
-            // SAFETY: eight units lie there, as `row` is 0 or 8.
-            unsafe { _mm256_storeu_si256(units[row..].as_mut_ptr().cast(), *vector) };
+        for (i, vector) in rows.iter().enumerate() {
+            // SAFETY: eight units lie there, as `row` and `column` are 0 or 8.
+            let units = unsafe { target.first.add((column + i) * target.stride + row) };
+            // SAFETY: as above.
+            unsafe { _mm256_storeu_si256(units.cast(), *vector) };
         }
     }
 }

@@ -21,6 +21,8 @@ pub(in crate::cpu) trait Unit {
     const ELEMENTS: usize;
     /// True if an element is a unit as it is stored.
     const IS_STORED: bool = false;
+    /// True if neighbours along the depth are units as they are stored.
+    const IS_STORED_ALONG: bool = Self::IS_STORED;
     /// Writes the first of `units` from `elements`, which are neighbours along the depth.
     fn along(elements: &[Self::Source], units: &mut [u32; SIDE]);
     /// Writes all of `units` from neighbours across the depth, one line for each element of a unit. The second line
@@ -75,6 +77,8 @@ pub(in crate::cpu) struct BfloatPair;
 impl Unit for BfloatPair {
     type Source = bf16;
     const ELEMENTS: usize = 2;
+    // The element of smaller depth has the lower address.
+    const IS_STORED_ALONG: bool = cfg!(target_endian = "little");
 
     #[inline(always)]
     fn along(elements: &[bf16], units: &mut [u32; SIDE]) {

@@ -16,21 +16,20 @@ use std::{
 
 use super::{
     blocks::{Blocks, Grain},
-    image::locate,
-    kernel::{ColumnPanels, MicroKernel, Place, RowPanels, Rows},
-    lanes::{Dot, Lanes},
-    operand::Operand,
+    kernel::{ColumnPanels, MicroKernel, Place},
+    lanes::Dot,
     pack::{Factors, Packing},
     problem::Problem,
     rows,
     scratch::{PARTIAL_COLUMNS, Scratch},
     store::{Finish, Target, Tile, Window, scatter, store},
+    task_rows::{TaskRows, panel},
 };
 use crate::{
-    Buffer, CpuLevel, CpuQueue, Element, Write,
+    CpuLevel, CpuQueue, Element, Write,
     cpu::{
         pool::Pool,
-        simd::{CACHE_LINE_BYTES, Float, inlined},
+        simd::{Float, inlined},
     },
 };
 
@@ -312,7 +311,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         let packed_columns = &packed_columns[self.start.unit..][..self.packed_units];
         let mut scratch = context.scratch.rows();
         let Problem { a, b, .. } = &self.problem;
-        let packed_rows = RowsOfTask::new::<K, U>(a, rows.clone(), self.depth.clone(), units, &mut scratch);
+        let packed_rows = TaskRows::new::<K, U>(a, rows.clone(), self.depth.clone(), units, &mut scratch);
 
         let column_panel_units = U::panel_units::<ColumnPanels<K>>(units);
         let mut tile = Tile::zeros();
@@ -403,153 +402,6 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
             }
         }
     }
-}
-
-/// The rows of A of a task.
-enum RowsOfTask<'a> {
-    /// Packed panels of the given number of units.
-    Packed(&'a [u32], usize),
-    /// Lines of units along the depth.
-    Lines(LinesOfTask),
-    /// Segments of lines, read in place: the elements, and the places of the segments, panel after panel of the given
-    /// length.
-    Segments(*const u32, &'a [u64], usize),
-}
-
-impl<'a> RowsOfTask<'a> {
-    /// Packs the rows into scratch memory, or notes the places of lines that need no packing.
-    fn new<K: MicroKernel, U: Packing>(
-        a: &Operand<'a, U::Source>,
-        rows: Range<usize>,
-        depth: Range<usize>,
-        units: usize,
-        scratch: &'a mut Buffer,
-    ) -> Self {
-        if let Some(patches) = a.long_patches().filter(|_| K::IS_IN_PLACE && U::IS_STORED) {
-            let table = bytemuck::cast_slice_mut::<u32, u64>(scratch.elements_mut());
-            // SAFETY: the queue's level has the kernel's instructions.
-            let panel_len =
-                unsafe { K::Vector::compiled(inlined!(|| locate(patches, rows, depth, K::ROWS, table))) };
-            return Self::Segments(a.elements.as_ptr().cast(), table, panel_len);
-        }
-        let are_units = U::IS_STORED_ALONG && depth.len() == units * U::ELEMENTS;
-        if K::IS_IN_PLACE && are_units && a.is_stored_along_depth() {
-            return Self::Lines(LinesOfTask::new::<K, _>(a, rows, depth, scratch));
-        }
-        let panel_units = U::panel_units::<RowPanels<K>>(units);
-        let panels = &mut scratch.elements_mut::<u32>()[..rows.len().div_ceil(K::ROWS) * panel_units];
-        // SAFETY: the queue's level has the kernel's instructions.
-        unsafe { U::pack::<K::Vector, RowPanels<K>>(a, rows, depth, units, panels) };
-        Self::Packed(panels, panel_units)
-    }
-
-    /// Writes the product of panel `index` and a panel of B to its place in C, if there is one, or else to the tile.
-    /// Returns true if the panel of A is exceptional.
-    ///
-    /// # Safety
-    /// The CPU must have the kernel's instructions, the thread must be prepared, and the panel of B must hold `units`,
-    /// a multiple of the kernel's depth, as the rows do. Nothing else may use the place.
-    unsafe fn multiply<K: MicroKernel, U: Packing>(
-        &self,
-        index: usize,
-        units: usize,
-        b: &[u32],
-        place: Option<Place>,
-        tile: &mut Tile,
-    ) -> bool {
-        let b = b.as_ptr();
-        // SAFETY: the caller's promise, here and below; the panels hold `units`, and the lines as many.
-        match *self {
-            Self::Packed(panels, panel_units) => {
-                let a = panel(panels, index, panel_units);
-                match place {
-                    Some(place) => unsafe { K::finished_tile(units, Rows::Packed(a.as_ptr()), b, &place) },
-                    None => unsafe { K::tile(units, a.as_ptr(), b, tile) },
-                }
-                U::is_exceptional(a)
-            }
-            Self::Lines(lines) => {
-                let place = place.unwrap_or_else(|| Place::whole(tile, K::COLUMNS));
-                unsafe { K::finished_tile(units, lines.panel(index, K::ROWS), b, &place) };
-                false
-            }
-            Self::Segments(elements, table, panel_len) => {
-                let lines = &table[index * panel_len..][..panel_len];
-                unsafe { K::tile_of_lines(elements, lines, b, tile) };
-                false
-            }
-        }
-    }
-}
-
-/// Lines of A that a task reads where they lie, but for some that are copied first.
-#[derive(Clone, Copy)]
-struct LinesOfTask {
-    /// The first line.
-    stored: Lines,
-    /// Index of the first panel that is copied.
-    copied_from: usize,
-    /// The first line of that panel.
-    copied: Lines,
-}
-
-/// Lines of units: the address of the first one, and the bytes from one to the next.
-#[derive(Clone, Copy)]
-struct Lines {
-    first: *const u32,
-    stride: usize,
-}
-
-impl LinesOfTask {
-    /// Copies to scratch memory all lines if they compete for the same sets of the L1 cache, or else those of a last panel
-    /// that has too few rows.
-    fn new<K: MicroKernel, T: Float>(
-        a: &Operand<'_, T>,
-        rows: Range<usize>,
-        depth: Range<usize>,
-        scratch: &mut Buffer,
-    ) -> Self {
-        let line = |row: usize| &a.line(row)[depth.clone()];
-        let stride = a.line(0).len() * size_of::<T>();
-        let copied_from = if competes_for_sets(stride) { 0 } else { rows.len() / K::ROWS };
-        let first_copied = rows.start + copied_from * K::ROWS;
-        // An odd number of cache lines: neighbours lie in different sets.
-        let copied_stride = (size_of_val(line(rows.start)).div_ceil(CACHE_LINE_BYTES) | 1) * CACHE_LINE_BYTES;
-        let copies = (rows.end - first_copied).next_multiple_of(K::ROWS);
-        let copied = &mut scratch.elements_mut::<T>()[..copies * copied_stride / size_of::<T>()];
-        for (index, copy) in copied.chunks_exact_mut(copied_stride / size_of::<T>()).enumerate() {
-            let copy = &mut copy[..depth.len()];
-            match first_copied + index {
-                row if row < rows.end => copy.copy_from_slice(line(row)),
-                _ => copy.fill(T::zeroed()),
-            }
-        }
-        let copied = Lines { first: copied.as_ptr().cast(), stride: copied_stride };
-        Self { stored: Lines { first: line(rows.start).as_ptr().cast(), stride }, copied_from, copied }
-    }
-
-    /// Returns the lines of panel `index`, which has `rows` rows.
-    fn panel(&self, index: usize, rows: usize) -> Rows {
-        let (lines, index) = match index.checked_sub(self.copied_from) {
-            Some(index) => (self.copied, index),
-            None => (self.stored, index),
-        };
-        Rows::Lines(lines.first.wrapping_byte_add(index * rows * lines.stride), lines.stride)
-    }
-}
-
-/// Returns true if lines `stride` bytes apart begin in so few sets of the L1 cache that a panel of them does not stay there.
-fn competes_for_sets(stride: usize) -> bool {
-    /// Bytes after which the sets of an L1 cache repeat.
-    const PERIOD: usize = 4096;
-    // The power of two in the stride: lines begin in `PERIOD / step` places of the period.
-    let step = 1 << (stride | PERIOD).trailing_zeros();
-    PERIOD / step < 4
-}
-
-/// Returns panel `index` of panels of `units` units.
-fn panel(panels: &[u32], index: usize, units: usize) -> &[u32] {
-    &panels[index * units..][..units]
 }
 
 /// Splits a range into parts of `len`; the last may be shorter.

@@ -34,6 +34,7 @@ mod scratch;
 #[cfg(target_arch = "x86_64")]
 mod split;
 mod store;
+mod task_rows;
 #[cfg(test)]
 mod tests;
 mod transpose;

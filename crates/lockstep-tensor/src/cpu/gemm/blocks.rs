@@ -36,6 +36,8 @@ pub(super) struct Grain {
     pub(super) planes: usize,
     /// Units of depth to pack at a time, if the operands prefer a number.
     pub(super) block_depth: Option<usize>,
+    /// True if a task packs its rows of A; false if it reads them where they lie.
+    pub(super) packs_rows: bool,
     /// True if sums over blocks of depth need a buffer of their own (C is not f32, or not a matrix).
     pub(super) keeps_partial_sums: bool,
 }
@@ -166,10 +168,11 @@ mod tests {
             depth in 1_usize..3000,
             shape in prop::sample::select(vec![(12, 32, 24, 1), (12, 32, 48, 1), (6, 16, 12, 1), (4, 8, 8, 1), (32, 32, 96, 16)]),
             first in 0_usize..100,
+            packs_rows: bool,
         ) {
             let (rows, columns, task_rows, depth_grain) = shape;
             let grain = Grain {
-                rows, columns, task_rows, depth: depth_grain, planes: 1, block_depth: None, keeps_partial_sums: false,
+                rows, columns, task_rows, depth: depth_grain, planes: 1, block_depth: None, packs_rows, keeps_partial_sums: false,
             };
             let blocks = Blocks::new(m, n, depth, grain);
             let tasks = blocks.tasks(m, n);

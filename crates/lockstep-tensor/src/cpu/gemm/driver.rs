@@ -23,7 +23,7 @@ use super::{
     rows,
     scratch::{PARTIAL_COLUMNS, Scratch},
     store::{Finish, Target, Tile, Window, scatter, store},
-    task_rows::{TaskRows, panel},
+    task_rows::{Lookahead, TaskRows, panel},
 };
 use crate::{
     CpuLevel, CpuQueue, Element, Write,
@@ -72,6 +72,7 @@ pub(super) fn multiply<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Flo
             level: queue.level,
             scratch: &queue.scratch,
             partial: Window::new(partial.elements_mut::<f32>().as_mut_ptr(), PARTIAL_COLUMNS),
+            threads: queue.pool.threads(),
         },
         pool: &queue.pool,
         columns: columns.elements_mut(),
@@ -86,10 +87,12 @@ pub(super) fn multiply<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Flo
 }
 
 fn grain<K: MicroKernel, U: Packing, C: Float>(problem: &Problem<'_, U::Source, C>) -> Grain {
+    let packs_rows = !TaskRows::can_be_lines::<K, U>(&problem.a, problem.k);
     Grain {
         rows: K::ROWS,
         columns: K::COLUMNS,
-        task_rows: if problem.a.is_stored_along_depth() { K::TASK_ROWS } else { 2 * K::TASK_ROWS },
+        task_rows: if packs_rows { 2 * K::TASK_ROWS } else { K::TASK_ROWS },
+        packs_rows,
         depth: K::DEPTH,
         planes: U::PLANES,
         block_depth: problem.a.block_depth().map(|depth| depth.div_ceil(U::ELEMENTS)),
@@ -103,6 +106,7 @@ struct TaskContext<'a> {
     level: CpuLevel,
     scratch: &'a Scratch,
     partial: Window<f32>,
+    threads: usize,
 }
 
 /// Chunks that are packed and multiplied together.
@@ -314,6 +318,14 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         let packed_rows = TaskRows::new::<K, U>(a, rows.clone(), self.depth.clone(), units, &mut scratch);
 
         let column_panel_units = U::panel_units::<ColumnPanels<K>>(units);
+        let later = index + context.threads;
+        let [later_rows, _] = match later < tasks.count() {
+            true => tasks.ranges(later, &self.rows, &self.columns),
+            false => [0..0, 0..0],
+        };
+        let tiles = columns.len().div_ceil(K::COLUMNS) * rows.len().div_ceil(K::ROWS);
+        let mut lookahead = Lookahead::new(a, later_rows, self.depth.clone(), tiles);
+
         let mut tile = Tile::zeros();
         for column in columns.clone().step_by(K::COLUMNS) {
             let index = (column - self.columns.start) / K::COLUMNS;
@@ -327,6 +339,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
                 };
                 let size = (row_end - row, column_end - column);
                 let place = self.place::<K, U>((row, column), size);
+                lookahead.step();
                 if U::is_exceptional(packed_b) {
                     U::exceptional_tile(&factors(), &mut tile, K::COLUMNS);
                 } else {

@@ -9,7 +9,10 @@ use super::{
     store::Tile,
     units::PanelShape,
 };
-use crate::Write;
+use crate::{
+    Write,
+    cpu::simd::{CACHE_LINE_BYTES, prefetch},
+};
 
 /// The product of two packed panels on one CPU level.
 ///
@@ -137,6 +140,16 @@ unsafe fn outer_products_of_lines<V: Lanes, const ROWS: usize, const VECTORS: us
     }
 }
 
+/// Fetches the rows of a place, `columns` wide, into the cache: they are read or written when the sums are complete.
+#[inline(always)]
+fn fetch<const ROWS: usize>(place: &Place, columns: usize) {
+    for row in 0..ROWS {
+        for column in (0..columns).step_by(CACHE_LINE_BYTES / size_of::<f32>()) {
+            prefetch(place.first.wrapping_add(row * place.stride + column));
+        }
+    }
+}
+
 /// Adds the terms of a place to the sums and writes them there.
 ///
 /// # Safety
@@ -195,6 +208,7 @@ unsafe fn outer_products<V: Lanes, const ROWS: usize, const VECTORS: usize>(
     mut b: *const u32,
     place: &Place,
 ) {
+    fetch::<ROWS>(place, VECTORS * V::COUNT);
     // SAFETY: the panels hold `depth` steps of `ROWS` and `VECTORS · COUNT` units; the caller promises the instructions
     // and room for the sums.
     unsafe {
@@ -228,6 +242,7 @@ unsafe fn outer_products_in_place<V: Lanes, const ROWS: usize, const VECTORS: us
     mut b: *const u32,
     place: &Place,
 ) {
+    fetch::<ROWS>(place, VECTORS * V::COUNT);
     // SAFETY: the lines hold `depth` units, and the panel as many steps; the caller promises the instructions and room
     // for the sums.
     unsafe {

@@ -208,6 +208,8 @@ fn copy<U: Unit, P: PanelShape>(
     panels: &mut [u32],
 ) {
     let panel_units = P::WIDTH * units;
+    // The panels may end before the operand does.
+    let outer = outer.start..outer.end.min(outer.start + panels.len() / panel_units * P::WIDTH);
     let whole_panels = outer.len() / P::WIDTH;
     // The distance between lines is too large for the CPU's own prefetcher.
     let ahead = UNITS_AHEAD * U::ELEMENTS * operand.stride;
@@ -219,21 +221,21 @@ fn copy<U: Unit, P: PanelShape>(
                 prefetch(lines[0].as_ptr().wrapping_add(start + ahead + operand.stride));
             }
         }
-        let mut panels = panels.chunks_exact_mut(panel_units);
-        for (index, panel) in panels.by_ref().take(whole_panels).enumerate() {
-            let target = &mut panel[unit * P::WIDTH..][..P::WIDTH];
-            let lines = lines.map(|line| line.get(index * P::WIDTH..).unwrap_or_default());
-            // A constant length makes the copy a few vector moves.
-            if U::ELEMENTS == 1 {
-                U::across([&lines[0][..P::WIDTH], &[]], target);
-            } else if lines[1].is_empty() {
-                across_unlikely::<U>(lines, target);
-            } else {
-                U::across([&lines[0][..P::WIDTH], &lines[1][..P::WIDTH]], target);
+        let is_whole = !lines[0].is_empty() && (U::ELEMENTS == 1 || !lines[1].is_empty());
+        for index in 0..if is_whole { whole_panels } else { 0 } {
+            let at = index * P::WIDTH;
+            // SAFETY: the lines hold `WIDTH` elements of each whole panel, and the panels as many units at `unit`: their number
+            // is limited above. Constant lengths make the copy a few vector moves.
+            unsafe {
+                let first = lines[0].get_unchecked(at..at + P::WIDTH);
+                let second = if U::ELEMENTS == 1 { &[] } else { lines[1].get_unchecked(at..at + P::WIDTH) };
+                let target = index * panel_units + unit * P::WIDTH;
+                U::across([first, second], panels.get_unchecked_mut(target..target + P::WIDTH));
             }
         }
-        if let Some(panel) = panels.next() {
-            let lines = lines.map(|line| line.get(whole_panels * P::WIDTH..).unwrap_or_default());
+        let first_edge = if is_whole { whole_panels } else { 0 };
+        for (index, panel) in panels.chunks_exact_mut(panel_units).enumerate().skip(first_edge) {
+            let lines = lines.map(|line| line.get(index * P::WIDTH..).unwrap_or_default());
             across_unlikely::<U>(lines, &mut panel[unit * P::WIDTH..][..P::WIDTH]);
         }
     }

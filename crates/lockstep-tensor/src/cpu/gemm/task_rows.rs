@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     Buffer,
-    cpu::simd::{CACHE_LINE_BYTES, Float, inlined},
+    cpu::simd::{CACHE_LINE_BYTES, Float, inlined, prefetch},
 };
 
 /// The rows of A of a task.
@@ -27,6 +27,12 @@ pub(super) enum TaskRows<'a> {
 }
 
 impl<'a> TaskRows<'a> {
+    /// Returns true if rows with `depth` elements need no packing.
+    pub(super) fn can_be_lines<K: MicroKernel, U: Packing>(a: &Operand<'_, U::Source>, depth: usize) -> bool {
+        let are_units = U::IS_STORED_ALONG && depth.is_multiple_of(U::ELEMENTS * K::DEPTH);
+        K::IS_IN_PLACE && are_units && a.is_stored_along_depth()
+    }
+
     /// Packs the rows into scratch memory, or notes the places of lines that need no packing.
     pub(super) fn new<K: MicroKernel, U: Packing>(
         a: &Operand<'a, U::Source>,
@@ -42,8 +48,7 @@ impl<'a> TaskRows<'a> {
                 unsafe { K::Vector::compiled(inlined!(|| locate(patches, rows, depth, K::ROWS, table))) };
             return Self::Segments(a.elements.as_ptr().cast(), table, panel_len);
         }
-        let are_units = U::IS_STORED_ALONG && depth.len() == units * U::ELEMENTS;
-        if K::IS_IN_PLACE && are_units && a.is_stored_along_depth() {
+        if Self::can_be_lines::<K, U>(a, depth.len()) {
             return Self::Lines(TaskLines::new::<K, _>(a, rows, depth, scratch));
         }
         let panel_units = U::panel_units::<RowPanels<K>>(units);
@@ -149,6 +154,59 @@ impl TaskLines {
             None => (self.stored, index),
         };
         Rows::Lines(lines.first.wrapping_byte_add(index * rows * lines.stride), lines.stride)
+    }
+}
+
+/// The lines of the rows of a later task, fetched into the L2 cache a few at a time while this task computes: without it the
+/// first panel of B waits for the memory.
+pub(super) struct Lookahead {
+    /// Address of the next row, and of the next cache line in it.
+    row: *const u8,
+    line: *const u8,
+    /// Bytes from one row to the next.
+    stride: usize,
+    /// Bytes of a row.
+    row_bytes: usize,
+    rows_left: usize,
+    /// Cache lines to fetch at a time.
+    at_a_time: usize,
+}
+
+impl Lookahead {
+    /// Fetches `rows` of A at `depth` in `times` steps, if they are lines along the depth.
+    pub(super) fn new<T>(a: &Operand<'_, T>, rows: Range<usize>, depth: Range<usize>, times: usize) -> Self {
+        let rows_left = if a.is_stored_along_depth() { rows.len() } else { 0 };
+        let (first, stride) = match rows_left {
+            0 => (std::ptr::null(), 0),
+            _ => (a.line(rows.start)[depth.start..].as_ptr().cast(), size_of_val(a.line(0))),
+        };
+        let row_bytes = depth.len() * size_of::<T>();
+        let lines = rows_left * row_bytes.div_ceil(CACHE_LINE_BYTES);
+        Self {
+            row: first,
+            line: first,
+            stride,
+            row_bytes,
+            rows_left,
+            at_a_time: lines.div_ceil(times.max(1)),
+        }
+    }
+
+    /// Fetches the next lines.
+    #[inline]
+    pub(super) fn step(&mut self) {
+        for _ in 0..self.at_a_time {
+            if self.rows_left == 0 {
+                return;
+            }
+            prefetch(self.line);
+            self.line = self.line.wrapping_add(CACHE_LINE_BYTES);
+            if self.line >= self.row.wrapping_add(self.row_bytes) {
+                self.row = self.row.wrapping_add(self.stride);
+                self.line = self.row;
+                self.rows_left -= 1;
+            }
+        }
     }
 }
 

@@ -64,7 +64,8 @@ impl RunKernels {
         let own = engine.queue().level();
         let index = CpuLevel::ALL.iter().position(|level| *level == own).unwrap_or_default();
         let of_all = ranks.numbers([index as u64])?;
-        Ok(Self::among(of_all.into_iter().map(|[index]| CpuLevel::ALL[index as usize]).collect()))
+        let level = |[index]: [u64; 1]| CpuLevel::ALL.get(index as usize).copied().unwrap_or(own);
+        Ok(Self::among(of_all.into_iter().map(level).collect()))
     }
 
     fn among(levels: Vec<CpuLevel>) -> Self {

@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 """Lockstep against PyTorch, side by side: tokens per second of training steps on the same machine.
 
-The two engines run by turns (A B A B ...), so that a machine that speeds up or slows down does so for both, and the
-ratio is taken round by round. At bf16 PyTorch runs in both of its modes and the faster one counts. A case is written
+The engines run by turns, and each round begins with another one, so that a machine that speeds up or slows down does so for
+all. A run that others disturb is made again. Ratios are taken round by round; each figure has its median, minimum and maximum. At bf16 PyTorch runs in both of its modes and the faster one counts. A case is written
 MODEL:PRECISION:BATCHxSEQ_LEN. With `--ranks N` both run on N processes of `--threads` threads with the batch on each:
 PyTorch as DistributedDataParallel over Gloo, at bf16 with autocast.
 
+The kernels of both sides are printed with the table. If PyTorch would run below the processor's AVX-512, nothing is compared and
+the exit code is 2: `--mkl-as-on-intel` remedies it on AMD's processors, and with `--allow-slow-peer` the table says so.
+
     cargo build --release
     python3 -m venv /tmp/peers && /tmp/peers/bin/pip install -r benches/peers/requirements.txt
-    /tmp/peers/bin/python benches/peers/compare.py --rounds 5
+    /tmp/peers/bin/python benches/peers/compare.py --rounds 5          # on AMD's processors with --mkl-as-on-intel
     /tmp/peers/bin/python benches/peers/compare.py --case baby-gpt:f32:8x256 --markdown >> benches/RESULTS.md
     /tmp/peers/bin/python benches/peers/compare.py --ranks 2 --threads 1
 """
@@ -21,10 +24,12 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import cpu_name
+from kernels import Peer, add_arguments, lockstep_kernels, prepared
+from machine import by_turns, cpu_name, spread, undisturbed
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
@@ -77,14 +82,17 @@ class Row:
     ratios: list[float]
 
 
+LOCKSTEP = "Lockstep"
+
+
 class Failed(Exception):
     """An engine that did not run, or whose answer cannot be trusted."""
 
 
-def run(command: list[str], steps: int) -> dict:
+def run(command: list[str], steps: int, environment: Mapping[str, str] | None = None) -> dict:
     """The engine's JSON document, checked: a fast step that computes nonsense is no result."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     except OSError as error:
         raise Failed(f"cannot start {command[0]}: {error.strerror}") from error
     if done.returncode != 0:
@@ -101,7 +109,8 @@ def run(command: list[str], steps: int) -> dict:
     return result
 
 
-def measure(case: Case, arguments: argparse.Namespace) -> Row:
+def measure(case: Case, arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Row:
+    """The rounds of one case; `environment` is that of PyTorch's processes."""
     flags = case.flags(arguments.threads, arguments.steps)
     lockstep_command = [str(arguments.lockstep), "bench", "step", *flags]
     peer = [sys.executable, str(HERE / "pytorch_step.py"), *flags]
@@ -111,31 +120,30 @@ def measure(case: Case, arguments: argparse.Namespace) -> Row:
         lockstep_command += ["--nproc-per-node", str(arguments.ranks)]
         peer = [sys.executable, str(HERE / "ddp_step.py"), *flags, "--ranks", str(arguments.ranks)]
         modes = {"DDP" if case.precision == "f32" else "DDP, autocast": []}
-    lockstep_runs: list[dict] = []
-    pytorch_runs: dict[str, list[dict]] = {mode: [] for mode in modes}
-    for number in range(1, arguments.rounds + 1):
-        lockstep_runs.append(run(lockstep_command, arguments.steps))
-        for mode, mode_flags in modes.items():
-            pytorch_runs[mode].append(run([*peer, *mode_flags], arguments.steps))
-        speeds = [f"{mode} {runs[-1]['tokens_per_s']:.0f}" for mode, runs in pytorch_runs.items()]
-        print(
-            f"{case}, round {number} of {arguments.rounds}: lockstep {lockstep_runs[-1]['tokens_per_s']:.0f}, "
-            f"pytorch {', '.join(speeds)} tokens/s",
-            file=sys.stderr,
-        )
-    mode = max(modes, key=lambda m: median_run(pytorch_runs[m])["tokens_per_s"])
+    commands = {LOCKSTEP: lockstep_command, **{mode: [*peer, *mode_flags] for mode, mode_flags in modes.items()}}
+    runs: dict[str, list[dict]] = {engine: [] for engine in commands}
+    for number in range(arguments.rounds):
+        for engine in by_turns(number, list(commands)):
+            of_engine = None if engine == LOCKSTEP else environment
+            runs[engine].append(undisturbed(lambda: run(commands[engine], arguments.steps, of_engine)))
+        speeds = {engine: f"{engine} {rounds[-1]['tokens_per_s']:.0f}" for engine, rounds in runs.items()}
+        own = speeds.pop(LOCKSTEP)
+        print(f"{case}, round {number + 1} of {arguments.rounds}: {own}, PyTorch {', '.join(speeds.values())} tokens/s", file=sys.stderr)
+    mode = max(modes, key=lambda m: median_run(runs[m])["tokens_per_s"])
     return Row(
         case,
-        median_run(lockstep_runs),
-        median_run(pytorch_runs[mode]),
+        median_run(runs[LOCKSTEP]),
+        median_run(runs[mode]),
         mode,
-        [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(lockstep_runs, pytorch_runs[mode], strict=True)],
+        [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(runs[LOCKSTEP], runs[mode], strict=True)],
     )
 
 
 def median_run(runs: list[dict]) -> dict:
-    """Median speed over the rounds, the highest peak of memory, and the versions that were at work."""
+    """Speeds of the rounds and their median, the most that others had of the processors, the peak of memory, and the versions."""
     return {
+        "speeds": [run["tokens_per_s"] for run in runs],
+        "others": max(run["others"] for run in runs),
         "tokens_per_s": statistics.median(run["tokens_per_s"] for run in runs),
         "peak_rss_bytes": max(run["peak_rss_bytes"] for run in runs),
         "environment": runs[0].get("environment", {}),
@@ -145,12 +153,13 @@ def median_run(runs: list[dict]) -> dict:
 HEADER = ["case", "Lockstep tokens/s", "PyTorch tokens/s", "ratio: median", "min", "max", "Lockstep MiB", "PyTorch MiB"]
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: Row, mark: str = "") -> list[str]:
+    """A line of the table; speeds are the median and the range of rounds. `mark` follows the figure of a slow peer."""
     mode = "" if row.pytorch_mode == "f32" else f" ({row.pytorch_mode})"
     return [
         str(row.case),
-        f"{row.lockstep['tokens_per_s']:.0f}",
-        f"{row.pytorch['tokens_per_s']:.0f}{mode}",
+        spread(row.lockstep["speeds"]),
+        f"{spread(row.pytorch['speeds'])}{mode}{mark}",
         f"{statistics.median(row.ratios):.2f}",
         f"{min(row.ratios):.2f}",
         f"{max(row.ratios):.2f}",
@@ -169,12 +178,13 @@ def markdown_table(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
 
 
-def circumstances(arguments: argparse.Namespace, load: float, pytorch_version: str) -> str:
+def circumstances(arguments: argparse.Namespace, load: float, pytorch_version: str, peer: Peer, others: float) -> str:
     return (
         f"{datetime.date.today().isoformat()}, {cpu_name()}, {os.cpu_count()} logical CPUs, "
         f"{f'{arguments.ranks} ranks of ' if arguments.ranks > 1 else ''}{arguments.threads} threads, "
         f"load average {load:.1f} at the start. {lockstep_version(arguments.lockstep)} against PyTorch {pytorch_version}, "
-        f"eager. {arguments.rounds} rounds by turns, {arguments.steps} steps each."
+        f"eager. {arguments.rounds} rounds by turns, {arguments.steps} steps each; others had {others:.0%} of the "
+        f"processors at most.\n{peer.sentence(lockstep_kernels(arguments.lockstep))}"
     )
 
 
@@ -209,6 +219,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=positive, default=2, help="of each rank")
     parser.add_argument("--lockstep", type=Path, default=REPOSITORY / "target" / "release" / "lockstep")
     parser.add_argument("--markdown", action="store_true", help="print the table for benches/RESULTS.md")
+    add_arguments(parser)
     return parser.parse_args()
 
 
@@ -216,14 +227,15 @@ def main() -> None:
     arguments = parse_arguments()
     load = os.getloadavg()[0]
     cases = arguments.case or [Case.parse(text) for text in DEFAULT_CASES]
+    peer = prepared(arguments, {case.precision for case in cases})
     try:
-        rows = [measure(case, arguments) for case in cases]
+        rows = [measure(case, arguments, peer.environment) for case in cases]
     except Failed as failure:
         sys.exit(f"compare.py: {failure}")
-    table = [HEADER, *(cells(row) for row in rows)]
+    table = [HEADER, *(cells(row, peer.mark(row.case.precision)) for row in rows)]
     version = rows[0].pytorch["environment"].get("torch", "unknown")
     print(markdown_table(table) if arguments.markdown else plain_table(table))
-    print("\n" + circumstances(arguments, load, version))
+    print("\n" + circumstances(arguments, load, version, peer, max(engine["others"] for row in rows for engine in (row.lockstep, row.pytorch))))
 
 
 if __name__ == "__main__":

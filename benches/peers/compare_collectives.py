@@ -5,7 +5,9 @@
     cargo build --release
     /tmp/peers/bin/python benches/peers/compare_collectives.py --ranks 2
 
-Each library runs in every round, one after the other; of its rounds the fastest median counts. Buffers are f32. Lockstep is
+Each library runs in every round, and each round begins with another one; the table has the median of its rounds, with the
+minimum and maximum, and ratios that are taken round by round. Gloo and OpenMPI add with their own code, in which no library
+chooses kernels. Buffers are f32. Lockstep is
 timed twice: with buffers in the ranks' shared arena, where gradients lie, and with ordinary ones. Gloo's ranks are not
 pinned, since it has threads of its own; OpenMPI's are if there is a core for each.
 """
@@ -13,12 +15,14 @@ pinned, since it has threads of its own; OpenMPI's are if there is a core for ea
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from machine import cpu_name
+from kernels import lockstep_kernels
+from machine import by_turns, cpu_name, spread
 
 HERE = Path(__file__).resolve().parent
 LIBRARIES = ["Lockstep, shared", "Lockstep, ordinary", "Gloo", "OpenMPI"]
@@ -55,6 +59,12 @@ def commands(arguments: argparse.Namespace, mpi: str) -> dict[str, list[str]]:
     }
 
 
+def of_rounds(size: int, times: list[float]) -> str:
+    """Rate and time of the median round, and the range of times."""
+    middle = statistics.median(times)
+    return f"{size / middle / 1e3:.2f} ({middle:.1f}; {min(times):.1f} to {max(times):.1f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=["all_reduce", "reduce_scatter", "all_gather", "all_to_all"], default="all_reduce")
@@ -65,19 +75,25 @@ def main() -> None:
     parser.add_argument("--lockstep", type=Path, default=HERE.parents[1] / "target/release/lockstep")
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
-    best: dict[str, list[float]] = {library: [float("inf")] * len(arguments.sizes) for library in LIBRARIES}
+    # Microseconds of each library by round and size.
+    times: dict[str, list[list[float]]] = {library: [] for library in LIBRARIES}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(arguments.rounds):
-            for library, command in commands(arguments, compile_mpi(folder)).items():
-                times = [row["median_us"] for row in rows(command)]
-                best[library] = [min(pair) for pair in zip(best[library], times)]
-    print(f"{arguments.op}, {arguments.ranks} ranks, f32, {cpu_name()}, {os.cpu_count()} CPUs, load {load:.1f} at the start\n")
+        of_library = commands(arguments, compile_mpi(folder))
+        for number in range(arguments.rounds):
+            for library in by_turns(number, LIBRARIES):
+                times[library].append([row["median_us"] for row in rows(of_library[library])])
+    print(
+        f"{arguments.op}, {arguments.ranks} ranks, f32, {cpu_name()}, {os.cpu_count()} CPUs, load {load:.1f} at the start, {arguments.rounds} "
+        f"rounds by turns; Lockstep's kernels: {lockstep_kernels(arguments.lockstep)}\n"
+    )
     print("| bytes | " + " | ".join(f"{library} GB/s (us)" for library in LIBRARIES) + " | shared / Gloo | shared / OpenMPI |")
     print("|---" * (len(LIBRARIES) + 3) + "|")
     for index, size in enumerate(arguments.sizes):
-        times = [best[library][index] for library in LIBRARIES]
-        cells = [f"{size / time / 1e3:.2f} ({time:.1f})" for time in times]
-        print(f"| {size} | {' | '.join(cells)} | {times[2] / times[0]:.1f} | {times[3] / times[0]:.1f} |")
+        by_round = {library: [of_round[index] for of_round in times[library]] for library in LIBRARIES}
+        cells = [of_rounds(size, by_round[library]) for library in LIBRARIES]
+        shared = by_round[LIBRARIES[0]]
+        ratios = [[b / a for a, b in zip(shared, by_round[other], strict=True)] for other in ("Gloo", "OpenMPI")]
+        print(f"| {size} | {' | '.join(cells)} | {' | '.join(spread(ratio, 1) for ratio in ratios)} |")
 
 
 if __name__ == "__main__":

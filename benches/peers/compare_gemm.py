@@ -1,34 +1,41 @@
 #!/usr/bin/env python3
 """Matrix products side by side: `lockstep bench gemm` and torch.matmul (oneDNN, MKL) on the same shapes.
 
-The engines run by turns; of each, the fastest time of all rounds counts. NT is a linear layer's forward, NN the
-gradient of its input, TN that of its weight, which both engines write in f32 (PyTorch: in the operands' type).
+The engines run by turns, each round in processes of their own, and each round begins with the other engine. In a round the
+fastest of a few products counts; the table has the median, minimum and maximum of the rounds, and of their ratios. NT is a
+linear layer's forward, NN the gradient of its input, TN that of its weight, which Lockstep writes in f32 and PyTorch in the
+operands' type.
 
-    /tmp/peers/bin/python benches/peers/compare_gemm.py --precision bf16 --rounds 3
+If PyTorch would run below the processor's AVX-512, nothing is compared and the exit code is 2: see `kernels.py`.
+
+    /tmp/peers/bin/python benches/peers/compare_gemm.py --precision bf16 --rounds 5
+    /tmp/peers/bin/python benches/peers/compare_gemm.py --mkl-as-on-intel      # f32 on AMD's processors
 """
 
 import argparse
+import datetime
 import json
 import os
+import statistics
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from machine import cpu_name
+from kernels import add_arguments, lockstep_kernels, prepared
+from machine import by_turns, cpu_name, spread
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 RUNS = 5
+ENGINES = ["Lockstep", "PyTorch"]
 
 
-def lockstep_rows(binary: Path, precision: str, threads: int) -> list[dict]:
-    command = [str(binary), "bench", "gemm", "--precision", precision, "--threads", str(threads), "--json"]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-
-
-def torch_gflops(row: dict, dtype: torch.dtype) -> float:
+def torch_gflops(row: dict, precision: str) -> float:
     """The fastest of a few products of the row's shape, with operands laid out as Lockstep has them."""
+    import torch
+
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[precision]
     m, n, k = row["m"], row["n"], row["k"]
     a = torch.rand(k, m).sub_(0.5).to(dtype).t() if row["layout"] == "TN" else torch.rand(m, k).sub_(0.5).to(dtype)
     b = torch.rand(n, k).sub_(0.5).to(dtype).t() if row["layout"] == "NT" else torch.rand(k, n).sub_(0.5).to(dtype)
@@ -41,29 +48,74 @@ def torch_gflops(row: dict, dtype: torch.dtype) -> float:
     return 2 * m * n * k / best / 1e9
 
 
+def peer(precision: str, threads: int) -> None:
+    """Prints the rows of standard input with PyTorch's rates in place of theirs."""
+    import torch
+
+    torch.set_num_threads(threads)
+    rows = json.load(sys.stdin)
+    print(json.dumps([{**row, "gflops": torch_gflops(row, precision)} for row in rows]))
+
+
+def rounds_of(run: Callable[[str, list[dict]], list[dict]], shapes: list[dict], rounds: int) -> list[dict]:
+    """The shapes, each with the rates of both engines in all rounds."""
+    table = [{**shape, **{engine: [] for engine in ENGINES}} for shape in shapes]
+    for number in range(rounds):
+        for engine in by_turns(number, ENGINES):
+            for row, found in zip(table, run(engine, shapes), strict=True):
+                if (row["name"], row["layout"]) != (found["name"], found["layout"]):
+                    raise ValueError(f"{engine} has timed {found['name']} {found['layout']}, not {row['name']} {row['layout']}")
+                row[engine].append(found["gflops"])
+    return table
+
+
+def cells(row: dict, mark: str) -> list[str]:
+    ours, theirs = (row[engine] for engine in ENGINES)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return [
+        row["name"],
+        row["layout"],
+        f"{row['m']} x {row['n']} x {row['k']}",
+        spread(ours),
+        spread(theirs) + mark,
+        *(f"{pick(ratios):.2f}" for pick in (statistics.median, min, max)),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=["f32", "bf16"], default="f32")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lockstep", type=Path, default=REPOSITORY / "target/release/lockstep")
+    parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
+    add_arguments(parser)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[arguments.precision]
+    precision, threads = arguments.precision, str(arguments.threads)
+    if arguments.peer:
+        return peer(precision, arguments.threads)
+    torch = prepared(arguments, [precision])
+    shape = ["--precision", precision, "--threads", threads]
+    ours = [str(arguments.lockstep), "bench", "gemm", *shape, "--json"]
+    theirs = [sys.executable, __file__, "--peer", *shape]
 
-    best: dict[tuple, dict] = {}
-    for _ in range(arguments.rounds):
-        for row in lockstep_rows(arguments.lockstep, arguments.precision, arguments.threads):
-            entry = best.setdefault((row["name"], row["layout"]), {**row, "gflops": 0.0, "torch": 0.0})
-            entry["gflops"] = max(entry["gflops"], row["gflops"])
-            entry["torch"] = max(entry["torch"], torch_gflops(row, dtype))
-    print(f"{arguments.precision}, {cpu_name()}, {arguments.threads} of {os.cpu_count()} CPUs, PyTorch {torch.__version__}\n")
-    print("| layer | product | m x n x k | Lockstep GFLOP/s | PyTorch GFLOP/s | ratio |")
-    print("|---|---|---|---:|---:|---:|")
-    for row in best.values():
-        shape = f"{row['m']} x {row['n']} x {row['k']}"
-        ratio = row["gflops"] / row["torch"]
-        print(f"| {row['name']} | {row['layout']} | {shape} | {row['gflops']:.0f} | {row['torch']:.0f} | {ratio:.2f} |")
+    def run(engine: str, shapes: list[dict]) -> list[dict]:
+        if engine == "Lockstep":
+            return json.loads(subprocess.run(ours, stdout=subprocess.PIPE, check=True).stdout)
+        document = json.dumps(shapes).encode()
+        return json.loads(subprocess.run(theirs, input=document, stdout=subprocess.PIPE, check=True, env=torch.environment).stdout)
+
+    load = os.getloadavg()[0]
+    table = rounds_of(run, run("Lockstep", []), arguments.rounds)
+    print("| layer | product | m x n x k | Lockstep GFLOP/s | PyTorch GFLOP/s | ratio: median | min | max |")
+    print("|---|---|---|---:|---:|---:|---:|---:|")
+    for row in table:
+        print(f"| {' | '.join(cells(row, torch.mark(precision)))} |")
+    print(
+        f"\n{datetime.date.today().isoformat()}, {precision}, {cpu_name()}, {threads} of {os.cpu_count()} CPUs, load average "
+        f"{load:.1f} at the start, PyTorch {torch.kernels.torch}, {arguments.rounds} rounds by turns.\n"
+        f"{torch.sentence(lockstep_kernels(arguments.lockstep))}"
+    )
 
 
 if __name__ == "__main__":

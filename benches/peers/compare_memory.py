@@ -6,7 +6,7 @@ Lockstep's categories are those of its ledger. PyTorch's *saved* tensors stand b
 took beyond the counted tensors, buckets and temporary buffers, beside communication and workspace. The processes of PyTorch
 hold about 300 MB of libraries as well.
 
-    cargo build --release -p lockstep --example fsdp_memory
+    cargo build --release -p lockstep --bin lockstep --example fsdp_memory
     /tmp/peers/bin/python benches/peers/compare_memory.py --ranks 2
 """
 
@@ -16,6 +16,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from kernels import lockstep_kernels
+from machine import cpu_name
 
 HERE = Path(__file__).resolve().parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", HERE.parent.parent / "target"))
@@ -37,6 +40,7 @@ def main() -> None:
     lockstep = document([*example, "--hidden", shape[0], "--seq_len", shape[1]])
     peer = [sys.executable, str(HERE / "fsdp_memory.py"), "--ranks", str(arguments.ranks), "--hidden", shape[0], "--seq-len", shape[1]]
     pytorch = {layout: document([*peer, "--layout", layout]) for layout in ("DDP", "FSDP")}
+    print(f"{cpu_name()}; Lockstep's kernels: {lockstep_kernels(TARGET / 'release/lockstep')}. Memory only: no speed is compared.\n")
     print(f"| {arguments.ranks} ranks, MB | parameters | gradients | optimizer | activations | communication, workspace | all |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for row in lockstep:

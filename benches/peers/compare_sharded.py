@@ -13,7 +13,8 @@ are kept, which makes PyTorch faster and takes more memory; Lockstep allocates n
 
     MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
-On AMD processors `mkl_on_amd.c` makes PyTorch faster too. Such variables are printed with the table.
+Such variables are printed with the table, and so are the kernels of both sides. If PyTorch would run below the processor's
+AVX-512, nothing is compared and the exit code is 2: see `kernels.py`, and `--mkl-as-on-intel` for AMD's processors.
 
 With `--out FILE` the rounds are added to those in FILE, if it has the same case, machine and versions, and the table is that
 of all of them; so a long comparison can be made in pieces.
@@ -28,16 +29,13 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from compare import HERE, REPOSITORY, Case, Failed, lockstep_version, markdown_table, plain_table, positive, run
-from machine import busy_seconds, cpu_name
+from kernels import Peer, add_arguments, lockstep_kernels, prepared
+from machine import by_turns, cpu_name, spread, undisturbed
 
-# A run during which others had more than this share of the processors is made again, so many times at most.
-MOST_OF_OTHERS = 0.05
-TRIES = 3
 DEFAULT_CASE = "gpt2-124m:f32:1x512"
 COPIES, KEPT, FREED = "copies (data parallel)", "FSDP2, weights kept", "FSDP2, weights freed"
 
@@ -72,33 +70,11 @@ def short(result: dict) -> dict:
     return {**kept, "pss_bytes": pss, "others": result["others"], **comm}
 
 
-def undisturbed(command: list[str], steps: int, execute: Callable[[list[str], int], dict]) -> dict:
-    """The engine's document, of the quietest of up to three runs: the first in which others have little of the machine."""
-    quietest = None
-    for _ in range(TRIES):
-        begin, own, busy = time.monotonic(), children_seconds(), busy_seconds()
-        result = execute(command, steps)
-        of_others = (busy_seconds() - busy) - (children_seconds() - own)
-        share = max(0.0, of_others) / (max(1e-9, time.monotonic() - begin) * (os.cpu_count() or 1))
-        if quietest is None or share < quietest["others"]:
-            quietest = {**result, "others": share}
-        if share <= MOST_OF_OTHERS:
-            break
-    return quietest
-
-
-def children_seconds() -> float:
-    times = os.times()
-    return times.children_user + times.children_system
-
-
 def measure(commands: dict[str, list[str]], steps: int, first: int, execute: Callable[[list[str], int], dict] = run) -> dict:
     """One round, which begins with the command number `first`."""
-    names = list(commands)
-    first %= len(names)
     results = {}
-    for name in names[first:] + names[:first]:
-        result = undisturbed(commands[name], steps, execute)
+    for name in by_turns(first, list(commands)):
+        result = undisturbed(lambda: execute(commands[name], steps))
         if "environment" in result:
             results["torch"] = result["environment"]["torch"]
         results[name] = short(result)
@@ -109,8 +85,9 @@ def measure(commands: dict[str, list[str]], steps: int, first: int, execute: Cal
 HEADER = ["", "tokens/s", "to copies", "min", "max", "to FSDP2 kept", "to FSDP2 freed", "MiB after a step", "MiB at peak"]
 
 
-def table(rounds: list[dict]) -> list[list[str]]:
-    """Medians over the rounds; ratios of speed are taken round by round, above 1 the row is faster."""
+def table(rounds: list[dict], mark: str = "") -> list[list[str]]:
+    """Medians over the rounds; ratios of speed are taken round by round, above 1 the row is faster. `mark` follows the figure of
+    a slow peer."""
 
     def of(name: str, key: str) -> list[float]:
         return [one[name][key] for one in rounds]
@@ -122,7 +99,7 @@ def table(rounds: list[dict]) -> list[list[str]]:
         to_copies = ratios(name, COPIES)
         return [
             name,
-            f"{statistics.median(of(name, 'tokens_per_s')):.0f}",
+            spread(of(name, "tokens_per_s")) + (mark if name in (KEPT, FREED) else ""),
             *(f"{pick(to_copies):.2f}" for pick in (statistics.median, min, max)),
             *(f"{statistics.median(ratios(name, to)):.2f}" for to in (KEPT, FREED)),
             *(f"{statistics.median(of(name, key)) / 2**20:.0f}" for key in ("pss_bytes", "peak_rss_bytes")),
@@ -143,7 +120,8 @@ def recorded(path: Path, circumstances: dict) -> list[dict]:
     return document["rounds"]
 
 
-def circumstances_of(arguments: argparse.Namespace) -> dict:
+def circumstances_of(arguments: argparse.Namespace, peer: Peer) -> dict:
+    kernels = peer.kernels
     return {
         "case": str(arguments.case),
         "ranks": arguments.ranks,
@@ -153,17 +131,26 @@ def circumstances_of(arguments: argparse.Namespace) -> dict:
         "machine": f"{cpu_name()}, {os.cpu_count()} logical CPUs",
         "environment": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_") or name == "LD_PRELOAD"},
         "lockstep": arguments.commit or lockstep_version(arguments.lockstep),
+        "kernels": {
+            "lockstep": lockstep_kernels(arguments.lockstep),
+            "pytorch": {"f32": kernels.f32_level(), "bf16": kernels.bf16, "aten": kernels.aten},
+            "below_avx512": peer.faults,
+        },
     }
 
 
 def in_words(circumstances: dict, rounds: list[dict]) -> str:
     environment = " ".join(f"{name}={value}" for name, value in circumstances["environment"].items())
+    kernels = circumstances["kernels"]
+    pytorch = ", ".join(f"{name} {value}" for name, value in kernels["pytorch"].items())
+    slow = f" PyTorch runs below this processor's AVX-512: {'; '.join(kernels['below_avx512'])}." if kernels["below_avx512"] else ""
     most = max(result.get("others", 0.0) for one in rounds for result in one.values() if isinstance(result, dict))
     return (
         f"{datetime.date.today().isoformat()}, {circumstances['machine']}, {circumstances['ranks']} ranks of "
         f"{circumstances['threads']} threads, {circumstances['case']} on each. {circumstances['lockstep']} against PyTorch "
         f"{rounds[0]['torch']}, eager. {len(rounds)} rounds by turns, the median of {circumstances['steps']} steps in each; "
-        f"others had {most:.0%} of the processors at most{f'; {environment}' if environment else ''}."
+        f"others had {most:.0%} of the processors at most{f'; {environment}' if environment else ''}.\n"
+        f"Kernels: Lockstep {kernels['lockstep']}; PyTorch {pytorch}.{slow}"
     )
 
 
@@ -179,6 +166,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--commit", help="what to call the binary, if this tree is not the one that it was built from")
     parser.add_argument("--out", type=Path, help="file of rounds to which these are added")
     parser.add_argument("--markdown", action="store_true", help="print the table for benches/RESULTS.md")
+    add_arguments(parser)
     arguments = parser.parse_args()
     arguments.zero_settings = [word for setting in arguments.sets for word in ("--set", setting)]
     return arguments
@@ -186,16 +174,22 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    circumstances = circumstances_of(arguments)
+    peer = prepared(arguments, [arguments.case.precision])
+    circumstances = circumstances_of(arguments, peer)
+
+    def execute(command: list[str], steps: int) -> dict:
+        return run(command, steps, None if command[0] == str(arguments.lockstep) else peer.environment)
+
     try:
         rounds = recorded(arguments.out, circumstances) if arguments.out else []
         for _ in range(arguments.rounds):
-            rounds.append(measure(commands(arguments.case, arguments), arguments.steps, len(rounds)))
+            rounds.append(measure(commands(arguments.case, arguments), arguments.steps, len(rounds), execute))
             if arguments.out:
                 arguments.out.write_text(json.dumps({**circumstances, "rounds": rounds}, indent=1) + "\n", encoding="utf-8")
     except Failed as failure:
         sys.exit(f"compare_sharded.py: {failure}")
-    print(markdown_table(table(rounds)) if arguments.markdown else plain_table(table(rounds)))
+    rows = table(rounds, peer.mark(arguments.case.precision))
+    print(markdown_table(rows) if arguments.markdown else plain_table(rows))
     print("\n" + in_words(circumstances, rounds))
 
 

@@ -1,25 +1,31 @@
 #!/usr/bin/env python3
 """Training steps of image models side by side: Lockstep's example `vision_step` and PyTorch, on the same shapes.
 
-The engines run by turns; of each, the median of its rounds counts. PyTorch runs eager, channels_last, f32. With `--ranks 2`
-both run on two processes of one thread: PyTorch as DistributedDataParallel over Gloo.
+The engines run by turns, and each round begins with the other one; the table has the median, minimum and maximum of the
+rounds, and of their ratios. PyTorch runs eager, channels_last, f32. With `--ranks 2` both run on two processes of one thread:
+PyTorch as DistributedDataParallel over Gloo.
 
-    cargo build --release -p lockstep --example vision_step
+If PyTorch would run below the processor's AVX-512, nothing is compared and the exit code is 2: see `kernels.py`.
+
+    cargo build --release -p lockstep --bin lockstep --example vision_step
     /tmp/peers/bin/pip install torchvision
     /tmp/peers/bin/python benches/peers/compare_vision.py --rounds 3
     /tmp/peers/bin/python benches/peers/compare_vision.py --ranks 2 --threads 1
 """
 
 import argparse
+import datetime
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from machine import cpu_name
+from kernels import add_arguments, lockstep_kernels, prepared
+from machine import by_turns, cpu_name, spread
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", REPOSITORY / "target"))
@@ -73,8 +79,8 @@ def pytorch(name: str, batch: int, steps: int, threads: int) -> None:
         dist.destroy_process_group()
 
 
-def run(command: list[str]) -> float:
-    output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+def run(command: list[str], environment: Mapping[str, str] | None = None) -> float:
+    output = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment).stdout
     return json.loads(output.splitlines()[-1])["step_ms"]
 
 
@@ -85,13 +91,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pytorch", help=argparse.SUPPRESS)
+    add_arguments(parser)
     given = parser.parse_args()
     if given.pytorch:
         return pytorch(given.pytorch, given.batch, given.steps, given.threads)
-    print(f"{cpu_name()}, {given.ranks} ranks of {given.threads} threads, batch {given.batch} on each")
-    print("| model | Lockstep ms | PyTorch ms | ratio |\n|---|---|---|---|")
+    torch = prepared(given, ["f32", "convolution"])
+    print("| model | Lockstep ms | PyTorch ms | ratio of speed: median | min | max |\n|---|---:|---:|---:|---:|---:|")
     shape = ["--batch", str(given.batch), "--steps", str(given.steps), "--threads", str(given.threads)]
     for name in given.models.split(","):
         ours = [str(TARGET / "release/examples/vision_step"), "--model", name, *shape]
@@ -100,9 +107,20 @@ def main() -> None:
         if given.ranks > 1:
             theirs += ["-m", "torch.distributed.run", f"--nproc_per_node={given.ranks}", "--standalone"]
         theirs += [__file__, "--pytorch", name, *shape]
-        rounds = [(run(ours), run(theirs)) for _ in range(given.rounds)]
-        lockstep, peer = (statistics.median(times) for times in zip(*rounds))
-        print(f"| {name} | {lockstep:.1f} | {peer:.1f} | {peer / lockstep:.2f} |", flush=True)
+        commands = {"Lockstep": (ours, None), "PyTorch": (theirs, torch.environment)}
+        times: dict[str, list[float]] = {engine: [] for engine in commands}
+        for number in range(given.rounds):
+            for engine in by_turns(number, list(commands)):
+                times[engine].append(run(*commands[engine]))
+        lockstep, peer = times["Lockstep"], times["PyTorch"]
+        ratios = [b / a for a, b in zip(lockstep, peer, strict=True)]
+        ratio = " | ".join(f"{pick(ratios):.2f}" for pick in (statistics.median, min, max))
+        mark = torch.mark("f32", "convolution")
+        print(f"| {name} | {spread(lockstep, 1)} | {spread(peer, 1)}{mark} | {ratio} |", flush=True)
+    print(
+        f"\n{datetime.date.today().isoformat()}, {cpu_name()}, {given.ranks} ranks of {given.threads} threads, batch {given.batch} on each, "
+        f"PyTorch {torch.kernels.torch}, {given.rounds} rounds by turns.\n{torch.sentence(lockstep_kernels(TARGET / 'release/lockstep'))}"
+    )
 
 
 if __name__ == "__main__":

@@ -4,18 +4,25 @@
 """
 
 import argparse
+import contextlib
+import io
 import json
 import math
+import os
 import stat
 import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 import compare
 import compare_sharded
+import compare_gemm
+import kernels
+import machine
 import nanogpt_curve as recipe
 from models import build, canonical_tensors, load_canonical_tensors
 
@@ -118,6 +125,96 @@ class Comparison(unittest.TestCase):
         self.assertAlmostEqual(compare.run(command, 1)["loss"][0], math.log(32_000), delta=0.2)
 
 
+def verbose(banner: str, own: bool | None = False, preloaded: bool | None = None, bf16: str = "brg_matmul:avx512_core_bf16") -> str:
+    """What a probe prints where MKL's banner names `banner`."""
+    document = {"torch": "2.15", "aten": "AVX512", "own": own, "preloaded": preloaded, "f32_gflops": 105.2, "bf16_gflops": 464.0}
+    return f"""MKL_VERBOSE oneMKL 2024.0 Update 2 Product build 20240605 for Intel(R) 64 architecture {banner} processors, Lnx 2.60GHz
+MKL_VERBOSE SGEMM(N,N,256,256,256,0x7ffe,0x563e,256,0x563e,256,0x7ffe,0x563e,256) 23.98ms CNR:OFF Dyn:1 FastMM:1 TID:0  NThr:2
+onednn_verbose,v1,info,cpu,isa:Intel AVX-512 with Intel DL Boost and bfloat16 support
+onednn_verbose,v1,primitive,exec,cpu,matmul,{bf16},undef,src:bf16::blocked:ab::f0,attr-scratchpad:user,,256x256:256x256,0.48
+onednn_verbose,v1,primitive,exec,cpu,reorder,jit:blk,undef,src:f32::blocked:abcd::f0,attr-scratchpad:user,,2x16x16x16,0.05
+onednn_verbose,v1,primitive,exec,cpu,convolution,brg_conv_fwd:avx512_core,forward_training,src:f32:a:blocked:aBcd16b::f0,,,,3.9
+{json.dumps(document)}
+"""
+
+
+ON_INTEL = "Intel(R) Advanced Vector Extensions 512 (Intel(R) AVX-512) with support of Intel(R) DL Boost enabled"
+ON_AMD = "Intel(R) Architecture"
+ALL = ["f32", "bf16", "convolution"]
+
+
+class Kernels(unittest.TestCase):
+    WIDE = ["avx2", "avx512f", "avx512_bf16"]
+
+    def faults(self, *given, uses=ALL, flags=WIDE, **named) -> list[str]:
+        return kernels.PeerKernels.parse(verbose(*given, **named)).faults(flags, uses)
+
+    def test_the_kernels_are_those_that_the_libraries_name(self):
+        found = kernels.PeerKernels.parse(verbose(ON_INTEL, own=True))
+        self.assertEqual((found.mkl, found.f32_level()), ("2024.0 Update 2", "AVX-512"))
+        self.assertEqual((found.bf16, found.convolution), ("brg_matmul:avx512_core_bf16", "brg_conv_fwd:avx512_core"))
+        for part in ("MKL 2024.0 Update 2, AVX-512, 105 GFLOP/s", "oneDNN brg_matmul:avx512_core_bf16, 464", "ATen AVX512"):
+            self.assertIn(part, found.describe())
+        with self.assertRaisesRegex(ValueError, "no document"):
+            kernels.PeerKernels.parse("MKL_VERBOSE")
+
+    def test_a_peer_below_the_processors_avx512_is_a_fault_with_its_remedy(self):
+        self.assertEqual(self.faults(ON_INTEL, own=True), [])
+        self.assertEqual(self.faults(ON_AMD, preloaded=True), [])
+        (fault,) = self.faults(ON_AMD)
+        self.assertIn("--mkl-as-on-intel", fault)
+        self.assertEqual(len(self.faults("Intel(R) Advanced Vector Extensions 2 (Intel(R) AVX2) enabled", own=True)), 1)
+        self.assertIn("oneDNN's gemm:jit:bf16", self.faults(ON_INTEL, own=True, bf16="gemm:jit:bf16")[0])
+        self.assertEqual(len(self.faults(ON_INTEL, own=True, bf16="brg_matmul:avx512_core")), 1, "its dot products are left out")
+        self.assertEqual(self.faults(ON_INTEL, own=True, bf16="brg_matmul:avx512_core", flags=["avx512f"]), [])
+        self.assertEqual(self.faults(ON_AMD, uses=["bf16"]), [], "bf16 products are not MKL's")
+        self.assertEqual(self.faults(ON_AMD, flags=["avx2"]), [], "the processor has no AVX-512")
+
+    def test_the_table_of_a_slow_peer_says_so(self):
+        found = kernels.PeerKernels.parse(verbose(ON_AMD))
+        peer = kernels.Peer({}, found, self.WIDE, found.faults(self.WIDE, ALL))
+        self.assertEqual((peer.mark("f32"), peer.mark("bf16")), (" (below AVX-512)", ""))
+        self.assertIn("PyTorch runs below this processor's AVX-512: f32 products", peer.sentence("AVX-512"))
+        run = {"speeds": [10.0, 12.0], "peak_rss_bytes": 2**20}
+        row = compare.Row(compare.Case("baby-gpt", "f32", 1, 16), run, run, "f32", [1.0, 1.0])
+        self.assertEqual(compare.cells(row, peer.mark("f32"))[2], "11 (10 to 12) (below AVX-512)")
+
+    def test_a_slow_peer_is_refused_unless_it_is_allowed(self):
+        slow = kernels.PeerKernels.parse(verbose(ON_AMD))
+        self.enterContext(mock.patch.object(kernels, "probed", lambda environment: slow))
+        self.enterContext(mock.patch.object(kernels, "cpu_flags", lambda: self.WIDE))
+        errors = self.enterContext(contextlib.redirect_stderr(io.StringIO()))
+        with self.assertRaises(SystemExit) as refused:
+            kernels.prepared(argparse.Namespace(mkl_as_on_intel=False, allow_slow_peer=False), ["f32"])
+        self.assertEqual(refused.exception.code, 2)
+        for remedy in ("mkl_on_amd.c", "--mkl-as-on-intel", "--allow-slow-peer"):
+            self.assertIn(remedy, errors.getvalue())
+        allowed = kernels.prepared(argparse.Namespace(mkl_as_on_intel=False, allow_slow_peer=True), ["f32"])
+        self.assertEqual(len(allowed.faults), 1)
+
+    def test_the_probe_finds_the_kernels_of_this_machine_and_the_library_is_preloaded(self):
+        arguments = argparse.Namespace(mkl_as_on_intel=True, allow_slow_peer=True)
+        peer = kernels.prepared(arguments, ALL)
+        self.assertTrue(peer.environment["LD_PRELOAD"].split()[0].endswith("mkl_on_amd.so"))
+        self.assertNotIn("mkl_on_amd", os.environ.get("LD_PRELOAD", ""), "Lockstep's processes do not get it")
+        self.assertTrue(peer.kernels.is_intel or peer.kernels.mkl is None)
+        self.assertGreater(peer.kernels.f32_gflops, 0)
+
+    def test_rounds_have_turns_and_ratios_of_their_own(self):
+        self.assertEqual([machine.by_turns(number, ["a", "b", "c"])[0] for number in range(4)], ["a", "b", "c", "a"])
+        order, rates = [], {"Lockstep": iter([100.0, 50.0, 90.0]), "PyTorch": iter([50.0, 50.0, 30.0])}
+        shape = {"name": "qkv", "layout": "NT", "m": 1, "n": 2, "k": 3}
+
+        def run(engine: str, shapes: list[dict]) -> list[dict]:
+            order.append(engine)
+            return [{**one, "gflops": next(rates[engine])} for one in shapes]
+
+        (row,) = compare_gemm.rounds_of(run, [shape], 3)
+        self.assertEqual(order, ["Lockstep", "PyTorch", "PyTorch", "Lockstep", "Lockstep", "PyTorch"])
+        expected = ["qkv", "NT", "1 x 2 x 3", "90 (50 to 100)", "50 (30 to 50)", "2.00", "1.00", "3.00"]
+        self.assertEqual(compare_gemm.cells(row, ""), expected)
+
+
 class Shards(unittest.TestCase):
     ENGINES = [compare_sharded.COPIES, "ZeRO 1", "ZeRO 2", "ZeRO 3", compare_sharded.KEPT, compare_sharded.FREED]
 
@@ -139,7 +236,7 @@ class Shards(unittest.TestCase):
         rounds = [self.round(number, of_round, order) for number, of_round in enumerate(speeds)]
         self.assertEqual(order[6:12], self.ENGINES[1:] + self.ENGINES[:1])
         rows = {row[0]: row[1:] for row in compare_sharded.table(rounds)[1:]}
-        self.assertEqual(rows["ZeRO 1"], ["100", "1.10", "0.90", "2.00", "1.00", "1.00", "3", "8"])
+        self.assertEqual(rows["ZeRO 1"], ["100 (90 to 110)", "1.10", "0.90", "2.00", "1.00", "1.00", "3", "8"])
         self.assertEqual(rows[compare_sharded.FREED][1], "1.00")
         self.assertEqual(rounds[0]["torch"], "2.15")
 

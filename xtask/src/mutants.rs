@@ -48,7 +48,7 @@ const CODE: [Code; 8] = [
         package: "lockstep-observe",
         files: &["metrics/*.rs"],
         tested_by: Some("lockstep-train"),
-        tests: &["--lib", "--test", "run"],
+        tests: &["--lib", "--test", "training"],
     },
     Code {
         package: "lockstep-checkpoint",
@@ -65,7 +65,7 @@ const CODE: [Code; 8] = [
             "--test",
             "save_and_load",
             "--test",
-            "peft",
+            "training",
         ],
     },
     Code { package: "lockstep-data", files: &[], tested_by: None, tests: &[] },
@@ -82,7 +82,7 @@ const CODE: [Code; 8] = [
             "trainer.rs",
         ],
         tested_by: None,
-        tests: &["--lib", "--test", "run", "--test", "guard", "--test", "sharded"],
+        tests: &["--lib", "--test", "training"],
     },
     Code {
         package: "lockstep-comm",

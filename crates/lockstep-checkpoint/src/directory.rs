@@ -78,6 +78,15 @@ pub fn latest_good_of(dirs: &[&Path]) -> Result<Latest, CheckpointError> {
     Ok(Latest { checkpoint: None, skipped })
 }
 
+/// Returns the newest checkpoint of several directories whose manifest is valid. Its other files may be damaged: they are not
+/// read. A directory that cannot be listed counts as empty.
+pub fn newest_of(dirs: &[&Path]) -> Option<Checkpoint> {
+    let mut all: Vec<_> = dirs.iter().filter_map(|dir| list(dir).ok()).flatten().collect();
+    // The sort is stable, so the order of directories remains.
+    all.sort_by_key(|listed| std::cmp::Reverse(listed.step));
+    all.iter().find_map(|listed| open_listed(listed).ok())
+}
+
 /// Properties of a checkpoint that decide whether [`prune`] keeps it.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct CheckpointQuality {

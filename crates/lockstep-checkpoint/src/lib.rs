@@ -67,7 +67,7 @@ pub use base::BaseModel;
 pub use digest::Digest;
 pub use directory::{
     CheckpointQuality, Latest, Pruned, SkippedCheckpoint, find, latest_good, latest_good_of, make_room,
-    prune, set_aside, set_damaged_aside,
+    newest_of, prune, set_aside, set_damaged_aside,
 };
 pub use disk::run_on_disk;
 pub use error::{CheckpointError, CoverageError};

@@ -45,6 +45,10 @@ pub struct Manifest {
     pub samples_consumed: u64,
     /// Random seed of the run.
     pub seed: u64,
+    /// Level of the CPU kernels that computed the state, in the words of `LOCKSTEP_CPU_LEVEL`; bits depend on it. `None` in
+    /// manifests of earlier versions and if the level was not the same on all ranks.
+    #[serde(default)]
+    pub kernels: Option<String>,
     /// Configuration of the run.
     pub config: Value,
     /// Hash of `config` with sorted keys; equal for equal configurations.
@@ -274,12 +278,13 @@ pub(crate) fn config_digest(config: &Value) -> Digest {
 }
 
 /// Order of the fields in the file; the long lists come last.
-const FIELD_ORDER: [&str; 11] = [
+const FIELD_ORDER: [&str; 12] = [
     "format",
     "version",
     "step",
     "samples_consumed",
     "seed",
+    "kernels",
     "config_blake3",
     "config",
     "plan",

@@ -42,6 +42,8 @@ pub struct SaveRequest<'a> {
     pub samples_consumed: u64,
     /// Random seed of the run.
     pub seed: u64,
+    /// Level of the CPU kernels that computed the state: see [`Manifest::kernels`].
+    pub kernels: Option<String>,
     /// Configuration of the run.
     pub config: Value,
     /// Plan of the run, or null.
@@ -245,6 +247,7 @@ impl Staging {
             step: request.step,
             samples_consumed: request.samples_consumed,
             seed: request.seed,
+            kernels: request.kernels.clone(),
             config_blake3: config_digest(&request.config),
             config: request.config.clone(),
             plan: request.plan.clone(),

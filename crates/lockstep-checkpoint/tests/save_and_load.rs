@@ -54,6 +54,7 @@ fn a_state_comes_back_bit_for_bit_with_its_counters() {
     state.assert_equals(&checkpoint);
     let manifest = checkpoint.manifest();
     assert_eq!((manifest.seed, &manifest.config, &manifest.plan), (1337, &request.config, &request.plan));
+    assert_eq!(manifest.kernels.as_deref(), Some("avx2"));
     assert_eq!(manifest.state["large"], u64::MAX);
     for (index, expected) in odd.iter().enumerate() {
         let read = manifest.state["odd"][index].as_f64().unwrap();
@@ -70,7 +71,7 @@ fn other_tools_can_read_every_file_and_check_every_hash() {
     // Parsed as plain JSON, without this crate's types.
     let manifest: serde_json::Value =
         serde_json::from_slice(&fs::read(path.join("manifest.json")).unwrap()).unwrap();
-    for key in ["version", "step", "samples_consumed", "config", "config_blake3", "plan", "seed"] {
+    for key in ["version", "step", "kernels", "samples_consumed", "config", "config_blake3", "plan", "seed"] {
         assert!(manifest.get(key).is_some(), "manifest.json lacks {key}");
     }
     let rank_file = fs::read(path.join("rank-00000.safetensors")).unwrap();

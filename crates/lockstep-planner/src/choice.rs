@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use lockstep_checkpoint::Checkpoint;
+use lockstep_checkpoint::{Checkpoint, newest_of};
 use lockstep_config::{PlanFile, Resume, RunConfig};
 use lockstep_plan::{Degrees, Plan, Recompute};
 
@@ -117,13 +117,7 @@ fn plan_of_checkpoint(config: &RunConfig, resume: &Resume) -> Option<(PathBuf, P
     let checkpoint = match resume {
         Resume::Never => None,
         Resume::From(path) => Checkpoint::open(path).ok(),
-        Resume::Auto => {
-            let dirs = config.checkpoint_dirs();
-            let mut listed: Vec<_> =
-                dirs.into_iter().filter_map(|dir| lockstep_checkpoint::list(dir).ok()).flatten().collect();
-            listed.sort_by_key(|listed| listed.step);
-            listed.into_iter().rev().find_map(|listed| Checkpoint::open(&listed.path).ok())
-        }
+        Resume::Auto => newest_of(&config.checkpoint_dirs()),
     }?;
     let plan = serde_json::from_value(checkpoint.manifest().plan.clone()).ok()?;
     Some((checkpoint.path().to_owned(), plan))

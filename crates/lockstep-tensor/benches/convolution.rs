@@ -7,6 +7,7 @@
 use std::time::{Duration, Instant};
 
 use lockstep_plan::{DType, MemoryCategory};
+use lockstep_tensor::cpu::Preference;
 use lockstep_tensor::{
     Arena, Conv2d, ConvolutionKernels, CopyKernels, CpuQueue, Shape, Tensor, Window2d, Write,
 };
@@ -71,6 +72,10 @@ fn main() {
     };
     let only = argument("--only", "");
     let arena = Arena::new();
+    // The level that the program takes, which is not always the highest.
+    let chosen = Preference::of_this_cpu(|| None);
+    chosen.apply();
+    let kernels = format!("{} ({})", chosen.level, chosen.reason);
     let queue = CpuQueue::new(threads, &arena).expect("threads for a bench");
     for (name, input, outputs, [kernel, stride, padding]) in CASES {
         if !name.contains(&only) {
@@ -91,7 +96,7 @@ fn main() {
         for (pass, seconds) in times {
             let gflops = 2.0 * conv.multiplications() as f64 / seconds / 1e9;
             println!(
-                r#"{{"name": "{name}", "pass": "{pass}", "input": {input:?}, "outputs": {outputs}, "kernel": {kernel}, "stride": {stride}, "padding": {padding}, "ms": {:.4}, "gflops": {gflops:.1}}}"#,
+                r#"{{"level": "{kernels}", "name": "{name}", "pass": "{pass}", "input": {input:?}, "outputs": {outputs}, "kernel": {kernel}, "stride": {stride}, "padding": {padding}, "ms": {:.4}, "gflops": {gflops:.1}}}"#,
                 1e3 * seconds
             );
         }

@@ -36,7 +36,7 @@ pub fn manifests() -> Vec<Vec<u8>> {
         .into_bytes()
     };
     let whole = format!(
-        r#""files":{{"rank-00000.safetensors":{{"bytes":1000,"blake3":"{hash}"}}}},
+        r#""kernels":"avx2","files":{{"rank-00000.safetensors":{{"bytes":1000,"blake3":"{hash}"}}}},
 "tensors":[{{"name":"a","kind":"parameter","dtype":"f32","shape":[4,6],"slices":[{{"file":"rank-00000.safetensors",
 "offset":8,"start":[0,0],"shape":[4,6],"blake3":"{hash}"}}]}}]"#
     );

@@ -10,6 +10,7 @@ use lockstep_tensor::host::available_memory_bytes;
 
 use crate::TrainingData;
 use crate::corpus::TextCorpus;
+use crate::kernels::machine_line;
 use crate::predicted::Predicted;
 use crate::samples::described;
 
@@ -177,13 +178,10 @@ fn describe_work(
     };
     let flops = engine.model().training_flops() * (ranks * config.accumulation_steps()) as u64;
     progress.detail("work", &format!("{} FLOPs a step: {formula}", human::count(flops as f64)));
-    let of_ranks = if config.ranks() == 1 { String::new() } else { format!("{} ranks × ", config.ranks()) };
-    let threads = human::plural(engine.queue().threads(), "thread");
     let peak = peak.map_or(String::new(), |peak| {
         format!(", peak {}FLOP/s ({})", human::count_of(peak.flops_per_s), peak.source)
     });
-    let level = engine.queue().level();
-    progress.detail("machine", &format!("{of_ranks}{threads}, {level} instructions{peak}"));
+    progress.detail("machine", &format!("{}{peak}", machine_line(engine, config.ranks())));
     if tensor.chunks > 1 {
         let (ranks, chunks) = (tensor.ranks, tensor.chunks);
         let line =

@@ -14,6 +14,7 @@ use lockstep_plan::Plan;
 use serde_json::json;
 
 use crate::Error;
+use crate::kernels::{RunKernels, changed_kernels};
 use crate::new_head::NewHead;
 use crate::saving::{RankSave, gather};
 use crate::setup::load_weights;
@@ -44,6 +45,7 @@ pub fn save_engine(
     (model, plan): (&ModelConfig, &Plan),
 ) -> Result<PathBuf, Error> {
     engine.wait_for_weights()?;
+    let kernels = RunKernels::of(ranks, engine)?.word();
     let step = state.step;
     let begun = ranks.is_first().then(|| Staging::begin(dir, step)).transpose();
     let staging = on_all_ranks(ranks, begun.map_err(Error::from))?;
@@ -62,6 +64,7 @@ pub fn save_engine(
             step,
             samples_consumed: state.samples_consumed,
             seed: state.seed,
+            kernels,
             config: json!({ "model": model.to_json(DType::F32) }),
             plan: json!(plan),
             state: json!({ "updates": step }),
@@ -95,6 +98,9 @@ pub fn load_engine(
     let checkpoint = Checkpoint::open(path)?;
     checkpoint.verify()?;
     read_tensors(engine, &checkpoint)?;
+    if let Some(text) = changed_kernels(&checkpoint, engine.queue().level()) {
+        tracing::warn!(path = %path.display(), "{text}");
+    }
     let manifest = checkpoint.manifest();
     let (samples_consumed, seed) = (manifest.samples_consumed, manifest.seed);
     Ok(LoopState { step: manifest.step, samples_consumed, seed })

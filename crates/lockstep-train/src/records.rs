@@ -21,6 +21,7 @@ use lockstep_planner::predict_step;
 use lockstep_tensor::host::available_memory_bytes;
 
 use crate::error::Error;
+use crate::kernels::machine_line;
 use crate::saving::SaveInterval;
 use crate::training_data::TrainingData;
 
@@ -346,10 +347,4 @@ fn model_line(engine: &Engine) -> String {
         shape.sequences,
         shape.seq_len,
     )
-}
-
-fn machine_line(engine: &Engine, ranks: usize) -> String {
-    let ranks = if ranks == 1 { String::new() } else { format!("{ranks} ranks × ") };
-    let threads = human::plural(engine.queue().threads(), "thread");
-    format!("{ranks}{threads}, {} instructions", engine.queue().level())
 }

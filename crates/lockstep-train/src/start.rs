@@ -15,6 +15,7 @@ use lockstep_launch::interrupt::Interrupt;
 use lockstep_observe::progress::Progress;
 use lockstep_observe::retry_lock;
 
+use crate::kernels::changed_kernels;
 use crate::saving::Beginning;
 use crate::setup::{build_engine, load_first_weights};
 use crate::state::{
@@ -75,6 +76,7 @@ impl StartState {
         let counters = restore(config, model, &mut engine, found)?;
         messages.push(format!("resuming from {} (step {})", found.path().display(), counters.step));
         messages.extend(changed);
+        messages.extend(changed_kernels(found, engine.queue().level()));
         if data_have_changed(found, data) {
             messages.push("the training data are not those that the checkpoint was trained on".to_owned());
         }

@@ -24,6 +24,7 @@ use crate::clipping::clip_coefficient;
 use crate::describe::{Screen, describe};
 use crate::evaluation::evaluate;
 use crate::guard::{Action, Guard, RollbackSnapshot, Verdict};
+use crate::kernels::RunKernels;
 use crate::loss_scale::LossScale;
 use crate::peak::device_peak;
 use crate::predicted::Predicted;
@@ -112,8 +113,10 @@ pub(crate) fn run_on(
     let writes = ranks.is_first() && writes_files;
     // The lock comes before any look at checkpoints: the process before this one may still be saving.
     let _lock = ranks.first_then_others(|| writes.then(|| lock(config)).transpose())?;
-    let StartState { mut engine, counters, checkpoint, messages, damaged } =
+    let StartState { mut engine, counters, checkpoint, mut messages, damaged } =
         StartState::of(config, resume, ranks, model, &data)?;
+    let kernels = RunKernels::of(ranks, &engine)?;
+    messages.extend(kernels.warning());
     let steps = Steps { done: counters.step, total: config.train.steps, log_every: config.train.log_every };
     let mut progress =
         if ranks.is_first() { show(steps) } else { Progress::of_other_rank(steps, ranks.rank()) };
@@ -142,7 +145,7 @@ pub(crate) fn run_on(
         .transpose()?;
     let saved = checkpoint.map(|checkpoint| (counters.step, checkpoint.path().to_owned()));
     let reported = Reported::of(engine.model(), model.config.vocab_size());
-    let new_saver = || Saver::new(config, model, &data, ranks, saved, interrupt);
+    let new_saver = || Saver::new(config, model, &data, ranks, (saved, kernels.word()), interrupt);
     let saver = writes_files.then(new_saver).transpose()?.flatten();
     Run {
         config,

@@ -175,6 +175,9 @@ fn show(path: &Path, as_json: bool) -> Result<(), Failure> {
     say!("step              {}", manifest.step);
     say!("samples consumed  {}", manifest.samples_consumed);
     say!("seed              {}", manifest.seed);
+    if let Some(kernels) = &manifest.kernels {
+        say!("kernels           {kernels}");
+    }
     say!("parameters        {}", human::count(parameters as f64));
     say!(
         "tensors           {} in {} file(s), {}",

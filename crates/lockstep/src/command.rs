@@ -98,7 +98,7 @@ pub(crate) fn main() -> ExitCode {
     lockstep_observe::build::set_commit(COMMIT);
     let Cli { command, log_format } = parsed();
     let prepared =
-        logging::start(log_format).and_then(|()| limits::prepare()).and_then(|()| instructions::choose());
+        logging::start(log_format).and_then(|()| limits::prepare()).and_then(|()| instructions::limit());
     if let Err(Failure { message, code }) = prepared {
         output::error(&message);
         return ExitCode::from(code);
@@ -107,6 +107,10 @@ pub(crate) fn main() -> ExitCode {
         note!("{FIRST_STEPS}");
         return ExitCode::from(exit::CONFIGURATION);
     };
+    // A run that resumes takes the level of its checkpoint.
+    if !matches!(command, Command::Train(_)) {
+        instructions::choose();
+    }
     finish(match command {
         Command::Train(arguments) => train::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),

@@ -1,10 +1,12 @@
-//! Instruction sets of a process: the fastest on this CPU, or the limit that `LOCKSTEP_CPU_LEVEL` sets.
+//! Instruction sets of a process: the limit that `LOCKSTEP_CPU_LEVEL` sets, or that of the checkpoint from which a run resumes, or
+//! the fastest on this CPU.
 //!
 //! Equal bits are guaranteed for one instruction level. A run on unequal CPUs, or one to be repeated on another machine, is
 //! limited to the level that all of them have. Ranks inherit the variable from their launcher.
 
 use std::collections::BTreeMap;
 use std::env::{self, VarError};
+use std::ffi::OsString;
 use std::fs;
 use std::path::PathBuf;
 
@@ -15,20 +17,19 @@ use lockstep_tensor::host::{microcode, processor_name};
 
 use crate::exit::Failure;
 
-/// Name of the variable.
+/// Variable with which users set the level.
 const VARIABLE: &str = "LOCKSTEP_CPU_LEVEL";
+/// Variable with which a launcher hands the level of the resumed checkpoint to its ranks.
+const HANDED_VARIABLE: &str = "LOCKSTEP_CHECKPOINT_LEVEL";
 
-/// Chooses the level of all kernels of this process: that of the environment variable, if it is set, or else the fastest.
+/// Limits all kernels of this process to the level of the environment variable, if it is set.
 ///
 /// # Errors
 /// If the value of the variable is not a level, or this CPU does not have the level.
-pub(crate) fn choose() -> Result<(), Failure> {
+pub(crate) fn limit() -> Result<(), Failure> {
     let word = match env::var(VARIABLE) {
         Ok(word) if !word.is_empty() => word,
-        Ok(_) | Err(VarError::NotPresent) => {
-            fastest().apply();
-            return Ok(());
-        }
+        Ok(_) | Err(VarError::NotPresent) => return Ok(()),
         Err(VarError::NotUnicode(word)) => word.to_string_lossy().into_owned(),
     };
     let level: CpuLevel = word.parse().map_err(|levels| {
@@ -42,6 +43,32 @@ pub(crate) fn choose() -> Result<(), Failure> {
     }
     CpuLevel::limit(level);
     Ok(())
+}
+
+/// Chooses the fastest level for all kernels of this process, unless a limit is set.
+pub(crate) fn choose() {
+    choose_for(None);
+}
+
+/// Chooses the level of all kernels of a run, unless a limit is set: `recorded`, that of the checkpoint from which it resumes, or
+/// the fastest if there is none or this CPU does not have it.
+pub(crate) fn choose_for(recorded: Option<CpuLevel>) {
+    if CpuLevel::is_limited() {
+        return;
+    }
+    let fastest = fastest();
+    let recorded = recorded.filter(|level| *level != fastest.level && *level <= CpuLevel::highest());
+    recorded.map_or(fastest, |level| Preference { level, reason: Reason::Checkpoint }).apply();
+}
+
+/// Returns the variable that hands `recorded` to ranks.
+pub(crate) fn handed_to_ranks(recorded: Option<CpuLevel>) -> Option<(OsString, OsString)> {
+    recorded.map(|level| (HANDED_VARIABLE.into(), level.word().into()))
+}
+
+/// Returns the level that the launcher of this rank has handed to it.
+pub(crate) fn handed() -> Option<CpuLevel> {
+    env::var(HANDED_VARIABLE).ok()?.parse().ok()
 }
 
 /// Returns the fastest level. What had to be measured is kept in the user's cache directory by model and microcode, so that the

@@ -72,7 +72,10 @@ pub fn arguments() -> Vec<String> {
 }
 
 fn prepare() -> Result<(), Failure> {
-    limits::prepare().and_then(|()| instructions::choose())
+    limits::prepare()?;
+    instructions::limit()?;
+    instructions::choose();
+    Ok(())
 }
 
 fn run<E: Into<Problem>>(body: impl FnOnce(&World) -> Result<(), E>) -> Result<ExitCode, Failure> {

@@ -46,6 +46,7 @@ impl State {
             step: self.step,
             samples_consumed: self.step * 64,
             seed: 1337,
+            kernels: Some("avx2".to_owned()),
             config: serde_json::json!({"train": {"lr": 3e-4, "steps": 200}}),
             state: serde_json::json!({"loss_scale": 65536.0, "skipped": 1}),
             ..SaveRequest::default()

@@ -26,9 +26,13 @@ impl CpuLevel {
 
     /// Returns the best level of this CPU, or the limit of [`CpuLevel::limit`] if that is lower.
     pub fn detect() -> Self {
+        LIMIT.get().map_or_else(Self::highest, |limit| Self::highest().min(*limit))
+    }
+
+    /// Returns the best level of this CPU, whatever limit is set.
+    pub fn highest() -> Self {
         static LEVEL: OnceLock<CpuLevel> = OnceLock::new();
-        let level = *LEVEL.get_or_init(detect);
-        LIMIT.get().map_or(level, |limit| level.min(*limit))
+        *LEVEL.get_or_init(detect)
     }
 
     /// Limits all queues that this process creates from now on to `level`, so that CPUs of different levels compute

@@ -27,6 +27,8 @@ pub enum Reason {
     Measured(Peak),
     /// An earlier measurement on a CPU of the same model and microcode decided.
     Remembered,
+    /// The checkpoint from which the run resumes names it.
+    Checkpoint,
     /// A limit is set: see [`CpuLevel::limit`].
     Limit,
 }
@@ -43,6 +45,7 @@ impl fmt::Display for Reason {
                 )
             }
             Self::Remembered => f.write_str("measured by an earlier run"),
+            Self::Checkpoint => f.write_str("that of the checkpoint"),
             Self::Limit => f.write_str("a limit is set"),
         }
     }

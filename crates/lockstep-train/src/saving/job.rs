@@ -57,6 +57,8 @@ pub(super) struct Contents {
     pub(super) record: Value,
     /// Description of the plan.
     pub(super) plan: Value,
+    /// Level of the kernels; `None` if ranks have different levels.
+    pub(super) kernels: Option<String>,
     pub(super) state: SavedState,
     pub(super) parameters: Vec<ParameterRecord>,
     pub(super) metrics: Option<Arc<MetricsFile>>,
@@ -135,7 +137,7 @@ impl Job {
         staging: Staging,
         reports: Vec<ShardReport>,
     ) -> Result<Saved, Error> {
-        let Some(Contents { record, plan, state, parameters, metrics }) = &self.contents else {
+        let Some(Contents { record, plan, kernels, state, parameters, metrics }) = &self.contents else {
             unreachable!("the first rank commits");
         };
         let (place, watch) = (self.place(attempt), self.watch(attempt));
@@ -156,6 +158,7 @@ impl Job {
             step,
             samples_consumed: samples,
             seed: record["run"]["train"]["seed"].as_u64().unwrap_or_default(),
+            kernels: kernels.clone(),
             config: record.clone(),
             plan: plan.clone(),
             state: state.to_json(),

@@ -42,6 +42,8 @@ pub(crate) struct Saver {
     record: Value,
     /// Description of the plan in a checkpoint.
     plan: Value,
+    /// Level of the kernels in a checkpoint.
+    kernels: Option<String>,
     /// True if saves may run in the background.
     in_background: bool,
     /// True if this rank writes a part of each checkpoint.
@@ -79,8 +81,8 @@ pub(super) enum Decision<T> {
 }
 
 impl Saver {
-    /// Returns a saver for a run that begins with the checkpoint `saved` (step and path), if there is one. `None` on ranks that
-    /// do not save.
+    /// Returns a saver for a run that begins with the checkpoint `saved` (step and path), if there is one, and computes with
+    /// `kernels`. `None` on ranks that do not save.
     ///
     /// # Errors
     /// If the thread of background saves cannot be started, or the plan does not fit the model.
@@ -89,7 +91,7 @@ impl Saver {
         model: &ResolvedModel,
         data: &TrainingData,
         ranks: &Ranks,
-        saved: Option<(u64, PathBuf)>,
+        (saved, kernels): (Option<(u64, PathBuf)>, Option<String>),
         interrupt: &Interrupt,
     ) -> Result<Option<Self>, Error> {
         let ranks = match ranks.has_model_parallelism() {
@@ -118,6 +120,7 @@ impl Saver {
                 "adapter": model.tuning.adapter.as_ref().map(Adapter::config),
             }),
             plan: json!(checked_plan(config, &model.config, &model.tuning)?.plan()),
+            kernels,
             thread: (in_background && has_part).then(SaveThread::start).transpose()?,
             in_background,
             has_part,
@@ -311,6 +314,7 @@ impl Saver {
         let contents = self.ranks.is_first().then(|| Contents {
             record: self.record.clone(),
             plan: self.plan.clone(),
+            kernels: self.kernels.clone(),
             state: state.clone(),
             parameters: engine.records().to_vec(),
             metrics: metrics.map(Arc::new),

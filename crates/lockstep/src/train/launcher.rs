@@ -9,12 +9,13 @@ use lockstep_launch::environment::{self, ProcessPlace};
 use lockstep_launch::restarts::Policy;
 use lockstep_launch::{Elastic, Output};
 use lockstep_planner::fit::require;
+use lockstep_tensor::CpuLevel;
 
 use super::arguments::{Arguments, CHOSEN_VARIABLE};
 use crate::exit::{FAILED, Failure};
 use crate::launching::{First, Launching};
 use crate::planned::HandedPlan;
-use crate::{error_file, ranks};
+use crate::{error_file, instructions, ranks};
 
 /// The command as the launcher of its own ranks.
 pub(super) struct Launcher<'a> {
@@ -24,6 +25,8 @@ pub(super) struct Launcher<'a> {
     pub(super) plan: Option<&'a PlanFile>,
     /// Description of the plan that the planner has chosen.
     pub(super) chosen: Option<&'a str>,
+    /// Level of the kernels that computed the checkpoint from which the run resumes.
+    pub(super) recorded: Option<CpuLevel>,
 }
 
 impl Launcher<'_> {
@@ -77,7 +80,7 @@ impl Launcher<'_> {
         attempt: usize,
         placement: Option<NodePlacement>,
     ) -> Result<Option<ranks::Start>, Failure> {
-        let Self { launching, config, plan, chosen, .. } = self;
+        let Self { launching, config, plan, chosen, recorded, .. } = self;
         let (all, here) = (config.ranks(), self.ranks_here());
         let records = launching.log_dir.clone().unwrap_or_else(|| config.metrics.dir.clone());
         // Output files without a given directory are in that of the metrics.
@@ -112,7 +115,11 @@ impl Launcher<'_> {
             code: FAILED,
         })?;
         Ok(Some(ranks::Start {
-            environment: chosen.map(|chosen| (CHOSEN_VARIABLE.into(), chosen.into())).into_iter().collect(),
+            environment: chosen
+                .map(|chosen| (CHOSEN_VARIABLE.into(), chosen.into()))
+                .into_iter()
+                .chain(instructions::handed_to_ranks(*recorded))
+                .collect(),
             plan,
             output,
             records: Some(records),

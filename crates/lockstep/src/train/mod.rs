@@ -16,7 +16,7 @@ use lockstep_launch::{is_launched, started_group};
 use lockstep_observe::metrics::CountUnit;
 use lockstep_observe::progress::{Detail, Progress};
 use lockstep_observe::screen;
-use lockstep_train::{Summary, ranks_of, train};
+use lockstep_train::{Summary, level_of_checkpoint, ranks_of, train};
 
 pub(crate) use self::arguments::Arguments;
 use self::arguments::CHOSEN_VARIABLE;
@@ -26,7 +26,7 @@ use crate::exit::{Failure, INTERRUPTED};
 use crate::generate::show_sample;
 use crate::launching::{Launching, variable};
 use crate::output::{field, note, say, warning};
-use crate::{import, ranks};
+use crate::{import, instructions, ranks};
 
 /// Number of tokens of the sample at the end of the demonstration.
 const SAMPLE_TOKENS: usize = 160;
@@ -61,6 +61,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         (plan, chosen) = request.choice()?.unzip();
     }
     let config = request.configuration(plan.as_ref())?;
+    let recorded = match is_launched() {
+        true => instructions::handed(),
+        false => level_of_checkpoint(&config, &request.resume),
+    };
+    instructions::choose_for(recorded);
     if !is_launched() {
         say_what_is_taken(&request, &config);
         let launcher = Launcher {
@@ -69,6 +74,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
             config: &config,
             plan: plan.as_ref(),
             chosen: chosen.as_deref(),
+            recorded,
         };
         launcher.check(&request.resume, place.filter(|_| started.is_some()))?;
         if let Some(exit) = attempts::run(&launcher, started.is_some())? {

@@ -17,6 +17,7 @@ mod habits;
 mod hosts;
 mod images;
 mod import;
+mod kernel_levels;
 mod launching;
 mod limits;
 mod machines;

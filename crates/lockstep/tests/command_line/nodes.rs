@@ -11,7 +11,7 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_lockstep");
 const MANY: [&str; 4] = ["--set", "train.steps=1000000", "--set", "checkpoint.every=1000000"];
 
 /// Returns an unused port.
-fn port() -> u16 {
+pub(crate) fn port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 

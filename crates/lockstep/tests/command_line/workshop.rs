@@ -115,6 +115,7 @@ impl Workshop {
             .current_dir(self.dir.path())
             .env("XDG_CACHE_HOME", self.path("cache"))
             .env("RUST_BACKTRACE", "0")
+            .env_remove("LOCKSTEP_CPU_LEVEL")
             .env_remove("LOCKSTEP_LOG")
             .env_remove("LOCKSTEP_MACHINE")
             .envs(variables.iter().copied())

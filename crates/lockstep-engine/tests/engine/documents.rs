@@ -1,7 +1,4 @@
 //! Documents packed into one sequence must train as if each were a sequence of its own.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
-
-mod common;
 
 use lockstep_engine::{Engine, EngineOptions, HostBatch, Optimizer};
 use lockstep_graph::{BlockShape, Seed};
@@ -9,6 +6,8 @@ use lockstep_model::ModelConfig;
 use lockstep_plan::{DType, ParameterId, Plan};
 use lockstep_tensor::Arena;
 use serde_json::json;
+
+use crate::common;
 
 /// Lengths of the documents in one sequence.
 const LENGTHS: [usize; 3] = [70, 1, 25];

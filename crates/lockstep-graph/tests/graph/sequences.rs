@@ -1,6 +1,5 @@
 //! Operations between images, tokens and sequences: their gradients are derivatives, agree bit for bit however a backward
 //! runs, and are those of one rank under tensor parallelism.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::{thread, time::Duration};
 

@@ -1,6 +1,5 @@
 //! A run on several ranks equals the run on one rank: losses, gradients and weights agree within the rounding of sums, with the
 //! same bits on every rank. Ranks are threads here, over the same shared memory as processes.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

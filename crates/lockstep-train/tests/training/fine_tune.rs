@@ -1,5 +1,4 @@
 //! Runs that train a part of a pretrained model.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

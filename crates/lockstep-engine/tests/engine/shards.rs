@@ -1,6 +1,5 @@
 //! Tests of sharded model state: its size on each rank is that of the ZeRO paper, and every element has exactly one
 //! owner.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::{thread, time::Duration};
 

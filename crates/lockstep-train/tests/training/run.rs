@@ -1,5 +1,4 @@
 //! Whole runs of a tiny model: the effects of resuming, threads, recomputation and values that are not finite.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

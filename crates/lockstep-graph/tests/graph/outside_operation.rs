@@ -1,6 +1,5 @@
 //! An operation that is defined outside the crate trains like one of the crate: its gradients are derivatives, and
 //! recomputation, a split backward, views and tensor parallelism change nothing.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::{panic, sync::Mutex, thread, time::Duration};
 

@@ -1,5 +1,4 @@
 //! Overlapped collectives in chunks change no bit, and the collectives that run are those that the program's work lists.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::{net::TcpListener, thread, time::Duration};
 

@@ -1,6 +1,5 @@
 //! Checkpoints of runs whose replicas span several ranks: written by all of them, complete, and loadable on any other number of
 //! ranks. Ranks are threads here, over the same shared memory as processes.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::collections::BTreeMap;
 use std::io;

@@ -1,9 +1,6 @@
 //! ResNet against the numbers of torchvision: loss, every gradient, running statistics, evaluation, and 20 steps.
 //!
 //! `tests/fixtures/resnet.py` makes the numbers.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
-
-mod common;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -18,6 +15,8 @@ use lockstep_plan::{Degrees, MemoryCategory, ParameterId, Plan, ZeroStage};
 use lockstep_tensor::{Arena, NamedTensor, TensorData};
 use safetensors::SafeTensors;
 use serde_json::json;
+
+use crate::common;
 
 /// Names of the fixtures: two kinds of blocks, two stems.
 const MODELS: [&str; 2] = ["resnet_basic", "resnet_bottleneck"];

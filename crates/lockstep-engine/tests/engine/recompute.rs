@@ -1,7 +1,4 @@
 //! Tests of recompute settings per layer: they change no bit, and saved activations are as large as predicted.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
-
-mod common;
 
 use lockstep_engine::{Engine, EngineOptions, HostBatch, Update};
 use lockstep_graph::{Recompute, RecomputeRules, Seed};
@@ -10,6 +7,8 @@ use lockstep_plan::{LayerRule, MemoryCategory, Plan};
 use lockstep_tensor::Arena;
 use proptest::{prelude::*, sample::select};
 use serde_json::json;
+
+use crate::common;
 
 const LAYERS: usize = 5;
 const TOKENS: usize = 12;

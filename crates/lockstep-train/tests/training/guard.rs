@@ -1,6 +1,5 @@
 //! Faults injected between backward and optimizer step: none may reach the weights, and the recovery must not depend on an
 //! interruption.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};

@@ -1,13 +1,10 @@
 //! BERT, ViT and the classifier of Llama have the losses, logits, gradients and training steps of transformers.
 //!
 //! The reference numbers come from `tests/fixtures/encoders.py`; CI needs no Python.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
-#![expect(dead_code, reason = "other tests use the rest of the shared module")]
-
-mod reference;
 
 use std::collections::HashMap;
 
+use crate::reference::{Expected, fixture, relative};
 use lockstep_checkpoint::{CheckpointError, ModelDirectory};
 use lockstep_config::RunConfig;
 use lockstep_data::MicroBatch;
@@ -18,7 +15,6 @@ use lockstep_plan::{DType, MemoryCategory, ParameterId, Plan};
 use lockstep_tensor::{Arena, CpuQueue, NamedTensor, TensorData};
 use lockstep_train::verify::{SAMPLE_RUN, watch};
 use lockstep_train::{StepObserver, host_batch};
-use reference::{Expected, fixture, relative};
 
 const MODELS: [&str; 4] = ["bert", "bert_classifier", "vit", "llama_classifier"];
 const SHAPE: BlockShape = BlockShape { sequences: 3, seq_len: 10, dtype: DType::F32 };

@@ -1,8 +1,5 @@
 //! Tests of offload to disk: it changes no bit of a run, it needs memory for a few windows only, and a failing disk
 //! ends the step.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
-
-mod common;
 
 use std::path::Path;
 use std::time::Duration;
@@ -16,6 +13,8 @@ use lockstep_model::ModelConfig;
 use lockstep_plan::{DType, MemoryCategory, Plan, Residence, Residences};
 use lockstep_tensor::{Arena, DiskError, DiskIo};
 use serde_json::json;
+
+use crate::common;
 
 const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8 };
 const TOKENS: usize = 32;

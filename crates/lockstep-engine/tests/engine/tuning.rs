@@ -1,8 +1,5 @@
 //! Tests of fine-tuning with frozen parameters: trained parameters get the same gradients as in full training, and
 //! frozen ones cost nothing.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
-
-mod common;
 
 use std::collections::BTreeSet;
 
@@ -12,6 +9,8 @@ use lockstep_model::{ModelConfig, Tuning, parameter_records};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, Plan};
 use lockstep_tensor::Arena;
 use serde_json::json;
+
+use crate::common;
 
 fn model(tied: bool) -> ModelConfig {
     let config = json!({

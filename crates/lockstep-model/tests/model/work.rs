@@ -1,5 +1,4 @@
 //! Work and saved activations of a rank, as recorded, checked against closed forms and published figures.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::{BlockShape, Recompute};
 use lockstep_model::{

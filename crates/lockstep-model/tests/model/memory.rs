@@ -3,7 +3,6 @@
 //! Korthikanti et al. (2022, section 4): a transformer layer in 16 bits saves `s b h (10 + 24/t + 5 a s / (h t))`
 //! bytes on each of `t` tensor-parallel ranks, and `s b h (34/t + 5 a s / (h t))` with sequence parallelism. The last
 //! term vanishes if the attention scores are recomputed.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::{BlockShape, Recompute};
 use lockstep_model::{ModelConfig, RecordedModel, RecordingOptions, Tuning};

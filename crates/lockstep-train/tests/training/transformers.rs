@@ -1,9 +1,6 @@
 //! Losses, gradients and training steps agree with Hugging Face transformers, for each model family.
 //!
 //! The reference numbers come from `tests/fixtures/make.py`; CI needs no Python.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
-
-mod reference;
 
 use std::collections::HashMap;
 
@@ -14,7 +11,7 @@ use lockstep_model::{HeadOutput, HfMapping, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory, ParameterId, Plan};
 use lockstep_tensor::{Arena, CpuQueue};
 
-use reference::{Batch, Expected, SHAPE, fixture, relative, training_step};
+use crate::reference::{Batch, Expected, SHAPE, fixture, relative, training_step};
 
 const FAMILIES: [&str; 28] = [
     "gpt2",

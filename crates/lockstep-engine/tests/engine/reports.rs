@@ -1,8 +1,5 @@
 //! A model with several losses and a metric: each has a sum and a count of its own, and the gradient is the derivative of their
 //! weighted sum.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
-
-mod common;
 
 use lockstep_engine::{Engine, EngineOptions, HostBatch, StateKind};
 use lockstep_graph::{InputDeclaration, Recompute, Recorder, ReportKind, Totals, Value};
@@ -10,6 +7,8 @@ use lockstep_model::{Model, ModelConfig, Sizes, Unit};
 use lockstep_plan::{DType, ParameterId, Plan};
 use lockstep_tensor::{Arena, LABELS, NamedTensor, TensorData};
 use serde_json::{Map, Value as Json};
+
+use crate::common;
 
 const SAMPLES: usize = 6;
 const WIDTH: usize = 5;

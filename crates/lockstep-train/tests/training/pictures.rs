@@ -1,6 +1,5 @@
 //! Data that a run on several ranks records for its report: the layout of the ranks, a pipeline step, and the communication
 //! volume. Ranks are threads here, over the same shared memory as processes.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::path::Path;
 

@@ -1,9 +1,6 @@
 //! Agreement with PEFT: logits of its adapter, further training of it, and PEFT reading one of ours.
 //!
 //! The reference numbers come from `tests/fixtures/make_peft.py`; CI needs no Python.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
-
-mod reference;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +11,7 @@ use lockstep_model::{Adapter, HeadOutput, ModelConfig, RecordedModel, Tuning, pa
 use lockstep_plan::{MemoryCategory, ParameterId, Plan};
 use lockstep_tensor::{Arena, CpuQueue};
 
-use reference::{Batch, Expected, SHAPE, fixture, relative, training_step};
+use crate::reference::{Batch, Expected, SHAPE, fixture, relative, training_step};
 
 const FAMILIES: [&str; 2] = ["gpt2", "llama"];
 

@@ -1,6 +1,5 @@
 //! All ways of running a backward agree bit for bit: fused and split, with and without recomputation. The gradient is
 //! the derivative of the loss.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use lockstep_graph::{
     AttentionOptions, AttentionShape, Batch, BatchInput, BatchNormOptions, Bias, BlockShape, Constant,

@@ -1,6 +1,5 @@
 //! Muon makes the same steps as PyTorch's (numbers of `tests/fixtures/optimizers.py`), except for the rounding of its
 //! iteration, which PyTorch runs in bf16.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::path::Path;
 

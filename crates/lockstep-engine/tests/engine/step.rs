@@ -1,7 +1,4 @@
 //! Tests of parameter placement in memory, and of the effect of one step of a tiny model.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
-
-mod common;
 
 use lockstep_engine::{
     Engine, EngineOptions, Granularity, HostBatch, MuonScale, Optimizer, RoundingMode, Snapshot, StateKind,
@@ -12,6 +9,8 @@ use lockstep_model::ModelConfig;
 use lockstep_plan::{DType, MemoryCategory, ParameterId, Plan, RankPlan};
 use lockstep_tensor::Arena;
 use serde_json::json;
+
+use crate::common;
 
 /// Returns a plan of one rank with four micro-batches of two sequences of 5 tokens.
 fn one_rank(model: &ModelConfig, recompute: Recompute) -> RankPlan {

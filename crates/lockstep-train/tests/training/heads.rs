@@ -1,5 +1,4 @@
 //! Runs of a model with several losses and a metric: what their rows say, and that ranks change nothing. Ranks are threads here.
-#![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
 use std::path::Path;
 use std::sync::Arc;

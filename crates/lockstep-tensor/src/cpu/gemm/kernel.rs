@@ -12,9 +12,8 @@ use super::{
 
 /// The product of two packed panels on one CPU level.
 ///
-/// A panel of B holds, for each unit of depth, `COLUMNS` contiguous units. A panel of A holds `ROWS` contiguous units
-/// for each unit of depth if `A_ORDER` is [`Order::AcrossDepth`]; otherwise, for each `DEPTH` units of depth, `ROWS`
-/// rows of `DEPTH` units.
+/// A panel of A holds `ROWS` contiguous units for each unit of depth if `A_ORDER` is [`Order::AcrossDepth`]; otherwise,
+/// for each `DEPTH` units of depth, `ROWS` rows of `DEPTH` units. A panel of B holds columns in the same way, by `B_ORDER`.
 pub(in crate::cpu) trait MicroKernel {
     /// The vectors of the kernel, which packing uses too.
     type Vector: Lanes;
@@ -29,6 +28,8 @@ pub(in crate::cpu) trait MicroKernel {
     const DEPTH: usize;
     /// Order of the units of A in a panel.
     const A_ORDER: Order;
+    /// Order of the units of B in a panel.
+    const B_ORDER: Order = Order::AcrossDepth;
     /// True if the kernel can read f32 lines of A in place: [`MicroKernel::tile_of_lines`].
     const READS_LINES: bool = false;
 
@@ -68,7 +69,7 @@ pub(super) static ZEROS: [u32; MAX_DEPTH] = [0; MAX_DEPTH];
 /// # Safety
 /// As [`MicroKernel::tile_of_lines`].
 #[inline(always)]
-unsafe fn outer_products_of_lines<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+pub(super) unsafe fn outer_products_of_lines<V: Lanes, const ROWS: usize, const VECTORS: usize>(
     elements: *const u32,
     lines: &[u64],
     mut b: *const u32,
@@ -104,7 +105,7 @@ unsafe fn outer_products_of_lines<V: Lanes, const ROWS: usize, const VECTORS: us
 /// # Safety
 /// The CPU must have the instructions of `V`.
 #[inline(always)]
-unsafe fn store_sums<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+pub(super) unsafe fn store_sums<V: Lanes, const ROWS: usize, const VECTORS: usize>(
     sums: &[[V; VECTORS]; ROWS],
     tile: &mut Tile,
 ) {
@@ -123,6 +124,7 @@ pub(in crate::cpu) struct RowPanels<K>(PhantomData<K>);
 impl<K: MicroKernel> PanelShape for RowPanels<K> {
     const WIDTH: usize = K::ROWS;
     const ORDER: Order = K::A_ORDER;
+    const DEPTH: usize = K::DEPTH;
 }
 
 /// The panels of B of a micro-kernel.
@@ -130,7 +132,8 @@ pub(in crate::cpu) struct ColumnPanels<K>(PhantomData<K>);
 
 impl<K: MicroKernel> PanelShape for ColumnPanels<K> {
     const WIDTH: usize = K::COLUMNS;
-    const ORDER: Order = Order::AcrossDepth;
+    const ORDER: Order = K::B_ORDER;
+    const DEPTH: usize = K::DEPTH;
 }
 
 /// Computes the product as a sum of outer products, `VECTORS` vectors wide.

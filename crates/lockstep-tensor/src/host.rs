@@ -4,9 +4,14 @@ use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// Returns the model name of the processor, or the name of its architecture.
+/// Returns the model name of the processor. AArch64 has numbers of implementer and part instead. If the system reports neither, returns
+/// the name of the architecture.
 pub fn processor_name() -> String {
-    processor_field("model name").unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+    let part = || {
+        let (implementer, part) = (processor_field("CPU implementer")?, processor_field("CPU part")?);
+        Some(format!("{}, implementer {implementer}, part {part}", std::env::consts::ARCH))
+    };
+    processor_field("model name").or_else(part).unwrap_or_else(|| std::env::consts::ARCH.to_owned())
 }
 
 /// Returns the version of the processor's microcode; empty if the system does not report it.

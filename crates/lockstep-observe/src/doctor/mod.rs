@@ -55,6 +55,8 @@ fn kernels() -> Vec<Finding> {
         CpuLevel::Avx512 => "AVX-512 for f32 and bf16",
         CpuLevel::Avx512Bf16 => "AVX-512 for f32, AVX-512 BF16 dot products for bf16",
         CpuLevel::AmxBf16 => "AVX-512 for f32, AMX tiles for bf16",
+        CpuLevel::Neon => "NEON for f32 and bf16",
+        CpuLevel::NeonBf16 => "NEON for f32, NEON BF16 matrix products for bf16",
     };
     let chosen = Finding::ok("kernels", "chosen", format!("{chosen} ({reason})"));
     let chosen = if level == CpuLevel::Portable {

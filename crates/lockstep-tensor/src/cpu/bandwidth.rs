@@ -14,7 +14,7 @@ const ROUNDS: usize = 6;
 ///
 /// A write counts once, although a CPU may read a line before it writes it: kernels are measured the same way.
 pub fn measure_bandwidth(level: CpuLevel, threads: usize) -> f64 {
-    let level = level.min(CpuLevel::detect());
+    let level = level.on_this_cpu();
     let source = vec![1.0_f32; FLOATS];
     let mut target = vec![0.0_f32; FLOATS];
     let part = FLOATS.div_ceil(threads.max(1));

@@ -1,11 +1,12 @@
-//! CPU levels: the instruction sets of this CPU, detected once by CPUID.
+//! CPU levels: the instruction sets of this CPU, detected once.
 
 use std::{fmt, str::FromStr, sync::OnceLock};
 
 /// The level that [`CpuLevel::limit`] has set.
 static LIMIT: OnceLock<CpuLevel> = OnceLock::new();
 
-/// Instruction sets that kernels choose from; each level includes the ones before it.
+/// Instruction sets that kernels choose from. Each level includes the earlier ones of its architecture: of x86-64 from AVX2
+/// on, of AArch64 from NEON on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum CpuLevel {
     /// The baseline of the architecture.
@@ -18,11 +19,22 @@ pub enum CpuLevel {
     Avx512Bf16,
     /// AMX tiles with bf16 products, and permission from the kernel to use them.
     AmxBf16,
+    /// NEON, the baseline of AArch64, with fused multiply-add.
+    Neon,
+    /// NEON with bf16 dot and matrix products (FEAT_BF16).
+    NeonBf16,
 }
 
 impl CpuLevel {
-    /// All levels, lowest first.
+    /// All levels of this architecture, lowest first.
+    #[cfg(target_arch = "x86_64")]
     pub const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::AmxBf16];
+    /// All levels of this architecture, lowest first.
+    #[cfg(target_arch = "aarch64")]
+    pub const ALL: [Self; 3] = [Self::Portable, Self::Neon, Self::NeonBf16];
+    /// All levels of this architecture, lowest first.
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    pub const ALL: [Self; 1] = [Self::Portable];
 
     /// Returns the best level of this CPU, or the limit of [`CpuLevel::limit`] if that is lower.
     pub fn detect() -> Self {
@@ -35,10 +47,17 @@ impl CpuLevel {
         *LEVEL.get_or_init(detect)
     }
 
+    /// Returns the level, or the best one of this CPU if that is lower. Of another architecture's level only portable code
+    /// is left.
+    pub(crate) fn on_this_cpu(self) -> Self {
+        if Self::ALL.contains(&self) { self.min(Self::detect()) } else { Self::Portable }
+    }
+
     /// Limits all queues that this process creates from now on to `level`, so that CPUs of different levels compute
     /// the same bits. Only the first call has an effect; returns true if this is it.
     pub fn limit(level: Self) -> bool {
-        LIMIT.set(level).is_ok()
+        let known = if Self::ALL.contains(&level) { level } else { Self::Portable };
+        LIMIT.set(known).is_ok()
     }
 
     /// Returns true if a limit is set.
@@ -54,6 +73,8 @@ impl CpuLevel {
             Self::Avx512 => "avx512",
             Self::Avx512Bf16 => "avx512_bf16",
             Self::AmxBf16 => "amx_bf16",
+            Self::Neon => "neon",
+            Self::NeonBf16 => "neon_bf16",
         }
     }
 
@@ -68,7 +89,7 @@ impl FromStr for CpuLevel {
     type Err = String;
 
     /// # Errors
-    /// If `word` is not a level. The error lists the allowed words.
+    /// If `word` is not a level of this architecture. The error lists the allowed words.
     fn from_str(word: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|level| level.word() == word);
         found.ok_or_else(|| Self::ALL.map(Self::word).join(", "))
@@ -83,6 +104,8 @@ impl fmt::Display for CpuLevel {
             Self::Avx512 => "AVX-512",
             Self::Avx512Bf16 => "AVX-512 BF16",
             Self::AmxBf16 => "AMX BF16",
+            Self::Neon => "NEON",
+            Self::NeonBf16 => "NEON BF16",
         })
     }
 }
@@ -98,9 +121,14 @@ pub enum F32Products {
     Fma,
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn detect() -> CpuLevel {
     CpuLevel::Portable
+}
+
+#[cfg(target_arch = "aarch64")]
+fn detect() -> CpuLevel {
+    if std::arch::is_aarch64_feature_detected!("bf16") { CpuLevel::NeonBf16 } else { CpuLevel::Neon }
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -1,5 +1,5 @@
 //! The level that is fastest on this CPU, which is not always the highest: bf16 dot products run at half the rate of FMA on
-//! Intel's cores with AVX-512, and at twice the rate on AMD's.
+//! Intel's cores with AVX-512, and at twice the rate on AMD's. The bf16 products of AArch64 are treated alike.
 //!
 //! Cores whose rates this project has measured are in a table. Others are measured, and only a clear difference decides, so that
 //! equal machines choose alike.
@@ -70,8 +70,9 @@ impl Preference {
     /// Returns the fastest level of this CPU. A CPU that is not known is measured in a tenth of a second, unless `remembered`
     /// returns the outcome of an earlier measurement.
     pub fn of_this_cpu(remembered: impl FnOnce() -> Option<CpuLevel>) -> Self {
-        let measure = || measure_peak_within(CpuLevel::Avx512Bf16, 1, TIME);
-        Self::among(CpuLevel::detect(), core().and_then(known), remembered, measure)
+        let highest = CpuLevel::detect();
+        let measure = || measure_peak_within(highest, 1, TIME);
+        Self::among(highest, core().and_then(known), remembered, measure)
     }
 
     /// Uses the level for all queues that this process creates from now on, unless a limit or a preference is set already.
@@ -89,18 +90,20 @@ impl Preference {
         remembered: impl FnOnce() -> Option<CpuLevel>,
         measure: impl FnOnce() -> Peak,
     ) -> Self {
-        if highest != CpuLevel::Avx512Bf16 {
-            return Self { level: highest, reason: Reason::Highest };
-        }
+        let without_bf16 = match highest {
+            CpuLevel::Avx512Bf16 => CpuLevel::Avx512,
+            CpuLevel::NeonBf16 => CpuLevel::Neon,
+            _ => return Self { level: highest, reason: Reason::Highest },
+        };
         if let Some((core, level)) = known {
             return Self { level, reason: Reason::Known(core) };
         }
-        if let Some(level) = remembered().filter(|level| [CpuLevel::Avx512, highest].contains(level)) {
+        if let Some(level) = remembered().filter(|level| [without_bf16, highest].contains(level)) {
             return Self { level, reason: Reason::Remembered };
         }
         let peak = measure();
         let is_slower = peak.bf16_gflops < CLEARLY_SLOWER * peak.f32_gflops;
-        let level = if is_slower { CpuLevel::Avx512 } else { highest };
+        let level = if is_slower { without_bf16 } else { highest };
         Self { level, reason: Reason::Measured(peak) }
     }
 }
@@ -113,7 +116,8 @@ struct Core {
     model: u32,
 }
 
-/// Returns the name of a known core and its fastest level, of those up to [`CpuLevel::Avx512Bf16`].
+/// Returns the name of a known core and its fastest level, of those up to [`CpuLevel::Avx512Bf16`]. No core of AArch64 has been
+/// measured.
 fn known(core: Core) -> Option<(&'static str, CpuLevel)> {
     let Core { vendor, family, model } = core;
     match (&vendor, family, model) {
@@ -144,6 +148,7 @@ fn core() -> Option<Core> {
 
 impl Core {
     /// Decodes register EAX of CPUID's leaf 1.
+    #[cfg(any(test, target_arch = "x86_64"))]
     fn new(vendor: [u8; 12], signature: u32) -> Self {
         let bits = |from: u32, count: u32| signature >> from & ((1 << count) - 1);
         let (family, model) = (bits(8, 4), bits(4, 4));
@@ -183,12 +188,17 @@ mod tests {
         assert_eq!(level(432.0, 192.0), CpuLevel::Avx512);
         assert_eq!(level(100.0, 90.0), CpuLevel::Avx512Bf16);
         assert_eq!(level(554.0, 1026.0), CpuLevel::Avx512Bf16);
+        let choose = |bf16_gflops| {
+            Preference::among(CpuLevel::NeonBf16, None, || None, || rates(100.0, bf16_gflops)).level
+        };
+        assert_eq!([choose(50.0), choose(400.0)], [CpuLevel::Neon, CpuLevel::NeonBf16]);
     }
 
     #[test]
     fn nothing_is_measured_where_there_is_no_choice() {
         let measure = || -> Peak { unreachable!("there is no choice") };
-        for level in CpuLevel::ALL.into_iter().filter(|level| *level != CpuLevel::Avx512Bf16) {
+        let has_choice = |level| matches!(level, CpuLevel::Avx512Bf16 | CpuLevel::NeonBf16);
+        for level in CpuLevel::ALL.into_iter().filter(|level| !has_choice(*level)) {
             let chosen =
                 Preference::among(level, Some(("Sapphire Rapids", CpuLevel::Avx512)), || None, measure);
             assert_eq!(chosen, Preference { level, reason: Reason::Highest });

@@ -35,7 +35,7 @@ impl CpuQueue {
         let pool = Pool::new(threads).map_err(|source| TensorError::ThreadPool { threads, source })?;
         let pool = Arc::new(pool);
         let scratch = Scratch::new(pool.threads(), arena)?;
-        let level = level.min(CpuLevel::detect());
+        let level = level.on_this_cpu();
         Ok(Self { pool, level, f32_products: F32Products::default(), arena: arena.clone(), scratch })
     }
 

@@ -131,6 +131,17 @@ pub(super) fn levels() -> impl Iterator<Item = CpuLevel> {
     })
 }
 
+/// Creates a queue of a level that the CPU lacks, if its instructions can be emulated.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn emulated(level: CpuLevel, threads: usize, arena: &Arena) -> Option<CpuQueue> {
+    super::gemm::amx_emulator::queue(level, threads, arena)
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+pub(super) fn emulated(_: CpuLevel, _: usize, _: &Arena) -> Option<CpuQueue> {
+    None
+}
+
 /// Runs a kernel on queues of every level that this CPU has, with one, two and three threads. The results must have
 /// the same bits for any number of threads. `check` receives the results of each level.
 #[track_caller]

@@ -1,20 +1,26 @@
 //! Checks the operands of attention, and chooses its algorithm by their type and the queue's level.
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use half::bf16;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use lockstep_plan::DType;
 
+#[cfg(target_arch = "aarch64")]
+use super::aarch64;
+#[cfg(target_arch = "x86_64")]
+use super::x86;
 use super::{
     backward::Backward, forward::Forward, geometry::Geometry, output::Output, sinks::SinksBackward,
     worker::run,
 };
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::{
+    packed,
     tiles::Tiled,
     worker::{Worker, run_lanes},
-    x86,
 };
+#[cfg(target_arch = "aarch64")]
+use crate::cpu::gemm::panels::NeonBf16;
 use crate::{
     Attention, AttentionKernels, AttentionVariant, AttentionWrite, CpuQueue, View, Write,
     cpu::{
@@ -29,7 +35,7 @@ use crate::{
 };
 
 /// Smallest number of rows of a key head for which bf16 uses the matrix instructions; fewer rows do not fill them.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const TILED_ROWS: usize = 16;
 
 impl AttentionKernels for CpuQueue {
@@ -64,7 +70,7 @@ impl AttentionKernels for CpuQueue {
                 }
             };
         }
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if is_tiled(self, q.dtype(), &geometry) {
             return run_tiled(self, work!(bf16));
         }
@@ -109,7 +115,7 @@ impl AttentionKernels for CpuQueue {
                 }
             };
         }
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if is_tiled(self, q.dtype(), &geometry) {
             return run_tiled(self, work!(bf16));
         }
@@ -148,10 +154,9 @@ impl AttentionKernels for CpuQueue {
 }
 
 /// Returns true if the queue's level has bf16 matrix instructions, and there are enough rows to fill them.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 fn is_tiled(queue: &CpuQueue, dtype: DType, geometry: &Geometry<'_>) -> bool {
-    let has_instructions = matches!(queue.level, CpuLevel::AmxBf16 | CpuLevel::Avx512Bf16);
-    dtype == DType::BF16 && geometry.rows() >= TILED_ROWS && has_instructions
+    dtype == DType::BF16 && geometry.rows() >= TILED_ROWS && queue.level >= packed::LEVEL
 }
 
 /// Runs a forward or a backward on the bf16 matrix instructions of the queue's level.
@@ -165,6 +170,15 @@ where
         CpuLevel::AmxBf16 => run_lanes::<x86::Avx512>(queue, &Tiled::<_, Tiles>::new(work)),
         _ => run_lanes::<x86::Avx512>(queue, &Tiled::<_, Avx512Dot>::new(work)),
     }
+}
+
+/// Runs a forward or a backward on the bf16 matrix instructions.
+#[cfg(target_arch = "aarch64")]
+fn run_tiled<W>(queue: &CpuQueue, work: W)
+where
+    Tiled<W, NeonBf16>: Worker,
+{
+    run_lanes::<aarch64::Neon>(queue, &Tiled::<_, NeonBf16>::new(work));
 }
 
 /// Panics if an output overlaps an input or one of the attention's own tensors.

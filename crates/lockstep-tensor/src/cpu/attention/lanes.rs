@@ -216,7 +216,9 @@ mod tests {
                     CpuLevel::Avx2 => $check::<super::super::x86::Avx2>(),
                     #[cfg(target_arch = "x86_64")]
                     CpuLevel::Avx512 => $check::<super::super::x86::Avx512>(),
-                    // The higher levels use the lanes of AVX-512.
+                    #[cfg(target_arch = "aarch64")]
+                    CpuLevel::Neon => $check::<super::super::aarch64::Neon>(),
+                    // The higher levels use the lanes of AVX-512 or NEON.
                     _ => {}
                 }
             }

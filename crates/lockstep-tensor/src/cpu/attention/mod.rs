@@ -8,11 +8,13 @@
 //! merged in the output tensors.
 //!
 //! `dispatch` checks the operands and chooses the algorithm, `worker` runs its tasks on the threads.
-//! `geometry` determines the visible keys of each query; `lanes` and `x86` are vector registers; `product` multiplies
+//! `geometry` determines the visible keys of each query; `lanes`, `x86` and `aarch64` are vector registers; `product` multiplies
 //! blocks; `block` packs and scores them, and `scores` changes the scores for soft-capping and ALiBi. `forward` and
 //! `backward` are the algorithms, `sinks` is the gradient of attention sinks, `output` writes the results, and `tiles`
 //! runs them on bf16 matrix instructions with the operands of `packed`. `variant` reads key masks and sinks.
 
+#[cfg(target_arch = "aarch64")]
+mod aarch64;
 mod backward;
 mod block;
 mod dispatch;
@@ -20,7 +22,7 @@ mod forward;
 mod geometry;
 mod lanes;
 mod output;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod packed;
 mod product;
 #[cfg(test)]
@@ -31,7 +33,7 @@ mod sinks;
 mod span_tests;
 #[cfg(test)]
 mod tests;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod tiles;
 mod variant;
 #[cfg(test)]

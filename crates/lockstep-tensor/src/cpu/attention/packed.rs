@@ -16,6 +16,9 @@ use crate::{
     },
 };
 
+/// The lowest level with bf16 matrix instructions; it rounds vectors to bf16.
+pub(super) const LEVEL: CpuLevel =
+    if cfg!(target_arch = "aarch64") { CpuLevel::NeonBf16 } else { CpuLevel::Avx512Bf16 };
 /// Units of depth of a block of keys or rows: pairs.
 pub(super) const BLOCK_UNITS: usize = BLOCK / 2;
 
@@ -188,8 +191,8 @@ unsafe fn right<K: MicroKernel>(
 #[inline]
 pub(super) fn round<'r>(scores: &[f32], rounded: &'r mut [f32]) -> &'r [bf16] {
     let rounded = bytemuck::cast_slice_mut::<f32, bf16>(rounded);
-    // Tiles for bf16 are chosen only if the CPU has this instruction.
-    CpuLevel::Avx512Bf16.run_with_isa(inlined!(|isa| bf16::store_all(isa, scores, rounded)));
+    // Matrix instructions for bf16 are chosen only if the CPU has this level.
+    LEVEL.run_with_isa(inlined!(|isa| bf16::store_all(isa, scores, rounded)));
     rounded
 }
 

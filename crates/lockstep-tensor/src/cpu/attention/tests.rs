@@ -5,6 +5,7 @@ use lockstep_plan::{DType, MemoryCategory, random::Philox};
 use proptest::prelude::*;
 
 use super::reference::Case;
+pub(super) use crate::cpu::testing::emulated;
 use crate::{
     Arena, Attention, AttentionDirection, AttentionKernels, AttentionVariant, AttentionWrite, CpuLevel,
     CpuQueue, Dropout, Element, Tensor, TokenSpan, Write,
@@ -226,17 +227,6 @@ impl<T: Float> Fixture<T> {
 /// Returns the CPU levels that attention distinguishes and this CPU has.
 pub(super) fn levels() -> impl Iterator<Item = CpuLevel> {
     testing::levels()
-}
-
-/// Creates a queue of a level that the CPU lacks, if its instructions can be emulated.
-#[cfg(target_arch = "x86_64")]
-pub(super) fn emulated(level: CpuLevel, threads: usize, arena: &Arena) -> Option<CpuQueue> {
-    crate::cpu::gemm::amx_emulator::queue(level, threads, arena)
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-pub(super) fn emulated(_: CpuLevel, _: usize, _: &Arena) -> Option<CpuQueue> {
-    None
 }
 
 /// Panics unless the gradients of the sinks are those of the formula for the outputs at hand, rounded or not.

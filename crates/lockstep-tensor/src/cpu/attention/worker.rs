@@ -4,10 +4,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use lockstep_plan::{DType, MemoryCategory};
 
+#[cfg(target_arch = "aarch64")]
+use super::aarch64;
 use super::lanes::{Lanes, Portable};
 #[cfg(target_arch = "x86_64")]
 use super::x86;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::CpuLevel;
 use crate::{CpuQueue, cpu::operands::Operand};
 
@@ -32,6 +34,10 @@ pub(super) fn run(queue: &CpuQueue, work: &impl Worker) {
         if queue.level >= CpuLevel::Avx2 {
             return run_lanes::<x86::Avx2>(queue, work);
         }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if queue.level >= CpuLevel::Neon {
+        return run_lanes::<aarch64::Neon>(queue, work);
     }
     run_lanes::<Portable>(queue, work);
 }

@@ -7,9 +7,11 @@ use super::{
     super::{
         CpuLevel, CpuQueue,
         reference::finite_differences,
-        testing::{ACTIVATIONS, assert_close, floats, on_every_queue, random_of, report_skipped, values},
+        testing::{
+            self, ACTIVATIONS, assert_close, floats, on_every_queue, random_of, report_skipped, values,
+        },
     },
-    amx_emulator, reference,
+    reference,
 };
 use crate::{Arena, Conv2d, ConvolutionKernels, View, Window2d, Write};
 
@@ -103,7 +105,7 @@ fn shape(batch: usize, [vertical, horizontal]: [[usize; 5]; 2], channels: [usize
 }
 
 fn emulated() -> Option<CpuQueue> {
-    let queue = amx_emulator::queue(CpuLevel::AmxBf16, 2, &Arena::new());
+    let queue = testing::emulated(CpuLevel::AmxBf16, 2, &Arena::new());
     if queue.is_none() && CpuLevel::detect() != CpuLevel::AmxBf16 {
         report_skipped("convolutions on emulated tiles, which need AVX-512 BF16");
     }

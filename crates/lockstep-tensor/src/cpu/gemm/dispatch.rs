@@ -3,6 +3,11 @@
 use half::{bf16, f16};
 use lockstep_plan::DType;
 
+#[cfg(target_arch = "aarch64")]
+use super::{
+    aarch64::{Bf16Dots, F32x4, Neon, NeonBf16},
+    units::BfloatPair,
+};
 #[cfg(target_arch = "x86_64")]
 use super::{
     amx,
@@ -18,8 +23,10 @@ use super::{
     problem::{Problem, problem},
     units::{Single, Widened},
 };
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use crate::CpuLevel;
 #[cfg(target_arch = "x86_64")]
-use crate::{CpuLevel, F32Products};
+use crate::F32Products;
 use crate::{
     CpuQueue, Gemm, GemmKernels, GroupedGemm,
     cpu::{operands::check_disjoint, simd::Float},
@@ -91,55 +98,71 @@ macro_rules! with_f32_tiles {
                 Some($work)
             }};
         }
-        #[cfg(target_arch = "x86_64")]
-        let result = match $queue.level {
-            crate::CpuLevel::Portable => with!(super::lanes::Plain, 4, 1, 1),
+        match $queue.level {
+            #[cfg(target_arch = "x86_64")]
             crate::CpuLevel::Avx2 => with!(super::lanes::F32x8, 6, 2, 2),
+            #[cfg(target_arch = "x86_64")]
             crate::CpuLevel::AmxBf16 if $queue.f32_products == crate::F32Products::SplitBf16 => None,
-            _ => with!(super::lanes::F32x16, 12, 4, 2),
-        };
-        #[cfg(not(target_arch = "x86_64"))]
-        let result = with!(super::lanes::Plain, 4, 1, 1);
-        result
+            #[cfg(target_arch = "x86_64")]
+            crate::CpuLevel::Avx512 | crate::CpuLevel::Avx512Bf16 | crate::CpuLevel::AmxBf16 => {
+                with!(super::lanes::F32x16, 12, 4, 2)
+            }
+            #[cfg(target_arch = "aarch64")]
+            crate::CpuLevel::Neon | crate::CpuLevel::NeonBf16 => with!(super::aarch64::F32x4, 12, 4, 2),
+            _ => with!(super::lanes::Plain, 4, 1, 1),
+        }
     }};
 }
 pub(super) use with_f32_tiles;
 
 fn multiply_f32<'a>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, f32, f32>>) {
-    #[cfg(target_arch = "x86_64")]
     match queue.level {
-        CpuLevel::Portable => {}
-        CpuLevel::Avx2 => return driver::multiply::<Avx2, Single, F32x8, _>(queue, problems),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx2 => driver::multiply::<Avx2, Single, F32x8, _>(queue, problems),
+        #[cfg(target_arch = "x86_64")]
         CpuLevel::AmxBf16 if queue.f32_products == F32Products::SplitBf16 => {
-            return driver::multiply::<amx::SplitTiles, split::ThreeParts, F32x16, _>(queue, problems);
+            driver::multiply::<amx::SplitTiles, split::ThreeParts, F32x16, _>(queue, problems);
         }
-        _ => return driver::multiply::<Avx512, Single, F32x16, _>(queue, problems),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx512 | CpuLevel::Avx512Bf16 | CpuLevel::AmxBf16 => {
+            driver::multiply::<Avx512, Single, F32x16, _>(queue, problems);
+        }
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::Neon | CpuLevel::NeonBf16 => driver::multiply::<Neon, Single, F32x4, _>(queue, problems),
+        _ => driver::multiply::<Portable, Single, Plain, _>(queue, problems),
     }
-    driver::multiply::<Portable, Single, Plain, _>(queue, problems);
 }
 
 fn multiply_bf16<'a, C: Float>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, bf16, C>>) {
-    #[cfg(target_arch = "x86_64")]
     match queue.level {
-        CpuLevel::Portable => {}
-        CpuLevel::Avx2 => return driver::multiply::<Avx2, Widened<bf16>, F32x8, _>(queue, problems),
-        CpuLevel::Avx512 => return driver::multiply::<Avx512, Widened<bf16>, F32x16, _>(queue, problems),
-        CpuLevel::Avx512Bf16 => {
-            return driver::multiply::<Avx512Dot, BfloatPair, Bf16Pairs, _>(queue, problems);
-        }
-        CpuLevel::AmxBf16 => {
-            return driver::multiply::<amx::Tiles, BfloatPair, Bf16Pairs, _>(queue, problems);
-        }
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx2 => driver::multiply::<Avx2, Widened<bf16>, F32x8, _>(queue, problems),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx512 => driver::multiply::<Avx512, Widened<bf16>, F32x16, _>(queue, problems),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx512Bf16 => driver::multiply::<Avx512Dot, BfloatPair, Bf16Pairs, _>(queue, problems),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::AmxBf16 => driver::multiply::<amx::Tiles, BfloatPair, Bf16Pairs, _>(queue, problems),
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::Neon => driver::multiply::<Neon, Widened<bf16>, F32x4, _>(queue, problems),
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::NeonBf16 => driver::multiply::<NeonBf16, BfloatPair, Bf16Dots, _>(queue, problems),
+        _ => driver::multiply::<Portable, Widened<bf16>, Plain, _>(queue, problems),
     }
-    driver::multiply::<Portable, Widened<bf16>, Plain, _>(queue, problems);
 }
 
 fn multiply_f16<'a, C: Float>(queue: &CpuQueue, problems: impl Iterator<Item = Problem<'a, f16, C>>) {
-    #[cfg(target_arch = "x86_64")]
     match queue.level {
-        CpuLevel::Portable => {}
-        CpuLevel::Avx2 => return driver::multiply::<Avx2, Widened<f16>, F32x8, _>(queue, problems),
-        _ => return driver::multiply::<Avx512, Widened<f16>, F32x16, _>(queue, problems),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx2 => driver::multiply::<Avx2, Widened<f16>, F32x8, _>(queue, problems),
+        #[cfg(target_arch = "x86_64")]
+        CpuLevel::Avx512 | CpuLevel::Avx512Bf16 | CpuLevel::AmxBf16 => {
+            driver::multiply::<Avx512, Widened<f16>, F32x16, _>(queue, problems);
+        }
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::Neon | CpuLevel::NeonBf16 => {
+            driver::multiply::<Neon, Widened<f16>, F32x4, _>(queue, problems);
+        }
+        _ => driver::multiply::<Portable, Widened<f16>, Plain, _>(queue, problems),
     }
-    driver::multiply::<Portable, Widened<f16>, Plain, _>(queue, problems);
 }

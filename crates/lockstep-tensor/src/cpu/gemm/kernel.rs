@@ -16,9 +16,8 @@ use crate::{
 
 /// The product of two packed panels on one CPU level.
 ///
-/// A panel of B holds, for each unit of depth, `COLUMNS` contiguous units. A panel of A holds `ROWS` contiguous units
-/// for each unit of depth if `A_ORDER` is [`Order::AcrossDepth`]; otherwise, for each `DEPTH` units of depth, `ROWS`
-/// rows of `DEPTH` units.
+/// A panel of A holds `ROWS` contiguous units for each unit of depth if `A_ORDER` is [`Order::AcrossDepth`]; otherwise,
+/// for each `DEPTH` units of depth, `ROWS` rows of `DEPTH` units. A panel of B holds columns in the same way, by `B_ORDER`.
 pub(in crate::cpu) trait MicroKernel {
     /// The vectors of the kernel, which packing uses too.
     type Vector: Lanes;
@@ -33,6 +32,8 @@ pub(in crate::cpu) trait MicroKernel {
     const DEPTH: usize;
     /// Order of the units of A in a panel.
     const A_ORDER: Order;
+    /// Order of the units of B in a panel.
+    const B_ORDER: Order = Order::AcrossDepth;
     /// True if the kernel can read rows of A and write tiles of C in place: [`MicroKernel::tile_of_lines`] and
     /// [`MicroKernel::finished_tile`].
     const IS_IN_PLACE: bool = false;
@@ -109,7 +110,7 @@ pub(super) static ZEROS: [u32; MAX_DEPTH] = [0; MAX_DEPTH];
 /// # Safety
 /// As [`MicroKernel::tile_of_lines`].
 #[inline(always)]
-unsafe fn outer_products_of_lines<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+pub(super) unsafe fn outer_products_of_lines<V: Lanes, const ROWS: usize, const VECTORS: usize>(
     elements: *const u32,
     lines: &[u64],
     mut b: *const u32,
@@ -142,7 +143,7 @@ unsafe fn outer_products_of_lines<V: Lanes, const ROWS: usize, const VECTORS: us
 
 /// Fetches the rows of a place, `columns` wide, into the cache: they are read or written when the sums are complete.
 #[inline(always)]
-fn fetch<const ROWS: usize>(place: &Place, columns: usize) {
+pub(super) fn fetch<const ROWS: usize>(place: &Place, columns: usize) {
     for row in 0..ROWS {
         for column in (0..columns).step_by(CACHE_LINE_BYTES / size_of::<f32>()) {
             prefetch(place.first.wrapping_add(row * place.stride + column));
@@ -155,7 +156,7 @@ fn fetch<const ROWS: usize>(place: &Place, columns: usize) {
 /// # Safety
 /// The CPU must have the instructions of `V`, and the place must have room for the sums.
 #[inline(always)]
-unsafe fn finish<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+pub(super) unsafe fn finish<V: Lanes, const ROWS: usize, const VECTORS: usize>(
     mut sums: [[V; VECTORS]; ROWS],
     place: &Place,
 ) {
@@ -187,6 +188,7 @@ pub(in crate::cpu) struct RowPanels<K>(PhantomData<K>);
 impl<K: MicroKernel> PanelShape for RowPanels<K> {
     const WIDTH: usize = K::ROWS;
     const ORDER: Order = K::A_ORDER;
+    const DEPTH: usize = K::DEPTH;
 }
 
 /// The panels of B of a micro-kernel.
@@ -194,7 +196,8 @@ pub(in crate::cpu) struct ColumnPanels<K>(PhantomData<K>);
 
 impl<K: MicroKernel> PanelShape for ColumnPanels<K> {
     const WIDTH: usize = K::COLUMNS;
-    const ORDER: Order = Order::AcrossDepth;
+    const ORDER: Order = K::B_ORDER;
+    const DEPTH: usize = K::DEPTH;
 }
 
 /// Computes the product as a sum of outer products, `VECTORS` vectors wide.
@@ -236,7 +239,7 @@ const ROWS_OF_ADDRESS: usize = 3;
 /// # Safety
 /// As [`MicroKernel::finished_tile`].
 #[inline(always)]
-unsafe fn outer_products_in_place<V: Lanes, const ROWS: usize, const VECTORS: usize>(
+pub(super) unsafe fn outer_products_in_place<V: Lanes, const ROWS: usize, const VECTORS: usize>(
     depth: usize,
     (a, stride): (*const u32, usize),
     mut b: *const u32,

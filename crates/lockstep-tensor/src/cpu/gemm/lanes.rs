@@ -113,10 +113,11 @@ impl Lanes for Plain {
 }
 
 /// Implements [`Lanes`] by intrinsics.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! vector {
-    ($(#[$doc:meta])* $name:ident($vector:ty), $features:literal, $count:literal, $zero:ident, |$units:ident| $load:expr,
-     |$unit:ident| $splat:expr, |$x:ident, $y:ident, $sums:ident| $multiply_add:expr, $add:ident, $store:ident, $transpose:ident, $transpose_into:ident) => {
+    ($(#[$doc:meta])* $name:ident($vector:ty), $features:literal, $count:literal, $zero:expr, |$units:ident| $load:expr,
+     |$unit:ident| $splat:expr, |$x:ident, $y:ident, $sums:ident| $multiply_add:expr, $add:ident, $store:ident,
+     $transpose:path, $transpose_into:path) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
         pub(in crate::cpu) struct $name($vector);
@@ -132,7 +133,7 @@ macro_rules! vector {
             #[inline(always)]
             unsafe fn zero() -> Self {
                 // SAFETY: the caller promises the instructions, here and below.
-                Self(unsafe { $zero() })
+                Self(unsafe { $zero })
             }
 
             #[inline(always)]
@@ -162,13 +163,13 @@ macro_rules! vector {
             #[inline(always)]
             unsafe fn transpose(block: &mut Block) {
                 // SAFETY: as above.
-                unsafe { transpose::$transpose(block) }
+                unsafe { $transpose(block) }
             }
 
             #[inline(always)]
             unsafe fn transpose_into(source: Square<*const u32>, target: Square<*mut u32>) {
                 // SAFETY: as above.
-                unsafe { transpose::$transpose_into(source, target) }
+                unsafe { $transpose_into(source, target) }
             }
 
             #[inline(always)]
@@ -179,38 +180,40 @@ macro_rules! vector {
         }
     };
 }
+#[cfg(target_arch = "aarch64")]
+pub(super) use vector;
 
 #[cfg(target_arch = "x86_64")]
 vector!(
     /// Eight f32 lanes of AVX2 with fused multiply-add.
-    F32x8(__m256), "avx2,fma", 8, _mm256_setzero_ps,
+    F32x8(__m256), "avx2,fma", 8, _mm256_setzero_ps(),
     |units| _mm256_loadu_ps(units.cast()),
     |unit| _mm256_set1_ps(f32::from_bits(unit)),
     |x, y, sums| _mm256_fmadd_ps(x.0, y.0, sums.0),
     _mm256_add_ps, _mm256_storeu_ps,
-    transpose_avx2, transpose_square_avx2
+    transpose::transpose_avx2, transpose::transpose_square_avx2
 );
 
 #[cfg(target_arch = "x86_64")]
 vector!(
     /// Sixteen f32 lanes of AVX-512.
-    F32x16(__m512), "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma", 16, _mm512_setzero_ps,
+    F32x16(__m512), "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma", 16, _mm512_setzero_ps(),
     |units| _mm512_loadu_ps(units.cast()),
     |unit| _mm512_set1_ps(f32::from_bits(unit)),
     |x, y, sums| _mm512_fmadd_ps(x.0, y.0, sums.0),
     _mm512_add_ps, _mm512_storeu_ps,
-    transpose_avx512, transpose_square_avx512
+    transpose::transpose_avx512, transpose::transpose_square_avx512
 );
 
 #[cfg(target_arch = "x86_64")]
 vector!(
     /// Sixteen lanes of AVX512-BF16, each summing the products of a pair of bf16. Subnormals count as zero.
-    Bf16Pairs(__m512), "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma", 16, _mm512_setzero_ps,
+    Bf16Pairs(__m512), "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma", 16, _mm512_setzero_ps(),
     |units| _mm512_loadu_ps(units.cast()),
     |unit| _mm512_castsi512_ps(_mm512_set1_epi32(unit.cast_signed())),
     |x, y, sums| _mm512_dpbf16_ps(sums.0, bits(x.0), bits(y.0)),
     _mm512_add_ps, _mm512_storeu_ps,
-    transpose_avx512, transpose_square_avx512
+    transpose::transpose_avx512, transpose::transpose_square_avx512
 );
 
 /// Casts 512 bits to the operand type of the dot product.
@@ -243,6 +246,8 @@ macro_rules! dot {
         }
     )*};
 }
+#[cfg(target_arch = "aarch64")]
+pub(super) use dot;
 
 dot! {
     Plain: f32, 1, |elements| Self::load(elements.cast());

@@ -2,11 +2,13 @@
 //! Functionality", 2015). Operands are packed into small panels in the order in which a micro-kernel reads them, and
 //! the micro-kernel keeps a tile of C in registers.
 //!
-//! `problem` checks the operands and `dispatch` chooses the micro-kernel. `pack` converts the three layouts and all types to panels. `kernel` and `amx` hold one micro-kernel for each CPU
+//! `problem` checks the operands and `dispatch` chooses the micro-kernel. `pack` converts the three layouts and all types to panels. `kernel`, `amx` and `aarch64` hold one micro-kernel for each CPU
 //! level. `driver` splits the product into blocks and tasks. `store` finishes a tile (bias, accumulation, rounding).
 //! `convolution` multiplies images, `winograd` with fewer multiplications where it can, `weight_gradient` without packing, and `few_channels` those of a first layer. `rows` computes products with few rows, as in generation, and reads the weights in place. `grouped` makes one
 //! product for each expert of a mixture.
 
+#[cfg(target_arch = "aarch64")]
+mod aarch64;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(all(test, target_arch = "x86_64"))]
@@ -46,11 +48,14 @@ pub use peak::{Peak, measure_peak, measure_peak_within};
 pub(super) use scratch::Scratch;
 
 /// Building blocks for products of blocks in other modules.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(super) mod panels {
+    #[cfg(target_arch = "aarch64")]
+    pub(in crate::cpu) use super::aarch64::NeonBf16;
+    #[cfg(target_arch = "x86_64")]
+    pub(in crate::cpu) use super::{amx::Tiles, kernel::Avx512Dot};
     pub(in crate::cpu) use super::{
-        amx::Tiles,
-        kernel::{Avx512Dot, ColumnPanels, MicroKernel, RowPanels},
+        kernel::{ColumnPanels, MicroKernel, RowPanels},
         operand::{Operand, Order},
         pack::pack,
         store::Tile,

@@ -6,6 +6,12 @@ use std::{
 };
 
 use super::lanes::{Lanes, Plain};
+#[cfg(target_arch = "aarch64")]
+use super::{
+    aarch64::{F32x4, NeonBf16},
+    kernel::MicroKernel,
+    store::Tile,
+};
 #[cfg(target_arch = "x86_64")]
 use super::{
     amx,
@@ -32,20 +38,24 @@ pub fn measure_peak(level: CpuLevel, threads: usize) -> Peak {
 
 /// Measures as [`measure_peak`] does, in about `time` for each type.
 pub fn measure_peak_within(level: CpuLevel, threads: usize, time: Duration) -> Peak {
-    let level = level.min(CpuLevel::detect());
+    let level = level.on_this_cpu();
     let measure = |threads, run: &(dyn Fn() -> f64 + Sync)| measure(threads, time, run);
     let f32_gflops = measure(threads, &|| match level {
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx2 => vector_loop::<F32x8, 12>(1),
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx512 | CpuLevel::Avx512Bf16 | CpuLevel::AmxBf16 => vector_loop::<F32x16, 12>(1),
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::Neon | CpuLevel::NeonBf16 => vector_loop::<F32x4, 24>(1),
         _ => vector_loop::<Plain, 4>(1),
     });
     let bf16_gflops = match level {
         #[cfg(target_arch = "x86_64")]
         CpuLevel::Avx512Bf16 => measure(threads, &|| vector_loop::<Bf16Pairs, 12>(2)),
         #[cfg(target_arch = "x86_64")]
-        CpuLevel::AmxBf16 => measure(threads, &tile_loop),
+        CpuLevel::AmxBf16 => measure(threads, &tile_loop::<amx::Tiles>),
+        #[cfg(target_arch = "aarch64")]
+        CpuLevel::NeonBf16 => measure(threads, &tile_loop::<NeonBf16>),
         _ => f32_gflops,
     };
     Peak { f32_gflops, bf16_gflops }
@@ -90,21 +100,21 @@ fn vector_loop<V: Lanes, const SUMS: usize>(products: usize) -> f64 {
     (2 * products * V::COUNT * SUMS * ROUNDS) as f64
 }
 
-/// Runs the AMX micro-kernel repeatedly on the same panels, so that all loads hit the L1 cache. Returns the number of
+/// Runs a micro-kernel of bf16 pairs repeatedly on the same panels, so that all loads hit the L1 cache. Returns the number of
 /// operations.
-#[cfg(target_arch = "x86_64")]
-fn tile_loop() -> f64 {
-    const STEPS: usize = 8;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+fn tile_loop<K: MicroKernel>() -> f64 {
+    const UNITS: usize = 128;
     const ROUNDS: usize = 1 << 9;
-    let panel = vec![0_u32; STEPS * amx::Tiles::ROWS * amx::Tiles::DEPTH];
+    let panel = vec![0_u32; UNITS * K::ROWS.max(K::COLUMNS)];
     let mut tile = Tile::zeros();
-    // SAFETY: the level has tiles, and both panels hold `STEPS` steps.
+    // SAFETY: the level has the kernel's instructions, and the panel holds `UNITS`, a multiple of any kernel's depth.
     unsafe {
-        amx::Tiles::prepared(|| {
+        K::prepared(|| {
             for _ in 0..ROUNDS {
-                amx::Tiles::tile(STEPS * amx::Tiles::DEPTH, panel.as_ptr(), panel.as_ptr(), &mut tile);
+                K::tile(UNITS, panel.as_ptr(), panel.as_ptr(), &mut tile);
             }
         });
     }
-    (2 * STEPS * ROUNDS * 2 * amx::Tiles::DEPTH * amx::Tiles::ROWS * amx::Tiles::COLUMNS) as f64
+    (2 * 2 * UNITS * ROUNDS * K::ROWS * K::COLUMNS) as f64
 }

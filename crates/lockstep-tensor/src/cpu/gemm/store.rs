@@ -40,7 +40,7 @@ impl Tile {
     }
 
     /// Returns the rows, `columns` wide.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub(in crate::cpu) fn rows(&self, columns: usize) -> impl Iterator<Item = &[f32]> {
         self.0.chunks_exact(columns)
     }

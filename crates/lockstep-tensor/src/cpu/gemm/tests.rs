@@ -8,9 +8,8 @@ use super::{
     super::{
         CpuLevel, CpuQueue, F32Products,
         reference::finite_differences,
-        testing::{assert_close, floats, random, report_skipped, values},
+        testing::{assert_close, emulated, floats, random, report_skipped, values},
     },
-    amx_emulator,
     reference::multiply,
 };
 use crate::{Arena, Gemm, GemmKernels, GemmLayout, Queue, Write};
@@ -137,7 +136,7 @@ fn queues(threads: usize) -> Vec<CpuQueue> {
     for level in CpuLevel::ALL {
         if level <= CpuLevel::detect() {
             queues.push(CpuQueue::with_level(threads, &Arena::new(), level).unwrap());
-        } else if let Some(queue) = amx_emulator::queue(level, threads, &Arena::new()) {
+        } else if let Some(queue) = emulated(level, threads, &Arena::new()) {
             report_skipped(&format!("matrix products on real {level}, which this CPU lacks: it is emulated"));
             queues.push(queue);
         } else {

@@ -4,7 +4,7 @@
 
 use std::{marker::PhantomData, ops::Range};
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use half::bf16;
 
 use super::{
@@ -70,10 +70,10 @@ impl<T: Float> Unit for Widened<T> {
 }
 
 /// Two bf16, the one of smaller depth in the lower half.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(in crate::cpu) struct BfloatPair;
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 impl Unit for BfloatPair {
     type Source = bf16;
     const ELEMENTS: usize = 2;
@@ -104,8 +104,10 @@ pub(in crate::cpu) trait PanelShape {
     /// Rows of A or columns of B in a panel.
     const WIDTH: usize;
     /// [`Order::AcrossDepth`] if a panel holds `WIDTH` contiguous units for each unit of depth; else it holds, for
-    /// each 16 units of depth, `WIDTH` lines of 16.
+    /// each `DEPTH` units of depth, `WIDTH` lines of `DEPTH`.
     const ORDER: Order;
+    /// Units of the lines of [`Order::AlongDepth`]; divides [`SIDE`].
+    const DEPTH: usize;
 }
 
 /// Runs [`Unit::across`] at an edge, with zero padding. A function of its own, so that the common case has constant
@@ -167,6 +169,17 @@ fn write<P: PanelShape>(block: &Block, panel: &mut [u32], column: usize) {
                 line[P::WIDTH - rest..].copy_from_slice(&row[..rest]);
             }
         }
-        Order::AlongDepth => panel[column * SIDE..][..SIDE * SIDE].copy_from_slice(block.as_flattened()),
+        Order::AlongDepth if P::DEPTH == SIDE => {
+            panel[column * SIDE..][..SIDE * SIDE].copy_from_slice(block.as_flattened());
+        }
+        Order::AlongDepth => {
+            let steps = panel.chunks_exact_mut(P::WIDTH * P::DEPTH).take(SIDE / P::DEPTH);
+            for (index, step) in steps.enumerate() {
+                let lines = step[column * P::DEPTH..].chunks_exact_mut(P::DEPTH);
+                for (line, row) in lines.zip(block) {
+                    line.copy_from_slice(&row[index * P::DEPTH..][..P::DEPTH]);
+                }
+            }
+        }
     }
 }

@@ -56,12 +56,10 @@ impl Float for bf16 {
 
     #[inline(always)]
     fn store_all(isa: Isa, from: &[f32], to: &mut [Self]) {
-        #[cfg(target_arch = "x86_64")]
         if isa.bf16 {
             // SAFETY: the level has the instruction.
             return unsafe { round_to_bf16(from, to) };
         }
-        let _ = isa;
         store_each(from, to);
     }
 }
@@ -137,9 +135,49 @@ fn round_to_bf16(from: &[f32], to: &mut [bf16]) {
     }
 }
 
+/// Rounds as many numbers as the shorter slice has.
+#[cfg(target_arch = "aarch64")]
+#[inline]
+#[target_feature(enable = "neon,bf16")]
+fn round_to_bf16(from: &[f32], to: &mut [bf16]) {
+    use std::arch::{aarch64::*, asm};
+    const COUNT: usize = 8;
+    let len = from.len().min(to.len());
+    let (from, to) = (&from[..len], &mut to[..len]);
+    let (from, from_rest) = from.as_chunks::<COUNT>();
+    let (to, to_rest) = to.as_chunks_mut::<COUNT>();
+    for (from, to) in from.iter().zip(to) {
+        // SAFETY: the arrays hold the two vectors that are read and the one that is written.
+        unsafe {
+            let (low, high) = (vld1q_f32(from.as_ptr()), vld1q_f32(from[4..].as_ptr()));
+            let rounded: uint16x8_t;
+            asm!(
+                "bfcvtn {rounded:v}.4h, {low:v}.4s",
+                "bfcvtn2 {rounded:v}.8h, {high:v}.4s",
+                rounded = out(vreg) rounded,
+                low = in(vreg) low,
+                high = in(vreg) high,
+                options(pure, nomem, nostack, preserves_flags)
+            );
+            vst1q_u16(to.as_mut_ptr().cast(), rounded);
+        }
+    }
+    store_each(from_rest, to_rest);
+}
+
+/// There is no such instruction: no level has it.
+///
+/// # Safety
+/// Must not be called.
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+unsafe fn round_to_bf16(_: &[f32], _: &mut [bf16]) {
+    unreachable!("no level rounds vectors to bf16")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::{simd::inlined, testing::levels};
 
     #[test]
     fn f16_converts_exactly_and_rounds_to_nearest_even() {
@@ -165,6 +203,30 @@ mod tests {
                 ours.to_bits() == reference.to_bits() || (x.is_nan() && ours.is_nan()),
                 "{x:e} gives {ours}, expected {reference}"
             );
+        }
+    }
+
+    #[test]
+    fn vectors_round_to_bf16_as_single_numbers_do_at_every_level() {
+        let special =
+            [0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE, 1e-40];
+        let spread = (0..=u32::MAX).step_by(99_991).map(f32::from_bits);
+        let halfway = (0..=u16::MAX).map(|bits| f32::from_bits(u32::from(bits) << 16 | 0x8000));
+        let numbers: Vec<f32> = special.into_iter().chain(spread).chain(halfway).collect();
+        for level in levels() {
+            for (len, from) in (0..70).cycle().zip(numbers.chunks(70)) {
+                let from = &from[..len.min(from.len())];
+                // One element more than there are numbers: it must stay.
+                let mut to = vec![bf16::from_bits(0x1234); from.len() + 1];
+                level.run_with_isa(inlined!(|isa| bf16::store_all(isa, from, &mut to)));
+                assert_eq!(to[from.len()].to_bits(), 0x1234, "{level}, {len} numbers");
+                for (x, rounded) in from.iter().zip(&to) {
+                    let expected = <bf16 as Float>::store(*x);
+                    let same = rounded.to_bits() == expected.to_bits() || (x.is_nan() && rounded.is_nan());
+                    let is_flushed = x.is_subnormal() && Float::load(*rounded) == 0.0;
+                    assert!(same || is_flushed, "{level}: {x:e} gives {rounded}, expected {expected}");
+                }
+            }
         }
     }
 

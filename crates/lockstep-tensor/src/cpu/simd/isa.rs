@@ -29,7 +29,7 @@ impl CpuLevel {
     #[inline(always)]
     pub(crate) fn run_with_isa<R>(self, work: impl FnOnce(Isa) -> R) -> R {
         // One call for each level, so that the fields of `Isa` are constants in each compiled loop.
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         macro_rules! run {
             ($compiled:ident, $isa:expr) => {
                 // SAFETY: the level says that the CPU has these instructions.
@@ -43,6 +43,10 @@ impl CpuLevel {
             Self::Avx512 => run!(avx512, Isa { fma: true, bf16: false }),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16 | Self::AmxBf16 => run!(avx512_bf16, Isa { fma: true, bf16: true }),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => work(Isa { fma: true, bf16: false }),
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonBf16 => run!(neon_bf16, Isa { fma: true, bf16: true }),
             _ => work(Isa::PLAIN),
         }
     }
@@ -55,7 +59,6 @@ pub(crate) struct Isa {
     /// loops.
     pub(super) fma: bool,
     /// True if one instruction rounds a vector to bf16.
-    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "an instruction of x86"))]
     pub(super) bf16: bool,
 }
 
@@ -98,6 +101,12 @@ fn avx2<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon,bf16")]
+fn neon_bf16<R>(work: impl FnOnce() -> R) -> R {
+    work()
+}
+
 /// Size of a cache line, in bytes.
 pub(crate) const CACHE_LINE_BYTES: usize = 64;
 
@@ -110,6 +119,11 @@ pub(crate) fn prefetch<T>(address: *const T) {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T1>(address.cast());
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: a prefetch reads nothing and never faults.
+    unsafe {
+        std::arch::asm!("prfm pldl2keep, [{0}]", in(reg) address, options(nostack, readonly, preserves_flags));
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     let _ = address;
 }

@@ -292,19 +292,44 @@ pub struct GemmTime {
     pub ms: f64,
     /// Rate of the fastest run, in GFLOP/s.
     pub gflops: f64,
-    /// Measured peak of the CPU without memory traffic, in GFLOP/s.
-    pub peak_gflops: f64,
 }
 
-/// Times the products of a few layers in `dtype`, and passes each to `show`.
+/// Measured limits of a CPU level.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LevelPeak {
+    /// The level.
+    pub level: CpuLevel,
+    /// Rate of the instructions that multiply f32, without memory traffic, in GFLOP/s.
+    pub f32_gflops: f64,
+    /// Rate of the instructions that multiply bf16.
+    pub bf16_gflops: f64,
+}
+
+impl LevelPeak {
+    /// Measures `threads` threads.
+    pub fn measure(level: CpuLevel, threads: usize) -> Self {
+        let peak = measure_peak(level, threads);
+        Self { level, f32_gflops: peak.f32_gflops, bf16_gflops: peak.bf16_gflops }
+    }
+
+    /// Returns the rate for operands of a type. f16 is widened to f32.
+    pub fn gflops(&self, dtype: DType) -> f64 {
+        if dtype == DType::BF16 { self.bf16_gflops } else { self.f32_gflops }
+    }
+}
+
+/// Times the products of a few layers in `dtype` by the kernels of `level`, and passes each to `show`.
 ///
 /// # Errors
 /// If memory or threads cannot be had.
-pub fn time_gemms(dtype: DType, threads: usize, mut show: impl FnMut(GemmTime)) -> Result<(), TensorError> {
+pub fn time_gemms(
+    dtype: DType,
+    level: CpuLevel,
+    threads: usize,
+    mut show: impl FnMut(GemmTime),
+) -> Result<(), TensorError> {
     let arena = Arena::new();
-    let queue = CpuQueue::new(threads, &arena)?;
-    let peak = measure_peak(queue.level(), threads);
-    let peak_gflops = if dtype == DType::F32 { peak.f32_gflops } else { peak.bf16_gflops };
+    let queue = CpuQueue::with_level(threads, &arena, level)?;
     for (name, tokens, outputs, inputs) in LAYERS {
         for layout in [GemmLayout::NT, GemmLayout::NN, GemmLayout::TN] {
             let (m, n, k) = match layout {
@@ -326,7 +351,7 @@ pub fn time_gemms(dtype: DType, threads: usize, mut show: impl FnMut(GemmTime)) 
             };
             let seconds = (0..GEMM_RUNS).map(time).fold(f64::INFINITY, f64::min);
             let gflops = 2.0 * m as f64 * n as f64 * k as f64 / seconds / 1e9;
-            show(GemmTime { name, layout, m, n, k, ms: seconds * 1e3, gflops, peak_gflops });
+            show(GemmTime { name, layout, m, n, k, ms: seconds * 1e3, gflops });
         }
     }
     Ok(())

@@ -17,8 +17,9 @@ use lockstep_observe::metrics::{CommunicationUse, DiskUse};
 use lockstep_observe::roofline::Detail;
 use lockstep_plan::DType;
 use lockstep_planner::fit::require_for_benchmark;
+use lockstep_tensor::CpuLevel;
 use lockstep_train::benchmark::{
-    GemmTime, StepBenchmark, StepTimes, benchmark_model, time_gemms, time_steps,
+    GemmTime, LevelPeak, StepBenchmark, StepTimes, benchmark_model, time_gemms, time_steps,
 };
 use lockstep_train::ranks_of_model;
 use serde_json::json;
@@ -122,6 +123,9 @@ pub(crate) struct GemmArguments {
     /// Arithmetic of the products: f32, bf16 or f16
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     precision: Precision,
+    /// Time the kernels of every level that this CPU has, each beside the measured limit of its instructions
+    #[arg(long)]
+    peaks: bool,
     /// Print one JSON document
     #[arg(long)]
     json: bool,
@@ -289,21 +293,43 @@ fn show(arguments: &StepArguments, benchmark: &StepBenchmark, ranks: &Ranks, tim
 }
 
 fn gemm(arguments: &GemmArguments) -> Result<(), Failure> {
-    let dtype = DType::from(arguments.precision);
-    let mut rows = Vec::new();
-    time_gemms(dtype, threads(arguments.threads)?, |time| {
-        let GemmTime { name, layout, m, n, k, ms, gflops, peak_gflops } = time;
-        let share_of_peak = gflops / peak_gflops;
-        rows.push(json!({
-            "name": name, "layout": format!("{layout:?}"), "m": m, "n": n, "k": k, "dtype": dtype.to_string(),
-            "ms": ms, "gflops": gflops, "share_of_peak": share_of_peak,
-        }));
-        if !arguments.json {
-            say!("{name:24} {layout:?} {m:>6} x {n:>6} x {k:>6}  {ms:>9.3} ms  {gflops:>8.1} GFLOP/s  {:>4.0} %", 100.0 * share_of_peak);
+    let (dtype, threads) = (DType::from(arguments.precision), threads(arguments.threads)?);
+    let levels: Vec<_> = match arguments.peaks {
+        true => CpuLevel::available().collect(),
+        false => vec![CpuLevel::detect()],
+    };
+    let peaks: Vec<_> = levels.into_iter().map(|level| LevelPeak::measure(level, threads)).collect();
+    if arguments.peaks && !arguments.json {
+        say!("measured limits on {threads} threads, GFLOP/s without memory traffic:");
+        for LevelPeak { level, f32_gflops, bf16_gflops } in &peaks {
+            say!("{level:24} f32 {f32_gflops:>8.1}   bf16 {bf16_gflops:>8.1}");
         }
-    })
-    .map_err(|error| Failure { message: error.to_string(), code: FAILED })?;
-    if arguments.json {
+    }
+    let mut rows = Vec::new();
+    for peak in &peaks {
+        if arguments.peaks && !arguments.json {
+            say!("\n{dtype} by the kernels of {}:", peak.level);
+        }
+        time_gemms(dtype, peak.level, threads, |time| {
+            let GemmTime { name, layout, m, n, k, ms, gflops } = time;
+            let share_of_peak = gflops / peak.gflops(dtype);
+            rows.push(json!({
+                "name": name, "layout": format!("{layout:?}"), "m": m, "n": n, "k": k, "dtype": dtype.to_string(),
+                "level": peak.level.word(), "ms": ms, "gflops": gflops, "share_of_peak": share_of_peak,
+            }));
+            if !arguments.json {
+                let share = 100.0 * share_of_peak;
+                say!("{name:24} {layout:?} {m:>6} x {n:>6} x {k:>6}  {ms:>9.3} ms  {gflops:>8.1} GFLOP/s  {share:>4.0} %");
+            }
+        })
+        .map_err(|error| Failure { message: error.to_string(), code: FAILED })?;
+    }
+    if arguments.json && arguments.peaks {
+        let peaks = peaks.iter().map(|LevelPeak { level, f32_gflops, bf16_gflops }| {
+            json!({ "level": level.word(), "f32_gflops": f32_gflops, "bf16_gflops": bf16_gflops })
+        });
+        say!("{}", json!({ "peaks": peaks.collect::<Vec<_>>(), "products": rows }));
+    } else if arguments.json {
         say!("{}", json!(rows));
     }
     Ok(())

@@ -64,17 +64,17 @@ pub(crate) fn check_if_possible() -> Result<(), String> {
 /// Lints the feature, runs the tests of collectives and faults, and trains.
 pub(crate) fn check() -> Result<(), String> {
     run(
-        "cargo clippy -p lockstep -p lockstep-mpi --all-targets --features lockstep/mpi,lockstep-mpi/mpi -- -D warnings",
+        "cargo clippy --workspace --all-targets --features lockstep/mpi,lockstep-mpi/mpi -- -D warnings",
         &[],
     )?;
-    let test = build(&["test", "-p", "lockstep-mpi", "--features", "mpi", "--test", "mpi", "--no-run"])?;
+    let [test, program] = build()?;
     for (ranks, part, code, words) in PARTS {
         let mut command = launch(ranks);
         command.arg(&test);
         command.args(Some(part).filter(|part| !part.is_empty()));
         expect(command, &format!("{ranks} ranks of {}: {part}", mpirun()), code, words)?;
     }
-    train(&build(&["build", "-p", "lockstep", "--features", "mpi"])?)
+    train(&program)
 }
 
 /// Trains on one rank and on four that are joined by MPI: the losses must agree.
@@ -136,21 +136,27 @@ fn launch(ranks: usize) -> Command {
     command
 }
 
-/// Builds a target with cargo and returns the path of the program.
-fn build(arguments: &[&str]) -> Result<PathBuf, String> {
-    println!("== cargo {}", arguments.join(" "));
+/// Arguments of cargo for the test and the program with the feature. With the whole workspace and a test, dependencies have the
+/// features of `cargo test --workspace`, and only the crates with the feature are built again.
+const BUILD: &str = "build --workspace --features lockstep/mpi,lockstep-mpi/mpi --test mpi --bin lockstep";
+
+/// Builds the test and the program with the feature and returns their paths.
+fn build() -> Result<[PathBuf; 2], String> {
+    println!("== cargo {BUILD}");
     let output = Command::new("cargo")
-        .args(arguments)
+        .args(BUILD.split_whitespace())
         .args(["--quiet", "--message-format", "json-render-diagnostics"])
         .stderr(Stdio::inherit())
         .output()
         .map_err(|error| format!("cannot run cargo: {error}"))?;
     let text = String::from_utf8_lossy(&output.stdout);
-    let program =
-        text.lines().rev().find_map(|line| line.split_once("\"executable\":\"")?.1.split('"').next());
-    match program {
-        Some(program) if output.status.success() => Ok(program.into()),
-        _ => Err(format!("failed: cargo {}", arguments.join(" "))),
+    let programs =
+        || text.lines().filter_map(|line| line.split_once("\"executable\":\"")?.1.split('"').next());
+    // The test has a hash at the end of its name.
+    let is_test = |program: &&str| Path::new(program).parent().is_some_and(|folder| folder.ends_with("deps"));
+    match (programs().find(is_test), programs().find(|program| !is_test(program))) {
+        (Some(test), Some(program)) if output.status.success() => Ok([test.into(), program.into()]),
+        _ => Err(format!("failed: cargo {BUILD}")),
     }
 }
 

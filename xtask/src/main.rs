@@ -1,6 +1,7 @@
 //! The one entry point for developers: `cargo xtask ci` runs what CI runs, step by step, and stops at the first failure.
 #![forbid(unsafe_code)]
 
+mod aarch64;
 mod circles;
 mod floors;
 mod golden;
@@ -11,7 +12,7 @@ mod soak;
 mod step;
 mod words;
 
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::{env, fs};
 
 use step::run;
@@ -21,9 +22,6 @@ const TEST: &str = "cargo test --workspace";
 
 /// Test of the parity matrix: injected faults, each of which must be detected.
 const MUTATIONS: &str = "cargo test --workspace --test mutations -- --nocapture";
-
-/// A target without x86 vector instructions: the portable kernels must build alone.
-const OTHER_TARGET: &str = "aarch64-unknown-linux-gnu";
 
 const HELP: &str = "\
 cargo xtask ci      formatting, lints, documentation and the README's test command
@@ -35,6 +33,7 @@ cargo xtask soak [PART...]  what takes hours: attacks on whole runs (signals, cr
 cargo xtask golden [--write] [NAME...]  trains and predicts 59 plans and compares losses, gradient norms, weights, booked and
                     predicted bytes and predicted times with the recorded ones; --write records them anew
 cargo xtask mutations  faults put into what ranks tell each other and record, each of which a test must notice
+cargo xtask aarch64  tests of the kernels for AArch64, cross-compiled and run under QEMU
 cargo xtask mpi     the feature mpi, built and run with the MPI that MPICC and MPIRUN name
 cargo xtask docs    writes docs/configuration.md and tables of keys from the code
 cargo xtask picture draws docs/train.svg from a run of the demonstration
@@ -46,6 +45,7 @@ cargo xtask words [SEED | --list [DIR]]  counts doc comments that open without a
 fn main() -> ExitCode {
     let result = match env::args().nth(1).as_deref() {
         Some("ci") => ci(),
+        Some("aarch64") => aarch64::check(),
         Some("mpi") => mpi::check(),
         Some("mutations") => run(MUTATIONS, &[]),
         Some("docs") => run(
@@ -82,15 +82,14 @@ fn ci() -> Result<(), String> {
     run("cargo clippy --workspace --all-targets -- -D warnings", &[])?;
     // The product alone, without the features that the testkit enables.
     run("cargo clippy -- -D warnings", &[])?;
-    if is_installed(OTHER_TARGET) {
-        run(&format!("cargo clippy --target {OTHER_TARGET} -- -D warnings"), &[])?;
-    } else {
-        println!("== skipped: no standard library for {OTHER_TARGET} (rustup target add {OTHER_TARGET})");
+    if aarch64::is_installed(aarch64::TARGET) {
+        run(&format!("cargo clippy --target {} -- -D warnings", aarch64::TARGET), &[])?;
     }
     run("cargo doc --workspace --no-deps", &[("RUSTDOCFLAGS", "-D warnings")])?;
     // Every crate packs from its own files and versioned dependencies; building each again from its package would double the time.
     run("cargo publish --workspace --dry-run --no-verify --allow-dirty --quiet", &[])?;
     run(TEST, &[])?;
+    aarch64::check_if_possible()?;
     mpi::check_if_possible()
 }
 
@@ -98,10 +97,4 @@ fn ci() -> Result<(), String> {
 fn imports() -> Result<(), String> {
     floors::check()?;
     circles::check()
-}
-
-/// Returns true if rustup has the standard library of `target`.
-fn is_installed(target: &str) -> bool {
-    let listed = Command::new("rustup").args(["target", "list", "--installed"]).output();
-    listed.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).lines().any(|line| line == target))
 }

@@ -297,7 +297,7 @@ pub struct GemmTime {
 /// Measured limits of a CPU level.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LevelPeak {
-    /// The level.
+    /// Instruction set of the kernels.
     pub level: CpuLevel,
     /// Rate of the instructions that multiply f32, without memory traffic, in GFLOP/s.
     pub f32_gflops: f64,

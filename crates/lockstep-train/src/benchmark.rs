@@ -12,7 +12,6 @@ use lockstep_plan::random::Philox;
 use lockstep_plan::{CheckedPlan, DType, MemoryCategory};
 use lockstep_planner::Forecast;
 use lockstep_planner::forecast::MemoryInputs;
-use lockstep_tensor::cpu::measure_peak;
 use lockstep_tensor::host::{peak_own_bytes, peak_resident_bytes, proportional_bytes};
 use lockstep_tensor::{
     Arena, CopyKernels, CpuLevel, CpuQueue, Gemm, GemmKernels, GemmLayout, Tensor, TensorError, Write,
@@ -292,30 +291,6 @@ pub struct GemmTime {
     pub ms: f64,
     /// Rate of the fastest run, in GFLOP/s.
     pub gflops: f64,
-}
-
-/// Measured limits of a CPU level.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct LevelPeak {
-    /// Instruction set of the kernels.
-    pub level: CpuLevel,
-    /// Rate of the instructions that multiply f32, without memory traffic, in GFLOP/s.
-    pub f32_gflops: f64,
-    /// Rate of the instructions that multiply bf16.
-    pub bf16_gflops: f64,
-}
-
-impl LevelPeak {
-    /// Measures `threads` threads.
-    pub fn measure(level: CpuLevel, threads: usize) -> Self {
-        let peak = measure_peak(level, threads);
-        Self { level, f32_gflops: peak.f32_gflops, bf16_gflops: peak.bf16_gflops }
-    }
-
-    /// Returns the rate for operands of a type. f16 is widened to f32.
-    pub fn gflops(&self, dtype: DType) -> f64 {
-        if dtype == DType::BF16 { self.bf16_gflops } else { self.f32_gflops }
-    }
 }
 
 /// Times the products of a few layers in `dtype` by the kernels of `level`, and passes each to `show`.

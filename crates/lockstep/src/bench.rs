@@ -18,8 +18,9 @@ use lockstep_observe::roofline::Detail;
 use lockstep_plan::DType;
 use lockstep_planner::fit::require_for_benchmark;
 use lockstep_tensor::CpuLevel;
+use lockstep_tensor::cpu::{Peak, measure_peak};
 use lockstep_train::benchmark::{
-    GemmTime, LevelPeak, StepBenchmark, StepTimes, benchmark_model, time_gemms, time_steps,
+    GemmTime, StepBenchmark, StepTimes, benchmark_model, time_gemms, time_steps,
 };
 use lockstep_train::ranks_of_model;
 use serde_json::json;
@@ -298,24 +299,24 @@ fn gemm(arguments: &GemmArguments) -> Result<(), Failure> {
         true => CpuLevel::available().collect(),
         false => vec![CpuLevel::detect()],
     };
-    let peaks: Vec<_> = levels.into_iter().map(|level| LevelPeak::measure(level, threads)).collect();
+    let peaks: Vec<_> = levels.into_iter().map(|level| (level, measure_peak(level, threads))).collect();
     if arguments.peaks && !arguments.json {
         say!("measured limits on {threads} threads, GFLOP/s without memory traffic:");
-        for LevelPeak { level, f32_gflops, bf16_gflops } in &peaks {
+        for (level, Peak { f32_gflops, bf16_gflops }) in &peaks {
             say!("{level:24} f32 {f32_gflops:>8.1}   bf16 {bf16_gflops:>8.1}");
         }
     }
     let mut rows = Vec::new();
-    for peak in &peaks {
+    for (level, peak) in &peaks {
         if arguments.peaks && !arguments.json {
-            say!("\n{dtype} by the kernels of {}:", peak.level);
+            say!("\n{dtype} by the kernels of {level}:");
         }
-        time_gemms(dtype, peak.level, threads, |time| {
+        time_gemms(dtype, *level, threads, |time| {
             let GemmTime { name, layout, m, n, k, ms, gflops } = time;
             let share_of_peak = gflops / peak.gflops(dtype);
             rows.push(json!({
                 "name": name, "layout": format!("{layout:?}"), "m": m, "n": n, "k": k, "dtype": dtype.to_string(),
-                "level": peak.level.word(), "ms": ms, "gflops": gflops, "share_of_peak": share_of_peak,
+                "level": level.word(), "ms": ms, "gflops": gflops, "share_of_peak": share_of_peak,
             }));
             if !arguments.json {
                 let share = 100.0 * share_of_peak;
@@ -325,7 +326,7 @@ fn gemm(arguments: &GemmArguments) -> Result<(), Failure> {
         .map_err(|error| Failure { message: error.to_string(), code: FAILED })?;
     }
     if arguments.json && arguments.peaks {
-        let peaks = peaks.iter().map(|LevelPeak { level, f32_gflops, bf16_gflops }| {
+        let peaks = peaks.iter().map(|(level, Peak { f32_gflops, bf16_gflops })| {
             json!({ "level": level.word(), "f32_gflops": f32_gflops, "bf16_gflops": bf16_gflops })
         });
         say!("{}", json!({ "peaks": peaks.collect::<Vec<_>>(), "products": rows }));

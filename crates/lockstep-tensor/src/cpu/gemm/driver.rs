@@ -10,6 +10,7 @@ use std::{
     hint,
     marker::PhantomData,
     ops::Range,
+    slice,
     sync::atomic::{AtomicUsize, Ordering},
     thread,
 };
@@ -243,12 +244,10 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
                 // SAFETY: the queue's level has the vector's instructions.
                 None => unsafe { rows::task::<V, _, _>(&chunk.problem, task) },
                 Some(blocks) => {
-                    // SAFETY: the queue's level has the kernel's instructions; all parts are packed, and nothing
-                    // writes them from now on.
-                    unsafe {
-                        let packed = panels.at(0, 0).row(0, end.unit);
-                        K::prepared(|| chunk.task::<K, U>(context, blocks, task, packed));
-                    }
+                    // SAFETY: all parts are packed, and nothing writes them from now on: all tasks only read.
+                    let packed = unsafe { slice::from_raw_parts(panels.pointer().cast_const(), end.unit) };
+                    // SAFETY: the queue's level has the kernel's instructions.
+                    unsafe { K::prepared(|| chunk.task::<K, U>(context, blocks, task, packed)) };
                 }
             }
         });
@@ -351,10 +350,9 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
                         U::exceptional_rows(&factors(), &mut tile, K::COLUMNS);
                     }
                 }
-                if place.is_some() {
-                    continue;
+                if place.is_none() {
+                    self.store::<K, U>(context, &mut tile, (row, column), size);
                 }
-                self.store::<K, U>(context, &mut tile, (row, column), size);
             }
         }
     }

@@ -5,6 +5,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use lockstep_plan::DType;
+
 use super::lanes::{Lanes, Plain};
 #[cfg(target_arch = "aarch64")]
 use super::{
@@ -28,6 +30,13 @@ pub struct Peak {
     pub f32_gflops: f64,
     /// Rate of bf16 products summed in f32, by the level's bf16 instructions; the f32 rate if it has none.
     pub bf16_gflops: f64,
+}
+
+impl Peak {
+    /// Returns the rate for operands of a type. f16 is widened to f32.
+    pub fn gflops(&self, dtype: DType) -> f64 {
+        if dtype == DType::BF16 { self.bf16_gflops } else { self.f32_gflops }
+    }
 }
 
 /// Measures `threads` threads that run register-only loops simultaneously at `level` (or the best level that the CPU

@@ -10,10 +10,12 @@ pub struct Philox {
     key: [u32; 2],
 }
 
-const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
-const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
-
 impl Philox {
+    /// Multipliers of a round.
+    pub const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+    /// Increments of the key after a round.
+    pub const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+
     /// Creates a generator for `key`.
     pub const fn new(key: u64) -> Self {
         Self { key: [key as u32, (key >> 32) as u32] }
@@ -26,12 +28,12 @@ impl Philox {
         let [mut k0, mut k1] = self.key;
         let mut round = 0;
         while round < 10 {
-            let p0 = MULTIPLIERS[0] as u64 * c0 as u64;
-            let p1 = MULTIPLIERS[1] as u64 * c2 as u64;
+            let p0 = Self::MULTIPLIERS[0] as u64 * c0 as u64;
+            let p1 = Self::MULTIPLIERS[1] as u64 * c2 as u64;
             (c0, c1, c2, c3) =
                 ((p1 >> 32) as u32 ^ c1 ^ k0, p1 as u32, (p0 >> 32) as u32 ^ c3 ^ k1, p0 as u32);
-            k0 = k0.wrapping_add(WEYL[0]);
-            k1 = k1.wrapping_add(WEYL[1]);
+            k0 = k0.wrapping_add(Self::WEYL[0]);
+            k1 = k1.wrapping_add(Self::WEYL[1]);
             round += 1;
         }
         [c0, c1, c2, c3]

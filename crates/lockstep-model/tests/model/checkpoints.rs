@@ -10,36 +10,7 @@ use proptest::prelude::*;
 use safetensors::SafeTensors;
 use serde_json::{Map, Value, json};
 
-const FAMILIES: [&str; 28] = [
-    "gpt2",
-    "llama",
-    "llama_bias",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "deepseek_v3",
-    "deepseek_v3_yarn",
-    "qwen3_yarn",
-    "gpt_neox",
-    "gpt_neox_sequential",
-    "falcon",
-    "falcon_grouped",
-    "falcon_one_norm",
-    "falcon_alibi",
-    "opt",
-    "opt_post_norm",
-    "bloom",
-    "bloom_post_norm",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "olmo2",
-    "phi3",
-    "gpt_oss",
-];
+use crate::FAMILIES;
 
 fn fixture(file: &str) -> Vec<u8> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(file);

@@ -10,6 +10,8 @@ use lockstep_plan::DType;
 use lockstep_tensor::GatedActivation;
 use serde_json::{Map, Value, json};
 
+use crate::FAMILIES;
+
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures")
 }
@@ -41,37 +43,6 @@ fn problems(value: Value) -> Vec<ConfigProblem> {
         other => panic!("{value} gave {other:?}"),
     }
 }
-
-const FAMILIES: [&str; 28] = [
-    "gpt2",
-    "llama",
-    "llama_bias",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "deepseek_v3",
-    "deepseek_v3_yarn",
-    "qwen3_yarn",
-    "gpt_neox",
-    "gpt_neox_sequential",
-    "falcon",
-    "falcon_grouped",
-    "falcon_one_norm",
-    "falcon_alibi",
-    "opt",
-    "opt_post_norm",
-    "bloom",
-    "bloom_post_norm",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "olmo2",
-    "phi3",
-    "gpt_oss",
-];
 
 #[test]
 fn both_forms_of_transformers_mean_the_same() {

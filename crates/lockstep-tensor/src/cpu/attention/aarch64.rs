@@ -2,11 +2,10 @@
 
 use std::arch::aarch64::*;
 
+use lockstep_plan::random::Philox;
+
 use super::lanes::{BLOCK, EXP2, Lanes};
 use crate::{CpuLevel, cpu::simd::inlined};
-
-const PHILOX_MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
-const PHILOX_WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
 /// Four lanes of NEON.
 #[derive(Clone, Copy)]
@@ -137,12 +136,12 @@ impl Lanes for Neon {
                 c[2] = vaddq_u32(c[2], vaddq_u32(vld1q_u32(GROUPS.as_ptr()), vdupq_n_u32(first)));
                 let mut k = key;
                 for _ in 0..10 {
-                    let (high0, low0) = multiply(c[0], PHILOX_MULTIPLIERS[0]);
-                    let (high1, low1) = multiply(c[2], PHILOX_MULTIPLIERS[1]);
+                    let (high0, low0) = multiply(c[0], Philox::MULTIPLIERS[0]);
+                    let (high1, low1) = multiply(c[2], Philox::MULTIPLIERS[1]);
                     let c0 = veorq_u32(veorq_u32(high1, c[1]), vdupq_n_u32(k[0]));
                     let c2 = veorq_u32(veorq_u32(high0, c[3]), vdupq_n_u32(k[1]));
                     c = [c0, low1, c2, low0];
-                    k = [k[0].wrapping_add(PHILOX_WEYL[0]), k[1].wrapping_add(PHILOX_WEYL[1])];
+                    k = [k[0].wrapping_add(Philox::WEYL[0]), k[1].wrapping_add(Philox::WEYL[1])];
                 }
                 // Word `i` of group `g` is bit `4g + i`.
                 let mut places = [1_u32, 1 << 4, 1 << 8, 1 << 12];

@@ -4,11 +4,10 @@
 
 use std::arch::x86_64::*;
 
+use lockstep_plan::random::Philox;
+
 use super::lanes::{BLOCK, EXP2, Lanes};
 use crate::{CpuLevel, cpu::simd::inlined};
-
-const PHILOX_MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
-const PHILOX_WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
 /// Spreads the bits of each word's mask to every fourth bit: bit `g` of `words[i]` becomes bit `4g + i`.
 #[inline(always)]
@@ -177,8 +176,8 @@ impl Lanes for Avx512 {
     unsafe fn keep_bits(key: [u32; 2], counter: [u32; 4], threshold: u32) -> u64 {
         // SAFETY: the caller promises the level.
         unsafe {
-            let m0 = _mm512_set1_epi32(PHILOX_MULTIPLIERS[0] as i32);
-            let m1 = _mm512_set1_epi32(PHILOX_MULTIPLIERS[1] as i32);
+            let m0 = _mm512_set1_epi32(Philox::MULTIPLIERS[0] as i32);
+            let m1 = _mm512_set1_epi32(Philox::MULTIPLIERS[1] as i32);
             let lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
             let mut c = counter.map(|word| _mm512_set1_epi32(word as i32));
             c[2] = _mm512_add_epi32(c[2], lane);
@@ -190,7 +189,7 @@ impl Lanes for Avx512 {
                 let c0 = _mm512_ternarylogic_epi32::<0x96>(high1, c[1], _mm512_set1_epi32(k[0] as i32));
                 let c2 = _mm512_ternarylogic_epi32::<0x96>(high0, c[3], _mm512_set1_epi32(k[1] as i32));
                 c = [c0, low1, c2, low0];
-                k = [k[0].wrapping_add(PHILOX_WEYL[0]), k[1].wrapping_add(PHILOX_WEYL[1])];
+                k = [k[0].wrapping_add(Philox::WEYL[0]), k[1].wrapping_add(Philox::WEYL[1])];
             }
             let threshold = _mm512_set1_epi32(threshold as i32);
             interleave(c.map(|word| u64::from(_mm512_cmpge_epu32_mask(word, threshold))))
@@ -309,8 +308,8 @@ impl Lanes for Avx2 {
     unsafe fn keep_bits(key: [u32; 2], counter: [u32; 4], threshold: u32) -> u64 {
         // SAFETY: the caller promises the level.
         unsafe {
-            let m0 = _mm256_set1_epi32(PHILOX_MULTIPLIERS[0] as i32);
-            let m1 = _mm256_set1_epi32(PHILOX_MULTIPLIERS[1] as i32);
+            let m0 = _mm256_set1_epi32(Philox::MULTIPLIERS[0] as i32);
+            let m1 = _mm256_set1_epi32(Philox::MULTIPLIERS[1] as i32);
             let threshold = _mm256_set1_epi32(threshold as i32);
             let mut words = [0; 4];
             for half in 0..2 {
@@ -326,7 +325,7 @@ impl Lanes for Avx2 {
                     let c0 = _mm256_xor_si256(_mm256_xor_si256(high1, c[1]), k0);
                     let c2 = _mm256_xor_si256(_mm256_xor_si256(high0, c[3]), k1);
                     c = [c0, low1, c2, low0];
-                    k = [k[0].wrapping_add(PHILOX_WEYL[0]), k[1].wrapping_add(PHILOX_WEYL[1])];
+                    k = [k[0].wrapping_add(Philox::WEYL[0]), k[1].wrapping_add(Philox::WEYL[1])];
                 }
                 for (bits, word) in words.iter_mut().zip(c) {
                     // Unsigned word >= threshold: the larger of the two is the word.

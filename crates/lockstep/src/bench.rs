@@ -303,7 +303,7 @@ fn gemm(arguments: &GemmArguments) -> Result<(), Failure> {
     if arguments.peaks && !arguments.json {
         say!("measured limits on {threads} threads, GFLOP/s without memory traffic:");
         for (level, Peak { f32_gflops, bf16_gflops }) in &peaks {
-            say!("{level:24} f32 {f32_gflops:>8.1}   bf16 {bf16_gflops:>8.1}");
+            say!("{level:16} f32 {f32_gflops:>8.1}   bf16 {bf16_gflops:>8.1}");
         }
     }
     let mut rows = Vec::new();

@@ -98,7 +98,7 @@ impl FromStr for CpuLevel {
 
 impl fmt::Display for CpuLevel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+        f.pad(match self {
             Self::Portable => "portable",
             Self::Avx2 => "AVX2",
             Self::Avx512 => "AVX-512",

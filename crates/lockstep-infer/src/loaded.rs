@@ -8,7 +8,7 @@ use lockstep_engine::StateStore;
 use lockstep_graph::{BlockShape, Mode, Recompute};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory, ParameterId};
-use lockstep_tensor::{Arena, Queue};
+use lockstep_tensor::{Arena, Queue, Summation};
 
 use crate::{GenerationConfig, InferError};
 
@@ -52,7 +52,9 @@ impl LoadedModel {
             }
             Ok(())
         })?;
-        let queue = arena.queue(threads)?;
+        let mut queue = arena.queue(threads)?;
+        // A token's logits must not depend on the tokens that are computed with it.
+        queue.set_summation(Summation::ByDepth);
         let name = directory.path().display().to_string();
         let (tokenizer, generation) = (directory.tokenizer(), directory.generation_config());
         let has_chats = directory.has_chats();

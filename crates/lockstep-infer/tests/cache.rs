@@ -87,6 +87,33 @@ fn one_token_at_a_time_gives_the_logits_of_the_whole_sequence() {
     }
 }
 
+/// Chunks of one token, of few rows (thin products), of many, and the whole prompt.
+#[test]
+fn chunks_of_the_prompt_and_threads_change_no_bit_of_the_logits() {
+    for family in FAMILIES {
+        let (ids, _) = expected(family);
+        let whole = logits_in_chunks(family, &ids, SEQ_LEN, 1);
+        for (chunk, threads) in [(1, 1), (5, 1), (11, 1), (SEQ_LEN, 2), (7, 2)] {
+            let logits = logits_in_chunks(family, &ids, chunk, threads);
+            let differs = logits.iter().zip(&whole).position(|(a, b)| a.to_bits() != b.to_bits());
+            assert!(
+                differs.is_none(),
+                "{family}, chunks of {chunk}, {threads} threads: logit {differs:?} is {:?} instead of {:?}",
+                differs.map(|at| logits[at]),
+                differs.map(|at| whole[at])
+            );
+        }
+    }
+}
+
+/// Returns the logits after the last token, with the prompt read in chunks.
+fn logits_in_chunks(family: &str, ids: &[u32], chunk: usize, threads: usize) -> Vec<f32> {
+    let model = LoadedModel::open(&fixture(family), threads).unwrap();
+    let mut generator = Generator::new(&model, ids.len()).unwrap();
+    ids.chunks(chunk).for_each(|ids| generator.read(ids).unwrap());
+    generator.logits().to_vec()
+}
+
 #[test]
 fn more_tokens_than_positions_are_refused() {
     let model = LoadedModel::open(&fixture("gpt2"), 1).unwrap();

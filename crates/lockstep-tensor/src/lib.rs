@@ -47,7 +47,7 @@ pub use kernels::{
     HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels, Permutation,
     PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, RmsNorm, RotaryKernels, Rotation, Rounding,
     Router, RouterGradients, RouterKernels, RouterOutputs, RouterScores, RouterWeights, RunningStatistics,
-    Sgd, TokenPositions, TokenSpan, Window2d, Write, alibi_slopes, document_ends,
+    Sgd, Summation, TokenPositions, TokenSpan, Window2d, Write, alibi_slopes, document_ends,
 };
 pub use mapped::MappedFile;
 pub use named_tensor::{INPUT_IDS, LABELS, NamedTensor, TensorData, find_tensor, is_name_of};

@@ -1,6 +1,6 @@
 //! Queues: kernels run in the order in which they are called.
 
-use crate::{CpuLevel, Event, F32Products, Kernels, Workers};
+use crate::{CpuLevel, Event, F32Products, Kernels, Summation, Workers};
 
 /// A queue of a device: kernels run in the order in which they are called.
 pub trait Queue: Kernels {
@@ -23,6 +23,9 @@ pub trait Queue: Kernels {
 
     /// Sets how f32 matrices are multiplied; has an effect only on a CPU with AMX.
     fn set_f32_products(&mut self, f32_products: F32Products);
+
+    /// Sets the order of additions of linear layers' products.
+    fn set_summation(&mut self, summation: Summation);
 
     /// Returns the number of compute threads of the host.
     fn threads(&self) -> usize {

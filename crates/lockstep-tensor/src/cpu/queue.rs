@@ -6,13 +6,14 @@ use super::{
     gemm::Scratch,
     pool::{Pool, Workers},
 };
-use crate::{Arena, CpuLevel, Event, F32Products, Kernels, Queue, TensorError};
+use crate::{Arena, CpuLevel, Event, F32Products, Kernels, Queue, Summation, TensorError};
 
 /// A queue that runs every kernel before it returns.
 pub struct CpuQueue {
     pub(super) pool: Arc<Pool>,
     pub(super) level: CpuLevel,
     pub(super) f32_products: F32Products,
+    pub(super) summation: Summation,
     pub(super) arena: Arena,
     pub(super) scratch: Scratch,
 }
@@ -36,7 +37,8 @@ impl CpuQueue {
         let pool = Arc::new(pool);
         let scratch = Scratch::new(pool.threads(), arena)?;
         let level = level.on_this_cpu();
-        Ok(Self { pool, level, f32_products: F32Products::default(), arena: arena.clone(), scratch })
+        let (f32_products, summation) = (F32Products::default(), Summation::default());
+        Ok(Self { pool, level, f32_products, summation, arena: arena.clone(), scratch })
     }
 
     /// Returns the instruction set that this queue uses.
@@ -71,6 +73,10 @@ impl Queue for CpuQueue {
 
     fn set_f32_products(&mut self, f32_products: F32Products) {
         self.f32_products = f32_products;
+    }
+
+    fn set_summation(&mut self, summation: Summation) {
+        self.summation = summation;
     }
 }
 

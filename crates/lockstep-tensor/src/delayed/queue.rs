@@ -16,7 +16,7 @@ use crate::{
     GroupedGemm, HeadKernels, Kernels, LayerNorm, Lion, LossKernels, Muon, NormKernels, OptimizerKernels,
     Pending, Permutation, PermutationKernels, Pool2d, PoolKernels, QuantizationKernels, Queue, RmsNorm,
     RotaryKernels, Rotation, Router, RouterGradients, RouterKernels, RouterOutputs, RunningStatistics, Sgd,
-    TensorError, TokenPositions, View, Workers, Write,
+    Summation, TensorError, TokenPositions, View, Workers, Write,
 };
 
 /// A handle of the device's list, and the CPU queue that runs its jobs.
@@ -103,6 +103,11 @@ impl Queue for DelayedQueue {
     fn set_f32_products(&mut self, f32_products: F32Products) {
         self.device.list.run_all();
         Arc::get_mut(&mut self.cpu).expect("all jobs have run").set_f32_products(f32_products);
+    }
+
+    fn set_summation(&mut self, summation: Summation) {
+        self.device.list.run_all();
+        Arc::get_mut(&mut self.cpu).expect("all jobs have run").set_summation(summation);
     }
 }
 

@@ -22,6 +22,17 @@ pub enum Write {
     Accumulate,
 }
 
+/// Order of additions of an `NT` product, the forward of a linear layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Summation {
+    /// The fastest order for the shape: a row's bits may depend on the number of rows. For training, where shapes are fixed.
+    #[default]
+    ByShape,
+    /// One order for a depth: a row has the same bits alone and among any other rows. For inference, where prompts are
+    /// batched and cut into chunks.
+    ByDepth,
+}
+
 /// A GEMM: `C = A · B (+ bias)` or `C += A · B`.
 ///
 /// `A` and `B` share a type (f32, bf16 or f16). `C` has that type or is f32. Products are summed in f32 and rounded once.

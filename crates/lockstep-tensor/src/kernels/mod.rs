@@ -32,7 +32,7 @@ pub use experts::{
     ExpertGroups, Permutation, PermutationKernels, Router, RouterGradients, RouterKernels, RouterOutputs,
     RouterScores, RouterWeights,
 };
-pub use gemm::{Gemm, GemmKernels, GemmLayout, GroupedGemm, Write};
+pub use gemm::{Gemm, GemmKernels, GemmLayout, GroupedGemm, Summation, Write};
 pub use heads::{HeadKernels, RotaryKernels, Rotation};
 pub use loss::LossKernels;
 pub use norm::{LayerNorm, NormKernels, RmsNorm};

@@ -25,9 +25,11 @@ use super::{
     scratch::{PARTIAL_COLUMNS, Scratch},
     store::{Finish, Target, Tile, Window, scatter, store},
     task_rows::{Lookahead, TaskRows, panel},
+    thin::{self, Panel, ThinRows, ThinScratch},
+    transpose::SIDE,
 };
 use crate::{
-    CpuLevel, CpuQueue, Element, Write,
+    CpuLevel, CpuQueue, Element, Summation, Write,
     cpu::{
         pool::Pool,
         simd::{Float, inlined},
@@ -74,6 +76,7 @@ pub(super) fn multiply<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Flo
             scratch: &queue.scratch,
             partial: Window::new(partial.elements_mut::<f32>().as_mut_ptr(), PARTIAL_COLUMNS),
             threads: queue.pool.threads(),
+            summation: queue.summation,
         },
         pool: &queue.pool,
         columns: columns.elements_mut(),
@@ -108,6 +111,7 @@ struct TaskContext<'a> {
     scratch: &'a Scratch,
     partial: Window<f32>,
     threads: usize,
+    summation: Summation,
 }
 
 /// Chunks that are packed and multiplied together.
@@ -135,11 +139,21 @@ struct Start {
     task: usize,
 }
 
+/// Algorithm of a chunk.
+#[derive(Clone, Copy)]
+enum Method {
+    /// Panels of B are packed for all tasks.
+    Packed(Blocks),
+    /// Tasks pack and multiply parts of panels: a whole product of few rows, with the bits of the packed one.
+    Thin(Blocks),
+    /// Dot products of lines: a whole product of few rows.
+    Dots,
+}
+
 /// A chunk of rows and columns of a product at a block of depth.
 struct Chunk<'a, T, C> {
     problem: Problem<'a, T, C>,
-    /// Block sizes of the product; `None` for a product of few rows, which is one chunk and is not packed.
-    blocks: Option<Blocks>,
+    method: Method,
     rows: Range<usize>,
     columns: Range<usize>,
     depth: Range<usize>,
@@ -159,7 +173,7 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
         }
         let whole = Chunk {
             problem,
-            blocks: None,
+            method: Method::Dots,
             rows: 0..m,
             columns: 0..n,
             depth: 0..k,
@@ -167,10 +181,13 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
             packed_units: 0,
             start: Start::default(),
         };
-        if rows::fits(&problem) {
+        if rows::fits(&problem, self.context.summation) {
             return self.push(whole, 0, rows::tasks(&problem));
         }
         let blocks = Blocks::new(m, n, k.div_ceil(U::ELEMENTS), grain::<K, U, C>(&problem));
+        if thin::fits::<K, U, C>(&problem, self.context.summation) {
+            return self.push(Chunk { method: Method::Thin(blocks), ..whole }, 0, thin::tasks(&problem));
+        }
         let block_depth = blocks.depth * U::ELEMENTS;
         for rows in parts(0..m, blocks.chunk_rows) {
             for columns in parts(0..n, blocks.chunk_columns) {
@@ -188,8 +205,8 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
                     }
                     let packing_parts = panels.div_ceil(panels_at_a_time(panels));
                     let tasks = blocks.tasks(rows.len(), columns.len()).count();
-                    let (rows, columns, blocks) = (rows.clone(), columns.clone(), Some(blocks));
-                    let chunk = Chunk { blocks, rows, columns, depth, units, packed_units, ..whole };
+                    let (rows, columns, method) = (rows.clone(), columns.clone(), Method::Packed(blocks));
+                    let chunk = Chunk { method, rows, columns, depth, units, packed_units, ..whole };
                     self.push(chunk, packing_parts, tasks);
                     if is_alone {
                         self.run();
@@ -240,10 +257,11 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
             };
             wait_for_zero(&parts_left);
             let (chunk, task) = at(task, |start| start.task);
-            match chunk.blocks {
+            match chunk.method {
                 // SAFETY: the queue's level has the vector's instructions.
-                None => unsafe { rows::task::<V, _, _>(&chunk.problem, task) },
-                Some(blocks) => {
+                Method::Dots => unsafe { rows::task::<V, _, _>(&chunk.problem, task) },
+                Method::Thin(blocks) => chunk.thin_task::<K, U>(context, blocks, task),
+                Method::Packed(blocks) => {
                     // SAFETY: all parts are packed, and nothing writes them from now on: all tasks only read.
                     let packed = unsafe { slice::from_raw_parts(panels.pointer().cast_const(), end.unit) };
                     // SAFETY: the queue's level has the kernel's instructions.
@@ -351,8 +369,35 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
                     }
                 }
                 if place.is_none() {
-                    self.store::<K, U>(context, &mut tile, (row, column), size);
+                    self.store::<K, U>(context, (&mut tile, K::COLUMNS), (row, column), size);
                 }
+            }
+        }
+    }
+
+    /// Computes task `index` of a product of few rows, panel by panel.
+    fn thin_task<K: MicroKernel, U: Packing<Source = T>>(
+        &self,
+        context: TaskContext<'_>,
+        blocks: Blocks,
+        index: usize,
+    ) {
+        let Problem { m, k, ref a, ref b, .. } = self.problem;
+        let mut buffer = context.scratch.rows();
+        let mut scratch = ThinScratch::new(buffer.elements_mut());
+        let context = TaskContext { partial: Window::new(scratch.partial.as_mut_ptr(), SIDE), ..context };
+        let rows = ThinRows::new::<U>(a, m, &mut scratch);
+        let mut tile = Tile::zeros();
+        let block_depth = blocks.depth * U::ELEMENTS;
+        for columns in thin::panels(&self.problem, index) {
+            // At least once: an empty depth still sets C to the bias or to zero.
+            for start in (0..k.max(1)).step_by(block_depth) {
+                let depth = start..k.min(start + block_depth);
+                let panel = Panel { b, columns: columns.clone(), depth: depth.clone() };
+                // SAFETY: the queue's level has the kernel's instructions.
+                unsafe { panel.multiply::<K::Vector, U>(&rows, &mut scratch, &mut tile) };
+                let part = Chunk { rows: 0..m, columns: columns.clone(), depth, ..*self };
+                part.store::<K, U>(context, (&mut tile, SIDE), (0, columns.start), (m, columns.len()));
             }
         }
     }
@@ -379,11 +424,12 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         Some(Place { first: window.pointer().cast(), stride: window.row_stride(), bias, write })
     }
 
-    /// Adds a tile to the sums of earlier blocks of depth, and finishes it if this block is the last.
+    /// Adds a tile, whose rows are `width` apart, to the sums of earlier blocks of depth, and finishes it if this block is the
+    /// last.
     fn store<K: MicroKernel, U: Packing<Source = T>>(
         &self,
         context: TaskContext<'_>,
-        tile: &mut Tile,
+        (tile, width): (&mut Tile, usize),
         (row, column): (usize, usize),
         size: (usize, usize),
     ) {
@@ -391,7 +437,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         let (first, last) = (self.depth.start == 0, self.depth.end == k);
         let bias = bias.filter(|_| last).map(|bias| &bias[column..]);
         let earlier = if first { Write::Overwrite } else { Write::Accumulate };
-        let (level, width) = (context.level, K::COLUMNS);
+        let level = context.level;
         // SAFETY: the tile lies in the chunk and the chunk in C; the partial sums hold a chunk. Only this task
         // accesses this tile.
         unsafe {

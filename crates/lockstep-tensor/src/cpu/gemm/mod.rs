@@ -39,6 +39,7 @@ mod store;
 mod task_rows;
 #[cfg(test)]
 mod tests;
+mod thin;
 mod transpose;
 mod units;
 mod weight_gradient;

@@ -64,6 +64,10 @@ pub(in crate::cpu) trait Packing {
         panels: &mut [u32],
     );
 
+    /// Converts a line of elements along the depth to units, and fills the rest of `units` with zeros. Only of packings
+    /// without marks.
+    fn convert(elements: &[Self::Source], units: &mut [u32]);
+
     /// Returns true if a panel, by its mark, holds values that the micro-kernel cannot multiply.
     fn is_exceptional(panel: &[u32]) -> bool;
 
@@ -110,6 +114,15 @@ impl<U: Unit> Packing for U {
     ) {
         // SAFETY: the caller's promise.
         unsafe { pack::<V, U, P>(operand, outer, depth, units, panels) }
+    }
+
+    fn convert(elements: &[U::Source], units: &mut [u32]) {
+        let mut parts = elements.chunks(SIDE * U::ELEMENTS);
+        for units in units.chunks_mut(SIDE) {
+            let mut block = [0; SIDE];
+            U::along(parts.next().unwrap_or_default(), &mut block);
+            units.copy_from_slice(&block[..units.len()]);
+        }
     }
 
     fn is_exceptional(_: &[u32]) -> bool {
@@ -264,13 +277,12 @@ unsafe fn transpose_lines<V: Lanes, U: Unit, P: PanelShape>(
         let from = if lines.len() == P::WIDTH { whole_units } else { 0 };
         for column in (0..P::WIDTH).step_by(SIDE).filter(|_| from > 0) {
             let place = (first + column) * stride + depth.start;
-            let next = elements.as_ptr().wrapping_add(place + P::WIDTH * stride);
+            let next = elements.as_ptr().wrapping_add(place).wrapping_byte_add(ahead::<U, P>(stride));
             // All lines of the squares: the last one ends here.
             let source = &elements[place..][..(SIDE - 1) * stride + from * U::ELEMENTS];
             for unit in (0..from).step_by(SIDE) {
                 let target = &mut panel[unit * P::WIDTH..][..SIDE * P::WIDTH];
                 for line in 0..SIDE {
-                    // The same place of the next panel: the lines are too short for the CPU's own prefetcher.
                     prefetch(next.wrapping_add(line * stride + unit * U::ELEMENTS));
                 }
                 // SAFETY: the square lies in `source`, its transpose in `target`; the caller promises the
@@ -295,6 +307,13 @@ unsafe fn transpose_lines<V: Lanes, U: Unit, P: PanelShape>(
     }
 }
 
+/// Returns the distance in bytes from a place in a line along the depth to the place to fetch: by default the same place of
+/// the next panel, because the lines of a panel are too short for the CPU's own prefetcher.
+#[inline(always)]
+fn ahead<U: Unit, P: PanelShape>(stride: usize) -> usize {
+    P::AHEAD_BYTES.unwrap_or(P::WIDTH * stride * size_of::<U::Source>())
+}
+
 /// Reads a block from an operand that is contiguous along the depth: lines of the block are lines of the operand.
 #[inline(always)]
 fn read_along<U: Unit, P: PanelShape>(
@@ -304,12 +323,11 @@ fn read_along<U: Unit, P: PanelShape>(
     block: &mut Block,
 ) {
     let line = |index: usize| &operand.elements[index * operand.stride..][depth.clone()];
-    let next_panel = P::WIDTH * operand.stride;
+    let ahead = ahead::<U, P>(operand.stride);
     if depth.len() == SIDE * U::ELEMENTS {
         for (row, index) in block.iter_mut().zip(outer) {
             let line = line(index);
-            // The same place of the next panel: the lines are too short for the CPU's own prefetcher.
-            prefetch(line.as_ptr().wrapping_add(next_panel));
+            prefetch(line.as_ptr().wrapping_byte_add(ahead));
             U::along(&line[..SIDE * U::ELEMENTS], row);
         }
     } else {

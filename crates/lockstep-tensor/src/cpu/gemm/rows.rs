@@ -1,10 +1,13 @@
-//! Products with few rows, `Y = X · Wᵀ` with up to eight rows of X, as in generation. Reading W is the bottleneck, so
-//! W is read once, in place. Each element of Y is a dot product of a line of X and a line of W.
+//! Products with few rows, `Y = X · Wᵀ` with up to eight rows of X. Reading W is the bottleneck, so W is read once, in
+//! place. Each element of Y is a dot product of a line of X and a line of W: other additions than those of more rows.
 
 use std::ops::Range;
 
 use super::{lanes::Dot, problem::Problem};
-use crate::{Write, cpu::simd::Float};
+use crate::{
+    Summation, Write,
+    cpu::simd::{Float, inlined},
+};
 
 /// Largest number of rows of X for which this is faster than packing W.
 const MAX_ROWS: usize = 8;
@@ -13,9 +16,11 @@ const TASK_ELEMENTS: usize = 1 << 16;
 /// Elements of the longest vector.
 const MAX_ELEMENTS: usize = 32;
 
-/// Returns true if a product has few rows and both operands are contiguous along the depth.
-pub(super) fn fits<T, C>(problem: &Problem<'_, T, C>) -> bool {
-    problem.of_rows <= MAX_ROWS && problem.a.is_stored_along_depth() && problem.b.is_stored_along_depth()
+/// Returns true if a product has few rows, both operands are contiguous along the depth, and the order of additions may
+/// depend on the number of rows.
+pub(super) fn fits<T, C>(problem: &Problem<'_, T, C>, summation: Summation) -> bool {
+    let are_lines = problem.a.is_stored_along_depth() && problem.b.is_stored_along_depth();
+    summation == Summation::ByShape && problem.of_rows <= MAX_ROWS && are_lines
 }
 
 /// Returns the number of columns of a task.
@@ -37,7 +42,7 @@ pub(super) unsafe fn task<V: Dot<T>, T: Float, C: Float>(problem: &Problem<'_, T
     let columns = index * columns..((index + 1) * columns).min(problem.n);
     // SAFETY: the caller's promise; nothing else writes these columns.
     unsafe {
-        V::compiled(|| match problem.m {
+        V::compiled(inlined!(|| match problem.m {
             0 => {}
             1 => dots::<V, T, C, 1, 8>(problem, columns),
             2 => dots::<V, T, C, 2, 4>(problem, columns),
@@ -47,7 +52,7 @@ pub(super) unsafe fn task<V: Dot<T>, T: Float, C: Float>(problem: &Problem<'_, T
             6 => dots::<V, T, C, 6, 1>(problem, columns),
             7 => dots::<V, T, C, 7, 1>(problem, columns),
             _ => dots::<V, T, C, MAX_ROWS, 1>(problem, columns),
-        });
+        }));
     }
 }
 
@@ -96,7 +101,7 @@ unsafe fn dot<V: Dot<T>, T: Float, const ROWS: usize, const LINES: usize>(
     // longest vector; the caller promises the instructions.
     unsafe {
         let mut sums = [[V::zero(); LINES]; ROWS];
-        let mut step = |x: [*const T; ROWS], w: [*const T; LINES]| {
+        let mut step = inlined!(|x: [*const T; ROWS], w: [*const T; LINES]| {
             let x: [V; ROWS] = x.map(|x| V::load_elements(x));
             for (j, w) in w.into_iter().enumerate() {
                 let w = V::load_elements(w);
@@ -104,7 +109,7 @@ unsafe fn dot<V: Dot<T>, T: Float, const ROWS: usize, const LINES: usize>(
                     sums[j] = V::multiply_add(x, w, sums[j]);
                 }
             }
-        };
+        });
         for index in (0..whole).step_by(V::ELEMENTS) {
             step(x.map(|x| x.as_ptr().add(index)), w.map(|w| w.as_ptr().add(index)));
         }

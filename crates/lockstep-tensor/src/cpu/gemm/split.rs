@@ -124,6 +124,10 @@ impl Packing for ThreeParts {
         }
     }
 
+    fn convert(_: &[f32], _: &mut [u32]) {
+        unreachable!("panels of three parts have marks")
+    }
+
     fn is_exceptional(panel: &[u32]) -> bool {
         panel[panel.len() - MARK_UNITS] != 0
     }

@@ -12,7 +12,7 @@ use super::{
     },
     reference::multiply,
 };
-use crate::{Arena, Gemm, GemmKernels, GemmLayout, Queue, Write};
+use crate::{Arena, Gemm, GemmKernels, GemmLayout, Queue, Summation, Write};
 
 const LAYOUTS: [GemmLayout; 3] = [GemmLayout::NN, GemmLayout::NT, GemmLayout::TN];
 /// The types of operands and of C.
@@ -243,6 +243,49 @@ fn a_part_of_the_rows_has_the_bits_that_they_have_in_the_whole() {
                 let expected = &whole[rows.start * n..rows.end * n];
                 let name = format!("{} {:?} {:?} rows {rows:?} of {m}", queue.level, case.layout, case.types);
                 assert!(found == expected, "{name}: {:?} instead of {:?}", &found[..3], &expected[..3]);
+            }
+        }
+    }
+}
+
+/// Depths: none, a part of a vector, several blocks with a remainder.
+#[test]
+fn sums_by_depth_agree_with_the_reference_at_odd_sizes() {
+    let shapes = [[9, 1, 0], [11, 50, 7], [52, 47, 33], [97, 13, 1100], [10, 820, 64], [49, 100, 2077]];
+    for mut queue in queues(2) {
+        queue.set_summation(Summation::ByDepth);
+        for case in cases(&shapes).filter(|case| case.layout == GemmLayout::NT) {
+            case.check(&queue);
+        }
+    }
+}
+
+#[test]
+fn a_row_summed_by_depth_has_the_same_bits_alone_and_among_any_rows() {
+    let shapes = [[64, 40, 70], [100, 31, 2077], [55, 900, 96]];
+    for threads in [1, 2] {
+        for mut queue in queues(threads) {
+            queue.set_summation(Summation::ByDepth);
+            for case in cases(&shapes).filter(|case| case.layout == GemmLayout::NT) {
+                let [m, n, k] = case.shape;
+                let whole = case.run(&queue);
+                for rows in [0..1, 3..5, 7..15, 2..11, 1..50, 13..m] {
+                    let part = Case {
+                        shape: [rows.len(), n, k],
+                        a: case.a[rows.start * k..rows.end * k].to_vec(),
+                        earlier: case.earlier.as_ref().map(|c| c[rows.start * n..rows.end * n].to_vec()),
+                        ..case.clone()
+                    };
+                    let (found, expected) = (part.run(&queue), &whole[rows.start * n..rows.end * n]);
+                    let differs = found.iter().zip(expected).position(|(found, expected)| found != expected);
+                    let name = format!("{} {:?} rows {rows:?} of {m} x {n} x {k}", queue.level, case.types);
+                    assert!(
+                        differs.is_none(),
+                        "{name}: element {differs:?} is {:?} instead of {:?}",
+                        differs.map(|at| found[at]),
+                        differs.map(|at| expected[at])
+                    );
+                }
             }
         }
     }

@@ -108,6 +108,9 @@ pub(in crate::cpu) trait PanelShape {
     const ORDER: Order;
     /// Units of the lines of [`Order::AlongDepth`]; divides [`SIDE`].
     const DEPTH: usize;
+    /// Bytes from a place in a line of an operand to the one that is needed next, if lines are packed from end to end before
+    /// the next panel.
+    const AHEAD_BYTES: Option<usize> = None;
 }
 
 /// Runs [`Unit::across`] at an edge, with zero padding. A function of its own, so that the common case has constant

@@ -12,7 +12,7 @@ use std::{
 };
 
 use lockstep_model::{
-    Adapter, AdapterTensor, HfContent, HfImport, HfMapping, HfTensor, LoraConfig, ModelConfig,
+    Adapter, AdapterTensor, HfContent, HfImport, HfMapping, HfPlace, HfTensor, LoraConfig, ModelConfig,
 };
 use lockstep_plan::DType;
 use rayon::prelude::*;
@@ -20,6 +20,7 @@ use serde::Deserialize;
 
 use crate::{
     BaseModel, Checkpoint, CheckpointError, Digest, MANIFEST_FILE, PeftAdapter, TensorKind,
+    convert::is_float,
     digest::Hasher,
     hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfCheckpoint, HfExport, SINGLE_FILE},
     listing::list,
@@ -56,6 +57,23 @@ pub struct ModelDirectory {
     weights: Weights,
 }
 
+/// A parameter whose elements are stored in a file in the model's order.
+#[derive(Debug, Clone)]
+pub struct StoredParameter<'a> {
+    /// Canonical name.
+    pub name: &'a str,
+    /// The safetensors file.
+    pub file: &'a Path,
+    /// Byte of the file at which the first element lies.
+    pub offset: usize,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Number of elements.
+    pub elements: usize,
+}
+
+/// Selection of parameters by canonical name.
+type Selection<'s> = &'s dyn Fn(&str) -> bool;
 /// Callback that receives parameters by canonical name.
 type Sink<'s, E> = &'s mut dyn FnMut(&str, &[f32]) -> Result<(), E>;
 
@@ -269,7 +287,48 @@ impl ModelDirectory {
         &self,
         mut sink: impl FnMut(&str, &[f32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.visit(&mut sink)
+        self.visit(&|_| true, &mut sink)
+    }
+
+    /// As [`ModelDirectory::for_each_parameter`], with those parameters only that `selection` selects; the others are not
+    /// read if nothing depends on them.
+    ///
+    /// # Errors
+    /// As for [`ModelDirectory::for_each_parameter`].
+    pub fn for_each_selected<E: From<CheckpointError>>(
+        &self,
+        selection: impl Fn(&str) -> bool,
+        mut sink: impl FnMut(&str, &[f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.visit(&selection, &mut sink)
+    }
+
+    /// Returns the type of most elements of a Hugging Face directory, if it is a float type; f32 for the checkpoints of runs
+    /// and fine-tuned models.
+    pub fn stored_dtype(&self) -> DType {
+        let Weights::HuggingFace { files, .. } = &self.weights else { return DType::F32 };
+        let mut elements = BTreeMap::<_, usize>::new();
+        for tensor in files.names().filter_map(|name| files.tensor(name).ok()) {
+            if let Some(dtype) = tensor.known_dtype().filter(|&dtype| is_float(dtype)) {
+                *elements.entry(dtype).or_default() += tensor.elements();
+            }
+        }
+        elements.into_iter().max_by_key(|&(_, elements)| elements).map_or(DType::F32, |(dtype, _)| dtype)
+    }
+
+    /// Returns the parameters that can be used where they are stored: those of a Hugging Face directory that are a whole
+    /// tensor in the model's layout.
+    pub fn stored_parameters(&self) -> Vec<StoredParameter<'_>> {
+        let Weights::HuggingFace { files, import } = &self.weights else { return Vec::new() };
+        let is_only = |place: &HfPlace| {
+            import.places.iter().filter(|other| other.parameter == place.parameter).count() == 1
+        };
+        let whole = import.places.iter().filter(|place| place.is_whole() && is_only(place));
+        whole
+            .filter_map(|place| {
+                files.stored(&place.tensor).map(|stored| StoredParameter { name: &place.parameter, ..stored })
+            })
+            .collect()
     }
 
     /// As [`ModelDirectory::for_each_parameter`], and returns the digest of all names and values. A fine-tuning run
@@ -282,7 +341,7 @@ impl ModelDirectory {
         mut sink: impl FnMut(&str, &[f32]) -> Result<(), E>,
     ) -> Result<Digest, E> {
         let mut hasher = Hasher::new();
-        self.visit(&mut |name: &str, values: &[f32]| {
+        self.visit(&|_| true, &mut |name: &str, values: &[f32]| {
             hasher.update(&(name.len() as u64).to_le_bytes());
             hasher.update(name.as_bytes());
             hasher.update(&(values.len() as u64).to_le_bytes());
@@ -294,21 +353,28 @@ impl ModelDirectory {
 
     // Takes a trait object: a fine-tuned model visits its base model, and a generic sink would give a new type at each
     // level.
-    fn visit<E: From<CheckpointError>>(&self, sink: Sink<'_, E>) -> Result<(), E> {
+    fn visit<E: From<CheckpointError>>(
+        &self,
+        is_selected: Selection<'_>,
+        sink: Sink<'_, E>,
+    ) -> Result<(), E> {
         let mut values = Vec::new();
         match &self.weights {
             Weights::Checkpoint(checkpoint) => {
                 let parameters =
                     checkpoint.manifest().tensors.iter().filter(|entry| entry.kind == TensorKind::Parameter);
-                for entry in parameters {
+                for entry in parameters.filter(|entry| is_selected(&entry.name)) {
                     read_whole(checkpoint, &entry.name, &mut values)?;
                     sink(&entry.name, &values)?;
                 }
                 Ok(())
             }
-            Weights::HuggingFace { files, import } => read_imported(files, import, sink),
+            Weights::HuggingFace { files, import } => read_imported(files, import, is_selected, sink),
             Weights::Tuned { base, trained } => {
                 let found = base.for_each_parameter_hashed(|name, before| -> Result<(), E> {
+                    if !is_selected(name) {
+                        return Ok(());
+                    }
                     values.clear();
                     values.extend_from_slice(before);
                     trained.tune(name, &mut values)?;
@@ -485,13 +551,14 @@ fn read_whole(checkpoint: &Checkpoint, name: &str, values: &mut Vec<f32>) -> Res
 fn read_imported<E: From<CheckpointError>>(
     files: &HfCheckpoint,
     import: &HfImport,
+    is_selected: Selection<'_>,
     sink: Sink<'_, E>,
 ) -> Result<(), E> {
     let mut stored = Vec::new();
     let mut values = Vec::new();
     // Parameters that share a tensor (GPT-2's q, k and v) are adjacent, so the tensor is read once.
     let mut loaded = "";
-    let mut places = import.places.iter().peekable();
+    let mut places = import.places.iter().filter(|place| is_selected(&place.parameter)).peekable();
     while let Some(place) = places.next() {
         if loaded != place.tensor {
             stored.resize(place.tensor_shape.iter().product(), 0.0);

@@ -262,6 +262,7 @@ impl WeightSource for ModelState {
             pool: self.pool.as_ref(),
             frozen: self.get(StoreKind::FrozenWeights),
             exact: self.buffers().or_else(|| self.master()),
+            in_place: &[],
         }
     }
 }

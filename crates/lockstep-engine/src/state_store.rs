@@ -116,8 +116,22 @@ impl StateStore {
         dtype: DType,
         category: MemoryCategory,
     ) -> Result<Self, TensorError> {
+        Self::zeros_of_selected(arena, records, |_| true, dtype, category)
+    }
+
+    /// Allocates zeros for the parameters of `records` whose index is selected.
+    ///
+    /// # Errors
+    /// If memory runs out.
+    pub fn zeros_of_selected(
+        arena: &Arena,
+        records: &[ParameterRecord],
+        is_selected: impl Fn(usize) -> bool,
+        dtype: DType,
+        category: MemoryCategory,
+    ) -> Result<Self, TensorError> {
         let (kind, extent) = (StoreKind::Weights, Extent::Whole);
-        let layout = StoreLayout::new(records, extent, |_| ShardPlace::default(), |_| true);
+        let layout = StoreLayout::new(records, extent, |_| ShardPlace::default(), is_selected);
         Self::laid_out(arena, records, StateItem { kind, dtype, extent, layout }, category)
     }
 

@@ -45,11 +45,21 @@ pub struct Weights<'a> {
     /// Trained weights in full precision, if kernels read another type: all of them, or only those that kernels need
     /// exactly.
     pub exact: Option<&'a StateStore>,
+    /// Weights that are read where a file holds them, by [`ParameterId`]; parameters without one are in a store. May be empty.
+    pub in_place: &'a [Option<View<'a>>],
 }
 
 impl<'a> Weights<'a> {
+    /// Returns the weights of a store, but for those that are read in place, which are given by [`ParameterId`].
+    pub fn with_in_place(store: &'a StateStore, in_place: &'a [Option<View<'a>>]) -> Self {
+        Self { in_place, ..store.into() }
+    }
+
     /// Returns the unsharded weights of a parameter.
     pub(crate) fn view(&self, id: ParameterId) -> View<'a> {
+        if let Some(Some(view)) = self.in_place.get(id.0) {
+            return *view;
+        }
         let find = |store: &'a StateStore| Some((store, store.span_of(id)?));
         let place = find(self.trained).or_else(|| self.frozen.and_then(find));
         let (store, ParameterSpan { flat, first, shape }) = place.expect("a parameter is trained or frozen");
@@ -63,6 +73,6 @@ impl<'a> Weights<'a> {
 impl<'a> From<&'a StateStore> for Weights<'a> {
     /// Returns the weights of a store that holds all of them in full.
     fn from(trained: &'a StateStore) -> Self {
-        Self { trained, pool: None, frozen: None, exact: None }
+        Self { trained, pool: None, frozen: None, exact: None, in_place: &[] }
     }
 }

@@ -1,6 +1,6 @@
 //! Errors of loading and running a model.
 
-use std::path::PathBuf;
+use std::{io, path::PathBuf};
 
 use lockstep_checkpoint::CheckpointError;
 use lockstep_comm::CommError;
@@ -18,6 +18,14 @@ pub enum InferError {
     /// The text cannot be read, or the tokenizer does not fit.
     #[error(transparent)]
     Data(#[from] DataError),
+    /// A file of weights cannot be mapped.
+    #[error("cannot map {}: {source}", path.display())]
+    Map {
+        /// The file.
+        path: PathBuf,
+        /// The error of the operating system.
+        source: io::Error,
+    },
     /// Memory is exhausted, or threads cannot be started.
     #[error(transparent)]
     Tensor(#[from] TensorError),

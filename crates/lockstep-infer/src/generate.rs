@@ -1,6 +1,6 @@
 //! Text generation with a key-value cache: the prompt in one forward, then one token at a time.
 
-use lockstep_engine::UnitParameters;
+use lockstep_engine::{UnitParameters, Weights};
 use lockstep_graph::{Batch, KeyValueCache, Replay};
 use lockstep_model::{HeadOutput, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory};
@@ -8,23 +8,31 @@ use lockstep_tensor::{Buffer, Tensor, TensorError, View};
 
 use crate::{InferError, LoadedModel, Sampler};
 
+/// Largest number of tokens of a prompt that are computed at once.
+const CHUNK: usize = 512;
+
 /// A generator that continues one sequence.
 pub struct Generator<'m> {
     model: &'m LoadedModel,
-    /// Keys and values of each layer, f32 `[capacity, key/value width]`.
+    /// Weights that stay in the model's files.
+    in_place: Vec<Option<View<'m>>>,
+    /// Keys and values of each layer, `[capacity, key/value width]`, in the model's type.
     caches: Vec<[Tensor; 2]>,
     filled: usize,
     capacity: usize,
     /// Number of recent tokens to read again when the cache is full; `None` makes a full cache an error.
     kept: Option<usize>,
     decode: Forward,
+    /// The logits in f32, `[vocabulary]`.
+    widened: Tensor,
     logits: Vec<f32>,
 }
 
 /// The programs for a fixed number of tokens, with the memory they run in.
 struct Forward {
     programs: RecordedModel,
-    frames: Vec<Buffer>,
+    /// Frames of units with even and with odd numbers: a unit reads the output of the one before.
+    frames: [Buffer; 2],
     workspace: Buffer,
     ids: Tensor,
     positions: Tensor,
@@ -43,13 +51,15 @@ impl<'m> Generator<'m> {
         }
         let width = model.config.num_key_value_heads() * model.config.head_dim();
         let cache =
-            || Tensor::zeros(&model.arena, DType::F32, [capacity, width], MemoryCategory::Activations);
+            || Tensor::zeros(&model.arena, model.dtype, [capacity, width], MemoryCategory::Activations);
         let caches = (0..model.config.num_hidden_layers())
             .map(|_| Ok([cache()?, cache()?]))
             .collect::<Result<_, TensorError>>()?;
         let decode = Forward::new(model, 1)?;
         let logits = vec![0.0; model.config.vocab_size()];
-        Ok(Self { model, caches, filled: 0, capacity, kept: None, decode, logits })
+        let widened = Tensor::zeros(&model.arena, DType::F32, [logits.len()], MemoryCategory::Activations)?;
+        let in_place = model.weights.in_place();
+        Ok(Self { model, in_place, caches, filled: 0, capacity, kept: None, decode, widened, logits })
     }
 
     /// Lets generation continue when the cache is full: it is cleared, and the last `kept` tokens are read again as
@@ -125,8 +135,17 @@ impl<'m> Generator<'m> {
         if tokens > self.capacity {
             return Err(InferError::TooLong { tokens, allowed: self.capacity });
         }
-        let prefill = Forward::new(self.model, prompt.len())?;
-        self.forward(Some(&prefill), prompt)
+        // Chunks bound the memory of activations, and change no bit.
+        let mut prefill: Option<Forward> = None;
+        for chunk in prompt.chunks(CHUNK) {
+            let forward = match prefill.take() {
+                Some(forward) if forward.tokens() == chunk.len() => forward,
+                _ => Forward::new(self.model, chunk.len())?,
+            };
+            self.forward(Some(&forward), chunk)?;
+            prefill = Some(forward);
+        }
+        Ok(())
     }
 
     /// Reads one token.
@@ -143,7 +162,7 @@ impl<'m> Generator<'m> {
     /// Runs `ids` through the embedding and the blocks of `prefill`; without it, one token through those of a decoding step. Runs
     /// the last of them through the head of a decoding step, which is recorded for one token, and reads its logits.
     fn forward(&mut self, prefill: Option<&Forward>, ids: &[u32]) -> Result<(), InferError> {
-        let Self { model, caches, filled, decode, logits, .. } = self;
+        let Self { model, in_place, caches, filled, decode, widened, logits, .. } = self;
         let forward = prefill.unwrap_or(decode);
         let positions: Vec<u32> = (*filled..*filled + ids.len()).map(|position| position as u32).collect();
         forward.ids.view().write(ids);
@@ -152,10 +171,10 @@ impl<'m> Generator<'m> {
         let head = programs.units() - 1;
         let parameters = |unit| UnitParameters {
             ids: programs.unit_parameters(unit),
-            weights: (&model.weights).into(),
+            weights: Weights::with_in_place(&model.weights.converted, in_place),
             gradients: None,
         };
-        let output = |unit: usize| programs.program(unit).output(&forward.frames[unit]);
+        let output = |unit: usize| programs.program(unit).output(forward.frame(unit));
         for unit in 0..head {
             let cache = unit.checked_sub(1).map(|layer| KeyValueCache {
                 keys: caches[layer][0].view(),
@@ -170,8 +189,9 @@ impl<'m> Generator<'m> {
         let parameters = parameters(head);
         let program = decode.programs.program(head);
         program.forward(&decode.replay(head, &parameters, model, Some(last), None))?;
-        let out = program.output(&decode.frames[head]);
-        out.reshape([logits.len()]).read(logits).wait();
+        let out = program.output(decode.frame(head));
+        model.queue.cast(out.reshape([logits.len()]), widened.view());
+        widened.view().read(logits).wait();
         *filled += ids.len();
         Ok(())
     }
@@ -181,15 +201,14 @@ impl Forward {
     fn new(model: &LoadedModel, tokens: usize) -> Result<Self, TensorError> {
         let programs = model.record(1, tokens, HeadOutput::Logits);
         let arena = &model.arena;
-        let frames = (0..programs.units())
-            .map(|unit| arena.allocate(programs.program(unit).frame_bytes(), MemoryCategory::Activations))
-            .collect::<Result<_, _>>()?;
-        let workspace_bytes =
-            (0..programs.units()).map(|unit| programs.program(unit).workspace_bytes()).max();
+        let most = |bytes: &dyn Fn(usize) -> usize| (0..programs.units()).map(bytes).max().unwrap_or(0);
+        let frame_bytes = most(&|unit| programs.program(unit).frame_bytes());
+        let workspace_bytes = most(&|unit| programs.program(unit).workspace_bytes());
+        let frame = || arena.allocate(frame_bytes, MemoryCategory::Activations);
         let input = || Tensor::zeros(arena, DType::U32, [tokens], MemoryCategory::Activations);
         Ok(Self {
-            frames,
-            workspace: arena.allocate(workspace_bytes.unwrap_or(0), MemoryCategory::Workspace)?,
+            frames: [frame()?, frame()?],
+            workspace: arena.allocate(workspace_bytes, MemoryCategory::Workspace)?,
             ids: input()?,
             positions: input()?,
             constants: programs
@@ -199,6 +218,15 @@ impl Forward {
                 .collect::<Result<_, TensorError>>()?,
             programs,
         })
+    }
+
+    /// Number of tokens.
+    fn tokens(&self) -> usize {
+        self.ids.view().elements()
+    }
+
+    fn frame(&self, unit: usize) -> &Buffer {
+        &self.frames[unit % 2]
     }
 
     fn replay<'a>(
@@ -222,7 +250,7 @@ impl Forward {
                 inputs: &[],
             },
             input,
-            frame: &self.frames[unit],
+            frame: self.frame(unit),
             output: None,
             workspace: &self.workspace,
             first_dropout_site: 0,

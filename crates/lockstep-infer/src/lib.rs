@@ -11,10 +11,11 @@ mod generate;
 mod generation;
 mod loaded;
 mod sample;
+mod weights;
 
 pub use error::InferError;
 pub use evaluate::{Evaluation, evaluate};
 pub use generate::Generator;
 pub use generation::GenerationConfig;
-pub use loaded::LoadedModel;
+pub use loaded::{LoadOptions, LoadedModel};
 pub use sample::{Sampler, Sampling};

@@ -2,20 +2,30 @@
 
 use std::path::{Path, PathBuf};
 
-use lockstep_checkpoint::{CheckpointError, ModelDirectory};
+use lockstep_checkpoint::ModelDirectory;
 use lockstep_data::Tokenizer;
-use lockstep_engine::StateStore;
 use lockstep_graph::{BlockShape, Mode, Recompute};
 use lockstep_model::{HeadOutput, ModelConfig, RecordedModel};
-use lockstep_plan::{DType, MemoryCategory, ParameterId};
+use lockstep_plan::DType;
 use lockstep_tensor::{Arena, Queue, Summation};
 
-use crate::{GenerationConfig, InferError};
+use crate::{GenerationConfig, InferError, weights::ModelWeights};
 
-/// A model with f32 weights, and a queue to run it on.
+/// Settings of [`LoadedModel::load`].
+#[derive(Debug, Clone, Copy)]
+pub struct LoadOptions {
+    /// Number of compute threads.
+    pub threads: usize,
+    /// Type of weights and activations: f32, bf16 or f16; `None` takes that of most weights in the files.
+    pub dtype: Option<DType>,
+}
+
+/// A model, and a queue to run it on.
 pub struct LoadedModel {
     pub(crate) config: ModelConfig,
-    pub(crate) weights: StateStore,
+    pub(crate) weights: ModelWeights,
+    /// Type of weights, activations and cached keys and values.
+    pub(crate) dtype: DType,
     pub(crate) arena: Arena,
     pub(crate) queue: Box<dyn Queue>,
     tokenizer: Option<String>,
@@ -25,40 +35,49 @@ pub struct LoadedModel {
 }
 
 impl LoadedModel {
-    /// Loads a Hugging Face directory or a checkpoint of a run, to run on `threads` threads.
+    /// Loads a Hugging Face directory or a checkpoint of a run, in the type of its files, to run on `threads` threads.
     ///
     /// # Errors
     /// If a file is missing, damaged or does not fit the model, or if memory runs out.
     pub fn open(dir: &Path, threads: usize) -> Result<Self, InferError> {
-        Self::load(&ModelDirectory::open(dir)?, threads)
+        Self::load(&ModelDirectory::open(dir)?, LoadOptions { threads, dtype: None })
     }
 
-    /// Loads as [`LoadedModel::open`] does, with the PEFT adapter in `adapter` merged into the weights.
+    /// Loads a model. Weights that are stored in the type that is asked for are used where they lie in their files; all others
+    /// are converted into memory.
     ///
     /// # Errors
-    /// As for [`LoadedModel::open`], or if the adapter belongs to another model.
-    pub fn open_adapted(dir: &Path, adapter: &Path, threads: usize) -> Result<Self, InferError> {
-        Self::load(&ModelDirectory::open(dir)?.with_adapter(adapter)?, threads)
-    }
-
-    fn load(directory: &ModelDirectory, threads: usize) -> Result<Self, InferError> {
+    /// As for [`LoadedModel::open`].
+    pub fn load(directory: &ModelDirectory, options: LoadOptions) -> Result<Self, InferError> {
+        let LoadOptions { threads, dtype } = options;
+        let dtype = dtype.unwrap_or_else(|| directory.stored_dtype());
         let config = directory.config().without_dropout();
         let arena = Arena::new();
-        let records = record(&config, 1, 1, HeadOutput::Logits).records().to_vec();
-        let weights = StateStore::zeros(&arena, &records, DType::F32, MemoryCategory::Parameters)?;
-        directory.for_each_parameter(|name, values| -> Result<(), CheckpointError> {
-            if let Some(index) = records.iter().position(|record| record.name == name) {
-                weights.view(ParameterId(index)).write(values);
-            }
-            Ok(())
-        })?;
+        let recorded = record(&config, dtype, [1, 1], HeadOutput::Logits);
+        let weights = ModelWeights::load(directory, recorded.records(), dtype, &arena)?;
         let mut queue = arena.queue(threads)?;
         // A token's logits must not depend on the tokens that are computed with it.
         queue.set_summation(Summation::ByDepth);
         let name = directory.path().display().to_string();
         let (tokenizer, generation) = (directory.tokenizer(), directory.generation_config());
         let has_chats = directory.has_chats();
-        Ok(Self { config, weights, arena, queue, tokenizer, generation, has_chats, name })
+        Ok(Self { config, weights, dtype, arena, queue, tokenizer, generation, has_chats, name })
+    }
+
+    /// Returns the type of the weights and activations.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Returns the number of compute threads.
+    pub fn threads(&self) -> usize {
+        self.queue.threads()
+    }
+
+    /// Returns the bytes of weights that stay in their files, and of those that were converted into memory.
+    pub fn weight_bytes(&self) -> [usize; 2] {
+        let recorded = self.record(1, 1, HeadOutput::Logits);
+        [self.weights.in_place_bytes(recorded.records()), self.weights.converted.len_bytes()]
     }
 
     /// Returns the model's configuration, without dropout.
@@ -97,11 +116,16 @@ impl LoadedModel {
 
     /// Records the programs for `sequences` of `seq_len` tokens.
     pub(crate) fn record(&self, sequences: usize, seq_len: usize, output: HeadOutput) -> RecordedModel {
-        record(&self.config, sequences, seq_len, output)
+        record(&self.config, self.dtype, [sequences, seq_len], output)
     }
 }
 
-fn record(config: &ModelConfig, sequences: usize, seq_len: usize, output: HeadOutput) -> RecordedModel {
-    let shape = BlockShape { sequences, seq_len, dtype: DType::F32 };
+fn record(
+    config: &ModelConfig,
+    dtype: DType,
+    [sequences, seq_len]: [usize; 2],
+    output: HeadOutput,
+) -> RecordedModel {
+    let shape = BlockShape { sequences, seq_len, dtype };
     RecordedModel::new(config, Mode::Inference, shape, Recompute::None, output)
 }

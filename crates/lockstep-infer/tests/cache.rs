@@ -1,10 +1,13 @@
 //! Reading token by token through the key-value cache gives the logits that transformers computes for the whole sequence at once.
 #![expect(clippy::unwrap_used, reason = "a test whose set-up fails has failed")]
 
-use std::path::{Path, PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
-use lockstep_checkpoint::safetensors::SafetensorsFile;
-use lockstep_infer::{Generator, InferError, LoadedModel};
+use lockstep_checkpoint::{DType, ModelDirectory, safetensors::SafetensorsFile};
+use lockstep_infer::{Generator, InferError, LoadOptions, LoadedModel};
 
 const FAMILIES: [&str; 28] = [
     "gpt2",
@@ -108,10 +111,94 @@ fn chunks_of_the_prompt_and_threads_change_no_bit_of_the_logits() {
 
 /// Returns the logits after the last token, with the prompt read in chunks.
 fn logits_in_chunks(family: &str, ids: &[u32], chunk: usize, threads: usize) -> Vec<f32> {
-    let model = LoadedModel::open(&fixture(family), threads).unwrap();
-    let mut generator = Generator::new(&model, ids.len()).unwrap();
+    logits_of(&LoadedModel::open(&fixture(family), threads).unwrap(), ids, chunk)
+}
+
+fn logits_of(model: &LoadedModel, ids: &[u32], chunk: usize) -> Vec<f32> {
+    let mut generator = Generator::new(model, ids.len()).unwrap();
     ids.chunks(chunk).for_each(|ids| generator.read(ids).unwrap());
     generator.logits().to_vec()
+}
+
+/// Families with fused and transposed tensors, stacked experts, a latent cache, sinks and windows.
+const NARROWED: [&str; 7] = ["gpt2", "llama", "mixtral", "deepseek_v3", "gpt_oss", "gemma2", "phi3"];
+
+#[test]
+fn narrow_weights_are_used_as_they_are_stored() {
+    for family in NARROWED {
+        let (ids, logits) = expected(family);
+        for (dtype, bound) in [(DType::BF16, 0.05), (DType::F16, 0.01)] {
+            let dir = tempfile::tempdir().unwrap();
+            let out = dir.path().join("model");
+            ModelDirectory::open(&fixture(family)).unwrap().export_hf(dtype, &out).unwrap();
+            let [one, two] = [1, 2].map(|threads| LoadedModel::open(&out, threads).unwrap());
+            assert_eq!(one.dtype(), dtype, "{family}");
+            let [in_place, converted] = one.weight_bytes();
+            assert!(in_place > 0, "{family}: {in_place} bytes in place, {converted} converted");
+            if family == "llama" {
+                assert_eq!(converted, 0, "{family}: every tensor is as the model reads it");
+            }
+            let whole = logits_of(&one, &ids, SEQ_LEN);
+            let scale = logits[SEQ_LEN - 1].iter().fold(0.0_f32, |most, logit| most.max(logit.abs()));
+            for (index, (a, b)) in whole.iter().zip(&logits[SEQ_LEN - 1]).enumerate() {
+                assert!(
+                    (a - b).abs() < bound * scale,
+                    "{family} {dtype}: logit {index} is {a} instead of {b}"
+                );
+            }
+            for (model, chunk) in [(&one, 1), (&one, 9), (&two, 5)] {
+                let found = logits_of(model, &ids, chunk);
+                assert!(
+                    found == whole,
+                    "{family} {dtype}, chunks of {chunk}: {:?} instead of {:?}",
+                    &found[..4],
+                    &whole[..4]
+                );
+            }
+        }
+    }
+}
+
+/// Sequences of several blocks of keys, with latent caches, windows, sinks, capped scores and experts.
+#[test]
+fn chunks_of_long_prompts_change_no_bit() {
+    const LONG: usize = 150;
+    for family in ["llama", "deepseek_v3", "gpt_oss", "gemma2", "mixtral"] {
+        let dir = tempfile::tempdir().unwrap();
+        let config = fs::read_to_string(fixture(family).join("config.json")).unwrap();
+        let mut config: serde_json::Value = serde_json::from_str(&config).unwrap();
+        config["max_position_embeddings"] = LONG.into();
+        fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+        fs::copy(fixture(family).join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+        let (ids, _) = expected(family);
+        let ids: Vec<u32> = (0..LONG).map(|at| ids[at * 7 % SEQ_LEN]).collect();
+        for dtype in [DType::F32, DType::BF16] {
+            let directory = ModelDirectory::open(dir.path()).unwrap();
+            let [one, two] = [1, 2].map(|threads| {
+                LoadedModel::load(&directory, LoadOptions { threads, dtype: Some(dtype) }).unwrap()
+            });
+            let whole = logits_of(&one, &ids, LONG);
+            for (model, chunk) in [(&one, 1), (&one, 33), (&two, 64), (&two, LONG), (&two, 3)] {
+                let found = logits_of(model, &ids, chunk);
+                assert!(
+                    found == whole,
+                    "{family} {dtype}, chunks of {chunk}: {:?} instead of {:?}",
+                    &found[..4],
+                    &whole[..4]
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_can_be_widened_to_another_type() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("model");
+    ModelDirectory::open(&fixture("llama")).unwrap().export_hf(DType::BF16, &out).unwrap();
+    let directory = ModelDirectory::open(&out).unwrap();
+    let model = LoadedModel::load(&directory, LoadOptions { threads: 1, dtype: Some(DType::F32) }).unwrap();
+    assert_eq!((model.dtype(), model.weight_bytes()[0]), (DType::F32, 0));
 }
 
 #[test]

@@ -81,6 +81,11 @@ impl HfPlace {
         self.first_element..self.first_element + self.parameter_elements()
     }
 
+    /// Returns true if the tensor holds the whole parameter in canonical order.
+    pub fn is_whole(&self) -> bool {
+        self.first_element == 0 && self.transform == HfTransform::Same
+    }
+
     /// Copies these elements of the parameter, in canonical order, out of the stored tensor.
     ///
     /// # Errors

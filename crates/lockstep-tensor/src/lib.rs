@@ -49,7 +49,7 @@ pub use kernels::{
     Router, RouterGradients, RouterKernels, RouterOutputs, RouterScores, RouterWeights, RunningStatistics,
     Sgd, Summation, TokenPositions, TokenSpan, Window2d, Write, alibi_slopes, document_ends,
 };
-pub use mapped::MappedFile;
+pub use mapped::{MappedFile, MappedTensors};
 pub use named_tensor::{INPUT_IDS, LABELS, NamedTensor, TensorData, find_tensor, is_name_of};
 pub use queue::Queue;
 pub use shape::{Element, Shape};

@@ -24,7 +24,7 @@ pub trait Queue: Kernels {
     /// Sets how f32 matrices are multiplied; has an effect only on a CPU with AMX.
     fn set_f32_products(&mut self, f32_products: F32Products);
 
-    /// Sets the order of additions of linear layers' products.
+    /// Sets the order of additions of linear layers' products and of attention.
     fn set_summation(&mut self, summation: Summation);
 
     /// Returns the number of compute threads of the host.

@@ -1,4 +1,4 @@
-//! `lockstep bench step|gemm|collectives|pipeline|machine`.
+//! `lockstep bench step|generate|gemm|collectives|pipeline|machine`.
 
 use std::process::ExitCode;
 
@@ -28,12 +28,14 @@ use serde_json::json;
 use crate::exit::{FAILED, Failure};
 use crate::infer::threads;
 use crate::output::say;
-use crate::{collectives, measured, pipelines, ranks};
+use crate::{bench_generate, collectives, measured, pipelines, ranks};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Time training steps on random tokens
     Step(StepArguments),
+    /// Time a prompt and the tokens after it, on random token ids
+    Generate(bench_generate::Arguments),
     /// Time the matrix products of a transformer
     Gemm(GemmArguments),
     /// Time collectives between ranks of this machine, in the manner of nccl-tests
@@ -135,6 +137,7 @@ pub(crate) struct GemmArguments {
 pub(crate) fn run(command: &Command) -> Result<ExitCode, Failure> {
     match command {
         Command::Step(arguments) => step(arguments),
+        Command::Generate(arguments) => bench_generate::run(arguments),
         Command::Gemm(arguments) => gemm(arguments).map(|()| ExitCode::SUCCESS),
         Command::Collectives(arguments) => collectives::run(arguments),
         Command::Pipeline(arguments) => pipelines::run(arguments),

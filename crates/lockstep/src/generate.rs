@@ -13,17 +13,13 @@ use lockstep_infer::{GenerationConfig, Generator, InferError, LoadedModel, Sampl
 use serde_json::{Value, json};
 
 use crate::exit::{CORRUPT_INPUT, Failure};
-use crate::infer::open;
+use crate::infer::ModelArguments;
 use crate::output::{note, say, warning};
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// A Hugging Face directory, a checkpoint of a run, or a repository in the cache of Hugging Face
-    #[arg(long, value_name = "MODEL")]
-    model: String,
-    /// A directory with an adapter of PEFT's for the model
-    #[arg(long, value_name = "DIR")]
-    adapter: Option<PathBuf>,
+    #[command(flatten)]
+    model: ModelArguments,
     /// The text to continue, or with --chat the question to answer; - or nothing reads standard input
     #[arg(long, allow_hyphen_values = true)]
     prompt: Option<String>,
@@ -57,9 +53,6 @@ pub(crate) struct Arguments {
     /// When the context is full, continue with its last N tokens [default: the model's own window, if it has one]
     #[arg(long, value_name = "N")]
     sliding_window: Option<usize>,
-    /// Compute threads [default: all cores]
-    #[arg(long)]
-    threads: Option<usize>,
     /// Print one JSON document
     #[arg(long)]
     json: bool,
@@ -75,7 +68,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         && arguments.prompts.is_none()
         && std::io::stdin().is_terminal();
     let prompts = if talks { Vec::new() } else { prompts(arguments)? };
-    let model = open(&arguments.model, arguments.adapter.as_deref(), arguments.threads)?;
+    let model = arguments.model.open()?;
     let tokenizer = model.tokenizer()?;
     let config = model.generation_config()?;
     if !config.ignored.is_empty() {

@@ -1,45 +1,82 @@
 //! `lockstep eval`, and the loading of models for inference.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
+use lockstep_checkpoint::{DType, ModelDirectory};
 use lockstep_config::{RunConfig, find_weights};
 use lockstep_data::{
     Bar, Dataset, FindDocuments, Format, OpenOptions, Packing, Progress, SampleOrder, SourceFile, Tail,
     TextOptions, Tokens, WindowOptions, expand,
 };
-use lockstep_infer::{LoadedModel, evaluate};
+use lockstep_infer::{LoadOptions, LoadedModel, evaluate};
 use serde_json::json;
 
 use crate::exit::Failure;
 use crate::output::say;
 
+/// The model of an inference, and how it is loaded.
 #[derive(Debug, Args)]
-pub(crate) struct EvalArguments {
+pub(crate) struct ModelArguments {
     /// A Hugging Face directory, a checkpoint of a run, or a repository in the cache of Hugging Face
     #[arg(long, value_name = "MODEL")]
-    model: String,
+    pub(crate) model: String,
     /// A directory with an adapter of PEFT's for the model
     #[arg(long, value_name = "DIR")]
-    adapter: Option<PathBuf>,
+    pub(crate) adapter: Option<PathBuf>,
+    /// Type of weights and activations; auto takes that of the files, which are then used where they lie
+    #[arg(long, value_name = "TYPE", default_value = "auto", value_enum)]
+    dtype: DtypeChoice,
+    /// Compute threads [default: all cores]
+    #[arg(long)]
+    threads: Option<usize>,
+}
+
+/// Values of `--dtype`.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum DtypeChoice {
+    Auto,
+    F32,
+    Bf16,
+    F16,
+}
+
+impl ModelArguments {
+    /// Loads the model by any of its names, with the adapter if one is given.
+    pub(crate) fn open(&self) -> Result<LoadedModel, Failure> {
+        let mut directory = ModelDirectory::open(&find_weights(&self.model)?)?;
+        if let Some(adapter) = &self.adapter {
+            directory = directory.with_adapter(adapter)?;
+        }
+        let dtype = match self.dtype {
+            DtypeChoice::Auto => None,
+            DtypeChoice::F32 => Some(DType::F32),
+            DtypeChoice::Bf16 => Some(DType::BF16),
+            DtypeChoice::F16 => Some(DType::F16),
+        };
+        Ok(LoadedModel::load(&directory, LoadOptions { threads: threads(self.threads)?, dtype })?)
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EvalArguments {
+    #[command(flatten)]
+    model: ModelArguments,
     /// Files of text, JSON lines or tokens, directories, globs
     #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
     data: Vec<String>,
     /// Tokens per window [default: the model's maximum, at most 1024]
     #[arg(long)]
     seq_len: Option<usize>,
-    /// Compute threads [default: all cores]
-    #[arg(long)]
-    threads: Option<usize>,
     /// Print one JSON document
     #[arg(long)]
     json: bool,
 }
 
 pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
-    let model = open(&arguments.model, arguments.adapter.as_deref(), arguments.threads)?;
+    let model = arguments.model.open()?;
     let longest = model.config().max_position_embeddings();
     let seq_len = arguments.seq_len.unwrap_or(longest.min(1024));
     if seq_len == 0 || seq_len > longest {
@@ -76,19 +113,6 @@ pub(crate) fn eval(arguments: &EvalArguments) -> Result<ExitCode, Failure> {
         say!("loss {loss:.4}  perplexity {perplexity:.3}  tokens {tokens}  windows of {seq_len}");
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// Loads a model by any of its names, with an adapter if one is given.
-pub(crate) fn open(
-    model: &str,
-    adapter: Option<&Path>,
-    asked_threads: Option<usize>,
-) -> Result<LoadedModel, Failure> {
-    let (model, threads) = (find_weights(model)?, threads(asked_threads)?);
-    Ok(match adapter {
-        None => LoadedModel::open(&model, threads)?,
-        Some(adapter) => LoadedModel::open_adapted(&model, adapter, threads)?,
-    })
 }
 
 /// Maximum number of threads, as for `train.threads`.

@@ -78,6 +78,7 @@
 
 mod advice;
 mod bench;
+mod bench_generate;
 #[cfg(test)]
 mod book;
 mod checkpoint;

@@ -11,6 +11,8 @@ use serde::Deserialize;
 
 use super::{INDEX_FILE, SINGLE_FILE};
 use crate::{
+    StoredParameter,
+    convert::is_float,
     error::CheckpointError,
     files::{is_plain_name, read_limited},
     safetensors::{SafetensorsFile, TensorRef, deserialize_unique_strings},
@@ -99,6 +101,15 @@ impl HfCheckpoint {
     /// Returns the tensor with that name: stored type, shape and bytes.
     pub fn tensor(&self, name: &str) -> Result<TensorRef<'_>, CheckpointError> {
         self.shard_of(name)?.tensor(name)
+    }
+
+    /// Returns the location of a float tensor; `None` if there is none of that name.
+    pub(crate) fn stored(&self, name: &str) -> Option<StoredParameter<'_>> {
+        let shard = &self.shards[*self.by_name.get(name)?];
+        let info = shard.header().tensor(name)?;
+        let dtype = shard.tensor(name).ok()?.known_dtype().filter(|&dtype| is_float(dtype))?;
+        let elements = info.shape.iter().product();
+        Some(StoredParameter { name: &info.name, file: shard.path(), offset: info.offset, dtype, elements })
     }
 
     /// Fills `out` with all values of a tensor as `f32`. `out` must have as many elements as the tensor.

@@ -22,7 +22,7 @@ pub enum Write {
     Accumulate,
 }
 
-/// Order of additions of an `NT` product, the forward of a linear layer.
+/// Order of additions in the forward of linear layers (`NT` products) and of attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Summation {
     /// The fastest order for the shape: a row's bits may depend on the number of rows. For training, where shapes are fixed.

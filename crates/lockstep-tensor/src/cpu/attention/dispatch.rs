@@ -22,7 +22,7 @@ use super::{
 #[cfg(target_arch = "aarch64")]
 use crate::cpu::gemm::panels::NeonBf16;
 use crate::{
-    Attention, AttentionKernels, AttentionVariant, AttentionWrite, CpuQueue, View, Write,
+    Attention, AttentionKernels, AttentionVariant, AttentionWrite, CpuQueue, Summation, View, Write,
     cpu::{
         operands::{Operand, check_disjoint},
         simd::with_float,
@@ -34,7 +34,7 @@ use crate::{
     cpu::gemm::panels::{Avx512Dot, Tiles},
 };
 
-/// Smallest number of rows of a key head for which bf16 uses the matrix instructions; fewer rows do not fill them.
+/// Smallest number of rows of a key head for which bf16 uses the matrix instructions in training; fewer rows do not fill them.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const TILED_ROWS: usize = 16;
 
@@ -153,10 +153,12 @@ impl AttentionKernels for CpuQueue {
     }
 }
 
-/// Returns true if the queue's level has bf16 matrix instructions, and there are enough rows to fill them.
+/// Returns true if the queue's level has bf16 matrix instructions, and there are enough rows to fill them or the bits of a row
+/// must not depend on their number.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 fn is_tiled(queue: &CpuQueue, dtype: DType, geometry: &Geometry<'_>) -> bool {
-    dtype == DType::BF16 && geometry.rows() >= TILED_ROWS && queue.level >= packed::LEVEL
+    let is_worth_it = geometry.rows() >= TILED_ROWS || queue.summation == Summation::ByDepth;
+    dtype == DType::BF16 && is_worth_it && queue.level >= packed::LEVEL
 }
 
 /// Runs a forward or a backward on the bf16 matrix instructions of the queue's level.

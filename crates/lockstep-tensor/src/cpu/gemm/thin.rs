@@ -189,9 +189,9 @@ impl<T: Float> Panel<'_, '_, T> {
         unsafe {
             let mut sums = [[V::zero(); VECTORS]; ROWS];
             let mut start = depth.start;
-            for square in self.squares::<U>() {
+            for (square, ahead_bytes) in self.squares::<U>() {
                 for line in 0..SIDE {
-                    prefetch(square.first.wrapping_add(line * square.stride).wrapping_byte_add(AHEAD_BYTES));
+                    prefetch(square.first.wrapping_add(line * square.stride).wrapping_byte_add(ahead_bytes));
                 }
                 V::transpose_into(square, Square { first: packed.as_mut_ptr(), stride: SIDE });
                 add_products(&mut sums, rows, start / U::ELEMENTS, packed, SIDE);
@@ -211,16 +211,22 @@ impl<T: Float> Panel<'_, '_, T> {
         }
     }
 
-    /// Returns the squares of units at the begin of the panel that can be transposed as they are stored.
+    /// Returns the squares of units at the begin of the panel that can be transposed as they are stored, each with the distance
+    /// in bytes to the place to fetch: along the line, and from its end on in the next panel.
     #[inline(always)]
-    fn squares<U: Packing<Source = T>>(&self) -> impl Iterator<Item = Square<*const u32>> {
+    fn squares<U: Packing<Source = T>>(&self) -> impl Iterator<Item = (Square<*const u32>, usize)> {
         let Self { b, columns, depth } = self;
         let line = b.line(columns.start);
         let are_units = U::IS_STORED_ALONG && line.len().is_multiple_of(U::ELEMENTS) && columns.len() == SIDE;
         let count = if are_units { depth.len() / U::ELEMENTS / SIDE } else { 0 };
         let first = line[depth.start..].as_ptr().cast::<u32>();
         let stride = line.len() / U::ELEMENTS;
-        (0..count).map(move |index| Square { first: first.wrapping_add(index * SIDE), stride })
+        let (line_bytes, first_byte) = (size_of_val(line), depth.start * size_of::<T>());
+        (0..count).map(move |index| {
+            let is_of_next = first_byte + index * SIDE * size_of::<u32>() + AHEAD_BYTES >= line_bytes;
+            let ahead_bytes = AHEAD_BYTES + if is_of_next { (SIDE - 1) * line_bytes } else { 0 };
+            (Square { first: first.wrapping_add(index * SIDE), stride }, ahead_bytes)
+        })
     }
 }
 

@@ -1,0 +1,100 @@
+"""Writes a Hugging Face directory with random weights at the size of a published model.
+
+    python benches/peers/random_model.py --shape llama-2-7b --dtype bfloat16 --out /tmp/llama-2-7b
+    lockstep bench generate --model /tmp/llama-2-7b
+
+Speed and memory do not depend on the values. The directory has no tokenizer. Tensors are written one after the other, so
+that the largest one is all that is held in memory.
+"""
+
+import argparse
+import json
+import struct
+from pathlib import Path
+
+import torch
+
+SHAPES = {
+    "qwen3-0.6b": dict(
+        model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, rope_theta=1e6,
+        max_position_embeddings=40960, rms_norm_eps=1e-6,
+    ),
+    "qwen3-1.7b": dict(
+        model_type="qwen3", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, rope_theta=1e6,
+        max_position_embeddings=40960, rms_norm_eps=1e-6,
+    ),
+    "qwen3-4b": dict(
+        model_type="qwen3", vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, rope_theta=1e6,
+        max_position_embeddings=40960, rms_norm_eps=1e-6,
+    ),
+    "llama-2-7b": dict(
+        model_type="llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=32, head_dim=128, tie_word_embeddings=False, rope_theta=1e4,
+        max_position_embeddings=4096, rms_norm_eps=1e-5,
+    ),
+}
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def tensors(config):
+    """Yields the name and shape of each tensor."""
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries = config["num_attention_heads"] * head_dim
+    keys = config["num_key_value_heads"] * head_dim
+    yield "model.embed_tokens.weight", [config["vocab_size"], hidden]
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}."
+        yield block + "input_layernorm.weight", [hidden]
+        yield block + "self_attn.q_proj.weight", [queries, hidden]
+        yield block + "self_attn.k_proj.weight", [keys, hidden]
+        yield block + "self_attn.v_proj.weight", [keys, hidden]
+        yield block + "self_attn.o_proj.weight", [hidden, queries]
+        if config["model_type"] == "qwen3":
+            yield block + "self_attn.q_norm.weight", [head_dim]
+            yield block + "self_attn.k_norm.weight", [head_dim]
+        yield block + "post_attention_layernorm.weight", [hidden]
+        yield block + "mlp.gate_proj.weight", [inner, hidden]
+        yield block + "mlp.up_proj.weight", [inner, hidden]
+        yield block + "mlp.down_proj.weight", [hidden, inner]
+    yield "model.norm.weight", [hidden]
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", [config["vocab_size"], hidden]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--dtype", choices=SAFETENSORS_NAMES, default="bfloat16")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    shape, dtype = SHAPES[arguments.shape], getattr(torch, arguments.dtype)
+    config = dict(
+        shape, architectures=[ARCHITECTURES[shape["model_type"]]], hidden_act="silu", attention_bias=False,
+        torch_dtype=arguments.dtype, bos_token_id=1, eos_token_id=2,
+    )
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    header, offset = {}, 0
+    for name, size in tensors(shape):
+        end = offset + torch.Size(size).numel() * dtype.itemsize
+        header[name] = {"dtype": SAFETENSORS_NAMES[arguments.dtype], "shape": size, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 64)
+    random = torch.Generator().manual_seed(0)
+    with open(arguments.out / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, size in tensors(shape):
+            if name.endswith("norm.weight"):
+                values = torch.ones(size)
+            else:
+                values = torch.empty(size).uniform_(-0.03, 0.03, generator=random)
+            file.write(values.to(dtype).view(torch.uint8).numpy().tobytes())
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,9 @@ use crate::{
 /// Rows and keys of a block of scores; also the number of bits in the mask of a row.
 pub(super) const BLOCK: usize = 64;
 
+/// Rows whose statistics are reduced together: a multiple of the lanes of every level, and a divisor of a block.
+pub(super) const ROWS: usize = 16;
+
 /// Coefficients of `2^r - 1` on `[-1/2, 1/2]` from the first power up: minimax in relative error, 2e-9.
 pub(super) const EXP2: [f32; 6] =
     [std::f32::consts::LN_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_5, 0.000_153_533_62];
@@ -54,6 +57,18 @@ pub(super) trait Lanes: Copy {
     fn select(self, bits: u64, other: Self) -> Self;
     fn sum(self) -> f32;
     fn maximum(self) -> f32;
+
+    /// Returns [`Lanes::sum`] of each register.
+    #[inline(always)]
+    fn sums(registers: &[Self; ROWS]) -> [f32; ROWS] {
+        registers.map(Self::sum)
+    }
+
+    /// Returns [`Lanes::maximum`] of each register.
+    #[inline(always)]
+    fn maximums(registers: &[Self; ROWS]) -> [f32; ROWS] {
+        registers.map(Self::maximum)
+    }
 
     /// Computes the hyperbolic tangent to within a relative error of 4e-7; NaN stays NaN.
     #[inline(always)]

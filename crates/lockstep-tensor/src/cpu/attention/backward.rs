@@ -14,14 +14,11 @@ use super::{
     geometry::{Bits, Geometry, Pair, rows_with},
     lanes::{BLOCK, Lanes},
     output::Output as Gradient,
-    product::{Left, Output, Right, Start, multiply},
+    product::{Left, Output, Right, Start, TILE_ROWS, multiply},
     scores::{change_scores, multiply_derivatives},
     worker::Worker,
 };
 use crate::cpu::simd::{Float, inlined};
-
-/// Number of keys whose gradients are summed together.
-const KEY_STRIP: usize = 6;
 
 /// Operands of the backward.
 pub(super) struct Backward<'a, T> {
@@ -197,9 +194,9 @@ impl<T: Float> Backward<'_, T> {
         }
         .differentiate::<V>(scratch.probabilities, scratch.dscores);
         multiply_derivatives::<V>(seen, scratch.cap_derivatives, scratch.dscores);
-        for key in (0..keys.len()).step_by(KEY_STRIP) {
-            let strip = key..keys.len().min(key + KEY_STRIP);
-            let rows = rows_with(seen, 0x3F << key);
+        for key in (0..keys.len()).step_by(TILE_ROWS) {
+            let strip = key..keys.len().min(key + TILE_ROWS);
+            let rows = rows_with(seen, ((1 << TILE_ROWS) - 1) << key);
             let shape = || (strip.clone(), rows.clone(), 0..width);
             multiply::<V>(
                 Start::Output,

@@ -10,15 +10,12 @@ use lockstep_plan::DType;
 use super::{
     geometry::{Bits, Geometry, Pair, columns_of},
     lanes::{BLOCK, Lanes},
-    product::{Left, Output, Right, Start, multiply},
+    product::{Left, Output, Right, Start, TILE_ROWS, multiply},
 };
 use crate::cpu::simd::{self, CACHE_LINE_BYTES, Float, inlined};
 
 /// Distance in rows between a loop over rows and its prefetch.
 pub(super) const PREFETCH_ROWS: usize = 16;
-
-/// Number of rows that are scored together. Their visible keys may differ.
-const STRIP: usize = 6;
 
 /// Splits the first `len` elements off a slice.
 pub(super) fn take<'a>(scratch: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
@@ -114,10 +111,10 @@ pub(super) fn score<V: Lanes>(
     right: &[f32],
     scores: &mut [f32],
 ) {
-    for (strip, bits) in visible.chunks(STRIP).enumerate() {
+    for (strip, bits) in visible.chunks(TILE_ROWS).enumerate() {
         let columns = columns_of(bits);
         let columns = columns.start / V::LANES * V::LANES..columns.end.next_multiple_of(V::LANES);
-        let first = strip * STRIP;
+        let first = strip * TILE_ROWS;
         multiply::<V>(
             Start::Zero,
             (first..first + bits.len(), 0..geometry.head_dim, columns),
@@ -139,8 +136,8 @@ pub(super) fn gather<V: Lanes>(
     sums: &mut [f32],
 ) {
     let width = geometry.padded_dim;
-    for (strip, bits) in visible.chunks(STRIP).enumerate() {
-        let first = strip * STRIP;
+    for (strip, bits) in visible.chunks(TILE_ROWS).enumerate() {
+        let first = strip * TILE_ROWS;
         multiply::<V>(
             start,
             (first..first + bits.len(), columns_of(bits), 0..width),

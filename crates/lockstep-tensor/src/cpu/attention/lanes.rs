@@ -30,7 +30,7 @@ pub(super) trait Lanes: Copy {
     const LEVEL: CpuLevel;
     /// Number of lanes of a register; divides 64.
     const LANES: usize;
-    /// Number of registers in a row of a tile of accumulators, such that four rows fit the register file.
+    /// Number of registers in a row of a tile of accumulators, such that six rows fit the register file.
     const TILE_REGISTERS: usize;
 
     /// # Safety
@@ -311,6 +311,24 @@ mod tests {
     #[test]
     fn reductions_cover_every_lane_and_selections_follow_their_bits() {
         on_all_lanes!(check_reductions);
+    }
+
+    fn check_reductions_of_rows<V: Lanes>() {
+        // Numbers whose sums round, so that another order of additions gives other bits.
+        let x: Vec<f32> = (0..ROWS * V::LANES).map(|i| (i as f32 * 1.7).sin()).collect();
+        let mut reduced = [[0.0; ROWS]; 4];
+        // SAFETY: `levels` detected the level in the CPU, and a register of each row lies in the numbers.
+        V::LEVEL.run(|| unsafe {
+            let rows: [V; ROWS] = std::array::from_fn(|i| V::load(x[i * V::LANES..][..V::LANES].as_ptr()));
+            reduced = [V::sums(&rows), rows.map(V::sum), V::maximums(&rows), rows.map(V::maximum)];
+        });
+        assert_eq!(reduced[0].map(f32::to_bits), reduced[1].map(f32::to_bits), "{}: sums", V::LEVEL);
+        assert_eq!(reduced[2], reduced[3], "{}: maximums", V::LEVEL);
+    }
+
+    #[test]
+    fn rows_are_reduced_together_in_the_order_of_one_row() {
+        on_all_lanes!(check_reductions_of_rows);
     }
 
     fn check_transpose<V: Lanes>() {

@@ -8,8 +8,9 @@ use std::ops::Range;
 use super::lanes::Lanes;
 use crate::cpu::simd::inlined;
 
-/// Number of rows of a tile of accumulators.
-const TILE_ROWS: usize = 6;
+/// Number of rows of a tile of accumulators. With [`Lanes::TILE_REGISTERS`] registers each, they fill most of the register
+/// file, so that each load serves many products.
+pub(super) const TILE_ROWS: usize = 6;
 
 /// The sums that a product is added to.
 #[derive(Clone, Copy)]
@@ -89,31 +90,11 @@ pub(super) fn multiply<V: Lanes>(
                 // SAFETY: the tile lies inside the asserted bounds, and this runs under `V::LEVEL`, which the
                 // queue detected in the CPU before it chose `V`.
                 unsafe {
-                    match (height, registers) {
-                        (6, 4) => tile.run::<V, 6, 4>(),
-                        (6, 3) => tile.run::<V, 6, 3>(),
-                        (6, 2) => tile.run::<V, 6, 2>(),
-                        (6, _) => tile.run::<V, 6, 1>(),
-                        (5, 4) => tile.run::<V, 5, 4>(),
-                        (5, 3) => tile.run::<V, 5, 3>(),
-                        (5, 2) => tile.run::<V, 5, 2>(),
-                        (5, _) => tile.run::<V, 5, 1>(),
-                        (4, 4) => tile.run::<V, 4, 4>(),
-                        (4, 3) => tile.run::<V, 4, 3>(),
-                        (4, 2) => tile.run::<V, 4, 2>(),
-                        (4, _) => tile.run::<V, 4, 1>(),
-                        (3, 4) => tile.run::<V, 3, 4>(),
-                        (3, 3) => tile.run::<V, 3, 3>(),
-                        (3, 2) => tile.run::<V, 3, 2>(),
-                        (3, _) => tile.run::<V, 3, 1>(),
-                        (2, 4) => tile.run::<V, 2, 4>(),
-                        (2, 3) => tile.run::<V, 2, 3>(),
-                        (2, 2) => tile.run::<V, 2, 2>(),
-                        (2, _) => tile.run::<V, 2, 1>(),
-                        (_, 4) => tile.run::<V, 1, 4>(),
-                        (_, 3) => tile.run::<V, 1, 3>(),
-                        (_, 2) => tile.run::<V, 1, 2>(),
-                        (_, _) => tile.run::<V, 1, 1>(),
+                    match registers {
+                        4 => tile.of_height::<V, 4>(height),
+                        3 => tile.of_height::<V, 3>(height),
+                        2 => tile.of_height::<V, 2>(height),
+                        _ => tile.of_height::<V, 1>(height),
                     }
                 }
                 row += height;
@@ -138,6 +119,25 @@ struct Tile<'a> {
 }
 
 impl Tile<'_> {
+    /// Computes a tile of up to [`TILE_ROWS`] rows and `N` registers.
+    ///
+    /// # Safety
+    /// As [`Self::run`].
+    #[inline(always)]
+    unsafe fn of_height<V: Lanes, const N: usize>(self, rows: usize) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match rows {
+                6 => self.run::<V, 6, N>(),
+                5 => self.run::<V, 5, N>(),
+                4 => self.run::<V, 4, N>(),
+                3 => self.run::<V, 3, N>(),
+                2 => self.run::<V, 2, N>(),
+                _ => self.run::<V, 1, N>(),
+            }
+        }
+    }
+
     /// Computes a tile of `M` rows and `N` registers.
     ///
     /// # Safety

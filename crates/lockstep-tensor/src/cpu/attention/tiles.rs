@@ -345,7 +345,7 @@ impl<K: MicroKernel> Tiled<Backward<'_, bf16>, K> {
                 Needed::Rows(seen),
                 Target::vectors(scratch.dv, keys.len(), geometry, Start::Output),
             );
-            left::<K>(&across(dscores), key_count.clone(), row_count.clone(), BLOCK_UNITS, packed);
+            left::<K>(&across(dscores), key_count, row_count, BLOCK_UNITS, packed);
             multiply::<V, K>(
                 BLOCK_UNITS,
                 Left::Packed(packed),

@@ -261,7 +261,7 @@ impl Needed<'_> {
 /// The left operand of a product.
 #[derive(Clone, Copy)]
 pub(super) enum Left<'a> {
-    /// Packed panels.
+    /// Panels in the order of the micro-kernel.
     Packed(&'a [f32]),
     /// Rows of scores, rounded to bf16, that the micro-kernel reads where they lie.
     Scores(&'a [bf16]),

@@ -10,21 +10,15 @@
 use std::ops::Range;
 
 use super::{
-    block::{PREFETCH_ROWS, gather, kept, pack, prefetch, score, take, transpose},
+    block::{Kept, PREFETCH_ROWS, gather, kept, pack, prefetch, score, take, transpose},
     geometry::{Bits, Geometry, Pair, rows_with},
     lanes::{BLOCK, Lanes},
     output::Output as Gradient,
-    product::{Left, Output, Right, multiply},
+    product::{Left, Output, Right, Start, TILE_ROWS, multiply},
     scores::{change_scores, multiply_derivatives},
     worker::Worker,
 };
-use crate::{
-    Write,
-    cpu::simd::{Float, inlined},
-};
-
-/// Number of keys whose gradients are summed together.
-const KEY_STRIP: usize = 4;
+use crate::cpu::simd::{Float, inlined};
 
 /// Operands of the backward.
 pub(super) struct Backward<'a, T> {
@@ -105,7 +99,7 @@ impl<T: Float> Backward<'_, T> {
         for first_key in (0..geometry.key_len).step_by(BLOCK) {
             self.key_block::<V>(pair, first_key, &mut scratch);
         }
-        let places = (0..geometry.rows()).map(|row| geometry.query_vector(pair, row));
+        let places = geometry.query_vectors(pair, 0..geometry.rows());
         // SAFETY: only this task writes the pair's rows.
         unsafe { unpack::<V, T>(scratch.dq, geometry.scale, &self.dq, places, geometry.padded_dim) };
     }
@@ -121,15 +115,17 @@ impl<T: Float> Backward<'_, T> {
         let geometry = &self.geometry;
         dq.fill(0.0);
         V::LEVEL.run(inlined!(|| {
-            for row in 0..geometry.rows() {
-                let later = (row + PREFETCH_ROWS < geometry.rows()).then_some(row + PREFETCH_ROWS);
-                let later = || later.iter().map(|row| geometry.query_vector(pair, *row));
-                prefetch(self.dout, later());
-                prefetch(self.out, later());
-                let statistic = self.log_sum_exp[geometry.statistic(pair, row)];
-                exponents[row] = statistic * std::f32::consts::LOG2_E;
-                let vector = geometry.query_vector(pair, row);
-                corrections[row] = dot(&self.dout[vector.clone()], &self.out[vector]);
+            let rows = 0..geometry.rows();
+            let mut later = geometry.query_vectors(pair, rows.clone()).skip(PREFETCH_ROWS);
+            let places = geometry.query_vectors(pair, rows.clone()).zip(geometry.statistics(pair, rows));
+            let rows = exponents.iter_mut().zip(corrections).zip(places);
+            for ((exponent, correction), (vector, statistic)) in rows {
+                if let Some(later) = later.next() {
+                    prefetch(self.dout, later.clone());
+                    prefetch(self.out, later);
+                }
+                *exponent = self.log_sum_exp[statistic] * std::f32::consts::LOG2_E;
+                *correction = dot(&self.dout[vector.clone()], &self.out[vector]);
             }
         }));
     }
@@ -139,16 +135,16 @@ impl<T: Float> Backward<'_, T> {
         let geometry = &self.geometry;
         let width = geometry.padded_dim;
         let block = first_key..geometry.key_len.min(first_key + BLOCK);
-        let places = || block.clone().map(|key| geometry.key_vector(pair, key));
+        let places = || geometry.key_vectors(pair, block.clone());
         // Only the transpose of the values is needed; the buffer of the keys is used to pack them.
         pack::<V, T>(self.v, places(), 1.0, scratch.keys, width);
         transpose::<V>(scratch.keys, width, block.len(), scratch.values_transposed);
         pack::<V, T>(self.k, places(), 1.0, scratch.keys, width);
         transpose::<V>(scratch.keys, width, block.len(), scratch.keys_transposed);
         let next = block.end..geometry.key_len.min(block.end + BLOCK);
-        let next = || next.clone().map(|key| geometry.key_vector(pair, key));
-        prefetch(self.k, next());
-        prefetch(self.v, next());
+        let next = || geometry.key_vectors(pair, next.clone());
+        next().for_each(|key| prefetch(self.k, key));
+        next().for_each(|key| prefetch(self.v, key));
         scratch.dk.fill(0.0);
         scratch.dv.fill(0.0);
         for first_row in (0..geometry.rows()).step_by(BLOCK) {
@@ -177,41 +173,40 @@ impl<T: Float> Backward<'_, T> {
         let geometry = &self.geometry;
         let width = geometry.padded_dim;
         let factor = geometry.scale * std::f32::consts::LOG2_E;
-        let places = || rows.clone().map(|row| geometry.query_vector(pair, row));
+        let places = || geometry.query_vectors(pair, rows.clone());
         pack::<V, T>(self.q, places(), factor, scratch.queries, width);
         pack::<V, T>(self.dout, places(), 1.0, scratch.dout, width);
         let next = rows.end..geometry.rows().min(rows.end + BLOCK);
-        let next = || next.clone().map(|row| geometry.query_vector(pair, row));
-        prefetch(self.q, next());
-        prefetch(self.dout, next());
+        let next = || geometry.query_vectors(pair, next.clone());
+        next().for_each(|row| prefetch(self.q, row));
+        next().for_each(|row| prefetch(self.dout, row));
         let seen = &visible[..rows.len()];
         score::<V>(geometry, seen, scratch.queries, scratch.keys_transposed, scratch.probabilities);
         score::<V>(geometry, seen, scratch.dout, scratch.values_transposed, scratch.dscores);
         let (scores, derivatives) = (&mut *scratch.probabilities, &mut *scratch.cap_derivatives);
         change_scores::<V>(geometry, pair, rows.clone(), keys.start, seen, scores, derivatives);
-        let (kept, kept_scale) = kept::<V>(geometry, pair, rows.clone(), keys.start);
+        let kept = kept::<V>(geometry, pair, rows.clone(), keys.start);
         Softmax {
             visible: seen,
-            kept: &kept,
-            kept_scale,
+            kept: kept.as_ref(),
             exponents: &scratch.exponents[rows.clone()],
             corrections: &scratch.corrections[rows.clone()],
         }
         .differentiate::<V>(scratch.probabilities, scratch.dscores);
         multiply_derivatives::<V>(seen, scratch.cap_derivatives, scratch.dscores);
-        for key in (0..keys.len()).step_by(KEY_STRIP) {
-            let strip = key..keys.len().min(key + KEY_STRIP);
-            let rows = rows_with(visible, rows.len(), 0xF << key);
+        for key in (0..keys.len()).step_by(TILE_ROWS) {
+            let strip = key..keys.len().min(key + TILE_ROWS);
+            let rows = rows_with(seen, ((1 << TILE_ROWS) - 1) << key);
             let shape = || (strip.clone(), rows.clone(), 0..width);
             multiply::<V>(
-                Write::Accumulate,
+                Start::Output,
                 shape(),
                 Left { data: scratch.probabilities, row: 1, inner: BLOCK },
                 Right { data: scratch.dout, row: width },
                 Output { data: scratch.dv, row: width },
             );
             multiply::<V>(
-                Write::Accumulate,
+                Start::Output,
                 shape(),
                 Left { data: scratch.dscores, row: 1, inner: BLOCK },
                 Right { data: scratch.queries, row: width },
@@ -219,15 +214,14 @@ impl<T: Float> Backward<'_, T> {
             );
         }
         let dq = &mut scratch.dq[rows.start * width..];
-        gather::<V>(geometry, seen, scratch.dscores, scratch.keys, dq);
+        gather::<V>(geometry, seen, scratch.dscores, scratch.keys, Start::Output, dq);
     }
 }
 
 /// The softmax of a strip of rows, with the statistics of the forward.
 pub(super) struct Softmax<'a> {
     pub(super) visible: &'a [u64],
-    pub(super) kept: &'a [u64],
-    pub(super) kept_scale: f32,
+    pub(super) kept: Option<&'a Kept>,
     pub(super) exponents: &'a [f32],
     pub(super) corrections: &'a [f32],
 }
@@ -236,31 +230,40 @@ impl Softmax<'_> {
     /// Replaces scores by probabilities after dropout, and gradients of the probabilities by gradients of the scores.
     #[inline(never)]
     pub(super) fn differentiate<V: Lanes>(self, scores: &mut [f32], gradients: &mut [f32]) {
-        let Self { visible, kept, kept_scale, exponents, corrections } = self;
         V::LEVEL.run(inlined!(|| {
-            // SAFETY: this runs under `V::LEVEL`.
-            let splat = |x| unsafe { V::splat(x) };
-            let (zero, kept_scale) = (splat(0.0), splat(kept_scale));
-            for (i, visible) in visible.iter().enumerate() {
-                let scores = scores[i * BLOCK..][..BLOCK].as_mut_ptr();
-                let gradients = gradients[i * BLOCK..][..BLOCK].as_mut_ptr();
-                let (exponent, correction) = (splat(exponents[i]), splat(corrections[i]));
-                for lane in (0..BLOCK).step_by(V::LANES) {
-                    let (visible, kept) = (visible >> lane, kept[i] >> lane);
-                    // SAFETY: the register lies inside the row of 64 just sliced.
-                    let (score, gradient) =
-                        unsafe { (V::load(scores.add(lane)), V::load(gradients.add(lane))) };
-                    let probability = score.sub(exponent).exp2();
-                    let factor = kept_scale.select(kept, zero);
-                    let gradient = probability.mul(gradient.mul(factor).sub(correction));
-                    // SAFETY: as above.
-                    unsafe {
-                        probability.mul(factor).select(visible, zero).store(scores.add(lane));
-                        gradient.select(visible, zero).store(gradients.add(lane));
-                    }
-                }
+            match self.kept {
+                None => self.differentiate_rows::<V, false>(scores, gradients),
+                Some(_) => self.differentiate_rows::<V, true>(scores, gradients),
             }
         }));
+    }
+
+    #[inline(always)]
+    fn differentiate_rows<V: Lanes, const DROPOUT: bool>(self, scores: &mut [f32], gradients: &mut [f32]) {
+        // SAFETY: this runs under `V::LEVEL`.
+        let splat = inlined!(|x| unsafe { V::splat(x) });
+        let zero = splat(0.0);
+        let rows = scores.chunks_exact_mut(BLOCK).zip(gradients.chunks_exact_mut(BLOCK));
+        for (i, (bits, (scores, gradients))) in self.visible.iter().zip(rows).enumerate() {
+            let (exponent, correction) = (splat(self.exponents[i]), splat(self.corrections[i]));
+            for lane in (0..BLOCK).step_by(V::LANES) {
+                let score = scores[lane..lane + V::LANES].as_mut_ptr();
+                let gradient = gradients[lane..lane + V::LANES].as_mut_ptr();
+                // SAFETY: both registers lie inside the rows, as just sliced.
+                unsafe {
+                    let probability = V::load(score).sub(exponent).exp2();
+                    let (mut dropped, mut dprobability) = (probability, V::load(gradient));
+                    if let (true, Some(kept)) = (DROPOUT, self.kept) {
+                        let factor = splat(kept.scale).select(kept.bits[i] >> lane, zero);
+                        dropped = dropped.mul(factor);
+                        dprobability = dprobability.mul(factor);
+                    }
+                    dropped.select(bits >> lane, zero).store(score);
+                    let dscore = probability.mul(dprobability.sub(correction));
+                    dscore.select(bits >> lane, zero).store(gradient);
+                }
+            }
+        }
     }
 }
 

@@ -5,21 +5,17 @@
 
 use std::ops::Range;
 
+use lockstep_plan::DType;
+
 use super::{
     geometry::{Bits, Geometry, Pair, columns_of},
     lanes::{BLOCK, Lanes},
-    product::{Left, Output, Right, multiply},
+    product::{Left, Output, Right, Start, TILE_ROWS, multiply},
 };
-use crate::{
-    Write,
-    cpu::simd::{self, CACHE_LINE_BYTES, Float, inlined},
-};
+use crate::cpu::simd::{self, CACHE_LINE_BYTES, Float, inlined};
 
 /// Distance in rows between a loop over rows and its prefetch.
 pub(super) const PREFETCH_ROWS: usize = 16;
-
-/// Number of rows that are scored together. Their visible keys may differ.
-const STRIP: usize = 4;
 
 /// Splits the first `len` elements off a slice.
 pub(super) fn take<'a>(scratch: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
@@ -39,10 +35,20 @@ pub(super) fn pack<V: Lanes, T: Float>(
     V::LEVEL.run(inlined!(|| {
         let mut later = vectors.clone().skip(PREFETCH_ROWS);
         for (row, vector) in packed.chunks_exact_mut(width).zip(vectors) {
-            prefetch(source, later.next().into_iter());
+            if let Some(later) = later.next() {
+                prefetch(source, later);
+            }
             let vector = &source[vector];
             let (elements, padding) = row.split_at_mut(vector.len());
-            for (element, value) in elements.iter_mut().zip(vector) {
+            let whole = vector.len() / V::LANES * V::LANES;
+            for lane in (0..whole).step_by(V::LANES) {
+                // SAFETY: the register lies in both slices, as just split and sliced; this runs under `V::LEVEL`.
+                unsafe {
+                    let values = load::<V, T>(vector.as_ptr().add(lane));
+                    values.mul(V::splat(factor)).store(elements.as_mut_ptr().add(lane));
+                }
+            }
+            for (element, value) in elements[whole..].iter_mut().zip(&vector[whole..]) {
                 *element = value.load() * factor;
             }
             padding.fill(0.0);
@@ -50,13 +56,30 @@ pub(super) fn pack<V: Lanes, T: Float>(
     }));
 }
 
-/// Prefetches vectors that will be read soon: their distance is too large for the CPU's own prefetcher.
+/// Loads a register of elements.
+///
+/// # Safety
+/// As [`Lanes::load`].
 #[inline(always)]
-pub(super) fn prefetch<T>(source: &[T], vectors: impl Iterator<Item = Range<usize>>) {
-    for vector in vectors {
-        for element in source[vector].iter().step_by(CACHE_LINE_BYTES / size_of::<T>()) {
-            simd::prefetch(element);
+unsafe fn load<V: Lanes, T: Float>(elements: *const T) -> V {
+    // SAFETY: the caller's promise; the array holds the largest register.
+    unsafe {
+        if T::DTYPE == DType::F32 {
+            return V::load(elements.cast());
         }
+        let mut values = [0.0; 16];
+        for (i, value) in values.iter_mut().take(V::LANES).enumerate() {
+            *value = elements.add(i).read().load();
+        }
+        V::load(values.as_ptr())
+    }
+}
+
+/// Prefetches a vector that will be read soon: its distance is too large for the CPU's own prefetcher.
+#[inline(always)]
+pub(super) fn prefetch<T>(source: &[T], vector: Range<usize>) {
+    for element in vector.step_by(CACHE_LINE_BYTES / size_of::<T>()) {
+        simd::prefetch(source.as_ptr().wrapping_add(element));
     }
 }
 
@@ -88,12 +111,12 @@ pub(super) fn score<V: Lanes>(
     right: &[f32],
     scores: &mut [f32],
 ) {
-    for (strip, bits) in visible.chunks(STRIP).enumerate() {
+    for (strip, bits) in visible.chunks(TILE_ROWS).enumerate() {
         let columns = columns_of(bits);
         let columns = columns.start / V::LANES * V::LANES..columns.end.next_multiple_of(V::LANES);
-        let first = strip * STRIP;
+        let first = strip * TILE_ROWS;
         multiply::<V>(
-            Write::Overwrite,
+            Start::Zero,
             (first..first + bits.len(), 0..geometry.head_dim, columns),
             Left { data: left, row: geometry.padded_dim, inner: 1 },
             Right { data: right, row: BLOCK },
@@ -102,20 +125,21 @@ pub(super) fn score<V: Lanes>(
     }
 }
 
-/// Computes `sums [rows, padded_dim] += weights [rows, 64] · vectors [64, padded_dim]`, over the keys that each row
-/// sees.
+/// Adds the products `weights [rows, 64] · vectors [64, padded_dim]`, over the keys that each row sees, to what `sums
+/// [rows, padded_dim]` start from. Sums of rows that see no key are left as they are.
 pub(super) fn gather<V: Lanes>(
     geometry: &Geometry<'_>,
     visible: &[u64],
     weights: &[f32],
     vectors: &[f32],
+    start: Start<'_>,
     sums: &mut [f32],
 ) {
     let width = geometry.padded_dim;
-    for (strip, bits) in visible.chunks(STRIP).enumerate() {
-        let first = strip * STRIP;
+    for (strip, bits) in visible.chunks(TILE_ROWS).enumerate() {
+        let first = strip * TILE_ROWS;
         multiply::<V>(
-            Write::Accumulate,
+            start,
             (first..first + bits.len(), columns_of(bits), 0..width),
             Left { data: weights, row: BLOCK, inner: 1 },
             Right { data: vectors, row: width },
@@ -124,15 +148,22 @@ pub(super) fn gather<V: Lanes>(
     }
 }
 
-/// Returns the dropout mask of a block, one bit for each key of each row (all set without dropout), and the scale of
-/// kept elements.
+/// The dropout of a block of scores.
+pub(super) struct Kept {
+    /// One bit for each key of each row.
+    pub(super) bits: Bits,
+    /// Factor on the kept elements.
+    pub(super) scale: f32,
+}
+
+/// Returns the dropout mask of a block; `None` without dropout.
 pub(super) fn kept<V: Lanes>(
     geometry: &Geometry<'_>,
     pair: Pair,
     rows: Range<usize>,
     first_key: usize,
-) -> (Bits, f32) {
-    let Some(dropout) = geometry.dropout else { return ([u64::MAX; BLOCK], 1.0) };
+) -> Option<Kept> {
+    let dropout = geometry.dropout?;
     let (mask, key) = (dropout.mask, dropout.key(pair.sequence));
     let mut kept = [0; BLOCK];
     V::LEVEL.run(inlined!(|| {
@@ -150,5 +181,5 @@ pub(super) fn kept<V: Lanes>(
             }
         }
     }));
-    (kept, mask.scale)
+    Some(Kept { bits: kept, scale: mask.scale })
 }

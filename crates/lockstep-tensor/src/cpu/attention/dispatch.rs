@@ -31,7 +31,7 @@ use crate::{
 #[cfg(target_arch = "x86_64")]
 use crate::{
     CpuLevel,
-    cpu::gemm::panels::{Avx512Dot, Tiles},
+    cpu::gemm::panels::{Avx512DotBlock, Tiles},
 };
 
 /// Smallest number of rows of a key head for which bf16 uses the matrix instructions in training; fewer rows do not fill them.
@@ -166,11 +166,11 @@ fn is_tiled(queue: &CpuQueue, dtype: DType, geometry: &Geometry<'_>) -> bool {
 fn run_tiled<W>(queue: &CpuQueue, work: W)
 where
     Tiled<W, Tiles>: Worker,
-    Tiled<W, Avx512Dot>: Worker,
+    Tiled<W, Avx512DotBlock>: Worker,
 {
     match queue.level {
         CpuLevel::AmxBf16 => run_lanes::<x86::Avx512>(queue, &Tiled::<_, Tiles>::new(work)),
-        _ => run_lanes::<x86::Avx512>(queue, &Tiled::<_, Avx512Dot>::new(work)),
+        _ => run_lanes::<x86::Avx512>(queue, &Tiled::<_, Avx512DotBlock>::new(work)),
     }
 }
 

@@ -6,10 +6,11 @@
 use std::ops::Range;
 
 use super::{
-    block::{gather, kept, pack, prefetch, score, take, transpose},
-    geometry::{Geometry, Pair},
-    lanes::{BLOCK, Lanes},
+    block::{Kept, gather, kept, pack, prefetch, score, take, transpose},
+    geometry::{Geometry, Pair, columns_of},
+    lanes::{BLOCK, Lanes, ROWS},
     output::Output,
+    product::Start,
     scores::change_scores,
     worker::Worker,
 };
@@ -92,11 +93,12 @@ impl<T: Float> Forward<'_, T> {
         let Scratch { queries, sums, keys_transposed, vectors, scores } = scratch;
         let width = geometry.padded_dim;
         let factor = geometry.scale * std::f32::consts::LOG2_E;
-        pack::<V, T>(q, rows.clone().map(|row| geometry.query_vector(pair, row)), factor, queries, width);
+        pack::<V, T>(q, geometry.query_vectors(pair, rows.clone()), factor, queries, width);
         sums[..rows.len() * width].fill(0.0);
         let mut maxima = [f32::NEG_INFINITY; TASK_ROWS];
         let mut totals = [0.0; TASK_ROWS];
         self.count_sinks(pair, rows.clone(), &mut maxima, &mut totals);
+        let mut shrinkage = [1.0; BLOCK];
 
         let keys = geometry.keys_of(pair, rows.clone());
         for first_key in (keys.start / BLOCK * BLOCK..keys.end).step_by(BLOCK) {
@@ -104,33 +106,33 @@ impl<T: Float> Forward<'_, T> {
                 continue;
             }
             let block = first_key..geometry.key_len.min(first_key + BLOCK);
-            let places = || block.clone().map(|key| geometry.key_vector(pair, key));
+            let places = || geometry.key_vectors(pair, block.clone());
             pack::<V, T>(k, places(), 1.0, vectors, width);
             transpose::<V>(vectors, width, block.len(), keys_transposed);
             pack::<V, T>(v, places(), 1.0, vectors, width);
             let next = block.end..keys.end.min(block.end + BLOCK);
-            let next = || next.clone().map(|key| geometry.key_vector(pair, key));
-            prefetch(k, next());
-            prefetch(v, next());
+            let next = || geometry.key_vectors(pair, next.clone());
+            next().for_each(|key| prefetch(k, key));
+            next().for_each(|key| prefetch(v, key));
 
             for first_row in rows.clone().step_by(BLOCK) {
                 let strip = first_row..rows.end.min(first_row + BLOCK);
                 let Some(visible) = geometry.visible(pair, strip.clone(), first_key) else { continue };
                 let visible = &visible[..strip.len()];
-                let (kept, kept_scale) = kept::<V>(geometry, pair, strip.clone(), first_key);
+                let kept = kept::<V>(geometry, pair, strip.clone(), first_key);
                 let local = strip.start - rows.start..strip.end - rows.start;
                 let sums = &mut sums[local.start * width..local.end * width];
                 score::<V>(geometry, visible, &queries[local.start * width..], keys_transposed, scores);
                 change_scores::<V>(geometry, pair, strip.clone(), first_key, visible, scores, &mut []);
                 Softmax {
                     visible,
-                    kept: &kept,
-                    kept_scale,
-                    maxima: &mut maxima[local.clone()],
-                    totals: &mut totals[local],
+                    kept: kept.as_ref(),
+                    maxima: &mut maxima[local.start..][..BLOCK],
+                    totals: &mut totals[local.start..][..BLOCK],
+                    shrinkage: &mut shrinkage,
                 }
-                .update::<V>(scores, sums, width);
-                gather::<V>(geometry, visible, scores, vectors, sums);
+                .update::<V>(scores);
+                gather::<V>(geometry, visible, scores, vectors, Start::Scaled(&shrinkage), sums);
             }
         }
         self.finish::<V>(pair, rows, sums, &maxima, &totals);
@@ -164,12 +166,12 @@ impl<T: Float> Forward<'_, T> {
     ) {
         let geometry = &self.geometry;
         V::LEVEL.run(inlined!(|| {
-            for (i, row) in rows.enumerate() {
-                let sum = &sums[i * geometry.padded_dim..];
+            let places = geometry.query_vectors(pair, rows.clone()).zip(geometry.statistics(pair, rows));
+            for (i, (vector, statistic)) in places.enumerate() {
+                let sum = &sums[i * geometry.padded_dim..][..geometry.padded_dim];
                 // The output of a row that sees no key is zero.
                 let inverse = if totals[i] == 0.0 { 0.0 } else { 1.0 / totals[i] };
                 let value = (maxima[i] + libm::log2f(totals[i])) * std::f32::consts::LN_2;
-                let statistic = geometry.statistic(pair, row);
                 // SAFETY: tasks own disjoint rows, and a row's elements belong to it alone.
                 let place = unsafe { self.log_sum_exp.write(statistic..statistic + 1) };
                 let (total, [keep, share]) = match self.out.write() {
@@ -177,7 +179,7 @@ impl<T: Float> Forward<'_, T> {
                     Write::Accumulate => merge(place[0], value),
                 };
                 // SAFETY: as above.
-                unsafe { self.out.row(geometry.query_vector(pair, row), keep, share * inverse, sum) };
+                unsafe { self.out.row(vector, keep, share * inverse, sum) };
                 place[0] = total;
             }
         }));
@@ -200,63 +202,105 @@ fn merge(a: f32, b: f32) -> (f32, [f32; 2]) {
     ((largest + libm::log(total)) as f32, [a, b].map(|x| (x / total) as f32))
 }
 
-/// The online softmax of a strip of rows.
+/// The online softmax of a strip of up to 64 rows.
 pub(super) struct Softmax<'a> {
     pub(super) visible: &'a [u64],
-    pub(super) kept: &'a [u64],
-    pub(super) kept_scale: f32,
-    /// Largest score so far, as an exponent of two.
+    pub(super) kept: Option<&'a Kept>,
+    /// Largest score of each row so far, as an exponent of two.
     pub(super) maxima: &'a mut [f32],
-    /// Sum of the weights so far, relative to the maximum.
+    /// Sum of the weights of each row so far, relative to the maximum.
     pub(super) totals: &'a mut [f32],
+    /// Factor by which the maximum of each row has shrunk the sums so far; 1 if it has not grown.
+    pub(super) shrinkage: &'a mut [f32; BLOCK],
 }
 
 impl Softmax<'_> {
-    /// Replaces scores by weights `2^(score - maximum)`, with dropout applied and 0 where not visible. Rescales sums
-    /// and totals if the maximum grew.
+    /// Replaces scores by weights `2^(score - maximum)`, with dropout applied and 0 where not visible.
     #[inline(never)]
-    pub(super) fn update<V: Lanes>(self, scores: &mut [f32], sums: &mut [f32], width: usize) {
-        let Self { visible, kept, kept_scale, maxima, totals } = self;
-        assert!(scores.len() >= visible.len() * BLOCK && maxima.len() == visible.len());
+    pub(super) fn update<V: Lanes>(mut self, scores: &mut [f32]) {
+        let Self { visible, ref maxima, ref totals, .. } = self;
+        assert!(scores.len() >= visible.len() * BLOCK && maxima.len() == BLOCK && totals.len() == BLOCK);
         V::LEVEL.run(inlined!(|| {
-            // SAFETY: this runs under `V::LEVEL`; the registers of a row lie inside it, as asserted.
-            let splat = |x| unsafe { V::splat(x) };
-            let (nothing, zero) = (splat(f32::NEG_INFINITY), splat(0.0));
-            for (i, bits) in visible.iter().enumerate() {
-                let row = scores[i * BLOCK..][..BLOCK].as_mut_ptr();
-                let registers = (0..BLOCK).step_by(V::LANES);
-                let mut largest = nothing;
-                for lane in registers.clone() {
-                    // SAFETY: as above.
-                    let score = unsafe { V::load(row.add(lane)) };
-                    largest = score.select(bits >> lane, nothing).max(largest);
+            for (first, visible) in (0..BLOCK).step_by(ROWS).zip(visible.chunks(ROWS)) {
+                let scores = &mut scores[first * BLOCK..][..visible.len() * BLOCK];
+                match self.kept {
+                    None => self.update_rows::<V, false>(first, visible, scores),
+                    Some(_) => self.update_rows::<V, true>(first, visible, scores),
                 }
-                let largest = largest.maximum();
-                if largest > maxima[i] {
-                    let shrink = splat(maxima[i] - largest).exp2();
-                    maxima[i] = largest;
-                    let factor = shrink.maximum();
-                    totals[i] *= factor;
-                    for sum in &mut sums[i * width..(i + 1) * width] {
-                        *sum *= factor;
-                    }
-                }
-                // No score so far, or only -inf: any finite reference makes their weights 0.
-                let reference = if maxima[i] == f32::NEG_INFINITY { 0.0 } else { maxima[i] };
-                let reference = splat(reference);
-                let mut total = zero;
-                for lane in registers {
-                    let (visible, kept) = (bits >> lane, kept[i] >> lane);
-                    // SAFETY: as above.
-                    let score = unsafe { V::load(row.add(lane)) };
-                    let weight = score.sub(reference).exp2().select(visible, zero);
-                    total = total.add(weight);
-                    let weight = weight.mul(splat(kept_scale)).select(kept, zero);
-                    // SAFETY: as above.
-                    unsafe { weight.store(row.add(lane)) };
-                }
-                totals[i] += total.sum();
             }
         }));
+    }
+
+    /// Updates up to 16 rows: their statistics share registers, so that no row waits for those of the row before it.
+    #[inline(always)]
+    fn update_rows<V: Lanes, const DROPOUT: bool>(
+        &mut self,
+        first: usize,
+        visible: &[u64],
+        scores: &mut [f32],
+    ) {
+        // SAFETY: this runs under `V::LEVEL`.
+        let splat = inlined!(|x| unsafe { V::splat(x) });
+        let (nothing, zero) = (splat(f32::NEG_INFINITY), splat(0.0));
+        let seen = columns_of(visible);
+        let seen = seen.start / V::LANES * V::LANES..seen.end;
+        let mut rows = [nothing; ROWS];
+        for ((largest, bits), scores) in rows.iter_mut().zip(visible).zip(scores.chunks_exact(BLOCK)) {
+            for lane in seen.clone().step_by(V::LANES) {
+                // SAFETY: as above; the registers of a row lie inside it, here and below.
+                let score = unsafe { V::load(scores.as_ptr().add(lane)) };
+                *largest = score.select(bits >> lane, nothing).max(*largest);
+            }
+        }
+        let references = self.raise_maxima::<V>(first, &V::maximums(&rows));
+        rows = [zero; ROWS];
+        for (i, (bits, scores)) in visible.iter().zip(scores.chunks_exact_mut(BLOCK)).enumerate() {
+            let reference = splat(references[i]);
+            for lane in (0..BLOCK).step_by(V::LANES) {
+                let place = scores[lane..lane + V::LANES].as_mut_ptr();
+                let mut weight = zero;
+                if seen.contains(&lane) {
+                    // SAFETY: as above.
+                    let score = unsafe { V::load(place) };
+                    weight = score.sub(reference).exp2().select(bits >> lane, zero);
+                    rows[i] = rows[i].add(weight);
+                    if let (true, Some(kept)) = (DROPOUT, self.kept) {
+                        weight = weight.mul(splat(kept.scale)).select(kept.bits[first + i] >> lane, zero);
+                    }
+                }
+                // SAFETY: as above.
+                unsafe { weight.store(place) };
+            }
+        }
+        let sums = V::sums(&rows);
+        for lane in (0..ROWS).step_by(V::LANES) {
+            // SAFETY: as above; the statistics are whole blocks of rows.
+            unsafe {
+                let total = self.totals[first + lane..][..V::LANES].as_mut_ptr();
+                let factor = V::load(self.shrinkage[first + lane..][..V::LANES].as_ptr());
+                V::load(total).mul(factor).add(V::load(sums[lane..].as_ptr())).store(total);
+            }
+        }
+    }
+
+    /// Replaces the maxima of 16 rows by those of `largest` that are larger. Returns finite references of the weights.
+    #[inline(always)]
+    fn raise_maxima<V: Lanes>(&mut self, first: usize, largest: &[f32; ROWS]) -> [f32; ROWS] {
+        let mut references = [0.0; ROWS];
+        for lane in (0..ROWS).step_by(V::LANES) {
+            // SAFETY: this runs under `V::LEVEL`; the registers lie inside the slices.
+            unsafe {
+                let maximum = self.maxima[first + lane..][..V::LANES].as_mut_ptr();
+                let shrinkage = self.shrinkage[first + lane..][..V::LANES].as_mut_ptr();
+                let before = V::load(maximum);
+                let after = before.max(V::load(largest[lane..].as_ptr()));
+                after.store(maximum);
+                // No score so far, or only -inf: any finite reference makes their weights 0.
+                let [before, after] = [before, after].map(inlined!(|x: V| x.max(V::splat(f32::MIN))));
+                after.store(references[lane..].as_mut_ptr());
+                before.sub(after).exp2().store(shrinkage);
+            }
+        }
+        references
     }
 }

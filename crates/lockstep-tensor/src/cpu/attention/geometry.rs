@@ -157,33 +157,67 @@ impl<'a> Geometry<'a> {
         self.sequences * self.queries.stored * self.heads
     }
 
-    /// Returns the range of a row's vector in a tensor of queries.
-    pub(super) fn query_vector(&self, pair: Pair, row: usize) -> Range<usize> {
-        let token = pair.sequence * self.queries.stored + self.query(row);
-        let start = (token * self.heads + self.head(pair, row)) * self.head_dim;
-        start..start + self.head_dim
+    /// Returns the ranges of the vectors of `rows` in a tensor of queries.
+    #[inline(always)]
+    pub(super) fn query_vectors(
+        &self,
+        pair: Pair,
+        rows: Range<usize>,
+    ) -> impl ExactSizeIterator<Item = Range<usize>> + Clone {
+        let &Self { heads, head_dim, group, .. } = self;
+        let first =
+            (pair.sequence * self.queries.stored + self.queries.first) * heads + pair.key_head * group;
+        self.queries_of(rows).map(move |(query, head)| {
+            let start = (first + query * heads + head) * head_dim;
+            start..start + head_dim
+        })
     }
 
-    /// Returns the range of a key's vector in a tensor of keys.
-    pub(super) fn key_vector(&self, pair: Pair, key: usize) -> Range<usize> {
-        let token = pair.sequence * self.keys.stored + self.keys.first + key;
-        let start = (token * self.key_value_heads + pair.key_head) * self.head_dim;
-        start..start + self.head_dim
+    /// Returns the ranges of the vectors of `keys` in a tensor of keys.
+    #[inline(always)]
+    pub(super) fn key_vectors(
+        &self,
+        pair: Pair,
+        keys: Range<usize>,
+    ) -> impl ExactSizeIterator<Item = Range<usize>> + Clone {
+        let &Self { head_dim, .. } = self;
+        let first = pair.sequence * self.keys.stored + self.keys.first;
+        let (first, stride) = ((first * self.key_value_heads + pair.key_head) * head_dim, self.key_stride());
+        keys.map(move |key| first + key * stride..first + key * stride + head_dim)
     }
 
-    /// Returns the index of a row's log-sum-exp.
-    pub(super) fn statistic(&self, pair: Pair, row: usize) -> usize {
-        (pair.sequence * self.heads + self.head(pair, row)) * self.queries.stored + self.query(row)
+    /// Returns the elements from one key's vector to the next.
+    fn key_stride(&self) -> usize {
+        self.key_value_heads * self.head_dim
+    }
+
+    /// Returns the indices of the log-sum-exps of `rows`.
+    #[inline(always)]
+    pub(super) fn statistics(&self, pair: Pair, rows: Range<usize>) -> impl Iterator<Item = usize> {
+        let stored = self.queries.stored;
+        let first = (pair.sequence * self.heads + pair.key_head * self.group) * stored + self.queries.first;
+        self.queries_of(rows).map(move |(query, head)| first + head * stored + query)
+    }
+
+    /// Returns the query of each of `rows`, counted from the first of the span, and its head in the group. Counted up
+    /// because divisions would take much of the time.
+    #[inline(always)]
+    fn queries_of(
+        &self,
+        rows: Range<usize>,
+    ) -> impl ExactSizeIterator<Item = (usize, usize)> + Clone + use<> {
+        let group = self.group;
+        let mut next = (rows.start / group, rows.start % group);
+        rows.map(move |_| {
+            let (query, head) = next;
+            next = if head + 1 == group { (query + 1, 0) } else { (query, head + 1) };
+            (query, head)
+        })
     }
 
     /// Returns the query head of a row.
     pub(super) fn head(&self, pair: Pair, row: usize) -> usize {
         pair.key_head * self.group + row % self.group
-    }
-
-    /// Returns the index of a row's query among the stored queries of its sequence.
-    fn query(&self, row: usize) -> usize {
-        self.queries.first + row / self.group
     }
 
     fn position(&self, row: usize) -> usize {
@@ -293,11 +327,11 @@ fn document_bounds<'a>(attention: &Attention<'a>, name: &str, bounds: View<'a>) 
     bounds
 }
 
-/// Returns the range from the first to the last of `rows` in which a bit of `columns` is set.
-pub(super) fn rows_with(bits: &Bits, rows: usize, columns: u64) -> Range<usize> {
+/// Returns the range from the first to the last row in which a bit of `columns` is set.
+pub(super) fn rows_with(bits: &[u64], columns: u64) -> Range<usize> {
     let seen = |bits: &u64| bits & columns != 0;
-    let Some(start) = bits[..rows].iter().position(seen) else { return 0..0 };
-    let end = bits[..rows].iter().rposition(seen).map_or(start, |last| last + 1);
+    let Some(start) = bits.iter().position(seen) else { return 0..0 };
+    let end = bits.iter().rposition(seen).map_or(start, |last| last + 1);
     start..end
 }
 

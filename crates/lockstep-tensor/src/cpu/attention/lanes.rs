@@ -14,6 +14,9 @@ use crate::{
 /// Rows and keys of a block of scores; also the number of bits in the mask of a row.
 pub(super) const BLOCK: usize = 64;
 
+/// Rows whose statistics are reduced together: a multiple of the lanes of every level, and a divisor of a block.
+pub(super) const ROWS: usize = 16;
+
 /// Coefficients of `2^r - 1` on `[-1/2, 1/2]` from the first power up: minimax in relative error, 2e-9.
 pub(super) const EXP2: [f32; 6] =
     [std::f32::consts::LN_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_5, 0.000_153_533_62];
@@ -27,7 +30,7 @@ pub(super) trait Lanes: Copy {
     const LEVEL: CpuLevel;
     /// Number of lanes of a register; divides 64.
     const LANES: usize;
-    /// Number of registers in a row of a tile of accumulators, such that four rows fit the register file.
+    /// Number of registers in a row of a tile of accumulators, such that six rows fit the register file.
     const TILE_REGISTERS: usize;
 
     /// # Safety
@@ -54,6 +57,18 @@ pub(super) trait Lanes: Copy {
     fn select(self, bits: u64, other: Self) -> Self;
     fn sum(self) -> f32;
     fn maximum(self) -> f32;
+
+    /// Returns [`Lanes::sum`] of each register.
+    #[inline(always)]
+    fn sums(registers: &[Self; ROWS]) -> [f32; ROWS] {
+        registers.map(Self::sum)
+    }
+
+    /// Returns [`Lanes::maximum`] of each register.
+    #[inline(always)]
+    fn maximums(registers: &[Self; ROWS]) -> [f32; ROWS] {
+        registers.map(Self::maximum)
+    }
 
     /// Computes the hyperbolic tangent to within a relative error of 4e-7; NaN stays NaN.
     #[inline(always)]
@@ -296,6 +311,24 @@ mod tests {
     #[test]
     fn reductions_cover_every_lane_and_selections_follow_their_bits() {
         on_all_lanes!(check_reductions);
+    }
+
+    fn check_reductions_of_rows<V: Lanes>() {
+        // Numbers whose sums round, so that another order of additions gives other bits.
+        let x: Vec<f32> = (0..ROWS * V::LANES).map(|i| (i as f32 * 1.7).sin()).collect();
+        let mut reduced = [[0.0; ROWS]; 4];
+        // SAFETY: `levels` detected the level in the CPU, and a register of each row lies in the numbers.
+        V::LEVEL.run(|| unsafe {
+            let rows: [V; ROWS] = std::array::from_fn(|i| V::load(x[i * V::LANES..][..V::LANES].as_ptr()));
+            reduced = [V::sums(&rows), rows.map(V::sum), V::maximums(&rows), rows.map(V::maximum)];
+        });
+        assert_eq!(reduced[0].map(f32::to_bits), reduced[1].map(f32::to_bits), "{}: sums", V::LEVEL);
+        assert_eq!(reduced[2], reduced[3], "{}: maximums", V::LEVEL);
+    }
+
+    #[test]
+    fn rows_are_reduced_together_in_the_order_of_one_row() {
+        on_all_lanes!(check_reductions_of_rows);
     }
 
     fn check_transpose<V: Lanes>() {

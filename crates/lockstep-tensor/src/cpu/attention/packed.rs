@@ -5,13 +5,17 @@ use std::{marker::PhantomData, ops::Range};
 use half::bf16;
 
 use super::{
-    geometry::Geometry,
+    block::{PREFETCH_ROWS, prefetch},
+    geometry::{Geometry, columns_of, rows_with},
     lanes::{BLOCK, Lanes},
+    product::Start,
 };
 use crate::{
     CpuLevel, Write,
     cpu::{
-        gemm::panels::{BfloatPair, ColumnPanels, MicroKernel, Operand, Order, RowPanels, Tile, pack},
+        gemm::panels::{
+            BfloatPair, ColumnPanels, MicroKernel, Operand, Order, Place, RowPanels, Rows, Tile, pack,
+        },
         simd::{Float, inlined},
     },
 };
@@ -85,12 +89,16 @@ impl<K: MicroKernel> Sizes<K> {
     pub(super) fn stage<'s>(
         self,
         source: &[bf16],
-        vectors: impl Iterator<Item = Range<usize>>,
+        vectors: impl Iterator<Item = Range<usize>> + Clone,
         staged: &'s mut [f32],
     ) -> Operands<'s> {
         let rows = bytemuck::cast_slice_mut::<f32, bf16>(staged);
         let mut count = 0;
+        let mut later = vectors.clone().skip(PREFETCH_ROWS);
         for (row, vector) in rows.chunks_exact_mut(self.head_dim).zip(vectors) {
+            if let Some(later) = later.next() {
+                prefetch(source, later);
+            }
             row.copy_from_slice(&source[vector]);
             count += 1;
         }
@@ -202,7 +210,7 @@ pub(super) struct Target<'a> {
     rows: usize,
     columns: usize,
     stride: usize,
-    write: Write,
+    start: Start<'a>,
     /// Factor on the product.
     factor: f32,
 }
@@ -210,17 +218,94 @@ pub(super) struct Target<'a> {
 impl<'a> Target<'a> {
     /// Creates the target of a block of scores, which `factor` times the product overwrites.
     pub(super) fn scores(sums: &'a mut [f32], rows: usize, factor: f32) -> Self {
-        Self { sums, rows, columns: BLOCK, stride: BLOCK, write: Write::Overwrite, factor }
+        Self { sums, rows, columns: BLOCK, stride: BLOCK, start: Start::Zero, factor }
     }
 
     /// Creates the target of vectors of a head, to which the product is added.
-    pub(super) fn vectors(sums: &'a mut [f32], rows: usize, geometry: &Geometry<'_>) -> Self {
+    pub(super) fn vectors(
+        sums: &'a mut [f32],
+        rows: usize,
+        geometry: &Geometry<'_>,
+        start: Start<'a>,
+    ) -> Self {
         let (columns, stride) = (geometry.head_dim, geometry.padded_dim);
-        Self { sums, rows, columns, stride, write: Write::Accumulate, factor: 1.0 }
+        Self { sums, rows, columns, stride, start, factor: 1.0 }
     }
 }
 
-/// Multiplies packed operands of `units` of depth into `target`.
+/// The parts of a product that the visible scores of a block need. The rest is not computed.
+#[derive(Clone, Copy)]
+pub(super) enum Needed<'a> {
+    /// The product is the scores themselves: the keys that each row sees.
+    Scores(&'a [u64]),
+    /// The left operand is scores: the keys that each row sees.
+    Keys(&'a [u64]),
+    /// The left operand is the transpose of scores: the rows that see each key.
+    Rows(&'a [u64]),
+}
+
+impl Needed<'_> {
+    /// Returns the columns and the units of depth that some of the product's rows need. Both may be empty.
+    #[inline(always)]
+    fn by<K: MicroKernel>(self, rows: Range<usize>, units: usize) -> (Range<usize>, Range<usize>) {
+        let depth = match self {
+            Self::Scores(visible) => return (columns_of(&visible[rows]), 0..units),
+            Self::Keys(visible) => columns_of(&visible[rows]),
+            Self::Rows(visible) => rows_with(visible, u64::MAX >> (BLOCK - rows.len()) << rows.start),
+        };
+        let first = depth.start / (2 * K::DEPTH) * K::DEPTH;
+        (0..usize::MAX, first..units.min(depth.end.div_ceil(2).next_multiple_of(K::DEPTH)))
+    }
+}
+
+/// The left operand of a product.
+#[derive(Clone, Copy)]
+pub(super) enum Left<'a> {
+    /// Panels in the order of the micro-kernel.
+    Packed(&'a [f32]),
+    /// Rows of scores, rounded to bf16, that the micro-kernel reads where they lie.
+    Scores(&'a [bf16]),
+}
+
+/// Returns rows of scores as a left operand, packed if the micro-kernel cannot read them where they lie.
+///
+/// # Safety
+/// As [`left`].
+#[inline]
+pub(super) unsafe fn score_rows<'a, K: MicroKernel>(
+    scores: &'a [bf16],
+    rows: usize,
+    keys: usize,
+    packed: &'a mut [f32],
+) -> Left<'a> {
+    if K::IS_IN_PLACE {
+        return Left::Scores(scores);
+    }
+    let along = Operand::new(scores, BLOCK, Order::AlongDepth);
+    // SAFETY: the caller's promise.
+    unsafe { left::<K>(&along, 0..rows, 0..keys, BLOCK_UNITS, packed) };
+    Left::Packed(packed)
+}
+
+impl Left<'_> {
+    /// Returns the rows of a tile from a unit of depth on. Reading `ROWS` of them is valid.
+    #[inline(always)]
+    fn rows<K: MicroKernel>(self, row: usize, units: usize, first_unit: usize) -> Rows {
+        match self {
+            Self::Packed(a) => {
+                let panel = &bytemuck::cast_slice::<f32, u32>(a)[row * units..][..K::ROWS * units];
+                Rows::Packed(panel[first_unit * K::ROWS..].as_ptr())
+            }
+            Self::Scores(scores) => {
+                let lines = &bytemuck::cast_slice::<bf16, u32>(scores)[row * BLOCK_UNITS..];
+                assert!(units == BLOCK_UNITS && lines.len() >= K::ROWS * BLOCK_UNITS);
+                Rows::Lines(lines[first_unit..].as_ptr(), BLOCK * size_of::<bf16>())
+            }
+        }
+    }
+}
+
+/// Multiplies operands of `units` of depth into `target`, at least as much as is needed.
 ///
 /// # Safety
 /// The CPU must have the instructions of `K` and of `V`, the thread must be prepared for `K`, and the operands must
@@ -228,36 +313,70 @@ impl<'a> Target<'a> {
 #[inline]
 pub(super) unsafe fn multiply<V: Lanes, K: MicroKernel>(
     units: usize,
-    a: &[f32],
+    a: Left<'_>,
     b: &[f32],
+    needed: Needed<'_>,
     target: Target<'_>,
 ) {
-    let (a, b) = (bytemuck::cast_slice::<f32, u32>(a), bytemuck::cast_slice::<f32, u32>(b));
-    let Target { sums, rows, columns, stride, write, factor } = target;
+    let b = bytemuck::cast_slice::<f32, u32>(b);
+    let Target { sums, rows, columns, stride, start, factor } = target;
+    let in_place = match start {
+        Start::Zero if factor == 1.0 => Some(Write::Overwrite),
+        Start::Output if factor == 1.0 => Some(Write::Accumulate),
+        _ => None,
+    };
+    let in_place = in_place.filter(|_| K::IS_IN_PLACE);
     let mut tile = Tile::zeros();
-    for (column, b) in (0..columns).step_by(K::COLUMNS).zip(b.chunks_exact(K::COLUMNS * units)) {
-        for (row, a) in (0..rows).step_by(K::ROWS).zip(a.chunks_exact(K::ROWS * units)) {
-            // SAFETY: the caller's promise; both panels hold `units`.
-            unsafe { K::tile(units, a.as_ptr(), b.as_ptr(), &mut tile) };
-            let (rows, columns) = (row..rows.min(row + K::ROWS), column..columns.min(column + K::COLUMNS));
+    for row in (0..rows).step_by(K::ROWS) {
+        let rows = row..rows.min(row + K::ROWS);
+        let (needed, depth) = needed.by::<K>(rows.clone(), units);
+        if depth.is_empty() {
+            continue;
+        }
+        let a = a.rows::<K>(row, units, depth.start);
+        for (column, b) in (0..columns).step_by(K::COLUMNS).zip(b.chunks_exact(K::COLUMNS * units)) {
+            let columns = column..columns.min(column + K::COLUMNS);
+            if columns.end <= needed.start || needed.end <= columns.start {
+                continue;
+            }
+            let b = b[depth.start * K::COLUMNS..].as_ptr();
+            if let Some(write) = in_place.filter(|_| rows.len() == K::ROWS && columns.len() == K::COLUMNS) {
+                assert!((rows.end - 1) * stride + columns.end <= sums.len());
+                let first = sums[row * stride + column..].as_mut_ptr();
+                // SAFETY: the caller's promise; both operands hold the depth, and the place lies in the sums.
+                unsafe { K::finished_tile(depth.len(), a, b, &Place::new(first, stride, write)) };
+                continue;
+            }
+            // SAFETY: as above, with the tile as the place.
+            unsafe {
+                match a {
+                    Rows::Packed(a) => K::tile(depth.len(), a, b, &mut tile),
+                    a => K::finished_tile(depth.len(), a, b, &Place::whole(&mut tile, K::COLUMNS)),
+                }
+            }
             V::LEVEL.run(inlined!(|| {
                 let targets = sums[rows.start * stride..].chunks_mut(stride).take(rows.len());
-                for (target, products) in targets.zip(tile.rows(K::COLUMNS)) {
+                for ((target, products), row) in targets.zip(tile.rows(K::COLUMNS)).zip(rows.clone()) {
+                    let keep = match start {
+                        Start::Zero => None,
+                        Start::Output => Some(1.0),
+                        Start::Scaled(factors) => Some(factors[row]),
+                    };
                     // SAFETY: this runs under `V::LEVEL`.
-                    unsafe { put::<V>(&mut target[columns.clone()], products, factor, write) };
+                    unsafe { put::<V>(&mut target[columns.clone()], products, factor, keep) };
                 }
             }));
         }
     }
 }
 
-/// Computes `sums = products · factor`, or accumulates it. The loop over whole vectors is explicit: the compiler does
-/// not know that the two slices are different memory.
+/// Computes `sums = products · factor`, plus the old sums times `keep`. The loop over whole vectors is explicit: the
+/// compiler does not know that the two slices are different memory.
 ///
 /// # Safety
 /// The CPU must have the instructions of `V`.
 #[inline(always)]
-unsafe fn put<V: Lanes>(sums: &mut [f32], products: &[f32], factor: f32, write: Write) {
+unsafe fn put<V: Lanes>(sums: &mut [f32], products: &[f32], factor: f32, keep: Option<f32>) {
     let whole = sums.len() - sums.len() % V::LANES;
     let products = &products[..sums.len()];
     // SAFETY: whole vectors lie below `whole`; the caller promises the instructions.
@@ -265,13 +384,13 @@ unsafe fn put<V: Lanes>(sums: &mut [f32], products: &[f32], factor: f32, write: 
         let factor = V::splat(factor);
         for i in (0..whole).step_by(V::LANES) {
             let (product, sum) = (V::load(products.as_ptr().add(i)), sums.as_mut_ptr().add(i));
-            match write {
-                Write::Overwrite => product.mul(factor).store(sum),
-                Write::Accumulate => product.mul_add(factor, V::load(sum)).store(sum),
+            match keep {
+                None => product.mul(factor).store(sum),
+                Some(keep) => product.mul_add(factor, V::load(sum).mul(V::splat(keep))).store(sum),
             }
         }
     }
     for (sum, product) in sums[whole..].iter_mut().zip(&products[whole..]) {
-        *sum = product * factor + if write == Write::Accumulate { *sum } else { 0.0 };
+        *sum = product * factor + keep.map_or(0.0, |keep| *sum * keep);
     }
 }

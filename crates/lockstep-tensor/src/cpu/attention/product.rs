@@ -6,10 +6,22 @@
 use std::ops::Range;
 
 use super::lanes::Lanes;
-use crate::{Write, cpu::simd::inlined};
+use crate::cpu::simd::inlined;
 
-/// Number of rows of a tile of accumulators.
-const TILE_ROWS: usize = 4;
+/// Number of rows of a tile of accumulators. With [`Lanes::TILE_REGISTERS`] registers each, they fill most of the register
+/// file, so that each load serves many products.
+pub(super) const TILE_ROWS: usize = 6;
+
+/// The sums that a product is added to.
+#[derive(Clone, Copy)]
+pub(super) enum Start<'a> {
+    /// Zero: the output is overwritten.
+    Zero,
+    /// The elements of the output.
+    Output,
+    /// The elements of the output, each times the factor of its row.
+    Scaled(&'a [f32]),
+}
 
 /// The left operand: element `(i, p)` is `data[i * row + p * inner]`.
 #[derive(Clone, Copy)]
@@ -35,19 +47,22 @@ pub(super) struct Output<'a> {
 /// Multiplies rows `rows` of A by columns `columns` of B, over inner indices `inner`, into the same rows and columns
 /// of C. The bounds of `columns` are multiples of the register's lanes.
 pub(super) fn multiply<V: Lanes>(
-    write: Write,
+    start: Start<'_>,
     (rows, inner, columns): (Range<usize>, Range<usize>, Range<usize>),
     a: Left<'_>,
     b: Right<'_>,
     c: Output<'_>,
 ) {
-    if rows.is_empty() || columns.is_empty() || (inner.is_empty() && write == Write::Accumulate) {
+    if rows.is_empty() || columns.is_empty() || (inner.is_empty() && !matches!(start, Start::Zero)) {
         return;
     }
     assert!(!inner.is_empty() && columns.start % V::LANES == 0 && columns.end % V::LANES == 0);
     assert!((rows.end - 1) * a.row + (inner.end - 1) * a.inner < a.data.len());
     assert!((inner.end - 1) * b.row + columns.end <= b.data.len());
     assert!((rows.end - 1) * c.row + columns.end <= c.data.len());
+    if let Start::Scaled(factors) = start {
+        assert!(rows.end <= factors.len());
+    }
     V::LEVEL.run(inlined!(|| {
         let mut column = columns.start;
         while column < columns.end {
@@ -67,28 +82,19 @@ pub(super) fn multiply<V: Lanes>(
                     // SAFETY: as above.
                     c: unsafe { c.data.as_mut_ptr().add(row * c.row + column) },
                     c_row: c.row,
-                    write,
+                    start: match start {
+                        Start::Scaled(factors) => Start::Scaled(&factors[row..row + height]),
+                        start => start,
+                    },
                 };
                 // SAFETY: the tile lies inside the asserted bounds, and this runs under `V::LEVEL`, which the
                 // queue detected in the CPU before it chose `V`.
                 unsafe {
-                    match (height, registers) {
-                        (4, 4) => tile.run::<V, 4, 4>(),
-                        (4, 3) => tile.run::<V, 4, 3>(),
-                        (4, 2) => tile.run::<V, 4, 2>(),
-                        (4, _) => tile.run::<V, 4, 1>(),
-                        (3, 4) => tile.run::<V, 3, 4>(),
-                        (3, 3) => tile.run::<V, 3, 3>(),
-                        (3, 2) => tile.run::<V, 3, 2>(),
-                        (3, _) => tile.run::<V, 3, 1>(),
-                        (2, 4) => tile.run::<V, 2, 4>(),
-                        (2, 3) => tile.run::<V, 2, 3>(),
-                        (2, 2) => tile.run::<V, 2, 2>(),
-                        (2, _) => tile.run::<V, 2, 1>(),
-                        (_, 4) => tile.run::<V, 1, 4>(),
-                        (_, 3) => tile.run::<V, 1, 3>(),
-                        (_, 2) => tile.run::<V, 1, 2>(),
-                        (_, _) => tile.run::<V, 1, 1>(),
+                    match registers {
+                        4 => tile.of_height::<V, 4>(height),
+                        3 => tile.of_height::<V, 3>(height),
+                        2 => tile.of_height::<V, 2>(height),
+                        _ => tile.of_height::<V, 1>(height),
                     }
                 }
                 row += height;
@@ -100,7 +106,7 @@ pub(super) fn multiply<V: Lanes>(
 
 /// One tile of C: the addresses of its operands and the strides of their rows.
 #[derive(Clone, Copy)]
-struct Tile {
+struct Tile<'a> {
     inner: usize,
     a: *const f32,
     a_row: usize,
@@ -109,10 +115,29 @@ struct Tile {
     b_row: usize,
     c: *mut f32,
     c_row: usize,
-    write: Write,
+    start: Start<'a>,
 }
 
-impl Tile {
+impl Tile<'_> {
+    /// Computes a tile of up to [`TILE_ROWS`] rows and `N` registers.
+    ///
+    /// # Safety
+    /// As [`Self::run`].
+    #[inline(always)]
+    unsafe fn of_height<V: Lanes, const N: usize>(self, rows: usize) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match rows {
+                6 => self.run::<V, 6, N>(),
+                5 => self.run::<V, 5, N>(),
+                4 => self.run::<V, 4, N>(),
+                3 => self.run::<V, 3, N>(),
+                2 => self.run::<V, 2, N>(),
+                _ => self.run::<V, 1, N>(),
+            }
+        }
+    }
+
     /// Computes a tile of `M` rows and `N` registers.
     ///
     /// # Safety
@@ -123,10 +148,18 @@ impl Tile {
         // SAFETY: the caller promises that all offsets lie in the operands.
         unsafe {
             let mut sums = [[V::splat(0.0); N]; M];
-            if self.write == Write::Accumulate {
+            if !matches!(self.start, Start::Zero) {
                 for (i, row) in sums.iter_mut().enumerate() {
                     for (j, sum) in row.iter_mut().enumerate() {
                         *sum = V::load(self.c.add(i * self.c_row + j * V::LANES));
+                    }
+                }
+            }
+            if let Start::Scaled(factors) = self.start {
+                for (row, factor) in sums.iter_mut().zip(factors) {
+                    let factor = V::splat(*factor);
+                    for sum in row {
+                        *sum = sum.mul(factor);
                     }
                 }
             }

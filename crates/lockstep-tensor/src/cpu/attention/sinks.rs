@@ -37,10 +37,12 @@ impl<T: Float> SinksBackward<'_, T> {
                 let mut gradient = 0.0;
                 for sequence in 0..geometry.sequences() {
                     let pair = Pair { sequence, key_head: head / group };
-                    for row in (head % group..geometry.rows()).step_by(group) {
-                        let vector = geometry.query_vector(pair, row);
+                    let rows = 0..geometry.rows();
+                    let vectors = geometry.query_vectors(pair, rows.clone());
+                    let rows = vectors.zip(geometry.statistics(pair, rows));
+                    for (vector, statistic) in rows.skip(head % group).step_by(group) {
                         let correction = dot(&self.dout[vector.clone()], &self.out[vector]);
-                        let probability = exp(isa, sink - self.log_sum_exp[geometry.statistic(pair, row)]);
+                        let probability = exp(isa, sink - self.log_sum_exp[statistic]);
                         gradient -= f64::from(probability * correction);
                     }
                 }

@@ -14,7 +14,8 @@ use super::{
     forward::{self, Forward, TASK_ROWS},
     geometry::{Bits, Pair},
     lanes::{BLOCK, Lanes},
-    packed::{BLOCK_UNITS, Sizes, Target, left, multiply, round},
+    packed::{BLOCK_UNITS, Left, Needed, Sizes, Target, left, multiply, round, score_rows},
+    product::Start,
     scores::{change_scores, multiply_derivatives},
     worker::Worker,
 };
@@ -71,7 +72,7 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
         let weights = take(&mut scratch, Sizes::<K>::scores());
 
         for (strip, packed) in strips(rows.clone()).zip(queries.chunks_exact_mut(sizes.left())) {
-            let vectors = sizes.stage(q, strip.map(|row| geometry.query_vector(pair, row)), staged);
+            let vectors = sizes.stage(q, geometry.query_vectors(pair, strip), staged);
             // SAFETY: the caller's promise.
             unsafe { sizes.pack_left(&vectors, packed) };
         }
@@ -79,47 +80,56 @@ impl<K: MicroKernel> Tiled<Forward<'_, bf16>, K> {
         let mut maxima = [f32::NEG_INFINITY; TASK_ROWS];
         let mut totals = [0.0; TASK_ROWS];
         self.work.count_sinks(pair, rows.clone(), &mut maxima, &mut totals);
+        let mut shrinkage = [1.0; BLOCK];
         let seen = geometry.keys_of(pair, rows.clone());
         for first_key in (seen.start / BLOCK * BLOCK..seen.end).step_by(BLOCK) {
             if geometry.valid_keys(pair, first_key) == 0 {
                 continue;
             }
             let block = first_key..geometry.key_len.min(first_key + BLOCK);
-            let places = || block.clone().map(|key| geometry.key_vector(pair, key));
+            let places = || geometry.key_vectors(pair, block.clone());
             // SAFETY: the caller's promise.
             unsafe {
                 sizes.pack_right(&sizes.stage(k, places(), staged), keys);
                 sizes.pack_right_across(&sizes.stage(v, places(), staged), values);
             }
             let next = block.end..seen.end.min(block.end + BLOCK);
-            let next = || next.clone().map(|key| geometry.key_vector(pair, key));
-            prefetch(k, next());
-            prefetch(v, next());
+            let next = || geometry.key_vectors(pair, next.clone());
+            next().for_each(|key| prefetch(k, key));
+            next().for_each(|key| prefetch(v, key));
 
             for (strip, queries) in strips(rows.clone()).zip(queries.chunks_exact(sizes.left())) {
                 let Some(visible) = geometry.visible(pair, strip.clone(), first_key) else { continue };
                 let visible = &visible[..strip.len()];
-                let (kept, kept_scale) = kept::<V>(geometry, pair, strip.clone(), first_key);
+                let kept = kept::<V>(geometry, pair, strip.clone(), first_key);
                 let local = strip.start - rows.start..strip.end - rows.start;
                 let sums = &mut sums[local.start * width..local.end * width];
                 let scored = Target::scores(scores, strip.len(), factor);
                 // SAFETY: the caller's promise.
-                unsafe { multiply::<V, K>(sizes.head_units, queries, keys, scored) };
+                unsafe {
+                    multiply::<V, K>(
+                        sizes.head_units,
+                        Left::Packed(queries),
+                        keys,
+                        Needed::Scores(visible),
+                        scored,
+                    )
+                };
                 change_scores::<V>(geometry, pair, strip.clone(), first_key, visible, scores, &mut []);
                 forward::Softmax {
                     visible,
-                    kept: &kept,
-                    kept_scale,
-                    maxima: &mut maxima[local.clone()],
-                    totals: &mut totals[local],
+                    kept: kept.as_ref(),
+                    maxima: &mut maxima[local.start..][..BLOCK],
+                    totals: &mut totals[local.start..][..BLOCK],
+                    shrinkage: &mut shrinkage,
                 }
-                .update::<V>(scores, sums, width);
-                let gathered = Target::vectors(sums, strip.len(), geometry);
-                let scores = Operand::new(round(scores, rounded), BLOCK, Order::AlongDepth);
+                .update::<V>(scores);
+                let gathered = Target::vectors(sums, strip.len(), geometry, Start::Scaled(&shrinkage));
+                let scores = round(scores, rounded);
                 // SAFETY: the caller's promise.
                 unsafe {
-                    left::<K>(&scores, 0..strip.len(), 0..block.len(), BLOCK_UNITS, weights);
-                    multiply::<V, K>(BLOCK_UNITS, weights, values, gathered);
+                    let weights = score_rows::<K>(scores, strip.len(), block.len(), weights);
+                    multiply::<V, K>(BLOCK_UNITS, weights, values, Needed::Keys(visible), gathered);
                 }
             }
         }
@@ -214,7 +224,7 @@ impl<K: MicroKernel> Tiled<Backward<'_, bf16>, K> {
         self.work.prepare_rows::<V>(pair, scratch.dq, scratch.exponents, scratch.corrections);
         let packed_strips = scratch.strips.chunks_exact_mut(Self::strip_elements(sizes));
         for (strip, packed) in strips(0..geometry.rows()).zip(packed_strips) {
-            let places = || strip.clone().map(|row| geometry.query_vector(pair, row));
+            let places = || geometry.query_vectors(pair, strip.clone());
             let (lefts, rights) = packed.split_at_mut(2 * sizes.left());
             let lefts = lefts.chunks_exact_mut(sizes.left());
             let rights = rights.chunks_exact_mut(sizes.right_across());
@@ -231,7 +241,7 @@ impl<K: MicroKernel> Tiled<Backward<'_, bf16>, K> {
             // SAFETY: the caller's promise.
             unsafe { self.key_block::<V>(pair, first_key, sizes, &mut scratch) };
         }
-        let places = (0..geometry.rows()).map(|row| geometry.query_vector(pair, row));
+        let places = geometry.query_vectors(pair, 0..geometry.rows());
         // SAFETY: only this task writes the pair's rows.
         unsafe {
             unpack::<V, bf16>(scratch.dq, geometry.scale, &self.work.dq, places, geometry.padded_dim);
@@ -251,7 +261,7 @@ impl<K: MicroKernel> Tiled<Backward<'_, bf16>, K> {
     ) {
         let Backward { geometry, k, v, dk, dv, .. } = &self.work;
         let block = first_key..geometry.key_len.min(first_key + BLOCK);
-        let places = || block.clone().map(|key| geometry.key_vector(pair, key));
+        let places = || geometry.key_vectors(pair, block.clone());
         // SAFETY: the caller's promise.
         unsafe {
             sizes.pack_right(&sizes.stage(v, places(), scratch.staged), scratch.values);
@@ -260,9 +270,9 @@ impl<K: MicroKernel> Tiled<Backward<'_, bf16>, K> {
             sizes.pack_right_across(&keys, scratch.keys_across);
         }
         let next = block.end..geometry.key_len.min(block.end + BLOCK);
-        let next = || next.clone().map(|key| geometry.key_vector(pair, key));
-        prefetch(k, next());
-        prefetch(v, next());
+        let next = || geometry.key_vectors(pair, next.clone());
+        next().for_each(|key| prefetch(k, key));
+        next().for_each(|key| prefetch(v, key));
         scratch.dk.fill(0.0);
         scratch.dv.fill(0.0);
         for (index, rows) in strips(0..geometry.rows()).enumerate() {
@@ -299,21 +309,21 @@ impl<K: MicroKernel> Tiled<Backward<'_, bf16>, K> {
         let (queries_across, strip) = strip.split_at(sizes.right_across());
         let dout_across = &strip[..sizes.right_across()];
         let factor = geometry.scale * std::f32::consts::LOG2_E;
+        let seen = &visible[..rows.len()];
+        let needed = Needed::Scores(seen);
         // SAFETY: the caller's promise.
         unsafe {
             let scores = Target::scores(scratch.probabilities, rows.len(), factor);
-            multiply::<V, K>(sizes.head_units, queries, scratch.keys, scores);
+            multiply::<V, K>(sizes.head_units, Left::Packed(queries), scratch.keys, needed, scores);
             let dscores = Target::scores(scratch.dscores, rows.len(), 1.0);
-            multiply::<V, K>(sizes.head_units, dout, scratch.values, dscores);
+            multiply::<V, K>(sizes.head_units, Left::Packed(dout), scratch.values, needed, dscores);
         }
-        let seen = &visible[..rows.len()];
         let (changed, derivatives) = (&mut *scratch.probabilities, &mut *scratch.cap_derivatives);
         change_scores::<V>(geometry, pair, rows.clone(), keys.start, seen, changed, derivatives);
-        let (kept, kept_scale) = kept::<V>(geometry, pair, rows.clone(), keys.start);
+        let kept = kept::<V>(geometry, pair, rows.clone(), keys.start);
         backward::Softmax {
             visible: seen,
-            kept: &kept,
-            kept_scale,
+            kept: kept.as_ref(),
             exponents: &scratch.exponents[rows.clone()],
             corrections: &scratch.corrections[rows.clone()],
         }
@@ -324,31 +334,32 @@ impl<K: MicroKernel> Tiled<Backward<'_, bf16>, K> {
         let probabilities = round(scratch.probabilities, probabilities);
         let dscores = round(scratch.dscores, dscores);
         let across = |block| Operand::new(block, BLOCK, Order::AcrossDepth);
-        let along = Operand::new(dscores, BLOCK, Order::AlongDepth);
         let packed = &mut *scratch.packed;
         // SAFETY: the caller's promise.
         unsafe {
             left::<K>(&across(probabilities), key_count.clone(), row_count.clone(), BLOCK_UNITS, packed);
             multiply::<V, K>(
                 BLOCK_UNITS,
-                packed,
+                Left::Packed(packed),
                 dout_across,
-                Target::vectors(scratch.dv, keys.len(), geometry),
+                Needed::Rows(seen),
+                Target::vectors(scratch.dv, keys.len(), geometry, Start::Output),
             );
-            left::<K>(&across(dscores), key_count.clone(), row_count.clone(), BLOCK_UNITS, packed);
+            left::<K>(&across(dscores), key_count, row_count, BLOCK_UNITS, packed);
             multiply::<V, K>(
                 BLOCK_UNITS,
-                packed,
+                Left::Packed(packed),
                 queries_across,
-                Target::vectors(scratch.dk, keys.len(), geometry),
+                Needed::Rows(seen),
+                Target::vectors(scratch.dk, keys.len(), geometry, Start::Output),
             );
-            left::<K>(&along, row_count, key_count, BLOCK_UNITS, packed);
             let dq = &mut scratch.dq[rows.start * width..];
             multiply::<V, K>(
                 BLOCK_UNITS,
-                packed,
+                score_rows::<K>(dscores, rows.len(), keys.len(), packed),
                 scratch.keys_across,
-                Target::vectors(dq, rows.len(), geometry),
+                Needed::Keys(seen),
+                Target::vectors(dq, rows.len(), geometry, Start::Output),
             );
         }
     }

@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 
 use lockstep_plan::random::Philox;
 
-use super::lanes::{BLOCK, EXP2, Lanes};
+use super::lanes::{BLOCK, EXP2, Lanes, ROWS};
 use crate::{CpuLevel, cpu::simd::inlined};
 
 /// Spreads the bits of each word's mask to every fourth bit: bit `g` of `words[i]` becomes bit `4g + i`.
@@ -135,6 +135,18 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    fn sums(registers: &[Self; ROWS]) -> [f32; ROWS] {
+        // SAFETY: as above.
+        reduce_512(registers, inlined!(|a, b| unsafe { _mm512_add_ps(a, b) }))
+    }
+
+    #[inline(always)]
+    fn maximums(registers: &[Self; ROWS]) -> [f32; ROWS] {
+        // SAFETY: as above.
+        reduce_512(registers, inlined!(|a, b| unsafe { _mm512_max_ps(a, b) }))
+    }
+
+    #[inline(always)]
     unsafe fn transpose(source: *const f32, row: usize, target: *mut f32) {
         // SAFETY: the caller promises the level and the squares.
         unsafe {
@@ -194,6 +206,40 @@ impl Lanes for Avx512 {
             let threshold = _mm512_set1_epi32(threshold as i32);
             interleave(c.map(|word| u64::from(_mm512_cmpge_epu32_mask(word, threshold))))
         }
+    }
+}
+
+/// Reduces each register, in the order of `_mm512_reduce_add_ps`: the halves of a register, then the halves of those.
+/// A step takes two registers at a time and leaves half as many.
+#[inline(always)]
+fn reduce_512(registers: &[Avx512; ROWS], operation: impl Fn(__m512, __m512) -> __m512) -> [f32; ROWS] {
+    // SAFETY: a value exists only on a CPU of the level.
+    unsafe {
+        // Two quarters of each of two rows, `i` and `i + 4`.
+        let halves: [__m512; 8] = std::array::from_fn(inlined!(|i| {
+            let row = i % 4 + i / 4 * 8;
+            let (a, b) = (registers[row].0, registers[row + 4].0);
+            let low = _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b);
+            operation(low, _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b))
+        }));
+        // One quarter of each of the rows `i`, `i + 4`, `i + 8` and `i + 12`.
+        let quarters: [__m512; 4] = std::array::from_fn(inlined!(|i| {
+            let (a, b) = (halves[i], halves[i + 4]);
+            let even = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
+            operation(even, _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b))
+        }));
+        // Two lanes of each row.
+        let pairs: [__m512; 2] = std::array::from_fn(inlined!(|i| {
+            let a = _mm512_castps_pd(quarters[2 * i]);
+            let b = _mm512_castps_pd(quarters[2 * i + 1]);
+            let low = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            operation(low, _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)))
+        }));
+        let even = _mm512_shuffle_ps::<0b10_00_10_00>(pairs[0], pairs[1]);
+        let reduced = operation(even, _mm512_shuffle_ps::<0b11_01_11_01>(pairs[0], pairs[1]));
+        let mut rows = [0.0; ROWS];
+        _mm512_storeu_ps(rows.as_mut_ptr(), reduced);
+        rows
     }
 }
 

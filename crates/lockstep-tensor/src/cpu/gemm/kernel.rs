@@ -93,9 +93,14 @@ pub(in crate::cpu) struct Place {
 }
 
 impl Place {
+    /// Returns a place whose rows are `stride` elements apart, without a bias.
+    pub(in crate::cpu) fn new(first: *mut f32, stride: usize, write: Write) -> Self {
+        Self { first, stride, bias: None, write }
+    }
+
     /// Returns the rows of a buffer, which are `columns` wide, as a place to overwrite.
-    pub(super) fn whole(tile: &mut Tile, columns: usize) -> Self {
-        Self { first: tile.as_mut_ptr(), stride: columns, bias: None, write: Write::Overwrite }
+    pub(in crate::cpu) fn whole(tile: &mut Tile, columns: usize) -> Self {
+        Self::new(tile.as_mut_ptr(), columns, Write::Overwrite)
     }
 }
 
@@ -343,4 +348,10 @@ outer_product_kernel!(
 outer_product_kernel!(
     /// bf16 by the pairwise dot products of AVX512-BF16.
     Avx512Dot: Bf16Pairs, 12 x 2
+);
+
+#[cfg(target_arch = "x86_64")]
+outer_product_kernel!(
+    /// As [`Avx512Dot`], for products of the 64 rows of a block of attention, which 12 do not divide.
+    Avx512DotBlock: Bf16Pairs, 8 x 2
 );

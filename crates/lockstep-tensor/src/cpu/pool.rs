@@ -6,7 +6,7 @@
 //!
 //! No lock and no counter is common to all threads, so that a kernel starts and ends as fast on many of them. The caller writes
 //! the kernel and its number; threads read the number, and each says in a cache line of its own that it has entered. Sleeping
-//! threads are woken as a binary tree: the caller wakes two, each of these two more.
+//! threads are woken as a tree: the caller wakes the first eight, each of these eight more.
 
 use std::{
     any::Any,
@@ -27,6 +27,8 @@ use crate::topology::Topology;
 
 /// Spins of a waiting thread before it sleeps: about 20 µs.
 const LOOKS: usize = 2000;
+/// Number of threads that one thread wakes.
+const FAN_OUT: usize = 8;
 
 thread_local! {
     /// Index of this thread in the pool whose task it runs; `None` outside of tasks.
@@ -377,10 +379,10 @@ impl Shared {
         }
     }
 
-    /// Wakes the two threads below `number` in the tree, if they sleep and the kernel has tasks for them.
+    /// Wakes the threads below `number` in the tree, if they sleep and the kernel has tasks for them.
     fn wake_children(&self, number: usize, ticket: Ticket) {
         let end = ticket.threads().min(self.members.len());
-        for child in (2 * number + 1..end).take(2) {
+        for child in (FAN_OUT * number + 1..end).take(FAN_OUT) {
             let rest = &self.members[child].rest.0;
             if rest.is_asleep.load(Ordering::SeqCst)
                 && rest.is_asleep.swap(false, Ordering::SeqCst)

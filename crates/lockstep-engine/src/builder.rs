@@ -137,6 +137,7 @@ impl EngineBuilder<'_> {
         let [of_state, of_activations] = layout.offload_traffic(&profile, passes, gathers.as_ref());
         let offload = &options.storage.offload;
         let mut weights = ModelState::zeros(arena, &model, &layout, offload, gathers, shards)?;
+        weights.all_mut().0.for_each(|store| store.touch_by(&queue.workers()));
         let of_frames = state.has_activations_on_disk.then_some(offload);
         let (seed, stages) = (options.seed, &passes.stages);
         let runner = Runner::in_groups(&model, arena, seed, groups.clone(), stages, of_frames)?;

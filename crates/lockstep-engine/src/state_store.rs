@@ -13,7 +13,7 @@ use lockstep_plan::{
     DType, Extent, FlatParameter, MemoryCategory, ParameterId, ParameterRecord, ShardPlace, StateItem,
     StoreKind, StoreLayout,
 };
-use lockstep_tensor::{Arena, Buffer, Kernels, Shape, TensorError, View};
+use lockstep_tensor::{Arena, Buffer, Kernels, MemoryLocation, Shape, TensorError, View, Workers};
 
 /// Residence of a flat parameter's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -270,6 +270,18 @@ impl StateStore {
         self.units.iter_mut().for_each(|unit| unit.bytes_mut().fill(0));
     }
 
+    /// Touches all elements, own ones by the threads that update them: each page is then on the memory node of its thread,
+    /// whoever writes its first values.
+    pub(crate) fn touch_by(&mut self, workers: &Workers) {
+        if self.units.iter().any(|unit| !matches!(unit.place(), MemoryLocation::Host)) {
+            return;
+        }
+        let own = self.ranges_where(Self::owned_in_memory);
+        for (_, _, unit, bytes) in own.into_iter().chain(self.ranges_where(Self::kept_in_memory)) {
+            workers.touch(&mut self.units[unit].bytes_mut()[bytes], self.dtype.size_bytes());
+        }
+    }
+
     /// Copies the contents of `other`, a store of the same parameters and type.
     ///
     /// # Panics
@@ -382,6 +394,17 @@ impl StateStore {
         &mut self,
         elements: impl Fn(&Self, &ParameterSpan) -> Range<usize>,
     ) -> Vec<(ParameterId, usize, &[u8])> {
+        let found = self.ranges_where(elements);
+        let units: Vec<&[u8]> = self.units.iter_mut().map(Buffer::host_bytes).collect();
+        found.into_iter().map(|(id, first, unit, bytes)| (id, first, &units[unit][bytes])).collect()
+    }
+
+    /// Returns, for each parameter that owns its storage, its id, the index of the first of the `elements`, their unit, and
+    /// their bytes in the unit's buffer.
+    fn ranges_where(
+        &self,
+        elements: impl Fn(&Self, &ParameterSpan) -> Range<usize>,
+    ) -> Vec<(ParameterId, usize, usize, Range<usize>)> {
         let mut found = Vec::with_capacity(self.spans.len());
         for (index, place) in self.spans.iter().enumerate() {
             let Some(place) = place else { continue };
@@ -396,8 +419,7 @@ impl StateStore {
                 found.push((ParameterId(index), range.start, flat.unit, self.bytes_of(flat, of_flat)));
             }
         }
-        let units: Vec<&[u8]> = self.units.iter_mut().map(Buffer::host_bytes).collect();
-        found.into_iter().map(|(id, first, unit, bytes)| (id, first, &units[unit][bytes])).collect()
+        found
     }
 
     /// Returns the elements of a parameter that this rank owns.

@@ -17,14 +17,15 @@ use std::{
 use rustix::{
     io::{FdFlags, fcntl_setfd},
     process::{Pid, PidfdFlags, Signal, getppid, pidfd_open, set_parent_process_death_signal},
-    thread::sched_setaffinity,
+    thread::{CpuSet, sched_setaffinity},
 };
 
 use lockstep_comm::{DEFAULT_PORT, Leader, NodePlacement, SOCKET_VARIABLE, World, WorldOptions};
+use lockstep_tensor::topology::Topology;
 
 use crate::{
     LaunchError, Output,
-    affinity::{Pinning, cores, share_of_cores},
+    affinity::{Pinning, cpus_of_rank},
     agent::{Agent, Rank},
     joining::{LISTENER_VARIABLE, SECRET_VARIABLE},
     output::{Relay, Stream},
@@ -125,8 +126,13 @@ impl Launch {
             made.map_err(|source| LaunchError::Log { path: dir.clone(), source })?;
         }
         let mut streams = Vec::new();
+        let topology = Topology::current();
         for rank in 0..self.ranks {
-            let (started, printed) = self.start_rank(agent.world(), rank)?;
+            let cpus = match self.pinning {
+                Pinning::Free => None,
+                Pinning::Share => Some(cpus_of_rank(&topology, rank, self.ranks)),
+            };
+            let (started, printed) = self.start_rank(agent.world(), rank, cpus)?;
             tracing::debug!(rank = options.first_rank + rank, pid = started.child.id(), "started a rank");
             agent.ranks.push(started);
             streams.extend(printed);
@@ -135,7 +141,12 @@ impl Launch {
         Ok(agent)
     }
 
-    fn start_rank(&self, world: &World, rank: usize) -> Result<(Rank, Vec<Stream>), LaunchError> {
+    fn start_rank(
+        &self,
+        world: &World,
+        rank: usize,
+        cpus: Option<CpuSet>,
+    ) -> Result<(Rank, Vec<Stream>), LaunchError> {
         let (ours, theirs) = UnixStream::pair().map_err(LaunchError::io("make a socket for a rank"))?;
         world.welcome(&ours, rank)?;
         let mut command = Command::new(&self.program);
@@ -170,10 +181,6 @@ impl Launch {
             command.env(SECRET_VARIABLE, secret.inherited_path());
         }
         self.output.prepare((rank, world_rank), &mut command)?;
-        let cores = match self.pinning {
-            Pinning::Free => None,
-            Pinning::Share => Some(share_of_cores(&cores(), rank, self.ranks)),
-        };
         let parent = rustix::process::getpid();
         let prepare = move || -> io::Result<()> {
             set_parent_process_death_signal(Some(Signal::KILL))?;
@@ -181,8 +188,8 @@ impl Launch {
             if getppid() != Some(parent) {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
-            if let Some(cores) = &cores {
-                sched_setaffinity(None, cores)?;
+            if let Some(cpus) = &cpus {
+                sched_setaffinity(None, cpus)?;
             }
             if let Some(listener) = &listener {
                 fcntl_setfd(listener, FdFlags::empty())?;

@@ -36,7 +36,7 @@ pub mod run;
 pub mod ssh;
 mod stillness;
 
-pub use affinity::Pinning;
+pub use affinity::{Pinning, automatic_ranks};
 pub use agent::{Agent, Failure, Liveness, RunOutcome};
 pub use error::LaunchError;
 pub use joining::{

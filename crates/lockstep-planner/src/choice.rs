@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use lockstep_checkpoint::{Checkpoint, newest_of};
 use lockstep_config::{PlanFile, Resume, RunConfig};
 use lockstep_plan::{Degrees, Plan, Recompute};
+use lockstep_tensor::topology::Topology;
 
 use crate::machine::LocalMachine;
 use crate::{Error, Evaluated, Objective, Planner, Searched};
@@ -39,6 +40,8 @@ pub enum Reason {
         chosen: Box<Evaluated>,
         /// The fastest plan with another mesh; if there is none, the fastest of the others.
         rival: Option<Box<Evaluated>>,
+        /// Number of memory nodes (NUMA), if the plan has a rank for each because the user left the number of ranks open.
+        by_node: Option<usize>,
         /// Number of candidates.
         candidates: usize,
         /// Duration of the search, in milliseconds.
@@ -48,12 +51,21 @@ pub enum Reason {
     },
 }
 
-/// Chooses a plan on this machine for `config`, which says nothing about parallelism: for `ranks` ranks, or for the best number of
-/// them. `None` if nothing fits.
+/// Chooses a plan on this machine for `config`, which says nothing about parallelism: for `ranks` ranks; if that is `None` for one
+/// on each memory node, or for the best number of them if there is a single node, or nothing fits the nodes. `None` if nothing fits.
 ///
 /// # Errors
 /// If the model cannot be resolved.
 pub fn choose(config: &RunConfig, resume: &Resume, ranks: Option<usize>) -> Result<Option<Choice>, Error> {
+    choose_on(&Topology::current(), config, resume, ranks)
+}
+
+fn choose_on(
+    topology: &Topology,
+    config: &RunConfig,
+    resume: &Resume,
+    ranks: Option<usize>,
+) -> Result<Option<Choice>, Error> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     // `train.threads` fixes the cores of a rank, so that without a number of ranks there is one.
     let ranks = ranks.or((config.train.threads > 0).then_some(1));
@@ -69,6 +81,17 @@ pub fn choose(config: &RunConfig, resume: &Resume, ranks: Option<usize>) -> Resu
         tracing::info!(path = %path.display(), "the plan is that of the checkpoint");
         return Ok(Some(Choice { plan, reason: Reason::Checkpoint(path) }));
     }
+    if ranks.is_none()
+        && let by_node @ Some(_) = topology.ranks_by_node()
+        && let chosen @ Some(_) = search(config, by_node, by_node)?
+    {
+        return Ok(chosen);
+    }
+    search(config, ranks, None)
+}
+
+/// Returns the best plan for `ranks` ranks, or for the best number of them. `by_node` is for the reason.
+fn search(config: &RunConfig, ranks: Option<usize>, by_node: Option<usize>) -> Result<Option<Choice>, Error> {
     let machine = LocalMachine::for_ranks(ranks.unwrap_or(1), config.train.threads).with_disk_of(config);
     let LocalMachine { cluster, doubt } = machine;
     let planner = Planner::new(config.clone(), cluster, Objective::Time)?;
@@ -90,7 +113,7 @@ pub fn choose(config: &RunConfig, resume: &Resume, ranks: Option<usize>) -> Resu
     let other = found.iter().position(|other| other.plan.mesh != chosen.plan.mesh).unwrap_or(0);
     let rival = found.into_iter().nth(other).map(Box::new);
     let plan = PlanFile::unwritten(chosen.plan.clone(), NAME);
-    Ok(Some(Choice { plan, reason: Reason::Search { chosen, rival, candidates, ms, doubt } }))
+    Ok(Some(Choice { plan, reason: Reason::Search { chosen, rival, by_node, candidates, ms, doubt } }))
 }
 
 /// Returns the index of the simplest plan that takes at most `margin` longer than the fastest; `found` is sorted by step time.
@@ -121,4 +144,42 @@ fn plan_of_checkpoint(config: &RunConfig, resume: &Resume) -> Option<(PathBuf, P
     }?;
     let plan = serde_json::from_value(checkpoint.manifest().plan.clone()).ok()?;
     Some((checkpoint.path().to_owned(), plan))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_that_are_left_open_are_as_many_as_memory_nodes() {
+        let dir = tempfile::tempdir().unwrap();
+        for node in 0..2 {
+            let path = dir.path().join(format!("node/node{node}"));
+            std::fs::create_dir_all(&path).unwrap();
+            std::fs::write(path.join("cpulist"), format!("{node}\n")).unwrap();
+        }
+        std::fs::write(dir.path().join("node/online"), "0-1\n").unwrap();
+        let [two, one] = [&[0, 1][..], &[1]].map(|cpus| Topology::read(dir.path(), cpus));
+        let settings = ["model.preset=baby-gpt", "data.train=[\"a.txt\"]", "train.global_batch=8"];
+        let parse = |settings: &[&str]| RunConfig::parse("", "RUN.toml", settings).unwrap();
+        let of_threads = parse(&[&settings[..], &["train.threads=1"]].concat());
+        let open = parse(&settings);
+        for (topology, config, ranks, by_node, expected) in [
+            (&two, &open, None, Some(2), Some(2)),
+            (&two, &open, Some(1), None, Some(1)),
+            (&two, &of_threads, None, None, Some(1)),
+            (&one, &open, None, None, None),
+        ] {
+            let choice = choose_on(topology, config, &Resume::Never, ranks).unwrap().unwrap();
+            let Reason::Search { chosen, by_node: found, .. } = choice.reason else {
+                panic!("{:?}", choice.reason)
+            };
+            assert_eq!(found, by_node);
+            assert!(
+                expected.is_none_or(|ranks| chosen.plan.mesh.world_size() == Some(ranks)),
+                "{:?}",
+                chosen.plan
+            );
+        }
+    }
 }

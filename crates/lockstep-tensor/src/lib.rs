@@ -29,6 +29,7 @@ mod queue;
 mod shape;
 mod shared;
 mod tensor;
+pub mod topology;
 mod view;
 
 pub use arena::{Arena, Device};

@@ -176,6 +176,20 @@ mod tests {
     }
 
     #[test]
+    fn shared_memory_is_advised_to_use_huge_pages() {
+        let memory = SharedMemory::create(8 << 20).unwrap();
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let start = format!("{:x}-", memory.at(0) as usize);
+        let flags = maps.lines().skip_while(|line| !line.starts_with(&start));
+        let flags = flags.into_iter().find_map(|line| line.strip_prefix("VmFlags:"));
+        // Kernels without huge pages refuse the advice.
+        if std::path::Path::new("/sys/kernel/mm/transparent_hugepage/shmem_enabled").exists() {
+            let flags = flags.expect("the mapping is listed");
+            assert!(flags.split_whitespace().any(|flag| flag == "hg"), "{flags}");
+        }
+    }
+
+    #[test]
     fn memory_that_could_shrink_under_its_users_is_refused() {
         let file = fs::memfd_create("open", MemfdFlags::ALLOW_SEALING).unwrap();
         fs::ftruncate(&file, 4096).unwrap();

@@ -77,7 +77,7 @@ pub(crate) struct StepArguments {
     /// Micro-batches of a replica in a step
     #[arg(long, default_value_t = 1)]
     accumulation: usize,
-    /// Ranks on this machine: a number, or one for each core (auto)
+    /// Ranks on this machine: a number, or auto (one for each memory node if there are several, otherwise for each core)
     #[arg(long, value_name = "N|auto", default_value = "1", value_parser = ranks::number)]
     nproc_per_node: usize,
     /// Parallelism and changes of the model, as in a run's configuration: --set parallel.tensor_parallel=2 --set

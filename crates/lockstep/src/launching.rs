@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueHint};
-use lockstep_launch::{Output, Route, Routing};
+use lockstep_launch::{Output, Route, Routing, automatic_ranks};
 
 use crate::exit::{Failure, MISSING};
 
@@ -24,7 +24,8 @@ const ERR: u8 = 2;
 /// torchrun's flags; `_` may be written for `-`.
 #[derive(Debug, Default, Args)]
 pub(crate) struct Flags {
-    /// Ranks on this machine: a number, auto or cpu (one for each core); gpu is for builds that compute on GPUs
+    /// Ranks on this machine: a number, auto (one for each memory node if there are several, otherwise for each core) or cpu (one for
+    /// each core); gpu is for builds that compute on GPUs
     #[arg(long, value_name = "N|auto|cpu", alias = "nproc_per_node", help_heading = HEADING)]
     nproc_per_node: Option<String>,
     /// Run on this machine alone, whatever else says where machines meet
@@ -265,10 +266,11 @@ impl Idle {
     }
 }
 
-/// Parses a number of ranks; `auto` and `cpu` are one per core.
+/// Parses a number of ranks; `cpu` is one per core, `auto` one per memory node if there are several.
 fn ranks(given: &Given) -> Result<usize, Failure> {
     match given.text.as_str() {
-        "auto" | "cpu" => Ok(std::thread::available_parallelism().map_or(1, usize::from)),
+        "auto" => Ok(automatic_ranks()),
+        "cpu" => Ok(std::thread::available_parallelism().map_or(1, usize::from)),
         "gpu" | "xpu" => {
             let why = "this build computes on the processor and starts no ranks on accelerators; take auto, cpu or a number";
             Err(Failure { code: MISSING, ..given.refuse(why) })

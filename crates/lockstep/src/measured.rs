@@ -19,7 +19,7 @@ pub(crate) struct Arguments {
     #[arg(short, long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
     /// Ranks that compute at the same time: a number, or one for each core (auto)
-    #[arg(long, value_name = "N|auto", default_value = "auto", value_parser = ranks::number)]
+    #[arg(long, value_name = "N|auto", default_value = "auto", value_parser = ranks::number_of_cores)]
     nproc_per_node: usize,
     /// Print one JSON document
     #[arg(long)]

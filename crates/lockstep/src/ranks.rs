@@ -12,7 +12,8 @@ use lockstep_engine::Ranks;
 use lockstep_launch::interrupt::Interrupt;
 use lockstep_launch::run::{BadEnd, RankProcesses, RunOutcome, run_ranks};
 use lockstep_launch::{
-    self as launch, Elastic, JoinByMpi, JoinOptions, LaunchError, Output, Pinning, is_launched,
+    self as launch, Elastic, JoinByMpi, JoinOptions, LaunchError, Output, Pinning, automatic_ranks,
+    is_launched,
 };
 use lockstep_observe::flight::{Dump, Ending, write_records};
 use lockstep_planner::Forecast;
@@ -22,10 +23,19 @@ use crate::exit::{Failure, INTERRUPTED, PEER_LOST, code_of};
 use crate::output::{self, note, warning};
 use crate::planned::HandedPlan;
 
-/// Parses the value of `--nproc-per-node`.
+/// Parses the value of `--nproc-per-node`; `auto` is one for each memory node if there are several, otherwise for each core.
 pub(crate) fn number(text: &str) -> Result<usize, String> {
+    number_or(text, automatic_ranks)
+}
+
+/// Parses a number of ranks of which each has a core; `auto` is one for each core.
+pub(crate) fn number_of_cores(text: &str) -> Result<usize, String> {
+    number_or(text, || std::thread::available_parallelism().map_or(1, usize::from))
+}
+
+fn number_or(text: &str, automatic: impl Fn() -> usize) -> Result<usize, String> {
     if text == "auto" {
-        return Ok(std::thread::available_parallelism().map_or(1, usize::from));
+        return Ok(automatic());
     }
     text.parse().ok().filter(|ranks| *ranks > 0).ok_or_else(|| "a number from 1, or auto".to_owned())
 }

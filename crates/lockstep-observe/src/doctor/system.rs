@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use lockstep_config::human;
 use lockstep_tensor::CpuLevel;
 use lockstep_tensor::host::{available_memory_bytes, online_cores, processor_name};
+use lockstep_tensor::topology::Topology;
 
 use super::finding::{Finding, Status};
 
@@ -43,6 +44,9 @@ pub(super) fn processor() -> Vec<Finding> {
     let advice = "the affinity or the control group of this process keeps it off the others";
     findings.push(used.warned_if(usable < online, advice));
     findings.push(Finding::ok(section, "affinity", format!("cores {affinity}")));
+    let topology = Topology::current();
+    let ranks = topology.ranks_by_node().map(|ranks| format!("; auto is {ranks} ranks, one for each node"));
+    findings.push(Finding::ok(section, "topology", format!("{topology}{}", ranks.unwrap_or_default())));
     if let Some(cores) = group_cores() {
         findings.push(Finding::ok(section, "control group", format!("{cores:.1} cores")));
     }
@@ -69,6 +73,14 @@ pub(super) fn memory() -> Vec<Finding> {
         let finding = Finding::ok(section, "huge pages", format!("transparent: {chosen}"));
         let advice = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled makes large buffers faster";
         findings.push(finding.warned_if(chosen == "never", advice));
+    }
+    if let Some(text) = read("/sys/kernel/mm/transparent_hugepage/shmem_enabled") {
+        let chosen = chosen_word(&text).unwrap_or("unknown").to_owned();
+        let is_refused = refuses_shared_huge_pages(&chosen);
+        let finding = Finding::ok(section, "shared memory", format!("huge pages: {chosen}"));
+        let advice = "ranks of one machine share buffers in small pages; \
+                      echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled allows huge ones";
+        findings.push(finding.warned_if(is_refused, advice));
     }
     findings
 }
@@ -139,6 +151,11 @@ fn chosen_word(text: &str) -> Option<&str> {
     Some(text.split_once('[')?.1.split_once(']')?.0)
 }
 
+/// Returns true if the word of `shmem_enabled` keeps shared memory in small pages, although it is advised to use huge ones.
+fn refuses_shared_huge_pages(word: &str) -> bool {
+    matches!(word, "never" | "deny")
+}
+
 /// Returns the number of cores that the control groups of this process allow (cgroup v2).
 fn group_cores() -> Option<f64> {
     let groups = read("/proc/self/cgroup")?;
@@ -176,6 +193,14 @@ mod tests {
         assert_eq!(soft_limit(limits, "Max locked memory"), Some("8388608"));
         assert_eq!(field("a\t: 1\nmodel name\t: AMD EPYC\n", "model name"), Some("AMD EPYC"));
         assert_eq!(chosen_word("always [madvise] never"), Some("madvise"));
+        let shared = [
+            "always [within_size] never",
+            "always [advise] never deny force",
+            "[never] deny",
+            "never [deny]",
+        ];
+        let refused = shared.map(|text| refuses_shared_huge_pages(chosen_word(text).unwrap()));
+        assert_eq!(refused, [false, false, true, true]);
         for (text, cores) in
             [("max 100000\n", None), ("150000 100000\n", Some(1.5)), ("", None), ("5 0", None)]
         {

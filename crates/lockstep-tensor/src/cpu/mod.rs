@@ -29,6 +29,7 @@ mod queue;
 mod reference;
 mod rope;
 mod router;
+mod shares;
 mod simd;
 mod softmax;
 mod tasks;

@@ -3,13 +3,18 @@
 //! A kernel covers `0..count` with ranges of a fixed length, so the assignment of ranges to threads changes no bit.
 //! Sums over rows are partial sums over fixed groups of rows, added in the order of the groups.
 
-use std::ops::Range;
+use std::{
+    hint,
+    ops::Range,
+    sync::{Mutex, PoisonError},
+};
 
 use lockstep_plan::{DType, MemoryCategory};
 
 use super::{
     CpuQueue,
     operands::Operand,
+    pool::Workers,
     simd::{BLOCK, Block, Isa, add_to, inlined},
 };
 use crate::View;
@@ -35,6 +40,23 @@ pub(super) fn rows_per_task(rows: usize, width: usize) -> usize {
 /// Returns the number of elements of one task of an elementwise kernel: whole blocks.
 pub(super) fn elements_per_task(elements: usize) -> usize {
     if is_parallel(elements) { TASK_ELEMENTS } else { elements.max(1) }
+}
+
+impl Workers {
+    /// Touches the pages of `bytes`, elements of `element_bytes` bytes each, without a change of their contents. Pages that no one
+    /// has touched yet are then on the memory nodes of the threads that have these elements in elementwise kernels.
+    pub fn touch(&self, bytes: &mut [u8], element_bytes: usize) {
+        const PAGE: usize = 4096;
+        let elements = bytes.len() / element_bytes.max(1);
+        let part = elements_per_task(elements) * element_bytes.max(1);
+        let parts: Vec<_> = bytes.chunks_mut(part).map(Mutex::new).collect();
+        self.run(parts.len(), |index| {
+            for byte in parts[index].lock().unwrap_or_else(PoisonError::into_inner).iter_mut().step_by(PAGE) {
+                // A write of unknown contents is not optimized away.
+                *byte = hint::black_box(*byte);
+            }
+        });
+    }
 }
 
 impl CpuQueue {
@@ -129,5 +151,34 @@ impl CpuQueue {
                 }
             }),
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Arena, Queue};
+
+    #[test]
+    fn touched_memory_is_committed_and_keeps_its_contents() {
+        let workers = CpuQueue::new(3, &Arena::new()).unwrap().workers();
+        for elements in [0, 1, 1000, 100_000, 1_000_003] {
+            let mut bytes: Vec<u8> = (0..4 * elements).map(|index| index as u8).collect();
+            workers.touch(&mut bytes, 4);
+            assert!(
+                bytes.iter().enumerate().all(|(index, byte)| *byte == index as u8),
+                "{elements} elements"
+            );
+        }
+        let mut fresh = Arena::new().allocate_zeroed(16 << 20, MemoryCategory::Parameters).unwrap();
+        workers.touch(fresh.bytes_mut(), 4);
+        // SAFETY: a query without arguments in memory.
+        let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
+        let mut resident = vec![0_u8; (16 << 20) / page];
+        // SAFETY: the range is the buffer's, which starts at a huge page, and the vector has a byte for each page.
+        let code = unsafe {
+            libc::mincore(fresh.bytes_mut().as_mut_ptr().cast(), 16 << 20, resident.as_mut_ptr().cast())
+        };
+        assert_eq!((code, resident.iter().filter(|page| **page & 1 == 0).count()), (0, 0));
     }
 }

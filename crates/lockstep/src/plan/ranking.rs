@@ -9,6 +9,7 @@ use lockstep_planner::{
     Advice, Assumption, Details, Evaluated, Forecast, Help, Neighbour, Planner, Scaling, Searched,
     mesh_in_words, parts, recompute_in_words, rejection_in_words, schedule_in_words,
 };
+use lockstep_tensor::topology::Topology;
 use serde_json::{Map, Value, json};
 
 use super::arguments::Arguments;
@@ -156,6 +157,9 @@ impl Answer {
         }
         if let Some((helps, slowdowns)) = &self.explained {
             explain(&self.neighbours, helps, slowdowns);
+            if arguments.cluster.is_none() {
+                explain_ranks(&Topology::current());
+            }
         }
         if let Some(details) = self.details.as_ref().filter(|_| arguments.explain) {
             print_traffic(&details.traffic, cluster);
@@ -343,6 +347,15 @@ type Slowdown = (f64, f64);
 fn slowdowns(planner: &mut Planner, best: &Evaluated) -> Result<Vec<Slowdown>, Failure> {
     let one = |speed: f64| Ok((speed, planner.with_slow_device(best, speed)?));
     [0.9, 0.75, 0.5].into_iter().map(one).collect()
+}
+
+/// Explains the number of ranks that `train` takes by itself on a machine with several memory nodes.
+fn explain_ranks(topology: &Topology) {
+    if let Some(ranks) = topology.ranks_by_node() {
+        say!("\nranks of train without --nproc-per-node, and with auto");
+        say!("  one for each memory node, {ranks}: {topology}");
+        say!("  the threads of a rank then share a node's memory; the times above know no memory nodes");
+    }
 }
 
 fn explain(neighbours: &[Neighbour], helps: &[Help], slowdowns: &[Slowdown]) {

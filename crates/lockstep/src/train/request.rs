@@ -140,8 +140,10 @@ impl<'a> Request<'a> {
                 let planned = config.with_plan(&plan).map_err(Error::from)?;
                 format!("plan\t{}, as {}", plan_in_words(&planned), path.display())
             }
-            Reason::Search { chosen, rival, candidates, ms, doubt } => {
-                in_words(&chosen, rival.as_deref(), doubt.as_deref(), &searched(candidates, ms))
+            Reason::Search { chosen, rival, by_node, candidates, ms, doubt } => {
+                let words = in_words(&chosen, rival.as_deref(), doubt.as_deref(), &searched(candidates, ms));
+                let nodes = |nodes| format!("\n\ta rank for each of {nodes} memory nodes (NUMA)");
+                words + &by_node.map(nodes).unwrap_or_default()
             }
         };
         Ok(Some((plan, words)))

@@ -1,5 +1,5 @@
-//! Block sizes of a product, and its division into tasks: they depend on its shape alone, so that neither bits nor scratch
-//! depend on the machine.
+//! Block sizes of a product, and its division into tasks. Block sizes depend on its shape alone, so that neither bits nor scratch
+//! depend on the machine. Tasks are parts of C, which change no bit, so their number grows with that of the threads.
 
 use std::ops::Range;
 
@@ -38,6 +38,8 @@ pub(super) struct Grain {
     pub(super) block_depth: Option<usize>,
     /// True if a task packs its rows of A; false if it reads them where they lie.
     pub(super) packs_rows: bool,
+    /// Number of threads that share the tasks.
+    pub(super) threads: usize,
     /// True if sums over blocks of depth need a buffer of their own (C is not f32, or not a matrix).
     pub(super) keeps_partial_sums: bool,
 }
@@ -45,8 +47,8 @@ pub(super) struct Grain {
 impl Blocks {
     /// Largest number of rows of a task: smaller tasks balance better over threads.
     pub(super) const TASK_ROWS: usize = 96;
-    /// The number of tasks is a multiple of this, if the shape allows it: any usual number of threads shares them evenly.
-    const TASKS: usize = 16;
+    /// The number of tasks is a multiple of this, if the shape allows it: few threads share them evenly.
+    const FEWEST_TASKS: usize = 16;
     /// Smallest number of columns of a large task, so that packing its rows pays.
     const TASK_COLUMNS: usize = 192;
     /// Smallest number of columns of a small task.
@@ -81,19 +83,18 @@ impl Blocks {
     /// Returns the division of a chunk of `rows × columns` into tasks.
     pub(super) fn tasks(&self, rows: usize, columns: usize) -> Tasks {
         let Self { fewest_panels, most_panels, grain, .. } = *self;
+        let least = grain.threads.next_multiple_of(Self::FEWEST_TASKS).max(Self::FEWEST_TASKS);
         let panels = rows.div_ceil(grain.rows);
         // Three quarters of the panels: as many parts as there may be threads, or a multiple of that.
         let small = panels / 4 / fewest_panels;
         let large_panels = panels - small * fewest_panels;
         let large = match large_panels.div_ceil(most_panels) {
-            few if few <= Self::TASKS => {
-                (large_panels / fewest_panels).clamp(few.max(1), Self::TASKS.max(few))
-            }
-            many => many.next_multiple_of(Self::TASKS),
+            few if few <= least => (large_panels / fewest_panels).clamp(few.max(1), least.max(few)),
+            many => many.next_multiple_of(least),
         };
         let parts_of = |smallest: usize| (columns / smallest).max(1);
         // Rows are divided first: each part of the columns packs the same rows again.
-        let large_columns = (Self::TASKS / (large + small)).min(parts_of(Self::TASK_COLUMNS)).max(1);
+        let large_columns = (least / (large + small)).min(parts_of(Self::TASK_COLUMNS)).max(1);
         let small_columns =
             parts_of(Self::SMALL_TASK_COLUMNS).min(Self::SMALL_COLUMN_PARTS).max(large_columns);
         Tasks { large, large_panels, large_columns, small, small_columns, grain }
@@ -120,7 +121,12 @@ pub(super) struct Tasks {
 impl Tasks {
     /// Number of tasks.
     pub(super) fn count(&self) -> usize {
-        self.large * self.large_columns + self.small * self.small_columns
+        self.large * self.large_columns + self.small_count()
+    }
+
+    /// Number of small tasks, the last ones.
+    pub(super) fn small_count(&self) -> usize {
+        self.small * self.small_columns
     }
 
     /// Returns the rows and columns of task `index`, of those of the chunk.
@@ -160,6 +166,39 @@ mod tests {
 
     use super::*;
 
+    /// Returns the fraction of the threads' time that is used if a thread that becomes free takes the next task, and a task
+    /// takes as long as its part of C is large.
+    fn used(m: usize, n: usize, threads: usize) -> f64 {
+        let grain = Grain {
+            rows: 12,
+            columns: 32,
+            task_rows: 24,
+            depth: 1,
+            planes: 1,
+            block_depth: None,
+            packs_rows: false,
+            threads,
+            keeps_partial_sums: false,
+        };
+        let tasks = Blocks::new(m, n, 768, grain).tasks(m, n);
+        let mut ends = vec![0; threads];
+        for index in 0..tasks.count() {
+            let [rows, columns] = tasks.ranges(index, &(0..m), &(0..n));
+            *ends.iter_mut().min().unwrap() += rows.len() * columns.len();
+        }
+        (m * n) as f64 / (threads * ends.iter().max().unwrap()) as f64
+    }
+
+    #[test]
+    fn many_threads_have_tasks_of_equal_work() {
+        for (threads, least) in [(1, 1.0), (2, 0.99), (8, 0.96), (32, 0.88), (64, 0.65), (128, 0.65)] {
+            for (m, n) in [(1024, 768), (1024, 1536), (4096, 1536), (8192, 1536)] {
+                let used = used(m, n, threads);
+                assert!(used >= least, "{m} × {n} on {threads} threads use {used:.2} of their time");
+            }
+        }
+    }
+
     proptest! {
         #[test]
         fn tasks_cover_every_element_once(
@@ -169,10 +208,11 @@ mod tests {
             shape in prop::sample::select(vec![(12, 32, 24, 1), (12, 32, 48, 1), (6, 16, 12, 1), (4, 8, 8, 1), (32, 32, 96, 16)]),
             first in 0_usize..100,
             packs_rows: bool,
+            threads in 1_usize..=128,
         ) {
             let (rows, columns, task_rows, depth_grain) = shape;
             let grain = Grain {
-                rows, columns, task_rows, depth: depth_grain, planes: 1, block_depth: None, packs_rows, keeps_partial_sums: false,
+                rows, columns, task_rows, depth: depth_grain, planes: 1, block_depth: None, packs_rows, threads, keeps_partial_sums: false,
             };
             let blocks = Blocks::new(m, n, depth, grain);
             let tasks = blocks.tasks(m, n);

@@ -32,6 +32,7 @@ use crate::{
     CpuLevel, CpuQueue, Element, Summation, Write,
     cpu::{
         pool::Pool,
+        shares::{STAGES, Task},
         simd::{Float, inlined},
     },
 };
@@ -53,10 +54,10 @@ enum Threads<'a> {
 }
 
 impl Threads<'_> {
-    fn run(self, tasks: usize, task: impl Fn(usize) + Sync) {
+    fn run(self, tasks: [usize; STAGES], run: impl Fn(Task) + Sync) {
         match self {
-            Self::Caller => (0..tasks).for_each(task),
-            Self::Pool(pool) => pool.run(tasks, task),
+            Self::Caller => (0..tasks.iter().sum()).for_each(|index| run(Task { index, next: None })),
+            Self::Pool(pool) => pool.run_stages(tasks, run),
         }
     }
 }
@@ -75,7 +76,6 @@ pub(super) fn multiply<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Flo
             level: queue.level,
             scratch: &queue.scratch,
             partial: Window::new(partial.elements_mut::<f32>().as_mut_ptr(), PARTIAL_COLUMNS),
-            threads: queue.pool.threads(),
             summation: queue.summation,
         },
         pool: &queue.pool,
@@ -90,7 +90,7 @@ pub(super) fn multiply<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Flo
     batch.run();
 }
 
-fn grain<K: MicroKernel, U: Packing, C: Float>(problem: &Problem<'_, U::Source, C>) -> Grain {
+fn grain<K: MicroKernel, U: Packing, C: Float>(problem: &Problem<'_, U::Source, C>, threads: usize) -> Grain {
     let packs_rows = !TaskRows::can_be_lines::<K, U>(&problem.a, problem.k);
     Grain {
         rows: K::ROWS,
@@ -100,8 +100,14 @@ fn grain<K: MicroKernel, U: Packing, C: Float>(problem: &Problem<'_, U::Source, 
         depth: K::DEPTH,
         planes: U::PLANES,
         block_depth: problem.a.block_depth().map(|depth| depth.div_ceil(U::ELEMENTS)),
-        keeps_partial_sums: C::DTYPE != f32::DTYPE || matches!(problem.c, Target::Filters(..)),
+        threads,
+        keeps_partial_sums: keeps_partial_sums(problem),
     }
+}
+
+/// Returns true if sums over blocks of depth need a buffer of their own.
+fn keeps_partial_sums<T, C: Float>(problem: &Problem<'_, T, C>) -> bool {
+    C::DTYPE != f32::DTYPE || matches!(problem.c, Target::Filters(..))
 }
 
 /// The environment that all tasks share.
@@ -110,7 +116,6 @@ struct TaskContext<'a> {
     level: CpuLevel,
     scratch: &'a Scratch,
     partial: Window<f32>,
-    threads: usize,
     summation: Summation,
 }
 
@@ -184,7 +189,8 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
         if rows::fits(&problem, self.context.summation) {
             return self.push(whole, 0, rows::tasks(&problem));
         }
-        let blocks = Blocks::new(m, n, k.div_ceil(U::ELEMENTS), grain::<K, U, C>(&problem));
+        let grain = grain::<K, U, C>(&problem, self.pool.threads());
+        let blocks = Blocks::new(m, n, k.div_ceil(U::ELEMENTS), grain);
         if thin::fits::<K, U, C>(&problem, self.context.summation) {
             return self.push(Chunk { method: Method::Thin(blocks), ..whole }, 0, thin::tasks(&problem));
         }
@@ -247,8 +253,10 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
         };
         let panels = Window::new(self.columns.as_mut_ptr(), end.unit);
         let parts_left = AtomicUsize::new(end.part);
+        let small = chunks.last().and_then(Option::as_ref).map_or(0, Chunk::small_tasks);
         // Packing first, and no barrier after it: a thread that finds no part left to pack waits for the others' last ones.
-        threads.run(end.part + end.task, |index| {
+        // Small tasks last, so that threads end together.
+        threads.run([end.part, end.task - small, small], |Task { index, next }| {
             let Some(task) = index.checked_sub(end.part) else {
                 let _done = Countdown(&parts_left);
                 let (chunk, part) = at(index, |start| start.part);
@@ -264,8 +272,9 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
                 Method::Packed(blocks) => {
                     // SAFETY: all parts are packed, and nothing writes them from now on: all tasks only read.
                     let packed = unsafe { slice::from_raw_parts(panels.pointer().cast_const(), end.unit) };
+                    let next = next.and_then(|next| next.checked_sub(end.part + chunk.start.task));
                     // SAFETY: the queue's level has the kernel's instructions.
-                    unsafe { K::prepared(|| chunk.task::<K, U>(context, blocks, task, packed)) };
+                    unsafe { K::prepared(|| chunk.task::<K, U>(context, blocks, (task, next), packed)) };
                 }
             }
         });
@@ -300,6 +309,12 @@ fn panels_at_a_time(panels: usize) -> usize {
 }
 
 impl<T: Float, C: Float> Chunk<'_, T, C> {
+    /// Number of small tasks, the last ones.
+    fn small_tasks(&self) -> usize {
+        let Method::Packed(blocks) = self.method else { return 0 };
+        blocks.tasks(self.rows.len(), self.columns.len()).small_count()
+    }
+
     /// Packs part `part` of the columns of B.
     ///
     /// # Safety
@@ -317,12 +332,13 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         unsafe { U::pack::<K::Vector, ColumnPanels<K>>(b, columns, depth, self.units, packed) };
     }
 
-    /// Computes part `index` of C. The thread must be prepared for the kernel.
+    /// Computes part `index` of C, and fetches the rows of part `next`, unless that is of another chunk. The thread must be
+    /// prepared for the kernel.
     fn task<K: MicroKernel, U: Packing<Source = T>>(
         &self,
         context: TaskContext<'_>,
         blocks: Blocks,
-        index: usize,
+        (index, next): (usize, Option<usize>),
         packed_columns: &[u32],
     ) {
         let tasks = blocks.tasks(self.rows.len(), self.columns.len());
@@ -335,10 +351,9 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         let packed_rows = TaskRows::new::<K, U>(a, rows.clone(), self.depth.clone(), units, &mut scratch);
 
         let column_panel_units = U::panel_units::<ColumnPanels<K>>(units);
-        let later = index + context.threads;
-        let [later_rows, _] = match later < tasks.count() {
-            true => tasks.ranges(later, &self.rows, &self.columns),
-            false => [0..0, 0..0],
+        let [later_rows, _] = match next.filter(|next| *next < tasks.count()) {
+            Some(next) => tasks.ranges(next, &self.rows, &self.columns),
+            None => [0..0, 0..0],
         };
         let tiles = columns.len().div_ceil(K::COLUMNS) * rows.len().div_ceil(K::ROWS);
         let mut lookahead = Lookahead::new(a, later_rows, self.depth.clone(), tiles);
@@ -441,7 +456,7 @@ impl<T: Float, C: Float> Chunk<'_, T, C> {
         // SAFETY: the tile lies in the chunk and the chunk in C; the partial sums hold a chunk. Only this task
         // accesses this tile.
         unsafe {
-            let has_partial = grain::<K, U, C>(&self.problem).keeps_partial_sums && !(first && last);
+            let has_partial = keeps_partial_sums(&self.problem) && !(first && last);
             let place = (row - self.rows.start, column - self.columns.start);
             let partial = has_partial.then(|| context.partial.at(place.0, place.1));
             if let Some(partial) = partial.filter(|_| !last) {

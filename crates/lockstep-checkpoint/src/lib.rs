@@ -58,6 +58,7 @@ mod region;
 mod save;
 mod shard;
 mod shard_file;
+mod stored_parameter;
 
 pub mod hf;
 pub mod safetensors;
@@ -78,7 +79,8 @@ pub use lockstep_plan::DType;
 pub use manifest::{FORMAT_VERSION, FileEntry, MANIFEST_FILE, Manifest, SliceEntry, TensorEntry, TensorKind};
 pub use observer::{Abandoned, CommitObserver, CommitPoint, Wait};
 pub use peft::{PeftAdapter, parse_adapter_config};
-pub use pretrained::{ModelDirectory, StoredParameter, checkpoint_model};
+pub use pretrained::{ModelDirectory, checkpoint_model};
 pub use region::Region;
 pub use save::{SaveRequest, Staging, save, save_observed};
 pub use shard::{ByteSource, ShardReport, SliceBytes, TensorSlice, write_shard, write_shard_observed};
+pub use stored_parameter::StoredParameter;

@@ -19,7 +19,7 @@ use rayon::prelude::*;
 use serde::Deserialize;
 
 use crate::{
-    BaseModel, Checkpoint, CheckpointError, Digest, MANIFEST_FILE, PeftAdapter, TensorKind,
+    BaseModel, Checkpoint, CheckpointError, Digest, MANIFEST_FILE, PeftAdapter, StoredParameter, TensorKind,
     convert::is_float,
     digest::Hasher,
     hf::{DEFAULT_SHARD_BYTES, ExportData, ExportTensor, HfCheckpoint, HfExport, SINGLE_FILE},
@@ -55,21 +55,6 @@ pub struct ModelDirectory {
     path: PathBuf,
     config: ModelConfig,
     weights: Weights,
-}
-
-/// A parameter whose elements are stored in a file in the model's order.
-#[derive(Debug, Clone)]
-pub struct StoredParameter<'a> {
-    /// Canonical name.
-    pub name: &'a str,
-    /// The safetensors file.
-    pub file: &'a Path,
-    /// Byte of the file at which the first element lies.
-    pub offset: usize,
-    /// Type of the elements.
-    pub dtype: DType,
-    /// Number of elements.
-    pub elements: usize,
 }
 
 /// Selection of parameters by canonical name.

@@ -171,6 +171,13 @@ const BEFORE: &[(&str, &[&str])] = &[
         &["lockstep train run.toml --set model.n_layer=1 --set model.n_embd=32 --set model.n_head=2 \
            --set train.global_batch=4 --set train.micro_batch=2 --set train.seq_len=32 --set train.threads=1 --set data.cache_dir=elsewhere"],
     ),
+    (
+        "docs/inference.md",
+        &[
+            "lockstep train run.toml --steps 2 --set checkpoint.dir=base",
+            "lockstep checkpoint export base/step-00000002 --hf exported",
+        ],
+    ),
     ("docs/monitoring.md", &["lockstep train run.toml --steps 4"]),
     ("docs/plans.md", &["lockstep plan run.toml --set parallel.tensor_parallel=2 -o plan.json"]),
     ("docs/planning.md", &["lockstep train run.toml --steps 12"]),
@@ -443,6 +450,7 @@ pages! {
     data: "docs/data.md",
     fine_tuning: "docs/fine-tuning.md",
     getting_started: "docs/getting-started.md",
+    inference: "docs/inference.md",
     memory: "docs/memory.md",
     models: "docs/models.md",
     monitoring: "docs/monitoring.md",

@@ -164,6 +164,25 @@ fn evaluation_and_generation_print_one_json_document_that_does_not_depend_on_the
 }
 
 #[test]
+fn a_model_runs_in_the_type_of_its_files_or_in_another() {
+    let workshop = Workshop::trained();
+    let export = ["checkpoint", "export", "checkpoints/step-00000004", "--hf", "narrow", "--dtype", "bf16"];
+    workshop.run(&export).succeeds();
+    let bench = ["bench", "generate", "--model", "narrow", "--prompt-tokens", "5", "--new-tokens", "3"];
+    for (dtype, expected, is_in_place) in [("auto", "bf16", true), ("f32", "f32", false)] {
+        let found = workshop.run(&[&bench[..], &["--dtype", dtype, "--json"]].concat()).json();
+        assert_eq!(found["dtype"], expected, "{found}");
+        assert_eq!(found["weights_in_place_bytes"].as_u64().unwrap() > 0, is_in_place, "{found}");
+        assert!(found["decode_tokens_per_s"].as_f64().unwrap() > 0.0, "{found}");
+    }
+    let eval = ["eval", "--model", "narrow", "--data", "text.txt", "--json"];
+    let [narrow, wide] = ["bf16", "f32"].map(|dtype| {
+        workshop.run(&[&eval[..], &["--dtype", dtype]].concat()).json()["loss"].as_f64().unwrap()
+    });
+    assert!(narrow != wide && (narrow / wide - 1.0).abs() < 0.01, "loss {narrow} in bf16, {wide} in f32");
+}
+
+#[test]
 fn a_bench_prints_one_json_document() {
     let workshop = Workshop::new();
     let arguments =

@@ -14,22 +14,18 @@ from pathlib import Path
 
 import torch
 
+def qwen3(hidden_size, intermediate_size, num_hidden_layers, num_attention_heads):
+    return dict(
+        model_type="qwen3", vocab_size=151936, hidden_size=hidden_size, intermediate_size=intermediate_size,
+        num_hidden_layers=num_hidden_layers, num_attention_heads=num_attention_heads, num_key_value_heads=8,
+        head_dim=128, tie_word_embeddings=True, rope_theta=1e6, max_position_embeddings=40960, rms_norm_eps=1e-6,
+    )
+
+
 SHAPES = {
-    "qwen3-0.6b": dict(
-        model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, rope_theta=1e6,
-        max_position_embeddings=40960, rms_norm_eps=1e-6,
-    ),
-    "qwen3-1.7b": dict(
-        model_type="qwen3", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, rope_theta=1e6,
-        max_position_embeddings=40960, rms_norm_eps=1e-6,
-    ),
-    "qwen3-4b": dict(
-        model_type="qwen3", vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, rope_theta=1e6,
-        max_position_embeddings=40960, rms_norm_eps=1e-6,
-    ),
+    "qwen3-0.6b": qwen3(1024, 3072, 28, 16),
+    "qwen3-1.7b": qwen3(2048, 6144, 28, 16),
+    "qwen3-4b": qwen3(2560, 9728, 36, 32),
     "llama-2-7b": dict(
         model_type="llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
         num_attention_heads=32, num_key_value_heads=32, head_dim=128, tie_word_embeddings=False, rope_theta=1e4,

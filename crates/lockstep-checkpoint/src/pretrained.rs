@@ -12,7 +12,7 @@ use std::{
 };
 
 use lockstep_model::{
-    Adapter, AdapterTensor, HfContent, HfImport, HfMapping, HfPlace, HfTensor, LoraConfig, ModelConfig,
+    Adapter, AdapterTensor, HfContent, HfImport, HfMapping, HfTensor, LoraConfig, ModelConfig,
 };
 use lockstep_plan::DType;
 use rayon::prelude::*;
@@ -305,15 +305,14 @@ impl ModelDirectory {
     /// tensor in the model's layout.
     pub fn stored_parameters(&self) -> Vec<StoredParameter<'_>> {
         let Weights::HuggingFace { files, import } = &self.weights else { return Vec::new() };
-        let is_only = |place: &HfPlace| {
-            import.places.iter().filter(|other| other.parameter == place.parameter).count() == 1
-        };
-        let whole = import.places.iter().filter(|place| place.is_whole() && is_only(place));
-        whole
-            .filter_map(|place| {
-                files.stored(&place.tensor).map(|stored| StoredParameter { name: &place.parameter, ..stored })
-            })
-            .collect()
+        let parameters = import.places.chunk_by(|a, b| a.parameter == b.parameter);
+        let stored = parameters.filter_map(|places| match places {
+            [place] if place.is_whole() => {
+                Some(StoredParameter { name: &place.parameter, ..files.stored(&place.tensor)? })
+            }
+            _ => None,
+        });
+        stored.collect()
     }
 
     /// As [`ModelDirectory::for_each_parameter`], and returns the digest of all names and values. A fine-tuning run

@@ -76,8 +76,7 @@ impl LoadedModel {
 
     /// Returns the bytes of weights that stay in their files, and of those that were converted into memory.
     pub fn weight_bytes(&self) -> [usize; 2] {
-        let recorded = self.record(1, 1, HeadOutput::Logits);
-        [self.weights.in_place_bytes(recorded.records()), self.weights.converted.len_bytes()]
+        [self.weights.in_place_bytes, self.weights.converted.len_bytes()]
     }
 
     /// Returns the model's configuration, without dropout.

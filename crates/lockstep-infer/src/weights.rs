@@ -18,6 +18,8 @@ pub(crate) struct ModelWeights {
     files: Vec<MappedTensors>,
     /// Places of the parameters that stay in a file, by [`ParameterId`].
     stored: Vec<Option<StoredPlace>>,
+    /// Bytes of these parameters, tied ones once.
+    pub(crate) in_place_bytes: usize,
 }
 
 /// Place of a parameter in a mapped file.
@@ -43,7 +45,7 @@ impl ModelWeights {
         let ids: HashMap<&str, usize> =
             records.iter().enumerate().map(|(id, record)| (record.name.as_str(), id)).collect();
         let (mut files, mut numbers) = (Vec::new(), HashMap::<&Path, usize>::new());
-        let mut stored = vec![None; records.len()];
+        let mut stored: Vec<Option<StoredPlace>> = vec![None; records.len()];
         let parameters = directory.stored_parameters();
         for parameter in parameters.iter().filter(|parameter| parameter.dtype == dtype) {
             let Some(&id) = ids.get(parameter.name) else { continue };
@@ -71,13 +73,14 @@ impl ModelWeights {
             write(converted.view(ParameterId(ids[name])), values);
             Ok(())
         })?;
+        let in_place = stored.iter().flatten().map(|place| place.shape.elements()).sum::<usize>();
         for (id, record) in records.iter().enumerate() {
             if let Some(table) = record.tie {
                 stored[id] = stored[table.0]
                     .map(|place| StoredPlace { shape: Shape::from(record.shape.as_slice()), ..place });
             }
         }
-        Ok(Self { converted, files, stored })
+        Ok(Self { converted, files, stored, in_place_bytes: in_place * dtype.size_bytes() })
     }
 
     /// Returns the parameters that stay in a file, by [`ParameterId`].
@@ -85,13 +88,6 @@ impl ModelWeights {
         let dtype = self.converted.dtype();
         let view = |place: &StoredPlace| self.files[place.file].view(dtype, place.offset, place.shape);
         self.stored.iter().map(|place| place.as_ref().and_then(view)).collect()
-    }
-
-    /// Bytes of the parameters that stay in a file, tied ones once.
-    pub(crate) fn in_place_bytes(&self, records: &[ParameterRecord]) -> usize {
-        let owned = self.stored.iter().zip(records).filter(|(_, record)| record.tie.is_none());
-        let elements: usize = owned.filter_map(|(place, _)| Some(place.as_ref()?.shape.elements())).sum();
-        elements * self.converted.dtype().size_bytes()
     }
 }
 

@@ -9,36 +9,7 @@ use std::{
 use lockstep_checkpoint::{DType, ModelDirectory, safetensors::SafetensorsFile};
 use lockstep_infer::{Generator, InferError, LoadOptions, LoadedModel};
 
-const FAMILIES: [&str; 28] = [
-    "gpt2",
-    "llama",
-    "llama_bias",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "deepseek_v3",
-    "deepseek_v3_yarn",
-    "qwen3_yarn",
-    "gpt_neox",
-    "gpt_neox_sequential",
-    "falcon",
-    "falcon_grouped",
-    "falcon_one_norm",
-    "falcon_alibi",
-    "opt",
-    "opt_post_norm",
-    "bloom",
-    "bloom_post_norm",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "olmo2",
-    "phi3",
-    "gpt_oss",
-];
+const FAMILIES: [&str; 28] = include!("../../../tests/fixtures/families.rs");
 const SEQ_LEN: usize = 24;
 
 fn fixture(family: &str) -> PathBuf {
@@ -95,25 +66,29 @@ fn one_token_at_a_time_gives_the_logits_of_the_whole_sequence() {
 fn chunks_of_the_prompt_and_threads_change_no_bit_of_the_logits() {
     for family in FAMILIES {
         let (ids, _) = expected(family);
-        let whole = logits_in_chunks(family, &ids, SEQ_LEN, 1);
-        for (chunk, threads) in [(1, 1), (5, 1), (11, 1), (SEQ_LEN, 2), (7, 2)] {
-            let logits = logits_in_chunks(family, &ids, chunk, threads);
-            let differs = logits.iter().zip(&whole).position(|(a, b)| a.to_bits() != b.to_bits());
-            assert!(
-                differs.is_none(),
-                "{family}, chunks of {chunk}, {threads} threads: logit {differs:?} is {:?} instead of {:?}",
-                differs.map(|at| logits[at]),
-                differs.map(|at| whole[at])
-            );
-        }
+        let [one, two] = [1, 2].map(|threads| LoadedModel::open(&fixture(family), threads).unwrap());
+        let whole = logits_of(&one, &ids, SEQ_LEN);
+        let chunks = [(&one, 1), (&one, 5), (&one, 11), (&two, SEQ_LEN), (&two, 7)];
+        assert_chunks_change_nothing(&whole, &ids, &chunks, family);
+    }
+}
+
+/// Checks that the logits after prompts in chunks have the bits of `whole`.
+fn assert_chunks_change_nothing(whole: &[f32], ids: &[u32], chunks: &[(&LoadedModel, usize)], family: &str) {
+    for &(model, chunk) in chunks {
+        let found = logits_of(model, ids, chunk);
+        let differs = found.iter().zip(whole).position(|(a, b)| a.to_bits() != b.to_bits());
+        let (dtype, threads) = (model.dtype(), model.threads());
+        assert!(
+            differs.is_none(),
+            "{family} {dtype}, chunks of {chunk}, {threads} threads: logit {differs:?} is {:?} instead of {:?}",
+            differs.map(|at| found[at]),
+            differs.map(|at| whole[at])
+        );
     }
 }
 
 /// Returns the logits after the last token, with the prompt read in chunks.
-fn logits_in_chunks(family: &str, ids: &[u32], chunk: usize, threads: usize) -> Vec<f32> {
-    logits_of(&LoadedModel::open(&fixture(family), threads).unwrap(), ids, chunk)
-}
-
 fn logits_of(model: &LoadedModel, ids: &[u32], chunk: usize) -> Vec<f32> {
     let mut generator = Generator::new(model, ids.len()).unwrap();
     ids.chunks(chunk).for_each(|ids| generator.read(ids).unwrap());
@@ -146,15 +121,7 @@ fn narrow_weights_are_used_as_they_are_stored() {
                     "{family} {dtype}: logit {index} is {a} instead of {b}"
                 );
             }
-            for (model, chunk) in [(&one, 1), (&one, 9), (&two, 5)] {
-                let found = logits_of(model, &ids, chunk);
-                assert!(
-                    found == whole,
-                    "{family} {dtype}, chunks of {chunk}: {:?} instead of {:?}",
-                    &found[..4],
-                    &whole[..4]
-                );
-            }
+            assert_chunks_change_nothing(&whole, &ids, &[(&one, 1), (&one, 9), (&two, 5)], family);
         }
     }
 }
@@ -178,15 +145,8 @@ fn chunks_of_long_prompts_change_no_bit() {
                 LoadedModel::load(&directory, LoadOptions { threads, dtype: Some(dtype) }).unwrap()
             });
             let whole = logits_of(&one, &ids, LONG);
-            for (model, chunk) in [(&one, 1), (&one, 33), (&two, 64), (&two, LONG), (&two, 3)] {
-                let found = logits_of(model, &ids, chunk);
-                assert!(
-                    found == whole,
-                    "{family} {dtype}, chunks of {chunk}: {:?} instead of {:?}",
-                    &found[..4],
-                    &whole[..4]
-                );
-            }
+            let chunks = [(&one, 1), (&one, 33), (&two, 64), (&two, LONG), (&two, 3)];
+            assert_chunks_change_nothing(&whole, &ids, &chunks, family);
         }
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! Our own launcher pins its ranks before they start; a rank of another launcher pins itself when it joins.
 
-use lockstep_tensor::topology::{Topology, allowed_cpus};
+use lockstep_tensor::topology::{Topology, allowed_cpus, online_cpus};
 use rustix::thread::{CpuSet, sched_setaffinity};
 
 /// Core affinity of the ranks.
@@ -30,20 +30,10 @@ fn ranks_for(topology: &Topology, cores: usize) -> usize {
 
 /// Pins this process to its share of the cores, as one of `ranks` on this machine, unless it is already bound to fewer cores.
 pub(crate) fn pin_to_share(rank: usize, ranks: usize) {
-    if allowed_cpus().len() >= online_cores() && ranks > 1 {
+    if allowed_cpus().len() >= online_cpus().len() && ranks > 1 {
         // A rank that may not set its affinity runs all the same.
         let _ = sched_setaffinity(None, &cpus_of_rank(&Topology::current(), rank, ranks));
     }
-}
-
-/// Returns the number of online cores that the system reports.
-fn online_cores() -> usize {
-    let list = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
-    let count = |range: &str| {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        Some(last.parse::<usize>().ok()?.checked_sub(first.parse().ok()?)? + 1)
-    };
-    list.trim().split(',').filter_map(count).sum()
 }
 
 /// Returns the CPUs of a rank as a set for the system.

@@ -1,12 +1,14 @@
 //! GEMMs at the shapes of real models on two threads: each linear layer forward (NT), and its gradients with respect
 //! to the input (NN) and the weight (TN, accumulated in f32).
 //!
-//! Throughput counts floating-point operations, two for each multiply-add.
+//! Throughput counts floating-point operations, two for each multiply-add; for few rows it counts bytes of weights.
 #![expect(missing_docs, reason = "the function that criterion's macro makes has none")]
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use lockstep_plan::{DType, MemoryCategory};
-use lockstep_tensor::{Arena, CopyKernels, CpuQueue, Gemm, GemmKernels, GemmLayout, Tensor, Write};
+use lockstep_tensor::{
+    Arena, CopyKernels, CpuQueue, Gemm, GemmKernels, GemmLayout, Queue, Summation, Tensor, Write,
+};
 
 const THREADS: usize = 2;
 
@@ -69,5 +71,28 @@ fn gemm(criterion: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, gemm);
+/// Products of few rows with weights in memory and in cache, in both orders of additions.
+fn few_rows(criterion: &mut Criterion) {
+    let arena = Arena::new();
+    let mut queue = CpuQueue::new(THREADS, &arena).expect("threads for a bench");
+    for dtype in [DType::F32, DType::BF16] {
+        for (rows, outputs, inputs) in [(1, 4096, 11_008), (8, 4096, 11_008), (1, 768, 768)] {
+            let x = matrix(&arena, &queue, dtype, [rows, inputs]);
+            let y = matrix(&arena, &queue, dtype, [rows, outputs]);
+            let w = matrix(&arena, &queue, dtype, [outputs, inputs]);
+            let name = format!("few rows, {dtype} at {}, {rows} x {outputs} x {inputs}", queue.level());
+            let mut group = criterion.benchmark_group(name);
+            group.throughput(Throughput::Bytes((outputs * inputs * dtype.size_bytes()) as u64));
+            for summation in [Summation::ByShape, Summation::ByDepth] {
+                queue.set_summation(summation);
+                let (layout, write) = (GemmLayout::NT, Write::Overwrite);
+                let gemm = Gemm { layout, a: x.view(), b: w.view(), c: y.view(), bias: None, write };
+                group.bench_function(format!("{summation:?}"), |bencher| bencher.iter(|| queue.gemm(gemm)));
+            }
+            group.finish();
+        }
+    }
+}
+
+criterion_group!(benches, gemm, few_rows);
 criterion_main!(benches);

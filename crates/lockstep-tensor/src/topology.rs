@@ -9,6 +9,8 @@ use rustix::thread::{CpuSet, sched_getaffinity};
 
 /// Directory in which Linux describes nodes and CPUs.
 const SYSTEM: &str = "/sys/devices/system";
+/// List of the CPUs that are online, below [`SYSTEM`].
+const ONLINE: &str = "cpu/online";
 
 /// The usable CPUs of a machine: at least one node, none of them empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,7 +51,7 @@ impl Topology {
     /// out, as are nodes without CPUs.
     pub fn read(system: &Path, allowed: &[usize]) -> Self {
         let list = |path: &str| fs::read_to_string(system.join(path)).ok().map(|text| parse_list(&text));
-        let online = list("cpu/online");
+        let online = list(ONLINE);
         let is_online = |cpu: &usize| online.as_ref().is_none_or(|online| online.contains(cpu));
         let mut usable: Vec<usize> = match (allowed, &online) {
             ([], Some(online)) => online.clone(),
@@ -205,6 +207,12 @@ fn part(whole: usize, index: usize, parts: usize) -> Range<usize> {
 pub fn allowed_cpus() -> Vec<usize> {
     let allowed = sched_getaffinity(None).ok();
     allowed.map_or(Vec::new(), |allowed| (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).collect())
+}
+
+/// Returns the CPUs that are online; empty if the system does not tell.
+pub fn online_cpus() -> Vec<usize> {
+    let list = fs::read_to_string(Path::new(SYSTEM).join(ONLINE));
+    list.map_or(Vec::new(), |list| parse_list(&list))
 }
 
 /// Parses a list of Linux: numbers and ranges such as `0-3,8`. Parts that are neither are left out.

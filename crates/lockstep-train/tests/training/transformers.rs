@@ -13,36 +13,7 @@ use lockstep_tensor::{Arena, CpuQueue};
 
 use crate::reference::{Batch, Expected, SHAPE, fixture, relative, training_step};
 
-const FAMILIES: [&str; 28] = [
-    "gpt2",
-    "llama",
-    "llama_bias",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "deepseek_v3",
-    "deepseek_v3_yarn",
-    "qwen3_yarn",
-    "gpt_neox",
-    "gpt_neox_sequential",
-    "falcon",
-    "falcon_grouped",
-    "falcon_one_norm",
-    "falcon_alibi",
-    "opt",
-    "opt_post_norm",
-    "bloom",
-    "bloom_post_norm",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "olmo2",
-    "phi3",
-    "gpt_oss",
-];
+const FAMILIES: [&str; 28] = include!("../../../../tests/fixtures/families.rs");
 
 fn engine(family: &str, recompute: Recompute) -> Engine {
     let directory = ModelDirectory::open(&fixture(family)).unwrap();

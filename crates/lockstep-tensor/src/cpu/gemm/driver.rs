@@ -76,8 +76,8 @@ pub(super) fn multiply<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Flo
             level: queue.level,
             scratch: &queue.scratch,
             partial: Window::new(partial.elements_mut::<f32>().as_mut_ptr(), PARTIAL_COLUMNS),
-            summation: queue.summation,
         },
+        summation: queue.summation,
         pool: &queue.pool,
         columns: columns.elements_mut(),
         chunks: [const { None }; MOST_CHUNKS],
@@ -116,12 +116,12 @@ struct TaskContext<'a> {
     level: CpuLevel,
     scratch: &'a Scratch,
     partial: Window<f32>,
-    summation: Summation,
 }
 
 /// Chunks that are packed and multiplied together.
 struct Batch<'a, 's, K, U: Packing, V, C> {
     context: TaskContext<'s>,
+    summation: Summation,
     pool: &'s Pool,
     /// Buffer for the packed panels of B.
     columns: &'s mut [u32],
@@ -186,12 +186,12 @@ impl<'a, K: MicroKernel, U: Packing, V: Dot<U::Source>, C: Float> Batch<'a, '_, 
             packed_units: 0,
             start: Start::default(),
         };
-        if rows::fits(&problem, self.context.summation) {
+        if rows::fits(&problem, self.summation) {
             return self.push(whole, 0, rows::tasks(&problem));
         }
         let grain = grain::<K, U, C>(&problem, self.pool.threads());
         let blocks = Blocks::new(m, n, k.div_ceil(U::ELEMENTS), grain);
-        if thin::fits::<K, U, C>(&problem, self.context.summation) {
+        if thin::fits::<K, U, C>(&problem, self.summation) {
             return self.push(Chunk { method: Method::Thin(blocks), ..whole }, 0, thin::tasks(&problem));
         }
         let block_depth = blocks.depth * U::ELEMENTS;

@@ -10,7 +10,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::ExitCode;
 
-use lockstep::generation::{Generator, InferError, LoadedModel, Sampler, Sampling};
+use lockstep::generation::{Event, InferError, LoadedModel, Request, Sampling, Scheduler, SchedulerOptions};
 
 const NEW_TOKENS: usize = 48;
 
@@ -25,12 +25,24 @@ fn generate() -> Result<(), Box<dyn std::error::Error>> {
 
     let tokenizer = model.tokenizer()?;
     let prompt = tokenizer.encode(value("--prompt").unwrap_or("fn main"))?;
-    let capacity = (prompt.len() + NEW_TOKENS).min(config.max_position_embeddings());
-    let mut generator = Generator::new(&model, capacity)?.sliding(capacity / 2);
-    let mut sampler = Sampler::new(Sampling { temperature: 0.0, ..Sampling::default() })?;
     let mut tokens = prompt.clone();
-    generator.generate::<InferError>(&prompt, NEW_TOKENS, &mut sampler, |token| {
-        tokens.push(token);
+    let room = config.max_position_embeddings().saturating_sub(prompt.len());
+    let requests =
+        [Request { prompt, max_new_tokens: NEW_TOKENS.min(room), sampling: Sampling::greedy(), kept: None }];
+    let cache_tokens = Scheduler::cache_tokens(&model, &requests, 1)?;
+    let options = SchedulerOptions {
+        max_sequences: 1,
+        max_step_tokens: SchedulerOptions::MAX_STEP_TOKENS,
+        cache_tokens,
+    };
+    let mut scheduler = Scheduler::new(&model, options)?;
+    for request in requests {
+        scheduler.add(request)?;
+    }
+    scheduler.run::<InferError>(|_, event| {
+        if let Event::Token(token) = event {
+            tokens.push(token.id);
+        }
         Ok(ControlFlow::Continue(()))
     })?;
     println!("{}", tokenizer.decode(&tokens)?);

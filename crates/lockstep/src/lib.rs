@@ -133,10 +133,13 @@ pub mod samples {
     pub use lockstep_data::samples::*;
 }
 
-/// Models that generate text: loading, the key-value cache, sampling.
+/// Models that generate text: loading, batches with a key-value cache, sampling.
 pub mod generation {
     pub use lockstep_data::Tokenizer;
-    pub use lockstep_infer::{Generator, InferError, LoadedModel, Sampler, Sampling};
+    pub use lockstep_infer::{
+        Batch, Drawn, Event, FinishReason, Generator, InferError, LoadedModel, Request, Sampler, Sampling,
+        Scheduler, SchedulerOptions,
+    };
 }
 
 pub use lockstep_engine::Optimizer;

@@ -24,6 +24,12 @@ pub struct GenerationConfig {
     pub min_p: Option<f32>,
     /// Divisor of the positive logits of tokens in the prompt or the output.
     pub repetition_penalty: Option<f32>,
+    /// Number of beams of a beam search.
+    pub num_beams: Option<usize>,
+    /// Exponent of the length by which the log-probability of a beam is divided.
+    pub length_penalty: Option<f32>,
+    /// True ends a beam search with the first complete texts.
+    pub early_stopping: Option<bool>,
     /// Largest number of new tokens.
     pub max_new_tokens: Option<usize>,
     /// Largest number of tokens, those of the prompt included.
@@ -33,9 +39,8 @@ pub struct GenerationConfig {
 }
 
 /// Keys that change the text and are not supported, with their neutral values.
-const UNSUPPORTED: [(&str, f64); 6] = [
+const UNSUPPORTED: [(&str, f64); 5] = [
     ("no_repeat_ngram_size", 0.0),
-    ("num_beams", 1.0),
     ("penalty_alpha", 0.0),
     ("typical_p", 1.0),
     ("epsilon_cutoff", 0.0),
@@ -79,6 +84,10 @@ impl GenerationConfig {
             top_k: size("top_k")?,
             top_p: number("top_p")?,
             min_p: number("min_p")?,
+            num_beams: size("num_beams")?,
+            length_penalty: number("length_penalty")?,
+            // The third value, "never", is not supported.
+            early_stopping: given("early_stopping").and_then(Value::as_bool),
             repetition_penalty: number("repetition_penalty")?,
             max_new_tokens: size("max_new_tokens")?,
             max_length: size("max_length")?,
@@ -120,6 +129,7 @@ mod tests {
             top_p: Some(0.9),
             max_new_tokens: Some(40),
             repetition_penalty: Some(1.05),
+            num_beams: Some(1),
             ignored: vec!["typical_p = 0.9".to_owned()],
             ..GenerationConfig::default()
         };

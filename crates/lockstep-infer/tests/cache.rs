@@ -9,8 +9,8 @@ use std::{
 
 use lockstep_checkpoint::{DType, ModelDirectory, safetensors::SafetensorsFile};
 use lockstep_infer::{
-    Event, FinishReason, Generator, InferError, LoadOptions, LoadedModel, Request, Sampling, Scheduler,
-    SchedulerOptions,
+    BeamOptions, Event, FinishReason, Generator, InferError, LoadOptions, LoadedModel, Request, Sampling,
+    Scheduler, SchedulerOptions, beam_search,
 };
 use lockstep_tensor::PAGE_TOKENS;
 
@@ -279,4 +279,36 @@ fn a_request_that_never_fits_the_cache_is_refused_and_disturbs_no_other() {
     let long = Request { max_new_tokens: 1000, ..request() };
     assert!(matches!(scheduler.add(long), Err(InferError::TooLong { tokens: 1017, .. })));
     assert!(scheduler.is_idle());
+}
+
+#[test]
+fn beam_searches_find_the_texts_of_transformers() {
+    let cases = fs::read_to_string(fixture("beams.json")).unwrap();
+    let cases: Vec<serde_json::Value> = serde_json::from_str(&cases).unwrap();
+    assert_eq!(cases.len(), 8);
+    for case in cases {
+        let ids = |value: &serde_json::Value| -> Vec<u32> {
+            value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+        };
+        let model = LoadedModel::open(&fixture(case["model"].as_str().unwrap()), 2).unwrap();
+        let options = BeamOptions {
+            beams: case["num_beams"].as_u64().unwrap() as usize,
+            max_new_tokens: case["max_new_tokens"].as_u64().unwrap() as usize,
+            length_penalty: case["length_penalty"].as_f64().unwrap() as f32,
+            early_stopping: case["early_stopping"].as_bool().unwrap(),
+            end: ids(&case["end"]),
+        };
+        let found = beam_search(&model, &ids(&case["prompt"]), &options).unwrap();
+        let expected = case["found"].as_array().unwrap();
+        assert_eq!(found.len(), expected.len(), "{options:?}");
+        for (rank, (found, expected)) in found.iter().zip(expected).enumerate() {
+            let score = expected["score"].as_f64().unwrap() as f32;
+            let is_close = (found.score - score).abs() <= 2e-5 * score.abs();
+            assert!(
+                found.tokens == ids(&expected["tokens"]) && is_close,
+                "{} with {options:?}: text {rank} is {found:?} instead of {expected}",
+                case["model"]
+            );
+        }
+    }
 }

@@ -15,12 +15,12 @@ use std::process::ExitCode;
 use clap::Args;
 use lockstep_data::Tokenizer;
 use lockstep_infer::{GenerationConfig, LoadedModel, Sampling, SchedulerOptions};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use self::{
     chat::converse,
     prompts::prompts,
-    sampling::SamplingArguments,
+    sampling::{BeamSettings, SamplingArguments},
     writer::{Job, Length, Writer},
 };
 use crate::exit::Failure;
@@ -94,6 +94,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     if talks {
         return converse(&writer, arguments.system.as_deref());
     }
+    if let Some(beams) = arguments.sampling.beams(&config) {
+        return search(&writer, &prompts, &beams, arguments);
+    }
     let mut jobs = Vec::new();
     for prompt in &prompts {
         let ids = writer.prompt_ids(prompt, arguments)?;
@@ -113,13 +116,53 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         }
         Ok(())
     })?;
-    let results = written.iter().enumerate().map(|(job, written)| written.json(prompt_of(job)));
-    match results.collect::<Vec<_>>().as_slice() {
-        _ if !arguments.json => {}
+    if arguments.json {
+        print_json(written.iter().enumerate().map(|(job, written)| written.json(prompt_of(job))).collect());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints the best texts of a beam search for each prompt.
+fn search(
+    writer: &Writer<'_>,
+    prompts: &[String],
+    beams: &BeamSettings,
+    arguments: &Arguments,
+) -> Result<ExitCode, Failure> {
+    let samples = usize::try_from(arguments.samples).unwrap_or(usize::MAX);
+    if samples > beams.beams {
+        let most = beams.beams;
+        return Err(Failure::configuration(format!(
+            "-n {samples}: a search with {most} beams finds {most} texts"
+        )));
+    }
+    let mut results = Vec::new();
+    for (number, prompt) in prompts.iter().enumerate() {
+        let found = writer.search(&writer.prompt_ids(prompt, arguments)?, samples, beams)?;
+        for (rank, written) in found.iter().enumerate() {
+            if arguments.json {
+                results.push(written.json(prompt));
+                continue;
+            }
+            if prompts.len() * samples > 1 {
+                say!("--- prompt {}, text {}", number + 1, rank + 1);
+            }
+            let echoed = if arguments.chat { "" } else { prompt.as_str() };
+            say!("{echoed}{}", written.text);
+        }
+    }
+    if arguments.json {
+        print_json(results);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints one result, or an object with a list of several.
+fn print_json(results: Vec<Value>) {
+    match results.as_slice() {
         [only] => say!("{only}"),
         all => say!("{}", json!({ "results": all })),
     }
-    Ok(ExitCode::SUCCESS)
 }
 
 /// Texts on standard output, in the order of their jobs: pieces of a later one wait until those before it have ended.

@@ -32,9 +32,30 @@ pub(super) struct SamplingArguments {
     /// Added to the logit of a token, as ID=BIAS or several with commas
     #[arg(long, value_name = "ID=BIAS", value_delimiter = ',', value_parser = bias)]
     logit_bias: Vec<(u32, f32)>,
+    /// Search with this many beams instead of sampling; -n takes the N best texts [default: generation_config.json, else 1]
+    #[arg(
+        long,
+        value_name = "N",
+        value_parser = clap::value_parser!(u64).range(1..=1024),
+        conflicts_with_all = ["temperature", "top_k", "top_p", "min_p", "logit_bias", "logprobs", "sliding_window"]
+    )]
+    num_beams: Option<u64>,
+    /// Exponent of the length by which a beam's log-probability is divided [default: generation_config.json, else 1]
+    #[arg(long, value_name = "E", requires = "num_beams", allow_negative_numbers = true)]
+    length_penalty: Option<f32>,
+    /// End a beam search as soon as there are as many complete texts as beams
+    #[arg(long, requires = "num_beams")]
+    early_stopping: bool,
     /// With --json: log-probabilities of each token and of the N most likely ones
     #[arg(long, value_name = "N", requires = "json", value_parser = clap::value_parser!(u64).range(..=20))]
     logprobs: Option<u64>,
+}
+
+/// Settings of a beam search.
+pub(super) struct BeamSettings {
+    pub(super) beams: usize,
+    pub(super) length_penalty: f32,
+    pub(super) early_stopping: bool,
 }
 
 /// Reads `ID=BIAS`.
@@ -45,6 +66,18 @@ fn bias(text: &str) -> Result<(u32, f32), String> {
 }
 
 impl SamplingArguments {
+    /// Returns the settings of a beam search if the command line asks for one, or else the model does.
+    pub(super) fn beams(&self, config: &GenerationConfig) -> Option<BeamSettings> {
+        let samples = self.temperature.is_some() || config.samples == Some(true);
+        let of_model = config.num_beams.filter(|_| !samples);
+        let beams = self.num_beams.map(|beams| beams as usize).or(of_model).filter(|beams| *beams > 1)?;
+        Some(BeamSettings {
+            beams,
+            length_penalty: self.length_penalty.or(config.length_penalty).unwrap_or(1.0),
+            early_stopping: self.early_stopping || config.early_stopping == Some(true),
+        })
+    }
+
     /// Returns the settings of the command line, else those of the model, else the neutral ones.
     pub(super) fn resolve(&self, config: &GenerationConfig, seed: u64) -> Result<Sampling, Failure> {
         let draws = config.samples != Some(false) || self.temperature.is_some();

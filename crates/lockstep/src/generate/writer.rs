@@ -4,11 +4,12 @@ use std::ops::ControlFlow;
 
 use lockstep_data::{TextStream, Tokenizer};
 use lockstep_infer::{
-    Drawn, Event, FinishReason, InferError, LoadedModel, Request, Sampling, Scheduler, SchedulerOptions,
+    BeamOptions, Drawn, Event, FinishReason, Hypothesis, InferError, LoadedModel, Request, Sampling,
+    Scheduler, SchedulerOptions, beam_search,
 };
 use serde_json::{Value, json};
 
-use super::text::StoppedText;
+use super::{sampling::BeamSettings, text::StoppedText};
 use crate::exit::Failure;
 
 /// Number of tokens to generate; an end-of-text token ends the text earlier.
@@ -126,14 +127,53 @@ impl Writer<'_> {
             .collect())
     }
 
-    fn request(&self, job: &Job) -> Request {
+    /// Returns the best texts that a beam search finds for a prompt, at most `count` of them. A text ends with the token that
+    /// completes it, or before the first stop string.
+    pub(super) fn search(
+        &self,
+        ids: &[u32],
+        count: usize,
+        beams: &BeamSettings,
+    ) -> Result<Vec<Written>, Failure> {
+        let options = BeamOptions {
+            beams: beams.beams,
+            max_new_tokens: self.max_new_tokens(ids),
+            length_penalty: beams.length_penalty,
+            early_stopping: beams.early_stopping,
+            end: self.end.clone(),
+        };
+        let found = beam_search(self.model, ids, &options)?;
+        found.into_iter().take(count).map(|hypothesis| self.found(ids, hypothesis)).collect()
+    }
+
+    fn found(&self, ids: &[u32], hypothesis: Hypothesis) -> Result<Written, Failure> {
+        let Hypothesis { mut tokens, .. } = hypothesis;
+        let is_complete = tokens.pop_if(|last| self.end.contains(last)).is_some();
+        let mut text = StoppedText::new(&self.stops);
+        text.push(&self.tokenizer.decode(&tokens)?);
+        let is_ended = is_complete || text.is_ended();
+        Ok(Written {
+            prompt_tokens: ids.len(),
+            tokens,
+            text: text.into_text(),
+            finish_reason: if is_ended { FinishReason::Stop } else { FinishReason::Length },
+            logprobs: Vec::new(),
+        })
+    }
+
+    /// Returns the largest number of tokens to generate after a prompt.
+    fn max_new_tokens(&self, prompt: &[u32]) -> usize {
         let longest = self.model.config().max_position_embeddings();
-        let room = if self.kept.is_some() { usize::MAX } else { longest.saturating_sub(job.ids.len()) };
-        let max_new_tokens = match self.length {
+        let room = if self.kept.is_some() { usize::MAX } else { longest.saturating_sub(prompt.len()) };
+        match self.length {
             Length::Exactly(tokens) => tokens,
             Length::UpTo(tokens) => tokens.min(room),
-            Length::UpToTotal(tokens) => tokens.saturating_sub(job.ids.len()).min(room),
-        };
+            Length::UpToTotal(tokens) => tokens.saturating_sub(prompt.len()).min(room),
+        }
+    }
+
+    fn request(&self, job: &Job) -> Request {
+        let max_new_tokens = self.max_new_tokens(&job.ids);
         let sampling = Sampling { seed: job.seed, ..self.sampling.clone() };
         Request { prompt: job.ids.clone(), max_new_tokens, sampling, kept: self.kept }
     }

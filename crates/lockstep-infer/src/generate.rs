@@ -4,7 +4,7 @@ use lockstep_engine::{UnitParameters, Weights};
 use lockstep_graph::{Batch, KeyValueCache, Replay};
 use lockstep_model::{HeadOutput, RecordedModel};
 use lockstep_plan::{DType, MemoryCategory};
-use lockstep_tensor::{Buffer, Tensor, TensorError, View};
+use lockstep_tensor::{Buffer, Matrix, Tensor, TensorError, View};
 
 use crate::{InferError, LoadedModel, Sampler};
 
@@ -15,7 +15,7 @@ const CHUNK: usize = 512;
 pub struct Generator<'m> {
     model: &'m LoadedModel,
     /// Weights that stay in the model's files.
-    in_place: Vec<Option<View<'m>>>,
+    in_place: Vec<Option<Matrix<'m>>>,
     /// Keys and values of each layer, `[capacity, key/value width]`, in the model's type.
     caches: Vec<[Tensor; 2]>,
     filled: usize,

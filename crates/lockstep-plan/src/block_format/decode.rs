@@ -24,12 +24,50 @@ pub trait BlockCodec {
     const ELEMENTS: usize;
     /// Bytes of a block.
     const BYTES: usize;
+    /// True if offsets may differ from zero.
+    const HAS_OFFSETS: bool;
 
     /// Returns the scales of a block of `BYTES` bytes.
     fn scales(block: &[u8]) -> RunScales;
 
     /// Returns the codes of elements `32 · part` to `32 · part + 31` of a block.
     fn codes(block: &[u8], part: usize) -> [i8; CODES];
+
+    /// Writes the scales of the blocks of `LINES` lines, line by line within each run.
+    #[inline(always)]
+    fn scales_of_lines<const LINES: usize>(blocks: [&[u8]; LINES], runs: &mut LineScales<LINES>) {
+        for (line, block) in blocks.into_iter().enumerate() {
+            let RunScales { scales, offsets } = Self::scales(block);
+            for run in 0..RUNS {
+                runs.scales[run][line] = scales[run];
+                runs.offsets[run][line] = offsets[run];
+            }
+        }
+    }
+}
+
+/// Scales and offsets of the blocks of several lines, by run.
+#[derive(Debug, Clone, Copy)]
+pub struct LineScales<const LINES: usize> {
+    /// Factors of the codes.
+    pub scales: [[f32; LINES]; RUNS],
+    /// Terms that are added to the products.
+    pub offsets: [[f32; LINES]; RUNS],
+}
+
+impl<const LINES: usize> LineScales<LINES> {
+    /// Zeros.
+    pub const ZERO: Self = Self { scales: [[0.0; LINES]; RUNS], offsets: [[0.0; LINES]; RUNS] };
+}
+
+/// Returns the f16 at byte `at` of each block, by arithmetic that vectorizes over the blocks.
+#[inline(always)]
+fn halves<const LINES: usize>(blocks: &[&[u8]; LINES], at: usize) -> [f32; LINES] {
+    let mut bits = [0; LINES];
+    for (bits, block) in bits.iter_mut().zip(blocks) {
+        *bits = u16::from_le_bytes([block[at], block[at + 1]]);
+    }
+    bits.map(widen)
 }
 
 /// Decodes whole blocks.
@@ -77,6 +115,7 @@ pub struct Q8_0Codec;
 impl BlockCodec for Q8_0Codec {
     const ELEMENTS: usize = 32;
     const BYTES: usize = 34;
+    const HAS_OFFSETS: bool = false;
 
     #[inline(always)]
     fn scales(block: &[u8]) -> RunScales {
@@ -88,6 +127,11 @@ impl BlockCodec for Q8_0Codec {
         let bytes: &[u8; CODES] = block[2..2 + CODES].try_into().expect("32 bytes");
         bytes.map(u8::cast_signed)
     }
+
+    #[inline(always)]
+    fn scales_of_lines<const LINES: usize>(blocks: [&[u8]; LINES], runs: &mut LineScales<LINES>) {
+        runs.scales[..2].fill(halves(&blocks, 0));
+    }
 }
 
 /// Codec of [`BlockFormat::Q4_0`](super::BlockFormat::Q4_0): f16 scale, 16 bytes whose low halves are the first 16 codes; 8 is zero.
@@ -97,6 +141,7 @@ pub struct Q4_0Codec;
 impl BlockCodec for Q4_0Codec {
     const ELEMENTS: usize = 32;
     const BYTES: usize = 18;
+    const HAS_OFFSETS: bool = false;
 
     #[inline(always)]
     fn scales(block: &[u8]) -> RunScales {
@@ -107,6 +152,11 @@ impl BlockCodec for Q4_0Codec {
     fn codes(block: &[u8], _: usize) -> [i8; CODES] {
         halves_of_bytes(&block[2..], 8)
     }
+
+    #[inline(always)]
+    fn scales_of_lines<const LINES: usize>(blocks: [&[u8]; LINES], runs: &mut LineScales<LINES>) {
+        runs.scales[..2].fill(halves(&blocks, 0));
+    }
 }
 
 /// Codec of [`BlockFormat::Q4_1`](super::BlockFormat::Q4_1): f16 scale, f16 minimum, codes as in Q4_0 from zero on.
@@ -116,6 +166,7 @@ pub struct Q4_1Codec;
 impl BlockCodec for Q4_1Codec {
     const ELEMENTS: usize = 32;
     const BYTES: usize = 20;
+    const HAS_OFFSETS: bool = true;
 
     #[inline(always)]
     fn scales(block: &[u8]) -> RunScales {
@@ -125,6 +176,12 @@ impl BlockCodec for Q4_1Codec {
     #[inline(always)]
     fn codes(block: &[u8], _: usize) -> [i8; CODES] {
         halves_of_bytes(&block[4..], 0)
+    }
+
+    #[inline(always)]
+    fn scales_of_lines<const LINES: usize>(blocks: [&[u8]; LINES], runs: &mut LineScales<LINES>) {
+        runs.scales[..2].fill(halves(&blocks, 0));
+        runs.offsets[..2].fill(halves(&blocks, 2));
     }
 }
 
@@ -165,6 +222,7 @@ pub struct Q4KCodec;
 impl BlockCodec for Q4KCodec {
     const ELEMENTS: usize = 256;
     const BYTES: usize = 144;
+    const HAS_OFFSETS: bool = true;
 
     #[inline(always)]
     fn scales(block: &[u8]) -> RunScales {
@@ -184,6 +242,7 @@ pub struct Q5KCodec;
 impl BlockCodec for Q5KCodec {
     const ELEMENTS: usize = 256;
     const BYTES: usize = 176;
+    const HAS_OFFSETS: bool = true;
 
     #[inline(always)]
     fn scales(block: &[u8]) -> RunScales {
@@ -209,6 +268,7 @@ pub struct Q6KCodec;
 impl BlockCodec for Q6KCodec {
     const ELEMENTS: usize = 256;
     const BYTES: usize = 210;
+    const HAS_OFFSETS: bool = false;
 
     #[inline(always)]
     fn scales(block: &[u8]) -> RunScales {

@@ -9,7 +9,8 @@ mod encode;
 mod half;
 
 pub use decode::{
-    BlockCodec, CODES, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec, Q6KCodec, Q8_0Codec, RUN, RUNS, RunScales,
+    BlockCodec, CODES, LineScales, Q4_0Codec, Q4_1Codec, Q4KCodec, Q5KCodec, Q6KCodec, Q8_0Codec, RUN, RUNS,
+    RunScales,
 };
 
 use crate::named_enum::named_enum;

@@ -131,7 +131,7 @@ impl Case {
 }
 
 /// Creates queues of every level that can be tested here. AMX is emulated if the CPU lacks it.
-fn queues(threads: usize) -> Vec<CpuQueue> {
+pub(super) fn queues(threads: usize) -> Vec<CpuQueue> {
     let mut queues = Vec::new();
     for level in CpuLevel::ALL {
         if level <= CpuLevel::detect() {

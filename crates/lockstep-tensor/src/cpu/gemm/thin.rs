@@ -7,6 +7,7 @@
 use std::{ops::Range, ptr};
 
 use super::{
+    block_lines::CHUNK,
     kernel::MicroKernel,
     lanes::Lanes,
     operand::{Operand, Order},
@@ -49,9 +50,14 @@ pub(super) fn fits<K: MicroKernel, U: Packing, C>(
     summation: Summation,
 ) -> bool {
     let Problem { m, k, a, b, .. } = problem;
-    let are_lines = a.is_stored_along_depth() && b.is_stored_along_depth();
+    let has_blocks = b.block_lines().is_some();
+    let are_lines = a.is_stored_along_depth() && (b.is_stored_along_depth() || has_blocks);
     let has_room = *m <= MAX_ROWS && m * k.div_ceil(U::ELEMENTS) <= ROWS_UNITS;
-    summation == Summation::ByDepth && are_lines && has_room && K::IS_IN_PLACE && U::MARK_UNITS == 0
+    (summation == Summation::ByDepth || has_blocks)
+        && are_lines
+        && has_room
+        && K::IS_IN_PLACE
+        && U::MARK_UNITS == 0
 }
 
 /// Returns the number of columns of a task, whole panels.
@@ -85,7 +91,11 @@ impl<'a> ThinScratch<'a> {
     pub(super) fn new(units: &'a mut [u32]) -> Self {
         let (rows, units) = units.split_at_mut(ROWS_UNITS);
         let (partial, units) = units.split_at_mut(MAX_ROWS * SIDE);
-        Self { partial: bytemuck::cast_slice_mut(partial), packed: &mut units[..STEP * SIDE], rows }
+        Self {
+            partial: bytemuck::cast_slice_mut(partial),
+            packed: &mut units[..STEP.max(CHUNK) * SIDE],
+            rows,
+        }
     }
 }
 
@@ -197,6 +207,24 @@ impl<T: Float> Panel<'_, '_, T> {
                 add_products(&mut sums, rows, start / U::ELEMENTS, packed, SIDE);
                 start += SIDE * U::ELEMENTS;
             }
+            if let Some(lines) = b.block_lines() {
+                // Quantized lines are decoded in whole chunks, of which a block of depth may need a part.
+                while start < depth.end {
+                    let chunk = start / CHUNK * CHUNK;
+                    let (chunk_end, end) = (lines.chunk_end(chunk), depth.end.min(chunk + CHUNK));
+                    let units = (chunk_end - chunk) / U::ELEMENTS;
+                    U::pack::<V, Lines>(
+                        b,
+                        columns.clone(),
+                        chunk..chunk_end,
+                        units,
+                        &mut packed[..units * SIDE],
+                    );
+                    let packed = &packed[(start - chunk) / U::ELEMENTS * SIDE..];
+                    add_products(&mut sums, rows, start / U::ELEMENTS, packed, (end - start) / U::ELEMENTS);
+                    start = end;
+                }
+            }
             for start in (start..depth.end).step_by(STEP * U::ELEMENTS) {
                 let step = start..depth.end.min(start + STEP * U::ELEMENTS);
                 let units = step.len().div_ceil(U::ELEMENTS);
@@ -216,10 +244,10 @@ impl<T: Float> Panel<'_, '_, T> {
     #[inline(always)]
     fn squares<U: Packing<Source = T>>(&self) -> impl Iterator<Item = (Square<*const u32>, usize)> {
         let Self { b, columns, depth } = self;
-        let line = b.line(columns.start);
+        let line = if b.block_lines().is_some() { &[] } else { b.line(columns.start) };
         let are_units = U::IS_STORED_ALONG && line.len().is_multiple_of(U::ELEMENTS) && columns.len() == SIDE;
-        let count = if are_units { depth.len() / U::ELEMENTS / SIDE } else { 0 };
-        let first = line[depth.start..].as_ptr().cast::<u32>();
+        let count = if are_units && !line.is_empty() { depth.len() / U::ELEMENTS / SIDE } else { 0 };
+        let first = line.as_ptr().wrapping_add(depth.start).cast::<u32>();
         let stride = line.len() / U::ELEMENTS;
         let (line_bytes, first_byte) = (size_of_val(line), depth.start * size_of::<T>());
         (0..count).map(move |index| {
